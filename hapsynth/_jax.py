@@ -1,0 +1,122 @@
+"""Every access to JAX that differs between the supported versions, and nothing else.
+
+Supported: JAX 0.10.2 to 0.12. `ClosedJaxpr` became `Jaxpr` in 0.12; the names of call primitives and the
+place of their inner jaxpr moved in between. Nothing here starts a backend.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.extend.core as jex
+import numpy as np
+
+# Primitives that only wrap a jaxpr: name -> where that jaxpr is kept, newest spelling first.
+_CALLS: dict[str, tuple[str, ...]] = {
+    "jit": ("jaxpr",),
+    "pjit": ("jaxpr",),
+    "closed_call": ("call_jaxpr", "jaxpr"),
+    "core_call": ("call_jaxpr", "jaxpr"),
+    "custom_jvp_call": ("call_jaxpr", "jaxpr"),
+    "custom_vjp_call": ("call_jaxpr", "fun_jaxpr", "jaxpr"),
+    "custom_vjp_call_jaxpr": ("fun_jaxpr", "call_jaxpr"),
+}
+_REMAT = ("checkpoint", "remat", "remat2")
+
+
+def make_jaxpr(fn: Callable[..., Any], *args: Any) -> tuple[Any, Any]:
+    """Trace `fn` on arrays or ShapeDtypeStructs: the closed jaxpr and the pytree of output shapes."""
+    return jax.make_jaxpr(fn, return_shape=True)(*args)
+
+
+def open_jaxpr(jaxpr: Any) -> tuple[Any, list[Any]]:
+    """A jaxpr with `invars, outvars, eqns`, and the values of its constants."""
+    consts = list(getattr(jaxpr, "consts", ()))
+    inner = jaxpr.jaxpr if hasattr(jaxpr, "jaxpr") else jaxpr
+    return inner, consts
+
+
+def called_jaxpr(eqn: Any) -> Any | None:
+    """The jaxpr of a call that can be inlined, or None."""
+    for key in _CALLS.get(eqn.primitive.name, ()):
+        if key in eqn.params:
+            return eqn.params[key]
+    return None
+
+
+def remat_jaxpr(eqn: Any) -> tuple[Any, bool] | None:
+    """The jaxpr of a rematerialised region and whether it must be kept apart from the forward pass."""
+    if eqn.primitive.name not in _REMAT:
+        return None
+    apart = bool(eqn.params.get("prevent_cse", True)) and bool(eqn.params.get("differentiated", True))
+    return eqn.params["jaxpr"], apart
+
+
+@functools.cache
+def barrier_primitive() -> Any:
+    """`lax.optimization_barrier`'s primitive, which `jax.extend` does not list."""
+    jaxpr, _ = open_jaxpr(jax.make_jaxpr(jax.lax.optimization_barrier)(jax.ShapeDtypeStruct((), np.float32)))
+    return jaxpr.eqns[0].primitive
+
+
+def is_literal(atom: Any) -> bool:
+    return isinstance(atom, jex.Literal)
+
+
+def is_dropped(var: Any) -> bool:
+    return type(var).__name__ == "DropVar"
+
+
+def effects_of(jaxpr: Any) -> list[str]:
+    """Names of the primitives with effects, with their source line."""
+    inner, _ = open_jaxpr(jaxpr)
+    return [f"{e.primitive.name} ({source_line(e)})" for e in inner.eqns if getattr(e, "effects", None)]
+
+
+_LIBRARIES = (
+    "/jax/",
+    "/jaxlib/",
+    "/optax/",
+    "/flax/",
+    "/equinox/",
+    "/haiku/",
+    "/hapsynth/trace.py",
+    "/hapsynth/_jax.py",
+)
+
+
+def source_line(eqn: Any) -> str:
+    """`file:line` of the user's code that made the equation, or '' when it is not known."""
+    traceback = getattr(eqn.source_info, "traceback", None)
+    frames: Sequence[Any] = getattr(traceback, "frames", None) or ()
+    for frame in frames:
+        name = frame.file_name.replace("\\", "/")
+        if not any(part in name for part in _LIBRARIES):
+            return f"{name.rsplit('/', 1)[-1]}:{frame.line_num}"
+    return ""
+
+
+def scope_name(eqn: Any) -> str:
+    return str(getattr(eqn.source_info, "name_stack", "") or "")
+
+
+def bind(primitive: Any, operands: Sequence[Any], params: dict[str, Any]) -> list[Any]:
+    """Apply a primitive; always a list of results."""
+    subfuns, bind_params = primitive.get_bind_params(params)
+    out = primitive.bind(*subfuns, *operands, **bind_params)
+    return list(out) if primitive.multiple_results else [out]
+
+
+def is_extended(dtype: Any) -> bool:
+    """Typed PRNG keys and their like, which no NumPy dtype describes."""
+    return jax.dtypes.issubdtype(dtype, jax.dtypes.extended)
+
+
+def itemsize(dtype: Any) -> int:
+    """Bytes per element; a typed key counts as 16."""
+    if is_extended(dtype):
+        return 16
+    return int(np.dtype(dtype).itemsize)

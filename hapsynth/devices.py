@@ -1,0 +1,306 @@
+"""What one device and one link can do, read from tables with strict units; the table of known GPUs.
+
+Nothing here touches a backend. `hapsynth.cluster` puts devices and links together.
+"""
+
+import difflib
+import functools
+import math
+import tomllib
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from importlib import resources
+from typing import TypeVar, cast
+
+from hapsynth import _units
+
+# Seconds per op launched on a GPU: the order of a kernel launch plus XLA's thunk. Nominal, no datasheet has it.
+DEFAULT_OVERHEAD = 5e-6
+# Share of the peak FLOP/s that contractions of ordinary size reach. Nominal: MFU figures published for training
+# cluster around 0.4-0.6. It is the same for all kinds, so it moves computation against communication, not one
+# device against another. A profile sets it to 1 and measured rates in place of the peaks.
+DEFAULT_EFFICIENCY = 0.5
+# What float64 costs where a kind doesn't say: the rate of the consumer chips (GA102, AD102), 1/64 of float32's.
+_FLOAT64_FRACTION = 1 / 64
+
+_RATES = ("float64", "float32", "tf32", "float16", "bfloat16")
+# The first rate that the kind has is the one that a dtype gets. XLA runs float32 contractions on the TF32
+# units at the default precision. What is not floating point runs on the ordinary cores, at float32's rate.
+_FALLBACK = {
+    "float32": ("tf32", "float32"),
+    "complex64": ("tf32", "float32"),
+    "float16": ("float16", "bfloat16", "tf32", "float32"),
+    "bfloat16": ("bfloat16", "float16", "tf32", "float32"),
+    "float64": ("float64",),
+    "complex128": ("float64",),
+}
+
+T = TypeVar("T")
+
+
+class ClusterError(ValueError):
+    """A cluster, or its file, that can't be used. The text names the file, the key, the value and the way out."""
+
+
+def _positive(owner: str, what: str, value: float, *, zero: bool = False) -> None:
+    try:
+        _units.check(value, zero=zero)
+    except ValueError as error:
+        raise ClusterError(f"{owner}: {what} = {value!r} {error}") from None
+
+
+@dataclass(frozen=True)
+class DeviceKind:
+    """A model of device.
+
+    `flops`: peak FLOP/s for each of float32 (needed), tf32, float16, bfloat16, float64; dense. Not to be changed.
+    `bandwidth`: of its own memory, bytes/s. `memory`: bytes. `overhead`: seconds per launched op. `efficiency`:
+    fraction of the peak FLOP/s that is reached, in (0, 1]. `source`: where the figures stand; not compared.
+
+    Raises ClusterError for a figure that is not finite and positive (`overhead` may be 0).
+    """
+
+    name: str
+    flops: Mapping[str, float]
+    bandwidth: float
+    memory: int
+    overhead: float = DEFAULT_OVERHEAD
+    efficiency: float = DEFAULT_EFFICIENCY
+    source: str = field(default="", compare=False)
+
+    def __post_init__(self) -> None:
+        owner = f"device kind {self.name!r}"
+        object.__setattr__(self, "flops", {d: float(self.flops[d]) for d in _RATES if d in self.flops} | self.flops)
+        for dtype, rate in self.flops.items():
+            if dtype not in _RATES:
+                raise ClusterError(f"{owner}: flops has no dtype {dtype!r}; {_nearest(dtype, _RATES)}")
+            _positive(owner, f"flops.{dtype}", rate)
+        if "float32" not in self.flops:
+            raise ClusterError(f"{owner}: flops lacks float32, which the other dtypes fall back to; add it")
+        _positive(owner, "bandwidth", self.bandwidth)
+        _positive(owner, "memory", self.memory)
+        _positive(owner, "overhead", self.overhead, zero=True)
+        _positive(owner, "efficiency", self.efficiency)
+        if self.efficiency > 1:
+            raise ClusterError(f"{owner}: efficiency = {self.efficiency!r} is a fraction of the peak, at most 1")
+
+    def __hash__(self) -> int:
+        return hash((self.name, tuple(self.flops.items()), self.bandwidth, self.memory))
+
+    def rate(self, dtype: object) -> float:
+        """FLOP/s reached by a contraction of `dtype` (a NumPy dtype or its name): `efficiency` x the peak.
+
+        float32 counts at tf32's peak where the device has one (XLA's default precision); "tf32" may be asked for by
+        name. A missing bfloat16 or float16 falls back to the other, then to float32, a missing float64 to 1/64 of
+        float32; 8-bit floats count as float16; integers, bools and whatever is unknown as float32's ordinary cores.
+        """
+        name = str(getattr(dtype, "name", dtype))
+        fallback = _FALLBACK["float16"] if name.startswith("float8") else _FALLBACK.get(name, ("float32",))
+        if name == "tf32":
+            fallback = _FALLBACK["float32"]
+        peak = next((self.flops[d] for d in fallback if d in self.flops), self.flops["float32"] * _FLOAT64_FRACTION)
+        return peak * self.efficiency
+
+    def faster(self, speed: float, name: str | None = None) -> "DeviceKind":
+        """The same device `speed` times as fast, in computing and in reaching its memory; the memory stays."""
+        _positive(f"device kind {self.name!r}", "speed", speed)
+        flops = {d: rate * speed for d, rate in self.flops.items()}
+        return replace(self, name=name or self.name, flops=flops, bandwidth=self.bandwidth * speed)
+
+
+@dataclass(frozen=True)
+class Link:
+    """What joins two devices: `bandwidth` in bytes/s each way, `latency` in seconds per message (may be 0).
+
+    Raises ClusterError for a figure that is not finite and positive.
+    """
+
+    bandwidth: float
+    latency: float
+
+    def __post_init__(self) -> None:
+        _positive("link", "bandwidth", self.bandwidth)
+        _positive("link", "latency", self.latency, zero=True)
+
+
+class Table:
+    """One table of a cluster file, read key by key; every error says where it stands (`file: kinds.mycard.memory`)."""
+
+    def __init__(self, data: object, source: str, path: str = "", keys: Iterable[str] | None = None):
+        """`data` must be a mapping and hold no key beside `keys` (None: any). Raises ClusterError."""
+        self.source, self.path = source, path
+        if not isinstance(data, Mapping):
+            raise self.error("", f"= {data!r} must be a table")
+        self.data = cast(Mapping[str, object], data)
+        for key in self.data if keys is not None else ():
+            if key not in (known := sorted(keys or ())):
+                raise self.error(key, f"= {self.data[key]!r} is not a known key; {_nearest(key, known)}")
+
+    def error(self, key: str, problem: str) -> ClusterError:
+        where = ".".join(part for part in (self.path, key) if part)
+        return ClusterError(f"{self.source}: {where} {problem}" if where else f"{self.source}: {problem}")
+
+    def __contains__(self, key: str) -> bool:
+        return key in self.data
+
+    def need(self, key: str, hint: str) -> object:
+        if key not in self.data:
+            raise self.error(key, f"is missing; add {hint}")
+        return self.data[key]
+
+    def table(self, key: str, keys: Iterable[str] | None = None) -> "Table":
+        where = ".".join(part for part in (self.path, key) if part)
+        return Table(self.need(key, "the table"), self.source, where, keys)
+
+    def _checked(self, key: str, read: Callable[[object], T], hint: str) -> T:
+        value = self.need(key, hint)
+        try:
+            return read(value)
+        except ValueError as error:
+            raise self.error(key, f"= {value!r} {error}") from None
+
+    def quantity(self, key: str, units: str) -> float:
+        """A number with a unit out of `_units.{BANDWIDTH,MEMORY,TIME,RATE}`, in SI units."""
+        table = cast(Mapping[str, object], getattr(_units, units))
+        hint = f'{key} = "<number> <unit>" with one of {", ".join(table)}'
+        return self._checked(key, lambda v: _units.parse(v, getattr(_units, units), zero=units == "TIME"), hint)
+
+    def number(self, key: str) -> float:
+        def read(value: object) -> float:
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                raise ValueError("must be a plain number, without unit or quotes")
+            return _units.check(value)
+
+        return self._checked(key, read, "a number")
+
+    def count(self, key: str, limit: int = 1 << 16) -> int:
+        def read(value: object) -> int:
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise ValueError("must be a whole number")
+            if not 1 <= value <= limit:
+                raise ValueError(f"must be from 1 to {limit}")
+            return value
+
+        return self._checked(key, read, "a whole number")
+
+    def text(self, key: str, hint: str = "a string") -> str:
+        def read(value: object) -> str:
+            if not isinstance(value, str) or not value:
+                raise ValueError("must be a string that is not empty")
+            return value
+
+        return self._checked(key, read, hint)
+
+
+def _nearest(name: str, names: Iterable[str]) -> str:
+    """A hint: the known name nearest to `name`, or all of them."""
+    known = {n.lower(): n for n in names}
+    close = difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.5)
+    close = close or [n for n in known if name and (n.startswith(name.lower()) or name.lower() in n)][:1]
+    return f"did you mean {known[close[0]]!r}?" if close else f"use one of {', '.join(known.values())}"
+
+
+_KIND_KEYS = ("base", "flops", "bandwidth", "memory", "overhead", "efficiency", "speed", "source")
+
+
+def find_kind(table: Table, key: str, kinds: Mapping[str, DeviceKind]) -> DeviceKind:
+    """The kind that `table[key]` names, out of `kinds`. Raises ClusterError with the nearest name."""
+    name = table.text(key, 'the name of a kind, like "V100-16GB"')
+    if name not in kinds:
+        raise table.error(key, f"= {name!r} is not a known kind; {_nearest(name, kinds)} Or define [kinds.{name}]")
+    return kinds[name]
+
+
+def read_kind(name: str, table: Table, kinds: Mapping[str, DeviceKind]) -> DeviceKind:
+    """The DeviceKind of one [kinds.NAME] table; `base` is looked up in `kinds`."""
+    base = find_kind(table, "base", kinds) if "base" in table else None
+    flops = dict(base.flops) if base else {}
+    if base is None or "flops" in table:
+        rates = table.table("flops", _RATES)
+        flops |= {dtype: rates.quantity(dtype, "RATE") for dtype in rates.data}
+        if "float32" not in flops:
+            raise rates.error("float32", "is missing; the other dtypes fall back to it")
+
+    def figure(key: str, default: float | None, read: Callable[[], float]) -> float:
+        return read() if default is None or key in table else default
+
+    efficiency = table.number("efficiency") if "efficiency" in table else None
+    if efficiency is not None and efficiency > 1:
+        raise table.error("efficiency", f"= {efficiency!r} is a fraction of the peak rate, at most 1")
+    memory = figure("memory", base and base.memory, lambda: table.quantity("memory", "MEMORY"))
+    if memory < 1:
+        raise table.error("memory", f"= {table.data['memory']!r} is less than one byte")
+    kind = DeviceKind(
+        name=name,
+        flops=flops,
+        bandwidth=figure("bandwidth", base and base.bandwidth, lambda: table.quantity("bandwidth", "BANDWIDTH")),
+        memory=math.floor(memory),
+        overhead=figure("overhead", (base or _NOMINAL).overhead, lambda: table.quantity("overhead", "TIME")),
+        efficiency=efficiency or (base or _NOMINAL).efficiency,
+        source=table.text("source") if "source" in table else (base.source if base else ""),
+    )
+    return kind.faster(table.number("speed")) if "speed" in table else kind
+
+
+def read_kinds(table: Table, known: Mapping[str, DeviceKind]) -> dict[str, DeviceKind]:
+    """The kinds of a [kinds] table, in their order: each may build on `known` and on those above it."""
+    kinds = dict(known)
+    for name in table.data:
+        kinds[name] = read_kind(name, table.table(name, _KIND_KEYS), kinds)
+    return kinds
+
+
+def write_kind(kind: DeviceKind) -> dict[str, object]:
+    """The [kinds.NAME] table that `read_kind` reads back as an equal kind."""
+    return {
+        "flops": {dtype: _units.format(rate, _units.RATE) for dtype, rate in kind.flops.items()},
+        "bandwidth": _units.format(kind.bandwidth, _units.BANDWIDTH),
+        "memory": _units.format(kind.memory, _units.MEMORY),
+        "overhead": _units.format(kind.overhead, _units.TIME),
+        "efficiency": kind.efficiency,
+        **({"source": kind.source} if kind.source else {}),
+    }
+
+
+def read_link(table: Table) -> Link:
+    return Link(table.quantity("bandwidth", "BANDWIDTH"), table.quantity("latency", "TIME"))
+
+
+def write_link(link: Link) -> dict[str, object]:
+    return {
+        "bandwidth": _units.format(link.bandwidth, _units.BANDWIDTH),
+        "latency": _units.format(link.latency, _units.TIME),
+    }
+
+
+_NOMINAL = DeviceKind("nominal", {"float32": 1e12}, 1e11, 1 << 30)
+
+
+@functools.cache
+def _known() -> tuple[dict[str, DeviceKind], dict[str, str]]:
+    """devices.toml: kinds by name, and names by what `jax.Device.device_kind` says."""
+    file = resources.files("hapsynth") / "devices.toml"
+    table = Table(tomllib.loads(file.read_text(encoding="utf-8")), "devices.toml")
+    kinds: dict[str, DeviceKind] = {}
+    names: dict[str, str] = {}
+    for name in table.data:
+        entry = table.table(name, (*_KIND_KEYS, "jax"))
+        kinds[name] = read_kind(name, entry, kinds)
+        names |= dict.fromkeys(cast(list[str], entry.data["jax"]), name)
+    return kinds, names
+
+
+def known_kinds() -> Mapping[str, DeviceKind]:
+    """The known GPUs by name (`hapsynth/devices.toml`, where the source of every figure stands)."""
+    return dict(_known()[0])
+
+
+def kind_of(device_kind: str) -> DeviceKind:
+    """The known GPU that JAX calls `device_kind`, like "NVIDIA H200". Raises ClusterError for another."""
+    kinds, names = _known()
+    if device_kind not in names:
+        raise ClusterError(
+            f"device kind {device_kind!r} is not in the table of known GPUs ({_nearest(device_kind, names)}); "
+            f"describe it under [kinds] of a cluster file and pass hapsynth.Cluster.load(FILE)"
+        )
+    return kinds[names[device_kind]]

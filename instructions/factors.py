@@ -1,0 +1,190 @@
+"""Op sharding rules: the factors of one op, and the triples that follow from them.
+
+A factor is an index of the op in einsum notation (`m k, k n -> m n`), as in Shardy's op sharding rules. A
+dimension is a product of factors, major to minor; it can be cut along its major factor. Sharding a factor along a
+mesh axis gives one triple: every operand and result that has the factor is cut, the others are replicated, and a
+result that lost the factor by a reduction is partial.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from math import prod
+from typing import Any
+
+from hapsynth.graph import Literal, Op
+from hapsynth.instructions.layout import P, Placement, R, Reduction, S
+
+Dim = tuple[int, ...]
+"""The factors of one dimension, major to minor; a dimension of size 1 has none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Triple:
+    """{operands | placements} op {results | placements} along one mesh axis.
+
+    `factor` is the factor whose work is divided, or None where every device does the whole op.
+    """
+
+    operands: tuple[Placement, ...]
+    results: tuple[Placement, ...]
+    factor: int | None = None
+
+    def __str__(self) -> str:
+        return f"{{{', '.join(map(str, self.operands))}}} -> {{{', '.join(map(str, self.results))}}}"
+
+
+@dataclass(eq=False)
+class Factors:
+    """Builds and holds the factors of one op."""
+
+    op: Op
+    sizes: list[int] = field(default_factory=list)
+    operands: list[tuple[Dim, ...]] = field(default_factory=list)
+    results: list[tuple[Dim, ...]] = field(default_factory=list)
+    reductions: dict[int, Reduction] = field(default_factory=dict)
+    blocked: dict[int, str] = field(default_factory=dict)
+    """Factor -> why it needs replication."""
+    accumulators: dict[int, int] = field(default_factory=dict)
+    """Reduced factor -> the operand that the result accumulates into: it must be partial too."""
+    linear: tuple[tuple[int, ...], ...] = ()
+    """Groups of operands in which the op is linear jointly: a partial sum in all of them passes through."""
+    passes: tuple[tuple[int, ...], ...] = ()
+    """Groups of operands through which a partial max or min passes unchanged (reorderings)."""
+    extra: list[Triple] = field(default_factory=list)
+
+    def new(self, size: int) -> int:
+        self.sizes.append(size)
+        return len(self.sizes) - 1
+
+    def dims(self, shape: Sequence[int], named: Iterable[int | None] | None = None) -> tuple[Dim, ...]:
+        """A dimension per size: the given factors, or new ones for None; size 1 has no factor."""
+        given = list(named) if named is not None else [None] * len(shape)
+        out: list[Dim] = []
+        for size, factor in zip(shape, given, strict=True):
+            if size == 1:
+                out.append(())
+            else:
+                out.append((self.new(size) if factor is None else factor,))
+        return tuple(out)
+
+    def operand(self, position: int) -> tuple[Dim, ...]:
+        """Give an operand fresh factors, one per dimension, and record them."""
+        dims = self.dims(self.op.shapes[position])
+        assert len(self.operands) == position
+        self.operands.append(dims)
+        return dims
+
+    def block(self, dims: Iterable[Dim], reason: str) -> None:
+        for dim in dims:
+            for factor in dim:
+                self.blocked[factor] = reason
+
+    def reduce(self, dims: Iterable[Dim], reduction: Reduction) -> None:
+        for dim in dims:
+            for factor in dim:
+                self.reductions[factor] = reduction
+
+    def position(self, dims: tuple[Dim, ...], factor: int) -> int | None:
+        """The dimension that is cut when `factor` is; None where the tensor does not have it."""
+        for d, dim in enumerate(dims):
+            if factor in dim:
+                return d if dim[0] == factor else -1
+        return None
+
+    @cached_property
+    def shardable(self) -> tuple[int, ...]:
+        """Factors that are major wherever they occur, longer than 1 and not blocked."""
+        found: list[int] = []
+        for factor, size in enumerate(self.sizes):
+            if size <= 1 or factor in self.blocked:
+                continue
+            places = [self.position(t, factor) for t in (*self.operands, *self.results)]
+            if -1 not in places and any(p is not None for p in places):
+                found.append(factor)
+        return tuple(found)
+
+    def triple(self, factor: int) -> Triple:
+        ins = [_cut(self.position(t, factor)) for t in self.operands]
+        if factor in self.reductions:
+            partial = P(self.reductions[factor])
+            if factor in self.accumulators:
+                ins[self.accumulators[factor]] = partial
+            outs = [partial if (p := self.position(t, factor)) is None else S(p) for t in self.results]
+        else:
+            outs = [_cut(self.position(t, factor)) for t in self.results]
+        return Triple(tuple(ins), tuple(outs), factor)
+
+    @cached_property
+    def triples(self) -> tuple[Triple, ...]:
+        """Every triple of the op along one mesh axis, without repeats; the replicated one first."""
+        op = self.op
+        n_in, n_out = len(op.operands), len(op.results)
+        found = [Triple((R,) * n_in, (R,) * n_out)]
+        found += [t for t in map(self.triple, self.shardable) if self._literals_fit(t)]
+        for groups, kinds in ((self.linear, ("sum",)), (self.passes, ("max", "min"))):
+            for group in groups:
+                for kind in kinds:
+                    partial = P(kind)
+                    ins = tuple(partial if i in group else R for i in range(n_in))
+                    t = Triple(ins, (partial,) * n_out)
+                    if self._literals_fit(t) and any(isinstance(op.operands[i], int) for i in group):
+                        found.append(t)
+        found += self.extra
+        return tuple(dict.fromkeys(found))
+
+    def _literals_fit(self, t: Triple) -> bool:
+        """A literal is the same on all devices; only zero is a partial sum of itself."""
+        for operand, placement in zip(self.op.operands, t.operands):
+            if isinstance(operand, Literal) and placement != R:
+                if placement.is_sharded or placement != P("sum") or not operand.is_zero:
+                    return False
+        return True
+
+    def granule(self, dim: Dim) -> int:
+        """Elements of the dimension per unit of its major factor."""
+        return prod(self.sizes[f] for f in dim[1:])
+
+    def __str__(self) -> str:
+        """Shardy's notation, e.g. `([i, k], [k, j])->([i, j]) {i=8, j=16, k=32} reduction={k}`."""
+        names = "ijklmnopqrstuvwxyzabcdefgh"
+        name = lambda f: names[f] if f < len(names) else f"z{f}"
+        tensor = lambda t: "[" + ", ".join("".join(map(name, d)) or "_" for d in t) + "]"
+        side = lambda ts: "(" + ", ".join(map(tensor, ts)) + ")"
+        used = sorted({f for t in (*self.operands, *self.results) for d in t for f in d})
+        text = (
+            f"{side(self.operands)}->{side(self.results)} {{{', '.join(f'{name(f)}={self.sizes[f]}' for f in used)}}}"
+        )
+        if self.reductions:
+            text += f" reduction={{{', '.join(f'{name(f)}:{k}' for f, k in sorted(self.reductions.items()))}}}"
+        if self.blocked:
+            text += f" need_replication={{{', '.join(map(name, sorted(self.blocked)))}}}"
+        return text
+
+
+def _cut(position: int | None) -> Placement:
+    return R if position is None else S(position)
+
+
+@dataclass(frozen=True)
+class Local:
+    """What one device knows when it runs an op under one triple: exact local shapes.
+
+    `offset` gives the first index of this device's shard in units of the factor (an integer, traced); `shares` is
+    the length of the local shard in the same units.
+    """
+
+    op: Op
+    factors: Factors
+    triple: Triple
+    shapes: tuple[tuple[int, ...], ...]
+    result_shapes: tuple[tuple[int, ...], ...]
+    share: int
+    offset: Callable[[], Any]
+    axis_index: Callable[[], Any]
+
+    @property
+    def factor(self) -> int | None:
+        return self.triple.factor

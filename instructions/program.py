@@ -1,0 +1,183 @@
+"""The distributed program: a list of instructions with deterministic text and JSON."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from hapsynth.graph import Graph
+from hapsynth.instructions.collectives import Step, is_collective, step_between
+from hapsynth.instructions.factors import Factors, Triple
+from hapsynth.instructions.layout import Layout, format_layout, parse_layout, parse_placement
+from hapsynth.instructions.rules import factors_of
+
+
+class ProgramError(ValueError):
+    """A program, or a file that holds one, is not a valid program of its graph."""
+
+
+@dataclass(frozen=True, slots=True)
+class Compute:
+    """{operands | layouts} op {results | layouts}; one triple of the op per mesh axis."""
+
+    op: int
+    triples: tuple[Triple, ...]
+
+    def operand_layout(self, position: int) -> Layout:
+        return tuple(t.operands[position] for t in self.triples)
+
+    def result_layout(self, position: int) -> Layout:
+        return tuple(t.results[position] for t in self.triples)
+
+
+@dataclass(frozen=True, slots=True)
+class Convert:
+    """{value | source} step {value | target}: the placement along one mesh axis changes."""
+
+    value: int
+    axis: int
+    source: Layout
+    target: Layout
+
+    @property
+    def step(self) -> Step:
+        step = step_between(self.source[self.axis], self.target[self.axis])
+        if step is None:
+            raise ProgramError(f"no single step turns {format_layout(self.source)} into {format_layout(self.target)}")
+        return step
+
+    @property
+    def is_collective(self) -> bool:
+        return is_collective(self.step)
+
+
+Instruction = Compute | Convert
+Property = tuple[int, Layout]
+"""`value | layout`: a fact that holds of the distributed state."""
+
+
+def reads(graph: Graph, instruction: Instruction) -> tuple[Property, ...]:
+    """The properties that an instruction needs."""
+    if isinstance(instruction, Convert):
+        return ((instruction.value, instruction.source),)
+    op = graph.ops[instruction.op]
+    return tuple((v, instruction.operand_layout(i)) for i, v in op.value_operands)
+
+
+def writes(graph: Graph, instruction: Instruction) -> tuple[Property, ...]:
+    """The properties that hold after an instruction."""
+    if isinstance(instruction, Convert):
+        return ((instruction.value, instruction.target),)
+    op = graph.ops[instruction.op]
+    return tuple((v, instruction.result_layout(i)) for i, v in enumerate(op.results))
+
+
+@dataclass(frozen=True, eq=False)
+class Program:
+    """Instructions over a mesh of `axes`; `inputs` holds the layout of every source value, `outputs` of every output.
+
+    An output that is a literal has no layout (None).
+    """
+
+    axes: tuple[tuple[str, int], ...]
+    inputs: Mapping[int, Layout]
+    instructions: tuple[Instruction, ...]
+    outputs: tuple[Layout | None, ...]
+
+    def collectives(self) -> dict[str, int]:
+        """How often each collective occurs."""
+        found = Counter(str(i.step) for i in self.instructions if isinstance(i, Convert) and i.is_collective)
+        return dict(sorted(found.items()))
+
+    def text(self, graph: Graph) -> str:
+        """One line per instruction, as a person reads it."""
+        named = lambda v, layout: f"{graph.values[v].name}|{format_layout(layout)}"
+        lines = ["inputs"]
+        lines += [f"  {graph.values[v]} | {format_layout(layout)}" for v, layout in self.inputs.items()]
+        lines.append("program")
+        for i in self.instructions:
+            before = ", ".join(named(v, layout) for v, layout in reads(graph, i))
+            after = ", ".join(named(v, layout) for v, layout in writes(graph, i))
+            name = graph.ops[i.op].name if isinstance(i, Compute) else i.step
+            where = f"  # {graph.ops[i.op].source}" if isinstance(i, Compute) and graph.ops[i.op].source else ""
+            mark = "*" if isinstance(i, Convert) and i.is_collective else " "
+            lines.append(f" {mark}{{{before}}} {name} {{{after}}}{where}")
+        outs = [named(v, layout) for v, layout in zip(graph.outputs, self.outputs) if isinstance(v, int) and layout]
+        lines += ["outputs", *(f"  {o}" for o in outs)]
+        return "\n".join(lines) + "\n"
+
+    def to_dict(self) -> dict[str, Any]:
+        steps: list[Any] = []
+        for i in self.instructions:
+            if isinstance(i, Compute):
+                triples = [
+                    {"operands": list(map(str, t.operands)), "results": list(map(str, t.results)), "factor": t.factor}
+                    for t in i.triples
+                ]
+                steps.append({"op": i.op, "triples": triples})
+            else:
+                steps.append(
+                    {
+                        "value": i.value,
+                        "axis": i.axis,
+                        "step": i.step,
+                        "source": format_layout(i.source),
+                        "target": format_layout(i.target),
+                    }
+                )
+        return {
+            "axes": [[name, size] for name, size in self.axes],
+            "inputs": {str(v): format_layout(layout) for v, layout in self.inputs.items()},
+            "instructions": steps,
+            "outputs": [None if layout is None else format_layout(layout) for layout in self.outputs],
+        }
+
+    @staticmethod
+    def from_dict(data: Mapping[str, Any]) -> Program:
+        """Read what `to_dict` wrote; ProgramError where it is no program. It must still pass the checker."""
+        try:
+            instructions: list[Instruction] = []
+            for entry in data["instructions"]:
+                if "op" in entry:
+                    triples = tuple(
+                        Triple(
+                            tuple(map(parse_placement, t["operands"])),
+                            tuple(map(parse_placement, t["results"])),
+                            None if t["factor"] is None else int(t["factor"]),
+                        )
+                        for t in entry["triples"]
+                    )
+                    instructions.append(Compute(int(entry["op"]), triples))
+                else:
+                    convert = Convert(
+                        int(entry["value"]),
+                        int(entry["axis"]),
+                        parse_layout(entry["source"]),
+                        parse_layout(entry["target"]),
+                    )
+                    if convert.step != entry["step"]:
+                        raise ProgramError(f"{entry['step']} does not turn {entry['source']} into {entry['target']}")
+                    instructions.append(convert)
+            return Program(
+                tuple((str(name), int(size)) for name, size in data["axes"]),
+                {int(v): parse_layout(layout) for v, layout in data["inputs"].items()},
+                tuple(instructions),
+                tuple(None if layout is None else parse_layout(layout) for layout in data["outputs"]),
+            )
+        except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+            raise ProgramError(f"not a program: {type(error).__name__}: {error}") from error
+
+
+class FactorTable:
+    """The factors of every op of a graph, made once."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self._known: dict[int, Factors] = {}
+
+    def __getitem__(self, op: int) -> Factors:
+        if op not in self._known:
+            self._known[op] = factors_of(self.graph.ops[op])
+        return self._known[op]

@@ -1,0 +1,152 @@
+"""One entry per primitive: its factors, how it runs on a shard, what it costs.
+
+An entry is written once; the triples (`factors.py`), the local execution (`execute`) and the cost derive from it.
+A primitive without an entry is replicated and reported by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from hapsynth import _jax
+from hapsynth.graph import Op
+from hapsynth.instructions.factors import Factors, Local
+
+FactorsOf = Callable[[Factors], None]
+ParamsOf = Callable[[Local], dict[str, Any]]
+LocalOf = Callable[[Local, Sequence[Any]], list[Any]]
+FlopsOf = Callable[[Op], float]
+
+
+def elements(op: Op) -> float:
+    """One operation per element of the largest tensor that the op touches."""
+    return float(max((prod(s) for s in (*op.shapes, *op.result_shapes)), default=0))
+
+
+@dataclass(frozen=True)
+class Entry:
+    """How one primitive is distributed.
+
+    `factors` fills in the op's factors; `params` adapts the parameters to the local shapes; `local` replaces the
+    execution on a shard as a whole (only where parameters are not enough); `flops` counts the whole op's
+    floating-point operations; `fusible` ops form one kernel with their neighbours and move no memory between.
+    """
+
+    name: str
+    factors: FactorsOf
+    params: ParamsOf | None = None
+    local: LocalOf | None = None
+    flops: FlopsOf = elements
+    fusible: bool = False
+    note: str = ""
+
+
+REGISTRY: dict[str, Entry] = {}
+
+
+def register(
+    *names: str,
+    params: ParamsOf | None = None,
+    local: LocalOf | None = None,
+    flops: FlopsOf = elements,
+    fusible: bool = False,
+    note: str = "",
+) -> Callable[[FactorsOf], FactorsOf]:
+    """Decorator: register the factor function under each primitive name."""
+
+    def add(factors: FactorsOf) -> FactorsOf:
+        for name in names:
+            if name in REGISTRY:
+                raise ValueError(f"primitive {name!r} has two entries")
+            REGISTRY[name] = Entry(name, factors, params, local, flops, fusible, note)
+        return factors
+
+    return add
+
+
+def _replicated(f: Factors) -> None:
+    for i in range(len(f.op.operands)):
+        f.block(f.operand(i), "no sharding rule for this primitive")
+    for shape in f.op.result_shapes:
+        dims = f.dims(shape)
+        f.block(dims, "no sharding rule for this primitive")
+        f.results.append(dims)
+
+
+def entry_of(op: Op) -> Entry | None:
+    return REGISTRY.get(op.name)
+
+
+def factors_of(op: Op) -> Factors:
+    """The factors of an op; those of an unknown primitive all need replication."""
+    entry = REGISTRY.get(op.name)
+    f = Factors(op)
+    if entry is None or any(_jax.is_extended(d) for d in (*op.dtypes, *op.result_dtypes)):
+        # Typed keys have hidden trailing dimensions.
+        _replicated(f)
+    else:
+        entry.factors(f)
+    assert len(f.operands) == len(op.operands) and len(f.results) == len(op.results), op
+    return f
+
+
+def flops_of(op: Op) -> float:
+    entry = REGISTRY.get(op.name)
+    return (entry.flops if entry else elements)(op)
+
+
+def is_fusible(op: Op) -> bool:
+    entry = REGISTRY.get(op.name)
+    return entry is not None and entry.fusible
+
+
+_IDENTITY: Mapping[str, Callable[[Any], Any]] = {
+    "sum": lambda dtype: np.zeros((), dtype),
+    "max": lambda dtype: -np.inf if jnp.issubdtype(dtype, jnp.inexact) else _lowest(dtype),
+    "min": lambda dtype: np.inf if jnp.issubdtype(dtype, jnp.inexact) else _highest(dtype),
+}
+
+
+def _lowest(dtype: Any) -> Any:
+    return False if dtype == np.bool_ else jnp.iinfo(dtype).min
+
+
+def _highest(dtype: Any) -> Any:
+    return True if dtype == np.bool_ else jnp.iinfo(dtype).max
+
+
+def identity(reduction: str, dtype: Any) -> Any:
+    """The scalar that `reduction` leaves unchanged."""
+    return _IDENTITY[reduction](dtype)
+
+
+def execute(local: Local, operands: Sequence[Any]) -> list[Any]:
+    """Run the op on one device's exact shards.
+
+    An empty share is never handed to the primitive (gather, argmax and grouped convolution refuse it): it yields
+    empty shards, and the identity of each partial.
+    """
+    op = local.op
+    if local.factor is not None and local.share == 0:
+        return [
+            jnp.full(shape, identity(placement.reduction, dtype) if placement.is_partial else 0, dtype)
+            if not local_accumulates(local)
+            else operands[local.factors.accumulators[local.factor]]
+            for shape, dtype, placement in zip(local.result_shapes, op.result_dtypes, local.triple.results)
+        ]
+    entry = REGISTRY.get(op.name)
+    if entry is not None and entry.local is not None:
+        return entry.local(local, operands)
+    params = entry.params(local) if entry is not None and entry.params is not None else op.params
+    return _jax.bind(op.primitive, operands, params)
+
+
+def local_accumulates(local: Local) -> bool:
+    """With no share of the updates, an accumulating op returns its accumulator as it is."""
+    return local.factor in local.factors.accumulators

@@ -1,0 +1,170 @@
+"""Weighted pairwise constraint problems: the types that the solver reads and writes, and their validation.
+
+A problem has variables, each with finitely many states. An assignment picks one state per variable; its cost is
+
+    offset + sum_i unary_i[x_i] + sum_e table_e[gu_e[x_u], gv_e[x_v]]
+
+and an assignment is feasible when that is finite and every resource's sum of usages is within its limit.
+An edge sees its ends only through group indices, so a table is [groups_u, groups_v], never
+[states_u, states_v]: a conversion cost depends on the layouts, and many states share a layout.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+Floats: TypeAlias = npt.NDArray[np.float64]
+Ints: TypeAlias = npt.NDArray[np.int64]
+Status: TypeAlias = Literal["optimal", "gap", "infeasible"]
+
+# A sum over limits and usages of 1e10 bytes rounds in the last bits; a limit met exactly must stay met.
+_LIMIT_SLACK = 1e-9
+
+
+@dataclass(frozen=True, eq=False)
+class Edge:
+    """One pairwise cost: `table[gu[x_u], gv[x_v]]`.
+
+    gu: int [states_u], gv: int [states_v], table: float64 [groups_u, groups_v], >= 0, may hold inf.
+    """
+
+    u: int
+    v: int
+    gu: Ints
+    gv: Ints
+    table: Floats
+
+
+@dataclass(frozen=True, eq=False)
+class Resource:
+    """A limit on a sum: sum_i usage_i[x_i] <= limit. usage: per variable, float64 [states_i], finite."""
+
+    usage: tuple[Floats, ...]
+    limit: float
+    name: str
+
+
+@dataclass(frozen=True, eq=False)
+class Problem:
+    """unary: per variable, float64 [states_i], may hold inf. Costs are in one unit (the planner's: seconds)."""
+
+    unary: tuple[Floats, ...]
+    edges: tuple[Edge, ...]
+    resources: tuple[Resource, ...] = ()
+    offset: float = 0.0
+
+    def cost(self, assignment: npt.NDArray[np.integer] | Sequence[int]) -> float:
+        """The cost of an assignment (int [variables]); inf if a table or a unary forbids it."""
+        x = [int(s) for s in assignment]
+        total = self.offset + sum(float(row[s]) for row, s in zip(self.unary, x, strict=True))
+        return total + sum(float(e.table[e.gu[x[e.u]], e.gv[x[e.v]]]) for e in self.edges)
+
+    def usage(self, assignment: npt.NDArray[np.integer] | Sequence[int]) -> Floats:
+        """What an assignment uses of each resource: float64 [resources]."""
+        x = [int(s) for s in assignment]
+        return np.array(
+            [sum(float(row[s]) for row, s in zip(r.usage, x, strict=True)) for r in self.resources],
+            dtype=np.float64,
+        )
+
+    def fits(self, assignment: npt.NDArray[np.integer] | Sequence[int]) -> bool:
+        """Whether every resource's limit is kept (up to rounding: 1e-9 of the limit)."""
+        return bool(np.all(self.usage(assignment) <= padded_limits(self)))
+
+
+@dataclass(frozen=True, eq=False)
+class Solution:
+    """What `solve` found.
+
+    assignment: int64 [variables], None if none is known; cost: its cost, inf if none.
+    lower_bound: no assignment within the limits costs less (inf if the problem is infeasible).
+    expanded: search nodes expanded, by A* and by the layered search. sweeps: passes of the dual, forward and
+    backward counted as one. status: "optimal" when cost - lower_bound <= tolerance * |cost|, "infeasible" when
+    that is proved, else "gap".
+    """
+
+    assignment: Ints | None
+    cost: float
+    lower_bound: float
+    expanded: int
+    sweeps: int
+    status: Status
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What `solve` tells its caller now and then. seconds: since the call; variables, states: what is left."""
+
+    stage: str
+    seconds: float
+    cost: float
+    lower_bound: float
+    variables: int
+    states: int
+    sweeps: int
+    expanded: int
+
+
+def padded_limits(problem: Problem) -> Floats:
+    """The limits with room for rounding: float64 [resources]."""
+    limits = np.array([r.limit for r in problem.resources], dtype=np.float64)
+    return limits + _LIMIT_SLACK * np.abs(limits)
+
+
+def validate(problem: Problem) -> None:
+    """Raises ValueError that names the variable, edge or resource at fault, its shape and what was expected."""
+    sizes = [_validated_unary(i, row) for i, row in enumerate(problem.unary)]
+    if not np.isfinite(problem.offset):
+        raise ValueError(f"Problem.offset is {problem.offset}; expected a finite number")
+    for k, edge in enumerate(problem.edges):
+        _validate_edge(f"edge {k} ({edge.u}, {edge.v})", edge, sizes)
+    for resource in problem.resources:
+        name = f"resource {resource.name!r}"
+        if np.isnan(resource.limit):
+            raise ValueError(f"{name}: its limit is nan; expected a number (inf for no limit)")
+        if len(resource.usage) != len(sizes):
+            raise ValueError(f"{name}: usage for {len(resource.usage)} variables; expected {len(sizes)}")
+        for i, (row, n) in enumerate(zip(resource.usage, sizes, strict=True)):
+            if np.shape(row) != (n,):
+                raise ValueError(f"{name}: usage of variable {i} has shape {np.shape(row)}; expected {(n,)}")
+            if not np.all(np.isfinite(row)):
+                raise ValueError(f"{name}: usage of variable {i} is not finite; forbid a state by unary = inf")
+
+
+def _validated_unary(i: int, row: Floats) -> int:
+    if row.ndim != 1 or not row.size:
+        raise ValueError(f"variable {i}: unary has shape {row.shape}; expected (states,) with states >= 1")
+    if row.dtype != np.float64:
+        raise ValueError(f"variable {i}: unary is {row.dtype}; expected float64")
+    if np.isnan(row).any() or np.isneginf(row).any():
+        raise ValueError(f"variable {i}: unary holds nan or -inf; expected numbers or inf")
+    return row.size
+
+
+def _validate_edge(name: str, edge: Edge, sizes: list[int]) -> None:
+    for end in (edge.u, edge.v):
+        if not 0 <= end < len(sizes):
+            raise ValueError(f"{name}: variable {end} does not exist; there are {len(sizes)}")
+    if edge.u == edge.v:
+        raise ValueError(f"{name}: both ends are variable {edge.u}; add its costs to the variable's unary")
+    if edge.table.ndim != 2 or edge.table.dtype != np.float64:
+        raise ValueError(
+            f"{name}: table is {edge.table.dtype} of shape {edge.table.shape}; expected float64 [groups_u, groups_v]"
+        )
+    if np.isnan(edge.table).any() or (edge.table < 0).any():
+        raise ValueError(f"{name}: table holds nan or a negative cost; expected costs >= 0 or inf")
+    for side, end, groups, count in (
+        ("gu", edge.u, edge.gu, edge.table.shape[0]),
+        ("gv", edge.v, edge.gv, edge.table.shape[1]),
+    ):
+        if groups.shape != (sizes[end],):
+            raise ValueError(f"{name}: {side} has shape {groups.shape}; variable {end} has {sizes[end]} states")
+        if not np.issubdtype(groups.dtype, np.integer):
+            raise ValueError(f"{name}: {side} is {groups.dtype}; expected integers")
+        if groups.min() < 0 or groups.max() >= count:
+            raise ValueError(
+                f"{name}: {side} holds groups {groups.min()}..{groups.max()}; the table has {count} of them"
+            )

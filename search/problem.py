@@ -1,0 +1,9 @@
+"""Weighted pairwise constraint problems and their exact solver: what the planner imports.
+
+The types are in `_pairwise.py`, the pipeline in `_solve.py`.
+"""
+
+from hapsynth.search._pairwise import Edge, Problem, Progress, Resource, Solution, validate
+from hapsynth.search._solve import solve
+
+__all__ = ["Edge", "Problem", "Progress", "Resource", "Solution", "solve", "validate"]
