@@ -36,7 +36,7 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Protocol, cast
 
 from hapsynth.devices import (
     ClusterError,
@@ -52,10 +52,19 @@ from hapsynth.devices import (
     write_link,
 )
 
+__all__ = ["Cluster", "ClusterError", "DeviceKind", "Link", "known_kinds"]
+
 if TYPE_CHECKING:
     import jax
 
-__all__ = ["Cluster", "ClusterError", "DeviceKind", "Link", "known_kinds"]
+
+class _Device(Protocol):
+    """What is read of a `jax.Device`."""
+
+    platform: str
+    device_kind: str
+    process_index: int
+
 
 DEFAULT_AXIS = "hap"
 _MOST_DEVICES = 1 << 16
@@ -197,7 +206,7 @@ class Cluster:
         no ground for comparing plans; a cluster file with measured figures is. Raises ClusterError for a device
         that is neither.
         """
-        devices = cast("list[jax.Device]", mesh.devices.flatten().tolist())
+        devices = cast(list[_Device], mesh.devices.flatten().tolist())
         cpus = [device for device in devices if device.platform == "cpu"]
         share = _cpu_share(len(cpus)) if cpus else None
         kinds = tuple(share if share and d.platform == "cpu" else kind_of(d.device_kind) for d in devices)

@@ -70,7 +70,9 @@ class DeviceKind:
 
     def __post_init__(self) -> None:
         owner = f"device kind {self.name!r}"
-        object.__setattr__(self, "flops", {d: float(self.flops[d]) for d in _RATES if d in self.flops} | self.flops)
+        # In a fixed order, whatever order they came in: equal kinds must hash alike.
+        flops = {**{d: float(self.flops[d]) for d in _RATES if d in self.flops}, **self.flops}
+        object.__setattr__(self, "flops", flops)
         for dtype, rate in self.flops.items():
             if dtype not in _RATES:
                 raise ClusterError(f"{owner}: flops has no dtype {dtype!r}; {_nearest(dtype, _RATES)}")
@@ -195,8 +197,9 @@ class Table:
 def _nearest(name: str, names: Iterable[str]) -> str:
     """A hint: the known name nearest to `name`, or all of them."""
     known = {n.lower(): n for n in names}
-    close = difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.5)
-    close = close or [n for n in known if name and (n.startswith(name.lower()) or name.lower() in n)][:1]
+    # A part of a name comes first: "H200" means "H200-141GB", though "B200" is nearer in letters.
+    close = [n for n in known if len(name) > 1 and name.lower() in n][:1]
+    close = close or difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.5)
     return f"did you mean {known[close[0]]!r}?" if close else f"use one of {', '.join(known.values())}"
 
 
@@ -207,7 +210,7 @@ def find_kind(table: Table, key: str, kinds: Mapping[str, DeviceKind]) -> Device
     """The kind that `table[key]` names, out of `kinds`. Raises ClusterError with the nearest name."""
     name = table.text(key, 'the name of a kind, like "V100-16GB"')
     if name not in kinds:
-        raise table.error(key, f"= {name!r} is not a known kind; {_nearest(name, kinds)} Or define [kinds.{name}]")
+        raise table.error(key, f"= {name!r} is not a known kind; {_nearest(name, kinds)} (or define [kinds.{name}])")
     return kinds[name]
 
 

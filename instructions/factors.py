@@ -14,6 +14,8 @@ from functools import cached_property
 from math import prod
 from typing import Any
 
+import numpy as np
+
 from hapsynth.graph import Literal, Op
 from hapsynth.instructions.layout import P, Placement, R, Reduction, S
 
@@ -133,7 +135,7 @@ class Factors:
                     if self._literals_fit(t) and any(isinstance(op.operands[i], int) for i in group):
                         found.append(t)
         found += self.extra
-        return tuple(dict.fromkeys(found))
+        return tuple(dict.fromkeys(filter(self._dtypes_fit, found)))
 
     def _literals_fit(self, t: Triple) -> bool:
         """A literal is the same on all devices; only zero is a partial sum of itself."""
@@ -142,6 +144,23 @@ class Factors:
                 if placement.is_sharded or placement != P("sum") or not operand.is_zero:
                     return False
         return True
+
+    def _dtypes_fit(self, t: Triple) -> bool:
+        """Booleans have no sum, complex numbers no order."""
+        op = self.op
+        for placement, dtype in zip((*t.operands, *t.results), (*op.dtypes, *op.result_dtypes)):
+            if placement == P("sum"):
+                if dtype == np.bool_:
+                    return False
+            elif placement.is_partial and np.issubdtype(dtype, np.complexfloating):
+                return False
+        return True
+
+    @property
+    def lost(self) -> tuple[int, ...]:
+        """Factors that could be cut and are in no result, yet leave no partial: always a mistake of the rule."""
+        held = {f for t in self.results for dim in t for f in dim}
+        return tuple(f for f in self.shardable if f not in held and f not in self.reductions)
 
     def granule(self, dim: Dim) -> int:
         """Elements of the dimension per unit of its major factor."""

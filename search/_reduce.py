@@ -21,10 +21,18 @@ from dataclasses import dataclass
 import numpy as np
 
 from hapsynth.search._pairwise import Floats, Ints, Problem, padded_limits
+from hapsynth.search._tables import (
+    cheapest_of_each,
+    groups_lost,
+    least_difference,
+    paired,
+    without_twins,
+    without_unused,
+)
 
 _TABLE_LIMIT = 300_000  # entries of the table that eliminating one variable may create
 _WORK_LIMIT = 40_000_000  # additions that one elimination may cost
-_DOMINANCE_STATES = 1200  # above this, states are compared only within their group signature
+_RIVALS = 128  # states are tried for dominance only against this many of the cheapest
 
 
 @dataclass(slots=True)
@@ -91,10 +99,12 @@ class Network:
         self._queued = [True] * len(problem.unary)
         self._thin: list[tuple[int, int]] = []
         self.quantum = quantum
+        self._difference_cache: dict[tuple[tuple[int, ...], bytes], Floats] = {}
         for i in range(len(problem.unary)):
             self._rebase_usage(i)
         for edge in problem.edges:
-            self._add_link(edge.u, edge.v, edge.gu, edge.gv, _rounded(edge.table, quantum))
+            gu, gv = (np.asarray(g, dtype=np.int64) for g in (edge.gu, edge.gv))
+            self._add_link(edge.u, edge.v, gu, gv, _rounded(edge.table, quantum))
 
     def relaxed(self, multipliers: Floats) -> "Network":
         """A copy without resources whose cost is cost + multipliers . (usage - limits): its optimum is a bound."""
@@ -122,6 +132,7 @@ class Network:
         copy._queued = list(self.alive)
         copy._thin = []
         copy.quantum = q
+        copy._difference_cache = self._difference_cache
         return copy
 
     def active(self) -> list[int]:
@@ -145,10 +156,10 @@ class Network:
         for link in list(self.links[i].values()):
             if i == link.u:
                 link.gu, link.bu = link.gu[keep], link.bu[keep]
-                lost = _groups_lost(link.gu, link.table.shape[0])
+                lost = groups_lost(link.gu, link.table.shape[0])
             else:
                 link.gv, link.bv = link.gv[keep], link.bv[keep]
-                lost = _groups_lost(link.gv, link.table.shape[1])
+                lost = groups_lost(link.gv, link.table.shape[1])
             if lost:
                 self._normalise(link)
         self._touch(i)
@@ -214,29 +225,34 @@ class Network:
         Goldstein's test: unary_s - unary_t + sum_e min_y (table_e[s, y] - table_e[t, y]) >= 0, and t uses no
         more of any resource. One state at a time, against states still kept: exact.
         """
-        ends = [link.seen_from(i)[:2] for link in self.links[i].values()]
-        if not self.limits.size:
-            self.restrict(i, _cheapest_of_each([own for own, _ in ends], self.unary[i]))
-            ends = [link.seen_from(i)[:2] for link in self.links[i].values()]
+        if self.unary[i].size > _RIVALS and not self.limits.size:
+            groupings = [link.seen_from(i)[0] for link in self.links[i].values()]
+            self.restrict(i, cheapest_of_each(groupings, self.unary[i]))
         unary = self.unary[i]
-        n = unary.size
-        if n == 1 or n > _DOMINANCE_STATES:
-            return
-        margin = unary[:, None] - unary[None, :]
-        for own, table in ends:
-            margin += _least_difference(table)[own[:, None], own[None, :]]
+        by_cost = np.argsort(unary, kind="stable")
+        rivals = by_cost[:_RIVALS]
+        margin = unary[:, None] - unary[rivals]
+        for link in self.links[i].values():
+            own, table, _ = link.seen_from(i)
+            margin += self._differences(table)[own[:, None], own[rivals]]
         better = margin >= 0
-        np.fill_diagonal(better, False)
         for row in self.usage[i]:
-            better &= row[:, None] >= row[None, :]
-        suspects = np.flatnonzero(better.any(axis=1))
-        if not suspects.size:
-            return
-        keep = np.ones(n, dtype=bool)
+            better &= row[:, None] >= row[rivals]
+        better[rivals, np.arange(rivals.size)] = False
+        suspects = set(np.flatnonzero(better.any(axis=1)).tolist())
+        keep = np.ones(unary.size, dtype=bool)
         # The dearest first, so that of equals the first state stays.
-        for s in sorted(suspects.tolist(), key=lambda s: (unary[s], s), reverse=True):
-            keep[s] = not (better[s] & keep).any()
+        for s in (s for s in by_cost[::-1].tolist() if s in suspects):
+            keep[s] = not (better[s] & keep[rivals]).any()
         self.restrict(i, keep)
+
+    def _differences(self, table: Floats) -> Floats:
+        # Layers repeat, and most tables only say which layouts are available: the same few come up again and again.
+        key = (table.shape, table.tobytes())
+        found = self._difference_cache.get(key)
+        if found is None:
+            found = self._difference_cache[key] = least_difference(table)
+        return found
 
     def _fix(self, i: int) -> None:
         step = self._step(i)
@@ -288,9 +304,7 @@ class Network:
         return joined
 
     def _step(self, i: int) -> _Eliminated:
-        links = [
-            (link.other(i), self.states[link.other(i)], *link.seen_from(i)) for link in self.links[i].values()
-        ]
+        links = [(link.other(i), self.states[link.other(i)], *link.seen_from(i)) for link in self.links[i].values()]
         return _Eliminated(i, self.states[i], self.unary[i], links)
 
     def _retire(self, i: int, step: _Eliminated) -> None:
@@ -320,17 +334,15 @@ class Network:
         else:
             if old.u != u:
                 u, v, gu, gv, table, bu, bv = v, u, gv, gu, table.T, bv, bu
-            old.gu, first_u, second_u = _paired(old.gu, gu)
-            old.gv, first_v, second_v = _paired(old.gv, gv)
-            old.table = (
-                old.table[first_u[:, None], first_v[None, :]] + table[second_u[:, None], second_v[None, :]]
-            )
+            old.gu, first_u, second_u = paired(old.gu, gu)
+            old.gv, first_v, second_v = paired(old.gv, gv)
+            old.table = old.table[first_u[:, None], first_v[None, :]] + table[second_u[:, None], second_v[None, :]]
             old.bu, old.bv = old.bu + bu, old.bv + bv
         self._normalise(old)
 
     def _normalise(self, link: Link) -> None:
-        gu, table = _without_unused(link.gu, link.table)
-        gv, table_t = _without_unused(link.gv, table.T)
+        gu, table = without_unused(link.gu, link.table)
+        gv, table_t = without_unused(link.gv, table.T)
         table = table_t.T
         rows = table.min(axis=1)
         if rows.any():
@@ -347,8 +359,8 @@ class Network:
         if not table.any():
             self._unlink(link)
             return
-        link.gu, table = _without_twins(gu, table)
-        link.gv, table_t = _without_twins(gv, table.T)
+        link.gu, table = without_twins(gu, table)
+        link.gv, table_t = without_twins(gv, table.T)
         link.table = np.ascontiguousarray(table_t.T)
         self._touch(link.u)
         self._touch(link.v)
@@ -356,66 +368,14 @@ class Network:
 
 def _quantum(problem: Problem, scale: float | None) -> float:
     if scale is None:
-        rows = [row[np.isfinite(row)] for row in (*problem.unary, *(e.table for e in problem.edges))]
-        scale = abs(problem.offset) + sum(float(np.median(np.abs(row))) for row in rows if row.size)
-        if scale == 0:
-            scale = max((float(np.abs(row).max()) for row in rows if row.size), default=0.0)
+        rows = [*problem.unary, *(e.table.ravel() for e in problem.edges)]
+        costs = np.abs(np.concatenate([[0.0], *rows]))
+        costs = costs[np.isfinite(costs) & (costs > 0)]
+        # The median, so that a few huge costs that nobody will pay do not spoil the resolution.
+        scale = abs(problem.offset) + (float(np.median(costs)) * len(rows) if costs.size else 0.0)
     return float(2.0 ** (np.floor(np.log2(scale)) - 50)) if scale > 1e-280 else 2.0**-1000
 
 
 def _rounded(costs: Floats, quantum: float) -> Floats:
     # Adding 0.0 turns -0.0 into 0.0: rows are compared by their bytes.
     return np.floor(costs / quantum) * quantum + 0.0
-
-
-def _groups_lost(groups: Ints, count: int) -> bool:
-    return not np.bincount(groups, minlength=count).all()
-
-
-def _without_unused(groups: Ints, table: Floats) -> tuple[Ints, Floats]:
-    used = np.bincount(groups, minlength=table.shape[0]) > 0
-    if used.all():
-        return groups, table
-    return (np.cumsum(used) - 1)[groups], table[used]
-
-
-def _without_twins(groups: Ints, table: Floats) -> tuple[Ints, Floats]:
-    seen: dict[bytes, int] = {}
-    number = [seen.setdefault(row.tobytes(), len(seen)) for row in table]
-    if len(seen) == len(number):
-        return groups, table
-    first = np.unique(number, return_index=True)[1]
-    return np.array(number)[groups], table[first]
-
-
-def _paired(first: Ints, second: Ints) -> tuple[Ints, Ints, Ints]:
-    """Groups that tell apart what either grouping does, and which old group each lies in."""
-    key = first * (int(second.max()) + 1) + second
-    _, index, groups = np.unique(key, return_index=True, return_inverse=True)
-    return groups, first[index], second[index]
-
-
-def _cheapest_of_each(signature: list[Ints], unary: Floats) -> np.ndarray:
-    """bool [states]: the cheapest, first of equals, among those in the same group of every link."""
-    keep = np.zeros(unary.size, dtype=bool)
-    if not signature:
-        keep[np.argmin(unary)] = True
-        return keep
-    order = np.lexsort((unary, *signature))
-    columns = np.stack(signature)[:, order]
-    keep[order[np.flatnonzero(np.r_[True, (columns[:, 1:] != columns[:, :-1]).any(axis=0)])]] = True
-    return keep
-
-
-def _least_difference(table: Floats) -> Floats:
-    """[s, t]: the least of table[s, y] - table[t, y] over y where table[s, y] is finite."""
-    count, width = table.shape
-    if np.isfinite(table).all():
-        if count * count * width <= 2_000_000:
-            return np.min(table[:, None, :] - table[None, :, :], axis=2)
-        return np.stack([np.min(row[None, :] - table, axis=1) for row in table])
-    out = np.empty((count, count))
-    for s, row in enumerate(table):
-        finite = np.isfinite(row)
-        out[s] = np.min(row[finite] - table[:, finite], axis=1, initial=np.inf)
-    return out

@@ -3,7 +3,7 @@
 The types are in `_pairwise.py`, the pipeline in `_solve.py`.
 """
 
-from hapsynth.search._pairwise import Edge, Problem, Progress, Resource, Solution, validate
+from hapsynth.search._pairwise import Edge, Ints, Problem, Progress, Resource, Solution, validate
 from hapsynth.search._solve import solve
 
-__all__ = ["Edge", "Problem", "Progress", "Resource", "Solution", "solve", "validate"]
+__all__ = ["Edge", "Ints", "Problem", "Progress", "Resource", "Solution", "solve", "validate"]

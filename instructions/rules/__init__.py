@@ -1,6 +1,21 @@
 """The sharding rules, one file per family of primitives; importing this package fills the registry."""
 
-from hapsynth.instructions.rules import contract, pointwise
+from hapsynth.instructions.rules import contract, index, order, pointwise, reduce, shape, slice, window
 from hapsynth.instructions.rules.registry import REGISTRY, Entry, entry_of, execute, factors_of, register
 
-__all__ = ["REGISTRY", "Entry", "contract", "entry_of", "execute", "factors_of", "pointwise", "register"]
+__all__ = [
+    "REGISTRY",
+    "Entry",
+    "contract",
+    "entry_of",
+    "execute",
+    "factors_of",
+    "index",
+    "order",
+    "pointwise",
+    "reduce",
+    "register",
+    "shape",
+    "slice",
+    "window",
+]

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from math import prod
+from typing import Any
+
+import numpy as np
 
 from hapsynth.graph import Op
-from hapsynth.instructions.factors import Factors
+from hapsynth.instructions.factors import Dim, Factors, Local
 from hapsynth.instructions.rules.registry import register
 
 
@@ -28,4 +31,63 @@ def _dot_general(f: Factors) -> None:
     free_right = [rhs[d] for d in range(len(rhs)) if d not in (*rhs_contract, *rhs_batch)]
     f.results.append((*(lhs[d] for d in lhs_batch), *free_left, *free_right))
     f.reduce((lhs[d] for d in lhs_contract), "sum")
+    f.linear = ((0,), (1,))
+
+
+def _taps(op: Op, axis: int) -> int:
+    """Pairs of an output and a kernel position, along one spatial axis, that meet an element of the input."""
+    p, dn = op.params, op.params["dimension_numbers"]
+    size, kernel = op.shapes[0][dn.lhs_spec[2 + axis]], op.shapes[1][dn.rhs_spec[2 + axis]]
+    outputs = op.result_shapes[0][dn.out_spec[2 + axis]]
+    if outputs * kernel > 10**7:
+        return outputs * kernel
+    starts = np.arange(outputs) * p["window_strides"][axis] - p["padding"][axis][0]
+    at = starts[:, None] + np.arange(kernel) * p["rhs_dilation"][axis]
+    holes = p["lhs_dilation"][axis]
+    return int(np.sum((at >= 0) & (at <= (size - 1) * holes) & (at % holes == 0)))
+
+
+def _conv_flops(op: Op) -> float:
+    """A multiplication and an addition per tap: padding and the holes of a dilated input cost nothing."""
+    dn = op.params["dimension_numbers"]
+    features = op.shapes[1][dn.rhs_spec[1]] * prod(op.result_shapes[0][d] for d in dn.out_spec[:2])
+    return 2.0 * features * prod(_taps(op, axis) for axis in range(len(dn.out_spec) - 2))
+
+
+def _local_conv(local: Local) -> dict[str, Any]:
+    """A device that has some of the groups convolves with that many."""
+    params = dict(local.op.params)
+    lhs, dn = local.factors.operands[0], params["dimension_numbers"]
+    if local.factor is not None:
+        if params["feature_group_count"] > 1 and local.factor in lhs[dn.lhs_spec[1]]:
+            params["feature_group_count"] = local.share
+        if params["batch_group_count"] > 1 and local.factor in lhs[dn.lhs_spec[0]]:
+            params["batch_group_count"] = local.share
+    return params
+
+
+@register("conv_general_dilated", params=_local_conv, flops=_conv_flops)
+def _conv_general_dilated(f: Factors) -> None:
+    """`n c x, o c w -> n o y`; with groups `n (g c) x, (g o) c w -> n (g o) y`, and `(g n) c x, (g o) c w -> n (g o) y`.
+
+    Spatial dimensions need replication: their halos are not exchanged.
+    """
+    op, p = f.op, f.op.params
+    dn, groups, batches = p["dimension_numbers"], p["feature_group_count"], p["batch_group_count"]
+    (n, c), (o, i), (out_n, out_o) = dn.lhs_spec[:2], dn.rhs_spec[:2], dn.out_spec[:2]
+    dim = lambda size: (f.new(size),) if size > 1 else ()
+    group = dim(groups * batches)  # at most one of both is more than 1
+    batch, channels = dim(op.result_shapes[0][out_n]), dim(op.shapes[1][i])
+    outputs = dim(op.shapes[1][o] // (groups * batches))
+
+    def tensor(shape: tuple[int, ...], named: dict[int, Dim]) -> tuple[Dim, ...]:
+        dims = tuple(named[d] if d in named else dim(size) for d, size in enumerate(shape))
+        f.block((x for d, x in enumerate(dims) if d not in named), "the kernel reaches over neighbours")
+        return dims
+
+    lhs = {n: (*(group if batches > 1 else ()), *batch), c: (*(group if groups > 1 else ()), *channels)}
+    f.operands.append(tensor(op.shapes[0], lhs))
+    f.operands.append(tensor(op.shapes[1], {o: (*group, *outputs), i: channels}))
+    f.results.append(tensor(op.result_shapes[0], {out_n: batch, out_o: (*group, *outputs)}))
+    f.reduce([channels], "sum")
     f.linear = ((0,), (1,))

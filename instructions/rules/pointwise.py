@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import jax.numpy as jnp
 import numpy as np
 
 from hapsynth import _jax
-from hapsynth.instructions.factors import Factors
-from hapsynth.instructions.rules.registry import register
+from hapsynth.instructions.factors import Factors, Local, Triple
+from hapsynth.instructions.layout import P, R
+from hapsynth.instructions.rules.registry import no_flops, register
 
 
 def _pointwise(f: Factors) -> None:
@@ -19,15 +23,15 @@ def _pointwise(f: Factors) -> None:
 
 
 NONLINEAR = (
-    "abs acos acosh and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp clz conj cos cosh digamma "
-    "eq eq_to erf erf_inv erfc exp exp2 expm1 floor ge gt igamma igamma_grad_a igammac imag integer_pow is_finite "
-    "le le_to lgamma log log1p logistic lt lt_to max min ne nextafter not or polygamma population_count pow "
-    "random_gamma_grad real regularized_incomplete_beta rem round rsqrt shift_left shift_right_arithmetic "
-    "shift_right_logical sign sin sinh sqrt square tan tanh xor zeta"
+    "abs acos acosh and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clz cos cosh digamma "
+    "eq eq_to erf erf_inv erfc exp exp2 expm1 floor ge gt igamma igamma_grad_a igammac integer_pow is_finite "
+    "le le_to lgamma log log1p logistic lt lt_to ne nextafter not or polygamma population_count pow "
+    "random_gamma_grad reduce_precision regularized_incomplete_beta rem round rsqrt shift_left "
+    "shift_right_arithmetic shift_right_logical sign sin sinh sqrt square tan tanh xor zeta"
 ).split()
-JOINT = ("add", "add_any", "sub")
+JOINT = ("add", "add_any", "complex", "sub")
 EACH = ("mul",)
-FIRST = ("neg", "div", "copy", "copy_p", "stop_gradient", "reduce_precision", "optimization_barrier")
+FIRST = ("conj", "copy", "copy_p", "div", "imag", "neg", "real")
 
 register(*NONLINEAR, fusible=True)(_pointwise)
 
@@ -50,26 +54,63 @@ def _each(f: Factors) -> None:
 def _first(f: Factors) -> None:
     """Linear in the first operand; integer division is not."""
     _pointwise(f)
-    name, dtype = f.op.name, f.op.dtypes[0]
-    if name == "reduce_precision" or (name == "div" and not jnp.issubdtype(dtype, jnp.inexact)):
+    name = f.op.name
+    if name == "div" and not jnp.issubdtype(f.op.dtypes[0], jnp.inexact):
         return
     f.linear = ((0,),)
-    if name not in ("neg", "div"):
+    if name.startswith("copy"):
         f.passes = ((0,),)
+    elif name == "neg" and jnp.issubdtype(f.op.dtypes[0], jnp.floating):
+        # Not on integers, whose least value is its own negative.
+        f.extra += [Triple((P("max"),), (P("min"),)), Triple((P("min"),), (P("max"),))]
+
+
+@register("max", "min", fusible=True)
+def _extreme(f: Factors) -> None:
+    """Monotone in each operand, so an extreme of it passes; of both together, only the op's own kind does."""
+    _pointwise(f)
+    f.passes = ((0,), (1,))
+    own = P("max" if f.op.name == "max" else "min")
+    if all(isinstance(o, int) for o in f.op.operands):
+        f.extra.append(Triple((own, own), (own,)))
+
+
+@register("clamp", fusible=True)
+def _clamp(f: Factors) -> None:
+    """Monotone in what is clamped."""
+    _pointwise(f)
+    f.passes = ((1,),)
 
 
 @register("convert_element_type", fusible=True)
 def _convert(f: Factors) -> None:
-    """A partial sum passes where the new type holds every value of the old one: never a narrowing."""
+    """A partial passes where the new type holds every value of the old one: never a narrowing."""
     _pointwise(f)
     old, new = f.op.dtypes[0], f.op.result_dtypes[0]
-    if _jax.is_extended(old) or _jax.is_extended(new):
-        return
-    if jnp.promote_types(old, new) == new and np.dtype(old) != np.bool_:
-        # A sum of integers that wraps must wrap in the same type.
-        if jnp.issubdtype(old, jnp.inexact) or old == new:
-            f.linear = ((0,),)
+    if old == new or _widens(old, new):
         f.passes = ((0,),)
+        # A sum of integers that wraps must wrap in the same type.
+        if old == new or jnp.issubdtype(old, jnp.inexact):
+            f.linear = ((0,),)
+
+
+def _widens(old: Any, new: Any) -> bool:
+    """Whether every value of the old type is one of the new."""
+    if old == np.bool_ or new == np.bool_:
+        return False
+    if jnp.issubdtype(new, jnp.integer):
+        if not jnp.issubdtype(old, jnp.integer):
+            return False
+        a, b = jnp.iinfo(old), jnp.iinfo(new)
+        return b.min <= a.min and a.max <= b.max
+    if jnp.issubdtype(old, jnp.complexfloating) and not jnp.issubdtype(new, jnp.complexfloating):
+        return False
+    b = jnp.finfo(new)
+    if jnp.issubdtype(old, jnp.integer):
+        return jnp.iinfo(old).bits <= b.nmant
+    a = jnp.finfo(old)
+    # Not every 8-bit type has an infinity, but all that can overflow into one are wider here.
+    return a.nmant <= b.nmant and a.maxexp <= b.maxexp and a.minexp >= b.minexp
 
 
 @register("select_n", fusible=True)
@@ -79,3 +120,22 @@ def _select(f: Factors) -> None:
     cases = tuple(range(1, len(f.op.operands)))
     f.linear = (cases,)
     f.passes = (cases,)
+
+
+def _as_they_are(local: Local, operands: Sequence[Any]) -> list[Any]:
+    return list(operands)
+
+
+@register("sharding_constraint", local=_as_they_are, flops=no_flops, fusible=True, note="the plan's layouts replace it")
+@register("optimization_barrier", flops=no_flops, fusible=True)
+@register("device_put", local=_as_they_are, flops=no_flops, fusible=True, note="placed where the plan says")
+def _apart(f: Factors) -> None:
+    """The identity on each operand by itself."""
+    n = len(f.op.operands)
+    f.results += [f.operand(i) for i in range(n)]
+    everything = tuple(range(n))
+    f.linear = f.passes = (everything,)
+    for i in everything if n > 1 else ():
+        for kind in ("sum", "max", "min"):
+            alone = tuple(P(kind) if j == i else R for j in everything)
+            f.extra.append(Triple(alone, alone))

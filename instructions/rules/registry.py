@@ -17,6 +17,7 @@ import numpy as np
 from hapsynth import _jax
 from hapsynth.graph import Op
 from hapsynth.instructions.factors import Factors, Local
+from hapsynth.instructions.layout import R
 
 FactorsOf = Callable[[Factors], None]
 ParamsOf = Callable[[Local], dict[str, Any]]
@@ -27,6 +28,11 @@ FlopsOf = Callable[[Op], float]
 def elements(op: Op) -> float:
     """One operation per element of the largest tensor that the op touches."""
     return float(max((prod(s) for s in (*op.shapes, *op.result_shapes)), default=0))
+
+
+def no_flops(op: Op) -> float:
+    """The op only moves elements."""
+    return 0.0
 
 
 @dataclass(frozen=True)
@@ -93,6 +99,8 @@ def factors_of(op: Op) -> Factors:
     else:
         entry.factors(f)
     assert len(f.operands) == len(op.operands) and len(f.results) == len(op.results), op
+    if f.lost:
+        raise ValueError(f"the rule of {op.name!r} loses the factors {f.lost} of {f}: block or reduce them")
     return f
 
 
@@ -106,34 +114,34 @@ def is_fusible(op: Op) -> bool:
     return entry is not None and entry.fusible
 
 
-_IDENTITY: Mapping[str, Callable[[Any], Any]] = {
-    "sum": lambda dtype: np.zeros((), dtype),
-    "max": lambda dtype: -np.inf if jnp.issubdtype(dtype, jnp.inexact) else _lowest(dtype),
-    "min": lambda dtype: np.inf if jnp.issubdtype(dtype, jnp.inexact) else _highest(dtype),
-}
-
-
-def _lowest(dtype: Any) -> Any:
-    return False if dtype == np.bool_ else jnp.iinfo(dtype).min
-
-
-def _highest(dtype: Any) -> Any:
-    return True if dtype == np.bool_ else jnp.iinfo(dtype).max
+def bind(primitive: Any, operands: Sequence[Any], params: Mapping[str, Any]) -> list[Any]:
+    """Apply a primitive that is no call (those are inlined by the trace); always a list of results."""
+    out = primitive.bind(*operands, **params)
+    return list(out) if primitive.multiple_results else [out]
 
 
 def identity(reduction: str, dtype: Any) -> Any:
     """The scalar that `reduction` leaves unchanged."""
-    return _IDENTITY[reduction](dtype)
+    if reduction == "sum":
+        return np.zeros((), dtype)
+    sign = -1 if reduction == "max" else 1
+    if dtype == np.bool_:
+        return sign > 0
+    if not jnp.issubdtype(dtype, jnp.inexact):
+        return jnp.iinfo(dtype).min if sign < 0 else jnp.iinfo(dtype).max
+    infinite = np.asarray(sign * np.inf).astype(dtype)
+    # Some 8-bit types have no infinity: it becomes a NaN.
+    return infinite if np.isinf(infinite.astype(np.float32)) else sign * float(jnp.finfo(dtype).max)
 
 
 def execute(local: Local, operands: Sequence[Any]) -> list[Any]:
     """Run the op on one device's exact shards.
 
     An empty share is never handed to the primitive (gather, argmax and grouped convolution refuse it): it yields
-    empty shards, and the identity of each partial.
+    empty shards, and the identity of each partial. (Where some result is replicated the op is run all the same.)
     """
     op = local.op
-    if local.factor is not None and local.share == 0:
+    if local.factor is not None and local.share == 0 and R not in local.triple.results:
         return [
             jnp.full(shape, identity(placement.reduction, dtype) if placement.is_partial else 0, dtype)
             if not local_accumulates(local)
@@ -144,7 +152,7 @@ def execute(local: Local, operands: Sequence[Any]) -> list[Any]:
     if entry is not None and entry.local is not None:
         return entry.local(local, operands)
     params = entry.params(local) if entry is not None and entry.params is not None else op.params
-    return _jax.bind(op.primitive, operands, params)
+    return bind(op.primitive, operands, params)
 
 
 def local_accumulates(local: Local) -> bool:

@@ -1,0 +1,48 @@
+# make demo | test | lint | bench | docs | clean. Each works alone, from a fresh clone, with any Python >= 3.11.
+.PHONY: demo test lint bench docs clean
+.DELETE_ON_ERROR:
+
+BIN := .venv/bin
+# The first Python here that is new enough. Run, not only found: pyenv's shims exist for versions that don't run.
+PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3.14 python3 python; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 && { echo $$p; break; }; done)
+
+# Plans the transformer for four fast and four slow devices, runs the plan on eight host devices, checks every output
+# against one device, and sets the predicted step time beside the baselines'.
+demo: .venv
+	@mkdir -p out
+	$(BIN)/python -m hapsynth search examples/transformer.py --cluster examples/clusters/mixed8.toml --plan out/plan.json
+	$(BIN)/python -m hapsynth run examples/transformer.py --plan out/plan.json
+	$(BIN)/python -m hapsynth compare examples/transformer.py --cluster examples/clusters/mixed8.toml
+
+test: lint
+	$(BIN)/python -m pytest -n 2
+
+lint: .venv
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/pyright
+
+bench: .venv
+	@mkdir -p out
+	for file in benchmarks/bench_*.py; do $(BIN)/python $$file || exit 1; done
+
+docs: .venv/.docs
+	$(BIN)/mkdocs build --strict --site-dir out/site
+
+# The folder is made once; the stamps say that what pyproject.toml asks for is in it.
+.venv: .venv/.test
+
+.venv/.test: pyproject.toml
+	@test -n "$(PYTHON)" || { echo "make: no Python >= 3.11 here; install one, or run make PYTHON=/path/to/python"; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[test]'
+	@touch $@
+
+.venv/.docs: .venv/.test
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[docs]'
+	@touch $@
+
+clean:
+	rm -rf out build dist *.egg-info .pytest_cache .ruff_cache .hypothesis .venv .venv313
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

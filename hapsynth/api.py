@@ -1,0 +1,76 @@
+"""`synthesize`: from a function and a cluster to a plan."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax
+
+from hapsynth.cluster import Cluster
+from hapsynth.instructions.layout import Placement, parse_layout
+from hapsynth.plan import Plan
+from hapsynth.search.formulate import Restriction
+from hapsynth.search.planner import Planner, Progress
+from hapsynth.trace import Traced, trace
+
+
+def synthesize(
+    fn: Callable[..., Any],
+    example_args: Sequence[Any],
+    mesh: jax.sharding.Mesh | Cluster,
+    *,
+    example_kwargs: Mapping[str, Any] | None = None,
+    cluster: Cluster | None = None,
+    carry: Sequence[tuple[str, str]] | None = None,
+    fixed: Mapping[str, str] | None = None,
+    memory_limit: float | None = None,
+    time_budget_s: float | None = None,
+    progress: Callable[[Progress], None] | None = None,
+) -> Plan:
+    """Find the cheapest distributed program of `fn` on a cluster (HAP, EuroSys'24, with a proof of optimality).
+
+    `example_args`, `example_kwargs`: pytrees of arrays or `jax.ShapeDtypeStruct`s, as `fn` is called. `mesh`: the
+    devices to run on, or a `Cluster` to plan without them. `cluster`: what the mesh's devices can do, in mesh order;
+    by default the table's figures for their kind. `carry`: pairs (argument path, output path), e.g.
+    `[("[0]", "[0]")]`, whose layouts must agree so that the step can be repeated; found by structure when None.
+    `fixed`: argument path -> layout (as in `Plan.layouts`) to keep. `memory_limit`: bytes per device.
+    `time_budget_s`: seconds after which the best plan so far is returned with its gap.
+
+    Raises TraceError for arguments or functions that cannot be planned, InfeasibleError when no program fits the
+    memory, ValueError for a mesh that is not the cluster's size.
+    """
+    began = time.perf_counter()
+    if isinstance(mesh, Cluster):
+        devices, cluster = None, cluster or mesh
+    else:
+        devices, cluster = mesh, cluster or Cluster.from_mesh(mesh)
+        if mesh.size != cluster.n:
+            raise ValueError(
+                f"the mesh has {mesh.size} devices and cluster {cluster.name!r} {cluster.n}; give a mesh over "
+                f"{cluster.n} devices, or a cluster that describes these {mesh.size}"
+            )
+    traced = trace(fn, example_args, dict(example_kwargs or {}), carry=carry)
+    trace_s = time.perf_counter() - began
+    restriction = None if fixed is None else Restriction(stored=_fixed(traced, fixed))
+    planner = Planner(traced.graph, cluster, memory_limit, time_budget_s, restriction, progress)
+    result = planner.run()
+    timings = {"trace_s": trace_s, **result.timings_s, "total_s": time.perf_counter() - began}
+    return Plan(traced, replace(result, timings_s=timings), cluster, devices, fn=fn)
+
+
+def _fixed(traced: Traced, fixed: Mapping[str, str]) -> dict[int, Placement]:
+    """The stored placements that `fixed` asks for; ValueError names a path or layout that cannot be met."""
+    stored: dict[int, Placement] = {}
+    paths = dict(zip(traced.in_paths, traced.graph.inputs, strict=True))
+    for path, text in fixed.items():
+        if path not in paths:
+            raise ValueError(f"fixed names argument {path!r}, but the arguments are {', '.join(paths)}")
+        layout = parse_layout(text)
+        value = traced.graph.values[paths[path]]
+        if len(layout) != 1 or layout[0].is_partial or layout[0].dim >= len(value.shape):
+            raise ValueError(f"fixed asks for {text!r} of {path}, whose shape is {value.shape}; expected R or S(<dim>)")
+        stored[value.index] = layout[0]
+    return stored

@@ -1,0 +1,158 @@
+"""How one value lies in the devices' memory: even shards at their exact shape, uneven ones padded to the largest."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend.core import primitives
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from hapsynth import _jax
+from hapsynth.graph import Graph
+from hapsynth.instructions.layout import Layout
+from hapsynth.instructions.sizes import Sizes
+
+
+def own_mesh(mesh: Mesh, axes: Sequence[tuple[str, int]]) -> Mesh:
+    """The mesh that hapsynth runs on: the devices of `mesh` in their order, one Auto axis per program axis.
+
+    `mesh` may have any axes of any type. Raises ValueError where its number of devices is another than the program's.
+    """
+    sizes = [size for _, size in axes]
+    if mesh.devices.size != prod(sizes):
+        raise ValueError(
+            f"the program is for {prod(sizes)} devices, {dict(axes)}, and the mesh has {mesh.devices.size}, "
+            f"{dict(mesh.shape)}: give a mesh of as many devices, or synthesize for this one"
+        )
+    devices = np.asarray(mesh.devices).reshape(sizes)
+    return Mesh(devices, tuple(name for name, _ in axes), axis_types=(AxisType.Auto,) * len(axes))
+
+
+def host_array(x: Any) -> Any:
+    """`x`, plain or replicated or sharded in any way, as one NumPy array; a typed key as an unsharded key array.
+
+    In a run of several processes an array that not every process can see is gathered first: all must call.
+    """
+    if isinstance(x, jax.Array):
+        if _jax.is_extended(x.dtype):
+            data = host_array(jax.random.key_data(x))
+            return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
+        if not (x.is_fully_addressable or x.is_fully_replicated):
+            sharding = x.sharding
+            assert isinstance(sharding, NamedSharding)
+            x = jax.jit(lambda y: y, out_shardings=NamedSharding(sharding.mesh, PartitionSpec()))(x)
+    return np.asarray(x)
+
+
+def with_weak_type(x: Any, dtype: Any, weak: bool) -> Any:
+    """`x` as `dtype`, weakly typed or not. Like `lax.convert_element_type`, which can only make strong types."""
+    if _jax.is_extended(dtype):
+        return x
+    if not weak:
+        return jax.lax.convert_element_type(x, dtype)
+    return primitives.convert_element_type_p.bind(x, new_dtype=np.dtype(dtype), weak_type=True, sharding=None)
+
+
+@dataclass(frozen=True, eq=False)
+class Storage:
+    """One value under one layout on one mesh.
+
+    `shape` is logical. `cuts` holds, per sharded dimension, the mesh axis (its position) and the exact length of each
+    shard along it.
+    """
+
+    shape: tuple[int, ...]
+    dtype: Any
+    weak_type: bool
+    layout: Layout
+    cuts: dict[int, tuple[int, tuple[int, ...]]]
+    mesh: Mesh
+
+    @staticmethod
+    def of(graph: Graph, sizes: Sizes, value: int, layout: Layout, mesh: Mesh) -> Storage:
+        v = graph.values[value]
+        cuts = {p.dim: (a, sizes.lengths(value, p.dim, a)) for a, p in enumerate(layout) if p.is_sharded}
+        return Storage(v.shape, v.dtype, v.weak_type, layout, cuts, mesh)
+
+    @cached_property
+    def is_even(self) -> bool:
+        """Whether all shards are alike, so that the stored array is the logical one."""
+        return all(len(set(lengths)) == 1 for _, lengths in self.cuts.values())
+
+    @cached_property
+    def sharding(self) -> NamedSharding:
+        names = [None] * (max(self.cuts, default=-1) + 1)
+        for dim, (axis, _) in self.cuts.items():
+            names[dim] = self.mesh.axis_names[axis]
+        return NamedSharding(self.mesh, PartitionSpec(*names))
+
+    @cached_property
+    def spec(self) -> PartitionSpec:
+        return self.sharding.spec
+
+    @cached_property
+    def stored_shape(self) -> tuple[int, ...]:
+        """The global shape of the stored array: every shard as long as the largest."""
+        shape = list(self.shape)
+        for dim, (_, lengths) in self.cuts.items():
+            shape[dim] = max(lengths) * len(lengths)
+        return tuple(shape)
+
+    def struct(self) -> jax.ShapeDtypeStruct:
+        """The stored array, abstractly."""
+        return jax.ShapeDtypeStruct(self.stored_shape, self.dtype, sharding=self.sharding, weak_type=self.weak_type)
+
+    def holds(self, x: jax.Array) -> bool:
+        """Whether an array of the logical shape and dtype lies as it is stored, types included."""
+        return self.is_even and x.sharding == self.sharding and (x.weak_type == self.weak_type or self._has_no_weak)
+
+    @property
+    def _has_no_weak(self) -> bool:
+        return _jax.is_extended(self.dtype)
+
+    def put(self, x: Any, *, copy: bool) -> jax.Array:
+        """Store `x`, an array of the logical shape and dtype that lies anywhere.
+
+        With `copy` the result shares no memory with `x`, so that it may be donated.
+        """
+        if self.is_even:
+            if not isinstance(x, jax.Array):
+                x = np.asarray(x, self.dtype)
+            x = jax.device_put(x, self.sharding, may_alias=False if copy else None)
+            if x.weak_type != self.weak_type and not self._has_no_weak:
+                x = with_weak_type(x, self.dtype, self.weak_type)
+            return x
+        host = np.asarray(host_array(x), self.dtype)
+
+        def shard(index: tuple[slice, ...]) -> np.ndarray:
+            pieces, padding = list(index), [(0, 0)] * len(index)
+            for dim, (_, lengths) in self.cuts.items():
+                largest = max(lengths)
+                position = (index[dim].start or 0) // largest
+                start, length = sum(lengths[:position]), lengths[position]
+                pieces[dim], padding[dim] = slice(start, start + length), (0, largest - length)
+            return np.pad(host[tuple(pieces)], padding)
+
+        return jax.make_array_from_callback(self.stored_shape, self.sharding, shard)
+
+    def fetch(self, stored: jax.Array) -> Any:
+        """The logical value as one NumPy array (a typed key: an unsharded key array); the inverse of `put`."""
+        host = host_array(stored)
+        if self.is_even:
+            return host
+        out = np.empty(self.shape, host.dtype)
+        positions = [range(len(lengths)) for _, lengths in self.cuts.values()]
+        for where in itertools.product(*positions):
+            source, target = [slice(None)] * len(self.shape), [slice(None)] * len(self.shape)
+            for position, (dim, (_, lengths)) in zip(where, self.cuts.items()):
+                first, start, length = position * max(lengths), sum(lengths[:position]), lengths[position]
+                source[dim], target[dim] = slice(first, first + length), slice(start, start + length)
+            out[tuple(target)] = host[tuple(source)]
+        return out

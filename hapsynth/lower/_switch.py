@@ -1,0 +1,255 @@
+"""The switch form: one HLO for all devices, a `lax.switch` over shares in each stage that is uneven (DESIGN D2)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh, PartitionSpec
+
+from hapsynth import _jax
+from hapsynth.graph import Graph, Literal
+from hapsynth.instructions.factors import Local
+from hapsynth.instructions.program import (
+    Compute,
+    Convert,
+    FactorTable,
+    Instruction,
+    Program,
+    Property,
+    reads,
+    writes,
+)
+from hapsynth.instructions.rules import execute
+from hapsynth.instructions.sizes import Sizes, cut_nodes
+from hapsynth.lower._collectives import communicate, cut_to, pad_to
+from hapsynth.lower._stages import Stage, factor_shares, split
+from hapsynth.lower._storage import Storage, own_mesh, with_weak_type
+
+Env = dict[Property, Any]
+
+
+@dataclass(frozen=True)
+class _Where:
+    """The devices that a piece of code runs on: all, or those of one branch.
+
+    `devices` are their coordinates in the mesh; they have equal shares of everything that the code cuts. `index`
+    holds the traced position of this device along each axis.
+    """
+
+    devices: tuple[tuple[int, ...], ...]
+    index: tuple[Any, ...]
+
+    @property
+    def coords(self) -> tuple[int, ...]:
+        return self.devices[0]
+
+    def lookup(self, axis: int, table: Sequence[int]) -> Any:
+        """This device's entry of a table over the positions of an axis: a constant where all devices agree."""
+        here = {table[c[axis]] for c in self.devices}
+        if len(here) == 1:
+            return jnp.int32(here.pop())
+        step = table[1] - table[0]
+        if all(v == table[0] + i * step for i, v in enumerate(table)):
+            return self.index[axis] * jnp.int32(step) + jnp.int32(table[0])
+        return lax.dynamic_index_in_dim(np.asarray(table, np.int32), self.index[axis], keepdims=False)
+
+
+@dataclass(eq=False)
+class Lowered:
+    """A program as one compiled function over stored arrays.
+
+    `inputs`, `constants` and `outputs` say how each is stored (an output that is a literal has None); `donated` says
+    which inputs a call consumes. `traces` counts how often the function was traced: once, however often it is called.
+    """
+
+    graph: Graph
+    program: Program
+    sizes: Sizes
+    mesh: Mesh
+    inputs: tuple[Storage, ...]
+    constants: tuple[Storage, ...]
+    outputs: tuple[Storage | None, ...]
+    donated: tuple[bool, ...]
+    traces: int = 0
+    table: FactorTable = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.table = FactorTable(self.graph)
+
+    def __call__(self, stored: Sequence[jax.Array]) -> list[jax.Array]:
+        """Run on the stored inputs; the stored outputs. Arguments that are `donated` are consumed."""
+        with jax.set_mesh(self.mesh):
+            return self.function(*stored, *self.placed_constants)
+
+    def lower(self) -> Any:
+        """JAX's `Lowered` of the function: `.as_text()`, `.compile()`."""
+        with jax.set_mesh(self.mesh):
+            return self.function.lower(*(s.struct() for s in (*self.inputs, *self.constants)))
+
+    @cached_property
+    def placed_constants(self) -> list[jax.Array]:
+        """The graph's constants on the mesh: placed once, passed as arguments, never compiled in."""
+        return [s.put(x, copy=False) for s, x in zip(self.constants, self.graph.constants.values(), strict=True)]
+
+    @cached_property
+    def steps(self) -> list[Stage | Convert]:
+        return split(self.graph, self.program, self.sizes)
+
+    @cached_property
+    def function(self) -> Any:
+        """The jitted function: stored inputs, then constants, to stored outputs."""
+        sources = (*self.inputs, *self.constants)
+        on_mesh = jax.shard_map(
+            self._body,
+            mesh=self.mesh,
+            in_specs=tuple(s.spec for s in sources),
+            out_specs=tuple(s.spec for s in self.outputs if s is not None),
+            check_vma=False,
+        )
+
+        def hapsynth_plan(*stored: jax.Array) -> list[Any]:
+            self.traces += 1
+            made = iter(on_mesh(*stored))
+            out: list[Any] = []
+            for operand, storage in zip(self.graph.outputs, self.outputs, strict=True):
+                if storage is None:
+                    assert isinstance(operand, Literal)
+                    out.append(jnp.asarray(operand.value))
+                else:
+                    out.append(with_weak_type(next(made), storage.dtype, storage.weak_type))
+            return out
+
+        everywhere = jax.sharding.NamedSharding(self.mesh, PartitionSpec())
+        return jax.jit(
+            hapsynth_plan,
+            in_shardings=tuple(s.sharding for s in sources),
+            out_shardings=[everywhere if s is None else s.sharding for s in self.outputs],
+            donate_argnums=tuple(i for i, donated in enumerate(self.donated) if donated),
+            keep_unused=True,
+        )
+
+    def _body(self, *stored: jax.Array) -> tuple[Any, ...]:
+        """What every device runs, on its own stored shards."""
+        lengths = [size for _, size in self.program.axes]
+        index = tuple(lax.axis_index(name) for name, _ in self.program.axes)
+        everyone = _Where(tuple(np.ndindex(*lengths)), index)
+        env: Env = dict(zip(((v, self.program.inputs[v]) for v in self.graph.sources), stored, strict=True))
+        for step in self.steps:
+            if isinstance(step, Convert):
+                with jax.named_scope(f"hap/{step.step}_{self.graph.values[step.value].name}"):
+                    x = env[step.value, step.source]
+                    made = communicate(self.graph, self.sizes, self.program.axes, step, x)
+                    env.setdefault((step.value, step.target), made)
+                continue
+            self._run(step.before, env, everyone)
+            if step.switch:
+                self._switch(step, env, everyone)
+            self._run(step.after, env, everyone)
+        outputs = zip(self.graph.outputs, self.program.outputs)
+        return tuple(env[v, layout] for v, layout in outputs if isinstance(v, int) and layout is not None)
+
+    def _switch(self, stage: Stage, env: Env, everyone: _Where) -> None:
+        """Run the uneven part of a stage: one branch per distinct tuple of shares, each on its exact shapes."""
+        graph, sizes = self.graph, self.sizes
+
+        def branch(members: tuple[int, ...]) -> Callable[..., tuple[Any, ...]]:
+            here = _Where(tuple(everyone.devices[m] for m in members), everyone.index)
+
+            def run(*operands: Any) -> tuple[Any, ...]:
+                local: Env = {
+                    (v, layout): cut_to(x, sizes.local_shape(v, layout, here.coords))
+                    for (v, layout), x in zip(stage.reads, operands, strict=True)
+                }
+                self._run(stage.switch, local, here)
+                return tuple(
+                    pad_to(with_weak_type(local[p], graph.values[p[0]].dtype, False), sizes.padded_shape(*p))
+                    for p in stage.writes
+                )
+
+            return run
+
+        flat = everyone.index[0]
+        for axis, (_, size) in enumerate(self.program.axes[1:], 1):
+            flat = flat * size + everyone.index[axis]
+        taken = lax.dynamic_index_in_dim(np.asarray(stage.branch_of, np.int32), flat, keepdims=False)
+        made = lax.switch(taken, [branch(m) for m in stage.members], *(env[p] for p in stage.reads))
+        for p, x in zip(stage.writes, made, strict=True):
+            env.setdefault(p, x)
+
+    def _run(self, instructions: Sequence[Instruction], env: Env, here: _Where) -> None:
+        """Run local instructions in order on exact shards, adding their results to `env`."""
+        for i in instructions:
+            made = self._slice(i, env, here) if isinstance(i, Convert) else self._compute(i, env, here)
+            for (v, layout), x in zip(writes(self.graph, i), made, strict=True):
+                expected = self.sizes.local_shape(v, layout, here.coords)
+                assert x.shape == expected, f"{i} made {x.shape} on {here.coords}, where {expected} was due"
+                env.setdefault((v, layout), x)
+
+    def _slice(self, i: Convert, env: Env, here: _Where) -> list[Any]:
+        dim = i.target[i.axis].dim
+        start = here.lookup(i.axis, self.sizes.starts(i.value, dim, i.axis))
+        length = self.sizes.lengths(i.value, dim, i.axis)[here.coords[i.axis]]
+        with jax.named_scope(f"hap/slice_{self.graph.values[i.value].name}"):
+            return [lax.dynamic_slice_in_dim(env[i.value, i.source], start, length, dim)]
+
+    def _compute(self, i: Compute, env: Env, here: _Where) -> list[Any]:
+        graph, sizes = self.graph, self.sizes
+        op, factors, triple = graph.ops[i.op], self.table[i.op], i.triples[0]
+        given = dict(zip((position for position, _ in op.value_operands), reads(graph, i)))
+        operands = [o.value if isinstance(o, Literal) else env[given[n]] for n, o in enumerate(op.operands)]
+        shapes = tuple(
+            o.shape if isinstance(o, Literal) else sizes.local_shape(*given[n], here.coords)
+            for n, o in enumerate(op.operands)
+        )
+        share, starts = 0, [0] * self.program.axes[0][1]
+        if triple.factor is not None:
+            node = next(cut_nodes(graph, i.op, factors, triple, 0))
+            lengths, starts = factor_shares(sizes, factors, triple.factor, node)
+            share = lengths[here.coords[0]]
+        local = Local(
+            op=op,
+            factors=factors,
+            triple=triple,
+            shapes=shapes,
+            result_shapes=tuple(sizes.local_shape(*p, here.coords) for p in writes(graph, i)),
+            share=share,
+            offset=lambda: here.lookup(0, starts),
+            axis_index=lambda: here.index[0],
+        )
+        with jax.named_scope(f"hap/{op.name}_{op.index}"):
+            return execute(local, operands)
+
+
+def lower(graph: Graph, program: Program, sizes: Sizes, mesh: Mesh, *, donate: bool = True) -> Lowered:
+    """Lower a checked program for the devices of `mesh`, whatever its axes are.
+
+    With `donate` the arguments of carried state are consumed by a call, so that the new state can take their memory.
+    Raises ValueError where the mesh has another number of devices than the program, or the program several axes.
+    """
+    if len(program.axes) != 1:
+        raise ValueError(f"the switch form lowers programs of one mesh axis; this one has {dict(program.axes)}")
+    devices = own_mesh(mesh, program.axes)
+    stored = lambda v, layout: Storage.of(graph, sizes, v, layout, devices)
+    inputs = tuple(stored(v, program.inputs[v]) for v in graph.inputs)
+    outputs = tuple(
+        stored(v, layout) if isinstance(v, int) and layout is not None else None
+        for v, layout in zip(graph.outputs, program.outputs, strict=True)
+    )
+    donated = [False] * len(inputs)
+    for source, target in graph.carry if donate else ():
+        out = outputs[target]
+        # What JAX could not reuse it would warn of.
+        donated[source] = out is not None and (out.stored_shape, out.dtype, out.spec) == (
+            inputs[source].stored_shape,
+            inputs[source].dtype,
+            inputs[source].spec,
+        )
+    constants = tuple(stored(v, program.inputs[v]) for v in graph.constants)
+    return Lowered(graph, program, sizes, devices, inputs, constants, outputs, tuple(donated))

@@ -1,0 +1,146 @@
+"""`ShardedArray`: a value whose shards are of unlike length, as user code sees it."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+import jax
+from jax.sharding import NamedSharding
+
+from hapsynth.instructions.layout import format_layout
+from hapsynth.lower import Storage
+
+
+class ShardedArrayError(Exception):
+    """An unevenly sharded value was used as if it were an array."""
+
+
+class ShardedArrayTypeError(ShardedArrayError, TypeError):
+    """An operator, or NumPy, was applied to a `ShardedArray`."""
+
+
+class ShardedArrayTraceError(ShardedArrayError, ValueError):
+    """A JAX function was applied to a `ShardedArray`. A ValueError because `jax.jit` hides the text of a TypeError."""
+
+
+class ShardedArray:
+    """One value cut into shards of unlike length, one per device: a single pytree leaf.
+
+    It has the value's logical `shape` and `dtype`, but no arithmetic: no JAX sharding describes unequal shards. A plan
+    takes it and returns it; `plan.unshard` gives the whole array, `plan.map` applies a function to it, and what is to
+    be computed with it goes into the function given to `synthesize`. Everything else raises `ShardedArrayError`.
+    """
+
+    __slots__ = ("__weakref__", "_data", "_storage")
+
+    def __init__(self, storage: Storage, data: jax.Array) -> None:
+        """`data`: the stored array of `storage`, every shard padded to the largest."""
+        assert data.shape == storage.stored_shape, (data.shape, storage.stored_shape)
+        self._storage = storage
+        self._data = data
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The logical shape."""
+        return self._storage.shape
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        """Elements of the logical value."""
+        size = 1
+        for d in self.shape:
+            size *= d
+        return size
+
+    @property
+    def dtype(self) -> Any:
+        return self._storage.dtype
+
+    @property
+    def weak_type(self) -> bool:
+        return self._storage.weak_type
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Length of each device's shard along the sharded dimension, in mesh order."""
+        ((_, lengths),) = self._storage.cuts.values()
+        return lengths
+
+    @property
+    def layout(self) -> str:
+        """E.g. `S(0)`: sharded along the first dimension."""
+        return format_layout(self._storage.layout)
+
+    @property
+    def sharding(self) -> NamedSharding:
+        """The sharding of `data`."""
+        return self._storage.sharding
+
+    @property
+    def data(self) -> jax.Array:
+        """The stored array: every shard padded to the largest, what is beyond its own length being undefined."""
+        return self._data
+
+    @property
+    def storage(self) -> Storage:
+        return self._storage
+
+    def is_deleted(self) -> bool:
+        """Whether the value was donated to a call of a plan."""
+        return self._data.is_deleted()
+
+    def delete(self) -> None:
+        """Free the memory now."""
+        self._data.delete()
+
+    def block_until_ready(self) -> ShardedArray:
+        self._data.block_until_ready()
+        return self
+
+    def __repr__(self) -> str:
+        where = f"{self.layout} as {'/'.join(map(str, self.sizes))} on {self.sharding.mesh.axis_names[0]!r}"
+        return f"ShardedArray({self.dtype}{list(self.shape)}, {where}{', deleted' if self.is_deleted() else ''})"
+
+    def _explain(self, what: str) -> str:
+        return (
+            f"{what} {self!r} is not possible: its shards are of unlike length, which no JAX array can be. "
+            "Use plan.unshard(x) for the whole array, plan.map(fn, x) to apply a function and keep it sharded, or "
+            "compute inside the function given to hapsynth.synthesize"
+        )
+
+    @property
+    def __jax_array__(self) -> NoReturn:
+        raise ShardedArrayTraceError(self._explain("a JAX function of"))
+
+    # NumPy leaves the operator to this class then.
+    __array_ufunc__ = None
+
+    def __array__(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise ShardedArrayTypeError(self._explain("a NumPy array of"))
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        raise AttributeError(self._explain(f".{name} of"))
+
+
+def _refuse(name: str) -> Any:
+    def method(self: ShardedArray, *args: Any, **kwargs: Any) -> NoReturn:
+        raise ShardedArrayTypeError(self._explain(f"{name} of"))
+
+    method.__name__ = name
+    return method
+
+
+_BINARY = "add sub mul truediv floordiv mod divmod pow matmul and or xor lshift rshift".split()
+_OTHER = (
+    "eq ne lt le gt ge neg pos abs invert round getitem setitem len iter contains bool int float complex index".split()
+)
+for _name in (*(p + n for n in _BINARY for p in ("", "r", "i")), *_OTHER):
+    setattr(ShardedArray, f"__{_name}__", _refuse(f"__{_name}__"))
+# `__eq__` raises, so that only identity is left to hash by.
+ShardedArray.__hash__ = object.__hash__

@@ -1,0 +1,89 @@
+"""Reductions: a reduced dimension leaves a partial where a collective can finish it."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from hapsynth.instructions.factors import Factors, Triple
+from hapsynth.instructions.layout import P, Reduction
+from hapsynth.instructions.rules.registry import register
+
+
+def _reduced(f: Factors, kind: Reduction, why: str = "") -> None:
+    """`i j -> i`, with `j` left to `kind`, or blocked where there is none."""
+    x = f.operand(0)
+    axes = {d % len(x) for d in f.op.params["axes"]}
+    f.results.append(tuple(dim for d, dim in enumerate(x) if d not in axes))
+    if kind:
+        f.reduce((x[d] for d in axes), kind)
+    else:
+        f.block((x[d] for d in axes), why)
+
+
+def keeps(f: Factors, kind: Reduction) -> None:
+    """A partial of this kind, and only this, passes through the first operand."""
+    f.extra.append(Triple((P(kind),), (P(kind),)))
+
+
+@register("reduce_sum")
+def _reduce_sum(f: Factors) -> None:
+    _reduced(f, "sum")
+    f.linear = ((0,),)
+
+
+@register("reduce_max")
+def _reduce_max(f: Factors) -> None:
+    _reduced(f, "max")
+    keeps(f, "max")
+
+
+@register("reduce_min")
+def _reduce_min(f: Factors) -> None:
+    _reduced(f, "min")
+    keeps(f, "min")
+
+
+@register("reduce_prod")
+def _reduce_prod(f: Factors) -> None:
+    _reduced(f, "", "there is no partial product")
+
+
+@register("reduce_and")
+def _reduce_and(f: Factors) -> None:
+    """On booleans `and` is the minimum; on integers it is bitwise."""
+    logical = np.dtype(f.op.dtypes[0]) == np.bool_
+    _reduced(f, "min" if logical else "", "there is no bitwise partial")
+    if logical:
+        keeps(f, "min")
+
+
+@register("reduce_or")
+def _reduce_or(f: Factors) -> None:
+    """On booleans `or` is the maximum; on integers it is bitwise."""
+    logical = np.dtype(f.op.dtypes[0]) == np.bool_
+    _reduced(f, "max" if logical else "", "there is no bitwise partial")
+    if logical:
+        keeps(f, "max")
+
+
+@register("reduce_xor")
+def _reduce_xor(f: Factors) -> None:
+    _reduced(f, "", "there is no bitwise partial")
+
+
+@register("argmax", "argmin")
+def _arg(f: Factors) -> None:
+    _reduced(f, "", "the position of the extreme needs the whole dimension")
+
+
+@register("reduce")
+def _reduce(f: Factors) -> None:
+    """The user's own reduction of several operands together, each with its initial value."""
+    n = len(f.op.operands) // 2
+    x = f.operand(0)
+    f.operands += [x] * (n - 1)
+    for initial in range(n, 2 * n):
+        f.operand(initial)
+    axes = {d % len(x) for d in f.op.params["dimensions"]}
+    f.block((x[d] for d in axes), "nothing is known of the reduction")
+    f.results += [tuple(dim for d, dim in enumerate(x) if d not in axes)] * n

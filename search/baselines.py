@@ -1,0 +1,142 @@
+"""What people run today, as programs of the same instruction set: for comparison, never as a start of the search.
+
+Each baseline is a restriction of the formulated problem (which inputs are stored how, which dimensions may be cut)
+at fixed ratios, solved exactly, passed through the checker and costed with the same model.
+
+    data_parallel        parameters replicated, the batch cut evenly
+    data_parallel_speed  the same, the batch cut in proportion to the devices' speed
+    zero3                parameters and optimizer state cut evenly along their longest dimension, gathered again for
+                         every use (Rajbhandari et al. 2020), the batch cut evenly
+    tensor_parallel      Megatron-LM (Shoeybi et al. 2019): the batch whole, every weight cut in at most one
+                         dimension, so that columns meet rows; evenly
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from hapsynth.graph import Graph
+from hapsynth.instructions.checker import check
+from hapsynth.instructions.layout import Placement, R, S
+from hapsynth.instructions.program import FactorTable, Program
+from hapsynth.instructions.sizes import Classes, Node, Sizes
+from hapsynth.search.costs import CostModel, Floats
+from hapsynth.search.emit import Emitter
+from hapsynth.search.evaluate import program_cost
+from hapsynth.search.formulate import Formulator, Restriction, Structure
+from hapsynth.search.memory import peak
+from hapsynth.search.problem import solve
+from hapsynth.search.ratios import Ratios, kinship, proportional
+from hapsynth.search.sizing import Sizer
+
+
+@dataclass(frozen=True, eq=False)
+class Baseline:
+    """A baseline's program at its sizes. `memory_bytes`: predicted peak per device."""
+
+    program: Program
+    sizes: Sizes
+    cost_s: float
+    memory_bytes: float
+    fits: bool
+
+
+class Baselines:
+    """Builds the baselines of one graph on one cluster."""
+
+    def __init__(self, graph: Graph, table: FactorTable, costs: CostModel, limit: float) -> None:
+        self.graph, self.table, self.costs, self.limit = graph, table, costs, limit
+        self.kin = kinship(graph, table)
+        self.state = [graph.inputs[source] for source, _ in graph.carry]
+        held = set(self.state)
+        self.batch = [v for v in graph.inputs if v not in held and graph.values[v].shape]
+        self.batch_roots = {r for v in self.batch if (r := self._root(v, 0)) is not None}
+
+    def all(self) -> Mapping[str, Baseline]:
+        """Every baseline by name."""
+        even = np.full(self.costs.n, 1.0 / self.costs.n)
+        return {
+            "data_parallel": self._build(self._data_parallel(), even),
+            "data_parallel_speed": self._build(self._data_parallel(), proportional(self.costs.rate("float32"))),
+            "zero3": self._build(self._zero3(), even),
+            "tensor_parallel": self._build(self._tensor_parallel(), even),
+        }
+
+    def _root(self, value: int, dim: int) -> Node | None:
+        node = (value, dim, 0)
+        return self.kin.find(node) if node in self.kin.parent else None
+
+    def _stored_batch(self) -> dict[int, Placement]:
+        return {v: S(0) for v in self.batch if self._root(v, 0) is not None and self.graph.values[v].shape[0] > 1}
+
+    def _data_parallel(self) -> Restriction:
+        stored = {**dict.fromkeys(self.state, R), **self._stored_batch()}
+        return Restriction(stored, lambda v, d: self._root(v, d) in self.batch_roots)
+
+    def _zero3(self) -> Restriction:
+        stored: dict[int, Placement] = {}
+        cut_shapes: set[tuple[tuple[int, ...], int]] = set()
+        for v in self.state:
+            shape = self.graph.values[v].shape
+            dim = max(range(len(shape)), key=lambda d: shape[d], default=-1)
+            if dim < 0 or shape[dim] == 1:
+                stored[v] = R
+            else:
+                stored[v] = S(dim)
+                cut_shapes.add((shape, dim))
+
+        def allowed(value: int, dim: int) -> bool:
+            if self._root(value, dim) in self.batch_roots:
+                return True
+            shape = self.graph.values[value].shape
+            batched = any(self._root(value, d) in self.batch_roots for d in range(len(shape)))
+            return (shape, dim) in cut_shapes and not batched
+
+        return Restriction({**stored, **self._stored_batch()}, allowed, frozenset(self.state))
+
+    def _tensor_parallel(self) -> Restriction:
+        cut = self._alternating_roots()
+        stored: dict[int, Placement] = dict.fromkeys(self.batch, R)
+        for v in self.state:
+            dims = [d for d in range(len(self.graph.values[v].shape)) if self._root(v, d) in cut]
+            stored[v] = S(dims[0]) if dims else R
+        return Restriction(stored, lambda v, d: self._root(v, d) in cut)
+
+    def _alternating_roots(self) -> set[Node]:
+        """Classes of weight dimensions, at most one per weight: those that meet the fewest others come first, so
+        hidden widths, heads and vocabularies are cut and the width that they all share is not."""
+        fed = {self._root(v, d) for v in self.batch for d in range(len(self.graph.values[v].shape))}
+        weights = [
+            [r for d in range(len(self.graph.values[v].shape)) if (r := self._root(v, d)) is not None]
+            for v in self.state
+        ]
+        neighbours: dict[Node, set[Node]] = {}
+        for roots in weights:
+            for r in roots:
+                neighbours.setdefault(r, set()).update(set(roots) - {r})
+        chosen: set[Node] = set()
+        for r in sorted(neighbours, key=lambda r: (len(neighbours[r]), r)):
+            if r not in fed and not neighbours[r] & chosen:
+                chosen.add(r)
+        return chosen
+
+    def _build(self, restriction: Restriction, fractions: Floats) -> Baseline:
+        formulator = Formulator(
+            Structure(self.graph, self.table, restriction),
+            self.costs,
+            Ratios(self.graph, self.table, fractions),
+        )
+        solution = solve(formulator.problem(), tolerance=1e-4)
+        assert solution.assignment is not None, "every restriction leaves the replicated program"
+        program = Emitter(formulator, solution.assignment.tolist()).run((("hap", self.costs.n),))
+        classes = Classes.build(self.graph, program, self.table)
+        sizes = Sizer(program, classes, self.costs).fixed(fractions)
+        check(self.graph, program, sizes)
+        memory, _ = peak(self.graph, program, sizes, self.costs)
+        cost = program_cost(program, sizes, self.costs)
+        return Baseline(program, sizes, cost, memory, memory <= self.limit)
+
+

@@ -1,0 +1,285 @@
+"""The whole search: programs and ratios in turn, memory, and the certificate (DESIGN D3, D4).
+
+For a start ratio, the solver finds the best program and the linear program its best sizes; the search then runs
+again at those sizes, and so on until the cost stops falling. The best pair over all starts is kept. The last search
+at the kept pair's own sizes gives its lower bound; one more search, with every instruction at its own ideal ratio,
+gives the joint bound.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from hapsynth.cluster import Cluster
+from hapsynth.graph import Graph
+from hapsynth.instructions.checker import check
+from hapsynth.instructions.program import FactorTable, Program
+from hapsynth.instructions.rules import entry_of
+from hapsynth.instructions.sizes import Classes, Sizes
+from hapsynth.search.costs import CostModel, Floats
+from hapsynth.search.emit import Emitter
+from hapsynth.search.evaluate import program_cost
+from hapsynth.search.formulate import Formulator, Restriction, Structure
+from hapsynth.search.memory import live_at, peak
+from hapsynth.search.problem import Ints, Solution, solve
+from hapsynth.search.problem import Progress as SolverProgress
+from hapsynth.search.ratios import Ratios, proportional
+from hapsynth.search.result import Result, Status
+from hapsynth.search.sizing import Sizer
+
+_ROUNDS = 6
+_MEMORY_ROUNDS = 8
+_TOLERANCE = 1e-6
+
+
+class InfeasibleError(ValueError):
+    """No program fits the devices' memory."""
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What a search tells its caller: the stage, the best cost and the bound so far (seconds per step)."""
+
+    stage: str
+    seconds: float
+    cost_s: float
+    lower_bound_s: float
+    expanded: int
+
+
+@dataclass(frozen=True, eq=False)
+class Candidate:
+    """A program with its sizes, and the choices that made it."""
+
+    program: Program
+    sizes: Sizes
+    cost: float
+    memory: float
+    choices: Ints
+    bound: float | None
+    """The search's lower bound where its sizes turned out to be those that the search assumed."""
+
+
+@dataclass
+class Planner:
+    """One planning task. `memory_limit`: bytes per device, None for what the devices have."""
+
+    graph: Graph
+    cluster: Cluster
+    memory_limit: float | None = None
+    time_budget_s: float | None = None
+    restriction: Restriction | None = None
+    progress: Callable[[Progress], None] | None = None
+    table: FactorTable = field(init=False)
+    costs: CostModel = field(init=False)
+    expanded: int = field(init=False, default=0)
+    search_s: float = field(init=False, default=0.0)
+    ratio_s: float = field(init=False, default=0.0)
+
+    def __post_init__(self) -> None:
+        self.table = FactorTable(self.graph)
+        self.costs = CostModel(self.graph, self.cluster, self.table)
+        self.structure = Structure(self.graph, self.table, self.restriction)
+        # The switch form stores every shard padded, so the smallest device's memory is everyone's limit.
+        self.limit = float(self.costs.memory.min()) if self.memory_limit is None else self.memory_limit
+        self.axes = (("hap", self.cluster.n),)
+        self._began = time.perf_counter()
+        self._deadline = None if self.time_budget_s is None else self._began + self.time_budget_s
+        self._best: Candidate | None = None
+        self._least: Candidate | None = None
+
+    def run(self) -> Result:
+        """Plan; raises InfeasibleError when nothing fits."""
+        for default in self._starts():
+            self._alternate(default)
+            if self._late():
+                break
+        best = self._best
+        if best is None:
+            raise InfeasibleError(self._shortage())
+        best, bound = self._certify(best)
+        joint = self._joint_bound(bound)
+        check(self.graph, best.program, best.sizes)
+        gap = (best.cost - bound) / best.cost if best.cost else 0.0
+        joint_gap = (best.cost - joint) / best.cost if best.cost else 0.0
+        status: Status = "gap"
+        if gap <= 1e-4:
+            status = "optimal" if joint_gap <= 1e-4 else "optimal_at_ratios"
+        return Result(
+            best.program,
+            best.sizes,
+            best.cost,
+            min(bound, best.cost),
+            min(joint, bound, best.cost),
+            status,
+            self.expanded,
+            (best.memory,) * self.cluster.n,
+            tuple(float(m) if self.memory_limit is None else self.limit for m in self.costs.memory),
+            tuple(sorted({op.name for op in self.graph.ops if entry_of(op) is None})),
+            {"search_s": self.search_s, "ratio_s": self.ratio_s},
+        )
+
+    def _starts(self) -> list[Floats]:
+        """Ratios to begin from: by speed, even, and by speed without the slower kinds."""
+        speed = self.costs.rate("float32")
+        kinds = sorted(set(speed.tolist()), reverse=True)
+        starts = [proportional(speed)]
+        if len(kinds) > 1:
+            starts.append(np.full(self.cluster.n, 1.0 / self.cluster.n))
+            starts += [proportional(np.where(speed >= k, speed, 0.0)) for k in kinds[:-1]]
+        return starts
+
+    def _alternate(self, default: Floats) -> None:
+        """Search and sizes in turn from one start, until the cost stops falling."""
+        ratios = Ratios(self.graph, self.table, default)
+        choices: Ints | None = None
+        reached = np.inf
+        # A start that begins above the best of the others is given up at once.
+        bar = self._best.cost if self._best else np.inf
+        for _ in range(_ROUNDS):
+            candidate, _ = self._search(ratios, default, choices)
+            if candidate is None or candidate.cost >= min(reached, bar) * (1 - 1e-9):
+                return
+            if candidate.bound is not None:
+                return
+            reached, choices = candidate.cost, candidate.choices
+            ratios = Ratios(self.graph, self.table, default, candidate.sizes)
+            if self._late():
+                return
+
+    def _certify(self, best: Candidate) -> tuple[Candidate, float]:
+        """The bound at the best pair's own sizes; a cheaper pair found on the way becomes the best."""
+        if best.bound is not None:
+            return best, best.bound
+        default = self._own_default(best.sizes)
+        for _ in range(_ROUNDS):
+            ratios = Ratios(self.graph, self.table, default, best.sizes)
+            candidate, solution = self._search(ratios, default, best.choices, limited=False)
+            if candidate is None or self._best is None or self._best.cost >= best.cost * (1 - 1e-9):
+                return best, solution.lower_bound
+            best = self._best
+        return best, 0.0
+
+    def _own_default(self, sizes: Sizes) -> Floats:
+        """Dimensions that the plan does not cut are compared at the ratio of its largest class."""
+        if not sizes.shares:
+            return proportional(self.costs.rate("float32"))
+        weigh = lambda c: sum(self.graph.values[v].nbytes for v, _, _ in sizes.classes.all[c].members)
+        largest = max(range(len(sizes.shares)), key=weigh)
+        return np.array(sizes.shares[largest]) / sizes.classes.all[largest].units
+
+    def _joint_bound(self, at_ratios: float) -> float:
+        began = time.perf_counter()
+        problem = Formulator(self.structure, self.costs, None).problem()
+        solution = solve(problem, tolerance=1e-4, time_budget_s=self._left())
+        self.expanded += solution.expanded
+        self.search_s += time.perf_counter() - began
+        return min(solution.lower_bound, at_ratios)
+
+    def _search(
+        self, ratios: Ratios, default: Floats, choices: Ints | None, *, limited: bool = True
+    ) -> tuple[Candidate | None, Solution]:
+        """The best program at the given ratios, sized; the solution's bound knows no memory limit."""
+        formulator = Formulator(self.structure, self.costs, ratios)
+        free, solution = self._solve_once(formulator, default, (), choices)
+        self._note(free, solution)
+        if free is None or free.memory <= self.limit or not limited:
+            return free, solution
+        candidate, point_values, allowance = free, self._live(free), self.limit
+        for _ in range(_MEMORY_ROUNDS):
+            allowance *= min(1.0, self.limit / candidate.memory) if candidate.memory > self.limit else 1.0
+            found, _ = self._solve_once(formulator, default, ((point_values, allowance),), None)
+            if found is None:
+                break
+            candidate = found
+            self._note(candidate, solution)
+            if candidate.memory <= self.limit:
+                return candidate, solution
+            if self._late():
+                break
+            point_values = self._live(candidate)
+        return None, solution
+
+    def _live(self, candidate: Candidate) -> frozenset[int]:
+        _, point = peak(self.graph, candidate.program, candidate.sizes, self.costs)
+        return live_at(self.graph, candidate.program, self.costs, point)
+
+    def _solve_once(
+        self,
+        formulator: Formulator,
+        default: Floats,
+        resources: Sequence[tuple[frozenset[int], float]],
+        choices: Ints | None,
+    ) -> tuple[Candidate | None, Solution]:
+        began = time.perf_counter()
+        problem = formulator.problem(resources)
+        solution = solve(
+            problem, start=choices, tolerance=_TOLERANCE, time_budget_s=self._left(), progress=self._relay
+        )
+        self.expanded += solution.expanded
+        self.search_s += time.perf_counter() - began
+        if solution.assignment is None:
+            return None, solution
+        began = time.perf_counter()
+        candidate = self.candidate(formulator, solution, default)
+        if resources:
+            # The usage in the problem is an estimate, so a bound that relies on it is none.
+            candidate = replace(candidate, bound=None)
+        self.ratio_s += time.perf_counter() - began
+        return candidate, solution
+
+    def candidate(self, formulator: Formulator, solution: Solution, default: Floats) -> Candidate:
+        """An assignment as a program at its best sizes."""
+        assert solution.assignment is not None
+        program = Emitter(formulator, solution.assignment.tolist()).run(self.axes)
+        classes = Classes.build(self.graph, program, self.table)
+        sizes, cost = Sizer(program, classes, self.costs).best(default, limit=self.limit)
+        if formulator.ratios is not None:
+            kept = formulator.ratios.sizes_of(classes)
+            if kept is not None:
+                kept_cost = program_cost(program, kept, self.costs)
+                fits = peak(self.graph, program, kept, self.costs)[0] <= self.limit
+                if kept_cost < cost and fits:
+                    sizes, cost = kept, kept_cost
+        memory, _ = peak(self.graph, program, sizes, self.costs)
+        same = abs(cost - solution.cost) <= 1e-9 * cost
+        return Candidate(program, sizes, cost, memory, solution.assignment, solution.lower_bound if same else None)
+
+    def _note(self, candidate: Candidate | None, solution: Solution) -> None:
+        if candidate is None:
+            return
+        if self._least is None or candidate.memory < self._least.memory:
+            self._least = candidate
+        if candidate.memory <= self.limit and (self._best is None or candidate.cost < self._best.cost):
+            self._best = candidate
+        self._tell("search", candidate.cost, solution.lower_bound)
+
+    def _shortage(self) -> str:
+        least = self._least
+        device = int(np.argmin(self.costs.memory))
+        name = self.cluster.devices[device].name
+        mib = 2.0**20
+        needed = f"{least.memory / mib:.1f} MiB" if least else "more than any program needs"
+        missing = f", {(least.memory - self.limit) / mib:.1f} MiB too much" if least else ""
+        return (
+            f"no program fits: device {device} ({name}) has {self.limit / mib:.1f} MiB and the smallest program found "
+            f"needs {needed}{missing}; a device with that much memory, more devices, or a smaller batch would fit"
+        )
+
+    def _left(self) -> float | None:
+        return None if self._deadline is None else max(0.05, self._deadline - time.perf_counter())
+
+    def _late(self) -> bool:
+        return self._deadline is not None and time.perf_counter() >= self._deadline
+
+    def _relay(self, inner: SolverProgress) -> None:
+        self._tell(inner.stage, inner.cost, inner.lower_bound)
+
+    def _tell(self, stage: str, cost: float, bound: float) -> None:
+        if self.progress is not None:
+            best = min(cost, self._best.cost if self._best else np.inf)
+            self.progress(Progress(stage, time.perf_counter() - self._began, best, bound, self.expanded))

@@ -1,0 +1,245 @@
+"""Shard sizes of one program: a linear program per dimension class and device kind, then whole units (DESIGN D4).
+
+Variables: ratio r[c, k] of class c on every device of kind k, its maximum m[c], and a time per distinct op.
+    minimize    sum_j count_j t_j + sum_collectives latency + bytes(m) / bandwidth
+    subject to  t_j >= overhead_k + flops_j r[c, k] / rate_k
+                t_j >= overhead_k + (cut_j r[c, k] + whole_j) / bandwidth_k
+                sum_k devices_k r[c, k] = 1,  m[c] >= r[c, k],  bytes alive at a point <= memory
+Devices of one kind are interchangeable and the problem is convex, so some optimum gives them equal ratios. An
+all-to-all between two classes is bilinear in their maxima; it is linearized at the last sizes. Whole units are then
+chosen against the true objective: largest remainders, then moves of one unit while the cost falls.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from scipy.optimize import linprog
+from scipy.sparse import coo_array
+
+from hapsynth.graph import Graph
+from hapsynth.instructions.program import Convert, Program
+from hapsynth.instructions.sizes import Classes, Sizes
+from hapsynth.search.costs import CostModel, Floats, Work
+from hapsynth.search.evaluate import class_of_triple, program_cost
+from hapsynth.search.memory import lifetimes, peak
+from hapsynth.search.ratios import round_shares
+
+
+@dataclass(frozen=True, eq=False)
+class ClassLoad:
+    """What one class's ratio decides: distinct works with their counts, and seconds per unit of its maximum."""
+
+    works: tuple[tuple[Work, int], ...]
+    wire: float
+    pairs: tuple[tuple[int, float], ...]
+    """(other class, seconds) of all-to-alls: seconds x own maximum x the other's."""
+
+
+class Sizer:
+    """Finds sizes for one program; `active` names the device kinds that may hold anything."""
+
+    def __init__(self, program: Program, classes: Classes, costs: CostModel) -> None:
+        self.program, self.classes, self.costs = program, classes, costs
+        self.graph: Graph = costs.graph
+        self.kinds = list(dict.fromkeys(costs.cluster.devices))
+        self.kind_of = np.array([self.kinds.index(d) for d in costs.cluster.devices])
+        self.loads = self._loads()
+
+    def _loads(self) -> list[ClassLoad]:
+        n = len(self.classes.all)
+        works: list[Counter[Work]] = [Counter() for _ in range(n)]
+        wire = [0.0] * n
+        pairs: list[Counter[int]] = [Counter() for _ in range(n)]
+        empty = Sizes(self.graph, self.classes, ())
+        for i in self.program.instructions:
+            if not isinstance(i, Convert):
+                c = class_of_triple(self.costs, empty, i)
+                if c is not None:
+                    works[c][self.costs.work(i.op, i.triples[0])] += 1
+                continue
+            nbytes = self.graph.values[i.value].nbytes
+            cut = [self.classes.of[(i.value, p.dim, 0)] for p in (i.source[0], i.target[0]) if p.is_sharded]
+            if i.step in ("all_gather", "reduce_scatter"):
+                wire[cut[0]] += self.costs.wire_bytes(i.step, nbytes, 1.0) * self.costs.beta
+            elif i.step == "all_to_all":
+                seconds = self.costs.wire_bytes(i.step, nbytes, 1.0, 1.0) * self.costs.beta
+                pairs[cut[0]][cut[1]] += seconds  # pyright: ignore[reportArgumentType]
+                pairs[cut[1]][cut[0]] += seconds  # pyright: ignore[reportArgumentType]
+        return [
+            ClassLoad(tuple(w.items()), seconds, tuple(sorted(p.items())))
+            for w, seconds, p in zip(works, wire, pairs, strict=True)
+        ]
+
+    def fixed(self, fractions: Floats) -> Sizes:
+        """Every class at the same fractions, in whole units nearest to them."""
+        return Sizes(self.graph, self.classes, tuple(round_shares(fractions, c.units) for c in self.classes.all))
+
+    def best(self, start: Floats, *, limit: float = np.inf) -> tuple[Sizes, float]:
+        """The cheapest sizes found: (sizes, cost). Kinds are also left out, slowest first, where that pays.
+
+        `limit`: bytes per device; sizes that break it are returned only when nothing keeps it.
+        """
+        candidates = [self.fixed(start), self.fixed(np.full(self.costs.n, 1.0 / self.costs.n))]
+        speed = self.costs.rate("float32")
+        order = sorted(range(len(self.kinds)), key=lambda k: -speed[self.kind_of == k].max())
+        for count in range(1, len(order) + 1):
+            active = np.isin(self.kind_of, order[:count])
+            candidates.append(self._optimized(np.where(active, speed, 0.0) / speed[active].sum(), active, limit))
+        ranked: list[tuple[bool, float, int]] = []
+        for i, sizes in enumerate(candidates):
+            over = peak(self.graph, self.program, sizes, self.costs)[0] > limit
+            ranked.append((over, program_cost(self.program, sizes, self.costs), i))
+        _, cost, i = min(ranked)
+        return candidates[i], cost
+
+    def _optimized(self, start: Floats, active: np.ndarray, limit: float) -> Sizes:
+        if not self.classes.all:
+            return Sizes(self.graph, self.classes, ())
+        maxima = np.full(len(self.classes.all), start.max())
+        fractions = self._linear_program(active, maxima, limit)
+        if any(load.pairs for load in self.loads) and fractions is not None:
+            fractions = self._linear_program(active, fractions.max(axis=1), limit)
+        if fractions is None:
+            fractions = np.tile(start, (len(self.classes.all), 1))
+        shares = [round_shares(f, c.units) for f, c in zip(fractions, self.classes.all, strict=True)]
+        for c in range(len(shares)):
+            shares[c] = self._improved(c, shares)
+        return Sizes(self.graph, self.classes, tuple(shares))
+
+    def _linear_program(self, active: np.ndarray, maxima: Floats, limit: float) -> Floats | None:
+        """Fractions [classes, devices] from the LP, or None where it has no solution."""
+        kinds = [k for k in range(len(self.kinds)) if active[self.kind_of == k].any()]
+        first = [int(np.flatnonzero(self.kind_of == k)[0]) for k in kinds]
+        counts = [int((self.kind_of == k).sum()) for k in kinds]
+        classes, nk = len(self.classes.all), len(kinds)
+        columns = classes * nk + classes
+        rows = _Rows()
+        objective: list[float] = [0.0] * columns
+        for c, load in enumerate(self.loads):
+            m = classes * nk + c
+            objective[m] += load.wire + sum(seconds * maxima[o] for o, seconds in load.pairs)
+            for j in range(nk):
+                rows.add({c * nk + j: 1.0, m: -1.0}, 0.0)
+            for work, count in load.works:
+                t = len(objective)
+                objective.append(float(count))
+                rate = self.costs.rate(work.dtype)
+                for j, device in enumerate(first):
+                    fixed = self.costs.overhead[device] * work.launches
+                    bandwidth = self.costs.bandwidth[device]
+                    rows.add({c * nk + j: work.flops / rate[device], t: -1.0}, -fixed)
+                    rows.add({c * nk + j: work.cut_bytes / bandwidth, t: -1.0}, -fixed - work.whole_bytes / bandwidth)
+        for coefficients, constant in self._memory_rows(limit, classes * nk):
+            rows.add(coefficients, limit - constant)
+        equal = _Rows()
+        for c in range(classes):
+            equal.add({c * nk + j: float(counts[j]) for j in range(nk)}, 1.0)
+        size = len(objective)
+        found = linprog(
+            np.array(objective),
+            A_ub=rows.matrix(size),
+            b_ub=np.array(rows.bounds),
+            A_eq=equal.matrix(size),
+            b_eq=np.array(equal.bounds),
+            bounds=[(0.0, None)] * size,
+            method="highs",
+        )
+        if found.x is None:
+            return None
+        ratio = found.x[: classes * nk].reshape(classes, nk)
+        fractions = np.zeros((classes, self.costs.n))
+        for j, k in enumerate(kinds):
+            fractions[:, self.kind_of == k] = ratio[:, j : j + 1]
+        return fractions / fractions.sum(axis=1, keepdims=True)
+
+    def _memory_rows(self, limit: float, first_maximum: int) -> list[tuple[dict[int, float], float]]:
+        """Bytes alive, linear in the maxima, at the points where they may bind: local peaks of the profile."""
+        if not np.isfinite(limit):
+            return []
+        end = len(self.program.instructions) + 3
+        constant = np.zeros(end)
+        per_class = np.zeros((len(self.classes.all), end))
+        for t in lifetimes(self.graph, self.program):
+            if not self.costs.is_materialized(t.value):
+                continue
+            cut = next((p.dim for p in t.layout if p.is_sharded), None)
+            row = constant if cut is None else per_class[self.classes.of[(t.value, cut, 0)]]
+            nbytes = self.graph.values[t.value].nbytes
+            row[t.start + 1] += nbytes
+            row[t.stop + 2] -= nbytes
+        constant, per_class = np.cumsum(constant), np.cumsum(per_class, axis=1)
+        alive = constant + per_class.sum(axis=0)
+        points = {int(np.argmax(alive)), int(np.argmax(constant)), *map(int, np.argmax(per_class, axis=1))}
+        return [
+            ({first_maximum + c: float(per_class[c, p]) for c in range(len(self.classes.all))}, float(constant[p]))
+            for p in sorted(points)
+        ]
+
+    def _improved(self, c: int, shares: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+        """Move single units between devices while the class's true cost falls."""
+        load, units = self.loads[c], self.classes.all[c].units
+        if not load.works and not load.wire and not load.pairs:
+            return shares[c]
+        wire = load.wire + sum(s * max(shares[o]) / self.classes.all[o].units for o, s in load.pairs)
+        table = _WorkTable(load, self.costs)
+        current = np.array(shares[c], dtype=np.int64)
+        best = table.cost(current / units, wire)
+        for _ in range(4 * self.costs.n):
+            # Devices of one kind with equal shares are interchangeable: one of each is enough.
+            groups: dict[tuple[int, int], int] = {}
+            for i, s in enumerate(current):
+                groups.setdefault((int(self.kind_of[i]), int(s)), i)
+            moves: list[tuple[float, int, int]] = []
+            for (_, held), source in groups.items():
+                for target in groups.values():
+                    if held == 0 or source == target:
+                        continue
+                    current[source] -= 1
+                    current[target] += 1
+                    moves.append((table.cost(current / units, wire), source, target))
+                    current[source] += 1
+                    current[target] -= 1
+            if not moves or min(moves)[0] >= best * (1 - 1e-12):
+                break
+            best, source, target = min(moves)
+            current[source] -= 1
+            current[target] += 1
+        return tuple(int(s) for s in current)
+
+
+class _WorkTable:
+    """The works of one class as arrays: the class's cost at any fractions, vectorized."""
+
+    def __init__(self, load: ClassLoad, costs: CostModel) -> None:
+        column = lambda values: np.array(list(values), dtype=np.float64)[:, None]
+        works = [w for w, _ in load.works]
+        self.counts = np.array([count for _, count in load.works], dtype=np.float64)
+        rates = np.array([costs.rate(w.dtype) for w in works]).reshape(len(works), costs.n)
+        self.compute = column(w.flops for w in works) / rates
+        self.cut = column(w.cut_bytes for w in works) / costs.bandwidth
+        self.whole = column(w.whole_bytes for w in works) / costs.bandwidth
+        self.fixed = column(w.launches for w in works) * costs.overhead
+
+    def cost(self, fractions: Floats, wire: float) -> float:
+        busy = self.fixed + np.maximum(self.compute * fractions, self.cut * fractions + self.whole)
+        return float(self.counts @ np.where(fractions > 0, busy, 0.0).max(axis=1, initial=0.0) + wire * fractions.max())
+
+
+class _Rows:
+    """Sparse rows `coefficients . x <= bound`, or `=`."""
+
+    def __init__(self) -> None:
+        self.entries: list[tuple[int, int, float]] = []
+        self.bounds: list[float] = []
+
+    def add(self, coefficients: dict[int, float], bound: float) -> None:
+        self.entries += [(len(self.bounds), column, value) for column, value in coefficients.items()]
+        self.bounds.append(bound)
+
+    def matrix(self, columns: int) -> coo_array:
+        rows, cols, values = zip(*self.entries, strict=True)
+        return coo_array((values, (rows, cols)), shape=(len(self.bounds), columns))

@@ -1,0 +1,17 @@
+"""Every test runs on eight CPU devices: set before any backend starts, asserted, never skipped over."""
+
+import jax
+import pytest
+
+DEVICES = 8
+
+jax.config.update("jax_num_cpu_devices", DEVICES)
+jax.config.update("jax_platforms", "cpu")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def eight_devices() -> list[jax.Device]:
+    """The eight host devices. Fails where there are more or fewer: a test that runs on one proves nothing."""
+    devices = jax.devices()
+    assert len(devices) == DEVICES, f"{len(devices)} devices; was a backend started before tests/conftest.py?"
+    return devices

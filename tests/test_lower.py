@@ -1,0 +1,235 @@
+"""Random programs against plain JAX: every rule and collective that occurs, on equal, skewed, empty and lone shards."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from hapsynth.graph import Graph
+from hapsynth.instructions.checker import check
+from hapsynth.instructions.collectives import step_between
+from hapsynth.instructions.layout import Layout, Placement, R, S
+from hapsynth.instructions.program import Compute, Convert, FactorTable, Instruction, Program
+from hapsynth.instructions.sizes import Classes, Sizes
+from hapsynth.lower import Lowered, lower
+from hapsynth.trace import Traced, trace
+
+N = 4
+MODES = ("equal", "skewed", "zeros", "one")
+
+# The same HLO, compiled eight times faster: these programs run once.
+QUICK = {
+    "xla_backend_optimization_level": 0,
+    "xla_cpu_use_fusion_emitters": False,
+    "xla_cpu_parallel_codegen_split_count": 1,
+    "xla_llvm_disable_expensive_passes": True,
+}
+
+
+class RandomProgram:
+    """Draws a valid program: any triple of each op whose operands can be had, converted by any valid steps."""
+
+    def __init__(self, graph: Graph, n: int, rng: random.Random, eager: float = 0.85) -> None:
+        self.graph, self.n, self.rng, self.eager = graph, n, rng, eager
+        self.table = FactorTable(graph)
+        self.held: dict[int, list[Placement]] = {}
+        self.instructions: list[Instruction] = []
+
+    def dims(self, value: int) -> list[Placement]:
+        v = self.graph.values[value]
+        plain = not jax.dtypes.issubdtype(v.dtype, jax.dtypes.extended)
+        return [S(d) for d, size in enumerate(v.shape) if size > 1 and plain]
+
+    def draw(self, value: int) -> Placement:
+        cuts = self.dims(value)
+        return self.rng.choice(cuts) if cuts and self.rng.random() < self.eager else R
+
+    def convert(self, value: int, source: Placement, target: Placement) -> None:
+        if target not in self.held[value]:
+            self.instructions.append(Convert(value, 0, (source,), (target,)))
+            self.held[value].append(target)
+
+    def want(self, value: int, target: Placement) -> None:
+        """Make `value | target` available, now and then by a detour."""
+        held = self.held[value]
+        if target in held:
+            return
+        sources = [s for s in held if step_between(s, target)]
+        if sources and self.rng.random() < 0.7:
+            return self.convert(value, self.rng.choice(sources), target)
+        source = self.rng.choice(held)
+        between = [
+            p for p in (R, *self.dims(value)) if p != source and step_between(source, p) and step_between(p, target)
+        ]
+        if between:
+            middle = self.rng.choice(between)
+            self.convert(value, source, middle)
+            source = middle
+        elif not step_between(source, target):
+            source = self.rng.choice(sources)
+        self.convert(value, source, target)
+
+    def build(self) -> Program:
+        graph = self.graph
+        inputs: dict[int, Layout] = {}
+        for v in graph.sources:
+            placement = self.draw(v)
+            inputs[v], self.held[v] = (placement,), [placement]
+        for op in graph.ops:
+            triples = [
+                t
+                for t in self.table[op.index].triples
+                if all(not t.operands[p].is_partial or t.operands[p] in self.held[v] for p, v in op.value_operands)
+            ]
+            cut = [t for t in triples if t.factor is not None or any(p.is_partial for p in t.operands)]
+            triple = self.rng.choice(cut) if cut and self.rng.random() < self.eager else self.rng.choice(triples)
+            for position, v in op.value_operands:
+                self.want(v, triple.operands[position])
+            self.instructions.append(Compute(op.index, (triple,)))
+            for result, placement in zip(op.results, triple.results):
+                self.held[result] = [placement]
+        carried = {o: inputs[graph.inputs[i]][0] for i, o in graph.carry}
+        outputs: list[Layout | None] = []
+        for position, v in enumerate(graph.outputs):
+            if not isinstance(v, int):
+                outputs.append(None)
+                continue
+            whole = [p for p in self.held[v] if not p.is_partial]
+            keep = bool(whole) and self.rng.random() < 0.5
+            target = carried.get(position, self.rng.choice(whole) if keep else self.draw(v))
+            self.want(v, target)
+            outputs.append((target,))
+        return Program((("hap", self.n),), inputs, tuple(self.instructions), tuple(outputs))
+
+    def sizes(self, program: Program, mode: str) -> Sizes:
+        classes = Classes.build(self.graph, program, self.table)
+        return Sizes(self.graph, classes, tuple(self.share(c.units, mode) for c in classes.all))
+
+    def share(self, units: int, mode: str) -> tuple[int, ...]:
+        if mode == "equal":
+            return tuple(units // self.n + (i < units % self.n) for i in range(self.n))
+        if mode == "one":
+            holder = self.rng.randrange(self.n)
+            return tuple(units if i == holder else 0 for i in range(self.n))
+        weights = [self.rng.random() + 0.1 for _ in range(self.n)]
+        if mode == "zeros":
+            weights = [w if i == 1 or self.rng.random() < 0.6 else 0.0 for i, w in enumerate(weights)]
+        shares = [0] * self.n
+        for unit in self.rng.choices(range(self.n), weights, k=units):
+            shares[unit] += 1
+        return tuple(shares)
+
+
+def random_lowered(traced: Traced, n: int, seed: int, mode: str, eager: float = 0.85) -> Lowered:
+    maker = RandomProgram(traced.graph, n, random.Random(seed), eager)
+    program = maker.build()
+    sizes = maker.sizes(program, mode)
+    check(traced.graph, program, sizes)
+    return lower(traced.graph, program, sizes, mesh_of(n))
+
+
+def mesh_of(n: int) -> Mesh:
+    return Mesh(np.array(jax.devices()[:n]), ("x",), axis_types=(AxisType.Auto,))
+
+
+def run(lowered: Lowered, args: Any) -> list[Any]:
+    leaves = jax.tree.leaves(args)
+    compiled = lowered.lower().compile(compiler_options=QUICK)
+    inputs = [s.put(x, copy=True) for s, x in zip(lowered.inputs, leaves, strict=True)]
+    stored = compiled(*inputs, *lowered.placed_constants)
+    return [x if s is None else s.fetch(x) for s, x in zip(lowered.outputs, stored, strict=True)]
+
+
+def assert_close(got: Sequence[Any], want: Any) -> None:
+    for a, b in zip(got, jax.tree.leaves(want), strict=True):
+        b = np.asarray(b)
+        assert a.shape == b.shape
+        assert a.dtype == b.dtype
+        if jnp.issubdtype(b.dtype, jnp.inexact):
+            np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5)
+        else:
+            np.testing.assert_array_equal(a, b)
+
+
+rng = np.random.default_rng(0)
+floats = lambda *shape: rng.normal(size=shape).astype(np.float32)
+
+
+def mlp_step(params: Any, batch: Any) -> Any:
+    """Two layers with bias, softmax cross-entropy, gradient, momentum."""
+
+    def loss(p: Any) -> Any:
+        h = jnp.tanh(batch["x"] @ p["w1"] + p["b1"])
+        logits = h @ p["w2"]
+        z = logits - jax.lax.stop_gradient(logits.max(-1, keepdims=True))
+        return -jnp.mean(jnp.sum(batch["y"] * (z - jnp.log(jnp.exp(z).sum(-1, keepdims=True))), -1))
+
+    value, grads = jax.value_and_grad(loss)(params["p"])
+    m = jax.tree.map(lambda m, g: 0.9 * m + g, params["m"], grads)
+    return {"p": jax.tree.map(lambda p, m: p - 0.1 * m, params["p"], m), "m": m}, value
+
+
+def mlp_args() -> Any:
+    p = {"w1": floats(6, 10), "b1": floats(10), "w2": floats(10, 7)}
+    state = {"p": p, "m": jax.tree.map(lambda x: floats(*x.shape), p)}
+    return state, {"x": floats(9, 6), "y": floats(9, 7)}
+
+
+def integers(x: Any, mask: Any) -> Any:
+    """Integers and bools, selected, compared, summed, maximised."""
+    y = jnp.where(mask, x * 3, x - 1)
+    return y, y.sum(0), y.max(1), (y > 4) & mask, (y == 2).any(), y.min()
+
+
+def chain(a: Any, b: Any) -> Any:
+    """Matrix products whose every index may be cut, and an output that is an input."""
+    c = a @ b
+    return a, (c * 2 + c) @ a.T, jnp.exp(-c * c).sum(), c.T
+
+
+def scalars(x: Any, y: Any) -> Any:
+    return x * y + 1, jnp.sin(x)
+
+
+def batched(q: Any, k: Any, v: Any) -> Any:
+    """Attention without softmax: two batch dimensions."""
+    return jnp.einsum("bhqk,bkhd->bqhd", jnp.einsum("bqhd,bkhd->bhqk", q, k), v)
+
+
+CASES: dict[str, tuple[Callable[..., Any], Callable[[], Any]]] = {
+    "mlp": (mlp_step, mlp_args),
+    "integers": (integers, lambda: (rng.integers(-9, 9, (6, 5), np.int32), rng.random((6, 5)) < 0.5)),
+    "chain": (chain, lambda: (floats(8, 5), floats(5, 3))),
+    "scalars": (scalars, lambda: (np.float32(2), np.float32(3))),
+    "batched": (batched, lambda: (floats(3, 5, 2, 4), floats(3, 6, 2, 4), floats(3, 6, 2, 4))),
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", CASES)
+def test_random_programs_compute_what_jax_computes(name: str, mode: str) -> None:
+    fn, make = CASES[name]
+    args = make()
+    traced = trace(fn, args)
+    want = jax.jit(fn)(*args)
+    for seed in range(3):
+        lowered = random_lowered(traced, N, seed, mode)
+        assert_close(run(lowered, args), want)
+
+
+def test_the_random_programs_hold_every_collective() -> None:
+    found: dict[str, int] = {}
+    for name, (fn, make) in CASES.items():
+        graph = trace(fn, make()).graph
+        for seed in range(3 if name != "chain" else 8):
+            program = RandomProgram(graph, N, random.Random(seed)).build()
+            for step, count in program.collectives().items():
+                found[step] = found.get(step, 0) + count
+    assert set(found) == {"all_reduce", "reduce_scatter", "all_gather", "all_to_all"}

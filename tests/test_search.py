@@ -1,0 +1,198 @@
+"""The search against brute force over all programs of the instruction set."""
+
+from __future__ import annotations
+
+import heapq
+from itertools import count, product
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from graphs import cluster, random_graph
+
+from hapsynth.instructions.checker import check
+from hapsynth.instructions.collectives import step_between
+from hapsynth.instructions.layout import P, R, S
+from hapsynth.instructions.program import FactorTable
+from hapsynth.search.baselines import Baselines
+from hapsynth.search.costs import CostModel
+from hapsynth.search.evaluate import program_cost
+from hapsynth.search.formulate import Formulator, Structure
+from hapsynth.search.memory import peak
+from hapsynth.search.planner import InfeasibleError, Planner
+from hapsynth.search.problem import solve
+from hapsynth.search.ratios import Ratios, proportional
+from hapsynth.trace import trace
+
+
+def brute_force(formulator: Formulator) -> float:
+    """The least cost of any instruction sequence, by Dijkstra over sets of properties.
+
+    A state is (next op, properties that hold of values still needed). A step converts any value that was just made,
+    or runs the next op under any triple whose properties hold. It shares no choice of conversions with the problem.
+    """
+    graph, table = formulator.graph, formulator.table
+    tied = dict((graph.outputs[t], graph.inputs[s]) for s, t in graph.carry)
+    last = {v: max((op for op, _ in uses), default=-1) for v, uses in graph.uses.items()}
+    for v in graph.outputs:
+        last[v] = len(graph.ops)
+
+    def placements(value):
+        return [R, P("sum"), *(S(d) for d in range(len(graph.values[value].shape)))]
+
+    def demanded(value, placement):
+        # A dimension no op cuts has no ratio to be stored at: only cuts that the formulation knows exist in both.
+        return placement.kind != "S" or placement in formulator.structure.demands[value]
+
+    best = np.inf
+    stores = [[p for p in placements(v) if not p.is_partial and demanded(v, p)] for v in graph.sources]
+    for stored in product(*stores):
+        start = frozenset(zip(graph.sources, stored, strict=True))
+        best = min(best, _dijkstra(formulator, table, start, dict(zip(graph.sources, stored, strict=True)), tied, last))
+    return best
+
+
+def _dijkstra(formulator, table, start, stored, tied, last):
+    graph, tick = formulator.graph, count()
+    heap = [(0.0, next(tick), 0, start, frozenset(graph.sources))]
+    done = set()
+    while heap:
+        cost, _, at, holds, fresh = heapq.heappop(heap)
+        if (at, holds, fresh) in done:
+            continue
+        done.add((at, holds, fresh))
+        if at == len(graph.ops) and all(
+            ((v, stored[tied[v]]) in holds) if v in tied else any(h == v and not p.is_partial for h, p in holds)
+            for v in graph.outputs
+        ):
+            return cost
+        for value, source in holds:
+            if value not in fresh:
+                continue
+            for target in (R, *formulator.structure.demands[value]):
+                if step_between(source, target) and (value, target) not in holds:
+                    seconds = formulator.step_time(value, source, target)
+                    heapq.heappush(heap, (cost + seconds, next(tick), at, holds | {(value, target)}, fresh))
+        if at < len(graph.ops):
+            op = graph.ops[at]
+            for triple in table[at].triples:
+                if all((v, triple.operands[i]) in holds for i, v in op.value_operands):
+                    kept = {h for h in holds if last[h[0]] > at}
+                    kept |= {(v, p) for v, p in zip(op.results, triple.results, strict=True)}
+                    seconds = formulator.op_time(at, triple)
+                    heapq.heappush(heap, (cost + seconds, next(tick), at + 1, frozenset(kept), frozenset(op.results)))
+    return np.inf
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_search_equals_brute_force_over_all_programs(seed):
+    traced = random_graph(seed, ops=2 + seed % 6)
+    graph = traced.graph
+    assert len(graph.ops) <= 8
+    speeds = [[1.0, 1.0], [3.0, 1.0, 1.0], [1.0, 0.05]][seed % 3]
+    unequal = cluster(speeds, bandwidth=[1e9, 1e10, 1e11][seed // 3 % 3])
+    table = FactorTable(graph)
+    costs = CostModel(graph, unequal, table)
+    structure = Structure(graph, table)
+    joint = solve(Formulator(structure, costs, None).problem()).lower_bound
+    for fractions in (proportional(np.array(speeds)), np.full(len(speeds), 1 / len(speeds)), _spike(len(speeds))):
+        formulator = Formulator(structure, costs, Ratios(graph, table, fractions))
+        solution = solve(formulator.problem())
+        wanted = brute_force(formulator)
+        assert solution.status == "optimal"
+        assert solution.cost == pytest.approx(wanted, rel=1e-6)
+        assert solution.lower_bound <= wanted * (1 + 1e-9)
+        assert joint <= wanted * (1 + 1e-9)
+
+
+def _spike(n):
+    fractions = np.zeros(n)
+    fractions[0] = 1.0
+    return fractions
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_no_program_at_any_ratio_is_below_the_joint_bound(seed):
+    traced = random_graph(100 + seed, ops=5)
+    unequal = cluster([2.0, 1.0], bandwidth=1e10)
+    result = Planner(traced.graph, unequal).run()
+    table = FactorTable(traced.graph)
+    costs = CostModel(traced.graph, unequal, table)
+    structure = Structure(traced.graph, table)
+    for first in np.linspace(0, 1, 9):
+        formulator = Formulator(structure, costs, Ratios(traced.graph, table, np.array([first, 1 - first])))
+        assert result.joint_lower_bound_s <= brute_force(formulator) * (1 + 1e-9)
+    assert result.joint_lower_bound_s <= result.lower_bound_s <= result.cost_s
+
+
+def mlp_step(params, batch):
+    def loss(p):
+        hidden = jax.nn.relu(batch[0] @ p[0])
+        return jnp.mean((hidden @ p[1] - batch[1]) ** 2)
+
+    value, grads = jax.value_and_grad(loss)(params)
+    return [p - 0.1 * g for p, g in zip(params, grads)], value
+
+
+def mlp(batch=4096, width=256):
+    struct = lambda *s: jax.ShapeDtypeStruct(s, jnp.float32)
+    args = ([struct(64, width), struct(width, 32)], (struct(batch, 64), struct(batch, 32)))
+    return trace(mlp_step, args).graph
+
+
+def test_the_plan_is_its_problem():
+    """The program that is emitted costs what the search said, and passes the checker."""
+    graph = mlp()
+    even = cluster([1.0] * 4)
+    result = Planner(graph, even).run()
+    check(graph, result.program, result.sizes)
+    costs = CostModel(graph, even, FactorTable(graph))
+    assert result.cost_s == pytest.approx(program_cost(result.program, result.sizes, costs), rel=1e-12)
+    assert result.status == "optimal"
+    assert result.joint_gap < 1e-4
+
+
+def test_never_above_a_baseline():
+    graph = mlp()
+    for speeds in ([1.0] * 4, [3.0, 3.0, 1.0, 1.0], [1.0, 1.0, 1.0, 0.05]):
+        planner = Planner(graph, cluster(speeds))
+        result = planner.run()
+        for name, baseline in Baselines(graph, planner.table, planner.costs, planner.limit).all().items():
+            assert result.cost_s <= baseline.cost_s * (1 + 1e-9), name
+
+
+def test_faster_devices_get_more_and_a_hopeless_one_nothing():
+    graph = mlp(batch=65536)
+    fast = Planner(graph, cluster([3.0, 3.0, 1.0, 1.0])).run()
+    batch = max(fast.sizes.shares, key=lambda s: max(s))
+    assert min(batch[:2]) > max(batch[2:])
+    hopeless = Planner(graph, cluster([1.0, 1.0, 1.0, 1e-4])).run()
+    assert any(s[3] == 0 for s in hopeless.sizes.shares)
+
+
+def test_memory_limit_is_kept_or_named():
+    graph = mlp(width=4096)
+    slow_network = cluster([1.0] * 4, bandwidth=1e9)
+    free = Planner(graph, slow_network).run()
+    limit = 0.7 * free.memory_bytes[0]
+    tight = Planner(graph, slow_network, memory_limit=limit).run()
+    assert max(tight.memory_bytes) <= limit
+    assert tight.cost_s >= free.cost_s * (1 - 1e-9)
+    costs = CostModel(graph, slow_network, FactorTable(graph))
+    assert peak(graph, tight.program, tight.sizes, costs)[0] <= limit
+    with pytest.raises(InfeasibleError, match=r"device 0 .* MiB too much"):
+        Planner(graph, slow_network, memory_limit=1e5).run()
+
+
+def test_same_input_same_program():
+    graph = mlp()
+    unequal = cluster([2.0, 1.0, 1.0])
+    first, second = (Planner(graph, unequal).run() for _ in range(2))
+    assert first.program.text(graph) == second.program.text(graph)
+    assert first.sizes.shares == second.sizes.shares
+
+
+def test_time_budget_returns_the_best_so_far():
+    result = Planner(mlp(), cluster([2.0, 1.0]), time_budget_s=0.05).run()
+    assert 0 <= result.lower_bound_s <= result.cost_s

@@ -1,0 +1,101 @@
+"""A `ShardedArray` is one pytree leaf that knows its shape and refuses to be computed with."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, Mesh
+
+from hapsynth.instructions.layout import S
+from hapsynth.lower import Storage
+from hapsynth.sharded_array import ShardedArray, ShardedArrayError
+
+VALUE = np.arange(12, dtype=np.float32).reshape(6, 2)
+
+
+@pytest.fixture
+def array() -> ShardedArray:
+    mesh = Mesh(np.array(jax.devices()[:4]), ("hap",), axis_types=(AxisType.Auto,))
+    storage = Storage((6, 2), np.dtype(np.float32), False, (S(0),), {0: (0, (3, 0, 2, 1))}, mesh)
+    return ShardedArray(storage, storage.put(VALUE, copy=True))
+
+
+def test_it_shows_the_logical_value(array: ShardedArray) -> None:
+    assert (array.shape, array.dtype, array.ndim, array.size) == ((6, 2), np.float32, 2, 12)
+    assert array.sizes == (3, 0, 2, 1)
+    assert array.layout == "S(0)"
+    assert not array.weak_type
+    assert repr(array) == "ShardedArray(float32[6, 2], S(0) as 3/0/2/1 on 'hap')"
+
+
+def test_it_stores_each_shard_padded_to_the_largest(array: ShardedArray) -> None:
+    assert array.data.shape == (12, 2)
+    assert array.data.sharding == array.sharding
+    np.testing.assert_array_equal(array.storage.fetch(array.data), VALUE)
+    np.testing.assert_array_equal(np.asarray(array.data)[6:8], VALUE[3:5])
+
+
+def test_it_is_one_leaf(array: ShardedArray) -> None:
+    assert jax.tree.leaves({"a": array}) == [array] or jax.tree.leaves({"a": array})[0] is array
+    assert jax.tree.map(lambda x: x.shape, {"a": array}) == {"a": (6, 2)}
+    assert jax.block_until_ready(array) is array
+    assert len({array, array}) == 1
+
+
+def test_it_can_be_deleted(array: ShardedArray) -> None:
+    assert not array.is_deleted()
+    array.delete()
+    assert array.is_deleted()
+    assert "deleted" in repr(array)
+
+
+USES: dict[str, Callable[[Any], Any]] = {
+    "add": lambda x: x + 1,
+    "radd": lambda x: 1 + x,
+    "numpy": lambda x: np.ones(2) * x,
+    "jax": lambda x: jnp.ones(2) * x,
+    "iadd": lambda x: operator.iadd(x, 1),
+    "matmul": lambda x: x @ x,
+    "neg": lambda x: -x,
+    "pow": lambda x: x**2,
+    "eq": lambda x: x == x,
+    "lt": lambda x: x < 1,
+    "index": lambda x: x[0],
+    "iterate": list,
+    "len": len,
+    "bool": bool,
+    "float": float,
+    "int": int,
+    "asarray": np.asarray,
+    "jnp.asarray": jnp.asarray,
+    "sin": jnp.sin,
+    "sum": jnp.sum,
+    "jit": jax.jit(lambda x: x),
+    "jit of a tree": lambda x: jax.jit(lambda t: t)({"a": x}),
+    "grad": jax.grad(lambda x: x),
+    "eval_shape": lambda x: jax.eval_shape(lambda y: y, x),
+    "device_put": jax.device_put,
+    "method": lambda x: x.mean(),
+}
+
+
+@pytest.mark.parametrize("use", USES)
+def test_using_it_names_the_ways_out(array: ShardedArray, use: str) -> None:
+    with pytest.raises((ShardedArrayError, AttributeError, TypeError)) as caught:
+        USES[use](array)
+    if use in ("grad",):
+        return  # JAX says only that its argument is no array, with its repr.
+    for way in ("plan.unshard", "plan.map", "hapsynth.synthesize", "float32[6, 2]"):
+        assert way in str(caught.value)
+
+
+def test_operators_raise_a_type_error(array: ShardedArray) -> None:
+    for use in ("add", "eq", "index", "bool", "len", "asarray", "numpy"):
+        with pytest.raises(TypeError, match="unshard"):
+            USES[use](array)
