@@ -1,0 +1,25 @@
+"""hapsynth: finds the distributed program for any JAX function on a cluster of unlike devices."""
+
+from hapsynth.api import synthesize
+from hapsynth.cluster import Cluster, ClusterError, DeviceKind, Link
+from hapsynth.plan import CheckReport, Plan, PlanError, load
+from hapsynth.search.planner import InfeasibleError
+from hapsynth.sharded_array import ShardedArray
+from hapsynth.trace import TraceError
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "CheckReport",
+    "Cluster",
+    "ClusterError",
+    "DeviceKind",
+    "InfeasibleError",
+    "Link",
+    "Plan",
+    "PlanError",
+    "ShardedArray",
+    "TraceError",
+    "load",
+    "synthesize",
+]

@@ -136,10 +136,16 @@ def _refuse(name: str) -> Any:
     return method
 
 
-_BINARY = "add sub mul truediv floordiv mod divmod pow matmul and or xor lshift rshift".split()
-_OTHER = (
-    "eq ne lt le gt ge neg pos abs invert round getitem setitem len iter contains bool int float complex index".split()
+# fmt: off
+_BINARY = (
+    "add", "sub", "mul", "truediv", "floordiv", "mod", "divmod", "pow", "matmul", "and", "or", "xor", "lshift",
+    "rshift",
 )
+_OTHER = (
+    "eq", "ne", "lt", "le", "gt", "ge", "neg", "pos", "abs", "invert", "round", "getitem", "setitem", "len", "iter",
+    "contains", "bool", "int", "float", "complex", "index",
+)
+# fmt: on
 for _name in (*(p + n for n in _BINARY for p in ("", "r", "i")), *_OTHER):
     setattr(ShardedArray, f"__{_name}__", _refuse(f"__{_name}__"))
 # `__eq__` raises, so that only identity is left to hash by.

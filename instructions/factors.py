@@ -126,7 +126,11 @@ class Factors:
         n_in, n_out = len(op.operands), len(op.results)
         found = [Triple((R,) * n_in, (R,) * n_out)]
         found += [t for t in map(self.triple, self.shardable) if self._literals_fit(t)]
-        for groups, kinds in ((self.linear, ("sum",)), (self.passes, ("max", "min"))):
+        kinds_of: tuple[tuple[tuple[tuple[int, ...], ...], tuple[Reduction, ...]], ...] = (
+            (self.linear, ("sum",)),
+            (self.passes, ("max", "min")),
+        )
+        for groups, kinds in kinds_of:
             for group in groups:
                 for kind in kinds:
                     partial = P(kind)
@@ -140,19 +144,18 @@ class Factors:
     def _literals_fit(self, t: Triple) -> bool:
         """A literal is the same on all devices; only zero is a partial sum of itself."""
         for operand, placement in zip(self.op.operands, t.operands):
-            if isinstance(operand, Literal) and placement != R:
-                if placement.is_sharded or placement != P("sum") or not operand.is_zero:
-                    return False
+            zero = isinstance(operand, Literal) and operand.is_zero
+            if isinstance(operand, Literal) and placement not in ((R, P("sum")) if zero else (R,)):
+                return False
         return True
 
     def _dtypes_fit(self, t: Triple) -> bool:
         """Booleans have no sum, complex numbers no order."""
         op = self.op
         for placement, dtype in zip((*t.operands, *t.results), (*op.dtypes, *op.result_dtypes)):
-            if placement == P("sum"):
-                if dtype == np.bool_:
-                    return False
-            elif placement.is_partial and np.issubdtype(dtype, np.complexfloating):
+            if placement == P("sum") and dtype == np.bool_:
+                return False
+            if placement in (P("max"), P("min")) and np.issubdtype(dtype, np.complexfloating):
                 return False
         return True
 

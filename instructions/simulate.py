@@ -8,9 +8,12 @@ registered primitive this way; a user's own rule can be tried the same way.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -28,6 +31,8 @@ class Unsound(AssertionError):
 
 def share_patterns(size: int) -> tuple[tuple[int, ...], ...]:
     """Ways to deal `size` units: equal with more devices than units, skewed with an idle device, all on one."""
+    if size > 8:
+        return ((size - size // 2, size // 2), (size - 1, 0, 1))
     return ((*([1] * size), 0), (size - 1, 0, 1), (0, size))
 
 
@@ -35,13 +40,16 @@ def split(rng: np.random.Generator, full: Array, placement: Placement, lengths: 
     """What each device holds of a value: its slice, everything, or a random share of the combination."""
     x, n = np.asarray(full), len(lengths)
     if placement.is_sharded:
+        if sum(lengths) != x.shape[placement.dim]:
+            raise Unsound(f"{placement} of {x.shape} is not cut into {lengths}")
         ends = list(accumulate(lengths))
         return [np.take(x, np.arange(e - k, e), axis=placement.dim) for e, k in zip(ends, lengths)]
     if not placement.is_partial:
         return [x] * n
     if placement.reduction == "sum":
-        # Small integers, so that float sums are exact wherever the value is.
-        parts = [rng.integers(0, 4, x.shape).astype(x.dtype) for _ in range(n - 1)]
+        # Small integers or quarters, so that float sums are exact wherever the value is.
+        unit = 4 if jnp.issubdtype(x.dtype, jnp.inexact) else 1
+        parts = [(rng.integers(0, 8, x.shape) / unit).astype(x.dtype) for _ in range(n - 1)]
         with np.errstate(all="ignore"):
             rest = x - sum(parts[1:], start=parts[0]) if parts else x
         parts.append(rest.astype(x.dtype))
@@ -65,18 +73,15 @@ def _beyond(rng: np.random.Generator, x: np.ndarray, reduction: str) -> np.ndarr
 
 
 def combine(parts: Sequence[Array], placement: Placement) -> np.ndarray:
-    """The value that the devices' tensors stand for."""
+    """The value that the devices' tensors stand for (replicated: the first one's)."""
     arrays = [np.asarray(p) for p in parts]
     if placement.is_sharded:
         return np.concatenate(arrays, axis=placement.dim)
-    if not placement.is_partial:
-        for other in arrays[1:]:
-            if not np.array_equal(other, arrays[0], equal_nan=other.dtype.kind not in "biu"):
-                raise Unsound("a replicated result differs between devices")
-        return arrays[0]
     out = arrays[0]
     for other in arrays[1:]:
         match placement.reduction:
+            case "":
+                break
             case "max":
                 out = np.maximum(out, other)
             case "min":
@@ -96,55 +101,111 @@ def _shape(shape: tuple[int, ...], placement: Placement, length: int) -> tuple[i
     return tuple(length if placement.is_sharded and d == placement.dim else n for d, n in enumerate(shape))
 
 
-def plain(op: Op, operands: Sequence[Array]) -> list[np.ndarray]:
-    """The op itself, on one device."""
-    return [np.asarray(r) for r in bind(op.primitive, list(map(jnp.asarray, operands)), op.params)]
-
-
-def check_triple(
-    op: Op,
-    f: Factors,
-    triple: Triple,
-    shares: Sequence[int],
-    operands: Sequence[Array],
-    *,
-    expected: Sequence[np.ndarray] | None = None,
-    seed: int = 0,
-) -> None:
-    """Run one triple on `len(shares)` devices; Unsound says what does not hold.
+@dataclass(frozen=True, eq=False)
+class Trial:
+    """One triple on `len(shares)` devices.
 
     `shares` are in units of the triple's factor and add up to its size; where no factor is divided only their number
     counts. `operands` are the full values.
     """
-    rng = np.random.default_rng(seed)
-    cuts = [_lengths(f, dims, p, shares) for dims, p in zip(f.operands, triple.operands)]
-    made = [_lengths(f, dims, p, shares) for dims, p in zip(f.results, triple.results)]
-    held = [
-        [x] * len(shares) if isinstance(o, Literal) else split(rng, x, p, cut)
-        for o, x, p, cut in zip(op.operands, operands, triple.operands, cuts)
-    ]
-    results: list[list[Any]] = []
-    for i, share in enumerate(shares):
-        offset = sum(shares[:i])
-        local = Local(
+
+    op: Op
+    factors: Factors
+    triple: Triple
+    shares: tuple[int, ...]
+    operands: Sequence[Array]
+    seed: int = 0
+
+    @cached_property
+    def held(self) -> list[list[Any]]:
+        """Per device, its shards of the operands that are values: the precondition."""
+        rng, t = np.random.default_rng(self.seed), self.triple
+        split_up = [
+            split(rng, x, p, _lengths(self.factors, dims, p, self.shares))
+            for o, x, p, dims in zip(self.op.operands, self.operands, t.operands, self.factors.operands)
+            if not isinstance(o, Literal)
+        ]
+        return [[parts[i] for parts in split_up] for i in range(len(self.shares))]
+
+    def run(self, held: Sequence[Sequence[Any]]) -> list[list[Any]]:
+        """Per device, its results; a function of arrays that can be jitted."""
+        return [execute(self.local(i), self._with_literals(x)) for i, x in enumerate(held)]
+
+    def plain(self, values: Sequence[Any]) -> list[Any]:
+        """The op itself, on the full values."""
+        return bind(self.op.primitive, self._with_literals(values), self.op.params)
+
+    @property
+    def values(self) -> list[Any]:
+        return [x for o, x in zip(self.op.operands, self.operands) if not isinstance(o, Literal)]
+
+    def _with_literals(self, values: Sequence[Any]) -> list[Any]:
+        rest = iter(values)
+        return [jnp.asarray(o.value, o.dtype) if isinstance(o, Literal) else next(rest) for o in self.op.operands]
+
+    def local(self, device: int) -> Local:
+        """What the device knows; its place among the others is a value at run time."""
+        op, f, t, share = self.op, self.factors, self.triple, self.shares[device]
+        offset = sum(self.shares[:device])
+
+        def here(
+            shapes: Sequence[tuple[int, ...]], tensors: Sequence[tuple[Dim, ...]], placed: Sequence[Placement]
+        ) -> Any:
+            return tuple(_shape(s, p, _lengths(f, dims, p, [share])[0]) for s, dims, p in zip(shapes, tensors, placed))
+
+        return Local(
             op,
             f,
-            triple,
-            tuple(_shape(s, p, cut[i]) for s, p, cut in zip(op.shapes, triple.operands, cuts)),
-            tuple(_shape(s, p, cut[i]) for s, p, cut in zip(op.result_shapes, triple.results, made)),
+            t,
+            here(op.shapes, f.operands, t.operands),
+            here(op.result_shapes, f.results, t.results),
             share,
-            lambda offset=offset: jnp.int32(offset),
-            lambda i=i: jnp.int32(i),
+            lambda: jnp.int32(offset),
+            lambda: jnp.int32(device),
         )
-        out = execute(local, [jnp.asarray(h[i]) for h in held])
-        for x, shape, dtype in zip(out, local.result_shapes, op.result_dtypes):
-            if x.shape != shape or x.dtype != dtype:
-                raise Unsound(f"{op.name} {triple}: device {i} made {x.dtype}{x.shape}, not {dtype}{shape}")
-        results.append(out)
-    for r, (placement, want) in enumerate(zip(triple.results, expected or plain(op, operands))):
-        got = combine([out[r] for out in results], placement)
-        if problem := _difference(got, want):
-            raise Unsound(f"{op.name} {triple} with shares {tuple(shares)}, {f}: result {r} {problem}")
+
+    def judge(self, results: Sequence[Sequence[Array]], expected: Sequence[Array]) -> None:
+        """Unsound unless the results, combined as the postcondition says, are the plain op's."""
+        what = f"{self.op.name} {self.triple} with shares {self.shares}, {self.factors}"
+        for device, out in enumerate(results):
+            for x, shape, dtype in zip(out, self.local(device).result_shapes, self.op.result_dtypes):
+                if x.shape != shape or x.dtype != dtype:
+                    raise Unsound(f"{what}: device {device} made {x.dtype}{x.shape}, not {dtype}{shape}")
+        for r, (placement, want) in enumerate(zip(self.triple.results, expected)):
+            parts = [np.asarray(out[r]) for out in results]
+            if not placement.is_sharded and not placement.is_partial:
+                problem = next(filter(None, (_difference(p, np.asarray(want)) for p in parts)), "")
+            else:
+                problem = _difference(combine(parts, placement), np.asarray(want))
+            if problem:
+                raise Unsound(f"{what}: result {r} {problem}")
+
+
+def trials(op: Op, f: Factors, operands: Sequence[Array]) -> list[Trial]:
+    """Every triple of an op with every pattern of shares."""
+    return [
+        Trial(op, f, triple, shares, operands, seed)
+        for seed, triple in enumerate(f.triples)
+        for shares in (share_patterns(f.sizes[triple.factor]) if triple.factor is not None else ((1, 1, 1), (1,)))
+    ]
+
+
+def check(tried: Sequence[Trial]) -> int:
+    """Run trials in one compiled function and judge each; the number of trials.
+
+    Raises Unsound for the first that does not hold, or what its local execution raised.
+    """
+    firsts = list({id(t.op): t for t in tried}.values())
+    run = jax.jit(
+        lambda held, values: (
+            [t.run(h) for t, h in zip(tried, held)],
+            {id(t.op): t.plain(v) for t, v in zip(firsts, values)},
+        )
+    )
+    results, expected = jax.device_get(run([t.held for t in tried], [t.values for t in firsts]))
+    for t, result in zip(tried, results):
+        t.judge(result, expected[id(t.op)])
+    return len(tried)
 
 
 def _difference(got: np.ndarray, want: np.ndarray) -> str:

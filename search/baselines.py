@@ -13,8 +13,9 @@ at fixed ratios, solved exactly, passed through the checker and costed with the 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -22,7 +23,8 @@ from hapsynth.graph import Graph
 from hapsynth.instructions.checker import check
 from hapsynth.instructions.layout import Placement, R, S
 from hapsynth.instructions.program import FactorTable, Program
-from hapsynth.instructions.sizes import Classes, Node, Sizes
+from hapsynth.instructions.rules.registry import is_fusible
+from hapsynth.instructions.sizes import Classes, Node, Sizes, cut_nodes
 from hapsynth.search.costs import CostModel, Floats
 from hapsynth.search.emit import Emitter
 from hapsynth.search.evaluate import program_cost
@@ -74,7 +76,9 @@ class Baselines:
 
     def _data_parallel(self) -> Restriction:
         stored = {**dict.fromkeys(self.state, R), **self._stored_batch()}
-        return Restriction(stored, lambda v, d: self._root(v, d) in self.batch_roots)
+        # Only gradients and sums over the batch are communicated.
+        convertible = lambda v, source, target: not source.is_sharded
+        return Restriction(stored, lambda v, d: self._root(v, d) in self.batch_roots, convertible=convertible)
 
     def _zero3(self) -> Restriction:
         stored: dict[int, Placement] = {}
@@ -95,7 +99,25 @@ class Baselines:
             batched = any(self._root(value, d) in self.batch_roots for d in range(len(shape)))
             return (shape, dim) in cut_shapes and not batched
 
-        return Restriction({**stored, **self._stored_batch()}, allowed, frozenset(self.state))
+        gradients = self._updates()
+
+        def convertible(value: int, source: Placement, target: Placement) -> bool:
+            if source.is_sharded:
+                return value in held
+            return target.is_sharded or value not in gradients or not self.graph.values[value].shape
+
+        held = set(self.state)
+        return Restriction({**stored, **self._stored_batch()}, allowed, frozenset(held), convertible)
+
+    def _updates(self) -> set[int]:
+        """The gradients and what the optimizer makes of them: back from the new state while shapes stay the same."""
+        graph = self.graph
+        found = {v for _, target in graph.carry if isinstance(v := graph.outputs[target], int)}
+        for op in reversed(graph.ops):
+            for made in found.intersection(op.results) if is_fusible(op) else ():
+                shape = graph.values[made].shape
+                found |= {v for _, v in op.value_operands if graph.values[v].shape == shape}
+        return found
 
     def _tensor_parallel(self) -> Restriction:
         cut = self._alternating_roots()
@@ -103,34 +125,65 @@ class Baselines:
         for v in self.state:
             dims = [d for d in range(len(self.graph.values[v].shape)) if self._root(v, d) in cut]
             stored[v] = S(dims[0]) if dims else R
-        return Restriction(stored, lambda v, d: self._root(v, d) in cut)
+        held = set(self.state)
+        convertible = lambda v, source, target: v not in held or source == R
+        return Restriction(stored, lambda v, d: self._root(v, d) in cut, convertible=convertible)
 
     def _alternating_roots(self) -> set[Node]:
-        """Classes of weight dimensions, at most one per weight: those that meet the fewest others come first, so
-        hidden widths, heads and vocabularies are cut and the width that they all share is not."""
+        """Classes of weight dimensions to cut, at most one per weight.
+
+        The width that most weights share (a transformer's residual stream) stays whole. Of the others, the one with
+        the fewest sums over it per weight comes first: heads before the width of a head.
+        """
         fed = {self._root(v, d) for v in self.batch for d in range(len(self.graph.values[v].shape))}
+        contracted, summed = self._contracted_roots()
         weights = [
-            [r for d in range(len(self.graph.values[v].shape)) if (r := self._root(v, d)) is not None]
+            [r for d in range(len(self.graph.values[v].shape)) if (r := self._root(v, d)) is not None and r in contracted]
             for v in self.state
         ]
         neighbours: dict[Node, set[Node]] = {}
         for roots in weights:
             for r in roots:
-                neighbours.setdefault(r, set()).update(set(roots) - {r})
+                neighbours.setdefault(r, set()).update(o for o in roots if o != r)
         chosen: set[Node] = set()
-        for r in sorted(neighbours, key=lambda r: (len(neighbours[r]), r)):
-            if r not in fed and not neighbours[r] & chosen:
+        covered = Counter(r for roots in weights for r in set(roots))
+        shared = {r for r, count in covered.items() if 2 * count > len([w for w in weights if w])}
+        for r in sorted(neighbours, key=lambda r: (summed[r] / covered[r], len(neighbours[r]), r)):
+            if r not in fed | shared and not neighbours[r] & chosen:
                 chosen.add(r)
         return chosen
 
+    def _contracted_roots(self) -> tuple[set[Node], Counter[Node]]:
+        """Classes that some contraction can cut, and how many of them each is summed over by."""
+        found: set[Node] = set()
+        summed: Counter[Node] = Counter()
+        for op in self.graph.ops:
+            if op.name not in ("dot_general", "conv_general_dilated"):
+                continue
+            for triple in self.table[op.index].triples:
+                roots = {self.kin.find(n) for n in cut_nodes(self.graph, op.index, self.table[op.index], triple, 0)}
+                found |= roots
+                if triple.factor in self.table[op.index].reductions:
+                    summed.update(roots)
+        return found, summed
+
     def _build(self, restriction: Restriction, fractions: Floats) -> Baseline:
+        found = self._solved(restriction, fractions)
+        if found is None:
+            # Some weight's cut dimension meets no op that takes it cut (a flattened image): it may be gathered.
+            found = self._solved(replace(restriction, convertible=None), fractions)
+        assert found is not None, "with every conversion the replicated program is always there"
+        return found
+
+    def _solved(self, restriction: Restriction, fractions: Floats) -> Baseline | None:
         formulator = Formulator(
             Structure(self.graph, self.table, restriction),
             self.costs,
             Ratios(self.graph, self.table, fractions),
         )
         solution = solve(formulator.problem(), tolerance=1e-4)
-        assert solution.assignment is not None, "every restriction leaves the replicated program"
+        if solution.assignment is None:
+            return None
         program = Emitter(formulator, solution.assignment.tolist()).run((("hap", self.costs.n),))
         classes = Classes.build(self.graph, program, self.table)
         sizes = Sizer(program, classes, self.costs).fixed(fractions)

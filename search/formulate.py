@@ -28,6 +28,8 @@ from hapsynth.search.ratios import Ratios
 
 Allowed = Callable[[int, int], bool]
 """Whether (value, dimension) may be cut: baselines restrict it."""
+Convertible = Callable[[int, Placement, Placement], bool]
+"""Whether a value may be converted by a step between two placements."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,11 +57,12 @@ class State:
 @dataclass
 class Restriction:
     """What a caller may pin: stored layouts of inputs, dimensions that may be cut, values never converted once for
-    all uses (ZeRO-3 gathers its parameters again for every use)."""
+    all uses (ZeRO-3 gathers its parameters again for every use), conversions that may be made."""
 
     stored: Mapping[int, Placement] = field(default_factory=dict)
     allowed: Allowed | None = None
     private: frozenset[int] = frozenset()
+    convertible: Convertible | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -226,7 +229,10 @@ class Formulator:
             step = step_between(source, target)
             assert step is not None, key
             nbytes = self.graph.values[value].nbytes
-            if self.ratios is None:
+            convertible = self.structure.restriction.convertible
+            if convertible is not None and not convertible(value, source, target):
+                self._step_times[key] = np.inf
+            elif self.ratios is None:
                 self._step_times[key] = self.costs.ideal_convert_time(step, nbytes)
             else:
                 largest = [self.ratios.largest[self.ratios.of(value, p.dim)] for p in (source, target) if p.is_sharded]
@@ -299,6 +305,8 @@ class Formulator:
         dims = self.structure.demands[value]
         vectors = () if self.ratios is None else tuple(self.ratios.of(value, p.dim) for p in dims)
         key = (self.graph.values[value].nbytes, available, needed, vectors)
+        if self.structure.restriction.convertible is not None:
+            key = (value, *key)
         if key not in self._tables:
             table = np.zeros((len(available), len(needed)))
             for i, have in enumerate(available):

@@ -1,7 +1,10 @@
 """Every test runs on eight CPU devices: set before any backend starts, asserted, never skipped over."""
 
+import graphs
 import jax
 import pytest
+
+from hapsynth.cluster import Cluster
 
 DEVICES = 8
 
@@ -15,3 +18,9 @@ def eight_devices() -> list[jax.Device]:
     devices = jax.devices()
     assert len(devices) == DEVICES, f"{len(devices)} devices; was a backend started before tests/conftest.py?"
     return devices
+
+
+@pytest.fixture
+def unequal() -> Cluster:
+    """Four fast devices and four at a third of their speed, joined well."""
+    return graphs.cluster([3.0] * 4 + [1.0] * 4)

@@ -31,13 +31,20 @@ class Case:
     def ops(self) -> list[tuple[Op, list[Any]]]:
         """Every op with its operands' values."""
         graph = self.graph
-        env: dict[int, Any] = dict(zip(graph.inputs, map(jnp.asarray, self.args))) | dict(graph.constants)
-        found: list[tuple[Op, list[Any]]] = []
-        for op in graph.ops:
-            read = [jnp.asarray(o.value, o.dtype) if isinstance(o, Literal) else env[o] for o in op.operands]
-            found.append((op, read))
-            env.update(zip(op.results, bind(op.primitive, read, op.params)))
-        return found
+
+        def run(inputs: Any) -> list[list[Any]]:
+            env: dict[int, Any] = dict(zip(graph.inputs, inputs)) | dict(graph.constants)
+            found: list[list[Any]] = []
+            for op in graph.ops:
+                read = [jnp.asarray(o.value, o.dtype) if isinstance(o, Literal) else env[o] for o in op.operands]
+                found.append(read)
+                env.update(zip(op.results, bind(op.primitive, read, op.params)))
+            return found
+
+        if all(o in graph.inputs or isinstance(o, Literal) for op in graph.ops for o in op.operands):
+            env = dict(zip(graph.inputs, self.args))
+            return [(op, [o.value if isinstance(o, Literal) else env[o] for o in op.operands]) for op in graph.ops]
+        return list(zip(graph.ops, jax.device_get(jax.jit(run)(self.args))))
 
 
 CASES: list[Case] = []
@@ -73,24 +80,30 @@ i8, i32, u8, u32, f32, f16 = np.int8, np.int32, np.uint8, np.uint32, np.float32,
 
 # ---- elementwise: tried generically, from this table
 
-UNARY = (
-    "abs acos acosh asin asinh atan atanh bessel_i0e bessel_i1e cbrt ceil cos cosh digamma erf erf_inv erfc exp exp2 "
-    "expm1 floor is_finite lgamma log log1p logistic neg round rsqrt sign sin sinh sqrt square tan tanh"
-).split()
-BINARY = "add sub mul div max min atan2 eq ge gt le lt ne nextafter pow rem".split()
-SPECIAL = "igamma igammac igamma_grad_a random_gamma_grad zeta polygamma".split()
-BITWISE = "bitwise_and bitwise_or bitwise_xor shift_left shift_right_arithmetic shift_right_logical".split()
+UNARY = """
+abs acos acosh asin asinh atan atanh bessel_i0e bessel_i1e cbrt ceil cos cosh digamma erf erf_inv erfc exp exp2 expm1
+floor is_finite lgamma log log1p logistic neg round rsqrt sign sin sinh sqrt square tan tanh
+"""
+BINARY = "add sub mul div max min atan2 eq ge gt le lt ne nextafter pow rem"
+SPECIAL = ["igamma", "igammac", "igamma_grad_a", "zeta", "polygamma"]
+NEWER = ("log2", "one_minus_square", "polynomial")
+"""Registered primitives that JAX has from 0.12 on."""
+BITWISE = ["bitwise_and", "bitwise_or", "bitwise_xor", "shift_left", "shift_right_arithmetic", "shift_right_logical"]
 
-for name in UNARY:
-    low = 1.1 if name == "acosh" else 0.1
-    case(name, getattr(lax, name), floats(4, 3, low=low, high=low + 0.8))
-for name in BINARY:
-    case(name, getattr(lax, name), ints(4, 3, low=1), ints(4, 3, low=1))
-for name in SPECIAL:
-    case(name, getattr(lax, name), floats(4, low=1.5, high=3), floats(4, low=0.5, high=2))
-for name in BITWISE:
-    case(name, getattr(lax, name), ints(4, 3, dtype=i32, low=0), ints(4, 3, dtype=i32, low=0))
-case("regularized_incomplete_beta", lax.betainc, floats(4), floats(4), floats(4))
+
+def each(names: list[str], **fixed: Any) -> Callable[..., Any]:
+    return lambda *args: [getattr(lax, name)(*args, **fixed) for name in names]
+
+
+case("unary", each([n for n in UNARY.split() if n != "acosh"]), floats(3))
+case("acosh", lax.acosh, floats(4, low=1.1, high=2))
+case("binary", each(BINARY.split()), ints(4, 3, low=1), ints(4, 3, low=1))
+case("special", each(SPECIAL), floats(2, low=1.5, high=3), floats(2, low=0.5, high=2))
+case("bitwise", each(BITWISE), ints(4, 3, dtype=i32, low=0), ints(4, 3, dtype=i32, low=0))
+case("total order", lambda x, y: [p.bind(x, y) for p in (lax.eq_to_p, lax.le_to_p, lax.lt_to_p)], ints(4), ints(4))
+if hasattr(lax, "polynomial"):
+    case("polynomial", lambda x: (lax.polynomial(x, (1.0, 2.0)), lax.log2(x), lax.one_minus_square(x)), floats(4, 3))
+case("regularized_incomplete_beta", lax.betainc, floats(2), floats(2), floats(2))
 case("integer_pow", lambda x: lax.integer_pow(x, 3), ints(4, 3))
 case("not", lax.bitwise_not, ints(4, dtype=i32))
 case("not bool", lax.bitwise_not, bools(4))
@@ -116,13 +129,27 @@ case("select_n bool", lax.select, bools(4), bools(4), bools(4))
 case("relu", jax.grad(lambda x: jax.nn.relu(x).sum()), ints(4, 3))
 case("where zero", lambda p, x: jnp.where(p, x, 0.0), bools(4, 3), ints(4, 3))
 case("complex", lambda x, y: lax.complex(x, y), ints(4), ints(4))
-case("complex parts", lambda z: (lax.real(z), lax.imag(z), lax.conj(z), lax.neg(z)), (1 + 2j) * ints(4).astype(np.complex64))
+case(
+    "complex parts",
+    lambda z: (lax.real(z), lax.imag(z), lax.conj(z), lax.neg(z)),
+    (1 + 2j) * ints(4).astype(np.complex64),
+)
 case("copy", lambda x: (jnp.copy(x), lax.optimization_barrier(x), lax.stop_gradient(x)), ints(4))
 case("barrier of two", lambda x, y: lax.optimization_barrier((x, y)), ints(4, 3), ints(2, dtype=i32))
 case("device_put", lambda x: jax.device_put(x), ints(4))
 case("add_any", jax.grad(lambda x: (x * x + jnp.sin(x)).sum()), ints(4))
-case("total order", lambda x, y: lax.sort((x, y), num_keys=2), ints(4), ints(4))
-for old, new in ((f32, bf16), (bf16, f32), (f16, f32), (f16, bf16), (i8, i32), (i32, i8), (u8, i8), (i32, f32), (f32, i32)):
+case("sort by two keys", lambda x, y: lax.sort((x, y), num_keys=2), ints(4), ints(4))
+for old, new in (
+    (f32, bf16),
+    (bf16, f32),
+    (f16, f32),
+    (f16, bf16),
+    (i8, i32),
+    (i32, i8),
+    (u8, i8),
+    (i32, f32),
+    (f32, i32),
+):
     case(f"convert {np.dtype(old)} {np.dtype(new)}", lambda x, new=new: x.astype(new), ints(4, dtype=old))
 case("convert bool", lambda x: (x.astype(f32), x.astype(i32)), bools(4))
 case("convert to bool", lambda x: x.astype(bool), ints(4))
@@ -166,6 +193,12 @@ case("bitcast wider", lambda x: lax.bitcast_convert_type(x, f32), ints(4, 4, dty
 
 # ---- slices
 
+
+def constrained(x: Any) -> Any:
+    mesh = jax.make_mesh((1,), ("a",), devices=jax.devices()[:1], axis_types=(jax.sharding.AxisType.Auto,))
+    return lax.with_sharding_constraint(x, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec()))
+
+
 case("slice", lambda x: x[:, 1:3], ints(4, 4))
 case("slice strided", lambda x: lax.slice(x, (0, 0), (4, 4), (1, 2)), ints(4, 4))
 case("slice strided one", lambda x: lax.slice(x, (0, 3, 0), (4, 4, 2), (1, 1, 1)), ints(4, 4, 2))
@@ -180,6 +213,11 @@ case("dynamic_slice grad", jax.grad(lambda x: lax.dynamic_slice(x, (0, 1), (4, 2
 case("concatenate", lambda x, y: jnp.concatenate([x, y, x], 1), ints(4, 3), ints(4, 1))
 case("concatenate int", lambda x, y: jnp.concatenate([x, y]), ints(2, 3, dtype=i32), ints(4, 3, dtype=i32))
 case("concatenate bool", lambda x, y: jnp.concatenate([x, y], 1), bools(4, 1), bools(4, 2))
+case("unstack", lambda x: jnp.unstack(x, axis=1), ints(4, 2))
+case("tile", lambda x: jnp.tile(x, (1, 2)), ints(4, 3))
+case("tile one", lambda x: jnp.tile(x, (3, 1)), ints(1, 3))
+case("mulhi", lambda x, y: lax.mulhi(x, y), ints(4, dtype=i32), ints(4, dtype=i32))
+case("sharding_constraint", constrained, ints(4))
 case("stack", lambda x, y: jnp.stack([x, y], 1), ints(4), ints(4))
 case("split", lambda x: lax.split(x, (1, 3), 1), ints(4, 4))
 case("split grad", jax.grad(lambda x: (lax.split(x, (1, 3), 1)[1] ** 2).sum()), ints(4, 4))
@@ -191,21 +229,36 @@ case("roll", lambda x: jnp.roll(x, 1, 0), ints(4, 3))
 
 # ---- reductions and orders
 
-for name in "sum max min prod".split():
+for name in ["sum", "max", "min", "prod"]:
     for dtype in (f32, i32) if name != "sum" else (f32, i32, u8, bf16):
-        case(f"reduce_{name} {np.dtype(dtype)}", lambda x, name=name: getattr(lax, f"reduce_{name}")(x, (1,)), ints(4, 3, dtype=dtype))
+        case(
+            f"reduce_{name} {np.dtype(dtype)}",
+            lambda x, name=name: getattr(lax, f"reduce_{name}")(x, (1,)),
+            ints(4, 3, dtype=dtype),
+        )
 case("reduce_sum all", lambda x: lax.reduce_sum(x, (0, 2)), ints(4, 3, 2))
 case("reduce_sum complex", lambda x: lax.reduce_sum(x, (0,)), (1 + 2j) * ints(4).astype(np.complex64))
 case("reduce_max all", lambda x: lax.reduce_max(x, (0, 1)), ints(4, 3))
 case("reduce_max bool", lambda x: lax.reduce_max(x, (0,)), bools(4, 3))
 case("reduce bool", lambda x: (lax.reduce_and(x, (1,)), lax.reduce_or(x, (1,)), lax.reduce_xor(x, (1,))), bools(4, 3))
-case("reduce bits", lambda x: (lax.reduce_and(x, (1,)), lax.reduce_or(x, (1,)), lax.reduce_xor(x, (1,))), ints(4, 3, dtype=i32))
+case(
+    "reduce bits",
+    lambda x: (lax.reduce_and(x, (1,)), lax.reduce_or(x, (1,)), lax.reduce_xor(x, (1,))),
+    ints(4, 3, dtype=i32),
+)
 case("argmax", lambda x: (lax.argmax(x, 1, i32), lax.argmin(x, 0, i32)), ints(4, 3))
 case("argmax u8", lambda x: lax.argmax(x, 1, u8), ints(4, 3, dtype=i32))
-case("reduce two", lambda x, y: lax.reduce((x, y), (0.0, 1.0), lambda a, b: (a[0] + b[0], a[1] * b[1]), (1,)), ints(4, 3), ints(4, 3))
+case(
+    "reduce two",
+    lambda x, y: lax.reduce((x, y), (0.0, 1.0), lambda a, b: (a[0] + b[0], a[1] * b[1]), (1,)),
+    ints(4, 3),
+    ints(4, 3),
+)
 case("cumsum", lambda x: (lax.cumsum(x, 1), lax.cumsum(x, 1, reverse=True)), ints(4, 3))
 case("cumsum int", lambda x: lax.cumsum(x, 0), ints(4, 3, dtype=i8, low=20, high=90))
-case("cumulative", lambda x: (lax.cumprod(x, 1), lax.cummax(x, 1), lax.cummin(x, 1), lax.cumlogsumexp(x, 1)), ints(4, 3))
+case(
+    "cumulative", lambda x: (lax.cumprod(x, 1), lax.cummax(x, 1), lax.cummin(x, 1), lax.cumlogsumexp(x, 1)), ints(4, 3)
+)
 case("cummax grad", jax.grad(lambda x: (lax.cummax(x, 1) * x).sum()), distinct(4, 3))
 case("sort", lambda x: lax.sort(x, dimension=0), ints(4, 3))
 case("sort two", lambda x, y: lax.sort((x, y), dimension=1, num_keys=1), distinct(4, 3), ints(4, 3, dtype=i32))
@@ -223,13 +276,20 @@ case("dot", lambda x, y: x @ y, ints(4, 3), ints(3, 2))
 case("dot grad", jax.grad(lambda x, y: ((x @ y) ** 2).sum(), (0, 1)), ints(4, 3), ints(3, 2))
 case("dot int", lambda x, y: lax.dot(x, y, preferred_element_type=i32), ints(4, 3, dtype=i8), ints(3, 2, dtype=i8))
 case("dot bf16", lambda x, y: lax.dot(x, y, preferred_element_type=f32), ints(4, 3, dtype=bf16), ints(3, 2, dtype=bf16))
-case("dot one", lambda x, y: lax.dot_general(x, y, (((1, 0), (1, 0)), ((), ()))), ints(1, 3, 4), ints(3, 1, 2).swapaxes(0, 1).reshape(1, 3, 2))
+case(
+    "dot one",
+    lambda x, y: lax.dot_general(x, y, (((1, 0), (1, 0)), ((), ()))),
+    ints(1, 3, 4),
+    ints(3, 1, 2).swapaxes(0, 1).reshape(1, 3, 2),
+)
 case("einsum", lambda x, y: jnp.einsum("bihd,bjhd->bhij", x, y), ints(2, 3, 4, 2), ints(2, 3, 4, 2))
 case("outer", lambda x, y: jnp.outer(x, y), ints(4), ints(3))
 case("vector dot", lambda x, y: x @ y, ints(4), ints(4))
 
 
-def conv(x: Any, k: Any, strides: Any = (1,), padding: Any = "SAME", spec: Any = ("NWC", "WIO", "NWC"), **kw: Any) -> Any:
+def conv(
+    x: Any, k: Any, strides: Any = (1,), padding: Any = "SAME", spec: Any = ("NWC", "WIO", "NWC"), **kw: Any
+) -> Any:
     return lax.conv_general_dilated(x, k, strides, padding, dimension_numbers=spec, **kw)
 
 
@@ -240,31 +300,66 @@ def gradient(fn: Callable[..., Any], **kw: Any) -> Callable[..., Any]:
 two_d: dict[str, Any] = {"spec": ("NHWC", "HWIO", "NHWC"), "strides": (2, 1)}
 case("conv", conv, ints(4, 5, 2), ints(3, 2, 3))
 case("conv 2d grad", gradient(conv, **two_d), ints(2, 4, 3, 2), ints(3, 2, 2, 3))
-case("conv NCHW", functools.partial(conv, spec=("NCHW", "OIHW", "NCHW"), strides=(1, 1)), ints(2, 3, 3, 3), ints(4, 3, 2, 2))
+case(
+    "conv NCHW",
+    functools.partial(conv, spec=("NCHW", "OIHW", "NCHW"), strides=(1, 1)),
+    ints(2, 3, 3, 3),
+    ints(4, 3, 2, 2),
+)
 case("conv groups grad", gradient(conv, feature_group_count=3), ints(2, 4, 6), ints(3, 2, 6))
 case("conv depthwise grad", gradient(conv, feature_group_count=3), ints(2, 4, 3), ints(3, 1, 3))
 case("conv depthwise wide", functools.partial(conv, feature_group_count=2), ints(2, 4, 2), ints(3, 1, 6))
 case("conv batch groups", functools.partial(conv, batch_group_count=2), ints(6, 4, 3), ints(3, 3, 4))
-case("conv dilated", functools.partial(conv, padding=((2, 3),), lhs_dilation=(2,), rhs_dilation=(2,)), ints(2, 4, 2), ints(3, 2, 2))
+case(
+    "conv dilated",
+    functools.partial(conv, padding=((2, 3),), lhs_dilation=(2,), rhs_dilation=(2,)),
+    ints(2, 4, 2),
+    ints(3, 2, 2),
+)
 case("conv 1x1", functools.partial(conv, padding="VALID"), ints(2, 4, 3), ints(1, 3, 2))
-case("conv bf16", functools.partial(conv, preferred_element_type=f32), ints(2, 4, 3, dtype=bf16), ints(3, 3, 2, dtype=bf16))
+case(
+    "conv bf16",
+    functools.partial(conv, preferred_element_type=f32),
+    ints(2, 4, 3, dtype=bf16),
+    ints(3, 3, 2, dtype=bf16),
+)
 case("conv int", conv, ints(2, 4, 3, dtype=i32), ints(3, 3, 2, dtype=i32))
 case("conv transpose", lambda x, k: lax.conv_transpose(x, k, (2,), "SAME"), ints(2, 4, 3), ints(3, 3, 2))
 
 # ---- windows
 
 
-def pool(x: Any, init: Any, op: Any, window: Any = (1, 2, 1), strides: Any = (1, 2, 1), padding: Any = "VALID", **kw: Any) -> Any:
+def pool(
+    x: Any, init: Any, op: Any, window: Any = (1, 2, 1), strides: Any = (1, 2, 1), padding: Any = "VALID", **kw: Any
+) -> Any:
     return lax.reduce_window(x, init, op, window, strides, padding, **kw)
 
 
 case("max pool grad", jax.grad(lambda x: (pool(x, -jnp.inf, lax.max) ** 2).sum()), distinct(3, 4, 2))
-case("max pool tangent", lambda x, t: jax.jvp(lambda x: pool(x, -jnp.inf, lax.max), (x,), (t,)), distinct(3, 4, 2), ints(3, 4, 2))
+case(
+    "max pool tangent",
+    lambda x, t: jax.jvp(lambda x: pool(x, -jnp.inf, lax.max), (x,), (t,)),
+    distinct(3, 4, 2),
+    ints(3, 4, 2),
+)
 case("min pool grad", jax.grad(lambda x: (pool(x, jnp.inf, lax.min) ** 2).sum()), distinct(3, 4, 2))
-case("average pool grad", jax.grad(lambda x: (pool(x, 0.0, lax.add, strides=(1, 1, 1), padding="SAME") ** 2).sum()), ints(3, 4, 2))
-case("sum pool dilated", lambda x: pool(x, 0, lax.add, base_dilation=(1, 2, 1), window_dilation=(1, 2, 2)), ints(3, 4, 2, dtype=i32))
+case(
+    "average pool grad",
+    jax.grad(lambda x: (pool(x, 0.0, lax.add, strides=(1, 1, 1), padding="SAME") ** 2).sum()),
+    ints(3, 4, 2),
+)
+case(
+    "sum pool dilated",
+    lambda x: pool(x, 0, lax.add, base_dilation=(1, 2, 1), window_dilation=(1, 2, 2)),
+    ints(3, 4, 2, dtype=i32),
+)
 case("product pool", lambda x: pool(x, 1.0, lax.mul), ints(3, 4, 2))
-case("pool of two", lambda x, y: pool((x, y), (0.0, 1.0), lambda a, b: (a[0] + b[0], a[1] * b[1])), ints(3, 4, 2), ints(3, 4, 2))
+case(
+    "pool of two",
+    lambda x, y: pool((x, y), (0.0, 1.0), lambda a, b: (a[0] + b[0], a[1] * b[1])),
+    ints(3, 4, 2),
+    ints(3, 4, 2),
+)
 case("max pool all", lambda x: pool(x, -jnp.inf, lax.max, window=(1, 4, 1)), distinct(3, 4, 2))
 case("max pool padded batch", lambda x: pool(x, -jnp.inf, lax.max, padding=((1, 0), (0, 0), (0, 0))), distinct(3, 4, 2))
 
@@ -274,7 +369,9 @@ MODES = (Mode.PROMISE_IN_BOUNDS, Mode.CLIP, Mode.FILL_OR_DROP)
 ROWS = np.array([[0, 3, 4], [2, -1, 7]], i32)
 """Indices into four rows: in range, repeated at the edge, and out of range on both sides."""
 EMBED = lax.GatherDimensionNumbers(offset_dims=(2,), collapsed_slice_dims=(0,), start_index_map=(0,))
-UNEMBED = lax.ScatterDimensionNumbers(update_window_dims=(2,), inserted_window_dims=(0,), scatter_dims_to_operand_dims=(0,))
+UNEMBED = lax.ScatterDimensionNumbers(
+    update_window_dims=(2,), inserted_window_dims=(0,), scatter_dims_to_operand_dims=(0,)
+)
 
 
 def gather(mode: Any, dn: Any = EMBED, sizes: Any = (1, 3), **kw: Any) -> Callable[..., Any]:
@@ -301,37 +398,87 @@ for dtype in (u8, i8, u32):
 case("gather by u8 of many", gather(Mode.CLIP), ints(300, 3), np.array([[[255], [3], [100]]], u8))
 
 POINTS = lax.GatherDimensionNumbers(offset_dims=(), collapsed_slice_dims=(0, 1), start_index_map=(1, 0))
-UNPOINTS = lax.ScatterDimensionNumbers(update_window_dims=(), inserted_window_dims=(0, 1), scatter_dims_to_operand_dims=(1, 0))
+UNPOINTS = lax.ScatterDimensionNumbers(
+    update_window_dims=(), inserted_window_dims=(0, 1), scatter_dims_to_operand_dims=(1, 0)
+)
 PAIRS = np.array([[0, 0], [2, 3], [3, 3], [5, 1], [1, -2], [-1, 9]], i32)
 KEPT = lax.GatherDimensionNumbers(offset_dims=(0, 2), collapsed_slice_dims=(), start_index_map=(0,))
-UNKEPT = lax.ScatterDimensionNumbers(update_window_dims=(0, 2), inserted_window_dims=(), scatter_dims_to_operand_dims=(0,))
+UNKEPT = lax.ScatterDimensionNumbers(
+    update_window_dims=(0, 2), inserted_window_dims=(), scatter_dims_to_operand_dims=(0,)
+)
 WHOLE = lax.GatherDimensionNumbers(offset_dims=(1,), collapsed_slice_dims=(0,), start_index_map=(0, 1))
-UNWHOLE = lax.ScatterDimensionNumbers(update_window_dims=(1,), inserted_window_dims=(0,), scatter_dims_to_operand_dims=(0, 1))
+UNWHOLE = lax.ScatterDimensionNumbers(
+    update_window_dims=(1,), inserted_window_dims=(0,), scatter_dims_to_operand_dims=(0, 1)
+)
 for mode in MODES:
     case(f"gather points {mode.name}", gather(mode, POINTS, (1, 1)), ints(4, 3), PAIRS)
     case(f"scatter points {mode.name}", scatter("add", mode, UNPOINTS), ints(4, 3), PAIRS, ints(6))
     case(f"gather kept {mode.name}", gather(mode, KEPT, (1, 3)), ints(4, 3), np.array([[3], [0], [8]], i32))
     case(f"gather window {mode.name}", gather(mode, KEPT, (2, 3)), ints(4, 3), np.array([[3], [0], [8]], i32))
-    case(f"scatter kept {mode.name}", scatter("add", mode, UNKEPT), ints(4, 3), np.array([[3], [0], [8]], i32), ints(1, 3, 3))
-    case(f"scatter window {mode.name}", scatter("add", mode, UNKEPT), ints(4, 3), np.array([[3], [0], [8]], i32), ints(2, 3, 3))
+    case(
+        f"scatter kept {mode.name}",
+        scatter("add", mode, UNKEPT),
+        ints(4, 3),
+        np.array([[3], [0], [8]], i32),
+        ints(1, 3, 3),
+    )
+    case(
+        f"scatter window {mode.name}",
+        scatter("add", mode, UNKEPT),
+        ints(4, 3),
+        np.array([[3], [0], [8]], i32),
+        ints(2, 3, 3),
+    )
     # The whole second dimension is taken from a start that may lie outside.
     case(f"gather whole {mode.name}", gather(mode, WHOLE, (1, 3)), ints(4, 3), np.array([[3, 0], [0, 1], [5, 0]], i32))
-    case(f"scatter whole {mode.name}", scatter("add", mode, UNWHOLE), ints(4, 3), np.array([[3, 0], [0, 1], [5, 0]], i32), ints(3, 3))
+    case(
+        f"scatter whole {mode.name}",
+        scatter("add", mode, UNWHOLE),
+        ints(4, 3),
+        np.array([[3, 0], [0, 1], [5, 0]], i32),
+        ints(3, 3),
+    )
 for kind in ("sub", "mul", "min", "max"):
     case(f"scatter-{kind}", scatter(kind, Mode.FILL_OR_DROP), ints(4, 3), ROWS[..., None], ints(2, 3, 3))
 case("scatter-max int", scatter("max", Mode.CLIP), ints(4, 3, dtype=i32), ROWS[..., None], ints(2, 3, 3, dtype=i32))
-case("scatter unique", scatter("", Mode.FILL_OR_DROP, unique_indices=True), ints(4, 3), np.array([[[3], [9]], [[0], [1]]], i32), ints(2, 2, 3))
+case(
+    "scatter unique",
+    scatter("", Mode.FILL_OR_DROP, unique_indices=True),
+    ints(4, 3),
+    np.array([[[3], [9]], [[0], [1]]], i32),
+    ints(2, 2, 3),
+)
 case("scatter apply", lambda x: x.at[np.array([1, 3])].apply(jnp.square), ints(4, 3))
 case("scatter apply unique", lambda x: x.at[np.array([1, 3])].apply(jnp.square, unique_indices=True), ints(4, 3))
 case("take_along_axis", lambda x, i: jnp.take_along_axis(x, i, 1), ints(4, 3), ints(4, 1, dtype=i32, low=0, high=4))
-case("take_along_axis grad", jax.grad(lambda x, i: (jnp.take_along_axis(x, i, 1) ** 2).sum()), ints(4, 3), ints(4, 2, dtype=i32, low=0, high=3))
-case("take_along_axis many", lambda x, i: jnp.take_along_axis(x, i, 1), ints(2, 4, 3), ints(2, 3, 3, dtype=i32, low=0, high=4))
+case(
+    "take_along_axis grad",
+    jax.grad(lambda x, i: (jnp.take_along_axis(x, i, 1) ** 2).sum()),
+    ints(4, 3),
+    ints(4, 2, dtype=i32, low=0, high=3),
+)
+case(
+    "take_along_axis many",
+    lambda x, i: jnp.take_along_axis(x, i, 1),
+    ints(2, 4, 3),
+    ints(2, 3, 3, dtype=i32, low=0, high=4),
+)
 case("embedding grad", jax.grad(lambda e, i: (e[i] ** 2).sum()), ints(4, 3), np.array([0, 3, 3, 1, -1], i32))
 case("indexed set", lambda x, u: x.at[1].set(u), ints(4, 3), ints(3))
 case("indexed add column", lambda x, u: x.at[:, 1].add(u), ints(4, 3), ints(4))
-case("cross entropy", jax.grad(lambda x, i: -jnp.take_along_axis(jax.nn.log_softmax(x), i[:, None], 1).mean()), ints(4, 5), np.array([0, 4, 2, 1], i32))
+case(
+    "cross entropy",
+    jax.grad(lambda x, i: -jnp.take_along_axis(jax.nn.log_softmax(x), i[:, None], 1).mean()),
+    ints(4, 5),
+    np.array([0, 4, 2, 1], i32),
+)
 case("vmapped index", jax.vmap(lambda x, i: x[i]), ints(4, 3), np.array([0, 2, 1, 5], i32))
-case("vmapped dynamic_slice", jax.vmap(lambda x, i: lax.dynamic_slice(x, (i,), (2,))), ints(4, 3), np.array([0, 2, 1, 5], i32))
+case(
+    "vmapped dynamic_slice",
+    jax.vmap(lambda x, i: lax.dynamic_slice(x, (i,), (2,))),
+    ints(4, 3),
+    np.array([0, 2, 1, 5], i32),
+)
 
 
 def primitives() -> dict[str, int]:

@@ -1,6 +1,6 @@
 """A program to a function of stored arrays (DESIGN D1, D2). The switch form, which runs on any mesh, is here."""
 
-from hapsynth.lower._storage import Storage, host_array, own_mesh
+from hapsynth.lower._storage import Storage, host_array, own_mesh, with_weak_type
 from hapsynth.lower._switch import Lowered, lower
 
-__all__ = ["Lowered", "Storage", "host_array", "lower", "own_mesh"]
+__all__ = ["Lowered", "Storage", "host_array", "lower", "own_mesh", "with_weak_type"]

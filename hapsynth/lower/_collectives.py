@@ -78,8 +78,8 @@ def communicate(graph: Graph, sizes: Sizes, axes: Sequence[tuple[str, int]], ste
             return from_blocks(blocks, source.dim, lengths(source.dim))
         case "all_to_all":
             blocks = to_blocks(x, target.dim, lengths(target.dim))
-            # XLA splits the operand again and takes the blocks' producers as they are; where their memory layouts differ
-            # its verifier then refuses the program ("operands with different shapes", JAX 0.10.2, CPU).
+            # XLA splits the operand again and takes the blocks' producers as they are; where their memory layouts
+            # differ its verifier then refuses the program ("operands with different shapes", JAX 0.10.2, CPU).
             blocks = lax.optimization_barrier(blocks)
             blocks = lax.all_to_all(blocks, name, split_axis=target.dim, concat_axis=source.dim, tiled=True)
             return from_blocks(blocks, source.dim, lengths(source.dim))

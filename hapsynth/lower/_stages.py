@@ -79,9 +79,7 @@ def _live(graph: Graph, program: Program) -> list[Instruction]:
     return live[::-1]
 
 
-def _stage(
-    graph: Graph, program: Program, sizes: Sizes, run: Sequence[Instruction], needed: set[Property]
-) -> Stage:
+def _stage(graph: Graph, program: Program, sizes: Sizes, run: Sequence[Instruction], needed: set[Property]) -> Stage:
     ins = [reads(graph, i) for i in run]
     outs = [writes(graph, i) for i in run]
     uneven = [not all(sizes.is_even(*p) for p in (*a, *b)) for a, b in zip(ins, outs)]
@@ -150,7 +148,9 @@ def _branches(
     return tuple(branch_of[d] for d in range(len(branch_of))), tuple(map(tuple, groups.values()))
 
 
-def factor_shares(sizes: Sizes, factors: Factors, factor: int, node: tuple[int, int, int]) -> tuple[list[int], list[int]]:
+def factor_shares(
+    sizes: Sizes, factors: Factors, factor: int, node: tuple[int, int, int]
+) -> tuple[list[int], list[int]]:
     """(lengths, starts) of each position's share of a factor, in units of the factor; `node` is any that it cuts."""
     c = sizes.classes.of[node]
     scale = factors.sizes[factor] // sizes.classes.all[c].units

@@ -79,7 +79,9 @@ class Storage:
     def of(graph: Graph, sizes: Sizes, value: int, layout: Layout, mesh: Mesh) -> Storage:
         v = graph.values[value]
         cuts = {p.dim: (a, sizes.lengths(value, p.dim, a)) for a, p in enumerate(layout) if p.is_sharded}
-        return Storage(v.shape, v.dtype, v.weak_type, layout, cuts, mesh)
+        # JAX has no weakly typed bools and keys.
+        weak = v.weak_type and not _jax.is_extended(v.dtype) and v.dtype != np.bool_
+        return Storage(v.shape, v.dtype, weak, layout, cuts, mesh)
 
     @cached_property
     def is_even(self) -> bool:
@@ -111,11 +113,11 @@ class Storage:
 
     def holds(self, x: jax.Array) -> bool:
         """Whether an array of the logical shape and dtype lies as it is stored, types included."""
-        return self.is_even and x.sharding == self.sharding and (x.weak_type == self.weak_type or self._has_no_weak)
+        return self.is_even and x.sharding == self.sharding and getattr(x, "weak_type", False) == self.weak_type
 
-    @property
-    def _has_no_weak(self) -> bool:
-        return _jax.is_extended(self.dtype)
+    def with_dtype(self, dtype: Any) -> Storage:
+        """The same cut for values of another dtype."""
+        return Storage(self.shape, np.dtype(dtype), False, self.layout, self.cuts, self.mesh)
 
     def put(self, x: Any, *, copy: bool) -> jax.Array:
         """Store `x`, an array of the logical shape and dtype that lies anywhere.
@@ -125,13 +127,16 @@ class Storage:
         if self.is_even:
             if not isinstance(x, jax.Array):
                 x = np.asarray(x, self.dtype)
+            elif copy:
+                # `may_alias=False` alone keeps the shard that lies right already.
+                x = x.copy()
             x = jax.device_put(x, self.sharding, may_alias=False if copy else None)
-            if x.weak_type != self.weak_type and not self._has_no_weak:
+            if getattr(x, "weak_type", False) != self.weak_type:
                 x = with_weak_type(x, self.dtype, self.weak_type)
             return x
         host = np.asarray(host_array(x), self.dtype)
 
-        def shard(index: tuple[slice, ...]) -> np.ndarray:
+        def shard(index: Any) -> np.ndarray:
             pieces, padding = list(index), [(0, 0)] * len(index)
             for dim, (_, lengths) in self.cuts.items():
                 largest = max(lengths)
@@ -141,6 +146,10 @@ class Storage:
             return np.pad(host[tuple(pieces)], padding)
 
         return jax.make_array_from_callback(self.stored_shape, self.sharding, shard)
+
+    def duplicate(self, stored: jax.Array) -> jax.Array:
+        """A stored array again, in memory of its own."""
+        return jax.device_put(stored.copy(), self.sharding)
 
     def fetch(self, stored: jax.Array) -> Any:
         """The logical value as one NumPy array (a typed key: an unsharded key array); the inverse of `put`."""

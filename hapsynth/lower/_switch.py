@@ -13,7 +13,6 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
-from hapsynth import _jax
 from hapsynth.graph import Graph, Literal
 from hapsynth.instructions.factors import Local
 from hapsynth.instructions.program import (

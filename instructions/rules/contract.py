@@ -68,7 +68,7 @@ def _local_conv(local: Local) -> dict[str, Any]:
 
 @register("conv_general_dilated", params=_local_conv, flops=_conv_flops)
 def _conv_general_dilated(f: Factors) -> None:
-    """`n c x, o c w -> n o y`; with groups `n (g c) x, (g o) c w -> n (g o) y`, and `(g n) c x, (g o) c w -> n (g o) y`.
+    """`n c x, o c w -> n o y`; groups of features: `n (g c) x, (g o) c w -> n (g o) y`; of the batch: `(g n) c x`.
 
     Spatial dimensions need replication: their halos are not exchanged.
     """

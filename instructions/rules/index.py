@@ -115,9 +115,9 @@ def _gather_on_shard(local: Local, operands: Sequence[Any]) -> list[Any]:
     place = jnp.clip(place, 0, local.share - 1)
     if params["mode"] == Mode.FILL_OR_DROP:
         place = jnp.where(wanted == nearest, place, local.share)
-    params = {**params, "indices_are_sorted": False, "unique_indices": False}
+    params |= {"indices_are_sorted": False, "unique_indices": False}
     (out,) = bind(op.primitive, [x, _with_component(index, column, place)], params)
-    mine = jnp.expand_dims(mine, tuple(params["dimension_numbers"].offset_dims))
+    mine = jnp.expand_dims(mine, tuple(op.params["dimension_numbers"].offset_dims))
     nothing = jnp.asarray(identity(local.triple.results[0].reduction, out.dtype), out.dtype)
     return [jnp.where(mine, out, nothing)]
 

@@ -8,7 +8,6 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from hapsynth import _jax
 from hapsynth.instructions.factors import Factors, Local, Triple
 from hapsynth.instructions.layout import P, R
 from hapsynth.instructions.rules.registry import no_flops, register
@@ -22,18 +21,18 @@ def _pointwise(f: Factors) -> None:
     f.results += [dims] * len(f.op.results)
 
 
-NONLINEAR = (
-    "abs acos acosh and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clz cos cosh digamma "
-    "eq eq_to erf erf_inv erfc exp exp2 expm1 floor ge gt igamma igamma_grad_a igammac integer_pow is_finite "
-    "le le_to lgamma log log1p logistic lt lt_to ne nextafter not or polygamma population_count pow "
-    "random_gamma_grad reduce_precision regularized_incomplete_beta rem round rsqrt shift_left "
-    "shift_right_arithmetic shift_right_logical sign sin sinh sqrt square tan tanh xor zeta"
-).split()
+_NONLINEAR = """
+abs acos acosh and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clz cos cosh digamma eq eq_to erf
+erf_inv erfc exp exp2 expm1 floor ge gt igamma igamma_grad_a igammac integer_pow is_finite le le_to lgamma log log1p
+log2 logistic lt lt_to mulhi ne nextafter not one_minus_square or polygamma polynomial population_count pow
+reduce_precision regularized_incomplete_beta rem round rsqrt shift_left shift_right_arithmetic shift_right_logical
+sign sin sinh sqrt square tan tanh xor zeta
+"""
 JOINT = ("add", "add_any", "complex", "sub")
 EACH = ("mul",)
-FIRST = ("conj", "copy", "copy_p", "div", "imag", "neg", "real")
+FIRST = ("conj", "copy", "div", "imag", "neg", "real", "stop_gradient")
 
-register(*NONLINEAR, fusible=True)(_pointwise)
+register(*_NONLINEAR.split(), fusible=True)(_pointwise)
 
 
 @register(*JOINT, fusible=True)
@@ -58,7 +57,7 @@ def _first(f: Factors) -> None:
     if name == "div" and not jnp.issubdtype(f.op.dtypes[0], jnp.inexact):
         return
     f.linear = ((0,),)
-    if name.startswith("copy"):
+    if name in ("copy", "stop_gradient"):
         f.passes = ((0,),)
     elif name == "neg" and jnp.issubdtype(f.op.dtypes[0], jnp.floating):
         # Not on integers, whose least value is its own negative.

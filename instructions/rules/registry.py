@@ -98,7 +98,7 @@ def factors_of(op: Op) -> Factors:
         _replicated(f)
     else:
         entry.factors(f)
-    assert len(f.operands) == len(op.operands) and len(f.results) == len(op.results), op
+    assert (len(f.operands), len(f.results)) == (len(op.operands), len(op.results)), op
     if f.lost:
         raise ValueError(f"the rule of {op.name!r} loses the factors {f.lost} of {f}: block or reduce them")
     return f

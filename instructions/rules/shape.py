@@ -113,6 +113,22 @@ def _skip(x: _Refinement, y: _Refinement) -> None:
             right *= y.skip()
 
 
+def _local_tile(local: Local) -> dict[str, Any]:
+    """A device that has some of the repetitions repeats that often."""
+    reps, dims = local.op.params["reps"], local.factors.results[0]
+    cut = [r > 1 and local.factor is not None and local.factor in dim for r, dim in zip(reps, dims)]
+    return {**local.op.params, "reps": tuple(local.share if c else r for c, r in zip(cut, reps))}
+
+
+@register("tile", params=_local_tile, flops=no_flops, fusible=True)
+def _tile(f: Factors) -> None:
+    """`i -> (r i)`: the repetitions are a factor that only the result has."""
+    x = f.operand(0)
+    repeats = f.dims(f.op.params["reps"])
+    f.results.append(tuple((*r, *dim) for r, dim in zip(repeats, x, strict=True)))
+    reorders(f)
+
+
 @register("squeeze", flops=no_flops, fusible=True)
 def _squeeze(f: Factors) -> None:
     x = f.operand(0)

@@ -13,7 +13,9 @@ from hapsynth.instructions.rules.registry import no_flops, register
 from hapsynth.instructions.rules.shape import reorders
 
 
-def passing(f: Factors, dims: tuple[Dim, ...], shape: Sequence[int], whole: Sequence[bool], why: str) -> tuple[Dim, ...]:
+def passing(
+    f: Factors, dims: tuple[Dim, ...], shape: Sequence[int], whole: Sequence[bool], why: str
+) -> tuple[Dim, ...]:
     """The dimensions of another tensor that shares the `whole` ones with `dims`; the others are blocked in both."""
     named = [dim[0] if dim and w else None for dim, w in zip(dims, whole, strict=True)]
     other = f.dims(shape, named)
@@ -73,6 +75,26 @@ def _concatenate(f: Factors) -> None:
         f.operands.append(passing(f, result, shape, whole, "concatenated"))
     f.results.append(result)
     reorders(f, *range(len(f.op.operands)))
+
+
+@register("stack", flops=no_flops, fusible=True)
+def _stack(f: Factors) -> None:
+    axis = f.op.params["axis"]
+    x = f.operand(0)
+    f.operands += [x] * (len(f.op.operands) - 1)
+    new = f.dims((len(f.op.operands),))
+    f.block(new, "stacked")
+    f.results.append((*x[:axis], *new, *x[axis:]))
+    reorders(f, *range(len(f.op.operands)))
+
+
+@register("unstack", flops=no_flops, fusible=True)
+def _unstack(f: Factors) -> None:
+    axis = f.op.params["axis"]
+    x = f.operand(0)
+    f.block([x[axis]], "unstacked")
+    f.results += [(*x[:axis], *x[axis + 1 :])] * len(f.op.results)
+    reorders(f)
 
 
 @register("split", flops=no_flops, fusible=True)

@@ -1,0 +1,8 @@
+"""`python -m hapsynth` is the command `hapsynth`."""
+
+import sys
+
+from hapsynth.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

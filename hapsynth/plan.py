@@ -1,0 +1,258 @@
+"""`Plan`: a function planned for a cluster, ready to be called, checked and saved."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from hapsynth._arguments import Arguments, wrap
+from hapsynth.check import CheckReport, random_arguments, relative_error, run_on_one_device
+from hapsynth.cluster import Cluster
+from hapsynth.instructions.layout import format_layout
+from hapsynth.instructions.program import Program
+from hapsynth.instructions.sizes import Sizes
+from hapsynth.lower import Lowered, host_array, lower, own_mesh
+from hapsynth.plan_file import PlanError, read_plan, write_plan
+from hapsynth.search.result import Result
+from hapsynth.sharded_array import ShardedArray
+from hapsynth.trace import Traced
+
+__all__ = ["CheckReport", "Plan", "PlanError", "load"]
+
+
+class Plan:
+    """A distributed program for one function: call it like the function.
+
+    `mesh` None: planned without devices; everything but running works, and `load` with a mesh gives a plan that runs.
+    `fn` is the function itself, for `check`. With `donate` (the default) a call consumes carried state that already
+    lies as the plan keeps it, as `jax.jit(..., donate_argnums=...)` would; anything else is copied to the devices and
+    left alone. Raises ValueError where the mesh has another number of devices than the program.
+    """
+
+    def __init__(
+        self,
+        traced: Traced,
+        result: Result,
+        cluster: Cluster,
+        mesh: Mesh | None = None,
+        fn: Callable[..., Any] | None = None,
+        *,
+        donate: bool = True,
+    ) -> None:
+        self.traced = traced
+        self.result = result
+        self.cluster = cluster
+        self.fn = fn
+        self.mesh = None if mesh is None else own_mesh(mesh, result.program.axes)
+        self._donate = donate
+        self._arguments = Arguments(traced)
+
+    # Running
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The function's results, in its own pytree.
+
+        Arguments are those of the example: same structure, shapes and dtypes; NumPy arrays, Python numbers, arrays
+        that lie anywhere, and what `shard` or an earlier call returned. (Weak types are taken as planned.) A result is
+        a plain `jax.Array`, or a `ShardedArray` where the shards are unlike.
+
+        Raises TypeError, ValueError or RuntimeError naming the argument's path before anything runs or is consumed.
+        An error from the run itself carries a note that names the state it consumed.
+        """
+        lowered = self.lowered
+        leaves = self._arguments.flatten(args, kwargs)
+        stored = self._arguments.place(lowered, leaves)
+        try:
+            made = lowered(stored)
+        except Exception as error:
+            lost = [p for p, x in zip(self.traced.in_paths, stored) if x.is_deleted()]
+            if lost:
+                error.add_note(f"hapsynth: the call had consumed these arguments, which are lost: {', '.join(lost)}")
+            raise
+        out: list[Any] = [None] * self.traced.out_tree.num_leaves
+        for i, leaf in self.traced.out_static_leaves.items():
+            out[i] = leaf
+        for i, storage, x in zip(self.traced.out_array_leaves, lowered.outputs, made, strict=True):
+            out[i] = wrap(storage, x)
+        return jax.tree_util.tree_unflatten(self.traced.out_tree, out)
+
+    @cached_property
+    def lowered(self) -> Lowered:
+        """The compiled form, made when first needed. Raises RuntimeError for a plan without devices."""
+        if self.mesh is None:
+            raise RuntimeError(
+                f"this plan was made for the cluster {self.cluster.name!r} without its devices: save it with "
+                "plan.save(path) and load it where they are with hapsynth.load(path, fn, example_args, mesh)"
+            )
+        return lower(self.traced.graph, self.program, self.sizes, self.mesh, donate=self._donate)
+
+    def lower(self, *args: Any, **kwargs: Any) -> Any:
+        """JAX's lowered function, with `.as_text()` and `.compile()`; arguments, or their structs, are only checked."""
+        if args or kwargs:
+            self._arguments.flatten(args, kwargs, structs=True)
+        return self.lowered.lower()
+
+    # Moving values
+
+    def shard(self, *args: Any, **kwargs: Any) -> Any:
+        """The first arguments of the function, placed on the devices as the plan keeps them.
+
+        One argument gives just that; several give a tuple, with a dict of keyword arguments last where there are any.
+        What is returned shares no memory with what is given, so that a plan may consume it. Raises as `__call__` does.
+        """
+        placed: list[Any] = []
+        for _, argument, first in list(self._arguments.split(args, kwargs)):
+            leaves, tree = jax.tree_util.tree_flatten(argument)
+            placed.append(tree.unflatten(self._arguments.place_copies(self.lowered, leaves, first)))
+        out = placed[: len(args)]
+        if kwargs:
+            out.append(dict(zip(kwargs, placed[len(args) :])))
+        return out[0] if len(out) == 1 else tuple(out)
+
+    def unshard(self, tree: Any) -> Any:
+        """`tree` with every array whole, as a NumPy array of its logical shape; typed keys as key arrays.
+
+        Leaves that are no arrays are kept. In a run of several processes all must call.
+        """
+        return jax.tree.map(_whole, tree)
+
+    def map(self, fn: Callable[[Any], Any], tree: Any) -> Any:
+        """`fn` applied to every array of `tree`, the results sharded as the arrays were.
+
+        An unevenly sharded value is made whole for `fn`, as a NumPy array. The result may have another dtype; another
+        shape raises ValueError.
+        """
+
+        def apply(leaf: Any) -> Any:
+            if not isinstance(leaf, ShardedArray):
+                return fn(leaf)
+            made = fn(_whole(leaf))
+            made = made if isinstance(made, jax.Array) else np.asarray(made)
+            if made.shape != leaf.shape:
+                raise ValueError(f"plan.map: the function made shape {made.shape} of {leaf!r}; it must keep the shape")
+            storage = leaf.storage.with_dtype(made.dtype)
+            return ShardedArray(storage, storage.put(made, copy=True))
+
+        return jax.tree.map(apply, tree)
+
+    # Trust
+
+    def check(self, *args: Any, rtol: float = 1e-4, **kwargs: Any) -> CheckReport:
+        """Run the plan and the original function, on one device, and compare every output leaf.
+
+        Without arguments random ones are made (`hapsynth.check.random_arguments` says which; give real ones where
+        integers must have a wider range than 0 and 1, such as token ids). Nothing that is given is consumed.
+        Raises RuntimeError for a plan that has no function, or no devices.
+        """
+        if self.fn is None:
+            raise RuntimeError("this plan does not hold its function: load it with hapsynth.load(path, fn, ...)")
+        if not args and not kwargs:
+            args, kwargs = random_arguments(self.traced)
+        lowered = self.lowered
+        leaves = [_plain(x) for x in self._arguments.flatten(args, kwargs)]
+        placed = self._arguments.place_copies(lowered, leaves, 0)
+        args, kwargs = jax.tree_util.tree_unflatten(self.traced.in_tree, placed)
+        out = jax.tree_util.tree_leaves(self(*args, **kwargs))
+        got = [_whole(out[i]) for i in self.traced.out_array_leaves]
+        want = run_on_one_device(self.fn, self.traced, leaves, lowered.mesh.devices.flat[0])
+        errors = [relative_error(a, b) for a, b in zip(got, want, strict=True)]
+        return CheckReport(tuple(zip(self.traced.out_paths, errors, strict=True)), rtol)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the plan as JSON, whole or not at all; OSError where that cannot be done."""
+        write_plan(path, self.traced, self.result, self.cluster)
+
+    # What was planned
+
+    @property
+    def program(self) -> Program:
+        return self.result.program
+
+    @property
+    def sizes(self) -> Sizes:
+        return self.result.sizes
+
+    @property
+    def cost(self) -> float:
+        """Predicted seconds per call."""
+        return self.result.cost_s
+
+    @property
+    def lower_bound(self) -> float:
+        """Seconds that no program at these ratios goes below."""
+        return self.result.lower_bound_s
+
+    @property
+    def joint_lower_bound(self) -> float:
+        """Seconds that no program at any ratios goes below."""
+        return self.result.joint_lower_bound_s
+
+    @property
+    def gap(self) -> float:
+        """(cost - lower bound) / cost."""
+        return self.result.gap
+
+    @property
+    def joint_gap(self) -> float:
+        """(cost - joint lower bound) / cost."""
+        return self.result.joint_gap
+
+    @property
+    def memory(self) -> tuple[float, ...]:
+        """Predicted peak bytes of each device, in mesh order."""
+        return self.result.memory_bytes
+
+    @cached_property
+    def ratios(self) -> dict[str, tuple[float, ...]]:
+        """Dimension class -> the fraction that each device holds."""
+        classes = zip(self.sizes.classes.all, self.sizes.shares)
+        return {c.name: tuple(s / c.units for s in shares) for c, shares in classes}
+
+    @cached_property
+    def layouts(self) -> dict[str, str]:
+        """Argument path -> layout."""
+        inputs = zip(self.traced.in_paths, self.traced.graph.inputs)
+        return {path: format_layout(self.program.inputs[v]) for path, v in inputs}
+
+    @cached_property
+    def output_layouts(self) -> dict[str, str]:
+        """Output path -> layout; a constant output is `R`."""
+        outputs = zip(self.traced.out_paths, self.program.outputs)
+        return {path: "R" if layout is None else format_layout(layout) for path, layout in outputs}
+
+    def __repr__(self) -> str:
+        return f"Plan({len(self.traced.graph.ops)} ops on {self.cluster.name!r}, {self.cost:.4g} s per call)"
+
+
+def load(
+    path: str | os.PathLike[str],
+    fn: Callable[..., Any],
+    example_args: Sequence[Any],
+    mesh: Mesh | None = None,
+    *,
+    example_kwargs: Mapping[str, Any] | None = None,
+    donate: bool = True,
+) -> Plan:
+    """Read a plan of `fn` that `Plan.save` wrote; `mesh` None gives one that cannot run.
+
+    `fn` is traced again and must be the function that was planned; the file is only data and must pass the checker.
+    Raises PlanError with the reason and the way out, ValueError where the mesh has another number of devices.
+    """
+    traced, result, cluster = read_plan(path, fn, example_args, example_kwargs)
+    return Plan(traced, result, cluster, mesh, fn, donate=donate)
+
+
+def _plain(leaf: Any) -> Any:
+    return _whole(leaf) if isinstance(leaf, ShardedArray) else leaf
+
+
+def _whole(leaf: Any) -> Any:
+    if isinstance(leaf, ShardedArray):
+        return leaf.storage.fetch(leaf.data)
+    return host_array(leaf) if isinstance(leaf, jax.Array) else leaf

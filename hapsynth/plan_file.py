@@ -1,0 +1,208 @@
+"""Plan files: JSON, written in one piece, trusted only after the checker has replayed what they say."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast, get_args
+
+from hapsynth.cluster import Cluster, ClusterError
+from hapsynth.instructions.checker import check
+from hapsynth.instructions.program import Program, ProgramError
+from hapsynth.instructions.sizes import Classes, Sizes
+from hapsynth.search.result import Result, Status
+from hapsynth.trace import Traced, trace
+
+SCHEMA = "hapsynth-plan-1"
+_AGAIN = "synthesize again and save the new plan"
+
+
+class PlanError(ValueError):
+    """A plan file cannot be read, is of another function, or does not pass the checker."""
+
+
+def write_plan(path: str | os.PathLike[str], traced: Traced, result: Result, cluster: Cluster) -> None:
+    """Write a plan; the file is there whole or not at all."""
+    target = Path(path)
+    text = json.dumps(plan_to_dict(traced, result, cluster), indent=1, allow_nan=False) + "\n"
+    handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        mask = os.umask(0)
+        os.umask(mask)
+        os.chmod(temporary, 0o666 & ~mask)
+        os.replace(temporary, target)
+    except BaseException:
+        os.unlink(temporary)
+        raise
+
+
+def plan_to_dict(traced: Traced, result: Result, cluster: Cluster) -> dict[str, Any]:
+    """A plan as plain strings, numbers, lists and dicts. Infinite numbers are strings."""
+    graph = traced.graph
+    return {
+        "schema": SCHEMA,
+        "function": {
+            "fingerprint": graph.fingerprint,
+            "inputs": _inputs(traced),
+            "outputs": list(traced.out_paths),
+            "ops": [op.name for op in graph.ops],
+            "carry": [list(pair) for pair in graph.carry],
+        },
+        "cluster": cluster.to_dict(),
+        "program": result.program.to_dict(),
+        "classes": [cls.name for cls in result.sizes.classes.all],
+        "shares": [list(shares) for shares in result.sizes.shares],
+        "certificate": {
+            "cost_s": _number(result.cost_s),
+            "lower_bound_s": _number(result.lower_bound_s),
+            "joint_lower_bound_s": _number(result.joint_lower_bound_s),
+            "status": result.status,
+            "expanded": result.expanded,
+        },
+        "memory_bytes": [_number(x) for x in result.memory_bytes],
+        "memory_limit_bytes": [_number(x) for x in result.memory_limit_bytes],
+        "replicated_primitives": list(result.replicated_primitives),
+        "timings_s": {name: _number(x) for name, x in result.timings_s.items()},
+    }
+
+
+def read_plan(
+    path: str | os.PathLike[str],
+    fn: Callable[..., Any],
+    example_args: Sequence[Any],
+    example_kwargs: Mapping[str, Any] | None = None,
+) -> tuple[Traced, Result, Cluster]:
+    """Read a plan of `fn`: traced again, compared, and put through the checker.
+
+    Raises PlanError with the file's name, the reason and the way out.
+    """
+    file = Path(path)
+    try:
+        data = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise PlanError(f"{file}: cannot be read: {error.strerror}; give the path of a plan file") from None
+    except ValueError as error:
+        raise PlanError(f"{file}: is cut short or no JSON ({error}); {_AGAIN}") from None
+    if not isinstance(data, dict):
+        raise PlanError(f"{file}: holds no plan; {_AGAIN}")
+    schema = cast(dict[str, Any], data).get("schema")
+    if schema != SCHEMA:
+        raise PlanError(f"{file}: has schema {schema!r}, and this version reads {SCHEMA!r}; {_AGAIN}")
+    traced = trace(fn, example_args, dict(example_kwargs or {}))
+    try:
+        return _plan_from_dict(cast(dict[str, Any], data), traced)
+    except PlanError as error:
+        raise PlanError(f"{file}: {error}") from None
+    except (ProgramError, ClusterError) as error:
+        raise PlanError(f"{file}: was edited, or made by another version: {error}; {_AGAIN}") from error
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError) as error:
+        reason = f"has no {error}" if isinstance(error, KeyError) else str(error)
+        raise PlanError(f"{file}: was edited, or made by another version: it {reason}; {_AGAIN}") from error
+
+
+def _plan_from_dict(data: Mapping[str, Any], traced: Traced) -> tuple[Traced, Result, Cluster]:
+    traced = _same_function(data["function"], traced)
+    graph = traced.graph
+    cluster = Cluster.from_dict(data["cluster"])
+    program = Program.from_dict(data["program"])
+    devices = math.prod(size for _, size in program.axes)
+    if devices != cluster.n:
+        raise PlanError(f"the program is for {devices} devices and the cluster has {cluster.n}; {_AGAIN}")
+    check(graph, program)
+    classes = Classes.build(graph, program)
+    if list(data["classes"]) != [c.name for c in classes.all]:
+        raise PlanError(f"the dimension classes are not those of the program; {_AGAIN}")
+    shares = tuple(tuple(_integer(s) for s in row) for row in data["shares"])
+    sizes = Sizes(graph, classes, shares)
+    check(graph, program, sizes)
+    certificate = data["certificate"]
+    if certificate["status"] not in get_args(Status):
+        raise PlanError(f"{certificate['status']!r} is no status; {_AGAIN}")
+    result = Result(
+        program=program,
+        sizes=sizes,
+        cost_s=_read_number(certificate["cost_s"]),
+        lower_bound_s=_read_number(certificate["lower_bound_s"]),
+        joint_lower_bound_s=_read_number(certificate["joint_lower_bound_s"]),
+        status=certificate["status"],
+        expanded=_integer(certificate["expanded"]),
+        memory_bytes=_per_device(data, "memory_bytes", devices),
+        memory_limit_bytes=_per_device(data, "memory_limit_bytes", devices),
+        replicated_primitives=tuple(map(str, data["replicated_primitives"])),
+        timings_s={str(k): _read_number(v) for k, v in data["timings_s"].items()},
+    )
+    return traced, result, cluster
+
+
+def _same_function(saved: Mapping[str, Any], traced: Traced) -> Traced:
+    """The traced function with the saved carry; PlanError names the first difference."""
+    graph = traced.graph
+    inputs = _inputs(traced)
+    for have, want in zip(inputs, saved["inputs"]):
+        if have != want:
+            raise PlanError(f"this plan is of another function: it takes {_leaf(want)}, and this one {_leaf(have)}")
+    ops = [op.name for op in graph.ops]
+    for what, have, want in (("inputs", inputs, saved["inputs"]), ("ops", ops, saved["ops"])):
+        if len(have) != len(want):
+            raise PlanError(f"this plan is of another function: it has {len(want)} {what}, and this one {len(have)}")
+    for i, (have, want) in enumerate(zip(ops, saved["ops"])):
+        if have != want:
+            raise PlanError(f"this plan is of another function: its op {i} is {want}, and this one's is {have}")
+    if list(traced.out_paths) != saved["outputs"]:
+        raise PlanError(f"this plan is of another function: its outputs are {saved['outputs']}")
+    carry = tuple((_integer(i), _integer(o)) for i, o in saved["carry"])
+    for i, o in carry:
+        if not (0 <= i < len(graph.inputs) and 0 <= o < len(graph.outputs)):
+            raise PlanError(f"the carry {[i, o]} names no input and output; {_AGAIN}")
+    graph = dataclasses.replace(graph, carry=carry)
+    if graph.fingerprint != saved["fingerprint"]:
+        raise PlanError(
+            f"this plan is of another function: fingerprint {saved['fingerprint']}, and this one's is "
+            f"{graph.fingerprint}: the ops have the same names, but other operands, shapes or parameters"
+        )
+    return dataclasses.replace(traced, graph=graph)
+
+
+def _inputs(traced: Traced) -> list[list[Any]]:
+    values = [traced.graph.values[v] for v in traced.graph.inputs]
+    return [[path, list(v.shape), str(v.dtype)] for path, v in zip(traced.in_paths, values, strict=True)]
+
+
+def _leaf(entry: Any) -> str:
+    path, shape, dtype = entry
+    return f"{path} of {dtype}{shape}"
+
+
+def _number(x: float) -> float | str:
+    return float(x) if math.isfinite(x) else str(float(x))
+
+
+def _read_number(x: Any) -> float:
+    if isinstance(x, bool) or not isinstance(x, (int, float, str)):
+        raise PlanError(f"{x!r} is no number; {_AGAIN}")
+    number = float(x)
+    if math.isnan(number):
+        raise PlanError(f"{x!r} is no number; {_AGAIN}")
+    return number
+
+
+def _integer(x: Any) -> int:
+    if isinstance(x, bool) or not isinstance(x, int):
+        raise PlanError(f"{x!r} is no integer; {_AGAIN}")
+    return x
+
+
+def _per_device(data: Mapping[str, Any], key: str, devices: int) -> tuple[float, ...]:
+    numbers = tuple(_read_number(x) for x in data[key])
+    if len(numbers) != devices:
+        raise PlanError(f"{key} has {len(numbers)} entries for {devices} devices; {_AGAIN}")
+    return numbers

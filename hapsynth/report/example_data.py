@@ -1,0 +1,142 @@
+"""Arguments to try a function on, where its model file gives only shapes.
+
+What an argument may hold follows from how the function uses it: an integer that indexes a dimension lies within it
+(token ids, labels), and what a square root or a logarithm is taken of is not negative (second moments, variances).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from hapsynth import _jax
+from hapsynth.graph import Graph, Op, Value
+from hapsynth.trace import Traced
+
+# Ops whose result lies in the range of their operands, or shifts it as the indexing code of jax.numpy does.
+_SAME_INDEX = frozenset(
+    "convert_element_type reshape broadcast_in_dim squeeze expand_dims transpose select_n add concatenate copy "
+    "slice rev stop_gradient optimization_barrier reduce_precision clamp".split()
+)
+# Ops that keep the sign: nothing that subtracts, negates or contracts.
+_SAME_SIGN = frozenset(
+    "convert_element_type reshape broadcast_in_dim squeeze expand_dims transpose select_n add mul div concatenate "
+    "copy slice rev stop_gradient optimization_barrier reduce_precision max min reduce_sum".split()
+)
+_NOT_NEGATIVE = frozenset("sqrt rsqrt log pow".split())
+_DEFAULT_BOUND = 2
+
+
+def example_arguments(
+    traced: Traced, args: Sequence[Any], kwargs: Mapping[str, Any], seed: int = 0
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """`args` and `kwargs` with every abstract leaf filled in; leaves that hold data are kept.
+
+    Carried floats of rank two or more are normal with variance 1 / fan-in, so that activations stay of order one;
+    other carried floats scatter around 1 by 0.1; floats that are not carried are standard normal. Integers are
+    uniform below the length that they index, or 0 and 1 where they index nothing; unsigned 32-bit ones (raw keys)
+    that index nothing, and typed keys, have all bits random.
+    """
+    graph = traced.graph
+    rng = np.random.default_rng(seed)
+    carried = {graph.inputs[source] for source, _ in graph.carry}
+    leaves, tree = jax.tree_util.tree_flatten((tuple(args), dict(kwargs)))
+    for leaf, value in zip(traced.array_leaves, graph.inputs, strict=True):
+        if isinstance(leaves[leaf], jax.ShapeDtypeStruct) or not hasattr(leaves[leaf], "__array__"):
+            leaves[leaf] = leaves[leaf] if _is_number(leaves[leaf]) else _sample(rng, graph, value, value in carried)
+    return jax.tree_util.tree_unflatten(tree, leaves)
+
+
+def _is_number(leaf: Any) -> bool:
+    return isinstance(leaf, (bool, int, float, complex)) or (
+        isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer)
+    )
+
+
+def _sample(rng: np.random.Generator, graph: Graph, value: int, carried: bool) -> Any:
+    v = graph.values[value]
+    if _jax.is_extended(v.dtype):
+        return _keys(rng, v)
+    dtype = np.dtype(v.dtype)
+    if dtype == np.bool_:
+        return rng.random(v.shape) < 0.5
+    if jax.numpy.issubdtype(dtype, jax.numpy.integer):
+        bound = index_bound(graph, value)
+        if bound is None and dtype == np.uint32:
+            return rng.integers(0, 1 << 32, v.shape, dtype=np.uint32)
+        bound = _DEFAULT_BOUND if bound is None else max(1, bound)
+        return rng.integers(0, min(bound, int(jax.numpy.iinfo(dtype).max)), v.shape).astype(dtype)
+    x = rng.normal(size=v.shape)
+    if jax.numpy.issubdtype(dtype, jax.numpy.complexfloating):
+        return (x + 1j * rng.normal(size=v.shape)).astype(dtype)
+    if carried:
+        fan_in = int(np.prod(v.shape[:-1])) if len(v.shape) > 1 else 0
+        x = x / np.sqrt(max(1, fan_in)) if fan_in else 1.0 + 0.1 * x
+    return np.asarray(np.abs(x) if is_not_negative(graph, value) else x).astype(dtype)
+
+
+def _keys(rng: np.random.Generator, v: Value) -> jax.Array:
+    words = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(v.shape, v.dtype)).shape
+    data = rng.integers(0, 1 << 32, words, dtype=np.uint32)
+    # An extended dtype prints as `key<fry>`; its implementation's own name is only on a key array.
+    implementation = jax.eval_shape(lambda k: k, jax.ShapeDtypeStruct(v.shape, v.dtype)).dtype
+    return jax.random.wrap_key_data(data, impl=str(implementation._impl.name))
+
+
+def index_bound(graph: Graph, value: int) -> int | None:
+    """The least length of a dimension that an integer value indexes; None where it indexes nothing."""
+    bounds: list[int] = []
+    for op, position in _reached(graph, value, _SAME_INDEX):
+        bounds += _indexed(graph, op, position)
+    return min(bounds, default=None)
+
+
+def is_not_negative(graph: Graph, value: int) -> bool:
+    """Whether the function takes a root or a logarithm of a value, or of what only scales or adds to it."""
+    return any(op.name in _NOT_NEGATIVE and position == 0 for op, position in _reached(graph, value, _SAME_SIGN))
+
+
+def _reached(graph: Graph, value: int, through: frozenset[str]) -> list[tuple[Op, int]]:
+    """The uses of a value and of whatever ops in `through` make of it, in order."""
+    found: list[tuple[Op, int]] = []
+    seen, pending = {value}, [value]
+    while pending:
+        for index, position in graph.uses[pending.pop()]:
+            op = graph.ops[index]
+            found.append((op, position))
+            if op.name in through:
+                new = [r for r in op.results if r not in seen]
+                seen.update(new)
+                pending += new
+    return found
+
+
+def _indexed(graph: Graph, op: Op, position: int) -> list[int]:
+    """The lengths that an operand indexes, if it is indices."""
+    if op.name == "gather" and position == 1:
+        return [op.shapes[0][d] for d in op.params["dimension_numbers"].start_index_map]
+    if op.name.startswith("scatter") and position == 1:
+        return [op.shapes[0][d] for d in op.params["dimension_numbers"].scatter_dims_to_operand_dims]
+    if op.name == "dynamic_slice" and position >= 1:
+        return [op.shapes[0][position - 1]]
+    if op.name == "eq":
+        # A one-hot compares with an iota.
+        other = op.operands[1 - position]
+        if isinstance(other, int) and (source := _iota_length(graph, other)) is not None:
+            return [source]
+    return []
+
+
+def _iota_length(graph: Graph, value: int) -> int | None:
+    while value in graph.producer:
+        op = graph.ops[graph.producer[value]]
+        if op.name == "iota":
+            return int(op.result_shapes[0][op.params["dimension"]])
+        operand = op.operands[0] if op.operands else None
+        if op.name not in ("reshape", "broadcast_in_dim", "convert_element_type") or not isinstance(operand, int):
+            return None
+        value = operand
+    return None

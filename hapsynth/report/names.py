@@ -1,0 +1,53 @@
+"""What the values and dimension classes of a plan are called in a report."""
+
+from __future__ import annotations
+
+from hapsynth.graph import Value
+from hapsynth.instructions.sizes import DimensionClass
+from hapsynth.trace import Traced
+
+
+class Names:
+    """Names by which a user knows values: argument paths, and source lines for what the function computes."""
+
+    def __init__(self, traced: Traced) -> None:
+        self.graph = traced.graph
+        self.paths = dict(zip(self.graph.inputs, traced.in_paths, strict=True))
+        self.by_path = {path: value for value, path in self.paths.items()}
+
+    def value(self, value: int) -> str:
+        """`[0]['params']['w']` for an argument, `v80 dot_general (mlp.py:57)` for what an op makes."""
+        if value in self.paths:
+            return self.paths[value] or "the argument"
+        name = self.graph.values[value].name
+        if value in self.graph.constants:
+            return f"{name} (a constant of the function)"
+        op = self.graph.ops[self.graph.producer[value]]
+        return f"{name} {op.name}" + (f" ({op.source})" if op.source else "")
+
+    def shape(self, value: int) -> str:
+        """`f32[256, 512]`"""
+        return str(self.graph.values[value]).partition(":")[2]
+
+    def find(self, name: str) -> int | None:
+        """The value that a user means: an argument path, or a name as in a listing (`v80`, `in3`)."""
+        if name in self.by_path:
+            return self.by_path[name]
+        return next((v.index for v in self.graph.values if v.name == name), None)
+
+    def all(self) -> list[str]:
+        """Every name that `find` knows."""
+        return [*self.by_path, *(v.name for v in self.graph.values)]
+
+    def cut(self, cls: DimensionClass) -> str:
+        """A class by its largest member, an argument where it has one: `[1]['x'] dim 0`."""
+        value, dim, _ = max(cls.members, key=lambda m: (m[0] in self.paths, self._weight(m[0]), -m[0], -m[1]))
+        return f"{self.value(value)} dim {dim}"
+
+    def weight(self, cls: DimensionClass) -> float:
+        """Bytes of all tensors that a class cuts."""
+        return float(sum(self._weight(v) for v in dict.fromkeys(v for v, _, _ in cls.members)))
+
+    def _weight(self, value: int) -> int:
+        found: Value = self.graph.values[value]
+        return found.nbytes

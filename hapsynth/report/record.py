@@ -1,0 +1,156 @@
+"""The JSON documents of `search`, `compare` and `run`, and the figures that they share with the tables."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hapsynth.cluster import Cluster
+from hapsynth.instructions.program import Convert, FactorTable, Program
+from hapsynth.instructions.rules import entry_of
+from hapsynth.instructions.sizes import Sizes
+from hapsynth.plan import Plan
+from hapsynth.search.baselines import Baselines
+from hapsynth.search.costs import CostModel
+from hapsynth.search.evaluate import Cost, instruction_costs
+from hapsynth.trace import Traced
+
+SEARCH_SCHEMA = "hapsynth-search-1"
+COMPARE_SCHEMA = "hapsynth-compare-1"
+RUN_SCHEMA = "hapsynth-run-1"
+
+
+def finite(value: float) -> float | None:
+    """JSON has no infinity."""
+    return float(value) if math.isfinite(value) else None
+
+
+def cost_model(plan: Plan) -> CostModel:
+    """The model that costed a plan."""
+    graph = plan.traced.graph
+    return CostModel(graph, plan.cluster, FactorTable(graph))
+
+
+def costs_of(plan: Plan, model: CostModel | None = None) -> list[Cost]:
+    """Seconds and wire bytes of every instruction, in order."""
+    return list(instruction_costs(plan.program, plan.sizes, model or cost_model(plan)))
+
+
+def replicated(traced: Traced) -> dict[str, int]:
+    """Primitives without a sharding rule, and how often each occurs."""
+    found = Counter(op.name for op in traced.graph.ops if entry_of(op) is None)
+    return dict(sorted(found.items()))
+
+
+def search_record(plan: Plan) -> dict[str, Any]:
+    """What `search --json` writes."""
+    result = plan.result
+    timings = result.timings_s
+    return {
+        "schema": SEARCH_SCHEMA,
+        "ops": len(plan.traced.graph.ops),
+        "devices": plan.cluster.n,
+        "mesh": dict(plan.program.axes),
+        **{key: timings.get(key, 0.0) for key in ("trace_s", "search_s", "ratio_s", "total_s")},
+        "cost_s": finite(result.cost_s),
+        "lower_bound_s": finite(result.lower_bound_s),
+        "gap": finite(result.gap),
+        "joint_lower_bound_s": finite(result.joint_lower_bound_s),
+        "joint_gap": finite(result.joint_gap),
+        "expanded": result.expanded,
+        "status": result.status,
+        "collectives": plan.program.collectives(),
+        "ratios": {name: list(shares) for name, shares in plan.ratios.items()},
+        "memory_bytes": list(result.memory_bytes),
+        "memory_limit_bytes": list(result.memory_limit_bytes),
+        "replicated_primitives": list(result.replicated_primitives),
+    }
+
+
+def infeasible_record(
+    traced: Traced, cluster: Cluster, limit: float | None, message: str, timings: Mapping[str, float]
+) -> dict[str, Any]:
+    """What `search --json` writes where no program fits: the same keys, null for what there is none of."""
+    limits = [float(d.memory) if limit is None else limit for d in cluster.devices]
+    return {
+        "schema": SEARCH_SCHEMA,
+        "ops": len(traced.graph.ops),
+        "devices": cluster.n,
+        "mesh": dict(cluster.axes),
+        **{key: timings.get(key) for key in ("trace_s", "search_s", "ratio_s", "total_s")},
+        **dict.fromkeys(("cost_s", "lower_bound_s", "gap", "joint_lower_bound_s", "joint_gap", "expanded")),
+        "status": "infeasible",
+        "message": message,
+        "collectives": {},
+        "ratios": {},
+        "memory_bytes": [],
+        "memory_limit_bytes": limits,
+        "replicated_primitives": list(replicated(traced)),
+    }
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One plan of a comparison. `collectives`: name -> (how many, wire bytes in all). `memory_bytes`: peak."""
+
+    cost_s: float
+    memory_bytes: float
+    fits: bool
+    collectives: Mapping[str, tuple[int, float]]
+
+
+def comparison(plan: Plan) -> dict[str, Entry]:
+    """The plan, as `hapsynth`, and every baseline, all costed by one model."""
+    model = cost_model(plan)
+    limit = min(plan.result.memory_limit_bytes)
+    peak = max(plan.result.memory_bytes)
+    entries = {"hapsynth": Entry(plan.cost, peak, peak <= limit, traffic(plan.program, plan.sizes, model))}
+    for name, b in Baselines(plan.traced.graph, model.table, model, limit).all().items():
+        entries[name] = Entry(b.cost_s, b.memory_bytes, b.fits, traffic(b.program, b.sizes, model))
+    return entries
+
+
+def traffic(program: Program, sizes: Sizes, model: CostModel) -> dict[str, tuple[int, float]]:
+    """Collective -> (how many, bytes over the slowest link in all)."""
+    found: dict[str, tuple[int, float]] = {}
+    for cost in instruction_costs(program, sizes, model):
+        i = cost.instruction
+        if isinstance(i, Convert) and i.is_collective:
+            count, wire = found.get(i.step, (0, 0.0))
+            found[i.step] = count + 1, wire + cost.wire_bytes
+    return dict(sorted(found.items()))
+
+
+def compare_record(entries: Mapping[str, Entry]) -> dict[str, Any]:
+    """What `compare --json` writes. `speedup`: of the plan over this one."""
+    ours = entries["hapsynth"].cost_s
+    return {
+        "schema": COMPARE_SCHEMA,
+        "plans": {
+            name: {
+                "cost_s": finite(e.cost_s),
+                "memory_bytes": finite(e.memory_bytes),
+                "fits": e.fits,
+                "speedup": finite(e.cost_s / ours) if ours else None,
+                "collectives": {c: {"count": n, "wire_bytes": wire} for c, (n, wire) in e.collectives.items()},
+            }
+            for name, e in entries.items()
+        },
+    }
+
+
+def run_record(errors: Sequence[tuple[str, float]], tolerance: float, step_s: Sequence[float]) -> dict[str, Any]:
+    """What `run --json` writes: the largest relative error of each output leaf over all steps (null: not finite)."""
+    worst = max((e for _, e in errors), default=0.0)
+    return {
+        "schema": RUN_SCHEMA,
+        "ok": worst <= tolerance,
+        "steps": len(step_s),
+        "tolerance": tolerance,
+        "max_relative_error": finite(worst),
+        "outputs": {path: finite(error) for path, error in errors},
+        "step_s": list(step_s),
+    }

@@ -1,0 +1,108 @@
+"""What `hapsynth search` prints: the certificate, the sizes, the memory, the communication, the program in brief."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.table import Table
+
+from hapsynth.instructions.program import Convert
+from hapsynth.plan import Plan
+from hapsynth.report.listing import brief
+from hapsynth.report.names import Names
+from hapsynth.report.record import cost_model, costs_of, replicated, traffic
+from hapsynth.report.text import (
+    counted,
+    device_groups,
+    heading,
+    nbytes,
+    percent,
+    plural,
+    seconds,
+    span,
+    table,
+)
+
+_STATUS = {
+    "optimal": "optimal: no program at any shard sizes is cheaper",
+    "optimal_at_ratios": "optimal at these shard sizes: no other program is cheaper at them",
+    "gap": "not proved optimal: the search ended with a gap",
+    "infeasible": "infeasible",
+}
+_ROWS = 12
+
+
+def print_summary(out: Console, plan: Plan, *, listing: bool = False) -> None:
+    """The whole report of one plan; `listing`: every instruction instead of the program in brief."""
+    model = cost_model(plan)
+    costs = costs_of(plan, model)
+    graph = plan.traced.graph
+    collectives = sum(isinstance(i, Convert) and i.is_collective for i in plan.program.instructions)
+    out.print(
+        f"{plural(len(graph.ops), 'op')} planned for {plan.cluster.name}: {plural(plan.cluster.n, 'device')}, "
+        f"{', '.join(f'{name} ({len(group)})' for name, group in device_groups(plan.cluster))}"
+    )
+    out.print(heading("Program"))
+    out.print(
+        f"{plural(len(plan.program.instructions), 'instruction')}, {plural(collectives, 'collective')} "
+        f"({counted(plan.program.collectives())})"
+    )
+    if listing:
+        out.print(plan.program.text(graph), end="")
+    else:
+        for line in brief(plan, costs):
+            out.print(line)
+    out.print(heading("Shard sizes, in units, of each dimension class"))
+    out.print(sizes_table(plan))
+    out.print(heading("Memory per device, predicted peak"))
+    out.print(memory_table(plan))
+    wire = sum(b for _, b in traffic(plan.program, plan.sizes, model).values())
+    moving = sum(c.seconds for c in costs if isinstance(c.instruction, Convert))
+    out.print(heading("Certificate"))
+    print_certificate(out, plan)
+    out.print(f"communication  {seconds(moving)} of it, {nbytes(wire)} over the slowest link")
+    missing = replicated(plan.traced)
+    out.print(f"replicated     {'no primitive' if not missing else f'without a rule: {counted(missing)}'}")
+    timings = plan.result.timings_s
+    spent = ", ".join(f"{key[:-2]} {timings[key]:.1f} s" for key in ("trace_s", "search_s", "ratio_s") if key in timings)
+    out.print(f"planned in     {timings.get('total_s', 0.0):.1f} s ({spent}), {plan.result.expanded} nodes expanded")
+
+
+def print_certificate(out: Console, plan: Plan) -> None:
+    """Cost, bounds, gaps, and the status in words."""
+    r = plan.result
+    out.print(f"step time      {seconds(r.cost_s)} predicted")
+    out.print(f"lower bound    {seconds(r.lower_bound_s)} at these shard sizes, gap {percent(r.gap)}")
+    out.print(f"joint bound    {seconds(r.joint_lower_bound_s)} at any shard sizes, gap {percent(r.joint_gap)}")
+    out.print(f"status         {_STATUS[r.status]}")
+
+
+def sizes_table(plan: Plan) -> Table:
+    """One row per distinct cut, the classes with the most bytes first."""
+    names, groups = Names(plan.traced), device_groups(plan.cluster)
+    alike: dict[tuple[int, tuple[int, ...]], list[int]] = {}
+    classes = plan.sizes.classes.all
+    order = sorted(range(len(classes)), key=lambda c: -names.weight(classes[c]))
+    for c in order:
+        alike.setdefault((classes[c].units, plan.sizes.shares[c]), []).append(c)
+    rows: list[list[str]] = []
+    for (units, shares), members in alike.items():
+        more = f" and {len(members) - 1} like it" if len(members) > 1 else ""
+        tensors = sum(len(classes[c].members) for c in members)
+        cells = [span([shares[d] for d in group]) for _, group in groups]
+        rows.append([names.cut(classes[members[0]]) + more, str(tensors), str(units), *cells])
+    if len(rows) > _ROWS:
+        left = len(rows) - _ROWS
+        rows = [*rows[:_ROWS], [f"... {plural(left, 'more kind')} of cut", *[""] * (2 + len(groups))]]
+    if not rows:
+        rows = [["nothing is cut: every device computes everything", *[""] * (2 + len(groups))]]
+    return table(["class, by its largest tensor", "tensors", "units", *(name for name, _ in groups)], rows)
+
+
+def memory_table(plan: Plan) -> Table:
+    """Predicted peak and limit of each group of devices."""
+    rows: list[list[str]] = []
+    for name, group in device_groups(plan.cluster):
+        peak = max(plan.result.memory_bytes[d] for d in group)
+        limit = min(plan.result.memory_limit_bytes[d] for d in group)
+        rows.append([name, nbytes(peak), nbytes(limit), percent(peak / limit)])
+    return table(["devices", "peak", "limit", "used"], rows)

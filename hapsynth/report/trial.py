@@ -1,0 +1,156 @@
+"""What `hapsynth run` does: a saved plan on real devices, every output beside the function's on one device."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+from rich.console import Console
+
+from hapsynth.check import relative_error
+from hapsynth.lower import host_array
+from hapsynth.plan import Plan
+from hapsynth.report.model_file import UsageError
+from hapsynth.report.text import heading, plural, seconds, table
+
+TOLERANCE = 1e-4
+"""Largest relative error in float32, per leaf: max |a - b| / max |b|."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """The largest relative error of each output leaf over all steps, and the seconds of each step."""
+
+    errors: tuple[tuple[str, float], ...]
+    step_s: tuple[float, ...]
+
+    @property
+    def worst(self) -> float:
+        return max((e for _, e in self.errors), default=0.0)
+
+    @property
+    def ok(self) -> bool:
+        return self.worst <= TOLERANCE
+
+
+def devices_of(path: str) -> int | None:
+    """How many devices a plan file is for; None where that can't be read, which loading it will explain."""
+    try:
+        program = json.loads(Path(path).read_text(encoding="utf-8"))["program"]
+        return math.prod(int(size) for _, size in program["axes"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def ask_for_host_devices(n: int) -> None:
+    """Let JAX's CPU backend have `n` devices, if it has not started yet. An accelerator is still preferred."""
+    try:
+        if int(jax.config.read("jax_num_cpu_devices")) < n:
+            jax.config.update("jax_num_cpu_devices", n)
+    except (RuntimeError, ValueError, AttributeError):
+        # A backend has started, or XLA_FLAGS has set the number: `first_devices` counts what is there.
+        return
+
+
+def first_devices(n: int) -> Mesh:
+    """A mesh over the first `n` devices here; UsageError where there are fewer."""
+    devices = jax.devices()
+    if len(devices) < n:
+        platform = devices[0].platform
+        way_out = (
+            "unset XLA_FLAGS=--xla_force_host_platform_device_count, or set it to that number"
+            if platform == "cpu"
+            else "set JAX_PLATFORMS=cpu to run it on host devices"
+        )
+        raise UsageError(f"the plan is for {n} devices, and here are {len(devices)} ({platform}); {way_out}")
+    return Mesh(np.array(devices[:n]), ("hap",))
+
+
+def run_trial(plan: Plan, args: Sequence[Any], kwargs: Mapping[str, Any], steps: int) -> Trial:
+    """Run `steps` steps, carried state fed back, and compare each step with the function on the same values.
+
+    Every step of the reference starts from the plan's own state, so that errors do not accumulate.
+    """
+    assert plan.mesh is not None
+    traced = plan.traced
+    leaves, tree = jax.tree_util.tree_flatten((tuple(args), dict(kwargs)))
+    reference = _reference(plan, leaves, plan.mesh.devices.flat[0])
+    worst = [0.0] * len(traced.out_paths)
+    times: list[float] = []
+    for _ in range(steps):
+        now_args, now_kwargs = jax.tree_util.tree_unflatten(tree, leaves)
+        placed = plan.shard(*now_args, **now_kwargs)
+        items = [placed] if len(now_args) + bool(now_kwargs) == 1 else list(placed)
+        jax.block_until_ready(items)
+        began = time.perf_counter()
+        out = plan(*items[: len(now_args)], **(items[-1] if now_kwargs else {}))
+        jax.block_until_ready(out)
+        times.append(time.perf_counter() - began)
+        whole = jax.tree_util.tree_leaves(plan.unshard(out))
+        got = [whole[i] for i in traced.out_array_leaves]
+        want = reference([leaves[i] for i in traced.array_leaves])
+        worst = [max(e, relative_error(a, b)) for e, a, b in zip(worst, got, want, strict=True)]
+        for source, target in traced.graph.carry:
+            leaves[traced.array_leaves[source]] = got[target]
+    return Trial(tuple(zip(traced.out_paths, worst, strict=True)), tuple(times))
+
+
+def _reference(plan: Plan, leaves: Sequence[Any], device: jax.Device) -> Callable[[Sequence[Any]], list[Any]]:
+    """The function itself on one device: the array leaves of its arguments to those of its results, compiled once."""
+    traced, fn = plan.traced, plan.fn
+    assert fn is not None
+
+    def flat(arrays: Sequence[Any]) -> list[Any]:
+        full = list(leaves)
+        for i, x in zip(traced.array_leaves, arrays, strict=True):
+            full[i] = x
+        args, kwargs = jax.tree_util.tree_unflatten(traced.in_tree, full)
+        out = jax.tree_util.tree_leaves(fn(*args, **kwargs))
+        return [out[i] for i in traced.out_array_leaves]
+
+    compiled = jax.jit(flat)
+
+    def run(arrays: Sequence[Any]) -> list[Any]:
+        # Data that a model file gives may lie on several devices, or have a sharding of its own.
+        placed = [jax.device_put(host_array(x) if isinstance(x, jax.Array) else x, device) for x in arrays]
+        with jax.default_device(device):
+            return [host_array(x) for x in compiled(placed)]
+
+    return run
+
+
+def print_trial(out: Console, plan: Plan, trial: Trial) -> None:
+    """The largest error of each group of outputs and of all, and how long the steps took."""
+    assert plan.mesh is not None
+    device = plan.mesh.devices.flat[0]
+    out.print(
+        f"ran {plural(len(trial.step_s), 'step')} on {plural(plan.mesh.size, 'device')} ({device.platform}), "
+        f"planned for {plan.cluster.name}"
+    )
+    first, *rest = trial.step_s
+    later = f", then {seconds(statistics.median(rest))} a step (median)" if rest else ""
+    out.print(f"first step     {seconds(first)} with compilation{later}")
+    groups: dict[str, list[float]] = {}
+    for path, error in trial.errors:
+        groups.setdefault(_group(path), []).append(error)
+    out.print(heading("Outputs beside the function on one device"))
+    rows = [[name, str(len(errors)), f"{max(errors):.2e}"] for name, errors in groups.items()]
+    out.print(table(["output", "leaves", "max relative error"], rows))
+    verdict = "passed" if trial.ok else "FAILED"
+    out.print(f"\ncheck {verdict}: max relative error {trial.worst:.2e}, tolerance {TOLERANCE:g}")
+
+
+def _group(path: str) -> str:
+    """The first two steps of an output's path: `[0]['params']`."""
+    steps = re.findall(r"\[[^\]]*\]|\.\w+", path)
+    return "".join(steps[:2]) or "the result"

@@ -1,0 +1,484 @@
+"""A plan is called like the function it was made of, moves values, checks itself, and survives a file."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from hapsynth.cluster import Cluster
+from hapsynth.instructions.checker import check
+from hapsynth.plan import Plan, PlanError, load
+from hapsynth.search.result import Result
+from hapsynth.sharded_array import ShardedArray
+from hapsynth.trace import trace
+from tests.test_lower import RandomProgram, mlp_args, mlp_step
+
+N = 4
+
+
+def mesh_of(n: int = N, axes: tuple[int, ...] | None = None, types: tuple[AxisType, ...] | None = None) -> Mesh:
+    shape = axes or (n,)
+    names = tuple("xyz"[: len(shape)])
+    return Mesh(np.array(jax.devices()[:n]).reshape(shape), names, axis_types=types or (AxisType.Auto,) * len(shape))
+
+
+def make_plan(
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any] | None = None,
+    *,
+    mesh: Mesh | None = None,
+    n: int = N,
+    mode: str = "skewed",
+    seed: int = 0,
+    eager: float = 0.85,
+    with_mesh: bool = True,
+) -> Plan:
+    """A plan of a random program: nothing here depends on how good it is."""
+    mesh = mesh or mesh_of(n)
+    traced = trace(fn, args, kwargs)
+    maker = RandomProgram(traced.graph, n, random.Random(seed), eager)
+    program = maker.build()
+    sizes = maker.sizes(program, mode)
+    check(traced.graph, program, sizes)
+    result = Result(
+        program, sizes, 2.0, 1.5, 1.0, "gap", 7, (1e6,) * n, (float("inf"),) * n, ("weird",), {"total_s": 1.0}
+    )
+    return Plan(traced, result, Cluster.from_mesh(mesh), mesh if with_mesh else None, fn)
+
+
+def assert_same(got: Any, want: Any, plan: Plan) -> None:
+    """Same tree, shapes, dtypes, weak types and values."""
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want)):
+        if not isinstance(b, (jax.Array, np.ndarray)):
+            assert a is b or a == b
+            continue
+        assert (a.shape, a.dtype) == (b.shape, b.dtype)
+        assert getattr(a, "weak_type", False) == getattr(b, "weak_type", False)
+        if jax.dtypes.issubdtype(b.dtype, jax.dtypes.prng_key):
+            a, b = jax.random.key_data(a), jax.random.key_data(b)
+        np.testing.assert_allclose(np.asarray(plan.unshard(a)), np.asarray(b), rtol=1e-5, atol=1e-5)
+
+
+floats = lambda *shape: np.random.default_rng(0).normal(size=shape).astype(np.float32)
+
+
+def step(state: Any, batch: Any) -> Any:
+    """Linear regression with momentum: every leaf of the state changes."""
+    loss = lambda w: jnp.mean((batch @ w["w"] - w["b"]) ** 2)
+    value, grads = jax.value_and_grad(loss)(state["p"])
+    m = jax.tree.map(lambda m, g: 0.9 * m + g, state["m"], grads)
+    return {"p": jax.tree.map(lambda p, m: p - 0.1 * m, state["p"], m), "m": m}, value
+
+
+def step_args() -> Any:
+    p = {"w": floats(6, 5), "b": floats(5)}
+    return {"p": p, "m": jax.tree.map(np.zeros_like, p)}, floats(7, 6)
+
+
+@pytest.fixture
+def plan() -> Plan:
+    return make_plan(step, step_args())
+
+
+def test_a_loop_follows_the_function_and_is_traced_once() -> None:
+    args = mlp_args()
+    plan = make_plan(mlp_step, args, seed=4)
+    state, batch = plan.shard(*args)
+    assert any(isinstance(x, ShardedArray) for x in jax.tree.leaves((state, batch)))
+    expected, fn = args[0], jax.jit(mlp_step)
+    for _ in range(3):
+        state, loss = plan(state, batch)
+        expected, loss_expected = fn(expected, args[1])
+        np.testing.assert_allclose(loss, loss_expected, rtol=1e-5)
+    assert_same(state, expected, plan)
+    assert plan.lowered.traces == 1
+
+
+def test_arguments_of_every_kind_are_not_traced_again(plan: Plan) -> None:
+    state, batch = step_args()
+    want = jax.jit(step)(state, batch)
+    assert_same(plan(state, batch), want, plan)
+    assert_same(plan(jax.tree.map(jnp.asarray, state), batch), want, plan)
+    explicit = mesh_of(8, (2, 4), (AxisType.Explicit, AxisType.Auto))
+    there = jax.device_put(batch, NamedSharding(explicit, PartitionSpec(None, "x")))
+    assert_same(plan(*plan.shard(state, there)), want, plan)
+    assert_same(plan(state, there), want, plan)
+    with jax.set_mesh(explicit):
+        assert_same(plan(state, there), want, plan)
+    other = make_plan(step, (state, batch), seed=3)
+    assert_same(plan(*other.shard(state, batch)), want, plan)
+    assert plan.lowered.traces == 1
+
+
+@pytest.mark.parametrize(
+    ("shape", "types"),
+    [
+        ((4,), (AxisType.Explicit,)),
+        ((2, 2), (AxisType.Auto, AxisType.Explicit)),
+        ((1, 4), (AxisType.Explicit, AxisType.Explicit)),
+        ((2, 2), (AxisType.Auto, AxisType.Auto)),
+    ],
+)
+def test_meshes_of_every_kind(shape: tuple[int, ...], types: tuple[AxisType, ...]) -> None:
+    args = step_args()
+    mesh = mesh_of(4, shape, types)
+    plan = make_plan(step, args, mesh=mesh)
+    assert_same(plan(*plan.shard(*args)), jax.jit(step)(*args), plan)
+    with jax.set_mesh(mesh):
+        assert_same(plan(*args), jax.jit(step)(*args), plan)
+
+
+def test_donation_frees_the_state_and_leaves_what_was_given(plan: Plan) -> None:
+    given = jax.tree.map(jnp.asarray, step_args())
+    state, batch = plan.shard(*given)
+    plan(state, batch)
+    assert all(x.is_deleted() for x in jax.tree.leaves(state))
+    assert not any(x.is_deleted() for x in jax.tree.leaves((given, batch)))
+    with pytest.raises(RuntimeError, match=re.escape("[0]['m']['b']") + ".*deleted.*donated"):
+        plan(state, batch)
+    # What was given plainly is copied, never consumed.
+    plan(*given)
+    assert not any(x.is_deleted() for x in jax.tree.leaves(given))
+    numbers = step_args()
+    plan(*numbers)
+    for x, y in zip(jax.tree.leaves(numbers), jax.tree.leaves(step_args())):
+        np.testing.assert_array_equal(x, y)
+    # Sharding what is sharded copies too.
+    state, batch = plan.shard(*given)
+    again = plan.shard(state)
+    plan(again, batch)
+    assert not any(x.is_deleted() for x in jax.tree.leaves(state))
+
+
+def test_a_refused_call_consumes_nothing(plan: Plan) -> None:
+    state, batch = plan.shard(*step_args())
+    with pytest.raises(ValueError, match="shape"):
+        plan(state, floats(3, 6))
+    assert not any(x.is_deleted() for x in jax.tree.leaves((state, batch)))
+    plan(state, batch)
+
+
+def test_without_donation_nothing_is_consumed() -> None:
+    made = make_plan(step, step_args())
+    plan = Plan(made.traced, made.result, made.cluster, mesh_of(), step, donate=False)
+    state, batch = plan.shard(*step_args())
+    plan(state, batch)
+    plan(state, batch)
+
+
+def test_shard_takes_the_first_arguments(plan: Plan) -> None:
+    state, batch = step_args()
+    placed = plan.shard(state)
+    assert isinstance(placed, dict)
+    assert_same(plan.unshard(placed), state, plan)
+    with pytest.raises(TypeError, match=re.escape("[0]['m']['b']")):
+        plan.shard({"p": state["p"], "m": {"w": floats(6, 5)}})
+    with pytest.raises(ValueError, match=re.escape("[1]")):
+        plan.shard(state, floats(2, 2))
+    with pytest.raises(TypeError, match="2 positional arguments and was given 3"):
+        plan.shard(state, batch, batch)
+
+
+def test_unshard_and_map(plan: Plan) -> None:
+    state, _ = step_args()
+    placed = plan.shard(state)
+    doubled = plan.map(lambda x: x * 2, placed)
+    assert [type(x) for x in jax.tree.leaves(doubled)] == [type(x) for x in jax.tree.leaves(placed)]
+    for got, want in zip(jax.tree.leaves(plan.unshard(doubled)), jax.tree.leaves(state)):
+        assert isinstance(got, np.ndarray)
+        np.testing.assert_allclose(got, 2 * want)
+    half = plan.map(lambda x: x.astype(jnp.bfloat16), placed)
+    assert {x.dtype for x in jax.tree.leaves(half)} == {jnp.dtype(jnp.bfloat16)}
+    uneven = next(x for x in jax.tree.leaves(placed) if isinstance(x, ShardedArray))
+    with pytest.raises(ValueError, match="must keep the shape"):
+        plan.map(lambda x: x[:1], uneven)
+    assert plan.unshard({"a": 1, "b": None, "c": "text"}) == {"a": 1, "b": None, "c": "text"}
+
+
+BAD: dict[str, tuple[Callable[[Any, Any], Any], type[Exception], str]] = {
+    "too few": (lambda s, b: ((s,), {}), TypeError, "2 positional arguments and was given 1"),
+    "by keyword": (lambda s, b: ((s,), {"batch": b}), TypeError, "batch by name"),
+    "missing leaf": (lambda s, b: (({"p": s["p"], "m": {"w": b}}, b), {}), TypeError, "[0]['m']['b']"),
+    "extra leaf": (lambda s, b: (({**s, "more": b}, b), {}), TypeError, "[0]['more']"),
+    "other container": (lambda s, b: (({**s, "m": None}, b), {}), TypeError, "[0]['m']['b']"),
+    "shape": (
+        lambda s, b: ((s, floats(2, 6)), {}),
+        ValueError,
+        "argument [1] has shape (2, 6), and the plan is for (7, 6)",
+    ),
+    "dtype": (lambda s, b: ((s, b.astype(np.int32)), {}), TypeError, "argument [1] is int32[7, 6]"),
+    "not an array": (lambda s, b: ((s, "batch"), {}), TypeError, "argument [1] is 'batch'"),
+    "struct": (
+        lambda s, b: ((s, jax.ShapeDtypeStruct((7, 6), np.float32)), {}),
+        TypeError,
+        "argument [1] is ShapeDtype",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_wrong_arguments_name_the_path(plan: Plan, name: str) -> None:
+    make, error, text = BAD[name]
+    args, kwargs = make(*step_args())
+    with pytest.raises(error, match=re.escape(text)):
+        plan(*args, **kwargs)
+
+
+def test_a_plan_inside_jit_says_so(plan: Plan) -> None:
+    state, _ = step_args()
+    with pytest.raises(TypeError, match="cannot be called inside jit"):
+        jax.jit(lambda b: plan(state, b))(floats(7, 6))
+
+
+def test_non_array_leaves_none_and_keywords() -> None:
+    def fn(x: Any, options: Any, *, scale: Any, flag: bool) -> Any:
+        y = options["act"](x) * scale + (1 if options["name"] == "a" else 2)
+        return {"y": y, "none": None, "act": options["act"], "one": 1.0, "flag": flag, "n": y.sum()}
+
+    options = {"act": jnp.tanh, "name": "a", "nothing": None}
+    args, kwargs = (floats(5, 3), options), {"scale": 2.0, "flag": True}
+    for seed in range(3):
+        plan = make_plan(fn, args, kwargs, seed=seed)
+        want = jax.jit(
+            lambda x, scale, flag: {k: v for k, v in fn(x, options, scale=scale, flag=flag).items() if k != "act"}
+        )
+        got = plan(*args, **kwargs)
+        assert got.pop("act") is jnp.tanh
+        assert_same(got, want(args[0], 2.0, True), plan)
+        x, opts, by_name = plan.shard(*args, **kwargs)
+        got = plan(x, opts, **by_name)
+        assert got.pop("act") is jnp.tanh
+        assert_same(got, want(args[0], 2.0, True), plan)
+        assert plan.lowered.traces == 1
+    with pytest.raises(ValueError, match=re.escape("[1]['name'] is 'b', and the plan holds for 'a' only")):
+        plan(args[0], {**options, "name": "b"}, **kwargs)
+    with pytest.raises(TypeError, match="scale"):
+        plan(*args, flag=True)
+
+
+def test_weak_types_scalars_and_integers() -> None:
+    def fn(count: Any, rate: Any, x: Any) -> Any:
+        return count + 1, rate * x, count * 2.5, x.astype(jnp.bfloat16) * rate, 3
+
+    args = (2, 0.5, np.float32(4))
+    plan = make_plan(fn, args)
+    assert_same(plan(*args), jax.jit(fn)(*args), plan)
+    count, *_ = plan(*args)
+    count, *_ = plan(count, 0.5, 4.0)
+    assert int(count) == 4
+    plan(np.int32(3), jnp.float32(1), args[2])
+    assert plan.lowered.traces == 1
+
+
+def test_keys() -> None:
+    def fn(key: Any, raw: Any) -> Any:
+        new, use = jax.random.split(key)
+        return new, jax.random.normal(use, (5,)) + jax.random.uniform(raw, (5,))
+
+    args = (jax.random.key(3), jax.random.PRNGKey(1))
+    plan = make_plan(fn, args)
+    assert_same(plan(*plan.shard(*args)), jax.jit(fn)(*args), plan)
+    assert plan.check().ok
+    assert jax.random.key_data(plan.unshard(plan.shard(*args))[0]).tolist() == [0, 3]
+
+
+def test_outputs_that_are_inputs_and_arguments_used_twice() -> None:
+    def fn(a: Any, b: Any, unused: Any) -> Any:
+        return a, b, a + b, b
+
+    a = floats(6, 3)
+    for seed in range(3):
+        plan = make_plan(fn, (a, a, a), seed=seed)
+        x = plan.shard(a)
+        want = jax.jit(fn)(a, a, a)
+        assert_same(plan(x, x, x), want, plan)
+        x = plan.shard(a)
+        assert_same(plan(a, x, x), want, plan)
+
+
+def test_closed_over_constants_are_arguments() -> None:
+    table = floats(40, 30)
+    fn = lambda x: x @ table + jnp.sum(table)
+    plan = make_plan(fn, (floats(8, 40),))
+    assert_same(plan(floats(8, 40)), jax.jit(fn)(floats(8, 40)), plan)
+    assert len(plan.lower().as_text()) < 20000
+    assert plan.check().ok
+
+
+@pytest.mark.parametrize(
+    "fn", [lambda: 3.0, lambda: (), lambda x: x + 1, lambda x: None], ids=["const", "none", "scalar", "unused"]
+)
+def test_tiny_functions(fn: Any) -> None:
+    args = () if fn.__code__.co_argcount == 0 else (2.0,)
+    plan = make_plan(fn, args)
+    assert_same(plan(*args), jax.jit(fn)(*args), plan)
+
+
+@pytest.mark.parametrize("n", [1, 3, 8])
+def test_device_counts(n: int) -> None:
+    args = step_args()
+    plan = make_plan(step, args, n=n, mode="zeros" if n > 1 else "equal")
+    assert_same(plan(*plan.shard(*args)), jax.jit(step)(*args), plan)
+    if n == 1:
+        assert not any(isinstance(x, ShardedArray) for x in jax.tree.leaves(plan.shard(*args)))
+
+
+def test_an_even_plan_has_no_switch_and_no_padding() -> None:
+    args = ({"w": floats(8, 4), "b": floats(4)}, floats(12, 8))
+    fn = lambda w, x: jax.tree.map(lambda p, g: p - g, w, jax.grad(lambda w: jnp.sum((x @ w["w"] + w["b"]) ** 2))(w))
+    for seed in range(4):
+        plan = make_plan(fn, args, mode="equal", seed=seed, eager=1.0)
+        text = plan.lower(*args).compile().as_text()
+        assert not re.search(r" (conditional|pad)\(", text)
+        assert_same(plan(*args), jax.jit(fn)(*args), plan)
+        assert not any(isinstance(x, ShardedArray) for x in jax.tree.leaves(plan.shard(*args)))
+
+
+def test_instructions_are_named_in_the_hlo(plan: Plan) -> None:
+    text = plan.lower().compile().as_text()
+    assert "hap/dot_general_" in text
+
+
+def test_check_finds_what_is_wrong(plan: Plan) -> None:
+    report = plan.check(*step_args())
+    assert report.ok
+    assert 0 < report.max_relative_error <= 1e-4
+    assert [path for path, _ in report.leaves] == list(plan.traced.out_paths)
+    assert "check passed: 5 output leaves" in str(report)
+    assert plan.check().ok
+    assert plan.check(*plan.shard(*step_args())).ok
+    plan.fn = lambda s, b: (jax.tree.map(lambda x: x * 1.01, step(s, b)[0]), step(s, b)[1])
+    report = plan.check(*step_args())
+    assert not report.ok
+    assert {path for path, _ in report.worst} == {p for p in plan.traced.out_paths if p.startswith("[0]")}
+    assert "FAILED" in str(report)
+
+
+def test_what_was_planned_can_be_read(plan: Plan) -> None:
+    assert (plan.cost, plan.lower_bound, plan.joint_lower_bound) == (2.0, 1.5, 1.0)
+    assert (plan.gap, plan.joint_gap) == (0.25, 0.5)
+    assert plan.memory == (1e6,) * N
+    assert list(plan.layouts) == ["[0]['m']['b']", "[0]['m']['w']", "[0]['p']['b']", "[0]['p']['w']", "[1]"]
+    for fractions in plan.ratios.values():
+        assert sum(fractions) == pytest.approx(1)
+    assert plan.sizes is plan.result.sizes
+    assert plan.program is plan.result.program
+    assert "ops on" in repr(plan)
+
+
+def test_a_plan_survives_a_file(plan: Plan, tmp_path: Path) -> None:
+    file = tmp_path / "plan.json"
+    plan.save(file)
+    assert [p.name for p in tmp_path.iterdir()] == ["plan.json"]
+    args = step_args()
+    structs = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), args)
+    again = load(file, step, structs, mesh_of())
+    assert again.program == plan.program or again.program.to_dict() == plan.program.to_dict()
+    assert again.sizes.shares == plan.sizes.shares
+    assert again.result.memory_limit_bytes == (float("inf"),) * N
+    assert again.result.replicated_primitives == ("weird",)
+    assert again.cluster == plan.cluster
+    assert again.traced.graph.carry == plan.traced.graph.carry
+    assert_same(again(*args), jax.jit(step)(*args), again)
+    unplaced = load(file, step, args)
+    assert unplaced.cost == plan.cost
+    with pytest.raises(RuntimeError, match="hapsynth.load"):
+        unplaced(*args)
+    with pytest.raises(ValueError, match="4 devices.*mesh has 8"):
+        load(file, step, args, mesh_of(8))
+
+
+def edit(data: dict[str, Any], *path: Any, to: Any) -> None:
+    for key in path[:-1]:
+        data = data[key]
+    data[path[-1]] = to
+
+
+def other_triple(data: dict[str, Any]) -> None:
+    """A rule that the op does not have."""
+    i = next(i for i in data["program"]["instructions"] if "op" in i and i["triples"][0]["factor"] is not None)
+    i["triples"][0]["results"] = ["P(max)"] * len(i["triples"][0]["results"])
+
+
+EDITS: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
+    "schema": (lambda d: edit(d, "schema", to="hapsynth-plan-0"), "has schema 'hapsynth-plan-0'"),
+    "triple": (other_triple, "has no rule"),
+    "sizes": (lambda d: edit(d, "shares", 0, 0, to=d["shares"][0][0] + 1), "its sizes are"),
+    "negative": (lambda d: edit(d, "shares", 0, to=[-1, 1, 0, d["classes"] and sum(d["shares"][0])]), "its sizes are"),
+    "fraction": (lambda d: edit(d, "shares", 0, 0, to=0.5), "no integer"),
+    "dropped step": (lambda d: d["program"]["instructions"].pop(0), "does not hold"),
+    "no op": (lambda d: edit(d, "program", "instructions", -1, to={"op": 999, "triples": []}), "no op 999"),
+    "missing": (lambda d: d.pop("program"), "has no 'program'"),
+    "cost": (lambda d: edit(d, "certificate", "cost_s", to="cheap"), "cheap"),
+    "status": (lambda d: edit(d, "certificate", "status", to="perfect"), "'perfect' is no status"),
+    "fingerprint": (lambda d: edit(d, "function", "fingerprint", to="0" * 16), "of another function: fingerprint 0000"),
+    "cluster": (lambda d: edit(d, "cluster", "devices", to=[]), "device"),
+    "devices": (lambda d: edit(d, "program", "axes", to=[["hap", 2]]), "for 2 devices and the cluster has 4"),
+    "memory": (lambda d: edit(d, "memory_bytes", to=[]), "memory_bytes has 0 entries"),
+    "carry": (lambda d: edit(d, "function", "carry", 0, to=[77, 0]), "names no input"),
+    "classes": (lambda d: d["classes"].pop(), "dimension classes"),
+    "list": (lambda d: edit(d, "program", to=[]), "not a program"),
+}
+
+
+@pytest.mark.parametrize("name", EDITS)
+def test_an_edited_file_is_refused(plan: Plan, tmp_path: Path, name: str) -> None:
+    change, text = EDITS[name]
+    file = tmp_path / "plan.json"
+    plan.save(file)
+    data = json.loads(file.read_text())
+    change(data)
+    file.write_text(json.dumps(data))
+    with pytest.raises(PlanError, match=re.escape(text)) as caught:
+        load(file, step, step_args(), mesh_of())
+    assert "plan.json" in str(caught.value)
+
+
+def test_files_that_are_no_plans(plan: Plan, tmp_path: Path) -> None:
+    file = tmp_path / "plan.json"
+    with pytest.raises(PlanError, match="cannot be read"):
+        load(file, step, step_args())
+    plan.save(file)
+    file.write_text(file.read_text()[:200])
+    with pytest.raises(PlanError, match="cut short"):
+        load(file, step, step_args())
+    file.write_bytes(b"\xff\x00")
+    with pytest.raises(PlanError, match="no JSON"):
+        load(file, step, step_args())
+    file.write_text("[]")
+    with pytest.raises(PlanError, match="holds no plan"):
+        load(file, step, step_args())
+
+
+def test_a_plan_of_another_function_names_the_difference(plan: Plan, tmp_path: Path) -> None:
+    file = tmp_path / "plan.json"
+    plan.save(file)
+    state, batch = step_args()
+    with pytest.raises(PlanError, match=re.escape("it takes [1] of float32[7, 6], and this one [1] of float32[3, 6]")):
+        load(file, step, (state, floats(3, 6)))
+    with pytest.raises(PlanError, match="another function: it has .* ops, and this one"):
+        load(file, lambda s, b: (s, jnp.sum(b)), (state, batch))
+    with pytest.raises(PlanError, match="another function"):
+        load(file, lambda s, b: step(s, jnp.exp(b)), (state, batch))
+
+
+def test_nothing_is_left_of_a_save_that_failed(plan: Plan, tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="No such file"):
+        plan.save(tmp_path / "absent" / "plan.json")
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    with pytest.raises(OSError, match="directory"):
+        plan.save(folder)
+    assert [p.name for p in tmp_path.iterdir()] == ["folder"]
