@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from hapsynth import _jax
-from hapsynth.graph import Value
+from hapsynth.graph import Graph, Value
 from hapsynth.lower import host_array, with_weak_type
 from hapsynth.trace import Traced
 
@@ -95,19 +95,19 @@ def random_arguments(traced: Traced, seed: int = 0) -> tuple[tuple[Any, ...], di
     """Arguments to try a function on: (args, kwargs).
 
     Floats: normal, of scale 1, for what is not carried; for carried state absolute values of scale 0.02, so that
-    parameters are small and second moments are not negative. Integers: 0 or 1, valid as tokens, labels and step
-    counts. Bools: even odds. Keys: random.
+    parameters are small and second moments are not negative. Integers: 0 or 1, valid as labels and step counts, or
+    any index of the table that they are seen to look up. Bools: even odds. Keys: random.
     """
     rng = np.random.default_rng(seed)
     graph = traced.graph
     carried = {i for i, _ in graph.carry}
     leaves: list[Any] = [traced.static_leaves.get(i) for i in range(traced.in_tree.num_leaves)]
     for i, (leaf, v) in enumerate(zip(traced.array_leaves, graph.inputs, strict=True)):
-        leaves[leaf] = _random(rng, graph.values[v], i in carried)
+        leaves[leaf] = _random(rng, graph.values[v], i in carried, _index_bound(graph, v))
     return jax.tree_util.tree_unflatten(traced.in_tree, leaves)
 
 
-def _random(rng: np.random.Generator, value: Value, carried: bool) -> Any:
+def _random(rng: np.random.Generator, value: Value, carried: bool, bound: int) -> Any:
     if _jax.is_extended(value.dtype):
         words = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(value.shape, value.dtype)).shape
         data = rng.integers(0, 1 << 32, words).astype(np.uint32)
@@ -115,6 +115,38 @@ def _random(rng: np.random.Generator, value: Value, carried: bool) -> Any:
     if value.dtype == np.bool_:
         return rng.random(value.shape) < 0.5
     if jax.numpy.issubdtype(value.dtype, jax.numpy.integer):
-        return rng.integers(0, 2, value.shape).astype(value.dtype)
+        return rng.integers(0, bound, value.shape).astype(value.dtype)
     x = rng.normal(size=value.shape)
     return np.asarray(0.02 * np.abs(x) if carried else x).astype(value.dtype)
+
+
+# What hands an integer on unchanged.
+_MOVES = (
+    "broadcast_in_dim",
+    "concatenate",
+    "convert_element_type",
+    "copy",
+    "reshape",
+    "rev",
+    "select_n",
+    "slice",
+    "squeeze",
+    "transpose",
+)
+
+
+def _index_bound(graph: Graph, value: int) -> int:
+    """One more than the largest integer that is surely an index wherever `value`, moved only, looks something up."""
+    bounds: list[int] = []
+    seen, todo = {value}, [value]
+    while todo:
+        for index, position in graph.uses[todo.pop()]:
+            op = graph.ops[index]
+            if op.name == "gather" and position == 1:
+                bounds += [op.shapes[0][d] for d in op.params["dimension_numbers"].start_index_map]
+            elif op.name.startswith("scatter") and position == 1:
+                bounds += [op.shapes[0][d] for d in op.params["dimension_numbers"].scatter_dims_to_operand_dims]
+            elif op.name in _MOVES:
+                todo += [r for r in op.results if r not in seen]
+                seen.update(op.results)
+    return max(1, min(bounds, default=2))

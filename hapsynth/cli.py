@@ -7,55 +7,271 @@ nothing written.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import math
+import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from contextlib import ExitStack, redirect_stdout, suppress
 from importlib import metadata
-from typing import NoReturn
+from typing import IO, NoReturn
+
+import jax
+from rich.console import Console
 
 from hapsynth import _units
+from hapsynth.api import synthesize
+from hapsynth.cluster import Cluster, ClusterError
+from hapsynth.plan import Plan, PlanError, load
+from hapsynth.report import record, trial
+from hapsynth.report.example_data import example_arguments
+from hapsynth.report.explain import Explainer, find_value
+from hapsynth.report.model_file import Target, UsageError, load_target
+from hapsynth.report.output import STDOUT, Outputs
+from hapsynth.report.progress import activity, progress
+from hapsynth.report.summary import print_summary
+from hapsynth.report.text import console
+from hapsynth.report.versus import print_comparison
+from hapsynth.search.planner import InfeasibleError
+from hapsynth.trace import TraceError, trace
 
-DONE, FAILED, MISUSED = 0, 1, 2
+DONE, FAILED, MISUSED, INTERRUPTED = 0, 1, 2, 130
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit status; `argv` is by default sys.argv[1:]."""
+    try:
+        options = _parser().parse_args(argv)
+    except SystemExit as stop:
+        return stop.code if isinstance(stop.code, int) else MISUSED
+    name = f"hapsynth {options.command}"
+    try:
+        with _Session(options) as session:
+            session.claim(options)
+            return _COMMANDS[options.command](options, session)
+    except InfeasibleError as error:
+        return _fail(name, "infeasible", error, FAILED)
+    except (UsageError, ClusterError, PlanError, TraceError) as error:
+        return _fail(name, "error", error, MISUSED)
+    except OSError as error:
+        # Files report their own errors, so this is standard output: its reader has gone, as in `| head`, or it is full.
+        # Nothing more is to be written there, not by Python at exit either.
+        with suppress(OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return FAILED if isinstance(error, BrokenPipeError) else _fail(name, "standard output", error, MISUSED)
+    except KeyboardInterrupt:
+        return _fail(name, "interrupted", KeyboardInterrupt("nothing written"), INTERRUPTED)
+
+
+def _fail(name: str, what: str, error: BaseException, status: int) -> int:
+    print(f"{name}: {what}: {' '.join(str(error).split())}", file=sys.stderr)
+    return status
+
+
+class _Session(ExitStack):
+    """What a command writes to: its files, standard output, and the report for a person."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        super().__init__()
+        self.stdout: IO[str] = sys.stdout
+        self.quiet = getattr(options, "json", None) == STDOUT
+        """Standard output is for JSON: no report, and what the model file prints goes to standard error."""
+
+    def claim(self, options: argparse.Namespace) -> None:
+        """Make sure, before any work, that every output can be written."""
+        if self.quiet:
+            self.enter_context(redirect_stdout(sys.stderr))
+        self.files = self.enter_context(Outputs(self.stdout))
+        if options.command == "search":
+            self.files.claim("--plan", options.plan)
+        self.files.claim("--json", getattr(options, "json", None))
+
+    @property
+    def out(self) -> Console | None:
+        return None if self.quiet else console(self.stdout)
+
+
+def _search(options: argparse.Namespace, session: _Session) -> int:
+    cluster, target = _cluster(options.cluster), load_target(options.file)
+    try:
+        plan = _planned(options, target, cluster)
+    except InfeasibleError as error:
+        session.files.write_json(options.json, _infeasible(options, target, cluster, error))
+        raise
+    session.files.write(options.plan, plan.save)
+    session.files.write_json(options.json, record.search_record(plan))
+    if session.out is not None:
+        print_summary(session.out, plan, listing=options.program)
+        if options.plan:
+            session.out.print(f"plan           {options.plan}")
+    return DONE
+
+
+def _infeasible(
+    options: argparse.Namespace, target: Target, cluster: Cluster, error: InfeasibleError
+) -> dict[str, object]:
+    began = time.perf_counter()
+    traced = trace(target.fn, target.args, dict(target.kwargs))
+    timings = {"trace_s": time.perf_counter() - began}
+    return record.infeasible_record(traced, cluster, options.memory_limit, str(error), timings)
+
+
+def _compare(options: argparse.Namespace, session: _Session) -> int:
+    cluster, target = _cluster(options.cluster), load_target(options.file)
+    plan = _planned(options, target, cluster)
+    entries = record.comparison(plan)
+    session.files.write_json(options.json, record.compare_record(entries))
+    if session.out is not None:
+        print_comparison(session.out, plan, entries)
+    return DONE
+
+
+def _run(options: argparse.Namespace, session: _Session) -> int:
+    devices = trial.devices_of(options.plan)
+    if devices is not None:
+        trial.ask_for_host_devices(devices)
+    target = load_target(options.file)
+    # Read and checked before any device is asked for.
+    loaded = _loaded(options.plan, target)
+    mesh = trial.first_devices(loaded.cluster.n)
+    plan = Plan(loaded.traced, loaded.result, loaded.cluster, mesh, target.fn)
+    args, kwargs = example_arguments(plan.traced, target.args, target.kwargs, options.seed)
+    try:
+        with activity() as tell:
+            found = trial.run_trial(plan, args, kwargs, options.steps, tell)
+    except jax.errors.JaxRuntimeError as error:
+        return _fail("hapsynth run", "the run failed", error, FAILED)
+    session.files.write_json(options.json, record.run_record(found.errors, trial.TOLERANCE, found.step_s))
+    if session.out is not None:
+        trial.print_trial(session.out, plan, found)
+    if not found.ok:
+        path, error = max(found.errors, key=lambda e: e[1])
+        print(f"hapsynth run: check failed: output {path or 'of the function'} is off by {error:.2e}", file=sys.stderr)
+    return DONE if found.ok else FAILED
+
+
+def _explain(options: argparse.Namespace, session: _Session) -> int:
+    plan = _loaded(options.plan, load_target(options.file))
+    value = None if options.value is None else find_value(plan, options.value)
+    assert session.out is not None
+    with activity() as tell:
+        explainer = Explainer(session.out, plan, options.top, tell)
+        if value is None:
+            explainer.everything()
+        else:
+            explainer.one(value)
+    return DONE
+
+
+_COMMANDS = {"search": _search, "run": _run, "compare": _compare, "explain": _explain}
+
+
+def _cluster(path: str) -> Cluster:
+    return Cluster.load(path)
+
+
+def _planned(options: argparse.Namespace, target: Target, cluster: Cluster) -> Plan:
+    with progress(options.progress) as show:
+        return synthesize(
+            target.fn,
+            target.args,
+            cluster,
+            example_kwargs=target.kwargs,
+            memory_limit=options.memory_limit,
+            time_budget_s=options.time_budget,
+            progress=show,
+        )
+
+
+def _loaded(path: str, target: Target) -> Plan:
+    return load(path, target.fn, target.args, example_kwargs=target.kwargs)
 
 
 class _Parser(argparse.ArgumentParser):
     """Errors in one line."""
 
     def error(self, message: str) -> NoReturn:
-        self.exit(MISUSED, f"{self.prog}: error: {message} (try {self.prog} --help)\n")
+        self.exit(MISUSED, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; its exit status. Arguments by default from sys.argv."""
-    parser = _parser()
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="hapsynth", description="Finds the distributed program for a JAX function on unlike devices.")
+    parser.add_argument("--version", action="version", version=f"hapsynth {_version()}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    search = commands.add_parser("search", help="find the cheapest program and its shard sizes")
+    _add_file(search)
+    _add_planning(search)
+    search.add_argument("--plan", metavar="OUT.json", help="write the plan, for `run`, `explain` and hapsynth.load")
+    _add_json(search)
+    search.add_argument("--program", action="store_true", help="print every instruction, not the program in brief")
+
+    run = commands.add_parser("run", help="run a plan and check it against the function on one device")
+    _add_file(run)
+    run.add_argument("--plan", metavar="PLAN.json", required=True, help="a plan that `search --plan` wrote")
+    run.add_argument("--steps", metavar="N", type=_count, default=1, help="steps to run and check (default 1)")
+    run.add_argument("--seed", metavar="N", type=int, default=0, help="of the random arguments (default 0)")
+    run.add_argument("--json", metavar="OUT|-", nargs="?", const=STDOUT, help="write the errors and times as JSON")
+
+    compare = commands.add_parser("compare", help="predicted step time beside data parallel, ZeRO-3, tensor parallel")
+    _add_file(compare)
+    _add_planning(compare)
+    _add_json(compare)
+
+    explain = commands.add_parser("explain", help="where the seconds go, and why each value lies as it does")
+    explain.add_argument("plan", metavar="PLAN.json", help="a plan that `search --plan` wrote")
+    _add_file(explain)
+    asked = explain.add_mutually_exclusive_group()
+    asked.add_argument("--value", metavar="NAME", help="one value: an argument path such as [0]['w'], or v80")
+    asked.add_argument("--top", metavar="N", type=_count, default=5, help="how many of each to explain (default 5)")
+    return parser
+
+
+def _version() -> str:
     try:
-        options = parser.parse_args(argv)
-    except SystemExit as stop:
-        return stop.code if isinstance(stop.code, int) else MISUSED
-    # JAX takes seconds to import: a usage error or --help need not wait for it.
-    from hapsynth.cluster import ClusterError
-    from hapsynth.plan import PlanError
-    from hapsynth.report.commands import COMMANDS
-    from hapsynth.report.model_file import UsageError, one_line
-    from hapsynth.search.planner import InfeasibleError
-    from hapsynth.trace import TraceError
+        return metadata.version("hapsynth")
+    except metadata.PackageNotFoundError:
+        return "(not installed)"
 
-    program = f"hapsynth {options.command}"
+
+def _add_file(parser: argparse.ArgumentParser) -> None:
+    text = "a model file that defines target() -> (fn, example_args); FILE:name picks another function"
+    parser.add_argument("file", metavar="FILE", help=text)
+
+
+def _add_planning(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--cluster", metavar="C.toml", required=True, help="the devices and links to plan for")
+    parser.add_argument("--time-budget", metavar="S", type=_seconds, help="seconds; then the best so far, with its gap")
+    parser.add_argument("--memory-limit", metavar="SIZE", type=_memory, help='per device, e.g. "12 GiB"')
+    parser.add_argument(
+        "--progress",
+        action=argparse.BooleanOptionalAction,
+        help="on standard error; by default where that is a terminal",
+    )
+
+
+def _add_json(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", metavar="OUT|-", help="write the figures as JSON; - for standard output, alone")
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return int(text)
+
+
+def _seconds(text: str) -> float:
     try:
-        with _standard_output(json_only=getattr(options, "json", None) == "-"):
-            return COMMANDS[options.command](options)
-    except (UsageError, ClusterError, PlanError, TraceError) as error:
-        print(f"{program}: error: {one_line(error)}", file=sys.stderr)
-        return MISUSED
-    except InfeasibleError as error:
-        print(f"{program}: infeasible: {one_line(error)}", file=sys.stderr)
-        return FAILED
-    except BrokenPipeError:
-        # The reader of a pipe has gone, as in `| head`: no error of ours, and nothing to flush to.
-        sys.stdout = None
-        return FAILED
-    except KeyboardInterrupt:
-        print(f"{program}: interrupted", file=sys.stderr)
-        return 130
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not (math.isfinite(value) and value > 0):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds above 0")
+    return value
+
+
+def _memory(text: str) -> float:
+    try:
+        return _units.parse(text, _units.MEMORY)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} {error}") from None

@@ -123,19 +123,22 @@ class Plan:
         return jax.tree.map(_whole, tree)
 
     def map(self, fn: Callable[[Any], Any], tree: Any) -> Any:
-        """`fn` applied to every array of `tree`, the results sharded as the arrays were.
+        """`fn` applied to every array of `tree`, the results sharded as the arrays were; other leaves are kept.
 
         An unevenly sharded value is made whole for `fn`, as a NumPy array. The result may have another dtype; another
         shape raises ValueError.
         """
 
         def apply(leaf: Any) -> Any:
-            if not isinstance(leaf, ShardedArray):
-                return fn(leaf)
-            made = fn(_whole(leaf))
+            if not isinstance(leaf, (ShardedArray, jax.Array)):
+                return leaf
+            made = fn(_whole(leaf) if isinstance(leaf, ShardedArray) else leaf)
             made = made if isinstance(made, jax.Array) else np.asarray(made)
             if made.shape != leaf.shape:
-                raise ValueError(f"plan.map: the function made shape {made.shape} of {leaf!r}; it must keep the shape")
+                what = f"{leaf.dtype}{list(leaf.shape)}"
+                raise ValueError(f"plan.map: the function made shape {made.shape} of {what}; it must keep the shape")
+            if not isinstance(leaf, ShardedArray):
+                return jax.device_put(made, leaf.sharding)
             storage = leaf.storage.with_dtype(made.dtype)
             return ShardedArray(storage, storage.put(made, copy=True))
 
@@ -160,7 +163,7 @@ class Plan:
         args, kwargs = jax.tree_util.tree_unflatten(self.traced.in_tree, placed)
         out = jax.tree_util.tree_leaves(self(*args, **kwargs))
         got = [_whole(out[i]) for i in self.traced.out_array_leaves]
-        want = run_on_one_device(self.fn, self.traced, leaves, lowered.mesh.devices.flat[0])
+        want = run_on_one_device(self.fn, self.traced, leaves, lowered.mesh.local_devices[0])
         errors = [relative_error(a, b) for a, b in zip(got, want, strict=True)]
         return CheckReport(tuple(zip(self.traced.out_paths, errors, strict=True)), rtol)
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -23,8 +23,7 @@ Dim = tuple[int, ...]
 """The factors of one dimension, major to minor; a dimension of size 1 has none."""
 
 
-@dataclass(frozen=True, slots=True)
-class Triple:
+class Triple(NamedTuple):
     """{operands | placements} op {results | placements} along one mesh axis.
 
     `factor` is the factor whose work is divided, or None where every device does the whole op.

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from typing import Literal as OneOf
+from typing import NamedTuple
 
 Reduction = OneOf["", "sum", "max", "min"]
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class Placement:
+class Placement(NamedTuple):
     """How a value lies along one mesh axis: `R`, `S(d)` or `P(sum|max|min)`."""
 
     kind: OneOf["R", "S", "P"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from hapsynth.graph import Graph
 from hapsynth.instructions.collectives import Step, is_collective, step_between
@@ -18,8 +18,7 @@ class ProgramError(ValueError):
     """A program, or a file that holds one, is not a valid program of its graph."""
 
 
-@dataclass(frozen=True, slots=True)
-class Compute:
+class Compute(NamedTuple):
     """{operands | layouts} op {results | layouts}; one triple of the op per mesh axis."""
 
     op: int
@@ -32,8 +31,7 @@ class Compute:
         return tuple(t.results[position] for t in self.triples)
 
 
-@dataclass(frozen=True, slots=True)
-class Convert:
+class Convert(NamedTuple):
     """{value | source} step {value | target}: the placement along one mesh axis changes."""
 
     value: int

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import accumulate
 from typing import Any
 
@@ -30,10 +29,11 @@ class Unsound(AssertionError):
 
 
 def share_patterns(size: int) -> tuple[tuple[int, ...], ...]:
-    """Ways to deal `size` units: equal with more devices than units, skewed with an idle device, all on one."""
-    if size > 8:
-        return ((size - size // 2, size // 2), (size - 1, 0, 1))
-    return ((*([1] * size), 0), (size - 1, 0, 1), (0, size))
+    """Ways to deal `size` units: equal, skewed with an idle device, all on one; few to more devices than units."""
+    if size == 2:
+        return ((1, 0, 1), (0, 2))
+    equal = (1, 1, 1, 0) if size == 3 else (size - size // 2, size // 2)
+    return (equal, (size - 1, 0, 1), (0, size))
 
 
 def split(rng: np.random.Generator, full: Array, placement: Placement, lengths: Sequence[int]) -> list[np.ndarray]:
@@ -47,9 +47,11 @@ def split(rng: np.random.Generator, full: Array, placement: Placement, lengths: 
     if not placement.is_partial:
         return [x] * n
     if placement.reduction == "sum":
-        # Small integers or quarters, so that float sums are exact wherever the value is.
-        unit = 4 if jnp.issubdtype(x.dtype, jnp.inexact) else 1
-        parts = [(rng.integers(0, 8, x.shape) / unit).astype(x.dtype) for _ in range(n - 1)]
+        # Small integers or quarters, so that float sums are exact wherever the type has room for them.
+        inexact = jnp.issubdtype(x.dtype, jnp.inexact)
+        unit = 4 if inexact and jnp.finfo(x.dtype).nmant >= 7 else 1
+        low, high = (-2 * unit, 2 * unit) if inexact else (0, 8)
+        parts = [(rng.integers(low, high, x.shape) / unit).astype(x.dtype) for _ in range(n - 1)]
         with np.errstate(all="ignore"):
             rest = x - sum(parts[1:], start=parts[0]) if parts else x
         parts.append(rest.astype(x.dtype))
@@ -116,10 +118,9 @@ class Trial:
     operands: Sequence[Array]
     seed: int = 0
 
-    @cached_property
-    def held(self) -> list[list[Any]]:
-        """Per device, its shards of the operands that are values: the precondition."""
-        rng, t = np.random.default_rng(self.seed), self.triple
+    def held(self, sample: int = 0) -> list[list[Any]]:
+        """Per device, its shards of the operands that are values: one way to meet the precondition."""
+        rng, t = np.random.default_rng([self.seed, sample]), self.triple
         split_up = [
             split(rng, x, p, _lengths(self.factors, dims, p, self.shares))
             for o, x, p, dims in zip(self.op.operands, self.operands, t.operands, self.factors.operands)
@@ -182,16 +183,22 @@ class Trial:
 
 
 def trials(op: Op, f: Factors, operands: Sequence[Array]) -> list[Trial]:
-    """Every triple of an op with every pattern of shares."""
+    """Every triple of an op with every pattern of shares (two devices where nothing is cut)."""
     return [
         Trial(op, f, triple, shares, operands, seed)
         for seed, triple in enumerate(f.triples)
-        for shares in (share_patterns(f.sizes[triple.factor]) if triple.factor is not None else ((1, 1, 1), (1,)))
+        for shares in _patterns(f, triple)
     ]
 
 
-def check(tried: Sequence[Trial]) -> int:
-    """Run trials in one compiled function and judge each; the number of trials.
+def _patterns(f: Factors, triple: Triple) -> tuple[tuple[int, ...], ...]:
+    if triple.factor is not None:
+        return share_patterns(f.sizes[triple.factor])
+    return ((1, 1),) if any(p.is_partial for p in triple.results) else ((1,),)
+
+
+def check(tried: Sequence[Trial], samples: int = 4) -> int:
+    """Run trials in one compiled function, with `samples` ways to deal partials, and judge each; the number of trials.
 
     Raises Unsound for the first that does not hold, or what its local execution raised.
     """
@@ -202,9 +209,11 @@ def check(tried: Sequence[Trial]) -> int:
             {id(t.op): t.plain(v) for t, v in zip(firsts, values)},
         )
     )
-    results, expected = jax.device_get(run([t.held for t in tried], [t.values for t in firsts]))
-    for t, result in zip(tried, results):
-        t.judge(result, expected[id(t.op)])
+    values = [t.values for t in firsts]
+    for sample in range(samples):
+        results, expected = jax.device_get(run([t.held(sample) for t in tried], values))
+        for t, result in zip(tried, results):
+            t.judge(result, expected[id(t.op)])
     return len(tried)
 
 

@@ -31,6 +31,7 @@ from hapsynth.search._tables import (
 )
 
 _TABLE_LIMIT = 300_000  # entries of the table that eliminating one variable may create
+_CHEAP_WORK = 500_000  # of an elimination that is not worth a look for dominated states first
 _WORK_LIMIT = 40_000_000  # additions that one elimination may cost
 _RIVALS = 128  # states are tried for dominance only against this many of the cheapest
 
@@ -198,12 +199,24 @@ class Network:
         self.restrict(i, finite)
         if self.infeasible:
             return
+        if self.unary[i].size > 1 and self._cheap_to_eliminate(i):
+            # Dominated states make no difference to the minimum over all of them.
+            self._eliminate(i)
+            return
         if self.unary[i].size > 1:
             self._drop_dominated(i)
         if self.unary[i].size == 1:
             self._fix(i)
         elif len(self.links[i]) <= 2:
             heapq.heappush(self._thin, (len(self.links[i]), i))
+
+    def _cheap_to_eliminate(self, i: int) -> bool:
+        if len(self.links[i]) > 2 or (self.limits.size and self.usage[i].any()):
+            return False
+        work = self.unary[i].size
+        for link in self.links[i].values():
+            work *= link.seen_from(i)[1].shape[1]
+        return work <= _CHEAP_WORK
 
     def _touch(self, i: int) -> None:
         if not self._queued[i]:

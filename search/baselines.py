@@ -110,13 +110,23 @@ class Baselines:
         return Restriction({**stored, **self._stored_batch()}, allowed, frozenset(held), convertible)
 
     def _updates(self) -> set[int]:
-        """The gradients and what the optimizer makes of them: back from the new state while shapes stay the same."""
+        """The gradients and what the optimizer makes of them: back from the new state while shapes stay the same
+        and nothing but the update and norms of it read them (a batch norm's mean is read by the model too)."""
         graph = self.graph
         found = {v for _, target in graph.carry if isinstance(v := graph.outputs[target], int)}
+
+        norms: set[int] = set()
+        """Values of which only sums are used: the squares under a norm."""
+
+        def only_updates(value: int) -> bool:
+            made = (r for op, _ in graph.uses[value] for r in graph.ops[op].results)
+            return all(r in found | norms or graph.values[r].size < graph.values[value].size for r in made)
+
         for op in reversed(graph.ops):
+            norms.update(v for v in op.results if v not in found and only_updates(v))
             for made in found.intersection(op.results) if is_fusible(op) else ():
                 shape = graph.values[made].shape
-                found |= {v for _, v in op.value_operands if graph.values[v].shape == shape}
+                found |= {v for _, v in op.value_operands if graph.values[v].shape == shape and only_updates(v)}
         return found
 
     def _tensor_parallel(self) -> Restriction:

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import combinations
+from typing import NamedTuple
 
 import numpy as np
 
@@ -32,8 +33,7 @@ Convertible = Callable[[int, Placement, Placement], bool]
 """Whether a value may be converted by a step between two placements."""
 
 
-@dataclass(frozen=True, slots=True)
-class Availability:
+class Availability(NamedTuple):
     """A value made as `computed` and converted once by `steps`; every use finds `placements` at no cost."""
 
     computed: Placement
@@ -45,8 +45,7 @@ class Availability:
         return (self.computed, *(target for _, target in self.steps))
 
 
-@dataclass(frozen=True, slots=True)
-class State:
+class State(NamedTuple):
     """One choice: the triple (None for a source or a separate result) and the availability (None for an op whose
     results have variables of their own)."""
 

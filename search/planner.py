@@ -34,6 +34,8 @@ from hapsynth.search.sizing import Sizer
 _ROUNDS = 6
 _MEMORY_ROUNDS = 8
 _TOLERANCE = 1e-6
+_SETTLED = 1e-4
+"""A cost that falls by less than this fraction has stopped falling; it is also the gap that counts as optimal."""
 
 
 class InfeasibleError(ValueError):
@@ -107,8 +109,8 @@ class Planner:
         gap = (best.cost - bound) / best.cost if best.cost else 0.0
         joint_gap = (best.cost - joint) / best.cost if best.cost else 0.0
         status: Status = "gap"
-        if gap <= 1e-4:
-            status = "optimal" if joint_gap <= 1e-4 else "optimal_at_ratios"
+        if gap <= _SETTLED:
+            status = "optimal" if joint_gap <= _SETTLED else "optimal_at_ratios"
         return Result(
             best.program,
             best.sizes,
@@ -142,7 +144,7 @@ class Planner:
         bar = self._best.cost if self._best else np.inf
         for _ in range(_ROUNDS):
             candidate, _ = self._search(ratios, default, choices)
-            if candidate is None or candidate.cost >= min(reached, bar) * (1 - 1e-9):
+            if candidate is None or candidate.cost >= min(reached, bar) * (1 - _SETTLED):
                 return
             if candidate.bound is not None:
                 return
@@ -155,13 +157,16 @@ class Planner:
         """The bound at the best pair's own sizes; a cheaper pair found on the way becomes the best."""
         if best.bound is not None:
             return best, best.bound
-        default = self._own_default(best.sizes)
         for _ in range(_ROUNDS):
+            default = self._own_default(best.sizes)
             ratios = Ratios(self.graph, self.table, default, best.sizes)
-            candidate, solution = self._search(ratios, default, best.choices, limited=False)
-            if candidate is None or self._best is None or self._best.cost >= best.cost * (1 - 1e-9):
+            _, solution = self._search(ratios, default, best.choices, limited=False)
+            found = self._best
+            if found is None or found.cost >= best.cost * (1 - _SETTLED / 2):
                 return best, solution.lower_bound
-            best = self._best
+            best = found
+            if best.bound is not None:
+                return best, best.bound
         return best, 0.0
 
     def _own_default(self, sizes: Sizes) -> Floats:
@@ -189,10 +194,16 @@ class Planner:
         self._note(free, solution)
         if free is None or free.memory <= self.limit or not limited:
             return free, solution
-        candidate, point_values, allowance = free, self._live(free), self.limit
+        candidate = free
+        allowances: dict[frozenset[int], float] = {}
         for _ in range(_MEMORY_ROUNDS):
-            allowance *= min(1.0, self.limit / candidate.memory) if candidate.memory > self.limit else 1.0
-            found, _ = self._solve_once(formulator, default, ((point_values, allowance),), None)
+            # The problem sees memory at the points where programs were too large; its estimate of what is alive
+            # there may be short of what the program's order needs, so a point that stays too large is tightened.
+            live = self._live(candidate)
+            allowances[live] = min(allowances.get(live, np.inf), self.limit) * (
+                min(1.0, self.limit / candidate.memory) if live in allowances else 1.0
+            )
+            found, _ = self._solve_once(formulator, default, tuple(allowances.items()), None)
             if found is None:
                 break
             candidate = found
@@ -201,7 +212,6 @@ class Planner:
                 return candidate, solution
             if self._late():
                 break
-            point_values = self._live(candidate)
         return None, solution
 
     def _live(self, candidate: Candidate) -> frozenset[int]:

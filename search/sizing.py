@@ -23,7 +23,7 @@ from scipy.sparse import coo_array
 from hapsynth.graph import Graph
 from hapsynth.instructions.program import Convert, Program
 from hapsynth.instructions.sizes import Classes, Sizes
-from hapsynth.search.costs import CostModel, Floats, Work
+from hapsynth.search.costs import CostModel, Floats, Work, tiled
 from hapsynth.search.evaluate import class_of_triple, program_cost
 from hapsynth.search.memory import lifetimes, peak
 from hapsynth.search.ratios import round_shares
@@ -222,10 +222,12 @@ class _WorkTable:
         self.compute = column(w.flops for w in works) / rates
         self.cut = column(w.cut_bytes for w in works) / costs.bandwidth
         self.whole = column(w.whole_bytes for w in works) / costs.bandwidth
+        self.lanes = [w.lanes for w in works]
         self.fixed = column(w.launches for w in works) * costs.overhead
 
     def cost(self, fractions: Floats, wire: float) -> float:
-        busy = self.fixed + np.maximum(self.compute * fractions, self.cut * fractions + self.whole)
+        done = np.array([tiled(fractions, lanes) for lanes in self.lanes]).reshape(len(self.lanes), len(fractions))
+        busy = self.fixed + np.maximum(self.compute * done, self.cut * fractions + self.whole)
         return float(self.counts @ np.where(fractions > 0, busy, 0.0).max(axis=1, initial=0.0) + wire * fractions.max())
 
 

@@ -95,9 +95,9 @@ def each(names: list[str], **fixed: Any) -> Callable[..., Any]:
     return lambda *args: [getattr(lax, name)(*args, **fixed) for name in names]
 
 
-case("unary", each([n for n in UNARY.split() if n != "acosh"]), floats(3))
+case("unary", each([n for n in UNARY.split() if n != "acosh"]), floats(2))
 case("acosh", lax.acosh, floats(4, low=1.1, high=2))
-case("binary", each(BINARY.split()), ints(4, 3, low=1), ints(4, 3, low=1))
+case("binary", each(BINARY.split()), ints(3, low=1), ints(3, low=1))
 case("special", each(SPECIAL), floats(2, low=1.5, high=3), floats(2, low=0.5, high=2))
 case("bitwise", each(BITWISE), ints(4, 3, dtype=i32, low=0), ints(4, 3, dtype=i32, low=0))
 case("total order", lambda x, y: [p.bind(x, y) for p in (lax.eq_to_p, lax.le_to_p, lax.lt_to_p)], ints(4), ints(4))
@@ -173,6 +173,8 @@ case("reshape gcd then whole", lambda x: x.reshape(6, 6, 3), ints(4, 9, 3))
 case("reshape shifted", lambda x: x.reshape(4, 6), ints(12, 2))
 case("reshape coprime", lambda x: x.reshape(2, 3, 5), ints(3, 2, 5))
 case("reshape coprime long", lambda x: x.reshape(5, 2, 3), ints(3, 2, 5))
+case("reshape permuted", lambda x: lax.reshape(x, (8, 3), dimensions=(2, 0, 1)), ints(2, 3, 4))
+case("reshape permuted grad", jax.grad(lambda x: (lax.reshape(x, (8, 3), (2, 0, 1)) ** 2).sum()), ints(2, 3, 4))
 case("reshape bool", lambda x: x.reshape(4), bools(2, 2))
 case("reshape empty", lambda x: x.reshape(0, 2), ints(4, 0))
 case("heads", lambda x: x.reshape(2, 3, 4, 2).transpose(0, 2, 1, 3).reshape(8, 3, 2), ints(2, 3, 8))

@@ -14,14 +14,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from random_programs import RandomProgram, mlp_args, mlp_step
 
+from hapsynth.check import random_arguments
 from hapsynth.cluster import Cluster
 from hapsynth.instructions.checker import check
 from hapsynth.plan import Plan, PlanError, load
 from hapsynth.search.result import Result
 from hapsynth.sharded_array import ShardedArray
 from hapsynth.trace import trace
-from tests.test_lower import RandomProgram, mlp_args, mlp_step
 
 N = 4
 
@@ -168,6 +169,57 @@ def test_a_refused_call_consumes_nothing(plan: Plan) -> None:
         plan(state, floats(3, 6))
     assert not any(x.is_deleted() for x in jax.tree.leaves((state, batch)))
     plan(state, batch)
+
+
+def test_an_error_of_the_run_names_what_it_consumed(plan: Plan) -> None:
+    state, batch = plan.shard(*step_args())
+
+    def fails(*stored: jax.Array) -> Any:
+        stored[0].delete()
+        raise RuntimeError("out of memory")
+
+    plan.lowered.__dict__["function"] = fails
+    with pytest.raises(RuntimeError, match="out of memory") as caught:
+        plan(state, batch)
+    assert "are lost: [0]['m']['b']" in caught.value.__notes__[0]
+
+
+def test_what_lies_right_is_passed_as_it_is() -> None:
+    plan = make_plan(step, step_args(), mode="equal", eager=0.5)
+    placed = plan.shard(*step_args())
+    leaves = jax.tree.leaves(placed)
+    stored = plan._arguments.place(plan.lowered, leaves)
+    for x, leaf in zip(stored, leaves):
+        assert x is leaf or x is leaf.data
+    made = jax.tree.leaves(plan(*placed)[0])
+    for x, y in zip(plan._arguments.place(plan.lowered, [*made, leaves[-1]]), made):
+        assert x is y or x is y.data
+
+
+def test_x64() -> None:
+    def fn(x: Any, i: Any, n: Any, s: Any) -> Any:
+        return x[i] * s + n, i.sum(), jnp.argmax(x, 0), n + 1, x.astype(jnp.float32) * s
+
+    args = (floats(6, 3).astype(np.float64), np.arange(5) % 3, 4, 0.5)
+    with jax.enable_x64(True):
+        for seed in range(3):
+            plan = make_plan(fn, args, seed=seed)
+            assert_same(plan(*plan.shard(*args)), jax.jit(fn)(*args), plan)
+            assert plan.check(rtol=1e-12).ok
+            with pytest.raises(TypeError, match="float32"):
+                plan(args[0].astype(np.float32), *args[1:])
+    plan = make_plan(fn, args)
+    assert_same(plan(*args), jax.jit(fn)(*args), plan)
+    assert plan.lowered.traces == 1
+
+
+def test_random_arguments_index_whole_tables() -> None:
+    def fn(table: Any, tokens: Any, count: Any) -> Any:
+        return table[tokens.reshape(-1)].sum() + jnp.take_along_axis(table, tokens, 1) + count
+
+    (_, tokens, count), _ = random_arguments(trace(fn, (floats(400, 50), np.zeros((400, 1), np.int32), 1)))
+    assert 40 < tokens.max() < 50
+    assert count in (0, 1)
 
 
 def test_without_donation_nothing_is_consumed() -> None:
@@ -394,9 +446,9 @@ def test_a_plan_survives_a_file(plan: Plan, tmp_path: Path) -> None:
     assert_same(again(*args), jax.jit(step)(*args), again)
     unplaced = load(file, step, args)
     assert unplaced.cost == plan.cost
-    with pytest.raises(RuntimeError, match="hapsynth.load"):
+    with pytest.raises(RuntimeError, match=r"hapsynth.load"):
         unplaced(*args)
-    with pytest.raises(ValueError, match="4 devices.*mesh has 8"):
+    with pytest.raises(ValueError, match=r"4 devices.*mesh has 8"):
         load(file, step, args, mesh_of(8))
 
 
@@ -468,7 +520,7 @@ def test_a_plan_of_another_function_names_the_difference(plan: Plan, tmp_path: P
     state, batch = step_args()
     with pytest.raises(PlanError, match=re.escape("it takes [1] of float32[7, 6], and this one [1] of float32[3, 6]")):
         load(file, step, (state, floats(3, 6)))
-    with pytest.raises(PlanError, match="another function: it has .* ops, and this one"):
+    with pytest.raises(PlanError, match=r"another function: it has .* ops, and this one"):
         load(file, lambda s, b: (s, jnp.sum(b)), (state, batch))
     with pytest.raises(PlanError, match="another function"):
         load(file, lambda s, b: step(s, jnp.exp(b)), (state, batch))

@@ -17,16 +17,14 @@ from hapsynth.graph import Graph, Op, Value
 from hapsynth.trace import Traced
 
 # Ops whose result lies in the range of their operands, or shifts it as the indexing code of jax.numpy does.
-_SAME_INDEX = frozenset(
-    "convert_element_type reshape broadcast_in_dim squeeze expand_dims transpose select_n add concatenate copy "
-    "slice rev stop_gradient optimization_barrier reduce_precision clamp".split()
+_MOVES = frozenset(
+    {"broadcast_in_dim", "concatenate", "convert_element_type", "copy", "expand_dims", "optimization_barrier"}
+    | {"reduce_precision", "reshape", "rev", "select_n", "slice", "squeeze", "stop_gradient", "transpose"}
 )
+_SAME_INDEX = _MOVES | {"add", "clamp"}
 # Ops that keep the sign: nothing that subtracts, negates or contracts.
-_SAME_SIGN = frozenset(
-    "convert_element_type reshape broadcast_in_dim squeeze expand_dims transpose select_n add mul div concatenate "
-    "copy slice rev stop_gradient optimization_barrier reduce_precision max min reduce_sum".split()
-)
-_NOT_NEGATIVE = frozenset("sqrt rsqrt log pow".split())
+_SAME_SIGN = _MOVES | {"add", "div", "max", "min", "mul", "reduce_sum"}
+_NOT_NEGATIVE = frozenset({"log", "pow", "rsqrt", "sqrt"})
 _DEFAULT_BOUND = 2
 
 
@@ -45,15 +43,10 @@ def example_arguments(
     carried = {graph.inputs[source] for source, _ in graph.carry}
     leaves, tree = jax.tree_util.tree_flatten((tuple(args), dict(kwargs)))
     for leaf, value in zip(traced.array_leaves, graph.inputs, strict=True):
-        if isinstance(leaves[leaf], jax.ShapeDtypeStruct) or not hasattr(leaves[leaf], "__array__"):
-            leaves[leaf] = leaves[leaf] if _is_number(leaves[leaf]) else _sample(rng, graph, value, value in carried)
+        # A leaf that an array library did not make may still describe one: whatever has a shape but no data.
+        if hasattr(leaves[leaf], "shape") and not isinstance(leaves[leaf], (jax.Array, np.ndarray, np.generic)):
+            leaves[leaf] = _sample(rng, graph, value, value in carried)
     return jax.tree_util.tree_unflatten(tree, leaves)
-
-
-def _is_number(leaf: Any) -> bool:
-    return isinstance(leaf, (bool, int, float, complex)) or (
-        isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer)
-    )
 
 
 def _sample(rng: np.random.Generator, graph: Graph, value: int, carried: bool) -> Any:
@@ -81,9 +74,7 @@ def _sample(rng: np.random.Generator, graph: Graph, value: int, carried: bool) -
 def _keys(rng: np.random.Generator, v: Value) -> jax.Array:
     words = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(v.shape, v.dtype)).shape
     data = rng.integers(0, 1 << 32, words, dtype=np.uint32)
-    # An extended dtype prints as `key<fry>`; its implementation's own name is only on a key array.
-    implementation = jax.eval_shape(lambda k: k, jax.ShapeDtypeStruct(v.shape, v.dtype)).dtype
-    return jax.random.wrap_key_data(data, impl=str(implementation._impl.name))
+    return jax.random.wrap_key_data(data, impl=jax.random.key_impl(jax.numpy.zeros((), v.dtype)))
 
 
 def index_bound(graph: Graph, value: int) -> int | None:

@@ -32,7 +32,9 @@ def brief(plan: Plan, costs: Sequence[Cost], lines: int = 28) -> list[str]:
         value = graph.values[i.value]
         triple = f"{{{value.name}|{format_layout(i.source)}}} {i.step} {{{value.name}|{format_layout(i.target)}}}"
         what = names.value(i.value).removeprefix(f"{value.name} ")
-        listed.append(f"* {triple}  {names.shape(i.value)}, {nbytes(cost.wire_bytes)}, {seconds(cost.seconds)}  # {what}")
+        listed.append(
+            f"* {triple}  {names.shape(i.value)}, {nbytes(cost.wire_bytes)}, {seconds(cost.seconds)}  # {what}"
+        )
     listed += _stage(plan, local)
     if len(listed) > lines:
         first, last = lines * 2 // 3, lines // 3

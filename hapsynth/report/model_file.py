@@ -10,7 +10,7 @@ import difflib
 import functools
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -131,7 +131,7 @@ def _guarded(fn: Callable[..., Any], what: str) -> Callable[..., Any]:
 
 
 @contextlib.contextmanager
-def blamed_on_user(what: str) -> Iterator[None]:
+def blamed_on_user(what: str) -> Generator[None]:
     """Exceptions of the user's code as UsageErrors that show the exception and the user's line."""
     try:
         yield
@@ -157,14 +157,14 @@ def _user_line(error: BaseException) -> str:
     found = ""
     for frame in traceback.extract_tb(error.__traceback__):
         name = frame.filename
-        if name.startswith("<") or "site-packages" in name or name.startswith((own, sys.base_prefix)):
+        if name.startswith(("<", own, sys.base_prefix)) or "site-packages" in name:
             continue
         found = f" (line {frame.lineno} of {name}: {frame.line})"
     return found
 
 
 @contextlib.contextmanager
-def _importing_from(folder: Path) -> Iterator[None]:
+def _importing_from(folder: Path) -> Generator[None]:
     """`folder` at the head of sys.path, and no bytecode written, while a model file loads."""
     before, bytecode = list(sys.path), sys.dont_write_bytecode
     sys.path.insert(0, str(folder.resolve()))
@@ -173,5 +173,3 @@ def _importing_from(folder: Path) -> Iterator[None]:
         yield
     finally:
         sys.path[:], sys.dont_write_bytecode = before, bytecode
-
-

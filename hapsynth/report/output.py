@@ -10,7 +10,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from hapsynth.report.model_file import UsageError
 
@@ -20,10 +20,11 @@ STDOUT = "-"
 class Outputs:
     """The files that one command writes: `claim` each before the work, `write` them after it.
 
-    Used as a context: leaving it removes what was claimed and not written.
+    Used as a context: leaving it removes what was claimed and not written. `stdout`: where `-` goes.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, stdout: IO[str] | None = None) -> None:
+        self._stdout = stdout or sys.stdout
         self._temporary: dict[str, Path] = {}
 
     def __enter__(self) -> Outputs:
@@ -75,8 +76,8 @@ class Outputs:
         """A JSON document to a file, or to standard output for `-`."""
         text = json.dumps(document, indent=2, allow_nan=False) + "\n"
         if name == STDOUT:
-            sys.stdout.write(text)
-            sys.stdout.flush()
+            self._stdout.write(text)
+            self._stdout.flush()
         else:
             self.write(name, lambda path: path.write_text(text, encoding="utf-8"))
 

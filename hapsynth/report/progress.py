@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 
 from rich.console import Console
@@ -14,7 +14,7 @@ from hapsynth.search.planner import Progress
 
 
 @contextmanager
-def progress(wanted: bool | None) -> Iterator[Callable[[Progress], None] | None]:
+def progress(wanted: bool | None) -> Generator[Callable[[Progress], None] | None]:
     """What to hand to the search; None where nothing is to be shown.
 
     `wanted` None: shown where standard error is a terminal. True on anything else: a line for every new best cost.
@@ -28,6 +28,17 @@ def progress(wanted: bool | None) -> Iterator[Callable[[Progress], None] | None]
             yield lambda p: status.update(line(p))
     else:
         yield _Lines().show
+
+
+@contextmanager
+def activity() -> Generator[Callable[[str], None]]:
+    """Shows what is being done, as one line on a terminal; does nothing where standard error is none."""
+    if not sys.stderr.isatty():
+        yield lambda _: None
+        return
+    console = Console(file=sys.stderr, markup=False, emoji=False, highlight=False)
+    with console.status("working") as status:
+        yield status.update
 
 
 class _Lines:

@@ -63,7 +63,9 @@ def print_summary(out: Console, plan: Plan, *, listing: bool = False) -> None:
     missing = replicated(plan.traced)
     out.print(f"replicated     {'no primitive' if not missing else f'without a rule: {counted(missing)}'}")
     timings = plan.result.timings_s
-    spent = ", ".join(f"{key[:-2]} {timings[key]:.1f} s" for key in ("trace_s", "search_s", "ratio_s") if key in timings)
+    spent = ", ".join(
+        f"{key[:-2]} {timings[key]:.1f} s" for key in ("trace_s", "search_s", "ratio_s") if key in timings
+    )
     out.print(f"planned in     {timings.get('total_s', 0.0):.1f} s ({spent}), {plan.result.expanded} nodes expanded")
 
 
@@ -86,16 +88,15 @@ def sizes_table(plan: Plan) -> Table:
         alike.setdefault((classes[c].units, plan.sizes.shares[c]), []).append(c)
     rows: list[list[str]] = []
     for (units, shares), members in alike.items():
-        more = f" and {len(members) - 1} like it" if len(members) > 1 else ""
         tensors = sum(len(classes[c].members) for c in members)
         cells = [span([shares[d] for d in group]) for _, group in groups]
-        rows.append([names.cut(classes[members[0]]) + more, str(tensors), str(units), *cells])
+        rows.append([names.cut(classes[members[0]]), str(len(members)), str(tensors), str(units), *cells])
     if len(rows) > _ROWS:
         left = len(rows) - _ROWS
-        rows = [*rows[:_ROWS], [f"... {plural(left, 'more kind')} of cut", *[""] * (2 + len(groups))]]
+        rows = [*rows[:_ROWS], [f"... {plural(left, 'more kind')} of cut", *[""] * (3 + len(groups))]]
     if not rows:
-        rows = [["nothing is cut: every device computes everything", *[""] * (2 + len(groups))]]
-    return table(["class, by its largest tensor", "tensors", "units", *(name for name, _ in groups)], rows)
+        rows = [["nothing is cut: every device computes everything", *[""] * (3 + len(groups))]]
+    return table(["class, by its largest tensor", "alike", "tensors", "units", *(name for name, _ in groups)], rows)
 
 
 def memory_table(plan: Plan) -> Table:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import re
@@ -54,12 +55,11 @@ def devices_of(path: str) -> int | None:
 
 def ask_for_host_devices(n: int) -> None:
     """Let JAX's CPU backend have `n` devices, if it has not started yet. An accelerator is still preferred."""
-    try:
-        if int(jax.config.read("jax_num_cpu_devices")) < n:
-            jax.config.update("jax_num_cpu_devices", n)
-    except (RuntimeError, ValueError, AttributeError):
-        # A backend has started, or XLA_FLAGS has set the number: `first_devices` counts what is there.
+    if getattr(jax.config, "jax_num_cpu_devices", -1) >= n:
         return
+    # RuntimeError: a backend has started already, and `first_devices` counts what it has.
+    with contextlib.suppress(RuntimeError):
+        jax.config.update("jax_num_cpu_devices", n)
 
 
 def first_devices(n: int) -> Mesh:
@@ -68,7 +68,7 @@ def first_devices(n: int) -> Mesh:
     if len(devices) < n:
         platform = devices[0].platform
         way_out = (
-            "unset XLA_FLAGS=--xla_force_host_platform_device_count, or set it to that number"
+            "JAX started with these before hapsynth could ask for more: run it in a process of its own"
             if platform == "cpu"
             else "set JAX_PLATFORMS=cpu to run it on host devices"
         )
@@ -76,10 +76,13 @@ def first_devices(n: int) -> Mesh:
     return Mesh(np.array(devices[:n]), ("hap",))
 
 
-def run_trial(plan: Plan, args: Sequence[Any], kwargs: Mapping[str, Any], steps: int) -> Trial:
+def run_trial(
+    plan: Plan, args: Sequence[Any], kwargs: Mapping[str, Any], steps: int, tell: Callable[[str], None]
+) -> Trial:
     """Run `steps` steps, carried state fed back, and compare each step with the function on the same values.
 
-    Every step of the reference starts from the plan's own state, so that errors do not accumulate.
+    Every step of the reference starts from the plan's own state, so that errors do not accumulate. `tell` is
+    called with what is being done.
     """
     assert plan.mesh is not None
     traced = plan.traced
@@ -87,7 +90,8 @@ def run_trial(plan: Plan, args: Sequence[Any], kwargs: Mapping[str, Any], steps:
     reference = _reference(plan, leaves, plan.mesh.devices.flat[0])
     worst = [0.0] * len(traced.out_paths)
     times: list[float] = []
-    for _ in range(steps):
+    for step in range(steps):
+        tell(f"step {step + 1} of {steps}" + (", compiling" if step == 0 else ""))
         now_args, now_kwargs = jax.tree_util.tree_unflatten(tree, leaves)
         placed = plan.shard(*now_args, **now_kwargs)
         items = [placed] if len(now_args) + bool(now_kwargs) == 1 else list(placed)
@@ -105,7 +109,7 @@ def run_trial(plan: Plan, args: Sequence[Any], kwargs: Mapping[str, Any], steps:
     return Trial(tuple(zip(traced.out_paths, worst, strict=True)), tuple(times))
 
 
-def _reference(plan: Plan, leaves: Sequence[Any], device: jax.Device) -> Callable[[Sequence[Any]], list[Any]]:
+def _reference(plan: Plan, leaves: Sequence[Any], device: Any) -> Callable[[Sequence[Any]], list[Any]]:
     """The function itself on one device: the array leaves of its arguments to those of its results, compiled once."""
     traced, fn = plan.traced, plan.fn
     assert fn is not None

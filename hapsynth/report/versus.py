@@ -43,7 +43,7 @@ def print_comparison(out: Console, plan: Plan, entries: Mapping[str, Entry]) -> 
             ]
         )
     out.print(heading("Plans"))
-    out.print(table(["plan", "step time", "hapsynth gains", "memory", "fits", "collectives", "wire bytes"], rows))
+    out.print(table(["plan", "step time", "speedup by hapsynth", "memory", "fits", "collectives", "wire bytes"], rows))
     kinds = sorted({c for e in entries.values() for c in e.collectives})
     if kinds:
         out.print(heading("Collectives: how many, and bytes over the slowest link"))

@@ -51,14 +51,16 @@ def _reshape(f: Factors) -> None:
     """`(i j) k -> i (j k)`: the common refinement of both shapes, major to minor.
 
     Where the sizes do not divide, their greatest common divisor is the major factor and the rest is blocked.
+    The operand is read in the order `dimensions`, if that is given.
     """
     shape, new = f.op.shapes[0], f.op.result_shapes[0]
-    if 0 in shape or f.op.params.get("dimensions") is not None:
-        f.block(f.operand(0), "an empty or permuting reshape")
+    if 0 in shape:
+        f.block(f.operand(0), "empty")
         f.results.append(f.dims(new))
-        f.block(f.results[0], "an empty or permuting reshape")
+        f.block(f.results[0], "empty")
         return
-    x, y = _Refinement(f, shape), _Refinement(f, new)
+    order: Sequence[int] = f.op.params["dimensions"] or range(len(shape))
+    x, y = _Refinement(f, [shape[d] for d in order]), _Refinement(f, new)
     while x.rest > 1 or y.rest > 1:
         if (common := gcd(x.rest, y.rest)) > 1:
             factor = f.new(common)
@@ -66,7 +68,7 @@ def _reshape(f: Factors) -> None:
             y.take(factor)
         else:
             _skip(x, y)
-    f.operands.append(x.dims)
+    f.operands.append(tuple(dim for _, dim in sorted(zip(order, x.dims))))
     f.results.append(y.dims)
     reorders(f)
 

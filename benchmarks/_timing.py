@@ -1,0 +1,37 @@
+"""Interleaved timing: what is compared runs in turn, so that the machine's drift meets all alike."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+
+
+def interleaved(steps: Mapping[str, Callable[[], Any]], rounds: int, warmup: int = 2) -> dict[str, list[float]]:
+    """Seconds of each call, `rounds` per name, after `warmup` uncounted ones; every call is waited for."""
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    for r in range(warmup + rounds):
+        order = list(steps) if r % 2 else list(reversed(steps))
+        for name in order:
+            began = time.perf_counter()
+            jax.block_until_ready(steps[name]())
+            if r >= warmup:
+                times[name].append(time.perf_counter() - began)
+    return times
+
+
+def report(title: str, times: Mapping[str, list[float]], base: str) -> dict[str, float]:
+    """Print medians and ratios to `base`; the medians."""
+    medians = {name: statistics.median(t) for name, t in times.items()}
+    print(title)
+    for name, t in times.items():
+        ratios = sorted(a / b for a, b in zip(t, times[base], strict=True))
+        low, high = ratios[len(ratios) // 4], ratios[-1 - len(ratios) // 4]
+        print(
+            f"  {name:<28}{medians[name] * 1e3:9.2f} ms   x {medians[name] / medians[base]:.3f} of {base}"
+            f"   (round by round, middle half {low:.3f} .. {high:.3f})"
+        )
+    return medians

@@ -1,0 +1,211 @@
+"""What `hapsynth explain` prints: where the seconds go, and why each value lies as it does."""
+
+from __future__ import annotations
+
+import difflib
+from collections import Counter
+from collections.abc import Callable
+
+from rich.console import Console
+
+from hapsynth.instructions.layout import format_layout
+from hapsynth.instructions.program import Convert, reads, writes
+from hapsynth.plan import Plan
+from hapsynth.report.alternatives import Alternative, Alternatives
+from hapsynth.report.model_file import UsageError
+from hapsynth.report.names import Names
+from hapsynth.report.summary import print_certificate, sizes_table
+from hapsynth.report.text import heading, nbytes, percent, plural, seconds, table
+from hapsynth.search.evaluate import Cost
+from hapsynth.search.memory import padded_bytes
+
+_KINDS = 14
+
+
+def find_value(plan: Plan, name: str) -> int:
+    """The value called `name`; UsageError with the nearest names where there is none."""
+    names = Names(plan.traced)
+    value = names.find(name)
+    if value is None:
+        near = difflib.get_close_matches(name, names.all(), n=3)
+        hint = f"; did you mean {' or '.join(near)}?" if near else "; name an argument path, or a value as in a listing"
+        raise UsageError(f"--value {name}: the function has no such value{hint}")
+    return value
+
+
+class Explainer:
+    """Prints explanations of one plan.
+
+    `top`: of how many values and instructions. `tell` is called with what is being done.
+    """
+
+    def __init__(self, out: Console, plan: Plan, top: int, tell: Callable[[str], None]) -> None:
+        self.out, self.plan, self.top, self.tell = out, plan, top, tell
+        self.graph, self.names = plan.traced.graph, Names(plan.traced)
+        self.known = Alternatives(plan)
+        self.total = sum(cost.seconds for cost in self.known.costs)
+
+    def everything(self) -> None:
+        """Where the seconds go, the cuts, the inputs, and the most expensive values."""
+        self.out.print(
+            f"{plural(len(self.graph.ops), 'op')} planned for {self.plan.cluster.name}, "
+            f"{plural(self.plan.cluster.n, 'device')}; {seconds(self.plan.cost)} predicted step time"
+        )
+        self._kinds()
+        self._collectives()
+        self.out.print(heading("Shard sizes, in units, of each dimension class"))
+        self.out.print(sizes_table(self.plan))
+        self._inputs()
+        self._values()
+        self.out.print(heading("Certificate"))
+        print_certificate(self.out, self.plan)
+
+    def one(self, value: int) -> None:
+        """Everything about one value: where it lies when, and what every other layout would cost."""
+        self.out.print(
+            f"{self.names.value(value)}  {self.names.shape(value)}, {nbytes(self.graph.values[value].nbytes)}"
+        )
+        rows: list[list[str]] = []
+        for cost in self.known.costs:
+            i = cost.instruction
+            mine = [p for p in (*reads(self.graph, i), *writes(self.graph, i)) if p[0] == value]
+            if mine:
+                layouts = " -> ".join(dict.fromkeys(format_layout(layout) for _, layout in mine))
+                rows.append([self._what(cost), layouts, seconds(cost.seconds), _bytes(cost.wire_bytes)])
+        self.out.print(heading("Instructions that touch it"))
+        self.out.print(table(["instruction", "layout", "seconds", "wire bytes"], rows, left=2))
+        self.out.print(heading("The best program with each layout of it, at the plan's shard sizes"))
+        held = self.known.placements[value]
+        limit = min(self.plan.result.memory_limit_bytes)
+        peak = max(self.plan.memory)
+        rows = [[f"{held} (the plan)", seconds(self.plan.cost), "", "", nbytes(peak), "yes" if peak <= limit else "no"]]
+        for placement in self.known.others(value):
+            self.tell(f"searching without the layout of {self.names.value(value)}")
+            found = self.known.best_with(value, placement)
+            rows.append([str(placement), *self._cells(found)])
+        self.out.print(table(["layout", "step time", "difference", "", "memory", "fits"], rows))
+
+    def _kinds(self) -> None:
+        count: Counter[str] = Counter()
+        spent: dict[str, float] = {}
+        wire: dict[str, float] = {}
+        for cost in self.known.costs:
+            i = cost.instruction
+            name = i.step if isinstance(i, Convert) else self.graph.ops[i.op].name
+            count[name] += 1
+            spent[name] = spent.get(name, 0.0) + cost.seconds
+            wire[name] = wire.get(name, 0.0) + cost.wire_bytes
+        order = sorted(spent, key=lambda name: (-spent[name], name))
+        shown = order if len(order) <= _KINDS else order[: _KINDS - 1]
+        rows = [[n, str(count[n]), seconds(spent[n]), self._share(spent[n]), _bytes(wire[n])] for n in shown]
+        if rest := order[len(shown) :]:
+            left = sum(spent[n] for n in rest)
+            rows.append([plural(len(rest), "other kind"), str(sum(count[n] for n in rest)), seconds(left)])
+            rows[-1] += [self._share(left), ""]
+        rows.append(["in all", str(len(self.known.costs)), seconds(self.total), "", _bytes(sum(wire.values()))])
+        self.out.print(heading("Where the seconds go"))
+        self.out.print(table(["instruction", "count", "seconds", "share", "wire bytes"], rows))
+
+    def _collectives(self) -> None:
+        found = [c for c in self.known.costs if isinstance(c.instruction, Convert) and c.instruction.is_collective]
+        found.sort(key=lambda c: -c.seconds)
+        rows = [
+            [self._what(c), nbytes(c.wire_bytes), seconds(c.seconds), self._share(c.seconds)] for c in found[: self.top]
+        ]
+        if len(found) > self.top:
+            rest = found[self.top :]
+            left = sum(c.seconds for c in rest)
+            rows.append(
+                [f"{len(rest)} more", nbytes(sum(c.wire_bytes for c in rest)), seconds(left), self._share(left)]
+            )
+        if rows:
+            self.out.print(heading("The dearest collectives"))
+            self.out.print(table(["collective", "wire bytes", "seconds", "share"], rows))
+
+    def _inputs(self) -> None:
+        """The largest inputs, one of each shape and layout, each with the best program that stores it otherwise."""
+        program, sizes = self.plan.program, self.plan.sizes
+        alike: dict[object, list[int]] = {}
+        for value in sorted(self.graph.inputs, key=lambda v: (-self.graph.values[v].nbytes, v)):
+            v = self.graph.values[value]
+            alike.setdefault((v.shape, str(v.dtype), program.inputs[value]), []).append(value)
+        rows: list[list[str]] = []
+        for members in list(alike.values())[: self.top]:
+            value = members[0]
+            layout = program.inputs[value]
+            stored = padded_bytes(self.graph, sizes, value, layout)
+            self.tell(f"searching without the layout of {self.names.value(value)}")
+            other = self.known.best_other(value)
+            rows.append(
+                [
+                    self.names.value(value),
+                    str(len(members)),
+                    self.names.shape(value),
+                    format_layout(layout),
+                    nbytes(stored),
+                    "-" if other is None else str(other.placement),
+                    *self._cells(other)[1:3],
+                ]
+            )
+        left = sum(len(m) for m in list(alike.values())[self.top :])
+        if left:
+            rows.append([f"{plural(left, 'more input')} (--value PATH asks about one)", *[""] * 7])
+        self.out.print(heading("Inputs: layout, bytes on a device, and the best program that stores it otherwise"))
+        headers = ["input", "alike", "shape", "layout", "per device", "otherwise", "costs", ""]
+        self.out.print(table(headers, rows))
+
+    def _values(self) -> None:
+        spent = self.known.spent()
+        order = [v for v in sorted(spent, key=lambda v: (-spent[v], v)) if v in self.graph.producer]
+        rows: list[list[str]] = []
+        for value in order[: self.top]:
+            self.tell(f"searching without the layout of {self.names.value(value)}")
+            other = self.known.best_other(value)
+            cells = self._cells(other)
+            rows.append(
+                [
+                    self.names.value(value),
+                    str(self.known.placements[value]),
+                    seconds(spent[value]),
+                    "-" if other is None else str(other.placement),
+                    *cells[1:3],
+                ]
+            )
+        self.out.print(heading("The dearest values: how each is made, and the best program that makes it otherwise"))
+        self.out.print(table(["value", "made as", "seconds", "otherwise", "costs", ""], rows, left=2))
+
+    def _cells(self, found: Alternative | None) -> list[str]:
+        """Step time, difference in seconds and percent, memory, fits."""
+        if found is None:
+            return ["impossible", "-", "", "-", "-"]
+        more = found.cost_s - self.plan.cost
+        # The search proves its results to a relative 1e-5: less than that is nothing.
+        if abs(more) <= 2e-5 * self.plan.cost:
+            more = 0.0
+        memory, limit = found.memory_bytes, min(self.plan.result.memory_limit_bytes)
+        fits = "-" if memory is None else "yes" if memory <= limit else "no"
+        sign = "+" if more >= 0 else "-"
+        if more and not found.proved:
+            sign = f"<= {sign}"
+        return [
+            seconds(found.cost_s),
+            sign + seconds(abs(more)) if more else "no more",
+            f"{sign}{percent(abs(more) / self.plan.cost)}" if more else "",
+            "-" if memory is None else nbytes(memory),
+            fits,
+        ]
+
+    def _what(self, cost: Cost) -> str:
+        i = cost.instruction
+        if isinstance(i, Convert):
+            change = f"{format_layout(i.source)} -> {format_layout(i.target)}"
+            return f"{i.step} {change} of {self.names.value(i.value)}"
+        op = self.graph.ops[i.op]
+        return f"{op.name} -> {self.graph.values[op.results[0]].name}" + (f" ({op.source})" if op.source else "")
+
+    def _share(self, spent: float) -> str:
+        return percent(spent / self.total) if self.total else "-"
+
+
+def _bytes(value: float) -> str:
+    return nbytes(value) if value else ""
