@@ -1,4 +1,4 @@
-"""Conversions between placements along one mesh axis: the collectives, and the local slice.
+"""Conversions between placements along one mesh axis: the collectives, and the two local steps.
 
 all_reduce      {x | P(op)} -> {x | R}
 reduce_scatter  {x | P(sum)} -> {x | S(d)}
@@ -13,8 +13,8 @@ from typing import Literal as OneOf
 
 from hapsynth.instructions.layout import Placement
 
-Step = OneOf["all_reduce", "reduce_scatter", "all_gather", "all_to_all", "slice"]
-STEPS: tuple[Step, ...] = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "slice")
+Step = OneOf["all_reduce", "reduce_scatter", "all_gather", "all_to_all", "slice", "partial"]
+STEPS: tuple[Step, ...] = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "slice", "partial")
 
 
 def step_between(source: Placement, target: Placement) -> Step | None:
@@ -30,9 +30,11 @@ def step_between(source: Placement, target: Placement) -> Step | None:
             return "all_to_all" if source != target else None
         case "R", "S":
             return "slice"
+        case "R", "P":
+            return "partial" if target.reduction == "sum" else None
         case _:
             return None
 
 
 def is_collective(step: Step) -> bool:
-    return step != "slice"
+    return step not in ("slice", "partial")

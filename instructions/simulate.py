@@ -227,5 +227,6 @@ def _difference(got: np.ndarray, want: np.ndarray) -> str:
     a, b = got.astype(wide), want.astype(wide)
     finite = np.abs(b[np.isfinite(b)])
     eps = float(jnp.finfo(want.dtype).eps)
-    close = np.isclose(a, b, rtol=64 * eps, atol=64 * eps * max(1.0, finite.max(initial=0.0)), equal_nan=True)
+    tolerance = (64 if eps < 1e-6 else 4) * eps
+    close = np.isclose(a, b, rtol=tolerance, atol=tolerance * max(1.0, finite.max(initial=0.0)), equal_nan=True)
     return "" if close.all() else f"is\n{got}\nnot\n{want}"

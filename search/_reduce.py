@@ -21,17 +21,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from hapsynth.search._pairwise import Floats, Ints, Problem, padded_limits
-from hapsynth.search._tables import (
-    cheapest_of_each,
-    groups_lost,
-    least_difference,
-    paired,
-    without_twins,
-    without_unused,
-)
+from hapsynth.search._tables import Tables, cheapest_of_each, groups_lost, paired
 
 _TABLE_LIMIT = 300_000  # entries of the table that eliminating one variable may create
-_CHEAP_WORK = 500_000  # of an elimination that is not worth a look for dominated states first
+_CHEAP_WORK = 50_000  # of an elimination that is not worth a look for dominated states first
 _WORK_LIMIT = 40_000_000  # additions that one elimination may cost
 _RIVALS = 128  # states are tried for dominance only against this many of the cheapest
 
@@ -100,7 +93,7 @@ class Network:
         self._queued = [True] * len(problem.unary)
         self._thin: list[tuple[int, int]] = []
         self.quantum = quantum
-        self._difference_cache: dict[tuple[tuple[int, ...], bytes], Floats] = {}
+        self._tables = Tables()
         for i in range(len(problem.unary)):
             self._rebase_usage(i)
         for edge in problem.edges:
@@ -133,7 +126,7 @@ class Network:
         copy._queued = list(self.alive)
         copy._thin = []
         copy.quantum = q
-        copy._difference_cache = self._difference_cache
+        copy._tables = self._tables
         return copy
 
     def active(self) -> list[int]:
@@ -241,31 +234,8 @@ class Network:
         if self.unary[i].size > _RIVALS and not self.limits.size:
             groupings = [link.seen_from(i)[0] for link in self.links[i].values()]
             self.restrict(i, cheapest_of_each(groupings, self.unary[i]))
-        unary = self.unary[i]
-        by_cost = np.argsort(unary, kind="stable")
-        rivals = by_cost[:_RIVALS]
-        margin = unary[:, None] - unary[rivals]
-        for link in self.links[i].values():
-            own, table, _ = link.seen_from(i)
-            margin += self._differences(table)[own[:, None], own[rivals]]
-        better = margin >= 0
-        for row in self.usage[i]:
-            better &= row[:, None] >= row[rivals]
-        better[rivals, np.arange(rivals.size)] = False
-        suspects = set(np.flatnonzero(better.any(axis=1)).tolist())
-        keep = np.ones(unary.size, dtype=bool)
-        # The dearest first, so that of equals the first state stays.
-        for s in (s for s in by_cost[::-1].tolist() if s in suspects):
-            keep[s] = not (better[s] & keep[rivals]).any()
-        self.restrict(i, keep)
-
-    def _differences(self, table: Floats) -> Floats:
-        # Layers repeat, and most tables only say which layouts are available: the same few come up again and again.
-        key = (table.shape, table.tobytes())
-        found = self._difference_cache.get(key)
-        if found is None:
-            found = self._difference_cache[key] = least_difference(table)
-        return found
+        sides = [link.seen_from(i)[:2] for link in self.links[i].values()]
+        self.restrict(i, self._tables.undominated(self.unary[i], sides, self.usage[i], _RIVALS))
 
     def _fix(self, i: int) -> None:
         step = self._step(i)
@@ -279,8 +249,9 @@ class Network:
     def _eliminate(self, i: int) -> None:
         step = self._step(i)
         links = list(self.links[i].values())
+        least = float(self.unary[i].min())
         if not links:
-            self.offset += float(self.unary[i].min())
+            self.offset += least
         elif len(links) == 1:
             own, table, others = links[0].seen_from(i)
             j = links[0].other(i)
@@ -290,6 +261,7 @@ class Network:
             joined = self._joined_table(i, links[0], links[1])
             if joined is None:
                 return
+            self.offset += least
             j, k = links[0].other(i), links[1].other(i)
             gj, gk = links[0].seen_from(i)[2], links[1].seen_from(i)[2]
             bj, bk = links[0].message_to(j), links[1].message_to(k)
@@ -299,22 +271,16 @@ class Network:
         self._retire(i, step)
 
     def _joined_table(self, i: int, first: Link, second: Link) -> Floats | None:
-        """min over i's states, [groups of first's other end, groups of second's]; None where that is too big."""
+        """min over i's states, [groups of first's other end, groups of second's]; None where that is too big.
+
+        Without i's least unary cost, so that equal layers give equal tables whatever they cost besides.
+        """
         g1, t1, _ = first.seen_from(i)
         g2, t2, _ = second.seen_from(i)
-        pair = g1 * t2.shape[0] + g2
-        order = np.lexsort((self.unary[i], pair))
-        order = order[np.flatnonzero(np.diff(pair[order], prepend=-1))]
         entries = t1.shape[1] * t2.shape[1]
-        if entries > _TABLE_LIMIT or entries * order.size > _WORK_LIMIT:
+        if entries > _TABLE_LIMIT or entries * min(self.unary[i].size, t1.shape[0] * t2.shape[0]) > _WORK_LIMIT:
             return None
-        joined = np.full((t1.shape[1], t2.shape[1]), np.inf)
-        chunk = max(1, 1_000_000 // entries)
-        for at in range(0, order.size, chunk):
-            some = order[at : at + chunk]
-            left = self.unary[i][some, None] + t1[g1[some]]
-            np.minimum(joined, np.min(left[:, :, None] + t2[g2[some], None, :], axis=0), out=joined)
-        return joined
+        return self._tables.joined(self.unary[i] - self.unary[i].min(), (g1, t1), (g2, t2))
 
     def _step(self, i: int) -> _Eliminated:
         links = [(link.other(i), self.states[link.other(i)], *link.seen_from(i)) for link in self.links[i].values()]
@@ -354,27 +320,17 @@ class Network:
         self._normalise(old)
 
     def _normalise(self, link: Link) -> None:
-        gu, table = without_unused(link.gu, link.table)
-        gv, table_t = without_unused(link.gv, table.T)
-        table = table_t.T
-        rows = table.min(axis=1)
-        if rows.any():
-            self.unary[link.u] = self.unary[link.u] + rows[gu]
-            rows = np.where(np.isfinite(rows), rows, 0.0)
-            link.bu = link.bu + rows[gu]
-            table = table - rows[:, None]
-        columns = table.min(axis=0)
-        if columns.any():
-            self.unary[link.v] = self.unary[link.v] + columns[gv]
-            columns = np.where(np.isfinite(columns), columns, 0.0)
-            link.bv = link.bv + columns[gv]
-            table = table - columns[None, :]
-        if not table.any():
+        form = self._tables.normal_form(link.gu, link.gv, link.table)
+        if form.cost_u is not None:
+            self.unary[link.u] = self.unary[link.u] + form.cost_u
+            link.bu = link.bu + np.where(np.isfinite(form.cost_u), form.cost_u, 0.0)
+        if form.cost_v is not None:
+            self.unary[link.v] = self.unary[link.v] + form.cost_v
+            link.bv = link.bv + np.where(np.isfinite(form.cost_v), form.cost_v, 0.0)
+        if form.table is None:
             self._unlink(link)
             return
-        link.gu, table = without_twins(gu, table)
-        link.gv, table_t = without_twins(gv, table.T)
-        link.table = np.ascontiguousarray(table_t.T)
+        link.gu, link.gv, link.table = form.gu, form.gv, form.table
         self._touch(link.u)
         self._touch(link.v)
 

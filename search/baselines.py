@@ -116,14 +116,16 @@ class Baselines:
         found = {v for _, target in graph.carry if isinstance(v := graph.outputs[target], int)}
 
         norms: set[int] = set()
-        """Values of which only sums are used: the squares under a norm."""
+        """Values of which only whole sums are used: the squares under a norm."""
 
         def only_updates(value: int) -> bool:
             made = (r for op, _ in graph.uses[value] for r in graph.ops[op].results)
-            return all(r in found | norms or graph.values[r].size < graph.values[value].size for r in made)
+            return all(r in found | norms or not graph.values[r].shape for r in made)
 
         for op in reversed(graph.ops):
-            norms.update(v for v in op.results if v not in found and only_updates(v))
+            if is_fusible(op) and {shape for shape in op.shapes if shape} == set(op.result_shapes):
+                norms.update(v for v in op.results if v not in found and only_updates(v))
+        for op in reversed(graph.ops):
             for made in found.intersection(op.results) if is_fusible(op) else ():
                 shape = graph.values[made].shape
                 found |= {v for _, v in op.value_operands if graph.values[v].shape == shape and only_updates(v)}

@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from hapsynth.cluster import Cluster
 from hapsynth.graph import Graph
-from hapsynth.instructions.collectives import Step
+from hapsynth.instructions.collectives import Step, is_collective
 from hapsynth.instructions.factors import Factors, Triple
 from hapsynth.instructions.program import FactorTable
 from hapsynth.instructions.rules.registry import flops_of, is_fusible
@@ -186,7 +186,7 @@ class CostModel:
         """
         n = self.n
         match step:
-            case "slice":
+            case "slice" | "partial":
                 return 0.0
             case "all_reduce":
                 return 2.0 * (n - 1) / n * nbytes
@@ -197,7 +197,7 @@ class CostModel:
 
     def convert_time(self, step: Step, nbytes: float, largest: float = 0.0, largest_target: float = 0.0) -> float:
         """Seconds of one conversion; an empty or a lone device's one is free."""
-        if step == "slice" or self.n == 1 or nbytes == 0:
+        if not is_collective(step) or self.n == 1 or nbytes == 0:
             return 0.0
         return self.latency + self.wire_bytes(step, nbytes, largest, largest_target) * self.beta
 

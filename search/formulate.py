@@ -355,7 +355,7 @@ class Formulator:
 def conversion(
     source: Placement, target: Placement, time: Callable[[Placement, Placement], float]
 ) -> tuple[tuple[Step, Placement, Placement], ...] | None:
-    """The cheapest sequence of single steps along one mesh axis, or None: nothing becomes partial again."""
+    """The cheapest sequence of single steps along one mesh axis, or None."""
     if source == target:
         return ()
     direct = step_between(source, target)

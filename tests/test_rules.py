@@ -32,12 +32,13 @@ SEEN: set[str] = set()
 
 
 def key(op: Op) -> str:
-    """What the op's rule may depend on; for an elementwise one that is not the sizes."""
-    literals = [o.value if isinstance(o, Literal) else None for o in op.operands]
-    shapes = op.shapes
-    if REGISTRY[op.name].factors.__module__.endswith("pointwise"):
-        shapes = tuple(tuple(n == 1 for n in s) for s in shapes)
-    return f"{op.name} {shapes} {op.dtypes} {op.result_dtypes} {op.params} {literals}"
+    """What the op's rule may depend on; for an elementwise one and a broadcast that is not the sizes."""
+    literals = [o.is_zero if isinstance(o, Literal) else None for o in op.operands]
+    shapes, params = (op.shapes, op.result_shapes), dict(op.params)
+    if REGISTRY[op.name].factors.__module__.endswith("pointwise") or op.name == "broadcast_in_dim":
+        shapes = [[n == 1 for n in s] for s in (*op.shapes, *op.result_shapes)]
+        params.pop("shape", None)
+    return f"{op.name} {shapes} {op.dtypes} {op.result_dtypes} {params} {literals}"
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)

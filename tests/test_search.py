@@ -70,7 +70,7 @@ def _dijkstra(formulator, table, start, stored, tied, last):
         for value, source in holds:
             if value not in fresh:
                 continue
-            for target in (R, *formulator.structure.demands[value]):
+            for target in (R, P("sum"), *formulator.structure.demands[value]):
                 if step_between(source, target) and (value, target) not in holds:
                     seconds = formulator.step_time(value, source, target)
                     heapq.heappush(heap, (cost + seconds, next(tick), at, holds | {(value, target)}, fresh))

@@ -83,8 +83,8 @@ def communicate(graph: Graph, sizes: Sizes, axes: Sequence[tuple[str, int]], ste
             blocks = lax.optimization_barrier(blocks)
             blocks = lax.all_to_all(blocks, name, split_axis=target.dim, concat_axis=source.dim, tiled=True)
             return from_blocks(blocks, source.dim, lengths(source.dim))
-        case "slice":
-            raise AssertionError("a slice communicates nothing")
+        case "slice" | "partial":
+            raise AssertionError(f"{step.step} communicates nothing")
 
 
 _REDUCE: dict[str, Any] = {"sum": lax.psum, "max": lax.pmax, "min": lax.pmin}

@@ -62,12 +62,12 @@ def _outputs(graph: Graph, program: Program) -> set[Property]:
 
 
 def _live(graph: Graph, program: Program) -> list[Instruction]:
-    """The instructions that make something new which an output needs."""
+    """The instructions that make something new which an output needs; a collective may make it again."""
     held: set[Property] = set(program.inputs.items())
     first: list[Instruction] = []
     for i in program.instructions:
         made = writes(graph, i)
-        if not held.issuperset(made):
+        if not held.issuperset(made) or (isinstance(i, Convert) and i.is_collective):
             first.append(i)
             held.update(made)
     needed = _outputs(graph, program)

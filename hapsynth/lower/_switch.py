@@ -144,8 +144,11 @@ class Lowered:
             if isinstance(step, Convert):
                 with jax.named_scope(f"hap/{step.step}_{self.graph.values[step.value].name}"):
                     x = env[step.value, step.source]
+                    if (step.value, step.target) in env:
+                        # Gathered again so that the first copy need not live: XLA must not merge the two.
+                        x = lax.optimization_barrier(x)
                     made = communicate(self.graph, self.sizes, self.program.axes, step, x)
-                    env.setdefault((step.value, step.target), made)
+                    env[step.value, step.target] = made
                 continue
             self._run(step.before, env, everyone)
             if step.switch:
@@ -185,13 +188,16 @@ class Lowered:
     def _run(self, instructions: Sequence[Instruction], env: Env, here: _Where) -> None:
         """Run local instructions in order on exact shards, adding their results to `env`."""
         for i in instructions:
-            made = self._slice(i, env, here) if isinstance(i, Convert) else self._compute(i, env, here)
+            made = self._local_step(i, env, here) if isinstance(i, Convert) else self._compute(i, env, here)
             for (v, layout), x in zip(writes(self.graph, i), made, strict=True):
                 expected = self.sizes.local_shape(v, layout, here.coords)
                 assert x.shape == expected, f"{i} made {x.shape} on {here.coords}, where {expected} was due"
                 env.setdefault((v, layout), x)
 
-    def _slice(self, i: Convert, env: Env, here: _Where) -> list[Any]:
+    def _local_step(self, i: Convert, env: Env, here: _Where) -> list[Any]:
+        if i.step == "partial":
+            x = env[i.value, i.source]
+            return [jnp.where(here.index[i.axis] == 0, x, jnp.zeros_like(x))]
         dim = i.target[i.axis].dim
         start = here.lookup(i.axis, self.sizes.starts(i.value, dim, i.axis))
         length = self.sizes.lengths(i.value, dim, i.axis)[here.coords[i.axis]]
