@@ -19,8 +19,8 @@ import numpy as np  # noqa: E402
 from _timing import interleaved, report  # noqa: E402
 
 from hapsynth import Cluster  # noqa: E402
-from hapsynth.lower import lower  # noqa: E402
 from hapsynth.instructions.sizes import Classes, Sizes  # noqa: E402
+from hapsynth.lower import lower  # noqa: E402
 from hapsynth.search.baselines import Baselines  # noqa: E402
 from hapsynth.search.planner import Planner  # noqa: E402
 from hapsynth.trace import trace  # noqa: E402

@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.extend.core as jex
+import jax.numpy as jnp
 import numpy as np
 
 # Primitives that only wrap a jaxpr: name -> where that jaxpr is kept, newest spelling first.
@@ -103,16 +104,9 @@ def scope_name(eqn: Any) -> str:
     return str(getattr(eqn.source_info, "name_stack", "") or "")
 
 
-def bind(primitive: Any, operands: Sequence[Any], params: dict[str, Any]) -> list[Any]:
-    """Apply a primitive; always a list of results."""
-    subfuns, bind_params = primitive.get_bind_params(params)
-    out = primitive.bind(*subfuns, *operands, **bind_params)
-    return list(out) if primitive.multiple_results else [out]
-
-
 def is_extended(dtype: Any) -> bool:
     """Typed PRNG keys and their like, which no NumPy dtype describes."""
-    return jax.dtypes.issubdtype(dtype, jax.dtypes.extended)
+    return jnp.issubdtype(dtype, jax.dtypes.extended)
 
 
 def itemsize(dtype: Any) -> int:

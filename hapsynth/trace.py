@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -44,7 +44,7 @@ def abstract(leaf: Any, path: str) -> jax.ShapeDtypeStruct:
     if isinstance(leaf, (bool, int, float, complex)):
         # As `jax.jit` sees it: a weakly typed scalar.
         aval = jax.eval_shape(lambda: jax.numpy.asarray(leaf))
-        return jax.ShapeDtypeStruct((), aval.dtype, weak_type=True)
+        return jax.ShapeDtypeStruct((), aval.dtype, weak_type=not isinstance(leaf, bool))
     shape, dtype = getattr(leaf, "shape", None), getattr(leaf, "dtype", None)
     if shape is None or dtype is None or any(not isinstance(d, (int, np.integer)) for d in shape):
         raise TraceError(
@@ -94,7 +94,7 @@ def trace(
         out = fn(*call_args, **call_kwargs)
         out_flat, out_tree = jax.tree_util.tree_flatten(out)
         paths = [jax.tree_util.keystr(p) for p, _ in jax.tree_util.tree_flatten_with_path(out)[0]]
-        keep = [i for i, leaf in enumerate(out_flat) if is_array_like(leaf) or isinstance(leaf, jax.core.Tracer)]
+        keep = [i for i, leaf in enumerate(out_flat) if is_array_like(leaf)]
         out_info.update(
             tree=out_tree, paths=paths, keep=keep, static={i: x for i, x in enumerate(out_flat) if i not in set(keep)}
         )
@@ -123,7 +123,7 @@ def trace(
     )
     pairs = _given_carry(traced, carry) if carry is not None else _find_carry(traced)
     graph = Graph(graph.values, graph.ops, graph.inputs, graph.outputs, graph.constants, tuple(pairs))
-    return Traced(**{**traced.__dict__, "graph": graph})
+    return replace(traced, graph=graph)
 
 
 def _argument_path(path: Any) -> str:

@@ -143,8 +143,9 @@ class Sizes:
             raise ProgramError(f"{len(self.shares)} lists of sizes for {len(self.classes.all)} dimension classes")
         for cls, shares in zip(self.classes.all, self.shares):
             if len(shares) != axes[cls.axis][1] or min(shares) < 0 or sum(shares) != cls.units:
+                devices = axes[cls.axis][1]
                 raise ProgramError(
-                    f"class {cls.name} has {cls.units} units for {axes[cls.axis][1]} devices; its sizes are {list(shares)}"
+                    f"class {cls.name} has {cls.units} units for {devices} devices; its sizes are {list(shares)}"
                 )
 
     def units(self, value: int, dim: int, axis: int) -> tuple[int, tuple[int, ...]]:

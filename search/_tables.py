@@ -114,9 +114,7 @@ def _joined(unary: Floats, first: tuple[Ints, Floats], second: tuple[Ints, Float
     return out
 
 
-def _undominated(
-    unary: Floats, differences: list[tuple[Ints, Floats]], usage: Floats, most_rivals: int
-) -> np.ndarray:
+def _undominated(unary: Floats, differences: list[tuple[Ints, Floats]], usage: Floats, most_rivals: int) -> np.ndarray:
     by_cost = np.argsort(unary, kind="stable")
     rivals = by_cost[:most_rivals]
     margin = unary[:, None] - unary[rivals]

@@ -150,7 +150,11 @@ class Baselines:
         fed = {self._root(v, d) for v in self.batch for d in range(len(self.graph.values[v].shape))}
         contracted, summed = self._contracted_roots()
         weights = [
-            [r for d in range(len(self.graph.values[v].shape)) if (r := self._root(v, d)) is not None and r in contracted]
+            [
+                r
+                for d in range(len(self.graph.values[v].shape))
+                if (r := self._root(v, d)) is not None and r in contracted
+            ]
             for v in self.state
         ]
         neighbours: dict[Node, set[Node]] = {}
@@ -200,8 +204,6 @@ class Baselines:
         classes = Classes.build(self.graph, program, self.table)
         sizes = Sizer(program, classes, self.costs).fixed(fractions)
         check(self.graph, program, sizes)
-        memory, _ = peak(self.graph, program, sizes, self.costs)
+        memory = peak(program, sizes, self.costs)
         cost = program_cost(program, sizes, self.costs)
         return Baseline(program, sizes, cost, memory, memory <= self.limit)
-
-

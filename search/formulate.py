@@ -366,4 +366,3 @@ def conversion(
     if first is not None and second is not None:
         found.append((time(source, R) + time(R, target), 2, ((first, source, R), (second, R, target))))
     return min(found)[2] if found else None
-

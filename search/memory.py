@@ -8,13 +8,14 @@ through the whole step. Fused chains hold no memory inside.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
 from hapsynth.graph import Graph
 from hapsynth.instructions.layout import Layout
 from hapsynth.instructions.program import Program, Property, reads, writes
-from hapsynth.instructions.sizes import Sizes
+from hapsynth.instructions.sizes import Classes, Sizes
 from hapsynth.search.costs import CostModel, Floats
 
 
@@ -48,39 +49,85 @@ def lifetimes(graph: Graph, program: Program) -> list[Tensor]:
     return done + [Tensor(*p, start, last[p]) for p, start in born.items()]
 
 
-def padded_bytes(graph: Graph, sizes: Sizes, value: int, layout: Layout) -> float:
+def padded_bytes(sizes: Sizes, value: int, layout: Layout) -> float:
     """Bytes of a tensor on one device, at the largest shard."""
-    whole = graph.values[value].nbytes
+    nbytes = float(sizes.graph.values[value].nbytes)
     for axis, placement in enumerate(layout):
         if placement.is_sharded:
-            lengths = sizes.lengths(value, placement.dim, axis)
-            whole *= max(lengths) / max(1, sum(lengths))
-    return float(whole)
+            c = sizes.classes.of[(value, placement.dim, axis)]
+            nbytes *= max(sizes.shares[c]) / sizes.classes.all[c].units
+    return nbytes
 
 
-def profile(graph: Graph, program: Program, sizes: Sizes, costs: CostModel) -> Floats:
-    """Bytes alive during each instruction (index 0 is before the first): float64 [instructions + 2]."""
-    change = np.zeros(len(program.instructions) + 3)
-    for t in lifetimes(graph, program):
-        if not costs.is_materialized(t.value):
-            continue
-        nbytes = padded_bytes(graph, sizes, t.value, t.layout)
-        change[t.start + 1] += nbytes
-        change[t.stop + 2] -= nbytes
-    return np.cumsum(change)[:-1]
+@dataclass(frozen=True, eq=False)
+class MemoryProfile:
+    """What a program holds at each point, at any sizes. Point i + 1 is during instruction i; 0 is before the first."""
+
+    graph: Graph
+    program: Program
+    classes: Classes
+    costs: CostModel
+
+    @cached_property
+    def tensors(self) -> list[Tensor]:
+        """The tensors that lie in memory."""
+        return [t for t in lifetimes(self.graph, self.program) if self.costs.is_materialized(t.value)]
+
+    @cached_property
+    def _whole_bytes(self) -> Floats:
+        return np.array([float(self.graph.values[t.value].nbytes) for t in self.tensors])
+
+    @cached_property
+    def _lives(self) -> tuple[np.ndarray, np.ndarray]:
+        return np.array([t.start + 1 for t in self.tensors]), np.array([t.stop + 2 for t in self.tensors])
+
+    @cached_property
+    def _cuts(self) -> list[tuple[int, np.ndarray]]:
+        """(class, the tensors that it cuts)."""
+        cut: dict[int, list[int]] = {}
+        for n, t in enumerate(self.tensors):
+            for axis, p in enumerate(t.layout):
+                if p.is_sharded:
+                    cut.setdefault(self.classes.of[(t.value, p.dim, axis)], []).append(n)
+        return [(c, np.array(members)) for c, members in cut.items()]
+
+    def alive(self, nbytes: Floats) -> Floats:
+        """Bytes alive at each point, given each tensor's."""
+        change = np.zeros(len(self.program.instructions) + 3)
+        starts, stops = self._lives
+        np.add.at(change, starts, nbytes)
+        np.subtract.at(change, stops, nbytes)
+        return np.cumsum(change)[:-1]
+
+    def at(self, sizes: Sizes) -> Floats:
+        """Bytes of one device at each point: float64 [instructions + 2]."""
+        nbytes = self._whole_bytes.copy()
+        for c, members in self._cuts:
+            nbytes[members] *= max(sizes.shares[c]) / self.classes.all[c].units
+        return self.alive(nbytes)
+
+    def by_class(self) -> tuple[Floats, Floats]:
+        """Bytes at each point that no cut divides [points], and whole bytes that each class divides
+        [classes, points]. For programs of one mesh axis."""
+        whole = self._whole_bytes.copy()
+        per_class = np.zeros((len(self.classes.all), len(self.program.instructions) + 2))
+        for c, members in self._cuts:
+            mine = np.zeros_like(whole)
+            mine[members] = self._whole_bytes[members]
+            per_class[c] = self.alive(mine)
+            whole[members] = 0.0
+        return self.alive(whole), per_class
+
+    def peak(self, sizes: Sizes) -> float:
+        """Bytes of one device at the fullest point."""
+        return float(self.at(sizes).max())
+
+    def live_at_peak(self, sizes: Sizes) -> frozenset[int]:
+        """The values that hold memory at the fullest point."""
+        point = int(np.argmax(self.at(sizes)))
+        return frozenset(t.value for t in self.tensors if t.start + 1 <= point <= t.stop + 1)
 
 
-def live_at(graph: Graph, program: Program, costs: CostModel, point: int) -> frozenset[int]:
-    """The values that hold memory during instruction `point - 1` of the profile."""
-    return frozenset(
-        t.value
-        for t in lifetimes(graph, program)
-        if t.start + 1 <= point <= t.stop + 1 and costs.is_materialized(t.value)
-    )
-
-
-def peak(graph: Graph, program: Program, sizes: Sizes, costs: CostModel) -> tuple[float, int]:
-    """(bytes, point of the profile) at the peak."""
-    bytes_at = profile(graph, program, sizes, costs)
-    point = int(np.argmax(bytes_at))
-    return float(bytes_at[point]), point
+def peak(program: Program, sizes: Sizes, costs: CostModel) -> float:
+    """Bytes of one device at the fullest point of a program."""
+    return MemoryProfile(costs.graph, program, sizes.classes, costs).peak(sizes)

@@ -24,7 +24,7 @@ from hapsynth.search.costs import CostModel, Floats
 from hapsynth.search.emit import Emitter
 from hapsynth.search.evaluate import program_cost
 from hapsynth.search.formulate import Formulator, Restriction, Structure
-from hapsynth.search.memory import live_at, peak
+from hapsynth.search.memory import MemoryProfile
 from hapsynth.search.problem import Ints, Solution, solve
 from hapsynth.search.problem import Progress as SolverProgress
 from hapsynth.search.ratios import Ratios, proportional
@@ -143,10 +143,11 @@ class Planner:
         # A start that begins above the best of the others is given up at once.
         bar = self._best.cost if self._best else np.inf
         for _ in range(_ROUNDS):
-            candidate, _ = self._search(ratios, default, choices)
+            candidate, solution = self._search(ratios, default, choices)
             if candidate is None or candidate.cost >= min(reached, bar) * (1 - _SETTLED):
                 return
-            if candidate.bound is not None:
+            if candidate.bound is not None or candidate.cost >= solution.cost * (1 - 10 * _SETTLED):
+                # Sizes that gain this little lead to no other program; `_certify` looks once more.
                 return
             reached, choices = candidate.cost, candidate.choices
             ratios = Ratios(self.graph, self.table, default, candidate.sizes)
@@ -215,8 +216,8 @@ class Planner:
         return None, solution
 
     def _live(self, candidate: Candidate) -> frozenset[int]:
-        _, point = peak(self.graph, candidate.program, candidate.sizes, self.costs)
-        return live_at(self.graph, candidate.program, self.costs, point)
+        profile = MemoryProfile(self.graph, candidate.program, candidate.sizes.classes, self.costs)
+        return profile.live_at_peak(candidate.sizes)
 
     def _solve_once(
         self,
@@ -227,9 +228,7 @@ class Planner:
     ) -> tuple[Candidate | None, Solution]:
         began = time.perf_counter()
         problem = formulator.problem(resources)
-        solution = solve(
-            problem, start=choices, tolerance=_TOLERANCE, time_budget_s=self._left(), progress=self._relay
-        )
+        solution = solve(problem, start=choices, tolerance=_TOLERANCE, time_budget_s=self._left(), progress=self._relay)
         self.expanded += solution.expanded
         self.search_s += time.perf_counter() - began
         if solution.assignment is None:
@@ -247,24 +246,29 @@ class Planner:
         assert solution.assignment is not None
         program = Emitter(formulator, solution.assignment.tolist()).run(self.axes)
         classes = Classes.build(self.graph, program, self.table)
-        sizes, cost = Sizer(program, classes, self.costs).best(default, limit=self.limit)
-        if formulator.ratios is not None:
-            kept = formulator.ratios.sizes_of(classes)
-            if kept is not None:
-                kept_cost = program_cost(program, kept, self.costs)
-                fits = peak(self.graph, program, kept, self.costs)[0] <= self.limit
-                if kept_cost < cost and fits:
-                    sizes, cost = kept, kept_cost
-        memory, _ = peak(self.graph, program, sizes, self.costs)
-        same = abs(cost - solution.cost) <= 1e-9 * cost
-        return Candidate(program, sizes, cost, memory, solution.assignment, solution.lower_bound if same else None)
+        sizer = Sizer(program, classes, self.costs)
+        sizes = sizer.best(default, limit=self.limit)
+        # The sizes that the search assumed are a candidate too, and they are what its bound holds for.
+        assumed = None if formulator.ratios is None else formulator.ratios.sizes_of(classes)
+        if assumed is not None and sizer.memory.peak(assumed) <= self.limit:
+            better = sizer.variable_cost(assumed) <= sizer.variable_cost(sizes) * (1 + 1e-12)
+            if better or sizer.memory.peak(sizes) > self.limit:
+                sizes = assumed
+        cost = program_cost(program, sizes, self.costs)
+        bound = solution.lower_bound if abs(cost - solution.cost) <= 1e-9 * cost else None
+        return Candidate(program, sizes, cost, sizer.memory.peak(sizes), solution.assignment, bound)
 
     def _note(self, candidate: Candidate | None, solution: Solution) -> None:
         if candidate is None:
             return
         if self._least is None or candidate.memory < self._least.memory:
             self._least = candidate
-        if candidate.memory <= self.limit and (self._best is None or candidate.cost < self._best.cost):
+        best = self._best
+        if candidate.memory <= self.limit and (
+            best is None
+            or candidate.cost < best.cost * (1 - 1e-12)
+            or (best.bound is None and candidate.bound is not None and candidate.cost <= best.cost * (1 + 1e-12))
+        ):
             self._best = candidate
         self._tell("search", candidate.cost, solution.lower_bound)
 

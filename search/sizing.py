@@ -24,8 +24,8 @@ from hapsynth.graph import Graph
 from hapsynth.instructions.program import Convert, Program
 from hapsynth.instructions.sizes import Classes, Sizes
 from hapsynth.search.costs import CostModel, Floats, Work, tiled
-from hapsynth.search.evaluate import class_of_triple, program_cost
-from hapsynth.search.memory import lifetimes, peak
+from hapsynth.search.evaluate import class_of_triple
+from hapsynth.search.memory import MemoryProfile
 from hapsynth.search.ratios import round_shares
 
 
@@ -48,6 +48,8 @@ class Sizer:
         self.kinds = list(dict.fromkeys(costs.cluster.devices))
         self.kind_of = np.array([self.kinds.index(d) for d in costs.cluster.devices])
         self.loads = self._loads()
+        self.tables = [_WorkTable(load, costs) for load in self.loads]
+        self.memory = MemoryProfile(self.graph, program, classes, costs)
 
     def _loads(self) -> list[ClassLoad]:
         n = len(self.classes.all)
@@ -78,8 +80,8 @@ class Sizer:
         """Every class at the same fractions, in whole units nearest to them."""
         return Sizes(self.graph, self.classes, tuple(round_shares(fractions, c.units) for c in self.classes.all))
 
-    def best(self, start: Floats, *, limit: float = np.inf) -> tuple[Sizes, float]:
-        """The cheapest sizes found: (sizes, cost). Kinds are also left out, slowest first, where that pays.
+    def best(self, start: Floats, *, limit: float = np.inf) -> Sizes:
+        """The cheapest sizes found. Kinds are also left out, slowest first, where that pays.
 
         `limit`: bytes per device; sizes that break it are returned only when nothing keeps it.
         """
@@ -89,12 +91,18 @@ class Sizer:
         for count in range(1, len(order) + 1):
             active = np.isin(self.kind_of, order[:count])
             candidates.append(self._optimized(np.where(active, speed, 0.0) / speed[active].sum(), active, limit))
-        ranked: list[tuple[bool, float, int]] = []
-        for i, sizes in enumerate(candidates):
-            over = peak(self.graph, self.program, sizes, self.costs)[0] > limit
-            ranked.append((over, program_cost(self.program, sizes, self.costs), i))
-        _, cost, i = min(ranked)
-        return candidates[i], cost
+        ranked = [(self.memory.peak(s) > limit, self.variable_cost(s), i) for i, s in enumerate(candidates)]
+        return candidates[min(ranked)[2]]
+
+    def variable_cost(self, sizes: Sizes) -> float:
+        """Seconds of everything that sizes decide; the rest of the program costs the same at all sizes."""
+        largest = [max(s) / c.units for s, c in zip(sizes.shares, self.classes.all, strict=True)]
+        total = 0.0
+        for c, (load, table) in enumerate(zip(self.loads, self.tables, strict=True)):
+            # Every pair is listed at both of its classes.
+            wire = load.wire + sum(seconds * largest[o] / 2 for o, seconds in load.pairs)
+            total += table.cost(np.array(sizes.shares[c]) / self.classes.all[c].units, wire)
+        return total
 
     def _optimized(self, start: Floats, active: np.ndarray, limit: float) -> Sizes:
         if not self.classes.all:
@@ -160,22 +168,11 @@ class Sizer:
         """Bytes alive, linear in the maxima, at the points where they may bind: local peaks of the profile."""
         if not np.isfinite(limit):
             return []
-        end = len(self.program.instructions) + 3
-        constant = np.zeros(end)
-        per_class = np.zeros((len(self.classes.all), end))
-        for t in lifetimes(self.graph, self.program):
-            if not self.costs.is_materialized(t.value):
-                continue
-            cut = next((p.dim for p in t.layout if p.is_sharded), None)
-            row = constant if cut is None else per_class[self.classes.of[(t.value, cut, 0)]]
-            nbytes = self.graph.values[t.value].nbytes
-            row[t.start + 1] += nbytes
-            row[t.stop + 2] -= nbytes
-        constant, per_class = np.cumsum(constant), np.cumsum(per_class, axis=1)
-        alive = constant + per_class.sum(axis=0)
-        points = {int(np.argmax(alive)), int(np.argmax(constant)), *map(int, np.argmax(per_class, axis=1))}
+        whole, per_class = self.memory.by_class()
+        alive = whole + per_class.sum(axis=0)
+        points = {int(np.argmax(alive)), int(np.argmax(whole)), *map(int, np.argmax(per_class, axis=1))}
         return [
-            ({first_maximum + c: float(per_class[c, p]) for c in range(len(self.classes.all))}, float(constant[p]))
+            ({first_maximum + c: float(per_class[c, p]) for c in range(len(self.classes.all))}, float(whole[p]))
             for p in sorted(points)
         ]
 
@@ -185,7 +182,7 @@ class Sizer:
         if not load.works and not load.wire and not load.pairs:
             return shares[c]
         wire = load.wire + sum(s * max(shares[o]) / self.classes.all[o].units for o, s in load.pairs)
-        table = _WorkTable(load, self.costs)
+        table = self.tables[c]
         current = np.array(shares[c], dtype=np.int64)
         best = table.cost(current / units, wire)
         for _ in range(4 * self.costs.n):

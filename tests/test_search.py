@@ -33,7 +33,7 @@ def brute_force(formulator: Formulator) -> float:
     or runs the next op under any triple whose properties hold. It shares no choice of conversions with the problem.
     """
     graph, table = formulator.graph, formulator.table
-    tied = dict((graph.outputs[t], graph.inputs[s]) for s, t in graph.carry)
+    tied = {graph.outputs[t]: graph.inputs[s] for s, t in graph.carry}
     last = {v: max((op for op, _ in uses), default=-1) for v, uses in graph.uses.items()}
     for v in graph.outputs:
         last[v] = len(graph.ops)
@@ -182,7 +182,7 @@ def test_a_memory_limit_is_kept(fraction):
     assert max(tight.memory_bytes) <= limit
     assert tight.cost_s >= free.cost_s * (1 - 1e-9)
     costs = CostModel(graph, even, FactorTable(graph))
-    assert peak(graph, tight.program, tight.sizes, costs)[0] <= limit
+    assert peak(tight.program, tight.sizes, costs) <= limit
 
 
 def test_a_limit_that_nothing_keeps_is_named():

@@ -129,4 +129,4 @@ class Alternatives:
     def _memory(self, assignment: list[int]) -> float | None:
         program = Emitter(self.formulator, assignment).run(self.plan.program.axes)
         sizes = self.ratios.sizes_of(Classes.build(self.graph, program, self.table))
-        return None if sizes is None else peak(self.graph, program, sizes, self.model)[0]
+        return None if sizes is None else peak(program, sizes, self.model)

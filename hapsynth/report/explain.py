@@ -133,7 +133,7 @@ class Explainer:
         for members in list(alike.values())[: self.top]:
             value = members[0]
             layout = program.inputs[value]
-            stored = padded_bytes(self.graph, sizes, value, layout)
+            stored = padded_bytes(sizes, value, layout)
             self.tell(f"searching without the layout of {self.names.value(value)}")
             other = self.known.best_other(value)
             rows.append(
