@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from hapsynth import _jax
-from hapsynth.graph import Graph, Value
+from hapsynth.graph import Value
 from hapsynth.lower import host_array, with_weak_type
 from hapsynth.trace import Traced
 
@@ -19,9 +19,13 @@ from hapsynth.trace import Traced
 class CheckReport:
     """How far each output leaf is from the original function's.
 
-    `leaves`: (output path, error). The error of floats is max |a - b| / (max |b| + tiny), over finite values; of
-    integers, bools and keys 0 where all are equal and infinite otherwise; infinite too where one side is NaN or
-    infinite and the other is not the same.
+    `leaves`: (output path, error). The error of floats is max |a - b| / max |b|, over finite values; of integers,
+    bools and keys 0 where all are equal and infinite otherwise; infinite too where one side is NaN or infinite and
+    the other is not the same.
+
+    A leaf that is zero but for rounding (a gradient that cancels) can't agree to any number of digits. So a leaf
+    beyond `rtol` passes when max |a - b| <= 8 x its noise: how far the function's own result moves on one device when
+    its arguments move in their last place (`noise`). Its error is then that of a leaf of size 8 x noise / rtol.
     """
 
     leaves: tuple[tuple[str, float], ...]
@@ -49,104 +53,123 @@ class CheckReport:
         return f"check FAILED: {head}: {named}{', ...' if len(self.worst) > 5 else ''}"
 
 
-def relative_error(got: Any, want: Any) -> float:
+def relative_error(got: Any, want: Any, floor: float = 0.0) -> float:
     """The error of one leaf as `CheckReport` defines it; infinite where shape or dtype differ."""
     if got.shape != want.shape or got.dtype != want.dtype:
         return float("inf")
     if _jax.is_extended(want.dtype):
         got, want = jax.random.key_data(got), jax.random.key_data(want)
-    if not jax.numpy.issubdtype(want.dtype, jax.numpy.inexact):
+    if not _is_inexact(want.dtype):
         return 0.0 if np.array_equal(got, want) else float("inf")
-    tiny = float(jax.numpy.finfo(want.dtype).tiny)
-    wide = np.complex128 if jax.numpy.issubdtype(want.dtype, jax.numpy.complexfloating) else np.float64
-    a, b = np.asarray(got).astype(wide), np.asarray(want).astype(wide)
+    a, b = _wide(got), _wide(want)
     finite = np.isfinite(b)
     if not np.array_equal(np.isfinite(a), finite) or not np.array_equal(a[~finite], b[~finite], equal_nan=True):
         return float("inf")
-    a, b = a[finite], b[finite]
-    return float(np.max(np.abs(a - b), initial=0.0) / (np.max(np.abs(b), initial=0.0) + tiny))
+    scale = max(float(np.max(np.abs(b[finite]), initial=0.0)), floor) + float(jax.numpy.finfo(want.dtype).tiny)
+    return float(np.max(np.abs(a[finite] - b[finite]), initial=0.0) / scale)
 
 
-def run_on_one_device(fn: Callable[..., Any], traced: Traced, leaves: Sequence[Any], device: Any) -> list[Any]:
-    """The array outputs of the original function, jitted on one device, as host arrays."""
-    values = [traced.graph.values[v] for v in traced.graph.inputs]
-    placed = [_on(device, leaves[i], v) for i, v in zip(traced.array_leaves, values, strict=True)]
+class Reference:
+    """The original function on one device: the array leaves of its arguments to those of its results.
 
-    def flat(*arrays: Any) -> list[Any]:
-        full = list(leaves)
-        for i, x in zip(traced.array_leaves, arrays):
-            full[i] = x
-        args, kwargs = jax.tree_util.tree_unflatten(traced.in_tree, full)
-        out = jax.tree_util.tree_leaves(fn(*args, **kwargs))
-        return [out[i] for i in traced.out_array_leaves]
-
-    with jax.default_device(device):
-        return [host_array(x) for x in jax.jit(flat)(*placed)]
-
-
-def _on(device: Any, leaf: Any, value: Value) -> Any:
-    """A leaf on one device, typed as planned."""
-    host = host_array(leaf)
-    x = jax.device_put(host if _jax.is_extended(value.dtype) else np.asarray(host, value.dtype), device)
-    return with_weak_type(x, value.dtype, value.weak_type)
-
-
-def random_arguments(traced: Traced, seed: int = 0) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Arguments to try a function on: (args, kwargs).
-
-    Floats: normal, of scale 1, for what is not carried; for carried state absolute values of scale 0.02, so that
-    parameters are small and second moments are not negative. Integers: 0 or 1, valid as labels and step counts, or
-    any index of the table that they are seen to look up. Bools: even odds. Keys: random.
+    `leaves` are all leaves of a call; those that are no arrays are kept. Compiled once.
     """
-    rng = np.random.default_rng(seed)
-    graph = traced.graph
-    carried = {i for i, _ in graph.carry}
-    leaves: list[Any] = [traced.static_leaves.get(i) for i in range(traced.in_tree.num_leaves)]
-    for i, (leaf, v) in enumerate(zip(traced.array_leaves, graph.inputs, strict=True)):
-        leaves[leaf] = _random(rng, graph.values[v], i in carried, _index_bound(graph, v))
-    return jax.tree_util.tree_unflatten(traced.in_tree, leaves)
+
+    def __init__(self, fn: Callable[..., Any], traced: Traced, leaves: Sequence[Any], device: Any) -> None:
+        self.traced, self.device = traced, device
+
+        def flat(*arrays: Any) -> list[Any]:
+            full = list(leaves)
+            for i, x in zip(traced.array_leaves, arrays, strict=True):
+                full[i] = x
+            args, kwargs = jax.tree_util.tree_unflatten(traced.in_tree, full)
+            out = jax.tree_util.tree_leaves(fn(*args, **kwargs))
+            return [out[i] for i in traced.out_array_leaves]
+
+        self._compiled = jax.jit(flat)
+
+    def hosted(self, arrays: Sequence[Any]) -> list[Any]:
+        """Arguments that may lie anywhere as host arrays, typed as planned."""
+        whole = [(host_array(x), v.dtype) for x, v in zip(arrays, self._values, strict=True)]
+        return [x if _jax.is_extended(dtype) else np.asarray(x, dtype) for x, dtype in whole]
+
+    def __call__(self, arrays: Sequence[Any]) -> list[Any]:
+        """The results, as host arrays, of `hosted` arguments."""
+        on_device = [jax.device_put(x, self.device) for x in arrays]
+        typed = [with_weak_type(x, v.dtype, v.weak_type) for x, v in zip(on_device, self._values, strict=True)]
+        with jax.default_device(self.device):
+            return [host_array(x) for x in self._compiled(*typed)]
+
+    @property
+    def _values(self) -> list[Value]:
+        return [self.traced.graph.values[v] for v in self.traced.graph.inputs]
 
 
-def _random(rng: np.random.Generator, value: Value, carried: bool, bound: int) -> Any:
-    if _jax.is_extended(value.dtype):
-        words = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(value.shape, value.dtype)).shape
-        data = rng.integers(0, 1 << 32, words).astype(np.uint32)
-        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(jax.numpy.zeros((), value.dtype)))
-    if value.dtype == np.bool_:
-        return rng.random(value.shape) < 0.5
-    if jax.numpy.issubdtype(value.dtype, jax.numpy.integer):
-        return rng.integers(0, bound, value.shape).astype(value.dtype)
-    x = rng.normal(size=value.shape)
-    return np.asarray(0.02 * np.abs(x) if carried else x).astype(value.dtype)
+def compare(reference: Reference, arrays: Sequence[Any], got: Sequence[Any], rtol: float) -> list[float]:
+    """The error of each output leaf; leaves beyond `rtol` are judged by the noise of the reference as well."""
+    arrays = reference.hosted(arrays)
+    want = reference(arrays)
+    errors = [relative_error(a, b) for a, b in zip(got, want, strict=True)]
+    if all(e <= rtol for e in errors) or rtol <= 0:
+        return errors
+    floors = [_CLEAR * n / rtol for n in noise(reference, arrays, want)]
+    # No more than the leaf would be allowed if it were as large as anything that goes in or out.
+    cap = max((_largest(x) for x in (*arrays, *want)), default=0.0)
+    return [relative_error(a, b, min(f, cap)) for a, b, f in zip(got, want, floors, strict=True)]
 
 
-# What hands an integer on unchanged.
-_MOVES = (
-    "broadcast_in_dim",
-    "concatenate",
-    "convert_element_type",
-    "copy",
-    "reshape",
-    "rev",
-    "select_n",
-    "slice",
-    "squeeze",
-    "transpose",
-)
+def noise(reference: Reference, arrays: Sequence[Any], want: Sequence[Any]) -> list[float]:
+    """How far each output leaf moves when the arguments move by one unit in their last place.
+
+    That is what rounding alone may do to it. The second largest of a few runs, so that a comparison that tips over
+    in one of them counts for nothing. Whole numbers stay, since code compares and truncates them, and so do arguments
+    of fewer digits than the leaf; integers, bools and keys have no noise.
+    """
+    moved: list[list[float]] = [[] for _ in want]
+    digits = [_epsilon(x) for x in want]
+    for epsilon in sorted({e for e in digits if e}):
+        for seed in range(_NOISE_RUNS):
+            rng = np.random.default_rng(seed)
+            again = reference([_nudged(rng, x, epsilon) for x in arrays])
+            for leaf, (a, b, e) in enumerate(zip(again, want, digits)):
+                if e == epsilon:
+                    moved[leaf].append(_distance(a, b))
+    return [sorted(m)[-2] if m else 0.0 for m in moved]
 
 
-def _index_bound(graph: Graph, value: int) -> int:
-    """One more than the largest integer that is surely an index wherever `value`, moved only, looks something up."""
-    bounds: list[int] = []
-    seen, todo = {value}, [value]
-    while todo:
-        for index, position in graph.uses[todo.pop()]:
-            op = graph.ops[index]
-            if op.name == "gather" and position == 1:
-                bounds += [op.shapes[0][d] for d in op.params["dimension_numbers"].start_index_map]
-            elif op.name.startswith("scatter") and position == 1:
-                bounds += [op.shapes[0][d] for d in op.params["dimension_numbers"].scatter_dims_to_operand_dims]
-            elif op.name in _MOVES:
-                todo += [r for r in op.results if r not in seen]
-                seen.update(op.results)
-    return max(1, min(bounds, default=2))
+_NOISE_RUNS = 4
+_CLEAR = 8.0
+"""An error of more than this many times the noise is no rounding error."""
+
+
+def _nudged(rng: np.random.Generator, x: Any, epsilon: float) -> Any:
+    if not 0 < _epsilon(x) <= epsilon:
+        return x
+    wide = _wide(x)
+    factor = 1.0 + _epsilon(x) * rng.choice([-1.0, 1.0], wide.shape)
+    return np.where(wide == np.round(wide), wide, wide * factor).astype(x.dtype)
+
+
+def _distance(a: Any, b: Any) -> float:
+    """Over the elements that are finite in both."""
+    a, b = _wide(a), _wide(b)
+    finite = np.isfinite(a) & np.isfinite(b)
+    return float(np.max(np.abs(a[finite] - b[finite]), initial=0.0))
+
+
+def _largest(x: Any) -> float:
+    return _distance(x, np.zeros_like(x)) if _epsilon(x) else 0.0
+
+
+def _epsilon(x: Any) -> float:
+    """The unit in the last place of 1, or 0 for what is not a float."""
+    return float(jax.numpy.finfo(x.dtype).eps) if _is_inexact(x.dtype) else 0.0
+
+
+def _is_inexact(dtype: Any) -> bool:
+    return not _jax.is_extended(dtype) and jax.numpy.issubdtype(dtype, jax.numpy.inexact)
+
+
+def _wide(x: Any) -> np.ndarray:
+    x = np.asarray(host_array(x))
+    return x.astype(np.complex128 if np.issubdtype(x.dtype, np.complexfloating) else np.float64)

@@ -22,9 +22,9 @@ from rich.console import Console
 from hapsynth import _units
 from hapsynth.api import synthesize
 from hapsynth.cluster import Cluster, ClusterError
+from hapsynth.example_data import example_arguments
 from hapsynth.plan import Plan, PlanError, load
 from hapsynth.report import record, trial
-from hapsynth.report.example_data import example_arguments
 from hapsynth.report.explain import Explainer, find_value
 from hapsynth.report.model_file import Target, UsageError, load_target
 from hapsynth.report.output import STDOUT, Outputs

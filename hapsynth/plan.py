@@ -12,8 +12,9 @@ import numpy as np
 from jax.sharding import Mesh
 
 from hapsynth._arguments import Arguments, wrap
-from hapsynth.check import CheckReport, random_arguments, relative_error, run_on_one_device
+from hapsynth.check import CheckReport, Reference, compare
 from hapsynth.cluster import Cluster
+from hapsynth.example_data import random_arguments
 from hapsynth.instructions.layout import format_layout
 from hapsynth.instructions.program import Program
 from hapsynth.instructions.sizes import Sizes
@@ -149,8 +150,9 @@ class Plan:
     def check(self, *args: Any, rtol: float = 1e-4, **kwargs: Any) -> CheckReport:
         """Run the plan and the original function, on one device, and compare every output leaf.
 
-        Without arguments random ones are made (`hapsynth.check.random_arguments` says which; give real ones where
-        integers must have a wider range than 0 and 1, such as token ids). Nothing that is given is consumed.
+        Without arguments random ones are made (`hapsynth.example_data.example_arguments` says which; give real ones
+        where the function asks more of them). `CheckReport` says how far a leaf may be off. Nothing that is given is
+        consumed.
         Raises RuntimeError for a plan that has no function, or no devices.
         """
         if self.fn is None:
@@ -163,8 +165,8 @@ class Plan:
         args, kwargs = jax.tree_util.tree_unflatten(self.traced.in_tree, placed)
         out = jax.tree_util.tree_leaves(self(*args, **kwargs))
         got = [_whole(out[i]) for i in self.traced.out_array_leaves]
-        want = run_on_one_device(self.fn, self.traced, leaves, lowered.mesh.local_devices[0])
-        errors = [relative_error(a, b) for a, b in zip(got, want, strict=True)]
+        reference = Reference(self.fn, self.traced, leaves, lowered.mesh.local_devices[0])
+        errors = compare(reference, [leaves[i] for i in self.traced.array_leaves], got, rtol)
         return CheckReport(tuple(zip(self.traced.out_paths, errors, strict=True)), rtol)
 
     def save(self, path: str | os.PathLike[str]) -> None:

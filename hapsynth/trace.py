@@ -262,23 +262,20 @@ def _find_carry(traced: Traced) -> list[tuple[int, int]]:
     """
     graph = traced.graph
     ins = _by_head(traced.in_paths)
+    whole = list(range(len(traced.out_paths)))
+    for members in ins.values():
+        # The function returns the state itself, not a tuple with it.
+        if _same(traced, graph, members, whole):
+            return list(zip(members, whole))
     outs = _by_head(traced.out_paths)
-    single = set(outs) == {""} or len(outs) == 0
     pairs: list[tuple[int, int]] = []
     taken: set[str] = set()
-    heads = {"": list(range(len(traced.out_paths)))} if single else outs
     for members in ins.values():
-        for head, candidates in heads.items():
+        for head, candidates in outs.items():
             if head not in taken and _same(traced, graph, members, candidates):
                 taken.add(head)
                 pairs += list(zip(members, candidates))
                 break
-    whole = {"": list(range(len(traced.out_paths)))}
-    if not pairs and not single and len(ins) >= 1:
-        # The function returns the state itself, not a tuple with it.
-        for members in ins.values():
-            if len(members) > 1 and _same(traced, graph, members, whole[""]):
-                return list(zip(members, whole[""]))
     return pairs
 
 

@@ -119,8 +119,10 @@ def validate(problem: Problem) -> None:
     sizes = [_validated_unary(i, row) for i, row in enumerate(problem.unary)]
     if not np.isfinite(problem.offset):
         raise ValueError(f"Problem.offset is {problem.offset}; expected a finite number")
+    checked: set[int] = set()  # tables, by identity: edges share them
     for k, edge in enumerate(problem.edges):
-        _validate_edge(f"edge {k} ({edge.u}, {edge.v})", edge, sizes)
+        _validate_edge(f"edge {k} ({edge.u}, {edge.v})", edge, sizes, id(edge.table) in checked)
+        checked.add(id(edge.table))
     for resource in problem.resources:
         name = f"resource {resource.name!r}"
         if np.isnan(resource.limit):
@@ -144,27 +146,32 @@ def _validated_unary(i: int, row: Floats) -> int:
     return row.size
 
 
-def _validate_edge(name: str, edge: Edge, sizes: list[int]) -> None:
+def _validate_edge(name: str, edge: Edge, sizes: list[int], table_checked: bool) -> None:
     for end in (edge.u, edge.v):
         if not 0 <= end < len(sizes):
             raise ValueError(f"{name}: variable {end} does not exist; there are {len(sizes)}")
     if edge.u == edge.v:
         raise ValueError(f"{name}: both ends are variable {edge.u}; add its costs to the variable's unary")
-    if edge.table.ndim != 2 or edge.table.dtype != np.float64:
-        raise ValueError(
-            f"{name}: table is {edge.table.dtype} of shape {edge.table.shape}; expected float64 [groups_u, groups_v]"
-        )
-    if np.isnan(edge.table).any() or (edge.table < 0).any():
-        raise ValueError(f"{name}: table holds nan or a negative cost; expected costs >= 0 or inf")
+    if not table_checked:
+        _validate_table(name, edge.table)
     for side, end, groups, count in (
         ("gu", edge.u, edge.gu, edge.table.shape[0]),
         ("gv", edge.v, edge.gv, edge.table.shape[1]),
     ):
         if groups.shape != (sizes[end],):
             raise ValueError(f"{name}: {side} has shape {groups.shape}; variable {end} has {sizes[end]} states")
-        if not np.issubdtype(groups.dtype, np.integer):
+        if groups.dtype.kind not in "iu":
             raise ValueError(f"{name}: {side} is {groups.dtype}; expected integers")
         if groups.min() < 0 or groups.max() >= count:
             raise ValueError(
                 f"{name}: {side} holds groups {groups.min()}..{groups.max()}; the table has {count} of them"
             )
+
+
+def _validate_table(name: str, table: Floats) -> None:
+    if table.ndim != 2 or table.dtype != np.float64:
+        raise ValueError(
+            f"{name}: table is {table.dtype} of shape {table.shape}; expected float64 [groups_u, groups_v]"
+        )
+    if np.isnan(table).any() or (table < 0).any():
+        raise ValueError(f"{name}: table holds nan or a negative cost; expected costs >= 0 or inf")

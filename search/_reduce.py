@@ -75,7 +75,9 @@ class Network:
 
     def __init__(self, problem: Problem, scale: float | None = None):
         quantum = _quantum(problem, scale)
-        self.unary: list[Floats] = [_rounded(row, quantum) for row in problem.unary]
+        ends = np.cumsum([row.size for row in problem.unary], dtype=np.int64).tolist()
+        rounded = _rounded(np.concatenate([np.zeros(0), *problem.unary]), quantum)
+        self.unary: list[Floats] = [rounded[a:b] for a, b in zip([0, *ends[:-1]], ends, strict=False)]
         self.states: list[Ints] = [np.arange(row.size) for row in problem.unary]
         self.links: list[dict[int, Link]] = [{} for _ in problem.unary]
         self.offset = float(np.floor(problem.offset / quantum) * quantum)
@@ -96,9 +98,12 @@ class Network:
         self._tables = Tables()
         for i in range(len(problem.unary)):
             self._rebase_usage(i)
+        tables: dict[int, Floats] = {}  # by identity: edges share them
         for edge in problem.edges:
             gu, gv = (np.asarray(g, dtype=np.int64) for g in (edge.gu, edge.gv))
-            self._add_link(edge.u, edge.v, gu, gv, _rounded(edge.table, quantum))
+            if (table := tables.get(id(edge.table))) is None:
+                table = tables[id(edge.table)] = _rounded(edge.table, quantum)
+            self._add_link(edge.u, edge.v, gu, gv, table)
 
     def relaxed(self, multipliers: Floats) -> "Network":
         """A copy without resources whose cost is cost + multipliers . (usage - limits): its optimum is a bound."""
@@ -218,7 +223,7 @@ class Network:
 
     def _rebase_usage(self, i: int) -> None:
         use = self.usage[i]
-        if use.any():
+        if use.size and use.any():
             least = use.min(axis=1)
             self.usage[i] = use - least[:, None]
             self.limits = self.limits - least
@@ -226,11 +231,7 @@ class Network:
                 self.infeasible = True
 
     def _drop_dominated(self, i: int) -> None:
-        """Drops states s for which some kept t has, whatever the neighbours choose, cost(t) <= cost(s).
-
-        Goldstein's test: unary_s - unary_t + sum_e min_y (table_e[s, y] - table_e[t, y]) >= 0, and t uses no
-        more of any resource. One state at a time, against states still kept: exact.
-        """
+        """Drops states that cost no less than some kept state, whatever the neighbours choose."""
         if self.unary[i].size > _RIVALS and not self.limits.size:
             groupings = [link.seen_from(i)[0] for link in self.links[i].values()]
             self.restrict(i, cheapest_of_each(groupings, self.unary[i]))

@@ -8,7 +8,7 @@ at fixed ratios, solved exactly, passed through the checker and costed with the 
     zero3                parameters and optimizer state cut evenly along their longest dimension, gathered again for
                          every use (Rajbhandari et al. 2020), the batch cut evenly
     tensor_parallel      Megatron-LM (Shoeybi et al. 2019): the batch whole, every weight cut in at most one
-                         dimension, so that columns meet rows; evenly
+                         dimension, so that columns meet rows, partial sums reduced where they arise; evenly
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import numpy as np
 
 from hapsynth.graph import Graph
 from hapsynth.instructions.checker import check
+from hapsynth.instructions.factors import Triple
 from hapsynth.instructions.layout import Placement, R, S
 from hapsynth.instructions.program import FactorTable, Program
 from hapsynth.instructions.rules.registry import is_fusible
@@ -46,6 +47,20 @@ class Baseline:
     fits: bool
 
 
+class _ReducedAtOnce(Structure):
+    """Partial tensors are reduced where they arise, as Megatron's operators f and g do: no op takes one, but the sum
+    of a value's gradients. (Left free, the search pushes a partial gradient through a whole layer norm where what
+    comes after it is smaller; nobody writes that by hand.) Numbers are summed on each device first: a norm."""
+
+    def _allowed_triples(self, op: int) -> tuple[Triple, ...]:
+        triples = super()._allowed_triples(op)
+        source = self.graph.ops[op]
+        if source.name == "add_any":
+            return triples
+        tensors = [p for p, v in source.value_operands if self.graph.values[v].shape]
+        return tuple(t for t in triples if not any(t.operands[p].is_partial for p in tensors))
+
+
 class Baselines:
     """Builds the baselines of one graph on one cluster."""
 
@@ -64,7 +79,7 @@ class Baselines:
             "data_parallel": self._build(self._data_parallel(), even),
             "data_parallel_speed": self._build(self._data_parallel(), proportional(self.costs.rate("float32"))),
             "zero3": self._build(self._zero3(), even),
-            "tensor_parallel": self._build(self._tensor_parallel(), even),
+            "tensor_parallel": self._build(self._tensor_parallel(), even, _ReducedAtOnce),
         }
 
     def _root(self, value: int, dim: int) -> Node | None:
@@ -183,20 +198,17 @@ class Baselines:
                     summed.update(roots)
         return found, summed
 
-    def _build(self, restriction: Restriction, fractions: Floats) -> Baseline:
-        found = self._solved(restriction, fractions)
+    def _build(self, restriction: Restriction, fractions: Floats, structure: type[Structure] = Structure) -> Baseline:
+        found = self._solved(structure(self.graph, self.table, restriction), fractions)
         if found is None:
             # Some weight's cut dimension meets no op that takes it cut (a flattened image): it may be gathered.
-            found = self._solved(replace(restriction, convertible=None), fractions)
+            free = replace(restriction, convertible=None)
+            found = self._solved(structure(self.graph, self.table, free), fractions)
         assert found is not None, "with every conversion the replicated program is always there"
         return found
 
-    def _solved(self, restriction: Restriction, fractions: Floats) -> Baseline | None:
-        formulator = Formulator(
-            Structure(self.graph, self.table, restriction),
-            self.costs,
-            Ratios(self.graph, self.table, fractions),
-        )
+    def _solved(self, structure: Structure, fractions: Floats) -> Baseline | None:
+        formulator = Formulator(structure, self.costs, Ratios(self.graph, self.table, fractions))
         solution = solve(formulator.problem(), tolerance=1e-4)
         if solution.assignment is None:
             return None

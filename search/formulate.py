@@ -173,6 +173,19 @@ class Structure:
                     rest = tuple((first, c) for c in chosen if c != first)
                     yield Availability(computed, ((computed, first), *rest), frozenset((computed, *chosen)))
 
+    def replicated(self) -> list[int]:
+        """The assignment in which every device runs the whole function: there is always one."""
+        found: list[int] = []
+        for states in self.states:
+            whole = (
+                i
+                for i, s in enumerate(states)
+                if (s.triple is None or all(p == R for p in (*s.triple.operands, *s.triple.results)))
+                and (s.availability is None or R in s.availability.placements)
+            )
+            found.append(next(whole, 0))
+        return found
+
     def _groups(self, states: tuple[State, ...]) -> tuple[Ints, tuple[frozenset[Placement], ...]]:
         index: dict[frozenset[Placement], int] = {}
         groups = [index.setdefault(s.availability.placements, len(index)) for s in states if s.availability]

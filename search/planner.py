@@ -228,7 +228,8 @@ class Planner:
     ) -> tuple[Candidate | None, Solution]:
         began = time.perf_counter()
         problem = formulator.problem(resources)
-        solution = solve(problem, start=choices, tolerance=_TOLERANCE, time_budget_s=self._left(), progress=self._relay)
+        start = self.structure.replicated() if choices is None else choices
+        solution = solve(problem, start=start, tolerance=_TOLERANCE, time_budget_s=self._left(), progress=self._relay)
         self.expanded += solution.expanded
         self.search_s += time.perf_counter() - began
         if solution.assignment is None:

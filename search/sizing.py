@@ -13,20 +13,24 @@ chosen against the true objective: largest remainders, then moves of one unit wh
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
 
 import numpy as np
+import numpy.typing as npt
 from scipy.optimize import linprog
 from scipy.sparse import coo_array
 
 from hapsynth.graph import Graph
 from hapsynth.instructions.program import Convert, Program
 from hapsynth.instructions.sizes import Classes, Sizes
-from hapsynth.search.costs import CostModel, Floats, Work, tiled
+from hapsynth.search.costs import TILE, CostModel, Floats, Work, tiled
 from hapsynth.search.evaluate import class_of_triple
 from hapsynth.search.memory import MemoryProfile
 from hapsynth.search.ratios import round_shares
+
+_LP_ROUNDS = 6
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,20 +109,41 @@ class Sizer:
         return total
 
     def _optimized(self, start: Floats, active: np.ndarray, limit: float) -> Sizes:
+        """Sizes from the LP; memory rows are added at the points where the sizes found turn out too large."""
         if not self.classes.all:
             return Sizes(self.graph, self.classes, ())
         maxima = np.full(len(self.classes.all), start.max())
-        fractions = self._linear_program(active, maxima, limit)
-        if any(load.pairs for load in self.loads) and fractions is not None:
-            fractions = self._linear_program(active, fractions.max(axis=1), limit)
-        if fractions is None:
-            fractions = np.tile(start, (len(self.classes.all), 1))
+        points: set[int] = set()
+        allowed = limit
+        sizes = self._whole_units(np.tile(start, (len(self.classes.all), 1)), limit)
+        for _ in range(_LP_ROUNDS):
+            fractions = self._linear_program(active, maxima, points, allowed)
+            if fractions is None:
+                break
+            sizes = self._whole_units(fractions, limit)
+            alive = self.memory.at(sizes)
+            if alive.max() <= limit and np.allclose(fractions.max(axis=1), maxima):
+                return sizes
+            if alive.max() > limit:
+                if int(alive.argmax()) in points:
+                    # Rounding to whole units overshot.
+                    allowed *= limit / float(alive.max())
+                points.add(int(alive.argmax()))
+            elif not any(load.pairs for load in self.loads):
+                return sizes
+            maxima = fractions.max(axis=1)
+        return sizes
+
+    def _whole_units(self, fractions: Floats, limit: float) -> Sizes:
+        """Largest remainders, then single units moved while the cost falls and the memory allows it."""
         shares = [round_shares(f, c.units) for f, c in zip(fractions, self.classes.all, strict=True)]
+        rounded = Sizes(self.graph, self.classes, tuple(shares))
         for c in range(len(shares)):
             shares[c] = self._improved(c, shares)
-        return Sizes(self.graph, self.classes, tuple(shares))
+        improved = Sizes(self.graph, self.classes, tuple(shares))
+        return improved if np.isinf(limit) or self.memory.peak(improved) <= limit else rounded
 
-    def _linear_program(self, active: np.ndarray, maxima: Floats, limit: float) -> Floats | None:
+    def _linear_program(self, active: np.ndarray, maxima: Floats, points: set[int], limit: float) -> Floats | None:
         """Fractions [classes, devices] from the LP, or None where it has no solution."""
         kinds = [k for k in range(len(self.kinds)) if active[self.kind_of == k].any()]
         first = [int(np.flatnonzero(self.kind_of == k)[0]) for k in kinds]
@@ -141,8 +166,10 @@ class Sizer:
                     bandwidth = self.costs.bandwidth[device]
                     rows.add({c * nk + j: work.flops / rate[device], t: -1.0}, -fixed)
                     rows.add({c * nk + j: work.cut_bytes / bandwidth, t: -1.0}, -fixed - work.whole_bytes / bandwidth)
-        for coefficients, constant in self._memory_rows(limit, classes * nk):
-            rows.add(coefficients, limit - constant)
+        whole, per_class = self.memory.by_class() if points else (np.zeros(0), np.zeros((0, 0)))
+        for p in sorted(points):
+            held = {classes * nk + c: float(per_class[c, p]) for c in range(classes)}
+            rows.add(held, limit - float(whole[p]))
         equal = _Rows()
         for c in range(classes):
             equal.add({c * nk + j: float(counts[j]) for j in range(nk)}, 1.0)
@@ -164,20 +191,25 @@ class Sizer:
             fractions[:, self.kind_of == k] = ratio[:, j : j + 1]
         return fractions / fractions.sum(axis=1, keepdims=True)
 
-    def _memory_rows(self, limit: float, first_maximum: int) -> list[tuple[dict[int, float], float]]:
-        """Bytes alive, linear in the maxima, at the points where they may bind: local peaks of the profile."""
-        if not np.isfinite(limit):
-            return []
-        whole, per_class = self.memory.by_class()
-        alive = whole + per_class.sum(axis=0)
-        points = {int(np.argmax(alive)), int(np.argmax(whole)), *map(int, np.argmax(per_class, axis=1))}
-        return [
-            ({first_maximum + c: float(per_class[c, p]) for c in range(len(self.classes.all))}, float(whole[p]))
-            for p in sorted(points)
-        ]
+    def _aligned(self, load: ClassLoad, units: int, shares: npt.NDArray[np.int64]) -> Iterator[npt.NDArray[np.int64]]:
+        """Shares in whole tiles for all kinds but one, which takes what is left: single units cannot cross a tile."""
+        held = [k for k in range(len(self.kinds)) if shares[self.kind_of == k].any()]
+        tiles = {TILE * units // w.lanes for w, _ in load.works if w.lanes >= TILE and TILE * units % w.lanes == 0}
+        for tile, rest in product(sorted(tiles - {1}), held):
+            others = [k for k in held if k != rest]
+            for up in product((0, 1), repeat=len(others)) if len(others) < 6 else ():
+                aligned = shares.copy()
+                for k, u in zip(others, up, strict=True):
+                    aligned[self.kind_of == k] = (int(shares[self.kind_of == k].mean()) // tile + u) * tile
+                mine = self.kind_of == rest
+                left, count = units - int(aligned[~mine].sum()), int(mine.sum())
+                if left >= 0:
+                    aligned[mine] = left // count + (np.arange(count) < left % count)
+                    yield aligned
 
     def _improved(self, c: int, shares: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
-        """Move single units between devices while the class's true cost falls."""
+        """The cheapest of the rounded shares and those aligned to tiles, then single units moved between devices
+        while the class's true cost falls."""
         load, units = self.loads[c], self.classes.all[c].units
         if not load.works and not load.wire and not load.pairs:
             return shares[c]
@@ -185,6 +217,9 @@ class Sizer:
         table = self.tables[c]
         current = np.array(shares[c], dtype=np.int64)
         best = table.cost(current / units, wire)
+        for aligned in self._aligned(load, units, current):
+            if (cost := table.cost(aligned / units, wire)) < best * (1 - 1e-12):
+                best, current = cost, aligned.copy()
         for _ in range(4 * self.costs.n):
             # Devices of one kind with equal shares are interchangeable: one of each is enough.
             groups: dict[tuple[int, int], int] = {}

@@ -192,7 +192,7 @@ def test_run(plan: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_run_of_a_wrong_program_fails(
     plan: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("hapsynth.report.trial.relative_error", lambda a, b: 0.5 if a.ndim else 0.0)
+    monkeypatch.setattr("hapsynth.check.relative_error", lambda a, b, *floor: 0.5 if a.ndim else 0.0)
     assert main(["run", "model.py", "--plan", "plan.json", "--json"]) == 1
     text, errors = capsys.readouterr()
     assert json.loads(text)["ok"] is False

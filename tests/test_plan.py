@@ -16,8 +16,8 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from random_programs import RandomProgram, mlp_args, mlp_step
 
-from hapsynth.check import random_arguments
 from hapsynth.cluster import Cluster
+from hapsynth.example_data import random_arguments
 from hapsynth.instructions.checker import check
 from hapsynth.plan import Plan, PlanError, load
 from hapsynth.search.result import Result

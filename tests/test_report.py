@@ -13,12 +13,12 @@ import pytest
 
 from hapsynth.api import synthesize
 from hapsynth.cluster import Cluster
+from hapsynth.example_data import example_arguments, index_bound, is_not_negative
 from hapsynth.instructions.layout import S
 from hapsynth.instructions.program import FactorTable
 from hapsynth.plan import Plan
 from hapsynth.report import progress as progress_module
 from hapsynth.report.alternatives import Alternatives
-from hapsynth.report.example_data import example_arguments, index_bound, is_not_negative
 from hapsynth.report.listing import brief
 from hapsynth.report.model_file import UsageError, load_target
 from hapsynth.report.names import Names

@@ -18,14 +18,13 @@ import numpy as np
 from jax.sharding import Mesh
 from rich.console import Console
 
-from hapsynth.check import relative_error
-from hapsynth.lower import host_array
+from hapsynth.check import Reference, compare
 from hapsynth.plan import Plan
 from hapsynth.report.model_file import UsageError
 from hapsynth.report.text import heading, plural, seconds, table
 
 TOLERANCE = 1e-4
-"""Largest relative error in float32, per leaf: max |a - b| / max |b|."""
+"""Largest relative error in float32, per leaf (`hapsynth.check.CheckReport`)."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +86,8 @@ def run_trial(
     assert plan.mesh is not None
     traced = plan.traced
     leaves, tree = jax.tree_util.tree_flatten((tuple(args), dict(kwargs)))
-    reference = _reference(plan, leaves, plan.mesh.devices.flat[0])
+    assert plan.fn is not None
+    reference = Reference(plan.fn, traced, leaves, plan.mesh.devices.flat[0])
     worst = [0.0] * len(traced.out_paths)
     times: list[float] = []
     for step in range(steps):
@@ -102,35 +102,11 @@ def run_trial(
         times.append(time.perf_counter() - began)
         whole = jax.tree_util.tree_leaves(plan.unshard(out))
         got = [whole[i] for i in traced.out_array_leaves]
-        want = reference([leaves[i] for i in traced.array_leaves])
-        worst = [max(e, relative_error(a, b)) for e, a, b in zip(worst, got, want, strict=True)]
+        errors = compare(reference, [leaves[i] for i in traced.array_leaves], got, TOLERANCE)
+        worst = [max(e, new) for e, new in zip(worst, errors, strict=True)]
         for source, target in traced.graph.carry:
             leaves[traced.array_leaves[source]] = got[target]
     return Trial(tuple(zip(traced.out_paths, worst, strict=True)), tuple(times))
-
-
-def _reference(plan: Plan, leaves: Sequence[Any], device: Any) -> Callable[[Sequence[Any]], list[Any]]:
-    """The function itself on one device: the array leaves of its arguments to those of its results, compiled once."""
-    traced, fn = plan.traced, plan.fn
-    assert fn is not None
-
-    def flat(arrays: Sequence[Any]) -> list[Any]:
-        full = list(leaves)
-        for i, x in zip(traced.array_leaves, arrays, strict=True):
-            full[i] = x
-        args, kwargs = jax.tree_util.tree_unflatten(traced.in_tree, full)
-        out = jax.tree_util.tree_leaves(fn(*args, **kwargs))
-        return [out[i] for i in traced.out_array_leaves]
-
-    compiled = jax.jit(flat)
-
-    def run(arrays: Sequence[Any]) -> list[Any]:
-        # Data that a model file gives may lie on several devices, or have a sharding of its own.
-        placed = [jax.device_put(host_array(x) if isinstance(x, jax.Array) else x, device) for x in arrays]
-        with jax.default_device(device):
-            return [host_array(x) for x in compiled(placed)]
-
-    return run
 
 
 def print_trial(out: Console, plan: Plan, trial: Trial) -> None:

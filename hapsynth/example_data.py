@@ -1,4 +1,4 @@
-"""Arguments to try a function on, where its model file gives only shapes.
+"""Arguments to try a function on, where only their shapes are known.
 
 What an argument may hold follows from how the function uses it: an integer that indexes a dimension lies within it
 (token ids, labels), and what a square root or a logarithm is taken of is not negative (second moments, variances).
@@ -38,15 +38,28 @@ def example_arguments(
     uniform below the length that they index, or 0 and 1 where they index nothing; unsigned 32-bit ones (raw keys)
     that index nothing, and typed keys, have all bits random.
     """
+    leaves, tree = jax.tree_util.tree_flatten((tuple(args), dict(kwargs)))
+    # A leaf that an array library did not make may still describe one: whatever has a shape but no data.
+    data = (jax.Array, np.ndarray, np.generic)
+    abstract = [i for i in traced.array_leaves if hasattr(leaves[i], "shape") and not isinstance(leaves[i], data)]
+    _fill(traced, leaves, abstract, seed)
+    return jax.tree_util.tree_unflatten(tree, leaves)
+
+
+def random_arguments(traced: Traced, seed: int = 0) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """(args, kwargs) with every array leaf made as `example_arguments` makes the abstract ones."""
+    leaves = [traced.static_leaves.get(i) for i in range(traced.in_tree.num_leaves)]
+    _fill(traced, leaves, traced.array_leaves, seed)
+    return jax.tree_util.tree_unflatten(traced.in_tree, leaves)
+
+
+def _fill(traced: Traced, leaves: list[Any], wanted: Sequence[int], seed: int) -> None:
     graph = traced.graph
     rng = np.random.default_rng(seed)
     carried = {graph.inputs[source] for source, _ in graph.carry}
-    leaves, tree = jax.tree_util.tree_flatten((tuple(args), dict(kwargs)))
     for leaf, value in zip(traced.array_leaves, graph.inputs, strict=True):
-        # A leaf that an array library did not make may still describe one: whatever has a shape but no data.
-        if hasattr(leaves[leaf], "shape") and not isinstance(leaves[leaf], (jax.Array, np.ndarray, np.generic)):
+        if leaf in wanted:
             leaves[leaf] = _sample(rng, graph, value, value in carried)
-    return jax.tree_util.tree_unflatten(tree, leaves)
 
 
 def _sample(rng: np.random.Generator, graph: Graph, value: int, carried: bool) -> Any:

@@ -1,0 +1,89 @@
+"""Sizes: the linear program and the rounding against every way to cut."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from graphs import cluster
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hapsynth.instructions.sizes import Classes, Sizes
+from hapsynth.search.baselines import Baselines
+from hapsynth.search.evaluate import program_cost
+from hapsynth.search.memory import peak
+from hapsynth.search.planner import Planner
+from hapsynth.search.ratios import round_shares
+from hapsynth.search.sizing import Sizer
+from hapsynth.trace import trace
+
+
+def step(w, x):
+    value, grad = jax.value_and_grad(lambda v: jnp.sum(jnp.tanh(x @ v) ** 2))(w)
+    return w - grad, value
+
+
+def sizer(speeds, rows, width=512, **link):
+    """The sizer of a data-parallel step over a batch of `rows`."""
+    struct = lambda *s: jax.ShapeDtypeStruct(s, jnp.float32)
+    graph = trace(step, (struct(width, width), struct(rows, width))).graph
+    planner = Planner(graph, cluster(speeds, **link))
+    program = Baselines(graph, planner.table, planner.costs, planner.limit).all()["data_parallel"].program
+    classes = Classes.build(graph, program, planner.table)
+    return Sizer(program, classes, planner.costs), program
+
+
+@pytest.mark.parametrize("speeds", [[1.0, 1.0, 1.0], [3.0, 1.0, 1.0], [5.0, 2.0, 1.0], [1.0, 1.0, 0.01]])
+@pytest.mark.parametrize("rows", [7, 12])
+def test_sizes_are_the_best_of_all(speeds, rows):
+    """Units of many rows each, so that every way to cut can be tried."""
+    found, program = sizer(speeds, rows)
+    assert [c.units for c in found.classes.all] == [rows]
+    best = np.inf
+    for cut in product(range(rows + 1), repeat=len(speeds)):
+        if sum(cut) == rows:
+            sizes = Sizes(found.graph, found.classes, (cut,))
+            best = min(best, program_cost(program, sizes, found.costs))
+    sizes = found.best(np.full(len(speeds), 1 / len(speeds)))
+    assert program_cost(program, sizes, found.costs) == pytest.approx(best, rel=1e-9)
+
+
+def test_variable_cost_differs_from_the_program_by_a_constant():
+    found, program = sizer([3.0, 1.0], 4096)
+    rest = set()
+    for first in (0, 1000, 2048, 4096):
+        sizes = Sizes(found.graph, found.classes, ((first, 4096 - first),))
+        rest.add(round(program_cost(program, sizes, found.costs) - found.variable_cost(sizes), 12))
+    assert len(rest) == 1
+
+
+def test_work_goes_by_speed_when_it_is_all_compute():
+    found, _ = sizer([4.0, 2.0, 1.0, 1.0], 65536, width=2048)
+    (shares,) = found.best(np.full(4, 0.25)).shares
+    np.testing.assert_allclose(np.array(shares) / 65536, [0.5, 0.25, 0.125, 0.125], rtol=0.02)
+
+
+def test_memory_is_never_broken_where_it_can_be_kept():
+    found, program = sizer([8.0, 1.0], 65536, width=256)
+    free = found.best(np.array([0.5, 0.5]))
+    even = found.fixed(np.array([0.5, 0.5]))
+    limit = (peak(program, free, found.costs) + peak(program, even, found.costs)) / 2
+    kept = found.best(np.array([0.5, 0.5]), limit=limit)
+    assert peak(program, free, found.costs) > limit
+    assert peak(program, kept, found.costs) <= limit
+    assert kept.shares[0][0] > kept.shares[0][1]
+
+
+@given(st.lists(st.floats(0.0, 1.0), min_size=1, max_size=9), st.integers(0, 1000))
+@settings(max_examples=200, deadline=None)
+def test_rounding_keeps_the_sum_and_stays_near(weights, units):
+    vector = np.array(weights) + 1e-9
+    vector /= vector.sum()
+    shares = round_shares(vector, units)
+    assert sum(shares) == units
+    assert min(shares) >= 0
+    assert np.all(np.abs(np.array(shares) - vector * units) < 1 + 1e-6)
