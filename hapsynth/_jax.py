@@ -29,8 +29,12 @@ _REMAT = ("checkpoint", "remat", "remat2")
 
 
 def make_jaxpr(fn: Callable[..., Any], *args: Any) -> tuple[Any, Any]:
-    """Trace `fn` on arrays or ShapeDtypeStructs: the closed jaxpr and the pytree of output shapes."""
-    return jax.make_jaxpr(fn, return_shape=True)(*args)
+    """Trace `fn` on arrays or ShapeDtypeStructs: the closed jaxpr and the pytree of output shapes.
+
+    Without the mesh of `jax.set_mesh`, whose shardings would be written into the equations.
+    """
+    with no_mesh():
+        return jax.make_jaxpr(fn, return_shape=True)(*args)
 
 
 def open_jaxpr(jaxpr: Any) -> tuple[Any, list[Any]]:
@@ -102,6 +106,11 @@ def source_line(eqn: Any) -> str:
 
 def scope_name(eqn: Any) -> str:
     return str(getattr(eqn.source_info, "name_stack", "") or "")
+
+
+def no_mesh() -> Any:
+    """A context without the mesh of `jax.set_mesh`, under which JAX refuses arrays that lie on other devices."""
+    return jax.set_mesh(jax.sharding.Mesh(np.empty((), object), ()))
 
 
 def is_extended(dtype: Any) -> bool:

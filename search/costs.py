@@ -21,6 +21,7 @@ from hapsynth.cluster import Cluster
 from hapsynth.graph import Graph
 from hapsynth.instructions.collectives import Step, is_collective
 from hapsynth.instructions.factors import Factors, Triple
+from hapsynth.instructions.layout import Placement
 from hapsynth.instructions.program import FactorTable
 from hapsynth.instructions.rules.registry import flops_of, is_fusible
 
@@ -89,6 +90,7 @@ class CostModel:
         self.latency, self.beta = link.latency, 1.0 / link.bandwidth
         per_host = max(Counter(cluster.hosts).values())
         self._crossing = per_host * (self.n - per_host) if per_host < self.n else self.n - 1
+        self._fed = frozenset(graph.inputs) - {graph.inputs[source] for source, _ in graph.carry}
         self._works: dict[tuple[int, Triple], Work] = {}
         self._materialized = _materialized(graph)
 
@@ -147,6 +149,14 @@ class CostModel:
 
     def time(self, work: Work, fractions: Floats | None) -> float:
         return float(self.device_times(work, fractions).max())
+
+    def feed_work(self, value: int, placement: Placement) -> Work | None:
+        """What it takes to put an argument that is new at every step into the devices' memory; None for a value that
+        stays there (carried state, constants)."""
+        if value not in self._fed:
+            return None
+        nbytes, cut = float(self.graph.values[value].nbytes), placement.is_sharded
+        return Work(0.0, nbytes if cut else 0.0, 0.0 if cut else nbytes, 0, "float32", cut, 0)
 
     def ideal_time(self, work: Work) -> float:
         """The least time over all ratios: no program at any ratio runs this op faster.

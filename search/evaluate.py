@@ -51,6 +51,17 @@ def instruction_costs(program: Program, sizes: Sizes, costs: CostModel) -> Itera
             yield Cost(i, costs.time(work, None if c is None else fractions[c]), 0.0)
 
 
+def feed_costs(program: Program, sizes: Sizes, costs: CostModel) -> Iterator[tuple[int, float]]:
+    """(argument, seconds) to put each argument that is new at every step into the devices' memory."""
+    for value, (placement,) in program.inputs.items():
+        work = costs.feed_work(value, placement)
+        if work is not None:
+            c = sizes.classes.of[(value, placement.dim, 0)] if placement.is_sharded else None
+            shares = None if c is None else np.array(sizes.shares[c]) / sizes.classes.all[c].units
+            yield value, costs.time(work, shares)
+
+
 def program_cost(program: Program, sizes: Sizes, costs: CostModel) -> float:
-    """Seconds per step: the sum over instructions of the slowest device's time."""
-    return sum(c.seconds for c in instruction_costs(program, sizes, costs))
+    """Seconds per step: the sum over instructions and fed arguments of the slowest device's time."""
+    ran = sum(c.seconds for c in instruction_costs(program, sizes, costs))
+    return ran + sum(seconds for _, seconds in feed_costs(program, sizes, costs))

@@ -268,6 +268,16 @@ class Formulator:
                 self._op_times[key] = self.costs.time(work, self.ratios.vectors[vector] if vector >= 0 else None)
         return self._op_times[key]
 
+    def feed_time(self, value: int, placement: Placement) -> float:
+        """Seconds to put an argument that is new at every step where it is stored."""
+        work = self.costs.feed_work(value, placement)
+        if work is None:
+            return 0.0
+        if self.ratios is None:
+            return self.costs.ideal_time(work)
+        cut = placement.is_sharded
+        return self.costs.time(work, self.ratios.vectors[self.ratios.of(value, placement.dim)] if cut else None)
+
     def _op_vector(self, op: int, triple: Triple) -> int:
         """The ratio of a triple's factor: that of the last dimension it cuts, a result's where there is one."""
         assert self.ratios is not None
@@ -294,6 +304,11 @@ class Formulator:
             rows = {t: self.op_time(op.index, t) for t in st.triples[op.index]}
             variable = st.op_variable[op.index]
             unary[variable] += [rows[s.triple] if s.triple else 0.0 for s in st.states[variable]]
+        for value in graph.sources:
+            variable = st.value_variable[value]
+            stored = [s.availability.computed for s in st.states[variable] if s.availability]
+            times = {p: self.feed_time(value, p) for p in dict.fromkeys(stored)}
+            unary[variable] += [times[p] for p in stored]
         tied = {graph.outputs[target] for _, target in graph.carry}
         plain = {v for v in graph.outputs if isinstance(v, int) and v not in tied}
         for value, variable in enumerate(st.value_variable):

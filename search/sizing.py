@@ -61,6 +61,10 @@ class Sizer:
         wire = [0.0] * n
         pairs: list[Counter[int]] = [Counter() for _ in range(n)]
         empty = Sizes(self.graph, self.classes, ())
+        for value, (placement,) in self.program.inputs.items():
+            work = self.costs.feed_work(value, placement)
+            if work is not None and placement.is_sharded:
+                works[self.classes.of[(value, placement.dim, 0)]][work] += 1
         for i in self.program.instructions:
             if not isinstance(i, Convert):
                 c = class_of_triple(self.costs, empty, i)

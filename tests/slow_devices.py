@@ -1,4 +1,4 @@
-"""Clusters on which even tiny work is worth dividing, so that small functions get plans with uneven and empty shards."""
+"""Clusters on which even tiny work is worth dividing: small functions get plans with uneven and empty shards."""
 
 from __future__ import annotations
 

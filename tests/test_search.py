@@ -49,7 +49,9 @@ def brute_force(formulator: Formulator) -> float:
     stores = [[p for p in placements(v) if not p.is_partial and demanded(v, p)] for v in graph.sources]
     for stored in product(*stores):
         start = frozenset(zip(graph.sources, stored, strict=True))
-        best = min(best, _dijkstra(formulator, table, start, dict(zip(graph.sources, stored, strict=True)), tied, last))
+        kept = dict(zip(graph.sources, stored, strict=True))
+        fed = sum(formulator.feed_time(v, p) for v, p in kept.items())
+        best = min(best, fed + _dijkstra(formulator, table, start, kept, tied, last))
     return best
 
 

@@ -42,12 +42,14 @@ def host_array(x: Any) -> Any:
     """
     if isinstance(x, jax.Array):
         if _jax.is_extended(x.dtype):
-            data = host_array(jax.random.key_data(x))
-            return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
+            with _jax.no_mesh():
+                data = host_array(jax.random.key_data(x))
+                return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
         if not (x.is_fully_addressable or x.is_fully_replicated):
             sharding = x.sharding
             assert isinstance(sharding, NamedSharding)
-            x = jax.jit(lambda y: y, out_shardings=NamedSharding(sharding.mesh, PartitionSpec()))(x)
+            with _jax.no_mesh():
+                x = jax.jit(lambda y: y, out_shardings=NamedSharding(sharding.mesh, PartitionSpec()))(x)
     return np.asarray(x)
 
 
@@ -125,15 +127,8 @@ class Storage:
         With `copy` the result shares no memory with `x`, so that it may be donated.
         """
         if self.is_even:
-            if not isinstance(x, jax.Array):
-                x = np.asarray(x, self.dtype)
-            elif copy:
-                # `may_alias=False` alone keeps the shard that lies right already.
-                x = x.copy()
-            x = jax.device_put(x, self.sharding, may_alias=False if copy else None)
-            if getattr(x, "weak_type", False) != self.weak_type:
-                x = with_weak_type(x, self.dtype, self.weak_type)
-            return x
+            with _jax.no_mesh():
+                return self._put_even(x, copy)
         host = np.asarray(host_array(x), self.dtype)
 
         def shard(index: Any) -> np.ndarray:
@@ -147,9 +142,21 @@ class Storage:
 
         return jax.make_array_from_callback(self.stored_shape, self.sharding, shard)
 
+    def _put_even(self, x: Any, copy: bool) -> jax.Array:
+        if not isinstance(x, jax.Array):
+            x = np.asarray(x, self.dtype)
+        elif copy:
+            # `may_alias=False` alone keeps the shard that lies right already.
+            x = x.copy()
+        x = jax.device_put(x, self.sharding, may_alias=False if copy else None)
+        if getattr(x, "weak_type", False) != self.weak_type:
+            x = with_weak_type(x, self.dtype, self.weak_type)
+        return x
+
     def duplicate(self, stored: jax.Array) -> jax.Array:
         """A stored array again, in memory of its own."""
-        return jax.device_put(stored.copy(), self.sharding)
+        with _jax.no_mesh():
+            return jax.device_put(stored.copy(), self.sharding)
 
     def fetch(self, stored: jax.Array) -> Any:
         """The logical value as one NumPy array (a typed key: an unsharded key array); the inverse of `put`."""

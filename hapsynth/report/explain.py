@@ -16,7 +16,7 @@ from hapsynth.report.model_file import UsageError
 from hapsynth.report.names import Names
 from hapsynth.report.summary import print_certificate, sizes_table
 from hapsynth.report.text import heading, nbytes, percent, plural, seconds, table
-from hapsynth.search.evaluate import Cost
+from hapsynth.search.evaluate import Cost, feed_costs
 from hapsynth.search.memory import padded_bytes
 
 _KINDS = 14
@@ -43,7 +43,9 @@ class Explainer:
         self.out, self.plan, self.top, self.tell = out, plan, top, tell
         self.graph, self.names = plan.traced.graph, Names(plan.traced)
         self.known = Alternatives(plan)
-        self.total = sum(cost.seconds for cost in self.known.costs)
+        fed = [s for _, s in feed_costs(plan.program, plan.sizes, self.known.model)]
+        self.fed, self.fed_s = len(fed), sum(fed)
+        self.total = self.fed_s + sum(cost.seconds for cost in self.known.costs)
 
     def everything(self) -> None:
         """Where the seconds go, the cuts, the inputs, and the most expensive values."""
@@ -95,6 +97,9 @@ class Explainer:
             count[name] += 1
             spent[name] = spent.get(name, 0.0) + cost.seconds
             wire[name] = wire.get(name, 0.0) + cost.wire_bytes
+        if self.fed:
+            fed = "arguments fed"
+            count[fed], spent[fed], wire[fed] = self.fed, self.fed_s, 0.0
         order = sorted(spent, key=lambda name: (-spent[name], name))
         shown = order if len(order) <= _KINDS else order[: _KINDS - 1]
         rows = [[n, str(count[n]), seconds(spent[n]), self._share(spent[n]), _bytes(wire[n])] for n in shown]
@@ -102,7 +107,7 @@ class Explainer:
             left = sum(spent[n] for n in rest)
             rows.append([plural(len(rest), "other kind"), str(sum(count[n] for n in rest)), seconds(left)])
             rows[-1] += [self._share(left), ""]
-        rows.append(["in all", str(len(self.known.costs)), seconds(self.total), "", _bytes(sum(wire.values()))])
+        rows.append(["in all", str(count.total()), seconds(self.total), "", _bytes(sum(wire.values()))])
         self.out.print(heading("Where the seconds go"))
         self.out.print(table(["instruction", "count", "seconds", "share", "wire bytes"], rows))
 

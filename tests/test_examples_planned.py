@@ -1,0 +1,64 @@
+"""The examples on the example clusters: planned, never above a baseline, and right where they run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import cnn
+import jax
+import mlp
+import numpy as np
+import pytest
+import train
+import transformer
+
+import hapsynth
+from hapsynth.search.baselines import Baselines
+from hapsynth.search.planner import Planner
+from hapsynth.trace import trace
+
+CLUSTERS = Path(__file__).resolve().parent.parent / "examples" / "clusters"
+SMALL = {
+    "mlp": mlp.target_for(mlp.Config(batch=4096, features=64, hidden=(128,))),
+    "transformer": transformer.target_for(
+        transformer.Config(batch=192, seq=32, vocab=512, layers=1, width=128, heads=4, ff=512)
+    ),
+    "cnn": cnn.target_for(cnn.Config(batch=256)),
+}
+
+
+@pytest.mark.parametrize("cluster", ["even8", "mixed8", "tiny_and_big", "paper64", "straggler"])
+@pytest.mark.parametrize("example", SMALL)
+def test_no_baseline_is_cheaper(example, cluster):
+    """No baseline is given to the search as a start."""
+    fn, args = SMALL[example]
+    graph = trace(fn, args).graph
+    planner = Planner(graph, hapsynth.Cluster.load(CLUSTERS / f"{cluster}.toml"))
+    result = planner.run()
+    assert result.gap <= 1e-4
+    assert result.joint_lower_bound_s <= result.lower_bound_s <= result.cost_s
+    assert not result.replicated_primitives
+    baselines = Baselines(graph, planner.table, planner.costs, planner.limit).all()
+    for name, baseline in baselines.items():
+        assert result.joint_lower_bound_s <= baseline.cost_s, name
+        assert result.cost_s <= baseline.cost_s or not baseline.fits, name
+    if cluster in ("mixed8", "straggler"):
+        assert any(len(set(s)) > 1 for s in result.sizes.shares)
+
+
+@pytest.mark.parametrize("example", SMALL)
+def test_uneven_plans_compute_the_step(example):
+    fn, args = SMALL[example]
+    cluster = hapsynth.Cluster.load(CLUSTERS / "mixed8.toml")
+    plan = hapsynth.synthesize(fn, args, jax.make_mesh((8,), ("data",)), cluster=cluster)
+    assert any(len(set(s)) > 1 for s in plan.sizes.shares)
+    report = plan.check()
+    assert report.ok
+    assert report.max_relative_error <= 1e-4
+
+
+def test_training_follows_one_device():
+    config = transformer.Config(batch=96, seq=32, vocab=256, layers=1, width=64, heads=4, ff=256, learning_rate=3e-3)
+    planned = train.run(8, config=config)
+    np.testing.assert_allclose(planned, train.reference(8, config=config), rtol=1e-3)
+    assert planned[-1] < planned[0]
