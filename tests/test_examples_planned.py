@@ -19,7 +19,7 @@ from hapsynth.trace import trace
 
 CLUSTERS = Path(__file__).resolve().parent.parent / "examples" / "clusters"
 SMALL = {
-    "mlp": mlp.target_for(mlp.Config(batch=4096, features=64, hidden=(128,))),
+    "mlp": mlp.target_for(mlp.Config(batch=16384, features=128, hidden=(256,))),
     "transformer": transformer.target_for(
         transformer.Config(batch=192, seq=32, vocab=512, layers=1, width=128, heads=4, ff=512)
     ),

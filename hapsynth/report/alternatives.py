@@ -18,7 +18,7 @@ from hapsynth.instructions.sizes import Classes
 from hapsynth.plan import Plan
 from hapsynth.search.costs import CostModel, Floats
 from hapsynth.search.emit import Emitter
-from hapsynth.search.evaluate import Cost, instruction_costs
+from hapsynth.search.evaluate import Cost, feed_costs, instruction_costs
 from hapsynth.search.formulate import Formulator, Structure
 from hapsynth.search.memory import peak
 from hapsynth.search.problem import Ints, solve
@@ -72,8 +72,8 @@ class Alternatives:
         return np.array(sizes.shares[heaviest]) / sizes.classes.all[heaviest].units
 
     def spent(self) -> dict[int, float]:
-        """Seconds that go into each value: the op that makes it, and its conversions."""
-        found: dict[int, float] = {}
+        """Seconds that go into each value: the op that makes it or its feeding, and its conversions."""
+        found: dict[int, float] = dict(feed_costs(self.plan.program, self.plan.sizes, self.model))
         for cost in self.costs:
             i = cost.instruction
             value = i.value if isinstance(i, Convert) else self.graph.ops[i.op].results[0]
