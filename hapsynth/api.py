@@ -12,8 +12,8 @@ import jax
 from hapsynth.cluster import Cluster
 from hapsynth.instructions.layout import Placement, parse_layout
 from hapsynth.plan import Plan
-from hapsynth.search.formulate import Restriction
 from hapsynth.search.planner import Planner, Progress
+from hapsynth.search.structure import Restriction
 from hapsynth.trace import Traced, trace
 
 

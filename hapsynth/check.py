@@ -96,8 +96,8 @@ class Reference:
     def __call__(self, arrays: Sequence[Any]) -> list[Any]:
         """The results, as host arrays, of `hosted` arguments."""
         with _jax.no_mesh(), jax.default_device(self.device):
-            on_device = [jax.device_put(x, self.device) for x in arrays]
-            typed = [with_weak_type(x, v.dtype, v.weak_type) for x, v in zip(on_device, self._values, strict=True)]
+            # Not committed to the device: the function may name others, in a sharding constraint for instance.
+            typed = [with_weak_type(x, v.dtype, v.weak_type) for x, v in zip(arrays, self._values, strict=True)]
             return [host_array(x) for x in self._compiled(*typed)]
 
     @property

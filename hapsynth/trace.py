@@ -13,6 +13,10 @@ from hapsynth import _jax
 from hapsynth.graph import Graph, Literal, Op, Operand, Value
 
 
+# They run on a mesh of their own, which can't be inside hapsynth's.
+_DISTRIBUTED = ("pmap", "shard_map", "xla_pmap")
+
+
 class TraceError(ValueError):
     """The function or its example arguments cannot be planned."""
 
@@ -100,7 +104,15 @@ def trace(
         )
         return [out_flat[i] for i in keep]
 
-    closed, _ = _jax.make_jaxpr(flat_fn, *structs)
+    try:
+        closed, _ = _jax.make_jaxpr(flat_fn, *structs)
+    except RuntimeError as error:
+        if "mesh" not in str(error):
+            raise
+        raise TraceError(
+            "the function needs the mesh of jax.set_mesh, and hapsynth traces it without one, since it chooses all "
+            f"shardings itself: remove the constraint, or give it a NamedSharding ({error})"
+        ) from error
     effects = _jax.effects_of(closed)
     if effects:
         raise TraceError(
@@ -180,6 +192,11 @@ class _Inliner:
                 for var, result in zip(eqn.outvars, results):
                     env[var] = result
                 continue
+            if eqn.primitive.name in _DISTRIBUTED:
+                raise TraceError(
+                    f"the function distributes work itself, by {eqn.primitive.name} ({source}): hapsynth chooses how; "
+                    "give it the function for one device"
+                )
             results = [self.fresh(v.aval) for v in eqn.outvars]
             for var, result in zip(eqn.outvars, results):
                 env[var] = result

@@ -29,11 +29,12 @@ from hapsynth.instructions.sizes import Classes, Node, Sizes, cut_nodes
 from hapsynth.search.costs import CostModel, Floats
 from hapsynth.search.emit import Emitter
 from hapsynth.search.evaluate import program_cost
-from hapsynth.search.formulate import Formulator, Restriction, Structure
+from hapsynth.search.formulate import Formulator
 from hapsynth.search.memory import peak
 from hapsynth.search.problem import solve
 from hapsynth.search.ratios import Ratios, kinship, proportional
 from hapsynth.search.sizing import Sizer
+from hapsynth.search.structure import Restriction, Structure
 
 
 @dataclass(frozen=True, eq=False)

@@ -23,13 +23,14 @@ from hapsynth.instructions.sizes import Classes, Sizes
 from hapsynth.search.costs import CostModel, Floats
 from hapsynth.search.emit import Emitter
 from hapsynth.search.evaluate import program_cost
-from hapsynth.search.formulate import Formulator, Restriction, Structure
+from hapsynth.search.formulate import Formulator
 from hapsynth.search.memory import MemoryProfile
 from hapsynth.search.problem import Ints, Solution, solve
 from hapsynth.search.problem import Progress as SolverProgress
 from hapsynth.search.ratios import Ratios, proportional
 from hapsynth.search.result import Result, Status
 from hapsynth.search.sizing import Sizer
+from hapsynth.search.structure import Restriction, Structure
 
 _ROUNDS = 6
 _MEMORY_ROUNDS = 8

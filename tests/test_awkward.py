@@ -378,7 +378,7 @@ def test_memory_limit() -> None:
     limit = 0.5 * max(free.memory)
     plan = planned(fn, args, cluster=slow_network, memory_limit=limit)
     assert max(plan.memory) <= limit
-    assert plan.cost > free.cost
+    assert plan.cost >= free.cost * (1 - 1e-9)
     assert_same(plan(*args), jax.jit(fn)(*args), plan)
 
 

@@ -27,9 +27,10 @@ from hapsynth.report.progress import line, progress
 from hapsynth.report.record import costs_of, replicated
 from hapsynth.report.summary import print_summary
 from hapsynth.report.text import console, device_groups, nbytes, percent, plural, seconds, span
-from hapsynth.search.formulate import Formulator, Restriction, Structure
+from hapsynth.search.formulate import Formulator
 from hapsynth.search.planner import Progress
 from hapsynth.search.problem import solve
+from hapsynth.search.structure import Restriction, Structure
 from hapsynth.trace import Traced, trace
 
 CLUSTERS = Path(__file__).parents[1] / "examples" / "clusters"

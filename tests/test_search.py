@@ -18,11 +18,12 @@ from hapsynth.instructions.program import FactorTable
 from hapsynth.search.baselines import Baselines
 from hapsynth.search.costs import CostModel
 from hapsynth.search.evaluate import program_cost
-from hapsynth.search.formulate import Formulator, Structure
+from hapsynth.search.formulate import Formulator
 from hapsynth.search.memory import peak
 from hapsynth.search.planner import InfeasibleError, Planner
 from hapsynth.search.problem import solve
 from hapsynth.search.ratios import Ratios, proportional
+from hapsynth.search.structure import Structure
 from hapsynth.trace import trace
 
 

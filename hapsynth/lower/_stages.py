@@ -14,7 +14,7 @@ from hapsynth.instructions.rules.registry import is_fusible
 from hapsynth.instructions.sizes import Sizes
 
 # Made anew in every branch rather than passed into it: they cost nothing there and fuse with what reads them.
-_CHEAP = ("broadcast_in_dim", "iota", "convert_element_type", "reshape", "squeeze", "expand_dims", "transpose")
+CHEAP = ("broadcast_in_dim", "iota", "convert_element_type", "reshape", "squeeze", "expand_dims", "transpose")
 
 
 @dataclass(frozen=True, eq=False)
@@ -125,7 +125,7 @@ def _stage(graph: Graph, program: Program, sizes: Sizes, run: Sequence[Instructi
 
 
 def _is_cheap(graph: Graph, i: Instruction) -> bool:
-    return isinstance(i, Compute) and (is_fusible(graph.ops[i.op]) or graph.ops[i.op].name in _CHEAP)
+    return isinstance(i, Compute) and (is_fusible(graph.ops[i.op]) or graph.ops[i.op].name in CHEAP)
 
 
 def _branches(

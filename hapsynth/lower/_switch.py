@@ -26,9 +26,10 @@ from hapsynth.instructions.program import (
     writes,
 )
 from hapsynth.instructions.rules import execute
+from hapsynth.instructions.rules.registry import apart
 from hapsynth.instructions.sizes import Sizes, cut_nodes
 from hapsynth.lower._collectives import communicate, cut_to, pad_to
-from hapsynth.lower._stages import Stage, factor_shares, split
+from hapsynth.lower._stages import CHEAP, Stage, factor_shares, split
 from hapsynth.lower._storage import Storage, own_mesh, with_weak_type
 
 Env = dict[Property, Any]
@@ -202,7 +203,21 @@ class Lowered:
         start = here.lookup(i.axis, self.sizes.starts(i.value, dim, i.axis))
         length = self.sizes.lengths(i.value, dim, i.axis)[here.coords[i.axis]]
         with jax.named_scope(f"hap/slice_{self.graph.values[i.value].name}"):
-            return [lax.dynamic_slice_in_dim(env[i.value, i.source], start, length, dim)]
+            whole = env[i.value, i.source]
+            if self._is_window(i.value):
+                whole = apart(whole)
+            return [lax.dynamic_slice_in_dim(whole, start, length, dim)]
+
+    def _is_window(self, value: int) -> bool:
+        """Whether a value is, but for its form, part of another from a start that is known at run time."""
+        while value in self.graph.producer:
+            op = self.graph.ops[self.graph.producer[value]]
+            if op.name in ("dynamic_slice", "gather"):
+                return True
+            if op.name not in CHEAP or len(op.value_operands) != 1:
+                return False
+            value = op.value_operands[0][1]
+        return False
 
     def _compute(self, i: Compute, env: Env, here: _Where) -> list[Any]:
         graph, sizes = self.graph, self.sizes

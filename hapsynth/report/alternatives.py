@@ -19,10 +19,11 @@ from hapsynth.plan import Plan
 from hapsynth.search.costs import CostModel, Floats
 from hapsynth.search.emit import Emitter
 from hapsynth.search.evaluate import Cost, feed_costs, instruction_costs
-from hapsynth.search.formulate import Formulator, Structure
+from hapsynth.search.formulate import Formulator
 from hapsynth.search.memory import peak
 from hapsynth.search.problem import Ints, solve
 from hapsynth.search.ratios import Ratios, proportional
+from hapsynth.search.structure import Structure
 
 _TOLERANCE = 1e-5
 _BUDGET_S = 10.0

@@ -16,7 +16,7 @@ from jax.lax import GatherScatterMode as Mode
 
 from hapsynth.graph import Op
 from hapsynth.instructions.factors import Dim, Factors, Local, Reduction
-from hapsynth.instructions.rules.registry import bind, identity, no_flops, register
+from hapsynth.instructions.rules.registry import apart, bind, identity, no_flops, register
 
 _INT32 = jnp.iinfo(jnp.int32)
 _MODES = (Mode.CLIP, Mode.FILL_OR_DROP, Mode.PROMISE_IN_BOUNDS)
@@ -183,6 +183,8 @@ def _scatter_on_shard(local: Local, operands: Sequence[Any]) -> list[Any]:
     mine = (wanted >= 0) & (place >= 0) & (place < local.share)
     index = _with_component(index, column, jnp.where(mine, place, local.share))
     params = {**op.params, "mode": Mode.FILL_OR_DROP, "indices_are_sorted": False, "unique_indices": False}
+    if prod(index.shape[:-1]) == 1:
+        x = apart(x)
     return bind(op.primitive, [x, index, updates], params)
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from hapsynth import _jax
 from hapsynth.graph import Op
@@ -118,6 +119,16 @@ def bind(primitive: Any, operands: Sequence[Any], params: Mapping[str, Any]) -> 
     """Apply a primitive that is no call (those are inlined by the trace); always a list of results."""
     out = primitive.bind(*operands, **params)
     return list(out) if primitive.multiple_results else [out]
+
+
+def apart(x: Any) -> Any:
+    """`x` as it is, where XLA must not merge what makes it with what reads it.
+
+    XLA folds a dynamic slice of a dynamic slice, and what it turns into one (a gather or scatter of a single index),
+    without clamping the starts: it then reads past the inner one (openxla/xla#49121, jax-ml/jax#40849). Shards are
+    dynamic slices, so a program that is right in plain JAX would go wrong here.
+    """
+    return lax.optimization_barrier(x)
 
 
 def identity(reduction: str, dtype: Any) -> Any:
