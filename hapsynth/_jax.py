@@ -76,9 +76,14 @@ def is_dropped(var: Any) -> bool:
 
 
 def effects_of(jaxpr: Any) -> list[str]:
-    """Names of the primitives with effects, with their source line."""
-    inner, _ = open_jaxpr(jaxpr)
-    return [f"{e.primitive.name} ({source_line(e)})" for e in inner.eqns if getattr(e, "effects", None)]
+    """Names of the primitives with effects, innermost, with their source line."""
+    found: list[str] = []
+    for eqn in open_jaxpr(jaxpr)[0].eqns:
+        if getattr(eqn, "effects", None):
+            params = [q for p in eqn.params.values() for q in (p if isinstance(p, (tuple, list)) else (p,))]
+            inside = [e for q in params if hasattr(q, "eqns") or hasattr(q, "jaxpr") for e in effects_of(q)]
+            found += inside or [f"{eqn.primitive.name} ({source_line(eqn)})"]
+    return list(dict.fromkeys(found))
 
 
 _LIBRARIES = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -9,6 +10,7 @@ from typing import Any
 
 import jax
 
+from hapsynth._jax import is_extended
 from hapsynth.cluster import Cluster
 from hapsynth.instructions.layout import Placement, parse_layout
 from hapsynth.plan import Plan
@@ -40,18 +42,17 @@ def synthesize(
     `time_budget_s`: seconds after which the best plan so far is returned with its gap.
 
     Raises TraceError for arguments or functions that cannot be planned, InfeasibleError when no program fits the
-    memory, ValueError for a mesh that is not the cluster's size.
+    memory, ValueError for a mesh that is not the cluster's size, TypeError and ValueError for options of no use.
     """
     began = time.perf_counter()
-    if isinstance(mesh, Cluster):
-        devices, cluster = None, cluster or mesh
-    else:
-        devices, cluster = mesh, cluster or Cluster.from_mesh(mesh)
-        if mesh.size != cluster.n:
-            raise ValueError(
-                f"the mesh has {mesh.size} devices and cluster {cluster.name!r} {cluster.n}; give a mesh over "
-                f"{cluster.n} devices, or a cluster that describes these {mesh.size}"
-            )
+    if not callable(fn):
+        raise TypeError(f"fn is {fn!r}, which can't be called")
+    if not isinstance(example_args, (tuple, list)):
+        kind = type(example_args).__name__
+        raise TypeError(f"example_args is a {kind}; give a tuple of the arguments, (x,) where there is one")
+    _check_positive("memory_limit", memory_limit, "bytes per device")
+    _check_positive("time_budget_s", time_budget_s, "seconds")
+    devices, cluster = _devices(mesh, cluster)
     traced = trace(fn, example_args, dict(example_kwargs or {}), carry=carry)
     trace_s = time.perf_counter() - began
     restriction = None if fixed is None else Restriction(stored=_fixed(traced, fixed))
@@ -61,6 +62,34 @@ def synthesize(
     return Plan(traced, replace(result, timings_s=timings), cluster, devices, fn=fn)
 
 
+def _devices(mesh: Any, cluster: Any) -> tuple[jax.sharding.Mesh | None, Cluster]:
+    """The mesh to run on, if there is one, and what its devices can do."""
+    if not isinstance(mesh, (jax.sharding.Mesh, Cluster)):
+        raise TypeError(f"mesh is a {type(mesh).__name__}; give a jax.sharding.Mesh, or a hapsynth.Cluster")
+    if not isinstance(cluster, (Cluster, type(None))):
+        raise TypeError(f"cluster is a {type(cluster).__name__}; give a hapsynth.Cluster, e.g. Cluster.load(path)")
+    if isinstance(mesh, Cluster):
+        if cluster is not None:
+            raise TypeError("two clusters are given, one as mesh; with cluster=, mesh is the jax.sharding.Mesh")
+        return None, mesh
+    cluster = cluster or Cluster.from_mesh(mesh)
+    if mesh.size != cluster.n:
+        raise ValueError(
+            f"the mesh has {mesh.size} devices and cluster {cluster.name!r} {cluster.n}; give a mesh over "
+            f"{cluster.n} devices, or a cluster that describes these {mesh.size}"
+        )
+    return mesh, cluster
+
+
+def _check_positive(name: str, value: Any, unit: str) -> None:
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise TypeError(f"{name} is {value!r}; give a number of {unit}")
+    if not float(value) > 0:
+        raise ValueError(f"{name} is {value!r}; give a positive number of {unit}")
+
+
 def _fixed(traced: Traced, fixed: Mapping[str, str]) -> dict[int, Placement]:
     """The stored placements that `fixed` asks for; ValueError names a path or layout that cannot be met."""
     stored: dict[int, Placement] = {}
@@ -68,9 +97,15 @@ def _fixed(traced: Traced, fixed: Mapping[str, str]) -> dict[int, Placement]:
     for path, text in fixed.items():
         if path not in paths:
             raise ValueError(f"fixed names argument {path!r}, but the arguments are {', '.join(paths)}")
-        layout = parse_layout(text)
         value = traced.graph.values[paths[path]]
+        why = f"fixed asks for {text!r} of {path}, whose shape is {value.shape}; expected R or S(<dim>)"
+        try:
+            layout = parse_layout(text)
+        except (AttributeError, ValueError):
+            raise ValueError(why) from None
         if len(layout) != 1 or layout[0].is_partial or layout[0].dim >= len(value.shape):
-            raise ValueError(f"fixed asks for {text!r} of {path}, whose shape is {value.shape}; expected R or S(<dim>)")
+            raise ValueError(why)
+        if layout[0].is_sharded and (value.shape[layout[0].dim] == 0 or is_extended(value.dtype)):
+            raise ValueError(f"fixed asks for {text!r} of {path}, but {value} cannot be cut there; expected R")
         stored[value.index] = layout[0]
     return stored

@@ -133,7 +133,7 @@ class Plan:
         def apply(leaf: Any) -> Any:
             if not isinstance(leaf, (ShardedArray, jax.Array)):
                 return leaf
-            made = fn(_whole(leaf) if isinstance(leaf, ShardedArray) else leaf)
+            made = fn(_whole(leaf) if isinstance(leaf, ShardedArray) or leaf.is_deleted() else leaf)
             made = made if isinstance(made, jax.Array) else np.asarray(made)
             if made.shape != leaf.shape:
                 what = f"{leaf.dtype}{list(leaf.shape)}"
@@ -258,6 +258,9 @@ def _plain(leaf: Any) -> Any:
 
 
 def _whole(leaf: Any) -> Any:
+    if isinstance(leaf, (ShardedArray, jax.Array)) and leaf.is_deleted():
+        what = f"{leaf.dtype}{list(leaf.shape)}"
+        raise RuntimeError(f"{what} has been deleted: a plan consumed it and returned its successor; use that")
     if isinstance(leaf, ShardedArray):
         return leaf.storage.fetch(leaf.data)
     return host_array(leaf) if isinstance(leaf, jax.Array) else leaf

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import jax
 import numpy as np
 
 from hapsynth import _jax
 from hapsynth.graph import Graph, Literal, Op, Operand, Value
-
 
 # They run on a mesh of their own, which can't be inside hapsynth's.
 _DISTRIBUTED = ("pmap", "shard_map", "xla_pmap")
@@ -47,7 +46,10 @@ def abstract(leaf: Any, path: str) -> jax.ShapeDtypeStruct:
     """The shape and dtype of one argument leaf; a leaf that has none is an error naming its path."""
     if isinstance(leaf, (bool, int, float, complex)):
         # As `jax.jit` sees it: a weakly typed scalar.
-        aval = jax.eval_shape(lambda: jax.numpy.asarray(leaf))
+        try:
+            aval = jax.eval_shape(lambda: jax.numpy.asarray(leaf))
+        except OverflowError as error:
+            raise TraceError(f"argument {path} is {leaf!r}: {error}; enable jax_enable_x64, or pass a float") from None
         return jax.ShapeDtypeStruct((), aval.dtype, weak_type=not isinstance(leaf, bool))
     shape, dtype = getattr(leaf, "shape", None), getattr(leaf, "dtype", None)
     if shape is None or dtype is None or any(not isinstance(d, (int, np.integer)) for d in shape):
@@ -57,6 +59,8 @@ def abstract(leaf: Any, path: str) -> jax.ShapeDtypeStruct:
         )
     weak = bool(getattr(leaf, "weak_type", False))
     if not _jax.is_extended(dtype):
+        if not any(jax.numpy.issubdtype(dtype, kind) for kind in (jax.numpy.number, np.bool_)):
+            raise TraceError(f"argument {path} has dtype {dtype}, which JAX does not have; pass numbers or bools")
         dtype = jax.dtypes.canonicalize_dtype(dtype)
     return jax.ShapeDtypeStruct(tuple(int(d) for d in shape), dtype, weak_type=weak)
 
@@ -326,8 +330,12 @@ def _same(traced: Traced, graph: Graph, members: list[int], candidates: list[int
 
 
 def _given_carry(traced: Traced, carry: Sequence[tuple[str, str]]) -> list[tuple[int, int]]:
+    graph = traced.graph
     pairs: list[tuple[int, int]] = []
-    for source, target in carry:
+    for pair in cast(Sequence[Any], carry):
+        if not isinstance(pair, (tuple, list)) or len(pair) != 2 or not all(isinstance(p, str) for p in pair):
+            raise TraceError(f"carry holds {pair!r}; it is a list of pairs such as ('[0]', '[0]')")
+        source, target = pair
         ins = [i for i, p in enumerate(traced.in_paths) if p.startswith(source)]
         outs = {p[len(target) :]: o for o, p in enumerate(traced.out_paths) if p.startswith(target)}
         if not ins:
@@ -336,10 +344,14 @@ def _given_carry(traced: Traced, carry: Sequence[tuple[str, str]]) -> list[tuple
             rest = traced.in_paths[i][len(source) :]
             if rest not in outs:
                 raise TraceError(f"carry ties {source!r} to {target!r}, but no output is at {target + rest!r}")
-            pairs.append((i, outs[rest]))
-            out = traced.graph.outputs[outs[rest]]
-            a = traced.graph.values[traced.graph.inputs[i]]
-            shape = out.shape if isinstance(out, Literal) else traced.graph.values[out].shape
-            if a.shape != shape:
-                raise TraceError(f"carry ties {traced.in_paths[i]} of shape {a.shape} to an output of shape {shape}")
+            path, o = traced.in_paths[i], outs[rest]
+            out, a = graph.outputs[o], graph.values[graph.inputs[i]]
+            b = out if isinstance(out, Literal) else graph.values[out]
+            if (a.shape, a.dtype) != (b.shape, b.dtype):
+                raise TraceError(
+                    f"carry ties {path} of {a.dtype} and shape {a.shape} to an output of shape {b.shape} and {b.dtype}"
+                )
+            if any(i == known or o == taken for known, taken in pairs):
+                raise TraceError(f"carry ties {path} to the output {traced.out_paths[o]!r}, and one of them again")
+            pairs.append((i, o))
     return pairs

@@ -278,12 +278,13 @@ class Planner:
         least = self._least
         device = int(np.argmin(self.costs.memory))
         name = self.cluster.devices[device].name
-        mib = 2.0**20
-        needed = f"{least.memory / mib:.1f} MiB" if least else "more than any program needs"
-        missing = f", {(least.memory - self.limit) / mib:.1f} MiB too much" if least else ""
+        mib = lambda nbytes: f"{nbytes / 2**20:.4g} MiB"
+        found = "no program keeps to the layouts that are fixed"
+        if least is not None:
+            found = f"the smallest program found needs {mib(least.memory)}, {mib(least.memory - self.limit)} too much"
         return (
-            f"no program fits: device {device} ({name}) has {self.limit / mib:.1f} MiB and the smallest program found "
-            f"needs {needed}{missing}; a device with that much memory, more devices, or a smaller batch would fit"
+            f"no program fits: device {device} ({name}) has {mib(self.limit)} and {found}; a device with that much "
+            "memory, more devices, or a smaller batch would fit"
         )
 
     def _left(self) -> float | None:

@@ -40,7 +40,7 @@ def cut_program(fn: Callable[..., Any], args: Any, n: int) -> Any:
     """Everything comes whole, is cut where it is used along the last dimension that can be, and ends as it lies."""
     graph = trace(fn, args, carry=[]).graph
     table = FactorTable(graph)
-    inputs = {v: (R,) for v in graph.sources}
+    inputs = dict.fromkeys(graph.sources, (R,))
     held = {v: {R} for v in graph.sources}
     instructions: list[Instruction] = []
 
