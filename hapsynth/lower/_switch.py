@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from math import prod
 from typing import Any
 
 import jax
@@ -13,6 +14,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
+from hapsynth._jax import is_extended
 from hapsynth.graph import Graph, Literal
 from hapsynth.instructions.factors import Local
 from hapsynth.instructions.program import (
@@ -189,9 +191,14 @@ class Lowered:
     def _run(self, instructions: Sequence[Instruction], env: Env, here: _Where) -> None:
         """Run local instructions in order on exact shards, adding their results to `env`."""
         for i in instructions:
-            made = self._local_step(i, env, here) if isinstance(i, Convert) else self._compute(i, env, here)
-            for (v, layout), x in zip(writes(self.graph, i), made, strict=True):
-                expected = self.sizes.local_shape(v, layout, here.coords)
+            due = [self.sizes.local_shape(v, layout, here.coords) for v, layout in writes(self.graph, i)]
+            dtypes = [self.graph.values[v].dtype for v, _ in writes(self.graph, i)]
+            if due and not any(map(prod, due)) and not any(map(is_extended, dtypes)):
+                # Nothing to compute; XLA's CPU compiler of JAX 0.11.2 dies of reducing a dynamic slice of nothing.
+                made = [jnp.zeros(shape, dtype) for shape, dtype in zip(due, dtypes)]
+            else:
+                made = self._local_step(i, env, here) if isinstance(i, Convert) else self._compute(i, env, here)
+            for (v, layout), x, expected in zip(writes(self.graph, i), made, due, strict=True):
                 assert x.shape == expected, f"{i} made {x.shape} on {here.coords}, where {expected} was due"
                 env.setdefault((v, layout), x)
 
