@@ -60,10 +60,28 @@ def remat_jaxpr(eqn: Any) -> tuple[Any, bool] | None:
     return eqn.params["jaxpr"], apart
 
 
+def scan_counts(eqn: Any) -> tuple[int, int]:
+    """How many operands of a scan are constants of its body, and how many are carried."""
+    if "ft_in" in eqn.params:
+        consts, carried, _ = eqn.params["ft_in"].unpack()
+        return len(list(consts.vals)), len(list(carried.vals))
+    return eqn.params["num_consts"], eqn.params["num_carry"]
+
+
 @functools.cache
 def barrier_primitive() -> Any:
     """`lax.optimization_barrier`'s primitive, which `jax.extend` does not list."""
-    jaxpr, _ = open_jaxpr(jax.make_jaxpr(jax.lax.optimization_barrier)(jax.ShapeDtypeStruct((), np.float32)))
+    return _primitive_of(jax.lax.optimization_barrier)
+
+
+@functools.cache
+def fill_primitive() -> Any:
+    """`broadcast_in_dim`'s primitive."""
+    return _primitive_of(lambda x: jax.lax.broadcast_in_dim(x, (2,), ()))
+
+
+def _primitive_of(fn: Callable[[Any], Any]) -> Any:
+    jaxpr, _ = open_jaxpr(jax.make_jaxpr(fn)(jax.ShapeDtypeStruct((), np.float32)))
     return jaxpr.eqns[0].primitive
 
 
@@ -121,6 +139,11 @@ def no_mesh() -> Any:
 def is_extended(dtype: Any) -> bool:
     """Typed PRNG keys and their like, which no NumPy dtype describes."""
     return jnp.issubdtype(dtype, jax.dtypes.extended)
+
+
+def is_inexact(dtype: Any) -> bool:
+    """Floating-point and complex numbers."""
+    return jnp.issubdtype(dtype, jnp.inexact)
 
 
 def itemsize(dtype: Any) -> int:

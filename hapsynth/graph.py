@@ -1,4 +1,8 @@
-"""The source program: values and ops, calls inlined, in an order in which every operand comes first."""
+"""The source program: values and ops, calls inlined, in an order in which every operand comes first.
+
+Control flow is flat too: the ops of a loop's body or of a branch stand in the same list, each marked with the region
+that it runs in, and boundary ops (`Boundary`) carry values into a region and out of it.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
 from typing import Any
+from typing import Literal as OneOf
 
 import numpy as np
 
@@ -51,6 +56,61 @@ class Literal:
 Operand = int | Literal
 
 
+@dataclass(frozen=True, slots=True)
+class Boundary:
+    """Stands where an op has its primitive. A boundary op computes nothing: it is a value's way between a region and
+    the one around it.
+
+        loop_carry   (initial) -> (carried, final): `carried` lives in the loop, the others around it
+        scan_slice   (xs) -> (x): a scan's part of `xs` for this iteration
+        scan_stack   (y) -> (ys): what a scan stacks
+        loop_test    (predicate) -> (): a while loop goes on where it is true; belongs to the loop's test region
+        cond_join    (branch number, one operand per branch) -> (result)
+    """
+
+    name: str
+    multiple_results: bool = False
+
+
+LOOP_CARRY = Boundary("loop_carry", True)
+SCAN_SLICE = Boundary("scan_slice")
+SCAN_STACK = Boundary("scan_stack")
+LOOP_TEST = Boundary("loop_test", True)
+COND_JOIN = Boundary("cond_join")
+
+RegionKind = OneOf["program", "scan", "while", "test", "cond", "branch"]
+
+
+@dataclass(frozen=True)
+class Region:
+    """A body of control flow. Number 0 is the program itself.
+
+    `count`: how often it runs for one run of `parent`: a scan's length, a while loop's assumed trips, a branch's
+    assumed frequency. A while loop has a region of its own for its test, a cond one for each branch. `reverse` and
+    `unroll` are a scan's.
+    """
+
+    index: int
+    kind: RegionKind
+    parent: int
+    count: float
+    source: str = ""
+    reverse: bool = False
+    unroll: int = 1
+
+    def __str__(self) -> str:
+        where = f" ({self.source})" if self.source else ""
+        match self.kind:
+            case "scan":
+                return f"scan{where}, {self.count:g} times{', in reverse' if self.reverse else ''}"
+            case "while":
+                return f"while{where}, {self.count:g} times as assumed"
+            case "branch":
+                return f"branch, {self.count:.3g} of the time"
+            case _:
+                return f"{self.kind}{where}"
+
+
 @dataclass(frozen=True, eq=False)
 class Op:
     """One equation: `results = primitive(operands, **params)`."""
@@ -66,6 +126,8 @@ class Op:
     result_dtypes: tuple[Any, ...]
     source: str = ""
     scope: str = ""
+    region: int = 0
+    """A boundary op belongs to the region that it leads into or out of."""
 
     @property
     def name(self) -> str:
@@ -91,6 +153,9 @@ class Graph:
     constants: dict[int, Any] = field(default_factory=dict)
     carry: tuple[tuple[int, int], ...] = ()
     """Pairs (position in inputs, position in outputs) whose layouts must agree."""
+    regions: tuple[Region, ...] = (Region(0, "program", -1, 1.0),)
+    ties: dict[int, int] = field(default_factory=dict)
+    """Index of a loop_carry op -> the value that the next iteration finds as its carried one."""
 
     @cached_property
     def producer(self) -> dict[int, int]:
@@ -112,6 +177,73 @@ class Graph:
         return (*self.inputs, *self.constants)
 
     @cached_property
+    def runs(self) -> tuple[float, ...]:
+        """How often each region runs in one step. One that never does still costs next to nothing: 0 times infinity,
+        the cost of what can't be, would be no number."""
+        found: list[float] = []
+        for r in self.regions:
+            found.append(max(r.count, 1e-6) * (found[r.parent] if r.parent >= 0 else 1.0))
+        return tuple(found)
+
+    def around(self, region: int) -> tuple[int, ...]:
+        """A region and those around it, innermost first."""
+        found = [region]
+        while self.regions[found[-1]].parent >= 0:
+            found.append(self.regions[found[-1]].parent)
+        return tuple(found)
+
+    @cached_property
+    def home(self) -> tuple[int, ...]:
+        """The region in which each value lives."""
+        found = [0] * len(self.values)
+        for op in self.ops:
+            leaves = op.primitive in (SCAN_STACK, COND_JOIN)
+            for value in op.results:
+                found[value] = self.regions[op.region].parent if leaves else op.region
+            if op.primitive == LOOP_CARRY:
+                found[op.results[1]] = self.regions[op.region].parent
+        return tuple(found)
+
+    def branches(self, region: int) -> tuple[int, ...]:
+        """The branch regions of a cond, in order."""
+        return tuple(r.index for r in self.regions if r.parent == region)
+
+    def read_in(self, op: Op, position: int) -> int:
+        """The region in which an operand must be at hand."""
+        if op.primitive in (LOOP_CARRY, SCAN_SLICE) or (op.primitive == COND_JOIN and position == 0):
+            return self.regions[op.region].parent
+        if op.primitive == COND_JOIN:
+            return self.branches(op.region)[position - 1]
+        return op.region
+
+    def place_of_conversion(self, value: int, region: int) -> int:
+        """Where a value is converted for a use in a region: where that happens least often, as far out as can be."""
+        chosen = region
+        for r in self.around(region)[: self.around(region).index(self.home[value]) + 1]:
+            if self.runs[r] <= self.runs[chosen]:
+                chosen = r
+        return chosen
+
+    @cached_property
+    def unsure(self) -> frozenset[int]:
+        """The ops that decide which way control flow goes, by what was computed in floating point: the loop_test of a
+        while loop, the first cond_join of a cond. Unlike devices may round differently, and must not part ways."""
+        inexact = {v.index for v in self.values if _jax.is_inexact(v.dtype)}
+        grown = -1
+        while grown != len(inexact):
+            grown = len(inexact)
+            for op in self.ops:
+                if op.index in self.ties and self.ties[op.index] in inexact:
+                    inexact.update(op.results)
+                if any(v in inexact for _, v in op.value_operands):
+                    inexact.update(op.results)
+        found: dict[int, int] = {}
+        for op in self.ops:
+            if op.primitive in (LOOP_TEST, COND_JOIN) and op.operands[0] in inexact:
+                found.setdefault(op.region, op.index)
+        return frozenset(found.values())
+
+    @cached_property
     def fingerprint(self) -> str:
         """A digest of everything that decides what the program computes, but not of large constants' values."""
         import hashlib
@@ -122,8 +254,11 @@ class Graph:
         for op in self.ops:
             params = sorted((k, str(p)) for k, p in op.params.items() if _is_plain(p))
             operands = [o if isinstance(o, int) else f"lit{np.asarray(o.value).tolist()}" for o in op.operands]
-            digest.update(f"{op.name}{operands}{op.results}{params}".encode())
-        digest.update(f"{self.inputs}{[o if isinstance(o, int) else 'lit' for o in self.outputs]}{self.carry}".encode())
+            digest.update(f"{op.name}{operands}{op.results}{params}{op.region or ''}".encode())
+        for r in self.regions[1:]:
+            digest.update(f"{r.kind}{r.parent}{r.count}{r.reverse}".encode())
+        outputs = [o if isinstance(o, int) else "lit" for o in self.outputs]
+        digest.update(f"{self.inputs}{outputs}{self.carry}{self.ties or ''}".encode())
         return digest.hexdigest()[:16]
 
 

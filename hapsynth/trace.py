@@ -10,14 +10,8 @@ import jax
 import numpy as np
 
 from hapsynth import _jax
-from hapsynth.graph import Graph, Literal, Op, Operand, Value
-
-# They run on a mesh of their own, which can't be inside hapsynth's.
-_DISTRIBUTED = ("pmap", "shard_map", "xla_pmap")
-
-
-class TraceError(ValueError):
-    """The function or its example arguments cannot be planned."""
+from hapsynth.graph import Graph, Literal
+from hapsynth.inline import TraceError, inline
 
 
 @dataclass(frozen=True, eq=False)
@@ -123,7 +117,7 @@ def trace(
             f"the function has effects that cannot be distributed: {', '.join(effects)}; remove them, or keep them "
             "outside the planned function"
         )
-    graph = _Inliner().run(closed)
+    graph = inline(closed)
     out_paths = tuple(out_info["paths"][i] for i in out_info["keep"])
     array_paths = tuple(in_paths[i] for i in arrays)
     traced = Traced(
@@ -138,141 +132,12 @@ def trace(
         out_info["static"],
     )
     pairs = _given_carry(traced, carry) if carry is not None else _find_carry(traced)
-    graph = Graph(graph.values, graph.ops, graph.inputs, graph.outputs, graph.constants, tuple(pairs))
-    return replace(traced, graph=graph)
+    return replace(traced, graph=replace(graph, carry=tuple(pairs)))
 
 
 def _argument_path(path: Any) -> str:
     """`[0]['w']` for a positional argument, `['name']` for a keyword."""
     return jax.tree_util.keystr(path[1:])
-
-
-class _Inliner:
-    """Flattens a closed jaxpr into values and ops; only what the outputs need is kept."""
-
-    def __init__(self) -> None:
-        self.raw: list[tuple[Any, list[Any], list[Any], dict[str, Any], str, str]] = []
-        self.counter = 0
-        self.avals: dict[int, Any] = {}
-
-    def fresh(self, aval: Any) -> int:
-        self.counter += 1
-        self.avals[self.counter] = aval
-        return self.counter
-
-    def run(self, closed: Any) -> Graph:
-        jaxpr, consts = _jax.open_jaxpr(closed)
-        env: dict[Any, Any] = {}
-        inputs = [self.bind_var(env, v) for v in jaxpr.invars]
-        constants: dict[int, Any] = {}
-        for var, value in zip(getattr(jaxpr, "constvars", ()), consts):
-            constants[self.bind_var(env, var)] = value
-        self.constants = constants
-        outputs = self.walk(jaxpr, env, "")
-        return self.finish(inputs, outputs)
-
-    def bind_var(self, env: dict[Any, Any], var: Any) -> int:
-        env[var] = self.fresh(var.aval)
-        return env[var]
-
-    def read(self, env: dict[Any, Any], atom: Any) -> Any:
-        if _jax.is_literal(atom):
-            return Literal(atom.val, tuple(atom.aval.shape), atom.aval.dtype)
-        return env[atom]
-
-    def walk(self, jaxpr: Any, env: dict[Any, Any], outer: str) -> list[Any]:
-        for eqn in jaxpr.eqns:
-            operands = [self.read(env, a) for a in eqn.invars]
-            source = _jax.source_line(eqn) or outer
-            inner = _jax.called_jaxpr(eqn)
-            remat = _jax.remat_jaxpr(eqn)
-            if remat is not None:
-                inner, apart = remat
-                if apart:
-                    # Without it XLA would merge the recomputation with the forward pass and keep the activations.
-                    operands = [self.barrier(o, source) for o in operands]
-            if inner is not None:
-                results = self.inline(inner, operands, source)
-                for var, result in zip(eqn.outvars, results):
-                    env[var] = result
-                continue
-            if eqn.primitive.name in _DISTRIBUTED:
-                raise TraceError(
-                    f"the function distributes work itself, by {eqn.primitive.name} ({source}): hapsynth chooses how; "
-                    "give it the function for one device"
-                )
-            results = [self.fresh(v.aval) for v in eqn.outvars]
-            for var, result in zip(eqn.outvars, results):
-                env[var] = result
-            self.raw.append((eqn.primitive, operands, results, dict(eqn.params), source, _jax.scope_name(eqn)))
-        return [self.read(env, a) for a in jaxpr.outvars]
-
-    def barrier(self, operand: Any, source: str) -> Any:
-        if isinstance(operand, Literal):
-            return operand
-        result = self.fresh(self.avals[operand])
-        self.raw.append((_jax.barrier_primitive(), [operand], [result], {}, source, ""))
-        return result
-
-    def inline(self, inner: Any, operands: list[Any], source: str) -> list[Any]:
-        jaxpr, consts = _jax.open_jaxpr(inner)
-        env: dict[Any, Any] = {}
-        for var, value in zip(getattr(jaxpr, "constvars", ()), consts):
-            self.constants[self.bind_var(env, var)] = value
-        for var, operand in zip(jaxpr.invars, operands):
-            env[var] = operand
-        return self.walk(jaxpr, env, source)
-
-    def finish(self, inputs: list[int], outputs: list[Any]) -> Graph:
-        live = {o for o in outputs if isinstance(o, int)}
-        kept: list[Any] = []
-        for entry in reversed(self.raw):
-            if any(r in live for r in entry[2]):
-                kept.append(entry)
-                live.update(o for o in entry[1] if isinstance(o, int))
-        kept.reverse()
-        constants = {k: v for k, v in self.constants.items() if k in live}
-        number: dict[int, int] = {}
-        values: list[Value] = []
-
-        def define(key: int, name: str) -> int:
-            number[key] = len(values)
-            aval = self.avals[key]
-            weak = bool(getattr(aval, "weak_type", False))
-            values.append(Value(number[key], tuple(aval.shape), aval.dtype, weak, name))
-            return number[key]
-
-        new_inputs = tuple(define(k, f"in{i}") for i, k in enumerate(inputs))
-        new_constants = {define(k, f"const{i}"): v for i, (k, v) in enumerate(constants.items())}
-        ops: list[Op] = []
-        for primitive, operands, results, params, source, scope in kept:
-            renamed: tuple[Operand, ...] = tuple(o if isinstance(o, Literal) else number[o] for o in operands)
-            shapes = tuple(o.shape if isinstance(o, Literal) else values[o].shape for o in renamed)
-            dtypes = tuple(o.dtype if isinstance(o, Literal) else values[o].dtype for o in renamed)
-            made = tuple(define(r, f"v{r}") for r in results)
-            result_shapes = tuple(values[r].shape for r in made)
-            result_dtypes = tuple(values[r].dtype for r in made)
-            ops.append(
-                Op(
-                    len(ops),
-                    primitive,
-                    renamed,
-                    made,
-                    params,
-                    shapes,
-                    dtypes,
-                    result_shapes,
-                    result_dtypes,
-                    source,
-                    scope,
-                )
-            )
-        # Numbering follows the order of definition, so a name needs no more than the number.
-        values = [
-            Value(v.index, v.shape, v.dtype, v.weak_type, v.name if v.name[0] != "v" else f"v{v.index}") for v in values
-        ]
-        new_outputs: tuple[Operand, ...] = tuple(o if isinstance(o, Literal) else number[o] for o in outputs)
-        return Graph(tuple(values), tuple(ops), new_inputs, new_outputs, new_constants)
 
 
 def _find_carry(traced: Traced) -> list[tuple[int, int]]:

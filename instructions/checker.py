@@ -6,16 +6,18 @@ every plan, built or loaded.
 
 from __future__ import annotations
 
-from hapsynth.graph import Graph, Literal
+from hapsynth.graph import COND_JOIN, LOOP_CARRY, LOOP_TEST, SCAN_SLICE, SCAN_STACK, Graph, Literal
 from hapsynth.instructions.collectives import step_between
 from hapsynth.instructions.layout import format_layout
 from hapsynth.instructions.program import (
+    Block,
     Compute,
     FactorTable,
     Instruction,
     Program,
     ProgramError,
     Property,
+    nested,
     reads,
     writes,
 )
@@ -38,21 +40,7 @@ def check(graph: Graph, program: Program, sizes: Sizes | None = None) -> None:
         if any(p.is_partial for p in layout):
             raise ProgramError(f"input {graph.values[value]} cannot be partial: {format_layout(layout)}")
         state.add((value, layout))
-    computed: set[int] = set()
-    for number, instruction in enumerate(program.instructions):
-        where = f"instruction {number}"
-        _check_instruction(graph, table, instruction, axes, where)
-        for need in reads(graph, instruction):
-            if need not in state:
-                value, layout = need
-                raise ProgramError(
-                    f"{where} needs {graph.values[value].name}|{format_layout(layout)}, which does not hold"
-                )
-        for value, layout in writes(graph, instruction):
-            _check_layout(graph, value, layout, axes, where)
-            state.add((value, layout))
-        if isinstance(instruction, Compute):
-            computed.add(instruction.op)
+    state = _Replay(graph, table, axes).block(nested(graph, program.instructions), state)
     if len(program.outputs) != len(graph.outputs):
         raise ProgramError(f"{len(program.outputs)} outputs for a function with {len(graph.outputs)}")
     for position, (operand, layout) in enumerate(zip(graph.outputs, program.outputs)):
@@ -73,6 +61,68 @@ def check(graph: Graph, program: Program, sizes: Sizes | None = None) -> None:
         sizes.check(program.axes)
 
 
+class _Replay:
+    """Runs a program's triples over a set of properties."""
+
+    def __init__(self, graph: Graph, table: FactorTable, axes: int) -> None:
+        self.graph, self.table, self.axes = graph, table, axes
+        self.number = 0
+        self.left: dict[int, set[Property]] = {}
+        """Region -> what held at its end, for branches."""
+
+    def block(self, block: Block, outside: set[Property]) -> set[Property]:
+        """Replay a region in the state around it, to which what leaves it is added; what holds at its end."""
+        graph, inside, leaving = self.graph, set(outside), set[Property]()
+        carried: list[Property] = []
+        for item in block.items:
+            if isinstance(item, Block):
+                self.block(item, inside)
+                continue
+            where = f"instruction {self.number}"
+            self.number += 1
+            _check_instruction(graph, self.table, item, self.axes, where)
+            self.needs(item, outside, inside, where)
+            primitive = graph.ops[item.op].primitive if isinstance(item, Compute) else None
+            for position, (value, layout) in enumerate(writes(graph, item)):
+                _check_layout(graph, value, layout, self.axes, where)
+                leaves = primitive in (SCAN_STACK, COND_JOIN) or (primitive == LOOP_CARRY and position == 1)
+                (leaving if leaves else inside).add((value, layout))
+            if isinstance(item, Compute) and primitive == LOOP_CARRY:
+                carried.append((graph.ties[item.op], item.result_layout(0)))
+        for value, layout in carried:
+            if (value, layout) not in inside:
+                what = f"{graph.values[value].name}|{format_layout(layout)}"
+                raise ProgramError(f"a loop must carry on {what}, which does not hold at the end of its body")
+        if graph.regions[block.region].kind == "while":
+            test = next((r.index for r in graph.regions if r.kind == "test" and r.parent == block.region), -1)
+            if not any(self._is_test(i) for i in block.inner(test).items):
+                raise ProgramError("a while loop has no test")
+        self.left[block.region] = inside
+        outside |= leaving
+        return inside
+
+    def needs(self, item: Instruction, outside: set[Property], inside: set[Property], where: str) -> None:
+        """What an instruction reads must hold in the region in which it reads it."""
+        graph = self.graph
+        primitive = graph.ops[item.op].primitive if isinstance(item, Compute) else None
+        states = [inside] * len(reads(graph, item))
+        if primitive in (LOOP_CARRY, SCAN_SLICE):
+            states = [outside] * len(states)
+        elif isinstance(item, Compute) and primitive == COND_JOIN:
+            op = graph.ops[item.op]
+            regions = [graph.read_in(op, position) for position, _ in op.value_operands]
+            # A branch in which nothing happens has the state around it.
+            states = [self.left.get(r, outside) for r in regions]
+        for (value, layout), state in zip(reads(graph, item), states, strict=True):
+            if (value, layout) not in state:
+                raise ProgramError(
+                    f"{where} needs {graph.values[value].name}|{format_layout(layout)}, which does not hold"
+                )
+
+    def _is_test(self, item: Instruction | Block) -> bool:
+        return isinstance(item, Compute) and self.graph.ops[item.op].primitive == LOOP_TEST
+
+
 def _check_layout(graph: Graph, value: int, layout: object, axes: int, where: str) -> None:
     assert isinstance(layout, tuple)
     if len(layout) != axes:
@@ -85,8 +135,6 @@ def _check_layout(graph: Graph, value: int, layout: object, axes: int, where: st
 
 def _check_instruction(graph: Graph, table: FactorTable, instruction: Instruction, axes: int, where: str) -> None:
     if isinstance(instruction, Compute):
-        if not 0 <= instruction.op < len(graph.ops):
-            raise ProgramError(f"{where}: the function has no op {instruction.op}")
         if len(instruction.triples) != axes:
             raise ProgramError(f"{where}: {len(instruction.triples)} triples on a mesh of {axes} axes")
         for triple in instruction.triples:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -32,12 +32,13 @@ class Compute(NamedTuple):
 
 
 class Convert(NamedTuple):
-    """{value | source} step {value | target}: the placement along one mesh axis changes."""
+    """{value | source} step {value | target}: the placement along one mesh axis changes, in a region."""
 
     value: int
     axis: int
     source: Layout
     target: Layout
+    region: int = 0
 
     @property
     def step(self) -> Step:
@@ -72,6 +73,60 @@ def writes(graph: Graph, instruction: Instruction) -> tuple[Property, ...]:
     return tuple((v, instruction.result_layout(i)) for i, v in enumerate(op.results))
 
 
+def region_of(graph: Graph, instruction: Instruction) -> int:
+    """The region in which an instruction stands."""
+    return instruction.region if isinstance(instruction, Convert) else graph.ops[instruction.op].region
+
+
+@dataclass(frozen=True, eq=False)
+class Block:
+    """The instructions of one region, in order, those of regions inside it in blocks of their own."""
+
+    region: int
+    items: tuple[Instruction | Block, ...]
+
+    def flat(self) -> Iterator[Instruction]:
+        for item in self.items:
+            if isinstance(item, Block):
+                yield from item.flat()
+            else:
+                yield item
+
+    def inner(self, region: int) -> Block:
+        """The block of a region inside; an empty one where nothing happens there."""
+        found = (b for b in self.items if isinstance(b, Block) and b.region == region)
+        return next(found, Block(region, ()))
+
+
+def nested(graph: Graph, instructions: Sequence[Instruction]) -> Block:
+    """A list of instructions as blocks; ProgramError where those of one region do not stand together."""
+    opened: list[tuple[int, list[Instruction | Block]]] = [(0, [])]
+    closed: set[int] = set()
+
+    def close() -> None:
+        region, items = opened.pop()
+        closed.add(region)
+        opened[-1][1].append(Block(region, tuple(items)))
+
+    for i in instructions:
+        if isinstance(i, Compute) and not 0 <= i.op < len(graph.ops):
+            raise ProgramError(f"the function has no op {i.op}")
+        region = region_of(graph, i)
+        if not 0 <= region < len(graph.regions):
+            raise ProgramError(f"the function has no region {region}")
+        around = graph.around(region)
+        while opened[-1][0] not in around:
+            close()
+        for r in reversed(around[: around.index(opened[-1][0])]):
+            if r in closed:
+                raise ProgramError(f"the instructions of region {r} do not stand together")
+            opened.append((r, []))
+        opened[-1][1].append(i)
+    while len(opened) > 1:
+        close()
+    return Block(0, tuple(opened[0][1]))
+
+
 @dataclass(frozen=True, eq=False)
 class Program:
     """Instructions over a mesh of `axes`; `inputs` holds the layout of every source value, `outputs` of every output.
@@ -95,13 +150,21 @@ class Program:
         lines = ["inputs"]
         lines += [f"  {graph.values[v]} | {format_layout(layout)}" for v, layout in self.inputs.items()]
         lines.append("program")
+        opened = [0]
         for i in self.instructions:
+            around = graph.around(region_of(graph, i))
+            while opened[-1] not in around:
+                opened.pop()
+            for r in reversed(around[: around.index(opened[-1])]):
+                opened.append(r)
+                lines.append(f"{'  ' * (len(opened) - 1)}{graph.regions[r]}:")
             before = ", ".join(named(v, layout) for v, layout in reads(graph, i))
             after = ", ".join(named(v, layout) for v, layout in writes(graph, i))
             name = graph.ops[i.op].name if isinstance(i, Compute) else i.step
             where = f"  # {graph.ops[i.op].source}" if isinstance(i, Compute) and graph.ops[i.op].source else ""
             mark = "*" if isinstance(i, Convert) and i.is_collective else " "
-            lines.append(f" {mark}{{{before}}} {name} {{{after}}}{where}")
+            indent = "  " * (len(opened) - 1)
+            lines.append(f" {indent}{mark}{{{before}}} {name} {{{after}}}{where}")
         outs = [named(v, layout) for v, layout in zip(graph.outputs, self.outputs) if isinstance(v, int) and layout]
         lines += ["outputs", *(f"  {o}" for o in outs)]
         return "\n".join(lines) + "\n"
@@ -123,6 +186,7 @@ class Program:
                         "step": i.step,
                         "source": format_layout(i.source),
                         "target": format_layout(i.target),
+                        **({"region": i.region} if i.region else {}),
                     }
                 )
         return {
@@ -154,6 +218,7 @@ class Program:
                         int(entry["axis"]),
                         parse_layout(entry["source"]),
                         parse_layout(entry["target"]),
+                        int(entry.get("region", 0)),
                     )
                     if convert.step != entry["step"]:
                         raise ProgramError(f"{entry['step']} does not turn {entry['source']} into {entry['target']}")

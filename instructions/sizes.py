@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import gcd
 
-from hapsynth.graph import Graph, Literal
+from hapsynth.graph import Graph
 from hapsynth.instructions.factors import Factors, Triple
 from hapsynth.instructions.layout import Layout
 from hapsynth.instructions.program import Compute, FactorTable, Program, ProgramError, reads, writes
@@ -58,6 +58,17 @@ def cut_nodes(graph: Graph, op: int, factors: Factors, triple: Triple, axis: int
             yield (result, p, axis)
 
 
+def tied(graph: Graph, program: Program) -> Iterator[tuple[int, int, Layout]]:
+    """Pairs of values that lie alike: carried state and its successor, what a loop carries and what it carries on."""
+    for source, target in graph.carry:
+        a, b = graph.inputs[source], graph.outputs[target]
+        if isinstance(b, int):
+            yield a, b, program.inputs[a]
+    for i in program.instructions if graph.ties else ():
+        if isinstance(i, Compute) and i.op in graph.ties:
+            yield graph.ops[i.op].results[0], graph.ties[i.op], i.result_layout(0)
+
+
 @dataclass(frozen=True, eq=False)
 class DimensionClass:
     """All (value, dimension, mesh axis) that are cut the same way, in `units` equal units."""
@@ -101,11 +112,8 @@ class Classes:
                         sets.add(node, table[i.op].sizes[triple.factor])
                         first = first or node
                         sets.union(first, node)
-        for source, target in graph.carry:
-            a, b = graph.inputs[source], graph.outputs[target]
-            if isinstance(b, Literal):
-                continue
-            for axis, placement in enumerate(program.inputs[a]):
+        for a, b, layout in tied(graph, program):
+            for axis, placement in enumerate(layout):
                 if placement.is_sharded:
                     nodes = (a, placement.dim, axis), (b, placement.dim, axis)
                     for node in nodes:

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hapsynth.cluster import Cluster
-from hapsynth.graph import Graph
+from hapsynth.graph import Boundary, Graph, Op
 from hapsynth.instructions.collectives import Step, is_collective
 from hapsynth.instructions.factors import Factors, Triple
 from hapsynth.instructions.layout import Placement
@@ -110,6 +110,8 @@ class CostModel:
     def _work(self, op_index: int, triple: Triple) -> Work:
         """Elementwise ops between others form one kernel with them: only what is materialized moves (D5)."""
         op = self.graph.ops[op_index]
+        if isinstance(op.primitive, Boundary):
+            return self._boundary_work(op, triple)
         fusible = is_fusible(op)
         cut = whole = 0.0
         for position, value in op.value_operands:
@@ -132,6 +134,18 @@ class CostModel:
         dtype = str(op.dtypes[0] if op.dtypes else op.result_dtypes[0])
         lanes = 0 if triple.factor is None else lanes_of(op.name, self.table[op_index], triple.factor)
         return Work(flops_of(op), cut, whole, launches, dtype, triple.factor is not None, lanes)
+
+    def _boundary_work(self, op: Op, triple: Triple) -> Work:
+        """A scan reads and writes one iteration's part at a time; what is carried stays where it is."""
+        moved = {"scan_slice": op.results, "scan_stack": op.operands}.get(op.name, ())
+        nbytes = float(sum(self.graph.values[v].nbytes for v in moved if isinstance(v, int)))
+        cut = triple.factor is not None
+        return Work(0.0, nbytes if cut else 0.0, 0.0 if cut else nbytes, 0, "float32", cut, 0)
+
+    def uniform_time(self, op_index: int) -> float:
+        """Seconds to make a decision the same on all devices, where it was made of numbers that unlike devices round
+        differently."""
+        return self.convert_time("all_reduce", 4.0) if op_index in self.graph.unsure else 0.0
 
     def is_materialized(self, value: int) -> bool:
         """Whether a value lies in memory rather than inside a fused chain."""
@@ -220,7 +234,7 @@ def _materialized(graph: Graph) -> list[bool]:
     """Whether a value lies in memory: sources, outputs, and whatever an op that is no part of a fused chain
     makes or takes."""
     stored = [True] * len(graph.values)
-    outputs = {v for v in graph.outputs if isinstance(v, int)}
+    outputs = {v for v in graph.outputs if isinstance(v, int)}.union(graph.ties.values())
     for op in graph.ops:
         if not is_fusible(op):
             continue

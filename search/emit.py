@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from graphlib import TopologicalSorter
+from heapq import heapify, heappop, heappush
 
-from hapsynth.graph import Graph
+from hapsynth.graph import Boundary, Graph
 from hapsynth.instructions.layout import Layout, Placement, R
-from hapsynth.instructions.program import Compute, Convert, Instruction, Program
+from hapsynth.instructions.program import Compute, Convert, Instruction, Program, region_of
 from hapsynth.search.formulate import Formulator, conversion
 
 
@@ -40,10 +42,16 @@ class Emitter:
         for op in graph.ops:
             triple = self.states[self.structure.op_variable[op.index]].triple
             assert triple is not None
-            needs = tuple(self.tensor(v, triple.operands[i]) for i, v in op.value_operands)
+            needs = tuple(self.tensor(v, triple.operands[i], graph.read_in(op, i)) for i, v in op.value_operands)
             self.add(Compute(op.index, (triple,)), needs)
             for value, placement in zip(op.results, triple.results, strict=True):
                 self.make(value, placement, len(self.steps) - 1 if len(op.results) == 1 else self._op_step)
+        for op, value in graph.ties.items():
+            triple = self.states[self.structure.op_variable[op]].triple
+            assert triple is not None
+            carried = triple.results[0]
+            made_by = self.tensor(value, carried, graph.ops[op].region)
+            self.tensors[value].setdefault(carried, made_by)
         outputs = self.outputs()
         order = schedule(graph, self.steps)
         return Program(axes, inputs, tuple(self.steps[i].instruction for i in order), outputs)
@@ -54,8 +62,8 @@ class Emitter:
             self._op_step = len(self.steps) - 1
         return len(self.steps) - 1
 
-    def convert(self, value: int, source: Placement, target: Placement, made_by: int) -> int:
-        return self.add(Convert(value, 0, (source,), (target,)), (made_by,))
+    def convert(self, value: int, source: Placement, target: Placement, made_by: int, region: int) -> int:
+        return self.add(Convert(value, 0, (source,), (target,), region), (made_by,))
 
     def make(self, value: int, computed: Placement, step: int) -> None:
         """A value exists: its shared conversions follow."""
@@ -63,19 +71,19 @@ class Emitter:
         assert available is not None
         tensors = self.tensors[value] = {computed: step}
         for source, target in available.steps:
-            tensors[target] = self.convert(value, source, target, tensors[source])
+            tensors[target] = self.convert(value, source, target, tensors[source], self.graph.home[value])
 
-    def tensor(self, value: int, placement: Placement) -> int:
-        """The step that makes a value in a placement; converts where it is not there yet."""
+    def tensor(self, value: int, placement: Placement, region: int = 0) -> int:
+        """The step that makes a value in a placement for a use in a region; converts where it is not there yet."""
         tensors = self.tensors[value]
         if placement in tensors:
             return tensors[placement]
         if R in tensors:
-            tensors[placement] = self.convert(value, R, placement, tensors[R])
+            tensors[placement] = self.convert(value, R, placement, tensors[R], self.graph.home[value])
             return tensors[placement]
-        return self.private(value, placement)
+        return self.private(value, placement, self.graph.place_of_conversion(value, region))
 
-    def private(self, value: int, placement: Placement) -> int:
+    def private(self, value: int, placement: Placement, region: int) -> int:
         """Converted for one use only: the next use converts again."""
         time = lambda a, b: self.formulator.step_time(value, a, b)
         tensors = self.tensors[value]
@@ -85,7 +93,7 @@ class Emitter:
         assert path is not None, (value, source, placement)
         step = tensors[source]
         for _, before, after in path:
-            step = self.convert(value, before, after, step)
+            step = self.convert(value, before, after, step, region)
         return step
 
     def outputs(self) -> tuple[Layout | None, ...]:
@@ -122,26 +130,89 @@ class Emitter:
 
 
 def schedule(graph: Graph, steps: Sequence[Step]) -> list[int]:
-    """An order of the steps with few, large stages.
+    """An order of the steps with few, large stages; those of a region stand together."""
+    return _Scheduler(graph, steps).order(0)
 
-    The stage of a step is the number of rounds of collectives that must come before it. Reductions run as soon as
-    they can, which frees the partial; gathers as late as they can, and so do ops that depend on inputs alone.
-    """
-    n = len(steps)
-    collective = [isinstance(s.instruction, Convert) and s.instruction.is_collective for s in steps]
-    users: list[list[int]] = [[] for _ in range(n)]
-    stage = [0] * n
-    early = [False] * n
-    for i, step in enumerate(steps):
-        early[i] = all(early[j] for j in step.needs) and not collective[i]
-        for j in step.needs:
-            users[j].append(i)
-            stage[i] = max(stage[i], stage[j] + (1 if collective[j] and not collective[i] else 0))
-    for i in reversed(range(n)):
-        instruction = steps[i].instruction
-        gathers = isinstance(instruction, Convert) and not instruction.source[instruction.axis].is_partial
-        if users[i] and (early[i] or gathers):
-            stage[i] = max(
-                stage[i], min(stage[j] - (1 if collective[i] and not collective[j] else 0) for j in users[i])
-            )
-    return sorted(range(n), key=lambda i: (stage[i], collective[i], i))
+
+@dataclass(frozen=True, slots=True)
+class _Node:
+    """What a region's order deals with: one step, or all steps of a region inside it."""
+
+    steps: tuple[int, ...]
+    needs: tuple[int, ...]
+    """Other nodes of the same region."""
+    collective: bool
+    gathers: bool
+    movable: bool
+    """May wait until its first use, where it needs inputs alone."""
+
+
+class _Scheduler:
+    def __init__(self, graph: Graph, steps: Sequence[Step]) -> None:
+        self.graph, self.steps = graph, steps
+        self.members: dict[int, list[int]] = {r.index: [] for r in graph.regions}
+        self.inside: dict[int, list[int]] = {r.index: [] for r in graph.regions}
+        for r in graph.regions[1:]:
+            self.inside[r.parent].append(r.index)
+        for i, step in enumerate(steps):
+            self.members[region_of(graph, step.instruction)].append(i)
+
+    def order(self, region: int) -> list[int]:
+        """Steps of a region and those inside it, in order.
+
+        The stage of a node is the number of rounds of collectives that must come before it; a region inside counts
+        as one. Reductions run as soon as they can, which frees the partial; gathers as late as they can, and so do
+        ops that depend on inputs alone.
+        """
+        nodes = self._nodes(region)
+        n = len(nodes)
+        users: list[list[int]] = [[] for _ in range(n)]
+        stage = [0] * n
+        early = [False] * n
+        in_order = self._sorted(nodes)
+        for i in in_order:
+            node = nodes[i]
+            early[i] = node.movable and all(early[j] for j in node.needs)
+            for j in node.needs:
+                users[j].append(i)
+                stage[i] = max(stage[i], stage[j] + (1 if nodes[j].collective and not node.collective else 0))
+        for i in reversed(in_order):
+            node = nodes[i]
+            if users[i] and (early[i] or node.gathers):
+                stage[i] = max(
+                    stage[i],
+                    min(stage[j] - (1 if node.collective and not nodes[j].collective else 0) for j in users[i]),
+                )
+        position = {i: p for p, i in enumerate(in_order)}
+        ranked = sorted(range(n), key=lambda i: (stage[i], nodes[i].collective, position[i]))
+        return [s for i in ranked for s in nodes[i].steps]
+
+    def _nodes(self, region: int) -> list[_Node]:
+        groups: list[tuple[int, ...]] = [(i,) for i in self.members[region]]
+        groups += [tuple(b) for r in self.inside[region] if (b := self.order(r))]
+        groups.sort(key=min)
+        of = {s: n for n, group in enumerate(groups) for s in group}
+        nodes: list[_Node] = []
+        for n, group in enumerate(groups):
+            needs = {of[j] for s in group for j in self.steps[s].needs if j in of} - {n}
+            i = self.steps[next(iter(group))].instruction
+            block = region_of(self.graph, i) != region
+            collective = block or (isinstance(i, Convert) and i.is_collective)
+            gathers = not block and isinstance(i, Convert) and not i.source[i.axis].is_partial
+            enters = isinstance(i, Compute) and isinstance(self.graph.ops[i.op].primitive, Boundary)
+            nodes.append(_Node(group, tuple(sorted(needs)), collective, gathers, not collective and not enters))
+        return nodes
+
+    @staticmethod
+    def _sorted(nodes: Sequence[_Node]) -> list[int]:
+        """Every node after those that it needs, else as they come: a block may need a step after its own first."""
+        sorter = TopologicalSorter({i: node.needs for i, node in enumerate(nodes)})
+        sorter.prepare()
+        ready, found = list(sorter.get_ready()), list[int]()
+        heapify(ready)
+        while ready:
+            found.append(heappop(ready))
+            sorter.done(found[-1])
+            for i in sorter.get_ready():
+                heappush(ready, i)
+        return found

@@ -14,7 +14,7 @@ from hapsynth.search.costs import CostModel
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """One instruction: seconds, and for a collective its bytes over the slowest link."""
+    """One instruction, all its runs in a step: seconds, and for a collective its bytes over the slowest link."""
 
     instruction: Instruction
     seconds: float
@@ -44,11 +44,13 @@ def instruction_costs(program: Program, sizes: Sizes, costs: CostModel) -> Itera
         if isinstance(i, Convert):
             nbytes = costs.graph.values[i.value].nbytes
             cut = [largest_share(sizes, i.value, p.dim, 0) for p in (i.source[0], i.target[0]) if p.is_sharded]
-            yield Cost(i, costs.convert_time(i.step, nbytes, *cut), costs.wire_bytes(i.step, nbytes, *cut))
+            runs, wire = costs.graph.runs[i.region], costs.wire_bytes(i.step, nbytes, *cut)
+            yield Cost(i, runs * costs.convert_time(i.step, nbytes, *cut), runs * wire)
         else:
             c = class_of_triple(costs, sizes, i)
-            work = costs.work(i.op, i.triples[0])
-            yield Cost(i, costs.time(work, None if c is None else fractions[c]), 0.0)
+            work, runs = costs.work(i.op, i.triples[0]), costs.graph.runs[costs.graph.ops[i.op].region]
+            seconds = costs.time(work, None if c is None else fractions[c]) + costs.uniform_time(i.op)
+            yield Cost(i, runs * seconds, 0.0)
 
 
 def feed_costs(program: Program, sizes: Sizes, costs: CostModel) -> Iterator[tuple[int, float]]:

@@ -33,7 +33,7 @@ class Formulator:
         edges = [self._link(op, value) for op, value in st.links]
         for use in st.uses:
             groups, available = st.groups[use.value]
-            table = self._use_table(use.value, available, use.needed)
+            table = self._use_table(use.value, available, use.needed) * use.runs
             edges.append(Edge(st.value_variable[use.value], use.variable, groups, use.groups, table))
         return Problem(tuple(self._unary()), tuple(edges), self._resources(resources))
 
@@ -104,7 +104,8 @@ class Formulator:
         graph, st = self.graph, self.structure
         unary = [np.zeros(len(s)) for s in st.states]
         for op in graph.ops:
-            rows = {t: self.op_time(op.index, t) for t in st.triples[op.index]}
+            runs, uniform = graph.runs[op.region], self.costs.uniform_time(op.index)
+            rows = {t: runs * (self.op_time(op.index, t) + uniform) for t in st.triples[op.index]}
             variable = st.op_variable[op.index]
             unary[variable] += [rows[s.triple] if s.triple else 0.0 for s in st.states[variable]]
         for value in graph.sources:
@@ -121,7 +122,8 @@ class Formulator:
                 a = state.availability
                 assert a is not None
                 if id(a) not in made:
-                    made[id(a)] = sum(self.step_time(value, s, t) for s, t in a.steps)
+                    times = [self.step_time(value, s, t) for s, t in a.steps]
+                    made[id(a)] = graph.runs[graph.home[value]] * sum(times)
                     if value in plain:
                         made[id(a)] += self._final_time(value, a)
                 extra.append(made[id(a)])

@@ -12,9 +12,9 @@ from functools import cached_property
 
 import numpy as np
 
-from hapsynth.graph import Graph
+from hapsynth.graph import LOOP_CARRY, SCAN_STACK, Boundary, Graph
 from hapsynth.instructions.layout import Layout
-from hapsynth.instructions.program import Program, Property, reads, writes
+from hapsynth.instructions.program import Compute, Program, Property, reads, region_of, writes
 from hapsynth.instructions.sizes import Classes, Sizes
 from hapsynth.search.costs import CostModel, Floats
 
@@ -36,17 +36,63 @@ def lifetimes(graph: Graph, program: Program) -> list[Tensor]:
     born: dict[Property, int] = dict.fromkeys(program.inputs.items(), -1)
     last: dict[Property, int] = {p: (-1 if p[0] in donated else end) for p in born}
     done: list[Tensor] = []
+    spans = _spans(graph, program)
+    region = dict.fromkeys(born, 0)
+
+    def read(need: Property, at: int, place: int) -> None:
+        """A value from around a loop or branch is held until that ends."""
+        around = graph.around(place)
+        depth = around.index(region[need]) if region[need] in around else 0
+        last[need] = max(last[need], spans[around[depth - 1]][1] if depth else at)
+
     for i, instruction in enumerate(program.instructions):
+        place = region_of(graph, instruction)
         for need in reads(graph, instruction):
-            last[need] = max(last[need], i)
+            read(need, i, place)
         for made in writes(graph, instruction):
             if made in born:
                 done.append(Tensor(*made, born[made], last[made]))
             born[made], last[made] = i, i
+            region[made] = graph.home[made[0]] if isinstance(instruction, Compute) else place
+        if isinstance(instruction, Compute) and isinstance(graph.ops[instruction.op].primitive, Boundary):
+            _boundary(graph, instruction, spans, born, last)
+    for instruction in program.instructions if graph.ties else ():
+        if isinstance(instruction, Compute) and instruction.op in graph.ties:
+            carried_on = (graph.ties[instruction.op], instruction.result_layout(0))
+            last[carried_on] = max(last[carried_on], spans[graph.ops[instruction.op].region][1])
     for value, layout in zip(graph.outputs, program.outputs, strict=True):
         if isinstance(value, int) and layout is not None:
             last[(value, layout)] = end
     return done + [Tensor(*p, start, last[p]) for p, start in born.items()]
+
+
+def _spans(graph: Graph, program: Program) -> dict[int, tuple[int, int]]:
+    """Region -> its first and last instruction."""
+    found: dict[int, tuple[int, int]] = {}
+    for i, instruction in enumerate(program.instructions if len(graph.regions) > 1 else ()):
+        for r in graph.around(region_of(graph, instruction)):
+            found[r] = (found.get(r, (i, i))[0], i)
+    return found
+
+
+def _boundary(
+    graph: Graph,
+    instruction: Compute,
+    spans: dict[int, tuple[int, int]],
+    born: dict[Property, int],
+    last: dict[Property, int],
+) -> None:
+    """What a loop carries is held throughout, and its final value takes its place; what it stacks is there from the
+    beginning."""
+    op = graph.ops[instruction.op]
+    start, stop = spans[op.region]
+    if op.primitive == LOOP_CARRY:
+        carried, final = writes(graph, instruction)
+        last[carried] = stop
+        born[final] = last[final] = stop
+    elif op.primitive == SCAN_STACK:
+        (stacked,) = writes(graph, instruction)
+        born[stacked], last[stacked] = start, stop
 
 
 def padded_bytes(sizes: Sizes, value: int, layout: Layout) -> float:

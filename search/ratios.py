@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from hapsynth.graph import Graph
+from hapsynth.graph import Graph, Operand
 from hapsynth.instructions.program import FactorTable
 from hapsynth.instructions.sizes import Classes, Node, Sizes, UnionFind, cut_nodes
 from hapsynth.search.costs import Floats
@@ -98,8 +98,9 @@ def kinship(graph: Graph, table: FactorTable) -> UnionFind:
                 sets.add(node, graph.values[node[0]].shape[node[1]])
                 first = first or node
                 sets.union(first, node)
-    for source, target in graph.carry:
-        a, b = graph.inputs[source], graph.outputs[target]
+    pairs: list[tuple[int, Operand]] = [(graph.inputs[source], graph.outputs[target]) for source, target in graph.carry]
+    pairs += [(graph.ops[op].results[0], value) for op, value in graph.ties.items()]
+    for a, b in pairs:
         if isinstance(b, int):
             for dim, size in enumerate(graph.values[a].shape):
                 sets.add((a, dim, 0), size)

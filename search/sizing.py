@@ -12,10 +12,10 @@ chosen against the true objective: largest remainders, then moves of one unit wh
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -37,7 +37,7 @@ _LP_ROUNDS = 6
 class ClassLoad:
     """What one class's ratio decides: distinct works with their counts, and seconds per unit of its maximum."""
 
-    works: tuple[tuple[Work, int], ...]
+    works: tuple[tuple[Work, float], ...]
     wire: float
     pairs: tuple[tuple[int, float], ...]
     """(other class, seconds) of all-to-alls: seconds x own maximum x the other's."""
@@ -57,28 +57,30 @@ class Sizer:
 
     def _loads(self) -> list[ClassLoad]:
         n = len(self.classes.all)
-        works: list[Counter[Work]] = [Counter() for _ in range(n)]
+        works: list[dict[Work, float]] = [{} for _ in range(n)]
         wire = [0.0] * n
-        pairs: list[Counter[int]] = [Counter() for _ in range(n)]
+        pairs: list[dict[int, float]] = [{} for _ in range(n)]
+        add: Callable[[dict[Any, float], Any, float], None] = lambda d, key, x: d.update({key: d.get(key, 0.0) + x})
         empty = Sizes(self.graph, self.classes, ())
         for value, (placement,) in self.program.inputs.items():
             work = self.costs.feed_work(value, placement)
             if work is not None and placement.is_sharded:
-                works[self.classes.of[(value, placement.dim, 0)]][work] += 1
+                add(works[self.classes.of[(value, placement.dim, 0)]], work, 1.0)
         for i in self.program.instructions:
             if not isinstance(i, Convert):
                 c = class_of_triple(self.costs, empty, i)
                 if c is not None:
-                    works[c][self.costs.work(i.op, i.triples[0])] += 1
+                    add(works[c], self.costs.work(i.op, i.triples[0]), self.graph.runs[self.graph.ops[i.op].region])
                 continue
+            runs = self.graph.runs[i.region]
             nbytes = self.graph.values[i.value].nbytes
             cut = [self.classes.of[(i.value, p.dim, 0)] for p in (i.source[0], i.target[0]) if p.is_sharded]
             if i.step in ("all_gather", "reduce_scatter"):
-                wire[cut[0]] += self.costs.wire_bytes(i.step, nbytes, 1.0) * self.costs.beta
+                wire[cut[0]] += runs * self.costs.wire_bytes(i.step, nbytes, 1.0) * self.costs.beta
             elif i.step == "all_to_all":
-                seconds = self.costs.wire_bytes(i.step, nbytes, 1.0, 1.0) * self.costs.beta
-                pairs[cut[0]][cut[1]] += seconds  # pyright: ignore[reportArgumentType]
-                pairs[cut[1]][cut[0]] += seconds  # pyright: ignore[reportArgumentType]
+                seconds = runs * self.costs.wire_bytes(i.step, nbytes, 1.0, 1.0) * self.costs.beta
+                add(pairs[cut[0]], cut[1], seconds)
+                add(pairs[cut[1]], cut[0], seconds)
         return [
             ClassLoad(tuple(w.items()), seconds, tuple(sorted(p.items())))
             for w, seconds, p in zip(works, wire, pairs, strict=True)

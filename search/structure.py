@@ -64,12 +64,14 @@ class Restriction:
 
 @dataclass(frozen=True, eq=False)
 class Use:
-    """One edge: the layouts that a variable's states ask of a value. `groups` indexes `needed` per state."""
+    """One edge: the layouts that a variable's states ask of a value. `groups` indexes `needed` per state; `runs` is how
+    often a conversion for this use runs in a step."""
 
     value: int
     variable: int
     groups: Ints
     needed: tuple[Placement, ...]
+    runs: float = 1.0
 
 
 class Structure:
@@ -137,6 +139,8 @@ class Structure:
             a, b = graph.inputs[source], graph.outputs[target]
             if isinstance(b, int):
                 found[b] |= found[a]
+        for op, value in graph.ties.items():
+            found[value].update(t.results[0].dim for t in self.triples[op] if t.results[0].is_sharded)
         return [tuple(S(d) for d in sorted(dims)) for dims in found]
 
     def _stored(self, value: int) -> tuple[Placement, ...]:
@@ -193,19 +197,27 @@ class Structure:
         for op in self.graph.ops:
             variable = self.op_variable[op.index]
             for position, value in op.value_operands:
-                yield _use(value, variable, [s.triple.operands[position] for s in self.states[variable] if s.triple])
+                placements = [s.triple.operands[position] for s in self.states[variable] if s.triple]
+                yield _use(value, variable, placements, self._runs(value, self.graph.read_in(op, position)))
 
     def _carry_uses(self) -> Iterable[Use]:
-        """A carried output must be brought to the layout in which its input is stored."""
+        """A carried output must be brought to the layout in which its input is stored, and so in every loop."""
         for source, target in self.graph.carry:
             a, b = self.graph.inputs[source], self.graph.outputs[target]
             if isinstance(b, int) and a != b:
                 variable = self.value_variable[a]
                 stored = [s.availability.computed for s in self.states[variable] if s.availability]
-                yield _use(b, variable, stored)
+                yield _use(b, variable, stored, 1.0)
+        for op, value in self.graph.ties.items():
+            variable = self.op_variable[op]
+            carried = [s.triple.results[0] for s in self.states[variable] if s.triple]
+            yield _use(value, variable, carried, self._runs(value, self.graph.ops[op].region))
+
+    def _runs(self, value: int, region: int) -> float:
+        return self.graph.runs[self.graph.place_of_conversion(value, region)]
 
 
-def _use(value: int, variable: int, placements: list[Placement]) -> Use:
+def _use(value: int, variable: int, placements: list[Placement], runs: float) -> Use:
     index: dict[Placement, int] = {}
     groups = np.array([index.setdefault(p, len(index)) for p in placements], dtype=np.int64)
-    return Use(value, variable, groups, tuple(index))
+    return Use(value, variable, groups, tuple(index), runs)

@@ -4,12 +4,33 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeGuard
 
 import numpy as np
 
-from hapsynth.graph import Graph
+from hapsynth.graph import (
+    COND_JOIN,
+    LOOP_CARRY,
+    LOOP_TEST,
+    SCAN_SLICE,
+    SCAN_STACK,
+    Boundary,
+    Graph,
+    Literal,
+    Region,
+)
 from hapsynth.instructions.factors import Factors
-from hapsynth.instructions.program import Compute, Convert, Instruction, Program, Property, reads, writes
+from hapsynth.instructions.program import (
+    Block,
+    Compute,
+    Convert,
+    Instruction,
+    Program,
+    Property,
+    nested,
+    reads,
+    writes,
+)
 from hapsynth.instructions.rules.registry import is_fusible
 from hapsynth.instructions.sizes import Sizes
 
@@ -35,48 +56,179 @@ class Stage:
     members: tuple[tuple[int, ...], ...] = ()
 
 
-def split(graph: Graph, program: Program, sizes: Sizes) -> list[Stage | Convert]:
-    """The program's stages and the collectives between them, in its order, without what nothing needs."""
-    runs: list[list[Instruction] | Convert] = []
-    for i in _live(graph, program):
-        if isinstance(i, Convert) and i.is_collective:
-            runs.append(i)
-        elif runs and isinstance(runs[-1], list):
-            runs[-1].append(i)
-        else:
-            runs.append([i])
-    needed = _outputs(graph, program)
-    steps: list[Stage | Convert] = []
-    for run in reversed(runs):
-        if isinstance(run, Convert):
-            steps.append(run)
-            needed.update(reads(graph, run))
-        else:
-            steps.append(_stage(graph, program, sizes, run, needed))
-            needed.update(p for i in run for p in reads(graph, i))
-    return steps[::-1]
+@dataclass(frozen=True, eq=False)
+class Loop:
+    """A scan or while loop. `initial`: what each carried value starts from, a literal or a property; `carried`: as the
+    body finds it; `onward`: what the next iteration finds; `final`: what is left. A scan has `parts` of its `whole`
+    inputs and stacks `pieces` to `stacked`; a while loop goes on while `goes_on`, which `test` computes."""
+
+    region: Region
+    initial: tuple[Property | Literal, ...]
+    carried: tuple[Property, ...]
+    onward: tuple[Property, ...]
+    final: tuple[Property, ...]
+    whole: tuple[Property, ...]
+    parts: tuple[Property, ...]
+    pieces: tuple[Property, ...]
+    stacked: tuple[Property, ...]
+    body: tuple[Step, ...]
+    test: tuple[Step, ...] = ()
+    goes_on: Property | None = None
+    unsure: bool = False
 
 
-def _outputs(graph: Graph, program: Program) -> set[Property]:
-    return {(v, layout) for v, layout in zip(graph.outputs, program.outputs) if isinstance(v, int) and layout}
+@dataclass(frozen=True, eq=False)
+class Cond:
+    """Branches, of which `number` picks one. `given[b]` is what branch b makes, `results` what that then is."""
+
+    number: Property | Literal
+    branches: tuple[tuple[Step, ...], ...]
+    given: tuple[tuple[Property, ...], ...]
+    results: tuple[Property, ...]
+    unsure: bool = False
 
 
-def _live(graph: Graph, program: Program) -> list[Instruction]:
-    """The instructions that make something new which an output needs; a collective may make it again."""
-    held: set[Property] = set(program.inputs.items())
-    first: list[Instruction] = []
-    for i in program.instructions:
+Step = Stage | Convert | Loop | Cond
+
+
+def split(graph: Graph, program: Program, sizes: Sizes) -> list[Step]:
+    """The program's stages and what lies between them, in its order, without what nothing needs."""
+    outputs = {(v, layout) for v, layout in zip(graph.outputs, program.outputs) if isinstance(v, int) and layout}
+    block = _live(graph, nested(graph, program.instructions), set(program.inputs.items()), outputs)
+    return _Splitter(graph, program, sizes).steps(block, outputs)
+
+
+def _end_needs(graph: Graph, block: Block) -> set[Property]:
+    """What must hold at the end of a region for what leaves it or goes on to the next iteration."""
+    needed: set[Property] = set()
+    for i in block.items:
+        if isinstance(i, Compute):
+            primitive = graph.ops[i.op].primitive
+            if primitive == LOOP_CARRY:
+                needed.add((graph.ties[i.op], i.result_layout(0)))
+            elif primitive in (SCAN_STACK, LOOP_TEST, COND_JOIN):
+                needed.update(reads(graph, i))
+    return needed
+
+
+def _live(graph: Graph, block: Block, held: set[Property], needed: set[Property]) -> Block:
+    """The instructions that make something new which is needed; a collective may make it again."""
+    held = set(held)
+    first: list[Instruction | Block] = []
+    for i in block.items:
+        if isinstance(i, Block):
+            # What the joins of a cond read, its branches must make.
+            joined = _end_needs(graph, block) if graph.regions[i.region].kind == "branch" else set[Property]()
+            inner = _live(graph, i, held, _end_needs(graph, i) | joined)
+            first.append(inner)
+            held.update(p for j in inner.items if _is_boundary(j, graph) for p in writes(graph, j))
+            continue
         made = writes(graph, i)
-        if not held.issuperset(made) or (isinstance(i, Convert) and i.is_collective):
+        if not held.issuperset(made) or _is_boundary(i, graph) or (isinstance(i, Convert) and i.is_collective):
             first.append(i)
             held.update(made)
-    needed = _outputs(graph, program)
-    live: list[Instruction] = []
+    needed = needed | _end_needs(graph, block)
+    live: list[Instruction | Block] = []
     for i in reversed(first):
-        if not needed.isdisjoint(writes(graph, i)):
+        if isinstance(i, Block):
+            live.append(i)
+            needed.update(p for j in i.flat() for p in reads(graph, j))
+            needed |= _end_needs(graph, i)
+        elif _is_boundary(i, graph) or not needed.isdisjoint(writes(graph, i)):
             live.append(i)
             needed.update(reads(graph, i))
-    return live[::-1]
+    return Block(block.region, tuple(live[::-1]))
+
+
+def _is_boundary(i: Instruction | Block, graph: Graph) -> TypeGuard[Compute]:
+    return isinstance(i, Compute) and isinstance(graph.ops[i.op].primitive, Boundary)
+
+
+class _Splitter:
+    def __init__(self, graph: Graph, program: Program, sizes: Sizes) -> None:
+        self.graph, self.program, self.sizes = graph, program, sizes
+
+    def steps(self, block: Block, needed: set[Property]) -> list[Step]:
+        """A region's steps; `needed` of what it makes is read after it."""
+        graph = self.graph
+        runs: list[list[Instruction] | Convert | Block] = []
+        for i in block.items:
+            if _is_boundary(i, graph):
+                continue
+            if isinstance(i, Block) or (isinstance(i, Convert) and i.is_collective):
+                runs.append(i)
+            elif runs and isinstance(runs[-1], list):
+                runs[-1].append(i)
+            else:
+                runs.append([i])
+        needed = needed | _end_needs(graph, block)
+        steps: list[Step] = []
+        for run in reversed(runs):
+            if isinstance(run, Convert):
+                steps.append(run)
+                needed.update(reads(graph, run))
+            elif isinstance(run, Block):
+                if graph.regions[run.region].kind not in ("test", "branch"):
+                    steps.append(self.region(run))
+                needed.update(p for i in run.flat() for p in reads(graph, i))
+                needed |= _end_needs(graph, run)
+            else:
+                steps.append(_stage(graph, self.program, self.sizes, run, needed))
+                needed.update(p for i in run for p in reads(graph, i))
+        return steps[::-1]
+
+    def operand(self, i: Compute, position: int = 0) -> Property:
+        value = self.graph.ops[i.op].operands[position]
+        assert isinstance(value, int), f"operand {position} of {i} is a literal"
+        return value, i.operand_layout(position)
+
+    def result(self, i: Compute, position: int = 0) -> Property:
+        return self.graph.ops[i.op].results[position], i.result_layout(position)
+
+    def initial(self, i: Compute) -> Property | Literal:
+        value = self.graph.ops[i.op].operands[0]
+        return value if isinstance(value, Literal) else self.operand(i)
+
+    def region(self, block: Block) -> Loop | Cond:
+        graph = self.graph
+        edge = [i for i in block.items if _is_boundary(i, graph)]
+        unsure = any(i.op in graph.unsure for i in block.flat() if isinstance(i, Compute))
+        if graph.regions[block.region].kind == "cond":
+            return self.cond(block, edge, unsure)
+        carries, slices, stacks = (
+            [i for i in edge if graph.ops[i.op].primitive == p] for p in (LOOP_CARRY, SCAN_SLICE, SCAN_STACK)
+        )
+        source, result = self.operand, self.result
+        tests = [i for i in block.items if isinstance(i, Block) and graph.regions[i.region].kind == "test"]
+        asks = [i for b in tests for i in b.items if _is_boundary(i, graph)]
+        return Loop(
+            region=graph.regions[block.region],
+            initial=tuple(self.initial(i) for i in carries),
+            carried=tuple(result(i) for i in carries),
+            onward=tuple((graph.ties[i.op], i.result_layout(0)) for i in carries),
+            final=tuple(result(i, 1) for i in carries),
+            whole=tuple(source(i) for i in slices),
+            parts=tuple(result(i) for i in slices),
+            pieces=tuple(source(i) for i in stacks),
+            stacked=tuple(result(i) for i in stacks),
+            body=tuple(self.steps(block, set())),
+            test=tuple(s for b in tests for s in self.steps(b, set())),
+            goes_on=source(asks[0]) if asks else None,
+            unsure=unsure,
+        )
+
+    def cond(self, block: Block, joins: Sequence[Compute], unsure: bool) -> Cond:
+        graph = self.graph
+        number = graph.ops[joins[0].op].operands[0]
+        branches = graph.branches(block.region)
+        given = [tuple(self.operand(i, n + 1) for i in joins) for n in range(len(branches))]
+        return Cond(
+            number=number if isinstance(number, Literal) else self.operand(joins[0]),
+            branches=tuple(tuple(self.steps(block.inner(r), set(g))) for r, g in zip(branches, given, strict=True)),
+            given=tuple(given),
+            results=tuple(self.result(i) for i in joins),
+            unsure=unsure,
+        )
 
 
 def _stage(graph: Graph, program: Program, sizes: Sizes, run: Sequence[Instruction], needed: set[Property]) -> Stage:

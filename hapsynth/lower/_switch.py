@@ -23,7 +23,6 @@ from hapsynth.instructions.program import (
     FactorTable,
     Instruction,
     Program,
-    Property,
     reads,
     writes,
 )
@@ -31,10 +30,9 @@ from hapsynth.instructions.rules import execute
 from hapsynth.instructions.rules.registry import apart
 from hapsynth.instructions.sizes import Sizes, cut_nodes
 from hapsynth.lower._collectives import communicate, cut_to, pad_to
-from hapsynth.lower._stages import CHEAP, Stage, factor_shares, split
+from hapsynth.lower._control import Env, Run, run_cond, run_loop
+from hapsynth.lower._stages import CHEAP, Cond, Loop, Stage, Step, factor_shares, split
 from hapsynth.lower._storage import Storage, own_mesh, with_weak_type
-
-Env = dict[Property, Any]
 
 
 @dataclass(frozen=True)
@@ -101,7 +99,7 @@ class Lowered:
         return [s.put(x, copy=False) for s, x in zip(self.constants, self.graph.constants.values(), strict=True)]
 
     @cached_property
-    def steps(self) -> list[Stage | Convert]:
+    def steps(self) -> list[Step]:
         return split(self.graph, self.program, self.sizes)
 
     @cached_property
@@ -143,22 +141,33 @@ class Lowered:
         index = tuple(lax.axis_index(name) for name, _ in self.program.axes)
         everyone = _Where(tuple(np.ndindex(*lengths)), index)
         env: Env = dict(zip(((v, self.program.inputs[v]) for v in self.graph.sources), stored, strict=True))
-        for step in self.steps:
-            if isinstance(step, Convert):
-                with jax.named_scope(f"hap/{step.step}_{self.graph.values[step.value].name}"):
-                    x = env[step.value, step.source]
-                    if (step.value, step.target) in env:
-                        # Gathered again so that the first copy need not live: XLA must not merge the two.
-                        x = lax.optimization_barrier(x)
-                    made = communicate(self.graph, self.sizes, self.program.axes, step, x)
-                    env[step.value, step.target] = made
-                continue
-            self._run(step.before, env, everyone)
-            if step.switch:
-                self._switch(step, env, everyone)
-            self._run(step.after, env, everyone)
+        self._steps(self.steps, env, everyone)
         outputs = zip(self.graph.outputs, self.program.outputs)
         return tuple(env[v, layout] for v, layout in outputs if isinstance(v, int) and layout is not None)
+
+    def _steps(self, steps: Sequence[Step], env: Env, everyone: _Where) -> None:
+        """Run the steps of a region, adding what they make to `env`."""
+        inside: Run = lambda steps, env: self._steps(steps, env, everyone)
+        for step in steps:
+            if isinstance(step, Convert):
+                self._communicate(step, env)
+            elif isinstance(step, Loop):
+                run_loop(self.graph, self.program.axes, step, env, inside)
+            elif isinstance(step, Cond):
+                run_cond(self.graph, self.program.axes, step, env, inside)
+            else:
+                self._run(step.before, env, everyone)
+                if step.switch:
+                    self._switch(step, env, everyone)
+                self._run(step.after, env, everyone)
+
+    def _communicate(self, step: Convert, env: Env) -> None:
+        with jax.named_scope(f"hap/{step.step}_{self.graph.values[step.value].name}"):
+            x = env[step.value, step.source]
+            if (step.value, step.target) in env:
+                # Gathered again so that the first copy need not live: XLA must not merge the two.
+                x = lax.optimization_barrier(x)
+            env[step.value, step.target] = communicate(self.graph, self.sizes, self.program.axes, step, x)
 
     def _switch(self, stage: Stage, env: Env, everyone: _Where) -> None:
         """Run the uneven part of a stage: one branch per distinct tuple of shares, each on its exact shapes."""

@@ -1,6 +1,6 @@
 """The sharding rules, one file per family of primitives; importing this package fills the registry."""
 
-from hapsynth.instructions.rules import contract, index, order, pointwise, reduce, shape, slice, window
+from hapsynth.instructions.rules import contract, index, order, pointwise, reduce, region, shape, slice, window
 from hapsynth.instructions.rules.registry import REGISTRY, Entry, entry_of, execute, factors_of, register
 
 __all__ = [
@@ -14,6 +14,7 @@ __all__ = [
     "order",
     "pointwise",
     "reduce",
+    "region",
     "register",
     "shape",
     "slice",

@@ -1,0 +1,86 @@
+"""Loops and branches on stored shards: what they carry is stored as a plan's arguments are, and all devices go the same
+way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from hapsynth.graph import Graph, Literal
+from hapsynth.instructions.program import Property
+from hapsynth.lower._stages import Cond, Loop, Step
+from hapsynth.lower._storage import with_weak_type
+
+Env = dict[Property, Any]
+Run = Callable[[Sequence[Step], Env], None]
+Axes = Sequence[tuple[str, int]]
+
+
+def run_loop(graph: Graph, axes: Axes, loop: Loop, env: Env, run: Run) -> None:
+    """Run a loop in `env`, to which its results are added; `run` runs steps."""
+    strong = lambda p, x: with_weak_type(x, graph.values[p[0]].dtype, False)
+    held = lambda env, properties: [strong(p, env[p]) for p in properties]
+    initial = [
+        strong(p, jnp.asarray(x.value, x.dtype) if isinstance(x, Literal) else env[x])
+        for x, p in zip(loop.initial, loop.carried, strict=True)
+    ]
+
+    def body(carried: Sequence[Any], parts: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        inside: Env = {**env, **dict(zip((*loop.carried, *loop.parts), (*carried, *parts), strict=True))}
+        run(loop.body, inside)
+        return held(inside, loop.onward), held(inside, loop.pieces)
+
+    def goes_on(carried: Sequence[Any]) -> Any:
+        inside: Env = {**env, **dict(zip(loop.carried, carried, strict=True))}
+        run(loop.test, inside)
+        assert loop.goes_on is not None
+        return _uniform(inside[loop.goes_on], axes) if loop.unsure else inside[loop.goes_on]
+
+    region = loop.region
+    with jax.named_scope(f"hap/{region.kind}_{region.index}"):
+        if region.kind == "scan":
+            final, stacked = lax.scan(
+                body,
+                initial,
+                held(env, loop.whole),
+                length=int(region.count),
+                reverse=region.reverse,
+                unroll=region.unroll,
+            )
+            env.update(zip(loop.stacked, stacked, strict=True))
+        else:
+            # The test stands in the body: a condition of XLA's should not communicate.
+            def iterate(state: tuple[Any, list[Any]]) -> tuple[Any, list[Any]]:
+                onward, _ = body(state[1], ())
+                return goes_on(onward), onward
+
+            _, final = lax.while_loop(lambda state: state[0], iterate, (goes_on(initial), initial))
+    env.update(zip(loop.final, final, strict=True))
+
+
+def run_cond(graph: Graph, axes: Axes, cond: Cond, env: Env, run: Run) -> None:
+    """Run one of several branches in `env`, to which its results are added."""
+    number = jnp.asarray(cond.number.value) if isinstance(cond.number, Literal) else env[cond.number]
+
+    def branch(steps: Sequence[Step], given: Sequence[Property]) -> Callable[[], list[Any]]:
+        def taken() -> list[Any]:
+            inside = dict(env)
+            run(steps, inside)
+            return [with_weak_type(inside[p], graph.values[p[0]].dtype, False) for p in given]
+
+        return taken
+
+    branches = [branch(steps, given) for steps, given in zip(cond.branches, cond.given, strict=True)]
+    with jax.named_scope("hap/cond"):
+        made = lax.switch(_uniform(number, axes) if cond.unsure else number, branches)
+    env.update(zip(cond.results, made, strict=True))
+
+
+def _uniform(decision: Any, axes: Axes) -> Any:
+    """A decision that unlike devices may have rounded apart, the same on all: the largest."""
+    largest = lax.pmax(decision.astype(jnp.int32), tuple(name for name, _ in axes))
+    return largest.astype(decision.dtype)

@@ -1,0 +1,265 @@
+"""Loops and branches: planned once per body, the same results as `jax.jit`, costs by how often they run."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from control_cases import CASES, floats, stacked_layers
+from jax import lax
+from slow_devices import SPEEDS, first_devices, slow_cluster
+
+import hapsynth
+from hapsynth.check import relative_error
+from hapsynth.instructions.checker import check
+from hapsynth.instructions.layout import R, S
+from hapsynth.instructions.program import Compute, Convert, Program, ProgramError, nested, region_of
+from hapsynth.plan import Plan
+from hapsynth.search.costs import CostModel
+from hapsynth.search.evaluate import instruction_costs
+from hapsynth.trace import trace
+
+
+@pytest.fixture(autouse=True)
+def thin_shards(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiny contractions are worth cutting too, as if they had no tiles."""
+    monkeypatch.setattr("hapsynth.search.costs.TILE", 1)
+
+
+def planned(fn: Any, args: Any, on: str = "3:1", bandwidth: float = 1e12) -> Plan:
+    speeds = SPEEDS[on]
+    cluster = slow_cluster(speeds, bandwidth=bandwidth)
+    return hapsynth.synthesize(fn, args, first_devices(len(speeds)), cluster=cluster)
+
+
+@pytest.mark.parametrize("on", ["3:1", "hopeless"])
+@pytest.mark.parametrize("name", CASES)
+def test_same_as_jit(name: str, on: str) -> None:
+    fn, args = CASES[name]
+    plan = planned(fn, args, on)
+    got, want = plan(*args), jax.jit(fn)(*args)
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert (a.shape, a.dtype, getattr(a, "weak_type", None)) == (b.shape, b.dtype, getattr(b, "weak_type", None))
+        a, b = plan.unshard(a), plan.unshard(b)
+        if jnp.issubdtype(b.dtype, jax.dtypes.prng_key):
+            a, b = jax.random.key_data(a), jax.random.key_data(b)
+        assert relative_error(np.asarray(a), np.asarray(b)) <= 1e-5
+    plan(*args)
+    assert plan.lowered.traces == 1
+    assert plan.check(*args).ok
+    assert not plan.result.replicated_primitives or name == "keys"
+
+
+def uneven(plan: Plan) -> bool:
+    return any(len(set(shares)) > 1 for shares in plan.sizes.shares)
+
+
+@pytest.mark.parametrize("name", ["scanned layers", "recurrent", "nested", "while", "cond", "switch"])
+def test_work_inside_is_divided(name: str) -> None:
+    plan = planned(*CASES[name])
+    assert uneven(plan)
+    graph = plan.traced.graph
+    inside = [
+        i
+        for i in plan.program.instructions
+        if isinstance(i, Compute) and region_of(graph, i) and i.triples[0].factor is not None
+    ]
+    assert inside
+
+
+def test_a_body_is_planned_once() -> None:
+    """More layers are more runs of the same body, not more ops; the time grows with them."""
+    ops: set[int] = set()
+    costs: list[float] = []
+    for layers in (2, 8, 32):
+        args = (jax.ShapeDtypeStruct((layers, 64, 64), "float32"), jax.ShapeDtypeStruct((240, 64), "float32"))
+        plan = hapsynth.synthesize(stacked_layers, args, slow_cluster(SPEEDS["3:1"]))
+        ops.add(len(plan.traced.graph.ops))
+        costs.append(plan.cost)
+    assert len(ops) == 1
+    assert 3.5 < (costs[2] - costs[0]) / (costs[1] - costs[0]) < 6.5  # 30 layers more to 6
+
+
+def test_shared_gradients_are_reduced_once() -> None:
+    """The gradient of weights that every step uses is carried as a partial sum, and summed after the loop."""
+    batch = 960
+    args = ({"wx": floats(8, 16), "wh": floats(16, 16)}, floats(6, batch, 8))
+
+    def loss_step(p: Any, xs: Any) -> Any:
+        def loss(p: Any) -> Any:
+            def cell(h: Any, x: Any) -> Any:
+                h = jnp.tanh(x @ p["wx"] + h @ p["wh"])
+                return h, h
+
+            return jnp.mean(lax.scan(cell, jnp.zeros((batch, 16)), xs)[1] ** 2)
+
+        return jax.grad(loss)(p)
+
+    plan = planned(loss_step, args, bandwidth=1e8)
+    graph = plan.traced.graph
+    reduced = [i for i in plan.program.instructions if isinstance(i, Convert) and i.is_collective]
+    assert reduced
+    assert all(i.region == 0 for i in reduced), plan.program.text(graph)
+    assert any(
+        i.result_layout(0)[0].is_partial
+        for i in plan.program.instructions
+        if isinstance(i, Compute) and graph.ops[i.op].name == "loop_carry"
+    )
+
+
+def test_instructions_cost_as_often_as_they_run() -> None:
+    plan = planned(*CASES["scanned layers"])
+    graph = plan.traced.graph
+    model = CostModel(graph, plan.cluster, plan.lowered.table)
+    for cost in instruction_costs(plan.program, plan.sizes, model):
+        i = cost.instruction
+        if isinstance(i, Convert):
+            largest = [max(plan.sizes.lengths(i.value, p.dim, 0)) for p in (*i.source, *i.target) if p.is_sharded]
+            full = [graph.values[i.value].shape[p.dim] for p in (*i.source, *i.target) if p.is_sharded]
+            parts = [a / b for a, b in zip(largest, full)]
+            once = model.convert_time(i.step, graph.values[i.value].nbytes, *parts)
+            assert cost.seconds == pytest.approx(graph.runs[i.region] * once)
+    assert set(graph.runs) == {1.0, 3.0}
+
+
+def test_a_rare_branch_costs_little() -> None:
+    """What only one branch needs is converted in it."""
+
+    def fn(i: Any, w: Any, x: Any) -> Any:
+        return lax.cond(i > 0, lambda: (x @ w).sum(), lambda: x.sum())
+
+    graph = trace(fn, (np.int32(1), floats(64, 64), floats(240, 64))).graph
+    assert [r.kind for r in graph.regions] == ["program", "cond", "branch", "branch"]
+    assert graph.runs == (1.0, 1.0, 0.5, 0.5)
+    outer, inner = graph.inputs[1], 3
+    assert graph.place_of_conversion(outer, inner) == inner
+    scanned = trace(stacked_layers, (floats(3, 8, 8), floats(240, 8))).graph
+    assert scanned.place_of_conversion(scanned.inputs[1], 1) == 0
+
+
+def test_decisions_of_floats_are_made_uniform() -> None:
+    """Devices that round apart must not part ways: a float's test is reduced, an integer's is not."""
+    for name, sure in (("while", True), ("while of floats", False), ("cond", True), ("cond of floats", False)):
+        plan = planned(*CASES[name])
+        assert (not plan.traced.graph.unsure) == sure
+        text = plan.lower().as_text()
+        reduced = re.findall(r"stablehlo\.all_reduce.*?\n.*?\n.*?maximum", text)
+        assert bool(reduced) == (not sure), name
+
+
+def test_programs_survive_their_file(tmp_path: Any) -> None:
+    for name in ("scanned layers", "nested", "while", "switch"):
+        fn, args = CASES[name]
+        plan = planned(fn, args)
+        plan.save(tmp_path / "plan.json")
+        again = hapsynth.load(tmp_path / "plan.json", fn, args, first_devices(4))
+        assert again.program.text(again.traced.graph) == plan.program.text(plan.traced.graph)
+        for a, b in zip(jax.tree.leaves(again(*args)), jax.tree.leaves(plan(*args)), strict=True):
+            np.testing.assert_array_equal(again.unshard(a), plan.unshard(b))
+
+
+def broken(plan: Plan, instructions: list[Any]) -> str:
+    graph, program = plan.traced.graph, plan.program
+    with pytest.raises(ProgramError) as error:
+        check(graph, Program(program.axes, program.inputs, tuple(instructions), program.outputs))
+    return str(error.value)
+
+
+def test_the_checker_knows_regions() -> None:
+    plan = planned(*CASES["scanned layers"])
+    graph, steps = plan.traced.graph, list(plan.program.instructions)
+    assert "does not hold" in broken(plan, [i for i in steps if not isinstance(i, Convert)])
+    # A body that does not carry on what it must.
+    carry = next(n for n, i in enumerate(steps) if isinstance(i, Compute) and i.op in graph.ties)
+    i = steps[carry]
+    assert isinstance(i, Compute)
+    other = next(t for t in plan.lowered.table[i.op].triples if t.operands == (R,))
+    assert broken(plan, [*steps[:carry], Compute(i.op, (other,)), *steps[carry + 1 :]])
+    # A collective moved out of the loop converts what exists only inside.
+    inner = next(n for n, i in enumerate(steps) if isinstance(i, Convert) and i.region)
+    moved = steps[inner]
+    assert isinstance(moved, Convert)
+    outside = moved._replace(region=0)
+    assert broken(plan, [outside, *steps[:inner], *steps[inner + 1 :]])
+    # A region in two pieces.
+    last = max(n for n, i in enumerate(steps) if region_of(graph, i) == 1)
+    assert "together" in broken(plan, [*steps[:last], *steps[last + 1 :], steps[last]])
+    assert "no region" in broken(plan, [moved._replace(region=9), *steps])
+
+
+def test_what_a_loop_leaves_is_known_only_after_it() -> None:
+    def fn(x: Any) -> Any:
+        return lax.scan(lambda c, _: (c * 2, None), x, None, length=3)[0] + 1
+
+    plan = planned(fn, (floats(24, 8),))
+    graph, steps = plan.traced.graph, list(plan.program.instructions)
+    final = next(op for op in graph.ops if op.name == "add")
+    n = next(n for n, i in enumerate(steps) if isinstance(i, Compute) and i.op == final.index)
+    assert "does not hold" in broken(plan, [steps[n], *steps[:n], *steps[n + 1 :]])
+
+
+def test_a_branch_does_not_lend_to_the_other() -> None:
+    def fn(i: Any, x: Any) -> Any:
+        return lax.cond(i > 0, lambda: jnp.sin(x).sum(), lambda: jnp.cos(x).sum())
+
+    plan = planned(fn, (np.int32(1), floats(24, 8)))
+    graph, steps = plan.traced.graph, list(plan.program.instructions)
+    block = nested(graph, steps)
+    assert {i.region for i in block.items if hasattr(i, "region")} == {1}
+    sines = [i for i in steps if isinstance(i, Compute) and graph.ops[i.op].name == "sin"]
+    assert len(sines) == 1
+    assert broken(plan, [i for i in steps if i not in sines])
+
+
+def test_a_while_loop_needs_its_test() -> None:
+    plan = planned(*CASES["while"])
+    graph, steps = plan.traced.graph, list(plan.program.instructions)
+    left = [i for i in steps if not (isinstance(i, Compute) and graph.ops[i.op].name == "loop_test")]
+    assert "no test" in broken(plan, left)
+
+
+def test_scanned_dimensions_stay_whole() -> None:
+    graph = trace(stacked_layers, (floats(3, 8, 8), floats(240, 8))).graph
+    table = planned(stacked_layers, (floats(3, 8, 8), floats(240, 8))).lowered.table
+    parts = [op for op in graph.ops if op.name == "scan_slice" and len(op.shapes[0]) == 3]
+    assert parts
+    for op in parts:
+        assert S(0) not in {t.operands[0] for t in table[op.index].triples}
+        assert {t.results[0] for t in table[op.index].triples if t.operands[0] == S(1)} == {S(0)}
+
+
+def test_a_program_says_where_it_loops() -> None:
+    plan = planned(*CASES["nested"])
+    text = plan.program.text(plan.traced.graph)
+    assert re.search(r"^  scan \(control_cases.py:\d+\), 2 times:$", text, re.M)
+    assert re.search(r"^    scan \(control_cases.py:\d+\), 5 times:$", text, re.M)
+    assert re.search(r"^ +branch, 0.5 of the time:$", text, re.M)
+    reverse = planned(*CASES["scanned layers"])
+    assert ", in reverse:" in reverse.program.text(reverse.traced.graph)
+
+
+def test_dead_loops_and_carries_are_dropped() -> None:
+    def fn(x: Any) -> Any:
+        (a, _b, _c), ys = lax.scan(
+            lambda c, y: ((c[0] + y, c[1] * 2, c[2] + c[1]), (y, jnp.sin(y))), (x[0], x[0], x[0]), x
+        )
+        lax.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, c[1] * 2), (0, x))
+        return a, ys[0]
+
+    graph = trace(fn, (floats(24, 8),)).graph
+    assert [op.name for op in graph.ops if op.region] == ["loop_carry", "scan_slice", "add"]
+    assert len(graph.regions) == 2
+
+
+def test_memory_counts_what_a_loop_holds() -> None:
+    """Stacked residuals lie in memory from one scan to the other."""
+    args = lambda n: (jax.ShapeDtypeStruct((n, 64, 64), "float32"), jax.ShapeDtypeStruct((960, 64), "float32"))
+    peaks = [max(hapsynth.synthesize(stacked_layers, args(n), replace(slow_cluster((1.0,)))).memory) for n in (4, 8)]
+    residuals = 4 * 2 * 960 * 64 * 4
+    assert peaks[1] - peaks[0] >= residuals
