@@ -12,6 +12,7 @@ import jax
 
 from hapsynth._jax import is_extended
 from hapsynth.cluster import Cluster
+from hapsynth.frequency import Expectation, expecting
 from hapsynth.instructions.layout import Placement, parse_layout
 from hapsynth.plan import Plan
 from hapsynth.search.planner import Planner, Progress
@@ -28,6 +29,7 @@ def synthesize(
     cluster: Cluster | None = None,
     carry: Sequence[tuple[str, str]] | None = None,
     fixed: Mapping[str, str] | None = None,
+    expect: Mapping[str, Expectation] | None = None,
     memory_limit: float | None = None,
     time_budget_s: float | None = None,
     progress: Callable[[Progress], None] | None = None,
@@ -38,7 +40,9 @@ def synthesize(
     devices to run on, or a `Cluster` to plan without them. `cluster`: what the mesh's devices can do, in mesh order;
     by default the table's figures for their kind. `carry`: pairs (argument path, output path), e.g.
     `[("[0]", "[0]")]`, whose layouts must agree so that the step can be repeated; found by structure when None.
-    `fixed`: argument path -> layout (as in `Plan.layouts`) to keep. `memory_limit`: bytes per device.
+    `fixed`: argument path -> layout (as in `Plan.layouts`) to keep. `expect`: source line of a `while_loop` or `cond`,
+    e.g. `"train.py:40"` -> its trips (10 by default), or how often its predicate is true (each branch is taken to be
+    as frequent as the others by default; give a sequence for a `switch`). `memory_limit`: bytes per device.
     `time_budget_s`: seconds after which the best plan so far is returned with its gap.
 
     Raises TraceError for arguments or functions that cannot be planned, InfeasibleError when no program fits the
@@ -54,6 +58,8 @@ def synthesize(
     _check_positive("time_budget_s", time_budget_s, "seconds")
     devices, cluster = _devices(mesh, cluster)
     traced = trace(fn, example_args, dict(example_kwargs or {}), carry=carry)
+    if expect:
+        traced = replace(traced, graph=expecting(traced.graph, expect))
     trace_s = time.perf_counter() - began
     restriction = None if fixed is None else Restriction(stored=_fixed(traced, fixed))
     planner = Planner(traced.graph, cluster, memory_limit, time_budget_s, restriction, progress)

@@ -178,6 +178,7 @@ def _planned(options: argparse.Namespace, target: Target, cluster: Cluster) -> P
             cluster,
             example_kwargs=target.kwargs,
             memory_limit=options.memory_limit,
+            expect=dict(options.expect),
             time_budget_s=options.time_budget,
             progress=show,
         )
@@ -244,6 +245,15 @@ def _add_planning(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--time-budget", metavar="S", type=_seconds, help="seconds; then the best so far, with its gap")
     parser.add_argument("--memory-limit", metavar="SIZE", type=_memory, help='per device, e.g. "12 GiB"')
     parser.add_argument(
+        "--expect",
+        metavar="FILE:LINE=HOW",
+        action="append",
+        default=[],
+        type=_expectation,
+        help="trips of the while loop at a source line, or how often the predicate of the cond there is true "
+        "(of a switch: train.py:40=0.7,0.2,0.1)",
+    )
+    parser.add_argument(
         "--progress",
         action=argparse.BooleanOptionalAction,
         help="on standard error; by default where that is a terminal",
@@ -252,6 +262,18 @@ def _add_planning(parser: argparse.ArgumentParser) -> None:
 
 def _add_json(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", metavar="OUT|-", help="write the figures as JSON; - for standard output, alone")
+
+
+def _expectation(text: str) -> tuple[str, float | tuple[float, ...]]:
+    line, _, how = text.rpartition("=")
+    try:
+        numbers = tuple(map(float, how.split(",")))
+    except ValueError:
+        line = ""
+        numbers = ()
+    if not line:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a source line and numbers, as in train.py:40=0.125")
+    return line, numbers if len(numbers) > 1 else numbers[0]
 
 
 def _count(text: str) -> int:

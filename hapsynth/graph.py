@@ -256,7 +256,8 @@ class Graph:
             operands = [o if isinstance(o, int) else f"lit{np.asarray(o.value).tolist()}" for o in op.operands]
             digest.update(f"{op.name}{operands}{op.results}{params}{op.region or ''}".encode())
         for r in self.regions[1:]:
-            digest.update(f"{r.kind}{r.parent}{r.count}{r.reverse}".encode())
+            length = r.count if r.kind == "scan" else ""
+            digest.update(f"{r.kind}{r.parent}{length}{r.reverse}".encode())
         outputs = [o if isinstance(o, int) else "lit" for o in self.outputs]
         digest.update(f"{self.inputs}{outputs}{self.carry}{self.ties or ''}".encode())
         return digest.hexdigest()[:16]

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, cast, get_args
 
 from hapsynth.cluster import Cluster, ClusterError
+from hapsynth.frequency import with_counts
 from hapsynth.instructions.checker import check
 from hapsynth.instructions.program import Program, ProgramError
 from hapsynth.instructions.sizes import Classes, Sizes
@@ -56,6 +57,7 @@ def plan_to_dict(traced: Traced, result: Result, cluster: Cluster) -> dict[str, 
             "outputs": list(traced.out_paths),
             "ops": [op.name for op in graph.ops],
             "carry": [list(pair) for pair in graph.carry],
+            "runs": [r.count for r in graph.regions[1:]],
         },
         "cluster": cluster.to_dict(),
         "program": result.program.to_dict(),
@@ -169,7 +171,13 @@ def _same_function(saved: Mapping[str, Any], traced: Traced) -> Traced:
             f"this plan is of another function: fingerprint {saved['fingerprint']}, and this one's is "
             f"{graph.fingerprint}: the ops have the same names, but other operands, shapes or parameters"
         )
-    return dataclasses.replace(traced, graph=graph)
+    runs = [abs(_read_number(x)) for x in saved["runs"]]
+    if len(runs) != len(graph.regions) - 1:
+        raise PlanError(
+            f"the plan says how often {len(runs)} loops and branches run; there are {len(graph.regions) - 1}"
+        )
+    lengths = [r.count if r.kind == "scan" else x for r, x in zip(graph.regions[1:], runs)]
+    return dataclasses.replace(traced, graph=with_counts(graph, [1.0, *lengths]))
 
 
 def _inputs(traced: Traced) -> list[list[Any]]:

@@ -143,6 +143,42 @@ def test_a_rare_branch_costs_little() -> None:
     assert scanned.place_of_conversion(scanned.inputs[1], 1) == 0
 
 
+def test_frequencies_are_the_users_to_give(tmp_path: Any) -> None:
+    """Gradient accumulation: the optimizer's branch and its communication are paid one time in eight."""
+
+    def step(state: Any, x: Any) -> Any:
+        w, acc, n = state
+        g = acc + jax.grad(lambda w: ((x @ w) ** 2).mean())(w)
+        clipped = lambda: (w - 0.1 * g / jnp.sqrt((g**2).sum()), jnp.zeros_like(g), 0)
+        return jax.lax.cond(n == 7, clipped, lambda: (w, g, n + 1))
+
+    args = ((floats(64, 64), floats(64, 64), np.int32(0)), floats(240, 64))
+    line = f"test_control.py:{step.__code__.co_firstlineno + 4}"
+    rare, often = (
+        hapsynth.synthesize(step, args, first_devices(4), cluster=slow_cluster(SPEEDS["3:1"], 1e8), expect={line: f})
+        for f in (0.125, 1.0)
+    )
+    assert rare.traced.graph.runs[1:] == (1.0, 0.875, 0.125)
+    assert rare.cost < often.cost
+    assert rare.check(*args).ok
+    rare.save(tmp_path / "plan.json")
+    again = hapsynth.load(tmp_path / "plan.json", step, args, first_devices(4))
+    assert again.traced.graph.runs == rare.traced.graph.runs
+    loop = CASES["while"]
+    long = hapsynth.synthesize(*loop, slow_cluster(SPEEDS["3:1"]), expect={"control_cases.py": 1000})
+    assert long.cost > 50 * hapsynth.synthesize(*loop, slow_cluster(SPEEDS["3:1"]), expect={"control_cases.py": 1}).cost
+    for expect, why in (
+        ({"train.py:3": 0.5}, r"names 'train.py:3'; where .*: cond \(test_control.py:\d+\)"),
+        ({line: [0.5]}, "sum to 1"),
+        ({line: 1.5}, "sum to 1"),
+        ({line: "often"}, "sum to 1"),
+    ):
+        with pytest.raises(ValueError, match=why):
+            hapsynth.synthesize(step, args, slow_cluster(SPEEDS["3:1"]), expect=expect)
+    with pytest.raises(ValueError, match="give its trips"):
+        hapsynth.synthesize(*loop, slow_cluster(SPEEDS["3:1"]), expect={"control_cases.py": (1, 2)})
+
+
 def test_decisions_of_floats_are_made_uniform() -> None:
     """Devices that round apart must not part ways: a float's test is reduced, an integer's is not."""
     for name, sure in (("while", True), ("while of floats", False), ("cond", True), ("cond of floats", False)):
