@@ -267,13 +267,12 @@ def _add_json(parser: argparse.ArgumentParser) -> None:
 def _expectation(text: str) -> tuple[str, float | tuple[float, ...]]:
     line, _, how = text.rpartition("=")
     try:
-        numbers = tuple(map(float, how.split(",")))
+        first, *rest = map(float, how.split(","))
     except ValueError:
-        line = ""
-        numbers = ()
+        first, rest, line = 0.0, list[float](), ""
     if not line:
         raise argparse.ArgumentTypeError(f"{text!r} is not a source line and numbers, as in train.py:40=0.125")
-    return line, numbers if len(numbers) > 1 else numbers[0]
+    return line, (first, *rest) if rest else first
 
 
 def _count(text: str) -> int:

@@ -172,10 +172,9 @@ def _same_function(saved: Mapping[str, Any], traced: Traced) -> Traced:
             f"{graph.fingerprint}: the ops have the same names, but other operands, shapes or parameters"
         )
     runs = [abs(_read_number(x)) for x in saved["runs"]]
-    if len(runs) != len(graph.regions) - 1:
-        raise PlanError(
-            f"the plan says how often {len(runs)} loops and branches run; there are {len(graph.regions) - 1}"
-        )
+    bodies = len(graph.regions) - 1
+    if len(runs) != bodies:
+        raise PlanError(f"the plan says how often {len(runs)} loops and branches run, and there are {bodies}; {_AGAIN}")
     lengths = [r.count if r.kind == "scan" else x for r, x in zip(graph.regions[1:], runs)]
     return dataclasses.replace(traced, graph=with_counts(graph, [1.0, *lengths]))
 
