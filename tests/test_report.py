@@ -252,6 +252,24 @@ def test_integers_stay_within_what_they_index() -> None:
     assert 20 < batch["tokens"].max() < 37
 
 
+def test_dimensions_taken_whole_bound_no_index() -> None:
+    """A row that is read, written or looked up under `vmap` is chosen among the rows, whatever its length."""
+
+    def fn(table: Any, token: Any, row: Any, place: Any, other: Any) -> Any:
+        looked_up = jax.vmap(lambda t: jax.lax.dynamic_index_in_dim(table, t))(token)
+        written = jax.lax.dynamic_update_slice(table, jnp.ones((3, 4)), (row, 0))
+        return looked_up, written, jax.lax.dynamic_slice(table, (place, 0), (7, 4)), other + 1
+
+    one = jax.ShapeDtypeStruct((), jnp.int32)
+    graph = trace(fn, (jax.ShapeDtypeStruct((50, 4), F32), jax.ShapeDtypeStruct((20,), jnp.int32), *[one] * 3)).graph
+    assert [index_bound(graph, v) for v in graph.inputs[1:]] == [50, 48, 44, None]
+
+
+def test_what_is_squared_may_be_negative() -> None:
+    graph = trace(lambda x, y: jnp.linalg.norm(x) + jnp.sqrt(y.mean()), (jax.ShapeDtypeStruct((9,), F32),) * 2).graph
+    assert [is_not_negative(graph, v) for v in graph.inputs] == [False, True]
+
+
 @pytest.mark.parametrize("name", ["transformer", "cnn"])
 def test_second_moments_are_not_negative(name: str) -> None:
     traced, args = traced_example(name)
