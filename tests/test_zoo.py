@@ -24,7 +24,6 @@ SPEEDS = (3.0,) * 4 + (1.0,) * 4
 FUNCTIONS: tuple[Callable[[], Model], ...] = (
     vision.vit,
     language.gpt,
-    language.gpt_dropout,
     language.gpt_scanned,
     vision.mixer,
     vision.resnet,
@@ -52,9 +51,7 @@ def is_elementwise(op: Op) -> bool:
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(n, marks=pytest.mark.xfail(reason="control flow is replicated", strict=False))
-        if n in LOOPS
-        else n
+        pytest.param(n, marks=pytest.mark.xfail(reason="control flow is replicated", strict=False)) if n in LOOPS else n
         for n in MODELS
     ],
 )

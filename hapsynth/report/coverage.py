@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from hapsynth.graph import Graph, Op
@@ -35,11 +36,11 @@ def uncovered(graph: Graph) -> tuple[Uncovered, ...]:
         reason = why_whole(op)
         if reason is not None:
             found.setdefault((op.name, reason), []).append(op)
-    flops, nbytes = _flops(graph.ops), _nbytes(graph, graph.ops)
-    rows = [
-        Uncovered(name, reason, len(ops), f := _flops(ops), b := _nbytes(graph, ops), f / max(flops, 1), b / max(nbytes, 1))
-        for (name, reason), ops in found.items()
-    ]
+    all_flops, all_bytes = max(_flops(graph.ops), 1.0), max(_nbytes(graph, graph.ops), 1.0)
+    rows: list[Uncovered] = []
+    for (name, reason), ops in found.items():
+        flops, nbytes = _flops(ops), _nbytes(graph, ops)
+        rows.append(Uncovered(name, reason, len(ops), flops, nbytes, flops / all_flops, nbytes / all_bytes))
     return tuple(sorted(rows, key=lambda r: (-r.nbytes, -r.flops, r.primitive, r.reason)))
 
 
@@ -52,11 +53,11 @@ def why_whole(op: Op) -> str | None:
     return "; ".join(reasons) or "its operands are constants"
 
 
-def _flops(ops: tuple[Op, ...] | list[Op]) -> float:
+def _flops(ops: Iterable[Op]) -> float:
     return sum(map(flops_of, ops), 0.0)
 
 
-def _nbytes(graph: Graph, ops: tuple[Op, ...] | list[Op]) -> float:
+def _nbytes(graph: Graph, ops: Iterable[Op]) -> float:
     """Bytes that ops read and write, were each a kernel of its own."""
-    read = sum(graph.values[v].nbytes for op in ops for _, v in op.value_operands)
-    return float(read + sum(graph.values[v].nbytes for op in ops for v in op.results))
+    touched = (v for op in ops for v in (*(v for _, v in op.value_operands), *op.results))
+    return float(sum(graph.values[v].nbytes for v in touched))

@@ -17,23 +17,20 @@ VOCAB, LENGTH, WIDTH, HEADS = 64, 12, 16, 4
 
 
 class Block(nn.Module):
-    dropout: float
-
     @nn.compact
     def __call__(self, x: Any, _: Any = None) -> Any:
         y = nn.LayerNorm()(x)
         mask = nn.make_causal_mask(x[..., 0])
         y = nn.MultiHeadDotProductAttention(num_heads=HEADS)(y, mask=mask)
-        x = x + nn.Dropout(self.dropout, deterministic=False)(y)
+        x = x + nn.Dropout(0.1, deterministic=False)(y)
         y = nn.Dense(WIDTH)(nn.gelu(nn.Dense(4 * WIDTH)(nn.LayerNorm()(x))))
-        return x + nn.Dropout(self.dropout, deterministic=False)(y), None
+        return x + nn.Dropout(0.1, deterministic=False)(y), None
 
 
 class GPT(nn.Module):
     """Tied embeddings; `scanned`: the layers are stacked and rematerialised one by one."""
 
     scanned: bool
-    dropout: float
 
     @nn.compact
     def __call__(self, tokens: Any) -> Any:
@@ -43,15 +40,15 @@ class GPT(nn.Module):
         if self.scanned:
             split = {"params": True, "dropout": True}
             layers = nn.scan(nn.remat(Block, prevent_cse=False), {"params": 0}, split_rngs=split, length=2)
-            x, _ = layers(self.dropout)(x, None)
+            x, _ = layers()(x, None)
         else:
             for _ in range(2):
-                x, _ = Block(self.dropout)(x)
+                x, _ = Block()(x)
         return embed.attend(nn.LayerNorm()(x))
 
 
-def _gpt(scanned: bool, dropout: float, optimizer: Any) -> Model:
-    module = GPT(scanned, dropout)
+def _gpt(scanned: bool, optimizer: Any) -> Model:
+    module = GPT(scanned)
     tokens = i32(24, LENGTH)
     params = abstract(lambda k, t: module.init({"params": k, "dropout": k}, t), jax.random.key(0), tokens)
 
@@ -66,20 +63,15 @@ def _gpt(scanned: bool, dropout: float, optimizer: Any) -> Model:
 
 
 def gpt() -> Model:
-    """Layers one after the other, no dropout, Adafactor with factored second moments."""
-    return _gpt(False, 0.0, optax.adafactor(1e-3, min_dim_size_to_factor=16))
-
-
-def gpt_dropout() -> Model:
-    """Layers one after the other, with dropout; AdamW after a warm-up, without decay of vectors."""
-    decay = lambda params: jax.tree.map(lambda p: p.ndim > 1, params)
-    schedule = optax.warmup_cosine_decay_schedule(0.0, 1e-3, 10, 100)
-    return _gpt(False, 0.1, optax.adamw(schedule, weight_decay=0.1, mask=decay))
+    """Layers one after the other, with dropout; Adafactor with factored second moments."""
+    return _gpt(False, optax.adafactor(1e-3, min_dim_size_to_factor=16))
 
 
 def gpt_scanned() -> Model:
-    """`nn.scan` over the layers, each rematerialised, with dropout; AdamW."""
-    return _gpt(True, 0.1, optax.adamw(1e-3))
+    """`nn.scan` over the layers, each rematerialised; AdamW after a warm-up, without decay of vectors."""
+    decay = lambda params: jax.tree.map(lambda p: p.ndim > 1, params)
+    schedule = optax.warmup_cosine_decay_schedule(0.0, 1e-3, 10, 100)
+    return _gpt(True, optax.adamw(schedule, weight_decay=0.1, mask=decay))
 
 
 class Recurrent(eqx.Module):
