@@ -14,6 +14,7 @@ import numpy as np
 
 from hapsynth import _jax
 from hapsynth.graph import Graph, Op, Value
+from hapsynth.instructions.rules.index import components, extents
 from hapsynth.trace import Traced
 
 # Ops whose result lies in the range of their operands, or shifts it as the indexing code of jax.numpy does.
@@ -91,7 +92,7 @@ def _keys(rng: np.random.Generator, v: Value) -> jax.Array:
 
 
 def index_bound(graph: Graph, value: int) -> int | None:
-    """The least length of a dimension that an integer value indexes; None where it indexes nothing."""
+    """The least number of places that an integer value counts along a dimension; None where it indexes nothing."""
     bounds: list[int] = []
     for op, position in _reached(graph, value, _SAME_INDEX):
         bounds += _indexed(graph, op, position)
@@ -111,7 +112,9 @@ def _reached(graph: Graph, value: int, through: frozenset[str]) -> list[tuple[Op
         for index, position in graph.uses[pending.pop()]:
             op = graph.ops[index]
             found.append((op, position))
-            if op.name in through:
+            # What is squared may have any sign.
+            square = op.name == "mul" and op.operands[0] == op.operands[1]
+            if op.name in through and not square:
                 new = [r for r in op.results if r not in seen]
                 seen.update(new)
                 pending += new
@@ -119,19 +122,24 @@ def _reached(graph: Graph, value: int, through: frozenset[str]) -> list[tuple[Op
 
 
 def _indexed(graph: Graph, op: Op, position: int) -> list[int]:
-    """The lengths that an operand indexes, if it is indices."""
-    if op.name == "gather" and position == 1:
-        return [op.shapes[0][d] for d in op.params["dimension_numbers"].start_index_map]
-    if op.name.startswith("scatter") and position == 1:
-        return [op.shapes[0][d] for d in op.params["dimension_numbers"].scatter_dims_to_operand_dims]
+    """The numbers of places that an operand chooses among, if it is indices."""
+    if position == 1 and (op.name == "gather" or op.name.startswith("scatter")):
+        return _starts(op.shapes[0], extents(op), components(op))
     if op.name == "dynamic_slice" and position >= 1:
-        return [op.shapes[0][position - 1]]
+        return _starts(op.shapes[0], op.result_shapes[0], [position - 1])
+    if op.name == "dynamic_update_slice" and position >= 2:
+        return _starts(op.shapes[0], op.shapes[1], [position - 2])
     if op.name == "eq":
         # A one-hot compares with an iota.
         other = op.operands[1 - position]
         if isinstance(other, int) and (source := _iota_length(graph, other)) is not None:
             return [source]
     return []
+
+
+def _starts(shape: Sequence[int], window: Sequence[int], indexed: Sequence[int]) -> list[int]:
+    """How many places a window may start at; a dimension taken whole has one start and says nothing."""
+    return [shape[d] - window[d] + 1 for d in indexed if window[d] < shape[d]]
 
 
 def _iota_length(graph: Graph, value: int) -> int | None:

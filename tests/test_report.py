@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.extend.core as jex
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -16,9 +17,11 @@ from hapsynth.cluster import Cluster
 from hapsynth.example_data import example_arguments, index_bound, is_not_negative
 from hapsynth.instructions.layout import S
 from hapsynth.instructions.program import FactorTable
+from hapsynth.instructions.rules.registry import flops_of
 from hapsynth.plan import Plan
 from hapsynth.report import progress as progress_module
 from hapsynth.report.alternatives import Alternatives
+from hapsynth.report.coverage import uncovered
 from hapsynth.report.listing import brief
 from hapsynth.report.model_file import UsageError, load_target
 from hapsynth.report.names import Names
@@ -121,6 +124,35 @@ def test_replicated_primitives_are_counted() -> None:
 
     traced = trace(step, (jax.ShapeDtypeStruct((8, 8), F32),))
     assert replicated(traced).get("geqrf", replicated(traced).get("qr", 0)) == 1
+
+
+def test_what_cannot_be_divided_is_weighed() -> None:
+    """Without a rule, or with one that blocks every dimension; never scalars, nor what some dimension may be cut of."""
+
+    unknown = jex.Primitive("no_such_rule")
+    unknown.def_abstract_eval(lambda x: x)
+
+    def step(x: Any, y: Any) -> Any:
+        tall = jnp.sort(y)
+        return unknown.bind(x), jnp.sort(y.reshape(4, 8), axis=0), tall, tall[3] * 2.0, x @ x
+
+    graph = trace(step, (jax.ShapeDtypeStruct((8, 8), F32), jax.ShapeDtypeStruct((32,), F32))).graph
+    rows = {(r.primitive, r.reason): r for r in uncovered(graph)}
+    assert {name for name, _ in rows} >= {"no_such_rule", "sort"}
+    assert {name for name, _ in rows}.isdisjoint({"mul", "dot_general", "reshape"})
+    other = rows["no_such_rule", "no sharding rule for this primitive"]
+    assert (other.count, other.nbytes, other.flops) == (1, 2 * 4 * 64, 64)
+    whole = rows["sort", "sorted"]
+    assert (whole.count, whole.nbytes, whole.flops) == (1, 2 * 4 * 32, 32)
+    flops = sum(flops_of(op) for op in graph.ops)
+    assert whole.flops_share == pytest.approx(32 / flops)
+    assert 0 < whole.bytes_share == other.bytes_share / 2 < 1
+    assert list(rows.values()) == sorted(rows.values(), key=lambda r: -r.nbytes)
+
+
+def test_nothing_is_uncovered_where_all_can_be_cut() -> None:
+    graph = trace(lambda x: (x @ x, jnp.sin(x), x.sum(), jnp.ones(())), (jax.ShapeDtypeStruct((8, 8), F32),)).graph
+    assert uncovered(graph) == ()
 
 
 # Progress.
@@ -250,6 +282,24 @@ def test_integers_stay_within_what_they_index() -> None:
     assert batch["tokens"].dtype == np.int32
     assert batch["tokens"].min() >= 0
     assert 20 < batch["tokens"].max() < 37
+
+
+def test_dimensions_taken_whole_bound_no_index() -> None:
+    """A row that is read, written or looked up under `vmap` is chosen among the rows, whatever its length."""
+
+    def fn(table: Any, token: Any, row: Any, place: Any, other: Any) -> Any:
+        looked_up = jax.vmap(lambda t: jax.lax.dynamic_index_in_dim(table, t))(token)
+        written = jax.lax.dynamic_update_slice(table, jnp.ones((3, 4)), (row, 0))
+        return looked_up, written, jax.lax.dynamic_slice(table, (place, 0), (7, 4)), other + 1
+
+    one = jax.ShapeDtypeStruct((), jnp.int32)
+    graph = trace(fn, (jax.ShapeDtypeStruct((50, 4), F32), jax.ShapeDtypeStruct((20,), jnp.int32), *[one] * 3)).graph
+    assert [index_bound(graph, v) for v in graph.inputs[1:]] == [50, 48, 44, None]
+
+
+def test_what_is_squared_may_be_negative() -> None:
+    graph = trace(lambda x, y: jnp.linalg.norm(x) + jnp.sqrt(y.mean()), (jax.ShapeDtypeStruct((9,), F32),) * 2).graph
+    assert [is_not_negative(graph, v) for v in graph.inputs] == [False, True]
 
 
 @pytest.mark.parametrize("name", ["transformer", "cnn"])

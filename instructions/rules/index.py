@@ -37,13 +37,13 @@ def _index(f: Factors, x: tuple[Dim, ...], operand_batch: Sequence[int], index_b
     return dims
 
 
-def _components(op: Op) -> tuple[int, ...]:
+def components(op: Op) -> tuple[int, ...]:
     """The operand dimension that each component of an index counts along."""
     dn = op.params["dimension_numbers"]
     return dn.start_index_map if op.name == "gather" else dn.scatter_dims_to_operand_dims
 
 
-def _window(op: Op) -> tuple[int, ...]:
+def extents(op: Op) -> tuple[int, ...]:
     """The extent, along each operand dimension, of what one index reads or writes."""
     if op.name == "gather":
         return tuple(op.params["slice_sizes"])
@@ -59,8 +59,8 @@ def _batching(op: Op) -> tuple[int, ...]:
 
 def _servable(op: Op, d: int) -> bool:
     """Whether the operand may be cut along `d`, each device serving its own part of the indices."""
-    size, window = op.shapes[0][d], _window(op)[d]
-    indexed = d in _components(op) and d not in _batching(op)
+    size, window = op.shapes[0][d], extents(op)[d]
+    indexed = d in components(op) and d not in _batching(op)
     return indexed and window == 1 < size < _INT32.max and op.params["mode"] in _MODES
 
 
@@ -107,7 +107,7 @@ def _gather_on_shard(local: Local, operands: Sequence[Any]) -> list[Any]:
     if d is None:
         return bind(op.primitive, operands, params)
     x, index = operands[0], _as_int32(operands[1])
-    column = _components(op).index(d)
+    column = components(op).index(d)
     wanted = index[..., column]
     nearest = jnp.clip(wanted, 0, op.shapes[0][d] - 1)
     place = nearest - local.offset()
@@ -125,7 +125,7 @@ def _gather_on_shard(local: Local, operands: Sequence[Any]) -> list[Any]:
 @register("gather", params=_local_gather, local=_gather_on_shard, flops=no_flops)
 def _gather(f: Factors) -> None:
     """`v d, b 1 -> b d`, with the indexed `v` left to a sum: one device has the element, the others zero."""
-    op, dn, window = f.op, f.op.params["dimension_numbers"], _window(f.op)
+    op, dn, window = f.op, f.op.params["dimension_numbers"], extents(f.op)
     x = f.operand(0)
     index = _index(f, x, dn.operand_batching_dims, dn.start_indices_batching_dims)
     alone = {*dn.collapsed_slice_dims, *dn.operand_batching_dims}
@@ -175,9 +175,9 @@ def _scatter_on_shard(local: Local, operands: Sequence[Any]) -> list[Any]:
     x, index, updates = operands[0], _as_int32(operands[1]), operands[2]
     if op.params["mode"] == Mode.CLIP:
         # Clip where the whole operand would; the shard itself must drop.
-        room = [op.shapes[0][c] - _window(op)[c] for c in _components(op)]
+        room = [op.shapes[0][c] - extents(op)[c] for c in components(op)]
         index = jnp.clip(index, 0, np.asarray(room, np.int32))
-    column = _components(op).index(d)
+    column = components(op).index(d)
     wanted = index[..., column]
     place = wanted - local.offset()
     mine = (wanted >= 0) & (place >= 0) & (place < local.share)
@@ -190,7 +190,7 @@ def _scatter_on_shard(local: Local, operands: Sequence[Any]) -> list[Any]:
 
 def _scatter_factors(f: Factors, reduction: Reduction) -> None:
     """`v d, b 1, b d -> v d`; with a reduction, a cut `b` accumulates into a partial of that kind."""
-    op, dn, window = f.op, f.op.params["dimension_numbers"], _window(f.op)
+    op, dn, window = f.op, f.op.params["dimension_numbers"], extents(f.op)
     x = f.operand(0)
     index = _index(f, x, dn.operand_batching_dims, dn.scatter_indices_batching_dims)
     alone = {*dn.inserted_window_dims, *dn.operand_batching_dims}

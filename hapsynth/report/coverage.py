@@ -1,0 +1,63 @@
+"""What every device computes whole because no rule can divide it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from hapsynth.graph import Graph, Op
+from hapsynth.instructions.rules.registry import factors_of, flops_of
+
+
+@dataclass(frozen=True)
+class Uncovered:
+    """The ops of one primitive that cannot be divided for one reason.
+
+    `flops` and `nbytes` are theirs in all, each op counted once and as a kernel of its own; the shares are of the
+    whole graph's.
+    """
+
+    primitive: str
+    reason: str
+    count: int
+    flops: float
+    nbytes: float
+    flops_share: float
+    bytes_share: float
+
+
+def uncovered(graph: Graph) -> tuple[Uncovered, ...]:
+    """The ops that have no sharding rule, or all of whose factors need replication; the most bytes first.
+
+    Ops that the search may divide and chose not to are not among them, nor are ops on single elements.
+    """
+    found: dict[tuple[str, str], list[Op]] = {}
+    for op in graph.ops:
+        reason = why_whole(op)
+        if reason is not None:
+            found.setdefault((op.name, reason), []).append(op)
+    all_flops, all_bytes = max(_flops(graph.ops), 1.0), max(_nbytes(graph, graph.ops), 1.0)
+    rows: list[Uncovered] = []
+    for (name, reason), ops in found.items():
+        flops, nbytes = _flops(ops), _nbytes(graph, ops)
+        rows.append(Uncovered(name, reason, len(ops), flops, nbytes, flops / all_flops, nbytes / all_bytes))
+    return tuple(sorted(rows, key=lambda r: (-r.nbytes, -r.flops, r.primitive, r.reason)))
+
+
+def why_whole(op: Op) -> str | None:
+    """Why no device can do a part of an op only; None where one can, and where there is nothing to divide."""
+    factors = factors_of(op)
+    if any(t.factor is not None for t in factors.triples) or all(size == 1 for size in factors.sizes):
+        return None
+    reasons = dict.fromkeys(factors.blocked.values())
+    return "; ".join(reasons) or "its operands are constants"
+
+
+def _flops(ops: Iterable[Op]) -> float:
+    return sum(map(flops_of, ops), 0.0)
+
+
+def _nbytes(graph: Graph, ops: Iterable[Op]) -> float:
+    """Bytes that ops read and write, were each a kernel of its own."""
+    touched = (v for op in ops for v in (*(v for _, v in op.value_operands), *op.results))
+    return float(sum(graph.values[v].nbytes for v in touched))

@@ -1,0 +1,1 @@
+"""Full training steps of many kinds, each from its library's own layers and a different optimizer."""
