@@ -2,6 +2,9 @@
 
 from hapsynth.api import synthesize
 from hapsynth.cluster import Cluster, ClusterError, DeviceKind, Link
+from hapsynth.instructions.rule_check import RuleReport, check_rule
+from hapsynth.instructions.rules.extension import register_rule
+from hapsynth.instructions.rules.notation import RuleError
 from hapsynth.plan import CheckReport, Plan, PlanError, load
 from hapsynth.search.planner import InfeasibleError
 from hapsynth.sharded_array import ShardedArray
@@ -18,8 +21,12 @@ __all__ = [
     "Link",
     "Plan",
     "PlanError",
+    "RuleError",
+    "RuleReport",
     "ShardedArray",
     "TraceError",
+    "check_rule",
     "load",
+    "register_rule",
     "synthesize",
 ]

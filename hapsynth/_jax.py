@@ -7,8 +7,8 @@ place of their inner jaxpr moved in between. Nothing here starts a backend.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.extend.core as jex
@@ -66,6 +66,55 @@ def scan_counts(eqn: Any) -> tuple[int, int]:
         consts, carried, _ = eqn.params["ft_in"].unpack()
         return len(list(consts.vals)), len(list(carried.vals))
     return eqn.params["num_consts"], eqn.params["num_carry"]
+
+
+def function_name(primitive: str, params: Mapping[str, Any]) -> str:
+    """The name of the function that a primitive stands for, where it stands for many; '' where it has none."""
+    match primitive:
+        case "pallas_call":
+            return str(params.get("name") or "")
+        case "ffi_call":
+            return str(params["target_name"])
+        case "custom_partitioning":
+            call = params["call"]
+            info = getattr(call, "debug_info", None) or getattr(getattr(call, "jaxpr", None), "debug_info", None)
+            return str(getattr(info, "func_name", ""))
+        case _:
+            return ""
+
+
+def ffi_on(params: Mapping[str, Any], result_shapes: Sequence[tuple[int, ...]]) -> dict[str, Any]:
+    """The parameters of an `ffi_call` whose results have other shapes."""
+    avals = tuple(a.update(shape=s) for a, s in zip(params["result_avals"], result_shapes, strict=True))
+    return {**params, "result_avals": avals}
+
+
+class Partitioned(NamedTuple):
+    """What a `custom_partitioning` equation carries.
+
+    `rule` is an SdyShardingRule, or a function that makes one, or None. `partition(mesh, arguments, result)` is the
+    user's callback, on flat lists of `jax.ShapeDtypeStruct`s with shardings; it gives the function to run on a shard,
+    of flat arguments, and the specs of its results and arguments.
+    """
+
+    rule: Any
+    partition: Callable[[Any, list[Any], list[Any]], tuple[Callable[..., list[Any]], list[Any], list[Any]]]
+
+
+def partitioned(params: Mapping[str, Any]) -> Partitioned:
+    """The rule and the callback of a `custom_partitioning` equation."""
+    in_tree, out_tree = params["in_tree"], params["out_tree"]
+
+    def partition(mesh: Any, arguments: list[Any], result: list[Any]) -> Any:
+        made = params["partition"](
+            *params["static_args"], mesh, in_tree.unflatten(arguments), out_tree.unflatten(result)
+        )
+        _, lower, out, given = made
+        run = lambda *xs: jax.tree_util.tree_leaves(lower(*in_tree.unflatten(xs)))
+        specs = lambda tree: [getattr(s, "spec", s) for s in jax.tree_util.tree_leaves(tree)]
+        return run, specs(out), specs(given)
+
+    return Partitioned(params.get("sharding_rule"), partition)
 
 
 @functools.cache

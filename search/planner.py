@@ -19,6 +19,7 @@ from hapsynth.graph import Graph
 from hapsynth.instructions.checker import check
 from hapsynth.instructions.program import FactorTable, Program
 from hapsynth.instructions.rules import entry_of
+from hapsynth.instructions.rules.registry import rule_name
 from hapsynth.instructions.sizes import Classes, Sizes
 from hapsynth.search.costs import CostModel, Floats
 from hapsynth.search.emit import Emitter
@@ -122,7 +123,7 @@ class Planner:
             self.expanded,
             (best.memory,) * self.cluster.n,
             tuple(float(m) if self.memory_limit is None else self.limit for m in self.costs.memory),
-            tuple(sorted({op.name for op in self.graph.ops if entry_of(op) is None})),
+            tuple(sorted({rule_name(op) for op in self.graph.ops if entry_of(op) is None})),
             {"search_s": self.search_s, "ratio_s": self.ratio_s},
         )
 

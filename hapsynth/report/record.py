@@ -11,6 +11,7 @@ from typing import Any
 from hapsynth.cluster import Cluster
 from hapsynth.instructions.program import Convert, FactorTable, Program
 from hapsynth.instructions.rules import entry_of
+from hapsynth.instructions.rules.registry import rule_name
 from hapsynth.instructions.sizes import Sizes
 from hapsynth.plan import Plan
 from hapsynth.search.baselines import Baselines
@@ -41,7 +42,7 @@ def costs_of(plan: Plan, model: CostModel | None = None) -> list[Cost]:
 
 def replicated(traced: Traced) -> dict[str, int]:
     """Primitives without a sharding rule, and how often each occurs."""
-    found = Counter(op.name for op in traced.graph.ops if entry_of(op) is None)
+    found = Counter(rule_name(op) for op in traced.graph.ops if entry_of(op) is None)
     return dict(sorted(found.items()))
 
 

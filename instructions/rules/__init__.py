@@ -1,6 +1,17 @@
 """The sharding rules, one file per family of primitives; importing this package fills the registry."""
 
-from hapsynth.instructions.rules import contract, index, order, pointwise, reduce, region, shape, slice, window
+from hapsynth.instructions.rules import (
+    contract,
+    extension,
+    index,
+    order,
+    pointwise,
+    reduce,
+    region,
+    shape,
+    slice,
+    window,
+)
 from hapsynth.instructions.rules.registry import REGISTRY, Entry, entry_of, execute, factors_of, register
 
 __all__ = [
@@ -9,6 +20,7 @@ __all__ = [
     "contract",
     "entry_of",
     "execute",
+    "extension",
     "factors_of",
     "index",
     "order",

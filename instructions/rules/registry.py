@@ -55,6 +55,17 @@ class Entry:
 
 
 REGISTRY: dict[str, Entry] = {}
+"""By primitive, or by primitive and function where one primitive stands for many (`pallas_call:my_kernel`)."""
+
+DERIVED: dict[str, Callable[[Op], Entry | None]] = {}
+"""Primitives that may carry their rule with them."""
+
+MANY: dict[str, str] = {
+    "custom_partitioning": "it has no sharding rule that can be read",
+    "ffi_call": "what it computes is not known",
+    "pallas_call": "its grid is made for the whole operands",
+}
+"""Primitives that stand for many functions, and why there is no rule for all of them."""
 
 
 def register(
@@ -78,21 +89,32 @@ def register(
 
 
 def _replicated(f: Factors) -> None:
+    why = "no sharding rule for this primitive"
+    if f.op.name in MANY:
+        why = f"no rule for {rule_name(f.op)}, and {MANY[f.op.name]}: hapsynth.register_rule gives it one"
     for i in range(len(f.op.operands)):
-        f.block(f.operand(i), "no sharding rule for this primitive")
+        f.block(f.operand(i), why)
     for shape in f.op.result_shapes:
         dims = f.dims(shape)
-        f.block(dims, "no sharding rule for this primitive")
+        f.block(dims, why)
         f.results.append(dims)
 
 
+def rule_name(op: Op) -> str:
+    """What a rule for the op is registered under: its primitive, and the function's name where it stands for many."""
+    function = _jax.function_name(op.name, op.params)
+    return f"{op.name}:{function}" if function else op.name
+
+
 def entry_of(op: Op) -> Entry | None:
-    return REGISTRY.get(op.name)
+    """The op's entry: that of its function, of its primitive, or what it carries; None where it has none."""
+    entry = REGISTRY.get(rule_name(op)) or REGISTRY.get(op.name)
+    return DERIVED[op.name](op) if entry is None and op.name in DERIVED else entry
 
 
 def factors_of(op: Op) -> Factors:
     """The factors of an op; those of an unknown primitive all need replication."""
-    entry = REGISTRY.get(op.name)
+    entry = entry_of(op)
     f = Factors(op)
     if entry is None or any(_jax.is_extended(d) for d in (*op.dtypes, *op.result_dtypes)):
         # Typed keys have hidden trailing dimensions.
@@ -106,12 +128,12 @@ def factors_of(op: Op) -> Factors:
 
 
 def flops_of(op: Op) -> float:
-    entry = REGISTRY.get(op.name)
+    entry = entry_of(op)
     return (entry.flops if entry else elements)(op)
 
 
 def is_fusible(op: Op) -> bool:
-    entry = REGISTRY.get(op.name)
+    entry = entry_of(op)
     return entry is not None and entry.fusible
 
 
@@ -159,7 +181,7 @@ def execute(local: Local, operands: Sequence[Any]) -> list[Any]:
             else operands[local.factors.accumulators[local.factor]]
             for shape, dtype, placement in zip(local.result_shapes, op.result_dtypes, local.triple.results)
         ]
-    entry = REGISTRY.get(op.name)
+    entry = entry_of(op)
     if entry is not None and entry.local is not None:
         return entry.local(local, operands)
     params = entry.params(local) if entry is not None and entry.params is not None else op.params
