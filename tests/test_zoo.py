@@ -38,8 +38,6 @@ FUNCTIONS: tuple[Callable[[], Model], ...] = (
     functional.jvp,
 )
 MODELS = {fn.__name__: fn for fn in FUNCTIONS}
-# Nothing in them is worth cutting while their loops are whole.
-LOOPS = ("gpt_scanned", "gru", "greedy_decoding", "mlp_accumulated")
 
 
 def is_elementwise(op: Op) -> bool:
@@ -48,13 +46,7 @@ def is_elementwise(op: Op) -> bool:
     return len(shapes) == 1 and any(op.shapes) and all(op.result_shapes)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(n, marks=pytest.mark.xfail(reason="control flow is replicated", strict=False)) if n in LOOPS else n
-        for n in MODELS
-    ],
-)
+@pytest.mark.parametrize("name", MODELS)
 def test_hardly_anything_is_computed_whole(name: str) -> None:
     graph = trace(*MODELS[name]()).graph
     rows = uncovered(graph)
