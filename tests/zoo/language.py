@@ -63,8 +63,8 @@ def _gpt(scanned: bool, optimizer: Any) -> Model:
 
 
 def gpt() -> Model:
-    """Layers one after the other, with dropout; Adafactor with factored second moments."""
-    return _gpt(False, optax.adafactor(1e-3, min_dim_size_to_factor=16))
+    """Layers one after the other, with dropout; AdamW."""
+    return _gpt(False, optax.adamw(1e-3))
 
 
 def gpt_scanned() -> Model:
@@ -109,13 +109,14 @@ class Recurrent(eqx.Module):
 
 
 def gru() -> Model:
-    """equinox, `vmap` of a `lax.scan` over time; RMSProp."""
-    model, optimizer = eqx.filter_eval_shape(Recurrent, jax.random.key(0)), optax.rmsprop(1e-3)
+    """equinox, `vmap` of a `lax.scan` over time; Adafactor with factored second moments."""
+    model = eqx.filter_eval_shape(Recurrent, jax.random.key(0))
+    optimizer = optax.adafactor(1e-3, min_dim_size_to_factor=16)
 
     def step(state: Any, tokens: Any, targets: Any) -> Any:
         model, moments = state
         value, grads = eqx.filter_value_and_grad(lambda m: cross_entropy(jax.vmap(m)(tokens), targets))(model)
-        updates, moments = optimizer.update(grads, moments)
+        updates, moments = optimizer.update(grads, moments, model)
         return (eqx.apply_updates(model, updates), moments), value
 
     moments = abstract(optimizer.init, model)
