@@ -22,9 +22,10 @@ _MOVES = frozenset(
     {"broadcast_in_dim", "concatenate", "convert_element_type", "copy", "expand_dims", "optimization_barrier"}
     | {"reduce_precision", "reshape", "rev", "select_n", "slice", "squeeze", "stop_gradient", "transpose"}
 )
-_SAME_INDEX = _MOVES | {"add", "clamp"}
+_CARRIED = frozenset({"cond_join", "loop_carry", "scan_slice", "scan_stack"})
+_SAME_INDEX = _MOVES | _CARRIED | {"add", "clamp"}
 # Ops that keep the sign: nothing that subtracts, negates or contracts.
-_SAME_SIGN = _MOVES | {"add", "div", "max", "min", "mul", "reduce_sum"}
+_SAME_SIGN = _MOVES | _CARRIED | {"add", "div", "max", "min", "mul", "reduce_sum"}
 _NOT_NEGATIVE = frozenset({"log", "pow", "rsqrt", "sqrt"})
 _DEFAULT_BOUND = 2
 

@@ -267,15 +267,40 @@ def mapped(rng: Draw, x: Any, pool: Any, others: Any) -> Any:
 
 
 def looped(rng: Draw, x: Any, pool: Any, others: Any) -> Any:
-    """Control flow, which is replicated."""
+    """Loops and branches whose bodies are drawn as well."""
     if x.ndim == 0:
         return None
-    kind = int(rng.integers(3))
-    if kind == 0:
-        return lax.scan(lambda c, v: (jnp.tanh(c + v), c * v), jnp.zeros(x.shape[1:], x.dtype), x)[1]
-    if kind == 1:
-        return lax.fori_loop(0, 3, lambda i, v: jnp.sin(v) + i, x)
-    return lax.cond(x.size > 5, jnp.sin, jnp.cos, x)
+    i = pick(rng, [o for o in others if o.dtype != bool]).reshape(-1)[0]
+    seeds = [int(s) for s in rng.integers(1 << 30, size=3)]
+    start = fit(rng, jnp.asarray(pick(rng, pool)), tuple(int(pick(rng, SIZES)) for _ in range(int(rng.integers(1, 3)))))
+
+    def body(seed: int, c: Any, extra: Any) -> Any:
+        """The same at every tracing: JAX traces a body more than once."""
+        again = np.random.default_rng(seed)
+        for _ in range(int(again.integers(1, 4))):
+            inner = pick(
+                again, [elementwise, binary, matmul, reduce, softmax, joined, taken, shapes, looped, contracted]
+            )
+            made = inner(again, c, [*pool[:4], *extra], others)
+            c = c if made is None or made.size > 3000 else fit(again, made, c.shape).astype(c.dtype)
+        return jnp.tanh(c)
+
+    def step(c: Any, v: Any) -> Any:
+        new = body(seeds[0], c, [v])
+        return new, pick(np.random.default_rng(seeds[1]), [v * new.sum(), new, v, new.mean()])
+
+    kind = int(rng.integers(5))
+    if kind < 2 and x.shape[0] > 0:
+        final, stacked = lax.scan(step, start, x[:5], reverse=bool(kind))
+        return pick(rng, [final, stacked])
+    if kind == 2:
+        return lax.fori_loop(0, 3, lambda n, c: body(seeds[0], c, [x]) * (n + 1), start)
+    if kind == 3:
+        # Gradients do not pass a loop whose trips are not known.
+        stopped = lax.stop_gradient
+        test = lambda c: (c[0] < i % 4) & (jnp.abs(c[1]).sum() < 50)
+        return lax.while_loop(test, lambda c: (c[0] + 1, stopped(body(seeds[0], c[1], []))), (0, stopped(start)))[1]
+    return lax.switch(i % 3, [lambda c, s=s: body(s, c, [x]) for s in seeds], start)
 
 
 def wrapped(rng: Draw, x: Any, pool: Any, others: Any) -> Any:

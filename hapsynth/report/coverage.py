@@ -13,8 +13,8 @@ from hapsynth.instructions.rules.registry import factors_of, flops_of
 class Uncovered:
     """The ops of one primitive that cannot be divided for one reason.
 
-    `flops` and `nbytes` are theirs in all, each op counted once and as a kernel of its own; the shares are of the
-    whole graph's.
+    `flops` and `nbytes` are theirs in all, each op counted as often as it runs and as a kernel of its own; the shares
+    are of the whole graph's.
     """
 
     primitive: str
@@ -36,10 +36,10 @@ def uncovered(graph: Graph) -> tuple[Uncovered, ...]:
         reason = why_whole(op)
         if reason is not None:
             found.setdefault((op.name, reason), []).append(op)
-    all_flops, all_bytes = max(_flops(graph.ops), 1.0), max(_nbytes(graph, graph.ops), 1.0)
+    all_flops, all_bytes = max(_flops(graph, graph.ops), 1.0), max(_nbytes(graph, graph.ops), 1.0)
     rows: list[Uncovered] = []
     for (name, reason), ops in found.items():
-        flops, nbytes = _flops(ops), _nbytes(graph, ops)
+        flops, nbytes = _flops(graph, ops), _nbytes(graph, ops)
         rows.append(Uncovered(name, reason, len(ops), flops, nbytes, flops / all_flops, nbytes / all_bytes))
     return tuple(sorted(rows, key=lambda r: (-r.nbytes, -r.flops, r.primitive, r.reason)))
 
@@ -53,11 +53,11 @@ def why_whole(op: Op) -> str | None:
     return "; ".join(reasons) or "its operands are constants"
 
 
-def _flops(ops: Iterable[Op]) -> float:
-    return sum(map(flops_of, ops), 0.0)
+def _flops(graph: Graph, ops: Iterable[Op]) -> float:
+    return sum((graph.runs[op.region] * flops_of(op) for op in ops), 0.0)
 
 
 def _nbytes(graph: Graph, ops: Iterable[Op]) -> float:
     """Bytes that ops read and write, were each a kernel of its own."""
-    touched = (v for op in ops for v in (*(v for _, v in op.value_operands), *op.results))
-    return float(sum(graph.values[v].nbytes for v in touched))
+    touched = ((op, v) for op in ops for v in (*(v for _, v in op.value_operands), *op.results))
+    return float(sum(graph.runs[op.region] * graph.values[v].nbytes for op, v in touched))
