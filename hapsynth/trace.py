@@ -10,7 +10,8 @@ import jax
 import numpy as np
 
 from hapsynth import _jax
-from hapsynth.graph import Graph, Literal, Op, Operand, Value
+from hapsynth._values import NEEDS_VALUE, needs_value
+from hapsynth.graph import Graph, Literal, Op, Operand, Shown, Value
 
 # They run on a mesh of their own, which can't be inside hapsynth's.
 _DISTRIBUTED = ("pmap", "shard_map", "xla_pmap")
@@ -110,6 +111,8 @@ def trace(
 
     try:
         closed, _ = _jax.make_jaxpr(flat_fn, *structs)
+    except NEEDS_VALUE as error:
+        raise TraceError(needs_value(error)) from error
     except RuntimeError as error:
         if "mesh" not in str(error):
             raise
@@ -154,6 +157,7 @@ class _Inliner:
         self.raw: list[tuple[Any, list[Any], list[Any], dict[str, Any], str, str]] = []
         self.counter = 0
         self.avals: dict[int, Any] = {}
+        self.shown: list[tuple[Any, list[Any], dict[str, Any], str, str]] = []
 
     def fresh(self, aval: Any) -> int:
         self.counter += 1
@@ -168,8 +172,20 @@ class _Inliner:
         for var, value in zip(getattr(jaxpr, "constvars", ()), consts):
             constants[self.bind_var(env, var)] = value
         self.constants = constants
-        outputs = self.walk(jaxpr, env, "")
+        outputs = self.tie(self.walk(jaxpr, env, ""))
         return self.finish(inputs, outputs)
+
+    def tie(self, outputs: list[Any]) -> list[Any]:
+        """Have what only shows values made on the way to the first output, since nothing else needs it."""
+        for primitive, operands, params, source, scope in self.shown:
+            arrays = [n for n, o in enumerate(outputs) if isinstance(o, int)]
+            at = next((n for n in arrays if not _jax.is_extended(self.avals[outputs[n]].dtype)), None)
+            if at is None:
+                raise TraceError(f"{primitive.name} ({source}) is in a function that returns no array: return one")
+            results = [self.fresh(self.avals[outputs[at]]), self.fresh(_jax.integer_scalar())]
+            self.raw.append((Shown(primitive), [outputs[at], *operands], results, params, source, scope))
+            outputs[at] = results[0]
+        return outputs
 
     def bind_var(self, env: dict[Any, Any], var: Any) -> int:
         env[var] = self.fresh(var.aval)
@@ -201,6 +217,9 @@ class _Inliner:
                     f"the function distributes work itself, by {eqn.primitive.name} ({source}): hapsynth chooses how; "
                     "give it the function for one device"
                 )
+            if _jax.shows(eqn):
+                self.shown.append((eqn.primitive, operands, dict(eqn.params), source, _jax.scope_name(eqn)))
+                continue
             results = [self.fresh(v.aval) for v in eqn.outvars]
             for var, result in zip(eqn.outvars, results):
                 env[var] = result

@@ -1,6 +1,6 @@
 """The sharding rules, one file per family of primitives; importing this package fills the registry."""
 
-from hapsynth.instructions.rules import contract, extension, index, order, pointwise, reduce, shape, slice, window
+from hapsynth.instructions.rules import contract, extension, index, order, pointwise, reduce, shape, show, slice, window
 from hapsynth.instructions.rules.registry import REGISTRY, Entry, entry_of, execute, factors_of, register
 
 __all__ = [
@@ -17,6 +17,7 @@ __all__ = [
     "reduce",
     "register",
     "shape",
+    "show",
     "slice",
     "window",
 ]
