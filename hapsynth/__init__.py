@@ -5,6 +5,7 @@ from hapsynth.cluster import Cluster, ClusterError, DeviceKind, Link
 from hapsynth.instructions.rule_check import RuleReport, check_rule
 from hapsynth.instructions.rules.extension import register_rule
 from hapsynth.instructions.rules.notation import RuleError
+from hapsynth.lower import UnsupportedError
 from hapsynth.plan import CheckReport, Plan, PlanError, load
 from hapsynth.search.planner import InfeasibleError
 from hapsynth.sharded_array import ShardedArray
@@ -25,6 +26,7 @@ __all__ = [
     "RuleReport",
     "ShardedArray",
     "TraceError",
+    "UnsupportedError",
     "check_rule",
     "load",
     "register_rule",

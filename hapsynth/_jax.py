@@ -7,6 +7,8 @@ place of their inner jaxpr moved in between. Nothing here starts a backend.
 from __future__ import annotations
 
 import functools
+import sysconfig
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -14,6 +16,7 @@ import jax
 import jax.extend.core as jex
 import jax.numpy as jnp
 import numpy as np
+from jax.core import ShapedArray
 
 # Primitives that only wrap a jaxpr: name -> where that jaxpr is kept, newest spelling first.
 _CALLS: dict[str, tuple[str, ...]] = {
@@ -142,15 +145,45 @@ def is_dropped(var: Any) -> bool:
     return type(var).__name__ == "DropVar"
 
 
-def effects_of(jaxpr: Any) -> list[str]:
-    """Names of the primitives with effects, innermost, with their source line."""
+def effects_of(jaxpr: Any, inlined: bool = True) -> list[str]:
+    """The equations with effects that can't be distributed, innermost: primitive, source line and why.
+
+    `inlined`: the jaxpr becomes part of the graph, where what only shows values can be run on one device.
+    """
     found: list[str] = []
     for eqn in open_jaxpr(jaxpr)[0].eqns:
-        if getattr(eqn, "effects", None):
-            params = [q for p in eqn.params.values() for q in (p if isinstance(p, (tuple, list)) else (p,))]
-            inside = [e for q in params if hasattr(q, "eqns") or hasattr(q, "jaxpr") for e in effects_of(q)]
-            found += inside or [f"{eqn.primitive.name} ({source_line(eqn)})"]
+        if not getattr(eqn, "effects", None):
+            continue
+        call = inlined and (called_jaxpr(eqn) is not None or remat_jaxpr(eqn) is not None)
+        params = [q for p in eqn.params.values() for q in (p if isinstance(p, (tuple, list)) else (p,))]
+        inner = [q for q in params if hasattr(q, "eqns") or hasattr(q, "jaxpr")]
+        inside = [e for q in inner for e in effects_of(q, call)]
+        if call or inside:
+            found += inside
+        elif not (inlined and shows(eqn)):
+            why = "a loop or branch" if shows(eqn) else "ordered" if _ordered(eqn) else ""
+            found.append(f"{eqn.primitive.name} ({source_line(eqn)})" + (f", {_WHY[why]}" if why else ""))
     return list(dict.fromkeys(found))
+
+
+_WHY = {
+    "a loop or branch": "which is in a loop or branch: print what that returns",
+    "ordered": "which is ordered: without ordered=True, jax.debug.print and jax.debug.callback run on the first device",
+}
+
+
+def shows(eqn: Any) -> bool:
+    """Whether the equation only shows values to the host, in any order: `jax.debug.print`, `jax.debug.callback`."""
+    return eqn.primitive.name in ("debug_print", "debug_callback") and not _ordered(eqn)
+
+
+def _ordered(eqn: Any) -> bool:
+    return any(type(e).__name__.startswith("Ordered") for e in eqn.effects)
+
+
+def integer_scalar() -> Any:
+    """The abstract value of an int32."""
+    return ShapedArray((), np.dtype(np.int32))
 
 
 _LIBRARIES = (
@@ -167,13 +200,24 @@ _LIBRARIES = (
 
 def source_line(eqn: Any) -> str:
     """`file:line` of the user's code that made the equation, or '' when it is not known."""
-    traceback = getattr(eqn.source_info, "traceback", None)
-    frames: Sequence[Any] = getattr(traceback, "frames", None) or ()
+    frames: Sequence[Any] = getattr(getattr(eqn.source_info, "traceback", None), "frames", None) or ()
     for frame in frames:
         name = frame.file_name.replace("\\", "/")
         if not any(part in name for part in _LIBRARIES):
             return f"{name.rsplit('/', 1)[-1]}:{frame.line_num}"
     return ""
+
+
+def raised_at(error: BaseException) -> str:
+    """`file:line` of the user's code, innermost, that an exception came through; '' when it is not known."""
+    found = ""
+    library = sysconfig.get_path("stdlib").replace("\\", "/")
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        name = frame.f_code.co_filename.replace("\\", "/")
+        ours = any(part in name for part in _LIBRARIES)
+        if not ours and (not name.startswith(library) or "/site-packages/" in name):
+            found = f"{name.rsplit('/', 1)[-1]}:{line}"
+    return found
 
 
 def scope_name(eqn: Any) -> str:

@@ -23,6 +23,8 @@ from hapsynth import _units
 from hapsynth.api import synthesize
 from hapsynth.cluster import Cluster, ClusterError
 from hapsynth.example_data import example_arguments
+from hapsynth.instructions.rules.notation import RuleError
+from hapsynth.lower import UnsupportedError
 from hapsynth.plan import Plan, PlanError, load
 from hapsynth.report import record, trial
 from hapsynth.report.explain import Explainer, find_value
@@ -51,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _COMMANDS[options.command](options, session)
     except InfeasibleError as error:
         return _fail(name, "infeasible", error, FAILED)
-    except (UsageError, ClusterError, PlanError, TraceError) as error:
+    except (UsageError, ClusterError, PlanError, TraceError, RuleError, UnsupportedError) as error:
         return _fail(name, "error", error, MISUSED)
     except OSError as error:
         # Files report their own errors, so this is standard output: its reader has gone, as in `| head`, or it is full.

@@ -142,6 +142,25 @@ class Op:
         return f"Op({self.index}: {self.name} {self.operands} -> {self.results})"
 
 
+@dataclass(frozen=True)
+class Shown:
+    """Stands for a primitive that shows values to the host: `(x, *shown) -> (x, 0)`.
+
+    It passes on a value that the program needs, so that it is not dead code; the 0 is there on every device.
+    """
+
+    primitive: Any
+    multiple_results = True
+
+    @property
+    def name(self) -> str:
+        return self.primitive.name
+
+    def bind(self, x: Any, *shown: Any, **params: Any) -> list[Any]:
+        self.primitive.bind(*shown, **params)
+        return [x, np.int32(0)]
+
+
 @dataclass(frozen=True, eq=False)
 class Graph:
     """Values are numbered in order of definition: inputs, constants, then results of ops."""

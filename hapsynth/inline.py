@@ -21,6 +21,7 @@ from hapsynth.graph import (
     Operand,
     Region,
     RegionKind,
+    Shown,
     Value,
 )
 
@@ -67,6 +68,8 @@ class _Inliner:
         self.region = 0
         self.ties: dict[int, Any] = {}
         """Key of a carried value -> what the next iteration finds as it."""
+        self.shown: list[tuple[Any, list[Any], dict[str, Any], str, str]] = []
+        """Prints and debug callbacks: primitive, operands, parameters, source line, scope."""
 
     def fresh(self, aval: Any) -> int:
         self.counter += 1
@@ -79,8 +82,19 @@ class _Inliner:
         inputs = [self.bind_var(env, v) for v in jaxpr.invars]
         for var, value in zip(getattr(jaxpr, "constvars", ()), consts):
             self.constants[self.bind_var(env, var)] = value
-        outputs = self.walk(jaxpr, env, "")
+        outputs = self.tie(self.walk(jaxpr, env, ""))
         return self.finish(inputs, outputs)
+
+    def tie(self, outputs: list[Any]) -> list[Any]:
+        """Have what only shows values made on the way to the first output, since nothing else needs it."""
+        for primitive, operands, params, source, scope in self.shown:
+            arrays = [n for n, o in enumerate(outputs) if isinstance(o, int)]
+            at = next((n for n in arrays if not _jax.is_extended(self.avals[outputs[n]].dtype)), None)
+            if at is None:
+                raise TraceError(f"{primitive.name} ({source}) is in a function that returns no array: return one")
+            avals = [self.avals[outputs[at]], _jax.integer_scalar()]
+            outputs[at] = self.add(Shown(primitive), [outputs[at], *operands], avals, source, params, scope)[0]
+        return outputs
 
     def bind_var(self, env: dict[Any, Any], var: Any) -> int:
         env[var] = self.fresh(var.aval)
@@ -132,6 +146,9 @@ class _Inliner:
         control = {"scan": self.scan, "while": self.while_loop, "cond": self.cond}.get(name)
         if control is not None:
             return control(eqn, operands, source)
+        if _jax.shows(eqn):
+            self.shown.append((eqn.primitive, operands, dict(eqn.params), source, _jax.scope_name(eqn)))
+            return []
         avals = [v.aval for v in eqn.outvars]
         return self.add(eqn.primitive, operands, avals, source, dict(eqn.params), _jax.scope_name(eqn))
 

@@ -18,7 +18,7 @@ from hapsynth.example_data import random_arguments
 from hapsynth.instructions.layout import format_layout
 from hapsynth.instructions.program import Program
 from hapsynth.instructions.sizes import Sizes
-from hapsynth.lower import Lowered, host_array, lower, own_mesh
+from hapsynth.lower import Lowered, host_array, lower, own_mesh, unsupported
 from hapsynth.plan_file import PlanError, read_plan, write_plan
 from hapsynth.search.result import Result
 from hapsynth.sharded_array import ShardedArray
@@ -63,7 +63,8 @@ class Plan:
         that lie anywhere, and what `shard` or an earlier call returned. (Weak types are taken as planned.) A result is
         a plain `jax.Array`, or a `ShardedArray` where the shards are unlike.
 
-        Raises TypeError, ValueError or RuntimeError naming the argument's path before anything runs or is consumed.
+        Raises TypeError, ValueError or RuntimeError naming the argument's path before anything runs or is consumed,
+        UnsupportedError naming the op that the devices can't run.
         An error from the run itself carries a note that names the state it consumed.
         """
         lowered = self.lowered
@@ -73,6 +74,9 @@ class Plan:
             made = lowered(stored)
         except Exception as error:
             lost = [p for p, x in zip(self.traced.in_paths, stored) if x.is_deleted()]
+            named = None if lost else unsupported(self.traced.graph, lowered.mesh.local_devices[0], error)
+            if named is not None:
+                raise named from error
             if lost:
                 error.add_note(f"hapsynth: the call had consumed these arguments, which are lost: {', '.join(lost)}")
             raise

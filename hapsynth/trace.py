@@ -10,6 +10,7 @@ import jax
 import numpy as np
 
 from hapsynth import _jax
+from hapsynth._values import NEEDS_VALUE, needs_value
 from hapsynth.graph import Graph, Literal
 from hapsynth.inline import TraceError, inline
 
@@ -104,6 +105,8 @@ def trace(
 
     try:
         closed, _ = _jax.make_jaxpr(flat_fn, *structs)
+    except NEEDS_VALUE as error:
+        raise TraceError(needs_value(error)) from error
     except RuntimeError as error:
         if "mesh" not in str(error):
             raise

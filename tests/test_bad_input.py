@@ -185,9 +185,7 @@ def calling(x: Any, y: Any) -> Any:
 
 
 EFFECTS: dict[str, tuple[Callable[..., Any], str, str]] = {
-    "print": (printing, "debug_print", "jax.debug.print("),
     "call": (calling, "io_callback", "io_callback(lambda"),
-    "print in jit": (lambda x, y: jax.jit(printing)(x, y), "debug_print", "jax.debug.print("),
     "call in a gradient": (
         lambda x, y: jax.lax.scan(lambda c, r: (calling(c, r), None), x[0], y)[0],
         "io_callback",

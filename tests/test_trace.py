@@ -98,7 +98,7 @@ def test_a_leaf_without_a_shape_is_named():
 
 def test_effects_are_refused_with_their_line():
     def fn(x):
-        jax.debug.print("x is {}", x)
+        jax.debug.print("x is {}", x, ordered=True)
         return x + 1
 
     with pytest.raises(TraceError, match=r"effects .*test_trace\.py:\d+"):

@@ -17,6 +17,7 @@ from types import ModuleType
 from typing import Any
 
 import hapsynth
+from hapsynth._values import NEEDS_VALUE
 
 
 class UsageError(Exception):
@@ -124,18 +125,21 @@ def _guarded(fn: Callable[..., Any], what: str) -> Callable[..., Any]:
 
     @functools.wraps(fn, updated=())
     def call(*args: Any, **kwargs: Any) -> Any:
-        with blamed_on_user(what):
+        with blamed_on_user(what, but=NEEDS_VALUE):
             return fn(*args, **kwargs)
 
     return call
 
 
 @contextlib.contextmanager
-def blamed_on_user(what: str) -> Generator[None]:
-    """Exceptions of the user's code as UsageErrors that show the exception and the user's line."""
+def blamed_on_user(what: str, but: tuple[type[Exception], ...] = ()) -> Generator[None]:
+    """Exceptions of the user's code as UsageErrors that show the exception and the user's line.
+
+    Those of `but` are left as they are: the trace says more of them.
+    """
     try:
         yield
-    except (UsageError, KeyboardInterrupt):
+    except (UsageError, KeyboardInterrupt, *but):
         raise
     except (Exception, SystemExit) as error:
         if isinstance(error, SyntaxError) and error.filename:

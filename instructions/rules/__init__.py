@@ -9,6 +9,7 @@ from hapsynth.instructions.rules import (
     reduce,
     region,
     shape,
+    show,
     slice,
     window,
 )
@@ -29,6 +30,7 @@ __all__ = [
     "region",
     "register",
     "shape",
+    "show",
     "slice",
     "window",
 ]

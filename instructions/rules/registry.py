@@ -90,6 +90,8 @@ def register(
 
 def _replicated(f: Factors) -> None:
     why = "no sharding rule for this primitive"
+    if f.op.name == "pure_callback":
+        why = "every device calls the host's function, which is given whole arrays"
     if f.op.name in MANY:
         why = f"no rule for {rule_name(f.op)}, and {MANY[f.op.name]}: hapsynth.register_rule gives it one"
     for i in range(len(f.op.operands)):

@@ -1,0 +1,59 @@
+"""Which op a device can't run, where XLA says no more than that it can't."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+
+from hapsynth import _jax
+from hapsynth.graph import Graph, Literal, Op
+from hapsynth.instructions.rules.registry import bind, rule_name
+
+_REFUSED = ("UNIMPLEMENTED", "NOT_FOUND", "INVALID_ARGUMENT", "INTERNAL")
+"""How an error of XLA's begins that is no lack of memory and no fault of the run."""
+
+
+class UnsupportedError(RuntimeError):
+    """The devices can't run an op of the function."""
+
+
+def unsupported(graph: Graph, device: Any, error: Exception) -> UnsupportedError | None:
+    """The error with the op and its line, where an op alone fails like the whole; None where none does.
+
+    Every distinct op is lowered for the device, and compiled where the error is the compiler's.
+    """
+    compiles = isinstance(error, jax.errors.JaxRuntimeError)
+    if not (isinstance(error, (NotImplementedError, TypeError, ValueError)) or str(error).startswith(_REFUSED)):
+        return None
+    tried: set[str] = set()
+    for op in graph.ops:
+        key = f"{rule_name(op)} {op.shapes} {op.dtypes} {op.params}"
+        if key in tried:
+            continue
+        tried.add(key)
+        try:
+            _compile(op, device, compiles)
+        except Exception as alone:
+            if type(alone) is not type(error):
+                continue
+            operands = ", ".join(f"{d}{list(s)}" for d, s in zip(op.dtypes, op.shapes))
+            where = f" ({op.source})" if op.source else ""
+            kind = f"{device.platform} ({device.device_kind})"
+            said = str(alone).splitlines()[0]
+            return UnsupportedError(
+                f"{rule_name(op)}{where} of {operands} can't run on {kind}: {said}; compute it in another dtype or form"
+            )
+    return None
+
+
+def _compile(op: Op, device: Any, compiles: bool) -> None:
+    def alone(*values: Any) -> list[Any]:
+        rest = iter(values)
+        return bind(op.primitive, [o.value if isinstance(o, Literal) else next(rest) for o in op.operands], op.params)
+
+    structs = [jax.ShapeDtypeStruct(op.shapes[i], op.dtypes[i]) for i, _ in op.value_operands]
+    with _jax.no_mesh(), jax.default_device(device):
+        lowered = jax.jit(alone).lower(*structs)
+        if compiles:
+            lowered.compile()
