@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from hapsynth.graph import Graph
+from hapsynth.graph import Boundary, Graph
 from hapsynth.instructions.checker import check
 from hapsynth.instructions.factors import Triple
 from hapsynth.instructions.layout import Placement, R, S
@@ -56,7 +56,7 @@ class _ReducedAtOnce(Structure):
     def _allowed_triples(self, op: int) -> tuple[Triple, ...]:
         triples = super()._allowed_triples(op)
         source = self.graph.ops[op]
-        if source.name == "add_any":
+        if source.name == "add_any" or isinstance(source.primitive, Boundary):
             return triples
         tensors = [p for p, v in source.value_operands if self.graph.values[v].shape]
         return tuple(t for t in triples if not any(t.operands[p].is_partial for p in tensors))
