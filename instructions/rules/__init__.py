@@ -1,6 +1,6 @@
 """The sharding rules, one file per family of primitives; importing this package fills the registry."""
 
-from hapsynth.instructions.rules import contract, index, order, pointwise, reduce, shape, slice, window
+from hapsynth.instructions.rules import contract, index, order, pointwise, random, reduce, shape, slice, window
 from hapsynth.instructions.rules.registry import REGISTRY, Entry, entry_of, execute, factors_of, register
 
 __all__ = [
@@ -13,6 +13,7 @@ __all__ = [
     "index",
     "order",
     "pointwise",
+    "random",
     "reduce",
     "register",
     "shape",

@@ -43,6 +43,7 @@ class Entry:
     `factors` fills in the op's factors; `params` adapts the parameters to the local shapes; `local` replaces the
     execution on a shard as a whole (only where parameters are not enough); `flops` counts the whole op's
     floating-point operations; `fusible` ops form one kernel with their neighbours and move no memory between.
+    `typed_keys`: the factors are right for typed keys too; without it an op on keys is replicated.
     """
 
     name: str
@@ -52,6 +53,7 @@ class Entry:
     flops: FlopsOf = elements
     fusible: bool = False
     note: str = ""
+    typed_keys: bool = False
 
 
 REGISTRY: dict[str, Entry] = {}
@@ -64,6 +66,7 @@ def register(
     flops: FlopsOf = elements,
     fusible: bool = False,
     note: str = "",
+    typed_keys: bool = False,
 ) -> Callable[[FactorsOf], FactorsOf]:
     """Decorator: register the factor function under each primitive name."""
 
@@ -71,18 +74,22 @@ def register(
         for name in names:
             if name in REGISTRY:
                 raise ValueError(f"primitive {name!r} has two entries")
-            REGISTRY[name] = Entry(name, factors, params, local, flops, fusible, note)
+            REGISTRY[name] = Entry(name, factors, params, local, flops, fusible, note, typed_keys)
         return factors
 
     return add
 
 
-def _replicated(f: Factors) -> None:
+KEYS_ARE_WHOLE = "typed keys are held whole: they have hidden dimensions, and are a few words each"
+
+
+def replicated(f: Factors, reason: str) -> None:
+    """Nothing of the op can be cut."""
     for i in range(len(f.op.operands)):
-        f.block(f.operand(i), "no sharding rule for this primitive")
+        f.block(f.operand(i), reason)
     for shape in f.op.result_shapes:
         dims = f.dims(shape)
-        f.block(dims, "no sharding rule for this primitive")
+        f.block(dims, reason)
         f.results.append(dims)
 
 
@@ -94,9 +101,10 @@ def factors_of(op: Op) -> Factors:
     """The factors of an op; those of an unknown primitive all need replication."""
     entry = REGISTRY.get(op.name)
     f = Factors(op)
-    if entry is None or any(_jax.is_extended(d) for d in (*op.dtypes, *op.result_dtypes)):
-        # Typed keys have hidden trailing dimensions.
-        _replicated(f)
+    if entry is None:
+        replicated(f, "no sharding rule for this primitive")
+    elif not entry.typed_keys and any(_jax.is_extended(d) for d in (*op.dtypes, *op.result_dtypes)):
+        replicated(f, KEYS_ARE_WHOLE)
     else:
         entry.factors(f)
     assert (len(f.operands), len(f.results)) == (len(op.operands), len(op.results)), op
