@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from hapsynth import _jax
 from hapsynth.graph import Literal, Op
 from hapsynth.instructions.factors import Dim, Factors, Local, Triple
 from hapsynth.instructions.layout import Placement
@@ -38,7 +39,7 @@ def share_patterns(size: int) -> tuple[tuple[int, ...], ...]:
 
 def split(rng: np.random.Generator, full: Array, placement: Placement, lengths: Sequence[int]) -> list[np.ndarray]:
     """What each device holds of a value: its slice, everything, or a random share of the combination."""
-    x, n = np.asarray(full), len(lengths)
+    x, n = full if _jax.is_extended(full.dtype) else np.asarray(full), len(lengths)
     if placement.is_sharded:
         if sum(lengths) != x.shape[placement.dim]:
             raise Unsound(f"{placement} of {x.shape} is not cut into {lengths}")
@@ -173,11 +174,11 @@ class Trial:
                 if x.shape != shape or x.dtype != dtype:
                     raise Unsound(f"{what}: device {device} made {x.dtype}{x.shape}, not {dtype}{shape}")
         for r, (placement, want) in enumerate(zip(self.triple.results, expected)):
-            parts = [np.asarray(out[r]) for out in results]
+            parts, whole = [_words(out[r]) for out in results], _words(want)
             if not placement.is_sharded and not placement.is_partial:
-                problem = next(filter(None, (_difference(p, np.asarray(want)) for p in parts)), "")
+                problem = next(filter(None, (_difference(p, whole) for p in parts)), "")
             else:
-                problem = _difference(combine(parts, placement), np.asarray(want))
+                problem = _difference(combine(parts, placement), whole)
             if problem:
                 raise Unsound(f"{what}: result {r} {problem}")
 
@@ -215,6 +216,11 @@ def check(tried: Sequence[Trial], samples: int = 4) -> int:
         for t, result in zip(tried, results):
             t.judge(result, expected[id(t.op)])
     return len(tried)
+
+
+def _words(x: Array) -> np.ndarray:
+    """An array's elements; those of typed keys as integers, in a dimension at the end."""
+    return np.asarray(jax.random.key_data(x) if _jax.is_extended(x.dtype) else x)
 
 
 def _difference(got: np.ndarray, want: np.ndarray) -> str:

@@ -13,7 +13,7 @@ from hapsynth.instructions.layout import P, R
 from hapsynth.instructions.rules.registry import no_flops, register
 
 
-def _pointwise(f: Factors) -> None:
+def pointwise(f: Factors) -> None:
     """Operands have the result's shape, size 1 where they broadcast, or are scalars (clamp's bounds)."""
     dims = f.dims(f.op.result_shapes[0])
     for shape in f.op.shapes:
@@ -32,27 +32,27 @@ JOINT = ("add", "add_any", "complex", "sub")
 EACH = ("mul",)
 FIRST = ("conj", "copy", "div", "imag", "neg", "real", "stop_gradient")
 
-register(*_NONLINEAR.split(), fusible=True)(_pointwise)
+register(*_NONLINEAR.split(), fusible=True)(pointwise)
 
 
 @register(*JOINT, fusible=True)
 def _joint(f: Factors) -> None:
     """Linear in both operands together: partial + partial is partial, partial + replicated is not."""
-    _pointwise(f)
+    pointwise(f)
     f.linear = ((0, 1),)
 
 
 @register(*EACH, fusible=True)
 def _each(f: Factors) -> None:
     """Linear in each operand while the other is fixed."""
-    _pointwise(f)
+    pointwise(f)
     f.linear = ((0,), (1,))
 
 
 @register(*FIRST, fusible=True)
 def _first(f: Factors) -> None:
     """Linear in the first operand; integer division is not."""
-    _pointwise(f)
+    pointwise(f)
     name = f.op.name
     if name == "div" and not jnp.issubdtype(f.op.dtypes[0], jnp.inexact):
         return
@@ -67,7 +67,7 @@ def _first(f: Factors) -> None:
 @register("max", "min", fusible=True)
 def _extreme(f: Factors) -> None:
     """Monotone in each operand, so an extreme of it passes; of both together, only the op's own kind does."""
-    _pointwise(f)
+    pointwise(f)
     f.passes = ((0,), (1,))
     own = P("max" if f.op.name == "max" else "min")
     if all(isinstance(o, int) for o in f.op.operands):
@@ -77,14 +77,14 @@ def _extreme(f: Factors) -> None:
 @register("clamp", fusible=True)
 def _clamp(f: Factors) -> None:
     """Monotone in what is clamped."""
-    _pointwise(f)
+    pointwise(f)
     f.passes = ((1,),)
 
 
 @register("convert_element_type", fusible=True)
 def _convert(f: Factors) -> None:
     """A partial passes where the new type holds every value of the old one: never a narrowing."""
-    _pointwise(f)
+    pointwise(f)
     old, new = f.op.dtypes[0], f.op.result_dtypes[0]
     if old == new or _widens(old, new):
         f.passes = ((0,),)
@@ -115,7 +115,7 @@ def _widens(old: Any, new: Any) -> bool:
 @register("select_n", fusible=True)
 def _select(f: Factors) -> None:
     """Linear in all cases together once the predicate is known."""
-    _pointwise(f)
+    pointwise(f)
     cases = tuple(range(1, len(f.op.operands)))
     f.linear = (cases,)
     f.passes = (cases,)

@@ -43,6 +43,7 @@ class Entry:
     `factors` fills in the op's factors; `params` adapts the parameters to the local shapes; `local` replaces the
     execution on a shard as a whole (only where parameters are not enough); `flops` counts the whole op's
     floating-point operations; `fusible` ops form one kernel with their neighbours and move no memory between.
+    `typed_keys`: the factors are right for typed keys too; without it an op on keys is replicated.
     """
 
     name: str
@@ -52,6 +53,7 @@ class Entry:
     flops: FlopsOf = elements
     fusible: bool = False
     note: str = ""
+    typed_keys: bool = False
 
 
 REGISTRY: dict[str, Entry] = {}
@@ -75,6 +77,7 @@ def register(
     flops: FlopsOf = elements,
     fusible: bool = False,
     note: str = "",
+    typed_keys: bool = False,
 ) -> Callable[[FactorsOf], FactorsOf]:
     """Decorator: register the factor function under each primitive name."""
 
@@ -82,24 +85,32 @@ def register(
         for name in names:
             if name in REGISTRY:
                 raise ValueError(f"primitive {name!r} has two entries")
-            REGISTRY[name] = Entry(name, factors, params, local, flops, fusible, note)
+            REGISTRY[name] = Entry(name, factors, params, local, flops, fusible, note, typed_keys)
         return factors
 
     return add
 
 
-def _replicated(f: Factors) -> None:
-    why = "no sharding rule for this primitive"
-    if f.op.name == "pure_callback":
-        why = "every device calls the host's function, which is given whole arrays"
-    if f.op.name in MANY:
-        why = f"no rule for {rule_name(f.op)}, and {MANY[f.op.name]}: hapsynth.register_rule gives it one"
+KEYS_ARE_WHOLE = "typed keys are held whole: they have hidden dimensions, and are a few words each"
+
+
+def replicated(f: Factors, reason: str) -> None:
+    """Nothing of the op can be cut."""
     for i in range(len(f.op.operands)):
-        f.block(f.operand(i), why)
+        f.block(f.operand(i), reason)
     for shape in f.op.result_shapes:
         dims = f.dims(shape)
-        f.block(dims, why)
+        f.block(dims, reason)
         f.results.append(dims)
+
+
+def _no_rule(op: Op) -> str:
+    """Why an op without an entry is replicated."""
+    if op.name == "pure_callback":
+        return "every device calls the host's function, which is given whole arrays"
+    if op.name in MANY:
+        return f"no rule for {rule_name(op)}, and {MANY[op.name]}: hapsynth.register_rule gives it one"
+    return "no sharding rule for this primitive"
 
 
 def rule_name(op: Op) -> str:
@@ -118,9 +129,10 @@ def factors_of(op: Op) -> Factors:
     """The factors of an op; those of an unknown primitive all need replication."""
     entry = entry_of(op)
     f = Factors(op)
-    if entry is None or any(_jax.is_extended(d) for d in (*op.dtypes, *op.result_dtypes)):
-        # Typed keys have hidden trailing dimensions.
-        _replicated(f)
+    if entry is None:
+        replicated(f, _no_rule(op))
+    elif not entry.typed_keys and any(_jax.is_extended(d) for d in (*op.dtypes, *op.result_dtypes)):
+        replicated(f, KEYS_ARE_WHOLE)
     else:
         entry.factors(f)
     assert (len(f.operands), len(f.results)) == (len(op.operands), len(op.results)), op

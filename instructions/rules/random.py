@@ -1,0 +1,144 @@
+"""Random numbers: every device draws its own shard from the counters of the whole draw, bit for bit.
+
+Element i of a threefry draw is the hash of the key and of i, its row-major index in 64 bits, as long as
+`jax_threefry_partitionable` is on (JAX's default). So a shard needs the key, which every device holds whole, and its
+offset: nothing is sent. A draw with a batch of keys is one draw per key and can be cut along the batch as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend.random import threefry2x32_p
+
+from hapsynth.graph import Op
+from hapsynth.instructions.factors import Factors, Local
+from hapsynth.instructions.rules.pointwise import pointwise
+from hapsynth.instructions.rules.registry import KEYS_ARE_WHOLE, apart, bind, elements, no_flops, register, replicated
+
+THREEFRY = "threefry2x32"
+
+_HASH = 120
+"""Integer operations of one threefry hash: 20 rounds of add, rotate and xor, and the key five times."""
+
+
+def _hashes(op: Op) -> float:
+    return _HASH * elements(op)
+
+
+def _is_threefry(dtype: Any) -> bool:
+    return dtype == jax.random.key_dtype(THREEFRY)
+
+
+def _is_partitionable() -> bool:
+    """Whether an element's bits depend on its index alone; `jax.threefry_partitionable` may change it for a while."""
+    return jax.config.jax_threefry_partitionable  # pyright: ignore[reportAttributeAccessIssue]
+
+
+@register("threefry2x32", flops=_hashes, fusible=True)
+def _threefry(f: Factors) -> None:
+    """The hash itself: of two words of the key and two of the counter, each a scalar or of the result's shape."""
+    pointwise(f)
+
+
+@register("random_split", flops=_hashes, typed_keys=True)
+@register("random_fold_in", "random_seed", flops=elements, typed_keys=True)
+@register("random_clone", "random_unwrap", "random_wrap", flops=no_flops, typed_keys=True)
+def _keys(f: Factors) -> None:
+    """Keys from keys: a few words, made on every device rather than sent."""
+    replicated(f, KEYS_ARE_WHOLE)
+
+
+def _batch_on_shard(local: Local, keys: Any, dim: int) -> Any:
+    """This device's part of a batch of threefry keys, which it holds whole."""
+    data = apart(jax.random.key_data(keys))
+    here = lax.dynamic_slice_in_dim(data, local.offset(), local.share, dim)
+    return jax.random.wrap_key_data(here, impl=THREEFRY)
+
+
+def _counters(shape: Sequence[int], here: Sequence[int], dim: int, offset: Any) -> tuple[Any, Any]:
+    """The row-major index in `shape` of each element of a shard of the shape `here`, as high and low 32-bit words.
+
+    The shard starts at `offset` of dimension `dim`. 64-bit integers would need `jax_enable_x64`.
+    """
+    high = low = jnp.zeros(here, np.uint32)
+    long = prod(shape) > 1 << 32
+    for d in range(len(shape)):
+        index = lax.broadcasted_iota(np.uint32, here, d)
+        if d == dim:
+            index += offset.astype(np.uint32)
+        stride_high, stride_low = map(np.uint32, divmod(prod(shape[d + 1 :]), 1 << 32))
+        step = index * stride_low
+        low += step
+        if long:
+            # The sum wrapped where it is less than what was added.
+            high += lax.mulhi(index, jnp.full_like(index, stride_low)) + index * stride_high
+            high += (low < step).astype(np.uint32)
+    return high, low
+
+
+def _bits_on_shard(local: Local, operands: Sequence[Any]) -> list[Any]:
+    op, (keys,) = local.op, operands
+    if local.factor is None:
+        return bind(op.primitive, operands, op.params)
+    dim, batch = local.triple.results[0].dim, len(op.shapes[0])
+    if dim < batch:
+        return bind(op.primitive, [_batch_on_shard(local, keys, dim)], op.params)
+    if not _is_partitionable():
+        raise ValueError(
+            "a plan made with jax_threefry_partitionable cuts random numbers, and it is off now: turn it on for the "
+            "run, or plan with it off"
+        )
+    shape, here = op.result_shapes[0][batch:], local.result_shapes[0][batch:]
+    counters = _counters(shape, here, dim - batch, local.offset())
+    words = jnp.moveaxis(jax.random.key_data(keys), -1, 0)
+    if batch:
+        full = local.result_shapes[0]
+        words = [lax.broadcast_in_dim(w, full, tuple(range(batch))) for w in words]
+        counters = [jnp.broadcast_to(c, full) for c in counters]
+    a, b = threefry2x32_p.bind(*words, *counters)
+    dtype = op.result_dtypes[0]
+    if op.params["bit_width"] == 64:
+        return [(a.astype(dtype) << dtype.type(32)) | b.astype(dtype)]
+    return [(a ^ b).astype(dtype)]
+
+
+@register("random_bits", local=_bits_on_shard, flops=_hashes, fusible=True, typed_keys=True)
+def _random_bits(f: Factors) -> None:
+    """`k -> k i j`: the draw has the batch of keys, then dimensions of its own; the keys are held whole."""
+    op = f.op
+    f.block(f.operand(0), KEYS_ARE_WHOLE)
+    bits = f.dims(op.result_shapes[0])
+    f.results.append(bits)
+    batch, keys = len(op.shapes[0]), op.dtypes[0]
+    if not _is_threefry(keys):
+        f.block(bits, f"bits from {keys} are drawn whole; those from {THREEFRY} keys can be cut")
+    elif not _is_partitionable():
+        f.block(bits[batch:], "each bit depends on the whole shape while jax_threefry_partitionable is off")
+    f.block((d for d, n in zip(bits, op.result_shapes[0]) if n >= 1 << 31), "too long for 32-bit offsets")
+
+
+def _gamma_on_shard(local: Local, operands: Sequence[Any]) -> list[Any]:
+    keys, alpha = operands
+    if local.factor is not None:
+        keys = _batch_on_shard(local, keys, local.triple.results[0].dim)
+    return bind(local.op.primitive, [keys, alpha], local.op.params)
+
+
+@register("random_gamma", local=_gamma_on_shard, flops=lambda op: 10 * _hashes(op), typed_keys=True)
+def _random_gamma(f: Factors) -> None:
+    """`k, k i -> k i`: each key is split inside the primitive into one per element, from the first element on."""
+    op = f.op
+    f.block(f.operand(0), KEYS_ARE_WHOLE)
+    alpha = f.operand(1)
+    f.results.append(alpha)
+    if _is_threefry(op.dtypes[0]):
+        f.block(alpha[len(op.shapes[0]) :], "random_gamma splits its key for all elements at once")
+    else:
+        f.block(alpha, f"samples from {op.dtypes[0]} are drawn whole; those from {THREEFRY} keys can be cut")
