@@ -14,6 +14,12 @@ from hapsynth.graph import Graph, Literal, Op, Operand, Value
 
 # They run on a mesh of their own, which can't be inside hapsynth's.
 _DISTRIBUTED = ("pmap", "shard_map", "xla_pmap")
+REFUSED = {
+    "rng_uniform": "draws from a state that each device has for itself, so that no two agree; use jax.random",
+    "after_all": "orders effects by tokens, which are no arrays; remove it",
+    "create_token": "orders effects by tokens, which are no arrays; remove it",
+}
+"""Primitives that have no distributed form, and why."""
 
 
 class TraceError(ValueError):
@@ -192,7 +198,7 @@ class _Inliner:
                     # Without it XLA would merge the recomputation with the forward pass and keep the activations.
                     operands = [self.barrier(o, source) for o in operands]
             if inner is not None:
-                results = self.inline(inner, operands, source)
+                results = self.inline(inner, _jax.called_operands(eqn, operands), source)
                 for var, result in zip(eqn.outvars, results):
                     env[var] = result
                 continue
@@ -201,6 +207,8 @@ class _Inliner:
                     f"the function distributes work itself, by {eqn.primitive.name} ({source}): hapsynth chooses how; "
                     "give it the function for one device"
                 )
+            if eqn.primitive.name in REFUSED:
+                raise TraceError(f"{eqn.primitive.name} ({source}) {REFUSED[eqn.primitive.name]}")
             results = [self.fresh(v.aval) for v in eqn.outvars]
             for var, result in zip(eqn.outvars, results):
                 env[var] = result
@@ -214,7 +222,7 @@ class _Inliner:
         self.raw.append((_jax.barrier_primitive(), [operand], [result], {}, source, ""))
         return result
 
-    def inline(self, inner: Any, operands: list[Any], source: str) -> list[Any]:
+    def inline(self, inner: Any, operands: Sequence[Any], source: str) -> list[Any]:
         jaxpr, consts = _jax.open_jaxpr(inner)
         env: dict[Any, Any] = {}
         for var, value in zip(getattr(jaxpr, "constvars", ()), consts):

@@ -1,7 +1,19 @@
 """The sharding rules, one file per family of primitives; importing this package fills the registry."""
 
-from hapsynth.instructions.rules import contract, index, order, pointwise, reduce, shape, slice, window
-from hapsynth.instructions.rules.registry import REGISTRY, Entry, entry_of, execute, factors_of, register
+from hapsynth.instructions.rules import (
+    contract,
+    index,
+    linalg,
+    order,
+    pointwise,
+    ragged,
+    reduce,
+    shape,
+    slice,
+    whole,
+    window,
+)
+from hapsynth.instructions.rules.registry import REGISTRY, Entry, entry_of, execute, factors_of, register, replicate
 
 __all__ = [
     "REGISTRY",
@@ -11,11 +23,15 @@ __all__ = [
     "execute",
     "factors_of",
     "index",
+    "linalg",
     "order",
     "pointwise",
+    "ragged",
     "reduce",
     "register",
+    "replicate",
     "shape",
     "slice",
+    "whole",
     "window",
 ]

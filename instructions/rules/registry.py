@@ -43,6 +43,7 @@ class Entry:
     `factors` fills in the op's factors; `params` adapts the parameters to the local shapes; `local` replaces the
     execution on a shard as a whole (only where parameters are not enough); `flops` counts the whole op's
     floating-point operations; `fusible` ops form one kernel with their neighbours and move no memory between.
+    `replicated` is why the op needs replication, in words; where it is `batched`, in its batch dimensions it does not.
     """
 
     name: str
@@ -52,6 +53,8 @@ class Entry:
     flops: FlopsOf = elements
     fusible: bool = False
     note: str = ""
+    replicated: str = ""
+    batched: bool = False
 
 
 REGISTRY: dict[str, Entry] = {}
@@ -64,6 +67,8 @@ def register(
     flops: FlopsOf = elements,
     fusible: bool = False,
     note: str = "",
+    replicated: str = "",
+    batched: bool = False,
 ) -> Callable[[FactorsOf], FactorsOf]:
     """Decorator: register the factor function under each primitive name."""
 
@@ -71,19 +76,27 @@ def register(
         for name in names:
             if name in REGISTRY:
                 raise ValueError(f"primitive {name!r} has two entries")
-            REGISTRY[name] = Entry(name, factors, params, local, flops, fusible, note)
+            REGISTRY[name] = Entry(name, factors, params, local, flops, fusible, note, replicated, batched)
         return factors
 
     return add
 
 
-def _replicated(f: Factors) -> None:
+_NO_RULE = "no sharding rule for this primitive"
+
+
+def _replicated(f: Factors, why: str = _NO_RULE) -> None:
     for i in range(len(f.op.operands)):
-        f.block(f.operand(i), "no sharding rule for this primitive")
+        f.block(f.operand(i), why)
     for shape in f.op.result_shapes:
         dims = f.dims(shape)
-        f.block(dims, "no sharding rule for this primitive")
+        f.block(dims, why)
         f.results.append(dims)
+
+
+def replicate(*names: str, why: str, flops: FlopsOf = elements) -> None:
+    """Register primitives that every device runs as a whole, and why."""
+    register(*names, flops=flops, replicated=why)(lambda f: _replicated(f, why))
 
 
 def entry_of(op: Op) -> Entry | None:
