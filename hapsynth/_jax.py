@@ -23,12 +23,18 @@ _CALLS: dict[str, tuple[str, ...]] = {
     "jit": ("jaxpr",),
     "pjit": ("jaxpr",),
     "closed_call": ("call_jaxpr", "jaxpr"),
+    "call": ("call_jaxpr", "jaxpr"),
     "core_call": ("call_jaxpr", "jaxpr"),
+    "eval_jaxpr": ("jaxpr", "call_jaxpr"),
+    "composite": ("call_jaxpr", "jaxpr"),
+    "custom_vmap_call": ("call",),
     "custom_jvp_call": ("call_jaxpr", "jaxpr"),
     "custom_vjp_call": ("call_jaxpr", "fun_jaxpr", "jaxpr"),
     "custom_vjp_call_jaxpr": ("fun_jaxpr", "call_jaxpr"),
 }
 _REMAT = ("checkpoint", "remat", "remat2")
+_LINEAR_SOLVE = "custom_linear_solve"
+"""It holds jaxprs for differentiation too, which is over when a function has been traced."""
 
 
 def make_jaxpr(fn: Callable[..., Any], *args: Any) -> tuple[Any, Any]:
@@ -48,11 +54,27 @@ def open_jaxpr(jaxpr: Any) -> tuple[Any, list[Any]]:
 
 
 def called_jaxpr(eqn: Any) -> Any | None:
-    """The jaxpr of a call that can be inlined, or None."""
+    """The jaxpr of a call that can be inlined, or None; its arguments are `called_operands`."""
+    if eqn.primitive.name == _LINEAR_SOLVE:
+        return eqn.params["jaxprs"].solve
     for key in _CALLS.get(eqn.primitive.name, ()):
         if key in eqn.params:
             return eqn.params[key]
     return None
+
+
+def called_operands(eqn: Any, operands: Sequence[Any]) -> Sequence[Any]:
+    """The operands of `called_jaxpr`: all; of a linear solve its own constants and the right-hand sides."""
+    if eqn.primitive.name != _LINEAR_SOLVE:
+        return operands
+    lengths = eqn.params["const_lengths"]
+    first = lengths.matvec + lengths.vecmat
+    return [*operands[first : first + lengths.solve], *operands[sum(lengths) :]]
+
+
+def inlined() -> tuple[str, ...]:
+    """Names of the primitives that the trace replaces by the jaxpr that they call."""
+    return (*_CALLS, *_REMAT, _LINEAR_SOLVE)
 
 
 def remat_jaxpr(eqn: Any) -> tuple[Any, bool] | None:

@@ -27,6 +27,12 @@ from hapsynth.graph import (
 
 # They run on a mesh of their own, which can't be inside hapsynth's.
 _DISTRIBUTED = ("pmap", "shard_map", "xla_pmap")
+REFUSED = {
+    "rng_uniform": "draws from a state that each device has for itself, so that no two agree; use jax.random",
+    "after_all": "orders effects by tokens, which are no arrays; remove it",
+    "create_token": "orders effects by tokens, which are no arrays; remove it",
+}
+"""Primitives that have no distributed form, and why."""
 
 TRIPS = 10.0
 """How often a while loop is taken to run where nothing says so."""
@@ -136,13 +142,15 @@ class _Inliner:
                 # Without it XLA would merge the recomputation with the forward pass and keep the activations.
                 operands = [self.barrier(o, source) for o in operands]
         if inner is not None:
-            return self.inline(inner, operands, source)
+            return self.inline(inner, _jax.called_operands(eqn, operands), source)
         name = eqn.primitive.name
         if name in _DISTRIBUTED:
             raise TraceError(
                 f"the function distributes work itself, by {name} ({source}): hapsynth chooses how; "
                 "give it the function for one device"
             )
+        if name in REFUSED:
+            raise TraceError(f"{name} ({source}) {REFUSED[name]}")
         control = {"scan": self.scan, "while": self.while_loop, "cond": self.cond}.get(name)
         if control is not None:
             return control(eqn, operands, source)

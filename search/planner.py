@@ -18,9 +18,8 @@ from hapsynth.cluster import Cluster
 from hapsynth.graph import Graph
 from hapsynth.instructions.checker import check
 from hapsynth.instructions.program import FactorTable, Program
-from hapsynth.instructions.rules import entry_of
-from hapsynth.instructions.rules.registry import rule_name
 from hapsynth.instructions.sizes import Classes, Sizes
+from hapsynth.instructions.uncovered import named
 from hapsynth.search.costs import CostModel, Floats
 from hapsynth.search.emit import Emitter
 from hapsynth.search.evaluate import program_cost
@@ -123,7 +122,7 @@ class Planner:
             self.expanded,
             (best.memory,) * self.cluster.n,
             tuple(float(m) if self.memory_limit is None else self.limit for m in self.costs.memory),
-            tuple(sorted({rule_name(op) for op in self.graph.ops if entry_of(op) is None})),
+            tuple(named(self.graph)),
             {"search_s": self.search_s, "ratio_s": self.ratio_s},
         )
 

@@ -18,10 +18,10 @@ from hapsynth.example_data import example_arguments, index_bound, is_not_negativ
 from hapsynth.instructions.layout import S
 from hapsynth.instructions.program import FactorTable
 from hapsynth.instructions.rules.registry import flops_of
+from hapsynth.instructions.uncovered import uncovered
 from hapsynth.plan import Plan
 from hapsynth.report import progress as progress_module
 from hapsynth.report.alternatives import Alternatives
-from hapsynth.report.coverage import uncovered
 from hapsynth.report.listing import brief
 from hapsynth.report.model_file import UsageError, load_target
 from hapsynth.report.names import Names

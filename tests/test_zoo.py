@@ -15,7 +15,7 @@ from zoo.kinds import Model
 import hapsynth
 from hapsynth.graph import Op
 from hapsynth.instructions.rules import entry_of
-from hapsynth.report.coverage import uncovered
+from hapsynth.instructions.uncovered import uncovered
 from hapsynth.search.planner import Planner
 from hapsynth.trace import trace
 

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from hapsynth.cluster import Cluster
 from hapsynth.instructions.program import Convert, FactorTable, Program
-from hapsynth.instructions.rules import entry_of
-from hapsynth.instructions.rules.registry import rule_name
 from hapsynth.instructions.sizes import Sizes
+from hapsynth.instructions.uncovered import named
 from hapsynth.plan import Plan
 from hapsynth.search.baselines import Baselines
 from hapsynth.search.costs import CostModel
@@ -38,12 +36,6 @@ def cost_model(plan: Plan) -> CostModel:
 def costs_of(plan: Plan, model: CostModel | None = None) -> list[Cost]:
     """Seconds and wire bytes of every instruction, in order."""
     return list(instruction_costs(plan.program, plan.sizes, model or cost_model(plan)))
-
-
-def replicated(traced: Traced) -> dict[str, int]:
-    """Primitives without a sharding rule, and how often each occurs."""
-    found = Counter(rule_name(op) for op in traced.graph.ops if entry_of(op) is None)
-    return dict(sorted(found.items()))
 
 
 def search_record(plan: Plan) -> dict[str, Any]:
@@ -89,7 +81,7 @@ def infeasible_record(
         "ratios": {},
         "memory_bytes": [],
         "memory_limit_bytes": limits,
-        "replicated_primitives": list(replicated(traced)),
+        "replicated_primitives": list(named(traced.graph)),
     }
 
 

@@ -6,10 +6,11 @@ from rich.console import Console
 from rich.table import Table
 
 from hapsynth.instructions.program import Convert
+from hapsynth.instructions.uncovered import named, uncovered
 from hapsynth.plan import Plan
 from hapsynth.report.listing import brief
 from hapsynth.report.names import Names
-from hapsynth.report.record import cost_model, costs_of, replicated, traffic
+from hapsynth.report.record import cost_model, costs_of, traffic
 from hapsynth.report.text import (
     counted,
     device_groups,
@@ -60,8 +61,11 @@ def print_summary(out: Console, plan: Plan, *, listing: bool = False) -> None:
     out.print(heading("Certificate"))
     print_certificate(out, plan)
     out.print(f"communication  {seconds(moving)} of it, {nbytes(wire)} over the slowest link")
-    missing = replicated(plan.traced)
-    out.print(f"replicated     {'no primitive' if not missing else f'without a rule: {counted(missing)}'}")
+    whole = named(plan.traced.graph)
+    out.print(f"replicated     {'no primitive' if not whole else counted(whole)}")
+    for row in uncovered(plan.traced.graph):
+        if row.primitive in whole:
+            out.print(f"               {row.primitive}: {row.reason}")
     timings = plan.result.timings_s
     spent = ", ".join(
         f"{key[:-2]} {timings[key]:.1f} s" for key in ("trace_s", "search_s", "ratio_s") if key in timings

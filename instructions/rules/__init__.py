@@ -4,17 +4,20 @@ from hapsynth.instructions.rules import (
     contract,
     extension,
     index,
+    linalg,
     order,
     pointwise,
+    ragged,
     random,
     reduce,
     region,
     shape,
     show,
     slice,
+    whole,
     window,
 )
-from hapsynth.instructions.rules.registry import REGISTRY, Entry, entry_of, execute, factors_of, register
+from hapsynth.instructions.rules.registry import REGISTRY, Entry, entry_of, execute, factors_of, register, replicate
 
 __all__ = [
     "REGISTRY",
@@ -25,14 +28,18 @@ __all__ = [
     "extension",
     "factors_of",
     "index",
+    "linalg",
     "order",
     "pointwise",
+    "ragged",
     "random",
     "reduce",
     "region",
     "register",
+    "replicate",
     "shape",
     "show",
     "slice",
+    "whole",
     "window",
 ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from math import prod
+from math import gcd, prod
 from typing import Any
 
 import numpy as np
@@ -90,4 +90,30 @@ def _conv_general_dilated(f: Factors) -> None:
     f.operands.append(tensor(op.shapes[1], {o: (*group, *outputs), i: channels}))
     f.results.append(tensor(op.result_shapes[0], {out_n: batch, out_o: (*group, *outputs)}))
     f.reduce([channels], "sum")
+    f.linear = ((0,), (1,))
+
+
+@register("scaled_dot", flops=_dot_flops)
+def _scaled_dot(f: Factors) -> None:
+    """`batch m (s k), batch (s k) n -> batch m n` with scales `batch m s` and `batch s n`, one per block of `k`."""
+    op = f.op
+    (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = op.params["dimension_numbers"]
+    lhs: list[Dim] = list(f.dims(op.shapes[0]))
+    rhs: list[Dim] = list(f.dims(op.shapes[1]))
+    scales = list(lhs), list(rhs)
+    for left, right in zip(lhs_batch, rhs_batch):
+        rhs[right] = scales[1][right] = lhs[left]
+    for left, right in zip(lhs_contract, rhs_contract):
+        size, blocks = op.shapes[0][left], (op.shapes[2][left], op.shapes[3][right])
+        # A single scale serves the whole dimension; of two that differ, the common blocks are cut.
+        common = gcd(*(b if b > 1 else size for b in blocks))
+        major, minor = f.dims((common,)), f.dims((size // common,))
+        lhs[left] = rhs[right] = (*major[0], *minor[0])
+        f.reduce(major, "sum")
+        for tensor, d, count in zip(scales, (left, right), blocks):
+            tensor[d] = (*major[0], *f.dims((count // common,))[0]) if count > 1 else ()
+    f.operands += [tuple(lhs), tuple(rhs), *map(tuple, scales)]
+    free_left = [dim for d, dim in enumerate(lhs) if d not in (*lhs_contract, *lhs_batch)]
+    free_right = [dim for d, dim in enumerate(rhs) if d not in (*rhs_contract, *rhs_batch)]
+    f.results.append((*(lhs[d] for d in lhs_batch), *free_left, *free_right))
     f.linear = ((0,), (1,))

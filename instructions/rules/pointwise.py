@@ -30,7 +30,9 @@ sign sin sinh sqrt square tan tanh xor zeta
 """
 JOINT = ("add", "add_any", "complex", "sub")
 EACH = ("mul",)
-FIRST = ("conj", "copy", "div", "imag", "neg", "real", "stop_gradient")
+SAME = ("copy", "layout_constraint", "name", "stop_gradient")
+"""The identity, as far as values go."""
+FIRST = ("conj", "div", "imag", "neg", "real", *SAME)
 
 register(*_NONLINEAR.split(), fusible=True)(pointwise)
 
@@ -57,7 +59,7 @@ def _first(f: Factors) -> None:
     if name == "div" and not jnp.issubdtype(f.op.dtypes[0], jnp.inexact):
         return
     f.linear = ((0,),)
-    if name in ("copy", "stop_gradient"):
+    if name in SAME:
         f.passes = ((0,),)
     elif name == "neg" and jnp.issubdtype(f.op.dtypes[0], jnp.floating):
         # Not on integers, whose least value is its own negative.
@@ -126,6 +128,7 @@ def _as_they_are(local: Local, operands: Sequence[Any]) -> list[Any]:
 
 
 @register("sharding_constraint", local=_as_they_are, flops=no_flops, fusible=True, note="the plan's layouts replace it")
+@register("reshard", local=_as_they_are, flops=no_flops, fusible=True, note="the plan's layouts replace it")
 @register("optimization_barrier", flops=no_flops, fusible=True)
 @register("device_put", local=_as_they_are, flops=no_flops, fusible=True, note="placed where the plan says")
 def _apart(f: Factors) -> None:

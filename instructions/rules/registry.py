@@ -44,6 +44,7 @@ class Entry:
     execution on a shard as a whole (only where parameters are not enough); `flops` counts the whole op's
     floating-point operations; `fusible` ops form one kernel with their neighbours and move no memory between.
     `typed_keys`: the factors are right for typed keys too; without it an op on keys is replicated.
+    `replicated` is why the op needs replication, in words; where it is `batched`, in its batch dimensions it does not.
     """
 
     name: str
@@ -54,6 +55,8 @@ class Entry:
     fusible: bool = False
     note: str = ""
     typed_keys: bool = False
+    replicated: str = ""
+    batched: bool = False
 
 
 REGISTRY: dict[str, Entry] = {}
@@ -78,6 +81,8 @@ def register(
     fusible: bool = False,
     note: str = "",
     typed_keys: bool = False,
+    replicated: str = "",
+    batched: bool = False,
 ) -> Callable[[FactorsOf], FactorsOf]:
     """Decorator: register the factor function under each primitive name."""
 
@@ -85,7 +90,7 @@ def register(
         for name in names:
             if name in REGISTRY:
                 raise ValueError(f"primitive {name!r} has two entries")
-            REGISTRY[name] = Entry(name, factors, params, local, flops, fusible, note, typed_keys)
+            REGISTRY[name] = Entry(name, factors, params, local, flops, fusible, note, typed_keys, replicated, batched)
         return factors
 
     return add
@@ -106,11 +111,14 @@ def replicated(f: Factors, reason: str) -> None:
 
 def _no_rule(op: Op) -> str:
     """Why an op without an entry is replicated."""
-    if op.name == "pure_callback":
-        return "every device calls the host's function, which is given whole arrays"
     if op.name in MANY:
         return f"no rule for {rule_name(op)}, and {MANY[op.name]}: hapsynth.register_rule gives it one"
     return "no sharding rule for this primitive"
+
+
+def replicate(*names: str, why: str, flops: FlopsOf = elements) -> None:
+    """Register primitives that every device runs as a whole, and why."""
+    register(*names, flops=flops, replicated=why)(lambda f: replicated(f, why))
 
 
 def rule_name(op: Op) -> str:

@@ -161,6 +161,12 @@ def _iota(f: Factors) -> None:
     f.results.append(f.dims(f.op.result_shapes[0]))
 
 
+@register("empty", params=_local_shape, flops=no_flops, fusible=True)
+def _empty(f: Factors) -> None:
+    """What it holds is left open, so any shard of it will do."""
+    f.results.append(f.dims(f.op.result_shapes[0]))
+
+
 @register("bitcast_convert_type", flops=no_flops, fusible=True)
 def _bitcast(f: Factors) -> None:
     """Between widths, the wider type's bytes are a minor dimension of the narrower."""

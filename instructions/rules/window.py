@@ -86,3 +86,12 @@ def _select_and_gather_add(f: Factors) -> None:
     f.operands.append(x)
     f.results.append(passing(f, x, f.op.result_shapes[0], _untouched(f.op), _WHY))
     f.linear = ((0,),)
+
+
+@register("select_and_scatter", flops=lambda op: float(prod(op.shapes[1]) * prod(op.params["window_dimensions"])))
+def _select_and_scatter(f: Factors) -> None:
+    """The user's own choice and accumulation, from an initial value."""
+    operand = f.operand(0)
+    f.operands.append(passing(f, operand, f.op.shapes[1], _untouched(f.op), _WHY))
+    f.operand(2)
+    f.results.append(operand)

@@ -6,19 +6,20 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from hapsynth.graph import Graph, Op
-from hapsynth.instructions.rules.registry import factors_of, flops_of
+from hapsynth.instructions.rules.registry import entry_of, factors_of, flops_of, rule_name
 
 
 @dataclass(frozen=True)
 class Uncovered:
     """The ops of one primitive that cannot be divided for one reason.
 
-    `flops` and `nbytes` are theirs in all, each op counted as often as it runs and as a kernel of its own; the shares
-    are of the whole graph's.
+    `without_rule`: no op of the kind can be divided, but in batch dimensions. `flops` and `nbytes` are theirs in all,
+    each op counted as often as it runs and as a kernel of its own; the shares are of the whole graph's.
     """
 
     primitive: str
     reason: str
+    without_rule: bool
     count: int
     flops: float
     nbytes: float
@@ -35,13 +36,29 @@ def uncovered(graph: Graph) -> tuple[Uncovered, ...]:
     for op in graph.ops:
         reason = why_whole(op)
         if reason is not None:
-            found.setdefault((op.name, reason), []).append(op)
+            found.setdefault((rule_name(op), reason), []).append(op)
     all_flops, all_bytes = max(_flops(graph, graph.ops), 1.0), max(_nbytes(graph, graph.ops), 1.0)
     rows: list[Uncovered] = []
     for (name, reason), ops in found.items():
         flops, nbytes = _flops(graph, ops), _nbytes(graph, ops)
-        rows.append(Uncovered(name, reason, len(ops), flops, nbytes, flops / all_flops, nbytes / all_bytes))
+        bare = all((e := entry_of(op)) is None or bool(e.replicated) for op in ops)
+        rows.append(Uncovered(name, reason, bare, len(ops), flops, nbytes, flops / all_flops, nbytes / all_bytes))
     return tuple(sorted(rows, key=lambda r: (-r.nbytes, -r.flops, r.primitive, r.reason)))
+
+
+_NOTABLE = 1e-3
+"""Of all bytes: what an op with a rule touches without being divisible, to be named."""
+
+
+def named(graph: Graph) -> dict[str, int]:
+    """What a report names as replicated, and how many ops: those without a rule, and others that cannot be divided
+    and touch a part of all bytes that is worth knowing."""
+    rows = uncovered(graph)
+    found: dict[str, int] = {}
+    for row in rows:
+        if row.bytes_share >= _NOTABLE or row.without_rule:
+            found[row.primitive] = found.get(row.primitive, 0) + row.count
+    return dict(sorted(found.items()))
 
 
 def why_whole(op: Op) -> str | None:

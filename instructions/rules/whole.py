@@ -1,0 +1,8 @@
+"""What every device runs as a whole, and why."""
+
+from __future__ import annotations
+
+from hapsynth.instructions.rules.registry import no_flops, register, replicate
+
+replicate("rng_bit_generator", why="one stream of random bits, which no device can enter in the middle")
+register("empty2", "platform_index", flops=no_flops, fusible=True)(lambda f: f.results.append(()))
