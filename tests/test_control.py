@@ -299,3 +299,32 @@ def test_memory_counts_what_a_loop_holds() -> None:
     peaks = [max(hapsynth.synthesize(stacked_layers, args(n), replace(slow_cluster((1.0,)))).memory) for n in (4, 8)]
     residuals = 4 * 2 * 960 * 64 * 4
     assert peaks[1] - peaks[0] >= residuals
+
+
+@pytest.mark.parametrize("on", ["equal", "3:1"])
+def test_remat_is_rematerialised(on: str) -> None:
+    """A body under `jax.checkpoint` computes its activations again in the compiled plan, and holds less."""
+
+    def step_of(remat: bool) -> Any:
+        layer = lambda h, wl: jnp.tanh(jnp.tanh(h @ wl) @ wl)
+        layer = jax.checkpoint(layer) if remat else layer
+
+        def step(w: Any, x: Any) -> Any:
+            loss = lambda w: (lax.scan(lambda h, wl: (layer(h, wl), None), x, w)[0] ** 2).mean()
+            value, g = jax.value_and_grad(loss)(w)
+            return w - 0.1 * g, value
+
+        return step
+
+    args = (jax.ShapeDtypeStruct((4, 64, 64), "float32"), jax.ShapeDtypeStruct((2400, 64), "float32"))
+    plain, remat = (planned(step_of(r), args, on) for r in (False, True))
+    counts: list[int] = []
+    held: list[int] = []
+    for plan in (plain, remat):
+        compiled = plan.lower().compile()
+        counts.append(len(re.findall(r"\btanh\(", compiled.as_text())))
+        held.append(compiled.memory_analysis().temp_size_in_bytes)
+        assert 0.5 < held[-1] / max(plan.memory) < 2
+    assert counts[1] == 2 * counts[0]
+    assert held[1] < 0.7 * held[0]
+    assert max(remat.memory) < 0.7 * max(plain.memory)
