@@ -10,7 +10,7 @@ from typing import Any
 
 from hapsynth.cluster import Cluster
 from hapsynth.instructions.program import Convert, FactorTable, Program
-from hapsynth.instructions.rules import entry_of
+from hapsynth.instructions.rules import entry_of, why_replicated
 from hapsynth.instructions.sizes import Sizes
 from hapsynth.plan import Plan
 from hapsynth.search.baselines import Baselines
@@ -42,6 +42,12 @@ def costs_of(plan: Plan, model: CostModel | None = None) -> list[Cost]:
 def replicated(traced: Traced) -> dict[str, int]:
     """Primitives without a sharding rule, and how often each occurs."""
     found = Counter(op.name for op in traced.graph.ops if entry_of(op) is None)
+    return dict(sorted(found.items()))
+
+
+def kept_whole(traced: Traced) -> dict[str, str]:
+    """Primitives of the graph that have a rule by which every device runs them as a whole, each with the reason."""
+    found = {op.name: why for op in traced.graph.ops if (why := why_replicated(op))}
     return dict(sorted(found.items()))
 
 

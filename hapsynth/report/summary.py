@@ -9,7 +9,7 @@ from hapsynth.instructions.program import Convert
 from hapsynth.plan import Plan
 from hapsynth.report.listing import brief
 from hapsynth.report.names import Names
-from hapsynth.report.record import cost_model, costs_of, replicated, traffic
+from hapsynth.report.record import cost_model, costs_of, kept_whole, replicated, traffic
 from hapsynth.report.text import (
     counted,
     device_groups,
@@ -62,6 +62,8 @@ def print_summary(out: Console, plan: Plan, *, listing: bool = False) -> None:
     out.print(f"communication  {seconds(moving)} of it, {nbytes(wire)} over the slowest link")
     missing = replicated(plan.traced)
     out.print(f"replicated     {'no primitive' if not missing else f'without a rule: {counted(missing)}'}")
+    for name, why in kept_whole(plan.traced).items():
+        out.print(f"kept whole     {name}: {why}")
     timings = plan.result.timings_s
     spent = ", ".join(
         f"{key[:-2]} {timings[key]:.1f} s" for key in ("trace_s", "search_s", "ratio_s") if key in timings

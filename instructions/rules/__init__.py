@@ -13,7 +13,16 @@ from hapsynth.instructions.rules import (
     whole,
     window,
 )
-from hapsynth.instructions.rules.registry import REGISTRY, Entry, entry_of, execute, factors_of, register, replicate
+from hapsynth.instructions.rules.registry import (
+    REGISTRY,
+    Entry,
+    entry_of,
+    execute,
+    factors_of,
+    register,
+    replicate,
+    why_replicated,
+)
 
 __all__ = [
     "REGISTRY",
@@ -33,5 +42,6 @@ __all__ = [
     "shape",
     "slice",
     "whole",
+    "why_replicated",
     "window",
 ]
