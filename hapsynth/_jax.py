@@ -35,6 +35,8 @@ _CALLS: dict[str, tuple[str, ...]] = {
 _REMAT = ("checkpoint", "remat", "remat2")
 _LINEAR_SOLVE = "custom_linear_solve"
 """It holds jaxprs for differentiation too, which is over when a function has been traced."""
+_EXPANDED = "call_hi_primitive"
+"""From JAX 0.12 on: what it does is a function, to be traced."""
 
 
 def make_jaxpr(fn: Callable[..., Any], *args: Any) -> tuple[Any, Any]:
@@ -57,6 +59,9 @@ def called_jaxpr(eqn: Any) -> Any | None:
     """The jaxpr of a call that can be inlined, or None; its arguments are `called_operands`."""
     if eqn.primitive.name == _LINEAR_SOLVE:
         return eqn.params["jaxprs"].solve
+    if eqn.primitive.name == _EXPANDED:
+        primitive, avals = eqn.primitive, [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in eqn.invars]
+        return make_jaxpr(lambda *xs: primitive.to_lojax(*xs, **eqn.params), *avals)[0]
     for key in _CALLS.get(eqn.primitive.name, ()):
         if key in eqn.params:
             return eqn.params[key]
@@ -74,7 +79,7 @@ def called_operands(eqn: Any, operands: Sequence[Any]) -> Sequence[Any]:
 
 def inlined() -> tuple[str, ...]:
     """Names of the primitives that the trace replaces by the jaxpr that they call."""
-    return (*_CALLS, *_REMAT, _LINEAR_SOLVE)
+    return (*_CALLS, *_REMAT, _LINEAR_SOLVE, _EXPANDED)
 
 
 def remat_jaxpr(eqn: Any) -> tuple[Any, bool] | None:
@@ -249,6 +254,12 @@ def scope_name(eqn: Any) -> str:
 def no_mesh() -> Any:
     """A context without the mesh of `jax.set_mesh`, under which JAX refuses arrays that lie on other devices."""
     return jax.set_mesh(jax.sharding.Mesh(np.empty((), object), ()))
+
+
+def one_device_sharding() -> Any:
+    """Replication over an abstract mesh of one device."""
+    mesh = jax.sharding.AbstractMesh((1,), ("a",), axis_types=(jax.sharding.AxisType.Auto,))
+    return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
 
 
 def is_extended(dtype: Any) -> bool:

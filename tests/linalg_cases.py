@@ -117,9 +117,28 @@ def resharded(x: Any) -> Any:
     return jax.sharding.reshard(x, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec()))
 
 
+NEWER = ("scaled_matmul_wrapper",) if jax.__version_info__ < (0, 11) else ()
+"""What JAX runs on GPUs only before 0.11."""
+if not NEWER:
+    case(
+        "scaled_matmul",
+        lambda x, y, s, t: jax.nn.scaled_matmul(x, y, s, t, preferred_element_type=f32),
+        ints(2, 3, 64, dtype=f8),
+        ints(2, 4, 64, dtype=f8),
+        np.ones((2, 3, 2)).astype(e8),
+        np.full((2, 4, 2), 2.0).astype(e8),
+    )
+
 # ---- calls, and what every device runs as a whole
 
 case("composite", lambda x: lax.composite(lambda y: y * 2, "my.double")(x), ints(4))
+case(
+    "custom_root",
+    lambda x: jax.lax.custom_root(
+        lambda y: 2 * y - x, x, lambda g, y: y - g(y) / 2, lambda g, y: jax.tree.map(lambda z: z / 2, y)
+    ),
+    ints(4),
+)
 case("name", lambda x: checkpoint_name(x, "kept"), ints(4))
 case("empty", lambda: lax.empty((4, 3), f32))
 case("empty scalar", lambda: jex.primitives.empty2_p.bind(dtype=np.dtype(f32), memory_space=jax.memory.Space.Device))

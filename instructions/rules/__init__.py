@@ -17,7 +17,16 @@ from hapsynth.instructions.rules import (
     whole,
     window,
 )
-from hapsynth.instructions.rules.registry import REGISTRY, Entry, entry_of, execute, factors_of, register, replicate
+from hapsynth.instructions.rules.registry import (
+    REGISTRY,
+    Entry,
+    entry_of,
+    execute,
+    factors_of,
+    register,
+    replicate,
+    why_replicated,
+)
 
 __all__ = [
     "REGISTRY",
@@ -41,5 +50,6 @@ __all__ = [
     "show",
     "slice",
     "whole",
+    "why_replicated",
     "window",
 ]

@@ -93,11 +93,21 @@ def _conv_general_dilated(f: Factors) -> None:
     f.linear = ((0,), (1,))
 
 
-@register("scaled_dot", flops=_dot_flops)
+def _scaled_numbers(op: Op) -> Any:
+    """Those of `jax.nn.scaled_matmul` are fixed: `b m k, b n k -> b m n`."""
+    return op.params.get("dimension_numbers", (((2,), (2,)), ((0,), (0,))))
+
+
+def _scaled_flops(op: Op) -> float:
+    (contract, _), _ = _scaled_numbers(op)
+    return 2.0 * prod(op.result_shapes[0]) * prod(op.shapes[0][d] for d in contract)
+
+
+@register("scaled_dot", "scaled_matmul_wrapper", flops=_scaled_flops)
 def _scaled_dot(f: Factors) -> None:
     """`batch m (s k), batch (s k) n -> batch m n` with scales `batch m s` and `batch s n`, one per block of `k`."""
     op = f.op
-    (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = op.params["dimension_numbers"]
+    (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = _scaled_numbers(op)
     lhs: list[Dim] = list(f.dims(op.shapes[0]))
     rhs: list[Dim] = list(f.dims(op.shapes[1]))
     scales = list(lhs), list(rhs)

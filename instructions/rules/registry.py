@@ -149,6 +149,12 @@ def factors_of(op: Op) -> Factors:
     return f
 
 
+def why_replicated(op: Op) -> str:
+    """Why every device runs the whole op, whatever its operands; empty where the op can be cut or is not known."""
+    entry = REGISTRY.get(op.name)
+    return entry.replicated if entry is not None and entry.replicated and not factors_of(op).shardable else ""
+
+
 def flops_of(op: Op) -> float:
     entry = entry_of(op)
     return (entry.flops if entry else elements)(op)
