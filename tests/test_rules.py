@@ -258,6 +258,11 @@ MUTATIONS = {
     "a maximum into a sum's accumulator": ("scatter-add CLIP", "scatter-add", take("max")),
     "updates of scatter-mul as partials": ("scatter-mul", "scatter-mul", linear((2,))),
     "channels for groups": ("conv depthwise wide", "conv_general_dilated", groups_for_channels),
+    "a cut along a transform": ("fft", "fft", unblock),
+    "a cut across a factorization": ("lu", "lu", unblock),
+    "a cut along substituted unknowns": ("triangular_solve left", "triangular_solve", unblock),
+    "a summand counted on every device": ("symmetric_product 1.0", "symmetric_product", no_accumulator),
+    "groups that forget their partial": ("ragged_dot", "ragged_dot_general", forget_partial),
     "a cut along the window": ("max pool tangent", "select_and_gather_add", unblock),
 }
 
@@ -287,6 +292,8 @@ def test_a_wrong_rule_is_caught(mutation):
         ("broadcast", "broadcast_in_dim", plain_params),
         ("conv groups grad", "conv_general_dilated", plain_params),
         ("tile", "tile", plain_params),
+        ("ragged_dot", "ragged_dot_general", plain_local),
+        ("ragged_dot batched", "ragged_dot_general", plain_local),
     ],
 )
 def test_a_wrong_local_execution_is_caught(monkeypatch, case, primitive, damage):
