@@ -16,14 +16,11 @@ from hapsynth.report.reach import MODULES, Reached, public_functions, reached
 from hapsynth.report.text import console
 from hapsynth.trace import TraceError, trace
 
-EXPECTED = set(coverage.LATER)
-"""Primitives that may be unknown still; empty it when their rules have come."""
-
 
 @pytest.mark.slow
 def test_nothing_is_unknown():
     found = reached()
-    unknown = {r.name: r.where for r in coverage.rows(found) if r.status == "unknown" and r.name not in EXPECTED}
+    unknown = {r.name: r.where for r in coverage.rows(found) if r.status == "unknown"}
     assert not unknown
     assert not found.untraced
     # The survey sees what is known to be there: by name, by call, by derivative and by transpose.

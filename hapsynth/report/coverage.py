@@ -11,6 +11,7 @@ from rich.console import Console
 from hapsynth import _jax
 from hapsynth.inline import REFUSED
 from hapsynth.instructions.rules import REGISTRY
+from hapsynth.instructions.rules.registry import MANY
 from hapsynth.report.reach import Reached, reached
 from hapsynth.report.text import console, heading, plural, table
 
@@ -22,16 +23,6 @@ _BATCHED = "; batch dimensions are cut"
 
 REGIONS = ("scan", "while", "cond")
 """They hold programs of their own, which are planned as such."""
-_RANDOM = """
-random_bits random_clone random_fold_in random_gamma random_seed random_split random_unwrap random_wrap threefry2x32
-"""
-_EFFECTS = "custom_partitioning debug_callback debug_print ffi_call io_callback pallas_call pure_callback"
-LATER = {
-    **dict.fromkeys(_RANDOM.split(), "random numbers"),
-    **dict.fromkeys(_EFFECTS.split(), "effects, and kernels that JAX does not look into"),
-}
-"""Unknown so far: primitive -> its family. A rule in the registry takes precedence over this list."""
-
 _COLLECTIVES = """
 all_gather all_gather_invariant all_gather_reduced all_to_all axis_index pbroadcast pmax pmin ppermute precv preduced
 psend psum psum_invariant pvary ragged_all_to_all reduce_scatter unreduced_psum unreduced_reduce_scatter
@@ -46,7 +37,9 @@ _ELSEWHERE: dict[str, tuple[Status, str]] = {
     "dce_sink": ("refused", "keeps what is computed for nothing: the trace refuses its effect by name"),
     "custom_lin": ("covered", "stands only inside differentiation: no traced function holds it"),
     "stage": ("covered", "lifts a number into the trace: no traced function holds it"),
-    **{name: ("unknown", f"its rule is still to come: {family}") for name, family in LATER.items()},
+    "io_callback": ("refused", "its effect is on the host, once: the trace refuses it by name"),
+    **{name: ("needs replication", f"{why}; register_rule gives it a rule") for name, why in MANY.items()},
+    "custom_partitioning": ("covered", "by the sharding rule that it carries; without one, run whole"),
 }
 
 
