@@ -61,7 +61,9 @@ class Boundary:
     """Stands where an op has its primitive. A boundary op computes nothing: it is a value's way between a region and
     the one around it.
 
-        loop_carry   (initial) -> (carried, final): `carried` lives in the loop, the others around it
+        loop_carry   (initial) -> (carried, final): `carried` lives in the loop, the others around it. A while loop has
+                     a third result, what is carried as its test finds it, which lives there: the test runs before the
+                     body, and finds nothing that the body makes
         scan_slice   (xs) -> (x): a scan's part of `xs` for this iteration
         scan_stack   (y) -> (ys): what a scan stacks
         loop_test    (predicate) -> (): a while loop goes on where it is true; belongs to the loop's test region
@@ -221,7 +223,13 @@ class Graph:
                 found[value] = self.regions[op.region].parent if leaves else op.region
             if op.primitive == LOOP_CARRY:
                 found[op.results[1]] = self.regions[op.region].parent
+                for tested in op.results[2:]:
+                    found[tested] = self.test(op.region)
         return tuple(found)
+
+    def test(self, region: int) -> int:
+        """The test region of a while loop."""
+        return next(r.index for r in self.regions if r.parent == region and r.kind == "test")
 
     def branches(self, region: int) -> tuple[int, ...]:
         """The branch regions of a cond, in order."""
@@ -237,10 +245,12 @@ class Graph:
 
     def place_of_conversion(self, value: int, region: int) -> int:
         """Where a value is converted for a use in a region: where that happens least often, as far out as can be."""
-        chosen = region
+        chosen = inner = region
         for r in self.around(region)[: self.around(region).index(self.home[value]) + 1]:
-            if self.runs[r] <= self.runs[chosen]:
+            # A test finds nothing that its loop's body makes.
+            if self.runs[r] <= self.runs[chosen] and self.regions[inner].kind != "test":
                 chosen = r
+            inner = r
         return chosen
 
     @cached_property

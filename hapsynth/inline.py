@@ -184,14 +184,14 @@ class _Inliner:
         return outside
 
     def carry(
-        self, initial: Sequence[Any], inner: Sequence[Any], outer: Sequence[Any], source: str
-    ) -> tuple[list[int], list[int]]:
-        """The values that a loop carries, as its body and as what comes after it see them: two variables of jaxprs,
-        which may differ in weak types."""
-        pairs = [
-            self.add(LOOP_CARRY, [x], [v.aval, w.aval], source) for x, v, w in zip(initial, inner, outer, strict=True)
+        self, initial: Sequence[Any], source: str, *seen: Sequence[Any]
+    ) -> tuple[list[int], ...]:
+        """The values that a loop carries, as its body, what comes after it and a while loop's test see them: variables
+        of jaxprs, which may differ in weak types."""
+        views = [
+            self.add(LOOP_CARRY, [x], [v.aval for v in views], source) for x, *views in zip(initial, *seen, strict=True)
         ]
-        return [inside for inside, _ in pairs], [final for _, final in pairs]
+        return tuple([view[n] for view in views] for n in range(len(seen)))
 
     def made(self, operand: Any, aval: Any, source: str) -> int:
         """A literal that leaves a region as a value of it."""
@@ -214,7 +214,7 @@ class _Inliner:
         jaxpr, _ = _jax.open_jaxpr(params["jaxpr"])
         flags = {"reverse": bool(params["reverse"]), "unroll": int(params["unroll"])}
         outside = self.enter("scan", float(params["length"]), source, **flags)
-        carried, final = self.carry(operands[n : n + m], jaxpr.invars[n : n + m], eqn.outvars[:m], source)
+        carried, final = self.carry(operands[n : n + m], source, jaxpr.invars[n : n + m], eqn.outvars[:m])
         parts = [
             self.add(SCAN_SLICE, [xs], [v.aval], source)[0] for xs, v in zip(operands[n + m :], jaxpr.invars[n + m :])
         ]
@@ -230,11 +230,16 @@ class _Inliner:
         n, m = params["cond_nconsts"], params["body_nconsts"]
         jaxpr, _ = _jax.open_jaxpr(params["body_jaxpr"])
         outside = self.enter("while", TRIPS, source)
-        carried, final = self.carry(operands[n + m :], jaxpr.invars[m:], eqn.outvars, source)
+        test_jaxpr, _ = _jax.open_jaxpr(params["cond_jaxpr"])
+        views = jaxpr.invars[m:], eqn.outvars, test_jaxpr.invars[n:]
+        carried, final, tested = self.carry(operands[n + m :], source, *views)
         loop = self.enter("test", 1.0, source)
-        test = lambda: self.inline(params["cond_jaxpr"], [*operands[:n], *carried], source)[0]
-        rank = len(_jax.open_jaxpr(params["cond_jaxpr"])[0].outvars[0].aval.shape)
-        goes_on = test()
+        aval = test_jaxpr.outvars[0].aval
+        rank = len(aval.shape)
+        test = lambda state: self.made(
+            self.inline(params["cond_jaxpr"], [*operands[:n], *state], source)[0], aval, source
+        )
+        goes_on = test(tested)
         if rank:
             goes_on = self.call(lambda x: lax.reduce_or(x, axes=tuple(range(rank))), [goes_on], source)
         self.add(LOOP_TEST, [goes_on], [], source)
@@ -243,7 +248,7 @@ class _Inliner:
         out = [self.made(x, v.aval, source) for x, v in zip(out, jaxpr.outvars)]
         if rank:
             # The loop of a vmap: each goes on by itself, and stays as it is once its own test fails.
-            alive = self.made(test(), _jax.open_jaxpr(params["cond_jaxpr"])[0].outvars[0].aval, source)
+            alive = test(carried)
             out = [self.call(_kept_or_new, [alive, old, new], source) for old, new in zip(carried, out)]
         self.ties.update(zip(carried, out))
         self.region = outside

@@ -12,6 +12,7 @@ from hapsynth.instructions.layout import format_layout
 from hapsynth.instructions.program import (
     Block,
     Compute,
+    Convert,
     FactorTable,
     Instruction,
     Program,
@@ -73,30 +74,34 @@ class _Replay:
     def block(self, block: Block, outside: set[Property]) -> set[Property]:
         """Replay a region in the state around it, to which what leaves it is added; what holds at its end."""
         graph, inside, leaving = self.graph, set(outside), set[Property]()
+        kind = graph.regions[block.region].kind
         carried: list[Property] = []
+        tested = set(outside)
         for item in block.items:
             if isinstance(item, Block):
-                self.block(item, inside)
+                # The test runs before the body.
+                self.block(item, tested if graph.regions[item.region].kind == "test" else inside)
                 continue
             where = f"instruction {self.number}"
             self.number += 1
+            if kind == "cond" and isinstance(item, Convert):
+                raise ProgramError(f"{where} stands in a cond, but in none of its branches")
             _check_instruction(graph, self.table, item, self.axes, where)
             self.needs(item, outside, inside, where)
             primitive = graph.ops[item.op].primitive if isinstance(item, Compute) else None
             for position, (value, layout) in enumerate(writes(graph, item)):
                 _check_layout(graph, value, layout, self.axes, where)
                 leaves = primitive in (SCAN_STACK, COND_JOIN) or (primitive == LOOP_CARRY and position == 1)
-                (leaving if leaves else inside).add((value, layout))
+                looks = primitive == LOOP_CARRY and position == 2
+                (leaving if leaves else tested if looks else inside).add((value, layout))
             if isinstance(item, Compute) and primitive == LOOP_CARRY:
                 carried.append((graph.ties[item.op], item.result_layout(0)))
         for value, layout in carried:
             if (value, layout) not in inside:
                 what = f"{graph.values[value].name}|{format_layout(layout)}"
                 raise ProgramError(f"a loop must carry on {what}, which does not hold at the end of its body")
-        if graph.regions[block.region].kind == "while":
-            test = next((r.index for r in graph.regions if r.kind == "test" and r.parent == block.region), -1)
-            if not any(self._is_test(i) for i in block.inner(test).items):
-                raise ProgramError("a while loop has no test")
+        if kind == "while" and not any(self._is_test(i) for i in block.inner(graph.test(block.region)).items):
+            raise ProgramError("a while loop has no test")
         self.left[block.region] = inside
         outside |= leaving
         return inside

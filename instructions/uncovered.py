@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from math import prod
 
-from hapsynth.graph import Graph, Op
+from hapsynth.graph import SCAN_SLICE, SCAN_STACK, Graph, Op
 from hapsynth.instructions.rules.registry import entry_of, factors_of, flops_of, rule_name
 
 
@@ -65,6 +66,9 @@ def why_whole(op: Op) -> str | None:
     """Why no device can do a part of an op only; None where one can, and where there is nothing to divide."""
     factors = factors_of(op)
     if any(t.factor is not None for t in factors.triples) or all(size == 1 for size in factors.sizes):
+        return None
+    part = {SCAN_SLICE: op.result_shapes[:1], SCAN_STACK: op.shapes[:1]}.get(op.primitive)
+    if part is not None and prod(part[0]) <= 1:
         return None
     reasons = dict.fromkeys(factors.blocked.values())
     return "; ".join(reasons) or "its operands are constants"

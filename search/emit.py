@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from graphlib import TopologicalSorter
 from heapq import heapify, heappop, heappush
 
@@ -29,6 +29,7 @@ class Emitter:
         self.structure = formulator.structure
         self.states = [states[int(s)] for states, s in zip(self.structure.states, assignment, strict=True)]
         self.steps: list[Step] = []
+        self.op_steps: dict[int, int] = {}
         self.tensors: dict[int, dict[Placement, int]] = {}
 
     def run(self, axes: tuple[tuple[str, int], ...]) -> Program:
@@ -45,13 +46,21 @@ class Emitter:
             needs = tuple(self.tensor(v, triple.operands[i], graph.read_in(op, i)) for i, v in op.value_operands)
             self.add(Compute(op.index, (triple,)), needs)
             for value, placement in zip(op.results, triple.results, strict=True):
-                self.make(value, placement, len(self.steps) - 1 if len(op.results) == 1 else self._op_step)
+                self.make(value, placement, self.op_steps[op.index])
         for op, value in graph.ties.items():
             triple = self.states[self.structure.op_variable[op]].triple
             assert triple is not None
-            carried = triple.results[0]
-            made_by = self.tensor(value, carried, graph.ops[op].region)
-            self.tensors[value].setdefault(carried, made_by)
+            carried, loop = triple.results[0], graph.ops[op].region
+            made_by = self.tensor(value, carried, loop)
+            if made_by < 0:
+                continue
+            made_in = region_of(graph, self.steps[made_by].instruction)
+            if made_in == graph.home[value]:
+                self.tensors[value].setdefault(carried, made_by)
+            if loop not in graph.around(made_in):
+                # No op of the body reads what comes from around the loop: its first one waits for it.
+                at = self.op_steps[op]
+                self.steps[at] = replace(self.steps[at], needs=(*self.steps[at].needs, made_by))
         outputs = self.outputs()
         order = schedule(graph, self.steps)
         return Program(axes, inputs, tuple(self.steps[i].instruction for i in order), outputs)
@@ -59,7 +68,7 @@ class Emitter:
     def add(self, instruction: Instruction, needs: tuple[int, ...]) -> int:
         self.steps.append(Step(instruction, tuple(n for n in needs if n >= 0)))
         if isinstance(instruction, Compute):
-            self._op_step = len(self.steps) - 1
+            self.op_steps[instruction.op] = len(self.steps) - 1
         return len(self.steps) - 1
 
     def convert(self, value: int, source: Placement, target: Placement, made_by: int, region: int) -> int:

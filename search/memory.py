@@ -87,7 +87,7 @@ def _boundary(
     op = graph.ops[instruction.op]
     start, stop = spans[op.region]
     if op.primitive == LOOP_CARRY:
-        carried, final = writes(graph, instruction)
+        carried, final, *_ = writes(graph, instruction)
         last[carried] = stop
         born[final] = last[final] = stop
     elif op.primitive == SCAN_STACK:

@@ -35,7 +35,7 @@ def run_loop(graph: Graph, axes: Axes, loop: Loop, env: Env, run: Run) -> None:
         return held(inside, loop.onward), held(inside, loop.pieces)
 
     def goes_on(carried: Sequence[Any]) -> Any:
-        inside: Env = {**env, **dict(zip(loop.carried, carried, strict=True))}
+        inside: Env = {**env, **dict(zip(loop.tested, carried, strict=True))}
         run(loop.test, inside)
         assert loop.goes_on is not None
         return _uniform(inside[loop.goes_on], axes) if loop.unsure else inside[loop.goes_on]

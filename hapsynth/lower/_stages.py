@@ -60,7 +60,8 @@ class Stage:
 class Loop:
     """A scan or while loop. `initial`: what each carried value starts from, a literal or a property; `carried`: as the
     body finds it; `onward`: what the next iteration finds; `final`: what is left. A scan has `parts` of its `whole`
-    inputs and stacks `pieces` to `stacked`; a while loop goes on while `goes_on`, which `test` computes."""
+    inputs and stacks `pieces` to `stacked`; a while loop goes on while `goes_on`, which `test` computes of what is
+    carried, `tested` there."""
 
     region: Region
     initial: tuple[Property | Literal, ...]
@@ -73,6 +74,7 @@ class Loop:
     stacked: tuple[Property, ...]
     body: tuple[Step, ...]
     test: tuple[Step, ...] = ()
+    tested: tuple[Property, ...] = ()
     goes_on: Property | None = None
     unsure: bool = False
 
@@ -111,15 +113,26 @@ def _end_needs(graph: Graph, block: Block) -> set[Property]:
     return needed
 
 
+def _reads_within(graph: Graph, block: Block) -> set[Property]:
+    """What a region, with those inside it, may read from around it."""
+    found = {p for i in block.flat() for p in reads(graph, i)} | _end_needs(graph, block)
+    for i in block.items:
+        if isinstance(i, Block):
+            found |= _reads_within(graph, i)
+    return found
+
+
 def _live(graph: Graph, block: Block, held: set[Property], needed: set[Property]) -> Block:
     """The instructions that make something new which is needed; a collective may make it again."""
-    held = set(held)
+    around, held = held, set(held)
     first: list[Instruction | Block] = []
     for i in block.items:
         if isinstance(i, Block):
             # What the joins of a cond read, its branches must make.
             joined = _end_needs(graph, block) if graph.regions[i.region].kind == "branch" else set[Property]()
-            inner = _live(graph, i, held, _end_needs(graph, i) | joined)
+            # A test finds nothing that its loop's body makes.
+            at_hand = around if graph.regions[i.region].kind == "test" else held
+            inner = _live(graph, i, at_hand, _end_needs(graph, i) | joined)
             first.append(inner)
             held.update(p for j in inner.items if _is_boundary(j, graph) for p in writes(graph, j))
             continue
@@ -132,8 +145,7 @@ def _live(graph: Graph, block: Block, held: set[Property], needed: set[Property]
     for i in reversed(first):
         if isinstance(i, Block):
             live.append(i)
-            needed.update(p for j in i.flat() for p in reads(graph, j))
-            needed |= _end_needs(graph, i)
+            needed |= _reads_within(graph, i)
         elif _is_boundary(i, graph) or not needed.isdisjoint(writes(graph, i)):
             live.append(i)
             needed.update(reads(graph, i))
@@ -170,8 +182,7 @@ class _Splitter:
             elif isinstance(run, Block):
                 if graph.regions[run.region].kind not in ("test", "branch"):
                     steps.append(self.region(run))
-                needed.update(p for i in run.flat() for p in reads(graph, i))
-                needed |= _end_needs(graph, run)
+                needed |= _reads_within(graph, run)
             else:
                 steps.append(_stage(graph, self.program, self.sizes, run, needed))
                 needed.update(p for i in run for p in reads(graph, i))
@@ -213,6 +224,7 @@ class _Splitter:
             stacked=tuple(result(i) for i in stacks),
             body=tuple(self.steps(block, set())),
             test=tuple(s for b in tests for s in self.steps(b, set())),
+            tested=tuple(result(i, 2) for i in carries) if tests else (),
             goes_on=source(asks[0]) if asks else None,
             unsure=unsure,
         )

@@ -20,7 +20,7 @@ def _never(local: Local, operands: Sequence[Any]) -> NoReturn:
 @register("loop_carry", local=_never, flops=no_flops)
 def _carry(f: Factors) -> None:
     x = f.operand(0)
-    f.results += [x, x]
+    f.results += [x] * len(f.op.result_shapes)
     f.linear = f.passes = ((0,),)
 
 
