@@ -71,7 +71,12 @@ def test_right_where_it_is_cut_unevenly(name: str, monkeypatch: pytest.MonkeyPat
     fn, args = MODELS[name]()
     plan = hapsynth.synthesize(fn, args, first_devices(8), cluster=slow_cluster(SPEEDS))
     assert any(len(set(shares)) > 1 for shares in plan.sizes.shares)
-    report = plan.check()
+    # Compiling is most of the time; XLA's optimizations are on in every other test.
+    jax.config.update("jax_disable_most_optimizations", True)
+    try:
+        report = plan.check()
+    finally:
+        jax.config.update("jax_disable_most_optimizations", False)
     assert report.ok, report
 
 
