@@ -11,6 +11,7 @@ import jax.extend.core as jex
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.extend.core import Primitive
 
 from hapsynth.api import synthesize
 from hapsynth.cluster import Cluster
@@ -119,11 +120,10 @@ def test_one_device_and_nothing_cut(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 
 def test_replicated_primitives_are_counted() -> None:
-    def step(x: Any) -> Any:
-        return jax.lax.cumsum(jnp.linalg.qr(x)[1])
-
-    traced = trace(step, (jax.ShapeDtypeStruct((8, 8), F32),))
-    assert replicated(traced).get("geqrf", replicated(traced).get("qr", 0)) == 1
+    unheard = Primitive("unheard")
+    unheard.def_abstract_eval(lambda x: x)
+    traced = trace(lambda x: jax.lax.cumsum(unheard.bind(unheard.bind(x))), (jax.ShapeDtypeStruct((8, 8), F32),))
+    assert replicated(traced) == {"unheard": 2}
 
 
 def test_what_cannot_be_divided_is_weighed() -> None:
@@ -171,6 +171,17 @@ class Terminal:
 
     def isatty(self) -> bool:
         return True
+
+
+def test_what_is_kept_whole_is_named_with_its_reason(capsys: pytest.CaptureFixture[str]) -> None:
+    bits = lambda key, x: (jax.lax.rng_bit_generator(key, (4,)), jnp.linalg.cholesky(x))
+    args = jax.ShapeDtypeStruct((4,), jnp.uint32), jax.ShapeDtypeStruct((8, 4, 4), F32)
+    print_summary(console(), synthesize(bits, args, Cluster.load(CLUSTERS / "mixed8.toml")))
+    kept = [line for line in capsys.readouterr().out.splitlines() if line.startswith("kept whole")]
+    # The factorizations are dealt out by batch.
+    assert kept == [
+        "kept whole     rng_bit_generator: one stream of random bits, which no device can enter in the middle"
+    ]
 
 
 def test_progress_line() -> None:
