@@ -79,14 +79,14 @@ _WITHOUT = {
         lax.conv_general_shape_tuple lax.conv_shape_tuple lax.conv_transpose_shape_tuple lax.dtype lax.padtype_to_pads
         lax.reduce_window_shape_tuple nn.get_scaled_dot_general_config numpy.broadcast_shapes numpy.can_cast
         numpy.einsum_path numpy.finfo numpy.get_printoptions numpy.iinfo numpy.iscomplexobj numpy.isdtype
-        numpy.isrealobj numpy.isscalar numpy.issubdtype numpy.iterable numpy.mask_indices numpy.ndim numpy.printoptions
+        numpy.isrealobj numpy.isscalar numpy.issubdtype numpy.iterable numpy.ndim numpy.printoptions
         numpy.promote_types numpy.result_type numpy.set_printoptions numpy.shape numpy.size random.key_dtype
         """,
     _HOST: """
         numpy.array2string numpy.array_repr numpy.array_str numpy.from_dlpack numpy.frombuffer numpy.fromfile
         numpy.fromiter numpy.fromstring numpy.load numpy.save numpy.savez random.key_impl
         """,
-    _VALUES: "numpy.extract numpy.setdiff1d numpy.trim_zeros",
+    _VALUES: "numpy.trim_zeros",
     _MESH: """
         lax.pbroadcast lax.pcast lax.preduced lax.precv lax.psend lax.psum_scatter_start lax.pvary lax.ragged_all_to_all
         """,
@@ -249,11 +249,13 @@ CALLS: dict[str, tuple[Example, ...]] = {
     "numpy.compress": on(lambda f, b, x: f(b, x, size=2), _b, _v),
     "numpy.cross": on(lambda f, x, y: f(x, y), _array(4, 3), _array(4, 3)),
     "numpy.dsplit": on(lambda f, x: f(x, 2), _t),
+    "numpy.extract": on(lambda f, b, x: f(b, x, size=2), _b, _v),
     "numpy.fill_diagonal": on(lambda f, x: f(x, 1.0, inplace=False), _x),
     "numpy.flatnonzero": _unique,
     "numpy.fromfunction": on(lambda f: f(lambda i, j: i + j, (4, 4))),
     "numpy.frompyfunc": on(lambda f, x: f(lambda a, b: a * b + a, 2, 1, identity=0).reduce(x), _v),
     "numpy.intersect1d": _sets,
+    "numpy.mask_indices": on(lambda f: f(4, jnp.triu, size=10)),
     "numpy.nonzero": _unique,
     "numpy.permute_dims": on(lambda f, x: f(x, (1, 0)), _x),
     "numpy.place": on(lambda f, x, m, v: f(x, m, v, inplace=False), _v, _b, _v),
@@ -261,6 +263,7 @@ CALLS: dict[str, tuple[Example, ...]] = {
     "numpy.put": on(lambda f, x, i, v: f(x, i, v, inplace=False), _v, _i, _v),
     "numpy.put_along_axis": on(lambda f, x, i, v: f(x, i, v, 0, inplace=False), _x, _I, _x),
     "numpy.ravel_multi_index": on(lambda f, i: f((i, i), (4, 4), mode="clip"), _i),
+    "numpy.setdiff1d": _sets,
     "numpy.setxor1d": _sets,
     "numpy.union1d": _sets,
     "numpy.unique": (*_unique, *on(lambda f, a: f(a, True, True, True, size=3), _i)),
