@@ -113,6 +113,8 @@ def compare(reference: Reference, arrays: Sequence[Any], got: Sequence[Any], rto
     if all(e <= rtol for e in errors) or rtol <= 0:
         return errors
     floors = [_CLEAR * n / rtol for n in noise(reference, arrays, want)]
+    # A leaf that is nothing but zeros may be a variance of equals, the square of a rounding error elsewhere.
+    floors = [max(f, _CLEAR * _epsilon(b) ** 2 / rtol) if _largest(b) == 0 else f for f, b in zip(floors, want)]
     # No more than the leaf would be allowed if it were as large as anything that goes in or out.
     cap = max((_largest(x) for x in (*arrays, *want)), default=0.0)
     return [relative_error(a, b, min(f, cap)) for a, b, f in zip(got, want, floors, strict=True)]

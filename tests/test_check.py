@@ -11,7 +11,7 @@ import pytest
 from slow_devices import SPEEDS, first_devices, slow_cluster
 
 import hapsynth
-from hapsynth.check import Reference, noise, relative_error
+from hapsynth.check import Reference, compare, noise, relative_error
 from hapsynth.plan import Plan
 
 rng = np.random.default_rng(0)
@@ -129,3 +129,12 @@ def test_nan_and_infinity() -> None:
     assert relative_error(np.zeros(3), np.zeros(3)) == 0
     assert relative_error(np.zeros(2), np.zeros(3)) == np.inf
     assert relative_error(np.zeros(3, np.float32), np.zeros(3)) == np.inf
+
+
+@pytest.mark.parametrize(("left", "passes"), [(3e-15, True), (1e-6, False)])
+def test_a_leaf_of_zeros_may_be_the_square_of_a_rounding_error(left: float, passes: bool) -> None:
+    args = (floats(40, 3),)
+    plan = planned(lambda x: (x * 2, x[:4, 0] * 0), args)
+    reference, leaves = reference_of(plan, args)
+    got = [args[0] * 2, np.full(4, left, np.float32)]
+    assert all(e <= 1e-4 for e in compare(reference, leaves, got, rtol=1e-4)) == passes

@@ -11,7 +11,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from control_cases import CASES
 from slow_devices import SPEEDS, first_devices, slow_cluster
 
@@ -21,8 +20,17 @@ from hapsynth.graph import Graph
 from hapsynth.instructions.checker import check
 from hapsynth.instructions.collectives import step_between
 from hapsynth.instructions.layout import P, Placement, R, S
-from hapsynth.instructions.program import Compute, Convert, FactorTable, Instruction, Program, ProgramError, region_of
-from hapsynth.instructions.program import reads, writes
+from hapsynth.instructions.program import (
+    Compute,
+    Convert,
+    FactorTable,
+    Instruction,
+    Program,
+    ProgramError,
+    reads,
+    region_of,
+    writes,
+)
 from hapsynth.instructions.sizes import Classes, Sizes
 from hapsynth.lower import lower
 
@@ -91,10 +99,16 @@ class Walk:
         if not isinstance(old, Compute):
             return program
         new = Compute(old.op, (self.pick(self.table[old.op].triples),))
-        after = [Convert(v, 0, b, a, region_of(self.graph, new)) for (v, a), (_, b) in
-                 zip(writes(self.graph, old), writes(self.graph, new)) if step_between(b[0], a[0])]
-        before = [Convert(v, 0, a, b, region_of(self.graph, new)) for (v, a), (_, b) in
-                  zip(reads(self.graph, old), reads(self.graph, new)) if step_between(a[0], b[0])]
+        after = [
+            Convert(v, 0, b, a, region_of(self.graph, new))
+            for (v, a), (_, b) in zip(writes(self.graph, old), writes(self.graph, new))
+            if step_between(b[0], a[0])
+        ]
+        before = [
+            Convert(v, 0, a, b, region_of(self.graph, new))
+            for (v, a), (_, b) in zip(reads(self.graph, old), reads(self.graph, new))
+            if step_between(a[0], b[0])
+        ]
         steps[at : at + 1] = [*before, new, *after]
         return self.given(program, steps)
 
