@@ -183,9 +183,7 @@ class _Inliner:
         self.region = len(self.regions) - 1
         return outside
 
-    def carry(
-        self, initial: Sequence[Any], source: str, *seen: Sequence[Any]
-    ) -> tuple[list[int], ...]:
+    def carry(self, initial: Sequence[Any], source: str, *seen: Sequence[Any]) -> tuple[list[int], ...]:
         """The values that a loop carries, as its body, what comes after it and a while loop's test see them: variables
         of jaxprs, which may differ in weak types."""
         views = [
