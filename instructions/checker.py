@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from hapsynth.graph import COND_JOIN, LOOP_CARRY, LOOP_TEST, SCAN_SLICE, SCAN_STACK, Graph, Literal
 from hapsynth.instructions.collectives import step_between
+from hapsynth.instructions.factors import can_be
 from hapsynth.instructions.layout import format_layout
 from hapsynth.instructions.program import (
     Block,
@@ -136,6 +137,8 @@ def _check_layout(graph: Graph, value: int, layout: object, axes: int, where: st
     for placement in layout:
         if placement.is_sharded and not 0 <= placement.dim < rank:
             raise ProgramError(f"{where}: {graph.values[value]} has no dimension {placement.dim}")
+        if not can_be(placement, graph.values[value].dtype):
+            raise ProgramError(f"{where}: {graph.values[value]} cannot be {placement}")
 
 
 def _check_instruction(graph: Graph, table: FactorTable, instruction: Instruction, axes: int, where: str) -> None:

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from hapsynth._jax import is_extended
 from hapsynth.graph import Literal, Op
 from hapsynth.instructions.layout import P, Placement, R, Reduction, S
 
@@ -149,14 +150,8 @@ class Factors:
         return True
 
     def _dtypes_fit(self, t: Triple) -> bool:
-        """Booleans have no sum, complex numbers no order."""
         op = self.op
-        for placement, dtype in zip((*t.operands, *t.results), (*op.dtypes, *op.result_dtypes)):
-            if placement == P("sum") and dtype == np.bool_:
-                return False
-            if placement in (P("max"), P("min")) and np.issubdtype(dtype, np.complexfloating):
-                return False
-        return True
+        return all(map(can_be, (*t.operands, *t.results), (*op.dtypes, *op.result_dtypes)))
 
     @property
     def lost(self) -> tuple[int, ...]:
@@ -183,6 +178,17 @@ class Factors:
         if self.blocked:
             text += f" need_replication={{{', '.join(map(name, sorted(self.blocked)))}}}"
         return text
+
+
+def can_be(placement: Placement, dtype: Any) -> bool:
+    """Booleans have no sum, complex numbers no order, typed keys neither."""
+    if not placement.is_partial:
+        return True
+    if is_extended(dtype):
+        return False
+    if placement == P("sum"):
+        return dtype != np.bool_
+    return not np.issubdtype(dtype, np.complexfloating)
 
 
 def _cut(position: int | None) -> Placement:

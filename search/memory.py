@@ -89,7 +89,7 @@ def _boundary(
     if op.primitive == LOOP_CARRY:
         carried, final, *_ = writes(graph, instruction)
         last[carried] = stop
-        born[final] = last[final] = stop
+        born[final] = last[final] = stop + 1
     elif op.primitive == SCAN_STACK:
         (stacked,) = writes(graph, instruction)
         born[stacked], last[stacked] = start, stop

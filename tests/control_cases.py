@@ -70,6 +70,17 @@ def invariant(x: Any) -> Any:
     return lax.scan(lambda c, y: ((c[0], c[1] + y.sum()), (c[0].sum(0), 7.0)), (x, 0.0), x)
 
 
+def carries_on_the_outside(x: Any, w: Any) -> Any:
+    """What two loops, one in the other, carry on was made before both and takes collectives."""
+    y = jnp.sort(x.T @ x, 0)
+
+    def body(c: Any, _: Any) -> Any:
+        d, s = lax.scan(lambda d, _: (y, d.sum(0)), c, None, length=2)
+        return jnp.sort(d + 1, 1), s
+
+    return lax.scan(body, w, None, length=3), lax.scan(lambda c, _: (y, c.sum(1)), w, None, length=2)
+
+
 CASES: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
     "scanned layers": (stacked_layers, (floats(3, 8, 8), floats(240, 8))),
     "recurrent": (recurrent, ({"wx": floats(8, 16), "wh": floats(16, 16)}, floats(6, 24, 8))),
@@ -83,6 +94,12 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
         lambda x: lax.while_loop(lambda c: c[0] < 0, lambda c: (c[0] + 1, c[1] * 2), (0, x)),
         (floats(24, 8),),
     ),
+    "while whose test communicates": (
+        lambda x: lax.while_loop(lambda c: (c[1] @ c[1].T)[3, 3] < 1e4, lambda c: (c[0] + 1, c[1] * 1.5), (0, x)),
+        (floats(24, 8),),
+    ),
+    "while with a constant test": (lambda x: lax.while_loop(lambda c: False, lambda c: c * 2, x), (floats(24, 8),)),
+    "carries on the outside": (carries_on_the_outside, (floats(24, 8), floats(8, 8))),
     "while in a vmap": (
         lambda x: jax.vmap(lambda r: lax.while_loop(lambda c: c.sum() < 9, lambda c: c + 1, r))(x),
         (floats(24, 8),),

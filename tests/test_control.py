@@ -16,8 +16,9 @@ from slow_devices import SPEEDS, first_devices, slow_cluster
 
 import hapsynth
 from hapsynth.check import relative_error
+from hapsynth.frequency import with_counts
 from hapsynth.instructions.checker import check
-from hapsynth.instructions.layout import R, S
+from hapsynth.instructions.layout import P, R, S
 from hapsynth.instructions.program import Compute, Convert, Program, ProgramError, nested, region_of
 from hapsynth.plan import Plan
 from hapsynth.search.costs import CostModel
@@ -53,7 +54,7 @@ def test_same_as_jit(name: str, on: str) -> None:
     plan(*args)
     assert plan.lowered.traces == 1
     assert plan.check(*args).ok
-    assert not plan.result.replicated_primitives or name == "keys"
+    assert not plan.result.replicated_primitives or name in ("keys", "while whose test communicates")
 
 
 def uneven(plan: Plan) -> bool:
@@ -258,6 +259,40 @@ def test_a_while_loop_needs_its_test() -> None:
     graph, steps = plan.traced.graph, list(plan.program.instructions)
     left = [i for i in steps if not (isinstance(i, Compute) and graph.ops[i.op].name == "loop_test")]
     assert "no test" in broken(plan, left)
+
+
+def test_a_test_finds_only_what_is_carried() -> None:
+    """It runs before the body: what the body makes of what is carried is not there."""
+    plan = planned(*CASES["while whose test communicates"])
+    graph, steps = plan.traced.graph, list(plan.program.instructions)
+    test = graph.test(1)
+    inner = [n for n, i in enumerate(steps) if isinstance(i, Convert) and i.region == test]
+    assert inner
+    moved = steps[inner[0]]
+    assert isinstance(moved, Convert)
+    first = min(n for n, i in enumerate(steps) if region_of(graph, i) == test)
+    rest = [i for n, i in enumerate(steps) if n != inner[0]]
+    assert broken(plan, [*rest[:first], moved._replace(region=1), *rest[first:]])
+    # Nor is a conversion in the body of what lives around it.
+    outside = trace(lambda x: lax.while_loop(lambda c: c < x.sum(), lambda c: c + x[0, 0], 0.0), (floats(24, 8),)).graph
+    rare = with_counts(outside, [1.0, 0.5, 1.0])
+    assert rare.place_of_conversion(rare.inputs[0], rare.test(1)) == rare.test(1)
+    assert outside.place_of_conversion(outside.inputs[0], outside.test(1)) == 0
+
+
+def test_nothing_is_converted_between_branches() -> None:
+    plan = planned(*CASES["cond"])
+    graph, steps = plan.traced.graph, list(plan.program.instructions)
+    first = next(n for n, i in enumerate(steps) if region_of(graph, i))
+    layout = plan.program.inputs[0]
+    other = R if layout[0].is_sharded else S(0)
+    between = Convert(0, 0, layout, (other,), 1)
+    assert "none of its branches" in broken(plan, [*steps[:first], between, *steps[first:]])
+
+
+def test_booleans_are_no_sums() -> None:
+    plan = planned(lambda p, x: lax.cond(p, lambda: x, lambda: x * 2), (np.bool_(True), floats(24, 8)))
+    assert "cannot be P(sum)" in broken(plan, [Convert(0, 0, (R,), (P("sum"),)), *plan.program.instructions])
 
 
 def test_scanned_dimensions_stay_whole() -> None:

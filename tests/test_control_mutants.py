@@ -19,6 +19,7 @@ from hapsynth.check import relative_error
 from hapsynth.graph import Graph
 from hapsynth.instructions.checker import check
 from hapsynth.instructions.collectives import step_between
+from hapsynth.instructions.factors import Triple
 from hapsynth.instructions.layout import P, Placement, R, S
 from hapsynth.instructions.program import (
     Compute,
@@ -34,7 +35,7 @@ from hapsynth.instructions.program import (
 from hapsynth.instructions.sizes import Classes, Sizes
 from hapsynth.lower import lower
 
-STEPS = 300
+STEPS = 200
 DEVICES = 4
 
 
@@ -43,7 +44,6 @@ class Walk:
         self.graph, self.program, self.table = graph, program, FactorTable(graph)
         self.rng = np.random.default_rng(seed)
         self.taken = 0
-        self.accepted: dict[str, int] = {}
 
     def pick(self, options: Any) -> Any:
         return options[int(self.rng.integers(len(options)))]
@@ -147,25 +147,26 @@ class Walk:
         """One value differently laid out wherever it occurs, by whatever triples have it so."""
         value = int(self.rng.integers(len(self.graph.values)))
         new = self.placement(value)
-        steps: list[Instruction] = []
-        for i in program.instructions:
-            if isinstance(i, Compute):
-                op = self.graph.ops[i.op]
-                (old,) = i.triples
-                here = [n for n, v in enumerate((*op.operands, *op.results)) if v == value]
-                if here:
-                    whole = lambda t: (*t.operands, *t.results)
-                    fits = [t for t in self.table[i.op].triples if all(whole(t)[n] == new for n in here)]
-                    if not fits:
-                        return program
-                    alike = lambda t: sum(a == b for a, b in zip(whole(t), whole(old)))
-                    i = Compute(i.op, (max(fits, key=alike),))
-            steps.append(i)
+        steps = list(program.instructions)
+        for at, i in enumerate(steps):
+            op = self.graph.ops[i.op] if isinstance(i, Compute) else None
+            here = [n for n, v in enumerate((*op.operands, *op.results)) if v == value] if op else []
+            if isinstance(i, Compute) and here:
+                old = i.triples[0]
+                fits = [t for t in self.table[i.op].triples if all(_placements(t)[n] == new for n in here)]
+                if not fits:
+                    return program
+                alike = [sum(a == b for a, b in zip(_placements(t), _placements(old))) for t in fits]
+                steps[at] = Compute(i.op, (fits[int(np.argmax(alike))],))
         return self.given(program, steps)
 
     def placement(self, value: int) -> Placement:
         rank = len(self.graph.values[value].shape)
         return self.pick([R, P("sum"), P("max"), *(S(d) for d in range(rank))])
+
+
+def _placements(t: Triple) -> tuple[Placement, ...]:
+    return (*t.operands, *t.results)
 
 
 def drawn_sizes(graph: Graph, program: Program, rng: np.random.Generator) -> Sizes:
@@ -200,3 +201,9 @@ def run_walk(name: str, seed: int, steps: int = STEPS) -> Walk:
             a, b = jax.random.key_data(a), jax.random.key_data(b)
         assert relative_error(np.asarray(a), np.asarray(b)) <= 1e-5, program.text(graph)
     return walk
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_the_checker_accepts_computes_what_it_should(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hapsynth.search.costs.TILE", 1)
+    assert run_walk(name, seed=0).taken > 10
