@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from control_cases import CASES
 from slow_devices import SPEEDS, first_devices, slow_cluster
 
