@@ -228,7 +228,9 @@ def test_what_has_no_rule_is_replicated_and_named() -> None:
         return planned(fn, args, kwargs).result.replicated_primitives
 
     assert {"random_bits", "random_wrap", "random_split"} & set(report("keys"))
-    assert report("remat") == report("argmax") == report("loops") == ()
+    assert report("remat") == report("loops") == ()
+    # One of the calls takes the whole array at once.
+    assert report("argmax") == ("argmax",)
 
 
 def test_x64() -> None:

@@ -18,8 +18,8 @@ import hapsynth
 from hapsynth import TraceError, UnsupportedError
 from hapsynth.cli import main
 from hapsynth.instructions.rules import factors_of
+from hapsynth.instructions.uncovered import named
 from hapsynth.plan import Plan
-from hapsynth.report.record import replicated
 
 X = np.random.default_rng(0).normal(size=(960, 8)).astype(np.float32)
 CLUSTER = slow_cluster(SPEEDS["3:1"])
@@ -49,7 +49,7 @@ def test_a_print_is_done_once_with_the_whole_value(capfd: pytest.CaptureFixture[
 
     w = np.eye(8, dtype=np.float32)
     plan = planned(step, w, X)
-    assert replicated(plan.traced) == {}
+    assert named(plan.traced.graph) == {}
     capfd.readouterr()
     for _ in range(2):
         plan(w, X)
@@ -104,7 +104,7 @@ def test_a_pure_callback_is_run_whole_and_named() -> None:
         return jax.pure_callback(np.sin, jax.ShapeDtypeStruct(x.shape, x.dtype), x) * 2
 
     plan = planned(fn, X)
-    assert replicated(plan.traced) == {"pure_callback": 1}
+    assert named(plan.traced.graph) == {"pure_callback": 1}
     (op,) = (op for op in plan.traced.graph.ops if op.name == "pure_callback")
     assert set(factors_of(op).blocked.values()) == {
         "every device calls the host's function, which is given whole arrays"

@@ -24,8 +24,8 @@ from hapsynth.instructions.factors import Factors, Local
 from hapsynth.instructions.layout import P, S
 from hapsynth.instructions.rules import REGISTRY, extension, factors_of
 from hapsynth.instructions.rules.registry import flops_of
+from hapsynth.instructions.uncovered import named
 from hapsynth.plan import Plan
-from hapsynth.report.record import replicated
 from hapsynth.trace import trace
 
 PAGE = Path(__file__).parent.parent / "docs" / "extending.md"
@@ -108,12 +108,12 @@ def test_a_kernel_is_cut_in_unequal_shards_and_gives_what_it_should() -> None:
     assert (rows.operands, rows.results) == ((S(0),), (P("sum"),))
     assert len({plan.sizes.local_shape(op.operands[0], (S(0),), (d,)) for d in range(4)}) > 1
     assert plan.check().ok
-    assert replicated(plan.traced) == {}
+    assert named(plan.traced.graph) == {}
 
 
 def test_without_a_rule_a_kernel_is_whole_everywhere_and_named_with_the_reason() -> None:
     plan = planned(square_sum, numbers(960, 8))
-    assert replicated(plan.traced) == {"pallas_call:square_sum": 1}
+    assert named(plan.traced.graph) == {"pallas_call:square_sum": 1}
     assert plan.result.replicated_primitives == ("pallas_call:square_sum",)
     f = factors_of(plan.traced.graph.ops[0])
     assert [str(t) for t in f.triples] == ["{R} -> {R}"]
@@ -129,13 +129,13 @@ def test_a_rule_is_for_the_kernel_of_its_name_only() -> None:
     register_rule("pallas_call:square_sum", "i j -> j", local=lambda local, x: square_sum(x))
     traced = trace(lambda x: (square_sum(x), square_sum(x, "other")), (numbers(6, 4),))
     assert [len(factors_of(op).triples) for op in traced.graph.ops] == [3, 1]
-    assert replicated(traced) == {"pallas_call:other": 1}
+    assert named(traced.graph) == {"pallas_call:other": 1}
 
 
 def test_a_primitive_runs_with_its_parameters() -> None:
     scaled = primitive("test_scaled", lambda x, y, *, by: by * x @ y, by=3.0)
     fn = lambda x, y: scaled(x, y).sum(0)
-    assert replicated(trace(fn, (numbers(6, 4), numbers(4, 2)))) == {"test_scaled": 1}
+    assert named(trace(fn, (numbers(6, 4), numbers(4, 2))).graph) == {"test_scaled": 1}
     register_rule("test_scaled", "i j, j k -> i k", linear=[[0], [1]])
     assert triples(scaled, numbers(6, 4), numbers(4, 2)) == {
         "{S(0), R} -> {S(0)}",
@@ -236,7 +236,7 @@ def test_a_partitioned_sum_is_not_cut() -> None:
 def test_a_partitioned_function_without_a_rule_that_can_be_read() -> None:
     made = partitioned(softmax, lambda mesh, arguments, result: "i j -> i j")
     traced = trace(made, (numbers(6, 4),))
-    assert replicated(traced) == {"custom_partitioning:softmax": 1}
+    assert named(traced.graph) == {"custom_partitioning:softmax": 1}
     assert "it has no sharding rule that can be read" in factors_of(traced.graph.ops[0]).blocked[0]
     register_rule("custom_partitioning:softmax", "i j -> i j", need_replication="j", local=lambda local, x: softmax(x))
     check_rule(made, numbers(6, 4))
