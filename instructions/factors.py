@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import permutations, product
 from math import prod
 from typing import Any, NamedTuple
 
@@ -18,7 +19,7 @@ import numpy as np
 
 from hapsynth._jax import is_extended
 from hapsynth.graph import Literal, Op
-from hapsynth.instructions.layout import P, Placement, R, Reduction, S
+from hapsynth.instructions.layout import P, Placement, R, Reduction, S, is_consistent
 
 Dim = tuple[int, ...]
 """The factors of one dimension, major to minor; a dimension of size 1 has none."""
@@ -34,8 +35,22 @@ class Triple(NamedTuple):
     results: tuple[Placement, ...]
     factor: int | None = None
 
+    @property
+    def minor(self) -> int:
+        """How many other mesh axes cut the same factor before this one."""
+        return max((p.minor for p in (*self.operands, *self.results)), default=0)
+
+    def at(self, minor: int) -> Triple:
+        """The triple of an axis that cuts the factor after `minor` others."""
+        move = lambda ps: tuple(S(p.dim, minor) if p.is_sharded else p for p in ps)
+        return Triple(move(self.operands), move(self.results), self.factor) if minor else self
+
     def __str__(self) -> str:
         return f"{{{', '.join(map(str, self.operands))}}} -> {{{', '.join(map(str, self.results))}}}"
+
+
+Triples = tuple[Triple, ...]
+"""What an op does on a mesh: one triple per axis, each applied to what the others leave of the op."""
 
 
 @dataclass(eq=False)
@@ -56,6 +71,8 @@ class Factors:
     passes: tuple[tuple[int, ...], ...] = ()
     """Groups of operands through which a partial max or min passes unchanged (reorderings)."""
     extra: list[Triple] = field(default_factory=list)
+    alone: set[int] = field(default_factory=set)
+    """Factors of which only one can be cut at a time: their shards have to know where they are."""
 
     def new(self, size: int) -> int:
         self.sizes.append(size)
@@ -141,6 +158,30 @@ class Factors:
         found += self.extra
         return tuple(dict.fromkeys(filter(self._dtypes_fit, found)))
 
+    def joint(self, axes: int) -> tuple[Triples, ...]:
+        """Every way of running the op on a mesh of that many axes: a triple per axis, a factor that several axes cut
+        in every order of theirs. The replicated one first."""
+        return tuple(self._known(axes))
+
+    def allows(self, triples: Triples) -> bool:
+        """Whether the op can be run so."""
+        return triples in self._known(len(triples))
+
+    def _known(self, axes: int) -> dict[Triples, None]:
+        if axes not in self._joint:
+            found = (p for chosen in product(self.triples, repeat=axes) for p in _orders(chosen))
+            self._joint[axes] = dict.fromkeys(filter(self._agree, found))
+        return self._joint[axes]
+
+    @cached_property
+    def _joint(self) -> dict[int, dict[Triples, None]]:
+        return {}
+
+    def _agree(self, triples: Triples) -> bool:
+        """Whether the triples can hold together: placements that fit, and no two factors that must be cut alone."""
+        tensors = (*zip(*(t.operands for t in triples)), *zip(*(t.results for t in triples)))
+        return all(map(is_consistent, tensors)) and len({t.factor for t in triples} & self.alone) <= 1
+
     def _literals_fit(self, t: Triple) -> bool:
         """A literal is the same on all devices; only zero is a partial sum of itself."""
         for operand, placement in zip(self.op.operands, t.operands):
@@ -178,6 +219,17 @@ class Factors:
         if self.blocked:
             text += f" need_replication={{{', '.join(map(name, sorted(self.blocked)))}}}"
         return text
+
+
+def _orders(triples: Triples) -> Iterable[Triples]:
+    """The triples with each factor's axes in every order, major to minor."""
+    axes_of: dict[int, list[int]] = {}
+    for axis, t in enumerate(triples):
+        if t.factor is not None:
+            axes_of.setdefault(t.factor, []).append(axis)
+    for order in product(*(permutations(axes) for axes in axes_of.values())):
+        minor = {axis: k for axes in order for k, axis in enumerate(axes)}
+        yield tuple(t.at(minor.get(axis, 0)) for axis, t in enumerate(triples))
 
 
 def can_be(placement: Placement, dtype: Any) -> bool:

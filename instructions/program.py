@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from hapsynth.graph import Graph
 from hapsynth.instructions.collectives import Step, is_collective, step_between
-from hapsynth.instructions.factors import Factors, Triple
+from hapsynth.instructions.factors import Factors, Triple, Triples
 from hapsynth.instructions.layout import Layout, format_layout, parse_layout, parse_placement
 from hapsynth.instructions.rules import factors_of
 
@@ -22,7 +22,7 @@ class Compute(NamedTuple):
     """{operands | layouts} op {results | layouts}; one triple of the op per mesh axis."""
 
     op: int
-    triples: tuple[Triple, ...]
+    triples: Triples
 
     def operand_layout(self, position: int) -> Layout:
         return tuple(t.operands[position] for t in self.triples)

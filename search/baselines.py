@@ -84,7 +84,7 @@ class Baselines:
         }
 
     def _root(self, value: int, dim: int) -> Node | None:
-        node = (value, dim, 0)
+        node = (value, dim, (0,))
         return self.kin.find(node) if node in self.kin.parent else None
 
     def _stored_batch(self) -> dict[int, Placement]:
@@ -193,7 +193,11 @@ class Baselines:
             if op.name not in ("dot_general", "conv_general_dilated"):
                 continue
             for triple in self.table[op.index].triples:
-                roots = {self.kin.find(n) for n in cut_nodes(self.graph, op.index, self.table[op.index], triple, 0)}
+                roots = {
+                    self.kin.find(n)
+                    for _, nodes in cut_nodes(self.graph, op.index, self.table[op.index], (triple,))
+                    for n in nodes
+                }
                 found |= roots
                 if triple.factor in self.table[op.index].reductions:
                     summed.update(roots)

@@ -23,7 +23,7 @@ class Cost:
 
 def largest_share(sizes: Sizes, value: int, dim: int, axis: int) -> float:
     """The fraction of a dimension that the largest shard holds."""
-    lengths = sizes.lengths(value, dim, axis)
+    lengths = sizes.lengths(value, dim, (axis,))
     return max(lengths) / sum(lengths)
 
 
@@ -32,8 +32,8 @@ def class_of_triple(costs: CostModel, sizes: Sizes, instruction: Compute) -> int
     triple = instruction.triples[0]
     if triple.factor is None:
         return None
-    for node in cut_nodes(costs.graph, instruction.op, costs.table[instruction.op], triple, 0):
-        return sizes.classes.of[node]
+    for _, nodes in cut_nodes(costs.graph, instruction.op, costs.table[instruction.op], (triple,)):
+        return sizes.classes.of[nodes[0]]
     return None
 
 
@@ -58,7 +58,7 @@ def feed_costs(program: Program, sizes: Sizes, costs: CostModel) -> Iterator[tup
     for value, (placement,) in program.inputs.items():
         work = costs.feed_work(value, placement)
         if work is not None:
-            c = sizes.classes.of[(value, placement.dim, 0)] if placement.is_sharded else None
+            c = sizes.classes.of[(value, placement.dim, (0,))] if placement.is_sharded else None
             shares = None if c is None else np.array(sizes.shares[c]) / sizes.classes.all[c].units
             yield value, costs.time(work, shares)
 

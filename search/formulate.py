@@ -85,7 +85,7 @@ class Formulator:
         """The ratio of a triple's factor: that of the last dimension it cuts, a result's where there is one."""
         assert self.ratios is not None
         assert triple.factor is not None
-        *_, (value, dim, _) = cut_nodes(self.graph, op, self.table[op], triple, 0)
+        ((_, (*_, (value, dim, _))),) = cut_nodes(self.graph, op, self.table[op], (triple,))
         return self.ratios.of(value, dim, self.table[op].sizes[triple.factor])
 
     def _final_time(self, value: int, available: Availability) -> float:

@@ -100,7 +100,7 @@ def padded_bytes(sizes: Sizes, value: int, layout: Layout) -> float:
     nbytes = float(sizes.graph.values[value].nbytes)
     for axis, placement in enumerate(layout):
         if placement.is_sharded:
-            c = sizes.classes.of[(value, placement.dim, axis)]
+            c = sizes.classes.of[(value, placement.dim, (axis,))]
             nbytes *= max(sizes.shares[c]) / sizes.classes.all[c].units
     return nbytes
 
@@ -134,7 +134,7 @@ class MemoryProfile:
         for n, t in enumerate(self.tensors):
             for axis, p in enumerate(t.layout):
                 if p.is_sharded:
-                    cut.setdefault(self.classes.of[(t.value, p.dim, axis)], []).append(n)
+                    cut.setdefault(self.classes.of[(t.value, p.dim, (axis,))], []).append(n)
         return [(c, np.array(members)) for c, members in cut.items()]
 
     def alive(self, nbytes: Floats) -> Floats:

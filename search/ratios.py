@@ -74,7 +74,7 @@ class Ratios:
 
     def of(self, value: int, dim: int, units: int | None = None) -> int:
         """The index of the vector for a dimension cut in `units` (its length by default)."""
-        node = (value, dim, 0)
+        node = (value, dim, (0,))
         if node in self._exact:
             return self._exact[node]
         base = -1
@@ -93,19 +93,18 @@ def kinship(graph: Graph, table: FactorTable) -> UnionFind:
     for op in graph.ops:
         factors = table[op.index]
         for triple in factors.triples:
-            first = None
-            for node in cut_nodes(graph, op.index, factors, triple, 0):
-                sets.add(node, graph.values[node[0]].shape[node[1]])
-                first = first or node
-                sets.union(first, node)
+            for _, nodes in cut_nodes(graph, op.index, factors, (triple,)):
+                for node in nodes:
+                    sets.add(node, graph.values[node[0]].shape[node[1]])
+                    sets.union(nodes[0], node)
     pairs: list[tuple[int, Operand]] = [(graph.inputs[source], graph.outputs[target]) for source, target in graph.carry]
     pairs += [(graph.ops[op].results[0], value) for op, value in graph.ties.items()]
     for a, b in pairs:
         if isinstance(b, int):
             for dim, size in enumerate(graph.values[a].shape):
-                sets.add((a, dim, 0), size)
-                sets.add((b, dim, 0), size)
-                sets.union((a, dim, 0), (b, dim, 0))
+                sets.add((a, dim, (0,)), size)
+                sets.add((b, dim, (0,)), size)
+                sets.union((a, dim, (0,)), (b, dim, (0,)))
     return sets
 
 

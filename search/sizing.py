@@ -65,7 +65,7 @@ class Sizer:
         for value, (placement,) in self.program.inputs.items():
             work = self.costs.feed_work(value, placement)
             if work is not None and placement.is_sharded:
-                add(works[self.classes.of[(value, placement.dim, 0)]], work, 1.0)
+                add(works[self.classes.of[(value, placement.dim, (0,))]], work, 1.0)
         for i in self.program.instructions:
             if not isinstance(i, Convert):
                 c = class_of_triple(self.costs, empty, i)
@@ -74,7 +74,7 @@ class Sizer:
                 continue
             runs = self.graph.runs[i.region]
             nbytes = self.graph.values[i.value].nbytes
-            cut = [self.classes.of[(i.value, p.dim, 0)] for p in (i.source[0], i.target[0]) if p.is_sharded]
+            cut = [self.classes.of[(i.value, p.dim, (0,))] for p in (i.source[0], i.target[0]) if p.is_sharded]
             if i.step in ("all_gather", "reduce_scatter"):
                 wire[cut[0]] += runs * self.costs.wire_bytes(i.step, nbytes, 1.0) * self.costs.beta
             elif i.step == "all_to_all":

@@ -119,7 +119,9 @@ class Structure:
         if allowed is None:
             return triples
         return tuple(
-            t for t in triples if all(allowed(v, d) for v, d, _ in cut_nodes(self.graph, op, self.table[op], t, 0))
+            t
+            for t in triples
+            if all(allowed(v, d) for _, nodes in cut_nodes(self.graph, op, self.table[op], (t,)) for v, d, _ in nodes)
         )
 
     def _demands(self) -> list[tuple[Placement, ...]]:

@@ -121,7 +121,7 @@ def test_instructions_cost_as_often_as_they_run() -> None:
     for cost in instruction_costs(plan.program, plan.sizes, model):
         i = cost.instruction
         if isinstance(i, Convert):
-            largest = [max(plan.sizes.lengths(i.value, p.dim, 0)) for p in (*i.source, *i.target) if p.is_sharded]
+            largest = [max(plan.sizes.lengths(i.value, p.dim, (0,))) for p in (*i.source, *i.target) if p.is_sharded]
             full = [graph.values[i.value].shape[p.dim] for p in (*i.source, *i.target) if p.is_sharded]
             parts = [a / b for a, b in zip(largest, full)]
             once = model.convert_time(i.step, graph.values[i.value].nbytes, *parts)

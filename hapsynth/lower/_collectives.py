@@ -65,7 +65,7 @@ def communicate(graph: Graph, sizes: Sizes, axes: Sequence[tuple[str, int]], ste
     source, target = step.source[axis], step.target[axis]
     if prod(graph.values[step.value].shape) == 0:
         return jnp.zeros(sizes.padded_shape(step.value, step.target), x.dtype)
-    lengths = lambda dim: sizes.lengths(step.value, dim, axis)
+    lengths = lambda dim: sizes.lengths(step.value, dim, (axis,))
     # A dimension of an even cut is laid out as it is; both helpers leave it alone then.
     match step.step:
         case "all_reduce":

@@ -80,7 +80,7 @@ class Storage:
     @staticmethod
     def of(graph: Graph, sizes: Sizes, value: int, layout: Layout, mesh: Mesh) -> Storage:
         v = graph.values[value]
-        cuts = {p.dim: (a, sizes.lengths(value, p.dim, a)) for a, p in enumerate(layout) if p.is_sharded}
+        cuts = {p.dim: (a, sizes.lengths(value, p.dim, (a,))) for a, p in enumerate(layout) if p.is_sharded}
         # JAX has no weakly typed bools and keys.
         weak = v.weak_type and not _jax.is_extended(v.dtype) and v.dtype != np.bool_
         return Storage(v.shape, v.dtype, weak, layout, cuts, mesh)

@@ -216,8 +216,8 @@ class Lowered:
             x = env[i.value, i.source]
             return [jnp.where(here.index[i.axis] == 0, x, jnp.zeros_like(x))]
         dim = i.target[i.axis].dim
-        start = here.lookup(i.axis, self.sizes.starts(i.value, dim, i.axis))
-        length = self.sizes.lengths(i.value, dim, i.axis)[here.coords[i.axis]]
+        start = here.lookup(i.axis, self.sizes.starts(i.value, dim, (i.axis,)))
+        length = self.sizes.lengths(i.value, dim, (i.axis,))[here.coords[i.axis]]
         with jax.named_scope(f"hap/slice_{self.graph.values[i.value].name}"):
             whole = env[i.value, i.source]
             if self._is_window(i.value):
@@ -246,7 +246,7 @@ class Lowered:
         )
         share, starts = 0, [0] * self.program.axes[0][1]
         if triple.factor is not None:
-            node = next(cut_nodes(graph, i.op, factors, triple, 0))
+            ((_, (node, *_)),) = cut_nodes(graph, i.op, factors, i.triples)
             lengths, starts = factor_shares(sizes, factors, triple.factor, node)
             share = lengths[here.coords[0]]
         local = Local(
