@@ -113,7 +113,7 @@ def _experts(p: Any, batch: tuple[jax.Array, jax.Array]) -> jax.Array:
     capacity = 2 * x.shape[1] // count
     gates = jax.nn.softmax(x @ p["gate"])
     chosen = jax.nn.one_hot(jnp.argmax(gates, axis=-1), count)
-    place = jnp.sum(jnp.cumsum(chosen, axis=1) * chosen, axis=-1) - 1
+    place = jnp.sum(jnp.cumsum(chosen, axis=1) * chosen, axis=-1).astype(jnp.int32) - 1
     mask = chosen[..., None] * jax.nn.one_hot(place, capacity)[:, :, None, :]
     inside = jnp.einsum("gsec,gsd->egcd", mask, x)
     hidden = jax.nn.relu(jnp.einsum("egcd,edh->egch", inside, p["up"]))
