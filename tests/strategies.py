@@ -33,6 +33,17 @@ def gpus(
     return Cluster("gpus", tuple(kinds[s] for s in speeds), tuple(range(len(speeds))), Link(bandwidth, latency))
 
 
+def hosts(count: int, per_host: int, *, network: float = 1e9, intra: float = 3e10, latency: float = 1e-6) -> Cluster:
+    """Equal hosts of several devices, a mesh axis over the hosts and one inside them; the links in bytes/s.
+
+    Where reducing over the slow axis is best left to the shards of the fast one.
+    """
+    inside = gpus([1.0] * per_host).devices
+    numbers = tuple(h for h in range(count) for _ in range(per_host))
+    axes = (("host", count), ("device", per_host))
+    return Cluster("hosts", inside * count, numbers, Link(network, latency), Link(intra, latency), axes)
+
+
 def shape(*dims: int, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(dims, dtype)
 
@@ -170,3 +181,29 @@ def autoencoder_args(batch: int, size: int, channels: int) -> Arguments:
         "last": shape(3, 3, channels, 16),
     }
     return params, shape(batch, size, size, 16)
+
+
+# ZeRO
+
+
+def adam(state: Any, batches: list[jax.Array]) -> Any:
+    """A step of Adam on a stack of square layers: (parameters, first moments, second moments), gradients added up
+    over batches [samples, width]."""
+    params, first, second = state
+
+    def loss(weights: list[jax.Array], x: jax.Array) -> jax.Array:
+        for w in weights:
+            x = jnp.tanh(x @ w)
+        return jnp.mean(x * x)
+
+    each = [jax.grad(loss)(params, x) for x in batches]
+    grads = [sum(gs[1:], gs[0]) for gs in zip(*each, strict=True)]
+    first = [0.9 * m + 0.1 * g for m, g in zip(first, grads, strict=True)]
+    second = [0.99 * v + 0.01 * g * g for v, g in zip(second, grads, strict=True)]
+    params = [p - 1e-3 * m / (jnp.sqrt(v) + 1e-8) for p, m, v in zip(params, first, second, strict=True)]
+    return params, first, second
+
+
+def adam_args(samples: int, width: int, layers: int, batches: int) -> Arguments:
+    weights = [shape(width, width)] * layers
+    return (weights, weights, weights), [shape(samples, width)] * batches

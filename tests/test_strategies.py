@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -35,7 +36,7 @@ AROUND = (0.25, 0.8, 1.25, 4.0)
 FLIPS = [False, False, True, True]
 
 
-def planned(step: Step, args: Arguments, cluster: Cluster, **options: object) -> Plan:
+def planned(step: Step, args: Arguments, cluster: Cluster, **options: Any) -> Plan:
     """The plan, on as many host devices as the cluster has."""
     mesh = Mesh(np.array(jax.devices()[: cluster.n]), ("hap",))
     return hapsynth.synthesize(step, args, mesh, cluster=cluster, **options)
@@ -223,3 +224,31 @@ def test_norms_between_tensor_parallel_blocks_are_cut_where_that_is_worth_a_seco
     whole = lambda value, source, target: not (source.is_sharded or (source.is_partial and target.is_sharded))
     assert rival(plans[0], convertible=whole) > 1.04 * plans[0].cost
     assert plans[0].check().ok
+
+
+# ---- ZeRO
+
+
+def test_zero_1_one_weight_at_a_time_as_memory_tightens() -> None:
+    """Reducing a gradient in parts, updating a part of the weight and gathering it moves what an all-reduce does, one
+    latency later; (n - 1) / n of both its moments is saved (Rajbhandari et al. 2020)."""
+    width, layers, latency = 256, 3, 2e-6
+    args = strategies.adam_args(3 * width, width, layers, batches=2)
+    cluster = gpus(EVEN, bandwidth=1e11, latency=latency)
+    free = planned(strategies.adam, args, cluster)
+    weight = 4 * width * width
+    assert traffic(free) == {f"all_reduce {(width, width)}": layers}
+    assert layouts(free) == ["R"] * 3 * layers + ["S(0)"] * 2
+    plan = free
+    for cut in range(1, layers + 1):
+        limit = max(free.memory) - 2 * weight * (N - 1) / N * cut
+        plan = planned(strategies.adam, args, cluster, memory_limit=limit)
+        assert max(plan.memory) <= limit
+        moments = layouts(plan)[layers : 3 * layers]
+        assert moments[:layers] == moments[layers:] and layers - moments[:layers].count("R") == cut
+        assert traffic(plan).get(f"all_reduce {(width, width)}", 0) == layers - cut
+        assert traffic(plan)[f"reduce_scatter {(width, width)}"] == cut == traffic(plan)[f"all_gather {(width, width)}"]
+        assert plan.cost == pytest.approx(free.cost + cut * latency, rel=0.01)
+    # Parameters gathered for every use: in both passes over both batches.
+    assert baseline(plan, "zero3").cost_s > 1.3 * plan.cost
+    assert plan.check().ok
