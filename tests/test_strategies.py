@@ -151,7 +151,7 @@ def test_sufficient_factors_pay_up_to_a_batch_of_the_layers_width() -> None:
         assert gathered == (set() if reduced else {(f"all_gather {(batch, width)}", 2)})
         assert sum(traffic(plan).values()) == 4 + (1 if reduced else 2), "the kernels' gradients"
     assert baseline(plans[0], "data_parallel").cost_s > 2 * plans[0].cost
-    # Tensor parallelism in this layer alone (Krizhevsky 2014): one more of the gathers, and a quarter of another one.
+    # Tensor parallelism in this layer alone (Krizhevsky 2014) moves as much, and twice a quarter more in all-to-alls.
     for cut in ("S(0)", "S(1)"):
         assert with_weights(plans[0], [cut, *["R"] * 4, "S(0)"]) > 1.05 * plans[0].cost
     assert planned(strategies.autoencoder, strategies.autoencoder_args(128, size, channels), cluster).check().ok
