@@ -29,7 +29,8 @@ def quick_compilation():
 
 
 SEEN: set[str] = set()
-"""Ops that an earlier case has tried already."""
+SEEN_JOINT: set[str] = set()
+"""Ops that an earlier case has tried already, on one axis and on two."""
 
 
 def key(op: Op) -> str:
@@ -53,6 +54,20 @@ def test_every_triple_is_sound(case: Case):
             SEEN.add(key(op))
             tried += simulate.trials(op, factors_of(op), operands)
     simulate.check(tried)
+
+
+JOINT = int(os.environ.get("HAPSYNTH_JOINT_TRIALS", "2"))
+"""How many of an op's triples on two mesh axes are tried."""
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
+def test_triples_of_two_axes_are_sound(case: Case):
+    tried: list[simulate.Trial] = []
+    for seed, (op, operands) in enumerate(case.ops()):
+        if op.name in REGISTRY and (key(op) not in SEEN_JOINT or op.name in ("gather", "scatter-add")):
+            SEEN_JOINT.add(key(op))
+            tried += simulate.joint_trials(op, factors_of(op), operands, JOINT, seed)
+    simulate.check(tried, samples=2)
 
 
 def test_every_registered_primitive_has_a_case():
