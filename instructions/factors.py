@@ -8,18 +8,19 @@ result that lost the factor by a reduction is partial.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import permutations, product
 from math import prod
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
 
 from hapsynth._jax import is_extended
 from hapsynth.graph import Literal, Op
-from hapsynth.instructions.layout import P, Placement, R, Reduction, S, is_consistent
+from hapsynth.instructions.layout import Layout, P, Placement, R, Reduction, S, is_consistent
 
 Dim = tuple[int, ...]
 """The factors of one dimension, major to minor; a dimension of size 1 has none."""
@@ -221,13 +222,18 @@ class Factors:
         return text
 
 
+def cutting(triples: Triples) -> dict[int, tuple[int, ...]]:
+    """The factors that are cut, each with the mesh axes that cut it, major to minor."""
+    found: dict[int, tuple[int, ...]] = {}
+    for axis, t in sorted(enumerate(triples), key=lambda t: t[1].minor):
+        if t.factor is not None:
+            found[t.factor] = (*found.get(t.factor, ()), axis)
+    return found
+
+
 def _orders(triples: Triples) -> Iterable[Triples]:
     """The triples with each factor's axes in every order, major to minor."""
-    axes_of: dict[int, list[int]] = {}
-    for axis, t in enumerate(triples):
-        if t.factor is not None:
-            axes_of.setdefault(t.factor, []).append(axis)
-    for order in product(*(permutations(axes) for axes in axes_of.values())):
+    for order in product(*(permutations(axes) for axes in cutting(triples).values())):
         minor = {axis: k for axes in order for k, axis in enumerate(axes)}
         yield tuple(t.at(minor.get(axis, 0)) for axis, t in enumerate(triples))
 
@@ -247,23 +253,54 @@ def _cut(position: int | None) -> Placement:
     return R if position is None else S(position)
 
 
+class Cut(NamedTuple):
+    """What one device has of a factor that is cut, in units of the factor: how many, and the first (traced)."""
+
+    share: int
+    offset: Callable[[], Any]
+
+
 @dataclass(frozen=True)
 class Local:
-    """What one device knows when it runs an op under one triple: exact local shapes.
+    """What one device knows when it runs an op under one triple per mesh axis: exact local shapes.
 
-    `offset` gives the first index of this device's shard in units of the factor (an integer, traced); `shares` is
-    the length of the local shard in the same units.
+    `cuts`: the device's part of every factor that is cut, in shards of shards where several axes cut it.
+    `axis_index(axis)` is its position along a mesh axis (traced).
     """
 
     op: Op
     factors: Factors
-    triple: Triple
+    triples: Triples
     shapes: tuple[tuple[int, ...], ...]
     result_shapes: tuple[tuple[int, ...], ...]
-    share: int
-    offset: Callable[[], Any]
-    axis_index: Callable[[], Any]
+    cuts: Mapping[int, Cut]
+    axis_index: Callable[[int], Any]
 
     @property
     def factor(self) -> int | None:
-        return self.triple.factor
+        """The factor that is cut, or None. Here and below: ValueError where several are."""
+        if len(self.cuts) > 1:
+            raise ValueError(
+                f"the factors {sorted(self.cuts)} of {self.factors} are cut, along different mesh axes: look each up "
+                "in local.cuts, or have only one cut at a time by naming them in Factors.alone"
+            )
+        return next(iter(self.cuts), None)
+
+    @property
+    def share(self) -> int:
+        """The length of the local shard, in units of the factor that is cut; 0 where none is."""
+        factor = self.factor
+        return 0 if factor is None else self.cuts[factor].share
+
+    def offset(self) -> Any:
+        """The first index of this device's shard, in units of the factor that is cut (an integer, traced)."""
+        factor = self.factor
+        return jnp.int32(0) if factor is None else self.cuts[factor].offset()
+
+    def result_layout(self, position: int) -> Layout:
+        """How a result is left."""
+        return tuple(t.results[position] for t in self.triples)
+
+    def cut(self, dim: Dim) -> Cut | None:
+        """What the device has of a dimension that is cut, in units of its major factor."""
+        return self.cuts.get(dim[0]) if dim else None

@@ -72,6 +72,14 @@ def cut_dims(layout: Layout) -> tuple[int, ...]:
     return tuple(sorted({p.dim for p in layout if p.is_sharded}))
 
 
+def reduction_of(layout: Layout) -> Reduction:
+    """By what the devices' tensors combine; empty where no axis leaves them partial."""
+    for placement in layout:
+        if placement.is_partial:
+            return placement.reduction
+    return ""
+
+
 def is_consistent(layout: Layout) -> bool:
     """Whether the axes that cut one dimension say in which order, and all partial ones combine by the same reduction:
     a sum of maxima is no maximum of sums."""

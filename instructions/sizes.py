@@ -8,7 +8,7 @@ from itertools import accumulate
 from math import gcd, prod
 
 from hapsynth.graph import Graph
-from hapsynth.instructions.factors import Factors, Triples
+from hapsynth.instructions.factors import Factors, Triples, cutting
 from hapsynth.instructions.layout import Layout, cut_axes, cut_dims
 from hapsynth.instructions.program import Compute, FactorTable, Program, ProgramError, reads, writes
 
@@ -48,15 +48,11 @@ class UnionFind:
 
 def cut_nodes(graph: Graph, op: int, factors: Factors, triples: Triples) -> Iterator[tuple[int, list[Node]]]:
     """(factor, the dimensions that it cuts, operands first) for every factor that the triples of an op cut."""
-    axes_of: dict[int, list[int]] = {}
-    for axis, triple in sorted(enumerate(triples), key=lambda t: t[1].minor):
-        if triple.factor is not None:
-            axes_of.setdefault(triple.factor, []).append(axis)
     op_ = graph.ops[op]
     tensors = [*zip(op_.operands, factors.operands, strict=True), *zip(op_.results, factors.results, strict=True)]
-    for factor, axes in sorted(axes_of.items()):
+    for factor, axes in sorted(cutting(triples).items()):
         places = [(value, factors.position(dims, factor)) for value, dims in tensors if isinstance(value, int)]
-        yield factor, [(value, p, tuple(axes)) for value, p in places if p is not None]
+        yield factor, [(value, p, axes) for value, p in places if p is not None]
 
 
 def layout_nodes(value: int, layout: Layout) -> list[Node]:
