@@ -12,7 +12,7 @@ from hapsynth.search._reduce import Network
 def search_order(network: Network) -> list[int]:
     """The active variables, in the best of a few orders by the sum of frontier sizes."""
     active = network.active()
-    weight = {i: math.log(max(network.unary[i].size, 1)) for i in active}
+    weight = {i: math.log(network.count(i)) for i in active}
     near = {i: sorted(network.links[i]) for i in active}
     orders = [active, _greedy(active, near, weight), _greedy(active[::-1], near, weight)]
     return min(orders, key=lambda order: _log_work(order, near, weight))

@@ -32,6 +32,8 @@ _FLOAT_SAFETY = 1e-12  # relative; the dual and the searches add a few thousand 
 _LEAST_TOLERANCE = 1e-10
 # (kind, width or nodes): tried in turn, the next when one no longer helps.
 _SEARCHES = (("layers", 64), ("astar", 2000), ("layers", 1000), ("layers", 10_000), ("astar", 10**9))
+_SWEEPS = 5  # between two attempts to decode an assignment
+_SHRUNK = 0.9  # where dropping states leaves less than this of them, the bound is raised again before a search
 _DIVE_NODES = 3  # per variable; A* gets so many before each layered search
 _PRICE_ROUNDS = 16
 _PRICE_TOLERANCE = 1e-4  # relative, of each round's bound
@@ -59,7 +61,8 @@ def solve(
     hunt = _Hunt(run, problem.cost, run.tolerance)
     for x in _starts(problem, start):
         hunt.offer(x)
-        hunt.offer(_descended(problem, x))
+        if problem.resources:
+            hunt.offer(_descended(problem, x))
     network = Network(problem, abs(hunt.cost) if np.isfinite(hunt.cost) else None)
     network.reduce()
     multipliers = np.zeros(len(problem.resources))
@@ -149,20 +152,25 @@ class _Hunt:
             if network.infeasible:
                 self.proved(np.inf)
                 return
-            order = search_order(network)
-            if not order:
+            active = network.active()
+            if not active:
                 self.offer(network.lift({}))
                 # With nothing left the multipliers charge nothing: the limits were kept by the reductions.
                 self.proved(network.offset)
                 return
-            extra = {i: multipliers @ network.usage[i] for i in order}
-            dual = Dual(network, order, extra, -float(multipliers @ network.limits))
+            extra = {i: multipliers @ network.usage(i) for i in active} if multipliers.any() else {}
+            dual = Dual(network, extra, -float(multipliers @ network.limits))
             before, size, cost = self.lower_bound, network.size(), self.cost
-            self._climb(dual)
-            dual.store()
-            self.run.report("dual", self, network)
-            if self.proved(dual.bound * (1 - _FLOAT_SAFETY * np.sign(dual.bound))):
+            if self._climb(network, dual):
                 return
+            if self.run.late():
+                return
+            dual.store()
+            self._prune(network, dual)
+            network.reduce()
+            if network.infeasible or network.size() < _SHRUNK * size:
+                continue
+            order = search_order(network)
             space = build_space(network, order, multipliers)
             # Where the bound is tight A* walks straight to the optimum, in a fraction of the time of a beam.
             dive = (("astar", _DIVE_NODES * len(order)),) if searches[level][0] == "layers" else ()
@@ -170,13 +178,12 @@ class _Hunt:
                 found = self._search(space, kind, size_limit)
                 if found.chosen is not None:
                     self.offer(network.lift(found.chosen))
+                proved = self.proved(found.lower_bound)
                 self.run.report(kind, self, network)
-                if self.proved(found.lower_bound):
+                if proved:
                     return
             if self.run.late() or self.run.expanded >= self.run.max_nodes:
                 return
-            self._prune(network, dual)
-            network.reduce()
             gap = self.cost - before
             helped = (
                 network.size() < 0.97 * size
@@ -185,21 +192,33 @@ class _Hunt:
             )
             level += not helped
 
-    def _climb(self, dual: Dual) -> None:
-        """Sweeps until the bound meets the incumbent or has nearly stopped rising.
+    def _climb(self, network: Network, dual: Dual) -> bool:
+        """Sweeps until the bound meets the incumbent or has nearly stopped rising; says whether that settles it.
 
         A loose bound costs the searches more than sweeps cost, the more so the more variables there are.
         """
-        while dual.sweeps < min(max(30, len(dual.nodes)), 300):
-            before = dual.bound
-            for _ in range(10):
+        before = dual.bound
+        tried = np.inf
+        while True:
+            for _ in range(_SWEEPS):
                 dual.sweep()
                 self.run.sweeps += 1
                 if self.run.late():
-                    return
-            left = min(self.threshold() - dual.bound, abs(dual.bound))
-            if left <= 0 or dual.bound - before <= min(0.02 * left, _STALLED * abs(dual.bound)):
-                return
+                    break
+            bound = dual.bound * (1 - _FLOAT_SAFETY * np.sign(dual.bound))
+            cost, chosen = dual.decoded()
+            if chosen is not None and cost < tried:
+                tried = cost
+                self.offer(network.lift(chosen))
+            proved = self.proved(bound)
+            self.run.report("dual", self, network)
+            if proved or self.run.late() or dual.sweeps >= min(max(30, len(dual.nodes)), 300):
+                return proved
+            if dual.sweeps % (2 * _SWEEPS) == 0:
+                left = min(self.threshold() - dual.bound, abs(dual.bound))
+                if dual.bound - before <= min(0.02 * left, _STALLED * abs(dual.bound)):
+                    return False
+                before = dual.bound
 
     def _search(self, space: Space, kind: str, size: int) -> Found:
         left = self.run.max_nodes - self.run.expanded
@@ -216,7 +235,9 @@ class _Hunt:
         if self.best is None:
             return
         for i, floor in dual.floors().items():
-            network.restrict(i, floor * (1 - _FLOAT_SAFETY * np.sign(floor)) < threshold)
+            keep = floor * (1 - _FLOAT_SAFETY * np.sign(floor)) < threshold
+            if not keep.all():
+                network.restrict(i, keep)
 
 
 def _priced(hunt: _Hunt, network: Network) -> Floats:

@@ -153,7 +153,7 @@ def test_the_reduced_problem_has_the_same_optimum_and_lifts_to_it():
             continue
         left = network.active()
         best = INF
-        for x in itertools.product(*(range(network.unary[i].size) for i in left)):
+        for x in itertools.product(*(range(network.unary(i).size) for i in left)):
             full = network.lift(dict(zip(left, x, strict=True)))
             assert reduced_cost(network, dict(zip(left, x, strict=True))) == pytest.approx(problem.cost(full))
             if problem.fits(full):
@@ -162,11 +162,12 @@ def test_the_reduced_problem_has_the_same_optimum_and_lifts_to_it():
 
 
 def reduced_cost(network: Network, chosen: dict[int, int]) -> float:
-    cost = network.offset + sum(float(network.unary[i][s]) for i, s in chosen.items())
+    cost = network.offset + sum(float(network.unary(i)[s]) for i, s in chosen.items())
     for i in chosen:
-        for j, link in network.links[i].items():
-            if i == link.u:
-                cost += float(link.table[link.gu[chosen[i]], link.gv[chosen[j]]])
+        for j in network.links[i]:
+            if i < j:
+                own, table, other = network.seen_from(i, j)
+                cost += float(table[own[chosen[i]], other[chosen[j]]])
     return cost
 
 
@@ -193,13 +194,13 @@ def test_the_dual_bound_rises_below_the_optimum_and_no_floor_is_above_its_state(
         problem, network, order = case
         optimum, last = brute_force(problem), -INF
         for _ in range(2):  # the second time from the messages that the first left in the network
-            dual = Dual(network, order, {})
+            dual = Dual(network, {}, order=order)
             for _ in range(10):
                 assert last - 1e-12 <= dual.sweep() <= optimum + 1e-12
                 last = dual.bound
             dual.store()
         for i, floor in dual.floors().items():
-            for s, bound in zip(network.states[i], floor, strict=True):
+            for s, bound in zip(network.states(i), floor, strict=True):
                 assert bound <= brute_force(fixed(problem, i, int(s))) + 1e-12
     assert tried > 20
 
@@ -212,12 +213,12 @@ def test_the_heuristic_is_admissible_and_consistent():
             continue
         tried += 1
         _, network, order = case
-        dual = Dual(network, order, {})
+        dual = Dual(network, {}, order=order)
         for _ in range(seed % 4):
             dual.sweep()
         dual.store()
         space = build_space(network, order, np.zeros(0))
-        for x in itertools.product(*(range(network.unary[i].size) for i in order)):
+        for x in itertools.product(*(range(network.unary(i).size) for i in order)):
             f, key = space.root, []
             for stage, s in zip(space.stages, x, strict=True):
                 step = stage.base[s] + sum(t.cost[t.group_of_class[key[t.slot]], s] for t in stage.touches)
