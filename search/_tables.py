@@ -15,6 +15,8 @@ import numpy as np
 
 from hapsynth.search._pairwise import Floats, Ints
 
+_DOMINANCE_WORK = 4_000_000
+
 Id = int
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -155,13 +157,10 @@ class Tables:
         costs, use = self.arrays[unary], self.arrays[usage]
         keep = cheapest_of_each([self.arrays[own] for own, _ in sides] + list(use), costs)
         left = np.flatnonzero(keep)
-        differences = [(self.arrays[own][left], self.arrays[self._difference(table)]) for own, table in sides]
-        keep[left] = _undominated(costs[left], differences, use[:, left], rivals)
+        tables = [(self.arrays[own][left], self.arrays[table]) for own, table in sides]
+        work = left.size + sum(table.size for _, table in tables)
+        keep[left] = _undominated(costs[left], tables, use[:, left], max(16, min(rivals, _DOMINANCE_WORK // work)))
         return self.mask(keep)
-
-    @Once
-    def _difference(self, table: Id) -> Id:
-        return self.id(least_difference(self.arrays[table]))
 
     @Once
     def cheapest(self, unary: Id, given: tuple[tuple[Id, Id, int], ...]) -> int:
@@ -188,10 +187,15 @@ class Tables:
         return order, np.searchsorted(ordered, np.arange(int(ordered[-1]) + 1)), ordered
 
     @Once
-    def entries(self, table: Id) -> tuple[Floats, Ints, Ints]:
+    def cells(self, table: Id) -> tuple[Floats, Ints, Ints]:
         """A table's entries row by row, the column of each, and where each row starts."""
         rows, width = self.arrays[table].shape
         return self.arrays[table].ravel(), np.tile(np.arange(width), rows), width * np.arange(rows)
+
+    @Once
+    def columns(self, table: Id) -> Floats:
+        """A table column by column: float64 [width, groups]."""
+        return np.ascontiguousarray(self.arrays[table].T)
 
 
 def _joined(unary: Floats, first: tuple[Ints, Floats], second: tuple[Ints, Floats]) -> Floats:
@@ -211,22 +215,20 @@ def _joined(unary: Floats, first: tuple[Ints, Floats], second: tuple[Ints, Float
     return out
 
 
-def _undominated(unary: Floats, differences: list[tuple[Ints, Floats]], usage: Floats, most_rivals: int) -> np.ndarray:
-    by_cost = np.argsort(unary, kind="stable")
-    rivals = by_cost[:most_rivals]
+def _undominated(unary: Floats, sides: list[tuple[Ints, Floats]], usage: Floats, most_rivals: int) -> np.ndarray:
+    """The test is transitive (the least of a sum is no less than the sum of the leasts), so a state may go if any
+    rival beats it, itself dropped or not; of two that beat each other the first in order of cost stays."""
+    rivals = np.argsort(unary, kind="stable")[:most_rivals]
     margin = unary[:, None] - unary[rivals]
-    for own, difference in differences:
-        margin += difference[own[:, None], own[rivals]]
+    for own, table in sides:
+        seen, column = np.unique(own[rivals], return_inverse=True)
+        margin += least_difference(table, table[seen])[own[:, None], column]
     better = margin >= 0
     for row in usage:
         better &= row[:, None] >= row[rivals]
-    better[rivals, np.arange(rivals.size)] = False
-    suspects = set(np.flatnonzero(better.any(axis=1)).tolist())
-    keep = np.ones(unary.size, dtype=bool)
-    # The dearest first, so that of equals the first state stays. One at a time, against states still kept: exact.
-    for s in (s for s in by_cost[::-1].tolist() if s in suspects):
-        keep[s] = not (better[s] & keep[rivals]).any()
-    return keep
+    among = better[rivals]
+    better[rivals] = among & ~(among.T & np.triu(np.ones(among.shape, dtype=bool)))
+    return ~better.any(axis=1)
 
 
 def without_unused(groups: Ints, table: Floats) -> tuple[Ints, Floats]:
@@ -274,18 +276,14 @@ def least_by_group(groups: Ints, values: Floats, count: int) -> Floats:
     return least
 
 
-def least_difference(table: Floats) -> Floats:
-    """[s, t]: the least of table[s, y] - table[t, y] over y where table[s, y] is finite; -inf where t forbids one."""
-    finite = np.isfinite(table)
-    possible = finite.astype(np.float64)
-    out = np.where(possible @ (1.0 - possible).T > 0, -np.inf, 0.0)
-    if not table[finite].any():
-        return out
-    first, second = np.nonzero(out == 0.0)
-    chunk = max(1, 1_000_000 // table.shape[1])
-    for at in range(0, first.size, chunk):
-        s, t = first[at : at + chunk], second[at : at + chunk]
+def least_difference(table: Floats, others: Floats) -> Floats:
+    """[s, t]: the least of table[s, y] - others[t, y] over y where table[s, y] is finite; -inf where t forbids one."""
+    out = np.empty((table.shape[0], others.shape[0]))
+    chunk = max(1, 1_000_000 // max(1, others.size))
+    for at in range(0, table.shape[0], chunk):
         with np.errstate(invalid="ignore"):
-            difference = table[s] - table[t]
-        out[s, t] = np.min(difference, axis=1, where=finite[s], initial=np.inf)
+            difference = table[at : at + chunk].T[:, :, None] - others.T[:, None, :]
+        # fmin passes over nan: where both forbid y it decides nothing.
+        least = np.fmin.reduce(difference, axis=0)
+        out[at : at + chunk] = np.where(np.isnan(least), np.inf, least)
     return out

@@ -29,9 +29,12 @@ import numpy as np
 
 from hapsynth.search._pairwise import Floats, Ints
 from hapsynth.search._reduce import Network
+from hapsynth.search._tables import Id
 
 _STRETCH = 50  # nodes; about what a layer of a transformer has
 _ENTRIES_PER_LEVEL = 4000  # below this an array operation's fixed cost dominates
+_LARGE = 1000  # entries; larger tables are not copied for each edge
+_CHUNK = 200_000
 _TIE = 1e-12  # of the bound: states so close to the cheapest are as good, and the first is taken
 
 
@@ -53,10 +56,47 @@ class _Level:
     groups: slice  # of least
     group_starts: Ints  # within entries
     state: Ints  # which of the level's states an entry is
-    table: Floats  # rows own groups, columns the other ends' groups; all rows of the level concatenated
+    group_of_entry: Ints  # within groups
+    small: "_Small"
+    large: list["_Large"]
+
+    def given_own(self, least: Floats) -> Floats:
+        """[groups]: the least of table + the other end's costs by group, `least`."""
+        small = self.small
+        rows = np.empty(0)
+        if small.cells.size:
+            rows = np.minimum.reduceat(least[small.source] + small.cells, small.row_starts)
+        if not self.large:
+            return rows
+        out = np.empty(self.groups.stop - self.groups.start)
+        out[small.rows] = rows
+        for part in self.large:
+            width, height = part.columns.shape
+            step = max(1, _CHUNK // part.columns.size)
+            for at in range(0, part.source.size, step):
+                costs = least[part.source[at : at + step, None] + np.arange(width)]
+                rows = (costs[:, :, None] + part.columns).min(axis=1)
+                out[part.target[at : at + step, None] + np.arange(height)] = rows
+        return out
+
+
+@dataclass(slots=True)
+class _Small:
+    """The small tables of a level, row by row, rows own groups, columns the other ends' groups."""
+
+    cells: Floats
     row_starts: Ints
-    source: Ints  # for each entry of table: which of the other side's `least` it meets
-    row_of_entry: Ints
+    source: Ints  # for each cell: which of the other side's `least` it meets
+    rows: Ints  # which of the level's groups each row is
+
+
+@dataclass(slots=True)
+class _Large:
+    """A large table and the ends of a level that share it: where the other end's groups and their own start."""
+
+    columns: Floats  # [the other end's groups, own groups]
+    source: Ints
+    target: Ints
 
 
 @dataclass(slots=True)
@@ -140,8 +180,8 @@ class Dual:
         at = 0
         for nodes, part, far in zip(self._levels, near.levels, self._early.levels, strict=True):
             total = self.theta[nodes.states]
-            if part.source.size:
-                rows = np.minimum.reduceat(costs[part.source] + part.table, part.row_starts)[part.row_of_entry]
+            if part.state.size:
+                rows = part.given_own(costs)[part.group_of_entry]
                 rows += near.message[part.entries]
                 total = total + np.bincount(part.state, weights=rows, minlength=total.size)
             least = np.minimum.reduceat(total, nodes.starts)
@@ -156,7 +196,7 @@ class Dual:
             taken = np.zeros(total.size, dtype=bool)
             taken[states] = True
             entries = np.flatnonzero(taken[far.state])
-            costs[far.groups.start + far.row_of_entry[entries]] = self._early.message[far.entries][entries]
+            costs[far.groups.start + far.group_of_entry[entries]] = self._early.message[far.entries][entries]
         return cost, chosen
 
     def store(self) -> None:
@@ -172,9 +212,9 @@ class Dual:
                 at += order.size
 
     def _collect(self, part: _Level, end: _End, far: _End, size: int) -> Floats:
-        if not part.source.size:
+        if not part.state.size:
             return np.zeros(size)
-        rows = np.minimum.reduceat(far.least[part.source] + part.table, part.row_starts)[part.row_of_entry]
+        rows = part.given_own(far.least)[part.group_of_entry]
         message = end.message[part.entries]
         gained = rows + message
         np.negative(rows, out=message)
@@ -190,7 +230,7 @@ class Dual:
         floor = self.floor[nodes.states]
         np.maximum(floor, total + self.bound, out=floor)
         part = far.levels[k]
-        if not part.source.size:
+        if not part.state.size:
             theta[:] = total
             return
         np.multiply(total, nodes.kept[forward], out=theta)
@@ -235,33 +275,48 @@ def _build_end(
     far_pairs = list(chain.from_iterable(far))
     widths = [tables.arrays[links[i][j].table].shape[0] for i, j in far_pairs]
     far_at = dict(zip(far_pairs, accumulate(widths, initial=0), strict=False))
+    far_starts = np.array([far_at[j, i] for i, j in pairs], dtype=np.int64)
     sorted_groups = [tables.by_group(links[i][j].own) for i, j in pairs]
-    entries = [tables.entries(links[i][j].table) for i, j in pairs]
-    # Per end: how many states, groups and table entries, and where they start.
-    states, groups, cells = (
-        [part[k].size for part in parts] for parts, k in ((sorted_groups, 0), (sorted_groups, 1), (entries, 0))
-    )
-    state_at, group_at, cell_at = (_offsets(sizes) for sizes in (states, groups, cells))
+    table_of = [links[i][j].table for i, j in pairs]
+    small = [k for k, t in enumerate(table_of) if tables.arrays[t].size <= _LARGE]
+    cells = [tables.cells(table_of[k]) for k in small]
+    # Where each end's states and groups start, each small end's cells and rows, and each level's first of them.
     ends_at = _offsets([len(level) for level in ends])
+    small_at = np.searchsorted(small, ends_at)
     level_of = np.repeat(np.arange(len(ends)), np.diff(ends_at))
-    level_states, level_groups, level_cells = (at[ends_at] for at in (state_at, group_at, cell_at))
+    state_at, group_at = (_offsets([part[k].size for part in sorted_groups]) for k in (0, 1))
+    cell_at, row_at = (_offsets([part[k].size for part in cells]) for k in (0, 2))
+    level_states, level_groups, level_cells = state_at[ends_at], group_at[ends_at], cell_at[small_at]
     local = np.array([start_of[i] for i, _ in pairs], dtype=np.int64) - np.array(first)[level_of]
     state = _shifted([part[0] for part in sorted_groups], local)
-    starts = _shifted([part[1] for part in sorted_groups], state_at[:-1] - level_states[level_of])
-    owners = _shifted([part[2] for part in sorted_groups], group_at[:-1] - level_groups[level_of])
-    table = np.concatenate([np.zeros(0), *(part[0] for part in entries)])
-    source = _shifted([part[1] for part in entries], np.array([far_at[j, i] for i, j in pairs], dtype=np.int64))
-    rows = _shifted([part[2] for part in entries], cell_at[:-1] - level_cells[level_of])
+    starts = _shifted([part[1] for part in sorted_groups], state_at[:-1])
+    local_group = group_at[:-1] - level_groups[level_of]
+    group_of_entry = _shifted([part[2] for part in sorted_groups], local_group)
     message = np.zeros(state.size)
     if network.messages:
         stored = [network.message(i, j)[part[0]] for (i, j), part in zip(pairs, sorted_groups, strict=True)]
         message = np.concatenate([message[:0], *stored])
-    all_starts = _shifted([part[1] for part in sorted_groups], state_at[:-1])
-    least = np.minimum.reduceat(message, all_starts) if message.size else np.zeros(0)
+    least = np.minimum.reduceat(message, starts) if message.size else np.zeros(0)
+    table = np.concatenate([np.zeros(0), *(part[0] for part in cells)])
+    source = _shifted([part[1] for part in cells], far_starts[small])
+    row_starts = _shifted([part[2] for part in cells], cell_at[:-1] - level_cells[level_of[small]])
+    rows = _shifted([np.arange(part[2].size) for part in cells], local_group[small])
     levels: list[_Level] = []
     for k in range(len(ends)):
-        a, b, c = (slice(int(at[k]), int(at[k + 1])) for at in (level_states, level_groups, level_cells))
-        levels.append(_Level(a, b, starts[b], state[a], table[c], rows[b], source[c], owners[a]))
+        a, b, c, d = (
+            slice(int(at[k]), int(at[k + 1])) for at in (level_states, level_groups, level_cells, row_at[small_at])
+        )
+        large: dict[Id, list[int]] = {}
+        for e in range(int(ends_at[k]), int(ends_at[k + 1])):
+            if tables.arrays[table_of[e]].size > _LARGE:
+                large.setdefault(table_of[e], []).append(e)
+        levels.append(
+            _Level(
+                a, b, starts[b] - level_states[k], state[a], group_of_entry[a],
+                _Small(table[c], row_starts[d], source[c], rows[d]),
+                [_Large(tables.columns(t), far_starts[e], local_group[e]) for t, e in large.items()],
+            )
+        )  # fmt: skip
     return _End(pairs, message, least, levels)
 
 
