@@ -15,7 +15,8 @@ import numpy as np
 
 from hapsynth.search._pairwise import Floats, Ints
 
-_DOMINANCE_WORK = 4_000_000
+_DOMINANCE_WORK = 4_000_000  # rivals times states and table entries
+_FIRST_RIVALS = 16  # most dominated states are beaten by one of so few
 
 Id = int
 P = ParamSpec("P")
@@ -216,26 +217,43 @@ def _joined(unary: Floats, first: tuple[Ints, Floats], second: tuple[Ints, Float
 
 
 def _undominated(unary: Floats, sides: list[tuple[Ints, Floats]], usage: Floats, most_rivals: int) -> np.ndarray:
-    """The test is transitive (the least of a sum is no less than the sum of the leasts), so a state may go if any
-    rival beats it, itself dropped or not; of two that beat each other the first in order of cost stays."""
-    rivals = np.argsort(unary, kind="stable")[:most_rivals]
-    margin = unary[:, None] - unary[rivals]
-    for own, table in sides:
-        seen, column = np.unique(own[rivals], return_inverse=True)
-        margin += least_difference(table, table[seen])[own[:, None], column]
-    better = margin >= 0
-    for row in usage:
-        better &= row[:, None] >= row[rivals]
-    among = better[rivals]
-    better[rivals] = among & ~(among.T & np.triu(np.ones(among.shape, dtype=bool)))
-    return ~better.any(axis=1)
+    """A state that beats another comes before it by (unary cost, cost of links, usage), as a row's least entry is 0,
+    or is its equal. The test is transitive (the least of a sum is no less than the sum of the leasts): a state may go
+    if any before it beats it, itself dropped or not."""
+    of_links = sum(np.minimum(table, 1e200).sum(axis=1)[own] for own, table in sides)
+    order = np.lexsort((usage.sum(axis=0), np.broadcast_to(of_links, unary.shape), unary))
+    rank = np.empty(unary.size, dtype=np.int64)
+    rank[order] = np.arange(unary.size)
+    keep = np.ones(unary.size, dtype=bool)
+    few = unary.size <= most_rivals
+    for first, last in ((0, most_rivals),) if few else ((0, _FIRST_RIVALS), (_FIRST_RIVALS, most_rivals)):
+        rivals = order[first:last]
+        left = order[first + 1 :]
+        left = left[keep[left]]
+        if not left.size:
+            break
+        better = rank[left, None] > rank[rivals]
+        for use in usage:
+            better &= use[left, None] >= use[rivals]
+        margin = unary[left, None] - unary[rivals]
+        for own, table in sides:
+            rows, row = used_groups(own[left], table.shape[0])
+            columns, column = used_groups(own[rivals], table.shape[0])
+            margin += np.take(least_difference(table[rows], table[columns])[:, column], row, axis=0)
+        keep[left[(better & (margin >= 0)).any(axis=1)]] = False
+    return keep
+
+
+def used_groups(groups: Ints, count: int) -> tuple[Ints, Ints]:
+    """(which of `count` groups there are, each state's place among them)"""
+    used = np.zeros(count, dtype=bool)
+    used[groups] = True
+    return np.flatnonzero(used), (np.cumsum(used) - 1)[groups]
 
 
 def without_unused(groups: Ints, table: Floats) -> tuple[Ints, Floats]:
-    used = np.bincount(groups, minlength=table.shape[0]) > 0
-    if used.all():
-        return groups, table
-    return (np.cumsum(used) - 1)[groups], table[used]
+    used, number = used_groups(groups, table.shape[0])
+    return (groups, table) if used.size == table.shape[0] else (number, table[used])
 
 
 def without_twins(groups: Ints, table: Floats) -> tuple[Ints, Floats]:
@@ -279,11 +297,15 @@ def least_by_group(groups: Ints, values: Floats, count: int) -> Floats:
 def least_difference(table: Floats, others: Floats) -> Floats:
     """[s, t]: the least of table[s, y] - others[t, y] over y where table[s, y] is finite; -inf where t forbids one."""
     out = np.empty((table.shape[0], others.shape[0]))
-    chunk = max(1, 1_000_000 // max(1, others.size))
+    finite = bool(np.isfinite(table).all() and np.isfinite(others).all())
+    chunk = max(1, 200_000 // max(1, others.size))
     for at in range(0, table.shape[0], chunk):
+        some = table[at : at + chunk].T[:, :, None]
+        if finite:
+            np.min(some - others.T[:, None, :], axis=0, out=out[at : at + chunk])
+            continue
         with np.errstate(invalid="ignore"):
-            difference = table[at : at + chunk].T[:, :, None] - others.T[:, None, :]
-        # fmin passes over nan: where both forbid y it decides nothing.
-        least = np.fmin.reduce(difference, axis=0)
+            # fmin passes over nan: where both forbid y it decides nothing.
+            least = np.fmin.reduce(some - others.T[:, None, :], axis=0)
         out[at : at + chunk] = np.where(np.isnan(least), np.inf, least)
     return out
