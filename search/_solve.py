@@ -36,6 +36,7 @@ _SWEEPS = 5  # between two attempts to decode an assignment
 _SHRUNK = 0.9  # where dropping states leaves less than this of them, the bound is raised again before a search
 _DIVE_NODES = 3  # per variable; A* gets so many before each layered search
 _PRICE_ROUNDS = 16
+_MIXED = 4
 _PRICE_TOLERANCE = 1e-4  # relative, of each round's bound
 
 
@@ -115,8 +116,16 @@ class _Hunt:
     no limits; whatever they come across is offered to the `main` hunt too.
     """
 
-    def __init__(self, run: _Run, value: Callable[[Ints], float], tolerance: float, main: "_Hunt | None" = None):
+    def __init__(
+        self,
+        run: _Run,
+        value: Callable[[Ints], float],
+        tolerance: float,
+        main: "_Hunt | None" = None,
+        limited: bool = True,
+    ):
         self.run = run
+        self.limited = limited
         self.value = value
         self.tolerance = tolerance
         self.main = main
@@ -128,7 +137,7 @@ class _Hunt:
         """Takes the assignment if it keeps the limits and is better; says whether."""
         if self.main is not None:
             self.main.offer(assignment)
-        elif not self.run.problem.fits(assignment):
+        if self.limited and not self.run.problem.fits(assignment):
             return False
         cost = self.value(assignment)
         if cost < self.cost:
@@ -255,7 +264,7 @@ def _priced(hunt: _Hunt, network: Network) -> Floats:
         def lagrangian(x: Ints, mu: Floats = priced) -> float:
             return problem.cost(x) + float(mu @ (problem.usage(x) - limits))
 
-        inner = _Hunt(run, lagrangian, max(hunt.tolerance, _PRICE_TOLERANCE), hunt)
+        inner = _Hunt(run, lagrangian, max(hunt.tolerance, _PRICE_TOLERANCE), hunt, limited=False)
         for x in seen[-4:]:
             inner.offer(x)
         inner.close(network.relaxed(priced), np.zeros(0), _SEARCHES[:2])
@@ -264,11 +273,24 @@ def _priced(hunt: _Hunt, network: Network) -> Floats:
         if inner.lower_bound > best:
             best, multipliers = inner.lower_bound, priced
         seen.append(inner.best)
+        _mix(hunt, network, seen[-_MIXED:], multipliers)
         run.report("price", hunt, network)
         ceiling, trial = _next_prices(problem, limits, seen, multipliers)
         if ceiling - best <= 2 * _PRICE_TOLERANCE * abs(best):
             break
     return multipliers
+
+
+def _mix(hunt: _Hunt, network: Network, seen: list[Ints], multipliers: Floats) -> None:
+    """Looks for the best assignment within the limits that takes every state from one of those seen."""
+    part = network.copy()
+    for i in part.active():
+        keep = np.isin(part.states(i), [x[i] for x in seen])
+        if keep.any():
+            part.restrict(i, keep)
+    inner = _Hunt(hunt.run, hunt.run.problem.cost, hunt.tolerance, hunt)
+    inner.best, inner.cost = hunt.best, hunt.cost
+    inner.close(part, multipliers, _SEARCHES[:1])
 
 
 def _next_prices(problem: Problem, limits: Floats, seen: list[Ints], centre: Floats) -> tuple[float, Floats]:

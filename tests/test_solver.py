@@ -7,8 +7,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scipy.optimize import Bounds, LinearConstraint, milp
-from scipy.sparse import coo_array
 
 from hapsynth.search._astar import astar
 from hapsynth.search._layers import layered
@@ -17,6 +15,7 @@ from hapsynth.search._reduce import Network
 from hapsynth.search._space import build_space
 from hapsynth.search._trws import Dual
 from hapsynth.search.problem import Edge, Problem, Progress, Resource, Solution, solve
+from milp import milp_bounds
 
 INF = np.inf
 SEEDS = range(36)
@@ -254,42 +253,6 @@ def test_astar_and_layers_agree_with_brute_force(resources: int):
             assert found.lower_bound <= expected + 1e-9
 
 
-def milp_optimum(problem: Problem) -> float:
-    """The local-polytope MILP: one 0/1 per state, one flow per (group, group) pair of an edge."""
-    start = np.cumsum([0, *(row.size for row in problem.unary)])
-    cost = list(np.concatenate(problem.unary))
-    rows: list[tuple[int, int, float]] = []
-    right: list[float] = []
-    for i, row in enumerate(problem.unary):
-        rows += [(len(right), int(start[i]) + s, 1.0) for s in range(row.size)]
-        right.append(1.0)
-    for e in problem.edges:
-        first = len(cost)
-        cost += list(e.table.ravel())
-        for end, groups, lines in ((e.u, e.gu, e.table.shape[0]), (e.v, e.gv, e.table.shape[1])):
-            pair = np.arange(e.table.size).reshape(e.table.shape)
-            for g in range(lines):
-                flow = pair[g] if end == e.u else pair[:, g]
-                rows += [(len(right), first + int(k), 1.0) for k in flow]
-                rows += [(len(right), int(start[end]) + int(s), -1.0) for s in np.flatnonzero(groups == g)]
-                right.append(0.0)
-    upper = np.where(np.isinf(cost), 0.0, 1.0)
-    line, column, value = zip(*rows, strict=True)
-    equal = coo_array((value, (line, column)), shape=(len(right), len(cost))).tocsr()
-    constraints = [LinearConstraint(equal, right, right)]
-    for r in problem.resources:
-        usage = np.concatenate([*r.usage, np.zeros(len(cost) - int(start[-1]))])
-        constraints.append(LinearConstraint(usage[None, :], -INF, r.limit))
-    result = milp(
-        np.nan_to_num(cost, posinf=0.0),
-        integrality=np.arange(len(cost)) < start[-1],
-        bounds=Bounds(np.zeros(len(cost)), upper),
-        constraints=constraints,
-        options={"mip_rel_gap": 1e-9},
-    )
-    return INF if result.x is None else problem.offset + float(result.fun)
-
-
 def middle_problem(seed: int, limited: bool) -> Problem:
     rng = np.random.default_rng(seed)
     n = 50
@@ -310,7 +273,7 @@ def middle_problem(seed: int, limited: bool) -> Problem:
 @pytest.mark.parametrize("seed", range(3))
 def test_equals_the_milp_on_middle_graphs(seed: int, limited: bool):
     problem = middle_problem(seed, limited)
-    assert_solved(problem, solve(problem, tolerance=1e-7), milp_optimum(problem), slack=1e-6)
+    assert_solved(problem, solve(problem, tolerance=1e-7), milp_bounds(problem)[1], slack=1e-6)
 
 
 LAYOUTS = ("R", "S0", "S1")
