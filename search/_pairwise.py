@@ -9,6 +9,7 @@ An edge sees its ends only through group indices, so a table is [groups_u, group
 [states_u, states_v]: a conversion cost depends on the layouts, and many states share a layout.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
@@ -60,14 +61,16 @@ class Problem:
     def cost(self, assignment: npt.NDArray[np.integer] | Sequence[int]) -> float:
         """The cost of an assignment (int [variables]); inf if a table or a unary forbids it."""
         x = [int(s) for s in assignment]
-        total = self.offset + sum(float(row[s]) for row, s in zip(self.unary, x, strict=True))
-        return total + sum(float(e.table[e.gu[x[e.u]], e.gv[x[e.v]]]) for e in self.edges)
+        parts = [float(row[s]) for row, s in zip(self.unary, x, strict=True)]
+        parts += [float(e.table[e.gu[x[e.u]], e.gv[x[e.v]]]) for e in self.edges]
+        # fsum: the same on every Python, whatever the order.
+        return self.offset + math.fsum(parts)
 
     def usage(self, assignment: npt.NDArray[np.integer] | Sequence[int]) -> Floats:
         """What an assignment uses of each resource: float64 [resources]."""
         x = [int(s) for s in assignment]
         return np.array(
-            [sum(float(row[s]) for row, s in zip(r.usage, x, strict=True)) for r in self.resources],
+            [math.fsum(float(row[s]) for row, s in zip(r.usage, x, strict=True)) for r in self.resources],
             dtype=np.float64,
         )
 
@@ -107,6 +110,13 @@ class Progress:
     states: int
     sweeps: int
     expanded: int
+
+    @property
+    def gap(self) -> float:
+        """(cost - lower_bound) / |cost|; inf while one of them is unknown."""
+        if not (math.isfinite(self.cost) and math.isfinite(self.lower_bound)):
+            return math.inf
+        return (self.cost - self.lower_bound) / abs(self.cost) if self.cost else 0.0
 
 
 def padded_limits(problem: Problem) -> Floats:

@@ -47,9 +47,11 @@ class Network:
     messages[i, j]: float64 [states of i now], of the end at i of link (i, j); zero where there is none.
     """
 
-    def __init__(self, problem: Problem, scale: float | None = None):
+    def __init__(self, problem: Problem, scale: float | None = None, table_bytes: float = np.inf):
+        """scale: about what the optimum costs. table_bytes: no more tables are joined when all take so much."""
         self.tables = Tables()
         self.quantum = _quantum(problem, scale)
+        self.table_bytes = table_bytes
         count = len(problem.unary)
         known: dict[int, Id] = {}  # by identity: callers share arrays
         raw: dict[tuple[tuple[int, ...], bytes], Id] = {}
@@ -287,6 +289,8 @@ class Network:
     def _worth_joining(self, i: int, first: Link, second: Link) -> bool:
         """Whether the table is small enough that eliminating variable i would create between its neighbours."""
         (r1, c1), (r2, c2) = (self.tables.arrays[link.table].shape for link in (first, second))
+        if self.tables.nbytes + 16 * c1 * c2 > self.table_bytes:
+            return False
         return c1 * c2 <= _TABLE_LIMIT and c1 * c2 * min(self.count(i), r1 * r2) <= _WORK_LIMIT
 
     def _step(self, i: int) -> _Eliminated:

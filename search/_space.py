@@ -65,6 +65,17 @@ class Found:
     expanded: int
 
 
+def space_bytes(network: Network, order: list[int]) -> int:
+    """What the tables of `build_space` would take."""
+    depth = {i: d for d, i in enumerate(order)}
+    cells = 0
+    for i in order:
+        for j, link in network.links[i].items():
+            if depth[j] < depth[i]:
+                cells += network.count(i) * network.tables.arrays[link.table].shape[1]
+    return 8 * cells
+
+
 def build_space(network: Network, order: list[int], multipliers: Floats) -> Space:
     """The space of a reduced network under the messages in its links and the multipliers [resources]."""
     depth = {i: d for d, i in enumerate(order)}

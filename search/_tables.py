@@ -66,6 +66,7 @@ class Tables:
 
     def __init__(self) -> None:
         self.arrays: list[np.ndarray] = []
+        self.nbytes = 0
         self._ids: dict[tuple[str, tuple[int, ...], bytes], Id] = {}
 
     def id(self, array: np.ndarray) -> Id:
@@ -73,6 +74,7 @@ class Tables:
         found = self._ids.setdefault(key, len(self.arrays))
         if found == len(self.arrays):
             self.arrays.append(np.ascontiguousarray(array))
+            self.nbytes += 2 * array.nbytes  # the array and its key
         return found
 
     @Once

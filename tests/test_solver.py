@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from milp import milp_bounds
 
 from hapsynth.search._astar import astar
 from hapsynth.search._layers import layered
@@ -15,7 +16,6 @@ from hapsynth.search._reduce import Network
 from hapsynth.search._space import build_space
 from hapsynth.search._trws import Dual
 from hapsynth.search.problem import Edge, Problem, Progress, Resource, Solution, solve
-from milp import milp_bounds
 
 INF = np.inf
 SEEDS = range(36)
