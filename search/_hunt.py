@@ -199,6 +199,8 @@ class Hunt:
     def _thinned(self, network: Network, multipliers: Floats) -> bool:
         """Hunts among so few states of least floor that a search has room; says whether that improved the incumbent."""
         part, cost = network.copy(), self.cost
+        if all(network.count(i) <= _THIN for i in network.active()):
+            return False
         dual = _dual(part, multipliers)
         dual.sweep()
         for i, floor in dual.floors().items():
