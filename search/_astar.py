@@ -5,6 +5,7 @@ down instead of across; the counter makes it deterministic.
 """
 
 import heapq
+import math
 from collections.abc import Callable
 
 import numpy as np
@@ -39,7 +40,7 @@ def astar(space: Space, threshold: float, max_nodes: int, stop: Callable[[], boo
             if any(u > limit for u, limit in zip(used, space.limits.tolist(), strict=True)):
                 continue
             child = float(costs[s])
-            charge = sum(m * u for m, u in zip(space.multipliers.tolist(), used, strict=True))
+            charge = math.fsum(m * u for m, u in zip(space.multipliers.tolist(), used, strict=True))
             cost = child - charge
             if depth + 1 == len(space.stages):
                 child = max(child, cost + float(space.multipliers @ space.limits))

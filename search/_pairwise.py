@@ -9,6 +9,7 @@ An edge sees its ends only through group indices, so a table is [groups_u, group
 [states_u, states_v]: a conversion cost depends on the layouts, and many states share a layout.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
@@ -22,6 +23,7 @@ Status: TypeAlias = Literal["optimal", "gap", "infeasible"]
 
 # A sum over limits and usages of 1e10 bytes rounds in the last bits; a limit met exactly must stay met.
 _LIMIT_SLACK = 1e-9
+_BATCH = 1000  # edges validated at a time
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,14 +61,16 @@ class Problem:
     def cost(self, assignment: npt.NDArray[np.integer] | Sequence[int]) -> float:
         """The cost of an assignment (int [variables]); inf if a table or a unary forbids it."""
         x = [int(s) for s in assignment]
-        total = self.offset + sum(float(row[s]) for row, s in zip(self.unary, x, strict=True))
-        return total + sum(float(e.table[e.gu[x[e.u]], e.gv[x[e.v]]]) for e in self.edges)
+        parts = [float(row[s]) for row, s in zip(self.unary, x, strict=True)]
+        parts += [float(e.table[e.gu[x[e.u]], e.gv[x[e.v]]]) for e in self.edges]
+        # fsum: the same on every Python, whatever the order.
+        return self.offset + math.fsum(parts)
 
     def usage(self, assignment: npt.NDArray[np.integer] | Sequence[int]) -> Floats:
         """What an assignment uses of each resource: float64 [resources]."""
         x = [int(s) for s in assignment]
         return np.array(
-            [sum(float(row[s]) for row, s in zip(r.usage, x, strict=True)) for r in self.resources],
+            [math.fsum(float(row[s]) for row, s in zip(r.usage, x, strict=True)) for r in self.resources],
             dtype=np.float64,
         )
 
@@ -107,6 +111,13 @@ class Progress:
     sweeps: int
     expanded: int
 
+    @property
+    def gap(self) -> float:
+        """(cost - lower_bound) / |cost|; inf while one of them is unknown."""
+        if not (math.isfinite(self.cost) and math.isfinite(self.lower_bound)):
+            return math.inf
+        return (self.cost - self.lower_bound) / abs(self.cost) if self.cost else 0.0
+
 
 def padded_limits(problem: Problem) -> Floats:
     """The limits with room for rounding: float64 [resources]."""
@@ -116,13 +127,26 @@ def padded_limits(problem: Problem) -> Floats:
 
 def validate(problem: Problem) -> None:
     """Raises ValueError that names the variable, edge or resource at fault, its shape and what was expected."""
-    sizes = [_validated_unary(i, row) for i, row in enumerate(problem.unary)]
+    sizes = [_validated_size(i, row) for i, row in enumerate(problem.unary)]
+    everything = np.concatenate([np.zeros(0), *problem.unary])
+    if np.isnan(everything).any() or np.isneginf(everything).any():
+        wrong = next(i for i, row in enumerate(problem.unary) if np.isnan(row).any() or np.isneginf(row).any())
+        raise ValueError(f"variable {wrong}: unary holds nan or -inf; expected numbers or inf")
     if not np.isfinite(problem.offset):
         raise ValueError(f"Problem.offset is {problem.offset}; expected a finite number")
-    checked: set[int] = set()  # tables, by identity: edges share them
+    tables: dict[int, tuple[int, Floats]] = {}  # by identity: edges share them
     for k, edge in enumerate(problem.edges):
-        _validate_edge(f"edge {k} ({edge.u}, {edge.v})", edge, sizes, id(edge.table) in checked)
-        checked.add(id(edge.table))
+        _validate_edge(k, edge, sizes)
+        tables.setdefault(id(edge.table), (k, edge.table))
+    for at in range(0, len(tables), _BATCH):
+        some = list(tables.values())[at : at + _BATCH]
+        entries = np.concatenate([table.ravel() for _, table in some])
+        if not (entries >= 0).all():
+            k = next(k for k, table in some if not (table >= 0).all())
+            name = f"edge {k} ({problem.edges[k].u}, {problem.edges[k].v})"
+            raise ValueError(f"{name}: table holds nan or a negative cost; expected costs >= 0 or inf")
+    for at in range(0, len(problem.edges), _BATCH):
+        _validate_groups(problem.edges[at : at + _BATCH], at)
     for resource in problem.resources:
         name = f"resource {resource.name!r}"
         if np.isnan(resource.limit):
@@ -132,46 +156,49 @@ def validate(problem: Problem) -> None:
         for i, (row, n) in enumerate(zip(resource.usage, sizes, strict=True)):
             if np.shape(row) != (n,):
                 raise ValueError(f"{name}: usage of variable {i} has shape {np.shape(row)}; expected {(n,)}")
-            if not np.all(np.isfinite(row)):
-                raise ValueError(f"{name}: usage of variable {i} is not finite; forbid a state by unary = inf")
+        if not np.isfinite(np.concatenate([np.zeros(0), *resource.usage])).all():
+            wrong = next(i for i, row in enumerate(resource.usage) if not np.isfinite(row).all())
+            raise ValueError(f"{name}: usage of variable {wrong} is not finite; forbid a state by unary = inf")
 
 
-def _validated_unary(i: int, row: Floats) -> int:
+def _validated_size(i: int, row: Floats) -> int:
     if row.ndim != 1 or not row.size:
         raise ValueError(f"variable {i}: unary has shape {row.shape}; expected (states,) with states >= 1")
     if row.dtype != np.float64:
         raise ValueError(f"variable {i}: unary is {row.dtype}; expected float64")
-    if np.isnan(row).any() or np.isneginf(row).any():
-        raise ValueError(f"variable {i}: unary holds nan or -inf; expected numbers or inf")
     return row.size
 
 
-def _validate_edge(name: str, edge: Edge, sizes: list[int], table_checked: bool) -> None:
+def _validate_edge(k: int, edge: Edge, sizes: list[int]) -> None:
+    """All but what its arrays hold."""
+    name = lambda: f"edge {k} ({edge.u}, {edge.v})"
     for end in (edge.u, edge.v):
         if not 0 <= end < len(sizes):
-            raise ValueError(f"{name}: variable {end} does not exist; there are {len(sizes)}")
+            raise ValueError(f"{name()}: variable {end} does not exist; there are {len(sizes)}")
     if edge.u == edge.v:
-        raise ValueError(f"{name}: both ends are variable {edge.u}; add its costs to the variable's unary")
-    if not table_checked:
-        _validate_table(name, edge.table)
-    for side, end, groups, count in (
-        ("gu", edge.u, edge.gu, edge.table.shape[0]),
-        ("gv", edge.v, edge.gv, edge.table.shape[1]),
-    ):
-        if groups.shape != (sizes[end],):
-            raise ValueError(f"{name}: {side} has shape {groups.shape}; variable {end} has {sizes[end]} states")
-        if groups.dtype.kind not in "iu":
-            raise ValueError(f"{name}: {side} is {groups.dtype}; expected integers")
-        if groups.min() < 0 or groups.max() >= count:
-            raise ValueError(
-                f"{name}: {side} holds groups {groups.min()}..{groups.max()}; the table has {count} of them"
-            )
-
-
-def _validate_table(name: str, table: Floats) -> None:
+        raise ValueError(f"{name()}: both ends are variable {edge.u}; add its costs to the variable's unary")
+    table = edge.table
     if table.ndim != 2 or table.dtype != np.float64:
         raise ValueError(
-            f"{name}: table is {table.dtype} of shape {table.shape}; expected float64 [groups_u, groups_v]"
+            f"{name()}: table is {table.dtype} of shape {table.shape}; expected float64 [groups_u, groups_v]"
         )
-    if np.isnan(table).any() or (table < 0).any():
-        raise ValueError(f"{name}: table holds nan or a negative cost; expected costs >= 0 or inf")
+    for side, end, groups in (("gu", edge.u, edge.gu), ("gv", edge.v, edge.gv)):
+        if groups.shape != (sizes[end],):
+            raise ValueError(f"{name()}: {side} has shape {groups.shape}; variable {end} has {sizes[end]} states")
+        if groups.dtype.kind not in "iu":
+            raise ValueError(f"{name()}: {side} is {groups.dtype}; expected integers")
+
+
+def _validate_groups(edges: Sequence[Edge], first: int) -> None:
+    """Many edges at a time: the groups of each end must lie in 0..count - 1."""
+    for axis, side in enumerate(("gu", "gv")):
+        groups = [edge.gv if axis else edge.gu for edge in edges]
+        counts = [edge.table.shape[axis] for edge in edges]
+        joined = np.concatenate(groups)
+        starts = np.cumsum([0, *(row.size for row in groups[:-1])])
+        least, most = np.minimum.reduceat(joined, starts), np.maximum.reduceat(joined, starts)
+        wrong = np.flatnonzero((least < 0) | (most >= counts))
+        if wrong.size:
+            k = int(wrong[0])
+            name = f"edge {first + k} ({edges[k].u}, {edges[k].v})"
+            raise ValueError(f"{name}: {side} holds groups {least[k]}..{most[k]}; the table has {counts[k]} of them")

@@ -15,6 +15,7 @@ import numpy as np
 
 from hapsynth.search._pairwise import Floats, Ints
 from hapsynth.search._reduce import Network
+from hapsynth.search._tables import least_by_group
 
 
 @dataclass(slots=True)
@@ -64,6 +65,17 @@ class Found:
     expanded: int
 
 
+def space_bytes(network: Network, order: list[int]) -> int:
+    """What the tables of `build_space` would take."""
+    depth = {i: d for d, i in enumerate(order)}
+    cells = 0
+    for i in order:
+        for j, link in network.links[i].items():
+            if depth[j] < depth[i]:
+                cells += network.count(i) * network.tables.arrays[link.table].shape[1]
+    return 8 * cells
+
+
 def build_space(network: Network, order: list[int], multipliers: Floats) -> Space:
     """The space of a reduced network under the messages in its links and the multipliers [resources]."""
     depth = {i: d for d, i in enumerate(order)}
@@ -74,9 +86,9 @@ def build_space(network: Network, order: list[int], multipliers: Floats) -> Spac
     classes: dict[int, list[Ints]] = {}
     stages: list[Stage] = []
     for i in order:
-        theta = network.unary[i] + multipliers @ network.usage[i]
-        for link in network.links[i].values():
-            theta = theta - link.message_to(i)
+        theta = network.unary(i) + multipliers @ network.usage(i)
+        for j in network.links[i]:
+            theta = theta - network.message(i, j)
         root += float(theta.min())
         base = theta - theta.min()
         for j in later[i]:
@@ -90,7 +102,7 @@ def build_space(network: Network, order: list[int], multipliers: Floats) -> Spac
             k = len(later[j]) - remaining[j]
             now = classes[j][k]
             representative = _first_index(now)
-            own = network.links[j][i].seen_from(j)[0]
+            own = network.seen_from(j, i)[0]
             remaining[j] -= 1
             after = classes[j][k + 1][representative] if remaining[j] else None
             touches.append(Touch(slot, own[representative], _second_cost(network, j, i), after))
@@ -98,40 +110,31 @@ def build_space(network: Network, order: list[int], multipliers: Floats) -> Spac
         frontier = [frontier[slot] for slot in kept]
         remaining[i] = len(later[i])
         if later[i]:
-            classes[i] = _classes([network.links[i][j].seen_from(i)[0] for j in later[i]])
+            classes[i] = _classes([network.seen_from(i, j)[0] for j in later[i]])
             frontier.append(i)
             entering, count = classes[i][0], int(classes[i][0].max()) + 1
         else:
             entering, count = np.zeros(base.size, dtype=np.int64), 0
         radix = [int(classes[j][len(later[j]) - remaining[j]].max()) + 1 for j in frontier]
-        stages.append(Stage(i, base, network.usage[i], touches, kept, entering, count, radix))
+        stages.append(Stage(i, base, network.usage(i), touches, kept, entering, count, radix))
     return Space(stages, root, network.limits, multipliers)
-
-
-def _least_by_group(groups: Ints, values: Floats, count: int) -> Floats:
-    least = np.full(count, np.inf)
-    np.minimum.at(least, groups, values)
-    return least
 
 
 def _given_first(network: Network, i: int, j: int) -> Floats:
     """[groups of i]: the least of table + j's message, over j's states."""
-    link = network.links[i][j]
-    _, table, others = link.seen_from(i)
-    return np.min(table + _least_by_group(others, link.message_to(j), table.shape[1]), axis=1)
+    _, table, others = network.seen_from(i, j)
+    return np.min(table + least_by_group(others, network.message(j, i), table.shape[1]), axis=1)
 
 
 def _first_cost(network: Network, i: int, j: int) -> Floats:
     """[states of i]: the least cost of edge (i, j) given i's state."""
-    link = network.links[i][j]
-    return link.message_to(i) + _given_first(network, i, j)[link.seen_from(i)[0]]
+    return network.message(i, j) + _given_first(network, i, j)[network.seen_from(i, j)[0]]
 
 
 def _second_cost(network: Network, j: int, i: int) -> Floats:
     """[groups of j, states of i]: what edge (j, i) costs beyond its least cost given j's group. >= 0."""
-    link = network.links[j][i]
-    _, table, others = link.seen_from(j)
-    cost = table[:, others] + link.message_to(i)[None, :] - _given_first(network, j, i)[:, None]
+    _, table, others = network.seen_from(j, i)
+    cost = table[:, others] + network.message(i, j)[None, :] - _given_first(network, j, i)[:, None]
     return np.maximum(cost, 0.0)
 
 

@@ -1,100 +1,204 @@
-"""Groupings of states and the tables over them: what the reductions do to one edge or one variable's states.
+"""Arrays by number, and what the reductions do to them, each thing done once.
 
-groups: int64 [states], a state's row in a table: float64 [groups, width], >= 0 or inf.
+Identical layers have identical costs, so every vector, grouping and table is kept once under a number (its id), and
+every operation remembers its results by the ids of its operands: most steps of a reduction are a look-up.
+
+groups: int64 [states], a state's row in a table: float64 [groups, width], >= 0 or inf. Stored arrays are never written.
 """
 
-from dataclasses import dataclass
+import weakref
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any, Concatenate, Generic, NamedTuple, ParamSpec, TypeVar, cast
 
 import numpy as np
 
 from hapsynth.search._pairwise import Floats, Ints
 
+_DOMINANCE_WORK = 4_000_000  # rivals times states and table entries
+_FIRST_RIVALS = 16  # most dominated states are beaten by one of so few
 
-@dataclass(frozen=True, slots=True)
-class NormalForm:
+Id = int
+P = ParamSpec("P")
+T = TypeVar("T")
+NONE: Id = -1
+"""No array: nothing to add, a table of zeros, a mask that keeps everything."""
+Side = tuple[Id, Id]
+"""One end of a link: (groups of a variable's states, table with a row for each)."""
+
+
+class Link(NamedTuple):
+    """The edge between two variables as one of them sees it: cost table[own[x], other[y]]."""
+
+    own: Id
+    table: Id
+    other: Id
+
+
+class NormalForm(NamedTuple):
     """An edge with every group used, rows and columns that differ, and minimum 0 in each finite row and column.
 
-    cost_u, cost_v: float64 [states], what this moved into the unary costs; None for nothing. table: None if all 0.
+    cost_own, cost_other: float64 [states], what this moved into the unary costs. link: as the first end sees it, None
+    if it costs nothing; mirror: as the other end does.
     """
 
-    cost_u: Floats | None
-    cost_v: Floats | None
-    gu: Ints
-    gv: Ints
-    table: Floats | None
+    cost_own: Id
+    cost_other: Id
+    link: Link | None
+    mirror: Link | None
+
+
+class Once(Generic[P, T]):
+    """A method whose results are remembered by its arguments for as long as its instance lives."""
+
+    def __init__(self, method: Callable[Concatenate[Any, P], T]):
+        self.method = method
+
+    def __get__(self, owner: object, kind: type) -> Callable[P, T]:
+        # The memo lies in the instance's own dictionary and is found there from now on; it does not keep it alive.
+        found = cache(partial(self.method, weakref.proxy(owner)))
+        owner.__dict__[self.method.__name__] = found
+        return cast(Callable[P, T], found)
 
 
 class Tables:
-    """The costly operations, each done once for equal arguments: layers repeat, so most calls have been seen.
-
-    Results are shared between callers; nobody may write to them.
-    """
+    """The arrays of one reduction and their operations; arguments and results are ids."""
 
     def __init__(self) -> None:
-        self._forms: dict[tuple[object, ...], NormalForm] = {}
-        self._differences: dict[tuple[object, ...], Floats] = {}
-        self._undominated: dict[tuple[object, ...], np.ndarray] = {}
-        self._joined: dict[tuple[object, ...], Floats] = {}
+        self.arrays: list[np.ndarray] = []
+        self.nbytes = 0
+        self._ids: dict[tuple[str, tuple[int, ...], bytes], Id] = {}
 
-    def normal_form(self, gu: Ints, gv: Ints, table: Floats) -> NormalForm:
-        key = (gu.tobytes(), gv.tobytes(), table.shape, table.tobytes())
-        found = self._forms.get(key)
-        if found is None:
-            found = self._forms[key] = _normal_form(gu, gv, table)
+    def id(self, array: np.ndarray) -> Id:
+        key = (array.dtype.char, array.shape, array.tobytes())
+        found = self._ids.setdefault(key, len(self.arrays))
+        if found == len(self.arrays):
+            self.arrays.append(np.ascontiguousarray(array))
+            self.nbytes += 2 * array.nbytes  # the array and its key
         return found
 
-    def joined(self, unary: Floats, first: tuple[Ints, Floats], second: tuple[Ints, Floats]) -> Floats:
-        """min over states of unary + first's table + second's: float64 [width of first, width of second]."""
-        key = (unary.tobytes(), *_content(*first), *_content(*second))
-        found = self._joined.get(key)
-        if found is None:
-            found = self._joined[key] = _joined(unary, first, second)
-        return found
+    @Once
+    def sum(self, first: Id, second: Id) -> Id:
+        return self.id(self.arrays[first] + self.arrays[second])
 
-    def undominated(self, unary: Floats, sides: list[tuple[Ints, Floats]], usage: Floats, rivals: int) -> np.ndarray:
-        """bool [states]: without the states s for which some kept t has, whatever happens, cost(t) <= cost(s).
+    @Once
+    def taken(self, array: Id, keep: Id) -> Id:
+        """Without the states (last axis) where the mask `keep` is false."""
+        return self.id(self.arrays[array][..., self.arrays[keep]])
+
+    @Once
+    def shifted(self, unary: Id) -> tuple[Id, float]:
+        """The costs beyond the least, and that."""
+        least = self.arrays[unary].min()
+        return self.id(self.arrays[unary] - least), float(least)
+
+    @Once
+    def finite(self, unary: Id) -> Id:
+        return self.mask(np.isfinite(self.arrays[unary]))
+
+    def mask(self, keep: np.ndarray) -> Id:
+        return NONE if keep.all() else self.id(keep)
+
+    @Once
+    def normal_form(self, link: Link) -> NormalForm:
+        gu, table, gv = (self.arrays[k] for k in link)
+        gu, table = without_unused(gu, table)
+        gv, table_t = without_unused(gv, table.T)
+        table = table_t.T
+        cost_u = cost_v = NONE
+        rows = table.min(axis=1)
+        if rows.any():
+            cost_u = self.id(rows[gu])
+            table = table - np.where(np.isfinite(rows), rows, 0.0)[:, None]
+        columns = table.min(axis=0)
+        if columns.any():
+            cost_v = self.id(columns[gv])
+            table = table - np.where(np.isfinite(columns), columns, 0.0)
+        if not table.any():
+            return NormalForm(cost_u, cost_v, None, None)
+        gu, table = without_twins(gu, table)
+        gv, table_t = without_twins(gv, table.T)
+        own, other = self.id(gu), self.id(gv)
+        return NormalForm(cost_u, cost_v, Link(own, self.id(table_t.T), other), Link(other, self.id(table_t), own))
+
+    @Once
+    def restricted(self, link: Link, keep: Id) -> NormalForm:
+        """The normal form of what is left when the link's own variable keeps the states of a mask."""
+        return self.normal_form(link._replace(own=self.taken(link.own, keep)))
+
+    @Once
+    def merged(self, first: Link, second: Link) -> NormalForm:
+        """Two edges between the same variables as one."""
+        (gu, t, gv), (hu, s, hv) = ([self.arrays[k] for k in link] for link in (first, second))
+        gu, first_u, second_u = paired(gu, hu)
+        gv, first_v, second_v = paired(gv, hv)
+        table = t[first_u[:, None], first_v[None, :]] + s[second_u[:, None], second_v[None, :]]
+        return self.normal_form(Link(self.id(gu), self.id(table), self.id(gv)))
+
+    @Once
+    def least(self, unary: Id, link: Link) -> Id:
+        """min over a variable's states of its cost and the link's, for each state of the neighbour."""
+        own, table, other = (self.arrays[k] for k in link)
+        by_group = least_by_group(own, self.arrays[unary], table.shape[0])
+        return self.id(np.min(by_group[:, None] + table, axis=0)[other])
+
+    @Once
+    def joined(self, unary: Id, first: Link, second: Link) -> Link:
+        """min over states of the unary cost and both links': the link between the neighbours that is left."""
+        (g1, t1), (g2, t2) = ((self.arrays[link.own], self.arrays[link.table]) for link in (first, second))
+        return Link(first.other, self.id(_joined(self.arrays[unary], (g1, t1), (g2, t2))), second.other)
+
+    @Once
+    def undominated(self, unary: Id, sides: tuple[Side, ...], usage: Id, rivals: int) -> Id:
+        """Mask without the states s for which some kept t has, whatever happens, cost(t) <= cost(s).
 
         Goldstein's test: unary_s - unary_t + sum_e min_y (table_e[s, y] - table_e[t, y]) >= 0, and t uses no
-        more of any resource (usage: [resources, states]). States are tried only against the `rivals` cheapest.
+        more of any resource (usage: [resources, states]). States in the same group of every link are told apart by
+        cost and usage alone, which takes O(states log states) and goes first; the others are tried only against
+        the `rivals` cheapest.
         """
-        shifted = unary - unary.min()
-        key = (rivals, shifted.tobytes(), usage.tobytes(), *(part for side in sides for part in _content(*side)))
-        found = self._undominated.get(key)
-        if found is None:
-            differences = [(own, self._difference(table)) for own, table in sides]
-            found = self._undominated[key] = _undominated(shifted, differences, usage, rivals)
-        return found
+        costs, use = self.arrays[unary], self.arrays[usage]
+        keep = cheapest_of_each([self.arrays[own] for own, _ in sides] + list(use), costs)
+        left = np.flatnonzero(keep)
+        tables = [(self.arrays[own][left], self.arrays[table]) for own, table in sides]
+        work = left.size + sum(table.size for _, table in tables)
+        keep[left] = _undominated(costs[left], tables, use[:, left], max(16, min(rivals, _DOMINANCE_WORK // work)))
+        return self.mask(keep)
 
-    def _difference(self, table: Floats) -> Floats:
-        key = (table.shape, table.tobytes())
-        found = self._differences.get(key)
-        if found is None:
-            found = self._differences[key] = least_difference(table)
-        return found
+    @Once
+    def cheapest(self, unary: Id, given: tuple[tuple[Id, Id, int], ...]) -> int:
+        """The cheapest state when each link's neighbour is in the group given: (own groups, table, column)."""
+        cost = self.arrays[unary]
+        for own, table, column in given:
+            cost = cost + self.arrays[table][self.arrays[own], column]
+        return int(np.argmin(cost))
 
+    @Once
+    def group_of_number(self, states: Id, groups: Id) -> dict[int, int]:
+        return dict(zip(self.arrays[states].tolist(), self.arrays[groups].tolist(), strict=True))
 
-def _content(groups: Ints, table: Floats) -> tuple[object, ...]:
-    return groups.tobytes(), table.shape, table.tobytes()
+    @Once
+    def numbers(self, states: Id) -> list[int]:
+        return self.arrays[states].tolist()
 
+    @Once
+    def by_group(self, groups: Id) -> tuple[Ints, Ints, Ints]:
+        """(states sorted by group, where each group starts, the sorted states' groups)."""
+        own = self.arrays[groups]
+        order = np.argsort(own, kind="stable")
+        ordered = own[order]
+        return order, np.searchsorted(ordered, np.arange(int(ordered[-1]) + 1)), ordered
 
-def _normal_form(gu: Ints, gv: Ints, table: Floats) -> NormalForm:
-    gu, table = without_unused(gu, table)
-    gv, table_t = without_unused(gv, table.T)
-    table = table_t.T
-    cost_u = cost_v = None
-    rows = table.min(axis=1)
-    if rows.any():
-        cost_u = rows[gu]
-        table = table - np.where(np.isfinite(rows), rows, 0.0)[:, None]
-    columns = table.min(axis=0)
-    if columns.any():
-        cost_v = columns[gv]
-        table = table - np.where(np.isfinite(columns), columns, 0.0)
-    if not table.any():
-        return NormalForm(cost_u, cost_v, gu, gv, None)
-    gu, table = without_twins(gu, table)
-    gv, table_t = without_twins(gv, table.T)
-    return NormalForm(cost_u, cost_v, gu, gv, np.ascontiguousarray(table_t.T))
+    @Once
+    def cells(self, table: Id) -> tuple[Floats, Ints, Ints]:
+        """A table's entries row by row, the column of each, and where each row starts."""
+        rows, width = self.arrays[table].shape
+        return self.arrays[table].ravel(), np.tile(np.arange(width), rows), width * np.arange(rows)
+
+    @Once
+    def columns(self, table: Id) -> Floats:
+        """A table column by column: float64 [width, groups]."""
+        return np.ascontiguousarray(self.arrays[table].T)
 
 
 def _joined(unary: Floats, first: tuple[Ints, Floats], second: tuple[Ints, Floats]) -> Floats:
@@ -114,33 +218,44 @@ def _joined(unary: Floats, first: tuple[Ints, Floats], second: tuple[Ints, Float
     return out
 
 
-def _undominated(unary: Floats, differences: list[tuple[Ints, Floats]], usage: Floats, most_rivals: int) -> np.ndarray:
-    by_cost = np.argsort(unary, kind="stable")
-    rivals = by_cost[:most_rivals]
-    margin = unary[:, None] - unary[rivals]
-    for own, difference in differences:
-        margin += difference[own[:, None], own[rivals]]
-    better = margin >= 0
-    for row in usage:
-        better &= row[:, None] >= row[rivals]
-    better[rivals, np.arange(rivals.size)] = False
-    suspects = set(np.flatnonzero(better.any(axis=1)).tolist())
+def _undominated(unary: Floats, sides: list[tuple[Ints, Floats]], usage: Floats, most_rivals: int) -> np.ndarray:
+    """A state that beats another comes before it by (unary cost, cost of links, usage), as a row's least entry is 0,
+    or is its equal. The test is transitive (the least of a sum is no less than the sum of the leasts): a state may go
+    if any before it beats it, itself dropped or not."""
+    of_links = sum(np.minimum(table, 1e200).sum(axis=1)[own] for own, table in sides)
+    order = np.lexsort((usage.sum(axis=0), np.broadcast_to(of_links, unary.shape), unary))
+    rank = np.empty(unary.size, dtype=np.int64)
+    rank[order] = np.arange(unary.size)
     keep = np.ones(unary.size, dtype=bool)
-    # The dearest first, so that of equals the first state stays. One at a time, against states still kept: exact.
-    for s in (s for s in by_cost[::-1].tolist() if s in suspects):
-        keep[s] = not (better[s] & keep[rivals]).any()
+    few = unary.size <= most_rivals
+    for first, last in ((0, most_rivals),) if few else ((0, _FIRST_RIVALS), (_FIRST_RIVALS, most_rivals)):
+        rivals = order[first:last]
+        left = order[first + 1 :]
+        left = left[keep[left]]
+        if not left.size:
+            break
+        better = rank[left, None] > rank[rivals]
+        for use in usage:
+            better &= use[left, None] >= use[rivals]
+        margin = unary[left, None] - unary[rivals]
+        for own, table in sides:
+            rows, row = used_groups(own[left], table.shape[0])
+            columns, column = used_groups(own[rivals], table.shape[0])
+            margin += np.take(least_difference(table[rows], table[columns])[:, column], row, axis=0)
+        keep[left[(better & (margin >= 0)).any(axis=1)]] = False
     return keep
 
 
-def groups_lost(groups: Ints, count: int) -> bool:
-    return not np.bincount(groups, minlength=count).all()
+def used_groups(groups: Ints, count: int) -> tuple[Ints, Ints]:
+    """(which of `count` groups there are, each state's place among them)"""
+    used = np.zeros(count, dtype=bool)
+    used[groups] = True
+    return np.flatnonzero(used), (np.cumsum(used) - 1)[groups]
 
 
 def without_unused(groups: Ints, table: Floats) -> tuple[Ints, Floats]:
-    used = np.bincount(groups, minlength=table.shape[0]) > 0
-    if used.all():
-        return groups, table
-    return (np.cumsum(used) - 1)[groups], table[used]
+    used, number = used_groups(groups, table.shape[0])
+    return (groups, table) if used.size == table.shape[0] else (number, table[used])
 
 
 def without_twins(groups: Ints, table: Floats) -> tuple[Ints, Floats]:
@@ -160,31 +275,39 @@ def paired(first: Ints, second: Ints) -> tuple[Ints, Ints, Ints]:
     return groups, first[index], second[index]
 
 
-def cheapest_of_each(signature: list[Ints], unary: Floats) -> np.ndarray:
-    """bool [states]: the cheapest, first of equals, among those in the same group of every link."""
+def cheapest_of_each(signature: list[np.ndarray], unary: Floats) -> np.ndarray:
+    """bool [states]: the cheapest, first of equals, among the states that no array of the signature tells apart."""
     keep = np.zeros(unary.size, dtype=bool)
     if not signature:
         keep[np.argmin(unary)] = True
         return keep
     order = np.lexsort((unary, *signature))
-    columns = np.stack(signature)[:, order]
-    new = (columns[:, 1:] != columns[:, :-1]).any(axis=0)
+    new = np.zeros(unary.size - 1, dtype=bool)
+    for column in signature:
+        ordered = column[order]
+        new |= ordered[1:] != ordered[:-1]
     keep[order[np.concatenate([[True], new])]] = True
     return keep
 
 
-def least_difference(table: Floats) -> Floats:
-    """[s, t]: the least of table[s, y] - table[t, y] over y where table[s, y] is finite; -inf where t forbids one."""
-    finite = np.isfinite(table)
-    possible = finite.astype(np.float64)
-    out = np.where(possible @ (1.0 - possible).T > 0, -np.inf, 0.0)
-    if not table[finite].any():
-        return out
-    first, second = np.nonzero(out == 0.0)
-    chunk = max(1, 1_000_000 // table.shape[1])
-    for at in range(0, first.size, chunk):
-        s, t = first[at : at + chunk], second[at : at + chunk]
+def least_by_group(groups: Ints, values: Floats, count: int) -> Floats:
+    least = np.full(count, np.inf)
+    np.minimum.at(least, groups, values)
+    return least
+
+
+def least_difference(table: Floats, others: Floats) -> Floats:
+    """[s, t]: the least of table[s, y] - others[t, y] over y where table[s, y] is finite; -inf where t forbids one."""
+    out = np.empty((table.shape[0], others.shape[0]))
+    finite = bool(np.isfinite(table).all() and np.isfinite(others).all())
+    chunk = max(1, 200_000 // max(1, others.size))
+    for at in range(0, table.shape[0], chunk):
+        some = table[at : at + chunk].T[:, :, None]
+        if finite:
+            np.min(some - others.T[:, None, :], axis=0, out=out[at : at + chunk])
+            continue
         with np.errstate(invalid="ignore"):
-            difference = table[s] - table[t]
-        out[s, t] = np.min(difference, axis=1, where=finite[s], initial=np.inf)
+            # fmin passes over nan: where both forbid y it decides nothing.
+            least = np.fmin.reduce(some - others.T[:, None, :], axis=0)
+        out[at : at + chunk] = np.where(np.isnan(least), np.inf, least)
     return out

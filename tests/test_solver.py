@@ -1,82 +1,31 @@
 """The pairwise solver against brute force, a MILP, and its own lemmas."""
 
 import itertools
+import os
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scipy.optimize import Bounds, LinearConstraint, milp
-from scipy.sparse import coo_array
+from milp import milp_bounds
+from pairwise_problems import TrainingLike, brute_force, grid, knotted_problem, middle_problem, random_problem
 
+from hapsynth.search import _hunt, _reduce, _tables, _trws
 from hapsynth.search._astar import astar
 from hapsynth.search._layers import layered
 from hapsynth.search._order import search_order
 from hapsynth.search._reduce import Network
 from hapsynth.search._space import build_space
-from hapsynth.search._trws import Dual
-from hapsynth.search.problem import Edge, Problem, Progress, Resource, Solution, solve
+from hapsynth.search._tables import NONE, Tables
+from hapsynth.search._trws import Dual, stretches
+from hapsynth.search.problem import Edge, Problem, Progress, Solution, solve
 
 INF = np.inf
 SEEDS = range(36)
-
-
-def random_problem(seed: int, resources: int = 0) -> Problem:
-    """Small states and costs, both directions of edges (so multi-edges), ties, inf, isolated variables."""
-    rng = np.random.default_rng(seed)
-    n = int(rng.integers(1, 8))
-    forbidden = float(rng.choice([0.0, 0.15, 0.4]))
-    density = rng.random() * 1.5
-    sizes = [int(s) for s in rng.integers(1, 5, n)]
-
-    def costs(shape):
-        values = rng.integers(0, 6, shape).astype(float) if seed % 2 else rng.random(shape)
-        return np.where(rng.random(shape) < forbidden, INF, values)
-
-    unary = tuple(np.where(rng.random(s) < 0.8, np.nan_to_num(costs(s), posinf=9.0), costs(s)) for s in sizes)
-    edges: list[Edge] = []
-    for u, v in itertools.permutations(range(n), 2):
-        if rng.random() < density / 2:
-            g, h = (int(k) for k in rng.integers(1, 4, 2))
-            edges.append(Edge(u, v, rng.integers(0, g, sizes[u]), rng.integers(0, h, sizes[v]), costs((g, h))))
-    limited: list[Resource] = []
-    for r in range(resources):
-        usage = tuple(rng.integers(0, 5, s) * float(rng.random() < 0.8) for s in sizes)
-        low, high = sum(u.min() for u in usage), sum(u.max() for u in usage)
-        limit = np.floor(low + rng.random() * 0.6 * (high - low)) - float(rng.random() < 0.1)
-        limited.append(Resource(usage, float(limit), f"r{r}"))
-    return Problem(unary, tuple(edges), tuple(limited), offset=float(rng.integers(-2, 3)))
-
-
-def knotted_problem(seed: int, resources: int = 0) -> Problem:
-    """Five or six variables, nearly all pairs linked by rough tables: the reductions leave most of it standing."""
-    rng = np.random.default_rng(seed)
-    n = int(rng.integers(5, 7))
-    sizes = [int(s) for s in rng.integers(3, 5, n)]
-    edges: list[Edge] = []
-    for u, v in itertools.combinations(range(n), 2):
-        table = rng.integers(0, 9, (4, 4)).astype(float) if seed % 2 else rng.random((4, 4)) * 9
-        table[rng.random((4, 4)) < (0.2 if seed % 3 else 0.0)] = INF
-        edges.append(Edge(u, v, rng.permutation(4)[: sizes[u]], rng.permutation(4)[: sizes[v]], table))
-    limited: list[Resource] = []
-    for r in range(resources):
-        usage = tuple(rng.integers(0, 9, s).astype(float) for s in sizes)
-        limited.append(Resource(usage, float(rng.integers(2 * n, 4 * n)), f"r{r}"))
-    return Problem(tuple(rng.random(s) for s in sizes), tuple(edges), tuple(limited), offset=1.0)
-
-
-def brute_force(problem: Problem) -> float:
-    if not problem.unary:
-        return problem.offset
-    x = np.indices([row.size for row in problem.unary]).reshape(len(problem.unary), -1)
-    cost = problem.offset + sum(row[s] for row, s in zip(problem.unary, x, strict=True))
-    for e in problem.edges:
-        cost = cost + e.table[e.gu[x[e.u]], e.gv[x[e.v]]]
-    for r in problem.resources:
-        used = sum(row[s] for row, s in zip(r.usage, x, strict=True))
-        cost = np.where(used <= r.limit, cost, INF)
-    return float(cost.min())
 
 
 def assert_solved(problem: Problem, solution: Solution, expected: float, slack: float = 1e-8) -> None:
@@ -142,9 +91,14 @@ def test_starts_are_never_made_worse_and_infeasible_ones_do_no_harm():
         assert cut.cost <= min(feasible, default=INF)
 
 
-def test_the_reduced_problem_has_the_same_optimum_and_lifts_to_it():
-    for seed in SEEDS:
-        problem = random_problem(seed, resources=seed % 3)
+@pytest.mark.parametrize("rivals", [128, 2])
+def test_the_reduced_problem_has_the_same_optimum_and_lifts_to_it(rivals: int, monkeypatch: pytest.MonkeyPatch):
+    """rivals: fewer than states, so that dominance is looked for in two rounds."""
+    monkeypatch.setattr(_reduce, "_RIVALS", rivals)
+    monkeypatch.setattr(_tables, "_FIRST_RIVALS", 1)
+    left_over = 0
+    for seed in range(150):
+        problem = random_problem(seed, seed % 3) if seed < 100 else knotted_problem(seed, seed % 3)
         expected = brute_force(problem)
         network = Network(problem)
         network.reduce()
@@ -152,21 +106,58 @@ def test_the_reduced_problem_has_the_same_optimum_and_lifts_to_it():
             assert expected == INF
             continue
         left = network.active()
+        left_over += len(left)
         best = INF
-        for x in itertools.product(*(range(network.unary[i].size) for i in left)):
+        if np.prod([network.count(i) for i in left]) > 600:
+            continue
+        for x in itertools.product(*(range(network.count(i)) for i in left)):
             full = network.lift(dict(zip(left, x, strict=True)))
             assert reduced_cost(network, dict(zip(left, x, strict=True))) == pytest.approx(problem.cost(full))
             if problem.fits(full):
                 best = min(best, problem.cost(full))
         assert best == pytest.approx(expected)
+    assert left_over > 100
+
+
+def test_a_state_is_dropped_only_for_one_that_is_never_dearer():
+    """Of a variable with usage, for every choice of its neighbours, against all states kept."""
+    dropped = 0
+    for seed in range(300):
+        rng = np.random.default_rng(seed)
+        n = int(rng.integers(2, 9))
+        unary, usage = rng.integers(0, 4, n).astype(float), rng.integers(0, 2, (1, n)).astype(float)
+        tables = [rng.integers(0, 4, (3, 2)).astype(float) for _ in range(2)]
+        for table in tables:  # in normal form: each row's least is 0
+            table -= table.min(axis=1, keepdims=True)
+            table[rng.random((3, 2)) < 0.2] = INF
+            table[np.arange(3), rng.integers(0, 2, 3)] = 0.0
+        groups = [rng.integers(0, 3, n) for _ in tables]
+        store = Tables()
+        sides = tuple((store.id(g), store.id(t)) for g, t in zip(groups, tables, strict=True))
+        mask = store.undominated(store.id(unary), sides, store.id(usage), 128)
+        keep = np.ones(n, dtype=bool) if mask == NONE else store.arrays[mask]
+        cost = unary[:, None, None] + tables[0][groups[0]][:, :, None] + tables[1][groups[1]][:, None, :]
+        for s in np.flatnonzero(~keep):
+            dropped += 1
+            assert any((cost[t] <= cost[s]).all() and usage[0, t] <= usage[0, s] for t in np.flatnonzero(keep))
+    assert dropped > 300
+
+
+def test_identical_layers_are_worked_on_once():
+    few, many = Network(TrainingLike(layers=12).problem()), Network(TrainingLike(layers=48).problem())
+    few.reduce()
+    many.reduce()
+    assert len(many.active()) > 3 * len(few.active()) > 0
+    assert len(many.tables.arrays) < 1.1 * len(few.tables.arrays)
 
 
 def reduced_cost(network: Network, chosen: dict[int, int]) -> float:
-    cost = network.offset + sum(float(network.unary[i][s]) for i, s in chosen.items())
+    cost = network.offset + sum(float(network.unary(i)[s]) for i, s in chosen.items())
     for i in chosen:
-        for j, link in network.links[i].items():
-            if i == link.u:
-                cost += float(link.table[link.gu[chosen[i]], link.gv[chosen[j]]])
+        for j in network.links[i]:
+            if i < j:
+                own, table, other = network.seen_from(i, j)
+                cost += float(table[own[chosen[i]], other[chosen[j]]])
     return cost
 
 
@@ -193,15 +184,45 @@ def test_the_dual_bound_rises_below_the_optimum_and_no_floor_is_above_its_state(
         problem, network, order = case
         optimum, last = brute_force(problem), -INF
         for _ in range(2):  # the second time from the messages that the first left in the network
-            dual = Dual(network, order, {})
+            dual = Dual(network, {}, order=order)
             for _ in range(10):
                 assert last - 1e-12 <= dual.sweep() <= optimum + 1e-12
                 last = dual.bound
             dual.store()
         for i, floor in dual.floors().items():
-            for s, bound in zip(network.states[i], floor, strict=True):
+            for s, bound in zip(network.states(i), floor, strict=True):
                 assert bound <= brute_force(fixed(problem, i, int(s))) + 1e-12
     assert tried > 20
+
+
+def test_large_tables_and_stretches_make_no_difference_to_what_a_sweep_may_do(monkeypatch: pytest.MonkeyPatch):
+    tried = 0
+    for seed in range(30):
+        if (case := reduced(seed)) is None:
+            continue
+        tried += 1
+        problem, network, _ = case
+        bounds: list[float] = []
+        for large in (10**6, 8, 0):
+            monkeypatch.setattr(_trws, "_LARGE", large)
+            dual = Dual(network, {})
+            for _ in range(5):
+                dual.sweep()
+            bounds.append(dual.bound)
+            cost, chosen = dual.decoded()
+            if chosen is not None:
+                assert cost == pytest.approx(reduced_cost(network, chosen))
+                assert cost >= dual.bound - 1e-12
+        assert bounds == pytest.approx([bounds[0]] * 3, abs=1e-12)
+        for length in (1, 2):
+            monkeypatch.setattr(_trws, "_STRETCH", length)
+            assert sorted(stretches(network)) == network.active()
+            dual = Dual(network, {})
+            last = dual.bound
+            for _ in range(5):
+                assert last - 1e-12 <= dual.sweep() <= brute_force(problem) + 1e-12
+                last = dual.bound
+    assert tried > 15
 
 
 def test_the_heuristic_is_admissible_and_consistent():
@@ -212,12 +233,12 @@ def test_the_heuristic_is_admissible_and_consistent():
             continue
         tried += 1
         _, network, order = case
-        dual = Dual(network, order, {})
+        dual = Dual(network, {}, order=order)
         for _ in range(seed % 4):
             dual.sweep()
         dual.store()
         space = build_space(network, order, np.zeros(0))
-        for x in itertools.product(*(range(network.unary[i].size) for i in order)):
+        for x in itertools.product(*(range(network.unary(i).size) for i in order)):
             f, key = space.root, []
             for stage, s in zip(space.stages, x, strict=True):
                 step = stage.base[s] + sum(t.cost[t.group_of_class[key[t.slot]], s] for t in stage.touches)
@@ -253,140 +274,11 @@ def test_astar_and_layers_agree_with_brute_force(resources: int):
             assert found.lower_bound <= expected + 1e-9
 
 
-def milp_optimum(problem: Problem) -> float:
-    """The local-polytope MILP: one 0/1 per state, one flow per (group, group) pair of an edge."""
-    start = np.cumsum([0, *(row.size for row in problem.unary)])
-    cost = list(np.concatenate(problem.unary))
-    rows: list[tuple[int, int, float]] = []
-    right: list[float] = []
-    for i, row in enumerate(problem.unary):
-        rows += [(len(right), int(start[i]) + s, 1.0) for s in range(row.size)]
-        right.append(1.0)
-    for e in problem.edges:
-        first = len(cost)
-        cost += list(e.table.ravel())
-        for end, groups, lines in ((e.u, e.gu, e.table.shape[0]), (e.v, e.gv, e.table.shape[1])):
-            pair = np.arange(e.table.size).reshape(e.table.shape)
-            for g in range(lines):
-                flow = pair[g] if end == e.u else pair[:, g]
-                rows += [(len(right), first + int(k), 1.0) for k in flow]
-                rows += [(len(right), int(start[end]) + int(s), -1.0) for s in np.flatnonzero(groups == g)]
-                right.append(0.0)
-    upper = np.where(np.isinf(cost), 0.0, 1.0)
-    line, column, value = zip(*rows, strict=True)
-    equal = coo_array((value, (line, column)), shape=(len(right), len(cost))).tocsr()
-    constraints = [LinearConstraint(equal, right, right)]
-    for r in problem.resources:
-        usage = np.concatenate([*r.usage, np.zeros(len(cost) - int(start[-1]))])
-        constraints.append(LinearConstraint(usage[None, :], -INF, r.limit))
-    result = milp(
-        np.nan_to_num(cost, posinf=0.0),
-        integrality=np.arange(len(cost)) < start[-1],
-        bounds=Bounds(np.zeros(len(cost)), upper),
-        constraints=constraints,
-        options={"mip_rel_gap": 1e-9},
-    )
-    return INF if result.x is None else problem.offset + float(result.fun)
-
-
-def middle_problem(seed: int, limited: bool) -> Problem:
-    rng = np.random.default_rng(seed)
-    n = 50
-    sizes = [int(s) for s in rng.integers(2, 8, n)]
-    pairs = [(k, k + d) for k in range(n) for d in (1, 2, 7) if k + d < n and (d == 1 or rng.random() < 0.5)]
-    edges: list[Edge] = []
-    for u, v in pairs:
-        table = np.where(rng.random((3, 4)) < 0.15, INF, np.round(rng.random((3, 4)), 1))
-        edges.append(Edge(u, v, rng.integers(0, 3, sizes[u]), rng.integers(0, 4, sizes[v]), table))
-    unary = tuple(np.round(rng.random(s), 1) for s in sizes)
-    if not limited:
-        return Problem(unary, tuple(edges))
-    usage = tuple(np.round((1.1 - row) * 4 + rng.random(row.size)) for row in unary)
-    return Problem(unary, tuple(edges), (Resource(usage, float(sum(u.mean() for u in usage)) * 0.9, "bytes"),))
-
-
 @pytest.mark.parametrize("limited", [False, True])
 @pytest.mark.parametrize("seed", range(3))
 def test_equals_the_milp_on_middle_graphs(seed: int, limited: bool):
     problem = middle_problem(seed, limited)
-    assert_solved(problem, solve(problem, tolerance=1e-7), milp_optimum(problem), slack=1e-6)
-
-
-LAYOUTS = ("R", "S0", "S1")
-SOURCES = {"R": 5e-6, "S0": 0.0, "S1": 0.0}
-
-
-class TrainingLike:
-    """Ops with sharding rules on one axis of 8 devices. A state is (rule, layouts made available); edges are 0/inf:
-    the layout a rule needs must be available. Forward, backward with skips, and an optimizer tied to its state."""
-
-    def __init__(self, layers: int):
-        self.unary: list[np.ndarray] = []
-        self.edges: list[Edge] = []
-        self.states: list[list[tuple[tuple[str, ...], str, tuple[str, ...]]]] = []
-        x, tape = self.source(16e6), []
-        for k in range(layers):
-            w = self.source(4e6 * (1 + k % 3))
-            h = self.matmul(x, w, 16e6, 2e-3)
-            y = self.pointwise([h], 16e6)
-            tape.append((x, h, w))
-            x = self.pointwise([y, x], 16e6, linear=True)
-        g = self.pointwise([x], 16e6)
-        for x, h, w in reversed(tape):
-            dh = self.pointwise([g, h], 16e6)
-            size = 4e6
-            dw = self.matmul(x, dh, size, 2e-3)
-            g = self.pointwise([self.matmul(dh, w, 16e6, 2e-3), g], 16e6, linear=True)
-            m = self.source(size)
-            m2 = self.pointwise([m, dw], size)
-            self.tie(m2, m)
-            self.tie(self.pointwise([w, m2], size), w)
-
-    def problem(self) -> Problem:
-        return Problem(tuple(self.unary), tuple(self.edges))
-
-    def source(self, size: float) -> int:
-        return self.op([((), layout, cost) for layout, cost in SOURCES.items()], [], size)
-
-    def matmul(self, a: int, b: int, size: float, seconds: float) -> int:
-        shares = [("R", "R", "R", 1), ("S0", "R", "S0", 8), ("R", "S1", "S1", 8), ("S1", "S0", "P", 8)]
-        return self.op([((x, y), out, seconds / n) for x, y, out, n in shares], [a, b], size)
-
-    def pointwise(self, ins: list[int], size: float, linear: bool = False) -> int:
-        rules = [((layout,) * len(ins), layout, size / 1e12 / (1 if layout == "R" else 8)) for layout in LAYOUTS]
-        if linear:
-            rules.append((("P",) * len(ins), "P", size / 1e12))
-        return self.op(rules, ins, size)
-
-    def op(self, rules: list[tuple[tuple[str, ...], str, float]], ins: list[int], size: float) -> int:
-        i = len(self.unary)
-        costs: list[float] = []
-        states: list[tuple[tuple[str, ...], str, tuple[str, ...]]] = []
-        for needs, out, seconds in rules:
-            others = [layout for layout in LAYOUTS if layout != out]
-            for extra in itertools.chain.from_iterable(itertools.combinations(others, k) for k in range(4)):
-                states.append((needs, out, tuple(sorted((out, *extra)))))
-                costs.append(seconds + sum(self.conversion(out, to, size) for to in extra))
-        self.unary.append(np.array(costs))
-        self.states.append(states)
-        for slot, j in enumerate(ins):
-            self.link(j, i, [state[0][slot] for state in states])
-        return i
-
-    def conversion(self, out: str, to: str, size: float) -> float:
-        if out == "R":
-            return 5e-6
-        return 2e-5 + size / 4e10 * {"R": 1.75 if out == "P" else 0.9}.get(to, 0.9 if out == "P" else 0.12)
-
-    def tie(self, out: int, source: int) -> None:
-        self.link(out, source, [state[1] for state in self.states[source]])
-
-    def link(self, producer: int, consumer: int, needs: list[str]) -> None:
-        available = [state[2] for state in self.states[producer]]
-        rows, columns = sorted(set(available)), sorted(set(needs))
-        table = np.array([[0.0 if need in row else INF for need in columns] for row in rows])
-        gu = np.array([rows.index(a) for a in available])
-        self.edges.append(Edge(producer, consumer, gu, np.array([columns.index(n) for n in needs]), table))
+    assert_solved(problem, solve(problem, tolerance=1e-7), milp_bounds(problem)[1], slack=1e-6)
 
 
 def test_a_training_like_graph_of_600_variables_is_solved_to_optimality():
@@ -407,11 +299,7 @@ def test_a_training_like_graph_of_600_variables_is_solved_to_optimality():
 
 
 def test_out_of_nodes_it_returns_the_best_so_far_and_a_valid_bound():
-    rng = np.random.default_rng(0)
-    grid = [(k, k + d) for k in range(64) for d in (1, 8) if k + d < 64 and (d == 8 or k % 8 < 7)]
-    table = lambda: rng.integers(0, 9, (4, 4)).astype(float)
-    edges = tuple(Edge(u, v, np.arange(4), np.arange(4), table()) for u, v in grid)
-    problem = Problem(tuple(rng.random(4) for _ in range(64)), edges)
+    problem = grid()
     exact = solve(problem)
     assert exact.status == "optimal"
     cut = solve(problem, max_nodes=100)
@@ -419,3 +307,67 @@ def test_out_of_nodes_it_returns_the_best_so_far_and_a_valid_bound():
     late = solve(problem, time_budget_s=0.0, start=np.zeros(64, dtype=int))
     assert late.status == "gap"
     assert late.lower_bound <= exact.cost <= late.cost <= problem.cost(np.zeros(64, dtype=int))
+
+
+def test_out_of_memory_it_returns_the_best_so_far_and_a_valid_bound(monkeypatch: pytest.MonkeyPatch):
+    problem = grid()
+    exact = solve(problem)
+    assert exact.status == "optimal"
+    for states in (30, 3):  # with 3 the search is tried among the best states alone
+        monkeypatch.setattr(_hunt, "_THIN", states)
+        for memory in (1000, 20_000, 100_000):
+            cut = solve(problem, memory_bytes=memory)
+            assert cut.status == "gap" or cut.cost == pytest.approx(exact.cost)
+            assert cut.lower_bound <= exact.cost <= cut.cost < INF
+    assert solve(problem, memory_bytes=1000).status == "gap"
+
+
+def test_ctrl_c_returns_the_best_so_far(monkeypatch: pytest.MonkeyPatch):
+    problem, start = grid(), np.zeros(64, dtype=int)
+    exact = solve(problem)
+    for stop in (1, 3):
+        seen: list[Progress] = []
+
+        def interrupted(progress: Progress, stop: int = stop, seen: list[Progress] = seen) -> None:
+            seen.append(progress)
+            if len(seen) == stop:
+                raise KeyboardInterrupt
+
+        cut = solve(problem, start=start, progress=interrupted)
+        assert len(seen) == stop
+        assert cut.status == "gap"
+        assert cut.lower_bound <= exact.cost <= cut.cost == seen[-1].cost <= problem.cost(start)
+        assert seen[-1].gap == pytest.approx((cut.cost - cut.lower_bound) / cut.cost)
+
+    def pressed(_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Network, "reduce", pressed)
+    assert solve(problem, start=start).cost == problem.cost(start)
+    with pytest.raises(KeyboardInterrupt):
+        solve(problem)
+
+
+_DIGEST = """
+import hashlib
+from hapsynth.search.problem import solve
+from pairwise_problems import TrainingLike, grid, knotted_problem, middle_problem
+for problem in (TrainingLike(20).problem(), grid(6), knotted_problem(1, 1), middle_problem(2, True)):
+    s = solve(problem)
+    print(hashlib.sha256(s.assignment.tobytes()).hexdigest(), s.cost.hex(), s.lower_bound.hex(), s.expanded, s.sweeps)
+"""
+
+
+def test_the_hash_seed_changes_nothing():
+    here = Path(__file__).parent
+    path = os.pathsep.join([str(here), str(here.parent), os.environ.get("PYTHONPATH", "")])
+    found = {
+        subprocess.run(
+            [sys.executable, "-c", _DIGEST],
+            env={**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": path},
+            capture_output=True, text=True, check=True,
+        ).stdout
+        for seed in ("0", "1")
+    }  # fmt: skip
+    assert len(found) == 1
+    assert len(found.pop().split()) == 20

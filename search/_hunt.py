@@ -1,0 +1,232 @@
+"""One hunt for the least of a value: raise the dual bound, decode, drop states by reduced cost, search, repeat.
+
+Lemma (what dropping costs). Let T = incumbent - tolerance / 2 * |incumbent|. Only states whose floor (see
+`_trws.py`) is >= T and search nodes with f >= T are dropped, so every assignment lost costs at least T; T only
+falls as incumbents improve. The optimum is therefore at least min(T, bound of what is left), at every moment.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from hapsynth.search._astar import astar
+from hapsynth.search._layers import layered
+from hapsynth.search._order import search_order
+from hapsynth.search._pairwise import Floats, Ints, Problem, Progress, Solution
+from hapsynth.search._reduce import Network
+from hapsynth.search._space import Found, Space, build_space, space_bytes
+from hapsynth.search._trws import Dual
+
+_STALLED = 5e-4  # relative rise of the bound in ten sweeps
+_FLOAT_SAFETY = 1e-12  # relative; the dual and the searches add a few thousand terms in float64
+# (kind, width or nodes): tried in turn, the next when one no longer helps.
+SEARCHES = (("layers", 64), ("astar", 2000), ("layers", 1000), ("layers", 10_000), ("astar", 10**9))
+_SWEEPS = 5  # between two attempts to decode an assignment
+_SHRUNK = 0.9  # where dropping states leaves less than this of them, the bound is raised again before a search
+_DIVE_NODES = 3  # per variable; A* gets so many before each layered search
+_THIN = 30  # states per variable where a search has no room for all
+_NODE_BYTES = 500  # of one in A*'s lists
+_CHILD_BYTES = 60  # of one in the layered search's arrays
+
+
+@dataclass
+class Run:
+    """What one call of `solve` shares: its limits and its counts."""
+
+    problem: Problem
+    tolerance: float
+    time_budget_s: float | None
+    progress: Callable[[Progress], None] | None
+    max_nodes: int
+    memory_bytes: int
+    began: float = field(default_factory=time.monotonic)
+    expanded: int = 0
+    sweeps: int = 0
+
+    def late(self) -> bool:
+        return self.time_budget_s is not None and time.monotonic() - self.began >= self.time_budget_s
+
+    def report(self, stage: str, hunt: "Hunt", network: Network) -> None:
+        if self.progress is not None:
+            while hunt.main is not None:
+                hunt = hunt.main
+            seconds = time.monotonic() - self.began
+            size = (len(network.active()), network.size())
+            self.progress(Progress(stage, seconds, hunt.cost, hunt.lower_bound, *size, self.sweeps, self.expanded))
+
+    def solution(self, hunt: "Hunt") -> Solution:
+        cost, bound = hunt.cost, hunt.lower_bound
+        if np.isfinite(bound):
+            bound -= _FLOAT_SAFETY * max(abs(bound), abs(cost) if np.isfinite(cost) else 0.0)
+        bound = min(bound, cost)
+        if hunt.best is None:
+            status = "infeasible" if bound == np.inf else "gap"
+        else:
+            status = "optimal" if cost - bound <= self.tolerance * abs(cost) + 1e-300 else "gap"
+        return Solution(hunt.best, cost, bound, self.expanded, self.sweeps, status)
+
+
+def _dual(network: Network, multipliers: Floats) -> Dual:
+    extra = {i: multipliers @ network.usage(i) for i in network.active()} if multipliers.any() else {}
+    return Dual(network, extra, -float(multipliers @ network.limits))
+
+
+class Hunt:
+    """The search for the least `value` among assignments within the limits: incumbent and lower bound.
+
+    The main hunt's value is the problem's cost. Pricing opens hunts whose value is the Lagrangian and which know
+    no limits; whatever they come across is offered to the `main` hunt too.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        value: Callable[[Ints], float],
+        tolerance: float,
+        main: "Hunt | None" = None,
+        limited: bool = True,
+    ):
+        self.run = run
+        self.limited = limited
+        self.value = value
+        self.tolerance = tolerance
+        self.main = main
+        self.best: Ints | None = None
+        self.cost = np.inf
+        self.lower_bound = -np.inf
+
+    def offer(self, assignment: Ints) -> bool:
+        """Takes the assignment if it keeps the limits and is better; says whether."""
+        if self.main is not None:
+            self.main.offer(assignment)
+        if self.limited and not self.run.problem.fits(assignment):
+            return False
+        cost = self.value(assignment)
+        if cost < self.cost:
+            self.best, self.cost = assignment, cost
+            return True
+        return False
+
+    def threshold(self) -> float:
+        return self.cost - self.tolerance / 2 * abs(self.cost) if self.best is not None else np.inf
+
+    def proved(self, bound: float) -> bool:
+        """Notes that all assignments not yet excluded cost at least `bound`; says whether that settles it."""
+        self.lower_bound = max(self.lower_bound, float(min(bound, self.threshold())))
+        return self.lower_bound >= self.threshold()
+
+    def close(self, network: Network, multipliers: Floats, searches: tuple[tuple[str, int], ...] = SEARCHES) -> None:
+        """Searches `network` until the bound meets the incumbent, or nothing more is allowed."""
+        level = 0
+        while level < len(searches):
+            network.reduce()
+            if network.infeasible:
+                self.proved(np.inf)
+                return
+            active = network.active()
+            if not active:
+                self.offer(network.lift({}))
+                # With nothing left the multipliers charge nothing: the limits were kept by the reductions.
+                self.proved(network.offset)
+                return
+            dual = _dual(network, multipliers)
+            before, size, cost = self.lower_bound, network.size(), self.cost
+            if self._climb(network, dual):
+                return
+            if self.run.late():
+                return
+            dual.store()
+            self._prune(network, dual)
+            network.reduce()
+            if network.infeasible or network.size() < _SHRUNK * size:
+                continue
+            order = search_order(network)
+            if space_bytes(network, order) > self.run.memory_bytes // 2:
+                if not self._thinned(network, multipliers):
+                    return
+                continue
+            space = build_space(network, order, multipliers)
+            # Where the bound is tight A* walks straight to the optimum, in a fraction of the time of a beam.
+            dive = (("astar", _DIVE_NODES * len(order)),) if searches[level][0] == "layers" else ()
+            for kind, size_limit in (*dive, searches[level]):
+                found = self._search(space, kind, size_limit)
+                if found.chosen is not None:
+                    self.offer(network.lift(found.chosen))
+                proved = self.proved(found.lower_bound)
+                self.run.report(kind, self, network)
+                if proved:
+                    return
+            if self.run.late() or self.run.expanded >= self.run.max_nodes:
+                return
+            gap = self.cost - before
+            helped = (
+                network.size() < 0.97 * size
+                or self.cost < cost
+                or (np.isfinite(gap) and self.lower_bound - before > 0.1 * gap)
+            )
+            level += not helped
+
+    def _climb(self, network: Network, dual: Dual) -> bool:
+        """Sweeps until the bound meets the incumbent or has nearly stopped rising; says whether that settles it.
+
+        A loose bound costs the searches more than sweeps cost, the more so the more variables there are.
+        """
+        before = dual.bound
+        tried = np.inf
+        while True:
+            for _ in range(_SWEEPS):
+                dual.sweep()
+                self.run.sweeps += 1
+                if self.run.late():
+                    break
+            bound = dual.bound * (1 - _FLOAT_SAFETY * np.sign(dual.bound))
+            cost, chosen = dual.decoded()
+            if chosen is not None and cost < tried:
+                tried = cost
+                self.offer(network.lift(chosen))
+            proved = self.proved(bound)
+            self.run.report("dual", self, network)
+            if proved or self.run.late() or dual.sweeps >= min(max(30, len(dual.nodes)), 300):
+                return proved
+            if dual.sweeps % (2 * _SWEEPS) == 0:
+                left = min(self.threshold() - dual.bound, abs(dual.bound))
+                if dual.bound - before <= min(0.02 * left, _STALLED * abs(dual.bound)):
+                    return False
+                before = dual.bound
+
+    def _thinned(self, network: Network, multipliers: Floats) -> bool:
+        """Hunts among so few states of least floor that a search has room; says whether that improved the incumbent."""
+        part, cost = network.copy(), self.cost
+        if all(network.count(i) <= _THIN for i in network.active()):
+            return False
+        dual = _dual(part, multipliers)
+        dual.sweep()
+        for i, floor in dual.floors().items():
+            part.restrict(i, floor <= np.sort(floor)[min(_THIN, floor.size) - 1])
+        inner = Hunt(self.run, self.value, self.tolerance, self, self.limited)
+        inner.best, inner.cost = self.best, self.cost
+        inner.close(part, multipliers, SEARCHES[:1])
+        return self.cost < cost
+
+    def _search(self, space: Space, kind: str, size: int) -> Found:
+        left = self.run.max_nodes - self.run.expanded
+        room = self.run.memory_bytes // 4
+        if kind == "astar":
+            found = astar(space, self.threshold(), min(size, left, room // _NODE_BYTES), self.run.late)
+        else:
+            most = max(stage.base.size for stage in space.stages)
+            width = min(size, max(16, min(left // len(space.stages), room // (_CHILD_BYTES * most))))
+            found = layered(space, self.threshold(), width, self.run.late)
+        self.run.expanded += found.expanded
+        return found
+
+    def _prune(self, network: Network, dual: Dual) -> None:
+        threshold = self.threshold()
+        if self.best is None:
+            return
+        for i, floor in dual.floors().items():
+            keep = floor * (1 - _FLOAT_SAFETY * np.sign(floor)) < threshold
+            if not keep.all():
+                network.restrict(i, keep)

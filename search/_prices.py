@@ -1,0 +1,83 @@
+"""Resources in the bound: multipliers on what is used, and assignments that keep the limits.
+
+Resources enter the bound by Lagrange multipliers mu >= 0: the least of cost + mu . (usage - limits) over all
+assignments is a lower bound on the cost within the limits. mu is found by cutting planes (Kelley 1960, drawn
+towards the best point so far). The assignments that come up lie on both sides of the limits; the best mixture of
+them within the limits is mostly close to the optimum.
+"""
+
+import numpy as np
+from scipy.optimize import linprog
+
+from hapsynth.search._hunt import SEARCHES, Hunt
+from hapsynth.search._pairwise import Floats, Ints, Problem, padded_limits
+from hapsynth.search._reduce import Network
+
+_PRICE_ROUNDS = 16
+_MIXED = 4
+_PRICE_TOLERANCE = 1e-4  # relative, of each round's bound
+
+
+def priced(hunt: Hunt, network: Network) -> Floats:
+    """Multipliers [resources] whose Lagrangian bound is nearly the best; incumbents come up on the way.
+
+    Every assignment x is a cut: the bound at mu is at most cost(x) + mu . (usage(x) - limits).
+    """
+    problem, run = hunt.run.problem, hunt.run
+    limits = padded_limits(problem)
+    seen: list[Ints] = [] if hunt.best is None else [hunt.best]
+    best, multipliers, trial = -np.inf, np.zeros(limits.size), np.zeros(limits.size)
+    for _ in range(_PRICE_ROUNDS):
+        priced = trial.copy()
+
+        def lagrangian(x: Ints, mu: Floats = priced) -> float:
+            return problem.cost(x) + float(mu @ (problem.usage(x) - limits))
+
+        inner = Hunt(run, lagrangian, max(hunt.tolerance, _PRICE_TOLERANCE), hunt, limited=False)
+        for x in seen[-4:]:
+            inner.offer(x)
+        inner.close(network.relaxed(priced), np.zeros(0), SEARCHES[:2])
+        if hunt.proved(inner.lower_bound) or inner.best is None or run.late():
+            break
+        if inner.lower_bound > best:
+            best, multipliers = inner.lower_bound, priced
+        seen.append(inner.best)
+        _mix(hunt, network, seen[-_MIXED:], multipliers)
+        run.report("price", hunt, network)
+        ceiling, trial = _next_prices(problem, limits, seen, multipliers)
+        if ceiling - best <= 2 * _PRICE_TOLERANCE * abs(best):
+            break
+    return multipliers
+
+
+def _mix(hunt: Hunt, network: Network, seen: list[Ints], multipliers: Floats) -> None:
+    """Looks for the best assignment within the limits that takes every state from one of those seen."""
+    part = network.copy()
+    for i in part.active():
+        keep = np.isin(part.states(i), [x[i] for x in seen])
+        if keep.any():
+            part.restrict(i, keep)
+    inner = Hunt(hunt.run, hunt.run.problem.cost, hunt.tolerance, hunt)
+    inner.best, inner.cost = hunt.best, hunt.cost
+    inner.close(part, multipliers, SEARCHES[:1])
+
+
+def _next_prices(problem: Problem, limits: Floats, seen: list[Ints], centre: Floats) -> tuple[float, Floats]:
+    """(the most that the cuts allow the bound to be, multipliers to try next: half-way there from `centre`)."""
+    costs = np.array([problem.cost(x) for x in seen])
+    excess = np.array([problem.usage(x) - limits for x in seen])
+    unit = np.maximum(np.abs(limits), np.abs(excess).max(axis=0))
+    unit[unit == 0] = 1.0
+    # Variables: the bound, then mu * unit. A box keeps the first rounds bounded; it follows the centre outwards.
+    box = 10 * (np.abs(costs).max() + 1e-300) + 10 * float((centre * unit).max())
+    result = linprog(
+        np.r_[-1.0, np.zeros(limits.size)],
+        A_ub=np.c_[np.ones(costs.size), -excess / unit],
+        b_ub=costs,
+        bounds=[(None, None), *[(0.0, box)] * limits.size],
+        method="highs",
+    )
+    if result.x is None:
+        return -np.inf, centre
+    target = np.maximum(result.x[1:], 0.0) / unit
+    return float(result.x[0]), target if limits.size == 1 or not centre.any() else (centre + target) / 2
