@@ -50,6 +50,7 @@ class Triple(NamedTuple):
         return f"{{{', '.join(map(str, self.operands))}}} -> {{{', '.join(map(str, self.results))}}}"
 
 
+Cuts = tuple[tuple[int, tuple[int, ...], tuple[tuple[int, int], ...]], ...]
 Triples = tuple[Triple, ...]
 """What an op does on a mesh: one triple per axis, each applied to what the others leave of the op."""
 
@@ -163,6 +164,22 @@ class Factors:
         """Every way of running the op on a mesh of that many axes: a triple per axis, a factor that several axes cut
         in every order of theirs. The replicated one first."""
         return tuple(self._known(axes))
+
+    def cuts(self, triples: Triples) -> Cuts:
+        """Every factor that is cut, the mesh axes that cut it, and (place among operands and results, dimension) of
+        each tensor that has it."""
+        if triples not in self._cuts:
+            tensors = (*self.operands, *self.results)
+            found: list[tuple[int, tuple[int, ...], tuple[tuple[int, int], ...]]] = []
+            for factor, axes in sorted(cutting(triples).items()):
+                places = ((n, self.position(dims, factor)) for n, dims in enumerate(tensors))
+                found.append((factor, axes, tuple((n, d) for n, d in places if d is not None)))
+            self._cuts[triples] = tuple(found)
+        return self._cuts[triples]
+
+    @cached_property
+    def _cuts(self) -> dict[Triples, Cuts]:
+        return {}
 
     def allows(self, triples: Triples) -> bool:
         """Whether the op can be run so."""

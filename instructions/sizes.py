@@ -8,7 +8,7 @@ from itertools import accumulate
 from math import gcd, prod
 
 from hapsynth.graph import Graph
-from hapsynth.instructions.factors import Factors, Triples, cutting
+from hapsynth.instructions.factors import Factors, Triples
 from hapsynth.instructions.layout import Layout, cut_axes, cut_dims
 from hapsynth.instructions.program import Compute, FactorTable, Program, ProgramError, reads, writes
 
@@ -48,11 +48,9 @@ class UnionFind:
 
 def cut_nodes(graph: Graph, op: int, factors: Factors, triples: Triples) -> Iterator[tuple[int, list[Node]]]:
     """(factor, the dimensions that it cuts, operands first) for every factor that the triples of an op cut."""
-    op_ = graph.ops[op]
-    tensors = [*zip(op_.operands, factors.operands, strict=True), *zip(op_.results, factors.results, strict=True)]
-    for factor, axes in sorted(cutting(triples).items()):
-        places = [(value, factors.position(dims, factor)) for value, dims in tensors if isinstance(value, int)]
-        yield factor, [(value, p, axes) for value, p in places if p is not None]
+    tensors = (*graph.ops[op].operands, *graph.ops[op].results)
+    for factor, axes, places in factors.cuts(triples):
+        yield factor, [(value, dim, axes) for place, dim in places if isinstance(value := tensors[place], int)]
 
 
 def layout_nodes(value: int, layout: Layout) -> list[Node]:

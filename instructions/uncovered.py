@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from math import prod
 
 from hapsynth.graph import SCAN_SLICE, SCAN_STACK, Graph, Op
-from hapsynth.instructions.rules.registry import entry_of, factors_of, flops_of, rule_name
+from hapsynth.instructions.factors import Factors
+from hapsynth.instructions.program import FactorTable
+from hapsynth.instructions.rules.registry import entry_of, flops_of, rule_name
 
 
 @dataclass(frozen=True)
@@ -28,14 +30,15 @@ class Uncovered:
     bytes_share: float
 
 
-def uncovered(graph: Graph) -> tuple[Uncovered, ...]:
+def uncovered(graph: Graph, table: FactorTable | None = None) -> tuple[Uncovered, ...]:
     """The ops that have no sharding rule, or all of whose factors need replication; the most bytes first.
 
     Ops that the search may divide and chose not to are not among them, nor are ops on single elements.
     """
+    table = table or FactorTable(graph)
     found: dict[tuple[str, str], list[Op]] = {}
     for op in graph.ops:
-        reason = why_whole(op)
+        reason = why_whole(op, table[op.index])
         if reason is not None:
             found.setdefault((rule_name(op), reason), []).append(op)
     all_flops, all_bytes = max(_flops(graph, graph.ops), 1.0), max(_nbytes(graph, graph.ops), 1.0)
@@ -51,10 +54,10 @@ _NOTABLE = 1e-3
 """Of all bytes: what an op with a rule touches without being divisible, to be named."""
 
 
-def named(graph: Graph) -> dict[str, int]:
+def named(graph: Graph, table: FactorTable | None = None) -> dict[str, int]:
     """What a report names as replicated, and how many ops: those without a rule, and others that cannot be divided
     and touch a part of all bytes that is worth knowing."""
-    rows = uncovered(graph)
+    rows = uncovered(graph, table)
     found: dict[str, int] = {}
     for row in rows:
         if row.bytes_share >= _NOTABLE or row.without_rule:
@@ -62,9 +65,8 @@ def named(graph: Graph) -> dict[str, int]:
     return dict(sorted(found.items()))
 
 
-def why_whole(op: Op) -> str | None:
+def why_whole(op: Op, factors: Factors) -> str | None:
     """Why no device can do a part of an op only; None where one can, and where there is nothing to divide."""
-    factors = factors_of(op)
     if any(t.factor is not None for t in factors.triples) or all(size == 1 for size in factors.sizes):
         return None
     part = {SCAN_SLICE: op.result_shapes[:1], SCAN_STACK: op.shapes[:1]}.get(op.primitive)

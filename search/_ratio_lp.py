@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
@@ -34,9 +35,12 @@ class RatioLP:
         idle = np.bincount(place, active, minlength=kind_of.size) == 0
         self.kinds = [k for k in range(int(kind_of.max()) + 1) if not idle[kind_of == k].all()]
         self.counts = [int((kind_of == k).sum()) for k in self.kinds]
-        self.column = {c: i * len(self.kinds) for i, c in enumerate(self.classes)}
+        self.leader = _leaders(loads, self.classes)
+        self.times = Counter(self.leader.values())
+        leaders = list(dict.fromkeys(self.leader.values()))
+        self.column = {c: leaders.index(lead) * len(self.kinds) for c, lead in self.leader.items()}
         self.kind_at = {int(p): self.kinds.index(int(k)) for p, k in enumerate(kind_of) if int(k) in self.kinds}
-        self.objective: list[float] = [0.0] * (len(self.classes) * len(self.kinds))
+        self.objective: list[float] = [0.0] * (len(leaders) * len(self.kinds))
         self.largest: dict[Cut, int] = {}
         self.rows, self.equal = _Rows(), _Rows()
 
@@ -45,7 +49,7 @@ class RatioLP:
 
         `points` of the program at which the bytes alive must stay within `limit`.
         """
-        for c in self.classes:
+        for c in dict.fromkeys(self.leader.values()):
             self.equal.add({self.column[c] + j: float(n) for j, n in enumerate(self.counts)}, 1.0)
         self._add_wires()
         self._add_works()
@@ -71,7 +75,7 @@ class RatioLP:
 
     def _share(self, cut: Cut, position: int) -> dict[int, float]:
         """A cut's share at one position along its own axes, as a row: a sum where the class has minor axes besides."""
-        c, depth = cut
+        c, depth = self.leader[cut[0]], cut[1]
         inner = self.kind_of.size // int(np.prod([self.loads.classes.lengths[a] for a in self.axes[:depth]]))
         row: dict[int, float] = {}
         for p in range(position * inner, (position + 1) * inner):
@@ -82,6 +86,7 @@ class RatioLP:
 
     def _largest(self, cut: Cut) -> int:
         """The variable of a cut's largest share."""
+        cut = self.leader[cut[0]], cut[1]
         if cut not in self.largest:
             self.largest[cut] = column = len(self.objective)
             self.objective.append(0.0)
@@ -112,12 +117,15 @@ class RatioLP:
             if not mine:
                 continue
             (k,) = mine
+            c = works.cuts[k][0]
+            if self.leader[c] != c:
+                continue
             place = self.costs.position(self.axes[: works.cuts[k][1]])
             shares = [self._share(works.cuts[k], int(p)) for p in place]
             others = [ones if n == k else self.loads.fraction(self.sizes, o) for n, o in enumerate(works.cuts)]
             for work, count in works.counts.items():
                 t = len(self.objective)
-                self.objective.append(float(count))
+                self.objective.append(count * self.times[c])
                 fixed = self.costs.overhead * work.launches
                 compute = work.flops * np.prod(others, axis=0) / self.costs.rate(work.dtype)
                 cut, whole = np.zeros(self.costs.n), np.zeros(self.costs.n)
@@ -136,8 +144,16 @@ class RatioLP:
         cuts = [(c, depth) for c in self.classes for depth in range(1, len(self.axes) + 1)]
         whole, divided = self.memory.by_cut(self.sizes, cuts)
         for p in points:
-            held = {self._largest(cut): float(nbytes[p]) for cut, nbytes in divided.items()}
+            held: dict[int, float] = {}
+            for cut, nbytes in divided.items():
+                held[self._largest(cut)] = held.get(self._largest(cut), 0.0) + float(nbytes[p])
             self.rows.add(held, limit - float(whole[p]))
+
+
+def _leaders(loads: Loads, classes: Sequence[int]) -> dict[int, int]:
+    """For each class the first that is like it: by convexity some optimum gives both the same ratios."""
+    first: dict[object, int] = {}
+    return {c: first.setdefault(loads.alike[c], c) for c in classes}
 
 
 class _Rows:

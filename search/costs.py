@@ -100,7 +100,9 @@ class CostModel:
         self.links = axis_links(cluster, self.lengths)
         self._rates: dict[str, Floats] = {}
         self._fed = frozenset(graph.inputs) - {graph.inputs[source] for source, _ in graph.carry}
-        self._works: dict[tuple[int, Triples], Work] = {}
+        self._works: dict[tuple[object, int], tuple[Triples, Work]] = {}
+        self._kinds: dict[int, object] = {}
+        self._ideal: dict[Work, float] = {}
         self._places: dict[tuple[int, ...], np.ndarray] = {}
         self._materialized = _materialized(graph)
 
@@ -118,10 +120,19 @@ class CostModel:
 
     def work(self, op_index: int, triples: Triples) -> Work:
         """What an op costs under its triples before any ratio."""
-        key = (op_index, triples)
+        # By identity, as hashing triples costs more than all else; the entry keeps them from being another's.
+        key = (self.kind(op_index), id(triples))
         if key not in self._works:
-            self._works[key] = self._work(op_index, triples)
-        return self._works[key]
+            self._works[key] = (triples, self._work(op_index, triples))
+        return self._works[key][1]
+
+    def kind(self, op_index: int) -> object:
+        """Ops of one kind cost the same under the same triples."""
+        if op_index not in self._kinds:
+            op, at = self.graph.ops[op_index], self._materialized
+            operands = tuple(at[o] if isinstance(o, int) else None for o in op.operands)
+            self._kinds[op_index] = (id(self.table[op_index]), op.primitive, operands, tuple(at[v] for v in op.results))
+        return self._kinds[op_index]
 
     def _work(self, op_index: int, triples: Triples) -> Work:
         """Elementwise ops between others form one kernel with them: only what is materialized moves (D5)."""
@@ -204,8 +215,11 @@ class CostModel:
         one position along the cut axes take the same, so the least t is where the positions' shares sum to 1. A
         device that takes part pays its overhead and its whole bytes.
         """
-        if not work.divided:
-            return self.time(work, ())
+        if work not in self._ideal:
+            self._ideal[work] = self._ideal_time(work) if work.divided else self.time(work, ())
+        return self._ideal[work]
+
+    def _ideal_time(self, work: Work) -> float:
         rate, fixed = self.rate(work.dtype), self.overhead * work.launches
         cut = sum(nbytes for divided, nbytes in work.moved if divided)
         whole = sum(nbytes for divided, nbytes in work.moved if not divided)

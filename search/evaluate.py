@@ -44,13 +44,14 @@ def shares(costs: CostModel, sizes: Sizes, nodes: Sequence[Node]) -> list[Floats
 
 def instruction_costs(program: Program, sizes: Sizes, costs: CostModel) -> Iterator[Cost]:
     """The cost of every instruction, in order."""
-    known: dict[tuple[int, ...], list[Floats]] = {}
+    known: dict[object, float] = {}
 
-    def held(nodes: list[Node]) -> list[Floats]:
+    def time(i: Compute) -> float:
         # By class and depth: nodes of one class that as many axes cut have the same shares.
-        key = tuple(x for n in nodes for x in (sizes.classes.of[n], len(n[2])))
+        work, nodes = costs.work(i.op, i.triples), cuts_of(costs, i)
+        key = (id(work), *((sizes.classes.of[n], len(n[2])) for n in nodes))
         if key not in known:
-            known[key] = shares(costs, sizes, nodes)
+            known[key] = costs.time(work, shares(costs, sizes, nodes))
         return known[key]
 
     for i in program.instructions:
@@ -61,9 +62,8 @@ def instruction_costs(program: Program, sizes: Sizes, costs: CostModel) -> Itera
             runs = costs.graph.runs[i.region]
             yield Cost(i, runs * seconds, runs * wire)
         else:
-            work, runs = costs.work(i.op, i.triples), costs.graph.runs[costs.graph.ops[i.op].region]
-            seconds = costs.time(work, held(cuts_of(costs, i))) + costs.uniform_time(i.op)
-            yield Cost(i, runs * seconds, 0.0)
+            runs = costs.graph.runs[costs.graph.ops[i.op].region]
+            yield Cost(i, runs * (time(i) + costs.uniform_time(i.op)), 0.0)
 
 
 def feed_costs(program: Program, sizes: Sizes, costs: CostModel) -> Iterator[tuple[int, float]]:

@@ -42,7 +42,7 @@ class Formulator:
         self.structure, self.costs, self.ratios = structure, costs, ratios
         self.graph, self.table = structure.graph, structure.table
         self._made: dict[object, object] = {}
-        self._profiles: dict[int, object] = {}
+        self._ways: dict[int, Conversions] = {}
 
     def _once(self, key: object, make: Callable[[], _T]) -> _T:
         if key not in self._made:
@@ -64,12 +64,12 @@ class Formulator:
 
     def conversions(self, value: int) -> Conversions:
         """The cheapest ways between the layouts of a value."""
-        layouts = self.structure.layouts[value]
-
-        def make() -> Conversions:
-            return Conversions(layouts, lambda source, target, axis: self.step_time(value, source, target, axis))
-
-        return self._once(("conversions", id(layouts), self._profile(value)), make)
+        if value not in self._ways:
+            layouts = self.structure.layouts[value]
+            time = lambda source, target, axis: self.step_time(value, source, target, axis)
+            key = ("conversions", id(layouts), self._profile(value))
+            self._ways[value] = self._once(key, lambda: Conversions(layouts, time))
+        return self._ways[value]
 
     def step_time(self, value: int, source: Layout, target: Layout, axis: int) -> float:
         """Seconds of one conversion step at the current ratios, or at the best ones for the joint bound."""
@@ -92,13 +92,10 @@ class Formulator:
 
     def _profile(self, value: int) -> object:
         """What decides the costs of a value's conversions, and of holding it."""
-        if value not in self._profiles:
-            nbytes = self.graph.values[value].nbytes
-            ratios, restricted = self.ratios, self.structure.restriction.convertible is not None
-            cuts = self.structure.layouts[value].cuts
-            vectors = () if ratios is None else tuple(ratios.of(value, d, axes) for d, axes in cuts)
-            self._profiles[value] = (nbytes, vectors, value if restricted else None)
-        return self._profiles[value]
+        ratios, restricted = self.ratios, self.structure.restriction.convertible is not None
+        cuts = self.structure.layouts[value].cuts
+        vectors = () if ratios is None else tuple(ratios.of(value, d, axes) for d, axes in cuts)
+        return self.graph.values[value].nbytes, vectors, value if restricted else None
 
     def offer(self, value: int, availability: Availability) -> Offer:
         """The conversions that an availability stands for."""
@@ -128,18 +125,13 @@ class Formulator:
     def op_times(self, op: int) -> Floats:
         """Seconds of an op under each of its triples, on the slowest device."""
         triples = self.structure.triples[op]
-        kind = self._once(("op kind", self._op_key(op), id(triples)), lambda: _OpKind(self, op))
+        kind = self._once(("op kind", self.costs.kind(op), id(triples)), lambda: _OpKind(self, op))
         vectors = () if self.ratios is None else tuple(self._vector(op, *cut) for cut in kind.cuts)
         return self._once(("op times", id(kind), vectors), lambda: kind.times(op, triples, vectors))
 
     def op_time(self, op: int, triples: Triples) -> float:
         """Seconds of an op under its triples."""
         return float(self.op_times(op)[self.structure.triples[op].index(triples)])
-
-    def _op_key(self, op: int) -> object:
-        """Ops that are alike in this cost the same at the same ratios."""
-        o, at = self.graph.ops[op], self.costs.is_materialized
-        return id(self.table[op]), o.primitive, tuple(at(v) for _, v in o.value_operands), tuple(map(at, o.results))
 
     def _vector(self, op: int, place: int, dim: int, axes: tuple[int, ...], units: int) -> int:
         assert self.ratios is not None

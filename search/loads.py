@@ -133,18 +133,43 @@ class Loads:
         worked = sum(t.cost([self.fraction(sizes, c) for c in cuts]) for cuts, t in self._tables.items())
         return worked + sum(w.at(largest) for w in self.wires)
 
+    @cached_property
+    def by_class(self) -> list[tuple[list[Works], list[Wire]]]:
+        """Per class, what it divides and what is proportional to it."""
+        found: list[tuple[list[Works], list[Wire]]] = [([], []) for _ in self.classes.all]
+        for works in self.works:
+            for c in dict.fromkeys(cut[0] for cut in works.cuts):
+                found[c][0].append(works)
+        for wire in self.wires:
+            for c in dict.fromkeys(cut[0] for cut in (*wire.times, *wire.over)):
+                found[c][1].append(wire)
+        return found
+
+    @cached_property
+    def alike(self) -> list[object]:
+        """Per class, what its best sizes depend on: layers have classes that are alike. A class whose costs depend on
+        another's sizes is like none but itself."""
+        found: list[object] = []
+        for cls, (works, wires) in zip(self.classes.all, self.by_class, strict=True):
+            if any(cut[0] != cls.index for w in works for cut in w.cuts) or any(len(w.times) > 1 for w in wires):
+                found.append(cls.index)
+                continue
+            loads = tuple((w.cuts[0][1], tuple(w.counts.items())) for w in works)
+            found.append((cls.axes, cls.units, loads, tuple((w.times[0][1], w.seconds) for w in wires)))
+        return found
+
     def lanes(self, c: int) -> set[int]:
         """The lanes over which contractions that a class divides extend."""
         found: set[int] = set()
-        for works in self.works:
+        for works in self.by_class[c][0]:
             for k, cut in enumerate(works.cuts):
                 found |= {w.lanes[k] for w in works.counts if cut[0] == c}
         return found - {0}
 
     def of_class(self, c: int, sizes: Sizes) -> CostOf | None:
         """The cost that a class's sizes decide, everything else as it is; None where they decide nothing."""
-        tables = [(cuts, t) for cuts, t in self._tables.items() if any(cut[0] == c for cut in cuts)]
-        wires = [w for w in self.wires if any(cut[0] == c for cut in (*w.times, *w.over))]
+        works, wires = self.by_class[c]
+        tables = [(w.cuts, self._tables[w.cuts]) for w in works]
         if not tables and not wires:
             return None
         others = {cut: self.fraction(sizes, cut) for cuts, _ in tables for cut in cuts if cut[0] != c}

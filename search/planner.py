@@ -122,7 +122,7 @@ class Planner:
             self.expanded,
             (best.memory,) * self.cluster.n,
             tuple(float(m) if self.memory_limit is None else self.limit for m in self.costs.memory),
-            tuple(named(self.graph)),
+            tuple(named(self.graph, self.table)),
             {"search_s": self.search_s, "ratio_s": self.ratio_s},
         )
 

@@ -121,8 +121,12 @@ class Sizer:
             nested_shares(fractions[c.index].reshape([lengths[a] for a in c.axes]), c.units) for c in self.classes.all
         ]
         rounded = Sizes(self.graph, self.classes, tuple(shares))
-        for c in range(len(shares)):
-            shares[c] = self._improved(c, shares)
+        known: dict[object, tuple[int, ...]] = {}
+        for c, alike in enumerate(self.loads.alike):
+            key = (alike, shares[c])
+            if key not in known:
+                known[key] = self._improved(c, shares)
+            shares[c] = known[key]
         improved = Sizes(self.graph, self.classes, tuple(shares))
         return improved if np.isinf(limit) or self.memory.peak(improved) <= limit else rounded
 
