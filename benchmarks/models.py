@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import jax
@@ -106,9 +107,9 @@ def vgg19(devices: int, *, config: ConvNet = ConvNet()) -> Target:
     pooled_after = {sum(count for count, _ in c.stages[: n + 1]) - 1 for n in range(len(c.stages))}
     flat = (c.size >> len(c.stages)) ** 2 * channels[-1]
     widths = (flat, c.hidden, c.hidden, c.classes)
-    pairs = list(zip(channels, channels[1:]))
+    pairs = list(pairwise(channels))
     convs = {f"conv{i}": dense_shapes(3, 3, a, b, bias=(b,)) for i, (a, b) in enumerate(pairs)}
-    fulls = {f"dense{i}": dense_shapes(a, b, bias=(b,)) for i, (a, b) in enumerate(zip(widths, widths[1:]))}
+    fulls = {f"dense{i}": dense_shapes(a, b, bias=(b,)) for i, (a, b) in enumerate(pairwise(widths))}
 
     def loss_fn(params: Params, batch: Batch) -> jax.Array:
         x = batch["image"]
@@ -153,6 +154,8 @@ class Transformer:
 
 
 BERT = Transformer(batch=32, seq=128, width=768, heads=12, ff=3072, vocab=33280, post_norm=True)
+BERT_MOE = replace(BERT, experts=2)
+VIT_B = replace(BERT, post_norm=False)
 GPT2_XL = Transformer(batch=1, seq=1024, width=1600, heads=25, ff=6400, vocab=50257, causal=True)
 LLAMA3_8B = Transformer(
     batch=1, seq=2048, width=4096, heads=32, kv_heads=8, ff=14336, vocab=128256,
@@ -291,7 +294,7 @@ def bert(devices: int, *, layers: int = 12, config: Transformer = BERT) -> Targe
     return language_model(devices, layers, config)
 
 
-def bert_moe(devices: int, *, layers: int = 12, config: Transformer = replace(BERT, experts=2)) -> Target:
+def bert_moe(devices: int, *, layers: int = 12, config: Transformer = BERT_MOE) -> Target:
     """BERT-base with experts, two per device, in every second layer."""
     return language_model(devices, layers, config)
 
@@ -314,7 +317,7 @@ class Vision:
     size: int = 224
     patch: int = 16
     classes: int = 1000
-    encoder: Transformer = replace(BERT, post_norm=False)
+    encoder: Transformer = VIT_B
 
 
 def vit_b(devices: int, *, layers: int = 12, config: Vision = Vision()) -> Target:
