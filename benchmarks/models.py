@@ -158,8 +158,16 @@ BERT_MOE = replace(BERT, experts=2)
 VIT_B = replace(BERT, post_norm=False)
 GPT2_XL = Transformer(batch=1, seq=1024, width=1600, heads=25, ff=6400, vocab=50257, causal=True)
 LLAMA3_8B = Transformer(
-    batch=1, seq=2048, width=4096, heads=32, kv_heads=8, ff=14336, vocab=128256,
-    causal=True, llama=True, dtype="bfloat16",
+    batch=1,
+    seq=2048,
+    width=4096,
+    heads=32,
+    kv_heads=8,
+    ff=14336,
+    vocab=128256,
+    causal=True,
+    llama=True,
+    dtype="bfloat16",
 )
 
 
