@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import platform
 import resource
@@ -93,7 +94,7 @@ def beside(plan: hapsynth.Plan, limit_s: float) -> dict[str, Any]:
         "seconds": time.perf_counter() - began,
         "cpu_s": time.process_time() - cpu,
         "cost_s": found.cost if found.assignment is not None else None,
-        "lower_bound_s": max(0.0, found.lower_bound),
+        "lower_bound_s": found.lower_bound if math.isfinite(found.lower_bound) else None,
         "status": found.status,
         "nodes": found.expanded,
     }
@@ -130,11 +131,11 @@ def line(row: dict[str, Any]) -> str:
     peak = max(row["memory_bytes"]) / 2**30 if row.get("memory_bytes") else None
     rss = row["rss_bytes"] / 2**30 if "rss_bytes" in row else None
     found = row.get("milp")
-    milp = ("-", "-")
-    if found is not None:
+    milp = ("-", "-") if found is None else ("no bound", f"{found['seconds']:.1f}")
+    if found is not None and found["lower_bound_s"] is not None:
         proved = found["status"] == "optimal"
         excess = 1 - (found["cost_s"] if proved else found["lower_bound_s"]) / row["cost_s"]
-        milp = (f"{'' if proved else '< '}{excess:.1e}", f"{found['seconds']:.1f}")
+        milp = (f"{'' if proved else '< '}{excess:.1e}", milp[1])
     cells = [show(row.get("ops"), "d"), *seconds, show(row.get("expanded"), "d"), show(row.get("gap"), ".1e")]
     cells += [show(row.get("joint_gap"), ".2e"), show(peak, ".2f"), show(rss, ".2f"), *milp, f"  {row['status']}"]
     return "".join(f"{c:<{-w}}" if w < 0 else f"{c:>{w}}" for c, w in zip((name, *cells), HEADS.values(), strict=True))
