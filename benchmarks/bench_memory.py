@@ -2,9 +2,9 @@
 
     python benchmarks/bench_memory.py [--clusters even8,mixed8] [--json OUT] [--tensors 8] [mlp cnn gpt ...]
 
-Names are of examples and of the models in tests/zoo. `xla` is arguments + results + temporaries, less what is aliased
-(donated state), of `compiled.memory_analysis()`; `live` is what XLA's own schedule holds at its fullest point, so
-xla / live is what its allocator loses. With --tensors, the largest of them, and of what was predicted, by size.
+Models are the examples (all three by default) and those of tests/zoo. `xla` is arguments + results + temporaries, less
+what is aliased (donated state), of `compiled.memory_analysis()`; `live` is what XLA's own schedule holds at its fullest
+point, so xla / live is what its allocator loses. --tensors lists the largest of them, and of what was predicted.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--tensors", type=int, default=0, metavar="N", help="list the N largest sizes of tensors")
     parser.add_argument("--pair", nargs=3, help=argparse.SUPPRESS)
-    parser.add_argument("models", nargs="*", default=[*EXAMPLES, *(n for names in ZOO.values() for n in names)])
+    parser.add_argument("models", nargs="*", default=EXAMPLES)
     options = parser.parse_args()
     if options.pair:
         name, cluster, dump = options.pair
