@@ -144,13 +144,14 @@ def line(row: dict[str, Any]) -> str:
 
 def growth(rows: list[dict[str, Any]]) -> None:
     """How the seconds after tracing grow between the deepest model and the one nearest to a quarter of it."""
-    timed = {row["layers"]: row["total_s"] - row["trace_s"] for row in rows if "cost_s" in row}
+    done = {row["layers"]: row for row in rows if "cost_s" in row}
+    timed = {n: row["total_s"] - row["trace_s"] for n, row in done.items()}
     if len(timed) < 2:
         return
     deep = max(timed)
     base = min(timed, key=lambda n: (abs(4 * n - deep), n))
     print(f"after tracing: time({deep}) / time({base}) = {timed[deep]:.2f} s / {timed[base]:.2f} s", end="")
-    print(f" = {timed[deep] / timed[base]:.2f}")
+    print(f" = {timed[deep] / timed[base]:.2f}; of CPU seconds in all {done[deep]['cpu_s'] / done[base]['cpu_s']:.2f}")
 
 
 def machine() -> dict[str, Any]:
