@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from milp import milp_bounds
+from milp import optimum
 from pairwise_problems import TrainingLike, brute_force, grid, knotted_problem, middle_problem, random_problem
 
 from hapsynth.search import _hunt, _reduce, _tables, _trws
@@ -278,7 +278,7 @@ def test_astar_and_layers_agree_with_brute_force(resources: int):
 @pytest.mark.parametrize("seed", range(3))
 def test_equals_the_milp_on_middle_graphs(seed: int, limited: bool):
     problem = middle_problem(seed, limited)
-    assert_solved(problem, solve(problem, tolerance=1e-7), milp_bounds(problem)[1], slack=1e-6)
+    assert_solved(problem, solve(problem, tolerance=1e-7), optimum(problem).cost, slack=1e-6)
 
 
 def test_a_training_like_graph_of_600_variables_is_solved_to_optimality():

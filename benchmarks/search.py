@@ -1,0 +1,215 @@
+"""The search on full training steps of well-known models, for several clusters; nothing is allocated or run.
+
+    python benchmarks/search.py [--only bert,gpt2_xl] [--clusters mixed8] [--layers 2,12,48] [--milp 0] [--json OUT]
+
+A table of models x clusters, each row in a process of its own; then how the time grows with BERT's layers on mixed8,
+without memory limits, which only the deeper ones would meet.
+Seconds are wall-clock, but for `cpu`. `gap` is to the best program at the plan's ratios, `joint` at any ratios; `peak`
+is what a device holds, as predicted. `milp`: what HiGHS proves of the same problem, at the plan's ratios and without
+memory limits, in --milp seconds: the excess of the plan's cost over its optimum or, after a `<`, over its bound.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import platform
+import resource
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "tests"))  # the oracle
+
+import jax  # noqa: E402
+import scipy  # noqa: E402
+from milp import optimum  # noqa: E402
+from models import MODELS  # noqa: E402
+
+import hapsynth  # noqa: E402
+from hapsynth.report.record import search_record  # noqa: E402
+from hapsynth.search.formulate import Formulator  # noqa: E402
+from hapsynth.search.planner import InfeasibleError, Planner  # noqa: E402
+from hapsynth.search.problem import Problem  # noqa: E402
+from hapsynth.search.ratios import Ratios  # noqa: E402
+
+# What autoparallel's published figures are for: 64 H100 in eight hosts.
+EVEN64 = {
+    "name": "even64",
+    "network": {"bandwidth": "400 Gbit/s", "latency": "10 us"},
+    "intra": {"bandwidth": "450 GB/s", "latency": "5 us"},
+    "devices": [{"kind": "H100-80GB", "hosts": 8, "per_host": 8}],
+}
+GRID = (("host", 8), ("gpu", 8))
+CLUSTERS = ("mixed8", "paper64", "paper64_8x8", "even64_8x8")
+HEADS = {"": -30, "ops": 7, "trace": 7, "build": 7, "bound": 7, "search": 7, "ratio": 7, "total": 7, "cpu": 7}
+HEADS |= {"nodes": 8, "gap": 9, "joint": 9, "peak GiB": 9, "RSS GiB": 8, "milp": 10, "milp s": 7, "  status": -20}
+
+
+def cluster(name: str) -> hapsynth.Cluster:
+    """One of the clusters in examples/, or `even64`; with `_8x8`, as a mesh of hosts and devices within."""
+    base, _, grid = name.partition("_")
+    file = ROOT / "examples" / "clusters" / f"{base}.toml"
+    found = hapsynth.Cluster.load(file) if base != "even64" else hapsynth.Cluster.from_dict(EVEN64)
+    return replace(found, axes=GRID) if grid else found
+
+
+def one(row: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
+    """Plan one model for one cluster; what the table shows, and `search --json`'s record."""
+    where = cluster(row["cluster"])
+    layers = {} if row.get("layers") is None else {"layers": row["layers"]}
+    fn, args = MODELS[row["model"]](where.n, **layers)
+    memory = row.get("memory", options.memory)
+    limit = None if memory == "devices" else float("inf")
+    if memory not in ("devices", "unlimited"):
+        free = hapsynth.synthesize(fn, args, where, memory_limit=limit)
+        limit = float(memory) * max(free.memory)
+    began, cpu = time.perf_counter(), time.process_time()
+    try:
+        plan = hapsynth.synthesize(fn, args, where, memory_limit=limit, time_budget_s=options.budget)
+    except InfeasibleError as error:
+        return {**row, "status": "infeasible", "total_s": time.perf_counter() - began, "error": str(error)}
+    used = time.process_time() - cpu
+    rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    # Stages that this version times; `search --json` has less.
+    row = {**row, **plan.result.timings_s, **search_record(plan), "cpu_s": used, "rss_bytes": rss}
+    del row["ratios"]
+    if plan.program.axes != where.axes:
+        row["status"] += f", planned flat: {len(where.axes)} axes not supported"
+    elif options.milp:
+        row["milp"] = beside(plan, options.milp)
+    return row
+
+
+def beside(plan: hapsynth.Plan, limit_s: float) -> dict[str, Any]:
+    """The MILP on the problem whose optimum the plan is said to be."""
+    began, cpu = time.perf_counter(), time.process_time()
+    found = optimum(problem_of(plan), limit_s, tolerance=1e-7)
+    return {
+        "seconds": time.perf_counter() - began,
+        "cpu_s": time.process_time() - cpu,
+        "cost_s": found.cost if found.assignment is not None else None,
+        "lower_bound_s": found.lower_bound if math.isfinite(found.lower_bound) else None,
+        "status": found.status,
+        "nodes": found.expanded,
+    }
+
+
+def problem_of(plan: hapsynth.Plan) -> Problem:
+    """What `lower_bound_s` is about: the choices for this graph at the plan's own ratios."""
+    planner = Planner(plan.traced.graph, plan.cluster)
+    ratios = Ratios(planner.graph, planner.table, planner._own_default(plan.sizes), plan.sizes)
+    return Formulator(planner.structure, planner.costs, ratios).problem()
+
+
+def child(row: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
+    """`one` in a process of its own, so that its peak memory is its own and no cache is warm."""
+    command = [sys.executable, __file__, "--row", json.dumps(row), "--milp", str(options.milp), "--memory"]
+    command += [options.memory, *(["--budget", str(options.budget)] if options.budget else [])]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=options.timeout)
+    except subprocess.TimeoutExpired:
+        return {**row, "status": f"stopped after {options.timeout:g} s"}
+    if done.returncode:
+        return {**row, "status": "error: " + done.stderr.strip().splitlines()[-1], "error": done.stderr}
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def line(row: dict[str, Any]) -> str:
+    """One row of the table; what was not found is a dash."""
+
+    def show(value: float | None, form: str) -> str:
+        return "-" if value is None else format(value, form)
+
+    name = f"{row['model']}{'' if row.get('layers') is None else ' ' + str(row['layers'])} on {row['cluster']}"
+    seconds = [show(row.get(f"{k}_s"), ".2f") for k in ("trace", "build", "bound", "search", "ratio", "total", "cpu")]
+    peak = max(row["memory_bytes"]) / 2**30 if row.get("memory_bytes") else None
+    rss = row["rss_bytes"] / 2**30 if "rss_bytes" in row else None
+    found = row.get("milp")
+    milp = ("-", "-") if found is None else ("no bound", f"{found['seconds']:.1f}")
+    if found is not None and found["lower_bound_s"] is not None:
+        proved = found["status"] == "optimal"
+        excess = 1 - (found["cost_s"] if proved else found["lower_bound_s"]) / row["cost_s"]
+        milp = (f"{'' if proved else '< '}{excess:.1e}", milp[1])
+    cells = [show(row.get("ops"), "d"), *seconds, show(row.get("expanded"), "d"), show(row.get("gap"), ".1e")]
+    cells += [show(row.get("joint_gap"), ".2e"), show(peak, ".2f"), show(rss, ".2f"), *milp, f"  {row['status']}"]
+    return "".join(f"{c:<{-w}}" if w < 0 else f"{c:>{w}}" for c, w in zip((name, *cells), HEADS.values(), strict=True))
+
+
+def growth(rows: list[dict[str, Any]]) -> None:
+    """How the seconds after tracing grow between the deepest model and the one nearest to a quarter of it."""
+    done = {row["layers"]: row for row in rows if "cost_s" in row}
+    timed = {n: row["total_s"] - row["trace_s"] for n, row in done.items()}
+    if len(timed) < 2:
+        return
+    deep = max(timed)
+    base = min(timed, key=lambda n: (abs(4 * n - deep), n))
+    print(f"after tracing: time({deep}) / time({base}) = {timed[deep]:.2f} s / {timed[base]:.2f} s", end="")
+    print(f" = {timed[deep] / timed[base]:.2f}; of CPU seconds in all {done[deep]['cpu_s'] / done[base]['cpu_s']:.2f}")
+
+
+def machine() -> dict[str, Any]:
+    versions = {"python": platform.python_version(), "jax": jax.__version__, "scipy": scipy.__version__}
+    cpu = platform.processor() or platform.machine()
+    return {"platform": platform.platform(), "cpu": cpu, "cores": os.cpu_count(), **versions}
+
+
+def arguments() -> argparse.Namespace:
+    def names(text: str) -> list[str]:
+        return [name for name in text.split(",") if name]
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", type=names, default=list(MODELS), help=f"of {', '.join(MODELS)}; empty for none")
+    parser.add_argument("--clusters", type=names, default=list(CLUSTERS), help=f"of {', '.join(CLUSTERS)}")
+    parser.add_argument("--layers", type=names, default=names("2,4,8,12,24,48"), help="of the growth; empty for none")
+    parser.add_argument("--budget", type=float, help="seconds per plan (default: until proved)")
+    parser.add_argument("--timeout", type=float, default=1800, help="seconds per row (default: 1800)")
+    parser.add_argument("--milp", type=float, default=120, help="seconds for the MILP (default: 120); 0 for none")
+    memory = "devices (default), unlimited, or a fraction of the peak of the plan without limit"
+    parser.add_argument("--memory", default="devices", help=memory)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--row", type=json.loads, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    for given, known in ((options.only, MODELS), (options.clusters, CLUSTERS)):
+        for name in given:
+            if name not in known:
+                parser.error(f"{name!r} is none of {', '.join(known)}")
+    if not all(n.isdecimal() and int(n) > 0 for n in options.layers):
+        parser.error(f"--layers {','.join(options.layers)}: give whole numbers, as in 2,4,8")
+    if options.memory not in ("devices", "unlimited"):
+        try:
+            float(options.memory)
+        except ValueError:
+            parser.error(f"--memory {options.memory}: give {memory}")
+    return options
+
+
+def main() -> int:
+    options = arguments()
+    if options.row:
+        print(json.dumps(one(options.row, options)))
+        return 0
+    print("".join(f"{h:<{-w}}" if w < 0 else f"{h:>{w}}" for h, w in HEADS.items()))
+    rows = [{"model": m, "cluster": c} for m in options.only for c in options.clusters]
+    deeper = [{"model": "bert", "cluster": "mixed8", "layers": int(n), "memory": "unlimited"} for n in options.layers]
+    report: dict[str, Any] = {"machine": machine(), "options": {k: options.__dict__[k] for k in ("budget", "memory")}}
+    for kind, wanted in (("table", rows), ("growth", deeper)):
+        report[kind] = []
+        for row in wanted:
+            found = child(row, options)
+            report[kind].append(found)
+            print(line(found), flush=True)
+    growth(report["growth"])
+    if options.json:
+        options.json.write_text(json.dumps(report, indent=1) + "\n")
+    return int(any(row["status"].startswith("error") for row in report["table"] + report["growth"]))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
