@@ -258,3 +258,33 @@ def test_zero_1_one_weight_at_a_time_as_memory_tightens() -> None:
     # Parameters gathered for every use: in both passes over both batches.
     assert baseline(plan, "zero3").cost_s > 1.3 * plan.cost
     assert plan.check().ok
+
+
+def test_zero_2_and_3_as_memory_tightens_further() -> None:
+    """Then each batch's gradient is reduced by itself, so that no more than one is whole at a time (of the 2 x layers
+    that ZeRO-1 adds up at the end), for as much traffic again; then parameters are stored cut and gathered for each
+    of their uses."""
+    width, layers, batches = 256, 3, 2
+    args = strategies.adam_args(3 * width, width, layers, batches)
+    cluster = gpus(EVEN, bandwidth=1e11, latency=2e-6)
+    weight = 4 * width * width
+    scattered, gathered = f"reduce_scatter {(width, width)}", f"all_gather {(width, width)}"
+
+    free = planned(strategies.adam, args, cluster)
+    first = max(free.memory) - 2 * weight * (N - 1) / N * layers
+    one = planned(strategies.adam, args, cluster, memory_limit=first)
+    two = planned(strategies.adam, args, cluster, memory_limit=first - layers * weight)
+    three = planned(strategies.adam, args, cluster, memory_limit=first - (layers + 1) * weight)
+
+    assert traffic(one) == {scattered: layers, gathered: layers}
+    assert traffic(two) == {scattered: batches * layers, gathered: layers}
+    assert traffic(three)[scattered] == batches * layers
+    assert traffic(three)[gathered] > layers
+    assert "S" in "".join(layouts(three)[:layers])
+    for plan in (one, two, three):
+        assert "R" not in layouts(plan)[layers : 3 * layers], "the moments are cut"
+    # A reduce-scatter each: half of what an all-reduce of a weight takes.
+    assert two.cost == pytest.approx(one.cost + layers * (2e-6 + weight * (N - 1) / N / 1e11), rel=0.01)
+    assert three.cost > two.cost
+    assert max(three.memory) < max(two.memory) < max(one.memory) < max(free.memory)
+    assert three.check().ok
