@@ -13,8 +13,9 @@ import jax
 from hapsynth._jax import is_extended
 from hapsynth.cluster import Cluster
 from hapsynth.frequency import Expectation, expecting
-from hapsynth.instructions.layout import Placement, parse_layout
+from hapsynth.instructions.layout import Layout, is_consistent, parse_layout
 from hapsynth.plan import Plan
+from hapsynth.search.links import mesh_axes
 from hapsynth.search.planner import Planner, Progress
 from hapsynth.search.structure import Restriction
 from hapsynth.trace import Traced, trace
@@ -61,7 +62,7 @@ def synthesize(
     if expect:
         traced = replace(traced, graph=expecting(traced.graph, expect))
     trace_s = time.perf_counter() - began
-    restriction = None if fixed is None else Restriction(stored=_fixed(traced, fixed))
+    restriction = None if fixed is None else Restriction(stored=_fixed(traced, fixed, len(mesh_axes(cluster))))
     planner = Planner(traced.graph, cluster, memory_limit, time_budget_s, restriction, progress)
     result = planner.run()
     timings = {"trace_s": trace_s, **result.timings_s, "total_s": time.perf_counter() - began}
@@ -96,22 +97,24 @@ def _check_positive(name: str, value: Any, unit: str) -> None:
         raise ValueError(f"{name} is {value!r}; give a positive number of {unit}")
 
 
-def _fixed(traced: Traced, fixed: Mapping[str, str]) -> dict[int, Placement]:
-    """The stored placements that `fixed` asks for; ValueError names a path or layout that cannot be met."""
-    stored: dict[int, Placement] = {}
+def _fixed(traced: Traced, fixed: Mapping[str, str], axes: int) -> dict[int, Layout]:
+    """The stored layouts that `fixed` asks for; ValueError names a path or layout that cannot be met."""
+    stored: dict[int, Layout] = {}
     paths = dict(zip(traced.in_paths, traced.graph.inputs, strict=True))
     for path, text in fixed.items():
         if path not in paths:
             raise ValueError(f"fixed names argument {path!r}, but the arguments are {', '.join(paths)}")
         value = traced.graph.values[paths[path]]
-        why = f"fixed asks for {text!r} of {path}, whose shape is {value.shape}; expected R or S(<dim>)"
+        each = " for each mesh axis, e.g. S(0),R" if axes > 1 else ""
+        why = f"fixed asks for {text!r} of {path}, whose shape is {value.shape}; expected R or S(<dim>){each}"
         try:
             layout = parse_layout(text)
         except (AttributeError, ValueError):
             raise ValueError(why) from None
-        if len(layout) != 1 or layout[0].is_partial or layout[0].dim >= len(value.shape):
+        partial = any(p.is_partial or p.dim >= len(value.shape) for p in layout)
+        if len(layout) != axes or partial or not is_consistent(layout):
             raise ValueError(why)
-        if layout[0].is_sharded and (value.shape[layout[0].dim] == 0 or is_extended(value.dtype)):
+        if any(p.is_sharded and (value.shape[p.dim] == 0 or is_extended(value.dtype)) for p in layout):
             raise ValueError(f"fixed asks for {text!r} of {path}, but {value} cannot be cut there; expected R")
-        stored[value.index] = layout[0]
+        stored[value.index] = layout
     return stored

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, NoReturn
 
 import jax
+import numpy as np
 from jax.sharding import NamedSharding
 
 from hapsynth.instructions.layout import format_layout
@@ -66,13 +67,22 @@ class ShardedArray:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Length of each device's shard along the sharded dimension, in mesh order."""
-        ((_, lengths),) = self._storage.cuts.values()
-        return lengths
+        """Length of each shard along the sharded dimension, in mesh order (of two axes: those of the major one's first
+        shard first). ShardedArrayError where several dimensions are sharded: `shard_shapes` says it of any."""
+        cuts = list(self._storage.cuts.values())
+        if len(cuts) > 1:
+            raise ShardedArrayError(f"{self!r} is sharded along several dimensions: use its shard_shapes")
+        return cuts[0][1]
+
+    @property
+    def shard_shapes(self) -> tuple[tuple[int, ...], ...]:
+        """The exact shape of each device's shard, devices in mesh order (row-major)."""
+        return tuple(map(self._storage.shard_shape, np.ndindex(*self._storage.mesh.devices.shape)))
 
     @property
     def layout(self) -> str:
-        """E.g. `S(0)`: sharded along the first dimension."""
+        """E.g. `S(0)`: sharded along the first dimension. One placement per mesh axis; `S(0)/1` cuts the shards that
+        another axis with `S(0)` leaves."""
         return format_layout(self._storage.layout)
 
     @property
@@ -102,7 +112,8 @@ class ShardedArray:
         return self
 
     def __repr__(self) -> str:
-        where = f"{self.layout} as {'/'.join(map(str, self.sizes))} on {self.sharding.mesh.axis_names[0]!r}"
+        sizes = " x ".join("/".join(map(str, lengths)) for _, lengths in self._storage.cuts.values())
+        where = f"{self.layout} as {sizes} on {', '.join(map(repr, self.sharding.mesh.axis_names))}"
         return f"ShardedArray({self.dtype}{list(self.shape)}, {where}{', deleted' if self.is_deleted() else ''})"
 
     def _explain(self, what: str) -> str:

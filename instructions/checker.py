@@ -7,9 +7,9 @@ every plan, built or loaded.
 from __future__ import annotations
 
 from hapsynth.graph import COND_JOIN, LOOP_CARRY, LOOP_TEST, SCAN_SLICE, SCAN_STACK, Graph, Literal
-from hapsynth.instructions.collectives import step_between
+from hapsynth.instructions.collectives import axis_between
 from hapsynth.instructions.factors import can_be
-from hapsynth.instructions.layout import format_layout
+from hapsynth.instructions.layout import format_layout, is_consistent
 from hapsynth.instructions.program import (
     Block,
     Compute,
@@ -133,6 +133,8 @@ def _check_layout(graph: Graph, value: int, layout: object, axes: int, where: st
     assert isinstance(layout, tuple)
     if len(layout) != axes:
         raise ProgramError(f"{where}: a layout of {len(layout)} placements on a mesh of {axes} axes")
+    if not is_consistent(layout):
+        raise ProgramError(f"{where}: no value can lie as {format_layout(layout)}")
     rank = len(graph.values[value].shape)
     for placement in layout:
         if placement.is_sharded and not 0 <= placement.dim < rank:
@@ -145,12 +147,9 @@ def _check_instruction(graph: Graph, table: FactorTable, instruction: Instructio
     if isinstance(instruction, Compute):
         if len(instruction.triples) != axes:
             raise ProgramError(f"{where}: {len(instruction.triples)} triples on a mesh of {axes} axes")
-        for triple in instruction.triples:
-            if triple not in table[instruction.op].triples:
-                raise ProgramError(f"{where}: {graph.ops[instruction.op].name} has no rule {triple}")
-        used = [t.factor for t in instruction.triples if t.factor is not None]
-        if len(used) != len(set(used)):
-            raise ProgramError(f"{where}: one factor is cut along two mesh axes")
+        if not table[instruction.op].allows(instruction.triples):
+            triples = ", ".join(map(str, instruction.triples))
+            raise ProgramError(f"{where}: {graph.ops[instruction.op].name} has no rule {triples}")
         return
     if not 0 <= instruction.value < len(graph.values):
         raise ProgramError(f"{where}: the function has no value {instruction.value}")
@@ -158,9 +157,5 @@ def _check_instruction(graph: Graph, table: FactorTable, instruction: Instructio
     _check_layout(graph, instruction.value, instruction.target, axes, where)
     if not 0 <= instruction.axis < axes:
         raise ProgramError(f"{where}: the mesh has no axis {instruction.axis}")
-    changed = [a for a in range(axes) if instruction.source[a] != instruction.target[a]]
-    if (
-        changed != [instruction.axis]
-        or step_between(instruction.source[instruction.axis], instruction.target[instruction.axis]) is None
-    ):
+    if axis_between(instruction.source, instruction.target) != instruction.axis:
         raise ProgramError(f"{where}: no single step turns {instruction.source} into {instruction.target}")

@@ -8,17 +8,19 @@ result that lost the factor by a reduction is partial.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import permutations, product
 from math import prod
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
 
 from hapsynth._jax import is_extended
 from hapsynth.graph import Literal, Op
-from hapsynth.instructions.layout import P, Placement, R, Reduction, S
+from hapsynth.instructions.layout import Layout, P, Placement, R, Reduction, S, is_consistent
 
 Dim = tuple[int, ...]
 """The factors of one dimension, major to minor; a dimension of size 1 has none."""
@@ -34,8 +36,22 @@ class Triple(NamedTuple):
     results: tuple[Placement, ...]
     factor: int | None = None
 
+    @property
+    def minor(self) -> int:
+        """How many other mesh axes cut the same factor before this one."""
+        return max((p.minor for p in (*self.operands, *self.results)), default=0)
+
+    def at(self, minor: int) -> Triple:
+        """The triple of an axis that cuts the factor after `minor` others."""
+        move = lambda ps: tuple(S(p.dim, minor) if p.is_sharded else p for p in ps)
+        return Triple(move(self.operands), move(self.results), self.factor) if minor else self
+
     def __str__(self) -> str:
         return f"{{{', '.join(map(str, self.operands))}}} -> {{{', '.join(map(str, self.results))}}}"
+
+
+Triples = tuple[Triple, ...]
+"""What an op does on a mesh: one triple per axis, each applied to what the others leave of the op."""
 
 
 @dataclass(eq=False)
@@ -56,6 +72,8 @@ class Factors:
     passes: tuple[tuple[int, ...], ...] = ()
     """Groups of operands through which a partial max or min passes unchanged (reorderings)."""
     extra: list[Triple] = field(default_factory=list)
+    alone: set[int] = field(default_factory=set)
+    """Factors of which only one can be cut at a time: their shards have to know where they are."""
 
     def new(self, size: int) -> int:
         self.sizes.append(size)
@@ -141,6 +159,30 @@ class Factors:
         found += self.extra
         return tuple(dict.fromkeys(filter(self._dtypes_fit, found)))
 
+    def joint(self, axes: int) -> tuple[Triples, ...]:
+        """Every way of running the op on a mesh of that many axes: a triple per axis, a factor that several axes cut
+        in every order of theirs. The replicated one first."""
+        return tuple(self._known(axes))
+
+    def allows(self, triples: Triples) -> bool:
+        """Whether the op can be run so."""
+        return triples in self._known(len(triples))
+
+    def _known(self, axes: int) -> dict[Triples, None]:
+        if axes not in self._joint:
+            found = (p for chosen in product(self.triples, repeat=axes) for p in _orders(chosen))
+            self._joint[axes] = dict.fromkeys(filter(self._agree, found))
+        return self._joint[axes]
+
+    @cached_property
+    def _joint(self) -> dict[int, dict[Triples, None]]:
+        return {}
+
+    def _agree(self, triples: Triples) -> bool:
+        """Whether the triples can hold together: placements that fit, and no two factors that must be cut alone."""
+        tensors = (*zip(*(t.operands for t in triples)), *zip(*(t.results for t in triples)))
+        return all(map(is_consistent, tensors)) and len({t.factor for t in triples} & self.alone) <= 1
+
     def _literals_fit(self, t: Triple) -> bool:
         """A literal is the same on all devices; only zero is a partial sum of itself."""
         for operand, placement in zip(self.op.operands, t.operands):
@@ -180,6 +222,22 @@ class Factors:
         return text
 
 
+def cutting(triples: Triples) -> dict[int, tuple[int, ...]]:
+    """The factors that are cut, each with the mesh axes that cut it, major to minor."""
+    found: dict[int, tuple[int, ...]] = {}
+    for axis, t in sorted(enumerate(triples), key=lambda t: t[1].minor):
+        if t.factor is not None:
+            found[t.factor] = (*found.get(t.factor, ()), axis)
+    return found
+
+
+def _orders(triples: Triples) -> Iterable[Triples]:
+    """The triples with each factor's axes in every order, major to minor."""
+    for order in product(*(permutations(axes) for axes in cutting(triples).values())):
+        minor = {axis: k for axes in order for k, axis in enumerate(axes)}
+        yield tuple(t.at(minor.get(axis, 0)) for axis, t in enumerate(triples))
+
+
 def can_be(placement: Placement, dtype: Any) -> bool:
     """Booleans have no sum, complex numbers no order, typed keys neither."""
     if not placement.is_partial:
@@ -195,23 +253,54 @@ def _cut(position: int | None) -> Placement:
     return R if position is None else S(position)
 
 
+class Cut(NamedTuple):
+    """What one device has of a factor that is cut, in units of the factor: how many, and the first (traced)."""
+
+    share: int
+    offset: Callable[[], Any]
+
+
 @dataclass(frozen=True)
 class Local:
-    """What one device knows when it runs an op under one triple: exact local shapes.
+    """What one device knows when it runs an op under one triple per mesh axis: exact local shapes.
 
-    `offset` gives the first index of this device's shard in units of the factor (an integer, traced); `shares` is
-    the length of the local shard in the same units.
+    `cuts`: the device's part of every factor that is cut, in shards of shards where several axes cut it.
+    `axis_index(axis)` is its position along a mesh axis (traced).
     """
 
     op: Op
     factors: Factors
-    triple: Triple
+    triples: Triples
     shapes: tuple[tuple[int, ...], ...]
     result_shapes: tuple[tuple[int, ...], ...]
-    share: int
-    offset: Callable[[], Any]
-    axis_index: Callable[[], Any]
+    cuts: Mapping[int, Cut]
+    axis_index: Callable[[int], Any]
 
     @property
     def factor(self) -> int | None:
-        return self.triple.factor
+        """The factor that is cut, or None. Here and below: ValueError where several are."""
+        if len(self.cuts) > 1:
+            raise ValueError(
+                f"the factors {sorted(self.cuts)} of {self.factors} are cut, along different mesh axes: look each up "
+                "in local.cuts, or have only one cut at a time by naming them in Factors.alone"
+            )
+        return next(iter(self.cuts), None)
+
+    @property
+    def share(self) -> int:
+        """The length of the local shard, in units of the factor that is cut; 0 where none is."""
+        factor = self.factor
+        return 0 if factor is None else self.cuts[factor].share
+
+    def offset(self) -> Any:
+        """The first index of this device's shard, in units of the factor that is cut (an integer, traced)."""
+        factor = self.factor
+        return jnp.int32(0) if factor is None else self.cuts[factor].offset()
+
+    def result_layout(self, position: int) -> Layout:
+        """How a result is left."""
+        return tuple(t.results[position] for t in self.triples)
+
+    def cut(self, dim: Dim) -> Cut | None:
+        """What the device has of a dimension that is cut, in units of its major factor."""
+        return self.cuts.get(dim[0]) if dim else None

@@ -10,18 +10,23 @@ Reduction = OneOf["", "sum", "max", "min"]
 
 
 class Placement(NamedTuple):
-    """How a value lies along one mesh axis: `R`, `S(d)` or `P(sum|max|min)`."""
+    """How a value lies along one mesh axis: `R`, `S(d)` or `P(sum|max|min)`.
+
+    `minor`: how many other mesh axes cut the dimension before this one does. 0 is the major axis, whose shards the
+    axis with 1 cuts again; written `S(d)` and `S(d)/1`.
+    """
 
     kind: OneOf["R", "S", "P"]
     dim: int = -1
     reduction: Reduction = ""
+    minor: int = 0
 
     def __str__(self) -> str:
         match self.kind:
             case "R":
                 return "R"
             case "S":
-                return f"S({self.dim})"
+                return f"S({self.dim})/{self.minor}" if self.minor else f"S({self.dim})"
             case "P":
                 return f"P({self.reduction})"
 
@@ -35,12 +40,13 @@ class Placement(NamedTuple):
 
 
 R = Placement("R")
-_SHARDED = tuple(Placement("S", d) for d in range(32))
+_MOST_AXES = 4
+_SHARDED = tuple(tuple(Placement("S", d, "", k) for d in range(32)) for k in range(_MOST_AXES))
 
 
-def S(dim: int) -> Placement:
-    """Sharded along dimension `dim`."""
-    return _SHARDED[dim]
+def S(dim: int, minor: int = 0) -> Placement:
+    """Sharded along dimension `dim`, which `minor` other mesh axes cut before."""
+    return _SHARDED[minor][dim]
 
 
 def P(reduction: Reduction = "sum") -> Placement:
@@ -54,17 +60,47 @@ Layout = tuple[Placement, ...]
 """One placement per mesh axis."""
 
 
+def cut_axes(layout: Layout, dim: int) -> tuple[int, ...]:
+    """The mesh axes that cut a dimension, major to minor."""
+    return tuple(
+        sorted((a for a, p in enumerate(layout) if p.is_sharded and p.dim == dim), key=lambda a: layout[a].minor)
+    )
+
+
+def cut_dims(layout: Layout) -> tuple[int, ...]:
+    """The dimensions that some axis cuts, ascending."""
+    return tuple(sorted({p.dim for p in layout if p.is_sharded}))
+
+
+def reduction_of(layout: Layout) -> Reduction:
+    """By what the devices' tensors combine; empty where no axis leaves them partial."""
+    for placement in layout:
+        if placement.is_partial:
+            return placement.reduction
+    return ""
+
+
+def is_consistent(layout: Layout) -> bool:
+    """Whether the axes that cut one dimension say in which order, and all partial ones combine by the same reduction:
+    a sum of maxima is no maximum of sums."""
+    for dim in cut_dims(layout):
+        minors = sorted(p.minor for p in layout if p.is_sharded and p.dim == dim)
+        if minors != list(range(len(minors))):
+            return False
+    return len({p.reduction for p in layout if p.is_partial}) <= 1
+
+
 def parse_placement(text: str) -> Placement:
     """The inverse of `str(placement)`; ValueError names what is not one."""
     if text == "R":
         return R
-    if match := re.fullmatch(r"S\((\d+)\)", text):
-        dim = int(match[1])
-        if dim < len(_SHARDED):
-            return S(dim)
+    if match := re.fullmatch(r"S\((\d+)\)(?:/(\d+))?", text):
+        dim, minor = int(match[1]), int(match[2] or 0)
+        if minor < _MOST_AXES and dim < len(_SHARDED[minor]):
+            return S(dim, minor)
     if (match := re.fullmatch(r"P\((sum|max|min)\)", text)) and match[1] in _PARTIAL:
         return _PARTIAL[match[1]]
-    raise ValueError(f"{text!r} is no placement; expected R, S(<dim>) or P(sum|max|min)")
+    raise ValueError(f"{text!r} is no placement; expected R, S(<dim>), S(<dim>)/<minor> or P(sum|max|min)")
 
 
 def format_layout(layout: Layout) -> str:

@@ -7,9 +7,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from hapsynth.graph import Graph
+import numpy as np
+
+from hapsynth.graph import Graph, Literal, Op
 from hapsynth.instructions.collectives import Step, is_collective, step_between
-from hapsynth.instructions.factors import Factors, Triple
+from hapsynth.instructions.factors import Factors, Triple, Triples
 from hapsynth.instructions.layout import Layout, format_layout, parse_layout, parse_placement
 from hapsynth.instructions.rules import factors_of
 
@@ -22,7 +24,7 @@ class Compute(NamedTuple):
     """{operands | layouts} op {results | layouts}; one triple of the op per mesh axis."""
 
     op: int
-    triples: tuple[Triple, ...]
+    triples: Triples
 
     def operand_layout(self, position: int) -> Layout:
         return tuple(t.operands[position] for t in self.triples)
@@ -234,13 +236,44 @@ class Program:
 
 
 class FactorTable:
-    """The factors of every op of a graph, made once."""
+    """The factors of every op of a graph, made once; ops that are alike share them."""
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
         self._known: dict[int, Factors] = {}
+        self._alike: dict[object, Factors] = {}
 
     def __getitem__(self, op: int) -> Factors:
         if op not in self._known:
-            self._known[op] = factors_of(self.graph.ops[op])
+            key = signature(self.graph.ops[op])
+            if key is None:
+                self._known[op] = factors_of(self.graph.ops[op])
+            else:
+                if key not in self._alike:
+                    self._alike[key] = factors_of(self.graph.ops[op])
+                self._known[op] = self._alike[key]
         return self._known[op]
+
+
+def signature(op: Op) -> object | None:
+    """What the factors of an op depend on, to be compared; None where something of it cannot be."""
+    literals = tuple(
+        (i, o.shape, o.value.tobytes() if isinstance(o.value, np.ndarray) else o.value)
+        for i, o in enumerate(op.operands)
+        if isinstance(o, Literal)
+    )
+    key = (
+        op.primitive,
+        op.shapes,
+        tuple(map(str, op.dtypes)),
+        op.result_shapes,
+        tuple(map(str, op.result_dtypes)),
+        tuple(op.params.items()),
+        literals,
+        tuple(op.operands.index(o) for o in op.operands if isinstance(o, int)),
+    )
+    try:
+        hash(key)
+    except TypeError:
+        return None
+    return key

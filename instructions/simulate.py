@@ -1,15 +1,16 @@
-"""Running one triple on simulated devices: what a rule claims, tried out.
+"""Running triples on simulated devices: what a rule claims, tried out.
 
-The full operands are split as the triple's precondition says, every device runs the op on its own exact shards, and
+The full operands are split as the triples' precondition says, every device runs the op on its own exact shards, and
 the results, combined as the postcondition says, must equal the plain op's. The tests try every triple of every
 registered primitive this way; a user's own rule can be tried the same way.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from functools import cached_property, reduce
+from math import prod
 from typing import Any
 
 import jax
@@ -18,8 +19,8 @@ import numpy as np
 
 from hapsynth import _jax
 from hapsynth.graph import Literal, Op
-from hapsynth.instructions.factors import Dim, Factors, Local, Triple
-from hapsynth.instructions.layout import Placement
+from hapsynth.instructions.factors import Cut, Dim, Factors, Local, Triples, cutting
+from hapsynth.instructions.layout import Layout, Reduction, reduction_of
 from hapsynth.instructions.rules.registry import bind, execute, identity
 
 Array = Any
@@ -37,29 +38,33 @@ def share_patterns(size: int) -> tuple[tuple[int, ...], ...]:
     return (equal, (size - 1, 0, 1), (0, size))
 
 
-def split(rng: np.random.Generator, full: Array, placement: Placement, lengths: Sequence[int]) -> list[np.ndarray]:
-    """What each device holds of a value: its slice, everything, or a random share of the combination."""
-    x, n = full if _jax.is_extended(full.dtype) else np.asarray(full), len(lengths)
-    if placement.is_sharded:
-        if sum(lengths) != x.shape[placement.dim]:
-            raise Unsound(f"{placement} of {x.shape} is not cut into {lengths}")
-        ends = list(accumulate(lengths))
-        return [np.take(x, np.arange(e - k, e), axis=placement.dim) for e, k in zip(ends, lengths)]
-    if not placement.is_partial:
-        return [x] * n
-    if placement.reduction == "sum":
+def random_shares(rng: np.random.Generator, size: int, positions: int) -> tuple[int, ...]:
+    """`size` units over that many positions: as equal as they go, skewed, or skewed with idle ones."""
+    kind = rng.integers(3)
+    if kind == 0:
+        return tuple(size // positions + (i < size % positions) for i in range(positions))
+    weights = rng.random(positions) + 0.1
+    if kind == 2 and positions > 1:
+        weights[rng.permutation(positions)[: rng.integers(1, positions)]] = 0
+    return tuple(map(int, rng.multinomial(size, weights / weights.sum())))
+
+
+def parts(rng: np.random.Generator, full: Array, reduction: Reduction, n: int) -> list[np.ndarray]:
+    """What each of n devices holds of a partial value: random arrays that combine to it."""
+    x = np.asarray(full)
+    if reduction == "sum":
         # Small integers or quarters, so that float sums are exact wherever the type has room for them.
         inexact = jnp.issubdtype(x.dtype, jnp.inexact)
         unit = 4 if inexact and jnp.finfo(x.dtype).nmant >= 7 else 1
         low, high = (-2 * unit, 2 * unit) if inexact else (0, 8)
-        parts = [(rng.integers(low, high, x.shape) / unit).astype(x.dtype) for _ in range(n - 1)]
+        made = [(rng.integers(low, high, x.shape) / unit).astype(x.dtype) for _ in range(n - 1)]
         with np.errstate(all="ignore"):
-            rest = x - sum(parts[1:], start=parts[0]) if parts else x
-        parts.append(rest.astype(x.dtype))
+            rest = x - sum(made[1:], start=made[0]) if made else x
+        made.append(rest.astype(x.dtype))
         order = rng.permutation(n)
-        return [parts[i] for i in order]
+        return [made[i] for i in order]
     holder = rng.integers(0, n, x.shape)
-    return [np.where(holder == i, x, _beyond(rng, x, placement.reduction)).astype(x.dtype) for i in range(n)]
+    return [np.where(holder == i, x, _beyond(rng, x, reduction)).astype(x.dtype) for i in range(n)]
 
 
 def _beyond(rng: np.random.Generator, x: np.ndarray, reduction: str) -> np.ndarray:
@@ -75,59 +80,83 @@ def _beyond(rng: np.random.Generator, x: np.ndarray, reduction: str) -> np.ndarr
     return np.where(rng.random(x.shape) < 0.2, least, near)
 
 
-def combine(parts: Sequence[Array], placement: Placement) -> np.ndarray:
-    """The value that the devices' tensors stand for (replicated: the first one's)."""
-    arrays = [np.asarray(p) for p in parts]
-    if placement.is_sharded:
-        return np.concatenate(arrays, axis=placement.dim)
-    out = arrays[0]
-    for other in arrays[1:]:
-        match placement.reduction:
-            case "":
-                break
-            case "max":
-                out = np.maximum(out, other)
-            case "min":
-                out = np.minimum(out, other)
-            case _:
-                out = (out + other).astype(out.dtype)
-    return out
+def combine(held: np.ndarray, layout: Layout) -> list[np.ndarray]:
+    """What the devices' tensors stand for: one value for each place along the replicated axes.
+
+    `held`: an array of arrays, one dimension per mesh axis.
+    """
+    by_minor = sorted(range(len(layout)), key=lambda a: -layout[a].minor)
+    for axis in by_minor:
+        p = layout[axis]
+        if p.is_sharded:
+            held = _along(held, axis, lambda x, y, d=p.dim: np.concatenate([x, y], d))
+        elif p.is_partial:
+            held = _along(held, axis, _COMBINE[p.reduction])
+    return list(held.flat)
 
 
-def _lengths(f: Factors, dims: Sequence[Dim], placement: Placement, shares: Sequence[int]) -> list[int]:
-    if not placement.is_sharded:
-        return [-1] * len(shares)
-    return [s * f.granule(dims[placement.dim]) for s in shares]
+_COMBINE: dict[str, Callable[[Any, Any], Any]] = {
+    "sum": lambda x, y: (x + y).astype(x.dtype),
+    "max": np.maximum,
+    "min": np.minimum,
+}
 
 
-def _shape(shape: tuple[int, ...], placement: Placement, length: int) -> tuple[int, ...]:
-    return tuple(length if placement.is_sharded and d == placement.dim else n for d, n in enumerate(shape))
+def _along(held: np.ndarray, axis: int, join: Callable[[Any, Any], Any]) -> np.ndarray:
+    """The arrays along one axis of the mesh joined, first to last; the axis is left with one place."""
+    rows = np.moveaxis(held, axis, 0)
+    made = np.empty(rows.shape[1:], object)
+    for where in np.ndindex(made.shape):
+        made[where] = reduce(join, (row[where] for row in rows))
+    return np.expand_dims(made, axis)
 
 
 @dataclass(frozen=True, eq=False)
 class Trial:
-    """One triple on `len(shares)` devices.
+    """One triple per axis of a mesh of `lengths`.
 
-    `shares` are in units of the triple's factor and add up to its size; where no factor is divided only their number
-    counts. `operands` are the full values.
+    `shares` holds, for every factor that is cut, the units of each position along the axes that cut it, row-major in
+    them from major to minor. `operands` are the full values.
     """
 
     op: Op
     factors: Factors
-    triple: Triple
-    shares: tuple[int, ...]
+    triples: Triples
+    lengths: tuple[int, ...]
+    shares: Mapping[int, tuple[int, ...]]
     operands: Sequence[Array]
     seed: int = 0
 
+    @cached_property
+    def devices(self) -> list[tuple[int, ...]]:
+        """The devices' places in the mesh, row-major."""
+        return list(np.ndindex(*self.lengths))
+
+    @cached_property
+    def axes(self) -> dict[int, tuple[int, ...]]:
+        return cutting(self.triples)
+
     def held(self, sample: int = 0) -> list[list[Any]]:
         """Per device, its shards of the operands that are values: one way to meet the precondition."""
-        rng, t = np.random.default_rng([self.seed, sample]), self.triple
-        split_up = [
-            split(rng, x, p, _lengths(self.factors, dims, p, self.shares))
-            for o, x, p, dims in zip(self.op.operands, self.operands, t.operands, self.factors.operands)
-            if not isinstance(o, Literal)
-        ]
-        return [[parts[i] for parts in split_up] for i in range(len(self.shares))]
+        rng = np.random.default_rng([self.seed, sample])
+        out: list[list[Any]] = [[] for _ in self.devices]
+        for n, (o, x) in enumerate(zip(self.op.operands, self.operands)):
+            if isinstance(o, Literal):
+                continue
+            layout = tuple(t.operands[n] for t in self.triples)
+            partial = [a for a, p in enumerate(layout) if p.is_partial]
+            whole = x if _jax.is_extended(x.dtype) else np.asarray(x)
+            dealt = [whole]
+            if partial:
+                dealt = parts(rng, whole, reduction_of(layout), prod(self.lengths[a] for a in partial))
+            for mine, coords in zip(out, self.devices):
+                part = dealt[self._position(partial, coords)]
+                for d, (start, length) in self._bounds(self.factors.operands[n], layout, coords).items():
+                    if start + length > whole.shape[d]:
+                        raise Unsound(f"dimension {d} of {whole.shape} is not that of {self.factors}")
+                    part = np.take(part, np.arange(start, start + length), axis=d)
+                mine.append(part)
+        return out
 
     def run(self, held: Sequence[Sequence[Any]]) -> list[list[Any]]:
         """Per device, its results; a function of arrays that can be jitted."""
@@ -145,57 +174,100 @@ class Trial:
         rest = iter(values)
         return [jnp.asarray(o.value, o.dtype) if isinstance(o, Literal) else next(rest) for o in self.op.operands]
 
+    def _position(self, axes: Sequence[int], coords: Sequence[int]) -> int:
+        at = 0
+        for axis in axes:
+            at = at * self.lengths[axis] + coords[axis]
+        return at
+
+    def _part(self, factor: int, coords: Sequence[int]) -> tuple[int, int]:
+        """(first unit, units) of a factor that the device at `coords` has."""
+        shares, at = self.shares[factor], self._position(self.axes[factor], coords)
+        if sum(shares) != self.factors.sizes[factor]:
+            raise Unsound(f"{self.factors.sizes[factor]} units of factor {factor} are not cut into {shares}")
+        return sum(shares[:at]), shares[at]
+
+    def _bounds(self, dims: Sequence[Dim], layout: Layout, coords: Sequence[int]) -> dict[int, tuple[int, int]]:
+        """Cut dimension -> (first element, elements) that the device at `coords` has."""
+        found: dict[int, tuple[int, int]] = {}
+        for placement, triple in zip(layout, self.triples):
+            if placement.is_sharded and triple.factor is not None:
+                granule = self.factors.granule(dims[placement.dim])
+                start, units = self._part(triple.factor, coords)
+                found[placement.dim] = start * granule, units * granule
+        return found
+
     def local(self, device: int) -> Local:
         """What the device knows; its place among the others is a value at run time."""
-        op, f, t, share = self.op, self.factors, self.triple, self.shares[device]
-        offset = sum(self.shares[:device])
+        op, f, coords = self.op, self.factors, self.devices[device]
 
         def here(
-            shapes: Sequence[tuple[int, ...]], tensors: Sequence[tuple[Dim, ...]], placed: Sequence[Placement]
-        ) -> Any:
-            return tuple(_shape(s, p, _lengths(f, dims, p, [share])[0]) for s, dims, p in zip(shapes, tensors, placed))
+            shapes: Sequence[tuple[int, ...]], tensors: Sequence[tuple[Dim, ...]], placed: Iterable[Layout]
+        ) -> tuple[tuple[int, ...], ...]:
+            bounds = [self._bounds(dims, layout, coords) for dims, layout in zip(tensors, placed)]
+            return tuple(
+                tuple(cut[d][1] if d in cut else size for d, size in enumerate(shape))
+                for shape, cut in zip(shapes, bounds)
+            )
 
+        found = {factor: self._part(factor, coords) for factor in self.axes}
         return Local(
             op,
             f,
-            t,
-            here(op.shapes, f.operands, t.operands),
-            here(op.result_shapes, f.results, t.results),
-            share,
-            lambda: jnp.int32(offset),
-            lambda: jnp.int32(device),
+            self.triples,
+            here(op.shapes, f.operands, zip(*(t.operands for t in self.triples))),
+            here(op.result_shapes, f.results, zip(*(t.results for t in self.triples))),
+            {factor: Cut(units, lambda start=start: jnp.int32(start)) for factor, (start, units) in found.items()},
+            lambda axis: jnp.int32(coords[axis]),
         )
 
     def judge(self, results: Sequence[Sequence[Array]], expected: Sequence[Array]) -> None:
         """Unsound unless the results, combined as the postcondition says, are the plain op's."""
-        what = f"{self.op.name} {self.triple} with shares {self.shares}, {self.factors}"
+        triples = " x ".join(map(str, self.triples))
+        what = f"{self.op.name} {triples} with shares {dict(self.shares)}, {self.factors}"
         for device, out in enumerate(results):
             for x, shape, dtype in zip(out, self.local(device).result_shapes, self.op.result_dtypes):
                 if x.shape != shape or x.dtype != dtype:
                     raise Unsound(f"{what}: device {device} made {x.dtype}{x.shape}, not {dtype}{shape}")
-        for r, (placement, want) in enumerate(zip(self.triple.results, expected)):
-            parts, whole = [_words(out[r]) for out in results], _words(want)
-            if not placement.is_sharded and not placement.is_partial:
-                problem = next(filter(None, (_difference(p, whole) for p in parts)), "")
-            else:
-                problem = _difference(combine(parts, placement), whole)
-            if problem:
-                raise Unsound(f"{what}: result {r} {problem}")
+        for r, want in enumerate(expected):
+            held = np.empty(self.lengths, object)
+            for coords, out in zip(self.devices, results):
+                held[coords] = _words(out[r])
+            for value in combine(held, tuple(t.results[r] for t in self.triples)):
+                if problem := _difference(value, _words(want)):
+                    raise Unsound(f"{what}: result {r} {problem}")
 
 
 def trials(op: Op, f: Factors, operands: Sequence[Array]) -> list[Trial]:
     """Every triple of an op with every pattern of shares (two devices where nothing is cut)."""
-    return [
-        Trial(op, f, triple, shares, operands, seed)
-        for seed, triple in enumerate(f.triples)
-        for shares in _patterns(f, triple)
-    ]
+    found: list[Trial] = []
+    for seed, t in enumerate(f.triples):
+        patterns = ((1, 1),) if any(p.is_partial for p in t.results) else ((1,),)
+        if t.factor is not None:
+            patterns = share_patterns(f.sizes[t.factor])
+        for n in patterns:
+            cut = {} if t.factor is None else {t.factor: n}
+            found.append(Trial(op, f, (t,), (len(n),), cut, operands, seed))
+    return found
 
 
-def _patterns(f: Factors, triple: Triple) -> tuple[tuple[int, ...], ...]:
-    if triple.factor is not None:
-        return share_patterns(f.sizes[triple.factor])
-    return ((1, 1),) if any(p.is_partial for p in triple.results) else ((1,),)
+MESHES = ((2, 2), (2, 3))
+
+
+def joint_trials(op: Op, f: Factors, operands: Sequence[Array], most: int, seed: int = 0) -> list[Trial]:
+    """At most `most` of the op's triples on two mesh axes, chosen at random, each on one mesh with random shares."""
+    rng = np.random.default_rng([seed, len(f.triples)])
+    joint = f.joint(2)[1:]
+    chosen = rng.permutation(len(joint))[:most]
+    found: list[Trial] = []
+    for n in sorted(chosen):
+        triples, mesh = joint[n], MESHES[rng.integers(len(MESHES))]
+        shares = {
+            factor: random_shares(rng, f.sizes[factor], prod(mesh[a] for a in axes))
+            for factor, axes in cutting(triples).items()
+        }
+        found.append(Trial(op, f, triples, mesh, shares, operands, int(rng.integers(1 << 31))))
+    return found
 
 
 def check(tried: Sequence[Trial], samples: int = 4) -> int:

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
-from math import gcd
+from dataclasses import dataclass, field
+from itertools import accumulate
+from math import gcd, prod
 
 from hapsynth.graph import Graph
-from hapsynth.instructions.factors import Factors, Triple
-from hapsynth.instructions.layout import Layout
+from hapsynth.instructions.factors import Factors, Triples, cutting
+from hapsynth.instructions.layout import Layout, cut_axes, cut_dims
 from hapsynth.instructions.program import Compute, FactorTable, Program, ProgramError, reads, writes
 
-Node = tuple[int, int, int]
-"""(value, dimension, mesh axis)"""
+Node = tuple[int, int, tuple[int, ...]]
+"""(value, dimension, the mesh axes that cut it, major to minor)"""
 
 
 class UnionFind:
@@ -46,16 +46,18 @@ class UnionFind:
             self.units[a] = gcd(self.units[a], self.units[b])
 
 
-def cut_nodes(graph: Graph, op: int, factors: Factors, triple: Triple, axis: int) -> Iterator[Node]:
-    """The (value, dimension) pairs that a triple's factor cuts, operands first."""
-    if triple.factor is None:
-        return
-    for operand, dims in zip(graph.ops[op].operands, factors.operands, strict=True):
-        if isinstance(operand, int) and (p := factors.position(dims, triple.factor)) is not None:
-            yield (operand, p, axis)
-    for result, dims in zip(graph.ops[op].results, factors.results, strict=True):
-        if (p := factors.position(dims, triple.factor)) is not None:
-            yield (result, p, axis)
+def cut_nodes(graph: Graph, op: int, factors: Factors, triples: Triples) -> Iterator[tuple[int, list[Node]]]:
+    """(factor, the dimensions that it cuts, operands first) for every factor that the triples of an op cut."""
+    op_ = graph.ops[op]
+    tensors = [*zip(op_.operands, factors.operands, strict=True), *zip(op_.results, factors.results, strict=True)]
+    for factor, axes in sorted(cutting(triples).items()):
+        places = [(value, factors.position(dims, factor)) for value, dims in tensors if isinstance(value, int)]
+        yield factor, [(value, p, axes) for value, p in places if p is not None]
+
+
+def layout_nodes(value: int, layout: Layout) -> list[Node]:
+    """The dimensions of a value that a layout cuts."""
+    return [(value, dim, cut_axes(layout, dim)) for dim in cut_dims(layout)]
 
 
 def tied(graph: Graph, program: Program) -> Iterator[tuple[int, int, Layout]]:
@@ -71,21 +73,29 @@ def tied(graph: Graph, program: Program) -> Iterator[tuple[int, int, Layout]]:
 
 @dataclass(frozen=True, eq=False)
 class DimensionClass:
-    """All (value, dimension, mesh axis) that are cut the same way, in `units` equal units."""
+    """All (value, dimension, mesh axes) that are cut the same way, in `units` equal units.
+
+    `axes`: those that cut it, major to minor. A member that fewer of them cut has the shards of the others joined.
+    """
 
     index: int
     name: str
-    axis: int
+    axes: tuple[int, ...]
     units: int
     members: tuple[Node, ...]
 
 
 @dataclass(frozen=True, eq=False)
 class Classes:
-    """The dimension classes of a program."""
+    """The dimension classes of a program on a mesh of `lengths`."""
 
     all: tuple[DimensionClass, ...]
     of: Mapping[Node, int]
+    lengths: tuple[int, ...]
+
+    def positions(self, c: int) -> int:
+        """How many shards a class has."""
+        return prod(self.lengths[a] for a in self.all[c].axes)
 
     @staticmethod
     def build(graph: Graph, program: Program, table: FactorTable | None = None) -> Classes:
@@ -94,9 +104,8 @@ class Classes:
         sets = UnionFind()
 
         def cut(value: int, layout: Layout) -> None:
-            for axis, placement in enumerate(layout):
-                if placement.is_sharded:
-                    sets.add((value, placement.dim, axis), graph.values[value].shape[placement.dim])
+            for node in layout_nodes(value, layout):
+                sets.add(node, graph.values[value].shape[node[1]])
 
         for value, layout in program.inputs.items():
             cut(value, layout)
@@ -104,90 +113,103 @@ class Classes:
             for value, layout in (*reads(graph, i), *writes(graph, i)):
                 cut(value, layout)
             if isinstance(i, Compute):
-                for axis, triple in enumerate(i.triples):
-                    if triple.factor is None:
-                        continue
-                    first = None
-                    for node in cut_nodes(graph, i.op, table[i.op], triple, axis):
-                        sets.add(node, table[i.op].sizes[triple.factor])
-                        first = first or node
-                        sets.union(first, node)
-        for a, b, layout in tied(graph, program):
-            for axis, placement in enumerate(layout):
-                if placement.is_sharded:
-                    nodes = (a, placement.dim, axis), (b, placement.dim, axis)
+                for factor, nodes in cut_nodes(graph, i.op, table[i.op], i.triples):
                     for node in nodes:
-                        sets.add(node, graph.values[node[0]].shape[placement.dim])
-                    sets.union(*nodes)
+                        sets.add(node, table[i.op].sizes[factor])
+                        sets.union(nodes[0], node)
+        for a, b, layout in tied(graph, program):
+            cut(a, layout)
+            cut(b, layout)
+            for node, other in zip(layout_nodes(a, layout), layout_nodes(b, layout), strict=True):
+                sets.union(node, other)
+        for value, dim, axes in list(sets.parent):
+            # What one axis cuts, a minor one cuts again: the shards of the first are those of both, joined.
+            for k in range(1, len(axes)):
+                if (value, dim, axes[:k]) in sets.parent:
+                    sets.union((value, dim, axes), (value, dim, axes[:k]))
         groups: dict[Node, list[Node]] = {}
         for node in sorted(sets.parent):
             groups.setdefault(sets.find(node), []).append(node)
         classes: list[DimensionClass] = []
         of: dict[Node, int] = {}
         for root, members in groups.items():
-            value, dim, axis = members[0]
+            value, dim, _ = members[0]
+            axes = max((m[2] for m in members), key=len)
+            if any(m[2] != axes[: len(m[2])] for m in members):
+                cuts = sorted({m[2] for m in members})
+                raise ProgramError(f"{graph.values[value].name}.{dim} is cut alike along the mesh axes {cuts}")
             name = f"{graph.values[value].name}.{dim}"
-            classes.append(DimensionClass(len(classes), name, axis, sets.units[root], tuple(members)))
+            if len(program.axes) > 1:
+                name += "@" + ",".join(program.axes[a][0] for a in axes)
+            classes.append(DimensionClass(len(classes), name, axes, sets.units[root], tuple(members)))
             of.update(dict.fromkeys(members, len(classes) - 1))
-        return Classes(tuple(classes), of)
+        return Classes(tuple(classes), of, tuple(size for _, size in program.axes))
 
 
 @dataclass(frozen=True, eq=False)
 class Sizes:
-    """The units that each position along a class's mesh axis holds: `shares[class][position]`."""
+    """The units that each position along a class's mesh axes holds: `shares[class][position]`, positions row-major in
+    the class's axes."""
 
     graph: Graph
     classes: Classes
     shares: tuple[tuple[int, ...], ...]
-
-    @cached_property
-    def offsets(self) -> tuple[tuple[int, ...], ...]:
-        """First unit of each position."""
-        return tuple(tuple(sum(s[:i]) for i in range(len(s))) for s in self.shares)
+    _known: dict[Node, tuple[int, ...]] = field(default_factory=dict)
 
     def check(self, axes: Sequence[tuple[str, int]]) -> None:
-        """ProgramError unless every class is cut completely, in as many shares as its mesh axis is long."""
+        """ProgramError unless every class is cut completely, in as many shares as its mesh axes are long."""
         if len(self.shares) != len(self.classes.all):
             raise ProgramError(f"{len(self.shares)} lists of sizes for {len(self.classes.all)} dimension classes")
         for cls, shares in zip(self.classes.all, self.shares):
-            if len(shares) != axes[cls.axis][1] or min(shares) < 0 or sum(shares) != cls.units:
-                devices = axes[cls.axis][1]
+            positions = prod(axes[a][1] for a in cls.axes)
+            if len(shares) != positions or min(shares) < 0 or sum(shares) != cls.units:
                 raise ProgramError(
-                    f"class {cls.name} has {cls.units} units for {devices} devices; its sizes are {list(shares)}"
+                    f"class {cls.name} has {cls.units} units for {positions} devices; its sizes are {list(shares)}"
                 )
 
-    def units(self, value: int, dim: int, axis: int) -> tuple[int, tuple[int, ...]]:
-        """(elements per unit, shares) of a dimension that is cut along a mesh axis."""
-        c = self.classes.of[(value, dim, axis)]
-        return self.graph.values[value].shape[dim] // self.classes.all[c].units, self.shares[c]
+    def units(self, value: int, dim: int, axes: tuple[int, ...]) -> tuple[int, tuple[int, ...]]:
+        """(elements per unit, shares) of a dimension that is cut along mesh axes, positions row-major."""
+        c = self.classes.of[(value, dim, axes)]
+        shares = self.shares[c]
+        inner = prod(self.classes.lengths[a] for a in self.classes.all[c].axes[len(axes) :])
+        if inner > 1:
+            shares = tuple(sum(shares[i : i + inner]) for i in range(0, len(shares), inner))
+        return self.graph.values[value].shape[dim] // self.classes.all[c].units, shares
 
-    def lengths(self, value: int, dim: int, axis: int) -> tuple[int, ...]:
-        """Elements of the dimension on each position along the axis."""
-        granule, shares = self.units(value, dim, axis)
-        return tuple(granule * s for s in shares)
+    def lengths(self, value: int, dim: int, axes: tuple[int, ...]) -> tuple[int, ...]:
+        """Elements of the dimension on each position along the axes."""
+        node = (value, dim, axes)
+        if node not in self._known:
+            granule, shares = self.units(value, dim, axes)
+            self._known[node] = tuple(granule * s for s in shares)
+        return self._known[node]
 
-    def starts(self, value: int, dim: int, axis: int) -> tuple[int, ...]:
+    def starts(self, value: int, dim: int, axes: tuple[int, ...]) -> tuple[int, ...]:
         """First element of each position's shard."""
-        granule, _ = self.units(value, dim, axis)
-        c = self.classes.of[(value, dim, axis)]
-        return tuple(granule * s for s in self.offsets[c])
+        lengths = self.lengths(value, dim, axes)
+        return tuple(accumulate(lengths[:-1], initial=0))
+
+    def position(self, axes: tuple[int, ...], coords: Sequence[int]) -> int:
+        """Which of the positions along some axes the device at `coords` of the mesh has."""
+        at = 0
+        for axis in axes:
+            at = at * self.classes.lengths[axis] + coords[axis]
+        return at
 
     def local_shape(self, value: int, layout: Layout, coords: Sequence[int]) -> tuple[int, ...]:
         """The exact shape of a value on the device at `coords` of the mesh."""
         shape = list(self.graph.values[value].shape)
-        for axis, placement in enumerate(layout):
-            if placement.is_sharded:
-                shape[placement.dim] = self.lengths(value, placement.dim, axis)[coords[axis]]
+        for _, dim, axes in layout_nodes(value, layout):
+            shape[dim] = self.lengths(value, dim, axes)[self.position(axes, coords)]
         return tuple(shape)
 
     def padded_shape(self, value: int, layout: Layout) -> tuple[int, ...]:
         """The shape of the largest shard: what every device stores and sends."""
         shape = list(self.graph.values[value].shape)
-        for axis, placement in enumerate(layout):
-            if placement.is_sharded:
-                shape[placement.dim] = max(self.lengths(value, placement.dim, axis))
+        for _, dim, axes in layout_nodes(value, layout):
+            shape[dim] = max(self.lengths(value, dim, axes))
         return tuple(shape)
 
     def is_even(self, value: int, layout: Layout) -> bool:
         """Whether every device's shard has the same shape."""
-        return all(len(set(self.lengths(value, p.dim, a))) == 1 for a, p in enumerate(layout) if p.is_sharded)
+        return all(len(set(self.lengths(*node))) == 1 for node in layout_nodes(value, layout))

@@ -19,10 +19,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from hapsynth.cluster import DEFAULT_AXIS
 from hapsynth.graph import Boundary, Graph
 from hapsynth.instructions.checker import check
-from hapsynth.instructions.factors import Triple
-from hapsynth.instructions.layout import Placement, R, S
+from hapsynth.instructions.factors import Triples
+from hapsynth.instructions.layout import Layout, Placement, R, S
 from hapsynth.instructions.program import FactorTable, Program
 from hapsynth.instructions.rules.registry import is_fusible
 from hapsynth.instructions.sizes import Classes, Node, Sizes, cut_nodes
@@ -53,20 +54,23 @@ class _ReducedAtOnce(Structure):
     of a value's gradients. (Left free, the search pushes a partial gradient through a whole layer norm where what
     comes after it is smaller; nobody writes that by hand.) Numbers are summed on each device first: a norm."""
 
-    def _allowed_triples(self, op: int) -> tuple[Triple, ...]:
-        triples = super()._allowed_triples(op)
+    def _triples(self, op: int) -> tuple[Triples, ...]:
+        triples = super()._triples(op)
         source = self.graph.ops[op]
         if source.name == "add_any" or isinstance(source.primitive, Boundary):
             return triples
-        tensors = [p for p, v in source.value_operands if self.graph.values[v].shape]
-        return tuple(t for t in triples if not any(t.operands[p].is_partial for p in tensors))
+        tensors = tuple(p for p, v in source.value_operands if self.graph.values[v].shape)
+        whole = lambda ts: not any(t.operands[p].is_partial for t in ts for p in tensors)
+        return self._once(("reduced at once", id(triples), tensors), lambda: tuple(filter(whole, triples)))
 
 
 class Baselines:
     """Builds the baselines of one graph on one cluster."""
 
     def __init__(self, graph: Graph, table: FactorTable, costs: CostModel, limit: float) -> None:
-        self.graph, self.table, self.costs, self.limit = graph, table, costs, limit
+        # What people run today knows one axis over all devices.
+        self.costs = CostModel(graph, costs.cluster, table, ((DEFAULT_AXIS, costs.n),))
+        self.graph, self.table, self.limit = graph, table, limit
         self.kin = kinship(graph, table)
         self.state = [graph.inputs[source] for source, _ in graph.carry]
         held = set(self.state)
@@ -84,28 +88,28 @@ class Baselines:
         }
 
     def _root(self, value: int, dim: int) -> Node | None:
-        node = (value, dim, 0)
+        node = (value, dim, ())
         return self.kin.find(node) if node in self.kin.parent else None
 
-    def _stored_batch(self) -> dict[int, Placement]:
-        return {v: S(0) for v in self.batch if self._root(v, 0) is not None and self.graph.values[v].shape[0] > 1}
+    def _stored_batch(self) -> dict[int, Layout]:
+        return {v: (S(0),) for v in self.batch if self._root(v, 0) is not None and self.graph.values[v].shape[0] > 1}
 
     def _data_parallel(self) -> Restriction:
-        stored = {**dict.fromkeys(self.state, R), **self._stored_batch()}
+        stored = {**dict.fromkeys(self.state, (R,)), **self._stored_batch()}
         # Only gradients and sums over the batch are communicated.
         convertible = lambda v, source, target: not source.is_sharded
         return Restriction(stored, lambda v, d: self._root(v, d) in self.batch_roots, convertible=convertible)
 
     def _zero3(self) -> Restriction:
-        stored: dict[int, Placement] = {}
+        stored: dict[int, Layout] = {}
         cut_shapes: set[tuple[tuple[int, ...], int]] = set()
         for v in self.state:
             shape = self.graph.values[v].shape
             dim = max(range(len(shape)), key=lambda d: shape[d], default=-1)
             if dim < 0 or shape[dim] == 1:
-                stored[v] = R
+                stored[v] = (R,)
             else:
-                stored[v] = S(dim)
+                stored[v] = (S(dim),)
                 cut_shapes.add((shape, dim))
 
         def allowed(value: int, dim: int) -> bool:
@@ -149,10 +153,10 @@ class Baselines:
 
     def _tensor_parallel(self) -> Restriction:
         cut = self._alternating_roots()
-        stored: dict[int, Placement] = dict.fromkeys(self.batch, R)
+        stored: dict[int, Layout] = dict.fromkeys(self.batch, (R,))
         for v in self.state:
             dims = [d for d in range(len(self.graph.values[v].shape)) if self._root(v, d) in cut]
-            stored[v] = S(dims[0]) if dims else R
+            stored[v] = (S(dims[0]) if dims else R,)
         held = set(self.state)
         convertible = lambda v, source, target: v not in held or source == R
         return Restriction(stored, lambda v, d: self._root(v, d) in cut, convertible=convertible)
@@ -193,7 +197,11 @@ class Baselines:
             if op.name not in ("dot_general", "conv_general_dilated"):
                 continue
             for triple in self.table[op.index].triples:
-                roots = {self.kin.find(n) for n in cut_nodes(self.graph, op.index, self.table[op.index], triple, 0)}
+                roots = {
+                    self.kin.find((v, d, ()))
+                    for _, nodes in cut_nodes(self.graph, op.index, self.table[op.index], (triple,))
+                    for v, d, _ in nodes
+                }
                 found |= roots
                 if triple.factor in self.table[op.index].reductions:
                     summed.update(roots)
@@ -213,7 +221,7 @@ class Baselines:
         solution = solve(formulator.problem(), tolerance=1e-4)
         if solution.assignment is None:
             return None
-        program = Emitter(formulator, solution.assignment.tolist()).run((("hap", self.costs.n),))
+        program = Emitter(formulator, solution.assignment.tolist()).run(self.costs.axes)
         classes = Classes.build(self.graph, program, self.table)
         sizes = Sizer(program, classes, self.costs).fixed(fractions)
         check(self.graph, program, sizes)

@@ -2,15 +2,15 @@
 
 The cost of a program is the sum over its instructions of the time of the slowest device (HAP, EuroSys'24,
 section 4.3): t = max_i [overhead_i + max(flops_i / rate_i, bytes_i / bandwidth_i)] for an op, and
-latency + bytes / bandwidth of the slowest link for a collective, on its padded size.
+latency + bytes / bandwidth of the axis's link for a collective, on its padded size.
 
 Every time is in seconds, every size in bytes. A `fractions` vector holds each device's share of a cut dimension, in
-mesh order; it sums to 1.
+mesh order.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+from collections.abc import Callable, Sequence
 from math import prod
 from typing import NamedTuple, TypeAlias
 
@@ -19,29 +19,37 @@ import numpy.typing as npt
 
 from hapsynth.cluster import Cluster
 from hapsynth.graph import Boundary, Graph, Op
-from hapsynth.instructions.collectives import Step, is_collective
-from hapsynth.instructions.factors import Factors, Triple
-from hapsynth.instructions.layout import Placement
+from hapsynth.instructions.collectives import is_collective, step_between
+from hapsynth.instructions.factors import Factors, Triples
+from hapsynth.instructions.layout import Layout, cut_axes, cut_dims
 from hapsynth.instructions.program import FactorTable
 from hapsynth.instructions.rules.registry import flops_of, is_fusible
+from hapsynth.instructions.sizes import cut_nodes
+from hapsynth.search.links import axis_links, devices_of, mesh_axes
 
 Floats: TypeAlias = npt.NDArray[np.float64]
+Largest: TypeAlias = Callable[[int, tuple[int, ...]], float]
+"""(dimension, the axes that cut it) -> the fraction that its largest shard holds."""
 
 
 class Work(NamedTuple):
-    """What an op does under one triple.
+    """What an op does under its triples.
 
-    `cut_bytes` and `flops` are divided among the devices when `divided`; `whole_bytes` every device moves itself.
-    `lanes`: how many rows, columns or terms of a contraction the cut factor is one of, 0 where that does not matter.
+    `flops` are divided by every factor that is cut. `moved`: bytes, and which of the cut factors divide them, summed
+    over tensors; () for what every device moves itself. `lanes`, per cut factor: how many rows, columns or terms of a
+    contraction it is one of, 0 where that does not matter. `axes`: those that some factor is cut along.
     """
 
     flops: float
-    cut_bytes: float
-    whole_bytes: float
+    moved: tuple[tuple[tuple[int, ...], float], ...]
     launches: int
     dtype: str
-    divided: bool
-    lanes: int
+    lanes: tuple[int, ...] = ()
+    axes: tuple[int, ...] = ()
+
+    @property
+    def divided(self) -> bool:
+        return bool(self.lanes)
 
 
 TILE = 16
@@ -77,21 +85,23 @@ def lanes_of(name: str, factors: Factors, factor: int) -> int:
 
 
 class CostModel:
-    """Costs of one graph's instructions on one cluster, along one mesh axis over all devices."""
+    """Costs of one graph's instructions on one cluster, over the mesh `axes`: (name, size), those of the cluster."""
 
-    def __init__(self, graph: Graph, cluster: Cluster, table: FactorTable) -> None:
+    def __init__(
+        self, graph: Graph, cluster: Cluster, table: FactorTable, axes: Sequence[tuple[str, int]] | None = None
+    ) -> None:
         self.graph, self.cluster, self.table = graph, cluster, table
         self.n = cluster.n
+        self.axes = tuple(axes or mesh_axes(cluster))
+        self.lengths = tuple(size for _, size in self.axes)
         self.overhead = np.array([k.overhead for k in cluster.devices])
         self.bandwidth = np.array([k.bandwidth for k in cluster.devices])
         self.memory = np.array([float(k.memory) for k in cluster.devices])
+        self.links = axis_links(cluster, self.lengths)
         self._rates: dict[str, Floats] = {}
-        link = cluster.slowest_link()
-        self.latency, self.beta = link.latency, 1.0 / link.bandwidth
-        per_host = max(Counter(cluster.hosts).values())
-        self._crossing = per_host * (self.n - per_host) if per_host < self.n else self.n - 1
         self._fed = frozenset(graph.inputs) - {graph.inputs[source] for source, _ in graph.carry}
-        self._works: dict[tuple[int, Triple], Work] = {}
+        self._works: dict[tuple[int, Triples], Work] = {}
+        self._places: dict[tuple[int, ...], np.ndarray] = {}
         self._materialized = _materialized(graph)
 
     def rate(self, dtype: str) -> Floats:
@@ -100,100 +110,123 @@ class CostModel:
             self._rates[dtype] = np.array([k.rate(dtype) for k in self.cluster.devices])
         return self._rates[dtype]
 
-    def work(self, op_index: int, triple: Triple) -> Work:
-        """What a triple of an op costs before any ratio."""
-        key = (op_index, triple)
+    def position(self, axes: tuple[int, ...]) -> np.ndarray:
+        """int [devices]: each device's position along some axes, row-major."""
+        if axes not in self._places:
+            self._places[axes] = devices_of(self.lengths, axes)
+        return self._places[axes]
+
+    def work(self, op_index: int, triples: Triples) -> Work:
+        """What an op costs under its triples before any ratio."""
+        key = (op_index, triples)
         if key not in self._works:
-            self._works[key] = self._work(op_index, triple)
+            self._works[key] = self._work(op_index, triples)
         return self._works[key]
 
-    def _work(self, op_index: int, triple: Triple) -> Work:
+    def _work(self, op_index: int, triples: Triples) -> Work:
         """Elementwise ops between others form one kernel with them: only what is materialized moves (D5)."""
-        op = self.graph.ops[op_index]
+        op, factors = self.graph.ops[op_index], self.table[op_index]
+        cut = list(cut_nodes(self.graph, op_index, factors, triples))
+        axes = tuple(sorted(a for a, t in enumerate(triples) if t.factor is not None))
+        tensors, launches = self._tensors(op)
+        dims = [*factors.operands, *factors.results]
+        moved: dict[tuple[int, ...], float] = {}
+        for place, nbytes in tensors:
+            # What a scan moves is one iteration's part, so the place may be a result's that has fewer dimensions.
+            divided = tuple(k for k, (f, _) in enumerate(cut) if factors.position(dims[place], f) is not None)
+            moved[divided] = moved.get(divided, 0.0) + nbytes
         if isinstance(op.primitive, Boundary):
-            return self._boundary_work(op, triple)
-        fusible = is_fusible(op)
-        cut = whole = 0.0
-        for position, value in op.value_operands:
-            if not fusible or self._materialized[value]:
-                nbytes = self.graph.values[value].nbytes
-                if triple.operands[position].is_sharded:
-                    cut += nbytes
-                else:
-                    whole += nbytes
-        stored = False
-        for placement, value in zip(triple.results, op.results, strict=True):
-            if self._materialized[value]:
-                stored = True
-                nbytes = self.graph.values[value].nbytes
-                if placement.is_sharded:
-                    cut += nbytes
-                else:
-                    whole += nbytes
-        launches = 1 if stored or not fusible else 0
+            return Work(0.0, tuple(sorted(moved.items())), 0, "float32", (0,) * len(cut), axes)
         dtype = str(op.dtypes[0] if op.dtypes else op.result_dtypes[0])
-        lanes = 0 if triple.factor is None else lanes_of(op.name, self.table[op_index], triple.factor)
-        return Work(flops_of(op), cut, whole, launches, dtype, triple.factor is not None, lanes)
+        lanes = tuple(lanes_of(op.name, factors, f) for f, _ in cut)
+        return Work(flops_of(op), tuple(sorted(moved.items())), launches, dtype, lanes, axes)
 
-    def _boundary_work(self, op: Op, triple: Triple) -> Work:
-        """A scan reads and writes one iteration's part at a time; what is carried stays where it is."""
-        moved = {"scan_slice": op.results, "scan_stack": op.operands}.get(op.name, ())
-        nbytes = float(sum(self.graph.values[v].nbytes for v in moved if isinstance(v, int)))
-        cut = triple.factor is not None
-        return Work(0.0, nbytes if cut else 0.0, 0.0 if cut else nbytes, 0, "float32", cut, 0)
+    def _tensors(self, op: Op) -> tuple[list[tuple[int, float]], int]:
+        """(operand or result, bytes) of the tensors that an op reads from memory or writes there; its launches."""
+        nbytes = lambda v: float(self.graph.values[v].nbytes)
+        if isinstance(op.primitive, Boundary):
+            # A scan reads and writes one iteration's part at a time; what is carried stays where it is.
+            if op.name == "scan_slice":
+                return [(len(op.operands), nbytes(op.results[0]))], 0
+            return [(i, nbytes(v)) for i, v in op.value_operands if op.name == "scan_stack"], 0
+        fusible = is_fusible(op)
+        read = [(i, nbytes(v)) for i, v in op.value_operands if not fusible or self._materialized[v]]
+        first = len(op.operands)
+        written = [(first + i, nbytes(v)) for i, v in enumerate(op.results) if self._materialized[v]]
+        return [*read, *written], 1 if written or not fusible else 0
 
     def uniform_time(self, op_index: int) -> float:
         """Seconds to make a decision the same on all devices, where it was made of numbers that unlike devices round
         differently."""
-        return self.convert_time("all_reduce", 4.0) if op_index in self.graph.unsure else 0.0
+        if op_index not in self.graph.unsure:
+            return 0.0
+        word = lambda link: link.latency + link.wire_bytes("all_reduce", 4.0, 0.0, 0.0) * link.beta
+        return sum(word(link) for link in self.links if link.n > 1)
 
     def is_materialized(self, value: int) -> bool:
         """Whether a value lies in memory rather than inside a fused chain."""
         return self._materialized[value]
 
-    def device_times(self, work: Work, fractions: Floats | None) -> Floats:
-        """Seconds of each device; a device without a share does nothing."""
-        rate = self.rate(work.dtype)
-        if not work.divided or fractions is None:
-            compute, moved = work.flops / rate, (work.cut_bytes + work.whole_bytes) / self.bandwidth
-            return self.overhead * work.launches + np.maximum(compute, moved)
-        moved = (work.cut_bytes * fractions + work.whole_bytes) / self.bandwidth
-        busy = self.overhead * work.launches + np.maximum(work.flops * tiled(fractions, work.lanes) / rate, moved)
-        return np.where(fractions > 0, busy, 0.0)
+    def device_times(self, work: Work, fractions: Sequence[Floats]) -> Floats:
+        """Seconds of each device, given each one's share of every cut factor; one without a share does nothing."""
+        share, held = np.ones(self.n), np.ones(self.n)
+        for fraction, lanes in zip(fractions, work.lanes, strict=True):
+            share = share * tiled(fraction, lanes)
+            held = held * fraction
+        moved = np.zeros(self.n)
+        for divided, nbytes in work.moved:
+            part = np.full(self.n, nbytes)
+            for k in divided:
+                part = part * fractions[k]
+            moved += part
+        busy = self.overhead * work.launches + np.maximum(
+            work.flops * share / self.rate(work.dtype), moved / self.bandwidth
+        )
+        return np.where(held > 0, busy, 0.0)
 
-    def time(self, work: Work, fractions: Floats | None) -> float:
+    def time(self, work: Work, fractions: Sequence[Floats]) -> float:
         return float(self.device_times(work, fractions).max())
 
-    def feed_work(self, value: int, placement: Placement) -> Work | None:
+    def feed_work(self, value: int, layout: Layout) -> Work | None:
         """What it takes to put an argument that is new at every step into the devices' memory; None for a value that
         stays there (carried state, constants)."""
         if value not in self._fed:
             return None
-        nbytes, cut = float(self.graph.values[value].nbytes), placement.is_sharded
-        return Work(0.0, nbytes if cut else 0.0, 0.0 if cut else nbytes, 0, "float32", cut, 0)
+        cuts = len(cut_dims(layout))
+        axes = tuple(a for a, p in enumerate(layout) if p.is_sharded)
+        moved = ((tuple(range(cuts)), float(self.graph.values[value].nbytes)),)
+        return Work(0.0, moved, 0, "float32", (0,) * cuts, axes)
 
     def ideal_time(self, work: Work) -> float:
         """The least time over all ratios: no program at any ratio runs this op faster.
 
-        At time t device i can take a share of at most r_i(t) = min over its compute and memory budget, so the
-        least t is where the shares sum to 1. A device that takes part pays its overhead and its whole bytes.
+        At time t a device can take a share of at most r = min over its compute and memory budget, and the devices at
+        one position along the cut axes take the same, so the least t is where the positions' shares sum to 1. A
+        device that takes part pays its overhead and its whole bytes.
         """
         if not work.divided:
-            return self.time(work, None)
-        rate = self.rate(work.dtype)
-        fixed = self.overhead * work.launches
+            return self.time(work, ())
+        rate, fixed = self.rate(work.dtype), self.overhead * work.launches
+        cut = sum(nbytes for divided, nbytes in work.moved if divided)
+        whole = sum(nbytes for divided, nbytes in work.moved if not divided)
+        place = self.position(work.axes)
+        lanes = work.lanes[0] if len(work.lanes) == 1 else 0
 
         def covered(t: float) -> float:
             budget = t - fixed
             by_compute = budget * rate / work.flops if work.flops else np.full(self.n, np.inf)
-            if work.lanes:
-                tile = min(TILE, work.lanes)
-                by_compute = np.floor(by_compute * work.lanes / tile + 1e-6) * tile / work.lanes
-            left = budget * self.bandwidth - work.whole_bytes
-            by_memory = left / work.cut_bytes if work.cut_bytes else np.where(left >= 0, np.inf, -np.inf)
-            return float(np.clip(np.minimum(by_compute, by_memory), 0.0, 1.0).sum())
+            if lanes:
+                tile = min(TILE, lanes)
+                by_compute = np.floor(by_compute * lanes / tile + 1e-6) * tile / lanes
+            left = budget * self.bandwidth - whole
+            by_memory = left / cut if cut else np.where(left >= 0, np.inf, -np.inf)
+            least = np.full(int(place.max()) + 1, np.inf)
+            np.minimum.at(least, place, np.minimum(by_compute, by_memory))
+            return float(np.clip(least, 0.0, 1.0).sum())
 
-        low, high = 0.0, float(self.device_times(work, np.ones(self.n)).min())
+        alone = np.zeros(int(place.max()) + 1)
+        np.maximum.at(alone, place, self.device_times(work, [np.ones(self.n)] * len(work.lanes)))
+        low, high = 0.0, float(alone.min())
         if covered(high) < 1.0:
             return high
         for _ in range(60):
@@ -201,33 +234,32 @@ class CostModel:
             low, high = (low, middle) if covered(middle) >= 1.0 else (middle, high)
         return low
 
-    def wire_bytes(self, step: Step, nbytes: float, largest: float = 0.0, largest_target: float = 0.0) -> float:
-        """Bytes over the slowest link of one conversion, padding included.
+    def conversion(
+        self, nbytes: float, source: Layout, target: Layout, axis: int, largest: Largest
+    ) -> tuple[float, float]:
+        """(seconds, bytes over the slowest link) of one step along an axis; an empty or a lone device's one is free."""
+        link = self.links[axis]
+        step = step_between(source[axis], target[axis])
+        assert step is not None, (source, target)
+        if not is_collective(step) or link.n == 1 or nbytes == 0:
+            return 0.0, 0.0
+        before, after = (nbytes * held_fraction(layout, largest) for layout in (source, target))
+        block = before
+        if step == "all_to_all":
+            dim = target[axis].dim
+            axes = cut_axes(target, dim)
+            block *= largest(dim, axes) / (largest(dim, axes[:-1]) if len(axes) > 1 else 1.0)
+        wire = link.wire_bytes(step, before, after, block)
+        return link.latency + wire * link.beta, wire
 
-        `largest`: the largest fraction of the dimension that a reduce-scatter makes or an all-gather or all-to-all
-        starts from; `largest_target`: of the one that an all-to-all makes. Rings for the first three; in an
-        all-to-all the devices of a host share its link.
-        """
-        n = self.n
-        match step:
-            case "slice" | "partial":
-                return 0.0
-            case "all_reduce":
-                return 2.0 * (n - 1) / n * nbytes
-            case "reduce_scatter" | "all_gather":
-                return (n - 1) * largest * nbytes
-            case "all_to_all":
-                return self._crossing * largest * largest_target * nbytes
+    def evenly(self, dim: int, axes: tuple[int, ...]) -> float:
+        """The least that the largest shard can be."""
+        return 1.0 / prod(self.lengths[a] for a in axes)
 
-    def convert_time(self, step: Step, nbytes: float, largest: float = 0.0, largest_target: float = 0.0) -> float:
-        """Seconds of one conversion; an empty or a lone device's one is free."""
-        if not is_collective(step) or self.n == 1 or nbytes == 0:
-            return 0.0
-        return self.latency + self.wire_bytes(step, nbytes, largest, largest_target) * self.beta
 
-    def ideal_convert_time(self, step: Step, nbytes: float) -> float:
-        """The least over all ratios: even shares have the least padding."""
-        return self.convert_time(step, nbytes, 1.0 / self.n, 1.0 / self.n)
+def held_fraction(layout: Layout, largest: Largest) -> float:
+    """The fraction of a value that the largest shard holds."""
+    return prod(largest(dim, cut_axes(layout, dim)) for dim in cut_dims(layout))
 
 
 def _materialized(graph: Graph) -> list[bool]:

@@ -8,9 +8,11 @@ from graphlib import TopologicalSorter
 from heapq import heapify, heappop, heappush
 
 from hapsynth.graph import Boundary, Graph
-from hapsynth.instructions.layout import Layout, Placement, R
+from hapsynth.instructions.factors import Triples
+from hapsynth.instructions.layout import Layout, R
 from hapsynth.instructions.program import Compute, Convert, Instruction, Program, region_of
-from hapsynth.search.formulate import Formulator, conversion
+from hapsynth.search.formulate import Formulator, Hop
+from hapsynth.search.structure import Availability
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,30 +29,25 @@ class Emitter:
     def __init__(self, formulator: Formulator, assignment: Sequence[int]) -> None:
         self.formulator, self.graph = formulator, formulator.graph
         self.structure = formulator.structure
-        self.states = [states[int(s)] for states, s in zip(self.structure.states, assignment, strict=True)]
+        self.states = [c.state(int(s)) for c, s in zip(self.structure.choices, assignment, strict=True)]
         self.steps: list[Step] = []
         self.op_steps: dict[int, int] = {}
-        self.tensors: dict[int, dict[Placement, int]] = {}
+        self.tensors: dict[int, dict[Layout, int]] = {}
 
     def run(self, axes: tuple[tuple[str, int], ...]) -> Program:
         graph = self.graph
         inputs: dict[int, Layout] = {}
         for value in graph.sources:
-            available = self.states[self.structure.value_variable[value]].availability
-            assert available is not None
-            inputs[value] = (available.computed,)
-            self.make(value, available.computed, -1)
+            inputs[value] = self.available(value).computed
+            self.make(value, -1)
         for op in graph.ops:
-            triple = self.states[self.structure.op_variable[op.index]].triple
-            assert triple is not None
-            needs = tuple(self.tensor(v, triple.operands[i], graph.read_in(op, i)) for i, v in op.value_operands)
-            self.add(Compute(op.index, (triple,)), needs)
-            for value, placement in zip(op.results, triple.results, strict=True):
-                self.make(value, placement, self.op_steps[op.index])
+            compute = Compute(op.index, self.triples(op.index))
+            needs = tuple(self.tensor(v, compute.operand_layout(i), graph.read_in(op, i)) for i, v in op.value_operands)
+            self.add(compute, needs)
+            for value in op.results:
+                self.make(value, self.op_steps[op.index])
         for op, value in graph.ties.items():
-            triple = self.states[self.structure.op_variable[op]].triple
-            assert triple is not None
-            carried, loop = triple.results[0], graph.ops[op].region
+            carried, loop = Compute(op, self.triples(op)).result_layout(0), graph.ops[op].region
             made_by = self.tensor(value, carried, loop)
             if made_by < 0:
                 continue
@@ -65,44 +62,53 @@ class Emitter:
         order = schedule(graph, self.steps)
         return Program(axes, inputs, tuple(self.steps[i].instruction for i in order), outputs)
 
+    def triples(self, op: int) -> Triples:
+        triples = self.states[self.structure.op_variable[op]].triples
+        assert triples is not None
+        return triples
+
+    def available(self, value: int) -> Availability:
+        available = self.states[self.structure.value_variable[value]].availability
+        assert available is not None
+        return available
+
     def add(self, instruction: Instruction, needs: tuple[int, ...]) -> int:
         self.steps.append(Step(instruction, tuple(n for n in needs if n >= 0)))
         if isinstance(instruction, Compute):
             self.op_steps[instruction.op] = len(self.steps) - 1
         return len(self.steps) - 1
 
-    def convert(self, value: int, source: Placement, target: Placement, made_by: int, region: int) -> int:
-        return self.add(Convert(value, 0, (source,), (target,), region), (made_by,))
+    def convert(self, value: int, hop: Hop, made_by: int, region: int) -> int:
+        source, target, axis = hop
+        return self.add(Convert(value, axis, source, target, region), (made_by,))
 
-    def make(self, value: int, computed: Placement, step: int) -> None:
+    def make(self, value: int, step: int) -> None:
         """A value exists: its shared conversions follow."""
-        available = self.states[self.structure.value_variable[value]].availability
-        assert available is not None
-        tensors = self.tensors[value] = {computed: step}
-        for source, target in available.steps:
-            tensors[target] = self.convert(value, source, target, tensors[source], self.graph.home[value])
+        available = self.available(value)
+        tensors = self.tensors[value] = {available.computed: step}
+        for hop in self.formulator.offer(value, available).hops:
+            tensors[hop[1]] = self.convert(value, hop, tensors[hop[0]], self.graph.home[value])
 
-    def tensor(self, value: int, placement: Placement, region: int = 0) -> int:
-        """The step that makes a value in a placement for a use in a region; converts where it is not there yet."""
-        tensors = self.tensors[value]
-        if placement in tensors:
-            return tensors[placement]
-        if R in tensors:
-            tensors[placement] = self.convert(value, R, placement, tensors[R], self.graph.home[value])
-            return tensors[placement]
-        return self.private(value, placement, self.graph.place_of_conversion(value, region))
+    def tensor(self, value: int, layout: Layout, region: int = 0) -> int:
+        """The step that makes a value in a layout for a use in a region; converts where it is not there yet.
 
-    def private(self, value: int, placement: Placement, region: int) -> int:
-        """Converted for one use only: the next use converts again."""
-        time = lambda a, b: self.formulator.step_time(value, a, b)
+        What follows by local steps is made once, where the value lives; for anything else the next use converts again.
+        """
         tensors = self.tensors[value]
-        paths = [(self.formulator.path_time(value, h, placement), h) for h in sorted(tensors)]
-        _, source = min(paths)
-        path = conversion(source, placement, time)
-        assert path is not None, (value, source, placement)
+        if layout in tensors:
+            return tensors[layout]
+        ways = self.formulator.conversions(value)
+        number, free = ways.layouts.number, ways.layouts.free
+        near = [t for t in tensors if free[number[t], number[layout]]]
+        source = ways.nearest(near or tensors, layout)
+        place = self.graph.home[value] if near else self.graph.place_of_conversion(value, region)
+        path = ways.path(source, layout)
+        assert path is not None, (value, source, layout)
         step = tensors[source]
-        for _, before, after in path:
-            step = self.convert(value, before, after, step, region)
+        for hop in path:
+            step = self.convert(value, hop, step, place)
+            if near:
+                tensors.setdefault(hop[1], step)
         return step
 
     def outputs(self) -> tuple[Layout | None, ...]:
@@ -113,28 +119,23 @@ class Emitter:
             if not isinstance(value, int):
                 found.append(None)
                 continue
-            if position in carried:
-                available = self.states[self.structure.value_variable[carried[position]]].availability
-                assert available is not None
-                placement = available.computed
-            else:
-                placement = self._plain_output(value)
-            made_by = self.tensor(value, placement)
-            self.tensors[value].setdefault(placement, made_by)
-            found.append((placement,))
+            layout = self.available(carried[position]).computed if position in carried else self._plain_output(value)
+            made_by = self.tensor(value, layout)
+            self.tensors[value].setdefault(layout, made_by)
+            found.append(layout)
         return tuple(found)
 
-    def _plain_output(self, value: int) -> Placement:
+    def _plain_output(self, value: int) -> Layout:
         """Whole where it is there already, else as it lies; a partial one by its cheapest conversion."""
         tensors = self.tensors[value]
-        if R in tensors:
-            return R
-        there = sorted(p for p in tensors if not p.is_partial)
+        whole = (R,) * self.structure.axes
+        if whole in tensors:
+            return whole
+        there = sorted(t for t in tensors if not any(p.is_partial for p in t))
         if there:
             return there[0]
-        targets = self.formulator.output_placements(value)
-        partial = next(iter(tensors))
-        times = [(self.formulator.path_time(value, partial, t), i) for i, t in enumerate(targets)]
+        targets = self.formulator.output_layouts(value)
+        times = [(min(self.formulator.path_time(value, t, o) for t in tensors), i) for i, o in enumerate(targets)]
         return targets[min(times)[1]]
 
 

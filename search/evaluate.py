@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from hapsynth.instructions.program import Compute, Convert, Instruction, Program
-from hapsynth.instructions.sizes import Sizes, cut_nodes
-from hapsynth.search.costs import CostModel
+from hapsynth.instructions.sizes import Node, Sizes, cut_nodes, layout_nodes
+from hapsynth.search.costs import CostModel, Floats
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,46 +21,57 @@ class Cost:
     wire_bytes: float
 
 
-def largest_share(sizes: Sizes, value: int, dim: int, axis: int) -> float:
+def largest_share(sizes: Sizes, value: int, dim: int, axes: tuple[int, ...]) -> float:
     """The fraction of a dimension that the largest shard holds."""
-    lengths = sizes.lengths(value, dim, axis)
+    lengths = sizes.lengths(value, dim, axes)
     return max(lengths) / sum(lengths)
 
 
-def class_of_triple(costs: CostModel, sizes: Sizes, instruction: Compute) -> int | None:
-    """The dimension class that an op's factor cuts."""
-    triple = instruction.triples[0]
-    if triple.factor is None:
-        return None
-    for node in cut_nodes(costs.graph, instruction.op, costs.table[instruction.op], triple, 0):
-        return sizes.classes.of[node]
-    return None
+def cuts_of(costs: CostModel, instruction: Compute) -> list[Node]:
+    """One dimension of each factor that an op's triples cut, in the order of its work's `lanes`."""
+    cut = cut_nodes(costs.graph, instruction.op, costs.table[instruction.op], instruction.triples)
+    return [nodes[0] for _, nodes in cut]
+
+
+def shares(costs: CostModel, sizes: Sizes, nodes: Sequence[Node]) -> list[Floats]:
+    """Each device's share of some dimensions."""
+    found: list[Floats] = []
+    for node in nodes:
+        units = np.array(sizes.units(*node)[1], dtype=np.float64)
+        found.append((units / max(units.sum(), 1.0))[costs.position(node[2])])
+    return found
 
 
 def instruction_costs(program: Program, sizes: Sizes, costs: CostModel) -> Iterator[Cost]:
     """The cost of every instruction, in order."""
-    fractions = [np.array(s, dtype=np.float64) / c.units for c, s in zip(sizes.classes.all, sizes.shares, strict=True)]
+    known: dict[tuple[int, ...], list[Floats]] = {}
+
+    def held(nodes: list[Node]) -> list[Floats]:
+        # By class and depth: nodes of one class that as many axes cut have the same shares.
+        key = tuple(x for n in nodes for x in (sizes.classes.of[n], len(n[2])))
+        if key not in known:
+            known[key] = shares(costs, sizes, nodes)
+        return known[key]
+
     for i in program.instructions:
         if isinstance(i, Convert):
-            nbytes = costs.graph.values[i.value].nbytes
-            cut = [largest_share(sizes, i.value, p.dim, 0) for p in (i.source[0], i.target[0]) if p.is_sharded]
-            runs, wire = costs.graph.runs[i.region], costs.wire_bytes(i.step, nbytes, *cut)
-            yield Cost(i, runs * costs.convert_time(i.step, nbytes, *cut), runs * wire)
+            nbytes = float(costs.graph.values[i.value].nbytes)
+            largest = lambda dim, axes, v=i.value: largest_share(sizes, v, dim, axes)
+            seconds, wire = costs.conversion(nbytes, i.source, i.target, i.axis, largest)
+            runs = costs.graph.runs[i.region]
+            yield Cost(i, runs * seconds, runs * wire)
         else:
-            c = class_of_triple(costs, sizes, i)
-            work, runs = costs.work(i.op, i.triples[0]), costs.graph.runs[costs.graph.ops[i.op].region]
-            seconds = costs.time(work, None if c is None else fractions[c]) + costs.uniform_time(i.op)
+            work, runs = costs.work(i.op, i.triples), costs.graph.runs[costs.graph.ops[i.op].region]
+            seconds = costs.time(work, held(cuts_of(costs, i))) + costs.uniform_time(i.op)
             yield Cost(i, runs * seconds, 0.0)
 
 
 def feed_costs(program: Program, sizes: Sizes, costs: CostModel) -> Iterator[tuple[int, float]]:
     """(argument, seconds) to put each argument that is new at every step into the devices' memory."""
-    for value, (placement,) in program.inputs.items():
-        work = costs.feed_work(value, placement)
+    for value, layout in program.inputs.items():
+        work = costs.feed_work(value, layout)
         if work is not None:
-            c = sizes.classes.of[(value, placement.dim, 0)] if placement.is_sharded else None
-            shares = None if c is None else np.array(sizes.shares[c]) / sizes.classes.all[c].units
-            yield value, costs.time(work, shares)
+            yield value, costs.time(work, shares(costs, sizes, layout_nodes(value, layout)))
 
 
 def program_cost(program: Program, sizes: Sizes, costs: CostModel) -> float:

@@ -2,200 +2,306 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar, cast
 
 import numpy as np
 
-from hapsynth.instructions.collectives import Step, step_between
-from hapsynth.instructions.factors import Triple
-from hapsynth.instructions.layout import Placement, R, S
+from hapsynth.instructions.factors import Triples
+from hapsynth.instructions.layout import Layout, cut_axes, cut_dims
 from hapsynth.instructions.sizes import cut_nodes
-from hapsynth.search.costs import CostModel, Floats
-from hapsynth.search.problem import Edge, Problem, Resource
+from hapsynth.search.costs import CostModel, Floats, held_fraction
+from hapsynth.search.layouts import Conversions
+from hapsynth.search.problem import Edge, Ints, Problem, Resource
 from hapsynth.search.ratios import Ratios
-from hapsynth.search.structure import Availability, Structure
+from hapsynth.search.structure import Availability, Choices, Needs, Structure
+
+_T = TypeVar("_T")
+Hop = tuple[Layout, Layout, int]
+
+
+@dataclass(frozen=True, eq=False)
+class Offer:
+    """What an availability comes to at the current ratios: its conversions in order, their seconds, and all tensors
+    there are then, the one that was computed first."""
+
+    hops: tuple[Hop, ...]
+    seconds: float
+    tensors: tuple[Layout, ...]
 
 
 class Formulator:
     """The problem of a structure on one cluster at given ratios; `ratios` None gives the joint bound's, with every
-    instruction at its own ideal ratio."""
+    instruction at its own ideal ratio.
+
+    What is alike in all that decides its costs is made once, and shared in the problem as the same array.
+    """
 
     def __init__(self, structure: Structure, costs: CostModel, ratios: Ratios | None) -> None:
         self.structure, self.costs, self.ratios = structure, costs, ratios
         self.graph, self.table = structure.graph, structure.table
-        self._step_times: dict[tuple[int, Placement, Placement], float] = {}
-        self._op_times: dict[object, float] = {}
-        self._tables: dict[object, Floats] = {}
+        self._made: dict[object, object] = {}
+        self._profiles: dict[int, object] = {}
+
+    def _once(self, key: object, make: Callable[[], _T]) -> _T:
+        if key not in self._made:
+            self._made[key] = make()
+        return cast(_T, self._made[key])
 
     def problem(self, resources: Iterable[tuple[frozenset[int], float]] = ()) -> Problem:
         """`resources`: (values live at one point of the schedule, bytes that a device has for them)."""
         st = self.structure
         edges = [self._link(op, value) for op, value in st.links]
         for use in st.uses:
-            groups, available = st.groups[use.value]
-            table = self._use_table(use.value, available, use.needed) * use.runs
-            edges.append(Edge(st.value_variable[use.value], use.variable, groups, use.groups, table))
+            producer = st.value_variable[use.value]
+            choices = st.choices[producer]
+            table = self._use_table(use.value, choices.options, use.needs, use.runs)
+            edges.append(Edge(producer, use.variable, choices.option, use.needs.groups, table))
         return Problem(tuple(self._unary()), tuple(edges), self._resources(resources))
 
-    def step_time(self, value: int, source: Placement, target: Placement) -> float:
+    # Conversions
+
+    def conversions(self, value: int) -> Conversions:
+        """The cheapest ways between the layouts of a value."""
+        layouts = self.structure.layouts[value]
+
+        def make() -> Conversions:
+            return Conversions(layouts, lambda source, target, axis: self.step_time(value, source, target, axis))
+
+        return self._once(("conversions", id(layouts), self._profile(value)), make)
+
+    def step_time(self, value: int, source: Layout, target: Layout, axis: int) -> float:
         """Seconds of one conversion step at the current ratios, or at the best ones for the joint bound."""
-        key = (value, source, target)
-        if key not in self._step_times:
-            step = step_between(source, target)
-            assert step is not None, key
-            nbytes = self.graph.values[value].nbytes
-            convertible = self.structure.restriction.convertible
-            if convertible is not None and not convertible(value, source, target):
-                self._step_times[key] = np.inf
-            elif self.ratios is None:
-                self._step_times[key] = self.costs.ideal_convert_time(step, nbytes)
-            else:
-                largest = [self.ratios.largest[self.ratios.of(value, p.dim)] for p in (source, target) if p.is_sharded]
-                self._step_times[key] = self.costs.convert_time(step, nbytes, *largest)
-        return self._step_times[key]
+        convertible = self.structure.restriction.convertible
+        if convertible is not None and not convertible(value, source[axis], target[axis]):
+            return np.inf
+        nbytes = float(self.graph.values[value].nbytes)
+        return self.costs.conversion(nbytes, source, target, axis, lambda d, axes: self.largest(value, d, axes))[0]
 
-    def path_time(self, value: int, source: Placement, target: Placement) -> float:
+    def path_time(self, value: int, source: Layout, target: Layout) -> float:
         """Seconds of the cheapest conversion; infinite where there is none."""
-        steps = conversion(source, target, lambda a, b: self.step_time(value, a, b))
-        return np.inf if steps is None else sum(self.step_time(value, a, b) for _, a, b in steps)
+        ways = self.conversions(value)
+        return float(ways.seconds[ways.layouts.number[source], ways.layouts.number[target]])
 
-    def op_time(self, op: int, triple: Triple) -> float:
-        """Seconds of an op under a triple, on the slowest device."""
-        work = self.costs.work(op, triple)
-        vector = -1 if self.ratios is None or triple.factor is None else self._op_vector(op, triple)
-        key = (work, vector)
-        if key not in self._op_times:
-            if self.ratios is None:
-                self._op_times[key] = self.costs.ideal_time(work)
-            else:
-                self._op_times[key] = self.costs.time(work, self.ratios.vectors[vector] if vector >= 0 else None)
-        return self._op_times[key]
+    def largest(self, value: int, dim: int, axes: tuple[int, ...]) -> float:
+        """The fraction of a dimension that the largest shard holds."""
+        if self.ratios is None:
+            return self.costs.evenly(dim, axes)
+        return self.ratios.largest[self.ratios.of(value, dim, axes)]
 
-    def feed_time(self, value: int, placement: Placement) -> float:
+    def _profile(self, value: int) -> object:
+        """What decides the costs of a value's conversions, and of holding it."""
+        if value not in self._profiles:
+            nbytes = self.graph.values[value].nbytes
+            ratios, restricted = self.ratios, self.structure.restriction.convertible is not None
+            cuts = self.structure.layouts[value].cuts
+            vectors = () if ratios is None else tuple(ratios.of(value, d, axes) for d, axes in cuts)
+            self._profiles[value] = (nbytes, vectors, value if restricted else None)
+        return self._profiles[value]
+
+    def offer(self, value: int, availability: Availability) -> Offer:
+        """The conversions that an availability stands for."""
+        ways = self.conversions(value)
+
+        def make() -> Offer:
+            tensors: list[Layout] = [availability.computed]
+            hops: list[Hop] = []
+            seconds = 0.0
+            for target in availability.targets:
+                if target in tensors:
+                    continue
+                path = ways.path(ways.nearest(tensors, target), target)
+                if path is None:
+                    return Offer((), np.inf, tuple(tensors))
+                for source, after, axis in path:
+                    if after not in tensors:
+                        seconds += float(ways.seconds[ways.layouts.number[source], ways.layouts.number[after]])
+                        hops.append((source, after, axis))
+                        tensors.append(after)
+            return Offer(tuple(hops), seconds, tuple(tensors))
+
+        return self._once(("offer", id(ways), availability), make)
+
+    # Ops
+
+    def op_times(self, op: int) -> Floats:
+        """Seconds of an op under each of its triples, on the slowest device."""
+        triples = self.structure.triples[op]
+        kind = self._once(("op kind", self._op_key(op), id(triples)), lambda: _OpKind(self, op))
+        vectors = () if self.ratios is None else tuple(self._vector(op, *cut) for cut in kind.cuts)
+        return self._once(("op times", id(kind), vectors), lambda: kind.times(op, triples, vectors))
+
+    def op_time(self, op: int, triples: Triples) -> float:
+        """Seconds of an op under its triples."""
+        return float(self.op_times(op)[self.structure.triples[op].index(triples)])
+
+    def _op_key(self, op: int) -> object:
+        """Ops that are alike in this cost the same at the same ratios."""
+        o, at = self.graph.ops[op], self.costs.is_materialized
+        return id(self.table[op]), o.primitive, tuple(at(v) for _, v in o.value_operands), tuple(map(at, o.results))
+
+    def _vector(self, op: int, place: int, dim: int, axes: tuple[int, ...], units: int) -> int:
+        assert self.ratios is not None
+        o = self.graph.ops[op]
+        value = (*o.operands, *o.results)[place]
+        assert isinstance(value, int)
+        return self.ratios.of(value, dim, axes, units)
+
+    def feed_time(self, value: int, layout: Layout) -> float:
         """Seconds to put an argument that is new at every step where it is stored."""
-        work = self.costs.feed_work(value, placement)
+        work = self.costs.feed_work(value, layout)
         if work is None:
             return 0.0
         if self.ratios is None:
             return self.costs.ideal_time(work)
-        cut = placement.is_sharded
-        return self.costs.time(work, self.ratios.vectors[self.ratios.of(value, placement.dim)] if cut else None)
+        held = [self.ratios.devices[self.ratios.of(value, d, cut_axes(layout, d))] for d in cut_dims(layout)]
+        return self.costs.time(work, held)
 
-    def _op_vector(self, op: int, triple: Triple) -> int:
-        """The ratio of a triple's factor: that of the last dimension it cuts, a result's where there is one."""
-        assert self.ratios is not None
-        assert triple.factor is not None
-        *_, (value, dim, _) = cut_nodes(self.graph, op, self.table[op], triple, 0)
-        return self.ratios.of(value, dim, self.table[op].sizes[triple.factor])
+    def output_layouts(self, value: int) -> list[Layout]:
+        """Where a plain output may end: wherever it can lie that is not partial, whole first."""
+        known = self.structure.layouts[value]
+        return [layout for layout, partial in zip(known.layouts, known.is_partial, strict=True) if not partial]
 
-    def _final_time(self, value: int, available: Availability) -> float:
-        """A plain output may be left in any placement that is not partial."""
-        if any(not p.is_partial for p in available.placements):
-            return 0.0
-        return min(self.path_time(value, available.computed, t) for t in self.output_placements(value))
-
-    def output_placements(self, value: int) -> list[Placement]:
-        """Where a plain output may end: whole, or cut along any dimension that may be."""
-        allowed = self.structure.restriction.allowed
-        shape = self.graph.values[value].shape
-        return [R, *(S(d) for d, n in enumerate(shape) if n > 1 and (allowed is None or allowed(value, d)))]
+    # The problem's parts
 
     def _unary(self) -> list[Floats]:
         graph, st = self.graph, self.structure
-        unary = [np.zeros(len(s)) for s in st.states]
+        unary: list[Floats | None] = [None] * len(st.choices)
+        plain = self._plain_outputs()
         for op in graph.ops:
-            runs, uniform = graph.runs[op.region], self.costs.uniform_time(op.index)
-            rows = {t: runs * (self.op_time(op.index, t) + uniform) for t in st.triples[op.index]}
             variable = st.op_variable[op.index]
-            unary[variable] += [rows[s.triple] if s.triple else 0.0 for s in st.states[variable]]
-        for value in graph.sources:
-            variable = st.value_variable[value]
-            stored = [s.availability.computed for s in st.states[variable] if s.availability]
-            times = {p: self.feed_time(value, p) for p in dict.fromkeys(stored)}
-            unary[variable] += [times[p] for p in stored]
-        tied = {graph.outputs[target] for _, target in graph.carry}
-        plain = {v for v in graph.outputs if isinstance(v, int) and v not in tied}
+            runs, uniform = graph.runs[op.region], self.costs.uniform_time(op.index)
+            times = self.op_times(op.index)
+            made = self._kept(op.results[0], plain) if len(op.results) == 1 else None
+            key = ("unary", id(st.choices[variable]), id(times), runs, uniform, id(made))
+            make = lambda t=times, c=st.choices[variable], r=runs, u=uniform, m=made: _states(r * (t + u), m, c)
+            unary[variable] = self._once(key, make)
         for value, variable in enumerate(st.value_variable):
-            made: dict[int, float] = {}
-            extra: list[float] = []
-            for state in st.states[variable]:
-                a = state.availability
-                assert a is not None
-                if id(a) not in made:
-                    times = [self.step_time(value, s, t) for s, t in a.steps]
-                    made[id(a)] = graph.runs[graph.home[value]] * sum(times)
-                    if value in plain:
-                        made[id(a)] += self._final_time(value, a)
-                extra.append(made[id(a)])
-            unary[variable] += extra
-        return unary
+            if unary[variable] is None:
+                kept, options = self._kept(value, plain), st.choices[variable].options
+                feeds = [] if value in graph.producer else [self.feed_time(value, a.computed) for a in options]
+                unary[variable] = kept + feeds if any(feeds) else kept
+        return [u for u in unary if u is not None]
 
-    def _use_table(
-        self, value: int, available: tuple[frozenset[Placement], ...], needed: tuple[Placement, ...]
-    ) -> Floats:
-        """Seconds of the cheapest private conversion from each availability to each need."""
-        dims = self.structure.demands[value]
-        vectors = () if self.ratios is None else tuple(self.ratios.of(value, p.dim) for p in dims)
-        key = (self.graph.values[value].nbytes, available, needed, vectors)
-        if self.structure.restriction.convertible is not None:
-            key = (value, *key)
-        if key not in self._tables:
-            table = np.zeros((len(available), len(needed)))
-            for i, have in enumerate(available):
-                for j, need in enumerate(needed):
-                    if need not in have:
-                        table[i, j] = min(self.path_time(value, h, need) for h in sorted(have))
-            self._tables[key] = table
-        return self._tables[key]
+    def _kept(self, value: int, plain: frozenset[int]) -> Floats:
+        """Seconds of each of a value's options: its conversions, and to bring a plain output where it may end."""
+        choices = self.structure.choices[self.structure.value_variable[value]]
+        ways, runs = self.conversions(value), self.graph.runs[self.graph.home[value]]
+
+        def make() -> Floats:
+            seconds = [runs * self.offer(value, a).seconds for a in choices.options]
+            if value in plain:
+                ends = self._use_table(value, choices.options, self._ends(value), 1.0)
+                seconds = [s + float(row.min()) for s, row in zip(seconds, ends, strict=True)]
+            return np.array(seconds)
+
+        return self._once(("kept", id(choices.options), id(ways), runs, value in plain), make)
+
+    def _ends(self, value: int) -> Needs:
+        layouts = self.structure.layouts[value]
+        make = lambda: Needs(tuple(self.output_layouts(value)), np.zeros(0, dtype=np.int64))
+        return self._once(("ends", id(layouts)), make)
+
+    def _plain_outputs(self) -> frozenset[int]:
+        graph = self.graph
+        tied = {graph.outputs[target] for _, target in graph.carry}
+        return frozenset(v for v in graph.outputs if isinstance(v, int) and v not in tied)
+
+    def _use_table(self, value: int, options: tuple[Availability, ...], needs: Needs, runs: float) -> Floats:
+        """Seconds of the cheapest private conversion from each option to each need."""
+        ways = self.conversions(value)
+
+        def make() -> Floats:
+            number = ways.layouts.number
+            columns = ways.seconds[:, [number[n] for n in needs.layouts]]
+            rows = [columns[[number[t] for t in self.offer(value, a).tensors]].min(axis=0) for a in options]
+            return np.array(rows) * runs
+
+        return self._once(("use", id(ways), id(options), id(needs), runs), make)
 
     def _link(self, op: int, value: int) -> Edge:
-        """The result of an op with several is made as the op's triple says."""
+        """The result of an op with several is made as the op's triples say."""
         st = self.structure
         position = self.graph.ops[op].results.index(value)
-        index: dict[Placement, int] = {}
-        triples, made = st.states[st.op_variable[op]], st.states[st.value_variable[value]]
-        gu = [index.setdefault(s.triple.results[position], len(index)) for s in triples if s.triple]
-        gv = [index[s.availability.computed] for s in made if s.availability]
-        table = np.where(np.eye(len(index), dtype=bool), 0.0, np.inf)
-        return Edge(st.op_variable[op], st.value_variable[value], np.array(gu), np.array(gv), table)
+        by, made = st.choices[st.op_variable[op]], st.choices[st.value_variable[value]]
+
+        def make() -> tuple[Ints, Ints, Floats]:
+            index: dict[Layout, int] = {}
+            rows = [index.setdefault(tuple(t.results[position] for t in ts), len(index)) for ts in by.triples]
+            columns = [index[a.computed] for a in made.options]
+            table = np.where(np.eye(len(index), dtype=bool), 0.0, np.inf)
+            return np.array(rows)[by.triple], np.array(columns)[made.option], table
+
+        gu, gv, table = self._once(("link", id(by), id(made), position), make)
+        return Edge(st.op_variable[op], st.value_variable[value], gu, gv, table)
 
     def _resources(self, resources: Iterable[tuple[frozenset[int], float]]) -> tuple[Resource, ...]:
         st = self.structure
         made: list[Resource] = []
         for number, (live, limit) in enumerate(resources):
-            usage = [np.zeros(len(s)) for s in st.states]
+            usage = [np.zeros(len(c)) for c in st.choices]
             for value in sorted(live):
-                variable = st.value_variable[value]
-                usage[variable] += [self._held(value, s.availability) for s in st.states[variable]]
+                choices = st.choices[st.value_variable[value]]
+                held = np.array([self._held(value, a) for a in choices.options])
+                usage[st.value_variable[value]] = usage[st.value_variable[value]] + held[choices.option]
             made.append(Resource(tuple(usage), limit, f"memory at point {number}"))
         return tuple(made)
 
-    def _held(self, value: int, available: Availability | None) -> float:
+    def _held(self, value: int, available: Availability) -> float:
         """Bytes that a device holds of a value: a partial that was reduced is gone, a stored shard stays."""
-        if available is None:
-            return 0.0
-        kept = [p for p in available.tensors if not (p.is_partial and available.steps)]
-        return float(sum(self._tensor_bytes(value, p) for p in kept))
+        offer = self.offer(value, available)
+        kept = [t for t in offer.tensors if not (any(p.is_partial for p in t) and offer.hops)]
+        return float(sum(self.tensor_bytes(value, t) for t in kept))
 
-    def _tensor_bytes(self, value: int, placement: Placement) -> float:
+    def tensor_bytes(self, value: int, layout: Layout) -> float:
         """Bytes of one tensor on a device: the largest shard, as the switch form stores it padded (D2)."""
-        nbytes = self.graph.values[value].nbytes
-        if placement.is_sharded and self.ratios is not None:
-            return nbytes * self.ratios.largest[self.ratios.of(value, placement.dim)]
-        return float(nbytes)
+        return self.graph.values[value].nbytes * held_fraction(layout, lambda d, axes: self.largest(value, d, axes))
 
 
-def conversion(
-    source: Placement, target: Placement, time: Callable[[Placement, Placement], float]
-) -> tuple[tuple[Step, Placement, Placement], ...] | None:
-    """The cheapest sequence of single steps along one mesh axis, or None."""
-    if source == target:
-        return ()
-    direct = step_between(source, target)
-    found: list[tuple[float, int, tuple[tuple[Step, Placement, Placement], ...]]] = []
-    if direct is not None:
-        found.append((time(source, target), 1, ((direct, source, target),)))
-    first, second = step_between(source, R), step_between(R, target)
-    if first is not None and second is not None:
-        found.append((time(source, R) + time(R, target), 2, ((first, source, R), (second, R, target))))
-    return min(found)[2] if found else None
+class _OpKind:
+    """What all ops that are alike have in common: which cuts decide their times, and their work."""
+
+    def __init__(self, formulator: Formulator, op: int) -> None:
+        self.formulator = formulator
+        factors = formulator.table[op]
+        self.groups: list[tuple[int, ...]] = []
+        """Per triple, the cuts that divide it."""
+        number: dict[tuple[int, tuple[int, ...]], int] = {}
+        self.cuts: list[tuple[int, int, tuple[int, ...], int]] = []
+        """(operand or result, dimension, axes, units) of each."""
+        dims = [*factors.operands, *factors.results]
+        operands = formulator.graph.ops[op].operands
+        for triples in formulator.structure.triples[op]:
+            mine: list[int] = []
+            for factor, nodes in cut_nodes(formulator.graph, op, factors, triples):
+                axes = nodes[0][2]
+                if (factor, axes) not in number:
+                    # The ratio of a factor is that of the last dimension it cuts, a result's where there is one.
+                    is_value = lambda n: n >= len(operands) or isinstance(operands[n], int)
+                    places = [(n, factors.position(t, factor)) for n, t in enumerate(dims) if is_value(n)]
+                    place, dim = [(n, d) for n, d in places if d is not None][-1]
+                    number[factor, axes] = len(self.cuts)
+                    self.cuts.append((place, dim, axes, factors.sizes[factor]))
+                mine.append(number[factor, axes])
+            self.groups.append(tuple(mine))
+
+    def times(self, op: int, triples: Sequence[Triples], vectors: tuple[int, ...]) -> Floats:
+        """Seconds under each of the triples."""
+        costs, ratios = self.formulator.costs, self.formulator.ratios
+        known: dict[object, float] = {}
+        found: list[float] = []
+        for ts, cuts in zip(triples, self.groups, strict=True):
+            work = costs.work(op, ts)
+            key = (work, tuple(vectors[c] for c in cuts) if vectors else ())
+            if key not in known:
+                if ratios is None:
+                    known[key] = costs.ideal_time(work)
+                else:
+                    known[key] = costs.time(work, [ratios.devices[vectors[c]] for c in cuts])
+            found.append(known[key])
+        return np.array(found)
+
+
+def _states(times: Floats, kept: Floats | None, choices: Choices) -> Floats:
+    return times[choices.triple] if kept is None else times[choices.triple] + kept[choices.option]

@@ -7,6 +7,7 @@ through the whole step. Fused chains hold no memory inside.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -15,8 +16,11 @@ import numpy as np
 from hapsynth.graph import LOOP_CARRY, SCAN_STACK, Boundary, Graph
 from hapsynth.instructions.layout import Layout
 from hapsynth.instructions.program import Compute, Program, Property, reads, region_of, writes
-from hapsynth.instructions.sizes import Classes, Sizes
-from hapsynth.search.costs import CostModel, Floats
+from hapsynth.instructions.sizes import Classes, Sizes, layout_nodes
+from hapsynth.search.costs import CostModel, Floats, held_fraction
+
+Cut = tuple[int, int]
+"""(dimension class, how many of its axes, major first)"""
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,12 +101,8 @@ def _boundary(
 
 def padded_bytes(sizes: Sizes, value: int, layout: Layout) -> float:
     """Bytes of a tensor on one device, at the largest shard."""
-    nbytes = float(sizes.graph.values[value].nbytes)
-    for axis, placement in enumerate(layout):
-        if placement.is_sharded:
-            c = sizes.classes.of[(value, placement.dim, axis)]
-            nbytes *= max(sizes.shares[c]) / sizes.classes.all[c].units
-    return nbytes
+    largest = lambda dim, axes: max(lengths := sizes.lengths(value, dim, axes)) / max(sum(lengths), 1)
+    return sizes.graph.values[value].nbytes * held_fraction(layout, largest)
 
 
 @dataclass(frozen=True, eq=False)
@@ -128,14 +128,13 @@ class MemoryProfile:
         return np.array([t.start + 1 for t in self.tensors]), np.array([t.stop + 2 for t in self.tensors])
 
     @cached_property
-    def _cuts(self) -> list[tuple[int, np.ndarray]]:
-        """(class, the tensors that it cuts)."""
-        cut: dict[int, list[int]] = {}
+    def _cuts(self) -> dict[Cut, np.ndarray]:
+        """(class, how many of its axes) -> the tensors that are cut so."""
+        cut: dict[Cut, list[int]] = {}
         for n, t in enumerate(self.tensors):
-            for axis, p in enumerate(t.layout):
-                if p.is_sharded:
-                    cut.setdefault(self.classes.of[(t.value, p.dim, axis)], []).append(n)
-        return [(c, np.array(members)) for c, members in cut.items()]
+            for node in layout_nodes(t.value, t.layout):
+                cut.setdefault((self.classes.of[node], len(node[2])), []).append(n)
+        return {c: np.array(members) for c, members in cut.items()}
 
     def alive(self, nbytes: Floats) -> Floats:
         """Bytes alive at each point, given each tensor's."""
@@ -145,24 +144,32 @@ class MemoryProfile:
         np.subtract.at(change, stops, nbytes)
         return np.cumsum(change)[:-1]
 
+    def _bytes(self, sizes: Sizes, without: Iterable[Cut] = ()) -> Floats:
+        """Bytes of each tensor's largest shard, as if some cuts were none."""
+        nbytes = self._whole_bytes.copy()
+        for cut, members in self._cuts.items():
+            if cut not in without:
+                nbytes[members] *= largest_of(sizes, cut)
+        return nbytes
+
     def at(self, sizes: Sizes) -> Floats:
         """Bytes of one device at each point: float64 [instructions + 2]."""
-        nbytes = self._whole_bytes.copy()
-        for c, members in self._cuts:
-            nbytes[members] *= max(sizes.shares[c]) / self.classes.all[c].units
-        return self.alive(nbytes)
+        return self.alive(self._bytes(sizes))
 
-    def by_class(self) -> tuple[Floats, Floats]:
-        """Bytes at each point that no cut divides [points], and whole bytes that each class divides
-        [classes, points]. For programs of one mesh axis."""
-        whole = self._whole_bytes.copy()
-        per_class = np.zeros((len(self.classes.all), len(self.program.instructions) + 2))
-        for c, members in self._cuts:
-            mine = np.zeros_like(whole)
-            mine[members] = self._whole_bytes[members]
-            per_class[c] = self.alive(mine)
-            whole[members] = 0.0
-        return self.alive(whole), per_class
+    def by_cut(self, sizes: Sizes, cuts: Iterable[Cut]) -> tuple[Floats, dict[Cut, Floats]]:
+        """Bytes at each point of what none of `cuts` divides [points], and what each of them divides, whole [points],
+        everything else at `sizes`. No tensor may have two of them."""
+        some = [c for c in cuts if c in self._cuts]
+        nbytes = self._bytes(sizes, some)
+        divided: dict[Cut, Floats] = {}
+        for c in some:
+            mine = np.zeros_like(nbytes)
+            members = self._cuts[c]
+            mine[members] = nbytes[members]
+            divided[c] = self.alive(mine)
+        for c in some:
+            nbytes[self._cuts[c]] = 0.0
+        return self.alive(nbytes), divided
 
     def peak(self, sizes: Sizes) -> float:
         """Bytes of one device at the fullest point."""
@@ -172,6 +179,14 @@ class MemoryProfile:
         """The values that hold memory at the fullest point."""
         point = int(np.argmax(self.at(sizes)))
         return frozenset(t.value for t in self.tensors if t.start + 1 <= point <= t.stop + 1)
+
+
+def largest_of(sizes: Sizes, cut: Cut) -> float:
+    """The largest fraction of a class's shards along the first of its axes."""
+    c, depth = cut
+    cls = sizes.classes.all[c]
+    shares = np.array(sizes.shares[c]).reshape([sizes.classes.lengths[a] for a in cls.axes])
+    return float(shares.sum(axis=tuple(range(depth, shares.ndim))).max()) / max(cls.units, 1)
 
 
 def peak(program: Program, sizes: Sizes, costs: CostModel) -> float:

@@ -86,10 +86,10 @@ class Planner:
     def __post_init__(self) -> None:
         self.table = FactorTable(self.graph)
         self.costs = CostModel(self.graph, self.cluster, self.table)
-        self.structure = Structure(self.graph, self.table, self.restriction)
+        self.axes = self.costs.axes
+        self.structure = Structure(self.graph, self.table, self.restriction, len(self.axes))
         # The switch form stores every shard padded, so the smallest device's memory is everyone's limit.
         self.limit = float(self.costs.memory.min()) if self.memory_limit is None else self.memory_limit
-        self.axes = (("hap", self.cluster.n),)
         self._began = time.perf_counter()
         self._deadline = None if self.time_budget_s is None else self._began + self.time_budget_s
         self._best: Candidate | None = None
@@ -127,7 +127,7 @@ class Planner:
         )
 
     def _starts(self) -> list[Floats]:
-        """Ratios to begin from: by speed, even, and by speed without the slower kinds."""
+        """Weights of the devices to begin from: by speed, even, and by speed without the slower kinds."""
         speed = self.costs.rate("float32")
         kinds = sorted(set(speed.tolist()), reverse=True)
         starts = [proportional(speed)]
@@ -136,9 +136,12 @@ class Planner:
             starts += [proportional(np.where(speed >= k, speed, 0.0)) for k in kinds[:-1]]
         return starts
 
+    def _ratios(self, default: Floats, sizes: Sizes | None = None) -> Ratios:
+        return Ratios(self.graph, self.table, default, sizes, self.costs.lengths)
+
     def _alternate(self, default: Floats) -> None:
         """Search and sizes in turn from one start, until the cost stops falling."""
-        ratios = Ratios(self.graph, self.table, default)
+        ratios = self._ratios(default)
         choices: Ints | None = None
         reached = np.inf
         # A start that begins above the best of the others is given up at once.
@@ -151,7 +154,7 @@ class Planner:
                 # Sizes that gain this little lead to no other program; `_certify` looks once more.
                 return
             reached, choices = candidate.cost, candidate.choices
-            ratios = Ratios(self.graph, self.table, default, candidate.sizes)
+            ratios = self._ratios(default, candidate.sizes)
             if self._late():
                 return
 
@@ -161,7 +164,7 @@ class Planner:
             return best, best.bound
         for _ in range(_ROUNDS):
             default = self._own_default(best.sizes)
-            ratios = Ratios(self.graph, self.table, default, best.sizes)
+            ratios = self._ratios(default, best.sizes)
             _, solution = self._search(ratios, default, best.choices, limited=False)
             found = self._best
             if found is None or found.cost >= best.cost * (1 - _SETTLED / 2):
@@ -173,11 +176,7 @@ class Planner:
 
     def _own_default(self, sizes: Sizes) -> Floats:
         """Dimensions that the plan does not cut are compared at the ratio of its largest class."""
-        if not sizes.shares:
-            return proportional(self.costs.rate("float32"))
-        weigh = lambda c: sum(self.graph.values[v].nbytes for v, _, _ in sizes.classes.all[c].members)
-        largest = max(range(len(sizes.shares)), key=weigh)
-        return np.array(sizes.shares[largest]) / sizes.classes.all[largest].units
+        return own_weights(self.costs, sizes)
 
     def _joint_bound(self, at_ratios: float) -> float:
         began = time.perf_counter()
@@ -300,3 +299,16 @@ class Planner:
         if self.progress is not None:
             best = min(cost, self._best.cost if self._best else np.inf)
             self.progress(Progress(stage, time.perf_counter() - self._began, best, bound, self.expanded))
+
+
+def own_weights(costs: CostModel, sizes: Sizes) -> Floats:
+    """Weights of the devices by which a plan's largest class is cut; by speed where it cuts nothing."""
+    speed = proportional(costs.rate("float32"))
+    if not sizes.shares:
+        return speed
+    weigh = lambda c: (len(c.axes), sum(costs.graph.values[v].nbytes for v in {v for v, _, _ in c.members}))
+    cls = max(sizes.classes.all, key=weigh)
+    if not cls.units:
+        return speed
+    held = np.array(sizes.shares[cls.index], dtype=np.float64)[costs.position(cls.axes)]
+    return held / held.sum()

@@ -10,6 +10,7 @@ from hapsynth.graph import Graph, Operand
 from hapsynth.instructions.program import FactorTable
 from hapsynth.instructions.sizes import Classes, Node, Sizes, UnionFind, cut_nodes
 from hapsynth.search.costs import Floats
+from hapsynth.search.links import devices_of
 
 
 def round_shares(fractions: Floats, units: int) -> tuple[int, ...]:
@@ -21,34 +22,58 @@ def round_shares(fractions: Floats, units: int) -> tuple[int, ...]:
     return tuple(int(s) for s in shares)
 
 
-class Ratios:
-    """A fraction vector for every (value, dimension) of a graph, one mesh axis.
+def nested_shares(weights: Floats, units: int) -> tuple[int, ...]:
+    """Whole units in proportion to weights [positions along the major axis, along the next, ...]: what each axis cuts
+    is nearest to its own proportion, then cut again by the next one's. Row-major."""
+    total = weights.sum(axis=tuple(range(1, weights.ndim)))
+    even = np.full(total.shape, 1.0 / total.size)
+    outer = round_shares(total / total.sum() if total.sum() > 0 else even, units)
+    if weights.ndim == 1:
+        return outer
+    return tuple(s for row, held in zip(weights, outer, strict=True) for s in nested_shares(row, held))
 
-    Dimensions that the current plan cuts have that plan's exact sizes. Every other dimension gets `default`, rounded
-    to what its length allows, or the ratio of a dimension that some op cuts alike, where the plan cuts one.
+
+class Ratios:
+    """A fraction vector for every (value, dimension, mesh axes) of a graph; positions row-major in the axes.
+
+    Dimensions that the current plan cuts have that plan's exact sizes. Every other dimension is cut by `weights`, one
+    per device, rounded to what its length allows, or like a dimension that some op cuts alike, where the plan cuts one.
     """
 
-    def __init__(self, graph: Graph, table: FactorTable, default: Floats, sizes: Sizes | None = None) -> None:
-        self.graph, self.default = graph, default
+    def __init__(
+        self,
+        graph: Graph,
+        table: FactorTable,
+        weights: Floats,
+        sizes: Sizes | None = None,
+        lengths: Sequence[int] | None = None,
+    ) -> None:
+        self.graph, self.weights = graph, weights
+        self.lengths = tuple(lengths or (len(weights),))
         self.vectors: list[Floats] = []
+        """Per position along the axes."""
+        self.devices: list[Floats] = []
+        """The same vectors, per device."""
         self.largest: list[float] = []
-        self._index: dict[bytes, int] = {}
-        self._rounded: dict[tuple[int, int], int] = {}
+        self._index: dict[tuple[tuple[int, ...], bytes], int] = {}
+        self._rounded: dict[tuple[int, tuple[int, ...], int], int] = {}
         self._exact: dict[Node, int] = {}
-        self._kin: dict[Node, int] = {}
+        self._kin: dict[tuple[Node, tuple[int, ...]], int] = {}
         self._kinship = kinship(graph, table) if sizes is not None else UnionFind()
         if sizes is not None:
             self._adopt(sizes)
 
     def _adopt(self, sizes: Sizes) -> None:
-        weight: dict[Node, int] = {}
-        for cls, shares in zip(sizes.classes.all, sizes.shares, strict=True):
-            vector = self._intern(np.array(shares, dtype=np.float64) / cls.units)
-            nbytes = sum(self.graph.values[v].nbytes for v, _, _ in cls.members)
-            for node in cls.members:
-                self._exact[node] = vector
+        weight: dict[tuple[Node, tuple[int, ...]], int] = {}
+        for cls in sizes.classes.all:
+            nbytes = sum(self.graph.values[v].nbytes for v in {v for v, _, _ in cls.members})
+            for value, dim, axes in cls.members:
+                lengths = np.array(sizes.lengths(value, dim, axes), dtype=np.float64)
+                vector = self._intern(axes, lengths / max(lengths.sum(), 1.0))
+                self._exact[(value, dim, axes)] = vector
+                node = (value, dim, ())
                 if node in self._kinship.parent:
-                    root = self._kinship.find(node)
+                    root = (self._kinship.find(node), axes)
                     if weight.get(root, -1) < nbytes:
                         weight[root] = nbytes
                         self._kin[root] = vector
@@ -57,55 +82,62 @@ class Ratios:
         """The sizes that a program has at these ratios, where each of its classes is cut in one way."""
         shares: list[tuple[int, ...]] = []
         for cls in classes.all:
-            value, dim, _ = cls.members[0]
-            exact = self.vectors[self.of(value, dim, cls.units)] * cls.units
+            value, dim, axes = next(m for m in cls.members if m[2] == cls.axes)
+            exact = self.vectors[self.of(value, dim, axes, cls.units)] * cls.units
             if not np.allclose(exact, np.round(exact)):
                 return None
             shares.append(tuple(int(s) for s in np.round(exact)))
         return Sizes(self.graph, classes, tuple(shares))
 
-    def _intern(self, vector: Floats) -> int:
-        key = vector.tobytes()
+    def _intern(self, axes: tuple[int, ...], vector: Floats) -> int:
+        key = (axes, vector.tobytes())
         if key not in self._index:
             self._index[key] = len(self.vectors)
             self.vectors.append(vector)
+            self.devices.append(vector[devices_of(self.lengths, axes)])
             self.largest.append(float(vector.max()))
         return self._index[key]
 
-    def of(self, value: int, dim: int, units: int | None = None) -> int:
-        """The index of the vector for a dimension cut in `units` (its length by default)."""
-        node = (value, dim, 0)
+    def of(self, value: int, dim: int, axes: tuple[int, ...], units: int | None = None) -> int:
+        """The index of the vector for a dimension cut in `units` (its length by default) along some axes."""
+        node = (value, dim, axes)
         if node in self._exact:
             return self._exact[node]
         base = -1
-        if node in self._kinship.parent:
-            base = self._kin.get(self._kinship.find(node), -1)
+        if (node := (value, dim, ())) in self._kinship.parent:
+            base = self._kin.get((self._kinship.find(node), axes), -1)
         units = units or self.graph.values[value].shape[dim]
-        if (base, units) not in self._rounded:
-            fractions = self.default if base < 0 else self.vectors[base]
-            self._rounded[(base, units)] = self._intern(np.array(round_shares(fractions, units)) / units)
-        return self._rounded[(base, units)]
+        key = (base, axes, units)
+        if key not in self._rounded:
+            shares = nested_shares(self._weights(axes), units) if base < 0 else round_shares(self.vectors[base], units)
+            self._rounded[key] = self._intern(axes, np.array(shares) / units)
+        return self._rounded[key]
+
+    def _weights(self, axes: tuple[int, ...]) -> Floats:
+        """[positions along each of the axes]"""
+        weights = np.bincount(devices_of(self.lengths, axes), self.weights).astype(np.float64)
+        return weights.reshape([self.lengths[a] for a in axes])
 
 
 def kinship(graph: Graph, table: FactorTable) -> UnionFind:
-    """The sets of dimensions that some op of the graph could cut together."""
+    """The sets of dimensions, as nodes (value, dimension, ()), that some op of the graph could cut together."""
     sets = UnionFind()
     for op in graph.ops:
         factors = table[op.index]
         for triple in factors.triples:
-            first = None
-            for node in cut_nodes(graph, op.index, factors, triple, 0):
-                sets.add(node, graph.values[node[0]].shape[node[1]])
-                first = first or node
-                sets.union(first, node)
+            for _, nodes in cut_nodes(graph, op.index, factors, (triple,)):
+                first = (*nodes[0][:2], ())
+                for value, dim, _ in nodes:
+                    sets.add((value, dim, ()), graph.values[value].shape[dim])
+                    sets.union(first, (value, dim, ()))
     pairs: list[tuple[int, Operand]] = [(graph.inputs[source], graph.outputs[target]) for source, target in graph.carry]
     pairs += [(graph.ops[op].results[0], value) for op, value in graph.ties.items()]
     for a, b in pairs:
         if isinstance(b, int):
             for dim, size in enumerate(graph.values[a].shape):
-                sets.add((a, dim, 0), size)
-                sets.add((b, dim, 0), size)
-                sets.union((a, dim, 0), (b, dim, 0))
+                sets.add((a, dim, ()), size)
+                sets.add((b, dim, ()), size)
+                sets.union((a, dim, ()), (b, dim, ()))
     return sets
 
 

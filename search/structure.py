@@ -1,11 +1,12 @@
-"""What a plan may choose: which triple every op takes, and which conversions of every value are shared.
+"""What a plan may choose: which triples every op takes, and which conversions of every value are shared.
 
 Variables: one per source value (how it is stored, which conversions are made once for all its uses), one per op
-(its triple, and the same for its result). An op of several results has a variable of its own and one per result.
-Edges: a use costs nothing where the layout it needs is among the producer's available ones, else the cheapest
-private conversion; carried outputs must be brought to the layout in which their input is stored. So every
-assignment that is not contradictory is a program, and every program of the instruction set that converts a value
-from what is available is an assignment.
+(its triples, and the same for its result). An op of several results has a variable of its own and one per result.
+Edges: a use costs nothing where the layout it needs is among the producer's tensors, else the cheapest private
+conversion; carried outputs must be brought to the layout in which their input is stored. So every assignment that is
+not contradictory is a program.
+
+What may be chosen does not depend on ratios, and is the same for ops that are alike: layers share it.
 """
 
 from __future__ import annotations
@@ -13,42 +14,63 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import combinations
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar, cast
 
 import numpy as np
 
 from hapsynth.graph import Graph
 from hapsynth.instructions.collectives import step_between
-from hapsynth.instructions.factors import Triple
-from hapsynth.instructions.layout import Placement, R, S
+from hapsynth.instructions.factors import Triples
+from hapsynth.instructions.layout import Layout, Placement, R, Reduction, S
 from hapsynth.instructions.program import FactorTable
 from hapsynth.instructions.sizes import cut_nodes
+from hapsynth.search.layouts import LayoutSet
 from hapsynth.search.problem import Ints
 
+_T = TypeVar("_T")
+_Touched = tuple[set[int], set[Reduction]]
+"""(dimensions cut, reductions)"""
 Allowed = Callable[[int, int], bool]
 """Whether (value, dimension) may be cut: baselines restrict it."""
 Convertible = Callable[[int, Placement, Placement], bool]
-"""Whether a value may be converted by a step between two placements."""
+"""Whether a value may be converted by a step between two placements along one axis."""
 
 
 class Availability(NamedTuple):
-    """A value made as `computed` and converted once by `steps`; every use finds `placements` at no cost."""
+    """A value made as `computed` and brought to `targets` once for all uses, the cheapest way from what is there."""
 
-    computed: Placement
-    steps: tuple[tuple[Placement, Placement], ...]
-    placements: frozenset[Placement]
-
-    @property
-    def tensors(self) -> tuple[Placement, ...]:
-        return (self.computed, *(target for _, target in self.steps))
+    computed: Layout
+    targets: tuple[Layout, ...] = ()
 
 
 class State(NamedTuple):
-    """One choice: the triple (None for a source or a separate result) and the availability (None for an op whose
+    """One choice: the triples (None for a source or a separate result) and the availability (None for an op whose
     results have variables of their own)."""
 
-    triple: Triple | None
+    triples: Triples | None
     availability: Availability | None
+
+
+@dataclass(frozen=True, eq=False)
+class Choices:
+    """The states of a variable; those that are alike share one. `triple` and `option` number each state's, -1: none."""
+
+    triples: tuple[Triples, ...]
+    options: tuple[Availability, ...]
+    triple: Ints
+    option: Ints
+
+    def __len__(self) -> int:
+        return self.triple.size
+
+    def state(self, i: int) -> State:
+        """One of the states."""
+        t, a = int(self.triple[i]), int(self.option[i])
+        return State(self.triples[t] if t >= 0 else None, self.options[a] if a >= 0 else None)
+
+    @property
+    def states(self) -> list[State]:
+        return [self.state(i) for i in range(len(self))]
 
 
 @dataclass
@@ -56,149 +78,251 @@ class Restriction:
     """What a caller may pin: stored layouts of inputs, dimensions that may be cut, values never converted once for
     all uses (ZeRO-3 gathers its parameters again for every use), conversions that may be made."""
 
-    stored: Mapping[int, Placement] = field(default_factory=dict)
+    stored: Mapping[int, Layout] = field(default_factory=dict)
     allowed: Allowed | None = None
     private: frozenset[int] = frozenset()
     convertible: Convertible | None = None
 
 
 @dataclass(frozen=True, eq=False)
+class Needs:
+    """The layouts that a variable's states ask of a value: `groups` indexes `layouts` per state."""
+
+    layouts: tuple[Layout, ...]
+    groups: Ints
+
+
+@dataclass(frozen=True, eq=False)
 class Use:
-    """One edge: the layouts that a variable's states ask of a value. `groups` indexes `needed` per state; `runs` is how
-    often a conversion for this use runs in a step."""
+    """One edge. `runs` is how often a conversion for this use runs in a step."""
 
     value: int
     variable: int
-    groups: Ints
-    needed: tuple[Placement, ...]
+    needs: Needs
     runs: float = 1.0
 
 
 class Structure:
     """What may be chosen: variables, states and edges of one graph under one restriction, at any ratio."""
 
-    def __init__(self, graph: Graph, table: FactorTable, restriction: Restriction | None = None) -> None:
-        self.graph, self.table = graph, table
+    def __init__(self, graph: Graph, table: FactorTable, restriction: Restriction | None = None, axes: int = 1) -> None:
+        self.graph, self.table, self.axes = graph, table, axes
         self.restriction = restriction or Restriction()
-        self.triples = [self._allowed_triples(op.index) for op in graph.ops]
-        self.demands = self._demands()
-        self._options: dict[object, list[Availability]] = {}
-        self.states: list[tuple[State, ...]] = []
+        self._interned: dict[object, object] = {}
+        self.triples = [self._triples(op.index) for op in graph.ops]
+        self.layouts = self._layout_sets()
+        self.choices: list[Choices] = []
         self.value_variable = [-1] * len(graph.values)
         self.op_variable = [-1] * len(graph.ops)
         self.links: list[tuple[int, int]] = []
         """(op, result) of ops with several results."""
+        self._uses_of = self._counted_uses()
         self._add_variables()
-        self.groups = [self._groups(self.states[v]) for v in self.value_variable]
-        """Per value: a group per state of its variable, and the placements available in each group."""
         self.uses = [*self._op_uses(), *self._carry_uses()]
 
-    def _add_variables(self) -> None:
-        graph = self.graph
-        for value in graph.sources:
-            self.value_variable[value] = len(self.states)
-            self.states.append(tuple(State(None, a) for c in self._stored(value) for a in self.options(value, c)))
-        for op in graph.ops:
-            self.op_variable[op.index] = len(self.states)
-            triples = self.triples[op.index]
-            if len(op.results) == 1:
-                value = op.results[0]
-                self.value_variable[value] = len(self.states)
-                self.states.append(tuple(State(t, a) for t in triples for a in self.options(value, t.results[0])))
-                continue
-            self.states.append(tuple(State(t, None) for t in triples))
-            for position, value in enumerate(op.results):
-                self.value_variable[value] = len(self.states)
-                self.links.append((op.index, value))
-                made = dict.fromkeys(t.results[position] for t in triples)
-                self.states.append(tuple(State(None, a) for c in made for a in self.options(value, c)))
+    def alternatives(self, op: int) -> tuple[Triples, ...]:
+        """The ways of running an op that the restriction leaves; like ops give the same object."""
+        return self.triples[op]
 
-    def _allowed_triples(self, op: int) -> tuple[Triple, ...]:
-        triples = self.table[op].triples
+    def _triples(self, op: int) -> tuple[Triples, ...]:
+        factors = self.table[op]
+        every = self._once((id(factors), self.axes), lambda: factors.joint(self.axes))
         allowed = self.restriction.allowed
         if allowed is None:
-            return triples
-        return tuple(
-            t for t in triples if all(allowed(v, d) for v, d, _ in cut_nodes(self.graph, op, self.table[op], t, 0))
-        )
+            return every
+        cuts = lambda t: (n for _, nodes in cut_nodes(self.graph, op, factors, t) for n in nodes)
+        kept = [all(allowed(v, d) for v, d, _ in cuts(t)) for t in every]
+        return self._once((id(every), *kept), lambda: tuple(t for t, keep in zip(every, kept, strict=True) if keep))
 
-    def _demands(self) -> list[tuple[Placement, ...]]:
-        """The sharded placements of each value that some use, or the storage of a carried input, asks for."""
+    def _once(self, key: object, make: Callable[[], _T]) -> _T:
+        """What `make` gave for a key, made at most once: like ops share it."""
+        if key not in self._interned:
+            self._interned[key] = make()
+        return cast(_T, self._interned[key])
+
+    def _layout_sets(self) -> list[LayoutSet]:
+        """Per value, the layouts that some use asks for, or that its op makes, and what lies between."""
         graph = self.graph
-        found: list[set[int]] = [set() for _ in graph.values]
+        dims: list[set[int]] = [set() for _ in graph.values]
+        reductions: list[set[Reduction]] = [set() for _ in graph.values]
         for op in graph.ops:
-            for triple in self.triples[op.index]:
-                for position, value in op.value_operands:
-                    placement = triple.operands[position]
-                    if placement.is_sharded:
-                        found[value].add(placement.dim)
-        for value, placement in self.restriction.stored.items():
-            if placement.is_sharded:
-                found[value].add(placement.dim)
+            needs, makes = self._touched(self.triples[op.index])
+            for position, value in op.value_operands:
+                dims[value] |= needs[position][0]
+                reductions[value] |= needs[position][1]
+            for value, (_, partial) in zip(op.results, makes, strict=True):
+                reductions[value] |= partial
+        for value, layout in self.restriction.stored.items():
+            dims[value].update(p.dim for p in layout if p.is_sharded)
         for source, target in graph.carry:
             a, b = graph.inputs[source], graph.outputs[target]
             if isinstance(b, int):
-                found[b] |= found[a]
+                dims[b] |= dims[a]
         for op, value in graph.ties.items():
-            found[value].update(t.results[0].dim for t in self.triples[op] if t.results[0].is_sharded)
-        return [tuple(S(d) for d in sorted(dims)) for dims in found]
+            carried = self._touched(self.triples[op])[1][0]
+            dims[value] |= carried[0]
+            reductions[value] |= carried[1]
+        found: list[LayoutSet] = []
+        for value, cut, partial in zip(graph.values, dims, reductions, strict=True):
+            for op in [graph.producer[value.index]] if value.index in graph.producer else []:
+                cut = cut | self._touched(self.triples[op])[1][graph.ops[op].results.index(value.index)][0]
+            if self.axes > 1 and value.shape and max(value.shape) > 1 and self.restriction.allowed is None:
+                # What is reduced along several axes is best cut on the way, even where nobody needs it cut.
+                cut = cut | {value.shape.index(max(value.shape))}
+            over, kinds = tuple(sorted(cut)), tuple(sorted(partial))
+            make = lambda over=over, kinds=kinds: LayoutSet(self.axes, over, kinds)
+            found.append(self._once(("layouts", over, kinds), make))
+        return found
 
-    def _stored(self, value: int) -> tuple[Placement, ...]:
+    def _touched(self, triples: tuple[Triples, ...]) -> tuple[list[_Touched], list[_Touched]]:
+        """(dimensions cut, reductions) of every operand and result, over all triples."""
+
+        def collect(places: Iterable[Iterable[Placement]]) -> _Touched:
+            flat = [p for placements in places for p in placements]
+            return {p.dim for p in flat if p.is_sharded}, {p.reduction for p in flat if p.is_partial}
+
+        def make() -> tuple[list[_Touched], list[_Touched]]:
+            single = [t for ts in triples for t in ts]
+            operands, results = range(len(single[0].operands)), range(len(single[0].results))
+            return (
+                [collect([[t.operands[i] for t in single]]) for i in operands],
+                [collect([[t.results[i] for t in single]]) for i in results],
+            )
+
+        return self._once(("touched", id(triples)), make)
+
+    def _counted_uses(self) -> list[int]:
+        """How many uses each value has: a conversion for one alone need not be shared."""
+        graph = self.graph
+        found = [len(graph.uses[v.index]) for v in graph.values]
+        for v in graph.outputs:
+            if isinstance(v, int):
+                found[v] += 1
+        for v in graph.ties.values():
+            found[v] += 1
+        return found
+
+    def _add_variables(self) -> None:
+        for value in self.graph.sources:
+            stored = self._stored(value)
+            key = ("stored", stored, self._option_key(value))
+            options = self._once(key, lambda v=value, s=stored: tuple(a for c in s for a in self.options(v, c)))
+            self.value_variable[value] = self._add_alone(options)
+        for op in self.graph.ops:
+            triples = self.triples[op.index]
+            if len(op.results) == 1:
+                (value,) = op.results
+                self.op_variable[op.index] = self.value_variable[value] = self._add_made(value, triples, 0)
+                continue
+            self.op_variable[op.index] = self._add(("op", id(triples)), triples, (), lambda _: (-1,))
+            for position, value in enumerate(op.results):
+                self.links.append((op.index, value))
+                self.value_variable[value] = self._add_alone(self._made_options(value, triples, position))
+
+    def _made_options(self, value: int, triples: tuple[Triples, ...], position: int) -> tuple[Availability, ...]:
+        """What can be available of one of several results."""
+
+        def make() -> tuple[Availability, ...]:
+            computed = dict.fromkeys(tuple(t.results[position] for t in ts) for ts in triples)
+            return tuple(a for c in computed for a in self.options(value, c))
+
+        return self._once(("made", id(triples), position, self._option_key(value)), make)
+
+    def _add_alone(self, options: tuple[Availability, ...]) -> int:
+        """A variable that is no op."""
+        return self._add(("alone", id(options)), (), options, lambda _: range(len(options)))
+
+    def _add_made(self, value: int, triples: tuple[Triples, ...], position: int) -> int:
+        """The variable of an op with one result: its triples, each with the options of what it makes."""
+        key = ("op", id(triples), self._option_key(value))
+
+        def make() -> tuple[tuple[Availability, ...], list[list[int]]]:
+            number: dict[Availability, int] = {}
+            rows: list[list[int]] = []
+            for ts in triples:
+                computed = tuple(t.results[position] for t in ts)
+                rows.append([number.setdefault(a, len(number)) for a in self.options(value, computed)])
+            return tuple(number), rows
+
+        options, rows = self._once(("options", *key), make)
+        return self._add(key, triples, options, lambda t: rows[t])
+
+    def _add(
+        self,
+        key: object,
+        triples: tuple[Triples, ...],
+        options: tuple[Availability, ...],
+        of: Callable[[int], Iterable[int]],
+    ) -> int:
+        def make() -> Choices:
+            pairs = [(t, a) for t in (range(len(triples)) if triples else (-1,)) for a in of(t)]
+            triple, option = (np.array(column, dtype=np.int64) for column in zip(*pairs, strict=True))
+            return Choices(triples, options, triple, option)
+
+        self.choices.append(self._once(("choices", key), make))
+        return len(self.choices) - 1
+
+    def _stored(self, value: int) -> tuple[Layout, ...]:
         if value in self.restriction.stored:
             return (self.restriction.stored[value],)
-        return (R, *self.demands[value])
+        known = self.layouts[value]
+        return tuple(layout for layout, partial in zip(known.layouts, known.is_partial, strict=True) if not partial)
 
-    def options(self, value: int, computed: Placement) -> list[Availability]:
-        """Every set of conversions worth sharing: to R (which gives every slice for free), or to a set of cuts."""
-        cuts, private = self.demands[value], value in self.restriction.private
-        key = (cuts, private, computed)
-        if key not in self._options:
-            everything = frozenset((R, *cuts))
-            found = [Availability(computed, (), everything if computed == R else frozenset((computed,)))]
-            if not private and computed != R:
-                found.append(Availability(computed, ((computed, R),), everything | {computed}))
-                found += self._cut_options(computed, cuts)
-            self._options[key] = found
-        return self._options[key]
+    def _option_key(self, value: int) -> tuple[int, bool]:
+        shared = self._uses_of[value] > 1 and value not in self.restriction.private
+        return id(self.layouts[value]), shared
 
-    def _cut_options(self, computed: Placement, cuts: tuple[Placement, ...]) -> Iterable[Availability]:
-        others = [c for c in cuts if c != computed]
-        if computed.is_partial and step_between(computed, S(0)) is None:
+    def options(self, value: int, computed: Layout) -> tuple[Availability, ...]:
+        """Every set of conversions worth sharing. None for a value used once: its use converts it as cheaply."""
+        key = _, shared = self._option_key(value)
+        if not shared:
+            return (Availability(computed),)
+        known = self.layouts[value]
+        several = self._cut_options if self.axes == 1 else self._target_options
+        return self._once(("shared", key, computed), lambda: (Availability(computed), *several(known, computed)))
+
+    def _target_options(self, known: LayoutSet, computed: Layout) -> Iterable[Availability]:
+        """One layout that is not there for nothing; what lies on the way to it is there too."""
+        free = known.free[known.number[computed]]
+        for i, target in enumerate(known.layouts):
+            if not free[i] and not known.is_partial[i]:
+                yield Availability(computed, (target,))
+
+    def _cut_options(self, known: LayoutSet, computed: Layout) -> Iterable[Availability]:
+        """To R, which gives every slice for nothing, or to a set of cuts."""
+        (made,) = computed
+        if made == R:
             return
+        yield Availability(computed, ((R,),))
+        if made.is_partial and step_between(made, S(0)) is None:
+            return
+        others = [(S(d),) for d in known.dims if S(d) != made]
         for count in range(1, len(others) + 1):
             for chosen in combinations(others, count):
-                if computed.is_sharded:
-                    yield Availability(computed, tuple((computed, c) for c in chosen), frozenset((computed, *chosen)))
+                if made.is_sharded:
+                    yield Availability(computed, chosen)
                     continue
                 for first in chosen:
                     # One reduce-scatter, the other cuts from it: cheaper than reducing twice.
-                    rest = tuple((first, c) for c in chosen if c != first)
-                    yield Availability(computed, ((computed, first), *rest), frozenset((computed, *chosen)))
+                    yield Availability(computed, (first, *(c for c in chosen if c != first)))
 
     def replicated(self) -> list[int]:
         """The assignment in which every device runs the whole function: there is always one."""
-        found: list[int] = []
-        for states in self.states:
-            whole = (
-                i
-                for i, s in enumerate(states)
-                if (s.triple is None or all(p == R for p in (*s.triple.operands, *s.triple.results)))
-                and (s.availability is None or R in s.availability.placements)
-            )
-            found.append(next(whole, 0))
-        return found
-
-    def _groups(self, states: tuple[State, ...]) -> tuple[Ints, tuple[frozenset[Placement], ...]]:
-        index: dict[frozenset[Placement], int] = {}
-        groups = [index.setdefault(s.availability.placements, len(index)) for s in states if s.availability]
-        return np.array(groups, dtype=np.int64), tuple(index)
+        whole = (R,) * self.axes
+        return [self._once(("whole", id(c)), lambda c=c: _whole_state(c, whole)) for c in self.choices]
 
     def _op_uses(self) -> Iterable[Use]:
         for op in self.graph.ops:
             variable = self.op_variable[op.index]
+            choices = self.choices[variable]
             for position, value in op.value_operands:
-                placements = [s.triple.operands[position] for s in self.states[variable] if s.triple]
-                yield _use(value, variable, placements, self._runs(value, self.graph.read_in(op, position)))
+                needs = self._once(
+                    ("needs", id(choices), position),
+                    lambda p=position, c=choices: _needs(
+                        [tuple(t.operands[p] for t in ts) for ts in c.triples], c.triple
+                    ),
+                )
+                yield Use(value, variable, needs, self._runs(value, self.graph.read_in(op, position)))
 
     def _carry_uses(self) -> Iterable[Use]:
         """A carried output must be brought to the layout in which its input is stored, and so in every loop."""
@@ -206,18 +330,37 @@ class Structure:
             a, b = self.graph.inputs[source], self.graph.outputs[target]
             if isinstance(b, int) and a != b:
                 variable = self.value_variable[a]
-                stored = [s.availability.computed for s in self.states[variable] if s.availability]
-                yield _use(b, variable, stored, 1.0)
+                choices = self.choices[variable]
+                needs = self._once(
+                    ("stored needs", id(choices)),
+                    lambda c=choices: _needs([o.computed for o in c.options], c.option),
+                )
+                yield Use(b, variable, needs, 1.0)
         for op, value in self.graph.ties.items():
             variable = self.op_variable[op]
-            carried = [s.triple.results[0] for s in self.states[variable] if s.triple]
-            yield _use(value, variable, carried, self._runs(value, self.graph.ops[op].region))
+            choices = self.choices[variable]
+            needs = self._once(
+                ("carried needs", id(choices)),
+                lambda c=choices: _needs([tuple(t.results[0] for t in ts) for ts in c.triples], c.triple),
+            )
+            yield Use(value, variable, needs, self._runs(value, self.graph.ops[op].region))
 
     def _runs(self, value: int, region: int) -> float:
         return self.graph.runs[self.graph.place_of_conversion(value, region)]
 
 
-def _use(value: int, variable: int, placements: list[Placement], runs: float) -> Use:
-    index: dict[Placement, int] = {}
-    groups = np.array([index.setdefault(p, len(index)) for p in placements], dtype=np.int64)
-    return Use(value, variable, groups, tuple(index), runs)
+def _needs(layouts: list[Layout], index: Ints) -> Needs:
+    """The layouts without repeats, and which of them each state asks for."""
+    number: dict[Layout, int] = {}
+    rows = np.array([number.setdefault(layout, len(number)) for layout in layouts], dtype=np.int64)
+    return Needs(tuple(number), rows[index])
+
+
+def _whole_state(choices: Choices, whole: Layout) -> int:
+    for i, state in enumerate(choices.states):
+        if state.triples is not None and any(p != R for t in state.triples for p in (*t.operands, *t.results)):
+            continue
+        a = state.availability
+        if a is None or whole == a.computed or whole in a.targets:
+            return i
+    return 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from itertools import pairwise
 from typing import Any
 
 import jax
@@ -10,102 +11,145 @@ import jax.numpy as jnp
 import numpy as np
 
 from hapsynth.graph import Graph
-from hapsynth.instructions.collectives import step_between
-from hapsynth.instructions.layout import Layout, Placement, R, S
+from hapsynth.instructions.collectives import axis_between
+from hapsynth.instructions.factors import Triples, can_be
+from hapsynth.instructions.layout import Layout, P, Placement, R, S, is_consistent
 from hapsynth.instructions.program import Compute, Convert, FactorTable, Instruction, Program
 from hapsynth.instructions.sizes import Classes, Sizes
 
 
 class RandomProgram:
-    """Draws a valid program: any triple of each op whose operands can be had, converted by any valid steps."""
+    """Draws a valid program: any triples of each op whose operands can be had, converted by any valid steps.
 
-    def __init__(self, graph: Graph, n: int, rng: random.Random, eager: float = 0.85) -> None:
-        self.graph, self.n, self.rng, self.eager = graph, n, rng, eager
+    `axes`: those of the mesh, or the length of its only one.
+    """
+
+    def __init__(
+        self, graph: Graph, axes: int | tuple[tuple[str, int], ...], rng: random.Random, eager: float = 0.85
+    ) -> None:
+        self.graph, self.rng, self.eager = graph, rng, eager
+        self.axes = (("hap", axes),) if isinstance(axes, int) else axes
+        self.whole: Layout = (R,) * len(self.axes)
         self.table = FactorTable(graph)
-        self.held: dict[int, list[Placement]] = {}
+        self.held: dict[int, list[Layout]] = {}
         self.instructions: list[Instruction] = []
 
-    def dims(self, value: int) -> list[Placement]:
+    def placements(self, value: int) -> list[Placement]:
+        """What conversions can make of a value along one axis."""
         v = self.graph.values[value]
         plain = not jax.dtypes.issubdtype(v.dtype, jax.dtypes.extended)
-        return [S(d) for d, size in enumerate(v.shape) if size > 1 and plain]
+        cuts = [S(d, k) for d, size in enumerate(v.shape) if size > 1 and plain for k in range(len(self.axes))]
+        return [R, *cuts, *([P("sum")] if can_be(P("sum"), v.dtype) else [])]
 
-    def draw(self, value: int) -> Placement:
-        cuts = self.dims(value)
-        return self.rng.choice(cuts) if cuts and self.rng.random() < self.eager else R
+    def draw(self, value: int) -> Layout:
+        """A layout in which a value can be stored."""
+        kinds = [p for p in self.placements(value) if p.is_sharded]
+        while True:
+            drawn = tuple(self.rng.choice(kinds) if kinds and self.rng.random() < self.eager else R for _ in self.axes)
+            if is_consistent(drawn):
+                return drawn
 
-    def convert(self, value: int, source: Placement, target: Placement) -> None:
-        if target not in self.held[value]:
-            self.instructions.append(Convert(value, 0, (source,), (target,)))
-            self.held[value].append(target)
+    def neighbours(self, value: int, layout: Layout) -> list[Layout]:
+        found = [(*layout[:a], p, *layout[a + 1 :]) for a in range(len(layout)) for p in self.placements(value)]
+        found = [other for other in found if axis_between(layout, other) is not None]
+        self.rng.shuffle(found)
+        return found
 
-    def want(self, value: int, target: Placement) -> None:
+    def path(self, value: int, target: Layout) -> list[Layout] | None:
+        """A shortest path of single steps to a layout, from one that is held."""
+        held = list(self.held[value])
+        self.rng.shuffle(held)
+        before: dict[Layout, Layout | None] = dict.fromkeys(held)
+        queue = list(before)
+        for layout in queue:
+            if target in before:
+                break
+            for other in self.neighbours(value, layout):
+                if other not in before:
+                    before[other] = layout
+                    queue.append(other)
+        if target not in before:
+            return None
+        path = [target]
+        while (last := before[path[-1]]) is not None:
+            path.append(last)
+        return path[::-1]
+
+    def want(self, value: int, target: Layout) -> None:
         """Make `value | target` available, now and then by a detour."""
-        held = self.held[value]
-        if target in held:
+        if target in self.held[value]:
             return
-        sources = [s for s in held if step_between(s, target)]
-        if sources and self.rng.random() < 0.7:
-            return self.convert(value, self.rng.choice(sources), target)
-        source = self.rng.choice(held)
-        between = [
-            p for p in (R, *self.dims(value)) if p != source and step_between(source, p) and step_between(p, target)
-        ]
-        if between:
-            middle = self.rng.choice(between)
-            self.convert(value, source, middle)
-            source = middle
-        elif not step_between(source, target):
-            source = self.rng.choice(sources)
-        self.convert(value, source, target)
+        stops = [target]
+        if self.rng.random() < 0.2:
+            stops.insert(0, self.draw(value))
+        for stop in stops:
+            path = self.path(value, stop)
+            assert path is not None
+            for source, layout in pairwise(path):
+                if layout not in self.held[value]:
+                    axis = axis_between(source, layout)
+                    assert axis is not None
+                    self.instructions.append(Convert(value, axis, source, layout))
+                    self.held[value].append(layout)
+
+    def can_have(self, value: int, target: Layout) -> bool:
+        """Partial operands must mostly come about by themselves; along each axis one by one."""
+        if not any(p.is_partial for p in target) or target in self.held[value]:
+            return True
+        return self.rng.random() < 0.2 and self.path(value, target) is not None
+
+    def triples(self, op: int) -> Triples:
+        known = list(self.table[op].joint(len(self.axes)))
+        operands = self.graph.ops[op].value_operands
+        self.rng.shuffle(known)
+        cuts = lambda ts: sum(t.factor is not None or any(p.is_partial for p in t.operands) for t in ts)
+        if self.rng.random() < self.eager:
+            known.sort(key=lambda ts: -cuts(ts))
+        fits = lambda ts: all(self.can_have(v, tuple(t.operands[p] for t in ts)) for p, v in operands)
+        return next(filter(fits, known))
 
     def build(self) -> Program:
         graph = self.graph
         inputs: dict[int, Layout] = {}
         for v in graph.sources:
-            placement = self.draw(v)
-            inputs[v], self.held[v] = (placement,), [placement]
+            inputs[v] = self.draw(v)
+            self.held[v] = [inputs[v]]
         for op in graph.ops:
-            triples = [
-                t
-                for t in self.table[op.index].triples
-                if all(not t.operands[p].is_partial or t.operands[p] in self.held[v] for p, v in op.value_operands)
-            ]
-            cut = [t for t in triples if t.factor is not None or any(p.is_partial for p in t.operands)]
-            triple = self.rng.choice(cut) if cut and self.rng.random() < self.eager else self.rng.choice(triples)
+            compute = Compute(op.index, self.triples(op.index))
             for position, v in op.value_operands:
-                self.want(v, triple.operands[position])
-            self.instructions.append(Compute(op.index, (triple,)))
-            for result, placement in zip(op.results, triple.results):
-                self.held[result] = [placement]
-        carried = {o: inputs[graph.inputs[i]][0] for i, o in graph.carry}
+                self.want(v, compute.operand_layout(position))
+            self.instructions.append(compute)
+            for position, result in enumerate(op.results):
+                self.held[result] = [compute.result_layout(position)]
+        carried = {o: inputs[graph.inputs[i]] for i, o in graph.carry}
         outputs: list[Layout | None] = []
         for position, v in enumerate(graph.outputs):
             if not isinstance(v, int):
                 outputs.append(None)
                 continue
-            whole = [p for p in self.held[v] if not p.is_partial]
+            whole = [layout for layout in self.held[v] if not any(p.is_partial for p in layout)]
             keep = bool(whole) and self.rng.random() < 0.5
             target = carried.get(position, self.rng.choice(whole) if keep else self.draw(v))
             self.want(v, target)
-            outputs.append((target,))
-        return Program((("hap", self.n),), inputs, tuple(self.instructions), tuple(outputs))
+            outputs.append(target)
+        return Program(self.axes, inputs, tuple(self.instructions), tuple(outputs))
 
     def sizes(self, program: Program, mode: str) -> Sizes:
         classes = Classes.build(self.graph, program, self.table)
-        return Sizes(self.graph, classes, tuple(self.share(c.units, mode) for c in classes.all))
+        shares = (self.share(c.units, classes.positions(c.index), mode) for c in classes.all)
+        return Sizes(self.graph, classes, tuple(shares))
 
-    def share(self, units: int, mode: str) -> tuple[int, ...]:
+    def share(self, units: int, n: int, mode: str) -> tuple[int, ...]:
         if mode == "equal":
-            return tuple(units // self.n + (i < units % self.n) for i in range(self.n))
+            return tuple(units // n + (i < units % n) for i in range(n))
         if mode == "one":
-            holder = self.rng.randrange(self.n)
-            return tuple(units if i == holder else 0 for i in range(self.n))
-        weights = [self.rng.random() + 0.1 for _ in range(self.n)]
+            holder = self.rng.randrange(n)
+            return tuple(units if i == holder else 0 for i in range(n))
+        weights = [self.rng.random() + 0.1 for _ in range(n)]
         if mode == "zeros":
             weights = [w if i == 1 or self.rng.random() < 0.6 else 0.0 for i, w in enumerate(weights)]
-        shares = [0] * self.n
-        for unit in self.rng.choices(range(self.n), weights, k=units):
+        shares = [0] * n
+        for unit in self.rng.choices(range(n), weights, k=units):
             shares[unit] += 1
         return tuple(shares)
 

@@ -22,7 +22,7 @@ from hapsynth.instructions.layout import P, R, S
 from hapsynth.instructions.program import Compute, Convert, Program, ProgramError, nested, region_of
 from hapsynth.plan import Plan
 from hapsynth.search.costs import CostModel
-from hapsynth.search.evaluate import instruction_costs
+from hapsynth.search.evaluate import instruction_costs, largest_share
 from hapsynth.trace import trace
 
 
@@ -121,10 +121,8 @@ def test_instructions_cost_as_often_as_they_run() -> None:
     for cost in instruction_costs(plan.program, plan.sizes, model):
         i = cost.instruction
         if isinstance(i, Convert):
-            largest = [max(plan.sizes.lengths(i.value, p.dim, 0)) for p in (*i.source, *i.target) if p.is_sharded]
-            full = [graph.values[i.value].shape[p.dim] for p in (*i.source, *i.target) if p.is_sharded]
-            parts = [a / b for a, b in zip(largest, full)]
-            once = model.convert_time(i.step, graph.values[i.value].nbytes, *parts)
+            largest = lambda dim, axes, v=i.value: largest_share(plan.sizes, v, dim, axes)
+            once, _ = model.conversion(graph.values[i.value].nbytes, i.source, i.target, i.axis, largest)
             assert cost.seconds == pytest.approx(graph.runs[i.region] * once)
     assert set(graph.runs) == {1.0, 3.0}
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Callable, Sequence
+from math import prod
 from typing import Any
 
 import jax
@@ -29,12 +31,17 @@ QUICK = {
 }
 
 
-def random_lowered(traced: Traced, n: int, seed: int, mode: str, eager: float = 0.85) -> Lowered:
-    maker = RandomProgram(traced.graph, n, random.Random(seed), eager)
+TWO_AXES = ((("a", 2), ("b", 4)), (("a", 4), ("b", 2)))
+
+
+def random_lowered(
+    traced: Traced, axes: int | tuple[tuple[str, int], ...], seed: int, mode: str, eager: float = 0.85
+) -> Lowered:
+    maker = RandomProgram(traced.graph, axes, random.Random(seed), eager)
     program = maker.build()
     sizes = maker.sizes(program, mode)
     check(traced.graph, program, sizes)
-    return lower(traced.graph, program, sizes, mesh_of(n))
+    return lower(traced.graph, program, sizes, mesh_of(prod(size for _, size in program.axes)))
 
 
 def mesh_of(n: int) -> Mesh:
@@ -153,6 +160,22 @@ def test_random_programs_compute_what_jax_computes(name: str, mode: str) -> None
     want = jax.jit(fn)(*args)
     for seed in range(3 if len(traced.graph.ops) < 50 else 2):
         lowered = random_lowered(traced, N, seed, mode)
+        assert_close(run(lowered, args), want)
+
+
+SEEDS = range(*map(int, os.environ.get("HAPSYNTH_SEEDS", "0:1").split(":")))
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", CASES)
+def test_random_programs_of_two_axes(name: str, mode: str) -> None:
+    fn, make = CASES[name]
+    args = make()
+    traced = trace(fn, args)
+    want = jax.jit(fn)(*args)
+    for seed in SEEDS:
+        axes = TWO_AXES[(seed + MODES.index(mode)) % 2]
+        lowered = random_lowered(traced, axes, seed, mode)
         assert_close(run(lowered, args), want)
 
 

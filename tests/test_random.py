@@ -16,7 +16,7 @@ from slow_devices import SPEEDS, first_devices, slow_cluster
 import hapsynth
 from hapsynth.graph import Op
 from hapsynth.instructions import simulate
-from hapsynth.instructions.factors import Local
+from hapsynth.instructions.factors import Cut, Local
 from hapsynth.instructions.layout import S
 from hapsynth.instructions.program import Compute, Convert
 from hapsynth.instructions.rules import execute, factors_of
@@ -96,8 +96,9 @@ def part(op: Op, cut: int, start: int, here: tuple[int, ...]) -> Local:
     """A device that holds `here` of a draw, from `start` of dimension `cut` on; the rest of `here` may be short too."""
     f = factors_of(op)
     (triple,) = (t for t in f.triples if t.results[0] == S(cut))
-    where = lambda: jnp.int32(start)
-    return Local(op, f, triple, op.shapes, (here,), here[cut], where, lambda: jnp.int32(1))
+    (factor,) = f.results[0][cut]
+    cuts = {factor: Cut(here[cut], lambda: jnp.int32(start))}
+    return Local(op, f, (triple,), op.shapes, (here,), cuts, lambda axis: jnp.int32(1))
 
 
 @pytest.mark.parametrize("width", [8, 32, 64])
@@ -203,7 +204,11 @@ def test_a_wrong_offset_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     key = key_array()
     tried = simulate.trials(op := draw(drawn((6, 2)), key), factors_of(op), [key])
     whole = simulate.Trial.local
-    wrong = lambda self, device: dataclasses.replace(whole(self, device), offset=lambda: jnp.int32(0))
+
+    def wrong(self: simulate.Trial, device: int) -> Local:
+        local = whole(self, device)
+        return dataclasses.replace(local, cuts={f: Cut(c.share, lambda: jnp.int32(0)) for f, c in local.cuts.items()})
+
     monkeypatch.setattr(simulate.Trial, "local", wrong)
     with pytest.raises(simulate.Unsound):
         simulate.check(tried)

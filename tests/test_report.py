@@ -358,7 +358,7 @@ def test_alternatives_agree_with_a_restricted_search(plan: Plan) -> None:
         assert best.cost_s == pytest.approx(min(a.cost_s for a in found.values() if a), rel=1e-4)
         for placement, alternative in found.items():
             assert alternative is not None
-            assert alternative.placement == placement
+            assert alternative.layout == placement
             assert alternative.cost_s >= plan.lower_bound * (1 - 1e-4)
             structure = Structure(graph, FactorTable(graph), Restriction({value: placement}))
             problem = Formulator(structure, known.model, known.ratios).problem()

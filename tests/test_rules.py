@@ -7,14 +7,15 @@ import os
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import linalg_cases
 import pytest
 from rule_cases import CASES, NEWER, Case, primitives
 
 from hapsynth.graph import Literal, Op
 from hapsynth.instructions import simulate
-from hapsynth.instructions.factors import Factors, Triple
-from hapsynth.instructions.layout import P, R, Reduction
+from hapsynth.instructions.factors import Cut, Factors, Triple
+from hapsynth.instructions.layout import P, R, Reduction, S
 from hapsynth.instructions.rules import REGISTRY, factors_of
 from hapsynth.instructions.rules.registry import flops_of
 
@@ -29,7 +30,8 @@ def quick_compilation():
 
 
 SEEN: set[str] = set()
-"""Ops that an earlier case has tried already."""
+SEEN_JOINT: set[str] = set()
+"""Ops that an earlier case has tried already, on one axis and on two."""
 
 
 def key(op: Op) -> str:
@@ -53,6 +55,20 @@ def test_every_triple_is_sound(case: Case):
             SEEN.add(key(op))
             tried += simulate.trials(op, factors_of(op), operands)
     simulate.check(tried)
+
+
+JOINT = int(os.environ.get("HAPSYNTH_JOINT_TRIALS", "2"))
+"""How many of an op's triples on two mesh axes are tried."""
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
+def test_triples_of_two_axes_are_sound(case: Case):
+    tried: list[simulate.Trial] = []
+    for seed, (op, operands) in enumerate(case.ops()):
+        if op.name in REGISTRY and (key(op) not in SEEN_JOINT or op.name in ("gather", "scatter-add")):
+            SEEN_JOINT.add(key(op))
+            tried += simulate.joint_trials(op, factors_of(op), operands, JOINT, seed)
+    simulate.check(tried, samples=2)
 
 
 def test_every_registered_primitive_has_a_case():
@@ -303,6 +319,69 @@ def test_a_wrong_local_execution_is_caught(monkeypatch, case, primitive, damage)
     damage(monkeypatch, primitive)
     with pytest.raises((simulate.Unsound, TypeError, ValueError)):
         simulate.check(tried)
+
+
+# ---- wrong executions on two axes
+
+
+def cut_twice(name: str, primitive: str, factor: int, shares: tuple[int, ...]) -> simulate.Trial:
+    """An op of which two axes of two devices cut one factor, the first axis major."""
+    op, operands = op_of(name, primitive)
+    f = factors_of(op)
+    triple = f.triple(factor)
+    assert f.allows((triple, triple.at(1)))
+    return simulate.Trial(op, f, (triple, triple.at(1)), (2, 2), {factor: shares}, operands)
+
+
+def test_swapped_orders_are_caught():
+    tried = cut_twice("unary", "exp", 0, (0, 1, 1, 0))
+    major, minor = tried.triples
+    swapped = tuple(t._replace(results=(S(0, k),)) for k, t in ((1, major), (0, minor)))
+    results = tried.run(tried.held())
+    tried.judge(results, tried.plain(tried.values))
+    with pytest.raises(simulate.Unsound):
+        dataclasses.replace(tried, triples=swapped).judge(results, tried.plain(tried.values))
+
+
+@pytest.mark.parametrize(
+    ("case", "primitive", "factor"),
+    [("iota int32", "iota", 0), ("embedding CLIP", "gather", 0), ("scatter-add CLIP", "scatter-add", 0)],
+)
+def test_an_offset_without_the_minor_axis_is_caught(monkeypatch, case, primitive, factor):
+    size = factors_of(op_of(case, primitive)[0]).sizes[factor]
+    tried = cut_twice(case, primitive, factor, (1, 1, 0, size - 2))
+    simulate.check([tried])
+    whole = simulate.Trial.local
+
+    def wrong(self, device):
+        local = whole(self, device)
+        share = local.cuts[factor].share
+        start = sum(self.shares[factor][: device - device % 2])
+        return dataclasses.replace(local, cuts={factor: Cut(share, lambda: jnp.int32(start))})
+
+    monkeypatch.setattr(simulate.Trial, "local", wrong)
+    with pytest.raises(simulate.Unsound):
+        simulate.check([tried])
+
+
+@pytest.mark.parametrize("case", ["gather points CLIP", "scatter points FILL_OR_DROP"])
+def test_an_offset_of_one_of_two_factors_is_caught(monkeypatch, case):
+    """Two axes cut two indexed dimensions, and the device takes its shard of one for the first."""
+    op, operands = op_of(case, "gather" if case.startswith("gather") else "scatter-add")
+    f = factors_of(op)
+    (a,), (b,) = f.operands[0]
+    shares = {factor: (1, f.sizes[factor] - 1) for factor in (a, b)}
+    tried = simulate.Trial(op, f, (f.triple(a), f.triple(b)), (2, 2), shares, operands)
+    simulate.check([tried])
+    whole = simulate.Trial.local
+
+    def wrong(self, device):
+        local = whole(self, device)
+        return dataclasses.replace(local, cuts={**local.cuts, b: Cut(local.cuts[b].share, lambda: jnp.int32(0))})
+
+    monkeypatch.setattr(simulate.Trial, "local", wrong)
+    with pytest.raises(simulate.Unsound):
+        simulate.check([tried])
 
 
 def test_a_lost_factor_is_refused(monkeypatch):

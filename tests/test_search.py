@@ -44,14 +44,14 @@ def brute_force(formulator: Formulator) -> float:
 
     def demanded(value, placement):
         # A dimension no op cuts has no ratio to be stored at: only cuts that the formulation knows exist in both.
-        return placement.kind != "S" or placement in formulator.structure.demands[value]
+        return placement.kind != "S" or placement.dim in formulator.structure.layouts[value].dims
 
     best = np.inf
     stores = [[p for p in placements(v) if not p.is_partial and demanded(v, p)] for v in graph.sources]
     for stored in product(*stores):
         start = frozenset(zip(graph.sources, stored, strict=True))
         kept = dict(zip(graph.sources, stored, strict=True))
-        fed = sum(formulator.feed_time(v, p) for v, p in kept.items())
+        fed = sum(formulator.feed_time(v, (p,)) for v, p in kept.items())
         best = min(best, fed + _dijkstra(formulator, table, start, kept, tied, last))
     return best
 
@@ -73,9 +73,9 @@ def _dijkstra(formulator, table, start, stored, tied, last):
         for value, source in holds:
             if value not in fresh:
                 continue
-            for target in (R, P("sum"), *formulator.structure.demands[value]):
+            for target in (R, P("sum"), *map(S, formulator.structure.layouts[value].dims)):
                 if step_between(source, target) and (value, target) not in holds:
-                    seconds = formulator.step_time(value, source, target)
+                    seconds = formulator.step_time(value, (source,), (target,), 0)
                     heapq.heappush(heap, (cost + seconds, next(tick), at, holds | {(value, target)}, fresh))
         if at < len(graph.ops):
             op = graph.ops[at]
@@ -83,7 +83,7 @@ def _dijkstra(formulator, table, start, stored, tied, last):
                 if all((v, triple.operands[i]) in holds for i, v in op.value_operands):
                     kept = {h for h in holds if last[h[0]] > at}
                     kept |= {(v, p) for v, p in zip(op.results, triple.results, strict=True)}
-                    seconds = formulator.op_time(at, triple)
+                    seconds = formulator.op_time(at, (triple,))
                     heapq.heappush(heap, (cost + seconds, next(tick), at + 1, frozenset(kept), frozenset(op.results)))
     return np.inf
 

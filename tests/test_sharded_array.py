@@ -22,8 +22,37 @@ VALUE = np.arange(12, dtype=np.float32).reshape(6, 2)
 @pytest.fixture
 def array() -> ShardedArray:
     mesh = Mesh(np.array(jax.devices()[:4]), ("hap",), axis_types=(AxisType.Auto,))
-    storage = Storage((6, 2), np.dtype(np.float32), False, (S(0),), {0: (0, (3, 0, 2, 1))}, mesh)
+    storage = Storage((6, 2), np.dtype(np.float32), False, (S(0),), {0: ((0,), (3, 0, 2, 1))}, mesh)
     return ShardedArray(storage, storage.put(VALUE, copy=True))
+
+
+ROWS = ((2, 1, 0, 3), (np.s_[0:2], np.s_[2:3], np.s_[3:3], np.s_[3:6]))
+"""Four shards of six rows, and which they are."""
+NESTED: dict[str, Any] = {
+    "both axes cut the rows": ((S(0), S(0, 1)), {0: ((0, 1), ROWS[0])}, "2/1/0/3", ROWS[1]),
+    "the second axis first": ((S(0, 1), S(0)), {0: ((1, 0), ROWS[0])}, "2/1/0/3", [ROWS[1][i] for i in (0, 2, 1, 3)]),
+    "rows and columns": (
+        (S(1), S(0)),
+        {0: ((1,), (5, 1)), 1: ((0,), (0, 2))},
+        "5/1 x 0/2",
+        (np.s_[0:5, 0:0], np.s_[5:6, 0:0], np.s_[0:5, 0:2], np.s_[5:6, 0:2]),
+    ),
+}
+
+
+@pytest.mark.parametrize(("layout", "cuts", "sizes", "pieces"), NESTED.values(), ids=NESTED)
+def test_two_axes(layout: Any, cuts: Any, sizes: str, pieces: Any) -> None:
+    mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
+    storage = Storage((6, 2), np.dtype(np.float32), False, layout, cuts, mesh)
+    array = ShardedArray(storage, storage.put(VALUE, copy=True))
+    np.testing.assert_array_equal(storage.fetch(array.data), VALUE)
+    assert repr(array) == f"ShardedArray(float32[6, 2], {array.layout} as {sizes} on 'a', 'b')"
+    stored = {s.device: np.asarray(s.data) for s in array.data.addressable_shards}
+    for device, shape, piece in zip(mesh.devices.flat, array.shard_shapes, pieces, strict=True):
+        np.testing.assert_array_equal(stored[device][: shape[0], : shape[1]], VALUE[piece])
+    if len(cuts) > 1:
+        with pytest.raises(ShardedArrayError, match="use its shard_shapes"):
+            _ = array.sizes
 
 
 def test_it_shows_the_logical_value(array: ShardedArray) -> None:

@@ -1,12 +1,14 @@
 """Collectives on stored shards: padded to the largest on the wire, cut to the exact pieces on arrival.
 
-Sizes are static and the same in every device's program, so nothing is masked: a dimension that is whole on a device is
-laid out as one block per position by static slices, and blocks that arrive are joined the same way.
+Sizes are static, so nothing is masked: a dimension that is whole on a device is laid out as one block per position by
+static slices, and blocks that arrive are joined the same way.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -15,8 +17,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from hapsynth.graph import Graph
+from hapsynth.instructions.layout import Layout, cut_axes
 from hapsynth.instructions.program import Convert
 from hapsynth.instructions.sizes import Sizes
+from hapsynth.lower._where import Where
 
 
 def pad_to(x: jax.Array, shape: Sequence[int]) -> jax.Array:
@@ -31,23 +35,24 @@ def cut_to(x: jax.Array, shape: Sequence[int]) -> jax.Array:
     return x if x.shape == tuple(shape) else lax.slice(x, (0,) * x.ndim, shape)
 
 
-def to_blocks(x: jax.Array, dim: int, lengths: Sequence[int]) -> jax.Array:
-    """A whole dimension as consecutive blocks, each padded to the largest length."""
-    largest = max(lengths)
+def to_blocks(x: jax.Array, dim: int, lengths: Sequence[int], largest: int) -> jax.Array:
+    """A dimension of stored length as consecutive blocks of these lengths, each padded to the largest."""
     if set(lengths) == {largest}:
         return x
     blocks: list[jax.Array] = []
     start = 0
     for length in lengths:
-        shape = [*x.shape[:dim], largest, *x.shape[dim + 1 :]]
-        blocks.append(pad_to(lax.slice_in_dim(x, start, start + length, axis=dim), shape))
+        block = lax.slice_in_dim(x, start, start + length, axis=dim)
+        blocks.append(pad_to(block, _with_length(x, dim, largest)))
         start += length
     return lax.concatenate(blocks, dim)
 
 
-def from_blocks(x: jax.Array, dim: int, lengths: Sequence[int]) -> jax.Array:
-    """The inverse of `to_blocks`: the exact pieces of the padded blocks, joined. Neighbours without padding are one."""
-    largest = max(lengths)
+def from_blocks(x: jax.Array, dim: int, lengths: Sequence[int], largest: int, stored: int) -> jax.Array:
+    """The inverse of `to_blocks`: the exact pieces of the padded blocks, joined, and padded to the stored length.
+
+    Neighbours without padding are one.
+    """
     runs: list[tuple[int, int]] = []
     for position, length in enumerate(lengths):
         start = position * largest
@@ -55,34 +60,74 @@ def from_blocks(x: jax.Array, dim: int, lengths: Sequence[int]) -> jax.Array:
             runs[-1] = (runs[-1][0], start + length)
         elif length:
             runs.append((start, start + length))
-    pieces = [lax.slice_in_dim(x, start, end, axis=dim) for start, end in runs]
-    return pieces[0] if len(pieces) == 1 else lax.concatenate(pieces, dim)
+    pieces = [lax.slice_in_dim(x, start, end, axis=dim) for start, end in runs or [(0, 0)]]
+    return pad_to(pieces[0] if len(pieces) == 1 else lax.concatenate(pieces, dim), _with_length(x, dim, stored))
 
 
-def communicate(graph: Graph, sizes: Sizes, axes: Sequence[tuple[str, int]], step: Convert, x: jax.Array) -> jax.Array:
-    """Emit one collective on a value's stored shard; the result is stored under the target layout."""
-    name, axis = axes[step.axis][0], step.axis
-    source, target = step.source[axis], step.target[axis]
+def _with_length(x: jax.Array, dim: int, length: int) -> tuple[int, ...]:
+    return (*x.shape[:dim], length, *x.shape[dim + 1 :])
+
+
+@dataclass(frozen=True)
+class _Blocks:
+    """The blocks of a dimension along the minor of the axes that cut it.
+
+    What the major axes leave a device of the dimension is cut along the minor one in lengths that may depend on where
+    along the major ones the device is: then they are laid out in a switch. All devices send and receive blocks of the
+    largest length.
+    """
+
+    dim: int
+    axes: tuple[int, ...]
+    rows: tuple[tuple[int, ...], ...]
+    """The lengths along the minor axis, for each position along the major ones."""
+
+    @staticmethod
+    def of(sizes: Sizes, value: int, layout: Layout, dim: int) -> _Blocks:
+        axes = cut_axes(layout, dim)
+        n, lengths = sizes.classes.lengths[axes[-1]], sizes.lengths(value, dim, axes)
+        return _Blocks(dim, axes, tuple(lengths[i : i + n] for i in range(0, len(lengths), n)))
+
+    def split(self, here: Where, x: jax.Array) -> jax.Array:
+        largest = max(map(max, self.rows))
+        return self._switch(here, lambda lengths, x: to_blocks(x, self.dim, lengths, largest), x)
+
+    def join(self, here: Where, x: jax.Array) -> jax.Array:
+        largest, stored = max(map(max, self.rows)), max(map(sum, self.rows))
+        return self._switch(here, lambda lengths, x: from_blocks(x, self.dim, lengths, largest, stored), x)
+
+    def _switch(self, here: Where, fn: Callable[[tuple[int, ...], jax.Array], jax.Array], x: jax.Array) -> jax.Array:
+        kinds = tuple(dict.fromkeys(self.rows))
+        if len(kinds) == 1:
+            return fn(kinds[0], x)
+        kind = here.lookup(self.axes[:-1], [kinds.index(row) for row in self.rows])
+        return lax.switch(kind, [partial(fn, lengths) for lengths in kinds], x)
+
+
+def communicate(graph: Graph, sizes: Sizes, name: str, step: Convert, x: jax.Array, here: Where) -> jax.Array:
+    """Emit one collective on a value's stored shard, along the mesh axis `name`; the result is stored under the target
+    layout. The same on all devices: only what lies around it may be in a switch."""
+    source, target = step.source[step.axis], step.target[step.axis]
     if prod(graph.values[step.value].shape) == 0:
         return jnp.zeros(sizes.padded_shape(step.value, step.target), x.dtype)
-    lengths = lambda dim: sizes.lengths(step.value, dim, axis)
-    # A dimension of an even cut is laid out as it is; both helpers leave it alone then.
+    # A dimension of an even cut is laid out as it is; blocks leave it alone then.
+    blocks = lambda layout, dim: _Blocks.of(sizes, step.value, layout, dim)
     match step.step:
         case "all_reduce":
             return _REDUCE[source.reduction](x, name)
         case "reduce_scatter":
-            blocks = to_blocks(x, target.dim, lengths(target.dim))
-            return lax.psum_scatter(blocks, name, scatter_dimension=target.dim, tiled=True)
+            x = blocks(step.target, target.dim).split(here, x)
+            return lax.psum_scatter(x, name, scatter_dimension=target.dim, tiled=True)
         case "all_gather":
-            blocks = lax.all_gather(x, name, axis=source.dim, tiled=True)
-            return from_blocks(blocks, source.dim, lengths(source.dim))
+            x = lax.all_gather(x, name, axis=source.dim, tiled=True)
+            return blocks(step.source, source.dim).join(here, x)
         case "all_to_all":
-            blocks = to_blocks(x, target.dim, lengths(target.dim))
+            x = blocks(step.target, target.dim).split(here, x)
             # XLA splits the operand again and takes the blocks' producers as they are; where their memory layouts
             # differ its verifier then refuses the program ("operands with different shapes", JAX 0.10.2, CPU).
-            blocks = lax.optimization_barrier(blocks)
-            blocks = lax.all_to_all(blocks, name, split_axis=target.dim, concat_axis=source.dim, tiled=True)
-            return from_blocks(blocks, source.dim, lengths(source.dim))
+            x = lax.optimization_barrier(x)
+            x = lax.all_to_all(x, name, split_axis=target.dim, concat_axis=source.dim, tiled=True)
+            return blocks(step.source, source.dim).join(here, x)
         case "slice" | "partial":
             raise AssertionError(f"{step.step} communicates nothing")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import TypeGuard
 
 import numpy as np
@@ -32,7 +33,7 @@ from hapsynth.instructions.program import (
     writes,
 )
 from hapsynth.instructions.rules.registry import is_fusible
-from hapsynth.instructions.sizes import Sizes
+from hapsynth.instructions.sizes import Node, Sizes, layout_nodes
 
 # Made anew in every branch rather than passed into it: they cost nothing there and fuse with what reads them.
 CHEAP = ("broadcast_in_dim", "iota", "convert_element_type", "reshape", "squeeze", "expand_dims", "transpose")
@@ -297,25 +298,23 @@ def _branches(
 ) -> tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]:
     """The devices, grouped by their shares of every class that the instructions cut."""
     used = {
-        sizes.classes.of[(value, p.dim, axis)]
+        (sizes.classes.of[node], node[2]): node
         for i in switch
         for value, layout in (*reads(graph, i), *writes(graph, i))
-        for axis, p in enumerate(layout)
-        if p.is_sharded
+        for node in layout_nodes(value, layout)
     }
+    cuts = [(axes, sizes.units(*node)[1]) for (_, axes), node in sorted(used.items())]
     groups: dict[tuple[int, ...], list[int]] = {}
     lengths = [size for _, size in program.axes]
     for device, coords in enumerate(np.ndindex(*lengths)):
-        key = tuple(sizes.shares[c][coords[sizes.classes.all[c].axis]] for c in sorted(used))
+        key = tuple(shares[sizes.position(axes, coords)] for axes, shares in cuts)
         groups.setdefault(key, []).append(device)
     branch_of = {device: b for b, devices in enumerate(groups.values()) for device in devices}
     return tuple(branch_of[d] for d in range(len(branch_of))), tuple(map(tuple, groups.values()))
 
 
-def factor_shares(
-    sizes: Sizes, factors: Factors, factor: int, node: tuple[int, int, int]
-) -> tuple[list[int], list[int]]:
+def factor_shares(sizes: Sizes, factors: Factors, factor: int, node: Node) -> tuple[list[int], list[int]]:
     """(lengths, starts) of each position's share of a factor, in units of the factor; `node` is any that it cuts."""
-    c = sizes.classes.of[node]
-    scale = factors.sizes[factor] // sizes.classes.all[c].units
-    return [scale * s for s in sizes.shares[c]], [scale * s for s in sizes.offsets[c]]
+    _, shares = sizes.units(*node)
+    scale = factors.sizes[factor] // sum(shares)
+    return [scale * s for s in shares], [scale * s for s in accumulate(shares[:-1], initial=0)]

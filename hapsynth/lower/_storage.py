@@ -17,7 +17,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from hapsynth import _jax
 from hapsynth.graph import Graph
 from hapsynth.instructions.layout import Layout
-from hapsynth.instructions.sizes import Sizes
+from hapsynth.instructions.sizes import Sizes, layout_nodes
 
 
 def own_mesh(mesh: Mesh, axes: Sequence[tuple[str, int]]) -> Mesh:
@@ -66,21 +66,21 @@ def with_weak_type(x: Any, dtype: Any, weak: bool) -> Any:
 class Storage:
     """One value under one layout on one mesh.
 
-    `shape` is logical. `cuts` holds, per sharded dimension, the mesh axis (its position) and the exact length of each
-    shard along it.
+    `shape` is logical. `cuts` holds, per sharded dimension, the mesh axes that cut it (their positions, major to minor)
+    and the exact length of each shard, in row-major order of the positions along those axes.
     """
 
     shape: tuple[int, ...]
     dtype: Any
     weak_type: bool
     layout: Layout
-    cuts: dict[int, tuple[int, tuple[int, ...]]]
+    cuts: dict[int, tuple[tuple[int, ...], tuple[int, ...]]]
     mesh: Mesh
 
     @staticmethod
     def of(graph: Graph, sizes: Sizes, value: int, layout: Layout, mesh: Mesh) -> Storage:
         v = graph.values[value]
-        cuts = {p.dim: (a, sizes.lengths(value, p.dim, a)) for a, p in enumerate(layout) if p.is_sharded}
+        cuts = {dim: (axes, sizes.lengths(value, dim, axes)) for _, dim, axes in layout_nodes(value, layout)}
         # JAX has no weakly typed bools and keys.
         weak = v.weak_type and not _jax.is_extended(v.dtype) and v.dtype != np.bool_
         return Storage(v.shape, v.dtype, weak, layout, cuts, mesh)
@@ -92,9 +92,10 @@ class Storage:
 
     @cached_property
     def sharding(self) -> NamedSharding:
-        names = [None] * (max(self.cuts, default=-1) + 1)
-        for dim, (axis, _) in self.cuts.items():
-            names[dim] = self.mesh.axis_names[axis]
+        names: list[Any] = [None] * (max(self.cuts, default=-1) + 1)
+        for dim, (axes, _) in self.cuts.items():
+            named = [self.mesh.axis_names[axis] for axis in axes]
+            names[dim] = tuple(named) if len(named) > 1 else named[0]
         return NamedSharding(self.mesh, PartitionSpec(*names))
 
     @cached_property
@@ -107,6 +108,14 @@ class Storage:
         shape = list(self.shape)
         for dim, (_, lengths) in self.cuts.items():
             shape[dim] = max(lengths) * len(lengths)
+        return tuple(shape)
+
+    def shard_shape(self, coords: Sequence[int]) -> tuple[int, ...]:
+        """The exact shape of the shard on the device at `coords` of the mesh."""
+        shape = list(self.shape)
+        for dim, (axes, lengths) in self.cuts.items():
+            at = np.ravel_multi_index([coords[a] for a in axes], [self.mesh.devices.shape[a] for a in axes])
+            shape[dim] = lengths[at]
         return tuple(shape)
 
     def struct(self) -> jax.ShapeDtypeStruct:

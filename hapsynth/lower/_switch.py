@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 from math import prod
 from typing import Any
 
@@ -16,7 +16,8 @@ from jax.sharding import Mesh, PartitionSpec
 
 from hapsynth._jax import is_extended
 from hapsynth.graph import Graph, Literal
-from hapsynth.instructions.factors import Local
+from hapsynth.instructions.factors import Cut, Local
+from hapsynth.instructions.layout import cut_axes
 from hapsynth.instructions.program import (
     Compute,
     Convert,
@@ -33,32 +34,7 @@ from hapsynth.lower._collectives import communicate, cut_to, pad_to
 from hapsynth.lower._control import Env, Run, run_cond, run_loop
 from hapsynth.lower._stages import CHEAP, Cond, Loop, Stage, Step, factor_shares, split
 from hapsynth.lower._storage import Storage, own_mesh, with_weak_type
-
-
-@dataclass(frozen=True)
-class _Where:
-    """The devices that a piece of code runs on: all, or those of one branch.
-
-    `devices` are their coordinates in the mesh; they have equal shares of everything that the code cuts. `index`
-    holds the traced position of this device along each axis.
-    """
-
-    devices: tuple[tuple[int, ...], ...]
-    index: tuple[Any, ...]
-
-    @property
-    def coords(self) -> tuple[int, ...]:
-        return self.devices[0]
-
-    def lookup(self, axis: int, table: Sequence[int]) -> Any:
-        """This device's entry of a table over the positions of an axis: a constant where all devices agree."""
-        here = {table[c[axis]] for c in self.devices}
-        if len(here) == 1:
-            return jnp.int32(here.pop())
-        step = table[1] - table[0]
-        if all(v == table[0] + i * step for i, v in enumerate(table)):
-            return self.index[axis] * jnp.int32(step) + jnp.int32(table[0])
-        return lax.dynamic_index_in_dim(np.asarray(table, np.int32), self.index[axis], keepdims=False)
+from hapsynth.lower._where import Where
 
 
 @dataclass(eq=False)
@@ -137,20 +113,20 @@ class Lowered:
 
     def _body(self, *stored: jax.Array) -> tuple[Any, ...]:
         """What every device runs, on its own stored shards."""
-        lengths = [size for _, size in self.program.axes]
+        lengths = tuple(size for _, size in self.program.axes)
         index = tuple(lax.axis_index(name) for name, _ in self.program.axes)
-        everyone = _Where(tuple(np.ndindex(*lengths)), index)
+        everyone = Where(lengths, tuple(np.ndindex(*lengths)), index)
         env: Env = dict(zip(((v, self.program.inputs[v]) for v in self.graph.sources), stored, strict=True))
         self._steps(self.steps, env, everyone)
         outputs = zip(self.graph.outputs, self.program.outputs)
         return tuple(env[v, layout] for v, layout in outputs if isinstance(v, int) and layout is not None)
 
-    def _steps(self, steps: Sequence[Step], env: Env, everyone: _Where) -> None:
+    def _steps(self, steps: Sequence[Step], env: Env, everyone: Where) -> None:
         """Run the steps of a region, adding what they make to `env`."""
         inside: Run = lambda steps, env: self._steps(steps, env, everyone)
         for step in steps:
             if isinstance(step, Convert):
-                self._communicate(step, env)
+                self._communicate(step, env, everyone)
             elif isinstance(step, Loop):
                 run_loop(self.graph, self.program.axes, step, env, inside)
             elif isinstance(step, Cond):
@@ -161,20 +137,21 @@ class Lowered:
                     self._switch(step, env, everyone)
                 self._run(step.after, env, everyone)
 
-    def _communicate(self, step: Convert, env: Env) -> None:
+    def _communicate(self, step: Convert, env: Env, here: Where) -> None:
         with jax.named_scope(f"hap/{step.step}_{self.graph.values[step.value].name}"):
             x = env[step.value, step.source]
             if (step.value, step.target) in env:
                 # Gathered again so that the first copy need not live: XLA must not merge the two.
                 x = lax.optimization_barrier(x)
-            env[step.value, step.target] = communicate(self.graph, self.sizes, self.program.axes, step, x)
+            name, _ = self.program.axes[step.axis]
+            env[step.value, step.target] = communicate(self.graph, self.sizes, name, step, x, here)
 
-    def _switch(self, stage: Stage, env: Env, everyone: _Where) -> None:
+    def _switch(self, stage: Stage, env: Env, everyone: Where) -> None:
         """Run the uneven part of a stage: one branch per distinct tuple of shares, each on its exact shapes."""
         graph, sizes = self.graph, self.sizes
 
         def branch(members: tuple[int, ...]) -> Callable[..., tuple[Any, ...]]:
-            here = _Where(tuple(everyone.devices[m] for m in members), everyone.index)
+            here = replace(everyone, devices=tuple(everyone.devices[m] for m in members))
 
             def run(*operands: Any) -> tuple[Any, ...]:
                 local: Env = {
@@ -189,15 +166,12 @@ class Lowered:
 
             return run
 
-        flat = everyone.index[0]
-        for axis, (_, size) in enumerate(self.program.axes[1:], 1):
-            flat = flat * size + everyone.index[axis]
-        taken = lax.dynamic_index_in_dim(np.asarray(stage.branch_of, np.int32), flat, keepdims=False)
+        taken = everyone.lookup(range(len(everyone.lengths)), stage.branch_of)
         made = lax.switch(taken, [branch(m) for m in stage.members], *(env[p] for p in stage.reads))
         for p, x in zip(stage.writes, made, strict=True):
             env.setdefault(p, x)
 
-    def _run(self, instructions: Sequence[Instruction], env: Env, here: _Where) -> None:
+    def _run(self, instructions: Sequence[Instruction], env: Env, here: Where) -> None:
         """Run local instructions in order on exact shards, adding their results to `env`."""
         for i in instructions:
             due = [self.sizes.local_shape(v, layout, here.coords) for v, layout in writes(self.graph, i)]
@@ -211,13 +185,17 @@ class Lowered:
                 assert x.shape == expected, f"{i} made {x.shape} on {here.coords}, where {expected} was due"
                 env.setdefault((v, layout), x)
 
-    def _local_step(self, i: Convert, env: Env, here: _Where) -> list[Any]:
+    def _local_step(self, i: Convert, env: Env, here: Where) -> list[Any]:
         if i.step == "partial":
             x = env[i.value, i.source]
             return [jnp.where(here.index[i.axis] == 0, x, jnp.zeros_like(x))]
         dim = i.target[i.axis].dim
-        start = here.lookup(i.axis, self.sizes.starts(i.value, dim, i.axis))
-        length = self.sizes.lengths(i.value, dim, i.axis)[here.coords[i.axis]]
+        axes = cut_axes(i.target, dim)
+        lengths, starts = self.sizes.lengths(i.value, dim, axes), self.sizes.starts(i.value, dim, axes)
+        # The start within what the other axes leave of the dimension.
+        n = here.lengths[i.axis]
+        start = here.lookup(axes, [start - starts[at - at % n] for at, start in enumerate(starts)])
+        length = lengths[self.sizes.position(axes, here.coords)]
         with jax.named_scope(f"hap/slice_{self.graph.values[i.value].name}"):
             whole = env[i.value, i.source]
             if self._is_window(i.value):
@@ -235,29 +213,28 @@ class Lowered:
             value = op.value_operands[0][1]
         return False
 
-    def _compute(self, i: Compute, env: Env, here: _Where) -> list[Any]:
+    def _compute(self, i: Compute, env: Env, here: Where) -> list[Any]:
         graph, sizes = self.graph, self.sizes
-        op, factors, triple = graph.ops[i.op], self.table[i.op], i.triples[0]
+        op, factors = graph.ops[i.op], self.table[i.op]
         given = dict(zip((position for position, _ in op.value_operands), reads(graph, i)))
         operands = [o.value if isinstance(o, Literal) else env[given[n]] for n, o in enumerate(op.operands)]
         shapes = tuple(
             o.shape if isinstance(o, Literal) else sizes.local_shape(*given[n], here.coords)
             for n, o in enumerate(op.operands)
         )
-        share, starts = 0, [0] * self.program.axes[0][1]
-        if triple.factor is not None:
-            node = next(cut_nodes(graph, i.op, factors, triple, 0))
-            lengths, starts = factor_shares(sizes, factors, triple.factor, node)
-            share = lengths[here.coords[0]]
+        cuts: dict[int, Cut] = {}
+        for factor, (node, *_) in cut_nodes(graph, i.op, factors, i.triples):
+            lengths, starts = factor_shares(sizes, factors, factor, node)
+            share = lengths[sizes.position(node[2], here.coords)]
+            cuts[factor] = Cut(share, partial(here.lookup, node[2], starts))
         local = Local(
             op=op,
             factors=factors,
-            triple=triple,
+            triples=i.triples,
             shapes=shapes,
             result_shapes=tuple(sizes.local_shape(*p, here.coords) for p in writes(graph, i)),
-            share=share,
-            offset=lambda: here.lookup(0, starts),
-            axis_index=lambda: here.index[0],
+            cuts=cuts,
+            axis_index=lambda axis: here.index[axis],
         )
         with jax.named_scope(f"hap/{op.name}_{op.index}"):
             return execute(local, operands)
@@ -267,10 +244,8 @@ def lower(graph: Graph, program: Program, sizes: Sizes, mesh: Mesh, *, donate: b
     """Lower a checked program for the devices of `mesh`, whatever its axes are.
 
     With `donate` the arguments of carried state are consumed by a call, so that the new state can take their memory.
-    Raises ValueError where the mesh has another number of devices than the program, or the program several axes.
+    Raises ValueError where the mesh has another number of devices than the program.
     """
-    if len(program.axes) != 1:
-        raise ValueError(f"the switch form lowers programs of one mesh axis; this one has {dict(program.axes)}")
     devices = own_mesh(mesh, program.axes)
     stored = lambda v, layout: Storage.of(graph, sizes, v, layout, devices)
     inputs = tuple(stored(v, program.inputs[v]) for v in graph.inputs)

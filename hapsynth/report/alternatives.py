@@ -12,17 +12,18 @@ from functools import cached_property
 
 import numpy as np
 
-from hapsynth.instructions.layout import Placement, R
+from hapsynth.instructions.layout import Layout, format_layout
 from hapsynth.instructions.program import Compute, Convert, FactorTable
 from hapsynth.instructions.sizes import Classes
 from hapsynth.plan import Plan
-from hapsynth.search.costs import CostModel, Floats
+from hapsynth.search.costs import CostModel
 from hapsynth.search.emit import Emitter
 from hapsynth.search.evaluate import Cost, feed_costs, instruction_costs
 from hapsynth.search.formulate import Formulator
 from hapsynth.search.memory import peak
+from hapsynth.search.planner import own_weights
 from hapsynth.search.problem import Ints, solve
-from hapsynth.search.ratios import Ratios, proportional
+from hapsynth.search.ratios import Ratios
 from hapsynth.search.structure import Structure
 
 _TOLERANCE = 1e-5
@@ -32,13 +33,13 @@ _BUDGET_S = 10.0
 
 @dataclass(frozen=True)
 class Alternative:
-    """The best program among those that have a value elsewhere: in `placement`.
+    """The best program among those that have a value elsewhere: in `layout`.
 
     `memory_bytes`: its peak per device, None where its sizes are not those of the plan. `proved`:
     no such program is cheaper.
     """
 
-    placement: Placement
+    layout: Layout
     cost_s: float
     memory_bytes: float | None
     proved: bool
@@ -52,25 +53,16 @@ class Alternatives:
         self.table = FactorTable(self.graph)
         self.model = CostModel(self.graph, plan.cluster, self.table)
         self.costs: list[Cost] = list(instruction_costs(plan.program, plan.sizes, self.model))
-        self.placements = {v: layout[0] for v, layout in plan.program.inputs.items()}
+        self.layouts: dict[int, Layout] = dict(plan.program.inputs)
         for i in plan.program.instructions:
             if isinstance(i, Compute):
-                for value, placement in zip(self.graph.ops[i.op].results, i.triples[0].results, strict=True):
-                    self.placements[value] = placement
-        structure = Structure(self.graph, self.table)
-        ratios = Ratios(self.graph, self.table, self._default(), plan.sizes)
+                self.layouts.update((v, i.result_layout(n)) for n, v in enumerate(self.graph.ops[i.op].results))
+        structure = Structure(self.graph, self.table, axes=len(self.model.axes))
+        weights = own_weights(self.model, plan.sizes)
+        ratios = Ratios(self.graph, self.table, weights, plan.sizes, self.model.lengths)
         self.ratios = ratios
         self.formulator = Formulator(structure, self.model, ratios)
         self.problem = self.formulator.problem()
-
-    def _default(self) -> Floats:
-        """Dimensions that the plan leaves whole are cut as its heaviest class is, or by speed."""
-        sizes = self.plan.sizes
-        if not sizes.shares:
-            return proportional(self.model.rate("float32"))
-        weight = lambda c: sum(self.graph.values[v].nbytes for v, _, _ in sizes.classes.all[c].members)
-        heaviest = max(range(len(sizes.shares)), key=weight)
-        return np.array(sizes.shares[heaviest]) / sizes.classes.all[heaviest].units
 
     def spent(self) -> dict[int, float]:
         """Seconds that go into each value: the op that makes it or its feeding, and its conversions."""
@@ -81,25 +73,25 @@ class Alternatives:
             found[value] = found.get(value, 0.0) + cost.seconds
         return found
 
-    def others(self, value: int) -> list[Placement]:
-        """The placements, other than the plan's, in which a value could be made or stored; whole first."""
+    def others(self, value: int) -> list[Layout]:
+        """The layouts, other than the plan's, in which a value could be made or stored; whole first."""
         variable = self.formulator.structure.value_variable[value]
-        made = {s.availability.computed for s in self.formulator.structure.states[variable] if s.availability}
-        return sorted(made - {self.placements[value]}, key=lambda p: (p != R, p))
+        made = {a.computed for a in self.formulator.structure.choices[variable].options}
+        return sorted(made - {self.layouts[value]}, key=lambda layout: (format_layout(layout) != "R", layout))
 
-    def best_with(self, value: int, placement: Placement) -> Alternative | None:
-        """The best program that makes or stores a value in one placement; None where there is none."""
-        return self._best(value, lambda p: p == placement)
+    def best_with(self, value: int, layout: Layout) -> Alternative | None:
+        """The best program that makes or stores a value in one layout; None where there is none."""
+        return self._best(value, lambda found: found == layout)
 
     def best_other(self, value: int) -> Alternative | None:
         """The best program that does not make or store a value where the plan does; None where there is none."""
-        return self._best(value, lambda p: p != self.placements[value])
+        return self._best(value, lambda found: found != self.layouts[value])
 
-    def _best(self, value: int, allowed: Callable[[Placement], bool]) -> Alternative | None:
+    def _best(self, value: int, allowed: Callable[[Layout], bool]) -> Alternative | None:
         structure = self.formulator.structure
         variable = structure.value_variable[value]
-        states = structure.states[variable]
-        forbidden = np.array([s.availability is None or not allowed(s.availability.computed) for s in states])
+        choices = structure.choices[variable]
+        forbidden = np.array([not allowed(a.computed) for a in choices.options])[choices.option]
         if forbidden.all():
             return None
         unary = list(self.problem.unary)
@@ -110,7 +102,7 @@ class Alternatives:
         solution = solve(problem, start=starts, tolerance=_TOLERANCE, time_budget_s=_BUDGET_S)
         if solution.assignment is None or not np.isfinite(solution.cost):
             return None
-        chosen = states[int(solution.assignment[variable])].availability
+        chosen = choices.state(int(solution.assignment[variable])).availability
         assert chosen is not None
         cost = float(solution.cost)
         proved = cost - solution.lower_bound <= 10 * _TOLERANCE * cost

@@ -77,14 +77,14 @@ class Explainer:
         self.out.print(heading("Instructions that touch it"))
         self.out.print(table(["instruction", "layout", "seconds", "wire bytes"], rows, left=2))
         self.out.print(heading("The best program with each layout of it, at the plan's shard sizes"))
-        held = self.known.placements[value]
+        held = format_layout(self.known.layouts[value])
         limit = min(self.plan.result.memory_limit_bytes)
         peak = max(self.plan.memory)
         rows = [[f"{held} (the plan)", seconds(self.plan.cost), "", "", nbytes(peak), "yes" if peak <= limit else "no"]]
-        for placement in self.known.others(value):
+        for layout in self.known.others(value):
             self.tell(f"searching without the layout of {self.names.value(value)}")
-            found = self.known.best_with(value, placement)
-            rows.append([str(placement), *self._cells(found)])
+            found = self.known.best_with(value, layout)
+            rows.append([format_layout(layout), *self._cells(found)])
         self.out.print(table(["layout", "step time", "difference", "", "memory", "fits"], rows))
 
     def _kinds(self) -> None:
@@ -148,7 +148,7 @@ class Explainer:
                     self.names.shape(value),
                     format_layout(layout),
                     nbytes(stored),
-                    "-" if other is None else str(other.placement),
+                    "-" if other is None else format_layout(other.layout),
                     *self._cells(other)[1:3],
                 ]
             )
@@ -170,9 +170,9 @@ class Explainer:
             rows.append(
                 [
                     self.names.value(value),
-                    str(self.known.placements[value]),
+                    format_layout(self.known.layouts[value]),
                     seconds(spent[value]),
-                    "-" if other is None else str(other.placement),
+                    "-" if other is None else format_layout(other.layout),
                     *cells[1:3],
                 ]
             )

@@ -58,11 +58,10 @@ def _local_conv(local: Local) -> dict[str, Any]:
     """A device that has some of the groups convolves with that many."""
     params = dict(local.op.params)
     lhs, dn = local.factors.operands[0], params["dimension_numbers"]
-    if local.factor is not None:
-        if params["feature_group_count"] > 1 and local.factor in lhs[dn.lhs_spec[1]]:
-            params["feature_group_count"] = local.share
-        if params["batch_group_count"] > 1 and local.factor in lhs[dn.lhs_spec[0]]:
-            params["batch_group_count"] = local.share
+    for count, dim in (("feature_group_count", lhs[dn.lhs_spec[1]]), ("batch_group_count", lhs[dn.lhs_spec[0]])):
+        cut = local.cut(dim)
+        if params[count] > 1 and cut is not None:
+            params[count] = cut.share
     return params
 
 

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import combinations
 from typing import Any, cast
 
 import jax
 
 from hapsynth import _jax
 from hapsynth.graph import Op
-from hapsynth.instructions.factors import Factors, Local, Triple
-from hapsynth.instructions.layout import Placement, Reduction
+from hapsynth.instructions.factors import Dim, Factors, Local
+from hapsynth.instructions.layout import Reduction
 from hapsynth.instructions.rules.notation import Notation, RuleError, named_dims
 from hapsynth.instructions.rules.registry import (
     DERIVED,
@@ -59,7 +60,8 @@ def register_rule(
     `jax.experimental.custom_partitioning`, or a function that fills in the op's `Factors`, where that is not enough.
 
     How a device runs its shard: the primitive with the same parameters, with those that `params(local)` gives, or
-    `local(local, *shards)`, which gives the results' exact shards. `local` (a `Local`) knows shapes, share and offset.
+    `local(local, *shards)`, which gives the results' exact shards. `local` (a `Local`) knows shapes, share and offset;
+    on a mesh of several axes several factors may be cut, each with a share and an offset of its own in `local.cuts`.
     Shards may be unequal; an empty one is not run unless some result is replicated. `flops(op)`: floating-point
     operations of the whole op.
 
@@ -151,7 +153,7 @@ def _run(name: str, local_fn: LocalFn) -> Callable[[Local, Sequence[Any]], list[
 
     def run(local: Local, operands: Sequence[Any]) -> list[Any]:
         op = local.op
-        if local.factor is None:
+        if not local.cuts:
             return bind(op.primitive, operands, op.params)
         where = f"the local execution of {name}{f' ({op.source})' if op.source else ''} on shards of {local.shapes}"
         try:
@@ -171,7 +173,7 @@ def _run(name: str, local_fn: LocalFn) -> Callable[[Local, Sequence[Any]], list[
 
 # ---- functions that carry a rule of Shardy's
 
-_AXIS = "hapsynth_shards"
+_AXIS = "hapsynth_shards_{}"
 """Not a name of the mesh that runs: a function that communicates for itself fails to find it."""
 
 
@@ -193,15 +195,22 @@ def _carried(op: Op) -> Entry | None:
         f.reductions.clear()
         for factor, size in enumerate(f.sizes):
             minor = -1 in (f.position(t, factor) for t in (*f.operands, *f.results))
-            if size > 1 and factor not in f.blocked and not minor:
-                try:
-                    _partition(op, carried, f.triple(factor), op.shapes, op.result_shapes)
-                except Exception as error:
-                    # The user's code, asked whether it can do this: that it can't is an answer.
-                    f.blocked[factor] = f"its own partition refuses: {type(error).__name__}: {error}"
+            if size > 1 and factor not in f.blocked and not minor and (why := refused(f, factor)):
+                f.blocked[factor] = f"its own partition refuses: {why}"
+        for pair in combinations(f.shardable, 2):
+            if refused(f, *pair):
+                f.alone.update(pair)
+
+    def refused(f: Factors, *cut: int) -> str:
+        """Why the user's code, asked whether it can do this, can't; empty where it can."""
+        try:
+            _partition(f, carried, cut, op.shapes, op.result_shapes)
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+        return ""
 
     def local_fn(local: Local, *shards: Any) -> Any:
-        return _partition(op, carried, local.triple, local.shapes, local.result_shapes)(*shards)
+        return _partition(local.factors, carried, sorted(local.cuts), local.shapes, local.result_shapes)(*shards)
 
     return Entry(name, _fitted(name, fill), local=_run(name, local_fn), flops=notation.flops)
 
@@ -210,34 +219,36 @@ DERIVED["custom_partitioning"] = _carried
 
 
 def _partition(
-    op: Op,
+    f: Factors,
     carried: _jax.Partitioned,
-    triple: Triple,
+    cut: Sequence[int],
     shapes: Sequence[tuple[int, ...]],
     result_shapes: Sequence[tuple[int, ...]],
 ) -> Callable[..., Any]:
-    """The function that the user's partition gives for shards of these shapes, told that two devices have such.
+    """The function that the user's partition gives for shards of these shapes where some factors are cut, told that
+    two devices have such along each.
 
-    Raises RuleError where it wants shardings other than the triple's.
+    Raises RuleError where it wants other shardings than the rule's.
     """
-    mesh = jax.sharding.AbstractMesh((2,), (_AXIS,))
+    names = {factor: _AXIS.format(n) for n, factor in enumerate(cut)}
+    mesh = jax.sharding.AbstractMesh((2,) * len(cut), tuple(names.values()))
 
-    def spec(shape: tuple[int, ...], placement: Placement) -> tuple[str | None, ...]:
-        return tuple(_AXIS if placement.is_sharded and placement.dim == d else None for d in range(len(shape)))
+    def spec(dims: Sequence[Dim]) -> tuple[str | None, ...]:
+        return tuple(names.get(dim[0]) if dim else None for dim in dims)
 
-    def struct(shape: tuple[int, ...], dtype: Any, placement: Placement) -> jax.ShapeDtypeStruct:
-        names = spec(shape, placement)
-        whole = tuple(2 * n if name else n for n, name in zip(shape, names))
-        sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*names))
+    def struct(dims: Sequence[Dim], shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+        whole = tuple(2 * n if name else n for n, name in zip(shape, spec(dims)))
+        sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*spec(dims)))
         return jax.ShapeDtypeStruct(whole, dtype, sharding=sharding)
 
-    sides = ((shapes, op.dtypes, triple.operands), (result_shapes, op.result_dtypes, triple.results))
+    sides = ((f.operands, shapes, f.op.dtypes), (f.results, result_shapes, f.op.result_dtypes))
     structs = [[struct(*x) for x in zip(*side, strict=True)] for side in sides]
     fn, out, given = carried.partition(mesh, *structs)
-    for what, wanted, (there, _, placements) in (("arguments", given, sides[0]), ("result", out, sides[1])):
-        asked = [spec(s, p) for s, p in zip(there, placements)]
+    for what, wanted, tensors in (("arguments", given, f.operands), ("result", out, f.results)):
+        asked = list(map(spec, tensors))
         if len(wanted) != len(asked) or any(_plain(w, len(a)) != a for w, a in zip(wanted, asked)):
-            raise RuleError(f"of the {what} it wants {', '.join(map(str, wanted))}, and the rule {triple}")
+            rule = ", ".join(str(f.triple(factor)) for factor in cut)
+            raise RuleError(f"of the {what} it wants {', '.join(map(str, wanted))}, and the rule {rule}")
     return fn
 
 

@@ -15,7 +15,8 @@ import numpy as np
 from jax.lax import GatherScatterMode as Mode
 
 from hapsynth.graph import Op
-from hapsynth.instructions.factors import Dim, Factors, Local, Reduction
+from hapsynth.instructions.factors import Cut, Dim, Factors, Local, Reduction
+from hapsynth.instructions.layout import reduction_of
 from hapsynth.instructions.rules.registry import apart, bind, identity, no_flops, register
 
 _INT32 = jnp.iinfo(jnp.int32)
@@ -64,12 +65,12 @@ def _servable(op: Op, d: int) -> bool:
     return indexed and window == 1 < size < _INT32.max and op.params["mode"] in _MODES
 
 
-def _served(local: Local) -> int | None:
-    """The operand dimension along which this device serves a part of the indices, if that is what is cut."""
-    if local.factor is None:
-        return None
-    d = local.factors.position(local.factors.operands[0], local.factor)
-    return d if d is not None and _servable(local.op, d) else None
+def _served(local: Local) -> list[tuple[int, int, Cut]]:
+    """The operand dimensions along which this device serves a part of the indices: (dimension, component of an index,
+    part)."""
+    dims = enumerate(local.factors.operands[0])
+    cuts = [(d, cut) for d, dim in dims if (cut := local.cut(dim)) is not None and _servable(local.op, d)]
+    return [(d, components(local.op).index(d), cut) for d, cut in cuts]
 
 
 def _as_int32(index: Any) -> Any:
@@ -103,22 +104,24 @@ def _gather_on_shard(local: Local, operands: Sequence[Any]) -> list[Any]:
     The device that holds the nearest element serves an index out of range as well: so it is clipped, or filled,
     exactly once.
     """
-    op, params, d = local.op, _local_gather(local), _served(local)
-    if d is None:
+    op, params, served = local.op, _local_gather(local), _served(local)
+    if not served:
         return bind(op.primitive, operands, params)
     x, index = operands[0], _as_int32(operands[1])
-    column = components(op).index(d)
-    wanted = index[..., column]
-    nearest = jnp.clip(wanted, 0, op.shapes[0][d] - 1)
-    place = nearest - local.offset()
-    mine = (place >= 0) & (place < local.share)
-    place = jnp.clip(place, 0, local.share - 1)
-    if params["mode"] == Mode.FILL_OR_DROP:
-        place = jnp.where(wanted == nearest, place, local.share)
+    mine = True
+    for d, column, cut in served:
+        wanted = index[..., column]
+        nearest = jnp.clip(wanted, 0, op.shapes[0][d] - 1)
+        place = nearest - cut.offset()
+        mine &= (place >= 0) & (place < cut.share)
+        place = jnp.clip(place, 0, cut.share - 1)
+        if params["mode"] == Mode.FILL_OR_DROP:
+            place = jnp.where(wanted == nearest, place, cut.share)
+        index = _with_component(index, column, place)
     params |= {"indices_are_sorted": False, "unique_indices": False}
-    (out,) = bind(op.primitive, [x, _with_component(index, column, place)], params)
+    (out,) = bind(op.primitive, [x, index], params)
     mine = jnp.expand_dims(mine, tuple(op.params["dimension_numbers"].offset_dims))
-    nothing = jnp.asarray(identity(local.triple.results[0].reduction, out.dtype), out.dtype)
+    nothing = jnp.asarray(identity(reduction_of(local.result_layout(0)), out.dtype), out.dtype)
     return [jnp.where(mine, out, nothing)]
 
 
@@ -169,19 +172,19 @@ def _fills_alike(op: Op) -> bool:
 
 def _scatter_on_shard(local: Local, operands: Sequence[Any]) -> list[Any]:
     """Drop the updates that fall outside [offset, offset + share)."""
-    op, d = local.op, _served(local)
-    if d is None:
+    op, served = local.op, _served(local)
+    if not served:
         return bind(op.primitive, operands, op.params)
     x, index, updates = operands[0], _as_int32(operands[1]), operands[2]
     if op.params["mode"] == Mode.CLIP:
         # Clip where the whole operand would; the shard itself must drop.
         room = [op.shapes[0][c] - extents(op)[c] for c in components(op)]
         index = jnp.clip(index, 0, np.asarray(room, np.int32))
-    column = components(op).index(d)
-    wanted = index[..., column]
-    place = wanted - local.offset()
-    mine = (wanted >= 0) & (place >= 0) & (place < local.share)
-    index = _with_component(index, column, jnp.where(mine, place, local.share))
+    for _, column, cut in served:
+        wanted = index[..., column]
+        place = wanted - cut.offset()
+        mine = (wanted >= 0) & (place >= 0) & (place < cut.share)
+        index = _with_component(index, column, jnp.where(mine, place, cut.share))
     params = {**op.params, "mode": Mode.FILL_OR_DROP, "indices_are_sorted": False, "unique_indices": False}
     if prod(index.shape[:-1]) == 1:
         x = apart(x)

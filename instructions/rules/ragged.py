@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from hapsynth.graph import Op
-from hapsynth.instructions.factors import Dim, Factors, Local
+from hapsynth.instructions.factors import Cut, Dim, Factors, Local
 from hapsynth.instructions.rules.registry import apart, bind, register
 
 
@@ -33,45 +33,41 @@ def _flops(op: Op) -> float:
     return 2.0 * prod(op.shapes[0]) * prod(free)
 
 
-def _rows_of_groups(local: Local, sizes: Any) -> Any:
-    """How many of this device's rows, [offset, offset + share), each group has."""
+def _rows_of_groups(rows: Cut, sizes: Any) -> Any:
+    """How many of this device's rows each group has."""
     ends = jnp.cumsum(sizes, -1, dtype=sizes.dtype)
-    first = local.offset().astype(sizes.dtype)
-    return jnp.clip(ends - first, 0, local.share) - jnp.clip(ends - sizes - first, 0, local.share)
+    first = rows.offset().astype(sizes.dtype)
+    return jnp.clip(ends - first, 0, rows.share) - jnp.clip(ends - sizes - first, 0, rows.share)
 
 
 def _on_shard(local: Local, operands: Sequence[Any]) -> list[Any]:
-    op, factor = local.op, local.factor
+    op, f = local.op, local.factors
     lhs_contract, rhs_contract, lhs_batch, _, ragged, group = _numbers(op)
     lhs, rhs, sizes = operands
-    if factor is not None and factor in local.factors.operands[0][ragged]:
-        return bind(op.primitive, [lhs, rhs, _rows_of_groups(local, sizes)], op.params)
-    if factor is None or factor != _group_factor(local.factors):
-        return bind(op.primitive, operands, op.params)
-    # This device has the groups [offset, offset + share): their rows are brought to the front.
-    before = jnp.where(jnp.arange(sizes.shape[0]) < local.offset(), sizes, 0).sum()
-    sizes = lax.dynamic_slice_in_dim(apart(sizes), local.offset(), local.share)
+    if (rows := local.cut(f.operands[0][ragged])) is not None:
+        sizes = _rows_of_groups(rows, sizes)
+    if (groups := local.cut(_groups(f))) is None:
+        return bind(op.primitive, [lhs, rhs, sizes], op.params)
+    # Of this device's rows, those of its own groups are brought to the front.
+    before = jnp.where(jnp.arange(sizes.shape[0]) < groups.offset(), sizes, 0).sum()
+    sizes = lax.dynamic_slice_in_dim(apart(sizes), groups.offset(), groups.share)
     lhs = jnp.roll(lhs, -before, ragged)
     if group is None:
         rhs = jnp.roll(rhs, -before, rhs_contract[lhs_contract.index(ragged)])
         return bind(op.primitive, [lhs, rhs, sizes], op.params)
     (out,) = bind(op.primitive, [lhs, rhs, sizes], op.params)
     free = [d for d in range(lhs.ndim) if d not in (*lhs_contract, *lhs_batch)]
-    rows = len(lhs_batch) + free.index(ragged)
-    mine = lax.broadcasted_iota(sizes.dtype, out.shape, rows) < sizes.sum()
-    return [jnp.roll(jnp.where(mine, out, 0), before, rows)]
+    place = len(lhs_batch) + free.index(ragged)
+    mine = lax.broadcasted_iota(sizes.dtype, out.shape, place) < sizes.sum()
+    return [jnp.roll(jnp.where(mine, out, 0), before, place)]
 
 
-def _group_factor(f: Factors) -> int | None:
-    """The factor of the groups themselves: of the right operand, or else of the result."""
+def _groups(f: Factors) -> Dim:
+    """The dimension of the groups themselves: of the right operand, or else of the result."""
     lhs_contract, _, _, _, ragged, group = _numbers(f.op)
     if group is not None:
-        dim = f.operands[1][group]
-    elif ragged in lhs_contract:
-        dim = f.results[0][0]
-    else:
-        return None
-    return dim[0] if dim else None
+        return f.operands[1][group]
+    return f.results[0][0] if ragged in lhs_contract else ()
 
 
 @register("ragged_dot_general", local=_on_shard, flops=_flops)

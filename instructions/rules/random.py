@@ -7,7 +7,7 @@ offset: nothing is sent. A draw with a batch of keys is one draw per key and can
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any
 
@@ -55,24 +55,28 @@ def _keys(f: Factors) -> None:
     replicated(f, KEYS_ARE_WHOLE)
 
 
-def _batch_on_shard(local: Local, keys: Any, dim: int) -> Any:
+def _batch_on_shard(local: Local, keys: Any) -> Any:
     """This device's part of a batch of threefry keys, which it holds whole."""
+    cuts = [(d, cut) for d, dim in enumerate(local.factors.results[0][: keys.ndim]) if (cut := local.cut(dim))]
+    if not cuts:
+        return keys
     data = apart(jax.random.key_data(keys))
-    here = lax.dynamic_slice_in_dim(data, local.offset(), local.share, dim)
-    return jax.random.wrap_key_data(here, impl=THREEFRY)
+    for d, cut in cuts:
+        data = lax.dynamic_slice_in_dim(data, cut.offset(), cut.share, d)
+    return jax.random.wrap_key_data(data, impl=THREEFRY)
 
 
-def _counters(shape: Sequence[int], here: Sequence[int], dim: int, offset: Any) -> tuple[Any, Any]:
+def _counters(shape: Sequence[int], here: Sequence[int], offsets: Mapping[int, Any]) -> tuple[Any, Any]:
     """The row-major index in `shape` of each element of a shard of the shape `here`, as high and low 32-bit words.
 
-    The shard starts at `offset` of dimension `dim`. 64-bit integers would need `jax_enable_x64`.
+    The shard starts at `offsets` along the dimensions that are cut. 64-bit integers would need `jax_enable_x64`.
     """
     high = low = jnp.zeros(here, np.uint32)
     long = prod(shape) > 1 << 32
     for d in range(len(shape)):
         index = lax.broadcasted_iota(np.uint32, here, d)
-        if d == dim:
-            index += offset.astype(np.uint32)
+        if d in offsets:
+            index += offsets[d].astype(np.uint32)
         stride_high, stride_low = map(np.uint32, divmod(prod(shape[d + 1 :]), 1 << 32))
         step = index * stride_low
         low += step
@@ -85,18 +89,18 @@ def _counters(shape: Sequence[int], here: Sequence[int], dim: int, offset: Any) 
 
 def _bits_on_shard(local: Local, operands: Sequence[Any]) -> list[Any]:
     op, (keys,) = local.op, operands
-    if local.factor is None:
-        return bind(op.primitive, operands, op.params)
-    dim, batch = local.triple.results[0].dim, len(op.shapes[0])
-    if dim < batch:
-        return bind(op.primitive, [_batch_on_shard(local, keys, dim)], op.params)
+    batch = len(op.shapes[0])
+    keys = _batch_on_shard(local, keys)
+    cuts = [local.cut(dim) for dim in local.factors.results[0][batch:]]
+    offsets = {d: cut.offset() for d, cut in enumerate(cuts) if cut is not None}
+    if not offsets:
+        return bind(op.primitive, [keys], op.params)
     if not _is_partitionable():
         raise ValueError(
             "a plan made with jax_threefry_partitionable cuts random numbers, and it is off now: turn it on for the "
             "run, or plan with it off"
         )
-    shape, here = op.result_shapes[0][batch:], local.result_shapes[0][batch:]
-    counters = _counters(shape, here, dim - batch, local.offset())
+    counters = _counters(op.result_shapes[0][batch:], local.result_shapes[0][batch:], offsets)
     words = jnp.moveaxis(jax.random.key_data(keys), -1, 0)
     if batch:
         full = local.result_shapes[0]
@@ -126,9 +130,7 @@ def _random_bits(f: Factors) -> None:
 
 def _gamma_on_shard(local: Local, operands: Sequence[Any]) -> list[Any]:
     keys, alpha = operands
-    if local.factor is not None:
-        keys = _batch_on_shard(local, keys, local.triple.results[0].dim)
-    return bind(local.op.primitive, [keys, alpha], local.op.params)
+    return bind(local.op.primitive, [_batch_on_shard(local, keys), alpha], local.op.params)
 
 
 @register("random_gamma", local=_gamma_on_shard, flops=lambda op: 10 * _hashes(op), typed_keys=True)

@@ -18,7 +18,7 @@ from jax import lax
 from hapsynth import _jax
 from hapsynth.graph import Op
 from hapsynth.instructions.factors import Factors, Local
-from hapsynth.instructions.layout import R
+from hapsynth.instructions.layout import Layout, R, reduction_of
 
 FactorsOf = Callable[[Factors], None]
 ParamsOf = Callable[[Local], dict[str, Any]]
@@ -182,8 +182,8 @@ def apart(x: Any) -> Any:
 
 
 def identity(reduction: str, dtype: Any) -> Any:
-    """The scalar that `reduction` leaves unchanged."""
-    if reduction == "sum":
+    """The scalar that `reduction` leaves unchanged; zero where there is none."""
+    if reduction in ("", "sum"):
         return np.zeros((), dtype)
     sign = -1 if reduction == "max" else 1
     if dtype == np.bool_:
@@ -201,13 +201,15 @@ def execute(local: Local, operands: Sequence[Any]) -> list[Any]:
     An empty share is never handed to the primitive (gather, argmax and grouped convolution refuse it): it yields
     empty shards, and the identity of each partial. (Where some result is replicated the op is run all the same.)
     """
-    op = local.op
-    if local.factor is not None and local.share == 0 and R not in local.triple.results:
+    op, f = local.op, local.factors
+    empty = [t.factor for t in local.triples if t.factor is not None and R not in t.results]
+    empty = [factor for factor in empty if local.cuts[factor].share == 0]
+    if empty:
+        # With no share of the updates, an accumulating op returns its accumulator as it is.
+        accumulated = next((f.accumulators[factor] for factor in empty if factor in f.accumulators), None)
         return [
-            jnp.full(shape, identity(placement.reduction, dtype) if placement.is_partial else 0, dtype)
-            if not local_accumulates(local)
-            else operands[local.factors.accumulators[local.factor]]
-            for shape, dtype, placement in zip(local.result_shapes, op.result_dtypes, local.triple.results)
+            _nothing(shape, dtype, local.result_layout(r)) if accumulated is None else operands[accumulated]
+            for r, (shape, dtype) in enumerate(zip(local.result_shapes, op.result_dtypes))
         ]
     entry = entry_of(op)
     if entry is not None and entry.local is not None:
@@ -216,6 +218,6 @@ def execute(local: Local, operands: Sequence[Any]) -> list[Any]:
     return bind(op.primitive, operands, params)
 
 
-def local_accumulates(local: Local) -> bool:
-    """With no share of the updates, an accumulating op returns its accumulator as it is."""
-    return local.factor in local.factors.accumulators
+def _nothing(shape: tuple[int, ...], dtype: Any, layout: Layout) -> Any:
+    """A device's part where it computes nothing: the identity of what the value is partial by."""
+    return jnp.full(shape, identity(reduction_of(layout), dtype), dtype)

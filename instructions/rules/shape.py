@@ -118,8 +118,8 @@ def _skip(x: _Refinement, y: _Refinement) -> None:
 def _local_tile(local: Local) -> dict[str, Any]:
     """A device that has some of the repetitions repeats that often."""
     reps, dims = local.op.params["reps"], local.factors.results[0]
-    cut = [r > 1 and local.factor is not None and local.factor in dim for r, dim in zip(reps, dims)]
-    return {**local.op.params, "reps": tuple(local.share if c else r for c, r in zip(cut, reps))}
+    cuts = [local.cut(dim) if r > 1 else None for r, dim in zip(reps, dims)]
+    return {**local.op.params, "reps": tuple(r if cut is None else cut.share for r, cut in zip(reps, cuts))}
 
 
 @register("tile", params=_local_tile, flops=no_flops, fusible=True)
@@ -150,10 +150,11 @@ def _iota_on_shard(local: Local, operands: Sequence[Any]) -> list[Any]:
     """Counting along a cut dimension starts at this device's offset."""
     params = _local_shape(local)
     dimension = params["dimension"]
-    if local.factor not in local.factors.results[0][dimension]:
+    cut = local.cut(local.factors.results[0][dimension])
+    if cut is None:
         return bind(local.op.primitive, operands, params)
     counts = jax.lax.broadcasted_iota(jnp.int32, params["shape"], dimension)
-    return [(counts + local.offset()).astype(params["dtype"])]
+    return [(counts + cut.offset()).astype(params["dtype"])]
 
 
 @register("iota", params=_local_shape, local=_iota_on_shard, flops=no_flops, fusible=True)

@@ -20,7 +20,8 @@ def _on_first(local: Local, operands: Sequence[Any]) -> list[Any]:
     def show(*values: Any) -> None:
         bind(local.op.primitive, (x, *values), local.op.params)
 
-    lax.cond(local.axis_index() == 0, show, lambda *values: None, *shown)
+    positions = [local.axis_index(axis) for axis in range(len(local.triples))]
+    lax.cond(sum(positions) == 0, show, lambda *values: None, *shown)
     return [x, np.int32(0)]
 
 

@@ -1,0 +1,156 @@
+"""The linear program over the ratios of all classes along the same mesh axes; the model is in `sizing.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+from scipy.optimize import linprog
+from scipy.sparse import coo_array
+
+from hapsynth.instructions.sizes import Sizes
+from hapsynth.search.costs import Floats
+from hapsynth.search.loads import Loads
+from hapsynth.search.memory import Cut, MemoryProfile, largest_of
+
+
+class RatioLP:
+    """One linear program: classes cut along `axes`, all others at `sizes`. `active`: devices that may hold anything."""
+
+    def __init__(
+        self,
+        loads: Loads,
+        memory: MemoryProfile,
+        axes: tuple[int, ...],
+        kind_of: npt.NDArray[np.int64],
+        active: np.ndarray,
+        sizes: Sizes,
+    ) -> None:
+        self.loads, self.memory, self.sizes, self.costs = loads, memory, sizes, loads.costs
+        self.axes, self.kind_of = axes, kind_of
+        self.classes = [c.index for c in loads.classes.all if c.axes == axes]
+        place = self.costs.position(axes)
+        idle = np.bincount(place, active, minlength=kind_of.size) == 0
+        self.kinds = [k for k in range(int(kind_of.max()) + 1) if not idle[kind_of == k].all()]
+        self.counts = [int((kind_of == k).sum()) for k in self.kinds]
+        self.column = {c: i * len(self.kinds) for i, c in enumerate(self.classes)}
+        self.kind_at = {int(p): self.kinds.index(int(k)) for p, k in enumerate(kind_of) if int(k) in self.kinds}
+        self.objective: list[float] = [0.0] * (len(self.classes) * len(self.kinds))
+        self.largest: dict[Cut, int] = {}
+        self.rows, self.equal = _Rows(), _Rows()
+
+    def solve(self, points: Sequence[int], limit: float) -> dict[int, Floats] | None:
+        """Class -> fraction per position, or None where it has no solution.
+
+        `points` of the program at which the bytes alive must stay within `limit`.
+        """
+        for c in self.classes:
+            self.equal.add({self.column[c] + j: float(n) for j, n in enumerate(self.counts)}, 1.0)
+        self._add_wires()
+        self._add_works()
+        self._add_memory(points, limit)
+        found = linprog(
+            np.array(self.objective),
+            A_ub=self.rows.matrix(len(self.objective)),
+            b_ub=np.array(self.rows.bounds),
+            A_eq=self.equal.matrix(len(self.objective)),
+            b_eq=np.array(self.equal.bounds),
+            bounds=[(0.0, None)] * len(self.objective),
+            method="highs",
+        )
+        if found.x is None:
+            return None
+        fractions: dict[int, Floats] = {}
+        for c in self.classes:
+            row = np.zeros(self.kind_of.size)
+            for p, j in self.kind_at.items():
+                row[p] = found.x[self.column[c] + j]
+            fractions[c] = row / row.sum()
+        return fractions
+
+    def _share(self, cut: Cut, position: int) -> dict[int, float]:
+        """A cut's share at one position along its own axes, as a row: a sum where the class has minor axes besides."""
+        c, depth = cut
+        inner = self.kind_of.size // int(np.prod([self.loads.classes.lengths[a] for a in self.axes[:depth]]))
+        row: dict[int, float] = {}
+        for p in range(position * inner, (position + 1) * inner):
+            if p in self.kind_at:
+                column = self.column[c] + self.kind_at[p]
+                row[column] = row.get(column, 0.0) + 1.0
+        return row
+
+    def _largest(self, cut: Cut) -> int:
+        """The variable of a cut's largest share."""
+        if cut not in self.largest:
+            self.largest[cut] = column = len(self.objective)
+            self.objective.append(0.0)
+            positions = int(np.prod([self.loads.classes.lengths[a] for a in self.axes[: cut[1]]]))
+            for share in {tuple(sorted(self._share(cut, p).items())) for p in range(positions)}:
+                if share:
+                    self.rows.add({**dict(share), column: -1.0}, 0.0)
+        return self.largest[cut]
+
+    def _add_wires(self) -> None:
+        for c in self.classes:
+            self._largest((c, len(self.axes)))
+        for wire in self.loads.wires:
+            for n, cut in enumerate(wire.times):
+                if cut[0] not in self.column:
+                    continue
+                rest = wire.seconds
+                for m, other in enumerate(wire.times):
+                    rest *= largest_of(self.sizes, other) if m != n else 1.0
+                for other in wire.over:
+                    rest /= max(largest_of(self.sizes, other), 1e-300)
+                self.objective[self._largest(cut)] += rest
+
+    def _add_works(self) -> None:
+        ones = np.ones(self.costs.n)
+        for works in self.loads.works:
+            mine = [k for k, cut in enumerate(works.cuts) if cut[0] in self.column]
+            if not mine:
+                continue
+            (k,) = mine
+            place = self.costs.position(self.axes[: works.cuts[k][1]])
+            shares = [self._share(works.cuts[k], int(p)) for p in place]
+            others = [ones if n == k else self.loads.fraction(self.sizes, o) for n, o in enumerate(works.cuts)]
+            for work, count in works.counts.items():
+                t = len(self.objective)
+                self.objective.append(float(count))
+                fixed = self.costs.overhead * work.launches
+                compute = work.flops * np.prod(others, axis=0) / self.costs.rate(work.dtype)
+                cut, whole = np.zeros(self.costs.n), np.zeros(self.costs.n)
+                for mask, nbytes in work.moved:
+                    moved = np.prod([nbytes * ones, *(others[n] for n in mask)], axis=0) / self.costs.bandwidth
+                    (cut if k in mask else whole)[:] += moved
+                rows = np.stack([fixed, compute, cut, whole]).T.tolist()
+                for share, row in dict.fromkeys((tuple(s.items()), tuple(r)) for s, r in zip(shares, rows) if s):
+                    start, busy, moving, still = row
+                    self.rows.add({**{i: x * busy for i, x in share}, t: -1.0}, -start)
+                    self.rows.add({**{i: x * moving for i, x in share}, t: -1.0}, -start - still)
+
+    def _add_memory(self, points: Sequence[int], limit: float) -> None:
+        if not points:
+            return
+        cuts = [(c, depth) for c in self.classes for depth in range(1, len(self.axes) + 1)]
+        whole, divided = self.memory.by_cut(self.sizes, cuts)
+        for p in points:
+            held = {self._largest(cut): float(nbytes[p]) for cut, nbytes in divided.items()}
+            self.rows.add(held, limit - float(whole[p]))
+
+
+class _Rows:
+    """Sparse rows `coefficients . x <= bound`, or `=`."""
+
+    def __init__(self) -> None:
+        self.entries: list[tuple[int, int, float]] = []
+        self.bounds: list[float] = []
+
+    def add(self, coefficients: dict[int, float], bound: float) -> None:
+        self.entries += [(len(self.bounds), column, value) for column, value in coefficients.items()]
+        self.bounds.append(bound)
+
+    def matrix(self, columns: int) -> coo_array:
+        rows, cols, values = zip(*self.entries, strict=True) if self.entries else ((), (), ())
+        return coo_array((values, (rows, cols)), shape=(len(self.bounds), columns))

@@ -1,0 +1,115 @@
+"""The layouts that a value may take on the way to where it is used, and the cheapest conversions between them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import cached_property
+from itertools import permutations, product
+
+import numpy as np
+
+from hapsynth.instructions.collectives import axis_between, is_collective, step_between
+from hapsynth.instructions.layout import Layout, P, Placement, R, Reduction, S, is_consistent
+from hapsynth.search.costs import Floats
+
+Hop = tuple[int, int, int]
+"""(layout before, layout after, mesh axis) of a single step; layouts by number."""
+
+
+class LayoutSet:
+    """All layouts over a number of mesh axes that cut no dimensions but `dims` and combine by `reductions`."""
+
+    def __init__(self, axes: int, dims: Sequence[int], reductions: Sequence[Reduction]) -> None:
+        self.dims = tuple(dims)
+        placements: list[Placement] = [R, *(S(d) for d in dims), *(P(r) for r in reductions)]
+        self.layouts: tuple[Layout, ...] = tuple(
+            layout for chosen in product(placements, repeat=axes) for layout in _orders(chosen) if is_consistent(layout)
+        )
+        self.number = {layout: i for i, layout in enumerate(self.layouts)}
+        self.whole = self.number[(R,) * axes]
+        self.is_partial = np.array([any(p.is_partial for p in layout) for layout in self.layouts])
+        self.cuts: tuple[tuple[int, tuple[int, ...]], ...] = tuple(
+            (d, axes_) for d in self.dims for k in range(1, axes + 1) for axes_ in permutations(range(axes), k)
+        )
+        """Every (dimension, axes that cut it, major to minor)."""
+
+    @cached_property
+    def hops(self) -> tuple[Hop, ...]:
+        """Every single step between two of the layouts."""
+        found: list[Hop] = []
+        for i, source in enumerate(self.layouts):
+            for j, target in enumerate(self.layouts):
+                axis = axis_between(source, target)
+                if axis is not None:
+                    found.append((i, j, axis))
+        return tuple(found)
+
+    @cached_property
+    def free(self) -> np.ndarray:
+        """bool [layouts, layouts]: whether one follows from another by local steps alone."""
+        reach = np.eye(len(self.layouts), dtype=bool)
+        for i, j, axis in self.hops:
+            step = step_between(self.layouts[i][axis], self.layouts[j][axis])
+            reach[i, j] = step is not None and not is_collective(step)
+        for k in range(len(self.layouts)):
+            reach |= reach[:, k, None] & reach[None, k, :]
+        return reach
+
+
+class Conversions:
+    """The cheapest ways between the layouts of a set at given costs of the single steps.
+
+    `seconds`: float64 [layouts, layouts], inf where there is no way.
+    """
+
+    def __init__(self, layouts: LayoutSet, time: Callable[[Layout, Layout, int], float]) -> None:
+        self.layouts = layouts
+        n = len(layouts.layouts)
+        self.seconds: Floats = np.full((n, n), np.inf)
+        np.fill_diagonal(self.seconds, 0.0)
+        self.steps = np.where(np.eye(n, dtype=bool), 0, n)
+        self._next = np.full((n, n), -1)
+        self._axis: dict[tuple[int, int], int] = {}
+        for i, j, axis in layouts.hops:
+            self.seconds[i, j] = time(layouts.layouts[i], layouts.layouts[j], axis)
+            self.steps[i, j], self._next[i, j], self._axis[i, j] = 1, j, axis
+        # Floyd and Warshall; of equally long ways the one of fewest steps, of those the first found.
+        for k in range(n):
+            through = self.seconds[:, k, None] + self.seconds[None, k, :]
+            steps = self.steps[:, k, None] + self.steps[None, k, :]
+            ties = (through == self.seconds) & (steps < self.steps) & np.isfinite(through)
+            better = (through < self.seconds) | ties
+            if better.any():
+                self.seconds = np.where(better, through, self.seconds)
+                self.steps = np.where(better, steps, self.steps)
+                self._next = np.where(better, self._next[:, k, None], self._next)
+
+    def path(self, source: Layout, target: Layout) -> list[tuple[Layout, Layout, int]] | None:
+        """The single steps of the cheapest way, each with its mesh axis; None where there is no way."""
+        number, layouts = self.layouts.number, self.layouts.layouts
+        at, end = number[source], number[target]
+        if not np.isfinite(self.seconds[at, end]):
+            return None
+        found: list[tuple[Layout, Layout, int]] = []
+        while at != end:
+            after = int(self._next[at, end])
+            found.append((layouts[at], layouts[after], self._axis[at, after]))
+            at = after
+        return found
+
+    def nearest(self, sources: Iterable[Layout], target: Layout) -> Layout:
+        """Of several layouts the one from which another is reached at the least cost, in the fewest steps."""
+        number = self.layouts.number
+        end = number[target]
+        return min(sources, key=lambda s: (self.seconds[number[s], end], self.steps[number[s], end], s))
+
+
+def _orders(layout: Layout) -> Iterable[Layout]:
+    """A layout of major cuts, with the axes of each dimension in every order."""
+    axes_of: dict[int, list[int]] = {}
+    for axis, p in enumerate(layout):
+        if p.is_sharded:
+            axes_of.setdefault(p.dim, []).append(axis)
+    for order in product(*(permutations(axes) for axes in axes_of.values())):
+        minor = {axis: k for axes in order for k, axis in enumerate(axes)}
+        yield tuple(S(p.dim, minor[a]) if p.is_sharded else p for a, p in enumerate(layout))

@@ -1,0 +1,192 @@
+"""What the sizes of a program's dimension classes decide: the times of its ops and collectives, as arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+
+from hapsynth.instructions.collectives import step_between
+from hapsynth.instructions.layout import cut_axes
+from hapsynth.instructions.program import Convert, Program
+from hapsynth.instructions.sizes import Classes, Node, Sizes, layout_nodes
+from hapsynth.search.costs import CostModel, Floats, Work, tiled
+from hapsynth.search.evaluate import cuts_of
+from hapsynth.search.memory import Cut, largest_of
+
+CostOf = Callable[[Floats], float]
+"""Seconds of all that a class decides, from its fractions per position."""
+
+
+@dataclass(eq=False)
+class Wire:
+    """Conversions whose bytes are a product of largest shares: seconds at 1, and the cuts multiplied and divided by."""
+
+    seconds: float
+    times: tuple[Cut, ...]
+    over: tuple[Cut, ...]
+
+    def at(self, largest: Callable[[Cut], float]) -> float:
+        seconds = self.seconds
+        for cut in self.times:
+            seconds *= largest(cut)
+        for cut in self.over:
+            seconds /= max(largest(cut), 1e-300)
+        return seconds
+
+
+@dataclass(eq=False)
+class Works:
+    """All works that the same cuts divide, with how often each runs."""
+
+    cuts: tuple[Cut, ...]
+    counts: dict[Work, float] = field(default_factory=dict)
+
+
+class Loads:
+    """A program's works and wires by what cuts them."""
+
+    def __init__(self, program: Program, classes: Classes, costs: CostModel) -> None:
+        self.classes, self.costs = classes, costs
+        self._works: dict[tuple[Cut, ...], Works] = {}
+        self._wires: dict[tuple[tuple[Cut, ...], tuple[Cut, ...]], Wire] = {}
+        for value, layout in program.inputs.items():
+            work = costs.feed_work(value, layout)
+            if work is not None and work.divided:
+                self._add_work(layout_nodes(value, layout), work, 1.0)
+        graph = costs.graph
+        for i in program.instructions:
+            if isinstance(i, Convert):
+                self._add_wire(i, graph.runs[i.region])
+            elif (work := costs.work(i.op, i.triples)).divided:
+                self._add_work(cuts_of(costs, i), work, graph.runs[graph.ops[i.op].region])
+
+    def cut(self, node: Node) -> Cut:
+        return self.classes.of[node], len(node[2])
+
+    def _add_work(self, nodes: list[Node], work: Work, count: float) -> None:
+        cuts = tuple(map(self.cut, nodes))
+        counts = self._works.setdefault(cuts, Works(cuts)).counts
+        counts[work] = counts.get(work, 0.0) + count
+
+    def _add_wire(self, i: Convert, runs: float) -> None:
+        """Seconds of a collective with every largest share 1, and the shares that it is proportional to."""
+        link, nbytes = self.costs.links[i.axis], float(self.costs.graph.values[i.value].nbytes)
+        step = step_between(i.source[i.axis], i.target[i.axis])
+        assert step is not None
+        seconds = runs * link.wire_bytes(step, nbytes, nbytes, nbytes) * link.beta if link.n > 1 else 0.0
+        if not seconds:
+            return
+        sent = i.target if step == "reduce_scatter" else i.source
+        times = [self.cut(n) for n in layout_nodes(i.value, sent)]
+        over: list[Cut] = []
+        if step == "all_to_all":
+            dim = i.target[i.axis].dim
+            axes = cut_axes(i.target, dim)
+            times.append(self.cut((i.value, dim, axes)))
+            if len(axes) > 1:
+                over.append(self.cut((i.value, dim, axes[:-1])))
+        key = tuple(sorted(times)), tuple(sorted(over))
+        if not key[0]:
+            return
+        self._wires.setdefault(key, Wire(0.0, *key)).seconds += seconds
+
+    @property
+    def works(self) -> list[Works]:
+        return list(self._works.values())
+
+    @property
+    def wires(self) -> list[Wire]:
+        return list(self._wires.values())
+
+    @cached_property
+    def has_products(self) -> bool:
+        """Whether some cost is a product of two classes' sizes, so that one linear program is not the last word."""
+        return any(len(w.cuts) > 1 for w in self.works) or any(len(w.times) > 1 for w in self.wires)
+
+    @cached_property
+    def _tables(self) -> dict[tuple[Cut, ...], _WorkTable]:
+        return {cuts: _WorkTable(works, self.costs) for cuts, works in self._works.items()}
+
+    def fraction(self, sizes: Sizes, cut: Cut) -> Floats:
+        """Each device's share of a cut: float64 [devices]."""
+        c, _ = cut
+        return self.expanded(cut, np.array(sizes.shares[c], dtype=np.float64) / max(self.classes.all[c].units, 1))
+
+    def expanded(self, cut: Cut, fractions: Floats) -> Floats:
+        """Per device, from a class's fractions per position."""
+        return self.joined(cut, fractions)[self.costs.position(self.classes.all[cut[0]].axes[: cut[1]])]
+
+    def joined(self, cut: Cut, fractions: Floats) -> Floats:
+        """Per position along the cut's own axes: those of minor axes joined."""
+        c, depth = cut
+        axes = self.classes.all[c].axes
+        if depth == len(axes):
+            return fractions
+        return fractions.reshape(*(self.classes.lengths[a] for a in axes[:depth]), -1).sum(axis=-1).ravel()
+
+    def cost(self, sizes: Sizes) -> float:
+        """Seconds of all that is cut."""
+        largest = lambda cut: largest_of(sizes, cut)
+        worked = sum(t.cost([self.fraction(sizes, c) for c in cuts]) for cuts, t in self._tables.items())
+        return worked + sum(w.at(largest) for w in self.wires)
+
+    def lanes(self, c: int) -> set[int]:
+        """The lanes over which contractions that a class divides extend."""
+        found: set[int] = set()
+        for works in self.works:
+            for k, cut in enumerate(works.cuts):
+                found |= {w.lanes[k] for w in works.counts if cut[0] == c}
+        return found - {0}
+
+    def of_class(self, c: int, sizes: Sizes) -> CostOf | None:
+        """The cost that a class's sizes decide, everything else as it is; None where they decide nothing."""
+        tables = [(cuts, t) for cuts, t in self._tables.items() if any(cut[0] == c for cut in cuts)]
+        wires = [w for w in self.wires if any(cut[0] == c for cut in (*w.times, *w.over))]
+        if not tables and not wires:
+            return None
+        others = {cut: self.fraction(sizes, cut) for cuts, _ in tables for cut in cuts if cut[0] != c}
+        fixed = {cut: largest_of(sizes, cut) for w in wires for cut in (*w.times, *w.over) if cut[0] != c}
+
+        def cost(fractions: Floats) -> float:
+            mine = {cut: self.expanded(cut, fractions) for cuts, _ in tables for cut in cuts if cut[0] == c}
+            held = lambda cut: mine[cut] if cut[0] == c else others[cut]
+            largest = lambda cut: float(self.joined(cut, fractions).max()) if cut[0] == c else fixed[cut]
+            worked = sum(t.cost([held(cut) for cut in cuts]) for cuts, t in tables)
+            return worked + sum(w.at(largest) for w in wires)
+
+        return cost
+
+
+class _WorkTable:
+    """Works with the same cuts as arrays: their cost at any fractions, vectorized."""
+
+    def __init__(self, works: Works, costs: CostModel) -> None:
+        column = lambda values: np.array(list(values), dtype=np.float64)[:, None]
+        all_ = list(works.counts)
+        self.counts = np.array(list(works.counts.values()), dtype=np.float64)
+        rates = np.array([costs.rate(w.dtype) for w in all_]).reshape(len(all_), costs.n)
+        self.compute = column(w.flops for w in all_) / rates
+        masks = sorted({mask for w in all_ for mask, _ in w.moved})
+        bytes_of = [dict(w.moved) for w in all_]
+        self.moved = [(mask, column(b.get(mask, 0.0) for b in bytes_of) / costs.bandwidth) for mask in masks]
+        self.lanes = [[w.lanes[k] for w in all_] for k in range(len(works.cuts))]
+        self.fixed = column(w.launches for w in all_) * costs.overhead
+
+    def cost(self, fractions: list[Floats]) -> float:
+        share = np.ones_like(self.compute)
+        held = np.ones(self.compute.shape[1])
+        for fraction, lanes in zip(fractions, self.lanes, strict=True):
+            rows = {n: tiled(fraction, n) for n in set(lanes)}
+            share = share * np.array([rows[n] for n in lanes])
+            held = held * fraction
+        moved = np.zeros_like(self.compute)
+        for mask, seconds in self.moved:
+            part = seconds
+            for k in mask:
+                part = part * fractions[k]
+            moved = moved + part
+        busy = self.fixed + np.maximum(self.compute * share, moved)
+        return float(self.counts @ np.where(held > 0, busy, 0.0).max(axis=1, initial=0.0))

@@ -1,0 +1,339 @@
+"""Programs of several mesh axes: what is lowered, what the checker refuses, and plans that run."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from control_cases import CASES as CONTROL
+from jax.sharding import AxisType, Mesh
+from random_programs import RandomProgram, floats, mlp_args, mlp_step
+from slow_devices import SPEEDS, first_devices, slow_cluster
+from test_lower import CASES, assert_close, random_lowered, run
+from unflatten import unflattened
+
+import hapsynth
+from hapsynth.check import relative_error
+from hapsynth.cluster import Cluster
+from hapsynth.instructions.checker import check
+from hapsynth.instructions.factors import Triple
+from hapsynth.instructions.layout import P, R, S
+from hapsynth.instructions.program import Compute, Convert, FactorTable, Program, ProgramError
+from hapsynth.instructions.sizes import Classes, Sizes
+from hapsynth.lower import lower
+from hapsynth.lower._where import Where
+from hapsynth.plan import Plan
+from hapsynth.plan_file import PlanError
+from hapsynth.search.result import Result
+from hapsynth.trace import Traced, trace
+
+AXES = (("a", 2), ("b", 4))
+
+
+def mesh(*lengths: int) -> Mesh:
+    devices = np.array(jax.devices()).reshape(lengths)
+    return Mesh(devices, tuple("xyz"[: len(lengths)]), axis_types=(AxisType.Auto,) * len(lengths))
+
+
+# ---- a product whose contracted dimension both axes cut, reduced along one axis after the other
+
+
+def product() -> tuple[Traced, Program]:
+    """Reduce-scatter along the inner axis, all-reduce of the pieces along the outer one, all-gather along the inner."""
+    traced = trace(lambda x, y: x @ y, (floats(8, 16), floats(16, 24)))
+    x, y = traced.graph.inputs
+    (z,) = traced.graph.ops[0].results
+    (contracted,) = FactorTable(traced.graph)[0].reductions
+    cut = Triple((S(1), S(0)), (P("sum"),), contracted)
+    steps = [(P("sum"), P("sum")), (P("sum"), S(0)), (R, S(0)), (R, R)]
+    converts = [Convert(z, axis, *steps[n : n + 2]) for n, axis in enumerate((1, 0, 1))]
+    inputs = {x: (S(1), S(1, 1)), y: (S(0), S(0, 1))}
+    return traced, Program(AXES, inputs, (Compute(0, (cut, cut.at(1))), *converts), ((R, R),))
+
+
+def sized(traced: Traced, program: Program, *shares: tuple[int, ...]) -> Sizes:
+    sizes = Sizes(traced.graph, Classes.build(traced.graph, program), shares)
+    check(traced.graph, program, sizes)
+    return sizes
+
+
+STEP = r"stablehlo\.(all_\w+|reduce_scatter|case|pad)\b(?:.*replica_groups = dense<(.*?)>)?"
+
+
+def test_a_reduction_over_two_axes_is_three_collectives() -> None:
+    traced, program = product()
+    lowered = lower(traced.graph, program, sized(traced, program, (2,) * 8, (2,) * 4), mesh(2, 4))
+    found = re.findall(STEP, lowered.lower().as_text())
+    inner, outer = "[[0, 1, 2, 3], [4, 5, 6, 7]]", "[[0, 4], [1, 5], [2, 6], [3, 7]]"
+    assert found == [("reduce_scatter", inner), ("all_reduce", outer), ("all_gather", inner)]
+    x, y = floats(8, 16), floats(16, 24)
+    assert_close(run(lowered, (x, y)), x @ y)
+
+
+def test_its_shares_may_be_of_any_lengths() -> None:
+    """Rows that no two devices have alike, terms of which some devices have none."""
+    traced, program = product()
+    sizes = sized(traced, program, (1, 0, 4, 2, 5, 3, 1, 0), (3, 0, 4, 1))
+    x, y = floats(8, 16), floats(16, 24)
+    assert_close(run(lower(traced.graph, program, sizes, mesh(8)), (x, y)), x @ y)
+
+
+# ---- what is emitted
+
+COLLECTIVES = {"psum", "psum_invariant", "pmax", "pmin", "all_gather", "reduce_scatter", "all_to_all"}
+
+
+def equations(jaxpr: Any, inside: bool = False) -> Iterator[tuple[str, bool]]:
+    """The primitives of a jaxpr, and whether each stands in a branch."""
+    for eqn in jaxpr.eqns:
+        name = eqn.primitive.name
+        yield name, inside
+        for param in eqn.params.values():
+            for sub in param if isinstance(param, (tuple, list)) else (param,):
+                sub = getattr(sub, "jaxpr", sub)
+                if hasattr(sub, "eqns"):
+                    yield from equations(sub, inside or name == "cond")
+
+
+def emitted(lowered: Any) -> list[tuple[str, bool]]:
+    with jax.set_mesh(lowered.mesh):
+        structs = [s.struct() for s in (*lowered.inputs, *lowered.constants)]
+        return list(equations(lowered.function.trace(*structs).jaxpr.jaxpr))
+
+
+def powers_of_two(x: Any, w: Any) -> Any:
+    y = jnp.tanh(x @ w)
+    return y.sum(0), jax.grad(lambda w: ((x @ w) ** 2).sum())(w), y.reshape(8, 8, 8, 8).transpose(2, 0, 1, 3)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_even_shards_take_neither_switch_nor_padding(seed: int) -> None:
+    traced = trace(powers_of_two, (floats(64, 16), floats(16, 64)))
+    maker = RandomProgram(traced.graph, AXES, random.Random(seed))
+    program = maker.build()
+    sizes = maker.sizes(program, "equal")
+    assert all(len(set(shares)) == 1 for shares in sizes.shares)
+    names = {name for name, _ in emitted(lower(traced.graph, program, sizes, mesh(2, 4)))}
+    assert names & COLLECTIVES
+    assert names.isdisjoint({"cond", "pad"})
+
+
+def test_collectives_stand_outside_of_switches() -> None:
+    """A branch is taken by some devices only: a collective in it would wait for the others."""
+    traced = trace(mlp_step, mlp_args())
+    found: set[tuple[str, bool]] = set()
+    for seed in range(3):
+        found.update(emitted(random_lowered(traced, AXES, seed, "zeros")))
+    assert ("cond", False) in found
+    assert ("dot_general", True) in found
+    assert {inside for name, inside in found if name in COLLECTIVES} == {False}
+
+
+TABLES: dict[str, tuple[tuple[int, ...], list[int], bool]] = {
+    "the same everywhere": ((0, 1), [3] * 6, True),
+    "along one axis": ((1,), [0, 5, 10], True),
+    "in steps of both": ((0, 1), [1, 3, 5, 8, 10, 12], True),
+    "in steps of both, the second axis first": ((1, 0), [0, 6, 1, 7, 2, 8], True),
+    "any": ((0, 1), [0, 4, 4, 9, 1, 2], False),
+    "any, the second axis first": ((1, 0), [0, 4, 4, 9, 1, 2], False),
+}
+
+
+@pytest.mark.parametrize(("axes", "table", "computed"), TABLES.values(), ids=TABLES)
+def test_a_device_looks_up_its_entry(axes: tuple[int, ...], table: list[int], computed: bool) -> None:
+    lengths = (2, 3)
+    devices = tuple(np.ndindex(*lengths))
+    look = lambda i, j: Where(lengths, devices, (i, j)).lookup(axes, table)
+    for coords in devices:
+        at = np.ravel_multi_index([coords[a] for a in axes], [lengths[a] for a in axes])
+        assert look(*map(jnp.int32, coords)) == table[at]
+        alone = Where(lengths, (coords,), (None, None))
+        assert alone.lookup(axes, table) == table[at]
+    names = {name for name, _ in equations(jax.make_jaxpr(look)(jnp.int32(0), jnp.int32(0)).jaxpr)}
+    assert names.isdisjoint({"dynamic_slice", "gather"}) == computed
+
+
+# ---- the checker
+
+
+def with_step(change: Callable[[Convert], Convert], position: int = 1) -> Callable[[Program], Program]:
+    def changed(program: Program) -> Program:
+        steps = list(program.instructions)
+        step = steps[position]
+        assert isinstance(step, Convert)
+        steps[position] = change(step)
+        return replace(program, instructions=tuple(steps))
+
+    return changed
+
+
+def with_triples(*triples: Triple) -> Callable[[Program], Program]:
+    return lambda p: replace(p, instructions=(Compute(0, triples), *p.instructions[1:]))
+
+
+def with_input(*layout: Any) -> Callable[[Program], Program]:
+    return lambda p: replace(p, inputs={**p.inputs, min(p.inputs): layout})
+
+
+CUT = next(i.triples[0] for i in product()[1].instructions if isinstance(i, Compute))
+WRONG: dict[str, tuple[Callable[[Program], Program], str]] = {
+    "no order of two axes": (with_input(S(1), S(1)), "no value can lie as S(1),S(1)"),
+    "an order of one axis": (with_input(S(1, 1), R), "no value can lie as S(1)/1,R"),
+    "an order with a gap": (with_input(S(1), S(1, 2)), "no value can lie as S(1),S(1)/2"),
+    "the other order": (with_input(S(1, 1), S(1)), "needs"),
+    "one axis only": (with_input(S(1)), "a layout of 1 placements on a mesh of 2 axes"),
+    "two reductions": (
+        with_step(lambda s: s._replace(source=(P("max"), P("sum")))),
+        "no value can lie as P(max),P(sum)",
+    ),
+    "a step along another axis": (with_step(lambda s: s._replace(axis=0)), "no single step"),
+    "an axis that is not there": (with_step(lambda s: s._replace(axis=2)), "the mesh has no axis 2"),
+    "both axes at once": (with_step(lambda s: s._replace(target=(R, R))), "no single step"),
+    "a factor twice without an order": (with_triples(CUT, CUT), "has no rule"),
+    "a factor once with an order": (with_triples(CUT, Triple((R, R), (R,))), "needs|not available"),
+    "an order that its tensors do not share": (
+        with_triples(CUT, Triple((S(1, 1), S(0)), (P("sum"),), CUT.factor)),
+        "has no rule",
+    ),
+    "one triple": (with_triples(CUT), "1 triples on a mesh of 2 axes"),
+}
+
+
+@pytest.mark.parametrize(("change", "why"), WRONG.values(), ids=WRONG)
+def test_what_the_checker_refuses(change: Callable[[Program], Program], why: str) -> None:
+    traced, program = product()
+    check(traced.graph, program)
+    why = why if "|" in why else re.escape(why)
+    with pytest.raises(ProgramError, match=why):
+        check(traced.graph, change(program))
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "axis"),
+    [
+        ((S(0), S(0, 1)), (R, S(0, 1)), 0),  # the major axis gathered under the minor one
+        ((S(0), S(0, 1)), (R, S(0)), 0),
+        ((S(0), S(0, 1)), (S(1), S(0)), 0),
+        ((R, S(0)), (S(0), S(0)), 0),
+        ((R, S(0)), (S(0), S(0, 1)), 0),  # a major axis slipped under the shards that are there
+        ((P("sum"), S(0)), (S(0), S(0, 1)), 0),
+    ],
+)
+def test_only_the_minor_axis_of_a_dimension_comes_and_goes(source: Any, target: Any, axis: int) -> None:
+    traced = trace(lambda x: x * 2, (floats(8, 8),))
+    (x,) = traced.graph.inputs
+    program = Program(AXES, {x: (R, R)}, (Convert(x, axis, source, target),), ((R, R),))
+    with pytest.raises(ProgramError, match=r"no single step|no value can lie"):
+        check(traced.graph, program)
+
+
+@pytest.mark.parametrize(
+    "shares", [((2,) * 4, (2,) * 4), ((2,) * 8, (2,) * 8), ((2,) * 7 + (3,), (2,) * 4), ((4,) * 4, (2,) * 4)]
+)
+def test_shares_that_do_not_cut_a_class(shares: Any) -> None:
+    traced, program = product()
+    with pytest.raises(ProgramError, match=r"units for . devices; its sizes are"):
+        sized(traced, program, *shares)
+
+
+# ---- plans
+
+
+def planned(fn: Any, args: Any, axes: Any = AXES, mode: str = "zeros", seed: int = 0) -> Plan:
+    traced = trace(fn, args)
+    maker = RandomProgram(traced.graph, axes, random.Random(seed))
+    program = maker.build()
+    sizes = maker.sizes(program, mode)
+    check(traced.graph, program, sizes)
+    inf = float("inf")
+    result = Result(program, sizes, 2.0, 1.5, 1.0, "gap", 7, (1e6,) * 8, (inf,) * 8, (), {"total_s": 1.0})
+    return Plan(traced, result, Cluster.from_mesh(mesh(8)), mesh(8), fn)
+
+
+def same(plan: Plan, got: Any, want: Any) -> None:
+    assert_close(jax.tree.leaves(plan.unshard(got)), want)
+
+
+def test_a_plan_runs_and_is_saved(tmp_path: Path) -> None:
+    args = mlp_args()
+    first = planned(mlp_step, args)
+    assert any("/1" in layout for layout in first.layouts.values()), first.layouts
+    first.save(tmp_path / "plan.json")
+    plan = hapsynth.load(tmp_path / "plan.json", mlp_step, args, mesh(2, 4))
+    assert plan.program.text(plan.traced.graph) == first.program.text(first.traced.graph)
+    assert plan.sizes.shares == first.sizes.shares
+    assert plan.ratios == first.ratios
+    assert plan.check(*args).ok
+    state = plan.shard(args[0])
+    uneven = [x for x in jax.tree.leaves(state) if isinstance(x, hapsynth.ShardedArray)]
+    assert uneven
+    assert all(len(x.shard_shapes) == 8 for x in uneven)
+    same(plan, state, args[0])
+    same(plan, plan.map(lambda x: x * 2, state), jax.tree.map(lambda x: x * 2, args[0]))
+    want = args[0]
+    for _ in range(2):
+        before = state
+        state, loss = plan(state, args[1])
+        want, want_loss = jax.jit(mlp_step)(want, args[1])
+        assert all(x.is_deleted() for x in jax.tree.leaves(before))
+        same(plan, (state, loss), (want, want_loss))
+    assert plan.lowered.traces == 1
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        lambda text: text.replace("/1", ""),
+        lambda text: text.replace("S(0)/1", "S(0)/7"),
+        lambda text: text.replace('"a",\n    2', '"a",\n    4'),
+    ],
+    ids=["without orders", "an order that is none", "another mesh"],
+)
+def test_an_edited_plan_file(tmp_path: Path, edit: Callable[[str], str]) -> None:
+    args = mlp_args()
+    path = tmp_path / "plan.json"
+    planned(mlp_step, args).save(path)
+    text = path.read_text()
+    assert edit(text) != text
+    path.write_text(edit(text))
+    with pytest.raises(PlanError, match=r"plan\.json"):
+        hapsynth.load(path, mlp_step, args)
+
+
+@pytest.mark.parametrize("name", ["scanned layers", "recurrent", "while whose test communicates", "switch"])
+def test_control_flow(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans of one axis, their shards cut again by a second one."""
+    monkeypatch.setattr("hapsynth.search.costs.TILE", 1)
+    fn, args = CONTROL[name]
+    cluster, devices = slow_cluster(SPEEDS["3:1"]), first_devices(4)
+    flat = hapsynth.synthesize(fn, args, devices, cluster=cluster)
+    program, sizes = unflattened(flat.traced.graph, flat.program, flat.sizes, 2)
+    check(flat.traced.graph, program, sizes)
+    plan = Plan(flat.traced, replace(flat.result, program=program, sizes=sizes), cluster, devices, fn)
+    got, want = plan(*args), jax.jit(fn)(*args)
+    for a, b in zip(jax.tree.leaves(plan.unshard(got)), jax.tree.leaves(want), strict=True):
+        assert relative_error(np.asarray(a), np.asarray(b)) <= 1e-5
+
+
+@pytest.mark.parametrize("name", ["chain", "batched"])
+def test_three_axes(name: str) -> None:
+    fn, make = CASES[name]
+    args = make()
+    traced, axes = trace(fn, args), (("a", 2), ("b", 2), ("c", 2))
+    lowered = None
+    for seed in range(20):
+        # Of shards of the first axis, the second may cut those here and the third those there: that is refused.
+        with contextlib.suppress(ProgramError):
+            lowered = random_lowered(traced, axes, seed, "skewed")
+            break
+    assert lowered is not None
+    assert_close(run(lowered, args), jax.jit(fn)(*args))
