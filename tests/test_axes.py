@@ -18,7 +18,7 @@ from control_cases import CASES as CONTROL
 from jax.sharding import AxisType, Mesh
 from random_programs import RandomProgram, floats, mlp_args, mlp_step
 from slow_devices import SPEEDS, first_devices, slow_cluster
-from test_lower import CASES, assert_close, random_lowered, run
+from test_lower import CASES, SEEDS, assert_close, random_lowered, run
 from unflatten import unflattened
 
 import hapsynth
@@ -370,6 +370,17 @@ def test_control_flow(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     got, want = plan(*args), jax.jit(fn)(*args)
     for a, b in zip(jax.tree.leaves(plan.unshard(got)), jax.tree.leaves(want), strict=True):
         assert relative_error(np.asarray(a), np.asarray(b)) <= 1e-5
+
+
+@pytest.mark.parametrize("name", ["nested", "while", "switch", "scanned layers"])
+def test_random_programs_with_loops_and_branches(name: str) -> None:
+    fn, args = CONTROL[name]
+    traced = trace(fn, args)
+    want = [np.asarray(x) for x in jax.tree.leaves(jax.jit(fn)(*args))]
+    for seed in SEEDS:
+        got = run(random_lowered(traced, AXES, seed, "zeros"), args)
+        for a, b in zip(got, want, strict=True):
+            assert relative_error(a, b) <= 1e-5
 
 
 @pytest.mark.parametrize("name", ["chain", "batched"])
