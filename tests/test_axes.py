@@ -25,8 +25,9 @@ import hapsynth
 from hapsynth.check import relative_error
 from hapsynth.cli import main
 from hapsynth.cluster import Cluster
+from hapsynth.graph import Op
 from hapsynth.instructions.checker import check
-from hapsynth.instructions.factors import Triple
+from hapsynth.instructions.factors import Triple, cutting
 from hapsynth.instructions.layout import P, R, S
 from hapsynth.instructions.program import Compute, Convert, FactorTable, Program, ProgramError
 from hapsynth.instructions.sizes import Classes, Sizes
@@ -88,6 +89,31 @@ def test_its_shares_may_be_of_any_lengths() -> None:
     sizes = sized(traced, program, (1, 0, 4, 2, 5, 3, 1, 0), (3, 0, 4, 1))
     x, y = floats(8, 16), floats(16, 24)
     assert_close(run(lower(traced.graph, program, sizes, mesh(8)), (x, y)), x @ y)
+
+
+class Nested(RandomProgram):
+    """Both axes cut one factor of every op that has one."""
+
+    def choose(self, op: Op) -> Compute:
+        joint = self.table[op.index].joint(2)
+        nested = [ts for ts in joint if any(len(axes) == 2 for axes in cutting(ts).values())]
+        return Compute(op.index, self.rng.choice(nested)) if nested else super().choose(op)
+
+
+def by_place(key: Any, table: Any, i: Any) -> Any:
+    """What a shard computes depends on where in the whole it lies."""
+    return jnp.arange(12) * 2, jax.random.bits(key, (12,)), table[i], table.at[i].add(1.0)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_shards_of_shards_know_their_place(seed: int) -> None:
+    args = (jax.random.key(1), floats(12, 3), np.array([3, 0, 11, 7, 7, 10], np.int32))
+    traced = trace(by_place, args)
+    maker = Nested(traced.graph, AXES, random.Random(seed))
+    program = maker.build()
+    sizes = maker.sizes(program, "skewed")
+    check(traced.graph, program, sizes)
+    assert_close(run(lower(traced.graph, program, sizes, mesh(8)), args), jax.jit(by_place)(*args))
 
 
 # ---- what is emitted
