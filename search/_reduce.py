@@ -326,6 +326,9 @@ class Network:
         if link is None or mirror is None:
             if j in mine:
                 self._unlink(i, j)
+            # A link that came to nothing before it was one has messages all the same.
+            self.messages.pop((i, j), None)
+            self.messages.pop((j, i), None)
             return
         old = mine.get(j)
         if old is None or old.table != link.table or old.own != link.own:

@@ -29,7 +29,7 @@ class Emitter:
     def __init__(self, formulator: Formulator, assignment: Sequence[int]) -> None:
         self.formulator, self.graph = formulator, formulator.graph
         self.structure = formulator.structure
-        self.states = [c.state(int(s)) for c, s in zip(self.structure.choices, assignment, strict=True)]
+        self.states = [c.state(int(s)) for c, s in zip(self.structure.choices, assignment)]
         self.steps: list[Step] = []
         self.op_steps: dict[int, int] = {}
         self.tensors: dict[int, dict[Layout, int]] = {}

@@ -62,7 +62,8 @@ class Formulator:
             choices = st.choices[producer]
             table = self._use_table(use.value, choices.options, use.needs, use.runs)
             edges.append(Edge(producer, use.variable, choices.option, use.needs.groups, table))
-        return Problem(tuple(self._unary()), tuple(edges), self._resources(limits or {}, at_least))
+        problem = Problem(tuple(self._unary()), tuple(edges))
+        return self._limited(problem, limits, at_least) if limits else problem
 
     # Conversions
 
@@ -232,24 +233,69 @@ class Formulator:
         gu, gv, table = self._once(("link", id(by), id(made), position), make)
         return Edge(st.op_variable[op], st.value_variable[value], gu, gv, table)
 
-    def _resources(self, limits: Mapping[int, float], at_least: bool) -> tuple[Resource, ...]:
-        """A limit on what an op finds in memory: see `liveness.py`."""
+    def _limited(self, problem: Problem, limits: Mapping[int, float], at_least: bool) -> Problem:
+        """With a limit on what each op finds in memory: see `liveness.py`.
+
+        An operand that is needed in a layout of which there is no tensor is copied for the op, which is known from its
+        choice and the op's together: a variable of its own, tied to both, counts it.
+        """
         st = self.structure
-        made: list[Resource] = []
-        for op, limit in limits.items():
-            alive = self.liveness.at(op)
-            usage = [self._nothing(c) for c in st.choices]
+        unary, edges, usages = list(problem.unary), list(problem.edges), list[dict[int, Floats]]()
+        for op in limits:
+            alive, used = self.liveness.at(op), dict[int, Floats]()
+            add = lambda i, held, used=used: used.update({i: used[i] + held if i in used else held})
             for value in alive.bystanders:
                 variable = st.value_variable[value]
-                used = not at_least and self.liveness.is_used_around(value, op)
-                usage[variable] = usage[variable] + self._held(value, used)[st.choices[variable].option]
+                shared = not at_least and self.liveness.is_used_around(value, op)
+                add(variable, self._held(value, shared)[st.choices[variable].option])
             variable = st.op_variable[op]
-            usage[variable] = usage[variable] + self._touched(alive, st.choices[variable])
-            made.append(Resource(tuple(usage), limit, f"memory at op {op}"))
-        return tuple(made)
+            add(variable, self._made_bytes(alive, st.choices[variable]))
+            for value in alive.read:
+                if st.value_variable[value] == variable:
+                    continue
+                held, ties = self._read_bytes(value, op, len(unary), at_least)
+                add(len(unary), held)
+                unary.append(np.zeros(held.size))
+                edges += ties
+            usages.append(used)
+        nothing = [self._once(("nothing", u.size), lambda u=u: np.zeros(u.size)) for u in unary]
+        resources = [
+            Resource(tuple(used.get(i, z) for i, z in enumerate(nothing)), limit, f"memory at op {op}")
+            for (op, limit), used in zip(limits.items(), usages, strict=True)
+        ]
+        return Problem(tuple(unary), tuple(edges), tuple(resources))
 
-    def _nothing(self, choices: Choices) -> Floats:
-        return self._once(("nothing", len(choices)), lambda: np.zeros(len(choices)))
+    def extended(self, problem: Problem, choices: Ints) -> Ints:
+        """An assignment of the structure's variables as one of the whole problem."""
+        full = [*choices.tolist()[: len(self.structure.choices)]]
+        for i in range(len(full), len(problem.unary)):
+            allowed = np.ones(problem.unary[i].size, dtype=bool)
+            for e in problem.edges:
+                if e.v == i:
+                    allowed &= e.table[e.gu[full[e.u]], e.gv] == 0
+            full.append(int(np.argmax(allowed)))
+        return np.array(full, dtype=np.int64)
+
+    def _read_bytes(self, value: int, op: int, variable: int, at_least: bool) -> tuple[Floats, list[Edge]]:
+        """Bytes of an operand that an op finds, for every option and layout needed, and what ties them to both."""
+        st = self.structure
+        made = st.choices[st.value_variable[value]]
+        position = next(i for i, v in self.graph.ops[op].value_operands if v == value)
+        needs = st.needs(op, position)
+        stays = value not in self.graph.producer or self.liveness.last[value] > op
+        held = self._held(value, not at_least and self.liveness.is_used_around(value, op))
+        pairs = [(i, j) for i in range(len(made.options)) for j in range(len(needs.layouts))]
+        nbytes: list[float] = []
+        for i, j in pairs:
+            there = needs.layouts[j] in self.offer(value, made.options[i]).tensors
+            copy = self.tensor_bytes(value, needs.layouts[j])
+            nbytes.append(max(held[i], copy) if there else copy + (held[i] if stays else 0.0))
+        rows, columns = (np.array(side, dtype=np.int64) for side in zip(*pairs, strict=True))
+        match = lambda n: np.where(np.eye(n, dtype=bool), 0.0, np.inf)
+        return np.array(nbytes), [
+            Edge(st.value_variable[value], variable, made.option, rows, match(len(made.options))),
+            Edge(st.op_variable[op], variable, needs.groups, columns, match(len(needs.layouts))),
+        ]
 
     @cached_property
     def liveness(self) -> Liveness:
@@ -275,15 +321,12 @@ class Formulator:
 
         return self._once(("held", id(ways), id(choices.options), source, used), make)
 
-    def _touched(self, alive: Alive, choices: Choices) -> Floats:
-        """Bytes that an op under each of its states reads and writes, in the layouts that it needs and makes."""
+    def _made_bytes(self, alive: Alive, choices: Choices) -> Floats:
+        """Bytes that an op under each of its states writes, in the layouts that it makes."""
         op = self.graph.ops[alive.op]
         held = np.zeros(len(choices.triples))
         for t, triples in enumerate(choices.triples):
             compute = Compute(op.index, triples)
-            for value in alive.read:
-                layouts = {compute.operand_layout(i) for i, v in op.value_operands if v == value}
-                held[t] += max(self.tensor_bytes(value, layout) for layout in layouts)
             for value in alive.made:
                 held[t] += self.tensor_bytes(value, compute.result_layout(op.results.index(value)))
         return held[choices.triple]

@@ -65,7 +65,8 @@ class Candidate:
     sizes: Sizes
     cost: float
     memory: float
-    choices: Ints
+    choices: Ints | None
+    """Of the structure in use; None where that has been replaced."""
     bound: float | None
     """The search's lower bound where its sizes turned out to be those that the search assumed."""
 
@@ -203,18 +204,46 @@ class Planner:
         formulator = Formulator(self.structure, self.costs, ratios)
         limits = dict(self._limits)
         candidate, solution = self._solve_once(formulator, default, limits, choices)
-        for _ in range(_MEMORY_ROUNDS):
-            if candidate is None or candidate.memory <= self.limit or self._late():
-                break
+        if candidate is not None and candidate.memory > self.limit and not self.structure.sparing:
             self._note(candidate, solution)
-            full = self._full_ops(candidate)
-            self._limits.update(dict.fromkeys(full, self.limit))
-            problem = formulator.problem(dict.fromkeys(full, np.inf), at_least=False)
-            for (op, held), counted in zip(full.items(), problem.usage(candidate.choices), strict=True):
-                limits[op] = min(limits.get(op, np.inf), self.limit - max(0.0, held - counted))
-            candidate, solution = self._solve_once(formulator, default, limits, candidate.choices)
+            self._spare()
+            return self._search(ratios, default, None)
+        held_too_much: list[Candidate] = []
+        for _ in range(_MEMORY_ROUNDS):
+            if (candidate is not None and candidate.memory <= self.limit) or self._late():
+                break
+            if candidate is not None:
+                self._note(candidate, solution)
+                held_too_much.append(candidate)
+                limits = self._tightened(formulator, limits, candidate)
+            elif not held_too_much or limits == self._limits:
+                break
+            else:
+                # Tightened by more than there is to save: half of it.
+                limits = {op: (limits[op] + self._limits[op]) / 2 for op in limits}
+            choices = held_too_much[-1].choices
+            candidate, solution = self._solve_once(formulator, default, limits, choices)
         self._note(candidate, solution)
         return candidate if candidate is not None and candidate.memory <= self.limit else None, solution
+
+    def _spare(self) -> None:
+        """From now on what values are held as is a choice."""
+        self.structure = Structure(self.graph, self.table, self.restriction, len(self.axes), sparing=True)
+        self._best = replace(self._best, choices=None) if self._best else None
+
+    def _tightened(self, formulator: Formulator, limits: dict[int, float], candidate: Candidate) -> dict[int, float]:
+        """Limits at the ops where a program holds too much; where there was one already, less by what the program holds
+        there and the problem does not count."""
+        full = self._full_ops(candidate)
+        problem = formulator.problem(dict.fromkeys(full, np.inf), at_least=False)
+        assert candidate.choices is not None
+        usage = problem.usage(formulator.extended(problem, candidate.choices))
+        found = dict(limits)
+        for (op, held), counted in zip(full.items(), usage, strict=True):
+            missed = max(0.0, held - float(counted)) if op in limits else 0.0
+            found[op] = min(found.get(op, np.inf), self.limit - missed)
+        self._limits.update(dict.fromkeys(full, self.limit))
+        return found
 
     def _full_ops(self, candidate: Candidate) -> dict[int, float]:
         """The op at which a program holds the most and others far from it at which it holds too much -> bytes held."""
@@ -235,7 +264,7 @@ class Planner:
     ) -> tuple[Candidate | None, Solution]:
         began = time.perf_counter()
         problem = formulator.problem(limits, at_least=False)
-        start = self.structure.replicated() if choices is None else choices
+        start = formulator.extended(problem, self._begin(choices))
         solution = solve(problem, start=start, tolerance=_TOLERANCE, time_budget_s=self._left(), progress=self._relay)
         self.expanded += solution.expanded
         self.search_s += time.perf_counter() - began
@@ -249,14 +278,19 @@ class Planner:
         self.ratio_s += time.perf_counter() - began
         return candidate, solution
 
-    def _bound_within(self, ratios: Ratios, choices: Ints) -> float:
+    def _bound_within(self, ratios: Ratios, choices: Ints | None) -> float:
         """The least that any program costs that fits, at the given ratios."""
         began = time.perf_counter()
-        problem = Formulator(self.structure, self.costs, ratios).problem(self._limits)
-        solution = solve(problem, start=choices, tolerance=_TOLERANCE, time_budget_s=self._left(), progress=self._relay)
+        formulator = Formulator(self.structure, self.costs, ratios)
+        problem = formulator.problem(self._limits)
+        start = formulator.extended(problem, self._begin(choices))
+        solution = solve(problem, start=start, tolerance=_TOLERANCE, time_budget_s=self._left(), progress=self._relay)
         self.expanded += solution.expanded
         self.search_s += time.perf_counter() - began
         return solution.lower_bound
+
+    def _begin(self, choices: Ints | None) -> Ints:
+        return np.array(self.structure.replicated()) if choices is None else choices
 
     def candidate(self, formulator: Formulator, solution: Solution, default: Floats) -> Candidate:
         """An assignment as a program at its best sizes, in the order that spares memory where it must."""
@@ -294,7 +328,7 @@ class Planner:
             # Seconds break ties only.
             unary = tuple(h + 1e-6 * u for h, u in zip(held, problem.unary, strict=True))
             edges = tuple(replace(e, table=1e-6 * e.table) for e in problem.edges)
-            solution = solve(Problem(unary, edges), start=self.structure.replicated(), tolerance=1e-3)
+            solution = solve(Problem(unary, edges), tolerance=1e-3)
             if solution.assignment is None:
                 return
             candidate = self.candidate(formulator, solution, weights)

@@ -105,8 +105,18 @@ class Use:
 class Structure:
     """What may be chosen: variables, states and edges of one graph under one restriction, at any ratio."""
 
-    def __init__(self, graph: Graph, table: FactorTable, restriction: Restriction | None = None, axes: int = 1) -> None:
-        self.graph, self.table, self.axes = graph, table, axes
+    def __init__(
+        self,
+        graph: Graph,
+        table: FactorTable,
+        restriction: Restriction | None = None,
+        axes: int = 1,
+        *,
+        sparing: bool = False,
+    ) -> None:
+        """`sparing`: what a value is held as between its op and its only use is a choice too, which matters where
+        memory does."""
+        self.graph, self.table, self.axes, self.sparing = graph, table, axes, sparing
         self.restriction = restriction or Restriction()
         self._interned: dict[object, object] = {}
         self.triples = [self._triples(op.index) for op in graph.ops]
@@ -269,11 +279,13 @@ class Structure:
         return tuple(layout for layout, partial in zip(known.layouts, known.is_partial, strict=True) if not partial)
 
     def _option_key(self, value: int) -> tuple[int, bool]:
-        shared = self._uses_of[value] > 1 and value not in self.restriction.private
+        several = self.sparing or self._uses_of[value] > 1
+        shared = several and value not in self.restriction.private
         return id(self.layouts[value]), shared
 
     def options(self, value: int, computed: Layout) -> tuple[Availability, ...]:
-        """Every set of conversions worth sharing. None for a value used once: its use converts it as cheaply."""
+        """Every set of conversions worth sharing. None for a value used once: its use converts it as cheaply, if not as
+        sparingly."""
         key = _, shared = self._option_key(value)
         if not shared:
             return (Availability(computed),)
@@ -311,18 +323,18 @@ class Structure:
         whole = (R,) * self.axes
         return [self._once(("whole", id(c)), lambda c=c: _whole_state(c, whole)) for c in self.choices]
 
+    def needs(self, op: int, position: int) -> Needs:
+        """The layouts that an op's states ask of an operand."""
+        choices = self.choices[self.op_variable[op]]
+        make = lambda: _needs([tuple(t.operands[position] for t in ts) for ts in choices.triples], choices.triple)
+        return self._once(("needs", id(choices), position), make)
+
     def _op_uses(self) -> Iterable[Use]:
         for op in self.graph.ops:
             variable = self.op_variable[op.index]
-            choices = self.choices[variable]
             for position, value in op.value_operands:
-                needs = self._once(
-                    ("needs", id(choices), position),
-                    lambda p=position, c=choices: _needs(
-                        [tuple(t.operands[p] for t in ts) for ts in c.triples], c.triple
-                    ),
-                )
-                yield Use(value, variable, needs, self._runs(value, self.graph.read_in(op, position)))
+                runs = self._runs(value, self.graph.read_in(op, position))
+                yield Use(value, variable, self.needs(op.index, position), runs)
 
     def _carry_uses(self) -> Iterable[Use]:
         """A carried output must be brought to the layout in which its input is stored, and so in every loop."""

@@ -64,8 +64,8 @@ def baseline(plan: Plan, name: str) -> Baseline:
 def rival(plan: Plan, stored: Sequence[str] = (), convertible: Convertible | None = None) -> float:
     """Seconds of the best program whose arguments lie like that, of these conversions."""
     graph = plan.traced.graph
-    placements = {v: parse_layout(text)[0] for v, text in zip(graph.inputs, stored)}
-    return Planner(graph, plan.cluster, restriction=Restriction(placements, convertible=convertible)).run().cost_s
+    layouts = {v: parse_layout(text) for v, text in zip(graph.inputs, stored)}
+    return Planner(graph, plan.cluster, restriction=Restriction(layouts, convertible=convertible)).run().cost_s
 
 
 def with_weights(plan: Plan, stored: Sequence[str]) -> float:
@@ -211,11 +211,11 @@ def test_experts_are_cut_from_as_many_as_their_weights_outgrow_their_tokens() ->
 
 def test_norms_between_tensor_parallel_blocks_are_cut_where_that_is_worth_a_second_latency() -> None:
     """A reduce-scatter and an all-gather move what an all-reduce does (Korthikanti et al. 2022). Between them each
-    device adds up and normalizes its own tokens: for one latency more, (n - 1) / n of five passes over the activations
-    (two read and one written, one read and one written) are saved."""
+    device adds up and normalizes its own tokens: for one latency more, (n - 1) / n of about eight passes over the
+    activations (the sum, the centred and the scaled one are written and read, also for the backward pass) are saved."""
     tokens, width, hidden = 512, 256, 1024
     memory = 3e11
-    flip = 5 * 4 * tokens * width / memory * (N - 1) / N
+    flip = 8 * 4 * tokens * width / memory * (N - 1) / N
     args = strategies.residual_args(tokens, width, hidden, 2)
     clusters = [gpus(EVEN, bandwidth=1e11, latency=x * flip, memory_bandwidth=memory) for x in (0.25, 0.6, 1.4, 2.0)]
     plans = [planned(strategies.residual, args, c) for c in clusters]
@@ -254,7 +254,8 @@ def test_zero_1_one_weight_at_a_time_as_memory_tightens() -> None:
         assert moments[:layers].count("R") == layers - cut
         assert traffic(plan).get(f"all_reduce {(width, width)}", 0) == layers - cut
         assert traffic(plan)[f"reduce_scatter {(width, width)}"] == cut == traffic(plan)[f"all_gather {(width, width)}"]
-        assert plan.cost == pytest.approx(free.cost + cut * latency, rel=0.01)
+        # What the update of a part saves is less than the latency.
+        assert free.cost + 0.7 * cut * latency < plan.cost < free.cost + 1.01 * cut * latency
     # Parameters gathered for every use: in both passes over both batches.
     assert baseline(plan, "zero3").cost_s > 1.3 * plan.cost
     assert plan.check().ok
