@@ -33,12 +33,22 @@ class Emitter:
         self.steps: list[Step] = []
         self.op_steps: dict[int, int] = {}
         self.tensors: dict[int, dict[Layout, int]] = {}
+        self.ends: tuple[Layout | None, ...] = ()
 
     def run(self, axes: tuple[tuple[str, int], ...]) -> Program:
+        """The program, in few and large stages."""
+        self.build()
+        return self.ordered(axes)
+
+    def ordered(self, axes: tuple[tuple[str, int], ...], *, sparing: bool = False) -> Program:
+        """What was built as a program, in few and large stages or in the order that spares memory."""
+        inputs = {v: self.available(v).computed for v in self.graph.sources}
+        order = schedule(self.graph, self.steps, sparing=sparing)
+        return Program(axes, inputs, tuple(self.steps[i].instruction for i in order), self.ends)
+
+    def build(self) -> None:
         graph = self.graph
-        inputs: dict[int, Layout] = {}
         for value in graph.sources:
-            inputs[value] = self.available(value).computed
             self.make(value, -1)
         for op in graph.ops:
             compute = Compute(op.index, self.triples(op.index))
@@ -58,9 +68,7 @@ class Emitter:
                 # No op of the body reads what comes from around the loop: its first one waits for it.
                 at = self.op_steps[op]
                 self.steps[at] = replace(self.steps[at], needs=(*self.steps[at].needs, made_by))
-        outputs = self.outputs()
-        order = schedule(graph, self.steps)
-        return Program(axes, inputs, tuple(self.steps[i].instruction for i in order), outputs)
+        self.ends = self.outputs()
 
     def triples(self, op: int) -> Triples:
         triples = self.states[self.structure.op_variable[op]].triples
@@ -139,9 +147,9 @@ class Emitter:
         return targets[min(times)[1]]
 
 
-def schedule(graph: Graph, steps: Sequence[Step]) -> list[int]:
-    """An order of the steps with few, large stages; those of a region stand together."""
-    return _Scheduler(graph, steps).order(0)
+def schedule(graph: Graph, steps: Sequence[Step], *, sparing: bool = False) -> list[int]:
+    """An order of the steps with few, large stages, or that spares memory; those of a region stand together."""
+    return _Scheduler(graph, steps, sparing).order(0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,13 +161,18 @@ class _Node:
     """Other nodes of the same region."""
     collective: bool
     gathers: bool
+    reduces: bool
     movable: bool
     """May wait until its first use, where it needs inputs alone."""
 
+    @property
+    def converts(self) -> bool:
+        return self.gathers or self.reduces
+
 
 class _Scheduler:
-    def __init__(self, graph: Graph, steps: Sequence[Step]) -> None:
-        self.graph, self.steps = graph, steps
+    def __init__(self, graph: Graph, steps: Sequence[Step], sparing: bool) -> None:
+        self.graph, self.steps, self.sparing = graph, steps, sparing
         self.members: dict[int, list[int]] = {r.index: [] for r in graph.regions}
         self.inside: dict[int, list[int]] = {r.index: [] for r in graph.regions}
         for r in graph.regions[1:]:
@@ -168,13 +181,40 @@ class _Scheduler:
             self.members[region_of(graph, step.instruction)].append(i)
 
     def order(self, region: int) -> list[int]:
-        """Steps of a region and those inside it, in order.
+        """Steps of a region and those inside it, in order."""
+        nodes = self._nodes(region)
+        ranked = self._late(nodes) if self.sparing else self._staged(nodes)
+        return [s for i in ranked for s in nodes[i].steps]
+
+    def _late(self, nodes: Sequence[_Node]) -> list[int]:
+        """Ops in source order, a reduction right after what it reduces, any other conversion right before the first
+        that needs it."""
+        users: list[list[int]] = [[] for _ in nodes]
+        for i, node in enumerate(nodes):
+            for n in node.needs:
+                users[n].append(i)
+        found: dict[int, None] = {}
+        for start in [*(i for i, n in enumerate(nodes) if not n.converts), *range(len(nodes))]:
+            waiting = [start]
+            while waiting:
+                i = waiting[-1]
+                missing = [n for n in nodes[i].needs if n not in found] if i not in found else []
+                if missing:
+                    waiting += missing[::-1]
+                    continue
+                waiting.pop()
+                if i not in found:
+                    found[i] = None
+                    waiting += [u for u in reversed(users[i]) if nodes[u].reduces and u not in found]
+        return list(found)
+
+    def _staged(self, nodes: Sequence[_Node]) -> list[int]:
+        """Few, large stages.
 
         The stage of a node is the number of rounds of collectives that must come before it; a region inside counts
         as one. Reductions run as soon as they can, which frees the partial; gathers as late as they can, and so do
         ops that depend on inputs alone.
         """
-        nodes = self._nodes(region)
         n = len(nodes)
         users: list[list[int]] = [[] for _ in range(n)]
         stage = [0] * n
@@ -194,8 +234,7 @@ class _Scheduler:
                     min(stage[j] - (1 if node.collective and not nodes[j].collective else 0) for j in users[i]),
                 )
         position = {i: p for p, i in enumerate(in_order)}
-        ranked = sorted(range(n), key=lambda i: (stage[i], nodes[i].collective, position[i]))
-        return [s for i in ranked for s in nodes[i].steps]
+        return sorted(range(n), key=lambda i: (stage[i], nodes[i].collective, position[i]))
 
     def _nodes(self, region: int) -> list[_Node]:
         groups: list[tuple[int, ...]] = [(i,) for i in self.members[region]]
@@ -208,9 +247,13 @@ class _Scheduler:
             i = self.steps[next(iter(group))].instruction
             block = region_of(self.graph, i) != region
             collective = block or (isinstance(i, Convert) and i.is_collective)
-            gathers = not block and isinstance(i, Convert) and not i.source[i.axis].is_partial
+            converts = not block and isinstance(i, Convert)
+            reduces = converts and isinstance(i, Convert) and i.source[i.axis].is_partial
+            gathers = converts and not reduces
             enters = isinstance(i, Compute) and isinstance(self.graph.ops[i.op].primitive, Boundary)
-            nodes.append(_Node(group, tuple(sorted(needs)), collective, gathers, not collective and not enters))
+            nodes.append(
+                _Node(group, tuple(sorted(needs)), collective, gathers, reduces, not collective and not enters)
+            )
         return nodes
 
     @staticmethod

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TypeVar, cast
 
 import numpy as np
 
 from hapsynth.instructions.factors import Triples
 from hapsynth.instructions.layout import Layout, cut_axes, cut_dims
+from hapsynth.instructions.program import Compute
 from hapsynth.instructions.sizes import cut_nodes
 from hapsynth.search.costs import CostModel, Floats, held_fraction
 from hapsynth.search.layouts import Conversions
+from hapsynth.search.liveness import Alive, Liveness
 from hapsynth.search.problem import Edge, Ints, Problem, Resource
 from hapsynth.search.ratios import Ratios
 from hapsynth.search.structure import Availability, Choices, Needs, Structure
@@ -49,8 +52,8 @@ class Formulator:
             self._made[key] = make()
         return cast(_T, self._made[key])
 
-    def problem(self, resources: Iterable[tuple[frozenset[int], float]] = ()) -> Problem:
-        """`resources`: (values live at one point of the schedule, bytes that a device has for them)."""
+    def problem(self, limits: Mapping[int, float] | None = None) -> Problem:
+        """`limits`: op -> bytes that a device has while it runs, where that may bind."""
         st = self.structure
         edges = [self._link(op, value) for op, value in st.links]
         for use in st.uses:
@@ -58,7 +61,7 @@ class Formulator:
             choices = st.choices[producer]
             table = self._use_table(use.value, choices.options, use.needs, use.runs)
             edges.append(Edge(producer, use.variable, choices.option, use.needs.groups, table))
-        return Problem(tuple(self._unary()), tuple(edges), self._resources(resources))
+        return Problem(tuple(self._unary()), tuple(edges), self._resources(limits or {}))
 
     # Conversions
 
@@ -228,23 +231,53 @@ class Formulator:
         gu, gv, table = self._once(("link", id(by), id(made), position), make)
         return Edge(st.op_variable[op], st.value_variable[value], gu, gv, table)
 
-    def _resources(self, resources: Iterable[tuple[frozenset[int], float]]) -> tuple[Resource, ...]:
+    def _resources(self, limits: Mapping[int, float]) -> tuple[Resource, ...]:
+        """A limit on what an op finds in memory, at least, whatever is chosen: see `liveness.py`."""
         st = self.structure
         made: list[Resource] = []
-        for number, (live, limit) in enumerate(resources):
-            usage = [np.zeros(len(c)) for c in st.choices]
-            for value in sorted(live):
-                choices = st.choices[st.value_variable[value]]
-                held = np.array([self._held(value, a) for a in choices.options])
-                usage[st.value_variable[value]] = usage[st.value_variable[value]] + held[choices.option]
-            made.append(Resource(tuple(usage), limit, f"memory at point {number}"))
+        for op, limit in limits.items():
+            alive = self.liveness.at(op)
+            usage = [self._nothing(c) for c in st.choices]
+            for value in alive.bystanders:
+                variable = st.value_variable[value]
+                usage[variable] = usage[variable] + self._least_held(value)[st.choices[variable].option]
+            variable = st.op_variable[op]
+            usage[variable] = usage[variable] + self._touched(alive, st.choices[variable])
+            made.append(Resource(tuple(usage), limit, f"memory at op {op}"))
         return tuple(made)
 
-    def _held(self, value: int, available: Availability) -> float:
-        """Bytes that a device holds of a value: a partial that was reduced is gone, a stored shard stays."""
-        offer = self.offer(value, available)
-        kept = [t for t in offer.tensors if not (any(p.is_partial for p in t) and offer.hops)]
-        return float(sum(self.tensor_bytes(value, t) for t in kept))
+    def _nothing(self, choices: Choices) -> Floats:
+        return self._once(("nothing", len(choices)), lambda: np.zeros(len(choices)))
+
+    @cached_property
+    def liveness(self) -> Liveness:
+        stored = [self.costs.is_materialized(v.index) for v in self.graph.values]
+        return Liveness(self.graph, stored)
+
+    def _least_held(self, value: int) -> Floats:
+        """Bytes of a value that a device holds under each of its options, at least: of its smallest tensor. A source's
+        first one stays."""
+        choices = self.structure.choices[self.structure.value_variable[value]]
+        ways, source = self.conversions(value), value not in self.graph.producer
+
+        def make() -> Floats:
+            tensors = [self.offer(value, a).tensors for a in choices.options]
+            return np.array([min(self.tensor_bytes(value, t) for t in ts[: 1 if source else None]) for ts in tensors])
+
+        return self._once(("held", id(ways), id(choices.options), source), make)
+
+    def _touched(self, alive: Alive, choices: Choices) -> Floats:
+        """Bytes that an op under each of its states reads and writes, in the layouts that it needs and makes."""
+        op = self.graph.ops[alive.op]
+        held = np.zeros(len(choices.triples))
+        for t, triples in enumerate(choices.triples):
+            compute = Compute(op.index, triples)
+            for value in alive.read:
+                layouts = {compute.operand_layout(i) for i, v in op.value_operands if v == value}
+                held[t] += max(self.tensor_bytes(value, layout) for layout in layouts)
+            for value in alive.made:
+                held[t] += self.tensor_bytes(value, compute.result_layout(op.results.index(value)))
+        return held[choices.triple]
 
     def tensor_bytes(self, value: int, layout: Layout) -> float:
         """Bytes of one tensor on a device: the largest shard, as the switch form stores it padded (D2)."""

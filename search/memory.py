@@ -99,6 +99,24 @@ def _boundary(
         born[stacked], last[stacked] = start, stop
 
 
+def held_for_chains(graph: Graph, program: Program, tensors: list[Tensor], costs: CostModel) -> list[Tensor]:
+    """What a fused chain reads lives until the chain runs, in whatever op stores its end."""
+    made: dict[Property, list[int]] = {}
+    for n, t in sorted(enumerate(tensors), key=lambda t: t[1].start):
+        made.setdefault((t.value, t.layout), []).append(n)
+    stop = [t.stop for t in tensors]
+    before = lambda need, i: [n for n in made[need] if tensors[n].start < i][-1]
+    for i in range(len(program.instructions) - 1, -1, -1):
+        results = writes(graph, program.instructions[i])
+        if not results or any(costs.is_materialized(v) for v, _ in results):
+            continue
+        last = max(stop[n] for r in results for n in made[r] if tensors[n].start >= i)
+        for need in reads(graph, program.instructions[i]):
+            n = before(need, i)
+            stop[n] = max(stop[n], last)
+    return [Tensor(t.value, t.layout, t.start, s) for t, s in zip(tensors, stop, strict=True)]
+
+
 def padded_bytes(sizes: Sizes, value: int, layout: Layout) -> float:
     """Bytes of a tensor on one device, at the largest shard."""
     largest = lambda dim, axes: max(lengths := sizes.lengths(value, dim, axes)) / max(sum(lengths), 1)
@@ -117,7 +135,8 @@ class MemoryProfile:
     @cached_property
     def tensors(self) -> list[Tensor]:
         """The tensors that lie in memory."""
-        return [t for t in lifetimes(self.graph, self.program) if self.costs.is_materialized(t.value)]
+        lives = held_for_chains(self.graph, self.program, lifetimes(self.graph, self.program), self.costs)
+        return [t for t in lives if self.costs.is_materialized(t.value)]
 
     @cached_property
     def _whole_bytes(self) -> Floats:

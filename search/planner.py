@@ -9,7 +9,7 @@ gives the joint bound.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -17,7 +17,7 @@ import numpy as np
 from hapsynth.cluster import Cluster
 from hapsynth.graph import Graph
 from hapsynth.instructions.checker import check
-from hapsynth.instructions.program import FactorTable, Program
+from hapsynth.instructions.program import Compute, FactorTable, Program
 from hapsynth.instructions.sizes import Classes, Sizes
 from hapsynth.instructions.uncovered import named
 from hapsynth.search.costs import CostModel, Floats
@@ -25,7 +25,7 @@ from hapsynth.search.emit import Emitter
 from hapsynth.search.evaluate import program_cost
 from hapsynth.search.formulate import Formulator
 from hapsynth.search.memory import MemoryProfile
-from hapsynth.search.problem import Ints, Solution, solve
+from hapsynth.search.problem import Ints, Problem, Solution, solve
 from hapsynth.search.problem import Progress as SolverProgress
 from hapsynth.search.ratios import Ratios, proportional
 from hapsynth.search.result import Result, Status
@@ -34,6 +34,9 @@ from hapsynth.search.structure import Restriction, Structure
 
 _ROUNDS = 6
 _MEMORY_ROUNDS = 8
+_SHRINK_ROUNDS = 4
+_POINTS = 3
+"""How many ops a round limits memory at."""
 _TOLERANCE = 1e-6
 _SETTLED = 1e-4
 """A cost that falls by less than this fraction has stopped falling; it is also the gap that counts as optimal."""
@@ -94,6 +97,8 @@ class Planner:
         self._deadline = None if self.time_budget_s is None else self._began + self.time_budget_s
         self._best: Candidate | None = None
         self._least: Candidate | None = None
+        self._limits: dict[int, float] = {}
+        """Ops at which some program was too large -> the bytes there are."""
 
     def run(self) -> Result:
         """Plan; raises InfeasibleError when nothing fits."""
@@ -101,6 +106,8 @@ class Planner:
             self._alternate(default)
             if self._late():
                 break
+        if self._best is None:
+            self._shrink()
         best = self._best
         if best is None:
             raise InfeasibleError(self._shortage())
@@ -165,7 +172,7 @@ class Planner:
         for _ in range(_ROUNDS):
             default = self._own_default(best.sizes)
             ratios = self._ratios(default, best.sizes)
-            _, solution = self._search(ratios, default, best.choices, limited=False)
+            _, solution = self._search(ratios, default, best.choices, rounds=0)
             found = self._best
             if found is None or found.cost >= best.cost * (1 - _SETTLED / 2):
                 return best, solution.lower_bound
@@ -180,54 +187,58 @@ class Planner:
 
     def _joint_bound(self, at_ratios: float) -> float:
         began = time.perf_counter()
-        problem = Formulator(self.structure, self.costs, None).problem()
+        problem = Formulator(self.structure, self.costs, None).problem(self._limits)
         solution = solve(problem, tolerance=1e-4, time_budget_s=self._left())
         self.expanded += solution.expanded
         self.search_s += time.perf_counter() - began
         return min(solution.lower_bound, at_ratios)
 
     def _search(
-        self, ratios: Ratios, default: Floats, choices: Ints | None, *, limited: bool = True
+        self, ratios: Ratios, default: Floats, choices: Ints | None, *, rounds: int = _MEMORY_ROUNDS
     ) -> tuple[Candidate | None, Solution]:
-        """The best program at the given ratios, sized; the solution's bound knows no memory limit."""
-        formulator = Formulator(self.structure, self.costs, ratios)
-        free, solution = self._solve_once(formulator, default, (), choices)
-        self._note(free, solution)
-        if free is None or free.memory <= self.limit or not limited:
-            return free, solution
-        candidate = free
-        allowances: dict[frozenset[int], float] = {}
-        for _ in range(_MEMORY_ROUNDS):
-            # The problem sees memory at the points where programs were too large; its estimate of what is alive
-            # there may be short of what the program's order needs, so a point that stays too large is tightened.
-            live = self._live(candidate)
-            allowances[live] = min(allowances.get(live, np.inf), self.limit) * (
-                min(1.0, self.limit / candidate.memory) if live in allowances else 1.0
-            )
-            found, _ = self._solve_once(formulator, default, tuple(allowances.items()), None)
-            if found is None:
-                break
-            candidate = found
-            self._note(candidate, solution)
-            if candidate.memory <= self.limit:
-                return candidate, solution
-            if self._late():
-                break
-        return None, solution
+        """The best program at the given ratios, sized, that fits; and the solution whose bound holds for all that do.
 
-    def _live(self, candidate: Candidate) -> frozenset[int]:
+        Memory is limited at the ops where programs were found too large. What the problem counts there is the least
+        that any program holds, so its bound is one within the limit; where it is short of what the program at hand
+        holds, the op's limit is tightened to find others, and the bound stays.
+        """
+        formulator = Formulator(self.structure, self.costs, ratios)
+        candidate, solution = self._solve_once(formulator, default, {}, choices)
+        tightened: dict[int, float] = {}
+        for _ in range(rounds):
+            self._note(candidate, solution)
+            if candidate is None or candidate.memory <= self.limit or self._late():
+                break
+            full = self._full_ops(candidate)
+            if fresh := [op for op in full if op not in self._limits]:
+                self._limits.update(dict.fromkeys(fresh, self.limit))
+                candidate, solution = self._solve_once(formulator, default, tightened, candidate.choices)
+            else:
+                tightened.update((op, tightened.get(op, self.limit) * self.limit / candidate.memory) for op in full)
+                candidate, _ = self._solve_once(formulator, default, tightened, candidate.choices)
+        self._note(candidate, solution)
+        fits = candidate is not None and candidate.memory <= self.limit
+        return candidate if fits else None, solution
+
+    def _full_ops(self, candidate: Candidate) -> list[int]:
+        """The op at which a program holds the most, and others far from it at which it holds too much."""
         profile = MemoryProfile(self.graph, candidate.program, candidate.sizes.classes, self.costs)
-        return profile.live_at_peak(candidate.sizes)
+        alive = profile.at(candidate.sizes)
+        ops = [i.op if isinstance(i, Compute) else -1 for i in candidate.program.instructions]
+        apart = max(1, len(ops) // 8)
+        found: list[int] = []
+        while len(found) < _POINTS and alive.size and (not found or alive.max() > self.limit):
+            point = int(alive.argmax())
+            alive[max(0, point - apart) : point + apart] = -np.inf
+            after = (op for op in (*ops[max(0, point - 1) :], *ops[:point][::-1]) if op >= 0)
+            found.append(next(after, 0))
+        return list(dict.fromkeys(found))
 
     def _solve_once(
-        self,
-        formulator: Formulator,
-        default: Floats,
-        resources: Sequence[tuple[frozenset[int], float]],
-        choices: Ints | None,
+        self, formulator: Formulator, default: Floats, tightened: Mapping[int, float], choices: Ints | None
     ) -> tuple[Candidate | None, Solution]:
         began = time.perf_counter()
-        problem = formulator.problem(resources)
+        problem = formulator.problem({**self._limits, **tightened})
         start = self.structure.replicated() if choices is None else choices
         solution = solve(problem, start=start, tolerance=_TOLERANCE, time_budget_s=self._left(), progress=self._relay)
         self.expanded += solution.expanded
@@ -236,16 +247,22 @@ class Planner:
             return None, solution
         began = time.perf_counter()
         candidate = self.candidate(formulator, solution, default)
-        if resources:
-            # The usage in the problem is an estimate, so a bound that relies on it is none.
+        if tightened:
             candidate = replace(candidate, bound=None)
         self.ratio_s += time.perf_counter() - began
         return candidate, solution
 
     def candidate(self, formulator: Formulator, solution: Solution, default: Floats) -> Candidate:
-        """An assignment as a program at its best sizes."""
+        """An assignment as a program at its best sizes, in the order that spares memory where the other needs too much."""
         assert solution.assignment is not None
-        program = Emitter(formulator, solution.assignment.tolist()).run(self.axes)
+        emitter = Emitter(formulator, solution.assignment.tolist())
+        staged = self._sized(emitter.run(self.axes), formulator, solution, default)
+        if staged.memory <= self.limit:
+            return staged
+        return self._sized(emitter.ordered(self.axes, sparing=True), formulator, solution, default)
+
+    def _sized(self, program: Program, formulator: Formulator, solution: Solution, default: Floats) -> Candidate:
+        assert solution.assignment is not None
         classes = Classes.build(self.graph, program, self.table)
         sizer = Sizer(program, classes, self.costs)
         sizes = sizer.best(default, limit=self.limit)
@@ -258,6 +275,26 @@ class Planner:
         cost = program_cost(program, sizes, self.costs)
         bound = solution.lower_bound if abs(cost - solution.cost) <= 1e-9 * cost else None
         return Candidate(program, sizes, cost, sizer.memory.peak(sizes), solution.assignment, bound)
+
+    def _shrink(self) -> None:
+        """Looks for the program that holds the least, by its bytes at the ops where others held too much."""
+        weights = proportional(self.costs.rate("float32"))
+        formulator = Formulator(self.structure, self.costs, self._ratios(weights))
+        for _ in range(_SHRINK_ROUNDS):
+            problem = formulator.problem(self._limits)
+            most = max((r.limit for r in problem.resources), default=1.0)
+            held = [sum(r.usage[i] for r in problem.resources) / most for i in range(len(problem.unary))]
+            # Seconds break ties only.
+            unary = tuple(h + 1e-6 * u for h, u in zip(held, problem.unary, strict=True))
+            edges = tuple(replace(e, table=1e-6 * e.table) for e in problem.edges)
+            solution = solve(Problem(unary, edges), start=self.structure.replicated(), tolerance=1e-3)
+            if solution.assignment is None:
+                return
+            candidate = self.candidate(formulator, solution, weights)
+            self._note(replace(candidate, bound=None), solution)
+            if candidate.memory <= self.limit:
+                return
+            self._limits.update(dict.fromkeys(self._full_ops(candidate), self.limit))
 
     def _note(self, candidate: Candidate | None, solution: Solution) -> None:
         if candidate is None:
