@@ -11,6 +11,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -28,9 +30,11 @@ from hapsynth.search.memory import MemoryProfile
 from hapsynth.search.problem import Ints, Problem, Solution, solve
 from hapsynth.search.problem import Progress as SolverProgress
 from hapsynth.search.ratios import Ratios, proportional
-from hapsynth.search.result import Result, Status
+from hapsynth.search.result import Progress, Result, Status
 from hapsynth.search.sizing import Sizer
 from hapsynth.search.structure import Restriction, Structure
+
+_T = TypeVar("_T")
 
 _ROUNDS = 6
 _MEMORY_ROUNDS = 8
@@ -44,17 +48,6 @@ _SETTLED = 1e-4
 
 class InfeasibleError(ValueError):
     """No program fits the devices' memory."""
-
-
-@dataclass(frozen=True)
-class Progress:
-    """What a search tells its caller: the stage, the best cost and the bound so far (seconds per step)."""
-
-    stage: str
-    seconds: float
-    cost_s: float
-    lower_bound_s: float
-    expanded: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,36 +76,46 @@ class Planner:
     table: FactorTable = field(init=False)
     costs: CostModel = field(init=False)
     expanded: int = field(init=False, default=0)
+    sweeps: int = field(init=False, default=0)
+    states: int = field(init=False, default=0)
+    """Of the largest problem."""
     search_s: float = field(init=False, default=0.0)
+    """Seconds in which problems were built and solved, of which `solver_s` in the solver."""
+    solver_s: float = field(init=False, default=0.0)
     ratio_s: float = field(init=False, default=0.0)
 
     def __post_init__(self) -> None:
+        self._began = time.perf_counter()
         self.table = FactorTable(self.graph)
         self.costs = CostModel(self.graph, self.cluster, self.table)
         self.axes = self.costs.axes
         self.structure = Structure(self.graph, self.table, self.restriction, len(self.axes))
         # The switch form stores every shard padded, so the smallest device's memory is everyone's limit.
         self.limit = float(self.costs.memory.min()) if self.memory_limit is None else self.memory_limit
-        self._began = time.perf_counter()
+        self._structure_s = time.perf_counter() - self._began
         self._deadline = None if self.time_budget_s is None else self._began + self.time_budget_s
         self._best: Candidate | None = None
         self._least: Candidate | None = None
+        self._interrupted = False
         self._limits: dict[int, float] = {}
         """Ops at which some program was too large -> the bytes there are."""
 
     def run(self) -> Result:
-        """Plan; raises InfeasibleError when nothing fits."""
-        for default in self._starts():
-            self._alternate(default)
-            if self._late():
-                break
-        if self._best is None:
-            self._shrink()
+        """Plan; raises InfeasibleError when nothing fits.
+
+        Ctrl-C ends the search with the best program so far; KeyboardInterrupt is raised if there is none.
+        """
+        self._unless_interrupted(self._explore, None)
         best = self._best
         if best is None:
-            raise InfeasibleError(self._shortage())
-        best, bound = self._certify(best)
-        joint = self._joint_bound(bound)
+            raise KeyboardInterrupt if self._interrupted else InfeasibleError(self._shortage())
+        certified = self._unless_interrupted(partial(self._certify, best), None)
+        if certified is None:
+            best = self._best or best
+        best, bound = certified or (best, best.bound or 0.0)
+        before = self.solver_s
+        joint = self._unless_interrupted(partial(self._joint_bound, best, bound), 0.0)
+        bound_s = self.solver_s - before
         check(self.graph, best.program, best.sizes)
         gap = (best.cost - bound) / best.cost if best.cost else 0.0
         joint_gap = (best.cost - joint) / best.cost if best.cost else 0.0
@@ -130,8 +133,34 @@ class Planner:
             (best.memory,) * self.cluster.n,
             tuple(float(m) if self.memory_limit is None else self.limit for m in self.costs.memory),
             tuple(named(self.graph, self.table)),
-            {"search_s": self.search_s, "ratio_s": self.ratio_s},
+            {
+                "build_s": self._structure_s + self.search_s - self.solver_s,
+                "search_s": self.solver_s - bound_s,
+                "ratio_s": self.ratio_s,
+                "bound_s": bound_s,
+            },
+            sweeps=self.sweeps,
+            states=self.states,
+            interrupted=self._interrupted,
         )
+
+    def _explore(self) -> None:
+        for default in self._starts():
+            self._alternate(default)
+            if self._late():
+                break
+        if self._best is None:
+            self._shrink()
+
+    def _unless_interrupted(self, search: Callable[[], _T], otherwise: _T) -> _T:
+        """What a search comes to or, where Ctrl-C was pressed before it or in it, what holds without it."""
+        try:
+            return otherwise if self._interrupted else search()
+        except KeyboardInterrupt:
+            if self._best is None:
+                raise
+            self._interrupted = True
+            return otherwise
 
     def _starts(self) -> list[Floats]:
         """Weights of the devices to begin from: by speed, even, and by speed without the slower kinds."""
@@ -185,13 +214,27 @@ class Planner:
         """Dimensions that the plan does not cut are compared at the ratio of its largest class."""
         return own_weights(self.costs, sizes)
 
-    def _joint_bound(self, at_ratios: float) -> float:
+    def _joint_bound(self, best: Candidate, at_ratios: float) -> float:
         began = time.perf_counter()
+        self._tell("joint bound", best.cost, -np.inf)
         problem = Formulator(self.structure, self.costs, None).problem(self._limits)
-        solution = solve(problem, tolerance=1e-4, time_budget_s=self._left())
-        self.expanded += solution.expanded
+        tell = lambda inner: self._tell("joint bound", best.cost, inner.lower_bound, inner.expanded)
+        solution = self._solve(problem, tolerance=1e-4, time_budget_s=self._left(), progress=tell)
         self.search_s += time.perf_counter() - began
         return min(solution.lower_bound, at_ratios)
+
+    def _solve(self, problem: Problem, **options: Any) -> Solution:
+        """`solve`, counted, and not begun any more once Ctrl-C was pressed."""
+        if self._interrupted:
+            raise KeyboardInterrupt
+        began = time.perf_counter()
+        solution = solve(problem, **options)
+        self._interrupted = solution.interrupted
+        self.solver_s += time.perf_counter() - began
+        self.expanded += solution.expanded
+        self.sweeps += solution.sweeps
+        self.states = max(self.states, sum(u.size for u in problem.unary))
+        return solution
 
     def _search(
         self, ratios: Ratios, default: Floats, choices: Ints | None, *, rounds: int = _MEMORY_ROUNDS
@@ -240,8 +283,9 @@ class Planner:
         began = time.perf_counter()
         problem = formulator.problem({**self._limits, **tightened})
         start = self.structure.replicated() if choices is None else choices
-        solution = solve(problem, start=start, tolerance=_TOLERANCE, time_budget_s=self._left(), progress=self._relay)
-        self.expanded += solution.expanded
+        solution = self._solve(
+            problem, start=start, tolerance=_TOLERANCE, time_budget_s=self._left(), progress=self._relay
+        )
         self.search_s += time.perf_counter() - began
         if solution.assignment is None:
             return None, solution
@@ -287,7 +331,7 @@ class Planner:
             # Seconds break ties only.
             unary = tuple(h + 1e-6 * u for h, u in zip(held, problem.unary, strict=True))
             edges = tuple(replace(e, table=1e-6 * e.table) for e in problem.edges)
-            solution = solve(Problem(unary, edges), start=self.structure.replicated(), tolerance=1e-3)
+            solution = self._solve(Problem(unary, edges), start=self.structure.replicated(), tolerance=1e-3)
             if solution.assignment is None:
                 return
             candidate = self.candidate(formulator, solution, weights)
@@ -327,15 +371,17 @@ class Planner:
         return None if self._deadline is None else max(0.05, self._deadline - time.perf_counter())
 
     def _late(self) -> bool:
-        return self._deadline is not None and time.perf_counter() >= self._deadline
+        return self._interrupted or (self._deadline is not None and time.perf_counter() >= self._deadline)
 
     def _relay(self, inner: SolverProgress) -> None:
-        self._tell(inner.stage, inner.cost, inner.lower_bound)
+        self._tell(inner.stage, inner.cost, inner.lower_bound, inner.expanded)
 
-    def _tell(self, stage: str, cost: float, bound: float) -> None:
+    def _tell(self, stage: str, cost: float, bound: float, expanded: int = 0) -> None:
+        """`expanded`: nodes of the search at hand."""
         if self.progress is not None:
             best = min(cost, self._best.cost if self._best else np.inf)
-            self.progress(Progress(stage, time.perf_counter() - self._began, best, bound, self.expanded))
+            seconds = time.perf_counter() - self._began
+            self.progress(Progress(stage, seconds, best, min(bound, best), self.expanded + expanded))
 
 
 def own_weights(costs: CostModel, sizes: Sizes) -> Floats:
