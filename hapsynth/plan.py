@@ -219,7 +219,10 @@ class Plan:
 
     @cached_property
     def ratios(self) -> dict[str, tuple[float, ...]]:
-        """Dimension class -> the fraction that each device holds."""
+        """Dimension class -> the fraction of each shard, in mesh order.
+
+        There are as many shards as positions along the mesh axes that cut the class, which its name tells, major first.
+        """
         classes = zip(self.sizes.classes.all, self.sizes.shares)
         return {c.name: tuple(s / c.units for s in shares) for c, shares in classes}
 

@@ -299,7 +299,7 @@ class Local:
         if len(self.cuts) > 1:
             raise ValueError(
                 f"the factors {sorted(self.cuts)} of {self.factors} are cut, along different mesh axes: look each up "
-                "in local.cuts, or have only one cut at a time by naming them in Factors.alone"
+                "in local.cuts, or name them in `alone`, and only one is cut at a time"
             )
         return next(iter(self.cuts), None)
 

@@ -16,6 +16,9 @@ from hapsynth.instructions.rules.notation import RuleError
 from hapsynth.instructions.rules.registry import bind, factors_of, rule_name
 from hapsynth.trace import trace
 
+_JOINT = 24
+"""How many ways of cutting an op along two mesh axes are tried."""
+
 
 @dataclass(frozen=True)
 class RuleReport:
@@ -32,8 +35,8 @@ def check_rule(fn: Any, *example_args: Any) -> RuleReport:
 
     `fn`: a function, or a JAX primitive without parameters. `example_args`: arrays, or `jax.ShapeDtypeStruct`s for
     random values; small ones, since each op is run a few dozen times, alone. Every way of cutting the op that the
-    rule allows is run on simulated devices with equal, unequal and empty shards, and put together again it must be
-    what the op gives on the whole operands, up to rounding.
+    rule allows, and some of two such ways at once on two mesh axes, is run on simulated devices with equal, unequal
+    and empty shards, and put together again it must be what the op gives on the whole operands, up to rounding.
 
     Raises RuleError for a rule that does not fit or is not sound, and where `fn` has no op with a rule of the user's.
     """
@@ -51,6 +54,7 @@ def check_rule(fn: Any, *example_args: Any) -> RuleReport:
         lines = [str(f), *map(str, f.triples[1:])]
         try:
             runs = simulate.check(simulate.trials(op, f, operands))
+            runs += simulate.check(simulate.joint_trials(op, f, operands, _JOINT))
         except simulate.Unsound as error:
             raise RuleError(f"the rule of {name} is not sound: {error}") from error
         except RuleError:

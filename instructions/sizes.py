@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from math import gcd, prod
 
+import numpy as np
+
 from hapsynth.graph import Graph
 from hapsynth.instructions.factors import Factors, Triples
 from hapsynth.instructions.layout import Layout, cut_axes, cut_dims
@@ -193,6 +195,11 @@ class Sizes:
         for axis in axes:
             at = at * self.classes.lengths[axis] + coords[axis]
         return at
+
+    def of_devices(self, c: int) -> tuple[int, ...]:
+        """The units of a class that each device holds, devices row-major in the mesh."""
+        axes = self.classes.all[c].axes
+        return tuple(self.shares[c][self.position(axes, coords)] for coords in np.ndindex(*self.classes.lengths))
 
     def local_shape(self, value: int, layout: Layout, coords: Sequence[int]) -> tuple[int, ...]:
         """The exact shape of a value on the device at `coords` of the mesh."""

@@ -24,9 +24,14 @@ _FLOAT_SAFETY = 1e-12  # relative; the dual and the searches add a few thousand 
 # (kind, width or nodes): tried in turn, the next when one no longer helps.
 SEARCHES = (("layers", 64), ("astar", 2000), ("layers", 1000), ("layers", 10_000), ("astar", 10**9))
 _SWEEPS = 5  # between two attempts to decode an assignment
-_SHRUNK = 0.9  # where dropping states leaves less than this of them, the bound is raised again before a search
+_SHRUNK = 0.8  # where dropping states leaves less than this of them, that is done before anything else
 _DIVE_NODES = 3  # per variable; A* gets so many before each layered search
-_THIN = 30  # states per variable where a search has no room for all
+# States per variable among which an assignment is looked for first; twice as many when that did not help.
+_THIN = 6
+_THICKEST = 50
+_MANY = 60  # states per variable
+_FIRST_SWEEPS = 40
+_CLOSE = 0.01  # relative gap; with a greater one a better assignment helps more than sweeps
 _NODE_BYTES = 500  # of one in A*'s lists
 _CHILD_BYTES = 60  # of one in the layered search's arrays
 
@@ -117,9 +122,16 @@ class Hunt:
         self.lower_bound = max(self.lower_bound, float(min(bound, self.threshold())))
         return self.lower_bound >= self.threshold()
 
-    def close(self, network: Network, multipliers: Floats, searches: tuple[tuple[str, int], ...] = SEARCHES) -> None:
-        """Searches `network` until the bound meets the incumbent, or nothing more is allowed."""
+    def close(
+        self, network: Network, multipliers: Floats, searches: tuple[tuple[str, int], ...] = SEARCHES, thin: int = 0
+    ) -> None:
+        """Searches `network` until the bound meets the incumbent, or nothing more is allowed.
+
+        thin: with how many states per variable a quick hunt has been made already.
+        """
         level = 0
+        nested = thin > 0
+        thin = thin or _THIN
         while level < len(searches):
             network.reduce()
             if network.infeasible:
@@ -133,18 +145,22 @@ class Hunt:
                 return
             dual = _dual(network, multipliers)
             before, size, cost = self.lower_bound, network.size(), self.cost
-            if self._climb(network, dual):
-                return
-            if self.run.late():
+            if self._climb(network, dual, 60 if nested else 300) or self.run.late():
                 return
             dual.store()
+            if not nested and thin <= _THICKEST:
+                if self._thinned(network, dual, multipliers, thin):
+                    if self.proved(-np.inf):
+                        return
+                else:
+                    thin *= 2
             self._prune(network, dual)
             network.reduce()
-            if network.infeasible or network.size() < _SHRUNK * size:
+            if network.infeasible or network.size() < _SHRUNK * size or self.cost < cost:
                 continue
             order = search_order(network)
             if space_bytes(network, order) > self.run.memory_bytes // 2:
-                if not self._thinned(network, multipliers):
+                if nested or thin > _THICKEST:
                     return
                 continue
             space = build_space(network, order, multipliers)
@@ -168,11 +184,13 @@ class Hunt:
             )
             level += not helped
 
-    def _climb(self, network: Network, dual: Dual) -> bool:
+    def _climb(self, network: Network, dual: Dual, most: int) -> bool:
         """Sweeps until the bound meets the incumbent or has nearly stopped rising; says whether that settles it.
 
-        A loose bound costs the searches more than sweeps cost, the more so the more variables there are.
+        A loose bound costs the searches more than sweeps cost, the more so the more variables there are. Where sweeps
+        are costly they end as soon as there are states to drop, or an assignment is to be looked for among few states.
         """
+        costly = dual.theta.size > _MANY * len(dual.nodes)
         before = dual.bound
         tried = np.inf
         while True:
@@ -188,26 +206,30 @@ class Hunt:
                 self.offer(network.lift(chosen))
             proved = self.proved(bound)
             self.run.report("dual", self, network)
-            if proved or self.run.late() or dual.sweeps >= min(max(30, len(dual.nodes)), 300):
+            if proved or self.run.late() or dual.sweeps >= min(max(30, len(dual.nodes)), most):
                 return proved
             if dual.sweeps % (2 * _SWEEPS) == 0:
                 left = min(self.threshold() - dual.bound, abs(dual.bound))
+                if costly and np.mean(dual.floor >= self.threshold()) > 1 - _SHRUNK:
+                    return False
+                if costly and dual.sweeps >= _FIRST_SWEEPS and dual.bound < (1 - _CLOSE) * self.cost:
+                    return False
                 if dual.bound - before <= min(0.02 * left, _STALLED * abs(dual.bound)):
                     return False
                 before = dual.bound
 
-    def _thinned(self, network: Network, multipliers: Floats) -> bool:
-        """Hunts among so few states of least floor that a search has room; says whether that improved the incumbent."""
-        part, cost = network.copy(), self.cost
-        if all(network.count(i) <= _THIN for i in network.active()):
+    def _thinned(self, network: Network, dual: Dual, multipliers: Floats, states: int) -> bool:
+        """Hunts among the few states of least floor of each variable; says whether that improved the incumbent."""
+        floors, cost = dual.floors(), self.cost
+        if all(floor.size <= states for floor in floors.values()):
             return False
-        dual = _dual(part, multipliers)
-        dual.sweep()
-        for i, floor in dual.floors().items():
-            part.restrict(i, floor <= np.sort(floor)[min(_THIN, floor.size) - 1])
+        part = network.copy()
+        for i, floor in floors.items():
+            if floor.size > states:
+                part.restrict(i, floor <= np.partition(floor, states - 1)[states - 1])
         inner = Hunt(self.run, self.value, self.tolerance, self, self.limited)
         inner.best, inner.cost = self.best, self.cost
-        inner.close(part, multipliers, SEARCHES[:1])
+        inner.close(part, multipliers, SEARCHES[:1], states)
         return self.cost < cost
 
     def _search(self, space: Space, kind: str, size: int) -> Found:

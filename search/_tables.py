@@ -246,16 +246,18 @@ def _undominated(unary: Floats, sides: list[tuple[Ints, Floats]], usage: Floats,
     return keep
 
 
-def used_groups(groups: Ints, count: int) -> tuple[Ints, Ints]:
+def used_groups(groups: Ints, count: int) -> tuple[Ints | slice, Ints]:
     """(which of `count` groups there are, each state's place among them)"""
     used = np.zeros(count, dtype=bool)
     used[groups] = True
+    if used.all():
+        return slice(None), groups
     return np.flatnonzero(used), (np.cumsum(used) - 1)[groups]
 
 
 def without_unused(groups: Ints, table: Floats) -> tuple[Ints, Floats]:
     used, number = used_groups(groups, table.shape[0])
-    return (groups, table) if used.size == table.shape[0] else (number, table[used])
+    return number, table[used]
 
 
 def without_twins(groups: Ints, table: Floats) -> tuple[Ints, Floats]:

@@ -147,9 +147,14 @@ class Dual:
             for nodes, part in zip(self._levels, end.levels, strict=True):
                 theta = self.theta[nodes.states]
                 theta -= np.bincount(part.state, weights=end.message[part.entries], minlength=theta.size)
-        # The forward pass expects that each edge's minimum given its earlier end's state is 0.
+        # The forward pass expects that each edge's minimum given its earlier end's state is 0, and each node's minimum
+        # too: a node still to come that could cost less than nothing would make the floors of those before it too high.
         for nodes, part in zip(self._levels, self._early.levels, strict=True):
-            self.theta[nodes.states] += self._collect(part, self._early, self._late, self.theta[nodes.states].size)
+            theta = self.theta[nodes.states]
+            theta += self._collect(part, self._early, self._late, theta.size)
+            least = np.minimum.reduceat(theta, nodes.starts)
+            theta -= least[nodes.node_of_state]
+            self.bound += float(least.sum())
         self.floor = np.full(self.theta.size, -np.inf)
 
     def sweep(self) -> float:

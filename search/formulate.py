@@ -52,8 +52,9 @@ class Formulator:
             self._made[key] = make()
         return cast(_T, self._made[key])
 
-    def problem(self, limits: Mapping[int, float] | None = None) -> Problem:
-        """`limits`: op -> bytes that a device has while it runs, where that may bind."""
+    def problem(self, limits: Mapping[int, float] | None = None, *, at_least: bool = True) -> Problem:
+        """`limits`: op -> bytes that a device has while it runs, where that may bind. `at_least`: what is counted there
+        is what any program holds, so that the problem's bound is one; else what a program is likely to hold."""
         st = self.structure
         edges = [self._link(op, value) for op, value in st.links]
         for use in st.uses:
@@ -61,7 +62,7 @@ class Formulator:
             choices = st.choices[producer]
             table = self._use_table(use.value, choices.options, use.needs, use.runs)
             edges.append(Edge(producer, use.variable, choices.option, use.needs.groups, table))
-        return Problem(tuple(self._unary()), tuple(edges), self._resources(limits or {}))
+        return Problem(tuple(self._unary()), tuple(edges), self._resources(limits or {}, at_least))
 
     # Conversions
 
@@ -231,8 +232,8 @@ class Formulator:
         gu, gv, table = self._once(("link", id(by), id(made), position), make)
         return Edge(st.op_variable[op], st.value_variable[value], gu, gv, table)
 
-    def _resources(self, limits: Mapping[int, float]) -> tuple[Resource, ...]:
-        """A limit on what an op finds in memory, at least, whatever is chosen: see `liveness.py`."""
+    def _resources(self, limits: Mapping[int, float], at_least: bool) -> tuple[Resource, ...]:
+        """A limit on what an op finds in memory: see `liveness.py`."""
         st = self.structure
         made: list[Resource] = []
         for op, limit in limits.items():
@@ -240,7 +241,8 @@ class Formulator:
             usage = [self._nothing(c) for c in st.choices]
             for value in alive.bystanders:
                 variable = st.value_variable[value]
-                usage[variable] = usage[variable] + self._least_held(value)[st.choices[variable].option]
+                used = not at_least and self.liveness.is_used_around(value, op)
+                usage[variable] = usage[variable] + self._held(value, used)[st.choices[variable].option]
             variable = st.op_variable[op]
             usage[variable] = usage[variable] + self._touched(alive, st.choices[variable])
             made.append(Resource(tuple(usage), limit, f"memory at op {op}"))
@@ -254,17 +256,24 @@ class Formulator:
         stored = [self.costs.is_materialized(v.index) for v in self.graph.values]
         return Liveness(self.graph, stored)
 
-    def _least_held(self, value: int) -> Floats:
-        """Bytes of a value that a device holds under each of its options, at least: of its smallest tensor. A source's
-        first one stays."""
+    def _held(self, value: int, used: bool) -> Floats:
+        """Bytes of a value that a device holds under each of its options, at least: of its smallest tensor; a source's
+        first one stays. Where it is `used` before and after: of all that are shared, but a partial one."""
         choices = self.structure.choices[self.structure.value_variable[value]]
         ways, source = self.conversions(value), value not in self.graph.producer
 
         def make() -> Floats:
-            tensors = [self.offer(value, a).tensors for a in choices.options]
-            return np.array([min(self.tensor_bytes(value, t) for t in ts[: 1 if source else None]) for ts in tensors])
+            found: list[float] = []
+            for a in choices.options:
+                tensors = self.offer(value, a).tensors
+                kept = [t for t in tensors if not (any(p.is_partial for p in t) and len(tensors) > 1)]
+                if used and kept:
+                    found.append(sum(self.tensor_bytes(value, t) for t in kept))
+                else:
+                    found.append(min(self.tensor_bytes(value, t) for t in tensors[: 1 if source else None]))
+            return np.array(found)
 
-        return self._once(("held", id(ways), id(choices.options), source), make)
+        return self._once(("held", id(ways), id(choices.options), source, used), make)
 
     def _touched(self, alive: Alive, choices: Choices) -> Floats:
         """Bytes that an op under each of its states reads and writes, in the layouts that it needs and makes."""

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from hapsynth.graph import LOOP_CARRY, SCAN_STACK, Graph
+from hapsynth.instructions.rules.registry import is_fusible
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,6 +57,12 @@ class Liveness:
                 end = max(int(self.last[v]) for v in op.results)
                 for _, v in op.value_operands:
                     self.last[v] = max(self.last[v], end)
+
+    def is_used_around(self, value: int, op: int) -> bool:
+        """Whether ops that are no part of a fused chain read a value before and after one: what they share is held."""
+        users = [o for o, _ in self.graph.uses[value] if not is_fusible(self.graph.ops[o])]
+        users = users or [o for o, _ in self.graph.uses[value]]
+        return bool(users) and min(users) <= op <= max(users)
 
     def at(self, op: int) -> Alive:
         """What is alive while an op runs."""

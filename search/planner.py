@@ -201,10 +201,10 @@ class Planner:
         for _ in range(_ROUNDS):
             default = self._own_default(best.sizes)
             ratios = self._ratios(default, best.sizes)
-            _, solution = self._search(ratios, default, best.choices, rounds=0)
+            _, solution = self._search(ratios, default, best.choices)
             found = self._best
             if found is None or found.cost >= best.cost * (1 - _SETTLED / 2):
-                return best, solution.lower_bound
+                return best, self._bound_within(ratios, best.choices) if self._limits else solution.lower_bound
             best = found
             if best.bound is not None:
                 return best, best.bound
@@ -236,52 +236,48 @@ class Planner:
         self.states = max(self.states, sum(u.size for u in problem.unary))
         return solution
 
-    def _search(
-        self, ratios: Ratios, default: Floats, choices: Ints | None, *, rounds: int = _MEMORY_ROUNDS
-    ) -> tuple[Candidate | None, Solution]:
-        """The best program at the given ratios, sized, that fits; and the solution whose bound holds for all that do.
+    def _search(self, ratios: Ratios, default: Floats, choices: Ints | None) -> tuple[Candidate | None, Solution]:
+        """The best program at the given ratios, sized, that fits; the bound of the solution knows the limits only
+        where it had no need of them.
 
-        Memory is limited at the ops where programs were found too large. What the problem counts there is the least
-        that any program holds, so its bound is one within the limit; where it is short of what the program at hand
-        holds, the op's limit is tightened to find others, and the bound stays.
+        Memory is limited at the ops where programs were found too large. What the problem counts there may be short of
+        what a program then holds: the op's limit is tightened by the difference.
         """
         formulator = Formulator(self.structure, self.costs, ratios)
-        candidate, solution = self._solve_once(formulator, default, {}, choices)
-        tightened: dict[int, float] = {}
-        for _ in range(rounds):
-            self._note(candidate, solution)
+        limits = dict(self._limits)
+        candidate, solution = self._solve_once(formulator, default, limits, choices)
+        for _ in range(_MEMORY_ROUNDS):
             if candidate is None or candidate.memory <= self.limit or self._late():
                 break
+            self._note(candidate, solution)
             full = self._full_ops(candidate)
-            if fresh := [op for op in full if op not in self._limits]:
-                self._limits.update(dict.fromkeys(fresh, self.limit))
-                candidate, solution = self._solve_once(formulator, default, tightened, candidate.choices)
-            else:
-                tightened.update((op, tightened.get(op, self.limit) * self.limit / candidate.memory) for op in full)
-                candidate, _ = self._solve_once(formulator, default, tightened, candidate.choices)
+            self._limits.update(dict.fromkeys(full, self.limit))
+            problem = formulator.problem(dict.fromkeys(full, np.inf), at_least=False)
+            for (op, held), counted in zip(full.items(), problem.usage(candidate.choices), strict=True):
+                limits[op] = min(limits.get(op, np.inf), self.limit - max(0.0, held - counted))
+            candidate, solution = self._solve_once(formulator, default, limits, candidate.choices)
         self._note(candidate, solution)
-        fits = candidate is not None and candidate.memory <= self.limit
-        return candidate if fits else None, solution
+        return candidate if candidate is not None and candidate.memory <= self.limit else None, solution
 
-    def _full_ops(self, candidate: Candidate) -> list[int]:
-        """The op at which a program holds the most, and others far from it at which it holds too much."""
+    def _full_ops(self, candidate: Candidate) -> dict[int, float]:
+        """The op at which a program holds the most and others far from it at which it holds too much -> bytes held."""
         profile = MemoryProfile(self.graph, candidate.program, candidate.sizes.classes, self.costs)
         alive = profile.at(candidate.sizes)
         ops = [i.op if isinstance(i, Compute) else -1 for i in candidate.program.instructions]
         apart = max(1, len(ops) // 8)
-        found: list[int] = []
-        while len(found) < _POINTS and alive.size and (not found or alive.max() > self.limit):
+        found: dict[int, float] = {}
+        while len(found) < _POINTS and (not found or alive.max() > self.limit):
             point = int(alive.argmax())
+            near = (op for op in (*ops[max(0, point - 1) :], *ops[:point][::-1]) if op >= 0)
+            found.setdefault(next(near, 0), float(alive[point]))
             alive[max(0, point - apart) : point + apart] = -np.inf
-            after = (op for op in (*ops[max(0, point - 1) :], *ops[:point][::-1]) if op >= 0)
-            found.append(next(after, 0))
-        return list(dict.fromkeys(found))
+        return found
 
     def _solve_once(
-        self, formulator: Formulator, default: Floats, tightened: Mapping[int, float], choices: Ints | None
+        self, formulator: Formulator, default: Floats, limits: Mapping[int, float], choices: Ints | None
     ) -> tuple[Candidate | None, Solution]:
         began = time.perf_counter()
-        problem = formulator.problem({**self._limits, **tightened})
+        problem = formulator.problem(limits, at_least=False)
         start = self.structure.replicated() if choices is None else choices
         solution = self._solve(
             problem, start=start, tolerance=_TOLERANCE, time_budget_s=self._left(), progress=self._relay
@@ -291,19 +287,31 @@ class Planner:
             return None, solution
         began = time.perf_counter()
         candidate = self.candidate(formulator, solution, default)
-        if tightened:
+        if limits:
+            # What it counts is likely, not sure.
             candidate = replace(candidate, bound=None)
         self.ratio_s += time.perf_counter() - began
         return candidate, solution
 
+    def _bound_within(self, ratios: Ratios, choices: Ints) -> float:
+        """The least that any program costs that fits, at the given ratios."""
+        began = time.perf_counter()
+        problem = Formulator(self.structure, self.costs, ratios).problem(self._limits)
+        solution = self._solve(
+            problem, start=choices, tolerance=_TOLERANCE, time_budget_s=self._left(), progress=self._relay
+        )
+        self.search_s += time.perf_counter() - began
+        return solution.lower_bound
+
     def candidate(self, formulator: Formulator, solution: Solution, default: Floats) -> Candidate:
-        """An assignment as a program at its best sizes, in the order that spares memory where the other needs too much."""
+        """An assignment as a program at its best sizes, in the order that spares memory where it must."""
         assert solution.assignment is not None
         emitter = Emitter(formulator, solution.assignment.tolist())
         staged = self._sized(emitter.run(self.axes), formulator, solution, default)
         if staged.memory <= self.limit:
             return staged
-        return self._sized(emitter.ordered(self.axes, sparing=True), formulator, solution, default)
+        sparing = self._sized(emitter.ordered(self.axes, sparing=True), formulator, solution, default)
+        return min(staged, sparing, key=lambda c: c.memory)
 
     def _sized(self, program: Program, formulator: Formulator, solution: Solution, default: Floats) -> Candidate:
         assert solution.assignment is not None
@@ -325,7 +333,7 @@ class Planner:
         weights = proportional(self.costs.rate("float32"))
         formulator = Formulator(self.structure, self.costs, self._ratios(weights))
         for _ in range(_SHRINK_ROUNDS):
-            problem = formulator.problem(self._limits)
+            problem = formulator.problem(self._limits, at_least=False)
             most = max((r.limit for r in problem.resources), default=1.0)
             held = [sum(r.usage[i] for r in problem.resources) / most for i in range(len(problem.unary))]
             # Seconds break ties only.

@@ -20,6 +20,7 @@ from slow_devices import SPEEDS, first_devices, slow_cluster
 import hapsynth
 from hapsynth import RuleError, check_rule, register_rule
 from hapsynth.graph import Op
+from hapsynth.instructions import simulate
 from hapsynth.instructions.factors import Factors, Local
 from hapsynth.instructions.layout import P, S
 from hapsynth.instructions.rules import REGISTRY, extension, factors_of
@@ -225,6 +226,27 @@ def test_what_a_partition_refuses_stays_whole() -> None:
     }
 
 
+def test_a_partition_is_asked_about_two_cuts_at_once() -> None:
+    asked: set[tuple[Any, ...]] = set()
+
+    def either(mesh: Any, arguments: Any, result: Any) -> Any:
+        spec = tuple(arguments[0].sharding.spec)
+        asked.add(spec)
+        if None not in spec and len(arguments[0].shape) > 1 and arguments[0].shape[0] < 20:
+            raise NotImplementedError("one at a time")
+        return mesh, jnp.tanh, result.sharding, (arguments[0].sharding,)
+
+    fn = partitioned(jnp.tanh, "i j -> i j", either)
+    for size, both in ((6, False), (32, True)):
+        (op,) = trace(fn, (numbers(size, 4),)).graph.ops
+        f = factors_of(op)
+        assert f.alone == (set() if both else {0, 1})
+        assert any(a.factor is not None and b.factor not in (None, a.factor) for a, b in f.joint(2)) == both
+        simulate.check(simulate.joint_trials(op, f, [numbers(size, 4)], 10), samples=1)
+    # A dimension that two axes cut is cut once, as far as the function can tell.
+    assert all(isinstance(name, str | None) for spec in asked for name in spec)
+
+
 def test_a_partitioned_sum_is_not_cut() -> None:
     total = partitioned(lambda x: {"sum": x.sum(1)}, "i j -> i")
     (op,) = trace(total, (numbers(6, 4),)).graph.ops
@@ -413,6 +435,24 @@ def test_what_a_local_execution_raises_says_where() -> None:
         check_rule(square_sum, numbers(6, 4))
     note = caught.value.__cause__.__notes__[0]
     assert re.match(rf"hapsynth: in the local execution of pallas_call:square_sum \({HERE}:\d+\) on shards of", note)
+
+
+def test_a_local_execution_that_knows_of_one_factor_only() -> None:
+    """Two mesh axes may cut two factors at once, and then the share is that of neither."""
+    x = numbers(6, 4)
+    options: dict[str, Any] = {"need_replication": [], "replace": "pallas_call:square_sum" in REGISTRY}
+    rule: Any = ("pallas_call:square_sum", "i j -> j")
+    counted = lambda local, x: square_sum(x) + 0 * local.share
+    register_rule(*rule, local=counted, **options)
+    with pytest.raises(RuleError, match=r"does not run: ValueError: the factors \[0, 1\] of .*name them in `alone`"):
+        check_rule(square_sum, x)
+    options["replace"] = True
+    register_rule(*rule, local=counted, alone=["i", "j"], **options)
+    alone = check_rule(square_sum, x)
+    register_rule(*rule, local=lambda local, x: square_sum(x), **options)
+    assert check_rule(square_sum, x).ops[0][2] > alone.ops[0][2]
+    with pytest.raises(RuleError, match="alone names 'k', but the factors are i, j"):
+        register_rule(*rule, local=counted, alone="k", **options)
 
 
 UNSOUND: dict[str, tuple[str, dict[str, Any]]] = {

@@ -52,7 +52,7 @@ def pressing(press: Press, told: Told) -> Callable[[Progress], None]:
     return show
 
 
-def pressed(*_: Any) -> None:
+def pressed(*_: Any, **__: Any) -> None:
     raise KeyboardInterrupt
 
 

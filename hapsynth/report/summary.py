@@ -93,7 +93,7 @@ def sizes_table(plan: Plan) -> Table:
     classes = plan.sizes.classes.all
     order = sorted(range(len(classes)), key=lambda c: -names.weight(classes[c]))
     for c in order:
-        alike.setdefault((classes[c].units, plan.sizes.shares[c]), []).append(c)
+        alike.setdefault((classes[c].units, plan.sizes.of_devices(c)), []).append(c)
     rows: list[list[str]] = []
     for (units, shares), members in alike.items():
         tensors = sum(len(classes[c].members) for c in members)

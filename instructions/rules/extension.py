@@ -45,6 +45,7 @@ def register_rule(
     need_replication: Iterable[str] = (),
     sizes: Mapping[str, int] | None = None,
     linear: Sequence[Sequence[int]] = (),
+    alone: Iterable[str] = (),
     replace: bool = False,
 ) -> None:
     """Tell hapsynth how an op may be cut.
@@ -56,8 +57,9 @@ def register_rule(
     that is a product of two. A factor that a result lacks leaves it partial: `reduction` is "sum", "max" or "min", or
     one per factor. `need_replication` names factors that can't be cut, `sizes` gives those that no dimension shows.
     `linear` lists groups of operands in which the op is linear together, e.g. [[0], [1]] of a product: a partial sum
-    in all of a group, with the others whole, passes through. Also an SdyShardingRule of
-    `jax.experimental.custom_partitioning`, or a function that fills in the op's `Factors`, where that is not enough.
+    in all of a group, with the others whole, passes through. Of the factors in `alone` one is cut at a time, where the
+    axes of a mesh could cut several. Also an SdyShardingRule of `jax.experimental.custom_partitioning`, or a function
+    that fills in the op's `Factors`, where that is not enough.
 
     How a device runs its shard: the primitive with the same parameters, with those that `params(local)` gives, or
     `local(local, *shards)`, which gives the results' exact shards. `local` (a `Local`) knows shapes, share and offset;
@@ -72,14 +74,14 @@ def register_rule(
     if name in REGISTRY and not replace:
         raise RuleError(f"{name!r} has a rule already; replace=True puts this one in its place")
     if callable(rule) and not hasattr(rule, "operand_mappings"):
-        if reduction != "sum" or tuple(need_replication) or sizes or linear:
+        if reduction != "sum" or tuple(need_replication) or sizes or linear or tuple(alone):
             raise RuleError(
-                f"the rule of {name!r} is a function, which says itself what reduction, need_replication, sizes and "
-                "linear would: leave them out"
+                f"the rule of {name!r} is a function, which says itself what reduction, need_replication, sizes, "
+                "linear and alone would: leave them out"
             )
         factors, default = _fitted(name, cast(FactorsOf, rule)), elements
     else:
-        notation = _notation(name, rule, reduction, need_replication, sizes, linear)
+        notation = _notation(name, rule, reduction, need_replication, sizes, linear, alone)
         factors, default = _fitted(name, lambda f: notation.fill(f, name)), notation.flops
     for what, given in (("local", local), ("params", params), ("flops", flops)):
         if given is not None and not callable(given):
@@ -114,16 +116,19 @@ def _name(primitive: Any) -> str:
     return name
 
 
-def _notation(name: str, rule: Any, reduction: Any, held: Iterable[str], sizes: Any, linear: Any) -> Notation:
+def _notation(
+    name: str, rule: Any, reduction: Any, held: Iterable[str], sizes: Any, linear: Any, alone: Iterable[str]
+) -> Notation:
     if isinstance(rule, str):
-        return Notation.parse(rule, reduction, held, sizes, linear)
+        return Notation.parse(rule, reduction, held, sizes, linear, alone)
     if not hasattr(rule, "operand_mappings"):
         raise RuleError(
             f"the rule of {name!r} is {rule!r}; give a text such as 'i j, j k -> i k', or a function of Factors"
         )
     if tuple(held) or sizes:
         raise RuleError(f"the rule of {name!r} holds need_replication and sizes itself: leave them out")
-    return dataclasses.replace(Notation.of_sdy(rule, reduction), linear=tuple(map(tuple, linear)))
+    groups = tuple(map(tuple, linear))
+    return dataclasses.replace(Notation.of_sdy(rule, reduction), linear=groups, alone=frozenset(alone))
 
 
 def _fitted(name: str, fill: FactorsOf) -> FactorsOf:

@@ -39,6 +39,7 @@ class Notation:
     replicated: frozenset[str] = frozenset()
     sizes: Mapping[str, int] = field(default_factory=dict)
     linear: tuple[tuple[int, ...], ...] = ()
+    alone: frozenset[str] = frozenset()
 
     @staticmethod
     def parse(
@@ -47,6 +48,7 @@ class Notation:
         need_replication: Iterable[str] = (),
         sizes: Mapping[str, int] | None = None,
         linear: Sequence[Sequence[int]] = (),
+        alone: Iterable[str] = (),
     ) -> Notation:
         """Read `text`; `linear` names groups of operands by position. Raises RuleError for what cannot be read."""
         sides = text.split("->")
@@ -57,7 +59,7 @@ class Notation:
         operands, results = (tuple(_tensor(text, t) for t in side.split(",")) for side in sides)
         if not sides[0].strip():
             operands = ()
-        return Notation._of(text, operands, results, reduction, need_replication, sizes or {}, linear)
+        return Notation._of(text, operands, results, reduction, need_replication, sizes or {}, linear, alone)
 
     @staticmethod
     def of_sdy(rule: Any, reduction: Reduction | Mapping[str, Reduction] = "sum") -> Notation:
@@ -81,14 +83,17 @@ class Notation:
         replicated: Iterable[str],
         sizes: Mapping[str, int],
         linear: Sequence[Sequence[int]] = (),
+        alone: Iterable[str] = (),
     ) -> Notation:
         known = _names(operands + results)
         replicated = (replicated,) if isinstance(replicated, str) else tuple(replicated)
+        alone = (alone,) if isinstance(alone, str) else tuple(alone)
         # Only of what an operand has is there something to reduce.
         reduced = [f for f in _names(operands) if any(f not in _names([t]) for t in results)]
         same = dict.fromkeys(reduced, reduction)
         kinds = dict(cast("Mapping[str, Reduction]", reduction if isinstance(reduction, Mapping) else same))
-        for what, names in (("need_replication", replicated), ("sizes", sizes), ("reduction", kinds)):
+        named = (("need_replication", replicated), ("sizes", sizes), ("reduction", kinds), ("alone", alone))
+        for what, names in named:
             for name in names:
                 if name not in known:
                     raise RuleError(
@@ -114,7 +119,7 @@ class Notation:
             if not 0 <= position < len(operands):
                 raise RuleError(f"the rule {text!r}: linear names operand {position} of {len(operands)}")
         filled: dict[str, Reduction] = {f: kinds.get(f, "sum") for f in reduced}
-        return Notation(text, operands, results, filled, frozenset(replicated), sizes, groups)
+        return Notation(text, operands, results, filled, frozenset(replicated), sizes, groups, frozenset(alone))
 
     def fill(self, f: Factors, name: str) -> None:
         """Give an op's `Factors` those of the rule. Raises RuleError naming the op and what does not fit."""
@@ -139,6 +144,8 @@ class Notation:
             root = n.partition("[")[0]
             if root in self.reductions and root not in self.replicated:
                 f.reductions[factor] = self.reductions[root]
+            if root in self.alone:
+                f.alone.add(factor)
             if root in self.replicated:
                 f.blocked[factor] = f"the rule of {name} needs {root} replicated"
             elif n not in used:
