@@ -48,8 +48,8 @@ def synthesize(
     `time_budget_s`: seconds after which the best plan so far is returned with its gap. `progress`: called now and then
     with the stage, the best cost, the bound, the nodes and the seconds so far.
 
-    Ctrl-C during the search returns the best plan so far, `plan.result.interrupted`; where there is none yet,
-    KeyboardInterrupt is raised.
+    Ctrl-C during the search returns the best plan so far, `plan.result.interrupted`, with a bound that is sought for a
+    second or until Ctrl-C is pressed again; where there is no plan yet, KeyboardInterrupt is raised.
     Raises TraceError for arguments or functions that cannot be planned, InfeasibleError when no program fits the
     memory, ValueError for a mesh that is not the cluster's size, TypeError and ValueError for options of no use.
     """

@@ -185,7 +185,7 @@ def _planned(options: argparse.Namespace, target: Target, cluster: Cluster) -> P
             progress=show,
         )
     if plan.result.interrupted:
-        gap = percent(plan.gap)
+        gap = percent(plan.gap) if plan.lower_bound > 0 else "unknown"
         print(f"hapsynth {options.command}: interrupted: this is the best plan so far, gap {gap}", file=sys.stderr)
     return plan
 

@@ -41,6 +41,8 @@ _MEMORY_ROUNDS = 8
 _SHRINK_ROUNDS = 4
 _POINTS = 3
 """How many ops a round limits memory at."""
+_LAST_S = 1.0
+"""Seconds for the bound that is still sought after Ctrl-C."""
 _TOLERANCE = 1e-6
 _SETTLED = 1e-4
 """A cost that falls by less than this fraction has stopped falling; it is also the gap that counts as optimal."""
@@ -103,7 +105,8 @@ class Planner:
     def run(self) -> Result:
         """Plan; raises InfeasibleError when nothing fits.
 
-        Ctrl-C ends the search with the best program so far; KeyboardInterrupt is raised if there is none.
+        Ctrl-C ends the search with the best program so far, or raises KeyboardInterrupt if there is none. Only a joint
+        bound is looked for then, so that there is a gap to tell, until Ctrl-C is pressed again.
         """
         self._unless_interrupted(self._explore, None)
         best = self._best
@@ -112,9 +115,13 @@ class Planner:
         certified = self._unless_interrupted(partial(self._certify, best), None)
         if certified is None:
             best = self._best or best
-        best, bound = certified or (best, best.bound or 0.0)
+        best, bound = certified or (best, best.bound)
         before = self.solver_s
-        joint = self._unless_interrupted(partial(self._joint_bound, best, bound), 0.0)
+        try:
+            joint = self._joint_bound(best, bound)
+        except KeyboardInterrupt:
+            self._interrupted, joint = True, 0.0
+        bound = joint if bound is None else bound
         bound_s = self.solver_s - before
         check(self.graph, best.program, best.sizes)
         gap = (best.cost - bound) / best.cost if best.cost else 0.0
@@ -214,22 +221,23 @@ class Planner:
         """Dimensions that the plan does not cut are compared at the ratio of its largest class."""
         return own_weights(self.costs, sizes)
 
-    def _joint_bound(self, best: Candidate, at_ratios: float) -> float:
+    def _joint_bound(self, best: Candidate, at_ratios: float | None) -> float:
         began = time.perf_counter()
         self._tell("joint bound", best.cost, -np.inf)
         problem = Formulator(self.structure, self.costs, None).problem(self._limits)
+        left = _LAST_S if self._interrupted else self._left()
         tell = lambda inner: self._tell("joint bound", best.cost, inner.lower_bound, inner.expanded)
-        solution = self._solve(problem, tolerance=1e-4, time_budget_s=self._left(), progress=tell)
+        solution = self._solve(problem, anyway=True, tolerance=1e-4, time_budget_s=left, progress=tell)
         self.search_s += time.perf_counter() - began
-        return min(solution.lower_bound, at_ratios)
+        return solution.lower_bound if at_ratios is None else min(solution.lower_bound, at_ratios)
 
-    def _solve(self, problem: Problem, **options: Any) -> Solution:
-        """`solve`, counted, and not begun any more once Ctrl-C was pressed."""
-        if self._interrupted:
+    def _solve(self, problem: Problem, *, anyway: bool = False, **options: Any) -> Solution:
+        """`solve`, counted, and not begun any more once Ctrl-C was pressed, unless `anyway`."""
+        if self._interrupted and not anyway:
             raise KeyboardInterrupt
         began = time.perf_counter()
         solution = solve(problem, **options)
-        self._interrupted = solution.interrupted
+        self._interrupted |= solution.interrupted
         self.solver_s += time.perf_counter() - began
         self.expanded += solution.expanded
         self.sweeps += solution.sweeps

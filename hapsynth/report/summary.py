@@ -79,8 +79,8 @@ def print_certificate(out: Console, plan: Plan) -> None:
         ("lower bound", r.lower_bound_s, "at these shard sizes", r.gap),
         ("joint bound", r.joint_lower_bound_s, "at any shard sizes", r.joint_gap),
     ):
-        unknown = bound <= 0 < r.cost_s
-        out.print(f"{name}    {'none known' if unknown else seconds(bound)} {where}, gap {percent(gap)}")
+        known = f"{seconds(bound)} {where}, gap {percent(gap)}"
+        out.print(f"{name}    {known if bound > 0 or not r.interrupted else 'none known'}")
     out.print(f"status         {_STATUS[r.status]}")
     if r.interrupted:
         out.print("interrupted    the best plan so far; a longer search may find a better one, or prove this one")
