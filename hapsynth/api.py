@@ -16,7 +16,8 @@ from hapsynth.frequency import Expectation, expecting
 from hapsynth.instructions.layout import Layout, is_consistent, parse_layout
 from hapsynth.plan import Plan
 from hapsynth.search.links import mesh_axes
-from hapsynth.search.planner import Planner, Progress
+from hapsynth.search.planner import Planner
+from hapsynth.search.result import Progress
 from hapsynth.search.structure import Restriction
 from hapsynth.trace import Traced, trace
 
@@ -44,8 +45,11 @@ def synthesize(
     `fixed`: argument path -> layout (as in `Plan.layouts`) to keep. `expect`: source line of a `while_loop` or `cond`,
     e.g. `"train.py:40"` -> its trips (10 by default), or how often its predicate is true (each branch is taken to be
     as frequent as the others by default; give a sequence for a `switch`). `memory_limit`: bytes per device.
-    `time_budget_s`: seconds after which the best plan so far is returned with its gap.
+    `time_budget_s`: seconds after which the best plan so far is returned with its gap. `progress`: called now and then
+    with the stage, the best cost, the bound, the nodes and the seconds so far.
 
+    Ctrl-C during the search returns the best plan so far, `plan.result.interrupted`, with a bound that is sought for a
+    second or until Ctrl-C is pressed again; where there is no plan yet, KeyboardInterrupt is raised.
     Raises TraceError for arguments or functions that cannot be planned, InfeasibleError when no program fits the
     memory, ValueError for a mesh that is not the cluster's size, TypeError and ValueError for options of no use.
     """

@@ -1,7 +1,7 @@
 """The command line: `hapsynth search | run | compare | explain`, the same as `python -m hapsynth`.
 
 Exit status: 0 done; 1 nothing fits, or a check failed; 2 bad usage or input, with one line on standard error and
-nothing written.
+nothing written; 130 interrupted before there was any plan. Ctrl-C later on ends the search with the best plan so far.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from hapsynth.report.model_file import Target, UsageError, load_target
 from hapsynth.report.output import STDOUT, Outputs
 from hapsynth.report.progress import activity, progress
 from hapsynth.report.summary import print_summary
-from hapsynth.report.text import console
+from hapsynth.report.text import console, percent
 from hapsynth.report.versus import print_comparison
 from hapsynth.search.planner import InfeasibleError
 from hapsynth.trace import TraceError, trace
@@ -174,7 +174,7 @@ def _cluster(path: str) -> Cluster:
 
 def _planned(options: argparse.Namespace, target: Target, cluster: Cluster) -> Plan:
     with progress(options.progress) as show:
-        return synthesize(
+        plan = synthesize(
             target.fn,
             target.args,
             cluster,
@@ -184,6 +184,10 @@ def _planned(options: argparse.Namespace, target: Target, cluster: Cluster) -> P
             time_budget_s=options.time_budget,
             progress=show,
         )
+    if plan.result.interrupted:
+        gap = percent(plan.gap) if plan.lower_bound > 0 else "unknown"
+        print(f"hapsynth {options.command}: interrupted: this is the best plan so far, gap {gap}", file=sys.stderr)
+    return plan
 
 
 def _loaded(path: str, target: Target) -> Plan:

@@ -87,7 +87,7 @@ class Solution:
     lower_bound: no assignment within the limits costs less (inf if the problem is infeasible).
     expanded: search nodes expanded, by A* and by the layered search. sweeps: passes of the dual, forward and
     backward counted as one. status: "optimal" when cost - lower_bound <= tolerance * |cost|, "infeasible" when
-    that is proved, else "gap".
+    that is proved, else "gap". interrupted: by Ctrl-C.
     """
 
     assignment: Ints | None
@@ -96,6 +96,7 @@ class Solution:
     expanded: int
     sweeps: int
     status: Status
+    interrupted: bool = False
 
 
 @dataclass(frozen=True)

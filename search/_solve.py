@@ -5,6 +5,7 @@ then keep the limits exactly.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -47,6 +48,7 @@ def solve(
     except KeyboardInterrupt:
         if hunt.best is None:
             raise
+        return replace(run.solution(hunt), interrupted=True)
     return run.solution(hunt)
 
 

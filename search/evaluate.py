@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from math import fsum
 
 import numpy as np
 
@@ -76,5 +77,6 @@ def feed_costs(program: Program, sizes: Sizes, costs: CostModel) -> Iterator[tup
 
 def program_cost(program: Program, sizes: Sizes, costs: CostModel) -> float:
     """Seconds per step: the sum over instructions and fed arguments of the slowest device's time."""
-    ran = sum(c.seconds for c in instruction_costs(program, sizes, costs))
-    return ran + sum(seconds for _, seconds in feed_costs(program, sizes, costs))
+    # `sum` rounds otherwise from Python 3.12 on.
+    ran = fsum(c.seconds for c in instruction_costs(program, sizes, costs))
+    return ran + fsum(seconds for _, seconds in feed_costs(program, sizes, costs))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
+from math import fsum
 
 import numpy as np
 
@@ -129,9 +130,10 @@ class Loads:
 
     def cost(self, sizes: Sizes) -> float:
         """Seconds of all that is cut."""
+        # `sum` rounds otherwise from Python 3.12 on, and sizes are chosen by these.
         largest = lambda cut: largest_of(sizes, cut)
-        worked = sum(t.cost([self.fraction(sizes, c) for c in cuts]) for cuts, t in self._tables.items())
-        return worked + sum(w.at(largest) for w in self.wires)
+        worked = fsum(t.cost([self.fraction(sizes, c) for c in cuts]) for cuts, t in self._tables.items())
+        return worked + fsum(w.at(largest) for w in self.wires)
 
     @cached_property
     def by_class(self) -> list[tuple[list[Works], list[Wire]]]:
@@ -179,8 +181,8 @@ class Loads:
             mine = {cut: self.expanded(cut, fractions) for cuts, _ in tables for cut in cuts if cut[0] == c}
             held = lambda cut: mine[cut] if cut[0] == c else others[cut]
             largest = lambda cut: float(self.joined(cut, fractions).max()) if cut[0] == c else fixed[cut]
-            worked = sum(t.cost([held(cut) for cut in cuts]) for cuts, t in tables)
-            return worked + sum(w.at(largest) for w in wires)
+            worked = fsum(t.cost([held(cut) for cut in cuts]) for cuts, t in tables)
+            return worked + fsum(w.at(largest) for w in wires)
 
         return cost
 

@@ -11,6 +11,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -28,33 +30,28 @@ from hapsynth.search.memory import MemoryProfile
 from hapsynth.search.problem import Ints, Problem, Solution, solve
 from hapsynth.search.problem import Progress as SolverProgress
 from hapsynth.search.ratios import Ratios, proportional
-from hapsynth.search.result import Result, Status
+from hapsynth.search.result import Progress, Result, Status
 from hapsynth.search.sizing import Sizer
 from hapsynth.search.structure import Restriction, Structure
+
+_T = TypeVar("_T")
 
 _ROUNDS = 6
 _MEMORY_ROUNDS = 8
 _SHRINK_ROUNDS = 4
 _POINTS = 3
 """How many ops a round limits memory at."""
+_LAST_S = 1.0
+"""Seconds for the bound that is still sought after Ctrl-C."""
 _TOLERANCE = 1e-6
+_WIDE_TOLERANCE = 5e-5
+"""With several mesh axes, where the last steps of the bound take longest; still half of what counts as settled."""
 _SETTLED = 1e-4
 """A cost that falls by less than this fraction has stopped falling; it is also the gap that counts as optimal."""
 
 
 class InfeasibleError(ValueError):
     """No program fits the devices' memory."""
-
-
-@dataclass(frozen=True)
-class Progress:
-    """What a search tells its caller: the stage, the best cost and the bound so far (seconds per step)."""
-
-    stage: str
-    seconds: float
-    cost_s: float
-    lower_bound_s: float
-    expanded: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,36 +81,52 @@ class Planner:
     table: FactorTable = field(init=False)
     costs: CostModel = field(init=False)
     expanded: int = field(init=False, default=0)
+    sweeps: int = field(init=False, default=0)
+    states: int = field(init=False, default=0)
+    """Of the largest problem."""
     search_s: float = field(init=False, default=0.0)
+    """Seconds in which problems were built and solved, of which `solver_s` in the solver."""
+    solver_s: float = field(init=False, default=0.0)
     ratio_s: float = field(init=False, default=0.0)
 
     def __post_init__(self) -> None:
+        self._began = time.perf_counter()
         self.table = FactorTable(self.graph)
         self.costs = CostModel(self.graph, self.cluster, self.table)
         self.axes = self.costs.axes
+        self._tolerance = _TOLERANCE if len(self.axes) == 1 else _WIDE_TOLERANCE
         self.structure = Structure(self.graph, self.table, self.restriction, len(self.axes))
         # The switch form stores every shard padded, so the smallest device's memory is everyone's limit.
         self.limit = float(self.costs.memory.min()) if self.memory_limit is None else self.memory_limit
-        self._began = time.perf_counter()
+        self._structure_s = time.perf_counter() - self._began
         self._deadline = None if self.time_budget_s is None else self._began + self.time_budget_s
         self._best: Candidate | None = None
         self._least: Candidate | None = None
+        self._interrupted = False
         self._limits: dict[int, float] = {}
         """Ops at which some program was too large -> the bytes there are."""
 
     def run(self) -> Result:
-        """Plan; raises InfeasibleError when nothing fits."""
-        for default in self._starts():
-            self._alternate(default)
-            if self._late():
-                break
-        if self._best is None:
-            self._shrink()
+        """Plan; raises InfeasibleError when nothing fits.
+
+        Ctrl-C ends the search with the best program so far, or raises KeyboardInterrupt if there is none. Only a joint
+        bound is looked for then, so that there is a gap to tell, until Ctrl-C is pressed again.
+        """
+        self._unless_interrupted(self._explore, None)
         best = self._best
         if best is None:
-            raise InfeasibleError(self._shortage())
-        best, bound = self._certify(best)
-        joint = self._joint_bound(bound)
+            raise KeyboardInterrupt if self._interrupted else InfeasibleError(self._shortage())
+        certified = self._unless_interrupted(partial(self._certify, best), None)
+        if certified is None:
+            best = self._best or best
+        best, bound = certified or (best, best.bound)
+        before = self.solver_s
+        try:
+            joint = self._joint_bound(best, bound)
+        except KeyboardInterrupt:
+            self._interrupted, joint = True, 0.0
+        bound = joint if bound is None else bound
+        bound_s = self.solver_s - before
         check(self.graph, best.program, best.sizes)
         gap = (best.cost - bound) / best.cost if best.cost else 0.0
         joint_gap = (best.cost - joint) / best.cost if best.cost else 0.0
@@ -131,8 +144,34 @@ class Planner:
             (best.memory,) * self.cluster.n,
             tuple(float(m) if self.memory_limit is None else self.limit for m in self.costs.memory),
             tuple(named(self.graph, self.table)),
-            {"search_s": self.search_s, "ratio_s": self.ratio_s},
+            {
+                "build_s": self._structure_s + self.search_s - self.solver_s,
+                "search_s": self.solver_s - bound_s,
+                "ratio_s": self.ratio_s,
+                "bound_s": bound_s,
+            },
+            sweeps=self.sweeps,
+            states=self.states,
+            interrupted=self._interrupted,
         )
+
+    def _explore(self) -> None:
+        for default in self._starts():
+            self._alternate(default)
+            if self._late():
+                break
+        if self._best is None:
+            self._shrink()
+
+    def _unless_interrupted(self, search: Callable[[], _T], otherwise: _T) -> _T:
+        """What a search comes to or, where Ctrl-C was pressed before it or in it, what holds without it."""
+        try:
+            return otherwise if self._interrupted else search()
+        except KeyboardInterrupt:
+            if self._best is None:
+                raise
+            self._interrupted = True
+            return otherwise
 
     def _starts(self) -> list[Floats]:
         """Weights of the devices to begin from: by speed, even, and by speed without the slower kinds."""
@@ -186,13 +225,28 @@ class Planner:
         """Dimensions that the plan does not cut are compared at the ratio of its largest class."""
         return own_weights(self.costs, sizes)
 
-    def _joint_bound(self, at_ratios: float) -> float:
+    def _joint_bound(self, best: Candidate, at_ratios: float | None) -> float:
         began = time.perf_counter()
+        self._tell("joint bound", best.cost, -np.inf)
         problem = Formulator(self.structure, self.costs, None).problem(self._limits)
-        solution = solve(problem, tolerance=1e-4, time_budget_s=self._left())
-        self.expanded += solution.expanded
+        left = _LAST_S if self._interrupted else self._left()
+        tell = lambda inner: self._tell("joint bound", best.cost, inner.lower_bound, inner.expanded)
+        solution = self._solve(problem, anyway=True, tolerance=1e-4, time_budget_s=left, progress=tell)
         self.search_s += time.perf_counter() - began
-        return min(solution.lower_bound, at_ratios)
+        return solution.lower_bound if at_ratios is None else min(solution.lower_bound, at_ratios)
+
+    def _solve(self, problem: Problem, *, anyway: bool = False, **options: Any) -> Solution:
+        """`solve`, counted, and not begun any more once Ctrl-C was pressed, unless `anyway`."""
+        if self._interrupted and not anyway:
+            raise KeyboardInterrupt
+        began = time.perf_counter()
+        solution = solve(problem, **options)
+        self._interrupted |= solution.interrupted
+        self.solver_s += time.perf_counter() - began
+        self.expanded += solution.expanded
+        self.sweeps += solution.sweeps
+        self.states = max(self.states, sum(u.size for u in problem.unary))
+        return solution
 
     def _search(self, ratios: Ratios, default: Floats, choices: Ints | None) -> tuple[Candidate | None, Solution]:
         """The best program at the given ratios, sized, that fits; the bound of the solution knows the limits only
@@ -265,8 +319,9 @@ class Planner:
         began = time.perf_counter()
         problem = formulator.problem(limits, at_least=False)
         start = formulator.extended(problem, self._begin(choices))
-        solution = solve(problem, start=start, tolerance=_TOLERANCE, time_budget_s=self._left(), progress=self._relay)
-        self.expanded += solution.expanded
+        solution = self._solve(
+            problem, start=start, tolerance=self._tolerance, time_budget_s=self._left(), progress=self._relay
+        )
         self.search_s += time.perf_counter() - began
         if solution.assignment is None:
             return None, solution
@@ -284,8 +339,9 @@ class Planner:
         formulator = Formulator(self.structure, self.costs, ratios)
         problem = formulator.problem(self._limits)
         start = formulator.extended(problem, self._begin(choices))
-        solution = solve(problem, start=start, tolerance=_TOLERANCE, time_budget_s=self._left(), progress=self._relay)
-        self.expanded += solution.expanded
+        solution = self._solve(
+            problem, start=start, tolerance=self._tolerance, time_budget_s=self._left(), progress=self._relay
+        )
         self.search_s += time.perf_counter() - began
         return solution.lower_bound
 
@@ -328,7 +384,7 @@ class Planner:
             # Seconds break ties only.
             unary = tuple(h + 1e-6 * u for h, u in zip(held, problem.unary, strict=True))
             edges = tuple(replace(e, table=1e-6 * e.table) for e in problem.edges)
-            solution = solve(Problem(unary, edges), tolerance=1e-3)
+            solution = self._solve(Problem(unary, edges), tolerance=1e-3)
             if solution.assignment is None:
                 return
             candidate = self.candidate(formulator, solution, weights)
@@ -368,15 +424,17 @@ class Planner:
         return None if self._deadline is None else max(0.05, self._deadline - time.perf_counter())
 
     def _late(self) -> bool:
-        return self._deadline is not None and time.perf_counter() >= self._deadline
+        return self._interrupted or (self._deadline is not None and time.perf_counter() >= self._deadline)
 
     def _relay(self, inner: SolverProgress) -> None:
-        self._tell(inner.stage, inner.cost, inner.lower_bound)
+        self._tell(inner.stage, inner.cost, inner.lower_bound, inner.expanded)
 
-    def _tell(self, stage: str, cost: float, bound: float) -> None:
+    def _tell(self, stage: str, cost: float, bound: float, expanded: int = 0) -> None:
+        """`expanded`: nodes of the search at hand."""
         if self.progress is not None:
             best = min(cost, self._best.cost if self._best else np.inf)
-            self.progress(Progress(stage, time.perf_counter() - self._began, best, bound, self.expanded))
+            seconds = time.perf_counter() - self._began
+            self.progress(Progress(stage, seconds, best, min(bound, best), self.expanded + expanded))
 
 
 def own_weights(costs: CostModel, sizes: Sizes) -> Floats:

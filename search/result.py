@@ -1,4 +1,4 @@
-"""What a search returns: the program, its sizes, and the certificate."""
+"""What a search tells on its way, and what it returns: the program, its sizes, and the certificate."""
 
 from __future__ import annotations
 
@@ -6,10 +6,33 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal as OneOf
 
+import numpy as np
+
 from hapsynth.instructions.program import Program
 from hapsynth.instructions.sizes import Sizes
 
 Status = OneOf["optimal", "optimal_at_ratios", "gap", "infeasible"]
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What a search tells its caller now and then.
+
+    `seconds`: since the planning began. `cost_s`, `lower_bound_s`: of the best program so far, and the bound at the
+    ratios searched now or, in the stage "joint bound", at any. `expanded`: search nodes so far.
+    """
+
+    stage: str
+    seconds: float
+    cost_s: float
+    lower_bound_s: float
+    expanded: int
+
+    @property
+    def gap(self) -> float:
+        """(cost - lower bound) / cost; inf while one of them is unknown."""
+        known = np.isfinite(self.cost_s) and np.isfinite(self.lower_bound_s) and self.cost_s > 0
+        return max(0.0, (self.cost_s - self.lower_bound_s) / self.cost_s) if known else np.inf
 
 
 @dataclass(frozen=True, eq=False)
@@ -17,7 +40,8 @@ class Result:
     """A planned program and how good it provably is.
 
     Times are seconds per step. `lower_bound_s` holds for every program at this plan's ratios, `joint_lower_bound_s`
-    for every program at every ratio. `memory_bytes` is the predicted peak of each device in mesh order.
+    for every program at every ratio; 0 where the search was interrupted before it knew better. `memory_bytes` is the
+    predicted peak of each device in mesh order. `sweeps`: of the dual, `states`: of the largest problem.
     """
 
     program: Program
@@ -31,7 +55,12 @@ class Result:
     memory_limit_bytes: tuple[float, ...]
     replicated_primitives: tuple[str, ...] = ()
     timings_s: Mapping[str, float] = field(default_factory=dict)
-    """Seconds that planning took: `trace_s, search_s, ratio_s, total_s`."""
+    """Seconds that planning took: `trace_s`; `build_s`, to pose the problems; `search_s`, to solve them; `ratio_s`, for
+    the sizes; `bound_s`, for the joint bound; `total_s`."""
+    sweeps: int = 0
+    states: int = 0
+    interrupted: bool = False
+    """Ctrl-C ended the search: this is the best that it had."""
 
     @property
     def gap(self) -> float:

@@ -33,12 +33,20 @@ def gpus(
     return Cluster("gpus", tuple(kinds[s] for s in speeds), tuple(range(len(speeds))), Link(bandwidth, latency))
 
 
-def hosts(count: int, per_host: int, *, network: float = 1e9, intra: float = 3e10, latency: float = 1e-6) -> Cluster:
+def hosts(
+    count: int,
+    per_host: int,
+    *,
+    speed: float = 1.0,
+    network: float = 1e9,
+    intra: float = 3e10,
+    latency: float = 1e-6,
+) -> Cluster:
     """Equal hosts of several devices, a mesh axis over the hosts and one inside them; the links in bytes/s.
 
-    Where reducing over the slow axis is best left to the shards of the fast one.
+    The devices of a host share its link to the network.
     """
-    inside = gpus([1.0] * per_host).devices
+    inside = gpus([speed] * per_host).devices
     numbers = tuple(h for h in range(count) for _ in range(per_host))
     axes = (("host", count), ("device", per_host))
     return Cluster("hosts", inside * count, numbers, Link(network, latency), Link(intra, latency), axes)

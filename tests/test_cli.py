@@ -64,9 +64,9 @@ kind = "P4-8GB"
 count = 4
 """
 KEYS = {
-    *("schema", "ops", "devices", "mesh", "trace_s", "search_s", "ratio_s", "total_s", "cost_s", "lower_bound_s"),
-    *("gap", "joint_lower_bound_s", "joint_gap", "expanded", "status", "collectives", "ratios", "memory_bytes"),
-    *("memory_limit_bytes", "replicated_primitives"),
+    *("schema", "ops", "devices", "mesh", "trace_s", "build_s", "search_s", "ratio_s", "bound_s", "total_s", "cost_s"),
+    *("lower_bound_s", "gap", "joint_lower_bound_s", "joint_gap", "expanded", "sweeps", "states", "status"),
+    *("interrupted", "collectives", "ratios", "memory_bytes", "memory_limit_bytes", "replicated_primitives"),
 }
 
 

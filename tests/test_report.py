@@ -32,8 +32,8 @@ from hapsynth.report.record import costs_of
 from hapsynth.report.summary import print_summary
 from hapsynth.report.text import console, device_groups, nbytes, percent, plural, seconds, span
 from hapsynth.search.formulate import Formulator
-from hapsynth.search.planner import Progress
 from hapsynth.search.problem import solve
+from hapsynth.search.result import Progress
 from hapsynth.search.structure import Restriction, Structure
 from hapsynth.trace import Traced, trace
 
@@ -185,9 +185,9 @@ def test_what_is_kept_whole_is_named_with_its_reason(capsys: pytest.CaptureFixtu
 
 def test_progress_line() -> None:
     assert line(Progress("astar", 4.21, 0.02, 0.0199, 7)) == (
-        "astar: best 20.000 ms, bound 19.900 ms, gap 0.50 %, 4.2 s"
+        "astar: best 20.000 ms, bound 19.900 ms, gap 0.50 %, 7 nodes, 4.2 s"
     )
-    assert line(Progress("dual", 0.0, math.inf, -math.inf, 0)) == "dual: best -, bound -, gap -, 0.0 s"
+    assert line(Progress("dual", 0.0, math.inf, -math.inf, 0)) == "dual: best -, bound -, gap -, 0 nodes, 0.0 s"
 
 
 def test_progress_is_silent_without_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:

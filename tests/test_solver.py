@@ -356,6 +356,8 @@ def test_ctrl_c_returns_the_best_so_far(monkeypatch: pytest.MonkeyPatch):
 
         cut = solve(problem, start=start, progress=interrupted)
         assert len(seen) == stop
+        assert cut.interrupted
+        assert not exact.interrupted
         assert cut.status == "gap"
         assert cut.lower_bound <= exact.cost <= cut.cost == seen[-1].cost <= problem.cost(start)
         assert seen[-1].gap == pytest.approx((cut.cost - cut.lower_bound) / cut.cost)

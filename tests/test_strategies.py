@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import strategies
 from jax.sharding import Mesh
-from strategies import Arguments, Step, gpus
+from strategies import Arguments, Step, gpus, hosts, shape
 
 import hapsynth
 from hapsynth.cluster import Cluster
@@ -38,17 +38,23 @@ FLIPS = [False, False, True, True]
 
 def planned(step: Step, args: Arguments, cluster: Cluster, **options: Any) -> Plan:
     """The plan, on as many host devices as the cluster has; proven to be the best where memory is no matter."""
-    mesh = Mesh(np.array(jax.devices()[: cluster.n]), ("hap",))
+    names, lengths = zip(*cluster.axes)
+    mesh = Mesh(np.array(jax.devices()[: cluster.n]).reshape(lengths), names)
     plan = hapsynth.synthesize(step, args, mesh, cluster=cluster, **options)
     assert "memory_limit" in options or plan.gap <= 1e-4
     return plan
 
 
+def collectives(plan: Plan) -> list[tuple[str, str, tuple[int, ...]]]:
+    """(collective, mesh axis, shape of what is communicated), in order."""
+    values, axes = plan.traced.graph.values, plan.program.axes
+    conversions = (i for i in plan.program.instructions if isinstance(i, Convert) and i.is_collective)
+    return [(str(i.step), axes[i.axis][0], values[i.value].shape) for i in conversions]
+
+
 def traffic(plan: Plan) -> dict[str, int]:
     """What is communicated: collective and shape -> how often."""
-    values = plan.traced.graph.values
-    conversions = (i for i in plan.program.instructions if isinstance(i, Convert) and i.is_collective)
-    return dict(Counter(f"{i.step} {values[i.value].shape}" for i in conversions))
+    return dict(Counter(f"{step} {dims}" for step, _, dims in collectives(plan)))
 
 
 def layouts(plan: Plan) -> list[str]:
@@ -289,3 +295,65 @@ def test_zero_2_and_3_as_memory_tightens_further() -> None:
     assert three.cost > two.cost
     assert max(three.memory) < max(two.memory) < max(one.memory) < max(free.memory)
     assert three.check().ok
+
+
+# ---- two mesh axes
+
+
+def test_gradients_are_reduced_between_hosts_in_parts_where_that_is_worth_a_third_latency() -> None:
+    """All devices of a host reduce over its one link: of whole gradients 4 times 2 (2 - 1) / 2 of a weight, of those
+    that were reduced in parts inside the host a fourth of that. Reducing in parts and gathering them is an all-reduce
+    inside the host, one latency later. So it pays, weight by weight, up to a latency of 3 weights on the network."""
+    network = 1e9
+    sizes = {"up": 128 * 512, "down": 512 * 64}
+    flips = {name: 3 * 4 * size / network for name, size in sizes.items()}
+    args = ({"up": shape(128, 512), "down": shape(512, 64)}, shape(1 << 21, 128))
+    latencies = [x * flips[name] for name in ("down", "up") for x in AROUND[1:3]]
+    plans = [planned(strategies.mlp, args, hosts(2, 4, network=network, latency=x)) for x in latencies]
+    for latency, plan in zip(latencies, plans):
+        assert layouts(plan)[:2] == ["R,R"] * 2
+        for name, size in sizes.items():
+            steps = [(step, axis) for step, axis, dims in collectives(plan) if np.prod(dims) == size]
+            if latency < flips[name]:
+                assert steps == [("reduce_scatter", "device"), ("all_reduce", "host"), ("all_gather", "device")]
+            else:
+                assert sorted(steps) == [("all_reduce", "device"), ("all_reduce", "host")]
+        assert len(collectives(plan)) == sum(3 if latency < flip else 2 for flip in flips.values())
+    whole = lambda value, source, target: not (source.is_sharded or (source.is_partial and target.is_sharded))
+    saved = sum(flip - latencies[0] for flip in flips.values())
+    assert rival(plans[0], convertible=whole) == pytest.approx(plans[0].cost + saved, rel=1e-3)
+    assert saved > 0.03 * plans[0].cost
+    # Devices 256 times as slow divide a batch that this machine can compute, too.
+    slow = hosts(2, 4, network=network, latency=4e-6, speed=2**-8)
+    small = planned(strategies.mlp, (args[0], shape(1 << 13, 128)), slow)
+    assert Counter(axis for _, axis, _ in collectives(small)) == {"device": 4, "host": 2}
+    assert small.check().ok
+
+
+def test_each_axis_is_given_the_batch_or_the_hidden_width() -> None:
+    """In units of width floats, inside a host Megatron's pair reduces 2 batch, divided by what cuts the batch between
+    hosts, and data parallelism 2 weights of the hidden width each; between hosts likewise, in parts. So inside a host
+    the pair pays from a hidden width of batch / 4 where the batch is cut between hosts, which is the layout of
+    Narayanan et al. (2021), from a whole batch where it is not; between hosts it pays from batch / 2."""
+    batch, width = 2048, 128
+    cluster = hosts(2, 4, network=7.5e9, latency=1e-7, speed=0.16)
+    # Hidden width / batch, what is reduced inside a host and between hosts, and how the weights and the batch lie.
+    expected: list[tuple[list[float], str, str, list[str]]] = [
+        ([0.5 / 4, 0.8 / 4], "weights", "weights", ["R,R", "R,R", "S(0),S(0)"]),
+        ([1.25 / 4, 0.8 / 2], "activations", "weights", ["R,S(0)", "R,S(1)", "S(0),R"]),
+        ([1.25 / 2, 0.8], "weights", "activations", ["S(0),R", "S(1),R", "R,S(0)"]),
+        ([1.25, 2], "activations", "activations", ["S(0),S(0)", "S(1),S(1)", "R,R"]),
+    ]
+    ways: list[list[str]] = []
+    for sweep, inside, between, lie in expected:
+        for x in sweep:
+            hidden = int(x * batch) // 8 * 8
+            plan = planned(strategies.mlp, strategies.mlp_args(batch, width, hidden), cluster)
+            moved = {(axis, dims) for _, axis, dims in collectives(plan)}
+            shapes = {"weights": {(width, hidden), (hidden, width)}, "activations": {(batch, width)}}
+            assert moved == {("device", d) for d in shapes[inside]} | {("host", d) for d in shapes[between]}
+            assert [text.replace("/1", "") for text in layouts(plan)] == lie, "in either order of the axes"
+        ways.append(layouts(plan))
+    plan = planned(strategies.mlp, strategies.mlp_args(batch, width, 3 * batch // 8), cluster)
+    assert all(with_weights(plan, lie) > 1.04 * plan.cost for lie in (ways[0], *ways[2:]))
+    assert plan.check().ok

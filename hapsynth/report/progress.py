@@ -9,8 +9,8 @@ from contextlib import contextmanager
 
 from rich.console import Console
 
-from hapsynth.report.text import percent, seconds
-from hapsynth.search.planner import Progress
+from hapsynth.report.text import percent, plural, seconds
+from hapsynth.search.result import Progress
 
 
 @contextmanager
@@ -54,7 +54,7 @@ class _Lines:
 
 
 def line(p: Progress) -> str:
-    """`search: best 17.475 ms, bound 17.470 ms, gap 0.03 %, 4.2 s`"""
-    known = math.isfinite(p.cost_s) and math.isfinite(p.lower_bound_s) and p.cost_s > 0
-    gap = percent(max(0.0, (p.cost_s - p.lower_bound_s) / p.cost_s)) if known else "-"
-    return f"{p.stage}: best {seconds(p.cost_s)}, bound {seconds(p.lower_bound_s)}, gap {gap}, {p.seconds:.1f} s"
+    """`astar: best 17.475 ms, bound 17.470 ms, gap 0.03 %, 1203 nodes, 4.2 s`"""
+    gap = percent(p.gap) if math.isfinite(p.gap) else "-"
+    best, bound = seconds(p.cost_s), seconds(p.lower_bound_s)
+    return f"{p.stage}: best {best}, bound {bound}, gap {gap}, {plural(p.expanded, 'node')}, {p.seconds:.1f} s"

@@ -17,6 +17,8 @@ from hapsynth.search.costs import CostModel
 from hapsynth.search.evaluate import Cost, instruction_costs
 from hapsynth.trace import Traced
 
+_TIMINGS = ("trace_s", "build_s", "search_s", "ratio_s", "bound_s", "total_s")
+
 SEARCH_SCHEMA = "hapsynth-search-1"
 COMPARE_SCHEMA = "hapsynth-compare-1"
 RUN_SCHEMA = "hapsynth-run-1"
@@ -47,13 +49,16 @@ def search_record(plan: Plan) -> dict[str, Any]:
         "ops": len(plan.traced.graph.ops),
         "devices": plan.cluster.n,
         "mesh": dict(plan.program.axes),
-        **{key: timings.get(key, 0.0) for key in ("trace_s", "search_s", "ratio_s", "total_s")},
+        **{key: timings.get(key, 0.0) for key in _TIMINGS},
         "cost_s": finite(result.cost_s),
         "lower_bound_s": finite(result.lower_bound_s),
         "gap": finite(result.gap),
         "joint_lower_bound_s": finite(result.joint_lower_bound_s),
         "joint_gap": finite(result.joint_gap),
         "expanded": result.expanded,
+        "sweeps": result.sweeps,
+        "states": result.states,
+        "interrupted": result.interrupted,
         "status": result.status,
         "collectives": plan.program.collectives(),
         "ratios": {name: list(shares) for name, shares in plan.ratios.items()},
@@ -73,8 +78,9 @@ def infeasible_record(
         "ops": len(traced.graph.ops),
         "devices": cluster.n,
         "mesh": dict(cluster.axes),
-        **{key: timings.get(key) for key in ("trace_s", "search_s", "ratio_s", "total_s")},
-        **dict.fromkeys(("cost_s", "lower_bound_s", "gap", "joint_lower_bound_s", "joint_gap", "expanded")),
+        **{key: timings.get(key) for key in _TIMINGS},
+        **dict.fromkeys(("cost_s", "lower_bound_s", "gap", "joint_lower_bound_s", "joint_gap")),
+        **dict.fromkeys(("expanded", "sweeps", "states", "interrupted")),
         "status": "infeasible",
         "message": message,
         "collectives": {},

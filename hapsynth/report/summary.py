@@ -67,9 +67,7 @@ def print_summary(out: Console, plan: Plan, *, listing: bool = False) -> None:
         if row.primitive in whole:
             out.print(f"               {row.primitive}: {row.reason}")
     timings = plan.result.timings_s
-    spent = ", ".join(
-        f"{key[:-2]} {timings[key]:.1f} s" for key in ("trace_s", "search_s", "ratio_s") if key in timings
-    )
+    spent = ", ".join(f"{key[:-2]} {timings[key]:.1f} s" for key in timings if key != "total_s")
     out.print(f"planned in     {timings.get('total_s', 0.0):.1f} s ({spent}), {plan.result.expanded} nodes expanded")
 
 
@@ -77,9 +75,15 @@ def print_certificate(out: Console, plan: Plan) -> None:
     """Cost, bounds, gaps, and the status in words."""
     r = plan.result
     out.print(f"step time      {seconds(r.cost_s)} predicted")
-    out.print(f"lower bound    {seconds(r.lower_bound_s)} at these shard sizes, gap {percent(r.gap)}")
-    out.print(f"joint bound    {seconds(r.joint_lower_bound_s)} at any shard sizes, gap {percent(r.joint_gap)}")
+    for name, bound, where, gap in (
+        ("lower bound", r.lower_bound_s, "at these shard sizes", r.gap),
+        ("joint bound", r.joint_lower_bound_s, "at any shard sizes", r.joint_gap),
+    ):
+        known = f"{seconds(bound)} {where}, gap {percent(gap)}"
+        out.print(f"{name}    {known if bound > 0 or not r.interrupted else 'none known'}")
     out.print(f"status         {_STATUS[r.status]}")
+    if r.interrupted:
+        out.print("interrupted    the best plan so far; a longer search may find a better one, or prove this one")
 
 
 def sizes_table(plan: Plan) -> Table:
