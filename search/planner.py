@@ -66,6 +66,8 @@ class Candidate:
     """Of the structure in use; None where that has been replaced."""
     bound: float | None
     """The search's lower bound where its sizes turned out to be those that the search assumed."""
+    over: Sizes | None = None
+    """Sizes at which it holds too much: those that the search assumed, or its own where no others fit."""
 
 
 @dataclass
@@ -262,21 +264,21 @@ class Planner:
             self._note(candidate, solution)
             self._spare()
             return self._search(ratios, default, None)
-        held_too_much: list[Candidate] = []
+        found: list[Candidate] = []
         for _ in range(_MEMORY_ROUNDS):
-            if (candidate is not None and candidate.memory <= self.limit) or self._late():
-                break
             if candidate is not None:
                 self._note(candidate, solution)
-                held_too_much.append(candidate)
+                found.append(candidate)
+                # Sizes that fit where those assumed did not are good enough: the next search is at those.
+                if self._late() or candidate.memory <= self.limit:
+                    break
                 limits = self._tightened(formulator, limits, candidate)
-            elif not held_too_much or limits == self._limits:
+            elif not found or limits == self._limits or self._late():
                 break
             else:
                 # Tightened by more than there is to save: half of it.
                 limits = {op: (limits[op] + self._limits[op]) / 2 for op in limits}
-            choices = held_too_much[-1].choices
-            candidate, solution = self._solve_once(formulator, default, limits, choices)
+            candidate, solution = self._solve_once(formulator, default, limits, found[-1].choices)
         self._note(candidate, solution)
         return candidate if candidate is not None and candidate.memory <= self.limit else None, solution
 
@@ -302,7 +304,7 @@ class Planner:
     def _full_ops(self, candidate: Candidate) -> dict[int, float]:
         """The op at which a program holds the most and others far from it at which it holds too much -> bytes held."""
         profile = MemoryProfile(self.graph, candidate.program, candidate.sizes.classes, self.costs)
-        alive = profile.at(candidate.sizes)
+        alive = profile.at(candidate.over or candidate.sizes)
         ops = [i.op if isinstance(i, Compute) else -1 for i in candidate.program.instructions]
         apart = max(1, len(ops) // 8)
         found: dict[int, float] = {}
@@ -353,10 +355,11 @@ class Planner:
         assert solution.assignment is not None
         emitter = Emitter(formulator, solution.assignment.tolist())
         staged = self._sized(emitter.run(self.axes), formulator, solution, default)
-        if staged.memory <= self.limit:
+        if staged.over is None:
             return staged
         sparing = self._sized(emitter.ordered(self.axes, sparing=True), formulator, solution, default)
-        return min(staged, sparing, key=lambda c: c.memory)
+        rank = lambda c: (c.memory > self.limit, c.cost) if c.memory <= self.limit else (True, c.memory)
+        return sparing if sparing.over is None else min(staged, sparing, key=rank)
 
     def _sized(self, program: Program, formulator: Formulator, solution: Solution, default: Floats) -> Candidate:
         assert solution.assignment is not None
@@ -365,13 +368,16 @@ class Planner:
         sizes = sizer.best(default, limit=self.limit)
         # The sizes that the search assumed are a candidate too, and they are what its bound holds for.
         assumed = None if formulator.ratios is None else formulator.ratios.sizes_of(classes)
-        if assumed is not None and sizer.memory.peak(assumed) <= self.limit:
+        over = assumed if assumed is not None and sizer.memory.peak(assumed) > self.limit else None
+        if assumed is not None and over is None:
             better = sizer.variable_cost(assumed) <= sizer.variable_cost(sizes) * (1 + 1e-12)
             if better or sizer.memory.peak(sizes) > self.limit:
                 sizes = assumed
         cost = program_cost(program, sizes, self.costs)
         bound = solution.lower_bound if abs(cost - solution.cost) <= 1e-9 * cost else None
-        return Candidate(program, sizes, cost, sizer.memory.peak(sizes), solution.assignment, bound)
+        memory = sizer.memory.peak(sizes)
+        over = over or (sizes if memory > self.limit else None)
+        return Candidate(program, sizes, cost, memory, solution.assignment, bound, over)
 
     def _shrink(self) -> None:
         """Looks for the program that holds the least, by its bytes at the ops where others held too much."""
