@@ -54,7 +54,8 @@ class RandomFunction:
     def __call__(self, params: Any, data: Any) -> Any:
         if not self.graded:
             return self.body(params, data)
-        loss = lambda p: sum(jnp.sum(jnp.sin(x)) for x in self.body(p, data) if jnp.issubdtype(x.dtype, jnp.floating))
+        real = lambda p: (x for x in self.body(p, data) if jnp.issubdtype(x.dtype, jnp.floating))
+        loss = lambda p: sum((jnp.sum(jnp.sin(x)) for x in real(p)), jnp.float32(0))
         value, grads = jax.value_and_grad(loss)(params)
         return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
 
