@@ -19,19 +19,16 @@ import numpy as np
 from hapsynth.cluster import Cluster
 from hapsynth.graph import Graph
 from hapsynth.instructions.checker import check
-from hapsynth.instructions.program import Compute, FactorTable, Program
-from hapsynth.instructions.sizes import Classes, Sizes
+from hapsynth.instructions.program import FactorTable
+from hapsynth.instructions.sizes import Sizes
 from hapsynth.instructions.uncovered import named
+from hapsynth.search.candidate import Candidate, Maker, full_ops, own_weights
 from hapsynth.search.costs import CostModel, Floats
-from hapsynth.search.emit import Emitter
-from hapsynth.search.evaluate import program_cost
 from hapsynth.search.formulate import Formulator
-from hapsynth.search.memory import MemoryProfile
 from hapsynth.search.problem import Ints, Problem, Solution, solve
 from hapsynth.search.problem import Progress as SolverProgress
 from hapsynth.search.ratios import Ratios, proportional
 from hapsynth.search.result import Progress, Result, Status
-from hapsynth.search.sizing import Sizer
 from hapsynth.search.structure import Restriction, Structure
 
 _T = TypeVar("_T")
@@ -39,8 +36,6 @@ _T = TypeVar("_T")
 _ROUNDS = 6
 _MEMORY_ROUNDS = 8
 _SHRINK_ROUNDS = 4
-_POINTS = 3
-"""How many ops a round limits memory at."""
 _LAST_S = 1.0
 """Seconds for the bound that is still sought after Ctrl-C."""
 _TOLERANCE = 1e-6
@@ -52,22 +47,6 @@ _SETTLED = 1e-4
 
 class InfeasibleError(ValueError):
     """No program fits the devices' memory."""
-
-
-@dataclass(frozen=True, eq=False)
-class Candidate:
-    """A program with its sizes, and the choices that made it."""
-
-    program: Program
-    sizes: Sizes
-    cost: float
-    memory: float
-    choices: Ints | None
-    """Of the structure in use; None where that has been replaced."""
-    bound: float | None
-    """The search's lower bound where its sizes turned out to be those that the search assumed."""
-    over: Sizes | None = None
-    """Sizes at which it holds too much: those that the search assumed, or its own where no others fit."""
 
 
 @dataclass
@@ -290,7 +269,7 @@ class Planner:
     def _tightened(self, formulator: Formulator, limits: dict[int, float], candidate: Candidate) -> dict[int, float]:
         """Limits at the ops where a program holds too much; where there was one already, less by what the program holds
         there and the problem does not count."""
-        full = self._full_ops(candidate)
+        full = full_ops(self.graph, self.costs, candidate, self.limit)
         problem = formulator.problem(dict.fromkeys(full, np.inf), at_least=False)
         assert candidate.choices is not None
         usage = problem.usage(formulator.extended(problem, candidate.choices))
@@ -299,20 +278,6 @@ class Planner:
             missed = max(0.0, held - float(counted)) if op in limits else 0.0
             found[op] = min(found.get(op, np.inf), self.limit - missed)
         self._limits.update(dict.fromkeys(full, self.limit))
-        return found
-
-    def _full_ops(self, candidate: Candidate) -> dict[int, float]:
-        """The op at which a program holds the most and others far from it at which it holds too much -> bytes held."""
-        profile = MemoryProfile(self.graph, candidate.program, candidate.sizes.classes, self.costs)
-        alive = profile.at(candidate.over or candidate.sizes)
-        ops = [i.op if isinstance(i, Compute) else -1 for i in candidate.program.instructions]
-        apart = max(1, len(ops) // 8)
-        found: dict[int, float] = {}
-        while len(found) < _POINTS and (not found or alive.max() > self.limit):
-            point = int(alive.argmax())
-            near = (op for op in (*ops[max(0, point - 1) :], *ops[:point][::-1]) if op >= 0)
-            found.setdefault(next(near, 0), float(alive[point]))
-            alive[max(0, point - apart) : point + apart] = -np.inf
         return found
 
     def _solve_once(
@@ -328,7 +293,7 @@ class Planner:
         if solution.assignment is None:
             return None, solution
         began = time.perf_counter()
-        candidate = self.candidate(formulator, solution, default)
+        candidate = Maker(self.costs, self.limit).make(formulator, solution, default)
         if limits:
             # What it counts is likely, not sure.
             candidate = replace(candidate, bound=None)
@@ -350,35 +315,6 @@ class Planner:
     def _begin(self, choices: Ints | None) -> Ints:
         return np.array(self.structure.replicated()) if choices is None else choices
 
-    def candidate(self, formulator: Formulator, solution: Solution, default: Floats) -> Candidate:
-        """An assignment as a program at its best sizes, in the order that spares memory where it must."""
-        assert solution.assignment is not None
-        emitter = Emitter(formulator, solution.assignment.tolist())
-        staged = self._sized(emitter.run(self.axes), formulator, solution, default)
-        if staged.over is None:
-            return staged
-        sparing = self._sized(emitter.ordered(self.axes, sparing=True), formulator, solution, default)
-        rank = lambda c: (c.memory > self.limit, c.cost) if c.memory <= self.limit else (True, c.memory)
-        return sparing if sparing.over is None else min(staged, sparing, key=rank)
-
-    def _sized(self, program: Program, formulator: Formulator, solution: Solution, default: Floats) -> Candidate:
-        assert solution.assignment is not None
-        classes = Classes.build(self.graph, program, self.table)
-        sizer = Sizer(program, classes, self.costs)
-        sizes = sizer.best(default, limit=self.limit)
-        # The sizes that the search assumed are a candidate too, and they are what its bound holds for.
-        assumed = None if formulator.ratios is None else formulator.ratios.sizes_of(classes)
-        over = assumed if assumed is not None and sizer.memory.peak(assumed) > self.limit else None
-        if assumed is not None and over is None:
-            better = sizer.variable_cost(assumed) <= sizer.variable_cost(sizes) * (1 + 1e-12)
-            if better or sizer.memory.peak(sizes) > self.limit:
-                sizes = assumed
-        cost = program_cost(program, sizes, self.costs)
-        bound = solution.lower_bound if abs(cost - solution.cost) <= 1e-9 * cost else None
-        memory = sizer.memory.peak(sizes)
-        over = over or (sizes if memory > self.limit else None)
-        return Candidate(program, sizes, cost, memory, solution.assignment, bound, over)
-
     def _shrink(self) -> None:
         """Looks for the program that holds the least, by its bytes at the ops where others held too much."""
         weights = proportional(self.costs.rate("float32"))
@@ -393,11 +329,11 @@ class Planner:
             solution = self._solve(Problem(unary, edges), tolerance=1e-3)
             if solution.assignment is None:
                 return
-            candidate = self.candidate(formulator, solution, weights)
+            candidate = Maker(self.costs, self.limit).make(formulator, solution, weights)
             self._note(replace(candidate, bound=None), solution)
             if candidate.memory <= self.limit:
                 return
-            self._limits.update(dict.fromkeys(self._full_ops(candidate), self.limit))
+            self._limits.update(dict.fromkeys(full_ops(self.graph, self.costs, candidate, self.limit), self.limit))
 
     def _note(self, candidate: Candidate | None, solution: Solution) -> None:
         if candidate is None:
@@ -441,16 +377,3 @@ class Planner:
             best = min(cost, self._best.cost if self._best else np.inf)
             seconds = time.perf_counter() - self._began
             self.progress(Progress(stage, seconds, best, min(bound, best), self.expanded + expanded))
-
-
-def own_weights(costs: CostModel, sizes: Sizes) -> Floats:
-    """Weights of the devices by which a plan's largest class is cut; by speed where it cuts nothing."""
-    speed = proportional(costs.rate("float32"))
-    if not sizes.shares:
-        return speed
-    weigh = lambda c: (len(c.axes), sum(costs.graph.values[v].nbytes for v in {v for v, _, _ in c.members}))
-    cls = max(sizes.classes.all, key=weigh)
-    if not cls.units:
-        return speed
-    held = np.array(sizes.shares[cls.index], dtype=np.float64)[costs.position(cls.axes)]
-    return held / held.sum()

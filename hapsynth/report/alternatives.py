@@ -16,12 +16,12 @@ from hapsynth.instructions.layout import Layout, format_layout
 from hapsynth.instructions.program import Compute, Convert, FactorTable
 from hapsynth.instructions.sizes import Classes
 from hapsynth.plan import Plan
+from hapsynth.search.candidate import own_weights
 from hapsynth.search.costs import CostModel
 from hapsynth.search.emit import Emitter
 from hapsynth.search.evaluate import Cost, feed_costs, instruction_costs
 from hapsynth.search.formulate import Formulator
 from hapsynth.search.memory import peak
-from hapsynth.search.planner import own_weights
 from hapsynth.search.problem import Ints, solve
 from hapsynth.search.ratios import Ratios
 from hapsynth.search.structure import Structure

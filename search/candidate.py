@@ -1,0 +1,103 @@
+"""What a search comes up with: an assignment as a program, in the order and at the sizes that suit it best."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from hapsynth.graph import Graph
+from hapsynth.instructions.program import Compute, Program
+from hapsynth.instructions.sizes import Classes, Sizes
+from hapsynth.search.costs import CostModel, Floats
+from hapsynth.search.emit import Emitter
+from hapsynth.search.evaluate import program_cost
+from hapsynth.search.formulate import Formulator
+from hapsynth.search.memory import MemoryProfile
+from hapsynth.search.problem import Ints, Solution
+from hapsynth.search.ratios import proportional
+from hapsynth.search.sizing import Sizer
+
+_POINTS = 3
+"""How many ops a round limits memory at."""
+
+
+@dataclass(frozen=True, eq=False)
+class Candidate:
+    """A program with its sizes, and the choices that made it."""
+
+    program: Program
+    sizes: Sizes
+    cost: float
+    memory: float
+    choices: Ints | None
+    """Of the structure in use; None where that has been replaced."""
+    bound: float | None
+    """The search's lower bound where its sizes turned out to be those that the search assumed."""
+    over: Sizes | None = None
+    """Sizes at which it holds too much: those that the search assumed, or its own where no others fit."""
+
+
+@dataclass(frozen=True, eq=False)
+class Maker:
+    """Makes candidates for devices with `limit` bytes."""
+
+    costs: CostModel
+    limit: float
+
+    def make(self, formulator: Formulator, solution: Solution, default: Floats) -> Candidate:
+        """An assignment as a program at its best sizes, in the order that spares memory where it must."""
+        assert solution.assignment is not None
+        emitter = Emitter(formulator, solution.assignment.tolist())
+        staged = self._sized(emitter.run(self.costs.axes), formulator, solution, default)
+        if staged.over is None:
+            return staged
+        sparing = self._sized(emitter.ordered(self.costs.axes, sparing=True), formulator, solution, default)
+        rank = lambda c: (c.memory > self.limit, c.cost) if c.memory <= self.limit else (True, c.memory)
+        return sparing if sparing.over is None else min(staged, sparing, key=rank)
+
+    def _sized(self, program: Program, formulator: Formulator, solution: Solution, default: Floats) -> Candidate:
+        assert solution.assignment is not None
+        classes = Classes.build(self.costs.graph, program, self.costs.table)
+        sizer = Sizer(program, classes, self.costs)
+        sizes = sizer.best(default, limit=self.limit)
+        # The sizes that the search assumed are a candidate too, and they are what its bound holds for.
+        assumed = None if formulator.ratios is None else formulator.ratios.sizes_of(classes)
+        over = assumed if assumed is not None and sizer.memory.peak(assumed) > self.limit else None
+        if assumed is not None and over is None:
+            better = sizer.variable_cost(assumed) <= sizer.variable_cost(sizes) * (1 + 1e-12)
+            if better or sizer.memory.peak(sizes) > self.limit:
+                sizes = assumed
+        cost = program_cost(program, sizes, self.costs)
+        bound = solution.lower_bound if abs(cost - solution.cost) <= 1e-9 * cost else None
+        memory = sizer.memory.peak(sizes)
+        over = over or (sizes if memory > self.limit else None)
+        return Candidate(program, sizes, cost, memory, solution.assignment, bound, over)
+
+
+def full_ops(graph: Graph, costs: CostModel, candidate: Candidate, limit: float) -> dict[int, float]:
+    """The op at which a program holds the most and others far from it at which it holds too much -> bytes held."""
+    profile = MemoryProfile(graph, candidate.program, candidate.sizes.classes, costs)
+    alive = profile.at(candidate.over or candidate.sizes)
+    ops = [i.op if isinstance(i, Compute) else -1 for i in candidate.program.instructions]
+    apart = max(1, len(ops) // 8)
+    found: dict[int, float] = {}
+    while len(found) < _POINTS and (not found or alive.max() > limit):
+        point = int(alive.argmax())
+        near = (op for op in (*ops[max(0, point - 1) :], *ops[:point][::-1]) if op >= 0)
+        found.setdefault(next(near, 0), float(alive[point]))
+        alive[max(0, point - apart) : point + apart] = -np.inf
+    return found
+
+
+def own_weights(costs: CostModel, sizes: Sizes) -> Floats:
+    """Weights of the devices by which a plan's largest class is cut; by speed where it cuts nothing."""
+    speed = proportional(costs.rate("float32"))
+    if not sizes.shares:
+        return speed
+    weigh = lambda c: (len(c.axes), sum(costs.graph.values[v].nbytes for v in {v for v, _, _ in c.members}))
+    cls = max(sizes.classes.all, key=weigh)
+    if not cls.units:
+        return speed
+    held = np.array(sizes.shares[cls.index], dtype=np.float64)[costs.position(cls.axes)]
+    return held / held.sum()
