@@ -130,10 +130,6 @@ class Structure:
         self._add_variables()
         self.uses = [*self._op_uses(), *self._carry_uses()]
 
-    def alternatives(self, op: int) -> tuple[Triples, ...]:
-        """The ways of running an op that the restriction leaves; like ops give the same object."""
-        return self.triples[op]
-
     def _triples(self, op: int) -> tuple[Triples, ...]:
         factors = self.table[op]
         every = self._once((id(factors), self.axes), lambda: factors.joint(self.axes))
