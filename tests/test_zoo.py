@@ -42,7 +42,7 @@ FUNCTIONS: tuple[Callable[[], Model], ...] = (
     functional.jvp,
 )
 MODELS = {fn.__name__: fn for fn in FUNCTIONS}
-QUICK = ("greedy_decoding", "experts_einsum", "mlp_accumulated", "diffusion", "hessian")
+QUICK = ("greedy_decoding", "mlp_accumulated", "hessian")
 AXES = (("data", 2), ("model", 4))
 ON_TWO_AXES = tuple(MODELS) if os.environ.get("HAPSYNTH_ZOO") else QUICK
 """With HAPSYNTH_ZOO=1 all of them: five minutes."""
