@@ -37,7 +37,6 @@ from hapsynth.report.record import search_record  # noqa: E402
 from hapsynth.search.formulate import Formulator  # noqa: E402
 from hapsynth.search.planner import InfeasibleError, Planner  # noqa: E402
 from hapsynth.search.problem import Problem  # noqa: E402
-from hapsynth.search.ratios import Ratios  # noqa: E402
 
 # What autoparallel's published figures are for: 64 H100 in eight hosts.
 EVEN64 = {
@@ -104,8 +103,7 @@ def beside(plan: hapsynth.Plan, limit_s: float) -> dict[str, Any]:
 def problem_of(plan: hapsynth.Plan) -> Problem:
     """What `lower_bound_s` is about: the choices for this graph at the plan's own ratios."""
     planner = Planner(plan.traced.graph, plan.cluster)
-    ratios = Ratios(planner.graph, planner.table, planner._own_default(plan.sizes), plan.sizes)
-    return Formulator(planner.structure, planner.costs, ratios).problem()
+    return Formulator(planner.structure, planner.costs, planner.ratios_at(plan.sizes)).problem()
 
 
 def child(row: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:

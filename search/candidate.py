@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hapsynth.graph import Graph
 from hapsynth.instructions.program import Compute, Program
 from hapsynth.instructions.sizes import Classes, Sizes
 from hapsynth.search.costs import CostModel, Floats
@@ -45,49 +44,52 @@ class Maker:
     costs: CostModel
     limit: float
 
-    def make(self, formulator: Formulator, solution: Solution, default: Floats) -> Candidate:
+    def make(self, formulator: Formulator, solution: Solution) -> Candidate:
         """An assignment as a program at its best sizes, in the order that spares memory where it must."""
         assert solution.assignment is not None
         emitter = Emitter(formulator, solution.assignment.tolist())
-        staged = self._sized(emitter.run(self.costs.axes), formulator, solution, default)
+        staged = self._sized(emitter.run(self.costs.axes), formulator, solution)
         if staged.over is None:
             return staged
-        sparing = self._sized(emitter.ordered(self.costs.axes, sparing=True), formulator, solution, default)
-        rank = lambda c: (c.memory > self.limit, c.cost) if c.memory <= self.limit else (True, c.memory)
-        return sparing if sparing.over is None else min(staged, sparing, key=rank)
+        sparing = self._sized(emitter.ordered(self.costs.axes, sparing=True), formulator, solution)
+        if sparing.over is None:
+            return sparing
+        fitting = [c for c in (staged, sparing) if c.memory <= self.limit]
+        return min(fitting, key=lambda c: c.cost) if fitting else min(staged, sparing, key=lambda c: c.memory)
 
-    def _sized(self, program: Program, formulator: Formulator, solution: Solution, default: Floats) -> Candidate:
+    def _sized(self, program: Program, formulator: Formulator, solution: Solution) -> Candidate:
         assert solution.assignment is not None
+        assert formulator.ratios is not None
         classes = Classes.build(self.costs.graph, program, self.costs.table)
         sizer = Sizer(program, classes, self.costs)
-        sizes = sizer.best(default, limit=self.limit)
+        sizes = sizer.best(formulator.ratios.weights, limit=self.limit)
+        memory = sizer.memory.peak(sizes)
         # The sizes that the search assumed are a candidate too, and they are what its bound holds for.
-        assumed = None if formulator.ratios is None else formulator.ratios.sizes_of(classes)
-        over = assumed if assumed is not None and sizer.memory.peak(assumed) > self.limit else None
+        assumed = formulator.ratios.sizes_of(classes)
+        needed = sizer.memory.peak(assumed) if assumed is not None else 0.0
+        over = assumed if needed > self.limit else None
         if assumed is not None and over is None:
             better = sizer.variable_cost(assumed) <= sizer.variable_cost(sizes) * (1 + 1e-12)
-            if better or sizer.memory.peak(sizes) > self.limit:
-                sizes = assumed
+            if better or memory > self.limit:
+                sizes, memory = assumed, needed
         cost = program_cost(program, sizes, self.costs)
         bound = solution.lower_bound if abs(cost - solution.cost) <= 1e-9 * cost else None
-        memory = sizer.memory.peak(sizes)
         over = over or (sizes if memory > self.limit else None)
         return Candidate(program, sizes, cost, memory, solution.assignment, bound, over)
 
-
-def full_ops(graph: Graph, costs: CostModel, candidate: Candidate, limit: float) -> dict[int, float]:
-    """The op at which a program holds the most and others far from it at which it holds too much -> bytes held."""
-    profile = MemoryProfile(graph, candidate.program, candidate.sizes.classes, costs)
-    alive = profile.at(candidate.over or candidate.sizes)
-    ops = [i.op if isinstance(i, Compute) else -1 for i in candidate.program.instructions]
-    apart = max(1, len(ops) // 8)
-    found: dict[int, float] = {}
-    while len(found) < _POINTS and (not found or alive.max() > limit):
-        point = int(alive.argmax())
-        near = (op for op in (*ops[max(0, point - 1) :], *ops[:point][::-1]) if op >= 0)
-        found.setdefault(next(near, 0), float(alive[point]))
-        alive[max(0, point - apart) : point + apart] = -np.inf
-    return found
+    def full_ops(self, candidate: Candidate) -> dict[int, float]:
+        """The op at which a program holds the most and others far from it at which it holds too much -> bytes held."""
+        profile = MemoryProfile(self.costs.graph, candidate.program, candidate.sizes.classes, self.costs)
+        alive = profile.at(candidate.over or candidate.sizes)
+        ops = [i.op if isinstance(i, Compute) else -1 for i in candidate.program.instructions]
+        apart = max(1, len(ops) // 8)
+        found: dict[int, float] = {}
+        while len(found) < _POINTS and (not found or alive.max() > self.limit):
+            point = int(alive.argmax())
+            near = (op for op in (*ops[max(0, point - 1) :], *ops[:point][::-1]) if op >= 0)
+            found.setdefault(next(near, 0), float(alive[point]))
+            alive[max(0, point - apart) : point + apart] = -np.inf
+        return found
 
 
 def own_weights(costs: CostModel, sizes: Sizes) -> Floats:

@@ -22,7 +22,7 @@ from hapsynth.instructions.checker import check
 from hapsynth.instructions.program import FactorTable
 from hapsynth.instructions.sizes import Sizes
 from hapsynth.instructions.uncovered import named
-from hapsynth.search.candidate import Candidate, Maker, full_ops, own_weights
+from hapsynth.search.candidate import Candidate, Maker, own_weights
 from hapsynth.search.costs import CostModel, Floats
 from hapsynth.search.formulate import Formulator
 from hapsynth.search.problem import Ints, Problem, Solution, solve
@@ -79,6 +79,7 @@ class Planner:
         self.structure = Structure(self.graph, self.table, self.restriction, len(self.axes))
         # The switch form stores every shard padded, so the smallest device's memory is everyone's limit.
         self.limit = float(self.costs.memory.min()) if self.memory_limit is None else self.memory_limit
+        self._maker = Maker(self.costs, self.limit)
         self._structure_s = time.perf_counter() - self._began
         self._deadline = None if self.time_budget_s is None else self._began + self.time_budget_s
         self._best: Candidate | None = None
@@ -137,8 +138,8 @@ class Planner:
         )
 
     def _explore(self) -> None:
-        for default in self._starts():
-            self._alternate(default)
+        for weights in self._starts():
+            self._alternate(weights)
             if self._late():
                 break
         if self._best is None:
@@ -164,25 +165,29 @@ class Planner:
             starts += [proportional(np.where(speed >= k, speed, 0.0)) for k in kinds[:-1]]
         return starts
 
-    def _ratios(self, default: Floats, sizes: Sizes | None = None) -> Ratios:
-        return Ratios(self.graph, self.table, default, sizes, self.costs.lengths)
+    def _ratios(self, weights: Floats, sizes: Sizes | None = None) -> Ratios:
+        return Ratios(self.graph, self.table, weights, sizes, self.costs.lengths)
 
-    def _alternate(self, default: Floats) -> None:
+    def ratios_at(self, sizes: Sizes) -> Ratios:
+        """A plan's own ratios; what it does not cut is compared at the ratio of its largest class."""
+        return self._ratios(own_weights(self.costs, sizes), sizes)
+
+    def _alternate(self, weights: Floats) -> None:
         """Search and sizes in turn from one start, until the cost stops falling."""
-        ratios = self._ratios(default)
+        ratios = self._ratios(weights)
         choices: Ints | None = None
         reached = np.inf
         # A start that begins above the best of the others is given up at once.
         bar = self._best.cost if self._best else np.inf
         for _ in range(_ROUNDS):
-            candidate, solution = self._search(ratios, default, choices)
+            candidate, solution = self._search(ratios, choices)
             if candidate is None or candidate.cost >= min(reached, bar) * (1 - _SETTLED):
                 return
             if candidate.bound is not None or candidate.cost >= solution.cost * (1 - 10 * _SETTLED):
                 # Sizes that gain this little lead to no other program; `_certify` looks once more.
                 return
             reached, choices = candidate.cost, candidate.choices
-            ratios = self._ratios(default, candidate.sizes)
+            ratios = self._ratios(weights, candidate.sizes)
             if self._late():
                 return
 
@@ -191,20 +196,16 @@ class Planner:
         if best.bound is not None:
             return best, best.bound
         for _ in range(_ROUNDS):
-            default = self._own_default(best.sizes)
-            ratios = self._ratios(default, best.sizes)
-            _, solution = self._search(ratios, default, best.choices)
-            found = self._best
-            if found is None or found.cost >= best.cost * (1 - _SETTLED / 2):
-                return best, self._bound_within(ratios, best.choices) if self._limits else solution.lower_bound
+            ratios = self.ratios_at(best.sizes)
+            _, solution = self._search(ratios, best.choices)
+            # The same program has other choices, or none, once the structure has been replaced.
+            found = self._best or best
+            if found.cost >= best.cost * (1 - _SETTLED / 2):
+                return found, self._bound_within(ratios, found.choices) if self._limits else solution.lower_bound
             best = found
             if best.bound is not None:
                 return best, best.bound
         return best, 0.0
-
-    def _own_default(self, sizes: Sizes) -> Floats:
-        """Dimensions that the plan does not cut are compared at the ratio of its largest class."""
-        return own_weights(self.costs, sizes)
 
     def _joint_bound(self, best: Candidate, at_ratios: float | None) -> float:
         began = time.perf_counter()
@@ -229,7 +230,7 @@ class Planner:
         self.states = max(self.states, sum(u.size for u in problem.unary))
         return solution
 
-    def _search(self, ratios: Ratios, default: Floats, choices: Ints | None) -> tuple[Candidate | None, Solution]:
+    def _search(self, ratios: Ratios, choices: Ints | None) -> tuple[Candidate | None, Solution]:
         """The best program at the given ratios, sized, that fits; the bound of the solution knows the limits only
         where it had no need of them.
 
@@ -238,11 +239,11 @@ class Planner:
         """
         formulator = Formulator(self.structure, self.costs, ratios)
         limits = dict(self._limits)
-        candidate, solution = self._solve_once(formulator, default, limits, choices)
+        candidate, solution = self._solve_once(formulator, limits, choices)
         if candidate is not None and candidate.memory > self.limit and not self.structure.sparing:
             self._note(candidate, solution)
             self._spare()
-            return self._search(ratios, default, None)
+            return self._search(ratios, None)
         found: list[Candidate] = []
         for _ in range(_MEMORY_ROUNDS):
             if candidate is not None:
@@ -257,7 +258,7 @@ class Planner:
             else:
                 # Tightened by more than there is to save: half of it.
                 limits = {op: (limits[op] + self._limits[op]) / 2 for op in limits}
-            candidate, solution = self._solve_once(formulator, default, limits, found[-1].choices)
+            candidate, solution = self._solve_once(formulator, limits, found[-1].choices)
         self._note(candidate, solution)
         return candidate if candidate is not None and candidate.memory <= self.limit else None, solution
 
@@ -269,7 +270,7 @@ class Planner:
     def _tightened(self, formulator: Formulator, limits: dict[int, float], candidate: Candidate) -> dict[int, float]:
         """Limits at the ops where a program holds too much; where there was one already, less by what the program holds
         there and the problem does not count."""
-        full = full_ops(self.graph, self.costs, candidate, self.limit)
+        full = self._maker.full_ops(candidate)
         problem = formulator.problem(dict.fromkeys(full, np.inf), at_least=False)
         assert candidate.choices is not None
         usage = problem.usage(formulator.extended(problem, candidate.choices))
@@ -281,7 +282,7 @@ class Planner:
         return found
 
     def _solve_once(
-        self, formulator: Formulator, default: Floats, limits: Mapping[int, float], choices: Ints | None
+        self, formulator: Formulator, limits: Mapping[int, float], choices: Ints | None
     ) -> tuple[Candidate | None, Solution]:
         began = time.perf_counter()
         problem = formulator.problem(limits, at_least=False)
@@ -293,7 +294,7 @@ class Planner:
         if solution.assignment is None:
             return None, solution
         began = time.perf_counter()
-        candidate = Maker(self.costs, self.limit).make(formulator, solution, default)
+        candidate = self._maker.make(formulator, solution)
         if limits:
             # What it counts is likely, not sure.
             candidate = replace(candidate, bound=None)
@@ -329,11 +330,11 @@ class Planner:
             solution = self._solve(Problem(unary, edges), tolerance=1e-3)
             if solution.assignment is None:
                 return
-            candidate = Maker(self.costs, self.limit).make(formulator, solution, weights)
+            candidate = self._maker.make(formulator, solution)
             self._note(replace(candidate, bound=None), solution)
             if candidate.memory <= self.limit:
                 return
-            self._limits.update(dict.fromkeys(full_ops(self.graph, self.costs, candidate, self.limit), self.limit))
+            self._limits.update(dict.fromkeys(self._maker.full_ops(candidate), self.limit))
 
     def _note(self, candidate: Candidate | None, solution: Solution) -> None:
         if candidate is None:
