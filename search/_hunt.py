@@ -6,12 +6,15 @@ falls as incumbents improve. The optimum is therefore at least min(T, bound of w
 """
 
 import time
+from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Literal
 
 import numpy as np
 
 from hapsynth.search._astar import astar
+from hapsynth.search._eliminate import Buckets, buckets, eliminate
 from hapsynth.search._layers import layered
 from hapsynth.search._order import search_order
 from hapsynth.search._pairwise import Floats, Ints, Problem, Progress, Solution
@@ -19,20 +22,24 @@ from hapsynth.search._reduce import Network
 from hapsynth.search._space import Found, Space, build_space, space_bytes
 from hapsynth.search._trws import Dual
 
+_WORTHWHILE = 0.1  # of the gap: a round that closes so much is followed by another like it
 _STALLED = 5e-4  # relative rise of the bound in ten sweeps
 _FLOAT_SAFETY = 1e-12  # relative; the dual and the searches add a few thousand terms in float64
 # (kind, width or nodes): tried in turn, the next when one no longer helps.
 SEARCHES = (("layers", 64), ("astar", 2000), ("layers", 1000), ("layers", 10_000), ("astar", 10**9))
 _SWEEPS = 5  # between two attempts to decode an assignment
-_SHRUNK = 0.8  # where dropping states leaves less than this of them, that is done before anything else
+_SHRUNK = 0.5  # where dropping states leaves less than this of them, that is done before anything else
+_DROPPABLE = 5000  # with fewer states sweeps cost less than dropping some
 _DIVE_NODES = 3  # per variable; A* gets so many before each layered search
 # States per variable among which an assignment is looked for first; twice as many when that did not help.
 _THIN = 6
 _THICKEST = 50
 _MANY = 60  # states per variable
 _FIRST_SWEEPS = 40
+_CELLS = 2.0**26  # table entries of an exact elimination: a second
 _CLOSE = 0.01  # relative gap; with a greater one a better assignment helps more than sweeps
 _NODE_BYTES = 500  # of one in A*'s lists
+_CELL_BYTES = 20  # of one in an elimination's tables
 _CHILD_BYTES = 60  # of one in the layered search's arrays
 
 
@@ -78,6 +85,20 @@ def _dual(network: Network, multipliers: Floats) -> Dual:
     return Dual(network, extra, -float(multipliers @ network.limits))
 
 
+def _counts(floors: dict[int, Floats], highest: float) -> Callable[[int], int]:
+    """How many states of a variable have floors up to `highest`: one at least."""
+    known = {i: max(1, int(np.count_nonzero(row <= highest))) for i, row in floors.items()}
+    return known.__getitem__
+
+
+def _most(count: int, possible: Callable[[int], bool]) -> int:
+    """The greatest k <= count that is possible, where less always is if more is; 0 if none."""
+    return bisect_left(range(count), True, key=lambda k: not possible(k + 1))
+
+
+_Reached = Literal["proof", "states to drop", "end"]
+
+
 class Hunt:
     """The search for the least `value` among assignments within the limits: incumbent and lower bound.
 
@@ -114,6 +135,11 @@ class Hunt:
             return True
         return False
 
+    @property
+    def _room(self) -> float:
+        """Table entries that an exact elimination may take."""
+        return min(_CELLS, self.run.memory_bytes / 4 / _CELL_BYTES)
+
     def threshold(self) -> float:
         return self.cost - self.tolerance / 2 * abs(self.cost) if self.best is not None else np.inf
 
@@ -145,10 +171,18 @@ class Hunt:
                 return
             dual = _dual(network, multipliers)
             before, size, cost = self.lower_bound, network.size(), self.cost
-            if self._climb(network, dual, 60 if nested else 300) or self.run.late():
+            order = buckets(network)
+            reached = self._climb(network, dual, 60 if nested else 300, order)
+            if reached == "proof" or self.run.late():
                 return
             dual.store()
-            if not nested and thin <= _THICKEST:
+            if reached == "states to drop":
+                self._prune(network, dual)
+                continue
+            eliminated = self._likely(network, dual, multipliers, order)
+            if eliminated and self.proved(-np.inf):
+                return
+            if not nested and not (eliminated and self.best is not None) and thin <= _THICKEST:
                 if self._thinned(network, dual, multipliers, thin):
                     if self.proved(-np.inf):
                         return
@@ -158,39 +192,49 @@ class Hunt:
             network.reduce()
             if network.infeasible or network.size() < _SHRUNK * size or self.cost < cost:
                 continue
-            order = search_order(network)
-            if space_bytes(network, order) > self.run.memory_bytes // 2:
-                if nested or thin > _THICKEST:
-                    return
+            rise, gap = self.lower_bound - before, self.cost - before
+            if eliminated and not network.limits.size and rise > _WORTHWHILE * gap:
                 continue
-            space = build_space(network, order, multipliers)
-            # Where the bound is tight A* walks straight to the optimum, in a fraction of the time of a beam.
-            dive = (("astar", _DIVE_NODES * len(order)),) if searches[level][0] == "layers" else ()
-            for kind, size_limit in (*dive, searches[level]):
-                found = self._search(space, kind, size_limit)
-                if found.chosen is not None:
-                    self.offer(network.lift(found.chosen))
-                proved = self.proved(found.lower_bound)
-                self.run.report(kind, self, network)
-                if proved:
-                    return
+            searched = self._searched(network, multipliers, searches[level])
+            if searched is None and not nested and thin <= _THICKEST:
+                continue
+            if searched is None or searched:
+                return
             if self.run.late() or self.run.expanded >= self.run.max_nodes:
                 return
             gap = self.cost - before
             helped = (
                 network.size() < 0.97 * size
                 or self.cost < cost
-                or (np.isfinite(gap) and self.lower_bound - before > 0.1 * gap)
+                or (np.isfinite(gap) and self.lower_bound - before > _WORTHWHILE * gap)
             )
             level += not helped
 
-    def _climb(self, network: Network, dual: Dual, most: int) -> bool:
-        """Sweeps until the bound meets the incumbent or has nearly stopped rising; says whether that settles it.
+    def _searched(self, network: Network, multipliers: Floats, search: tuple[str, int]) -> bool | None:
+        """Searches the network once; says whether that settles it, None where there is not room enough."""
+        order = search_order(network)
+        if space_bytes(network, order) > self.run.memory_bytes // 2:
+            return None
+        space = build_space(network, order, multipliers)
+        # Where the bound is tight A* walks straight to the optimum, in a fraction of the time of a beam.
+        dive = (("astar", _DIVE_NODES * len(order)),) if search[0] == "layers" else ()
+        for kind, size in (*dive, search):
+            found = self._search(space, kind, size)
+            if found.chosen is not None:
+                self.offer(network.lift(found.chosen))
+            proved = self.proved(found.lower_bound)
+            self.run.report(kind, self, network)
+            if proved:
+                return True
+        return False
 
-        A loose bound costs the searches more than sweeps cost, the more so the more variables there are. Where sweeps
-        are costly they end as soon as there are states to drop, or an assignment is to be looked for among few states.
+    def _climb(self, network: Network, dual: Dual, most: int, order: Buckets) -> _Reached:
+        """Sweeps until the bound meets the incumbent or has nearly stopped rising, or there is something better to do.
+
+        A loose bound costs the searches more than sweeps cost, the more so the more variables there are. Where there
+        are many states sweeps end once half of them can go, or an assignment is to be looked for among few states.
         """
-        costly = dual.theta.size > _MANY * len(dual.nodes)
+        many = dual.theta.size > _MANY * len(dual.nodes)
         before = dual.bound
         tried = np.inf
         while True:
@@ -207,16 +251,39 @@ class Hunt:
             proved = self.proved(bound)
             self.run.report("dual", self, network)
             if proved or self.run.late() or dual.sweeps >= min(max(30, len(dual.nodes)), most):
-                return proved
+                return "proof" if proved else "end"
             if dual.sweeps % (2 * _SWEEPS) == 0:
+                if order.cells(_counts(dual.floors(), self.threshold())) <= self._room:
+                    return "end"
+                if dual.theta.size > _DROPPABLE and np.mean(dual.floor >= self.threshold()) > 1 - _SHRUNK:
+                    return "states to drop"
+                if many and dual.sweeps >= _FIRST_SWEEPS and dual.bound < (1 - _CLOSE) * self.cost:
+                    return "end"
                 left = min(self.threshold() - dual.bound, abs(dual.bound))
-                if costly and np.mean(dual.floor >= self.threshold()) > 1 - _SHRUNK:
-                    return False
-                if costly and dual.sweeps >= _FIRST_SWEEPS and dual.bound < (1 - _CLOSE) * self.cost:
-                    return False
                 if dual.bound - before <= min(0.02 * left, _STALLED * abs(dual.bound)):
-                    return False
+                    return "end"
                 before = dual.bound
+
+    def _likely(self, network: Network, dual: Dual, multipliers: Floats, order: Buckets) -> bool:
+        """Solves exactly for the states of least floor, as many as that is possible for; says whether it was.
+
+        Whatever takes a state that was left out costs at least the least floor of those. Where resources are charged
+        what is found may not keep the limits.
+        """
+        floors = {i: floor * (1 - _FLOAT_SAFETY * np.sign(floor)) for i, floor in dual.floors().items()}
+        ranked = {i: np.sort(floor) for i, floor in floors.items()}
+        every = np.unique(np.concatenate(list(ranked.values())))
+        every = every[every < self.threshold()]
+        kept = _most(every.size, lambda k: order.cells(_counts(ranked, float(every[k - 1]))) <= self._room)
+        if not kept:
+            return False
+        highest = float(every[kept - 1])
+        likely = {i: np.flatnonzero(f <= max(highest, float(ranked[i][0]))) for i, f in floors.items()}
+        least, chosen = eliminate(network, multipliers, order, likely)
+        self.offer(network.lift(chosen))
+        self.proved(min(least, float(every[kept]) if kept < every.size else np.inf))
+        self.run.report("elimination", self, network)
+        return True
 
     def _thinned(self, network: Network, dual: Dual, multipliers: Floats, states: int) -> bool:
         """Hunts among the few states of least floor of each variable; says whether that improved the incumbent."""

@@ -29,7 +29,7 @@ from hapsynth.search._tables import NONE, Id, Link, NormalForm, Tables
 _TABLE_LIMIT = 300_000  # entries of the table that eliminating one variable may create
 _CHEAP_WORK = 50_000  # of an elimination that is not worth a look for dominated states first
 _WORK_LIMIT = 40_000_000  # additions that one elimination may cost
-_RIVALS = 128  # states are tried for dominance only against this many of the cheapest
+_RIVALS = 12  # states are tried for dominance only against this many of the cheapest
 
 
 class _Eliminated(NamedTuple):

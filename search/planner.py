@@ -41,6 +41,8 @@ _LAST_S = 1.0
 _TOLERANCE = 1e-6
 _WIDE_TOLERANCE = 5e-5
 """With several mesh axes, where the last steps of the bound take longest; still half of what counts as settled."""
+_ROUGH_TOLERANCE = 2e-3
+"""With several mesh axes, before the sizes are found: the last search is the one that has to prove something."""
 _SETTLED = 1e-4
 """A cost that falls by less than this fraction has stopped falling; it is also the gap that counts as optimal."""
 
@@ -75,7 +77,7 @@ class Planner:
         self.table = FactorTable(self.graph)
         self.costs = CostModel(self.graph, self.cluster, self.table)
         self.axes = self.costs.axes
-        self._tolerance = _TOLERANCE if len(self.axes) == 1 else _WIDE_TOLERANCE
+        self._tolerance = _TOLERANCE if len(self.axes) == 1 else _ROUGH_TOLERANCE
         self.structure = Structure(self.graph, self.table, self.restriction, len(self.axes))
         # The switch form stores every shard padded, so the smallest device's memory is everyone's limit.
         self.limit = float(self.costs.memory.min()) if self.memory_limit is None else self.memory_limit
@@ -138,8 +140,9 @@ class Planner:
         )
 
     def _explore(self) -> None:
-        for weights in self._starts():
-            self._alternate(weights)
+        starts = self._starts()
+        for k, weights in enumerate(starts):
+            self._alternate(weights, last=k + 1 == len(starts))
             if self._late():
                 break
         if self._best is None:
@@ -172,8 +175,9 @@ class Planner:
         """A plan's own ratios; what it does not cut is compared at the ratio of its largest class."""
         return self._ratios(own_weights(self.costs, sizes), sizes)
 
-    def _alternate(self, weights: Floats) -> None:
-        """Search and sizes in turn from one start, until the cost stops falling."""
+    def _alternate(self, weights: Floats, *, last: bool) -> None:
+        """Search and sizes in turn from one start, until the cost stops falling. What the `last` start comes to is
+        likely what has to be certified."""
         ratios = self._ratios(weights)
         choices: Ints | None = None
         reached = np.inf
@@ -188,14 +192,17 @@ class Planner:
                 return
             reached, choices = candidate.cost, candidate.choices
             ratios = self._ratios(weights, candidate.sizes)
+            if last:
+                self._tolerance = min(self._tolerance, _WIDE_TOLERANCE)
             if self._late():
                 return
 
     def _certify(self, best: Candidate) -> tuple[Candidate, float]:
         """The bound at the best pair's own sizes; a cheaper pair found on the way becomes the best."""
-        if best.bound is not None:
-            return best, best.bound
+        self._tolerance = min(self._tolerance, _WIDE_TOLERANCE)
         for _ in range(_ROUNDS):
+            if best.bound is not None and best.cost - best.bound <= self._tolerance * best.cost:
+                return best, best.bound
             ratios = self.ratios_at(best.sizes)
             _, solution = self._search(ratios, best.choices)
             # The same program has other choices, or none, once the structure has been replaced.
@@ -203,8 +210,6 @@ class Planner:
             if found.cost >= best.cost * (1 - _SETTLED / 2):
                 return found, self._bound_within(ratios, found.choices) if self._limits else solution.lower_bound
             best = found
-            if best.bound is not None:
-                return best, best.bound
         return best, 0.0
 
     def _joint_bound(self, best: Candidate, at_ratios: float | None) -> float:

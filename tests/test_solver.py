@@ -16,6 +16,7 @@ from pairwise_problems import TrainingLike, brute_force, grid, knotted_problem, 
 
 from hapsynth.search import _hunt, _reduce, _tables, _trws
 from hapsynth.search._astar import astar
+from hapsynth.search._eliminate import buckets, eliminate
 from hapsynth.search._layers import layered
 from hapsynth.search._order import search_order
 from hapsynth.search._reduce import Network
@@ -40,15 +41,17 @@ def assert_solved(problem: Problem, solution: Solution, expected: float, slack: 
     assert problem.fits(solution.assignment)
 
 
+@pytest.mark.parametrize("cells", [_hunt._CELLS, 60, 0], ids=["eliminated", "in part", "searched"])
 @pytest.mark.parametrize("resources", [0, 1, 2])
-def test_equals_brute_force(resources: int):
+def test_equals_brute_force(resources: int, cells: float, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(_hunt, "_CELLS", cells)
     searched = 0
     for seed in SEEDS:
         for problem in (random_problem(seed, resources=resources), knotted_problem(seed, resources)):
             solution = solve(problem, tolerance=1e-9)
             assert_solved(problem, solution, brute_force(problem))
             searched += solution.expanded > 0
-    assert searched > 12
+    assert searched > 12 or cells
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
@@ -295,6 +298,50 @@ def test_astar_and_layers_agree_with_brute_force(resources: int):
             assert found.lower_bound <= expected + 1e-9
 
 
+@pytest.mark.parametrize("resources", [0, 1, 2])
+def test_elimination_finds_the_least_among_the_likely_states(resources: int):
+    """Under any multipliers, against all of them tried."""
+    tried = 0
+    for seed in SEEDS:
+        if (case := reduced(seed, resources)) is None:
+            continue
+        problem, network, _ = case
+        draw = np.random.default_rng(seed)
+        multipliers = draw.random(resources)
+        likely = {}
+        for i in network.active():
+            every = np.arange(network.count(i))
+            likely[i] = np.sort(draw.choice(every, int(draw.integers(1, every.size + 1)), replace=False))
+        least, chosen = eliminate(network, multipliers, buckets(network), likely)
+        values = []
+        for states in itertools.product(*likely.values()):
+            full = network.lift(dict(zip(likely, map(int, states), strict=True)))
+            charge = multipliers @ (problem.usage(full) - np.array([r.limit for r in problem.resources]))
+            values.append(problem.cost(full) + float(charge))
+        tried += len(values) > 1
+        assert least == pytest.approx(min(values), rel=1e-6)
+        if least < INF:
+            full = network.lift(chosen)
+            charge = multipliers @ (problem.usage(full) - np.array([r.limit for r in problem.resources]))
+            assert problem.cost(full) + float(charge) == pytest.approx(least, rel=1e-6)
+            assert all(s in likely[i] for i, s in chosen.items())
+    assert tried > 12
+
+
+def test_a_graph_too_wide_to_eliminate_is_searched():
+    """Twelve variables that all depend on each other: their table would have 4^12 entries, more than there is room."""
+    draw = np.random.default_rng(0)
+    each, count = np.arange(4), 12
+    pairs = itertools.combinations(range(count), 2)
+    edges = tuple(Edge(i, j, each, each, draw.random((4, 4))) for i, j in pairs)
+    problem = Problem(tuple(draw.random(4) for _ in range(count)), edges)
+    network = Network(problem)
+    assert buckets(network).cells(network.count) == sum(4.0**k for k in range(1, count + 1))
+    small = solve(problem, memory_bytes=2**24)
+    assert small.expanded > 0
+    assert small.cost == solve(problem).cost
+
+
 @pytest.mark.parametrize("limited", [False, True])
 @pytest.mark.parametrize("seed", range(3))
 def test_equals_the_milp_on_middle_graphs(seed: int, limited: bool):
@@ -346,6 +393,7 @@ def test_out_of_memory_it_returns_the_best_so_far_and_a_valid_bound(monkeypatch:
 def test_ctrl_c_returns_the_best_so_far(monkeypatch: pytest.MonkeyPatch):
     problem, start = grid(), np.zeros(64, dtype=int)
     exact = solve(problem)
+    monkeypatch.setattr(_hunt, "_CELLS", 0)
     for stop in (1, 3):
         seen: list[Progress] = []
 
