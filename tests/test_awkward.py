@@ -77,7 +77,7 @@ def reference(fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 
 
 @cache
-def plan_of(name: str, on: str = "3:1") -> Plan:
+def plan_of(name: str, on: str) -> Plan:
     return planned(*CASES[name], on=on)
 
 
@@ -111,7 +111,7 @@ def test_a_plan_survives_its_file(tmp_path: Path) -> None:
         speeds = SPEEDS["3:1"]
         abstract = hapsynth.synthesize(fn, structs, slow_cluster(speeds), example_kwargs=struct_kwargs)
         abstract.save(tmp_path / "plan.json")
-        here = plan_of(name)
+        here = plan_of(name, "3:1")
         mesh = first_devices(4)
         there = hapsynth.load(tmp_path / "plan.json", fn, structs, mesh, example_kwargs=struct_kwargs)
         assert there.sizes.shares == here.sizes.shares
@@ -164,7 +164,7 @@ def test_meshes(shape: tuple[int, ...], types: tuple[AxisType, ...], devices: sl
 
 def test_state_goes_round_and_is_consumed() -> None:
     fn, args, _ = CASES["remat"]
-    plan = plan_of("remat")
+    plan = plan_of("remat", "3:1")
     assert plan.traced.graph.carry == ((0, 0), (1, 1), (2, 2))
     state, batch = plan.shard(*args)
     expected = args[0]
@@ -199,7 +199,7 @@ def test_carry_by_hand() -> None:
 
 def test_fixed_layouts() -> None:
     fn, args, _ = CASES["remat"]
-    free = plan_of("remat")
+    free = plan_of("remat", "3:1")
     for layout in ("R", "S(0)", "S(1)"):
         plan = planned(fn, args, fixed={"[0][1]": layout, "[1]": "S(0)"})
         assert plan.layouts["[0][1]"] == plan.output_layouts["[0][1]"] == layout
@@ -234,7 +234,7 @@ def test_time_budget_and_progress() -> None:
 
 def test_what_has_no_rule_is_replicated_and_named() -> None:
     def report(name: str) -> tuple[str, ...]:
-        return plan_of(name).result.replicated_primitives
+        return plan_of(name, "3:1").result.replicated_primitives
 
     assert {"random_bits", "random_wrap", "random_split"} & set(report("keys"))
     assert report("remat") == report("loops") == ()
