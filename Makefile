@@ -16,7 +16,7 @@ demo: .venv
 	$(BIN)/python -m hapsynth compare examples/transformer.py --cluster examples/clusters/mixed8.toml
 
 test: lint
-	$(BIN)/python -m pytest -n 2
+	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 lint: .venv
 	$(BIN)/ruff check

@@ -168,10 +168,6 @@ def is_literal(atom: Any) -> bool:
     return isinstance(atom, jex.Literal)
 
 
-def is_dropped(var: Any) -> bool:
-    return type(var).__name__ == "DropVar"
-
-
 def effects_of(jaxpr: Any, inlined: bool = True) -> list[str]:
     """The equations with effects that can't be distributed, innermost: primitive, source line and why.
 

@@ -127,14 +127,6 @@ class Cluster:
         """The distinct kinds, in order of appearance."""
         return tuple(dict.fromkeys(self.devices))
 
-    def slowest_link(self) -> Link:
-        """The link that a collective over all devices waits for: least bandwidth, most latency of those in use."""
-        intra = self.intra or self.network
-        used = [self.network] if len(set(self.hosts)) > 1 else []
-        if len(set(self.hosts)) < self.n or not used:
-            used.append(intra)
-        return Link(min(link.bandwidth for link in used), max(link.latency for link in used))
-
     def fingerprint(self) -> str:
         """16 hex digits that change with anything a plan's cost depends on; the cluster's own name is left out."""
         data = {key: value for key, value in self.to_dict().items() if key != "name"}

@@ -9,7 +9,7 @@ from __future__ import annotations
 from hapsynth.graph import COND_JOIN, LOOP_CARRY, LOOP_TEST, SCAN_SLICE, SCAN_STACK, Graph, Literal
 from hapsynth.instructions.collectives import axis_between
 from hapsynth.instructions.factors import can_be
-from hapsynth.instructions.layout import format_layout, is_consistent
+from hapsynth.instructions.layout import format_layout, is_consistent, is_partial
 from hapsynth.instructions.program import (
     Block,
     Compute,
@@ -39,7 +39,7 @@ def check(graph: Graph, program: Program, sizes: Sizes | None = None) -> None:
     state: set[Property] = set()
     for value, layout in program.inputs.items():
         _check_layout(graph, value, layout, axes, "input")
-        if any(p.is_partial for p in layout):
+        if is_partial(layout):
             raise ProgramError(f"input {graph.values[value]} cannot be partial: {format_layout(layout)}")
         state.add((value, layout))
     state = _Replay(graph, table, axes).block(nested(graph, program.instructions), state)
@@ -51,7 +51,7 @@ def check(graph: Graph, program: Program, sizes: Sizes | None = None) -> None:
                 raise ProgramError(f"output {position} is a literal and has no layout")
         elif layout is None or (operand, layout) not in state:
             raise ProgramError(f"output {position} is not available as {layout and format_layout(layout)}")
-        elif any(p.is_partial for p in layout):
+        elif is_partial(layout):
             raise ProgramError(f"output {position} is left partial")
     for source, target in graph.carry:
         if (

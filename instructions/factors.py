@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import permutations, product
+from itertools import product
 from math import prod
 from typing import Any, NamedTuple
 
@@ -20,7 +20,7 @@ import numpy as np
 
 from hapsynth._jax import is_extended
 from hapsynth.graph import Literal, Op
-from hapsynth.instructions.layout import Layout, P, Placement, R, Reduction, S, is_consistent
+from hapsynth.instructions.layout import Layout, P, Placement, R, Reduction, S, is_consistent, minors
 
 Dim = tuple[int, ...]
 """The factors of one dimension, major to minor; a dimension of size 1 has none."""
@@ -250,8 +250,7 @@ def cutting(triples: Triples) -> dict[int, tuple[int, ...]]:
 
 def _orders(triples: Triples) -> Iterable[Triples]:
     """The triples with each factor's axes in every order, major to minor."""
-    for order in product(*(permutations(axes) for axes in cutting(triples).values())):
-        minor = {axis: k for axes in order for k, axis in enumerate(axes)}
+    for minor in minors(cutting(triples).values()):
         yield tuple(t.at(minor.get(axis, 0)) for axis, t in enumerate(triples))
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import permutations, product
 from typing import Literal as OneOf
 from typing import NamedTuple
 
@@ -70,6 +72,17 @@ def cut_axes(layout: Layout, dim: int) -> tuple[int, ...]:
 def cut_dims(layout: Layout) -> tuple[int, ...]:
     """The dimensions that some axis cuts, ascending."""
     return tuple(sorted({p.dim for p in layout if p.is_sharded}))
+
+
+def minors(groups: Iterable[Sequence[int]]) -> Iterator[dict[int, int]]:
+    """The mesh axes of each group in every order, major to minor: each time axis -> its place in its group."""
+    for orders in product(*map(permutations, groups)):
+        yield {axis: k for axes in orders for k, axis in enumerate(axes)}
+
+
+def is_partial(layout: Layout) -> bool:
+    """Whether some axis leaves the devices' tensors to be combined."""
+    return any(p.is_partial for p in layout)
 
 
 def reduction_of(layout: Layout) -> Reduction:

@@ -9,7 +9,7 @@ from heapq import heapify, heappop, heappush
 
 from hapsynth.graph import Boundary, Graph
 from hapsynth.instructions.factors import Triples
-from hapsynth.instructions.layout import Layout, R
+from hapsynth.instructions.layout import Layout, R, is_partial
 from hapsynth.instructions.program import Compute, Convert, Instruction, Program, region_of
 from hapsynth.search.formulate import Formulator, Hop
 from hapsynth.search.structure import Availability
@@ -139,7 +139,7 @@ class Emitter:
         whole = (R,) * self.structure.axes
         if whole in tensors:
             return whole
-        there = sorted(t for t in tensors if not any(p.is_partial for p in t))
+        there = sorted(t for t in tensors if not is_partial(t))
         if there:
             return there[0]
         targets = self.formulator.output_layouts(value)

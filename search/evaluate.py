@@ -23,9 +23,9 @@ class Cost:
 
 
 def largest_share(sizes: Sizes, value: int, dim: int, axes: tuple[int, ...]) -> float:
-    """The fraction of a dimension that the largest shard holds."""
+    """The fraction of a dimension that the largest shard holds; of an empty one 0."""
     lengths = sizes.lengths(value, dim, axes)
-    return max(lengths) / sum(lengths)
+    return max(lengths) / max(sum(lengths), 1)
 
 
 def cuts_of(costs: CostModel, instruction: Compute) -> list[Node]:

@@ -10,7 +10,7 @@ from typing import TypeVar, cast
 import numpy as np
 
 from hapsynth.instructions.factors import Triples
-from hapsynth.instructions.layout import Layout, cut_axes, cut_dims
+from hapsynth.instructions.layout import Layout, cut_axes, cut_dims, is_partial
 from hapsynth.instructions.program import Compute
 from hapsynth.instructions.sizes import cut_nodes
 from hapsynth.search.costs import CostModel, Floats, held_fraction
@@ -155,10 +155,9 @@ class Formulator:
         held = [self.ratios.devices[self.ratios.of(value, d, cut_axes(layout, d))] for d in cut_dims(layout)]
         return self.costs.time(work, held)
 
-    def output_layouts(self, value: int) -> list[Layout]:
+    def output_layouts(self, value: int) -> tuple[Layout, ...]:
         """Where a plain output may end: wherever it can lie that is not partial, whole first."""
-        known = self.structure.layouts[value]
-        return [layout for layout, partial in zip(known.layouts, known.is_partial, strict=True) if not partial]
+        return self.structure.layouts[value].storable
 
     # The problem's parts
 
@@ -312,7 +311,7 @@ class Formulator:
             found: list[float] = []
             for a in choices.options:
                 tensors = self.offer(value, a).tensors
-                kept = [t for t in tensors if not (any(p.is_partial for p in t) and len(tensors) > 1)]
+                kept = [t for t in tensors if not (is_partial(t) and len(tensors) > 1)]
                 if used and kept:
                     found.append(sum(self.tensor_bytes(value, t) for t in kept))
                 else:

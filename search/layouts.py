@@ -9,7 +9,7 @@ from itertools import permutations, product
 import numpy as np
 
 from hapsynth.instructions.collectives import axis_between, is_collective, step_between
-from hapsynth.instructions.layout import Layout, P, Placement, R, Reduction, S, is_consistent
+from hapsynth.instructions.layout import Layout, P, Placement, R, Reduction, S, is_consistent, is_partial, minors
 from hapsynth.search.costs import Floats
 
 Hop = tuple[int, int, int]
@@ -26,8 +26,8 @@ class LayoutSet:
             layout for chosen in product(placements, repeat=axes) for layout in _orders(chosen) if is_consistent(layout)
         )
         self.number = {layout: i for i, layout in enumerate(self.layouts)}
-        self.whole = self.number[(R,) * axes]
-        self.is_partial = np.array([any(p.is_partial for p in layout) for layout in self.layouts])
+        self.storable = tuple(layout for layout in self.layouts if not is_partial(layout))
+        """How a value can be given and left."""
         self.cuts: tuple[tuple[int, tuple[int, ...]], ...] = tuple(
             (d, axes_) for d in self.dims for k in range(1, axes + 1) for axes_ in permutations(range(axes), k)
         )
@@ -110,6 +110,5 @@ def _orders(layout: Layout) -> Iterable[Layout]:
     for axis, p in enumerate(layout):
         if p.is_sharded:
             axes_of.setdefault(p.dim, []).append(axis)
-    for order in product(*(permutations(axes) for axes in axes_of.values())):
-        minor = {axis: k for axes in order for k, axis in enumerate(axes)}
+    for minor in minors(axes_of.values()):
         yield tuple(S(p.dim, minor[a]) if p.is_sharded else p for a, p in enumerate(layout))

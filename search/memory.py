@@ -18,6 +18,7 @@ from hapsynth.instructions.layout import Layout
 from hapsynth.instructions.program import Compute, Program, Property, reads, region_of, writes
 from hapsynth.instructions.sizes import Classes, Sizes, layout_nodes
 from hapsynth.search.costs import CostModel, Floats, held_fraction
+from hapsynth.search.evaluate import largest_share
 
 Cut = tuple[int, int]
 """(dimension class, how many of its axes, major first)"""
@@ -119,8 +120,7 @@ def held_for_chains(graph: Graph, program: Program, tensors: list[Tensor], costs
 
 def padded_bytes(sizes: Sizes, value: int, layout: Layout) -> float:
     """Bytes of a tensor on one device, at the largest shard."""
-    largest = lambda dim, axes: max(lengths := sizes.lengths(value, dim, axes)) / max(sum(lengths), 1)
-    return sizes.graph.values[value].nbytes * held_fraction(layout, largest)
+    return sizes.graph.values[value].nbytes * held_fraction(layout, lambda *cut: largest_share(sizes, value, *cut))
 
 
 @dataclass(frozen=True, eq=False)
@@ -193,11 +193,6 @@ class MemoryProfile:
     def peak(self, sizes: Sizes) -> float:
         """Bytes of one device at the fullest point."""
         return float(self.at(sizes).max())
-
-    def live_at_peak(self, sizes: Sizes) -> frozenset[int]:
-        """The values that hold memory at the fullest point."""
-        point = int(np.argmax(self.at(sizes)))
-        return frozenset(t.value for t in self.tensors if t.start + 1 <= point <= t.stop + 1)
 
 
 def largest_of(sizes: Sizes, cut: Cut) -> float:

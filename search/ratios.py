@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -145,8 +145,3 @@ def proportional(speeds: Sequence[float] | Floats) -> Floats:
     """Fractions by speed."""
     vector = np.asarray(speeds, dtype=np.float64)
     return vector / vector.sum()
-
-
-def named_ratios(sizes: Sizes) -> Mapping[str, tuple[float, ...]]:
-    """Class name -> fraction of each device."""
-    return {c.name: tuple(s / c.units for s in shares) for c, shares in zip(sizes.classes.all, sizes.shares)}

@@ -271,8 +271,7 @@ class Structure:
     def _stored(self, value: int) -> tuple[Layout, ...]:
         if value in self.restriction.stored:
             return (self.restriction.stored[value],)
-        known = self.layouts[value]
-        return tuple(layout for layout, partial in zip(known.layouts, known.is_partial, strict=True) if not partial)
+        return self.layouts[value].storable
 
     def _option_key(self, value: int) -> tuple[int, bool]:
         several = self.sparing or self._uses_of[value] > 1
@@ -292,8 +291,8 @@ class Structure:
     def _target_options(self, known: LayoutSet, computed: Layout) -> Iterable[Availability]:
         """One layout that is not there for nothing; what lies on the way to it is there too."""
         free = known.free[known.number[computed]]
-        for i, target in enumerate(known.layouts):
-            if not free[i] and not known.is_partial[i]:
+        for target in known.storable:
+            if not free[known.number[target]]:
                 yield Availability(computed, (target,))
 
     def _cut_options(self, known: LayoutSet, computed: Layout) -> Iterable[Availability]:

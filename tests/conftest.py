@@ -1,15 +1,32 @@
-"""Every test runs on eight CPU devices: set before any backend starts, asserted, never skipped over."""
+"""Every test runs on eight CPU devices: set before any backend starts, asserted, never skipped over.
 
+Programs run once or twice here, and compiling them took most of the time, so XLA generates code without optimizing it;
+the HLO stays the same. Tests marked `optimized` take XLA's optimizations, HAPSYNTH_OPTIMIZED=1 has all tests take them.
+"""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import cli_model
 import graphs
 import jax
 import pytest
 
+from hapsynth.cli import main
 from hapsynth.cluster import Cluster
+from hapsynth.instructions.rules import REGISTRY, extension
 
 DEVICES = 8
+QUICK = not os.environ.get("HAPSYNTH_OPTIMIZED")
 
 jax.config.update("jax_num_cpu_devices", DEVICES)
 jax.config.update("jax_platforms", "cpu")
+jax.config.update("jax_disable_most_optimizations", QUICK)
+if QUICK and jax.__version_info__ < (0, 11):
+    # Compiles in a third of the time. The first is gone from JAX 0.11 on, and XLA ends a process over a flag unknown.
+    flags = "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flags}"
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -20,7 +37,60 @@ def eight_devices() -> list[jax.Device]:
     return devices
 
 
+@pytest.fixture(autouse=True)
+def optimizations(request: pytest.FixtureRequest) -> Iterator[None]:
+    """XLA's optimizations for a test marked `optimized`."""
+    if request.node.get_closest_marker("optimized") is None:
+        yield
+        return
+    jax.config.update("jax_disable_most_optimizations", False)
+    yield
+    jax.config.update("jax_disable_most_optimizations", QUICK)
+
+
 @pytest.fixture
 def unequal() -> Cluster:
     """Four fast devices and four at a third of their speed, joined well."""
     return graphs.cluster([3.0] * 4 + [1.0] * 4)
+
+
+@pytest.fixture
+def rules_of_this_test_only() -> Iterator[None]:
+    """Rules hold for the whole process."""
+    before, own = dict(REGISTRY), set(extension.OWN)
+    yield
+    for held, old in ((REGISTRY, before), (extension.OWN, own)):
+        held.clear()
+        held.update(old)
+
+
+# ---- of the command line
+
+
+def write_model(folder: Path) -> None:
+    (folder / "model.py").write_text(cli_model.MODEL)
+    (folder / "mixed.toml").write_text(cli_model.CLUSTER)
+
+
+@pytest.fixture
+def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with model.py and mixed.toml, which is the working directory."""
+    write_model(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture(scope="session")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The text of a plan of the tiny model."""
+    folder = tmp_path_factory.mktemp("saved")
+    write_model(folder)
+    plan = folder / "plan.json"
+    assert main(["search", f"{folder}/model.py", "--cluster", f"{folder}/mixed.toml", "--plan", str(plan)]) == 0
+    return plan.read_text()
+
+
+@pytest.fixture
+def plan_file(files: Path, saved: str) -> Path:
+    (files / "plan.json").write_text(saved)
+    return files / "plan.json"

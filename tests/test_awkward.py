@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -75,12 +76,21 @@ def reference(fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     return jax.tree.unflatten(other.pop("tree"), [other.get(i, x) for i, x in enumerate(made)])
 
 
+@cache
+def plan_of(name: str, on: str) -> Plan:
+    return planned(*CASES[name], on=on)
+
+
+@cache
+def wanted(name: str) -> Any:
+    return reference(*CASES[name])
+
+
 @pytest.mark.parametrize("on", ["3:1", "hopeless"])
 @pytest.mark.parametrize("name", CASES)
 def test_same_as_jit(name: str, on: str) -> None:
-    fn, args, kwargs = CASES[name]
-    plan = planned(fn, args, kwargs, on=on)
-    want = reference(fn, args, kwargs)
+    _, args, kwargs = CASES[name]
+    plan, want = plan_of(name, on), wanted(name)
     rtol = 2e-2 if name == "bfloat16" else 1e-4 if "algebra" in name else 1e-5
     assert_same(plan(*args, **kwargs), want, plan, rtol)
     assert_same(plan(*args, **kwargs), want, plan, rtol)
@@ -101,7 +111,7 @@ def test_a_plan_survives_its_file(tmp_path: Path) -> None:
         speeds = SPEEDS["3:1"]
         abstract = hapsynth.synthesize(fn, structs, slow_cluster(speeds), example_kwargs=struct_kwargs)
         abstract.save(tmp_path / "plan.json")
-        here = planned(fn, args, kwargs)
+        here = plan_of(name, "3:1")
         mesh = first_devices(4)
         there = hapsynth.load(tmp_path / "plan.json", fn, structs, mesh, example_kwargs=struct_kwargs)
         assert there.sizes.shares == here.sizes.shares
@@ -114,7 +124,7 @@ def test_one_device() -> None:
         plan = planned(fn, args, kwargs, on="one")
         out = plan(*args, **kwargs)
         assert not any(isinstance(x, ShardedArray) for x in jax.tree.leaves(out))
-        assert_same(out, reference(fn, args, kwargs), plan)
+        assert_same(out, wanted(name), plan)
         assert plan.program.collectives() == {}
 
 
@@ -154,7 +164,7 @@ def test_meshes(shape: tuple[int, ...], types: tuple[AxisType, ...], devices: sl
 
 def test_state_goes_round_and_is_consumed() -> None:
     fn, args, _ = CASES["remat"]
-    plan = planned(fn, args)
+    plan = plan_of("remat", "3:1")
     assert plan.traced.graph.carry == ((0, 0), (1, 1), (2, 2))
     state, batch = plan.shard(*args)
     expected = args[0]
@@ -189,7 +199,7 @@ def test_carry_by_hand() -> None:
 
 def test_fixed_layouts() -> None:
     fn, args, _ = CASES["remat"]
-    free = planned(fn, args)
+    free = plan_of("remat", "3:1")
     for layout in ("R", "S(0)", "S(1)"):
         plan = planned(fn, args, fixed={"[0][1]": layout, "[1]": "S(0)"})
         assert plan.layouts["[0][1]"] == plan.output_layouts["[0][1]"] == layout
@@ -224,8 +234,7 @@ def test_time_budget_and_progress() -> None:
 
 def test_what_has_no_rule_is_replicated_and_named() -> None:
     def report(name: str) -> tuple[str, ...]:
-        fn, args, kwargs = CASES[name]
-        return planned(fn, args, kwargs).result.replicated_primitives
+        return plan_of(name, "3:1").result.replicated_primitives
 
     assert {"random_bits", "random_wrap", "random_split"} & set(report("keys"))
     assert report("remat") == report("loops") == ()

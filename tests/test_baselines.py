@@ -18,7 +18,6 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh
 from test_examples import example
-from test_lower import QUICK
 
 from hapsynth.check import relative_error
 from hapsynth.cluster import Cluster
@@ -85,19 +84,6 @@ def case(name: str, on: str = "even8", *, full: bool = False) -> Case:
 
 def mesh() -> Mesh:
     return Mesh(np.array(jax.devices()), (by_hand.AXIS,), axis_types=(AxisType.Auto,))
-
-
-def compiled(lowered: Any, options: Mapping[str, Any]) -> Any:
-    options = {**QUICK, **options}
-    while True:
-        try:
-            return lowered.compile(compiler_options=options)
-        except jax.errors.JaxRuntimeError as error:
-            # XLA's flags come and go.
-            gone = [name for name in QUICK if name in options and f"No such compile option: '{name}'" in str(error)]
-            if not gone:
-                raise
-            options.pop(gone[0])
 
 
 def totals(found: Iterator[tuple[str, int]]) -> dict[str, Traffic]:
@@ -198,7 +184,7 @@ def test_collectives_and_bytes_are_those_of_the_same_thing_by_hand(of: str, name
         return
     step, pack, _ = by_hand.STEPS[name](c.module, c.config, mesh())
     state = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), c.args[0])
-    theirs = in_hlo(compiled(step.lower(pack(state), c.args[1]), KEEP_BARRIERS).as_text())
+    theirs = in_hlo(step.lower(pack(state), c.args[1]).compile(compiler_options=KEEP_BARRIERS).as_text())
     if (of, name) == ("cnn", "zero3"):
         # Each batch norm sums its input twice, for x.mean and for the mean in x.var. XLA makes one of the two inside
         # shard_map; in a jit that it partitions itself (data_parallel) it doesn't.
@@ -240,7 +226,7 @@ def test_by_hand_and_baseline_compute_the_step(of: str, name: str) -> None:
     assert np.sqrt(sum(first_moments)) == pytest.approx(0.1, rel=1e-4), "the gradient is clipped to norm 1"
 
     step, pack, unpack = by_hand.STEPS[name](c.module, c.config, mesh())
-    run = compiled(step.lower(pack(state), batch), KEEP_BARRIERS)
+    run = step.lower(pack(state), batch).compile(compiler_options=KEEP_BARRIERS)
     theirs = in_hlo(run.as_text())
     placed = jax.tree.map(jax.device_put, (pack(state), batch), run.input_shardings[0])
     new, loss = run(*placed)
@@ -248,7 +234,7 @@ def test_by_hand_and_baseline_compute_the_step(of: str, name: str) -> None:
 
     plan = as_plan(c, c.baselines[name])
     lowered = plan.lowered
-    run = compiled(plan.lower(), {})
+    run = plan.lower().compile()
     leaves = jax.tree.leaves((state, batch))
     stored = [s.put(x, copy=True) for s, x in zip(lowered.inputs, leaves, strict=True)]
     made = run(*stored, *lowered.placed_constants)
@@ -267,7 +253,7 @@ def test_by_hand_and_baseline_compute_the_step(of: str, name: str) -> None:
 @cache
 def plain_step(of: str) -> Any:
     c = case(of)
-    return compiled(jax.jit(c.fn).lower(*c.args), {})
+    return jax.jit(c.fn).lower(*c.args).compile()
 
 
 # Costs

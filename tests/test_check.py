@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -43,9 +44,16 @@ def planned(fn: Any, args: Any) -> Plan:
     return hapsynth.synthesize(fn, args, first_devices(4), cluster=slow_cluster(SPEEDS["3:1"]), carry=[])
 
 
-@pytest.fixture
-def plan() -> Plan:
+@pytest.fixture(scope="module")
+def planned_step() -> Plan:
     return planned(step, ARGS)
+
+
+@pytest.fixture
+def plan(planned_step: Plan) -> Iterator[Plan]:
+    """Planned and compiled once; `fn` is the test's to change."""
+    yield planned_step
+    planned_step.fn = step
 
 
 def reference_of(plan: Plan, args: Any) -> tuple[Reference, list[Any]]:

@@ -56,7 +56,7 @@ def test_the_five_examples() -> None:
     fast, slow = mixed.kinds
     assert [d.name for d in mixed.devices] == [fast.name] * 4 + [slow.name] * 4
     assert fast.rate("float32") > 2.3 * slow.rate("float32")
-    assert mixed.slowest_link() == Link(1.25e9, 20e-6)
+    assert mixed.network == Link(1.25e9, 20e-6)
 
     tiny = clusters["tiny_and_big"]
     assert [d.memory for d in tiny.devices] == [16 * 10**9] * 7 + [128 << 20]
@@ -65,7 +65,7 @@ def test_the_five_examples() -> None:
     paper = clusters["paper64"]
     assert [k.name for k in paper.kinds] == ["V100-16GB", "P100-16GB"]
     assert paper.hosts == tuple(i // 8 for i in range(64))
-    assert paper.slowest_link() == Link(1.3e9, 20e-6)
+    assert paper.network == Link(1.3e9, 20e-6)
 
     straggler = clusters["straggler"].devices
     assert straggler[0].rate("float32") == pytest.approx(20 * straggler[7].rate("float32"))
@@ -269,20 +269,6 @@ def test_kinds_of_a_file(tmp_path: Path) -> None:
     assert half == replace(mine, name="half", flops={"float32": 1e12, "float16": 4e12}, bandwidth=5e10, memory=3 << 30)
     assert v100.flops == {**known_kinds()["V100-16GB"].flops, "float32": 10e12}
     assert Cluster.from_dict(cluster.to_dict()) == cluster
-
-
-def test_slowest_link() -> None:
-    fast, slow = Link(1e10, 1e-6), Link(1e9, 1e-5)
-
-    def link(hosts: tuple[int, ...], network: Link, intra: Link | None) -> Link:
-        return Cluster("c", (CARD,) * len(hosts), hosts, network, intra).slowest_link()
-
-    assert link((0, 0), slow, fast) == fast
-    assert link((0, 0), slow, None) == slow
-    assert link((0, 1), slow, fast) == slow
-    assert link((0, 1), fast, slow) == fast
-    assert link((0, 0, 1), fast, slow) == slow
-    assert link((0,), slow, fast) == fast
 
 
 def test_bad_figures_in_code() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import jax
@@ -38,11 +39,16 @@ def planned(fn: Any, args: Any, on: str = "3:1", bandwidth: float = 1e12) -> Pla
     return hapsynth.synthesize(fn, args, first_devices(len(speeds)), cluster=cluster)
 
 
+@cache
+def plan_of(name: str, on: str) -> Plan:
+    return planned(*CASES[name], on)
+
+
 @pytest.mark.parametrize("on", ["3:1", "hopeless"])
 @pytest.mark.parametrize("name", CASES)
 def test_same_as_jit(name: str, on: str) -> None:
     fn, args = CASES[name]
-    plan = planned(fn, args, on)
+    plan = plan_of(name, on)
     got, want = plan(*args), jax.jit(fn)(*args)
     assert jax.tree.structure(got) == jax.tree.structure(want)
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
@@ -63,7 +69,7 @@ def uneven(plan: Plan) -> bool:
 
 @pytest.mark.parametrize("name", ["scanned layers", "recurrent", "nested", "while", "cond", "switch"])
 def test_work_inside_is_divided(name: str) -> None:
-    plan = planned(*CASES[name])
+    plan = plan_of(name, "3:1")
     assert uneven(plan)
     graph = plan.traced.graph
     inside = [
@@ -115,7 +121,7 @@ def test_shared_gradients_are_reduced_once() -> None:
 
 
 def test_instructions_cost_as_often_as_they_run() -> None:
-    plan = planned(*CASES["scanned layers"])
+    plan = plan_of("scanned layers", "3:1")
     graph = plan.traced.graph
     model = CostModel(graph, plan.cluster, plan.lowered.table)
     for cost in instruction_costs(plan.program, plan.sizes, model):
@@ -181,7 +187,7 @@ def test_frequencies_are_the_users_to_give(tmp_path: Any) -> None:
 def test_decisions_of_floats_are_made_uniform() -> None:
     """Devices that round apart must not part ways: a float's test is reduced, an integer's is not."""
     for name, sure in (("while", True), ("while of floats", False), ("cond", True), ("cond of floats", False)):
-        plan = planned(*CASES[name])
+        plan = plan_of(name, "3:1")
         assert (not plan.traced.graph.unsure) == sure
         text = plan.lower().as_text()
         reduced = re.findall(r"stablehlo\.all_reduce.*?\n.*?\n.*?maximum", text)
@@ -191,7 +197,7 @@ def test_decisions_of_floats_are_made_uniform() -> None:
 def test_programs_survive_their_file(tmp_path: Any) -> None:
     for name in ("scanned layers", "nested", "while", "switch"):
         fn, args = CASES[name]
-        plan = planned(fn, args)
+        plan = plan_of(name, "3:1")
         plan.save(tmp_path / "plan.json")
         again = hapsynth.load(tmp_path / "plan.json", fn, args, first_devices(4))
         assert again.program.text(again.traced.graph) == plan.program.text(plan.traced.graph)
@@ -207,7 +213,7 @@ def broken(plan: Plan, instructions: list[Any]) -> str:
 
 
 def test_the_checker_knows_regions() -> None:
-    plan = planned(*CASES["scanned layers"])
+    plan = plan_of("scanned layers", "3:1")
     graph, steps = plan.traced.graph, list(plan.program.instructions)
     assert "does not hold" in broken(plan, [i for i in steps if not isinstance(i, Convert)])
     # A body that does not carry on what it must.
@@ -253,7 +259,7 @@ def test_a_branch_does_not_lend_to_the_other() -> None:
 
 
 def test_a_while_loop_needs_its_test() -> None:
-    plan = planned(*CASES["while"])
+    plan = plan_of("while", "3:1")
     graph, steps = plan.traced.graph, list(plan.program.instructions)
     left = [i for i in steps if not (isinstance(i, Compute) and graph.ops[i.op].name == "loop_test")]
     assert "no test" in broken(plan, left)
@@ -261,7 +267,7 @@ def test_a_while_loop_needs_its_test() -> None:
 
 def test_a_test_finds_only_what_is_carried() -> None:
     """It runs before the body: what the body makes of what is carried is not there."""
-    plan = planned(*CASES["while whose test communicates"])
+    plan = plan_of("while whose test communicates", "3:1")
     graph, steps = plan.traced.graph, list(plan.program.instructions)
     test = graph.test(1)
     inner = [n for n, i in enumerate(steps) if isinstance(i, Convert) and i.region == test]
@@ -279,7 +285,7 @@ def test_a_test_finds_only_what_is_carried() -> None:
 
 
 def test_nothing_is_converted_between_branches() -> None:
-    plan = planned(*CASES["cond"])
+    plan = plan_of("cond", "3:1")
     graph, steps = plan.traced.graph, list(plan.program.instructions)
     first = next(n for n, i in enumerate(steps) if region_of(graph, i))
     layout = plan.program.inputs[0]
@@ -295,7 +301,7 @@ def test_booleans_are_no_sums() -> None:
 
 def test_scanned_dimensions_stay_whole() -> None:
     graph = trace(stacked_layers, (floats(3, 8, 8), floats(240, 8))).graph
-    table = planned(stacked_layers, (floats(3, 8, 8), floats(240, 8))).lowered.table
+    table = plan_of("scanned layers", "3:1").lowered.table
     parts = [op for op in graph.ops if op.name == "scan_slice" and len(op.shapes[0]) == 3]
     assert parts
     for op in parts:
@@ -304,12 +310,12 @@ def test_scanned_dimensions_stay_whole() -> None:
 
 
 def test_a_program_says_where_it_loops() -> None:
-    plan = planned(*CASES["nested"])
+    plan = plan_of("nested", "3:1")
     text = plan.program.text(plan.traced.graph)
     assert re.search(r"^  scan \(control_cases.py:\d+\), 2 times:$", text, re.M)
     assert re.search(r"^    scan \(control_cases.py:\d+\), 5 times:$", text, re.M)
     assert re.search(r"^ +branch, 0.5 of the time:$", text, re.M)
-    reverse = planned(*CASES["scanned layers"])
+    reverse = plan_of("scanned layers", "3:1")
     assert ", in reverse:" in reverse.program.text(reverse.traced.graph)
 
 

@@ -17,6 +17,8 @@ from hapsynth.search.baselines import Baselines
 from hapsynth.search.planner import Planner
 from hapsynth.trace import trace
 
+pytestmark = pytest.mark.optimized
+
 CLUSTERS = Path(__file__).resolve().parent.parent / "examples" / "clusters"
 SMALL = {
     "mlp": mlp.target_for(mlp.Config(batch=16384, features=128, hidden=(256,))),

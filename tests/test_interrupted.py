@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cli_model import CLUSTER, MODEL
 from random_programs import mlp_args, mlp_step
 from slow_devices import first_devices, slow_cluster
-from test_cli import CLUSTER, MODEL
 
 import hapsynth
 from hapsynth import cli

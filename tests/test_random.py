@@ -41,18 +41,9 @@ def key_array(*batch: int) -> jax.Array:
     return jax.random.split(jax.random.key(7), batch) if batch else jax.random.key(7)
 
 
-@pytest.fixture
-def quick_compilation():
-    old = jax.config.values["jax_disable_most_optimizations"]
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", old)
-
-
 # ---- every width, shape, batch of keys and cut, in equal, skewed and empty shares
 
 
-@pytest.mark.usefixtures("quick_compilation")
 @pytest.mark.parametrize("width", [8, 16, 32, 64])
 def test_shards_have_the_bits_of_the_whole(width: int) -> None:
     with jax.enable_x64(width == 64):

@@ -19,16 +19,6 @@ from hapsynth.instructions.layout import P, R, Reduction, S
 from hapsynth.instructions.rules import REGISTRY, factors_of
 from hapsynth.instructions.rules.registry import flops_of
 
-
-@pytest.fixture(autouse=True, scope="module")
-def quick_compilation():
-    """Thousands of tiny ops are compiled and run once: optimising them would take most of the time."""
-    old = jax.config.values["jax_disable_most_optimizations"]
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", old)
-
-
 SEEN: set[str] = set()
 SEEN_JOINT: set[str] = set()
 """Ops that an earlier case has tried already, on one axis and on two."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import jax
@@ -240,20 +241,29 @@ def test_norms_between_tensor_parallel_blocks_are_cut_where_that_is_worth_a_seco
 # ---- ZeRO
 
 
+WIDTH, LAYERS, BATCHES, LATENCY = 256, 3, 2, 2e-6
+
+
+@cache
+def with_adam(memory_limit: float | None = None) -> Plan:
+    """Adam on three square layers and two batches, within that many bytes per device."""
+    args = strategies.adam_args(3 * WIDTH, WIDTH, LAYERS, BATCHES)
+    options = {} if memory_limit is None else {"memory_limit": memory_limit}
+    return planned(strategies.adam, args, gpus(EVEN, bandwidth=1e11, latency=LATENCY), **options)
+
+
 def test_zero_1_one_weight_at_a_time_as_memory_tightens() -> None:
     """Reducing a gradient in parts, updating a part of the weight and gathering it moves what an all-reduce does, one
     latency later; (n - 1) / n of both its moments is saved (Rajbhandari et al. 2020)."""
-    width, layers, latency = 256, 3, 2e-6
-    args = strategies.adam_args(3 * width, width, layers, batches=2)
-    cluster = gpus(EVEN, bandwidth=1e11, latency=latency)
-    free = planned(strategies.adam, args, cluster)
+    width, layers, latency = WIDTH, LAYERS, LATENCY
+    free = with_adam()
     weight = 4 * width * width
     assert traffic(free) == {f"all_reduce {(width, width)}": layers}
     assert layouts(free) == ["R"] * 3 * layers + ["S(0)"] * 2
     plan = free
     for cut in range(1, layers + 1):
         limit = max(free.memory) - 2 * weight * (N - 1) / N * cut
-        plan = planned(strategies.adam, args, cluster, memory_limit=limit)
+        plan = with_adam(limit)
         assert max(plan.memory) <= limit
         moments = layouts(plan)[layers : 3 * layers]
         assert moments[:layers] == moments[layers:]
@@ -271,17 +281,15 @@ def test_zero_2_and_3_as_memory_tightens_further() -> None:
     """Then each batch's gradient is reduced by itself, so that no more than one is whole at a time (of the 2 x layers
     that ZeRO-1 adds up at the end), for as much traffic again; then parameters are stored cut and gathered for each
     of their uses."""
-    width, layers, batches = 256, 3, 2
-    args = strategies.adam_args(3 * width, width, layers, batches)
-    cluster = gpus(EVEN, bandwidth=1e11, latency=2e-6)
+    width, layers, batches = WIDTH, LAYERS, BATCHES
     weight = 4 * width * width
     scattered, gathered = f"reduce_scatter {(width, width)}", f"all_gather {(width, width)}"
 
-    free = planned(strategies.adam, args, cluster)
+    free = with_adam()
     first = max(free.memory) - 2 * weight * (N - 1) / N * layers
-    one = planned(strategies.adam, args, cluster, memory_limit=first)
-    two = planned(strategies.adam, args, cluster, memory_limit=first - layers * weight)
-    three = planned(strategies.adam, args, cluster, memory_limit=first - (layers + 1) * weight)
+    one = with_adam(first)
+    two = with_adam(first - layers * weight)
+    three = with_adam(first - (layers + 1) * weight)
 
     assert traffic(one) == {scattered: layers, gathered: layers}
     assert traffic(two) == {scattered: batches * layers, gathered: layers}
@@ -291,7 +299,7 @@ def test_zero_2_and_3_as_memory_tightens_further() -> None:
     for plan in (one, two, three):
         assert "R" not in layouts(plan)[layers : 3 * layers], "the moments are cut"
     # A reduce-scatter each: half of what an all-reduce of a weight takes.
-    assert two.cost == pytest.approx(one.cost + layers * (2e-6 + weight * (N - 1) / N / 1e11), rel=0.01)
+    assert two.cost == pytest.approx(one.cost + layers * (LATENCY + weight * (N - 1) / N / 1e11), rel=0.01)
     assert three.cost > two.cost
     assert max(three.memory) < max(two.memory) < max(one.memory) < max(free.memory)
     assert three.check().ok

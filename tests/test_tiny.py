@@ -3,8 +3,11 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 import hapsynth
+
+pytestmark = pytest.mark.optimized
 
 
 def loss(weights, x, y):

@@ -1,0 +1,127 @@
+"""A plan survives a file, and a file that was changed is refused."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from random_plans import N, assert_same, floats, make_plan, mesh_of, step, step_args
+
+from hapsynth.plan import Plan, PlanError, load
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    return make_plan(step, step_args())
+
+
+def test_a_plan_survives_a_file(plan: Plan, tmp_path: Path) -> None:
+    file = tmp_path / "plan.json"
+    plan.save(file)
+    assert [p.name for p in tmp_path.iterdir()] == ["plan.json"]
+    args = step_args()
+    structs = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), args)
+    again = load(file, step, structs, mesh_of())
+    assert again.program == plan.program or again.program.to_dict() == plan.program.to_dict()
+    assert again.sizes.shares == plan.sizes.shares
+    assert again.result.memory_limit_bytes == (float("inf"),) * N
+    assert again.result.replicated_primitives == ("weird",)
+    assert again.cluster == plan.cluster
+    assert again.traced.graph.carry == plan.traced.graph.carry
+    assert_same(again(*args), jax.jit(step)(*args), again)
+    unplaced = load(file, step, args)
+    assert unplaced.cost == plan.cost
+    with pytest.raises(RuntimeError, match=r"hapsynth.load"):
+        unplaced(*args)
+    with pytest.raises(ValueError, match=r"4 devices.*mesh has 8"):
+        load(file, step, args, mesh_of(8))
+
+
+def edit(data: dict[str, Any], *path: Any, to: Any) -> None:
+    for key in path[:-1]:
+        data = data[key]
+    data[path[-1]] = to
+
+
+def other_triple(data: dict[str, Any]) -> None:
+    """A rule that the op does not have."""
+    i = next(i for i in data["program"]["instructions"] if "op" in i and i["triples"][0]["factor"] is not None)
+    i["triples"][0]["results"] = ["P(max)"] * len(i["triples"][0]["results"])
+
+
+EDITS: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
+    "schema": (lambda d: edit(d, "schema", to="hapsynth-plan-0"), "has schema 'hapsynth-plan-0'"),
+    "triple": (other_triple, "has no rule"),
+    "sizes": (lambda d: edit(d, "shares", 0, 0, to=d["shares"][0][0] + 1), "its sizes are"),
+    "negative": (lambda d: edit(d, "shares", 0, to=[-1, 1, 0, d["classes"] and sum(d["shares"][0])]), "its sizes are"),
+    "fraction": (lambda d: edit(d, "shares", 0, 0, to=0.5), "no integer"),
+    "dropped step": (lambda d: d["program"]["instructions"].pop(0), "does not hold"),
+    "no op": (lambda d: edit(d, "program", "instructions", -1, to={"op": 999, "triples": []}), "no op 999"),
+    "missing": (lambda d: d.pop("program"), "has no 'program'"),
+    "cost": (lambda d: edit(d, "certificate", "cost_s", to="cheap"), "cheap"),
+    "status": (lambda d: edit(d, "certificate", "status", to="perfect"), "'perfect' is no status"),
+    "fingerprint": (lambda d: edit(d, "function", "fingerprint", to="0" * 16), "of another function: fingerprint 0000"),
+    "cluster": (lambda d: edit(d, "cluster", "devices", to=[]), "device"),
+    "devices": (lambda d: edit(d, "program", "axes", to=[["hap", 2]]), "for 2 devices and the cluster has 4"),
+    "memory": (lambda d: edit(d, "memory_bytes", to=[]), "memory_bytes has 0 entries"),
+    "carry": (lambda d: edit(d, "function", "carry", 0, to=[77, 0]), "names no input"),
+    "classes": (lambda d: d["classes"].pop(), "dimension classes"),
+    "list": (lambda d: edit(d, "program", to=[]), "not a program"),
+}
+
+
+@pytest.mark.parametrize("name", EDITS)
+def test_an_edited_file_is_refused(plan: Plan, tmp_path: Path, name: str) -> None:
+    change, text = EDITS[name]
+    file = tmp_path / "plan.json"
+    plan.save(file)
+    data = json.loads(file.read_text())
+    change(data)
+    file.write_text(json.dumps(data))
+    with pytest.raises(PlanError, match=re.escape(text)) as caught:
+        load(file, step, step_args(), mesh_of())
+    assert "plan.json" in str(caught.value)
+
+
+def test_files_that_are_no_plans(plan: Plan, tmp_path: Path) -> None:
+    file = tmp_path / "plan.json"
+    with pytest.raises(PlanError, match="cannot be read"):
+        load(file, step, step_args())
+    plan.save(file)
+    file.write_text(file.read_text()[:200])
+    with pytest.raises(PlanError, match="cut short"):
+        load(file, step, step_args())
+    file.write_bytes(b"\xff\x00")
+    with pytest.raises(PlanError, match="no JSON"):
+        load(file, step, step_args())
+    file.write_text("[]")
+    with pytest.raises(PlanError, match="holds no plan"):
+        load(file, step, step_args())
+
+
+def test_a_plan_of_another_function_names_the_difference(plan: Plan, tmp_path: Path) -> None:
+    file = tmp_path / "plan.json"
+    plan.save(file)
+    state, batch = step_args()
+    with pytest.raises(PlanError, match=re.escape("it takes [1] of float32[7, 6], and this one [1] of float32[3, 6]")):
+        load(file, step, (state, floats(3, 6)))
+    with pytest.raises(PlanError, match=r"another function: it has .* ops, and this one"):
+        load(file, lambda s, b: (s, jnp.sum(b)), (state, batch))
+    with pytest.raises(PlanError, match="another function"):
+        load(file, lambda s, b: step(s, jnp.exp(b)), (state, batch))
+
+
+def test_nothing_is_left_of_a_save_that_failed(plan: Plan, tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="No such file"):
+        plan.save(tmp_path / "absent" / "plan.json")
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    with pytest.raises(OSError, match="directory"):
+        plan.save(folder)
+    assert [p.name for p in tmp_path.iterdir()] == ["folder"]
