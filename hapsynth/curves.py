@@ -19,8 +19,8 @@ class Curve:
     """Seconds by amount (FLOPs of an op, bytes on a wire): straight lines between measured points.
 
     `points`: (amount, seconds), both rising. Before the first point and after the last time is in proportion to the
-    amount; a first point at amount 0 is a latency. `spread`: of each point, the interquartile range of its samples
-    over their median; () where it is not known; not compared.
+    amount; a first point at amount 0 is a latency. `spread`: of each point, how far its samples lay apart
+    as a fraction; () where it is not known; not compared.
 
     A time that never falls as the amount grows has an inverse, on which the lower bounds rest.
     Raises ValueError for points that don't rise.
