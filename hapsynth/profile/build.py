@@ -138,9 +138,9 @@ class Builder:
         return found, lines
 
     def _link(self, points: Sequence[tuple[float, float]]) -> Link:
-        link = link_of(points) if len(points) > 1 else None
-        if link is None:
-            raise ProfileError("collectives came out as taking no longer for more bytes; run it again")
+        if not points:
+            raise ProfileError("collectives came out as taking no time at all; run it again")
+        link = link_of(points)
         return Link(rounded(link.bandwidth), rounded(link.latency))
 
     def _told(self) -> dict[str, object]:

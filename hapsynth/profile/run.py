@@ -106,8 +106,8 @@ class _Measuring:
         done: list[Exchange] = []
         for e in wanted:
             before = next((x for x in reversed(done) if x.family == e.family), None)
-            growth = e.nbytes * e.repeats / (before.nbytes * before.repeats) if before else 1.0
-            if self._fits(before and before.key, growth, 2.0 * e.nbytes * e.n):
+            # What small ones take is latency, and says little of the next size.
+            if self._fits(before and before.key, 1.0, 2.0 * e.nbytes * e.n):
                 self._measure(e.key, lambda e=e: runner(self.job, e), len(self.state.figures))
                 done.append(e)
         return [e for e in done if np.isfinite(self.state.figures[e.key]).all()]

@@ -148,7 +148,8 @@ def fitted(points: Points) -> tuple[float, float]:
     return max(latency, 0.0), max(beta, 0.0)
 
 
-def link_of(points: Points) -> Link | None:
-    """The link of seconds by bytes over it; None where time does not grow with them."""
+def link_of(points: Points) -> Link:
+    """The link of seconds by bytes over it. Where time does not grow with the bytes, that of the largest alone."""
     latency, beta = fitted(points)
-    return Link(1 / beta, latency) if beta > 0 else None
+    largest, seconds = max(points)
+    return Link(1 / beta, latency) if beta > 0 else Link(largest / seconds, min(t for _, t in points))
