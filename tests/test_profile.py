@@ -40,7 +40,7 @@ class FakeJob:
         self.machines = ["m"] * self.n
         self.ran: list[str] = []
 
-    agree = staticmethod(bool)
+    agree, least = staticmethod(bool), staticmethod(float)
     gather = staticmethod(np.asarray)
 
     def runner(self, kernel: Any, only: Any = None) -> Any:
@@ -103,6 +103,7 @@ def test_groups() -> None:
     assert groups(["a", "a", "a", "b"], np.where(seconds == 3.0, np.nan, seconds)) == [[0, 1], [2], [3]]
     # A slow drift from one to the next does not make the ends alike.
     assert groups(["a"] * 4, np.array([[1.0], [1.08], [1.16], [1.24]])) == [[0, 1], [2, 3]]
+    assert groups(["a"] * 2, np.array([[1.0], [1.3]]), spread=0.3) == [[0, 1]]
     assert typical([{"k": (1.0, 0.1), "l": (1.0, 0.1)}, {"k": (3.0, 0.3)}]) == {"k": (2.0, 0.3)}
 
 
@@ -147,15 +148,23 @@ def test_nonsense_is_doubted(key: str, seconds: float, spread: float, says: str)
 def test_sampling_goes_on_until_it_is_stable_or_out_of_time() -> None:
     clock = itertools.count(0.0, 0.1).__next__
     wild = itertools.cycle([1.0, 9.0, 9.0])
-    seconds, spread = sampled(lambda: np.array([next(wild)]), bool, 0.05, 1.0, clock)
+    seconds, spread = sampled(lambda: np.array([next(wild)]), float, 0.05, 1.0, 0.0, clock)
     assert (seconds[0], spread[0]) == (1.0, pytest.approx(8.0))
     assert clock() > 1.0
     calm, count = itertools.chain([9.0, 5.0], itertools.repeat(2.0)), itertools.count()
     one = lambda: (next(count), np.array([next(calm), 2.0]))[1]
-    seconds, spread = sampled(one, bool, 0.05, 1e9, lambda: 0.0)
+    seconds, spread = sampled(one, float, 0.05, 1e9, 0.0, lambda: 0.0)
     assert seconds.tolist() == [2.0, 2.0]
     assert (spread <= 0.05).all()
-    assert next(count) in (5, 10)
+    assert next(count) in (6, 9, 12)
+
+
+def test_a_process_held_to_a_part_of_a_core_is_slow() -> None:
+    # 3 ms of every 10 ms: calls of 1 ms, then a wait of 7 ms in one of them.
+    held = itertools.cycle([0.001, 0.001, 0.008])
+    seconds, spread = sampled(lambda: np.array([next(held)]), float, 0.05, 1.0, 0.1)
+    assert seconds[0] == pytest.approx(0.0033, rel=0.1)
+    assert spread[0] < 0.1
 
 
 def test_an_interrupted_profile_goes_on(tmp_path: Path) -> None:

@@ -42,7 +42,8 @@ class Builder:
         computing = [k.key for k in ran if k.family not in (DISPATCH, LAUNCH)]
         names = [d.device_kind for d in job.devices]
         seconds = np.array([figures[k][:, 0] for k in computing]).T.reshape(job.n, len(computing))
-        self.groups = groups(names, seconds)
+        spread = float(np.median([figures[k][:, 1] for k in computing])) if computing else 0.0
+        self.groups = groups(names, seconds, spread)
         several = {names[g[0]] for g in self.groups if sum(names[o[0]] == names[g[0]] for o in self.groups) > 1}
         count: dict[str, int] = {}
         self.names: list[str] = []

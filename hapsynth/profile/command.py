@@ -51,7 +51,7 @@ def profile_command(
     partial = Path(options.output + ".partial")
     asked = Options(axes=options.mesh, dtypes=options.dtypes, quick=options.quick)
     if options.quick:
-        asked = Options(asked.axes, asked.dtypes, quick=True, limit_s=0.1, longest_s=0.1)
+        asked = Options(asked.axes, asked.dtypes, quick=True, limit_s=0.1, window_s=0.02, longest_s=0.1)
     job = Job(options.devices)
     say = lambda text: print(f"hapsynth profile: {text}", file=sys.stderr) if job.first else None
     try:

@@ -61,7 +61,11 @@ class Job:
 
     def agree(self, holds: bool) -> bool:
         """Whether it holds in every process."""
-        return holds if self.lone else bool(np.all(multihost_utils.process_allgather(np.array([holds]))))
+        return self.least(float(holds)) > 0
+
+    def least(self, mine: float) -> float:
+        """The least number of all processes."""
+        return mine if self.lone else float(np.min(multihost_utils.process_allgather(np.array([mine], np.float32))))
 
     def gather(self, mine: Floats) -> Floats:
         """[local devices, k] of each process -> [devices, k] in all."""

@@ -14,17 +14,17 @@ from hapsynth.profile.kernels import DISPATCH, LAUNCH, STREAM, Kernel
 from hapsynth.profile.sampling import Floats
 
 ALIKE = 0.10
-"""Devices of one name whose speeds differ by less are of one kind."""
+"""Devices of one name whose speeds differ by less, or by less than their figures spread, are of one kind."""
 
 Times = Mapping[str, tuple[float, float]]
 """Figure -> (seconds, spread)."""
 
 
-def groups(names: Sequence[str], seconds: Floats) -> list[list[int]]:
+def groups(names: Sequence[str], seconds: Floats, spread: float = 0.0) -> list[list[int]]:
     """Devices in groups of one kind each, the fastest group of a name first.
 
     names: what JAX calls each device. seconds: [devices, figures]; a device's speed is the geometric mean over the
-    figures that all have.
+    figures that all have. spread: what these typically vary by.
     """
     everywhere = np.isfinite(seconds).all(axis=0) & (seconds > 0).all(axis=0)
     slowness = np.log(seconds[:, everywhere]).mean(axis=1) if everywhere.any() else np.zeros(len(names))
@@ -33,7 +33,7 @@ def groups(names: Sequence[str], seconds: Floats) -> list[list[int]]:
         mine = sorted((i for i, other in enumerate(names) if other == name), key=lambda i: slowness[i])
         first: list[int] = []
         for i in mine:
-            if not first or slowness[i] - slowness[first[0]] > log(1 + ALIKE):
+            if not first or slowness[i] - slowness[first[0]] > log(1 + ALIKE + spread):
                 first = []
                 found.append(first)
             first.append(i)

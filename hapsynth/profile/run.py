@@ -27,13 +27,15 @@ ALONE = "alone"
 class Options:
     """`axes`: of the mesh, () for one over all devices. `dtypes`: that rates are measured of, float32 too in any case;
     () for those that the devices are used with. `quick`: fewer sizes. `limit_s`: seconds per figure, of which the
-    spread should come down to `tolerance`. `longest_s`: sizes that would take longer per run are left out."""
+    spread should come down to `tolerance`, `window_s` per sample. `longest_s`: sizes
+    that would take longer per run are left out."""
 
     axes: Axes = ()
     dtypes: tuple[str, ...] = ()
     quick: bool = False
     tolerance: float = 0.05
     limit_s: float = 0.5
+    window_s: float = 0.1
     longest_s: float = 0.25
 
 
@@ -130,7 +132,7 @@ class _Measuring:
             for i in self.job.local if process == jax.process_index() else ():
                 once = self.job.runner(kernel[0], [i])
                 once()
-                seconds, spread = sampled(once, lambda x: x, self.options.tolerance, self.options.limit_s)
+                seconds, spread = self._sampled(once, lambda x: x)
                 rows.append([float(seconds[0]), float(spread[0])])
             self.job.agree(True)
         self._keep(ALONE, np.array(rows))
@@ -147,10 +149,14 @@ class _Measuring:
             once = None
         # What one device can't run, or has no room for, is no figure of any.
         if self.job.agree(once is not None) and once is not None:
-            seconds, spread = sampled(once, self.job.agree, self.options.tolerance, self.options.limit_s)
+            seconds, spread = self._sampled(once, self.job.least)
             self._keep(key, np.stack([seconds, spread], axis=1))
         else:
             self._keep(key, np.full((len(self.job.local), 2), np.nan))
+
+    def _sampled(self, once: Callable[[], Floats], least: Callable[[float], float]) -> tuple[Floats, Floats]:
+        o = self.options
+        return sampled(once, least, o.tolerance, o.limit_s, o.window_s)
 
     def _keep(self, key: str, mine: Floats) -> None:
         self.state.add(key, self.job.gather(mine))
