@@ -84,7 +84,10 @@ class KindFit:
         bandwidth = self.bandwidth
         if "float32" not in flops or bandwidth is None:
             return None
-        return DeviceKind(name, flops, rounded(bandwidth), memory, rounded(self.overhead), 1.0, measured, source)
+        overhead = rounded(self.overhead)
+        return DeviceKind(
+            name, flops, rounded(bandwidth), memory, overhead, efficiency=1.0, measured=measured, source=source
+        )
 
     @property
     def bandwidth(self) -> float | None:
