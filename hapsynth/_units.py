@@ -21,11 +21,12 @@ def _binary(suffix: str) -> dict[str, Decimal]:
     return {p + suffix: Decimal(2**e) for p, e in _BINARY.items()}
 
 
-# What each quantity may be written in, as multiples of its SI unit: bytes/s, bytes, seconds, FLOP/s.
+# What each quantity may be written in, as multiples of its SI unit: bytes/s, bytes, seconds, FLOP/s, FLOP.
 BANDWIDTH = MappingProxyType(_scaled("B/s", "kMGT") | _binary("B/s") | _scaled("bit/s", "kMGT", "0.125"))
 MEMORY = MappingProxyType(_scaled("B", "kMGT") | _binary("B"))
 TIME = MappingProxyType({u: Decimal(f) for u, f in [("s", "1"), ("ms", "1e-3"), ("us", "1e-6"), ("ns", "1e-9")]})
 RATE = MappingProxyType(_scaled("FLOP/s", "MGTP"))
+WORK = MappingProxyType(_scaled("FLOP", "kMGTP"))
 
 _QUANTITY = re.compile(r"\s*([+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?|[+-]?(?:nan|inf\w*))\s*(.*?)\s*", re.I)
 

@@ -1,4 +1,4 @@
-"""The command line: `hapsynth search | run | compare | explain`, the same as `python -m hapsynth`.
+"""The command line: `hapsynth search | run | compare | explain | profile`, the same as `python -m hapsynth`.
 
 Exit status: 0 done; 1 nothing fits, or a check failed; 2 bad usage or input, with one line on standard error and
 nothing written; 130 interrupted before there was any plan. Ctrl-C later on ends the search with the best plan so far.
@@ -26,6 +26,8 @@ from hapsynth.example_data import example_arguments
 from hapsynth.instructions.rules.notation import RuleError
 from hapsynth.lower import UnsupportedError
 from hapsynth.plan import Plan, PlanError, load
+from hapsynth.profile.command import add_arguments, profile_command
+from hapsynth.profile.judge import ProfileError
 from hapsynth.report import record, trial
 from hapsynth.report.explain import Explainer, find_value
 from hapsynth.report.model_file import Target, UsageError, load_target
@@ -53,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _COMMANDS[options.command](options, session)
     except InfeasibleError as error:
         return _fail(name, "infeasible", error, FAILED)
-    except (UsageError, ClusterError, PlanError, TraceError, RuleError, UnsupportedError) as error:
+    except (UsageError, ClusterError, PlanError, ProfileError, TraceError, RuleError, UnsupportedError) as error:
         return _fail(name, "error", error, MISUSED)
     except OSError as error:
         # Files report their own errors, so this is standard output: its reader has gone, as in `| head`, or it is full.
@@ -61,8 +63,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         with suppress(OSError, ValueError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED if isinstance(error, BrokenPipeError) else _fail(name, "standard output", error, MISUSED)
-    except KeyboardInterrupt:
-        return _fail(name, "interrupted", KeyboardInterrupt("nothing written"), INTERRUPTED)
+    except KeyboardInterrupt as stop:
+        return _fail(name, "interrupted", KeyboardInterrupt(str(stop) or "nothing written"), INTERRUPTED)
 
 
 def _fail(name: str, what: str, error: BaseException, status: int) -> int:
@@ -86,6 +88,8 @@ class _Session(ExitStack):
         self.files = self.enter_context(Outputs(self.stdout))
         if options.command == "search":
             self.files.claim("--plan", options.plan)
+        if options.command == "profile":
+            self.files.claim("-o", options.output)
         self.files.claim("--json", getattr(options, "json", None))
 
     @property
@@ -165,7 +169,13 @@ def _explain(options: argparse.Namespace, session: _Session) -> int:
     return DONE
 
 
-_COMMANDS = {"search": _search, "run": _run, "compare": _compare, "explain": _explain}
+def _profile(options: argparse.Namespace, session: _Session) -> int:
+    with activity() as tell:
+        profile_command(options, session.files, session.out, tell)
+    return DONE
+
+
+_COMMANDS = {"search": _search, "run": _run, "compare": _compare, "explain": _explain, "profile": _profile}
 
 
 def _cluster(path: str) -> Cluster:
@@ -231,6 +241,8 @@ def _parser() -> argparse.ArgumentParser:
     asked = explain.add_mutually_exclusive_group()
     asked.add_argument("--value", metavar="NAME", help="one value: an argument path such as [0]['w'], or v80")
     asked.add_argument("--top", metavar="N", type=_count, default=5, help="how many of each to explain (default 5)")
+
+    add_arguments(commands.add_parser("profile", help="measure the devices of this job and write a cluster file"))
     return parser
 
 

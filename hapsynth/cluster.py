@@ -23,6 +23,17 @@ Written as TOML (`examples/clusters/`). Units are never optional:
     memory = "4 GiB"
     speed = 0.5                       # scales flops and bandwidth
 
+`hapsynth profile` writes measured figures beside these, which go before them:
+
+    [kinds.small.measured.matmul]     # seconds by FLOPs, without the overhead; the third entry is the spread
+    float32 = [["4.2 MFLOP", "55 us", 0.02], ["537 MFLOP", "5.1 ms", 0.01]]
+
+    [collectives.data]                # along a mesh axis: seconds by bytes sent over the slowest link
+    all_reduce = [["0 B", "18 us"], ["64 KiB", "44 us"], ["4 MiB", "1.6 ms"]]
+
+    [profile]                         # where and with what it was measured; nothing is computed from it
+    jax = "0.10.2"
+
 Everything here is arithmetic on descriptions: no backend is started, so that planning needs no device.
 """
 
@@ -34,10 +45,12 @@ import os
 import re
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, cast
 
+from hapsynth import _units
+from hapsynth.curves import Curve, write_curve
 from hapsynth.devices import (
     ClusterError,
     DeviceKind,
@@ -67,6 +80,7 @@ class _Device(Protocol):
 
 
 DEFAULT_AXIS = "hap"
+COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all")
 _MOST_DEVICES = 1 << 16
 
 # What `from_mesh` assumes of links, which JAX tells nothing about. Nominal: a slow PCIe 3.0 x16 inside a host,
@@ -86,6 +100,8 @@ class Cluster:
     `devices`: one kind per device. `hosts`: the host of each device, renumbered 0, 1, ... in order of appearance.
     `network`: between hosts. `intra`: inside a host, None where it is no better than the network. `axes`: (name,
     size) of each mesh axis; () stands for one axis "hap" over all devices. One kind name means one kind.
+    `collectives`: by axis ("hap": all devices as one) and collective, measured seconds by the bytes that one group
+    sends over its slowest link, padding included. `profile`: where figures were measured and with what; not compared.
 
     Raises ClusterError when these don't fit each other.
     """
@@ -96,6 +112,8 @@ class Cluster:
     network: Link
     intra: Link | None = None
     axes: tuple[tuple[str, int], ...] = ()
+    collectives: Mapping[str, Mapping[str, Curve]] = field(default_factory=dict[str, Mapping[str, Curve]], hash=False)
+    profile: Mapping[str, object] = field(default_factory=dict[str, object], compare=False)
 
     def __post_init__(self) -> None:
         def error(problem: str) -> ClusterError:
@@ -116,6 +134,11 @@ class Cluster:
         for a, b in itertools.combinations(self.kinds, 2):
             if a.name == b.name:
                 raise error(f"two unlike device kinds are both called {a.name!r}; give each its own name")
+        for axis, curves in self.collectives.items():
+            if axis not in (*names, DEFAULT_AXIS):
+                raise error(f"collectives.{axis} is no mesh axis; there are {', '.join(names)}")
+            if unknown := [step for step in curves if step not in COLLECTIVES]:
+                raise error(f"collectives.{axis}.{unknown[0]} is not one of {', '.join(COLLECTIVES)}")
 
     @property
     def n(self) -> int:
@@ -127,11 +150,23 @@ class Cluster:
         """The distinct kinds, in order of appearance."""
         return tuple(dict.fromkeys(self.devices))
 
+    def collectives_along(self, axis: str, size: int) -> Mapping[str, Curve]:
+        """The measured collectives along an axis of `size` devices; none where only other axes were measured."""
+        sizes = dict(self.axes)
+        if sizes.get(axis) != size and size == self.n:
+            # All devices as one axis, whatever it is called.
+            axis = next((a for a, s in self.axes if s == size), "" if DEFAULT_AXIS in sizes else DEFAULT_AXIS)
+        return self.collectives.get(axis, {})
+
     def fingerprint(self) -> str:
         """16 hex digits that change with anything a plan's cost depends on; the cluster's own name is left out."""
-        data = {key: value for key, value in self.to_dict().items() if key != "name"}
-        for kind in cast(dict[str, dict[str, object]], data["kinds"]).values():
-            kind.pop("source", None)
+        without = replace(
+            self,
+            devices=tuple(replace(kind, source="", measured=_bare(kind.measured)) for kind in self.devices),
+            collectives=_bare(self.collectives),
+            profile={},
+        )
+        data = {key: value for key, value in without.to_dict().items() if key != "name"}
         return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()[:16]
 
     @classmethod
@@ -155,7 +190,7 @@ class Cluster:
     @classmethod
     def from_dict(cls, data: Mapping[str, object], source: str = "cluster") -> "Cluster":
         """The cluster of a parsed TOML or JSON document; `source` is what errors call it. Raises ClusterError."""
-        top = Table(data, source, keys=("name", "axes", "network", "intra", "devices", "kinds"))
+        top = Table(data, source, keys=_KEYS)
         kinds = read_kinds(top.table("kinds"), known_kinds()) if "kinds" in top else known_kinds()
         devices, hosts = _read_devices(top, kinds)
         intra = read_link(top.table("intra", ("bandwidth", "latency"))) if "intra" in top else None
@@ -167,8 +202,10 @@ class Cluster:
             network = intra
         axes = top.table("axes") if "axes" in top else None
         sizes = tuple((axis, axes.count(axis)) for axis in axes.data) if axes else ()
+        collectives = _read_collectives(top.table("collectives")) if "collectives" in top else {}
+        profile = _read_profile(top.table("profile")) if "profile" in top else {}
         try:
-            return cls(top.text("name", "a name"), devices, hosts, network, intra, sizes)
+            return cls(top.text("name", "a name"), devices, hosts, network, intra, sizes, collectives, profile)
         except ClusterError as error:
             raise ClusterError(f"{source}: {error}") from None
 
@@ -181,6 +218,8 @@ class Cluster:
         if len(runs) == len(set(self.hosts)):
             groups = itertools.groupby(runs, key=lambda run: (run["kind"], run["per_host"]))
             runs = [{"kind": k, "hosts": len(list(group)), "per_host": c} for (k, c), group in groups]
+        curves = lambda by: {step: write_curve(curve, _units.MEMORY) for step, curve in by.items()}
+        collectives = {axis: curves(by_step) for axis, by_step in self.collectives.items()}
         return {
             "name": self.name,
             "axes": dict(self.axes),
@@ -188,6 +227,8 @@ class Cluster:
             **({"intra": write_link(self.intra)} if self.intra else {}),
             "devices": runs,
             "kinds": {kind.name: write_kind(kind) for kind in self.kinds},
+            **({"collectives": collectives} if collectives else {}),
+            **({"profile": dict(self.profile)} if self.profile else {}),
         }
 
     @classmethod
@@ -206,6 +247,35 @@ class Cluster:
         name = " + ".join(f"{kinds.count(kind)} x {kind.name}" for kind in dict.fromkeys(kinds))
         axes = tuple((str(axis), int(size)) for axis, size in mesh.shape.items())
         return cls(name, kinds, tuple(d.process_index for d in devices), NOMINAL_NETWORK, intra, axes)
+
+
+_KEYS = ("name", "axes", "network", "intra", "devices", "kinds", "collectives", "profile")
+
+
+def _bare(curves: Mapping[str, Mapping[str, Curve]]) -> dict[str, dict[str, Curve]]:
+    """Curves without their spread, which no cost depends on."""
+    return {key: {k: replace(curve, spread=()) for k, curve in by.items()} for key, by in curves.items()}
+
+
+def _read_collectives(table: Table) -> dict[str, dict[str, Curve]]:
+    found: dict[str, dict[str, Curve]] = {}
+    for axis in table.data:
+        by_step = table.table(axis, COLLECTIVES)
+        found[axis] = {step: by_step.curve(step, "MEMORY") for step in by_step.data}
+    return found
+
+
+def _read_profile(table: Table) -> dict[str, object]:
+    """What is kept as it is: text, numbers, and tables of these."""
+    found: dict[str, object] = {}
+    for key, value in table.data.items():
+        if isinstance(value, Mapping):
+            found[key] = _read_profile(table.table(key))
+        elif isinstance(value, str | int) or (isinstance(value, float) and math.isfinite(value)):
+            found[key] = value
+        else:
+            raise table.error(key, f"= {value!r} must be text, a finite number or a table")
+    return found
 
 
 def _read_devices(top: Table, kinds: Mapping[str, DeviceKind]) -> tuple[tuple[DeviceKind, ...], tuple[int, ...]]:
@@ -263,11 +333,21 @@ def _toml(data: Mapping[str, object]) -> str:
         # JSON's strings and numbers are TOML's, but for the delete character, which TOML wants escaped.
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
-    def table(header: str, body: object) -> str:
-        return header + "".join(f"\n{key(k)} = {scalar(v)}" for k, v in cast(Mapping[str, object], body).items())
+    def table(header: str, body: object, opened: tuple[str, ...] = ()) -> str:
+        """`opened`: the sub-tables that get a header of their own, line by line."""
+        items = cast(Mapping[str, object], body).items()
+        lines = [header, *(f"{key(k)} = {scalar(v)}" for k, v in items if k not in opened)]
+        inner = [(f"{header[:-1]}.{key(k)}", v) for k, v in items if k in opened]
+        return "\n\n".join(["\n".join(lines), *(f"{tables(head, v)}" for head, v in inner)])
+
+    def tables(header: str, body: object) -> str:
+        return "\n\n".join(table(f"{header}.{key(k)}]", v) for k, v in cast(Mapping[str, object], body).items())
 
     parts = [table("", {k: data[k] for k in ("name", "axes")}).lstrip()]
     parts += [table(f"[{k}]", data[k]) for k in ("network", "intra") if k in data]
     parts += [table("[[devices]]", entry) for entry in cast(list[object], data["devices"])]
-    parts += [table(f"[kinds.{key(k)}]", v) for k, v in cast(Mapping[str, object], data["kinds"]).items()]
+    kinds = cast(Mapping[str, object], data["kinds"]).items()
+    parts += [table(f"[kinds.{key(k)}]", v, opened=("measured",)) for k, v in kinds]
+    parts += [tables("[collectives", data["collectives"])] if "collectives" in data else []
+    parts += [table("[profile]", data["profile"])] if "profile" in data else []
     return "\n\n".join(parts) + "\n"

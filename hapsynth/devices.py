@@ -13,6 +13,7 @@ from importlib import resources
 from typing import TypeVar, cast
 
 from hapsynth import _units
+from hapsynth.curves import Curve, read_curve, write_curve
 
 # Seconds per op launched on a GPU: the order of a kernel launch plus XLA's thunk. Nominal, no datasheet has it.
 DEFAULT_OVERHEAD = 5e-6
@@ -22,6 +23,16 @@ DEFAULT_OVERHEAD = 5e-6
 DEFAULT_EFFICIENCY = 0.5
 # What float64 costs where a kind doesn't say: the rate of the consumer chips (GA102, AD102), 1/64 of float32's.
 _FLOAT64_FRACTION = 1 / 64
+
+# What an op is to a profile, and what it counts as where that was not measured.
+OP_CLASSES: Mapping[str, tuple[str, ...]] = {
+    "matmul": ("matmul",),
+    "batch_matmul": ("batch_matmul", "matmul"),
+    "convolution": ("convolution",),
+    "elementwise": ("elementwise",),
+    "reduction": ("reduction", "elementwise"),
+    "transcendental": ("transcendental", "elementwise"),
+}
 
 _RATES = ("float64", "float32", "tf32", "float16", "bfloat16")
 # The first rate that the kind has is the one that a dtype gets. XLA runs float32 contractions on the TF32
@@ -34,6 +45,9 @@ _FALLBACK = {
     "float64": ("float64",),
     "complex128": ("float64",),
 }
+
+_MEASURED = tuple(d for d in _RATES if d != "tf32")
+"""A measured float32 is at whatever precision JAX gives it."""
 
 T = TypeVar("T")
 
@@ -55,7 +69,9 @@ class DeviceKind:
 
     `flops`: peak FLOP/s for each of float32 (needed), tf32, float16, bfloat16, float64; dense. Not to be changed.
     `bandwidth`: of its own memory, bytes/s. `memory`: bytes. `overhead`: seconds per launched op. `efficiency`:
-    fraction of the peak FLOP/s that is reached, in (0, 1]. `source`: where the figures stand; not compared.
+    fraction of the peak FLOP/s that is reached, in (0, 1]. `measured`: seconds by FLOPs for a class of ops
+    (`OP_CLASSES`) and a dtype, without the overhead; what it has goes before `flops`. Not to be changed. `source`:
+    where the figures stand; not compared.
 
     Raises ClusterError for a figure that is not finite and positive (`overhead` may be 0).
     """
@@ -66,6 +82,7 @@ class DeviceKind:
     memory: int
     overhead: float = DEFAULT_OVERHEAD
     efficiency: float = DEFAULT_EFFICIENCY
+    measured: Mapping[str, Mapping[str, Curve]] = field(default_factory=dict[str, Mapping[str, Curve]])
     source: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
@@ -85,9 +102,25 @@ class DeviceKind:
         _positive(owner, "efficiency", self.efficiency)
         if self.efficiency > 1:
             raise ClusterError(f"{owner}: efficiency = {self.efficiency!r} is a fraction of the peak, at most 1")
+        for op_class, by_dtype in self.measured.items():
+            if op_class not in OP_CLASSES:
+                raise ClusterError(f"{owner}: measured has no class {op_class!r}; {_nearest(op_class, OP_CLASSES)}")
+            for dtype in by_dtype:
+                if dtype not in _MEASURED:
+                    raise ClusterError(f"{owner}: measured.{op_class}.{dtype}: {_nearest(dtype, _MEASURED)}")
 
     def __hash__(self) -> int:
         return hash((self.name, tuple(self.flops.items()), self.bandwidth, self.memory))
+
+    def curve(self, op_class: str, dtype: object) -> Curve | None:
+        """Seconds by FLOPs as measured for a class of ops and a dtype, or for what they count as; None where nothing
+        was, and `rate` has to do."""
+        for known in OP_CLASSES[op_class]:
+            by_dtype = self.measured.get(known, {})
+            for d in _counts_as(dtype):
+                if d in by_dtype:
+                    return by_dtype[d]
+        return None
 
     def rate(self, dtype: object) -> float:
         """FLOP/s reached by a contraction of `dtype` (a NumPy dtype or its name): `efficiency` x the peak.
@@ -96,18 +129,25 @@ class DeviceKind:
         name. A missing bfloat16 or float16 falls back to the other, then to float32, a missing float64 to 1/64 of
         float32; 8-bit floats count as float16; integers, bools and whatever is unknown as float32's ordinary cores.
         """
-        name = str(getattr(dtype, "name", dtype))
-        fallback = _FALLBACK["float16"] if name.startswith("float8") else _FALLBACK.get(name, ("float32",))
-        if name == "tf32":
-            fallback = _FALLBACK["float32"]
-        peak = next((self.flops[d] for d in fallback if d in self.flops), self.flops["float32"] * _FLOAT64_FRACTION)
+        peak = next(
+            (self.flops[d] for d in _counts_as(dtype) if d in self.flops), self.flops["float32"] * _FLOAT64_FRACTION
+        )
         return peak * self.efficiency
 
     def faster(self, speed: float, name: str | None = None) -> "DeviceKind":
         """The same device `speed` times as fast, in computing and in reaching its memory; the memory stays."""
         _positive(f"device kind {self.name!r}", "speed", speed)
         flops = {d: rate * speed for d, rate in self.flops.items()}
-        return replace(self, name=name or self.name, flops=flops, bandwidth=self.bandwidth * speed)
+        measured = {c: {d: curve.scaled(speed) for d, curve in by.items()} for c, by in self.measured.items()}
+        return replace(self, name=name or self.name, flops=flops, bandwidth=self.bandwidth * speed, measured=measured)
+
+
+def _counts_as(dtype: object) -> tuple[str, ...]:
+    """The rates that a dtype (a NumPy dtype or its name) gets, the first that there is."""
+    name = str(getattr(dtype, "name", dtype))
+    if name == "tf32":
+        return _FALLBACK["float32"]
+    return _FALLBACK["float16"] if name.startswith("float8") else _FALLBACK.get(name, ("float32",))
 
 
 @dataclass(frozen=True)
@@ -185,6 +225,10 @@ class Table:
 
         return self._checked(key, read, "a whole number")
 
+    def curve(self, key: str, units: str) -> Curve:
+        """A list of points [amount, time] or [amount, time, spread]."""
+        return self._checked(key, lambda v: read_curve(v, getattr(_units, units)), "the measured points")
+
     def text(self, key: str, hint: str = "a string") -> str:
         def read(value: object) -> str:
             if not isinstance(value, str) or not value:
@@ -203,7 +247,7 @@ def _nearest(name: str, names: Iterable[str]) -> str:
     return f"did you mean {known[close[0]]!r}?" if close else f"use one of {', '.join(known.values())}"
 
 
-_KIND_KEYS = ("base", "flops", "bandwidth", "memory", "overhead", "efficiency", "speed", "source")
+_KIND_KEYS = ("base", "flops", "bandwidth", "memory", "overhead", "efficiency", "measured", "speed", "source")
 
 
 def find_kind(table: Table, key: str, kinds: Mapping[str, DeviceKind]) -> DeviceKind:
@@ -240,9 +284,19 @@ def read_kind(name: str, table: Table, kinds: Mapping[str, DeviceKind]) -> Devic
         memory=math.floor(memory),
         overhead=figure("overhead", (base or _NOMINAL).overhead, lambda: table.quantity("overhead", "TIME")),
         efficiency=efficiency or (base or _NOMINAL).efficiency,
+        measured=_read_measured(table) if "measured" in table else (base or _NOMINAL).measured,
         source=table.text("source") if "source" in table else (base.source if base else ""),
     )
     return kind.faster(table.number("speed")) if "speed" in table else kind
+
+
+def _read_measured(table: Table) -> dict[str, dict[str, Curve]]:
+    classes = table.table("measured", OP_CLASSES)
+    found: dict[str, dict[str, Curve]] = {}
+    for op_class in classes.data:
+        by_dtype = classes.table(op_class, _MEASURED)
+        found[op_class] = {dtype: by_dtype.curve(dtype, "WORK") for dtype in by_dtype.data}
+    return found
 
 
 def read_kinds(table: Table, known: Mapping[str, DeviceKind]) -> dict[str, DeviceKind]:
@@ -255,6 +309,8 @@ def read_kinds(table: Table, known: Mapping[str, DeviceKind]) -> dict[str, Devic
 
 def write_kind(kind: DeviceKind) -> dict[str, object]:
     """The [kinds.NAME] table that `read_kind` reads back as an equal kind."""
+    curves = lambda by: {dtype: write_curve(curve, _units.WORK) for dtype, curve in by.items()}
+    measured = {op_class: curves(by_dtype) for op_class, by_dtype in kind.measured.items()}
     return {
         "flops": {dtype: _units.format(rate, _units.RATE) for dtype, rate in kind.flops.items()},
         "bandwidth": _units.format(kind.bandwidth, _units.BANDWIDTH),
@@ -262,6 +318,7 @@ def write_kind(kind: DeviceKind) -> dict[str, object]:
         "overhead": _units.format(kind.overhead, _units.TIME),
         "efficiency": kind.efficiency,
         **({"source": kind.source} if kind.source else {}),
+        **({"measured": measured} if measured else {}),
     }
 
 

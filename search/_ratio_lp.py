@@ -103,7 +103,7 @@ class RatioLP:
             for n, cut in enumerate(wire.times):
                 if cut[0] not in self.column:
                     continue
-                rest = wire.seconds
+                rest = wire.slope(lambda c: largest_of(self.sizes, c))
                 for m, other in enumerate(wire.times):
                     rest *= largest_of(self.sizes, other) if m != n else 1.0
                 for other in wire.over:
@@ -122,12 +122,14 @@ class RatioLP:
                 continue
             place = self.costs.position(self.axes[: works.cuts[k][1]])
             shares = [self._share(works.cuts[k], int(p)) for p in place]
+            held = self._held(works.cuts[k])
             others = [ones if n == k else self.loads.fraction(self.sizes, o) for n, o in enumerate(works.cuts)]
             for work, count in works.counts.items():
                 t = len(self.objective)
                 self.objective.append(count * self.times[c])
                 fixed = self.costs.overhead * work.launches
-                compute = work.flops * np.prod(others, axis=0) / self.costs.rate(work.dtype)
+                flops = work.flops * np.prod(others, axis=0)
+                compute = self.costs.speeds(work.op_class, work.dtype).seconds(flops * held) / held
                 cut, whole = np.zeros(self.costs.n), np.zeros(self.costs.n)
                 for mask, nbytes in work.moved:
                     moved = np.prod([nbytes * ones, *(others[n] for n in mask)], axis=0) / self.costs.bandwidth
@@ -137,6 +139,11 @@ class RatioLP:
                     start, busy, moving, still = row
                     self.rows.add({**{i: x * busy for i, x in share}, t: -1.0}, -start)
                     self.rows.add({**{i: x * moving for i, x in share}, t: -1.0}, -start - still)
+
+    def _held(self, cut: Cut) -> Floats:
+        """The shares at which measured times are taken: of the last sizes; the even one where a device has none."""
+        held = self.loads.fraction(self.sizes, cut)
+        return np.where(held > 0, held, 1.0 / (int(self.costs.position(self.axes[: cut[1]]).max()) + 1))
 
     def _add_memory(self, points: Sequence[int], limit: float) -> None:
         if not points:

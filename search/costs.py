@@ -2,7 +2,8 @@
 
 The cost of a program is the sum over its instructions of the time of the slowest device (HAP, EuroSys'24,
 section 4.3): t = max_i [overhead_i + max(flops_i / rate_i, bytes_i / bandwidth_i)] for an op, and
-latency + bytes / bandwidth of the axis's link for a collective, on its padded size.
+latency + bytes / bandwidth of the axis's link for a collective, on its padded size. Where a profile has measured the
+class of op, or the collective along the axis, its curve over sizes stands in place of flops / rate, or of that line.
 
 Every time is in seconds, every size in bytes. A `fractions` vector holds each device's share of a cut dimension, in
 mesh order.
@@ -15,7 +16,6 @@ from math import prod
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 
 from hapsynth.cluster import Cluster
 from hapsynth.graph import Boundary, Graph, Op
@@ -26,8 +26,8 @@ from hapsynth.instructions.program import FactorTable
 from hapsynth.instructions.rules.registry import flops_of, is_fusible
 from hapsynth.instructions.sizes import cut_nodes
 from hapsynth.search.links import axis_links, devices_of, mesh_axes
+from hapsynth.search.speeds import Floats, Speeds, class_of
 
-Floats: TypeAlias = npt.NDArray[np.float64]
 Largest: TypeAlias = Callable[[int, tuple[int, ...]], float]
 """(dimension, the axes that cut it) -> the fraction that its largest shard holds."""
 
@@ -37,7 +37,8 @@ class Work(NamedTuple):
 
     `flops` are divided by every factor that is cut. `moved`: bytes, and which of the cut factors divide them, summed
     over tensors; () for what every device moves itself. `lanes`, per cut factor: how many rows, columns or terms of a
-    contraction it is one of, 0 where that does not matter. `axes`: those that some factor is cut along.
+    contraction it is one of, 0 where that does not matter. `axes`: those that some factor is cut along. `op_class`:
+    what a profile counts the op to.
     """
 
     flops: float
@@ -46,6 +47,7 @@ class Work(NamedTuple):
     dtype: str
     lanes: tuple[int, ...] = ()
     axes: tuple[int, ...] = ()
+    op_class: str = ""
 
     @property
     def divided(self) -> bool:
@@ -97,8 +99,8 @@ class CostModel:
         self.overhead = np.array([k.overhead for k in cluster.devices])
         self.bandwidth = np.array([k.bandwidth for k in cluster.devices])
         self.memory = np.array([float(k.memory) for k in cluster.devices])
-        self.links = axis_links(cluster, self.lengths)
-        self._rates: dict[str, Floats] = {}
+        self.links = axis_links(cluster, self.axes)
+        self._speeds: dict[tuple[str, str], Speeds] = {}
         self._fed = frozenset(graph.inputs) - {graph.inputs[source] for source, _ in graph.carry}
         self._works: dict[tuple[object, int], tuple[Triples, Work]] = {}
         self._kinds: dict[int, object] = {}
@@ -108,9 +110,14 @@ class CostModel:
 
     def rate(self, dtype: str) -> Floats:
         """FLOP/s of each device for a dtype."""
-        if dtype not in self._rates:
-            self._rates[dtype] = np.array([k.rate(dtype) for k in self.cluster.devices])
-        return self._rates[dtype]
+        return self.speeds("", dtype).rate
+
+    def speeds(self, op_class: str, dtype: str) -> Speeds:
+        """How long each device takes over the flops of ops of a class and dtype."""
+        key = op_class, dtype
+        if key not in self._speeds:
+            self._speeds[key] = Speeds(self.cluster.devices, op_class, dtype)
+        return self._speeds[key]
 
     def position(self, axes: tuple[int, ...]) -> np.ndarray:
         """int [devices]: each device's position along some axes, row-major."""
@@ -150,7 +157,7 @@ class CostModel:
             return Work(0.0, tuple(sorted(moved.items())), 0, "float32", (0,) * len(cut), axes)
         dtype = str(op.dtypes[0] if op.dtypes else op.result_dtypes[0])
         lanes = tuple(lanes_of(op.name, factors, f) for f, _ in cut)
-        return Work(flops_of(op), tuple(sorted(moved.items())), launches, dtype, lanes, axes)
+        return Work(flops_of(op), tuple(sorted(moved.items())), launches, dtype, lanes, axes, class_of(op))
 
     def _tensors(self, op: Op) -> tuple[list[tuple[int, float]], int]:
         """(operand or result, bytes) of the tensors that an op reads from memory or writes there; its launches."""
@@ -171,7 +178,7 @@ class CostModel:
         differently."""
         if op_index not in self.graph.unsure:
             return 0.0
-        word = lambda link: link.latency + link.wire_bytes("all_reduce", 4.0, 0.0, 0.0) * link.beta
+        word = lambda link: link.seconds("all_reduce", link.wire_bytes("all_reduce", 4.0, 0.0, 0.0))
         return sum(word(link) for link in self.links if link.n > 1)
 
     def is_materialized(self, value: int) -> bool:
@@ -190,9 +197,8 @@ class CostModel:
             for k in divided:
                 part = part * fractions[k]
             moved += part
-        busy = self.overhead * work.launches + np.maximum(
-            work.flops * share / self.rate(work.dtype), moved / self.bandwidth
-        )
+        computing = self.speeds(work.op_class, work.dtype).seconds(work.flops * share)
+        busy = self.overhead * work.launches + np.maximum(computing, moved / self.bandwidth)
         return np.where(held > 0, busy, 0.0)
 
     def time(self, work: Work, fractions: Sequence[Floats]) -> float:
@@ -213,14 +219,15 @@ class CostModel:
 
         At time t a device can take a share of at most r = min over its compute and memory budget, and the devices at
         one position along the cut axes take the same, so the least t is where the positions' shares sum to 1. A
-        device that takes part pays its overhead and its whole bytes.
+        device that takes part pays its overhead and its whole bytes. Its computing time never falls as its share
+        grows, so what it does within t at most is the inverse of a measured curve.
         """
         if work not in self._ideal:
             self._ideal[work] = self._ideal_time(work) if work.divided else self.time(work, ())
         return self._ideal[work]
 
     def _ideal_time(self, work: Work) -> float:
-        rate, fixed = self.rate(work.dtype), self.overhead * work.launches
+        speeds, fixed = self.speeds(work.op_class, work.dtype), self.overhead * work.launches
         cut = sum(nbytes for divided, nbytes in work.moved if divided)
         whole = sum(nbytes for divided, nbytes in work.moved if not divided)
         place = self.position(work.axes)
@@ -228,7 +235,7 @@ class CostModel:
 
         def covered(t: float) -> float:
             budget = t - fixed
-            by_compute = budget * rate / work.flops if work.flops else np.full(self.n, np.inf)
+            by_compute = speeds.flops(budget) / work.flops if work.flops else np.full(self.n, np.inf)
             if lanes:
                 tile = min(TILE, lanes)
                 by_compute = np.floor(by_compute * lanes / tile + 1e-6) * tile / lanes
@@ -264,7 +271,7 @@ class CostModel:
             axes = cut_axes(target, dim)
             block *= largest(dim, axes) / (largest(dim, axes[:-1]) if len(axes) > 1 else 1.0)
         wire = link.wire_bytes(step, before, after, block)
-        return link.latency + wire * link.beta, wire
+        return link.seconds(step, wire), wire
 
     def evenly(self, dim: int, axes: tuple[int, ...]) -> float:
         """The least that the largest shard can be."""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from math import prod
 
 import numpy as np
 
 from hapsynth.cluster import DEFAULT_AXIS, Cluster
+from hapsynth.curves import Curve
 from hapsynth.instructions.collectives import Step
 
 _MOST_AXES = 2
@@ -28,13 +29,19 @@ class AxisLink:
 
     `latency`: seconds per collective. `beta`: seconds per byte that a ring of each group passes on, where groups share
     a host's link that of all of them. `swapped`: how many blocks of an all-to-all cross the slowest link, in units of
-    what `beta` counts.
+    what `beta` counts. `curves`: seconds by wire bytes of the collectives that were measured, which go before these.
     """
 
     n: int
     latency: float
     beta: float
     swapped: float
+    curves: Mapping[str, Curve] = field(default_factory=dict[str, Curve])
+
+    def seconds(self, step: Step, wire: float) -> float:
+        """Of one collective that sends `wire` bytes; never falls as they grow."""
+        curve = self.curves.get(step)
+        return self.latency + wire * self.beta if curve is None else float(curve.seconds(wire))
 
     def wire_bytes(self, step: Step, source: float, target: float, block: float) -> float:
         """Bytes that one group sends over its slowest link, padding included.
@@ -55,14 +62,15 @@ class AxisLink:
                 return self.swapped * block
 
 
-def axis_links(cluster: Cluster, lengths: Sequence[int]) -> tuple[AxisLink, ...]:
-    """The link of each axis of a mesh of `lengths`, devices row-major."""
-    hosts = np.array(cluster.hosts).reshape(lengths)
-    return tuple(_link(cluster, np.moveaxis(hosts, a, -1).reshape(-1, n), n) for a, n in enumerate(lengths))
+def axis_links(cluster: Cluster, axes: Sequence[tuple[str, int]]) -> tuple[AxisLink, ...]:
+    """The link of each axis (name, size) of a mesh, devices row-major."""
+    hosts = np.array(cluster.hosts).reshape([n for _, n in axes])
+    return tuple(_link(cluster, name, np.moveaxis(hosts, a, -1).reshape(-1, n)) for a, (name, n) in enumerate(axes))
 
 
-def _link(cluster: Cluster, groups: np.ndarray, n: int) -> AxisLink:
+def _link(cluster: Cluster, axis: str, groups: np.ndarray) -> AxisLink:
     """groups: int [groups, n], the host of each member."""
+    n = groups.shape[1]
     rings: Counter[int] = Counter()
     swaps: Counter[int] = Counter()
     together = False
@@ -79,7 +87,8 @@ def _link(cluster: Cluster, groups: np.ndarray, n: int) -> AxisLink:
     share = max(rings.values(), default=1)
     beta = max(share / cluster.network.bandwidth if rings else 0.0, max(1.0 / link.bandwidth for link in used))
     swapped = max(swaps.values()) / share if swaps else n - 1
-    return AxisLink(n, max(link.latency for link in used), beta, swapped)
+    curves = cluster.collectives_along(axis, n)
+    return AxisLink(n, max(link.latency for link in used), beta, swapped, curves)
 
 
 def devices_of(lengths: Sequence[int], axes: Sequence[int]) -> np.ndarray:

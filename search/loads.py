@@ -9,6 +9,7 @@ from math import fsum
 
 import numpy as np
 
+from hapsynth.curves import Curve
 from hapsynth.instructions.collectives import step_between
 from hapsynth.instructions.layout import cut_axes
 from hapsynth.instructions.program import Convert, Program
@@ -23,19 +24,41 @@ CostOf = Callable[[Floats], float]
 
 @dataclass(eq=False)
 class Wire:
-    """Conversions whose bytes are a product of largest shares: seconds at 1, and the cuts multiplied and divided by."""
+    """Conversions whose bytes are a product of largest shares: those that take seconds in proportion to it, at 1; those
+    with a measured curve, as bytes at 1 and how often; and the cuts multiplied and divided by."""
 
-    seconds: float
     times: tuple[Cut, ...]
     over: tuple[Cut, ...]
+    seconds: float = 0.0
+    curved: dict[Curve, dict[float, float]] = field(default_factory=dict)
 
     def at(self, largest: Callable[[Cut], float]) -> float:
-        seconds = self.seconds
-        for cut in self.times:
-            seconds *= largest(cut)
-        for cut in self.over:
-            seconds /= max(largest(cut), 1e-300)
+        """Seconds, without the latencies of those that have no curve."""
+        share = self.share(largest)
+        seconds = self.seconds * share
+        for curve, runs in self.curved.items():
+            seconds += float(curve.seconds(np.array(list(runs)) * share) @ np.array(list(runs.values())))
         return seconds
+
+    def slope(self, largest: Callable[[Cut], float]) -> float:
+        """Seconds per unit of the product, from where it is now on."""
+        share = self.share(largest)
+        curved = (curve.slope(b * share) * b * n for curve, runs in self.curved.items() for b, n in runs.items())
+        return self.seconds + fsum(curved)
+
+    def share(self, largest: Callable[[Cut], float]) -> float:
+        """The product itself."""
+        product = 1.0
+        for cut in self.times:
+            product *= largest(cut)
+        for cut in self.over:
+            product /= max(largest(cut), 1e-300)
+        return product
+
+    @property
+    def load(self) -> object:
+        """What wires with like cuts differ by."""
+        return self.seconds, tuple((curve, tuple(runs.items())) for curve, runs in self.curved.items())
 
 
 @dataclass(eq=False)
@@ -73,12 +96,12 @@ class Loads:
         counts[work] = counts.get(work, 0.0) + count
 
     def _add_wire(self, i: Convert, runs: float) -> None:
-        """Seconds of a collective with every largest share 1, and the shares that it is proportional to."""
+        """What a collective sends with every largest share 1, and the shares that it is proportional to."""
         link, nbytes = self.costs.links[i.axis], float(self.costs.graph.values[i.value].nbytes)
         step = step_between(i.source[i.axis], i.target[i.axis])
         assert step is not None
-        seconds = runs * link.wire_bytes(step, nbytes, nbytes, nbytes) * link.beta if link.n > 1 else 0.0
-        if not seconds:
+        wire = link.wire_bytes(step, nbytes, nbytes, nbytes) if link.n > 1 else 0.0
+        if not wire:
             return
         sent = i.target if step == "reduce_scatter" else i.source
         times = [self.cut(n) for n in layout_nodes(i.value, sent)]
@@ -92,7 +115,12 @@ class Loads:
         key = tuple(sorted(times)), tuple(sorted(over))
         if not key[0]:
             return
-        self._wires.setdefault(key, Wire(0.0, *key)).seconds += seconds
+        known = self._wires.setdefault(key, Wire(*key))
+        if curve := link.curves.get(step):
+            counts = known.curved.setdefault(curve, {})
+            counts[wire] = counts.get(wire, 0.0) + runs
+        else:
+            known.seconds += runs * wire * link.beta
 
     @property
     def works(self) -> list[Works]:
@@ -106,6 +134,12 @@ class Loads:
     def has_products(self) -> bool:
         """Whether some cost is a product of two classes' sizes, so that one linear program is not the last word."""
         return any(len(w.cuts) > 1 for w in self.works) or any(len(w.times) > 1 for w in self.wires)
+
+    @cached_property
+    def has_curves(self) -> bool:
+        """Whether some cost is measured by size: a linear program sees it as it is around the last sizes."""
+        curved = (not self.costs.speeds(w.op_class, w.dtype).linear for works in self.works for w in works.counts)
+        return any(curved) or any(w.curved for w in self.wires)
 
     @cached_property
     def _tables(self) -> dict[tuple[Cut, ...], _WorkTable]:
@@ -157,7 +191,7 @@ class Loads:
                 found.append(cls.index)
                 continue
             loads = tuple((w.cuts[0][1], tuple(w.counts.items())) for w in works)
-            found.append((cls.axes, cls.units, loads, tuple((w.times[0][1], w.seconds) for w in wires)))
+            found.append((cls.axes, cls.units, loads, tuple((w.times[0][1], w.load) for w in wires)))
         return found
 
     def lanes(self, c: int) -> set[int]:
@@ -194,8 +228,12 @@ class _WorkTable:
         column = lambda values: np.array(list(values), dtype=np.float64)[:, None]
         all_ = list(works.counts)
         self.counts = np.array(list(works.counts.values()), dtype=np.float64)
-        rates = np.array([costs.rate(w.dtype) for w in all_]).reshape(len(all_), costs.n)
-        self.compute = column(w.flops for w in all_) / rates
+        self.flops = column(w.flops for w in all_)
+        speeds = [costs.speeds(w.op_class, w.dtype) for w in all_]
+        self.compute = self.flops / np.array([s.rate for s in speeds]).reshape(len(all_), costs.n)
+        curved = dict.fromkeys(s for s in speeds if not s.linear)
+        self.curved = [(s, np.array([i for i, mine in enumerate(speeds) if mine is s])) for s in curved]
+        """The rows whose times are measured by size."""
         masks = sorted({mask for w in all_ for mask, _ in w.moved})
         bytes_of = [dict(w.moved) for w in all_]
         self.moved = [(mask, column(b.get(mask, 0.0) for b in bytes_of) / costs.bandwidth) for mask in masks]
@@ -215,5 +253,8 @@ class _WorkTable:
             for k in mask:
                 part = part * fractions[k]
             moved = moved + part
-        busy = self.fixed + np.maximum(self.compute * share, moved)
+        computing = self.compute * share
+        for speeds, rows in self.curved:
+            computing[rows] = speeds.seconds(self.flops[rows] * share[rows])
+        busy = self.fixed + np.maximum(computing, moved)
         return float(self.counts @ np.where(held > 0, busy, 0.0).max(axis=1, initial=0.0))

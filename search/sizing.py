@@ -102,7 +102,7 @@ class Sizer:
                     # Rounding to whole units overshot.
                     allowed *= limit / float(alive.max())
                 points.add(int(alive.argmax()))
-            elif settled or not self.loads.has_products:
+            elif settled or not (self.loads.has_products or self.loads.has_curves):
                 break
         return sizes
 

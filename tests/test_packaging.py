@@ -77,12 +77,13 @@ def test_no_private_jax_and_no_bare_rooms() -> None:
 
 
 def test_imports_run_one_way() -> None:
-    """graph <- instructions <- search <- (lower, plan, report) <- cli (DESIGN section 3)."""
+    """graph <- instructions <- search <- (lower, plan, report) <- profile <- cli (DESIGN section 3)."""
     above = {
-        "instructions": ("search", "lower", "plan", "report", "cli"),
-        "search": ("lower", "plan", "report", "cli"),
+        "instructions": ("search", "lower", "plan", "profile", "report", "cli"),
+        "search": ("lower", "plan", "profile", "report", "cli"),
         "hapsynth/lower": ("cli",),
-        "hapsynth/report": ("cli",),
+        "hapsynth/report": ("profile", "cli"),
+        "hapsynth/profile": ("cli",),
     }
     wrong = [
         f"{file.relative_to(ROOT)} imports {module}"

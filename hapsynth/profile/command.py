@@ -1,0 +1,134 @@
+"""`hapsynth profile`: its options, what it writes and prints."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+from rich.console import Console
+
+from hapsynth.cluster import Cluster
+from hapsynth.profile.job import Job
+from hapsynth.profile.judge import ProfileError
+from hapsynth.profile.run import Options, profile
+from hapsynth.profile.wires import Axes
+from hapsynth.report import trial
+from hapsynth.report.model_file import UsageError
+from hapsynth.report.output import Outputs
+from hapsynth.report.text import heading, nbytes, plural, seconds, table
+
+_DTYPES = ("float32", "bfloat16", "float16", "float64")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("-o", dest="output", metavar="C.toml", required=True, help="the cluster file to write")
+    parser.add_argument(
+        "--mesh", metavar="SHAPE", type=_mesh, default=(), help="data=2,model=4 or 2x4 (default: one axis over all)"
+    )
+    parser.add_argument("--dtypes", metavar="A,B", type=_dtypes, default=(), help=f"of {', '.join(_DTYPES)}")
+    parser.add_argument("--devices", metavar="N", type=_number, help="of each process; so many CPU devices are made")
+    parser.add_argument("--quick", action="store_true", help="fewer sizes and less time for each: a rough picture")
+    parser.add_argument("--force", action="store_true", help="save figures that can't be relied on too")
+    parser.add_argument(
+        "--coordinator", metavar="HOST:PORT", help="of a job of many processes, where the first listens"
+    )
+    parser.add_argument("--processes", metavar="N", type=_number, help="how many processes the job has")
+    parser.add_argument("--process", metavar="I", type=int, help="which of them this is, from 0; 0 writes the file")
+
+
+def profile_command(
+    options: argparse.Namespace, files: Outputs, out: Console | None, tell: Callable[[str], None]
+) -> None:
+    """Measure, write and report. Raises ProfileError, UsageError; KeyboardInterrupt says what was kept."""
+    if options.devices is not None:
+        trial.ask_for_host_devices(options.devices)
+    _join(options)
+    if options.devices is not None and jax.local_device_count() < options.devices:
+        raise UsageError(f"--devices {options.devices}: this process has {plural(jax.local_device_count(), 'device')}")
+    partial = Path(options.output + ".partial")
+    asked = Options(axes=options.mesh, dtypes=options.dtypes, quick=options.quick)
+    if options.quick:
+        asked = Options(asked.axes, asked.dtypes, quick=True, limit_s=0.1, window_s=0.02, longest_s=0.1)
+    job = Job(options.devices)
+    say = lambda text: print(f"hapsynth profile: {text}", file=sys.stderr) if job.first else None
+    try:
+        cluster = profile(job, asked, partial, force=options.force, tell=tell, note=say)
+    except KeyboardInterrupt:
+        kept = f"{partial} keeps what was measured; run it again to go on" if partial.exists() else "nothing written"
+        raise KeyboardInterrupt(kept) from None
+    if job.first:
+        files.write(options.output, cluster.save)
+        partial.unlink(missing_ok=True)
+        if out is not None:
+            _print(out, cluster, options.output)
+
+
+def _join(options: argparse.Namespace) -> None:
+    """The other processes of the job, where there are any."""
+    given = (options.coordinator, options.processes, options.process)
+    if given == (None, None, None):
+        return
+    if None in given:
+        raise UsageError("a job of many processes needs --coordinator, --processes and --process, all three")
+    if not 0 <= options.process < options.processes:
+        raise UsageError(f"--process {options.process}: of {options.processes} processes, give 0 to the last")
+    try:
+        jax.distributed.initialize(options.coordinator, options.processes, options.process)
+    except (RuntimeError, ValueError) as error:
+        raise ProfileError(f"the processes did not find each other at {options.coordinator}: {error}") from None
+
+
+def _print(out: Console, cluster: Cluster, name: str) -> None:
+    out.print(f"{plural(cluster.n, 'device')}, {plural(len(set(cluster.hosts)), 'host')}: {cluster.name}")
+    out.print(heading("Devices"))
+    rows = [
+        [
+            kind.name,
+            str(cluster.devices.count(kind)),
+            ", ".join(f"{dtype} {rate / 1e9:.4g}" for dtype, rate in kind.flops.items()),
+            f"{kind.bandwidth / 1e9:.4g} GB/s",
+            seconds(kind.overhead),
+            nbytes(kind.memory),
+        ]
+        for kind in cluster.kinds
+    ]
+    out.print(table(["kind", "devices", "matmul GFLOP/s", "memory bandwidth", "per op", "memory"], rows))
+    if cluster.collectives:
+        out.print(heading("Collectives"))
+        found = [
+            [axis, step, seconds(curve.points[0][1]), f"{curve.points[-1][0] / curve.points[-1][1] / 1e9:.4g} GB/s"]
+            for axis, curves in cluster.collectives.items()
+            for step, curve in curves.items()
+        ]
+        out.print(table(["axis", "collective", "latency", "at the largest size"], found, left=2))
+    out.print(f"\ncluster        {name}")
+
+
+def _mesh(text: str) -> Axes:
+    parts = text.split(",") if "=" in text else [f"{'xyzuvw'[i : i + 1]}={n}" for i, n in enumerate(text.split("x"))]
+    axes: list[tuple[str, int]] = []
+    for part in parts:
+        name, _, size = part.partition("=")
+        if not name.strip() or not size.isdecimal() or int(size) < 1 or name in dict(axes):
+            raise argparse.ArgumentTypeError(f"{text!r} is not a mesh, as data=2,model=4 or 2x4")
+        axes.append((name.strip(), int(size)))
+    return tuple(axes)
+
+
+def _dtypes(text: str) -> tuple[str, ...]:
+    names = tuple(text.split(","))
+    for name in names:
+        if name not in _DTYPES:
+            raise argparse.ArgumentTypeError(f"{name!r} is not one of {', '.join(_DTYPES)}")
+        if name == "float64" and not getattr(jax.config, "jax_enable_x64", False):
+            raise argparse.ArgumentTypeError("float64 needs JAX_ENABLE_X64=1")
+    return names
+
+
+def _number(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return int(text)

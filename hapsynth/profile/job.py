@@ -1,0 +1,155 @@
+"""The processes and devices of this job, and how they measure together."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from hapsynth.profile.kernels import Kernel
+from hapsynth.profile.sampling import Floats
+
+
+class Job:
+    """Some devices of every process, in mesh order: by process, then as JAX lists them.
+
+    `per_process`: how many of each process's devices, the first ones; None for all. Every method that talks to the
+    other processes must be called by all of them.
+    """
+
+    def __init__(self, per_process: int | None = None) -> None:
+        mine = jax.local_devices()[:per_process]
+        self.first, self.lone = jax.process_index() == 0, jax.process_count() == 1
+        described = json.dumps([platform.node(), [d.id for d in mine]])
+        rows = [json.loads(text) for text in self._texts(described)]
+        by_id = {d.id: d for d in jax.devices()}
+        self.devices: list[Any] = [by_id[i] for _, ids in rows for i in ids]
+        self.machines: list[str] = [machine for machine, ids in rows for _ in ids]
+        self.local = [i for i, d in enumerate(self.devices) if d.process_index == jax.process_index()]
+        self._pool = ThreadPoolExecutor(len(self.local))
+
+    @property
+    def n(self) -> int:
+        return len(self.devices)
+
+    @property
+    def hosts(self) -> tuple[int, ...]:
+        """A machine is a host; of XLA's host devices a process is, as only within one they share memory."""
+        names = [
+            f"{machine}/{d.process_index}" if d.platform == "cpu" else machine
+            for machine, d in zip(self.machines, self.devices, strict=True)
+        ]
+        return tuple(list(dict.fromkeys(names)).index(name) for name in names)
+
+    def fingerprint(self, options: object) -> str:
+        """Changes with the devices, the versions and what is asked for."""
+        seen = [(d.platform, d.device_kind, d.process_index, m) for d, m in zip(self.devices, self.machines)]
+        text = json.dumps([seen, jax.__version__, os.cpu_count(), options])
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    def agree(self, holds: bool) -> bool:
+        """Whether it holds in every process."""
+        return self.least(float(holds)) > 0
+
+    def least(self, mine: float) -> float:
+        """The least number of all processes."""
+        return mine if self.lone else float(np.min(multihost_utils.process_allgather(np.array([mine], np.float32))))
+
+    def gather(self, mine: Floats) -> Floats:
+        """[local devices, k] of each process -> [devices, k] in all."""
+        most = max(sum(d.process_index == p for d in self.devices) for p in range(jax.process_count()))
+        if self.lone:
+            return mine
+        padded = np.zeros((most, mine.shape[1]), np.float32)
+        padded[: len(mine)] = mine
+        rows = np.asarray(multihost_utils.process_allgather(padded), np.float64)
+        seen = [0] * jax.process_count()
+        found = np.zeros((self.n, mine.shape[1]))
+        for i, device in enumerate(self.devices):
+            found[i] = rows[device.process_index, seen[device.process_index]]
+            seen[device.process_index] += 1
+        return found
+
+    def shared(self, text: str) -> str:
+        """The first process's text, in all."""
+        return self._texts(text)[0]
+
+    def _texts(self, text: str) -> list[str]:
+        """Every process's text."""
+        if self.lone:
+            return [text]
+        data = np.frombuffer(text.encode(), np.uint8).astype(np.int32)
+        lengths = np.asarray(multihost_utils.process_allgather(np.array([data.size], np.int32))).reshape(-1)
+        rows = multihost_utils.process_allgather(np.pad(data, (0, int(lengths.max()) - data.size)))
+        return [bytes(row[:n].astype(np.uint8)).decode() for row, n in zip(np.asarray(rows), lengths, strict=True)]
+
+    def runner(self, kernel: Kernel, only: Sequence[int] | None = None) -> Callable[[], Floats]:
+        """Compiles a kernel for the local devices, or `only` some of them by their number, which then run it all at the
+        same time as a step would: seconds of each until its result was there."""
+        chosen = self.local if only is None else list(only)
+        mesh = Mesh(np.array([self.devices[i] for i in chosen]), ("d",))
+        spec = PartitionSpec("d")
+        args = [_filled(mesh, spec, shape, value, kernel.dtype) for shape, value in kernel.operands]
+        one = lambda *xs: kernel.fn(*(x[0] for x in xs))[None]
+        fn = jax.jit(jax.shard_map(one, mesh=mesh, in_specs=(spec,) * len(args), out_specs=spec, check_vma=False))
+        run = fn.lower(*args).compile()
+
+        def waited(shard: Any) -> float:
+            shard.data.block_until_ready()
+            return time.perf_counter()
+
+        def once() -> Floats:
+            began = time.perf_counter()
+            shards = {s.device: s for s in run(*args).addressable_shards}
+            ends = self._pool.map(waited, [shards[self.devices[i]] for i in chosen])
+            return np.array(list(ends)) - began
+
+        return once
+
+    def memory(self) -> list[int]:
+        """Bytes that each device can really allocate, -1 where that can't be told."""
+        here = [self.machines[i] == platform.node() for i in range(self.n)]
+        sharing = sum(h and d.platform == "cpu" for h, d in zip(here, self.devices, strict=True))
+        mine = [_memory_of(self.devices[i], sharing) for i in self.local]
+        # In MiB: numbers cross between processes as float32.
+        return [int(m) << 20 for m in self.gather(np.array([[m >> 20] for m in mine], np.float64))[:, 0]]
+
+
+def _filled(mesh: Mesh, spec: PartitionSpec, shape: tuple[int, ...], value: float, dtype: str) -> jax.Array:
+    """A `value`-filled array of `shape` on every device."""
+    make = jax.jit(lambda: jnp.full((mesh.size, *shape), value, dtype), out_shardings=NamedSharding(mesh, spec))
+    return jax.block_until_ready(make())
+
+
+def _memory_of(device: Any, sharing: int) -> int:
+    stats: Any = device.memory_stats() or {}
+    if "bytes_limit" in stats:
+        return int(stats["bytes_limit"])
+    if device.platform != "cpu":
+        return -1
+    limits = [int(t) for p in _CGROUPS if (t := _text(p)).isdecimal()]
+    available = [int(line.split()[1]) << 10 for line in _text("/proc/meminfo").splitlines() if "MemAvailable" in line]
+    pages = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")] if hasattr(os, "sysconf") else []
+    return min([*limits, *(available or pages)], default=-1) // sharing
+
+
+_CGROUPS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+
+
+def _text(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="ascii").strip()
+    except OSError:
+        return ""

@@ -1,0 +1,138 @@
+"""What is run on each device to see how fast it is.
+
+A kernel repeats one op on its own result, so that nothing can be left out or run side by side; the values stay at 1.
+Sizes rise within a family, so that the later ones can be left out where they would take too long.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+Operand = tuple[tuple[int, ...], float]
+"""Shape, and the value of every element."""
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """`fn` of `operands` runs `repeats` ops of `amount` FLOPs (`stream`: bytes) each, in `launches` kernels."""
+
+    family: str
+    dtype: str
+    size: int
+    fn: Callable[..., Any]
+    operands: tuple[Operand, ...]
+    amount: float
+    repeats: int
+    launches: int
+
+    @property
+    def key(self) -> str:
+        return f"{self.family}/{self.dtype}/{self.size}"
+
+    @property
+    def nbytes(self) -> float:
+        """Of its operands and result."""
+        held = sum(prod(shape) for shape, _ in self.operands) + prod(self.operands[0][0])
+        return float(held * jnp.dtype(self.dtype).itemsize)
+
+
+DISPATCH, LAUNCH, STREAM = "dispatch", "launch", "stream"
+_CHAIN = 32
+_IMAGE, _CHANNELS = 28, 64
+_TOKENS, _HEAD = 128, 64
+
+
+def kernels(dtypes: Sequence[str], quick: bool) -> Iterator[Kernel]:
+    """All that is measured on each device, families one after another, each from small to large."""
+    yield Kernel(DISPATCH, "float32", 8, lambda x: x + 1, (((8,), 1.0),), 0.0, 1, 1)
+    yield _repeated(LAUNCH, "float32", 8, lambda x, w: x @ w, (((8, 8), 1.0), ((8, 8), 1 / 8)), 2 * 8**3, 4 * _CHAIN)
+    for size in (1 << 22, 1 << 24) if quick else (1 << 24, 1 << 26):
+        yield _stream(size)
+    for dtype in dtypes:
+        for n in (64, 256, 512) if quick else (64, 128, 256, 512, 1024, 2048, 4096, 8192):
+            yield _repeated("matmul", dtype, n, lambda x, w: x @ w, (((n, n), 1.0), ((n, n), 1 / n)), 2.0 * n**3, 4)
+        for batch in (2, 32) if quick else (2, 8, 32, 128, 512, 2048):
+            yield _batch_matmul(dtype, batch)
+        for batch in (1, 4) if quick else (1, 4, 16, 64, 256):
+            yield _convolution(dtype, batch)
+        for size in (1 << 17,) if quick else (1 << 14, 1 << 17, 1 << 20, 1 << 23):
+            yield _chain("elementwise", dtype, size, lambda x, w: x * w + (1 - w), 2 * _CHAIN)
+            yield _chain("transcendental", dtype, size, lambda x, w: jnp.tanh(x + w), _CHAIN)
+            yield _reduction(dtype, size)
+
+
+def _stream(size: int) -> Kernel:
+    """Reads and writes all of an array, again and again in the same memory: a loop, as a chain would be one kernel."""
+
+    def fn(x: jax.Array, w: jax.Array) -> jax.Array:
+        return lax.fori_loop(0, 8, lambda _, x: x * w, x)
+
+    return Kernel(STREAM, "float32", size, fn, (((size,), 1.0), ((), 1.0)), 8.0 * size, 8, 8)
+
+
+def _repeated(
+    family: str, dtype: str, size: int, op: Callable[..., Any], operands: tuple[Operand, ...], flops: float, times: int
+) -> Kernel:
+    """x = op(x, ...), a launch each time."""
+
+    def fn(x: jax.Array, *rest: jax.Array) -> jax.Array:
+        for _ in range(times):
+            x = op(x, *rest)
+        return x
+
+    return Kernel(family, dtype, size, fn, operands, float(flops), times, times)
+
+
+def _batch_matmul(dtype: str, batch: int) -> Kernel:
+    """Attention's two products, over batch x heads."""
+    dot = lambda x, y, dims: lax.dot_general(x, y, (dims, ((0,), (0,))))
+
+    def fn(x: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        for _ in range(2):
+            x = dot(dot(x, k, ((2,), (2,))), v, ((2,), (1,)))
+        return x
+
+    shape = (batch, _TOKENS, _HEAD)
+    operands: tuple[Operand, ...] = ((shape, 1.0), (shape, 1 / _HEAD), (shape, 1 / _TOKENS))
+    return Kernel("batch_matmul", dtype, batch, fn, operands, 2.0 * batch * _TOKENS**2 * _HEAD, 4, 4)
+
+
+def _convolution(dtype: str, batch: int) -> Kernel:
+    """3 x 3, as many channels out as in."""
+    conv = lambda x, w: lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+    operands: tuple[Operand, ...] = (
+        ((batch, _IMAGE, _IMAGE, _CHANNELS), 1.0),
+        ((3, 3, _CHANNELS, _CHANNELS), 1 / (9 * _CHANNELS)),
+    )
+    flops = 2.0 * 9 * _CHANNELS**2 * _IMAGE**2 * batch
+    return _repeated("convolution", dtype, batch, conv, operands, flops, 2)
+
+
+def _chain(family: str, dtype: str, size: int, op: Callable[..., Any], ops: int) -> Kernel:
+    """Elementwise ops that make one kernel, so many that it computes rather than reads."""
+
+    def fn(x: jax.Array, w: jax.Array) -> jax.Array:
+        for _ in range(_CHAIN):
+            x = op(x, w)
+        return x
+
+    return Kernel(family, dtype, size, fn, (((size,), 0.5), ((), 0.5)), float(size), ops, 1)
+
+
+def _reduction(dtype: str, size: int) -> Kernel:
+    """Sums of rows; each waits for the one before."""
+
+    def fn(x: jax.Array, start: jax.Array) -> jax.Array:
+        for _ in range(8):
+            start = (x + start[:1, None]).sum(axis=1) * (1 / size)
+        return start
+
+    rows = max(size // 1024, 1)
+    return Kernel("reduction", dtype, size, fn, (((rows, size // rows), 1.0), ((rows,), 0.0)), float(size), 8, 8)

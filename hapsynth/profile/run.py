@@ -1,0 +1,162 @@
+"""`profile`: measure everything, then make a cluster of it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from hapsynth.cluster import Cluster
+from hapsynth.profile.build import Builder
+from hapsynth.profile.job import Job
+from hapsynth.profile.judge import ProfileError, refusal
+from hapsynth.profile.kernels import Kernel, kernels
+from hapsynth.profile.sampling import Floats, sampled
+from hapsynth.profile.state import State, packed, unpacked
+from hapsynth.profile.wires import Axes, Exchange, exchanges, runner
+
+ALONE = "alone"
+"""The largest matmul that was measured, again on one device at a time."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """`axes`: of the mesh, () for one over all devices. `dtypes`: that rates are measured of, float32 too in any case;
+    () for those that the devices are used with. `quick`: fewer sizes. `limit_s`: seconds per figure, of which the
+    spread should come down to `tolerance`, `window_s` per sample. `longest_s`: sizes
+    that would take longer per run are left out."""
+
+    axes: Axes = ()
+    dtypes: tuple[str, ...] = ()
+    quick: bool = False
+    tolerance: float = 0.05
+    limit_s: float = 0.5
+    window_s: float = 0.1
+    longest_s: float = 0.25
+
+
+def profile(
+    job: Job,
+    options: Options,
+    partial: Path | None,
+    *,
+    force: bool = False,
+    tell: Callable[[str], None] = lambda _: None,
+    note: Callable[[str], None] = lambda _: None,
+) -> Cluster:
+    """Measure the devices of this job and what joins them; called by all its processes.
+
+    `partial`: the file that keeps what has been measured until all has been. `tell` is called with what is being
+    measured, `note` with what a person should know. Raises ProfileError for figures that can't be true, unless
+    `force`, and for axes that don't fit the devices.
+    """
+    axes = options.axes or (("hap", job.n),)
+    if int(np.prod([size for _, size in axes])) != job.n:
+        shape = " x ".join(f"{name}={size}" for name, size in axes)
+        raise ProfileError(
+            f"the mesh {shape} does not fit the {job.n} devices of this job; give sizes that make {job.n}"
+        )
+    state = State(partial if job.first else None, job.fingerprint(asdict(options)))
+    if said := state.load():
+        note(said)
+    state.figures = unpacked(json.loads(job.shared(json.dumps(packed(state.figures)))))
+    memory = job.memory()
+    known = [m for m in memory if m > 0]
+    measuring = _Measuring(job, options, state, tell, min(known, default=1 << 62))
+    ran = measuring.kernels(list(kernels(_dtypes(job, options), options.quick)))
+    sent = measuring.exchanges(list(exchanges(axes, job.hosts, options.quick)) if job.n > 1 else [])
+    measuring.alone(ran)
+    builder = Builder(job, axes, ran, sent, state.figures, memory)
+    doubts = builder.doubts()
+    if doubts and not force:
+        state.drop(key for doubt in doubts for key in doubt.keys)
+        raise refusal(doubts, str(partial or ""))
+    cluster = builder.cluster()
+    for doubt in doubts:
+        note(f"saved all the same: {doubt.text}")
+    return cluster
+
+
+def _dtypes(job: Job, options: Options) -> tuple[str, ...]:
+    usual = ("float32",) if job.devices[0].platform == "cpu" else ("float32", "bfloat16")
+    return tuple(dict.fromkeys(("float32", *(options.dtypes or usual))))
+
+
+class _Measuring:
+    """One figure after another, those that are not known yet."""
+
+    def __init__(self, job: Job, options: Options, state: State, tell: Callable[[str], None], memory: int) -> None:
+        self.job, self.options, self.state, self.tell, self.memory = job, options, state, tell, memory
+
+    def kernels(self, wanted: Sequence[Kernel]) -> list[Kernel]:
+        """Those that were measured: all but the ones that take too long or too much memory."""
+        done: list[Kernel] = []
+        for kernel in wanted:
+            before = next((k for k in reversed(done) if (k.family, k.dtype) == (kernel.family, kernel.dtype)), None)
+            growth = kernel.amount / before.amount if before else 1.0
+            if self._fits(before and before.key, growth, 2 * kernel.nbytes):
+                self._measure(kernel.key, lambda k=kernel: self.job.runner(k), len(self.state.figures))
+                done.append(kernel)
+        return [k for k in done if np.isfinite(self.state.figures[k.key]).all()]
+
+    def exchanges(self, wanted: Sequence[Exchange]) -> list[Exchange]:
+        """Likewise."""
+        done: list[Exchange] = []
+        for e in wanted:
+            before = next((x for x in reversed(done) if x.family == e.family), None)
+            # What small ones take is latency, and says little of the next size.
+            if self._fits(before and before.key, 1.0, 2.0 * e.nbytes * e.n):
+                self._measure(e.key, lambda e=e: runner(self.job, e), len(self.state.figures))
+                done.append(e)
+        return [e for e in done if np.isfinite(self.state.figures[e.key]).all()]
+
+    def _fits(self, before: str | None, growth: float, nbytes: float) -> bool:
+        """Whether the next size of a family is to be tried, after what was measured of the one before."""
+        if 4 * nbytes > self.memory:
+            return False
+        return before is None or float(self.state.figures[before][:, 0].max()) * growth <= self.options.longest_s
+
+    def alone(self, ran: Iterable[Kernel]) -> None:
+        kernel = [k for k in ran if (k.family, k.dtype) == ("matmul", "float32")][-1:]
+        if not kernel or ALONE in self.state.figures:
+            return
+        self.tell(ALONE)
+        rows: list[list[float]] = []
+        for process in range(jax.process_count()):
+            # The others wait here.
+            self.job.agree(True)
+            for i in self.job.local if process == jax.process_index() else ():
+                once = self.job.runner(kernel[0], [i])
+                once()
+                seconds, spread = self._sampled(once, lambda x: x)
+                rows.append([float(seconds[0]), float(spread[0])])
+            self.job.agree(True)
+        self._keep(ALONE, np.array(rows))
+
+    def _measure(self, key: str, compiled: Callable[[], Callable[[], Floats]], number: int) -> None:
+        if key in self.state.figures:
+            return
+        self.tell(f"{number} {key}")
+        once: Callable[[], Floats] | None = None
+        try:
+            once = compiled()
+            once()
+        except (jax.errors.JaxRuntimeError, NotImplementedError, TypeError, ValueError):
+            once = None
+        # What one device can't run, or has no room for, is no figure of any.
+        if self.job.agree(once is not None) and once is not None:
+            seconds, spread = self._sampled(once, self.job.least)
+            self._keep(key, np.stack([seconds, spread], axis=1))
+        else:
+            self._keep(key, np.full((len(self.job.local), 2), np.nan))
+
+    def _sampled(self, once: Callable[[], Floats], least: Callable[[float], float]) -> tuple[Floats, Floats]:
+        o = self.options
+        return sampled(once, least, o.tolerance, o.limit_s, o.window_s)
+
+    def _keep(self, key: str, mine: Floats) -> None:
+        self.state.add(key, self.job.gather(mine))

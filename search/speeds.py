@@ -1,0 +1,70 @@
+"""How long devices compute: by the class of op, its dtype and its size where a profile has measured that."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from hapsynth.devices import DeviceKind
+from hapsynth.graph import Op
+from hapsynth.instructions.rules.registry import is_fusible
+
+Floats: TypeAlias = npt.NDArray[np.float64]
+
+TRANSCENDENTAL = frozenset(
+    (
+        *("tanh", "exp", "exp2", "expm1", "log", "log1p", "logistic", "cbrt", "pow", "erf", "erfc", "erf_inv"),
+        *("sin", "cos", "tan", "asin", "acos", "atan", "atan2", "sinh", "cosh", "asinh", "acosh", "atanh", "lgamma"),
+    )
+)
+"""Elementwise ops of many instructions."""
+
+
+def class_of(op: Op) -> str:
+    """The class of ops that a profile counts an op to (`hapsynth.devices.OP_CLASSES`); "" for what it knows none of."""
+    match op.name:
+        case "dot_general":
+            (_, _), (batch, _) = op.params["dimension_numbers"]
+            return "batch_matmul" if prod(op.shapes[0][d] for d in batch) > 1 else "matmul"
+        case "conv_general_dilated":
+            return "convolution"
+        case "reduce_sum" | "reduce_max" | "reduce_min":
+            return "reduction"
+        case name if is_fusible(op):
+            return "transcendental" if name in TRANSCENDENTAL else "elementwise"
+        case _:
+            return ""
+
+
+class Speeds:
+    """The devices' times for ops of one class and dtype: by a measured curve, or flops / rate where there is none."""
+
+    def __init__(self, devices: Sequence[DeviceKind], op_class: str, dtype: str) -> None:
+        self.rate = np.array([kind.rate(dtype) for kind in devices])
+        curves = {kind: kind.curve(op_class, dtype) if op_class else None for kind in dict.fromkeys(devices)}
+        self._curves = [
+            (np.array([d == kind for d in devices]), curve) for kind, curve in curves.items() if curve is not None
+        ]
+
+    @property
+    def linear(self) -> bool:
+        """Whether times are in proportion to the flops."""
+        return not self._curves
+
+    def seconds(self, flops: Floats) -> Floats:
+        """flops: [..., devices]; the same shape. Never falls as the flops grow."""
+        found = flops / self.rate
+        for mine, curve in self._curves:
+            found[..., mine] = curve.seconds(flops[..., mine])
+        return found
+
+    def flops(self, seconds: Floats) -> Floats:
+        """The most that each device does within its seconds: float64 [devices]."""
+        found = seconds * self.rate
+        for mine, curve in self._curves:
+            found[mine] = curve.amount(seconds[mine])
+        return found
