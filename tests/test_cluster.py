@@ -40,12 +40,17 @@ def load(tmp_path: Path, text: str) -> Cluster:
     return Cluster.load(file)
 
 
-def test_the_five_examples() -> None:
+def test_the_examples() -> None:
     clusters = {file.stem: Cluster.load(file) for file in CLUSTERS}
     assert {name: c.n for name, c in clusters.items()} == {
         "even8": 8,
+        "h200_a100": 16,
+        "lab4": 4,
         "mixed8": 8,
         "paper64": 64,
+        "poplar_a": 8,
+        "poplar_b": 4,
+        "poplar_c": 8,
         "straggler": 8,
         "tiny_and_big": 8,
     }
