@@ -7,8 +7,8 @@ Every system's program is judged by one cost model, hapsynth's; nothing is alloc
 ZeRO-1, -2, -3, each even and by speed (Poplar), Megatron's tensor parallelism (`search/baselines.py`), HAP (`hap.py`)
 and the plan, which none of them was a start of. `speedup`: of the plan over the best system that fits the memory.
 `one ratio`: the best that is cut by one ratio throughout (the plan's program, a baseline or HAP) over the plan; `even`:
-the same where all is cut evenly. Neither looks at memory. Models at HAP's sizes: batch 32 x devices, 768 wide, 12 layers, sequence 128, experts 2 x devices. Each row in a
-process of its own.
+the same where all is cut evenly. Neither looks at memory. Models at HAP's sizes: batch 32 x devices, 768 wide, 12
+layers, sequence 128, experts 2 x devices. Each row in a process of its own.
 """
 
 from __future__ import annotations

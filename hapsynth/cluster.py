@@ -22,6 +22,7 @@ Written as TOML (`examples/clusters/`). Units are never optional:
     base = "V100-16GB"
     memory = "4 GiB"
     speed = 0.5                       # scales flops and bandwidth
+    price_per_hour = 1.2              # of a device, in any currency: for `search --advise`
 
 Everything here is arithmetic on descriptions: no backend is started, so that planning needs no device.
 """
@@ -33,8 +34,9 @@ import math
 import os
 import re
 import tomllib
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, cast
 
@@ -135,11 +137,55 @@ class Cluster:
             used.append(intra)
         return Link(min(link.bandwidth for link in used), max(link.latency for link in used))
 
+    def without(self, kind: str) -> "Cluster":
+        """The cluster less its devices of one kind. Raises ClusterError where there are none, or no others."""
+        self._of_kind(kind)
+        kept = [i for i, device in enumerate(self.devices) if device.name != kind]
+        if not kept:
+            raise ClusterError(f"cluster {self.name!r}: nothing is left without kind {kind!r}")
+        return self._picked(f"{self.name} without {kind}", kept, [self.hosts[i] for i in kept])
+
+    def plus(self, kind: str, n: int) -> "Cluster":
+        """The cluster with `n` more devices of one kind, after those there are, in new hosts as full as the fullest
+        with that kind. Raises ClusterError where there are none of that kind."""
+        here = self._of_kind(kind)
+        per_host = max(Counter(self.hosts[i] for i in here).values())
+        order = [*range(here[-1] + 1), *[here[-1]] * n, *range(here[-1] + 1, self.n)]
+        new = [len(self.hosts) + i // per_host for i in range(n)]
+        hosts = [*self.hosts[: here[-1] + 1], *new, *self.hosts[here[-1] + 1 :]]
+        return self._picked(f"{self.name} plus {n} {kind}", order, hosts)
+
+    def scaled_network(self, factor: float) -> "Cluster":
+        """The cluster with `factor` times the bandwidth between its hosts; inside where there is only one host."""
+        several, intra = len(set(self.hosts)) > 1, self.intra or self.network
+        link = self.network if several else intra
+        scaled = replace(link, bandwidth=link.bandwidth * factor)
+        changed = {"network": scaled} if several else {"intra": scaled}
+        return replace(self, name=f"{self.name} at {factor:g}x the network", **changed)
+
+    def _of_kind(self, kind: str) -> list[int]:
+        found = [i for i, device in enumerate(self.devices) if device.name == kind]
+        if not found:
+            names = ", ".join(k.name for k in self.kinds)
+            raise ClusterError(f"cluster {self.name!r}: has no device of kind {kind!r}; there are {names}")
+        return found
+
+    def _picked(self, name: str, order: list[int], hosts: Sequence[int]) -> "Cluster":
+        """These devices in these hosts, over one axis unless they are a mesh over the same axes."""
+        coords = list(itertools.product(*(range(size) for _, size in self.axes)))
+        along = [len({coords[i][a] for i in order}) for a in range(len(self.axes))]
+        axes = tuple((axis, size) for (axis, _), size in zip(self.axes, along, strict=True))
+        if math.prod(along) != len(order):
+            axes = ((self.axes[0][0] if len(self.axes) == 1 else DEFAULT_AXIS, len(order)),)
+        devices = tuple(self.devices[i] for i in order)
+        return replace(self, name=name, devices=devices, hosts=tuple(hosts), axes=axes)
+
     def fingerprint(self) -> str:
         """16 hex digits that change with anything a plan's cost depends on; the cluster's own name is left out."""
         data = {key: value for key, value in self.to_dict().items() if key != "name"}
         for kind in cast(dict[str, dict[str, object]], data["kinds"]).values():
             kind.pop("source", None)
+            kind.pop("price_per_hour", None)
         return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()[:16]
 
     @classmethod

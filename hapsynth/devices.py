@@ -56,6 +56,7 @@ class DeviceKind:
     `flops`: peak FLOP/s for each of float32 (needed), tf32, float16, bfloat16, float64; dense. Not to be changed.
     `bandwidth`: of its own memory, bytes/s. `memory`: bytes. `overhead`: seconds per launched op. `efficiency`:
     fraction of the peak FLOP/s that is reached, in (0, 1]. `source`: where the figures stand; not compared.
+    `price_per_hour`: of one device, in any currency, None where it is not known; not compared.
 
     Raises ClusterError for a figure that is not finite and positive (`overhead` may be 0).
     """
@@ -67,6 +68,7 @@ class DeviceKind:
     overhead: float = DEFAULT_OVERHEAD
     efficiency: float = DEFAULT_EFFICIENCY
     source: str = field(default="", compare=False)
+    price_per_hour: float | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         owner = f"device kind {self.name!r}"
@@ -83,6 +85,8 @@ class DeviceKind:
         _positive(owner, "memory", self.memory)
         _positive(owner, "overhead", self.overhead, zero=True)
         _positive(owner, "efficiency", self.efficiency)
+        if self.price_per_hour is not None:
+            _positive(owner, "price_per_hour", self.price_per_hour)
         if self.efficiency > 1:
             raise ClusterError(f"{owner}: efficiency = {self.efficiency!r} is a fraction of the peak, at most 1")
 
@@ -203,7 +207,7 @@ def _nearest(name: str, names: Iterable[str]) -> str:
     return f"did you mean {known[close[0]]!r}?" if close else f"use one of {', '.join(known.values())}"
 
 
-_KIND_KEYS = ("base", "flops", "bandwidth", "memory", "overhead", "efficiency", "speed", "source")
+_KIND_KEYS = ("base", "flops", "bandwidth", "memory", "overhead", "efficiency", "speed", "source", "price_per_hour")
 
 
 def find_kind(table: Table, key: str, kinds: Mapping[str, DeviceKind]) -> DeviceKind:
@@ -241,6 +245,7 @@ def read_kind(name: str, table: Table, kinds: Mapping[str, DeviceKind]) -> Devic
         overhead=figure("overhead", (base or _NOMINAL).overhead, lambda: table.quantity("overhead", "TIME")),
         efficiency=efficiency or (base or _NOMINAL).efficiency,
         source=table.text("source") if "source" in table else (base.source if base else ""),
+        price_per_hour=table.number("price_per_hour") if "price_per_hour" in table else base and base.price_per_hour,
     )
     return kind.faster(table.number("speed")) if "speed" in table else kind
 
@@ -262,6 +267,7 @@ def write_kind(kind: DeviceKind) -> dict[str, object]:
         "overhead": _units.format(kind.overhead, _units.TIME),
         "efficiency": kind.efficiency,
         **({"source": kind.source} if kind.source else {}),
+        **({"price_per_hour": kind.price_per_hour} if kind.price_per_hour is not None else {}),
     }
 
 

@@ -40,6 +40,42 @@ def load(tmp_path: Path, text: str) -> Cluster:
     return Cluster.load(file)
 
 
+def test_other_clusters_of_the_same_kinds(tmp_path: Path) -> None:
+    lab = load(tmp_path, GOOD + '[[devices]]\nkind = "T4"\nhosts = 2\nper_host = 2\n')
+    less = lab.without("T4")
+    assert [d.name for d in less.devices] == ["V100-16GB"] * 4
+    assert (less.hosts, less.axes) == ((0, 1, 2, 3), (("hap", 4),))
+    more = lab.plus("V100-16GB", 2)
+    assert [d.name for d in more.devices] == ["V100-16GB"] * 6 + ["T4"] * 4
+    assert more.hosts == (0, 1, 2, 3, 4, 5, 6, 6, 7, 7)
+    assert lab.plus("T4", 3).hosts == (0, 1, 2, 3, 4, 4, 5, 5, 6, 6, 7)
+    fast = lab.scaled_network(10)
+    assert fast.network.bandwidth == 10 * lab.network.bandwidth
+    assert (fast.intra, fast.devices, fast.hosts) == (lab.intra, lab.devices, lab.hosts)
+    alone = replace(lab, hosts=(0,) * 8).scaled_network(2)
+    assert alone.slowest_link().bandwidth == 2 * lab.network.bandwidth
+    # What is left may be a mesh over the same axes; what is added makes one axis.
+    grid = replace(lab, axes=(("a", 2), ("b", 4)))
+    assert grid.without("T4").axes == (("a", 1), ("b", 4))
+    assert grid.plus("T4", 2).axes == (("hap", 10),)
+    with pytest.raises(ClusterError, match="no device of kind 'P4-8GB'; there are V100-16GB, T4"):
+        lab.without("P4-8GB")
+    with pytest.raises(ClusterError, match="nothing is left without kind 'T4'"):
+        lab.without("V100-16GB").without("T4")
+
+
+def test_a_price_is_optional_and_changes_no_plan(tmp_path: Path) -> None:
+    text = GOOD.replace("V100-16GB", "mine") + '[kinds.mine]\nbase = "V100-16GB"\n'
+    free, priced = load(tmp_path, text), load(tmp_path, text + "price_per_hour = 1.5\n")
+    assert (free.devices[0].price_per_hour, priced.devices[0].price_per_hour) == (None, 1.5)
+    assert free.fingerprint() == priced.fingerprint()
+    priced.save(tmp_path / "saved.toml")
+    assert Cluster.load(tmp_path / "saved.toml").devices[0].price_per_hour == 1.5
+    for bad, problem in (("-1", "-1"), ('"1 USD"', "plain number"), ("inf", "inf")):
+        with pytest.raises(ClusterError, match=f"price_per_hour.*{problem}"):
+            load(tmp_path, text + f"price_per_hour = {bad}\n")
+
+
 def test_the_examples() -> None:
     clusters = {file.stem: Cluster.load(file) for file in CLUSTERS}
     assert {name: c.n for name, c in clusters.items()} == {
