@@ -296,7 +296,7 @@ def test_the_stages_of_zero(of: str) -> None:
     one, two = (in_program(c, c.baselines[name]) for name in ("zero1", "zero2"))
     # Those that have nothing to cut are not gathered, and batch statistics are cut like optimizer state.
     cut = {kind: t.bytes for kind, t in one.items() if kind == "all-gather"}["all-gather"]
-    assert 0.9 * gathered <= cut <= gathered
+    assert 0.9 * gathered <= cut <= 1.01 * gathered, "10 classes are padded to 16"
     assert "reduce-scatter" not in one
     assert two["all-gather"].bytes == cut
     assert two["reduce-scatter"].bytes * N >= cut
