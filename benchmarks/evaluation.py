@@ -48,6 +48,7 @@ def one(row: dict[str, Any], budget: float | None) -> dict[str, Any]:
     where = hapsynth.Cluster.load(FOLDER / f"{row['cluster']}.toml")
     build = MODELS[row["model"]]
     deep = {"layers": row["layers"]} if row["layers"] and "layers" in inspect.signature(build).parameters else {}
+    row["layers"] = deep.get("layers")
     fn, args = build(where.n, **deep)
     try:
         began = time.perf_counter()
