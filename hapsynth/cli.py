@@ -29,6 +29,7 @@ from hapsynth.plan import Plan, PlanError, load
 from hapsynth.profile.command import add_arguments, profile_command
 from hapsynth.profile.judge import ProfileError
 from hapsynth.report import record, trial
+from hapsynth.report.advice import advice_record, advise, print_advice
 from hapsynth.report.explain import Explainer, find_value
 from hapsynth.report.model_file import Target, UsageError, load_target
 from hapsynth.report.output import STDOUT, Outputs
@@ -105,11 +106,18 @@ def _search(options: argparse.Namespace, session: _Session) -> int:
         session.files.write_json(options.json, _infeasible(options, target, cluster, error))
         raise
     session.files.write(options.plan, plan.save)
-    session.files.write_json(options.json, record.search_record(plan))
     if session.out is not None:
         print_summary(session.out, plan, listing=options.program)
         if options.plan:
             session.out.print(f"plan           {options.plan}")
+    found = record.search_record(plan)
+    if options.advise and not plan.result.interrupted:
+        with activity() as tell:
+            variants = advise(plan, options.memory_limit, options.time_budget, tell)
+        found["advice"] = advice_record(variants)
+        if session.out is not None:
+            print_advice(session.out, variants)
+    session.files.write_json(options.json, found)
     return DONE
 
 
@@ -222,6 +230,12 @@ def _parser() -> argparse.ArgumentParser:
     search.add_argument("--plan", metavar="OUT.json", help="write the plan, for `run`, `explain` and hapsynth.load")
     _add_json(search)
     search.add_argument("--program", action="store_true", help="print every instruction, not the program in brief")
+
+    search.add_argument(
+        "--advise",
+        action="store_true",
+        help="plan for other clusters too: without each kind, with more of it, other networks; which is worth it",
+    )
 
     run = commands.add_parser("run", help="run a plan and check it against the function on one device")
     _add_file(run)

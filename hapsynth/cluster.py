@@ -22,6 +22,7 @@ Written as TOML (`examples/clusters/`). Units are never optional:
     base = "V100-16GB"
     memory = "4 GiB"
     speed = 0.5                       # scales flops and bandwidth
+    price_per_hour = 1.2              # of a device, in any currency: for `search --advise`
 
 `hapsynth profile` writes measured figures beside these, which go before them:
 
@@ -44,10 +45,13 @@ import math
 import os
 import re
 import tomllib
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, cast
+
+import numpy as np
 
 from hapsynth import _units
 from hapsynth.curves import Curve, write_curve
@@ -158,11 +162,72 @@ class Cluster:
             axis = next((a for a, s in self.axes if s == size), "" if DEFAULT_AXIS in sizes else DEFAULT_AXIS)
         return self.collectives.get(axis, {})
 
+    def without(self, kind: str) -> "Cluster":
+        """The cluster less its devices of one kind. Raises ClusterError where there are none, or no others."""
+        self._of_kind(kind)
+        kept = [i for i, device in enumerate(self.devices) if device.name != kind]
+        if not kept:
+            raise ClusterError(f"cluster {self.name!r}: nothing is left without kind {kind!r}")
+        return self._picked(f"{self.name} without {kind}", kept, [self.hosts[i] for i in kept])
+
+    def plus(self, kind: str, n: int) -> "Cluster":
+        """The cluster with `n` more devices of one kind, after those there are, in new hosts as full as the fullest
+        with that kind. Raises ClusterError where there are none of that kind."""
+        here = self._of_kind(kind)
+        per_host = max(Counter(self.hosts[i] for i in here).values())
+        order = [*range(here[-1] + 1), *[here[-1]] * n, *range(here[-1] + 1, self.n)]
+        new = [len(self.hosts) + i // per_host for i in range(n)]
+        hosts = [*self.hosts[: here[-1] + 1], *new, *self.hosts[here[-1] + 1 :]]
+        return self._picked(f"{self.name} plus {n} {kind}", order, hosts)
+
+    def scaled_network(self, factor: float) -> "Cluster":
+        """The cluster with `factor` times the bandwidth between its hosts; inside where there is only one host."""
+        several, intra = len(set(self.hosts)) > 1, self.intra or self.network
+        link = self.network if several else intra
+        scaled = replace(link, bandwidth=link.bandwidth * factor)
+        changed = {"network": scaled} if several else {"intra": scaled}
+        curves = {
+            axis: {step: curve.wider(factor) for step, curve in by_step.items()} if self._crosses(axis) else by_step
+            for axis, by_step in self.collectives.items()
+        }
+        return replace(self, name=f"{self.name} at {factor:g}x the network", collectives=curves, **changed)
+
+    def _crosses(self, axis: str) -> bool:
+        """Whether the devices along an axis are in several hosts, or all devices in one."""
+        if axis not in (names := [name for name, _ in self.axes]):
+            return True
+        hosts = np.array(self.hosts).reshape([size for _, size in self.axes])
+        lines = np.moveaxis(hosts, names.index(axis), -1)
+        return bool((lines != lines[..., :1]).any()) or len(set(self.hosts)) == 1
+
+    def _of_kind(self, kind: str) -> list[int]:
+        found = [i for i, device in enumerate(self.devices) if device.name == kind]
+        if not found:
+            names = ", ".join(k.name for k in self.kinds)
+            raise ClusterError(f"cluster {self.name!r}: has no device of kind {kind!r}; there are {names}")
+        return found
+
+    def _picked(self, name: str, order: list[int], hosts: Sequence[int]) -> "Cluster":
+        """These devices in these hosts, over one axis unless they are a mesh over the same axes."""
+        coords = list(itertools.product(*(range(size) for _, size in self.axes)))
+        along = [len({coords[i][a] for i in order}) for a in range(len(self.axes))]
+        axes = tuple((axis, size) for (axis, _), size in zip(self.axes, along, strict=True))
+        if math.prod(along) != len(order):
+            axes = ((self.axes[0][0] if len(self.axes) == 1 else DEFAULT_AXIS, len(order)),)
+        devices = tuple(self.devices[i] for i in order)
+        # What was measured among other devices says nothing of these.
+        curves = {
+            axis: self.collectives[axis] for axis in self.collectives if (axis, dict(axes).get(axis)) in self.axes
+        }
+        return replace(self, name=name, devices=devices, hosts=tuple(hosts), axes=axes, collectives=curves)
+
     def fingerprint(self) -> str:
         """16 hex digits that change with anything a plan's cost depends on; the cluster's own name is left out."""
         without = replace(
             self,
-            devices=tuple(replace(kind, source="", measured=_bare(kind.measured)) for kind in self.devices),
+            devices=tuple(
+                replace(kind, source="", price_per_hour=None, measured=_bare(kind.measured)) for kind in self.devices
+            ),
             collectives=_bare(self.collectives),
             profile={},
         )

@@ -74,6 +74,10 @@ class Curve:
         """The same, `speed` times as fast."""
         return replace(self, points=tuple((a, t / speed) for a, t in self.points))
 
+    def wider(self, factor: float) -> "Curve":
+        """The same latency, and `factor` times the amount in the time beyond it."""
+        return replace(self, points=tuple((a * factor, t) for a, t in self.points))
+
 
 def read_curve(data: object, units: Mapping[str, Decimal]) -> Curve:
     """The curve of a list of ["<amount> <unit>", "<time> <unit>"] or the same with the spread as a third entry.

@@ -71,7 +71,8 @@ class DeviceKind:
     `bandwidth`: of its own memory, bytes/s. `memory`: bytes. `overhead`: seconds per launched op. `efficiency`:
     fraction of the peak FLOP/s that is reached, in (0, 1]. `measured`: seconds by FLOPs for a class of ops
     (`OP_CLASSES`) and a dtype, without the overhead; what it has goes before `flops`. Not to be changed. `source`:
-    where the figures stand; not compared.
+    where the figures stand; not compared. `price_per_hour`: of one device, in any currency, None where it is not known;
+    not compared.
 
     Raises ClusterError for a figure that is not finite and positive (`overhead` may be 0).
     """
@@ -84,6 +85,7 @@ class DeviceKind:
     efficiency: float = DEFAULT_EFFICIENCY
     measured: Mapping[str, Mapping[str, Curve]] = field(default_factory=dict[str, Mapping[str, Curve]])
     source: str = field(default="", compare=False)
+    price_per_hour: float | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         owner = f"device kind {self.name!r}"
@@ -100,6 +102,8 @@ class DeviceKind:
         _positive(owner, "memory", self.memory)
         _positive(owner, "overhead", self.overhead, zero=True)
         _positive(owner, "efficiency", self.efficiency)
+        if self.price_per_hour is not None:
+            _positive(owner, "price_per_hour", self.price_per_hour)
         if self.efficiency > 1:
             raise ClusterError(f"{owner}: efficiency = {self.efficiency!r} is a fraction of the peak, at most 1")
         for op_class, by_dtype in self.measured.items():
@@ -247,7 +251,18 @@ def _nearest(name: str, names: Iterable[str]) -> str:
     return f"did you mean {known[close[0]]!r}?" if close else f"use one of {', '.join(known.values())}"
 
 
-_KIND_KEYS = ("base", "flops", "bandwidth", "memory", "overhead", "efficiency", "measured", "speed", "source")
+_KIND_KEYS = (
+    "base",
+    "flops",
+    "bandwidth",
+    "memory",
+    "overhead",
+    "efficiency",
+    "measured",
+    "speed",
+    "source",
+    "price_per_hour",
+)
 
 
 def find_kind(table: Table, key: str, kinds: Mapping[str, DeviceKind]) -> DeviceKind:
@@ -286,6 +301,7 @@ def read_kind(name: str, table: Table, kinds: Mapping[str, DeviceKind]) -> Devic
         efficiency=efficiency or (base or _NOMINAL).efficiency,
         measured=_read_measured(table) if "measured" in table else (base or _NOMINAL).measured,
         source=table.text("source") if "source" in table else (base.source if base else ""),
+        price_per_hour=table.number("price_per_hour") if "price_per_hour" in table else base and base.price_per_hour,
     )
     return kind.faster(table.number("speed")) if "speed" in table else kind
 
@@ -319,6 +335,7 @@ def write_kind(kind: DeviceKind) -> dict[str, object]:
         "efficiency": kind.efficiency,
         **({"source": kind.source} if kind.source else {}),
         **({"measured": measured} if measured else {}),
+        **({"price_per_hour": kind.price_per_hour} if kind.price_per_hour is not None else {}),
     }
 
 

@@ -4,9 +4,12 @@ Each baseline is a restriction of the formulated problem (which inputs are store
 at fixed ratios, solved exactly, passed through the checker and costed with the same model.
 
     data_parallel        parameters replicated, the batch cut evenly
-    data_parallel_speed  the same, the batch cut in proportion to the devices' speed
-    zero3                parameters and optimizer state cut evenly along their longest dimension, gathered again for
-                         every use (Rajbhandari et al. 2020), the batch cut evenly
+    zero1                data parallel, optimizer state cut evenly along its longest dimension (Rajbhandari et al.
+                         2020): gradients are all-reduced, each device updates its part, new parameters are gathered
+    zero2                the same with gradients reduced to where the state lies: less of both memory and bytes
+    zero3                parameters cut like the state, and gathered again for every use
+    ..._speed            the four with the batch cut in proportion to the devices' speed, all else evenly: what Poplar
+                         (arXiv 2408.12596) does
     tensor_parallel      Megatron-LM (Shoeybi et al. 2019): the batch whole, every weight cut in at most one
                          dimension, so that columns meet rows, partial sums reduced where they arise; evenly
 """
@@ -14,8 +17,9 @@ at fixed ratios, solved exactly, passed through the checker and costed with the 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 
@@ -35,7 +39,11 @@ from hapsynth.search.memory import peak
 from hapsynth.search.problem import solve
 from hapsynth.search.ratios import Ratios, kinship, proportional
 from hapsynth.search.sizing import Sizer
-from hapsynth.search.structure import Restriction, Structure
+from hapsynth.search.structure import Allowed, Restriction, Structure
+
+_BY_SPEED = "_speed"
+_EVENLY = ("data_parallel", "zero1", "zero2", "zero3")
+NAMES = (*(name + how for name in _EVENLY for how in ("", _BY_SPEED)), "tensor_parallel")
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,35 +83,48 @@ class Baselines:
         self.state = [graph.inputs[source] for source, _ in graph.carry]
         held = set(self.state)
         self.batch = [v for v in graph.inputs if v not in held and graph.values[v].shape]
-        self.batch_roots = {r for v in self.batch if (r := self._root(v, 0)) is not None}
+        self.batch_roots = {r for v in self.batch if (r := self.root(v, 0)) is not None}
 
-    def all(self) -> Mapping[str, Baseline]:
-        """Every baseline by name."""
+    def all(self, names: Iterable[str] | None = None) -> Mapping[str, Baseline]:
+        """Baselines by name: every one, or some."""
         even = np.full(self.costs.n, 1.0 / self.costs.n)
-        return {
-            "data_parallel": self._build(self._data_parallel(), even),
-            "data_parallel_speed": self._build(self._data_parallel(), proportional(self.costs.rate("float32"))),
-            "zero3": self._build(self._zero3(), even),
-            "tensor_parallel": self._build(self._tensor_parallel(), even, _ReducedAtOnce),
+        speed = proportional(self.costs.rate("float32"))
+        structures = {
+            "data_parallel": lambda: Structure(self.graph, self.table, self._data_parallel()),
+            "zero1": lambda: Structure(self.graph, self.table, self._zero12(reduced_whole=True)),
+            "zero2": lambda: Structure(self.graph, self.table, self._zero12(reduced_whole=False)),
+            "zero3": lambda: Structure(self.graph, self.table, self._zero3()),
+            "tensor_parallel": lambda: _ReducedAtOnce(self.graph, self.table, self._tensor_parallel()),
         }
+        asked = NAMES if names is None else tuple(names)
+        found: dict[str, Baseline] = {}
+        for name, make in structures.items():
+            by = {n: speed if n.endswith(_BY_SPEED) else even for n in (name, name + _BY_SPEED) if n in asked}
+            if by:
+                emitter = self._solved(make())
+                found |= {n: self.sized(emitter, batch, even) for n, batch in by.items()}
+        return {name: found[name] for name in asked}
 
-    def _root(self, value: int, dim: int) -> Node | None:
+    def root(self, value: int, dim: int) -> Node | None:
+        """What stands for all dimensions that some op could cut together with this one; None where none cuts it."""
         node = (value, dim, ())
         return self.kin.find(node) if node in self.kin.parent else None
 
     def _stored_batch(self) -> dict[int, Layout]:
-        return {v: (S(0),) for v in self.batch if self._root(v, 0) is not None and self.graph.values[v].shape[0] > 1}
+        return {v: (S(0),) for v in self.batch if self.root(v, 0) is not None and self.graph.values[v].shape[0] > 1}
 
     def _data_parallel(self) -> Restriction:
         stored = {**dict.fromkeys(self.state, (R,)), **self._stored_batch()}
         # Only gradients and sums over the batch are communicated.
         convertible = lambda v, source, target: not source.is_sharded
-        return Restriction(stored, lambda v, d: self._root(v, d) in self.batch_roots, convertible=convertible)
+        allowed = lambda v, d: self.root(v, d) in self.batch_roots
+        return Restriction(stored, allowed, convertible=convertible, role=lambda _: None)
 
-    def _zero3(self) -> Restriction:
+    def _cut_state(self, state: Iterable[int]) -> tuple[dict[int, Layout], Allowed]:
+        """Some of the state stored cut along its longest dimension, and the cuts that this and the batch call for."""
         stored: dict[int, Layout] = {}
         cut_shapes: set[tuple[tuple[int, ...], int]] = set()
-        for v in self.state:
+        for v in state:
             shape = self.graph.values[v].shape
             dim = max(range(len(shape)), key=lambda d: shape[d], default=-1)
             if dim < 0 or shape[dim] == 1:
@@ -113,23 +134,47 @@ class Baselines:
                 cut_shapes.add((shape, dim))
 
         def allowed(value: int, dim: int) -> bool:
-            if self._root(value, dim) in self.batch_roots:
+            if self.root(value, dim) in self.batch_roots:
                 return True
             shape = self.graph.values[value].shape
-            batched = any(self._root(value, d) in self.batch_roots for d in range(len(shape)))
+            batched = any(self.root(value, d) in self.batch_roots for d in range(len(shape)))
             return (shape, dim) in cut_shapes and not batched
 
-        gradients = self._updates()
+        return stored, allowed
+
+    def _zero12(self, *, reduced_whole: bool) -> Restriction:
+        gradients, graph = self.updates, self.graph
+        # Nothing but the update reads optimizer state.
+        moments = [v for v in self.state if v in gradients]
+        stored, allowed = self._cut_state(moments)
+        stored |= {v: (R,) for v in self.state if v not in gradients}
+        ends = {graph.inputs[source]: graph.outputs[target] for source, target in graph.carry}
+        renewed = {ends[v] for v in self.state if v not in gradients}
+
+        def convertible(value: int, source: Placement, target: Placement) -> bool:
+            if source.is_sharded:
+                return value in renewed
+            if source.is_partial and reduced_whole:
+                return not target.is_sharded
+            return target.is_sharded or value not in gradients or not graph.values[value].shape
+
+        role = lambda v: (v in renewed, v in gradients and bool(graph.values[v].shape))
+        return Restriction({**stored, **self._stored_batch()}, allowed, convertible=convertible, role=role)
+
+    def _zero3(self) -> Restriction:
+        stored, allowed = self._cut_state(self.state)
+        gradients, held = self.updates, set(self.state)
 
         def convertible(value: int, source: Placement, target: Placement) -> bool:
             if source.is_sharded:
                 return value in held
             return target.is_sharded or value not in gradients or not self.graph.values[value].shape
 
-        held = set(self.state)
-        return Restriction({**stored, **self._stored_batch()}, allowed, frozenset(held), convertible)
+        role = lambda v: (v in held, v in gradients and bool(self.graph.values[v].shape))
+        return Restriction({**stored, **self._stored_batch()}, allowed, frozenset(held), convertible, role)
 
-    def _updates(self) -> set[int]:
+    @cached_property
+    def updates(self) -> set[int]:
         """The gradients and what the optimizer makes of them: back from the new state while shapes stay the same
         and nothing but the update and norms of it read them (a batch norm's mean is read by the model too)."""
         graph = self.graph
@@ -155,11 +200,12 @@ class Baselines:
         cut = self._alternating_roots()
         stored: dict[int, Layout] = dict.fromkeys(self.batch, (R,))
         for v in self.state:
-            dims = [d for d in range(len(self.graph.values[v].shape)) if self._root(v, d) in cut]
+            dims = [d for d in range(len(self.graph.values[v].shape)) if self.root(v, d) in cut]
             stored[v] = (S(dims[0]) if dims else R,)
         held = set(self.state)
         convertible = lambda v, source, target: v not in held or source == R
-        return Restriction(stored, lambda v, d: self._root(v, d) in cut, convertible=convertible)
+        allowed = lambda v, d: self.root(v, d) in cut
+        return Restriction(stored, allowed, convertible=convertible, role=held.__contains__)
 
     def _alternating_roots(self) -> set[Node]:
         """Classes of weight dimensions to cut, at most one per weight.
@@ -167,13 +213,13 @@ class Baselines:
         The width that most weights share (a transformer's residual stream) stays whole. Of the others, the one with
         the fewest sums over it per weight comes first: heads before the width of a head.
         """
-        fed = {self._root(v, d) for v in self.batch for d in range(len(self.graph.values[v].shape))}
+        fed = {self.root(v, d) for v in self.batch for d in range(len(self.graph.values[v].shape))}
         contracted, summed = self._contracted_roots()
         weights = [
             [
                 r
                 for d in range(len(self.graph.values[v].shape))
-                if (r := self._root(v, d)) is not None and r in contracted
+                if (r := self.root(v, d)) is not None and r in contracted
             ]
             for v in self.state
         ]
@@ -207,23 +253,33 @@ class Baselines:
                     summed.update(roots)
         return found, summed
 
-    def _build(self, restriction: Restriction, fractions: Floats, structure: type[Structure] = Structure) -> Baseline:
-        found = self._solved(structure(self.graph, self.table, restriction), fractions)
-        if found is None:
-            # Some weight's cut dimension meets no op that takes it cut (a flattened image): it may be gathered.
-            free = replace(restriction, convertible=None)
-            found = self._solved(structure(self.graph, self.table, free), fractions)
-        assert found is not None, "with every conversion the replicated program is always there"
-        return found
-
-    def _solved(self, structure: Structure, fractions: Floats) -> Baseline | None:
-        formulator = Formulator(structure, self.costs, Ratios(self.graph, self.table, fractions))
+    def _solved(self, structure: Structure) -> Emitter:
+        """The best program at even sizes."""
+        ratios = Ratios(self.graph, self.table, np.full(self.costs.n, 1.0 / self.costs.n))
+        formulator = Formulator(structure, self.costs, ratios)
         solution = solve(formulator.problem(), tolerance=1e-4)
-        if solution.assignment is None:
-            return None
-        program = Emitter(formulator, solution.assignment.tolist()).run(self.costs.axes)
+        if solution.assignment is not None:
+            emitter = Emitter(formulator, solution.assignment.tolist())
+            emitter.build()
+            return emitter
+        # Some weight's cut dimension meets no op that takes it cut (a flattened image): it may be gathered.
+        free = replace(structure.restriction, convertible=None)
+        assert structure.restriction.convertible is not None, "with every conversion the replicated program is there"
+        return self._solved(type(structure)(self.graph, self.table, free))
+
+    def sized(self, emitter: Emitter, batch: Floats, rest: Floats) -> Baseline:
+        """A program with its batch and everything else cut by these fractions; in the order that spares memory where it
+        must be, as the plan is."""
+        found = self._costed(emitter.ordered(self.costs.axes), batch, rest)
+        return found if found.fits else self._costed(emitter.ordered(self.costs.axes, sparing=True), batch, rest)
+
+    def _costed(self, program: Program, batch: Floats, rest: Floats) -> Baseline:
         classes = Classes.build(self.graph, program, self.table)
-        sizes = Sizer(program, classes, self.costs).fixed(fractions)
+        sizer = Sizer(program, classes, self.costs)
+        of_batch, of_rest = sizer.fixed(batch), sizer.fixed(rest)
+        batched = [any(self.root(v, d) in self.batch_roots for v, d, _ in c.members) for c in classes.all]
+        chosen = (of_batch if b else of_rest for b in batched)
+        sizes = Sizes(self.graph, classes, tuple(s.shares[i] for i, s in enumerate(chosen)))
         check(self.graph, program, sizes)
         memory = peak(program, sizes, self.costs)
         cost = program_cost(program, sizes, self.costs)

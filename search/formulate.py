@@ -97,10 +97,11 @@ class Formulator:
 
     def _profile(self, value: int) -> object:
         """What decides the costs of a value's conversions, and of holding it."""
-        ratios, restricted = self.ratios, self.structure.restriction.convertible is not None
+        ratios, restriction = self.ratios, self.structure.restriction
         cuts = self.structure.layouts[value].cuts
         vectors = () if ratios is None else tuple(ratios.of(value, d, axes) for d, axes in cuts)
-        return self.graph.values[value].nbytes, vectors, value if restricted else None
+        role = None if restriction.convertible is None else restriction.role(value)
+        return self.graph.values[value].nbytes, vectors, role
 
     def offer(self, value: int, availability: Availability) -> Offer:
         """The conversions that an availability stands for."""

@@ -9,7 +9,7 @@ gives the joint bound.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
@@ -27,11 +27,14 @@ from hapsynth.search.costs import CostModel, Floats
 from hapsynth.search.formulate import Formulator
 from hapsynth.search.problem import Ints, Problem, Solution, solve
 from hapsynth.search.problem import Progress as SolverProgress
-from hapsynth.search.ratios import Ratios, proportional
+from hapsynth.search.ratios import Ratios, kinship, of_state, proportional
 from hapsynth.search.result import Progress, Result, Status
 from hapsynth.search.structure import Restriction, Structure
 
 _T = TypeVar("_T")
+
+Evenly = Set[tuple[int, int]]
+_NOTHING: Evenly = frozenset()
 
 _ROUNDS = 6
 _MEMORY_ROUNDS = 8
@@ -141,8 +144,8 @@ class Planner:
 
     def _explore(self) -> None:
         starts = self._starts()
-        for k, weights in enumerate(starts):
-            self._alternate(weights, last=k + 1 == len(starts))
+        for k, (weights, evenly) in enumerate(starts):
+            self._alternate(weights, evenly, last=k + 1 == len(starts))
             if self._late():
                 break
         if self._best is None:
@@ -158,27 +161,30 @@ class Planner:
             self._interrupted = True
             return otherwise
 
-    def _starts(self) -> list[Floats]:
-        """Weights of the devices to begin from: by speed, even, and by speed without the slower kinds."""
+    def _starts(self) -> list[tuple[Floats, Evenly]]:
+        """Weights of the devices to begin from, and what is cut evenly all the same: by speed; by speed but for the
+        state, which is communicated at the size of its largest shard; even; by speed without the slower kinds."""
         speed = self.costs.rate("float32")
         kinds = sorted(set(speed.tolist()), reverse=True)
-        starts = [proportional(speed)]
+        starts: list[tuple[Floats, Evenly]] = [(proportional(speed), _NOTHING)]
         if len(kinds) > 1:
-            starts.append(np.full(self.cluster.n, 1.0 / self.cluster.n))
-            starts += [proportional(np.where(speed >= k, speed, 0.0)) for k in kinds[:-1]]
+            if self.graph.carry:
+                starts.append((proportional(speed), of_state(self.graph, kinship(self.graph, self.table))))
+            starts.append((np.full(self.cluster.n, 1.0 / self.cluster.n), _NOTHING))
+            starts += [(proportional(np.where(speed >= k, speed, 0.0)), _NOTHING) for k in kinds[:-1]]
         return starts
 
-    def _ratios(self, weights: Floats, sizes: Sizes | None = None) -> Ratios:
-        return Ratios(self.graph, self.table, weights, sizes, self.costs.lengths)
+    def _ratios(self, weights: Floats, sizes: Sizes | None = None, evenly: Evenly = _NOTHING) -> Ratios:
+        return Ratios(self.graph, self.table, weights, sizes, self.costs.lengths, evenly)
 
     def ratios_at(self, sizes: Sizes) -> Ratios:
         """A plan's own ratios; what it does not cut is compared at the ratio of its largest class."""
         return self._ratios(own_weights(self.costs, sizes), sizes)
 
-    def _alternate(self, weights: Floats, *, last: bool) -> None:
+    def _alternate(self, weights: Floats, evenly: Evenly, *, last: bool) -> None:
         """Search and sizes in turn from one start, until the cost stops falling. What the `last` start comes to is
         likely what has to be certified."""
-        ratios = self._ratios(weights)
+        ratios = self._ratios(weights, None, evenly)
         choices: Ints | None = None
         reached = np.inf
         # A start that begins above the best of the others is given up at once.
@@ -191,7 +197,7 @@ class Planner:
                 # Sizes that gain this little lead to no other program; `_certify` looks once more.
                 return
             reached, choices = candidate.cost, candidate.choices
-            ratios = self._ratios(weights, candidate.sizes)
+            ratios = self._ratios(weights, candidate.sizes, evenly)
             if last:
                 self._tolerance = min(self._tolerance, _WIDE_TOLERANCE)
             if self._late():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 
 import numpy as np
 
@@ -11,6 +11,9 @@ from hapsynth.instructions.program import FactorTable
 from hapsynth.instructions.sizes import Classes, Node, Sizes, UnionFind, cut_nodes
 from hapsynth.search.costs import Floats
 from hapsynth.search.links import devices_of
+
+_EVEN = -2
+"""In place of a plan's vector that a dimension is cut like, where -1 is none."""
 
 
 def round_shares(fractions: Floats, units: int) -> tuple[int, ...]:
@@ -38,6 +41,7 @@ class Ratios:
 
     Dimensions that the current plan cuts have that plan's exact sizes. Every other dimension is cut by `weights`, one
     per device, rounded to what its length allows, or like a dimension that some op cuts alike, where the plan cuts one.
+    `evenly`: (value, dimension) that are cut evenly instead of by `weights`.
     """
 
     def __init__(
@@ -47,8 +51,9 @@ class Ratios:
         weights: Floats,
         sizes: Sizes | None = None,
         lengths: Sequence[int] | None = None,
+        evenly: Set[tuple[int, int]] = frozenset(),
     ) -> None:
-        self.graph, self.weights = graph, weights
+        self.graph, self.weights, self.evenly = graph, weights, evenly
         self.lengths = tuple(lengths or (len(weights),))
         self.vectors: list[Floats] = []
         """Per position along the axes."""
@@ -106,16 +111,21 @@ class Ratios:
         base = -1
         if (node := (value, dim, ())) in self._kinship.parent:
             base = self._kin.get((self._kinship.find(node), axes), -1)
+        if base < 0 and (value, dim) in self.evenly:
+            base = _EVEN
         units = units or self.graph.values[value].shape[dim]
         key = (base, axes, units)
         if key not in self._rounded:
-            shares = nested_shares(self._weights(axes), units) if base < 0 else round_shares(self.vectors[base], units)
+            shares = (
+                nested_shares(self._weights(axes, base), units) if base < 0 else round_shares(self.vectors[base], units)
+            )
             self._rounded[key] = self._intern(axes, np.array(shares) / units)
         return self._rounded[key]
 
-    def _weights(self, axes: tuple[int, ...]) -> Floats:
+    def _weights(self, axes: tuple[int, ...], base: int) -> Floats:
         """[positions along each of the axes]"""
-        weights = np.bincount(devices_of(self.lengths, axes), self.weights).astype(np.float64)
+        of_devices = np.ones_like(self.weights) if base == _EVEN else self.weights
+        weights = np.bincount(devices_of(self.lengths, axes), of_devices).astype(np.float64)
         return weights.reshape([self.lengths[a] for a in axes])
 
 
@@ -139,6 +149,13 @@ def kinship(graph: Graph, table: FactorTable) -> UnionFind:
                 sets.add((b, dim, ()), size)
                 sets.union((a, dim, ()), (b, dim, ()))
     return sets
+
+
+def of_state(graph: Graph, kin: UnionFind) -> frozenset[tuple[int, int]]:
+    """Every (value, dimension) that some op could cut together with a dimension of the carried state."""
+    state = {graph.inputs[source] for source, _ in graph.carry}
+    roots = {kin.find(node) for node in list(kin.parent) if node[0] in state}
+    return frozenset((value, dim) for value, dim, _ in list(kin.parent) if kin.find((value, dim, ())) in roots)
 
 
 def proportional(speeds: Sequence[float] | Floats) -> Floats:

@@ -76,12 +76,14 @@ class Choices:
 @dataclass
 class Restriction:
     """What a caller may pin: stored layouts of inputs, dimensions that may be cut, values never converted once for
-    all uses (ZeRO-3 gathers its parameters again for every use), conversions that may be made."""
+    all uses (ZeRO-3 gathers its parameters again for every use), conversions that may be made. `role`: all that
+    `convertible` asks about a value, so that values alike in it share what is made of it."""
 
     stored: Mapping[int, Layout] = field(default_factory=dict)
     allowed: Allowed | None = None
     private: frozenset[int] = frozenset()
     convertible: Convertible | None = None
+    role: Callable[[int], object] = lambda value: value
 
 
 @dataclass(frozen=True, eq=False)

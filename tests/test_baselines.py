@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -34,6 +35,7 @@ N = 8
 CLUSTERS = Path(__file__).parents[1] / "examples" / "clusters"
 EXAMPLES = ("mlp", "transformer", "cnn")
 NAMES = tuple(by_hand.STEPS)
+ZERO = ("zero1", "zero2", "zero3", "zero1_speed", "zero2_speed", "zero3_speed")
 FORMS = tuple(name for name in NAMES if name != "data_parallel_speed")
 # Large enough that tensor parallelism cuts what it cuts at full size.
 SMALL: dict[str, dict[str, Any]] = {
@@ -263,12 +265,47 @@ def plain_step(of: str) -> Any:
 def test_the_plan_is_never_costed_above_a_baseline(of: str, on: str) -> None:
     c = case(of, on)
     plan = c.planner.run()
-    assert set(c.baselines) == set(NAMES)
+    assert set(c.baselines) == {*NAMES, *ZERO}
     for name, baseline in c.baselines.items():
         check(c.traced.graph, baseline.program, baseline.sizes)
         assert plan.cost_s <= baseline.cost_s * (1 + 1e-9), name
     if on == "mixed8":
-        assert c.baselines["data_parallel_speed"].cost_s <= c.baselines["data_parallel"].cost_s * (1 + 1e-9)
+        for name in ("data_parallel", *ZERO[:3]):
+            assert c.baselines[f"{name}_speed"].cost_s <= c.baselines[name].cost_s * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("of", EXAMPLES)
+def test_the_stages_of_zero(of: str) -> None:
+    """As much communication as data parallelism in stage 2, half as much again in 1 and 3; less memory at each."""
+    c = case(of, full=True)
+    gathered = sum(math.prod(x.shape) * 4 for x in jax.tree.leaves(c.args[0]["params"]))
+    one, two = (in_program(c, c.baselines[name]) for name in ("zero1", "zero2"))
+    # Those that have nothing to cut are not gathered, and batch statistics are cut like optimizer state.
+    cut = {kind: t.bytes for kind, t in one.items() if kind == "all-gather"}["all-gather"]
+    assert 0.9 * gathered <= cut <= 1.01 * gathered, "10 classes are padded to 16"
+    assert "reduce-scatter" not in one
+    assert two["all-gather"].bytes == cut
+    assert two["reduce-scatter"].bytes * N >= cut
+    whole = in_program(c, c.baselines["data_parallel"])["all-reduce"].bytes
+    assert two["all-reduce"].bytes < 0.1 * whole < one["all-reduce"].bytes
+    memory = [c.baselines[name].memory_bytes for name in ("data_parallel", "zero1", "zero2")]
+    assert memory[0] > memory[1] >= memory[2]
+
+
+@pytest.mark.parametrize("of", EXAMPLES)
+def test_by_speed_cuts_the_batch_by_speed_and_the_state_evenly(of: str) -> None:
+    c = case(of, "mixed8")
+    zero = c.baselines["zero2_speed"]
+    state = [
+        v for v in c.traced.graph.inputs[: len(jax.tree.leaves(c.args[0]))] if zero.program.inputs[v][0].is_sharded
+    ]
+    assert state
+    for value in state:
+        lengths = zero.sizes.lengths(value, zero.program.inputs[value][0].dim, (0,))
+        assert max(lengths) - min(lengths) <= 1
+    batch = c.traced.graph.inputs[-1]
+    fast, *_, slow = zero.sizes.lengths(batch, 0, (0,))
+    assert fast > slow
 
 
 @pytest.mark.parametrize("of", EXAMPLES)

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from hapsynth import _units
 from hapsynth.cluster import Cluster, ClusterError, DeviceKind, Link, _toml, known_kinds
+from hapsynth.curves import Curve
 from hapsynth.devices import kind_of
 
 CLUSTERS = sorted((Path(__file__).parents[1] / "examples" / "clusters").glob("*.toml"))
@@ -40,12 +41,62 @@ def load(tmp_path: Path, text: str) -> Cluster:
     return Cluster.load(file)
 
 
-def test_the_five_examples() -> None:
+def test_other_clusters_of_the_same_kinds(tmp_path: Path) -> None:
+    lab = load(tmp_path, GOOD + '[[devices]]\nkind = "T4"\nhosts = 2\nper_host = 2\n')
+    less = lab.without("T4")
+    assert [d.name for d in less.devices] == ["V100-16GB"] * 4
+    assert (less.hosts, less.axes) == ((0, 1, 2, 3), (("hap", 4),))
+    more = lab.plus("V100-16GB", 2)
+    assert [d.name for d in more.devices] == ["V100-16GB"] * 6 + ["T4"] * 4
+    assert more.hosts == (0, 1, 2, 3, 4, 5, 6, 6, 7, 7)
+    assert lab.plus("T4", 3).hosts == (0, 1, 2, 3, 4, 4, 5, 5, 6, 6, 7)
+    fast = lab.scaled_network(10)
+    assert fast.network.bandwidth == 10 * lab.network.bandwidth
+    assert (fast.intra, fast.devices, fast.hosts) == (lab.intra, lab.devices, lab.hosts)
+    alone = replace(lab, hosts=(0,) * 8).scaled_network(2)
+    assert (alone.intra or alone.network).bandwidth == 2 * (lab.intra or lab.network).bandwidth
+    # Measured times: the latency is the same, what goes over the network takes less; those of other devices are gone.
+    curve = Curve(((0.0, 1e-4), (1e6, 2e-4)))
+    measured = replace(
+        lab, axes=(("a", 4), ("b", 2)), collectives={"a": {"all_reduce": curve}, "b": {"all_reduce": curve}}
+    )
+    wider = measured.scaled_network(10).collectives
+    assert wider["a"]["all_reduce"].seconds(1e7) == pytest.approx(2e-4)
+    assert wider["a"]["all_reduce"].seconds(0.0) == pytest.approx(1e-4)
+    assert set(measured.without("T4").collectives) <= {"b"}
+    # What is left may be a mesh over the same axes; what is added makes one axis.
+    grid = replace(lab, axes=(("a", 2), ("b", 4)))
+    assert grid.without("T4").axes == (("a", 1), ("b", 4))
+    assert grid.plus("T4", 2).axes == (("hap", 10),)
+    with pytest.raises(ClusterError, match="no device of kind 'P4-8GB'; there are V100-16GB, T4"):
+        lab.without("P4-8GB")
+    with pytest.raises(ClusterError, match="nothing is left without kind 'T4'"):
+        lab.without("V100-16GB").without("T4")
+
+
+def test_a_price_is_optional_and_changes_no_plan(tmp_path: Path) -> None:
+    text = GOOD.replace("V100-16GB", "mine") + '[kinds.mine]\nbase = "V100-16GB"\n'
+    free, priced = load(tmp_path, text), load(tmp_path, text + "price_per_hour = 1.5\n")
+    assert (free.devices[0].price_per_hour, priced.devices[0].price_per_hour) == (None, 1.5)
+    assert free.fingerprint() == priced.fingerprint()
+    priced.save(tmp_path / "saved.toml")
+    assert Cluster.load(tmp_path / "saved.toml").devices[0].price_per_hour == 1.5
+    for bad, problem in (("-1", "-1"), ('"1 USD"', "plain number"), ("inf", "inf")):
+        with pytest.raises(ClusterError, match=f"price_per_hour.*{problem}"):
+            load(tmp_path, text + f"price_per_hour = {bad}\n")
+
+
+def test_the_examples() -> None:
     clusters = {file.stem: Cluster.load(file) for file in CLUSTERS}
     assert {name: c.n for name, c in clusters.items()} == {
         "even8": 8,
+        "h200_a100": 16,
+        "lab4": 4,
         "mixed8": 8,
         "paper64": 64,
+        "poplar_a": 8,
+        "poplar_b": 4,
+        "poplar_c": 8,
         "straggler": 8,
         "tiny_and_big": 8,
     }

@@ -65,7 +65,7 @@ def layouts(plan: Plan) -> list[str]:
 
 def baseline(plan: Plan, name: str) -> Baseline:
     planner = Planner(plan.traced.graph, plan.cluster)
-    return Baselines(plan.traced.graph, planner.table, planner.costs, planner.limit).all()[name]
+    return Baselines(plan.traced.graph, planner.table, planner.costs, planner.limit).all([name])[name]
 
 
 def rival(plan: Plan, stored: Sequence[str] = (), convertible: Convertible | None = None) -> float:

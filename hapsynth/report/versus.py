@@ -15,7 +15,8 @@ _WORDS = {
     "hapsynth": "hapsynth",
     "data_parallel": "data parallel, even",
     "data_parallel_speed": "data parallel, by speed",
-    "zero3": "ZeRO-3, even",
+    **{f"zero{stage}": f"ZeRO-{stage}, even" for stage in (1, 2, 3)},
+    **{f"zero{stage}_speed": f"ZeRO-{stage}, by speed" for stage in (1, 2, 3)},
     "tensor_parallel": "tensor parallel (Megatron), even",
 }
 

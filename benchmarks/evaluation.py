@@ -1,0 +1,170 @@
+"""The evaluation by prediction: HAP's four models on clusters of the literature, against what people run today.
+
+    python benchmarks/evaluation.py [--only bert,vgg19] [--cluster poplar_b] [--layers 2] [--budget 60]
+                                    [--markdown] [--json OUT]
+
+Every system's program is judged by one cost model, hapsynth's; nothing is allocated or run. Systems: data parallel and
+ZeRO-1, -2, -3, each even and by speed (Poplar), Megatron's tensor parallelism (`search/baselines.py`), HAP (`hap.py`)
+and the plan, which none of them was a start of. `speedup`: of the plan over the best system that fits the memory.
+`one ratio`: the best that is cut by one ratio throughout (the plan's program, a baseline or HAP) over the plan; `even`:
+the same where all is cut evenly. Neither looks at memory. Models at HAP's sizes: batch 32 x devices, 768 wide, 12
+layers, sequence 128, experts 2 x devices. Each row in a process of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from hap import Hap
+from models import MODELS
+
+import hapsynth
+from hapsynth.report.strategy import strategy
+from hapsynth.search.baselines import Baselines
+from hapsynth.search.candidate import own_weights
+from hapsynth.search.evaluate import program_cost
+from hapsynth.search.planner import InfeasibleError, Planner
+from hapsynth.search.ratios import proportional
+from hapsynth.search.sizing import Sizer
+from hapsynth.trace import trace
+
+FOLDER = Path(__file__).resolve().parent.parent / "examples" / "clusters"
+MODEL_NAMES = ("vgg19", "vit_b", "bert", "bert_moe")
+CLUSTERS = ("paper64", "poplar_a", "poplar_b", "poplar_c", "lab4", "h200_a100")
+HEADS = ("model", "cluster", "step s", "GiB", "gap", "joint gap", "best baseline", "its s", "speedup", "over HAP")
+HEADS += ("one ratio", "even", "seconds", "strategy")
+
+
+def one(row: dict[str, Any], budget: float | None) -> dict[str, Any]:
+    """Everything about one model on one cluster, as JSON."""
+    where = hapsynth.Cluster.load(FOLDER / f"{row['cluster']}.toml")
+    build = MODELS[row["model"]]
+    deep = {"layers": row["layers"]} if row["layers"] and "layers" in inspect.signature(build).parameters else {}
+    row["layers"] = deep.get("layers")
+    fn, args = build(where.n, **deep)
+    try:
+        began = time.perf_counter()
+        plan = hapsynth.synthesize(fn, args, where, time_budget_s=budget)
+        row["seconds"] = time.perf_counter() - began
+        graph = plan.traced.graph
+    except InfeasibleError as error:
+        plan, row["error"] = None, str(error)
+        graph = trace(fn, args).graph
+    planner = Planner(graph, where)
+    known = Baselines(graph, planner.table, planner.costs, planner.limit)
+    systems = {**known.all(), "hap": Hap(known).baseline()}
+    row["systems"] = {
+        name: {"cost_s": b.cost_s, "memory_bytes": b.memory_bytes, "fits": b.fits, "found": b.program.collectives()}
+        for name, b in systems.items()
+    }
+    row["systems"]["hap"]["found"] = str(strategy(known, systems["hap"].program, systems["hap"].sizes))
+    row |= {"ops": len(graph.ops), "devices": where.n, "status": "infeasible"}
+    if plan is None:
+        return row
+    own = own_weights(known.costs, plan.sizes)
+    weights = {"even": np.ones(where.n), "speed": proportional(known.costs.rate("float32")), "own": own}
+    sizer = Sizer(plan.program, plan.sizes.classes, planner.costs)
+    at = {name: program_cost(plan.program, sizer.fixed(w), planner.costs) for name, w in weights.items()}
+    even = min(at["even"], *(b.cost_s for name, b in systems.items() if name != "hap" and not name.endswith("_speed")))
+    one_ratio = min(even, *at.values(), systems["data_parallel_speed"].cost_s, systems["hap"].cost_s)
+    fitting = {name: b.cost_s for name, b in systems.items() if b.fits}
+    found = strategy(known, plan.program, plan.sizes)
+    return {
+        **row,
+        "status": plan.result.status,
+        "cost_s": plan.cost,
+        "gap": plan.gap,
+        "joint_gap": plan.result.joint_gap,
+        "memory_bytes": max(plan.memory),
+        "best": min(fitting, key=lambda name: fitting[name], default=None),
+        "worse_than": [name for name, cost in fitting.items() if plan.cost > cost * (1 + 1e-9)],
+        "one_ratio": one_ratio / plan.cost,
+        "even": even / plan.cost,
+        "strategy": str(found),
+        "left_out": list(found.without),
+    }
+
+
+def child(row: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
+    """`one` in a process of its own."""
+    command = [sys.executable, __file__, "--row", json.dumps(row)]
+    command += ["--budget", str(options.budget)] if options.budget else []
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=options.timeout)
+    except subprocess.TimeoutExpired:
+        return {**row, "status": f"stopped after {options.timeout:g} s"}
+    if done.returncode:
+        return {**row, "status": "error: " + done.stderr.strip().splitlines()[-1], "error": done.stderr}
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def cells(row: dict[str, Any]) -> list[str]:
+    """One row of the table; what was not found is a dash."""
+    name = row["model"] + (f" {row['layers']}" if row["layers"] else "")
+    systems, best, hap = row.get("systems", {}), row.get("best"), row.get("systems", {}).get("hap")
+    if "cost_s" not in row:
+        fits = ", ".join(name for name, s in systems.items() if s["fits"])
+        words = f"{row['status']}; fit: {fits or 'no baseline'}" if systems else row["status"]
+        return [name, row["cluster"], *["-"] * (len(HEADS) - 3), words]
+    cost = row["cost_s"]
+    over = lambda s: f"{s['cost_s'] / cost:.2f}x" + ("" if s["fits"] else " (does not fit)")
+    shown = [f"{cost:.4g}", f"{row['memory_bytes'] / 2**30:.1f}", f"{row['gap']:.1e}", f"{row['joint_gap']:.1e}"]
+    if best:
+        shown += [best, f"{systems[best]['cost_s']:.4g}", over(systems[best])]
+    else:
+        shown += ["none fits", "-", "-"]
+    shown += [over(hap), f"{row['one_ratio']:.2f}x", f"{row['even']:.2f}x", f"{row['seconds']:.0f}"]
+    worse = f" WORSE THAN {', '.join(row['worse_than'])}" if row["worse_than"] else ""
+    return [name, row["cluster"], *shown, f"{row['status']}: {row['strategy']}{worse}"]
+
+
+def arguments() -> argparse.Namespace:
+    names = lambda text: [name for name in text.split(",") if name]
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", type=names, default=list(MODEL_NAMES), help=f"of {', '.join(MODELS)}")
+    parser.add_argument("--cluster", type=names, default=list(CLUSTERS), help="names of files in examples/clusters")
+    parser.add_argument("--layers", type=int, help="of the transformers (default: 12)")
+    parser.add_argument("--budget", type=float, help="seconds per plan (default: until proved)")
+    parser.add_argument("--timeout", type=float, default=1800, help="seconds per row (default: 1800)")
+    parser.add_argument("--markdown", action="store_true", help="the table for the docs")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--row", type=json.loads, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    for given, known in ((options.only, set(MODELS)), (options.cluster, {f.stem for f in FOLDER.glob("*.toml")})):
+        for name in given:
+            if name not in known:
+                parser.error(f"{name!r} is none of {', '.join(sorted(known))}")
+    if options.layers is not None and options.layers < 1:
+        parser.error(f"--layers {options.layers}: give a whole number of at least 1")
+    return options
+
+
+def main() -> int:
+    options = arguments()
+    if options.row:
+        print(json.dumps(one(options.row, options.budget)))
+        return 0
+    show = lambda texts: print("| " + " | ".join(texts) + " |" if options.markdown else "  ".join(texts), flush=True)
+    show(HEADS)
+    if options.markdown:
+        show(["---"] * len(HEADS))
+    rows: list[dict[str, Any]] = []
+    for where in options.cluster:
+        for model in options.only:
+            rows.append(child({"model": model, "cluster": where, "layers": options.layers}, options))
+            show(cells(rows[-1]))
+            if options.json:
+                options.json.write_text(json.dumps(rows, indent=1) + "\n")
+    return int(any(row["status"].startswith("error") or row.get("worse_than") for row in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,133 @@
+"""HAP itself (EuroSys'24), emulated: what its released code would decide, as a program that our cost model judges.
+
+Its rules: an op cuts the batch, an output dimension of its weights, or experts; nothing is cut along a contracted
+weight dimension, by heads or by vocabulary; no sufficient factors. Parameters lie as they are used, their optimizer
+state like them. Its cost, for deciding: flops over speed plus volume over bandwidth, where volume counts elements for
+bytes (float32's are four times as many); no latency, no launches, no memory bandwidth, no tiles, no memory limit. One
+ratio for everything, by speed, which its linear program kept in every case that was measured.
+
+More generous than HAP: the backward pass is searched too, a value may be communicated for several uses, and what costs
+the same to HAP is decided by our model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from hapsynth.instructions.factors import Triples
+from hapsynth.instructions.layout import Layout, Placement
+from hapsynth.instructions.sizes import Node, cut_nodes
+from hapsynth.search.baselines import Baseline, Baselines
+from hapsynth.search.costs import CostModel, Floats, Largest, Work
+from hapsynth.search.emit import Emitter
+from hapsynth.search.formulate import Formulator
+from hapsynth.search.problem import solve
+from hapsynth.search.ratios import Ratios, proportional
+from hapsynth.search.structure import Restriction, Structure
+
+_CONTRACTIONS = ("dot_general", "conv_general_dilated")
+_TIE = 1e-3
+"""Weight of our model's seconds, which decide between what costs HAP the same."""
+_ITEM = 4.0
+
+
+class HapCosts(CostModel):
+    """HAP's own terms."""
+
+    def device_times(self, work: Work, fractions: Sequence[Floats]) -> Floats:
+        share = np.prod([np.ones(self.n), *fractions], axis=0)
+        return work.flops * share / self.rate(work.dtype) + _TIE * super().device_times(work, fractions)
+
+    def conversion(
+        self, nbytes: float, source: Layout, target: Layout, axis: int, largest: Largest
+    ) -> tuple[float, float]:
+        seconds, wire = super().conversion(nbytes, source, target, axis, largest)
+        return wire * self.links[axis].beta / _ITEM + _TIE * seconds, wire
+
+
+class _HapStructure(Structure):
+    """Only HAP's triples. `batch`, `experts`, `outputs`: classes of dimensions."""
+
+    def __init__(self, of: Hap, restriction: Restriction) -> None:
+        self.of = of
+        super().__init__(of.known.graph, of.known.table, restriction)
+
+    def _triples(self, op: int) -> tuple[Triples, ...]:
+        kept = tuple(t for t in super()._triples(op) if self.of.may(op, t))
+        # Like choices are one object.
+        return self._once(("hap", *map(id, kept)), lambda: kept)
+
+
+class Hap:
+    """HAP's choice for one graph on one cluster."""
+
+    def __init__(self, known: Baselines) -> None:
+        self.known, self.graph, self.table = known, known.graph, known.table
+        self.weights = {v for v in known.state if v not in known.updates}
+        self.batch = known.batch_roots
+        self.experts: set[Node] = set()
+        self.outputs: set[Node] = set()
+        self.free = {v: self._outputs_of(v) for v in self.weights}
+        """Weight -> the dimensions that may be cut."""
+
+    def _outputs_of(self, weight: int) -> set[int]:
+        """The dimensions that the forward pass neither contracts nor looks up; those of a bias and the like: all."""
+        dims = set(range(len(self.graph.values[weight].shape)))
+        seen: set[str] = set()
+        for op, position in sorted(self.graph.uses[weight]):
+            name, factors = self.graph.ops[op].name, self.table[op]
+            # The first use of each kind is the forward pass.
+            if name in seen or name not in (*_CONTRACTIONS, "gather"):
+                continue
+            seen.add(name)
+            held = factors.operands[position]
+            made = {f for dim in factors.results[0] for f in dim}
+            dims &= {d for d, dim in enumerate(held) if made.intersection(dim)}
+            others = {f for i, t in enumerate(factors.operands) if i != position for dim in t for f in dim}
+            for d in dims if name in _CONTRACTIONS else ():
+                root = self.known.root(weight, d)
+                if root is not None:
+                    (self.experts if others.intersection(held[d]) else self.outputs).add(root)
+        return dims
+
+    def may(self, op: int, triples: Triples) -> bool:
+        """Whether HAP has a rule for this."""
+        source, factors = self.graph.ops[op], self.table[op]
+        weighted = any(v in self.weights for _, v in source.value_operands)
+        for factor, nodes in cut_nodes(self.graph, op, factors, triples):
+            roots = {self.known.root(v, d) for v, d, _ in nodes}
+            if any(v in self.weights and d not in self.free[v] for v, d, _ in nodes):
+                return False
+            if roots & (self.batch | self.experts):
+                continue
+            if not roots & self.outputs:
+                return False
+            tensors = [*factors.operands, *factors.results]
+            held = [any(factor in dim for dim in dims) for dims in tensors]
+            # Of two activations: a weight's gradient, where an output dimension is in one of them and in the result.
+            if source.name in _CONTRACTIONS and not weighted and (all(held) or not held[-1]):
+                return False
+        return True
+
+    def convertible(self, value: int, source: Placement, target: Placement) -> bool:
+        """The update has no communication but the reduction of gradients, and weights are not moved."""
+        return not source.is_sharded or value not in self._fixed
+
+    def baseline(self) -> Baseline:
+        """The program that HAP would choose, at its ratio, as our model judges it."""
+        known, graph = self.known, self.graph
+        renewed = {v for _, target in graph.carry if isinstance(v := graph.outputs[target], int)}
+        self._fixed = known.updates | renewed | set(known.state)
+        restriction = Restriction(convertible=self.convertible, role=self._fixed.__contains__)
+        costs = HapCosts(graph, known.costs.cluster, self.table, known.costs.axes)
+        speed = proportional(costs.rate("float32"))
+        structure: Any = _HapStructure(self, restriction)
+        formulator = Formulator(structure, costs, Ratios(graph, self.table, speed))
+        solution = solve(formulator.problem(), tolerance=1e-4)
+        assert solution.assignment is not None, "the replicated program is always there"
+        emitter = Emitter(formulator, solution.assignment.tolist())
+        emitter.build()
+        return known.sized(emitter, speed, speed)
