@@ -11,6 +11,7 @@ mesh order.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from math import prod
 from typing import NamedTuple, TypeAlias
 
@@ -26,6 +27,7 @@ from hapsynth.instructions.program import FactorTable
 from hapsynth.instructions.rules.registry import flops_of, is_fusible
 from hapsynth.instructions.sizes import cut_nodes
 from hapsynth.search.links import axis_links, devices_of, mesh_axes
+from hapsynth.search.liveness import Liveness
 
 Floats: TypeAlias = npt.NDArray[np.float64]
 Largest: TypeAlias = Callable[[int, tuple[int, ...]], float]
@@ -173,6 +175,11 @@ class CostModel:
             return 0.0
         word = lambda link: link.latency + link.wire_bytes("all_reduce", 4.0, 0.0, 0.0) * link.beta
         return sum(word(link) for link in self.links if link.n > 1)
+
+    @cached_property
+    def liveness(self) -> Liveness:
+        """What is alive at each op."""
+        return Liveness(self.graph, self._materialized)
 
     def is_materialized(self, value: int) -> bool:
         """Whether a value lies in memory rather than inside a fused chain."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import TypeVar, cast
 
 import numpy as np
@@ -15,13 +14,14 @@ from hapsynth.instructions.program import Compute
 from hapsynth.instructions.sizes import cut_nodes
 from hapsynth.search.costs import CostModel, Floats, held_fraction
 from hapsynth.search.layouts import Conversions
-from hapsynth.search.liveness import Alive, Liveness
+from hapsynth.search.liveness import Alive
 from hapsynth.search.problem import Edge, Ints, Problem, Resource
 from hapsynth.search.ratios import Ratios
 from hapsynth.search.structure import Availability, Choices, Needs, Structure
 
 _T = TypeVar("_T")
 Hop = tuple[Layout, Layout, int]
+_TAKERS = 2
 
 
 @dataclass(frozen=True, eq=False)
@@ -241,19 +241,22 @@ class Formulator:
         """
         st = self.structure
         unary, edges, usages = list(problem.unary), list(problem.edges), list[dict[int, Floats]]()
+        if at_least:
+            limits = {self.fullest_near(op): limit for op, limit in limits.items()}
         for op in limits:
-            alive, used = self.liveness.at(op), dict[int, Floats]()
+            alive = self.costs.liveness.in_any_order(op) if at_least else self.costs.liveness.at(op)
+            used = dict[int, Floats]()
             add = lambda i, held, used=used: used.update({i: used[i] + held if i in used else held})
             for value in alive.bystanders:
                 variable = st.value_variable[value]
-                shared = not at_least and self.liveness.is_used_around(value, op)
+                shared = not at_least and self.costs.liveness.is_used_around(value, op)
                 add(variable, self._held(value, shared)[st.choices[variable].option])
             variable = st.op_variable[op]
             add(variable, self._made_bytes(alive, st.choices[variable]))
             for value in alive.read:
                 if st.value_variable[value] == variable:
                     continue
-                held, ties = self._read_bytes(value, op, len(unary), at_least)
+                held, ties = self._read_bytes(value, alive, len(unary), at_least)
                 add(len(unary), held)
                 unary.append(np.zeros(held.size))
                 edges += ties
@@ -265,25 +268,39 @@ class Formulator:
         ]
         return Problem(tuple(unary), tuple(edges), tuple(resources))
 
+    def least_at(self, op: int) -> float:
+        """Bytes that a device holds at least while an op runs, whatever is chosen and in whatever order ops run."""
+        st, alive = self.structure, self.costs.liveness.in_any_order(op)
+        held = sum(float(self._held(v, False).min()) for v in (*alive.bystanders, *alive.read))
+        return held + float(self._made_bytes(alive, st.choices[st.op_variable[op]]).min())
+
+    def fullest_near(self, op: int) -> int:
+        """Of an op and those that take what it makes, the one at which most is held whatever the order: one that waits
+        for little may run at another time."""
+        near = [op]
+        for _ in range(_TAKERS):
+            takers = [o for v in self.graph.ops[near[-1]].results for o, _ in self.graph.uses[v]]
+            near += [min(takers)] if takers else []
+        return max(near, key=self.least_at)
+
     def extended(self, problem: Problem, choices: Ints) -> Ints:
         """An assignment of the structure's variables as one of the whole problem."""
         full = [*choices.tolist()[: len(self.structure.choices)]]
-        for i in range(len(full), len(problem.unary)):
-            allowed = np.ones(problem.unary[i].size, dtype=bool)
-            for e in problem.edges:
-                if e.v == i:
-                    allowed &= e.table[e.gu[full[e.u]], e.gv] == 0
-            full.append(int(np.argmax(allowed)))
+        allowed = {i: np.ones(u.size, dtype=bool) for i, u in enumerate(problem.unary) if i >= len(full)}
+        for e in problem.edges:
+            if e.v in allowed:
+                allowed[e.v] &= e.table[e.gu[full[e.u]], e.gv] == 0
+        full += [int(np.argmax(states)) for states in allowed.values()]
         return np.array(full, dtype=np.int64)
 
-    def _read_bytes(self, value: int, op: int, variable: int, at_least: bool) -> tuple[Floats, list[Edge]]:
+    def _read_bytes(self, value: int, alive: Alive, variable: int, at_least: bool) -> tuple[Floats, list[Edge]]:
         """Bytes of an operand that an op finds, for every option and layout needed, and what ties them to both."""
-        st = self.structure
+        st, op = self.structure, alive.op
         made = st.choices[st.value_variable[value]]
         position = next(i for i, v in self.graph.ops[op].value_operands if v == value)
         needs = st.needs(op, position)
-        stays = value not in self.graph.producer or self.liveness.last[value] > op
-        held = self._held(value, not at_least and self.liveness.is_used_around(value, op))
+        stays = value not in self.graph.producer or value in alive.kept
+        held = self._held(value, not at_least and self.costs.liveness.is_used_around(value, op))
         pairs = [(i, j) for i in range(len(made.options)) for j in range(len(needs.layouts))]
         nbytes: list[float] = []
         for i, j in pairs:
@@ -296,11 +313,6 @@ class Formulator:
             Edge(st.value_variable[value], variable, made.option, rows, match(len(made.options))),
             Edge(st.op_variable[op], variable, needs.groups, columns, match(len(needs.layouts))),
         ]
-
-    @cached_property
-    def liveness(self) -> Liveness:
-        stored = [self.costs.is_materialized(v.index) for v in self.graph.values]
-        return Liveness(self.graph, stored)
 
     def _held(self, value: int, used: bool) -> Floats:
         """Bytes of a value that a device holds under each of its options, at least: of its smallest tensor; a source's
