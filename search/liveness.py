@@ -7,8 +7,8 @@ value is alive at an op that depends on it, or on what it was made with, if some
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -26,6 +26,8 @@ class Alive:
     made: tuple[int, ...]
     kept: frozenset[int]
     """Of those it reads, the ones that something else takes later."""
+    around: Mapping[int, tuple[int, int]] = field(default_factory=dict)
+    """Sources among the bystanders -> two ops that take it, one that always runs before this one, one after."""
 
 
 class Liveness:
@@ -84,16 +86,25 @@ class Liveness:
         if op in self._certain:
             return self._certain[op]
         found = self.at(op)
-        before, late = self._before(op), self._taken_after(op)
+        before, follows = self._before(op), self._follows(op)
+        late = self._taken_after(op, follows)
         # The chain that ends here takes its operands here.
         inside = [v for v in self._taken[op] if not self.stored[v]]
         ending = self._through_chains(inside)
         loops = self.graph.around(self.graph.ops[op].region)[:-1]
-        bystanders = (
-            v for v in found.bystanders if (before[v] and (late[v] or ending[v])) or any(self._spans_loop(v, loop) for loop in loops)
-        )
+        certain = lambda v: (before[v] and (late[v] or ending[v])) or any(self._spans_loop(v, loop) for loop in loops)
+        bystanders = tuple(v for v in found.bystanders if certain(v))
+        around: dict[int, tuple[int, int]] = {}
+        for v in bystanders if not loops else ():
+            if v in self.graph.producer:
+                continue
+            takers = [o for o, _ in self.graph.uses[v] if not is_fusible(self.graph.ops[o])]
+            earlier = [o for o in takers if any(before[r] for r in self.graph.ops[o].results)]
+            later = [o for o in takers if any(follows[r] for r in self.graph.ops[o].results)]
+            if earlier and later:
+                around[v] = earlier[-1], later[0]
         kept = frozenset(v for v in found.read if late[v])
-        self._certain[op] = Alive(op, tuple(bystanders), found.read, found.made, kept)
+        self._certain[op] = Alive(op, bystanders, found.read, found.made, kept, around)
         return self._certain[op]
 
     def _before(self, op: int) -> bytearray:
@@ -108,17 +119,24 @@ class Liveness:
                     found[v] = 1
         return found
 
-    def _taken_after(self, op: int) -> bytearray:
+    def _follows(self, op: int) -> bytearray:
+        """Per value, whether it is made of what an op makes, directly or not."""
+        ops = self.graph.ops
+        found = bytearray(len(self.graph.values))
+        for v in ops[op].results:
+            found[v] = 1
+        for o in range(op + 1, len(ops)):
+            if any(found[v] for v in self._taken[o]):
+                for v in ops[o].results:
+                    found[v] = 1
+        return found
+
+    def _taken_after(self, op: int, follows: bytearray) -> bytearray:
         """Per value, whether an op takes it that depends on this one, or it is there at the end."""
         ops = self.graph.ops
-        follows = bytearray(len(self.graph.values))
-        for v in ops[op].results:
-            follows[v] = 1
         taken = np.flatnonzero(self.last == len(ops)).tolist()
         for o in range(op + 1, len(ops)):
             if any(follows[v] for v in self._taken[o]):
-                for v in ops[o].results:
-                    follows[v] = 1
                 taken += self._taken[o]
         return self._through_chains(taken)
 

@@ -25,6 +25,7 @@ from hapsynth.instructions.uncovered import named
 from hapsynth.search.candidate import Candidate, Maker, own_weights
 from hapsynth.search.costs import CostModel, Floats
 from hapsynth.search.formulate import Formulator
+from hapsynth.search.limits import Limits
 from hapsynth.search.problem import Ints, Problem, Solution, solve
 from hapsynth.search.problem import Progress as SolverProgress
 from hapsynth.search.ratios import Ratios, proportional
@@ -210,7 +211,7 @@ class Planner:
     def _joint_bound(self, best: Candidate, at_ratios: float | None) -> float:
         began = time.perf_counter()
         self._tell("joint bound", best.cost, -np.inf)
-        problem = Formulator(self.structure, self.costs, None).problem(self._limits)
+        problem = Limits(Formulator(self.structure, self.costs, None), at_least=True).problem(self._limits)
         left = _LAST_S if self._interrupted else self._left()
         tell = lambda inner: self._tell("joint bound", best.cost, inner.lower_bound, inner.expanded)
         solution = self._solve(problem, anyway=True, tolerance=1e-4, time_budget_s=left, progress=tell)
@@ -271,9 +272,10 @@ class Planner:
         """Limits at the ops where a program holds too much; where there was one already, less by what the program holds
         there and the problem does not count."""
         full = self._maker.full_ops(candidate)
-        problem = formulator.problem(dict.fromkeys(full, np.inf), at_least=False)
+        likely = Limits(formulator, at_least=False)
+        problem = likely.problem(dict.fromkeys(full, np.inf))
         assert candidate.choices is not None
-        usage = problem.usage(formulator.extended(problem, candidate.choices))
+        usage = problem.usage(likely.extended(problem, candidate.choices))
         found = dict(limits)
         for (op, held), counted in zip(full.items(), usage, strict=True):
             missed = max(0.0, held - float(counted)) if op in limits else 0.0
@@ -285,8 +287,9 @@ class Planner:
         self, formulator: Formulator, limits: Mapping[int, float], choices: Ints | None
     ) -> tuple[Candidate | None, Solution]:
         began = time.perf_counter()
-        problem = formulator.problem(limits, at_least=False)
-        start = formulator.extended(problem, self._begin(choices))
+        likely = Limits(formulator, at_least=False)
+        problem = likely.problem(limits)
+        start = likely.extended(problem, self._begin(choices))
         solution = self._solve(
             problem, start=start, tolerance=self._tolerance, time_budget_s=self._left(), progress=self._relay
         )
@@ -304,9 +307,9 @@ class Planner:
     def _bound_within(self, ratios: Ratios, choices: Ints | None) -> float:
         """The least that any program costs that fits, at the given ratios."""
         began = time.perf_counter()
-        formulator = Formulator(self.structure, self.costs, ratios)
-        problem = formulator.problem(self._limits)
-        start = formulator.extended(problem, self._begin(choices))
+        certain = Limits(Formulator(self.structure, self.costs, ratios), at_least=True)
+        problem = certain.problem(self._limits)
+        start = certain.extended(problem, self._begin(choices))
         solution = self._solve(
             problem, start=start, tolerance=self._tolerance, time_budget_s=self._left(), progress=self._relay
         )
@@ -321,7 +324,7 @@ class Planner:
         weights = proportional(self.costs.rate("float32"))
         formulator = Formulator(self.structure, self.costs, self._ratios(weights))
         for _ in range(_SHRINK_ROUNDS):
-            problem = formulator.problem(self._limits, at_least=False)
+            problem = Limits(formulator, at_least=False).problem(self._limits)
             most = max((r.limit for r in problem.resources), default=1.0)
             held = [sum(r.usage[i] for r in problem.resources) / most for i in range(len(problem.unary))]
             # Seconds break ties only.
