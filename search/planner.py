@@ -30,13 +30,14 @@ from hapsynth.search.problem import Ints, Problem, Solution, solve
 from hapsynth.search.problem import Progress as SolverProgress
 from hapsynth.search.ratios import Ratios, proportional
 from hapsynth.search.result import Progress, Result, Status
+from hapsynth.search.shortage import certain_bytes, weighed, worst_weights
 from hapsynth.search.structure import Restriction, Structure
 
 _T = TypeVar("_T")
 
 _ROUNDS = 6
 _MEMORY_ROUNDS = 8
-_SHRINK_ROUNDS = 4
+_SHRINK_ROUNDS = 6
 _LAST_S = 1.0
 """Seconds for the bound that is still sought after Ctrl-C."""
 _TOLERANCE = 1e-6
@@ -141,7 +142,7 @@ class Planner:
     def _explore(self) -> None:
         for weights in self._starts():
             self._alternate(weights)
-            if self._late():
+            if self._late() or (self._best is None and self._certain_bytes() > self.limit):
                 break
         if self._best is None:
             self._shrink()
@@ -320,24 +321,36 @@ class Planner:
         return np.array(self.structure.replicated()) if choices is None else choices
 
     def _shrink(self) -> None:
-        """Looks for the program that holds the least, by its bytes at the ops where others held too much."""
-        weights = proportional(self.costs.rate("float32"))
-        formulator = Formulator(self.structure, self.costs, self._ratios(weights))
+        """Looks for the program that holds the least, at even sizes: padded shards hold more at all others."""
+        even = self._ratios(np.full(self.cluster.n, 1.0 / self.cluster.n))
+        likely = Limits(Formulator(self.structure, self.costs, even), at_least=False)
+        seen: list[Ints] = []
         for _ in range(_SHRINK_ROUNDS):
-            problem = Limits(formulator, at_least=False).problem(self._limits)
-            most = max((r.limit for r in problem.resources), default=1.0)
-            held = [sum(r.usage[i] for r in problem.resources) / most for i in range(len(problem.unary))]
-            # Seconds break ties only.
-            unary = tuple(h + 1e-6 * u for h, u in zip(held, problem.unary, strict=True))
-            edges = tuple(replace(e, table=1e-6 * e.table) for e in problem.edges)
-            solution = self._solve(Problem(unary, edges), tolerance=1e-3)
+            problem = likely.problem(self._limits)
+            count = len(problem.resources)
+            # Half of the weight is spread: what is seen of the ops where nothing binds yet.
+            weights = np.full(count, 1.0 / max(count, 1))
+            if seen and count:
+                weights = (weights + worst_weights([problem.usage(likely.extended(problem, x)) for x in seen])) / 2
+            solution = self._solve(
+                weighed(problem, weights, ties=True), tolerance=1e-3, time_budget_s=self._left(), progress=self._relay
+            )
             if solution.assignment is None:
                 return
-            candidate = self._maker.make(formulator, solution)
-            self._note(replace(candidate, bound=None), solution)
-            if candidate.memory <= self.limit:
-                return
+            candidate = replace(self._maker.make(likely.formulator, solution), bound=None)
+            self._note(candidate, solution)
+            known = len(self._limits)
             self._limits.update(dict.fromkeys(self._maker.full_ops(candidate), self.limit))
+            choices = solution.assignment[: len(self.structure.choices)]
+            repeated = any(np.array_equal(x, choices) for x in seen)
+            if candidate.memory <= self.limit or self._late() or (repeated and len(self._limits) == known):
+                return
+            seen.append(choices)
+
+    def _certain_bytes(self) -> float:
+        """What every program holds at least, at any sizes and in any order, as far as is known."""
+        certain = Limits(Formulator(self.structure, self.costs, None), at_least=True)
+        return certain_bytes(certain, tuple(self._limits))
 
     def _note(self, candidate: Candidate | None, solution: Solution) -> None:
         if candidate is None:
@@ -361,6 +374,7 @@ class Planner:
         found = "no program keeps to the layouts that are fixed"
         if least is not None:
             found = f"the smallest program found needs {mib(least.memory)}, {mib(least.memory - self.limit)} too much"
+            found += f" (every program needs {mib(min(self._certain_bytes(), least.memory))} or more)"
         return (
             f"no program fits: device {device} ({name}) has {mib(self.limit)} and {found}; a device with that much "
             "memory, more devices, or a smaller batch would fit"
