@@ -115,7 +115,7 @@ class Limits:
         st = self.structure
         options = st.choices[st.value_variable[value]].options
         needs = self._needs(value, alive.op)
-        stays = value not in self.graph.producer or value in alive.kept
+        stays = value in alive.kept or (not self.at_least and value not in self.graph.producer)
         held = self._held(value, not self.at_least and self.liveness.is_used_around(value, alive.op))
         nbytes: list[float] = []
         for i, j in product(range(len(options)), range(len(needs.layouts))):
@@ -137,8 +137,9 @@ class Limits:
             held = self._held(value, False)
             nbytes: list[float] = []
             for i, one, other in product(range(len(options)), first.layouts, second.layouts):
-                shared = one == other and one in self.formulator.offer(value, options[i]).tensors[1:]
-                nbytes.append(held[i] + (self.tensor_bytes(value, one) if shared else 0.0))
+                # What is stored may have been read for the last time when it was brought to the other layout.
+                shared = one == other and one in self.formulator.offer(value, options[i]).tensors
+                nbytes.append(max(held[i], self.tensor_bytes(value, one)) if shared else held[i])
             return np.array(nbytes)
 
         key = ("between", id(self.formulator.conversions(value)), id(options), id(first), id(second))
@@ -160,10 +161,11 @@ class Limits:
         return [Edge(u, variable, groups, rows[k], match(count)) for k, (u, groups, count) in enumerate(ends)]
 
     def _held(self, value: int, used: bool) -> Floats:
-        """Bytes of a value that a device holds under each of its options, at least: of its smallest tensor; a source's
-        first one stays. Where it is `used` before and after: of all that are shared, but a partial one."""
+        """Bytes of a value that a device holds under each of its options: of its smallest tensor or, as is likely, of a
+        source's first one. Where it is `used` before and after: of all that are shared, but a partial one."""
         choices = self.structure.choices[self.structure.value_variable[value]]
-        ways, source = self.formulator.conversions(value), value not in self.graph.producer
+        ways = self.formulator.conversions(value)
+        source = not self.at_least and value not in self.graph.producer
 
         def make() -> Floats:
             found: list[float] = []

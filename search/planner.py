@@ -38,6 +38,7 @@ _T = TypeVar("_T")
 _ROUNDS = 6
 _MEMORY_ROUNDS = 8
 _SHRINK_ROUNDS = 6
+_SHARES = 4
 _LAST_S = 1.0
 """Seconds for the bound that is still sought after Ctrl-C."""
 _TOLERANCE = 1e-6
@@ -244,6 +245,7 @@ class Planner:
         candidate, solution = self._solve_once(formulator, limits, choices)
         if candidate is not None and candidate.memory > self.limit and not self.structure.sparing:
             self._note(candidate, solution)
+            self._limits.update(dict.fromkeys(self._maker.full_ops(candidate), self.limit))
             self._spare()
             return self._search(ratios, None)
         found: list[Candidate] = []
@@ -292,7 +294,7 @@ class Planner:
         problem = likely.problem(limits)
         start = likely.extended(problem, self._begin(choices))
         solution = self._solve(
-            problem, start=start, tolerance=self._tolerance, time_budget_s=self._left(), progress=self._relay
+            problem, start=start, tolerance=self._tolerance, time_budget_s=self._share(), progress=self._relay
         )
         self.search_s += time.perf_counter() - began
         if solution.assignment is None:
@@ -382,6 +384,11 @@ class Planner:
 
     def _left(self) -> float | None:
         return None if self._deadline is None else max(0.05, self._deadline - time.perf_counter())
+
+    def _share(self) -> float | None:
+        """Seconds for one search; until there is a program that fits, enough is left to try from elsewhere."""
+        left = self._left()
+        return left if left is None or self._best is not None else left / _SHARES
 
     def _late(self) -> bool:
         return self._interrupted or (self._deadline is not None and time.perf_counter() >= self._deadline)
