@@ -39,6 +39,8 @@ _ROUNDS = 6
 _MEMORY_ROUNDS = 8
 _SHRINK_ROUNDS = 6
 _SHARES = 4
+_SEARCHING = 0.7
+"""Of a time budget."""
 _LAST_S = 1.0
 """Seconds for the bound that is still sought after Ctrl-C."""
 _TOLERANCE = 1e-6
@@ -97,7 +99,12 @@ class Planner:
         Ctrl-C ends the search with the best program so far, or raises KeyboardInterrupt if there is none. Only a joint
         bound is looked for then, so that there is a gap to tell, until Ctrl-C is pressed again.
         """
+        end = self._deadline
+        if end is not None:
+            # The rest is for the bounds.
+            self._deadline = self._began + _SEARCHING * (end - self._began)
         self._unless_interrupted(self._explore, None)
+        self._deadline = end
         best = self._best
         if best is None:
             raise KeyboardInterrupt if self._interrupted else InfeasibleError(self._shortage())
