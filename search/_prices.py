@@ -3,11 +3,14 @@
 Resources enter the bound by Lagrange multipliers mu >= 0: the least of cost + mu . (usage - limits) over all
 assignments is a lower bound on the cost within the limits. mu is found by cutting planes (Kelley 1960, drawn
 towards the best point so far). The assignments that come up lie on both sides of the limits; the best mixture of
-them within the limits is mostly close to the optimum.
+them within the limits is mostly close to the optimum. Two of them differ in patches of variables, such as a layer's,
+that no edge joins: each patch can be taken from either, which is a knapsack.
 """
 
 import numpy as np
-from scipy.optimize import linprog
+from scipy.optimize import Bounds, LinearConstraint, linprog, milp
+from scipy.sparse import coo_array
+from scipy.sparse.csgraph import connected_components
 
 from hapsynth.search._hunt import SEARCHES, Hunt
 from hapsynth.search._pairwise import Floats, Ints, Problem, padded_limits
@@ -16,6 +19,7 @@ from hapsynth.search._reduce import Network
 _PRICE_ROUNDS = 16
 _MIXED = 4
 _PRICE_TOLERANCE = 1e-4  # relative, of each round's bound
+_PATCH_GAP = 1e-5  # relative; of the knapsack over patches
 
 
 def priced(hunt: Hunt, network: Network) -> Floats:
@@ -41,6 +45,8 @@ def priced(hunt: Hunt, network: Network) -> Floats:
             break
         if inner.lower_bound > best:
             best, multipliers = inner.lower_bound, priced
+        for other in [*([] if hunt.best is None else [hunt.best]), *seen[-_MIXED:]]:
+            hunt.offer(patched(problem, inner.best, other))
         seen.append(inner.best)
         _mix(hunt, network, seen[-_MIXED:], multipliers)
         run.report("price", hunt, network)
@@ -81,3 +87,48 @@ def _next_prices(problem: Problem, limits: Floats, seen: list[Ints], centre: Flo
         return -np.inf, centre
     target = np.maximum(result.x[1:], 0.0) / unit
     return float(result.x[0]), target if limits.size == 1 or not centre.any() else (centre + target) / 2
+
+
+def patched(problem: Problem, one: Ints, other: Ints) -> Ints:
+    """The cheapest assignment within the limits that takes each patch of variables from one of two assignments.
+
+    A patch is a set of variables in which they differ and that edges join: where all else is equal, what a patch
+    changes of cost and usage does not depend on the others. `one`, where none keeps the limits.
+    """
+    patch = _patches(problem, one != other)
+    count = int(patch.max()) + 1
+    if not count:
+        return one
+    cost, usage = np.zeros(count), np.zeros((len(problem.resources), count))
+    where = np.flatnonzero(patch >= 0)
+    for i in where.tolist():
+        cost[patch[i]] += problem.unary[i][other[i]] - problem.unary[i][one[i]]
+        for k, r in enumerate(problem.resources):
+            usage[k, patch[i]] += r.usage[i][other[i]] - r.usage[i][one[i]]
+    for e in problem.edges:
+        at = max(patch[e.u], patch[e.v])
+        if at >= 0:
+            cost[at] += e.table[e.gu[other[e.u]], e.gv[other[e.v]]] - e.table[e.gu[one[e.u]], e.gv[one[e.v]]]
+    spare = padded_limits(problem) - problem.usage(one)
+    unit = np.maximum(np.abs(usage).max(axis=1), 1e-300)
+    kept = LinearConstraint(usage / unit[:, None], -np.inf, spare / unit)
+    scale = float(np.abs(cost).max()) or 1.0
+    options = {"mip_rel_gap": _PATCH_GAP, "node_limit": 10_000}
+    found = milp(cost / scale, integrality=np.ones(count), bounds=Bounds(0, 1), constraints=kept, options=options)
+    if found.x is None:
+        return one
+    taken = np.append(np.round(found.x) > 0, False)
+    return np.where(taken[patch], other, one)
+
+
+def _patches(problem: Problem, differ: np.ndarray) -> Ints:
+    """int [variables]: the patch of each variable that differs, numbered from 0; -1 of the others."""
+    u = np.array([e.u for e in problem.edges], dtype=np.int64)
+    v = np.array([e.v for e in problem.edges], dtype=np.int64)
+    joined = differ[u] & differ[v] if u.size else np.zeros(0, dtype=bool)
+    ones = np.ones(int(joined.sum()))
+    graph = coo_array((ones, (u[joined], v[joined])), shape=(differ.size, differ.size))
+    of = connected_components(graph, directed=False)[1]
+    patch = np.full(differ.size, -1, dtype=np.int64)
+    patch[differ] = np.unique(of[differ], return_inverse=True)[1]
+    return patch

@@ -12,6 +12,7 @@ mesh order.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from math import prod
 from typing import NamedTuple, TypeAlias
 
@@ -26,6 +27,7 @@ from hapsynth.instructions.program import FactorTable
 from hapsynth.instructions.rules.registry import flops_of, is_fusible
 from hapsynth.instructions.sizes import cut_nodes
 from hapsynth.search.links import axis_links, devices_of, mesh_axes
+from hapsynth.search.liveness import Liveness
 from hapsynth.search.speeds import Floats, Speeds, class_of
 
 Largest: TypeAlias = Callable[[int, tuple[int, ...]], float]
@@ -180,6 +182,11 @@ class CostModel:
             return 0.0
         word = lambda link: link.seconds("all_reduce", link.wire_bytes("all_reduce", 4.0, 0.0, 0.0))
         return sum(word(link) for link in self.links if link.n > 1)
+
+    @cached_property
+    def liveness(self) -> Liveness:
+        """What is alive at each op."""
+        return Liveness(self.graph, self._materialized)
 
     def is_materialized(self, value: int) -> bool:
         """Whether a value lies in memory rather than inside a fused chain."""

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import TypeVar, cast
 
 import numpy as np
 
 from hapsynth.instructions.factors import Triples
-from hapsynth.instructions.layout import Layout, cut_axes, cut_dims, is_partial
-from hapsynth.instructions.program import Compute
+from hapsynth.instructions.layout import Layout, cut_axes, cut_dims
 from hapsynth.instructions.sizes import cut_nodes
-from hapsynth.search.costs import CostModel, Floats, held_fraction
+from hapsynth.search.costs import CostModel, Floats
 from hapsynth.search.layouts import Conversions
-from hapsynth.search.liveness import Alive, Liveness
-from hapsynth.search.problem import Edge, Ints, Problem, Resource
+from hapsynth.search.problem import Edge, Ints, Problem
 from hapsynth.search.ratios import Ratios
 from hapsynth.search.structure import Availability, Choices, Needs, Structure
 
@@ -47,14 +44,14 @@ class Formulator:
         self._made: dict[object, object] = {}
         self._ways: dict[int, Conversions] = {}
 
-    def _once(self, key: object, make: Callable[[], _T]) -> _T:
+    def once(self, key: object, make: Callable[[], _T]) -> _T:
+        """What `make` gave for a key, made at most once: what is alike shares it."""
         if key not in self._made:
             self._made[key] = make()
         return cast(_T, self._made[key])
 
-    def problem(self, limits: Mapping[int, float] | None = None, *, at_least: bool = True) -> Problem:
-        """`limits`: op -> bytes that a device has while it runs, where that may bind. `at_least`: what is counted there
-        is what any program holds, so that the problem's bound is one; else what a program is likely to hold."""
+    def problem(self) -> Problem:
+        """Its optimum is the cheapest program, whatever that holds."""
         st = self.structure
         edges = [self._link(op, value) for op, value in st.links]
         for use in st.uses:
@@ -62,8 +59,7 @@ class Formulator:
             choices = st.choices[producer]
             table = self._use_table(use.value, choices.options, use.needs, use.runs)
             edges.append(Edge(producer, use.variable, choices.option, use.needs.groups, table))
-        problem = Problem(tuple(self._unary()), tuple(edges))
-        return self._limited(problem, limits, at_least) if limits else problem
+        return Problem(tuple(self._unary()), tuple(edges))
 
     # Conversions
 
@@ -73,7 +69,7 @@ class Formulator:
             layouts = self.structure.layouts[value]
             time = lambda source, target, axis: self.step_time(value, source, target, axis)
             key = ("conversions", id(layouts), self._profile(value))
-            self._ways[value] = self._once(key, lambda: Conversions(layouts, time))
+            self._ways[value] = self.once(key, lambda: Conversions(layouts, time))
         return self._ways[value]
 
     def step_time(self, value: int, source: Layout, target: Layout, axis: int) -> float:
@@ -124,16 +120,16 @@ class Formulator:
                         tensors.append(after)
             return Offer(tuple(hops), seconds, tuple(tensors))
 
-        return self._once(("offer", id(ways), availability), make)
+        return self.once(("offer", id(ways), availability), make)
 
     # Ops
 
     def op_times(self, op: int) -> Floats:
         """Seconds of an op under each of its triples, on the slowest device."""
         triples = self.structure.triples[op]
-        kind = self._once(("op kind", self.costs.kind(op), id(triples)), lambda: _OpKind(self, op))
+        kind = self.once(("op kind", self.costs.kind(op), id(triples)), lambda: _OpKind(self, op))
         vectors = () if self.ratios is None else tuple(self._vector(op, *cut) for cut in kind.cuts)
-        return self._once(("op times", id(kind), vectors), lambda: kind.times(op, triples, vectors))
+        return self.once(("op times", id(kind), vectors), lambda: kind.times(op, triples, vectors))
 
     def op_time(self, op: int, triples: Triples) -> float:
         """Seconds of an op under its triples."""
@@ -173,7 +169,7 @@ class Formulator:
             made = self._kept(op.results[0], plain) if len(op.results) == 1 else None
             key = ("unary", id(st.choices[variable]), id(times), runs, uniform, id(made))
             make = lambda t=times, c=st.choices[variable], r=runs, u=uniform, m=made: _states(r * (t + u), m, c)
-            unary[variable] = self._once(key, make)
+            unary[variable] = self.once(key, make)
         for value, variable in enumerate(st.value_variable):
             if unary[variable] is None:
                 kept, options = self._kept(value, plain), st.choices[variable].options
@@ -193,12 +189,12 @@ class Formulator:
                 seconds = [s + float(row.min()) for s, row in zip(seconds, ends, strict=True)]
             return np.array(seconds)
 
-        return self._once(("kept", id(choices.options), id(ways), runs, value in plain), make)
+        return self.once(("kept", id(choices.options), id(ways), runs, value in plain), make)
 
     def _ends(self, value: int) -> Needs:
         layouts = self.structure.layouts[value]
         make = lambda: Needs(tuple(self.output_layouts(value)), np.zeros(0, dtype=np.int64))
-        return self._once(("ends", id(layouts)), make)
+        return self.once(("ends", id(layouts)), make)
 
     def _plain_outputs(self) -> frozenset[int]:
         graph = self.graph
@@ -215,7 +211,7 @@ class Formulator:
             rows = [columns[[number[t] for t in self.offer(value, a).tensors]].min(axis=0) for a in options]
             return np.array(rows) * runs
 
-        return self._once(("use", id(ways), id(options), id(needs), runs), make)
+        return self.once(("use", id(ways), id(options), id(needs), runs), make)
 
     def _link(self, op: int, value: int) -> Edge:
         """The result of an op with several is made as the op's triples say."""
@@ -230,110 +226,8 @@ class Formulator:
             table = np.where(np.eye(len(index), dtype=bool), 0.0, np.inf)
             return np.array(rows)[by.triple], np.array(columns)[made.option], table
 
-        gu, gv, table = self._once(("link", id(by), id(made), position), make)
+        gu, gv, table = self.once(("link", id(by), id(made), position), make)
         return Edge(st.op_variable[op], st.value_variable[value], gu, gv, table)
-
-    def _limited(self, problem: Problem, limits: Mapping[int, float], at_least: bool) -> Problem:
-        """With a limit on what each op finds in memory: see `liveness.py`.
-
-        An operand that is needed in a layout of which there is no tensor is copied for the op, which is known from its
-        choice and the op's together: a variable of its own, tied to both, counts it.
-        """
-        st = self.structure
-        unary, edges, usages = list(problem.unary), list(problem.edges), list[dict[int, Floats]]()
-        for op in limits:
-            alive, used = self.liveness.at(op), dict[int, Floats]()
-            add = lambda i, held, used=used: used.update({i: used[i] + held if i in used else held})
-            for value in alive.bystanders:
-                variable = st.value_variable[value]
-                shared = not at_least and self.liveness.is_used_around(value, op)
-                add(variable, self._held(value, shared)[st.choices[variable].option])
-            variable = st.op_variable[op]
-            add(variable, self._made_bytes(alive, st.choices[variable]))
-            for value in alive.read:
-                if st.value_variable[value] == variable:
-                    continue
-                held, ties = self._read_bytes(value, op, len(unary), at_least)
-                add(len(unary), held)
-                unary.append(np.zeros(held.size))
-                edges += ties
-            usages.append(used)
-        nothing = [self._once(("nothing", u.size), lambda u=u: np.zeros(u.size)) for u in unary]
-        resources = [
-            Resource(tuple(used.get(i, z) for i, z in enumerate(nothing)), limit, f"memory at op {op}")
-            for (op, limit), used in zip(limits.items(), usages, strict=True)
-        ]
-        return Problem(tuple(unary), tuple(edges), tuple(resources))
-
-    def extended(self, problem: Problem, choices: Ints) -> Ints:
-        """An assignment of the structure's variables as one of the whole problem."""
-        full = [*choices.tolist()[: len(self.structure.choices)]]
-        for i in range(len(full), len(problem.unary)):
-            allowed = np.ones(problem.unary[i].size, dtype=bool)
-            for e in problem.edges:
-                if e.v == i:
-                    allowed &= e.table[e.gu[full[e.u]], e.gv] == 0
-            full.append(int(np.argmax(allowed)))
-        return np.array(full, dtype=np.int64)
-
-    def _read_bytes(self, value: int, op: int, variable: int, at_least: bool) -> tuple[Floats, list[Edge]]:
-        """Bytes of an operand that an op finds, for every option and layout needed, and what ties them to both."""
-        st = self.structure
-        made = st.choices[st.value_variable[value]]
-        position = next(i for i, v in self.graph.ops[op].value_operands if v == value)
-        needs = st.needs(op, position)
-        stays = value not in self.graph.producer or self.liveness.last[value] > op
-        held = self._held(value, not at_least and self.liveness.is_used_around(value, op))
-        pairs = [(i, j) for i in range(len(made.options)) for j in range(len(needs.layouts))]
-        nbytes: list[float] = []
-        for i, j in pairs:
-            there = needs.layouts[j] in self.offer(value, made.options[i]).tensors
-            copy = self.tensor_bytes(value, needs.layouts[j])
-            nbytes.append(max(held[i], copy) if there else copy + (held[i] if stays else 0.0))
-        rows, columns = (np.array(side, dtype=np.int64) for side in zip(*pairs, strict=True))
-        match = lambda n: np.where(np.eye(n, dtype=bool), 0.0, np.inf)
-        return np.array(nbytes), [
-            Edge(st.value_variable[value], variable, made.option, rows, match(len(made.options))),
-            Edge(st.op_variable[op], variable, needs.groups, columns, match(len(needs.layouts))),
-        ]
-
-    @cached_property
-    def liveness(self) -> Liveness:
-        stored = [self.costs.is_materialized(v.index) for v in self.graph.values]
-        return Liveness(self.graph, stored)
-
-    def _held(self, value: int, used: bool) -> Floats:
-        """Bytes of a value that a device holds under each of its options, at least: of its smallest tensor; a source's
-        first one stays. Where it is `used` before and after: of all that are shared, but a partial one."""
-        choices = self.structure.choices[self.structure.value_variable[value]]
-        ways, source = self.conversions(value), value not in self.graph.producer
-
-        def make() -> Floats:
-            found: list[float] = []
-            for a in choices.options:
-                tensors = self.offer(value, a).tensors
-                kept = [t for t in tensors if not (is_partial(t) and len(tensors) > 1)]
-                if used and kept:
-                    found.append(sum(self.tensor_bytes(value, t) for t in kept))
-                else:
-                    found.append(min(self.tensor_bytes(value, t) for t in tensors[: 1 if source else None]))
-            return np.array(found)
-
-        return self._once(("held", id(ways), id(choices.options), source, used), make)
-
-    def _made_bytes(self, alive: Alive, choices: Choices) -> Floats:
-        """Bytes that an op under each of its states writes, in the layouts that it makes."""
-        op = self.graph.ops[alive.op]
-        held = np.zeros(len(choices.triples))
-        for t, triples in enumerate(choices.triples):
-            compute = Compute(op.index, triples)
-            for value in alive.made:
-                held[t] += self.tensor_bytes(value, compute.result_layout(op.results.index(value)))
-        return held[choices.triple]
-
-    def tensor_bytes(self, value: int, layout: Layout) -> float:
-        """Bytes of one tensor on a device: the largest shard, as the switch form stores it padded (D2)."""
-        return self.graph.values[value].nbytes * held_fraction(layout, lambda d, axes: self.largest(value, d, axes))
 
 
 class _OpKind:

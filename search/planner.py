@@ -25,10 +25,12 @@ from hapsynth.instructions.uncovered import named
 from hapsynth.search.candidate import Candidate, Maker, own_weights
 from hapsynth.search.costs import CostModel, Floats
 from hapsynth.search.formulate import Formulator
+from hapsynth.search.limits import Limits
 from hapsynth.search.problem import Ints, Problem, Solution, solve
 from hapsynth.search.problem import Progress as SolverProgress
 from hapsynth.search.ratios import Ratios, kinship, of_state, proportional
 from hapsynth.search.result import Progress, Result, Status
+from hapsynth.search.shortage import certain_bytes, weighed, worst_weights
 from hapsynth.search.structure import Restriction, Structure
 
 _T = TypeVar("_T")
@@ -38,7 +40,10 @@ _NOTHING: Evenly = frozenset()
 
 _ROUNDS = 6
 _MEMORY_ROUNDS = 8
-_SHRINK_ROUNDS = 4
+_SHRINK_ROUNDS = 6
+_SHARES = 4
+_SEARCHING = 0.7
+"""Of a time budget."""
 _LAST_S = 1.0
 """Seconds for the bound that is still sought after Ctrl-C."""
 _TOLERANCE = 1e-6
@@ -99,7 +104,12 @@ class Planner:
         Ctrl-C ends the search with the best program so far, or raises KeyboardInterrupt if there is none. Only a joint
         bound is looked for then, so that there is a gap to tell, until Ctrl-C is pressed again.
         """
+        end = self._deadline
+        if end is not None:
+            # The rest is for the bounds.
+            self._deadline = self._began + _SEARCHING * (end - self._began)
         self._unless_interrupted(self._explore, None)
+        self._deadline = end
         best = self._best
         if best is None:
             raise KeyboardInterrupt if self._interrupted else InfeasibleError(self._shortage())
@@ -146,7 +156,7 @@ class Planner:
         starts = self._starts()
         for k, (weights, evenly) in enumerate(starts):
             self._alternate(weights, evenly, last=k + 1 == len(starts))
-            if self._late():
+            if self._late() or (self._best is None and self._certain_bytes() > self.limit):
                 break
         if self._best is None:
             self._shrink()
@@ -221,7 +231,7 @@ class Planner:
     def _joint_bound(self, best: Candidate, at_ratios: float | None) -> float:
         began = time.perf_counter()
         self._tell("joint bound", best.cost, -np.inf)
-        problem = Formulator(self.structure, self.costs, None).problem(self._limits)
+        problem = Limits(Formulator(self.structure, self.costs, None), at_least=True).problem(self._limits)
         left = _LAST_S if self._interrupted else self._left()
         tell = lambda inner: self._tell("joint bound", best.cost, inner.lower_bound, inner.expanded)
         solution = self._solve(problem, anyway=True, tolerance=1e-4, time_budget_s=left, progress=tell)
@@ -253,6 +263,7 @@ class Planner:
         candidate, solution = self._solve_once(formulator, limits, choices)
         if candidate is not None and candidate.memory > self.limit and not self.structure.sparing:
             self._note(candidate, solution)
+            self._limits.update(dict.fromkeys(self._maker.full_ops(candidate), self.limit))
             self._spare()
             return self._search(ratios, None)
         found: list[Candidate] = []
@@ -282,9 +293,10 @@ class Planner:
         """Limits at the ops where a program holds too much; where there was one already, less by what the program holds
         there and the problem does not count."""
         full = self._maker.full_ops(candidate)
-        problem = formulator.problem(dict.fromkeys(full, np.inf), at_least=False)
+        likely = Limits(formulator, at_least=False)
+        problem = likely.problem(dict.fromkeys(full, np.inf))
         assert candidate.choices is not None
-        usage = problem.usage(formulator.extended(problem, candidate.choices))
+        usage = problem.usage(likely.extended(problem, candidate.choices))
         found = dict(limits)
         for (op, held), counted in zip(full.items(), usage, strict=True):
             missed = max(0.0, held - float(counted)) if op in limits else 0.0
@@ -296,10 +308,11 @@ class Planner:
         self, formulator: Formulator, limits: Mapping[int, float], choices: Ints | None
     ) -> tuple[Candidate | None, Solution]:
         began = time.perf_counter()
-        problem = formulator.problem(limits, at_least=False)
-        start = formulator.extended(problem, self._begin(choices))
+        likely = Limits(formulator, at_least=False)
+        problem = likely.problem(limits)
+        start = likely.extended(problem, self._begin(choices))
         solution = self._solve(
-            problem, start=start, tolerance=self._tolerance, time_budget_s=self._left(), progress=self._relay
+            problem, start=start, tolerance=self._tolerance, time_budget_s=self._share(), progress=self._relay
         )
         self.search_s += time.perf_counter() - began
         if solution.assignment is None:
@@ -315,9 +328,9 @@ class Planner:
     def _bound_within(self, ratios: Ratios, choices: Ints | None) -> float:
         """The least that any program costs that fits, at the given ratios."""
         began = time.perf_counter()
-        formulator = Formulator(self.structure, self.costs, ratios)
-        problem = formulator.problem(self._limits)
-        start = formulator.extended(problem, self._begin(choices))
+        certain = Limits(Formulator(self.structure, self.costs, ratios), at_least=True)
+        problem = certain.problem(self._limits)
+        start = certain.extended(problem, self._begin(choices))
         solution = self._solve(
             problem, start=start, tolerance=self._tolerance, time_budget_s=self._left(), progress=self._relay
         )
@@ -328,24 +341,36 @@ class Planner:
         return np.array(self.structure.replicated()) if choices is None else choices
 
     def _shrink(self) -> None:
-        """Looks for the program that holds the least, by its bytes at the ops where others held too much."""
-        weights = proportional(self.costs.rate("float32"))
-        formulator = Formulator(self.structure, self.costs, self._ratios(weights))
+        """Looks for the program that holds the least, at even sizes: padded shards hold more at all others."""
+        even = self._ratios(np.full(self.cluster.n, 1.0 / self.cluster.n))
+        likely = Limits(Formulator(self.structure, self.costs, even), at_least=False)
+        seen: list[Ints] = []
         for _ in range(_SHRINK_ROUNDS):
-            problem = formulator.problem(self._limits, at_least=False)
-            most = max((r.limit for r in problem.resources), default=1.0)
-            held = [sum(r.usage[i] for r in problem.resources) / most for i in range(len(problem.unary))]
-            # Seconds break ties only.
-            unary = tuple(h + 1e-6 * u for h, u in zip(held, problem.unary, strict=True))
-            edges = tuple(replace(e, table=1e-6 * e.table) for e in problem.edges)
-            solution = self._solve(Problem(unary, edges), tolerance=1e-3)
+            problem = likely.problem(self._limits)
+            count = len(problem.resources)
+            # Half of the weight is spread: what is seen of the ops where nothing binds yet.
+            weights = np.full(count, 1.0 / max(count, 1))
+            if seen and count:
+                weights = (weights + worst_weights([problem.usage(likely.extended(problem, x)) for x in seen])) / 2
+            solution = self._solve(
+                weighed(problem, weights, ties=True), tolerance=1e-3, time_budget_s=self._left(), progress=self._relay
+            )
             if solution.assignment is None:
                 return
-            candidate = self._maker.make(formulator, solution)
-            self._note(replace(candidate, bound=None), solution)
-            if candidate.memory <= self.limit:
-                return
+            candidate = replace(self._maker.make(likely.formulator, solution), bound=None)
+            self._note(candidate, solution)
+            known = len(self._limits)
             self._limits.update(dict.fromkeys(self._maker.full_ops(candidate), self.limit))
+            choices = solution.assignment[: len(self.structure.choices)]
+            repeated = any(np.array_equal(x, choices) for x in seen)
+            if candidate.memory <= self.limit or self._late() or (repeated and len(self._limits) == known):
+                return
+            seen.append(choices)
+
+    def _certain_bytes(self) -> float:
+        """What every program holds at least, at any sizes and in any order, as far as is known."""
+        certain = Limits(Formulator(self.structure, self.costs, None), at_least=True)
+        return certain_bytes(certain, tuple(self._limits))
 
     def _note(self, candidate: Candidate | None, solution: Solution) -> None:
         if candidate is None:
@@ -369,6 +394,7 @@ class Planner:
         found = "no program keeps to the layouts that are fixed"
         if least is not None:
             found = f"the smallest program found needs {mib(least.memory)}, {mib(least.memory - self.limit)} too much"
+            found += f" (every program needs {mib(min(self._certain_bytes(), least.memory))} or more)"
         return (
             f"no program fits: device {device} ({name}) has {mib(self.limit)} and {found}; a device with that much "
             "memory, more devices, or a smaller batch would fit"
@@ -376,6 +402,11 @@ class Planner:
 
     def _left(self) -> float | None:
         return None if self._deadline is None else max(0.05, self._deadline - time.perf_counter())
+
+    def _share(self) -> float | None:
+        """Seconds for one search; until there is a program that fits, enough is left to try from elsewhere."""
+        left = self._left()
+        return left if left is None or self._best is not None else left / _SHARES
 
     def _late(self) -> bool:
         return self._interrupted or (self._deadline is not None and time.perf_counter() >= self._deadline)

@@ -56,8 +56,8 @@ class Sizer:
     def best(self, start: Floats, *, limit: float = np.inf) -> Sizes:
         """The cheapest sizes found. Kinds are also left out, slowest first, where that pays.
 
-        `start`: weights of the devices. `limit`: bytes per device; sizes that break it are returned only when nothing
-        keeps it.
+        `start`: weights of the devices. `limit`: bytes per device; where none keep it, those that hold the least are
+        returned.
         """
         candidates = [self.fixed(start), self.fixed(np.ones(self.costs.n))]
         speed = self.costs.rate("float32")
@@ -67,7 +67,7 @@ class Sizer:
         for count in range(1, len(order) + 1):
             active = np.isin(kind_of, order[:count])
             candidates.append(self._optimized(np.where(active, speed, 0.0), active, limit))
-        ranked = [(self.memory.peak(s) > limit, self.variable_cost(s), i) for i, s in enumerate(candidates)]
+        ranked = [(max(self.memory.peak(s), limit), self.variable_cost(s), i) for i, s in enumerate(candidates)]
         return candidates[min(ranked)[2]]
 
     def variable_cost(self, sizes: Sizes) -> float:

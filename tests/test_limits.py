@@ -1,0 +1,160 @@
+"""What limits on memory count, against programs in many orders; the least program."""
+
+from __future__ import annotations
+
+import re
+from itertools import product
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from graphs import cluster, random_graph
+from pairwise_problems import random_problem
+
+from hapsynth.graph import Graph
+from hapsynth.instructions.program import FactorTable
+from hapsynth.instructions.sizes import Classes
+from hapsynth.search._prices import patched
+from hapsynth.search.costs import CostModel
+from hapsynth.search.emit import Emitter
+from hapsynth.search.formulate import Formulator
+from hapsynth.search.limits import Limits
+from hapsynth.search.memory import MemoryProfile
+from hapsynth.search.planner import InfeasibleError, Planner
+from hapsynth.search.problem import Problem, solve
+from hapsynth.search.ratios import Ratios
+from hapsynth.search.structure import Structure
+from hapsynth.trace import trace
+
+
+def perceptron(width: int = 256, rows: int = 64) -> Graph:
+    """Two layers, with momentum: parameters and moments are carried."""
+
+    def step(state: Any, batch: Any) -> Any:
+        def loss(params: Any) -> Any:
+            return ((jnp.tanh(batch @ params["a"]) @ params["b"]) ** 2).mean()
+
+        grads = jax.grad(loss)(state["params"])
+        moments = jax.tree.map(lambda m, g: 0.9 * m + g, state["moments"], grads)
+        return {"params": jax.tree.map(lambda p, m: p - 0.1 * m, state["params"], moments), "moments": moments}
+
+    matrix = jax.ShapeDtypeStruct((width, width), jnp.float32)
+    params = {"a": matrix, "b": matrix}
+    batch = jax.ShapeDtypeStruct((rows, width), jnp.float32)
+    return trace(step, ({"params": params, "moments": params}, batch)).graph
+
+
+def random_order(graph: Graph, rng: np.random.Generator) -> list[int]:
+    """All ops, every operand first."""
+    left, found, there = list(range(len(graph.ops))), list[int](), set(graph.sources)
+    while left:
+        ready = [o for o in left if all(v in there for _, v in graph.ops[o].value_operands)]
+        found.append(int(rng.choice(ready)))
+        left.remove(found[-1])
+        there.update(graph.ops[found[-1]].results)
+    return found
+
+
+def alive_in(graph: Graph, stored: list[bool], order: list[int], op: int) -> set[int]:
+    """The stored values that are there while `op` runs; a fused chain takes its operands when it runs."""
+    place = {o: p for p, o in enumerate(order)}
+    donated = {graph.inputs[source] for source, _ in graph.carry}
+    kept = {v for v in graph.sources if v not in donated} | {v for v in graph.outputs if isinstance(v, int)}
+
+    def until(v: int) -> int:
+        if v in kept:
+            return len(order)
+        ends = [-1]
+        for o, _ in graph.uses[v]:
+            results = graph.ops[o].results
+            ends += [place[o], *([] if any(stored[r] for r in results) else map(until, results))]
+        return max(ends)
+
+    made = lambda v: place[graph.producer[v]] if v in graph.producer else -1
+    return {v.index for v in graph.values if stored[v.index] and made(v.index) <= place[op] <= until(v.index)}
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_what_is_alive_in_any_order_is_alive_in_all(seed: int) -> None:
+    graph = random_graph(seed, ops=9).graph
+    costs = CostModel(graph, cluster([1.0] * 2), FactorTable(graph))
+    stored = [costs.is_materialized(v.index) for v in graph.values]
+    rng = np.random.default_rng(seed)
+    orders = [list(range(len(graph.ops))), *(random_order(graph, rng) for _ in range(300))]
+    for op in graph.ops:
+        found = costs.liveness.in_any_order(op.index)
+        always = set.intersection(*(alive_in(graph, stored, order, op.index) for order in orders))
+        assert {*found.bystanders, *found.read, *found.made} == always
+
+
+@pytest.mark.parametrize("devices", [2, 4])
+def test_no_program_holds_less_than_the_bound_counts(devices: int) -> None:
+    graph = perceptron()
+    even = cluster([1.0] * devices)
+    costs = CostModel(graph, even, FactorTable(graph))
+    structure = Structure(graph, costs.table, sparing=True)
+    formulator = Formulator(structure, costs, Ratios(graph, costs.table, np.full(devices, 1.0 / devices)))
+    certain = Limits(formulator, at_least=True)
+    ops = [op.index for op in graph.ops]
+    limited = [certain.problem({op: np.inf}) for op in ops]
+    joint = Limits(Formulator(structure, costs, None), at_least=True)
+    least = max(joint.least_at(op) for op in ops)
+    free = formulator.problem()
+    rng = np.random.default_rng(devices)
+    nearest = 0.0
+    for _ in range(30):
+        # Some program: the cheapest at costs of no meaning.
+        odd = Problem(tuple(u + rng.random(u.size) * rng.choice([1e-6, 1.0]) for u in free.unary), free.edges)
+        chosen = solve(odd, tolerance=1e-2, max_nodes=2000).assignment
+        assert chosen is not None
+        counted = max(float(p.usage(certain.extended(p, chosen))[0]) for p in limited)
+        emitter = Emitter(formulator, chosen.tolist())
+        for program in (emitter.run(costs.axes), emitter.ordered(costs.axes, sparing=True)):
+            classes = Classes.build(graph, program, costs.table)
+            assert formulator.ratios is not None
+            sizes = formulator.ratios.sizes_of(classes)
+            assert sizes is not None
+            held = MemoryProfile(graph, program, classes, costs).peak(sizes)
+            assert least <= counted * (1 + 1e-9)
+            assert counted <= held * (1 + 1e-9)
+            nearest = max(nearest, counted / held)
+    assert nearest > 0.7, "a bound that is never near what programs hold is of no use"
+
+
+def test_the_least_program_is_found_and_named() -> None:
+    graph = perceptron()
+    even = cluster([1.0] * 4, bandwidth=1e8, latency=1e-3)
+    with pytest.raises(InfeasibleError) as caught:
+        Planner(graph, even, memory_limit=1e5).run()
+    found, more = (float(n) * 2**20 for n in re.findall(r"needs ([\d.e+]+) MiB", str(caught.value)))
+    assert more <= found * 1.001
+    assert more > 0.7 * found
+    fits = Planner(graph, even, memory_limit=1.001 * found).run()
+    assert max(fits.memory_bytes) <= 1.001 * found
+    with pytest.raises(InfeasibleError):
+        Planner(graph, even, memory_limit=0.99 * more).run()
+
+
+@pytest.mark.parametrize("resources", [0, 1, 2])
+def test_patches_are_mixed_as_well_as_can_be(resources: int) -> None:
+    mixed = 0
+    for seed in range(80):
+        whole = random_problem(seed, resources)
+        rng = np.random.default_rng(seed)
+        for problem in (whole, Problem(whole.unary, (), whole.resources)):
+            one, other = (np.array([rng.integers(u.size) for u in problem.unary]) for _ in range(2))
+            if not np.isfinite(problem.cost(one) + problem.cost(other)):
+                continue
+            found = patched(problem, one, other)
+            assert np.all((found == one) | (found == other))
+            value = problem.cost(found) if problem.fits(found) else np.inf
+            ends = [problem.cost(x) for x in (one, other) if problem.fits(x)]
+            assert value <= min(ends, default=np.inf) + 1e-4
+            if not problem.edges:
+                every = (np.where(taken, other, one) for taken in product((False, True), repeat=one.size))
+                best = min((problem.cost(x) for x in every if problem.fits(x)), default=np.inf)
+                assert value == pytest.approx(best, rel=1e-4, abs=1e-4)
+                mixed += best < min(ends, default=np.inf)
+    assert mixed > 10
