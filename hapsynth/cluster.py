@@ -44,7 +44,7 @@ import math
 import os
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, cast
@@ -157,6 +157,36 @@ class Cluster:
             # All devices as one axis, whatever it is called.
             axis = next((a for a, s in self.axes if s == size), "" if DEFAULT_AXIS in sizes else DEFAULT_AXIS)
         return self.collectives.get(axis, {})
+
+    def positions(self, devices: Sequence[int]) -> tuple[tuple[int, ...], ...] | None:
+        """The positions along each mesh axis at whose crossings some devices stand; None where others stand there too,
+        so that the devices are no mesh of these axes."""
+        found: list[tuple[int, ...]] = []
+        stride = self.n
+        for _, size in self.axes:
+            stride //= size
+            found.append(tuple(sorted({d // stride % size for d in devices})))
+        return tuple(found) if math.prod(map(len, found)) == len(devices) else None
+
+    def subset(self, devices: Sequence[int]) -> "Cluster":
+        """The cluster of some of the devices, given by their positions in mesh order, rising; all of them: the cluster
+        itself. It has the same mesh axes where the devices are a mesh of these, and one over all where they are not.
+        Collectives that were measured along an axis count for a part of it too, unless it is inside one host and the
+        whole is not. Raises ClusterError for positions that are not rising or that no device has."""
+        rising = all(a < b for a, b in itertools.pairwise(devices))
+        if not devices or not rising or devices[0] < 0 or devices[-1] >= self.n:
+            what = f"{list(devices)} are not positions of its {self.n} devices, each once and rising"
+            raise ClusterError(f"cluster {self.name!r}: {what}")
+        if len(devices) == self.n:
+            return self
+        kept = self.positions(devices)
+        axes = tuple((a, len(p)) for (a, _), p in zip(self.axes, kept, strict=True)) if kept else ()
+        pick = lambda row: tuple(row[d] for d in devices)
+        hosts = pick(self.hosts)
+        whole = {a for a, size in axes if dict(self.axes)[a] == size}
+        alike = {a for a, _ in axes} | {DEFAULT_AXIS} if (len(set(hosts)) > 1) == (len(set(self.hosts)) > 1) else set()
+        measured = {a: curves for a, curves in self.collectives.items() if a in whole | alike}
+        return replace(self, devices=pick(self.devices), hosts=hosts, axes=axes, collectives=measured)
 
     def fingerprint(self) -> str:
         """16 hex digits that change with anything a plan's cost depends on; the cluster's own name is left out."""

@@ -103,3 +103,28 @@ def own_weights(costs: CostModel, sizes: Sizes) -> Floats:
         return speed
     held = np.array(sizes.shares[cls.index], dtype=np.float64)[costs.position(cls.axes)]
     return held / held.sum()
+
+
+def starts(costs: CostModel) -> list[Floats]:
+    """Weights of the devices to begin a search from: by speed, even, and by speed without the slower kinds."""
+    speed = costs.rate("float32")
+    kinds = sorted(set(speed.tolist()), reverse=True)
+    found = [proportional(speed)]
+    if len(kinds) > 1:
+        found.append(np.full(costs.n, 1.0 / costs.n))
+        found += [proportional(np.where(speed >= k, speed, 0.0)) for k in kinds[:-1]]
+    return found
+
+
+def shortage(costs: CostModel, limit: float, least: Candidate | None) -> str:
+    """Which device is too small for the program that holds the least of those found, by how much, and what helps."""
+    device = int(np.argmin(costs.memory))
+    name = costs.cluster.devices[device].name
+    mib = lambda nbytes: f"{nbytes / 2**20:.4g} MiB"
+    found = "no program keeps to the layouts that are fixed"
+    if least is not None:
+        found = f"the smallest program found needs {mib(least.memory)}, {mib(least.memory - limit)} too much"
+    return (
+        f"no program fits: device {device} ({name}) has {mib(limit)} and {found}; a device with that much memory, more "
+        "devices, or a smaller batch would fit"
+    )

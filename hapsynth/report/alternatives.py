@@ -51,7 +51,7 @@ class Alternatives:
     def __init__(self, plan: Plan) -> None:
         self.plan, self.graph = plan, plan.traced.graph
         self.table = FactorTable(self.graph)
-        self.model = CostModel(self.graph, plan.cluster, self.table)
+        self.model = CostModel(self.graph, plan.used, self.table)
         self.costs: list[Cost] = list(instruction_costs(plan.program, plan.sizes, self.model))
         self.layouts: dict[int, Layout] = dict(plan.program.inputs)
         for i in plan.program.instructions:

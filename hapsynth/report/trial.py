@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import re
 import statistics
 import time
@@ -44,10 +43,9 @@ class Trial:
 
 
 def devices_of(path: str) -> int | None:
-    """How many devices a plan file is for; None where that can't be read, which loading it will explain."""
+    """How many devices a plan file's cluster has; None where that can't be read, which loading it will explain."""
     try:
-        program = json.loads(Path(path).read_text(encoding="utf-8"))["program"]
-        return math.prod(int(size) for _, size in program["axes"])
+        return len(json.loads(Path(path).read_text(encoding="utf-8"))["memory_bytes"])
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
