@@ -153,11 +153,8 @@ class Planner:
         """The best program so far with its bounds; raises InfeasibleError where there is none. Ctrl-C as in `run`."""
         best = self._best
         if best is None:
-            raise (
-                KeyboardInterrupt
-                if self.interrupted
-                else InfeasibleError(shortage(self.costs, self.limit, self._least))
-            )
+            lacking = shortage(self.costs, self.limit, self._least)
+            raise KeyboardInterrupt if self.interrupted else InfeasibleError(lacking)
         certified = self._unless_interrupted(partial(self._certify, best), None)
         if certified is None:
             best = self._best or best
