@@ -116,7 +116,8 @@ class _Entry:
     cluster: Cluster
     bound: float = 0.0
     planner: Planner | None = None
-    searched: bool = False
+    searched: float = 0.0
+    """The bar that its programs had to stay below."""
 
 
 @dataclass
@@ -167,12 +168,14 @@ class ClusterPlanner:
     def _consider_all(self) -> None:
         """Search the sets that may be better than the best so far."""
         for entry in self._entries[1:]:
-            if entry.searched or entry.bound >= self._bar() or self._late():
+            if entry.planner and entry.planner.cost < self._bar():
+                self._best = entry
+            if entry.searched >= self._bar() or entry.bound >= self._bar() or self._late():
                 continue
             planner = entry.planner = entry.planner or self._planner(entry)
             entry.bound = max(entry.bound, self._attempt(lambda p=planner: p.joint_bound(self._bar()), 0.0))
             if entry.bound < self._bar() and not self._late():
-                entry.searched = True
+                entry.searched = self._bar()
                 if self._attempt(lambda p=planner: p.explore(self._bar())) < self._bar():
                     self._best = entry
 

@@ -111,9 +111,10 @@ def print_trial(out: Console, plan: Plan, trial: Trial) -> None:
     """The largest error of each group of outputs and of all, and how long the steps took."""
     assert plan.mesh is not None
     device = plan.mesh.devices.flat[0]
+    count = plural(plan.cluster.n, "device")
+    count = count if plan.mesh.size == plan.cluster.n else f"{plan.mesh.size} of {count}"
     out.print(
-        f"ran {plural(len(trial.step_s), 'step')} on {plural(plan.mesh.size, 'device')} ({device.platform}), "
-        f"planned for {plan.cluster.name}"
+        f"ran {plural(len(trial.step_s), 'step')} on {count} ({device.platform}), planned for {plan.cluster.name}"
     )
     first, *rest = trial.step_s
     later = f", then {seconds(statistics.median(rest))} a step (median)" if rest else ""
