@@ -55,7 +55,7 @@ def one(name: str, cluster_name: str, dump: Path) -> dict[str, Any]:
     live = re.findall(r"^    (\S+?)\{[\d,]*\}: (\d+) bytes", ranges.read_text().partition("(peak):")[2], re.MULTILINE)
 
     graph, sizes = plan.traced.graph, plan.sizes
-    profile = MemoryProfile(graph, plan.program, sizes.classes, CostModel(graph, cluster, FactorTable(graph)))
+    profile = MemoryProfile(graph, plan.program, sizes.classes, CostModel(graph, plan.used, FactorTable(graph)))
     point = int(profile.at(sizes).argmax())
     held = [t for t in profile.tensors if t.start + 1 <= point <= t.stop + 1]
     maker = lambda v: graph.ops[graph.producer[v]].name if v in graph.producer else "argument"

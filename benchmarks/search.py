@@ -79,7 +79,7 @@ def one(row: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
     # Stages that this version times; `search --json` has less.
     row = {**row, **plan.result.timings_s, **search_record(plan), "cpu_s": used, "rss_bytes": rss}
     del row["ratios"]
-    if plan.program.axes != where.axes:
+    if plan.program.axes != plan.used.axes:
         row["status"] += f", planned flat: {len(where.axes)} axes not supported"
     elif options.milp:
         row["milp"] = beside(plan, options.milp)
@@ -102,7 +102,7 @@ def beside(plan: hapsynth.Plan, limit_s: float) -> dict[str, Any]:
 
 def problem_of(plan: hapsynth.Plan) -> Problem:
     """What `lower_bound_s` is about: the choices for this graph at the plan's own ratios."""
-    planner = Planner(plan.traced.graph, plan.cluster)
+    planner = Planner(plan.traced.graph, plan.used)
     return Formulator(planner.structure, planner.costs, planner.ratios_at(plan.sizes)).problem()
 
 

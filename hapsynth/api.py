@@ -16,9 +16,9 @@ from hapsynth.frequency import Expectation, expecting
 from hapsynth.instructions.layout import Layout, is_consistent, parse_layout
 from hapsynth.plan import Plan
 from hapsynth.search.links import mesh_axes
-from hapsynth.search.planner import Planner
 from hapsynth.search.result import Progress
 from hapsynth.search.structure import Restriction
+from hapsynth.search.subclusters import ClusterPlanner
 from hapsynth.trace import Traced, trace
 
 
@@ -33,6 +33,7 @@ def synthesize(
     fixed: Mapping[str, str] | None = None,
     expect: Mapping[str, Expectation] | None = None,
     memory_limit: float | None = None,
+    leave_out: bool = True,
     time_budget_s: float | None = None,
     progress: Callable[[Progress], None] | None = None,
 ) -> Plan:
@@ -45,6 +46,8 @@ def synthesize(
     `fixed`: argument path -> layout (as in `Plan.layouts`) to keep. `expect`: source line of a `while_loop` or `cond`,
     e.g. `"train.py:40"` -> its trips (10 by default), or how often its predicate is true (each branch is taken to be
     as frequent as the others by default; give a sequence for a `switch`). `memory_limit`: bytes per device.
+    `leave_out`: whether the plan may leave out devices that would make the step slower (`Plan.devices` are those that
+    it uses, `Plan.mesh` is a mesh of them); none is left out where `fixed` says how things lie on all of them.
     `time_budget_s`: seconds after which the best plan so far is returned with its gap. `progress`: called now and then
     with the stage, the best cost, the bound, the nodes and the seconds so far.
 
@@ -67,7 +70,9 @@ def synthesize(
         traced = replace(traced, graph=expecting(traced.graph, expect))
     trace_s = time.perf_counter() - began
     restriction = None if fixed is None else Restriction(stored=_fixed(traced, fixed, len(mesh_axes(cluster))))
-    planner = Planner(traced.graph, cluster, memory_limit, time_budget_s, restriction, progress)
+    planner = ClusterPlanner(
+        traced.graph, cluster, memory_limit, time_budget_s, restriction, progress, leave_out=leave_out
+    )
     result = planner.run()
     timings = {"trace_s": trace_s, **result.timings_s, "total_s": time.perf_counter() - began}
     return Plan(traced, replace(result, timings_s=timings), cluster, devices, fn=fn)

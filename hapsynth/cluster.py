@@ -168,7 +168,7 @@ class Cluster:
         kept = [i for i, device in enumerate(self.devices) if device.name != kind]
         if not kept:
             raise ClusterError(f"cluster {self.name!r}: nothing is left without kind {kind!r}")
-        return self._picked(f"{self.name} without {kind}", kept, [self.hosts[i] for i in kept])
+        return replace(self.subset(kept), name=f"{self.name} without {kind}")
 
     def plus(self, kind: str, n: int) -> "Cluster":
         """The cluster with `n` more devices of one kind, after those there are, in new hosts as full as the fullest
@@ -178,7 +178,11 @@ class Cluster:
         order = [*range(here[-1] + 1), *[here[-1]] * n, *range(here[-1] + 1, self.n)]
         new = [len(self.hosts) + i // per_host for i in range(n)]
         hosts = [*self.hosts[: here[-1] + 1], *new, *self.hosts[here[-1] + 1 :]]
-        return self._picked(f"{self.name} plus {n} {kind}", order, hosts)
+        devices = tuple(self.devices[i] for i in order)
+        axes = ((self.axes[0][0] if len(self.axes) == 1 else DEFAULT_AXIS, len(order)),)
+        name = f"{self.name} plus {n} {kind}"
+        # What was measured among fewer devices says nothing of these.
+        return replace(self, name=name, devices=devices, hosts=tuple(hosts), axes=axes, collectives={})
 
     def scaled_network(self, factor: float) -> "Cluster":
         """The cluster with `factor` times the bandwidth between its hosts; inside where there is only one host."""
@@ -207,19 +211,35 @@ class Cluster:
             raise ClusterError(f"cluster {self.name!r}: has no device of kind {kind!r}; there are {names}")
         return found
 
-    def _picked(self, name: str, order: list[int], hosts: Sequence[int]) -> "Cluster":
-        """These devices in these hosts, over one axis unless they are a mesh over the same axes."""
-        coords = list(itertools.product(*(range(size) for _, size in self.axes)))
-        along = [len({coords[i][a] for i in order}) for a in range(len(self.axes))]
-        axes = tuple((axis, size) for (axis, _), size in zip(self.axes, along, strict=True))
-        if math.prod(along) != len(order):
-            axes = ((self.axes[0][0] if len(self.axes) == 1 else DEFAULT_AXIS, len(order)),)
-        devices = tuple(self.devices[i] for i in order)
-        # What was measured among other devices says nothing of these.
-        curves = {
-            axis: self.collectives[axis] for axis in self.collectives if (axis, dict(axes).get(axis)) in self.axes
-        }
-        return replace(self, name=name, devices=devices, hosts=tuple(hosts), axes=axes, collectives=curves)
+    def positions(self, devices: Sequence[int]) -> tuple[tuple[int, ...], ...] | None:
+        """The positions along each mesh axis at whose crossings some devices stand; None where others stand there too,
+        so that the devices are no mesh of these axes."""
+        found: list[tuple[int, ...]] = []
+        stride = self.n
+        for _, size in self.axes:
+            stride //= size
+            found.append(tuple(sorted({d // stride % size for d in devices})))
+        return tuple(found) if math.prod(map(len, found)) == len(devices) else None
+
+    def subset(self, devices: Sequence[int]) -> "Cluster":
+        """The cluster of some of the devices, given by their positions in mesh order, rising; all of them: the cluster
+        itself. It has the same mesh axes where the devices are a mesh of these, and one over all where they are not.
+        Collectives that were measured along an axis count for a part of it too, unless it is inside one host and the
+        whole is not. Raises ClusterError for positions that are not rising or that no device has."""
+        rising = all(a < b for a, b in itertools.pairwise(devices))
+        if not devices or not rising or devices[0] < 0 or devices[-1] >= self.n:
+            what = f"{list(devices)} are not positions of its {self.n} devices, each once and rising"
+            raise ClusterError(f"cluster {self.name!r}: {what}")
+        if len(devices) == self.n:
+            return self
+        kept = self.positions(devices)
+        axes = tuple((a, len(p)) for (a, _), p in zip(self.axes, kept, strict=True)) if kept else ()
+        pick = lambda row: tuple(row[d] for d in devices)
+        hosts = pick(self.hosts)
+        whole = {a for a, size in axes if dict(self.axes)[a] == size}
+        alike = {a for a, _ in axes} | {DEFAULT_AXIS} if (len(set(hosts)) > 1) == (len(set(self.hosts)) > 1) else set()
+        measured = {a: curves for a, curves in self.collectives.items() if a in whole | alike}
+        return replace(self, devices=pick(self.devices), hosts=hosts, axes=axes, collectives=measured)
 
     def fingerprint(self) -> str:
         """16 hex digits that change with anything a plan's cost depends on; the cluster's own name is left out."""

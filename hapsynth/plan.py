@@ -31,9 +31,10 @@ class Plan:
     """A distributed program for one function: call it like the function.
 
     `mesh` None: planned without devices; everything but running works, and `load` with a mesh gives a plan that runs.
+    Of a mesh of the whole cluster the plan uses its `devices`; a mesh of these alone will do, and `Plan.mesh` is one.
     `fn` is the function itself, for `check`. With `donate` (the default) a call consumes carried state that already
     lies as the plan keeps it, as `jax.jit(..., donate_argnums=...)` would; anything else is copied to the devices and
-    left alone. Raises ValueError where the mesh has another number of devices than the program.
+    left alone. Raises ValueError where the mesh has another number of devices than the cluster and the program.
     """
 
     def __init__(
@@ -50,9 +51,15 @@ class Plan:
         self.result = result
         self.cluster = cluster
         self.fn = fn
-        self.mesh = None if mesh is None else own_mesh(mesh, result.program.axes)
+        self.mesh = None if mesh is None else own_mesh(self._of_used(mesh), result.program.axes)
         self._donate = donate
         self._arguments = Arguments(traced)
+
+    def _of_used(self, mesh: Mesh) -> Mesh:
+        """The devices of a mesh of the whole cluster that take part, in a row; any other mesh as it is."""
+        if mesh.devices.size != self.cluster.n or len(self.devices) == self.cluster.n:
+            return mesh
+        return Mesh(mesh.devices.flatten()[list(self.devices)], ("used",))
 
     # Running
 
@@ -94,6 +101,11 @@ class Plan:
             raise RuntimeError(
                 f"this plan was made for the cluster {self.cluster.name!r} without its devices: save it with "
                 "plan.save(path) and load it where they are with hapsynth.load(path, fn, example_args, mesh)"
+            )
+        if not self.mesh.local_devices:
+            raise RuntimeError(
+                f"the plan uses devices {list(self.devices)} of the cluster {self.cluster.name!r}, and this process "
+                "has none of them: leave it out of the run, or synthesize with leave_out=False"
             )
         return lower(self.traced.graph, self.program, self.sizes, self.mesh, donate=self._donate)
 
@@ -214,17 +226,48 @@ class Plan:
 
     @property
     def memory(self) -> tuple[float, ...]:
-        """Predicted peak bytes of each device, in mesh order."""
+        """Predicted peak bytes of each device of the cluster, in mesh order; 0 for one that is left out."""
         return self.result.memory_bytes
+
+    @property
+    def memory_limit(self) -> float:
+        """Bytes that every device that takes part has."""
+        return min(self.result.memory_limit_bytes[d] for d in self.devices)
+
+    @property
+    def devices(self) -> tuple[int, ...]:
+        """The devices that take part, by their positions in the cluster; the others hold and compute nothing."""
+        return tuple(range(self.cluster.n)) if self.result.devices is None else self.result.devices
+
+    @cached_property
+    def used(self) -> Cluster:
+        """The cluster of the devices that take part: what the program is for."""
+        return self.cluster.subset(self.devices)
 
     @cached_property
     def ratios(self) -> dict[str, tuple[float, ...]]:
-        """Dimension class -> the fraction of each shard, in mesh order.
+        """Dimension class -> the fraction of each shard, in mesh order; 0 for devices that are left out.
 
-        There are as many shards as positions along the mesh axes that cut the class, which its name tells, major first.
+        There are as many shards as positions along the mesh axes that cut the class, which its name tells, major first:
+        axes of the cluster, or one over all its devices.
         """
         classes = zip(self.sizes.classes.all, self.sizes.shares)
-        return {c.name: tuple(s / c.units for s in shares) for c, shares in classes}
+        return {c.name: self._placed(c.axes, tuple(s / c.units for s in shares)) for c, shares in classes}
+
+    def _placed(self, axes: tuple[int, ...], fractions: tuple[float, ...]) -> tuple[float, ...]:
+        """Fractions per position along axes of the program, as those per position along axes of the cluster."""
+        if len(self.devices) == self.cluster.n:
+            return fractions
+        lengths, kept = [self.cluster.n], [self.devices]
+        if len(self.program.axes) > 1:
+            positions = self.cluster.positions(self.devices)
+            assert positions is not None
+            along = dict(zip((name for name, _ in self.cluster.axes), zip(self.cluster.axes, positions)))
+            chosen = [along[self.program.axes[a][0]] for a in axes]
+            lengths, kept = [size for (_, size), _ in chosen], [p for _, p in chosen]
+        whole = np.zeros(lengths)
+        whole[np.ix_(*kept)] = np.reshape(fractions, [len(p) for p in kept])
+        return tuple(whole.ravel().tolist())
 
     @cached_property
     def layouts(self) -> dict[str, str]:
@@ -239,7 +282,8 @@ class Plan:
         return {path: "R" if layout is None else format_layout(layout) for path, layout in outputs}
 
     def __repr__(self) -> str:
-        return f"Plan({len(self.traced.graph.ops)} ops on {self.cluster.name!r}, {self.cost:.4g} s per call)"
+        some = f"{len(self.devices)} of {self.cluster.n} devices of " if len(self.devices) < self.cluster.n else ""
+        return f"Plan({len(self.traced.graph.ops)} ops on {some}{self.cluster.name!r}, {self.cost:.4g} s per call)"
 
 
 def load(
@@ -254,6 +298,7 @@ def load(
     """Read a plan of `fn` that `Plan.save` wrote; `mesh` None gives one that cannot run.
 
     `fn` is traced again and must be the function that was planned; the file is only data and must pass the checker.
+    `mesh`: of the cluster's devices, or of those alone that the plan uses.
     Raises PlanError with the reason and the way out, ValueError where the mesh has another number of devices.
     """
     traced, result, cluster = read_plan(path, fn, example_args, example_kwargs)

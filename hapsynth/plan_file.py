@@ -16,6 +16,7 @@ from hapsynth.frequency import with_counts
 from hapsynth.instructions.checker import check
 from hapsynth.instructions.program import Program, ProgramError
 from hapsynth.instructions.sizes import Classes, Sizes
+from hapsynth.search.links import mesh_axes
 from hapsynth.search.result import Result, Status
 from hapsynth.trace import Traced, trace
 
@@ -60,6 +61,7 @@ def plan_to_dict(traced: Traced, result: Result, cluster: Cluster) -> dict[str, 
             "runs": [r.count for r in graph.regions[1:]],
         },
         "cluster": cluster.to_dict(),
+        "devices": list(range(cluster.n) if result.devices is None else result.devices),
         "program": result.program.to_dict(),
         "classes": [cls.name for cls in result.sizes.classes.all],
         "shares": [list(shares) for shares in result.sizes.shares],
@@ -69,6 +71,7 @@ def plan_to_dict(traced: Traced, result: Result, cluster: Cluster) -> dict[str, 
             "joint_lower_bound_s": _number(result.joint_lower_bound_s),
             "status": result.status,
             "expanded": result.expanded,
+            **({} if result.with_all_s is None else {"with_all_s": _number(result.with_all_s)}),
         },
         "memory_bytes": [_number(x) for x in result.memory_bytes],
         "memory_limit_bytes": [_number(x) for x in result.memory_limit_bytes],
@@ -116,9 +119,7 @@ def _plan_from_dict(data: Mapping[str, Any], traced: Traced) -> tuple[Traced, Re
     graph = traced.graph
     cluster = Cluster.from_dict(data["cluster"])
     program = Program.from_dict(data["program"])
-    devices = math.prod(size for _, size in program.axes)
-    if devices != cluster.n:
-        raise PlanError(f"the program is for {devices} devices and the cluster has {cluster.n}; {_AGAIN}")
+    devices = _devices(data, cluster, program)
     check(graph, program)
     classes = Classes.build(graph, program)
     if list(data["classes"]) != [c.name for c in classes.all]:
@@ -137,12 +138,31 @@ def _plan_from_dict(data: Mapping[str, Any], traced: Traced) -> tuple[Traced, Re
         joint_lower_bound_s=_read_number(certificate["joint_lower_bound_s"]),
         status=certificate["status"],
         expanded=_integer(certificate["expanded"]),
-        memory_bytes=_per_device(data, "memory_bytes", devices),
-        memory_limit_bytes=_per_device(data, "memory_limit_bytes", devices),
+        memory_bytes=_per_device(data, "memory_bytes", cluster.n),
+        memory_limit_bytes=_per_device(data, "memory_limit_bytes", cluster.n),
         replicated_primitives=tuple(map(str, data["replicated_primitives"])),
         timings_s={str(k): _read_number(v) for k, v in data["timings_s"].items()},
+        devices=devices,
+        with_all_s=_read_number(certificate["with_all_s"]) if "with_all_s" in certificate else None,
     )
     return traced, result, cluster
+
+
+def _devices(data: Mapping[str, Any], cluster: Cluster, program: Program) -> tuple[int, ...] | None:
+    """The devices that the program is for, None for all; files of versions that left none out don't name them."""
+    devices = tuple(_integer(d) for d in data.get("devices", range(cluster.n)))
+    used = cluster.subset(devices)
+    n = math.prod(size for _, size in program.axes)
+    if n != used.n:
+        of = "and the cluster has" if used is cluster else "and the file names"
+        raise PlanError(f"the program is for {n} devices {of} {used.n}; {_AGAIN}")
+    if used is cluster:
+        return None
+    if program.axes != mesh_axes(used):
+        raise PlanError(
+            f"the program is for a mesh {dict(program.axes)}, and its devices are {dict(used.axes)}; {_AGAIN}"
+        )
+    return devices
 
 
 def _same_function(saved: Mapping[str, Any], traced: Traced) -> Traced:

@@ -1,8 +1,9 @@
 """One hunt for the least of a value: raise the dual bound, decode, drop states by reduced cost, search, repeat.
 
-Lemma (what dropping costs). Let T = incumbent - tolerance / 2 * |incumbent|. Only states whose floor (see
-`_trws.py`) is >= T and search nodes with f >= T are dropped, so every assignment lost costs at least T; T only
-falls as incumbents improve. The optimum is therefore at least min(T, bound of what is left), at every moment.
+Lemma (what dropping costs). Let T = incumbent - tolerance / 2 * |incumbent|, or what is `enough` if that is less. Only
+states whose floor (see `_trws.py`) is >= T and search nodes with f >= T are dropped, so every assignment lost costs at
+least T; T only falls as incumbents improve. The optimum is therefore at least min(T, bound of what is left), at every
+moment.
 """
 
 import time
@@ -49,6 +50,7 @@ class Run:
 
     problem: Problem
     tolerance: float
+    enough: float
     time_budget_s: float | None
     progress: Callable[[Progress], None] | None
     max_nodes: int
@@ -141,7 +143,8 @@ class Hunt:
         return min(_CELLS, self.run.memory_bytes / 4 / _CELL_BYTES)
 
     def threshold(self) -> float:
-        return self.cost - self.tolerance / 2 * abs(self.cost) if self.best is not None else np.inf
+        known = self.cost - self.tolerance / 2 * abs(self.cost) if self.best is not None else np.inf
+        return min(known, self.run.enough)
 
     def proved(self, bound: float) -> bool:
         """Notes that all assignments not yet excluded cost at least `bound`; says whether that settles it."""
@@ -313,7 +316,7 @@ class Hunt:
 
     def _prune(self, network: Network, dual: Dual) -> None:
         threshold = self.threshold()
-        if self.best is None:
+        if threshold == np.inf:
             return
         for i, floor in dual.floors().items():
             keep = floor * (1 - _FLOAT_SAFETY * np.sign(floor)) < threshold

@@ -25,6 +25,7 @@ def solve(
     *,
     start: Assignment | Sequence[Assignment] | None = None,
     tolerance: float = 1e-6,
+    enough: float = np.inf,
     time_budget_s: float | None = None,
     progress: Callable[[Progress], None] | None = None,
     max_nodes: int = 500_000,
@@ -34,6 +35,7 @@ def solve(
 
     start: an assignment or several (int [variables]) to begin from; feasible ones are never made worse.
     tolerance: the relative gap, (cost - lower_bound) / |cost|, at which a solution is called optimal.
+    enough: what costs this much or more is of no interest: a bound that reaches it ends the search.
     time_budget_s: seconds after which the best so far is returned (reductions are not interrupted).
     max_nodes: how many search nodes to expand in all.
     memory_bytes: about what tables and search nodes may take in all; where that is too little the best so far is
@@ -41,7 +43,7 @@ def solve(
     Raises ValueError for a malformed problem or start. Deterministic, unless the time budget ends it.
     """
     validate(problem)
-    run = Run(problem, max(tolerance, _LEAST_TOLERANCE), time_budget_s, progress, max_nodes, memory_bytes)
+    run = Run(problem, max(tolerance, _LEAST_TOLERANCE), enough, time_budget_s, progress, max_nodes, memory_bytes)
     hunt = Hunt(run, problem.cost, run.tolerance)
     try:
         _run(hunt, list(_starts(problem, start)))

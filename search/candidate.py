@@ -8,13 +8,12 @@ import numpy as np
 
 from hapsynth.instructions.program import Compute, Program
 from hapsynth.instructions.sizes import Classes, Sizes
-from hapsynth.search.costs import CostModel, Floats
+from hapsynth.search.costs import CostModel
 from hapsynth.search.emit import Emitter
 from hapsynth.search.evaluate import program_cost
 from hapsynth.search.formulate import Formulator
 from hapsynth.search.memory import MemoryProfile
 from hapsynth.search.problem import Ints, Solution
-from hapsynth.search.ratios import proportional
 from hapsynth.search.sizing import Sizer
 
 _POINTS = 3
@@ -90,16 +89,3 @@ class Maker:
             found.setdefault(next(near, 0), float(alive[point]))
             alive[max(0, point - apart) : point + apart] = -np.inf
         return found
-
-
-def own_weights(costs: CostModel, sizes: Sizes) -> Floats:
-    """Weights of the devices by which a plan's largest class is cut; by speed where it cuts nothing."""
-    speed = proportional(costs.rate("float32"))
-    if not sizes.shares:
-        return speed
-    weigh = lambda c: (len(c.axes), sum(costs.graph.values[v].nbytes for v in {v for v, _, _ in c.members}))
-    cls = max(sizes.classes.all, key=weigh)
-    if not cls.units:
-        return speed
-    held = np.array(sizes.shares[cls.index], dtype=np.float64)[costs.position(cls.axes)]
-    return held / held.sum()

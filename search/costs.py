@@ -12,6 +12,7 @@ mesh order.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from copy import copy
 from functools import cached_property
 from math import prod
 from typing import NamedTuple, TypeAlias
@@ -94,21 +95,29 @@ class CostModel:
     def __init__(
         self, graph: Graph, cluster: Cluster, table: FactorTable, axes: Sequence[tuple[str, int]] | None = None
     ) -> None:
-        self.graph, self.cluster, self.table = graph, cluster, table
-        self.n = cluster.n
-        self.axes = tuple(axes or mesh_axes(cluster))
+        self.graph, self.table = graph, table
+        self._fed = frozenset(graph.inputs) - {graph.inputs[source] for source, _ in graph.carry}
+        self._works: dict[tuple[object, int], tuple[Triples, Work]] = {}
+        self._kinds: dict[int, object] = {}
+        self._materialized = _materialized(graph)
+        self._place(cluster, axes or mesh_axes(cluster))
+
+    def _place(self, cluster: Cluster, axes: Sequence[tuple[str, int]]) -> None:
+        self.cluster, self.n, self.axes = cluster, cluster.n, tuple(axes)
         self.lengths = tuple(size for _, size in self.axes)
         self.overhead = np.array([k.overhead for k in cluster.devices])
         self.bandwidth = np.array([k.bandwidth for k in cluster.devices])
         self.memory = np.array([float(k.memory) for k in cluster.devices])
         self.links = axis_links(cluster, self.axes)
         self._speeds: dict[tuple[str, str], Speeds] = {}
-        self._fed = frozenset(graph.inputs) - {graph.inputs[source] for source, _ in graph.carry}
-        self._works: dict[tuple[object, int], tuple[Triples, Work]] = {}
-        self._kinds: dict[int, object] = {}
         self._ideal: dict[Work, float] = {}
         self._places: dict[tuple[int, ...], np.ndarray] = {}
-        self._materialized = _materialized(graph)
+
+    def on(self, cluster: Cluster) -> CostModel:
+        """The model of the same graph on another cluster, which shares what no device decides."""
+        other = copy(self)
+        other._place(cluster, mesh_axes(cluster))
+        return other
 
     def rate(self, dtype: str) -> Floats:
         """FLOP/s of each device for a dtype."""

@@ -9,7 +9,7 @@ gives the joint bound.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
@@ -22,21 +22,21 @@ from hapsynth.instructions.checker import check
 from hapsynth.instructions.program import FactorTable
 from hapsynth.instructions.sizes import Sizes
 from hapsynth.instructions.uncovered import named
-from hapsynth.search.candidate import Candidate, Maker, own_weights
+from hapsynth.search.candidate import Candidate, Maker
 from hapsynth.search.costs import CostModel, Floats
 from hapsynth.search.formulate import Formulator
 from hapsynth.search.limits import Limits
 from hapsynth.search.problem import Ints, Problem, Solution, solve
 from hapsynth.search.problem import Progress as SolverProgress
-from hapsynth.search.ratios import Ratios, kinship, of_state, proportional
-from hapsynth.search.result import Progress, Result, Status
-from hapsynth.search.shortage import certain_bytes, weighed, worst_weights
+from hapsynth.search.ratios import NOTHING, Evenly, Ratios
+from hapsynth.search.result import SETTLED as _SETTLED
+from hapsynth.search.result import Progress, Result, proven
+from hapsynth.search.shortage import certain_bytes, shortage, weighed, worst_weights
+from hapsynth.search.starts import own_weights, starts
 from hapsynth.search.structure import Restriction, Structure
 
 _T = TypeVar("_T")
 
-Evenly = Set[tuple[int, int]]
-_NOTHING: Evenly = frozenset()
 
 _ROUNDS = 6
 _MEMORY_ROUNDS = 8
@@ -49,10 +49,9 @@ _LAST_S = 1.0
 _TOLERANCE = 1e-6
 _WIDE_TOLERANCE = 5e-5
 """With several mesh axes, where the last steps of the bound take longest; still half of what counts as settled."""
+_JOINT_TOLERANCE = 1e-4
 _ROUGH_TOLERANCE = 2e-3
 """With several mesh axes, before the sizes are found: the last search is the one that has to prove something."""
-_SETTLED = 1e-4
-"""A cost that falls by less than this fraction has stopped falling; it is also the gap that counts as optimal."""
 
 
 class InfeasibleError(ValueError):
@@ -61,7 +60,11 @@ class InfeasibleError(ValueError):
 
 @dataclass
 class Planner:
-    """One planning task. `memory_limit`: bytes per device, None for what the devices have."""
+    """One planning task, in which every device of the cluster takes part.
+
+    `memory_limit`: bytes per device, None for what the devices have. `base`: a planner of the same graph on other
+    devices, whose tables this one shares.
+    """
 
     graph: Graph
     cluster: Cluster
@@ -69,6 +72,7 @@ class Planner:
     time_budget_s: float | None = None
     restriction: Restriction | None = None
     progress: Callable[[Progress], None] | None = None
+    base: Planner | None = None
     table: FactorTable = field(init=False)
     costs: CostModel = field(init=False)
     expanded: int = field(init=False, default=0)
@@ -79,14 +83,22 @@ class Planner:
     """Seconds in which problems were built and solved, of which `solver_s` in the solver."""
     solver_s: float = field(init=False, default=0.0)
     ratio_s: float = field(init=False, default=0.0)
+    bound_s: float = field(init=False, default=0.0)
+    """Of `solver_s`, for the joint bound."""
+    interrupted: bool = field(init=False, default=False)
 
     def __post_init__(self) -> None:
         self._began = time.perf_counter()
-        self.table = FactorTable(self.graph)
-        self.costs = CostModel(self.graph, self.cluster, self.table)
+        base = self.base
+        self.table = base.table if base else FactorTable(self.graph)
+        self.costs = base.costs.on(self.cluster) if base else CostModel(self.graph, self.cluster, self.table)
         self.axes = self.costs.axes
         self._tolerance = _TOLERANCE if len(self.axes) == 1 else _ROUGH_TOLERANCE
-        self.structure = Structure(self.graph, self.table, self.restriction, len(self.axes))
+        if base is not None and len(base.axes) == len(self.axes) and base.restriction is self.restriction:
+            self._unsparing = base._unsparing
+        else:
+            self._unsparing = Structure(self.graph, self.table, self.restriction, len(self.axes))
+        self.structure = self._unsparing
         # The switch form stores every shard padded, so the smallest device's memory is everyone's limit.
         self.limit = float(self.costs.memory.min()) if self.memory_limit is None else self.memory_limit
         self._maker = Maker(self.costs, self.limit)
@@ -94,7 +106,12 @@ class Planner:
         self._deadline = None if self.time_budget_s is None else self._began + self.time_budget_s
         self._best: Candidate | None = None
         self._least: Candidate | None = None
-        self._interrupted = False
+        self._bar = np.inf
+        self._glanced: tuple[Formulator, Candidate | None, Solution] | None = None
+        self.given_up = np.inf
+        """The least cost of what does not fit and was not followed up, as it exceeded a bar."""
+        self._joint: tuple[float, float, int] | None = None
+        """The joint bound, the most that was sought, and within how many limits."""
         self._limits: dict[int, float] = {}
         """Ops at which some program was too large -> the bytes there are."""
 
@@ -104,101 +121,122 @@ class Planner:
         Ctrl-C ends the search with the best program so far, or raises KeyboardInterrupt if there is none. Only a joint
         bound is looked for then, so that there is a gap to tell, until Ctrl-C is pressed again.
         """
+        if not np.isfinite(self.explore()):
+            self.shrink()
+        return self.conclude()
+
+    def glance(self) -> float:
+        """The cost of the first program that `explore` will come across, whether it fits or not."""
+        formulator = Formulator(self.structure, self.costs, self._ratios(*starts(self.costs)[0]))
+        candidate, solution = self._solve_once(formulator, {}, None)
+        self._note(candidate, solution)
+        self._glanced = formulator, candidate, solution
+        return candidate.cost if candidate else np.inf
+
+    def explore(self, bar: float = np.inf) -> float:
+        """Search from every start: the cost of the best program that fits, inf where there is none.
+
+        What comes out above `bar` is not followed up. Ctrl-C as in `run`.
+        """
+        self._bar = bar
         end = self._deadline
         if end is not None:
             # The rest is for the bounds.
             self._deadline = self._began + _SEARCHING * (end - self._began)
         self._unless_interrupted(self._explore, None)
         self._deadline = end
+        return self.cost
+
+    def shrink(self) -> float:
+        """Search for a program that fits, where `explore` found none; as `explore`."""
+        self._unless_interrupted(self._shrink, None)
+        return self.cost
+
+    @property
+    def cost(self) -> float:
+        """Of the best program that fits so far; inf where there is none."""
+        return self._best.cost if self._best else np.inf
+
+    @property
+    def limits(self) -> tuple[float, ...]:
+        """Bytes that each device may hold."""
+        return tuple(float(m) if self.memory_limit is None else self.limit for m in self.costs.memory)
+
+    def conclude(self) -> Result:
+        """The best program so far with its bounds; raises InfeasibleError where there is none. Ctrl-C as in `run`."""
         best = self._best
         if best is None:
-            raise KeyboardInterrupt if self._interrupted else InfeasibleError(self._shortage())
+            lacking = shortage(self.costs, self.limit, self._least, self._certain_bytes())
+            raise KeyboardInterrupt if self.interrupted else InfeasibleError(lacking)
         certified = self._unless_interrupted(partial(self._certify, best), None)
         if certified is None:
             best = self._best or best
         best, bound = certified or (best, best.bound)
-        before = self.solver_s
         try:
-            joint = self._joint_bound(best, bound)
+            joint = min(self.joint_bound(), best.cost)
         except KeyboardInterrupt:
-            self._interrupted, joint = True, 0.0
-        bound = joint if bound is None else bound
-        bound_s = self.solver_s - before
+            self.interrupted, joint = True, 0.0
+        bound = min(joint if bound is None else bound, best.cost)
+        joint = min(joint, bound)
         check(self.graph, best.program, best.sizes)
-        gap = (best.cost - bound) / best.cost if best.cost else 0.0
-        joint_gap = (best.cost - joint) / best.cost if best.cost else 0.0
-        status: Status = "gap"
-        if gap <= _SETTLED:
-            status = "optimal" if joint_gap <= _SETTLED else "optimal_at_ratios"
         return Result(
             best.program,
             best.sizes,
             best.cost,
-            min(bound, best.cost),
-            min(joint, bound, best.cost),
-            status,
+            bound,
+            joint,
+            proven(best.cost, bound, joint),
             self.expanded,
             (best.memory,) * self.cluster.n,
-            tuple(float(m) if self.memory_limit is None else self.limit for m in self.costs.memory),
+            self.limits,
             tuple(named(self.graph, self.table)),
-            {
-                "build_s": self._structure_s + self.search_s - self.solver_s,
-                "search_s": self.solver_s - bound_s,
-                "ratio_s": self.ratio_s,
-                "bound_s": bound_s,
-            },
+            self.timings_s(),
             sweeps=self.sweeps,
             states=self.states,
-            interrupted=self._interrupted,
+            interrupted=self.interrupted,
         )
 
+    def timings_s(self) -> dict[str, float]:
+        """Seconds spent so far, as in `Result.timings_s`."""
+        return {
+            "build_s": self._structure_s + self.search_s - self.solver_s,
+            "search_s": self.solver_s - self.bound_s,
+            "ratio_s": self.ratio_s,
+            "bound_s": self.bound_s,
+        }
+
     def _explore(self) -> None:
-        starts = self._starts()
-        for k, (weights, evenly) in enumerate(starts):
-            self._alternate(weights, evenly, last=k + 1 == len(starts))
+        begun = starts(self.costs)
+        for k, start in enumerate(begun):
+            self._alternate(*start, last=k + 1 == len(begun))
             if self._late() or (self._best is None and self._certain_bytes() > self.limit):
                 break
-        if self._best is None:
-            self._shrink()
 
     def _unless_interrupted(self, search: Callable[[], _T], otherwise: _T) -> _T:
         """What a search comes to or, where Ctrl-C was pressed before it or in it, what holds without it."""
         try:
-            return otherwise if self._interrupted else search()
+            return otherwise if self.interrupted else search()
         except KeyboardInterrupt:
             if self._best is None:
                 raise
-            self._interrupted = True
+            self.interrupted = True
             return otherwise
 
-    def _starts(self) -> list[tuple[Floats, Evenly]]:
-        """Weights of the devices to begin from, and what is cut evenly all the same: by speed; by speed but for the
-        state, which is communicated at the size of its largest shard; even; by speed without the slower kinds."""
-        speed = self.costs.rate("float32")
-        kinds = sorted(set(speed.tolist()), reverse=True)
-        starts: list[tuple[Floats, Evenly]] = [(proportional(speed), _NOTHING)]
-        if len(kinds) > 1:
-            if self.graph.carry:
-                starts.append((proportional(speed), of_state(self.graph, kinship(self.graph, self.table))))
-            starts.append((np.full(self.cluster.n, 1.0 / self.cluster.n), _NOTHING))
-            starts += [(proportional(np.where(speed >= k, speed, 0.0)), _NOTHING) for k in kinds[:-1]]
-        return starts
-
-    def _ratios(self, weights: Floats, sizes: Sizes | None = None, evenly: Evenly = _NOTHING) -> Ratios:
+    def _ratios(self, weights: Floats, evenly: Evenly = NOTHING, sizes: Sizes | None = None) -> Ratios:
         return Ratios(self.graph, self.table, weights, sizes, self.costs.lengths, evenly)
 
     def ratios_at(self, sizes: Sizes) -> Ratios:
         """A plan's own ratios; what it does not cut is compared at the ratio of its largest class."""
-        return self._ratios(own_weights(self.costs, sizes), sizes)
+        return self._ratios(own_weights(self.costs, sizes), NOTHING, sizes)
 
     def _alternate(self, weights: Floats, evenly: Evenly, *, last: bool) -> None:
         """Search and sizes in turn from one start, until the cost stops falling. What the `last` start comes to is
         likely what has to be certified."""
-        ratios = self._ratios(weights, None, evenly)
+        ratios = self._ratios(weights, evenly)
         choices: Ints | None = None
         reached = np.inf
         # A start that begins above the best of the others is given up at once.
-        bar = self._best.cost if self._best else np.inf
+        bar = min(self.cost, self._bar)
         for _ in range(_ROUNDS):
             candidate, solution = self._search(ratios, choices)
             if candidate is None or candidate.cost >= min(reached, bar) * (1 - _SETTLED):
@@ -207,7 +245,7 @@ class Planner:
                 # Sizes that gain this little lead to no other program; `_certify` looks once more.
                 return
             reached, choices = candidate.cost, candidate.choices
-            ratios = self._ratios(weights, candidate.sizes, evenly)
+            ratios = self._ratios(weights, evenly, candidate.sizes)
             if last:
                 self._tolerance = min(self._tolerance, _WIDE_TOLERANCE)
             if self._late():
@@ -228,23 +266,33 @@ class Planner:
             best = found
         return best, 0.0
 
-    def _joint_bound(self, best: Candidate, at_ratios: float | None) -> float:
-        began = time.perf_counter()
-        self._tell("joint bound", best.cost, -np.inf)
+    def joint_bound(self, enough: float = np.inf) -> float:
+        """Seconds that no program on these devices goes below at any ratios; nothing beyond `enough` is sought."""
+        if self._joint is not None:
+            bound, sought, limits = self._joint
+            if bound >= enough or (bound < sought and limits == len(self._limits)):
+                return bound
+        began, before = time.perf_counter(), self.solver_s
+        self._tell("joint bound", self.cost, -np.inf)
         problem = Limits(Formulator(self.structure, self.costs, None), at_least=True).problem(self._limits)
-        left = _LAST_S if self._interrupted else self._left()
-        tell = lambda inner: self._tell("joint bound", best.cost, inner.lower_bound, inner.expanded)
-        solution = self._solve(problem, anyway=True, tolerance=1e-4, time_budget_s=left, progress=tell)
+        left = _LAST_S if self.interrupted else self._left()
+        tolerance = _JOINT_TOLERANCE if len(self.axes) == 1 else _ROUGH_TOLERANCE
+        tell = lambda inner: self._tell("joint bound", self.cost, inner.lower_bound, inner.expanded)
+        solution = self._solve(
+            problem, anyway=True, tolerance=tolerance, enough=enough, time_budget_s=left, progress=tell
+        )
         self.search_s += time.perf_counter() - began
-        return solution.lower_bound if at_ratios is None else min(solution.lower_bound, at_ratios)
+        self.bound_s += self.solver_s - before
+        self._joint = solution.lower_bound, enough, len(self._limits)
+        return solution.lower_bound
 
     def _solve(self, problem: Problem, *, anyway: bool = False, **options: Any) -> Solution:
         """`solve`, counted, and not begun any more once Ctrl-C was pressed, unless `anyway`."""
-        if self._interrupted and not anyway:
+        if self.interrupted and not anyway:
             raise KeyboardInterrupt
         began = time.perf_counter()
         solution = solve(problem, **options)
-        self._interrupted |= solution.interrupted
+        self.interrupted |= solution.interrupted
         self.solver_s += time.perf_counter() - began
         self.expanded += solution.expanded
         self.sweeps += solution.sweeps
@@ -258,9 +306,16 @@ class Planner:
         Memory is limited at the ops where programs were found too large. What the problem counts there may be short of
         what a program then holds: the op's limit is tightened by the difference.
         """
-        formulator = Formulator(self.structure, self.costs, ratios)
         limits = dict(self._limits)
-        candidate, solution = self._solve_once(formulator, limits, choices)
+        if self._glanced is not None:
+            (formulator, candidate, solution), self._glanced = self._glanced, None
+        else:
+            formulator = Formulator(self.structure, self.costs, ratios)
+            candidate, solution = self._solve_once(formulator, limits, choices)
+        if candidate is not None and candidate.memory > self.limit and candidate.cost >= self._bar:
+            # To fit would only make it dearer.
+            self.given_up = min(self.given_up, candidate.cost)
+            return None, solution
         if candidate is not None and candidate.memory > self.limit and not self.structure.sparing:
             self._note(candidate, solution)
             self._limits.update(dict.fromkeys(self._maker.full_ops(candidate), self.limit))
@@ -386,20 +441,6 @@ class Planner:
             self._best = candidate
         self._tell("search", candidate.cost, solution.lower_bound)
 
-    def _shortage(self) -> str:
-        least = self._least
-        device = int(np.argmin(self.costs.memory))
-        name = self.cluster.devices[device].name
-        mib = lambda nbytes: f"{nbytes / 2**20:.4g} MiB"
-        found = "no program keeps to the layouts that are fixed"
-        if least is not None:
-            found = f"the smallest program found needs {mib(least.memory)}, {mib(least.memory - self.limit)} too much"
-            found += f" (every program needs {mib(min(self._certain_bytes(), least.memory))} or more)"
-        return (
-            f"no program fits: device {device} ({name}) has {mib(self.limit)} and {found}; a device with that much "
-            "memory, more devices, or a smaller batch would fit"
-        )
-
     def _left(self) -> float | None:
         return None if self._deadline is None else max(0.05, self._deadline - time.perf_counter())
 
@@ -409,7 +450,7 @@ class Planner:
         return left if left is None or self._best is not None else left / _SHARES
 
     def _late(self) -> bool:
-        return self._interrupted or (self._deadline is not None and time.perf_counter() >= self._deadline)
+        return self.interrupted or (self._deadline is not None and time.perf_counter() >= self._deadline)
 
     def _relay(self, inner: SolverProgress) -> None:
         self._tell(inner.stage, inner.cost, inner.lower_bound, inner.expanded)

@@ -15,6 +15,10 @@ from hapsynth.search.links import devices_of
 _EVEN = -2
 """In place of a plan's vector that a dimension is cut like, where -1 is none."""
 
+Evenly = Set[tuple[int, int]]
+"""(value, dimension) that are cut evenly whatever else is not."""
+NOTHING: Evenly = frozenset()
+
 
 def round_shares(fractions: Floats, units: int) -> tuple[int, ...]:
     """Whole units nearest to the fractions (largest remainder), summing to `units`; ties go to the first device."""
@@ -51,7 +55,7 @@ class Ratios:
         weights: Floats,
         sizes: Sizes | None = None,
         lengths: Sequence[int] | None = None,
-        evenly: Set[tuple[int, int]] = frozenset(),
+        evenly: Evenly = NOTHING,
     ) -> None:
         self.graph, self.weights, self.evenly = graph, weights, evenly
         self.lengths = tuple(lengths or (len(weights),))

@@ -13,6 +13,16 @@ from hapsynth.instructions.sizes import Sizes
 
 Status = OneOf["optimal", "optimal_at_ratios", "gap", "infeasible"]
 
+SETTLED = 1e-4
+"""The gap that counts as optimal."""
+
+
+def proven(cost: float, bound: float, joint: float) -> Status:
+    """What the bounds say of a cost."""
+    if cost - bound > SETTLED * cost:
+        return "gap"
+    return "optimal" if cost - joint <= SETTLED * cost else "optimal_at_ratios"
+
 
 @dataclass(frozen=True)
 class Progress:
@@ -42,6 +52,9 @@ class Result:
     Times are seconds per step. `lower_bound_s` holds for every program at this plan's ratios, `joint_lower_bound_s`
     for every program at every ratio; 0 where the search was interrupted before it knew better. `memory_bytes` is the
     predicted peak of each device in mesh order. `sweeps`: of the dual, `states`: of the largest problem.
+
+    The program is for a mesh of the cluster's `devices`; the others hold and compute nothing. The first bound is about
+    programs on just these devices, the second about those on any of the sets that `search/subclusters.py` considers.
     """
 
     program: Program
@@ -61,6 +74,11 @@ class Result:
     states: int = 0
     interrupted: bool = False
     """Ctrl-C ended the search: this is the best that it had."""
+    devices: tuple[int, ...] | None = None
+    """Positions in mesh order, rising; None: every device takes part."""
+    with_all_s: float | None = None
+    """Where some are left out, what the best program found takes in which all take part; inf where none fits. (One that
+    would not fit as it is counts where there is no other, and it was too slow to be made to fit.)"""
 
     @property
     def gap(self) -> float:

@@ -13,7 +13,8 @@ from dataclasses import replace
 import numpy as np
 from scipy.optimize import linprog
 
-from hapsynth.search.costs import Floats
+from hapsynth.search.candidate import Candidate
+from hapsynth.search.costs import CostModel, Floats
 from hapsynth.search.limits import Limits
 from hapsynth.search.problem import Problem
 
@@ -55,3 +56,21 @@ def worst_weights(usages: Sequence[Floats]) -> Floats:
 def certain_bytes(certain: Limits, ops: Sequence[int]) -> float:
     """Bytes that every program holds at some point, by what is known of a few ops; 0 where nothing is."""
     return max((certain.least_at(certain.fullest_near(op)) for op in ops), default=0.0)
+
+
+def shortage(costs: CostModel, limit: float, least: Candidate | None, certain: float) -> str:
+    """Which device is too small for the program that holds the least of those found, by how much, and what helps.
+
+    `certain`: bytes that every program holds.
+    """
+    device = int(np.argmin(costs.memory))
+    name = costs.cluster.devices[device].name
+    mib = lambda nbytes: f"{nbytes / 2**20:.4g} MiB"
+    found = "no program keeps to the layouts that are fixed"
+    if least is not None:
+        found = f"the smallest program found needs {mib(least.memory)}, {mib(least.memory - limit)} too much"
+        found += f" (every program needs {mib(min(certain, least.memory))} or more)"
+    return (
+        f"no program fits: device {device} ({name}) has {mib(limit)} and {found}; a device with that much memory, more "
+        "devices, or a smaller batch would fit"
+    )

@@ -55,6 +55,14 @@ class Speeds:
         """Whether times are in proportion to the flops."""
         return not self._curves
 
+    @property
+    def most(self) -> Floats:
+        """The highest FLOP/s that each device reaches at any size."""
+        found = self.rate.copy()
+        for mine, curve in self._curves:
+            found[mine] = max(amount / seconds for amount, seconds in curve.points)
+        return found
+
     def seconds(self, flops: Floats) -> Floats:
         """flops: [..., devices]; the same shape. Never falls as the flops grow."""
         found = flops / self.rate

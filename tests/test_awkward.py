@@ -33,7 +33,7 @@ def planned(fn: Callable[..., Any], args: Any, kwargs: Any = None, *, on: str = 
     speeds = SPEEDS[on]
     mesh = options.pop("mesh", None) or first_devices(len(speeds))
     cluster = options.pop("cluster", None) or slow_cluster(speeds)
-    return hapsynth.synthesize(fn, args, mesh, example_kwargs=kwargs, cluster=cluster, **options)
+    return hapsynth.synthesize(fn, args, mesh, example_kwargs=kwargs, cluster=cluster, leave_out=False, **options)
 
 
 def assert_same(got: Any, want: Any, plan: Plan, rtol: float = 1e-5) -> None:

@@ -276,7 +276,7 @@ def test_control_flow(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hapsynth.search.costs.TILE", 1)
     fn, args = CONTROL[name]
     cluster, devices = slow_cluster(SPEEDS["3:1"]), first_devices(4)
-    flat = hapsynth.synthesize(fn, args, devices, cluster=cluster)
+    flat = hapsynth.synthesize(fn, args, devices, cluster=cluster, leave_out=False)
     program, sizes = unflattened(flat.traced.graph, flat.program, flat.sizes, 2)
     check(flat.traced.graph, program, sizes)
     plan = Plan(flat.traced, replace(flat.result, program=program, sizes=sizes), cluster, devices, fn)

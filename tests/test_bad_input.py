@@ -30,7 +30,7 @@ def step(state: Any, batch: Any) -> Any:
 
 
 def planned(*args: Any, fn: Any = step, mesh: Any = CLUSTER, **options: Any) -> Plan:
-    return hapsynth.synthesize(fn, args or (STATE, X), mesh, **options)
+    return hapsynth.synthesize(fn, args or (STATE, X), mesh, leave_out=False, **options)
 
 
 @pytest.fixture(scope="module")

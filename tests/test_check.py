@@ -41,7 +41,9 @@ ZERO = ("['key_bias']", "['shift']")
 
 
 def planned(fn: Any, args: Any) -> Plan:
-    return hapsynth.synthesize(fn, args, first_devices(4), cluster=slow_cluster(SPEEDS["3:1"]), carry=[])
+    return hapsynth.synthesize(
+        fn, args, first_devices(4), cluster=slow_cluster(SPEEDS["3:1"]), carry=[], leave_out=False
+    )
 
 
 @pytest.fixture(scope="module")

@@ -63,7 +63,6 @@ def test_other_clusters_of_the_same_kinds(tmp_path: Path) -> None:
     wider = measured.scaled_network(10).collectives
     assert wider["a"]["all_reduce"].seconds(1e7) == pytest.approx(2e-4)
     assert wider["a"]["all_reduce"].seconds(0.0) == pytest.approx(1e-4)
-    assert set(measured.without("T4").collectives) <= {"b"}
     # What is left may be a mesh over the same axes; what is added makes one axis.
     grid = replace(lab, axes=(("a", 2), ("b", 4)))
     assert grid.without("T4").axes == (("a", 1), ("b", 4))

@@ -185,7 +185,7 @@ def drawn_sizes(graph: Graph, program: Program, rng: np.random.Generator) -> Siz
 
 def run_walk(name: str, seed: int, steps: int = STEPS) -> Walk:
     fn, args = CASES[name]
-    plan = hapsynth.synthesize(fn, args, first_devices(DEVICES), cluster=slow_cluster(SPEEDS["3:1"]))
+    plan = hapsynth.synthesize(fn, args, first_devices(DEVICES), cluster=slow_cluster(SPEEDS["3:1"]), leave_out=False)
     graph = plan.traced.graph
     walk = Walk(graph, plan.program, seed)
     program = walk.run(steps)

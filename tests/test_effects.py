@@ -28,7 +28,7 @@ CLUSTERS = Path(__file__).parent.parent / "examples" / "clusters"
 
 
 def planned(fn: Callable[..., Any], *args: Any) -> Plan:
-    return hapsynth.synthesize(fn, args, first_devices(4), cluster=CLUSTER)
+    return hapsynth.synthesize(fn, args, first_devices(4), cluster=CLUSTER, leave_out=False)
 
 
 def line_of(text: str) -> str:

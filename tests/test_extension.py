@@ -30,7 +30,7 @@ pytestmark = pytest.mark.usefixtures("rules_of_this_test_only")
 
 
 def planned(fn: Callable[..., Any], *args: Any, **options: Any) -> Plan:
-    return hapsynth.synthesize(fn, args, first_devices(4), cluster=CLUSTER, **options)
+    return hapsynth.synthesize(fn, args, first_devices(4), cluster=CLUSTER, leave_out=False, **options)
 
 
 def partitioned(fn: Callable[..., Any], rule: Any, partition: Any = None, **options: Any) -> Any:

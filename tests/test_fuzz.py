@@ -363,7 +363,7 @@ def plan_of(seed: int) -> tuple[RandomFunction, tuple[Any, Any], Plan]:
     speeds = pick(rng, list(SPEEDS.values()))
     cluster = slow_cluster(speeds, bandwidth=float(10.0 ** rng.uniform(8, 13)))
     args = fn.params, fn.data
-    return fn, args, hapsynth.synthesize(fn, args, first_devices(len(speeds)), cluster=cluster)
+    return fn, args, hapsynth.synthesize(fn, args, first_devices(len(speeds)), cluster=cluster, leave_out=False)
 
 
 def with_other_shares(plan: Plan, seed: int) -> Lowered:

@@ -214,7 +214,8 @@ def thin_shards(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def planned(fn: Callable[..., Any], args: Any, on: str, **options: Any) -> Plan:
-    return hapsynth.synthesize(fn, args, first_devices(len(SPEEDS[on])), cluster=slow_cluster(SPEEDS[on]), **options)
+    cluster, mesh = slow_cluster(SPEEDS[on]), first_devices(len(SPEEDS[on]))
+    return hapsynth.synthesize(fn, args, mesh, cluster=cluster, leave_out=False, **options)
 
 
 def draws(plan: Plan) -> list[tuple[Op, Compute]]:

@@ -139,6 +139,29 @@ def test_a_slow_network_leaves_every_device_to_itself() -> None:
     assert traffic(plans[-1]) == {f"all_reduce {(width, hidden)}": 1, f"all_reduce {(hidden, width)}": 1}
 
 
+def test_one_device_has_all_where_the_network_is_too_slow_to_share_with_slower_ones() -> None:
+    """Three devices of half the speed save 3 / 5 of five contractions, 10 batch x width x hidden, and both weights'
+    gradients are reduced then, 2 (n - 1) / n of 8 width x hidden bytes. Without sharing each would do the whole step,
+    and the fast one wait for the slow ones: they are left out."""
+    batch, width, hidden = 8192, 256, 1024
+    flip = 2e13 / batch
+    args = strategies.mlp_args(batch, width, hidden)
+    clusters = [gpus([1.0, 0.5, 0.5, 0.5], bandwidth=x * flip) for x in AROUND]
+    plans = [planned(strategies.mlp, args, c) for c in clusters]
+    assert [p.devices == (0, 1, 2, 3) for p in plans] == FLIPS
+    for plan in plans[:2]:
+        assert (plan.devices, plan.program.axes, traffic(plan)) == ((0,), (("hap", 1),), {})
+        assert plan.memory[1:] == (0.0,) * 3
+        assert plan.cost == pytest.approx(planned(strategies.mlp, args, gpus([1.0])).cost)
+        assert plan.result.status == "optimal"
+    assert rival(plans[0]) > 1.9 * plans[0].cost
+    assert rival(plans[1]) > 1.05 * plans[1].cost
+    assert rival(plans[2]) == pytest.approx(plans[2].cost)
+    assert Planner(plans[2].traced.graph, gpus([1.0])).run().cost_s > 1.1 * plans[2].cost
+    assert traffic(plans[-1]) == {f"all_reduce {(width, hidden)}": 1, f"all_reduce {(hidden, width)}": 1}
+    assert plans[1].check().ok
+
+
 # ---- sufficient factor broadcasting
 
 

@@ -77,7 +77,7 @@ def test_right_where_it_is_cut_unevenly(name: str, monkeypatch: pytest.MonkeyPat
     """On devices so slow that even this much work is worth dividing, and each slice of a contraction counts."""
     monkeypatch.setattr("hapsynth.search.costs.TILE", 1)
     fn, args = MODELS[name]()
-    plan = hapsynth.synthesize(fn, args, first_devices(8), cluster=slow_cluster(SPEEDS))
+    plan = hapsynth.synthesize(fn, args, first_devices(8), cluster=slow_cluster(SPEEDS), leave_out=False)
     assert any(len(set(shares)) > 1 for shares in plan.sizes.shares)
     report = plan.check()
     assert report.ok, report
@@ -90,7 +90,7 @@ def test_right_where_two_axes_cut_it(name: str, monkeypatch: pytest.MonkeyPatch)
     fn, args = MODELS[name]()
     mesh = Mesh(np.array(jax.devices()).reshape([n for _, n in AXES]), [name for name, _ in AXES])
     cluster = replace(slow_cluster(SPEEDS), axes=AXES)
-    plan = hapsynth.synthesize(fn, args, mesh, cluster=cluster, time_budget_s=20)
+    plan = hapsynth.synthesize(fn, args, mesh, cluster=cluster, leave_out=False, time_budget_s=20)
     assert plan.program.axes == AXES
     assert {axis for cls in plan.sizes.classes.all for axis in cls.axes} == {0, 1}
     assert any(len(set(shares)) > 1 for shares in plan.sizes.shares)

@@ -17,7 +17,8 @@ from hapsynth.cluster import Cluster, Link
 from hapsynth.plan import Plan
 from hapsynth.report.record import finite
 from hapsynth.report.text import heading, plural, seconds, table
-from hapsynth.search.planner import InfeasibleError, Planner
+from hapsynth.search.planner import InfeasibleError
+from hapsynth.search.subclusters import ClusterPlanner
 
 _NETWORKS = (0.5, 2.0, 10.0)
 _SAME = 1e-3
@@ -27,7 +28,8 @@ _SAME = 1e-3
 @dataclass(frozen=True)
 class Variant:
     """The best plan on one cluster. `dropped`: the kind that it lacks. `cost_s`: None where nothing fits, and why in
-    `problem`. `price`: of a step, None where a device has no price."""
+    `problem`. `left_out`: kinds that the plan does not use, `with_all_s`: seconds of the best program found that does.
+    `price`: of a step, None where a device has no price."""
 
     change: str
     cluster: Cluster
@@ -35,6 +37,8 @@ class Variant:
     gap: float | None = None
     dropped: str | None = None
     problem: str = ""
+    left_out: frozenset[str] = frozenset()
+    with_all_s: float | None = None
 
     @property
     def price(self) -> float | None:
@@ -67,12 +71,14 @@ def advise(
     what is known by then.
     """
     graph = plan.traced.graph
-    found = [Variant("as it is", plan.cluster, plan.cost, plan.gap)]
+    left_out = frozenset(k.name for k in plan.cluster.kinds) - {plan.cluster.devices[d].name for d in plan.devices}
+    with_all = plan.result.with_all_s
+    found = [Variant("as it is", plan.cluster, plan.cost, plan.gap, left_out=left_out, with_all_s=with_all)]
     try:
         for change, cluster, dropped in changes(plan.cluster):
             tell(change)
             try:
-                result = Planner(graph, cluster, memory_limit, time_budget_s).run()
+                result = ClusterPlanner(graph, cluster, memory_limit, time_budget_s).run()
             except InfeasibleError as error:
                 found.append(Variant(change, cluster, None, None, dropped, str(error)))
                 continue
@@ -93,8 +99,11 @@ def sentences(variants: Sequence[Variant]) -> list[str]:
         if v.dropped is None or v.cost_s is None:
             continue
         what = v.change.removeprefix("without ")
-        times = f"{seconds(v.cost_s)} a step without, {seconds(base.cost_s)} with"
-        if v.cost_s < base.cost_s * (1 - _SAME):
+        with_all = base.with_all_s if v.dropped in base.left_out and base.with_all_s is not None else base.cost_s
+        times = f"{seconds(v.cost_s)} a step without, {seconds(with_all)} with"
+        if v.dropped in base.left_out:
+            said.append(f"{what} would make this slower: the plan leaves them out ({times})")
+        elif v.cost_s < base.cost_s * (1 - _SAME):
             said.append(f"{what} make this slower: leave them out ({times})")
         elif v.cost_s <= base.cost_s * (1 + _SAME):
             said.append(f"{what} don't help: they can be used for something else ({times})")

@@ -16,7 +16,6 @@ from hapsynth.instructions.layout import Layout, format_layout
 from hapsynth.instructions.program import Compute, Convert, FactorTable
 from hapsynth.instructions.sizes import Classes
 from hapsynth.plan import Plan
-from hapsynth.search.candidate import own_weights
 from hapsynth.search.costs import CostModel
 from hapsynth.search.emit import Emitter
 from hapsynth.search.evaluate import Cost, feed_costs, instruction_costs
@@ -24,6 +23,7 @@ from hapsynth.search.formulate import Formulator
 from hapsynth.search.memory import peak
 from hapsynth.search.problem import Ints, solve
 from hapsynth.search.ratios import Ratios
+from hapsynth.search.starts import own_weights
 from hapsynth.search.structure import Structure
 
 _TOLERANCE = 1e-5
@@ -51,7 +51,7 @@ class Alternatives:
     def __init__(self, plan: Plan) -> None:
         self.plan, self.graph = plan, plan.traced.graph
         self.table = FactorTable(self.graph)
-        self.model = CostModel(self.graph, plan.cluster, self.table)
+        self.model = CostModel(self.graph, plan.used, self.table)
         self.costs: list[Cost] = list(instruction_costs(plan.program, plan.sizes, self.model))
         self.layouts: dict[int, Layout] = dict(plan.program.inputs)
         for i in plan.program.instructions:

@@ -14,7 +14,7 @@ from hapsynth.plan import Plan
 from hapsynth.report.alternatives import Alternative, Alternatives
 from hapsynth.report.model_file import UsageError
 from hapsynth.report.names import Names
-from hapsynth.report.summary import print_certificate, sizes_table
+from hapsynth.report.summary import print_certificate, print_left_out, sizes_table
 from hapsynth.report.text import heading, nbytes, percent, plural, seconds, table
 from hapsynth.search.evaluate import Cost, feed_costs
 from hapsynth.search.memory import padded_bytes
@@ -53,6 +53,7 @@ class Explainer:
             f"{plural(len(self.graph.ops), 'op')} planned for {self.plan.cluster.name}, "
             f"{plural(self.plan.cluster.n, 'device')}; {seconds(self.plan.cost)} predicted step time"
         )
+        print_left_out(self.out, self.plan)
         self._kinds()
         self._collectives()
         self.out.print(heading("Shard sizes, in units, of each dimension class"))
@@ -78,7 +79,7 @@ class Explainer:
         self.out.print(table(["instruction", "layout", "seconds", "wire bytes"], rows, left=2))
         self.out.print(heading("The best program with each layout of it, at the plan's shard sizes"))
         held = format_layout(self.known.layouts[value])
-        limit = min(self.plan.result.memory_limit_bytes)
+        limit = self.plan.memory_limit
         peak = max(self.plan.memory)
         rows = [[f"{held} (the plan)", seconds(self.plan.cost), "", "", nbytes(peak), "yes" if peak <= limit else "no"]]
         for layout in self.known.others(value):
@@ -187,7 +188,7 @@ class Explainer:
         # The search proves its results to a relative 1e-5: less than that is nothing.
         if abs(more) <= 2e-5 * self.plan.cost:
             more = 0.0
-        memory, limit = found.memory_bytes, min(self.plan.result.memory_limit_bytes)
+        memory, limit = found.memory_bytes, self.plan.memory_limit
         fits = "-" if memory is None else "yes" if memory <= limit else "no"
         sign = "+" if more >= 0 else "-"
         if more and not found.proved:

@@ -15,6 +15,7 @@ from hapsynth.plan import Plan
 from hapsynth.search.baselines import Baselines
 from hapsynth.search.costs import CostModel
 from hapsynth.search.evaluate import Cost, instruction_costs
+from hapsynth.search.links import mesh_axes
 from hapsynth.trace import Traced
 
 _TIMINGS = ("trace_s", "build_s", "search_s", "ratio_s", "bound_s", "total_s")
@@ -30,9 +31,9 @@ def finite(value: float) -> float | None:
 
 
 def cost_model(plan: Plan) -> CostModel:
-    """The model that costed a plan."""
+    """The model that costed a plan: of the devices that it uses."""
     graph = plan.traced.graph
-    return CostModel(graph, plan.cluster, FactorTable(graph))
+    return CostModel(graph, plan.used, FactorTable(graph))
 
 
 def costs_of(plan: Plan, model: CostModel | None = None) -> list[Cost]:
@@ -48,7 +49,10 @@ def search_record(plan: Plan) -> dict[str, Any]:
         "schema": SEARCH_SCHEMA,
         "ops": len(plan.traced.graph.ops),
         "devices": plan.cluster.n,
-        "mesh": dict(plan.program.axes),
+        "devices_used": list(plan.devices),
+        "mesh": dict(mesh_axes(plan.cluster)),
+        "mesh_used": dict(plan.program.axes),
+        "with_all_s": None if result.with_all_s is None else finite(result.with_all_s),
         **{key: timings.get(key, 0.0) for key in _TIMINGS},
         "cost_s": finite(result.cost_s),
         "lower_bound_s": finite(result.lower_bound_s),
@@ -77,7 +81,9 @@ def infeasible_record(
         "schema": SEARCH_SCHEMA,
         "ops": len(traced.graph.ops),
         "devices": cluster.n,
+        "devices_used": [],
         "mesh": dict(cluster.axes),
+        **dict.fromkeys(("mesh_used", "with_all_s")),
         **{key: timings.get(key) for key in _TIMINGS},
         **dict.fromkeys(("cost_s", "lower_bound_s", "gap", "joint_lower_bound_s", "joint_gap")),
         **dict.fromkeys(("expanded", "sweeps", "states", "interrupted")),
@@ -104,11 +110,13 @@ class Entry:
 def comparison(plan: Plan) -> dict[str, Entry]:
     """The plan, as `hapsynth`, and every baseline, all costed by one model."""
     model = cost_model(plan)
-    limit = min(plan.result.memory_limit_bytes)
     peak = max(plan.result.memory_bytes)
-    entries = {"hapsynth": Entry(plan.cost, peak, peak <= limit, traffic(plan.program, plan.sizes, model))}
-    for name, b in Baselines(plan.traced.graph, model.table, model, limit).all().items():
-        entries[name] = Entry(b.cost_s, b.memory_bytes, b.fits, traffic(b.program, b.sizes, model))
+    fits = peak <= plan.memory_limit
+    entries = {"hapsynth": Entry(plan.cost, peak, fits, traffic(plan.program, plan.sizes, model))}
+    # What people run today runs on all devices.
+    limit, whole = min(plan.result.memory_limit_bytes), model.on(plan.cluster)
+    for name, b in Baselines(plan.traced.graph, model.table, whole, limit).all().items():
+        entries[name] = Entry(b.cost_s, b.memory_bytes, b.fits, traffic(b.program, b.sizes, whole))
     return entries
 
 

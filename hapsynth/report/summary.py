@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from collections import Counter
+
 from rich.console import Console
 from rich.table import Table
 
@@ -15,6 +18,7 @@ from hapsynth.report.text import (
     counted,
     device_groups,
     heading,
+    indices,
     nbytes,
     percent,
     plural,
@@ -42,6 +46,7 @@ def print_summary(out: Console, plan: Plan, *, listing: bool = False) -> None:
         f"{plural(len(graph.ops), 'op')} planned for {plan.cluster.name}: {plural(plan.cluster.n, 'device')}, "
         f"{', '.join(f'{name} ({len(group)})' for name, group in device_groups(plan.cluster))}"
     )
+    print_left_out(out, plan)
     out.print(heading("Program"))
     out.print(
         f"{plural(len(plan.program.instructions), 'instruction')}, {plural(collectives, 'collective')} "
@@ -71,6 +76,22 @@ def print_summary(out: Console, plan: Plan, *, listing: bool = False) -> None:
     out.print(f"planned in     {timings.get('total_s', 0.0):.1f} s ({spent}), {plan.result.expanded} nodes expanded")
 
 
+def print_left_out(out: Console, plan: Plan) -> None:
+    """Which devices the plan leaves out, if any, and why."""
+    with_all = plan.result.with_all_s
+    if len(plan.devices) == plan.cluster.n:
+        return
+    used = set(plan.devices)
+    kinds = Counter(kind.name for d, kind in enumerate(plan.cluster.devices) if d not in used)
+    what = ", ".join(f"{count} x {name}" for name, count in kinds.items())
+    why = ""
+    if with_all is not None:
+        why = ": no program fits with them"
+        if math.isfinite(with_all) and plan.cost:
+            why = f": the step would take {with_all / plan.cost:.2f}x as long with them"
+    out.print(f"uses {len(used)} of {plan.cluster.n} devices ({indices(plan.devices)}), leaves out {what}{why}")
+
+
 def print_certificate(out: Console, plan: Plan) -> None:
     """Cost, bounds, gaps, and the status in words."""
     r = plan.result
@@ -97,7 +118,8 @@ def sizes_table(plan: Plan) -> Table:
     rows: list[list[str]] = []
     for (units, shares), members in alike.items():
         tensors = sum(len(classes[c].members) for c in members)
-        cells = [span([shares[d] for d in group]) for _, group in groups]
+        held = dict(zip(plan.devices, shares, strict=True))
+        cells = [span([held.get(d, 0) for d in group]) for _, group in groups]
         rows.append([names.cut(classes[members[0]]), str(len(members)), str(tensors), str(units), *cells])
     if len(rows) > _ROWS:
         left = len(rows) - _ROWS

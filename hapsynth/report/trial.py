@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import re
 import statistics
 import time
@@ -44,10 +43,9 @@ class Trial:
 
 
 def devices_of(path: str) -> int | None:
-    """How many devices a plan file is for; None where that can't be read, which loading it will explain."""
+    """How many devices a plan file's cluster has; None where that can't be read, which loading it will explain."""
     try:
-        program = json.loads(Path(path).read_text(encoding="utf-8"))["program"]
-        return math.prod(int(size) for _, size in program["axes"])
+        return len(json.loads(Path(path).read_text(encoding="utf-8"))["memory_bytes"])
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
@@ -113,9 +111,10 @@ def print_trial(out: Console, plan: Plan, trial: Trial) -> None:
     """The largest error of each group of outputs and of all, and how long the steps took."""
     assert plan.mesh is not None
     device = plan.mesh.devices.flat[0]
+    count = plural(plan.cluster.n, "device")
+    count = count if plan.mesh.size == plan.cluster.n else f"{plan.mesh.size} of {count}"
     out.print(
-        f"ran {plural(len(trial.step_s), 'step')} on {plural(plan.mesh.size, 'device')} ({device.platform}), "
-        f"planned for {plan.cluster.name}"
+        f"ran {plural(len(trial.step_s), 'step')} on {count} ({device.platform}), planned for {plan.cluster.name}"
     )
     first, *rest = trial.step_s
     later = f", then {seconds(statistics.median(rest))} a step (median)" if rest else ""

@@ -8,7 +8,7 @@ from rich.console import Console
 
 from hapsynth.plan import Plan
 from hapsynth.report.record import Entry
-from hapsynth.report.summary import print_certificate
+from hapsynth.report.summary import print_certificate, print_left_out
 from hapsynth.report.text import heading, nbytes, plural, seconds, table
 
 _WORDS = {
@@ -28,6 +28,7 @@ def print_comparison(out: Console, plan: Plan, entries: Mapping[str, Entry]) -> 
         f"{plural(len(plan.traced.graph.ops), 'op')} on {plan.cluster.name}, {plural(plan.cluster.n, 'device')}; "
         "predicted by one cost model"
     )
+    print_left_out(out, plan)
     rows: list[list[str]] = []
     for name, e in entries.items():
         count = sum(n for n, _ in e.collectives.values())

@@ -1,0 +1,269 @@
+"""Plans that use only some of a cluster's devices.
+
+Every device of a planned mesh takes part in every collective and in every op that is not cut, whatever its shares. So
+slow devices can cost more than they bring, and so can a slow network: what is left out holds and computes nothing.
+
+Considered are all devices; without the slower kinds, or without any one of them; of each such set the fastest half of
+the hosts, and of the positions along a mesh axis, the fastest quarter and so on; and one device of each kind. All
+devices are planned for first. A set is given up as soon as a bound on it exceeds the best plan so far: first the work
+of its ops shared out ideally, then the joint bound. What is left is searched, and the best plan's bounds are proved.
+
+The joint bound of the whole is the least over all sets, where one that was given up counts with the bound that did it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from hapsynth.cluster import Cluster
+from hapsynth.graph import Graph
+from hapsynth.search.costs import CostModel
+from hapsynth.search.links import mesh_axes
+from hapsynth.search.planner import Planner
+from hapsynth.search.result import SETTLED, Progress, Result, proven
+from hapsynth.search.speeds import Speeds
+from hapsynth.search.structure import Restriction, Structure
+
+Devices = tuple[int, ...]
+"""Positions in mesh order, rising."""
+
+
+def subclusters(cluster: Cluster) -> list[Devices]:
+    """The sets of devices worth a look, the whole cluster excepted."""
+    everyone = range(cluster.n)
+    speed = [kind.rate("float32") for kind in cluster.devices]
+    kinds = sorted(cluster.kinds, key=lambda k: -k.rate("float32"))
+    without = lambda left_out: tuple(d for d in everyone if cluster.devices[d] not in left_out)
+    sets = [without(()), *(without(kinds[i:]) for i in range(1, len(kinds))), *(without((k,)) for k in kinds)]
+    found: dict[Devices, None] = {}
+    for devices in filter(None, sets):
+        found[devices] = None
+        for groups in _groupings(cluster, devices):
+            ranked = sorted(groups, key=lambda g: (-sum(speed[d] for d in g), g))
+            while len(ranked) > 1:
+                ranked = ranked[: (len(ranked) + 1) // 2]
+                found[tuple(sorted(d for group in ranked for d in group))] = None
+    found.update({(cluster.devices.index(kind),): None for kind in kinds})
+    found.pop(tuple(everyone))
+    return list(found)
+
+
+def _groupings(cluster: Cluster, devices: Devices) -> Iterator[list[Devices]]:
+    """Some devices by host, and by their positions along each mesh axis."""
+    keys = [cluster.hosts]
+    stride = cluster.n
+    for _, size in cluster.axes:
+        stride //= size
+        keys.append(tuple(d // stride % size for d in range(cluster.n)))
+    for key in keys:
+        groups: dict[int, list[int]] = {}
+        for d in devices:
+            groups.setdefault(key[d], []).append(d)
+        yield [tuple(group) for group in groups.values()]
+
+
+class LeastWork:
+    """The seconds that a graph's ops take at least on any devices, however they are cut and whatever is communicated.
+
+    A device with a fraction r of an op's work takes t >= overhead + max(r flops / rate, r bytes / bandwidth), at the
+    highest rate that was measured, and the fractions sum to 1; bytes that are not divided are moved once at least. An
+    op that cannot be cut waits for the slowest device.
+    """
+
+    def __init__(self, structure: Structure, costs: CostModel) -> None:
+        graph, number = structure.graph, dict[object, int]()
+        runs: list[float] = []
+        works: list[tuple[float, float, int, tuple[str, str], bool]] = []
+        for op in graph.ops:
+            key = (costs.kind(op.index), id(structure.triples[op.index]))
+            if key not in number:
+                number[key] = len(works)
+                runs.append(0.0)
+                found = [costs.work(op.index, triples) for triples in structure.triples[op.index]]
+                work, cut = found[0], any(w.divided for w in found)
+                works.append(
+                    (work.flops, sum(b for _, b in work.moved), work.launches, (work.op_class, work.dtype), cut)
+                )
+            runs[number[key]] += graph.runs[op.region]
+        self.runs = np.array(runs)
+        flops, nbytes, launches, self.classes, cut = zip(*works) if works else ((),) * 5
+        column = lambda values: np.array(values, dtype=np.float64)[:, None]
+        self.flops, self.nbytes, self.launches, self.cut = *map(column, (flops, nbytes, launches)), np.array(cut, bool)
+
+    def on(self, cluster: Cluster) -> float:
+        """Seconds per step."""
+        if not self.classes:
+            return 0.0
+        speeds = {key: Speeds(cluster.devices, *key) for key in dict.fromkeys(self.classes)}
+        rate = np.array([speeds[key].most for key in self.classes])
+        bandwidth = np.array([k.bandwidth for k in cluster.devices])
+        overhead = np.array([k.overhead for k in cluster.devices])
+        together = lambda a: a.sum(axis=-1, keepdims=True)
+        shared = self.launches * overhead.min() + np.maximum(
+            self.flops / together(rate), self.nbytes / together(bandwidth)
+        )
+        alone = self.launches * overhead + np.maximum(self.flops / rate, self.nbytes / bandwidth)
+        return float(self.runs @ np.where(self.cut, shared[:, 0], alone.max(axis=1)))
+
+
+@dataclass
+class _Entry:
+    """One set of devices. `bound`: on all programs for it; `planner`: None until it deserves one."""
+
+    devices: Devices
+    cluster: Cluster
+    bound: float = 0.0
+    planner: Planner | None = None
+    searched: float = 0.0
+    """The bar that its programs had to stay below."""
+
+
+@dataclass
+class ClusterPlanner:
+    """One planning task, for all of a cluster's devices or those that are worth it; fields as those of `Planner`.
+
+    With a restriction, which is of layouts on a mesh of all devices, and with `leave_out` false, all devices are used.
+    """
+
+    graph: Graph
+    cluster: Cluster
+    memory_limit: float | None = None
+    time_budget_s: float | None = None
+    restriction: Restriction | None = None
+    progress: Callable[[Progress], None] | None = None
+    leave_out: bool = True
+    whole: Planner = field(init=False)
+
+    def run(self) -> Result:
+        """Plan; InfeasibleError and Ctrl-C as with `Planner.run`."""
+        self._began = time.perf_counter()
+        self.whole = Planner(
+            self.graph, self.cluster, self.memory_limit, self.time_budget_s, self.restriction, self.progress
+        )
+        if not self.leave_out or self.restriction is not None or self.cluster.n == 1:
+            return self.whole.run()
+        self._interrupted = False
+        self._alone = Restriction(allowed=lambda value, dim: False)
+        least = LeastWork(self.whole.structure, self.whole.costs)
+        whole = self._best = _Entry(tuple(range(self.cluster.n)), self.cluster, least.on(self.cluster), self.whole)
+        subsets = [(devices, self.cluster.subset(devices)) for devices in subclusters(self.cluster)]
+        entries = [_Entry(devices, cluster, least.on(cluster)) for devices, cluster in subsets]
+        self._entries = [self._best, *sorted(entries, key=lambda e: (e.bound, e.devices))]
+        # Before all devices are planned for in earnest, as a better plan on some of them makes that short.
+        self._glance = self._attempt(self.whole.glance)
+        self._consider_all()
+        if self._best is not whole:
+            whole.bound = max(whole.bound, self._attempt(lambda: self.whole.joint_bound(self._cost()), 0.0))
+        if whole.bound < self._cost():
+            self._attempt(lambda: self.whole.explore(np.inf if self._best is whole else self._cost()))
+            self._best = whole if self.whole.cost < self._cost() else self._best
+        first, self._glance = self._glance, np.inf
+        self._consider_all()
+        if not np.isfinite(self._cost()):
+            self._squeeze()
+        return self._concluded(first)
+
+    def _consider_all(self) -> None:
+        """Search the sets that may be better than the best so far."""
+        for entry in self._entries[1:]:
+            if entry.planner and entry.planner.cost < self._bar():
+                self._best = entry
+            if entry.searched >= self._bar() or entry.bound >= self._bar() or self._late():
+                continue
+            planner = entry.planner = entry.planner or self._planner(entry)
+            entry.bound = max(entry.bound, self._attempt(lambda p=planner: p.joint_bound(self._bar()), 0.0))
+            if entry.bound < self._bar() and not self._late():
+                entry.searched = self._bar()
+                if self._attempt(lambda p=planner: p.explore(self._bar())) < self._bar():
+                    self._best = entry
+
+    def _planner(self, entry: _Entry) -> Planner:
+        left = None
+        if self.time_budget_s is not None:
+            left = max(0.05, self.time_budget_s - (time.perf_counter() - self._began))
+        # One device has nothing to cut.
+        restriction = self._alone if len(entry.devices) == 1 else None
+        axes = len(mesh_axes(entry.cluster))
+        known = (e.planner for e in self._entries if e.planner)
+        base = next((p for p in known if p.restriction is restriction and len(p.axes) == axes), self.whole)
+        return Planner(self.graph, entry.cluster, self.memory_limit, left, restriction, self._relay(entry), base)
+
+    def _relay(self, entry: _Entry) -> Callable[[Progress], None] | None:
+        """Progress of one set as that of the whole."""
+        tell = self.progress
+        if tell is None:
+            return None
+
+        def relay(p: Progress) -> None:
+            stage = f"{len(entry.devices)} of {self.cluster.n} devices: {p.stage}"
+            seconds = time.perf_counter() - self._began
+            others = sum(e.planner.expanded for e in self._entries if e.planner and e is not entry)
+            best = min(p.cost_s, self._cost())
+            tell(Progress(stage, seconds, best, min(p.lower_bound_s, best), p.expanded + others))
+
+        return relay
+
+    def _attempt(self, search: Callable[[], float], otherwise: float = np.inf) -> float:
+        """What a search comes to; `otherwise` where Ctrl-C ended it."""
+        try:
+            return otherwise if self._interrupted else search()
+        except KeyboardInterrupt:
+            self._interrupted = True
+            return otherwise
+
+    def _late(self) -> bool:
+        self._interrupted |= any(e.planner.interrupted for e in self._entries if e.planner)
+        late = self.time_budget_s is not None and time.perf_counter() - self._began >= self.time_budget_s
+        return self._interrupted or late
+
+    def _cost(self) -> float:
+        return self._best.planner.cost if self._best.planner else np.inf
+
+    def _bar(self) -> float:
+        """What fewer devices must stay below to be worth it."""
+        return min(self._cost(), self._glance) * (1 - SETTLED / 2)
+
+    def _with_all(self, glance: float) -> float:
+        """Seconds of the best program found in which every device takes part; inf where none fits."""
+        if self._entries[0].bound >= self._cost():
+            return min(self.whole.cost, glance)
+        return self.whole.cost if np.isfinite(self.whole.cost) else self.whole.given_up
+
+    def _squeeze(self) -> None:
+        """The first set is the best on which a program is found that fits."""
+        for entry in self._entries:
+            if entry.planner and not self._late() and np.isfinite(self._attempt(entry.planner.shrink)):
+                self._best = entry
+                return
+
+    def _concluded(self, glance: float) -> Result:
+        best, planner = self._best, self._best.planner
+        assert planner is not None
+        self._late()
+        planner.interrupted |= self._interrupted
+        result = planner.conclude()
+        self._interrupted |= result.interrupted
+        cost = result.cost_s
+        joint = min(result.joint_lower_bound_s, *(e.bound for e in self._entries if e is not best))
+        planners = [e.planner for e in self._entries if e.planner]
+        timings = [p.timings_s() for p in planners]
+        spread = np.zeros(self.cluster.n)
+        spread[list(best.devices)] = result.memory_bytes
+        return replace(
+            result,
+            joint_lower_bound_s=joint,
+            status=proven(cost, result.lower_bound_s, joint),
+            expanded=sum(p.expanded for p in planners),
+            sweeps=sum(p.sweeps for p in planners),
+            states=max(p.states for p in planners),
+            timings_s={key: sum(t[key] for t in timings) for key in timings[0]},
+            memory_bytes=tuple(map(float, spread)),
+            memory_limit_bytes=self.whole.limits,
+            interrupted=self._interrupted,
+            devices=None if planner is self.whole else best.devices,
+            with_all_s=None if planner is self.whole else self._with_all(glance),
+        )
