@@ -19,7 +19,7 @@ from slow_devices import first_devices, slow_cluster
 import hapsynth
 from hapsynth import cli
 from hapsynth.plan import Plan
-from hapsynth.search import planner
+from hapsynth.search import finder
 from hapsynth.search.formulate import Formulator
 from hapsynth.search.result import Progress
 
@@ -88,8 +88,8 @@ def test_the_best_so_far_is_returned(press: Press, whole: tuple[Plan, Told], mon
         begun.append(len(told))
         return solve(*args, **options)
 
-    solve = planner.solve
-    monkeypatch.setattr(planner, "solve", counted)
+    solve = finder.solve
+    monkeypatch.setattr(finder, "solve", counted)
     plan = planned(pressing(press, told))
     best, all_told = whole
     assert plan.result.interrupted
