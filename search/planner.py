@@ -20,14 +20,14 @@ from hapsynth.instructions.sizes import Sizes
 from hapsynth.instructions.uncovered import named
 from hapsynth.search.candidate import Candidate
 from hapsynth.search.costs import Floats
-from hapsynth.search.finder import Finder
+from hapsynth.search.finder import WIDE_TOLERANCE, Finder
 from hapsynth.search.formulate import Formulator
 from hapsynth.search.problem import Ints
 from hapsynth.search.ratios import NOTHING, Evenly, Ratios
 from hapsynth.search.result import SETTLED as _SETTLED
 from hapsynth.search.result import Result, proven
 from hapsynth.search.shortage import shortage
-from hapsynth.search.starts import own_weights, starts
+from hapsynth.search.starts import own_weights
 
 _T = TypeVar("_T")
 
@@ -35,8 +35,6 @@ _T = TypeVar("_T")
 _ROUNDS = 6
 _SEARCHING = 0.7
 """Of a time budget."""
-_WIDE_TOLERANCE = 5e-5
-"""With several mesh axes, where the last steps of the bound take longest; still half of what counts as settled."""
 
 
 class InfeasibleError(ValueError):
@@ -59,7 +57,7 @@ class Planner(Finder):
 
     def glance(self) -> float:
         """The cost of the first program that `explore` will come across, whether it fits or not."""
-        formulator = Formulator(self.structure, self.costs, self._ratios(*starts(self.costs)[0]))
+        formulator = Formulator(self.structure, self.costs, self._ratios(*self._starts[0]))
         candidate, solution = self._solve_once(formulator, {}, None)
         self._note(candidate, solution)
         self._glanced = formulator, candidate, solution
@@ -128,9 +126,8 @@ class Planner(Finder):
         }
 
     def _explore(self) -> None:
-        begun = starts(self.costs)
-        for k, start in enumerate(begun):
-            self._alternate(*start, last=k + 1 == len(begun))
+        for k, start in enumerate(self._starts):
+            self._alternate(*start, last=k + 1 == len(self._starts))
             if self._late() or (self._best is None and self._certain_bytes() > self.limit):
                 break
 
@@ -166,13 +163,13 @@ class Planner(Finder):
             reached, choices = candidate.cost, candidate.choices
             ratios = self._ratios(weights, evenly, candidate.sizes)
             if last:
-                self._tolerance = min(self._tolerance, _WIDE_TOLERANCE)
+                self._tolerance = min(self._tolerance, WIDE_TOLERANCE)
             if self._late():
                 return
 
     def _certify(self, best: Candidate) -> tuple[Candidate, float]:
         """The bound at the best pair's own sizes; a cheaper pair found on the way becomes the best."""
-        self._tolerance = min(self._tolerance, _WIDE_TOLERANCE)
+        self._tolerance = min(self._tolerance, WIDE_TOLERANCE)
         for _ in range(_ROUNDS):
             if best.bound is not None and best.cost - best.bound <= self._tolerance * best.cost:
                 return best, best.bound
