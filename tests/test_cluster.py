@@ -17,7 +17,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hapsynth import _units
-from hapsynth.cluster import Cluster, ClusterError, DeviceKind, Link, _toml, known_kinds
+from hapsynth._cluster_file import to_toml
+from hapsynth.cluster import Cluster, ClusterError, DeviceKind, Link, known_kinds
 from hapsynth.curves import Curve
 from hapsynth.devices import kind_of
 
@@ -152,7 +153,7 @@ def test_round_trip_of_any_cluster(kinds, places, name, link, intra) -> None:
     devices = tuple(made[k % len(made)] for k, _ in places)
     cluster = Cluster(name, devices, tuple(h for _, h in places), Link(*link), WIRE if intra else None)
     assert Cluster.from_dict(cluster.to_dict()) == cluster
-    assert Cluster.from_dict(tomllib.loads(_toml(cluster.to_dict()))) == cluster
+    assert Cluster.from_dict(tomllib.loads(to_toml(cluster.to_dict()))) == cluster
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import hapsynth
-from hapsynth.cluster import Cluster, ClusterError, _toml
+from hapsynth._cluster_file import to_toml
+from hapsynth.cluster import Cluster, ClusterError
 from hapsynth.curves import Curve
 from hapsynth.instructions.program import FactorTable
 from hapsynth.search.costs import CostModel, Work
@@ -74,7 +75,7 @@ def test_round_trip(tmp_path: Path) -> None:
     text = (tmp_path / "c.toml").read_text()
     assert 'float32 = [["1 MFLOP", "4 us", 0.1], ["100 MFLOP", "100 us", 0.02]' in text
     assert '[collectives.hap]\nall_reduce = [["0 B", "20 us"]' in text
-    assert Cluster.from_dict(tomllib.loads(_toml(cluster.to_dict()))) == cluster
+    assert Cluster.from_dict(tomllib.loads(to_toml(cluster.to_dict()))) == cluster
 
 
 BAD = {

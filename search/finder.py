@@ -1,0 +1,317 @@
+"""The best program at given ratios that fits, and bounds: what a planning task does again and again, and what it has
+spent on it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from hapsynth.cluster import Cluster
+from hapsynth.graph import Graph
+from hapsynth.instructions.program import FactorTable
+from hapsynth.instructions.sizes import Sizes
+from hapsynth.search.candidate import Candidate, Maker
+from hapsynth.search.costs import CostModel, Floats
+from hapsynth.search.formulate import Formulator
+from hapsynth.search.limits import Limits
+from hapsynth.search.problem import Ints, Problem, Solution, solve
+from hapsynth.search.problem import Progress as SolverProgress
+from hapsynth.search.ratios import NOTHING, Evenly, Ratios
+from hapsynth.search.result import Progress
+from hapsynth.search.shortage import certain_bytes, weighed, worst_weights
+from hapsynth.search.starts import starts
+from hapsynth.search.structure import Restriction, Structure
+
+_MEMORY_ROUNDS = 8
+_SHRINK_ROUNDS = 6
+_SHARES = 4
+"""Of what is left of a time budget, one is for a search."""
+_LAST_S = 1.0
+"""Seconds for the bound that is still sought after Ctrl-C."""
+_TOLERANCE = 1e-6
+_JOINT_TOLERANCE = 1e-4
+WIDE_TOLERANCE = 5e-5
+"""With several mesh axes, where the last steps of the bound take longest; still half of what counts as settled."""
+ROUGH_TOLERANCE = 2e-3
+"""With several mesh axes, before the last search, which is the one that has to prove something."""
+
+
+@dataclass
+class Finder:
+    """Finds programs for one graph on one cluster, in which every device takes part.
+
+    `memory_limit`: bytes per device, None for what the devices have. `base`: a finder of the same graph on other
+    devices, whose tables this one shares.
+    """
+
+    graph: Graph
+    cluster: Cluster
+    memory_limit: float | None = None
+    time_budget_s: float | None = None
+    restriction: Restriction | None = None
+    progress: Callable[[Progress], None] | None = None
+    base: Finder | None = None
+    table: FactorTable = field(init=False)
+    costs: CostModel = field(init=False)
+    expanded: int = field(init=False, default=0)
+    sweeps: int = field(init=False, default=0)
+    states: int = field(init=False, default=0)
+    """Of the largest problem."""
+    search_s: float = field(init=False, default=0.0)
+    """Seconds in which problems were built and solved, of which `solver_s` in the solver."""
+    solver_s: float = field(init=False, default=0.0)
+    ratio_s: float = field(init=False, default=0.0)
+    bound_s: float = field(init=False, default=0.0)
+    """Of `solver_s`, for the joint bound."""
+    interrupted: bool = field(init=False, default=False)
+
+    def __post_init__(self) -> None:
+        self._began = time.perf_counter()
+        base = self.base
+        self.table = base.table if base else FactorTable(self.graph)
+        self.costs = base.costs.on(self.cluster) if base else CostModel(self.graph, self.cluster, self.table)
+        self.axes = self.costs.axes
+        self._starts = starts(self.costs)
+        rough = ROUGH_TOLERANCE if len(self._starts) > 1 else WIDE_TOLERANCE
+        self._tolerance = _TOLERANCE if len(self.axes) == 1 else rough
+        if base is not None and len(base.axes) == len(self.axes) and base.restriction is self.restriction:
+            self._unsparing = base._unsparing
+        else:
+            self._unsparing = Structure(self.graph, self.table, self.restriction, len(self.axes))
+        self.structure = self._unsparing
+        # The switch form stores every shard padded, so the smallest device's memory is everyone's limit.
+        self.limit = float(self.costs.memory.min()) if self.memory_limit is None else self.memory_limit
+        self._maker = Maker(self.costs, self.limit)
+        self._structure_s = time.perf_counter() - self._began
+        self._deadline = None if self.time_budget_s is None else self._began + self.time_budget_s
+        self._best: Candidate | None = None
+        self._least: Candidate | None = None
+        self._bar = np.inf
+        self._glanced: tuple[Formulator, Candidate | None, Solution] | None = None
+        self.given_up = np.inf
+        """The least cost of what does not fit and was not followed up, as it exceeded a bar."""
+        self._joint: tuple[float, float, int] | None = None
+        """The joint bound, the most that was sought, and within how many limits."""
+        self._limits: dict[int, float] = {}
+        """Ops at which some program was too large -> the bytes there are."""
+
+    @property
+    def cost(self) -> float:
+        """Of the best program that fits so far; inf where there is none."""
+        return self._best.cost if self._best else np.inf
+
+    @property
+    def limits(self) -> tuple[float, ...]:
+        """Bytes that each device may hold."""
+        return tuple(float(m) if self.memory_limit is None else self.limit for m in self.costs.memory)
+
+    def _ratios(self, weights: Floats, evenly: Evenly = NOTHING, sizes: Sizes | None = None) -> Ratios:
+        return Ratios(self.graph, self.table, weights, sizes, self.costs.lengths, evenly)
+
+    def joint_bound(self, enough: float = np.inf) -> float:
+        """Seconds that no program on these devices goes below at any ratios; nothing beyond `enough` is sought."""
+        if self._joint is not None:
+            bound, sought, limits = self._joint
+            if bound >= enough or (bound < sought and limits == len(self._limits)):
+                return bound
+        began, before = time.perf_counter(), self.solver_s
+        self._tell("joint bound", self.cost, -np.inf)
+        certain = Limits(Formulator(self.structure, self.costs, None), at_least=True)
+        problem = certain.problem(self._limits)
+        start = certain.extended(problem, self._begin(self._best.choices if self._best else None))
+        left = _LAST_S if self.interrupted else self._left()
+        tolerance = _JOINT_TOLERANCE if len(self.axes) == 1 else ROUGH_TOLERANCE
+        tell = lambda inner: self._tell("joint bound", self.cost, inner.lower_bound, inner.expanded)
+        solution = self._solve(
+            problem,
+            anyway=True,
+            start=start,
+            tolerance=tolerance,
+            enough=enough,
+            time_budget_s=left,
+            progress=tell,
+        )
+        self.search_s += time.perf_counter() - began
+        self.bound_s += self.solver_s - before
+        self._joint = solution.lower_bound, enough, len(self._limits)
+        return solution.lower_bound
+
+    def _solve(self, problem: Problem, *, anyway: bool = False, **options: Any) -> Solution:
+        """`solve`, counted, and not begun any more once Ctrl-C was pressed, unless `anyway`."""
+        if self.interrupted and not anyway:
+            raise KeyboardInterrupt
+        began = time.perf_counter()
+        solution = solve(problem, **options)
+        self.interrupted |= solution.interrupted
+        self.solver_s += time.perf_counter() - began
+        self.expanded += solution.expanded
+        self.sweeps += solution.sweeps
+        self.states = max(self.states, sum(u.size for u in problem.unary))
+        return solution
+
+    def _search(self, ratios: Ratios, choices: Ints | None) -> tuple[Candidate | None, Solution]:
+        """The best program at the given ratios, sized, that fits; the bound of the solution knows the limits only
+        where it had no need of them.
+
+        Memory is limited at the ops where programs were found too large. What the problem counts there may be short of
+        what a program then holds: the op's limit is tightened by the difference.
+        """
+        limits = dict(self._limits)
+        if self._glanced is not None:
+            (formulator, candidate, solution), self._glanced = self._glanced, None
+        else:
+            formulator = Formulator(self.structure, self.costs, ratios)
+            candidate, solution = self._solve_once(formulator, limits, choices)
+        if candidate is not None and candidate.memory > self.limit and candidate.cost >= self._bar:
+            # To fit would only make it dearer.
+            self.given_up = min(self.given_up, candidate.cost)
+            return None, solution
+        if candidate is not None and candidate.memory > self.limit and not self.structure.sparing:
+            self._note(candidate, solution)
+            self._limits.update(dict.fromkeys(self._maker.full_ops(candidate), self.limit))
+            self._spare()
+            return self._search(ratios, None)
+        found: list[Candidate] = []
+        for _ in range(_MEMORY_ROUNDS):
+            if candidate is not None:
+                self._note(candidate, solution)
+                found.append(candidate)
+                # Sizes that fit where those assumed did not are good enough: the next search is at those.
+                if self._late() or candidate.memory <= self.limit:
+                    break
+                limits = self._tightened(formulator, limits, candidate)
+            elif not found or limits == self._limits or self._late():
+                break
+            else:
+                # Tightened by more than there is to save: half of it.
+                limits = {op: (limits[op] + self._limits[op]) / 2 for op in limits}
+            candidate, solution = self._solve_once(formulator, limits, found[-1].choices)
+        self._note(candidate, solution)
+        return candidate if candidate is not None and candidate.memory <= self.limit else None, solution
+
+    def _spare(self) -> None:
+        """From now on what values are held as is a choice."""
+        self.structure = Structure(self.graph, self.table, self.restriction, len(self.axes), sparing=True)
+        self._best = replace(self._best, choices=None) if self._best else None
+
+    def _tightened(self, formulator: Formulator, limits: dict[int, float], candidate: Candidate) -> dict[int, float]:
+        """Limits at the ops where a program holds too much; where there was one already, less by what the program holds
+        there and the problem does not count."""
+        full = self._maker.full_ops(candidate)
+        likely = Limits(formulator, at_least=False)
+        problem = likely.problem(dict.fromkeys(full, np.inf))
+        assert candidate.choices is not None
+        usage = problem.usage(likely.extended(problem, candidate.choices))
+        found = dict(limits)
+        for (op, held), counted in zip(full.items(), usage, strict=True):
+            missed = max(0.0, held - float(counted)) if op in limits else 0.0
+            found[op] = min(found.get(op, np.inf), self.limit - missed)
+        self._limits.update(dict.fromkeys(full, self.limit))
+        return found
+
+    def _solve_once(
+        self, formulator: Formulator, limits: Mapping[int, float], choices: Ints | None
+    ) -> tuple[Candidate | None, Solution]:
+        began = time.perf_counter()
+        likely = Limits(formulator, at_least=False)
+        problem = likely.problem(limits)
+        start = likely.extended(problem, self._begin(choices))
+        solution = self._solve(
+            problem, start=start, tolerance=self._tolerance, time_budget_s=self._share(), progress=self._relay
+        )
+        self.search_s += time.perf_counter() - began
+        if solution.assignment is None:
+            return None, solution
+        began = time.perf_counter()
+        candidate = self._maker.make(formulator, solution)
+        if limits:
+            # What it counts is likely, not sure.
+            candidate = replace(candidate, bound=None)
+        self.ratio_s += time.perf_counter() - began
+        return candidate, solution
+
+    def _bound_within(self, ratios: Ratios, choices: Ints | None) -> float:
+        """The least that any program costs that fits, at the given ratios."""
+        began = time.perf_counter()
+        certain = Limits(Formulator(self.structure, self.costs, ratios), at_least=True)
+        problem = certain.problem(self._limits)
+        start = certain.extended(problem, self._begin(choices))
+        solution = self._solve(
+            problem, start=start, tolerance=self._tolerance, time_budget_s=self._left(), progress=self._relay
+        )
+        self.search_s += time.perf_counter() - began
+        return solution.lower_bound
+
+    def _begin(self, choices: Ints | None) -> Ints:
+        return np.array(self.structure.replicated()) if choices is None else choices
+
+    def _shrink(self) -> None:
+        """Looks for the program that holds the least, at even sizes: padded shards hold more at all others."""
+        even = self._ratios(np.full(self.cluster.n, 1.0 / self.cluster.n))
+        likely = Limits(Formulator(self.structure, self.costs, even), at_least=False)
+        seen: list[Ints] = []
+        for _ in range(_SHRINK_ROUNDS):
+            problem = likely.problem(self._limits)
+            count = len(problem.resources)
+            # Half of the weight is spread: what is seen of the ops where nothing binds yet.
+            weights = np.full(count, 1.0 / max(count, 1))
+            if seen and count:
+                weights = (weights + worst_weights([problem.usage(likely.extended(problem, x)) for x in seen])) / 2
+            solution = self._solve(
+                weighed(problem, weights, ties=True), tolerance=1e-3, time_budget_s=self._left(), progress=self._relay
+            )
+            if solution.assignment is None:
+                return
+            candidate = replace(self._maker.make(likely.formulator, solution), bound=None)
+            self._note(candidate, solution)
+            known = len(self._limits)
+            self._limits.update(dict.fromkeys(self._maker.full_ops(candidate), self.limit))
+            choices = solution.assignment[: len(self.structure.choices)]
+            repeated = any(np.array_equal(x, choices) for x in seen)
+            if candidate.memory <= self.limit or self._late() or (repeated and len(self._limits) == known):
+                return
+            seen.append(choices)
+
+    def _certain_bytes(self) -> float:
+        """What every program holds at least, at any sizes and in any order, as far as is known."""
+        certain = Limits(Formulator(self.structure, self.costs, None), at_least=True)
+        return certain_bytes(certain, tuple(self._limits))
+
+    def _note(self, candidate: Candidate | None, solution: Solution) -> None:
+        if candidate is None:
+            return
+        if self._least is None or candidate.memory < self._least.memory:
+            self._least = candidate
+        best = self._best
+        if candidate.memory <= self.limit and (
+            best is None
+            or candidate.cost < best.cost * (1 - 1e-12)
+            or (best.bound is None and candidate.bound is not None and candidate.cost <= best.cost * (1 + 1e-12))
+        ):
+            self._best = candidate
+        self._tell("search", candidate.cost, solution.lower_bound)
+
+    def _left(self) -> float | None:
+        return None if self._deadline is None else max(0.05, self._deadline - time.perf_counter())
+
+    def _share(self) -> float | None:
+        """Seconds for one search; until there is a program that fits, enough is left to try from elsewhere."""
+        left = self._left()
+        return left if left is None or self._best is not None else left / _SHARES
+
+    def _late(self) -> bool:
+        return self.interrupted or (self._deadline is not None and time.perf_counter() >= self._deadline)
+
+    def _relay(self, inner: SolverProgress) -> None:
+        self._tell(inner.stage, inner.cost, inner.lower_bound, inner.expanded)
+
+    def _tell(self, stage: str, cost: float, bound: float, expanded: int = 0) -> None:
+        """`expanded`: nodes of the search at hand."""
+        if self.progress is not None:
+            best = min(cost, self._best.cost if self._best else np.inf)
+            seconds = time.perf_counter() - self._began
+            self.progress(Progress(stage, seconds, best, min(bound, best), self.expanded + expanded))
