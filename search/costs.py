@@ -97,8 +97,9 @@ class CostModel:
     ) -> None:
         self.graph, self.table = graph, table
         self._fed = frozenset(graph.inputs) - {graph.inputs[source] for source, _ in graph.carry}
-        self._works: dict[tuple[object, int], tuple[Triples, Work]] = {}
-        self._kinds: dict[int, object] = {}
+        self._works: dict[tuple[int, int], tuple[Triples, Work]] = {}
+        self._kinds: dict[int, int] = {}
+        self._kind_number: dict[object, int] = {}
         self._materialized = _materialized(graph)
         self._place(cluster, axes or mesh_axes(cluster))
 
@@ -140,16 +141,18 @@ class CostModel:
         """What an op costs under its triples before any ratio."""
         # By identity, as hashing triples costs more than all else; the entry keeps them from being another's.
         key = (self.kind(op_index), id(triples))
-        if key not in self._works:
-            self._works[key] = (triples, self._work(op_index, triples))
-        return self._works[key][1]
+        known = self._works.get(key)
+        if known is None:
+            known = self._works[key] = (triples, self._work(op_index, triples))
+        return known[1]
 
-    def kind(self, op_index: int) -> object:
+    def kind(self, op_index: int) -> int:
         """Ops of one kind cost the same under the same triples."""
         if op_index not in self._kinds:
             op, at = self.graph.ops[op_index], self._materialized
             operands = tuple(at[o] if isinstance(o, int) else None for o in op.operands)
-            self._kinds[op_index] = (id(self.table[op_index]), op.primitive, operands, tuple(at[v] for v in op.results))
+            key = (id(self.table[op_index]), op.primitive, operands, tuple(at[v] for v in op.results))
+            self._kinds[op_index] = self._kind_number.setdefault(key, len(self._kind_number))
         return self._kinds[op_index]
 
     def _work(self, op_index: int, triples: Triples) -> Work:
