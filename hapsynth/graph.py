@@ -17,7 +17,7 @@ import numpy as np
 from hapsynth import _jax
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Value:
     """A tensor of the source program."""
 
@@ -31,7 +31,7 @@ class Value:
     def size(self) -> int:
         return prod(self.shape)
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         return self.size * _jax.itemsize(self.dtype)
 

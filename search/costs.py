@@ -65,12 +65,15 @@ a matmul cut to 4 and 16 columns 3.3 and 0.9 x); tensor cores' smallest tiles ar
 """
 
 
-def tiled(fractions: Floats, lanes: int) -> Floats:
-    """The fractions of a contraction's work that devices really do: whole tiles."""
-    if lanes == 0:
+def tiled(fractions: Floats, lanes: int | np.ndarray) -> Floats:
+    """The fractions of a contraction's work that devices really do: whole tiles. `lanes` may be an array that goes with
+    the fractions."""
+    if isinstance(lanes, int) and lanes == 0:
         return fractions
-    tile = min(TILE, lanes)
-    return np.maximum(fractions, np.ceil(fractions * lanes / tile - 1e-9) * tile / lanes)
+    some = np.maximum(lanes, 1)
+    tile = np.minimum(TILE, some)
+    whole = np.maximum(fractions, np.ceil(fractions * some / tile - 1e-9) * tile / some)
+    return np.where(lanes == 0, fractions, whole)
 
 
 def lanes_of(name: str, factors: Factors, factor: int) -> int:
@@ -222,6 +225,35 @@ class CostModel:
 
     def time(self, work: Work, fractions: Sequence[Floats]) -> float:
         return float(self.device_times(work, fractions).max())
+
+    def times(self, works: Sequence[tuple[Work, Sequence[Floats]]]) -> Floats:
+        """`time` of many works, each with its fractions: float64 [works]. What is alike in form is one array."""
+        found = np.zeros(len(works))
+        alike: dict[object, list[int]] = {}
+        for i, (work, _) in enumerate(works):
+            form = (len(work.lanes), tuple(divided for divided, _ in work.moved), work.dtype, work.op_class)
+            alike.setdefault(form, []).append(i)
+        column = lambda values: np.array(values, dtype=np.float64)[:, None]
+        for rows in alike.values():
+            mine = [works[i][0] for i in rows]
+            shape = (len(rows), self.n)
+            share, held = np.ones(shape), np.ones(shape)
+            parts = [np.array([works[i][1][k] for i in rows]) for k in range(len(mine[0].lanes))]
+            for k, part in enumerate(parts):
+                share = share * tiled(part, np.array([[work.lanes[k]] for work in mine]))
+                held = held * part
+            moved = np.zeros(shape)
+            for m, (divided, _) in enumerate(mine[0].moved):
+                nbytes = np.broadcast_to(column([work.moved[m][1] for work in mine]), shape)
+                for k in divided:
+                    nbytes = nbytes * parts[k]
+                moved += nbytes
+            speeds = self.speeds(mine[0].op_class, mine[0].dtype)
+            computing = speeds.seconds(column([work.flops for work in mine]) * share)
+            launches = np.array([[work.launches] for work in mine])
+            busy = self.overhead * launches + np.maximum(computing, moved / self.bandwidth)
+            found[rows] = np.where(held > 0, busy, 0.0).max(axis=1)
+        return found
 
     def feed_work(self, value: int, layout: Layout) -> Work | None:
         """What it takes to put an argument that is new at every step into the devices' memory; None for a value that

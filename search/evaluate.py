@@ -46,11 +46,15 @@ def instruction_costs(program: Program, sizes: Sizes, costs: CostModel) -> Itera
     """The cost of every instruction, in order."""
     known: dict[object, float] = {}
     of, unsure = sizes.classes.of, costs.graph.unsure
+    number: dict[object, int] = {}
+    alike = [
+        number.setdefault((c.axes, held), len(number)) for c, held in zip(sizes.classes.all, sizes.shares, strict=True)
+    ]
 
     def time(i: Compute) -> float:
-        # By class and depth: nodes of one class that as many axes cut have the same shares.
+        # Nodes that as many axes cut, of classes that are cut alike, have the same shares.
         work, nodes = costs.work(i.op, i.triples), cuts_of(costs, i)
-        key = (id(work), *[(of[n], len(n[2])) for n in nodes])
+        key = (id(work), *[(alike[of[n]], len(n[2])) for n in nodes])
         if key not in known:
             known[key] = costs.time(work, shares(costs, sizes, nodes))
         return known[key]

@@ -253,15 +253,14 @@ class _WorkTable:
         masks = sorted({mask for w in all_ for mask, _ in w.moved})
         bytes_of = [dict(w.moved) for w in all_]
         self.moved = [(mask, column(b.get(mask, 0.0) for b in bytes_of) / costs.bandwidth) for mask in masks]
-        self.lanes = [[w.lanes[k] for w in all_] for k in range(len(works.cuts))]
+        self.lanes = [np.array([[w.lanes[k]] for w in all_]) for k in range(len(works.cuts))]
         self.fixed = column(w.launches for w in all_) * costs.overhead
 
     def cost(self, fractions: list[Floats]) -> float:
         share = np.ones_like(self.compute)
         held = np.ones(self.compute.shape[1])
         for fraction, lanes in zip(fractions, self.lanes, strict=True):
-            rows = {n: tiled(fraction, n) for n in set(lanes)}
-            share = share * np.array([rows[n] for n in lanes])
+            share = share * tiled(fraction, lanes)
             held = held * fraction
         moved = np.zeros_like(self.compute)
         for mask, seconds in self.moved:

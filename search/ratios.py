@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Iterable, Sequence, Set
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -70,6 +70,7 @@ class Ratios:
         self._exact: dict[Node, int] = {}
         self._kin: dict[tuple[Node, tuple[int, ...]], int] = {}
         self._kinship = kinship(graph, table) if sizes is not None else UnionFind()
+        self._marked = {value for value, _ in evenly}
         if sizes is not None:
             self._adopt(sizes)
 
@@ -87,6 +88,13 @@ class Ratios:
                     if weight.get(root, -1) < nbytes:
                         weight[root] = nbytes
                         self._kin[root] = vector
+        roots = {root for root, _ in self._kin}
+        self._marked |= {node[0] for node in self._exact}
+        self._marked |= {node[0] for node in list(self._kinship.parent) if self._kinship.find(node) in roots}
+
+    def by_weights(self, values: Iterable[Operand]) -> bool:
+        """Whether nothing but the weights decides how some values are cut: by their lengths alone."""
+        return self._marked.isdisjoint(values)
 
     def sizes_of(self, classes: Classes) -> Sizes | None:
         """The sizes that a program has at these ratios, where each of its classes is cut in one way."""
