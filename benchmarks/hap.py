@@ -58,7 +58,7 @@ class _HapStructure(Structure):
     def _triples(self, op: int) -> tuple[Triples, ...]:
         kept = tuple(t for t in super()._triples(op) if self.of.may(op, t))
         # Like choices are one object.
-        return self._once(("hap", *map(id, kept)), lambda: kept)
+        return self.once(("hap", *map(id, kept)), lambda: kept)
 
 
 class Hap:

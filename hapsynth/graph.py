@@ -17,7 +17,7 @@ import numpy as np
 from hapsynth import _jax
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Value:
     """A tensor of the source program."""
 
@@ -31,7 +31,7 @@ class Value:
     def size(self) -> int:
         return prod(self.shape)
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         return self.size * _jax.itemsize(self.dtype)
 
@@ -135,7 +135,7 @@ class Op:
     def name(self) -> str:
         return self.primitive.name
 
-    @property
+    @cached_property
     def value_operands(self) -> tuple[tuple[int, int], ...]:
         """(operand position, value index) of the operands that are values."""
         return tuple((i, v) for i, v in enumerate(self.operands) if isinstance(v, int))
@@ -208,9 +208,13 @@ class Graph:
 
     def around(self, region: int) -> tuple[int, ...]:
         """A region and those around it, innermost first."""
-        found = [region]
-        while self.regions[found[-1]].parent >= 0:
-            found.append(self.regions[found[-1]].parent)
+        return self._around[region]
+
+    @cached_property
+    def _around(self) -> tuple[tuple[int, ...], ...]:
+        found: list[tuple[int, ...]] = []
+        for r in self.regions:
+            found.append((r.index, *(found[r.parent] if r.parent >= 0 else ())))
         return tuple(found)
 
     @cached_property
@@ -237,6 +241,8 @@ class Graph:
 
     def read_in(self, op: Op, position: int) -> int:
         """The region in which an operand must be at hand."""
+        if not isinstance(op.primitive, Boundary):
+            return op.region
         if op.primitive in (LOOP_CARRY, SCAN_SLICE) or (op.primitive == COND_JOIN and position == 0):
             return self.regions[op.region].parent
         if op.primitive == COND_JOIN:

@@ -168,17 +168,23 @@ class Factors:
     def cuts(self, triples: Triples) -> Cuts:
         """Every factor that is cut, the mesh axes that cut it, and (place among operands and results, dimension) of
         each tensor that has it."""
-        if triples not in self._cuts:
+        # By identity, as hashing triples costs more than all else; the entry keeps them from being another's.
+        if id(triples) not in self._cuts:
             tensors = (*self.operands, *self.results)
             found: list[tuple[int, tuple[int, ...], tuple[tuple[int, int], ...]]] = []
             for factor, axes in sorted(cutting(triples).items()):
                 places = ((n, self.position(dims, factor)) for n, dims in enumerate(tensors))
                 found.append((factor, axes, tuple((n, d) for n, d in places if d is not None)))
-            self._cuts[triples] = tuple(found)
-        return self._cuts[triples]
+            self._cuts[id(triples)] = triples, tuple(found)
+        return self._cuts[id(triples)][1]
 
     @cached_property
-    def _cuts(self) -> dict[Triples, Cuts]:
+    def together(self) -> tuple[tuple[tuple[int, int], ...], ...]:
+        """(place among operands and results, dimension) of all that some triple cuts alike."""
+        return tuple(dict.fromkeys(places for t in self.triples for _, _, places in self.cuts((t,))))
+
+    @cached_property
+    def _cuts(self) -> dict[int, tuple[Triples, Cuts]]:
         return {}
 
     def allows(self, triples: Triples) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from functools import cache
 from itertools import permutations, product
 from typing import Literal as OneOf
 from typing import NamedTuple
@@ -60,6 +61,12 @@ _PARTIAL: dict[str, Placement] = {r: Placement("P", -1, r) for r in ("sum", "max
 
 Layout = tuple[Placement, ...]
 """One placement per mesh axis."""
+
+
+@cache
+def cuts_of(layout: Layout) -> tuple[tuple[int, tuple[int, ...]], ...]:
+    """(dimension, the mesh axes that cut it) for every dimension that a layout cuts."""
+    return tuple((dim, cut_axes(layout, dim)) for dim in cut_dims(layout))
 
 
 def cut_axes(layout: Layout, dim: int) -> tuple[int, ...]:

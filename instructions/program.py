@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,10 +28,10 @@ class Compute(NamedTuple):
     triples: Triples
 
     def operand_layout(self, position: int) -> Layout:
-        return tuple(t.operands[position] for t in self.triples)
+        return tuple([t.operands[position] for t in self.triples])
 
     def result_layout(self, position: int) -> Layout:
-        return tuple(t.results[position] for t in self.triples)
+        return tuple([t.results[position] for t in self.triples])
 
 
 class Convert(NamedTuple):
@@ -63,16 +64,15 @@ def reads(graph: Graph, instruction: Instruction) -> tuple[Property, ...]:
     """The properties that an instruction needs."""
     if isinstance(instruction, Convert):
         return ((instruction.value, instruction.source),)
-    op = graph.ops[instruction.op]
-    return tuple((v, instruction.operand_layout(i)) for i, v in op.value_operands)
+    layouts = tuple(zip(*[t.operands for t in instruction.triples]))
+    return tuple([(v, layouts[i]) for i, v in graph.ops[instruction.op].value_operands])
 
 
 def writes(graph: Graph, instruction: Instruction) -> tuple[Property, ...]:
     """The properties that hold after an instruction."""
     if isinstance(instruction, Convert):
         return ((instruction.value, instruction.target),)
-    op = graph.ops[instruction.op]
-    return tuple((v, instruction.result_layout(i)) for i, v in enumerate(op.results))
+    return tuple(zip(graph.ops[instruction.op].results, zip(*[t.results for t in instruction.triples])))
 
 
 def region_of(graph: Graph, instruction: Instruction) -> int:
@@ -255,6 +255,11 @@ class FactorTable:
         return self._known[op]
 
 
+@cache
+def _name(dtype: Any) -> str:
+    return str(dtype)
+
+
 def signature(op: Op) -> object | None:
     """What the factors of an op depend on, to be compared; None where something of it cannot be."""
     literals = tuple(
@@ -265,9 +270,9 @@ def signature(op: Op) -> object | None:
     key = (
         op.primitive,
         op.shapes,
-        tuple(map(str, op.dtypes)),
+        tuple(map(_name, op.dtypes)),
         op.result_shapes,
-        tuple(map(str, op.result_dtypes)),
+        tuple(map(_name, op.result_dtypes)),
         tuple(op.params.items()),
         literals,
         tuple(op.operands.index(o) for o in op.operands if isinstance(o, int)),

@@ -11,7 +11,7 @@ import numpy as np
 
 from hapsynth.graph import Graph
 from hapsynth.instructions.factors import Factors, Triples
-from hapsynth.instructions.layout import Layout, cut_axes, cut_dims
+from hapsynth.instructions.layout import Layout, cuts_of
 from hapsynth.instructions.program import Compute, FactorTable, Program, ProgramError, reads, writes
 
 Node = tuple[int, int, tuple[int, ...]]
@@ -27,9 +27,10 @@ class UnionFind:
 
     def find(self, node: Node) -> Node:
         root = node
-        while self.parent[root] != root:
-            root = self.parent[root]
-        while self.parent[node] != root:
+        # What is stored is the same object, whatever equals it was asked for.
+        while (above := self.parent[root]) is not root:
+            root = above
+        while self.parent[node] is not root:
             self.parent[node], node = root, self.parent[node]
         return root
 
@@ -57,7 +58,7 @@ def cut_nodes(graph: Graph, op: int, factors: Factors, triples: Triples) -> Iter
 
 def layout_nodes(value: int, layout: Layout) -> list[Node]:
     """The dimensions of a value that a layout cuts."""
-    return [(value, dim, cut_axes(layout, dim)) for dim in cut_dims(layout)]
+    return [(value, dim, axes) for dim, axes in cuts_of(layout)]
 
 
 def tied(graph: Graph, program: Program) -> Iterator[tuple[int, int, Layout]]:
@@ -107,15 +108,17 @@ class Classes:
             for node in layout_nodes(value, layout):
                 sets.add(node, graph.values[value].shape[node[1]])
 
-        for value, layout in program.inputs.items():
+        properties = dict.fromkeys(program.inputs.items())
+        for i in program.instructions:
+            properties.update(dict.fromkeys((*reads(graph, i), *writes(graph, i))))
+        for value, layout in properties:
             cut(value, layout)
         for i in program.instructions:
-            for value, layout in (*reads(graph, i), *writes(graph, i)):
-                cut(value, layout)
             if isinstance(i, Compute):
-                for factor, nodes in cut_nodes(graph, i.op, table[i.op], i.triples):
+                factors = table[i.op]
+                for factor, nodes in cut_nodes(graph, i.op, factors, i.triples):
                     for node in nodes:
-                        sets.add(node, table[i.op].sizes[factor])
+                        sets.add(node, factors.sizes[factor])
                         sets.union(nodes[0], node)
         for a, b, layout in tied(graph, program):
             cut(a, layout)

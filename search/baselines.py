@@ -69,7 +69,7 @@ class _ReducedAtOnce(Structure):
             return triples
         tensors = tuple(p for p, v in source.value_operands if self.graph.values[v].shape)
         whole = lambda ts: not any(t.operands[p].is_partial for t in ts for p in tensors)
-        return self._once(("reduced at once", id(triples), tensors), lambda: tuple(filter(whole, triples)))
+        return self.once(("reduced at once", id(triples), tensors), lambda: tuple(filter(whole, triples)))
 
 
 class Baselines:

@@ -65,12 +65,15 @@ a matmul cut to 4 and 16 columns 3.3 and 0.9 x); tensor cores' smallest tiles ar
 """
 
 
-def tiled(fractions: Floats, lanes: int) -> Floats:
-    """The fractions of a contraction's work that devices really do: whole tiles."""
-    if lanes == 0:
+def tiled(fractions: Floats, lanes: int | np.ndarray) -> Floats:
+    """The fractions of a contraction's work that devices really do: whole tiles. `lanes` may be an array that goes with
+    the fractions."""
+    if isinstance(lanes, int) and lanes == 0:
         return fractions
-    tile = min(TILE, lanes)
-    return np.maximum(fractions, np.ceil(fractions * lanes / tile - 1e-9) * tile / lanes)
+    some = np.maximum(lanes, 1)
+    tile = np.minimum(TILE, some)
+    whole = np.maximum(fractions, np.ceil(fractions * some / tile - 1e-9) * tile / some)
+    return np.where(lanes == 0, fractions, whole)
 
 
 def lanes_of(name: str, factors: Factors, factor: int) -> int:
@@ -97,8 +100,9 @@ class CostModel:
     ) -> None:
         self.graph, self.table = graph, table
         self._fed = frozenset(graph.inputs) - {graph.inputs[source] for source, _ in graph.carry}
-        self._works: dict[tuple[object, int], tuple[Triples, Work]] = {}
-        self._kinds: dict[int, object] = {}
+        self._works: dict[tuple[int, int], tuple[Triples, Work]] = {}
+        self._kinds: dict[int, int] = {}
+        self._kind_number: dict[object, int] = {}
         self._materialized = _materialized(graph)
         self._place(cluster, axes or mesh_axes(cluster))
 
@@ -140,16 +144,18 @@ class CostModel:
         """What an op costs under its triples before any ratio."""
         # By identity, as hashing triples costs more than all else; the entry keeps them from being another's.
         key = (self.kind(op_index), id(triples))
-        if key not in self._works:
-            self._works[key] = (triples, self._work(op_index, triples))
-        return self._works[key][1]
+        known = self._works.get(key)
+        if known is None:
+            known = self._works[key] = (triples, self._work(op_index, triples))
+        return known[1]
 
-    def kind(self, op_index: int) -> object:
+    def kind(self, op_index: int) -> int:
         """Ops of one kind cost the same under the same triples."""
         if op_index not in self._kinds:
             op, at = self.graph.ops[op_index], self._materialized
             operands = tuple(at[o] if isinstance(o, int) else None for o in op.operands)
-            self._kinds[op_index] = (id(self.table[op_index]), op.primitive, operands, tuple(at[v] for v in op.results))
+            key = (id(self.table[op_index]), op.primitive, operands, tuple(at[v] for v in op.results))
+            self._kinds[op_index] = self._kind_number.setdefault(key, len(self._kind_number))
         return self._kinds[op_index]
 
     def _work(self, op_index: int, triples: Triples) -> Work:
@@ -219,6 +225,35 @@ class CostModel:
 
     def time(self, work: Work, fractions: Sequence[Floats]) -> float:
         return float(self.device_times(work, fractions).max())
+
+    def times(self, works: Sequence[tuple[Work, Sequence[Floats]]]) -> Floats:
+        """`time` of many works, each with its fractions: float64 [works]. What is alike in form is one array."""
+        found = np.zeros(len(works))
+        alike: dict[object, list[int]] = {}
+        for i, (work, _) in enumerate(works):
+            form = (len(work.lanes), tuple(divided for divided, _ in work.moved), work.dtype, work.op_class)
+            alike.setdefault(form, []).append(i)
+        column = lambda values: np.array(values, dtype=np.float64)[:, None]
+        for rows in alike.values():
+            mine = [works[i][0] for i in rows]
+            shape = (len(rows), self.n)
+            share, held = np.ones(shape), np.ones(shape)
+            parts = [np.array([works[i][1][k] for i in rows]) for k in range(len(mine[0].lanes))]
+            for k, part in enumerate(parts):
+                share = share * tiled(part, np.array([[work.lanes[k]] for work in mine]))
+                held = held * part
+            moved = np.zeros(shape)
+            for m, (divided, _) in enumerate(mine[0].moved):
+                nbytes = np.broadcast_to(column([work.moved[m][1] for work in mine]), shape)
+                for k in divided:
+                    nbytes = nbytes * parts[k]
+                moved += nbytes
+            speeds = self.speeds(mine[0].op_class, mine[0].dtype)
+            computing = speeds.seconds(column([work.flops for work in mine]) * share)
+            launches = np.array([[work.launches] for work in mine])
+            busy = self.overhead * launches + np.maximum(computing, moved / self.bandwidth)
+            found[rows] = np.where(held > 0, busy, 0.0).max(axis=1)
+        return found
 
     def feed_work(self, value: int, layout: Layout) -> Work | None:
         """What it takes to put an argument that is new at every step into the devices' memory; None for a value that

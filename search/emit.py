@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Sequence
 from graphlib import TopologicalSorter
 from heapq import heapify, heappop, heappush
+from typing import NamedTuple
 
 from hapsynth.graph import Boundary, Graph
 from hapsynth.instructions.factors import Triples
 from hapsynth.instructions.layout import Layout, R, is_partial
-from hapsynth.instructions.program import Compute, Convert, Instruction, Program, region_of
+from hapsynth.instructions.program import Compute, Convert, Instruction, Program, reads, region_of
 from hapsynth.search.formulate import Formulator, Hop
 from hapsynth.search.structure import Availability
 
 
-@dataclass(frozen=True, slots=True)
-class Step:
+class Step(NamedTuple):
     """An instruction and the steps whose results it reads."""
 
     instruction: Instruction
@@ -29,7 +28,7 @@ class Emitter:
     def __init__(self, formulator: Formulator, assignment: Sequence[int]) -> None:
         self.formulator, self.graph = formulator, formulator.graph
         self.structure = formulator.structure
-        self.states = [c.state(int(s)) for c, s in zip(self.structure.choices, assignment)]
+        self.states = [c.state(s) for c, s in zip(self.structure.choices, assignment)]
         self.steps: list[Step] = []
         self.op_steps: dict[int, int] = {}
         self.tensors: dict[int, dict[Layout, int]] = {}
@@ -52,7 +51,10 @@ class Emitter:
             self.make(value, -1)
         for op in graph.ops:
             compute = Compute(op.index, self.triples(op.index))
-            needs = tuple(self.tensor(v, compute.operand_layout(i), graph.read_in(op, i)) for i, v in op.value_operands)
+            needs = [
+                self.tensor(value, layout, graph.read_in(op, position))
+                for (value, layout), (position, _) in zip(reads(graph, compute), op.value_operands, strict=True)
+            ]
             self.add(compute, needs)
             for value in op.results:
                 self.make(value, self.op_steps[op.index])
@@ -67,7 +69,7 @@ class Emitter:
             if loop not in graph.around(made_in):
                 # No op of the body reads what comes from around the loop: its first one waits for it.
                 at = self.op_steps[op]
-                self.steps[at] = replace(self.steps[at], needs=(*self.steps[at].needs, made_by))
+                self.steps[at] = self.steps[at]._replace(needs=(*self.steps[at].needs, made_by))
         self.ends = self.outputs()
 
     def triples(self, op: int) -> Triples:
@@ -80,8 +82,8 @@ class Emitter:
         assert available is not None
         return available
 
-    def add(self, instruction: Instruction, needs: tuple[int, ...]) -> int:
-        self.steps.append(Step(instruction, tuple(n for n in needs if n >= 0)))
+    def add(self, instruction: Instruction, needs: Iterable[int]) -> int:
+        self.steps.append(Step(instruction, tuple([n for n in needs if n >= 0])))
         if isinstance(instruction, Compute):
             self.op_steps[instruction.op] = len(self.steps) - 1
         return len(self.steps) - 1
@@ -94,6 +96,8 @@ class Emitter:
         """A value exists: its shared conversions follow."""
         available = self.available(value)
         tensors = self.tensors[value] = {available.computed: step}
+        if not available.targets:
+            return
         for hop in self.formulator.offer(value, available).hops:
             tensors[hop[1]] = self.convert(value, hop, tensors[hop[0]], self.graph.home[value])
 
@@ -152,8 +156,7 @@ def schedule(graph: Graph, steps: Sequence[Step], *, sparing: bool = False) -> l
     return _Scheduler(graph, steps, sparing).order(0)
 
 
-@dataclass(frozen=True, slots=True)
-class _Node:
+class _Node(NamedTuple):
     """What a region's order deals with: one step, or all steps of a region inside it."""
 
     steps: tuple[int, ...]
@@ -244,7 +247,7 @@ class _Scheduler:
         nodes: list[_Node] = []
         for n, group in enumerate(groups):
             needs = {of[j] for s in group for j in self.steps[s].needs if j in of} - {n}
-            i = self.steps[next(iter(group))].instruction
+            i = self.steps[group[0]].instruction
             block = region_of(self.graph, i) != region
             collective = block or (isinstance(i, Convert) and i.is_collective)
             converts = not block and isinstance(i, Convert)
@@ -259,6 +262,8 @@ class _Scheduler:
     @staticmethod
     def _sorted(nodes: Sequence[_Node]) -> list[int]:
         """Every node after those that it needs, else as they come: a block may need a step after its own first."""
+        if all(node.needs[-1] < i for i, node in enumerate(nodes) if node.needs):
+            return list(range(len(nodes)))
         sorter = TopologicalSorter({i: node.needs for i, node in enumerate(nodes)})
         sorter.prepare()
         ready, found = list(sorter.get_ready()), list[int]()

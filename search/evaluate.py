@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from math import fsum
+from typing import NamedTuple
 
 import numpy as np
 
@@ -13,8 +13,7 @@ from hapsynth.instructions.sizes import Node, Sizes, cut_nodes, layout_nodes
 from hapsynth.search.costs import CostModel, Floats
 
 
-@dataclass(frozen=True, slots=True)
-class Cost:
+class Cost(NamedTuple):
     """One instruction, all its runs in a step: seconds, and for a collective its bytes over the slowest link."""
 
     instruction: Instruction
@@ -46,11 +45,16 @@ def shares(costs: CostModel, sizes: Sizes, nodes: Sequence[Node]) -> list[Floats
 def instruction_costs(program: Program, sizes: Sizes, costs: CostModel) -> Iterator[Cost]:
     """The cost of every instruction, in order."""
     known: dict[object, float] = {}
+    of, unsure = sizes.classes.of, costs.graph.unsure
+    number: dict[object, int] = {}
+    alike = [
+        number.setdefault((c.axes, held), len(number)) for c, held in zip(sizes.classes.all, sizes.shares, strict=True)
+    ]
 
     def time(i: Compute) -> float:
-        # By class and depth: nodes of one class that as many axes cut have the same shares.
+        # Nodes that as many axes cut, of classes that are cut alike, have the same shares.
         work, nodes = costs.work(i.op, i.triples), cuts_of(costs, i)
-        key = (id(work), *((sizes.classes.of[n], len(n[2])) for n in nodes))
+        key = (id(work), *[(alike[of[n]], len(n[2])) for n in nodes])
         if key not in known:
             known[key] = costs.time(work, shares(costs, sizes, nodes))
         return known[key]
@@ -64,7 +68,8 @@ def instruction_costs(program: Program, sizes: Sizes, costs: CostModel) -> Itera
             yield Cost(i, runs * seconds, runs * wire)
         else:
             runs = costs.graph.runs[costs.graph.ops[i.op].region]
-            yield Cost(i, runs * (time(i) + costs.uniform_time(i.op)), 0.0)
+            seconds = time(i) + (costs.uniform_time(i.op) if i.op in unsure else 0.0)
+            yield Cost(i, runs * seconds, 0.0)
 
 
 def feed_costs(program: Program, sizes: Sizes, costs: CostModel) -> Iterator[tuple[int, float]]:

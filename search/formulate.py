@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar, cast
 
 import numpy as np
 
-from hapsynth.instructions.factors import Triples
+from hapsynth.graph import Graph, Operand
+from hapsynth.instructions.factors import Factors, Triples
 from hapsynth.instructions.layout import Layout, cut_axes, cut_dims
 from hapsynth.instructions.sizes import cut_nodes
-from hapsynth.search.costs import CostModel, Floats
+from hapsynth.search.costs import CostModel, Floats, Work
 from hapsynth.search.layouts import Conversions
 from hapsynth.search.problem import Edge, Ints, Problem
 from hapsynth.search.ratios import Ratios
@@ -19,6 +20,7 @@ from hapsynth.search.structure import Availability, Choices, Needs, Structure
 
 _T = TypeVar("_T")
 Hop = tuple[Layout, Layout, int]
+_TimesKey = tuple[int, int, tuple[int, ...]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,12 +45,18 @@ class Formulator:
         self.graph, self.table = structure.graph, structure.table
         self._made: dict[object, object] = {}
         self._ways: dict[int, Conversions] = {}
+        self._times: dict[_TimesKey, Floats] = {}
+        self._use_tables: dict[tuple[int, int, int, float], Floats] = {}
 
     def once(self, key: object, make: Callable[[], _T]) -> _T:
         """What `make` gave for a key, made at most once: what is alike shares it."""
         if key not in self._made:
             self._made[key] = make()
         return cast(_T, self._made[key])
+
+    def _by_weights(self, values: Iterable[Operand]) -> bool:
+        """Whether only what kind some values are of decides how they are cut."""
+        return self.ratios is None or self.ratios.by_weights(values)
 
     def problem(self) -> Problem:
         """Its optimum is the cheapest program, whatever that holds."""
@@ -65,12 +73,22 @@ class Formulator:
 
     def conversions(self, value: int) -> Conversions:
         """The cheapest ways between the layouts of a value."""
-        if value not in self._ways:
-            layouts = self.structure.layouts[value]
-            time = lambda source, target, axis: self.step_time(value, source, target, axis)
-            key = ("conversions", id(layouts), self._profile(value))
-            self._ways[value] = self.once(key, lambda: Conversions(layouts, time))
-        return self._ways[value]
+        ways = self._ways.get(value)
+        if ways is None:
+            make = lambda: self._made_conversions(value)
+            restriction = self.structure.restriction
+            if self._by_weights((value,)):
+                role = None if restriction.convertible is None else restriction.role(value)
+                ways = self.once(("ways", self.structure.value_kinds[value], role), make)
+            else:
+                ways = make()
+            self._ways[value] = ways
+        return ways
+
+    def _made_conversions(self, value: int) -> Conversions:
+        layouts = self.structure.layouts[value]
+        time = lambda source, target, axis: self.step_time(value, source, target, axis)
+        return self.once(("conversions", id(layouts), self._profile(value)), lambda: Conversions(layouts, time))
 
     def step_time(self, value: int, source: Layout, target: Layout, axis: int) -> float:
         """Seconds of one conversion step at the current ratios, or at the best ones for the joint bound."""
@@ -124,23 +142,55 @@ class Formulator:
 
     # Ops
 
-    def op_times(self, op: int) -> Floats:
-        """Seconds of an op under each of its triples, on the slowest device."""
-        triples = self.structure.triples[op]
-        kind = self.once(("op kind", self.costs.kind(op), id(triples)), lambda: _OpKind(self, op))
-        vectors = () if self.ratios is None else tuple(self._vector(op, *cut) for cut in kind.cuts)
-        return self.once(("op times", id(kind), vectors), lambda: kind.times(op, triples, vectors))
-
     def op_time(self, op: int, triples: Triples) -> float:
-        """Seconds of an op under its triples."""
-        return float(self.op_times(op)[self.structure.triples[op].index(triples)])
+        """Seconds of an op under its triples, on the slowest device."""
+        return float(self.op_times((op,))[0][self.structure.triples[op].index(triples)])
 
-    def _vector(self, op: int, place: int, dim: int, axes: tuple[int, ...], units: int) -> int:
+    def op_times(self, ops: Sequence[int]) -> list[Floats]:
+        """Per op, its seconds under each of its triples."""
+        keys = [self._times_key(op) for op in ops]
+        self._find_times({key: op for key, op in zip(keys, ops, strict=True) if key not in self._times})
+        return [self._times[key] for key in keys]
+
+    def _times_key(self, op: int) -> _TimesKey:
+        """What decides an op's seconds: its kind, its triples, and the vectors of what they cut."""
+        o, triples = self.graph.ops[op], self.structure.triples[op]
+        kind = self.costs.kind(op), id(triples)
+        if self.ratios is None:
+            return *kind, ()
+        if not self._by_weights((*o.operands, *o.results)):
+            return *kind, self._vectors(op)
+        return *kind, self.once(("vectors", kind), lambda: self._vectors(op))
+
+    def _vectors(self, op: int) -> tuple[int, ...]:
+        """The vectors of everything that some triples of an op cut."""
         assert self.ratios is not None
-        o = self.graph.ops[op]
-        value = (*o.operands, *o.results)[place]
-        assert isinstance(value, int)
-        return self.ratios.of(value, dim, axes, units)
+        o, found = self.graph.ops[op], list[int]()
+        tensors = (*o.operands, *o.results)
+        for place, dim, axes, units in self._cuts(op).all:
+            value = tensors[place]
+            assert isinstance(value, int)
+            found.append(self.ratios.of(value, dim, axes, units))
+        return tuple(found)
+
+    def _cuts(self, op: int) -> _Cuts:
+        factors, triples = self.table[op], self.structure.triples[op]
+        return self.structure.once(("cuts", id(factors), id(triples)), lambda: _Cuts(self.graph, op, factors, triples))
+
+    def _find_times(self, missing: Mapping[_TimesKey, int]) -> None:
+        """Those of all ops at once, as arrays; equal works at equal ratios once."""
+        number: dict[tuple[Work, tuple[int, ...]], int] = {}
+        places: list[list[int]] = []
+        for (_, _, vectors), op in missing.items():
+            held = [tuple(vectors[c] for c in cuts) if vectors else () for cuts in self._cuts(op).groups]
+            works = [self.costs.work(op, triples) for triples in self.structure.triples[op]]
+            places.append([number.setdefault(key, len(number)) for key in zip(works, held, strict=True)])
+        if self.ratios is None:
+            seconds = np.array([self.costs.ideal_time(work) for work, _ in number])
+        else:
+            devices = self.ratios.devices
+            seconds = self.costs.times([(work, [devices[v] for v in held]) for work, held in number])
+        self._times.update({key: seconds[at] for key, at in zip(missing, places, strict=True)})
 
     def feed_time(self, value: int, layout: Layout) -> float:
         """Seconds to put an argument that is new at every step where it is stored."""
@@ -162,10 +212,9 @@ class Formulator:
         graph, st = self.graph, self.structure
         unary: list[Floats | None] = [None] * len(st.choices)
         plain = self._plain_outputs()
-        for op in graph.ops:
+        for op, times in zip(graph.ops, self.op_times(range(len(graph.ops))), strict=True):
             variable = st.op_variable[op.index]
             runs, uniform = graph.runs[op.region], self.costs.uniform_time(op.index)
-            times = self.op_times(op.index)
             made = self._kept(op.results[0], plain) if len(op.results) == 1 else None
             key = ("unary", id(st.choices[variable]), id(times), runs, uniform, id(made))
             make = lambda t=times, c=st.choices[variable], r=runs, u=uniform, m=made: _states(r * (t + u), m, c)
@@ -204,14 +253,24 @@ class Formulator:
     def _use_table(self, value: int, options: tuple[Availability, ...], needs: Needs, runs: float) -> Floats:
         """Seconds of the cheapest private conversion from each option to each need."""
         ways = self.conversions(value)
+        key = id(ways), id(options), id(needs), runs
+        table = self._use_tables.get(key)
+        if table is None:
+            columns = ways.seconds[:, [ways.layouts.number[n] for n in needs.layouts]]
+            table = self._use_tables[key] = columns[self._tensors(value, options)].min(axis=1) * runs
+        return table
 
-        def make() -> Floats:
-            number = ways.layouts.number
-            columns = ways.seconds[:, [number[n] for n in needs.layouts]]
-            rows = [columns[[number[t] for t in self.offer(value, a).tensors]].min(axis=0) for a in options]
-            return np.array(rows) * runs
+    def _tensors(self, value: int, options: tuple[Availability, ...]) -> Ints:
+        """The numbers of the layouts that each option has [options, most layouts], the first again where there are
+        fewer."""
+        ways = self.conversions(value)
 
-        return self.once(("use", id(ways), id(options), id(needs), runs), make)
+        def make() -> Ints:
+            rows = [[ways.layouts.number[t] for t in self.offer(value, a).tensors] for a in options]
+            most = max(map(len, rows))
+            return np.array([row + row[:1] * (most - len(row)) for row in rows])
+
+        return self.once(("tensors", id(ways), id(options)), make)
 
     def _link(self, op: int, value: int) -> Edge:
         """The result of an op with several is made as the op's triples say."""
@@ -230,48 +289,30 @@ class Formulator:
         return Edge(st.op_variable[op], st.value_variable[value], gu, gv, table)
 
 
-class _OpKind:
-    """What all ops that are alike have in common: which cuts decide their times, and their work."""
+class _Cuts:
+    """What the triples of ops that are alike cut."""
 
-    def __init__(self, formulator: Formulator, op: int) -> None:
-        self.formulator = formulator
-        factors = formulator.table[op]
+    def __init__(self, graph: Graph, op: int, factors: Factors, every: Sequence[Triples]) -> None:
         self.groups: list[tuple[int, ...]] = []
-        """Per triple, the cuts that divide it."""
-        number: dict[tuple[int, tuple[int, ...]], int] = {}
-        self.cuts: list[tuple[int, int, tuple[int, ...], int]] = []
+        """Per triples, the cuts that divide it."""
+        self.all: list[tuple[int, int, tuple[int, ...], int]] = []
         """(operand or result, dimension, axes, units) of each."""
+        number: dict[tuple[int, tuple[int, ...]], int] = {}
         dims = [*factors.operands, *factors.results]
-        operands = formulator.graph.ops[op].operands
-        for triples in formulator.structure.triples[op]:
+        operands = graph.ops[op].operands
+        for triples in every:
             mine: list[int] = []
-            for factor, nodes in cut_nodes(formulator.graph, op, factors, triples):
+            for factor, nodes in cut_nodes(graph, op, factors, triples):
                 axes = nodes[0][2]
                 if (factor, axes) not in number:
                     # The ratio of a factor is that of the last dimension it cuts, a result's where there is one.
                     is_value = lambda n: n >= len(operands) or isinstance(operands[n], int)
                     places = [(n, factors.position(t, factor)) for n, t in enumerate(dims) if is_value(n)]
                     place, dim = [(n, d) for n, d in places if d is not None][-1]
-                    number[factor, axes] = len(self.cuts)
-                    self.cuts.append((place, dim, axes, factors.sizes[factor]))
+                    number[factor, axes] = len(self.all)
+                    self.all.append((place, dim, axes, factors.sizes[factor]))
                 mine.append(number[factor, axes])
             self.groups.append(tuple(mine))
-
-    def times(self, op: int, triples: Sequence[Triples], vectors: tuple[int, ...]) -> Floats:
-        """Seconds under each of the triples."""
-        costs, ratios = self.formulator.costs, self.formulator.ratios
-        known: dict[object, float] = {}
-        found: list[float] = []
-        for ts, cuts in zip(triples, self.groups, strict=True):
-            work = costs.work(op, ts)
-            key = (work, tuple(vectors[c] for c in cuts) if vectors else ())
-            if key not in known:
-                if ratios is None:
-                    known[key] = costs.ideal_time(work)
-                else:
-                    known[key] = costs.time(work, [ratios.devices[vectors[c]] for c in cuts])
-            found.append(known[key])
-        return np.array(found)
 
 
 def _states(times: Floats, kept: Floats | None, choices: Choices) -> Floats:

@@ -143,7 +143,15 @@ class Loads:
 
     @cached_property
     def _tables(self) -> dict[tuple[Cut, ...], _WorkTable]:
-        return {cuts: _WorkTable(works, self.costs) for cuts, works in self._works.items()}
+        """Layers have works that are alike, and share a table."""
+        known: dict[object, _WorkTable] = {}
+        found: dict[tuple[Cut, ...], _WorkTable] = {}
+        for cuts, works in self._works.items():
+            key = (len(cuts), tuple(works.counts.items()))
+            if key not in known:
+                known[key] = _WorkTable(works, self.costs)
+            found[cuts] = known[key]
+        return found
 
     def fraction(self, sizes: Sizes, cut: Cut) -> Floats:
         """Each device's share of a cut: float64 [devices]."""
@@ -166,7 +174,15 @@ class Loads:
         """Seconds of all that is cut."""
         # `sum` rounds otherwise from Python 3.12 on, and sizes are chosen by these.
         largest = lambda cut: largest_of(sizes, cut)
-        worked = fsum(t.cost([self.fraction(sizes, c) for c in cuts]) for cuts, t in self._tables.items())
+        known: dict[object, float] = {}
+
+        def seconds(cuts: tuple[Cut, ...], table: _WorkTable) -> float:
+            key = (table, *[(self.classes.all[c].axes, depth, sizes.shares[c]) for c, depth in cuts])
+            if key not in known:
+                known[key] = table.cost([self.fraction(sizes, cut) for cut in cuts])
+            return known[key]
+
+        worked = fsum(seconds(cuts, table) for cuts, table in self._tables.items())
         return worked + fsum(w.at(largest) for w in self.wires)
 
     @cached_property
@@ -237,15 +253,14 @@ class _WorkTable:
         masks = sorted({mask for w in all_ for mask, _ in w.moved})
         bytes_of = [dict(w.moved) for w in all_]
         self.moved = [(mask, column(b.get(mask, 0.0) for b in bytes_of) / costs.bandwidth) for mask in masks]
-        self.lanes = [[w.lanes[k] for w in all_] for k in range(len(works.cuts))]
+        self.lanes = [np.array([[w.lanes[k]] for w in all_]) for k in range(len(works.cuts))]
         self.fixed = column(w.launches for w in all_) * costs.overhead
 
     def cost(self, fractions: list[Floats]) -> float:
         share = np.ones_like(self.compute)
         held = np.ones(self.compute.shape[1])
         for fraction, lanes in zip(fractions, self.lanes, strict=True):
-            rows = {n: tiled(fraction, n) for n in set(lanes)}
-            share = share * np.array([rows[n] for n in lanes])
+            share = share * tiled(fraction, lanes)
             held = held * fraction
         moved = np.zeros_like(self.compute)
         for mask, seconds in self.moved:

@@ -7,9 +7,10 @@ through the whole step. Fused chains hold no memory inside.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 
@@ -24,8 +25,7 @@ Cut = tuple[int, int]
 """(dimension class, how many of its axes, major first)"""
 
 
-@dataclass(frozen=True, eq=False)
-class Tensor:
+class Tensor(NamedTuple):
     """One tensor of a program: `value | layout`, alive from instruction `start` to `stop`, both included."""
 
     value: int
@@ -34,7 +34,11 @@ class Tensor:
     stop: int
 
 
-def lifetimes(graph: Graph, program: Program) -> list[Tensor]:
+Access = tuple[tuple[Property, ...], tuple[Property, ...]]
+"""What an instruction reads and what it writes."""
+
+
+def lifetimes(graph: Graph, program: Program, accesses: Sequence[Access]) -> list[Tensor]:
     """Every tensor with its life; -1 is before the first instruction, len(instructions) after the last."""
     end = len(program.instructions)
     donated = {graph.inputs[source] for source, _ in graph.carry}
@@ -50,11 +54,14 @@ def lifetimes(graph: Graph, program: Program) -> list[Tensor]:
         depth = around.index(region[need]) if region[need] in around else 0
         last[need] = max(last[need], spans[around[depth - 1]][1] if depth else at)
 
-    for i, instruction in enumerate(program.instructions):
+    for i, (instruction, (needs, results)) in enumerate(zip(program.instructions, accesses, strict=True)):
         place = region_of(graph, instruction)
-        for need in reads(graph, instruction):
-            read(need, i, place)
-        for made in writes(graph, instruction):
+        for need in needs:
+            if spans:
+                read(need, i, place)
+            elif last[need] < i:
+                last[need] = i
+        for made in results:
             if made in born:
                 done.append(Tensor(*made, born[made], last[made]))
             born[made], last[made] = i, i
@@ -100,22 +107,23 @@ def _boundary(
         born[stacked], last[stacked] = start, stop
 
 
-def held_for_chains(graph: Graph, program: Program, tensors: list[Tensor], costs: CostModel) -> list[Tensor]:
-    """What a fused chain reads lives until the chain runs, in whatever op stores its end."""
+def stored_tensors(tensors: Sequence[Tensor], accesses: Sequence[Access], costs: CostModel) -> list[Tensor]:
+    """The tensors that lie in memory. What a fused chain reads lives until the chain runs, in whatever op stores its
+    end."""
     made: dict[Property, list[int]] = {}
     for n, t in sorted(enumerate(tensors), key=lambda t: t[1].start):
         made.setdefault((t.value, t.layout), []).append(n)
     stop = [t.stop for t in tensors]
     before = lambda need, i: [n for n in made[need] if tensors[n].start < i][-1]
-    for i in range(len(program.instructions) - 1, -1, -1):
-        results = writes(graph, program.instructions[i])
+    for i in range(len(accesses) - 1, -1, -1):
+        needs, results = accesses[i]
         if not results or any(costs.is_materialized(v) for v, _ in results):
             continue
         last = max(stop[n] for r in results for n in made[r] if tensors[n].start >= i)
-        for need in reads(graph, program.instructions[i]):
+        for need in needs:
             n = before(need, i)
             stop[n] = max(stop[n], last)
-    return [Tensor(t.value, t.layout, t.start, s) for t, s in zip(tensors, stop, strict=True)]
+    return [t._replace(stop=s) for t, s in zip(tensors, stop, strict=True) if costs.is_materialized(t.value)]
 
 
 def padded_bytes(sizes: Sizes, value: int, layout: Layout) -> float:
@@ -135,8 +143,8 @@ class MemoryProfile:
     @cached_property
     def tensors(self) -> list[Tensor]:
         """The tensors that lie in memory."""
-        lives = held_for_chains(self.graph, self.program, lifetimes(self.graph, self.program), self.costs)
-        return [t for t in lives if self.costs.is_materialized(t.value)]
+        accesses = [(reads(self.graph, i), writes(self.graph, i)) for i in self.program.instructions]
+        return stored_tensors(lifetimes(self.graph, self.program, accesses), accesses, self.costs)
 
     @cached_property
     def _whole_bytes(self) -> Floats:
@@ -199,6 +207,8 @@ def largest_of(sizes: Sizes, cut: Cut) -> float:
     """The largest fraction of a class's shards along the first of its axes."""
     c, depth = cut
     cls = sizes.classes.all[c]
+    if depth == len(cls.axes):
+        return max(sizes.shares[c]) / max(cls.units, 1)
     shares = np.array(sizes.shares[c]).reshape([sizes.classes.lengths[a] for a in cls.axes])
     return float(shares.sum(axis=tuple(range(depth, shares.ndim))).max()) / max(cls.units, 1)
 

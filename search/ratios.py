@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Iterable, Sequence, Set
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
 from hapsynth.graph import Graph, Operand
 from hapsynth.instructions.program import FactorTable
-from hapsynth.instructions.sizes import Classes, Node, Sizes, UnionFind, cut_nodes
+from hapsynth.instructions.sizes import Classes, Node, Sizes, UnionFind
 from hapsynth.search.costs import Floats
 from hapsynth.search.links import devices_of
 
@@ -69,6 +70,7 @@ class Ratios:
         self._exact: dict[Node, int] = {}
         self._kin: dict[tuple[Node, tuple[int, ...]], int] = {}
         self._kinship = kinship(graph, table) if sizes is not None else UnionFind()
+        self._marked = {value for value, _ in evenly}
         if sizes is not None:
             self._adopt(sizes)
 
@@ -86,6 +88,13 @@ class Ratios:
                     if weight.get(root, -1) < nbytes:
                         weight[root] = nbytes
                         self._kin[root] = vector
+        roots = {root for root, _ in self._kin}
+        self._marked |= {node[0] for node in self._exact}
+        self._marked |= {node[0] for node in list(self._kinship.parent) if self._kinship.find(node) in roots}
+
+    def by_weights(self, values: Iterable[Operand]) -> bool:
+        """Whether nothing but the weights decides how some values are cut: by their lengths alone."""
+        return self._marked.isdisjoint(values)
 
     def sizes_of(self, classes: Classes) -> Sizes | None:
         """The sizes that a program has at these ratios, where each of its classes is cut in one way."""
@@ -135,15 +144,24 @@ class Ratios:
 
 def kinship(graph: Graph, table: FactorTable) -> UnionFind:
     """The sets of dimensions, as nodes (value, dimension, ()), that some op of the graph could cut together."""
+    if table not in _KINSHIPS:
+        _KINSHIPS[table] = _united(graph, table)
+    return _KINSHIPS[table]
+
+
+_KINSHIPS: WeakKeyDictionary[FactorTable, UnionFind] = WeakKeyDictionary()
+
+
+def _united(graph: Graph, table: FactorTable) -> UnionFind:
     sets = UnionFind()
     for op in graph.ops:
-        factors = table[op.index]
-        for triple in factors.triples:
-            for _, nodes in cut_nodes(graph, op.index, factors, (triple,)):
-                first = (*nodes[0][:2], ())
-                for value, dim, _ in nodes:
-                    sets.add((value, dim, ()), graph.values[value].shape[dim])
-                    sets.union(first, (value, dim, ()))
+        tensors = (*op.operands, *op.results)
+        for places in table[op.index].together:
+            nodes: list[Node] = [(v, dim, ()) for place, dim in places if isinstance(v := tensors[place], int)]
+            for node in nodes:
+                if node not in sets.parent:
+                    sets.add(node, graph.values[node[0]].shape[node[1]])
+                sets.union(nodes[0], node)
     pairs: list[tuple[int, Operand]] = [(graph.inputs[source], graph.outputs[target]) for source, target in graph.carry]
     pairs += [(graph.ops[op].results[0], value) for op, value in graph.ties.items()]
     for a, b in pairs:

@@ -123,6 +123,10 @@ class Structure:
         self._interned: dict[object, object] = {}
         self.triples = [self._triples(op.index) for op in graph.ops]
         self.layouts = self._layout_sets()
+        number: dict[object, int] = {}
+        kinds = [(id(known), v.shape, v.nbytes) for known, v in zip(self.layouts, graph.values, strict=True)]
+        self.value_kinds = [number.setdefault(kind, len(number)) for kind in kinds]
+        """Values of one kind have the same layouts, shape and bytes."""
         self.choices: list[Choices] = []
         self.value_variable = [-1] * len(graph.values)
         self.op_variable = [-1] * len(graph.ops)
@@ -134,15 +138,15 @@ class Structure:
 
     def _triples(self, op: int) -> tuple[Triples, ...]:
         factors = self.table[op]
-        every = self._once((id(factors), self.axes), lambda: factors.joint(self.axes))
+        every = self.once((id(factors), self.axes), lambda: factors.joint(self.axes))
         allowed = self.restriction.allowed
         if allowed is None:
             return every
         cuts = lambda t: (n for _, nodes in cut_nodes(self.graph, op, factors, t) for n in nodes)
         kept = [all(allowed(v, d) for v, d, _ in cuts(t)) for t in every]
-        return self._once((id(every), *kept), lambda: tuple(t for t, keep in zip(every, kept, strict=True) if keep))
+        return self.once((id(every), *kept), lambda: tuple(t for t, keep in zip(every, kept, strict=True) if keep))
 
-    def _once(self, key: object, make: Callable[[], _T]) -> _T:
+    def once(self, key: object, make: Callable[[], _T]) -> _T:
         """What `make` gave for a key, made at most once: like ops share it."""
         if key not in self._interned:
             self._interned[key] = make()
@@ -179,7 +183,7 @@ class Structure:
                 cut = cut | {value.shape.index(max(value.shape))}
             over, kinds = tuple(sorted(cut)), tuple(sorted(partial))
             make = lambda over=over, kinds=kinds: LayoutSet(self.axes, over, kinds)
-            found.append(self._once(("layouts", over, kinds), make))
+            found.append(self.once(("layouts", over, kinds), make))
         return found
 
     def _touched(self, triples: tuple[Triples, ...]) -> tuple[list[_Touched], list[_Touched]]:
@@ -197,7 +201,7 @@ class Structure:
                 [collect([[t.results[i] for t in single]]) for i in results],
             )
 
-        return self._once(("touched", id(triples)), make)
+        return self.once(("touched", id(triples)), make)
 
     def _counted_uses(self) -> list[int]:
         """How many uses each value has: a conversion for one alone need not be shared."""
@@ -214,7 +218,7 @@ class Structure:
         for value in self.graph.sources:
             stored = self._stored(value)
             key = ("stored", stored, self._option_key(value))
-            options = self._once(key, lambda v=value, s=stored: tuple(a for c in s for a in self.options(v, c)))
+            options = self.once(key, lambda v=value, s=stored: tuple(a for c in s for a in self.options(v, c)))
             self.value_variable[value] = self._add_alone(options)
         for op in self.graph.ops:
             triples = self.triples[op.index]
@@ -234,7 +238,7 @@ class Structure:
             computed = dict.fromkeys(tuple(t.results[position] for t in ts) for ts in triples)
             return tuple(a for c in computed for a in self.options(value, c))
 
-        return self._once(("made", id(triples), position, self._option_key(value)), make)
+        return self.once(("made", id(triples), position, self._option_key(value)), make)
 
     def _add_alone(self, options: tuple[Availability, ...]) -> int:
         """A variable that is no op."""
@@ -252,7 +256,7 @@ class Structure:
                 rows.append([number.setdefault(a, len(number)) for a in self.options(value, computed)])
             return tuple(number), rows
 
-        options, rows = self._once(("options", *key), make)
+        options, rows = self.once(("options", *key), make)
         return self._add(key, triples, options, lambda t: rows[t])
 
     def _add(
@@ -267,7 +271,7 @@ class Structure:
             triple, option = (np.array(column, dtype=np.int64) for column in zip(*pairs, strict=True))
             return Choices(triples, options, triple, option)
 
-        self.choices.append(self._once(("choices", key), make))
+        self.choices.append(self.once(("choices", key), make))
         return len(self.choices) - 1
 
     def _stored(self, value: int) -> tuple[Layout, ...]:
@@ -288,7 +292,7 @@ class Structure:
             return (Availability(computed),)
         known = self.layouts[value]
         several = self._cut_options if self.axes == 1 else self._target_options
-        return self._once(("shared", key, computed), lambda: (Availability(computed), *several(known, computed)))
+        return self.once(("shared", key, computed), lambda: (Availability(computed), *several(known, computed)))
 
     def _target_options(self, known: LayoutSet, computed: Layout) -> Iterable[Availability]:
         """One layout that is not there for nothing; what lies on the way to it is there too."""
@@ -318,13 +322,13 @@ class Structure:
     def replicated(self) -> list[int]:
         """The assignment in which every device runs the whole function: there is always one."""
         whole = (R,) * self.axes
-        return [self._once(("whole", id(c)), lambda c=c: _whole_state(c, whole)) for c in self.choices]
+        return [self.once(("whole", id(c)), lambda c=c: _whole_state(c, whole)) for c in self.choices]
 
     def needs(self, op: int, position: int) -> Needs:
         """The layouts that an op's states ask of an operand."""
         choices = self.choices[self.op_variable[op]]
         make = lambda: _needs([tuple(t.operands[position] for t in ts) for ts in choices.triples], choices.triple)
-        return self._once(("needs", id(choices), position), make)
+        return self.once(("needs", id(choices), position), make)
 
     def _op_uses(self) -> Iterable[Use]:
         for op in self.graph.ops:
@@ -340,7 +344,7 @@ class Structure:
             if isinstance(b, int) and a != b:
                 variable = self.value_variable[a]
                 choices = self.choices[variable]
-                needs = self._once(
+                needs = self.once(
                     ("stored needs", id(choices)),
                     lambda c=choices: _needs([o.computed for o in c.options], c.option),
                 )
@@ -348,7 +352,7 @@ class Structure:
         for op, value in self.graph.ties.items():
             variable = self.op_variable[op]
             choices = self.choices[variable]
-            needs = self._once(
+            needs = self.once(
                 ("carried needs", id(choices)),
                 lambda c=choices: _needs([tuple(t.results[0] for t in ts) for ts in c.triples], c.triple),
             )
