@@ -19,6 +19,7 @@ from hapsynth.instructions.checker import check
 from hapsynth.instructions.sizes import Sizes
 from hapsynth.instructions.uncovered import named
 from hapsynth.search.candidate import Candidate
+from hapsynth.search.collecting import seldom
 from hapsynth.search.costs import Floats
 from hapsynth.search.finder import WIDE_TOLERANCE, Finder
 from hapsynth.search.formulate import Formulator
@@ -45,6 +46,7 @@ class InfeasibleError(ValueError):
 class Planner(Finder):
     """One planning task, in which every device of the cluster takes part: fields as those of `Finder`."""
 
+    @seldom()
     def run(self) -> Result:
         """Plan; raises InfeasibleError when nothing fits.
 

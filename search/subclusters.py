@@ -21,6 +21,7 @@ import numpy as np
 
 from hapsynth.cluster import Cluster
 from hapsynth.graph import Graph
+from hapsynth.search.collecting import seldom
 from hapsynth.search.costs import CostModel
 from hapsynth.search.links import mesh_axes
 from hapsynth.search.planner import Planner
@@ -138,6 +139,7 @@ class ClusterPlanner:
     leave_out: bool = True
     whole: Planner = field(init=False)
 
+    @seldom()
     def run(self) -> Result:
         """Plan; InfeasibleError and Ctrl-C as with `Planner.run`."""
         self._began = time.perf_counter()

@@ -174,3 +174,24 @@ def test_a_plan_on_measured_figures() -> None:
     true = program_cost(result.program, even, costs) - program_cost(result.program, result.sizes, costs)
     assert saved == pytest.approx(true, rel=1e-6, abs=1e-12)
     assert sizer.loads.has_curves
+
+
+@pytest.mark.parametrize("curves", [False, True])
+def test_times_of_many_works_are_those_of_each(curves: bool) -> None:
+    """To the last bit, as they are looked up by either."""
+    known = graphs.cluster([3.0, 2.0, 1.0])
+    known = measured(known) if curves else known
+    graph = graphs.random_graph(1, ops=3).graph
+    costs = CostModel(graph, known, FactorTable(graph))
+    rng = np.random.default_rng(0)
+    works: list[tuple[Work, list[np.ndarray]]] = []
+    for _ in range(200):
+        cuts = int(rng.integers(3))
+        masks = [m for m in ((), (0,), (0, 1), (1,)) if max(m, default=-1) < cuts and rng.integers(2)]
+        moved = tuple((m, float(rng.integers(1, 10**8))) for m in sorted(masks))
+        lanes = tuple(int(n) for n in rng.choice([0, 3, 48, 1000], cuts))
+        name = str(rng.choice(["", "matmul"]))
+        work = Work(float(rng.integers(10**9)), moved, int(rng.integers(2)), "float32", lanes, (), name)
+        works.append((work, [np.append(rng.dirichlet(np.ones(2)), 0.0) for _ in range(cuts)]))
+    assert costs.times(works).tolist() == [costs.time(*work) for work in works]
+    assert costs.times([]).tolist() == []

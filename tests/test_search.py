@@ -115,6 +115,27 @@ def _spike(n):
     return fractions
 
 
+@pytest.mark.parametrize("seed", range(6))
+def test_what_is_shared_is_what_each_would_have(seed):
+    """Values and ops that are told apart by kind alone have the seconds that they have by themselves."""
+    graph = random_graph(seed, ops=8).graph
+    devices = cluster([3.0, 1.0, 1.0], bandwidth=1e10)
+    planner = Planner(graph, devices)
+    plan = planner.run()
+    weights = proportional(np.array([3.0, 1.0, 1.0]))
+    evenly = frozenset((v.index, d) for v in graph.values[::2] for d in range(len(v.shape)))
+    for sizes, even in ((None, frozenset()), (None, evenly), (plan.sizes, frozenset())):
+        ratios = Ratios(graph, planner.table, weights, sizes, evenly=even)
+        shared = Formulator(planner.structure, planner.costs, ratios)
+        shared.problem()
+        for value in range(len(graph.values)):
+            alone = Formulator(planner.structure, planner.costs, ratios)
+            assert np.array_equal(shared.conversions(value).seconds, alone.conversions(value).seconds)
+        for op in graph.ops:
+            alone = Formulator(planner.structure, planner.costs, ratios)
+            assert np.array_equal(*alone.op_times((op.index,)), *shared.op_times((op.index,)))
+
+
 @pytest.mark.parametrize("seed", range(8))
 def test_no_program_at_any_ratio_is_below_the_joint_bound(seed):
     traced = random_graph(100 + seed, ops=5)
