@@ -100,6 +100,7 @@ def reduction_of(layout: Layout) -> Reduction:
     return ""
 
 
+@cache
 def is_consistent(layout: Layout) -> bool:
     """Whether the axes that cut one dimension say in which order, and all partial ones combine by the same reduction:
     a sum of maxima is no maximum of sums."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, repeat
 from math import gcd, prod
 
 import numpy as np
@@ -110,7 +110,8 @@ class Classes:
 
         properties = dict.fromkeys(program.inputs.items())
         for i in program.instructions:
-            properties.update(dict.fromkeys((*reads(graph, i), *writes(graph, i))))
+            properties.update(zip(reads(graph, i), repeat(None)))
+            properties.update(zip(writes(graph, i), repeat(None)))
         for value, layout in properties:
             cut(value, layout)
         for i in program.instructions:
@@ -119,6 +120,7 @@ class Classes:
                 for factor, nodes in cut_nodes(graph, i.op, factors, i.triples):
                     for node in nodes:
                         sets.add(node, factors.sizes[factor])
+                    for node in nodes[1:]:
                         sets.union(nodes[0], node)
         for a, b, layout in tied(graph, program):
             cut(a, layout)

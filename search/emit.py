@@ -244,9 +244,12 @@ class _Scheduler:
         groups += [tuple(b) for r in self.inside[region] if (b := self.order(r))]
         groups.sort(key=min)
         of = {s: n for n, group in enumerate(groups) for s in group}
+        several = len(self.members) > 1
         nodes: list[_Node] = []
         for n, group in enumerate(groups):
-            needs = {of[j] for s in group for j in self.steps[s].needs if j in of} - {n}
+            needs = set(self.steps[n].needs)
+            if several:
+                needs = {of[j] for s in group for j in self.steps[s].needs if j in of} - {n}
             i = self.steps[group[0]].instruction
             block = region_of(self.graph, i) != region
             collective = block or (isinstance(i, Convert) and i.is_collective)

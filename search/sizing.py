@@ -13,7 +13,7 @@ against the true objective: largest remainders, then moves of one unit while the
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
 
 import numpy as np
@@ -24,7 +24,6 @@ from hapsynth.instructions.program import Program
 from hapsynth.instructions.sizes import Classes, Sizes
 from hapsynth.search._ratio_lp import RatioLP
 from hapsynth.search.costs import TILE, CostModel, Floats
-from hapsynth.search.links import devices_of
 from hapsynth.search.loads import Loads
 from hapsynth.search.memory import MemoryProfile
 from hapsynth.search.ratios import nested_shares
@@ -46,12 +45,20 @@ class Sizer:
 
     def fixed(self, weights: Floats) -> Sizes:
         """Every class in proportion to the devices' weights, in whole units nearest to them."""
+        along = {axes: np.bincount(self.costs.position(axes), weights).astype(np.float64) for axes in self.families}
+        return Sizes(self.graph, self.classes, tuple(self._nearest({c.index: along[c.axes] for c in self.classes.all})))
+
+    def _nearest(self, fractions: Mapping[int, Floats]) -> list[tuple[int, ...]]:
+        """Per class, whole units in proportion to its fractions or weights per position."""
         lengths = self.classes.lengths
-        shares: list[tuple[int, ...]] = []
+        known: dict[object, tuple[int, ...]] = {}
+        found: list[tuple[int, ...]] = []
         for c in self.classes.all:
-            along = np.bincount(devices_of(lengths, c.axes), weights).astype(np.float64)
-            shares.append(nested_shares(along.reshape([lengths[a] for a in c.axes]), c.units))
-        return Sizes(self.graph, self.classes, tuple(shares))
+            key = (c.axes, c.units, fractions[c.index].tobytes())
+            if key not in known:
+                known[key] = nested_shares(fractions[c.index].reshape([lengths[a] for a in c.axes]), c.units)
+            found.append(known[key])
+        return found
 
     def best(self, start: Floats, *, limit: float = np.inf) -> Sizes:
         """The cheapest sizes found. Kinds are also left out, slowest first, where that pays.
@@ -116,10 +123,7 @@ class Sizer:
 
     def _whole_units(self, fractions: dict[int, Floats], at: Sizes, limit: float) -> Sizes:
         """Largest remainders, then single units moved while the cost falls and the memory allows it."""
-        lengths = self.classes.lengths
-        shares = [
-            nested_shares(fractions[c.index].reshape([lengths[a] for a in c.axes]), c.units) for c in self.classes.all
-        ]
+        shares = self._nearest(fractions)
         rounded = Sizes(self.graph, self.classes, tuple(shares))
         known: dict[object, tuple[int, ...]] = {}
         for c, alike in enumerate(self.loads.alike):
