@@ -11,7 +11,7 @@ mesh order.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from copy import copy
 from functools import cached_property
 from math import prod
@@ -74,6 +74,15 @@ def tiled(fractions: Floats, lanes: int | np.ndarray) -> Floats:
     tile = np.minimum(TILE, some)
     whole = np.maximum(fractions, np.ceil(fractions * some / tile - 1e-9) * tile / some)
     return np.where(lanes == 0, fractions, whole)
+
+
+def _form(work: Work) -> object:
+    """What works have in common whose times are one array."""
+    return len(work.lanes), tuple(divided for divided, _ in work.moved), work.dtype, work.op_class
+
+
+def _column(values: Sequence[float]) -> Floats:
+    return np.array(values, dtype=np.float64)[:, None]
 
 
 def lanes_of(name: str, factors: Factors, factor: int) -> int:
@@ -231,29 +240,31 @@ class CostModel:
         found = np.zeros(len(works))
         alike: dict[object, list[int]] = {}
         for i, (work, _) in enumerate(works):
-            form = (len(work.lanes), tuple(divided for divided, _ in work.moved), work.dtype, work.op_class)
-            alike.setdefault(form, []).append(i)
-        column = lambda values: np.array(values, dtype=np.float64)[:, None]
+            alike.setdefault(_form(work), []).append(i)
         for rows in alike.values():
             mine = [works[i][0] for i in rows]
-            shape = (len(rows), self.n)
-            share, held = np.ones(shape), np.ones(shape)
-            parts = [np.array([works[i][1][k] for i in rows]) for k in range(len(mine[0].lanes))]
-            for k, part in enumerate(parts):
-                share = share * tiled(part, np.array([[work.lanes[k]] for work in mine]))
-                held = held * part
-            moved = np.zeros(shape)
-            for m, (divided, _) in enumerate(mine[0].moved):
-                nbytes = np.broadcast_to(column([work.moved[m][1] for work in mine]), shape)
-                for k in divided:
-                    nbytes = nbytes * parts[k]
-                moved += nbytes
-            speeds = self.speeds(mine[0].op_class, mine[0].dtype)
-            computing = speeds.seconds(column([work.flops for work in mine]) * share)
-            launches = np.array([[work.launches] for work in mine])
-            busy = self.overhead * launches + np.maximum(computing, moved / self.bandwidth)
-            found[rows] = np.where(held > 0, busy, 0.0).max(axis=1)
+            fractions = [np.array([works[i][1][k] for i in rows]) for k in range(len(mine[0].lanes))]
+            found[rows] = self._times_of_devices(mine, fractions).max(axis=1)
         return found
+
+    def _times_of_devices(self, works: Sequence[Work], fractions: Sequence[Floats]) -> Floats:
+        """`device_times` of works of one form: float64 [works, devices], as are the fractions of each cut factor."""
+        form, shape = works[0], (len(works), self.n)
+        share, held = np.ones(shape), np.ones(shape)
+        for k, fraction in enumerate(fractions):
+            share = share * tiled(fraction, np.array([[work.lanes[k]] for work in works]))
+            held = held * fraction
+        moved = np.zeros(shape)
+        for m, (divided, _) in enumerate(form.moved):
+            part = np.broadcast_to(_column([work.moved[m][1] for work in works]), shape)
+            for k in divided:
+                part = part * fractions[k]
+            moved += part
+        computing = self.speeds(form.op_class, form.dtype).seconds(_column([work.flops for work in works]) * share)
+        busy = self.overhead * _column([work.launches for work in works]) + np.maximum(
+            computing, moved / self.bandwidth
+        )
+        return np.where(held > 0, busy, 0.0)
 
     def feed_work(self, value: int, layout: Layout) -> Work | None:
         """What it takes to put an argument that is new at every step into the devices' memory; None for a value that
@@ -266,45 +277,56 @@ class CostModel:
         return Work(0.0, moved, 0, "float32", (0,) * cuts, axes)
 
     def ideal_time(self, work: Work) -> float:
-        """The least time over all ratios: no program at any ratio runs this op faster.
+        """The least time over all ratios: no program at any ratio runs this op faster."""
+        return self.ideal_times((work,))[0]
+
+    def ideal_times(self, works: Iterable[Work]) -> list[float]:
+        """`ideal_time` of many works."""
+        works, alike = tuple(works), dict[object, list[Work]]()
+        for work in dict.fromkeys(works):
+            if work not in self._ideal:
+                alike.setdefault((_form(work), work.axes), []).append(work)
+        for mine in alike.values():
+            found = self._ideal_times(mine) if mine[0].divided else self.times([(work, ()) for work in mine])
+            self._ideal.update(zip(mine, found.tolist(), strict=True))
+        return [self._ideal[work] for work in works]
+
+    def _ideal_times(self, works: Sequence[Work]) -> Floats:
+        """Of works of one form, cut along the same axes: float64 [works].
 
         At time t a device can take a share of at most r = min over its compute and memory budget, and the devices at
         one position along the cut axes take the same, so the least t is where the positions' shares sum to 1. A
         device that takes part pays its overhead and its whole bytes. Its computing time never falls as its share
         grows, so what it does within t at most is the inverse of a measured curve.
         """
-        if work not in self._ideal:
-            self._ideal[work] = self._ideal_time(work) if work.divided else self.time(work, ())
-        return self._ideal[work]
+        form = works[0]
+        speeds, fixed = self.speeds(form.op_class, form.dtype), self.overhead * _column([w.launches for w in works])
+        cut = _column([sum(nbytes for divided, nbytes in w.moved if divided) for w in works])
+        whole = _column([sum(nbytes for divided, nbytes in w.moved if not divided) for w in works])
+        flops = _column([w.flops for w in works])
+        lanes = _column([w.lanes[0] if len(w.lanes) == 1 else 0 for w in works])
+        tile, some = np.minimum(TILE, np.maximum(lanes, 1)), np.maximum(lanes, 1)
+        at = [np.flatnonzero(self.position(form.axes) == p) for p in range(prod(self.lengths[a] for a in form.axes))]
 
-    def _ideal_time(self, work: Work) -> float:
-        speeds, fixed = self.speeds(work.op_class, work.dtype), self.overhead * work.launches
-        cut = sum(nbytes for divided, nbytes in work.moved if divided)
-        whole = sum(nbytes for divided, nbytes in work.moved if not divided)
-        place = self.position(work.axes)
-        lanes = work.lanes[0] if len(work.lanes) == 1 else 0
-
-        def covered(t: float) -> float:
-            budget = t - fixed
-            by_compute = speeds.flops(budget) / work.flops if work.flops else np.full(self.n, np.inf)
-            if lanes:
-                tile = min(TILE, lanes)
-                by_compute = np.floor(by_compute * lanes / tile + 1e-6) * tile / lanes
+        def covered(t: Floats) -> Floats:
+            budget = t[:, None] - fixed
+            by_compute = np.where(flops == 0, np.inf, speeds.flops(budget) / np.where(flops == 0, 1.0, flops))
+            tiles = np.floor(by_compute * some / tile + 1e-6) * tile / some
+            by_compute = np.where(lanes == 0, by_compute, tiles)
             left = budget * self.bandwidth - whole
-            by_memory = left / cut if cut else np.where(left >= 0, np.inf, -np.inf)
-            least = np.full(int(place.max()) + 1, np.inf)
-            np.minimum.at(least, place, np.minimum(by_compute, by_memory))
-            return float(np.clip(least, 0.0, 1.0).sum())
+            uncut = np.where(left >= 0, np.inf, -np.inf)
+            by_memory = np.where(cut == 0, uncut, left / np.where(cut == 0, 1.0, cut))
+            share = np.minimum(by_compute, by_memory)
+            return np.clip(np.stack([share[:, p].min(axis=1) for p in at], axis=1), 0.0, 1.0).sum(axis=1)
 
-        alone = np.zeros(int(place.max()) + 1)
-        np.maximum.at(alone, place, self.device_times(work, [np.ones(self.n)] * len(work.lanes)))
-        low, high = 0.0, float(alone.min())
-        if covered(high) < 1.0:
-            return high
+        busy = self._times_of_devices(works, [np.ones((len(works), self.n))] * len(form.lanes))
+        low, high = np.zeros(len(works)), np.stack([busy[:, p].max(axis=1) for p in at], axis=1).min(axis=1)
+        alone, short = high, covered(high) < 1.0
         for _ in range(60):
             middle = 0.5 * (low + high)
-            low, high = (low, middle) if covered(middle) >= 1.0 else (middle, high)
-        return low
+            enough = covered(middle) >= 1.0
+            low, high = np.where(enough, low, middle), np.where(enough, middle, high)
+        return np.where(short, alone, low)
 
     def conversion(
         self, nbytes: float, source: Layout, target: Layout, axis: int, largest: Largest

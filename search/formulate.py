@@ -186,7 +186,7 @@ class Formulator:
             works = [self.costs.work(op, triples) for triples in self.structure.triples[op]]
             places.append([number.setdefault(key, len(number)) for key in zip(works, held, strict=True)])
         if self.ratios is None:
-            seconds = np.array([self.costs.ideal_time(work) for work, _ in number])
+            seconds = np.array(self.costs.ideal_times(work for work, _ in number))
         else:
             devices = self.ratios.devices
             seconds = self.costs.times([(work, [devices[v] for v in held]) for work, held in number])

@@ -71,8 +71,8 @@ class Speeds:
         return found
 
     def flops(self, seconds: Floats) -> Floats:
-        """The most that each device does within its seconds: float64 [devices]."""
+        """The most that each device does within its seconds: float64 [..., devices], as these."""
         found = seconds * self.rate
         for mine, curve in self._curves:
-            found[mine] = curve.amount(seconds[mine])
+            found[..., mine] = curve.amount(seconds[..., mine])
         return found
