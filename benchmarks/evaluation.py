@@ -29,11 +29,11 @@ from models import MODELS
 import hapsynth
 from hapsynth.report.strategy import strategy
 from hapsynth.search.baselines import Baselines
-from hapsynth.search.candidate import own_weights
 from hapsynth.search.evaluate import program_cost
 from hapsynth.search.planner import InfeasibleError, Planner
 from hapsynth.search.ratios import proportional
 from hapsynth.search.sizing import Sizer
+from hapsynth.search.starts import own_weights
 from hapsynth.trace import trace
 
 FOLDER = Path(__file__).resolve().parent.parent / "examples" / "clusters"
