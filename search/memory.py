@@ -106,7 +106,8 @@ def held_for_chains(graph: Graph, program: Program, tensors: list[Tensor], costs
     for n, t in sorted(enumerate(tensors), key=lambda t: t[1].start):
         made.setdefault((t.value, t.layout), []).append(n)
     stop = [t.stop for t in tensors]
-    before = lambda need, i: [n for n in made[need] if tensors[n].start < i][-1]
+    # What a loop leaves is born at the instruction after it.
+    before = lambda need, i: [n for n in made[need] if tensors[n].start <= i][-1]
     for i in range(len(program.instructions) - 1, -1, -1):
         results = writes(graph, program.instructions[i])
         if not results or any(costs.is_materialized(v) for v, _ in results):
