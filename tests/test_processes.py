@@ -36,9 +36,9 @@ CODE = """
     for given in ((w, jax.random.key(3)), (jnp.array(w), jax.random.key(3))):
         state, batch = plan.shard(given, x)
         got = plan.unshard(plan(state, batch))
-        same = jax.tree.map(lambda a: jax.random.key_data(a) if jnp.issubdtype(a.dtype, jax.dtypes.prng_key) else a, got)
-        due = jax.tree.map(lambda a: jax.random.key_data(a) if jnp.issubdtype(a.dtype, jax.dtypes.prng_key) else a, want)
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), same, due)
+        is_key = lambda a: jnp.issubdtype(a.dtype, jax.dtypes.prng_key)
+        plain = lambda tree: jax.tree.map(lambda a: jax.random.key_data(a) if is_key(a) else a, tree)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), plain(got), plain(want))
         # What was given is nobody else's.
         assert np.array_equal(given[0], np.eye(64))
     print("right", [len(set(s)) for s in plan.sizes.shares])
