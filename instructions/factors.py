@@ -287,7 +287,8 @@ class Local:
     """What one device knows when it runs an op under one triple per mesh axis: exact local shapes.
 
     `cuts`: the device's part of every factor that is cut, in shards of shards where several axes cut it.
-    `axis_index(axis)` is its position along a mesh axis (traced).
+    `axis_index(axis)` is its position along a mesh axis (traced). `platform`: of the devices, as JAX names it, "" where
+    that does not matter.
     """
 
     op: Op
@@ -297,6 +298,7 @@ class Local:
     result_shapes: tuple[tuple[int, ...], ...]
     cuts: Mapping[int, Cut]
     axis_index: Callable[[int], Any]
+    platform: str = ""
 
     @property
     def factor(self) -> int | None:

@@ -114,7 +114,8 @@ def stored_tensors(tensors: Sequence[Tensor], accesses: Sequence[Access], costs:
     for n, t in sorted(enumerate(tensors), key=lambda t: t[1].start):
         made.setdefault((t.value, t.layout), []).append(n)
     stop = [t.stop for t in tensors]
-    before = lambda need, i: [n for n in made[need] if tensors[n].start < i][-1]
+    # What a loop leaves is born at the instruction after it.
+    before = lambda need, i: [n for n in made[need] if tensors[n].start <= i][-1]
     for i in range(len(accesses) - 1, -1, -1):
         needs, results = accesses[i]
         if not results or any(costs.is_materialized(v) for v, _ in results):

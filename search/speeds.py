@@ -24,6 +24,11 @@ TRANSCENDENTAL = frozenset(
 """Elementwise ops of many instructions."""
 
 
+_COMBINING = ("reduce_", "arg", "cum", "scatter", "select_and_", "sort", "top_k")
+"""How the names begin of ops that combine or move single elements: slow as reductions are, where contractions are fast.
+"""
+
+
 def class_of(op: Op) -> str:
     """The class of ops that a profile counts an op to (`hapsynth.devices.OP_CLASSES`); "" for what it knows none of."""
     match op.name:
@@ -32,10 +37,10 @@ def class_of(op: Op) -> str:
             return "batch_matmul" if prod(op.shapes[0][d] for d in batch) > 1 else "matmul"
         case "conv_general_dilated":
             return "convolution"
-        case "reduce_sum" | "reduce_max" | "reduce_min":
-            return "reduction"
         case name if is_fusible(op):
             return "transcendental" if name in TRANSCENDENTAL else "elementwise"
+        case name if name.startswith(_COMBINING):
+            return "reduction"
         case _:
             return ""
 

@@ -157,7 +157,8 @@ OPTIONS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         lambda: planned(mesh=slow_cluster([2.0, 1.0], memory=100)),
         InfeasibleError,
         r"no program fits: device 0 \(x2.0\) has 9.537e-05 MiB and the smallest program found needs [\d.]+ MiB, "
-        r"[\d.e-]+ MiB too much \(every program needs [\d.]+ MiB or more\); a device with that much memory, more devices, or a smaller batch would fit",
+        r"[\d.e-]+ MiB too much \(every program needs [\d.]+ MiB or more\); a device with that much memory, more "
+        r"devices, or a smaller batch would fit",
     ),
 }
 

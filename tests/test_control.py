@@ -332,6 +332,20 @@ def test_dead_loops_and_carries_are_dropped() -> None:
     assert len(graph.regions) == 2
 
 
+def test_memory_of_a_chain_right_after_a_loop() -> None:
+    """What the loop leaves is read by the very next instruction, in a chain that is stored later."""
+
+    def fn(x: Any, w: Any) -> Any:
+        h, _ = lax.scan(lambda h, _: (jnp.tanh(h @ w), None), x, None, length=3)
+        return jnp.abs(h) * 2
+
+    plan = planned(fn, (floats(24, 8), floats(8, 8)))
+    items = plan.program.instructions
+    after = max(n for n, i in enumerate(items) if region_of(plan.traced.graph, i)) + 1
+    assert isinstance(items[after], Compute)
+    assert min(plan.memory) > 0
+
+
 def test_memory_counts_what_a_loop_holds() -> None:
     """Stacked residuals lie in memory from one scan to the other."""
     args = lambda n: (jax.ShapeDtypeStruct((n, 64, 64), "float32"), jax.ShapeDtypeStruct((960, 64), "float32"))

@@ -152,15 +152,25 @@ class Storage:
         return jax.make_array_from_callback(self.stored_shape, self.sharding, shard)
 
     def _put_even(self, x: Any, copy: bool) -> jax.Array:
-        if not isinstance(x, jax.Array):
-            x = np.asarray(x, self.dtype)
-        elif copy:
-            # `may_alias=False` alone keeps the shard that lies right already.
-            x = x.copy()
-        x = jax.device_put(x, self.sharding, may_alias=False if copy else None)
+        if not self.sharding.is_fully_addressable:
+            x = self._put_among_processes(x)
+        else:
+            if not isinstance(x, jax.Array):
+                x = np.asarray(x, self.dtype)
+            elif copy:
+                # `may_alias=False` alone keeps the shard that lies right already.
+                x = x.copy()
+            x = jax.device_put(x, self.sharding, may_alias=False if copy else None)
         if getattr(x, "weak_type", False) != self.weak_type:
             x = with_weak_type(x, self.dtype, self.weak_type)
         return x
+
+    def _put_among_processes(self, x: Any) -> jax.Array:
+        """Always a copy, which `device_put` makes none of for other processes' devices."""
+        keys = _jax.is_extended(self.dtype)
+        host = np.array(jax.random.key_data(x)) if keys else np.array(host_array(x), self.dtype)
+        x_or_data = jax.make_array_from_callback(host.shape, self.sharding, lambda index: host[index])
+        return jax.random.wrap_key_data(x_or_data, impl=jax.random.key_impl(x)) if keys else x_or_data
 
     def duplicate(self, stored: jax.Array) -> jax.Array:
         """A stored array again, in memory of its own."""

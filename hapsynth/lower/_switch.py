@@ -235,6 +235,7 @@ class Lowered:
             result_shapes=tuple(sizes.local_shape(*p, here.coords) for p in writes(graph, i)),
             cuts=cuts,
             axis_index=lambda axis: here.index[axis],
+            platform=self.mesh.devices.flat[0].platform,
         )
         with jax.named_scope(f"hap/{op.name}_{op.index}"):
             return execute(local, operands)

@@ -45,6 +45,7 @@ class Kernel:
 
 DISPATCH, LAUNCH, STREAM = "dispatch", "launch", "stream"
 _CHAIN = 32
+_ROWS = 16
 _IMAGE, _CHANNELS = 28, 64
 _TOKENS, _HEAD = 128, 64
 
@@ -56,8 +57,8 @@ def kernels(dtypes: Sequence[str], quick: bool) -> Iterator[Kernel]:
     for size in (1 << 22, 1 << 24) if quick else (1 << 24, 1 << 26):
         yield _stream(size)
     for dtype in dtypes:
-        for n in (64, 256, 512) if quick else (64, 128, 256, 512, 1024, 2048, 4096, 8192):
-            yield _repeated("matmul", dtype, n, lambda x, w: x @ w, (((n, n), 1.0), ((n, n), 1 / n)), 2.0 * n**3, 4)
+        for n in (32, 64, 128) if quick else (32, 64, 128, 256, 512, 1024, 2048, 4096):
+            yield _layer(dtype, n)
         for batch in (2, 32) if quick else (2, 8, 32, 128, 512, 2048):
             yield _batch_matmul(dtype, batch)
         for batch in (1, 4) if quick else (1, 4, 16, 64, 256):
@@ -88,6 +89,23 @@ def _repeated(
         return x
 
     return Kernel(family, dtype, size, fn, operands, float(flops), times, times)
+
+
+def _layer(dtype: str, width: int) -> Kernel:
+    """What a layer's training step multiplies: many rows by square weights, and the gradients of both. Squares
+    by squares would be faster, as they stay in caches."""
+    rows = _ROWS * width
+    dot = lambda x, y, left, right: lax.dot_general(x, y, (((left,), (right,)), ((), ())))
+
+    def fn(x: jax.Array, w: jax.Array) -> jax.Array:
+        for _ in range(2):
+            y = x @ w
+            w = dot(x, y, 0, 0) * (1 / (rows * width))
+            x = dot(y, w, 1, 1)
+        return x
+
+    operands: tuple[Operand, ...] = (((rows, width), 1.0), ((width, width), 1 / width))
+    return Kernel("matmul", dtype, width, fn, operands, 2.0 * rows * width**2, 6, 6)
 
 
 def _batch_matmul(dtype: str, batch: int) -> Kernel:

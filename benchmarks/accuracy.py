@@ -1,0 +1,290 @@
+"""Is the cost model right? Predicted against measured step times on this machine's cores.
+
+    python benchmarks/accuracy.py [--devices 2] [--keep DIR] [--batch 1 4] [--sizes even skewed] [--rounds 9]
+                                  [--json accuracy.json] [gpt resnet mixer lstm]
+
+A device is a process on a core of its own: XLA's host devices of one process share its threads, so that one works
+faster while another waits. They are profiled first, as `hapsynth profile` does, unless `--keep` has that already;
+nothing of a profile comes from these models. Two are of tests/zoo, two are new. `even`: planned for the devices as they
+are. `skewed`: every second device is described to the search as three times slower, which cuts what it cuts at about
+3:1; that program at these sizes is then costed with the devices as they are. All predictions are in the JSON file
+before anything is measured; rows are then measured in turn, in random order, on data that already lies on the devices.
+Whatever else runs on the machine is measured too, and stretches the waits between processes most: end it first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from math import exp, log
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh
+from models import Batch, Params, Target, cross_entropy, dense, dense_shapes, f32, i32, training_step
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
+
+from zoo import language, vision
+
+import hapsynth
+from hapsynth.example_data import random_arguments
+from hapsynth.instructions.program import Convert, FactorTable
+from hapsynth.profile.job import Job
+from hapsynth.profile.run import Options, profile
+from hapsynth.search.costs import CostModel
+from hapsynth.search.evaluate import instruction_costs, program_cost
+
+SLOWER = 3.0
+MEDIAN, WORST = 0.15, 0.30
+"""How far off predictions may be."""
+_WARM_UP = 2
+
+
+def gpt(batch: int) -> Any:
+    """The zoo's, wide and long enough that a step takes tens of milliseconds."""
+    language.VOCAB, language.LENGTH, language.WIDTH = 512, 64, 128
+    return larger(language.gpt(), batch)
+
+
+def resnet(batch: int) -> Any:
+    return larger(vision.resnet(), 16 * batch)
+
+
+def larger(model: Any, factor: int) -> Any:
+    """A model with `factor` times the batch: of all arguments but the state."""
+    fn, (state, *rest) = model
+    grown = [x if not x.shape else jax.ShapeDtypeStruct((factor * x.shape[0], *x.shape[1:]), x.dtype) for x in rest]
+    return fn, (state, *grown)
+
+
+def mixer(batch: int) -> Target:
+    """Classifies sequences of 64 patches: perceptrons over positions and over channels in turn."""
+    rows, patches, width, classes, layers = 32 * batch, 64, 192, 100, 3
+    params: Params = {"head": dense_shapes(width, classes, bias=(classes,))}
+    for i in range(layers):
+        for name, n in (("tokens", patches), ("channels", width)):
+            params[f"{name}{i}"] = {
+                "up": dense_shapes(n, 4 * n, bias=(4 * n,)),
+                "down": dense_shapes(4 * n, n, bias=(n,)),
+                "scale": f32(width),
+            }
+
+    def mixed(p: Params, x: jax.Array) -> jax.Array:
+        return dense(p["down"], "npf,fc->npc", jax.nn.gelu(dense(p["up"], "npc,cf->npf", x)))
+
+    def normal(p: Params, x: jax.Array) -> jax.Array:
+        return x * lax.rsqrt((x * x).mean(axis=-1, keepdims=True) + 1e-6) * p["scale"]
+
+    def loss_fn(params: Params, batch: Batch) -> jax.Array:
+        x = batch["x"]
+        for i in range(layers):
+            tokens, channels = params[f"tokens{i}"], params[f"channels{i}"]
+            x = x + jnp.swapaxes(mixed(tokens, jnp.swapaxes(normal(tokens, x), 1, 2)), 1, 2)
+            x = x + mixed(channels, normal(channels, x))
+        return cross_entropy(dense(params["head"], "nc,ck->nk", x.mean(axis=1)), batch["y"]).mean()
+
+    return training_step(loss_fn, params, {"x": f32(rows, patches, width), "y": i32(rows)})
+
+
+def lstm(batch: int) -> Target:
+    """Classifies sequences of 32 vectors by the last state of an LSTM."""
+    rows, steps, width, classes = 48 * batch, 32, 192, 20
+    params: Params = {
+        "input": dense_shapes(width, 4 * width, bias=(4 * width,)),
+        "hidden": dense_shapes(width, 4 * width),
+        "head": dense_shapes(width, classes, bias=(classes,)),
+    }
+
+    def loss_fn(params: Params, batch: Batch) -> jax.Array:
+        def cell(held: tuple[jax.Array, jax.Array], x: jax.Array) -> tuple[tuple[jax.Array, jax.Array], None]:
+            h, c = held
+            gates = dense(params["input"], "nd,de->ne", x) + dense(params["hidden"], "nd,de->ne", h)
+            i, f, g, o = jnp.split(gates, 4, axis=-1)
+            c = jax.nn.sigmoid(f) * c + jax.nn.sigmoid(i) * jnp.tanh(g)
+            return (jax.nn.sigmoid(o) * jnp.tanh(c), c), None
+
+        empty = jnp.zeros((rows, width), jnp.float32)
+        (h, _), _ = lax.scan(cell, (empty, empty), jnp.swapaxes(batch["x"], 0, 1))
+        return cross_entropy(dense(params["head"], "nd,dk->nk", h), batch["y"]).mean()
+
+    return training_step(loss_fn, params, {"x": f32(rows, steps, width), "y": i32(rows)})
+
+
+MODELS: dict[str, Callable[[int], Any]] = {"gpt": gpt, "resnet": resnet, "mixer": mixer, "lstm": lstm}
+
+
+@dataclass
+class Row:
+    """One model, batch and kind of sizes: what is said of it, and its plan."""
+
+    said: dict[str, Any]
+    plan: hapsynth.Plan
+
+    def stepper(self) -> Callable[[], None]:
+        """Runs a step on the state that the last one left, and waits for it."""
+        state, *rest = self.plan.shard(*random_arguments(self.plan.traced)[0])
+        held = [state]
+
+        def step() -> None:
+            held[0], *others = self.plan(held[0], *rest)
+            jax.block_until_ready((held[0], others))
+
+        return step
+
+
+def predicted(name: str, batch: int, sizes: str, cluster: hapsynth.Cluster, mesh: Mesh, keep: str | None) -> Row:
+    fn, args = MODELS[name](batch)
+    described = cluster
+    if sizes == "skewed":
+        slow = [k if i % 2 == 0 else k.faster(1 / SLOWER, f"slow {k.name}") for i, k in enumerate(cluster.devices)]
+        described = replace(cluster, devices=tuple(slow))
+    kept = keep and Path(keep) / f"{name}-{batch}x-{sizes}.json"
+    if kept and kept.exists():
+        plan = hapsynth.load(kept, fn, args, mesh)
+    else:
+        plan = hapsynth.synthesize(fn, args, mesh, cluster=described, leave_out=False)
+        if kept and jax.process_index() == 0:
+            plan.save(kept)
+    graph = plan.traced.graph
+    costs = CostModel(graph, cluster, FactorTable(graph))
+    where: Counter[str] = Counter()
+    for cost in instruction_costs(plan.program, plan.sizes, costs):
+        i = cost.instruction
+        where[i.step if isinstance(i, Convert) else graph.ops[i.op].name] += cost.seconds
+    said = {
+        "model": name,
+        "batch": batch,
+        "sizes": sizes,
+        "ratio": Counter(plan.ratios.values()).most_common(1)[0][0] if plan.ratios else (),
+        "predicted": program_cost(plan.program, plan.sizes, costs),
+        "where": dict(where.most_common()),
+    }
+    return Row(said, plan)
+
+
+def measured(rows: list[Row], rounds: int, job: Job, seed: int = 0) -> None:
+    """Adds the median and the quartiles of `rounds` calls to each row: seconds until the last process had its
+    results."""
+    steps = [row.stepper() for row in rows]
+    order = random.Random(seed)
+    times = np.zeros((len(rows), _WARM_UP + rounds))
+    for r in range(_WARM_UP + rounds):
+        for i in order.sample(range(len(rows)), len(rows)):
+            # All begin together.
+            job.agree(True)
+            began = time.perf_counter()
+            steps[i]()
+            times[i, r] = time.perf_counter() - began
+    longest = job.gather(times.reshape(1, -1)).max(axis=0).reshape(times.shape)
+    for row, of_row in zip(rows, longest[:, _WARM_UP:], strict=True):
+        low, middle, high = np.quantile(of_row, [0.25, 0.5, 0.75]).tolist()
+        row.said |= {"measured": middle, "quartiles": [low, high], "off": log(row.said["predicted"] / middle)}
+
+
+def report(rows: list[dict[str, Any]]) -> None:
+    print(
+        f"{'model':<8}{'batch':>6} {'sizes':<8}{'ratio':<14}{'predicted':>12}{'measured':>12}{'quartiles':>20}  ratio"
+    )
+    for row in rows:
+        ratio = ":".join(f"{r:.2f}" for r in row["ratio"])
+        low, high = (f"{q * 1e3:.1f}" for q in row["quartiles"])
+        print(
+            f"{row['model']:<8}{row['batch']:>5}x {row['sizes']:<8}{ratio:<14}{row['predicted'] * 1e3:>9.2f} ms"
+            f"{row['measured'] * 1e3:>9.2f} ms{f'{low} .. {high}':>20}  {exp(row['off']):.3f}"
+        )
+    off = [abs(row["off"]) for row in rows]
+    median, worst = statistics.median(off), max(off)
+    print(f"off by a factor of {exp(median):.3f} in the median (aim {1 + MEDIAN:.2f}), {exp(worst):.3f} at worst")
+    print(f"(aim {1 + WORST:.2f}); {sum(x <= log(1 + WORST) for x in off)} of {len(off)} rows within {WORST:.0%}")
+
+
+def start(devices: int) -> int:
+    """Runs this script in a process on each of `devices` cores; the worst exit code."""
+    cores = sorted(os.sched_getaffinity(0))
+    if devices > len(cores):
+        raise SystemExit(f"--devices {devices}: this machine has {len(cores)} cores, and each device needs one")
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        address = f"localhost:{probe.getsockname()[1]}"
+    # Memory that is given back to the system at every step is slow at its first touch; GPUs' allocators keep it.
+    env = {**os.environ, "MALLOC_MMAP_THRESHOLD_": str(1 << 40), "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}
+    processes: list[subprocess.Popen[bytes]] = []
+    for i, core in enumerate(cores[:devices]):
+        os.sched_setaffinity(0, {core})
+        processes.append(subprocess.Popen([sys.executable, *sys.argv, "--join", address, str(i)], env=env))
+    os.sched_setaffinity(0, cores)
+    return max(p.wait() for p in processes)
+
+
+def run(options: argparse.Namespace, job: Job) -> None:
+    """What every process does; the first one tells."""
+    tell = lambda text: print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True) if job.first else None
+    file = Path(options.keep) / "cluster.toml" if options.keep else None
+    job.agree(True)
+    if file and file.exists():
+        cluster = hapsynth.Cluster.load(file)
+    else:
+        cluster = profile(job, Options(), None, force=True, tell=tell, note=print if job.first else tell)
+        job.agree(True)
+        if file and job.first:
+            cluster.save(file)
+    mesh = Mesh(np.array(job.devices), ("hap",))
+    rows: list[Row] = []
+    for name in options.models:
+        for batch in options.batch:
+            for sizes in options.sizes:
+                tell(f"planning {name} {batch}x {sizes}")
+                rows.append(predicted(name, batch, sizes, cluster, mesh, options.keep))
+
+    def write() -> None:
+        if job.first:
+            text = json.dumps([row.said for row in rows], indent=1) + "\n"
+            Path(options.json).write_text(text, encoding="utf-8")
+
+    write()
+    tell("measuring")
+    measured(rows, options.rounds, job)
+    tell("")
+    write()
+    if job.first:
+        report([row.said for row in rows])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--devices", type=int, default=2)
+    parser.add_argument("--keep", metavar="DIR", help="where the profile and the plans are kept, and taken from")
+    parser.add_argument("--batch", type=int, nargs="*", default=[1, 4])
+    parser.add_argument("--sizes", nargs="*", choices=("even", "skewed"), default=["even", "skewed"])
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--json", metavar="OUT", default="accuracy.json")
+    parser.add_argument("--join", nargs=2, metavar=("ADDRESS", "I"), help="which of the processes this is")
+    parser.add_argument("models", nargs="*", default=list(MODELS), help=", ".join(MODELS))
+    options = parser.parse_args()
+    if unknown := set(options.models) - set(MODELS):
+        parser.error(f"no model {', '.join(sorted(unknown))}; use {', '.join(MODELS)}")
+    if options.join is None:
+        raise SystemExit(start(options.devices))
+    address, i = options.join
+    jax.config.update("jax_platforms", "cpu")
+    jax.distributed.initialize(address, options.devices, int(i))
+    run(options, Job())
+
+
+if __name__ == "__main__":
+    main()
