@@ -19,6 +19,7 @@ import json
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -69,14 +70,19 @@ def one(row: dict[str, Any], budget: float | None) -> dict[str, Any]:
     row |= {"ops": len(graph.ops), "devices": where.n, "status": "infeasible"}
     if plan is None:
         return row
-    own = own_weights(known.costs, plan.sizes)
-    weights = {"even": np.ones(where.n), "speed": proportional(known.costs.rate("float32")), "own": own}
-    sizer = Sizer(plan.program, plan.sizes.classes, planner.costs)
-    at = {name: program_cost(plan.program, sizer.fixed(w), planner.costs) for name, w in weights.items()}
+    # The plan may leave devices out.
+    if plan.used.n < where.n:
+        planner = Planner(graph, plan.used)
+    costs = planner.costs
+    weights = {"even": np.ones(costs.n), "speed": proportional(costs.rate("float32"))}
+    weights["own"] = own_weights(costs, plan.sizes)
+    sizer = Sizer(plan.program, plan.sizes.classes, costs)
+    at = {name: program_cost(plan.program, sizer.fixed(w), costs) for name, w in weights.items()}
     even = min(at["even"], *(b.cost_s for name, b in systems.items() if name != "hap" and not name.endswith("_speed")))
     one_ratio = min(even, *at.values(), systems["data_parallel_speed"].cost_s, systems["hap"].cost_s)
     fitting = {name: b.cost_s for name, b in systems.items() if b.fits}
-    found = strategy(known, plan.program, plan.sizes)
+    found = strategy(Baselines(graph, planner.table, costs, planner.limit), plan.program, plan.sizes)
+    idle = [where.devices[d].name for d in range(where.n) if d not in plan.devices]
     return {
         **row,
         "status": plan.result.status,
@@ -88,8 +94,8 @@ def one(row: dict[str, Any], budget: float | None) -> dict[str, Any]:
         "worse_than": [name for name, cost in fitting.items() if plan.cost > cost * (1 + 1e-9)],
         "one_ratio": one_ratio / plan.cost,
         "even": even / plan.cost,
-        "strategy": str(found),
-        "left_out": list(found.without),
+        "strategy": "; ".join([str(found), *(f"{n} {name} left out" for name, n in Counter(idle).items())]),
+        "left_out": sorted({*idle, *found.without}),
     }
 
 
