@@ -14,7 +14,7 @@ def interleaved(steps: Mapping[str, Callable[[], Any]], rounds: int, warmup: int
     """Seconds of each call, `rounds` per name, after `warmup` uncounted ones; every call is waited for."""
     times: dict[str, list[float]] = {name: [] for name in steps}
     for r in range(warmup + rounds):
-        order = list(steps) if r % 2 else list(reversed(steps))
+        order = list(steps)[:: 1 if r % 2 else -1]
         for name in order:
             began = time.perf_counter()
             jax.block_until_ready(steps[name]())

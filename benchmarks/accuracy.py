@@ -23,7 +23,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from math import exp, log
@@ -162,7 +162,7 @@ def predicted(name: str, batch: int, sizes: str, cluster: hapsynth.Cluster, mesh
             plan.save(kept)
     graph = plan.traced.graph
     costs = CostModel(graph, cluster, FactorTable(graph))
-    where: Counter[str] = Counter()
+    where: defaultdict[str, float] = defaultdict(float)
     for cost in instruction_costs(plan.program, plan.sizes, costs):
         i = cost.instruction
         where[i.step if isinstance(i, Convert) else graph.ops[i.op].name] += cost.seconds
@@ -172,7 +172,7 @@ def predicted(name: str, batch: int, sizes: str, cluster: hapsynth.Cluster, mesh
         "sizes": sizes,
         "ratio": Counter(plan.ratios.values()).most_common(1)[0][0] if plan.ratios else (),
         "predicted": program_cost(plan.program, plan.sizes, costs),
-        "where": dict(where.most_common()),
+        "where": dict(sorted(where.items(), key=lambda item: -item[1])),
     }
     return Row(said, plan)
 

@@ -10,7 +10,10 @@ from __future__ import annotations
 import argparse
 import importlib
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import jax
 
@@ -24,7 +27,7 @@ import hapsynth  # noqa: E402
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 
 
-def arguments(example):
+def arguments(example: ModuleType) -> tuple[Any, Any]:
     """Real arguments of an example: (state, batch)."""
     return example.init(jax.random.key(0)), example.make_batch(jax.random.key(1))
 
@@ -32,10 +35,10 @@ def arguments(example):
 class Stepper:
     """Feeds a step its own state, as a training loop does."""
 
-    def __init__(self, call, state, batch):
+    def __init__(self, call: Callable[[Any, Any], tuple[Any, Any]], state: Any, batch: Any) -> None:
         self.call, self.state, self.batch = call, state, batch
 
-    def __call__(self):
+    def __call__(self) -> tuple[Any, Any]:
         self.state, loss = self.call(self.state, self.batch)
         return self.state, loss
 

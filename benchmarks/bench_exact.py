@@ -9,6 +9,7 @@ program without per-device shapes does: every device computes 48 units.
 from __future__ import annotations
 
 import argparse
+from typing import Any
 
 import jax
 
@@ -29,8 +30,8 @@ SHARES = (48, 8, 4, 4, 4, 4, 4, 4)
 ROWS = 32  # of the batch, per unit
 
 
-def step(params, batch):
-    def loss(p):
+def step(params: Any, batch: Any) -> tuple[Any, Any]:
+    def loss(p: Any) -> jax.Array:
         hidden = jax.nn.relu(batch["x"] @ p["in"])
         return jnp.mean((hidden @ p["out"] - batch["y"]) ** 2)
 

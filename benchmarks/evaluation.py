@@ -40,8 +40,10 @@ from hapsynth.trace import trace
 FOLDER = Path(__file__).resolve().parent.parent / "examples" / "clusters"
 MODEL_NAMES = ("vgg19", "vit_b", "bert", "bert_moe")
 CLUSTERS = ("paper64", "poplar_a", "poplar_b", "poplar_c", "lab4", "h200_a100")
-HEADS = ("model", "cluster", "step s", "GiB", "gap", "joint gap", "best baseline", "its s", "speedup", "over HAP")
-HEADS += ("one ratio", "even", "seconds", "strategy")
+HEADS = (
+    *("model", "cluster", "step s", "GiB", "gap", "joint gap", "best baseline", "its s", "speedup", "over HAP"),
+    *("one ratio", "even", "seconds", "strategy"),
+)
 
 
 def one(row: dict[str, Any], budget: float | None) -> dict[str, Any]:
@@ -62,12 +64,12 @@ def one(row: dict[str, Any], budget: float | None) -> dict[str, Any]:
     planner = Planner(graph, where)
     known = Baselines(graph, planner.table, planner.costs, planner.limit)
     systems = {**known.all(), "hap": Hap(known).baseline()}
-    row["systems"] = {
+    found: dict[str, dict[str, Any]] = {
         name: {"cost_s": b.cost_s, "memory_bytes": b.memory_bytes, "fits": b.fits, "found": b.program.collectives()}
         for name, b in systems.items()
     }
-    row["systems"]["hap"]["found"] = str(strategy(known, systems["hap"].program, systems["hap"].sizes))
-    row |= {"ops": len(graph.ops), "devices": where.n, "status": "infeasible"}
+    found["hap"]["found"] = str(strategy(known, systems["hap"].program, systems["hap"].sizes))
+    row |= {"systems": found, "ops": len(graph.ops), "devices": where.n, "status": "infeasible"}
     if plan is None:
         return row
     # The plan may leave devices out.
@@ -81,7 +83,7 @@ def one(row: dict[str, Any], budget: float | None) -> dict[str, Any]:
     even = min(at["even"], *(b.cost_s for name, b in systems.items() if name != "hap" and not name.endswith("_speed")))
     one_ratio = min(even, *at.values(), systems["data_parallel_speed"].cost_s, systems["hap"].cost_s)
     fitting = {name: b.cost_s for name, b in systems.items() if b.fits}
-    found = strategy(Baselines(graph, planner.table, costs, planner.limit), plan.program, plan.sizes)
+    said = strategy(Baselines(graph, planner.table, costs, planner.limit), plan.program, plan.sizes)
     idle = [where.devices[d].name for d in range(where.n) if d not in plan.devices]
     return {
         **row,
@@ -94,8 +96,8 @@ def one(row: dict[str, Any], budget: float | None) -> dict[str, Any]:
         "worse_than": [name for name, cost in fitting.items() if plan.cost > cost * (1 + 1e-9)],
         "one_ratio": one_ratio / plan.cost,
         "even": even / plan.cost,
-        "strategy": "; ".join([str(found), *(f"{n} {name} left out" for name, n in Counter(idle).items())]),
-        "left_out": sorted({*idle, *found.without}),
+        "strategy": "; ".join([str(said), *(f"{n} {name} left out" for name, n in Counter(idle).items())]),
+        "left_out": sorted({*idle, *said.without}),
     }
 
 

@@ -47,8 +47,25 @@ EVEN64 = {
 }
 GRID = (("host", 8), ("gpu", 8))
 CLUSTERS = ("mixed8", "paper64", "paper64_8x8", "even64_8x8")
-HEADS = {"": -30, "ops": 7, "trace": 7, "build": 7, "bound": 7, "search": 7, "ratio": 7, "total": 7, "cpu": 7}
-HEADS |= {"nodes": 8, "gap": 9, "joint": 9, "peak GiB": 9, "RSS GiB": 8, "milp": 10, "milp s": 7, "  status": -20}
+HEADS = {
+    "": -30,
+    "ops": 7,
+    "trace": 7,
+    "build": 7,
+    "bound": 7,
+    "search": 7,
+    "ratio": 7,
+    "total": 7,
+    "cpu": 7,
+    "nodes": 8,
+    "gap": 9,
+    "joint": 9,
+    "peak GiB": 9,
+    "RSS GiB": 8,
+    "milp": 10,
+    "milp s": 7,
+    "  status": -20,
+}
 
 
 def cluster(name: str) -> hapsynth.Cluster:
