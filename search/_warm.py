@@ -39,10 +39,10 @@ def recall(messages: Messages, network: Network, sizes: list[int]) -> None:
 
 def _filled(network: Network, i: int, j: int, message: Floats, other: Floats) -> Floats:
     """A state without a message takes the one at which its least cost over the link is 0."""
-    lost = np.isnan(message)
+    lost = ~np.isfinite(message)
     if not lost.any():
         return message
     own, table, others = network.seen_from(i, j)
-    known = ~np.isnan(other)
+    known = np.isfinite(other)
     least = (table + least_by_group(others[known], other[known], table.shape[1])).min(axis=1)
     return np.where(lost, np.where(np.isfinite(least), -least, 0.0)[own], message)
