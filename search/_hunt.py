@@ -10,6 +10,7 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cache, partial
 from typing import Literal
 
 import numpy as np
@@ -22,6 +23,7 @@ from hapsynth.search._pairwise import Floats, Ints, Problem, Progress, Solution
 from hapsynth.search._reduce import Network
 from hapsynth.search._space import Found, Space, build_space, space_bytes
 from hapsynth.search._trws import Dual
+from hapsynth.search._warm import Messages, recall, remember
 
 _WORTHWHILE = 0.1  # of the gap: a round that closes so much is followed by another like it
 _STALLED = 5e-4  # relative rise of the bound in ten sweeps
@@ -55,6 +57,7 @@ class Run:
     progress: Callable[[Progress], None] | None
     max_nodes: int
     memory_bytes: int
+    messages: Messages
     began: float = field(default_factory=time.monotonic)
     expanded: int = 0
     sweeps: int = 0
@@ -161,6 +164,8 @@ class Hunt:
         level = 0
         nested = thin > 0
         thin = thin or _THIN
+        recalled = self.main is not None
+        sizes = [row.size for row in self.run.problem.unary]
         while level < len(searches):
             network.reduce()
             if network.infeasible:
@@ -172,17 +177,22 @@ class Hunt:
                 # With nothing left the multipliers charge nothing: the limits were kept by the reductions.
                 self.proved(network.offset)
                 return
+            if not recalled:
+                recall(self.run.messages, network, sizes)
+                recalled = True
             dual = _dual(network, multipliers)
             before, size, cost = self.lower_bound, network.size(), self.cost
-            order = buckets(network)
+            order = cache(partial(buckets, network))
             reached = self._climb(network, dual, 60 if nested else 300, order)
+            dual.store()
+            if self.main is None:
+                remember(self.run.messages, network, sizes)
             if reached == "proof" or self.run.late():
                 return
-            dual.store()
             if reached == "states to drop":
                 self._prune(network, dual)
                 continue
-            eliminated = self._likely(network, dual, multipliers, order)
+            eliminated = self._likely(network, dual, multipliers, order())
             if eliminated and self.proved(-np.inf):
                 return
             if not nested and not (eliminated and self.best is not None) and thin <= _THICKEST:
@@ -231,7 +241,7 @@ class Hunt:
                 return True
         return False
 
-    def _climb(self, network: Network, dual: Dual, most: int, order: Buckets) -> _Reached:
+    def _climb(self, network: Network, dual: Dual, most: int, order: Callable[[], Buckets]) -> _Reached:
         """Sweeps until the bound meets the incumbent or has nearly stopped rising, or there is something better to do.
 
         A loose bound costs the searches more than sweeps cost, the more so the more variables there are. Where there
@@ -256,7 +266,7 @@ class Hunt:
             if proved or self.run.late() or dual.sweeps >= min(max(30, len(dual.nodes)), most):
                 return "proof" if proved else "end"
             if dual.sweeps % (2 * _SWEEPS) == 0:
-                if order.cells(_counts(dual.floors(), self.threshold())) <= self._room:
+                if order().cells(_counts(dual.floors(), self.threshold())) <= self._room:
                     return "end"
                 if dual.theta.size > _DROPPABLE and np.mean(dual.floor >= self.threshold()) > 1 - _SHRUNK:
                     return "states to drop"

@@ -129,7 +129,7 @@ def padded_limits(problem: Problem) -> Floats:
 def validate(problem: Problem) -> None:
     """Raises ValueError that names the variable, edge or resource at fault, its shape and what was expected."""
     sizes = [_validated_size(i, row) for i, row in enumerate(problem.unary)]
-    everything = np.concatenate([np.zeros(0), *problem.unary])
+    everything = np.concatenate([np.zeros(0), *{id(row): row for row in problem.unary}.values()])
     if np.isnan(everything).any() or np.isneginf(everything).any():
         wrong = next(i for i, row in enumerate(problem.unary) if np.isnan(row).any() or np.isneginf(row).any())
         raise ValueError(f"variable {wrong}: unary holds nan or -inf; expected numbers or inf")
@@ -146,8 +146,10 @@ def validate(problem: Problem) -> None:
             k = next(k for k, table in some if not (table >= 0).all())
             name = f"edge {k} ({problem.edges[k].u}, {problem.edges[k].v})"
             raise ValueError(f"{name}: table holds nan or a negative cost; expected costs >= 0 or inf")
-    for at in range(0, len(problem.edges), _BATCH):
-        _validate_groups(problem.edges[at : at + _BATCH], at)
+    apart = {(id(e.gu), id(e.gv), e.table.shape): k for k, e in reversed(list(enumerate(problem.edges)))}
+    firsts = sorted(apart.values())
+    for at in range(0, len(firsts), _BATCH):
+        _validate_groups(problem, firsts[at : at + _BATCH])
     for resource in problem.resources:
         name = f"resource {resource.name!r}"
         if np.isnan(resource.limit):
@@ -190,8 +192,9 @@ def _validate_edge(k: int, edge: Edge, sizes: list[int]) -> None:
             raise ValueError(f"{name()}: {side} is {groups.dtype}; expected integers")
 
 
-def _validate_groups(edges: Sequence[Edge], first: int) -> None:
+def _validate_groups(problem: Problem, numbers: Sequence[int]) -> None:
     """Many edges at a time: the groups of each end must lie in 0..count - 1."""
+    edges = [problem.edges[k] for k in numbers]
     for axis, side in enumerate(("gu", "gv")):
         groups = [edge.gv if axis else edge.gu for edge in edges]
         counts = [edge.table.shape[axis] for edge in edges]
@@ -201,5 +204,5 @@ def _validate_groups(edges: Sequence[Edge], first: int) -> None:
         wrong = np.flatnonzero((least < 0) | (most >= counts))
         if wrong.size:
             k = int(wrong[0])
-            name = f"edge {first + k} ({edges[k].u}, {edges[k].v})"
+            name = f"edge {numbers[k]} ({edges[k].u}, {edges[k].v})"
             raise ValueError(f"{name}: {side} holds groups {least[k]}..{most[k]}; the table has {counts[k]} of them")

@@ -14,6 +14,7 @@ from hapsynth.search._hunt import Hunt, Run
 from hapsynth.search._pairwise import Floats, Ints, Problem, Progress, Solution, padded_limits, validate
 from hapsynth.search._prices import priced
 from hapsynth.search._reduce import Network
+from hapsynth.search._warm import Messages
 
 Assignment = npt.NDArray[np.integer] | Sequence[int]
 
@@ -30,6 +31,7 @@ def solve(
     progress: Callable[[Progress], None] | None = None,
     max_nodes: int = 500_000,
     memory_bytes: int = 2**31,
+    messages: Messages | None = None,
 ) -> Solution:
     """The cheapest assignment within the resources' limits, with a proof or, out of time or nodes, a gap.
 
@@ -40,10 +42,14 @@ def solve(
     max_nodes: how many search nodes to expand in all.
     memory_bytes: about what tables and search nodes may take in all; where that is too little the best so far is
     returned with its gap. Ctrl-C returns it too; KeyboardInterrupt is raised if there is none.
+    messages: what the dual of a problem with the same variables and states came to, to begin from; replaced by what
+    this one's comes to. None: from nothing.
     Raises ValueError for a malformed problem or start. Deterministic, unless the time budget ends it.
     """
     validate(problem)
-    run = Run(problem, max(tolerance, _LEAST_TOLERANCE), enough, time_budget_s, progress, max_nodes, memory_bytes)
+    messages = {} if messages is None else messages
+    tolerance = max(tolerance, _LEAST_TOLERANCE)
+    run = Run(problem, tolerance, enough, time_budget_s, progress, max_nodes, memory_bytes, messages)
     hunt = Hunt(run, problem.cost, run.tolerance)
     try:
         _run(hunt, list(_starts(problem, start)))

@@ -20,6 +20,10 @@ _POINTS = 3
 """How many ops a round limits memory at."""
 
 
+SAME = 1e-6
+"""Other sizes have to gain more than this, relative, as what is known of those assumed has to be proved anew."""
+
+
 @dataclass(frozen=True, eq=False)
 class Candidate:
     """A program with its sizes, and the choices that made it."""
@@ -68,7 +72,7 @@ class Maker:
         needed = sizer.memory.peak(assumed) if assumed is not None else 0.0
         over = assumed if needed > self.limit else None
         if assumed is not None and over is None:
-            better = sizer.variable_cost(assumed) <= sizer.variable_cost(sizes) * (1 + 1e-12)
+            better = sizer.variable_cost(assumed) <= sizer.variable_cost(sizes) * (1 + SAME)
             if better or memory > self.limit:
                 sizes, memory = assumed, needed
         cost = program_cost(program, sizes, self.costs)

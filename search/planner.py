@@ -23,7 +23,6 @@ from hapsynth.search.collecting import seldom
 from hapsynth.search.costs import Floats
 from hapsynth.search.finder import WIDE_TOLERANCE, Finder
 from hapsynth.search.formulate import Formulator
-from hapsynth.search.problem import Ints
 from hapsynth.search.ratios import NOTHING, Evenly, Ratios
 from hapsynth.search.result import SETTLED as _SETTLED
 from hapsynth.search.result import Result, proven
@@ -151,7 +150,7 @@ class Planner(Finder):
         """Search and sizes in turn from one start, until the cost stops falling. What the `last` start comes to is
         likely what has to be certified."""
         ratios = self._ratios(weights, evenly)
-        choices: Ints | None = None
+        choices = self._best.choices if self._best else None
         reached = np.inf
         # A start that begins above the best of the others is given up at once.
         bar = min(self.cost, self._bar)

@@ -5,5 +5,6 @@ The types are in `_pairwise.py`, the pipeline in `_solve.py`.
 
 from hapsynth.search._pairwise import Edge, Ints, Problem, Progress, Resource, Solution, validate
 from hapsynth.search._solve import solve
+from hapsynth.search._warm import Messages
 
-__all__ = ["Edge", "Ints", "Problem", "Progress", "Resource", "Solution", "solve", "validate"]
+__all__ = ["Edge", "Ints", "Messages", "Problem", "Progress", "Resource", "Solution", "solve", "validate"]

@@ -23,7 +23,7 @@ from hapsynth.search._reduce import Network
 from hapsynth.search._space import build_space
 from hapsynth.search._tables import NONE, Tables
 from hapsynth.search._trws import Dual, stretches
-from hapsynth.search.problem import Edge, Problem, Progress, Solution, solve
+from hapsynth.search.problem import Edge, Messages, Problem, Progress, Solution, solve
 
 INF = np.inf
 SEEDS = range(36)
@@ -364,6 +364,37 @@ def test_a_training_like_graph_of_600_variables_is_solved_to_optimality():
     assert (again.cost, again.lower_bound, again.expanded, again.sweeps) == (
         solution.cost, solution.lower_bound, solution.expanded, solution.sweeps,
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("resources", [0, 1])
+def test_from_whatever_messages_it_begins_the_optimum_is_the_same(resources: int, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(_reduce, "_TABLE_LIMIT", 4)
+    taken = 0
+    for seed in SEEDS:
+        problem = knotted_problem(seed, resources)
+        draw = np.random.default_rng(seed)
+        sizes = [row.size for row in problem.unary]
+        messages: Messages = {}
+        for i, j in itertools.permutations(range(len(sizes)), 2):
+            drawn = draw.normal(scale=5.0, size=sizes[i] + (draw.random() < 0.1))
+            messages[i, j] = np.where(draw.random(drawn.size) < 0.3, np.nan, drawn)
+        before = dict(messages)
+        assert_solved(problem, solve(problem, tolerance=1e-9, messages=messages), brute_force(problem))
+        taken += any(messages[key] is not before[key] for key in before)
+    assert taken > 12
+
+
+def test_a_search_that_begins_from_a_similar_ones_messages_needs_fewer_sweeps():
+    problem = TrainingLike(layers=60).problem()
+    messages: Messages = {}
+    solve(problem, messages=messages)
+    assert messages
+    draw = np.random.default_rng(0)
+    similar = replace(problem, unary=tuple(row * draw.uniform(0.99, 1.01, row.size) for row in problem.unary))
+    cold, warm = solve(similar), solve(similar, messages=messages)
+    assert warm.status == "optimal"
+    assert warm.cost == pytest.approx(cold.cost, rel=2e-6)
+    assert warm.sweeps < cold.sweeps
 
 
 def test_out_of_nodes_it_returns_the_best_so_far_and_a_valid_bound():
