@@ -1,7 +1,8 @@
-"""The command line: `hapsynth search | run | compare | explain | profile`, the same as `python -m hapsynth`.
+"""The command line: `hapsynth search | run | compare | explain | profile | launch | preflight`.
 
-Exit status: 0 done; 1 nothing fits, or a check failed; 2 bad usage or input, with one line on standard error and
-nothing written; 130 interrupted before there was any plan. Ctrl-C later on ends the search with the best plan so far.
+The same as `python -m hapsynth`. Exit status: 0 done; 1 nothing fits, or a check failed; 2 bad usage or input, with one
+line on standard error and nothing written; 130 interrupted before there was any plan; that of `launch` is that of the
+process that failed first. Ctrl-C later on ends the search with the best plan so far.
 """
 
 from __future__ import annotations
@@ -24,6 +25,14 @@ from hapsynth.api import synthesize
 from hapsynth.cluster import Cluster, ClusterError
 from hapsynth.example_data import example_arguments
 from hapsynth.instructions.rules.notation import RuleError
+from hapsynth.jobs import JobError, PreflightError
+from hapsynth.jobs.command import (
+    add_launch_arguments,
+    add_preflight_arguments,
+    launch_command,
+    preflight_command,
+    whole_number,
+)
 from hapsynth.lower import UnsupportedError
 from hapsynth.plan import Plan, PlanError, load
 from hapsynth.profile.command import add_arguments, profile_command
@@ -41,6 +50,7 @@ from hapsynth.search.planner import InfeasibleError
 from hapsynth.trace import TraceError, trace
 
 DONE, FAILED, MISUSED, INTERRUPTED = 0, 1, 2, 130
+_MISUSES = (UsageError, JobError, ClusterError, PlanError, ProfileError, TraceError, RuleError, UnsupportedError)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -56,7 +66,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _COMMANDS[options.command](options, session)
     except InfeasibleError as error:
         return _fail(name, "infeasible", error, FAILED)
-    except (UsageError, ClusterError, PlanError, ProfileError, TraceError, RuleError, UnsupportedError) as error:
+    except PreflightError as error:
+        return _fail(name, "failed", error, FAILED)
+    except _MISUSES as error:
         return _fail(name, "error", error, MISUSED)
     except OSError as error:
         # Files report their own errors, so this is standard output: its reader has gone, as in `| head`, or it is full.
@@ -183,7 +195,25 @@ def _profile(options: argparse.Namespace, session: _Session) -> int:
     return DONE
 
 
-_COMMANDS = {"search": _search, "run": _run, "compare": _compare, "explain": _explain, "profile": _profile}
+def _launch(options: argparse.Namespace, session: _Session) -> int:
+    return launch_command(options)
+
+
+def _preflight(options: argparse.Namespace, session: _Session) -> int:
+    with activity() as tell:
+        preflight_command(options, session.out, tell)
+    return DONE
+
+
+_COMMANDS = {
+    "search": _search,
+    "run": _run,
+    "compare": _compare,
+    "explain": _explain,
+    "profile": _profile,
+    "launch": _launch,
+    "preflight": _preflight,
+}
 
 
 def _cluster(path: str) -> Cluster:
@@ -240,7 +270,7 @@ def _parser() -> argparse.ArgumentParser:
     run = commands.add_parser("run", help="run a plan and check it against the function on one device")
     _add_file(run)
     run.add_argument("--plan", metavar="PLAN.json", required=True, help="a plan that `search --plan` wrote")
-    run.add_argument("--steps", metavar="N", type=_count, default=1, help="steps to run and check (default 1)")
+    run.add_argument("--steps", metavar="N", type=whole_number, default=1, help="steps to run and check (default 1)")
     run.add_argument("--seed", metavar="N", type=int, default=0, help="of the random arguments (default 0)")
     run.add_argument("--json", metavar="OUT|-", nargs="?", const=STDOUT, help="write the errors and times as JSON")
 
@@ -254,9 +284,11 @@ def _parser() -> argparse.ArgumentParser:
     _add_file(explain)
     asked = explain.add_mutually_exclusive_group()
     asked.add_argument("--value", metavar="NAME", help="one value: an argument path such as [0]['w'], or v80")
-    asked.add_argument("--top", metavar="N", type=_count, default=5, help="how many of each to explain (default 5)")
+    asked.add_argument("--top", metavar="N", type=whole_number, default=5, help="how many of each (default 5)")
 
     add_arguments(commands.add_parser("profile", help="measure the devices of this job and write a cluster file"))
+    add_launch_arguments(commands.add_parser("launch", help="start the processes of a job, and end them together"))
+    add_preflight_arguments(commands.add_parser("preflight", help="check that the processes of a job fit together"))
     return parser
 
 
@@ -305,12 +337,6 @@ def _expectation(text: str) -> tuple[str, float | tuple[float, ...]]:
     if not line:
         raise argparse.ArgumentTypeError(f"{text!r} is not a source line and numbers, as in train.py:40=0.125")
     return line, (first, *rest) if rest else first
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
-    return int(text)
 
 
 def _seconds(text: str) -> float:

@@ -18,6 +18,7 @@ from hapsynth.example_data import random_arguments
 from hapsynth.instructions.layout import format_layout
 from hapsynth.instructions.program import Program
 from hapsynth.instructions.sizes import Sizes
+from hapsynth.jobs import before_call
 from hapsynth.lower import Lowered, host_array, lower, own_mesh, unsupported
 from hapsynth.plan_file import PlanError, read_plan, write_plan
 from hapsynth.search.result import Result
@@ -71,12 +72,14 @@ class Plan:
         a plain `jax.Array`, or a `ShardedArray` where the shards are unlike.
 
         Raises TypeError, ValueError or RuntimeError naming the argument's path before anything runs or is consumed,
-        UnsupportedError naming the op that the devices can't run.
+        UnsupportedError naming the op that the devices can't run, `hapsynth.jobs.JobError` where the processes of a job
+        do not find each other or do not fit together.
         An error from the run itself carries a note that names the state it consumed.
         """
         lowered = self.lowered
         leaves = self._arguments.flatten(args, kwargs)
         stored = self._arguments.place(lowered, leaves)
+        before_call(self, stored)
         try:
             made = lowered(stored)
         except Exception as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -54,6 +55,7 @@ class Lowered:
     outputs: tuple[Storage | None, ...]
     donated: tuple[bool, ...]
     traces: int = 0
+    compiled: Any = None
     table: FactorTable = field(init=False)
 
     def __post_init__(self) -> None:
@@ -62,7 +64,13 @@ class Lowered:
     def __call__(self, stored: Sequence[jax.Array]) -> list[jax.Array]:
         """Run on the stored inputs; the stored outputs. Arguments that are `donated` are consumed."""
         with jax.set_mesh(self.mesh):
-            return self.function(*stored, *self.placed_constants)
+            return (self.compiled or self.function)(*stored, *self.placed_constants)
+
+    def prepare(self) -> str:
+        """Compile now, not at the first call; a fingerprint of what must be the same in every process."""
+        lowered = self.lower()
+        self.compiled = lowered.compile()
+        return hashlib.sha256(lowered.as_text().encode()).hexdigest()[:16]
 
     def lower(self) -> Any:
         """JAX's `Lowered` of the function: `.as_text()`, `.compile()`."""

@@ -11,8 +11,8 @@ import jax
 from rich.console import Console
 
 from hapsynth.cluster import Cluster
+from hapsynth.jobs.command import add_job_arguments, join_job, whole_number
 from hapsynth.profile.job import Job
-from hapsynth.profile.judge import ProfileError
 from hapsynth.profile.run import Options, profile
 from hapsynth.profile.wires import Axes
 from hapsynth.report import trial
@@ -29,14 +29,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--mesh", metavar="SHAPE", type=_mesh, default=(), help="data=2,model=4 or 2x4 (default: one axis over all)"
     )
     parser.add_argument("--dtypes", metavar="A,B", type=_dtypes, default=(), help=f"of {', '.join(_DTYPES)}")
-    parser.add_argument("--devices", metavar="N", type=_number, help="of each process; so many CPU devices are made")
+    parser.add_argument(
+        "--devices", metavar="N", type=whole_number, help="of each process; so many CPU devices are made"
+    )
     parser.add_argument("--quick", action="store_true", help="fewer sizes and less time for each: a rough picture")
     parser.add_argument("--force", action="store_true", help="save figures that can't be relied on too")
-    parser.add_argument(
-        "--coordinator", metavar="HOST:PORT", help="of a job of many processes, where the first listens"
-    )
-    parser.add_argument("--processes", metavar="N", type=_number, help="how many processes the job has")
-    parser.add_argument("--process", metavar="I", type=int, help="which of them this is, from 0; 0 writes the file")
+    add_job_arguments(parser)
 
 
 def profile_command(
@@ -45,7 +43,7 @@ def profile_command(
     """Measure, write and report. Raises ProfileError, UsageError; KeyboardInterrupt says what was kept."""
     if options.devices is not None:
         trial.ask_for_host_devices(options.devices)
-    _join(options)
+    join_job(options)
     if options.devices is not None and jax.local_device_count() < options.devices:
         raise UsageError(f"--devices {options.devices}: this process has {plural(jax.local_device_count(), 'device')}")
     partial = Path(options.output + ".partial")
@@ -64,21 +62,6 @@ def profile_command(
         partial.unlink(missing_ok=True)
         if out is not None:
             _print(out, cluster, options.output)
-
-
-def _join(options: argparse.Namespace) -> None:
-    """The other processes of the job, where there are any."""
-    given = (options.coordinator, options.processes, options.process)
-    if given == (None, None, None):
-        return
-    if None in given:
-        raise UsageError("a job of many processes needs --coordinator, --processes and --process, all three")
-    if not 0 <= options.process < options.processes:
-        raise UsageError(f"--process {options.process}: of {options.processes} processes, give 0 to the last")
-    try:
-        jax.distributed.initialize(options.coordinator, options.processes, options.process)
-    except (RuntimeError, ValueError) as error:
-        raise ProfileError(f"the processes did not find each other at {options.coordinator}: {error}") from None
 
 
 def _print(out: Console, cluster: Cluster, name: str) -> None:
@@ -126,9 +109,3 @@ def _dtypes(text: str) -> tuple[str, ...]:
         if name == "float64" and not getattr(jax.config, "jax_enable_x64", False):
             raise argparse.ArgumentTypeError("float64 needs JAX_ENABLE_X64=1")
     return names
-
-
-def _number(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
-    return int(text)

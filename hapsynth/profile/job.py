@@ -9,7 +9,6 @@ import platform
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -18,6 +17,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from hapsynth._memory import allocatable
 from hapsynth.profile.kernels import Kernel
 from hapsynth.profile.sampling import Floats
 
@@ -122,7 +122,8 @@ class Job:
         """Bytes that each device can really allocate, -1 where that can't be told."""
         here = [self.machines[i] == platform.node() for i in range(self.n)]
         sharing = sum(h and d.platform == "cpu" for h, d in zip(here, self.devices, strict=True))
-        mine = [_memory_of(self.devices[i], sharing) for i in self.local]
+        most = {i: allocatable(self.devices[i]) for i in self.local}
+        mine = [m // sharing if self.devices[i].platform == "cpu" else m for i, m in most.items()]
         # In MiB: numbers cross between processes as float32.
         return [int(m) << 20 for m in self.gather(np.array([[m >> 20] for m in mine], np.float64))[:, 0]]
 
@@ -131,25 +132,3 @@ def _filled(mesh: Mesh, spec: PartitionSpec, shape: tuple[int, ...], value: floa
     """A `value`-filled array of `shape` on every device."""
     make = jax.jit(lambda: jnp.full((mesh.size, *shape), value, dtype), out_shardings=NamedSharding(mesh, spec))
     return jax.block_until_ready(make())
-
-
-def _memory_of(device: Any, sharing: int) -> int:
-    stats: Any = device.memory_stats() or {}
-    if "bytes_limit" in stats:
-        return int(stats["bytes_limit"])
-    if device.platform != "cpu":
-        return -1
-    limits = [int(t) for p in _CGROUPS if (t := _text(p)).isdecimal()]
-    available = [int(line.split()[1]) << 10 for line in _text("/proc/meminfo").splitlines() if "MemAvailable" in line]
-    pages = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")] if hasattr(os, "sysconf") else []
-    return min([*limits, *(available or pages)], default=-1) // sharing
-
-
-_CGROUPS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
-
-
-def _text(path: str) -> str:
-    try:
-        return Path(path).read_text(encoding="ascii").strip()
-    except OSError:
-        return ""

@@ -1,0 +1,78 @@
+"""Memory of a device: what it can give out in all, and what is free now."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+_ROOT = Path("/sys/fs/cgroup")
+
+
+def allocatable(device: Any) -> int:
+    """Bytes that a device can really give out, -1 where that can't be told; a CPU device's are its whole process's."""
+    stats: Any = device.memory_stats() or {}
+    if "bytes_limit" in stats:
+        return int(stats["bytes_limit"])
+    if device.platform != "cpu":
+        return -1
+    return min([*(limit for limit, _ in _limits()), *_of_machine()], default=-1)
+
+
+def free(device: Any) -> int:
+    """Bytes that a device can still give out, -1 where that can't be told; a CPU device's are its whole process's."""
+    stats: Any = device.memory_stats() or {}
+    if "bytes_limit" in stats:
+        return int(stats["bytes_limit"]) - int(stats.get("bytes_in_use", 0))
+    if device.platform != "cpu":
+        return -1
+    return min([*(max(0, limit - used) for limit, used in _limits()), *_of_machine()], default=-1)
+
+
+def free_on_machine() -> int:
+    """Bytes that all processes of this machine can still have, -1 where that can't be told."""
+    return min(_of_machine(), default=-1)
+
+
+def _of_machine() -> list[int]:
+    available = [int(line.split()[1]) << 10 for line in _text(Path("/proc/meminfo")) if "MemAvailable" in line]
+    pages = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")] if hasattr(os, "sysconf") else []
+    return available or pages
+
+
+def _limits() -> Iterator[tuple[int, int]]:
+    """(limit, bytes in use that can't be reclaimed) of this process's cgroups, v1 and v2, and of those above them."""
+    for line in _text(Path("/proc/self/cgroup")) or ["0::/", "0:memory:/"]:
+        number, controllers, path = line.split(":", 2)
+        if number == "0" and not controllers:
+            base, most, used, cache = _ROOT, "memory.max", "memory.current", "inactive_file"
+        elif "memory" in controllers.split(","):
+            base, most, used, cache = (
+                _ROOT / "memory",
+                "memory.limit_in_bytes",
+                "memory.usage_in_bytes",
+                "total_inactive_file",
+            )
+        else:
+            continue
+        group = base / path.strip("/")
+        for folder in (group, *group.parents):
+            if not folder.is_relative_to(base):
+                break
+            limit, now = _number(folder / most), _number(folder / used)
+            if limit is not None:
+                files = [int(line.split()[1]) for line in _text(folder / "memory.stat") if line.startswith(f"{cache} ")]
+                yield limit, (now or 0) - sum(files)
+
+
+def _number(file: Path) -> int | None:
+    text = " ".join(_text(file))
+    return int(text) if text.isdecimal() else None
+
+
+def _text(file: Path) -> list[str]:
+    try:
+        return file.read_text(encoding="ascii").splitlines()
+    except OSError:
+        return []

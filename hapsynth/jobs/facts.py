@@ -1,0 +1,179 @@
+"""What each process of a job says of itself, and what is wrong when that is put side by side."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Callable, Iterable, Sequence
+from importlib import metadata
+from typing import TYPE_CHECKING, Any
+
+import jax
+from jax.sharding import Mesh
+
+import hapsynth
+from hapsynth import _memory
+from hapsynth.plan_file import plan_to_dict
+from hapsynth.report.text import nbytes
+
+if TYPE_CHECKING:
+    from hapsynth.plan import Plan
+
+Facts = dict[str, Any]
+"""Of one process, as JSON holds them; `process` names it, `host` its machine."""
+
+_CACHE = (
+    "jax_enable_compilation_cache",
+    "jax_persistent_cache_min_compile_time_secs",
+    "jax_persistent_cache_min_entry_size_bytes",
+    "jax_persistent_cache_enable_xla_caches",
+)
+_AUTOTUNING = "--xla_gpu_shard_autotuning"
+# What the runs depend on; how long a plan took to find differs between processes that each found it.
+_OF_PLAN = ("function", "cluster", "devices", "program", "classes", "shares")
+
+
+def fingerprint(data: object) -> str:
+    """Of what JSON can hold."""
+    return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def plan_fingerprint(plan: Plan) -> str:
+    """Of all in a plan's file that says what runs."""
+    saved = plan_to_dict(plan.traced, plan.result, plan.cluster)
+    return fingerprint([saved[key] for key in _OF_PLAN])
+
+
+def software(process: str, host: str, mesh: Mesh) -> Facts:
+    """Versions, devices and settings of this process, for a job over `mesh`."""
+    # JAX names a folder of its cache only where the user did; folders may differ between machines.
+    cache = {name: getattr(jax.config, name, None) for name in _CACHE}
+    flags = re.findall(rf"{_AUTOTUNING}(?:=(\w+))?(?=\s|$)", os.environ.get("XLA_FLAGS", ""))
+    return {
+        "process": process,
+        "host": host,
+        "hapsynth": hapsynth.__version__,
+        "jax": jax.__version__,
+        "jaxlib": metadata.version("jaxlib"),
+        "mesh": [[d.process_index, d.id, d.device_kind] for d in mesh.devices.flat],
+        "platform": mesh.devices.flat[0].platform,
+        "kinds": sorted({d.device_kind for d in mesh.local_devices}),
+        "shards_autotuning": not flags or flags[-1].lower() not in ("false", "0"),
+        "cache": {**cache, "a folder": bool(getattr(jax.config, "jax_compilation_cache_dir", None))},
+    }
+
+
+def of_plan(plan: Plan, arguments: Iterable[jax.Array]) -> Facts:
+    """What a plan is, and the memory that it needs here beside what its arguments have already."""
+    assert plan.mesh is not None
+    held: dict[Any, int] = {}
+    for x in arguments:
+        for shard in x.addressable_shards:
+            held[shard.device] = held.get(shard.device, 0) + shard.data.nbytes
+    positions = dict(zip(plan.mesh.devices.flat, plan.devices))
+    local = plan.mesh.local_devices
+    needs = {d: max(0, int(plan.memory[positions[d]]) - held.get(d, 0)) for d in local}
+    if local[0].platform != "cpu":
+        rows, machine = [[str(d), needs[d], _memory.free(d)] for d in local], [0, -1]
+    else:
+        # CPU devices share their machine's memory.
+        needed = sum(needs.values())
+        rows, machine = [["its CPU", needed, _memory.free(local[0])]], [needed, _memory.free_on_machine()]
+    return {"plan": plan_fingerprint(plan), "memory": rows, "machine": machine}
+
+
+def problems(facts: Sequence[Facts]) -> list[str]:
+    """What is wrong in a job whose processes say `facts`: each names the processes and the way out."""
+    found: list[str] = []
+    for name, install in (("hapsynth", "hapsynth"), ("jax", "jax"), ("jaxlib", "jaxlib")):
+        found += _alike(facts, name, f"{name} {{}}", f"install the same {install} everywhere")
+    found += _alike(
+        facts,
+        "plan",
+        "plan {}",
+        "save the plan in one process, load that very file in all (hapsynth.load), and call plans in the same order",
+    )
+    found += _alike(
+        facts,
+        "mesh",
+        "a mesh of devices {}",
+        "make the mesh of the same devices in the same order everywhere, as jax.make_mesh does",
+        lambda mesh: ", ".join(f"{i}:{p}" for p, i, _ in mesh),
+    )
+    found += _alike(facts, "cache", "compilation cache settings {}", "give them all the same", _settings)
+    found += _alike(
+        facts,
+        "lowered",
+        "collectives {} in the lowered program",
+        "the same function, JAX configuration and XLA_FLAGS must be used everywhere",
+    )
+    return found + _of_kinds(facts) + _of_memory(facts)
+
+
+def _of_kinds(facts: Sequence[Facts]) -> list[str]:
+    found: list[str] = []
+    for f in facts:
+        if len(f.get("kinds", ())) > 1:
+            found.append(
+                f"{f['process']} holds devices of several kinds ({', '.join(f['kinds'])}): start one process for each "
+                "kind, and give each its own with CUDA_VISIBLE_DEVICES or JAX_LOCAL_DEVICE_IDS"
+            )
+    shards = [f["process"] for f in facts if f.get("shards_autotuning")]
+    kinds = {kind for f in facts for kind in f.get("kinds", ())}
+    if len(kinds) > 1 and shards and any(f["platform"] not in ("cpu", "tpu") for f in facts):
+        found.append(
+            f"the GPUs are of several kinds ({', '.join(sorted(kinds))}), and {_several(shards)} would share out the "
+            f"autotuning of kernels among them: add {_AUTOTUNING}=false to XLA_FLAGS"
+        )
+    return found
+
+
+def _of_memory(facts: Sequence[Facts]) -> list[str]:
+    way_out = "end what else runs there, or synthesize with a lower memory_limit"
+    found: list[str] = []
+    for f in facts:
+        for device, needed, free in f.get("memory", ()):
+            if 0 <= free < needed:
+                found.append(
+                    f"{f['process']}: the plan needs {nbytes(needed)} more on {device}, where {nbytes(free)} are free: "
+                    f"{way_out}"
+                )
+    hosts: dict[str, list[Facts]] = {}
+    for f in facts:
+        if f.get("machine", [0, -1])[1] >= 0:
+            hosts.setdefault(f["host"], []).append(f)
+    for host, there in hosts.items() if not found else ():
+        needed, free = sum(f["machine"][0] for f in there), max(f["machine"][1] for f in there)
+        if free < needed:
+            found.append(
+                f"{_several([f['process'] for f in there])} need {nbytes(needed)} more together, and {host} has "
+                f"{nbytes(free)} free: {way_out}"
+            )
+    return found
+
+
+def _settings(cache: dict[str, Any]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in cache.items())
+
+
+def _alike(facts: Sequence[Facts], key: str, what: str, way_out: str, text: Callable[[Any], str] = str) -> list[str]:
+    """A problem where the processes do not all say the same of `key`."""
+    groups: dict[str, list[str]] = {}
+    for f in facts:
+        if key in f:
+            groups.setdefault(json.dumps(f[key], sort_keys=True), []).append(f["process"])
+    if len(groups) < 2:
+        return []
+    said = [f"{_several(names)} {_verb(names)} {what.format(text(json.loads(v)))}" for v, names in groups.items()]
+    return [f"{', and '.join(said)}: {way_out}"]
+
+
+def _verb(names: Sequence[str]) -> str:
+    return "has" if len(names) == 1 else "have"
+
+
+def _several(names: Sequence[str], most: int = 4) -> str:
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more

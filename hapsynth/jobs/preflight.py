@@ -1,0 +1,172 @@
+"""What goes before the first call of a plan that runs on several processes, and what watches over them after it.
+
+The processes meet at the rendezvous, compare what they are and hold, compile, and meet again: gloo's first collective
+fails where one process comes to it 30 s after another. From then on a process that dies or stalls, or that ends while
+others still run, ends the job in all.
+"""
+
+from __future__ import annotations
+
+import atexit
+import itertools
+import os
+import socket
+import sys
+import threading
+import weakref
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING, NoReturn
+
+import jax
+from jax.sharding import Mesh
+
+from hapsynth.jobs._address import PREFLIGHT, JobError, Patience, find_address
+from hapsynth.jobs._client import Client
+from hapsynth.jobs._server import Server
+from hapsynth.jobs.facts import Facts, of_plan, problems, software
+
+if TYPE_CHECKING:
+    from hapsynth.plan import Plan
+
+ENDED = 1
+"""Exit status of a process that ends because its job is over."""
+_DRAIN_S = 2.0
+
+
+class PreflightError(JobError):
+    """The processes of a job do not fit together. All of them raise it, with the same text, before anything runs."""
+
+
+class _Job:
+    """This process's part in the job: one for as long as it lives."""
+
+    def __init__(self) -> None:
+        self.client: Client | None = None
+        self.server: Server | None = None
+        self.failed = False
+        self.checked: weakref.WeakSet[Plan] = weakref.WeakSet()
+        self.meetings = itertools.count()
+
+
+_job = _Job()
+
+
+def before_call(plan: Plan, arguments: Sequence[jax.Array]) -> None:
+    """Called by a plan before each run: checks its job before the first one. Does nothing within one process.
+
+    `arguments`: as they are stored. Raises PreflightError where the processes do not fit together, JobError where they
+    do not find each other; the process ends where another one died, stalls or never comes.
+    """
+    if plan.mesh is None or not plan.mesh.is_multi_process or not _wanted():
+        return
+    client = _joined()
+    if plan not in _job.checked:
+        preflight(plan.mesh, plan, arguments)
+        _job.checked.add(plan)
+    client.calls += 1
+
+
+def connect(address: str | None = None) -> None:
+    """Join the processes of this job now; otherwise the first call of a plan does.
+
+    All processes that run a plan, and process 0, which serves the rendezvous, must come. `address`: HOST:PORT on
+    process 0's host; by default as HAPSYNTH_RENDEZVOUS says, or JAX_COORDINATOR_ADDRESS with the next port.
+    Raises JobError where they do not find each other.
+    """
+    if _job.client is not None:
+        return
+    try:
+        where, patience = find_address(address), Patience.of()
+        if jax.process_index() == 0 and _job.server is None:
+            _job.server = Server(where, jax.process_count(), patience)
+        _job.client = Client(where, jax.process_index(), jax.process_count(), patience, _end, _say)
+    except JobError:
+        _job.failed = True
+        raise
+
+
+def preflight(mesh: Mesh, plan: Plan | None = None, arguments: Iterable[jax.Array] = ()) -> list[Facts]:
+    """Compare the processes that hold the devices of `mesh`; with a plan compile it, so that all run it at once.
+
+    Returns what each process says of itself, in the order of their numbers. Raises as `before_call` does.
+    """
+    client = _joined()
+    ranks = sorted({d.process_index for d in mesh.devices.flat})
+    said = software(str(client), client.host, mesh)
+    if plan is not None:
+        said |= of_plan(plan, arguments)
+    found = _meet(client, said, ranks)
+    if plan is None:
+        return found
+    client.doing = "compiling"
+    try:
+        said["lowered"] = plan.lowered.prepare()
+    except Exception as error:
+        client.leave(f"{type(error).__name__} in compiling the plan")
+        _job.failed = True
+        raise
+    client.doing = "at work"
+    return _meet(client, said, ranks)
+
+
+def _wanted() -> bool:
+    text = os.environ.get(PREFLIGHT, "on")
+    if text not in ("on", "off"):
+        raise JobError(f"{PREFLIGHT} is {text!r}; give on or off")
+    return text == "on"
+
+
+def _joined() -> Client:
+    connect()
+    assert _job.client is not None
+    return _job.client
+
+
+def _meet(client: Client, said: Facts, ranks: Sequence[int]) -> list[Facts]:
+    found = client.gather(f"preflight {next(_job.meetings)}", said, ranks)
+    wrong = problems(found)
+    if wrong:
+        # All have found the same and go their own ways.
+        client.leave()
+        _job.client = None
+        raise PreflightError("; ".join(wrong))
+    return found
+
+
+def _say(text: str) -> None:
+    with suppress(OSError, ValueError):
+        print(f"hapsynth: {text}", file=sys.stderr, flush=True)
+
+
+def _end(reason: str) -> NoReturn:
+    """End this process, which may be waiting in a collective for ever. JAX would wait for the others at exit."""
+    _say(f"process {jax.process_index()} on {socket.gethostname()} (pid {os.getpid()}): the job is over: {reason}")
+    _exit()
+
+
+def _exit() -> NoReturn:
+    def flush() -> None:
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError, ValueError):
+                stream.flush()
+
+    # Where nobody reads what is written, that takes for ever.
+    flushing = threading.Thread(target=flush, daemon=True)
+    flushing.start()
+    flushing.join(_DRAIN_S)
+    if _job.server is not None:
+        # The others go first: without process 0 JAX ends them with a text of its own.
+        _job.server.drain(_DRAIN_S)
+    os._exit(ENDED)
+
+
+@atexit.register
+def _leave() -> None:
+    """Registered with hapsynth's import, so after JAX, whose wait for all processes at exit comes after this."""
+    error: BaseException | None = getattr(sys, "last_value", None)
+    if _job.client is not None:
+        said = "" if error is None else f"{type(error).__name__}: {' '.join(str(error).split())}"[:500]
+        _job.client.leave(said)
+    if _job.failed or (error is not None and _job.client is not None):
+        _exit()
