@@ -12,7 +12,7 @@ from contextlib import suppress
 from typing import Any
 
 from hapsynth.jobs._address import Address, JobError, Patience
-from hapsynth.jobs._server import PROTOCOL
+from hapsynth.jobs._server import PROTOCOL, SUSPECT_S
 
 
 class Client:
@@ -37,7 +37,7 @@ class Client:
         self._on_over, self._note = over, note
         self._changed = threading.Condition()
         self._values: dict[str, list[Any]] = {}
-        self._reason = ""
+        self._reason, self._told = "", False
         self._left = False
         self._sending = threading.Lock()
         self._connection, self._lines = self._join(address, processes)
@@ -55,25 +55,28 @@ class Client:
         """
         self._send({"gather": name, "ranks": list(ranks), "value": value})
         with self._changed:
-            self._changed.wait_for(lambda: name in self._values or self._reason)
+            self._changed.wait_for(lambda: name in self._values or self._told)
             if name not in self._values:
                 raise JobError(self._reason)
             return self._values.pop(name)
 
-    def begin_call(self) -> None:
-        """Count a call of a plan: all processes must make the same."""
-        self.calls += 1
-        self._say_alive()
-
     def leave(self, error: str = "") -> None:
-        """Say that this process goes its own way; with an error the job is over for the others too."""
+        """Say that this process makes no more calls; with an error the job is over for the others too."""
         with self._changed:
             if self._left:
                 return
             self._left = True
         self._send({"leave": error, "calls": self.calls})
+        if error:
+            # Why the job is over, which may be another process's fault, is said first.
+            with self._changed:
+                self._changed.wait_for(lambda: self._told, SUSPECT_S + 2 * self.patience.beat)
+
+    def close(self) -> None:
+        """Leave, and hear no more."""
+        self.leave()
         with suppress(OSError):
-            self._connection.shutdown(socket.SHUT_WR)
+            self._connection.shutdown(socket.SHUT_RDWR)
 
     def _join(self, address: Address, processes: int) -> tuple[socket.socket, Any]:
         where = f"{address[0]}:{address[1]}"
@@ -90,29 +93,29 @@ class Client:
                         "runs and its port can be reached (HAPSYNTH_JOIN_S allows more)"
                     ) from None
                 time.sleep(0.1)
+        lines = connection.makefile("rb")
         hello = {"protocol": PROTOCOL, "rank": self.rank, "host": self.host, "pid": self.pid, "processes": processes}
         try:
             connection.sendall(json.dumps({"hello": hello}).encode() + b"\n")
-            lines = connection.makefile("rb")
             said = json.loads(lines.readline())
             if "over" in said:
                 raise JobError(said["over"])
             if said["welcome"] != PROTOCOL:
                 raise ValueError
-        except (OSError, ValueError, KeyError, TypeError):
+        except (OSError, ValueError, KeyError, TypeError, JobError) as error:
+            lines.close()
             connection.close()
+            if isinstance(error, JobError):
+                raise
             raise JobError(
                 f"{self} found something at {where} that is not the rendezvous of process 0: set "
                 "HAPSYNTH_RENDEZVOUS=HOST:PORT to a free port of process 0's host, the same in every process"
             ) from None
-        except JobError:
-            connection.close()
-            raise
         connection.settimeout(None)
         return connection, lines
 
     def _listen(self) -> None:
-        with suppress(OSError, ValueError):
+        with suppress(OSError, ValueError), self._connection, self._lines:
             for line in self._lines:
                 self._heard = time.monotonic()
                 match json.loads(line):
@@ -123,7 +126,7 @@ class Client:
                     case {"waiting": missing, "seconds": seconds}:
                         self._note(f"{self} waits for {missing}, since {seconds:.0f} s")
                     case {"over": reason}:
-                        self._end(reason)
+                        self._end(reason, even_left=True)
                     case _:
                         pass
         self._end("process 0, which serves the rendezvous, has died: its own output says why, or its system's log")
@@ -153,12 +156,13 @@ class Client:
         with suppress(OSError), self._sending:
             self._connection.sendall(json.dumps(message).encode() + b"\n")
 
-    def _end(self, reason: str) -> None:
+    def _end(self, reason: str, *, even_left: bool = False) -> None:
         with self._changed:
-            if self._left or self._reason:
+            if self._reason or (self._left and not even_left):
                 return
             self._reason = reason
         # Before a waiting gather raises: what is over ends the process, unless its owner decides otherwise.
         self._on_over(reason)
         with self._changed:
+            self._told = True
             self._changed.notify_all()

@@ -17,15 +17,20 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hapsynth.jobs._address import Address, JobError, Patience
+from hapsynth.report.text import plural
 
 PROTOCOL = 1
 _NOTICE_S = 30.0
+SUSPECT_S = 1.0
 _LOOPBACK = ("localhost", "127.0.0.1")
 
 
 @dataclass(eq=False)
 class Member:
-    """A process that has said hello. `heard`: when, on the server's clock. `calls`: of plans that it has begun."""
+    """A process that has said hello. `heard`: when, on the server's clock. `calls`: of plans that it has begun.
+
+    One that has `left` makes no more calls; it may still wait for the others to end, until its connection is `gone`.
+    """
 
     rank: int
     host: str
@@ -34,6 +39,7 @@ class Member:
     heard: float
     calls: int = 0
     left: bool = False
+    gone: bool = False
     doing: str = "at work"
 
     def __str__(self) -> str:
@@ -66,7 +72,7 @@ class Server:
         self._lock = threading.RLock()
         self._members: dict[int, Member] = {}
         self._gathers: dict[str, _Gather] = {}
-        self._over = ""
+        self._over, self._suspected, self._suspected_at = "", "", 0.0
         self._closed = threading.Event()
         for work in (self._accept, self._watch):
             threading.Thread(target=work, name="hapsynth rendezvous", daemon=True).start()
@@ -84,7 +90,7 @@ class Server:
     def drain(self, seconds: float) -> None:
         """Wait until all others have gone: this process takes the rendezvous and JAX's coordinator with it."""
         until = time.monotonic() + seconds
-        while time.monotonic() < until and any(not m.left for m in self._members.values() if m.rank):
+        while time.monotonic() < until and any(not m.gone for m in self._members.values() if m.rank):
             time.sleep(0.02)
 
     def _accept(self) -> None:
@@ -109,8 +115,8 @@ class Server:
                 self._hear(member, json.loads(line))
         if member is not None:
             with self._lock:
-                gone, member.left = not member.left, True
-                if gone and self._members.get(member.rank) is member:
+                died, member.left, member.gone = not member.left, True, True
+                if died and self._members.get(member.rank) is member:
                     self._end(f"{member} has died: its own output says why, or the system's log where it was killed")
 
     def _hello(self, said: dict[str, Any], connection: socket.socket) -> Member | None:
@@ -142,8 +148,10 @@ class Server:
                     member.calls, member.doing = calls, doing
                 case {"leave": error, "calls": calls}:
                     member.calls, member.left = calls, True
-                    if error:
-                        self._end(f"{member} ended with {error}: its own output has the traceback")
+                    if error and not self._suspected:
+                        # What failed in it may be another process's fault, which is noticed within a beat or two.
+                        self._suspected = f"{member} ended with {error}: its own output has the traceback"
+                        self._suspected_at = member.heard
                 case _:
                     raise ValueError(said)
 
@@ -175,15 +183,17 @@ class Server:
                         else:
                             waited.began += now - last
                 last = now
-                present = [m for m in self._members.values() if not m.left]
+                present = [m for m in self._members.values() if not m.gone]
                 for member in present:
                     member.tell({"over": self._over} if self._over else {"beat": True})
                 if not self._over:
                     self._judge(present, now)
+                if self._suspected and now - self._suspected_at > SUSPECT_S:
+                    self._end(self._suspected)
 
     def _judge(self, present: Sequence[Member], now: float) -> None:
         for member in present:
-            if now - member.heard > self.patience.silence:
+            if not member.left and now - member.heard > self.patience.silence:
                 self._end(
                     f"{member} has not been heard of for {self.patience.silence:g} s: it is stopped, its machine is "
                     "down or the network between is; continue or restart it (HAPSYNTH_SILENCE_S allows more)"
@@ -191,7 +201,7 @@ class Server:
             for other in self._members.values():
                 if other.left and other.calls < member.calls:
                     self._end(
-                        f"{other} has ended after {other.calls} calls of plans, and {member} is in its call "
+                        f"{other} has ended after {plural(other.calls, 'call')} of plans, and {member} is in call "
                         f"{member.calls}: every process must make the same calls"
                     )
         for gather in list(self._gathers.values()):
@@ -229,8 +239,7 @@ class Server:
         if not self._over:
             self._over = reason
             for member in self._members.values():
-                if not member.left:
-                    member.tell({"over": reason})
+                member.tell({"over": reason})
 
 
 def _listed(ranks: Sequence[int]) -> str:

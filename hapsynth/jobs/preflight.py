@@ -128,7 +128,7 @@ def _meet(client: Client, said: Facts, ranks: Sequence[int]) -> list[Facts]:
     wrong = problems(found)
     if wrong:
         # All have found the same and go their own ways.
-        client.leave()
+        client.close()
         _job.client = None
         raise PreflightError("; ".join(wrong))
     return found

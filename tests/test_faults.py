@@ -1,0 +1,55 @@
+"""Jobs of two real processes in which one fails: the other ends too, soon, and says who failed and what to do."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+SAYS = {
+    "killed": {0: "process 1 on .* has died"},
+    "stopped": {0: "process 1 on .* has not been heard of for 3 s: it is stopped.*continue or restart it"},
+    "other_plan": dict.fromkeys((0, 1), "process 0 on .* has plan .*, and process 1 on .* has plan .* load that very"),
+    "other_versions": dict.fromkeys((0, 1), "has hapsynth 9.9: install the same.* process 1 on .* has jax 0.9"),
+    "raises": dict.fromkeys((0, 1), "process 1 on .* ended with ValueError: a bad batch"),
+    "fewer_calls": dict.fromkeys((0, 1), "process 1 on .* has ended after 1 call of plans, and process 0 on .* in call 2"),
+    "never_comes": {0: "process 1 did not come to the plan within 8 s, where process 0 waits .*HAPSYNTH_JOIN_S"},
+    "port_taken": {0: r"process 0 on .* can't serve the rendezvous .*set HAPSYNTH_RENDEZVOUS=HOST:PORT to a free port"},
+    # With process 0 goes JAX's own service, which may be the first to say so.
+    "first_killed": {1: "process 0, which serves the rendezvous, has died|JAX distributed service detected fatal errors"},
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What all the jobs of faulty_jobs.py left."""
+    made = tmp_path_factory.mktemp("jobs")
+    paths = [ROOT, ROOT / "tests"]
+    env = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(map(str, paths))}
+    subprocess.run([sys.executable, ROOT / "tests" / "faulty_jobs.py", made], env=env, check=True, timeout=400)
+    return made
+
+
+def ended(folder: Path, job: str) -> list[int]:
+    return json.loads((folder / "statuses.json").read_text())[job]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("job", SAYS)
+def test_a_fault_ends_the_job_with_one_message(folder: Path, job: str) -> None:
+    assert 0 not in ended(folder, job)
+    for rank, says in SAYS[job].items():
+        said = (folder / f"{job}.{rank}").read_text()
+        assert re.search(says, said), said
+        assert "right" not in said
+
+
+@pytest.mark.slow
+def test_a_process_may_come_and_compile_late(folder: Path) -> None:
+    said = [(folder / f"late.{rank}").read_text() for rank in range(2)]
+    assert ended(folder, "late") == [0, 0], said
+    assert all("right" in text for text in said)

@@ -1,0 +1,237 @@
+"""The rendezvous between threads of one process: meeting, and every way in which a member is lost."""
+
+import json
+import re
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from hapsynth.jobs._address import JobError, Patience, find_address
+from hapsynth.jobs._client import Client
+from hapsynth.jobs._server import PROTOCOL, Server
+
+SOON = Patience(join=0.6, barrier=60.0, silence=0.5)
+LIMIT_S = 30.0
+
+
+class Job:
+    """Processes of one job, as threads; `reasons[rank]` is why it was over for that one."""
+
+    def __init__(self) -> None:
+        self.reasons: dict[int, str] = {}
+        self.notes: list[str] = []
+        self.told = threading.Condition()
+        self.clients: list[Client] = []
+        self.server: Server | None = None
+
+    def serve(self, processes: int = 2, patience: Patience = SOON) -> int:
+        self.server = Server(("localhost", 0), processes, patience)
+        return self.server.port
+
+    def join(self, port: int, rank: int, processes: int = 2, patience: Patience = SOON) -> Client:
+        def over(reason: str) -> None:
+            with self.told:
+                self.reasons[rank] = reason
+                self.told.notify_all()
+
+        client = Client(("localhost", port), rank, processes, patience, over, self.notes.append)
+        self.clients.append(client)
+        return client
+
+    def reason(self, rank: int) -> str:
+        with self.told:
+            assert self.told.wait_for(lambda: rank in self.reasons, LIMIT_S), "nothing was noticed"
+            return self.reasons[rank]
+
+
+@pytest.fixture
+def job() -> Iterator[Job]:
+    made = Job()
+    yield made
+    for client in made.clients:
+        client.close()
+    if made.server is not None:
+        made.server.close()
+
+
+def hello(port: int, rank: int, **other: Any) -> tuple[socket.socket, dict[str, Any]]:
+    """A process that only says hello, and what it is told."""
+    connection = socket.create_connection(("localhost", port), timeout=LIMIT_S)
+    said = {"protocol": PROTOCOL, "rank": rank, "host": "far", "pid": 7, "processes": 2, **other}
+    connection.sendall(json.dumps({"hello": said}).encode() + b"\n")
+    with connection.makefile() as lines:
+        return connection, json.loads(lines.readline())
+
+
+def at_once(*calls: Callable[[], Any]) -> list[Any]:
+    with ThreadPoolExecutor() as pool:
+        return [f.result(LIMIT_S) for f in [pool.submit(call) for call in calls]]
+
+
+def test_processes_meet_some_of_them_and_all(job: Job) -> None:
+    port = job.serve(3)
+    a, b, c = at_once(*(lambda rank=rank: job.join(port, rank, 3) for rank in range(3)))
+    meet = lambda client, name, ranks: lambda: client.gather(name, client.rank * 10, ranks)
+    assert at_once(*(meet(client, "all", [0, 1, 2]) for client in (c, a, b))) == [[0, 10, 20]] * 3
+    assert at_once(meet(c, "some", [0, 2]), meet(a, "some", [0, 2])) == [[0, 20]] * 2
+    for client in (a, b, c):
+        client.leave()
+    assert not job.reasons
+
+
+def test_a_process_that_dies(job: Job) -> None:
+    port = job.serve()
+    alive = job.join(port, 0)
+    connection, told = hello(port, 1)
+    assert told == {"welcome": PROTOCOL}
+    connection.shutdown(socket.SHUT_RDWR)
+    connection.close()
+    assert "process 1 on far (pid 7) has died" in job.reason(0)
+    with pytest.raises(JobError, match="process 1 on far"):
+        alive.gather("late", 1, [0, 1])
+
+
+def test_a_process_that_is_not_heard_of(job: Job) -> None:
+    port = job.serve()
+    job.join(port, 0)
+    connection, _ = hello(port, 1)
+    with connection:
+        assert "process 1 on far (pid 7) has not been heard of for 0.5 s" in job.reason(0)
+
+
+def test_a_process_that_never_comes(job: Job) -> None:
+    alone = job.join(job.serve(), 0)
+    with pytest.raises(JobError, match="process 1 did not come to the plan within 0.6 s, where process 0 waits"):
+        alone.gather("first", 1, [0, 1])
+
+
+def test_a_process_that_is_alive_and_elsewhere(job: Job) -> None:
+    patience = Patience(join=0.1, barrier=0.5, silence=20.0)
+    port = job.serve(patience=patience)
+    waits, elsewhere = job.join(port, 0, patience=patience), job.join(port, 1, patience=patience)
+    elsewhere.doing = "compiling"
+    elsewhere._say_alive()
+    with pytest.raises(JobError, match=r"process 1 on .*, compiling did not come .* HAPSYNTH_BARRIER_S"):
+        waits.gather("first", 1, [0, 1])
+
+
+def test_processes_that_come_to_unlike_plans(job: Job) -> None:
+    port = job.serve()
+    a, b = job.join(port, 0), job.join(port, 1)
+
+    def meet(client: Client, ranks: list[int]) -> None:
+        with pytest.raises(JobError, match="plan of process.* and others to one of process"):
+            client.gather("first", 1, ranks)
+
+    at_once(lambda: meet(a, [0, 1]), lambda: meet(b, [1, 0]))
+
+
+def test_a_process_that_ends_before_the_others(job: Job) -> None:
+    port = job.serve()
+    goes_on, ends = job.join(port, 0), job.join(port, 1)
+    goes_on.calls, ends.calls = 2, 1
+    ends.leave()
+    assert "has ended after 1 call of plans, and process 0" in job.reason(0)
+    assert "has ended after 1 call of plans, and process 0" in job.reason(1)
+
+
+def test_who_failed_first_is_named_though_another_says_so_first(job: Job) -> None:
+    """A process that dies breaks the collective of another, which may be quicker to say that it failed."""
+    port = job.serve()
+    quick = job.join(port, 0)
+    connection, _ = hello(port, 1)
+    leaving = threading.Thread(target=quick.leave, args=("JaxRuntimeError: connection closed",))
+    leaving.start()
+    connection.shutdown(socket.SHUT_RDWR)
+    connection.close()
+    assert "process 1 on far (pid 7) has died" in job.reason(0)
+    leaving.join()
+
+
+def test_an_error_ends_the_others(job: Job) -> None:
+    port = job.serve()
+    job.join(port, 0)
+    job.join(port, 1).leave("ValueError: a bad batch")
+    assert "ended with ValueError: a bad batch" in job.reason(0)
+
+
+def test_process_0_dies_or_is_not_heard_of(job: Job) -> None:
+    with socket.create_server(("localhost", 0)) as listener:
+        port = listener.getsockname()[1]
+
+        def welcome() -> socket.socket:
+            connection, _ = listener.accept()
+            connection.sendall(json.dumps({"welcome": PROTOCOL}).encode() + b"\n")
+            return connection
+
+        silent, _ = at_once(welcome, lambda: job.join(port, 1))
+        with silent:
+            assert "process 0, which serves the rendezvous, has not been heard of" in job.reason(1)
+        job.reasons.clear()
+        dead, _ = at_once(welcome, lambda: job.join(port, 1))
+        dead.close()
+        assert "process 0, which serves the rendezvous, has died" in job.reason(1)
+
+
+@pytest.mark.parametrize(
+    ("other", "says"),
+    [
+        ({"protocol": 0}, "another version of hapsynth"),
+        ({"processes": 3}, "of a job of 3 processes, and this one has 2"),
+        ({"rank": 0}, r"process 0 on far \(pid 7\) and process 0 on .* are both process 0"),
+    ],
+)
+def test_who_does_not_belong_is_turned_away(job: Job, other: dict[str, Any], says: str) -> None:
+    port = job.serve()
+    stays = job.join(port, 0)
+    connection, told = hello(port, **{"rank": 1, **other})
+    connection.close()
+    assert re.search(says, told["over"])
+    # The job goes on without it.
+    assert stays.gather("alone", 5, [0]) == [5]
+
+
+def test_a_port_that_is_taken(job: Job) -> None:
+    with socket.create_server(("localhost", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(JobError, match=rf"localhost:{port}.*set HAPSYNTH_RENDEZVOUS=HOST:PORT to a free port"):
+            Server(("localhost", port), 2, SOON)
+        # What listens there says nothing.
+        with pytest.raises(JobError, match="not the rendezvous of process 0"):
+            job.join(port, 1)
+    with pytest.raises(JobError, match=r"found no rendezvous at localhost:.* within 0.6 s"):
+        job.join(port, 1)
+
+
+def test_what_is_no_message_loses_only_its_sender(job: Job) -> None:
+    port = job.serve()
+    stays = job.join(port, 0)
+    for nonsense in (b"GET / HTTP/1.1\r\n\r\n", b'{"hello": 1}\n', b'["hello"]\n', b""):
+        with socket.create_connection(("localhost", port), timeout=LIMIT_S) as stranger:
+            stranger.sendall(nonsense)
+            stranger.shutdown(socket.SHUT_WR)
+            assert stranger.recv(100) == b""
+    assert stays.gather("alone", 5, [0]) == [5]
+
+
+def test_where_processes_meet() -> None:
+    assert find_address("a:1", {}) == ("a", 1)
+    assert find_address(None, {"HAPSYNTH_RENDEZVOUS": "[::1]:7", "JAX_COORDINATOR_ADDRESS": "b:8"}) == ("::1", 7)
+    assert find_address(None, {"JAX_COORDINATOR_ADDRESS": "b:8"}) == ("b", 9)
+    with pytest.raises(JobError, match=r"hapsynth launch.*JAX_COORDINATOR_ADDRESS=HOST:PORT.*HAPSYNTH_PREFLIGHT=off"):
+        find_address(None, {})
+    with pytest.raises(JobError, match="HAPSYNTH_RENDEZVOUS is 'node1'; give HOST:PORT"):
+        find_address(None, {"HAPSYNTH_RENDEZVOUS": "node1"})
+    with pytest.raises(JobError, match="one above the port"):
+        find_address(None, {"JAX_COORDINATOR_ADDRESS": "b:65535"})
+
+
+def test_patience_is_set_by_the_environment() -> None:
+    assert Patience.of({"HAPSYNTH_JOIN_S": "5"}) == Patience(join=5.0)
+    for text in ("soon", "0", "-1", "inf"):
+        with pytest.raises(JobError, match="HAPSYNTH_SILENCE_S is"):
+            Patience.of({"HAPSYNTH_SILENCE_S": text})
