@@ -1,4 +1,4 @@
-"""Jobs of two real processes that go wrong, each in its own way: python faulty_jobs.py FOLDER, for tests/test_faults.py.
+"""Jobs of two real processes that go wrong, each in its own way: faulty_jobs.py FOLDER, for tests/test_faults.py.
 
 JAX takes seconds to import, so it is imported once and the processes are forked, before any backend starts. Each writes
 its output to FOLDER/<job>.<process>; statuses.json says how they ended.

@@ -105,7 +105,7 @@ def test_a_process_that_is_not_heard_of(job: Job) -> None:
 
 def test_a_process_that_never_comes(job: Job) -> None:
     alone = job.join(job.serve(), 0)
-    with pytest.raises(JobError, match="process 1 did not come to the plan within 0.6 s, where process 0 waits"):
+    with pytest.raises(JobError, match=r"process 1 did not come to the plan within 0.6 s, where process 0 waits"):
         alone.gather("first", 1, [0, 1])
 
 
@@ -124,7 +124,7 @@ def test_processes_that_come_to_unlike_plans(job: Job) -> None:
     a, b = job.join(port, 0), job.join(port, 1)
 
     def meet(client: Client, ranks: list[int]) -> None:
-        with pytest.raises(JobError, match="plan of process.* and others to one of process"):
+        with pytest.raises(JobError, match=r"plan of process.* and others to one of process"):
             client.gather("first", 1, ranks)
 
     at_once(lambda: meet(a, [0, 1]), lambda: meet(b, [1, 0]))

@@ -101,16 +101,21 @@ class _Running:
         self._readers: list[threading.Thread] = []
 
     def start(self, rank: int, command: Sequence[str], environment: Mapping[str, str]) -> None:
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            errors="replace",
-            env=environment,
-            start_new_session=True,
-        )
+        try:
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                errors="replace",
+                env=environment,
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise JobError(
+                f"{command[0]} can't be started: {error.strerror}; give SCRIPT.py, -m MODULE or a program on the PATH"
+            ) from None
         self.processes.append(process)
         for source, target in ((process.stdout, sys.stdout), (process.stderr, sys.stderr)):
             reader = threading.Thread(target=_label, args=(f"[{rank}] ", source, target), daemon=True)

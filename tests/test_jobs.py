@@ -1,0 +1,249 @@
+"""Preflight's verdicts, and the launcher with processes that need no JAX."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+from jax.sharding import Mesh
+
+from hapsynth import _memory
+from hapsynth.cli import main
+from hapsynth.jobs import preflight
+from hapsynth.jobs._address import JobError
+from hapsynth.jobs.facts import problems, software
+from hapsynth.jobs.launch import Launch, launch, launched
+
+ROOT = Path(__file__).parents[1]
+FACTS: dict[str, Any] = {
+    "process": "p0",
+    "host": "a",
+    "hapsynth": "1",
+    "jax": "1",
+    "jaxlib": "1",
+    "mesh": [[0, 0, "G"], [1, 1, "G"]],
+    "platform": "gpu",
+    "kinds": ["G"],
+    "shards_autotuning": True,
+    "cache": {"a folder": True},
+    "plan": "f",
+    "lowered": "e",
+    "memory": [["G:0", 5 << 20, 6 << 20]],
+    "machine": [0, -1],
+}
+OTHER = {**FACTS, "process": "p1", "host": "b"}
+
+
+def test_processes_that_fit_together() -> None:
+    assert not problems([FACTS, OTHER])
+    unlike = [{**FACTS, "shards_autotuning": False}, {**OTHER, "kinds": ["H"], "shards_autotuning": False}]
+    assert not problems(unlike)
+    on_cpu = [{**FACTS, "platform": "cpu", "kinds": ["x86"]}, {**OTHER, "platform": "cpu", "kinds": ["arm"]}]
+    assert not problems(on_cpu)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"hapsynth": "2"}, "p0 has hapsynth 1, and p1 has hapsynth 2: install the same hapsynth everywhere"),
+        ({"jax": "2"}, "p1 has jax 2: install the same jax"),
+        ({"jaxlib": "2"}, "p1 has jaxlib 2: install the same jaxlib"),
+        ({"plan": "g"}, "p1 has plan g: save the plan in one process, load that very file in all"),
+        ({"mesh": [[1, 1, "G"], [0, 0, "G"]]}, "a mesh of devices 0:0, 1:1, and p1 has a mesh of devices 1:1, 0:0"),
+        ({"cache": {"a folder": False}}, "p1 has compilation cache settings a folder False"),
+        ({"lowered": "h"}, "p1 has collectives h in the lowered program"),
+        ({"kinds": ["G", "H"]}, "p1 holds devices of several kinds (G, H): start one process for each kind"),
+        ({"kinds": ["H"]}, "several kinds (G, H), and p0, p1 would share out the autotuning"),
+        ({"memory": [["G:1", 3 << 30, 1 << 30]]}, "p1: the plan needs 3.0 GiB more on G:1, where 1.0 GiB are free"),
+    ],
+)
+def test_what_does_not_fit_is_named(change: dict[str, Any], says: str) -> None:
+    assert any(says in problem for problem in problems([FACTS, {**OTHER, **change}]))
+
+
+def test_processes_of_one_machine_share_its_memory() -> None:
+    of = lambda name, host: {**FACTS, "process": name, "host": host, "memory": [], "machine": [3 << 30, 4 << 30]}
+    assert not problems([of("p0", "a"), of("p1", "b")])
+    assert "p0, p1 need 6.0 GiB more together, and a has 4.0 GiB free" in problems([of("p0", "a"), of("p1", "a")])[0]
+
+
+def test_what_a_process_says_of_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    mesh = Mesh(jax.devices(), ("d",))
+    for flags, shards in (("", True), ("--xla_gpu_shard_autotuning=false --xla_dump_to=x", False)):
+        monkeypatch.setenv("XLA_FLAGS", flags)
+        said = software("p", "h", mesh)
+        assert said["shards_autotuning"] == shards
+    assert said["mesh"] == [[0, d.id, d.device_kind] for d in jax.devices()]
+    assert said["kinds"] == ["cpu"]
+
+
+def test_memory_is_bounded_by_cgroups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    device = jax.devices()[0]
+    group = tmp_path / "memory" / "job"
+    group.mkdir(parents=True)
+    (group / "memory.limit_in_bytes").write_text("1000\n")
+    (group / "memory.usage_in_bytes").write_text("700\n")
+    (group / "memory.stat").write_text("cache 5\ntotal_inactive_file 100\n")
+    text = _memory._text
+    own = lambda file: ["4:memory:/job"] if file == Path("/proc/self/cgroup") else text(file)
+    monkeypatch.setattr(_memory, "_ROOT", tmp_path)
+    monkeypatch.setattr(_memory, "_text", own)
+    assert (_memory.allocatable(device), _memory.free(device)) == (1000, 400)
+    assert _memory.free_on_machine() > 1000
+    (group / "memory.limit_in_bytes").write_text("max\n")
+    assert _memory.free(device) > 1000
+
+
+def test_preflight_can_only_be_on_or_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HAPSYNTH_PREFLIGHT", "no")
+    with pytest.raises(JobError, match="HAPSYNTH_PREFLIGHT is 'no'; give on or off"):
+        preflight._wanted()
+
+
+# The launcher.
+
+
+def test_the_environment_of_each_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("JAX_LOCAL_DEVICE_IDS", raising=False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
+    first, second = Launch(here=2).environments()
+    assert first["JAX_COORDINATOR_ADDRESS"] == second["JAX_COORDINATOR_ADDRESS"]
+    assert first["HAPSYNTH_RENDEZVOUS"] == second["HAPSYNTH_RENDEZVOUS"] != first["JAX_COORDINATOR_ADDRESS"]
+    assert [e["JAX_LOCAL_DEVICE_IDS"] for e in (first, second)] == ["0,1", "2,3"]
+    assert launched(first)
+    assert not launched({})
+    (third,) = Launch(here=1, processes=3, rank=2, coordinator="far:1").environments()
+    assert third["JAX_COORDINATOR_ADDRESS"] == "far:1"
+    assert "HAPSYNTH_RENDEZVOUS" not in third
+    assert (third["OMPI_COMM_WORLD_RANK"], third["OMPI_COMM_WORLD_SIZE"]) == ("2", "3")
+    assert third["JAX_LOCAL_DEVICE_IDS"] == "0,1,2,3"
+    with pytest.raises(JobError, match="4 GPUs can't be shared evenly by 3 processes"):
+        Launch(here=3).environments()
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (["-n", "2"], "give what to start"),
+        (["-n", "2", "--rank", "1", "true"], "processes 1 to 2 are to run here, and the job has 0 to 1"),
+        (["-n", "2", "--processes", "4", "true"], "needs --coordinator HOST:PORT"),
+        (["--coordinator", "node1", "true"], "--coordinator is 'node1'; give HOST:PORT"),
+        (["-n", "none", "true"], "'none' is not a whole number"),
+        (["no-such-program"], "no-such-program can't be started: No such file or directory"),
+    ],
+)
+def test_bad_usage(argv: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["launch", *argv]) == 2
+    error = capsys.readouterr().err
+    assert says in error
+    assert len(error.splitlines()) == 1
+
+
+def test_preflight_is_for_jobs(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["preflight"]) == 2
+    assert "this is one process" in capsys.readouterr().err
+    assert main(["preflight", "model.py"]) == 2
+    assert "both its model file and --plan" in capsys.readouterr().err
+
+
+def script(tmp_path: Path, text: str) -> list[str]:
+    file = tmp_path / "script.py"
+    file.write_text("import os, signal, sys, time\nrank = os.environ['OMPI_COMM_WORLD_RANK']\n" + textwrap.dedent(text))
+    return [sys.executable, "-S", "-E", str(file)]
+
+
+def test_output_is_labelled(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    run = script(tmp_path, "print('here is', rank); print('and its error', file=sys.stderr, end='')")
+    assert launch(Launch(here=2), run) == 0
+    out, error = capfd.readouterr()
+    assert sorted(out.splitlines()) == ["[0] here is 0", "[1] here is 1"]
+    assert sorted(error.splitlines()) == ["[0] and its error", "[1] and its error"]
+
+
+def test_one_that_fails_ends_all_and_what_they_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hapsynth.jobs.launch._TELL_S", 0.1)
+    monkeypatch.setattr("hapsynth.jobs.launch._GRACE_S", 0.5)
+    text = """
+        if rank == "0":
+            while not os.path.exists("pids"): time.sleep(0.02)
+            sys.exit(3)
+        # As JAX does, and with a process of its own.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        child = os.fork()
+        if child:
+            open("new", "w").write(f"{os.getpid()} {child}")
+            os.rename("new", "pids")
+        time.sleep(600)
+    """
+    monkeypatch.chdir(tmp_path)
+    assert launch(Launch(here=2), script(tmp_path, text)) == 3
+    for pid in map(int, (tmp_path / "pids").read_text().split()):
+        # The grandchild is waited for by whoever took it over.
+        until = time.monotonic() + 30
+        while alive(pid) and time.monotonic() < until:
+            time.sleep(0.02)
+        assert not alive(pid)
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_one_that_is_killed_gives_its_signal(tmp_path: Path) -> None:
+    assert launch(Launch(), script(tmp_path, "os.kill(os.getpid(), signal.SIGKILL)")) == 128 + signal.SIGKILL
+
+
+def test_a_signal_is_passed_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    text = """
+        def ended(number, frame):
+            open(f"got.{rank}", "w").write(str(number))
+            sys.exit(0)
+        signal.signal(signal.SIGINT, ended)
+        open(f"ready.{rank}", "w")
+        time.sleep(600)
+    """
+    before = signal.getsignal(signal.SIGINT)
+
+    def interrupt() -> None:
+        until = time.monotonic() + 30
+        while len(list(tmp_path.glob("ready.*"))) < 2 and time.monotonic() < until:
+            time.sleep(0.02)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=interrupt).start()
+    assert launch(Launch(here=2), script(tmp_path, text)) == 128 + signal.SIGINT
+    assert [(tmp_path / f"got.{rank}").read_text() for rank in range(2)] == [str(int(signal.SIGINT))] * 2
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+@pytest.mark.slow
+def test_the_example_trains_in_two_unlike_processes() -> None:
+    env = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
+    run = [sys.executable, "-m", "hapsynth", "launch", "-n", "2", "examples/multi_process.py"]
+    done = subprocess.run(run, cwd=ROOT, env=env, capture_output=True, text=True, timeout=400, check=False)
+    assert done.returncode == 0, done.stderr
+    lines = [line.split() for line in done.stdout.splitlines() if line.startswith("[0] step")]
+    losses = [float(line[4]) for line in lines]
+    assert len(losses) == 10
+    assert losses == sorted(losses, reverse=True)
+    # Uneven: the second process has fewer rows.
+    assert all(line[6] > line[7] for line in lines)
+
+
+@pytest.mark.slow
+def test_preflight_of_a_launched_job(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    assert main(["launch", "-n", "2", "-m", "hapsynth", "preflight", "--devices", "1"]) == 0
+    assert "[0] preflight passed: 2 processes, 2 devices" in capfd.readouterr().out
