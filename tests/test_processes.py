@@ -51,7 +51,8 @@ def test_state_and_keys_are_placed_among_processes(speeds: str) -> None:
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
         address = f"localhost:{probe.getsockname()[1]}"
-    env = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])}
+    paths = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
+    env = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_COORDINATOR_ADDRESS": address, "PYTHONPATH": paths}
     run = [sys.executable, "-c", textwrap.dedent(CODE), address]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "env": env}
     processes = [subprocess.Popen([*run, str(i), speeds], **pipes) for i in range(2)]

@@ -154,7 +154,8 @@ def test_who_failed_first_is_named_though_another_says_so_first(job: Job) -> Non
 
 def test_an_error_ends_the_others(job: Job) -> None:
     port = job.serve()
-    job.join(port, 0)
+    # That this one is ahead of the one that fails is no fault of its own.
+    job.join(port, 0).calls = 2
     job.join(port, 1).leave("ValueError: a bad batch")
     assert "ended with ValueError: a bad batch" in job.reason(0)
 

@@ -39,6 +39,7 @@ class Member:
     heard: float
     calls: int = 0
     left: bool = False
+    failed: bool = False
     gone: bool = False
     doing: str = "at work"
 
@@ -147,7 +148,7 @@ class Server:
                 case {"beat": calls, "doing": doing}:
                     member.calls, member.doing = calls, doing
                 case {"leave": error, "calls": calls}:
-                    member.calls, member.left = calls, True
+                    member.calls, member.left, member.failed = calls, True, bool(error)
                     if error and not self._suspected:
                         # What failed in it may be another process's fault, which is noticed within a beat or two.
                         self._suspected = f"{member} ended with {error}: its own output has the traceback"
@@ -199,7 +200,7 @@ class Server:
                     "down or the network between is; continue or restart it (HAPSYNTH_SILENCE_S allows more)"
                 )
             for other in self._members.values():
-                if other.left and other.calls < member.calls:
+                if other.left and not other.failed and other.calls < member.calls:
                     self._end(
                         f"{other} has ended after {plural(other.calls, 'call')} of plans, and {member} is in call "
                         f"{member.calls}: every process must make the same calls"
@@ -212,7 +213,11 @@ class Server:
         never = [r for r in missing if r not in self._members]
         waited = now - gather.began
         here = f"{_listed(sorted(gather.values))} wait{'s' if len(gather.values) == 1 else ''} at a plan"
-        gone = [str(self._members[r]) for r in missing if r not in never and self._members[r].left]
+        gone = [
+            str(self._members[r])
+            for r in missing
+            if r not in never and self._members[r].left and not self._members[r].failed
+        ]
         if gone:
             self._end(f"{', '.join(gone)} has ended, and {here}: every process must make the same calls")
         elif never and waited > self.patience.join:
