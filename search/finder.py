@@ -135,6 +135,8 @@ class Finder:
         solution = self._solve(
             problem,
             anyway=True,
+            # With several axes ideal ratios are too far from a program's: 120 sweeps instead of 40 (BERT-base, 2x4).
+            cold=len(self.axes) > 1,
             start=start,
             tolerance=tolerance,
             # A little more, as the solver states its bounds less what rounding may have added.
@@ -147,12 +149,13 @@ class Finder:
         self._joint = solution.lower_bound, enough, len(self._limits)
         return solution.lower_bound
 
-    def _solve(self, problem: Problem, *, anyway: bool = False, **options: Any) -> Solution:
-        """`solve`, counted, and not begun any more once Ctrl-C was pressed, unless `anyway`."""
+    def _solve(self, problem: Problem, *, anyway: bool = False, cold: bool = False, **options: Any) -> Solution:
+        """`solve`, counted, and not begun any more once Ctrl-C was pressed, unless `anyway`. It begins from the
+        messages of the best program's search, unless `cold`."""
         if self.interrupted and not anyway:
             raise KeyboardInterrupt
         began = time.perf_counter()
-        self._messages = dict(self._best_messages)
+        self._messages = {} if cold else dict(self._best_messages)
         solution = solve(problem, messages=self._messages, **options)
         self.interrupted |= solution.interrupted
         self.solver_s += time.perf_counter() - began
