@@ -39,6 +39,8 @@ from hapsynth.profile.command import add_arguments, profile_command
 from hapsynth.profile.judge import ProfileError
 from hapsynth.report import record, trial
 from hapsynth.report.advice import advice_record, advise, print_advice
+from hapsynth.report.cost_tables import print_costs
+from hapsynth.report.costs import cost_lines, cost_record
 from hapsynth.report.explain import Explainer, find_value
 from hapsynth.report.model_file import Target, UsageError, load_target
 from hapsynth.report.output import STDOUT, Outputs
@@ -177,7 +179,15 @@ def _run(options: argparse.Namespace, session: _Session) -> int:
 
 
 def _explain(options: argparse.Namespace, session: _Session) -> int:
+    if options.json is not None and not options.cost:
+        raise UsageError("--json writes what --cost explains: give both")
     plan = _loaded(options.plan, load_target(options.file))
+    if options.cost:
+        lines = cost_lines(plan)
+        session.files.write_json(options.json, cost_record(plan, lines))
+        if session.out is not None:
+            print_costs(session.out, plan, lines, options.top)
+        return DONE
     value = None if options.value is None else find_value(plan, options.value)
     assert session.out is not None
     with activity() as tell:
@@ -284,7 +294,9 @@ def _parser() -> argparse.ArgumentParser:
     _add_file(explain)
     asked = explain.add_mutually_exclusive_group()
     asked.add_argument("--value", metavar="NAME", help="one value: an argument path such as [0]['w'], or v80")
-    asked.add_argument("--top", metavar="N", type=whole_number, default=5, help="how many of each (default 5)")
+    asked.add_argument("--cost", action="store_true", help="every second as FLOPs / rate, bytes / bandwidth, latency")
+    explain.add_argument("--top", metavar="N", type=whole_number, default=5, help="how many of each (default 5)")
+    _add_json(explain)
 
     add_arguments(commands.add_parser("profile", help="measure the devices of this job and write a cluster file"))
     add_launch_arguments(commands.add_parser("launch", help="start the processes of a job, and end them together"))
