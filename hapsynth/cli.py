@@ -12,6 +12,7 @@ import math
 import os
 import sys
 import time
+import warnings
 from collections.abc import Sequence
 from contextlib import ExitStack, redirect_stdout, suppress
 from importlib import metadata
@@ -22,7 +23,7 @@ from rich.console import Console
 
 from hapsynth import _units
 from hapsynth.api import synthesize
-from hapsynth.cluster import Cluster, ClusterError
+from hapsynth.cluster import Cluster, ClusterError, ClusterWarning
 from hapsynth.example_data import example_arguments
 from hapsynth.instructions.rules.notation import RuleError
 from hapsynth.jobs import JobError, PreflightError
@@ -162,7 +163,11 @@ def _run(options: argparse.Namespace, session: _Session) -> int:
     # Read and checked before any device is asked for.
     loaded = _loaded(options.plan, target)
     mesh = trial.first_devices(loaded.cluster.n)
-    plan = Plan(loaded.traced, loaded.result, loaded.cluster, mesh, target.fn)
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always", ClusterWarning)
+        plan = Plan(loaded.traced, loaded.result, loaded.cluster, mesh, target.fn)
+    for warning in warned:
+        print(f"hapsynth run: warning: {warning.message}", file=sys.stderr)
     args, kwargs = example_arguments(plan.traced, target.args, target.kwargs, options.seed)
     try:
         with activity() as tell:
