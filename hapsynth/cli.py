@@ -13,10 +13,10 @@ import os
 import sys
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, redirect_stdout, suppress
 from importlib import metadata
-from typing import IO, NoReturn
+from typing import IO, Any, NoReturn
 
 import jax
 from rich.console import Console
@@ -46,6 +46,7 @@ from hapsynth.report.explain import Explainer, find_value
 from hapsynth.report.model_file import Target, UsageError, load_target
 from hapsynth.report.output import STDOUT, Outputs
 from hapsynth.report.progress import activity, progress
+from hapsynth.report.remedies import Task, print_remedies, remedies, remedies_record
 from hapsynth.report.summary import print_summary
 from hapsynth.report.text import console, percent
 from hapsynth.report.versus import print_comparison
@@ -118,7 +119,14 @@ def _search(options: argparse.Namespace, session: _Session) -> int:
     try:
         plan = _planned(options, target, cluster)
     except InfeasibleError as error:
-        session.files.write_json(options.json, _infeasible(options, target, cluster, error))
+        found = _infeasible(options, target, cluster, error)
+        if options.advise:
+            with activity() as tell:
+                helps = remedies(_task(options, target, cluster, error), tell)
+            found["remedies"] = remedies_record(helps)
+            if session.out is not None:
+                print_remedies(session.out, helps)
+        session.files.write_json(options.json, found)
         raise
     session.files.write(options.plan, plan.save)
     if session.out is not None:
@@ -143,6 +151,16 @@ def _infeasible(
     traced = trace(target.fn, target.args, dict(target.kwargs))
     timings = {"trace_s": time.perf_counter() - began}
     return record.infeasible_record(traced, cluster, options.memory_limit, str(error), timings)
+
+
+def _task(options: argparse.Namespace, target: Target, cluster: Cluster, error: InfeasibleError) -> Task:
+    def plan(args: tuple[Any, ...], kwargs: Mapping[str, Any], on: Cluster, limit: float | None) -> Plan:
+        # With devices left out as well, many more searches would have to fail before one is known to.
+        return synthesize(
+            target.fn, args, on, example_kwargs=kwargs, memory_limit=limit, leave_out=False, **_asked(options)
+        )
+
+    return Task(target.fn, target.args, target.kwargs, cluster, options.memory_limit, error.needs, plan)
 
 
 def _compare(options: argparse.Namespace, session: _Session) -> int:
@@ -235,6 +253,11 @@ def _cluster(path: str) -> Cluster:
     return Cluster.load(path)
 
 
+def _asked(options: argparse.Namespace) -> dict[str, Any]:
+    """What holds of other arguments, clusters and limits too."""
+    return {"expect": dict(options.expect), "time_budget_s": options.time_budget}
+
+
 def _planned(options: argparse.Namespace, target: Target, cluster: Cluster) -> Plan:
     with progress(options.progress) as show:
         plan = synthesize(
@@ -243,9 +266,8 @@ def _planned(options: argparse.Namespace, target: Target, cluster: Cluster) -> P
             cluster,
             example_kwargs=target.kwargs,
             memory_limit=options.memory_limit,
-            expect=dict(options.expect),
-            time_budget_s=options.time_budget,
             progress=show,
+            **_asked(options),
         )
     if plan.result.interrupted:
         gap = percent(plan.gap) if plan.lower_bound > 0 else "unknown"
