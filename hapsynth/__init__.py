@@ -1,7 +1,7 @@
 """hapsynth: finds the distributed program for any JAX function on a cluster of unlike devices."""
 
 from hapsynth.api import synthesize
-from hapsynth.cluster import Cluster, ClusterError, DeviceKind, Link
+from hapsynth.cluster import Cluster, ClusterError, ClusterWarning, DeviceKind, Link
 from hapsynth.instructions.rule_check import RuleReport, check_rule
 from hapsynth.instructions.rules.extension import register_rule
 from hapsynth.instructions.rules.notation import RuleError
@@ -17,6 +17,7 @@ __all__ = [
     "CheckReport",
     "Cluster",
     "ClusterError",
+    "ClusterWarning",
     "DeviceKind",
     "InfeasibleError",
     "Link",

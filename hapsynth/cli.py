@@ -12,17 +12,18 @@ import math
 import os
 import sys
 import time
-from collections.abc import Sequence
+import warnings
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, redirect_stdout, suppress
 from importlib import metadata
-from typing import IO, NoReturn
+from typing import IO, Any, NoReturn
 
 import jax
 from rich.console import Console
 
 from hapsynth import _units
 from hapsynth.api import synthesize
-from hapsynth.cluster import Cluster, ClusterError
+from hapsynth.cluster import Cluster, ClusterError, ClusterWarning
 from hapsynth.example_data import example_arguments
 from hapsynth.instructions.rules.notation import RuleError
 from hapsynth.jobs import JobError, PreflightError
@@ -39,10 +40,13 @@ from hapsynth.profile.command import add_arguments, profile_command
 from hapsynth.profile.judge import ProfileError
 from hapsynth.report import record, trial
 from hapsynth.report.advice import advice_record, advise, print_advice
+from hapsynth.report.cost_tables import print_costs
+from hapsynth.report.costs import cost_lines, cost_record
 from hapsynth.report.explain import Explainer, find_value
 from hapsynth.report.model_file import Target, UsageError, load_target
 from hapsynth.report.output import STDOUT, Outputs
 from hapsynth.report.progress import activity, progress
+from hapsynth.report.remedies import Task, print_remedies, remedies, remedies_record
 from hapsynth.report.summary import print_summary
 from hapsynth.report.text import console, percent
 from hapsynth.report.versus import print_comparison
@@ -115,7 +119,14 @@ def _search(options: argparse.Namespace, session: _Session) -> int:
     try:
         plan = _planned(options, target, cluster)
     except InfeasibleError as error:
-        session.files.write_json(options.json, _infeasible(options, target, cluster, error))
+        found = _infeasible(options, target, cluster, error)
+        if options.advise:
+            with activity() as tell:
+                helps = remedies(_task(options, target, cluster, error), tell)
+            found["remedies"] = remedies_record(helps)
+            if session.out is not None:
+                print_remedies(session.out, helps)
+        session.files.write_json(options.json, found)
         raise
     session.files.write(options.plan, plan.save)
     if session.out is not None:
@@ -142,6 +153,16 @@ def _infeasible(
     return record.infeasible_record(traced, cluster, options.memory_limit, str(error), timings)
 
 
+def _task(options: argparse.Namespace, target: Target, cluster: Cluster, error: InfeasibleError) -> Task:
+    def plan(args: tuple[Any, ...], kwargs: Mapping[str, Any], on: Cluster, limit: float | None) -> Plan:
+        # With devices left out as well, many more searches would have to fail before one is known to.
+        return synthesize(
+            target.fn, args, on, example_kwargs=kwargs, memory_limit=limit, leave_out=False, **_asked(options)
+        )
+
+    return Task(target.fn, target.args, target.kwargs, cluster, options.memory_limit, error.needs, plan)
+
+
 def _compare(options: argparse.Namespace, session: _Session) -> int:
     cluster, target = _cluster(options.cluster), load_target(options.file)
     plan = _planned(options, target, cluster)
@@ -160,7 +181,11 @@ def _run(options: argparse.Namespace, session: _Session) -> int:
     # Read and checked before any device is asked for.
     loaded = _loaded(options.plan, target)
     mesh = trial.first_devices(loaded.cluster.n)
-    plan = Plan(loaded.traced, loaded.result, loaded.cluster, mesh, target.fn)
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always", ClusterWarning)
+        plan = Plan(loaded.traced, loaded.result, loaded.cluster, mesh, target.fn)
+    for warning in warned:
+        print(f"hapsynth run: warning: {warning.message}", file=sys.stderr)
     args, kwargs = example_arguments(plan.traced, target.args, target.kwargs, options.seed)
     try:
         with activity() as tell:
@@ -177,7 +202,15 @@ def _run(options: argparse.Namespace, session: _Session) -> int:
 
 
 def _explain(options: argparse.Namespace, session: _Session) -> int:
+    if options.json is not None and not options.cost:
+        raise UsageError("--json writes what --cost explains: give both")
     plan = _loaded(options.plan, load_target(options.file))
+    if options.cost:
+        lines = cost_lines(plan)
+        session.files.write_json(options.json, cost_record(plan, lines))
+        if session.out is not None:
+            print_costs(session.out, plan, lines, options.top)
+        return DONE
     value = None if options.value is None else find_value(plan, options.value)
     assert session.out is not None
     with activity() as tell:
@@ -220,6 +253,11 @@ def _cluster(path: str) -> Cluster:
     return Cluster.load(path)
 
 
+def _asked(options: argparse.Namespace) -> dict[str, Any]:
+    """What holds of other arguments, clusters and limits too."""
+    return {"expect": dict(options.expect), "time_budget_s": options.time_budget}
+
+
 def _planned(options: argparse.Namespace, target: Target, cluster: Cluster) -> Plan:
     with progress(options.progress) as show:
         plan = synthesize(
@@ -228,9 +266,8 @@ def _planned(options: argparse.Namespace, target: Target, cluster: Cluster) -> P
             cluster,
             example_kwargs=target.kwargs,
             memory_limit=options.memory_limit,
-            expect=dict(options.expect),
-            time_budget_s=options.time_budget,
             progress=show,
+            **_asked(options),
         )
     if plan.result.interrupted:
         gap = percent(plan.gap) if plan.lower_bound > 0 else "unknown"
@@ -284,7 +321,9 @@ def _parser() -> argparse.ArgumentParser:
     _add_file(explain)
     asked = explain.add_mutually_exclusive_group()
     asked.add_argument("--value", metavar="NAME", help="one value: an argument path such as [0]['w'], or v80")
-    asked.add_argument("--top", metavar="N", type=whole_number, default=5, help="how many of each (default 5)")
+    asked.add_argument("--cost", action="store_true", help="every second as FLOPs / rate, bytes / bandwidth, latency")
+    explain.add_argument("--top", metavar="N", type=whole_number, default=5, help="how many of each (default 5)")
+    _add_json(explain)
 
     add_arguments(commands.add_parser("profile", help="measure the devices of this job and write a cluster file"))
     add_launch_arguments(commands.add_parser("launch", help="start the processes of a job, and end them together"))

@@ -68,7 +68,7 @@ from hapsynth.devices import (
     write_link,
 )
 
-__all__ = ["Cluster", "ClusterError", "DeviceKind", "Link", "known_kinds"]
+__all__ = ["Cluster", "ClusterError", "ClusterWarning", "DeviceKind", "Link", "known_kinds"]
 
 if TYPE_CHECKING:
     import jax
@@ -80,6 +80,10 @@ class _Device(Protocol):
     platform: str
     device_kind: str
     process_index: int
+
+
+class ClusterWarning(UserWarning):
+    """A cluster's figures are used where they may not hold."""
 
 
 DEFAULT_AXIS = "hap"
@@ -238,6 +242,25 @@ class Cluster:
         measured = {a: curves for a, curves in self.collectives.items() if a in whole | alike}
         return replace(self, devices=pick(self.devices), hosts=hosts, axes=axes, collectives=measured)
 
+    def measured_elsewhere(self, machine: str, jax_version: str) -> str | None:
+        """What to warn of on a machine with a JAX version that the figures are not from, which names both; None where
+        they are from there, or were not measured."""
+        machines, version = (self.profile.get(key) for key in ("machines", "jax"))
+        then, now = list[str](), list[str]()
+        if isinstance(machines, str) and machine not in machines.split(", "):
+            then.append(f"on {machines}")
+            now.append(f"is {machine}")
+        if isinstance(version, str) and version != jax_version:
+            then.append(f"with JAX {version}")
+            now.append(f"has JAX {jax_version}")
+        if not then:
+            return None
+        when = f" ({self.profile['when']})" if "when" in self.profile else ""
+        return (
+            f"cluster {self.name!r} was measured {' '.join(then)}{when}, and this machine {' and '.join(now)}: "
+            "times and shard sizes may be off; measure with hapsynth profile here"
+        )
+
     def fingerprint(self) -> str:
         """16 hex digits that change with anything a plan's cost depends on; the cluster's own name is left out."""
         without = replace(
@@ -278,7 +301,9 @@ class Cluster:
         intra = read_link(top.table("intra", ("bandwidth", "latency"))) if "intra" in top else None
         # A single host has no network to describe, as long as it says what joins its devices.
         if "network" in top or intra is None or len(set(hosts)) > 1:
-            top.need("network", 'a table [network] with bandwidth = "10 Gbit/s" and latency = "20 us"')
+            names = ", ".join(dict.fromkeys(kind.name for kind in devices))
+            joined = f" for what joins the {max(hosts) + 1} hosts ({names})" if max(hosts) else ""
+            top.need("network", f'a table [network] with bandwidth = "10 Gbit/s" and latency = "20 us"{joined}')
             network = read_link(top.table("network", ("bandwidth", "latency")))
         else:
             network = intra

@@ -119,12 +119,13 @@ class DeviceKind:
     def curve(self, op_class: str, dtype: object) -> Curve | None:
         """Seconds by FLOPs as measured for a class of ops and a dtype, or for what they count as; None where nothing
         was, and `rate` has to do."""
-        for known in OP_CLASSES[op_class]:
-            by_dtype = self.measured.get(known, {})
-            for d in _counts_as(dtype):
-                if d in by_dtype:
-                    return by_dtype[d]
-        return None
+        found = self.measured_as(op_class, dtype)
+        return self.measured[found[0]][found[1]] if found else None
+
+    def measured_as(self, op_class: str, dtype: object) -> tuple[str, str] | None:
+        """The class and dtype whose curve stands for a class of ops and a dtype; None where there is none."""
+        classes = OP_CLASSES.get(op_class, ())
+        return next(((c, d) for c in classes for d in _counts_as(dtype) if d in self.measured.get(c, {})), None)
 
     def rate(self, dtype: object) -> float:
         """FLOP/s reached by a contraction of `dtype` (a NumPy dtype or its name): `efficiency` x the peak.
@@ -133,17 +134,21 @@ class DeviceKind:
         name. A missing bfloat16 or float16 falls back to the other, then to float32, a missing float64 to 1/64 of
         float32; 8-bit floats count as float16; integers, bools and whatever is unknown as float32's ordinary cores.
         """
-        peak = next(
-            (self.flops[d] for d in _counts_as(dtype) if d in self.flops), self.flops["float32"] * _FLOAT64_FRACTION
-        )
-        return peak * self.efficiency
+        name = self.counts_as(dtype)
+        return self.efficiency * (self.flops[name] if name else self.flops["float32"] * _FLOAT64_FRACTION)
+
+    def counts_as(self, dtype: object) -> str | None:
+        """Which of `flops` a dtype gets; None for float64 where the kind does not say."""
+        return next((d for d in _counts_as(dtype) if d in self.flops), None)
 
     def faster(self, speed: float, name: str | None = None) -> "DeviceKind":
         """The same device `speed` times as fast, in computing and in reaching its memory; the memory stays."""
         _positive(f"device kind {self.name!r}", "speed", speed)
         flops = {d: rate * speed for d, rate in self.flops.items()}
         measured = {c: {d: curve.scaled(speed) for d, curve in by.items()} for c, by in self.measured.items()}
-        return replace(self, name=name or self.name, flops=flops, bandwidth=self.bandwidth * speed, measured=measured)
+        source = f"{self.source}, {speed:g}x as fast" if self.source else ""
+        name = name or self.name
+        return replace(self, name=name, flops=flops, bandwidth=self.bandwidth * speed, measured=measured, source=source)
 
 
 def _counts_as(dtype: object) -> tuple[str, ...]:
@@ -300,10 +305,18 @@ def read_kind(name: str, table: Table, kinds: Mapping[str, DeviceKind]) -> Devic
         overhead=figure("overhead", (base or _NOMINAL).overhead, lambda: table.quantity("overhead", "TIME")),
         efficiency=efficiency or (base or _NOMINAL).efficiency,
         measured=_read_measured(table) if "measured" in table else (base or _NOMINAL).measured,
-        source=table.text("source") if "source" in table else (base.source if base else ""),
+        source=table.text("source") if "source" in table else _source_on(base, table),
         price_per_hour=table.number("price_per_hour") if "price_per_hour" in table else base and base.price_per_hour,
     )
     return kind.faster(table.number("speed")) if "speed" in table else kind
+
+
+def _source_on(base: DeviceKind | None, table: Table) -> str:
+    """Where a kind's figures stand that gives none itself: those of its base, but for what it replaces."""
+    own = [key for key in ("flops", "bandwidth", "overhead", "efficiency", "measured") if key in table]
+    if base is None or not base.source:
+        return ""
+    return f"{base.source}, but {', '.join(own)} of {table.source}" if own else base.source
 
 
 def _read_measured(table: Table) -> dict[str, dict[str, Curve]]:

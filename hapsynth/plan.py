@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import platform
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
@@ -13,7 +15,7 @@ from jax.sharding import Mesh
 
 from hapsynth._arguments import Arguments, wrap
 from hapsynth.check import CheckReport, Reference, compare
-from hapsynth.cluster import Cluster
+from hapsynth.cluster import Cluster, ClusterWarning
 from hapsynth.example_data import random_arguments
 from hapsynth.instructions.layout import format_layout
 from hapsynth.instructions.program import Program
@@ -35,7 +37,8 @@ class Plan:
     Of a mesh of the whole cluster the plan uses its `devices`; a mesh of these alone will do, and `Plan.mesh` is one.
     `fn` is the function itself, for `check`. With `donate` (the default) a call consumes carried state that already
     lies as the plan keeps it, as `jax.jit(..., donate_argnums=...)` would; anything else is copied to the devices and
-    left alone. Raises ValueError where the mesh has another number of devices than the cluster and the program.
+    left alone. Raises ValueError where the mesh has another number of devices than the cluster and the program; warns
+    (`ClusterWarning`) where there is a mesh and the cluster was measured on another machine or with another JAX.
     """
 
     def __init__(
@@ -55,6 +58,10 @@ class Plan:
         self.mesh = None if mesh is None else own_mesh(self._of_used(mesh), result.program.axes)
         self._donate = donate
         self._arguments = Arguments(traced)
+        elsewhere = cluster.measured_elsewhere(platform.node(), jax.__version__)
+        if mesh is not None and elsewhere:
+            # Of whoever called `synthesize` or `load`.
+            warnings.warn(elsewhere, ClusterWarning, stacklevel=3)
 
     def _of_used(self, mesh: Mesh) -> Mesh:
         """The devices of a mesh of the whole cluster that take part, in a row; any other mesh as it is."""

@@ -18,6 +18,7 @@ from math import prod
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 
 from hapsynth.cluster import Cluster
 from hapsynth.graph import Boundary, Graph, Op
@@ -216,8 +217,9 @@ class CostModel:
         """Whether a value lies in memory rather than inside a fused chain."""
         return self._materialized[value]
 
-    def device_times(self, work: Work, fractions: Sequence[Floats]) -> Floats:
-        """Seconds of each device, given each one's share of every cut factor; one without a share does nothing."""
+    def loads(self, work: Work, fractions: Sequence[Floats]) -> tuple[Floats, Floats, npt.NDArray[np.bool_]]:
+        """What an op comes to on each device, given each one's share of every cut factor: FLOPs in whole tiles, bytes
+        moved, and whether the device does anything."""
         share, held = np.ones(self.n), np.ones(self.n)
         for fraction, lanes in zip(fractions, work.lanes, strict=True):
             share = share * tiled(fraction, lanes)
@@ -228,9 +230,14 @@ class CostModel:
             for k in divided:
                 part = part * fractions[k]
             moved += part
-        computing = self.speeds(work.op_class, work.dtype).seconds(work.flops * share)
+        return work.flops * share, moved, held > 0
+
+    def device_times(self, work: Work, fractions: Sequence[Floats]) -> Floats:
+        """Seconds of each device, given each one's share of every cut factor; one without a share does nothing."""
+        flops, moved, takes_part = self.loads(work, fractions)
+        computing = self.speeds(work.op_class, work.dtype).seconds(flops)
         busy = self.overhead * work.launches + np.maximum(computing, moved / self.bandwidth)
-        return np.where(held > 0, busy, 0.0)
+        return np.where(takes_part, busy, 0.0)
 
     def time(self, work: Work, fractions: Sequence[Floats]) -> float:
         return float(self.device_times(work, fractions).max())

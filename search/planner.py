@@ -38,7 +38,11 @@ _SEARCHING = 0.7
 
 
 class InfeasibleError(ValueError):
-    """No program fits the devices' memory."""
+    """No program fits the devices' memory. `needs`: bytes per device of the smallest one that was found."""
+
+    def __init__(self, text: str, needs: float | None = None) -> None:
+        super().__init__(text)
+        self.needs = needs
 
 
 @dataclass
@@ -88,7 +92,8 @@ class Planner(Finder):
         best = self._best
         if best is None:
             lacking = shortage(self.costs, self.limit, self._least, self._certain_bytes())
-            raise KeyboardInterrupt if self.interrupted else InfeasibleError(lacking)
+            needs = self._least.memory if self._least else None
+            raise KeyboardInterrupt if self.interrupted else InfeasibleError(lacking, needs)
         certified = self._unless_interrupted(partial(self._certify, best), None)
         if certified is None:
             best = self._best or best

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +18,8 @@ from hapsynth.api import synthesize
 from hapsynth.cli import main
 from hapsynth.cluster import Cluster, DeviceKind, Link
 from hapsynth.report.advice import Variant, advise, changes, sentences
+from hapsynth.report.remedies import Task, remedies
+from hapsynth.search.planner import InfeasibleError
 
 FAST = DeviceKind("fast", {"float32": 1e13}, 1e12, 1 << 34, overhead=0.0, price_per_hour=3.0)
 SLOW = DeviceKind("slow", {"float32": 1e10}, 1e9, 1 << 34, overhead=1e-3, price_per_hour=1.0)
@@ -98,3 +104,79 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     assert {str(r["devices"]) for r in rows} >= {"{'V100-16GB': 4}", "{'P4-8GB': 4}", "{'V100-16GB': 8, 'P4-8GB': 4}"}
     assert "price" not in text
     assert all(sentence in text for sentence in data["advice"]["sentences"])
+
+
+TINY = """
+import jax
+import jax.numpy as jnp
+
+
+def target():
+    x = jax.ShapeDtypeStruct((256, 64), jnp.float32)
+    w = jax.ShapeDtypeStruct((64, 64), jnp.float32)
+    return (lambda w, x: (w - (x.T @ jnp.tanh(x @ w)) * 1e-3, x.sum())), (w, x)
+"""
+SMALL = """
+[network]
+bandwidth = "10 Gbit/s"
+latency = "20 us"
+[[devices]]
+kind = "small"
+count = 2
+[kinds.small]
+base = "T4"
+memory = "64 KiB"
+"""
+
+
+def test_what_would_make_it_fit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "model.py").write_text(TINY)
+    (tmp_path / "small.toml").write_text(SMALL)
+    monkeypatch.chdir(tmp_path)
+    asked = ["search", "model.py", "--cluster", "small.toml", "--json", "a.json"]
+    assert main(asked) == 1
+    assert "remedies" not in json.loads((tmp_path / "a.json").read_text())
+    assert main([*asked, "--advise"]) == 1
+    text, errors = capsys.readouterr()
+    assert all(line.startswith("hapsynth search: infeasible: no program fits: ") for line in errors.splitlines())
+    data = json.loads((tmp_path / "a.json").read_text())
+    assert data["status"] == "infeasible"
+    found = {r["change"]: r for r in data["remedies"]}
+    memory, *rest = sorted(found, key=lambda change: "on each of" not in change)
+    assert re.fullmatch(r"with \d+ KiB on each of the 2 small", memory)
+    assert {re.sub(r"\d+", "N", change) for change in rest} == {"with N more small", "with a batch of N instead of N"}
+    for change, r in found.items():
+        assert change in text
+        if r["fits"]:
+            # As little as does: what fits on no less.
+            assert r["memory_bytes"] <= (64 << 10 if change != memory else 2**30)
+    assert found[memory]["fits"]
+    assert found[next(c for c in rest if "batch" in c)]["fits"]
+
+
+def test_no_more_is_tried_than_does() -> None:
+    """On numbers given: what a program needs is 1000 bytes shared by the devices, and 100 on each."""
+    tried: list[int] = []
+
+    def plan(args: Any, kwargs: Any, on: Cluster, limit: float | None) -> Any:
+        tried.append(on.n)
+        needs = 100 + 1000 / on.n
+        if needs > min(k.memory if limit is None else limit for k in on.devices):
+            raise InfeasibleError("no", needs)
+        return SimpleNamespace(cost=1.0 / on.n, memory=(needs,), result=SimpleNamespace(interrupted=False))
+
+    tiny = replace(FAST, memory=0x100)
+    task = Task(lambda x: x, (jax.ShapeDtypeStruct((1,), jnp.float32),), {}, cluster(tiny, tiny), None, 600.0, plan)
+    more, memory = remedies(task, lambda _: None)
+    # 7 devices need 243 bytes.
+    assert (more.change, more.devices, more.cost_s) == ("with 5 more fast", 7, 1 / 7)
+    assert tried == [2, 4, 8, 6, 7]
+    assert memory.change == "with 1 KiB on each of the 2 fast"
+    hopeless = replace(task, cluster=cluster(*[replace(FAST, memory=90)] * 32), needs=131.25)
+    tried.clear()
+    memory, more = remedies(hopeless, lambda _: None)
+    # 64 devices need 116 bytes, 128 need 108: hardly less.
+    assert (more.cost_s, more.memory_bytes, tried) == (None, 100 + 1000 / 128, [32, 64, 128])
+    assert memory.cost_s == 1 / 32

@@ -116,6 +116,15 @@ def test_run(plan_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert data["steps"] == len(data["step_s"]) == 3
 
 
+def test_run_on_another_machine_warns_in_one_line(plan_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = json.loads(plan_file.read_text())
+    data["cluster"]["profile"] = {"machines": "another-machine", "jax": "0.0.1", "when": "2026-11-21"}
+    plan_file.write_text(json.dumps(data))
+    assert main(["run", "model.py", "--plan", "plan.json"]) == 0
+    errors = capsys.readouterr().err
+    assert re.fullmatch(r"hapsynth run: warning: .* another-machine with JAX 0\.0\.1 .* has JAX .*\n", errors)
+
+
 def test_run_of_a_wrong_program_fails(
     plan_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -3,6 +3,7 @@
 import json
 import os
 import pickle
+import platform
 import subprocess
 import sys
 import textwrap
@@ -15,7 +16,9 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from jax.sharding import Mesh
 
+import hapsynth
 from hapsynth import _units
 from hapsynth._cluster_file import to_toml
 from hapsynth.cluster import Cluster, ClusterError, DeviceKind, Link, known_kinds
@@ -270,6 +273,54 @@ def test_bad_kind(tmp_path: Path, text: str, says: list[str]) -> None:
         load(tmp_path, f"{GOOD}\n[kinds.x]\n{text}")
     for part in [str(tmp_path / "c.toml"), *says]:
         assert part in str(error.value)
+
+
+def test_kinds_that_nothing_joins(tmp_path: Path) -> None:
+    inside = '[intra]\nbandwidth = "12 GB/s"\nlatency = "5 us"\n'
+    devices = GOOD.partition("\n\n")[2].replace("count = 4", "per_host = 4")
+    assert load(tmp_path, inside + devices).n == 4
+    with pytest.raises(ClusterError, match=r"c\.toml: network is missing; add .* the 2 hosts \(V100-16GB, T4\)"):
+        load(tmp_path, f'{inside}{devices}[[devices]]\nkind = "T4"\n')
+
+
+MEASURED_ON = {
+    # machines, JAX: what is said on machine "here" with JAX 1.0
+    "here": ("here", "1.0", None),
+    "one of its machines": ("there, here", "1.0", None),
+    "another machine": ("there", "1.0", "was measured on there (2026-11-21), and this machine is here:"),
+    "another JAX": ("here", "0.9", "was measured with JAX 0.9 (2026-11-21), and this machine has JAX 1.0:"),
+    "both": ("there", "0.9", "measured on there with JAX 0.9 (2026-11-21), and this machine is here and has JAX 1.0:"),
+}
+
+
+@pytest.mark.parametrize(("machines", "version", "says"), MEASURED_ON.values(), ids=MEASURED_ON)
+def test_where_a_profile_is_from(machines: str, version: str, says: str | None) -> None:
+    profile = {"machines": machines, "jax": version, "when": "2026-11-21"}
+    cluster = Cluster("c", (CARD,), (0,), WIRE, profile=profile)
+    said = cluster.measured_elsewhere("here", "1.0")
+    assert (says is None and said is None) or (says is not None and said is not None and says in said)
+    assert replace(cluster, profile={}).measured_elsewhere("here", "1.0") is None
+    assert replace(cluster, profile={"jax": 3}).measured_elsewhere("here", "1.0") is None
+
+
+def test_a_profile_from_elsewhere_is_used_with_a_warning(tmp_path: Path) -> None:
+    """Where there are devices; planning for other ones is what profiles are carried around for."""
+    mesh = Mesh(np.array(jax.devices()[:2]), ("d",))
+    here = {"machines": platform.node(), "jax": jax.__version__}
+    there = {"machines": "another-machine", "jax": jax.__version__}
+    cluster = Cluster("c", (CARD, CARD), (0, 1), WIRE, profile=here)
+    step, args = lambda x: x + 1, (np.ones((8, 8), np.float32),)
+    hapsynth.synthesize(step, args, mesh, cluster=cluster)
+    cluster = replace(cluster, profile=there)
+    named = f"measured on another-machine, and this machine is {platform.node()}"
+    with pytest.warns(hapsynth.ClusterWarning, match=named) as warned:
+        plan = hapsynth.synthesize(step, args, mesh, cluster=cluster)
+    assert warned[0].filename == __file__
+    assert np.array_equal(plan.unshard(plan(*args)), step(args[0]))
+    hapsynth.synthesize(step, args, cluster).save(tmp_path / "p.json")
+    hapsynth.load(tmp_path / "p.json", step, args)
+    with pytest.warns(hapsynth.ClusterWarning, match=named):
+        hapsynth.load(tmp_path / "p.json", step, args, mesh)
 
 
 def test_unreadable_file(tmp_path: Path) -> None:

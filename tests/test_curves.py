@@ -96,6 +96,14 @@ BAD = {
     "only latency": ('[collectives.hap]\nall_reduce = [["0 B", "2 us"]]', ["collectives.hap.all_reduce", "larger"]),
     "axis": ('[collectives.data]\nall_reduce = [["1 B", "2 us"]]', ["collectives.data", "hap"]),
     "step": ('[collectives.hap]\nall_reduec = [["1 B", "2 us"]]', ["collectives.hap.all_reduec", "'all_reduce'"]),
+    "time without unit": (
+        '[kinds.x.measured.matmul]\nfloat32 = [["1 MFLOP", 2e-6]]',
+        ["measured.matmul.float32", "no unit", "us"],
+    ),
+    "bytes without unit": ('[collectives.hap]\nall_reduce = [["64", "2 us"]]', ["hap.all_reduce", "no unit", "KiB"]),
+    "not a number": ('[kinds.x.measured.matmul]\nfloat32 = [["nan FLOP", "2 us"]]', ["float32", "not a finite"]),
+    "no time": ('[collectives.hap]\nall_reduce = [["1 B", "0 us"]]', ["hap.all_reduce", "greater than zero"]),
+    "no points": ("[collectives.hap]\nall_reduce = []", ["hap.all_reduce", "list of points"]),
     "profile": ("[profile]\nwhen = 2026-01-01", ["profile.when", "text"]),
 }
 

@@ -12,6 +12,7 @@ from functools import cached_property
 
 import numpy as np
 
+from hapsynth.graph import Op
 from hapsynth.instructions.layout import Layout, format_layout
 from hapsynth.instructions.program import Compute, Convert, FactorTable
 from hapsynth.instructions.sizes import Classes
@@ -69,7 +70,7 @@ class Alternatives:
         found: dict[int, float] = dict(feed_costs(self.plan.program, self.plan.sizes, self.model))
         for cost in self.costs:
             i = cost.instruction
-            value = i.value if isinstance(i, Convert) else self.graph.ops[i.op].results[0]
+            value = i.value if isinstance(i, Convert) else _main_value(self.graph.ops[i.op])
             found[value] = found.get(value, 0.0) + cost.seconds
         return found
 
@@ -123,3 +124,8 @@ class Alternatives:
         program = Emitter(self.formulator, assignment).run(self.plan.program.axes)
         sizes = self.ratios.sizes_of(Classes.build(self.graph, program, self.table))
         return None if sizes is None else peak(program, sizes, self.model)
+
+
+def _main_value(op: Op) -> int:
+    """What an op makes or, of the test of a loop, what it tests."""
+    return (*op.results, *(v for _, v in op.value_operands))[0]

@@ -16,7 +16,7 @@ from hapsynth.report.model_file import UsageError
 from hapsynth.report.names import Names
 from hapsynth.report.summary import print_certificate, print_left_out, sizes_table
 from hapsynth.report.text import heading, nbytes, percent, plural, seconds, table
-from hapsynth.search.evaluate import Cost, feed_costs
+from hapsynth.search.evaluate import feed_costs
 from hapsynth.search.memory import padded_bytes
 
 _KINDS = 14
@@ -74,7 +74,9 @@ class Explainer:
             mine = [p for p in (*reads(self.graph, i), *writes(self.graph, i)) if p[0] == value]
             if mine:
                 layouts = " -> ".join(dict.fromkeys(format_layout(layout) for _, layout in mine))
-                rows.append([self._what(cost), layouts, seconds(cost.seconds), _bytes(cost.wire_bytes)])
+                rows.append(
+                    [self.names.instruction(cost.instruction), layouts, seconds(cost.seconds), _bytes(cost.wire_bytes)]
+                )
         self.out.print(heading("Instructions that touch it"))
         self.out.print(table(["instruction", "layout", "seconds", "wire bytes"], rows, left=2))
         self.out.print(heading("The best program with each layout of it, at the plan's shard sizes"))
@@ -116,7 +118,8 @@ class Explainer:
         found = [c for c in self.known.costs if isinstance(c.instruction, Convert) and c.instruction.is_collective]
         found.sort(key=lambda c: -c.seconds)
         rows = [
-            [self._what(c), nbytes(c.wire_bytes), seconds(c.seconds), self._share(c.seconds)] for c in found[: self.top]
+            [self.names.instruction(c.instruction), nbytes(c.wire_bytes), seconds(c.seconds), self._share(c.seconds)]
+            for c in found[: self.top]
         ]
         if len(found) > self.top:
             rest = found[self.top :]
@@ -200,14 +203,6 @@ class Explainer:
             "-" if memory is None else nbytes(memory),
             fits,
         ]
-
-    def _what(self, cost: Cost) -> str:
-        i = cost.instruction
-        if isinstance(i, Convert):
-            change = f"{format_layout(i.source)} -> {format_layout(i.target)}"
-            return f"{i.step} {change} of {self.names.value(i.value)}"
-        op = self.graph.ops[i.op]
-        return f"{op.name} -> {self.graph.values[op.results[0]].name}" + (f" ({op.source})" if op.source else "")
 
     def _share(self, spent: float) -> str:
         return percent(spent / self.total) if self.total else "-"

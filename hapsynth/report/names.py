@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from hapsynth.graph import Value
+from hapsynth.instructions.layout import format_layout
+from hapsynth.instructions.program import Convert, Instruction
 from hapsynth.instructions.sizes import DimensionClass
 from hapsynth.trace import Traced
 
@@ -24,6 +26,15 @@ class Names:
             return f"{name} (a constant of the function)"
         op = self.graph.ops[self.graph.producer[value]]
         return f"{name} {op.name}" + (f" ({op.source})" if op.source else "")
+
+    def instruction(self, i: Instruction) -> str:
+        """`dot_general -> v80 (mlp.py:57)`, or `all_reduce P(sum) -> R of v80 dot_general (mlp.py:57)`."""
+        if isinstance(i, Convert):
+            return f"{i.step} {format_layout(i.source)} -> {format_layout(i.target)} of {self.value(i.value)}"
+        op = self.graph.ops[i.op]
+        # The test of a loop makes nothing.
+        made = "".join(f" -> {self.graph.values[v].name}" for v in op.results[:1])
+        return f"{op.name}{made}" + (f" ({op.source})" if op.source else "")
 
     def shape(self, value: int) -> str:
         """`f32[256, 512]`"""

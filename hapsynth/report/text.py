@@ -65,6 +65,12 @@ def nbytes(value: float) -> str:
     raise AssertionError
 
 
+def si(value: float, unit: str) -> str:
+    """`1.074 GFLOP`: four significant digits, in the decimal multiple of the unit that fits."""
+    power = next((p for p in (15, 12, 9, 6, 3) if abs(value) >= 10.0**p), 0)
+    return f"{value / 10**power:.4g} {'kMGTP'[power // 3 - 1] if power else ''}{unit}"
+
+
 def percent(fraction: float) -> str:
     """`4.56 %`; a gap that is zero but for rounding is `0.00 %`."""
     return f"{100 * fraction + 0.0:.2f} %" if abs(fraction) >= 5e-5 else "0.00 %"

@@ -1,0 +1,109 @@
+"""The bytes that the cost model counts as moved on one device against those of XLA's compiled HLO.
+
+    python benchmarks/bench_bytes.py [--json OUT] [--ops 8] [mlp transformer cnn gpt ...]
+
+Models as in bench_memory.py. `model`: tensors that ops read or write, fused chains only at their ends
+(`CostModel.is_materialized`), fed arguments not counted. `xla`: operands and results of the instructions of the
+optimized HLO, a fusion being one; `analysis`: `compiled.cost_analysis()["bytes accessed"]`, which takes less of an
+operand that is only sliced. --ops lists what each op is counted with, by primitive; a fusion counts as its root.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import json
+import re
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import jax
+from bench_memory import target
+
+from hapsynth.cluster import Cluster, DeviceKind, Link
+from hapsynth.instructions.program import FactorTable
+from hapsynth.search.costs import CostModel
+from hapsynth.trace import trace
+
+MB = 1e6
+FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "copy-done"}
+LINE = re.compile(r"^\s*(?:ROOT )?%?([\w.-]+) = (.*?) ([\w-]+)\((.*)$")
+BITS = {"pred": 8, "bf16": 16, "f16": 16, "f32": 32, "f64": 64, "c64": 64, "c128": 128}
+
+
+def nbytes(shapes: str) -> float:
+    """Of an HLO type such as `f32[8,4]{1,0}` or a tuple of them."""
+    found = re.findall(r"(pred|bf16|f8\w*|f16|f32|f64|c64|c128|[su]\d+)\[([\d,]*)\]", shapes)
+    size = lambda dtype: BITS.get(dtype) or int(re.findall(r"\d+", dtype)[0])
+    return sum(size(dtype) / 8 * prod(int(d) for d in dims.split(",") if d) for dtype, dims in found)
+
+
+def hlo_bytes(text: str) -> collections.Counter[str]:
+    """Bytes that the entry computation of an optimized HLO text moves, by JAX's primitive, or the HLO's own name."""
+    types: dict[str, str] = {}
+    moved: collections.Counter[str] = collections.Counter()
+    for line in text[text.index("\nENTRY ") :].splitlines()[2:]:
+        match = LINE.match(line)
+        if match is None:
+            continue
+        name, shapes, opcode, rest = match.groups()
+        types[name] = shapes
+        if opcode in FREE:
+            continue
+        operands = re.findall(r"%([\w.-]+)", rest.partition(")")[0])
+        scope = re.search(r'op_name="([^"]*)"', rest)
+        primitive = scope[1].rpartition("/")[2] if scope else opcode
+        parts = [nbytes(types[o]) for o in operands if o in types]
+        moved[primitive] += nbytes(shapes) + sum(parts)
+    return moved
+
+
+def model_bytes(fn: Any, args: Any) -> collections.Counter[str]:
+    """Bytes that the cost model has one device move, by primitive."""
+    graph = trace(fn, args).graph
+    kind = DeviceKind("one", {"float32": 1e12}, 1e11, 1 << 40)
+    model = CostModel(graph, Cluster("one", (kind,), (0,), Link(1e9, 0.0)), FactorTable(graph))
+    moved: collections.Counter[str] = collections.Counter()
+    for op in graph.ops:
+        work = model.work(op.index, ())
+        moved[op.name] += graph.runs[op.region] * sum(size for _, size in work.moved)
+    return moved
+
+
+def one(name: str) -> dict[str, Any]:
+    """MB of one example."""
+    fn, args = target(name)
+    compiled = jax.jit(fn).lower(*args).compile()
+    analysis: Any = compiled.cost_analysis()
+    model, xla = model_bytes(fn, args), hlo_bytes(compiled.as_text())
+    return {
+        "example": name,
+        "model": model.total() / MB,
+        "xla": xla.total() / MB,
+        "analysis": float(analysis["bytes accessed"]) / MB,
+        "ops": {p: [model[p] / MB, xla[p] / MB] for p in sorted({*model, *xla}, key=lambda p: -model[p] - xla[p])},
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--ops", type=int, default=0, metavar="N", help="list the N primitives that move most")
+    parser.add_argument("models", nargs="*", default=("mlp", "transformer", "cnn"))
+    options = parser.parse_args()
+    rows: list[dict[str, Any]] = []
+    print(f"{'example':<14}{'model':>11}{'xla':>11}{'ratio':>7}{'analysis':>11}{'ratio':>7}  MB")
+    for name in options.models:
+        row = one(name)
+        rows.append(row)
+        figures = (row["model"], row["xla"], row["model"] / row["xla"], row["analysis"], row["model"] / row["analysis"])
+        print(f"{name:<14}" + "".join(f"{x:{w}.2f}" for x, w in zip(figures, (11, 11, 7, 11, 7))), flush=True)
+        for primitive, (model, xla) in list(row["ops"].items())[: options.ops]:
+            print(f"  {primitive:<40}{model:11.2f}{xla:11.2f}")
+    if options.json:
+        options.json.write_text(json.dumps(rows, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

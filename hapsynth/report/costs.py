@@ -1,0 +1,213 @@
+"""Where a predicted second comes from: every instruction's seconds as the sum that the cost model makes of them.
+
+An op takes runs x (launches x overhead + max(FLOPs / rate, bytes / bandwidth)) on the device that takes longest over
+it, a collective runs x (latency + wire bytes x seconds per byte). The lines add up to the plan's cost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from math import isclose
+from typing import Any
+
+import numpy as np
+
+from hapsynth.cluster import Cluster
+from hapsynth.devices import DeviceKind
+from hapsynth.instructions.collectives import Step
+from hapsynth.instructions.program import Compute, Convert
+from hapsynth.instructions.sizes import layout_nodes
+from hapsynth.plan import Plan
+from hapsynth.report.names import Names
+from hapsynth.report.record import cost_model
+from hapsynth.search.costs import CostModel, Floats, Work
+from hapsynth.search.evaluate import cuts_of, largest_share, shares
+
+COST_SCHEMA = "hapsynth-cost-1"
+
+
+@dataclass(frozen=True)
+class Computing:
+    """An op, or an argument that is fed, on the device that takes longest over it; figures are those of one run.
+
+    `op_class`: what it counts as, or `fed`, `other`. `seconds`: of all runs. `device`: its position in the cluster.
+    `flops`: of whole tiles, which take `compute_s` seconds.
+    """
+
+    what: str
+    op_class: str
+    dtype: str
+    seconds: float
+    runs: float
+    device: int
+    kind: str
+    launches: int
+    overhead_s: float
+    flops: float
+    compute_s: float
+    rate_from: str
+    nbytes: float
+    bandwidth: float
+    bandwidth_from: str
+
+    @property
+    def computes(self) -> bool:
+        """Whether the FLOPs take longer than the bytes."""
+        return self.compute_s > self.nbytes / self.bandwidth
+
+    @property
+    def rate(self) -> float | None:
+        """FLOP/s that are reached at this size; None where nothing is computed."""
+        return self.flops / self.compute_s if self.flops and self.compute_s else None
+
+
+@dataclass(frozen=True)
+class Sending:
+    """A collective along a mesh axis; figures are those of one run, but for `seconds`.
+
+    `wire_bytes`: that one group sends over its slowest link, of which `padding_bytes` would be spared if all shards
+    were of one size.
+    """
+
+    what: str
+    step: str
+    axis: str
+    seconds: float
+    runs: float
+    latency_s: float
+    wire_bytes: float
+    padding_bytes: float
+    s_per_byte: float
+    link_from: str
+
+
+Line = Computing | Sending
+
+
+def cost_lines(plan: Plan) -> list[Line]:
+    """What a plan's seconds are made of, arguments first, then the instructions in order; those that take no time are
+    left out."""
+    return [line for line in _Lines(plan).all() if line.seconds > 0]
+
+
+def cost_record(plan: Plan, lines: Sequence[Line]) -> dict[str, Any]:
+    """What `explain --cost --json` writes."""
+    return {
+        "schema": COST_SCHEMA,
+        "cost_s": plan.cost,
+        "computing": [{**asdict(line), "rate": line.rate} for line in lines if isinstance(line, Computing)],
+        "sending": [asdict(line) for line in lines if isinstance(line, Sending)],
+    }
+
+
+class _Lines:
+    def __init__(self, plan: Plan) -> None:
+        self.plan, self.model, self.names = plan, cost_model(plan), Names(plan.traced)
+        self.graph = plan.traced.graph
+
+    def all(self) -> Iterator[Line]:
+        plan, model, graph = self.plan, self.model, self.graph
+        for value, layout in plan.program.inputs.items():
+            work = model.feed_work(value, layout)
+            if work is not None:
+                fractions = shares(model, plan.sizes, layout_nodes(value, layout))
+                yield self._computing(self.names.value(value), "fed", work, fractions, 1.0)
+        for i in plan.program.instructions:
+            if isinstance(i, Convert):
+                yield self._converting(i)
+                continue
+            yield self._op(i)
+            if i.op in graph.unsure:
+                yield from self._agreeing(i)
+
+    def _op(self, i: Compute) -> Computing:
+        work = self.model.work(i.op, i.triples)
+        fractions = shares(self.model, self.plan.sizes, cuts_of(self.model, i))
+        runs = self.graph.runs[self.graph.ops[i.op].region]
+        return self._computing(self.names.instruction(i), work.op_class or "other", work, fractions, runs)
+
+    def _computing(self, what: str, op_class: str, work: Work, fractions: Sequence[Floats], runs: float) -> Computing:
+        model = self.model
+        device = int(model.device_times(work, fractions).argmax())
+        flops, moved, _ = (float(of[device]) for of in model.loads(work, fractions))
+        alone = np.where(np.arange(model.n) == device, flops, 0.0)
+        spent = float(model.speeds(work.op_class, work.dtype).seconds(alone)[device])
+        kind = model.cluster.devices[device]
+        return Computing(
+            what,
+            op_class,
+            work.dtype,
+            runs * model.time(work, fractions),
+            runs,
+            self.plan.devices[device],
+            kind.name,
+            work.launches,
+            kind.overhead,
+            flops,
+            spent,
+            rate_source(self.plan.cluster, kind, work.op_class, work.dtype) if spent else "",
+            moved,
+            kind.bandwidth,
+            _source(self.plan.cluster, kind),
+        )
+
+    def _converting(self, i: Convert) -> Sending:
+        model, sizes = self.model, self.plan.sizes
+        nbytes = float(self.graph.values[i.value].nbytes)
+        largest = lambda dim, axes: largest_share(sizes, i.value, dim, axes)
+        seconds, wire = model.conversion(nbytes, i.source, i.target, i.axis, largest)
+        _, even = model.conversion(nbytes, i.source, i.target, i.axis, model.evenly)
+        runs = self.graph.runs[i.region]
+        return self._sending(self.names.instruction(i), i.step, i.axis, seconds, wire, max(wire - even, 0.0), runs)
+
+    def _agreeing(self, i: Compute) -> Iterator[Sending]:
+        """`CostModel.uniform_time`, axis by axis."""
+        what = f"agreement on {self.names.instruction(i)}"
+        runs = self.graph.runs[self.graph.ops[i.op].region]
+        for axis, link in enumerate(self.model.links):
+            if link.n > 1:
+                wire = link.wire_bytes("all_reduce", 4.0, 0.0, 0.0)
+                yield self._sending(what, "all_reduce", axis, link.seconds("all_reduce", wire), wire, 0.0, runs)
+
+    def _sending(
+        self, what: str, step: Step, axis: int, seconds: float, wire: float, padding: float, runs: float
+    ) -> Sending:
+        link = self.model.links[axis]
+        curve = link.curves.get(step)
+        latency = 0.0 if seconds == 0 else link.latency if curve is None else float(curve.seconds(0.0))
+        per_byte = (seconds - latency) / wire if wire else 0.0
+        source = link_source(self.model, axis, step)
+        name = self.model.axes[axis][0]
+        return Sending(what, step, name, runs * seconds, runs, latency, wire, padding, per_byte, source)
+
+
+def _source(cluster: Cluster, kind: DeviceKind) -> str:
+    """Where a kind's figures stand, with the day on which they were measured."""
+    day = cluster.profile.get("when")
+    return f"{kind.source or 'the cluster file'}{f', {day}' if kind.measured and day else ''}"
+
+
+def rate_source(cluster: Cluster, kind: DeviceKind, op_class: str, dtype: str) -> str:
+    """Where the rate of a class of ops comes from on a kind of device."""
+    source = _source(cluster, kind)
+    measured = kind.measured_as(op_class, dtype)
+    if measured is not None:
+        return f"measured curve of {' '.join(measured)}, {source}"
+    name = kind.counts_as(dtype)
+    peak = f"{name} peak" if name else "float32 peak / 64"
+    return f"{peak}{f' x {kind.efficiency:g}' if kind.efficiency != 1 else ''}, {source}"
+
+
+def link_source(model: CostModel, axis: int, step: Step) -> str:
+    """Where the latency and the bandwidth of a collective along an axis come from."""
+    cluster, link = model.cluster, model.links[axis]
+    if step in link.curves:
+        told = [f"{cluster.profile[key]}" for key in ("machines", "when") if key in cluster.profile]
+        return ", ".join([f"measured curve of {step}", *told])
+    groups = np.moveaxis(np.array(cluster.hosts).reshape(model.lengths), axis, -1).reshape(-1, link.n)
+    inside = cluster.intra or cluster.network
+    if cluster.intra and ((groups == groups[:, :1]).all() or isclose(link.beta, 1 / inside.bandwidth)):
+        return "[intra] of the cluster file"
+    sharing = round(link.beta * cluster.network.bandwidth)
+    return f"[network] of the cluster file{f', shared by {sharing} groups' if sharing > 1 else ''}"
