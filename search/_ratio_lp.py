@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +17,8 @@ from hapsynth.search.memory import Cut, MemoryProfile, largest_of
 
 
 class RatioLP:
-    """One linear program: classes cut along `axes`, all others at `sizes`. `active`: devices that may hold anything."""
+    """One linear program: classes cut along `axes`, all others and those of `pinned` at `sizes`. `active`: devices that
+    may hold anything."""
 
     def __init__(
         self,
@@ -27,10 +28,11 @@ class RatioLP:
         kind_of: npt.NDArray[np.int64],
         active: np.ndarray,
         sizes: Sizes,
+        pinned: Container[int] = (),
     ) -> None:
         self.loads, self.memory, self.sizes, self.costs = loads, memory, sizes, loads.costs
         self.axes, self.kind_of = axes, kind_of
-        self.classes = [c.index for c in loads.classes.all if c.axes == axes]
+        self.classes = [c.index for c in loads.classes.all if c.axes == axes and c.index not in pinned]
         place = self.costs.position(axes)
         idle = np.bincount(place, active, minlength=kind_of.size) == 0
         self.kinds = [k for k in range(int(kind_of.max()) + 1) if not idle[kind_of == k].all()]

@@ -84,10 +84,11 @@ class Planner(Finder):
         return self.cost
 
     def conclude(self) -> Result:
-        """The best program so far with its bounds; raises InfeasibleError where there is none. Ctrl-C as in `run`."""
+        """The best program so far with its bounds; raises InfeasibleError where there is none, RatioError where it
+        cannot be cut as is asked. Ctrl-C as in `run`."""
         best = self._best
         if best is None:
-            lacking = shortage(self.costs, self.limit, self._least, self._certain_bytes())
+            lacking = shortage(self.costs, self.limit, self._least, self._certain_bytes(), pinned=self.pins is not None)
             raise KeyboardInterrupt if self.interrupted else InfeasibleError(lacking)
         certified = self._unless_interrupted(partial(self._certify, best), None)
         if certified is None:
@@ -99,6 +100,8 @@ class Planner(Finder):
             self.interrupted, joint = True, 0.0
         bound = min(joint if bound is None else bound, best.cost)
         joint = min(joint, bound)
+        if self.pins is not None:
+            self.pins.check(best.sizes)
         check(self.graph, best.program, best.sizes)
         return Result(
             best.program,

@@ -26,19 +26,21 @@ from hapsynth.search._ratio_lp import RatioLP
 from hapsynth.search.costs import TILE, CostModel, Floats
 from hapsynth.search.loads import Loads
 from hapsynth.search.memory import MemoryProfile
+from hapsynth.search.pins import Pins
 from hapsynth.search.ratios import nested_shares
 
 _LP_ROUNDS = 6
 
 
 class Sizer:
-    """Finds sizes for one program."""
+    """Finds sizes for one program. `pins`: ratios that some classes have to have."""
 
-    def __init__(self, program: Program, classes: Classes, costs: CostModel) -> None:
+    def __init__(self, program: Program, classes: Classes, costs: CostModel, pins: Pins | None = None) -> None:
         self.program, self.classes, self.costs = program, classes, costs
         self.graph: Graph = costs.graph
         self.memory = MemoryProfile(self.graph, program, classes, costs)
         self.loads = Loads(program, classes, costs)
+        self.pinned = pins.shares(classes) if pins else {}
         self.families = sorted({c.axes for c in classes.all}, key=lambda axes: (-len(axes), axes))
         """The mesh axes that classes are cut along; each is one linear program's."""
         self.kinds = {axes: _position_kinds(costs, axes) for axes in self.families}
@@ -54,6 +56,9 @@ class Sizer:
         known: dict[object, tuple[int, ...]] = {}
         found: list[tuple[int, ...]] = []
         for c in self.classes.all:
+            if c.index in self.pinned:
+                found.append(self.pinned[c.index])
+                continue
             key = (c.axes, c.units, fractions[c.index].tobytes())
             if key not in known:
                 known[key] = nested_shares(fractions[c.index].reshape([lengths[a] for a in c.axes]), c.units)
@@ -67,6 +72,8 @@ class Sizer:
         returned.
         """
         candidates = [self.fixed(start), self.fixed(np.ones(self.costs.n))]
+        if len(self.pinned) == len(self.classes.all):
+            return candidates[0]
         speed = self.costs.rate("float32")
         kinds = list(dict.fromkeys(self.costs.cluster.devices))
         kind_of = np.array([kinds.index(d) for d in self.costs.cluster.devices])
@@ -93,7 +100,9 @@ class Sizer:
             before = self._fractions(sizes)
             solved = dict(before)
             for axes in self.families:
-                lp = RatioLP(self.loads, self.memory, axes, self.kinds[axes], active, sizes)
+                lp = RatioLP(self.loads, self.memory, axes, self.kinds[axes], active, sizes, self.pinned)
+                if not lp.classes:
+                    continue
                 fractions = lp.solve(sorted(points), allowed)
                 if fractions is None:
                     return sizes
@@ -127,6 +136,8 @@ class Sizer:
         rounded = Sizes(self.graph, self.classes, tuple(shares))
         known: dict[object, tuple[int, ...]] = {}
         for c, alike in enumerate(self.loads.alike):
+            if c in self.pinned:
+                continue
             key = (alike, shares[c])
             if key not in known:
                 known[key] = self._improved(c, shares)
