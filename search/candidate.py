@@ -84,6 +84,12 @@ class Maker:
         over = over or (sizes if memory > self.limit else None)
         return Candidate(program, sizes, cost, memory, solution.assignment, bound, over)
 
+    def bound(self, candidate: Candidate) -> float:
+        """Seconds that a candidate's program takes at least at any sizes that fit."""
+        sizer = Sizer(candidate.program, candidate.sizes.classes, self.costs, self.pins)
+        rest = candidate.cost - sizer.variable_cost(candidate.sizes)
+        return rest + sizer.bound(candidate.sizes, self.limit)
+
     def full_ops(self, candidate: Candidate) -> dict[int, float]:
         """The op at which a program holds the most and others far from it at which it holds too much -> bytes held."""
         profile = MemoryProfile(self.costs.graph, candidate.program, candidate.sizes.classes, self.costs)

@@ -103,6 +103,7 @@ class Planner(Finder):
         if self.pins is not None:
             self.pins.check(best.sizes)
         check(self.graph, best.program, best.sizes)
+        ratio_bound = 0.0 if self.interrupted else max(joint, self._maker.bound(best))
         return Result(
             best.program,
             best.sizes,
@@ -118,6 +119,7 @@ class Planner(Finder):
             sweeps=self.sweeps,
             states=self.states,
             interrupted=self.interrupted,
+            ratio_bound_s=min(ratio_bound, best.cost),
         )
 
     def timings_s(self) -> dict[str, float]:

@@ -98,6 +98,7 @@ def print_certificate(out: Console, plan: Plan) -> None:
     out.print(f"step time      {seconds(r.cost_s)} predicted")
     for name, bound, where, gap in (
         ("lower bound", r.lower_bound_s, "at these shard sizes", r.gap),
+        ("size bound ", r.ratio_bound_s, "for this program at any shard sizes", r.rounding_gap),
         ("joint bound", r.joint_lower_bound_s, "at any shard sizes", r.joint_gap),
     ):
         known = f"{seconds(bound)} {where}, gap {percent(gap)}"
