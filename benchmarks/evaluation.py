@@ -7,7 +7,8 @@ Every system's program is judged by one cost model, hapsynth's; nothing is alloc
 ZeRO-1, -2, -3, each even and by speed (Poplar), Megatron's tensor parallelism (`search/baselines.py`), HAP (`hap.py`)
 and the plan, which none of them was a start of. `speedup`: of the plan over the best system that fits the memory.
 `one ratio`: the best that is cut by one ratio throughout (the plan's program, a baseline or HAP) over the plan; `even`:
-the same where all is cut evenly. Neither looks at memory. Models at HAP's sizes: batch 32 x devices, 768 wide, 12
+the same where all is cut evenly. Neither looks at memory. `rounding`: how far the plan's whole units are at most above
+the best fractions of its program (`Result.rounding_gap`). Models at HAP's sizes: batch 32 x devices, 768 wide, 12
 layers, sequence 128, experts 2 x devices. Each row in a process of its own.
 """
 
@@ -41,8 +42,8 @@ FOLDER = Path(__file__).resolve().parent.parent / "examples" / "clusters"
 MODEL_NAMES = ("vgg19", "vit_b", "bert", "bert_moe")
 CLUSTERS = ("paper64", "poplar_a", "poplar_b", "poplar_c", "lab4", "h200_a100")
 HEADS = (
-    *("model", "cluster", "step s", "GiB", "gap", "joint gap", "best baseline", "its s", "speedup", "over HAP"),
-    *("one ratio", "even", "seconds", "strategy"),
+    *("model", "cluster", "step s", "GiB", "gap", "joint gap", "rounding", "best baseline", "its s", "speedup"),
+    *("over HAP", "one ratio", "even", "seconds", "strategy"),
 )
 
 
@@ -91,6 +92,7 @@ def one(row: dict[str, Any], budget: float | None) -> dict[str, Any]:
         "cost_s": plan.cost,
         "gap": plan.gap,
         "joint_gap": plan.result.joint_gap,
+        "rounding_gap": plan.result.rounding_gap,
         "memory_bytes": max(plan.memory),
         "best": min(fitting, key=lambda name: fitting[name], default=None),
         "worse_than": [name for name, cost in fitting.items() if plan.cost > cost * (1 + 1e-9)],
@@ -125,6 +127,7 @@ def cells(row: dict[str, Any]) -> list[str]:
     cost = row["cost_s"]
     over = lambda s: f"{s['cost_s'] / cost:.2f}x" + ("" if s["fits"] else " (does not fit)")
     shown = [f"{cost:.4g}", f"{row['memory_bytes'] / 2**30:.1f}", f"{row['gap']:.1e}", f"{row['joint_gap']:.1e}"]
+    shown.append(f"{row['rounding_gap']:.1e}")
     if best:
         shown += [best, f"{systems[best]['cost_s']:.4g}", over(systems[best])]
     else:

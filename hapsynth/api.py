@@ -11,6 +11,7 @@ from typing import Any
 import jax
 
 from hapsynth._jax import is_extended
+from hapsynth._ratios import Ratios, pins_of
 from hapsynth.cluster import Cluster
 from hapsynth.frequency import Expectation, expecting
 from hapsynth.instructions.layout import Layout, is_consistent, parse_layout
@@ -31,6 +32,7 @@ def synthesize(
     cluster: Cluster | None = None,
     carry: Sequence[tuple[str, str]] | None = None,
     fixed: Mapping[str, str] | None = None,
+    ratios: Ratios | None = None,
     expect: Mapping[str, Expectation] | None = None,
     memory_limit: float | None = None,
     leave_out: bool = True,
@@ -43,18 +45,21 @@ def synthesize(
     devices to run on, or a `Cluster` to plan without them. `cluster`: what the mesh's devices can do, in mesh order;
     by default the table's figures for their kind. `carry`: pairs (argument path, output path), e.g.
     `[("[0]", "[0]")]`, whose layouts must agree so that the step can be repeated; found by structure when None.
-    `fixed`: argument path -> layout (as in `Plan.layouts`) to keep. `expect`: source line of a `while_loop` or `cond`,
-    e.g. `"train.py:40"` -> its trips (10 by default), or how often its predicate is true (each branch is taken to be
-    as frequent as the others by default; give a sequence for a `switch`). `memory_limit`: bytes per device.
+    `fixed`: argument path -> layout (as in `Plan.layouts`) to keep. `ratios`: fractions, one per device in mesh order,
+    by which everything that the plan cuts has to be cut; or class -> one per shard, as in `Plan.ratios`, for just those
+    classes (`"[1]['x'].0"`, dimension 0 of an argument, names its class too). `expect`: source line of a `while_loop`
+    or `cond`, e.g. `"train.py:40"` -> its trips (10 by default), or how often its predicate is true (each branch is
+    taken to be as frequent as the others by default; give a sequence for a `switch`). `memory_limit`: bytes per device.
     `leave_out`: whether the plan may leave out devices that would make the step slower (`Plan.devices` are those that
-    it uses, `Plan.mesh` is a mesh of them); none is left out where `fixed` says how things lie on all of them.
+    it uses, `Plan.mesh` is a mesh of them); none is left out where `fixed` or `ratios` say how things lie on them all.
     `time_budget_s`: seconds after which the best plan so far is returned with its gap. `progress`: called now and then
     with the stage, the best cost, the bound, the nodes and the seconds so far.
 
     Ctrl-C during the search returns the best plan so far, `plan.result.interrupted`, with a bound that is sought for a
     second or until Ctrl-C is pressed again; where there is no plan yet, KeyboardInterrupt is raised.
     Raises TraceError for arguments or functions that cannot be planned, InfeasibleError when no program fits the
-    memory, ValueError for a mesh that is not the cluster's size, TypeError and ValueError for options of no use.
+    memory, ValueError for a mesh that is not the cluster's size, TypeError and ValueError for options of no use:
+    RatioError, one of these, for `ratios` that break a class's granule, with the nearest that do not.
     """
     began = time.perf_counter()
     if not callable(fn):
@@ -70,8 +75,9 @@ def synthesize(
         traced = replace(traced, graph=expecting(traced.graph, expect))
     trace_s = time.perf_counter() - began
     restriction = None if fixed is None else Restriction(stored=_fixed(traced, fixed, len(mesh_axes(cluster))))
+    pins = None if ratios is None else pins_of(traced, ratios, mesh_axes(cluster))
     planner = ClusterPlanner(
-        traced.graph, cluster, memory_limit, time_budget_s, restriction, progress, leave_out=leave_out
+        traced.graph, cluster, memory_limit, time_budget_s, restriction, progress, leave_out=leave_out, pins=pins
     )
     result = planner.run()
     timings = {"trace_s": trace_s, **result.timings_s, "total_s": time.perf_counter() - began}

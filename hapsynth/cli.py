@@ -22,6 +22,7 @@ import jax
 from rich.console import Console
 
 from hapsynth import _units
+from hapsynth._ratios import Ratios
 from hapsynth.api import synthesize
 from hapsynth.cluster import Cluster, ClusterError, ClusterWarning
 from hapsynth.example_data import example_arguments
@@ -50,11 +51,15 @@ from hapsynth.report.remedies import Task, print_remedies, remedies, remedies_re
 from hapsynth.report.summary import print_summary
 from hapsynth.report.text import console, percent
 from hapsynth.report.versus import print_comparison
+from hapsynth.search.pins import RatioError
 from hapsynth.search.planner import InfeasibleError
 from hapsynth.trace import TraceError, trace
 
 DONE, FAILED, MISUSED, INTERRUPTED = 0, 1, 2, 130
-_MISUSES = (UsageError, JobError, ClusterError, PlanError, ProfileError, TraceError, RuleError, UnsupportedError)
+_MISUSES = (
+    *(UsageError, JobError, ClusterError, PlanError, ProfileError, RatioError),
+    *(TraceError, RuleError, UnsupportedError),
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -115,6 +120,8 @@ class _Session(ExitStack):
 
 
 def _search(options: argparse.Namespace, session: _Session) -> int:
+    if options.advise and options.ratios:
+        raise UsageError("--advise is about plans at their own best ratios: leave out --ratios, or --advise")
     cluster, target = _cluster(options.cluster), load_target(options.file)
     try:
         plan = _planned(options, target, cluster)
@@ -266,6 +273,7 @@ def _planned(options: argparse.Namespace, target: Target, cluster: Cluster) -> P
             cluster,
             example_kwargs=target.kwargs,
             memory_limit=options.memory_limit,
+            ratios=_ratios(options.ratios),
             progress=show,
             **_asked(options),
         )
@@ -348,6 +356,15 @@ def _add_planning(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--time-budget", metavar="S", type=_seconds, help="seconds; then the best so far, with its gap")
     parser.add_argument("--memory-limit", metavar="SIZE", type=_memory, help='per device, e.g. "12 GiB"')
     parser.add_argument(
+        "--ratios",
+        metavar="[CLASS=]R,R,...",
+        action="append",
+        default=[],
+        type=_ratio,
+        help="fractions to cut by, one per device in mesh order, or those of one class (may be repeated), as in "
+        "0.75,0.25 or \"[1]['x'].0=0.75,0.25\"",
+    )
+    parser.add_argument(
         "--expect",
         metavar="FILE:LINE=HOW",
         action="append",
@@ -376,6 +393,23 @@ def _expectation(text: str) -> tuple[str, float | tuple[float, ...]]:
     if not line:
         raise argparse.ArgumentTypeError(f"{text!r} is not a source line and numbers, as in train.py:40=0.125")
     return line, (first, *rest) if rest else first
+
+
+def _ratio(text: str) -> tuple[str, tuple[float, ...]]:
+    name, _, fractions = text.rpartition("=")
+    try:
+        return name, tuple(map(float, fractions.split(",")))
+    except ValueError:
+        why = f"{text!r} is not fractions, as in 0.75,0.25, with a class before them or none: [0].0=0.75,0.25"
+        raise argparse.ArgumentTypeError(why) from None
+
+
+def _ratios(given: Sequence[tuple[str, tuple[float, ...]]]) -> Ratios | None:
+    """Those of every class, or by class; UsageError for both, or for one twice."""
+    names = [name for name, _ in given]
+    if len(set(names)) < len(names) or ("" in names and len(names) > 1):
+        raise UsageError("--ratios: give fractions for every class once, or once for each class by name")
+    return dict(given) if names and "" not in names else given[0][1] if given else None
 
 
 def _seconds(text: str) -> float:

@@ -72,6 +72,7 @@ def plan_to_dict(traced: Traced, result: Result, cluster: Cluster) -> dict[str, 
             "status": result.status,
             "expanded": result.expanded,
             **({} if result.with_all_s is None else {"with_all_s": _number(result.with_all_s)}),
+            "ratio_bound_s": _number(result.ratio_bound_s),
         },
         "memory_bytes": [_number(x) for x in result.memory_bytes],
         "memory_limit_bytes": [_number(x) for x in result.memory_limit_bytes],
@@ -144,6 +145,7 @@ def _plan_from_dict(data: Mapping[str, Any], traced: Traced) -> tuple[Traced, Re
         timings_s={str(k): _read_number(v) for k, v in data["timings_s"].items()},
         devices=devices,
         with_all_s=_read_number(certificate["with_all_s"]) if "with_all_s" in certificate else None,
+        ratio_bound_s=_read_number(certificate.get("ratio_bound_s", 0.0)),
     )
     return traced, result, cluster
 

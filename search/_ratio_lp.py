@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -11,13 +11,14 @@ from scipy.optimize import linprog
 from scipy.sparse import coo_array
 
 from hapsynth.instructions.sizes import Sizes
-from hapsynth.search.costs import Floats
+from hapsynth.search.costs import Floats, Work
 from hapsynth.search.loads import Loads
 from hapsynth.search.memory import Cut, MemoryProfile, largest_of
 
 
 class RatioLP:
-    """One linear program: classes cut along `axes`, all others at `sizes`. `active`: devices that may hold anything."""
+    """One linear program: classes cut along `axes`, all others and those of `pinned` at `sizes`. `active`: devices that
+    may hold anything."""
 
     def __init__(
         self,
@@ -27,10 +28,12 @@ class RatioLP:
         kind_of: npt.NDArray[np.int64],
         active: np.ndarray,
         sizes: Sizes,
+        pinned: Container[int] = (),
     ) -> None:
         self.loads, self.memory, self.sizes, self.costs = loads, memory, sizes, loads.costs
+        self.works, self.wires = loads.works, loads.wires
         self.axes, self.kind_of = axes, kind_of
-        self.classes = [c.index for c in loads.classes.all if c.axes == axes]
+        self.classes = [c.index for c in loads.classes.all if c.axes == axes and c.index not in pinned]
         place = self.costs.position(axes)
         idle = np.bincount(place, active, minlength=kind_of.size) == 0
         self.kinds = [k for k in range(int(kind_of.max()) + 1) if not idle[kind_of == k].all()]
@@ -49,13 +52,31 @@ class RatioLP:
 
         `points` of the program at which the bytes alive must stay within `limit`.
         """
+        x, _ = self._optimum(points, limit)
+        if x is None:
+            return None
+        fractions: dict[int, Floats] = {}
+        for c in self.classes:
+            row = np.zeros(self.kind_of.size)
+            for p, j in self.kind_at.items():
+                row[p] = x[self.column[c] + j]
+            fractions[c] = row / row.sum()
+        return fractions
+
+    def least(self, points: Sequence[int], limit: float) -> float:
+        """The least seconds of what is in it; inf where it has no solution."""
+        return self._optimum(points, limit)[1]
+
+    def _optimum(self, points: Sequence[int], limit: float) -> tuple[Floats | None, float]:
         for c in dict.fromkeys(self.leader.values()):
             self.equal.add({self.column[c] + j: float(n) for j, n in enumerate(self.counts)}, 1.0)
         self._add_wires()
         self._add_works()
         self._add_memory(points, limit)
+        # The solver's tolerances are absolute.
+        unit = max(self.objective, default=0.0) or 1.0
         found = linprog(
-            np.array(self.objective),
+            np.array(self.objective) / unit,
             A_ub=self.rows.matrix(len(self.objective)),
             b_ub=np.array(self.rows.bounds),
             A_eq=self.equal.matrix(len(self.objective)),
@@ -63,15 +84,7 @@ class RatioLP:
             bounds=[(0.0, None)] * len(self.objective),
             method="highs",
         )
-        if found.x is None:
-            return None
-        fractions: dict[int, Floats] = {}
-        for c in self.classes:
-            row = np.zeros(self.kind_of.size)
-            for p, j in self.kind_at.items():
-                row[p] = found.x[self.column[c] + j]
-            fractions[c] = row / row.sum()
-        return fractions
+        return (None, np.inf) if found.x is None else (found.x, float(found.fun) * unit)
 
     def _share(self, cut: Cut, position: int) -> dict[int, float]:
         """A cut's share at one position along its own axes, as a row: a sum where the class has minor axes besides."""
@@ -96,10 +109,13 @@ class RatioLP:
                     self.rows.add({**dict(share), column: -1.0}, 0.0)
         return self.largest[cut]
 
-    def _add_wires(self) -> None:
+    def _add_largest(self) -> None:
         for c in self.classes:
             self._largest((c, len(self.axes)))
-        for wire in self.loads.wires:
+
+    def _add_wires(self) -> None:
+        self._add_largest()
+        for wire in self.wires:
             for n, cut in enumerate(wire.times):
                 if cut[0] not in self.column:
                     continue
@@ -112,7 +128,7 @@ class RatioLP:
 
     def _add_works(self) -> None:
         ones = np.ones(self.costs.n)
-        for works in self.loads.works:
+        for works in self.works:
             mine = [k for k, cut in enumerate(works.cuts) if cut[0] in self.column]
             if not mine:
                 continue
@@ -125,20 +141,29 @@ class RatioLP:
             held = self._held(works.cuts[k])
             others = [ones if n == k else self.loads.fraction(self.sizes, o) for n, o in enumerate(works.cuts)]
             for work, count in works.counts.items():
-                t = len(self.objective)
-                self.objective.append(count * self.times[c])
                 fixed = self.costs.overhead * work.launches
-                flops = work.flops * np.prod(others, axis=0)
-                compute = self.costs.speeds(work.op_class, work.dtype).seconds(flops * held) / held
+                compute = self._compute(work, work.flops * np.prod(others, axis=0), held)
                 cut, whole = np.zeros(self.costs.n), np.zeros(self.costs.n)
                 for mask, nbytes in work.moved:
                     moved = np.prod([nbytes * ones, *(others[n] for n in mask)], axis=0) / self.costs.bandwidth
                     (cut if k in mask else whole)[:] += moved
-                rows = np.stack([fixed, compute, cut, whole]).T.tolist()
+                rows = self._rows_of(fixed, compute, cut, whole)
+                t = len(self.objective)
+                unit = float(rows.max()) or 1.0
+                self.objective.append(count * self.times[c] * unit)
+                rows = (rows / unit).tolist()
                 for share, row in dict.fromkeys((tuple(s.items()), tuple(r)) for s, r in zip(shares, rows) if s):
                     start, busy, moving, still = row
                     self.rows.add({**{i: x * busy for i, x in share}, t: -1.0}, -start)
                     self.rows.add({**{i: x * moving for i, x in share}, t: -1.0}, -start - still)
+
+    def _compute(self, work: Work, flops: Floats, held: Floats) -> Floats:
+        """Seconds of computing per device at a share of 1, by what it takes over the share that it holds."""
+        return self.costs.speeds(work.op_class, work.dtype).seconds(flops * held) / held
+
+    def _rows_of(self, fixed: Floats, compute: Floats, cut: Floats, whole: Floats) -> Floats:
+        """Per device, seconds that are fixed, those of computing and moving at a share of 1, and of moving besides."""
+        return np.stack([fixed, compute, cut, whole]).T
 
     def _held(self, cut: Cut) -> Floats:
         """The shares at which measured times are taken: of the last sizes; the even one where a device has none."""

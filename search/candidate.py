@@ -13,6 +13,7 @@ from hapsynth.search.emit import Emitter
 from hapsynth.search.evaluate import program_cost
 from hapsynth.search.formulate import Formulator
 from hapsynth.search.memory import MemoryProfile
+from hapsynth.search.pins import Pins
 from hapsynth.search.problem import Ints, Solution
 from hapsynth.search.sizing import Sizer
 
@@ -42,10 +43,11 @@ class Candidate:
 
 @dataclass(frozen=True, eq=False)
 class Maker:
-    """Makes candidates for devices with `limit` bytes."""
+    """Makes candidates for devices with `limit` bytes, their classes cut as `pins` have it."""
 
     costs: CostModel
     limit: float
+    pins: Pins | None = None
 
     def make(self, formulator: Formulator, solution: Solution) -> Candidate:
         """An assignment as a program at its best sizes, in the order that spares memory where it must."""
@@ -64,11 +66,13 @@ class Maker:
         assert solution.assignment is not None
         assert formulator.ratios is not None
         classes = Classes.build(self.costs.graph, program, self.costs.table)
-        sizer = Sizer(program, classes, self.costs)
+        sizer = Sizer(program, classes, self.costs, self.pins)
         sizes = sizer.best(formulator.ratios.weights, limit=self.limit)
         memory = sizer.memory.peak(sizes)
         # The sizes that the search assumed are a candidate too, and they are what its bound holds for.
         assumed = formulator.ratios.sizes_of(classes)
+        if assumed is not None and any(assumed.shares[c] != held for c, held in sizer.pinned.items()):
+            assumed = None
         needed = sizer.memory.peak(assumed) if assumed is not None else 0.0
         over = assumed if needed > self.limit else None
         if assumed is not None and over is None:
@@ -79,6 +83,12 @@ class Maker:
         bound = solution.lower_bound if abs(cost - solution.cost) <= 1e-9 * cost else None
         over = over or (sizes if memory > self.limit else None)
         return Candidate(program, sizes, cost, memory, solution.assignment, bound, over)
+
+    def bound(self, candidate: Candidate) -> float:
+        """Seconds that a candidate's program takes at least at any sizes that fit."""
+        sizer = Sizer(candidate.program, candidate.sizes.classes, self.costs, self.pins)
+        rest = candidate.cost - sizer.variable_cost(candidate.sizes)
+        return rest + sizer.bound(candidate.sizes, self.limit)
 
     def full_ops(self, candidate: Candidate) -> dict[int, float]:
         """The op at which a program holds the most and others far from it at which it holds too much -> bytes held."""

@@ -18,6 +18,7 @@ from hapsynth.search.candidate import SAME, Candidate, Maker
 from hapsynth.search.costs import CostModel, Floats
 from hapsynth.search.formulate import Formulator
 from hapsynth.search.limits import Limits
+from hapsynth.search.pins import Pins
 from hapsynth.search.problem import Ints, Messages, Problem, Solution, solve
 from hapsynth.search.problem import Progress as SolverProgress
 from hapsynth.search.ratios import NOTHING, Evenly, Ratios
@@ -47,7 +48,7 @@ class Finder:
     """Finds programs for one graph on one cluster, in which every device takes part.
 
     `memory_limit`: bytes per device, None for what the devices have. `base`: a finder of the same graph on other
-    devices, whose tables this one shares.
+    devices, whose tables this one shares. `pins`: ratios that are asked for.
     """
 
     graph: Graph
@@ -57,6 +58,7 @@ class Finder:
     restriction: Restriction | None = None
     progress: Callable[[Progress], None] | None = None
     base: Finder | None = None
+    pins: Pins | None = None
     table: FactorTable = field(init=False)
     costs: CostModel = field(init=False)
     expanded: int = field(init=False, default=0)
@@ -78,6 +80,8 @@ class Finder:
         self.costs = base.costs.on(self.cluster) if base else CostModel(self.graph, self.cluster, self.table)
         self.axes = self.costs.axes
         self._starts = starts(self.costs)
+        if self.pins is not None and self.pins.weights is not None:
+            self._starts = [(self.pins.weights, NOTHING)]
         rough = ROUGH_TOLERANCE if len(self._starts) > 1 else WIDE_TOLERANCE
         self._tolerance = _TOLERANCE if len(self.axes) == 1 else rough
         if base is not None and len(base.axes) == len(self.axes) and base.restriction is self.restriction:
@@ -87,7 +91,7 @@ class Finder:
         self.structure = self._unsparing
         # The switch form stores every shard padded, so the smallest device's memory is everyone's limit.
         self.limit = float(self.costs.memory.min()) if self.memory_limit is None else self.memory_limit
-        self._maker = Maker(self.costs, self.limit)
+        self._maker = Maker(self.costs, self.limit, self.pins)
         self._structure_s = time.perf_counter() - self._began
         self._deadline = None if self.time_budget_s is None else self._began + self.time_budget_s
         self._best: Candidate | None = None
@@ -116,7 +120,12 @@ class Finder:
         return tuple(float(m) if self.memory_limit is None else self.limit for m in self.costs.memory)
 
     def _ratios(self, weights: Floats, evenly: Evenly = NOTHING, sizes: Sizes | None = None) -> Ratios:
-        return Ratios(self.graph, self.table, weights, sizes, self.costs.lengths, evenly)
+        named = None
+        if self.pins is not None:
+            named = self.pins.named
+            if self.pins.weights is not None:
+                weights, evenly = self.pins.weights, NOTHING
+        return Ratios(self.graph, self.table, weights, sizes, self.costs.lengths, evenly, named)
 
     def joint_bound(self, enough: float = np.inf) -> float:
         """Seconds that no program on these devices goes below at any ratios; nothing beyond `enough` is sought."""

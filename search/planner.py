@@ -88,10 +88,11 @@ class Planner(Finder):
         return self.cost
 
     def conclude(self) -> Result:
-        """The best program so far with its bounds; raises InfeasibleError where there is none. Ctrl-C as in `run`."""
+        """The best program so far with its bounds; raises InfeasibleError where there is none, RatioError where it
+        cannot be cut as is asked. Ctrl-C as in `run`."""
         best = self._best
         if best is None:
-            lacking = shortage(self.costs, self.limit, self._least, self._certain_bytes())
+            lacking = shortage(self.costs, self.limit, self._least, self._certain_bytes(), pinned=self.pins is not None)
             needs = self._least.memory if self._least else None
             raise KeyboardInterrupt if self.interrupted else InfeasibleError(lacking, needs)
         certified = self._unless_interrupted(partial(self._certify, best), None)
@@ -104,7 +105,10 @@ class Planner(Finder):
             self.interrupted, joint = True, 0.0
         bound = min(joint if bound is None else bound, best.cost)
         joint = min(joint, bound)
+        if self.pins is not None:
+            self.pins.check(best.sizes)
         check(self.graph, best.program, best.sizes)
+        ratio_bound = 0.0 if self.interrupted else max(joint, self._maker.bound(best))
         return Result(
             best.program,
             best.sizes,
@@ -120,6 +124,7 @@ class Planner(Finder):
             sweeps=self.sweeps,
             states=self.states,
             interrupted=self.interrupted,
+            ratio_bound_s=min(ratio_bound, best.cost),
         )
 
     def timings_s(self) -> dict[str, float]:

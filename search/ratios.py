@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -46,7 +46,8 @@ class Ratios:
 
     Dimensions that the current plan cuts have that plan's exact sizes. Every other dimension is cut by `weights`, one
     per device, rounded to what its length allows, or like a dimension that some op cuts alike, where the plan cuts one.
-    `evenly`: (value, dimension) that are cut evenly instead of by `weights`.
+    `evenly`: (value, dimension) that are cut evenly instead of by `weights`. `named`: the vectors of some dimensions,
+    and so of those cut alike, whatever the sizes and weights are.
     """
 
     def __init__(
@@ -57,6 +58,7 @@ class Ratios:
         sizes: Sizes | None = None,
         lengths: Sequence[int] | None = None,
         evenly: Evenly = NOTHING,
+        named: Mapping[Node, Floats] | None = None,
     ) -> None:
         self.graph, self.weights, self.evenly = graph, weights, evenly
         self.lengths = tuple(lengths or (len(weights),))
@@ -69,14 +71,20 @@ class Ratios:
         self._rounded: dict[tuple[int, tuple[int, ...], int], int] = {}
         self._exact: dict[Node, int] = {}
         self._kin: dict[tuple[Node, tuple[int, ...]], int] = {}
-        self._kinship = kinship(graph, table) if sizes is not None else UnionFind()
+        self._kinship = kinship(graph, table) if sizes is not None or named else UnionFind()
         self._marked = {value for value, _ in evenly}
-        if sizes is not None:
-            self._adopt(sizes)
+        if sizes is not None or named:
+            self._adopt(sizes, named or {})
 
-    def _adopt(self, sizes: Sizes) -> None:
-        weight: dict[tuple[Node, tuple[int, ...]], int] = {}
-        for cls in sizes.classes.all:
+    def _adopt(self, sizes: Sizes | None, named: Mapping[Node, Floats]) -> None:
+        weight: dict[tuple[Node, tuple[int, ...]], float] = {}
+        for (value, dim, axes), vector in named.items():
+            self._exact[(value, dim, axes)] = self._intern(axes, vector)
+            if (node := (value, dim, ())) in self._kinship.parent:
+                root = (self._kinship.find(node), axes)
+                weight[root], self._kin[root] = np.inf, self._intern(axes, vector)
+        for cls in sizes.classes.all if sizes is not None else ():
+            assert sizes is not None
             nbytes = sum(self.graph.values[v].nbytes for v in {v for v, _, _ in cls.members})
             for value, dim, axes in cls.members:
                 lengths = np.array(sizes.lengths(value, dim, axes), dtype=np.float64)

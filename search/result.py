@@ -79,6 +79,13 @@ class Result:
     with_all_s: float | None = None
     """Where some are left out, what the best program found takes in which all take part; inf where none fits. (One that
     would not fit as it is counts where there is no other, and it was too slow to be made to fit.)"""
+    ratio_bound_s: float = 0.0
+    """Seconds that this program takes at least, at any sizes, whole units or not; 0 where that was not sought."""
+
+    @property
+    def rounding_gap(self) -> float:
+        """How much of the cost its sizes, in whole units, are at most above the best fractions."""
+        return (self.cost_s - self.ratio_bound_s) / self.cost_s if self.cost_s else 0.0
 
     @property
     def gap(self) -> float:

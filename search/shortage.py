@@ -58,10 +58,10 @@ def certain_bytes(certain: Limits, ops: Sequence[int]) -> float:
     return max((certain.least_at(certain.fullest_near(op)) for op in ops), default=0.0)
 
 
-def shortage(costs: CostModel, limit: float, least: Candidate | None, certain: float) -> str:
+def shortage(costs: CostModel, limit: float, least: Candidate | None, certain: float, *, pinned: bool) -> str:
     """Which device is too small for the program that holds the least of those found, by how much, and what helps.
 
-    `certain`: bytes that every program holds.
+    `certain`: bytes that every program holds. `pinned`: whether ratios were asked for.
     """
     device = int(np.argmin(costs.memory))
     name = costs.cluster.devices[device].name
@@ -70,7 +70,8 @@ def shortage(costs: CostModel, limit: float, least: Candidate | None, certain: f
     if least is not None:
         found = f"the smallest program found needs {mib(least.memory)}, {mib(least.memory - limit)} too much"
         found += f" (every program needs {mib(min(certain, least.memory))} or more)"
+    at, other = (" at these ratios", "other ratios, ") if pinned else ("", "")
     return (
-        f"no program fits: device {device} ({name}) has {mib(limit)} and {found}; a device with that much memory, more "
-        "devices, or a smaller batch would fit"
+        f"no program fits{at}: device {device} ({name}) has {mib(limit)} and {found}; {other}a device with "
+        "that much memory, more devices, or a smaller batch would fit"
     )

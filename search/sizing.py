@@ -8,37 +8,43 @@ Variables: ratio r[c, k] of class c at every position of kind k, its maximum m[c
 Positions with like devices are interchangeable and the problem is convex, so some optimum gives them equal ratios.
 Classes along the same mesh axes are in one linear program; those along others, and whatever is a product (an
 all-to-all between two classes, an op cut along two axes), are held at the last sizes. Whole units are then chosen
-against the true objective: largest remainders, then moves of one unit while the cost falls.
+against the true objective: largest remainders, then moves of one unit, at last of one from or to each of several alike
+positions, while the cost falls. `Sizer.bound` says how far off they can be.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import product
 
 import numpy as np
-import numpy.typing as npt
 
 from hapsynth.graph import Graph
 from hapsynth.instructions.program import Program
 from hapsynth.instructions.sizes import Classes, Sizes
 from hapsynth.search._ratio_lp import RatioLP
+from hapsynth.search._size_bound import size_bound
 from hapsynth.search.costs import TILE, CostModel, Floats
 from hapsynth.search.loads import Loads
 from hapsynth.search.memory import MemoryProfile
+from hapsynth.search.pins import Pins
+from hapsynth.search.problem import Ints
 from hapsynth.search.ratios import nested_shares
 
 _LP_ROUNDS = 6
+_PARTS = 8
+"""In how many parts the units of a group are moved at most."""
 
 
 class Sizer:
-    """Finds sizes for one program."""
+    """Finds sizes for one program. `pins`: ratios that some classes have to have."""
 
-    def __init__(self, program: Program, classes: Classes, costs: CostModel) -> None:
+    def __init__(self, program: Program, classes: Classes, costs: CostModel, pins: Pins | None = None) -> None:
         self.program, self.classes, self.costs = program, classes, costs
         self.graph: Graph = costs.graph
         self.memory = MemoryProfile(self.graph, program, classes, costs)
         self.loads = Loads(program, classes, costs)
+        self.pinned = pins.shares(classes) if pins else {}
         self.families = sorted({c.axes for c in classes.all}, key=lambda axes: (-len(axes), axes))
         """The mesh axes that classes are cut along; each is one linear program's."""
         self.kinds = {axes: _position_kinds(costs, axes) for axes in self.families}
@@ -54,6 +60,9 @@ class Sizer:
         known: dict[object, tuple[int, ...]] = {}
         found: list[tuple[int, ...]] = []
         for c in self.classes.all:
+            if c.index in self.pinned:
+                found.append(self.pinned[c.index])
+                continue
             key = (c.axes, c.units, fractions[c.index].tobytes())
             if key not in known:
                 known[key] = nested_shares(fractions[c.index].reshape([lengths[a] for a in c.axes]), c.units)
@@ -67,6 +76,8 @@ class Sizer:
         returned.
         """
         candidates = [self.fixed(start), self.fixed(np.ones(self.costs.n))]
+        if len(self.pinned) == len(self.classes.all):
+            return candidates[0]
         speed = self.costs.rate("float32")
         kinds = list(dict.fromkeys(self.costs.cluster.devices))
         kind_of = np.array([kinds.index(d) for d in self.costs.cluster.devices])
@@ -75,33 +86,48 @@ class Sizer:
             active = np.isin(kind_of, order[:count])
             candidates.append(self._optimized(np.where(active, speed, 0.0), active, limit))
         ranked = [(max(self.memory.peak(s), limit), self.variable_cost(s), i) for i, s in enumerate(candidates)]
-        return candidates[min(ranked)[2]]
+        return self._polished(candidates[min(ranked)[2]], limit)
+
+    def _polished(self, sizes: Sizes, limit: float) -> Sizes:
+        """Whole groups of units moved too, until nothing gets cheaper."""
+        for _ in range(_LP_ROUNDS):
+            improved = self._improved(sizes.shares, max(limit, self.memory.peak(sizes)), together=True)
+            if improved.shares == sizes.shares:
+                break
+            sizes = improved
+        return sizes
 
     def variable_cost(self, sizes: Sizes) -> float:
         """Seconds of everything that sizes decide; the rest of the program costs the same at all sizes."""
         return self.loads.cost(sizes)
+
+    def bound(self, sizes: Sizes, limit: float = np.inf) -> float:
+        """Seconds that `variable_cost` is at least, at all sizes that `limit` bytes per device allow."""
+        return min(size_bound(self, sizes, limit), self.variable_cost(sizes))
 
     def _optimized(self, weights: Floats, active: np.ndarray, limit: float) -> Sizes:
         """Sizes from the linear programs; memory rows are added at the points where the sizes found are too large."""
         sizes = self.fixed(weights)
         if not self.classes.all:
             return sizes
-        sizes = self._whole_units(self._fractions(sizes), sizes, limit)
+        sizes = self._whole_units(self._fractions(sizes), limit)
         points: set[int] = set()
         allowed = limit
         for _ in range(_LP_ROUNDS):
             before = self._fractions(sizes)
             solved = dict(before)
             for axes in self.families:
-                lp = RatioLP(self.loads, self.memory, axes, self.kinds[axes], active, sizes)
+                lp = RatioLP(self.loads, self.memory, axes, self.kinds[axes], active, sizes, self.pinned)
+                if not lp.classes:
+                    continue
                 fractions = lp.solve(sorted(points), allowed)
                 if fractions is None:
                     return sizes
                 solved.update(fractions)
                 if len(self.families) > 1:
-                    sizes = self._whole_units(solved, sizes, limit)
+                    sizes = self._whole_units(solved, limit)
                     solved.update(self._fractions(sizes, axes))
-            sizes = self._whole_units(solved, sizes, limit)
+            sizes = self._whole_units(solved, limit)
             alive = self.memory.at(sizes)
             settled = all(np.allclose(solved[c].max(), before[c].max()) for c in solved)
             if alive.max() > limit:
@@ -121,20 +147,40 @@ class Sizer:
             if axes is None or c.axes == axes
         }
 
-    def _whole_units(self, fractions: dict[int, Floats], at: Sizes, limit: float) -> Sizes:
+    def _whole_units(self, fractions: dict[int, Floats], limit: float) -> Sizes:
         """Largest remainders, then single units moved while the cost falls and the memory allows it."""
-        shares = self._nearest(fractions)
-        rounded = Sizes(self.graph, self.classes, tuple(shares))
-        known: dict[object, tuple[int, ...]] = {}
-        for c, alike in enumerate(self.loads.alike):
-            key = (alike, shares[c])
-            if key not in known:
-                known[key] = self._improved(c, shares)
-            shares[c] = known[key]
-        improved = Sizes(self.graph, self.classes, tuple(shares))
-        return improved if np.isinf(limit) or self.memory.peak(improved) <= limit else rounded
+        return self._improved(self._nearest(fractions), limit)
 
-    def _aligned(self, c: int, shares: npt.NDArray[np.int64]) -> Iterator[npt.NDArray[np.int64]]:
+    def _improved(self, shares: Sequence[tuple[int, ...]], limit: float, *, together: bool = False) -> Sizes:
+        """Sizes of less cost, each class by itself: all as if memory were no matter or, where they then hold too much,
+        one after another within what the others leave."""
+        for tight in (False, True):
+            found = list(shares)
+            known: dict[object, tuple[int, ...]] = {}
+            for c, alike in enumerate(self.loads.alike):
+                if c in self.pinned:
+                    continue
+                most = self._room(c, found, limit) if tight else self.classes.all[c].units
+                key = (alike, found[c], most)
+                if key not in known:
+                    known[key] = self._of_class(c, found, most, together=together)
+                found[c] = known[key]
+            sizes = Sizes(self.graph, self.classes, tuple(found))
+            if np.isinf(limit) or self.memory.peak(sizes) <= limit:
+                break
+        return sizes
+
+    def _room(self, c: int, shares: Sequence[tuple[int, ...]], limit: float) -> int:
+        """The units that the largest shard of a class may have: as many as now, or more where the memory allows it."""
+        cls, now = self.classes.all[c], max(shares[c])
+        if len(cls.axes) > 1:
+            return now
+        whole, divided = self.memory.by_cut(Sizes(self.graph, self.classes, tuple(shares)), [(c, 1)])
+        nbytes = divided.get((c, 1), np.zeros(1))
+        room = np.where(nbytes > 0, (limit - whole) / np.maximum(nbytes, 1.0), 1.0).min()
+        return max(now, int(room * cls.units + 1e-9))
+
+    def _aligned(self, c: int, shares: Ints) -> Iterator[Ints]:
         """Shares in whole tiles for all kinds but one, which takes what is left: single units cannot cross a tile."""
         units, kind_of = self.classes.all[c].units, self.kinds[self.classes.all[c].axes]
         held = [k for k in range(int(kind_of.max()) + 1) if shares[kind_of == k].any()]
@@ -152,43 +198,83 @@ class Sizer:
                     aligned[mine] = left // count + (np.arange(count) < left % count)
                     yield aligned
 
-    def _improved(self, c: int, shares: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
-        """The cheapest of the rounded shares and those aligned to tiles, then single units moved between positions
-        while the class's true cost falls."""
+    def _of_class(self, c: int, shares: Sequence[tuple[int, ...]], most: int, *, together: bool) -> tuple[int, ...]:
+        """The cheapest of a class's shares and those aligned to tiles, then single units moved between positions while
+        the class's true cost falls; no share above `most`. `together`: units of whole groups are moved as well."""
         cls = self.classes.all[c]
         cost = self.loads.of_class(c, Sizes(self.graph, self.classes, tuple(shares)))
         if cost is None:
             return shares[c]
+        seconds = lambda held: cost(held / cls.units) if held.max() <= most else np.inf
         kind_of = self.kinds[cls.axes]
         current = np.array(shares[c], dtype=np.int64)
         best = cost(current / cls.units)
         for aligned in self._aligned(c, current):
-            if (aligned_cost := cost(aligned / cls.units)) < best * (1 - 1e-12):
+            if (aligned_cost := seconds(aligned)) < best * (1 - 1e-12):
                 best, current = aligned_cost, aligned.copy()
         for _ in range(4 * current.size):
-            # Positions of one kind with equal shares are interchangeable: one of each is enough.
-            groups: dict[tuple[int, int], int] = {}
-            for i, s in enumerate(current.tolist()):
-                groups.setdefault((int(kind_of[i]), s), i)
-            moves: list[tuple[float, int, int]] = []
-            for (_, held), source in groups.items():
-                for target in groups.values():
-                    if held == 0 or source == target:
-                        continue
-                    current[source] -= 1
-                    current[target] += 1
-                    moves.append((cost(current / cls.units), source, target))
-                    current[source] += 1
-                    current[target] -= 1
-            if not moves or min(moves)[0] >= best * (1 - 1e-12):
+            found = _best_of(_single_moves(current, kind_of), seconds)
+            if together and not found[0] < best * (1 - 1e-12):
+                found = _best_of(_group_moves(current, kind_of, seconds), seconds)
+            if not found[0] < best * (1 - 1e-12):
                 break
-            best, source, target = min(moves)
-            current[source] -= 1
-            current[target] += 1
+            best, current = found
         return tuple(int(s) for s in current)
 
 
-def _position_kinds(costs: CostModel, axes: tuple[int, ...]) -> npt.NDArray[np.int64]:
+def _best_of(moves: Iterable[Ints], seconds: Callable[[Ints], float]) -> tuple[float, Ints]:
+    """The cheapest shares and their seconds; inf where there are none."""
+    found = [(seconds(held), n, held) for n, held in enumerate(moves)]
+    return min(found)[::2] if found else (np.inf, np.zeros(0, np.int64))
+
+
+def _groups(shares: Ints, kind_of: Ints) -> dict[tuple[int, int], list[int]]:
+    """Positions of one kind with equal shares are interchangeable: (kind, share) -> these."""
+    found: dict[tuple[int, int], list[int]] = {}
+    for i, s in enumerate(shares.tolist()):
+        found.setdefault((int(kind_of[i]), s), []).append(i)
+    return found
+
+
+def _single_moves(shares: Ints, kind_of: Ints) -> Iterator[Ints]:
+    """One unit from one position to another, of each group one."""
+    groups = _groups(shares, kind_of)
+    for (_, held), (source, *_) in groups.items():
+        for target, *_ in groups.values() if held else ():
+            if source != target:
+                moved = shares.copy()
+                moved[source] -= 1
+                moved[target] += 1
+                yield moved
+
+
+def _group_moves(shares: Ints, kind_of: Ints, seconds: Callable[[Ints], float]) -> Iterator[Ints]:
+    """One unit from, or to, every position of a group: where several are the slowest, one alone changes nothing. The
+    rest of the units go where they cost the least, some at a time."""
+    for (_, held), members in _groups(shares, kind_of).items():
+        for sign in (1, -1) if held else (-1,):
+            moved = shares.copy()
+            moved[members] -= sign
+            left = len(members)
+            while left:
+                trials: list[Ints] = []
+                for k in range(int(kind_of.max()) + 1):
+                    mine = (kind_of == k) & ((sign > 0) | (moved > 0))
+                    others = np.setdiff1d(np.flatnonzero(mine), members)
+                    others = others[np.argsort(sign * moved[others], kind="stable")]
+                    trials.append(moved.copy())
+                    trials[-1][others[: min(left, -(-len(members) // _PARTS))]] += sign
+                trials = [t for t in trials if (t != moved).any() and t.min() >= 0]
+                if not trials:
+                    break
+                _, trial = _best_of(trials, seconds)
+                left -= int(np.abs(trial - moved).sum())
+                moved = trial
+            if not left:
+                yield moved
+
+
+def _position_kinds(costs: CostModel, axes: tuple[int, ...]) -> Ints:
     """int [positions]: positions with the same kinds of devices, in the same order, have the same number."""
     place = costs.position(axes)
     rows = [tuple(costs.cluster.devices[d] for d in np.flatnonzero(place == p)) for p in range(int(place.max()) + 1)]

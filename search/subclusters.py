@@ -24,6 +24,7 @@ from hapsynth.graph import Graph
 from hapsynth.search.collecting import seldom
 from hapsynth.search.costs import CostModel
 from hapsynth.search.links import mesh_axes
+from hapsynth.search.pins import Pins
 from hapsynth.search.planner import Planner
 from hapsynth.search.result import SETTLED, Progress, Result, proven
 from hapsynth.search.speeds import Speeds
@@ -127,7 +128,7 @@ class _Entry:
 class ClusterPlanner:
     """One planning task, for all of a cluster's devices or those that are worth it; fields as those of `Planner`.
 
-    With a restriction, which is of layouts on a mesh of all devices, and with `leave_out` false, all devices are used.
+    With a restriction or pins, which are for a mesh of all devices, and with `leave_out` false, all devices are used.
     """
 
     graph: Graph
@@ -137,6 +138,7 @@ class ClusterPlanner:
     restriction: Restriction | None = None
     progress: Callable[[Progress], None] | None = None
     leave_out: bool = True
+    pins: Pins | None = None
     whole: Planner = field(init=False)
 
     @seldom()
@@ -144,9 +146,16 @@ class ClusterPlanner:
         """Plan; InfeasibleError and Ctrl-C as with `Planner.run`."""
         self._began = time.perf_counter()
         self.whole = Planner(
-            self.graph, self.cluster, self.memory_limit, self.time_budget_s, self.restriction, self.progress
+            self.graph,
+            self.cluster,
+            self.memory_limit,
+            self.time_budget_s,
+            self.restriction,
+            self.progress,
+            pins=self.pins,
         )
-        if not self.leave_out or self.restriction is not None or self.cluster.n == 1:
+        asked = self.restriction is not None or self.pins is not None
+        if not self.leave_out or asked or self.cluster.n == 1:
             return self.whole.run()
         self._interrupted = False
         self._alone = Restriction(allowed=lambda value, dim: False)

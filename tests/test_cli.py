@@ -76,6 +76,8 @@ def test_search_json(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert data["status"] in ("optimal", "optimal_at_ratios")
     assert data["gap"] == (data["cost_s"] - data["lower_bound_s"]) / data["cost_s"] <= 1e-4
     assert data["joint_gap"] >= data["gap"]
+    assert data["joint_lower_bound_s"] <= data["ratio_bound_s"] <= data["cost_s"]
+    assert data["rounding_gap"] == (data["cost_s"] - data["ratio_bound_s"]) / data["cost_s"] <= 0.02
     assert all(sum(shares) == pytest.approx(1) and len(shares) == 8 for shares in data["ratios"].values())
     assert len(data["memory_bytes"]) == len(data["memory_limit_bytes"]) == 8
     assert max(data["memory_bytes"]) <= min(data["memory_limit_bytes"]) == 8e9

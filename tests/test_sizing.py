@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cp_sat import exact_sizes
 from graphs import cluster
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -50,6 +51,60 @@ def test_sizes_are_the_best_of_all(speeds, rows):
             best = min(best, program_cost(program, sizes, found.costs))
     sizes = found.best(np.full(len(speeds), 1 / len(speeds)))
     assert program_cost(program, sizes, found.costs) == pytest.approx(best, rel=1e-9)
+
+
+def three_layers(w, x):
+    def loss(w):
+        hidden = jnp.tanh(x @ w["a"])
+        return jnp.sum((jax.nn.softmax(hidden @ w["b"]) @ w["c"]) ** 2)
+
+    value, grad = jax.value_and_grad(loss)(w)
+    return jax.tree.map(lambda a, g: a - g, w, grad), value
+
+
+@pytest.mark.parametrize(
+    ("system", "speeds", "widths", "rows", "bandwidth", "limited"),
+    [
+        # Two devices of a kind are the slowest: one unit of one of them changes nothing.
+        ("data_parallel", [0.5, 0.5, 2.0, 2.0, 1.0], (7, 5, 11), 34, 1e10, False),
+        ("data_parallel", [0.5, 0.5, 2.0, 2.0, 1.0], (7, 5, 11), 34, 1e10, True),
+        # Several classes share the memory.
+        ("zero3", [0.5, 5.0, 0.01], (6, 10, 33), 39, 1e8, True),
+        ("zero3", [0.5, 5.0, 0.01, 0.5, 5.0], (34, 12, 6), 17, 1e8, True),
+        ("tensor_parallel", [3.0, 1.0, 2.0], (9, 20, 12), 16, 1e10, False),
+    ],
+)
+def test_sizes_are_as_good_as_cp_sat_proves(system, speeds, widths, rows, bandwidth, limited):
+    struct = lambda *s: jax.ShapeDtypeStruct(s, jnp.float32)
+    a, b, c = widths
+    weights = {"a": struct(a, b), "b": struct(b, c), "c": struct(c, 7)}
+    graph = trace(three_layers, (weights, struct(rows, a))).graph
+    planner = Planner(graph, cluster(speeds, bandwidth=bandwidth, latency=1e-9))
+    program = Baselines(graph, planner.table, planner.costs, planner.limit).all([system])[system].program
+    found = Sizer(program, Classes.build(graph, program, planner.table), planner.costs)
+    even = np.full(len(speeds), 1.0 / len(speeds))
+    sizes, limit = found.best(even), np.inf
+    if limited:
+        limit = (found.memory.peak(sizes) + found.memory.peak(found.fixed(even))) / 2
+        assert limit < found.memory.peak(sizes)
+        sizes = found.best(even, limit=limit)
+        assert found.memory.peak(sizes) <= limit
+    exact = exact_sizes(found, sizes, limit)
+    assert exact is not None
+    assert found.variable_cost(sizes) == pytest.approx(found.variable_cost(exact), rel=1e-6)
+    # No whole units, these least of all, are below the bound, and it is no empty one.
+    bound = found.bound(sizes, limit)
+    assert 0.85 * found.variable_cost(exact) <= bound <= found.variable_cost(exact) * (1 + 1e-9)
+
+
+def test_the_bound_is_met_where_units_are_many():
+    found, program = sizer([4.0, 2.0, 1.0, 1.0], 65536, width=2048)
+    sizes = found.best(np.full(4, 0.25))
+    assert found.bound(sizes) == pytest.approx(found.variable_cost(sizes), rel=1e-3)
+    even = found.fixed(np.ones(4))
+    assert found.bound(even) == pytest.approx(found.bound(sizes))
+    assert found.bound(even) < 0.75 * found.variable_cost(even)
+    assert program_cost(program, even, found.costs) > program_cost(program, sizes, found.costs)
 
 
 def test_variable_cost_differs_from_the_program_by_a_constant():

@@ -98,10 +98,13 @@ def print_certificate(out: Console, plan: Plan) -> None:
     out.print(f"step time      {seconds(r.cost_s)} predicted")
     for name, bound, where, gap in (
         ("lower bound", r.lower_bound_s, "at these shard sizes", r.gap),
+        ("size bound ", r.ratio_bound_s, "for this program at any shard sizes", r.rounding_gap),
         ("joint bound", r.joint_lower_bound_s, "at any shard sizes", r.joint_gap),
     ):
         known = f"{seconds(bound)} {where}, gap {percent(gap)}"
-        out.print(f"{name}    {known if bound > 0 or not r.interrupted else 'none known'}")
+        # Files of versions that sought no bound on the sizes have none.
+        sought = not r.interrupted and name != "size bound "
+        out.print(f"{name}    {known if bound > 0 or sought else 'none known'}")
     out.print(f"status         {_STATUS[r.status]}")
     if r.interrupted:
         out.print("interrupted    the best plan so far; a longer search may find a better one, or prove this one")
