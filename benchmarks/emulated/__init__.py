@@ -12,4 +12,13 @@ from emulated.cgroup import unlimited
 from emulated.cluster import EmulatedCluster, MissingError, remove_leftovers
 from emulated.spec import Machine, SpecError, load, machines
 
-__all__ = ["EmulatedCluster", "Machine", "MissingError", "SpecError", "load", "machines", "remove_leftovers", "unlimited"]
+__all__ = [
+    "EmulatedCluster",
+    "Machine",
+    "MissingError",
+    "SpecError",
+    "load",
+    "machines",
+    "remove_leftovers",
+    "unlimited",
+]

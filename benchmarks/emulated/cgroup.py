@@ -34,8 +34,8 @@ class Hierarchies:
         tables = [line.split() for line in mounts.splitlines()]
         v1 = {name: Path(t[1]) for t in tables if t[2] == "cgroup" for name in t[3].split(",")}
         if "cpu" in v1 and "memory" in v1:
-            paths = dict((part[1], part[2]) for line in own.splitlines() for part in [line.split(":", 2)])
-            mine = {name: p for names, p in paths.items() for name in names.split(",")}
+            parts = (line.split(":", 2) for line in own.splitlines())
+            mine = {name: path for _, names, path in parts for name in names.split(",")}
             # Limits of those above go on to hold; a path of another namespace is not there to be seen.
             inside = lambda name: p if (p := v1[name] / mine.get(name, "/").lstrip("/")).is_dir() else v1[name]
             return Hierarchies(1, inside("cpu"), inside("memory"))
