@@ -32,8 +32,8 @@ class System(Protocol):
         """The loss."""
         ...
 
-    def parameters(self) -> list[Any]:
-        """Whole, on the host; called by all processes."""
+    def values(self) -> list[Any]:
+        """The state, whole, on the host; called by all processes."""
         ...
 
 
@@ -56,8 +56,8 @@ class Planned:
         jax.block_until_ready(jax.tree.leaves(self.state))
         return float(self.plan.unshard(loss))
 
-    def parameters(self) -> list[Any]:
-        return [] if self.idle else jax.tree.leaves(self.plan.unshard(self.state["params"]))
+    def values(self) -> list[Any]:
+        return [] if self.idle else jax.tree.leaves(self.plan.unshard(self.state))
 
 
 class Jitted:
@@ -87,8 +87,8 @@ class Jitted:
         jax.block_until_ready(self.state)
         return float(loss)
 
-    def parameters(self) -> list[Any]:
-        return [host_array(x) for x in jax.tree.leaves(self.state["params"])]
+    def values(self) -> list[Any]:
+        return [host_array(x) for x in jax.tree.leaves(self.state)]
 
 
 class BySpeed:
@@ -133,8 +133,8 @@ class BySpeed:
         shape = (self.mesh.size, *x.shape[1:])
         return jax.make_array_from_single_device_arrays(shape, self.each, [x])
 
-    def parameters(self) -> list[Any]:
-        return [host_array(x) for x in jax.tree.leaves(self.state["params"])]
+    def values(self) -> list[Any]:
+        return [host_array(x) for x in jax.tree.leaves(self.state)]
 
 
 class Alone:
@@ -152,8 +152,8 @@ class Alone:
         jax.block_until_ready(self.state)
         return float(loss)
 
-    def parameters(self) -> list[Any]:
-        return [np.asarray(x) for x in jax.tree.leaves(self.state["params"])]
+    def values(self) -> list[Any]:
+        return [np.asarray(x) for x in jax.tree.leaves(self.state)]
 
 
 def rows_by_speed(rows: int, speeds: Sequence[float]) -> list[int]:

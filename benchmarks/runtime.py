@@ -1,7 +1,7 @@
 """Measured: hapsynth's plan against what people run today, on emulated clusters of unlike machines (needs root).
 
     python benchmarks/runtime.py [--only mlp,lm] [--cluster 2] [--rounds 10] [--keep DIR] [--json runtime.json]
-                                 [--systems plan,even] [--quick]
+                                 [--systems plan,even]
 
 Same function, global batch, first state and arguments for all; float32, one thread per process, donation, and memory
 that is kept (malloc). `plan`: hapsynth's, on the cluster that `hapsynth profile` measures here. `even`: stock
@@ -10,7 +10,7 @@ and costs would choose, at its one ratio. Any name of `hapsynth.search.baselines
 
 All systems live in the same processes and are stepped in rounds, in random order; a step takes until its last process
 has its results. What is predicted is in the JSON file before anything is measured. After the last round each system's
-parameters and losses must agree with those of as many steps in one process. `ideal`: that one process's time for a
+state and losses must agree with those of as many steps in one process. `ideal`: that one process's time for a
 step, as if its core's speed could be had of all the quotas together at no cost.
 """
 
@@ -62,8 +62,8 @@ _SMALL = replace(models.BERT, batch=1, width=256, heads=8, ff=1024, vocab=4096, 
 
 
 def mlp(n: int) -> models.Target:
-    """7e6 parameters, 2048 rows."""
-    return models.mlp(n, layers=6, config=models.Perceptron(batch=2048 // n, width=1024, classes=1000))
+    """1.3e6 parameters, 8192 rows: bound by compute."""
+    return models.mlp(n, layers=4, config=models.Perceptron(batch=8192 // n, width=512, classes=512))
 
 
 def lm(n: int) -> models.Target:
@@ -136,7 +136,8 @@ class Worker:
         if known:
             return hapsynth.Cluster.load(file)
         note = self.tell if self.job.first else lambda _: None
-        asked = Options(quick=True, limit_s=0.2, window_s=0.05) if self.options.quick else Options(limit_s=0.3)
+        # Half a minute, not two.
+        asked = Options(limit_s=0.2, window_s=0.05, longest_s=0.1)
         cluster = profile(self.job, asked, None, force=True, note=note)
         if self.job.first:
             cluster.save(file)
@@ -147,8 +148,7 @@ class Worker:
         """Predict, compile, measure and compare all systems on one model; the first process writes the rows."""
         fn, shapes = MODELS[name](self.count)
         traced = trace(fn, shapes)
-        (state, batch), _ = random_arguments(traced)
-        arguments = (state, batch)
+        arguments = begun(fn, traced)
         with emulated.unlimited():
             self.tell(f"{name}: planning")
             if self.job.first:
@@ -172,7 +172,7 @@ class Worker:
                 began = time.perf_counter()
                 losses.append(alone.step())
                 took.append(time.perf_counter() - began)
-            wanted = alone.parameters()
+            wanted = alone.values()
             quotas = [float(q) for q in CLUSTERS[self.options.cluster]["quotas"].split(":")]
             ideal = statistics.median(took[1:]) * quotas[0] / sum(quotas)
             for row in rows:
@@ -219,7 +219,7 @@ class Worker:
         longest = self.job.gather(times.reshape(1, -1)).max(axis=0).reshape(times.shape)
         with emulated.unlimited():
             for row, of_row, of_loss in zip(rows, longest, off, strict=True):
-                got = row.system.parameters()
+                got = row.system.values()
                 if self.job.first and got:
                     row.said["off"] = max(of_loss, differences(got, wanted))
                 low, middle, high = np.quantile(of_row[_WARM_UP:], [0.25, 0.5, 0.75]).tolist()
@@ -232,6 +232,18 @@ class Worker:
         said = [row.said for row in rows]
         kept = [r for r in before if r["model"] != said[0]["model"]]
         file.write_text(json.dumps([*kept, *said], indent=1) + "\n", encoding="utf-8")
+
+
+def begun(fn: models.TrainingStep, traced: Traced) -> Arguments:
+    """A state and a batch as in the middle of training: second moments of the size that clipped gradients have. (From
+    nothing, Adam makes a step of what gradients that cancel are off by; from large ones it hides all gradients.)"""
+    (state, batch), _ = random_arguments(traced)
+    size = sum(x.size for x in jax.tree.leaves(state["params"]))
+    values = {"count": 1000, "nu": 1 / size}
+    name = lambda path: next((k.name for k in path if isinstance(k, jax.tree_util.GetAttrKey)), "")
+    fill = lambda path, x: np.full(x.shape, values.get(name(path), 0), x.dtype)
+    opt = jax.eval_shape(fn.optimizer.init, state["params"])
+    return {"params": state["params"], "opt": jax.tree_util.tree_map_with_path(fill, opt)}, batch
 
 
 _TWIN = {"even": "data_parallel", "by_speed": "data_parallel_speed", "fsdp": "zero3"}
@@ -290,7 +302,6 @@ def start(options: argparse.Namespace, where: str, folder: Path) -> list[dict[st
     env = {**os.environ, **kept, "PYTHONPATH": paths}
     command = [sys.executable, __file__, "--join", str(folder), "--cluster", where, "--only", ",".join(options.only)]
     command += ["--systems", ",".join(options.systems), "--rounds", str(options.rounds), "--seed", str(options.seed)]
-    command += ["--quick"] * options.quick
     (folder / "rows.json").unlink(missing_ok=True)
     for file in folder.glob("met*"):
         file.unlink()
@@ -309,7 +320,6 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--systems", type=names, default=list(SYSTEMS), help=f"of {', '.join((*SYSTEMS, *NAMES))}")
     parser.add_argument("--rounds", type=int, default=10, help="steps of each system, 2 of them not counted")
     parser.add_argument("--seed", type=int, default=0, help="of the order in each round")
-    parser.add_argument("--quick", action="store_true", help="a rough profile")
     parser.add_argument("--keep", metavar="DIR", help="where profiles and plans are kept, and profiles taken from")
     parser.add_argument("--timeout", type=float, default=1800, help="seconds per cluster (default: 1800)")
     parser.add_argument("--json", type=Path, default=Path("runtime.json"))
