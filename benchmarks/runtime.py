@@ -235,11 +235,11 @@ class Worker:
 
 
 def begun(fn: models.TrainingStep, traced: Traced) -> Arguments:
-    """A state and a batch as in the middle of training: second moments of the size that clipped gradients have. (From
+    """A state and a batch as in the middle of training: second moments ten times as long as clipped gradients. (From
     nothing, Adam makes a step of what gradients that cancel are off by; from large ones it hides all gradients.)"""
     (state, batch), _ = random_arguments(traced)
     size = sum(x.size for x in jax.tree.leaves(state["params"]))
-    values = {"count": 1000, "nu": 1 / size}
+    values = {"count": 1000, "nu": 100 / size}
     name = lambda path: next((k.name for k in path if isinstance(k, jax.tree_util.GetAttrKey)), "")
     fill = lambda path, x: np.full(x.shape, values.get(name(path), 0), x.dtype)
     opt = jax.eval_shape(fn.optimizer.init, state["params"])
