@@ -95,7 +95,8 @@ class EmulatedCluster:
         os.close(self._lock)
         self._lock = -1
         for process in self._processes:
-            process.wait()
+            with process:
+                process.wait()
         if self._reaper is not None:
             self._reaper.communicate()
 
