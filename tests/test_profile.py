@@ -15,6 +15,7 @@ import pytest
 
 from hapsynth.cli import main
 from hapsynth.cluster import Cluster
+from hapsynth.profile import job
 from hapsynth.profile.build import Builder
 from hapsynth.profile.judge import refusal
 from hapsynth.profile.kernels import DISPATCH, LAUNCH, STREAM, kernels
@@ -303,3 +304,24 @@ def test_refused_figures_are_measured_again(
     assert [f.name for f in tmp_path.iterdir()] == ["c.toml.partial"]
     left = json.loads((tmp_path / "c.toml.partial").read_text())["figures"]
     assert list(left) == ["alone"]
+
+
+@pytest.mark.parametrize(
+    ("file", "found"),
+    [
+        ("/sys/fs/cgroup/c/memory.max", 3),
+        ("/sys/fs/cgroup/c/d/memory.max", 3),
+        ("/sys/fs/cgroup/memory/a/b/memory.limit_in_bytes", 3),
+        ("/sys/fs/cgroup/memory.max", 3),
+        ("/sys/fs/cgroup/other/memory.max", 8),
+    ],
+)
+def test_memory_is_limited_by_the_control_groups_above(monkeypatch: pytest.MonkeyPatch, file: str, found: int) -> None:
+    texts = {
+        "/proc/self/cgroup": "4:memory:/a/b\n1:cpu:/other\n0::/c/d",
+        "/proc/meminfo": f"MemAvailable: {8 << 20} kB",
+        file: str(3 << 30),
+    }
+    monkeypatch.setattr(job, "_text", lambda path: texts.get(path, ""))
+    device = SimpleNamespace(platform="cpu", memory_stats=lambda: None)
+    assert job._memory_of(device, 1) == found << 30

@@ -7,9 +7,9 @@ import json
 import os
 import platform
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import jax
@@ -139,13 +139,20 @@ def _memory_of(device: Any, sharing: int) -> int:
         return int(stats["bytes_limit"])
     if device.platform != "cpu":
         return -1
-    limits = [int(t) for p in _CGROUPS if (t := _text(p)).isdecimal()]
+    limits = [int(t) for p in _limit_files() if (t := _text(p)).isdecimal()]
     available = [int(line.split()[1]) << 10 for line in _text("/proc/meminfo").splitlines() if "MemAvailable" in line]
     pages = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")] if hasattr(os, "sysconf") else []
     return min([*limits, *(available or pages)], default=-1) // sharing
 
 
-_CGROUPS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+def _limit_files() -> Iterator[str]:
+    """Where the memory limits of this process may stand: of its control group and all above it, versions 2 and 1."""
+    for line in ("0::/", "0:memory:/", *_text("/proc/self/cgroup").splitlines()):
+        _, controllers, path = line.split(":", 2)
+        if controllers == "" or "memory" in controllers.split(","):
+            root, file = ("/memory", "memory.limit_in_bytes") if controllers else ("", "memory.max")
+            for group in (PurePosixPath(path), *PurePosixPath(path).parents):
+                yield str(PurePosixPath(f"/sys/fs/cgroup{root}{group}") / file)
 
 
 def _text(path: str) -> str:
