@@ -112,7 +112,7 @@ class BySpeed:
         self.gradients = jax.jit(gradients)
         specs: Any = (PartitionSpec(), PartitionSpec("d"))
         on_mesh = jax.shard_map(update, mesh=mesh, in_specs=specs, out_specs=PartitionSpec(), check_vma=False)
-        self.update = jax.jit(on_mesh, donate_argnums=(0, 1))
+        self.update = jax.jit(on_mesh, donate_argnums=0)
 
     def place(self, arguments: Arguments) -> None:
         state, batch = arguments

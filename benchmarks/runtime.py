@@ -58,7 +58,7 @@ CLUSTERS = {
 SYSTEMS = ("plan", "even", "by_speed", "fsdp", "hap")
 AGREE = 1e-4
 _WARM_UP = 2
-_SMALL = replace(models.BERT, batch=1, width=256, heads=8, ff=1024, vocab=4096, post_norm=False, causal=True)
+_SMALL = replace(models.BERT, batch=1, width=256, heads=8, ff=1024, vocab=2048, post_norm=False, causal=True)
 
 
 def mlp(n: int) -> models.Target:
@@ -67,8 +67,8 @@ def mlp(n: int) -> models.Target:
 
 
 def lm(n: int) -> models.Target:
-    """A causal transformer of 4e6 parameters, 24 sequences of 128."""
-    return models.language_model(n, 4, replace(_SMALL, batch=24 // n))
+    """A causal transformer of 2e6 parameters, 32 sequences of 128."""
+    return models.language_model(n, 2, replace(_SMALL, batch=32 // n))
 
 
 def cnn(n: int) -> models.Target:
@@ -78,8 +78,8 @@ def cnn(n: int) -> models.Target:
 
 
 def moe(n: int) -> models.Target:
-    """The transformer with 8 experts in every second layer, 10e6 parameters."""
-    return models.language_model(n, 4, replace(_SMALL, batch=24 // n, experts=8 // n))
+    """The transformer with 8 experts in its second layer, 6e6 parameters."""
+    return models.language_model(n, 2, replace(_SMALL, batch=32 // n, experts=8 // n))
 
 
 MODELS: dict[str, Callable[[int], models.Target]] = {"mlp": mlp, "lm": lm, "cnn": cnn, "moe": moe}
