@@ -136,8 +136,8 @@ class Worker:
         if known:
             return hapsynth.Cluster.load(file)
         note = self.tell if self.job.first else lambda _: None
-        # Half a minute, not two.
-        asked = Options(limit_s=0.2, window_s=0.05, longest_s=0.1)
+        # A minute, not two.
+        asked = Options(limit_s=0.2, window_s=0.05)
         cluster = profile(self.job, asked, None, force=True, note=note)
         if self.job.first:
             cluster.save(file)

@@ -206,6 +206,17 @@ def test_sizes_that_take_too_long_are_left_out() -> None:
     assert not _Measuring(job, Options(), State(None, ""), lambda _: None, 64).kernels(wanted[3:])  # type: ignore[arg-type]
 
 
+def test_a_slow_start_leaves_out_no_sizes() -> None:
+    """Of a network whose latency alone takes longer than a figure may."""
+    job, wanted = FakeJob([1.0, 1.0], (0, 1)), list(exchanges((("hap", 2),), (0, 1), quick=False))
+    state = State(None, "")
+    state.figures = {e.key: np.full((2, 2), 0.3 + e.nbytes * 1e-8) for e in wanted}
+    ran = _Measuring(job, Options(), state, lambda _: None, 1 << 40).exchanges(wanted)  # type: ignore[arg-type]
+    sizes = [e.nbytes for e in ran if e.step == "all_reduce"]
+    # The first that tells of bandwidth is too slow for a larger one.
+    assert sizes == [1 << 10, 1 << 13, 1 << 16, 1 << 19]
+
+
 def test_what_one_device_cannot_run_is_no_figure() -> None:
     class Refusing(FakeJob):
         def runner(self, kernel: Any, only: Any = None) -> Any:
