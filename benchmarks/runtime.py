@@ -82,7 +82,7 @@ def moe(n: int) -> models.Target:
     return models.language_model(n, 2, replace(_SMALL, batch=32 // n, experts=8 // n))
 
 
-MODELS: dict[str, Callable[[int], models.Target]] = {"mlp": mlp, "lm": lm, "cnn": cnn, "moe": moe}
+MODELS: dict[str, Callable[[int], Any]] = {"mlp": mlp, "lm": lm, "cnn": cnn, "moe": moe}
 
 
 @dataclass

@@ -6,7 +6,7 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -88,7 +88,7 @@ def _limit(folder: Path, quota: float | None) -> None:
 
 
 @contextlib.contextmanager
-def unlimited() -> Iterator[None]:
+def unlimited() -> Generator[None, None, None]:
     """In a process of an emulated cluster: as many cores as there are for this block, in which nothing is measured, as
     compiling. Does nothing in any other process."""
     folder, quota = os.environ.get("EMULATED_CPU"), os.environ.get("EMULATED_QUOTA")

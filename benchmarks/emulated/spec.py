@@ -77,7 +77,7 @@ _READ: Mapping[str, Callable[[Any], Any]] = {
 
 def machines(quotas: str, **common: Any) -> list[Machine]:
     """`1.0:0.3` and what each field is: one text for all machines, or as many as there are quotas, joined by `:`."""
-    each = {"quota": quotas.split(":")}
+    each: dict[str, list[Any]] = {"quota": quotas.split(":")}
     for name, text in common.items():
         values = [text] if text is None else str(text).split(":")
         each[name] = values * (len(each["quota"]) if len(values) == 1 else 1)
