@@ -88,7 +88,7 @@ def _limit(folder: Path, quota: float | None) -> None:
 
 
 @contextlib.contextmanager
-def unlimited() -> Generator[None, None, None]:
+def unlimited() -> Generator[None]:
     """In a process of an emulated cluster: as many cores as there are for this block, in which nothing is measured, as
     compiling. Does nothing in any other process."""
     folder, quota = os.environ.get("EMULATED_CPU"), os.environ.get("EMULATED_QUOTA")
