@@ -36,16 +36,30 @@ def i32(*shape: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, jnp.int32)
 
 
+@dataclass(frozen=True)
+class TrainingStep:
+    """`(state, batch) -> (state, loss)`, in one call or, for those who put communication between them, two."""
+
+    loss_fn: Callable[[Params, Batch], jax.Array]
+    optimizer: Any
+
+    def __call__(self, state: Params, batch: Batch) -> tuple[Params, jax.Array]:
+        loss, grads = self.gradients(state["params"], batch)
+        return self.update(state, grads), loss
+
+    def gradients(self, params: Params, batch: Batch) -> tuple[jax.Array, Params]:
+        return jax.value_and_grad(self.loss_fn)(params, batch)
+
+    def update(self, state: Params, grads: Params) -> Params:
+        updates, opt = self.optimizer.update(grads, state["opt"], state["params"])
+        return {"params": optax.apply_updates(state["params"], updates), "opt": opt}
+
+
 def training_step(loss_fn: Callable[[Params, Batch], jax.Array], params: Params, batch: Batch) -> Target:
     """`loss_fn` under AdamW with clipping; parameters and moments are float32."""
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3, weight_decay=1e-2))
-
-    def train_step(state: Params, batch: Batch) -> tuple[Params, jax.Array]:
-        loss, grads = jax.value_and_grad(loss_fn)(state["params"], batch)
-        updates, opt = optimizer.update(grads, state["opt"], state["params"])
-        return {"params": optax.apply_updates(state["params"], updates), "opt": opt}, loss
-
-    return train_step, ({"params": params, "opt": jax.eval_shape(optimizer.init, params)}, batch)
+    state = {"params": params, "opt": jax.eval_shape(optimizer.init, params)}
+    return TrainingStep(loss_fn, optimizer), (state, batch)
 
 
 def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:

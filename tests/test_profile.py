@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from hapsynth import _memory
 from hapsynth.cli import main
 from hapsynth.cluster import Cluster
 from hapsynth.profile.build import Builder
@@ -205,6 +206,17 @@ def test_sizes_that_take_too_long_are_left_out() -> None:
     assert not _Measuring(job, Options(), State(None, ""), lambda _: None, 64).kernels(wanted[3:])  # type: ignore[arg-type]
 
 
+def test_a_slow_start_leaves_out_no_sizes() -> None:
+    """Of a network whose latency alone takes longer than a figure may."""
+    job, wanted = FakeJob([1.0, 1.0], (0, 1)), list(exchanges((("hap", 2),), (0, 1), quick=False))
+    state = State(None, "")
+    state.figures = {e.key: np.full((2, 2), 0.3 + e.nbytes * 1e-8) for e in wanted}
+    ran = _Measuring(job, Options(), state, lambda _: None, 1 << 40).exchanges(wanted)  # type: ignore[arg-type]
+    sizes = [e.nbytes for e in ran if e.step == "all_reduce"]
+    # The first that tells of bandwidth is too slow for a larger one.
+    assert sizes == [1 << 10, 1 << 13, 1 << 16, 1 << 19]
+
+
 def test_what_one_device_cannot_run_is_no_figure() -> None:
     class Refusing(FakeJob):
         def runner(self, kernel: Any, only: Any = None) -> Any:
@@ -303,3 +315,24 @@ def test_refused_figures_are_measured_again(
     assert [f.name for f in tmp_path.iterdir()] == ["c.toml.partial"]
     left = json.loads((tmp_path / "c.toml.partial").read_text())["figures"]
     assert list(left) == ["alone"]
+
+
+@pytest.mark.parametrize(
+    ("file", "found"),
+    [
+        ("/sys/fs/cgroup/c/memory.max", 3),
+        ("/sys/fs/cgroup/c/d/memory.max", 3),
+        ("/sys/fs/cgroup/memory/a/b/memory.limit_in_bytes", 3),
+        ("/sys/fs/cgroup/memory.max", 3),
+        ("/sys/fs/cgroup/other/memory.max", 8),
+    ],
+)
+def test_memory_is_limited_by_the_control_groups_above(monkeypatch: pytest.MonkeyPatch, file: str, found: int) -> None:
+    texts = {
+        "/proc/self/cgroup": "4:memory:/a/b\n1:cpu:/other\n0::/c/d",
+        "/proc/meminfo": f"MemAvailable: {8 << 20} kB",
+        file: str(3 << 30),
+    }
+    monkeypatch.setattr(_memory, "_text", lambda path: texts.get(str(path), "").splitlines())
+    device = SimpleNamespace(platform="cpu", memory_stats=lambda: None)
+    assert _memory.allocatable(device) == found << 30

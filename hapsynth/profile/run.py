@@ -19,6 +19,7 @@ from hapsynth.profile.sampling import Floats, sampled
 from hapsynth.profile.state import State, packed, unpacked
 from hapsynth.profile.wires import Axes, Exchange, exchanges, runner
 
+_LATENCY_BYTES = 1 << 18
 ALONE = "alone"
 """The largest matmul that was measured, again on one device at a time."""
 
@@ -107,8 +108,9 @@ class _Measuring:
         """Likewise."""
         done: list[Exchange] = []
         for e in wanted:
-            before = next((x for x in reversed(done) if x.family == e.family), None)
-            # What small ones take is latency, and says little of the next size.
+            # What small ones take is latency, and says nothing of the next size.
+            sized = (x for x in reversed(done) if x.family == e.family and x.nbytes >= _LATENCY_BYTES)
+            before = next(sized, None)
             if self._fits(before and before.key, 1.0, 2.0 * e.nbytes * e.n):
                 self._measure(e.key, lambda e=e: runner(self.job, e), len(self.state.figures))
                 done.append(e)

@@ -12,7 +12,7 @@ import numpy.typing as npt
 Floats: TypeAlias = npt.NDArray[np.float64]
 
 _ROUND = 3
-_MOST_CALLS, _MOST_SAMPLES = 1000, 100
+_MOST_CALLS, _MOST_SAMPLES = 20_000, 100
 
 
 def sampled(

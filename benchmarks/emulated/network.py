@@ -1,0 +1,71 @@
+"""A network namespace per machine, on one bridge, each link held to its rate and delay."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+
+from emulated.spec import Machine
+
+TOOLS = ("ip", "tc", "nsenter", "unshare", "mount", "sh")
+
+
+class NetworkError(RuntimeError):
+    """The network can't be made here."""
+
+
+def missing() -> list[str]:
+    """What it takes and is not there."""
+    lacking = [] if os.geteuid() == 0 else ["root (sudo)"]
+    return lacking + [f"the command {tool} (iproute2, util-linux)" for tool in TOOLS if shutil.which(tool) is None]
+
+
+def address(i: int) -> str:
+    """Of machine i. Each namespace sees only its own bridge, so that clusters side by side may use the same."""
+    return f"10.201.0.{i + 1}"
+
+
+def make(name: str, machines: list[Machine]) -> None:
+    """The bridge `NAMEb`, in a namespace `NAME` of its own, and namespaces `NAME-0` and so on."""
+    _run("ip", "netns", "add", name)
+    _run("ip", "-n", name, "link", "add", "bridge", "type", "bridge")
+    _run("ip", "-n", name, "link", "set", "bridge", "up")
+    for i, machine in enumerate(machines):
+        inside, port = f"{name}-{i}", f"port{i}"
+        _run("ip", "netns", "add", inside)
+        _run("ip", "-n", inside, "link", "add", "eth0", "type", "veth", "peer", "name", port, "netns", name)
+        _run("ip", "-n", name, "link", "set", port, "master", "bridge", "up")
+        _run("ip", "-n", inside, "addr", "add", f"{address(i)}/24", "dev", "eth0")
+        _run("ip", "-n", inside, "link", "set", "lo", "up")
+        _run("ip", "-n", inside, "link", "set", "eth0", "up")
+        if machine.rate is not None:
+            # What tbf lets through at once: enough for a timer tick, and for a packet of several that goes as one.
+            burst = max(131072, int(machine.rate / 8 * 0.004))
+            for where, device in ((inside, "eth0"), (name, port)):
+                shape = ["tbf", "rate", f"{machine.rate:.0f}bit", "burst", str(burst), "latency", "400ms"]
+                _run("tc", "-n", where, "qdisc", "add", "dev", device, "root", "handle", "1:", *shape)
+        if machine.delay:
+            parent = ["root"] if machine.rate is None else ["parent", "1:1"]
+            delay = ["netem", "limit", "100000", "delay", f"{machine.delay * 1e6:.0f}us"]
+            _run("tc", "-n", inside, "qdisc", "add", "dev", "eth0", *parent, *delay)
+
+
+def remove(name: str) -> None:
+    """Take away what `make` made, as far as it got. A namespace takes its links with it."""
+    for namespace in names():
+        if namespace == name or namespace.startswith(f"{name}-"):
+            _run("ip", "netns", "del", namespace)
+
+
+def names() -> list[str]:
+    listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=False).stdout
+    return [line.split()[0] for line in listed.splitlines() if line.strip()]
+
+
+def _run(*command: str) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        why = done.stderr.strip() or f"exit {done.returncode}"
+        hint = ": this kernel has no such queue (module sch_netem, sch_tbf)" if "qdisc" in command else ""
+        raise NetworkError(f"{' '.join(command)}: {why}{hint}")

@@ -1,0 +1,176 @@
+"""Systems that run one training step on the processes of a job: hapsynth's programs, and what people do today.
+
+Each is given the same function and the same arguments, consumes its state as it goes (donation), and has one device
+per process. `even`, `by_speed` and `fsdp` know nothing of hapsynth.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import jax
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from models import TrainingStep
+
+import hapsynth
+from hapsynth.lower import host_array
+
+Arguments = tuple[Any, Any]
+"""State and batch, whole, on the host."""
+
+
+class System(Protocol):
+    """`place` puts the arguments on the devices, which compiles nothing; `step` runs one step and waits for it."""
+
+    def place(self, arguments: Arguments) -> None: ...
+
+    def step(self) -> float:
+        """The loss."""
+        ...
+
+    def values(self) -> list[Any]:
+        """The state, whole, on the host; called by all processes."""
+        ...
+
+
+class Planned:
+    """A plan of hapsynth, or a program of its instructions that something else chose. A process whose device it leaves
+    out does nothing."""
+
+    def __init__(self, plan: hapsynth.Plan) -> None:
+        self.plan = plan
+        self.idle = plan.mesh is None or not plan.mesh.local_devices
+
+    def place(self, arguments: Arguments) -> None:
+        if not self.idle:
+            self.state, self.batch = self.plan.shard(*arguments)
+
+    def step(self) -> float:
+        if self.idle:
+            return math.nan
+        self.state, loss = self.plan(self.state, self.batch)
+        jax.block_until_ready(jax.tree.leaves(self.state))
+        return float(self.plan.unshard(loss))
+
+    def values(self) -> list[Any]:
+        return [] if self.idle else jax.tree.leaves(self.plan.unshard(self.state))
+
+
+class Jitted:
+    """Stock JAX: `jax.jit` with the batch cut evenly along its first dimension. `cut_state`: ZeRO-3 (FSDP), every array
+    of the state cut evenly along its longest dimension that the devices divide; else it is replicated."""
+
+    def __init__(self, fn: TrainingStep, mesh: Mesh, arguments: Arguments, *, cut_state: bool) -> None:
+        self.mesh = mesh
+        state, _ = arguments
+        self.of_state = jax.tree.map(lambda x: self._sharding(x.shape, cut_state), state)
+        self.of_batch = NamedSharding(mesh, PartitionSpec("d"))
+        outputs = (self.of_state, NamedSharding(mesh, PartitionSpec()))
+        self.function = jax.jit(fn, donate_argnums=0, out_shardings=outputs)
+
+    def _sharding(self, shape: Sequence[int], cut: bool) -> NamedSharding:
+        dims = [d for d, size in enumerate(shape) if cut and size and size % self.mesh.size == 0]
+        longest = max(dims, key=lambda d: shape[d], default=None)
+        return NamedSharding(self.mesh, PartitionSpec(*[("d" if d == longest else None) for d in range(len(shape))]))
+
+    def place(self, arguments: Arguments) -> None:
+        state, batch = arguments
+        self.state = jax.tree.map(_placed, state, self.of_state)
+        self.batch = jax.tree.map(lambda x: _placed(x, self.of_batch), batch)
+
+    def step(self) -> float:
+        self.state, loss = self.function(self.state, self.batch)
+        jax.block_until_ready(self.state)
+        return float(loss)
+
+    def values(self) -> list[Any]:
+        return [host_array(x) for x in jax.tree.leaves(self.state)]
+
+
+class BySpeed:
+    """Data parallelism with an uneven batch, by hand, as fast as it gets: every process computes the gradients of just
+    its rows in a function of its own, weighted by how many they are; one function that is alike everywhere sums them
+    and updates. (One SPMD program would pad every process's rows to the most of any, and gain nothing.)"""
+
+    def __init__(self, fn: TrainingStep, mesh: Mesh, rows: Sequence[int]) -> None:
+        self.fn, self.mesh, self.rows, self.mine = fn, mesh, list(rows), jax.process_index()
+        self.each = NamedSharding(mesh, PartitionSpec("d"))
+        self.everywhere = NamedSharding(mesh, PartitionSpec())
+        share = self.rows[self.mine] / sum(self.rows)
+
+        def gradients(params: Any, batch: Any) -> Any:
+            return jax.tree.map(lambda x: share * x[None], fn.gradients(params, batch))
+
+        def update(state: Any, mine: Any) -> Any:
+            loss, grads = jax.tree.map(lambda x: lax.psum(x[0], "d"), mine)
+            return fn.update(state, grads), loss
+
+        self.gradients = jax.jit(gradients)
+        specs: Any = (PartitionSpec(), PartitionSpec("d"))
+        on_mesh = jax.shard_map(update, mesh=mesh, in_specs=specs, out_specs=PartitionSpec(), check_vma=False)
+        self.update = jax.jit(on_mesh, donate_argnums=0)
+
+    def place(self, arguments: Arguments) -> None:
+        state, batch = arguments
+        self.state = jax.tree.map(lambda x: _placed(x, self.everywhere), state)
+        begin = sum(self.rows[: self.mine])
+        device = self.mesh.local_devices[0]
+        self.batch = jax.tree.map(lambda x: jax.device_put(x[begin : begin + self.rows[self.mine]], device), batch)
+
+    def step(self) -> float:
+        params = jax.tree.map(lambda x: x.addressable_shards[0].data, self.state["params"])
+        mine = jax.tree.map(self._joined, self.gradients(params, self.batch))
+        self.state, loss = self.update(self.state, mine)
+        jax.block_until_ready(self.state)
+        return float(loss)
+
+    def _joined(self, x: jax.Array) -> jax.Array:
+        """One row per process."""
+        shape = (self.mesh.size, *x.shape[1:])
+        return jax.make_array_from_single_device_arrays(shape, self.each, [x])
+
+    def values(self) -> list[Any]:
+        return [host_array(x) for x in jax.tree.leaves(self.state)]
+
+
+class Alone:
+    """The function on this process's device: what all must agree with."""
+
+    def __init__(self, fn: TrainingStep) -> None:
+        self.function = jax.jit(fn, donate_argnums=0)
+
+    def place(self, arguments: Arguments) -> None:
+        device = jax.local_devices()[0]
+        self.state, self.batch = jax.tree.map(lambda x: jax.device_put(np.array(x), device), arguments)
+
+    def step(self) -> float:
+        self.state, loss = self.function(self.state, self.batch)
+        jax.block_until_ready(self.state)
+        return float(loss)
+
+    def values(self) -> list[Any]:
+        return [np.asarray(x) for x in jax.tree.leaves(self.state)]
+
+
+def rows_by_speed(rows: int, speeds: Sequence[float]) -> list[int]:
+    """Whole rows in proportion to the speeds, the largest remainders rounded up."""
+    exact = rows * np.asarray(speeds, np.float64) / np.sum(speeds)
+    found = np.floor(exact).astype(int)
+    for i in np.argsort(found - exact, kind="stable")[: rows - found.sum()]:
+        found[i] += 1
+    return found.tolist()
+
+
+def differences(got: Sequence[Any], wanted: Sequence[Any]) -> float:
+    """The largest difference of any array, in parts of its largest element."""
+    scale: Callable[[Any], float] = lambda x: float(np.max(np.abs(x), initial=1e-30))
+    return max(scale(a - b) / scale(b) for a, b in zip(got, wanted, strict=True))
+
+
+def _placed(x: Any, sharding: NamedSharding) -> jax.Array:
+    host = np.array(x)
+    return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])

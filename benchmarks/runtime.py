@@ -1,0 +1,364 @@
+"""Measured: hapsynth's plan against what people run today, on emulated clusters of unlike machines (needs root).
+
+    python benchmarks/runtime.py [--only mlp,lm] [--cluster 2] [--rounds 10] [--keep DIR] [--json runtime.json]
+                                 [--systems plan,even]
+
+Same function, global batch, first state and arguments for all; float32, one thread per process, donation, and memory
+that is kept (malloc). `plan`: hapsynth's, on the cluster that `hapsynth profile` measures here. `even`: stock
+`jax.jit`, data parallel. `by_speed`: uneven batch by hand. `fsdp`: stock `jax.jit`, ZeRO-3. `hap`: what HAP's rules
+and costs would choose, at its one ratio. Any name of `hapsynth.search.baselines` may be added to `--systems`.
+
+All systems live in the same processes and are stepped in rounds, in random order; a step takes until its last process
+has its results. What is predicted is in the JSON file before anything is measured. After the last round each system's
+state and losses must agree with those of as many steps in one process. `ideal`: that one process's time for a
+step, as if its core's speed could be had of all the quotas together at no cost.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import shutil
+import signal
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import emulated
+import jax
+import models
+import numpy as np
+from emulated import EmulatedCluster, MissingError, SpecError, machines
+from hap import Hap
+from jax.sharding import Mesh
+from peers import Alone, Arguments, BySpeed, Jitted, Planned, System, differences, rows_by_speed
+
+import hapsynth
+import hapsynth.jobs
+from hapsynth.example_data import random_arguments
+from hapsynth.profile.job import Job
+from hapsynth.profile.run import Options, profile
+from hapsynth.search.baselines import NAMES, Baseline, Baselines
+from hapsynth.search.planner import Planner
+from hapsynth.search.result import Result
+from hapsynth.trace import Traced, trace
+
+CLUSTERS = {
+    "2": {"quotas": "1.0:0.3"},
+    "4-1gbit": {"quotas": "0.6:0.6:0.2:0.2", "rate": "1Gbit"},
+    "4-100mbit": {"quotas": "0.6:0.6:0.2:0.2", "rate": "100Mbit"},
+    "even4": {"quotas": "0.4:0.4:0.4:0.4"},
+}
+SYSTEMS = ("plan", "even", "by_speed", "fsdp", "hap")
+AGREE = 1e-4
+_WARM_UP = 2
+_SMALL = replace(models.BERT, batch=1, width=256, heads=8, ff=1024, vocab=2048, post_norm=False, causal=True)
+
+
+def mlp(n: int) -> models.Target:
+    """1.3e6 parameters, 8192 rows: bound by compute."""
+    return models.mlp(n, layers=4, config=models.Perceptron(batch=8192 // n, width=512, classes=512))
+
+
+def lm(n: int) -> models.Target:
+    """A causal transformer of 2e6 parameters, 32 sequences of 128."""
+    return models.language_model(n, 2, replace(_SMALL, batch=32 // n))
+
+
+def cnn(n: int) -> models.Target:
+    """VGG-like, 9e6 parameters, nearly all in its dense layers; 128 images of 32 x 32."""
+    stages = ((1, 32), (1, 64), (2, 128))
+    return models.vgg19(n, config=models.ConvNet(batch=128 // n, size=32, stages=stages, hidden=2048, classes=100))
+
+
+def moe(n: int) -> models.Target:
+    """The transformer with 8 experts in its second layer, 6e6 parameters."""
+    return models.language_model(n, 2, replace(_SMALL, batch=32 // n, experts=8 // n))
+
+
+MODELS: dict[str, Callable[[int], Any]] = {"mlp": mlp, "lm": lm, "cnn": cnn, "moe": moe}
+
+
+@dataclass
+class Row:
+    """One system on one model: what is said of it, and the system."""
+
+    said: dict[str, Any]
+    system: System
+
+
+class Worker:
+    """One process of the emulated cluster. What takes long on one of them only is waited for at files: collectives
+    give up after half a minute."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options, self.folder = options, Path(options.join)
+        with emulated.unlimited():
+            jax.config.update("jax_platforms", "cpu")
+            jax.distributed.initialize()
+            self.index, self.count = jax.process_index(), jax.process_count()
+            hapsynth.jobs.connect()
+            self.job = Job()
+            self.mesh = Mesh(np.array(self.job.devices), ("d",))
+            self.meet()
+        self.job.agree(True)
+
+    _met = 0
+
+    def meet(self) -> None:
+        """Wait for all processes, however long it takes."""
+        self._met += 1
+        (self.folder / f"met{self._met}.{self.index}").touch()
+        while not all((self.folder / f"met{self._met}.{i}").exists() for i in range(self.count)):
+            time.sleep(0.02)
+
+    def tell(self, text: str) -> None:
+        if self.job.first:
+            print(text, flush=True)
+
+    def run(self) -> None:
+        self.tell("profiling")
+        cluster = self.profiled()
+        rates = ", ".join(f"{k.flops['float32'] / 1e9:.4g}" for k in cluster.devices)
+        self.tell(f"profiled: {rates} GFLOP/s")
+        for name in self.options.only:
+            self.model(name, cluster)
+
+    def profiled(self) -> hapsynth.Cluster:
+        file = self.folder / "cluster.toml"
+        known = file.exists()
+        self.meet()
+        if known:
+            return hapsynth.Cluster.load(file)
+        note = self.tell if self.job.first else lambda _: None
+        # A minute, not two.
+        asked = Options(limit_s=0.2, window_s=0.05)
+        cluster = profile(self.job, asked, None, force=True, note=note)
+        if self.job.first:
+            cluster.save(file)
+        self.meet()
+        return hapsynth.Cluster.load(file)
+
+    def model(self, name: str, cluster: hapsynth.Cluster) -> None:
+        """Predict, compile, measure and compare all systems on one model; the first process writes the rows."""
+        fn, shapes = MODELS[name](self.count)
+        traced = trace(fn, shapes)
+        arguments = begun(fn, traced)
+        with emulated.unlimited():
+            self.tell(f"{name}: planning")
+            if self.job.first:
+                for system, plan in chosen(self.options.systems, fn, shapes, traced, cluster).items():
+                    plan.save(self.folder / f"{name}-{system}.json")
+            self.meet()
+            rows = [self.row(s, name, fn, shapes, arguments, cluster) for s in self.options.systems]
+            self.tell(f"{name}: compiling")
+            alone = Alone(fn)
+            for system in [*(row.system for row in rows), alone]:
+                system.place(arguments)
+                system.step()
+                system.place(arguments)
+                self.meet()
+        wanted: list[Any] = []
+        losses: list[float] = []
+        self.tell(f"{name}: one process alone")
+        if self.job.first:
+            took: list[float] = []
+            for _ in range(self.options.rounds):
+                began = time.perf_counter()
+                losses.append(alone.step())
+                took.append(time.perf_counter() - began)
+            wanted = alone.values()
+            quotas = [float(q) for q in CLUSTERS[self.options.cluster]["quotas"].split(":")]
+            ideal = statistics.median(took[1:]) * quotas[0] / sum(quotas)
+            for row in rows:
+                row.said["ideal_s"] = ideal
+            self.write(rows)
+        self.meet()
+        self.tell(f"{name}: measuring")
+        self.measure(rows, losses, wanted)
+        if self.job.first:
+            self.write(rows)
+        self.meet()
+
+    def row(
+        self, system: str, model: str, fn: Any, shapes: Any, arguments: Arguments, cluster: hapsynth.Cluster
+    ) -> Row:
+        """A system, ready to be given its arguments. Stock JAX is predicted as the same program of hapsynth's."""
+        plan = hapsynth.load(self.folder / f"{model}-{_TWIN.get(system, system)}.json", fn, shapes, self.mesh)
+        made: System
+        match system:
+            case "even" | "fsdp":
+                made = Jitted(fn, self.mesh, arguments, cut_state=system == "fsdp")
+            case "by_speed":
+                rows = jax.tree.leaves(arguments[1])[0].shape[0]
+                made = BySpeed(fn, self.mesh, rows_by_speed(rows, [k.flops["float32"] for k in cluster.devices]))
+            case _:
+                made = Planned(plan)
+        said = {"model": model, "cluster": self.options.cluster, "system": system, "predicted_s": plan.cost}
+        return Row(said, made)
+
+    def measure(self, rows: list[Row], losses: list[float], wanted: list[Any]) -> None:
+        """Adds the times, and how far off the values are, to what is said of each row."""
+        order = random.Random(self.options.seed)
+        rounds = self.options.rounds
+        times, off = np.zeros((len(rows), rounds)), [0.0] * len(rows)
+        for r in range(rounds):
+            for i in order.sample(range(len(rows)), len(rows)):
+                # All begin together.
+                self.job.agree(True)
+                began = time.perf_counter()
+                loss = rows[i].system.step()
+                times[i, r] = time.perf_counter() - began
+                if self.job.first and not np.isnan(loss):
+                    off[i] = max(off[i], abs(loss - losses[r]) / abs(losses[r]))
+        longest = self.job.gather(times.reshape(1, -1)).max(axis=0).reshape(times.shape)
+        with emulated.unlimited():
+            for row, of_row, of_loss in zip(rows, longest, off, strict=True):
+                got = row.system.values()
+                if self.job.first and got:
+                    row.said["off"] = max(of_loss, differences(got, wanted))
+                low, middle, high = np.quantile(of_row[_WARM_UP:], [0.25, 0.5, 0.75]).tolist()
+                row.said |= {"median_s": middle, "spread": (high - low) / middle, "times_s": of_row.tolist()}
+                self.meet()
+
+    def write(self, rows: Sequence[Row]) -> None:
+        file = self.folder / "rows.json"
+        before = json.loads(file.read_text()) if file.exists() else []
+        said = [row.said for row in rows]
+        kept = [r for r in before if r["model"] != said[0]["model"]]
+        file.write_text(json.dumps([*kept, *said], indent=1) + "\n", encoding="utf-8")
+
+
+def begun(fn: models.TrainingStep, traced: Traced) -> Arguments:
+    """A state and a batch as in the middle of training: second moments ten times as long as clipped gradients. (From
+    nothing, Adam makes a step of what gradients that cancel are off by; from large ones it hides all gradients.)"""
+    (state, batch), _ = random_arguments(traced)
+    size = sum(x.size for x in jax.tree.leaves(state["params"]))
+    values = {"count": 1000, "nu": 100 / size}
+    name = lambda path: next((k.name for k in path if isinstance(k, jax.tree_util.GetAttrKey)), "")
+    fill = lambda path, x: np.full(x.shape, values.get(name(path), 0), x.dtype)
+    opt = jax.eval_shape(fn.optimizer.init, state["params"])
+    return {"params": state["params"], "opt": jax.tree_util.tree_map_with_path(fill, opt)}, batch
+
+
+_TWIN = {"even": "data_parallel", "by_speed": "data_parallel_speed", "fsdp": "zero3"}
+"""What people run today, as hapsynth's cost model knows it."""
+
+
+def chosen(
+    systems: Sequence[str], fn: Any, shapes: Any, traced: Traced, cluster: hapsynth.Cluster
+) -> dict[str, hapsynth.Plan]:
+    """The program and sizes of each system, under the names of `_TWIN`."""
+    found: dict[str, hapsynth.Plan] = {}
+    planner = Planner(traced.graph, cluster)
+    known = Baselines(traced.graph, planner.table, planner.costs, planner.limit)
+    twins = [_TWIN.get(system, system) for system in systems]
+    for name, baseline in known.all([t for t in dict.fromkeys(twins) if t in NAMES]).items():
+        found[name] = as_plan(baseline, fn, traced, cluster)
+    if "plan" in systems:
+        found["plan"] = hapsynth.synthesize(fn, shapes, cluster)
+    if "hap" in systems:
+        found["hap"] = as_plan(Hap(known).baseline(), fn, traced, cluster)
+    return found
+
+
+def as_plan(b: Baseline, fn: Any, traced: Traced, cluster: hapsynth.Cluster) -> hapsynth.Plan:
+    memory, limit = (b.memory_bytes,) * cluster.n, tuple(float(k.memory) for k in cluster.devices)
+    result = Result(b.program, b.sizes, b.cost_s, 0.0, 0.0, "gap", 0, memory, limit)
+    return hapsynth.Plan(traced, result, cluster, fn=fn)
+
+
+def report(rows: Sequence[dict[str, Any]]) -> bool:
+    """Prints a table per model and cluster; whether all values agree."""
+    fine = True
+    for model, where in dict.fromkeys((r["model"], r["cluster"]) for r in rows):
+        these = {r["system"]: r for r in rows if (r["model"], r["cluster"]) == (model, where)}
+        base = "even" if "even" in these else next(iter(these))
+        ideal = next(iter(these.values()))["ideal_s"]
+        print(f"\n{model} on {where} ({CLUSTERS[where]['quotas']}): ideal {ideal:.3f} s")
+        print(f"{'system':<20}{'median':>10}{'spread':>8}{f'{base} / it':>12}{'middle half':>16}{'predicted':>12}"
+              f"{'pred/meas':>10}{'ideal/it':>10}{'off':>10}")  # fmt: skip
+        for name, r in these.items():
+            ratios = np.array(these[base]["times_s"][_WARM_UP:]) / np.array(r["times_s"][_WARM_UP:])
+            low, high = np.quantile(ratios, [0.25, 0.75])
+            median, wrong = r["median_s"], r["off"] > AGREE
+            fine &= not wrong
+            print(f"{name:<20}{median:>8.3f} s{r['spread']:>8.0%}{these[base]['median_s'] / median:>12.2f}"
+                  f"{f'{low:.2f} .. {high:.2f}':>16}{r['predicted_s']:>10.3f} s{r['predicted_s'] / median:>10.2f}"
+                  f"{r['ideal_s'] / median:>10.2f}{r['off']:>10.1e}{'  VALUES DIFFER' if wrong else ''}")  # fmt: skip
+    return fine
+
+
+def start(options: argparse.Namespace, where: str, folder: Path) -> list[dict[str, Any]]:
+    """All models on one cluster; the rows."""
+    # Memory that is given back to the system at every step is slow at its first touch; GPUs' allocators keep it.
+    kept = {"MALLOC_MMAP_THRESHOLD_": str(1 << 40), "MALLOC_TRIM_THRESHOLD_": str(1 << 40), "NPROC": "1"}
+    paths = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    env = {**os.environ, **kept, "PYTHONPATH": paths}
+    command = [sys.executable, __file__, "--join", str(folder), "--cluster", where, "--only", ",".join(options.only)]
+    command += ["--systems", ",".join(options.systems), "--rounds", str(options.rounds), "--seed", str(options.seed)]
+    (folder / "rows.json").unlink(missing_ok=True)
+    for file in folder.glob("met*"):
+        file.unlink()
+    with EmulatedCluster(machines(**CLUSTERS[where])) as cluster:
+        codes = cluster.run(command, env, options.timeout)
+    if any(codes):
+        raise SystemExit(f"runtime: the processes on {where} ended with {codes}")
+    return json.loads((folder / "rows.json").read_text(encoding="utf-8"))
+
+
+def arguments() -> argparse.Namespace:
+    names = lambda text: [name for name in text.split(",") if name]
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", type=names, default=list(MODELS), help=f"of {', '.join(MODELS)}")
+    parser.add_argument("--cluster", type=names, default=list(CLUSTERS), help=f"of {', '.join(CLUSTERS)}")
+    parser.add_argument("--systems", type=names, default=list(SYSTEMS), help=f"of {', '.join((*SYSTEMS, *NAMES))}")
+    parser.add_argument("--rounds", type=int, default=10, help="steps of each system, 2 of them not counted")
+    parser.add_argument("--seed", type=int, default=0, help="of the order in each round")
+    parser.add_argument("--keep", metavar="DIR", help="where profiles and plans are kept, and profiles taken from")
+    parser.add_argument("--timeout", type=float, default=1800, help="seconds per cluster (default: 1800)")
+    parser.add_argument("--json", type=Path, default=Path("runtime.json"))
+    parser.add_argument("--join", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    known = {"only": MODELS, "cluster": CLUSTERS, "systems": (*SYSTEMS, *NAMES)}
+    for field, of in known.items():
+        for name in getattr(options, field):
+            if name not in of:
+                parser.error(f"--{field}: {name!r} is none of {', '.join(of)}")
+    if options.rounds <= _WARM_UP:
+        parser.error(f"--rounds {options.rounds}: give more than the {_WARM_UP} that are not counted")
+    return options
+
+
+def main() -> int:
+    options = arguments()
+    if options.join:
+        options.cluster = options.cluster[0]
+        Worker(options).run()
+        return 0
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    rows: list[dict[str, Any]] = []
+    kept = Path(options.keep or tempfile.mkdtemp(prefix="runtime"))
+    try:
+        for where in options.cluster:
+            (kept / where).mkdir(parents=True, exist_ok=True)
+            rows += start(options, where, kept / where)
+            options.json.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+    except (MissingError, SpecError) as error:
+        print(f"runtime: {error}", file=sys.stderr)
+        return 2
+    finally:
+        if options.keep is None:
+            shutil.rmtree(kept)
+    return 0 if report(rows) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
