@@ -142,8 +142,11 @@ class Plan:
 
     @cached_property
     def _form(self) -> tuple[OneOf["switch", "staged"], str]:
-        if self._asked != "auto":
-            return self._asked, "it was asked for"
+        match self._asked:
+            case "switch" | "staged" as asked:
+                return asked, "it was asked for"
+            case "auto":
+                pass
         if self.mesh is None:
             return "switch", "the plan was made without its devices"
         if all(len(set(shares)) == 1 for shares in self.sizes.shares):

@@ -13,13 +13,14 @@ from jax.sharding import Mesh
 
 from hapsynth import _jax
 from hapsynth.lower._collectives import pad_to
-from hapsynth.lower._storage import Storage, host_array, with_weak_type
+from hapsynth.lower._storage import Storage, host_array
 
 
 def local_positions(mesh: Mesh) -> list[tuple[int, ...]]:
     """Where in the mesh this process's devices are, row-major, as `mesh.local_devices` lists them."""
     here = jax.process_index()
-    return [at for at in np.ndindex(*mesh.devices.shape) if mesh.devices[at].process_index == here]
+    places = zip(np.ndindex(*mesh.devices.shape), mesh.devices.flat, strict=True)
+    return [at for at, device in places if device.process_index == here]
 
 
 def parts(x: Any) -> list[Any]:
@@ -86,10 +87,9 @@ class ExactStorage(Storage):
             return super().put(x, copy=copy)
         host = np.asarray(host_array(x), self.dtype)
         with _jax.no_mesh():
-            made = [
-                jax.device_put(host[self.slices(at)], self.mesh.devices[at], may_alias=False) for at in self.positions
-            ]
-            return Shards([with_weak_type(x, self.dtype, True) if self.weak_type else x for x in made])
+            on = self.mesh.local_devices
+            pieces = [host[self.slices(at)] for at in self.positions]
+            return Shards([jax.device_put(x, d, may_alias=False) for x, d in zip(pieces, on, strict=True)])
 
     def duplicate(self, stored: Any) -> Any:
         if self.is_even:

@@ -65,9 +65,7 @@ class Group:
         donated: Sequence[int],
     ) -> Any:
         """JAX's lowered `fn(where, arrays)`, of and to one device's shapes; arguments `donated` are consumed."""
-        structs = [
-            jax.ShapeDtypeStruct(self._joined(s.shape), s.dtype, sharding=self._sharding(s.shape)) for s in given
-        ]
+        struct = lambda s: jax.ShapeDtypeStruct(self._joined(s.shape), s.dtype, sharding=self._sharding(s.shape))
 
         def hapsynth_local(*arrays: Any) -> list[Any]:
             if len(self.devices) == 1:
@@ -85,7 +83,10 @@ class Group:
                 out_specs=[self._spec(s.shape) for s in made],
                 check_vma=False,
             )
-        return jax.jit(hapsynth_local, donate_argnums=tuple(donated), keep_unused=True).lower(*map(struct, given))
+        # Without arguments it would run on the first device of all.
+        made_on = [self._sharding(s.shape) for s in made]
+        jitted = jax.jit(hapsynth_local, out_shardings=made_on, donate_argnums=tuple(donated), keep_unused=True)
+        return jitted.lower(*map(struct, given))
 
 
 def groups_of(sizes: Sizes, mesh: Mesh) -> list[Group]:

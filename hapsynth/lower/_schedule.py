@@ -151,12 +151,13 @@ class _Scheduler:
         waiting = list(steps)[::-1]
         while waiting:
             step = waiting.pop()
-            if is_local(self.graph, step):
+            if is_local(self.graph, step) or not isinstance(step, Convert | Decide | Loop | Cond):
                 run.append(step)
             elif isinstance(step, Convert | Decide):
                 sent: list[Sent] = [step]
-                while waiting and self.joins(sent, waiting[-1]):
-                    sent.append(waiting.pop())  # pyright: ignore[reportArgumentType]
+                while waiting and isinstance(following := waiting[-1], Convert) and self.joins(sent, following):
+                    sent.append(following)
+                    waiting.pop()
                 close(sent)
             elif isinstance(step, Loop):
                 trip = self.slot("trip")
@@ -183,9 +184,9 @@ class _Scheduler:
         close()
         return out
 
-    def joins(self, sent: Sequence[Sent], step: LocalStep) -> bool:
+    def joins(self, sent: Sequence[Sent], step: Convert) -> bool:
         """Whether a step is a collective that can run with these."""
-        if not isinstance(step, Convert) or is_local(self.graph, step):
+        if is_local(self.graph, step):
             return False
         made = {p for s in sent for p in _makes(self.graph, s)}
         return made.isdisjoint((*_needs(self.graph, step), *_makes(self.graph, step)))

@@ -250,8 +250,7 @@ class Staged(Form):
         x = jnp.asarray(source.value) if isinstance(source, Literal) else env[source]
         if not isinstance(target, Slot):
             return self._strong(target, x)
-        storage = self.outputs[target.number]
-        return x if storage is None else with_weak_type(x, storage.dtype, storage.weak_type)
+        return with_weak_type(x, x.dtype, False)
 
     def _loop_step(self, step: Enter | Slice | Turn, env: Env, here: Where) -> None:
         loop, trip = step.loop, step.trip
@@ -315,7 +314,7 @@ class _Run:
             arrays = x.arrays if isinstance(x, Shards) else parts(x)
             for env, group in zip(self.envs, staged.groups, strict=True):
                 env[name] = group.join([arrays[n] for n in group.numbers])
-        self.consumed = {p: x for p, x, donated in zip(names, stored, staged.donated) if donated}
+        self.consumed: dict[Name, Any] = {p: x for p, x, donated in zip(names, stored, staged.donated) if donated}
         self.wires: list[Any] = []
 
     def items(self, items: Sequence[Item]) -> None:
@@ -382,11 +381,17 @@ class _Run:
             for env, group in zip(self.envs, staged.groups, strict=True):
                 for n, part in zip(group.numbers, group.split(env[Slot("output", i)]), strict=True):
                     arrays[n] = part
-            if storage is not None and not storage.is_even:
-                out.append(Shards(arrays))
-                continue
-            shape, sharding = (arrays[0].shape, everywhere) if storage is None else (storage.shape, storage.sharding)
-            out.append(jax.make_array_from_single_device_arrays(shape, sharding, arrays))
+            if storage is None:
+                source = staged.graph.outputs[i]
+                assert isinstance(source, Literal)
+                x = jax.make_array_from_single_device_arrays(source.shape, everywhere, arrays)
+                weak = jnp.asarray(source.value).weak_type
+            elif storage.is_even:
+                x = jax.make_array_from_single_device_arrays(storage.shape, storage.sharding, arrays)
+                weak = storage.weak_type
+            else:
+                x, weak = Shards(arrays), False
+            out.append(with_weak_type(x, x.dtype, True) if weak else x)
         return out
 
 

@@ -143,7 +143,7 @@ class Storage:
         """The same cut for values of another dtype."""
         return replace(self, dtype=np.dtype(dtype), weak_type=False)
 
-    def put(self, x: Any, *, copy: bool) -> jax.Array:
+    def put(self, x: Any, *, copy: bool) -> Any:
         """Store `x`, an array of the logical shape and dtype that lies anywhere.
 
         With `copy` the result shares no memory with `x`, so that it may be donated.
@@ -185,12 +185,12 @@ class Storage:
         x_or_data = jax.make_array_from_callback(host.shape, self.sharding, lambda index: host[index])
         return jax.random.wrap_key_data(x_or_data, impl=jax.random.key_impl(x)) if keys else x_or_data
 
-    def duplicate(self, stored: jax.Array) -> jax.Array:
+    def duplicate(self, stored: Any) -> Any:
         """A stored array again, in memory of its own."""
         with _jax.no_mesh():
             return jax.device_put(stored.copy(), self.sharding)
 
-    def fetch(self, stored: jax.Array) -> Any:
+    def fetch(self, stored: Any) -> Any:
         """The logical value as one NumPy array (a typed key: an unsharded key array); the inverse of `put`."""
         host = host_array(stored)
         if self.is_even:
