@@ -66,7 +66,7 @@ class Plan:
         self.fn = fn
         self.mesh = None if mesh is None else own_mesh(self._of_used(mesh), result.program.axes)
         self._donate = donate
-        self._asked = form
+        self._asked: Form = form
         self._arguments = Arguments(traced)
         elsewhere = cluster.measured_elsewhere(platform.node(), jax.__version__)
         if mesh is not None and elsewhere:
@@ -142,11 +142,8 @@ class Plan:
 
     @cached_property
     def _form(self) -> tuple[OneOf["switch", "staged"], str]:
-        match self._asked:
-            case "switch" | "staged" as asked:
-                return asked, "it was asked for"
-            case "auto":
-                pass
+        if self._asked != "auto":
+            return self._asked, "it was asked for"
         if self.mesh is None:
             return "switch", "the plan was made without its devices"
         if all(len(set(shares)) == 1 for shares in self.sizes.shares):

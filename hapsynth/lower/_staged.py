@@ -381,16 +381,17 @@ class _Run:
             for env, group in zip(self.envs, staged.groups, strict=True):
                 for n, part in zip(group.numbers, group.split(env[Slot("output", i)]), strict=True):
                     arrays[n] = part
+            if storage is not None and not storage.is_even:
+                out.append(Shards(arrays))
+                continue
             if storage is None:
                 source = staged.graph.outputs[i]
                 assert isinstance(source, Literal)
-                x = jax.make_array_from_single_device_arrays(source.shape, everywhere, arrays)
-                weak = jnp.asarray(source.value).weak_type
-            elif storage.is_even:
-                x = jax.make_array_from_single_device_arrays(storage.shape, storage.sharding, arrays)
-                weak = storage.weak_type
+                shape, sharding, weak = source.shape, everywhere, jnp.asarray(source.value).weak_type
             else:
-                x, weak = Shards(arrays), False
+                shape, sharding, weak = storage.shape, storage.sharding, storage.weak_type
+            # What is joined is strongly typed.
+            x = jax.make_array_from_single_device_arrays(shape, sharding, arrays)
             out.append(with_weak_type(x, x.dtype, True) if weak else x)
         return out
 
