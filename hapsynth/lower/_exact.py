@@ -24,7 +24,9 @@ def local_positions(mesh: Mesh) -> list[tuple[int, ...]]:
 
 
 def parts(x: Any) -> list[Any]:
-    """The arrays of this process's devices, in mesh order."""
+    """What is stored as one array for each of this process's devices, in mesh order."""
+    if isinstance(x, Shards):
+        return list(x.arrays)
     if len(x.sharding.addressable_devices) == 1:
         return [x.addressable_data(0)]
     on = {s.device: s.data for s in x.addressable_shards}

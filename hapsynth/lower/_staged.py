@@ -311,7 +311,7 @@ class _Run:
         names = [(v, staged.program.inputs[v]) for v in staged.graph.sources]
         self.envs: list[Env] = [{} for _ in staged.groups]
         for name, x in zip(names, stored, strict=True):
-            arrays = x.arrays if isinstance(x, Shards) else parts(x)
+            arrays = parts(x)
             for env, group in zip(self.envs, staged.groups, strict=True):
                 env[name] = group.join([arrays[n] for n in group.numbers])
         self.consumed: dict[Name, Any] = {p: x for p, x, donated in zip(names, stored, staged.donated) if donated}
