@@ -16,7 +16,7 @@ import threading
 import weakref
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import jax
 from jax.sharding import Mesh
