@@ -9,7 +9,7 @@ import jax
 from jax.core import Tracer
 from jax.tree_util import keystr, tree_flatten, tree_flatten_with_path, tree_unflatten, treedef_children
 
-from hapsynth.lower import Lowered, Storage
+from hapsynth.lower import Lowered, Shards, Staged, Storage
 from hapsynth.sharded_array import ShardedArray
 from hapsynth.trace import Traced, TraceError, abstract
 
@@ -73,9 +73,9 @@ class Arguments:
                     "synthesize again for this dtype"
                 )
 
-    def place(self, lowered: Lowered, leaves: Sequence[Any]) -> list[jax.Array]:
+    def place(self, lowered: Lowered | Staged, leaves: Sequence[Any]) -> list[Any]:
         """The stored inputs of a checked call. What already lies right is passed as it is and may be consumed."""
-        stored: list[jax.Array] = []
+        stored: list[Any] = []
         consumed: set[int] = set()
         given = [leaves[leaf] for leaf in self.traced.array_leaves]
         for leaf, storage, donated in zip(given, lowered.inputs, lowered.donated, strict=True):
@@ -94,7 +94,7 @@ class Arguments:
                 seen.add(id(x))
         return stored
 
-    def place_copies(self, lowered: Lowered, leaves: Sequence[Any], first: int) -> list[Any]:
+    def place_copies(self, lowered: Lowered | Staged, leaves: Sequence[Any], first: int) -> list[Any]:
         """Leaves that begin at position `first`, as a plan keeps them, sharing nothing with what was given."""
         out: list[Any] = []
         for i, leaf in enumerate(leaves):
@@ -152,7 +152,7 @@ class _Struct:
     __array__ = None
 
 
-def wrap(storage: Storage | None, stored: jax.Array) -> Any:
+def wrap(storage: Storage | None, stored: Any) -> Any:
     """A stored array as users see it: plain where it is one."""
     return stored if storage is None or storage.is_even else ShardedArray(storage, stored)
 
@@ -172,11 +172,12 @@ def _aval(leaf: Any, path: Any, i: int) -> tuple[tuple[int, ...], Any]:
     return struct.shape, struct.dtype
 
 
-def _as_stored(leaf: Any, storage: Storage) -> jax.Array | None:
+def _as_stored(leaf: Any, storage: Storage) -> jax.Array | Shards | None:
     """The stored array that a leaf already is, or None."""
     if isinstance(leaf, ShardedArray):
         s = leaf.storage
-        return leaf.data if s is storage or (s.cuts == storage.cuts and s.sharding == storage.sharding) else None
+        same = type(s) is type(storage) and s.cuts == storage.cuts and s.sharding == storage.sharding
+        return leaf.data if same else None
     return leaf if isinstance(leaf, jax.Array) and storage.holds(leaf) else None
 
 

@@ -15,7 +15,7 @@ from hapsynth._ratios import Ratios, pins_of
 from hapsynth.cluster import Cluster
 from hapsynth.frequency import Expectation, expecting
 from hapsynth.instructions.layout import Layout, is_consistent, parse_layout
-from hapsynth.plan import Plan
+from hapsynth.plan import Form, Plan
 from hapsynth.search.links import mesh_axes
 from hapsynth.search.result import Progress
 from hapsynth.search.structure import Restriction
@@ -38,6 +38,7 @@ def synthesize(
     leave_out: bool = True,
     time_budget_s: float | None = None,
     progress: Callable[[Progress], None] | None = None,
+    form: Form = "auto",
 ) -> Plan:
     """Find the cheapest distributed program of `fn` on a cluster (HAP, EuroSys'24, with a proof of optimality).
 
@@ -53,7 +54,9 @@ def synthesize(
     `leave_out`: whether the plan may leave out devices that would make the step slower (`Plan.devices` are those that
     it uses, `Plan.mesh` is a mesh of them); none is left out where `fixed` or `ratios` say how things lie on them all.
     `time_budget_s`: seconds after which the best plan so far is returned with its gap. `progress`: called now and then
-    with the stage, the best cost, the bound, the nodes and the seconds so far.
+    with the stage, the best cost, the bound, the nodes and the seconds so far. `form`: "switch", one compiled function
+    that runs on any mesh, uneven shards padded in memory; "staged", functions that each process compiles for its own
+    shards of exact size, with collectives between them; "auto" takes the second for uneven shards among processes.
 
     Ctrl-C during the search returns the best plan so far, `plan.result.interrupted`, with a bound that is sought for a
     second or until Ctrl-C is pressed again; where there is no plan yet, KeyboardInterrupt is raised.
@@ -81,7 +84,7 @@ def synthesize(
     )
     result = planner.run()
     timings = {"trace_s": trace_s, **result.timings_s, "total_s": time.perf_counter() - began}
-    return Plan(traced, replace(result, timings_s=timings), cluster, devices, fn=fn)
+    return Plan(traced, replace(result, timings_s=timings), cluster, devices, fn=fn, form=form)
 
 
 def _devices(mesh: Any, cluster: Any) -> tuple[jax.sharding.Mesh | None, Cluster]:

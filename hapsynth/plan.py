@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
+from typing import Literal as OneOf
 
 import jax
 import numpy as np
@@ -21,13 +22,16 @@ from hapsynth.instructions.layout import format_layout
 from hapsynth.instructions.program import Program
 from hapsynth.instructions.sizes import Sizes
 from hapsynth.jobs import before_call
-from hapsynth.lower import Lowered, host_array, lower, own_mesh, unsupported
+from hapsynth.lower import Lowered, Staged, host_array, lower, lower_staged, own_mesh, unsupported
 from hapsynth.plan_file import PlanError, read_plan, write_plan
 from hapsynth.search.result import Result
 from hapsynth.sharded_array import ShardedArray
 from hapsynth.trace import Traced
 
-__all__ = ["CheckReport", "Plan", "PlanError", "load"]
+__all__ = ["CheckReport", "Form", "Plan", "PlanError", "load"]
+
+Form = OneOf["auto", "switch", "staged"]
+"""How a program runs: as one compiled function, as stages that each process compiles for its own shards, or as fits."""
 
 
 class Plan:
@@ -37,8 +41,10 @@ class Plan:
     Of a mesh of the whole cluster the plan uses its `devices`; a mesh of these alone will do, and `Plan.mesh` is one.
     `fn` is the function itself, for `check`. With `donate` (the default) a call consumes carried state that already
     lies as the plan keeps it, as `jax.jit(..., donate_argnums=...)` would; anything else is copied to the devices and
-    left alone. Raises ValueError where the mesh has another number of devices than the cluster and the program; warns
-    (`ClusterWarning`) where there is a mesh and the cluster was measured on another machine or with another JAX.
+    left alone. `form`: how it runs; `Plan.form` and `Plan.form_reason` tell what "auto" came to.
+    Raises ValueError where the mesh has another number of devices than the cluster and the program, or for a form that
+    is none; warns (`ClusterWarning`) where there is a mesh and the cluster was measured on another machine or with
+    another JAX.
     """
 
     def __init__(
@@ -50,13 +56,17 @@ class Plan:
         fn: Callable[..., Any] | None = None,
         *,
         donate: bool = True,
+        form: Form = "auto",
     ) -> None:
+        if form not in ("auto", "switch", "staged"):
+            raise ValueError(f"form is {form!r}; give 'auto', 'switch' or 'staged'")
         self.traced = traced
         self.result = result
         self.cluster = cluster
         self.fn = fn
         self.mesh = None if mesh is None else own_mesh(self._of_used(mesh), result.program.axes)
         self._donate = donate
+        self._asked: Form = form
         self._arguments = Arguments(traced)
         elsewhere = cluster.measured_elsewhere(platform.node(), jax.__version__)
         if mesh is not None and elsewhere:
@@ -105,7 +115,7 @@ class Plan:
         return jax.tree_util.tree_unflatten(self.traced.out_tree, out)
 
     @cached_property
-    def lowered(self) -> Lowered:
+    def lowered(self) -> Lowered | Staged:
         """The compiled form, made when first needed. Raises RuntimeError for a plan without devices."""
         if self.mesh is None:
             raise RuntimeError(
@@ -117,10 +127,36 @@ class Plan:
                 f"the plan uses devices {list(self.devices)} of the cluster {self.cluster.name!r}, and this process "
                 "has none of them: leave it out of the run, or synthesize with leave_out=False"
             )
-        return lower(self.traced.graph, self.program, self.sizes, self.mesh, donate=self._donate)
+        lowering = lower_staged if self.form == "staged" else lower
+        return lowering(self.traced.graph, self.program, self.sizes, self.mesh, donate=self._donate)
+
+    @property
+    def form(self) -> OneOf["switch", "staged"]:
+        """How the plan runs on its mesh (DESIGN D2)."""
+        return self._form[0]
+
+    @property
+    def form_reason(self) -> str:
+        """Why in this form."""
+        return self._form[1]
+
+    @cached_property
+    def _form(self) -> tuple[OneOf["switch", "staged"], str]:
+        if self._asked != "auto":
+            return self._asked, "it was asked for"
+        if self.mesh is None:
+            return "switch", "the plan was made without its devices"
+        if all(len(set(shares)) == 1 for shares in self.sizes.shares):
+            return "switch", "all shards are alike, so one program is exact on every device"
+        if not self.mesh.is_multi_process:
+            return "switch", "one process holds all devices"
+        return "staged", "shards are uneven among several processes: each stores and computes its own at exact size"
 
     def lower(self, *args: Any, **kwargs: Any) -> Any:
-        """JAX's lowered function, with `.as_text()` and `.compile()`; arguments, or their structs, are only checked."""
+        """JAX's lowered function, with `.as_text()` and `.compile()`; arguments, or their structs, are only checked.
+
+        In staged form those of all stages: `.compile()` compiles them, so that no later call waits for it.
+        """
         if args or kwargs:
             self._arguments.flatten(args, kwargs, structs=True)
         return self.lowered.lower()
@@ -304,15 +340,16 @@ def load(
     *,
     example_kwargs: Mapping[str, Any] | None = None,
     donate: bool = True,
+    form: Form = "auto",
 ) -> Plan:
     """Read a plan of `fn` that `Plan.save` wrote; `mesh` None gives one that cannot run.
 
     `fn` is traced again and must be the function that was planned; the file is only data and must pass the checker.
-    `mesh`: of the cluster's devices, or of those alone that the plan uses.
+    `mesh`: of the cluster's devices, or of those alone that the plan uses. `form`: as of `synthesize`.
     Raises PlanError with the reason and the way out, ValueError where the mesh has another number of devices.
     """
     traced, result, cluster = read_plan(path, fn, example_args, example_kwargs)
-    return Plan(traced, result, cluster, mesh, fn, donate=donate)
+    return Plan(traced, result, cluster, mesh, fn, donate=donate, form=form)
 
 
 def _plain(leaf: Any) -> Any:

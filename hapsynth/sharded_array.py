@@ -9,7 +9,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from hapsynth.instructions.layout import format_layout
-from hapsynth.lower import Storage
+from hapsynth.lower import Shards, Storage
 
 
 class ShardedArrayError(Exception):
@@ -34,9 +34,9 @@ class ShardedArray:
 
     __slots__ = ("__weakref__", "_data", "_storage")
 
-    def __init__(self, storage: Storage, data: jax.Array) -> None:
-        """`data`: the stored array of `storage`, every shard padded to the largest."""
-        assert data.shape == storage.stored_shape, (data.shape, storage.stored_shape)
+    def __init__(self, storage: Storage, data: jax.Array | Shards) -> None:
+        """`data`: as `storage` says; one array with every shard padded to the largest, or `Shards` of exact size."""
+        assert storage.accepts(data), (data, storage)
         self._storage = storage
         self._data = data
 
@@ -87,12 +87,13 @@ class ShardedArray:
 
     @property
     def sharding(self) -> NamedSharding:
-        """The sharding of `data`."""
+        """The sharding of `data`, were its shards alike."""
         return self._storage.sharding
 
     @property
-    def data(self) -> jax.Array:
-        """The stored array: every shard padded to the largest, what is beyond its own length being undefined."""
+    def data(self) -> jax.Array | Shards:
+        """What is stored. In switch form one array, every shard padded to the largest, what is beyond its own length
+        being undefined; in staged form `Shards`: one array of exact shape for each device of this process."""
         return self._data
 
     @property

@@ -1,6 +1,7 @@
 """A plan run by two processes of one CPU device each, joined by gloo."""
 
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -17,6 +18,7 @@ CODE = """
     import numpy as np
     from jax.sharding import Mesh
     import hapsynth
+    from hapsynth.plan import Plan
     from slow_devices import slow_cluster
 
     jax.distributed.initialize(sys.argv[1], 2, int(sys.argv[2]))
@@ -41,7 +43,18 @@ CODE = """
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), plain(got), plain(want))
         # What was given is nobody else's.
         assert np.array_equal(given[0], np.eye(64))
-    print("right", [len(set(s)) for s in plan.sizes.shares])
+    uneven = any(len(set(s)) > 1 for s in plan.sizes.shares)
+    assert plan.form == ("staged" if uneven else "switch"), plan.form_reason
+    # The other form as well, which is not what "auto" came to.
+    other = Plan(plan.traced, plan.result, plan.cluster, mesh, step, form="switch" if uneven else "staged")
+    state, batch = other.shard((w, jax.random.key(3)), x)
+    got = plain(other.unshard(other(state, batch)))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), got, plain(want))
+    staged = plan if uneven else other
+    kept = staged.shard((w, jax.random.key(3)), x)
+    held = sum(a.nbytes for a in kept[1].data.arrays) if uneven else kept[1].addressable_data(0).nbytes
+    assert staged.check((w, jax.random.key(3)), x).ok
+    print("right", staged.lowered.fingerprint, held)
 """
 
 
@@ -58,4 +71,8 @@ def test_state_and_keys_are_placed_among_processes(speeds: str) -> None:
     processes = [subprocess.Popen([*run, str(i), speeds], **pipes) for i in range(2)]
     said = [p.communicate(timeout=300)[0] for p in processes]
     assert [p.returncode for p in processes] == [0, 0], said
-    assert all("right" in text for text in said)
+    found = [re.search(r"right (\w+) (\d+)", text) for text in said]
+    assert all(found), said
+    # Nothing differs where processes meet, and each holds its own rows and no more.
+    assert len({m[1] for m in found if m}) == 1
+    assert sum(int(m[2]) for m in found if m) == 48 * 64 * 4

@@ -15,6 +15,7 @@ from jax.sharding import Mesh
 
 import hapsynth
 from hapsynth import _memory
+from hapsynth.lower import parts
 from hapsynth.plan_file import plan_to_dict
 from hapsynth.report.text import nbytes
 
@@ -65,13 +66,14 @@ def software(process: str, host: str, mesh: Mesh) -> Facts:
     }
 
 
-def of_plan(plan: Plan, arguments: Iterable[jax.Array]) -> Facts:
+def of_plan(plan: Plan, arguments: Iterable[Any]) -> Facts:
     """What a plan is, and the memory that it needs here beside what its arguments have already."""
     assert plan.mesh is not None
     held: dict[Any, int] = {}
     for x in arguments:
-        for shard in x.addressable_shards:
-            held[shard.device] = held.get(shard.device, 0) + shard.data.nbytes
+        for part in parts(x):
+            (device,) = part.devices()
+            held[device] = held.get(device, 0) + part.nbytes
     positions = dict(zip(plan.mesh.devices.flat, plan.devices))
     local = plan.mesh.local_devices
     needs = {d: max(0, int(plan.memory[positions[d]]) - held.get(d, 0)) for d in local}

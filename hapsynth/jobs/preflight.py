@@ -16,7 +16,7 @@ import threading
 import weakref
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import jax
 from jax.sharding import Mesh
@@ -52,7 +52,7 @@ class _Job:
 _job = _Job()
 
 
-def before_call(plan: Plan, arguments: Sequence[jax.Array]) -> None:
+def before_call(plan: Plan, arguments: Sequence[Any]) -> None:
     """Called by a plan before each run: checks its job before the first one. Does nothing within one process.
 
     `arguments`: as they are stored. Raises PreflightError where the processes do not fit together, JobError where they
@@ -86,7 +86,7 @@ def connect(address: str | None = None) -> None:
         raise
 
 
-def preflight(mesh: Mesh, plan: Plan | None = None, arguments: Iterable[jax.Array] = ()) -> list[Facts]:
+def preflight(mesh: Mesh, plan: Plan | None = None, arguments: Iterable[Any] = ()) -> list[Facts]:
     """Compare the processes that hold the devices of `mesh`; with a plan compile it, so that all run it at once.
 
     Returns what each process says of itself, in the order of their numbers. Raises as `before_call` does.

@@ -90,48 +90,70 @@ class _Blocks:
         n, lengths = sizes.classes.lengths[axes[-1]], sizes.lengths(value, dim, axes)
         return _Blocks(dim, axes, tuple(lengths[i : i + n] for i in range(0, len(lengths), n)))
 
+    @property
+    def largest(self) -> int:
+        return max(map(max, self.rows))
+
     def split(self, here: Where, x: jax.Array) -> jax.Array:
-        largest = max(map(max, self.rows))
+        largest = self.largest
         return self._switch(here, lambda lengths, x: to_blocks(x, self.dim, lengths, largest), x)
 
     def join(self, here: Where, x: jax.Array) -> jax.Array:
-        largest, stored = max(map(max, self.rows)), max(map(sum, self.rows))
+        largest, stored = self.largest, max(map(sum, self.rows))
         return self._switch(here, lambda lengths, x: from_blocks(x, self.dim, lengths, largest, stored), x)
 
     def _switch(self, here: Where, fn: Callable[[tuple[int, ...], jax.Array], jax.Array], x: jax.Array) -> jax.Array:
-        kinds = tuple(dict.fromkeys(self.rows))
+        kinds = tuple(dict.fromkeys(self.rows[p] for p in here.positions(self.axes[:-1])))
         if len(kinds) == 1:
             return fn(kinds[0], x)
-        kind = here.lookup(self.axes[:-1], [kinds.index(row) for row in self.rows])
+        kind = here.lookup(self.axes[:-1], [kinds.index(row) if row in kinds else 0 for row in self.rows])
         return lax.switch(kind, [partial(fn, lengths) for lengths in kinds], x)
 
 
 def communicate(graph: Graph, sizes: Sizes, name: str, step: Convert, x: jax.Array, here: Where) -> jax.Array:
     """Emit one collective on a value's stored shard, along the mesh axis `name`; the result is stored under the target
     layout. The same on all devices: only what lies around it may be in a switch."""
-    source, target = step.source[step.axis], step.target[step.axis]
-    if prod(graph.values[step.value].shape) == 0:
+    if is_empty(graph, step):
         return jnp.zeros(sizes.padded_shape(step.value, step.target), x.dtype)
-    # A dimension of an even cut is laid out as it is; blocks leave it alone then.
-    blocks = lambda layout, dim: _Blocks.of(sizes, step.value, layout, dim)
+    return receive(sizes, step, exchange(name, step, send(sizes, step, x, here)), here)
+
+
+def is_empty(graph: Graph, step: Convert) -> bool:
+    """Whether there is nothing to exchange."""
+    return prod(graph.values[step.value].shape) == 0
+
+
+def send(sizes: Sizes, step: Convert, x: jax.Array, here: Where) -> jax.Array:
+    """A padded shard as the collective takes it. A dimension of an even cut is laid out as it is."""
+    if step.step in ("reduce_scatter", "all_to_all"):
+        return _Blocks.of(sizes, step.value, step.target, step.target[step.axis].dim).split(here, x)
+    return x
+
+
+def exchange(name: str, step: Convert, x: jax.Array) -> jax.Array:
+    """The collective itself, of the same shapes on all devices."""
+    source, target = step.source[step.axis], step.target[step.axis]
     match step.step:
         case "all_reduce":
             return _REDUCE[source.reduction](x, name)
         case "reduce_scatter":
-            x = blocks(step.target, target.dim).split(here, x)
             return lax.psum_scatter(x, name, scatter_dimension=target.dim, tiled=True)
         case "all_gather":
-            x = lax.all_gather(x, name, axis=source.dim, tiled=True)
-            return blocks(step.source, source.dim).join(here, x)
+            return lax.all_gather(x, name, axis=source.dim, tiled=True)
         case "all_to_all":
-            x = blocks(step.target, target.dim).split(here, x)
             # XLA splits the operand again and takes the blocks' producers as they are; where their memory layouts
             # differ its verifier then refuses the program ("operands with different shapes", JAX 0.10.2, CPU).
             x = lax.optimization_barrier(x)
-            x = lax.all_to_all(x, name, split_axis=target.dim, concat_axis=source.dim, tiled=True)
-            return blocks(step.source, source.dim).join(here, x)
+            return lax.all_to_all(x, name, split_axis=target.dim, concat_axis=source.dim, tiled=True)
         case "slice" | "partial":
             raise AssertionError(f"{step.step} communicates nothing")
+
+
+def receive(sizes: Sizes, step: Convert, x: jax.Array, here: Where) -> jax.Array:
+    """What the collective gave as a padded shard under the target layout."""
+    if step.step in ("all_gather", "all_to_all"):
+        return _Blocks.of(sizes, step.value, step.source, step.source[step.axis].dim).join(here, x)
+    return x
 
 
 _REDUCE: dict[str, Any] = {"sum": lax.psum, "max": lax.pmax, "min": lax.pmin}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 from typing import Any
@@ -77,13 +77,13 @@ class Storage:
     cuts: dict[int, tuple[tuple[int, ...], tuple[int, ...]]]
     mesh: Mesh
 
-    @staticmethod
-    def of(graph: Graph, sizes: Sizes, value: int, layout: Layout, mesh: Mesh) -> Storage:
+    @classmethod
+    def of(cls, graph: Graph, sizes: Sizes, value: int, layout: Layout, mesh: Mesh) -> Storage:
         v = graph.values[value]
         cuts = {dim: (axes, sizes.lengths(value, dim, axes)) for _, dim, axes in layout_nodes(value, layout)}
         # JAX has no weakly typed bools and keys.
         weak = v.weak_type and not _jax.is_extended(v.dtype) and v.dtype != np.bool_
-        return Storage(v.shape, v.dtype, weak, layout, cuts, mesh)
+        return cls(v.shape, v.dtype, weak, layout, cuts, mesh)
 
     @cached_property
     def is_even(self) -> bool:
@@ -126,11 +126,24 @@ class Storage:
         """Whether an array of the logical shape and dtype lies as it is stored, types included."""
         return self.is_even and x.sharding == self.sharding and getattr(x, "weak_type", False) == self.weak_type
 
+    def is_alike(self, other: Storage) -> bool:
+        """Whether what is stored so can take the memory of what is stored as `other`."""
+        return (type(self), self.stored_shape, self.dtype, self.sharding) == (
+            type(other),
+            other.stored_shape,
+            other.dtype,
+            other.sharding,
+        )
+
+    def accepts(self, stored: Any) -> bool:
+        """Whether a stored array has the shape that is due."""
+        return stored.shape == self.stored_shape
+
     def with_dtype(self, dtype: Any) -> Storage:
         """The same cut for values of another dtype."""
-        return Storage(self.shape, np.dtype(dtype), False, self.layout, self.cuts, self.mesh)
+        return replace(self, dtype=np.dtype(dtype), weak_type=False)
 
-    def put(self, x: Any, *, copy: bool) -> jax.Array:
+    def put(self, x: Any, *, copy: bool) -> Any:
         """Store `x`, an array of the logical shape and dtype that lies anywhere.
 
         With `copy` the result shares no memory with `x`, so that it may be donated.
@@ -172,12 +185,12 @@ class Storage:
         x_or_data = jax.make_array_from_callback(host.shape, self.sharding, lambda index: host[index])
         return jax.random.wrap_key_data(x_or_data, impl=jax.random.key_impl(x)) if keys else x_or_data
 
-    def duplicate(self, stored: jax.Array) -> jax.Array:
+    def duplicate(self, stored: Any) -> Any:
         """A stored array again, in memory of its own."""
         with _jax.no_mesh():
             return jax.device_put(stored.copy(), self.sharding)
 
-    def fetch(self, stored: jax.Array) -> Any:
+    def fetch(self, stored: Any) -> Any:
         """The logical value as one NumPy array (a typed key: an unsharded key array); the inverse of `put`."""
         host = host_array(stored)
         if self.is_even:

@@ -27,6 +27,16 @@ class Where:
     def coords(self) -> tuple[int, ...]:
         return self.devices[0]
 
+    def positions(self, axes: Sequence[int]) -> list[int]:
+        """The devices' positions along some axes, row-major."""
+        found: list[int] = []
+        for coords in self.devices:
+            at = 0
+            for axis in axes:
+                at = at * self.lengths[axis] + coords[axis]
+            found.append(at)
+        return found
+
     def lookup(self, axes: Sequence[int], table: Sequence[int]) -> Any:
         """This device's entry of a table over the positions along some axes, row-major: a constant where all devices
         agree."""

@@ -1,0 +1,107 @@
+"""What one device does between collectives: instructions on exact shards, whichever form they are part of."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from math import prod
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from hapsynth._jax import is_extended
+from hapsynth.graph import Graph, Literal
+from hapsynth.instructions.factors import Cut, Local
+from hapsynth.instructions.layout import cut_axes
+from hapsynth.instructions.program import Compute, Convert, FactorTable, Instruction, reads, writes
+from hapsynth.instructions.rules import execute
+from hapsynth.instructions.rules.registry import apart
+from hapsynth.instructions.sizes import Sizes, cut_nodes
+from hapsynth.lower._control import Env
+from hapsynth.lower._stages import CHEAP, factor_shares
+from hapsynth.lower._where import Where
+
+
+@dataclass(eq=False)
+class Interpreter:
+    """Runs local instructions of a program on devices of one platform."""
+
+    graph: Graph
+    sizes: Sizes
+    platform: str
+    table: FactorTable = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.table = FactorTable(self.graph)
+
+    def run(self, instructions: Sequence[Instruction], env: Env, here: Where) -> None:
+        """Run local instructions in order on exact shards, adding their results to `env`."""
+        for i in instructions:
+            due = [self.sizes.local_shape(v, layout, here.coords) for v, layout in writes(self.graph, i)]
+            dtypes = [self.graph.values[v].dtype for v, _ in writes(self.graph, i)]
+            if due and not any(map(prod, due)) and not any(map(is_extended, dtypes)):
+                # Nothing to compute; XLA's CPU compiler of JAX 0.11.2 dies of reducing a dynamic slice of nothing.
+                made = [jnp.zeros(shape, dtype) for shape, dtype in zip(due, dtypes)]
+            else:
+                made = self._local_step(i, env, here) if isinstance(i, Convert) else self._compute(i, env, here)
+            for (v, layout), x, expected in zip(writes(self.graph, i), made, due, strict=True):
+                assert x.shape == expected, f"{i} made {x.shape} on {here.coords}, where {expected} was due"
+                env.setdefault((v, layout), x)
+
+    def _local_step(self, i: Convert, env: Env, here: Where) -> list[Any]:
+        if i.step == "partial":
+            x = env[i.value, i.source]
+            return [jnp.where(here.index[i.axis] == 0, x, jnp.zeros_like(x))]
+        dim = i.target[i.axis].dim
+        axes = cut_axes(i.target, dim)
+        lengths, starts = self.sizes.lengths(i.value, dim, axes), self.sizes.starts(i.value, dim, axes)
+        # The start within what the other axes leave of the dimension.
+        n = here.lengths[i.axis]
+        start = here.lookup(axes, [start - starts[at - at % n] for at, start in enumerate(starts)])
+        length = lengths[self.sizes.position(axes, here.coords)]
+        with jax.named_scope(f"hap/slice_{self.graph.values[i.value].name}"):
+            whole = env[i.value, i.source]
+            if self._is_window(i.value):
+                whole = apart(whole)
+            return [lax.dynamic_slice_in_dim(whole, start, length, dim)]
+
+    def _is_window(self, value: int) -> bool:
+        """Whether a value is, but for its form, part of another from a start that is known at run time."""
+        while value in self.graph.producer:
+            op = self.graph.ops[self.graph.producer[value]]
+            if op.name in ("dynamic_slice", "gather"):
+                return True
+            if op.name not in CHEAP or len(op.value_operands) != 1:
+                return False
+            value = op.value_operands[0][1]
+        return False
+
+    def _compute(self, i: Compute, env: Env, here: Where) -> list[Any]:
+        graph, sizes = self.graph, self.sizes
+        op, factors = graph.ops[i.op], self.table[i.op]
+        given = dict(zip((position for position, _ in op.value_operands), reads(graph, i)))
+        operands = [o.value if isinstance(o, Literal) else env[given[n]] for n, o in enumerate(op.operands)]
+        shapes = tuple(
+            o.shape if isinstance(o, Literal) else sizes.local_shape(*given[n], here.coords)
+            for n, o in enumerate(op.operands)
+        )
+        cuts: dict[int, Cut] = {}
+        for factor, (node, *_) in cut_nodes(graph, i.op, factors, i.triples):
+            lengths, starts = factor_shares(sizes, factors, factor, node)
+            share = lengths[sizes.position(node[2], here.coords)]
+            cuts[factor] = Cut(share, partial(here.lookup, node[2], starts))
+        local = Local(
+            op=op,
+            factors=factors,
+            triples=i.triples,
+            shapes=shapes,
+            result_shapes=tuple(sizes.local_shape(*p, here.coords) for p in writes(graph, i)),
+            cuts=cuts,
+            axis_index=lambda axis: here.index[axis],
+            platform=self.platform,
+        )
+        with jax.named_scope(f"hap/{op.name}_{op.index}"):
+            return execute(local, operands)

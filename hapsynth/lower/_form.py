@@ -1,0 +1,72 @@
+"""What both forms of a program have in common: how its inputs, constants and outputs are stored."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, ClassVar
+
+from jax.sharding import Mesh
+
+from hapsynth.graph import Graph
+from hapsynth.instructions.layout import Layout
+from hapsynth.instructions.program import FactorTable, Program
+from hapsynth.instructions.sizes import Sizes
+from hapsynth.lower._execute import Interpreter
+from hapsynth.lower._stages import Step, split
+from hapsynth.lower._storage import Storage
+
+
+@dataclass(eq=False)
+class Form:
+    """A program on stored arrays.
+
+    `inputs`, `constants` and `outputs` say how each is stored (an output that is a literal has None); `donated` says
+    which inputs a call consumes. `traces` counts how often the program was traced: once, however often it is called.
+    """
+
+    graph: Graph
+    program: Program
+    sizes: Sizes
+    mesh: Mesh
+    donate: bool = True
+    traces: int = 0
+    inputs: tuple[Storage, ...] = field(init=False)
+    constants: tuple[Storage, ...] = field(init=False)
+    outputs: tuple[Storage | None, ...] = field(init=False)
+    donated: tuple[bool, ...] = field(init=False)
+    local: Interpreter = field(init=False)
+
+    storage: ClassVar[type[Storage]] = Storage
+
+    def __post_init__(self) -> None:
+        graph, program = self.graph, self.program
+        self.local = Interpreter(graph, self.sizes, self.mesh.devices.flat[0].platform)
+        self.inputs = tuple(self._stored(v, program.inputs[v]) for v in graph.inputs)
+        self.constants = tuple(self._stored(v, program.inputs[v]) for v in graph.constants)
+        self.outputs = tuple(
+            self._stored(v, layout) if isinstance(v, int) and layout is not None else None
+            for v, layout in zip(graph.outputs, program.outputs, strict=True)
+        )
+        donated = [False] * len(self.inputs)
+        for source, target in graph.carry if self.donate else ():
+            out = self.outputs[target]
+            # What JAX could not reuse it would warn of.
+            donated[source] = out is not None and self.inputs[source].is_alike(out)
+        self.donated = tuple(donated)
+
+    def _stored(self, value: int, layout: Layout) -> Storage:
+        return self.storage.of(self.graph, self.sizes, value, layout, self.mesh)
+
+    @property
+    def table(self) -> FactorTable:
+        return self.local.table
+
+    @cached_property
+    def placed_constants(self) -> list[Any]:
+        """The graph's constants on the mesh: placed once, passed as arguments, never compiled in."""
+        return [s.put(x, copy=False) for s, x in zip(self.constants, self.graph.constants.values(), strict=True)]
+
+    @cached_property
+    def steps(self) -> list[Step]:
+        return split(self.graph, self.program, self.sizes)

@@ -1,0 +1,117 @@
+"""Devices of one process that run the same program, on the same exact shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+
+from hapsynth.instructions.sizes import Sizes
+from hapsynth.lower._exact import local_positions, parts
+from hapsynth.lower._where import Where
+
+
+@dataclass(frozen=True, eq=False)
+class Group:
+    """Devices of this process whose shards of every class are alike.
+
+    `numbers` are their places among the process's devices, `positions` those in the mesh. What they hold of a value is
+    one array: on one device just that, on several the shards joined along the first dimension.
+    """
+
+    numbers: tuple[int, ...]
+    positions: tuple[tuple[int, ...], ...]
+    devices: tuple[Any, ...]
+    lengths: tuple[int, ...]
+
+    @cached_property
+    def mesh(self) -> Mesh:
+        return Mesh(np.array(self.devices), ("group",), axis_types=(AxisType.Auto,))
+
+    def _spec(self, shape: Sequence[int]) -> PartitionSpec:
+        return PartitionSpec("group") if shape else PartitionSpec()
+
+    def _sharding(self, shape: Sequence[int]) -> Any:
+        if len(self.devices) == 1:
+            return SingleDeviceSharding(self.devices[0])
+        return NamedSharding(self.mesh, self._spec(shape))
+
+    def _joined(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        return (len(self.devices) * shape[0], *shape[1:]) if shape else shape
+
+    def join(self, arrays: Sequence[Any]) -> Any:
+        """One array of each device's own."""
+        if len(arrays) == 1:
+            return arrays[0]
+        shape = arrays[0].shape
+        return jax.make_array_from_single_device_arrays(self._joined(shape), self._sharding(shape), list(arrays))
+
+    def split(self, x: Any) -> list[Any]:
+        """The inverse of `join`."""
+        return [x] if len(self.devices) == 1 else parts(x)
+
+    def lower(
+        self,
+        fn: Callable[[Where, Sequence[Any]], list[Any]],
+        given: Sequence[jax.ShapeDtypeStruct],
+        made: Sequence[jax.ShapeDtypeStruct],
+        donated: Sequence[int],
+    ) -> Any:
+        """JAX's lowered `fn(where, arrays)`, of and to one device's shapes; arguments `donated` are consumed."""
+        struct = lambda s: jax.ShapeDtypeStruct(self._joined(s.shape), s.dtype, sharding=self._sharding(s.shape))
+
+        def hapsynth_local(*arrays: Any) -> list[Any]:
+            if len(self.devices) == 1:
+                return fn(Where(self.lengths, self.positions, tuple(map(jnp.int32, self.positions[0]))), arrays)
+            at = lax.axis_index("group")
+            columns = np.array(self.positions, np.int32).T
+            index = tuple(lax.dynamic_index_in_dim(c, at, keepdims=False) for c in columns)
+            return fn(Where(self.lengths, self.positions, index), arrays)
+
+        if len(self.devices) > 1:
+            hapsynth_local = jax.shard_map(
+                hapsynth_local,
+                mesh=self.mesh,
+                in_specs=tuple(self._spec(s.shape) for s in given),
+                out_specs=[self._spec(s.shape) for s in made],
+                check_vma=False,
+            )
+        # Without arguments it would run on the first device of all.
+        made_on = [self._sharding(s.shape) for s in made]
+        jitted = jax.jit(hapsynth_local, out_shardings=made_on, donate_argnums=tuple(donated), keep_unused=True)
+        return jitted.lower(*map(struct, given))
+
+
+def groups_of(sizes: Sizes, mesh: Mesh) -> list[Group]:
+    """This process's devices, those together whose shards are alike, and the blocks of what they take part in."""
+    alike: dict[Any, list[int]] = {}
+    positions = local_positions(mesh)
+    for number, at in enumerate(positions):
+        alike.setdefault(tuple(_lengths(sizes, c, at) for c in range(len(sizes.shares))), []).append(number)
+    return [
+        Group(
+            tuple(numbers),
+            tuple(positions[n] for n in numbers),
+            tuple(mesh.devices[positions[n]] for n in numbers),
+            mesh.devices.shape,
+        )
+        for numbers in alike.values()
+    ]
+
+
+def _lengths(sizes: Sizes, c: int, at: Sequence[int]) -> tuple[Any, ...]:
+    """What a device has of a class along each of the axes that cut it, and those along the axis beside it."""
+    axes = sizes.classes.all[c].axes
+    units = np.reshape(sizes.shares[c], [sizes.classes.lengths[a] for a in axes])
+    found: list[Any] = []
+    for k, axis in enumerate(axes):
+        row = units[tuple(at[a] for a in axes[:k])].reshape(units.shape[k], -1).sum(1)
+        found.append((tuple(row.tolist()), int(row[at[axis]])))
+    return tuple(found)

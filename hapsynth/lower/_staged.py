@@ -1,0 +1,442 @@
+"""The staged form: local stages on exact shapes, each process its own, and collective stages, the same everywhere
+(DESIGN D2)."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from hapsynth import _jax
+from hapsynth.graph import Graph, Literal
+from hapsynth.instructions.program import Convert, Program
+from hapsynth.instructions.sizes import Sizes
+from hapsynth.lower._collectives import cut_to, exchange, pad_to, receive, send
+from hapsynth.lower._control import run_cond, run_loop
+from hapsynth.lower._exact import ExactStorage, Shards, parts
+from hapsynth.lower._form import Form
+from hapsynth.lower._groups import Group, groups_of
+from hapsynth.lower._schedule import (
+    CollectiveStage,
+    Decide,
+    Enter,
+    HostCond,
+    HostLoop,
+    Item,
+    LocalStage,
+    LocalStep,
+    Moves,
+    Name,
+    Sent,
+    Slice,
+    Slot,
+    Turn,
+    instructions_of,
+    schedule,
+)
+from hapsynth.lower._stages import Cond, Loop, Stage
+from hapsynth.lower._storage import own_mesh, with_weak_type
+from hapsynth.lower._where import Where
+
+Env = dict[Any, Any]
+
+
+@dataclass(frozen=True, eq=False)
+class LoweredStages:
+    """JAX's lowered functions of all stages of this process."""
+
+    staged: Staged
+
+    def as_text(self) -> str:
+        return "\n".join(x.as_text() for lowered in self.staged.stages.values() for x in lowered)
+
+    def compile(self) -> Staged:
+        """Compile all: no call waits for it later."""
+        _ = self.staged.compiled
+        return self.staged
+
+
+class Staged(Form):
+    """A program as stages that the host runs one after another; uneven values are stored as `Shards`.
+
+    A local stage is compiled for each group of this process's devices that are alike, on their exact shapes. A
+    collective stage is one function over the whole mesh, on wire shapes that are padded to the largest shard: what is
+    laid out and cut for it is so in the local stages around it, so that nothing differs where processes meet.
+    """
+
+    storage = ExactStorage
+
+    def __call__(self, stored: Sequence[Any]) -> list[Any]:
+        """Run on the stored inputs; the stored outputs. Arguments that are `donated` are consumed."""
+        _ = self.compiled
+        with _jax.no_mesh():
+            run = _Run(self, [*stored, *self.placed_constants])
+            run.items(self.items)
+            return run.outputs()
+
+    def lower(self) -> LoweredStages:
+        """The lowered stages: `.as_text()`, `.compile()`."""
+        _ = self.stages
+        return LoweredStages(self)
+
+    def prepare(self) -> str:
+        """Compile now, not at the first call; a fingerprint of what must be the same in every process."""
+        _ = self.compiled
+        return self.fingerprint
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """A digest of the collective stages' text, which must be the same in all processes."""
+        digest = hashlib.sha256()
+        for item, lowered in self.stages.items():
+            if isinstance(item, CollectiveStage):
+                digest.update(lowered[0].as_text().encode())
+        return digest.hexdigest()[:16]
+
+    @cached_property
+    def groups(self) -> list[Group]:
+        return groups_of(self.sizes, self.mesh)
+
+    @cached_property
+    def items(self) -> list[Item]:
+        graph, inputs = self.graph, self.program.inputs
+        sources: list[Any] = []
+        for o, layout in zip(graph.outputs, self.program.outputs, strict=True):
+            sources.append((o, layout) if isinstance(o, int) else o)
+        last = Moves(tuple(sources), tuple(Slot("output", i) for i in range(len(sources))))
+        kept = [(v, inputs[v]) for v, donated in zip(graph.inputs, self.donated) if not donated]
+        return schedule(graph, self.steps, last, [*kept, *((v, inputs[v]) for v in graph.constants)])
+
+    @cached_property
+    def stages(self) -> dict[LocalStage | CollectiveStage, list[Any]]:
+        """JAX's lowered functions of each stage: of a local one for each group."""
+        self.traces += 1
+        found: dict[LocalStage | CollectiveStage, list[Any]] = {}
+        known: dict[Any, Any] = {}
+        with _jax.no_mesh():
+            for item in _flat(self.items):
+                if isinstance(item, LocalStage):
+                    found[item] = [self._lower_local(item, group) for group in self.groups]
+                else:
+                    found[item] = [self._lower_collective(item, known)]
+        return found
+
+    @cached_property
+    def compiled(self) -> dict[LocalStage | CollectiveStage, list[Any]]:
+        """The compiled functions of each stage, in the same order; stages that are alike share them."""
+        known: dict[int, Any] = {}
+        with _jax.no_mesh():
+            for lowered in self.stages.values():
+                for x in lowered:
+                    if id(x) not in known:
+                        known[id(x)] = x.compile()
+        return {item: [known[id(x)] for x in lowered] for item, lowered in self.stages.items()}
+
+    # Local stages
+
+    def struct(self, name: Name, coords: Sequence[int]) -> jax.ShapeDtypeStruct:
+        """What the device at `coords` of the mesh has of a name."""
+        if not isinstance(name, Slot):
+            value, layout = name
+            return jax.ShapeDtypeStruct(self.sizes.local_shape(value, layout, coords), self.graph.values[value].dtype)
+        if name.kind != "output":
+            return jax.ShapeDtypeStruct((), np.int32)
+        source, layout = self.graph.outputs[name.number], self.program.outputs[name.number]
+        if isinstance(source, Literal) or layout is None:
+            assert isinstance(source, Literal)
+            return jax.ShapeDtypeStruct(source.shape, source.dtype)
+        return self.struct((source, layout), coords)
+
+    def wire(self, step: Sent) -> jax.ShapeDtypeStruct:
+        """What a device sends, behind a dimension of length 1 for each mesh axis."""
+        if isinstance(step, Decide):
+            struct = jax.ShapeDtypeStruct((), np.int32)
+        else:
+            shape = self.sizes.padded_shape(step.value, step.source)
+            padded = jax.ShapeDtypeStruct(shape, self.graph.values[step.value].dtype)
+            struct = jax.eval_shape(lambda x: send(self.sizes, step, x, self._anyone), padded)
+        return jax.ShapeDtypeStruct(((1,) * self.mesh.devices.ndim) + struct.shape, struct.dtype)
+
+    @cached_property
+    def _anyone(self) -> Where:
+        """Any device: what goes over the wire has the same shape on all."""
+        origin = (0,) * self.mesh.devices.ndim
+        return Where(self.mesh.devices.shape, (origin,), tuple(map(jnp.int32, origin)))
+
+    def arrived(self, step: Sent) -> jax.ShapeDtypeStruct:
+        """What a device receives."""
+        wire = self.wire(step)
+        made = jax.eval_shape(self._exchanging([step]), self._on_mesh(wire))[0]
+        return jax.ShapeDtypeStruct(self._shard(made.shape), made.dtype)
+
+    def _on_mesh(self, wire: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        lengths = self.mesh.devices.shape
+        return jax.ShapeDtypeStruct((*lengths, *wire.shape[len(lengths) :]), wire.dtype, sharding=self.everyone)
+
+    def _shard(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        n = self.mesh.devices.ndim
+        return ((1,) * n) + shape[n:]
+
+    @cached_property
+    def everyone(self) -> NamedSharding:
+        """One shard for each device, along the first dimensions."""
+        return NamedSharding(self.mesh, PartitionSpec(*self.mesh.axis_names))
+
+    def _lower_local(self, stage: LocalStage, group: Group) -> Any:
+        n, coords = self.mesh.devices.ndim, group.positions[0]
+        given = [*map(self.arrived, stage.arrives), *(self.struct(p, coords) for p in stage.reads)]
+        made = [*(self.struct(p, coords) for p in stage.writes), *map(self.wire, stage.leaves)]
+
+        def run(here: Where, arrays: Sequence[Any]) -> list[Any]:
+            env: Env = dict(zip(stage.reads, arrays[len(stage.arrives) :], strict=True))
+            for step, x in zip(stage.arrives, arrays):
+                x = x.reshape(x.shape[n:])
+                if isinstance(step, Decide):
+                    env[step.target] = x
+                else:
+                    due = self.sizes.local_shape(step.value, step.target, here.coords)
+                    env[step.value, step.target] = cut_to(receive(self.sizes, step, x, here), due)
+            self._steps(stage.steps, env, here)
+            out = [self._strong(p, env[p]) for p in stage.writes]
+            for step in stage.leaves:
+                if isinstance(step, Decide):
+                    x = env[step.source].astype(jnp.int32)
+                else:
+                    x = pad_to(env[step.value, step.source], self.sizes.padded_shape(step.value, step.source))
+                    x = send(self.sizes, step, x, here)
+                out.append(x.reshape((1,) * n + x.shape))
+            return _in_memory_of_their_own(arrays, out)
+
+        over = {i for i, p in enumerate(stage.reads, len(stage.arrives)) if p in stage.dead or p in stage.writes}
+        return group.lower(run, given, made, _reused(given, made, {*range(len(stage.arrives)), *over}))
+
+    def _strong(self, name: Name, x: Any) -> Any:
+        if isinstance(name, Slot):
+            return x
+        return with_weak_type(x, self.graph.values[name[0]].dtype, False)
+
+    def _steps(self, steps: Sequence[LocalStep], env: Env, here: Where) -> None:
+        """Run local steps, adding what they make to `env`."""
+        inside = lambda steps, env: self._steps(steps, env, here)
+        for step in steps:
+            match step:
+                case Stage():
+                    self.local.run(instructions_of(step), env, here)
+                case Loop():
+                    run_loop(self.graph, self.program.axes, step, env, inside)
+                case Cond():
+                    run_cond(self.graph, self.program.axes, step, env, inside)
+                case Convert():
+                    target = step.value, step.target
+                    env[target] = jnp.zeros(self.struct(target, here.coords).shape, env[step.value, step.source].dtype)
+                case Moves():
+                    made = [self._moved(env, *pair) for pair in zip(step.sources, step.targets, strict=True)]
+                    env.update(zip(step.targets, made, strict=True))
+                case Enter() | Slice() | Turn():
+                    self._loop_step(step, env, here)
+                case Decide():
+                    env[step.target] = env[step.source].astype(jnp.int32)
+
+    def _moved(self, env: Env, source: Any, target: Name) -> Any:
+        x = jnp.asarray(source.value) if isinstance(source, Literal) else env[source]
+        if not isinstance(target, Slot):
+            return self._strong(target, x)
+        return with_weak_type(x, x.dtype, False)
+
+    def _loop_step(self, step: Enter | Slice | Turn, env: Env, here: Where) -> None:
+        loop, trip = step.loop, step.trip
+        scans = loop.region.kind == "scan"
+        if isinstance(step, Enter):
+            for p, x in zip(loop.carried, loop.initial, strict=True):
+                env[p] = self._strong(p, jnp.asarray(x.value, x.dtype) if isinstance(x, Literal) else env[x])
+            for p in loop.stacked:
+                struct = self.struct(p, here.coords)
+                env[p] = jnp.zeros(struct.shape, struct.dtype)
+            env[trip] = jnp.int32(0)
+            return
+        at = int(loop.region.count) - 1 - env[trip] if scans and loop.region.reverse else env.get(trip)
+        if isinstance(step, Slice):
+            for p, whole in zip(loop.parts, loop.whole, strict=True):
+                env[p] = lax.dynamic_index_in_dim(env[whole], at, keepdims=False)
+            return
+        onward = [self._strong(p, env[q]) for p, q in zip(loop.carried, loop.onward, strict=True)]
+        for p, piece in zip(loop.stacked, loop.pieces, strict=True):
+            env[p] = lax.dynamic_update_index_in_dim(env[p], self._strong(p, env[piece]), at, 0)
+        env.update(zip(loop.carried, onward, strict=True))
+        if scans:
+            env[trip] = env[trip] + 1
+
+    # Collective stages
+
+    def _exchanging(self, steps: Sequence[Sent]) -> Callable[..., list[Any]]:
+        n, names = self.mesh.devices.ndim, self.mesh.axis_names
+
+        def hapsynth_exchange(*wires: Any) -> list[Any]:
+            out: list[Any] = []
+            for step, wire in zip(steps, wires, strict=True):
+                x = wire.reshape(wire.shape[n:])
+                x = lax.pmax(x, names) if isinstance(step, Decide) else exchange(names[step.axis], step, x)
+                out.append(x.reshape((1,) * n + x.shape))
+            return out
+
+        spec = self.everyone.spec
+        return jax.shard_map(
+            hapsynth_exchange, mesh=self.mesh, in_specs=(spec,) * len(steps), out_specs=spec, check_vma=False
+        )
+
+    def _lower_collective(self, stage: CollectiveStage, known: dict[Any, Any]) -> Any:
+        wires = [self._on_mesh(self.wire(s)) for s in stage.steps]
+        key = tuple((_kind(s), w.shape, str(w.dtype)) for s, w in zip(stage.steps, wires, strict=True))
+        if key not in known:
+            fn = self._exchanging(stage.steps)
+            reused = _reused(wires, jax.eval_shape(fn, *wires), set(range(len(wires))))
+            known[key] = jax.jit(fn, donate_argnums=tuple(reused)).lower(*wires)
+        return known[key]
+
+
+class _Run:
+    """One call: what each group has at hand."""
+
+    def __init__(self, staged: Staged, stored: Sequence[Any]) -> None:
+        self.staged = staged
+        names = [(v, staged.program.inputs[v]) for v in staged.graph.sources]
+        self.envs: list[Env] = [{} for _ in staged.groups]
+        for name, x in zip(names, stored, strict=True):
+            arrays = parts(x)
+            for env, group in zip(self.envs, staged.groups, strict=True):
+                env[name] = group.join([arrays[n] for n in group.numbers])
+        self.consumed: dict[Name, Any] = {p: x for p, x, donated in zip(names, stored, staged.donated) if donated}
+        self.wires: list[Any] = []
+
+    def items(self, items: Sequence[Item]) -> None:
+        for item in items:
+            match item:
+                case LocalStage():
+                    self.local(item)
+                case CollectiveStage():
+                    self.wires = self.staged.compiled[item][0](*self.wires)
+                case HostLoop():
+                    self.loop(item)
+                case HostCond():
+                    taken = min(max(self.decision(item.decision), 0), len(item.branches) - 1)
+                    self.items(item.branches[taken])
+            if not isinstance(item, CollectiveStage):
+                self.drop(item.dead)
+
+    def loop(self, item: HostLoop) -> None:
+        if item.decision is None:
+            for _ in range(item.count):
+                self.items(item.body)
+            return
+        self.items(item.test)
+        while self.decision(item.decision):
+            self.items(item.body)
+            self.items(item.test)
+
+    def decision(self, slot: Slot) -> int:
+        return int(np.asarray(self.envs[0][slot]))
+
+    def drop(self, names: Sequence[Name]) -> None:
+        """Free what nobody needs any more; arguments are freed though the caller holds them, which were consumed."""
+        for name in names:
+            for env in self.envs:
+                env.pop(name, None)
+            if name in self.consumed:
+                self.consumed.pop(name).delete()
+
+    def local(self, stage: LocalStage) -> None:
+        arrived = [parts(x) for x in self.wires]
+        # Nobody else may hold what arrived: it is consumed.
+        self.wires = []
+        left: list[list[Any]] = [[None] * len(self.staged.mesh.local_devices) for _ in stage.leaves]
+        for env, group, run in zip(self.envs, self.staged.groups, self.staged.compiled[stage], strict=True):
+            arrays = [group.join([x[n] for n in group.numbers]) for x in arrived]
+            made = run(*arrays, *(env[p] for p in stage.reads))
+            env.update(zip(stage.writes, made))
+            for wire, x in zip(left, made[len(stage.writes) :], strict=True):
+                for n, part in zip(group.numbers, group.split(x), strict=True):
+                    wire[n] = part
+        lengths, sharding = self.staged.mesh.devices.shape, self.staged.everyone
+        for wire in left:
+            shape = (*lengths, *wire[0].shape[len(lengths) :])
+            self.wires.append(jax.make_array_from_single_device_arrays(shape, sharding, wire))
+
+    def outputs(self) -> list[Any]:
+        """The stored outputs; arguments that were consumed and not needed are freed too."""
+        staged = self.staged
+        self.drop(tuple(self.consumed))
+        out: list[Any] = []
+        everywhere = NamedSharding(staged.mesh, PartitionSpec())
+        for i, storage in enumerate(staged.outputs):
+            arrays: list[Any] = [None] * len(staged.mesh.local_devices)
+            for env, group in zip(self.envs, staged.groups, strict=True):
+                for n, part in zip(group.numbers, group.split(env[Slot("output", i)]), strict=True):
+                    arrays[n] = part
+            if storage is not None and not storage.is_even:
+                out.append(Shards(arrays))
+                continue
+            if storage is None:
+                source = staged.graph.outputs[i]
+                assert isinstance(source, Literal)
+                shape, sharding, weak = source.shape, everywhere, jnp.asarray(source.value).weak_type
+            else:
+                shape, sharding, weak = storage.shape, storage.sharding, storage.weak_type
+            # What is joined is strongly typed.
+            x = jax.make_array_from_single_device_arrays(shape, sharding, arrays)
+            out.append(with_weak_type(x, x.dtype, True) if weak else x)
+        return out
+
+
+def lower_staged(graph: Graph, program: Program, sizes: Sizes, mesh: Mesh, *, donate: bool = True) -> Staged:
+    """Lower a checked program to stages for this process's devices of `mesh`, as `lower` does."""
+    return Staged(graph, program, sizes, own_mesh(mesh, program.axes), donate)
+
+
+def _flat(items: Sequence[Item]) -> list[LocalStage | CollectiveStage]:
+    """All stages, those of loops and branches too."""
+    found: list[LocalStage | CollectiveStage] = []
+    for item in items:
+        match item:
+            case HostLoop():
+                found += _flat([*item.test, *item.body])
+            case HostCond():
+                found += [stage for branch in item.branches for stage in _flat(branch)]
+            case _:
+                found.append(item)
+    return found
+
+
+def _kind(step: Sent) -> Any:
+    """What a collective is, but for its value."""
+    return "decide" if isinstance(step, Decide) else (step.axis, step.source[step.axis], step.target[step.axis])
+
+
+def _reused(given: Sequence[Any], made: Sequence[Any], over: set[int]) -> list[int]:
+    """Which of the arguments that nobody needs afterwards a result can take the memory of."""
+    kind = lambda s: (s.shape, str(s.dtype))
+    free = Counter(map(kind, made))
+    found: list[int] = []
+    for i, s in enumerate(given):
+        if i in over and not _jax.is_extended(s.dtype) and free[kind(s)] > 0:
+            free[kind(s)] -= 1
+            found.append(i)
+    return found
+
+
+def _in_memory_of_their_own(given: Sequence[Any], made: Sequence[Any]) -> list[Any]:
+    """JAX hands an argument that is returned, or a result that is returned twice, out as the same array."""
+    seen = set(map(id, given))
+    out: list[Any] = []
+    for x in made:
+        out.append(lax.optimization_barrier(x) if id(x) in seen else x)
+        seen.add(id(x))
+    return out
