@@ -5,7 +5,9 @@ from hapsynth.cluster import Cluster, ClusterError, DeviceKind, Link
 from hapsynth.instructions.rule_check import RuleReport, check_rule
 from hapsynth.instructions.rules.extension import register_rule
 from hapsynth.instructions.rules.notation import RuleError
+from hapsynth.local_data import LocalSlices
 from hapsynth.lower import UnsupportedError
+from hapsynth.monitor import Monitor
 from hapsynth.plan import CheckReport, Plan, PlanError, load
 from hapsynth.search.planner import InfeasibleError
 from hapsynth.sharded_array import ShardedArray
@@ -20,6 +22,8 @@ __all__ = [
     "DeviceKind",
     "InfeasibleError",
     "Link",
+    "LocalSlices",
+    "Monitor",
     "Plan",
     "PlanError",
     "RuleError",

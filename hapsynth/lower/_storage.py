@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -110,13 +110,17 @@ class Storage:
             shape[dim] = max(lengths) * len(lengths)
         return tuple(shape)
 
-    def shard_shape(self, coords: Sequence[int]) -> tuple[int, ...]:
-        """The exact shape of the shard on the device at `coords` of the mesh."""
-        shape = list(self.shape)
+    def slices(self, coords: Sequence[int]) -> tuple[slice, ...]:
+        """The part of the logical value that the device at `coords` of the mesh holds, from start to stop."""
+        found = [slice(0, n) for n in self.shape]
         for dim, (axes, lengths) in self.cuts.items():
             at = np.ravel_multi_index([coords[a] for a in axes], [self.mesh.devices.shape[a] for a in axes])
-            shape[dim] = lengths[at]
-        return tuple(shape)
+            found[dim] = slice(sum(lengths[:at]), sum(lengths[: at + 1]))
+        return tuple(found)
+
+    def shard_shape(self, coords: Sequence[int]) -> tuple[int, ...]:
+        """The exact shape of the shard on the device at `coords` of the mesh."""
+        return tuple(s.stop - s.start for s in self.slices(coords))
 
     def struct(self) -> jax.ShapeDtypeStruct:
         """The stored array, abstractly."""
@@ -139,17 +143,29 @@ class Storage:
             with _jax.no_mesh():
                 return self._put_even(x, copy)
         host = np.asarray(host_array(x), self.dtype)
+        return self.put_shards(lambda slices: host[slices])
+
+    def put_shards(self, read: Callable[[tuple[slice, ...]], np.ndarray]) -> jax.Array:
+        """Store what `read` gives for the slices of each shard of this process: just that part of the logical value.
+
+        The result shares no memory with it. Not for typed keys, which no NumPy array holds.
+        """
 
         def shard(index: Any) -> np.ndarray:
-            pieces, padding = list(index), [(0, 0)] * len(index)
+            pieces, padding = [slice(0, n) for n in self.shape], [(0, 0)] * len(index)
             for dim, (_, lengths) in self.cuts.items():
                 largest = max(lengths)
                 position = (index[dim].start or 0) // largest
                 start, length = sum(lengths[:position]), lengths[position]
                 pieces[dim], padding[dim] = slice(start, start + length), (0, largest - length)
-            return np.pad(host[tuple(pieces)], padding)
+            piece = np.array(read(tuple(pieces)))
+            return np.pad(piece, padding) if padding else piece
 
-        return jax.make_array_from_callback(self.stored_shape, self.sharding, shard)
+        stored = jax.make_array_from_callback(self.stored_shape, self.sharding, shard)
+        if not self.weak_type:
+            return stored
+        with _jax.no_mesh():
+            return with_weak_type(stored, self.dtype, True)
 
     def _put_even(self, x: Any, copy: bool) -> jax.Array:
         if not self.sharding.is_fully_addressable:
