@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
@@ -51,19 +52,27 @@ def exchanger(mesh: Mesh, spec: PartitionSpec, steps: tuple[Recut, ...], weak: b
     """The jitted function that moves arrays stored under `spec`; compiled once for all that lie alike."""
 
     def moved(x: jax.Array) -> jax.Array:
+        # As words: to copy a float of two bytes may change the bits of a NaN.
+        words = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}.get(x.dtype.itemsize)
+        as_words = words is not None and jnp.issubdtype(x.dtype, jnp.floating)
+        y = lax.bitcast_convert_type(x, words) if as_words else x
         for step in steps:
-            x = _recut(x, step)
-        return x
+            y = _recut(y, step, mesh)
+        return lax.bitcast_convert_type(y, x.dtype) if as_words else y
 
     on_mesh = jax.shard_map(moved, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
     return jax.jit(lambda x: with_weak_type(on_mesh(x), x.dtype, weak))
 
 
-def _recut(x: jax.Array, step: Recut) -> jax.Array:
+def _recut(x: jax.Array, step: Recut, mesh: Mesh) -> jax.Array:
     """One device's shard, padded to the longest old one, as its new shard, padded to the longest new one."""
     n, dim = len(step.old), step.dim
     old, new = _starts(step.old), _starts(step.new)
     me = lax.axis_index(step.axes)
+    # A permute numbers devices by the mesh, whichever axis cuts the dimension first.
+    by_mesh = tuple(name for name in mesh.axis_names if name in step.axes)
+    order = np.arange(n).reshape([mesh.shape[name] for name in by_mesh])
+    number = order.transpose([by_mesh.index(name) for name in step.axes]).ravel().tolist()
     here = lambda table: jnp.asarray(table, jnp.int32)[me]
     rows = here(new) + jnp.arange(max(step.new), dtype=jnp.int32)
     # Where each row of the new shard is found in what was held, followed by what arrives.
@@ -77,8 +86,8 @@ def _recut(x: jax.Array, step: Recut) -> jax.Array:
             continue
         first = here([start - old[i] for i, (start, _) in enumerate(sent)])
         piece = jnp.take(x, first + jnp.arange(longest, dtype=jnp.int32), axis=dim, mode="clip")
-        pairs = [(i, (i + distance) % n) for i, (start, stop) in enumerate(sent) if start < stop]
-        parts.append(lax.ppermute(piece, step.axes, pairs))
+        pairs = [(number[i], number[(i + distance) % n]) for i, (start, stop) in enumerate(sent) if start < stop]
+        parts.append(lax.ppermute(piece, by_mesh, pairs))
         start, stop = here([a for a, _ in arriving]), here([b for _, b in arriving])
         found = jnp.where((rows >= start) & (rows < stop), length + rows - start, found)
         length += longest
