@@ -53,12 +53,15 @@ def exchanger(mesh: Mesh, spec: PartitionSpec, steps: tuple[Recut, ...], weak: b
 
     def moved(x: jax.Array) -> jax.Array:
         # As words: to copy a float of two bytes may change the bits of a NaN.
-        words = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}.get(x.dtype.itemsize)
-        as_words = words is not None and jnp.issubdtype(x.dtype, jnp.floating)
-        y = lax.bitcast_convert_type(x, words) if as_words else x
+        words: Any = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}.get(x.dtype.itemsize)
+        if words is not None and jnp.issubdtype(x.dtype, jnp.floating):
+            return lax.bitcast_convert_type(recut(lax.bitcast_convert_type(x, words)), x.dtype)
+        return recut(x)
+
+    def recut(x: jax.Array) -> jax.Array:
         for step in steps:
-            y = _recut(y, step, mesh)
-        return lax.bitcast_convert_type(y, x.dtype) if as_words else y
+            x = _recut(x, step, mesh)
+        return x
 
     on_mesh = jax.shard_map(moved, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
     return jax.jit(lambda x: with_weak_type(on_mesh(x), x.dtype, weak))

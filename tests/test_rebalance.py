@@ -142,6 +142,22 @@ def test_a_device_slowed_to_half(plan: Plan) -> None:
     assert again.cost == pytest.approx(plan.cost, rel=1e-6)
 
 
+def test_a_plan_that_leaves_a_device_out() -> None:
+    described = cluster([SPEED, SPEED, SPEED / 1e4, SPEED], bandwidth=1e9)
+    plan = hapsynth.synthesize(step, step_args(), mesh_of(), cluster=described)
+    assert plan.devices == (0, 1, 3)
+    new = plan.rebalance((busy_seconds(plan) * [1, 1, 2]).tolist())
+    assert new is not plan
+    assert new.devices == plan.devices
+    assert [d.name for d in new.cluster.devices] == ["x0.0001 at speed 1"] * 2 + ["x1e-08", "x0.0001 at speed 0.5"]
+    assert new.memory[2] == 0
+    assert hapsynth.Cluster.from_dict(new.cluster.to_dict()) == new.cluster
+    state, x = step_args()
+    got, _ = new(new.shard(state), x)
+    want, _ = jax.jit(step)(state, x)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), new.unshard(got), want)
+
+
 def test_the_scaled_model_predicts_what_was_measured(plan: Plan) -> None:
     slowdown = np.array([1.5, 1.0, 3.0, 2.0])
     new = propose(plan, slowdown).plan
