@@ -55,6 +55,8 @@ FED = """
     from hapsynth.rebalance import busy_seconds
     from slow_devices import slow_cluster
 
+    # Compiles in less time.
+    jax.config.update("jax_disable_most_optimizations", True)
     jax.distributed.initialize(sys.argv[1], 2, int(sys.argv[2]))
     me = jax.process_index()
 
