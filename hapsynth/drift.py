@@ -61,8 +61,9 @@ def copied_along(storage: Storage) -> tuple[str, ...]:
     return tuple(name for a, name in enumerate(storage.mesh.axis_names) if a not in cutting and lengths[a] > 1)
 
 
-def leaf_drift(path: str, storage: Storage, stored: jax.Array) -> LeafDrift:
+def leaf_drift(path: str, storage: Storage, stored: Any) -> LeafDrift:
     """A collective: in a run of several processes all must call."""
+    stored = storage.padded(stored)
     if _jax.is_extended(storage.dtype):
         with _jax.no_mesh():
             stored = jax.random.key_data(stored)
@@ -73,12 +74,13 @@ def leaf_drift(path: str, storage: Storage, stored: jax.Array) -> LeafDrift:
     return LeafDrift(path, float(apart), relative, not differs)
 
 
-def resynced(storage: Storage, stored: jax.Array) -> jax.Array:
+def resynced(storage: Storage, stored: Any) -> Any:
     """The stored array with the first device's copy on all that hold the same part; as `leaf_drift`."""
     copy = _copying(storage.mesh, storage.spec, copied_along(storage), storage.weak_type)
     if not _jax.is_extended(storage.dtype):
         with jax.set_mesh(storage.mesh):
-            return copy(stored)
+            copied = copy(storage.padded(stored))
+        return storage.unpadded(copied)
     with _jax.no_mesh():
         data = jax.random.key_data(stored)
     with jax.set_mesh(storage.mesh):

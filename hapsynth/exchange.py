@@ -25,7 +25,7 @@ class Recut(NamedTuple):
     new: tuple[int, ...]
 
 
-def exchange(source: Storage, target: Storage, stored: jax.Array) -> jax.Array | None:
+def exchange(source: Storage, target: Storage, stored: Any) -> Any | None:
     """The stored array of `source` as `target` stores it, bit for bit; None where their layouts or meshes differ.
 
     What a device keeps stays where it is: the array itself is returned where nothing moves. Each piece goes straight to
@@ -42,9 +42,10 @@ def exchange(source: Storage, target: Storage, stored: jax.Array) -> jax.Array |
         if lengths != target.cuts[dim][1]
     )
     if not steps:
-        return stored
+        return stored if type(source) is type(target) else target.unpadded(source.padded(stored))
     with jax.set_mesh(source.mesh):
-        return exchanger(source.mesh, source.spec, steps, target.weak_type)(stored)
+        moved = exchanger(source.mesh, source.spec, steps, target.weak_type)(source.padded(stored))
+    return target.unpadded(moved)
 
 
 @lru_cache(maxsize=512)

@@ -188,6 +188,14 @@ class Storage:
         x_or_data = jax.make_array_from_callback(host.shape, self.sharding, lambda index: host[index])
         return jax.random.wrap_key_data(x_or_data, impl=jax.random.key_impl(x)) if keys else x_or_data
 
+    def padded(self, stored: Any) -> jax.Array:
+        """What is stored as one array on the mesh, every shard padded to the largest. All processes must call."""
+        return stored
+
+    def unpadded(self, padded: jax.Array) -> Any:
+        """The inverse of `padded`."""
+        return padded
+
     def duplicate(self, stored: jax.Array) -> jax.Array:
         """A stored array again, in memory of its own."""
         with _jax.no_mesh():
