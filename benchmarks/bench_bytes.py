@@ -39,10 +39,10 @@ def nbytes(shapes: str) -> float:
     return sum(size(dtype) / 8 * prod(int(d) for d in dims.split(",") if d) for dtype, dims in found)
 
 
-def hlo_bytes(text: str) -> collections.Counter[str]:
+def hlo_bytes(text: str) -> dict[str, float]:
     """Bytes that the entry computation of an optimized HLO text moves, by JAX's primitive, or the HLO's own name."""
     types: dict[str, str] = {}
-    moved: collections.Counter[str] = collections.Counter()
+    moved: dict[str, float] = collections.defaultdict(float)
     for line in text[text.index("\nENTRY ") :].splitlines()[2:]:
         match = LINE.match(line)
         if match is None:
@@ -59,12 +59,12 @@ def hlo_bytes(text: str) -> collections.Counter[str]:
     return moved
 
 
-def model_bytes(fn: Any, args: Any) -> collections.Counter[str]:
+def model_bytes(fn: Any, args: Any) -> dict[str, float]:
     """Bytes that the cost model has one device move, by primitive."""
     graph = trace(fn, args).graph
     kind = DeviceKind("one", {"float32": 1e12}, 1e11, 1 << 40)
     model = CostModel(graph, Cluster("one", (kind,), (0,), Link(1e9, 0.0)), FactorTable(graph))
-    moved: collections.Counter[str] = collections.Counter()
+    moved: dict[str, float] = collections.defaultdict(float)
     for op in graph.ops:
         work = model.work(op.index, ())
         moved[op.name] += graph.runs[op.region] * sum(size for _, size in work.moved)
@@ -76,13 +76,16 @@ def one(name: str) -> dict[str, Any]:
     fn, args = target(name)
     compiled = jax.jit(fn).lower(*args).compile()
     analysis: Any = compiled.cost_analysis()
-    model, xla = model_bytes(fn, args), hlo_bytes(compiled.as_text())
+    model, xla = model_bytes(fn, args), hlo_bytes(compiled.as_text() or "")
     return {
         "example": name,
-        "model": model.total() / MB,
-        "xla": xla.total() / MB,
+        "model": sum(model.values()) / MB,
+        "xla": sum(xla.values()) / MB,
         "analysis": float(analysis["bytes accessed"]) / MB,
-        "ops": {p: [model[p] / MB, xla[p] / MB] for p in sorted({*model, *xla}, key=lambda p: -model[p] - xla[p])},
+        "ops": {
+            p: [model.get(p, 0.0) / MB, xla.get(p, 0.0) / MB]
+            for p in sorted({*model, *xla}, key=lambda p: -model.get(p, 0.0) - xla.get(p, 0.0))
+        },
     }
 
 

@@ -2,11 +2,15 @@
 
 from hapsynth.api import synthesize
 from hapsynth.cluster import Cluster, ClusterError, ClusterWarning, DeviceKind, Link
+from hapsynth.drift import DriftReport
 from hapsynth.instructions.rule_check import RuleReport, check_rule
 from hapsynth.instructions.rules.extension import register_rule
 from hapsynth.instructions.rules.notation import RuleError
+from hapsynth.local_data import LocalSlices
 from hapsynth.lower import UnsupportedError
+from hapsynth.monitor import Monitor
 from hapsynth.plan import CheckReport, Plan, PlanError, load
+from hapsynth.rebalance import Proposal
 from hapsynth.search.planner import InfeasibleError
 from hapsynth.sharded_array import ShardedArray
 from hapsynth.trace import TraceError
@@ -19,10 +23,14 @@ __all__ = [
     "ClusterError",
     "ClusterWarning",
     "DeviceKind",
+    "DriftReport",
     "InfeasibleError",
     "Link",
+    "LocalSlices",
+    "Monitor",
     "Plan",
     "PlanError",
+    "Proposal",
     "RuleError",
     "RuleReport",
     "ShardedArray",

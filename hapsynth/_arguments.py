@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
+from itertools import accumulate
 from typing import Any
 
 import jax
 from jax.core import Tracer
-from jax.tree_util import keystr, tree_flatten, tree_flatten_with_path, tree_unflatten, treedef_children
+from jax.tree_util import (
+    keystr,
+    tree_flatten,
+    tree_flatten_with_path,
+    tree_structure,
+    tree_unflatten,
+    treedef_children,
+)
 
+from hapsynth.exchange import exchange
 from hapsynth.lower import Lowered, Shards, Staged, Storage
 from hapsynth.sharded_array import ShardedArray
 from hapsynth.trace import Traced, TraceError, abstract
@@ -61,7 +72,7 @@ class Arguments:
                     )
                 shape, dtype = leaf.shape, leaf.dtype
             else:
-                shape, dtype = _aval(leaf, path, i)
+                shape, dtype = described(leaf, path(i))
             if shape != value.shape:
                 raise ValueError(
                     f"argument {path(i)} has shape {shape}, and the plan is for {value.shape}: pass that shape, or "
@@ -109,29 +120,103 @@ class Arguments:
                 out.append(wrap(storage, data))
         return out
 
+    def held(
+        self, lowered: Lowered | Staged, argument: Any, arg: int | str
+    ) -> Iterator[tuple[int, str, Storage, jax.Array | Shards]]:
+        """(position among the graph's inputs, path, storage, stored array) of an argument's arrays, checked.
+
+        Raises ValueError for one that does not lie as the plan keeps it.
+        """
+        leaves, first = self.leaves_of(arg, argument)
+        self.check(leaves, first, self.path_from(first))
+        for i, leaf in enumerate(leaves):
+            position = self.input_of.get(first + i)
+            if position is None:
+                continue
+            storage, path = lowered.inputs[position], self.paths[first + i]
+            stored = _as_stored(leaf, storage)
+            if stored is None:
+                raise ValueError(f"{path} does not lie as the plan keeps it: pass what plan.shard or a call returned")
+            yield position, path, storage, stored
+
+    def move(
+        self, lowered: Lowered | Staged, old: Lowered | Staged, leaves: Sequence[Any], first: int, *, free: bool
+    ) -> list[Any]:
+        """Checked leaves as `lowered` keeps them. With `free` those that moved from `old` are freed."""
+        out, freed, given = list(leaves), list[str](), Counter(map(id, leaves))
+        try:
+            for i, leaf in enumerate(leaves):
+                position = self.input_of.get(first + i)
+                if position is None:
+                    continue
+                source, target = old.inputs[position], lowered.inputs[position]
+                stored = _as_stored(leaf, source)
+                moved = None if stored is None else exchange(source, target, stored)
+                if moved is None:
+                    moved = target.put(_plain(leaf), copy=True)
+                out[i] = wrap(target, moved)
+                if free and stored is not None and moved is not stored and given[id(leaf)] == 1:
+                    jax.block_until_ready(moved)
+                    leaf.delete()
+                    freed.append(self.paths[first + i])
+        except Exception as error:
+            if freed:
+                error.add_note(f"hapsynth: these arguments had been moved and are lost: {', '.join(freed)}")
+            raise
+        return out
+
     def split(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[tuple[str, Any, int]]:
         """(path, tree, position of its first leaf) of the first arguments, or of some keyword ones; checked."""
-        positional, keyword = treedef_children(self.traced.in_tree)
-        trees = treedef_children(positional)
-        names = list(tree_unflatten(keyword, range(keyword.num_leaves)))
-        known = dict(zip(names, treedef_children(keyword)))
-        if len(args) > len(trees) or not set(kwargs) <= set(names):
+        known = self._trees
+        if len(args) > sum(isinstance(key, int) for key in known) or not set(kwargs) <= set(known):
             raise TypeError(self._tree_error(args, kwargs))
-        first = 0
-        starts: dict[Any, tuple[Any, int]] = {}
-        for key, tree in (*enumerate(trees), *known.items()):
-            starts[key] = tree, first
-            first += tree.num_leaves
         for key, argument in (*enumerate(args), *kwargs.items()):
-            tree, first = starts[key]
-            leaves, given = tree_flatten(argument)
-            head = f"[{key!r}]"
-            if given != tree:
-                planned = tree_unflatten(tree, range(tree.num_leaves))
-                raise TypeError(_difference(planned, argument, head))
-            paths = lambda i, argument=argument, head=head: head + keystr(tree_flatten_with_path(argument)[0][i][0])
-            self.check(leaves, first, paths)
-            yield head, argument, first
+            leaves, first = self.leaves_of(key, argument)
+            self.check(leaves, first, self.path_from(first))
+            yield f"[{key!r}]", argument, first
+
+    @cached_property
+    def _trees(self) -> dict[int | str, tuple[Any, int]]:
+        """Position or name of an argument -> its tree, and the position of its first leaf among all."""
+        positional, keyword = treedef_children(self.traced.in_tree)
+        names = tree_unflatten(keyword, range(keyword.num_leaves))
+        trees = {**dict(enumerate(treedef_children(positional))), **dict(zip(names, treedef_children(keyword)))}
+        starts = accumulate((t.num_leaves for t in trees.values()), initial=0)
+        return {key: (tree, first) for (key, tree), first in zip(trees.items(), starts)}
+
+    @cached_property
+    def paths(self) -> list[str]:
+        """Of all leaves, as in `Plan.layouts`."""
+        numbered = tree_unflatten(self.traced.in_tree, range(self.traced.in_tree.num_leaves))
+        return [keystr(path[1:]) for path, _ in tree_flatten_with_path(numbered)[0]]
+
+    def path_from(self, first: int) -> Callable[[int], str]:
+        """Names the i-th of some leaves that begin at position `first` of a whole call."""
+        return lambda i: self.paths[first + i]
+
+    def tree_of(self, arg: Any) -> tuple[Any, int]:
+        """The tree of an argument, given by its position or name, or of a leaf, by its path; the position of its first
+        leaf among all. Raises ValueError for what the function doesn't take, TypeError for what names nothing."""
+        if isinstance(arg, bool) or not isinstance(arg, (int, str)):
+            raise TypeError(f"{arg!r} names no argument; give a position, the name of a keyword or the path of a leaf")
+        if arg in self._trees:
+            return self._trees[arg]
+        if arg in self.paths:
+            return tree_structure(0), self.paths.index(arg)
+        known = ", ".join(map(repr, (*self._trees, *self.paths)))
+        raise ValueError(f"{arg!r} is no argument of the function and no leaf of one; there are {known}")
+
+    def leaves_of(self, arg: int | str, argument: Any) -> tuple[list[Any], int]:
+        """The leaves of what is given for `arg`, not checked, and the position of the first among all.
+
+        TypeError where it has another structure.
+        """
+        tree, first = self.tree_of(arg)
+        leaves, given = tree_flatten(argument)
+        if given != tree:
+            planned = tree_unflatten(tree, range(tree.num_leaves))
+            raise TypeError(_difference(planned, argument, f"[{arg!r}]" if arg in self._trees else str(arg)))
+        return leaves, first
 
     def _tree_error(self, args: Sequence[Any], kwargs: dict[str, Any]) -> str:
         planned_args, planned_kwargs = tree_unflatten(self.traced.in_tree, range(self.traced.in_tree.num_leaves))
@@ -157,16 +242,17 @@ def wrap(storage: Storage | None, stored: Any) -> Any:
     return stored if storage is None or storage.is_even else ShardedArray(storage, stored)
 
 
-def _aval(leaf: Any, path: Any, i: int) -> tuple[tuple[int, ...], Any]:
+def described(leaf: Any, path: str) -> tuple[tuple[int, ...], Any]:
+    """Shape and dtype of what is given for an array leaf. Raises TypeError for what is no array."""
     if isinstance(leaf, Tracer):
         raise TypeError(
-            f"argument {path(i)} is being traced: a plan is a compiled program of its own and cannot be called inside "
+            f"argument {path} is being traced: a plan is a compiled program of its own and cannot be called inside "
             "jit, grad or vmap; put the outer function into hapsynth.synthesize instead"
         )
     if not isinstance(leaf, (bool, int, float, complex)) and not hasattr(leaf, "__array__"):
-        raise TypeError(f"argument {path(i)} is {leaf!r}; the plan wants an array there")
+        raise TypeError(f"argument {path} is {leaf!r}; the plan wants an array there")
     try:
-        struct = abstract(leaf, path(i))
+        struct = abstract(leaf, path)
     except TraceError as error:
         raise TypeError(str(error)) from None
     return struct.shape, struct.dtype

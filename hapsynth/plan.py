@@ -17,13 +17,26 @@ from jax.sharding import Mesh
 from hapsynth._arguments import Arguments, wrap
 from hapsynth.check import CheckReport, Reference, compare
 from hapsynth.cluster import Cluster, ClusterWarning
+from hapsynth.drift import DriftReport, copied_along, leaf_drift, resynced
 from hapsynth.example_data import random_arguments
 from hapsynth.instructions.layout import format_layout
 from hapsynth.instructions.program import Program
 from hapsynth.instructions.sizes import Sizes
 from hapsynth.jobs import before_call
-from hapsynth.lower import Lowered, Staged, host_array, lower, lower_staged, own_mesh, unsupported
+from hapsynth.local_data import Feeder
+from hapsynth.lower import (
+    Lowered,
+    Shards,
+    Staged,
+    Storage,
+    host_array,
+    lower,
+    lower_staged,
+    own_mesh,
+    unsupported,
+)
 from hapsynth.plan_file import PlanError, read_plan, write_plan
+from hapsynth.rebalance import THRESHOLD, propose, slowdowns
 from hapsynth.search.result import Result
 from hapsynth.sharded_array import ShardedArray
 from hapsynth.trace import Traced
@@ -178,12 +191,53 @@ class Plan:
             out.append(dict(zip(kwargs, placed[len(args) :])))
         return out[0] if len(out) == 1 else tuple(out)
 
+    def local_slices(self, arg: int | str) -> Any:
+        """What this process holds of an argument, so that it loads only that: a `LocalSlices` in place of every array.
+
+        `arg`: an argument's position, a keyword's name, or the path of a leaf (as in `layouts`). `LocalSlices.process`
+        is the part to load, `devices` what each of the process's devices holds of it.
+        """
+        return self._feeder(arg).slices()
+
+    def shard_from_callback(self, callback: Callable[[str, tuple[slice, ...]], Any], arg: int | str) -> Any:
+        """An argument, placed as by `shard`, from `callback(path, slices)`, which gives just these elements of a leaf.
+
+        Called once for each different part that a device of this process holds, not for empty ones; for a replicated
+        leaf with the whole. Leaves that are no arrays are those that were planned. `arg` as in `local_slices`. Raises
+        ValueError or TypeError naming leaf, slices and the shape or dtype that is due.
+        """
+        return self._feeder(arg).from_callback(callback)
+
+    def shard_from_process_local_data(self, argument: Any, arg: int | str) -> Any:
+        """An argument, placed as by `shard`, from this process's own part of every leaf: `LocalSlices.process` of it.
+
+        Replicated leaves are given whole, alike in all processes. Else as `shard_from_callback`.
+        """
+        return self._feeder(arg).from_process(argument)
+
+    def _feeder(self, arg: int | str) -> Feeder:
+        return Feeder(self._arguments, self.lowered, arg)
+
     def unshard(self, tree: Any) -> Any:
         """`tree` with every array whole, as a NumPy array of its logical shape; typed keys as key arrays.
 
         Leaves that are no arrays are kept. In a run of several processes all must call.
         """
         return jax.tree.map(_whole, tree)
+
+    def adopt(self, argument: Any, old_plan: Plan, arg: int | str = 0) -> Any:
+        """Carried state, or any argument, as `old_plan` kept it, in the way that this plan does, bit for bit.
+
+        Where only sizes differ (`rebalance`) just the rows that change their owner are sent, from device to device;
+        what need not move is passed on as it is; anything else goes through the host. With `donate` (the default) what
+        moved is freed leaf by leaf. `arg` as in `local_slices`. In a run of several processes all must call.
+        Raises TypeError, ValueError or RuntimeError as `shard` does before anything moves.
+        """
+        leaves, first = self._arguments.leaves_of(arg, argument)
+        old_plan._arguments.leaves_of(arg, argument)
+        self._arguments.check(leaves, first, self._arguments.path_from(first))
+        out = self._arguments.move(self.lowered, old_plan.lowered, leaves, first, free=self._donate)
+        return jax.tree_util.tree_structure(argument).unflatten(out)
 
     def map(self, fn: Callable[[Any], Any], tree: Any) -> Any:
         """`fn` applied to every array of `tree`, the results sharded as the arrays were; other leaves are kept.
@@ -230,6 +284,44 @@ class Plan:
         reference = Reference(self.fn, self.traced, leaves, lowered.mesh.local_devices[0])
         errors = compare(reference, [leaves[i] for i in self.traced.array_leaves], got, rtol)
         return CheckReport(tuple(zip(self.traced.out_paths, errors, strict=True)), rtol)
+
+    def drift(self, argument: Any, arg: int | str = 0) -> DriftReport:
+        """Compare the devices' copies of carried state that they compute redundantly, which unlike hardware rounds
+        differently. `argument`: the state as `shard` or a call returned it; `arg` as in `local_slices`.
+
+        In a run of several processes all must call.
+        """
+        copied = self._copied(argument, arg)
+        return DriftReport(tuple(leaf_drift(path, storage, x) for _, path, storage, x in copied))
+
+    def resync(self, argument: Any, arg: int | str = 0) -> Any:
+        """The state with the first device's copy of each such leaf on all devices; as `drift`. The rest is passed on as
+        it is, and nothing is consumed."""
+        leaves, tree = jax.tree_util.tree_flatten(argument)
+        for i, _, storage, x in self._copied(argument, arg):
+            leaves[i] = wrap(storage, resynced(storage, x))
+        return tree.unflatten(leaves)
+
+    def _copied(self, argument: Any, arg: int | str) -> list[tuple[int, str, Storage, jax.Array | Shards]]:
+        """(number, path, storage, stored array) of the leaves of carried state of which several devices hold a part."""
+        carried = {source for source, _ in self.traced.graph.carry}
+        held = self._arguments.held(self.lowered, argument, arg)
+        return [leaf for leaf in held if leaf[0] in carried and copied_along(leaf[2])]
+
+    def rebalance(self, measured_times: Sequence[float], *, threshold: float = THRESHOLD) -> Plan:
+        """A plan of the same program with sizes for devices that are faster or slower than they were taken to be.
+
+        `measured_times`: seconds per step in which each device that takes part computes, in mesh order, or one for each
+        process; `hapsynth.Monitor` measures them. Returns this very plan unless a step is predicted to take at least
+        the fraction `threshold` less, so that noise moves nothing. There is no search, and so no bound: `lower_bound`
+        is 0. Move the state with `adopt`. In a run of several processes all must call; the first one's numbers count.
+        Raises ValueError for numbers that are of no use.
+        """
+        return propose(self, slowdowns(self, measured_times), threshold).plan
+
+    def resized(self, result: Result, cluster: Cluster) -> Plan:
+        """This plan with another result for the same devices, described by another cluster."""
+        return Plan(self.traced, result, cluster, self.mesh, self.fn, donate=self._donate, form=self._asked)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan as JSON, whole or not at all; OSError where that cannot be done."""

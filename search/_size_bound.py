@@ -7,10 +7,9 @@ device's counts. A product of two largest shares m, n is at least a n + b m - a 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import fsum, prod
-from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -21,27 +20,31 @@ from hapsynth.search.costs import Floats, Work
 from hapsynth.search.loads import Loads, Wire, Works
 from hapsynth.search.memory import Cut, MemoryProfile, largest_of
 
-if TYPE_CHECKING:
-    from hapsynth.search.sizing import Sizer
 
-
-def size_bound(sizer: Sizer, sizes: Sizes, limit: float) -> float:
+def size_bound(
+    loads: Loads,
+    memory: MemoryProfile,
+    kinds: Mapping[tuple[int, ...], npt.NDArray[np.int64]],
+    pinned: dict[int, tuple[int, ...]],
+    sizes: Sizes,
+    limit: float,
+) -> float:
     """Seconds of everything that sizes decide, at least, whatever those of the classes are that are not pinned; a
-    program with `sizes`, within `limit` bytes."""
+    program with `sizes`, within `limit` bytes. `kinds`: of the positions along the axes of each family of classes."""
     lps: list[_Relaxed] = []
-    for axes in sizer.families:
+    for axes, kind_of in kinds.items():
         # Along several axes, positions of one kind are no longer alike: it matters with which others they are joined.
-        kinds = sizer.kinds[axes] if len(axes) == 1 else np.arange(sizer.kinds[axes].size)
-        lp = _Relaxed(sizer.loads, sizer.memory, axes, kinds, np.ones(sizer.costs.n), sizes, sizer.pinned)
+        apart = kind_of if len(axes) == 1 else np.arange(kind_of.size)
+        lp = _Relaxed(loads, memory, axes, apart, np.ones(loads.costs.n), sizes, pinned)
         lps += [lp] if lp.classes else []
     # A tensor that two families cut holds a product.
-    points = _full_points(sizer.memory, sizes, limit) if len(sizer.families) == 1 else ()
+    points = _full_points(memory, sizes, limit) if len(kinds) == 1 else ()
     known = [(w, lp) for lp in lps for w in lp.works], [(w, lp) for lp in lps for w in lp.wires]
     covered = {id(w) for works_or_wires in known for w, _ in works_or_wires}
-    floor = _Floor(sizer.loads, sizes, sizer.pinned)
+    floor = _Floor(loads, sizes, pinned)
     found = [lp.least(points, limit) + lp.constant for lp in lps]
-    found += [floor.of_works(works) for works in sizer.loads.works if id(works) not in covered]
-    found += [floor.of_wire(replace(wire, seconds=0.0) if id(wire) in covered else wire) for wire in sizer.loads.wires]
+    found += [floor.of_works(works) for works in loads.works if id(works) not in covered]
+    found += [floor.of_wire(replace(wire, seconds=0.0) if id(wire) in covered else wire) for wire in loads.wires]
     return fsum(found)
 
 

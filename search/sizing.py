@@ -103,7 +103,8 @@ class Sizer:
 
     def bound(self, sizes: Sizes, limit: float = np.inf) -> float:
         """Seconds that `variable_cost` is at least, at all sizes that `limit` bytes per device allow."""
-        return min(size_bound(self, sizes, limit), self.variable_cost(sizes))
+        bound = size_bound(self.loads, self.memory, self.kinds, self.pinned, sizes, limit)
+        return min(bound, self.variable_cost(sizes))
 
     def _optimized(self, weights: Floats, active: np.ndarray, limit: float) -> Sizes:
         """Sizes from the linear programs; memory rows are added at the points where the sizes found are too large."""
@@ -225,7 +226,8 @@ class Sizer:
 def _best_of(moves: Iterable[Ints], seconds: Callable[[Ints], float]) -> tuple[float, Ints]:
     """The cheapest shares and their seconds; inf where there are none."""
     found = [(seconds(held), n, held) for n, held in enumerate(moves)]
-    return min(found)[::2] if found else (np.inf, np.zeros(0, np.int64))
+    best, _, held = min(found, default=(np.inf, 0, np.zeros(0, np.int64)))
+    return best, held
 
 
 def _groups(shares: Ints, kind_of: Ints) -> dict[tuple[int, int], list[int]]:

@@ -58,21 +58,97 @@ CODE = """
 """
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("speeds", ["1:1", "3:1"])
-def test_state_and_keys_are_placed_among_processes(speeds: str) -> None:
+FED = """
+    import sys
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+    from jax.sharding import Mesh
+    import hapsynth
+    from hapsynth.rebalance import busy_seconds
+    from slow_devices import slow_cluster
+
+    # Compiles in less time.
+    jax.config.update("jax_disable_most_optimizations", True)
+    jax.distributed.initialize(sys.argv[1], 2, int(sys.argv[2]))
+    me = jax.process_index()
+
+    def step(state, x):
+        w, m, n = state
+        m = 0.9 * m + x.T @ jnp.tanh(x @ w)
+        return (w - 0.01 * m, m, n + 1), (m ** 2).sum()
+
+    draw = np.random.default_rng(0)
+    w, x = draw.normal(size=(64, 48)).astype(np.float32), draw.normal(size=(96, 64)).astype(np.float32) / 10
+    want = given = (w, np.zeros_like(w), np.int32(0))
+    for _ in range(4):
+        want, _ = jax.jit(step)(want, x)
+    mesh = Mesh(np.array(jax.devices()), ("hap",))
+    fixed = {"[0][0]": "S(0)", "[1]": "S(0)"}
+    plan = hapsynth.synthesize(step, (given, x), mesh, cluster=slow_cluster((1, 1)), fixed=fixed)
+
+    def part(path):
+        # A loader that reads only what this process holds.
+        rows, columns = plan.local_slices(path).process
+        return {"[1]": x, "[0][0]": w, "[0][1]": given[1]}[path][rows, columns]
+
+    batch = plan.shard_from_process_local_data(part("[1]"), 1)
+    assert plan.local_slices(1).process[0] == (slice(0, 48), slice(48, 96))[me]
+    state = plan.shard_from_process_local_data((part("[0][0]"), part("[0][1]"), np.int32(0)), 0)
+    for _ in range(2):
+        state, _ = plan(state, batch)
+    assert plan.drift(state).equal and plan.drift(state).leaves
+
+    # The second process has become half as fast, as each measures for itself.
+    monitor = hapsynth.Monitor(plan, every=2, window=2)
+    mine = float(busy_seconds(plan).max()) * (1, 2)[me]
+    said = [monitor.step(seconds=mine) for _ in range(4)]
+    assert said[:3] == [None] * 3 and said[3].gain > 1.2, said
+    new = said[3].plan
+    assert new.sizes.shares == plan.rebalance([1.0, 2.0] * busy_seconds(plan)).sizes.shares
+    assert plan.rebalance([1.0, 1.02] * busy_seconds(plan)) is plan
+    held = plan.unshard(state)
+    state = new.adopt(state, plan)
+    jax.tree.map(np.testing.assert_array_equal, new.unshard(state), held)
+    plan = new
+    rows = plan.local_slices(1).process[0]
+    assert rows.stop - rows.start == (64, 32)[me], rows
+    batch = plan.shard_from_callback(lambda path, s: x[s], 1)
+    for _ in range(2):
+        state, _ = plan(state, batch)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), plan.unshard(state), want)
+    print("right", plan.sizes.shares)
+"""
+
+
+def run_two(code: str, *options: str) -> list[str]:
+    """What two processes of one CPU device each say, which both have to end well."""
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
         address = f"localhost:{probe.getsockname()[1]}"
     paths = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
     env = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_COORDINATOR_ADDRESS": address, "PYTHONPATH": paths}
-    run = [sys.executable, "-c", textwrap.dedent(CODE), address]
+    run = [sys.executable, "-c", textwrap.dedent(code), address]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "env": env}
-    processes = [subprocess.Popen([*run, str(i), speeds], **pipes) for i in range(2)]
+    processes = [subprocess.Popen([*run, str(i), *options], **pipes) for i in range(2)]
     said = [p.communicate(timeout=300)[0] for p in processes]
     assert [p.returncode for p in processes] == [0, 0], said
+    return said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("speeds", ["1:1", "3:1"])
+def test_state_and_keys_are_placed_among_processes(speeds: str) -> None:
+    said = run_two(CODE, speeds)
     found = [re.search(r"right (\w+) (\d+)", text) for text in said]
     assert all(found), said
     # Nothing differs where processes meet, and each holds its own rows and no more.
     assert len({m[1] for m in found if m}) == 1
     assert sum(int(m[2]) for m in found if m) == 48 * 64 * 4
+
+
+@pytest.mark.slow
+def test_processes_feed_their_own_rows_and_are_rebalanced() -> None:
+    first, second = run_two(FED)
+    assert "right" in first
+    assert first.splitlines()[-1] == second.splitlines()[-1]

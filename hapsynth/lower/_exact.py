@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -12,8 +12,8 @@ import numpy as np
 from jax.sharding import Mesh
 
 from hapsynth import _jax
-from hapsynth.lower._collectives import pad_to
-from hapsynth.lower._storage import Storage, host_array
+from hapsynth.lower._collectives import cut_to, pad_to
+from hapsynth.lower._storage import Storage
 
 
 def local_positions(mesh: Mesh) -> list[tuple[int, ...]]:
@@ -76,22 +76,27 @@ class ExactStorage(Storage):
     def accepts(self, stored: Any) -> bool:
         return [x.shape for x in stored.arrays] == [self.shard_shape(at) for at in self.positions]
 
-    def slices(self, coords: Sequence[int]) -> tuple[slice, ...]:
-        """What of the value the device at `coords` of the mesh holds."""
-        found = [slice(None)] * len(self.shape)
-        for dim, (axes, lengths) in self.cuts.items():
-            at = np.ravel_multi_index([coords[a] for a in axes], [self.mesh.devices.shape[a] for a in axes])
-            found[dim] = slice(sum(lengths[:at]), sum(lengths[: at + 1]))
-        return tuple(found)
-
-    def put(self, x: Any, *, copy: bool) -> Any:
+    def put_shards(self, read: Callable[[tuple[slice, ...]], np.ndarray]) -> Any:
         if self.is_even:
-            return super().put(x, copy=copy)
-        host = np.asarray(host_array(x), self.dtype)
+            return super().put_shards(read)
         with _jax.no_mesh():
-            on = self.mesh.local_devices
-            pieces = [host[self.slices(at)] for at in self.positions]
-            return Shards([jax.device_put(x, d, may_alias=False) for x, d in zip(pieces, on, strict=True)])
+            places = zip(self.positions, self.mesh.local_devices, strict=True)
+            return Shards([jax.device_put(read(self.slices(at)), d, may_alias=False) for at, d in places])
+
+    def padded(self, stored: Any) -> jax.Array:
+        if self.is_even:
+            return stored
+        shape = self.sharding.shard_shape(self.stored_shape)
+        with _jax.no_mesh():
+            arrays = [pad_to(x, shape) for x in stored.arrays]
+            return jax.make_array_from_single_device_arrays(self.stored_shape, self.sharding, arrays)
+
+    def unpadded(self, padded: jax.Array) -> Any:
+        if self.is_even:
+            return padded
+        with _jax.no_mesh():
+            pieces = zip(parts(padded), self.positions, strict=True)
+            return Shards([cut_to(x, self.shard_shape(at)) for x, at in pieces])
 
     def duplicate(self, stored: Any) -> Any:
         if self.is_even:
@@ -108,8 +113,5 @@ class ExactStorage(Storage):
                 out[self.slices(at)] = x
             return out
         # Others hold the rest: all send padded shards, of one shape.
-        padded = Storage(**{name: getattr(self, name) for name in Storage.__dataclass_fields__})
-        shape = self.sharding.shard_shape(self.stored_shape)
-        with _jax.no_mesh():
-            arrays = [pad_to(x, shape) for x in stored.arrays]
-            return padded.fetch(jax.make_array_from_single_device_arrays(self.stored_shape, self.sharding, arrays))
+        plain = Storage(**{name: getattr(self, name) for name in Storage.__dataclass_fields__})
+        return plain.fetch(self.padded(stored))

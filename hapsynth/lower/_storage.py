@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
@@ -110,13 +110,17 @@ class Storage:
             shape[dim] = max(lengths) * len(lengths)
         return tuple(shape)
 
-    def shard_shape(self, coords: Sequence[int]) -> tuple[int, ...]:
-        """The exact shape of the shard on the device at `coords` of the mesh."""
-        shape = list(self.shape)
+    def slices(self, coords: Sequence[int]) -> tuple[slice, ...]:
+        """The part of the logical value that the device at `coords` of the mesh holds, from start to stop."""
+        found = [slice(0, n) for n in self.shape]
         for dim, (axes, lengths) in self.cuts.items():
             at = np.ravel_multi_index([coords[a] for a in axes], [self.mesh.devices.shape[a] for a in axes])
-            shape[dim] = lengths[at]
-        return tuple(shape)
+            found[dim] = slice(sum(lengths[:at]), sum(lengths[: at + 1]))
+        return tuple(found)
+
+    def shard_shape(self, coords: Sequence[int]) -> tuple[int, ...]:
+        """The exact shape of the shard on the device at `coords` of the mesh."""
+        return tuple(s.stop - s.start for s in self.slices(coords))
 
     def struct(self) -> jax.ShapeDtypeStruct:
         """The stored array, abstractly."""
@@ -152,17 +156,29 @@ class Storage:
             with _jax.no_mesh():
                 return self._put_even(x, copy)
         host = np.asarray(host_array(x), self.dtype)
+        return self.put_shards(lambda slices: host[slices])
+
+    def put_shards(self, read: Callable[[tuple[slice, ...]], np.ndarray]) -> jax.Array:
+        """Store what `read` gives for the slices of each shard of this process: just that part of the logical value.
+
+        The result shares no memory with it. Not for typed keys, which no NumPy array holds.
+        """
 
         def shard(index: Any) -> np.ndarray:
-            pieces, padding = list(index), [(0, 0)] * len(index)
+            pieces, padding = [slice(0, n) for n in self.shape], [(0, 0)] * len(index)
             for dim, (_, lengths) in self.cuts.items():
                 largest = max(lengths)
                 position = (index[dim].start or 0) // largest
                 start, length = sum(lengths[:position]), lengths[position]
                 pieces[dim], padding[dim] = slice(start, start + length), (0, largest - length)
-            return np.pad(host[tuple(pieces)], padding)
+            piece = np.array(read(tuple(pieces)))
+            return np.pad(piece, padding) if padding else piece
 
-        return jax.make_array_from_callback(self.stored_shape, self.sharding, shard)
+        stored = jax.make_array_from_callback(self.stored_shape, self.sharding, shard)
+        if not self.weak_type:
+            return stored
+        with _jax.no_mesh():
+            return with_weak_type(stored, self.dtype, True)
 
     def _put_even(self, x: Any, copy: bool) -> jax.Array:
         if not self.sharding.is_fully_addressable:
@@ -184,6 +200,14 @@ class Storage:
         host = np.array(jax.random.key_data(x)) if keys else np.array(host_array(x), self.dtype)
         x_or_data = jax.make_array_from_callback(host.shape, self.sharding, lambda index: host[index])
         return jax.random.wrap_key_data(x_or_data, impl=jax.random.key_impl(x)) if keys else x_or_data
+
+    def padded(self, stored: Any) -> jax.Array:
+        """What is stored as one array on the mesh, every shard padded to the largest. All processes must call."""
+        return stored
+
+    def unpadded(self, padded: jax.Array) -> Any:
+        """The inverse of `padded`."""
+        return padded
 
     def duplicate(self, stored: Any) -> Any:
         """A stored array again, in memory of its own."""

@@ -1,0 +1,156 @@
+"""Replicated state that devices compute redundantly, compared and made the same again (DESIGN D2)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh, PartitionSpec
+
+from hapsynth import _jax
+from hapsynth.lower import Storage, with_weak_type
+
+
+class LeafDrift(NamedTuple):
+    """How far the devices' copies of one leaf are apart from the first device's.
+
+    `max_abs`: the largest difference; infinite where one is NaN or infinite and the other is not the same; of complex
+    numbers, of their parts. `max_rel`: that over the largest finite number of the first device's copy. `equal`: whether
+    all copies are the same bit for bit (0 and -0 are not, though their difference is 0).
+    """
+
+    path: str
+    max_abs: float
+    max_rel: float
+    equal: bool
+
+
+@dataclass(frozen=True)
+class DriftReport:
+    """`leaves`: every leaf of carried state of which several devices hold the same part."""
+
+    leaves: tuple[LeafDrift, ...]
+
+    @property
+    def equal(self) -> bool:
+        """Whether all copies of all leaves are the same bit for bit."""
+        return all(leaf.equal for leaf in self.leaves)
+
+    @property
+    def max_relative_difference(self) -> float:
+        return max((leaf.max_rel for leaf in self.leaves), default=0.0)
+
+    def __str__(self) -> str:
+        apart = sorted((leaf for leaf in self.leaves if not leaf.equal), key=lambda leaf: -leaf.max_rel)
+        if not apart:
+            return f"the copies of {len(self.leaves)} replicated leaves are equal"
+        lines = [f"  {leaf.path}: {leaf.max_abs:.3g}, relative {leaf.max_rel:.3g}" for leaf in apart]
+        head = f"the copies of {len(apart)} of {len(self.leaves)} replicated leaves differ"
+        return "\n".join([f"{head}; make them equal with plan.resync", *lines])
+
+
+def copied_along(storage: Storage) -> tuple[str, ...]:
+    """The mesh axes along which devices hold the same part of a value."""
+    cutting = {a for axes, _ in storage.cuts.values() for a in axes}
+    lengths = storage.mesh.devices.shape
+    return tuple(name for a, name in enumerate(storage.mesh.axis_names) if a not in cutting and lengths[a] > 1)
+
+
+def leaf_drift(path: str, storage: Storage, stored: Any) -> LeafDrift:
+    """A collective: in a run of several processes all must call."""
+    stored = storage.padded(stored)
+    if _jax.is_extended(storage.dtype):
+        with _jax.no_mesh():
+            stored = jax.random.key_data(stored)
+    with jax.set_mesh(storage.mesh):
+        found = _comparing(storage.mesh, storage.spec, copied_along(storage), _lengths(storage))(stored)
+    apart, largest, differs = (x.item() for x in map(np.asarray, found))
+    relative = 0.0 if apart == 0 else apart / largest if largest else float("inf")
+    return LeafDrift(path, float(apart), relative, not differs)
+
+
+def resynced(storage: Storage, stored: Any) -> Any:
+    """The stored array with the first device's copy on all that hold the same part; as `leaf_drift`."""
+    copy = _copying(storage.mesh, storage.spec, copied_along(storage), storage.weak_type)
+    if not _jax.is_extended(storage.dtype):
+        with jax.set_mesh(storage.mesh):
+            copied = copy(storage.padded(stored))
+        return storage.unpadded(copied)
+    with _jax.no_mesh():
+        data = jax.random.key_data(stored)
+    with jax.set_mesh(storage.mesh):
+        data = copy(data)
+    with _jax.no_mesh():
+        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(stored))
+
+
+Lengths = tuple[tuple[int, tuple[str, ...], tuple[int, ...]], ...]
+"""(dimension, mesh axes, length of each shard)"""
+
+
+def _lengths(storage: Storage) -> Lengths:
+    names = storage.mesh.axis_names
+    return tuple((dim, tuple(names[a] for a in axes), lengths) for dim, (axes, lengths) in storage.cuts.items())
+
+
+@lru_cache(maxsize=512)
+def _comparing(mesh: Mesh, spec: PartitionSpec, axes: tuple[str, ...], lengths: Lengths) -> Any:
+    def body(x: jax.Array) -> tuple[jax.Array, ...]:
+        held = jnp.ones(x.shape, bool)
+        for dim, along, each in lengths:
+            # What is beyond a shard's own length is undefined.
+            own = jnp.asarray(each, jnp.int32)[lax.axis_index(along)]
+            held &= lax.broadcasted_iota(jnp.int32, x.shape, dim) < own
+        mine, first = _parts(x), _parts(_of_first(x, axes))
+        held = held.reshape(*x.shape, *[1] * (mine.ndim - x.ndim))
+        differs = (_bits(mine) != _bits(first)).reshape(*mine.shape, -1).any(-1) & held
+        a, b = (y.astype(jnp.float64 if y.dtype == jnp.float64 else jnp.float32) for y in (mine, first))
+        apart = jnp.abs(a - b)
+        if jnp.issubdtype(mine.dtype, jnp.floating):
+            same = (a == b) | (jnp.isnan(a) & jnp.isnan(b))
+            apart = jnp.where(same, 0, jnp.where(jnp.isnan(apart), jnp.inf, apart))
+        else:
+            # Integers that differ do so by one at least, even where these floats don't tell them apart.
+            apart = jnp.maximum(apart, 1)
+        apart = jnp.where(differs, apart, 0)
+        size = jnp.where(held & jnp.isfinite(b), jnp.abs(b), 0)
+        largest = lambda a: lax.pmax(jnp.max(a, initial=0), mesh.axis_names)
+        return largest(apart), largest(size), largest(differs.astype(jnp.int32))
+
+    return jax.jit(jax.shard_map(body, mesh=mesh, in_specs=spec, out_specs=PartitionSpec(), check_vma=False))
+
+
+@lru_cache(maxsize=512)
+def _copying(mesh: Mesh, spec: PartitionSpec, axes: tuple[str, ...], weak: bool) -> Any:
+    on_mesh = jax.shard_map(lambda x: _of_first(x, axes), mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+    return jax.jit(lambda x: with_weak_type(on_mesh(x), x.dtype, weak))
+
+
+def _of_first(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    """The first device's copy, bit for bit: a sum of its bits and of the others' zeros."""
+    if x.dtype == jnp.bool_:
+        return _of_first(x.astype(jnp.uint8), axes).astype(jnp.bool_)
+    if jnp.issubdtype(x.dtype, jnp.complexfloating):
+        return lax.complex(_of_first(x.real, axes), _of_first(x.imag, axes))
+    bits = _bits(x)
+    is_first = sum(lax.axis_index(a) for a in axes) == 0
+    first = lax.psum(jnp.where(is_first, bits, 0).astype(jnp.uint32), axes)
+    return lax.bitcast_convert_type(first.astype(bits.dtype), x.dtype)
+
+
+def _bits(x: jax.Array) -> jax.Array:
+    """Unsigned words; of eight bytes an element two, along a last dimension of their own."""
+    words = {1: jnp.uint8, 2: jnp.uint16}.get(x.dtype.itemsize, jnp.uint32)
+    return lax.bitcast_convert_type(x, words)
+
+
+def _parts(x: jax.Array) -> jax.Array:
+    """Numbers that can be subtracted: bools as 0 and 1, complex numbers as two along a last dimension."""
+    if x.dtype == jnp.bool_:
+        return x.astype(jnp.uint8)
+    return jnp.stack([x.real, x.imag], -1) if jnp.issubdtype(x.dtype, jnp.complexfloating) else x

@@ -1,0 +1,198 @@
+"""Watches how fast each device computes while a plan runs, and proposes new sizes where one has slowed.
+
+In a synchronous step every process sees the same wall time, that of the slowest, so wall time says nothing of who is
+slow. Nor does a process's CPU time: one that is held to a part of a core (a cgroup quota, a busy neighbour) takes as
+many CPU seconds for its work as before, only later. What tells is the wall time of work that waits for nobody. So the
+monitor stops now and then and runs the plan's heaviest op by itself, on this process's own shards.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from hapsynth import _jax
+from hapsynth.graph import Boundary, Literal
+from hapsynth.instructions.factors import Cut, Local
+from hapsynth.instructions.program import Compute, FactorTable, reads, writes
+from hapsynth.instructions.rules import execute
+from hapsynth.instructions.sizes import cut_nodes
+from hapsynth.rebalance import THRESHOLD, Proposal, busy_seconds, gathered, model_of, propose
+from hapsynth.search.costs import CostModel
+from hapsynth.search.evaluate import cuts_of, shares
+
+if TYPE_CHECKING:
+    from hapsynth.plan import Plan
+
+
+class Probe:
+    """The heaviest op that each of this process's devices has in a plan, at its exact shapes, without communication."""
+
+    def __init__(self, plan: Plan, clock: Callable[[], float] = time.perf_counter) -> None:
+        assert plan.mesh is not None
+        self.plan, self._clock = plan, clock
+        costs = model_of(plan)
+        mine = [(d, at) for at, d in np.ndenumerate(plan.mesh.devices) if d.process_index == jax.process_index()]
+        self._runs: list[tuple[Any, list[Any]]] = []
+        self.predicted_s = 0.0
+        """Of the slowest of the devices, which work at the same time."""
+        for device, coords in mine:
+            number = int(np.ravel_multi_index(coords, plan.mesh.devices.shape))
+            heaviest, seconds = self._heaviest(costs, number)
+            if heaviest is not None:
+                self._runs.append(self._compiled(costs.table, heaviest, coords, device))
+                self.predicted_s = max(self.predicted_s, seconds)
+
+    def _heaviest(self, costs: CostModel, device: int) -> tuple[Compute | None, float]:
+        """The instruction that takes the device longest in one run, and its predicted seconds."""
+        found: tuple[Compute | None, float] = (None, 0.0)
+        for i in self.plan.program.instructions:
+            if isinstance(i, Compute) and not isinstance(self.plan.traced.graph.ops[i.op].primitive, Boundary):
+                work = costs.work(i.op, i.triples)
+                each = costs.device_times(work, shares(costs, self.plan.sizes, cuts_of(costs, i)))
+                found = max(found, (i, float(each[device])), key=lambda pair: pair[1])
+        return found
+
+    def _compiled(self, table: FactorTable, i: Compute, coords: tuple[int, ...], device: Any) -> tuple[Any, list[Any]]:
+        """The op as a function for one device, and operands for it."""
+        graph, sizes = self.plan.traced.graph, self.plan.sizes
+        op, factors = graph.ops[i.op], table[i.op]
+        given = dict(zip((position for position, _ in op.value_operands), reads(graph, i)))
+        shapes = tuple(
+            o.shape if isinstance(o, Literal) else sizes.local_shape(*given[n], coords)
+            for n, o in enumerate(op.operands)
+        )
+        cuts: dict[int, Cut] = {}
+        for factor, (node, *_) in cut_nodes(graph, i.op, factors, i.triples):
+            units, (at, held) = sizes.units(*node)[1], (sizes.position(node[2], coords), sizes.starts(*node))
+            scale = factors.sizes[factor] // sum(units)
+            start = held[at] * factors.sizes[factor] // graph.values[node[0]].shape[node[1]]
+            cuts[factor] = Cut(scale * units[at], lambda start=start: jnp.int32(start))
+        results = tuple(sizes.local_shape(*p, coords) for p in writes(graph, i))
+        index = lambda axis: jnp.int32(coords[axis])
+        local = Local(op, factors, i.triples, shapes, results, cuts, index, device.platform)
+        places = [n for n, _ in op.value_operands]
+
+        def run(*values: Any) -> list[Any]:
+            operands = [o.value if isinstance(o, Literal) else None for o in op.operands]
+            for place, value in zip(places, values):
+                operands[place] = value
+            return execute(local, operands)
+
+        with _jax.no_mesh():
+            values = [jax.device_put(_filled(shapes[n], op.dtypes[n]), device) for n in places]
+        return jax.jit(run), values
+
+    def slowdown(self, least_s: float) -> float:
+        """Measured over predicted seconds, the mean over at least `least_s` seconds; 1 where there is nothing to do.
+
+        Nothing else may run on the devices. A quota stops a process for tens of milliseconds at a time, so `least_s`
+        should be some tenths of a second at least.
+        """
+        if not self._runs:
+            return 1.0
+        self._once()
+        rounds, began = 0, self._clock()
+        while (passed := self._clock() - began) < least_s or not rounds:
+            self._once()
+            rounds += 1
+        return passed / rounds / self.predicted_s
+
+    def _once(self) -> None:
+        with _jax.no_mesh():
+            jax.block_until_ready([run(*values) for run, values in self._runs])
+
+
+def _filled(shape: tuple[int, ...], dtype: Any) -> Any:
+    """Ones: numbers that no op is slow on; as indices they are in range, or clipped to it."""
+    if _jax.is_extended(dtype):
+        return jnp.broadcast_to(jax.random.key(0), shape)
+    return np.ones(shape, dtype)
+
+
+class Monitor:
+    """Proposes a plan with other sizes when devices slow down or recover, in a training loop:
+
+        monitor = hapsynth.Monitor(plan)
+        for batch in batches:
+            state, loss = plan(state, batch)
+            if proposal := monitor.step(loss):
+                plan, state = proposal.plan, proposal.plan.adopt(state, plan)
+
+    Every `every` calls of `step` each process measures its slowdown, measured over predicted seconds of its own
+    computing: `probe_s` seconds of the heaviest op alone, or the median of the seconds given to `step` since. The
+    median of the last `window` measurements of each counts. A plan is proposed where a step is predicted to take at
+    least the fraction `threshold` less. After that the monitor watches the proposed plan, from a new window on.
+
+    In a run of several processes each has a monitor with the same options and calls `step` equally often.
+    Raises ValueError for options that are of no use and RuntimeError for a plan without devices.
+    """
+
+    def __init__(
+        self, plan: Plan, *, every: int = 100, window: int = 3, threshold: float = THRESHOLD, probe_s: float = 1.0
+    ) -> None:
+        for name, value in (("every", every), ("window", window)):
+            if value < 1:
+                raise ValueError(f"{name} is {value!r}; give a whole number of at least 1")
+        if not probe_s > 0:
+            raise ValueError(f"probe_s is {probe_s!r}; give the seconds that a measurement may take")
+        if not 0 <= threshold < 1:
+            raise ValueError(f"threshold is {threshold!r}; give the least gain as a fraction, like 0.05")
+        if plan.mesh is None:
+            raise RuntimeError("this plan has no devices to watch: load it where they are, with hapsynth.load")
+        self.every, self.threshold, self.probe_s = every, threshold, probe_s
+        self._measured: deque[float] = deque(maxlen=window)
+        self._given: list[float] = []
+        self._steps = 0
+        self._watch(plan)
+
+    def _watch(self, plan: Plan) -> None:
+        self.plan = plan
+        self.__dict__.pop("_probe", None)
+        self._measured.clear()
+
+    @cached_property
+    def _probe(self) -> Probe:
+        return Probe(self.plan)
+
+    def step(self, results: Any = None, seconds: float | None = None) -> Proposal | None:
+        """Count one step; a proposal where it is time for one.
+
+        `results`: what the step returned, waited for before anything is measured. `seconds`: what this process measured
+        itself of its own computing in this step, communication and waiting left out.
+        """
+        if seconds is not None:
+            if not (np.isfinite(seconds) and seconds > 0):
+                raise ValueError(f"seconds is {seconds!r}; give the positive seconds that this process computed")
+            self._given.append(seconds)
+        self._steps += 1
+        if self._steps % self.every:
+            return None
+        self._measured.append(self._slowdown(results))
+        self._given.clear()
+        if len(self._measured) < (self._measured.maxlen or 1):
+            return None
+        assert self.plan.mesh is not None
+        median = np.array([statistics.median(self._measured)])
+        proposal = propose(self.plan, gathered(self.plan.mesh, median)[:, 0], self.threshold)
+        if proposal.plan is self.plan:
+            return None
+        self._watch(proposal.plan)
+        return proposal
+
+    def _slowdown(self, results: Any) -> float:
+        if not self._given:
+            jax.block_until_ready(results)
+            return self._probe.slowdown(self.probe_s)
+        assert self.plan.mesh is not None
+        mine = [d.process_index == jax.process_index() for d in self.plan.mesh.devices.flat]
+        predicted = float(busy_seconds(self.plan)[mine].max())
+        return statistics.median(self._given) / predicted if predicted else 1.0
