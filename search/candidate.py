@@ -41,6 +41,11 @@ class Candidate:
     """Sizes at which it holds too much: those that the search assumed, or its own where no others fit."""
 
 
+def bound_at(cost: float, solution: Solution) -> float | None:
+    """A search's lower bound for its program at sizes of this cost: where they are those that the search assumed."""
+    return solution.lower_bound if abs(cost - solution.cost) <= 1e-9 * cost else None
+
+
 @dataclass(frozen=True, eq=False)
 class Maker:
     """Makes candidates for devices with `limit` bytes, their classes cut as `pins` have it."""
@@ -80,7 +85,7 @@ class Maker:
             if better or memory > self.limit:
                 sizes, memory = assumed, needed
         cost = program_cost(program, sizes, self.costs)
-        bound = solution.lower_bound if abs(cost - solution.cost) <= 1e-9 * cost else None
+        bound = bound_at(cost, solution)
         over = over or (sizes if memory > self.limit else None)
         return Candidate(program, sizes, cost, memory, solution.assignment, bound, over)
 

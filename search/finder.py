@@ -14,7 +14,7 @@ from hapsynth.cluster import Cluster
 from hapsynth.graph import Graph
 from hapsynth.instructions.program import FactorTable
 from hapsynth.instructions.sizes import Sizes
-from hapsynth.search.candidate import SAME, Candidate, Maker
+from hapsynth.search.candidate import SAME, Candidate, Maker, bound_at
 from hapsynth.search.costs import CostModel, Floats
 from hapsynth.search.formulate import Formulator
 from hapsynth.search.limits import Limits
@@ -249,8 +249,8 @@ class Finder:
         if found is None:
             return None, solution
         if best is not None and best.choices is not None and not limits and np.array_equal(best.choices, found):
-            # Its sizes are the best already.
-            return best, solution
+            # Its sizes are the best already; where they are those of this search its bound holds for them.
+            return replace(best, bound=best.bound or bound_at(best.cost, solution)), solution
         began = time.perf_counter()
         candidate = self._maker.make(formulator, solution)
         if limits:

@@ -18,7 +18,8 @@ def test_a_fused_chain_moves_its_ends() -> None:
     struct = jax.ShapeDtypeStruct((512, 512), jnp.float32)
     chain = lambda x, y: jnp.tanh(x) * y + 1.0
     compiled = jax.jit(chain).lower(struct, struct).compile()
-    assert hlo_bytes(compiled.as_text()).total() == model_bytes(chain, (struct, struct)).total() == 3 * 512 * 512 * 4
+    counted = hlo_bytes(compiled.as_text()), model_bytes(chain, (struct, struct))
+    assert [sum(moved.values()) for moved in counted] == [3 * 512 * 512 * 4] * 2
 
 
 @pytest.mark.optimized

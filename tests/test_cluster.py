@@ -102,6 +102,7 @@ def test_the_examples() -> None:
         "poplar_c": 8,
         "straggler": 8,
         "tiny_and_big": 8,
+        "two_unlike": 2,
     }
     assert all(c.name == stem and c.axes == (("hap", c.n),) for stem, c in clusters.items())
     assert len(clusters["even8"].kinds) == 1
