@@ -86,6 +86,7 @@ class Perceptron:
     batch: int = 1024
     width: int = 768
     classes: int = 1000
+    activation: Callable[[jax.Array], jax.Array] = jax.nn.relu
 
 
 def mlp(devices: int, *, layers: int = 12, config: Perceptron = Perceptron()) -> Target:
@@ -97,7 +98,7 @@ def mlp(devices: int, *, layers: int = 12, config: Perceptron = Perceptron()) ->
     def loss_fn(params: Params, batch: Batch) -> jax.Array:
         x = batch["x"]
         for i in range(layers):
-            x = jax.nn.relu(dense(params[f"dense{i}"], "nd,de->ne", x))
+            x = c.activation(dense(params[f"dense{i}"], "nd,de->ne", x))
         return cross_entropy(dense(params["head"], "nd,de->ne", x), batch["y"]).mean()
 
     return training_step(loss_fn, params, {"x": f32(rows, c.width), "y": i32(rows)})
@@ -112,6 +113,7 @@ class ConvNet:
     stages: tuple[tuple[int, int], ...] = ((2, 64), (2, 128), (4, 256), (4, 512), (4, 512))
     hidden: int = 4096
     classes: int = 1000
+    activation: Callable[[jax.Array], jax.Array] = jax.nn.relu
 
 
 def vgg19(devices: int, *, config: ConvNet = ConvNet()) -> Target:
@@ -130,12 +132,12 @@ def vgg19(devices: int, *, config: ConvNet = ConvNet()) -> Target:
         for i in range(len(pairs)):
             p = params[f"conv{i}"]
             x = lax.conv_general_dilated(x, p["kernel"], (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
-            x = jax.nn.relu(x + p["bias"])
+            x = c.activation(x + p["bias"])
             if i in pooled_after:
                 x = lax.reduce_window(x, -jnp.inf, lax.max, (1, 2, 2, 1), (1, 2, 2, 1), "VALID")
         x = x.reshape(x.shape[0], -1)
         for i in range(2):
-            x = jax.nn.relu(dense(params[f"dense{i}"], "nd,de->ne", x))
+            x = c.activation(dense(params[f"dense{i}"], "nd,de->ne", x))
         return cross_entropy(dense(params["dense2"], "nd,de->ne", x), batch["label"]).mean()
 
     batch = {"image": f32(images, c.size, c.size, 3), "label": i32(images)}

@@ -64,7 +64,8 @@ _SMALL = replace(models.BERT, batch=1, width=256, heads=8, ff=1024, vocab=2048, 
 
 def mlp(n: int) -> models.Target:
     """1.3e6 parameters, 8192 rows: bound by compute."""
-    return models.mlp(n, layers=4, config=models.Perceptron(batch=8192 // n, width=512, classes=512))
+    config = models.Perceptron(batch=8192 // n, width=512, classes=512, activation=jax.nn.silu)
+    return models.mlp(n, layers=4, config=config)
 
 
 def lm(n: int) -> models.Target:
@@ -75,7 +76,8 @@ def lm(n: int) -> models.Target:
 def cnn(n: int) -> models.Target:
     """VGG-like, 9e6 parameters, nearly all in its dense layers; 128 images of 32 x 32."""
     stages = ((1, 32), (1, 64), (2, 128))
-    return models.vgg19(n, config=models.ConvNet(batch=128 // n, size=32, stages=stages, hidden=2048, classes=100))
+    config = models.ConvNet(128 // n, size=32, stages=stages, hidden=2048, classes=100, activation=jax.nn.silu)
+    return models.vgg19(n, config=config)
 
 
 def moe(n: int) -> models.Target:
@@ -83,6 +85,7 @@ def moe(n: int) -> models.Target:
     return models.language_model(n, 2, replace(_SMALL, batch=32 // n, experts=8 // n))
 
 
+# Smooth activations: rounding that moves a value across relu's kink changes gradients by a whole row's part.
 MODELS: dict[str, Callable[[int], Any]] = {"mlp": mlp, "lm": lm, "cnn": cnn, "moe": moe}
 
 
@@ -191,7 +194,8 @@ class Worker:
         self, system: str, model: str, fn: Any, shapes: Any, arguments: Arguments, cluster: hapsynth.Cluster
     ) -> Row:
         """A system, ready to be given its arguments. Stock JAX is predicted as the same program of hapsynth's."""
-        plan = hapsynth.load(self.folder / f"{model}-{_TWIN.get(system, system)}.json", fn, shapes, self.mesh)
+        file = self.folder / f"{model}-{_TWIN.get(system, system)}.json"
+        plan = hapsynth.load(file, fn, shapes, self.mesh, form=self.options.form)
         made: System
         match system:
             case "even" | "fsdp":
@@ -202,6 +206,8 @@ class Worker:
             case _:
                 made = Planned(plan)
         said = {"model": model, "cluster": self.options.cluster, "system": system, "predicted_s": plan.cost}
+        if isinstance(made, Planned):
+            said["form"] = plan.form
         return Row(said, made)
 
     def measure(self, rows: list[Row], losses: list[float], wanted: list[Any]) -> None:
@@ -304,6 +310,7 @@ def start(options: argparse.Namespace, where: str, folder: Path) -> list[dict[st
     env = {**os.environ, **kept, "PYTHONPATH": paths}
     command = [sys.executable, __file__, "--join", str(folder), "--cluster", where, "--only", ",".join(options.only)]
     command += ["--systems", ",".join(options.systems), "--rounds", str(options.rounds), "--seed", str(options.seed)]
+    command += ["--form", options.form]
     (folder / "rows.json").unlink(missing_ok=True)
     for file in folder.glob("met*"):
         file.unlink()
@@ -321,6 +328,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--cluster", type=names, default=list(CLUSTERS), help=f"of {', '.join(CLUSTERS)}")
     parser.add_argument("--systems", type=names, default=list(SYSTEMS), help=f"of {', '.join((*SYSTEMS, *NAMES))}")
     parser.add_argument("--rounds", type=int, default=10, help="steps of each system, 2 of them not counted")
+    parser.add_argument("--form", choices=("auto", "switch", "staged"), default="auto", help="how plans run")
     parser.add_argument("--seed", type=int, default=0, help="of the order in each round")
     parser.add_argument("--keep", metavar="DIR", help="where profiles and plans are kept, and profiles taken from")
     parser.add_argument("--timeout", type=float, default=1800, help="seconds per cluster (default: 1800)")
