@@ -147,6 +147,17 @@ def test_what_lies_in_the_other_form_is_taken() -> None:
         assert not w.is_deleted()
 
 
+def test_state_is_adopted_from_the_other_form() -> None:
+    plan = cut_step("3:1")
+    switch = in_form(plan, "switch")
+    for one, other in ((plan, switch), (switch, plan)):
+        w, _ = one.shard(*STEP)
+        moved = other.adopt(w, one)
+        # What is freed is not the memory of what was made of it.
+        assert (w.is_deleted(), moved.is_deleted()) == (True, False)
+        np.testing.assert_array_equal(other.unshard(moved), STEP[0])
+
+
 def pairs(x: Any) -> Any:
     """Sums that are equal, and no function of the loop, where there are no rows."""
     c = lax.fori_loop(0, 3, lambda i, c: c + (x * c).sum() * 0.1, 1.0)
