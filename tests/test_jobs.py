@@ -9,6 +9,7 @@ import textwrap
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -106,6 +107,11 @@ def test_preflight_can_only_be_on_or_off(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setenv("HAPSYNTH_PREFLIGHT", "no")
     with pytest.raises(JobError, match="HAPSYNTH_PREFLIGHT is 'no'; give on or off"):
         preflight._wanted()
+
+
+def test_a_process_that_a_plan_leaves_out_has_nothing_to_compare(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preflight, "_joined", lambda: SimpleNamespace(rank=1))
+    assert preflight.preflight(Mesh(jax.devices()[:2], ("d",))) == []
 
 
 # The launcher.

@@ -133,10 +133,53 @@ def test_processes_that_come_to_unlike_plans(job: Job) -> None:
 def test_a_process_that_ends_before_the_others(job: Job) -> None:
     port = job.serve()
     goes_on, ends = job.join(port, 0), job.join(port, 1)
-    goes_on.calls, ends.calls = 2, 1
+    goes_on.calls[0, 1], ends.calls[0, 1] = 2, 1
     ends.leave()
     assert "has ended after 1 call of plans, and process 0" in job.reason(0)
     assert "has ended after 1 call of plans, and process 0" in job.reason(1)
+
+
+def test_one_that_takes_part_in_fewer_plans_may_end_first(job: Job) -> None:
+    port = job.serve(3)
+    a, b, ends = (job.join(port, rank, 3) for rank in range(3))
+    for client in (a, b):
+        # The plan of these two alone that they came to first is no fault of the third's.
+        client.calls[0, 1] = 5
+    at_once(*(lambda c=c: c.gather("1", 0, [0, 1]) for c in (a, b)))
+    at_once(*(lambda c=c: c.gather("1", 0, [0, 1, 2]) for c in (a, b, ends)))
+    ends.leave()
+    for client in (a, b):
+        client._say_alive()
+    with job.told:
+        assert not job.told.wait_for(lambda: job.reasons, 3 * SOON.beat)
+    a.leave()
+    b.leave()
+
+
+def test_a_process_that_joins_again_is_the_same_one(job: Job) -> None:
+    """As after a preflight that failed: that it left before may be heard of later."""
+    port = job.serve()
+    stays, first = job.join(port, 0), job.join(port, 1)
+    again = job.join(port, 1)
+    first.close()
+    assert at_once(*(lambda c=c: c.gather("first", c.rank, [0, 1]) for c in (stays, again))) == [[0, 1]] * 2
+    assert not job.reasons
+
+
+def test_a_connection_to_itself_is_none(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    port = job.serve(1)
+    connect, tried = socket.create_connection, list[str]()
+
+    def to_itself(address: Any, **options: Any) -> socket.socket:
+        if tried:
+            return connect(address, **options)
+        tried.append("once")
+        with socket.create_server(("localhost", 0)) as probe:
+            free = probe.getsockname()
+        return connect(free, source_address=free, **options)
+
+    monkeypatch.setattr(socket, "create_connection", to_itself)
+    assert job.join(port, 0, 1).gather("alone", 5, [0]) == [5]
 
 
 def test_who_failed_first_is_named_though_another_says_so_first(job: Job) -> None:
@@ -155,7 +198,7 @@ def test_who_failed_first_is_named_though_another_says_so_first(job: Job) -> Non
 def test_an_error_ends_the_others(job: Job) -> None:
     port = job.serve()
     # That this one is ahead of the one that fails is no fault of its own.
-    job.join(port, 0).calls = 2
+    job.join(port, 0).calls[0, 1] = 2
     job.join(port, 1).leave("ValueError: a bad batch")
     assert "ended with ValueError: a bad batch" in job.reason(0)
 

@@ -7,6 +7,7 @@ import os
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
@@ -33,7 +34,7 @@ class Client:
     ) -> None:
         self.rank, self.patience = rank, patience
         self.host, self.pid = socket.gethostname(), os.getpid()
-        self.calls, self.doing = 0, "at work"
+        self.calls, self.doing = Counter[tuple[int, ...]](), "at work"
         self._on_over, self._note = over, note
         self._changed = threading.Condition()
         self._values: dict[str, list[Any]] = {}
@@ -66,7 +67,7 @@ class Client:
             if self._left:
                 return
             self._left = True
-        self._send({"leave": error, "calls": self.calls})
+        self._send({"leave": error, "calls": list(self.calls.items())})
         if error:
             # Why the job is over, which may be another process's fault, is said first.
             with self._changed:
@@ -84,7 +85,10 @@ class Client:
         while True:
             try:
                 connection = socket.create_connection(address, timeout=self.patience.silence)
-                break
+                if connection.getsockname() != connection.getpeername():
+                    break
+                # Where nobody listens yet at a port of the range for clients, a client may be given that very port.
+                connection.close()
             except OSError as error:
                 if time.monotonic() > until:
                     raise JobError(
@@ -149,7 +153,7 @@ class Client:
 
     def _say_alive(self) -> None:
         if not self._left:
-            self._send({"beat": self.calls, "doing": self.doing})
+            self._send({"beat": list(self.calls.items()), "doing": self.doing})
 
     def _send(self, message: dict[str, Any]) -> None:
         """What can't be sent is found out by listening."""

@@ -1,8 +1,8 @@
 """The rendezvous: a small TCP server in process 0 that hears of every process and decides when the job is over.
 
 Each line is a JSON object. A process says `hello` with what it is, `gather` with a name, the processes that take part
-and its value, `beat` with the calls of plans that it has begun, and `leave`. It is told `welcome`, `gathered` with all
-values, `waiting` with who is missing, `beat`, and `over` with the reason why the job ends.
+and its value, `beat` with how many calls it has begun of plans of which processes, and `leave`. It is told `welcome`,
+`gathered` with all values, `waiting` with who is missing, `beat`, and `over` with the reason why the job ends.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ _LOOPBACK = ("localhost", "127.0.0.1")
 
 @dataclass(eq=False)
 class Member:
-    """A process that has said hello. `heard`: when, on the server's clock. `calls`: of plans that it has begun.
+    """A process that has said hello. `heard`: when, on the server's clock. `calls`: how many it has begun, by the
+    processes that take part in the plan.
 
     One that has `left` makes no more calls; it may still wait for the others to end, until its connection is `gone`.
     """
@@ -37,7 +38,7 @@ class Member:
     pid: int
     connection: socket.socket
     heard: float
-    calls: int = 0
+    calls: dict[tuple[int, ...], int] = field(default_factory=dict[tuple[int, ...], int])
     left: bool = False
     failed: bool = False
     gone: bool = False
@@ -72,7 +73,7 @@ class Server:
         self.port: int = self._listener.getsockname()[1]
         self._lock = threading.RLock()
         self._members: dict[int, Member] = {}
-        self._gathers: dict[str, _Gather] = {}
+        self._gathers: dict[tuple[str, tuple[int, ...]], _Gather] = {}
         self._over, self._suspected, self._suspected_at = "", "", 0.0
         self._closed = threading.Event()
         for work in (self._accept, self._watch):
@@ -130,7 +131,7 @@ class Server:
                 problem = f"{member} has another version of hapsynth: install the same one everywhere"
             elif hello["processes"] != self.processes:
                 problem = f"{member} is of a job of {hello['processes']} processes, and this one has {self.processes}"
-            elif there is not None and not there.left:
+            elif there is not None and not there.left and (there.host, there.pid) != (member.host, member.pid):
                 problem = f"{member} and {there} are both process {member.rank}: end what an earlier job left behind"
             if problem:
                 member.tell({"over": problem})
@@ -146,9 +147,9 @@ class Server:
                 case {"gather": name, "ranks": ranks, "value": value}:
                     self._gather(member, name, tuple(ranks), value)
                 case {"beat": calls, "doing": doing}:
-                    member.calls, member.doing = calls, doing
+                    member.calls, member.doing = _counted(calls), doing
                 case {"leave": error, "calls": calls}:
-                    member.calls, member.left, member.failed = calls, True, bool(error)
+                    member.calls, member.left, member.failed = _counted(calls), True, bool(error)
                     if error and not self._suspected:
                         # What failed in it may be another process's fault, which is noticed within a beat or two.
                         self._suspected = f"{member} ended with {error}: its own output has the traceback"
@@ -158,18 +159,20 @@ class Server:
 
     def _gather(self, member: Member, name: str, ranks: tuple[int, ...], value: Any) -> None:
         now = time.monotonic()
-        gather = self._gathers.setdefault(name, _Gather(ranks, now, now))
-        if gather.ranks != ranks:
-            self._end(
-                f"{member} comes to a plan of {_listed(ranks)}, and others to one of {_listed(gather.ranks)}: "
-                "call the same plans in the same order everywhere"
-            )
-            return
+        gather = self._gathers.setdefault((name, ranks), _Gather(ranks, now, now))
         gather.values[member.rank] = value
         if len(gather.values) == len(ranks):
-            del self._gathers[name]
+            del self._gathers[name, ranks]
             for rank in ranks:
                 self._members[rank].tell({"gathered": name, "values": [gather.values[r] for r in ranks]})
+            return
+        for other in self._gathers.values():
+            # Each waits for one that waits at the other.
+            if other is not gather and other.values.keys() & {*ranks} and gather.values.keys() & {*other.ranks}:
+                self._end(
+                    f"{member} comes to a plan of {_listed(ranks)}, and others to one of {_listed(other.ranks)}: "
+                    "call the same plans in the same order everywhere"
+                )
 
     def _watch(self) -> None:
         last = time.monotonic()
@@ -199,12 +202,13 @@ class Server:
                     f"{member} has not been heard of for {self.patience.silence:g} s: it is stopped, its machine is "
                     "down or the network between is; continue or restart it (HAPSYNTH_SILENCE_S allows more)"
                 )
-            for other in self._members.values():
-                if other.left and not other.failed and other.calls < member.calls:
-                    self._end(
-                        f"{other} has ended after {plural(other.calls, 'call')} of plans, and {member} is in call "
-                        f"{member.calls}: every process must make the same calls"
-                    )
+            for ranks, calls in member.calls.items():
+                for other in (self._members[r] for r in ranks):
+                    if other.left and not other.failed and other.calls.get(ranks, 0) < calls:
+                        self._end(
+                            f"{other} has ended after {plural(other.calls.get(ranks, 0), 'call')} of plans, and "
+                            f"{member} is in call {calls}: every process must make the same calls"
+                        )
         for gather in list(self._gathers.values()):
             self._judge_waiting(gather, now)
 
@@ -245,6 +249,10 @@ class Server:
             self._over = reason
             for member in self._members.values():
                 member.tell({"over": reason})
+
+
+def _counted(calls: Sequence[tuple[Sequence[int], int]]) -> dict[tuple[int, ...], int]:
+    return {tuple(ranks): count for ranks, count in calls}
 
 
 def _listed(ranks: Sequence[int]) -> str:

@@ -78,7 +78,9 @@ def preflight_command(options: argparse.Namespace, out: Console | None, tell: Ca
         assert plan.mesh is not None
         mesh = plan.mesh
     found = preflight(mesh, plan)
-    if out is not None and jax.process_index() == found[0]["mesh"][0][0]:
+    if out is not None and not found:
+        out.print(f"process {jax.process_index()} has none of the plan's devices: nothing is checked here")
+    elif out is not None and jax.process_index() == found[0]["mesh"][0][0]:
         rows = [[f["process"], f["hapsynth"], f["jax"], f["jaxlib"], ", ".join(f["kinds"])] for f in found]
         out.print(table(["process", "hapsynth", "jax", "jaxlib", "kind of device"], rows, left=5))
         checked = "" if plan is None else f"; {options.plan} compiles to the same collectives in all"

@@ -8,12 +8,12 @@ others still run, ends the job in all.
 from __future__ import annotations
 
 import atexit
-import itertools
 import os
 import socket
 import sys
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -46,7 +46,7 @@ class _Job:
         self.server: Server | None = None
         self.failed = False
         self.checked: weakref.WeakSet[Plan] = weakref.WeakSet()
-        self.meetings = itertools.count()
+        self.meetings = Counter[tuple[int, ...]]()
 
 
 _job = _Job()
@@ -64,7 +64,7 @@ def before_call(plan: Plan, arguments: Sequence[Any]) -> None:
     if plan not in _job.checked:
         preflight(plan.mesh, plan, arguments)
         _job.checked.add(plan)
-    client.calls += 1
+    client.calls[_ranks(plan.mesh)] += 1
 
 
 def connect(address: str | None = None) -> None:
@@ -89,10 +89,12 @@ def connect(address: str | None = None) -> None:
 def preflight(mesh: Mesh, plan: Plan | None = None, arguments: Iterable[Any] = ()) -> list[Facts]:
     """Compare the processes that hold the devices of `mesh`; with a plan compile it, so that all run it at once.
 
-    Returns what each process says of itself, in the order of their numbers. Raises as `before_call` does.
+    Returns what each process says of itself, in the order of their numbers; nothing in a process that holds none of
+    the devices. Raises as `before_call` does.
     """
-    client = _joined()
-    ranks = sorted({d.process_index for d in mesh.devices.flat})
+    client, ranks = _joined(), _ranks(mesh)
+    if client.rank not in ranks:
+        return []
     said = software(str(client), client.host, mesh)
     if plan is not None:
         said |= of_plan(plan, arguments)
@@ -123,8 +125,14 @@ def _joined() -> Client:
     return _job.client
 
 
-def _meet(client: Client, said: Facts, ranks: Sequence[int]) -> list[Facts]:
-    found = client.gather(f"preflight {next(_job.meetings)}", said, ranks)
+def _ranks(mesh: Mesh) -> tuple[int, ...]:
+    return tuple(sorted({d.process_index for d in mesh.devices.flat}))
+
+
+def _meet(client: Client, said: Facts, ranks: tuple[int, ...]) -> list[Facts]:
+    # Counted by the processes that meet: others may have met without this one.
+    _job.meetings[ranks] += 1
+    found = client.gather(f"preflight {_job.meetings[ranks]}", said, ranks)
     wrong = problems(found)
     if wrong:
         # All have found the same and go their own ways.
