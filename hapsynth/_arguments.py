@@ -21,7 +21,7 @@ from jax.tree_util import (
 
 from hapsynth.exchange import exchange
 from hapsynth.lower import Lowered, Shards, Staged, Storage
-from hapsynth.sharded_array import ShardedArray
+from hapsynth.sharded_array import ShardedArray, plain
 from hapsynth.trace import Traced, TraceError, abstract
 
 
@@ -92,7 +92,7 @@ class Arguments:
         for leaf, storage, donated in zip(given, lowered.inputs, lowered.donated, strict=True):
             x = _as_stored(leaf, storage)
             if x is None:
-                x = storage.put(_plain(leaf), copy=donated)
+                x = storage.put(plain(leaf), copy=donated)
             if donated:
                 consumed.add(id(x))
             stored.append(x)
@@ -116,7 +116,7 @@ class Arguments:
                 storage = lowered.inputs[position]
                 held = _as_stored(leaf, storage)
                 # A stored array is copied shard by shard; anything else through its logical value.
-                data = storage.put(_plain(leaf), copy=True) if held is None else storage.duplicate(held)
+                data = storage.put(plain(leaf), copy=True) if held is None else storage.duplicate(held)
                 out.append(wrap(storage, data))
         return out
 
@@ -153,7 +153,7 @@ class Arguments:
                 stored = _as_stored(leaf, source)
                 moved = None if stored is None else exchange(source, target, stored)
                 if moved is None:
-                    moved = target.put(_plain(leaf), copy=True)
+                    moved = target.put(plain(leaf), copy=True)
                 out[i] = wrap(target, moved)
                 if free and stored is not None and moved is not stored and given[id(leaf)] == 1:
                     jax.block_until_ready(moved)
@@ -265,10 +265,6 @@ def _as_stored(leaf: Any, storage: Storage) -> jax.Array | Shards | None:
         same = type(s) is type(storage) and s.cuts == storage.cuts and s.sharding == storage.sharding
         return leaf.data if same else None
     return leaf if isinstance(leaf, jax.Array) and storage.holds(leaf) else None
-
-
-def _plain(leaf: Any) -> Any:
-    return leaf.storage.fetch(leaf.data) if isinstance(leaf, ShardedArray) else leaf
 
 
 def _same(a: Any, b: Any) -> bool:

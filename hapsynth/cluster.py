@@ -222,6 +222,21 @@ class Cluster:
             found.append(tuple(sorted({d // stride % size for d in devices})))
         return tuple(found) if math.prod(map(len, found)) == len(devices) else None
 
+    def spread(self, devices: Sequence[int], along: Sequence[str], fractions: Sequence[float]) -> tuple[float, ...]:
+        """Fractions per position of `devices` along mesh axes (none: of all in a row), as those per position of the
+        whole cluster, 0 where none of them stand."""
+        if len(devices) == self.n:
+            return tuple(fractions)
+        lengths, kept = [self.n], [tuple(devices)]
+        if along:
+            positions = self.positions(devices)
+            assert positions is not None
+            known = {name: (size, p) for (name, size), p in zip(self.axes, positions, strict=True)}
+            lengths, kept = [known[a][0] for a in along], [known[a][1] for a in along]
+        whole = np.zeros(lengths)
+        whole[np.ix_(*kept)] = np.reshape(fractions, [len(p) for p in kept])
+        return tuple(whole.ravel().tolist())
+
     def subset(self, devices: Sequence[int]) -> "Cluster":
         """The cluster of some of the devices, given by their positions in mesh order, rising; all of them: the cluster
         itself. It has the same mesh axes where the devices are a mesh of these, and one over all where they are not.

@@ -29,7 +29,7 @@ from hapsynth.lower import (
     Shards,
     Staged,
     Storage,
-    host_array,
+    fitting_form,
     lower,
     lower_staged,
     own_mesh,
@@ -38,7 +38,7 @@ from hapsynth.lower import (
 from hapsynth.plan_file import PlanError, read_plan, write_plan
 from hapsynth.rebalance import THRESHOLD, propose, slowdowns
 from hapsynth.search.result import Result
-from hapsynth.sharded_array import ShardedArray
+from hapsynth.sharded_array import ShardedArray, plain, whole
 from hapsynth.trace import Traced
 
 __all__ = ["CheckReport", "Form", "Plan", "PlanError", "load"]
@@ -157,13 +157,7 @@ class Plan:
     def _form(self) -> tuple[OneOf["switch", "staged"], str]:
         if self._asked != "auto":
             return self._asked, "it was asked for"
-        if self.mesh is None:
-            return "switch", "the plan was made without its devices"
-        if all(len(set(shares)) == 1 for shares in self.sizes.shares):
-            return "switch", "all shards are alike, so one program is exact on every device"
-        if not self.mesh.is_multi_process:
-            return "switch", "one process holds all devices"
-        return "staged", "shards are uneven among several processes: each stores and computes its own at exact size"
+        return fitting_form(self.sizes, self.mesh)
 
     def lower(self, *args: Any, **kwargs: Any) -> Any:
         """JAX's lowered function, with `.as_text()` and `.compile()`; arguments, or their structs, are only checked.
@@ -223,7 +217,7 @@ class Plan:
 
         Leaves that are no arrays are kept. In a run of several processes all must call.
         """
-        return jax.tree.map(_whole, tree)
+        return jax.tree.map(whole, tree)
 
     def adopt(self, argument: Any, old_plan: Plan, arg: int | str = 0) -> Any:
         """Carried state, or any argument, as `old_plan` kept it, in the way that this plan does, bit for bit.
@@ -249,7 +243,7 @@ class Plan:
         def apply(leaf: Any) -> Any:
             if not isinstance(leaf, (ShardedArray, jax.Array)):
                 return leaf
-            made = fn(_whole(leaf) if isinstance(leaf, ShardedArray) or leaf.is_deleted() else leaf)
+            made = fn(whole(leaf) if isinstance(leaf, ShardedArray) or leaf.is_deleted() else leaf)
             made = made if isinstance(made, jax.Array) else np.asarray(made)
             if made.shape != leaf.shape:
                 what = f"{leaf.dtype}{list(leaf.shape)}"
@@ -276,11 +270,11 @@ class Plan:
         if not args and not kwargs:
             args, kwargs = random_arguments(self.traced)
         lowered = self.lowered
-        leaves = [_plain(x) for x in self._arguments.flatten(args, kwargs)]
+        leaves = [plain(x) for x in self._arguments.flatten(args, kwargs)]
         placed = self._arguments.place_copies(lowered, leaves, 0)
         args, kwargs = jax.tree_util.tree_unflatten(self.traced.in_tree, placed)
         out = jax.tree_util.tree_leaves(self(*args, **kwargs))
-        got = [_whole(out[i]) for i in self.traced.out_array_leaves]
+        got = [whole(out[i]) for i in self.traced.out_array_leaves]
         reference = Reference(self.fn, self.traced, leaves, lowered.mesh.local_devices[0])
         errors = compare(reference, [leaves[i] for i in self.traced.array_leaves], got, rtol)
         return CheckReport(tuple(zip(self.traced.out_paths, errors, strict=True)), rtol)
@@ -389,23 +383,12 @@ class Plan:
         There are as many shards as positions along the mesh axes that cut the class, which its name tells, major first:
         axes of the cluster, or one over all its devices.
         """
-        classes = zip(self.sizes.classes.all, self.sizes.shares)
-        return {c.name: self._placed(c.axes, tuple(s / c.units for s in shares)) for c, shares in classes}
-
-    def _placed(self, axes: tuple[int, ...], fractions: tuple[float, ...]) -> tuple[float, ...]:
-        """Fractions per position along axes of the program, as those per position along axes of the cluster."""
-        if len(self.devices) == self.cluster.n:
-            return fractions
-        lengths, kept = [self.cluster.n], [self.devices]
-        if len(self.program.axes) > 1:
-            positions = self.cluster.positions(self.devices)
-            assert positions is not None
-            along = dict(zip((name for name, _ in self.cluster.axes), zip(self.cluster.axes, positions)))
-            chosen = [along[self.program.axes[a][0]] for a in axes]
-            lengths, kept = [size for (_, size), _ in chosen], [p for _, p in chosen]
-        whole = np.zeros(lengths)
-        whole[np.ix_(*kept)] = np.reshape(fractions, [len(p) for p in kept])
-        return tuple(whole.ravel().tolist())
+        names = [name for name, _ in self.program.axes]
+        along = lambda axes: [names[a] for a in axes] if len(names) > 1 else []
+        return {
+            c.name: self.cluster.spread(self.devices, along(c.axes), [s / c.units for s in shares])
+            for c, shares in zip(self.sizes.classes.all, self.sizes.shares)
+        }
 
     @cached_property
     def layouts(self) -> dict[str, str]:
@@ -442,16 +425,3 @@ def load(
     """
     traced, result, cluster = read_plan(path, fn, example_args, example_kwargs)
     return Plan(traced, result, cluster, mesh, fn, donate=donate, form=form)
-
-
-def _plain(leaf: Any) -> Any:
-    return _whole(leaf) if isinstance(leaf, ShardedArray) else leaf
-
-
-def _whole(leaf: Any) -> Any:
-    if isinstance(leaf, (ShardedArray, jax.Array)) and leaf.is_deleted():
-        what = f"{leaf.dtype}{list(leaf.shape)}"
-        raise RuntimeError(f"{what} has been deleted: a plan consumed it and returned its successor; use that")
-    if isinstance(leaf, ShardedArray):
-        return leaf.storage.fetch(leaf.data)
-    return host_array(leaf) if isinstance(leaf, jax.Array) else leaf

@@ -9,7 +9,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from hapsynth.instructions.layout import format_layout
-from hapsynth.lower import Shards, Storage
+from hapsynth.lower import Shards, Storage, host_array
 
 
 class ShardedArrayError(Exception):
@@ -162,3 +162,21 @@ for _name in (*(p + n for n in _BINARY for p in ("", "r", "i")), *_OTHER):
     setattr(ShardedArray, f"__{_name}__", _refuse(f"__{_name}__"))
 # `__eq__` raises, so that only identity is left to hash by.
 ShardedArray.__hash__ = object.__hash__
+
+
+def plain(leaf: Any) -> Any:
+    """A leaf whole where it is a `ShardedArray`; any other as it is."""
+    return whole(leaf) if isinstance(leaf, ShardedArray) else leaf
+
+
+def whole(leaf: Any) -> Any:
+    """A leaf as a NumPy array (a typed key: an unsharded key array) of its logical shape; what is no array as it is.
+
+    RuntimeError for one that was consumed. In a run of several processes all must call.
+    """
+    if isinstance(leaf, (ShardedArray, jax.Array)) and leaf.is_deleted():
+        what = f"{leaf.dtype}{list(leaf.shape)}"
+        raise RuntimeError(f"{what} has been deleted: a plan consumed it and returned its successor; use that")
+    if isinstance(leaf, ShardedArray):
+        return leaf.storage.fetch(leaf.data)
+    return host_array(leaf) if isinstance(leaf, jax.Array) else leaf
