@@ -34,7 +34,9 @@ def pins_of(traced: Traced, ratios: Ratios, axes: tuple[tuple[str, int], ...]) -
         vector = _fractions(f"ratios[{name!r}]", fractions, positions, "one for each of its shards")
         units = traced.graph.values[value].shape[dim]
         check_granule(name, vector, units)
-        named[node] = np.round(vector * units) / units
+        rounded = np.round(vector * units) / units
+        if not np.array_equal(named.setdefault(node, rounded), rounded):
+            raise RatioError(f"ratios name {name!r}, whose fractions another of its names gives unlike: name it once")
     return Pins(named=named)
 
 

@@ -41,7 +41,8 @@ class Pins:
         return found
 
     def check(self, sizes: Sizes) -> None:
-        """RatioError where a plan's classes cannot be cut by what is asked, or a named one is none of its classes."""
+        """RatioError where a plan's classes cannot be cut by what is asked, a named one is none of its classes, or two
+        names of one class ask for unlike fractions."""
         graph, of = sizes.graph, sizes.classes.of
         for value, dim, axes in self.named:
             if (value, dim, axes) not in of:
@@ -49,6 +50,15 @@ class Pins:
                 raise RatioError(
                     f"ratios are given for {name}, which the best program at them does not cut; keep it cut with "
                     f"fixed={{...: 'S({dim})'}} where it is an argument, or leave it out of the ratios"
+                )
+        for cls in sizes.classes.all:
+            asked = [m for m in cls.members if m in self.named]
+            unlike = [m for m in asked if not np.array_equal(self.named[m], self.named[asked[0]])]
+            if unlike:
+                one, two = (f"{graph.values[v].name}.{d}" for v, d, _ in (asked[0], unlike[0]))
+                raise RatioError(
+                    f"ratios are given for {one} and, unlike these, for {two}, and the best program at them cuts both "
+                    "by the same: give those of one of them"
                 )
         everywhere = gcd(*(c.units for c in sizes.classes.all))
         for cls in sizes.classes.all:

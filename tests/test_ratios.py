@@ -110,6 +110,16 @@ BAD: dict[str, tuple[Any, type[Exception], str]] = {
         RatioError,
         r"ratios are given for in1\.1, which the best program at them does not cut; keep it cut with fixed=.*S\(1\)",
     ),
+    "two names of one dimension": (
+        {"[1].0": (0.5, 0.5, 0, 0), "in2.0": (0, 0, 0.5, 0.5)},
+        RatioError,
+        r"ratios name 'in2\.0', whose fractions another of its names gives unlike: name it once",
+    ),
+    "two names of one class": (
+        {"[1].0": (0.375, 0.375, 0.125, 0.125), "v3.0": (0.25, 0.25, 0.25, 0.25)},
+        RatioError,
+        r"ratios are given for in2\.0 and, unlike these, for v3\.0, .* give those of one of them",
+    ),
 }
 
 
