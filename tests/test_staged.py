@@ -5,6 +5,7 @@ Each process compiles its own stages; here groups of one process's devices that 
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -15,16 +16,21 @@ import numpy as np
 import pytest
 from control_cases import CASES, floats
 from jax import lax
+from random_programs import RandomProgram
 from slow_devices import SPEEDS, first_devices, slow_cluster
 from test_examples import TINY, example, start
+from test_lower import assert_close, chain
+from unflatten import unflattened
 
 import hapsynth
 from hapsynth.check import relative_error
+from hapsynth.instructions.checker import check
 from hapsynth.instructions.sizes import Sizes
-from hapsynth.lower import Shards, Staged
+from hapsynth.lower import Shards, Staged, lower_staged
 from hapsynth.lower._execute import Interpreter
 from hapsynth.lower._schedule import CollectiveStage, HostCond, HostLoop, LocalStage
 from hapsynth.plan import Form, Plan
+from hapsynth.trace import trace
 
 
 @pytest.fixture(autouse=True)
@@ -156,6 +162,35 @@ def test_state_is_adopted_from_the_other_form() -> None:
         # What is freed is not the memory of what was made of it.
         assert (w.is_deleted(), moved.is_deleted()) == (True, False)
         np.testing.assert_array_equal(other.unshard(moved), STEP[0])
+
+
+def test_a_mesh_of_two_axes() -> None:
+    """The shards of one axis cut again by a second one; devices that are alike are one group."""
+    flat = cut_step("3:1")
+    program, sizes = unflattened(flat.traced.graph, flat.program, flat.sizes, 2)
+    check(flat.traced.graph, program, sizes)
+    result = replace(flat.result, program=program, sizes=sizes)
+    plan = Plan(flat.traced, result, flat.cluster, flat.mesh, flat.fn, form="staged")
+    assert [group.positions for group in plan.lowered.groups] == [((0, 0), (0, 1)), ((1, 0), (1, 1))]
+    w, x = plan.shard(*STEP)
+    assert [a.shape for a in w.data.arrays] == list(w.shard_shapes)
+    made, loss = plan(w, x)
+    assert (w.is_deleted(), x.is_deleted()) == (True, False)
+    assert_same(plan, [plan.unshard(made), plan.unshard(loss)], [np.asarray(a) for a in step(*STEP)])
+    assert_same(plan, plan.unshard(in_form(plan, "switch").adopt(made, plan)), np.asarray(step(*STEP)[0]))
+
+
+def test_a_random_program_of_two_axes() -> None:
+    """All four devices unlike, some with nothing."""
+    args = (floats(8, 5), floats(5, 3))
+    traced = trace(chain, args)
+    maker = RandomProgram(traced.graph, (("a", 2), ("b", 2)), random.Random(1))
+    program = maker.build()
+    sizes = maker.sizes(program, "zeros")
+    check(traced.graph, program, sizes)
+    staged = lower_staged(traced.graph, program, sizes, first_devices(4))
+    made = staged([s.put(x, copy=True) for s, x in zip(staged.inputs, args, strict=True)])
+    assert_close([s.fetch(x) for s, x in zip(staged.outputs, made, strict=True) if s], jax.jit(chain)(*args))
 
 
 def pairs(x: Any) -> Any:
