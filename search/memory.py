@@ -12,7 +12,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
-from typing import NamedTuple
 
 import numpy as np
 
@@ -23,21 +22,12 @@ from hapsynth.instructions.sizes import Classes, Sizes, layout_nodes
 from hapsynth.search.costs import CostModel, Floats, held_fraction
 from hapsynth.search.evaluate import largest_share
 from hapsynth.search.room import Room
-from hapsynth.search.wires import PHASES, Buffer, wires
+from hapsynth.search.wires import PHASES, Buffer, Tensor, wires
 
 Cut = tuple[int, int]
 """(dimension class, how many of its axes, major first)"""
 Held = tuple[Cut, bool]
 """(cut, whether its largest share counts on all devices)"""
-
-
-class Tensor(NamedTuple):
-    """One tensor of a program: `value | layout`, alive from instruction `start` to `stop`, both included."""
-
-    value: int
-    layout: Layout
-    start: int
-    stop: int
 
 
 Access = tuple[tuple[Property, ...], tuple[Property, ...]]

@@ -10,16 +10,24 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import NamedTuple
 
 from hapsynth.graph import Graph
+from hapsynth.instructions.layout import Layout
 from hapsynth.instructions.program import Convert, Program, reads, writes
 from hapsynth.instructions.sizes import Node, layout_nodes
 
-if TYPE_CHECKING:
-    from hapsynth.search.memory import Tensor
-
 PHASES = 3
+"""Points of an instruction."""
+
+
+class Tensor(NamedTuple):
+    """One tensor of a program: `value | layout`, alive from instruction `start` to `stop`, both included."""
+
+    value: int
+    layout: Layout
+    start: int
+    stop: int
 
 
 @dataclass(frozen=True, eq=False)
