@@ -10,12 +10,13 @@ from typing import Any
 
 import jax
 
+from hapsynth._forms import Form, check_form
 from hapsynth._jax import is_extended
 from hapsynth._ratios import Ratios, pins_of
 from hapsynth.cluster import Cluster
 from hapsynth.frequency import Expectation, expecting
 from hapsynth.instructions.layout import Layout, is_consistent, parse_layout
-from hapsynth.plan import Form, Plan
+from hapsynth.plan import Plan
 from hapsynth.search.links import mesh_axes
 from hapsynth.search.result import Progress
 from hapsynth.search.structure import Restriction
@@ -57,6 +58,8 @@ def synthesize(
     with the stage, the best cost, the bound, the nodes and the seconds so far. `form`: "switch", one compiled function
     that runs on any mesh, uneven shards padded in memory; "staged", functions that each process compiles for its own
     shards of exact size, with collectives between them; "auto" takes the second for uneven shards among processes.
+    A plan for "staged", or for a mesh of several processes, keeps each device within its own memory, of exact shards;
+    any other keeps the smallest device, of shards padded to the largest.
 
     Ctrl-C during the search returns the best plan so far, `plan.result.interrupted`, with a bound that is sought for a
     second or until Ctrl-C is pressed again; where there is no plan yet, KeyboardInterrupt is raised.
@@ -72,6 +75,7 @@ def synthesize(
         raise TypeError(f"example_args is a {kind}; give a tuple of the arguments, (x,) where there is one")
     _check_positive("memory_limit", memory_limit, "bytes per device")
     _check_positive("time_budget_s", time_budget_s, "seconds")
+    check_form(form)
     devices, cluster = _devices(mesh, cluster)
     traced = trace(fn, example_args, dict(example_kwargs or {}), carry=carry)
     if expect:
@@ -80,7 +84,15 @@ def synthesize(
     restriction = None if fixed is None else Restriction(stored=_fixed(traced, fixed, len(mesh_axes(cluster))))
     pins = None if ratios is None else pins_of(traced, ratios, mesh_axes(cluster))
     planner = ClusterPlanner(
-        traced.graph, cluster, memory_limit, time_budget_s, restriction, progress, leave_out=leave_out, pins=pins
+        traced.graph,
+        cluster,
+        memory_limit,
+        time_budget_s,
+        restriction,
+        progress,
+        leave_out=leave_out,
+        pins=pins,
+        exact=form == "staged" or (form == "auto" and devices is not None and devices.is_multi_process),
     )
     result = planner.run()
     timings = {"trace_s": trace_s, **result.timings_s, "total_s": time.perf_counter() - began}

@@ -8,13 +8,13 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
-from typing import Literal as OneOf
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
 
 from hapsynth._arguments import Arguments, wrap
+from hapsynth._forms import Chosen, Form, check_form, chosen_form, only_staged
 from hapsynth.check import CheckReport, Reference, compare
 from hapsynth.cluster import Cluster, ClusterWarning
 from hapsynth.drift import DriftReport, copied_along, leaf_drift, resynced
@@ -29,7 +29,6 @@ from hapsynth.lower import (
     Shards,
     Staged,
     Storage,
-    fitting_form,
     lower,
     lower_staged,
     own_mesh,
@@ -42,9 +41,6 @@ from hapsynth.sharded_array import ShardedArray, plain, whole
 from hapsynth.trace import Traced
 
 __all__ = ["CheckReport", "Form", "Plan", "PlanError", "load"]
-
-Form = OneOf["auto", "switch", "staged"]
-"""How a program runs: as one compiled function, as stages that each process compiles for its own shards, or as fits."""
 
 
 class Plan:
@@ -71,8 +67,7 @@ class Plan:
         donate: bool = True,
         form: Form = "auto",
     ) -> None:
-        if form not in ("auto", "switch", "staged"):
-            raise ValueError(f"form is {form!r}; give 'auto', 'switch' or 'staged'")
+        check_form(form)
         self.traced = traced
         self.result = result
         self.cluster = cluster
@@ -81,6 +76,9 @@ class Plan:
         self._donate = donate
         self._asked: Form = form
         self._arguments = Arguments(traced)
+        too_large = only_staged(traced.graph, result, cluster) if form == "switch" else ""
+        if too_large:
+            raise ValueError(f"form is 'switch', but {too_large}; give 'auto' or 'staged'")
         elsewhere = cluster.measured_elsewhere(platform.node(), jax.__version__)
         if mesh is not None and elsewhere:
             # Of whoever called `synthesize` or `load`.
@@ -144,7 +142,7 @@ class Plan:
         return lowering(self.traced.graph, self.program, self.sizes, self.mesh, donate=self._donate)
 
     @property
-    def form(self) -> OneOf["switch", "staged"]:
+    def form(self) -> Chosen:
         """How the plan runs on its mesh (DESIGN D2)."""
         return self._form[0]
 
@@ -154,10 +152,10 @@ class Plan:
         return self._form[1]
 
     @cached_property
-    def _form(self) -> tuple[OneOf["switch", "staged"], str]:
+    def _form(self) -> tuple[Chosen, str]:
         if self._asked != "auto":
             return self._asked, "it was asked for"
-        return fitting_form(self.sizes, self.mesh)
+        return chosen_form(self.result, self.mesh, only_staged(self.traced.graph, self.result, self.cluster))
 
     def lower(self, *args: Any, **kwargs: Any) -> Any:
         """JAX's lowered function, with `.as_text()` and `.compile()`; arguments, or their structs, are only checked.
@@ -358,12 +356,15 @@ class Plan:
 
     @property
     def memory(self) -> tuple[float, ...]:
-        """Predicted peak bytes of each device of the cluster, in mesh order; 0 for one that is left out."""
+        """Predicted peak bytes of each device of the cluster, in mesh order; 0 for one that is left out.
+
+        `result.exact`: in staged form, each device's own shards; else in switch form, which pads them.
+        """
         return self.result.memory_bytes
 
     @property
     def memory_limit(self) -> float:
-        """Bytes that every device that takes part has."""
+        """Bytes that every device that takes part has: the least of all."""
         return min(self.result.memory_limit_bytes[d] for d in self.devices)
 
     @property

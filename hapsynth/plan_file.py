@@ -74,6 +74,7 @@ def plan_to_dict(traced: Traced, result: Result, cluster: Cluster) -> dict[str, 
             **({} if result.with_all_s is None else {"with_all_s": _number(result.with_all_s)}),
             "ratio_bound_s": _number(result.ratio_bound_s),
         },
+        "memory_of": "exact" if result.exact else "padded",
         "memory_bytes": [_number(x) for x in result.memory_bytes],
         "memory_limit_bytes": [_number(x) for x in result.memory_limit_bytes],
         "replicated_primitives": list(result.replicated_primitives),
@@ -146,6 +147,7 @@ def _plan_from_dict(data: Mapping[str, Any], traced: Traced) -> tuple[Traced, Re
         devices=devices,
         with_all_s=_read_number(certificate["with_all_s"]) if "with_all_s" in certificate else None,
         ratio_bound_s=_read_number(certificate.get("ratio_bound_s", 0.0)),
+        exact=_exact(data),
     )
     return traced, result, cluster
 
@@ -165,6 +167,14 @@ def _devices(data: Mapping[str, Any], cluster: Cluster, program: Program) -> tup
             f"the program is for a mesh {dict(program.axes)}, and its devices are {dict(used.axes)}; {_AGAIN}"
         )
     return devices
+
+
+def _exact(data: Mapping[str, Any]) -> bool:
+    """Whether its memory is of exact shards; files of versions that knew only padded ones don't say."""
+    stored = data.get("memory_of", "padded")
+    if stored not in ("exact", "padded"):
+        raise PlanError(f"its memory is of {stored!r} shards, not of exact or padded ones; {_AGAIN}")
+    return stored == "exact"
 
 
 def _same_function(saved: Mapping[str, Any], traced: Traced) -> Traced:

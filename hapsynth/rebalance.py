@@ -21,7 +21,7 @@ from hapsynth.instructions.sizes import Sizes, layout_nodes
 from hapsynth.lower import host_array
 from hapsynth.search.costs import CostModel, Floats
 from hapsynth.search.evaluate import cuts_of, program_cost, shares
-from hapsynth.search.memory import peak
+from hapsynth.search.memory import held_by
 from hapsynth.search.ratios import proportional
 from hapsynth.search.result import Result
 from hapsynth.search.sizing import Sizer
@@ -56,7 +56,7 @@ class Proposal:
 def model_of(plan: Plan, cluster: Cluster | None = None) -> CostModel:
     """What the plan's ops cost on the devices that take part, or on others as many."""
     graph = plan.traced.graph
-    return CostModel(graph, cluster or plan.used, FactorTable(graph), plan.program.axes)
+    return CostModel(graph, cluster or plan.used, FactorTable(graph), plan.program.axes, plan.result.room)
 
 
 def busy_seconds(plan: Plan, costs: CostModel | None = None) -> Floats:
@@ -135,7 +135,7 @@ def propose(plan: Plan, slowdown: Floats, threshold: float = THRESHOLD) -> Propo
 def _result(plan: Plan, sizes: Sizes, costs: CostModel, cost: float) -> Result:
     """The plan's result at other sizes. What was proved of it does not hold on another cluster."""
     memory = np.zeros(plan.cluster.n)
-    memory[list(plan.devices)] = peak(plan.program, sizes, costs)
+    memory[list(plan.devices)] = held_by(plan.program, sizes, costs)
     return replace(
         plan.result,
         sizes=sizes,

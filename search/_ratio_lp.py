@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Container, Sequence
+from itertools import product
 
 import numpy as np
 import numpy.typing as npt
@@ -18,7 +19,8 @@ from hapsynth.search.memory import Cut, MemoryProfile, largest_of
 
 class RatioLP:
     """One linear program: classes cut along `axes`, all others and those of `pinned` at `sizes`. `active`: devices that
-    may hold anything."""
+    may hold anything. `apart`: classes that cost alike may have unlike ratios, as exact memory fills devices with some
+    of one and some of another."""
 
     def __init__(
         self,
@@ -29,6 +31,8 @@ class RatioLP:
         active: np.ndarray,
         sizes: Sizes,
         pinned: Container[int] = (),
+        *,
+        apart: bool = False,
     ) -> None:
         self.loads, self.memory, self.sizes, self.costs = loads, memory, sizes, loads.costs
         self.works, self.wires = loads.works, loads.wires
@@ -38,7 +42,7 @@ class RatioLP:
         idle = np.bincount(place, active, minlength=kind_of.size) == 0
         self.kinds = [k for k in range(int(kind_of.max()) + 1) if not idle[kind_of == k].all()]
         self.counts = [int((kind_of == k).sum()) for k in self.kinds]
-        self.leader = _leaders(loads, self.classes)
+        self.leader = {c: c for c in self.classes} if apart else _leaders(loads, self.classes)
         self.times = Counter(self.leader.values())
         leaders = list(dict.fromkeys(self.leader.values()))
         self.column = {c: leaders.index(lead) * len(self.kinds) for c, lead in self.leader.items()}
@@ -175,11 +179,22 @@ class RatioLP:
             return
         cuts = [(c, depth) for c in self.classes for depth in range(1, len(self.axes) + 1)]
         whole, divided = self.memory.by_cut(self.sizes, cuts)
-        for p in points:
+        known = set[object]()
+        for p, device in product(points, range(len(whole))):
             held: dict[int, float] = {}
-            for cut, nbytes in divided.items():
-                held[self._largest(cut)] = held.get(self._largest(cut), 0.0) + float(nbytes[p])
-            self.rows.add(held, limit - float(whole[p]))
+            for (cut, padded), nbytes in divided.items():
+                share = {self._largest(cut): 1.0} if padded else self._share_of(cut, device)
+                for column, count in share.items():
+                    held[column] = held.get(column, 0.0) + count * float(nbytes[device, p])
+            left = limit - float(whole[device, p])
+            # Devices of a kind have the same.
+            if (key := (tuple(held.items()), left)) not in known:
+                known.add(key)
+                self.rows.add(held, left)
+
+    def _share_of(self, cut: Cut, device: int) -> dict[int, float]:
+        """A device's share of a cut, as a row."""
+        return self._share(cut, int(self.costs.position(self.axes[: cut[1]])[device]))
 
 
 def _leaders(loads: Loads, classes: Sequence[int]) -> dict[int, int]:

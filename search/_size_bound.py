@@ -71,7 +71,7 @@ class _Relaxed(RatioLP):
         sizes: Sizes,
         pinned: dict[int, tuple[int, ...]],
     ) -> None:
-        super().__init__(loads, memory, axes, kind_of, active, sizes, pinned)
+        super().__init__(loads, memory, axes, kind_of, active, sizes, pinned, apart=memory.room.exact)
         free = set(self.classes)
         self.works = [w for w in loads.works if len(w.cuts) == 1 and w.cuts[0][0] in free]
         self.wires = [w for w in loads.wires if len(w.times) <= 2 and not w.over and {c for c, _ in w.times} <= free]

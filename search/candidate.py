@@ -33,6 +33,7 @@ class Candidate:
     sizes: Sizes
     cost: float
     memory: float
+    """What is counted of the device that comes nearest to its limit (`room.py`)."""
     choices: Ints | None
     """Of the structure in use; None where that has been replaced."""
     bound: float | None
@@ -48,11 +49,14 @@ def bound_at(cost: float, solution: Solution) -> float | None:
 
 @dataclass(frozen=True, eq=False)
 class Maker:
-    """Makes candidates for devices with `limit` bytes, their classes cut as `pins` have it."""
+    """Makes candidates that fit into the devices' room, their classes cut as `pins` have it."""
 
     costs: CostModel
-    limit: float
     pins: Pins | None = None
+
+    @property
+    def limit(self) -> float:
+        return self.costs.room.limit
 
     def make(self, formulator: Formulator, solution: Solution) -> Candidate:
         """An assignment as a program at its best sizes, in the order that spares memory where it must."""
@@ -98,7 +102,7 @@ class Maker:
     def full_ops(self, candidate: Candidate) -> dict[int, float]:
         """The op at which a program holds the most and others far from it at which it holds too much -> bytes held."""
         profile = MemoryProfile(self.costs.graph, candidate.program, candidate.sizes.classes, self.costs)
-        alive = profile.at(candidate.over or candidate.sizes)
+        alive = profile.at(candidate.over or candidate.sizes).reshape(-1, profile.phases).max(axis=1)
         ops = [i.op if isinstance(i, Compute) else -1 for i in candidate.program.instructions]
         apart = max(1, len(ops) // 8)
         found: dict[int, float] = {}

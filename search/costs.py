@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from copy import copy
 from functools import cached_property
 from math import prod
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -30,6 +30,7 @@ from hapsynth.instructions.rules.registry import flops_of, is_fusible
 from hapsynth.instructions.sizes import cut_nodes
 from hapsynth.search.links import axis_links, devices_of, mesh_axes
 from hapsynth.search.liveness import Liveness
+from hapsynth.search.room import Room
 from hapsynth.search.speeds import Floats, Speeds, class_of
 
 Largest: TypeAlias = Callable[[int, tuple[int, ...]], float]
@@ -103,10 +104,18 @@ def lanes_of(name: str, factors: Factors, factor: int) -> int:
 
 
 class CostModel:
-    """Costs of one graph's instructions on one cluster, over the mesh `axes`: (name, size), those of the cluster."""
+    """Costs of one graph's instructions on one cluster, over the mesh `axes`: (name, size), those of the cluster.
+
+    `room`: what its devices may hold; by default their memory, of padded shards.
+    """
 
     def __init__(
-        self, graph: Graph, cluster: Cluster, table: FactorTable, axes: Sequence[tuple[str, int]] | None = None
+        self,
+        graph: Graph,
+        cluster: Cluster,
+        table: FactorTable,
+        axes: Sequence[tuple[str, int]] | None = None,
+        room: Room | None = None,
     ) -> None:
         self.graph, self.table = graph, table
         self._fed = frozenset(graph.inputs) - {graph.inputs[source] for source, _ in graph.carry}
@@ -114,23 +123,23 @@ class CostModel:
         self._kinds: dict[int, int] = {}
         self._kind_number: dict[object, int] = {}
         self._materialized = _materialized(graph)
-        self._place(cluster, axes or mesh_axes(cluster))
+        self._place(cluster, axes or mesh_axes(cluster), room or Room.of(cluster))
 
-    def _place(self, cluster: Cluster, axes: Sequence[tuple[str, int]]) -> None:
+    def _place(self, cluster: Cluster, axes: Sequence[tuple[str, int]], room: Room) -> None:
         self.cluster, self.n, self.axes = cluster, cluster.n, tuple(axes)
         self.lengths = tuple(size for _, size in self.axes)
         self.overhead = np.array([k.overhead for k in cluster.devices])
         self.bandwidth = np.array([k.bandwidth for k in cluster.devices])
-        self.memory = np.array([float(k.memory) for k in cluster.devices])
+        self.room = room
         self.links = axis_links(cluster, self.axes)
         self._speeds: dict[tuple[str, str], Speeds] = {}
         self._ideal: dict[Work, float] = {}
         self._places: dict[tuple[int, ...], np.ndarray] = {}
 
-    def on(self, cluster: Cluster) -> CostModel:
+    def on(self, cluster: Cluster, room: Room | None = None) -> CostModel:
         """The model of the same graph on another cluster, which shares what no device decides."""
         other = copy(self)
-        other._place(cluster, mesh_axes(cluster))
+        other._place(cluster, mesh_axes(cluster), room or Room.of(cluster))
         return other
 
     def rate(self, dtype: str) -> Floats:
@@ -358,9 +367,12 @@ class CostModel:
         return 1.0 / prod(self.lengths[a] for a in axes)
 
 
-def held_fraction(layout: Layout, largest: Largest) -> float:
-    """The fraction of a value that the largest shard holds."""
-    return prod(largest(dim, cut_axes(layout, dim)) for dim in cut_dims(layout))
+_Held = TypeVar("_Held", bound=float | Floats)
+
+
+def held_fraction(layout: Layout, held: Callable[[int, tuple[int, ...]], _Held]) -> _Held | float:
+    """The fraction of a value that the largest shard holds, or each device's."""
+    return prod(held(dim, cut_axes(layout, dim)) for dim in cut_dims(layout))
 
 
 _COSTLY = frozenset(

@@ -23,6 +23,7 @@ from hapsynth.search.problem import Ints, Messages, Problem, Solution, solve
 from hapsynth.search.problem import Progress as SolverProgress
 from hapsynth.search.ratios import NOTHING, Evenly, Ratios
 from hapsynth.search.result import Progress
+from hapsynth.search.room import Room
 from hapsynth.search.shortage import certain_bytes, weighed, worst_weights
 from hapsynth.search.starts import starts
 from hapsynth.search.structure import Restriction, Structure
@@ -48,7 +49,7 @@ class Finder:
     """Finds programs for one graph on one cluster, in which every device takes part.
 
     `memory_limit`: bytes per device, None for what the devices have. `base`: a finder of the same graph on other
-    devices, whose tables this one shares. `pins`: ratios that are asked for.
+    devices, whose tables this one shares. `pins`: ratios that are asked for. `exact`: how shards are stored (`Room`).
     """
 
     graph: Graph
@@ -59,6 +60,7 @@ class Finder:
     progress: Callable[[Progress], None] | None = None
     base: Finder | None = None
     pins: Pins | None = None
+    exact: bool = False
     table: FactorTable = field(init=False)
     costs: CostModel = field(init=False)
     expanded: int = field(init=False, default=0)
@@ -77,7 +79,9 @@ class Finder:
         self._began = time.perf_counter()
         base = self.base
         self.table = base.table if base else FactorTable(self.graph)
-        self.costs = base.costs.on(self.cluster) if base else CostModel(self.graph, self.cluster, self.table)
+        room = Room.of(self.cluster, self.memory_limit, exact=self.exact)
+        costs = base.costs.on(self.cluster, room) if base else None
+        self.costs = costs or CostModel(self.graph, self.cluster, self.table, room=room)
         self.axes = self.costs.axes
         self._starts = starts(self.costs)
         if self.pins is not None and self.pins.weights is not None:
@@ -89,9 +93,8 @@ class Finder:
         else:
             self._unsparing = Structure(self.graph, self.table, self.restriction, len(self.axes))
         self.structure = self._unsparing
-        # The switch form stores every shard padded, so the smallest device's memory is everyone's limit.
-        self.limit = float(self.costs.memory.min()) if self.memory_limit is None else self.memory_limit
-        self._maker = Maker(self.costs, self.limit, self.pins)
+        self.limit = room.limit
+        self._maker = Maker(self.costs, self.pins)
         self._structure_s = time.perf_counter() - self._began
         self._deadline = None if self.time_budget_s is None else self._began + self.time_budget_s
         self._best: Candidate | None = None
@@ -117,7 +120,7 @@ class Finder:
     @property
     def limits(self) -> tuple[float, ...]:
         """Bytes that each device may hold."""
-        return tuple(float(m) if self.memory_limit is None else self.limit for m in self.costs.memory)
+        return self.costs.room.limits
 
     def _ratios(self, weights: Floats, evenly: Evenly = NOTHING, sizes: Sizes | None = None) -> Ratios:
         named = None
@@ -226,7 +229,7 @@ class Finder:
         likely = Limits(formulator, at_least=False)
         problem = likely.problem(dict.fromkeys(full, np.inf))
         assert candidate.choices is not None
-        usage = problem.usage(likely.extended(problem, candidate.choices))
+        usage = problem.usage(likely.extended(problem, candidate.choices)).reshape(len(full), -1).max(axis=1)
         found = dict(limits)
         for (op, held), counted in zip(full.items(), usage, strict=True):
             missed = max(0.0, held - float(counted)) if op in limits else 0.0
@@ -275,8 +278,10 @@ class Finder:
         return np.array(self.structure.replicated()) if choices is None else choices
 
     def _shrink(self) -> None:
-        """Looks for the program that holds the least, at even sizes: padded shards hold more at all others."""
-        even = self._ratios(np.full(self.cluster.n, 1.0 / self.cluster.n))
+        """Looks for the program that holds the least, at even sizes: padded shards hold more at all others. Exact ones
+        are cut as unlike limits are."""
+        room = self.costs.room.proportions
+        even = self._ratios(np.full(self.cluster.n, 1.0 / self.cluster.n) if room is None else room)
         likely = Limits(Formulator(self.structure, self.costs, even), at_least=False)
         seen: list[Ints] = []
         for _ in range(_SHRINK_ROUNDS):

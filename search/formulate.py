@@ -109,6 +109,12 @@ class Formulator:
             return self.costs.evenly(dim, axes)
         return self.ratios.largest[self.ratios.of(value, dim, axes)]
 
+    def held(self, value: int, dim: int, axes: tuple[int, ...]) -> float | Floats:
+        """The fraction of a dimension that each device holds or, padded or at the best ratios, all alike."""
+        if self.ratios is None or not self.costs.room.exact:
+            return self.largest(value, dim, axes)
+        return self.ratios.devices[self.ratios.of(value, dim, axes)]
+
     def _profile(self, value: int) -> object:
         """What decides the costs of a value's conversions, and of holding it."""
         ratios, restriction = self.ratios, self.structure.restriction

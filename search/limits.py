@@ -37,9 +37,11 @@ class Limits:
         self.formulator, self.at_least = formulator, at_least
         self.graph, self.structure = formulator.graph, formulator.structure
         self.liveness = formulator.costs.liveness
+        self.room = formulator.costs.room
 
     def problem(self, limits: Mapping[int, float]) -> Problem:
-        """The formulator's problem with a limit, in bytes, at each of some ops."""
+        """The formulator's problem with a limit, in bytes, at each of some ops: on each of the sums that are counted
+        there (`Room.counted`), those of one op together."""
         free = self.formulator.problem()
         if self.at_least:
             limits = {self.fullest_near(op): limit for op, limit in limits.items()}
@@ -51,22 +53,32 @@ class Limits:
             for variable, held, ties in self._found_at(self._alive(op), len(unary)):
                 used[variable] = used[variable] + held if variable in used else held
                 if variable == len(unary):
-                    unary.append(np.zeros(held.size))
+                    unary.append(np.zeros(held.shape[1]))
                     edges += ties
             usages.append(used)
         nothing = [self.formulator.once(("nothing", u.size), lambda u=u: np.zeros(u.size)) for u in unary]
+        rows = lambda used, k: tuple(used[i][k] if i in used else z for i, z in enumerate(nothing))
         resources = [
-            Resource(tuple(used.get(i, z) for i, z in enumerate(nothing)), limit, f"memory at op {op}")
+            Resource(rows(used, k), limit, f"memory at op {op}")
             for (op, limit), used in zip(limits.items(), usages, strict=True)
+            for k in range(self.sums)
         ]
         return Problem(tuple(unary), tuple(edges), tuple(resources))
+
+    @property
+    def sums(self) -> int:
+        """How many sums are limited at each op."""
+        return self._counted(1.0).size
+
+    def _counted(self, held: float | Floats) -> Floats:
+        return self.room.counted(held, free=self.formulator.ratios is None)
 
     def _alive(self, op: int) -> Alive:
         return self.liveness.in_any_order(op) if self.at_least else self.liveness.at(op)
 
     def _found_at(self, alive: Alive, added: int) -> Iterator[tuple[int, Floats, list[Edge]]]:
-        """(variable, bytes by its state, ties to others) of whatever an op finds or makes; variables of its own are
-        numbered from `added`."""
+        """(variable, bytes by its state [sums, states], ties to others) of whatever an op finds or makes; variables of
+        its own are numbered from `added`."""
         st = self.structure
         for value in alive.bystanders:
             variable = st.value_variable[value]
@@ -77,7 +89,7 @@ class Limits:
                 added += 1
                 continue
             shared = not self.at_least and self.liveness.is_used_around(value, alive.op)
-            yield variable, self._held(value, shared)[st.choices[variable].option], []
+            yield variable, self._held(value, shared)[:, st.choices[variable].option], []
         variable = st.op_variable[alive.op]
         yield variable, self._made_bytes(alive, st.choices[variable]), []
         for value in alive.read:
@@ -88,8 +100,9 @@ class Limits:
     def least_at(self, op: int) -> float:
         """Bytes that a device holds at least while an op runs, whatever is chosen."""
         st, alive = self.structure, self._alive(op)
-        held = math.fsum(float(self._held(v, False).min()) for v in (*alive.bystanders, *alive.read))
-        return held + float(self._made_bytes(alive, st.choices[st.op_variable[op]]).min())
+        least = [self._held(v, False).min(axis=1).tolist() for v in (*alive.bystanders, *alive.read)]
+        made = self._made_bytes(alive, st.choices[st.op_variable[op]]).min(axis=1)
+        return max(math.fsum(held[k] for held in least) + float(made[k]) for k in range(self.sums))
 
     def fullest_near(self, op: int) -> int:
         """Of an op and those that take what it makes, the one at which most is held whatever the order: one that waits
@@ -117,12 +130,12 @@ class Limits:
         needs = self._needs(value, alive.op)
         stays = value in alive.kept or (not self.at_least and value not in self.graph.producer)
         held = self._held(value, not self.at_least and self.liveness.is_used_around(value, alive.op))
-        nbytes: list[float] = []
+        nbytes: list[Floats] = []
         for i, j in product(range(len(options)), range(len(needs.layouts))):
             there = needs.layouts[j] in self.formulator.offer(value, options[i]).tensors
             copy = self.tensor_bytes(value, needs.layouts[j])
-            nbytes.append(max(held[i], copy) if there else copy + (held[i] if stays else 0.0))
-        return np.array(nbytes), self._ties(value, [(alive.op, needs)], variable)
+            nbytes.append(np.maximum(held[:, i], copy) if there else copy + (held[:, i] if stays else 0.0))
+        return np.stack(nbytes, axis=1), self._ties(value, [(alive.op, needs)], variable)
 
     def _between(self, value: int, before: int, after: int, variable: int) -> tuple[Floats, list[Edge]] | None:
         """Bytes of a source between two ops that take it, for every option and layouts needed, and what ties them;
@@ -135,12 +148,12 @@ class Limits:
 
         def make() -> Floats:
             held = self._held(value, False)
-            nbytes: list[float] = []
+            nbytes: list[Floats] = []
             for i, one, other in product(range(len(options)), first.layouts, second.layouts):
                 # What is stored may have been read for the last time when it was brought to the other layout.
                 shared = one == other and one in self.formulator.offer(value, options[i]).tensors
-                nbytes.append(max(held[i], self.tensor_bytes(value, one)) if shared else held[i])
-            return np.array(nbytes)
+                nbytes.append(np.maximum(held[:, i], self.tensor_bytes(value, one)) if shared else held[:, i])
+            return np.stack(nbytes, axis=1)
 
         key = ("between", id(self.formulator.conversions(value)), id(options), id(first), id(second))
         nbytes = self.formulator.once(key, make)
@@ -168,29 +181,30 @@ class Limits:
         source = not self.at_least and value not in self.graph.producer
 
         def make() -> Floats:
-            found: list[float] = []
+            found: list[Floats] = []
             for a in choices.options:
                 tensors = self.formulator.offer(value, a).tensors
                 kept = [t for t in tensors if not (is_partial(t) and len(tensors) > 1)]
                 if used and kept:
-                    found.append(sum(self.tensor_bytes(value, t) for t in kept))
+                    found.append(np.sum([self.tensor_bytes(value, t) for t in kept], axis=0))
                 else:
-                    found.append(min(self.tensor_bytes(value, t) for t in tensors[: 1 if source else None]))
-            return np.array(found)
+                    some = tensors[: 1 if source else None]
+                    found.append(np.min([self.tensor_bytes(value, t) for t in some], axis=0))
+            return np.stack(found, axis=1)
 
         return self.formulator.once(("held", id(ways), id(choices.options), source, used), make)
 
     def _made_bytes(self, alive: Alive, choices: Choices) -> Floats:
         """Bytes that an op under each of its states writes, in the layouts that it makes."""
         op = self.graph.ops[alive.op]
-        held = np.zeros(len(choices.triples))
+        held = np.zeros((self.sums, len(choices.triples)))
         for t, triples in enumerate(choices.triples):
             compute = Compute(op.index, triples)
             for value in alive.made:
-                held[t] += self.tensor_bytes(value, compute.result_layout(op.results.index(value)))
-        return held[choices.triple]
+                held[:, t] += self.tensor_bytes(value, compute.result_layout(op.results.index(value)))
+        return held[:, choices.triple]
 
-    def tensor_bytes(self, value: int, layout: Layout) -> float:
-        """Bytes of one tensor on a device: the largest shard, as the switch form stores it padded (D2)."""
-        largest = lambda d, axes: self.formulator.largest(value, d, axes)
-        return self.graph.values[value].nbytes * held_fraction(layout, largest)
+    def tensor_bytes(self, value: int, layout: Layout) -> Floats:
+        """What one tensor counts in each sum [sums]."""
+        held = held_fraction(layout, lambda d, axes: self.formulator.held(value, d, axes))
+        return self.graph.values[value].nbytes * self._counted(held)

@@ -1,16 +1,17 @@
-"""The predicted peak of memory along a program, per device, as the switch form allocates it (DESIGN D2).
+"""The predicted peak of memory along a program, per device, as the form that it runs in allocates it (DESIGN D2).
 
-Sharded tensors count at the size of the largest shard: one HLO serves all devices and stores shards padded. An input
-that is carried lives until its last use and its output takes its place (donation); other inputs and constants live
-through the whole step. Fused chains hold no memory inside.
+Switch form: sharded tensors count at the size of the largest shard, as one HLO serves all devices and stores shards
+padded. Staged form: every device stores its own shards at exact size, and what collectives send and give, which is
+padded, besides (`wires.py`). An input that is carried lives until its last use and its output takes its place
+(donation); other inputs and constants live through the whole step. Fused chains hold no memory inside.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import NamedTuple
+from math import prod
 
 import numpy as np
 
@@ -20,18 +21,13 @@ from hapsynth.instructions.program import Compute, Program, Property, reads, reg
 from hapsynth.instructions.sizes import Classes, Sizes, layout_nodes
 from hapsynth.search.costs import CostModel, Floats, held_fraction
 from hapsynth.search.evaluate import largest_share
+from hapsynth.search.room import Room
+from hapsynth.search.wires import PHASES, Buffer, Tensor, wires
 
 Cut = tuple[int, int]
 """(dimension class, how many of its axes, major first)"""
-
-
-class Tensor(NamedTuple):
-    """One tensor of a program: `value | layout`, alive from instruction `start` to `stop`, both included."""
-
-    value: int
-    layout: Layout
-    start: int
-    stop: int
+Held = tuple[Cut, bool]
+"""(cut, whether its largest share counts on all devices)"""
 
 
 Access = tuple[tuple[Property, ...], tuple[Property, ...]]
@@ -134,12 +130,24 @@ def padded_bytes(sizes: Sizes, value: int, layout: Layout) -> float:
 
 @dataclass(frozen=True, eq=False)
 class MemoryProfile:
-    """What a program holds at each point, at any sizes. Point i + 1 is during instruction i; 0 is before the first."""
+    """What a program holds at each point, at any sizes, as the room that there is counts it.
+
+    The points of instruction i are `phases` * (i + 1) and the next few; those of -1 are before the first.
+    """
 
     graph: Graph
     program: Program
     classes: Classes
     costs: CostModel
+
+    @property
+    def room(self) -> Room:
+        return self.costs.room
+
+    @property
+    def phases(self) -> int:
+        """Points of an instruction: what collectives send is told apart from what they give where it is counted."""
+        return PHASES if self.room.exact else 1
 
     @cached_property
     def tensors(self) -> list[Tensor]:
@@ -148,60 +156,119 @@ class MemoryProfile:
         return stored_tensors(lifetimes(self.graph, self.program, accesses), accesses, self.costs)
 
     @cached_property
+    def buffers(self) -> list[Buffer]:
+        """The tensors and what collectives take besides, with their lives in points."""
+        span = lambda t: (self.phases * (t.start + 1), self.phases * (t.stop + 2))
+        nbytes = lambda t: float(self.graph.values[t.value].nbytes)
+        nodes = lambda t: tuple(layout_nodes(t.value, t.layout))
+        own = [Buffer(nbytes(t), nodes(t), not self.room.exact, *span(t)) for t in self.tensors]
+        if not self.room.exact:
+            return own
+        spans, sent = wires(self.graph, self.program, self.tensors)
+        return [replace(b, start=start, stop=stop) for b, (start, stop) in zip(own, spans, strict=True)] + sent
+
+    @cached_property
     def _whole_bytes(self) -> Floats:
-        return np.array([float(self.graph.values[t.value].nbytes) for t in self.tensors])
+        return np.array([b.nbytes for b in self.buffers])
 
     @cached_property
     def _lives(self) -> tuple[np.ndarray, np.ndarray]:
-        return np.array([t.start + 1 for t in self.tensors]), np.array([t.stop + 2 for t in self.tensors])
+        return np.array([b.start for b in self.buffers]), np.array([b.stop for b in self.buffers])
 
     @cached_property
-    def _cuts(self) -> dict[Cut, np.ndarray]:
-        """(class, how many of its axes) -> the tensors that are cut so."""
-        cut: dict[Cut, list[int]] = {}
-        for n, t in enumerate(self.tensors):
-            for node in layout_nodes(t.value, t.layout):
-                cut.setdefault((self.classes.of[node], len(node[2])), []).append(n)
+    def _cuts(self) -> dict[Held, np.ndarray]:
+        """The buffers that are cut so."""
+        cut: dict[Held, list[int]] = {}
+        for n, b in enumerate(self.buffers):
+            for node in b.nodes:
+                cut.setdefault(((self.classes.of[node], len(node[2])), b.padded), []).append(n)
         return {c: np.array(members) for c, members in cut.items()}
 
     def alive(self, nbytes: Floats) -> Floats:
-        """Bytes alive at each point, given each tensor's."""
-        change = np.zeros(len(self.program.instructions) + 3)
+        """Bytes alive at each point, given each buffer's: [rows, points] of [rows, buffers]."""
+        change = np.zeros((self.phases * (len(self.program.instructions) + 2) + 1, len(nbytes)))
         starts, stops = self._lives
-        np.add.at(change, starts, nbytes)
-        np.subtract.at(change, stops, nbytes)
-        return np.cumsum(change)[:-1]
+        np.add.at(change, starts, nbytes.T)
+        np.subtract.at(change, stops, nbytes.T)
+        return np.cumsum(change, axis=0)[:-1].T
 
-    def _bytes(self, sizes: Sizes, without: Iterable[Cut] = ()) -> Floats:
-        """Bytes of each tensor's largest shard, as if some cuts were none."""
-        nbytes = self._whole_bytes.copy()
-        for cut, members in self._cuts.items():
-            if cut not in without:
-                nbytes[members] *= largest_of(sizes, cut)
+    def bytes_of(self, sizes: Sizes, without: Iterable[Held] = ()) -> Floats:
+        """Bytes of each buffer on each device or, padded, on all alike, as if some cuts were none: [rows, buffers]."""
+        nbytes = np.tile(self._whole_bytes, (self.room.weights.size, 1))
+        for (cut, padded), members in self._cuts.items():
+            if (cut, padded) not in without:
+                share = largest_of(sizes, cut) if padded else self._own(sizes, cut)
+                # One class may cut two dimensions of what an all-to-all sends.
+                np.multiply.at(nbytes.T, members, share)
         return nbytes
 
-    def at(self, sizes: Sizes) -> Floats:
-        """Bytes of one device at each point: float64 [instructions + 2]."""
-        return self.alive(self._bytes(sizes))
+    def _own(self, sizes: Sizes, cut: Cut) -> Floats:
+        """The fraction of a class's shards along the first of its axes that each device has."""
+        return joined_shares(sizes, cut)[self.costs.position(self.classes.all[cut[0]].axes[: cut[1]])]
 
-    def by_cut(self, sizes: Sizes, cuts: Iterable[Cut]) -> tuple[Floats, dict[Cut, Floats]]:
-        """Bytes at each point of what none of `cuts` divides [points], and what each of them divides, whole [points],
-        everything else at `sizes`. No tensor may have two of them."""
-        some = [c for c in cuts if c in self._cuts]
-        nbytes = self._bytes(sizes, some)
-        divided: dict[Cut, Floats] = {}
-        for c in some:
-            mine = np.zeros_like(nbytes)
-            members = self._cuts[c]
-            mine[members] = nbytes[members]
-            divided[c] = self.alive(mine)
-        for c in some:
-            nbytes[self._cuts[c]] = 0.0
-        return self.alive(nbytes), divided
+    def at(self, sizes: Sizes) -> Floats:
+        """What is counted at each point of the device that comes nearest to its limit: float64 [points]."""
+        return (self.room.weights[:, None] * self.of_devices(sizes)).max(axis=0)
+
+    def of_devices(self, sizes: Sizes) -> Floats:
+        """Bytes of each device or, padded, of all alike at each point: float64 [rows, points]."""
+        return self.alive(self.bytes_of(sizes))
+
+    def by_cut(self, sizes: Sizes, cuts: Iterable[Cut]) -> tuple[Floats, dict[Held, Floats]]:
+        """What counts at each point of what none of `cuts` divides, and what each of them divides, whole, everything
+        else at `sizes`: [rows, points], a row for each device or, padded, one.
+
+        No tensor may have two of them. What an all-to-all sends has: it counts with the second at even shares, the
+        least that its largest can be.
+        """
+        some = [held for c in cuts for padded in (False, True) if (held := (c, padded)) in self._cuts]
+        nbytes = self.bytes_of(sizes, some)
+        owned = np.zeros(nbytes.shape[1], dtype=bool)
+        mine: dict[Held, np.ndarray] = {}
+        for held in some:
+            (c, depth), _ = held
+            times = np.bincount(self._cuts[held], minlength=owned.size)
+            mine[held] = np.flatnonzero((times > 0) & ~owned)
+            times[mine[held]] -= 1
+            nbytes /= float(prod(self.classes.lengths[a] for a in self.classes.all[c].axes[:depth])) ** times
+            owned[mine[held]] = True
+        weights = self.room.weights[:, None]
+        divided: dict[Held, Floats] = {}
+        for held, members in mine.items():
+            only = np.zeros_like(nbytes)
+            only[:, members] = nbytes[:, members]
+            divided[held] = weights * self.alive(only)
+        nbytes[:, owned] = 0.0
+        return weights * self.alive(nbytes), divided
+
+    def most(self, sizes: Sizes, c: int, limit: float) -> Floats:
+        """The fraction of a class that one axis cuts which each device or, padded, any may hold, everything else at
+        `sizes`: [rows]."""
+        whole, divided = self.by_cut(sizes, [(c, 1)])
+        own, padded = (divided.get(((c, 1), p), np.zeros_like(whole)) for p in (False, True))
+        nbytes, largest = padded, np.inf
+        if self.room.exact and padded.any():
+            largest = largest_of(sizes, (c, 1))
+            whole = whole + largest * padded
+        nbytes = own if self.room.exact else padded
+        share = np.where(nbytes > 0, (limit - whole) / np.maximum(nbytes, 1.0), 1.0).min(axis=1)
+        return np.minimum(share, largest)
 
     def peak(self, sizes: Sizes) -> float:
-        """Bytes of one device at the fullest point."""
+        """What is counted at the fullest point of the device that comes nearest to its limit."""
         return float(self.at(sizes).max())
+
+    def peaks(self, sizes: Sizes) -> tuple[float, ...]:
+        """Bytes of each device at its fullest point."""
+        return tuple(np.broadcast_to(self.of_devices(sizes).max(axis=1), self.costs.n).tolist())
+
+
+def joined_shares(sizes: Sizes, cut: Cut) -> Floats:
+    """The fraction of a class's shards at each position along the first of its axes."""
+    c, depth = cut
+    cls = sizes.classes.all[c]
+    shares = np.array(sizes.shares[c], dtype=np.float64).reshape([sizes.classes.lengths[a] for a in cls.axes])
+    return shares.sum(axis=tuple(range(depth, shares.ndim))).ravel() / max(cls.units, 1)
 
 
 def largest_of(sizes: Sizes, cut: Cut) -> float:
@@ -210,10 +277,14 @@ def largest_of(sizes: Sizes, cut: Cut) -> float:
     cls = sizes.classes.all[c]
     if depth == len(cls.axes):
         return max(sizes.shares[c]) / max(cls.units, 1)
-    shares = np.array(sizes.shares[c]).reshape([sizes.classes.lengths[a] for a in cls.axes])
-    return float(shares.sum(axis=tuple(range(depth, shares.ndim))).max()) / max(cls.units, 1)
+    return float(joined_shares(sizes, cut).max())
+
+
+def held_by(program: Program, sizes: Sizes, costs: CostModel) -> tuple[float, ...]:
+    """Bytes of each device at the fullest point of a program."""
+    return MemoryProfile(costs.graph, program, sizes.classes, costs).peaks(sizes)
 
 
 def peak(program: Program, sizes: Sizes, costs: CostModel) -> float:
-    """Bytes of one device at the fullest point of a program."""
+    """What is counted at the fullest point of a program of the device that comes nearest to its limit."""
     return MemoryProfile(costs.graph, program, sizes.classes, costs).peak(sizes)

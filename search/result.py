@@ -10,6 +10,7 @@ import numpy as np
 
 from hapsynth.instructions.program import Program
 from hapsynth.instructions.sizes import Sizes
+from hapsynth.search.room import Room
 
 Status = OneOf["optimal", "optimal_at_ratios", "gap", "infeasible"]
 
@@ -81,6 +82,14 @@ class Result:
     would not fit as it is counts where there is no other, and it was too slow to be made to fit.)"""
     ratio_bound_s: float = 0.0
     """Seconds that this program takes at least, at any sizes, whole units or not; 0 where that was not sought."""
+    exact: bool = False
+    """Whether `memory_bytes` is of shards that are stored at exact size, in staged form; else they are padded."""
+
+    @property
+    def room(self) -> Room:
+        """What the devices that take part may hold."""
+        used = range(len(self.memory_limit_bytes)) if self.devices is None else self.devices
+        return Room(tuple(self.memory_limit_bytes[d] for d in used), self.exact)
 
     @property
     def rounding_gap(self) -> float:

@@ -16,6 +16,7 @@ from scipy.optimize import linprog
 from hapsynth.search.candidate import Candidate
 from hapsynth.search.costs import CostModel, Floats
 from hapsynth.search.limits import Limits
+from hapsynth.search.memory import held_by
 from hapsynth.search.problem import Problem
 
 _TIE = 1e-6
@@ -58,18 +59,25 @@ def certain_bytes(certain: Limits, ops: Sequence[int]) -> float:
     return max((certain.least_at(certain.fullest_near(op)) for op in ops), default=0.0)
 
 
-def shortage(costs: CostModel, limit: float, least: Candidate | None, certain: float, *, pinned: bool) -> str:
+def shortage(costs: CostModel, least: Candidate | None, certain: float, *, pinned: bool) -> str:
     """Which device is too small for the program that holds the least of those found, by how much, and what helps.
 
-    `certain`: bytes that every program holds. `pinned`: whether ratios were asked for.
+    `certain`: what every program's bytes count. `pinned`: whether ratios were asked for.
     """
-    device = int(np.argmin(costs.memory))
-    name = costs.cluster.devices[device].name
+    room = costs.room
+    device = int(np.argmin([k.memory for k in costs.cluster.devices]))
     mib = lambda nbytes: f"{nbytes / 2**20:.4g} MiB"
     found = "no program keeps to the layouts that are fixed"
     if least is not None:
-        found = f"the smallest program found needs {mib(least.memory)}, {mib(least.memory - limit)} too much"
-        found += f" (every program needs {mib(min(certain, least.memory))} or more)"
+        held = held_by(least.program, least.sizes, costs)
+        if room.exact:
+            device = int(np.argmax(np.array(held) / room.limits))
+        found = f"the smallest program found needs {mib(held[device])}, {mib(held[device] - room.limits[device])}"
+        every = mib(min(certain, least.memory))
+        if room.proportions is not None:
+            every = f"{100 * min(certain, least.memory) / room.limit:.0f} % of what some device has"
+        found += f" too much (every program needs {every} or more)"
+    limit, name = room.limits[device], costs.cluster.devices[device].name
     at, other = (" at these ratios", "other ratios, ") if pinned else ("", "")
     return (
         f"no program fits{at}: device {device} ({name}) has {mib(limit)} and {found}; {other}a device with "

@@ -75,7 +75,8 @@ class Sizer:
         `start`: weights of the devices. `limit`: bytes per device; where none keep it, those that hold the least are
         returned.
         """
-        candidates = [self.fixed(start), self.fixed(np.ones(self.costs.n))]
+        room = self.costs.room.proportions
+        candidates = [self.fixed(w) for w in (start, np.ones(self.costs.n), room) if w is not None]
         if len(self.pinned) == len(self.classes.all):
             return candidates[0]
         speed = self.costs.rate("float32")
@@ -118,7 +119,8 @@ class Sizer:
             before = self._fractions(sizes)
             solved = dict(before)
             for axes in self.families:
-                lp = RatioLP(self.loads, self.memory, axes, self.kinds[axes], active, sizes, self.pinned)
+                apart = bool(points) and self.costs.room.exact
+                lp = RatioLP(self.loads, self.memory, axes, self.kinds[axes], active, sizes, self.pinned, apart=apart)
                 if not lp.classes:
                     continue
                 fractions = lp.solve(sorted(points), allowed)
@@ -161,7 +163,7 @@ class Sizer:
             for c, alike in enumerate(self.loads.alike):
                 if c in self.pinned:
                     continue
-                most = self._room(c, found, limit) if tight else self.classes.all[c].units
+                most = self._room(c, found, limit) if tight else (self.classes.all[c].units,)
                 key = (alike, found[c], most)
                 if key not in known:
                     known[key] = self._of_class(c, found, most, together=together)
@@ -171,15 +173,18 @@ class Sizer:
                 break
         return sizes
 
-    def _room(self, c: int, shares: Sequence[tuple[int, ...]], limit: float) -> int:
-        """The units that the largest shard of a class may have: as many as now, or more where the memory allows it."""
-        cls, now = self.classes.all[c], max(shares[c])
+    def _room(self, c: int, shares: Sequence[tuple[int, ...]], limit: float) -> tuple[int, ...]:
+        """The units that each position or, padded, any may have of a class: as many as now, or more where the memory
+        allows it."""
+        cls, exact = self.classes.all[c], self.costs.room.exact
+        now = shares[c] if exact else (max(shares[c]),)
         if len(cls.axes) > 1:
             return now
-        whole, divided = self.memory.by_cut(Sizes(self.graph, self.classes, tuple(shares)), [(c, 1)])
-        nbytes = divided.get((c, 1), np.zeros(1))
-        room = np.where(nbytes > 0, (limit - whole) / np.maximum(nbytes, 1.0), 1.0).min()
-        return max(now, int(room * cls.units + 1e-9))
+        most = self.memory.most(Sizes(self.graph, self.classes, tuple(shares)), c, limit)
+        if exact:
+            place = self.costs.position(cls.axes)
+            most = [most[place == p].min() for p in range(len(now))]
+        return tuple(max(n, int(m * cls.units + 1e-9)) for n, m in zip(now, most, strict=True))
 
     def _aligned(self, c: int, shares: Ints) -> Iterator[Ints]:
         """Shares in whole tiles for all kinds but one, which takes what is left: single units cannot cross a tile."""
@@ -199,14 +204,17 @@ class Sizer:
                     aligned[mine] = left // count + (np.arange(count) < left % count)
                     yield aligned
 
-    def _of_class(self, c: int, shares: Sequence[tuple[int, ...]], most: int, *, together: bool) -> tuple[int, ...]:
+    def _of_class(
+        self, c: int, shares: Sequence[tuple[int, ...]], most: tuple[int, ...], *, together: bool
+    ) -> tuple[int, ...]:
         """The cheapest of a class's shares and those aligned to tiles, then single units moved between positions while
-        the class's true cost falls; no share above `most`. `together`: units of whole groups are moved as well."""
+        the class's true cost falls; no share above `most`, of its position or of all. `together`: units of whole groups
+        are moved as well."""
         cls = self.classes.all[c]
         cost = self.loads.of_class(c, Sizes(self.graph, self.classes, tuple(shares)))
         if cost is None:
             return shares[c]
-        seconds = lambda held: cost(held / cls.units) if held.max() <= most else np.inf
+        seconds = lambda held: cost(held / cls.units) if (held <= most).all() else np.inf
         kind_of = self.kinds[cls.axes]
         current = np.array(shares[c], dtype=np.int64)
         best = cost(current / cls.units)

@@ -139,6 +139,7 @@ class ClusterPlanner:
     progress: Callable[[Progress], None] | None = None
     leave_out: bool = True
     pins: Pins | None = None
+    exact: bool = False
     whole: Planner = field(init=False)
 
     @seldom()
@@ -153,6 +154,7 @@ class ClusterPlanner:
             self.restriction,
             self.progress,
             pins=self.pins,
+            exact=self.exact,
         )
         asked = self.restriction is not None or self.pins is not None
         if not self.leave_out or asked or self.cluster.n == 1:
@@ -201,7 +203,10 @@ class ClusterPlanner:
         axes = len(mesh_axes(entry.cluster))
         known = (e.planner for e in self._entries if e.planner)
         base = next((p for p in known if p.restriction is restriction and len(p.axes) == axes), self.whole)
-        return Planner(self.graph, entry.cluster, self.memory_limit, left, restriction, self._relay(entry), base)
+        relay = self._relay(entry)
+        return Planner(
+            self.graph, entry.cluster, self.memory_limit, left, restriction, relay, base=base, exact=self.exact
+        )
 
     def _relay(self, entry: _Entry) -> Callable[[Progress], None] | None:
         """Progress of one set as that of the whole."""

@@ -58,8 +58,8 @@ def exact_sizes(sizer: Sizer, at: Sizes, limit: float = np.inf) -> Sizes | None:
         parts.append(sent * round((whole - nothing) * ticks / prod(units[c] for c in cuts)))
     if np.isfinite(limit):
         whole, divided = sizer.memory.by_cut(at, [(c, 1) for c in range(len(units))])
-        for point, fixed in enumerate(whole):
-            bytes_of = [(c, nbytes[point] / units[c]) for (c, _), nbytes in divided.items()]
+        for point, fixed in enumerate(whole[0]):
+            bytes_of = [(c, nbytes[0, point] / units[c]) for ((c, _), _), nbytes in divided.items()]
             model.add(sum(int(np.ceil(b)) * largest[c] for c, b in bytes_of) <= int(limit - fixed))
     model.minimize(sum(parts))
     solver = cp_model.CpSolver()

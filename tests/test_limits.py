@@ -24,7 +24,8 @@ from hapsynth.search.limits import Limits
 from hapsynth.search.memory import MemoryProfile
 from hapsynth.search.planner import InfeasibleError, Planner
 from hapsynth.search.problem import Problem, solve
-from hapsynth.search.ratios import Ratios
+from hapsynth.search.ratios import Ratios, proportional
+from hapsynth.search.room import Room
 from hapsynth.search.structure import Structure
 from hapsynth.trace import trace
 
@@ -89,13 +90,16 @@ def test_what_is_alive_in_any_order_is_alive_in_all(seed: int) -> None:
         assert {*found.bystanders, *found.read, *found.made} == always
 
 
+@pytest.mark.parametrize("exact", [False, True])
 @pytest.mark.parametrize("devices", [2, 4])
-def test_no_program_holds_less_than_the_bound_counts(devices: int) -> None:
+def test_no_program_holds_less_than_the_bound_counts(devices: int, exact: bool) -> None:
     graph = perceptron()
     even = cluster([1.0] * devices)
-    costs = CostModel(graph, even, FactorTable(graph))
+    room = Room((3e9, 1e9) * (devices // 2), exact=True) if exact else None
+    costs = CostModel(graph, even, FactorTable(graph), room=room)
     structure = Structure(graph, costs.table, sparing=True)
-    formulator = Formulator(structure, costs, Ratios(graph, costs.table, np.full(devices, 1.0 / devices)))
+    weights = proportional([2.0, 1.0] * (devices // 2) if exact else [1.0] * devices)
+    formulator = Formulator(structure, costs, Ratios(graph, costs.table, weights))
     certain = Limits(formulator, at_least=True)
     ops = [op.index for op in graph.ops]
     limited = [certain.problem({op: np.inf}) for op in ops]
@@ -109,7 +113,7 @@ def test_no_program_holds_less_than_the_bound_counts(devices: int) -> None:
         odd = Problem(tuple(u + rng.random(u.size) * rng.choice([1e-6, 1.0]) for u in free.unary), free.edges)
         chosen = solve(odd, tolerance=1e-2, max_nodes=2000).assignment
         assert chosen is not None
-        counted = max(float(p.usage(certain.extended(p, chosen))[0]) for p in limited)
+        counted = max(float(p.usage(certain.extended(p, chosen)).max()) for p in limited)
         emitter = Emitter(formulator, chosen.tolist())
         for program in (emitter.run(costs.axes), emitter.ordered(costs.axes, sparing=True)):
             classes = Classes.build(graph, program, costs.table)
@@ -120,7 +124,8 @@ def test_no_program_holds_less_than_the_bound_counts(devices: int) -> None:
             assert least <= counted * (1 + 1e-9)
             assert counted <= held * (1 + 1e-9)
             nearest = max(nearest, counted / held)
-    assert nearest > 0.7, "a bound that is never near what programs hold is of no use"
+    # What collectives send, which depends on the order, is not in the bound.
+    assert nearest > (0.6 if exact else 0.7), "a bound that is never near what programs hold is of no use"
 
 
 def test_the_least_program_is_found_and_named() -> None:

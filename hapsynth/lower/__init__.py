@@ -1,7 +1,6 @@
 """A program to a function of stored arrays (DESIGN D1, D2): in switch form or in staged form."""
 
 from hapsynth.lower._exact import ExactStorage, Shards, parts
-from hapsynth.lower._form import fitting_form
 from hapsynth.lower._staged import Staged, lower_staged
 from hapsynth.lower._storage import Storage, host_array, own_mesh, with_weak_type
 from hapsynth.lower._switch import Lowered, lower
@@ -14,7 +13,6 @@ __all__ = [
     "Staged",
     "Storage",
     "UnsupportedError",
-    "fitting_form",
     "host_array",
     "lower",
     "lower_staged",

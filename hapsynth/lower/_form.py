@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 from jax.sharding import Mesh
 
@@ -70,14 +70,3 @@ class Form:
     @cached_property
     def steps(self) -> list[Step]:
         return split(self.graph, self.program, self.sizes)
-
-
-def fitting_form(sizes: Sizes, mesh: Mesh | None) -> tuple[Literal["switch", "staged"], str]:
-    """The form that fits a program with `sizes` on a mesh, None where it was planned without devices, and why."""
-    if mesh is None:
-        return "switch", "the plan was made without its devices"
-    if all(len(set(shares)) == 1 for shares in sizes.shares):
-        return "switch", "all shards are alike, so one program is exact on every device"
-    if not mesh.is_multi_process:
-        return "switch", "one process holds all devices"
-    return "staged", "shards are uneven among several processes: each stores and computes its own at exact size"

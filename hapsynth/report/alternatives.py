@@ -21,7 +21,7 @@ from hapsynth.search.costs import CostModel
 from hapsynth.search.emit import Emitter
 from hapsynth.search.evaluate import Cost, feed_costs, instruction_costs
 from hapsynth.search.formulate import Formulator
-from hapsynth.search.memory import peak
+from hapsynth.search.memory import held_by
 from hapsynth.search.problem import Ints, solve
 from hapsynth.search.ratios import Ratios
 from hapsynth.search.starts import own_weights
@@ -36,13 +36,13 @@ _BUDGET_S = 10.0
 class Alternative:
     """The best program among those that have a value elsewhere: in `layout`.
 
-    `memory_bytes`: its peak per device, None where its sizes are not those of the plan. `proved`:
+    `memory_bytes`: its peak on each device, None where its sizes are not those of the plan. `proved`:
     no such program is cheaper.
     """
 
     layout: Layout
     cost_s: float
-    memory_bytes: float | None
+    memory_bytes: tuple[float, ...] | None
     proved: bool
 
 
@@ -52,7 +52,7 @@ class Alternatives:
     def __init__(self, plan: Plan) -> None:
         self.plan, self.graph = plan, plan.traced.graph
         self.table = FactorTable(self.graph)
-        self.model = CostModel(self.graph, plan.used, self.table)
+        self.model = CostModel(self.graph, plan.used, self.table, room=plan.result.room)
         self.costs: list[Cost] = list(instruction_costs(plan.program, plan.sizes, self.model))
         self.layouts: dict[int, Layout] = dict(plan.program.inputs)
         for i in plan.program.instructions:
@@ -120,10 +120,10 @@ class Alternatives:
         assert found is not None
         return found
 
-    def _memory(self, assignment: list[int]) -> float | None:
+    def _memory(self, assignment: list[int]) -> tuple[float, ...] | None:
         program = Emitter(self.formulator, assignment).run(self.plan.program.axes)
         sizes = self.ratios.sizes_of(Classes.build(self.graph, program, self.table))
-        return None if sizes is None else peak(program, sizes, self.model)
+        return None if sizes is None else held_by(program, sizes, self.model)
 
 
 def _main_value(op: Op) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from rich.console import Console
 
@@ -81,9 +81,8 @@ class Explainer:
         self.out.print(table(["instruction", "layout", "seconds", "wire bytes"], rows, left=2))
         self.out.print(heading("The best program with each layout of it, at the plan's shard sizes"))
         held = format_layout(self.known.layouts[value])
-        limit = self.plan.memory_limit
-        peak = max(self.plan.memory)
-        rows = [[f"{held} (the plan)", seconds(self.plan.cost), "", "", nbytes(peak), "yes" if peak <= limit else "no"]]
+        memory = tuple(self.plan.memory[d] for d in self.plan.devices)
+        rows = [[f"{held} (the plan)", seconds(self.plan.cost), "", "", nbytes(max(memory)), self._fits(memory)]]
         for layout in self.known.others(value):
             self.tell(f"searching without the layout of {self.names.value(value)}")
             found = self.known.best_with(value, layout)
@@ -191,8 +190,7 @@ class Explainer:
         # The search proves its results to a relative 1e-5: less than that is nothing.
         if abs(more) <= 2e-5 * self.plan.cost:
             more = 0.0
-        memory, limit = found.memory_bytes, self.plan.memory_limit
-        fits = "-" if memory is None else "yes" if memory <= limit else "no"
+        memory = found.memory_bytes
         sign = "+" if more >= 0 else "-"
         if more and not found.proved:
             sign = f"<= {sign}"
@@ -200,9 +198,14 @@ class Explainer:
             seconds(found.cost_s),
             sign + seconds(abs(more)) if more else "no more",
             f"{sign}{percent(abs(more) / self.plan.cost)}" if more else "",
-            "-" if memory is None else nbytes(memory),
-            fits,
+            "-" if memory is None else nbytes(max(memory)),
+            "-" if memory is None else self._fits(memory),
         ]
+
+    def _fits(self, memory: Sequence[float]) -> str:
+        """Whether each device that takes part has so much."""
+        limits = self.plan.result.room.limits
+        return "yes" if all(held <= limit for held, limit in zip(memory, limits, strict=True)) else "no"
 
     def _share(self, spent: float) -> str:
         return percent(spent / self.total) if self.total else "-"

@@ -113,11 +113,11 @@ class Entry:
 def comparison(plan: Plan) -> dict[str, Entry]:
     """The plan, as `hapsynth`, and every baseline, all costed by one model."""
     model = cost_model(plan)
-    peak = max(plan.result.memory_bytes)
-    fits = peak <= plan.memory_limit
+    memory, limits = plan.result.memory_bytes, plan.result.memory_limit_bytes
+    peak, fits = max(memory), all(held <= limit for held, limit in zip(memory, limits, strict=True))
     entries = {"hapsynth": Entry(plan.cost, peak, fits, traffic(plan.program, plan.sizes, model))}
     # What people run today runs on all devices.
-    limit, whole = min(plan.result.memory_limit_bytes), model.on(plan.cluster)
+    limit, whole = min(limits), model.on(plan.cluster)
     for name, b in Baselines(plan.traced.graph, model.table, whole, limit).all().items():
         entries[name] = Entry(b.cost_s, b.memory_bytes, b.fits, traffic(b.program, b.sizes, whole))
     return entries
