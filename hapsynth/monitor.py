@@ -20,11 +20,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from hapsynth import _jax
-from hapsynth.graph import Boundary, Literal
-from hapsynth.instructions.factors import Cut, Local
-from hapsynth.instructions.program import Compute, FactorTable, reads, writes
-from hapsynth.instructions.rules import execute
-from hapsynth.instructions.sizes import cut_nodes
+from hapsynth.graph import Boundary
+from hapsynth.instructions.program import Compute, reads, writes
+from hapsynth.lower import Interpreter, Where
 from hapsynth.rebalance import THRESHOLD, Proposal, busy_seconds, gathered, model_of, propose
 from hapsynth.search.costs import CostModel
 from hapsynth.search.evaluate import cuts_of, shares
@@ -48,7 +46,7 @@ class Probe:
             number = int(np.ravel_multi_index(coords, plan.mesh.devices.shape))
             heaviest, seconds = self._heaviest(costs, number)
             if heaviest is not None:
-                self._runs.append(self._compiled(costs.table, heaviest, coords, device))
+                self._runs.append(self._compiled(heaviest, coords, device))
                 self.predicted_s = max(self.predicted_s, seconds)
 
     def _heaviest(self, costs: CostModel, device: int) -> tuple[Compute | None, float]:
@@ -61,34 +59,22 @@ class Probe:
                 found = max(found, (i, float(each[device])), key=lambda pair: pair[1])
         return found
 
-    def _compiled(self, table: FactorTable, i: Compute, coords: tuple[int, ...], device: Any) -> tuple[Any, list[Any]]:
+    def _compiled(self, i: Compute, coords: tuple[int, ...], device: Any) -> tuple[Any, list[Any]]:
         """The op as a function for one device, and operands for it."""
         graph, sizes = self.plan.traced.graph, self.plan.sizes
-        op, factors = graph.ops[i.op], table[i.op]
-        given = dict(zip((position for position, _ in op.value_operands), reads(graph, i)))
-        shapes = tuple(
-            o.shape if isinstance(o, Literal) else sizes.local_shape(*given[n], coords)
-            for n, o in enumerate(op.operands)
-        )
-        cuts: dict[int, Cut] = {}
-        for factor, (node, *_) in cut_nodes(graph, i.op, factors, i.triples):
-            units, (at, held) = sizes.units(*node)[1], (sizes.position(node[2], coords), sizes.starts(*node))
-            scale = factors.sizes[factor] // sum(units)
-            start = held[at] * factors.sizes[factor] // graph.values[node[0]].shape[node[1]]
-            cuts[factor] = Cut(scale * units[at], lambda start=start: jnp.int32(start))
-        results = tuple(sizes.local_shape(*p, coords) for p in writes(graph, i))
-        index = lambda axis: jnp.int32(coords[axis])
-        local = Local(op, factors, i.triples, shapes, results, cuts, index, device.platform)
-        places = [n for n, _ in op.value_operands]
+        assert self.plan.mesh is not None
+        lengths = self.plan.mesh.devices.shape
+        needed = list(dict.fromkeys(reads(graph, i)))
+        local = Interpreter(graph, sizes, device.platform)
 
         def run(*values: Any) -> list[Any]:
-            operands = [o.value if isinstance(o, Literal) else None for o in op.operands]
-            for place, value in zip(places, values):
-                operands[place] = value
-            return execute(local, operands)
+            env = dict(zip(needed, values, strict=True))
+            local.run([i], env, Where(lengths, (coords,), tuple(jnp.int32(c) for c in coords)))
+            return [env[made] for made in writes(graph, i)]
 
         with _jax.no_mesh():
-            values = [jax.device_put(_filled(shapes[n], op.dtypes[n]), device) for n in places]
+            shapes = [(sizes.local_shape(*p, coords), graph.values[p[0]].dtype) for p in needed]
+            values = [jax.device_put(_filled(shape, dtype), device) for shape, dtype in shapes]
         return jax.jit(run), values
 
     def slowdown(self, least_s: float) -> float:

@@ -68,10 +68,12 @@ class EmulatedCluster:
             raise MissingError(f"an emulated cluster needs {', '.join(lacking)}")
         remove_leftovers()
         try:
-            folder = _folder(self.name)
-            folder.mkdir()
-            self._lock = os.open(folder / "lock", os.O_CREAT | os.O_RDWR)
+            folder, hidden = _folder(self.name), _folder(f".{self.name}")
+            # Locked before it can be taken for a leftover by another one that begins now.
+            hidden.mkdir(exist_ok=True)
+            self._lock = os.open(hidden / "lock", os.O_CREAT | os.O_RDWR)
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            hidden.rename(folder)
             self._reaper = _reaper(self.name, self._lock)
             hosts = [f"{network.address(i)} {m.name}" for i, m in enumerate(self.machines)]
             (folder / "hosts").write_text("\n".join(["127.0.0.1 localhost", *hosts]) + "\n")
