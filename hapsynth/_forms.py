@@ -7,10 +7,10 @@ from typing import Any, Literal, get_args
 
 from jax.sharding import Mesh
 
+from hapsynth._words import nbytes
 from hapsynth.cluster import Cluster
 from hapsynth.graph import Graph
 from hapsynth.instructions.program import FactorTable
-from hapsynth.report.text import nbytes
 from hapsynth.search.costs import CostModel
 from hapsynth.search.memory import peak
 from hapsynth.search.result import Result

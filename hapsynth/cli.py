@@ -19,6 +19,7 @@ from typing import IO, Any
 import jax
 from rich.console import Console
 
+from hapsynth._words import percent
 from hapsynth.api import synthesize
 from hapsynth.cluster import Cluster, ClusterError, ClusterWarning
 from hapsynth.example_data import example_arguments
@@ -40,7 +41,7 @@ from hapsynth.report.output import STDOUT, Outputs
 from hapsynth.report.progress import activity, progress
 from hapsynth.report.remedies import Task, print_remedies, remedies, remedies_record
 from hapsynth.report.summary import print_summary
-from hapsynth.report.text import console, percent
+from hapsynth.report.text import console
 from hapsynth.report.versus import print_comparison
 from hapsynth.search.pins import RatioError
 from hapsynth.search.planner import InfeasibleError

@@ -23,9 +23,9 @@ from hapsynth import _jax
 from hapsynth.graph import Boundary
 from hapsynth.instructions.program import Compute, reads, writes
 from hapsynth.lower import Interpreter, Where
-from hapsynth.rebalance import THRESHOLD, Proposal, busy_seconds, gathered, model_of, propose
+from hapsynth.rebalance import THRESHOLD, Proposal, busy_seconds, gathered, propose
 from hapsynth.search.costs import CostModel
-from hapsynth.search.evaluate import cuts_of, shares
+from hapsynth.search.evaluate import device_seconds
 
 if TYPE_CHECKING:
     from hapsynth.plan import Plan
@@ -37,7 +37,7 @@ class Probe:
     def __init__(self, plan: Plan, clock: Callable[[], float] = time.perf_counter) -> None:
         assert plan.mesh is not None
         self.plan, self._clock = plan, clock
-        costs = model_of(plan)
+        costs = plan.cost_model()
         mine = [(d, at) for at, d in np.ndenumerate(plan.mesh.devices) if d.process_index == jax.process_index()]
         self._runs: list[tuple[Any, list[Any]]] = []
         self.predicted_s = 0.0
@@ -54,8 +54,7 @@ class Probe:
         found: tuple[Compute | None, float] = (None, 0.0)
         for i in self.plan.program.instructions:
             if isinstance(i, Compute) and not isinstance(self.plan.traced.graph.ops[i.op].primitive, Boundary):
-                work = costs.work(i.op, i.triples)
-                each = costs.device_times(work, shares(costs, self.plan.sizes, cuts_of(costs, i)))
+                each = device_seconds(costs, self.plan.sizes, i)
                 found = max(found, (i, float(each[device])), key=lambda pair: pair[1])
         return found
 

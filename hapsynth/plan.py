@@ -20,7 +20,7 @@ from hapsynth.cluster import Cluster, ClusterWarning
 from hapsynth.drift import DriftReport, copied_along, leaf_drift, resynced
 from hapsynth.example_data import random_arguments
 from hapsynth.instructions.layout import format_layout
-from hapsynth.instructions.program import Program
+from hapsynth.instructions.program import FactorTable, Program
 from hapsynth.instructions.sizes import Sizes
 from hapsynth.jobs import before_call
 from hapsynth.local_data import Feeder
@@ -36,6 +36,7 @@ from hapsynth.lower import (
 )
 from hapsynth.plan_file import PlanError, read_plan, write_plan
 from hapsynth.rebalance import THRESHOLD, propose, slowdowns
+from hapsynth.search.costs import CostModel
 from hapsynth.search.result import Result
 from hapsynth.sharded_array import ShardedArray, plain, whole
 from hapsynth.trace import Traced
@@ -376,6 +377,11 @@ class Plan:
     def used(self) -> Cluster:
         """The cluster of the devices that take part: what the program is for."""
         return self.cluster.subset(self.devices)
+
+    def cost_model(self, cluster: Cluster | None = None) -> CostModel:
+        """What the plan's instructions cost on the devices that take part, or on others as many."""
+        graph = self.traced.graph
+        return CostModel(graph, cluster or self.used, FactorTable(graph), self.program.axes, self.result.room)
 
     @cached_property
     def ratios(self) -> dict[str, tuple[float, ...]]:

@@ -16,11 +16,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from hapsynth.cluster import Cluster
 from hapsynth.devices import DeviceKind
-from hapsynth.instructions.program import Compute, FactorTable
+from hapsynth.instructions.program import Compute
 from hapsynth.instructions.sizes import Sizes, layout_nodes
 from hapsynth.lower import host_array
 from hapsynth.search.costs import CostModel, Floats
-from hapsynth.search.evaluate import cuts_of, program_cost, shares
+from hapsynth.search.evaluate import device_seconds, program_cost, shares
 from hapsynth.search.memory import held_by
 from hapsynth.search.ratios import proportional
 from hapsynth.search.result import Result
@@ -53,24 +53,16 @@ class Proposal:
         return self.before_s / self.after_s if self.after_s else 1.0
 
 
-def model_of(plan: Plan, cluster: Cluster | None = None) -> CostModel:
-    """What the plan's ops cost on the devices that take part, or on others as many."""
-    graph = plan.traced.graph
-    return CostModel(graph, cluster or plan.used, FactorTable(graph), plan.program.axes, plan.result.room)
-
-
 def busy_seconds(plan: Plan, costs: CostModel | None = None) -> Floats:
     """Predicted seconds per step in which each device that takes part computes: float64 [devices], in mesh order.
 
     The time in collectives, and of waiting for others, is not in it.
     """
-    graph, costs = plan.traced.graph, costs or model_of(plan)
+    graph, costs = plan.traced.graph, costs or plan.cost_model()
     busy = np.zeros(costs.n)
     for i in plan.program.instructions:
         if isinstance(i, Compute):
-            work = costs.work(i.op, i.triples)
-            each = costs.device_times(work, shares(costs, plan.sizes, cuts_of(costs, i)))
-            busy += graph.runs[graph.ops[i.op].region] * each
+            busy += graph.runs[graph.ops[i.op].region] * device_seconds(costs, plan.sizes, i)
     for value, layout in plan.program.inputs.items():
         work = costs.feed_work(value, layout)
         if work is not None:
@@ -114,7 +106,7 @@ def propose(plan: Plan, slowdown: Floats, threshold: float = THRESHOLD) -> Propo
         raise ValueError(f"threshold is {threshold!r}; give the least gain as a fraction, like 0.05")
     slowdown = _first(plan.mesh, slowdown.astype(np.float64))
     cluster = _at_speeds(plan.cluster, plan.devices, slowdown, threshold)
-    costs = model_of(plan, cluster.subset(plan.devices))
+    costs = plan.cost_model(cluster.subset(plan.devices))
     program, graph = plan.program, plan.traced.graph
     sizer = Sizer(program, plan.sizes.classes, costs)
     found = sizer.best(proportional(costs.rate("float32")), limit=plan.memory_limit)

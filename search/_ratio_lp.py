@@ -13,7 +13,7 @@ from scipy.sparse import coo_array
 
 from hapsynth.instructions.sizes import Sizes
 from hapsynth.search.costs import Floats, Work
-from hapsynth.search.loads import Loads
+from hapsynth.search.loads import Loads, Wire, Works
 from hapsynth.search.memory import Cut, MemoryProfile, largest_of
 
 
@@ -35,9 +35,9 @@ class RatioLP:
         apart: bool = False,
     ) -> None:
         self.loads, self.memory, self.sizes, self.costs = loads, memory, sizes, loads.costs
-        self.works, self.wires = loads.works, loads.wires
         self.axes, self.kind_of = axes, kind_of
         self.classes = [c.index for c in loads.classes.all if c.axes == axes and c.index not in pinned]
+        self.works, self.wires = self._counted()
         place = self.costs.position(axes)
         idle = np.bincount(place, active, minlength=kind_of.size) == 0
         self.kinds = [k for k in range(int(kind_of.max()) + 1) if not idle[kind_of == k].all()]
@@ -50,6 +50,10 @@ class RatioLP:
         self.objective: list[float] = [0.0] * (len(leaders) * len(self.kinds))
         self.largest: dict[Cut, int] = {}
         self.rows, self.equal = _Rows(), _Rows()
+
+    def _counted(self) -> tuple[Sequence[Works], Sequence[Wire]]:
+        """What the objective is made of."""
+        return self.loads.works, self.loads.wires
 
     def solve(self, points: Sequence[int], limit: float) -> dict[int, Floats] | None:
         """Class -> fraction per position, or None where it has no solution.

@@ -34,8 +34,8 @@ def size_bound(
     lps: list[_Relaxed] = []
     for axes, kind_of in kinds.items():
         # Along several axes, positions of one kind are no longer alike: it matters with which others they are joined.
-        apart = kind_of if len(axes) == 1 else np.arange(kind_of.size)
-        lp = _Relaxed(loads, memory, axes, apart, np.ones(loads.costs.n), sizes, pinned)
+        alike = kind_of if len(axes) == 1 else np.arange(kind_of.size)
+        lp = _Relaxed(loads, memory, axes, alike, np.ones(loads.costs.n), sizes, pinned, apart=memory.room.exact)
         lps += [lp] if lp.classes else []
     # A tensor that two families cut holds a product.
     points = _full_points(memory, sizes, limit) if len(kinds) == 1 else ()
@@ -61,21 +61,12 @@ _POINTS = 16
 class _Relaxed(RatioLP):
     """One family of classes along the same axes. `constant`: seconds to add to its optimum."""
 
-    def __init__(
-        self,
-        loads: Loads,
-        memory: MemoryProfile,
-        axes: tuple[int, ...],
-        kind_of: npt.NDArray[np.int64],
-        active: np.ndarray,
-        sizes: Sizes,
-        pinned: dict[int, tuple[int, ...]],
-    ) -> None:
-        super().__init__(loads, memory, axes, kind_of, active, sizes, pinned, apart=memory.room.exact)
-        free = set(self.classes)
-        self.works = [w for w in loads.works if len(w.cuts) == 1 and w.cuts[0][0] in free]
-        self.wires = [w for w in loads.wires if len(w.times) <= 2 and not w.over and {c for c, _ in w.times} <= free]
-        self.constant = 0.0
+    constant = 0.0
+
+    def _counted(self) -> tuple[Sequence[Works], Sequence[Wire]]:
+        free, loads = set(self.classes), self.loads
+        works = [w for w in loads.works if len(w.cuts) == 1 and w.cuts[0][0] in free]
+        return works, [w for w in loads.wires if len(w.times) <= 2 and not w.over and {c for c, _ in w.times} <= free]
 
     def _add_wires(self) -> None:
         self._add_largest()

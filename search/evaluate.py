@@ -42,6 +42,12 @@ def shares(costs: CostModel, sizes: Sizes, nodes: Sequence[Node]) -> list[Floats
     return found
 
 
+def device_seconds(costs: CostModel, sizes: Sizes, instruction: Compute) -> Floats:
+    """What each device takes over an op, one run: float64 [devices]."""
+    work = costs.work(instruction.op, instruction.triples)
+    return costs.device_times(work, shares(costs, sizes, cuts_of(costs, instruction)))
+
+
 def instruction_costs(program: Program, sizes: Sizes, costs: CostModel) -> Iterator[Cost]:
     """The cost of every instruction, in order."""
     known: dict[object, float] = {}

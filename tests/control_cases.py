@@ -10,6 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from hapsynth import Plan
+from hapsynth.check import relative_error
+
 
 def floats(*shape: int, seed: int = 0) -> np.ndarray:
     return np.random.default_rng([seed, *shape]).normal(size=shape).astype(np.float32)
@@ -151,3 +154,14 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
         (floats(24, 8),),
     ),
 }
+
+
+def assert_same(plan: Plan, got: Any, want: Any, tolerance: float = 1e-5) -> None:
+    """What a plan returned is, made whole, what the function returns: structure, shapes, types and values."""
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert (a.shape, a.dtype, getattr(a, "weak_type", None)) == (b.shape, b.dtype, getattr(b, "weak_type", None))
+        a, b = plan.unshard(a), plan.unshard(b)
+        if jnp.issubdtype(b.dtype, jax.dtypes.prng_key):
+            a, b = jax.random.key_data(a), jax.random.key_data(b)
+        assert relative_error(np.asarray(a), np.asarray(b)) <= tolerance

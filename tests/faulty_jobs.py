@@ -19,6 +19,7 @@ import numpy as np
 from slow_devices import slow_cluster
 
 import hapsynth
+from hapsynth.jobs._address import free_ports
 from hapsynth.lower import Lowered
 
 Job = Callable[[int], None]
@@ -115,13 +116,9 @@ TAKEN: list[socket.socket] = []
 
 def start(job: Job) -> dict[int, int]:
     """Fork the job's processes: pid -> number. These leave by raising Child."""
-    probes = [socket.create_server(("localhost", 0)) for _ in range(2)]
-    coordinator, rendezvous = (p.getsockname()[1] for p in probes)
-    probes.pop(0).close()
+    coordinator, rendezvous = free_ports(2)
     if job is port_taken:
-        TAKEN.extend(probes)
-    else:
-        probes.pop().close()
+        TAKEN.append(socket.create_server(("localhost", rendezvous)))
     pids: dict[int, int] = {}
     for rank in range(2):
         pid = os.fork()

@@ -23,7 +23,6 @@ from hapsynth.instructions.sizes import Sizes
 from hapsynth.lower import Shards, Staged, parts
 from hapsynth.lower._schedule import CollectiveStage
 from hapsynth.plan import Plan
-from hapsynth.rebalance import model_of
 from hapsynth.search.evaluate import program_cost
 from hapsynth.search.memory import MemoryProfile
 from hapsynth.search.planner import InfeasibleError
@@ -61,7 +60,7 @@ def planned(memory: tuple[float, ...], fn: Any = momentum, args: Any = STATE, **
 
 
 def profile_of(plan: Plan) -> MemoryProfile:
-    return MemoryProfile(plan.traced.graph, plan.program, plan.sizes.classes, model_of(plan))
+    return MemoryProfile(plan.traced.graph, plan.program, plan.sizes.classes, plan.cost_model())
 
 
 @cache
@@ -153,7 +152,7 @@ def test_wires_are_those_that_the_stages_send() -> None:
 def test_sizes_within_exact_memory_are_near_the_best_of_all() -> None:
     """Against every way to cut the state, and the bound below them all."""
     plan = tight()
-    sizer = Sizer(plan.program, plan.sizes.classes, model_of(plan))
+    sizer = Sizer(plan.program, plan.sizes.classes, plan.cost_model())
     limit = sizer.costs.room.limit
     units, *_ = (c.units for c in plan.sizes.classes.all)
     best = np.inf

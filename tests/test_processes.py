@@ -2,13 +2,14 @@
 
 import os
 import re
-import socket
 import subprocess
 import sys
 import textwrap
 from pathlib import Path
 
 import pytest
+
+from hapsynth.jobs._address import free_ports
 
 ROOT = Path(__file__).parents[1]
 CODE = """
@@ -123,9 +124,7 @@ FED = """
 
 def run_two(code: str, *options: str) -> list[str]:
     """What two processes of one CPU device each say, which both have to end well."""
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        address = f"localhost:{probe.getsockname()[1]}"
+    address = f"localhost:{free_ports(2)[0]}"
     paths = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
     env = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_COORDINATOR_ADDRESS": address, "PYTHONPATH": paths}
     run = [sys.executable, "-c", textwrap.dedent(code), address]

@@ -20,7 +20,7 @@ from hapsynth.instructions.layout import R, S
 from hapsynth.lower import Storage
 from hapsynth.monitor import Monitor, Probe
 from hapsynth.plan import Plan
-from hapsynth.rebalance import busy_seconds, model_of, propose, slowdowns
+from hapsynth.rebalance import busy_seconds, propose, slowdowns
 from hapsynth.sharded_array import ShardedArray
 
 # ---- exchange
@@ -361,7 +361,7 @@ def test_a_probe_runs_each_devices_heaviest_op_at_its_own_shape(plan: Plan) -> N
     shares = new.sizes.of_devices(new.sizes.classes.of[new.traced.graph.inputs[-1], 0, (0,)])
     assert rows == set(shares)
     assert len({v.device for _, values in probe._runs for v in values}) == 4
-    costs = model_of(new)
+    costs = new.cost_model()
     assert 0 < probe.predicted_s < busy_seconds(new, costs).max()
 
 

@@ -6,11 +6,13 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from hapsynth.jobs._address import JobError, Patience, find_address
+from hapsynth.jobs._address import JobError, Patience, find_address, free_ports
 from hapsynth.jobs._client import Client
 from hapsynth.jobs._server import PROTOCOL, Server
 
@@ -279,3 +281,24 @@ def test_patience_is_set_by_the_environment() -> None:
     for text in ("soon", "0", "-1", "inf"):
         with pytest.raises(JobError, match="HAPSYNTH_SILENCE_S is"):
             Patience.of({"HAPSYNTH_SILENCE_S": text})
+
+
+def test_free_ports_are_none_that_an_outgoing_connection_may_take() -> None:
+    outgoing = Path("/proc/sys/net/ipv4/ip_local_port_range")
+    if not outgoing.exists():
+        pytest.skip("only Linux says which ports it gives to outgoing connections")
+    with ExitStack() as stack:
+        for _ in range(20):
+            ports = free_ports(2)
+            assert ports[1] == ports[0] + 1 < int(outgoing.read_text().split()[0])
+            for port in ports:
+                stack.enter_context(socket.create_server(("", port)))
+
+
+def test_a_host_without_free_ports_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def taken(*_: Any, **__: Any) -> None:
+        raise OSError("Address already in use")
+
+    monkeypatch.setattr(socket, "create_server", taken)
+    with pytest.raises(JobError, match="no 2 free ports .* give --coordinator HOST:PORT"):
+        free_ports(2)

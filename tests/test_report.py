@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from jax.extend.core import Primitive
 
+from hapsynth._words import nbytes, percent, plural, seconds
 from hapsynth.api import synthesize
 from hapsynth.cluster import Cluster
 from hapsynth.example_data import example_arguments, index_bound, is_not_negative
@@ -30,7 +31,7 @@ from hapsynth.report.output import Outputs
 from hapsynth.report.progress import line, progress
 from hapsynth.report.record import costs_of
 from hapsynth.report.summary import print_summary
-from hapsynth.report.text import console, device_groups, nbytes, percent, plural, seconds, span
+from hapsynth.report.text import console, device_groups, span
 from hapsynth.search.formulate import Formulator
 from hapsynth.search.problem import solve
 from hapsynth.search.result import Progress

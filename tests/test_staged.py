@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from control_cases import CASES, floats
+from control_cases import CASES, assert_same, floats
 from jax import lax
 from random_programs import RandomProgram
 from slow_devices import SPEEDS, first_devices, slow_cluster
@@ -23,7 +23,6 @@ from test_lower import assert_close, chain
 from unflatten import unflattened
 
 import hapsynth
-from hapsynth.check import relative_error
 from hapsynth.instructions.checker import check
 from hapsynth.instructions.sizes import Sizes
 from hapsynth.lower import Shards, Staged, lower_staged
@@ -56,16 +55,6 @@ def without_rows(plan: Plan) -> Plan:
     shares = tuple((s[0] + s[1], 0, *s[2:]) for s in plan.sizes.shares)
     result = replace(plan.result, sizes=Sizes(plan.traced.graph, plan.sizes.classes, shares))
     return Plan(plan.traced, result, plan.cluster, plan.mesh, plan.fn)
-
-
-def assert_same(plan: Plan, got: Any, want: Any, tolerance: float = 1e-5) -> None:
-    assert jax.tree.structure(got) == jax.tree.structure(want)
-    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        assert (a.shape, a.dtype, getattr(a, "weak_type", None)) == (b.shape, b.dtype, getattr(b, "weak_type", None))
-        a, b = plan.unshard(a), plan.unshard(b)
-        if jnp.issubdtype(b.dtype, jax.dtypes.prng_key):
-            a, b = jax.random.key_data(a), jax.random.key_data(b)
-        assert relative_error(np.asarray(a), np.asarray(b)) <= tolerance
 
 
 @pytest.mark.parametrize("name", ["nested", "while", "keys", "invariant"])

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import math
 import os
+import random
+import socket
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
+from pathlib import Path
 
 COORDINATOR = "JAX_COORDINATOR_ADDRESS"
 RENDEZVOUS = "HAPSYNTH_RENDEZVOUS"
@@ -39,6 +43,34 @@ def find_address(given: str | None = None, environment: Mapping[str, str] = os.e
         f"this plan runs on several processes, and where they meet is not known: start them with `hapsynth launch`, or "
         f"set {COORDINATOR}=HOST:PORT (as given to jax.distributed.initialize; the rendezvous takes the next port) or "
         f"{RENDEZVOUS}=HOST:PORT in each, HOST being process 0's; {PREFLIGHT}=off runs the plan without any checks"
+    )
+
+
+def free_ports(count: int) -> range:
+    """Ports of this host in a row that nothing listens at; JobError where it has none.
+
+    They are taken later, so below those that Linux gives to outgoing connections, of which any may come in between.
+    """
+    try:
+        outgoing = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    except (OSError, ValueError, IndexError):
+        outgoing = 1 << 15
+    lowest, end = (10_000, outgoing) if outgoing > 20_000 else (20_000, 1 << 16)
+    # Of the system, not of the seeded generator: jobs started alike would all ask for the same ports.
+    draw = random.SystemRandom()
+    for _ in range(100):
+        first = draw.randrange(lowest, end - count)
+        ports = range(first, first + count)
+        with ExitStack() as stack:
+            try:
+                for port in ports:
+                    stack.enter_context(socket.create_server(("", port)))
+            except OSError:
+                continue
+        return ports
+    raise JobError(
+        f"no {count} free ports in a row were found on {socket.gethostname()}; give --coordinator HOST:PORT with a "
+        "free one whose next one is free too"
     )
 
 

@@ -16,8 +16,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+from hapsynth._words import plural
 from hapsynth.jobs._address import Address, JobError, Patience
-from hapsynth.report.text import plural
 
 PROTOCOL = 1
 _NOTICE_S = 30.0

@@ -12,13 +12,14 @@ import numpy as np
 from jax.sharding import Mesh
 from rich.console import Console
 
+from hapsynth._words import plural
 from hapsynth.jobs._address import COORDINATOR, JobError
 from hapsynth.jobs.launch import Launch, launch, launched
 from hapsynth.jobs.preflight import preflight
 from hapsynth.plan import Plan, load
 from hapsynth.report import trial
 from hapsynth.report.model_file import UsageError, load_target
-from hapsynth.report.text import plural, table
+from hapsynth.report.text import table
 
 
 def add_launch_arguments(parser: argparse.ArgumentParser) -> None:

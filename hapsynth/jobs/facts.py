@@ -15,9 +15,9 @@ from jax.sharding import Mesh
 
 import hapsynth
 from hapsynth import _memory
+from hapsynth._words import nbytes
 from hapsynth.lower import parts
 from hapsynth.plan_file import plan_to_dict
-from hapsynth.report.text import nbytes
 
 if TYPE_CHECKING:
     from hapsynth.plan import Plan

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -16,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from hapsynth.jobs._address import COORDINATOR, RENDEZVOUS, JobError, parse_address
+from hapsynth.jobs._address import COORDINATOR, RENDEZVOUS, JobError, free_ports, parse_address
 
 _TELL_S = 3.0
 """For the others to say themselves, by the rendezvous, who failed."""
@@ -55,7 +54,7 @@ class Launch:
         """What `jax.distributed.initialize()` and the rendezvous read, for each process of this host."""
         meet: dict[str, str] = {COORDINATOR: self.coordinator}
         if not self.coordinator:
-            coordinator, rendezvous = _free_ports(2)
+            coordinator, rendezvous = free_ports(2)
             meet = {COORDINATOR: f"localhost:{coordinator}", RENDEZVOUS: f"localhost:{rendezvous}"}
         shares = _gpu_shares(self.here)
         return [
@@ -183,12 +182,6 @@ def _signals() -> Generator[list[int]]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def _free_ports(count: int) -> list[int]:
-    with ExitStack() as stack:
-        probes = [stack.enter_context(socket.create_server(("", 0))) for _ in range(count)]
-        return [p.getsockname()[1] for p in probes]
 
 
 def _gpu_shares(processes: int) -> list[str]:

@@ -31,27 +31,23 @@ class Moves:
 
 
 @dataclass(frozen=True, eq=False)
-class Enter:
+class Trip:
+    """What goes on around one trip of a loop; `trip` counts them."""
+
+    loop: Loop
+    trip: Slot
+
+
+class Enter(Trip):
     """A loop's first trip: what it carries and, of a scan, what it stacks to and how often it ran."""
 
-    loop: Loop
-    trip: Slot
 
-
-@dataclass(frozen=True, eq=False)
-class Slice:
+class Slice(Trip):
     """A scan's parts for this trip."""
 
-    loop: Loop
-    trip: Slot
 
-
-@dataclass(frozen=True, eq=False)
-class Turn:
+class Turn(Trip):
     """The end of a trip: what the next one carries, and the pieces of this one where they are stacked."""
-
-    loop: Loop
-    trip: Slot
 
 
 @dataclass(frozen=True, eq=False)

@@ -40,7 +40,7 @@ from hapsynth.lower._schedule import (
     Sent,
     Slice,
     Slot,
-    Turn,
+    Trip,
     instructions_of,
     schedule,
 )
@@ -242,7 +242,7 @@ class Staged(Form):
                 case Moves():
                     made = [self._moved(env, *pair) for pair in zip(step.sources, step.targets, strict=True)]
                     env.update(zip(step.targets, made, strict=True))
-                case Enter() | Slice() | Turn():
+                case Trip():
                     self._loop_step(step, env, here)
                 case Decide():
                     env[step.target] = env[step.source].astype(jnp.int32)
@@ -253,7 +253,7 @@ class Staged(Form):
             return self._strong(target, x)
         return with_weak_type(x, x.dtype, False)
 
-    def _loop_step(self, step: Enter | Slice | Turn, env: Env, here: Where) -> None:
+    def _loop_step(self, step: Trip, env: Env, here: Where) -> None:
         loop, trip = step.loop, step.trip
         scans = loop.region.kind == "scan"
         if isinstance(step, Enter):

@@ -10,6 +10,7 @@ from pathlib import Path
 import jax
 from rich.console import Console
 
+from hapsynth._words import nbytes, plural, seconds
 from hapsynth.cluster import Cluster
 from hapsynth.jobs.command import add_job_arguments, join_job, whole_number
 from hapsynth.profile.job import Job
@@ -18,7 +19,7 @@ from hapsynth.profile.wires import Axes
 from hapsynth.report import trial
 from hapsynth.report.model_file import UsageError
 from hapsynth.report.output import Outputs
-from hapsynth.report.text import heading, nbytes, plural, seconds, table
+from hapsynth.report.text import heading, table
 
 _DTYPES = ("float32", "bfloat16", "float16", "float64")
 

@@ -13,10 +13,11 @@ from typing import Any
 
 from rich.console import Console
 
+from hapsynth._words import plural, seconds
 from hapsynth.cluster import Cluster, Link
 from hapsynth.plan import Plan
 from hapsynth.report.record import finite
-from hapsynth.report.text import heading, plural, seconds, table
+from hapsynth.report.text import heading, table
 from hapsynth.search.planner import InfeasibleError
 from hapsynth.search.subclusters import ClusterPlanner
 

@@ -14,10 +14,9 @@ import numpy as np
 
 from hapsynth.graph import Op
 from hapsynth.instructions.layout import Layout, format_layout
-from hapsynth.instructions.program import Compute, Convert, FactorTable
+from hapsynth.instructions.program import Compute, Convert
 from hapsynth.instructions.sizes import Classes
 from hapsynth.plan import Plan
-from hapsynth.search.costs import CostModel
 from hapsynth.search.emit import Emitter
 from hapsynth.search.evaluate import Cost, feed_costs, instruction_costs
 from hapsynth.search.formulate import Formulator
@@ -51,8 +50,8 @@ class Alternatives:
 
     def __init__(self, plan: Plan) -> None:
         self.plan, self.graph = plan, plan.traced.graph
-        self.table = FactorTable(self.graph)
-        self.model = CostModel(self.graph, plan.used, self.table, room=plan.result.room)
+        self.model = plan.cost_model()
+        self.table = self.model.table
         self.costs: list[Cost] = list(instruction_costs(plan.program, plan.sizes, self.model))
         self.layouts: dict[int, Layout] = dict(plan.program.inputs)
         for i in plan.program.instructions:

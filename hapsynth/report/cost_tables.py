@@ -9,10 +9,11 @@ from typing import TypeVar
 
 from rich.console import Console
 
+from hapsynth._words import percent, plural, seconds, si
 from hapsynth.plan import Plan
 from hapsynth.report.costs import Computing, Line, Sending
 from hapsynth.report.summary import print_left_out
-from hapsynth.report.text import heading, percent, plural, seconds, si, table
+from hapsynth.report.text import heading, table
 
 _L = TypeVar("_L", Computing, Sending)
 

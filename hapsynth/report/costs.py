@@ -20,7 +20,6 @@ from hapsynth.instructions.program import Compute, Convert
 from hapsynth.instructions.sizes import layout_nodes
 from hapsynth.plan import Plan
 from hapsynth.report.names import Names
-from hapsynth.report.record import cost_model
 from hapsynth.search.costs import CostModel, Floats, Work
 from hapsynth.search.evaluate import cuts_of, largest_share, shares
 
@@ -103,7 +102,7 @@ def cost_record(plan: Plan, lines: Sequence[Line]) -> dict[str, Any]:
 
 class _Lines:
     def __init__(self, plan: Plan) -> None:
-        self.plan, self.model, self.names = plan, cost_model(plan), Names(plan.traced)
+        self.plan, self.model, self.names = plan, plan.cost_model(), Names(plan.traced)
         self.graph = plan.traced.graph
 
     def all(self) -> Iterator[Line]:

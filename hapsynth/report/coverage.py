@@ -9,11 +9,12 @@ import jax
 from rich.console import Console
 
 from hapsynth import _jax
+from hapsynth._words import plural
 from hapsynth.inline import REFUSED
 from hapsynth.instructions.rules import REGISTRY
 from hapsynth.instructions.rules.registry import MANY
 from hapsynth.report.reach import Reached, reached
-from hapsynth.report.text import console, heading, plural, table
+from hapsynth.report.text import console, heading, table
 
 Status = OneOf["covered", "region", "needs replication", "refused", "unknown"]
 

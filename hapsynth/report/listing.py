@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
+from hapsynth._words import nbytes, plural, seconds
 from hapsynth.instructions.layout import format_layout
 from hapsynth.instructions.program import Convert
 from hapsynth.plan import Plan
 from hapsynth.report.names import Names
-from hapsynth.report.text import nbytes, plural, seconds
 from hapsynth.search.evaluate import Cost
 
 _NAMED = 4

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hapsynth.cluster import Cluster
-from hapsynth.instructions.program import Convert, FactorTable, Program
+from hapsynth.instructions.program import Convert, Program
 from hapsynth.instructions.sizes import Sizes
 from hapsynth.instructions.uncovered import named
 from hapsynth.plan import Plan
@@ -30,15 +30,9 @@ def finite(value: float) -> float | None:
     return float(value) if math.isfinite(value) else None
 
 
-def cost_model(plan: Plan) -> CostModel:
-    """The model that costed a plan: of the devices that it uses."""
-    graph = plan.traced.graph
-    return CostModel(graph, plan.used, FactorTable(graph))
-
-
 def costs_of(plan: Plan, model: CostModel | None = None) -> list[Cost]:
     """Seconds and wire bytes of every instruction, in order."""
-    return list(instruction_costs(plan.program, plan.sizes, model or cost_model(plan)))
+    return list(instruction_costs(plan.program, plan.sizes, model or plan.cost_model()))
 
 
 def search_record(plan: Plan) -> dict[str, Any]:
@@ -112,7 +106,7 @@ class Entry:
 
 def comparison(plan: Plan) -> dict[str, Entry]:
     """The plan, as `hapsynth`, and every baseline, all costed by one model."""
-    model = cost_model(plan)
+    model = plan.cost_model()
     memory, limits = plan.result.memory_bytes, plan.result.memory_limit_bytes
     peak, fits = max(memory), all(held <= limit for held, limit in zip(memory, limits, strict=True))
     entries = {"hapsynth": Entry(plan.cost, peak, fits, traffic(plan.program, plan.sizes, model))}

@@ -15,10 +15,11 @@ import jax
 from rich.console import Console
 
 from hapsynth import _units
+from hapsynth._words import nbytes, plural, seconds
 from hapsynth.cluster import Cluster
 from hapsynth.plan import Plan
 from hapsynth.report.record import finite
-from hapsynth.report.text import heading, nbytes, plural, seconds, table
+from hapsynth.report.text import heading, table
 from hapsynth.search.planner import InfeasibleError
 from hapsynth.trace import trace
 

@@ -6,10 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import fsum
 
+from hapsynth._words import counted, percent
 from hapsynth.instructions.program import Compute, Program
 from hapsynth.instructions.rules.registry import flops_of
 from hapsynth.instructions.sizes import Sizes, cut_nodes
-from hapsynth.report.text import counted, device_groups, percent, span
+from hapsynth.report.text import device_groups, span
 from hapsynth.search.baselines import Baselines
 
 _CONTRACTIONS = ("dot_general", "conv_general_dilated")

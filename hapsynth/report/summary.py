@@ -8,24 +8,14 @@ from collections import Counter
 from rich.console import Console
 from rich.table import Table
 
+from hapsynth._words import counted, nbytes, percent, plural, seconds
 from hapsynth.instructions.program import Convert
 from hapsynth.instructions.uncovered import named, uncovered
 from hapsynth.plan import Plan
 from hapsynth.report.listing import brief
 from hapsynth.report.names import Names
-from hapsynth.report.record import cost_model, costs_of, traffic
-from hapsynth.report.text import (
-    counted,
-    device_groups,
-    heading,
-    indices,
-    nbytes,
-    percent,
-    plural,
-    seconds,
-    span,
-    table,
-)
+from hapsynth.report.record import costs_of, traffic
+from hapsynth.report.text import device_groups, heading, indices, span, table
 
 _STATUS = {
     "optimal": "optimal: no program at any shard sizes is cheaper",
@@ -38,7 +28,7 @@ _ROWS = 12
 
 def print_summary(out: Console, plan: Plan, *, listing: bool = False) -> None:
     """The whole report of one plan; `listing`: every instruction instead of the program in brief."""
-    model = cost_model(plan)
+    model = plan.cost_model()
     costs = costs_of(plan, model)
     graph = plan.traced.graph
     collectives = sum(isinstance(i, Convert) and i.is_collective for i in plan.program.instructions)

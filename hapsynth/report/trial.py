@@ -17,10 +17,11 @@ import numpy as np
 from jax.sharding import Mesh
 from rich.console import Console
 
+from hapsynth._words import plural, seconds
 from hapsynth.check import Reference, compare
 from hapsynth.plan import Plan
 from hapsynth.report.model_file import UsageError
-from hapsynth.report.text import heading, plural, seconds, table
+from hapsynth.report.text import heading, table
 
 TOLERANCE = 1e-4
 """Largest relative error in float32, per leaf (`hapsynth.check.CheckReport`)."""

@@ -6,10 +6,11 @@ from collections.abc import Mapping
 
 from rich.console import Console
 
+from hapsynth._words import nbytes, plural, seconds
 from hapsynth.plan import Plan
 from hapsynth.report.record import Entry
 from hapsynth.report.summary import print_certificate, print_left_out
-from hapsynth.report.text import heading, nbytes, plural, seconds, table
+from hapsynth.report.text import heading, table
 
 _WORDS = {
     "hapsynth": "hapsynth",
