@@ -300,5 +300,5 @@ def test_a_host_without_free_ports_says_so(monkeypatch: pytest.MonkeyPatch) -> N
         raise OSError("Address already in use")
 
     monkeypatch.setattr(socket, "create_server", taken)
-    with pytest.raises(JobError, match="no 2 free ports .* give --coordinator HOST:PORT"):
+    with pytest.raises(JobError, match=r"no 2 free ports .* give --coordinator HOST:PORT"):
         free_ports(2)
