@@ -22,6 +22,7 @@ from hapsynth.search._order import search_order
 from hapsynth.search._pairwise import Floats, Ints, Problem, Progress, Solution
 from hapsynth.search._reduce import Network
 from hapsynth.search._space import Found, Space, build_space, space_bytes
+from hapsynth.search._ties import spread_messages
 from hapsynth.search._trws import Dual
 from hapsynth.search._warm import Messages, recall, remember
 
@@ -178,7 +179,8 @@ class Hunt:
                 self.proved(network.offset)
                 return
             if not recalled:
-                recall(self.run.messages, network, sizes)
+                if self.run.messages or not spread_messages(network, multipliers):
+                    recall(self.run.messages, network, sizes)
                 recalled = True
             dual = _dual(network, multipliers)
             before, size, cost = self.lower_bound, network.size(), self.cost
@@ -328,7 +330,14 @@ class Hunt:
         threshold = self.threshold()
         if threshold == np.inf:
             return
+        # Alike variables keep what any of them keeps: so they stay alike, and are reduced once.
+        together: dict[object, tuple[list[int], Floats]] = {}
         for i, floor in dual.floors().items():
-            keep = floor * (1 - _FLOAT_SAFETY * np.sign(floor)) < threshold
-            if not keep.all():
+            alike = network.kind(i), tuple(sorted(network.links[i].values()))
+            members, least = together.setdefault(alike, ([], floor.copy()))
+            members.append(i)
+            np.minimum(least, floor, out=least)
+        for members, least in together.values():
+            keep = least * (1 - _FLOAT_SAFETY * np.sign(least)) < threshold
+            for i in members:
                 network.restrict(i, keep)

@@ -136,6 +136,10 @@ class Network:
     def count(self, i: int) -> int:
         return self.tables.arrays[self._unary[i]].size
 
+    def kind(self, i: int) -> tuple[Id, Id, Id]:
+        """Equal for variables that have the same states left, at the same costs and usage."""
+        return self._unary[i], self._states[i], self._usage[i]
+
     def unary(self, i: int) -> Floats:
         """float64 [states of i now]"""
         return self.tables.arrays[self._unary[i]]
