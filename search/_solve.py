@@ -6,6 +6,7 @@ then keep the limits exactly.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -14,11 +15,13 @@ from hapsynth.search._hunt import Hunt, Run
 from hapsynth.search._pairwise import Floats, Ints, Problem, Progress, Solution, padded_limits, validate
 from hapsynth.search._prices import priced
 from hapsynth.search._reduce import Network
+from hapsynth.search._ties import Ties
 from hapsynth.search._warm import Messages
 
 Assignment = npt.NDArray[np.integer] | Sequence[int]
 
 _LEAST_TOLERANCE = 1e-10
+_TIED_NODES = 2000  # of a search that proves nothing
 
 
 def solve(
@@ -58,6 +61,25 @@ def solve(
             raise
         return replace(run.solution(hunt), interrupted=True)
     return run.solution(hunt)
+
+
+def solve_tied(
+    problem: Problem, *, start: Assignment | None = None, messages: Messages | None = None, **options: Any
+) -> Solution:
+    """A cheap assignment, without a bound: the best in which alike variables take the same state, found as if there
+    were one of each. As `solve`, which does it where too few are alike or limits tell them apart."""
+    ties = Ties.of(problem)
+    if ties is None:
+        return solve(problem, start=start, messages=messages, **options)
+    begin = None if start is None else ties.lower(np.asarray(start, dtype=np.int64))
+    known = ties.lower_messages(messages or {})
+    found = solve(ties.tied, start=begin, messages=known, max_nodes=_TIED_NODES, **options)
+    if messages is not None:
+        messages.update(ties.lift_messages(known))
+    if found.assignment is None:
+        return replace(found, lower_bound=-np.inf, status="gap")
+    assignment = ties.lift(found.assignment)
+    return replace(found, assignment=assignment, cost=problem.cost(assignment), lower_bound=-np.inf, status="gap")
 
 
 def _run(hunt: Hunt, starts: Sequence[Ints]) -> None:

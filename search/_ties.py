@@ -12,13 +12,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
 from hapsynth.search._pairwise import Edge, Floats, Ints, Problem
 from hapsynth.search._reduce import Network
 from hapsynth.search._trws import Dual
-from hapsynth.search._warm import filled
+from hapsynth.search._warm import Messages, filled
 
 _WORTHWHILE = 0.5  # of the variables: with more colours than that nothing is won
 _NEAR = 1  # rounds of colouring where only an assignment is wanted
@@ -51,7 +52,23 @@ class Ties:
 
     def lower(self, assignment: Ints) -> Ints:
         """The tied problem's assignment that takes the states of each colour's first member."""
-        return assignment[np.unique(self.colours, return_index=True)[1]]
+        return assignment[self._first]
+
+    @cached_property
+    def _first(self) -> Ints:
+        """Each colour's first member."""
+        return np.unique(self.colours, return_index=True)[1]
+
+    def lift_messages(self, messages: Messages) -> Messages:
+        """By each colour's first member: with other costs there may be other colours."""
+        first = self._first.tolist()
+        return {(first[k], first[l]): message for (k, l), message in messages.items()}
+
+    def lower_messages(self, messages: Messages) -> Messages:
+        colour = {i: k for k, i in enumerate(self._first.tolist())}
+        return {
+            (colour[i], colour[j]): message for (i, j), message in messages.items() if i in colour and j in colour
+        }
 
 
 def spread_messages(network: Network, multipliers: Floats) -> bool:

@@ -44,7 +44,8 @@ class Candidate:
 
 def bound_at(cost: float, solution: Solution) -> float | None:
     """A search's lower bound for its program at sizes of this cost: where they are those that the search assumed."""
-    return solution.lower_bound if abs(cost - solution.cost) <= 1e-9 * cost else None
+    known = np.isfinite(solution.lower_bound) and abs(cost - solution.cost) <= 1e-9 * cost
+    return solution.lower_bound if known else None
 
 
 @dataclass(frozen=True, eq=False)

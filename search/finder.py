@@ -19,7 +19,7 @@ from hapsynth.search.costs import CostModel, Floats
 from hapsynth.search.formulate import Formulator
 from hapsynth.search.limits import Limits
 from hapsynth.search.pins import Pins
-from hapsynth.search.problem import Ints, Messages, Problem, Solution, solve
+from hapsynth.search.problem import Ints, Messages, Problem, Solution, solve, solve_tied
 from hapsynth.search.problem import Progress as SolverProgress
 from hapsynth.search.ratios import NOTHING, Evenly, Ratios
 from hapsynth.search.result import Progress
@@ -107,6 +107,8 @@ class Finder:
         """The joint bound, the most that was sought, and within how many limits."""
         self._messages: Messages = {}
         """Of the last search's dual."""
+        self._tied_messages: Messages = {}
+        """Of the last search with alike variables as one."""
         self._best_messages: Messages = {}
         """Of the search that came to the best program: from them the next one's dual begins."""
         self._limits: dict[int, float] = {}
@@ -161,14 +163,17 @@ class Finder:
         self._joint = solution.lower_bound, enough, len(self._limits)
         return solution.lower_bound
 
-    def _solve(self, problem: Problem, *, anyway: bool = False, cold: bool = False, **options: Any) -> Solution:
-        """`solve`, counted, and not begun any more once Ctrl-C was pressed, unless `anyway`. It begins from the
-        messages of the best program's search, unless `cold`."""
+    def _solve(
+        self, problem: Problem, *, tied: bool = False, anyway: bool = False, cold: bool = False, **options: Any
+    ) -> Solution:
+        """`solve` or `solve_tied`, counted, and not begun any more once Ctrl-C was pressed, unless `anyway`. It begins
+        from the messages of the best program's search, unless `cold`."""
         if self.interrupted and not anyway:
             raise KeyboardInterrupt
         began = time.perf_counter()
         self._messages = {} if cold else dict(self._best_messages)
-        solution = solve(problem, messages=self._messages, **options)
+        messages = self._tied_messages if tied else self._messages
+        solution = (solve_tied if tied else solve)(problem, messages=messages, **options)
         self.interrupted |= solution.interrupted
         self.solver_s += time.perf_counter() - began
         self.expanded += solution.expanded
@@ -176,9 +181,11 @@ class Finder:
         self.states = max(self.states, sum(u.size for u in problem.unary))
         return solution
 
-    def _search(self, ratios: Ratios, choices: Ints | None) -> tuple[Candidate | None, Solution]:
+    def _search(
+        self, ratios: Ratios, choices: Ints | None, *, certain: bool = False
+    ) -> tuple[Candidate | None, Solution]:
         """The best program at the given ratios, sized, that fits; the bound of the solution knows the limits only
-        where it had no need of them.
+        where it had no need of them. Unless `certain` there may be better ones, and no bound (`solve_tied`).
 
         Memory is limited at the ops where programs were found too large. What the problem counts there may be short of
         what a program then holds: the op's limit is tightened by the difference.
@@ -188,7 +195,7 @@ class Finder:
             (formulator, candidate, solution), self._glanced = self._glanced, None
         else:
             formulator = Formulator(self.structure, self.costs, ratios)
-            candidate, solution = self._solve_once(formulator, limits, choices)
+            candidate, solution = self._solve_once(formulator, limits, choices, certain=certain)
         if candidate is not None and candidate.memory > self.limit and candidate.cost >= self._bar:
             # To fit would only make it dearer.
             self.given_up = min(self.given_up, candidate.cost)
@@ -197,7 +204,7 @@ class Finder:
             self._note(candidate, solution)
             self._limits.update(dict.fromkeys(self._maker.full_ops(candidate), self.limit))
             self._spare()
-            return self._search(ratios, None)
+            return self._search(ratios, None, certain=certain)
         found: list[Candidate] = []
         for _ in range(_MEMORY_ROUNDS):
             if candidate is not None:
@@ -212,7 +219,7 @@ class Finder:
             else:
                 # Tightened by more than there is to save: half of it.
                 limits = {op: (limits[op] + self._limits[op]) / 2 for op in limits}
-            candidate, solution = self._solve_once(formulator, limits, found[-1].choices)
+            candidate, solution = self._solve_once(formulator, limits, found[-1].choices, certain=certain)
         self._note(candidate, solution)
         return candidate if candidate is not None and candidate.memory <= self.limit else None, solution
 
@@ -238,14 +245,19 @@ class Finder:
         return found
 
     def _solve_once(
-        self, formulator: Formulator, limits: Mapping[int, float], choices: Ints | None
+        self, formulator: Formulator, limits: Mapping[int, float], choices: Ints | None, *, certain: bool = False
     ) -> tuple[Candidate | None, Solution]:
         began = time.perf_counter()
         likely = Limits(formulator, at_least=False)
         problem = likely.problem(limits)
         start = likely.extended(problem, self._begin(choices))
         solution = self._solve(
-            problem, start=start, tolerance=self._tolerance, time_budget_s=self._share(), progress=self._relay
+            problem,
+            tied=not certain,
+            start=start,
+            tolerance=self._tolerance,
+            time_budget_s=self._share(),
+            progress=self._relay,
         )
         self.search_s += time.perf_counter() - began
         best, found = self._best, solution.assignment

@@ -190,11 +190,16 @@ class Planner(Finder):
         for _ in range(_ROUNDS):
             if best.bound is not None and best.cost - best.bound <= self._tolerance * best.cost:
                 return best, best.bound
-            ratios = self.ratios_at(best.sizes)
-            _, solution = self._search(ratios, best.choices)
-            # The same program has other choices, or none, once the structure has been replaced.
-            found = self._best or best
-            if found.cost >= best.cost * (1 - _SETTLED / 2):
-                return found, self._bound_within(ratios, found.choices) if self._limits else solution.lower_bound
+            ratios, found = self.ratios_at(best.sizes), best
+            for certain in (False, True):
+                _, solution = self._search(ratios, best.choices, certain=certain)
+                # The same program has other choices, or none, once the structure has been replaced.
+                found = self._best or best
+                if found.cost < best.cost * (1 - _SETTLED / 2):
+                    break
+                if self._limits:
+                    return found, self._bound_within(ratios, found.choices)
+                if certain or np.isfinite(solution.lower_bound):
+                    return found, solution.lower_bound
             best = found
         return best, 0.0
