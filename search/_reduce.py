@@ -29,7 +29,7 @@ from hapsynth.search._tables import NONE, Id, Link, NormalForm, Tables
 _TABLE_LIMIT = 300_000  # entries of the table that eliminating one variable may create
 _CHEAP_WORK = 50_000  # of an elimination that is not worth a look for dominated states first
 _WORK_LIMIT = 40_000_000  # additions that one elimination may cost
-_RIVALS = 12  # states are tried for dominance only against this many of the cheapest
+_RIVALS = 16  # states are tried for dominance only against this many of the cheapest
 
 
 class _Eliminated(NamedTuple):
@@ -91,6 +91,8 @@ class Network:
         self._trail: list[_Eliminated] = []
         self._dirty = list(range(count))
         self._queued = [True] * count
+        self._doubtful: list[int] = []
+        self._doubted = [False] * count
         self._thin: list[tuple[int, int]] = []
         if problem.resources:
             for i in range(count):
@@ -123,6 +125,8 @@ class Network:
         other._trail = list(self._trail)
         other._dirty = self.active()
         other._queued = list(self.alive)
+        other._doubtful = []
+        other._doubted = [False] * len(self.alive)
         other._thin = []
         return other
 
@@ -188,6 +192,13 @@ class Network:
                 self._queued[i] = False
                 if self.alive[i]:
                     self._tidy(i)
+            elif self._doubtful:
+                i = heapq.heappop(self._doubtful)
+                self._doubted[i] = False
+                if self.alive[i]:
+                    self._drop_dominated(i)
+                    if not self._queued[i] and len(self.links[i]) <= 2:
+                        heapq.heappush(self._thin, (len(self.links[i]), i))
             elif self._thin:
                 degree, i = heapq.heappop(self._thin)
                 if self.alive[i] and degree == len(self.links[i]) and not self._limited(i):
@@ -223,12 +234,12 @@ class Network:
             # Dominated states make no difference to the minimum over all of them.
             self._eliminate(i)
             return
-        if self.count(i) > 1:
-            self._drop_dominated(i)
         if self.count(i) == 1:
             self._fix(i)
-        elif len(self.links[i]) <= 2:
-            heapq.heappush(self._thin, (len(self.links[i]), i))
+        elif not self._doubted[i]:
+            # What is cheap goes first: a test for dominated states is of use until the next change nearby.
+            self._doubted[i] = True
+            heapq.heappush(self._doubtful, i)
 
     def _limited(self, i: int) -> bool:
         return bool(self.limits.size and self.usage(i).any())

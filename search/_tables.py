@@ -15,8 +15,7 @@ import numpy as np
 
 from hapsynth.search._pairwise import Floats, Ints
 
-_DOMINANCE_WORK = 4_000_000  # rivals times states and table entries
-_FIRST_RIVALS = 16  # most dominated states are beaten by one of so few
+_DIFFERENCES = 100_000  # subtractions; for tables that take more, only the rows asked for are compared
 
 Id = int
 P = ParamSpec("P")
@@ -160,10 +159,53 @@ class Tables:
         costs, use = self.arrays[unary], self.arrays[usage]
         keep = cheapest_of_each([self.arrays[own] for own, _ in sides] + list(use), costs)
         left = np.flatnonzero(keep)
-        tables = [(self.arrays[own][left], self.arrays[table]) for own, table in sides]
-        work = left.size + sum(table.size for _, table in tables)
-        keep[left] = _undominated(costs[left], tables, use[:, left], max(16, min(rivals, _DOMINANCE_WORK // work)))
+        if left.size > 1:
+            keep[left] = self._undominated(
+                costs[left], [(self.arrays[own][left], table) for own, table in sides], use[:, left], rivals
+            )
         return self.mask(keep)
+
+    def _undominated(
+        self, costs: Floats, sides: list[tuple[Ints, Id]], usage: Floats, most_rivals: int
+    ) -> np.ndarray:
+        """A state that beats another comes before it by (cost, cost of links, usage), as a row's least entry is 0, or
+        is its equal. The test is transitive (the least of a sum is no less than the sum of the leasts): a state may go
+        if any before it beats it, itself dropped or not."""
+        of_links = np.zeros(costs.size)
+        for own, table in sides:
+            of_links += self.row_sums(table)[own]
+        order = np.lexsort((usage.sum(axis=0), of_links, costs))
+        rivals, others = order[:most_rivals], order[1:]
+        margin = costs[others, None] - costs[rivals]
+        for own, table in sides:
+            margin += self._differences(table, own[others], own[rivals])
+        beaten = margin >= 0
+        # Only by those before.
+        beaten &= np.arange(1, order.size)[:, None] > np.arange(rivals.size)
+        for use in usage:
+            beaten &= use[others, None] >= use[rivals]
+        keep = np.ones(costs.size, dtype=bool)
+        keep[others[beaten.any(axis=1)]] = False
+        return keep
+
+    def _differences(self, table: Id, rows: Ints, others: Ints) -> Floats:
+        """`least_difference` of each row with each of the others."""
+        entries = self.arrays[table]
+        if entries.shape[0] * entries.size <= _DIFFERENCES:
+            return self.differences(table)[rows[:, None], others]
+        these, row = used_groups(rows, entries.shape[0])
+        those, other = used_groups(others, entries.shape[0])
+        return np.take(least_difference(entries[these], entries[those])[:, other], row, axis=0)
+
+    @Once
+    def differences(self, table: Id) -> Floats:
+        """`least_difference` of each row of a table with each."""
+        return least_difference(self.arrays[table], self.arrays[table])
+
+    @Once
+    def row_sums(self, table: Id) -> Floats:
+        """Finite also where a row is not."""
+        return np.minimum(self.arrays[table], 1e200).sum(axis=1)
 
     @Once
     def cheapest(self, unary: Id, given: tuple[tuple[Id, Id, int], ...]) -> int:
@@ -216,34 +258,6 @@ def _joined(unary: Floats, first: tuple[Ints, Floats], second: tuple[Ints, Float
         out = least if out is None else np.minimum(out, least)
     assert out is not None
     return out
-
-
-def _undominated(unary: Floats, sides: list[tuple[Ints, Floats]], usage: Floats, most_rivals: int) -> np.ndarray:
-    """A state that beats another comes before it by (unary cost, cost of links, usage), as a row's least entry is 0,
-    or is its equal. The test is transitive (the least of a sum is no less than the sum of the leasts): a state may go
-    if any before it beats it, itself dropped or not."""
-    of_links = sum(np.minimum(table, 1e200).sum(axis=1)[own] for own, table in sides)
-    order = np.lexsort((usage.sum(axis=0), np.broadcast_to(of_links, unary.shape), unary))
-    rank = np.empty(unary.size, dtype=np.int64)
-    rank[order] = np.arange(unary.size)
-    keep = np.ones(unary.size, dtype=bool)
-    few = unary.size <= most_rivals
-    for first, last in ((0, most_rivals),) if few else ((0, _FIRST_RIVALS), (_FIRST_RIVALS, most_rivals)):
-        rivals = order[first:last]
-        left = order[first + 1 :]
-        left = left[keep[left]]
-        if not left.size:
-            break
-        better = rank[left, None] > rank[rivals]
-        for use in usage:
-            better &= use[left, None] >= use[rivals]
-        margin = unary[left, None] - unary[rivals]
-        for own, table in sides:
-            rows, row = used_groups(own[left], table.shape[0])
-            columns, column = used_groups(own[rivals], table.shape[0])
-            margin += np.take(least_difference(table[rows], table[columns])[:, column], row, axis=0)
-        keep[left[(better & (margin >= 0)).any(axis=1)]] = False
-    return keep
 
 
 def used_groups(groups: Ints, count: int) -> tuple[Ints | slice, Ints]:

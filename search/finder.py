@@ -182,10 +182,11 @@ class Finder:
         return solution
 
     def _search(
-        self, ratios: Ratios, choices: Ints | None, *, certain: bool = False
+        self, ratios: Ratios, choices: Ints | None, *, certain: bool = False, above: float = np.inf
     ) -> tuple[Candidate | None, Solution]:
         """The best program at the given ratios, sized, that fits; the bound of the solution knows the limits only
         where it had no need of them. Unless `certain` there may be better ones, and no bound (`solve_tied`).
+        What costs `above` or more at these ratios is not sized: the best so far stands for it.
 
         Memory is limited at the ops where programs were found too large. What the problem counts there may be short of
         what a program then holds: the op's limit is tightened by the difference.
@@ -195,7 +196,7 @@ class Finder:
             (formulator, candidate, solution), self._glanced = self._glanced, None
         else:
             formulator = Formulator(self.structure, self.costs, ratios)
-            candidate, solution = self._solve_once(formulator, limits, choices, certain=certain)
+            candidate, solution = self._solve_once(formulator, limits, choices, certain=certain, above=above)
         if candidate is not None and candidate.memory > self.limit and candidate.cost >= self._bar:
             # To fit would only make it dearer.
             self.given_up = min(self.given_up, candidate.cost)
@@ -204,7 +205,7 @@ class Finder:
             self._note(candidate, solution)
             self._limits.update(dict.fromkeys(self._maker.full_ops(candidate), self.limit))
             self._spare()
-            return self._search(ratios, None, certain=certain)
+            return self._search(ratios, None, certain=certain, above=above)
         found: list[Candidate] = []
         for _ in range(_MEMORY_ROUNDS):
             if candidate is not None:
@@ -245,7 +246,13 @@ class Finder:
         return found
 
     def _solve_once(
-        self, formulator: Formulator, limits: Mapping[int, float], choices: Ints | None, *, certain: bool = False
+        self,
+        formulator: Formulator,
+        limits: Mapping[int, float],
+        choices: Ints | None,
+        *,
+        certain: bool = False,
+        above: float = np.inf,
     ) -> tuple[Candidate | None, Solution]:
         began = time.perf_counter()
         likely = Limits(formulator, at_least=False)
@@ -263,7 +270,8 @@ class Finder:
         best, found = self._best, solution.assignment
         if found is None:
             return None, solution
-        if best is not None and best.choices is not None and not limits and np.array_equal(best.choices, found):
+        known = best is not None and best.choices is not None and np.array_equal(best.choices, found)
+        if best is not None and not limits and (known or solution.cost >= above):
             # Its sizes are the best already; where they are those of this search its bound holds for them.
             return replace(best, bound=best.bound or bound_at(best.cost, solution)), solution
         began = time.perf_counter()

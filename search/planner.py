@@ -171,7 +171,7 @@ class Planner(Finder):
         # A start that begins above the best of the others is given up at once.
         bar = min(self.cost, self._bar)
         for _ in range(_ROUNDS):
-            candidate, solution = self._search(ratios, choices)
+            candidate, solution = self._search(ratios, choices, above=reached * (1 - _SETTLED))
             if candidate is None or candidate.cost >= min(reached, bar) * (1 - _SETTLED):
                 return
             if candidate.bound is not None or candidate.cost >= solution.cost * (1 - 10 * _SETTLED):
@@ -192,7 +192,7 @@ class Planner(Finder):
                 return best, best.bound
             ratios, found = self.ratios_at(best.sizes), best
             for certain in (False, True):
-                _, solution = self._search(ratios, best.choices, certain=certain)
+                _, solution = self._search(ratios, best.choices, certain=certain, above=best.cost * (1 - _SETTLED / 2))
                 # The same program has other choices, or none, once the structure has been replaced.
                 found = self._best or best
                 if found.cost < best.cost * (1 - _SETTLED / 2):

@@ -10,8 +10,8 @@ from hapsynth.search.ratios import NOTHING, Evenly, kinship, of_state, proportio
 
 
 def starts(costs: CostModel) -> list[tuple[Floats, Evenly]]:
-    """Weights of the devices to begin from, and what is cut evenly all the same: by speed; by speed but for the state,
-    which is communicated at the size of its largest shard; even; by memory, where that is exact and unlike.
+    """Weights of the devices to begin from, and what is cut evenly all the same: by speed but for the state, which is
+    communicated at the size of its largest shard; by speed; even; by memory, where that is exact and unlike.
 
     Sizes may leave devices out, and plans for fewer devices are made besides (`subclusters.py`).
     """
@@ -19,7 +19,8 @@ def starts(costs: CostModel) -> list[tuple[Floats, Evenly]]:
     found = [(speed, NOTHING)]
     if len(set(speed.tolist())) > 1:
         if costs.graph.carry:
-            found.append((speed, of_state(costs.graph, kinship(costs.graph, costs.table))))
+            # First: it mostly is the best, and others are given up where they begin above what is known.
+            found.insert(0, (speed, of_state(costs.graph, kinship(costs.graph, costs.table))))
         found.append((np.full(costs.n, 1.0 / costs.n), NOTHING))
     if costs.room.proportions is not None:
         found.append((costs.room.proportions, NOTHING))
