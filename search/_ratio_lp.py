@@ -42,7 +42,9 @@ class RatioLP:
         idle = np.bincount(place, active, minlength=kind_of.size) == 0
         self.kinds = [k for k in range(int(kind_of.max()) + 1) if not idle[kind_of == k].all()]
         self.counts = [int((kind_of == k).sum()) for k in self.kinds]
-        self.leader = {c: c for c in self.classes} if apart else _leaders(loads, self.classes)
+        first: dict[object, int] = {}
+        # By convexity some optimum gives classes that are alike the same ratios.
+        self.leader = {c: c if apart else first.setdefault(self._alike(c), c) for c in self.classes}
         self.times = Counter(self.leader.values())
         leaders = list(dict.fromkeys(self.leader.values()))
         self.column = {c: leaders.index(lead) * len(self.kinds) for c, lead in self.leader.items()}
@@ -54,6 +56,10 @@ class RatioLP:
     def _counted(self) -> tuple[Sequence[Works], Sequence[Wire]]:
         """What the objective is made of."""
         return self.loads.works, self.loads.wires
+
+    def _alike(self, c: int) -> object:
+        """What tells a class from others, all else at the sizes given."""
+        return self.loads.alike(c, self.sizes.shares)
 
     def solve(self, points: Sequence[int], limit: float) -> dict[int, Floats] | None:
         """Class -> fraction per position, or None where it has no solution.
@@ -199,12 +205,6 @@ class RatioLP:
     def _share_of(self, cut: Cut, device: int) -> dict[int, float]:
         """A device's share of a cut, as a row."""
         return self._share(cut, int(self.costs.position(self.axes[: cut[1]])[device]))
-
-
-def _leaders(loads: Loads, classes: Sequence[int]) -> dict[int, int]:
-    """For each class the first that is like it: by convexity some optimum gives both the same ratios."""
-    first: dict[object, int] = {}
-    return {c: first.setdefault(loads.alike[c], c) for c in classes}
 
 
 class _Rows:

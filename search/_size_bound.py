@@ -68,6 +68,9 @@ class _Relaxed(RatioLP):
         works = [w for w in loads.works if len(w.cuts) == 1 and w.cuts[0][0] in free]
         return works, [w for w in loads.wires if len(w.times) <= 2 and not w.over and {c for c, _ in w.times} <= free]
 
+    def _alike(self, c: int) -> object:
+        return super()._alike(c) if self.loads.alone(c) else c
+
     def _add_wires(self) -> None:
         self._add_largest()
         for wire in self.wires:
@@ -99,7 +102,8 @@ class _Floor:
         return fsum(count * seconds for count, seconds in zip(works.counts.values(), ideal, strict=True))
 
     def of_wire(self, wire: Wire) -> float:
-        return wire.at(lambda cut: largest_of(self.sizes, cut) if cut[0] in self.pinned else _even(self.loads, cut))
+        least = lambda cut: largest_of(self.sizes, cut) if cut[0] in self.pinned else _even(self.loads, cut)
+        return float(wire.at(least))
 
 
 def _even(loads: Loads, cut: Cut) -> float:

@@ -165,9 +165,7 @@ class Tables:
             )
         return self.mask(keep)
 
-    def _undominated(
-        self, costs: Floats, sides: list[tuple[Ints, Id]], usage: Floats, most_rivals: int
-    ) -> np.ndarray:
+    def _undominated(self, costs: Floats, sides: list[tuple[Ints, Id]], usage: Floats, most_rivals: int) -> np.ndarray:
         """A state that beats another comes before it by (cost, cost of links, usage), as a row's least entry is 0, or
         is its equal. The test is transitive (the least of a sum is no less than the sum of the leasts): a state may go
         if any before it beats it, itself dropped or not."""

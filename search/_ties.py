@@ -66,9 +66,7 @@ class Ties:
 
     def lower_messages(self, messages: Messages) -> Messages:
         colour = {i: k for k, i in enumerate(self._first.tolist())}
-        return {
-            (colour[i], colour[j]): message for (i, j), message in messages.items() if i in colour and j in colour
-        }
+        return {(colour[i], colour[j]): message for (i, j), message in messages.items() if i in colour and j in colour}
 
 
 def spread_messages(network: Network, multipliers: Floats) -> bool:

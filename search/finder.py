@@ -100,6 +100,8 @@ class Finder:
         self._best: Candidate | None = None
         self._least: Candidate | None = None
         self._bar = np.inf
+        self._looked_at: Sizes | None = None
+        """The sizes of the program at which was searched last."""
         self._glanced: tuple[Formulator, Candidate | None, Solution] | None = None
         self.given_up = np.inf
         """The least cost of what does not fit and was not followed up, as it exceeded a bar."""

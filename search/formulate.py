@@ -238,11 +238,10 @@ class Formulator:
         ways, runs = self.conversions(value), self.graph.runs[self.graph.home[value]]
 
         def make() -> Floats:
-            seconds = [runs * self.offer(value, a).seconds for a in choices.options]
+            seconds = runs * self._offers(value, choices.options)[0]
             if value in plain:
-                ends = self._use_table(value, choices.options, self._ends(value), 1.0)
-                seconds = [s + float(row.min()) for s, row in zip(seconds, ends, strict=True)]
-            return np.array(seconds)
+                seconds = seconds + self._use_table(value, choices.options, self._ends(value), 1.0).min(axis=1)
+            return seconds
 
         return self.once(("kept", id(choices.options), id(ways), runs, value in plain), make)
 
@@ -263,20 +262,23 @@ class Formulator:
         table = self._use_tables.get(key)
         if table is None:
             columns = ways.seconds[:, [ways.layouts.number[n] for n in needs.layouts]]
-            table = self._use_tables[key] = columns[self._tensors(value, options)].min(axis=1) * runs
+            table = self._use_tables[key] = columns[self._offers(value, options)[1]].min(axis=1) * runs
         return table
 
-    def _tensors(self, value: int, options: tuple[Availability, ...]) -> Ints:
-        """The numbers of the layouts that each option has [options, most layouts], the first again where there are
-        fewer."""
-        ways = self.conversions(value)
+    def _offers(self, value: int, options: tuple[Availability, ...]) -> tuple[Floats, Ints]:
+        """As `offer`, of every option: seconds [options], and the numbers of the layouts there are then [options, most
+        layouts], the first again where there are fewer."""
+        ways, number = self.conversions(value), self.structure.layouts[value].number
+        numbered = lambda: [(number[a.computed], [number[t] for t in a.targets]) for a in options]
 
-        def make() -> Ints:
-            rows = [[ways.layouts.number[t] for t in self.offer(value, a).tensors] for a in options]
-            most = max(map(len, rows))
-            return np.array([row + row[:1] * (most - len(row)) for row in rows])
+        def make() -> tuple[Floats, Ints]:
+            targets = self.structure.once(("numbered", id(options), id(ways.layouts)), numbered)
+            found = [ways.reached(*numbers) for numbers in targets]
+            most = max(len(there) for _, there in found)
+            rows = [there + there[:1] * (most - len(there)) for _, there in found]
+            return np.array([seconds for seconds, _ in found]), np.array(rows)
 
-        return self.once(("tensors", id(ways), id(options)), make)
+        return self.once(("offers", id(ways), id(options)), make)
 
     def _link(self, op: int, value: int) -> Edge:
         """The result of an op with several is made as the op's triples say."""

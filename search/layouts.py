@@ -97,6 +97,30 @@ class Conversions:
             at = after
         return found
 
+    def reached(self, source: int, targets: Sequence[int]) -> tuple[float, list[int]]:
+        """Seconds to bring what lies in one layout to others too, each the cheapest way from what there is then, and
+        all layouts, by number, in which it lies then, the first one first. Infinite where there is no way."""
+        seconds, steps, after = self._rows
+        there, total = [source], 0.0
+        for target in targets:
+            if target in there:
+                continue
+            at = there[0]
+            if len(there) > 1:
+                at = min(there, key=lambda s: (seconds[s][target], steps[s][target], self.layouts.layouts[s]))
+            if seconds[at][target] == np.inf:
+                return np.inf, there
+            while at != target:
+                before, at = at, after[at][target]
+                if at not in there:
+                    total += seconds[before][at]
+                    there.append(at)
+        return total, there
+
+    @cached_property
+    def _rows(self) -> tuple[list[list[float]], list[list[int]], list[list[int]]]:
+        return self.seconds.tolist(), self.steps.tolist(), self._next.tolist()
+
     def nearest(self, sources: Iterable[Layout], target: Layout) -> Layout:
         """Of several layouts the one from which another is reached at the least cost, in the fewest steps."""
         number = self.layouts.number

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from math import fsum
+from math import fsum, prod
 
 import numpy as np
 
@@ -18,8 +18,10 @@ from hapsynth.search.costs import CostModel, Floats, Work, tiled
 from hapsynth.search.evaluate import cuts_of
 from hapsynth.search.memory import Cut, largest_of
 
-CostOf = Callable[[Floats], float]
-"""Seconds of all that a class decides, from its fractions per position."""
+LargestOf = Callable[[Cut], float | Floats]
+"""The largest share of a cut, or several, for as many trials."""
+CostOf = Callable[[Floats], Floats]
+"""Seconds of all that a class decides, from its fractions per position [..., positions]."""
 
 
 @dataclass(eq=False)
@@ -32,27 +34,28 @@ class Wire:
     seconds: float = 0.0
     curved: dict[Curve, dict[float, float]] = field(default_factory=dict)
 
-    def at(self, largest: Callable[[Cut], float]) -> float:
+    def at(self, largest: LargestOf) -> Floats:
         """Seconds, without the latencies of those that have no curve."""
         share = self.share(largest)
         seconds = self.seconds * share
         for curve, runs in self.curved.items():
-            seconds += float(curve.seconds(np.array(list(runs)) * share) @ np.array(list(runs.values())))
+            for nbytes, count in runs.items():
+                seconds = seconds + curve.seconds(nbytes * share) * count
         return seconds
 
-    def slope(self, largest: Callable[[Cut], float]) -> float:
+    def slope(self, largest: LargestOf) -> float:
         """Seconds per unit of the product, from where it is now on."""
-        share = self.share(largest)
+        share = float(self.share(largest))
         curved = (curve.slope(b * share) * b * n for curve, runs in self.curved.items() for b, n in runs.items())
         return self.seconds + fsum(curved)
 
-    def share(self, largest: Callable[[Cut], float]) -> float:
+    def share(self, largest: LargestOf) -> Floats:
         """The product itself."""
-        product = 1.0
+        product = np.ones(())
         for cut in self.times:
-            product *= largest(cut)
+            product = product * largest(cut)
         for cut in self.over:
-            product /= max(largest(cut), 1e-300)
+            product = product / np.maximum(largest(cut), 1e-300)
         return product
 
     @property
@@ -159,16 +162,17 @@ class Loads:
         return self.expanded(cut, np.array(sizes.shares[c], dtype=np.float64) / max(self.classes.all[c].units, 1))
 
     def expanded(self, cut: Cut, fractions: Floats) -> Floats:
-        """Per device, from a class's fractions per position."""
-        return self.joined(cut, fractions)[self.costs.position(self.classes.all[cut[0]].axes[: cut[1]])]
+        """Per device [..., devices], from a class's fractions per position [..., positions]."""
+        return self.joined(cut, fractions)[..., self.costs.position(self.classes.all[cut[0]].axes[: cut[1]])]
 
     def joined(self, cut: Cut, fractions: Floats) -> Floats:
-        """Per position along the cut's own axes: those of minor axes joined."""
+        """Per position along the cut's own axes [..., positions]: those of minor axes joined."""
         c, depth = cut
         axes = self.classes.all[c].axes
         if depth == len(axes):
             return fractions
-        return fractions.reshape(*(self.classes.lengths[a] for a in axes[:depth]), -1).sum(axis=-1).ravel()
+        count = prod(self.classes.lengths[a] for a in axes[:depth])
+        return fractions.reshape(*fractions.shape[:-1], count, -1).sum(axis=-1)
 
     def cost(self, sizes: Sizes) -> float:
         """Seconds of all that is cut."""
@@ -179,11 +183,11 @@ class Loads:
         def seconds(cuts: tuple[Cut, ...], table: _WorkTable) -> float:
             key = (table, *[(self.classes.all[c].axes, depth, sizes.shares[c]) for c, depth in cuts])
             if key not in known:
-                known[key] = table.cost([self.fraction(sizes, cut) for cut in cuts])
+                known[key] = float(table.cost([self.fraction(sizes, cut) for cut in cuts]))
             return known[key]
 
         worked = fsum(seconds(cuts, table) for cuts, table in self._tables.items())
-        return worked + fsum(w.at(largest) for w in self.wires)
+        return worked + fsum(float(w.at(largest)) for w in self.wires)
 
     @cached_property
     def by_class(self) -> list[tuple[list[Works], list[Wire]]]:
@@ -197,17 +201,30 @@ class Loads:
                 found[c][1].append(wire)
         return found
 
+    def alike(self, c: int, shares: Sequence[tuple[int, ...]]) -> object:
+        """What a class's best sizes depend on where the classes have these shares: layers have classes that are
+        alike."""
+        number, others = self._roles[c]
+        return number, *[shares[other] for other in others]
+
+    def alone(self, c: int) -> bool:
+        """Whether a class's best sizes depend on no other's."""
+        return not self._roles[c][1]
+
     @cached_property
-    def alike(self) -> list[object]:
-        """Per class, what its best sizes depend on: layers have classes that are alike. A class whose costs depend on
-        another's sizes is like none but itself."""
-        found: list[object] = []
+    def _roles(self) -> list[tuple[int, tuple[int, ...]]]:
+        """Per class, the number of what it divides, and the other classes that its costs depend on, as they come in
+        that."""
+        numbers: dict[object, int] = {}
+        found: list[tuple[int, tuple[int, ...]]] = []
         for cls, (works, wires) in zip(self.classes.all, self.by_class, strict=True):
-            if any(cut[0] != cls.index for w in works for cut in w.cuts) or any(len(w.times) > 1 for w in wires):
-                found.append(cls.index)
-                continue
-            loads = tuple((w.cuts[0][1], tuple(w.counts.items())) for w in works)
-            found.append((cls.axes, cls.units, loads, tuple((w.times[0][1], w.load) for w in wires)))
+            place = {cls.index: 0}
+            parts = lambda cuts, place=place: tuple([(place.setdefault(c, len(place)), depth) for c, depth in cuts])
+            loads = tuple([(parts(w.cuts), tuple(w.counts.items())) for w in works])
+            sent = tuple([(parts(w.times), parts(w.over), w.load) for w in wires])
+            kinds = tuple([(self.classes.all[c].axes, self.classes.all[c].units) for c in place])
+            number = numbers.setdefault((kinds, loads, sent), len(numbers))
+            found.append((number, tuple(place)[1:]))
         return found
 
     def lanes(self, c: int) -> set[int]:
@@ -227,18 +244,23 @@ class Loads:
         others = {cut: self.fraction(sizes, cut) for cuts, _ in tables for cut in cuts if cut[0] != c}
         fixed = {cut: largest_of(sizes, cut) for w in wires for cut in (*w.times, *w.over) if cut[0] != c}
 
-        def cost(fractions: Floats) -> float:
+        def cost(fractions: Floats) -> Floats:
             mine = {cut: self.expanded(cut, fractions) for cuts, _ in tables for cut in cuts if cut[0] == c}
             held = lambda cut: mine[cut] if cut[0] == c else others[cut]
-            largest = lambda cut: float(self.joined(cut, fractions).max()) if cut[0] == c else fixed[cut]
-            worked = fsum(t.cost([held(cut) for cut in cuts]) for cuts, t in tables)
-            return worked + fsum(w.at(largest) for w in wires)
+            whole = np.ones(fractions.shape[:-1])
+            largest = lambda cut: self.joined(cut, fractions).max(axis=-1) if cut[0] == c else fixed[cut] * whole
+            seconds = np.zeros(fractions.shape[:-1])
+            for cuts, table in tables:
+                seconds += table.cost([held(cut) for cut in cuts])
+            for wire in wires:
+                seconds += wire.at(largest)
+            return seconds
 
         return cost
 
 
 class _WorkTable:
-    """Works with the same cuts as arrays: their cost at any fractions, vectorized."""
+    """Works with the same cuts as arrays."""
 
     def __init__(self, works: Works, costs: CostModel) -> None:
         column = lambda values: np.array(list(values), dtype=np.float64)[:, None]
@@ -256,20 +278,22 @@ class _WorkTable:
         self.lanes = [np.array([[w.lanes[k]] for w in all_]) for k in range(len(works.cuts))]
         self.fixed = column(w.launches for w in all_) * costs.overhead
 
-    def cost(self, fractions: list[Floats]) -> float:
-        share = np.ones_like(self.compute)
-        held = np.ones(self.compute.shape[1])
-        for fraction, lanes in zip(fractions, self.lanes, strict=True):
+    def cost(self, fractions: list[Floats]) -> Floats:
+        """Seconds [...], from each cut's share per device [..., devices]."""
+        held = [fraction[..., None, :] for fraction in fractions]
+        share = np.ones(())
+        for fraction, lanes in zip(held, self.lanes, strict=True):
             share = share * tiled(fraction, lanes)
-            held = held * fraction
         moved = np.zeros_like(self.compute)
         for mask, seconds in self.moved:
             part = seconds
             for k in mask:
-                part = part * fractions[k]
+                part = part * held[k]
             moved = moved + part
         computing = self.compute * share
         for speeds, rows in self.curved:
-            computing[rows] = speeds.seconds(self.flops[rows] * share[rows])
+            computing[..., rows, :] = speeds.seconds(self.flops[rows] * share[..., rows, :])
         busy = self.fixed + np.maximum(computing, moved)
-        return float(self.counts @ np.where(held > 0, busy, 0.0).max(axis=1, initial=0.0))
+        for fraction in held:
+            busy = np.where(fraction > 0, busy, 0.0)
+        return (busy.max(axis=-1, initial=0.0) * self.counts).sum(axis=-1)

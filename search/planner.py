@@ -178,7 +178,8 @@ class Planner(Finder):
                 # Sizes that gain this little lead to no other program; `_certify` looks once more.
                 return
             reached, choices = candidate.cost, candidate.choices
-            ratios = self._ratios(weights, evenly, candidate.sizes)
+            ratios = self.ratios_at(candidate.sizes)
+            self._looked_at = candidate.sizes
             if last:
                 self._tolerance = min(self._tolerance, WIDE_TOLERANCE)
             if self._late():
@@ -191,7 +192,7 @@ class Planner(Finder):
             if best.bound is not None and best.cost - best.bound <= self._tolerance * best.cost:
                 return best, best.bound
             ratios, found = self.ratios_at(best.sizes), best
-            for certain in (False, True):
+            for certain in (False, True) if best.sizes is not self._looked_at else (True,):
                 _, solution = self._search(ratios, best.choices, certain=certain, above=best.cost * (1 - _SETTLED / 2))
                 # The same program has other choices, or none, once the structure has been replaced.
                 found = self._best or best

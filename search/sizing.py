@@ -160,11 +160,11 @@ class Sizer:
         for tight in (False, True):
             found = list(shares)
             known: dict[object, tuple[int, ...]] = {}
-            for c, alike in enumerate(self.loads.alike):
+            for c in range(len(found)):
                 if c in self.pinned:
                     continue
                 most = self._room(c, found, limit) if tight else (self.classes.all[c].units,)
-                key = (alike, found[c], most)
+                key = (self.loads.alike(c, found), found[c], most)
                 if key not in known:
                     known[key] = self._of_class(c, found, most, together=together)
                 found[c] = known[key]
@@ -214,13 +214,13 @@ class Sizer:
         cost = self.loads.of_class(c, Sizes(self.graph, self.classes, tuple(shares)))
         if cost is None:
             return shares[c]
-        seconds = lambda held: cost(held / cls.units) if (held <= most).all() else np.inf
+        seconds = lambda held: np.where((held <= most).all(axis=-1), cost(held / cls.units), np.inf)
         kind_of = self.kinds[cls.axes]
         current = np.array(shares[c], dtype=np.int64)
-        best = cost(current / cls.units)
-        for aligned in self._aligned(c, current):
-            if (aligned_cost := seconds(aligned)) < best * (1 - 1e-12):
-                best, current = aligned_cost, aligned.copy()
+        best = float(cost(current / cls.units))
+        found = _best_of(self._aligned(c, current), seconds)
+        if found[0] < best * (1 - 1e-12):
+            best, current = found
         for _ in range(4 * current.size):
             found = _best_of(_single_moves(current, kind_of), seconds)
             if together and not found[0] < best * (1 - 1e-12):
@@ -231,11 +231,18 @@ class Sizer:
         return tuple(int(s) for s in current)
 
 
-def _best_of(moves: Iterable[Ints], seconds: Callable[[Ints], float]) -> tuple[float, Ints]:
-    """The cheapest shares and their seconds; inf where there are none."""
-    found = [(seconds(held), n, held) for n, held in enumerate(moves)]
-    best, _, held = min(found, default=(np.inf, 0, np.zeros(0, np.int64)))
-    return best, held
+_SecondsOf = Callable[[Ints], Floats]
+"""Of shares [trials, positions], each trial's."""
+
+
+def _best_of(moves: Iterable[Ints], seconds: _SecondsOf) -> tuple[float, Ints]:
+    """The cheapest shares, the first of equals, and their seconds; inf where there are none."""
+    trials = list(moves)
+    if not trials:
+        return np.inf, np.zeros(0, np.int64)
+    found = seconds(np.stack(trials))
+    at = int(np.argmin(found))
+    return float(found[at]), trials[at]
 
 
 def _groups(shares: Ints, kind_of: Ints) -> dict[tuple[int, int], list[int]]:
@@ -258,7 +265,7 @@ def _single_moves(shares: Ints, kind_of: Ints) -> Iterator[Ints]:
                 yield moved
 
 
-def _group_moves(shares: Ints, kind_of: Ints, seconds: Callable[[Ints], float]) -> Iterator[Ints]:
+def _group_moves(shares: Ints, kind_of: Ints, seconds: _SecondsOf) -> Iterator[Ints]:
     """One unit from, or to, every position of a group: where several are the slowest, one alone changes nothing. The
     rest of the units go where they cost the least, some at a time."""
     for (_, held), members in _groups(shares, kind_of).items():

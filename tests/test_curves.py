@@ -49,7 +49,9 @@ def test_a_curve_and_its_inverse(steps: list[tuple[float, float]], latency: bool
     assert curve.seconds(low) <= curve.seconds(high)
     # Within t no more can be done than `amount(t)`: what takes less than t is less.
     assert float(curve.amount(curve.seconds(low))) >= low * (1 - 1e-9) - 1e-9
-    assert float(curve.seconds(curve.amount(low))) <= low * (1 + 1e-9) or float(curve.amount(low)) == 0
+    # Where a curve is steep the last bits of an amount are many seconds.
+    amount = float(curve.amount(low)) * (1 - 1e-12)
+    assert float(curve.seconds(amount)) <= low * (1 + 1e-9) or amount == 0
     assert [float(curve.seconds(x)) for x, _ in curve.points] == pytest.approx([t for _, t in curve.points])
     # The slope at the middle of each line is that between its ends.
     ends = [curve.points[-1], (2 * curve.points[-1][0], 2 * curve.points[-1][1])]
