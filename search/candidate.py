@@ -12,7 +12,6 @@ from hapsynth.search.costs import CostModel
 from hapsynth.search.emit import Emitter
 from hapsynth.search.evaluate import program_cost
 from hapsynth.search.formulate import Formulator
-from hapsynth.search.memory import MemoryProfile
 from hapsynth.search.pins import Pins
 from hapsynth.search.problem import Ints, Solution
 from hapsynth.search.sizing import Sizer
@@ -29,7 +28,7 @@ SAME = 1e-6
 class Candidate:
     """A program with its sizes, and the choices that made it."""
 
-    program: Program
+    sizer: Sizer
     sizes: Sizes
     cost: float
     memory: float
@@ -40,6 +39,14 @@ class Candidate:
     """The search's lower bound where its sizes turned out to be those that the search assumed."""
     over: Sizes | None = None
     """Sizes at which it holds too much: those that the search assumed, or its own where no others fit."""
+
+    @property
+    def program(self) -> Program:
+        return self.sizer.program
+
+    def held(self) -> tuple[float, ...]:
+        """Bytes of each device at its fullest point."""
+        return self.sizer.memory.peaks(self.sizes)
 
 
 def bound_at(cost: float, solution: Solution) -> float | None:
@@ -92,17 +99,17 @@ class Maker:
         cost = program_cost(program, sizes, self.costs)
         bound = bound_at(cost, solution)
         over = over or (sizes if memory > self.limit else None)
-        return Candidate(program, sizes, cost, memory, solution.assignment, bound, over)
+        return Candidate(sizer, sizes, cost, memory, solution.assignment, bound, over)
 
     def bound(self, candidate: Candidate) -> float:
         """Seconds that a candidate's program takes at least at any sizes that fit."""
-        sizer = Sizer(candidate.program, candidate.sizes.classes, self.costs, self.pins)
+        sizer = candidate.sizer
         rest = candidate.cost - sizer.variable_cost(candidate.sizes)
         return rest + sizer.bound(candidate.sizes, self.limit)
 
     def full_ops(self, candidate: Candidate) -> dict[int, float]:
         """The op at which a program holds the most and others far from it at which it holds too much -> bytes held."""
-        profile = MemoryProfile(self.costs.graph, candidate.program, candidate.sizes.classes, self.costs)
+        profile = candidate.sizer.memory
         alive = profile.at(candidate.over or candidate.sizes).reshape(-1, profile.phases).max(axis=1)
         ops = [i.op if isinstance(i, Compute) else -1 for i in candidate.program.instructions]
         apart = max(1, len(ops) // 8)

@@ -23,7 +23,6 @@ from hapsynth.search.collecting import seldom
 from hapsynth.search.costs import Floats
 from hapsynth.search.finder import WIDE_TOLERANCE, Finder
 from hapsynth.search.formulate import Formulator
-from hapsynth.search.memory import held_by
 from hapsynth.search.ratios import NOTHING, Evenly, Ratios
 from hapsynth.search.result import SETTLED as _SETTLED
 from hapsynth.search.result import Result, proven
@@ -94,7 +93,7 @@ class Planner(Finder):
         best = self._best
         if best is None:
             lacking = shortage(self.costs, self._least, self._certain_bytes(), pinned=self.pins is not None)
-            needs = max(self._held(self._least)) if self._least else None
+            needs = max(self._least.held()) if self._least else None
             raise KeyboardInterrupt if self.interrupted else InfeasibleError(lacking, needs)
         certified = self._unless_interrupted(partial(self._certify, best), None)
         if certified is None:
@@ -118,7 +117,7 @@ class Planner(Finder):
             joint,
             proven(best.cost, bound, joint),
             self.expanded,
-            self._held(best),
+            best.held(),
             self.limits,
             tuple(named(self.graph, self.table)),
             self.timings_s(),
@@ -128,10 +127,6 @@ class Planner(Finder):
             ratio_bound_s=min(ratio_bound, best.cost),
             exact=self.exact,
         )
-
-    def _held(self, candidate: Candidate) -> tuple[float, ...]:
-        """Bytes of each device."""
-        return held_by(candidate.program, candidate.sizes, self.costs)
 
     def timings_s(self) -> dict[str, float]:
         """Seconds spent so far, as in `Result.timings_s`."""
