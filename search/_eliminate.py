@@ -30,8 +30,9 @@ class Buckets:
 def buckets(network: Network) -> Buckets:
     """The better of the orders of least fill and of least weight, ties to the lower number."""
     near = {i: set(network.links[i]) for i in network.active()}
-    weight = {i: math.log2(network.count(i)) for i in near}
-    size = lambda graph, i: weight[i] + math.fsum(sorted(weight[j] for j in graph[i]))
+    # Whole numbers: their sums are the same in any order.
+    weight = {i: round(2**20 * math.log2(network.count(i))) for i in near}
+    size = lambda graph, i: weight[i] + sum([weight[j] for j in graph[i]])
     found = (Buckets(_scopes(near, score)) for score in (_fill, size))
     return min(found, key=lambda b: b.cells(network.count))
 
@@ -39,13 +40,14 @@ def buckets(network: Network) -> Buckets:
 _Graph = dict[int, set[int]]
 
 
-def _fill(graph: _Graph, i: int) -> float:
+def _fill(graph: _Graph, i: int) -> int:
     """Pairs of neighbours that are no neighbours of each other."""
     near = graph[i]
-    return sum(len(near) - 1 - len(near & graph[j]) for j in near)
+    count = len(near) - 1
+    return sum([count - len(near & graph[j]) for j in near])
 
 
-def _scopes(near: Mapping[int, set[int]], score: Callable[[_Graph, int], float]) -> tuple[tuple[int, ...], ...]:
+def _scopes(near: Mapping[int, set[int]], score: Callable[[_Graph, int], int]) -> tuple[tuple[int, ...], ...]:
     graph = {i: set(js) for i, js in near.items()}
     now = {i: score(graph, i) for i in graph}
     heap = [(s, i) for i, s in now.items()]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar, cast
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -43,7 +43,7 @@ class Formulator:
     def __init__(self, structure: Structure, costs: CostModel, ratios: Ratios | None) -> None:
         self.structure, self.costs, self.ratios = structure, costs, ratios
         self.graph, self.table = structure.graph, structure.table
-        self._made: dict[object, object] = {}
+        self._made: dict[object, Any] = {}
         self._ways: dict[int, Conversions] = {}
         self._times: dict[_TimesKey, Floats] = {}
         self._use_tables: dict[tuple[int, int, int, float], Floats] = {}
@@ -52,7 +52,7 @@ class Formulator:
         """What `make` gave for a key, made at most once: what is alike shares it."""
         if key not in self._made:
             self._made[key] = make()
-        return cast(_T, self._made[key])
+        return self._made[key]
 
     def _by_weights(self, values: Iterable[Operand]) -> bool:
         """Whether only what kind some values are of decides how they are cut."""

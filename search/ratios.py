@@ -169,7 +169,8 @@ def _united(graph: Graph, table: FactorTable) -> UnionFind:
             for node in nodes:
                 if node not in sets.parent:
                     sets.add(node, graph.values[node[0]].shape[node[1]])
-                sets.union(nodes[0], node)
+                if node is not nodes[0]:
+                    sets.union(nodes[0], node)
     pairs: list[tuple[int, Operand]] = [(graph.inputs[source], graph.outputs[target]) for source, target in graph.carry]
     pairs += [(graph.ops[op].results[0], value) for op, value in graph.ties.items()]
     for a, b in pairs:

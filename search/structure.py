@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import combinations
-from typing import NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -120,7 +120,7 @@ class Structure:
         memory does."""
         self.graph, self.table, self.axes, self.sparing = graph, table, axes, sparing
         self.restriction = restriction or Restriction()
-        self._interned: dict[object, object] = {}
+        self._interned: dict[object, Any] = {}
         self.triples = [self._triples(op.index) for op in graph.ops]
         self.layouts = self._layout_sets()
         number: dict[object, int] = {}
@@ -150,7 +150,7 @@ class Structure:
         """What `make` gave for a key, made at most once: like ops share it."""
         if key not in self._interned:
             self._interned[key] = make()
-        return cast(_T, self._interned[key])
+        return self._interned[key]
 
     def _layout_sets(self) -> list[LayoutSet]:
         """Per value, the layouts that some use asks for, or that its op makes, and what lies between."""
