@@ -100,8 +100,10 @@ class Finder:
         self._best: Candidate | None = None
         self._least: Candidate | None = None
         self._bar = np.inf
-        self._looked_at: Sizes | None = None
-        """The sizes of the program at which was searched last."""
+        self._looked_at: tuple[Sizes, Ratios] | None = None
+        """The sizes of the program at whose own ratios was searched last, and these."""
+        self._formulated: Formulator | None = None
+        """The last one: the same ratios are searched twice where a plan is certified."""
         self._glanced: tuple[Formulator, Candidate | None, Solution] | None = None
         self.given_up = np.inf
         """The least cost of what does not fit and was not followed up, as it exceeded a bar."""
@@ -197,7 +199,7 @@ class Finder:
         if self._glanced is not None:
             (formulator, candidate, solution), self._glanced = self._glanced, None
         else:
-            formulator = Formulator(self.structure, self.costs, ratios)
+            formulator = self._formulator(ratios)
             candidate, solution = self._solve_once(formulator, limits, choices, certain=certain, above=above)
         if candidate is not None and candidate.memory > self.limit and candidate.cost >= self._bar:
             # To fit would only make it dearer.
@@ -225,6 +227,12 @@ class Finder:
             candidate, solution = self._solve_once(formulator, limits, found[-1].choices, certain=certain)
         self._note(candidate, solution)
         return candidate if candidate is not None and candidate.memory <= self.limit else None, solution
+
+    def _formulator(self, ratios: Ratios) -> Formulator:
+        known = self._formulated
+        if known is None or known.ratios is not ratios or known.structure is not self.structure:
+            known = self._formulated = Formulator(self.structure, self.costs, ratios)
+        return known
 
     def _spare(self) -> None:
         """From now on what values are held as is a choice."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, TypeVar
 
 import numpy as np
@@ -60,6 +61,10 @@ class Formulator:
 
     def problem(self) -> Problem:
         """Its optimum is the cheapest program, whatever that holds."""
+        return self._problem
+
+    @cached_property
+    def _problem(self) -> Problem:
         st = self.structure
         edges = [self._link(op, value) for op, value in st.links]
         for use in st.uses:

@@ -155,7 +155,9 @@ class Planner(Finder):
 
     def ratios_at(self, sizes: Sizes) -> Ratios:
         """A plan's own ratios; what it does not cut is compared at the ratio of its largest class."""
-        return self._ratios(own_weights(self.costs, sizes), NOTHING, sizes)
+        if self._looked_at is None or self._looked_at[0] is not sizes:
+            self._looked_at = sizes, self._ratios(own_weights(self.costs, sizes), NOTHING, sizes)
+        return self._looked_at[1]
 
     def _alternate(self, weights: Floats, evenly: Evenly, *, last: bool) -> None:
         """Search and sizes in turn from one start, until the cost stops falling. What the `last` start comes to is
@@ -174,7 +176,6 @@ class Planner(Finder):
                 return
             reached, choices = candidate.cost, candidate.choices
             ratios = self.ratios_at(candidate.sizes)
-            self._looked_at = candidate.sizes
             if last:
                 self._tolerance = min(self._tolerance, WIDE_TOLERANCE)
             if self._late():
@@ -186,8 +187,9 @@ class Planner(Finder):
         for _ in range(_ROUNDS):
             if best.bound is not None and best.cost - best.bound <= self._tolerance * best.cost:
                 return best, best.bound
+            known = self._looked_at[1] if self._looked_at else None
             ratios, found = self.ratios_at(best.sizes), best
-            for certain in (False, True) if best.sizes is not self._looked_at else (True,):
+            for certain in (False, True) if ratios is not known else (True,):
                 _, solution = self._search(ratios, best.choices, certain=certain, above=best.cost * (1 - _SETTLED / 2))
                 # The same program has other choices, or none, once the structure has been replaced.
                 found = self._best or best
