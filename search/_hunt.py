@@ -59,6 +59,8 @@ class Run:
     max_nodes: int
     memory_bytes: int
     messages: Messages
+    tie: bool
+    """Begin from alike variables as one."""
     began: float = field(default_factory=time.monotonic)
     expanded: int = 0
     sweeps: int = 0
@@ -179,7 +181,9 @@ class Hunt:
                 self.proved(network.offset)
                 return
             if not recalled:
-                if self.run.messages or not spread_messages(network, multipliers):
+                # With few states some sweeps of the whole network cost less than to tie it.
+                tie = self.run.tie or (not self.run.messages and network.size() > _MANY * len(active))
+                if not (tie and spread_messages(network, multipliers)):
                     recall(self.run.messages, network, sizes)
                 recalled = True
             dual = _dual(network, multipliers)

@@ -46,13 +46,14 @@ def solve(
     memory_bytes: about what tables and search nodes may take in all; where that is too little the best so far is
     returned with its gap. Ctrl-C returns it too; KeyboardInterrupt is raised if there is none.
     messages: what the dual of a problem with the same variables and states came to, to begin from; replaced by what
-    this one's comes to. None: from nothing.
+    this one's comes to. None: from that of alike variables as one, which costs some sweeps; it is what is done with
+    many states and no messages too.
     Raises ValueError for a malformed problem or start. Deterministic, unless the time budget ends it.
     """
     validate(problem)
-    messages = {} if messages is None else messages
+    tie, messages = messages is None, {} if messages is None else messages
     tolerance = max(tolerance, _LEAST_TOLERANCE)
-    run = Run(problem, tolerance, enough, time_budget_s, progress, max_nodes, memory_bytes, messages)
+    run = Run(problem, tolerance, enough, time_budget_s, progress, max_nodes, memory_bytes, messages, tie)
     hunt = Hunt(run, problem.cost, run.tolerance)
     try:
         _run(hunt, list(_starts(problem, start)))

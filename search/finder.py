@@ -153,8 +153,8 @@ class Finder:
         solution = self._solve(
             problem,
             anyway=True,
-            # With several axes ideal ratios are too far from a program's: 120 sweeps instead of 40 (BERT-base, 2x4).
-            cold=len(self.axes) > 1,
+            # Ideal ratios are too far from a program's.
+            cold=True,
             start=start,
             tolerance=tolerance,
             # A little more, as the solver states its bounds less what rounding may have added.
@@ -176,7 +176,7 @@ class Finder:
             raise KeyboardInterrupt
         began = time.perf_counter()
         self._messages = {} if cold else dict(self._best_messages)
-        messages = self._tied_messages if tied else self._messages
+        messages = self._tied_messages if tied else None if cold else self._messages
         solution = (solve_tied if tied else solve)(problem, messages=messages, **options)
         self.interrupted |= solution.interrupted
         self.solver_s += time.perf_counter() - began
