@@ -184,6 +184,29 @@ class MemoryProfile:
                 cut.setdefault(((self.classes.of[node], len(node[2])), b.padded), []).append(n)
         return {c: np.array(members) for c, members in cut.items()}
 
+    @cached_property
+    def _cuts_of_buffers(self) -> np.ndarray:
+        """int [most cuts, buffers]: by place in `_cuts`, after its end where there are fewer."""
+        cuts: list[list[int]] = [[] for _ in self.buffers]
+        for k, members in enumerate(self._cuts.values()):
+            for n in members.tolist():
+                cuts[n].append(k)
+        most = max(map(len, cuts), default=0)
+        rows = [mine + [len(self._cuts)] * (most - len(mine)) for mine in cuts]
+        return np.array(rows, dtype=np.int64).reshape(-1, most).T
+
+    @cached_property
+    def _shares(self) -> dict[tuple[Held, tuple[int, ...]], float | Floats]:
+        return {}
+
+    def _share(self, sizes: Sizes, held: Held) -> float | Floats:
+        """What a cut leaves of a tensor, on each device or, padded, on all alike."""
+        cut, padded = held
+        key = held, sizes.shares[cut[0]]
+        if key not in self._shares:
+            self._shares[key] = largest_of(sizes, cut) if padded else self._own(sizes, cut)
+        return self._shares[key]
+
     def alive(self, nbytes: Floats) -> Floats:
         """Bytes alive at each point, given each buffer's: [rows, points] of [rows, buffers]."""
         change = np.zeros((self.phases * (len(self.program.instructions) + 2) + 1, len(nbytes)))
@@ -195,11 +218,12 @@ class MemoryProfile:
     def bytes_of(self, sizes: Sizes, without: Iterable[Held] = ()) -> Floats:
         """Bytes of each buffer on each device or, padded, on all alike, as if some cuts were none: [rows, buffers]."""
         nbytes = np.tile(self._whole_bytes, (self.room.weights.size, 1))
-        for (cut, padded), members in self._cuts.items():
-            if (cut, padded) not in without:
-                share = largest_of(sizes, cut) if padded else self._own(sizes, cut)
-                # One class may cut two dimensions of what an all-to-all sends.
-                np.multiply.at(nbytes.T, members, share)
+        shares = np.ones((len(nbytes), len(self._cuts) + 1))
+        for k, held in enumerate(self._cuts):
+            if held not in without:
+                shares[:, k] = self._share(sizes, held)
+        for cuts in self._cuts_of_buffers:
+            nbytes *= shares[:, cuts]
         return nbytes
 
     def _own(self, sizes: Sizes, cut: Cut) -> Floats:
