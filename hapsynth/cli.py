@@ -149,7 +149,8 @@ def _infeasible(
     began = time.perf_counter()
     traced = trace(target.fn, target.args, dict(target.kwargs))
     timings = {"trace_s": time.perf_counter() - began}
-    return record.infeasible_record(traced, cluster, options.memory_limit, str(error), timings)
+    exact = options.form == "staged"
+    return record.infeasible_record(traced, cluster, options.memory_limit, str(error), timings, exact=exact)
 
 
 def _task(options: argparse.Namespace, target: Target, cluster: Cluster, error: InfeasibleError) -> Task:
@@ -254,7 +255,8 @@ def _cluster(path: str) -> Cluster:
 
 def _asked(options: argparse.Namespace) -> dict[str, Any]:
     """What holds of other arguments, clusters and limits too."""
-    return {"expect": dict(options.expect), "time_budget_s": options.time_budget}
+    asked: dict[str, Any] = {"expect": dict(options.expect), "time_budget_s": options.time_budget}
+    return asked | {"form": options.form} if "form" in options else asked
 
 
 def _planned(options: argparse.Namespace, target: Target, cluster: Cluster) -> Plan:

@@ -6,9 +6,10 @@ import argparse
 import math
 from collections.abc import Sequence
 from importlib import metadata
-from typing import NoReturn
+from typing import NoReturn, get_args
 
 from hapsynth import _units
+from hapsynth._forms import Form
 from hapsynth._ratios import Ratios
 from hapsynth.jobs.command import add_launch_arguments, add_preflight_arguments, whole_number
 from hapsynth.profile.command import add_arguments
@@ -39,6 +40,12 @@ def parser() -> argparse.ArgumentParser:
     _add_json(search)
     search.add_argument("--program", action="store_true", help="print every instruction, not the program in brief")
 
+    search.add_argument(
+        "--form",
+        choices=get_args(Form),
+        default="auto",
+        help="staged: each device within its own memory, of exact shards; else the smallest device's, of padded ones",
+    )
     search.add_argument(
         "--advise",
         action="store_true",

@@ -193,7 +193,7 @@ class MemoryProfile:
                 cuts[n].append(k)
         most = max(map(len, cuts), default=0)
         rows = [mine + [len(self._cuts)] * (most - len(mine)) for mine in cuts]
-        return np.array(rows, dtype=np.int64).reshape(-1, most).T
+        return np.array(rows, dtype=np.int64).reshape(len(rows), most).T
 
     @cached_property
     def _shares(self) -> dict[tuple[Held, tuple[int, ...]], float | Floats]:

@@ -19,7 +19,8 @@ GOLDEN = Path(__file__).parent / "golden"
 KEYS = {
     *("schema", "ops", "devices", "mesh", "trace_s", "build_s", "search_s", "ratio_s", "bound_s", "total_s", "cost_s"),
     *("lower_bound_s", "gap", "joint_lower_bound_s", "joint_gap", "expanded", "sweeps", "states", "status"),
-    *("interrupted", "collectives", "ratios", "memory_bytes", "memory_limit_bytes", "replicated_primitives"),
+    *("interrupted", "collectives", "ratios", "memory_bytes", "memory_limit_bytes", "memory_of"),
+    "replicated_primitives",
 }
 
 
@@ -149,6 +150,19 @@ def test_what_the_model_prints_stays_out_of_the_json(files: Path, capsys: pytest
     text, errors = capsys.readouterr()
     assert json.loads(text)["ops"] > 0
     assert errors == "hello\n"
+
+
+@pytest.mark.parametrize("form", ["staged", "switch"])
+def test_the_form_decides_which_shards_count(form: str, files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["search", "model.py", "--cluster", "mixed.toml", "--form", form]
+    assert main([*asked, "--plan", "p.json", "--json", "out.json"]) == 0
+    exact = form == "staged"
+    assert ("peak, exact shards" in capsys.readouterr().out) == exact
+    data = json.loads((files / "out.json").read_text())
+    assert data["memory_of"] == ("exact" if exact else "padded")
+    assert json.loads((files / "p.json").read_text())["memory_of"] == data["memory_of"]
+    assert main([*asked, "--memory-limit", "64 KiB", "--json", "none.json"]) == 1
+    assert json.loads((files / "none.json").read_text())["memory_of"] == data["memory_of"]
 
 
 def test_infeasible(files: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from milp import optimum
 from pairwise_problems import TrainingLike, brute_force, grid, knotted_problem, middle_problem, random_problem
 
-from hapsynth.search import _hunt, _reduce, _tables, _trws
+from hapsynth.search import _hunt, _reduce, _trws
 from hapsynth.search._astar import astar
 from hapsynth.search._eliminate import buckets, eliminate
 from hapsynth.search._layers import layered

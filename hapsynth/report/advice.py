@@ -72,6 +72,7 @@ def advise(
     what is known by then.
     """
     graph = plan.traced.graph
+    exact = plan.result.exact
     left_out = frozenset(k.name for k in plan.cluster.kinds) - {plan.cluster.devices[d].name for d in plan.devices}
     with_all = plan.result.with_all_s
     found = [Variant("as it is", plan.cluster, plan.cost, plan.gap, left_out=left_out, with_all_s=with_all)]
@@ -79,7 +80,7 @@ def advise(
         for change, cluster, dropped in changes(plan.cluster):
             tell(change)
             try:
-                result = ClusterPlanner(graph, cluster, memory_limit, time_budget_s).run()
+                result = ClusterPlanner(graph, cluster, memory_limit, time_budget_s, exact=exact).run()
             except InfeasibleError as error:
                 found.append(Variant(change, cluster, None, None, dropped, str(error)))
                 continue

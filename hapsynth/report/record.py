@@ -64,12 +64,19 @@ def search_record(plan: Plan) -> dict[str, Any]:
         "ratios": {name: list(shares) for name, shares in plan.ratios.items()},
         "memory_bytes": list(result.memory_bytes),
         "memory_limit_bytes": list(result.memory_limit_bytes),
+        "memory_of": "exact" if result.exact else "padded",
         "replicated_primitives": list(result.replicated_primitives),
     }
 
 
 def infeasible_record(
-    traced: Traced, cluster: Cluster, limit: float | None, message: str, timings: Mapping[str, float]
+    traced: Traced,
+    cluster: Cluster,
+    limit: float | None,
+    message: str,
+    timings: Mapping[str, float],
+    *,
+    exact: bool = False,
 ) -> dict[str, Any]:
     """What `search --json` writes where no program fits: the same keys, null for what there is none of."""
     limits = [float(d.memory) if limit is None else limit for d in cluster.devices]
@@ -90,6 +97,7 @@ def infeasible_record(
         "ratios": {},
         "memory_bytes": [],
         "memory_limit_bytes": limits,
+        "memory_of": "exact" if exact else "padded",
         "replicated_primitives": list(named(traced.graph)),
     }
 

@@ -126,7 +126,8 @@ def memory_table(plan: Plan) -> Table:
     """Predicted peak and limit of each group of devices."""
     rows: list[list[str]] = []
     for name, group in device_groups(plan.cluster):
-        peak = max(plan.result.memory_bytes[d] for d in group)
+        held = max(plan.result.memory_bytes[d] for d in group)
         limit = min(plan.result.memory_limit_bytes[d] for d in group)
-        rows.append([name, nbytes(peak), nbytes(limit), percent(peak / limit)])
-    return table(["devices", "peak", "limit", "used"], rows)
+        rows.append([name, nbytes(held), nbytes(limit), percent(held / limit)])
+    peak = "peak, exact shards" if plan.result.exact else "peak"
+    return table(["devices", peak, "limit", "used"], rows)
