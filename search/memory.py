@@ -30,6 +30,9 @@ Held = tuple[Cut, bool]
 """(cut, whether its largest share counts on all devices)"""
 
 
+_Some = np.ndarray | slice
+_ALL = slice(None)
+
 Access = tuple[tuple[Property, ...], tuple[Property, ...]]
 """What an instruction reads and what it writes."""
 
@@ -185,6 +188,10 @@ class MemoryProfile:
         return {c: np.array(members) for c, members in cut.items()}
 
     @cached_property
+    def _ways(self) -> list[Held]:
+        return list(self._cuts)
+
+    @cached_property
     def _cuts_of_buffers(self) -> np.ndarray:
         """int [most cuts, buffers]: by place in `_cuts`, after its end where there are fewer."""
         cuts: list[list[int]] = [[] for _ in self.buffers]
@@ -207,24 +214,39 @@ class MemoryProfile:
             self._shares[key] = largest_of(sizes, cut) if padded else self._own(sizes, cut)
         return self._shares[key]
 
-    def alive(self, nbytes: Floats) -> Floats:
-        """Bytes alive at each point, given each buffer's: [rows, points] of [rows, buffers]."""
+    def alive(self, nbytes: Floats, some: _Some = _ALL) -> Floats:
+        """Bytes alive at each point, given those of all buffers or of some: [rows, points] of [rows, buffers]."""
         change = np.zeros((self.phases * (len(self.program.instructions) + 2) + 1, len(nbytes)))
         starts, stops = self._lives
-        np.add.at(change, starts, nbytes.T)
-        np.subtract.at(change, stops, nbytes.T)
+        np.add.at(change, starts[some], nbytes.T)
+        np.subtract.at(change, stops[some], nbytes.T)
         return np.cumsum(change, axis=0)[:-1].T
 
-    def bytes_of(self, sizes: Sizes, without: Iterable[Held] = ()) -> Floats:
-        """Bytes of each buffer on each device or, padded, on all alike, as if some cuts were none: [rows, buffers]."""
-        nbytes = np.tile(self._whole_bytes, (self.room.weights.size, 1))
+    def bytes_of(self, sizes: Sizes, without: Iterable[Held] = (), some: _Some = _ALL) -> Floats:
+        """Bytes of each buffer, or of some, on each device or, padded, on all alike, as if some cuts were none: [rows,
+        buffers]."""
+        nbytes = np.tile(self._whole_bytes[some], (self.room.weights.size, 1))
+        cuts_of = self._cuts_of_buffers[:, some]
         shares = np.ones((len(nbytes), len(self._cuts) + 1))
-        for k, held in enumerate(self._cuts):
-            if held not in without:
-                shares[:, k] = self._share(sizes, held)
-        for cuts in self._cuts_of_buffers:
+        there = np.zeros(len(self._cuts) + 1, dtype=bool)
+        there[cuts_of] = True
+        for k in np.flatnonzero(there[:-1]).tolist():
+            if self._ways[k] not in without:
+                shares[:, k] = self._share(sizes, self._ways[k])
+        for cuts in cuts_of:
             nbytes *= shares[:, cuts]
         return nbytes
+
+    def counted(self, sizes: Sizes) -> Floats:
+        """What counts at each point: [rows, points], a row for each device or, padded, one."""
+        return self.room.weights[:, None] * self.of_devices(sizes)
+
+    def added(self, before: Sizes, after: Sizes, c: int) -> Floats:
+        """What counts more at other sizes of one class: as `counted`."""
+        cut = [members for (held, _), members in self._cuts.items() if held[0] == c]
+        some = np.unique(np.concatenate([np.zeros(0, dtype=np.int64), *cut]))
+        nbytes = self.bytes_of(after, some=some) - self.bytes_of(before, some=some)
+        return self.room.weights[:, None] * self.alive(nbytes, some)
 
     def _own(self, sizes: Sizes, cut: Cut) -> Floats:
         """The fraction of a class's shards along the first of its axes that each device has."""
@@ -232,26 +254,29 @@ class MemoryProfile:
 
     def at(self, sizes: Sizes) -> Floats:
         """What is counted at each point of the device that comes nearest to its limit: float64 [points]."""
-        return (self.room.weights[:, None] * self.of_devices(sizes)).max(axis=0)
+        return self.counted(sizes).max(axis=0)
 
     def of_devices(self, sizes: Sizes) -> Floats:
         """Bytes of each device or, padded, of all alike at each point: float64 [rows, points]."""
         return self.alive(self.bytes_of(sizes))
 
-    def by_cut(self, sizes: Sizes, cuts: Iterable[Cut]) -> tuple[Floats, dict[Held, Floats]]:
+    def by_cut(
+        self, sizes: Sizes, cuts: Iterable[Cut], counted: Floats | None = None
+    ) -> tuple[Floats, dict[Held, Floats]]:
         """What counts at each point of what none of `cuts` divides, and what each of them divides, whole, everything
         else at `sizes`: [rows, points], a row for each device or, padded, one.
 
         No tensor may have two of them. What an all-to-all sends has: it counts with the second at even shares, the
-        least that its largest can be.
+        least that its largest can be. `counted`: in all, where that is known.
         """
         some = [held for c in cuts for padded in (False, True) if (held := (c, padded)) in self._cuts]
-        nbytes = self.bytes_of(sizes, some)
-        owned = np.zeros(nbytes.shape[1], dtype=bool)
+        touched = np.unique(np.concatenate([np.zeros(0, dtype=np.int64), *(self._cuts[held] for held in some)]))
+        nbytes = self.bytes_of(sizes, some, touched)
+        owned = np.zeros(touched.size, dtype=bool)
         mine: dict[Held, np.ndarray] = {}
         for held in some:
             (c, depth), _ = held
-            times = np.bincount(self._cuts[held], minlength=owned.size)
+            times = np.bincount(np.searchsorted(touched, self._cuts[held]), minlength=owned.size)
             mine[held] = np.flatnonzero((times > 0) & ~owned)
             times[mine[held]] -= 1
             nbytes /= float(prod(self.classes.lengths[a] for a in self.classes.all[c].axes[:depth])) ** times
@@ -259,16 +284,17 @@ class MemoryProfile:
         weights = self.room.weights[:, None]
         divided: dict[Held, Floats] = {}
         for held, members in mine.items():
-            only = np.zeros_like(nbytes)
-            only[:, members] = nbytes[:, members]
-            divided[held] = weights * self.alive(only)
-        nbytes[:, owned] = 0.0
-        return weights * self.alive(nbytes), divided
+            divided[held] = weights * self.alive(nbytes[:, members], touched[members])
+        if counted is None:
+            rest = self.bytes_of(sizes)
+            rest[:, touched] = 0.0
+            return weights * self.alive(rest), divided
+        return counted - weights * self.alive(self.bytes_of(sizes, some=touched), touched), divided
 
-    def most(self, sizes: Sizes, c: int, limit: float) -> Floats:
+    def most(self, sizes: Sizes, c: int, limit: float, counted: Floats | None = None) -> Floats:
         """The fraction of a class that one axis cuts which each device or, padded, any may hold, everything else at
-        `sizes`: [rows]."""
-        whole, divided = self.by_cut(sizes, [(c, 1)])
+        `sizes`: [rows]. `counted`: at these, where that is known."""
+        whole, divided = self.by_cut(sizes, [(c, 1)], counted)
         own, padded = (divided.get(((c, 1), p), np.zeros_like(whole)) for p in (False, True))
         nbytes, largest = padded, np.inf
         if self.room.exact and padded.any():

@@ -158,29 +158,33 @@ class Sizer:
         """Sizes of less cost, each class by itself: all as if memory were no matter or, where they then hold too much,
         one after another within what the others leave."""
         for tight in (False, True):
-            found = list(shares)
+            sizes = Sizes(self.graph, self.classes, tuple(shares))
+            counted = self.memory.counted(sizes) if tight else np.zeros((1, 1))
             known: dict[object, tuple[int, ...]] = {}
-            for c in range(len(found)):
+            for c, mine in enumerate(shares):
                 if c in self.pinned:
                     continue
-                most = self._room(c, found, limit) if tight else (self.classes.all[c].units,)
-                key = (self.loads.alike(c, found), found[c], most)
+                most = self._room(c, sizes, counted, limit) if tight else (self.classes.all[c].units,)
+                key = (self.loads.alike(c, sizes.shares), mine, most)
                 if key not in known:
-                    known[key] = self._of_class(c, found, most, together=together)
-                found[c] = known[key]
-            sizes = Sizes(self.graph, self.classes, tuple(found))
+                    known[key] = self._of_class(c, sizes, most, together=together)
+                if known[key] != mine:
+                    moved = Sizes(self.graph, self.classes, (*sizes.shares[:c], known[key], *sizes.shares[c + 1 :]))
+                    if tight:
+                        counted = counted + self.memory.added(sizes, moved, c)
+                    sizes = moved
             if np.isinf(limit) or self.memory.peak(sizes) <= limit:
                 break
         return sizes
 
-    def _room(self, c: int, shares: Sequence[tuple[int, ...]], limit: float) -> tuple[int, ...]:
+    def _room(self, c: int, sizes: Sizes, counted: Floats, limit: float) -> tuple[int, ...]:
         """The units that each position or, padded, any may have of a class: as many as now, or more where the memory
-        allows it."""
+        allows it. `counted`: as `MemoryProfile.counted`."""
         cls, exact = self.classes.all[c], self.costs.room.exact
-        now = shares[c] if exact else (max(shares[c]),)
+        now = sizes.shares[c] if exact else (max(sizes.shares[c]),)
         if len(cls.axes) > 1:
             return now
-        most = self.memory.most(Sizes(self.graph, self.classes, tuple(shares)), c, limit)
+        most = self.memory.most(sizes, c, limit, counted)
         if exact:
             place = self.costs.position(cls.axes)
             most = [most[place == p].min() for p in range(len(now))]
@@ -204,19 +208,17 @@ class Sizer:
                     aligned[mine] = left // count + (np.arange(count) < left % count)
                     yield aligned
 
-    def _of_class(
-        self, c: int, shares: Sequence[tuple[int, ...]], most: tuple[int, ...], *, together: bool
-    ) -> tuple[int, ...]:
+    def _of_class(self, c: int, sizes: Sizes, most: tuple[int, ...], *, together: bool) -> tuple[int, ...]:
         """The cheapest of a class's shares and those aligned to tiles, then single units moved between positions while
         the class's true cost falls; no share above `most`, of its position or of all. `together`: units of whole groups
         are moved as well."""
         cls = self.classes.all[c]
-        cost = self.loads.of_class(c, Sizes(self.graph, self.classes, tuple(shares)))
+        cost = self.loads.of_class(c, sizes)
         if cost is None:
-            return shares[c]
+            return sizes.shares[c]
         seconds = lambda held: np.where((held <= most).all(axis=-1), cost(held / cls.units), np.inf)
         kind_of = self.kinds[cls.axes]
-        current = np.array(shares[c], dtype=np.int64)
+        current = np.array(sizes.shares[c], dtype=np.int64)
         best = float(cost(current / cls.units))
         found = _best_of(self._aligned(c, current), seconds)
         if found[0] < best * (1 - 1e-12):
