@@ -164,7 +164,10 @@ def test_machines_are_limited_meet_and_leave_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_however_it_ends_nothing_is_left(how: signal.Signals) -> None:
     run = [sys.executable, TOOL, "--quotas", "0.5:0.2", "--", "sh", "-c", "echo here; sleep 1000"]
+    # What starts these tests in the background may have had them ignore it.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     process = subprocess.Popen(run, stdout=subprocess.PIPE)
+    signal.signal(signal.SIGINT, before)
     assert process.stdout is not None
     assert b"here" in process.stdout.readline()
     name = f"{cluster.PREFIX}{process.pid}"
