@@ -19,7 +19,7 @@ import numpy as np
 from hapsynth.search._pairwise import Edge, Floats, Ints, Problem
 from hapsynth.search._reduce import Network
 from hapsynth.search._trws import Dual
-from hapsynth.search._warm import Messages, filled
+from hapsynth.search._warm import Messages, begin
 
 _WORTHWHILE = 0.5  # of the variables: with more colours than that nothing is won
 _NEAR = 1  # rounds of colouring where only an assignment is wanted
@@ -56,8 +56,7 @@ class Ties:
 
     @cached_property
     def _first(self) -> Ints:
-        """Each colour's first member."""
-        return np.unique(self.colours, return_index=True)[1]
+        return _first_members(self.colours)
 
     def lift_messages(self, messages: Messages) -> Messages:
         """By each colour's first member: with other costs there may be other colours."""
@@ -95,18 +94,17 @@ def spread_messages(network: Network, multipliers: Floats) -> bool:
     dual.store()
     colour = dict(zip(active, colours.tolist(), strict=True))
     count = Counter((colour[i], colour[j]) for i in active for j in network.links[i])
+
+    def share(i: int, j: int) -> Floats:
+        """One link's of what all that are alike have together; states that the tied network lost have none."""
+        pair = colour[i], colour[j]
+        message = np.full(network.count(i), np.nan)
+        message[tied.states(pair[0])] = tied.messages[pair] / count[pair]
+        return message
+
     for i, j, _ in ends:
-        for a, b in ((i, j), (j, i)):
-            pair = colour[a], colour[b]
-            if pair not in tied.messages:
-                continue
-            message = np.full(network.count(a), np.nan)
-            message[tied.states(pair[0])] = tied.messages[pair] / count[pair]
-            network.messages[a, b] = message
-        mine, theirs = network.messages.get((i, j)), network.messages.get((j, i))
-        if mine is not None and theirs is not None:
-            network.messages[i, j] = filled(network, i, j, mine, theirs)
-            network.messages[j, i] = filled(network, j, i, theirs, network.messages[i, j])
+        if (colour[i], colour[j]) in tied.messages:
+            begin(network, i, j, share(i, j), share(j, i))
     return True
 
 
@@ -129,10 +127,15 @@ def _colours(own: Sequence[Hashable], edges: Iterable[tuple[int, int, Hashable]]
     return np.array(colour, dtype=np.int64)
 
 
+def _first_members(colours: Ints) -> Ints:
+    """Of each colour."""
+    return np.unique(colours, return_index=True)[1]
+
+
 def _tied(problem: Problem, colours: Ints, keys: Sequence[Hashable]) -> Problem:
     """keys: what makes two edges alike, besides the colours of their ends."""
     colour = colours.tolist()
-    first = np.unique(colours, return_index=True)[1].tolist()
+    first = _first_members(colours).tolist()
     members = np.bincount(colours).tolist()
     many: dict[tuple[int, int], Floats] = {}
 

@@ -33,11 +33,16 @@ def recall(messages: Messages, network: Network, sizes: list[int]) -> None:
             if i > j or mine is None or theirs is None or mine.size != sizes[i] or theirs.size != sizes[j]:
                 continue
             at_i, at_j = mine[network.states(i)], theirs[network.states(j)]
-            network.messages[i, j] = filled(network, i, j, at_i, at_j)
-            network.messages[j, i] = filled(network, j, i, at_j, network.messages[i, j])
+            begin(network, i, j, at_i, at_j)
 
 
-def filled(network: Network, i: int, j: int, message: Floats, other: Floats) -> Floats:
+def begin(network: Network, i: int, j: int, at_i: Floats, at_j: Floats) -> None:
+    """Gives a link its messages; nan where a state has none."""
+    network.messages[i, j] = _filled(network, i, j, at_i, at_j)
+    network.messages[j, i] = _filled(network, j, i, at_j, network.messages[i, j])
+
+
+def _filled(network: Network, i: int, j: int, message: Floats, other: Floats) -> Floats:
     """A state without a message takes the one at which its least cost over the link is 0."""
     lost = ~np.isfinite(message)
     if not lost.any():

@@ -171,7 +171,7 @@ class Finder:
         self, problem: Problem, *, tied: bool = False, anyway: bool = False, cold: bool = False, **options: Any
     ) -> Solution:
         """`solve` or `solve_tied`, counted, and not begun any more once Ctrl-C was pressed, unless `anyway`. It begins
-        from the messages of the best program's search, unless `cold`."""
+        from the messages of the best program's search, or of the last tied one, unless `cold`."""
         if self.interrupted and not anyway:
             raise KeyboardInterrupt
         began = time.perf_counter()
@@ -295,7 +295,7 @@ class Finder:
     def _bound_within(self, ratios: Ratios, choices: Ints | None) -> float:
         """The least that any program costs that fits, at the given ratios."""
         began = time.perf_counter()
-        certain = Limits(Formulator(self.structure, self.costs, ratios), at_least=True)
+        certain = Limits(self._formulator(ratios), at_least=True)
         problem = certain.problem(self._limits)
         start = certain.extended(problem, self._begin(choices))
         solution = self._solve(

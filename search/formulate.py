@@ -133,21 +133,11 @@ class Formulator:
         ways = self.conversions(value)
 
         def make() -> Offer:
-            tensors: list[Layout] = [availability.computed]
-            hops: list[Hop] = []
-            seconds = 0.0
-            for target in availability.targets:
-                if target in tensors:
-                    continue
-                path = ways.path(ways.nearest(tensors, target), target)
-                if path is None:
-                    return Offer((), np.inf, tuple(tensors))
-                for source, after, axis in path:
-                    if after not in tensors:
-                        seconds += float(ways.seconds[ways.layouts.number[source], ways.layouts.number[after]])
-                        hops.append((source, after, axis))
-                        tensors.append(after)
-            return Offer(tuple(hops), seconds, tuple(tensors))
+            number, layouts = ways.layouts.number, ways.layouts.layouts
+            seconds, steps = ways.reached(number[availability.computed], [number[t] for t in availability.targets])
+            hops = tuple((layouts[before], layouts[after], axis) for before, after, axis in steps)
+            tensors = (availability.computed, *(after for _, after, _ in hops))
+            return Offer(hops if np.isfinite(seconds) else (), seconds, tensors)
 
         return self.once(("offer", id(ways), availability), make)
 
@@ -279,8 +269,11 @@ class Formulator:
         def make() -> tuple[Floats, Ints]:
             targets = self.structure.once(("numbered", id(options), id(ways.layouts)), numbered)
             found = [ways.reached(*numbers) for numbers in targets]
-            most = max(len(there) for _, there in found)
-            rows = [there + there[:1] * (most - len(there)) for _, there in found]
+            most = max(len(hops) for _, hops in found)
+            rows = [
+                [first, *(after for _, after, _ in hops), *[first] * (most - len(hops))]
+                for (first, _), (_, hops) in zip(targets, found, strict=True)
+            ]
             return np.array([seconds for seconds, _ in found]), np.array(rows)
 
         return self.once(("offers", id(ways), id(options)), make)

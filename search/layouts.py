@@ -97,35 +97,40 @@ class Conversions:
             at = after
         return found
 
-    def reached(self, source: int, targets: Sequence[int]) -> tuple[float, list[int]]:
+    def reached(self, source: int, targets: Sequence[int]) -> tuple[float, list[Hop]]:
         """Seconds to bring what lies in one layout to others too, each the cheapest way from what there is then, and
-        all layouts, by number, in which it lies then, the first one first. Infinite where there is no way."""
-        seconds, steps, after = self._rows
-        there, total = [source], 0.0
+        the steps that make a layout which there is not yet. Infinite where there is no way."""
+        seconds, _, after = self._rows
+        there, total, hops = [source], 0.0, list[Hop]()
         for target in targets:
             if target in there:
                 continue
-            at = there[0]
-            if len(there) > 1:
-                at = min(there, key=lambda s: (seconds[s][target], steps[s][target], self.layouts.layouts[s]))
+            at = self._nearest(there, target)
             if seconds[at][target] == np.inf:
-                return np.inf, there
+                return np.inf, hops
             while at != target:
                 before, at = at, after[at][target]
                 if at not in there:
                     total += seconds[before][at]
                     there.append(at)
-        return total, there
+                    hops.append((before, at, self._axis[before, at]))
+        return total, hops
 
     @cached_property
     def _rows(self) -> tuple[list[list[float]], list[list[int]], list[list[int]]]:
+        """As lists, for what looks at one entry after another."""
         return self.seconds.tolist(), self.steps.tolist(), self._next.tolist()
 
     def nearest(self, sources: Iterable[Layout], target: Layout) -> Layout:
         """Of several layouts the one from which another is reached at the least cost, in the fewest steps."""
         number = self.layouts.number
-        end = number[target]
-        return min(sources, key=lambda s: (self.seconds[number[s], end], self.steps[number[s], end], s))
+        return self.layouts.layouts[self._nearest([number[s] for s in sources], number[target])]
+
+    def _nearest(self, sources: Sequence[int], target: int) -> int:
+        if len(sources) == 1:
+            return sources[0]
+        seconds, steps, _ = self._rows
+        return min(sources, key=lambda s: (seconds[s][target], steps[s][target], self.layouts.layouts[s]))
 
 
 def _orders(layout: Layout) -> Iterable[Layout]:

@@ -39,8 +39,8 @@ class Wire:
         share = self.share(largest)
         seconds = self.seconds * share
         for curve, runs in self.curved.items():
-            for nbytes, count in runs.items():
-                seconds = seconds + curve.seconds(nbytes * share) * count
+            nbytes, counts = np.array(list(runs)), np.array(list(runs.values()))
+            seconds = seconds + curve.seconds(np.multiply.outer(share, nbytes)) @ counts
         return seconds
 
     def slope(self, largest: LargestOf) -> float:

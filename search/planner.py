@@ -22,7 +22,6 @@ from hapsynth.search.candidate import Candidate
 from hapsynth.search.collecting import seldom
 from hapsynth.search.costs import Floats
 from hapsynth.search.finder import WIDE_TOLERANCE, Finder
-from hapsynth.search.formulate import Formulator
 from hapsynth.search.ratios import NOTHING, Evenly, Ratios
 from hapsynth.search.result import SETTLED as _SETTLED
 from hapsynth.search.result import Result, proven
@@ -62,7 +61,7 @@ class Planner(Finder):
 
     def glance(self) -> float:
         """The cost of the first program that `explore` will come across, whether it fits or not."""
-        formulator = Formulator(self.structure, self.costs, self._ratios(*self._starts[0]))
+        formulator = self._formulator(self._ratios(*self._starts[0]))
         candidate, solution = self._solve_once(formulator, {}, None)
         self._note(candidate, solution)
         self._glanced = formulator, candidate, solution

@@ -16,7 +16,6 @@ from scipy.optimize import linprog
 from hapsynth.search.candidate import Candidate
 from hapsynth.search.costs import CostModel, Floats
 from hapsynth.search.limits import Limits
-from hapsynth.search.memory import held_by
 from hapsynth.search.problem import Problem
 
 _TIE = 1e-6
@@ -69,7 +68,7 @@ def shortage(costs: CostModel, least: Candidate | None, certain: float, *, pinne
     mib = lambda nbytes: f"{nbytes / 2**20:.4g} MiB"
     found = "no program keeps to the layouts that are fixed"
     if least is not None:
-        held = held_by(least.program, least.sizes, costs)
+        held = least.held()
         if room.exact:
             device = int(np.argmax(np.array(held) / room.limits))
         found = f"the smallest program found needs {mib(held[device])}, {mib(held[device] - room.limits[device])}"

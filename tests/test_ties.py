@@ -1,7 +1,7 @@
 """Alike variables as one: an assignment, never a bound, and messages that any dual may begin from."""
 
 from dataclasses import replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -19,10 +19,10 @@ _Array = TypeVar("_Array", bound=npt.NDArray[np.generic])
 
 def shared(problem: Problem) -> Problem:
     """The same problem, in which equal arrays are one, as the planner makes them."""
-    known: dict[object, np.ndarray] = {}
+    known: dict[object, Any] = {}
 
     def one(array: _Array) -> _Array:
-        return known.setdefault((array.dtype.char, array.shape, array.tobytes()), array)  # type: ignore[return-value]
+        return known.setdefault((array.dtype.char, array.shape, array.tobytes()), array)
 
     edges = tuple(Edge(e.u, e.v, one(e.gu), one(e.gv), one(e.table)) for e in problem.edges)
     return replace(problem, unary=tuple(one(row) for row in problem.unary), edges=edges)
