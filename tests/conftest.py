@@ -2,6 +2,7 @@
 
 Programs run once or twice here, and compiling them took most of the time, so XLA generates code without optimizing it;
 the HLO stays the same. Tests marked `optimized` take XLA's optimizations, HAPSYNTH_OPTIMIZED=1 has all tests take them.
+Generated examples are the same in every run; HAPSYNTH_NEW_EXAMPLES=1 draws new ones.
 """
 
 import os
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import cli_model
 import graphs
+import hypothesis
 import jax
 import pytest
 
@@ -19,6 +21,10 @@ from hapsynth.instructions.rules import REGISTRY, extension
 
 DEVICES = 8
 QUICK = not os.environ.get("HAPSYNTH_OPTIMIZED")
+
+hypothesis.settings.register_profile("same_examples", derandomize=True)
+if not os.environ.get("HAPSYNTH_NEW_EXAMPLES"):
+    hypothesis.settings.load_profile("same_examples")  # what fails by chance is found by who looks for it, not in CI
 
 jax.config.update("jax_num_cpu_devices", DEVICES)
 jax.config.update("jax_platforms", "cpu")
