@@ -4,7 +4,7 @@ spent on it."""
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -201,7 +201,8 @@ class Finder:
         else:
             formulator = self._formulator(ratios)
             candidate, solution = self._solve_once(formulator, limits, choices, certain=certain, above=above)
-        if candidate is not None and candidate.memory > self.limit and candidate.cost >= self._bar:
+        bar = self._bar if certain else min(self._bar, self.cost)
+        if candidate is not None and candidate.memory > self.limit and candidate.cost >= bar:
             # To fit would only make it dearer.
             self.given_up = min(self.given_up, candidate.cost)
             return None, solution
@@ -338,8 +339,16 @@ class Finder:
 
     def _certain_bytes(self) -> float:
         """What every program holds at least, at any sizes and in any order, as far as is known."""
-        certain = Limits(Formulator(self.structure, self.costs, None), at_least=True)
-        return certain_bytes(certain, tuple(self._limits))
+        return self.bytes_at(tuple(self._limits))
+
+    def bytes_at(self, ops: Sequence[int]) -> float:
+        """What every program on these devices holds at least near some of the given ops, at any sizes and in any
+        order; 0 where there are none."""
+        return certain_bytes(Limits(Formulator(self.structure, self.costs, None), at_least=True), ops)
+
+    def full_ops(self) -> tuple[int, ...]:
+        """Ops at which the smallest program found so far holds the most."""
+        return tuple(self._maker.full_ops(self._least)) if self._least else ()
 
     def _note(self, candidate: Candidate | None, solution: Solution) -> None:
         if candidate is None:

@@ -157,19 +157,26 @@ class Sizer:
     def _improved(self, shares: Sequence[tuple[int, ...]], limit: float, *, together: bool = False) -> Sizes:
         """Sizes of less cost, each class by itself: all as if memory were no matter or, where they then hold too much,
         one after another within what the others leave."""
+        known: dict[object, tuple[int, ...]] = {}
+
+        def found(c: int, sizes: Sizes, most: tuple[int, ...]) -> tuple[int, ...]:
+            key = (self.loads.alike(c, sizes.shares), sizes.shares[c], most)
+            if key not in known:
+                known[key] = self._of_class(c, sizes, most, together=together)
+            return known[key]
+
         for tight in (False, True):
             sizes = Sizes(self.graph, self.classes, tuple(shares))
             counted = self.memory.counted(sizes) if tight else np.zeros((1, 1))
-            known: dict[object, tuple[int, ...]] = {}
             for c, mine in enumerate(shares):
                 if c in self.pinned:
                     continue
-                most = self._room(c, sizes, counted, limit) if tight else (self.classes.all[c].units,)
-                key = (self.loads.alike(c, sizes.shares), mine, most)
-                if key not in known:
-                    known[key] = self._of_class(c, sizes, most, together=together)
-                if known[key] != mine:
-                    moved = Sizes(self.graph, self.classes, (*sizes.shares[:c], known[key], *sizes.shares[c + 1 :]))
+                better = found(c, sizes, (self.classes.all[c].units,))
+                if tight and better != mine:
+                    most = self._room(c, sizes, counted, limit)
+                    better = better if (np.array(better) <= most).all() else found(c, sizes, most)
+                if better != mine:
+                    moved = Sizes(self.graph, self.classes, (*sizes.shares[:c], better, *sizes.shares[c + 1 :]))
                     if tight:
                         counted = counted + self.memory.added(sizes, moved, c)
                     sizes = moved
@@ -271,6 +278,8 @@ def _group_moves(shares: Ints, kind_of: Ints, seconds: _SecondsOf) -> Iterator[I
     """One unit from, or to, every position of a group: where several are the slowest, one alone changes nothing. The
     rest of the units go where they cost the least, some at a time."""
     for (_, held), members in _groups(shares, kind_of).items():
+        outside = np.ones(shares.size, dtype=bool)
+        outside[members] = False
         for sign in (1, -1) if held else (-1,):
             moved = shares.copy()
             moved[members] -= sign
@@ -278,8 +287,7 @@ def _group_moves(shares: Ints, kind_of: Ints, seconds: _SecondsOf) -> Iterator[I
             while left:
                 trials: list[Ints] = []
                 for k in range(int(kind_of.max()) + 1):
-                    mine = (kind_of == k) & ((sign > 0) | (moved > 0))
-                    others = np.setdiff1d(np.flatnonzero(mine), members)
+                    others = np.flatnonzero((kind_of == k) & ((sign > 0) | (moved > 0)) & outside)
                     others = others[np.argsort(sign * moved[others], kind="stable")]
                     trials.append(moved.copy())
                     trials[-1][others[: min(left, -(-len(members) // _PARTS))]] += sign

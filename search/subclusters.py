@@ -188,6 +188,10 @@ class ClusterPlanner:
             if entry.searched >= self._bar() or entry.bound >= self._bar() or self._late():
                 continue
             planner = entry.planner = entry.planner or self._planner(entry)
+            held = self._attempt(lambda p=planner: p.bytes_at(self.whole.full_ops()), 0.0)
+            if held > planner.limit:
+                entry.bound = np.inf
+                continue
             entry.bound = max(entry.bound, self._attempt(lambda p=planner: p.joint_bound(self._bar()), 0.0))
             if entry.bound < self._bar() and not self._late():
                 entry.searched = self._bar()
@@ -252,7 +256,10 @@ class ClusterPlanner:
     def _squeeze(self) -> None:
         """The first set is the best on which a program is found that fits."""
         for entry in self._entries:
-            if entry.planner and not self._late() and np.isfinite(self._attempt(entry.planner.shrink)):
+            planner = entry.planner
+            if planner is None or np.isinf(entry.bound) or self._late():
+                continue
+            if np.isfinite(self._attempt(planner.shrink)):
                 self._best = entry
                 return
 
