@@ -7,6 +7,9 @@ them within the limits is mostly close to the optimum. Two of them differ in pat
 that no edge joins: each patch can be taken from either, which is a knapsack.
 """
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, linprog, milp
 from scipy.sparse import coo_array
@@ -15,6 +18,8 @@ from scipy.sparse.csgraph import connected_components
 from hapsynth.search._hunt import SEARCHES, Hunt
 from hapsynth.search._pairwise import Floats, Ints, Problem, padded_limits
 from hapsynth.search._reduce import Network
+from hapsynth.search._ties import Ties
+from hapsynth.search._warm import Messages
 
 _PRICE_ROUNDS = 16
 _MIXED = 4
@@ -25,35 +30,80 @@ _PATCH_GAP = 1e-5  # relative; of the knapsack over patches
 def priced(hunt: Hunt, network: Network) -> Floats:
     """Multipliers [resources] whose Lagrangian bound is nearly the best; incumbents come up on the way.
 
-    Every assignment x is a cut: the bound at mu is at most cost(x) + mu . (usage(x) - limits).
+    Every assignment x is a cut: the bound at mu is at most cost(x) + mu . (usage(x) - limits). Alike variables are
+    taken as one for this (`_ties.py`): what comes of it is then no bound yet.
     """
     problem, run = hunt.run.problem, hunt.run
     limits = padded_limits(problem)
+    ties = Ties.of(problem)
+    relaxed = _Whole(hunt, network) if ties is None else _Tied(hunt, ties)
     seen: list[Ints] = [] if hunt.best is None else [hunt.best]
     best, multipliers, trial = -np.inf, np.zeros(limits.size), np.zeros(limits.size)
     for _ in range(_PRICE_ROUNDS):
-        priced = trial.copy()
-
-        def lagrangian(x: Ints, mu: Floats = priced) -> float:
-            return problem.cost(x) + float(mu @ (problem.usage(x) - limits))
-
-        inner = Hunt(run, lagrangian, max(hunt.tolerance, _PRICE_TOLERANCE), hunt, limited=False)
-        for x in seen[-4:]:
-            inner.offer(x)
-        inner.close(network.relaxed(priced), np.zeros(0), SEARCHES[:2])
-        if hunt.proved(inner.lower_bound) or inner.best is None or run.late():
+        found, bound = relaxed.least(trial, seen[-_MIXED:])
+        if hunt.proved(bound if ties is None else -np.inf) or found is None or run.late():
             break
-        if inner.lower_bound > best:
-            best, multipliers = inner.lower_bound, priced
+        if bound > best:
+            best, multipliers = bound, trial
         for other in [*([] if hunt.best is None else [hunt.best]), *seen[-_MIXED:]]:
-            hunt.offer(patched(problem, inner.best, other))
-        seen.append(inner.best)
-        _mix(hunt, network, seen[-_MIXED:], multipliers)
+            hunt.offer(patched(problem, found, other))
+        seen.append(found)
+        if ties is None:
+            _mix(hunt, network, seen[-_MIXED:], multipliers)
         run.report("price", hunt, network)
         ceiling, trial = _next_prices(problem, limits, seen, multipliers)
         if ceiling - best <= 2 * _PRICE_TOLERANCE * abs(best):
             break
     return multipliers
+
+
+class _Whole:
+    """The Lagrangian of a network."""
+
+    def __init__(self, hunt: Hunt, network: Network) -> None:
+        self.hunt, self.network = hunt, network
+
+    def least(self, multipliers: Floats, starts: Sequence[Ints]) -> tuple[Ints | None, float]:
+        """An assignment that nearly has the least, and a bound on it."""
+        problem = self.hunt.run.problem
+        limits = padded_limits(problem)
+
+        def lagrangian(x: Ints) -> float:
+            return problem.cost(x) + float(multipliers @ (problem.usage(x) - limits))
+
+        inner = Hunt(self.hunt.run, lagrangian, max(self.hunt.tolerance, _PRICE_TOLERANCE), self.hunt, limited=False)
+        for x in starts:
+            inner.offer(x)
+        inner.close(self.network.relaxed(multipliers), np.zeros(0), SEARCHES[:2])
+        return inner.best, inner.lower_bound
+
+
+class _Tied:
+    """The Lagrangian with alike variables as one."""
+
+    def __init__(self, hunt: Hunt, ties: Ties) -> None:
+        self.hunt, self.ties = hunt, ties
+        self.limits = padded_limits(hunt.run.problem)
+        self.usage = [ties.usage(r) for r in hunt.run.problem.resources]
+        self.messages: Messages = {}
+
+    def least(self, multipliers: Floats, starts: Sequence[Ints]) -> tuple[Ints | None, float]:
+        """As `_Whole`'s; no bound on what may treat alike variables unlike."""
+        tied, run = self.ties.tied, self.hunt.run
+        priced = [u + sum(m * used[k] for m, used in zip(multipliers, self.usage)) for k, u in enumerate(tied.unary)]
+        problem = replace(tied, unary=tuple(priced), offset=tied.offset - float(multipliers @ self.limits))
+        tolerance = max(self.hunt.tolerance, _PRICE_TOLERANCE)
+        part = replace(run, problem=problem, tolerance=tolerance, enough=np.inf, messages=self.messages, tie=False)
+        inner = Hunt(part, problem.cost, tolerance)
+        for x in starts:
+            inner.offer(self.ties.lower(x))
+        inner.close(Network(problem), np.zeros(0), SEARCHES[:2])
+        run.sweeps, run.expanded = part.sweeps, part.expanded
+        if inner.best is None:
+            return None, inner.lower_bound
+        found = self.ties.lift(inner.best)
+        self.hunt.offer(found)
+        return found, inner.lower_bound
 
 
 def _mix(hunt: Hunt, network: Network, seen: list[Ints], multipliers: Floats) -> None:

@@ -22,6 +22,7 @@ Assignment = npt.NDArray[np.integer] | Sequence[int]
 
 _LEAST_TOLERANCE = 1e-10
 _TIED_NODES = 2000  # of a search that proves nothing
+_LIMITED_NODES = 20_000  # of one within limits, which their prices and a knapsack come near to without any
 
 
 def solve(
@@ -69,9 +70,10 @@ def solve_tied(
 ) -> Solution:
     """A cheap assignment, without a bound: the best in which alike variables take the same state, found as if there
     were one of each. As `solve`, which does it where too few are alike or limits tell them apart."""
-    ties = Ties.of(problem)
+    ties = None if problem.resources else Ties.of(problem)
     if ties is None:
-        return solve(problem, start=start, messages=messages, **options)
+        nodes = {"max_nodes": _LIMITED_NODES} if problem.resources else {}
+        return solve(problem, start=start, messages=messages, **nodes, **options)
     begin = None if start is None else ties.lower(np.asarray(start, dtype=np.int64))
     known = ties.lower_messages(messages or {})
     found = solve(ties.tied, start=begin, messages=known, max_nodes=_TIED_NODES, **options)

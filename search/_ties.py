@@ -16,7 +16,7 @@ from functools import cached_property
 
 import numpy as np
 
-from hapsynth.search._pairwise import Edge, Floats, Ints, Problem
+from hapsynth.search._pairwise import Edge, Floats, Ints, Problem, Resource
 from hapsynth.search._reduce import Network
 from hapsynth.search._trws import Dual
 from hapsynth.search._warm import Messages, begin
@@ -36,15 +36,28 @@ class Ties:
 
     @staticmethod
     def of(problem: Problem) -> Ties | None:
-        """None where too few variables are alike, or limits tell them apart."""
-        if problem.resources:
-            return None
-        own = [id(row) for row in problem.unary]
+        """None where too few variables are alike; those that use unlike amounts of a resource are not."""
+        known: dict[int, bytes] = {}
+
+        def same(row: Floats) -> Hashable:
+            """Rows that limits made are not shared by those who are alike."""
+            if not problem.resources:
+                return id(row)
+            if id(row) not in known:
+                known[id(row)] = row.tobytes()
+            return known[id(row)]
+
+        own = [(same(u), *(same(r.usage[i]) for r in problem.resources)) for i, u in enumerate(problem.unary)]
         alike = [(e.u, e.v, (id(e.gu), id(e.table), id(e.gv))) for e in problem.edges]
         colours = _colours(own, alike, _NEAR)
         if colours is None:
             return None
         return Ties(colours, _tied(problem, colours, [key for _, _, key in alike]))
+
+    def usage(self, resource: Resource) -> list[Floats]:
+        """What the members of each colour use together, by their state."""
+        members = np.bincount(self.colours).tolist()
+        return [resource.usage[i] * n for i, n in zip(self._first.tolist(), members, strict=True)]
 
     def lift(self, assignment: Ints) -> Ints:
         """The whole problem's assignment."""

@@ -30,6 +30,8 @@ from hapsynth.search.structure import Restriction, Structure
 
 _MEMORY_ROUNDS = 8
 _SHRINK_ROUNDS = 6
+_LIMITED_NODES = 100_000
+"""Of a search within memory limits: where prices leave a gap, ten times as many narrowed it by nothing."""
 _SHARES = 4
 """Of what is left of a time budget, one is for a search."""
 _LAST_S = 1.0
@@ -177,6 +179,8 @@ class Finder:
         began = time.perf_counter()
         self._messages = {} if cold else dict(self._best_messages)
         messages = self._tied_messages if tied else None if cold else self._messages
+        if problem.resources and not tied:
+            options.setdefault("max_nodes", _LIMITED_NODES)
         solution = (solve_tied if tied else solve)(problem, messages=messages, **options)
         self.interrupted |= solution.interrupted
         self.solver_s += time.perf_counter() - began

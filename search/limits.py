@@ -169,7 +169,7 @@ class Limits:
         ends = [(st.value_variable[value], made.option, len(made.options))]
         ends += [(st.op_variable[op], needs.groups, len(needs.layouts)) for op, needs in takers]
         counts = tuple(count for *_, count in ends)
-        rows = self.formulator.once(("rows", counts), lambda: np.indices(counts).reshape(len(counts), -1))
+        rows = self.formulator.once(("rows", counts), lambda: tuple(np.indices(counts).reshape(len(counts), -1)))
         match = lambda n: self.formulator.once(("match", n), lambda: np.where(np.eye(n, dtype=bool), 0.0, np.inf))
         return [Edge(u, variable, groups, rows[k], match(count)) for k, (u, groups, count) in enumerate(ends)]
 

@@ -6,13 +6,14 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 import pytest
+from milp import optimum
 from pairwise_problems import TrainingLike, brute_force, knotted_problem, random_problem
 
 from hapsynth.search._reduce import Network
 from hapsynth.search._solve import solve, solve_tied
 from hapsynth.search._ties import Ties, spread_messages
 from hapsynth.search._trws import Dual
-from hapsynth.search.problem import Edge, Messages, Problem
+from hapsynth.search.problem import Edge, Messages, Problem, Resource
 
 _Array = TypeVar("_Array", bound=npt.NDArray[np.generic])
 
@@ -71,6 +72,32 @@ def test_an_optimum_that_treats_alike_variables_unlike_is_found_by_the_whole_sea
     assert tied.lower_bound == -np.inf
     found = solve(problem, start=tied.assignment)
     assert (found.cost, found.status) == (pytest.approx(6.0), "optimal")
+
+
+@pytest.mark.parametrize("room", [0.65, 0.8])
+def test_within_limits_alike_layers_are_priced_as_one_and_treated_unlike_where_that_is_best(room: float):
+    free = shared(TrainingLike(layers=6).problem())
+    rng = np.random.default_rng(6)
+    used = {id(row): rng.random(row.size) for row in free.unary}
+    # Equal for those who are alike, but not the same arrays.
+    usage = tuple(used[id(row)].copy() for row in free.unary)
+    small = tuple(np.where(np.isfinite(u), r, np.inf) for u, r in zip(free.unary, usage, strict=True))
+    least, cheapest = solve(replace(free, unary=small)).cost, solve(free)
+    assert cheapest.assignment is not None
+    most = sum(float(row[s]) for row, s in zip(usage, cheapest.assignment, strict=True))
+    limited = replace(free, resources=(Resource(usage, least + room * (most - least), "all"),))
+    ties = Ties.of(limited)
+    assert ties is not None
+    found = solve(limited)
+    assert (found.status, found.cost) == ("optimal", pytest.approx(optimum(limited).cost, rel=1e-5))
+    assert found.cost > cheapest.cost
+    assert found.assignment is not None
+    if room == 0.65:
+        assert (ties.lift(ties.lower(found.assignment)) != found.assignment).any()
+    near = solve_tied(limited)
+    assert near.assignment is not None
+    assert limited.fits(near.assignment)
+    assert found.lower_bound <= near.cost <= 1.1 * found.cost
 
 
 def test_where_little_is_alike_or_limits_tell_variables_apart_the_whole_is_searched():
