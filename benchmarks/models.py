@@ -149,7 +149,7 @@ def vgg19(devices: int, *, config: ConvNet = ConvNet()) -> Target:
 
 @dataclass(frozen=True)
 class Transformer:
-    """`batch`: sequences per device. `kv_heads`: 0 for as many as `heads`. `experts`: per device, 0 for none, in every
+    """`batch`: sequences per device, or `sequences` in all. `kv_heads`: 0 for as many as `heads`. `experts`: per device, 0 for none, in every
     second layer. `dtype`: of activations and of the parameters where they are used."""
 
     batch: int
@@ -157,6 +157,7 @@ class Transformer:
     width: int
     heads: int
     ff: int
+    sequences: int = 0
     vocab: int = 0
     kv_heads: int = 0
     experts: int = 0
@@ -173,6 +174,7 @@ BERT = Transformer(batch=32, seq=128, width=768, heads=12, ff=3072, vocab=33280,
 BERT_MOE = replace(BERT, experts=2)
 VIT_B = replace(BERT, post_norm=False)
 GPT2_XL = Transformer(batch=1, seq=1024, width=1600, heads=25, ff=6400, vocab=50257, causal=True)
+GPT3_XL = Transformer(batch=0, sequences=2, seq=2560, width=2048, heads=16, ff=8192, vocab=50257, causal=True)
 LLAMA3_8B = Transformer(
     batch=1,
     seq=2048,
@@ -308,7 +310,7 @@ def language_model(devices: int, layers: int, c: Transformer) -> Target:
         losses = cross_entropy(logits, batch["targets"])
         return losses.mean() if c.causal else (losses * batch["weight"]).sum() / batch["weight"].sum()
 
-    shape = (c.batch * devices, c.seq)
+    shape = (c.sequences or c.batch * devices, c.seq)
     batch = {"tokens": i32(*shape), "targets": i32(*shape), **({} if c.causal else {"weight": f32(*shape)})}
     return training_step(loss_fn, params, batch)
 
@@ -325,6 +327,11 @@ def bert_moe(devices: int, *, layers: int = 12, config: Transformer = BERT_MOE) 
 
 def gpt2_xl(devices: int, *, layers: int = 48, config: Transformer = GPT2_XL) -> Target:
     """GPT-2 XL, 1.6e9 parameters."""
+    return language_model(devices, layers, config)
+
+
+def gpt3_xl(devices: int, *, layers: int = 24, config: Transformer = GPT3_XL) -> Target:
+    """GPT-3 XL's sizes, 1.3e9 parameters, on two long sequences: fewer than there are devices."""
     return language_model(devices, layers, config)
 
 
@@ -375,5 +382,6 @@ MODELS: dict[str, Callable[..., Target]] = {
     "bert": bert,
     "bert_moe": bert_moe,
     "gpt2_xl": gpt2_xl,
+    "gpt3_xl": gpt3_xl,
     "llama3_8b": llama3_8b,
 }
