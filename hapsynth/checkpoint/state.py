@@ -6,7 +6,7 @@ import json
 import os
 import socket
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from functools import partial
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,7 +21,7 @@ from hapsynth import _jax
 from hapsynth._arguments import Arguments
 from hapsynth.checkpoint.manifest import Box, CheckpointError, Leaf, Manifest, Static, size_of
 from hapsynth.checkpoint.reader import Reader
-from hapsynth.checkpoint.writer import Holders, begin, clean, commit, shared_out, write_part
+from hapsynth.checkpoint.writer import Holders, save
 from hapsynth.jobs import exchanged
 from hapsynth.local_data import Feeder, Slices
 from hapsynth.lower import Lowered, Shards, Staged, Storage, local_positions, parts
@@ -43,41 +43,25 @@ def save_state(
 ) -> None:
     """Write an argument as its plan keeps it; see `Plan.save_state`."""
     held = {position: stored for position, _, _, stored in arguments.held(lowered, state, arg)}
-    leaves: list[Leaf] = []
+    leaves: list[Leaf | Static] = []
     holders: list[Holders] = []
     sources: list[tuple[Storage, jax.Array | Shards]] = []
-    every: list[Leaf | Static] = []
     for place in _places(arguments, lowered, arg):
         if place.storage is None:
-            every.append(Static.of(place.path, place.static))
+            leaves.append(Static.of(place.path, place.static))
             continue
         stored = held[place.position]
-        leaf = _described(place, place.storage, stored)
-        leaves.append(leaf)
-        every.append(leaf)
+        leaves.append(leaf := _described(place, place.storage, stored))
         holders.append(_holders(place.storage, leaf.words))
         sources.append((place.storage, stored))
-    out = iter(leaves := shared_out(leaves, holders))
-    every = [leaf if isinstance(leaf, Static) else next(out) for leaf in every]
 
     def fetch(number: int, box: Box) -> np.ndarray:
         return _fetched(*sources[number], box)
 
-    folder, mesh, me = Path(path), lowered.mesh, jax.process_index()
-    ranks = sorted({d.process_index for d in mesh.devices.flat})
-    agreed = lambda work: _agreed(mesh, f"{folder}: cannot be written", work)
-    try:
-        name = agreed(lambda: begin(folder) if me == ranks[0] else "")[0]
-        checksums = agreed(lambda: write_part(folder / name / f"{me}.bin", leaves, holders, fetch))
-        manifest = Manifest(hapsynth.__version__, name, tuple(every))
-        by_file = {f"{rank}.bin": found for rank, found in zip(ranks, checksums, strict=True)}
-        agreed(lambda: commit(folder, manifest, by_file) if me == ranks[0] else None)
-    finally:
-        # Where this save failed it is its own files that belong to no checkpoint.
-        # A later one cleans up what this one can't.
-        if me == ranks[0]:
-            with suppress(OSError, CheckpointError):
-                clean(folder)
+    folder = Path(path)
+    agreed = partial(_agreed, lowered.mesh, f"{folder}: cannot be written")
+    manifest = Manifest(hapsynth.__version__, "", tuple(leaves))
+    save(folder, manifest, holders, fetch, jax.process_index(), agreed)
 
 
 def restore_state(path: str | os.PathLike[str], arguments: Arguments, lowered: Lowered | Staged, arg: int | str) -> Any:

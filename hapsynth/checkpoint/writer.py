@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -64,6 +65,36 @@ def shared_out(leaves: Sequence[Leaf], holders: Sequence[Holders]) -> list[Leaf]
                 total[writer] += leaf.nbytes(part)
         out.append(replace(leaf, pieces=tuple(pieces)))
     return out
+
+
+def save(
+    path: Path,
+    manifest: Manifest,
+    holders: Sequence[Holders],
+    fetch: Callable[[int, Box], np.ndarray],
+    process: int,
+    agreed: Callable[[Callable[[], Any]], list[Any]],
+) -> None:
+    """Write a checkpoint to the folder at `path`, all its processes at once; until `commit` the old one stays.
+
+    `manifest`: the leaves, without folder and pieces. `fetch(number, box)`: of the number-th array a box that this
+    process holds, in its host's memory. `agreed`: runs something and gives what it returned in each process that holds
+    a part, in their order; a barrier, and where it fails in one it raises in all.
+    """
+    arrays = iter(pieces := shared_out([x for x in manifest.leaves if isinstance(x, Leaf)], holders))
+    leaves = tuple(next(arrays) if isinstance(x, Leaf) else x for x in manifest.leaves)
+    writers = agreed(lambda: process)
+    first = process == writers[0]
+    try:
+        folder = agreed(lambda: begin(path) if first else "")[0]
+        checksums = agreed(lambda: write_part(path / folder / f"{process}.bin", pieces, holders, fetch))
+        due = {f"{writer}.bin": found for writer, found in zip(writers, checksums, strict=True)}
+        agreed(lambda: commit(path, replace(manifest, folder=folder, leaves=leaves), due) if first else None)
+    finally:
+        # The old checkpoint, or what a failed save has written. A later save cleans up what this one can't.
+        if first:
+            with suppress(OSError, CheckpointError):
+                clean(path)
 
 
 def begin(path: Path) -> str:
@@ -151,8 +182,11 @@ def _inside(part: Box, box: Box) -> bool:
 
 
 def _sync(folder: Path) -> None:
-    """Write a folder's list of names to the disk, where its file system can."""
-    handle = os.open(folder, os.O_RDONLY)
+    """Write a folder's list of names to the disk, where that is allowed and its file system can."""
+    try:
+        handle = os.open(folder, os.O_RDONLY)
+    except PermissionError:
+        return
     try:
         os.fsync(handle)
     except OSError as error:
