@@ -61,7 +61,7 @@ class Reader:
     def _read(self, leaf: Leaf, piece: Piece) -> np.ndarray:
         file, due = self._file(piece.file), leaf.nbytes(piece.box)
         try:
-            with open(file, "rb", buffering=0) as source:
+            with open(file, "rb") as source:
                 source.seek(piece.offset)
                 data = source.read(due)
         except OSError as error:

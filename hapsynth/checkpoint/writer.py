@@ -122,8 +122,10 @@ def write_part(
                 whole = fetch(number, box) if mine else None
                 for piece in mine:
                     assert whole is not None
-                    data = whole[within(piece.box, box)].tobytes()
-                    assert len(data) == leaf.nbytes(piece.box)
+                    part = np.ascontiguousarray(whole[within(piece.box, box)])
+                    # Bytes of their own type, as a buffer can't be of bfloat16 and its like.
+                    data = part.reshape(-1).view(np.uint8).data
+                    assert data.nbytes == leaf.nbytes(piece.box)
                     assert out.tell() == piece.offset
                     checksums.append(zlib.crc32(data))
                     out.write(data)
