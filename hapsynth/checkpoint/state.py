@@ -52,11 +52,11 @@ def save_state(
             continue
         stored = held[place.position]
         leaves.append(leaf := _described(place, place.storage, stored))
-        holders.append(_holders(place.storage, leaf.words))
+        holders.append(holders_of(place.storage, leaf.words))
         sources.append((place.storage, stored))
 
     def fetch(number: int, box: Box) -> np.ndarray:
-        return _fetched(*sources[number], box)
+        return fetched(*sources[number], box)
 
     folder = Path(path)
     agreed = partial(_agreed, lowered.mesh, f"{folder}: cannot be written")
@@ -120,7 +120,7 @@ def _words(keys: jax.Array) -> Any:
         return jax.random.key_data(keys)
 
 
-def _holders(storage: Storage, words: tuple[int, ...]) -> Holders:
+def holders_of(storage: Storage, words: tuple[int, ...]) -> Holders:
     found: dict[Box, set[int]] = {}
     for at, device in np.ndenumerate(storage.mesh.devices):
         box = (*_box(storage.slices(at)), *((0, n) for n in words))
@@ -129,7 +129,7 @@ def _holders(storage: Storage, words: tuple[int, ...]) -> Holders:
     return {box: sorted(ranks) for box, ranks in found.items()}
 
 
-def _fetched(storage: Storage, stored: Any, box: Box) -> np.ndarray:
+def fetched(storage: Storage, stored: Any, box: Box) -> np.ndarray:
     """A shard that one of this process's devices holds, without padding."""
     part = next(
         x
