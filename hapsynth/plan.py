@@ -246,7 +246,7 @@ class Plan:
     def restore_state(self, path: str | os.PathLike[str], arg: int | str = 0) -> Any:
         """The argument that `save_state` wrote, of this plan or another, placed as by `shard`, bit for bit.
 
-        Each process reads the pieces of at most 8 MiB that hold what its devices need, and checks each. Leaves that
+        Each process reads the pieces of at most 4 MiB that hold what its devices need, and checks each. Leaves that
         are no arrays are those that were planned. `arg`, processes: as for `save_state`. Raises CheckpointError.
         """
         return checkpoint.restore_state(path, self._arguments, self.lowered, arg)

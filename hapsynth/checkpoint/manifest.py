@@ -2,7 +2,8 @@
 
 A checkpoint is a folder with `hapsynth-state.json` and the folder `state-<16 hex digits>` that it names, which holds a
 file `<n>.bin` of each process n that wrote. A leaf lies there in pieces: boxes of the logical array, row-major,
-little-endian, each with its CRC-32.
+little-endian, each with its CRC-32. How a leaf is cut into pieces follows from its shape and dtype, however its devices
+held it; only where no process held a piece alone it is in several.
 """
 
 from __future__ import annotations
@@ -109,6 +110,12 @@ class Manifest:
 def size_of(box: Box) -> int:
     """Elements of a box."""
     return prod(stop - start for start, stop in box)
+
+
+def common(a: Box, b: Box) -> Box | None:
+    """What two boxes have in common, if anything."""
+    both = tuple((max(p[0], q[0]), min(p[1], q[1])) for p, q in zip(a, b, strict=True))
+    return both if all(start < stop for start, stop in both) else None
 
 
 def within(part: Box, outer: Box) -> tuple[slice, ...]:

@@ -14,7 +14,7 @@ import tensorstore as ts
 from orbax.checkpoint import future, type_handlers
 
 from hapsynth.checkpoint.manifest import Box
-from hapsynth.checkpoint.state import fetched, holders_of
+from hapsynth.checkpoint.state import holders_of, local_shards
 from hapsynth.lower import Storage
 from hapsynth.sharded_array import ShardedArray
 
@@ -54,8 +54,9 @@ def checkpointer() -> Any:
 
 def _held(x: ShardedArray) -> list[tuple[Box, np.ndarray]]:
     """What this process writes."""
-    mine = [box for box, ranks in holders_of(x.storage, ()).items() if ranks[0] == jax.process_index()]
-    return [(box, np.array(fetched(x.storage, x.data, box))) for box in mine]
+    holders = holders_of(x.storage, ())
+    shards = local_shards(x.storage, x.data).items()
+    return [(box, np.array(data)) for box, data in shards if holders[box][0] == jax.process_index()]
 
 
 def _chunk(storage: Storage) -> tuple[int, ...]:

@@ -9,9 +9,19 @@ from pathlib import Path
 
 import numpy as np
 
-from hapsynth.checkpoint.manifest import Box, CheckpointError, Leaf, Piece, read_manifest, size_of, within, written
+from hapsynth.checkpoint.manifest import (
+    Box,
+    CheckpointError,
+    Leaf,
+    Piece,
+    common,
+    read_manifest,
+    size_of,
+    within,
+    written,
+)
 
-_CACHED = 8
+_CACHED = 16
 """Pieces that are kept, as the shards of neighbours may begin in one."""
 
 
@@ -44,10 +54,9 @@ class Reader:
         assert isinstance(leaf, Leaf)
         out, filled = np.empty([stop - start for start, stop in box], leaf.stored_dtype), 0
         for piece in leaf.pieces:
-            common = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(box, piece.box))
-            if all(start < stop for start, stop in common):
-                out[within(common, box)] = self._piece(leaf, piece)[within(common, piece.box)]
-                filled += size_of(common)
+            if (part := common(piece.box, box)) is not None:
+                out[within(part, box)] = self._piece(leaf, piece)[within(part, piece.box)]
+                filled += size_of(part)
         if filled != out.size:
             raise CheckpointError(f"{self.path}: {written(box)} of {leaf.path} is not in it; {self._way_out()}")
         return out

@@ -19,7 +19,7 @@ from jax.tree_util import keystr, tree_flatten_with_path
 import hapsynth
 from hapsynth import _jax
 from hapsynth._arguments import Arguments
-from hapsynth.checkpoint.manifest import Box, CheckpointError, Leaf, Manifest, Static, size_of
+from hapsynth.checkpoint.manifest import Box, CheckpointError, Leaf, Manifest, Static, common, size_of, within
 from hapsynth.checkpoint.reader import Reader
 from hapsynth.checkpoint.writer import Holders, save
 from hapsynth.jobs import exchanged
@@ -55,8 +55,20 @@ def save_state(
         holders.append(holders_of(place.storage, leaf.words))
         sources.append((place.storage, stored))
 
+    shards: dict[int, dict[Box, np.ndarray]] = {}
+
     def fetch(number: int, box: Box) -> np.ndarray:
-        return fetched(*sources[number], box)
+        if number not in shards:
+            # Those of one leaf at a time.
+            shards.clear()
+            shards[number] = local_shards(*sources[number])
+        found = [(held, x, part) for held, x in shards[number].items() if (part := common(box, held)) is not None]
+        if len(found) == 1:
+            return found[0][1][within(box, found[0][0])]
+        out = np.empty([stop - start for start, stop in box], found[0][1].dtype)
+        for held, x, part in found:
+            out[within(part, box)] = x[within(part, held)]
+        return out
 
     folder = Path(path)
     agreed = partial(_agreed, lowered.mesh, f"{folder}: cannot be written")
@@ -129,17 +141,17 @@ def holders_of(storage: Storage, words: tuple[int, ...]) -> Holders:
     return {box: sorted(ranks) for box, ranks in found.items()}
 
 
-def fetched(storage: Storage, stored: Any, box: Box) -> np.ndarray:
-    """A shard that one of this process's devices holds, without padding."""
-    part = next(
-        x
-        for at, x in zip(local_positions(storage.mesh), parts(stored), strict=True)
-        if _box(storage.slices(at)) == box[: len(storage.shape)]
-    )
-    x = _words(part) if _jax.is_extended(storage.dtype) else part
-    # As another object: an array keeps the copy on the host that is made of it.
-    x = jax.make_array_from_single_device_arrays(x.shape, x.sharding, [x])
-    return np.asarray(x)[tuple(slice(0, stop - start) for start, stop in box)]
+def local_shards(storage: Storage, stored: Any) -> dict[Box, np.ndarray]:
+    """What this process's devices hold of a value, in host memory, without padding: each different shard once."""
+    out: dict[Box, np.ndarray] = {}
+    for at, x in zip(local_positions(storage.mesh), parts(stored), strict=True):
+        words = _words(x) if _jax.is_extended(storage.dtype) else x
+        box = (*_box(storage.slices(at)), *((0, n) for n in words.shape[len(storage.shape) :]))
+        if size_of(box) and box not in out:
+            # As another object: an array keeps the copy on the host that is made of it.
+            again = jax.make_array_from_single_device_arrays(words.shape, words.sharding, [words])
+            out[box] = np.asarray(again)[tuple(slice(0, stop - start) for start, stop in box)]
+    return out
 
 
 def _box(slices: Slices) -> Box:

@@ -25,12 +25,12 @@ from hapsynth.checkpoint.manifest import (
     Leaf,
     Manifest,
     Piece,
+    common,
     read_manifest,
     size_of,
-    within,
 )
 
-CHUNK = 8 << 20
+CHUNK = 4 << 20
 """Bytes of a piece at most: what is read and checked as one."""
 _TEMPORARY = re.compile(rf"\.{FOLDER.pattern}\.json")
 
@@ -53,14 +53,16 @@ def chunks(box: Box, itemsize: int) -> Iterator[Box]:
 def shared_out(leaves: Sequence[Leaf], holders: Sequence[Holders]) -> list[Leaf]:
     """The leaves with their pieces: which process writes what where. The same in every process.
 
-    Of a box that several hold each chunk goes to the one that writes least so far.
+    What several hold goes to the one that writes least so far. A chunk that none holds whole is cut as they hold it.
     """
     total, out = Counter[int](), list[Leaf]()
     for leaf, held in zip(leaves, holders, strict=True):
         pieces: list[Piece] = []
-        for box, processes in held.items():
-            for part in chunks(box, leaf.stored_dtype.itemsize):
-                writer = min(processes, key=lambda p: (total[p], p))
+        for chunk in chunks(tuple((0, n) for n in leaf.stored_shape), leaf.stored_dtype.itemsize) if held else ():
+            cut = [(part, ranks) for box, ranks in held.items() if (part := common(chunk, box)) is not None]
+            alone = set.intersection(*(set(ranks) for _, ranks in cut))
+            for part, ranks in [(chunk, alone)] if alone else cut:
+                writer = min(ranks, key=lambda p: (total[p], p))
                 pieces.append(Piece(part, f"{writer}.bin", total[writer]))
                 total[writer] += leaf.nbytes(part)
         out.append(replace(leaf, pieces=tuple(pieces)))
@@ -77,9 +79,10 @@ def save(
 ) -> None:
     """Write a checkpoint to the folder at `path`, all its processes at once; until `commit` the old one stays.
 
-    `manifest`: the leaves, without folder and pieces. `fetch(number, box)`: of the number-th array a box that this
-    process holds, in its host's memory. `agreed`: runs something and gives what it returned in each process that holds
-    a part, in their order; a barrier, and where it fails in one it raises in all.
+    `manifest`: the leaves, without folder and pieces. `fetch(number, box)`: of the number-th array, of which it never
+    goes back to an earlier one, a box that this process holds, in its host's memory. `agreed`: runs something and gives
+    what it returned in each process that holds a part, in their order; a barrier, and where it fails in one it raises
+    in all.
     """
     arrays = iter(pieces := shared_out([x for x in manifest.leaves if isinstance(x, Leaf)], holders))
     leaves = tuple(next(arrays) if isinstance(x, Leaf) else x for x in manifest.leaves)
@@ -87,7 +90,7 @@ def save(
     first = process == writers[0]
     try:
         folder = agreed(lambda: begin(path) if first else "")[0]
-        checksums = agreed(lambda: write_part(path / folder / f"{process}.bin", pieces, holders, fetch))
+        checksums = agreed(lambda: write_part(path / folder / f"{process}.bin", pieces, fetch))
         due = {f"{writer}.bin": found for writer, found in zip(writers, checksums, strict=True)}
         agreed(lambda: commit(path, replace(manifest, folder=folder, leaves=leaves), due) if first else None)
     finally:
@@ -108,27 +111,20 @@ def begin(path: Path) -> str:
     return folder
 
 
-def write_part(
-    file: Path, leaves: Sequence[Leaf], holders: Sequence[Holders], fetch: Callable[[int, Box], np.ndarray]
-) -> list[int]:
+def write_part(file: Path, leaves: Sequence[Leaf], fetch: Callable[[int, Box], np.ndarray]) -> list[int]:
     """Write the pieces of one file; returns their checksums. `fetch(number, box)`: a leaf's box, in host memory."""
     checksums: list[int] = []
     if not file.parent.is_dir():
         raise CheckpointError(f"{file.parent} is not there, though it was made by another process; {_SHARE}")
     with open(file, "xb") as out:
-        for number, (leaf, held) in enumerate(zip(leaves, holders, strict=True)):
-            for box in held:
-                mine = [p for p in leaf.pieces if p.file == file.name and _inside(p.box, box)]
-                whole = fetch(number, box) if mine else None
-                for piece in mine:
-                    assert whole is not None
-                    part = np.ascontiguousarray(whole[within(piece.box, box)])
-                    # Bytes of their own type, as a buffer can't be of bfloat16 and its like.
-                    data = part.reshape(-1).view(np.uint8).data
-                    assert data.nbytes == leaf.nbytes(piece.box)
-                    assert out.tell() == piece.offset
-                    checksums.append(zlib.crc32(data))
-                    out.write(data)
+        for number, leaf in enumerate(leaves):
+            for piece in (p for p in leaf.pieces if p.file == file.name):
+                part = np.ascontiguousarray(fetch(number, piece.box))
+                # Bytes of their own type, as a buffer can't be of bfloat16 and its like.
+                data = part.reshape(-1).view(np.uint8).data
+                assert (out.tell(), data.nbytes) == (piece.offset, leaf.nbytes(piece.box))
+                checksums.append(zlib.crc32(data))
+                out.write(data)
         out.flush()
         os.fsync(out.fileno())
     return checksums
@@ -177,10 +173,6 @@ def clean(path: Path) -> None:
             # Not where there is something else in it.
             with suppress(OSError):
                 found.rmdir()
-
-
-def _inside(part: Box, box: Box) -> bool:
-    return all(start <= a and b <= stop for (a, b), (start, stop) in zip(part, box))
 
 
 def _sync(folder: Path) -> None:
