@@ -100,7 +100,7 @@ def restore_state(path: str | os.PathLike[str], arguments: Arguments, lowered: L
 
     found = _agreed(lowered.mesh, f"{path}: cannot be read", work)
     if len(set(found)) > 1:
-        raise CheckpointError(f"{path}: another save came in between, so that processes read different ones; again")
+        raise CheckpointError(f"{path}: another save came in between, and processes read different ones: restore again")
     return restored[0]
 
 

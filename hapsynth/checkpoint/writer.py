@@ -104,8 +104,8 @@ def begin(path: Path) -> str:
     """Make a folder for the files of a new checkpoint in the one at `path`; returns its name."""
     folder = f"state-{secrets.token_hex(8)}"
     path.mkdir(parents=True, exist_ok=True)
-    # What crashes left behind may be what fills the disk.
-    with suppress(CheckpointError):
+    # What crashes left behind may be what fills the disk; where it can't be removed there may be room nevertheless.
+    with suppress(OSError, CheckpointError):
         clean(path)
     (path / folder).mkdir()
     return folder
