@@ -1,6 +1,7 @@
 """hapsynth: finds the distributed program for any JAX function on a cluster of unlike devices."""
 
 from hapsynth.api import synthesize
+from hapsynth.checkpoint import CheckpointError, load_state
 from hapsynth.cluster import Cluster, ClusterError, ClusterWarning, DeviceKind, Link
 from hapsynth.drift import DriftReport
 from hapsynth.instructions.rule_check import RuleReport, check_rule
@@ -19,6 +20,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "CheckReport",
+    "CheckpointError",
     "Cluster",
     "ClusterError",
     "ClusterWarning",
@@ -38,6 +40,7 @@ __all__ = [
     "UnsupportedError",
     "check_rule",
     "load",
+    "load_state",
     "register_rule",
     "synthesize",
 ]

@@ -13,6 +13,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from hapsynth import checkpoint
 from hapsynth._arguments import Arguments, wrap
 from hapsynth._forms import Chosen, Form, check_form, chosen_form, only_staged
 from hapsynth.check import CheckReport, Reference, compare
@@ -231,6 +232,24 @@ class Plan:
         self._arguments.check(leaves, first, self._arguments.path_from(first))
         out = self._arguments.move(self.lowered, old_plan.lowered, leaves, first, free=self._donate)
         return jax.tree_util.tree_structure(argument).unflatten(out)
+
+    def save_state(self, path: str | os.PathLike[str], state: Any, arg: int | str = 0) -> None:
+        """Write carried state, or any argument, as `shard` or a call returned it, to a folder: whole logical arrays,
+        which any plan of a function with such state can restore. What is there stays until the new state is whole.
+
+        Each process writes what its devices hold, each element once (of a copied leaf, of which each writes a part: see
+        `drift`). `arg` as in `local_slices`. In a run of several processes all must call, with one path on a file
+        system that they share. Raises as `__call__` does for the state, and CheckpointError where it can't be written.
+        """
+        checkpoint.save_state(path, self._arguments, self.lowered, state, arg)
+
+    def restore_state(self, path: str | os.PathLike[str], arg: int | str = 0) -> Any:
+        """The argument that `save_state` wrote, of this plan or another, placed as by `shard`, bit for bit.
+
+        Each process reads the pieces of at most 4 MiB that hold what its devices need, and checks each. Leaves that
+        are no arrays are those that were planned. `arg`, processes: as for `save_state`. Raises CheckpointError.
+        """
+        return checkpoint.restore_state(path, self._arguments, self.lowered, arg)
 
     def map(self, fn: Callable[[Any], Any], tree: Any) -> Any:
         """`fn` applied to every array of `tree`, the results sharded as the arrays were; other leaves are kept.

@@ -112,6 +112,24 @@ def preflight(mesh: Mesh, plan: Plan | None = None, arguments: Iterable[Any] = (
     return _meet(client, said, ranks)
 
 
+def exchanged(mesh: Mesh, said: Any, doing: str) -> list[Any] | None:
+    """What each process that holds devices of `mesh` says, in the order of their numbers: a barrier, which waits as
+    long as all of them live. `said`: as JSON holds it. `doing`: what the others are told that this process does.
+
+    None for several processes without a rendezvous, as HAPSYNTH_PREFLIGHT=off has it. Raises as `before_call` does.
+    """
+    if not mesh.is_multi_process:
+        return [said]
+    if not _wanted():
+        return None
+    client = _joined()
+    client.doing = doing
+    try:
+        return _gathered(client, said, _ranks(mesh))
+    finally:
+        client.doing = "at work"
+
+
 def _wanted() -> bool:
     text = os.environ.get(PREFLIGHT, "on")
     if text not in ("on", "off"):
@@ -129,10 +147,14 @@ def _ranks(mesh: Mesh) -> tuple[int, ...]:
     return tuple(sorted({d.process_index for d in mesh.devices.flat}))
 
 
-def _meet(client: Client, said: Facts, ranks: tuple[int, ...]) -> list[Facts]:
+def _gathered(client: Client, said: Any, ranks: tuple[int, ...]) -> list[Any]:
     # Counted by the processes that meet: others may have met without this one.
     _job.meetings[ranks] += 1
-    found = client.gather(f"preflight {_job.meetings[ranks]}", said, ranks)
+    return client.gather(f"meeting {_job.meetings[ranks]}", said, ranks)
+
+
+def _meet(client: Client, said: Facts, ranks: tuple[int, ...]) -> list[Facts]:
+    found = _gathered(client, said, ranks)
     wrong = problems(found)
     if wrong:
         # All have found the same and go their own ways.

@@ -1,6 +1,6 @@
 """A program to a function of stored arrays (DESIGN D1, D2): in switch form or in staged form."""
 
-from hapsynth.lower._exact import ExactStorage, Shards, parts
+from hapsynth.lower._exact import ExactStorage, Shards, local_positions, parts
 from hapsynth.lower._execute import Interpreter
 from hapsynth.lower._staged import Staged, lower_staged
 from hapsynth.lower._storage import Storage, host_array, own_mesh, with_weak_type
@@ -18,6 +18,7 @@ __all__ = [
     "UnsupportedError",
     "Where",
     "host_array",
+    "local_positions",
     "lower",
     "lower_staged",
     "own_mesh",
