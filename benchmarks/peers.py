@@ -33,7 +33,8 @@ class System(Protocol):
         ...
 
     def values(self) -> list[Any]:
-        """The state, whole, on the host; called by all processes."""
+        """The parameters, whole, on the host; called by all processes. (Moments of what gradients cancel in, as in a
+        key's bias, are noise and agree with nothing.)"""
         ...
 
 
@@ -57,7 +58,7 @@ class Planned:
         return float(self.plan.unshard(loss))
 
     def values(self) -> list[Any]:
-        return [] if self.idle else jax.tree.leaves(self.plan.unshard(self.state))
+        return [] if self.idle else jax.tree.leaves(self.plan.unshard(self.state["params"]))
 
 
 class Jitted:
@@ -88,7 +89,7 @@ class Jitted:
         return float(loss)
 
     def values(self) -> list[Any]:
-        return [host_array(x) for x in jax.tree.leaves(self.state)]
+        return [host_array(x) for x in jax.tree.leaves(self.state["params"])]
 
 
 class BySpeed:
@@ -134,7 +135,7 @@ class BySpeed:
         return jax.make_array_from_single_device_arrays(shape, self.each, [x])
 
     def values(self) -> list[Any]:
-        return [host_array(x) for x in jax.tree.leaves(self.state)]
+        return [host_array(x) for x in jax.tree.leaves(self.state["params"])]
 
 
 class Alone:
@@ -153,7 +154,7 @@ class Alone:
         return float(loss)
 
     def values(self) -> list[Any]:
-        return [np.asarray(x) for x in jax.tree.leaves(self.state)]
+        return [np.asarray(x) for x in jax.tree.leaves(self.state["params"])]
 
 
 def rows_by_speed(rows: int, speeds: Sequence[float]) -> list[int]:

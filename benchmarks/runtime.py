@@ -10,7 +10,7 @@ and costs would choose, at its one ratio. Any name of `hapsynth.search.baselines
 
 All systems live in the same processes and are stepped in rounds, in random order; a step takes until its last process
 has its results. What is predicted is in the JSON file before anything is measured. After the last round each system's
-state and losses must agree with those of as many steps in one process. `ideal`: that one process's time for a
+parameters and losses must agree with those of as many steps in one process. `ideal`: that one process's time for a
 step, as if its core's speed could be had of all the quotas together at no cost.
 """
 
