@@ -35,6 +35,11 @@ if QUICK and jax.__version_info__ < (0, 11):
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flags}"
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Slow tests first: one that is begun last is waited for by an idle core."""
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def eight_devices() -> list[jax.Device]:
     """The eight host devices. Fails where there are more or fewer: a test that runs on one proves nothing."""

@@ -42,6 +42,7 @@ def test_growth_with_layers(tmp_path: Path) -> None:
     assert lines[3].startswith("after tracing: time(2) / time(1) = ")
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_is_a_row_too(tmp_path: Path) -> None:
     file = tmp_path / "rows.json"
     options = ("--only", "mlp", "--clusters", "mixed8", "--layers", "", "--milp", "0", "--memory", "1e-3")
