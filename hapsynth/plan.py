@@ -20,6 +20,7 @@ from hapsynth.check import CheckReport, Reference, compare
 from hapsynth.cluster import Cluster, ClusterWarning
 from hapsynth.drift import DriftReport, copied_along, leaf_drift, resynced
 from hapsynth.example_data import random_arguments
+from hapsynth.export import source_of
 from hapsynth.instructions.layout import format_layout
 from hapsynth.instructions.program import FactorTable, Program
 from hapsynth.instructions.sizes import Sizes
@@ -35,7 +36,7 @@ from hapsynth.lower import (
     own_mesh,
     unsupported,
 )
-from hapsynth.plan_file import PlanError, read_plan, write_plan
+from hapsynth.plan_file import PlanError, read_plan, write_plan, write_text
 from hapsynth.rebalance import THRESHOLD, propose, slowdowns
 from hapsynth.search.costs import CostModel
 from hapsynth.search.result import Result
@@ -338,6 +339,31 @@ class Plan:
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan as JSON, whole or not at all; OSError where that cannot be done."""
         write_plan(path, self.traced, self.result, self.cluster)
+
+    # Without hapsynth
+
+    def to_source(self, path: str | os.PathLike[str] | None = None) -> str:
+        """The program as a Python module that needs JAX alone and gives the same values; written to `path` where there
+        is one. The module's docstring says how to use it.
+
+        It is the switch form, whatever form the plan runs in: `body` is what every device does, one line per
+        instruction. ValueError naming the op that cannot be written (a Python callback, a Pallas kernel), or why the
+        plan has no such form; OSError where `path` cannot be written.
+        """
+        text = source_of(self)
+        if path is not None:
+            write_text(path, text)
+        return text
+
+    @property
+    def donate(self) -> bool:
+        """Whether a call consumes carried state."""
+        return self._donate
+
+    @property
+    def argument_paths(self) -> list[str]:
+        """The path of every leaf of the arguments, of those too that are no arrays."""
+        return self._arguments.paths
 
     # What was planned
 

@@ -30,8 +30,12 @@ class PlanError(ValueError):
 
 def write_plan(path: str | os.PathLike[str], traced: Traced, result: Result, cluster: Cluster) -> None:
     """Write a plan; the file is there whole or not at all."""
+    write_text(path, json.dumps(plan_to_dict(traced, result, cluster), indent=1, allow_nan=False) + "\n")
+
+
+def write_text(path: str | os.PathLike[str], text: str) -> None:
+    """Write a file that is there whole or not at all; OSError where that cannot be done."""
     target = Path(path)
-    text = json.dumps(plan_to_dict(traced, result, cluster), indent=1, allow_nan=False) + "\n"
     handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as file:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from math import prod
@@ -16,7 +16,7 @@ from hapsynth._jax import is_extended
 from hapsynth.graph import Graph, Literal
 from hapsynth.instructions.factors import Cut, Local
 from hapsynth.instructions.layout import cut_axes
-from hapsynth.instructions.program import Compute, Convert, FactorTable, Instruction, reads, writes
+from hapsynth.instructions.program import Compute, Convert, FactorTable, Instruction, Property, reads, writes
 from hapsynth.instructions.rules import execute
 from hapsynth.instructions.rules.registry import apart
 from hapsynth.instructions.sizes import Sizes, cut_nodes
@@ -32,6 +32,8 @@ class Interpreter:
     graph: Graph
     sizes: Sizes
     platform: str
+    named: Callable[[Property, Any], Any] = lambda p, x: x
+    """What is made of a property and its tensor, where one begins to hold: for who reads the trace."""
     table: FactorTable = field(init=False)
 
     def __post_init__(self) -> None:
@@ -49,7 +51,7 @@ class Interpreter:
                 made = self._local_step(i, env, here) if isinstance(i, Convert) else self._compute(i, env, here)
             for (v, layout), x, expected in zip(writes(self.graph, i), made, due, strict=True):
                 assert x.shape == expected, f"{i} made {x.shape} on {here.coords}, where {expected} was due"
-                env.setdefault((v, layout), x)
+                env.setdefault((v, layout), self.named((v, layout), x))
 
     def _local_step(self, i: Convert, env: Env, here: Where) -> list[Any]:
         if i.step == "partial":
@@ -66,7 +68,7 @@ class Interpreter:
             whole = env[i.value, i.source]
             if self._is_window(i.value):
                 whole = apart(whole)
-            return [lax.dynamic_slice_in_dim(whole, start, length, dim)]
+            return [lax.dynamic_slice_in_dim(whole, start, length, dim, allow_negative_indices=False)]
 
     def _is_window(self, value: int) -> bool:
         """Whether a value is, but for its form, part of another from a start that is known at run time."""

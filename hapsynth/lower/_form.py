@@ -22,7 +22,7 @@ class Form:
     """A program on stored arrays.
 
     `inputs`, `constants` and `outputs` say how each is stored (an output that is a literal has None); `donated` says
-    which inputs a call consumes. `traces` counts how often the program was traced: once, however often it is called.
+    which inputs a call consumes. `platform` is by default that of the mesh's devices. `traces` counts how often the program was traced: once, however often it is called.
     """
 
     graph: Graph
@@ -30,6 +30,7 @@ class Form:
     sizes: Sizes
     mesh: Mesh
     donate: bool = True
+    platform: str | None = None
     traces: int = 0
     inputs: tuple[Storage, ...] = field(init=False)
     constants: tuple[Storage, ...] = field(init=False)
@@ -41,7 +42,8 @@ class Form:
 
     def __post_init__(self) -> None:
         graph, program = self.graph, self.program
-        self.local = Interpreter(graph, self.sizes, self.mesh.devices.flat[0].platform)
+        platform = self.mesh.devices.flat[0].platform if self.platform is None else self.platform
+        self.local = Interpreter(graph, self.sizes, platform)
         self.inputs = tuple(self._stored(v, program.inputs[v]) for v in graph.inputs)
         self.constants = tuple(self._stored(v, program.inputs[v]) for v in graph.constants)
         self.outputs = tuple(

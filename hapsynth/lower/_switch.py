@@ -53,17 +53,10 @@ class Lowered(Form):
     def function(self) -> Any:
         """The jitted function: stored inputs, then constants, to stored outputs."""
         sources = (*self.inputs, *self.constants)
-        on_mesh = jax.shard_map(
-            self._body,
-            mesh=self.mesh,
-            in_specs=tuple(s.spec for s in sources),
-            out_specs=tuple(s.spec for s in self.outputs if s is not None),
-            check_vma=False,
-        )
 
         def hapsynth_plan(*stored: jax.Array) -> list[Any]:
             self.traces += 1
-            made = iter(on_mesh(*stored))
+            made = iter(self.on_mesh(*stored))
             out: list[Any] = []
             for operand, storage in zip(self.graph.outputs, self.outputs, strict=True):
                 if storage is None:
@@ -80,6 +73,17 @@ class Lowered(Form):
             out_shardings=[everywhere if s is None else s.sharding for s in self.outputs],
             donate_argnums=tuple(i for i, donated in enumerate(self.donated) if donated),
             keep_unused=True,
+        )
+
+    @property
+    def on_mesh(self) -> Callable[..., tuple[Any, ...]]:
+        """The function of stored inputs, then constants, to those stored outputs that are no literals."""
+        return jax.shard_map(
+            self._body,
+            mesh=self.mesh,
+            in_specs=tuple(s.spec for s in (*self.inputs, *self.constants)),
+            out_specs=tuple(s.spec for s in self.outputs if s is not None),
+            check_vma=False,
         )
 
     def _body(self, *stored: jax.Array) -> tuple[Any, ...]:
@@ -115,7 +119,8 @@ class Lowered(Form):
                 # Gathered again so that the first copy need not live: XLA must not merge the two.
                 x = lax.optimization_barrier(x)
             name, _ = self.program.axes[step.axis]
-            env[step.value, step.target] = communicate(self.graph, self.sizes, name, step, x, here)
+            made = communicate(self.graph, self.sizes, name, step, x, here)
+            env[step.value, step.target] = self.local.named((step.value, step.target), made)
 
     def _switch(self, stage: Stage, env: Env, everyone: Where) -> None:
         """Run the uneven part of a stage: one branch per distinct tuple of shares, each on its exact shapes."""
@@ -140,7 +145,7 @@ class Lowered(Form):
         taken = everyone.lookup(range(len(everyone.lengths)), stage.branch_of)
         made = lax.switch(taken, [branch(m) for m in stage.members], *(env[p] for p in stage.reads))
         for p, x in zip(stage.writes, made, strict=True):
-            env.setdefault(p, x)
+            env.setdefault(p, self.local.named(p, x))
 
 
 def lower(graph: Graph, program: Program, sizes: Sizes, mesh: Mesh, *, donate: bool = True) -> Lowered:

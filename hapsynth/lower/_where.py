@@ -51,7 +51,7 @@ class Where:
         at = self.index[axes[0]]
         for axis in axes[1:]:
             at = at * self.lengths[axis] + self.index[axis]
-        return lax.dynamic_index_in_dim(entries.ravel(), at, keepdims=False)
+        return lax.dynamic_slice(entries.ravel(), (at,), (1,), allow_negative_indices=False)[0]
 
 
 def _column(steps: Sequence[int]) -> np.ndarray:

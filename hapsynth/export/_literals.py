@@ -1,0 +1,131 @@
+"""Values that stand in a program as Python text: numbers, dtypes, and what JAX's operations take as parameters."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import inspect
+from functools import cache
+from typing import Any
+
+import numpy as np
+from jax import lax
+from jax.extend import random as prng
+from jax.extend.core import Primitive, primitives
+
+from hapsynth import _jax
+
+_NUMPY = ("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
+_NUMPY = (*_NUMPY, "float16", "float32", "float64", "complex64", "complex128")
+
+
+class UnwritableError(ValueError):
+    """Something has no text that would make it again."""
+
+
+def text(value: Any) -> str:
+    """The value as an expression of `jnp`, `lax`, `np` and `prng`. UnwritableError for what has none."""
+    match value:
+        case enum.Enum():
+            return f"{_of_lax(type(value))}.{value.name}"
+        case None | bool() | int() | str():
+            return repr(value)
+        case np.integer():
+            return repr(int(value))
+        case float() if type(value) is float:
+            return repr(value) if np.isfinite(value) else str(value).replace("inf", "np.inf").replace("nan", "np.nan")
+        case np.generic():
+            return scalar(value, value.dtype)
+        case np.ndarray() if value.size <= 64:
+            return array(value)
+        case np.dtype():
+            return dtype(value)
+        case tuple() if hasattr(value, "_fields"):
+            return f"{_of_lax(type(value))}({_named({n: getattr(value, n) for n in value._fields})})"
+        case tuple():
+            return f"({', '.join(map(text, value))}{',' if len(value) == 1 else ''})"
+        case list():
+            return f"[{', '.join(map(text, value))}]"
+        case dict():
+            return f"{{{', '.join(f'{text(k)}: {text(v)}' for k, v in value.items())}}}"
+        case type() if issubclass(value, np.generic):
+            return dtype(np.dtype(value))
+        case _ if dataclasses.is_dataclass(value) and hasattr(lax, type(value).__name__):
+            named = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
+            return f"{_of_lax(type(value))}({_named(named)})"
+        case Primitive():
+            return f"primitives.{public_primitive(value.name)}"
+        case _:
+            return f"prng.{_generator(value)}"
+
+
+def _named(values: dict[str, Any]) -> str:
+    return ", ".join(f"{name}={text(value)}" for name, value in values.items())
+
+
+def _of_lax(kind: type) -> str:
+    if getattr(lax, kind.__name__, None) is not kind:
+        raise UnwritableError(f"a {kind.__name__} is nothing that JAX has public")
+    return f"lax.{kind.__name__}"
+
+
+@cache
+def _public() -> dict[str, str]:
+    found = {a: getattr(primitives, a) for a in dir(primitives) if a.endswith("_p")}
+    return {p.name: a for a, p in found.items()}
+
+
+def public_primitive(name: str) -> str:
+    """A primitive's attribute of `jax.extend.core.primitives`."""
+    if name not in _public():
+        raise UnwritableError(f"the primitive {name} is none that JAX has public")
+    return _public()[name]
+
+
+def _generator(value: Any) -> str:
+    """The name of a generator of random bits, for which a spec may stand."""
+    known = {n: impl for n, impl in inspect.getmembers(prng) if n.endswith("_prng_impl") and not inspect.isroutine(impl)}
+    for name, impl in known.items():
+        if value is impl or getattr(value, "_impl", None) is impl:
+            return name
+    raise UnwritableError(f"{type(value).__name__} {str(value)[:60]!r} has no text")
+
+
+def dtype(given: Any) -> str:
+    """`jnp.float32`. Typed keys have none."""
+    if _jax.is_extended(given):
+        raise UnwritableError(f"the dtype {given} has no text")
+    name = np.dtype(given).name
+    return f"jnp.{'bool_' if name == 'bool' else name}"
+
+
+def scalar(value: Any, given: Any) -> str:
+    """A number of just this dtype: `np.float32(0.5)`."""
+    given = np.dtype(given)
+    number = plain_scalar(np.asarray(value, given))
+    if given.name in _NUMPY:
+        return f"np.{'bool_' if given.name == 'bool' else given.name}({number})"
+    return f"np.asarray({number}, jnp.{given.name})"
+
+
+def plain_scalar(value: Any) -> str:
+    """A number as Python writes it."""
+    found = np.asarray(value)
+    if np.issubdtype(found.dtype, np.complexfloating):
+        return repr(found.item())
+    if found.dtype == np.bool_ or np.issubdtype(found.dtype, np.integer):
+        return repr(found.item())
+    # As few digits as tell it from its neighbours.
+    number = float(str(found))
+    return text(number if number == found or not np.isfinite(number) else float(found))
+
+
+def array(value: np.ndarray) -> str:
+    """A small array, element by element."""
+    if value.ndim == 0:
+        return scalar(value, value.dtype)
+    listed = np.asarray(value, np.float64).tolist() if value.dtype.name not in _NUMPY else value.tolist()
+    written = repr(listed).replace("nan", "np.nan").replace("inf", "np.inf")
+    return f"np.array({written}, {dtype(value.dtype)}).reshape({value.shape})" if not value.size else (
+        f"np.array({written}, {dtype(value.dtype)})"
+    )
