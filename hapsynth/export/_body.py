@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from hapsynth import _jax
-from hapsynth.export._literals import UnwritableError, array, scalar, text
+from hapsynth.export._literals import scalar, text
 from hapsynth.export._names import MARK, Scope
 from hapsynth.export._ops import Ops
 
@@ -37,14 +37,11 @@ class Writer:
     def table(self, value: Any, wanted: str = "TABLE") -> str:
         """The name of an array that does not depend on the arguments."""
         host = value if _jax.is_extended(value.dtype) else np.asarray(value)
-        key = None if host is value and not isinstance(value, np.ndarray) else (str(host.dtype), host.shape, host.tobytes())
-        if key is None or key not in self._known:
-            name = self.module.new(wanted if not self.module.is_taken(wanted) else f"{wanted}_{len(self.tables)}")
-            self.tables[name] = host
-            if key is None:
-                return name
-            self._known[key] = name
-        return self._known[key]
+        alike = (str(host.dtype), host.shape, host.tobytes()) if isinstance(host, np.ndarray) else id(host)
+        if alike not in self._known:
+            self._known[alike] = self.module.new(wanted)
+            self.tables[self._known[alike]] = host
+        return self._known[alike]
 
     # ---- functions
 
@@ -65,6 +62,12 @@ class Writer:
         if eqn.primitive is MARK:
             env[eqn.outvars[0]] = self.atom(eqn.invars[0], env)
             return
+        if eqn.primitive.name == "convert_element_type" and eqn.invars[0].aval.dtype == eqn.outvars[0].aval.dtype:
+            # Only of weak types, which no value depends on.
+            env[eqn.outvars[0]] = self.atom(eqn.invars[0], env)
+            if eqn.outvars[0] in marks and not _jax.is_literal(eqn.invars[0]):
+                marks.setdefault(eqn.invars[0], marks[eqn.outvars[0]])
+            return
         called = _jax.called_jaxpr(eqn) or (eqn.params["call"] if eqn.primitive.name == "custom_partitioning" else None)
         if called is not None:
             opened, consts = _jax.open_jaxpr(called)
@@ -73,18 +76,19 @@ class Writer:
             wanted = {o: marks[v] for v, o in zip(eqn.outvars, opened.outvars) if v in marks and not _jax.is_literal(o)}
             env.update(zip(eqn.outvars, self.steps(opened, inner, scope, wanted)))
             return
-        control = {"cond": self.cond, "scan": self.scan, "while": self.loop}.get(eqn.primitive.name)
+        control = _WITH_FUNCTIONS.get(eqn.primitive.name)
         if control is not None:
-            made, source = control(eqn, env, scope), ""
+            made = control(self, eqn, env, scope)
         else:
-            source = _jax.source_line(eqn)
+            source = next((marks[v]["source"] for v in eqn.outvars if v in marks), "")
             made = self.ops.write(eqn, ["" if _jax.is_literal(a) else env[a] for a in eqn.invars], source)
-        unmarked = f"{eqn.params['axis_name']}_index" if eqn.primitive.name == "axis_index" else "t"
-        self.assign(eqn.outvars, made, env, scope, marks, unmarked)
+        self.assign(eqn, made, env, scope, marks)
 
-    def assign(self, outvars: Sequence[Any], made: str, env: Atoms, scope: Scope, marks: dict[Any, Any], unmarked: str) -> None:
+    def assign(self, eqn: Any, made: str, env: Atoms, scope: Scope, marks: dict[Any, Any]) -> None:
+        """Give the results of an equation their names, and say of the marked ones how they lie."""
         names, said = list[str](), list[str]()
-        for v in outvars:
+        unmarked = f"{eqn.params['axis_name']}_index" if eqn.primitive.name == "axis_index" else "t"
+        for v in eqn.outvars:
             mark = marks.get(v, {"name": unmarked, "layout": "", "source": ""})
             names.append(scope.new(mark["name"], mark["layout"]))
             env[v] = names[-1]
@@ -128,7 +132,8 @@ class Writer:
         out = self.steps(opened, bound, inside)
         self.end(f"{_tuple(out[:carried])}, {_tuple(out[carried:])}")
         initial, xs = _tuple(given[consts:][:carried]), _tuple(given[consts + carried :])
-        more = "".join(f", {k}={eqn.params[k]}" for k, usual in (("reverse", False), ("unroll", 1)) if eqn.params[k] != usual)
+        usual = {"reverse": False, "unroll": 1}
+        more = "".join(f", {k}={eqn.params[k]}" for k, value in usual.items() if eqn.params[k] != value)
         made = scope.new("final"), scope.new("stacked")
         self.line(f"{', '.join(made)} = lax.scan({name}, {initial}, {xs}, length={eqn.params['length']}{more})")
         parts = [f"*{x}" for x, n in zip(made, (carried, len(eqn.outvars) - carried)) if n]
@@ -152,6 +157,32 @@ class Writer:
         made = f"lax.while_loop({', '.join(names)}, {_tuple(given[n + m :])})"
         return made if len(eqn.outvars) != 1 else f"{made}[0]"
 
+    def reduce(self, eqn: Any, env: Atoms, scope: Scope) -> str:
+        """A reduction by any function of two scalars, or of two tuples of them."""
+        p, given = eqn.params, [self.atom(a, env) for a in eqn.invars]
+        half = len(given) // 2
+        opened, consts = _jax.open_jaxpr(p["jaxpr"])
+        inside_of = scope.inner()
+        names = [inside_of.new(f"{side}{n}") for side in "xy" for n in range(half)]
+        whole = (names[0], names[1]) if half == 1 else (_tuple(names[:half]), _tuple(names[half:]))
+        name, inside = self.function("combined", ("x", "y"), scope)
+        inside.taken.update((*names, "x", "y"))
+        self.line(f"{', '.join(whole)} = x, y")
+        bound: Atoms = dict(zip(getattr(opened, "constvars", ()), map(self.table, (*consts, *p.get("consts", ())))))
+        out = self.steps(opened, bound | dict(zip(opened.invars, names)), inside)
+        self.end(out[0] if half == 1 else _tuple(out))
+        xs, initial = (given[0], given[1]) if half == 1 else (_tuple(given[:half]), _tuple(given[half:]))
+        if eqn.primitive.name == "reduce":
+            return f"lax.reduce({xs}, {initial}, {name}, {text(p['dimensions'])})"
+        keys = ("window_dimensions", "window_strides", "padding", "base_dilation", "window_dilation")
+        return f"lax.reduce_window({xs}, {initial}, {name}, {', '.join(text(p[k]) for k in keys)})"
+
+    def platform(self, eqn: Any, env: Atoms, scope: Scope) -> str:
+        """The number of the first group of platforms that the devices' is in."""
+        groups = enumerate(eqn.params["platforms"])
+        cases = [f"{name}=lambda: jnp.int32({n})" for n, group in groups for name in group or ("default",)]
+        return f"lax.platform_dependent({', '.join(cases)})"
+
     def bound(self, jaxpr: Any, given: Sequence[str], own: Atoms | None = None) -> tuple[Any, Atoms]:
         """The jaxpr of a body and its inputs' texts: what is given of around it, its own."""
         opened, consts = _jax.open_jaxpr(jaxpr)
@@ -163,8 +194,20 @@ class Writer:
         scope.taken.add(source)
         names = [scope.new(f"{source[0]}{n}") for n in range(len(variables))]
         if names:
-            self.line(f"{_tuple(names)[1:-1]} = {source}", "; ".join(dict.fromkeys(shape_of(v.aval) for v in variables)))
+            shapes = dict.fromkeys(shape_of(v.aval) for v in variables)
+            self.line(f"{_tuple(names)[1:-1]} = {source}", "; ".join(shapes))
         return dict(zip(variables, names))
+
+
+_WITH_FUNCTIONS: dict[str, Callable[[Writer, Any, Atoms, Scope], str]] = {
+    "cond": Writer.cond,
+    "platform_index": Writer.platform,
+    "reduce": Writer.reduce,
+    "reduce_window": Writer.reduce,
+    "scan": Writer.scan,
+    "while": Writer.loop,
+}
+"""What takes functions: these are written out, and so is what they are given to."""
 
 
 def _tuple(members: Sequence[str]) -> str:

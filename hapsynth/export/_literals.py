@@ -15,8 +15,7 @@ from jax.extend.core import Primitive, primitives
 
 from hapsynth import _jax
 
-_NUMPY = ("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
-_NUMPY = (*_NUMPY, "float16", "float32", "float64", "complex64", "complex128")
+_NUMPY = {np.dtype(code).name for code in "?bhilqBHILQefdFD"}
 
 
 class UnwritableError(ValueError):
@@ -40,9 +39,10 @@ def text(value: Any) -> str:
             return array(value)
         case np.dtype():
             return dtype(value)
-        case tuple() if hasattr(value, "_fields"):
-            return f"{_of_lax(type(value))}({_named({n: getattr(value, n) for n in value._fields})})"
-        case tuple():
+        case tuple() if hasattr(lax, type(value).__name__):
+            named = {n: getattr(value, n) for n in getattr(value, "_fields", ())}
+            return f"{_of_lax(type(value))}({_named(named)})"
+        case tuple() if type(value) is tuple:
             return f"({', '.join(map(text, value))}{',' if len(value) == 1 else ''})"
         case list():
             return f"[{', '.join(map(text, value))}]"
@@ -84,8 +84,7 @@ def public_primitive(name: str) -> str:
 
 def _generator(value: Any) -> str:
     """The name of a generator of random bits, for which a spec may stand."""
-    known = {n: impl for n, impl in inspect.getmembers(prng) if n.endswith("_prng_impl") and not inspect.isroutine(impl)}
-    for name, impl in known.items():
+    for name, impl in inspect.getmembers(prng, lambda member: not inspect.isroutine(member)):
         if value is impl or getattr(value, "_impl", None) is impl:
             return name
     raise UnwritableError(f"{type(value).__name__} {str(value)[:60]!r} has no text")
@@ -112,7 +111,8 @@ def plain_scalar(value: Any) -> str:
     """A number as Python writes it."""
     found = np.asarray(value)
     if np.issubdtype(found.dtype, np.complexfloating):
-        return repr(found.item())
+        number = complex(found.item())
+        return f"complex({text(number.real)}, {text(number.imag)})"
     if found.dtype == np.bool_ or np.issubdtype(found.dtype, np.integer):
         return repr(found.item())
     # As few digits as tell it from its neighbours.
@@ -126,6 +126,8 @@ def array(value: np.ndarray) -> str:
         return scalar(value, value.dtype)
     listed = np.asarray(value, np.float64).tolist() if value.dtype.name not in _NUMPY else value.tolist()
     written = repr(listed).replace("nan", "np.nan").replace("inf", "np.inf")
-    return f"np.array({written}, {dtype(value.dtype)}).reshape({value.shape})" if not value.size else (
-        f"np.array({written}, {dtype(value.dtype)})"
+    return (
+        f"np.array({written}, {dtype(value.dtype)}).reshape({value.shape})"
+        if not value.size
+        else (f"np.array({written}, {dtype(value.dtype)})")
     )

@@ -79,6 +79,7 @@ _PRINTERS: dict[str, Callable[[Params, Sequence[str]], str]] = {
     "pmin": lambda p, x: f"lax.pmin({x[0]}, {_AXIS(p)}{_GROUPS(p)})",
     "psum": lambda p, x: f"lax.psum({x[0]}, {_AXIS(p)}{_GROUPS(p)})",
     "psum_invariant": lambda p, x: f"lax.psum({x[0]}, {_AXIS(p)}{_GROUPS(p)})",
+    "random_clone": lambda p, x: f"jax.random.clone({x[0]})",
     "random_bits": lambda p, x: f"jax.random.bits({x[0]}, {_of(p, 'shape')}, 'uint{p['bit_width']}')",
     "random_fold_in": lambda p, x: f"jax.random.fold_in({x[0]}, {x[1]})",
     "random_split": lambda p, x: f"jax.random.split({x[0]}, {_of(p, 'shape')})",
@@ -92,6 +93,11 @@ _PRINTERS: dict[str, Callable[[Params, Sequence[str]], str]] = {
     "rng_bit_generator": lambda p, x: (
         f"lax.rng_bit_generator({x[0]}, {_of(p, 'shape')}, {dtype(p['dtype'])}, {_of(p, 'algorithm')})"
     ),
+    "scaled_dot": lambda p, x: (
+        f"lax.scaled_dot({x[0]}, {x[1]}, lhs_scale={x[2]}, rhs_scale={x[3]}, "
+        f"{', '.join(_keywords(lax.scaled_dot, p))})"
+    ),
+    "scaled_matmul_wrapper": lambda p, x: f"jax.nn.scaled_matmul({', '.join(x)}, {dtype(p['preferred_element_type'])})",
     "select_n": lambda p, x: f"lax.select_n({', '.join(x)})",
     "slice": lambda p, x: f"lax.slice({x[0]}, {_of(p, 'start_indices', 'limit_indices', 'strides')})",
     "sort": lambda p, x: _sort(p, x),
@@ -109,7 +115,7 @@ def _key_type(impl: Any) -> str:
 
 
 def _sort(p: Params, x: Sequence[str]) -> str:
-    given = f"({', '.join(x)})" if len(x) > 1 else x[0]
+    given = _tuple(x) if len(x) > 1 else x[0]
     return f"lax.sort({given}, dimension={p['dimension']}, is_stable={p['is_stable']}, num_keys={p['num_keys']})"
 
 
@@ -125,24 +131,28 @@ def _ffi(p: Params, x: Sequence[str]) -> str:
 def _candidates(eqn: Any) -> Iterator[Printer]:
     """Ways to write an equation, the most readable first. Each may raise UnwritableError, or be wrong."""
     name, params = eqn.primitive.name, dict(eqn.params)
-    single = len(eqn.outvars) == 1
     if name in _OPERATORS and len(eqn.invars) == 2:
         yield lambda x: f"{x[0]} {_OPERATORS[name]} {x[1]}"
     if name in _PRINTERS:
         yield lambda x: _PRINTERS[name](params, x)
     python = name.replace("-", "_")
-    for module, where in ((lax, "lax"), (lax.linalg, "lax.linalg")):
+    only = "[0]" if eqn.primitive.multiple_results and len(eqn.outvars) == 1 else ""
+    for module, where in ((lax, f"lax.{python}"), (lax.linalg, f"lax.linalg.{python}")):
         fn = getattr(module, python, None)
         if callable(fn):
-            yield lambda x, fn=fn, where=where: f"{where}.{python}({', '.join([*x, *_keywords(fn, params)])})"
-            yield lambda x, fn=fn, where=where: f"{where}.{python}(({', '.join(x)}), {', '.join(_keywords(fn, params))})"
+            yield lambda x, fn=fn, where=where: f"{where}({', '.join([*x, *_keywords(fn, params)])})"
+            yield lambda x, fn=fn, where=where: f"{where}({', '.join([*x, *_keywords(fn, params)])}){only}"
+            yield lambda x, fn=fn, where=where: f"{where}({', '.join([_tuple(x), *_keywords(fn, params)])})"
 
     def bound(x: Sequence[str]) -> str:
         named = [f"{key}={text(value)}" for key, value in params.items()]
-        made = f"primitives.{public_primitive(name)}.bind({', '.join([*x, *named])})"
-        return f"{made}[0]" if single and eqn.primitive.multiple_results else made
+        return f"primitives.{public_primitive(name)}.bind({', '.join([*x, *named])}){only}"
 
     yield bound
+
+
+def _tuple(x: Sequence[str]) -> str:
+    return f"({', '.join(x)})"
 
 
 def _keywords(fn: Callable[..., Any], params: Params) -> list[str]:
@@ -207,8 +217,8 @@ class Ops:
             return False
         (again,) = equations
         place = {id(v): n for v, n in zip(inputs, names)}
-        given = [_atom(a, place) for a in again.invars]
-        due = [_atom(a, {id(v): f"x{eqn.invars.index(v)}" for v in eqn.invars if not _jax.is_literal(v)}) for a in eqn.invars]
+        planned = {id(v): f"x{eqn.invars.index(v)}" for v in eqn.invars if not _jax.is_literal(v)}
+        given, due = [_atom(a, place) for a in again.invars], [_atom(a, planned) for a in eqn.invars]
         results = [id(v) for v in outputs] == [id(v) for v in again.outvars] if again.outvars else not outputs
         alike = [_described(v.aval) for v in again.outvars] == [_described(v.aval) for v in eqn.outvars]
         name = _SAME.get(eqn.primitive.name, eqn.primitive.name)
@@ -270,7 +280,8 @@ def _operands(eqn: Any, names: Sequence[str], typed: bool) -> list[str]:
         if not _jax.is_literal(atom):
             out.append(name)
         else:
-            out.append(scalar(atom.val, atom.aval.dtype) if typed else plain_scalar(np.asarray(atom.val, atom.aval.dtype)))
+            value = np.asarray(atom.val, atom.aval.dtype)
+            out.append(scalar(value, value.dtype) if typed else plain_scalar(value))
     return out
 
 

@@ -1,4 +1,4 @@
-"""What an exported program needs besides its own text: this file's functions are copied into it, so JAX is all they use.
+"""What an exported program needs besides its own text. What is below the line is copied into it: it uses JAX alone.
 
 What is in capitals here the program defines; the values below are those of a program that does nothing.
 """
@@ -62,22 +62,20 @@ class Array:
             return jax.random.wrap_key_data(stored, impl=jax.random.key_impl(x))
         host = np.array(x, jax.numpy.dtype(self.dtype))
         for dim, lengths in self.cuts.items():
-            host = np.take(np.concatenate([host, np.zeros_like(host, shape=_with(host, dim, 1))], dim), _padded(lengths), dim)
+            zero = np.zeros_like(host, shape=(*host.shape[:dim], 1, *host.shape[dim + 1 :]))
+            host = np.take(np.concatenate([host, zero], dim), _padded(lengths), dim)
         return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
 
     def unpad(self, x: Any) -> Any:
         """A stored array, whole: in NumPy, or a typed key."""
         if self.dtype.startswith("key<"):
-            return jax.random.wrap_key_data(np.asarray(jax.random.key_data(x)), impl=jax.random.key_impl(x))
+            data = jax.numpy.asarray(np.asarray(jax.random.key_data(x)))
+            return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
         host = np.asarray(x)
         for dim, lengths in self.cuts.items():
             where = _padded(lengths)
             host = np.take(host, np.flatnonzero(where < sum(lengths)), dim)
         return host
-
-
-def _with(x: np.ndarray, dim: int, length: int) -> tuple[int, ...]:
-    return (*x.shape[:dim], length, *x.shape[dim + 1 :])
 
 
 def _padded(lengths: Sequence[int]) -> np.ndarray:
@@ -87,7 +85,7 @@ def _padded(lengths: Sequence[int]) -> np.ndarray:
     return np.concatenate([np.where(inside < n, start + inside, starts[-1]) for start, n in zip(starts, lengths)])
 
 
-def make_mesh(devices: Sequence[jax.Device] | None = None) -> Mesh:
+def make_mesh(devices: Sequence[Any] | None = None) -> Mesh:
     """The mesh that the program is for, of these devices, by default the first ones that there are."""
     devices = jax.devices() if devices is None else devices
     n = int(np.prod(list(AXES.values())))
@@ -115,8 +113,8 @@ def shard(mesh: Mesh, *args: Any, **kwargs: Any) -> Any:
             raise TypeError(f"argument {name} is {leaf.dtype}, and the program is for {a.dtype}")
         return a.pad(leaf, mesh)
 
-    args, kwargs = jax.tree_util.tree_map_with_path(stored, (args, kwargs))
-    out = (*args, kwargs) if kwargs else args
+    given, named = jax.tree_util.tree_map_with_path(stored, (args, kwargs))
+    out = (*given, named) if named else given
     return out[0] if len(out) == 1 else out
 
 
@@ -172,13 +170,13 @@ def unshard(tree: Any, at: str = "") -> Any:
     return jax.tree_util.tree_map_with_path(whole, tree)
 
 
-def _like(structure: Any, place: Sequence[int], leaves: Sequence[Any]) -> Any:
+def like(structure: Any, place: Sequence[int], leaves: Sequence[Any]) -> Any:
     """Leaves in the structure of a part of the arguments."""
     for child in place:
         structure = jax.tree_util.treedef_children(structure)[child]
     return jax.tree_util.tree_unflatten(structure, leaves)
 
 
-def _array(shape: tuple[int, ...], dtype: str, data: str) -> np.ndarray:
+def array(shape: tuple[int, ...], dtype: str, data: str) -> np.ndarray:
     """An array from its bytes, compressed and in base 64."""
     return np.frombuffer(zlib.decompress(base64.b64decode(data)), jax.numpy.dtype(dtype)).reshape(shape)

@@ -47,17 +47,18 @@ class _Results:
                 return self.like(tree, first - tree.num_leaves)
             case _:
                 raise UnwritableError(
-                    f"the function returns a {type(node).__name__}, which is none of Python's containers and in none of "
-                    "the arguments: return tuples, lists or dicts"
+                    f"the function returns a {type(node).__name__}, which is none of Python's containers and "
+                    "in none of the arguments: return tuples, lists or dicts"
                 )
 
     def like(self, tree: Any, first: int) -> str:
         numbers = [self.made.get(first + n) for n in range(tree.num_leaves)]
-        if None not in numbers and numbers and numbers == list(range(numbers[0] or 0, (numbers[0] or 0) + len(numbers))):
-            leaves = f"made[{numbers[0]}:{(numbers[-1] or 0) + 1}]"
+        start = numbers[0] if numbers else None
+        if start is not None and numbers == list(range(start, start + len(numbers))):
+            leaves = f"made[{start}:{start + len(numbers)}]"
         else:
             leaves = f"[{', '.join(self.leaf(first + n) for n in range(tree.num_leaves))}]"
-        return f"_like(structure, {self.places[tree]}, {leaves})"
+        return f"like(structure, {self.places[tree]}, {leaves})"
 
     def leaf(self, position: int) -> str:
         traced = self.traced

@@ -27,13 +27,15 @@ if TYPE_CHECKING:
     from hapsynth.plan import Plan
 
 _MARK = "# ---- copied from here on\n"
-_HEAD = '''"""A program that hapsynth planned for the cluster {cluster!r}: {devices} devices{sizes}. It needs nothing but JAX.
+_HEAD = '''"""A program that hapsynth planned for the cluster {cluster!r}, on {sizes}. It needs nothing but JAX.
 
-    mesh = make_mesh()                      # of the first {devices} devices
+To run it, here as a training step:
+
+    mesh = make_mesh()                          # of the first {devices} devices
     step = make_step(mesh)
-    stored = shard(mesh, *args)             # whole arrays to shards, as the program keeps them
-    out = step(*stored)                     # again and again: carried state is consumed, and its successor returned
-    whole = unshard(out)                    # as NumPy arrays
+    state, batch = shard(mesh, state, batch)    # whole arrays to shards, as the program keeps them
+    state, loss = step(state, batch)            # again and again: carried state is consumed, and its successor returned
+    whole = unshard(state, at="[0]")            # NumPy arrays of the first result; `unshard(results)` of all
 
 `body` is the program: what every device does with its own shards. Beside a tensor stand its shape on the device, its
 layout (`S(0)`: sharded along dimension 0, `R`: replicated, `P(sum)`: to be added up), one per mesh axis, and the line
@@ -75,6 +77,8 @@ class _Module:
         parts = [
             self.head(),
             "\n".join(_imports()),
+            body,
+            f"def results(structure, leaves, made):\n    return {results_text(self.traced)}",
             _copied(),
             f"AXES = {dict(self.axes)!r}",
             _tuple_of("ARGUMENTS", [_array(p, s, donated) for p, s, donated in arguments]),
@@ -83,14 +87,12 @@ class _Module:
             _tuple_of("CONSTANT_VALUES", [_whole(x) for x in graph.constants.values()]),
             self.static(),
             *(f"{name} = {_whole(x)}" for name, x in self.writer.tables.items()),
-            "\n\n" + body,
-            f"\n\ndef results(structure, leaves, made):\n    return {results_text(self.traced)}\n",
         ]
-        return "\n\n".join(p for p in parts if p)
+        return "\n\n\n".join(p for p in parts if p) + "\n"
 
     def head(self) -> str:
         sizes = ", ".join(f"{name}={n}" for name, n in self.axes)
-        return _HEAD.format(cluster=self.plan.cluster.name, devices=self.lowered.mesh.size, sizes=sizes)
+        return _HEAD.format(cluster=self.plan.cluster.name, devices=self.lowered.mesh.size, sizes=sizes).rstrip()
 
     def static(self) -> str:
         """The leaves that are no arrays: the program is for these, as far as text can tell them."""
@@ -177,4 +179,4 @@ def _whole(x: Any) -> str:
         return array(host)
     packed = base64.b64encode(zlib.compress(np.ascontiguousarray(host).tobytes(), 9)).decode()
     lines = "\n".join(f'    "{part}"' for part in textwrap.wrap(packed, 110))
-    return f"_array(\n    {host.shape!r},\n    {host.dtype.name!r},\n{lines},\n)"
+    return f"array(\n    {host.shape!r},\n    {host.dtype.name!r},\n{lines},\n)"

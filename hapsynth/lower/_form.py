@@ -22,7 +22,8 @@ class Form:
     """A program on stored arrays.
 
     `inputs`, `constants` and `outputs` say how each is stored (an output that is a literal has None); `donated` says
-    which inputs a call consumes. `platform` is by default that of the mesh's devices. `traces` counts how often the program was traced: once, however often it is called.
+    which inputs a call consumes. `platform` is by default that of the mesh's devices. `traces` counts how often the
+    program was traced: once, however often it is called.
     """
 
     graph: Graph
