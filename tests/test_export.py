@@ -8,8 +8,9 @@ import subprocess
 import sys
 import types
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import cnn
 import jax
@@ -17,7 +18,6 @@ import jax.numpy as jnp
 import mlp
 import numpy as np
 import pytest
-import test_extension
 import transformer
 from control_cases import CASES
 from jax import lax
@@ -29,16 +29,22 @@ from zoo import functional, language
 import hapsynth
 from hapsynth import Plan
 from hapsynth.example_data import random_arguments
-from hapsynth.report import reach
 
 CLUSTERS = Path(__file__).resolve().parent.parent / "examples" / "clusters"
 EXAMPLES = {
     "mlp": mlp.target_for(mlp.Config(batch=16384, features=128, hidden=(256,))),
     "transformer": transformer.target_for(
-        transformer.Config(batch=192, seq=32, vocab=512, layers=1, width=128, heads=4, ff=512)
+        transformer.Config(batch=384, seq=32, vocab=128, layers=1, width=64, heads=4, ff=256)
     ),
-    "cnn": cnn.target_for(cnn.Config(batch=256)),
+    "cnn": cnn.target_for(cnn.Config(batch=128)),
 }
+
+
+class Point(NamedTuple):
+    x: Any
+    y: Any
+
+
 # The tree of a training step holds optax's own containers.
 ALONE = """
 import importlib.util, pickle, sys
@@ -56,9 +62,9 @@ for folder in sys.argv[1:]:
     step = program.make_step(mesh)
     state, batch = program.shard(mesh, *pickle.load(open(folder + "/arguments", "rb")))
     state, first = step(state, batch)
-    results = program.unshard(step(state, batch))
-    assert jax.tree.all(jax.tree.map(lambda x, y: (x == y).all(), program.unshard(results[0], at="[0]"), results[0]))
-    pickle.dump((program.unshard(first, at="[1]"), results), open(folder + "/results", "wb"))
+    state, second = step(state, batch)
+    losses = [program.unshard(loss, at="[1]") for loss in (first, second)]
+    pickle.dump((program.unshard(state, at="[0]"), losses), open(folder + "/results", "wb"))
 assert not any(name.startswith("hapsynth.") for name in sys.modules)
 """
 
@@ -109,11 +115,11 @@ def assert_exports(plan: Plan, *args: Any) -> str:
 def test_examples_run_without_hapsynth(tmp_path: Path) -> None:
     """Two steps of each, in a process of its own, which takes the first's state on."""
     expected: dict[str, Any] = {}
-    for name, cluster in (("mlp", "mixed8"), ("transformer", "mixed8"), ("cnn", "mixed8"), ("cnn", "even8")):
+    for name, cluster in (("mlp", "mixed8"), ("transformer", "mixed8"), ("cnn", "mixed8"), ("mlp", "even8")):
         fn, structs = EXAMPLES[name]
         on = hapsynth.Cluster.load(CLUSTERS / f"{cluster}.toml")
         plan = hapsynth.synthesize(fn, structs, first_devices(8), cluster=on, leave_out=False)
-        assert (cluster == "even8") == all(len(set(s)) == 1 for s in plan.sizes.shares)
+        assert cluster == "even8" or any(len(set(s)) > 1 for s in plan.sizes.shares)
         folder = tmp_path / f"{name}-{cluster}"
         folder.mkdir()
         plan.to_source(folder / "program.py")
@@ -121,7 +127,8 @@ def test_examples_run_without_hapsynth(tmp_path: Path) -> None:
         (folder / "arguments").write_bytes(pickle.dumps(args))
         state, batch = plan.shard(*args)
         state, first = plan(state, batch)
-        expected[str(folder)] = plan.unshard(first), plan.unshard(plan(state, batch))
+        state, second = plan(state, batch)
+        expected[str(folder)] = plan.unshard((state, [first, second]))
     run = subprocess.run(
         [sys.executable, "-I", "-c", ALONE, *expected], env=os.environ, capture_output=True, text=True, cwd=tmp_path
     )
@@ -144,17 +151,85 @@ def test_keys() -> None:
     rng = np.random.default_rng(0)
     params = [rng.normal(size=(16, 32)).astype(np.float32), rng.normal(size=(32, 8)).astype(np.float32)]
     args = (params, jax.random.key(5), rng.normal(size=(240, 16)).astype(np.float32))
-    assert "random" in assert_exports(planned(dropout_step, args, "odd"), *args)
+    assert "random" in assert_exports(planned(dropout_step, args), *args)
 
 
 def test_two_axes() -> None:
-    fn, args = language.experts_scatter()
-    cluster = slow_cluster((3.0,) * 4 + (1.0,) * 4)
-    from dataclasses import replace
+    """Both axes cut unevenly, and one dimension along both."""
 
+    def fn(x: Any, w: Any) -> Any:
+        return jnp.tanh(x @ w), jnp.cumsum(x, 0)
+
+    cluster = replace(slow_cluster((3.0,) * 4 + (1.0,) * 4), axes=(("data", 2), ("model", 4)))
     mesh = Mesh(np.array(jax.devices()).reshape(2, 4), ("data", "model"))
-    plan = hapsynth.synthesize(
-        fn, args, mesh, cluster=replace(cluster, axes=(("data", 2), ("model", 4))), leave_out=False, time_budget_s=20
-    )
+    args = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((96, 80), (80, 112))]
+    plan = hapsynth.synthesize(fn, args, mesh, cluster=cluster, leave_out=False)
     assert len(plan.program.axes) == 2
+    assert any(len(set(shares)) > 1 for shares in plan.sizes.shares)
     assert_exports(plan)
+
+
+@pytest.mark.usefixtures("rules_of_this_test_only")
+def test_calls_of_the_users_own() -> None:
+    def factor(x: Any) -> Any:
+        out = (jax.ShapeDtypeStruct(x.shape, x.dtype), jax.ShapeDtypeStruct(x.shape[:1], np.int32))
+        call = jax.ffi.ffi_call("lapack_spotrf_ffi", out, input_layouts=[(0, 2, 1)], output_layouts=[(0, 2, 1), (0,)])
+        return jnp.tril(call(x, uplo=np.uint8(ord("L")))[0])
+
+    jnp.linalg.cholesky(np.eye(2, dtype=np.float32))  # JAX loads LAPACK when it first calls it
+    hapsynth.register_rule("ffi_call:lapack_spotrf_ffi", "b i j -> b i j, b", need_replication=["i", "j"])
+    rows = np.random.default_rng(0).normal(size=(240, 3, 3)).astype(np.float32)
+    x = rows @ rows.transpose(0, 2, 1) + 3 * np.eye(3, dtype=np.float32)
+    plan = planned(factor, (x,))
+    assert any(len(set(shares)) > 1 for shares in plan.sizes.shares)
+    assert "uplo=np.uint8(76)" in assert_exports(plan, x)
+
+
+def test_what_has_no_text_is_named() -> None:
+    def fn(x: Any) -> Any:
+        return jax.pure_callback(np.sin, x, x) + 1
+
+    with pytest.raises(
+        ValueError, match=r"to_source: pure_callback \(test_export.py:\d+\) cannot be written as source"
+    ):
+        planned(fn, (np.ones((8, 8), np.float32),)).to_source()
+
+
+def test_any_reduction() -> None:
+    def fn(x: Any) -> Any:
+        most = lambda a, b: (jnp.maximum(a[0], b[0]), a[1] + b[1])
+        largest = lax.reduce((x, x), (-np.float32(np.inf), np.float32(0)), most, (1,))
+        return largest, lax.reduce_window(x, np.float32(1), lambda a, b: a * b + a, (1, 2), (1, 2), "VALID")
+
+    assert_exports(planned(fn, (np.random.default_rng(0).normal(size=(48, 8)).astype(np.float32),)))
+
+
+def test_constants_and_trees() -> None:
+    """Large constants, static leaves, results that are known before or of the arguments' own kinds."""
+    table = np.random.default_rng(0).normal(size=(64, 16)).astype(np.float32)
+
+    def fn(state: Any, x: Any, how: Any) -> Any:
+        new = Point(state.x + x.sum(), state.y * 2)
+        return {"state": new, "how": how, "out": [x @ jnp.asarray(table).T, None, (jnp.float32(3.0),)]}, 7
+
+    args = (Point(np.ones(16, np.float32), np.ones((), jnp.bfloat16)), np.ones((96, 16), np.float32), "mean")
+    plan = planned(fn, args)
+    made = module(plan)
+    mesh = made.make_mesh()
+    step = made.make_step(mesh)
+    given = made.shard(mesh, *args)
+    out = made.unshard(step(*given))
+    assert_same_bits(out, plan.unshard(plan(*args)))
+    with pytest.raises(ValueError, match=r"argument \[2\] is 'sum', and the program is for 'mean' only"):
+        step(*given[:2], "sum")
+    with pytest.raises(ValueError, match=r"argument \[1\] has shape \(95, 16\), and the program is for \(96, 16\)"):
+        made.shard(mesh, args[0], args[1][1:])
+
+
+def test_planned_without_devices(tmp_path: Path) -> None:
+    fn, args = functional.jvp()
+    with_devices = planned(fn, args)
+    with_devices.save(tmp_path / "plan.json")
+    without = hapsynth.load(tmp_path / "plan.json", fn, args)
+    assert without.to_source(tmp_path / "program.py") == (tmp_path / "program.py").read_text()
+    assert "def body(" in without.to_source()

@@ -76,7 +76,7 @@ class Writer:
             wanted = {o: marks[v] for v, o in zip(eqn.outvars, opened.outvars) if v in marks and not _jax.is_literal(o)}
             env.update(zip(eqn.outvars, self.steps(opened, inner, scope, wanted)))
             return
-        control = _WITH_FUNCTIONS.get(eqn.primitive.name)
+        control = _OTHERS.get(eqn.primitive.name)
         if control is not None:
             made = control(self, eqn, env, scope)
         else:
@@ -183,6 +183,10 @@ class Writer:
         cases = [f"{name}=lambda: jnp.int32({n})" for n, group in groups for name in group or ("default",)]
         return f"lax.platform_dependent({', '.join(cases)})"
 
+    def empty(self, eqn: Any, env: Atoms, scope: Scope) -> str:
+        """A number that nothing depends on, which JAX takes to be 0 as well."""
+        return scalar(0, eqn.outvars[0].aval.dtype)
+
     def bound(self, jaxpr: Any, given: Sequence[str], own: Atoms | None = None) -> tuple[Any, Atoms]:
         """The jaxpr of a body and its inputs' texts: what is given of around it, its own."""
         opened, consts = _jax.open_jaxpr(jaxpr)
@@ -199,15 +203,16 @@ class Writer:
         return dict(zip(variables, names))
 
 
-_WITH_FUNCTIONS: dict[str, Callable[[Writer, Any, Atoms, Scope], str]] = {
+_OTHERS: dict[str, Callable[[Writer, Any, Atoms, Scope], str]] = {
     "cond": Writer.cond,
+    "empty2": Writer.empty,
     "platform_index": Writer.platform,
     "reduce": Writer.reduce,
     "reduce_window": Writer.reduce,
     "scan": Writer.scan,
     "while": Writer.loop,
 }
-"""What takes functions: these are written out, and so is what they are given to."""
+"""What takes functions, which are written out, and what a trace does not give again."""
 
 
 def _tuple(members: Sequence[str]) -> str:

@@ -27,12 +27,13 @@ def text(value: Any) -> str:
     match value:
         case enum.Enum():
             return f"{_of_lax(type(value))}.{value.name}"
-        case None | bool() | int() | str():
+        case None | bool() | str():
             return repr(value)
-        case np.integer():
+        case int() | np.integer():
             return repr(int(value))
-        case float() if type(value) is float:
-            return repr(value) if np.isfinite(value) else str(value).replace("inf", "np.inf").replace("nan", "np.nan")
+        case float() if not isinstance(value, np.generic):
+            number = repr(float(value))
+            return number if np.isfinite(value) else number.replace("inf", "np.inf").replace("nan", "np.nan")
         case np.generic():
             return scalar(value, value.dtype)
         case np.ndarray() if value.size <= 64:

@@ -121,11 +121,22 @@ def _sort(p: Params, x: Sequence[str]) -> str:
 
 def _ffi(p: Params, x: Sequence[str]) -> str:
     results = [f"jax.ShapeDtypeStruct({a.shape}, {dtype(a.dtype)})" for a in p["result_avals"]]
-    named = ", ".join(f"{key}={text(value)}" for key, value in sorted(dict(p["attributes"] or ()).items()))
-    given = ", ".join((*x, named) if named else x)
+    # The C types of attributes are those of NumPy's numbers.
+    typed = lambda v: scalar(v, v.dtype) if isinstance(v, np.generic) else text(v)
+    given = [*x, *(f"{key}={typed(value)}" for key, value in dict(p["attributes"] or ()).items())]
+    # JAX turns them around.
+    turned = lambda layouts: [tuple(reversed(layout)) for layout in layouts]
+    more: Params = {
+        "has_side_effect": p["has_side_effect"],
+        "input_layouts": turned(p["input_layouts"] or ()),
+        "output_layouts": turned(p["output_layouts"] or ()),
+        "input_output_aliases": dict(p["input_output_aliases"] or ()),
+        "legacy_backend_config": p["legacy_backend_config"],
+    }
+    named = "".join(f", {key}={text(value)}" for key, value in more.items() if value)
+    version = f", custom_call_api_version={p['custom_call_api_version']}"
     many = f"[{', '.join(results)}]" if len(results) > 1 else results[0]
-    more = f", has_side_effect={p['has_side_effect']}" if p["has_side_effect"] else ""
-    return f"jax.ffi.ffi_call({text(p['target_name'])}, {many}{more})({given})"
+    return f"jax.ffi.ffi_call({text(p['target_name'])}, {many}{named}{version})({', '.join(given)})"
 
 
 def _candidates(eqn: Any) -> Iterator[Printer]:
@@ -321,6 +332,8 @@ def _equal(a: Any, b: Any) -> bool:
         return str(a) == str(b)
     if isinstance(a, float) and isinstance(b, float) and np.isnan(a):
         return bool(np.isnan(b))
+    if isinstance(a, np.generic) and isinstance(b, np.generic) and a.dtype != b.dtype:
+        return False
     try:
         return bool(a == b)
     except Exception:

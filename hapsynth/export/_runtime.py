@@ -72,6 +72,10 @@ class Array:
             data = jax.numpy.asarray(np.asarray(jax.random.key_data(x)))
             return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
         host = np.asarray(x)
+        if host.shape != self.stored_shape:
+            raise ValueError(
+                f"result {self.path} has shape {host.shape}; give what `step` returned, {self.stored_shape}"
+            )
         for dim, lengths in self.cuts.items():
             where = _padded(lengths)
             host = np.take(host, np.flatnonzero(where < sum(lengths)), dim)

@@ -6,7 +6,7 @@ from typing import Any
 
 from jax.tree_util import tree_structure, tree_unflatten, treedef_children
 
-from hapsynth.export._literals import UnwritableError, text
+from hapsynth.export._literals import UnwritableError, scalar, text
 from hapsynth.trace import Traced
 
 
@@ -66,7 +66,7 @@ class _Results:
             return f"made[{self.made[position]}]"
         if position in traced.out_array_leaves:
             literal: Any = traced.graph.outputs[traced.out_array_leaves.index(position)]
-            return f"jnp.asarray({text(literal.value)}, {str(literal.dtype)!r})"
+            return f"jnp.asarray({scalar(literal.value, literal.dtype)})"
         static = traced.out_static_leaves[position]
         same = next((n for n, given in traced.static_leaves.items() if given is static), None)
         return text(static) if same is None else f"leaves[{same}]"
