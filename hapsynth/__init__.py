@@ -4,6 +4,7 @@ from hapsynth.api import synthesize
 from hapsynth.checkpoint import CheckpointError, load_state
 from hapsynth.cluster import Cluster, ClusterError, ClusterWarning, DeviceKind, Link
 from hapsynth.drift import DriftReport
+from hapsynth.export import SourceError
 from hapsynth.instructions.rule_check import RuleReport, check_rule
 from hapsynth.instructions.rules.extension import register_rule
 from hapsynth.instructions.rules.notation import RuleError
@@ -13,12 +14,14 @@ from hapsynth.monitor import Monitor
 from hapsynth.plan import CheckReport, Plan, PlanError, load
 from hapsynth.rebalance import Proposal
 from hapsynth.search.planner import InfeasibleError
+from hapsynth.shapes import Buckets, ShapeError
 from hapsynth.sharded_array import ShardedArray
 from hapsynth.trace import TraceError
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "Buckets",
     "CheckReport",
     "CheckpointError",
     "Cluster",
@@ -35,7 +38,9 @@ __all__ = [
     "Proposal",
     "RuleError",
     "RuleReport",
+    "ShapeError",
     "ShardedArray",
+    "SourceError",
     "TraceError",
     "UnsupportedError",
     "check_rule",

@@ -1,4 +1,4 @@
-"""The command line: `hapsynth search | run | compare | explain | profile | launch | preflight`.
+"""The command line: `hapsynth search | run | compare | explain | export | profile | launch | preflight`.
 
 The same as `python -m hapsynth`. Exit status: 0 done; 1 nothing fits, or a check failed; 2 bad usage or input, with one
 line on standard error and nothing written; 130 interrupted before there was any plan; that of `launch` is that of the
@@ -23,6 +23,7 @@ from hapsynth._words import percent
 from hapsynth.api import synthesize
 from hapsynth.cluster import Cluster, ClusterError, ClusterWarning
 from hapsynth.example_data import example_arguments
+from hapsynth.export import SourceError
 from hapsynth.instructions.rules.notation import RuleError
 from hapsynth.jobs import JobError, PreflightError
 from hapsynth.jobs.command import launch_command, preflight_command
@@ -49,7 +50,7 @@ from hapsynth.trace import TraceError, trace
 
 DONE, FAILED, INTERRUPTED = 0, 1, 130
 _MISUSES = (
-    *(UsageError, JobError, ClusterError, PlanError, ProfileError, RatioError),
+    *(UsageError, JobError, ClusterError, PlanError, ProfileError, RatioError, SourceError),
     *(TraceError, RuleError, UnsupportedError),
 )
 
@@ -102,7 +103,7 @@ class _Session(ExitStack):
         self.files = self.enter_context(Outputs(self.stdout))
         if options.command == "search":
             self.files.claim("--plan", options.plan)
-        if options.command == "profile":
+        if options.command in ("export", "profile"):
             self.files.claim("-o", options.output)
         self.files.claim("--json", getattr(options, "json", None))
 
@@ -222,6 +223,12 @@ def _explain(options: argparse.Namespace, session: _Session) -> int:
     return DONE
 
 
+def _export(options: argparse.Namespace, session: _Session) -> int:
+    plan = _loaded(options.plan, load_target(options.file))
+    session.files.write(options.output, plan.to_source)
+    return DONE
+
+
 def _profile(options: argparse.Namespace, session: _Session) -> int:
     with activity() as tell:
         profile_command(options, session.files, session.out, tell)
@@ -243,6 +250,7 @@ _COMMANDS = {
     "run": _run,
     "compare": _compare,
     "explain": _explain,
+    "export": _export,
     "profile": _profile,
     "launch": _launch,
     "preflight": _preflight,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -20,7 +20,7 @@ from hapsynth.check import CheckReport, Reference, compare
 from hapsynth.cluster import Cluster, ClusterWarning
 from hapsynth.drift import DriftReport, copied_along, leaf_drift, resynced
 from hapsynth.example_data import random_arguments
-from hapsynth.export import source_of
+from hapsynth.export import in_shardings, out_shardings, source_of
 from hapsynth.instructions.layout import format_layout
 from hapsynth.instructions.program import FactorTable, Program
 from hapsynth.instructions.sizes import Sizes
@@ -40,6 +40,7 @@ from hapsynth.plan_file import PlanError, read_plan, write_plan, write_text
 from hapsynth.rebalance import THRESHOLD, propose, slowdowns
 from hapsynth.search.costs import CostModel
 from hapsynth.search.result import Result
+from hapsynth.shapes import Buckets, for_shapes
 from hapsynth.sharded_array import ShardedArray, plain, whole
 from hapsynth.trace import Traced
 
@@ -332,9 +333,25 @@ class Plan:
         """
         return propose(self, slowdowns(self, measured_times), threshold).plan
 
-    def resized(self, result: Result, cluster: Cluster) -> Plan:
-        """This plan with another result for the same devices, described by another cluster."""
-        return Plan(self.traced, result, cluster, self.mesh, self.fn, donate=self._donate, form=self._asked)
+    def for_shapes(self, *example_args: Any, **example_kwargs: Any) -> Plan:
+        """A plan of the same program, without a search, for arguments of other sizes: a short last batch, other lengths.
+
+        The arguments, or their structs, as the function takes them. It is traced again and must differ in sizes only;
+        new sizes come from the linear program. What has the same shape as before, like carried state, is kept as this
+        plan keeps it and passes between the two as it is. `lower_bound` is 0, as nothing is proved of the new sizes.
+        In a run of several processes all must call. Raises ShapeError with what differs or does not fit, TraceError as
+        `synthesize` does, RuntimeError for a plan without its function.
+        """
+        return for_shapes(self, example_args, example_kwargs)
+
+    def bucketed(self, examples: Iterable[Sequence[Any]]) -> Buckets:
+        """This plan and one `for_shapes` of each of the examples, tuples of positional arguments: what a call takes is
+        chosen by its arguments' shapes, and any others are refused."""
+        return Buckets([self, *(self.for_shapes(*args) for args in examples)])
+
+    def resized(self, result: Result, cluster: Cluster, traced: Traced | None = None) -> Plan:
+        """This plan with another result for the same devices, described by another cluster, or for other shapes."""
+        return Plan(traced or self.traced, result, cluster, self.mesh, self.fn, donate=self._donate, form=self._asked)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan as JSON, whole or not at all; OSError where that cannot be done."""
@@ -347,13 +364,25 @@ class Plan:
         is one. The module's docstring says how to use it.
 
         It is the switch form, whatever form the plan runs in: `body` is what every device does, one line per
-        instruction. ValueError naming the op that cannot be written (a Python callback, a Pallas kernel), or why the
+        instruction. SourceError naming the op that cannot be written (a Python callback, a Pallas kernel), or why the
         plan has no such form; OSError where `path` cannot be written.
         """
         text = source_of(self)
         if path is not None:
             write_text(path, text)
         return text
+
+    @property
+    def in_shardings(self) -> tuple[Any, ...]:
+        """The arguments' `NamedSharding`s, for `jax.jit(fn, in_shardings=..., out_shardings=...)` without hapsynth: XLA
+        then chooses the rest of the program itself. ValueError naming a leaf whose shards are unlike, RuntimeError for
+        a plan without devices."""
+        return in_shardings(self)
+
+    @property
+    def out_shardings(self) -> Any:
+        """The results' `NamedSharding`s, as `in_shardings`."""
+        return out_shardings(self)
 
     @property
     def donate(self) -> bool:

@@ -107,25 +107,30 @@ def propose(plan: Plan, slowdown: Floats, threshold: float = THRESHOLD) -> Propo
     slowdown = _first(plan.mesh, slowdown.astype(np.float64))
     cluster = _at_speeds(plan.cluster, plan.devices, slowdown, threshold)
     costs = plan.cost_model(cluster.subset(plan.devices))
-    program, graph = plan.program, plan.traced.graph
+    program = plan.program
     sizer = Sizer(program, plan.sizes.classes, costs)
     found = sizer.best(proportional(costs.rate("float32")), limit=plan.memory_limit)
     before = program_cost(program, plan.sizes, costs)
     if program_cost(program, found, costs) > before * (1 - threshold) or sizer.memory.peak(found) > plan.memory_limit:
         found = plan.sizes
-    # One process's rounding decides: unlike sizes would be unlike programs.
-    rows = _first(plan.mesh, np.array([s for row in found.shares for s in row], np.float64))
-    lengths = [len(row) for row in found.shares]
-    agreed = np.split(rows.astype(np.int64), np.cumsum(lengths)[:-1]) if lengths else []
-    sizes = Sizes(graph, plan.sizes.classes, tuple(tuple(row.tolist()) for row in agreed))
+    sizes = agreed(plan.mesh, found)
     after = program_cost(program, sizes, costs)
     if sizes.shares == plan.sizes.shares:
         return Proposal(plan, before, after, tuple(slowdown.tolist()))
-    return Proposal(plan.resized(_result(plan, sizes, costs, after), cluster), before, after, tuple(slowdown.tolist()))
+    new = plan.resized(resized_result(plan, sizes, costs, after), cluster)
+    return Proposal(new, before, after, tuple(slowdown.tolist()))
 
 
-def _result(plan: Plan, sizes: Sizes, costs: CostModel, cost: float) -> Result:
-    """The plan's result at other sizes. What was proved of it does not hold on another cluster."""
+def agreed(mesh: Mesh | None, found: Sizes) -> Sizes:
+    """The sizes that the process of the mesh's first device found: unlike sizes would be unlike programs."""
+    rows = _first(mesh, np.array([s for row in found.shares for s in row], np.float64))
+    lengths = [len(row) for row in found.shares]
+    split = np.split(rows.astype(np.int64), np.cumsum(lengths)[:-1]) if lengths else []
+    return Sizes(found.graph, found.classes, tuple(tuple(row.tolist()) for row in split))
+
+
+def resized_result(plan: Plan, sizes: Sizes, costs: CostModel, cost: float) -> Result:
+    """The plan's result at other sizes. What was proved of it does not hold on another cluster or at other shapes."""
     memory = np.zeros(plan.cluster.n)
     memory[list(plan.devices)] = held_by(plan.program, sizes, costs)
     return replace(

@@ -19,6 +19,7 @@ import mlp
 import numpy as np
 import pytest
 import transformer
+from conftest import write_model
 from control_cases import CASES
 from jax import lax
 from jax.sharding import Mesh
@@ -28,6 +29,7 @@ from zoo import functional, language
 
 import hapsynth
 from hapsynth import Plan
+from hapsynth.cli import main
 from hapsynth.example_data import random_arguments
 
 CLUSTERS = Path(__file__).resolve().parent.parent / "examples" / "clusters"
@@ -66,6 +68,14 @@ for folder in sys.argv[1:]:
     losses = [program.unshard(loss, at="[1]") for loss in (first, second)]
     pickle.dump((program.unshard(state, at="[0]"), losses), open(folder + "/results", "wb"))
 assert not any(name.startswith("hapsynth.") for name in sys.modules)
+"""
+
+
+CALLBACK = """
+import jax, numpy as np
+x = jax.ShapeDtypeStruct((8, 8), np.float32)
+def target():
+    return lambda x: jax.pure_callback(np.sin, x, x), (x,)
 """
 
 
@@ -233,3 +243,51 @@ def test_planned_without_devices(tmp_path: Path) -> None:
     without = hapsynth.load(tmp_path / "plan.json", fn, args)
     assert without.to_source(tmp_path / "program.py") == (tmp_path / "program.py").read_text()
     assert "def body(" in without.to_source()
+
+
+def test_from_the_command_line(plan_file: Path) -> None:
+    assert main(["export", "plan.json", "model.py", "-o", "program.py"]) == 0
+    assert "def body(" in (plan_file.parent / "program.py").read_text()
+
+
+def test_what_has_no_text_on_the_command_line(tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_model(tmp_path)
+    (tmp_path / "model.py").write_text(CALLBACK)
+    assert main(["search", "model.py", "--cluster", "mixed.toml", "--plan", "plan.json"]) == 0
+    capsys.readouterr()
+    assert main(["export", "plan.json", "model.py", "-o", "program.py"]) == 2
+    assert "hapsynth export: error: to_source: pure_callback (model.py:5) cannot" in capsys.readouterr().err
+    assert not (tmp_path / "program.py").exists()
+
+
+# ---- shardings for plain jax.jit
+
+
+def test_even_plans_as_shardings() -> None:
+    def step(state: Any, batch: Any) -> Any:
+        loss, grads = jax.value_and_grad(lambda w: jnp.mean(jnp.tanh(batch["x"] @ w) ** 2))(state["w"])
+        return {"w": state["w"] - 0.1 * grads}, loss, 3.0
+
+    rng = np.random.default_rng(0)
+    args = (
+        {"w": rng.normal(size=(16, 16)).astype(np.float32)},
+        {"x": rng.normal(size=(512, 16)).astype(np.float32)},
+    )
+    plan = planned(step, args, "equal")
+    assert plan.layouts["[1]['x']"] == "S(0)"
+    alone = jax.jit(step, in_shardings=plan.in_shardings, out_shardings=plan.out_shardings)
+    placed = jax.tree.map(jax.device_put, args, plan.in_shardings)
+    assert placed[1]["x"].addressable_shards[0].data.shape == (128, 16)
+    out = alone(*placed)
+    assert jax.tree.all(jax.tree.map(lambda x, s: x.sharding == s, out, plan.out_shardings))
+    state, loss, _ = plan.unshard(plan(*args))
+    np.testing.assert_allclose(out[0]["w"], state["w"], rtol=1e-5)
+    np.testing.assert_allclose(out[1], loss, rtol=1e-5)
+    uneven = planned(step, args)
+    lengths = r"dimension 0 in shards of \d+/\d+/\d+/\d+"
+    with pytest.raises(ValueError, match=rf"argument \[1\]\['x'\], float32\[512, 16\], is kept as S\(0\), {lengths}"):
+        _ = uneven.in_shardings
+    options = {"cluster": slow_cluster(SPEEDS["equal"]), "example_kwargs": {"x": args[1]["x"]}}
+    with pytest.raises(ValueError, match="x by keyword"):
+        _ = hapsynth.synthesize(lambda *, x: x + 1, (), first_devices(4), **options).in_shardings

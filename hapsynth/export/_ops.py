@@ -220,7 +220,8 @@ class Ops:
         """Whether an expression makes just this equation of operands `names`."""
         fn = eval(f"lambda {', '.join(names)}: {expression}", dict(NAMESPACE))
         avals = [eqn.invars[int(n[1:])].aval for n in names]
-        made = self.traced(fn, avals)
+        along_axes = "axis_name" in eqn.params or any(isinstance(a, str) for a in eqn.params.get("axes") or ())
+        made = self.traced(fn, avals, along_axes)
         if made is None:
             return False
         equations, inputs, outputs = made
@@ -241,7 +242,9 @@ class Ops:
             and _same_params(again.params, eqn.params)
         )
 
-    def traced(self, fn: Callable[..., Any], avals: Sequence[Any]) -> tuple[list[Any], list[Any], list[Any]] | None:
+    def traced(
+        self, fn: Callable[..., Any], avals: Sequence[Any], along_axes: bool
+    ) -> tuple[list[Any], list[Any], list[Any]] | None:
         """(equations, inputs, outputs) of a function on each device; None where its result is no array or several."""
         shape: list[int] = []
 
@@ -250,14 +253,18 @@ class Ops:
             shape.append(-1 if isinstance(out, jax.Array) else len(out or ()))
             return out
 
-        spec = PartitionSpec()
-        on_mesh = jax.shard_map(run, mesh=self.mesh, in_specs=spec, out_specs=spec, check_vma=False)
         structs = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals]
-        closed, _ = _jax.make_jaxpr(on_mesh, *structs)
-        outer, _ = _jax.open_jaxpr(closed)
-        if len(outer.eqns) != 1 or list(outer.eqns[0].invars) != list(outer.invars):
+        if along_axes:
+            spec = PartitionSpec()
+            on_mesh = jax.shard_map(run, mesh=self.mesh, in_specs=spec, out_specs=spec, check_vma=False)
+            outer, _ = _jax.open_jaxpr(_jax.make_jaxpr(on_mesh, *structs)[0])
+            if len(outer.eqns) != 1 or list(outer.eqns[0].invars) != list(outer.invars):
+                return None
+            inner, consts = _jax.open_jaxpr(outer.eqns[0].params["jaxpr"])
+        else:
+            inner, consts = _jax.open_jaxpr(_jax.make_jaxpr(run, *structs)[0])
+        if consts:
             return None
-        inner, _ = _jax.open_jaxpr(outer.eqns[0].params["jaxpr"])
         if shape[0] == 1 or (shape[0] == -1 and len(inner.outvars) != 1):
             return None
         equations: list[Any] = []

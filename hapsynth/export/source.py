@@ -44,15 +44,19 @@ of the source program.
 '''
 
 
+class SourceError(ValueError):
+    """A plan cannot be written as a program's text."""
+
+
 def source_of(plan: Plan) -> str:
-    """The module's text. Raises ValueError naming what cannot be written, or why the plan has no such form."""
+    """The module's text. Raises SourceError naming what cannot be written, or why the plan has no such form."""
     too_large = only_staged(plan.traced.graph, plan.result, plan.cluster)
     if too_large:
-        raise ValueError(f"the plan has no single program that could be written: {too_large}")
+        raise SourceError(f"the plan has no single program that could be written: {too_large}")
     try:
         return _Module(plan).text()
     except UnwritableError as error:
-        raise ValueError(f"to_source: {error}") from error
+        raise SourceError(f"to_source: {error}") from error
 
 
 class _Module:

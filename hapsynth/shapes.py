@@ -1,0 +1,185 @@
+"""A plan's program for arguments of other shapes, without a search: traced again, matched op by op, sized anew."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from jax.tree_util import tree_leaves
+
+from hapsynth._words import nbytes
+from hapsynth.graph import Graph, Literal, Op, Operand
+from hapsynth.instructions.checker import check
+from hapsynth.instructions.program import Compute, FactorTable, ProgramError
+from hapsynth.instructions.sizes import Classes, Node, Sizes, layout_nodes
+from hapsynth.rebalance import agreed, resized_result
+from hapsynth.search.costs import CostModel
+from hapsynth.search.evaluate import program_cost
+from hapsynth.search.pins import Pins
+from hapsynth.search.ratios import proportional
+from hapsynth.search.sizing import Sizer
+from hapsynth.trace import Traced, trace
+
+if TYPE_CHECKING:
+    from hapsynth.plan import Plan
+
+_AGAIN = "synthesize for these shapes"
+
+
+class ShapeError(ValueError):
+    """A plan's program is not that of the function at other shapes."""
+
+
+def for_shapes(plan: Plan, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Plan:
+    """`Plan.for_shapes`."""
+    if plan.fn is None:
+        raise RuntimeError("this plan does not hold its function: load it with hapsynth.load(path, fn, ...)")
+    traced = _traced(plan, args, kwargs)
+    graph, old = traced.graph, plan.traced.graph
+    if all(a.shape == b.shape for a, b in zip(graph.values, old.values)):
+        return plan
+    table = FactorTable(graph)
+    for i in plan.program.instructions:
+        if isinstance(i, Compute) and not table[i.op].allows(i.triples):
+            raise ShapeError(f"{_named(graph.ops[i.op])} cannot be divided as it is in the plan: {_AGAIN}")
+    costs = CostModel(graph, plan.used, table, plan.program.axes, plan.result.room)
+    try:
+        classes = Classes.build(graph, plan.program, table)
+        kept = list(_kept(plan, graph))
+        sizer = Sizer(plan.program, classes, costs, Pins(named=dict(_pinned(plan.sizes, classes, kept))))
+        found = sizer.best(proportional(costs.rate("float32")), limit=plan.memory_limit)
+        sizes = agreed(plan.mesh, found)
+        check(graph, plan.program, sizes)
+    except ProgramError as error:
+        raise ShapeError(f"the plan's program is none at these shapes ({error}): {_AGAIN}") from error
+    for value, dim, axes in kept:
+        before, after = (s.lengths(value, dim, axes) for s in (plan.sizes, sizes))
+        if before != after:
+            path = traced.in_paths[graph.inputs.index(value)]
+            raise ShapeError(
+                f"argument {path}, whose shape stays, is kept in shards of {list(before)}, and at these shapes that "
+                f"dimension is cut with others in shards of {list(after)}: {_AGAIN}"
+            )
+    held = sizer.memory.peak(sizes)
+    if held > plan.memory_limit:
+        raise ShapeError(f"the program needs {nbytes(held)} on a device that has {nbytes(plan.memory_limit)}: {_AGAIN}")
+    cost = program_cost(plan.program, sizes, costs)
+    return plan.resized(resized_result(plan, sizes, costs, cost), plan.cluster, traced)
+
+
+def _traced(plan: Plan, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Traced:
+    """The function at the new shapes, the same in all but sizes; ShapeError where it is not."""
+    known = plan.traced
+    assert plan.fn is not None
+    traced = trace(plan.fn, args, dict(kwargs), carry=[])
+    graph, old = traced.graph, known.graph
+    for what, new, before in (
+        ("arguments", traced.in_tree, known.in_tree),
+        ("results", traced.out_tree, known.out_tree),
+    ):
+        if new != before:
+            raise ShapeError(f"the {what} are {new}, and the plan is for {before}: {_AGAIN}")
+    if traced.static_leaves != known.static_leaves:
+        raise ShapeError(f"the arguments that are no arrays are {traced.static_leaves}, not {known.static_leaves}")
+    for a, b in zip(graph.ops, old.ops):
+        if _structure(a) != _structure(b):
+            raise ShapeError(
+                f"the function does something else at these shapes: {_named(a)}, where the plan has {_named(b)}: {_AGAIN}"
+            )
+    kinds = [[(r.kind, r.parent) for r in g.regions] for g in (graph, old)]
+    counts = [(len(g.ops), len(g.constants), _operands(g.outputs), g.ties) for g in (graph, old)]
+    if kinds[0] != kinds[1] or counts[0] != counts[1]:
+        raise ShapeError(
+            f"the function has {len(graph.ops)} ops at these shapes, and {len(old.ops)} in the plan: {_AGAIN}"
+        )
+    for path, i in zip(traced.in_paths, range(len(graph.inputs))):
+        a, b = graph.values[graph.inputs[i]], old.values[old.inputs[i]]
+        if a.dtype != b.dtype or len(a.shape) != len(b.shape):
+            raise ShapeError(f"argument {path} is {a}, and the plan is for {b}: only sizes may differ")
+    for source, target in old.carry:
+        path, out = traced.in_paths[source], graph.outputs[target]
+        made = out if isinstance(out, Literal) else graph.values[out]
+        if made.shape != graph.values[graph.inputs[source]].shape:
+            raise ShapeError(f"argument {path} is carried state, and its successor has shape {made.shape}")
+    # What was said of how often loops and branches run holds on; a scan's trips are traced.
+    regions = [r if r.kind == "scan" else replace(r, count=b.count) for r, b in zip(graph.regions, old.regions)]
+    return replace(traced, graph=replace(graph, carry=old.carry, regions=tuple(regions)))
+
+
+def _structure(op: Op) -> tuple[Any, ...]:
+    ranks = [len(s) for s in (*op.shapes, *op.result_shapes)]
+    dtypes = [str(d) for d in (*op.dtypes, *op.result_dtypes)]
+    return op.name, _operands(op.operands), op.results, ranks, dtypes, op.region
+
+
+def _operands(operands: Sequence[Operand]) -> tuple[int, ...]:
+    return tuple(-1 if isinstance(o, Literal) else o for o in operands)
+
+
+def _named(op: Op) -> str:
+    shapes = ", ".join(str(list(s)) for s in op.shapes)
+    return f"{op.name} of {shapes or 'nothing'}" + (f" ({op.source})" if op.source else "")
+
+
+def _kept(plan: Plan, graph: Graph) -> Iterator[Node]:
+    """The dimensions, cut by the plan, of arguments that have the same shape as before."""
+    for value in graph.inputs:
+        if graph.values[value].shape == plan.traced.graph.values[value].shape:
+            yield from layout_nodes(value, plan.program.inputs[value])
+
+
+def _pinned(old: Sizes, classes: Classes, kept: Sequence[Node]) -> Iterator[tuple[Node, np.ndarray]]:
+    """The fractions by which the classes of some nodes were cut."""
+    for node in kept:
+        c, before = classes.all[classes.of[node]], old.classes.of[node]
+        whole = next(m for m in c.members if m[2] == c.axes)
+        shares = np.array(old.shares[before], np.float64)
+        if old.classes.all[before].axes == c.axes and shares.sum():
+            yield whole, shares / shares.sum()
+
+
+class Buckets:
+    """Plans of one program for several sets of shapes: a call takes the one for its arguments' shapes.
+
+    `plans`: shapes of all array leaves -> plan. All share how they keep what has the same shape in all, like carried
+    state, so it passes from a call to the next as it is.
+    """
+
+    def __init__(self, plans: Sequence[Plan]) -> None:
+        self.plans = {_shapes(p): p for p in plans}
+
+    def plan_for(self, *args: Any, **kwargs: Any) -> Plan:
+        """The plan for just these shapes; ShapeError, with those that there are, for others."""
+        leaves = tree_leaves((args, kwargs))
+        first = next(iter(self.plans.values()))
+        positions = first.traced.array_leaves
+        asked = tuple(tuple(np.shape(leaves[i])) for i in positions) if len(leaves) > max(positions, default=-1) else ()
+        found = self.plans.get(asked)
+        if found is not None:
+            return found
+        if len(asked) != len(positions):
+            first.shard(*args, **kwargs)  # says what is wrong with the structure
+        changing = [n for n in range(len(positions)) if len({shapes[n] for shapes in self.plans}) > 1]
+        fixed = [n for n in range(len(positions)) if n not in changing and asked[n] != next(iter(self.plans))[n]]
+        paths, show = first.traced.in_paths, fixed or changing
+        describe = lambda shapes: ", ".join(f"{paths[n]}: {list(shapes[n])}" for n in show)
+        known = "; ".join(dict.fromkeys(map(describe, self.plans)))
+        raise ShapeError(f"no bucket is for {describe(asked)}; there are {known}. Pad to one, or add one")
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """As a call of the plan for these shapes."""
+        return self.plan_for(*args, **kwargs)(*args, **kwargs)
+
+    def shard(self, *args: Any, **kwargs: Any) -> Any:
+        """All arguments, placed as the plan for their shapes keeps them; as `Plan.shard`."""
+        return self.plan_for(*args, **kwargs).shard(*args, **kwargs)
+
+    def __repr__(self) -> str:
+        return f"Buckets({len(self.plans)} of {next(iter(self.plans.values()))!r})"
+
+
+def _shapes(plan: Plan) -> tuple[tuple[int, ...], ...]:
+    graph = plan.traced.graph
+    return tuple(graph.values[v].shape for v in graph.inputs)
