@@ -334,7 +334,7 @@ class Plan:
         return propose(self, slowdowns(self, measured_times), threshold).plan
 
     def for_shapes(self, *example_args: Any, **example_kwargs: Any) -> Plan:
-        """A plan of the same program, without a search, for arguments of other sizes: a short last batch, other lengths.
+        """A plan of the same program, without a search, for other sizes: a short last batch, longer sequences.
 
         The arguments, or their structs, as the function takes them. It is traced again and must differ in sizes only;
         new sizes come from the linear program. What has the same shape as before, like carried state, is kept as this

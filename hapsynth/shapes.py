@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from jax.tree_util import tree_leaves
+from jax.tree_util import tree_flatten, tree_structure
 
 from hapsynth._words import nbytes
 from hapsynth.graph import Graph, Literal, Op, Operand
@@ -73,27 +73,22 @@ def _traced(plan: Plan, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Trace
     """The function at the new shapes, the same in all but sizes; ShapeError where it is not."""
     known = plan.traced
     assert plan.fn is not None
+    given = tree_structure((tuple(args), dict(kwargs)))
+    if given != known.in_tree:
+        raise ShapeError(f"the arguments are {given}, and the plan is for {known.in_tree}: {_AGAIN}")
     traced = trace(plan.fn, args, dict(kwargs), carry=[])
     graph, old = traced.graph, known.graph
-    for what, new, before in (
-        ("arguments", traced.in_tree, known.in_tree),
-        ("results", traced.out_tree, known.out_tree),
-    ):
-        if new != before:
-            raise ShapeError(f"the {what} are {new}, and the plan is for {before}: {_AGAIN}")
-    if traced.static_leaves != known.static_leaves:
-        raise ShapeError(f"the arguments that are no arrays are {traced.static_leaves}, not {known.static_leaves}")
+    if traced.out_tree != known.out_tree:
+        raise ShapeError(f"the function returns {traced.out_tree}, and in the plan {known.out_tree}: {_AGAIN}")
     for a, b in zip(graph.ops, old.ops):
         if _structure(a) != _structure(b):
-            raise ShapeError(
-                f"the function does something else at these shapes: {_named(a)}, where the plan has {_named(b)}: {_AGAIN}"
-            )
+            what = f"{_named(a)}, where the plan has {_named(b)}"
+            raise ShapeError(f"the function does something else at these shapes: {what}; {_AGAIN}")
     kinds = [[(r.kind, r.parent) for r in g.regions] for g in (graph, old)]
     counts = [(len(g.ops), len(g.constants), _operands(g.outputs), g.ties) for g in (graph, old)]
     if kinds[0] != kinds[1] or counts[0] != counts[1]:
-        raise ShapeError(
-            f"the function has {len(graph.ops)} ops at these shapes, and {len(old.ops)} in the plan: {_AGAIN}"
-        )
+        what = f"{len(graph.ops)} ops, where the plan has {len(old.ops)}"
+        raise ShapeError(f"the function does something else at these shapes, in {what}: {_AGAIN}")
     for path, i in zip(traced.in_paths, range(len(graph.inputs))):
         a, b = graph.values[graph.inputs[i]], old.values[old.inputs[i]]
         if a.dtype != b.dtype or len(a.shape) != len(b.shape):
@@ -152,17 +147,16 @@ class Buckets:
 
     def plan_for(self, *args: Any, **kwargs: Any) -> Plan:
         """The plan for just these shapes; ShapeError, with those that there are, for others."""
-        leaves = tree_leaves((args, kwargs))
         first = next(iter(self.plans.values()))
-        positions = first.traced.array_leaves
-        asked = tuple(tuple(np.shape(leaves[i])) for i in positions) if len(leaves) > max(positions, default=-1) else ()
-        found = self.plans.get(asked)
-        if found is not None:
-            return found
-        if len(asked) != len(positions):
-            first.shard(*args, **kwargs)  # says what is wrong with the structure
-        changing = [n for n in range(len(positions)) if len({shapes[n] for shapes in self.plans}) > 1]
-        fixed = [n for n in range(len(positions)) if n not in changing and asked[n] != next(iter(self.plans))[n]]
+        leaves, tree = tree_flatten((args, kwargs))
+        if tree != first.traced.in_tree:
+            first(*args, **kwargs)  # says what is wrong
+        asked = tuple(tuple(np.shape(leaves[i])) for i in first.traced.array_leaves)
+        if asked in self.plans:
+            return self.plans[asked]
+        positions = range(len(asked))
+        changing = [n for n in positions if len({shapes[n] for shapes in self.plans}) > 1]
+        fixed = [n for n in positions if n not in changing and asked[n] != next(iter(self.plans))[n]]
         paths, show = first.traced.in_paths, fixed or changing
         describe = lambda shapes: ", ".join(f"{paths[n]}: {list(shapes[n])}" for n in show)
         known = "; ".join(dict.fromkeys(map(describe, self.plans)))
