@@ -38,7 +38,7 @@ EXAMPLES = {
     "transformer": transformer.target_for(
         transformer.Config(batch=384, seq=32, vocab=128, layers=1, width=64, heads=4, ff=256)
     ),
-    "cnn": cnn.target_for(cnn.Config(batch=128)),
+    "cnn": cnn.target_for(cnn.Config(batch=1024, size=16, channels=(16, 32))),
 }
 
 
