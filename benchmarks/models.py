@@ -149,8 +149,8 @@ def vgg19(devices: int, *, config: ConvNet = ConvNet()) -> Target:
 
 @dataclass(frozen=True)
 class Transformer:
-    """`batch`: sequences per device, or `sequences` in all. `kv_heads`: 0 for as many as `heads`. `experts`: per device,
-    0 for none, in every second layer. `dtype`: of activations and of the parameters where they are used."""
+    """`batch`: sequences per device, or `sequences` in all. `kv_heads`: 0 for as many as `heads`. `experts`: per
+    device, 0 for none, in every second layer. `dtype`: of activations and of the parameters where they are used."""
 
     batch: int
     seq: int
