@@ -7,7 +7,8 @@ per process. `even`, `by_speed` and `fsdp` know nothing of hapsynth.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import jax
@@ -32,9 +33,8 @@ class System(Protocol):
         """The loss."""
         ...
 
-    def values(self) -> list[Any]:
-        """The parameters, whole, on the host; called by all processes. (Moments of what gradients cancel in, as in a
-        key's bias, are noise and agree with nothing.)"""
+    def values(self) -> Any:
+        """The state, whole, on the host, None where there is none here; called by all processes."""
         ...
 
 
@@ -57,8 +57,8 @@ class Planned:
         jax.block_until_ready(jax.tree.leaves(self.state))
         return float(self.plan.unshard(loss))
 
-    def values(self) -> list[Any]:
-        return [] if self.idle else jax.tree.leaves(self.plan.unshard(self.state["params"]))
+    def values(self) -> Any:
+        return None if self.idle else self.plan.unshard(self.state)
 
 
 class Jitted:
@@ -88,8 +88,8 @@ class Jitted:
         jax.block_until_ready(self.state)
         return float(loss)
 
-    def values(self) -> list[Any]:
-        return [host_array(x) for x in jax.tree.leaves(self.state["params"])]
+    def values(self) -> Any:
+        return jax.tree.map(host_array, self.state)
 
 
 class BySpeed:
@@ -134,8 +134,8 @@ class BySpeed:
         shape = (self.mesh.size, *x.shape[1:])
         return jax.make_array_from_single_device_arrays(shape, self.each, [x])
 
-    def values(self) -> list[Any]:
-        return [host_array(x) for x in jax.tree.leaves(self.state["params"])]
+    def values(self) -> Any:
+        return jax.tree.map(host_array, self.state)
 
 
 class Alone:
@@ -153,8 +153,8 @@ class Alone:
         jax.block_until_ready(self.state)
         return float(loss)
 
-    def values(self) -> list[Any]:
-        return [np.asarray(x) for x in jax.tree.leaves(self.state["params"])]
+    def values(self) -> Any:
+        return jax.tree.map(np.asarray, self.state)
 
 
 def rows_by_speed(rows: int, speeds: Sequence[float]) -> list[int]:
@@ -166,10 +166,17 @@ def rows_by_speed(rows: int, speeds: Sequence[float]) -> list[int]:
     return found.tolist()
 
 
-def differences(got: Sequence[Any], wanted: Sequence[Any]) -> float:
-    """The largest difference of any array, in parts of its largest element."""
-    scale: Callable[[Any], float] = lambda x: float(np.max(np.abs(x), initial=1e-30))
-    return max(scale(a - b) / scale(b) for a, b in zip(got, wanted, strict=True))
+def differences(got: Any, wanted: Any) -> float:
+    """How far apart two states are: of the parameters, and of each kind of moments, the norm of what differs over that
+    of all. (One array's own norm tells nothing: the moments of a key's bias, in which gradients cancel, are noise.)"""
+    apart, size = Counter[str](), Counter[str]()
+    leaves = jax.tree_util.tree_leaves_with_path(wanted)
+    for (path, b), a in zip(leaves, jax.tree.leaves(got), strict=True):
+        kind = next((k.name for k in path if isinstance(k, jax.tree_util.GetAttrKey)), "params")
+        exact = np.asarray(b, np.float64)
+        apart[kind] += float(np.sum((np.asarray(a, np.float64) - exact) ** 2))
+        size[kind] += float(np.sum(exact**2))
+    return max(math.sqrt(apart[kind] / max(size[kind], 1e-300)) for kind in size)
 
 
 def _placed(x: Any, sharding: NamedSharding) -> jax.Array:

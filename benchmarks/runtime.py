@@ -10,7 +10,7 @@ and costs would choose, at its one ratio. Any name of `hapsynth.search.baselines
 
 All systems live in the same processes and are stepped in rounds, in random order; a step takes until its last process
 has its results. What is predicted is in the JSON file before anything is measured. After the last round each system's
-parameters and losses must agree with those of as many steps in one process. `ideal`: that one process's time for a
+state and losses must agree with those of as many steps in one process. `ideal`: that one process's time for a
 step, as if its core's speed could be had of all the quotas together at no cost.
 """
 
@@ -168,7 +168,7 @@ class Worker:
                 system.step()
                 system.place(arguments)
                 self.meet()
-        wanted: list[Any] = []
+        wanted: Any = None
         losses: list[float] = []
         self.tell(f"{name}: one process alone")
         if self.job.first:
@@ -210,7 +210,7 @@ class Worker:
             said["form"] = plan.form
         return Row(said, made)
 
-    def measure(self, rows: list[Row], losses: list[float], wanted: list[Any]) -> None:
+    def measure(self, rows: list[Row], losses: list[float], wanted: Any) -> None:
         """Adds the times, and how far off the values are, to what is said of each row."""
         order = random.Random(self.options.seed)
         rounds = self.options.rounds
@@ -228,7 +228,7 @@ class Worker:
         with emulated.unlimited():
             for row, of_row, of_loss in zip(rows, longest, off, strict=True):
                 got = row.system.values()
-                if self.job.first and got:
+                if self.job.first and got is not None:
                     row.said["off"] = max(of_loss, differences(got, wanted))
                 low, middle, high = np.quantile(of_row[_WARM_UP:], [0.25, 0.5, 0.75]).tolist()
                 row.said |= {"median_s": middle, "spread": (high - low) / middle, "times_s": of_row.tolist()}

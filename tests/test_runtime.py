@@ -21,7 +21,7 @@ def _arguments(fn: Any, shapes: Any) -> peers.Arguments:
     return runtime.begun(fn, trace(fn, shapes))
 
 
-def _after(system: peers.System, arguments: peers.Arguments, steps: int = 3) -> tuple[list[float], list[Any]]:
+def _after(system: peers.System, arguments: peers.Arguments, steps: int = 3) -> tuple[list[float], Any]:
     system.place(arguments)
     return [system.step() for _ in range(steps)], system.values()
 
