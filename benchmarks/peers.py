@@ -7,7 +7,7 @@ per process. `even`, `by_speed` and `fsdp` know nothing of hapsynth.
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -169,7 +169,7 @@ def rows_by_speed(rows: int, speeds: Sequence[float]) -> list[int]:
 def differences(got: Any, wanted: Any) -> float:
     """How far apart two states are: of the parameters, and of each kind of moments, the norm of what differs over that
     of all. (One array's own norm tells nothing: the moments of a key's bias, in which gradients cancel, are noise.)"""
-    apart, size = Counter[str](), Counter[str]()
+    apart, size = defaultdict[str, float](float), defaultdict[str, float](float)
     leaves = jax.tree_util.tree_leaves_with_path(wanted)
     for (path, b), a in zip(leaves, jax.tree.leaves(got), strict=True):
         kind = next((k.name for k in path if isinstance(k, jax.tree_util.GetAttrKey)), "params")

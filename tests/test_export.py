@@ -122,6 +122,7 @@ def assert_exports(plan: Plan, *args: Any) -> str:
     return plan.to_source()
 
 
+@pytest.mark.slow
 def test_examples_run_without_hapsynth(tmp_path: Path) -> None:
     """Two steps of each, in a process of its own, which takes the first's state on."""
     expected: dict[str, Any] = {}
