@@ -14,6 +14,7 @@ from hapsynth.monitor import Monitor
 from hapsynth.plan import CheckReport, Plan, PlanError, load
 from hapsynth.rebalance import Proposal
 from hapsynth.search.planner import InfeasibleError
+from hapsynth.several import Plans, load_plans
 from hapsynth.shapes import Buckets, ShapeError
 from hapsynth.sharded_array import ShardedArray
 from hapsynth.trace import TraceError
@@ -35,6 +36,7 @@ __all__ = [
     "Monitor",
     "Plan",
     "PlanError",
+    "Plans",
     "Proposal",
     "RuleError",
     "RuleReport",
@@ -45,6 +47,7 @@ __all__ = [
     "UnsupportedError",
     "check_rule",
     "load",
+    "load_plans",
     "load_state",
     "register_rule",
     "synthesize",

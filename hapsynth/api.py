@@ -2,28 +2,28 @@
 
 from __future__ import annotations
 
-import numbers
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast, overload
 
 import jax
 
+from hapsynth._asked import check_positive, devices_of, layouts_of
 from hapsynth._forms import Form, check_form
-from hapsynth._jax import is_extended
 from hapsynth._ratios import Ratios, pins_of
 from hapsynth.cluster import Cluster
 from hapsynth.frequency import Expectation, expecting
-from hapsynth.instructions.layout import Layout, is_consistent, parse_layout
 from hapsynth.plan import Plan
 from hapsynth.search.links import mesh_axes
 from hapsynth.search.result import Progress
 from hapsynth.search.structure import Restriction
 from hapsynth.search.subclusters import ClusterPlanner
-from hapsynth.trace import Traced, trace
+from hapsynth.several import Functions, Plans, synthesize_several
+from hapsynth.trace import trace
 
 
+@overload
 def synthesize(
     fn: Callable[..., Any],
     example_args: Sequence[Any],
@@ -40,7 +40,49 @@ def synthesize(
     time_budget_s: float | None = None,
     progress: Callable[[Progress], None] | None = None,
     form: Form = "auto",
-) -> Plan:
+) -> Plan: ...
+
+
+@overload
+def synthesize(
+    fn: Functions,
+    example_args: Mapping[str, Sequence[Any]],
+    mesh: jax.sharding.Mesh | Cluster,
+    *,
+    example_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
+    cluster: Cluster | None = None,
+    carry: Mapping[str, Sequence[tuple[str, str]]] | None = None,
+    fixed: Mapping[str, str] | None = None,
+    expect: Mapping[str, Mapping[str, Expectation]] | None = None,
+    memory_limit: float | None = None,
+    leave_out: bool = True,
+    time_budget_s: float | None = None,
+    progress: Callable[[Progress], None] | None = None,
+    form: Form = "auto",
+    frequency: Mapping[str, float] | None = None,
+    state: Mapping[str, Mapping[str, str]] | None = None,
+) -> Plans: ...
+
+
+def synthesize(
+    fn: Any,
+    example_args: Any,
+    mesh: jax.sharding.Mesh | Cluster,
+    *,
+    example_kwargs: Mapping[str, Any] | None = None,
+    cluster: Cluster | None = None,
+    carry: Any = None,
+    fixed: Mapping[str, str] | None = None,
+    ratios: Ratios | None = None,
+    expect: Mapping[str, Any] | None = None,
+    memory_limit: float | None = None,
+    leave_out: bool = True,
+    time_budget_s: float | None = None,
+    progress: Callable[[Progress], None] | None = None,
+    form: Form = "auto",
+    frequency: Mapping[str, float] | None = None,
+    state: Mapping[str, Mapping[str, str]] | None = None,
+) -> Plan | Plans:
     """Find the cheapest distributed program of `fn` on a cluster (HAP, EuroSys'24, with a proof of optimality).
 
     `example_args`, `example_kwargs`: pytrees of arrays or `jax.ShapeDtypeStruct`s, as `fn` is called. `mesh`: the
@@ -61,6 +103,14 @@ def synthesize(
     A plan for "staged", or for a mesh of several processes, keeps each device within its own memory, of exact shards;
     any other keeps the smallest device, of shards padded to the largest.
 
+    A dict of functions, e.g. `{"train": step, "eval": loss, "init": init}`, with a dict of their arguments, is planned
+    for one state, which one's plan takes as another's leaves it; `Plans` are returned. The state is what the first of
+    them carries; it is found in the others by tree, shapes and dtypes, or said: `state={"eval": {"[0]":
+    "[0]['params']"}, "init": {"return": "[0]"}}` is function -> path of an argument, or `return` and that of a result
+    -> path of the state. `frequency`: how often each is called, by default 1 where the state is returned as well, 0.1
+    where it is only read and 0 where it is made: what is never called must fit, and costs nothing. `fixed` are layouts
+    of the state then, `example_kwargs`, `carry` and `expect` dicts by function, and there are no `ratios`.
+
     Ctrl-C during the search returns the best plan so far, `plan.result.interrupted`, with a bound that is sought for a
     second or until Ctrl-C is pressed again; where there is no plan yet, KeyboardInterrupt is raised.
     Raises TraceError for arguments or functions that cannot be planned, InfeasibleError when no program fits the
@@ -68,20 +118,46 @@ def synthesize(
     RatioError, one of these, for `ratios` that break a class's granule, with the nearest that do not.
     """
     began = time.perf_counter()
+    check_positive("memory_limit", memory_limit, "bytes per device")
+    check_positive("time_budget_s", time_budget_s, "seconds")
+    check_form(form)
+    devices, cluster = devices_of(mesh, cluster)
+    if isinstance(fn, Mapping):
+        if ratios is not None:
+            raise TypeError("ratios are for one function; for several give fixed layouts, or none")
+        return synthesize_several(
+            cast(Functions, fn),
+            example_args,
+            devices,
+            cluster,
+            example_kwargs=example_kwargs,
+            carry=carry,
+            expect=expect,
+            fixed=fixed,
+            frequency=frequency,
+            state=state,
+            memory_limit=memory_limit,
+            leave_out=leave_out,
+            time_budget_s=time_budget_s,
+            progress=progress,
+            form=form,
+        )
+    if frequency is not None or state is not None:
+        what = "frequency" if frequency is not None else "state"
+        raise TypeError(f"{what} is for several functions; give a dict of functions, e.g. {{'train': fn}}")
     if not callable(fn):
         raise TypeError(f"fn is {fn!r}, which can't be called")
     if not isinstance(example_args, (tuple, list)):
         kind = type(example_args).__name__
         raise TypeError(f"example_args is a {kind}; give a tuple of the arguments, (x,) where there is one")
-    _check_positive("memory_limit", memory_limit, "bytes per device")
-    _check_positive("time_budget_s", time_budget_s, "seconds")
-    check_form(form)
-    devices, cluster = _devices(mesh, cluster)
     traced = trace(fn, example_args, dict(example_kwargs or {}), carry=carry)
     if expect:
         traced = replace(traced, graph=expecting(traced.graph, expect))
     trace_s = time.perf_counter() - began
-    restriction = None if fixed is None else Restriction(stored=_fixed(traced, fixed, len(mesh_axes(cluster))))
+    restriction = None
+    if fixed is not None:
+        arguments = {path: traced.graph.values[v] for path, v in zip(traced.in_paths, traced.graph.inputs, strict=True)}
+        restriction = Restriction(stored=layouts_of(arguments, fixed, len(mesh_axes(cluster)), "argument"))
     pins = None if ratios is None else pins_of(traced, ratios, mesh_axes(cluster))
     planner = ClusterPlanner(
         traced.graph,
@@ -97,54 +173,3 @@ def synthesize(
     result = planner.run()
     timings = {"trace_s": trace_s, **result.timings_s, "total_s": time.perf_counter() - began}
     return Plan(traced, replace(result, timings_s=timings), cluster, devices, fn=fn, form=form)
-
-
-def _devices(mesh: Any, cluster: Any) -> tuple[jax.sharding.Mesh | None, Cluster]:
-    """The mesh to run on, if there is one, and what its devices can do."""
-    if not isinstance(mesh, (jax.sharding.Mesh, Cluster)):
-        raise TypeError(f"mesh is a {type(mesh).__name__}; give a jax.sharding.Mesh, or a hapsynth.Cluster")
-    if not isinstance(cluster, (Cluster, type(None))):
-        raise TypeError(f"cluster is a {type(cluster).__name__}; give a hapsynth.Cluster, e.g. Cluster.load(path)")
-    if isinstance(mesh, Cluster):
-        if cluster is not None:
-            raise TypeError("two clusters are given, one as mesh; with cluster=, mesh is the jax.sharding.Mesh")
-        return None, mesh
-    cluster = cluster or Cluster.from_mesh(mesh)
-    if mesh.size != cluster.n:
-        raise ValueError(
-            f"the mesh has {mesh.size} devices and cluster {cluster.name!r} {cluster.n}; give a mesh over "
-            f"{cluster.n} devices, or a cluster that describes these {mesh.size}"
-        )
-    return mesh, cluster
-
-
-def _check_positive(name: str, value: Any, unit: str) -> None:
-    if value is None:
-        return
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise TypeError(f"{name} is {value!r}; give a number of {unit}")
-    if not float(value) > 0:
-        raise ValueError(f"{name} is {value!r}; give a positive number of {unit}")
-
-
-def _fixed(traced: Traced, fixed: Mapping[str, str], axes: int) -> dict[int, Layout]:
-    """The stored layouts that `fixed` asks for; ValueError names a path or layout that cannot be met."""
-    stored: dict[int, Layout] = {}
-    paths = dict(zip(traced.in_paths, traced.graph.inputs, strict=True))
-    for path, text in fixed.items():
-        if path not in paths:
-            raise ValueError(f"fixed names argument {path!r}, but the arguments are {', '.join(paths)}")
-        value = traced.graph.values[paths[path]]
-        each = " for each mesh axis, e.g. S(0),R" if axes > 1 else ""
-        why = f"fixed asks for {text!r} of {path}, whose shape is {value.shape}; expected R or S(<dim>){each}"
-        try:
-            layout = parse_layout(text)
-        except (AttributeError, ValueError):
-            raise ValueError(why) from None
-        partial = any(p.is_partial or p.dim >= len(value.shape) for p in layout)
-        if len(layout) != axes or partial or not is_consistent(layout):
-            raise ValueError(why)
-        if any(p.is_sharded and (value.shape[p.dim] == 0 or is_extended(value.dtype)) for p in layout):
-            raise ValueError(f"fixed asks for {text!r} of {path}, but {value} cannot be cut there; expected R")
-        stored[value.index] = layout
-    return stored

@@ -174,6 +174,8 @@ class Graph:
     constants: dict[int, Any] = field(default_factory=dict)
     carry: tuple[tuple[int, int], ...] = ()
     """Pairs (position in inputs, position in outputs) whose layouts must agree."""
+    kept: tuple[int, ...] = ()
+    """Positions of inputs that lie on the devices from call to call, though no output succeeds them."""
     regions: tuple[Region, ...] = (Region(0, "program", -1, 1.0),)
     ties: dict[int, int] = field(default_factory=dict)
     """Index of a loop_carry op -> the value that the next iteration finds as its carried one."""
@@ -191,6 +193,11 @@ class Graph:
             for position, v in op.value_operands:
                 uses[v].append((op.index, position))
         return {v: tuple(u) for v, u in uses.items()}
+
+    @cached_property
+    def state(self) -> frozenset[int]:
+        """Inputs that lie on the devices before a call: carried ones, and those that are kept."""
+        return frozenset(self.inputs[i] for i in (*(source for source, _ in self.carry), *self.kept))
 
     @property
     def sources(self) -> tuple[int, ...]:

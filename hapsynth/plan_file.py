@@ -7,7 +7,8 @@ import json
 import math
 import os
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast, get_args
 
@@ -21,6 +22,7 @@ from hapsynth.search.result import Result, Status
 from hapsynth.trace import Traced, trace
 
 SCHEMA = "hapsynth-plan-1"
+SEVERAL = "hapsynth-plans-1"
 _AGAIN = "synthesize again and save the new plan"
 
 
@@ -30,7 +32,12 @@ class PlanError(ValueError):
 
 def write_plan(path: str | os.PathLike[str], traced: Traced, result: Result, cluster: Cluster) -> None:
     """Write a plan; the file is there whole or not at all."""
-    write_text(path, json.dumps(plan_to_dict(traced, result, cluster), indent=1, allow_nan=False) + "\n")
+    write_object(path, plan_to_dict(traced, result, cluster))
+
+
+def write_object(path: str | os.PathLike[str], data: Mapping[str, Any]) -> None:
+    """Write JSON; the file is there whole or not at all."""
+    write_text(path, json.dumps(data, indent=1, allow_nan=False) + "\n")
 
 
 def write_text(path: str | os.PathLike[str], text: str) -> None:
@@ -62,6 +69,7 @@ def plan_to_dict(traced: Traced, result: Result, cluster: Cluster) -> dict[str, 
             "outputs": list(traced.out_paths),
             "ops": [op.name for op in graph.ops],
             "carry": [list(pair) for pair in graph.carry],
+            "kept": list(graph.kept),
             "runs": [r.count for r in graph.regions[1:]],
         },
         "cluster": cluster.to_dict(),
@@ -70,19 +78,19 @@ def plan_to_dict(traced: Traced, result: Result, cluster: Cluster) -> dict[str, 
         "classes": [cls.name for cls in result.sizes.classes.all],
         "shares": [list(shares) for shares in result.sizes.shares],
         "certificate": {
-            "cost_s": _number(result.cost_s),
-            "lower_bound_s": _number(result.lower_bound_s),
-            "joint_lower_bound_s": _number(result.joint_lower_bound_s),
+            "cost_s": number_of(result.cost_s),
+            "lower_bound_s": number_of(result.lower_bound_s),
+            "joint_lower_bound_s": number_of(result.joint_lower_bound_s),
             "status": result.status,
             "expanded": result.expanded,
-            **({} if result.with_all_s is None else {"with_all_s": _number(result.with_all_s)}),
-            "ratio_bound_s": _number(result.ratio_bound_s),
+            **({} if result.with_all_s is None else {"with_all_s": number_of(result.with_all_s)}),
+            "ratio_bound_s": number_of(result.ratio_bound_s),
         },
         "memory_of": "exact" if result.exact else "padded",
-        "memory_bytes": [_number(x) for x in result.memory_bytes],
-        "memory_limit_bytes": [_number(x) for x in result.memory_limit_bytes],
+        "memory_bytes": [number_of(x) for x in result.memory_bytes],
+        "memory_limit_bytes": [number_of(x) for x in result.memory_limit_bytes],
         "replicated_primitives": list(result.replicated_primitives),
-        "timings_s": {name: _number(x) for name, x in result.timings_s.items()},
+        "timings_s": {name: number_of(x) for name, x in result.timings_s.items()},
     }
 
 
@@ -96,6 +104,11 @@ def read_plan(
 
     Raises PlanError with the file's name, the reason and the way out.
     """
+    return plan_from(str(path), read_object(path, SCHEMA), fn, example_args, example_kwargs)
+
+
+def read_object(path: str | os.PathLike[str], schema: str) -> dict[str, Any]:
+    """The object in a file of a schema; PlanError as `read_plan`."""
     file = Path(path)
     try:
         data = json.loads(file.read_text(encoding="utf-8"))
@@ -105,19 +118,42 @@ def read_plan(
         raise PlanError(f"{file}: is cut short or no JSON ({error}); {_AGAIN}") from None
     if not isinstance(data, dict):
         raise PlanError(f"{file}: holds no plan; {_AGAIN}")
-    schema = cast(dict[str, Any], data).get("schema")
-    if schema != SCHEMA:
-        raise PlanError(f"{file}: has schema {schema!r}, and this version reads {SCHEMA!r}; {_AGAIN}")
-    traced = trace(fn, example_args, dict(example_kwargs or {}))
+    found = cast(dict[str, Any], data)
+    if found.get("schema") != schema:
+        other = {
+            SCHEMA: "holds one plan: read it with hapsynth.load",
+            SEVERAL: "holds several plans: load_plans reads it",
+        }
+        has = f"has schema {found.get('schema')!r}, and this version reads {schema!r}; {_AGAIN}"
+        raise PlanError(f"{file}: {other.get(str(found.get('schema')), has)}")
+    return found
+
+
+@contextmanager
+def blamed_on(where: str) -> Generator[None]:
+    """What is wrong with the contents of a file, as PlanErrors that name it."""
     try:
-        return _plan_from_dict(cast(dict[str, Any], data), traced)
+        yield
     except PlanError as error:
-        raise PlanError(f"{file}: {error}") from None
+        raise PlanError(f"{where}: {error}") from None
     except (ProgramError, ClusterError) as error:
-        raise PlanError(f"{file}: was edited, or made by another version: {error}; {_AGAIN}") from error
+        raise PlanError(f"{where}: was edited, or made by another version: {error}; {_AGAIN}") from error
     except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError) as error:
         reason = f"has no {error}" if isinstance(error, KeyError) else str(error)
-        raise PlanError(f"{file}: was edited, or made by another version: it {reason}; {_AGAIN}") from error
+        raise PlanError(f"{where}: was edited, or made by another version: it {reason}; {_AGAIN}") from error
+
+
+def plan_from(
+    where: str,
+    data: Mapping[str, Any],
+    fn: Callable[..., Any],
+    example_args: Sequence[Any],
+    example_kwargs: Mapping[str, Any] | None = None,
+) -> tuple[Traced, Result, Cluster]:
+    """As `read_plan`, of what a file `where` holds."""
+    traced = trace(fn, example_args, dict(example_kwargs or {}))
+    with blamed_on(where):
+        return _plan_from_dict(data, traced)
 
 
 def _plan_from_dict(data: Mapping[str, Any], traced: Traced) -> tuple[Traced, Result, Cluster]:
@@ -139,18 +175,18 @@ def _plan_from_dict(data: Mapping[str, Any], traced: Traced) -> tuple[Traced, Re
     result = Result(
         program=program,
         sizes=sizes,
-        cost_s=_read_number(certificate["cost_s"]),
-        lower_bound_s=_read_number(certificate["lower_bound_s"]),
-        joint_lower_bound_s=_read_number(certificate["joint_lower_bound_s"]),
+        cost_s=read_number(certificate["cost_s"]),
+        lower_bound_s=read_number(certificate["lower_bound_s"]),
+        joint_lower_bound_s=read_number(certificate["joint_lower_bound_s"]),
         status=certificate["status"],
         expanded=_integer(certificate["expanded"]),
         memory_bytes=_per_device(data, "memory_bytes", cluster.n),
         memory_limit_bytes=_per_device(data, "memory_limit_bytes", cluster.n),
         replicated_primitives=tuple(map(str, data["replicated_primitives"])),
-        timings_s={str(k): _read_number(v) for k, v in data["timings_s"].items()},
+        timings_s={str(k): read_number(v) for k, v in data["timings_s"].items()},
         devices=devices,
-        with_all_s=_read_number(certificate["with_all_s"]) if "with_all_s" in certificate else None,
-        ratio_bound_s=_read_number(certificate.get("ratio_bound_s", 0.0)),
+        with_all_s=read_number(certificate["with_all_s"]) if "with_all_s" in certificate else None,
+        ratio_bound_s=read_number(certificate.get("ratio_bound_s", 0.0)),
         exact=_exact(data),
     )
     return traced, result, cluster
@@ -201,13 +237,17 @@ def _same_function(saved: Mapping[str, Any], traced: Traced) -> Traced:
     for i, o in carry:
         if not (0 <= i < len(graph.inputs) and 0 <= o < len(graph.outputs)):
             raise PlanError(f"the carry {[i, o]} names no input and output; {_AGAIN}")
-    graph = dataclasses.replace(graph, carry=carry)
+    kept = tuple(_integer(i) for i in saved.get("kept", ()))
+    for i in kept:
+        if not 0 <= i < len(graph.inputs):
+            raise PlanError(f"it keeps input {i}, and there are {len(graph.inputs)}; {_AGAIN}")
+    graph = dataclasses.replace(graph, carry=carry, kept=kept)
     if graph.fingerprint != saved["fingerprint"]:
         raise PlanError(
             f"this plan is of another function: fingerprint {saved['fingerprint']}, and this one's is "
             f"{graph.fingerprint}: the ops have the same names, but other operands, shapes or parameters"
         )
-    runs = [abs(_read_number(x)) for x in saved["runs"]]
+    runs = [abs(read_number(x)) for x in saved["runs"]]
     bodies = len(graph.regions) - 1
     if len(runs) != bodies:
         raise PlanError(f"the plan says how often {len(runs)} loops and branches run, and there are {bodies}; {_AGAIN}")
@@ -225,11 +265,11 @@ def _leaf(entry: Any) -> str:
     return f"{path} of {dtype}{shape}"
 
 
-def _number(x: float) -> float | str:
+def number_of(x: float) -> float | str:
     return float(x) if math.isfinite(x) else str(float(x))
 
 
-def _read_number(x: Any) -> float:
+def read_number(x: Any) -> float:
     if isinstance(x, bool) or not isinstance(x, (int, float, str)):
         raise PlanError(f"{x!r} is no number; {_AGAIN}")
     number = float(x)
@@ -245,7 +285,7 @@ def _integer(x: Any) -> int:
 
 
 def _per_device(data: Mapping[str, Any], key: str, devices: int) -> tuple[float, ...]:
-    numbers = tuple(_read_number(x) for x in data[key])
+    numbers = tuple(read_number(x) for x in data[key])
     if len(numbers) != devices:
         raise PlanError(f"{key} has {len(numbers)} entries for {devices} devices; {_AGAIN}")
     return numbers

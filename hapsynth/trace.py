@@ -150,13 +150,13 @@ def _find_carry(traced: Traced) -> list[tuple[int, int]]:
     ties its state and never a batch to a like-shaped result by chance.
     """
     graph = traced.graph
-    ins = _by_head(traced.in_paths)
+    ins = by_head(traced.in_paths)
     whole = list(range(len(traced.out_paths)))
     for members in ins.values():
         # The function returns the state itself, not a tuple with it.
         if _same(traced, graph, members, whole):
             return list(zip(members, whole))
-    outs = _by_head(traced.out_paths)
+    outs = by_head(traced.out_paths)
     pairs: list[tuple[int, int]] = []
     taken: set[str] = set()
     for members in ins.values():
@@ -168,7 +168,7 @@ def _find_carry(traced: Traced) -> list[tuple[int, int]]:
     return pairs
 
 
-def _by_head(paths: Sequence[str]) -> dict[str, list[int]]:
+def by_head(paths: Sequence[str]) -> dict[str, list[int]]:
     """Leaves grouped by the first step of their path."""
     groups: dict[str, list[int]] = {}
     for i, path in enumerate(paths):
@@ -177,7 +177,7 @@ def _by_head(paths: Sequence[str]) -> dict[str, list[int]]:
     return groups
 
 
-def _tail(path: str) -> str:
+def tail_of(path: str) -> str:
     return path[path.index("]") + 1 :] if path.startswith("[") else path
 
 
@@ -192,7 +192,7 @@ def _same(traced: Traced, graph: Graph, members: list[int], candidates: list[int
         whole = traced.out_paths[o]
         if a.shape != b.shape or a.dtype != b.dtype:
             return False
-        if _tail(traced.in_paths[i]) not in (_tail(whole), whole):
+        if tail_of(traced.in_paths[i]) not in (tail_of(whole), whole):
             return False
     return True
 

@@ -118,7 +118,7 @@ class CostModel:
         room: Room | None = None,
     ) -> None:
         self.graph, self.table = graph, table
-        self._fed = frozenset(graph.inputs) - {graph.inputs[source] for source, _ in graph.carry}
+        self._fed = frozenset(graph.inputs) - graph.state
         self._works: dict[tuple[int, int], tuple[Triples, Work]] = {}
         self._kinds: dict[int, int] = {}
         self._kind_number: dict[object, int] = {}

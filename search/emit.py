@@ -125,13 +125,14 @@ class Emitter:
 
     def outputs(self) -> tuple[Layout | None, ...]:
         graph = self.graph
-        carried = {target: graph.inputs[source] for source, target in graph.carry}
+        due = dict(self.structure.restriction.ends)
+        due |= {target: self.available(graph.inputs[source]).computed for source, target in graph.carry}
         found: list[Layout | None] = []
         for position, value in enumerate(graph.outputs):
             if not isinstance(value, int):
                 found.append(None)
                 continue
-            layout = self.available(carried[position]).computed if position in carried else self._plain_output(value)
+            layout = due[position] if position in due else self._plain_output(value)
             made_by = self.tensor(value, layout)
             self.tensors[value].setdefault(layout, made_by)
             found.append(layout)

@@ -231,24 +231,30 @@ class Formulator:
         """Seconds of each of a value's options: its conversions, and to bring a plain output where it may end."""
         choices = self.structure.choices[self.structure.value_variable[value]]
         ways, runs = self.conversions(value), self.graph.runs[self.graph.home[value]]
+        ends = self._ends(value) if value in plain else []
 
         def make() -> Floats:
             seconds = runs * self._offers(value, choices.options)[0]
-            if value in plain:
-                seconds = seconds + self._use_table(value, choices.options, self._ends(value), 1.0).min(axis=1)
+            for end in ends:
+                seconds = seconds + self._use_table(value, choices.options, end, 1.0).min(axis=1)
             return seconds
 
-        return self.once(("kept", id(choices.options), id(ways), runs, value in plain), make)
+        return self.once(("kept", id(choices.options), id(ways), runs, *map(id, ends)), make)
 
-    def _ends(self, value: int) -> Needs:
-        layouts = self.structure.layouts[value]
-        make = lambda: Needs(tuple(self.output_layouts(value)), np.zeros(0, dtype=np.int64))
-        return self.once(("ends", id(layouts)), make)
+    def _ends(self, value: int) -> list[Needs]:
+        """Where an output ends: in one of the layouts of each."""
+        layouts, graph, fixed = self.structure.layouts[value], self.graph, self.structure.restriction.ends
+        asked = dict.fromkeys((fixed[i],) for i, v in enumerate(graph.outputs) if v == value and i in fixed)
+        make = lambda among: Needs(among, np.zeros(0, dtype=np.int64))
+        return [
+            self.once(("ends", id(layouts), among), lambda a=among: make(a))
+            for among in asked or (self.output_layouts(value),)
+        ]
 
     def _plain_outputs(self) -> frozenset[int]:
-        graph = self.graph
+        graph, fixed = self.graph, self.structure.restriction.ends
         tied = {graph.outputs[target] for _, target in graph.carry}
-        return frozenset(v for v in graph.outputs if isinstance(v, int) and v not in tied)
+        return frozenset(v for i, v in enumerate(graph.outputs) if isinstance(v, int) and (v not in tied or i in fixed))
 
     def _use_table(self, value: int, options: tuple[Availability, ...], needs: Needs, runs: float) -> Floats:
         """Seconds of the cheapest private conversion from each option to each need."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from math import gcd
 
@@ -18,7 +18,12 @@ _NEAR = 1e-6
 
 
 class RatioError(ValueError):
-    """Ratios that are asked for cannot be had."""
+    """Ratios that are asked for cannot be had. `cuts`: the dimensions of which they were asked, where a plan can't be
+    cut so: (value, dimension)."""
+
+    def __init__(self, text: str, cuts: Iterable[tuple[int, int]] = ()) -> None:
+        super().__init__(text)
+        self.cuts = frozenset(cuts)
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,7 +63,8 @@ class Pins:
                 one, two = (f"{graph.values[v].name}.{d}" for v, d, _ in (asked[0], unlike[0]))
                 raise RatioError(
                     f"ratios are given for {one} and, unlike these, for {two}, and the best program at them cuts both "
-                    "by the same: give those of one of them"
+                    "by the same: give those of one of them",
+                    [(value, dim) for value, dim, _ in asked],
                 )
         everywhere = gcd(*(c.units for c in sizes.classes.all))
         for cls in sizes.classes.all:
@@ -69,7 +75,8 @@ class Pins:
                 # What suits this class may not suit the next.
                 common = self.weights.reshape(sizes.classes.lengths)
                 raise _broken(cls.name, cls.units, self.weights, nested_shares(common, everywhere))
-            raise _broken(cls.name, cls.units, vector, sizes.shares[cls.index])
+            asked = [(value, dim) for value, dim, axes in cls.members if (value, dim, axes) in self.named]
+            raise _broken(cls.name, cls.units, vector, sizes.shares[cls.index], asked)
 
     def _vector(self, cls: DimensionClass, lengths: tuple[int, ...]) -> Floats | None:
         if self.weights is not None:
@@ -88,10 +95,13 @@ def _is_whole(vector: Floats, units: int) -> bool:
     return units == 0 or bool(np.abs(vector - np.round(vector * units) / units).max() <= _NEAR)
 
 
-def _broken(name: str, units: int, vector: Floats, nearest: tuple[int, ...]) -> RatioError:
+def _broken(
+    name: str, units: int, vector: Floats, nearest: tuple[int, ...], cuts: Iterable[tuple[int, int]] = ()
+) -> RatioError:
     text = lambda fractions: "(" + ", ".join(f"{x:.9g}" for x in fractions) + ")"
     return RatioError(
         f"ratios {text(vector)} break the granule of {name}, which is cut in {units} units: the nearest that break "
         f"none are {text(np.array(nearest) / max(sum(nearest), 1))}; give these, or ratios by name for those classes "
-        "alone that yours suit"
+        "alone that yours suit",
+        cuts,
     )

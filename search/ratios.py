@@ -183,9 +183,8 @@ def _united(graph: Graph, table: FactorTable) -> UnionFind:
 
 
 def of_state(graph: Graph, kin: UnionFind) -> frozenset[tuple[int, int]]:
-    """Every (value, dimension) that some op could cut together with a dimension of the carried state."""
-    state = {graph.inputs[source] for source, _ in graph.carry}
-    roots = {kin.find(node) for node in list(kin.parent) if node[0] in state}
+    """Every (value, dimension) that some op could cut together with a dimension of the state."""
+    roots = {kin.find(node) for node in list(kin.parent) if node[0] in graph.state}
     return frozenset((value, dim) for value, dim, _ in list(kin.parent) if kin.find((value, dim, ())) in roots)
 
 

@@ -18,7 +18,7 @@ def starts(costs: CostModel) -> list[tuple[Floats, Evenly]]:
     speed = proportional(costs.rate("float32"))
     found = [(speed, NOTHING)]
     if len(set(speed.tolist())) > 1:
-        if costs.graph.carry:
+        if costs.graph.state:
             # First: it mostly is the best, and others are given up where they begin above what is known.
             found.insert(0, (speed, of_state(costs.graph, kinship(costs.graph, costs.table))))
         found.append((np.full(costs.n, 1.0 / costs.n), NOTHING))

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
+from hapsynth._jax import is_extended
 from hapsynth.graph import Graph
 from hapsynth.instructions.collectives import step_between
 from hapsynth.instructions.factors import Triples
@@ -75,15 +76,17 @@ class Choices:
 
 @dataclass
 class Restriction:
-    """What a caller may pin: stored layouts of inputs, dimensions that may be cut, values never converted once for
-    all uses (ZeRO-3 gathers its parameters again for every use), conversions that may be made. `role`: all that
-    `convertible` asks about a value, so that values alike in it share what is made of it."""
+    """What a caller may pin: stored layouts of inputs, those in which outputs end by their positions, dimensions that
+    may be cut, values never converted once for all uses (ZeRO-3 gathers its parameters again for every use),
+    conversions that may be made. `role`: all that `convertible` asks about a value, so that values alike in it share
+    what is made of it."""
 
     stored: Mapping[int, Layout] = field(default_factory=dict)
     allowed: Allowed | None = None
     private: frozenset[int] = frozenset()
     convertible: Convertible | None = None
     role: Callable[[int], object] = lambda value: value
+    ends: Mapping[int, Layout] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, eq=False)
@@ -166,6 +169,14 @@ class Structure:
                 reductions[value] |= partial
         for value, layout in self.restriction.stored.items():
             dims[value].update(p.dim for p in layout if p.is_sharded)
+        for value in (graph.values[graph.inputs[i]] for i in graph.kept):
+            if not graph.uses[value.index] and not is_extended(value.dtype):
+                # Nothing asks for it, so it may lie in any way.
+                dims[value.index].update(d for d, n in enumerate(value.shape) if n)
+        for position, layout in self.restriction.ends.items():
+            value = graph.outputs[position]
+            if isinstance(value, int):
+                dims[value].update(p.dim for p in layout if p.is_sharded)
         for source, target in graph.carry:
             a, b = graph.inputs[source], graph.outputs[target]
             if isinstance(b, int):

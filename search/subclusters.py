@@ -27,6 +27,7 @@ from hapsynth.search.links import mesh_axes
 from hapsynth.search.pins import Pins
 from hapsynth.search.planner import Planner
 from hapsynth.search.result import SETTLED, Progress, Result, proven
+from hapsynth.search.room import Room
 from hapsynth.search.speeds import Speeds
 from hapsynth.search.structure import Restriction, Structure
 
@@ -128,7 +129,8 @@ class _Entry:
 class ClusterPlanner:
     """One planning task, for all of a cluster's devices or those that are worth it; fields as those of `Planner`.
 
-    With a restriction or pins, which are for a mesh of all devices, and with `leave_out` false, all devices are used.
+    With a restriction or pins, which are for a mesh of all devices, and with `leave_out` false, all devices are used;
+    `devices`: just these, for which a restriction and pins are then.
     """
 
     graph: Graph
@@ -140,15 +142,17 @@ class ClusterPlanner:
     leave_out: bool = True
     pins: Pins | None = None
     exact: bool = False
+    devices: Devices | None = None
     whole: Planner = field(init=False)
 
     @seldom()
     def run(self) -> Result:
         """Plan; InfeasibleError and Ctrl-C as with `Planner.run`."""
         self._began = time.perf_counter()
+        used = self.cluster if self.devices is None else self.cluster.subset(self.devices)
         self.whole = Planner(
             self.graph,
-            self.cluster,
+            used,
             self.memory_limit,
             self.time_budget_s,
             self.restriction,
@@ -156,6 +160,8 @@ class ClusterPlanner:
             pins=self.pins,
             exact=self.exact,
         )
+        if self.devices is not None:
+            return self._on_some(self.devices)
         asked = self.restriction is not None or self.pins is not None
         if not self.leave_out or asked or self.cluster.n == 1:
             return self.whole.run()
@@ -179,6 +185,20 @@ class ClusterPlanner:
         if not np.isfinite(self._cost()):
             self._squeeze()
         return self._concluded(first)
+
+    def _on_some(self, devices: Devices) -> Result:
+        """The plan of the devices that are asked for, as one for the cluster."""
+        result = self.whole.run()
+        if len(devices) == self.cluster.n:
+            return result
+        limits = Room.of(self.cluster, self.memory_limit).limits
+        return replace(result, memory_bytes=self._spread(devices, result), memory_limit_bytes=limits, devices=devices)
+
+    def _spread(self, devices: Devices, result: Result) -> tuple[float, ...]:
+        """Of the cluster's devices, what some of them hold."""
+        spread = np.zeros(self.cluster.n)
+        spread[list(devices)] = result.memory_bytes
+        return tuple(map(float, spread))
 
     def _consider_all(self) -> None:
         """Search the sets that may be better than the best so far."""
@@ -274,8 +294,6 @@ class ClusterPlanner:
         joint = min(result.joint_lower_bound_s, *(e.bound for e in self._entries if e is not best))
         planners = [e.planner for e in self._entries if e.planner]
         timings = [p.timings_s() for p in planners]
-        spread = np.zeros(self.cluster.n)
-        spread[list(best.devices)] = result.memory_bytes
         return replace(
             result,
             joint_lower_bound_s=joint,
@@ -284,7 +302,7 @@ class ClusterPlanner:
             sweeps=sum(p.sweeps for p in planners),
             states=max(p.states for p in planners),
             timings_s={key: sum(t[key] for t in timings) for key in timings[0]},
-            memory_bytes=tuple(map(float, spread)),
+            memory_bytes=self._spread(best.devices, result),
             memory_limit_bytes=self.whole.limits,
             interrupted=self._interrupted,
             devices=None if planner is self.whole else best.devices,

@@ -71,6 +71,7 @@ EDITS: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "devices": (lambda d: edit(d, "program", "axes", to=[["hap", 2]]), "for 2 devices and the cluster has 4"),
     "memory": (lambda d: edit(d, "memory_bytes", to=[]), "memory_bytes has 0 entries"),
     "carry": (lambda d: edit(d, "function", "carry", 0, to=[77, 0]), "names no input"),
+    "kept": (lambda d: edit(d, "function", "kept", to=[77]), "keeps input 77, and there are"),
     "classes": (lambda d: d["classes"].pop(), "dimension classes"),
     "list": (lambda d: edit(d, "program", to=[]), "not a program"),
 }

@@ -1,0 +1,65 @@
+"""Options of `synthesize` that are checked before any work."""
+
+from __future__ import annotations
+
+import numbers
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+
+from hapsynth._jax import is_extended
+from hapsynth.cluster import Cluster
+from hapsynth.graph import Value
+from hapsynth.instructions.layout import Layout, is_consistent, parse_layout
+
+
+def devices_of(mesh: Any, cluster: Any) -> tuple[jax.sharding.Mesh | None, Cluster]:
+    """The mesh to run on, if there is one, and what its devices can do."""
+    if not isinstance(mesh, (jax.sharding.Mesh, Cluster)):
+        raise TypeError(f"mesh is a {type(mesh).__name__}; give a jax.sharding.Mesh, or a hapsynth.Cluster")
+    if not isinstance(cluster, (Cluster, type(None))):
+        raise TypeError(f"cluster is a {type(cluster).__name__}; give a hapsynth.Cluster, e.g. Cluster.load(path)")
+    if isinstance(mesh, Cluster):
+        if cluster is not None:
+            raise TypeError("two clusters are given, one as mesh; with cluster=, mesh is the jax.sharding.Mesh")
+        return None, mesh
+    cluster = cluster or Cluster.from_mesh(mesh)
+    if mesh.size != cluster.n:
+        raise ValueError(
+            f"the mesh has {mesh.size} devices and cluster {cluster.name!r} {cluster.n}; give a mesh over "
+            f"{cluster.n} devices, or a cluster that describes these {mesh.size}"
+        )
+    return mesh, cluster
+
+
+def check_positive(name: str, value: Any, unit: str) -> None:
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise TypeError(f"{name} is {value!r}; give a number of {unit}")
+    if not float(value) > 0:
+        raise ValueError(f"{name} is {value!r}; give a positive number of {unit}")
+
+
+def layouts_of(arguments: Mapping[str, Value], fixed: Mapping[str, str], axes: int, what: str) -> dict[int, Layout]:
+    """The stored layouts that `fixed` asks for, by value, on a mesh of so many axes; ValueError names a path or layout
+    that cannot be met, and `what` the paths are of."""
+    stored: dict[int, Layout] = {}
+    for path, text in fixed.items():
+        if path not in arguments:
+            raise ValueError(f"fixed names {what} {path!r}, but the {what}s are {', '.join(arguments)}")
+        value = arguments[path]
+        each = " for each mesh axis, e.g. S(0),R" if axes > 1 else ""
+        why = f"fixed asks for {text!r} of {path}, whose shape is {value.shape}; expected R or S(<dim>){each}"
+        try:
+            layout = parse_layout(text)
+        except (AttributeError, ValueError):
+            raise ValueError(why) from None
+        partial = any(p.is_partial or p.dim >= len(value.shape) for p in layout)
+        if len(layout) != axes or partial or not is_consistent(layout):
+            raise ValueError(why)
+        if any(p.is_sharded and (value.shape[p.dim] == 0 or is_extended(value.dtype)) for p in layout):
+            raise ValueError(f"fixed asks for {text!r} of {path}, but {value} cannot be cut there; expected R")
+        stored[value.index] = layout
+    return stored

@@ -1,0 +1,243 @@
+"""Several functions with one state: what `synthesize` makes of a dict of functions."""
+
+from __future__ import annotations
+
+import difflib
+import math
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
+from typing import Any
+
+import jax
+
+from hapsynth._asked import layouts_of
+from hapsynth._forms import Form
+from hapsynth._joint import JointPlanner
+from hapsynth._shared_state import SharedState, shared_state
+from hapsynth.cluster import Cluster
+from hapsynth.frequency import Expectation, expecting
+from hapsynth.plan import Plan
+from hapsynth.plan_file import (
+    SEVERAL,
+    PlanError,
+    blamed_on,
+    number_of,
+    plan_from,
+    plan_to_dict,
+    read_number,
+    read_object,
+    write_object,
+)
+from hapsynth.search.links import mesh_axes
+from hapsynth.search.result import Progress, Result
+from hapsynth.trace import Traced, trace
+
+Functions = Mapping[str, Callable[..., Any]]
+_Found = tuple[Traced, Result, Cluster]
+
+
+class Plans(Mapping[str, Plan]):
+    """A plan for each of several functions; the state of one is that of all, as it lies.
+
+    `frequency`: how often each is called, as weighed. `alone`: seconds per call of each function that is called,
+    planned without the others. `lower_bound`: seconds that no plans with one state take less than, weighed.
+    """
+
+    def __init__(
+        self,
+        plans: Mapping[str, Plan],
+        named_after: str,
+        frequency: Mapping[str, float],
+        alone: Mapping[str, float],
+        lower_bound: float,
+    ) -> None:
+        self._plans, self._named_after = dict(plans), named_after
+        self.frequency, self.alone, self.lower_bound = dict(frequency), dict(alone), lower_bound
+
+    def __getitem__(self, name: str) -> Plan:
+        return self._plans[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._plans)
+
+    def __len__(self) -> int:
+        return len(self._plans)
+
+    @property
+    def cost(self) -> float:
+        """Predicted seconds of all functions, each as often as it is called."""
+        return sum(self.frequency[name] * plan.cost for name, plan in self._plans.items())
+
+    @property
+    def gap(self) -> float:
+        """(cost - lower bound) / cost."""
+        return (self.cost - self.lower_bound) / self.cost if self.cost else 0.0
+
+    @cached_property
+    def layouts(self) -> dict[str, str]:
+        """Path of the state, among the arguments of the first function that carries it -> layout."""
+        plan = self._plans[self._named_after]
+        paths = (plan.traced.in_paths[source] for source, _ in plan.traced.graph.carry)
+        return {path: plan.layouts[path] for path in paths}
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write all plans into one JSON file, whole or not at all; OSError where that cannot be done."""
+        data = {
+            "schema": SEVERAL,
+            "state_of": self._named_after,
+            "frequency": self.frequency,
+            "alone_s": {name: number_of(seconds) for name, seconds in self.alone.items()},
+            "lower_bound_s": number_of(self.lower_bound),
+            "plans": {name: plan_to_dict(p.traced, p.result, p.cluster) for name, p in self._plans.items()},
+        }
+        write_object(path, data)
+
+    def __repr__(self) -> str:
+        each = ", ".join(f"{name!r}: {plan!r}" for name, plan in self._plans.items())
+        return f"Plans({each}; {self.cost:.4g} s weighed)"
+
+
+def synthesize_several(
+    functions: Functions,
+    example_args: Any,
+    devices: jax.sharding.Mesh | None,
+    cluster: Cluster,
+    *,
+    example_kwargs: Mapping[str, Mapping[str, Any]] | None,
+    carry: Mapping[str, Sequence[tuple[str, str]]] | None,
+    expect: Mapping[str, Mapping[str, Expectation]] | None,
+    fixed: Mapping[str, str] | None,
+    frequency: Mapping[str, float] | None,
+    state: Mapping[str, Mapping[str, str]] | None,
+    memory_limit: float | None,
+    leave_out: bool,
+    time_budget_s: float | None,
+    progress: Callable[[Progress], None] | None,
+    form: Form,
+) -> Plans:
+    """As `synthesize`, whose options these are, for a dict of functions."""
+    began = time.perf_counter()
+    names = list(functions)
+    args = _each("example_args", example_args, names)
+    _check_given(args, functions)
+    asked = {"example_kwargs": example_kwargs, "carry": carry, "expect": expect, "state": state}
+    kwargs, carries, expected, said = (_each(what, given or {}, names) for what, given in asked.items())
+    traced: dict[str, Traced] = {}
+    for name, fn in functions.items():
+        if not callable(fn):
+            raise TypeError(f"the function {name!r} is {fn!r}, which can't be called")
+        if not isinstance(args[name], (tuple, list)):
+            kind = type(args[name]).__name__
+            raise TypeError(f"example_args of {name!r} is a {kind}; give a tuple of its arguments, (x,) for one")
+        traced[name] = trace(fn, args[name], dict(kwargs.get(name, {})), carry=carries.get(name))
+        if name in expected:
+            traced[name] = replace(traced[name], graph=expecting(traced[name].graph, expected[name]))
+    shared = shared_state(traced, said)
+    weights = _weights(shared, frequency or {})
+    trace_s = time.perf_counter() - began
+    planner = JointPlanner(
+        shared,
+        weights,
+        cluster,
+        _fixed(shared, fixed or {}, len(mesh_axes(cluster))),
+        memory_limit,
+        time_budget_s,
+        progress,
+        leave_out=leave_out and not fixed,
+        exact=form == "staged" or (form == "auto" and devices is not None and devices.is_multi_process),
+    )
+    results = planner.run()
+    total = time.perf_counter() - began
+    found: dict[str, _Found] = {}
+    for name, result in results.items():
+        timings = {"trace_s": trace_s, **result.timings_s, "total_s": total}
+        found[name] = shared.roles[name].traced, replace(result, timings_s=timings), cluster
+    alone = {name: result.cost_s for name, result in planner.alone.items()}
+    plans = _in_one_form(found, functions, devices, form)
+    return Plans(plans, shared.named_after, weights, alone, min(planner.bound, planner.cost(results)))
+
+
+def load_plans(
+    path: str | os.PathLike[str],
+    functions: Functions,
+    example_args: Mapping[str, Sequence[Any]],
+    mesh: jax.sharding.Mesh | None = None,
+    *,
+    example_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
+    form: Form = "auto",
+) -> Plans:
+    """Read what `Plans.save` wrote, of the same functions; all else as `hapsynth.load`."""
+    data, where = read_object(path, SEVERAL), str(path)
+    with blamed_on(where):
+        saved = dict(data["plans"])
+        if saved.keys() != functions.keys():
+            raise PlanError(f"holds plans of {', '.join(saved)}, and not of {', '.join(functions)}")
+        named_after = str(data["state_of"])
+        weights = {name: read_number(data["frequency"][name]) for name in saved}
+        alone = {str(name): read_number(seconds) for name, seconds in data["alone_s"].items()}
+        bound = read_number(data["lower_bound_s"])
+        if not saved.keys() >= {named_after, *alone}:
+            raise PlanError(f"it is about the plans of {', '.join(sorted({named_after, *alone}))}, but it was edited")
+    args, kwargs = (
+        _each("example_args", example_args, [*saved]),
+        _each("example_kwargs", example_kwargs or {}, [*saved]),
+    )
+    _check_given(args, functions)
+    read = {n: plan_from(f"{where}: {n!r}", saved[n], functions[n], args[n], kwargs.get(n)) for n in saved}
+    return Plans(_in_one_form(read, functions, mesh, form), named_after, weights, alone, bound)
+
+
+def _in_one_form(
+    found: Mapping[str, _Found], functions: Functions, mesh: jax.sharding.Mesh | None, form: Form
+) -> dict[str, Plan]:
+    plans: dict[str, Plan] = {}
+    for chosen in (form, "staged"):
+        for name, (traced, result, cluster) in found.items():
+            plans[name] = Plan(traced, result, cluster, mesh, fn=functions[name], form=chosen)
+        if len({plan.form for plan in plans.values()}) == 1:
+            # Else the state would lie in two ways.
+            break
+    return plans
+
+
+def _check_given(args: Mapping[str, Any], functions: Functions) -> None:
+    if args.keys() != functions.keys():
+        missing = ", ".join(repr(n) for n in functions if n not in args)
+        raise ValueError(f"example_args has none for {missing}; give a tuple of the arguments of every function")
+
+
+def _each(what: str, given: Any, names: Sequence[str]) -> Mapping[str, Any]:
+    """An option that is given for each function; TypeError and ValueError where it is not."""
+    if not isinstance(given, Mapping):
+        raise TypeError(f"{what} is a {type(given).__name__}; for several functions give a dict, by their names")
+    for name in given:  # pyright: ignore[reportUnknownVariableType]
+        if name not in names:
+            near = difflib.get_close_matches(str(name), names, n=1)  # pyright: ignore[reportUnknownArgumentType]
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise ValueError(f"{what} names {name!r}, but the functions are {', '.join(map(repr, names))}{hint}")
+    return given  # pyright: ignore[reportUnknownVariableType]
+
+
+def _weights(shared: SharedState, frequency: Mapping[str, float]) -> dict[str, float]:
+    given = _each("frequency", frequency, list(shared.roles))
+    for name, often in given.items():
+        usable = isinstance(often, (int, float)) and not isinstance(often, bool)
+        if not usable or not 0 <= often < math.inf:
+            raise ValueError(f"frequency of {name!r} is {often!r}; give how often it is called, a number of at least 0")
+    weights = {name: float(given.get(name, role.frequency)) for name, role in shared.roles.items()}
+    if not any(weights.values()):
+        raise ValueError(f"frequency is 0 of all functions: {', '.join(map(repr, weights))}; one must be called")
+    return weights
+
+
+def _fixed(shared: SharedState, fixed: Mapping[str, str], axes: int) -> dict[int, Any]:
+    """Leaf of the state -> the layout that `fixed` asks for."""
+    role = shared.roles[shared.named_after]
+    graph = role.traced.graph
+    values = {leaf: graph.values[graph.inputs[position]] for leaf, position in role.inputs.items()}
+    paths = {shared.leaves[leaf].path: value for leaf, value in values.items()}
+    asked = layouts_of(paths, fixed, axes, "state array")
+    return {leaf: asked[value.index] for leaf, value in values.items() if value.index in asked}
