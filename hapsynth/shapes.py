@@ -100,7 +100,7 @@ def _traced(plan: Plan, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Trace
             raise ShapeError(f"argument {path} is carried state, and its successor has shape {made.shape}")
     # What was said of how often loops and branches run holds on; a scan's trips are traced.
     regions = [r if r.kind == "scan" else replace(r, count=b.count) for r, b in zip(graph.regions, old.regions)]
-    return replace(traced, graph=replace(graph, carry=old.carry, regions=tuple(regions)))
+    return replace(traced, graph=replace(graph, carry=old.carry, kept=old.kept, regions=tuple(regions)))
 
 
 def _structure(op: Op) -> tuple[Any, ...]:
