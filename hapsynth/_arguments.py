@@ -179,7 +179,7 @@ class Arguments:
     def _trees(self) -> dict[int | str, tuple[Any, int]]:
         """Position or name of an argument -> its tree, and the position of its first leaf among all."""
         positional, keyword = treedef_children(self.traced.in_tree)
-        names = tree_unflatten(keyword, range(keyword.num_leaves))
+        names = hollow(keyword)
         trees = {**dict(enumerate(treedef_children(positional))), **dict(zip(names, treedef_children(keyword)))}
         starts = accumulate((t.num_leaves for t in trees.values()), initial=0)
         return {key: (tree, first) for (key, tree), first in zip(trees.items(), starts)}
@@ -187,8 +187,7 @@ class Arguments:
     @cached_property
     def paths(self) -> list[str]:
         """Of all leaves, as in `Plan.layouts`."""
-        numbered = tree_unflatten(self.traced.in_tree, range(self.traced.in_tree.num_leaves))
-        return [keystr(path[1:]) for path, _ in tree_flatten_with_path(numbered)[0]]
+        return [keystr(path[1:]) for path, _ in tree_flatten_with_path(hollow(self.traced.in_tree))[0]]
 
     def path_from(self, first: int) -> Callable[[int], str]:
         """Names the i-th of some leaves that begin at position `first` of a whole call."""
@@ -214,12 +213,11 @@ class Arguments:
         tree, first = self.tree_of(arg)
         leaves, given = tree_flatten(argument)
         if given != tree:
-            planned = tree_unflatten(tree, range(tree.num_leaves))
-            raise TypeError(_difference(planned, argument, f"[{arg!r}]" if arg in self._trees else str(arg)))
+            raise TypeError(_difference(hollow(tree), argument, f"[{arg!r}]" if arg in self._trees else str(arg)))
         return leaves, first
 
     def _tree_error(self, args: Sequence[Any], kwargs: dict[str, Any]) -> str:
-        planned_args, planned_kwargs = tree_unflatten(self.traced.in_tree, range(self.traced.in_tree.num_leaves))
+        planned_args, planned_kwargs = hollow(self.traced.in_tree)
         if len(args) != len(planned_args) or set(kwargs) != set(planned_kwargs):
             return (
                 f"the plan takes {_call(planned_args, planned_kwargs)} and was given {_call(args, kwargs)}: call it as "
@@ -273,6 +271,12 @@ def _same(a: Any, b: Any) -> bool:
         return a is b or bool(type(a) is type(b) and a == b)
     except Exception:
         return False
+
+
+def hollow(tree: Any) -> Any:
+    """A tree of this structure with an `object()` for each leaf, as JAX makes them: what users' containers, some of
+    which look at their leaves, let pass."""
+    return tree_unflatten(tree, [object() for _ in range(tree.num_leaves)])
 
 
 def _call(args: Sequence[Any], kwargs: dict[str, Any]) -> str:

@@ -24,7 +24,10 @@ def needs_value(error: Exception) -> str:
         case jax.errors.NonConcreteBooleanIndexError():
             way = "how many elements a mask picks depends on the data: use jnp.where, or jnp.nonzero(mask, size=...)"
         case jax.errors.TracerBoolConversionError():
-            way = "choose with jnp.where or jax.lax.cond, or pass what is asked as an argument that is no array"
+            way = (
+                "choose with jnp.where or jax.lax.cond, or close over what is asked: Python's bools and numbers are "
+                "traced too where they are arguments"
+            )
         case jax.errors.TracerArrayConversionError():
             way = "use jax.numpy in the place of numpy"
         case jax.errors.ConcretizationTypeError() if "size" in said:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -33,6 +34,9 @@ REFUSED = {
     "create_token": "orders effects by tokens, which are no arrays; remove it",
 }
 """Primitives that have no distributed form, and why."""
+
+_OVER_VMAP: dict[str, Any] = {"psum": lax.reduce_sum, "pmax": lax.reduce_max, "pmin": lax.reduce_min}
+"""Collectives over an axis that `vmap` names: its batching leaves the collective, over a dimension of the array."""
 
 TRIPS = 10.0
 """How often a while loop is taken to run where nothing says so."""
@@ -154,6 +158,9 @@ class _Inliner:
         control = {"scan": self.scan, "while": self.while_loop, "cond": self.cond}.get(name)
         if control is not None:
             return control(eqn, operands, source)
+        if name in _OVER_VMAP and all(isinstance(a, int) for a in eqn.params["axes"]):
+            over = partial(_OVER_VMAP[name], axes=eqn.params["axes"])
+            return [self.call(over, [operand], source) for operand in operands]
         if _jax.shows(eqn):
             self.shown.append((eqn.primitive, operands, dict(eqn.params), source, _jax.scope_name(eqn)))
             return []

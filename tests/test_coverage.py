@@ -60,7 +60,8 @@ def test_an_unknown_primitive_is_listed_and_counted(capsys):
         ("rng_bit_generator", "needs replication", "one stream"),
         ("while", "region", ""),
         ("jit", "covered", "replaced by what it calls"),
-        ("psum", "refused", "shard_map"),
+        ("psum", "covered", "vmap"),
+        ("psum_invariant", "refused", "shard_map"),
         ("rng_uniform", "refused", "no two agree"),
     ],
 )

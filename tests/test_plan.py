@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -257,6 +258,37 @@ def test_non_array_leaves_none_and_keywords() -> None:
         plan(args[0], {**options, "name": "b"}, **kwargs)
     with pytest.raises(TypeError, match="scale"):
         plan(*args, flag=True)
+
+
+@jax.tree_util.register_pytree_node_class
+class Checked:
+    """Looks at its leaf whenever it is put together, as some libraries' loss scales do."""
+
+    def __init__(self, x: Any) -> None:
+        if type(x) is not object and not jnp.issubdtype(x.dtype, jnp.floating):
+            raise TypeError(f"{x} is no float")
+        self.x = x
+
+    def tree_flatten(self) -> Any:
+        return (self.x,), None
+
+    @classmethod
+    def tree_unflatten(cls, aux: Any, leaves: Any) -> Any:
+        return cls(*leaves)
+
+
+def test_containers_that_look_at_their_leaves(tmp_path: Path) -> None:
+    state, rows = Checked(floats(6, 3)), floats(5, 6)
+    plan = make_plan(lambda state, rows: (Checked(state.x * 2), rows @ state.x), (state, rows))
+    assert plan.local_slices(1).path == "[1]"
+    with pytest.raises(TypeError, match="argument structure"):
+        plan(state.x, rows)
+    with pytest.raises(TypeError, match="argument structure"):
+        plan.shard_from_process_local_data(state.x, 0)
+    plan.save_state(tmp_path / "saved", plan.shard(state))
+    restored = plan.restore_state(tmp_path / "saved")
+    np.testing.assert_array_equal(plan.unshard(restored).x, state.x)
+    assert_same(plan(restored, rows)[1], rows @ state.x, plan)
 
 
 def test_weak_types_scalars_and_integers() -> None:

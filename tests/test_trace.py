@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import pytest
+from jax import lax
 
 from hapsynth.trace import TraceError, trace
 
@@ -50,6 +51,19 @@ def test_a_rematerialised_region_stays_apart_from_the_forward_pass():
     traced = trace(jax.grad(loss), (struct(4, 4), struct(8, 4)))
     assert "optimization_barrier" in names(traced)
     assert names(traced).count("dot_general") == 2  # forward again, and the gradient's
+
+
+def test_collectives_over_an_axis_of_vmap_are_reductions():
+    def centred(x, y):
+        return jax.vmap(lambda a, b: (a - lax.pmean(a, "i"), lax.pmax(b, "i")), axis_name="i")(x, y)
+
+    assert names(trace(centred, (struct(5, 3), struct(5)))) == [
+        *("reduce_sum", "div", "broadcast_in_dim", "sub"),
+        *("reduce_max", "broadcast_in_dim"),
+    ]
+    both = jax.vmap(jax.vmap(lambda a: lax.pmin(a, ("i", "j")), axis_name="i"), axis_name="j")
+    reduction = trace(both, (struct(5, 3),)).graph.ops[0]
+    assert (reduction.name, reduction.result_shapes) == ("reduce_min", ((),))
 
 
 def test_every_op_knows_the_line_that_made_it():

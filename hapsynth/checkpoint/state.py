@@ -18,7 +18,7 @@ from jax.tree_util import keystr, tree_flatten_with_path
 
 import hapsynth
 from hapsynth import _jax
-from hapsynth._arguments import Arguments
+from hapsynth._arguments import Arguments, hollow
 from hapsynth.checkpoint.manifest import Box, CheckpointError, Leaf, Manifest, Static, common, size_of, within
 from hapsynth.checkpoint.reader import Reader
 from hapsynth.checkpoint.writer import Holders, save
@@ -106,7 +106,7 @@ def restore_state(path: str | os.PathLike[str], arguments: Arguments, lowered: L
 
 def _places(arguments: Arguments, lowered: Lowered | Staged, arg: int | str) -> Iterator[_Place]:
     tree, first = arguments.tree_of(arg)
-    for i, (path, _) in enumerate(tree_flatten_with_path(tree.unflatten(range(tree.num_leaves)))[0], first):
+    for i, (path, _) in enumerate(tree_flatten_with_path(hollow(tree))[0], first):
         position = arguments.input_of.get(i)
         if position is None:
             yield _Place(keystr(path), arguments.paths[i], None, -1, arguments.traced.static_leaves[i])

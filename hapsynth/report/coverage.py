@@ -34,6 +34,7 @@ _ELSEWHERE: dict[str, tuple[Status, str]] = {
     **dict.fromkeys(REGIONS, ("region", "the program in it is planned as such")),
     **{name: ("refused", why) for name, why in REFUSED.items()},
     **dict.fromkeys(_COLLECTIVES.split(), ("refused", _INSIDE)),
+    **dict.fromkeys(("pmax", "pmin", "psum"), ("covered", "over an axis of vmap: replaced by a reduction")),
     **dict.fromkeys(_REFERENCES.split(), ("refused", _STATE)),
     "dce_sink": ("refused", "keeps what is computed for nothing: the trace refuses its effect by name"),
     "custom_lin": ("covered", "stands only inside differentiation: no traced function holds it"),
