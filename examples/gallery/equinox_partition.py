@@ -1,4 +1,4 @@
-"""equinox: `eqx.partition` into what is trained and what is frozen; the frozen part is an argument of its own."""
+"""equinox: `eqx.partition` into arrays and the rest, which the step closes over; the arrays into trained and frozen."""
 
 import equinox as eqx
 import jax
@@ -13,25 +13,29 @@ optimizer = optax.adamw(1e-2)
 
 
 def step(state, frozen, x, y):
-    trained, moments = state
+    trained, moments, key = state
+    key, dropout = jax.random.split(key)
 
     def loss_fn(trained):
-        model = eqx.combine(trained, frozen)
-        return jnp.mean((jax.vmap(model)(x) - y) ** 2)
+        model = eqx.combine(trained, frozen, static)
+        return jnp.mean((jax.vmap(model)(x, key=jax.random.split(dropout, len(x))) - y) ** 2)
 
     loss, grads = eqx.filter_value_and_grad(loss_fn)(trained)
     updates, moments = optimizer.update(grads, moments, trained)
-    return (eqx.apply_updates(trained, updates), moments), loss
+    return (eqx.apply_updates(trained, updates), moments, key), loss
 
 
-model = eqx.nn.MLP(32, 8, 64, 3, activation=jax.nn.gelu, key=jax.random.key(0))
-is_trained = eqx.tree_at(lambda m: m.layers[0], jax.tree.map(eqx.is_array, model), replace=False)
-trained, frozen = eqx.partition(model, is_trained)
-state = trained, optimizer.init(trained)
+a, b, c = jax.random.split(jax.random.key(0), 3)
+layers = eqx.nn.Linear(32, 256, key=a), eqx.nn.Lambda(jax.nn.gelu), eqx.nn.Dropout(0.1), eqx.nn.Linear(256, 8, key=b)
+model = eqx.nn.Sequential(layers)
+# Activations, rates and flags: as arguments, numbers and flags would be traced.
+arrays, static = eqx.partition(model, eqx.is_array)
+trained, frozen = eqx.partition(arrays, eqx.tree_at(lambda m: m[0], jax.tree.map(eqx.is_array, arrays), replace=False))
 rng = np.random.default_rng(0)
 draw = lambda *shape: rng.normal(size=shape).astype(np.float32)
 batches = [(frozen, draw(512, 32), draw(512, 8)) for _ in range(4)]
+state = trained, optimizer.init(trained), c
 
 mesh, cluster = unlike.devices()
 plan = hapsynth.synthesize(step, (state, *batches[0]), mesh, cluster=cluster)
-unlike.follow(plan, eqx.filter_jit(step), state, batches)
+unlike.follow(plan, jax.jit(step), state, batches)
