@@ -8,7 +8,7 @@ import unlike
 
 import hapsynth
 
-optimizer = optax.adam(1e-2)
+optimizer = optax.sgd(1e-1, momentum=0.9)
 
 
 class Classifier(eqx.Module):

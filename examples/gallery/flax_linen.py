@@ -40,7 +40,7 @@ rng = np.random.default_rng(0)
 batches = [(rng.normal(size=(512, 32)).astype(np.float32), rng.integers(0, 10, 512, np.int32)) for _ in range(4)]
 model = Classifier()
 variables = jax.jit(model.init)({"params": jax.random.key(0), "dropout": jax.random.key(1)}, batches[0][0])
-state = TrainState.create(apply_fn=model.apply, tx=optax.adam(1e-2), key=jax.random.key(2), **variables)
+state = TrainState.create(apply_fn=model.apply, tx=optax.sgd(1e-1, momentum=0.9), key=jax.random.key(2), **variables)
 
 mesh, cluster = unlike.devices()
 plan = hapsynth.synthesize(step, (state, *batches[0]), mesh, cluster=cluster)

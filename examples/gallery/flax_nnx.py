@@ -32,7 +32,7 @@ def step(state, x, y):
 
 
 model = Classifier(nnx.Rngs(0))
-graph, state = nnx.split((model, nnx.Optimizer(model, optax.adamw(1e-2), wrt=nnx.Param)))
+graph, state = nnx.split((model, nnx.Optimizer(model, optax.sgd(1e-1, momentum=0.9), wrt=nnx.Param)))
 rng = np.random.default_rng(0)
 batches = [(rng.normal(size=(512, 32)).astype(np.float32), rng.integers(0, 10, 512, np.int32)) for _ in range(4)]
 
