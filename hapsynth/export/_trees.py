@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from jax.tree_util import tree_structure, tree_unflatten, treedef_children
+from jax.tree_util import tree_structure, treedef_children
 
+from hapsynth._arguments import hollow
 from hapsynth.export._literals import UnwritableError, scalar, text
 from hapsynth.trace import Traced
 
@@ -29,7 +30,7 @@ class _Results:
             return self.leaf(first)
         if tree.num_leaves > 1 and tree in self.places:
             return self.like(tree, first)
-        node = tree_unflatten(tree, range(tree.num_leaves))
+        node = hollow(tree)
         members: list[str] = []
         for child in treedef_children(tree):
             members.append("" if type(node) not in (tuple, list, dict) else self.subtree(child, first, path))
