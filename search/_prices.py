@@ -93,7 +93,9 @@ class _Tied:
         priced = [u + sum(m * used[k] for m, used in zip(multipliers, self.usage)) for k, u in enumerate(tied.unary)]
         problem = replace(tied, unary=tuple(priced), offset=tied.offset - float(multipliers @ self.limits))
         tolerance = max(self.hunt.tolerance, _PRICE_TOLERANCE)
-        part = replace(run, problem=problem, tolerance=tolerance, enough=np.inf, messages=self.messages, tie=False)
+        # What it comes to is no cost of the problem's, nor a bound on it: it is told to nobody.
+        quiet = replace(run, problem=problem, tolerance=tolerance, enough=np.inf, progress=None)
+        part = replace(quiet, messages=self.messages, tie=False)
         inner = Hunt(part, problem.cost, tolerance)
         for x in starts:
             inner.offer(self.ties.lower(x))

@@ -13,7 +13,7 @@ from hapsynth.search._reduce import Network
 from hapsynth.search._solve import solve, solve_tied
 from hapsynth.search._ties import Ties, spread_messages
 from hapsynth.search._trws import Dual
-from hapsynth.search.problem import Edge, Messages, Problem, Resource
+from hapsynth.search.problem import Edge, Messages, Problem, Progress, Resource
 
 _Array = TypeVar("_Array", bound=npt.NDArray[np.generic])
 
@@ -88,7 +88,9 @@ def test_within_limits_alike_layers_are_priced_as_one_and_treated_unlike_where_t
     limited = replace(free, resources=(Resource(usage, least + room * (most - least), "all"),))
     ties = Ties.of(limited)
     assert ties is not None
-    found = solve(limited)
+    told: list[Progress] = []
+    found = solve(limited, progress=told.append)
+    assert all(p.lower_bound <= found.cost * (1 + 1e-9) and p.cost >= found.cost for p in told)
     assert (found.status, found.cost) == ("optimal", pytest.approx(optimum(limited).cost, rel=1e-5))
     assert found.cost > cheapest.cost
     assert found.assignment is not None
