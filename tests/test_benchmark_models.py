@@ -24,6 +24,7 @@ TINY: dict[str, Any] = {
     "bert": TINY_BERT,
     "bert_moe": replace(TINY_BERT, experts=2),
     "gpt2_xl": replace(models.GPT2_XL, batch=2, seq=8, width=16, heads=2, ff=32, vocab=40),
+    "gpt3_xl": replace(models.GPT3_XL, sequences=4, seq=8, width=16, heads=2, ff=32, vocab=40),
     "llama3_8b": replace(models.LLAMA3_8B, batch=2, seq=8, width=16, heads=4, kv_heads=2, ff=32, vocab=40),
 }
 # Of the papers' checkpoints, but BERT: the reference's vocabulary, no segments, pooler or head of its own.
