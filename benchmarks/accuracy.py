@@ -18,7 +18,6 @@ import argparse
 import json
 import os
 import random
-import socket
 import statistics
 import subprocess
 import sys
@@ -44,6 +43,7 @@ from zoo import language, vision
 import hapsynth
 from hapsynth.example_data import random_arguments
 from hapsynth.instructions.program import Convert, FactorTable
+from hapsynth.jobs._address import free_ports
 from hapsynth.profile.job import Job
 from hapsynth.profile.run import Options, profile
 from hapsynth.search.costs import CostModel
@@ -218,11 +218,11 @@ def start(devices: int) -> int:
     cores = sorted(os.sched_getaffinity(0))
     if devices > len(cores):
         raise SystemExit(f"--devices {devices}: this machine has {len(cores)} cores, and each device needs one")
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        address = f"localhost:{probe.getsockname()[1]}"
+    address = f"localhost:{free_ports(2)[0]}"
     # Memory that is given back to the system at every step is slow at its first touch; GPUs' allocators keep it.
     env = {**os.environ, "MALLOC_MMAP_THRESHOLD_": str(1 << 40), "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}
+    # Where hapsynth's processes meet as well.
+    env["JAX_COORDINATOR_ADDRESS"] = address
     processes: list[subprocess.Popen[bytes]] = []
     for i, core in enumerate(cores[:devices]):
         os.sched_setaffinity(0, {core})
