@@ -15,7 +15,7 @@ from hapsynth.devices import DeviceKind, Link, kind_of
 from hapsynth.profile.job import Job
 from hapsynth.profile.judge import Doubt, ProfileError, falling, unlikely, unsteady
 from hapsynth.profile.kernels import DISPATCH, LAUNCH, STREAM, Kernel
-from hapsynth.profile.kinds import KindFit, groups, rounded, smooth, typical
+from hapsynth.profile.kinds import KindFit, by_memory, groups, rounded, smooth, typical
 from hapsynth.profile.sampling import Floats
 from hapsynth.profile.wires import BASE, INSIDE, Axes, Exchange, link_of
 from hapsynth.search.links import axis_links
@@ -43,7 +43,12 @@ class Builder:
         names = [d.device_kind for d in job.devices]
         seconds = np.array([figures[k][:, 0] for k in computing]).T.reshape(job.n, len(computing))
         spread = float(np.median([figures[k][:, 1] for k in computing])) if computing else 0.0
-        self.groups = groups(names, seconds, spread)
+        alike = groups(names, seconds, spread)
+        # Devices that only memory tells apart are equally fast.
+        fits = [KindFit(ran, typical([self._times(i) for i in group])) for group in alike]
+        parts = [by_memory(group, memory) for group in alike]
+        self.groups = [part for of_speed in parts for part in of_speed]
+        self.fits = [fit for fit, of_speed in zip(fits, parts, strict=True) for _ in of_speed]
         several = {names[g[0]] for g in self.groups if sum(names[o[0]] == names[g[0]] for o in self.groups) > 1}
         count: dict[str, int] = {}
         self.names: list[str] = []
@@ -51,7 +56,6 @@ class Builder:
             name = names[group[0]]
             count[name] = count.get(name, 0) + 1
             self.names.append(f"{name}-{count[name]}" if name in several else name)
-        self.fits = [KindFit(ran, typical([self._times(i) for i in group])) for group in self.groups]
 
     def _times(self, device: int) -> dict[str, tuple[float, float]]:
         return {k.key: (float(t), float(s)) for k in self.ran for t, s in [self.figures[k.key][device]]}

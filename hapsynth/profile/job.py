@@ -17,7 +17,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from hapsynth._memory import allocatable
+from hapsynth._memory import free
 from hapsynth.profile.kernels import Kernel
 from hapsynth.profile.sampling import Floats
 
@@ -119,10 +119,10 @@ class Job:
         return once
 
     def memory(self) -> list[int]:
-        """Bytes that each device can really allocate, -1 where that can't be told."""
+        """Bytes that each device can still give out, -1 where that can't be told."""
         here = [self.machines[i] == platform.node() for i in range(self.n)]
         sharing = sum(h and d.platform == "cpu" for h, d in zip(here, self.devices, strict=True))
-        most = {i: allocatable(self.devices[i]) for i in self.local}
+        most = {i: free(self.devices[i]) for i in self.local}
         mine = [m // sharing if self.devices[i].platform == "cpu" else m for i, m in most.items()]
         # In MiB: numbers cross between processes as float32.
         return [int(m) << 20 for m in self.gather(np.array([[m >> 20] for m in mine], np.float64))[:, 0]]

@@ -45,7 +45,7 @@ class Kernel:
 
 DISPATCH, LAUNCH, STREAM = "dispatch", "launch", "stream"
 _CHAIN = 32
-_ROWS = 16
+_ROWS, _SEQUENCE, _WIDER = 8, 64, 4
 _IMAGE, _CHANNELS = 28, 64
 _TOKENS, _HEAD = 128, 64
 
@@ -63,6 +63,9 @@ def kernels(dtypes: Sequence[str], quick: bool) -> Iterator[Kernel]:
             yield _batch_matmul(dtype, batch)
         for batch in (1, 4) if quick else (1, 4, 16, 64, 256):
             yield _convolution(dtype, batch)
+        for batch in (1, 4) if quick else (1, 16, 64):
+            yield _narrow_convolution(dtype, batch)
+            yield _pooling(dtype, batch)
         for size in (1 << 17,) if quick else (1 << 14, 1 << 17, 1 << 20, 1 << 23):
             yield _chain("elementwise", dtype, size, lambda x, w: x * w + (1 - w), 2 * _CHAIN)
             yield _chain("transcendental", dtype, size, lambda x, w: jnp.tanh(x + w), _CHAIN)
@@ -92,20 +95,23 @@ def _repeated(
 
 
 def _layer(dtype: str, width: int) -> Kernel:
-    """What a layer's training step multiplies: many rows by square weights, and the gradients of both. Squares
-    by squares would be faster, as they stay in caches."""
-    rows = _ROWS * width
-    dot = lambda x, y, left, right: lax.dot_general(x, y, (((left,), (right,)), ((), ())))
+    """What a layer's training step multiplies: many rows, in sequences, by weights that make them wider, and the
+    gradients of both as JAX makes them: XLA's CPU backend is slower at that of the weights. Squares by squares would be
+    faster, as they stay in caches."""
+    rows, wider = _ROWS * width, _WIDER * width
 
     def fn(x: jax.Array, w: jax.Array) -> jax.Array:
         for _ in range(2):
-            y = x @ w
-            w = dot(x, y, 0, 0) * (1 / (rows * width))
-            x = dot(y, w, 1, 1)
+            y, of_both = jax.vjp(jnp.matmul, x, w)
+            w = of_both(y)[1] * (1 / (rows * width))
+            _, of_x = jax.vjp(lambda x, w=w: x @ w, x)
+            (x,) = of_x(y)
+            x = x * (1 / _WIDER)
         return x
 
-    operands: tuple[Operand, ...] = (((rows, width), 1.0), ((width, width), 1 / width))
-    return Kernel("matmul", dtype, width, fn, operands, 2.0 * rows * width**2, 6, 6)
+    sequences, weights = (rows // _SEQUENCE, _SEQUENCE, width), (width, wider)
+    operands: tuple[Operand, ...] = ((sequences, 1.0), (weights, 1 / width))
+    return Kernel("matmul", dtype, width, fn, operands, 2.0 * rows * width * wider, 6, 6)
 
 
 def _batch_matmul(dtype: str, batch: int) -> Kernel:
@@ -122,15 +128,48 @@ def _batch_matmul(dtype: str, batch: int) -> Kernel:
     return Kernel("batch_matmul", dtype, batch, fn, operands, 2.0 * batch * _TOKENS**2 * _HEAD, 4, 4)
 
 
+def _convolved(x: jax.Array, w: jax.Array) -> jax.Array:
+    return lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+
+
 def _convolution(dtype: str, batch: int) -> Kernel:
-    """3 x 3, as many channels out as in."""
-    conv = lambda x, w: lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
-    operands: tuple[Operand, ...] = (
-        ((batch, _IMAGE, _IMAGE, _CHANNELS), 1.0),
-        ((3, 3, _CHANNELS, _CHANNELS), 1 / (9 * _CHANNELS)),
-    )
-    flops = 2.0 * 9 * _CHANNELS**2 * _IMAGE**2 * batch
-    return _repeated("convolution", dtype, batch, conv, operands, flops, 2)
+    """3 x 3, as many channels out as in, and the gradients of both operands: that of the kernel is the slowest."""
+
+    weights, images = (3, 3, _CHANNELS, _CHANNELS), (batch, _IMAGE, _IMAGE, _CHANNELS)
+
+    def fn(x: jax.Array, w: jax.Array) -> jax.Array:
+        y, gradients = jax.vjp(_convolved, x, w)
+        x, w = gradients(y)
+        return x + w[1, 1, 0] * (1e-3 / prod(images[:-1]))
+
+    operands: tuple[Operand, ...] = ((images, 1.0), (weights, 1 / (9 * _CHANNELS)))
+    return Kernel("convolution", dtype, batch, fn, operands, _convolution_flops(images, weights), 3, 3)
+
+
+def _convolution_flops(images: Sequence[int], weights: Sequence[int]) -> float:
+    return 2.0 * prod(images[:-1]) * prod(weights)
+
+
+def _narrow_convolution(dtype: str, batch: int) -> Kernel:
+    """3 x 3 over the colours of images, and the gradient of the kernel; nobody wants that of images."""
+    colours, channels = 3, 32
+    weights, images = (3, 3, colours, channels), (batch, _IMAGE, _IMAGE, colours)
+
+    def fn(w: jax.Array, x: jax.Array) -> jax.Array:
+        y, gradient = jax.vjp(lambda w: _convolved(x, w), w)
+        (g,) = gradient(y)
+        return g * (1 / (9 * colours * prod(images[:-1])))
+
+    operands: tuple[Operand, ...] = ((weights, 1 / (9 * colours)), (images, 1.0))
+    return Kernel("narrow_convolution", dtype, batch, fn, operands, _convolution_flops(images, weights), 2, 2)
+
+
+def _pooling(dtype: str, batch: int) -> Kernel:
+    """The gradient of a maximum over 3 x 3, at every second position."""
+    pooled = lambda x: lax.reduce_window(x, -jnp.inf, lax.max, (1, 3, 3, 1), (1, 2, 2, 1), "SAME")
+    gradient = lambda x, of: jax.vjp(pooled, x)[1](of)[0]
+    images, halved = (batch, _IMAGE, _IMAGE, _CHANNELS), (batch, _IMAGE // 2, _IMAGE // 2, _CHANNELS)
+    return _repeated("pooling", dtype, batch, gradient, ((images, 1.0), (halved, 1.0)), prod(images), 2)
 
 
 def _chain(family: str, dtype: str, size: int, op: Callable[..., Any], ops: int) -> Kernel:

@@ -14,7 +14,8 @@ from hapsynth.profile.kernels import DISPATCH, LAUNCH, STREAM, Kernel
 from hapsynth.profile.sampling import Floats
 
 ALIKE = 0.10
-"""Devices of one name whose speeds differ by less, or by less than their figures spread, are of one kind."""
+"""Devices of one name whose speeds differ by less, or by less than their figures spread, and whose memory does, are of
+one kind."""
 
 Times = Mapping[str, tuple[float, float]]
 """Figure -> (seconds, spread)."""
@@ -37,6 +38,16 @@ def groups(names: Sequence[str], seconds: Floats, spread: float = 0.0) -> list[l
                 first = []
                 found.append(first)
             first.append(i)
+    return found
+
+
+def by_memory(devices: Sequence[int], memory: Sequence[int]) -> list[list[int]]:
+    """Devices of like speed in groups of like memory, the group with the most first. memory: bytes of every device."""
+    found: list[list[int]] = []
+    for i in sorted(devices, key=lambda i: -memory[i]):
+        if not found or memory[i] * (1 + ALIKE) < memory[found[-1][0]]:
+            found.append([])
+        found[-1].append(i)
     return found
 
 

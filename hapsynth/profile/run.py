@@ -65,13 +65,13 @@ def profile(
     if said := state.load():
         note(said)
     state.figures = unpacked(json.loads(job.shared(json.dumps(packed(state.figures)))))
-    memory = job.memory()
-    known = [m for m in memory if m > 0]
+    known = [m for m in job.memory() if m > 0]
     measuring = _Measuring(job, options, state, tell, min(known, default=1 << 62))
     ran = measuring.kernels(list(kernels(_dtypes(job, options), options.quick)))
     sent = measuring.exchanges(list(exchanges(axes, job.hosts, options.quick)) if job.n > 1 else [])
     measuring.alone(ran)
-    builder = Builder(job, axes, ran, sent, state.figures, memory)
+    # Now that much has been compiled and run: a CPU's process has grown by that, and will for a plan.
+    builder = Builder(job, axes, ran, sent, state.figures, job.memory())
     doubts = builder.doubts()
     if doubts and not force:
         state.drop(key for doubt in doubts for key in doubt.keys)

@@ -5,6 +5,7 @@ A dimension that the window does not touch passes; neighbours needed across a cu
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from math import prod
 
 from hapsynth.graph import Op
@@ -20,8 +21,9 @@ def _flops(op: Op) -> float:
     return float(prod(op.result_shapes[0]) * prod(op.params["window_dimensions"]))
 
 
-def _scatter_flops(op: Op) -> float:
-    return float(prod(op.shapes[0]) * prod(op.params["window_dimensions"]))
+def _chosen_flops(tensor: int) -> Callable[[Op], float]:
+    """Every element that may be chosen counts: backends differ in how often they look at one that windows share."""
+    return lambda op: float(prod(op.shapes[tensor]))
 
 
 def _untouched(op: Op) -> list[bool]:
@@ -69,7 +71,7 @@ def _reduce_window(f: Factors) -> None:
     f.results += [passing(f, x, f.op.result_shapes[0], _untouched(f.op), _WHY)] * n
 
 
-@register("select_and_scatter_add", flops=_scatter_flops)
+@register("select_and_scatter_add", flops=_chosen_flops(1))
 def _select_and_scatter_add(f: Factors) -> None:
     """The gradient of max pooling: linear in the source once the operand is known."""
     operand = f.dims(f.op.shapes[1])
@@ -88,7 +90,7 @@ def _select_and_gather_add(f: Factors) -> None:
     f.linear = ((0,),)
 
 
-@register("select_and_scatter", flops=lambda op: float(prod(op.shapes[1]) * prod(op.params["window_dimensions"])))
+@register("select_and_scatter", flops=_chosen_flops(0))
 def _select_and_scatter(f: Factors) -> None:
     """The user's own choice and accumulation, from an initial value."""
     operand = f.operand(0)
