@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import numbers
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
 
+from hapsynth._forms import Form
 from hapsynth._jax import is_extended
 from hapsynth.cluster import Cluster
+from hapsynth.frequency import Expectation, expecting
 from hapsynth.graph import Value
 from hapsynth.instructions.layout import Layout, is_consistent, parse_layout
+from hapsynth.trace import Traced, trace
 
 
 def devices_of(mesh: Any, cluster: Any) -> tuple[jax.sharding.Mesh | None, Cluster]:
@@ -40,6 +44,29 @@ def check_positive(name: str, value: Any, unit: str) -> None:
         raise TypeError(f"{name} is {value!r}; give a number of {unit}")
     if not float(value) > 0:
         raise ValueError(f"{name} is {value!r}; give a positive number of {unit}")
+
+
+def holds_exact(form: Form, devices: jax.sharding.Mesh | None) -> bool:
+    """Whether a plan is made for shards of exact size in memory (`synthesize`)."""
+    return form == "staged" or (form == "auto" and devices is not None and devices.is_multi_process)
+
+
+def traced_as_asked(
+    fn: Any,
+    args: Any,
+    kwargs: Mapping[str, Any] | None,
+    carry: Sequence[tuple[str, str]] | None,
+    expect: Mapping[str, Expectation] | None,
+    names: tuple[str, str] = ("fn", "example_args"),
+) -> Traced:
+    """A function, traced; TypeError where it or its arguments are none, which are called by `names`."""
+    if not callable(fn):
+        raise TypeError(f"{names[0]} is {fn!r}, which can't be called")
+    if not isinstance(args, (tuple, list)):
+        kind = type(args).__name__
+        raise TypeError(f"{names[1]} is a {kind}; give a tuple of the arguments, (x,) where there is one")
+    traced = trace(fn, args, dict(kwargs or {}), carry=carry)
+    return replace(traced, graph=expecting(traced.graph, expect)) if expect else traced
 
 
 def layouts_of(arguments: Mapping[str, Value], fixed: Mapping[str, str], axes: int, what: str) -> dict[int, Layout]:

@@ -1,8 +1,9 @@
 """Plans of several functions that keep one state in the same way, shard for shard.
 
 Each function that is called is planned alone first: no joint plan takes less than the sum of their joint bounds. Then
-the state lies as one of these plans has it, on its devices, and the others are planned for that; the least sum wins.
-What is left between the two is the gap of the whole.
+the state lies as one of these plans has it, on its devices, and the others are planned for that; where that makes them
+dearer, all are weighed as one problem, which raises the bound, or finds how the state lies better (`_weighing.py`). The
+least sum wins. What is left between it and the bound is the gap of the whole.
 
 A function's best program may cut the state in larger units than it lies in (whole heads, say). Then its ops are not to
 cut that dimension: it is gathered before them, or cut after them, as whatever else costs least.
@@ -13,16 +14,19 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from math import prod
 from typing import NamedTuple
 
 import numpy as np
 
 from hapsynth._shared_state import Role, SharedState
+from hapsynth._weighing import Weighing
 from hapsynth.cluster import Cluster
 from hapsynth.instructions.layout import Layout
 from hapsynth.instructions.sizes import Node, layout_nodes
 from hapsynth.search.costs import Floats
+from hapsynth.search.finder import Finder
 from hapsynth.search.pins import Pins, RatioError
 from hapsynth.search.planner import InfeasibleError
 from hapsynth.search.result import SETTLED, Progress, Result
@@ -43,13 +47,14 @@ class Kept(NamedTuple):
 
 @dataclass(eq=False)
 class JointPlanner:
-    """One planning task for several functions. `weights`: how often each is called; `fixed`: layouts of leaves; all
-    else as in `ClusterPlanner`."""
+    """One planning task for several functions. `weights`: how often each is called; `fixed`: layouts of leaves; `pins`:
+    of some functions; all else as in `ClusterPlanner`."""
 
     state: SharedState
     weights: Mapping[str, float]
     cluster: Cluster
     fixed: Mapping[int, Layout] = field(default_factory=dict[int, Layout])
+    pins: Mapping[str, Pins] = field(default_factory=dict[str, Pins])
     memory_limit: float | None = None
     time_budget_s: float | None = None
     progress: Callable[[Progress], None] | None = None
@@ -63,25 +68,32 @@ class JointPlanner:
         the state as it lies."""
         self._began = time.perf_counter()
         called = sorted((n for n, w in self.weights.items() if w > 0), key=lambda n: -self.weights[n])
-        # Each alone, and each again under every other's state.
-        self._searches = len(called) ** 2 + len(self.weights) - len(called)
+        # Each alone, and each again under every other's state and under that which is weighed.
+        self._searches = len(called) * (len(called) + 1) + len(self.weights) - len(called)
+        finders: dict[str, Finder] = {}
         for name in called:
-            self.alone[name] = self._plan(name, {}, None, self.memory_limit)
+            self.alone[name] = self._plan(name, {}, None, self.memory_limit, finders)
         ranked = sorted(called, key=lambda n: -self.weights[n] * self.alone[n].cost_s)
-        found: list[tuple[float, int, dict[str, Result]]] = []
+        everyone = tuple(range(self.cluster.n))
+        known = {n: r.bounds or {everyone: r.joint_lower_bound_s} for n, r in self.alone.items()}
+        self._bounds = {s: sum(self.weights[n] * known[n][s] for n in called) for s in known[ranked[0]]}
+        self._weighing = Weighing(self.state, finders, self.weights, self.fixed)
+        under = (partial(self._under, first, ranked) for first in ranked)
+        attempts: list[Callable[[], dict[str, Result] | None]] = list(under)
+        attempts.insert(1, partial(self._as_weighed, ranked))
         failed: Exception | None = None
-        for first in ranked:
+        self._found: list[tuple[float, int, dict[str, Result]]] = []
+        for attempt in attempts:
             try:
-                results = self._under(first, [n for n in ranked if n != first])
+                results = attempt()
             except (InfeasibleError, RatioError) as error:
                 failed = failed or error
                 continue
-            cost = self.cost(results)
-            found.append((cost, len(found), results))
-            if cost - self.cost(self.alone) <= SETTLED * cost or any(r.interrupted for r in results.values()):
-                # None is dearer than alone, or there is no time for others.
+            if results is not None:
+                self._found.append((self.cost(results), len(self._found), results))
+            if self._settled():
                 break
-        for _, _, results in sorted(found):
+        for _, _, results in sorted(self._found):
             try:
                 return self._completed(results)
             except (InfeasibleError, RatioError) as error:
@@ -92,20 +104,54 @@ class JointPlanner:
     @property
     def bound(self) -> float:
         """Seconds that no plans of these functions with one state take less than, each as often as it is called."""
-        return sum(self.weights[name] * result.joint_lower_bound_s for name, result in self.alone.items())
+        return min(self._bounds.values())
+
+    def _settled(self) -> bool:
+        """Whether none is dearer than alone, no plans can be much cheaper, or there is no time for others."""
+        if not self._found:
+            return False
+        cost, _, results = min(self._found)
+        most = max(self.bound, self.cost(self.alone))
+        interrupted = self._weighing.interrupted or any(r.interrupted for r in results.values())
+        return cost - most <= SETTLED * cost or interrupted
 
     def cost(self, results: Mapping[str, Result]) -> float:
         """Seconds of all functions, each as often as it is called."""
         return sum(self.weights[name] * result.cost_s for name, result in results.items())
 
-    def _under(self, first: str, others: Sequence[str]) -> dict[str, Result]:
-        """Of functions that are called, `first` as it is alone; what of the state it uses lies so for the others."""
-        results, kept = {first: self.alone[first]}, self._decided(first, self.alone[first])
-        devices = _devices(self.cluster, self.alone[first])
-        for name in others:
-            results[name] = self._plan(name, kept, devices, self.memory_limit)
-            kept = self._decided(name, results[name]) | kept
+    def _under(self, first: str, called: Sequence[str], begun: Result | None = None) -> dict[str, Result]:
+        """Of functions that are called, `first` as it is alone, or begun; what of the state it uses lies so for the
+        others."""
+        result = begun or self.alone[first]
+        results, kept = {first: result}, self._decided(first, result)
+        devices = _devices(self.cluster, result)
+        for name in called:
+            if name != first:
+                results[name] = self._plan(name, kept, devices, self.memory_limit)
+                kept = self._decided(name, results[name]) | kept
         return results
+
+    def _as_weighed(self, called: Sequence[str]) -> dict[str, Result] | None:
+        """All under the layouts of the state that are best for them together, at the sizes of the best so far; None
+        where it has these. The bounds are raised before."""
+        if not self._found:
+            return None
+        cost, _, best = min(self._found)
+        for devices, bound in self._bounds.items():
+            if len(devices) > 1 and bound < cost * (1 - SETTLED) and not self._late():
+                enough = cost * (1 - SETTLED / 2)
+                self._bounds[devices] = max(
+                    bound, self._weighing.bound(self.cluster.subset(devices), enough, self._left())
+                )
+        if self._settled() or self._late():
+            return None
+        devices = _devices(self.cluster, best[called[0]])
+        sizes = {name: result.sizes for name, result in best.items()}
+        layouts = self._weighing.layouts(self.cluster.subset(devices), sizes, cost, self._left())
+        if not layouts:
+            return None
+        kept = {leaf: Kept(layout, {}) for leaf, layout in layouts.items()}
+        return self._under(called[0], called, self._plan(called[0], kept, devices, self.memory_limit))
 
     def _completed(self, results: dict[str, Result]) -> dict[str, Result]:
         """With the functions that are not counted, and all within the memory that the rest of the state leaves."""
@@ -170,16 +216,29 @@ class JointPlanner:
             held += part * prod(shape) * dtype.itemsize
         return held
 
+    def _left(self) -> float | None:
+        return None if self.time_budget_s is None else self.time_budget_s - (time.perf_counter() - self._began)
+
+    def _late(self) -> bool:
+        left = self._left()
+        return left is not None and left <= 0
+
     def _plan(
-        self, name: str, kept: Mapping[int, Kept], devices: tuple[int, ...] | None, limit: float | None
+        self,
+        name: str,
+        kept: Mapping[int, Kept],
+        devices: tuple[int, ...] | None,
+        limit: float | None,
+        finders: dict[str, Finder] | None = None,
     ) -> Result:
-        """One function, with some leaves of the state as `kept`; on some devices, or those that are worth it."""
+        """One function, with some leaves of the state as `kept`; on some devices, or those that are worth it.
+        `finders` takes what it was found with."""
         uncut = frozenset[tuple[int, int]]()
         fixed = {leaf: Kept(layout, {}) for leaf, layout in self.fixed.items()}
         asked = _Asked.of(self.state.roles[name], fixed | dict(kept))
-        left = None
-        if self.time_budget_s is not None:
-            left = max(0.05, self.time_budget_s - (time.perf_counter() - self._began)) / max(self._searches, 1)
+        left = self._left()
+        if left is not None:
+            left = max(0.05, left) / max(self._searches, 1)
             self._searches -= 1
         while True:
             planner = ClusterPlanner(
@@ -190,7 +249,7 @@ class JointPlanner:
                 asked.restriction(uncut),
                 self._relay(name),
                 leave_out=self.leave_out,
-                pins=Pins(named=asked.named) if asked.named else None,
+                pins=self._pins(name, asked),
                 exact=self.exact,
                 devices=devices,
             )
@@ -199,15 +258,33 @@ class JointPlanner:
             except InfeasibleError as error:
                 raise InfeasibleError(f"{name!r}: {error}", error.needs) from error
             except RatioError as error:
-                broken = error.cuts
+                broken = error.cuts & {node[:2] for node in asked.named}
+                if not broken:
+                    raise RatioError(f"{name!r}: {error}") from error
             else:
                 broken = asked.broken(result)
                 if not broken:
+                    if finders is not None:
+                        finders[name] = planner.whole
                     return result
             if broken <= uncut:
                 which = ", ".join(sorted({self._path(name, value) for value, _ in broken}))
                 raise RatioError(f"{name!r} cannot have the state as the other functions have it: {which}")
             uncut |= broken
+
+    def _pins(self, name: str, asked: _Asked) -> Pins | None:
+        """What is asked for by hand, and what the state that lies there asks for."""
+        own = self.pins.get(name)
+        if own is None:
+            return Pins(named=asked.named) if asked.named else None
+        for node, fractions in own.named.items():
+            if not np.array_equal(fractions, asked.named.get(node, fractions)):
+                raise RatioError(
+                    f"{name!r}: ratios are given for {self._path(name, node[0])}.{node[1]}, which another function has "
+                    "by others: give those of one of them"
+                )
+        # Where all is cut by one vector, so is the state.
+        return own if own.weights is not None else Pins(named={**own.named, **asked.named})
 
     def _path(self, name: str, value: int) -> str:
         traced = self.state.roles[name].traced

@@ -9,18 +9,17 @@ from typing import Any, cast, overload
 
 import jax
 
-from hapsynth._asked import check_positive, devices_of, layouts_of
+from hapsynth._asked import check_positive, devices_of, holds_exact, layouts_of, traced_as_asked
 from hapsynth._forms import Form, check_form
 from hapsynth._ratios import Ratios, pins_of
 from hapsynth.cluster import Cluster
-from hapsynth.frequency import Expectation, expecting
+from hapsynth.frequency import Expectation
 from hapsynth.plan import Plan
 from hapsynth.search.links import mesh_axes
 from hapsynth.search.result import Progress
 from hapsynth.search.structure import Restriction
 from hapsynth.search.subclusters import ClusterPlanner
-from hapsynth.several import Functions, Plans, synthesize_several
-from hapsynth.trace import trace
+from hapsynth.several import Functions, Plans, RatiosOfEach, synthesize_several
 
 
 @overload
@@ -53,6 +52,7 @@ def synthesize(
     cluster: Cluster | None = None,
     carry: Mapping[str, Sequence[tuple[str, str]]] | None = None,
     fixed: Mapping[str, str] | None = None,
+    ratios: RatiosOfEach | None = None,
     expect: Mapping[str, Mapping[str, Expectation]] | None = None,
     memory_limit: float | None = None,
     leave_out: bool = True,
@@ -73,7 +73,7 @@ def synthesize(
     cluster: Cluster | None = None,
     carry: Any = None,
     fixed: Mapping[str, str] | None = None,
-    ratios: Ratios | None = None,
+    ratios: Ratios | RatiosOfEach | None = None,
     expect: Mapping[str, Any] | None = None,
     memory_limit: float | None = None,
     leave_out: bool = True,
@@ -109,7 +109,8 @@ def synthesize(
     "[0]['params']"}, "init": {"return": "[0]"}}` is function -> path of an argument, or `return` and that of a result
     -> path of the state. `frequency`: how often each is called, by default 1 where the state is returned as well, 0.1
     where it is only read and 0 where it is made: what is never called must fit, and costs nothing. `fixed` are layouts
-    of the state then, `example_kwargs`, `carry` and `expect` dicts by function, and there are no `ratios`.
+    of the state then, `example_kwargs`, `carry` and `expect` dicts by function; `ratios` one fraction per device, by
+    which every function cuts everything, or a dict by function of what they are for one.
 
     Ctrl-C during the search returns the best plan so far, `plan.result.interrupted`, with a bound that is sought for a
     second or until Ctrl-C is pressed again; where there is no plan yet, KeyboardInterrupt is raised.
@@ -123,8 +124,6 @@ def synthesize(
     check_form(form)
     devices, cluster = devices_of(mesh, cluster)
     if isinstance(fn, Mapping):
-        if ratios is not None:
-            raise TypeError("ratios are for one function; for several give fixed layouts, or none")
         return synthesize_several(
             cast(Functions, fn),
             example_args,
@@ -134,6 +133,7 @@ def synthesize(
             carry=carry,
             expect=expect,
             fixed=fixed,
+            ratios=cast(RatiosOfEach | None, ratios),
             frequency=frequency,
             state=state,
             memory_limit=memory_limit,
@@ -145,20 +145,13 @@ def synthesize(
     if frequency is not None or state is not None:
         what = "frequency" if frequency is not None else "state"
         raise TypeError(f"{what} is for several functions; give a dict of functions, e.g. {{'train': fn}}")
-    if not callable(fn):
-        raise TypeError(f"fn is {fn!r}, which can't be called")
-    if not isinstance(example_args, (tuple, list)):
-        kind = type(example_args).__name__
-        raise TypeError(f"example_args is a {kind}; give a tuple of the arguments, (x,) where there is one")
-    traced = trace(fn, example_args, dict(example_kwargs or {}), carry=carry)
-    if expect:
-        traced = replace(traced, graph=expecting(traced.graph, expect))
+    traced = traced_as_asked(fn, example_args, example_kwargs, carry, expect)
     trace_s = time.perf_counter() - began
     restriction = None
     if fixed is not None:
         arguments = {path: traced.graph.values[v] for path, v in zip(traced.in_paths, traced.graph.inputs, strict=True)}
         restriction = Restriction(stored=layouts_of(arguments, fixed, len(mesh_axes(cluster)), "argument"))
-    pins = None if ratios is None else pins_of(traced, ratios, mesh_axes(cluster))
+    pins = None if ratios is None else pins_of(traced, cast(Ratios, ratios), mesh_axes(cluster))
     planner = ClusterPlanner(
         traced.graph,
         cluster,
@@ -168,7 +161,7 @@ def synthesize(
         progress,
         leave_out=leave_out,
         pins=pins,
-        exact=form == "staged" or (form == "auto" and devices is not None and devices.is_multi_process),
+        exact=holds_exact(form, devices),
     )
     result = planner.run()
     timings = {"trace_s": trace_s, **result.timings_s, "total_s": time.perf_counter() - began}

@@ -28,8 +28,8 @@ from hapsynth.instructions.rules.notation import RuleError
 from hapsynth.jobs import JobError, PreflightError
 from hapsynth.jobs.command import launch_command, preflight_command
 from hapsynth.lower import UnsupportedError
-from hapsynth.options import MISUSED, parser, ratios_of
-from hapsynth.plan import Plan, PlanError, load
+from hapsynth.options import MISUSED, of_each, of_one, parser, ratios_of, ratios_of_each
+from hapsynth.plan import Plan, PlanError
 from hapsynth.profile.command import profile_command
 from hapsynth.profile.judge import ProfileError
 from hapsynth.report import record, trial
@@ -37,21 +37,23 @@ from hapsynth.report.advice import advice_record, advise, print_advice
 from hapsynth.report.cost_tables import print_costs
 from hapsynth.report.costs import cost_lines, cost_record
 from hapsynth.report.explain import Explainer, find_value
-from hapsynth.report.model_file import Target, UsageError, load_target
+from hapsynth.report.model_file import Target, Targets, UsageError, load_target
 from hapsynth.report.output import STDOUT, Outputs
 from hapsynth.report.progress import activity, progress
 from hapsynth.report.remedies import Task, print_remedies, remedies, remedies_record
+from hapsynth.report.several import loaded, picked, print_several, several_infeasible_record, several_record
 from hapsynth.report.summary import print_summary
 from hapsynth.report.text import console
 from hapsynth.report.versus import print_comparison
 from hapsynth.search.pins import RatioError
 from hapsynth.search.planner import InfeasibleError
+from hapsynth.several import FunctionsError
 from hapsynth.trace import TraceError, trace
 
 DONE, FAILED, INTERRUPTED = 0, 1, 130
 _MISUSES = (
     *(UsageError, JobError, ClusterError, PlanError, ProfileError, RatioError, SourceError),
-    *(TraceError, RuleError, UnsupportedError),
+    *(FunctionsError, TraceError, RuleError, UnsupportedError),
 )
 
 
@@ -115,7 +117,13 @@ class _Session(ExitStack):
 def _search(options: argparse.Namespace, session: _Session) -> int:
     if options.advise and options.ratios:
         raise UsageError("--advise is about plans at their own best ratios: leave out --ratios, or --advise")
-    cluster, target = _cluster(options.cluster), load_target(options.file)
+    cluster, found = _cluster(options.cluster), load_target(options.file)
+    if options.function is None and isinstance(found, Targets):
+        return _search_several(options, session, found, cluster)
+    target = picked(found, options.function)
+    for option in ("frequency", "state"):
+        if getattr(options, option):
+            raise UsageError(f"--{option} is about several functions: leave it out, or --function")
     try:
         plan = _planned(options, target, cluster)
     except InfeasibleError as error:
@@ -144,6 +152,42 @@ def _search(options: argparse.Namespace, session: _Session) -> int:
     return DONE
 
 
+def _search_several(options: argparse.Namespace, session: _Session, targets: Targets, cluster: Cluster) -> int:
+    if options.advise:
+        raise UsageError(f"--advise is about one function: leave it out, or pick one with --function; {targets}")
+    names = list(targets.each)
+    frequency = dict(options.frequency)
+    asked = {name: dict(of) for name, of in of_each("--expect", options.expect, names).items()}
+    said = {name: dict(of) for name, of in of_each("--state", options.state, names).items()}
+    try:
+        with progress(options.progress) as show:
+            plans = synthesize(
+                targets.functions,
+                targets.args,
+                cluster,
+                example_kwargs=targets.kwargs,
+                ratios=ratios_of_each(options.ratios, names),
+                expect=asked,
+                memory_limit=options.memory_limit,
+                time_budget_s=options.time_budget,
+                progress=show,
+                form=options.form,
+                frequency=frequency,
+                state=said,
+            )
+    except InfeasibleError as error:
+        session.files.write_json(options.json, several_infeasible_record(frequency, str(error)))
+        raise
+    _tell_interrupted(options, any(p.result.interrupted for p in plans.values()), plans.gap, plans.lower_bound)
+    session.files.write(options.plan, plans.save)
+    if session.out is not None:
+        print_several(session.out, plans, listing=options.program)
+        if options.plan:
+            session.out.print(f"plans          {options.plan}")
+    session.files.write_json(options.json, several_record(plans))
+    return DONE
+
+
 def _infeasible(
     options: argparse.Namespace, target: Target, cluster: Cluster, error: InfeasibleError
 ) -> dict[str, object]:
@@ -165,7 +209,7 @@ def _task(options: argparse.Namespace, target: Target, cluster: Cluster, error: 
 
 
 def _compare(options: argparse.Namespace, session: _Session) -> int:
-    cluster, target = _cluster(options.cluster), load_target(options.file)
+    cluster, target = _cluster(options.cluster), picked(load_target(options.file), options.function)
     plan = _planned(options, target, cluster)
     entries = record.comparison(plan)
     session.files.write_json(options.json, record.compare_record(entries))
@@ -178,13 +222,12 @@ def _run(options: argparse.Namespace, session: _Session) -> int:
     devices = trial.devices_of(options.plan)
     if devices is not None:
         trial.ask_for_host_devices(devices)
-    target = load_target(options.file)
     # Read and checked before any device is asked for.
-    loaded = _loaded(options.plan, target)
-    mesh = trial.first_devices(loaded.cluster.n)
+    saved, target = loaded(options.plan, options.file, options.function)
+    mesh = trial.first_devices(saved.cluster.n)
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always", ClusterWarning)
-        plan = Plan(loaded.traced, loaded.result, loaded.cluster, mesh, target.fn)
+        plan = Plan(saved.traced, saved.result, saved.cluster, mesh, target.fn)
     for warning in warned:
         print(f"hapsynth run: warning: {warning.message}", file=sys.stderr)
     args, kwargs = example_arguments(plan.traced, target.args, target.kwargs, options.seed)
@@ -205,7 +248,7 @@ def _run(options: argparse.Namespace, session: _Session) -> int:
 def _explain(options: argparse.Namespace, session: _Session) -> int:
     if options.json is not None and not options.cost:
         raise UsageError("--json writes what --cost explains: give both")
-    plan = _loaded(options.plan, load_target(options.file))
+    plan, _ = loaded(options.plan, options.file, options.function)
     if options.cost:
         lines = cost_lines(plan)
         session.files.write_json(options.json, cost_record(plan, lines))
@@ -224,7 +267,7 @@ def _explain(options: argparse.Namespace, session: _Session) -> int:
 
 
 def _export(options: argparse.Namespace, session: _Session) -> int:
-    plan = _loaded(options.plan, load_target(options.file))
+    plan, _ = loaded(options.plan, options.file, options.function)
     session.files.write(options.output, plan.to_source)
     return DONE
 
@@ -263,7 +306,8 @@ def _cluster(path: str) -> Cluster:
 
 def _asked(options: argparse.Namespace) -> dict[str, Any]:
     """What holds of other arguments, clusters and limits too."""
-    asked: dict[str, Any] = {"expect": dict(options.expect), "time_budget_s": options.time_budget}
+    expect = dict(of_one("--expect", options.expect))
+    asked: dict[str, Any] = {"expect": expect, "time_budget_s": options.time_budget}
     return asked | {"form": options.form} if "form" in options else asked
 
 
@@ -275,15 +319,15 @@ def _planned(options: argparse.Namespace, target: Target, cluster: Cluster) -> P
             cluster,
             example_kwargs=target.kwargs,
             memory_limit=options.memory_limit,
-            ratios=ratios_of(options.ratios),
+            ratios=ratios_of(of_one("--ratios", options.ratios)),
             progress=show,
             **_asked(options),
         )
-    if plan.result.interrupted:
-        gap = percent(plan.gap) if plan.lower_bound > 0 else "unknown"
-        print(f"hapsynth {options.command}: interrupted: this is the best plan so far, gap {gap}", file=sys.stderr)
+    _tell_interrupted(options, plan.result.interrupted, plan.gap, plan.lower_bound)
     return plan
 
 
-def _loaded(path: str, target: Target) -> Plan:
-    return load(path, target.fn, target.args, example_kwargs=target.kwargs)
+def _tell_interrupted(options: argparse.Namespace, interrupted: bool, gap: float, bound: float) -> None:
+    if interrupted:
+        known = percent(gap) if bound > 0 else "unknown"
+        print(f"hapsynth {options.command}: interrupted: this is the best plan so far, gap {known}", file=sys.stderr)

@@ -6,7 +6,7 @@ import argparse
 import math
 from collections.abc import Sequence
 from importlib import metadata
-from typing import NoReturn, get_args
+from typing import NoReturn, TypeVar, get_args
 
 from hapsynth import _units
 from hapsynth._forms import Form
@@ -15,6 +15,9 @@ from hapsynth.jobs.command import add_launch_arguments, add_preflight_arguments,
 from hapsynth.profile.command import add_arguments
 from hapsynth.report.model_file import UsageError
 from hapsynth.report.output import STDOUT
+from hapsynth.several import RatiosOfEach
+
+_T = TypeVar("_T")
 
 MISUSED = 2
 """Exit status of bad usage or input."""
@@ -36,6 +39,7 @@ def parser() -> argparse.ArgumentParser:
     search = commands.add_parser("search", help="find the cheapest program and its shard sizes")
     _add_file(search)
     _add_planning(search)
+    _add_together(search)
     search.add_argument("--plan", metavar="OUT.json", help="write the plan, for `run`, `explain` and hapsynth.load")
     _add_json(search)
     search.add_argument("--program", action="store_true", help="print every instruction, not the program in brief")
@@ -91,8 +95,31 @@ def _version() -> str:
 
 
 def _add_file(parser: argparse.ArgumentParser) -> None:
-    text = "a model file that defines target() -> (fn, example_args); FILE:name picks another function"
+    text = "a model file that defines target() -> (fn, example_args), or dicts of both; FILE:name picks another"
     parser.add_argument("file", metavar="FILE", help=text)
+    parser.add_argument("--function", metavar="NAME", help="only this one, where target() returns a dict of functions")
+
+
+def _add_together(parser: argparse.ArgumentParser) -> None:
+    """How several functions have one state."""
+    parser.add_argument(
+        "--frequency",
+        metavar="FUNCTION=F",
+        action="append",
+        default=[],
+        type=_frequency,
+        help="of several functions: how often one is called (by default 1 if it takes and returns the state, 0.1 if it "
+        "takes it, 0 if it makes it)",
+    )
+    parser.add_argument(
+        "--state",
+        metavar="FUNCTION:PATH=PATH",
+        action="append",
+        default=[],
+        type=_state,
+        help="of several functions: which part of the state an argument of one, or with `return` a result, is, as in "
+        "\"eval:[0]=[0]['params']\"",
+    )
 
 
 def _add_planning(parser: argparse.ArgumentParser) -> None:
@@ -101,7 +128,7 @@ def _add_planning(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--memory-limit", metavar="SIZE", type=_memory, help='per device, e.g. "12 GiB"')
     parser.add_argument(
         "--ratios",
-        metavar="[CLASS=]R,R,...",
+        metavar="[FUNCTION:][CLASS=]R,R,...",
         action="append",
         default=[],
         type=_ratio,
@@ -110,7 +137,7 @@ def _add_planning(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--expect",
-        metavar="FILE:LINE=HOW",
+        metavar="[FUNCTION:]FILE:LINE=HOW",
         action="append",
         default=[],
         type=_expectation,
@@ -128,24 +155,71 @@ def _add_json(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", metavar="OUT|-", help="write the figures as JSON; - for standard output, alone")
 
 
-def _expectation(text: str) -> tuple[str, float | tuple[float, ...]]:
-    line, _, how = text.rpartition("=")
+def _frequency(text: str) -> tuple[str, float]:
+    name, _, often = text.rpartition("=")
     try:
-        first, *rest = map(float, how.split(","))
+        value = float(often)
     except ValueError:
-        first, rest, line = 0.0, list[float](), ""
+        value = math.nan
+    if not name or not 0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is no function and a number of at least 0, as in eval=0.02")
+    return name, value
+
+
+def _state(text: str) -> tuple[str, tuple[str, str]]:
+    function, rest = _prefixed(text)
+    path, _, of = rest.rpartition("=")
+    if not (function and path and of):
+        why = f"{text!r} is no function, path and path of the state, as in \"eval:[0]=[0]['params']\""
+        raise argparse.ArgumentTypeError(why)
+    return function, (path, of)
+
+
+def _prefixed(text: str) -> tuple[str, str]:
+    """The name of a function before a colon, or none, and the rest."""
+    head, colon, tail = text.partition(":")
+    return (head, tail) if colon and head.isidentifier() else ("", text)
+
+
+def _expectation(text: str) -> tuple[str, tuple[str, float | tuple[float, ...]]]:
+    function, rest = _prefixed(text)
+    line, _, how = rest.rpartition("=")
+    try:
+        first, *others = map(float, how.split(","))
+    except ValueError:
+        first, others, line = 0.0, list[float](), ""
     if not line:
         raise argparse.ArgumentTypeError(f"{text!r} is not a source line and numbers, as in train.py:40=0.125")
-    return line, (first, *rest) if rest else first
+    return function, (line, (first, *others) if others else first)
 
 
-def _ratio(text: str) -> tuple[str, tuple[float, ...]]:
-    name, _, fractions = text.rpartition("=")
+def _ratio(text: str) -> tuple[str, tuple[str, tuple[float, ...]]]:
+    function, rest = _prefixed(text)
+    name, _, fractions = rest.rpartition("=")
     try:
-        return name, tuple(map(float, fractions.split(",")))
+        return function, (name, tuple(map(float, fractions.split(","))))
     except ValueError:
         why = f"{text!r} is not fractions, as in 0.75,0.25, with a class before them or none: [0].0=0.75,0.25"
         raise argparse.ArgumentTypeError(why) from None
+
+
+def of_one(option: str, given: Sequence[tuple[str, _T]]) -> list[_T]:
+    """What is given for the only function; UsageError where one is named."""
+    for name, _ in given:
+        if name:
+            raise UsageError(f"{option} names the function {name!r}, but there is one alone: leave the name out")
+    return [rest for _, rest in given]
+
+
+def of_each(option: str, given: Sequence[tuple[str, _T]], functions: Sequence[str]) -> dict[str, list[_T]]:
+    """What is given for each of several functions; UsageError where none is named, or none that there is."""
+    found: dict[str, list[_T]] = {}
+    for name, rest in given:
+        if name not in functions:
+            what = f"names {name!r}" if name else "names no function"
+            raise UsageError(f"{option} {what}; put one of {', '.join(functions)} first, e.g. {functions[0]}:")
+        found.setdefault(name, []).append(rest)
+    return found
 
 
 def ratios_of(given: Sequence[tuple[str, tuple[float, ...]]]) -> Ratios | None:
@@ -154,6 +228,17 @@ def ratios_of(given: Sequence[tuple[str, tuple[float, ...]]]) -> Ratios | None:
     if len(set(names)) < len(names) or ("" in names and len(names) > 1):
         raise UsageError("--ratios: give fractions for every class once, or once for each class by name")
     return dict(given) if names and "" not in names else given[0][1] if given else None
+
+
+def ratios_of_each(
+    given: Sequence[tuple[str, tuple[str, tuple[float, ...]]]], functions: Sequence[str]
+) -> RatiosOfEach | None:
+    """Of several functions: those of every class of all, or by function; UsageError as `ratios_of`."""
+    if not given:
+        return None
+    if len(given) == 1 and given[0][0] == given[0][1][0] == "":
+        return given[0][1][1]
+    return {name: r for name, rest in of_each("--ratios", given, functions).items() if (r := ratios_of(rest))}
 
 
 def _seconds(text: str) -> float:

@@ -129,6 +129,15 @@ def read_object(path: str | os.PathLike[str], schema: str) -> dict[str, Any]:
     return found
 
 
+def holds_several(path: str | os.PathLike[str]) -> bool:
+    """Whether a file says that it holds several plans; reading it explains where it can't be read."""
+    try:
+        data = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return isinstance(data, dict) and cast(dict[str, Any], data).get("schema") == SEVERAL
+
+
 @contextmanager
 def blamed_on(where: str) -> Generator[None]:
     """What is wrong with the contents of a file, as PlanErrors that name it."""

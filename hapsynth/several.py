@@ -13,12 +13,13 @@ from typing import Any
 
 import jax
 
-from hapsynth._asked import layouts_of
+from hapsynth._asked import holds_exact, layouts_of, traced_as_asked
 from hapsynth._forms import Form
 from hapsynth._joint import JointPlanner
+from hapsynth._ratios import Ratios, pins_of
 from hapsynth._shared_state import SharedState, shared_state
 from hapsynth.cluster import Cluster
-from hapsynth.frequency import Expectation, expecting
+from hapsynth.frequency import Expectation
 from hapsynth.plan import Plan
 from hapsynth.plan_file import (
     SEVERAL,
@@ -32,11 +33,18 @@ from hapsynth.plan_file import (
     write_object,
 )
 from hapsynth.search.links import mesh_axes
+from hapsynth.search.pins import Pins, RatioError
 from hapsynth.search.result import Progress, Result
-from hapsynth.trace import Traced, trace
+from hapsynth.trace import Traced
 
 Functions = Mapping[str, Callable[..., Any]]
+RatiosOfEach = Sequence[float] | Mapping[str, Ratios]
+"""One fraction per device, in mesh order, for every class of every function; or function -> its ratios."""
 _Found = tuple[Traced, Result, Cluster]
+
+
+class FunctionsError(ValueError):
+    """What is given for several functions is of no use."""
 
 
 class Plans(Mapping[str, Plan]):
@@ -76,10 +84,15 @@ class Plans(Mapping[str, Plan]):
         """(cost - lower bound) / cost."""
         return (self.cost - self.lower_bound) / self.cost if self.cost else 0.0
 
+    @property
+    def state_of(self) -> Plan:
+        """Of the first function that carries the state."""
+        return self._plans[self._named_after]
+
     @cached_property
     def layouts(self) -> dict[str, str]:
         """Path of the state, among the arguments of the first function that carries it -> layout."""
-        plan = self._plans[self._named_after]
+        plan = self.state_of
         paths = (plan.traced.in_paths[source] for source, _ in plan.traced.graph.carry)
         return {path: plan.layouts[path] for path in paths}
 
@@ -110,6 +123,7 @@ def synthesize_several(
     carry: Mapping[str, Sequence[tuple[str, str]]] | None,
     expect: Mapping[str, Mapping[str, Expectation]] | None,
     fixed: Mapping[str, str] | None,
+    ratios: RatiosOfEach | None,
     frequency: Mapping[str, float] | None,
     state: Mapping[str, Mapping[str, str]] | None,
     memory_limit: float | None,
@@ -127,14 +141,10 @@ def synthesize_several(
     kwargs, carries, expected, said = (_each(what, given or {}, names) for what, given in asked.items())
     traced: dict[str, Traced] = {}
     for name, fn in functions.items():
-        if not callable(fn):
-            raise TypeError(f"the function {name!r} is {fn!r}, which can't be called")
-        if not isinstance(args[name], (tuple, list)):
-            kind = type(args[name]).__name__
-            raise TypeError(f"example_args of {name!r} is a {kind}; give a tuple of its arguments, (x,) for one")
-        traced[name] = trace(fn, args[name], dict(kwargs.get(name, {})), carry=carries.get(name))
-        if name in expected:
-            traced[name] = replace(traced[name], graph=expecting(traced[name].graph, expected[name]))
+        called = f"the function {name!r}", f"example_args of {name!r}"
+        traced[name] = traced_as_asked(
+            fn, args[name], kwargs.get(name), carries.get(name), expected.get(name), names=called
+        )
     shared = shared_state(traced, said)
     weights = _weights(shared, frequency or {})
     trace_s = time.perf_counter() - began
@@ -143,11 +153,12 @@ def synthesize_several(
         weights,
         cluster,
         _fixed(shared, fixed or {}, len(mesh_axes(cluster))),
+        _pins(shared, ratios, mesh_axes(cluster)),
         memory_limit,
         time_budget_s,
         progress,
-        leave_out=leave_out and not fixed,
-        exact=form == "staged" or (form == "auto" and devices is not None and devices.is_multi_process),
+        leave_out=leave_out and not fixed and ratios is None,
+        exact=holds_exact(form, devices),
     )
     results = planner.run()
     total = time.perf_counter() - began
@@ -206,7 +217,7 @@ def _in_one_form(
 def _check_given(args: Mapping[str, Any], functions: Functions) -> None:
     if args.keys() != functions.keys():
         missing = ", ".join(repr(n) for n in functions if n not in args)
-        raise ValueError(f"example_args has none for {missing}; give a tuple of the arguments of every function")
+        raise FunctionsError(f"example_args has none for {missing}; give a tuple of the arguments of every function")
 
 
 def _each(what: str, given: Any, names: Sequence[str]) -> Mapping[str, Any]:
@@ -217,7 +228,7 @@ def _each(what: str, given: Any, names: Sequence[str]) -> Mapping[str, Any]:
         if name not in names:
             near = difflib.get_close_matches(str(name), names, n=1)  # pyright: ignore[reportUnknownArgumentType]
             hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise ValueError(f"{what} names {name!r}, but the functions are {', '.join(map(repr, names))}{hint}")
+            raise FunctionsError(f"{what} names {name!r}, but the functions are {', '.join(map(repr, names))}{hint}")
     return given  # pyright: ignore[reportUnknownVariableType]
 
 
@@ -226,11 +237,26 @@ def _weights(shared: SharedState, frequency: Mapping[str, float]) -> dict[str, f
     for name, often in given.items():
         usable = isinstance(often, (int, float)) and not isinstance(often, bool)
         if not usable or not 0 <= often < math.inf:
-            raise ValueError(f"frequency of {name!r} is {often!r}; give how often it is called, a number of at least 0")
+            how = "give how often it is called, a number of at least 0"
+            raise FunctionsError(f"frequency of {name!r} is {often!r}; {how}")
     weights = {name: float(given.get(name, role.frequency)) for name, role in shared.roles.items()}
     if not any(weights.values()):
-        raise ValueError(f"frequency is 0 of all functions: {', '.join(map(repr, weights))}; one must be called")
+        raise FunctionsError(f"frequency is 0 of all functions: {', '.join(map(repr, weights))}; one must be called")
     return weights
+
+
+def _pins(shared: SharedState, ratios: RatiosOfEach | None, axes: tuple[tuple[str, int], ...]) -> dict[str, Pins]:
+    if ratios is None:
+        return {}
+    names = list(shared.roles)
+    each = _each("ratios", ratios, names) if isinstance(ratios, Mapping) else dict.fromkeys(names, ratios)
+    found: dict[str, Pins] = {}
+    for name, asked in each.items():
+        try:
+            found[name] = pins_of(shared.roles[name].traced, asked, axes)
+        except RatioError as error:
+            raise RatioError(f"{name!r}: {error}") from None
+    return found
 
 
 def _fixed(shared: SharedState, fixed: Mapping[str, str], axes: int) -> dict[int, Any]:

@@ -34,8 +34,6 @@ class ShapeError(ValueError):
 
 def for_shapes(plan: Plan, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Plan:
     """`Plan.for_shapes`."""
-    if plan.fn is None:
-        raise RuntimeError("this plan does not hold its function: load it with hapsynth.load(path, fn, ...)")
     traced = _traced(plan, args, kwargs)
     graph, old = traced.graph, plan.traced.graph
     if all(a.shape == b.shape for a, b in zip(graph.values, old.values)):
@@ -71,12 +69,11 @@ def for_shapes(plan: Plan, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Pl
 
 def _traced(plan: Plan, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Traced:
     """The function at the new shapes, the same in all but sizes; ShapeError where it is not."""
-    known = plan.traced
-    assert plan.fn is not None
+    known, function = plan.traced, plan.function
     given = tree_structure((tuple(args), dict(kwargs)))
     if given != known.in_tree:
         raise ShapeError(f"the arguments are {given}, and the plan is for {known.in_tree}: {_AGAIN}")
-    traced = trace(plan.fn, args, dict(kwargs), carry=[])
+    traced = trace(function, args, dict(kwargs), carry=[])
     graph, old = traced.graph, known.graph
     if traced.out_tree != known.out_tree:
         raise ShapeError(f"the function returns {traced.out_tree}, and in the plan {known.out_tree}: {_AGAIN}")

@@ -69,7 +69,7 @@ def solve_tied(
     problem: Problem, *, start: Assignment | None = None, messages: Messages | None = None, **options: Any
 ) -> Solution:
     """A cheap assignment, without a bound: the best in which alike variables take the same state, found as if there
-    were one of each. As `solve`, which does it where too few are alike or limits tell them apart."""
+    were one of each. As `solve`, which does it where too few are alike or there are limits."""
     ties = None if problem.resources else Ties.of(problem)
     if ties is None:
         nodes = {"max_nodes": _LIMITED_NODES} if problem.resources else {}

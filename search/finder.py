@@ -105,7 +105,8 @@ class Finder:
         self._looked_at: tuple[Sizes, Ratios] | None = None
         """The sizes of the program at whose own ratios was searched last, and these."""
         self._formulated: Formulator | None = None
-        """The last one: the same ratios are searched twice where a plan is certified."""
+        """The last one: the same ratios are searched twice where a plan is certified, and without any it is asked first
+        what all programs hold, then what they cost."""
         self._glanced: tuple[Formulator, Candidate | None, Solution] | None = None
         self.given_up = np.inf
         """The least cost of what does not fit and was not followed up, as it exceeded a bar."""
@@ -146,7 +147,7 @@ class Finder:
                 return bound
         began, before = time.perf_counter(), self.solver_s
         self._tell("joint bound", self.cost, -np.inf)
-        certain = Limits(Formulator(self.structure, self.costs, None), at_least=True)
+        certain = Limits(self._formulator(None), at_least=True)
         problem = certain.problem(self._limits)
         start = certain.extended(problem, self._begin(self._best.choices if self._best else None))
         left = _LAST_S if self.interrupted else self._left()
@@ -233,7 +234,7 @@ class Finder:
         self._note(candidate, solution)
         return candidate if candidate is not None and candidate.memory <= self.limit else None, solution
 
-    def _formulator(self, ratios: Ratios) -> Formulator:
+    def _formulator(self, ratios: Ratios | None) -> Formulator:
         known = self._formulated
         if known is None or known.ratios is not ratios or known.structure is not self.structure:
             known = self._formulated = Formulator(self.structure, self.costs, ratios)
@@ -348,7 +349,7 @@ class Finder:
     def bytes_at(self, ops: Sequence[int]) -> float:
         """What every program on these devices holds at least near some of the given ops, at any sizes and in any
         order; 0 where there are none."""
-        return certain_bytes(Limits(Formulator(self.structure, self.costs, None), at_least=True), ops)
+        return certain_bytes(Limits(self._formulator(None), at_least=True), ops)
 
     def full_ops(self) -> tuple[int, ...]:
         """Ops at which the smallest program found so far holds the most."""

@@ -82,6 +82,8 @@ class Result:
     would not fit as it is counts where there is no other, and it was too slow to be made to fit.)"""
     ratio_bound_s: float = 0.0
     """Seconds that this program takes at least, at any sizes, whole units or not; 0 where that was not sought."""
+    bounds: Mapping[tuple[int, ...], float] = field(default_factory=dict[tuple[int, ...], float])
+    """The joint bound on each set of devices that was considered; empty where only one was."""
     exact: bool = False
     """Whether `memory_bytes` is of shards that are stored at exact size, in staged form; else they are padded."""
 

@@ -79,7 +79,7 @@ class Restriction:
     """What a caller may pin: stored layouts of inputs, those in which outputs end by their positions, dimensions that
     may be cut, values never converted once for all uses (ZeRO-3 gathers its parameters again for every use),
     conversions that may be made. `role`: all that `convertible` asks about a value, so that values alike in it share
-    what is made of it."""
+    what is made of it. `cuttable`: dimensions of values that may be cut though no op asks for it."""
 
     stored: Mapping[int, Layout] = field(default_factory=dict)
     allowed: Allowed | None = None
@@ -87,6 +87,7 @@ class Restriction:
     convertible: Convertible | None = None
     role: Callable[[int], object] = lambda value: value
     ends: Mapping[int, Layout] = field(default_factory=dict)
+    cuttable: Mapping[int, frozenset[int]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, eq=False)
@@ -173,6 +174,8 @@ class Structure:
             if not graph.uses[value.index] and not is_extended(value.dtype):
                 # Nothing asks for it, so it may lie in any way.
                 dims[value.index].update(d for d, n in enumerate(value.shape) if n)
+        for value, also in self.restriction.cuttable.items():
+            dims[value] |= also
         for position, layout in self.restriction.ends.items():
             value = graph.outputs[position]
             if isinstance(value, int):

@@ -202,13 +202,14 @@ class ClusterPlanner:
 
     def _consider_all(self) -> None:
         """Search the sets that may be better than the best so far."""
+        full = self.whole.full_ops()
         for entry in self._entries[1:]:
             if entry.planner and entry.planner.cost < self._bar():
                 self._best = entry
             if entry.searched >= self._bar() or entry.bound >= self._bar() or self._late():
                 continue
             planner = entry.planner = entry.planner or self._planner(entry)
-            held = self._attempt(lambda p=planner: p.bytes_at(self.whole.full_ops()), 0.0)
+            held = self._attempt(lambda p=planner: p.bytes_at(full), 0.0)
             if held > planner.limit:
                 entry.bound = np.inf
                 continue
@@ -291,12 +292,14 @@ class ClusterPlanner:
         result = planner.conclude()
         self._interrupted |= result.interrupted
         cost = result.cost_s
-        joint = min(result.joint_lower_bound_s, *(e.bound for e in self._entries if e is not best))
+        bounds = {e.devices: result.joint_lower_bound_s if e is best else e.bound for e in self._entries}
+        joint = min(bounds.values())
         planners = [e.planner for e in self._entries if e.planner]
         timings = [p.timings_s() for p in planners]
         return replace(
             result,
             joint_lower_bound_s=joint,
+            bounds=bounds,
             status=proven(cost, result.lower_bound_s, joint),
             expanded=sum(p.expanded for p in planners),
             sweeps=sum(p.sweeps for p in planners),

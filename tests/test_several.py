@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import Mesh
 from slow_devices import SPEEDS, first_devices, slow_cluster
 
 import hapsynth
 from hapsynth import Plans
 from hapsynth.plan import Plan
 from hapsynth.search.evaluate import program_cost
+from hapsynth.search.pins import RatioError
 from hapsynth.trace import TraceError
 
 WIDTHS = (12, 40, 6)
@@ -202,10 +205,40 @@ def test_state_in_several_arguments_and_a_function_that_reads_some() -> None:
         )
 
 
+def test_two_axes() -> None:
+    cluster = replace(slow_cluster((3, 1, 3, 1)), axes=(("x", 2), ("y", 2)))
+    twice = {"[0]['a']": "S(1),S(0)", "[1]['a']": "S(0),S(0)/1"}
+    mesh = Mesh(first_devices(4).devices.reshape(2, 2), ("x", "y"))
+    plans = planned(FLAT_FUNCTIONS, FLAT, mesh, cluster=cluster, fixed=twice, frequency={"eval": 0})
+    assert plans.layouts == {**twice, "[1]['n']": "R,R"}
+    w, m = plans["init"](0.5)
+    want = FLAT_FUNCTIONS["init"](0.5)
+    for _ in range(2):
+        np.testing.assert_allclose(plans["eval"](W.T, w), FLAT_FUNCTIONS["eval"](W.T, want[0]), rtol=1e-5)
+        w, m, value = plans["train"](w, m, W.T)
+        *want, loss = flat_train(*want, W.T)
+        np.testing.assert_allclose(value, loss, rtol=1e-5)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), plans["train"].unshard((w, m)), tuple(want))
+
+
 def test_what_is_called_most_decides() -> None:
     only_eval = planned(FLAT_FUNCTIONS, FLAT, CLUSTER, frequency={"train": 0.0, "eval": 2.0})
     assert only_eval.alone.keys() == {"eval"}
     assert only_eval.cost == 2 * only_eval["eval"].cost == 2 * only_eval.alone["eval"]
+
+
+def test_ratios() -> None:
+    """By hand: of one function, whose state the others then have so, and of all."""
+    fixed = {"[0]['a']": "S(0)"}
+    of_one = planned(
+        FLAT_FUNCTIONS, FLAT, CLUSTER, fixed=fixed, ratios={"eval": {"[1]['a'].0": (0.0, 0.5, 0.25, 0.25)}}
+    )
+    for name, path in (("train", "[0]['a']"), ("eval", "[1]['a']")):
+        plan = of_one[name]
+        value = plan.traced.graph.inputs[plan.traced.in_paths.index(path)]
+        assert plan.sizes.lengths(value, 0, (0,)) == (0, 6, 3, 3)
+    of_all = planned(FLAT_FUNCTIONS, FLAT, CLUSTER, fixed=fixed, ratios=(0.5, 0.0, 0.5, 0.0))
+    assert {shares for plan in of_all.values() for shares in plan.ratios.values()} == {(0.5, 0.0, 0.5, 0.0)}
 
 
 def test_state_may_be_said() -> None:
@@ -274,6 +307,7 @@ def test_plans_in_a_file(tmp_path: Path) -> None:
 
 # ---- bad input
 
+UNLIKE = {"train": {"[0]['a'].0": (0.25,) * 4}, "eval": {"[1]['a'].0": (0.5, 0.5, 0.0, 0.0)}}
 OTHER = jax.eval_shape(lambda k: init(k, (12, 40, 7)), KEY)
 LESS = {"params": {k: v for k, v in STATE["params"].items() if k != "bias"}}
 BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
@@ -328,7 +362,22 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         TypeError,
         "example_args is a tuple; for several functions give a dict",
     ),
-    "ratios": ({"ratios": (0.25,) * 4}, TypeError, "ratios are for one function"),
+    "ratios of too few": ({"ratios": (0.25,) * 3}, RatioError, "'train': ratios holds 3 fractions; give 4"),
+    "ratios of nothing": (
+        {"ratios": {"evil": (0.25,) * 4}},
+        ValueError,
+        "ratios names 'evil', but the functions are",
+    ),
+    "unlike ratios of the state": (
+        {"functions": FLAT_FUNCTIONS, "args": FLAT, "fixed": {"[0]['a']": "S(0)"}, "ratios": UNLIKE},
+        RatioError,
+        "which another function has by others: give those of one of them",
+    ),
+    "a granule": (
+        {"ratios": {"train": (0.33, 0.33, 0.33, 0.01)}, "fixed": CUT},
+        RatioError,
+        "'train': ratios (0.33, 0.33, 0.33, 0.01) break the granule of",
+    ),
     "no function": ({"functions": {**FUNCTIONS, "eval": 3}}, TypeError, "the function 'eval' is 3"),
 }
 

@@ -1,4 +1,4 @@
-"""Model files: a Python file whose `target()` returns the function to plan and its example arguments.
+"""Model files: a Python file whose `target()` returns the function to plan and its example arguments, or dicts of both.
 
 Whatever is wrong with the file, or raised by it, becomes one `UsageError` that names the user's line.
 """
@@ -35,7 +35,31 @@ class Target:
     name: str
 
 
-def load_target(text: str) -> Target:
+@dataclass(frozen=True, eq=False)
+class Targets:
+    """What a model file asks to plan for one state: several functions, by name."""
+
+    each: Mapping[str, Target]
+    path: Path
+    name: str
+
+    @property
+    def functions(self) -> dict[str, Callable[..., Any]]:
+        return {name: target.fn for name, target in self.each.items()}
+
+    @property
+    def args(self) -> dict[str, tuple[Any, ...]]:
+        return {name: target.args for name, target in self.each.items()}
+
+    @property
+    def kwargs(self) -> dict[str, Mapping[str, Any]]:
+        return {name: target.kwargs for name, target in self.each.items()}
+
+    def __str__(self) -> str:
+        return f"{self.path}: {self.name}() returns the functions {', '.join(self.each)}"
+
+
+def load_target(text: str) -> Target | Targets:
     """The target of `FILE` or `FILE:name`; UsageError for whatever is wrong with either."""
     path, name = _split(text)
     with _importing_from(path.parent):
@@ -99,17 +123,35 @@ def _no_target(module: ModuleType, path: Path, name: str, *, exists: bool) -> st
     return f"{path}: defines no {name}(), which must return (fn, example_args){there}"
 
 
-def _target(made: Any, path: Path, name: str) -> Target:
+def _target(made: Any, path: Path, name: str) -> Target | Targets:
     where = f"{path}: {name}() must return (fn, example_args) or (fn, example_args, kwargs), but it returned"
     if not isinstance(made, tuple) or len(made) not in (2, 3):
         what = f"a tuple of {len(made)}" if isinstance(made, tuple) else _article(made)
         raise UsageError(f"{where} {what}")
     fn, args, *rest = made
+    kwargs = rest[0] if rest else {}
+    if not isinstance(fn, Mapping):
+        return _one(where, fn, args, kwargs, path, name)
+    for what, given in (("example_args", args), ("kwargs", kwargs)):
+        if not isinstance(given, Mapping):
+            raise UsageError(f"{where} a dict as fn and {_article(given)} as {what}; give dicts, by the same names")
+    functions = dict[str, Any](fn)
+    for what, names, known in (("fn", args, functions), ("example_args", functions, args), ("fn", kwargs, functions)):
+        for key in names:
+            if not isinstance(key, str) or key not in known:
+                raise UsageError(f"{where} dicts of which {what} has no {key!r}; give dicts, by the same names")
+    if not functions:
+        raise UsageError(f"{where} a dict of no functions")
+    of = lambda key: f"{where} for {key!r}"
+    each = {key: _one(of(key), f, args[key], kwargs.get(key, {}), path, name) for key, f in functions.items()}
+    return Targets(each, path, name)
+
+
+def _one(where: str, fn: Any, args: Any, kwargs: Any, path: Path, name: str) -> Target:
     if not callable(fn):
         raise UsageError(f"{where} {_article(fn)} as fn, which can't be called")
     if not isinstance(args, (tuple, list)):
         raise UsageError(f"{where} {_article(args)} as example_args; give a tuple, even of one argument")
-    kwargs = rest[0] if rest else {}
     if not isinstance(kwargs, Mapping) or not all(isinstance(key, str) for key in kwargs):
         raise UsageError(f"{where} {_article(kwargs)} as kwargs; give a dict of keyword arguments")
     guarded = _guarded(fn, f"{path}: {getattr(fn, '__name__', 'fn')}()")

@@ -21,6 +21,7 @@ from hapsynth.trace import Traced
 _TIMINGS = ("trace_s", "build_s", "search_s", "ratio_s", "bound_s", "total_s")
 
 SEARCH_SCHEMA = "hapsynth-search-1"
+SEVERAL_SCHEMA = "hapsynth-search-several-1"
 COMPARE_SCHEMA = "hapsynth-compare-1"
 RUN_SCHEMA = "hapsynth-run-1"
 

@@ -46,8 +46,10 @@ class Trial:
 def devices_of(path: str) -> int | None:
     """How many devices a plan file's cluster has; None where that can't be read, which loading it will explain."""
     try:
-        return len(json.loads(Path(path).read_text(encoding="utf-8"))["memory_bytes"])
-    except (OSError, ValueError, KeyError, TypeError):
+        data = json.loads(Path(path).read_text(encoding="utf-8"))
+        # All plans of a file are for one cluster.
+        return len(next(iter(data["plans"].values()) if "plans" in data else iter([data]))["memory_bytes"])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, StopIteration):
         return None
 
 
