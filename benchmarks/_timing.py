@@ -23,6 +23,29 @@ def interleaved(steps: Mapping[str, Callable[[], Any]], rounds: int, warmup: int
     return times
 
 
+class Stepper:
+    """Feeds a step its own state, as a training loop does."""
+
+    def __init__(self, call: Callable[[Any, Any], tuple[Any, Any]], state: Any, batch: Any) -> None:
+        self.call, self.state, self.batch = call, state, batch
+
+    def __call__(self) -> tuple[Any, Any]:
+        self.state, loss = self.call(self.state, self.batch)
+        return self.state, loss
+
+
+def burst(step: Callable[[], Any], count: int) -> Callable[[], Any]:
+    """`count` calls, none of which is waited for before the next: what starting them takes is hidden."""
+
+    def run() -> Any:
+        made = None
+        for _ in range(count):
+            made = step()
+        return made
+
+    return run
+
+
 def report(title: str, times: Mapping[str, list[float]], base: str) -> dict[str, float]:
     """Print medians and ratios to `base`; the medians."""
     medians = {name: statistics.median(t) for name, t in times.items()}

@@ -22,7 +22,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from math import exp, log
@@ -32,6 +32,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from _costs import where
 from jax import lax
 from jax.sharding import Mesh
 from models import Batch, Params, Target, cross_entropy, dense, dense_shapes, f32, i32, training_step
@@ -42,12 +43,12 @@ from zoo import language, vision
 
 import hapsynth
 from hapsynth.example_data import random_arguments
-from hapsynth.instructions.program import Convert, FactorTable
+from hapsynth.instructions.program import FactorTable
 from hapsynth.jobs._address import free_ports
 from hapsynth.profile.job import Job
 from hapsynth.profile.run import Options, profile
 from hapsynth.search.costs import CostModel
-from hapsynth.search.evaluate import instruction_costs, program_cost
+from hapsynth.search.evaluate import program_cost
 
 SLOWER = 3.0
 MEDIAN, WORST = 0.15, 0.30
@@ -160,19 +161,14 @@ def predicted(name: str, batch: int, sizes: str, cluster: hapsynth.Cluster, mesh
         plan = hapsynth.synthesize(fn, args, mesh, cluster=described, leave_out=False)
         if kept and jax.process_index() == 0:
             plan.save(kept)
-    graph = plan.traced.graph
-    costs = CostModel(graph, cluster, FactorTable(graph))
-    where: defaultdict[str, float] = defaultdict(float)
-    for cost in instruction_costs(plan.program, plan.sizes, costs):
-        i = cost.instruction
-        where[i.step if isinstance(i, Convert) else graph.ops[i.op].name] += cost.seconds
+    costs = CostModel(plan.traced.graph, cluster, FactorTable(plan.traced.graph))
     said = {
         "model": name,
         "batch": batch,
         "sizes": sizes,
         "ratio": Counter(plan.ratios.values()).most_common(1)[0][0] if plan.ratios else (),
         "predicted": program_cost(plan.program, plan.sizes, costs),
-        "where": dict(sorted(where.items(), key=lambda item: -item[1])),
+        "where": where(plan, costs),
     }
     return Row(said, plan)
 

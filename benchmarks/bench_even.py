@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import importlib
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -19,7 +18,7 @@ import jax
 
 jax.config.update("jax_num_cpu_devices", 8)
 
-from _timing import interleaved, report  # noqa: E402
+from _timing import Stepper, interleaved, report  # noqa: E402
 from jax.sharding import AxisType, NamedSharding, PartitionSpec  # noqa: E402
 
 import hapsynth  # noqa: E402
@@ -30,17 +29,6 @@ EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 def arguments(example: ModuleType) -> tuple[Any, Any]:
     """Real arguments of an example: (state, batch)."""
     return example.init(jax.random.key(0)), example.make_batch(jax.random.key(1))
-
-
-class Stepper:
-    """Feeds a step its own state, as a training loop does."""
-
-    def __init__(self, call: Callable[[Any, Any], tuple[Any, Any]], state: Any, batch: Any) -> None:
-        self.call, self.state, self.batch = call, state, batch
-
-    def __call__(self) -> tuple[Any, Any]:
-        self.state, loss = self.call(self.state, self.batch)
-        return self.state, loss
 
 
 def main() -> None:

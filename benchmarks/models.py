@@ -24,8 +24,6 @@ from jax import lax
 
 Params = dict[str, Any]
 Batch = dict[str, Any]
-Target = tuple[Callable[[Params, Batch], tuple[Params, jax.Array]], tuple[Params, Batch]]
-"""A step and its example arguments: pytrees of `jax.ShapeDtypeStruct`."""
 
 
 def f32(*shape: int) -> jax.ShapeDtypeStruct:
@@ -53,6 +51,10 @@ class TrainingStep:
     def update(self, state: Params, grads: Params) -> Params:
         updates, opt = self.optimizer.update(grads, state["opt"], state["params"])
         return {"params": optax.apply_updates(state["params"], updates), "opt": opt}
+
+
+Target = tuple[TrainingStep, tuple[Params, Batch]]
+"""A step and its example arguments: pytrees of `jax.ShapeDtypeStruct`."""
 
 
 def training_step(loss_fn: Callable[[Params, Batch], jax.Array], params: Params, batch: Batch) -> Target:
@@ -104,9 +106,19 @@ def mlp(devices: int, *, layers: int = 12, config: Perceptron = Perceptron()) ->
     return training_step(loss_fn, params, {"x": f32(rows, c.width), "y": i32(rows)})
 
 
+def max_pooled(x: jax.Array) -> jax.Array:
+    """Of 2 x 2."""
+    return lax.reduce_window(x, -jnp.inf, lax.max, (1, 2, 2, 1), (1, 2, 2, 1), "VALID")
+
+
+def mean_pooled(x: jax.Array) -> jax.Array:
+    """Of 2 x 2."""
+    return lax.reduce_window(x, 0.0, lax.add, (1, 2, 2, 1), (1, 2, 2, 1), "VALID") * 0.25
+
+
 @dataclass(frozen=True)
 class ConvNet:
-    """`batch`: images per device. `stages`: (convolutions, channels), each followed by max pooling."""
+    """`batch`: images per device. `stages`: (convolutions, channels), each followed by pooling."""
 
     batch: int = 32
     size: int = 224
@@ -114,6 +126,7 @@ class ConvNet:
     hidden: int = 4096
     classes: int = 1000
     activation: Callable[[jax.Array], jax.Array] = jax.nn.relu
+    pooled: Callable[[jax.Array], jax.Array] = max_pooled
 
 
 def vgg19(devices: int, *, config: ConvNet = ConvNet()) -> Target:
@@ -134,7 +147,7 @@ def vgg19(devices: int, *, config: ConvNet = ConvNet()) -> Target:
             x = lax.conv_general_dilated(x, p["kernel"], (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
             x = c.activation(x + p["bias"])
             if i in pooled_after:
-                x = lax.reduce_window(x, -jnp.inf, lax.max, (1, 2, 2, 1), (1, 2, 2, 1), "VALID")
+                x = c.pooled(x)
         x = x.reshape(x.shape[0], -1)
         for i in range(2):
             x = c.activation(dense(params[f"dense{i}"], "nd,de->ne", x))

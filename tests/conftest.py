@@ -3,6 +3,8 @@
 Programs run once or twice here, and compiling them took most of the time, so XLA generates code without optimizing it;
 the HLO stays the same. Tests marked `optimized` take XLA's optimizations, HAPSYNTH_OPTIMIZED=1 has all tests take them.
 Generated examples are the same in every run; HAPSYNTH_NEW_EXAMPLES=1 draws new ones.
+
+HAPSYNTH_GPU=1 leaves the devices to JAX, for tests/gpu (HAPSYNTH_GPU=cpu tries these tests without a GPU).
 """
 
 import os
@@ -20,14 +22,16 @@ from hapsynth.cluster import Cluster
 from hapsynth.instructions.rules import REGISTRY, extension
 
 DEVICES = 8
-QUICK = not os.environ.get("HAPSYNTH_OPTIMIZED")
+GPU = os.environ.get("HAPSYNTH_GPU", "")
+QUICK = not (os.environ.get("HAPSYNTH_OPTIMIZED") or GPU)
 
 hypothesis.settings.register_profile("same_examples", derandomize=True)
 if not os.environ.get("HAPSYNTH_NEW_EXAMPLES"):
     hypothesis.settings.load_profile("same_examples")  # what fails by chance is found by who looks for it, not in CI
 
 jax.config.update("jax_num_cpu_devices", DEVICES)
-jax.config.update("jax_platforms", "cpu")
+if GPU in ("", "cpu"):
+    jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_disable_most_optimizations", QUICK)
 if QUICK and jax.__version_info__ < (0, 11):
     # Compiles in a third of the time. The first is gone from JAX 0.11 on, and XLA ends a process over a flag unknown.
@@ -43,7 +47,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session", autouse=True)
 def eight_devices() -> list[jax.Device]:
     """The eight host devices. Fails where there are more or fewer: a test that runs on one proves nothing."""
-    devices = jax.devices()
+    devices = jax.devices("cpu")
     assert len(devices) == DEVICES, f"{len(devices)} devices; was a backend started before tests/conftest.py?"
     return devices
 

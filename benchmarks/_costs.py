@@ -1,0 +1,19 @@
+"""Where a plan's predicted seconds go."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+import hapsynth
+from hapsynth.instructions.program import Convert
+from hapsynth.search.costs import CostModel
+from hapsynth.search.evaluate import instruction_costs
+
+
+def where(plan: hapsynth.Plan, costs: CostModel) -> dict[str, float]:
+    """Predicted seconds of each primitive and collective, the most first."""
+    found: defaultdict[str, float] = defaultdict(float)
+    for cost in instruction_costs(plan.program, plan.sizes, costs):
+        i = cost.instruction
+        found[i.step if isinstance(i, Convert) else plan.traced.graph.ops[i.op].name] += cost.seconds
+    return dict(sorted(found.items(), key=lambda item: -item[1]))

@@ -1,0 +1,150 @@
+"""Everything that is measured on a GPU. docs/gpu.md says what each figure means.
+
+    python benchmarks/gpu.py [--only overhead profile shares switch padding flags] [--json gpu.json]
+                             [--sizes card|tiny] [--examples mlp transformer cnn] [--set transformer.batch=24]
+                             [--rounds 10] [--limit 540]
+
+Each part, and each variant of one (its XLA_FLAGS differ), runs in a process of its own, one after another: this one
+never touches the device. Rows are appended to OUT.rows (JSON, one a line) as they come, and put together in OUT at the
+end; what `--limit` seconds leave no time for is named. `--sizes tiny` runs all parts on any machine in seconds, where
+only the mechanism is tried. What needs a GPU and finds none is skipped by name.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from on_gpu.settings import DTYPES, SIZES, Row, Settings, parsed
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
+
+MODULES = {
+    "overhead": "overhead",
+    "profile": "profiled",
+    "shares": "shares",
+    "switch": "switch",
+    "padding": "padding",
+    "flags": "flags",
+}
+_TOLD = ("name", "driver_version", "memory.total", "clocks.max.sm", "clocks.max.memory", "power.limit", "pstate")
+
+
+def module_of(part: str) -> Any:
+    return importlib.import_module(f"on_gpu.{MODULES[part]}")
+
+
+def smi(*fields: str) -> dict[str, str]:
+    """What nvidia-smi says of the first GPU; nothing where there is none."""
+    command = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30)
+    except (OSError, subprocess.TimeoutExpired):
+        return {}
+    values = done.stdout.splitlines()[0].split(",") if done.returncode == 0 and done.stdout else []
+    return dict(zip(fields, (v.strip() for v in values)))
+
+
+def machine() -> Row:
+    """Without starting JAX."""
+    installed = {dist.metadata["Name"]: dist.version for dist in metadata.distributions()}
+    wanted = ("jax", "jaxlib", "numpy", "scipy", "optax", "nvidia-cudnn", "nvidia-cublas", "nvidia-nccl", "jax-cuda")
+    return {
+        "when": datetime.now(UTC).isoformat(timespec="seconds"),
+        "python": platform.python_version(),
+        "machine": platform.platform(),
+        "cores": os.cpu_count(),
+        "packages": {n: v for n, v in sorted(installed.items()) if n and n.startswith(wanted)},
+        "gpu": smi(*_TOLD) or "none",
+        "xla_flags": os.environ.get("XLA_FLAGS", ""),
+    }
+
+
+def child(part: str, variant: str, settings: Settings, file: Path) -> None:
+    """One variant of one part, in this process; its rows are appended to `file`."""
+    import jax
+
+    # The stand-ins of devices that are not here.
+    jax.config.update("jax_num_cpu_devices", 8)
+    first = jax.devices()[0]
+    of = {"part": part, "variant": variant, "platform": first.platform}
+    for row in module_of(part).rows(settings, variant):
+        append(file, {**of, **row})
+
+
+def append(file: Path, row: Row) -> None:
+    with file.open("a", encoding="utf-8") as out:
+        out.write(json.dumps(row) + "\n")
+    print(line(row), flush=True)
+
+
+def line(row: Row) -> str:
+    """A row for a person: figures to four digits, nothing that is itself a table."""
+    shown = {k: f"{v:.4g}" if isinstance(v, float) else v for k, v in row.items() if not isinstance(v, dict | list)}
+    head = " ".join(str(shown.pop(k)) for k in ("part", "variant", "what", "example") if shown.get(k))
+    return f"{head}: " + ", ".join(f"{k} {v}" for k, v in shown.items() if k not in ("part", "variant", "platform"))
+
+
+def start(options: argparse.Namespace, given: list[str], rows: Path) -> None:
+    """Runs all variants of all parts, each in a process of its own."""
+    ends = time.monotonic() + options.limit
+    for part in options.only:
+        for variant, flags in module_of(part).VARIANTS.items():
+            left = ends - time.monotonic()
+            of = {"part": part, "variant": variant}
+            if left <= 0:
+                append(rows, {**of, "skipped": f"no time left of --limit {options.limit:g}"})
+                continue
+            env = {**os.environ, "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {flags}".strip()}
+            began, before = time.monotonic(), smi("clocks.sm", "temperature.gpu", "power.draw")
+            command = [sys.executable, __file__, *given, "--child", part, variant, str(rows)]
+            try:
+                status: Any = subprocess.run(command, env=env, timeout=min(left, options.each)).returncode
+            except subprocess.TimeoutExpired:
+                status = "out of time"
+            ended = {"what": "process", "status": status, "seconds": time.monotonic() - began, "flags": flags}
+            append(rows, {**of, **ended, "before": before})
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="*", choices=MODULES, default=list(MODULES))
+    parser.add_argument("--sizes", choices=[name for name in SIZES if name != "own"], default="card")
+    parser.add_argument("--examples", nargs="*", choices=DTYPES, default=list(DTYPES))
+    parser.add_argument("--set", dest="given", action="append", type=parsed, default=[], metavar="EXAMPLE.FIELD=VALUE")
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--limit", type=float, default=540.0, help="seconds in all")
+    parser.add_argument("--each", type=float, default=300.0, help="seconds for each process")
+    parser.add_argument("--cluster", type=Path, help="what `profile` writes and `shares` reads (default: OUT.toml)")
+    parser.add_argument("--json", type=Path, default=Path("gpu.json"), metavar="OUT")
+    parser.add_argument("--child", nargs=3, metavar=("PART", "VARIANT", "ROWS"), help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    cluster = options.cluster or options.json.with_suffix(".toml")
+    settings = Settings(options.sizes, tuple(options.examples), tuple(options.given), options.rounds, cluster)
+    if options.child:
+        part, variant, rows = options.child
+        child(part, variant, settings, Path(rows))
+        return
+    rows = options.json.with_suffix(".rows")
+    rows.unlink(missing_ok=True)
+    told = machine()
+    print(json.dumps(told, indent=1), flush=True)
+    start(options, sys.argv[1:], rows)
+    found = [json.loads(text) for text in rows.read_text(encoding="utf-8").splitlines()]
+    options.json.write_text(json.dumps({**told, "rows": found}, indent=1) + "\n", encoding="utf-8")
+    if any(row.get("what") == "process" and row["status"] for row in found):
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

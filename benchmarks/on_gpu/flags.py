@@ -1,0 +1,108 @@
+"""XLA's flags that jobs of unlike GPUs may need or that processes may give unlike: each tried in a process of its own.
+
+For each: whether XLA takes it; what compiling and a step of an example (the last one asked for, as its file has it)
+then take; and which collectives XLA leaves of its data parallel step for two such GPUs, which are only described to the
+compiler. Two processes whose lists differ would wait for each other for ever, so preflight has to refuse them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import statistics
+import time
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import numpy as np
+from _timing import Stepper, interleaved
+from jax.experimental import topologies
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from on_gpu.overhead import planned
+from on_gpu.settings import Example, Row, Settings, is_gpu, skipped
+
+DEFAULT = "none"
+_COMBINED = ("all_reduce", "all_gather", "reduce_scatter")
+
+
+def _combining(most: int) -> str:
+    return " ".join(f"--xla_gpu_{step}_combine_threshold_bytes={most}" for step in _COMBINED)
+
+
+VARIANTS = {
+    DEFAULT: "",
+    "shards autotuning": "--xla_gpu_shard_autotuning=true",
+    "shards no autotuning": "--xla_gpu_shard_autotuning=false",
+    "no autotuning": "--xla_gpu_autotune_level=0",
+    "combines nothing": _combining(0),
+    "combines all": _combining(1 << 32),
+    "hides latency": "--xla_gpu_enable_latency_hiding_scheduler=true",
+    "hides no latency": "--xla_gpu_enable_latency_hiding_scheduler=false",
+    "deterministic": "--xla_gpu_deterministic_ops=true",
+}
+_COLLECTIVE = re.compile(
+    r"^\s*(?:ROOT )?%?[\w.-]+ = (.*?) ((?:all-reduce|all-gather|reduce-scatter|all-to-all)(?:-start)?)\(", re.MULTILINE
+)
+
+
+def rows(settings: Settings, variant: str) -> Iterator[Row]:
+    flags = VARIANTS[variant]
+    if flags and not is_gpu():
+        yield skipped("the flags are of XLA's GPU backend", flags=flags)
+        return
+    example = settings.example(settings.examples[-1], "own" if settings.sizes == "card" else "")
+    yield {"what": "run", "flags": flags, **ran(settings, example)}
+    # One host with two GPUs; and two hosts where processes would share out the autotuning.
+    for topology in ("1x1x2", *(("1x2x1",) if "shards" in variant else ())):
+        of = {"what": "described", "flags": flags, "topology": topology}
+        if not is_gpu():
+            yield skipped("the compiler takes descriptions of GPUs only where one is", **of)
+            continue
+        try:
+            described = topologies.get_topology_desc("described", "cuda", topology=topology)
+            yield {**of, **collectives(example, described.devices)}
+        except (RuntimeError, ValueError, NotImplementedError) as error:
+            yield skipped(f"{type(error).__name__}: {str(error)[:300]}", **of)
+
+
+def ran(settings: Settings, example: Example) -> Row:
+    """A plan for one device, compiled anew, whatever is kept of earlier runs."""
+    jax.config.update("jax_enable_compilation_cache", False)
+    device = jax.devices()[0]
+    plan = planned(example, device)
+    began = time.perf_counter()
+    compiled = plan.lower().compile()
+    seconds = time.perf_counter() - began
+    text = compiled.as_text() or ""
+    stepper = Stepper(plan, *plan.shard(*example.arguments(device)))
+    (times,) = interleaved({"step": stepper}, settings.rounds).values()
+    return {
+        **example.told(),
+        "compile_s": seconds,
+        "step_s": statistics.median(times),
+        "hlo": digest(text),
+        "command_buffers": len(re.findall(r"^\s*%?command_buffer", text, re.MULTILINE)),
+    }
+
+
+def collectives(example: Example, devices: list[Any]) -> Row:
+    """Of the data parallel step on other devices, as XLA leaves them, and their types in order."""
+    fn, (state, batch) = example.target()
+    mesh = Mesh(np.array(devices), ("data",))
+    everywhere, cut = NamedSharding(mesh, PartitionSpec()), NamedSharding(mesh, PartitionSpec("data"))
+    step = jax.jit(fn, in_shardings=(everywhere, cut), out_shardings=everywhere)
+    began = time.perf_counter()
+    found = _COLLECTIVE.findall(step.lower(state, batch).compile().as_text() or "")
+    return {
+        "compile_s": time.perf_counter() - began,
+        "collectives": dict(Counter(name.removesuffix("-start") for _, name in found)),
+        "collectives_digest": digest("\n".join(f"{name} {re.sub(r'{[^}]*}', '', types)}" for types, name in found)),
+    }
+
+
+def digest(text: str) -> str:
+    """Of HLO, without what is told of the source."""
+    return hashlib.sha256(re.sub(r", metadata={[^}]*}", "", text).encode()).hexdigest()[:16]
