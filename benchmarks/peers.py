@@ -71,12 +71,19 @@ class Jitted:
         self.of_state = jax.tree.map(lambda x: self._sharding(x.shape, cut_state), state)
         self.of_batch = NamedSharding(mesh, PartitionSpec("d"))
         outputs = (self.of_state, NamedSharding(mesh, PartitionSpec()))
-        self.function = jax.jit(fn, donate_argnums=0, out_shardings=outputs)
+        self.function: Any = jax.jit(fn, donate_argnums=0, out_shardings=outputs)
 
     def _sharding(self, shape: Sequence[int], cut: bool) -> NamedSharding:
         dims = [d for d, size in enumerate(shape) if cut and size and size % self.mesh.size == 0]
         longest = max(dims, key=lambda d: shape[d], default=None)
         return NamedSharding(self.mesh, PartitionSpec(*[("d" if d == longest else None) for d in range(len(shape))]))
+
+    def compile(self, arguments: Arguments) -> None:
+        """Before anything is placed."""
+        state, batch = arguments
+        struct = lambda x, of: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=of)
+        structs = jax.tree.map(struct, state, self.of_state), jax.tree.map(lambda x: struct(x, self.of_batch), batch)
+        self.function = self.function.lower(*structs).compile()
 
     def place(self, arguments: Arguments) -> None:
         state, batch = arguments

@@ -76,8 +76,8 @@ def lm(n: int) -> models.Target:
 def cnn(n: int) -> models.Target:
     """VGG-like, 9e6 parameters, nearly all in its dense layers; 128 images of 32 x 32."""
     stages = ((1, 32), (1, 64), (2, 128))
-    config = models.ConvNet(128 // n, size=32, stages=stages, hidden=2048, classes=100, activation=jax.nn.silu)
-    return models.vgg19(n, config=config)
+    config = models.ConvNet(128 // n, size=32, stages=stages, hidden=2048, classes=100)
+    return models.vgg19(n, config=replace(config, activation=jax.nn.silu, pooled=models.mean_pooled))
 
 
 def moe(n: int) -> models.Target:
@@ -85,7 +85,8 @@ def moe(n: int) -> models.Target:
     return models.language_model(n, 2, replace(_SMALL, batch=32 // n, experts=8 // n))
 
 
-# Smooth activations: rounding that moves a value across relu's kink changes gradients by a whole row's part.
+# Smooth throughout: rounding that moves a value across relu's kink, or another element to the maximum of a window,
+# changes gradients by a whole row's part.
 MODELS: dict[str, Callable[[int], Any]] = {"mlp": mlp, "lm": lm, "cnn": cnn, "moe": moe}
 
 
@@ -194,7 +195,7 @@ class Worker:
         self, system: str, model: str, fn: Any, shapes: Any, arguments: Arguments, cluster: hapsynth.Cluster
     ) -> Row:
         """A system, ready to be given its arguments. Stock JAX is predicted as the same program of hapsynth's."""
-        file = self.folder / f"{model}-{_TWIN.get(system, system)}.json"
+        file = self.folder / f"{model}-{TWIN.get(system, system)}.json"
         plan = hapsynth.load(file, fn, shapes, self.mesh, form=self.options.form)
         made: System
         match system:
@@ -254,18 +255,18 @@ def begun(fn: models.TrainingStep, traced: Traced) -> Arguments:
     return {"params": state["params"], "opt": jax.tree_util.tree_map_with_path(fill, opt)}, batch
 
 
-_TWIN = {"even": "data_parallel", "by_speed": "data_parallel_speed", "fsdp": "zero3"}
+TWIN = {"even": "data_parallel", "by_speed": "data_parallel_speed", "fsdp": "zero3"}
 """What people run today, as hapsynth's cost model knows it."""
 
 
 def chosen(
     systems: Sequence[str], fn: Any, shapes: Any, traced: Traced, cluster: hapsynth.Cluster
 ) -> dict[str, hapsynth.Plan]:
-    """The program and sizes of each system, under the names of `_TWIN`."""
+    """The program and sizes of each system, under the names of `TWIN`."""
     found: dict[str, hapsynth.Plan] = {}
     planner = Planner(traced.graph, cluster)
     known = Baselines(traced.graph, planner.table, planner.costs, planner.limit)
-    twins = [_TWIN.get(system, system) for system in systems]
+    twins = [TWIN.get(system, system) for system in systems]
     for name, baseline in known.all([t for t in dict.fromkeys(twins) if t in NAMES]).items():
         found[name] = as_plan(baseline, fn, traced, cluster)
     if "plan" in systems:
@@ -302,12 +303,16 @@ def report(rows: Sequence[dict[str, Any]]) -> bool:
     return fine
 
 
-def start(options: argparse.Namespace, where: str, folder: Path) -> list[dict[str, Any]]:
-    """All models on one cluster; the rows."""
-    # Memory that is given back to the system at every step is slow at its first touch; GPUs' allocators keep it.
+def environment() -> dict[str, str]:
+    """Of the processes of the cluster: one thread each, and memory that is kept. What is given back to the system at
+    every step is slow at its first touch; GPUs' allocators keep it."""
     kept = {"MALLOC_MMAP_THRESHOLD_": str(1 << 40), "MALLOC_TRIM_THRESHOLD_": str(1 << 40), "NPROC": "1"}
     paths = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
-    env = {**os.environ, **kept, "PYTHONPATH": paths}
+    return {**os.environ, **kept, "PYTHONPATH": paths}
+
+
+def start(options: argparse.Namespace, where: str, folder: Path) -> list[dict[str, Any]]:
+    """All models on one cluster; the rows."""
     command = [sys.executable, __file__, "--join", str(folder), "--cluster", where, "--only", ",".join(options.only)]
     command += ["--systems", ",".join(options.systems), "--rounds", str(options.rounds), "--seed", str(options.seed)]
     command += ["--form", options.form]
@@ -315,7 +320,7 @@ def start(options: argparse.Namespace, where: str, folder: Path) -> list[dict[st
     for file in folder.glob("met*"):
         file.unlink()
     with EmulatedCluster(machines(**CLUSTERS[where])) as cluster:
-        codes = cluster.run(command, env, options.timeout)
+        codes = cluster.run(command, environment(), options.timeout)
     if any(codes):
         raise SystemExit(f"runtime: the processes on {where} ended with {codes}")
     return json.loads((folder / "rows.json").read_text(encoding="utf-8"))

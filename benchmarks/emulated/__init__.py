@@ -8,7 +8,7 @@ The command runs on every machine, each line of its output after the machine's n
 finds the others without arguments. In Python: `EmulatedCluster`.
 """
 
-from emulated.cgroup import unlimited
+from emulated.cgroup import hold_to, unlimited
 from emulated.cluster import EmulatedCluster, MissingError, remove_leftovers
 from emulated.spec import Machine, SpecError, load, machines
 
@@ -17,6 +17,7 @@ __all__ = [
     "Machine",
     "MissingError",
     "SpecError",
+    "hold_to",
     "load",
     "machines",
     "remove_leftovers",

@@ -65,9 +65,16 @@ class Hierarchies:
             if machine.memory is not None:
                 file = "memory.max" if self.version == 2 else "memory.limit_in_bytes"
                 (self.memory / group / file).write_text(str(machine.memory))
+                self._without_swap(group, machine.memory)
         except OSError as error:
             raise CgroupError(f"a control group that may be written to: {error}") from error
         return self.folders(group)
+
+    def _without_swap(self, group: str, memory: int) -> None:
+        """What does not fit is not to be slow. The files are there where the kernel counts swap."""
+        for name, most in (("memory.swap.max", 0), ("memory.memsw.limit_in_bytes", memory)):
+            if (self.memory / group / name).exists():
+                (self.memory / group / name).write_text(str(most))
 
     def limit(self, group: str, quota: float | None) -> None:
         """Hold a group to `quota` cores, and put it before what else runs on this machine; None: neither."""
@@ -100,6 +107,12 @@ def unlimited() -> Generator[None]:
         yield
     finally:
         _limit(Path(folder), float(quota))
+
+
+def hold_to(quota: float) -> None:
+    """In a process of an emulated cluster: hold its machine to so many cores from now on."""
+    _limit(Path(os.environ["EMULATED_CPU"]), quota)
+    os.environ["EMULATED_QUOTA"] = str(quota)
 
 
 def kill(folders: Sequence[Path]) -> None:

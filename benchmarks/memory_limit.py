@@ -1,0 +1,282 @@
+"""Measured: training within a memory limit that stock JAX is killed at, one process with a third of the others' (root).
+
+    python benchmarks/memory_limit.py [--memory 2400MiB:800MiB] [--layers 8] [--systems plan,fsdp,even] [--keep DIR]
+                                      [--json memory_limit.json]
+
+Processes of an emulated cluster train a wide perceptron with AdamW; control groups hold each to its limit, Python, XLA
+and all, and the kernel kills one that goes over it. `plan`: hapsynth's, in staged form, for the memory that
+`hapsynth profile` finds free there, less `--reserve`. `fsdp` and `even`: stock `jax.jit`, ZeRO-3 and data parallel,
+even. Each system has processes of its own, which compile first, then take their part of the state from files.
+
+`predicted`: bytes of arrays that a device holds at its fullest; `peak`: how much the process grew while it trained;
+`own`: what it had before it held any of the state. The plan's losses and state must agree with one process's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import gc
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import emulated
+import jax
+import models
+import numpy as np
+from emulated import EmulatedCluster, MissingError, SpecError, machines
+from peers import Alone, Jitted, Planned, differences
+from runtime import AGREE, TWIN, Worker, as_plan, begun
+
+import hapsynth
+from hapsynth.search.baselines import Baselines
+from hapsynth.search.planner import Planner
+from hapsynth.trace import trace
+
+SYSTEMS = ("plan", "fsdp", "even")
+MIB = 1 << 20
+STAGES = ("compiling", "placing its state", "training", "saving its state")
+_MEMORY_FIRST = "--xla_cpu_scheduler_type=CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"
+"""XLA's usual order for CPUs makes all clipped gradients before it uses the first, once more the parameters' size."""
+_LOSSES = "losses.json"
+
+
+def target(options: argparse.Namespace) -> models.Target:
+    """Large parameters, few rows: memory is the state's. Sizes don't depend on how many processes there are."""
+    config = models.Perceptron(batch=options.rows, width=options.width, classes=1024, activation=jax.nn.silu)
+    return models.mlp(1, layers=options.layers, config=config)
+
+
+# In processes of their own: `--role`
+
+
+def alone(options: argparse.Namespace) -> None:
+    """One process without a limit: the state that all begin with, and what it comes to."""
+    fn, shapes = target(options)
+    write(options.join / "begun", begun(fn, trace(fn, shapes)))
+    system = Alone(fn)
+    system.place(read(options.join / "begun", shapes))
+    losses = [system.step() for _ in range(options.steps)]
+    (options.join / _LOSSES).write_text(json.dumps(losses))
+    write(options.join / "trained", system.state)
+
+
+def plans(options: argparse.Namespace) -> None:
+    """Of hapsynth, and what it knows stock JAX's programs as, to say what they need."""
+    fn, shapes = target(options)
+    cluster = hapsynth.Cluster.load(options.join / "cluster.toml")
+    kinds = [replace(kind, memory=int(kind.memory * (1 - options.reserve))) for kind in cluster.devices]
+    cluster = replace(cluster, devices=tuple(kinds))
+    traced = trace(fn, shapes)
+    planner = Planner(traced.graph, cluster)
+    known = Baselines(traced.graph, planner.table, planner.costs, planner.limit)
+    for system in options.systems:
+        if system == "plan":
+            plan = hapsynth.synthesize(fn, shapes, cluster, form="staged")
+        else:
+            plan = as_plan(known.all([TWIN[system]])[TWIN[system]], fn, traced, cluster)
+        plan.save(options.join / f"{system}.json")
+
+
+class Trainer(Worker):
+    """One process of the emulated cluster."""
+
+    def run(self) -> None:
+        name, folder = self.options.systems[0], self.folder
+        fn, shapes = target(self.options)
+        plan = hapsynth.load(folder / f"{name}.json", fn, shapes, self.mesh, form="staged")
+        arguments = read(folder / "begun", shapes)
+        system = Planned(plan) if name == "plan" else Jitted(fn, self.mesh, arguments, cut_state=name == "fsdp")
+        with emulated.unlimited():
+            print(STAGES[0], flush=True)
+            if isinstance(system, Planned):
+                plan.lower().compile()
+            else:
+                system.compile(arguments)
+            # What compiling has taken and freed.
+            gc.collect()
+            ctypes.CDLL(None).malloc_trim(0)
+            own = resident("VmRSS")
+            self.meet()
+            print(STAGES[1], flush=True)
+            system.place(arguments)
+            del arguments
+            gc.collect()
+            self.meet()
+            print(STAGES[2], flush=True)
+            # What the files took of this process's memory is not its peak.
+            Path("/proc/self/clear_refs").write_text("5")
+            losses = [system.step() for _ in range(self.options.steps)]
+            peak = resident("VmHWM") - own
+            if isinstance(system, Planned):
+                print(STAGES[3], flush=True)
+                plan.save_state(folder / "state", system.state)
+        said = {"own_bytes": own, "peak_bytes": peak, "predicted_bytes": plan.memory[self.index], "losses": losses}
+        (folder / f"{name}.{self.index}.json").write_text(json.dumps(said))
+
+
+def resident(field: str) -> int:
+    """Bytes of memory of this process: now (VmRSS), or at most since this was last reset (VmHWM)."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith(f"{field}:"))
+
+
+def write(folder: Path, tree: Any) -> None:
+    folder.mkdir()
+    for i, x in enumerate(jax.tree.leaves(tree)):
+        np.save(folder / f"{i}.npy", np.asarray(x))
+
+
+def read(folder: Path, like: Any) -> Any:
+    """What `write` wrote of a tree like this, left on disk."""
+    numbered = enumerate(jax.tree.leaves(like))
+    return jax.tree.structure(like).unflatten([np.load(folder / f"{i}.npy", mmap_mode="r") for i, _ in numbered])
+
+
+# In the process that starts them
+
+
+def run(options: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
+    options.join = folder
+    print("one process alone", flush=True)
+    subprocess.run(command(options, "alone"), check=True, env=environment())
+    print("profiling", flush=True)
+    module = [sys.executable, "-m", "hapsynth", "profile", "-o", str(folder / "cluster.toml"), "--quick", "--force"]
+    job = ["--coordinator", "{coordinator}", "--processes", "{n}", "--process", "{i}"]
+    with EmulatedCluster(machines(options.quotas, memory=options.memory)) as cluster:
+        codes = cluster.run([*module, *job], environment(), options.timeout)
+    if any(codes):
+        raise SystemExit(f"memory_limit: profiling ended with {codes}")
+    print("planning", flush=True)
+    subprocess.run(command(options, "plans"), check=True, env=environment())
+    return [trained(options, folder, system) for system in options.systems]
+
+
+def trained(options: argparse.Namespace, folder: Path, name: str) -> dict[str, Any]:
+    """Train with one system; what came of it."""
+    for file in folder.glob("met*"):
+        file.unlink()
+    doing: dict[str, str] = {}
+    ended: list[str] = []
+
+    def show(machine: str, line: str) -> None:
+        print(f"[{name} {machine}] {line}", flush=True)
+        if machine == "cluster":
+            ended.append(line)
+        elif line in STAGES and not ended:
+            doing[machine] = line
+
+    with EmulatedCluster(machines(options.quotas, memory=options.memory)) as cluster:
+        codes = cluster.run(command(options, "train", name), environment(), options.timeout, show)
+    row: dict[str, Any] = {"system": name, "limit_bytes": [m.memory for m in cluster.machines], "ended": ended}
+    row["predicted_bytes"] = json.loads((folder / f"{name}.json").read_text())["memory_bytes"]
+    if any(codes):
+        return {**row, "codes": codes, "doing": doing}
+    each = [json.loads((folder / f"{name}.{i}.json").read_text()) for i in range(len(codes))]
+    for field in ("own_bytes", "peak_bytes", "predicted_bytes"):
+        row[field] = [said[field] for said in each]
+    wanted = np.array(json.loads((folder / _LOSSES).read_text()))
+    row["off"] = float(np.max(np.abs(each[0]["losses"] - wanted) / np.abs(wanted)))
+    if name == "plan":
+        _, shapes = target(options)
+        found = hapsynth.load_state(folder / "state")
+        paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(shapes[0])]
+        got = jax.tree.structure(shapes[0]).unflatten([found[path] for path in paths])
+        row["off"] = max(row["off"], differences(got, read(folder / "trained", shapes[0])))
+    return row
+
+
+def environment() -> dict[str, str]:
+    # What is freed goes back to the system at once, so that a process is as large as what it holds.
+    paths = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    own = {"MALLOC_MMAP_THRESHOLD_": str(1 << 20), "NPROC": "1", "PYTHONPATH": paths, "JAX_PLATFORMS": "cpu"}
+    return {**os.environ, **own, "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {_MEMORY_FIRST}"}
+
+
+def command(options: argparse.Namespace, role: str, *systems: str) -> list[str]:
+    made = [sys.executable, __file__, "--role", role, "--join", str(options.join)]
+    made += ["--systems", ",".join(systems or options.systems)]
+    for name in ("layers", "width", "rows", "steps", "reserve"):
+        made += [f"--{name}", str(getattr(options, name))]
+    return made
+
+
+def report(rows: list[dict[str, Any]]) -> bool:
+    """Prints what came of each; whether the plan trained to the values of one process."""
+    fine = True
+    mib = lambda figures: " : ".join(f"{b / MIB:.0f}" for b in figures)
+    print(f"\nMiB of each process\n{'system':<8}{'limit':>14}{'own':>12}{'predicted':>14}{'peak':>14}{'off':>10}")
+    for r in rows:
+        columns = f"{r['system']:<8}{mib(r['limit_bytes']):>14}{mib(r.get('own_bytes', [])):>12}"
+        columns += f"{mib(r['predicted_bytes']):>14}{mib(r.get('peak_bytes', [])):>14}"
+        if "off" in r:
+            print(f"{columns}{r['off']:>10.1e}{'' if r['off'] <= AGREE else '  VALUES DIFFER'}")
+        else:
+            print(f"{columns}  {'; '.join(r['ended'])} ({', '.join(f'{m} {d}' for m, d in r['doing'].items())})")
+        fine &= r["system"] != "plan" or r.get("off", 1.0) <= AGREE
+    return fine
+
+
+def arguments() -> argparse.Namespace:
+    names = lambda text: [name for name in text.split(",") if name]
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--memory", default="2400MiB:800MiB", help="limit of each process")
+    parser.add_argument("--quotas", default="0.9:0.9", help="cores of each while it is profiled")
+    parser.add_argument("--systems", type=names, default=list(SYSTEMS), help=f"of {', '.join(SYSTEMS)}")
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--width", type=int, default=4096)
+    parser.add_argument("--rows", type=int, default=32, help="of the batch")
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--reserve", type=float, default=0.1, help="part of the free memory that is not planned with")
+    parser.add_argument("--keep", metavar="DIR", type=Path, help="a new folder for states, profile and plans")
+    parser.add_argument("--timeout", type=float, default=600, help="seconds per system (default: 600)")
+    parser.add_argument("--json", type=Path, default=Path("memory_limit.json"))
+    parser.add_argument("--role", choices=("alone", "plans", "train"), help=argparse.SUPPRESS)
+    parser.add_argument("--join", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    for name in options.systems:
+        if name not in SYSTEMS:
+            parser.error(f"--systems: {name!r} is none of {', '.join(SYSTEMS)}")
+    return options
+
+
+def main() -> int:
+    options = arguments()
+    match options.role:
+        case "alone":
+            alone(options)
+        case "plans":
+            plans(options)
+        case "train":
+            Trainer(options).run()
+        case _:
+            return start(options)
+    return 0
+
+
+def start(options: argparse.Namespace) -> int:
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    folder = Path(options.keep or tempfile.mkdtemp(prefix="memory_limit"))
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        rows = run(options, folder)
+    except (MissingError, SpecError) as error:
+        print(f"memory_limit: {error}", file=sys.stderr)
+        return 2
+    finally:
+        if options.keep is None:
+            shutil.rmtree(folder)
+    options.json.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+    return 0 if report(rows) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
