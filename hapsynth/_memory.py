@@ -1,4 +1,4 @@
-"""Memory of a device: what it can give out in all, and what is free now."""
+"""Memory of a device: what it can give out now."""
 
 from __future__ import annotations
 
@@ -8,16 +8,6 @@ from pathlib import Path
 from typing import Any
 
 _ROOT = Path("/sys/fs/cgroup")
-
-
-def allocatable(device: Any) -> int:
-    """Bytes that a device can really give out, -1 where that can't be told; a CPU device's are its whole process's."""
-    stats: Any = device.memory_stats() or {}
-    if "bytes_limit" in stats:
-        return int(stats["bytes_limit"])
-    if device.platform != "cpu":
-        return -1
-    return min([*(limit for limit, _ in _limits()), *_of_machine()], default=-1)
 
 
 def free(device: Any) -> int:
@@ -46,14 +36,9 @@ def _limits() -> Iterator[tuple[int, int]]:
     for line in _text(Path("/proc/self/cgroup")) or ["0::/", "0:memory:/"]:
         number, controllers, path = line.split(":", 2)
         if number == "0" and not controllers:
-            base, most, used, cache = _ROOT, "memory.max", "memory.current", "inactive_file"
+            base, most, used, total = _ROOT, "memory.max", "memory.current", ""
         elif "memory" in controllers.split(","):
-            base, most, used, cache = (
-                _ROOT / "memory",
-                "memory.limit_in_bytes",
-                "memory.usage_in_bytes",
-                "total_inactive_file",
-            )
+            base, most, used, total = _ROOT / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_"
         else:
             continue
         group = base / path.strip("/")
@@ -62,7 +47,8 @@ def _limits() -> Iterator[tuple[int, int]]:
                 break
             limit, now = _number(folder / most), _number(folder / used)
             if limit is not None:
-                files = [int(line.split()[1]) for line in _text(folder / "memory.stat") if line.startswith(f"{cache} ")]
+                lines = [line.split() for line in _text(folder / "memory.stat")]
+                files = [int(n) for name, n in lines if name in (f"{total}inactive_file", f"{total}active_file")]
                 yield limit, (now or 0) - sum(files)
 
 

@@ -89,6 +89,13 @@ class Plan(Planned):
             return mesh
         return Mesh(mesh.devices.flatten()[list(self.devices)], ("used",))
 
+    @property
+    def function(self) -> Callable[..., Any]:
+        """`fn`; RuntimeError for a plan that was made without."""
+        if self.fn is None:
+            raise RuntimeError("this plan does not hold its function: load it with hapsynth.load(path, fn, ...)")
+        return self.fn
+
     # Running
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -280,8 +287,7 @@ class Plan(Planned):
         consumed.
         Raises RuntimeError for a plan that has no function, or no devices.
         """
-        if self.fn is None:
-            raise RuntimeError("this plan does not hold its function: load it with hapsynth.load(path, fn, ...)")
+        function = self.function
         if not args and not kwargs:
             args, kwargs = random_arguments(self.traced)
         lowered = self.lowered
@@ -290,7 +296,7 @@ class Plan(Planned):
         args, kwargs = jax.tree_util.tree_unflatten(self.traced.in_tree, placed)
         out = jax.tree_util.tree_leaves(self(*args, **kwargs))
         got = [whole(out[i]) for i in self.traced.out_array_leaves]
-        reference = Reference(self.fn, self.traced, leaves, lowered.mesh.local_devices[0])
+        reference = Reference(function, self.traced, leaves, lowered.mesh.local_devices[0])
         errors = compare(reference, [leaves[i] for i in self.traced.array_leaves], got, rtol)
         return CheckReport(tuple(zip(self.traced.out_paths, errors, strict=True)), rtol)
 

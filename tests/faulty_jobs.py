@@ -1,7 +1,11 @@
 """Jobs of two real processes that go wrong, each in its own way: faulty_jobs.py FOLDER, for tests/test_faults.py.
 
 JAX takes seconds to import, so it is imported once and the processes are forked, before any backend starts. Each writes
-its output to FOLDER/<job>.<process>; statuses.json says how they ended.
+its output to FOLDER/<job>.<process>; statuses.json says how they ended, standard output when.
+
+    HAPSYNTH_REAL_DELAYS=1 python tests/faulty_jobs.py FOLDER
+
+has the delays of real jobs, five minutes of them: 40 s to start, 60 s to compile, and the patience that hapsynth has.
 """
 
 import json
@@ -20,11 +24,13 @@ from slow_devices import slow_cluster
 
 import hapsynth
 from hapsynth.jobs._address import free_ports
-from hapsynth.lower import Lowered
+from hapsynth.lower import Staged
 
 Job = Callable[[int], None]
-LIMIT_S = 60.0
-SILENCE_S, JOIN_S = 3.0, 8.0
+REAL = os.environ.get("HAPSYNTH_REAL_DELAYS") == "1"
+LIMIT_S = 240.0 if REAL else 60.0
+SILENCE_S, JOIN_S = (20.0, 60.0) if REAL else (3.0, 8.0)
+STARTS_S, COMPILES_S = (40.0, 60.0) if REAL else (SILENCE_S + 1, SILENCE_S + 1)
 W, X = np.eye(8, dtype=np.float32), np.arange(48 * 8, dtype=np.float32).reshape(48, 8) / 1000
 
 
@@ -52,14 +58,15 @@ def run(after_one: Callable[[], object] = lambda: None, calls: int = 2, file: st
 
 def late(rank: int) -> None:
     """Process 1 starts and compiles later than the others wait for a sign of life."""
-    prepare = Lowered.prepare
+    prepare = Staged.prepare
 
-    def slow(lowered: Lowered) -> str:
-        time.sleep(rank * (SILENCE_S + 1))
+    def slow(lowered: Staged) -> str:
+        if rank == 1:
+            time.sleep(COMPILES_S)
+            print("compiled late", flush=True)
         return prepare(lowered)
 
-    Lowered.prepare = slow
-    time.sleep(rank * (SILENCE_S + 1))
+    Staged.prepare = slow
     run()
 
 
@@ -127,6 +134,8 @@ def start(job: Job) -> dict[int, int]:
             os.dup2(output, 1)
             os.dup2(output, 2)
             os.environ["HAPSYNTH_RENDEZVOUS"] = f"localhost:{rendezvous}"
+            if job is late:
+                time.sleep(rank * STARTS_S)
             jax.distributed.initialize(f"localhost:{coordinator}", 2, rank)
             raise Child(job, rank)
         pids[pid] = rank
@@ -154,6 +163,8 @@ def main() -> None:
             if ended:
                 del running[pid]
                 statuses[job.__name__][rank] = os.waitstatus_to_exitcode(status)
+                passed = time.monotonic() - began[job]
+                print(f"{job.__name__} {rank}: {statuses[job.__name__][rank]} after {passed:.1f} s", flush=True)
                 others = [p for p, (j, _) in running.items() if j is job]
                 if others and job in (stopped, never_comes):
                     os.kill(others[0], signal.SIGKILL)

@@ -80,15 +80,16 @@ def test_version_2_limits(tmp_path: Path) -> None:
     (tmp_path / "cgroup.controllers").write_text("cpuset cpu io memory pids\n")
     found = Hierarchies.find(f"none {tmp_path} cgroup2 rw 0 0\n", "0::/user.slice\n")
     assert found == Hierarchies(2, tmp_path, tmp_path)
-    # A real one makes this file with the folder.
+    # A real one makes these files with the folder.
     group = tmp_path / "g"
-    make = Path.mkdir
+    make, files = Path.mkdir, ("cpu.max", "memory.swap.max")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Path, "mkdir", lambda self: (make(self), (self / "cpu.max").touch()))
+        patch.setattr(Path, "mkdir", lambda self: (make(self), [(self / name).touch() for name in files]))
         assert found.make("g", Machine("m", 0.3, memory=1 << 30)) == [group]
     read = lambda file: (tmp_path / file).read_text()
     assert (read("cgroup.subtree_control"), read("g/cpu.max")) == ("+cpu +memory", "1500 5000")
     assert (read("g/memory.max"), read("g/cpu.weight")) == (str(1 << 30), "10000")
+    assert read("g/memory.swap.max") == "0"
     found.limit("g", None)
     assert (read("g/cpu.max"), read("g/cpu.weight")) == ("max 5000", "100")
 
@@ -216,6 +217,10 @@ def test_limits_are_lifted_for_a_block_and_only_in_a_cluster(monkeypatch: pytest
     with cgroup.unlimited():
         assert (tmp_path / "cpu.max").read_text() == "max 5000"
     assert (tmp_path / "cpu.max").read_text() == "1000 5000"
+    cgroup.hold_to(0.4)
+    with cgroup.unlimited():
+        pass
+    assert (tmp_path / "cpu.max").read_text() == "2000 5000"
     monkeypatch.delenv("EMULATED_CPU")
     before = os.listdir(tmp_path)
     with cgroup.unlimited():

@@ -53,3 +53,4 @@ def test_a_process_may_come_and_compile_late(folder: Path) -> None:
     said = [(folder / f"late.{rank}").read_text() for rank in range(2)]
     assert ended(folder, "late") == [0, 0], said
     assert all("right" in text for text in said)
+    assert "compiled late" in said[1]

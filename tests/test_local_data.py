@@ -11,10 +11,12 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh
 from random_plans import assert_same, floats, make_plan, step, step_args
+from slow_devices import first_devices
 
 from hapsynth.instructions.layout import R, S
 from hapsynth.local_data import Feeder, local_slices
 from hapsynth.lower import Storage
+from hapsynth.lower._exact import ExactStorage
 from hapsynth.plan import Plan
 from hapsynth.sharded_array import ShardedArray
 
@@ -191,3 +193,15 @@ def test_uneven_leaves_are_sharded_arrays(plan: Plan) -> None:
     placed = plan.shard_from_process_local_data(step_args()[0], 0)
     kinds = [isinstance(x, ShardedArray) for x in jax.tree.leaves(placed)]
     assert kinds == [isinstance(x, ShardedArray) for x in jax.tree.leaves(plan.shard(step_args()[0]))]
+
+
+@pytest.mark.parametrize("kind", [Storage, ExactStorage])
+@pytest.mark.parametrize("lengths", [(8, 8), (12, 4)])
+def test_what_is_stored_shares_no_memory_with_an_aligned_array(kind: type[Storage], lengths: tuple[int, ...]) -> None:
+    held = np.zeros(16 * 16 * 4 + 64, np.uint8)
+    start = -held.ctypes.data % 64
+    x = held[start : start + 1024].view(np.float32).reshape(16, 16)
+    storage = kind((16, 16), np.dtype("float32"), False, (S(0),), {0: ((0,), lengths)}, first_devices(2))
+    stored = storage.put(x, copy=True)
+    x[:] = 1
+    assert not np.asarray(storage.fetch(stored)).any()

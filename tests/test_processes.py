@@ -121,6 +121,56 @@ FED = """
     print("right", plan.sizes.shares)
 """
 
+SEVERAL = """
+    import sys
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+    from jax.sharding import Mesh
+    import hapsynth
+    from slow_devices import slow_cluster
+
+    # Compiles in less time.
+    jax.config.update("jax_disable_most_optimizations", True)
+    jax.distributed.initialize(sys.argv[1], 2, int(sys.argv[2]))
+
+    def evaluate(state, x):
+        return (jnp.tanh(x @ state["w"]) ** 2).mean()
+
+    def train(state, x):
+        value, g = jax.value_and_grad(lambda w: evaluate({"w": w}, x))(state["w"])
+        m = 0.9 * state["m"] + g
+        return {"w": state["w"] - m, "m": m}, value
+
+    def init(key):
+        w = jax.random.normal(key, (64, 48))
+        return {"w": w, "m": jnp.zeros_like(w)}
+
+    key, x = jax.random.key(3), np.random.default_rng(0).normal(size=(96, 64)).astype(np.float32)
+    want = jax.jit(init)(key)
+    example = jax.eval_shape(init, key)
+    plans = hapsynth.synthesize(
+        {"train": train, "eval": evaluate, "init": init},
+        {"train": (example, x), "eval": (example, x), "init": (key,)},
+        Mesh(np.array(jax.devices()), ("hap",)),
+        cluster=slow_cluster((3, 1)),
+        fixed={"[0]['w']": "S(0)", "[0]['m']": "S(0)"},
+    )
+    assert {plan.form for plan in plans.values()} == {"staged"}
+    state = plans["init"](key)
+    rows = plans["train"].local_slices("[0]['w']").process[0]
+    assert rows.stop - rows.start == state["w"].data.arrays[0].shape[0] != 32, rows
+    # The last batch is short.
+    short = plans["train"].for_shapes(example, x[:52])
+    near = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+    for plan, batch in ((plans["train"], x), (short, x[:52]), (plans["train"], x)):
+        near(plans["eval"].unshard(plans["eval"](state, x)), evaluate(want, x))
+        (state, value), (want, loss) = plan(state, batch), jax.jit(train)(want, batch)
+        near(plan.unshard(value), loss)
+        jax.tree.map(near, plan.unshard(state), want)
+    print("right", plans.layouts, short.sizes.shares)
+"""
+
 
 def run_two(code: str, *options: str) -> list[str]:
     """What two processes of one CPU device each say, which both have to end well."""
@@ -149,5 +199,12 @@ def test_state_and_keys_are_placed_among_processes(speeds: str) -> None:
 @pytest.mark.slow
 def test_processes_feed_their_own_rows_and_are_rebalanced() -> None:
     first, second = run_two(FED)
+    assert "right" in first
+    assert first.splitlines()[-1] == second.splitlines()[-1]
+
+
+@pytest.mark.slow
+def test_processes_keep_one_state_for_several_functions_and_shapes() -> None:
+    first, second = run_two(SEVERAL)
     assert "right" in first
     assert first.splitlines()[-1] == second.splitlines()[-1]

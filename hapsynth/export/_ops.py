@@ -343,5 +343,5 @@ def _equal(a: Any, b: Any) -> bool:
         return False
     try:
         return bool(a == b)
-    except Exception:
+    except Exception:  # what can't be compared is not known to be equal: its equation is not taken
         return False

@@ -185,7 +185,9 @@ class Server:
                         if isinstance(waited, Member):
                             waited.heard = now
                         else:
-                            waited.began += now - last
+                            # One that began as it went on again is not to lie ahead.
+                            waited.began = min(now, waited.began + now - last)
+                            waited.noticed = min(now, waited.noticed + now - last)
                 last = now
                 present = [m for m in self._members.values() if not m.gone]
                 for member in present:

@@ -16,9 +16,10 @@ from hapsynth._words import plural
 from hapsynth.jobs._address import COORDINATOR, JobError
 from hapsynth.jobs.launch import Launch, launch, launched
 from hapsynth.jobs.preflight import preflight
-from hapsynth.plan import Plan, load
+from hapsynth.plan import Plan
 from hapsynth.report import trial
-from hapsynth.report.model_file import UsageError, load_target
+from hapsynth.report.model_file import UsageError
+from hapsynth.report.several import loaded
 from hapsynth.report.text import table
 
 
@@ -51,6 +52,7 @@ def add_preflight_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--plan", metavar="PLAN.json", help="a plan that the job is to run: compared, compiled, not run"
     )
+    parser.add_argument("--function", metavar="NAME", help="only this one, where target() returns a dict of functions")
     parser.add_argument(
         "--devices", metavar="N", type=whole_number, help="of each process; so many CPU devices are made"
     )
@@ -72,10 +74,9 @@ def preflight_command(options: argparse.Namespace, out: Console | None, tell: Ca
     tell("comparing the processes")
     mesh, plan = Mesh(np.array(jax.devices()), ("hap",)), None
     if options.plan is not None:
-        target = load_target(options.file)
-        loaded = load(options.plan, target.fn, target.args, example_kwargs=target.kwargs)
-        mesh = trial.first_devices(loaded.cluster.n)
-        plan = Plan(loaded.traced, loaded.result, loaded.cluster, mesh, target.fn)
+        saved, target = loaded(options.plan, options.file, options.function)
+        mesh = trial.first_devices(saved.cluster.n)
+        plan = Plan(saved.traced, saved.result, saved.cluster, mesh, target.fn)
         assert plan.mesh is not None
         mesh = plan.mesh
     found = preflight(mesh, plan)

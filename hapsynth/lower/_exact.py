@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 
 from hapsynth import _jax
 from hapsynth.lower._collectives import cut_to, pad_to
-from hapsynth.lower._storage import Storage
+from hapsynth.lower._storage import Storage, put_copy
 
 
 def local_positions(mesh: Mesh) -> list[tuple[int, ...]]:
@@ -81,7 +81,7 @@ class ExactStorage(Storage):
             return super().put_shards(read)
         with _jax.no_mesh():
             places = zip(self.positions, self.mesh.local_devices, strict=True)
-            return Shards([jax.device_put(read(self.slices(at)), d, may_alias=False) for at, d in places])
+            return Shards([put_copy(read(self.slices(at)), d) for at, d in places])
 
     def padded(self, stored: Any) -> jax.Array:
         if self.is_even:

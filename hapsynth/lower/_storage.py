@@ -62,6 +62,20 @@ def with_weak_type(x: Any, dtype: Any, weak: bool) -> Any:
     return primitives.convert_element_type_p.bind(x, new_dtype=np.dtype(dtype), weak_type=True, sharding=None)
 
 
+def put_copy(x: np.ndarray, where: Any) -> jax.Array:
+    """`x` on a device of this process, or under a sharding over such, in memory of JAX's own.
+
+    On CPUs JAX keeps NumPy arrays that are aligned, with `may_alias=False` too: what is written to them later would
+    show, and no call could use their memory again for its results.
+    """
+    put = jax.device_put(x, where, may_alias=False)
+    begin, end = np.lib.array_utils.byte_bounds(x)
+    pieces = [s.data for s in put.addressable_shards if s.data.size and s.device.platform == "cpu"]
+    if any(begin <= piece.unsafe_buffer_pointer() < end for piece in pieces):
+        put = jax.block_until_ready(put.copy())
+    return put
+
+
 @dataclass(frozen=True, eq=False)
 class Storage:
     """One value under one layout on one mesh.
@@ -189,12 +203,12 @@ class Storage:
         if not self.sharding.is_fully_addressable:
             x = self._put_among_processes(x)
         else:
-            if not isinstance(x, jax.Array):
-                x = np.asarray(x, self.dtype)
-            elif copy:
+            if isinstance(x, jax.Array):
                 # `may_alias=False` alone keeps the shard that lies right already.
-                x = x.copy()
-            x = jax.device_put(x, self.sharding, may_alias=False if copy else None)
+                x = jax.device_put(x.copy() if copy else x, self.sharding, may_alias=False if copy else None)
+            else:
+                host = np.asarray(x, self.dtype)
+                x = put_copy(host, self.sharding) if copy else jax.device_put(host, self.sharding)
         if getattr(x, "weak_type", False) != self.weak_type:
             x = with_weak_type(x, self.dtype, self.weak_type)
         return x

@@ -88,9 +88,12 @@ class Lowered(Form):
 
     def _body(self, *stored: jax.Array) -> tuple[Any, ...]:
         """What every device runs, on its own stored shards."""
+        return self.at([lax.axis_index(name) for name, _ in self.program.axes], stored)
+
+    def at(self, index: Sequence[Any], stored: Sequence[Any]) -> tuple[Any, ...]:
+        """What the device at a traced position along each mesh axis runs: its stored outputs that are no literals."""
         lengths = tuple(size for _, size in self.program.axes)
-        index = tuple(lax.axis_index(name) for name, _ in self.program.axes)
-        everyone = Where(lengths, tuple(np.ndindex(*lengths)), index)
+        everyone = Where(lengths, tuple(np.ndindex(*lengths)), tuple(index))
         env: Env = dict(zip(((v, self.program.inputs[v]) for v in self.graph.sources), stored, strict=True))
         self._steps(self.steps, env, everyone)
         outputs = zip(self.graph.outputs, self.program.outputs)
