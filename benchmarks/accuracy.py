@@ -275,6 +275,8 @@ def main() -> None:
     if unknown := set(options.models) - set(MODELS):
         parser.error(f"no model {', '.join(sorted(unknown))}; use {', '.join(MODELS)}")
     if options.join is None:
+        if options.keep:
+            Path(options.keep).mkdir(parents=True, exist_ok=True)
         raise SystemExit(start(options.devices))
     address, i = options.join
     jax.config.update("jax_platforms", "cpu")

@@ -29,7 +29,6 @@ OP_CLASSES: Mapping[str, tuple[str, ...]] = {
     "matmul": ("matmul",),
     "batch_matmul": ("batch_matmul", "matmul"),
     "convolution": ("convolution",),
-    "narrow_convolution": ("narrow_convolution", "convolution"),
     "elementwise": ("elementwise",),
     "reduction": ("reduction", "elementwise"),
     "pooling": ("pooling", "reduction", "elementwise"),

@@ -26,12 +26,12 @@ from hapsynth.instructions.collectives import is_collective, step_between
 from hapsynth.instructions.factors import Factors, Triples
 from hapsynth.instructions.layout import Layout, cut_axes, cut_dims
 from hapsynth.instructions.program import FactorTable
-from hapsynth.instructions.rules.registry import flops_of, is_fusible
+from hapsynth.instructions.rules.registry import is_fusible
 from hapsynth.instructions.sizes import cut_nodes
 from hapsynth.search.links import axis_links, devices_of, mesh_axes
 from hapsynth.search.liveness import Liveness
 from hapsynth.search.room import Room
-from hapsynth.search.speeds import Floats, Speeds, class_of
+from hapsynth.search.speeds import Floats, Speeds, amount_of, class_of
 
 Largest: TypeAlias = Callable[[int, tuple[int, ...]], float]
 """(dimension, the axes that cut it) -> the fraction that its largest shard holds."""
@@ -40,10 +40,10 @@ Largest: TypeAlias = Callable[[int, tuple[int, ...]], float]
 class Work(NamedTuple):
     """What an op does under its triples.
 
-    `flops` are divided by every factor that is cut. `moved`: bytes, and which of the cut factors divide them, summed
-    over tensors; () for what every device moves itself. `lanes`, per cut factor: how many rows, columns or terms of a
-    contraction it is one of, 0 where that does not matter. `axes`: those that some factor is cut along. `op_class`:
-    what a profile counts the op to.
+    `flops`: see `speeds.amount_of`; they are divided by every factor that is cut. `moved`: bytes, and which of the cut
+    factors divide them, summed over tensors; () for what every device moves itself. `lanes`, per cut factor: how many
+    rows, columns or terms of a contraction it is one of, 0 where that does not matter. `axes`: those that some factor
+    is cut along. `op_class`: what a profile counts the op to.
     """
 
     flops: float
@@ -193,7 +193,7 @@ class CostModel:
             return Work(0.0, tuple(sorted(moved.items())), 0, "float32", (0,) * len(cut), axes)
         dtype = str(op.dtypes[0] if op.dtypes else op.result_dtypes[0])
         lanes = tuple(lanes_of(op.name, factors, f) for f, _ in cut)
-        return Work(flops_of(op), tuple(sorted(moved.items())), launches, dtype, lanes, axes, class_of(op))
+        return Work(amount_of(op), tuple(sorted(moved.items())), launches, dtype, lanes, axes, class_of(op))
 
     def _tensors(self, op: Op) -> tuple[list[tuple[int, float]], int]:
         """(operand or result, bytes) of the tensors that an op reads from memory or writes there; its launches."""

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from hapsynth.devices import DeviceKind
 from hapsynth.graph import Op
-from hapsynth.instructions.rules.registry import is_fusible
+from hapsynth.instructions.rules.registry import flops_of, is_fusible
 
 Floats: TypeAlias = npt.NDArray[np.float64]
 
@@ -24,9 +24,10 @@ TRANSCENDENTAL = frozenset(
 """Elementwise ops of many instructions."""
 
 
-NARROW = 8
-"""A convolution of fewer channels than this is slower than its FLOPs say: less than a vector at each position. Over 3
-channels, 5 x slower than over 8 (XLA's CPU backend)."""
+POSITION = 6000.0
+"""FLOPs that a convolution could do in the time that it takes to bring one position's neighbours together. Over few
+channels that is most of its time: 3 x 3 from 8 to 8, and from 3 to 8, run at a fifth and a sixteenth of the rate of 64
+to 64 (XLA's CPU backend, one core, JAX 0.10.2)."""
 _COMBINING = ("reduce_", "arg", "cum", "scatter", "select_and_", "sort", "top_k")
 """How the names begin of ops that combine or move single elements: slow as reductions are, where contractions are fast.
 """
@@ -39,8 +40,7 @@ def class_of(op: Op) -> str:
             (_, _), (batch, _) = op.params["dimension_numbers"]
             return "batch_matmul" if prod(op.shapes[0][d] for d in batch) > 1 else "matmul"
         case "conv_general_dilated":
-            terms = op.shapes[1][op.params["dimension_numbers"].rhs_spec[1]]
-            return "narrow_convolution" if terms < NARROW else "convolution"
+            return "convolution"
         case "select_and_scatter_add" | "select_and_scatter":
             return "pooling"
         case name if is_fusible(op):
@@ -49,6 +49,16 @@ def class_of(op: Op) -> str:
             return "reduction"
         case _:
             return ""
+
+
+def amount_of(op: Op) -> float:
+    """What an op comes to, in what its class's curve counts: its FLOPs, and `POSITION` more for each position of a
+    convolution's result."""
+    flops = flops_of(op)
+    if op.name == "conv_general_dilated":
+        out = op.params["dimension_numbers"].out_spec
+        flops += POSITION * prod(size for d, size in enumerate(op.result_shapes[0]) if d != out[1])
+    return flops
 
 
 class Speeds:

@@ -289,6 +289,13 @@ case("var", jax.grad(lambda x: jnp.var(x, 0).sum()), ints(4, 3))
 
 case("dot", lambda x, y: x @ y, ints(4, 3), ints(3, 2))
 case("dot grad", jax.grad(lambda x, y: ((x @ y) ** 2).sum(), (0, 1)), ints(4, 3), ints(3, 2))
+case("dot of sequences", jax.grad(lambda x, y: ((x @ y) ** 2).sum(), (0, 1)), ints(2, 3, 4), ints(4, 2))
+case(
+    "dot of neighbours",
+    lambda x, y: lax.dot_general(x, y, (((2, 3), (1, 2)), ((0,), (3,)))),
+    ints(2, 3, 2, 3),
+    ints(2, 2, 3, 2),
+)
 case("dot int", lambda x, y: lax.dot(x, y, preferred_element_type=i32), ints(4, 3, dtype=i8), ints(3, 2, dtype=i8))
 case("dot bf16", lambda x, y: lax.dot(x, y, preferred_element_type=f32), ints(4, 3, dtype=bf16), ints(3, 2, dtype=bf16))
 case(

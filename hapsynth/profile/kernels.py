@@ -15,6 +15,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from hapsynth.search.speeds import POSITION
+
 Operand = tuple[tuple[int, ...], float]
 """Shape, and the value of every element."""
 
@@ -45,7 +47,9 @@ class Kernel:
 
 DISPATCH, LAUNCH, STREAM = "dispatch", "launch", "stream"
 _CHAIN = 32
-_ROWS, _SEQUENCE, _WIDER = 8, 64, 4
+_LAYERS = ((256, 64), (1024, 128), *((max(1 << 22 >> k, 8 << k), 1 << k) for k in range(7, 13)))
+"""(rows, width). From the third on too much for caches, as what a step multiplies is when it comes to it: from caches
+XLA's CPU backend multiplies a fifth faster."""
 _IMAGE, _CHANNELS = 28, 64
 _TOKENS, _HEAD = 128, 64
 
@@ -57,14 +61,13 @@ def kernels(dtypes: Sequence[str], quick: bool) -> Iterator[Kernel]:
     for size in (1 << 22, 1 << 24) if quick else (1 << 24, 1 << 26):
         yield _stream(size)
     for dtype in dtypes:
-        for n in (32, 64, 128) if quick else (32, 64, 128, 256, 512, 1024, 2048, 4096):
-            yield _layer(dtype, n)
+        for rows, width in _LAYERS[:3] if quick else _LAYERS:
+            yield _layer(dtype, rows, width)
         for batch in (2, 32) if quick else (2, 8, 32, 128, 512, 2048):
             yield _batch_matmul(dtype, batch)
         for batch in (1, 4) if quick else (1, 4, 16, 64, 256):
             yield _convolution(dtype, batch)
         for batch in (1, 4) if quick else (1, 16, 64):
-            yield _narrow_convolution(dtype, batch)
             yield _pooling(dtype, batch)
         for size in (1 << 17,) if quick else (1 << 14, 1 << 17, 1 << 20, 1 << 23):
             yield _chain("elementwise", dtype, size, lambda x, w: x * w + (1 - w), 2 * _CHAIN)
@@ -94,11 +97,8 @@ def _repeated(
     return Kernel(family, dtype, size, fn, operands, float(flops), times, times)
 
 
-def _layer(dtype: str, width: int) -> Kernel:
-    """What a layer's training step multiplies: many rows, in sequences, by weights that make them wider, and the
-    gradients of both as JAX makes them: XLA's CPU backend is slower at that of the weights. Squares by squares would be
-    faster, as they stay in caches."""
-    rows, wider = _ROWS * width, _WIDER * width
+def _layer(dtype: str, rows: int, width: int) -> Kernel:
+    """What a layer's training step multiplies: rows by square weights, and the gradients of both."""
 
     def fn(x: jax.Array, w: jax.Array) -> jax.Array:
         for _ in range(2):
@@ -106,12 +106,11 @@ def _layer(dtype: str, width: int) -> Kernel:
             w = of_both(y)[1] * (1 / (rows * width))
             _, of_x = jax.vjp(lambda x, w=w: x @ w, x)
             (x,) = of_x(y)
-            x = x * (1 / _WIDER)
         return x
 
-    sequences, weights = (rows // _SEQUENCE, _SEQUENCE, width), (width, wider)
-    operands: tuple[Operand, ...] = ((sequences, 1.0), (weights, 1 / width))
-    return Kernel("matmul", dtype, width, fn, operands, 2.0 * rows * width * wider, 6, 6)
+    operands: tuple[Operand, ...] = (((rows, width), 1.0), ((width, width), 1 / width))
+    terms = rows * width * width
+    return Kernel("matmul", dtype, terms, fn, operands, 2.0 * terms, 6, 6)
 
 
 def _batch_matmul(dtype: str, batch: int) -> Kernel:
@@ -143,25 +142,10 @@ def _convolution(dtype: str, batch: int) -> Kernel:
         return x + w[1, 1, 0] * (1e-3 / prod(images[:-1]))
 
     operands: tuple[Operand, ...] = ((images, 1.0), (weights, 1 / (9 * _CHANNELS)))
-    return Kernel("convolution", dtype, batch, fn, operands, _convolution_flops(images, weights), 3, 3)
-
-
-def _convolution_flops(images: Sequence[int], weights: Sequence[int]) -> float:
-    return 2.0 * prod(images[:-1]) * prod(weights)
-
-
-def _narrow_convolution(dtype: str, batch: int) -> Kernel:
-    """3 x 3 over the colours of images, and the gradient of the kernel; nobody wants that of images."""
-    colours, channels = 3, 32
-    weights, images = (3, 3, colours, channels), (batch, _IMAGE, _IMAGE, colours)
-
-    def fn(w: jax.Array, x: jax.Array) -> jax.Array:
-        y, gradient = jax.vjp(lambda w: _convolved(x, w), w)
-        (g,) = gradient(y)
-        return g * (1 / (9 * colours * prod(images[:-1])))
-
-    operands: tuple[Operand, ...] = ((weights, 1 / (9 * colours)), (images, 1.0))
-    return Kernel("narrow_convolution", dtype, batch, fn, operands, _convolution_flops(images, weights), 2, 2)
+    positions = prod(images[:-1])
+    # The kernel's gradient has few positions, the others have the images'.
+    amount = 2.0 * positions * prod(weights) + POSITION * positions * 2 / 3
+    return Kernel("convolution", dtype, batch, fn, operands, amount, 3, 3)
 
 
 def _pooling(dtype: str, batch: int) -> Kernel:
