@@ -115,7 +115,8 @@ class Monitor:
     Every `every` calls of `step` each process measures its slowdown, measured over predicted seconds of its own
     computing: `probe_s` seconds of the heaviest op alone, or the median of the seconds given to `step` since. The
     median of the last `window` measurements of each counts. A plan is proposed where a step is predicted to take at
-    least the fraction `threshold` less. After that the monitor watches the proposed plan, from a new window on.
+    least the fraction `threshold` less, by each of these measurements alone. After that the monitor watches the
+    proposed plan, from a new window on.
 
     In a run of several processes each has a monitor with the same options and calls `step` equally often.
     Raises ValueError for options that are of no use and RuntimeError for a plan without devices.
@@ -166,8 +167,7 @@ class Monitor:
         if len(self._measured) < (self._measured.maxlen or 1):
             return None
         assert self.plan.mesh is not None
-        median = np.array([statistics.median(self._measured)])
-        proposal = propose(self.plan, gathered(self.plan.mesh, median)[:, 0], self.threshold)
+        proposal = propose(self.plan, gathered(self.plan.mesh, np.array(self._measured)), self.threshold)
         if proposal.plan is self.plan:
             return None
         self._watch(proposal.plan)

@@ -97,21 +97,32 @@ def slowdowns(plan: Plan, measured: Sequence[float]) -> Floats:
 
 
 def propose(plan: Plan, slowdown: Floats, threshold: float = THRESHOLD) -> Proposal:
-    """Sizes for devices that take `slowdown` times as long as predicted: float64 [devices that take part].
+    """Sizes for devices that take `slowdown` times as long as predicted: float64 [devices that take part], or [those,
+    measurements], of which the medians count.
 
-    The plan is the old one unless a step is predicted to take at least the fraction `threshold` less. Raises ValueError
+    The plan is the old one unless a step is predicted to take at least the fraction `threshold` less, by each
+    measurement alone: noise is in some of them, and a device that slows between two is not known yet. Raises ValueError
     for a threshold that is no fraction. In a run of several processes all must call, and the first one's numbers count.
     """
     if not 0 <= threshold < 1:
         raise ValueError(f"threshold is {threshold!r}; give the least gain as a fraction, like 0.05")
-    slowdown = _first(plan.mesh, slowdown.astype(np.float64))
-    cluster = _at_speeds(plan.cluster, plan.devices, slowdown, threshold)
-    costs = plan.cost_model(cluster.subset(plan.devices))
-    program = plan.program
+    measured = slowdown.astype(np.float64).reshape(len(slowdown), -1)
+    measured = _first(plan.mesh, measured.ravel()).reshape(measured.shape)
+    slowdown, program = np.median(measured, axis=1), plan.program
+
+    def at(slowdown: Floats) -> tuple[Cluster, CostModel]:
+        cluster = _at_speeds(plan.cluster, plan.devices, slowdown, threshold)
+        return cluster, plan.cost_model(cluster.subset(plan.devices))
+
+    def gains(sizes: Sizes, costs: CostModel) -> bool:
+        return program_cost(program, sizes, costs) <= program_cost(program, plan.sizes, costs) * (1 - threshold)
+
+    cluster, costs = at(slowdown)
     sizer = Sizer(program, plan.sizes.classes, costs)
     found = sizer.best(proportional(costs.rate("float32")), limit=plan.memory_limit)
     before = program_cost(program, plan.sizes, costs)
-    if program_cost(program, found, costs) > before * (1 - threshold) or sizer.memory.peak(found) > plan.memory_limit:
+    known = [costs, *(at(one)[1] for one in measured.T if measured.shape[1] > 1)]
+    if sizer.memory.peak(found) > plan.memory_limit or not all(gains(found, c) for c in known):
         found = plan.sizes
     sizes = agreed(plan.mesh, found)
     after = program_cost(program, sizes, costs)

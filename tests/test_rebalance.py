@@ -338,10 +338,10 @@ def test_a_monitor_proposes_when_a_device_stays_slow(plan: Plan) -> None:
 def test_a_monitor_takes_the_median_of_its_window(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
     """As if every device were a process: what is gathered is each one's own."""
     slow = [1.0, 1.0, 1.0, 2.0]
-    monkeypatch.setattr("hapsynth.monitor.gathered", lambda mesh, mine: np.outer([1, 1, 1, 2], mine))
+    monkeypatch.setattr("hapsynth.monitor.gathered", lambda mesh, mine: np.outer(slow, mine))
     predicted = float(busy_seconds(plan).max())
     monitor = Monitor(plan, every=2, window=3)
-    said = [monitor.step(seconds=predicted * t) for t in (1, 1, 40, 40, 1, 1)]
+    said = [monitor.step(seconds=predicted * t) for t in (1, 1, 1.2, 1.2, 1, 1)]
     assert said[:5] == [None] * 5
     assert said[5] is not None
     assert said[5].slowdown == pytest.approx(slow)
@@ -349,6 +349,27 @@ def test_a_monitor_takes_the_median_of_its_window(plan: Plan, monkeypatch: pytes
     # It goes on with the plan that it proposed, on which nothing was measured yet.
     assert monitor.plan is said[5].plan
     assert [monitor.step(seconds=predicted) for _ in range(5)] == [None] * 5
+
+
+def test_a_monitor_waits_until_its_window_agrees(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a device that slows to half, or of noise: one measurement of the three is enough to know better."""
+    last = iter([1.0, 2.0, 1.0, 2.0, 2.0, 2.0])
+    # Each measurement of the last device, in order.
+    seen: list[float] = []
+
+    def gathered(mesh: object, mine: np.ndarray) -> np.ndarray:
+        return np.array([mine, mine, mine, seen[-3:]])
+
+    monkeypatch.setattr("hapsynth.monitor.gathered", gathered)
+    predicted = float(busy_seconds(plan).max())
+    monitor = Monitor(plan, every=1, window=3)
+    said = []
+    for slowdown in last:
+        seen.append(slowdown)
+        said.append(monitor.step(seconds=predicted))
+    assert said[:5] == [None] * 5
+    assert said[5] is not None
+    assert said[5].slowdown == pytest.approx([1.0, 1.0, 1.0, 2.0])
 
 
 def test_a_probe_runs_each_devices_heaviest_op_at_its_own_shape(plan: Plan) -> None:
