@@ -3,6 +3,7 @@
 from hapsynth.api import synthesize
 from hapsynth.checkpoint import CheckpointError, load_state
 from hapsynth.cluster import Cluster, ClusterError, ClusterWarning, DeviceKind, Link
+from hapsynth.contest import Fastest, contenders, fastest
 from hapsynth.drift import DriftReport
 from hapsynth.export import SourceError
 from hapsynth.instructions.rule_check import RuleReport, check_rule
@@ -30,6 +31,7 @@ __all__ = [
     "ClusterWarning",
     "DeviceKind",
     "DriftReport",
+    "Fastest",
     "InfeasibleError",
     "Link",
     "LocalSlices",
@@ -46,6 +48,8 @@ __all__ = [
     "TraceError",
     "UnsupportedError",
     "check_rule",
+    "contenders",
+    "fastest",
     "load",
     "load_plans",
     "load_state",

@@ -350,9 +350,11 @@ class Plan(Planned):
         chosen by its arguments' shapes, and any others are refused."""
         return Buckets([self, *(self.for_shapes(*args) for args in examples)])
 
-    def resized(self, result: Result, cluster: Cluster, traced: Traced | None = None) -> Plan:
-        """This plan with another result for the same devices, described by another cluster, or for other shapes."""
-        return Plan(traced or self.traced, result, cluster, self.mesh, self.fn, donate=self._donate, form=self._asked)
+    def resized(self, result: Result, cluster: Cluster, traced: Traced | None = None, mesh: Mesh | None = None) -> Plan:
+        """This plan with another result for the same devices, described by another cluster, or for other shapes, or for
+        those of another mesh."""
+        mesh = self.mesh if mesh is None else mesh
+        return Plan(traced or self.traced, result, cluster, mesh, self.fn, donate=self._donate, form=self._asked)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan as JSON, whole or not at all; OSError where that cannot be done."""
