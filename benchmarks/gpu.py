@@ -29,19 +29,13 @@ from on_gpu.settings import DTYPES, SIZES, Row, Settings, parsed
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 
-MODULES = {
-    "overhead": "overhead",
-    "profile": "profiled",
-    "shares": "shares",
-    "switch": "switch",
-    "padding": "padding",
-    "flags": "flags",
-}
+PARTS = ("overhead", "profile", "shares", "switch", "padding", "flags")
+"""Each the name of its module in on_gpu/."""
 _TOLD = ("name", "driver_version", "memory.total", "clocks.max.sm", "clocks.max.memory", "power.limit", "pstate")
 
 
 def module_of(part: str) -> Any:
-    return importlib.import_module(f"on_gpu.{MODULES[part]}")
+    return importlib.import_module(f"on_gpu.{part}")
 
 
 def smi(*fields: str) -> dict[str, str]:
@@ -118,7 +112,7 @@ def start(options: argparse.Namespace, given: list[str], rows: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="*", choices=MODULES, default=list(MODULES))
+    parser.add_argument("--only", nargs="*", choices=PARTS, default=list(PARTS))
     parser.add_argument("--sizes", choices=[name for name in SIZES if name != "own"], default="card")
     parser.add_argument("--examples", nargs="*", choices=DTYPES, default=list(DTYPES))
     parser.add_argument("--set", dest="given", action="append", type=parsed, default=[], metavar="EXAMPLE.FIELD=VALUE")

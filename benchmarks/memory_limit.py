@@ -19,12 +19,10 @@ import ctypes
 import gc
 import json
 import os
-import shutil
-import signal
 import subprocess
 import sys
-import tempfile
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,13 +30,12 @@ import emulated
 import jax
 import models
 import numpy as np
-from emulated import EmulatedCluster, MissingError, SpecError, machines
-from peers import Alone, Jitted, Planned, differences
-from runtime import AGREE, TWIN, Worker, as_plan, begun
+from _emulating import Worker, check, environment, in_folder, run
+from _programs import chosen
+from emulated import Machine, machines
+from peers import AGREE, Alone, Jitted, Planned, begun, differences
 
 import hapsynth
-from hapsynth.search.baselines import Baselines
-from hapsynth.search.planner import Planner
 from hapsynth.trace import trace
 
 SYSTEMS = ("plan", "fsdp", "even")
@@ -75,14 +72,7 @@ def plans(options: argparse.Namespace) -> None:
     cluster = hapsynth.Cluster.load(options.join / "cluster.toml")
     kinds = [replace(kind, memory=int(kind.memory * (1 - options.reserve))) for kind in cluster.devices]
     cluster = replace(cluster, devices=tuple(kinds))
-    traced = trace(fn, shapes)
-    planner = Planner(traced.graph, cluster)
-    known = Baselines(traced.graph, planner.table, planner.costs, planner.limit)
-    for system in options.systems:
-        if system == "plan":
-            plan = hapsynth.synthesize(fn, shapes, cluster, form="staged")
-        else:
-            plan = as_plan(known.all([TWIN[system]])[TWIN[system]], fn, traced, cluster)
+    for system, plan in chosen(options.systems, fn, shapes, trace(fn, shapes), cluster, form="staged").items():
         plan.save(options.join / f"{system}.json")
 
 
@@ -144,26 +134,27 @@ def read(folder: Path, like: Any) -> Any:
 # In the process that starts them
 
 
-def run(options: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
+def measure(options: argparse.Namespace, folder: Path) -> int:
     options.join = folder
     print("one process alone", flush=True)
-    subprocess.run(command(options, "alone"), check=True, env=environment())
+    subprocess.run(command(options, "alone"), check=True, env=ours())
     print("profiling", flush=True)
     module = [sys.executable, "-m", "hapsynth", "profile", "-o", str(folder / "cluster.toml"), "--quick", "--force"]
     job = ["--coordinator", "{coordinator}", "--processes", "{n}", "--process", "{i}"]
-    with EmulatedCluster(machines(options.quotas, memory=options.memory)) as cluster:
-        codes = cluster.run([*module, *job], environment(), options.timeout)
-    if any(codes):
-        raise SystemExit(f"memory_limit: profiling ended with {codes}")
+    check(run(limited(options), folder, [*module, *job], ours(), options.timeout), "memory_limit: profiling")
     print("planning", flush=True)
-    subprocess.run(command(options, "plans"), check=True, env=environment())
-    return [trained(options, folder, system) for system in options.systems]
+    subprocess.run(command(options, "plans"), check=True, env=ours())
+    rows = [trained(options, folder, system) for system in options.systems]
+    options.json.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+    return 0 if report(rows) else 1
+
+
+def limited(options: argparse.Namespace) -> list[Machine]:
+    return machines(options.quotas, memory=options.memory)
 
 
 def trained(options: argparse.Namespace, folder: Path, name: str) -> dict[str, Any]:
     """Train with one system; what came of it."""
-    for file in folder.glob("met*"):
-        file.unlink()
     doing: dict[str, str] = {}
     ended: list[str] = []
 
@@ -174,9 +165,9 @@ def trained(options: argparse.Namespace, folder: Path, name: str) -> dict[str, A
         elif line in STAGES and not ended:
             doing[machine] = line
 
-    with EmulatedCluster(machines(options.quotas, memory=options.memory)) as cluster:
-        codes = cluster.run(command(options, "train", name), environment(), options.timeout, show)
-    row: dict[str, Any] = {"system": name, "limit_bytes": [m.memory for m in cluster.machines], "ended": ended}
+    where = limited(options)
+    codes = run(where, folder, command(options, "train", name), ours(), options.timeout, show)
+    row: dict[str, Any] = {"system": name, "limit_bytes": [m.memory for m in where], "ended": ended}
     row["predicted_bytes"] = json.loads((folder / f"{name}.json").read_text())["memory_bytes"]
     if any(codes):
         return {**row, "codes": codes, "doing": doing}
@@ -194,11 +185,11 @@ def trained(options: argparse.Namespace, folder: Path, name: str) -> dict[str, A
     return row
 
 
-def environment() -> dict[str, str]:
-    # What is freed goes back to the system at once, so that a process is as large as what it holds.
-    paths = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
-    own = {"MALLOC_MMAP_THRESHOLD_": str(1 << 20), "NPROC": "1", "PYTHONPATH": paths, "JAX_PLATFORMS": "cpu"}
-    return {**os.environ, **own, "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {_MEMORY_FIRST}"}
+def ours() -> dict[str, str]:
+    """The environment of all processes. What is freed goes back to the system at once, so that a process is as large as
+    what it holds."""
+    flags = f"{os.environ.get('XLA_FLAGS', '')} {_MEMORY_FIRST}"
+    return environment({"MALLOC_MMAP_THRESHOLD_": str(1 << 20), "XLA_FLAGS": flags})
 
 
 def command(options: argparse.Namespace, role: str, *systems: str) -> list[str]:
@@ -258,24 +249,8 @@ def main() -> int:
         case "train":
             Trainer(options).run()
         case _:
-            return start(options)
+            return in_folder("memory_limit", options.keep, partial(measure, options))
     return 0
-
-
-def start(options: argparse.Namespace) -> int:
-    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
-    folder = Path(options.keep or tempfile.mkdtemp(prefix="memory_limit"))
-    folder.mkdir(parents=True, exist_ok=True)
-    try:
-        rows = run(options, folder)
-    except (MissingError, SpecError) as error:
-        print(f"memory_limit: {error}", file=sys.stderr)
-        return 2
-    finally:
-        if options.keep is None:
-            shutil.rmtree(folder)
-    options.json.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
-    return 0 if report(rows) else 1
 
 
 if __name__ == "__main__":

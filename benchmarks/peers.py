@@ -18,10 +18,26 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from models import TrainingStep
 
 import hapsynth
+from hapsynth.example_data import random_arguments
 from hapsynth.lower import host_array
+from hapsynth.trace import Traced
 
 Arguments = tuple[Any, Any]
 """State and batch, whole, on the host."""
+AGREE = 1e-4
+"""The most by which losses, and states (`differences`), of the same step may differ."""
+
+
+def begun(fn: TrainingStep, traced: Traced) -> Arguments:
+    """A state and a batch as in the middle of training: second moments ten times as long as clipped gradients. (From
+    nothing, Adam makes a step of what gradients that cancel are off by; from large ones it hides all gradients.)"""
+    (state, batch), _ = random_arguments(traced)
+    size = sum(x.size for x in jax.tree.leaves(state["params"]))
+    values = {"count": 1000, "nu": 100 / size}
+    name = lambda path: next((k.name for k in path if isinstance(k, jax.tree_util.GetAttrKey)), "")
+    fill = lambda path, x: np.full(x.shape, values.get(name(path), 0), x.dtype)
+    opt = jax.eval_shape(fn.optimizer.init, state["params"])
+    return {"params": state["params"], "opt": jax.tree_util.tree_map_with_path(fill, opt)}, batch
 
 
 class System(Protocol):

@@ -15,20 +15,19 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-import shutil
-import signal
 import sys
-import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import emulated
 import jax
 import numpy as np
-from emulated import EmulatedCluster, MissingError, SpecError, machines
-from peers import Planned
-from runtime import MODELS, Worker, begun, environment
+from _emulating import KEEPS_MEMORY, Worker, check, environment, in_folder, run
+from emulated import machines
+from peers import Planned, begun
+from runtime import MODELS
 
 import hapsynth
 from hapsynth.trace import trace
@@ -41,7 +40,6 @@ class Watched(Worker):
     """One process of the emulated cluster."""
 
     def run(self) -> None:
-        self.tell("profiling")
         cluster = self.profiled()
         fn, shapes = MODELS[self.options.model](self.count)
         file = self.folder / "plan.json"
@@ -137,14 +135,10 @@ class Watched(Worker):
 def start(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Run it all; what is said of it."""
     (folder / "said.json").unlink(missing_ok=True)
-    for file in folder.glob("met*"):
-        file.unlink()
     command = [sys.executable, __file__, "--join", str(folder), "--quotas", options.quotas, "--to", str(options.to)]
     command += ["--model", options.model, "--steps", str(options.steps)]
-    with EmulatedCluster(machines(options.quotas)) as cluster:
-        codes = cluster.run(command, environment(), options.timeout)
-    if any(codes):
-        raise SystemExit(f"rebalance: the processes ended with {codes}")
+    codes = run(machines(options.quotas), folder, command, environment(KEEPS_MEMORY), options.timeout)
+    check(codes, "rebalance: the processes")
     return json.loads((folder / "said.json").read_text(encoding="utf-8"))
 
 
@@ -161,22 +155,8 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def main() -> int:
-    options = arguments()
-    if options.join:
-        Watched(options).run()
-        return 0
-    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
-    folder = Path(options.keep or tempfile.mkdtemp(prefix="rebalance"))
-    folder.mkdir(parents=True, exist_ok=True)
-    try:
-        said = start(options, folder)
-    except (MissingError, SpecError) as error:
-        print(f"rebalance: {error}", file=sys.stderr)
-        return 2
-    finally:
-        if options.keep is None:
-            shutil.rmtree(folder)
+def measure(options: argparse.Namespace, folder: Path) -> int:
+    said = start(options, folder)
     options.json.write_text(json.dumps(said, indent=1) + "\n", encoding="utf-8")
     say = lambda text: print(text.format(**said))
     say("{model} on {quotas}, the last one slowed to {to:g}")
@@ -185,6 +165,14 @@ def main() -> int:
     say("proposed after {steps_until_proposal} steps, moved in {move_s:.3f} s")
     print("the state's bits are the same" if said["identical"] else "BITS DIFFER")
     return 0 if said["identical"] else 1
+
+
+def main() -> int:
+    options = arguments()
+    if options.join:
+        Watched(options).run()
+        return 0
+    return in_folder("rebalance", options.keep, partial(measure, options))
 
 
 if __name__ == "__main__":

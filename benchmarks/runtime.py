@@ -18,16 +18,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
-import shutil
-import signal
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,20 +32,14 @@ import emulated
 import jax
 import models
 import numpy as np
-from emulated import EmulatedCluster, MissingError, SpecError, machines
-from hap import Hap
-from jax.sharding import Mesh
-from peers import Alone, Arguments, BySpeed, Jitted, Planned, System, differences, rows_by_speed
+from _emulating import KEEPS_MEMORY, Worker, check, environment, in_folder, run
+from _programs import chosen
+from emulated import machines
+from peers import AGREE, Alone, Arguments, BySpeed, Jitted, Planned, System, begun, differences, rows_by_speed
 
 import hapsynth
-import hapsynth.jobs
-from hapsynth.example_data import random_arguments
-from hapsynth.profile.job import Job
-from hapsynth.profile.run import Options, profile
-from hapsynth.search.baselines import NAMES, Baseline, Baselines
-from hapsynth.search.planner import Planner
-from hapsynth.search.result import Result
-from hapsynth.trace import Traced, trace
+from hapsynth.search.baselines import NAMES
+from hapsynth.trace import trace
 
 CLUSTERS = {
     "2": {"quotas": "1.0:0.3"},
@@ -57,7 +48,6 @@ CLUSTERS = {
     "even4": {"quotas": "0.4:0.4:0.4:0.4"},
 }
 SYSTEMS = ("plan", "even", "by_speed", "fsdp", "hap")
-AGREE = 1e-4
 _WARM_UP = 2
 _SMALL = replace(models.BERT, batch=1, width=256, heads=8, ff=1024, vocab=2048, post_norm=False, causal=True)
 
@@ -98,57 +88,15 @@ class Row:
     system: System
 
 
-class Worker:
-    """One process of the emulated cluster. What takes long on one of them only is waited for at files: collectives
-    give up after half a minute."""
-
-    def __init__(self, options: argparse.Namespace) -> None:
-        self.options, self.folder = options, Path(options.join)
-        with emulated.unlimited():
-            jax.config.update("jax_platforms", "cpu")
-            jax.distributed.initialize()
-            self.index, self.count = jax.process_index(), jax.process_count()
-            hapsynth.jobs.connect()
-            self.job = Job()
-            self.mesh = Mesh(np.array(self.job.devices), ("d",))
-            self.meet()
-        self.job.agree(True)
-
-    _met = 0
-
-    def meet(self) -> None:
-        """Wait for all processes, however long it takes."""
-        self._met += 1
-        (self.folder / f"met{self._met}.{self.index}").touch()
-        while not all((self.folder / f"met{self._met}.{i}").exists() for i in range(self.count)):
-            time.sleep(0.02)
-
-    def tell(self, text: str) -> None:
-        if self.job.first:
-            print(text, flush=True)
+class Measuring(Worker):
+    """One process of the emulated cluster."""
 
     def run(self) -> None:
-        self.tell("profiling")
         cluster = self.profiled()
         rates = ", ".join(f"{k.flops['float32'] / 1e9:.4g}" for k in cluster.devices)
         self.tell(f"profiled: {rates} GFLOP/s")
         for name in self.options.only:
             self.model(name, cluster)
-
-    def profiled(self) -> hapsynth.Cluster:
-        file = self.folder / "cluster.toml"
-        known = file.exists()
-        self.meet()
-        if known:
-            return hapsynth.Cluster.load(file)
-        note = self.tell if self.job.first else lambda _: None
-        # A minute, not two.
-        asked = Options(limit_s=0.2, window_s=0.05)
-        cluster = profile(self.job, asked, None, force=True, note=note)
-        if self.job.first:
-            cluster.save(file)
-        self.meet()
-        return hapsynth.Cluster.load(file)
 
     def model(self, name: str, cluster: hapsynth.Cluster) -> None:
         """Predict, compile, measure and compare all systems on one model; the first process writes the rows."""
@@ -195,7 +143,7 @@ class Worker:
         self, system: str, model: str, fn: Any, shapes: Any, arguments: Arguments, cluster: hapsynth.Cluster
     ) -> Row:
         """A system, ready to be given its arguments. Stock JAX is predicted as the same program of hapsynth's."""
-        file = self.folder / f"{model}-{TWIN.get(system, system)}.json"
+        file = self.folder / f"{model}-{system}.json"
         plan = hapsynth.load(file, fn, shapes, self.mesh, form=self.options.form)
         made: System
         match system:
@@ -243,45 +191,6 @@ class Worker:
         file.write_text(json.dumps([*kept, *said], indent=1) + "\n", encoding="utf-8")
 
 
-def begun(fn: models.TrainingStep, traced: Traced) -> Arguments:
-    """A state and a batch as in the middle of training: second moments ten times as long as clipped gradients. (From
-    nothing, Adam makes a step of what gradients that cancel are off by; from large ones it hides all gradients.)"""
-    (state, batch), _ = random_arguments(traced)
-    size = sum(x.size for x in jax.tree.leaves(state["params"]))
-    values = {"count": 1000, "nu": 100 / size}
-    name = lambda path: next((k.name for k in path if isinstance(k, jax.tree_util.GetAttrKey)), "")
-    fill = lambda path, x: np.full(x.shape, values.get(name(path), 0), x.dtype)
-    opt = jax.eval_shape(fn.optimizer.init, state["params"])
-    return {"params": state["params"], "opt": jax.tree_util.tree_map_with_path(fill, opt)}, batch
-
-
-TWIN = {"even": "data_parallel", "by_speed": "data_parallel_speed", "fsdp": "zero3"}
-"""What people run today, as hapsynth's cost model knows it."""
-
-
-def chosen(
-    systems: Sequence[str], fn: Any, shapes: Any, traced: Traced, cluster: hapsynth.Cluster
-) -> dict[str, hapsynth.Plan]:
-    """The program and sizes of each system, under the names of `TWIN`."""
-    found: dict[str, hapsynth.Plan] = {}
-    planner = Planner(traced.graph, cluster)
-    known = Baselines(traced.graph, planner.table, planner.costs, planner.limit)
-    twins = [TWIN.get(system, system) for system in systems]
-    for name, baseline in known.all([t for t in dict.fromkeys(twins) if t in NAMES]).items():
-        found[name] = as_plan(baseline, fn, traced, cluster)
-    if "plan" in systems:
-        found["plan"] = hapsynth.synthesize(fn, shapes, cluster)
-    if "hap" in systems:
-        found["hap"] = as_plan(Hap(known).baseline(), fn, traced, cluster)
-    return found
-
-
-def as_plan(b: Baseline, fn: Any, traced: Traced, cluster: hapsynth.Cluster) -> hapsynth.Plan:
-    memory, limit = (b.memory_bytes,) * cluster.n, tuple(float(k.memory) for k in cluster.devices)
-    result = Result(b.program, b.sizes, b.cost_s, 0.0, 0.0, "gap", 0, memory, limit)
-    return hapsynth.Plan(traced, result, cluster, fn=fn)
-
-
 def report(rows: Sequence[dict[str, Any]]) -> bool:
     """Prints a table per model and cluster; whether all values agree."""
     fine = True
@@ -303,26 +212,14 @@ def report(rows: Sequence[dict[str, Any]]) -> bool:
     return fine
 
 
-def environment() -> dict[str, str]:
-    """Of the processes of the cluster: one thread each, and memory that is kept. What is given back to the system at
-    every step is slow at its first touch; GPUs' allocators keep it."""
-    kept = {"MALLOC_MMAP_THRESHOLD_": str(1 << 40), "MALLOC_TRIM_THRESHOLD_": str(1 << 40), "NPROC": "1"}
-    paths = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
-    return {**os.environ, **kept, "PYTHONPATH": paths}
-
-
 def start(options: argparse.Namespace, where: str, folder: Path) -> list[dict[str, Any]]:
     """All models on one cluster; the rows."""
     command = [sys.executable, __file__, "--join", str(folder), "--cluster", where, "--only", ",".join(options.only)]
     command += ["--systems", ",".join(options.systems), "--rounds", str(options.rounds), "--seed", str(options.seed)]
     command += ["--form", options.form]
     (folder / "rows.json").unlink(missing_ok=True)
-    for file in folder.glob("met*"):
-        file.unlink()
-    with EmulatedCluster(machines(**CLUSTERS[where])) as cluster:
-        codes = cluster.run(command, environment(), options.timeout)
-    if any(codes):
-        raise SystemExit(f"runtime: the processes on {where} ended with {codes}")
+    codes = run(machines(**CLUSTERS[where]), folder, command, environment(KEEPS_MEMORY), options.timeout)
+    check(codes, f"runtime: the processes on {where}")
     return json.loads((folder / "rows.json").read_text(encoding="utf-8"))
 
 
@@ -350,27 +247,22 @@ def arguments() -> argparse.Namespace:
     return options
 
 
+def measure(options: argparse.Namespace, kept: Path) -> int:
+    rows: list[dict[str, Any]] = []
+    for where in options.cluster:
+        (kept / where).mkdir(exist_ok=True)
+        rows += start(options, where, kept / where)
+        options.json.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+    return 0 if report(rows) else 1
+
+
 def main() -> int:
     options = arguments()
     if options.join:
         options.cluster = options.cluster[0]
-        Worker(options).run()
+        Measuring(options).run()
         return 0
-    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
-    rows: list[dict[str, Any]] = []
-    kept = Path(options.keep or tempfile.mkdtemp(prefix="runtime"))
-    try:
-        for where in options.cluster:
-            (kept / where).mkdir(parents=True, exist_ok=True)
-            rows += start(options, where, kept / where)
-            options.json.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
-    except (MissingError, SpecError) as error:
-        print(f"runtime: {error}", file=sys.stderr)
-        return 2
-    finally:
-        if options.keep is None:
-            shutil.rmtree(kept)
-    return 0 if report(rows) else 1
+    return in_folder("runtime", options.keep, partial(measure, options))
 
 
 if __name__ == "__main__":

@@ -46,6 +46,13 @@ def check_positive(name: str, value: Any, unit: str) -> None:
         raise ValueError(f"{name} is {value!r}; give a positive number of {unit}")
 
 
+def check_dict(name: str, value: Any, of: str = "") -> None:
+    """TypeError where an option, of a function that is called so, is given and no dict."""
+    if value is not None and not isinstance(value, Mapping):
+        where = f" of {of}" if of not in ("", "fn") else ""
+        raise TypeError(f"{name}{where} is {value!r}; give a dict")
+
+
 def holds_exact(form: Form, devices: jax.sharding.Mesh | None) -> bool:
     """Whether a plan is made for shards of exact size in memory (`synthesize`)."""
     return form == "staged" or (form == "auto" and devices is not None and devices.is_multi_process)
@@ -65,6 +72,8 @@ def traced_as_asked(
     if not isinstance(args, (tuple, list)):
         kind = type(args).__name__
         raise TypeError(f"{names[1]} is a {kind}; give a tuple of the arguments, (x,) where there is one")
+    for option, given in (("example_kwargs", kwargs), ("expect", expect)):
+        check_dict(option, given, names[0])
     traced = trace(fn, args, dict(kwargs or {}), carry=carry)
     return replace(traced, graph=expecting(traced.graph, expect)) if expect else traced
 
@@ -72,6 +81,7 @@ def traced_as_asked(
 def layouts_of(arguments: Mapping[str, Value], fixed: Mapping[str, str], axes: int, what: str) -> dict[int, Layout]:
     """The stored layouts that `fixed` asks for, by value, on a mesh of so many axes; ValueError names a path or layout
     that cannot be met, and `what` the paths are of."""
+    check_dict("fixed", fixed)
     stored: dict[int, Layout] = {}
     for path, text in fixed.items():
         if path not in arguments:

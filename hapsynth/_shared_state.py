@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from hapsynth.graph import Literal
-from hapsynth.trace import Traced, TraceError, by_head, tail_of
+from hapsynth.trace import Traced, TraceError, by_head, tail_of, under
 
 RESULT = "return"
 """Before the path of a result, where the state of a function is said."""
@@ -190,12 +190,12 @@ def _said(
         of_result = path.startswith(RESULT)
         prefix = path[len(RESULT) :] if of_result else path
         paths, described = (traced.out_paths, _output) if of_result else (traced.in_paths, _input)
-        below = [(i, p) for i, p in enumerate(paths) if p.startswith(prefix)]
+        below = under(prefix, paths)
         if not below:
             known = ", ".join([*traced.in_paths, *(RESULT + p for p in traced.out_paths)])
             raise TraceError(f"state names {path!r} of {name!r}, which has {known}")
-        for position, full in below:
-            of = state_path + full[len(prefix) :]
+        for rest, position in below.items():
+            full, of = paths[position], state_path + rest
             if of not in number:
                 raise TraceError(f"state has {path!r} of {name!r} be {state_path!r}, but the state has no {of!r}")
             leaf, here = leaves[number[of]], Leaf(full, *described(traced, position))

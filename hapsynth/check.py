@@ -4,15 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
 
 from hapsynth import _jax
+from hapsynth._arguments import Arguments
+from hapsynth.example_data import random_arguments
 from hapsynth.graph import Value
 from hapsynth.lower import host_array, with_weak_type
+from hapsynth.sharded_array import plain, whole
 from hapsynth.trace import Traced
+
+if TYPE_CHECKING:
+    from hapsynth.plan import Plan
 
 
 @dataclass(frozen=True)
@@ -51,6 +57,23 @@ class CheckReport:
             return f"check passed: {head}"
         named = ", ".join(f"output{path} {error:.2e}" for path, error in self.worst[:5])
         return f"check FAILED: {head}: {named}{', ...' if len(self.worst) > 5 else ''}"
+
+
+def check_plan(
+    plan: Plan, arguments: Arguments, args: tuple[Any, ...], kwargs: dict[str, Any], rtol: float
+) -> CheckReport:
+    """`Plan.check`."""
+    function, traced, lowered = plan.function, plan.traced, plan.lowered
+    if not args and not kwargs:
+        args, kwargs = random_arguments(traced)
+    leaves = [plain(x) for x in arguments.flatten(args, kwargs)]
+    placed = arguments.place_copies(lowered, leaves, 0)
+    args, kwargs = jax.tree_util.tree_unflatten(traced.in_tree, placed)
+    out = jax.tree_util.tree_leaves(plan(*args, **kwargs))
+    got = [whole(out[i]) for i in traced.out_array_leaves]
+    reference = Reference(function, traced, leaves, lowered.mesh.local_devices[0])
+    errors = compare(reference, [leaves[i] for i in traced.array_leaves], got, rtol)
+    return CheckReport(tuple(zip(traced.out_paths, errors, strict=True)), rtol)
 
 
 def relative_error(got: Any, want: Any, floor: float = 0.0) -> float:

@@ -28,7 +28,7 @@ from hapsynth.instructions.rules.notation import RuleError
 from hapsynth.jobs import JobError, PreflightError
 from hapsynth.jobs.command import launch_command, preflight_command
 from hapsynth.lower import UnsupportedError
-from hapsynth.options import MISUSED, of_each, of_one, parser, ratios_of, ratios_of_each
+from hapsynth.options import MISUSED, asked, parser
 from hapsynth.plan import Plan, PlanError
 from hapsynth.profile.command import profile_command
 from hapsynth.profile.judge import ProfileError
@@ -155,28 +155,10 @@ def _search(options: argparse.Namespace, session: _Session) -> int:
 def _search_several(options: argparse.Namespace, session: _Session, targets: Targets, cluster: Cluster) -> int:
     if options.advise:
         raise UsageError(f"--advise is about one function: leave it out, or pick one with --function; {targets}")
-    names = list(targets.each)
-    frequency = dict(options.frequency)
-    asked = {name: dict(of) for name, of in of_each("--expect", options.expect, names).items()}
-    said = {name: dict(of) for name, of in of_each("--state", options.state, names).items()}
     try:
-        with progress(options.progress) as show:
-            plans = synthesize(
-                targets.functions,
-                targets.args,
-                cluster,
-                example_kwargs=targets.kwargs,
-                ratios=ratios_of_each(options.ratios, names),
-                expect=asked,
-                memory_limit=options.memory_limit,
-                time_budget_s=options.time_budget,
-                progress=show,
-                form=options.form,
-                frequency=frequency,
-                state=said,
-            )
+        plans = _synthesized(options, targets, cluster)
     except InfeasibleError as error:
-        session.files.write_json(options.json, several_infeasible_record(frequency, str(error)))
+        session.files.write_json(options.json, several_infeasible_record(dict(options.frequency), str(error)))
         raise
     _tell_interrupted(options, any(p.result.interrupted for p in plans.values()), plans.gap, plans.lower_bound)
     session.files.write(options.plan, plans.save)
@@ -200,10 +182,9 @@ def _infeasible(
 
 def _task(options: argparse.Namespace, target: Target, cluster: Cluster, error: InfeasibleError) -> Task:
     def plan(args: tuple[Any, ...], kwargs: Mapping[str, Any], on: Cluster, limit: float | None) -> Plan:
+        given = asked(options)
         # With devices left out as well, many more searches would have to fail before one is known to.
-        return synthesize(
-            target.fn, args, on, example_kwargs=kwargs, memory_limit=limit, leave_out=False, **_asked(options)
-        )
+        return synthesize(target.fn, args, on, example_kwargs=kwargs, memory_limit=limit, leave_out=False, **given)
 
     return Task(target.fn, target.args, target.kwargs, cluster, options.memory_limit, error.needs, plan)
 
@@ -304,27 +285,28 @@ def _cluster(path: str) -> Cluster:
     return Cluster.load(path)
 
 
-def _asked(options: argparse.Namespace) -> dict[str, Any]:
-    """What holds of other arguments, clusters and limits too."""
-    expect = dict(of_one("--expect", options.expect))
-    asked: dict[str, Any] = {"expect": expect, "time_budget_s": options.time_budget}
-    return asked | {"form": options.form} if "form" in options else asked
-
-
 def _planned(options: argparse.Namespace, target: Target, cluster: Cluster) -> Plan:
-    with progress(options.progress) as show:
-        plan = synthesize(
-            target.fn,
-            target.args,
-            cluster,
-            example_kwargs=target.kwargs,
-            memory_limit=options.memory_limit,
-            ratios=ratios_of(of_one("--ratios", options.ratios)),
-            progress=show,
-            **_asked(options),
-        )
+    plan = _synthesized(options, target, cluster)
     _tell_interrupted(options, plan.result.interrupted, plan.gap, plan.lower_bound)
     return plan
+
+
+def _synthesized(options: argparse.Namespace, found: Target | Targets, cluster: Cluster) -> Any:
+    """The plan of the function, or the plans of the functions, that a model file holds."""
+    one = isinstance(found, Target)
+    functions: Any = found.fn if one else found.functions
+    args: Any = found.args
+    given = asked(options, None if one else list(found.each))
+    with progress(options.progress) as show:
+        return synthesize(
+            functions,
+            args,
+            cluster,
+            example_kwargs=found.kwargs,
+            memory_limit=options.memory_limit,
+            progress=show,
+            **given,
+        )
 
 
 def _tell_interrupted(options: argparse.Namespace, interrupted: bool, gap: float, bound: float) -> None:

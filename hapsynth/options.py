@@ -6,7 +6,7 @@ import argparse
 import math
 from collections.abc import Sequence
 from importlib import metadata
-from typing import NoReturn, TypeVar, get_args
+from typing import Any, NoReturn, TypeVar, get_args
 
 from hapsynth import _units
 from hapsynth._forms import Form
@@ -203,7 +203,24 @@ def _ratio(text: str) -> tuple[str, tuple[str, tuple[float, ...]]]:
         raise argparse.ArgumentTypeError(why) from None
 
 
-def of_one(option: str, given: Sequence[tuple[str, _T]]) -> list[_T]:
+def asked(options: argparse.Namespace, functions: Sequence[str] | None = None) -> dict[str, Any]:
+    """Keyword arguments of `synthesize` for the only function, or for several, by their names; UsageError for what is
+    given for others."""
+    alike = {"time_budget_s": options.time_budget, "form": getattr(options, "form", "auto")}
+    if functions is None:
+        expect = dict(_of_one("--expect", options.expect))
+        return {**alike, "expect": expect, "ratios": _ratios_of(_of_one("--ratios", options.ratios))}
+    each = lambda option, given: {name: dict(of) for name, of in _of_each(option, given, functions).items()}
+    return {
+        **alike,
+        "expect": each("--expect", options.expect),
+        "ratios": _ratios_of_each(options.ratios, functions),
+        "frequency": dict(options.frequency),
+        "state": each("--state", options.state),
+    }
+
+
+def _of_one(option: str, given: Sequence[tuple[str, _T]]) -> list[_T]:
     """What is given for the only function; UsageError where one is named."""
     for name, _ in given:
         if name:
@@ -211,7 +228,7 @@ def of_one(option: str, given: Sequence[tuple[str, _T]]) -> list[_T]:
     return [rest for _, rest in given]
 
 
-def of_each(option: str, given: Sequence[tuple[str, _T]], functions: Sequence[str]) -> dict[str, list[_T]]:
+def _of_each(option: str, given: Sequence[tuple[str, _T]], functions: Sequence[str]) -> dict[str, list[_T]]:
     """What is given for each of several functions; UsageError where none is named, or none that there is."""
     found: dict[str, list[_T]] = {}
     for name, rest in given:
@@ -222,7 +239,7 @@ def of_each(option: str, given: Sequence[tuple[str, _T]], functions: Sequence[st
     return found
 
 
-def ratios_of(given: Sequence[tuple[str, tuple[float, ...]]]) -> Ratios | None:
+def _ratios_of(given: Sequence[tuple[str, tuple[float, ...]]]) -> Ratios | None:
     """Those of every class, or by class; UsageError for both, or for one twice."""
     names = [name for name, _ in given]
     if len(set(names)) < len(names) or ("" in names and len(names) > 1):
@@ -230,15 +247,15 @@ def ratios_of(given: Sequence[tuple[str, tuple[float, ...]]]) -> Ratios | None:
     return dict(given) if names and "" not in names else given[0][1] if given else None
 
 
-def ratios_of_each(
+def _ratios_of_each(
     given: Sequence[tuple[str, tuple[str, tuple[float, ...]]]], functions: Sequence[str]
 ) -> RatiosOfEach | None:
-    """Of several functions: those of every class of all, or by function; UsageError as `ratios_of`."""
+    """Of several functions: those of every class of all, or by function; UsageError as `_ratios_of`."""
     if not given:
         return None
     if len(given) == 1 and given[0][0] == given[0][1][0] == "":
         return given[0][1][1]
-    return {name: r for name, rest in of_each("--ratios", given, functions).items() if (r := ratios_of(rest))}
+    return {name: r for name, rest in _of_each("--ratios", given, functions).items() if (r := _ratios_of(rest))}
 
 
 def _seconds(text: str) -> float:

@@ -10,16 +10,14 @@ from functools import cached_property
 from typing import Any
 
 import jax
-import numpy as np
 from jax.sharding import Mesh
 
 from hapsynth import checkpoint
 from hapsynth._arguments import Arguments, wrap
 from hapsynth._forms import Chosen, Form, check_form, chosen_form, only_staged
-from hapsynth.check import CheckReport, Reference, compare
+from hapsynth.check import CheckReport, check_plan
 from hapsynth.cluster import Cluster, ClusterWarning
 from hapsynth.drift import DriftReport, copied_along, leaf_drift, resynced
-from hapsynth.example_data import random_arguments
 from hapsynth.export import in_shardings, out_shardings, source_of
 from hapsynth.jobs import before_call
 from hapsynth.local_data import Feeder
@@ -38,7 +36,7 @@ from hapsynth.planned import Planned
 from hapsynth.rebalance import THRESHOLD, propose, slowdowns
 from hapsynth.search.result import Result
 from hapsynth.shapes import Buckets, for_shapes
-from hapsynth.sharded_array import ShardedArray, plain, whole
+from hapsynth.sharded_array import mapped, whole
 from hapsynth.trace import Traced
 
 __all__ = ["CheckReport", "Form", "Plan", "PlanError", "load"]
@@ -261,21 +259,7 @@ class Plan(Planned):
         An unevenly sharded value is made whole for `fn`, as a NumPy array. The result may have another dtype; another
         shape raises ValueError.
         """
-
-        def apply(leaf: Any) -> Any:
-            if not isinstance(leaf, (ShardedArray, jax.Array)):
-                return leaf
-            made = fn(whole(leaf) if isinstance(leaf, ShardedArray) or leaf.is_deleted() else leaf)
-            made = made if isinstance(made, jax.Array) else np.asarray(made)
-            if made.shape != leaf.shape:
-                what = f"{leaf.dtype}{list(leaf.shape)}"
-                raise ValueError(f"plan.map: the function made shape {made.shape} of {what}; it must keep the shape")
-            if not isinstance(leaf, ShardedArray):
-                return jax.device_put(made, leaf.sharding)
-            storage = leaf.storage.with_dtype(made.dtype)
-            return ShardedArray(storage, storage.put(made, copy=True))
-
-        return jax.tree.map(apply, tree)
+        return jax.tree.map(lambda leaf: mapped(fn, leaf), tree)
 
     # Trust
 
@@ -287,18 +271,7 @@ class Plan(Planned):
         consumed.
         Raises RuntimeError for a plan that has no function, or no devices.
         """
-        function = self.function
-        if not args and not kwargs:
-            args, kwargs = random_arguments(self.traced)
-        lowered = self.lowered
-        leaves = [plain(x) for x in self._arguments.flatten(args, kwargs)]
-        placed = self._arguments.place_copies(lowered, leaves, 0)
-        args, kwargs = jax.tree_util.tree_unflatten(self.traced.in_tree, placed)
-        out = jax.tree_util.tree_leaves(self(*args, **kwargs))
-        got = [whole(out[i]) for i in self.traced.out_array_leaves]
-        reference = Reference(function, self.traced, leaves, lowered.mesh.local_devices[0])
-        errors = compare(reference, [leaves[i] for i in self.traced.array_leaves], got, rtol)
-        return CheckReport(tuple(zip(self.traced.out_paths, errors, strict=True)), rtol)
+        return check_plan(self, self._arguments, args, kwargs, rtol)
 
     def drift(self, argument: Any, arg: int | str = 0) -> DriftReport:
         """Compare the devices' copies of carried state that they compute redundantly, which unlike hardware rounds

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import numbers
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,7 +14,7 @@ from typing import Any
 
 import jax
 
-from hapsynth._asked import holds_exact, layouts_of, traced_as_asked
+from hapsynth._asked import check_dict, holds_exact, layouts_of, traced_as_asked
 from hapsynth._forms import Form
 from hapsynth._joint import JointPlanner
 from hapsynth._ratios import Ratios, pins_of
@@ -134,11 +135,15 @@ def synthesize_several(
 ) -> Plans:
     """As `synthesize`, whose options these are, for a dict of functions."""
     began = time.perf_counter()
-    names = list(functions)
+    names = _names(functions)
     args = _each("example_args", example_args, names)
-    _check_given(args, functions)
+    _check_given(args, names)
     asked = {"example_kwargs": example_kwargs, "carry": carry, "expect": expect, "state": state}
     kwargs, carries, expected, said = (_each(what, given or {}, names) for what, given in asked.items())
+    for name, of in said.items():
+        check_dict("state", of, repr(name))
+        if not all(isinstance(path, str) for pair in of.items() for path in pair):
+            raise TypeError(f"state of {name!r} is {of!r}; give a dict from path to path")
     traced: dict[str, Traced] = {}
     for name, fn in functions.items():
         called = f"the function {name!r}", f"example_args of {name!r}"
@@ -181,7 +186,7 @@ def load_plans(
     form: Form = "auto",
 ) -> Plans:
     """Read what `Plans.save` wrote, of the same functions; all else as `hapsynth.load`."""
-    data, where = read_object(path, SEVERAL), str(path)
+    data, where, names = read_object(path, SEVERAL), str(path), _names(functions)
     with blamed_on(where):
         saved = dict(data["plans"])
         if saved.keys() != functions.keys():
@@ -192,11 +197,8 @@ def load_plans(
         bound = read_number(data["lower_bound_s"])
         if not saved.keys() >= {named_after, *alone}:
             raise PlanError(f"it is about the plans of {', '.join(sorted({named_after, *alone}))}, but it was edited")
-    args, kwargs = (
-        _each("example_args", example_args, [*saved]),
-        _each("example_kwargs", example_kwargs or {}, [*saved]),
-    )
-    _check_given(args, functions)
+    args, kwargs = _each("example_args", example_args, names), _each("example_kwargs", example_kwargs or {}, names)
+    _check_given(args, names)
     read = {n: plan_from(f"{where}: {n!r}", saved[n], functions[n], args[n], kwargs.get(n)) for n in saved}
     return Plans(_in_one_form(read, functions, mesh, form), named_after, weights, alone, bound)
 
@@ -214,9 +216,19 @@ def _in_one_form(
     return plans
 
 
-def _check_given(args: Mapping[str, Any], functions: Functions) -> None:
-    if args.keys() != functions.keys():
-        missing = ", ".join(repr(n) for n in functions if n not in args)
+def _names(functions: Any) -> list[str]:
+    if not isinstance(functions, Mapping):
+        raise TypeError(f"functions is {functions!r}; give a dict of functions, e.g. {{'train': fn}}")
+    if not functions:
+        raise FunctionsError("the dict of functions is empty; give one, e.g. {'train': fn}")
+    for name in functions:
+        if not isinstance(name, str):
+            raise TypeError(f"a function is called {name!r}; give a str as its name")
+    return list(functions)
+
+
+def _check_given(args: Mapping[str, Any], names: Sequence[str]) -> None:
+    if missing := ", ".join(repr(n) for n in names if n not in args):
         raise FunctionsError(f"example_args has none for {missing}; give a tuple of the arguments of every function")
 
 
@@ -235,8 +247,7 @@ def _each(what: str, given: Any, names: Sequence[str]) -> Mapping[str, Any]:
 def _weights(shared: SharedState, frequency: Mapping[str, float]) -> dict[str, float]:
     given = _each("frequency", frequency, list(shared.roles))
     for name, often in given.items():
-        usable = isinstance(often, (int, float)) and not isinstance(often, bool)
-        if not usable or not 0 <= often < math.inf:
+        if isinstance(often, bool) or not isinstance(often, numbers.Real) or not 0 <= float(often) < math.inf:
             how = "give how often it is called, a number of at least 0"
             raise FunctionsError(f"frequency of {name!r} is {often!r}; {how}")
     weights = {name: float(given.get(name, role.frequency)) for name, role in shared.roles.items()}

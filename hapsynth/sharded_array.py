@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import jax
@@ -180,3 +181,18 @@ def whole(leaf: Any) -> Any:
     if isinstance(leaf, ShardedArray):
         return leaf.storage.fetch(leaf.data)
     return host_array(leaf) if isinstance(leaf, jax.Array) else leaf
+
+
+def mapped(fn: Callable[[Any], Any], leaf: Any) -> Any:
+    """`Plan.map` of one leaf."""
+    if not isinstance(leaf, (ShardedArray, jax.Array)):
+        return leaf
+    made = fn(whole(leaf) if isinstance(leaf, ShardedArray) or leaf.is_deleted() else leaf)
+    made = made if isinstance(made, jax.Array) else np.asarray(made)
+    if made.shape != leaf.shape:
+        what = f"{leaf.dtype}{list(leaf.shape)}"
+        raise ValueError(f"plan.map: the function made shape {made.shape} of {what}; it must keep the shape")
+    if not isinstance(leaf, ShardedArray):
+        return jax.device_put(made, leaf.sharding)
+    storage = leaf.storage.with_dtype(made.dtype)
+    return ShardedArray(storage, storage.put(made, copy=True))

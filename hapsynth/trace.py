@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
@@ -168,17 +169,32 @@ def _find_carry(traced: Traced) -> list[tuple[int, int]]:
     return pairs
 
 
+_STEP = re.compile(r"\['(?:[^'\\]|\\.)*'\]|\[[^\]]*\]|\.[^.\[]*")
+"""One step of a path, as `jax.tree_util.keystr` prints it."""
+
+
+def _head_of(path: str) -> str:
+    step = _STEP.match(path)
+    return step[0] if step else ""
+
+
 def by_head(paths: Sequence[str]) -> dict[str, list[int]]:
     """Leaves grouped by the first step of their path."""
     groups: dict[str, list[int]] = {}
     for i, path in enumerate(paths):
-        head = path[: path.index("]") + 1] if path.startswith("[") else path.split("[")[0].split(".", 2)[-1]
-        groups.setdefault(head, []).append(i)
+        groups.setdefault(_head_of(path), []).append(i)
     return groups
 
 
 def tail_of(path: str) -> str:
-    return path[path.index("]") + 1 :] if path.startswith("[") else path
+    """What follows the first step of a path."""
+    return path[len(_head_of(path)) :]
+
+
+def under(prefix: str, paths: Sequence[str]) -> dict[str, int]:
+    """The leaves at a path or below it: what follows there -> position."""
+    rests = ((path[len(prefix) :], i) for i, path in enumerate(paths) if path.startswith(prefix))
+    return {rest: i for rest, i in rests if not rest or not prefix or rest[0] in "[."}
 
 
 def _same(traced: Traced, graph: Graph, members: list[int], candidates: list[int]) -> bool:
@@ -204,12 +220,10 @@ def _given_carry(traced: Traced, carry: Sequence[tuple[str, str]]) -> list[tuple
         if not isinstance(pair, (tuple, list)) or len(pair) != 2 or not all(isinstance(p, str) for p in pair):
             raise TraceError(f"carry holds {pair!r}; it is a list of pairs such as ('[0]', '[0]')")
         source, target = pair
-        ins = [i for i, p in enumerate(traced.in_paths) if p.startswith(source)]
-        outs = {p[len(target) :]: o for o, p in enumerate(traced.out_paths) if p.startswith(target)}
+        ins, outs = under(source, traced.in_paths), under(target, traced.out_paths)
         if not ins:
             raise TraceError(f"carry names argument {source!r}, but the arguments are {', '.join(traced.in_paths)}")
-        for i in ins:
-            rest = traced.in_paths[i][len(source) :]
+        for rest, i in ins.items():
             if rest not in outs:
                 raise TraceError(f"carry ties {source!r} to {target!r}, but no output is at {target + rest!r}")
             path, o = traced.in_paths[i], outs[rest]

@@ -28,6 +28,7 @@ from hapsynth.instructions.layout import Layout, cut_axes, cut_dims
 from hapsynth.instructions.program import FactorTable
 from hapsynth.instructions.rules.registry import is_fusible
 from hapsynth.instructions.sizes import cut_nodes
+from hapsynth.search.fusing import materialized
 from hapsynth.search.links import axis_links, devices_of, mesh_axes
 from hapsynth.search.liveness import Liveness
 from hapsynth.search.room import Room
@@ -122,7 +123,7 @@ class CostModel:
         self._works: dict[tuple[int, int], tuple[Triples, Work]] = {}
         self._kinds: dict[int, int] = {}
         self._kind_number: dict[object, int] = {}
-        self._materialized = _materialized(graph)
+        self._materialized = materialized(graph)
         self._place(cluster, axes or mesh_axes(cluster), room or Room.of(cluster))
 
     def _place(self, cluster: Cluster, axes: Sequence[tuple[str, int]], room: Room) -> None:
@@ -373,38 +374,3 @@ _Held = TypeVar("_Held", bound=float | Floats)
 def held_fraction(layout: Layout, held: Callable[[int, tuple[int, ...]], _Held]) -> _Held | float:
     """The fraction of a value that the largest shard holds, or each device's."""
     return prod(held(dim, cut_axes(layout, dim)) for dim in cut_dims(layout))
-
-
-_COSTLY = frozenset(
-    (
-        *("tanh", "exp", "exp2", "expm1", "log", "log1p", "logistic", "div", "sqrt", "rsqrt", "cbrt", "pow", "rem"),
-        *("integer_pow", "erf", "erfc", "erf_inv", "sin", "cos", "tan", "asin", "acos", "atan", "atan2", "sinh"),
-        *("cosh", "asinh", "acosh", "atanh", "lgamma", "digamma", "random_bits"),
-    )
-)
-"""Elementwise ops whose result is kept rather than computed again by each kernel that reads it."""
-_SMALL = 8
-"""A tensor this many times smaller than what is made of it is as good as none."""
-
-
-def _materialized(graph: Graph) -> list[bool]:
-    """Whether a value lies in memory: sources, outputs, and whatever an op that is no part of a fused chain makes or
-    takes. What several ops take is stored too, as what autodiff saves for the backward pass is, unless each can make
-    it again: out of something small, or cheaply out of one tensor that is stored.
-
-    Chosen by `benchmarks/bench_memory.py`: predicted peak over `memory_analysis()` of XLA's CPU backend.
-    """
-    stored = [True] * len(graph.values)
-    outputs = {v for v in graph.outputs if isinstance(v, int)}.union(graph.ties.values())
-    nbytes = lambda v: graph.values[v].nbytes
-    for op in graph.ops:
-        if not is_fusible(op):
-            continue
-        for value in op.results:
-            takers = {o for o, _ in graph.uses[value]}
-            if value in outputs or not all(is_fusible(graph.ops[o]) for o in takers):
-                continue
-            large = [v for _, v in op.value_operands if nbytes(v) * _SMALL > nbytes(value)]
-            again = not large or (op.name not in _COSTLY and len(large) == 1 and stored[large[0]])
-            stored[value] = len(takers) > 1 and not again
-    return stored

@@ -13,7 +13,7 @@ import gpu
 import jax
 import numpy as np
 import pytest
-from on_gpu import profiled, shares, switch
+from on_gpu import profile, shares, switch
 from on_gpu.one_device import OneStaged, OneSwitch, Steps, one_of, with_shares
 from on_gpu.settings import Row, Settings, fitting, parsed
 from on_gpu.shares import for_two
@@ -42,16 +42,16 @@ def test_overhead() -> None:
 
 
 def test_profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(profiled, "BATCHES", (0.5,))
+    monkeypatch.setattr(profile, "BATCHES", (0.5,))
     settings = Settings("tiny", examples=("mlp",), rounds=2, cluster=tmp_path / "cluster.toml")
-    profile, *others = rows("profile", settings=settings)
-    assert profile["kind"] == "cpu"
-    assert profile["bandwidth"] > 0
-    assert profile["rates"]["matmul"]["float32"] > 0
+    found, *others = rows("profile", settings=settings)
+    assert found["kind"] == "cpu"
+    assert found["bandwidth"] > 0
+    assert found["rates"]["matmul"]["float32"] > 0
     assert [row["what"] for row in others] == ["predicted", "measured"]
     assert [row["batch"] for row in others] == [16, 16]
     assert others[1]["ratio"] == pytest.approx(others[0]["predicted_s"] / others[1]["measured_s"])
-    assert settings.kind().bandwidth == profile["bandwidth"]
+    assert settings.kind().bandwidth == found["bandwidth"]
 
 
 def test_shares_are_what_they_say(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -107,6 +107,10 @@ def test_devices_of_unlike_memory_become_kinds_of_one_speed() -> None:
     assert cluster.devices[0].measured == cluster.devices[1].measured
 
 
+def test_devices_of_unknown_memory_are_one_kind() -> None:
+    assert built(FakeJob([1.0] * 3), memory=[-1 << 20] * 3).groups == [[0, 1, 2]]
+
+
 def test_groups() -> None:
     seconds = np.array([[1.0, 2.0], [1.05, 2.1], [1.5, 3.0], [1.0, 2.0]])
     assert groups(["a", "a", "a", "b"], seconds) == [[0, 1], [2], [3]]

@@ -18,7 +18,7 @@ TINY = models.Perceptron(batch=8, width=16, classes=4)
 
 
 def _arguments(fn: Any, shapes: Any) -> peers.Arguments:
-    return runtime.begun(fn, trace(fn, shapes))
+    return peers.begun(fn, trace(fn, shapes))
 
 
 def _after(system: peers.System, arguments: peers.Arguments, steps: int = 3) -> tuple[list[float], Any]:
@@ -39,12 +39,12 @@ def test_peers_make_the_step_of_one_device(name: str) -> None:
     losses, values = _after(system, arguments)
     wanted, state = _after(peers.Alone(fn), arguments)
     np.testing.assert_allclose(losses, wanted, rtol=1e-5)
-    assert peers.differences(values, state) < runtime.AGREE
+    assert peers.differences(values, state) < peers.AGREE
     # Not hidden by what the state began with: other data is told apart.
     x = {**arguments[1], "x": np.array(arguments[1]["x"])}
     x["x"][0] *= 1.5
     _, other = _after(peers.Alone(fn), (arguments[0], x))
-    assert peers.differences(other, state) > 100 * runtime.AGREE
+    assert peers.differences(other, state) > 100 * peers.AGREE
 
 
 def test_fsdp_holds_a_part() -> None:

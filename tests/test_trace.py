@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -87,6 +89,29 @@ def test_carry_is_found_by_structure(seedless):
 def test_carry_is_found_when_the_state_is_all_that_is_returned():
     traced = trace(lambda s, b: {"w": s["w"] * b, "v": s["v"] + b}, ({"w": struct(3), "v": struct(3)}, struct(3)))
     assert len(traced.graph.carry) == 2
+
+
+class Results(NamedTuple):
+    loss: Any
+    step: Any
+    steps: Any
+
+
+def test_carry_is_found_among_fields():
+    def step(state, batch):
+        return Results(batch.sum(), state["w"] * 2, {"w": state["w"] + 1})
+
+    traced = trace(step, ({"w": struct(3)}, struct(8)))
+    assert traced.out_paths == (".loss", ".step", ".steps['w']")
+    assert traced.graph.carry == ((0, 2),)
+
+
+def test_a_name_that_begins_another_is_not_tied_with_it():
+    state = Results(struct(2), struct(3), struct(3))
+    traced = trace(lambda s: Results(s.loss, s.steps, s.step), (state,), carry=[("[0].step", ".steps")])
+    assert traced.graph.carry == ((1, 2),)
+    with pytest.raises(TraceError, match=r"carry names argument '\[0\]\.ste'"):
+        trace(lambda s: s, (state,), carry=[("[0].ste", ".ste")])
 
 
 def test_carry_given_by_hand():

@@ -21,7 +21,6 @@ from _timing import Stepper, interleaved
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from on_gpu.overhead import planned
 from on_gpu.settings import Example, Row, Settings, is_gpu, skipped
 
 DEFAULT = "none"
@@ -72,7 +71,7 @@ def ran(settings: Settings, example: Example) -> Row:
     """A plan for one device, compiled anew, whatever is kept of earlier runs."""
     jax.config.update("jax_enable_compilation_cache", False)
     device = jax.devices()[0]
-    plan = planned(example, device)
+    plan = example.planned(device)
     began = time.perf_counter()
     compiled = plan.lower().compile()
     seconds = time.perf_counter() - began

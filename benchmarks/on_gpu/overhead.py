@@ -11,10 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 from _timing import Stepper, burst, interleaved
-from jax.sharding import Mesh
 
-import hapsynth
-from hapsynth.plan import Form
 from on_gpu.settings import Example, Row, Settings, fitting, skipped
 
 VARIANTS = {"times": "", "allocated by plan": "", "allocated by jit": ""}
@@ -31,16 +28,6 @@ def rows(settings: Settings, variant: str) -> Iterator[Row]:
     for sizes in dict.fromkeys((settings.sizes, "own" if not settings.is_tiny else settings.sizes)):
         for name in settings.examples:
             yield from fitting(settings.example(name, sizes), partial(times, settings, sizes))
-
-
-def planned(example: Example, device: Any, form: Form = "auto") -> hapsynth.Plan:
-    """For one device."""
-    fn, args = example.target()
-    return hapsynth.synthesize(fn, args, Mesh(np.array([device]), ("hap",)), form=form)
-
-
-def by_jit(example: Example) -> Any:
-    return jax.jit(example.target()[0], donate_argnums=0)
 
 
 def peak(compiled: Any) -> int | None:
@@ -60,7 +47,7 @@ def compiled(lowered: Any) -> tuple[Any, float]:
 
 def times(settings: Settings, sizes: str, example: Example) -> Iterator[Row]:
     device = jax.devices()[0]
-    plan, plain = planned(example, device), by_jit(example)
+    plan, plain = example.planned(device), example.jitted()
     of_plan, plan_s = compiled(plan.lower())
     of_jit, jit_s = compiled(plain.lower(*example.target()[1]))
     bytes_of = {"plan": peak(of_plan), "jit": peak(of_jit)}
@@ -103,10 +90,10 @@ def allocated(example: Example, form: str) -> Iterator[Row]:
     if not device.memory_stats():
         yield skipped(f"the {device.platform} backend does not tell what was allocated", **told)
         return
-    plan = planned(example, device)
+    plan = example.planned(device)
     state, batch = example.arguments(device)
     before = int(device.memory_stats()["peak_bytes_in_use"])
-    step = Stepper(plan, *plan.shard(state, batch)) if form == "plan" else Stepper(by_jit(example), state, batch)
+    step = Stepper(plan, *plan.shard(state, batch)) if form == "plan" else Stepper(example.jitted(), state, batch)
     del state, batch
     for _ in range(2):
         jax.block_until_ready(step())

@@ -15,8 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
+import hapsynth
 from hapsynth.cluster import Cluster, Link
 from hapsynth.devices import DeviceKind
+from hapsynth.plan import Form, Plan
 
 Row = dict[str, Any]
 
@@ -74,6 +76,14 @@ class Example:
 
         with jax.default_device(device):
             return jax.block_until_ready(_making(self)(jax.random.key(0)))
+
+    def planned(self, device: Any, form: Form = "auto") -> Plan:
+        """The step, for one device."""
+        return hapsynth.synthesize(*self.target(), Mesh(np.array([device]), ("hap",)), form=form)
+
+    def jitted(self) -> Any:
+        """The step as stock JAX has it, which consumes its state as a plan does."""
+        return jax.jit(self.target()[0], donate_argnums=0)
 
     def times(self, factor: float) -> Example:
         """The same with another batch."""

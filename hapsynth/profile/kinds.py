@@ -42,10 +42,11 @@ def groups(names: Sequence[str], seconds: Floats, spread: float = 0.0) -> list[l
 
 
 def by_memory(devices: Sequence[int], memory: Sequence[int]) -> list[list[int]]:
-    """Devices of like speed in groups of like memory, the group with the most first. memory: bytes of every device."""
+    """Devices of like speed in groups of like memory, the group with the most first. memory: bytes of every device,
+    below 0 where not known."""
     found: list[list[int]] = []
     for i in sorted(devices, key=lambda i: -memory[i]):
-        if not found or memory[i] * (1 + ALIKE) < memory[found[-1][0]]:
+        if not found or max(memory[i], 0) * (1 + ALIKE) < memory[found[-1][0]]:
             found.append([])
         found[-1].append(i)
     return found

@@ -17,7 +17,6 @@ import hapsynth
 from hapsynth.profile.job import Job
 from hapsynth.profile.run import Options, profile
 from hapsynth.search.evaluate import program_cost
-from on_gpu.overhead import planned
 from on_gpu.settings import Example, Row, Settings, fitting
 
 VARIANTS = {"": ""}
@@ -55,7 +54,7 @@ class Prediction(NamedTuple):
 
     @staticmethod
     def of(example: Example, cluster: hapsynth.Cluster) -> Prediction:
-        plan = planned(example, jax.devices()[0])
+        plan = example.planned(jax.devices()[0])
         return Prediction(plan, program_cost(plan.program, plan.sizes, plan.cost_model(cluster)))
 
 

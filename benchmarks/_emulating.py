@@ -1,0 +1,118 @@
+"""What is measured on an emulated cluster: how it is started, and the processes that run there."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import emulated
+import jax
+import numpy as np
+from emulated import EmulatedCluster, Machine, MissingError, SpecError
+from jax.sharding import Mesh
+
+import hapsynth
+import hapsynth.jobs
+from hapsynth.profile.job import Job
+from hapsynth.profile.run import Options, profile
+
+KEEPS_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(1 << 40), "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}
+"""Of an environment. What is given back to the system at every step is slow at its first touch; GPUs' allocators keep
+it."""
+
+
+def in_folder(name: str, keep: str | Path | None, measure: Callable[[Path], int]) -> int:
+    """The exit status of a benchmark, which is given a folder to `keep`, or one that goes with it, however it ends."""
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    folder = Path(keep or tempfile.mkdtemp(prefix=name))
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        return measure(folder)
+    except (MissingError, SpecError) as error:
+        print(f"{name}: {error}", file=sys.stderr)
+        return 2
+    finally:
+        if keep is None:
+            shutil.rmtree(folder)
+
+
+def environment(own: Mapping[str, str]) -> dict[str, str]:
+    """Of the processes of a benchmark: this folder's modules, the CPU and one thread each, and what it asks for."""
+    paths = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    return {**os.environ, "NPROC": "1", "JAX_PLATFORMS": "cpu", "PYTHONPATH": paths, **own}
+
+
+def run(
+    machines: Sequence[Machine],
+    folder: Path,
+    command: Sequence[str],
+    env: Mapping[str, str],
+    timeout_s: float,
+    show: Callable[[str, str], None] | None = None,
+) -> list[int]:
+    """Runs a command, which may start a `Worker` of the folder, on each machine of a cluster; the exit codes."""
+    for file in folder.glob("met*"):
+        file.unlink()
+    with EmulatedCluster(machines) as cluster:
+        return cluster.run(command, env, timeout_s, show)
+
+
+def check(codes: Sequence[int], what: str) -> None:
+    """SystemExit where a process failed."""
+    if any(codes):
+        raise SystemExit(f"{what} ended with {list(codes)}")
+
+
+class Worker:
+    """One process of the emulated cluster. What takes long on one of them only is waited for at files in the folder
+    that `--join` names: collectives give up after half a minute."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options, self.folder = options, Path(options.join)
+        with emulated.unlimited():
+            jax.distributed.initialize()
+            self.index, self.count = jax.process_index(), jax.process_count()
+            hapsynth.jobs.connect()
+            self.job = Job()
+            self.mesh = Mesh(np.array(self.job.devices), ("d",))
+            self.meet()
+        self.job.agree(True)
+
+    _met = 0
+
+    def run(self) -> None:
+        raise NotImplementedError
+
+    def meet(self) -> None:
+        """Wait for all processes, however long it takes."""
+        self._met += 1
+        (self.folder / f"met{self._met}.{self.index}").touch()
+        while not all((self.folder / f"met{self._met}.{i}").exists() for i in range(self.count)):
+            time.sleep(0.02)
+
+    def tell(self, text: str) -> None:
+        if self.job.first:
+            print(text, flush=True)
+
+    def profiled(self) -> hapsynth.Cluster:
+        """As it is measured here, or was when the folder was kept."""
+        self.tell("profiling")
+        file = self.folder / "cluster.toml"
+        known = file.exists()
+        self.meet()
+        if known:
+            return hapsynth.Cluster.load(file)
+        # A minute, not two.
+        asked = Options(limit_s=0.2, window_s=0.05)
+        cluster = profile(self.job, asked, None, force=True, note=self.tell)
+        if self.job.first:
+            cluster.save(file)
+        self.meet()
+        return hapsynth.Cluster.load(file)

@@ -1,0 +1,42 @@
+"""The program of each system that is compared, as hapsynth's cost model knows it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from hap import Hap
+
+import hapsynth
+from hapsynth.plan import Form
+from hapsynth.search.baselines import NAMES, Baseline, Baselines
+from hapsynth.search.planner import Planner
+from hapsynth.search.result import Result
+from hapsynth.trace import Traced
+
+TWIN = {"even": "data_parallel", "by_speed": "data_parallel_speed", "fsdp": "zero3"}
+"""What people run today -> the baseline that is the same program."""
+
+
+def chosen(
+    systems: Sequence[str], fn: Any, shapes: Any, traced: Traced, cluster: hapsynth.Cluster, form: Form = "auto"
+) -> dict[str, hapsynth.Plan]:
+    """The program and sizes of each system; `form`: of hapsynth's own."""
+    planner = Planner(traced.graph, cluster)
+    known = Baselines(traced.graph, planner.table, planner.costs, planner.limit)
+    twins = {system: TWIN.get(system, system) for system in systems}
+    baselines = known.all([name for name in dict.fromkeys(twins.values()) if name in NAMES])
+    found: dict[str, hapsynth.Plan] = {}
+    for system, twin in twins.items():
+        if system == "plan":
+            found[system] = hapsynth.synthesize(fn, shapes, cluster, form=form)
+        else:
+            same = Hap(known).baseline() if system == "hap" else baselines[twin]
+            found[system] = as_plan(same, fn, traced, cluster)
+    return found
+
+
+def as_plan(b: Baseline, fn: Any, traced: Traced, cluster: hapsynth.Cluster) -> hapsynth.Plan:
+    memory, limit = (b.memory_bytes,) * cluster.n, tuple(float(k.memory) for k in cluster.devices)
+    result = Result(b.program, b.sizes, b.cost_s, 0.0, 0.0, "gap", 0, memory, limit)
+    return hapsynth.Plan(traced, result, cluster, fn=fn)

@@ -1,0 +1,108 @@
+"""What several functions are given that is of no use, and what is of use though it looks otherwise."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from slow_devices import SPEEDS, slow_cluster
+
+import hapsynth
+
+CLUSTER = slow_cluster(SPEEDS["3:1"])
+W = np.ones((12, 8), np.float32)
+
+
+class State(NamedTuple):
+    w: Any
+    we: Any
+
+
+def train(state: State, x: Any) -> Any:
+    return State(state.w + x, state.we * 2), x.sum()
+
+
+def evaluate(state: State, x: Any) -> jax.Array:
+    return (state.w * x).sum()
+
+
+FUNCTIONS: dict[Any, Any] = {"train": train, "eval": evaluate}
+ARGS: dict[Any, Any] = {name: (State(W, W), W) for name in FUNCTIONS}
+
+
+def planned(functions: Any = FUNCTIONS, args: Any = ARGS, **options: Any) -> hapsynth.Plans:
+    return hapsynth.synthesize(functions, args, CLUSTER, leave_out=False, **options)
+
+
+BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "no functions": ({"functions": {}, "args": {}}, ValueError, "the dict of functions is empty; give one, e.g."),
+    "a function called 1": (
+        {"functions": {**FUNCTIONS, 1: evaluate}, "args": {**ARGS, 1: ARGS["eval"]}},
+        TypeError,
+        "a function is called 1; give a str as its name",
+    ),
+    "state in a row": ({"state": {"eval": "[0]"}}, TypeError, "state of 'eval' is '[0]'; give a dict"),
+    "state by number": ({"state": {"eval": {0: "[0]"}}}, TypeError, "state of 'eval' is {0: '[0]'}; give a dict from"),
+    "expect of all": ({"expect": {"train": 3}}, TypeError, "expect of the function 'train' is 3; give a dict"),
+    "example_kwargs in a row": (
+        {"example_kwargs": {"eval": ["x"]}},
+        TypeError,
+        "example_kwargs of the function 'eval' is ['x']; give a dict",
+    ),
+    "fixed in a row": ({"fixed": ["[0]"]}, TypeError, "fixed is ['[0]']; give a dict"),
+    "frequency of yes": ({"frequency": {"eval": True}}, ValueError, "frequency of 'eval' is True; give how often"),
+    "frequency of NaN": ({"frequency": {"eval": float("nan")}}, ValueError, "frequency of 'eval' is nan; give how"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input(case: str) -> None:
+    options, kind, text = BAD[case]
+    with pytest.raises(kind, match=re.escape(text)):
+        planned(**options)
+
+
+def test_options_of_one_function_are_dicts_too() -> None:
+    for option in ("example_kwargs", "expect", "fixed"):
+        with pytest.raises(TypeError, match=rf"{option} is \['x'\]; give a dict"):
+            hapsynth.synthesize(train, ARGS["train"], CLUSTER, **{option: ["x"]})  # pyright: ignore[reportArgumentType, reportCallIssue]
+
+
+def test_only_a_dict_of_functions_is_loaded(tmp_path: Path) -> None:
+    planned().save(tmp_path / "plans.json")
+    with pytest.raises(TypeError, match=r"functions is <function train .*; give a dict of functions"):
+        hapsynth.load_plans(tmp_path / "plans.json", train, ARGS)  # pyright: ignore[reportArgumentType]
+
+
+def test_one_function_and_any_number() -> None:
+    plans = planned({"train": train}, {"train": ARGS["train"]}, frequency={"train": np.float32(2)})
+    assert plans.frequency == {"train": 2.0}
+    assert plans.cost == 2 * plans["train"].cost == 2 * plans.alone["train"]
+
+
+def test_a_name_that_begins_another() -> None:
+    """What is said of `[0].w` is not said of `[0].we`."""
+    plans = planned(state={"eval": {"[0].w": "[0].we"}})
+    assert plans["eval"].traced.graph.kept == (0,)
+    assert plans["eval"].layouts["[0].w"] == plans.layouts["[0].we"]
+
+
+def test_state_in_a_field_of_what_is_returned() -> None:
+    class Stepped(NamedTuple):
+        loss: Any
+        state: Any
+
+    functions = {
+        "train": lambda state, x: Stepped(x.sum(), train(state, x)[0]),
+        "eval": evaluate,
+        "init": lambda x: Stepped(jnp.zeros(()), State(x, x)),
+    }
+    plans = planned(functions, {**ARGS, "init": (W,)})
+    assert plans.layouts.keys() == {"[0].w", "[0].we"}
+    assert plans.frequency == {"train": 1.0, "eval": 0.1, "init": 0.0}
+    assert [plans["init"].output_layouts[f".state.{name}"] for name in ("w", "we")] == [*plans.layouts.values()]
