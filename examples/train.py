@@ -23,6 +23,8 @@ CLUSTER = HERE / "clusters" / "mixed8.toml"
 CONFIG = transformer.Config(batch=96, seq=64, vocab=256, layers=2, width=96, heads=4, ff=384, learning_rate=3e-3)
 # How far the two loss curves may part, relative: float32 sums in another order, through 50 steps of AdamW.
 TOLERANCE = 1e-3
+# As one program: many small ones would take longer to compile.
+init = jax.jit(transformer.init, static_argnums=1)
 
 
 def batches(config: transformer.Config = CONFIG, seed: int = 0) -> Iterator[transformer.Batch]:
@@ -44,7 +46,7 @@ def run(
     mesh = jax.make_mesh(tuple(size for _, size in described.axes), tuple(name for name, _ in described.axes))
     plan = hapsynth.synthesize(fn, args, mesh, cluster=described)
 
-    state, losses, start = transformer.init(jax.random.key(0), config), [], time.perf_counter()
+    state, losses, start = init(jax.random.key(0), config), [], time.perf_counter()
     for step, batch in zip(range(steps), batches(config)):
         # After the first step the state is where the plan wants it: shard passes it through.
         state, placed = plan.shard(state, batch)
@@ -58,7 +60,7 @@ def run(
 def reference(steps: int = 50, config: transformer.Config = CONFIG) -> list[float]:
     """The losses of the same steps on one device with jax.jit."""
     step = jax.jit(transformer.make_step(config), donate_argnums=0)
-    state, losses = transformer.init(jax.random.key(0), config), []
+    state, losses = init(jax.random.key(0), config), []
     for _, batch in zip(range(steps), batches(config)):
         state, loss = step(state, batch)
         losses.append(float(loss))

@@ -20,14 +20,20 @@ import pytest
 from hapsynth.cli import main
 from hapsynth.cluster import Cluster
 from hapsynth.instructions.rules import REGISTRY, extension
+from hapsynth.report import alternatives
 
 DEVICES = 8
 GPU = os.environ.get("HAPSYNTH_GPU", "")
 QUICK = not (os.environ.get("HAPSYNTH_OPTIMIZED") or GPU)
 
-hypothesis.settings.register_profile("same_examples", derandomize=True)
-if not os.environ.get("HAPSYNTH_NEW_EXAMPLES"):
-    hypothesis.settings.load_profile("same_examples")  # what fails by chance is found by who looks for it, not in CI
+# What fails by chance is found by who looks for it, not in CI; how long an example takes is no fault of the code's.
+hypothesis.settings.register_profile(
+    "no_chance",
+    derandomize=not os.environ.get("HAPSYNTH_NEW_EXAMPLES"),
+    deadline=None,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],
+)
+hypothesis.settings.load_profile("no_chance")
 
 jax.config.update("jax_num_cpu_devices", DEVICES)
 if GPU in ("", "cpu"):
@@ -50,6 +56,14 @@ def eight_devices() -> list[jax.Device]:
     devices = jax.devices("cpu")
     assert len(devices) == DEVICES, f"{len(devices)} devices; was a backend started before tests/conftest.py?"
     return devices
+
+
+@pytest.fixture(scope="session", autouse=True)
+def unhurried() -> Iterator[None]:
+    """A search for alternatives ends when it is done, on a slow machine too."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(alternatives, "_BUDGET_S", None)
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -28,8 +28,8 @@ from hapsynth.lower import Staged
 
 Job = Callable[[int], None]
 REAL = os.environ.get("HAPSYNTH_REAL_DELAYS") == "1"
-LIMIT_S = 240.0 if REAL else 60.0
-SILENCE_S, JOIN_S = (20.0, 60.0) if REAL else (3.0, 8.0)
+LIMIT_S = 300.0
+SILENCE_S, JOIN_S = 4.0, 2.0
 STARTS_S, COMPILES_S = (40.0, 60.0) if REAL else (SILENCE_S + 1, SILENCE_S + 1)
 W, X = np.eye(8, dtype=np.float32), np.arange(48 * 8, dtype=np.float32).reshape(48, 8) / 1000
 
@@ -118,6 +118,8 @@ def port_taken(rank: int) -> None:
 JOBS = [late, killed, first_killed, stopped, other_plan, other_versions, raises, fewer_calls, never_comes, port_taken]
 
 
+SOON = {late: {"SILENCE": SILENCE_S}, stopped: {"SILENCE": SILENCE_S}, never_comes: {"JOIN": JOIN_S}}
+"""What is waited for, and for how long. Nowhere else is anybody lost who is late on a busy machine."""
 TAKEN: list[socket.socket] = []
 
 
@@ -134,6 +136,8 @@ def start(job: Job) -> dict[int, int]:
             os.dup2(output, 1)
             os.dup2(output, 2)
             os.environ["HAPSYNTH_RENDEZVOUS"] = f"localhost:{rendezvous}"
+            waits = {} if REAL else {"SILENCE": LIMIT_S, "JOIN": LIMIT_S, **SOON.get(job, {})}
+            os.environ |= {f"HAPSYNTH_{name}_S": str(seconds) for name, seconds in waits.items()}
             if job is late:
                 time.sleep(rank * STARTS_S)
             jax.distributed.initialize(f"localhost:{coordinator}", 2, rank)
@@ -177,7 +181,6 @@ def main() -> None:
 if __name__ == "__main__":
     os.chdir(sys.argv[1])
     jax.config.update("jax_disable_most_optimizations", True)
-    os.environ |= {"HAPSYNTH_SILENCE_S": str(SILENCE_S), "HAPSYNTH_JOIN_S": str(JOIN_S)}
     warnings.simplefilter("error")
     child = None
     try:

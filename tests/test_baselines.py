@@ -262,13 +262,12 @@ def plain_step(of: str) -> Any:
 
 
 @pytest.mark.parametrize(("of", "on"), [("mlp", "even8"), ("cnn", "even8"), *((of, "mixed8") for of in EXAMPLES)])
-def test_the_plan_is_never_costed_above_a_baseline(of: str, on: str) -> None:
+def test_every_baseline_is_sound(of: str, on: str) -> None:
+    """That none is cheaper than a plan is tests/test_examples_planned.py's."""
     c = case(of, on)
-    plan = c.planner.run()
     assert set(c.baselines) == {*NAMES, *ZERO}
-    for name, baseline in c.baselines.items():
+    for baseline in c.baselines.values():
         check(c.traced.graph, baseline.program, baseline.sizes)
-        assert plan.cost_s <= baseline.cost_s * (1 + 1e-9), name
     if on == "mixed8":
         for name in ("data_parallel", *ZERO[:3]):
             assert c.baselines[f"{name}_speed"].cost_s <= c.baselines[name].cost_s * (1 + 1e-9)

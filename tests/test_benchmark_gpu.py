@@ -11,6 +11,7 @@ from typing import Any
 
 import gpu
 import jax
+import modelled_profile
 import numpy as np
 import pytest
 from on_gpu import profile, shares, switch
@@ -43,6 +44,7 @@ def test_overhead() -> None:
 
 def test_profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(profile, "BATCHES", (0.5,))
+    modelled_profile.install(monkeypatch.setattr)
     settings = Settings("tiny", examples=("mlp",), rounds=2, cluster=tmp_path / "cluster.toml")
     found, *others = rows("profile", settings=settings)
     assert found["kind"] == "cpu"

@@ -287,7 +287,7 @@ def run_jobs(what: str, folder: Path) -> str:
     paths = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
     env = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": paths}
     run = [sys.executable, ROOT / "tests" / "checkpoint_jobs.py", what, folder]
-    done = subprocess.run(run, env=env, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(run, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return done.stdout + done.stderr
 
@@ -296,9 +296,7 @@ def run_jobs(what: str, folder: Path) -> str:
 def test_a_killed_save_leaves_the_old_or_the_new(tmp_path: Path) -> None:
     found = json.loads(run_jobs("kills", tmp_path))
     old, new, broken_off = found["random"]
-    assert old + new == KILLS
-    # They did fall into saving.
-    assert broken_off > KILLS // 4
+    assert broken_off == KILLS <= old + new
     steps = found["steps"]
     rename = [event for event, _ in steps].index("os.rename")
     assert [is_new for _, is_new in steps] == [0] * (rename + 1) + [1] * (len(steps) - rename - 1)

@@ -189,7 +189,7 @@ def command_line(*argv: str, cwd: Path, **env: str) -> subprocess.CompletedProce
     environment = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "JAX_NUM_CPU_DEVICES")}
     environment |= {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT), **env}
     command = [sys.executable, "-m", "hapsynth", *argv]
-    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, check=False)
 
 
 def test_a_process_of_its_own_makes_its_devices(plan_file: Path) -> None:

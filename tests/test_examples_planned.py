@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import train
 import transformer
+from slow_devices import SPEEDS, slow_cluster
 
 import hapsynth
 from hapsynth.search.baselines import Baselines
@@ -29,8 +30,15 @@ SMALL = {
 }
 
 
-@pytest.mark.parametrize("cluster", ["even8", "mixed8", "tiny_and_big", "paper64", "straggler"])
-@pytest.mark.parametrize("example", SMALL)
+# Every example on some, on every cluster several.
+ON = {
+    "mlp": ("even8", "mixed8", "tiny_and_big", "paper64", "straggler"),
+    "transformer": ("mixed8", "tiny_and_big"),
+    "cnn": ("even8", "paper64", "straggler"),
+}
+
+
+@pytest.mark.parametrize(("example", "cluster"), [(example, cluster) for example in ON for cluster in ON[example]])
 def test_no_baseline_is_cheaper(example, cluster):
     """No baseline is given to the search as a start."""
     fn, args = SMALL[example]
@@ -48,9 +56,10 @@ def test_no_baseline_is_cheaper(example, cluster):
         assert any(len(set(s)) > 1 for s in result.sizes.shares)
 
 
-@pytest.mark.parametrize("example", SMALL)
+@pytest.mark.parametrize("example", ["mlp", "cnn"])
 def test_uneven_plans_compute_the_step(example):
-    fn, args = SMALL[example]
+    """The transformer is trained below."""
+    fn, args = {"mlp": SMALL["mlp"], "cnn": cnn.target_for(cnn.Config(batch=64, size=16, channels=(16, 32)))}[example]
     cluster = hapsynth.Cluster.load(CLUSTERS / "mixed8.toml")
     plan = hapsynth.synthesize(fn, args, jax.make_mesh((8,), ("data",)), cluster=cluster, leave_out=False)
     assert any(len(set(s)) > 1 for s in plan.sizes.shares)
@@ -59,8 +68,15 @@ def test_uneven_plans_compute_the_step(example):
     assert report.max_relative_error <= 1e-4
 
 
-def test_training_follows_one_device():
-    config = transformer.Config(batch=96, seq=32, vocab=256, layers=1, width=64, heads=4, ff=256, learning_rate=3e-3)
-    planned = train.run(8, config=config)
+def test_training_follows_one_device(tmp_path, monkeypatch):
+    config = transformer.Config(batch=48, seq=16, vocab=256, layers=1, width=32, heads=4, ff=64, learning_rate=3e-3)
+    slow_cluster(SPEEDS["3:1"], bandwidth=1e8).save(tmp_path / "slow.toml")
+    plans = []
+    synthesize = hapsynth.synthesize
+    noted = lambda *args, **options: (plans.append(synthesize(*args, **options)), plans[-1])[1]
+    monkeypatch.setattr(hapsynth, "synthesize", noted)
+    planned = train.run(8, tmp_path / "slow.toml", config)
+    (plan,) = plans
+    assert any(len(set(s)) > 1 for s in plan.sizes.shares)
     np.testing.assert_allclose(planned, train.reference(8, config=config), rtol=1e-3)
     assert planned[-1] < planned[0]

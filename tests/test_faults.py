@@ -12,12 +12,12 @@ import pytest
 ROOT = Path(__file__).parents[1]
 SAYS = {
     "killed": {0: "process 1 on .* has died"},
-    "stopped": {0: "process 1 on .* has not been heard of for 3 s: it is stopped.*continue or restart it"},
+    "stopped": {0: "process 1 on .* has not been heard of for 4 s: it is stopped.*continue or restart it"},
     "other_plan": dict.fromkeys((0, 1), "process 0 on .* has plan .*, and process 1 on .* has plan .* load that very"),
     "other_versions": dict.fromkeys((0, 1), "has hapsynth 9.9: install the same.* process 1 on .* has jax 0.9"),
     "raises": dict.fromkeys((0, 1), "process 1 on .* ended with ValueError: a bad batch"),
     "fewer_calls": dict.fromkeys((0, 1), "process 1 on .* has ended after 1 call of plans, and process 0 on .* call 2"),
-    "never_comes": {0: "process 1 did not come to the plan within 8 s, where process 0 waits .*HAPSYNTH_JOIN_S"},
+    "never_comes": {0: "process 1 did not come to the plan within 2 s, where process 0 waits .*HAPSYNTH_JOIN_S"},
     "port_taken": {0: r"process 0 on .* can't serve the rendezvous .*set HAPSYNTH_RENDEZVOUS=HOST:PORT to a free port"},
     # With process 0 goes JAX's own service, which may be the first to say so.
     "first_killed": {1: "process 0, which serves the rendezvous, has died|JAX distributed service detected fatal"},
@@ -30,7 +30,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("jobs")
     paths = [ROOT, ROOT / "tests"]
     env = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(map(str, paths))}
-    subprocess.run([sys.executable, ROOT / "tests" / "faulty_jobs.py", made], env=env, check=True, timeout=400)
+    subprocess.run([sys.executable, ROOT / "tests" / "faulty_jobs.py", made], env=env, check=True)
     return made
 
 

@@ -193,10 +193,8 @@ def test_one_that_fails_ends_all_and_what_they_started(tmp_path: Path, monkeypat
     assert launch(Launch(here=2), script(tmp_path, text)) == 3
     for pid in map(int, (tmp_path / "pids").read_text().split()):
         # The grandchild is waited for by whoever took it over.
-        until = time.monotonic() + 30
-        while alive(pid) and time.monotonic() < until:
+        while alive(pid):
             time.sleep(0.02)
-        assert not alive(pid)
 
 
 def alive(pid: int) -> bool:
@@ -212,6 +210,7 @@ def test_one_that_is_killed_gives_its_signal(tmp_path: Path) -> None:
 
 def test_a_signal_is_passed_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("hapsynth.jobs.launch._GRACE_S", 300.0)
     text = """
         def ended(number, frame):
             open(f"got.{rank}", "w").write(str(number))
@@ -223,12 +222,11 @@ def test_a_signal_is_passed_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     before = signal.getsignal(signal.SIGINT)
 
     def interrupt() -> None:
-        until = time.monotonic() + 30
-        while len(list(tmp_path.glob("ready.*"))) < 2 and time.monotonic() < until:
+        while len(list(tmp_path.glob("ready.*"))) < 2:
             time.sleep(0.02)
         os.kill(os.getpid(), signal.SIGINT)
 
-    threading.Thread(target=interrupt).start()
+    threading.Thread(target=interrupt, daemon=True).start()
     assert launch(Launch(here=2), script(tmp_path, text)) == 128 + signal.SIGINT
     assert [(tmp_path / f"got.{rank}").read_text() for rank in range(2)] == [str(int(signal.SIGINT))] * 2
     assert signal.getsignal(signal.SIGINT) is before
@@ -238,7 +236,7 @@ def test_a_signal_is_passed_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 def test_the_example_trains_in_two_unlike_processes() -> None:
     env = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
     run = [sys.executable, "-m", "hapsynth", "launch", "-n", "2", "examples/multi_process.py"]
-    done = subprocess.run(run, cwd=ROOT, env=env, capture_output=True, text=True, timeout=400, check=False)
+    done = subprocess.run(run, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     steps = re.findall(r"^\[0\] step \d+  loss (\S+)  rows \((\d+), (\d+)\)$", done.stdout, re.MULTILINE)
     losses = [float(loss) for loss, _, _ in steps]

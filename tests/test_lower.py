@@ -24,7 +24,7 @@ MODES = ("equal", "skewed", "zeros", "one")
 SEEDS = range(*map(int, os.environ.get("HAPSYNTH_SEEDS", "0:1").split(":")))
 """Of random programs, for each mode others; of small functions on one axis twice as many."""
 
-TWO_AXES = ((("a", 2), ("b", 4)), (("a", 4), ("b", 2)))
+TWO_AXES = ((("a", 2), ("b", 3)), (("a", 3), ("b", 2)))
 
 
 def random_lowered(
@@ -141,8 +141,11 @@ def test_random_programs_compute_what_jax_computes(name: str, mode: str) -> None
         assert_close(run(lowered, args), want)
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("name", CASES)
+# Of what takes long to compile, the modes with the most unlike shards.
+ON_TWO_AXES = [(n, m) for n in CASES for m in MODES if n not in ("mlp", "embedding") or m in ("skewed", "zeros")]
+
+
+@pytest.mark.parametrize(("name", "mode"), ON_TWO_AXES)
 def test_random_programs_of_two_axes(name: str, mode: str) -> None:
     fn, make = CASES[name]
     args = make()

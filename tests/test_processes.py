@@ -1,17 +1,10 @@
 """A plan run by two processes of one CPU device each, joined by gloo."""
 
-import os
 import re
-import subprocess
-import sys
-import textwrap
-from pathlib import Path
 
 import pytest
+from two_processes import run_two
 
-from hapsynth.jobs._address import free_ports
-
-ROOT = Path(__file__).parents[1]
 CODE = """
     import sys
     import jax
@@ -172,23 +165,14 @@ SEVERAL = """
 """
 
 
-def run_two(code: str, *options: str) -> list[str]:
-    """What two processes of one CPU device each say, which both have to end well."""
-    address = f"localhost:{free_ports(2)[0]}"
-    paths = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
-    env = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_COORDINATOR_ADDRESS": address, "PYTHONPATH": paths}
-    run = [sys.executable, "-c", textwrap.dedent(code), address]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "env": env}
-    processes = [subprocess.Popen([*run, str(i), *options], **pipes) for i in range(2)]
-    said = [p.communicate(timeout=300)[0] for p in processes]
-    assert [p.returncode for p in processes] == [0, 0], said
-    return said
+def two(code: str, *options: str) -> list[str]:
+    return run_two(code, lambda address, i: [address, str(i), *options])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("speeds", ["1:1", "3:1"])
 def test_state_and_keys_are_placed_among_processes(speeds: str) -> None:
-    said = run_two(CODE, speeds)
+    said = two(CODE, speeds)
     found = [re.search(r"right (\w+) (\d+)", text) for text in said]
     assert all(found), said
     # Nothing differs where processes meet, and each holds its own rows and no more.
@@ -198,13 +182,13 @@ def test_state_and_keys_are_placed_among_processes(speeds: str) -> None:
 
 @pytest.mark.slow
 def test_processes_feed_their_own_rows_and_are_rebalanced() -> None:
-    first, second = run_two(FED)
+    first, second = two(FED)
     assert "right" in first
     assert first.splitlines()[-1] == second.splitlines()[-1]
 
 
 @pytest.mark.slow
 def test_processes_keep_one_state_for_several_functions_and_shapes() -> None:
-    first, second = run_two(SEVERAL)
+    first, second = two(SEVERAL)
     assert "right" in first
     assert first.splitlines()[-1] == second.splitlines()[-1]

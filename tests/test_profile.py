@@ -1,17 +1,16 @@
-"""`hapsynth profile`: fits, groups, refusals and resuming on numbers given; a whole run on two host devices."""
+"""`hapsynth profile`: fits, groups, refusals and resuming on numbers given; whole runs whose times are given."""
 
 import itertools
 import json
-import os
-import subprocess
-import sys
-import textwrap
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import modelled_profile
 import numpy as np
 import pytest
+from modelled_profile import BANDWIDTH, BETA, LATENCY, OVERHEAD, RATE, START, exchange_seconds, kernel_seconds
+from two_processes import run_two
 
 from hapsynth import _memory
 from hapsynth.cli import main
@@ -19,16 +18,12 @@ from hapsynth.cluster import Cluster
 from hapsynth.devices import OP_CLASSES
 from hapsynth.profile.build import Builder
 from hapsynth.profile.judge import refusal
-from hapsynth.profile.kernels import DISPATCH, LAUNCH, STREAM, kernels
+from hapsynth.profile.kernels import kernels
 from hapsynth.profile.kinds import KindFit, groups, smooth, typical
 from hapsynth.profile.run import Options, _Measuring
 from hapsynth.profile.sampling import sampled
 from hapsynth.profile.state import State
 from hapsynth.profile.wires import exchanges, fitted, link_of, rings
-
-ROOT = Path(__file__).parents[1]
-RATE, BANDWIDTH, OVERHEAD, START = 5e10, 8e9, 2e-6, 1e-4
-BETA, LATENCY = 1e-9, 3e-5
 
 
 class FakeJob:
@@ -47,9 +42,7 @@ class FakeJob:
 
     def runner(self, kernel: Any, only: Any = None) -> Any:
         self.ran.append(kernel.key)
-        rate = BANDWIDTH if kernel.family == STREAM else RATE
-        work = 0.0 if kernel.family in (DISPATCH, LAUNCH) else kernel.amount * kernel.repeats / rate
-        seconds = START + OVERHEAD * kernel.launches * (kernel.family != DISPATCH) + work / self.speeds
+        seconds = np.broadcast_to(kernel_seconds(kernel, self.speeds), self.n)
         return lambda: seconds if only is None else seconds[only]
 
 
@@ -58,9 +51,7 @@ def figures_of(job: FakeJob, quick: bool = True) -> tuple[list[Any], list[Any], 
     sent = list(exchanges((("hap", job.n),), job.hosts, quick)) if job.n > 1 else []
     found = {k.key: np.stack([job.runner(k)(), np.full(job.n, 0.01)], axis=1) for k in ran}
     for e in sent:
-        wire = 4 * e.words * {"all_reduce": 2 / e.n, "all_to_all": 1 / e.n}.get(e.step, 1.0) * (e.n - 1)
-        seconds = START + (0.0 if e.step == "none" else e.repeats * (LATENCY + wire * BETA))
-        found[e.key] = np.tile([seconds, 0.01], (job.n, 1))
+        found[e.key] = np.tile([exchange_seconds(e), 0.01], (job.n, 1))
     return ran, sent, found
 
 
@@ -274,39 +265,38 @@ def test_output_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFix
 
 @pytest.mark.slow
 def test_two_processes_profile_each_other(tmp_path: Path) -> None:
-    """A real job: gloo between two processes of one CPU device each."""
-    port = 20000 + os.getpid() % 20000
+    """A real job, gloo between two processes of one CPU device each, of which the second has half the speed."""
     code = """
         import sys
+        import modelled_profile
         from hapsynth.profile import run
         from hapsynth.cli import main
         every = run.kernels
-        # Few figures, as the machine may be busy: the rest is the same work again.
+        # Few figures: the rest is the same work again.
         run.kernels = lambda dtypes, quick: [k for k in every(dtypes, quick)][:6]
+        modelled_profile.install(setattr, (1.0, 0.5))
         sys.exit(main(sys.argv[1:]))
     """
-    common = ["profile", "-o", str(tmp_path / "c.toml"), "--quick", "--devices", "1", "--force"]
-    job = ["--coordinator", f"localhost:{port}", "--processes", "2"]
-    run = [sys.executable, "-c", textwrap.dedent(code), *common, *job]
-    env = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
-    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "env": env}
-    processes = [subprocess.Popen([*run, "--process", str(i)], **pipes) for i in range(2)]
-    said = [p.communicate(timeout=300) for p in processes]
-    assert [p.returncode for p in processes] == [0, 0], said
-    assert "2 devices, 2 hosts" in said[0][0]
+    common = ["profile", "-o", str(tmp_path / "c.toml"), "--quick", "--devices", "1", "--processes", "2"]
+    said = run_two(code, lambda address, i: [*common, "--coordinator", address, "--process", str(i)])
+    assert "2 devices, 2 hosts" in said[0]
     assert [f.name for f in tmp_path.iterdir()] == ["c.toml"]
     cluster = Cluster.load(tmp_path / "c.toml")
     assert cluster.n == 2
     assert cluster.hosts == (0, 1)
     assert set(cluster.collectives_along("hap", 2)) == {"all_reduce", "reduce_scatter", "all_gather", "all_to_all"}
+    fast, slow = cluster.devices
+    assert (fast.name, slow.name) == ("cpu-1", "cpu-2")
+    assert fast.bandwidth == pytest.approx(2 * slow.bandwidth, rel=1e-3)
     assert all(kind.curve("matmul", "float32") and kind.memory > 1 << 20 for kind in cluster.kinds)
 
 
 def test_a_profile_of_two_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     every = list(kernels(("float32",), quick=True))
     monkeypatch.setattr("hapsynth.profile.run.kernels", lambda *_: every[:6])
+    modelled_profile.install(monkeypatch.setattr)
     file = tmp_path / "c.toml"
-    assert main(["profile", "-o", str(file), "--quick", "--devices", "2", "--mesh", "data=2", "--force"]) == 0
+    assert main(["profile", "-o", str(file), "--quick", "--devices", "2", "--mesh", "data=2"]) == 0
     cluster = Cluster.load(file)
     assert (cluster.n, cluster.axes, cluster.hosts) == (2, (("data", 2),), (0, 0))
     assert "all_to_all" in cluster.collectives["data"]
@@ -320,6 +310,7 @@ def test_refused_figures_are_measured_again(
     monkeypatch.setattr("hapsynth.profile.run.kernels", lambda *_: list(kernels(("float32",), True))[:6:2])
     monkeypatch.setattr("hapsynth.profile.run.exchanges", lambda *_: [])
     monkeypatch.setattr("hapsynth.profile.judge.MOST_SPREAD", -1.0)
+    modelled_profile.install(monkeypatch.setattr)
     file = tmp_path / "c.toml"
     assert main(["profile", "-o", str(file), "--quick", "--devices", "1"]) == 2
     error = capsys.readouterr().err

@@ -134,7 +134,7 @@ def test_memory_is_never_broken_where_it_can_be_kept():
 
 
 @given(st.lists(st.floats(0.0, 1.0), min_size=1, max_size=9), st.integers(0, 1000))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_rounding_keeps_the_sum_and_stays_near(weights, units):
     vector = np.array(weights) + 1e-9
     vector /= vector.sum()

@@ -54,7 +54,7 @@ def test_equals_brute_force(resources: int, cells: float, monkeypatch: pytest.Mo
     assert searched > 12 or cells
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.data())
 def test_equals_brute_force_on_drawn_problems(data: st.DataObject):
     cost = st.sampled_from([0.0, 0.0, 1.0, 1.0, 2.5, 1e-6, 0.1, INF])

@@ -11,8 +11,8 @@ import importlib
 import types
 import typing
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -48,8 +48,8 @@ class Reached:
 
 
 def reached(modules: Sequence[str] = MODULES) -> Reached:
-    """Every primitive that the public names of `modules` reach in the installed JAX. Takes a minute or two."""
-    with warnings.catch_warnings():
+    """Every primitive that the public names of `modules` reach in the installed JAX. Takes a minute."""
+    with warnings.catch_warnings(), _plain_tracebacks():
         # Deprecated functions are functions too.
         warnings.simplefilter("ignore")
         survey = _Survey()
@@ -59,6 +59,17 @@ def reached(modules: Sequence[str] = MODULES) -> Reached:
             survey.call(name, fn)
         survey.close()
     return survey.found
+
+
+@contextmanager
+def _plain_tracebacks() -> Generator[None]:
+    """Thousands of calls are refused; to shorten what nobody reads of that took as long as all tracing."""
+    before = getattr(jax.config, "jax_traceback_filtering", "auto")
+    jax.config.update("jax_traceback_filtering", "off")
+    try:
+        yield
+    finally:
+        jax.config.update("jax_traceback_filtering", before)
 
 
 def named_primitives() -> Iterator[tuple[str, Any]]:

@@ -31,6 +31,7 @@ class GPT(nn.Module):
     """Tied embeddings; `scanned`: the layers are stacked and rematerialised one by one."""
 
     scanned: bool
+    layers: int
 
     @nn.compact
     def __call__(self, tokens: Any) -> Any:
@@ -39,16 +40,16 @@ class GPT(nn.Module):
         x = embed(tokens) + positions
         if self.scanned:
             split = {"params": True, "dropout": True}
-            layers = nn.scan(nn.remat(Block, prevent_cse=False), {"params": 0}, split_rngs=split, length=2)
+            layers = nn.scan(nn.remat(Block, prevent_cse=False), {"params": 0}, split_rngs=split, length=self.layers)
             x, _ = layers()(x, None)
         else:
-            for _ in range(2):
+            for _ in range(self.layers):
                 x, _ = Block()(x)
         return embed.attend(nn.LayerNorm()(x))
 
 
-def _gpt(scanned: bool, optimizer: Any) -> Model:
-    module = GPT(scanned)
+def _gpt(scanned: bool, layers: int, optimizer: Any) -> Model:
+    module = GPT(scanned, layers)
     tokens = i32(24, LENGTH)
     params = abstract(lambda k, t: module.init({"params": k, "dropout": k}, t), jax.random.key(0), tokens)
 
@@ -62,16 +63,16 @@ def _gpt(scanned: bool, optimizer: Any) -> Model:
     return step, ((params, abstract(optimizer.init, params)), tokens, tokens, key())
 
 
-def gpt() -> Model:
+def gpt(layers: int = 1) -> Model:
     """Layers one after the other, with dropout; AdamW."""
-    return _gpt(False, optax.adamw(1e-3))
+    return _gpt(False, layers, optax.adamw(1e-3))
 
 
 def gpt_scanned() -> Model:
     """`nn.scan` over the layers, each rematerialised; AdamW after a warm-up, without decay of vectors."""
     decay = lambda params: jax.tree.map(lambda p: p.ndim > 1, params)
     schedule = optax.warmup_cosine_decay_schedule(0.0, 1e-3, 10, 100)
-    return _gpt(True, optax.adamw(schedule, weight_decay=0.1, mask=decay))
+    return _gpt(True, 2, optax.adamw(schedule, weight_decay=0.1, mask=decay))
 
 
 class Recurrent(eqx.Module):

@@ -130,10 +130,9 @@ class ViT(nn.Module):
         first = self.param("class", nn.initializers.zeros, (1, 1, 16))
         x = jnp.concatenate([jnp.broadcast_to(first, (x.shape[0], 1, 16)), x], axis=1)
         x = x + self.param("positions", nn.initializers.normal(0.02), (1, x.shape[1], 16))
-        for _ in range(2):
-            y = nn.LayerNorm()(x)
-            x = x + nn.MultiHeadDotProductAttention(num_heads=4)(y, y)
-            x = x + nn.Dense(16)(nn.gelu(nn.Dense(32)(nn.LayerNorm()(x))))
+        y = nn.LayerNorm()(x)
+        x = x + nn.MultiHeadDotProductAttention(num_heads=4)(y, y)
+        x = x + nn.Dense(16)(nn.gelu(nn.Dense(32)(nn.LayerNorm()(x))))
         return nn.Dense(CLASSES)(nn.LayerNorm()(x)[:, 0])
 
 
