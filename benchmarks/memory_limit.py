@@ -45,7 +45,10 @@ SYSTEMS = ("plan", "fsdp", "even")
 MIB = 1 << 20
 STAGES = ("compiling", "placing its state", "training", "saving its state")
 _MEMORY_FIRST = "--xla_cpu_scheduler_type=CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"
-"""XLA's usual order for CPUs makes all clipped gradients before it uses the first, once more the parameters' size."""
+"""XLA's usual order for CPUs makes all clipped gradients before it uses the first, once more the parameters' size.
+
+Plans ask for this one themselves; stock JAX gets it too, so that it is not killed for that.
+"""
 _LOSSES = "losses.json"
 
 
@@ -175,7 +178,7 @@ def trained(options: argparse.Namespace, folder: Path, name: str) -> dict[str, A
             doing[machine] = line
 
     with EmulatedCluster(machines(options.quotas, memory=options.memory)) as cluster:
-        codes = cluster.run(command(options, "train", name), environment(), options.timeout, show)
+        codes = cluster.run(command(options, "train", name), environment(name), options.timeout, show)
     row: dict[str, Any] = {"system": name, "limit_bytes": [m.memory for m in cluster.machines], "ended": ended}
     row["predicted_bytes"] = json.loads((folder / f"{name}.json").read_text())["memory_bytes"]
     if any(codes):
@@ -194,11 +197,13 @@ def trained(options: argparse.Namespace, folder: Path, name: str) -> dict[str, A
     return row
 
 
-def environment() -> dict[str, str]:
+def environment(system: str = "plan") -> dict[str, str]:
     # What is freed goes back to the system at once, so that a process is as large as what it holds.
     paths = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
     own = {"MALLOC_MMAP_THRESHOLD_": str(1 << 20), "NPROC": "1", "PYTHONPATH": paths, "JAX_PLATFORMS": "cpu"}
-    return {**os.environ, **own, "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {_MEMORY_FIRST}"}
+    if system != "plan":
+        own["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_MEMORY_FIRST}"
+    return {**os.environ, **own}
 
 
 def command(options: argparse.Namespace, role: str, *systems: str) -> list[str]:
