@@ -42,7 +42,10 @@ SYSTEMS = ("plan", "fsdp", "even")
 MIB = 1 << 20
 STAGES = ("compiling", "placing its state", "training", "saving its state")
 _MEMORY_FIRST = "--xla_cpu_scheduler_type=CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"
-"""XLA's usual order for CPUs makes all clipped gradients before it uses the first, once more the parameters' size."""
+"""XLA's usual order for CPUs makes all clipped gradients before it uses the first, once more the parameters' size.
+
+Plans ask for this one themselves; stock JAX gets it too, so that it is not killed for that.
+"""
 _LOSSES = "losses.json"
 
 
@@ -166,7 +169,7 @@ def trained(options: argparse.Namespace, folder: Path, name: str) -> dict[str, A
             doing[machine] = line
 
     where = limited(options)
-    codes = run(where, folder, command(options, "train", name), ours(), options.timeout, show)
+    codes = run(where, folder, command(options, "train", name), ours(name), options.timeout, show)
     row: dict[str, Any] = {"system": name, "limit_bytes": [m.memory for m in where], "ended": ended}
     row["predicted_bytes"] = json.loads((folder / f"{name}.json").read_text())["memory_bytes"]
     if any(codes):
@@ -185,11 +188,13 @@ def trained(options: argparse.Namespace, folder: Path, name: str) -> dict[str, A
     return row
 
 
-def ours() -> dict[str, str]:
+def ours(system: str = "plan") -> dict[str, str]:
     """The environment of all processes. What is freed goes back to the system at once, so that a process is as large as
-    what it holds."""
-    flags = f"{os.environ.get('XLA_FLAGS', '')} {_MEMORY_FIRST}"
-    return environment({"MALLOC_MMAP_THRESHOLD_": str(1 << 20), "XLA_FLAGS": flags})
+    what it holds. Plans ask for XLA's memory-first scheduler themselves."""
+    own = {"MALLOC_MMAP_THRESHOLD_": str(1 << 20)}
+    if system != "plan":
+        own["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_MEMORY_FIRST}"
+    return environment(own)
 
 
 def command(options: argparse.Namespace, role: str, *systems: str) -> list[str]:

@@ -1,15 +1,17 @@
 """Every access to JAX that differs between the supported versions, and nothing else.
 
 Supported: JAX 0.10.2 to 0.12. `ClosedJaxpr` became `Jaxpr` in 0.12; the names of call primitives and the
-place of their inner jaxpr moved in between. Nothing here starts a backend.
+place of their inner jaxpr moved in between. Nothing here starts a backend; `memory_first` is asked where one runs.
 """
 
 from __future__ import annotations
 
 import functools
+import os
 import sysconfig
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -250,6 +252,45 @@ def scope_name(eqn: Any) -> str:
 def no_mesh() -> Any:
     """A context without the mesh of `jax.set_mesh`, under which JAX refuses arrays that lie on other devices."""
     return jax.set_mesh(jax.sharding.Mesh(np.empty((), object), ()))
+
+
+_SCHEDULER = {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}
+_ASKED = ("xla_cpu_scheduler_type", "xla_cpu_enable_concurrency_optimized_scheduler")
+
+
+def memory_first(platform: str) -> dict[str, str]:
+    """`compiler_options` of `jax.jit` by which a program on `platform` holds little at once, as plans count on.
+
+    XLA's CPU backend begins everything as early as it can: all random arrays of an init, all clipped gradients before
+    the first is used. Other backends order by memory themselves. Empty there, where XLA_FLAGS say what order the user
+    wants, and where XLA has no such option.
+    """
+    if platform != "cpu" or any(name in _xla_flags() for name in _ASKED):
+        return {}
+    return dict(_SCHEDULER) if _accepts(tuple(_SCHEDULER.items())) else {}
+
+
+@functools.cache
+def _accepts(options: tuple[tuple[str, str], ...]) -> bool:
+    """Whether XLA's CPU backend has these options: its flags come and go."""
+    on = jax.sharding.SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
+    try:
+        with no_mesh():
+            jax.jit(lambda: 0, out_shardings=on, compiler_options=dict(options)).lower().compile()
+    except jax.errors.JaxRuntimeError:
+        return False
+    return True
+
+
+def _xla_flags() -> str:
+    """What XLA_FLAGS say, or the file that they name."""
+    flags = os.environ.get("XLA_FLAGS", "").strip()
+    if not flags or flags.startswith("-"):
+        return flags
+    try:
+        return Path(flags).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        return ""
 
 
 def one_device_sharding() -> Any:

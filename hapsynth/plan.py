@@ -165,6 +165,7 @@ class Plan(Planned):
         """JAX's lowered function, with `.as_text()` and `.compile()`; arguments, or their structs, are only checked.
 
         In staged form those of all stages: `.compile()` compiles them, so that no later call waits for it.
+        On CPUs XLA is asked to spare memory, unless XLA_FLAGS or JAX's `.compile(compiler_options=...)` say how.
         """
         if args or kwargs:
             self._arguments.flatten(args, kwargs, structs=True)

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 from jax.sharding import Mesh
 
+from hapsynth import _jax
 from hapsynth.graph import Graph
 from hapsynth.instructions.layout import Layout
 from hapsynth.instructions.program import FactorTable, Program
@@ -60,6 +61,11 @@ class Form:
 
     def _stored(self, value: int, layout: Layout) -> Storage:
         return self.storage.of(self.graph, self.sizes, value, layout, self.mesh)
+
+    @cached_property
+    def compiler_options(self) -> dict[str, str]:
+        """What `jax.jit` takes so that a call holds about what the search counted."""
+        return _jax.memory_first(self.mesh.devices.flat[0].platform)
 
     @property
     def table(self) -> FactorTable:

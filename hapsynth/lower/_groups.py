@@ -63,6 +63,7 @@ class Group:
         given: Sequence[jax.ShapeDtypeStruct],
         made: Sequence[jax.ShapeDtypeStruct],
         donated: Sequence[int],
+        compiler_options: dict[str, str],
     ) -> Any:
         """JAX's lowered `fn(where, arrays)`, of and to one device's shapes; arguments `donated` are consumed."""
         struct = lambda s: jax.ShapeDtypeStruct(self._joined(s.shape), s.dtype, sharding=self._sharding(s.shape))
@@ -85,7 +86,13 @@ class Group:
             )
         # Without arguments it would run on the first device of all.
         made_on = [self._sharding(s.shape) for s in made]
-        jitted = jax.jit(hapsynth_local, out_shardings=made_on, donate_argnums=tuple(donated), keep_unused=True)
+        jitted = jax.jit(
+            hapsynth_local,
+            out_shardings=made_on,
+            donate_argnums=tuple(donated),
+            keep_unused=True,
+            compiler_options=compiler_options,
+        )
         return jitted.lower(*map(struct, given))
 
 

@@ -218,7 +218,8 @@ class Staged(Form):
             return _in_memory_of_their_own(arrays, out)
 
         over = {i for i, p in enumerate(stage.reads, len(stage.arrives)) if p in stage.dead or p in stage.writes}
-        return group.lower(run, given, made, _reused(given, made, {*range(len(stage.arrives)), *over}))
+        reused = _reused(given, made, {*range(len(stage.arrives)), *over})
+        return group.lower(run, given, made, reused, self.compiler_options)
 
     def _strong(self, name: Name, x: Any) -> Any:
         if isinstance(name, Slot):
@@ -300,7 +301,8 @@ class Staged(Form):
         if key not in known:
             fn = self._exchanging(stage.steps)
             reused = _reused(wires, jax.eval_shape(fn, *wires), set(range(len(wires))))
-            known[key] = jax.jit(fn, donate_argnums=tuple(reused)).lower(*wires)
+            jitted = jax.jit(fn, donate_argnums=tuple(reused), compiler_options=self.compiler_options)
+            known[key] = jitted.lower(*wires)
         return known[key]
 
 

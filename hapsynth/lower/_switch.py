@@ -73,6 +73,7 @@ class Lowered(Form):
             out_shardings=[everywhere if s is None else s.sharding for s in self.outputs],
             donate_argnums=tuple(i for i, donated in enumerate(self.donated) if donated),
             keep_unused=True,
+            compiler_options=self.compiler_options,
         )
 
     @property
