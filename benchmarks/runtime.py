@@ -6,7 +6,9 @@
 Same function, global batch, first state and arguments for all; float32, one thread per process, donation, and memory
 that is kept (malloc). `plan`: hapsynth's, on the cluster that `hapsynth profile` measures here. `even`: stock
 `jax.jit`, data parallel. `by_speed`: uneven batch by hand. `fsdp`: stock `jax.jit`, ZeRO-3. `hap`: what HAP's rules
-and costs would choose, at its one ratio. Any name of `hapsynth.search.baselines` may be added to `--systems`.
+and costs would choose, at its one ratio. `fastest`: of the plan and what people run today as plans, the one that is the
+fastest in a short contest before (`hapsynth.fastest`). Any name of `hapsynth.search.baselines` may be added to
+`--systems`.
 
 All systems live in the same processes and are stepped in rounds, in random order; a step takes until its last process
 has its results. What is predicted is in the JSON file before anything is measured. After the last round each system's
@@ -47,7 +49,9 @@ CLUSTERS = {
     "4-100mbit": {"quotas": "0.6:0.6:0.2:0.2", "rate": "100Mbit"},
     "even4": {"quotas": "0.4:0.4:0.4:0.4"},
 }
-SYSTEMS = ("plan", "even", "by_speed", "fsdp", "hap")
+SYSTEMS = ("plan", "fastest", "even", "by_speed", "fsdp", "hap")
+_WITHIN, _TRIED = 1.2, 3
+"""What takes part in the contest: predicted to take so many times as long as the plan at most; steps of each turn."""
 _WARM_UP = 2
 _SMALL = replace(models.BERT, batch=1, width=256, heads=8, ff=1024, vocab=2048, post_norm=False, causal=True)
 
@@ -109,7 +113,8 @@ class Measuring(Worker):
                 for system, plan in chosen(self.options.systems, fn, shapes, traced, cluster).items():
                     plan.save(self.folder / f"{name}-{system}.json")
             self.meet()
-            rows = [self.row(s, name, fn, shapes, arguments, cluster) for s in self.options.systems]
+        rows = [self.row(s, name, fn, shapes, arguments, cluster) for s in self.options.systems]
+        with emulated.unlimited():
             self.tell(f"{name}: compiling")
             alone = Alone(fn)
             for system in [*(row.system for row in rows), alone]:
@@ -145,6 +150,8 @@ class Measuring(Worker):
         """A system, ready to be given its arguments. Stock JAX is predicted as the same program of hapsynth's."""
         file = self.folder / f"{model}-{system}.json"
         plan = hapsynth.load(file, fn, shapes, self.mesh, form=self.options.form)
+        found = self.contest(model, plan, arguments) if system == "fastest" else None
+        plan = found.plan if found else plan
         made: System
         match system:
             case "even" | "fsdp":
@@ -157,7 +164,19 @@ class Measuring(Worker):
         said = {"model": model, "cluster": self.options.cluster, "system": system, "predicted_s": plan.cost}
         if isinstance(made, Planned):
             said["form"] = plan.form
+        if found:
+            said |= {"contest": found.name, "contest_s": dict(found.seconds)}
         return Row(said, made)
+
+    def contest(self, model: str, plan: hapsynth.Plan, arguments: Arguments) -> hapsynth.Fastest:
+        plans = hapsynth.contenders(plan, self.mesh, within=_WITHIN)
+        with emulated.unlimited():
+            for each in plans.values():
+                each.lower().compile()
+            self.meet()
+        found = hapsynth.fastest(plans, *arguments, steps=_TRIED)
+        self.tell(f"{model}: {', '.join(f'{name} {s:.3f} s' for name, s in found.seconds.items())}: {found.name}")
+        return found
 
     def measure(self, rows: list[Row], losses: list[float], wanted: Any) -> None:
         """Adds the times, and how far off the values are, to what is said of each row."""
