@@ -1,25 +1,22 @@
-"""The search's benchmark, run as a script: its rows hold what was planned, and the MILP agrees."""
+"""The search's benchmark: its rows, each made by a process of its own, hold what was planned, and the MILP agrees."""
 
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from scripts import run_script
 
-SCRIPT = Path(__file__).resolve().parent.parent / "benchmarks" / "search.py"
 
-
-def run(*options: str, check: bool = True) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, str(SCRIPT), *options], check=check, capture_output=True, text=True)
+def run(*options: str) -> int:
+    return run_script("search", *options)
 
 
 def test_rows_and_the_milp_beside(tmp_path: Path) -> None:
     file = tmp_path / "rows.json"
-    run("--only", "mlp", "--clusters", "mixed8", "--layers", "", "--milp", "300", "--json", str(file))
+    assert run("--only", "mlp", "--clusters", "mixed8", "--layers", "", "--milp", "300", "--json", str(file)) == 0
     report: dict[str, Any] = json.loads(file.read_text())
     (row,) = report["table"]
     assert report["machine"].keys() >= {"python", "jax", "scipy", "cores"}
@@ -31,26 +28,26 @@ def test_rows_and_the_milp_beside(tmp_path: Path) -> None:
     assert 0 < row["trace_s"] < row["total_s"]
 
 
-def test_growth_with_layers(tmp_path: Path) -> None:
+def test_growth_with_layers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "rows.json"
-    done = run("--only", "", "--layers", "1,2", "--milp", "0", "--json", str(file))
+    assert run("--only", "", "--layers", "1,2", "--milp", "0", "--json", str(file)) == 0
     one, two = json.loads(file.read_text())["growth"]
     assert (one["layers"], two["layers"]) == (1, 2)
     assert one["ops"] < two["ops"]
-    lines = done.stdout.splitlines()
+    lines = capsys.readouterr().out.splitlines()
     assert [line.split(" on ")[0] for line in lines[1:3]] == ["bert 1", "bert 2"]
     assert lines[3].startswith("after tracing: time(2) / time(1) = ")
 
 
 @pytest.mark.slow
-def test_what_does_not_fit_is_a_row_too(tmp_path: Path) -> None:
+def test_what_does_not_fit_is_a_row_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "rows.json"
     options = ("--only", "mlp", "--clusters", "mixed8", "--layers", "", "--milp", "0", "--memory", "1e-3")
-    done = run(*options, "--json", str(file))
+    assert run(*options, "--json", str(file)) == 0
     (row,) = json.loads(file.read_text())["table"]
     assert row["status"] == "infeasible"
     assert "no program fits" in row["error"]
-    assert done.stdout.rstrip().endswith("infeasible")
+    assert capsys.readouterr().out.rstrip().endswith("infeasible")
 
 
 @pytest.mark.parametrize(
@@ -62,7 +59,6 @@ def test_what_does_not_fit_is_a_row_too(tmp_path: Path) -> None:
         (("--memory", "much"), "--memory much: give devices"),
     ],
 )
-def test_bad_options_are_named(options: tuple[str, ...], message: str) -> None:
-    done = run(*options, check=False)
-    assert done.returncode == 2
-    assert message in done.stderr
+def test_bad_options_are_named(options: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(*options) == 2
+    assert message in capsys.readouterr().err

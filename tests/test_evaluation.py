@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from hap import Hap
 from models import ConvNet, Perceptron, mlp, vgg19
+from scripts import run_script
 from slow_devices import slow_cluster
 
 from hapsynth.api import synthesize
@@ -19,7 +18,6 @@ from hapsynth.search.baselines import NAMES, Baselines
 from hapsynth.search.planner import Planner
 from hapsynth.trace import trace
 
-SCRIPT = Path(__file__).resolve().parent.parent / "benchmarks" / "evaluation.py"
 CLUSTER = slow_cluster((3.0, 3.0, 1.0, 1.0), bandwidth=1e9)
 
 
@@ -58,21 +56,20 @@ def test_strategy_in_words() -> None:
     assert plan.cost <= parallel.cost_s * (1 + 1e-9)
 
 
-def test_a_row(tmp_path: Path) -> None:
+def test_a_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "rows.json"
-    command = [sys.executable, str(SCRIPT), "--only", "mlp", "--cluster", "poplar_b", "--layers", "1", "--markdown"]
-    done = subprocess.run([*command, "--json", str(file)], check=True, capture_output=True, text=True)
+    options = ("--only", "mlp", "--cluster", "poplar_b", "--layers", "1", "--markdown", "--json", str(file))
+    assert run_script("evaluation", *options) == 0
     (row,) = json.loads(file.read_text())
     assert row["systems"].keys() == {*NAMES, "hap"}
     assert row["worse_than"] == []
     fitting = [s["cost_s"] for s in row["systems"].values() if s["fits"]]
     assert row["systems"][row["best"]]["cost_s"] == min(fitting) >= row["cost_s"]
     assert row["even"] >= row["one_ratio"]
-    assert done.stdout.splitlines()[2].startswith("| mlp 1 | poplar_b | ")
+    assert capsys.readouterr().out.splitlines()[2].startswith("| mlp 1 | poplar_b | ")
 
 
-def test_bad_options_are_named() -> None:
+def test_bad_options_are_named(capsys: pytest.CaptureFixture[str]) -> None:
     for option, message in ((["--only", "gpt9"], "'gpt9' is none of"), (["--cluster", "x"], "'x' is none of")):
-        done = subprocess.run([sys.executable, str(SCRIPT), *option], check=False, capture_output=True, text=True)
-        assert done.returncode == 2
-        assert message in done.stderr
+        assert run_script("evaluation", *option) == 2
+        assert message in capsys.readouterr().err

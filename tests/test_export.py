@@ -36,9 +36,9 @@ CLUSTERS = Path(__file__).resolve().parent.parent / "examples" / "clusters"
 EXAMPLES = {
     "mlp": mlp.target_for(mlp.Config(batch=16384, features=128, hidden=(256,))),
     "transformer": transformer.target_for(
-        transformer.Config(batch=384, seq=32, vocab=128, layers=1, width=64, heads=4, ff=256)
+        transformer.Config(batch=192, seq=32, vocab=128, layers=1, width=64, heads=4, ff=256)
     ),
-    "cnn": cnn.target_for(cnn.Config(batch=1024, size=16, channels=(16, 32))),
+    "cnn": cnn.target_for(cnn.Config(batch=256, size=16, channels=(16, 32))),
 }
 
 
