@@ -33,6 +33,8 @@ from hapsynth.search.result import SETTLED, Progress, Result
 from hapsynth.search.structure import Restriction
 from hapsynth.search.subclusters import ClusterPlanner
 
+_HURRY_S = 1.0
+"""Of each function that is still to be planned after Ctrl-C."""
 _Where = tuple[int, tuple[int, ...]]
 """(dimension, mesh axes that cut it)"""
 
@@ -62,10 +64,13 @@ class JointPlanner:
     exact: bool = False
     alone: dict[str, Result] = field(init=False, default_factory=dict[str, Result])
     """Of the functions that are called, each at its own best."""
+    _interrupted: bool = field(init=False, default=False)
+    """By Ctrl-C."""
 
     def run(self) -> dict[str, Result]:
         """The result of each function; raises InfeasibleError where one does not fit, RatioError where one can't take
-        the state as it lies."""
+        the state as it lies. Ctrl-C ends the search with the best plans so far; KeyboardInterrupt where a function has
+        none."""
         self._began = time.perf_counter()
         called = sorted((n for n, w in self.weights.items() if w > 0), key=lambda n: -self.weights[n])
         # Each alone, and each again under every other's state and under that which is weighed.
@@ -89,13 +94,19 @@ class JointPlanner:
             except (InfeasibleError, RatioError) as error:
                 failed = failed or error
                 continue
+            except KeyboardInterrupt:
+                if not self._found:
+                    raise
+                self._interrupted = True
+                break
             if results is not None:
                 self._found.append((self.cost(results), len(self._found), results))
             if self._settled():
                 break
         for _, _, results in sorted(self._found):
             try:
-                return self._completed(results)
+                results = self._completed(results)
+                return {n: replace(r, interrupted=self._interrupted) for n, r in results.items()}
             except (InfeasibleError, RatioError) as error:
                 failed = failed or error
         assert failed is not None
@@ -110,10 +121,9 @@ class JointPlanner:
         """Whether none is dearer than alone, no plans can be much cheaper, or there is no time for others."""
         if not self._found:
             return False
-        cost, _, results = min(self._found)
+        cost = min(self._found)[0]
         most = max(self.bound, self.cost(self.alone))
-        interrupted = self._weighing.interrupted or any(r.interrupted for r in results.values())
-        return cost - most <= SETTLED * cost or interrupted
+        return cost - most <= SETTLED * cost or self._interrupted
 
     def cost(self, results: Mapping[str, Result]) -> float:
         """Seconds of all functions, each as often as it is called."""
@@ -143,11 +153,13 @@ class JointPlanner:
                 self._bounds[devices] = max(
                     bound, self._weighing.bound(self.cluster.subset(devices), enough, self._left())
                 )
+        self._interrupted |= self._weighing.interrupted
         if self._settled() or self._late():
             return None
         devices = _devices(self.cluster, best[called[0]])
         sizes = {name: result.sizes for name, result in best.items()}
         layouts = self._weighing.layouts(self.cluster.subset(devices), sizes, cost, self._left())
+        self._interrupted |= self._weighing.interrupted
         if not layouts:
             return None
         kept = {leaf: Kept(layout, {}) for leaf, layout in layouts.items()}
@@ -240,6 +252,8 @@ class JointPlanner:
         if left is not None:
             left = max(0.05, left) / max(self._searches, 1)
             self._searches -= 1
+        if self._interrupted:
+            left = min(_HURRY_S, _HURRY_S if left is None else left)
         while True:
             planner = ClusterPlanner(
                 self.state.roles[name].traced.graph,
@@ -262,6 +276,7 @@ class JointPlanner:
                 if not broken:
                     raise RatioError(f"{name!r}: {error}") from error
             else:
+                self._interrupted |= result.interrupted
                 broken = asked.broken(result)
                 if not broken:
                     if finders is not None:

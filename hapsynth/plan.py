@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import platform
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
@@ -15,6 +14,7 @@ from jax.sharding import Mesh
 from hapsynth import checkpoint
 from hapsynth._arguments import Arguments, wrap
 from hapsynth._forms import Chosen, Form, check_form, chosen_form, only_staged
+from hapsynth._warn import warn_user
 from hapsynth.check import CheckReport, check_plan
 from hapsynth.cluster import Cluster, ClusterWarning
 from hapsynth.drift import DriftReport, copied_along, leaf_drift, resynced
@@ -78,8 +78,7 @@ class Plan(Planned):
             raise ValueError(f"form is 'switch', but {too_large}; give 'auto' or 'staged'")
         elsewhere = cluster.measured_elsewhere(platform.node(), jax.__version__)
         if mesh is not None and elsewhere:
-            # Of whoever called `synthesize` or `load`.
-            warnings.warn(elsewhere, ClusterWarning, stacklevel=3)
+            warn_user(elsewhere, ClusterWarning)
 
     def _of_used(self, mesh: Mesh) -> Mesh:
         """The devices of a mesh of the whole cluster that take part, in a row; any other mesh as it is."""

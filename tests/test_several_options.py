@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -10,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from slow_devices import SPEEDS, slow_cluster
+from slow_devices import SPEEDS, first_devices, slow_cluster
 
 import hapsynth
 
@@ -77,6 +78,17 @@ def test_only_a_dict_of_functions_is_loaded(tmp_path: Path) -> None:
     planned().save(tmp_path / "plans.json")
     with pytest.raises(TypeError, match=r"functions is <function train .*; give a dict of functions"):
         hapsynth.load_plans(tmp_path / "plans.json", train, ARGS)  # pyright: ignore[reportArgumentType]
+
+
+def test_a_profile_from_elsewhere_is_warned_of_at_the_users_line(tmp_path: Path) -> None:
+    there = replace(CLUSTER, profile={"machines": "another-machine", "jax": jax.__version__})
+    mesh = first_devices(4)
+    with pytest.warns(hapsynth.ClusterWarning, match="measured on another-machine") as made:
+        plans = hapsynth.synthesize(FUNCTIONS, ARGS, mesh, cluster=there, leave_out=False)
+    plans.save(tmp_path / "plans.json")
+    with pytest.warns(hapsynth.ClusterWarning, match="measured on another-machine") as read:
+        hapsynth.load_plans(tmp_path / "plans.json", FUNCTIONS, ARGS, mesh)
+    assert {w.filename for w in (*made, *read)} == {__file__}
 
 
 def test_one_function_and_any_number() -> None:
