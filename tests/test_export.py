@@ -24,7 +24,7 @@ from control_cases import CASES
 from jax import lax
 from jax.sharding import Mesh
 from slow_devices import SPEEDS, first_devices, slow_cluster
-from test_random import dropout_step
+from test_random import dropout_step, large_draws
 from zoo import functional, language
 
 import hapsynth
@@ -120,6 +120,11 @@ def assert_exports(plan: Plan, *args: Any) -> str:
     given = plan.shard(*args)
     assert_same_bits(got, plan.unshard(plan(*([given] if len(args) == 1 else given))))
     return plan.to_source()
+
+
+def test_draws_in_blocks() -> None:
+    plan = planned(large_draws, (jax.random.key(5),))
+    assert "dynamic_update_slice" in assert_exports(plan, jax.random.key(5))
 
 
 @pytest.mark.slow

@@ -121,6 +121,80 @@ def test_counters_beyond_32_bits(width: int, shape: Any, cut: int, start: int, h
     assert np.array_equal(got, want.astype(got.dtype))
 
 
+# ---- large draws in blocks, on CPUs
+
+
+def loops(fn: Callable[..., Any], *args: Any) -> int:
+    """How often blocks are drawn, 0 where the draw is one."""
+    eqns = jax.make_jaxpr(fn)(*args).jaxpr.eqns
+    return sum(eqn.params["length"] for eqn in eqns if eqn.primitive.name == "scan")
+
+
+@pytest.mark.parametrize("width", [8, 32, 64])
+@pytest.mark.parametrize(
+    ("shape", "blocks"),
+    [
+        ((40,), 5),
+        ((42,), 6),  # the last block begins early
+        ((1, 40), 5),
+        ((7, 5), 7),
+        ((3, 3, 4, 5), 36),
+        ((2, 3, 20), 18),
+        ((50, 1, 3), 25),
+        ((16,), 0),  # not large
+    ],
+)
+def test_blocks_have_the_bits_of_the_whole(
+    width: int, shape: tuple[int, ...], blocks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hapsynth.instructions.rules.random._BLOCK", 8)
+    with jax.enable_x64(width == 64):
+        key = key_array()
+        want = drawn(shape, f"uint{width}")(key)
+        op = draw(drawn(shape, f"uint{width}"), key)
+        f = factors_of(op)
+        on = lambda platform: Local(op, f, f.triples[:1], op.shapes, (shape,), {}, lambda _: jnp.int32(0), platform)
+        run = lambda key: execute(on("cpu"), [key])[0]
+        assert loops(run, key) == blocks
+        assert loops(lambda key: execute(on("gpu"), [key])[0], key) == 0
+        assert run(key).dtype == want.dtype
+        np.testing.assert_array_equal(jax.jit(run)(key), want)
+        # A shard of a draw that is longer along the dimension, from the middle on.
+        for cut in (d for d, n in enumerate(shape) if n > 1):
+            longer = tuple(2 * n + 1 if d == cut else n for d, n in enumerate(shape))
+            op = draw(drawn(longer, f"uint{width}"), key)
+            local = dataclasses.replace(part(op, cut, shape[cut], shape), platform="cpu")
+            run = lambda key, local=local: execute(local, [key])[0]
+            assert loops(run, key) == blocks
+            whole = drawn(longer, f"uint{width}")(key)
+            np.testing.assert_array_equal(
+                jax.jit(run)(key), jax.lax.slice_in_dim(whole, shape[cut], 2 * shape[cut], axis=cut)
+            )
+
+
+def test_what_is_no_threefry_draw_is_not_drawn_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hapsynth.instructions.rules.random._BLOCK", 8)
+    for key, partitionable in ((jax.random.key(7, impl="rbg"), True), (key_array(), False)):
+        with jax.threefry_partitionable(partitionable):
+            op = draw(drawn((40,)), key)
+            f = factors_of(op)
+            local = Local(op, f, f.triples[:1], op.shapes, ((40,),), {}, lambda _: jnp.int32(0), "cpu")
+            np.testing.assert_array_equal(execute(local, [key])[0], drawn((40,))(key))
+
+
+def large_draws(key: jax.Array) -> Any:
+    return jax.random.normal(key, (512, 1200)), jax.random.bits(key, (600_000,))
+
+
+@pytest.mark.parametrize("on", ["one", "3:1"])
+def test_a_plan_draws_in_blocks(on: str) -> None:
+    cluster, key = slow_cluster(SPEEDS[on]), key_array()
+    plan = hapsynth.synthesize(large_draws, (key,), first_devices(cluster.n), cluster=cluster, leave_out=False)
+    assert "dynamic_update_slice" in plan.lower().as_text()
+    assert plan.check(key)
+    np.testing.assert_array_equal(plan.unshard(plan(key))[1], large_draws(key)[1])
+
+
 def test_a_dimension_beyond_32_bits_is_not_cut() -> None:
     f = factors_of(draw(drawn((1 << 33, 4), np.uint8), key_array()))
     assert [t.results for t in f.triples[1:]] == [(S(1),)]

@@ -7,7 +7,7 @@ offset: nothing is sent. A draw with a batch of keys is one draw per key and can
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import prod
 from typing import Any
 
@@ -23,6 +23,12 @@ from hapsynth.instructions.rules.pointwise import pointwise
 from hapsynth.instructions.rules.registry import KEYS_ARE_WHOLE, apart, bind, elements, no_flops, register, replicated
 
 THREEFRY = "threefry2x32"
+
+_BLOCK = 1 << 16
+"""Elements of a draw that XLA's CPU backend hashes at a time, in about four times their memory.
+
+Drawn whole, large arrays also take longer: they leave the caches.
+"""
 
 _HASH = 120
 """Integer operations of one threefry hash: 20 rounds of add, rotate and xor, and the key five times."""
@@ -87,30 +93,60 @@ def _counters(shape: Sequence[int], here: Sequence[int], offsets: Mapping[int, A
     return high, low
 
 
+def _in_blocks(shape: tuple[int, ...], dtype: Any, draw: Callable[[tuple[int, ...], Mapping[int, Any]], Any]) -> Any:
+    """`draw(shape, starts)` of a large shape, in blocks of at most `_BLOCK` elements, one after the other.
+
+    A block has all of the last dimensions and a run of the one before. The last run begins early rather than be short:
+    some elements are drawn twice, alike.
+    """
+    cut = next(d for d in range(len(shape)) if prod(shape[d + 1 :]) <= _BLOCK)
+    run = _BLOCK // prod(shape[cut + 1 :])
+    runs = -(-shape[cut] // run)
+    block = (*(1 for _ in shape[:cut]), run, *shape[cut + 1 :])
+
+    def add(i: Any, whole: Any) -> Any:
+        i = lax.convert_element_type(i, np.int32)
+        i, number = lax.div(i, np.int32(runs)), lax.rem(i, np.int32(runs))
+        starts = {cut: lax.min(number * np.int32(run), np.int32(shape[cut] - run))}
+        for d in reversed(range(cut)):
+            i, starts[d] = lax.div(i, np.int32(shape[d])), lax.rem(i, np.int32(shape[d]))
+        at = [starts.get(d, np.int32(0)) for d in range(len(shape))]
+        return lax.dynamic_update_slice(whole, draw(block, starts), at)
+
+    count = prod(shape[:cut]) * runs
+    return lax.fori_loop(np.int32(0), np.int32(count), add, jnp.zeros(shape, dtype))
+
+
 def _bits_on_shard(local: Local, operands: Sequence[Any]) -> list[Any]:
     op, (keys,) = local.op, operands
-    batch = len(op.shapes[0])
+    batch, here = len(op.shapes[0]), local.result_shapes[0]
     keys = _batch_on_shard(local, keys)
     cuts = [local.cut(dim) for dim in local.factors.results[0][batch:]]
     offsets = {d: cut.offset() for d, cut in enumerate(cuts) if cut is not None}
-    if not offsets:
+    in_blocks = local.platform == "cpu" and not batch and prod(here) > 2 * _BLOCK and max(here) < 1 << 31
+    if not offsets and not (in_blocks and _is_threefry(op.dtypes[0]) and _is_partitionable()):
         return bind(op.primitive, [keys], op.params)
     if not _is_partitionable():
         raise ValueError(
             "a plan made with jax_threefry_partitionable cuts random numbers, and it is off now: turn it on for the "
             "run, or plan with it off"
         )
-    counters = _counters(op.result_shapes[0][batch:], local.result_shapes[0][batch:], offsets)
+    full, dtype = op.result_shapes[0][batch:], op.result_dtypes[0]
     words = jnp.moveaxis(jax.random.key_data(keys), -1, 0)
     if batch:
-        full = local.result_shapes[0]
-        words = [lax.broadcast_in_dim(w, full, tuple(range(batch))) for w in words]
-        counters = [jnp.broadcast_to(c, full) for c in counters]
-    a, b = threefry2x32_p.bind(*words, *counters)
-    dtype = op.result_dtypes[0]
-    if op.params["bit_width"] == 64:
-        return [(a.astype(dtype) << dtype.type(32)) | b.astype(dtype)]
-    return [(a ^ b).astype(dtype)]
+        words = [lax.broadcast_in_dim(w, here, tuple(range(batch))) for w in words]
+
+    def draw(shape: tuple[int, ...], starts: Mapping[int, Any]) -> Any:
+        froms = {d: sum(s[d] for s in (offsets, starts) if d in s) for d in {*offsets, *starts}}
+        counters = _counters(full, shape, froms)
+        if batch:
+            counters = [jnp.broadcast_to(c, here) for c in counters]
+        a, b = threefry2x32_p.bind(*words, *counters)
+        if op.params["bit_width"] == 64:
+            return (a.astype(dtype) << dtype.type(32)) | b.astype(dtype)
+        return (a ^ b).astype(dtype)
+
+    return [_in_blocks(here, dtype, draw) if in_blocks else draw(here[batch:], {})]
 
 
 @register("random_bits", local=_bits_on_shard, flops=_hashes, fusible=True, typed_keys=True)
