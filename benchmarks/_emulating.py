@@ -23,10 +23,6 @@ import hapsynth.jobs
 from hapsynth.profile.job import Job
 from hapsynth.profile.run import Options, profile
 
-KEEPS_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(1 << 40), "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}
-"""Of an environment. What is given back to the system at every step is slow at its first touch; GPUs' allocators keep
-it."""
-
 
 def in_folder(name: str, keep: str | Path | None, measure: Callable[[Path], int]) -> int:
     """The exit status of a benchmark, which is given a folder to `keep`, or one that goes with it, however it ends."""

@@ -9,6 +9,15 @@ from typing import Any
 
 import jax
 
+KEEPS_MEMORY = {
+    "MALLOC_ARENA_MAX": "1",
+    "MALLOC_MMAP_THRESHOLD_": str(1 << 40),
+    "MALLOC_TRIM_THRESHOLD_": str(1 << 40),
+}
+"""Of a process's environment: memory stays with it, as with GPUs' allocators. glibc gives large arrays back as soon as
+they are freed (of arenas other than the first whatever it is told), and each step touches them anew, for a fifth of it.
+"""
+
 
 def interleaved(steps: Mapping[str, Callable[[], Any]], rounds: int, warmup: int = 2) -> dict[str, list[float]]:
     """Seconds of each call, `rounds` per name, after `warmup` uncounted ones; every call is waited for."""

@@ -33,6 +33,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from _costs import where
+from _timing import KEEPS_MEMORY
 from jax import lax
 from jax.sharding import Mesh
 from models import Batch, Params, Target, cross_entropy, dense, dense_shapes, f32, i32, training_step
@@ -215,8 +216,7 @@ def start(devices: int) -> int:
     if devices > len(cores):
         raise SystemExit(f"--devices {devices}: this machine has {len(cores)} cores, and each device needs one")
     address = f"localhost:{free_ports(2)[0]}"
-    # Memory that is given back to the system at every step is slow at its first touch; GPUs' allocators keep it.
-    env = {**os.environ, "MALLOC_MMAP_THRESHOLD_": str(1 << 40), "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}
+    env = {**os.environ, **KEEPS_MEMORY}
     # Where hapsynth's processes meet as well.
     env["JAX_COORDINATOR_ADDRESS"] = address
     processes: list[subprocess.Popen[bytes]] = []

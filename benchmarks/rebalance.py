@@ -24,7 +24,8 @@ from typing import Any
 import emulated
 import jax
 import numpy as np
-from _emulating import KEEPS_MEMORY, Worker, check, environment, in_folder, run
+from _emulating import Worker, check, environment, in_folder, run
+from _timing import KEEPS_MEMORY
 from emulated import machines
 from peers import Planned, begun
 from runtime import MODELS

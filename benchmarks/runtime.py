@@ -34,8 +34,9 @@ import emulated
 import jax
 import models
 import numpy as np
-from _emulating import KEEPS_MEMORY, Worker, check, environment, in_folder, run
+from _emulating import Worker, check, environment, in_folder, run
 from _programs import chosen
+from _timing import KEEPS_MEMORY
 from emulated import machines
 from peers import AGREE, Alone, Arguments, BySpeed, Jitted, Planned, System, begun, differences, rows_by_speed
 
