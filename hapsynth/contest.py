@@ -82,7 +82,7 @@ def fastest(
     plans: Mapping[str, Plan],
     *args: Any,
     steps: int = 5,
-    margin: float = 0.02,
+    margin: float = 0.05,
     clock: Callable[[], float] = time.perf_counter,
     **kwargs: Any,
 ) -> Fastest:
