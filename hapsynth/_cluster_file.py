@@ -6,8 +6,9 @@ import re
 from collections.abc import Mapping
 from typing import cast
 
+from hapsynth._table import Table
 from hapsynth.curves import Curve
-from hapsynth.devices import DeviceKind, Table, find_kind
+from hapsynth.devices import DeviceKind, find_kind
 
 COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all")
 _MOST_DEVICES = 1 << 16

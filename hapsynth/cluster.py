@@ -54,12 +54,11 @@ import numpy as np
 
 from hapsynth import _units
 from hapsynth._cluster_file import COLLECTIVES, read_collectives, read_devices, read_profile, to_toml
+from hapsynth._table import ClusterError, Table
 from hapsynth.curves import Curve, write_curve
 from hapsynth.devices import (
-    ClusterError,
     DeviceKind,
     Link,
-    Table,
     kind_of,
     known_kinds,
     read_kinds,

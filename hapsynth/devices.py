@@ -3,17 +3,17 @@
 Nothing here touches a backend. `hapsynth.cluster` puts devices and links together.
 """
 
-import difflib
 import functools
 import math
 import tomllib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from importlib import resources
-from typing import TypeVar, cast
+from typing import cast
 
 from hapsynth import _units
-from hapsynth.curves import Curve, read_curve, write_curve
+from hapsynth._table import ClusterError, Table, nearest
+from hapsynth.curves import Curve, write_curve
 
 # Seconds per op launched on a GPU: the order of a kernel launch plus XLA's thunk. Nominal, no datasheet has it.
 DEFAULT_OVERHEAD = 5e-6
@@ -49,12 +49,6 @@ _FALLBACK = {
 
 _MEASURED = tuple(d for d in _RATES if d != "tf32")
 """A measured float32 is at whatever precision JAX gives it."""
-
-T = TypeVar("T")
-
-
-class ClusterError(ValueError):
-    """A cluster, or its file, that can't be used. The text names the file, the key, the value and the way out."""
 
 
 def _positive(owner: str, what: str, value: float, *, zero: bool = False) -> None:
@@ -95,7 +89,7 @@ class DeviceKind:
         object.__setattr__(self, "flops", flops)
         for dtype, rate in self.flops.items():
             if dtype not in _RATES:
-                raise ClusterError(f"{owner}: flops has no dtype {dtype!r}; {_nearest(dtype, _RATES)}")
+                raise ClusterError(f"{owner}: flops has no dtype {dtype!r}; {nearest(dtype, _RATES)}")
             _positive(owner, f"flops.{dtype}", rate)
         if "float32" not in self.flops:
             raise ClusterError(f"{owner}: flops lacks float32, which the other dtypes fall back to; add it")
@@ -109,10 +103,10 @@ class DeviceKind:
             raise ClusterError(f"{owner}: efficiency = {self.efficiency!r} is a fraction of the peak, at most 1")
         for op_class, by_dtype in self.measured.items():
             if op_class not in OP_CLASSES:
-                raise ClusterError(f"{owner}: measured has no class {op_class!r}; {_nearest(op_class, OP_CLASSES)}")
+                raise ClusterError(f"{owner}: measured has no class {op_class!r}; {nearest(op_class, OP_CLASSES)}")
             for dtype in by_dtype:
                 if dtype not in _MEASURED:
-                    raise ClusterError(f"{owner}: measured.{op_class}.{dtype}: {_nearest(dtype, _MEASURED)}")
+                    raise ClusterError(f"{owner}: measured.{op_class}.{dtype}: {nearest(dtype, _MEASURED)}")
 
     def __hash__(self) -> int:
         return hash((self.name, tuple(self.flops.items()), self.bandwidth, self.memory))
@@ -175,88 +169,6 @@ class Link:
         _positive("link", "latency", self.latency, zero=True)
 
 
-class Table:
-    """One table of a cluster file, read key by key; every error says where it stands (`file: kinds.mycard.memory`)."""
-
-    def __init__(self, data: object, source: str, path: str = "", keys: Iterable[str] | None = None):
-        """`data` must be a mapping and hold no key beside `keys` (None: any). Raises ClusterError."""
-        self.source, self.path = source, path
-        if not isinstance(data, Mapping):
-            raise self.error("", f"= {data!r} must be a table")
-        self.data = cast(Mapping[str, object], data)
-        for key in self.data if keys is not None else ():
-            if key not in (known := sorted(keys or ())):
-                raise self.error(key, f"= {self.data[key]!r} is not a known key; {_nearest(key, known)}")
-
-    def error(self, key: str, problem: str) -> ClusterError:
-        where = ".".join(part for part in (self.path, key) if part)
-        return ClusterError(f"{self.source}: {where} {problem}" if where else f"{self.source}: {problem}")
-
-    def __contains__(self, key: str) -> bool:
-        return key in self.data
-
-    def need(self, key: str, hint: str) -> object:
-        if key not in self.data:
-            raise self.error(key, f"is missing; add {hint}")
-        return self.data[key]
-
-    def table(self, key: str, keys: Iterable[str] | None = None) -> "Table":
-        where = ".".join(part for part in (self.path, key) if part)
-        return Table(self.need(key, "the table"), self.source, where, keys)
-
-    def _checked(self, key: str, read: Callable[[object], T], hint: str) -> T:
-        value = self.need(key, hint)
-        try:
-            return read(value)
-        except ValueError as error:
-            raise self.error(key, f"= {value!r} {error}") from None
-
-    def quantity(self, key: str, units: str) -> float:
-        """A number with a unit out of `_units.{BANDWIDTH,MEMORY,TIME,RATE}`, in SI units."""
-        table = cast(Mapping[str, object], getattr(_units, units))
-        hint = f'{key} = "<number> <unit>" with one of {", ".join(table)}'
-        return self._checked(key, lambda v: _units.parse(v, getattr(_units, units), zero=units == "TIME"), hint)
-
-    def number(self, key: str) -> float:
-        def read(value: object) -> float:
-            if isinstance(value, bool) or not isinstance(value, int | float):
-                raise ValueError("must be a plain number, without unit or quotes")
-            return _units.check(value)
-
-        return self._checked(key, read, "a number")
-
-    def count(self, key: str, limit: int = 1 << 16) -> int:
-        def read(value: object) -> int:
-            if isinstance(value, bool) or not isinstance(value, int):
-                raise ValueError("must be a whole number")
-            if not 1 <= value <= limit:
-                raise ValueError(f"must be from 1 to {limit}")
-            return value
-
-        return self._checked(key, read, "a whole number")
-
-    def curve(self, key: str, units: str) -> Curve:
-        """A list of points [amount, time] or [amount, time, spread]."""
-        return self._checked(key, lambda v: read_curve(v, getattr(_units, units)), "the measured points")
-
-    def text(self, key: str, hint: str = "a string") -> str:
-        def read(value: object) -> str:
-            if not isinstance(value, str) or not value:
-                raise ValueError("must be a string that is not empty")
-            return value
-
-        return self._checked(key, read, hint)
-
-
-def _nearest(name: str, names: Iterable[str]) -> str:
-    """A hint: the known name nearest to `name`, or all of them."""
-    known = {n.lower(): n for n in names}
-    # A part of a name comes first: "H200" means "H200-141GB", though "B200" is nearer in letters.
-    close = [n for n in known if len(name) > 1 and name.lower() in n][:1]
-    close = close or difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.5)
-    return f"did you mean {known[close[0]]!r}?" if close else f"use one of {', '.join(known.values())}"
-
-
 _KIND_KEYS = (
     "base",
     "flops",
@@ -275,7 +187,7 @@ def find_kind(table: Table, key: str, kinds: Mapping[str, DeviceKind]) -> Device
     """The kind that `table[key]` names, out of `kinds`. Raises ClusterError with the nearest name."""
     name = table.text(key, 'the name of a kind, like "V100-16GB"')
     if name not in kinds:
-        raise table.error(key, f"= {name!r} is not a known kind; {_nearest(name, kinds)} (or define [kinds.{name}])")
+        raise table.error(key, f"= {name!r} is not a known kind; {nearest(name, kinds)} (or define [kinds.{name}])")
     return kinds[name]
 
 
@@ -391,7 +303,7 @@ def kind_of(device_kind: str) -> DeviceKind:
     kinds, names = _known()
     if device_kind not in names:
         raise ClusterError(
-            f"device kind {device_kind!r} is not in the table of known GPUs ({_nearest(device_kind, names)}); "
+            f"device kind {device_kind!r} is not in the table of known GPUs ({nearest(device_kind, names)}); "
             f"describe it under [kinds] of a cluster file and pass hapsynth.Cluster.load(FILE)"
         )
     return kinds[names[device_kind]]
