@@ -6,8 +6,9 @@ import re
 from collections.abc import Mapping
 from typing import cast
 
+from hapsynth._table import Table
 from hapsynth.curves import Curve
-from hapsynth.devices import DeviceKind, Table, find_kind
+from hapsynth.devices import DeviceKind, find_kind
 
 COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all")
 _MOST_DEVICES = 1 << 16
@@ -90,7 +91,7 @@ def to_toml(data: Mapping[str, object]) -> str:
     parts += [table(f"[{k}]", data[k]) for k in ("network", "intra") if k in data]
     parts += [table("[[devices]]", entry) for entry in cast(list[object], data["devices"])]
     kinds = cast(Mapping[str, object], data["kinds"]).items()
-    parts += [table(f"[kinds.{key(k)}]", v, opened=("measured",)) for k, v in kinds]
+    parts += [table(f"[kinds.{key(k)}]", v, opened=("measured", "ops")) for k, v in kinds]
     parts += [tables("[collectives", data["collectives"])] if "collectives" in data else []
     parts += [table("[profile]", data["profile"])] if "profile" in data else []
     return "\n\n".join(parts) + "\n"

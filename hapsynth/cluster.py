@@ -29,6 +29,10 @@ Written as TOML (`examples/clusters/`). Units are never optional:
     [kinds.small.measured.matmul]     # seconds by FLOPs, without the overhead; the third entry is the spread
     float32 = [["4.2 MFLOP", "55 us", 0.02], ["537 MFLOP", "5.1 ms", 0.01]]
 
+    [kinds.small.ops."matmul:0123456789ab"]    # an op of a function by itself (`hapsynth profile --model`)
+    op = "dot_general f32[4096,256] f32[256,512]"
+    seconds = [["134 MFLOP", "1.4 ms", 0.02], ["1.07 GFLOP", "9.7 ms", 0.01]]
+
     [collectives.data]                # along a mesh axis: seconds by bytes sent over the slowest link
     all_reduce = [["0 B", "18 us"], ["64 KiB", "44 us"], ["4 MiB", "1.6 ms"]]
 
@@ -54,12 +58,11 @@ import numpy as np
 
 from hapsynth import _units
 from hapsynth._cluster_file import COLLECTIVES, read_collectives, read_devices, read_profile, to_toml
+from hapsynth._table import ClusterError, Table
 from hapsynth.curves import Curve, write_curve
 from hapsynth.devices import (
-    ClusterError,
     DeviceKind,
     Link,
-    Table,
     kind_of,
     known_kinds,
     read_kinds,
@@ -280,9 +283,7 @@ class Cluster:
         """16 hex digits that change with anything a plan's cost depends on; the cluster's own name is left out."""
         without = replace(
             self,
-            devices=tuple(
-                replace(kind, source="", price_per_hour=None, measured=_bare(kind.measured)) for kind in self.devices
-            ),
+            devices=tuple(kind.bare() for kind in self.devices),
             collectives=_bare(self.collectives),
             profile={},
         )

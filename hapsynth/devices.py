@@ -3,17 +3,18 @@
 Nothing here touches a backend. `hapsynth.cluster` puts devices and links together.
 """
 
-import difflib
 import functools
 import math
+import re
 import tomllib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from importlib import resources
-from typing import TypeVar, cast
+from typing import cast
 
 from hapsynth import _units
-from hapsynth.curves import Curve, read_curve, write_curve
+from hapsynth._table import ClusterError, Table, nearest
+from hapsynth.curves import Curve, write_curve
 
 # Seconds per op launched on a GPU: the order of a kernel launch plus XLA's thunk. Nominal, no datasheet has it.
 DEFAULT_OVERHEAD = 5e-6
@@ -49,12 +50,7 @@ _FALLBACK = {
 
 _MEASURED = tuple(d for d in _RATES if d != "tf32")
 """A measured float32 is at whatever precision JAX gives it."""
-
-T = TypeVar("T")
-
-
-class ClusterError(ValueError):
-    """A cluster, or its file, that can't be used. The text names the file, the key, the value and the way out."""
+_DIGEST = "[0-9a-f]{12}"
 
 
 def _positive(owner: str, what: str, value: float, *, zero: bool = False) -> None:
@@ -65,15 +61,25 @@ def _positive(owner: str, what: str, value: float, *, zero: bool = False) -> Non
 
 
 @dataclass(frozen=True)
+class MeasuredOp:
+    """One op by itself: `curve` has its seconds by amount, as those of `DeviceKind.measured` do. `op`: what a person
+    knows it by; not compared."""
+
+    op: str = field(compare=False)
+    curve: Curve
+
+
+@dataclass(frozen=True)
 class DeviceKind:
     """A model of device.
 
     `flops`: peak FLOP/s for each of float32 (needed), tf32, float16, bfloat16, float64; dense. Not to be changed.
     `bandwidth`: of its own memory, bytes/s. `memory`: bytes. `overhead`: seconds per launched op. `efficiency`:
     fraction of the peak FLOP/s that is reached, in (0, 1]. `measured`: seconds by FLOPs for a class of ops
-    (`OP_CLASSES`) and a dtype, without the overhead; what it has goes before `flops`. Not to be changed. `source`:
-    where the figures stand; not compared. `price_per_hour`: of one device, in any currency, None where it is not known;
-    not compared.
+    (`OP_CLASSES`) and a dtype, without the overhead; what it has goes before `flops`. Not to be changed. `ops`: by
+    signature (`hapsynth.search.signatures`), ops of a function that were measured themselves; they go before
+    `measured`. Not to be changed. `source`: where the figures stand; not compared. `price_per_hour`: of one device, in
+    any currency, None where it is not known; not compared.
 
     Raises ClusterError for a figure that is not finite and positive (`overhead` may be 0).
     """
@@ -85,6 +91,7 @@ class DeviceKind:
     overhead: float = DEFAULT_OVERHEAD
     efficiency: float = DEFAULT_EFFICIENCY
     measured: Mapping[str, Mapping[str, Curve]] = field(default_factory=dict[str, Mapping[str, Curve]])
+    ops: Mapping[str, MeasuredOp] = field(default_factory=dict[str, MeasuredOp])
     source: str = field(default="", compare=False)
     price_per_hour: float | None = field(default=None, compare=False)
 
@@ -95,7 +102,7 @@ class DeviceKind:
         object.__setattr__(self, "flops", flops)
         for dtype, rate in self.flops.items():
             if dtype not in _RATES:
-                raise ClusterError(f"{owner}: flops has no dtype {dtype!r}; {_nearest(dtype, _RATES)}")
+                raise ClusterError(f"{owner}: flops has no dtype {dtype!r}; {nearest(dtype, _RATES)}")
             _positive(owner, f"flops.{dtype}", rate)
         if "float32" not in self.flops:
             raise ClusterError(f"{owner}: flops lacks float32, which the other dtypes fall back to; add it")
@@ -109,23 +116,29 @@ class DeviceKind:
             raise ClusterError(f"{owner}: efficiency = {self.efficiency!r} is a fraction of the peak, at most 1")
         for op_class, by_dtype in self.measured.items():
             if op_class not in OP_CLASSES:
-                raise ClusterError(f"{owner}: measured has no class {op_class!r}; {_nearest(op_class, OP_CLASSES)}")
+                raise ClusterError(f"{owner}: measured has no class {op_class!r}; {nearest(op_class, OP_CLASSES)}")
             for dtype in by_dtype:
                 if dtype not in _MEASURED:
-                    raise ClusterError(f"{owner}: measured.{op_class}.{dtype}: {_nearest(dtype, _MEASURED)}")
+                    raise ClusterError(f"{owner}: measured.{op_class}.{dtype}: {nearest(dtype, _MEASURED)}")
+        for signature in self.ops:
+            if problem := _no_signature(signature):
+                raise ClusterError(f"{owner}: ops.{signature} {problem}")
 
     def __hash__(self) -> int:
         return hash((self.name, tuple(self.flops.items()), self.bandwidth, self.memory))
 
     def curve(self, op_class: str, dtype: object) -> Curve | None:
         """Seconds by FLOPs as measured for a class of ops and a dtype, or for what they count as; None where nothing
-        was, and `rate` has to do."""
+        was, and `rate` has to do. For a signature those of the op itself, or of its class."""
+        if op_class in self.ops:
+            return self.ops[op_class].curve
         found = self.measured_as(op_class, dtype)
         return self.measured[found[0]][found[1]] if found else None
 
     def measured_as(self, op_class: str, dtype: object) -> tuple[str, str] | None:
-        """The class and dtype whose curve stands for a class of ops and a dtype; None where there is none."""
-        classes = OP_CLASSES.get(op_class, ())
+        """The class and dtype whose curve stands for a class of ops, or a signature's, and a dtype; None where there is
+        none."""
+        classes = OP_CLASSES.get(op_class.partition(":")[0], ())
         return next(((c, d) for c in classes for d in _counts_as(dtype) if d in self.measured.get(c, {})), None)
 
     def rate(self, dtype: object) -> float:
@@ -147,9 +160,24 @@ class DeviceKind:
         _positive(f"device kind {self.name!r}", "speed", speed)
         flops = {d: rate * speed for d, rate in self.flops.items()}
         measured = {c: {d: curve.scaled(speed) for d, curve in by.items()} for c, by in self.measured.items()}
+        ops = {s: replace(op, curve=op.curve.scaled(speed)) for s, op in self.ops.items()}
         source = f"{self.source}, {speed:g}x as fast" if self.source else ""
-        name = name or self.name
-        return replace(self, name=name, flops=flops, bandwidth=self.bandwidth * speed, measured=measured, source=source)
+        faster = replace(self, name=name or self.name, flops=flops, bandwidth=self.bandwidth * speed)
+        return replace(faster, measured=measured, ops=ops, source=source)
+
+    def bare(self) -> "DeviceKind":
+        """Without what no cost depends on."""
+        measured = {c: {d: replace(curve, spread=()) for d, curve in by.items()} for c, by in self.measured.items()}
+        ops = {s: MeasuredOp("", replace(op.curve, spread=())) for s, op in self.ops.items()}
+        return replace(self, measured=measured, ops=ops, source="", price_per_hour=None)
+
+
+def _no_signature(text: str) -> str:
+    """What is wrong with the signature of an op, or ""."""
+    op_class, _, digest = text.partition(":")
+    if op_class not in OP_CLASSES:
+        return f"is of no class of ops; {nearest(op_class, OP_CLASSES)}"
+    return "" if re.fullmatch(_DIGEST, digest) else "is no signature; take those that hapsynth profile --model writes"
 
 
 def _counts_as(dtype: object) -> tuple[str, ...]:
@@ -175,88 +203,6 @@ class Link:
         _positive("link", "latency", self.latency, zero=True)
 
 
-class Table:
-    """One table of a cluster file, read key by key; every error says where it stands (`file: kinds.mycard.memory`)."""
-
-    def __init__(self, data: object, source: str, path: str = "", keys: Iterable[str] | None = None):
-        """`data` must be a mapping and hold no key beside `keys` (None: any). Raises ClusterError."""
-        self.source, self.path = source, path
-        if not isinstance(data, Mapping):
-            raise self.error("", f"= {data!r} must be a table")
-        self.data = cast(Mapping[str, object], data)
-        for key in self.data if keys is not None else ():
-            if key not in (known := sorted(keys or ())):
-                raise self.error(key, f"= {self.data[key]!r} is not a known key; {_nearest(key, known)}")
-
-    def error(self, key: str, problem: str) -> ClusterError:
-        where = ".".join(part for part in (self.path, key) if part)
-        return ClusterError(f"{self.source}: {where} {problem}" if where else f"{self.source}: {problem}")
-
-    def __contains__(self, key: str) -> bool:
-        return key in self.data
-
-    def need(self, key: str, hint: str) -> object:
-        if key not in self.data:
-            raise self.error(key, f"is missing; add {hint}")
-        return self.data[key]
-
-    def table(self, key: str, keys: Iterable[str] | None = None) -> "Table":
-        where = ".".join(part for part in (self.path, key) if part)
-        return Table(self.need(key, "the table"), self.source, where, keys)
-
-    def _checked(self, key: str, read: Callable[[object], T], hint: str) -> T:
-        value = self.need(key, hint)
-        try:
-            return read(value)
-        except ValueError as error:
-            raise self.error(key, f"= {value!r} {error}") from None
-
-    def quantity(self, key: str, units: str) -> float:
-        """A number with a unit out of `_units.{BANDWIDTH,MEMORY,TIME,RATE}`, in SI units."""
-        table = cast(Mapping[str, object], getattr(_units, units))
-        hint = f'{key} = "<number> <unit>" with one of {", ".join(table)}'
-        return self._checked(key, lambda v: _units.parse(v, getattr(_units, units), zero=units == "TIME"), hint)
-
-    def number(self, key: str) -> float:
-        def read(value: object) -> float:
-            if isinstance(value, bool) or not isinstance(value, int | float):
-                raise ValueError("must be a plain number, without unit or quotes")
-            return _units.check(value)
-
-        return self._checked(key, read, "a number")
-
-    def count(self, key: str, limit: int = 1 << 16) -> int:
-        def read(value: object) -> int:
-            if isinstance(value, bool) or not isinstance(value, int):
-                raise ValueError("must be a whole number")
-            if not 1 <= value <= limit:
-                raise ValueError(f"must be from 1 to {limit}")
-            return value
-
-        return self._checked(key, read, "a whole number")
-
-    def curve(self, key: str, units: str) -> Curve:
-        """A list of points [amount, time] or [amount, time, spread]."""
-        return self._checked(key, lambda v: read_curve(v, getattr(_units, units)), "the measured points")
-
-    def text(self, key: str, hint: str = "a string") -> str:
-        def read(value: object) -> str:
-            if not isinstance(value, str) or not value:
-                raise ValueError("must be a string that is not empty")
-            return value
-
-        return self._checked(key, read, hint)
-
-
-def _nearest(name: str, names: Iterable[str]) -> str:
-    """A hint: the known name nearest to `name`, or all of them."""
-    known = {n.lower(): n for n in names}
-    # A part of a name comes first: "H200" means "H200-141GB", though "B200" is nearer in letters.
-    close = [n for n in known if len(name) > 1 and name.lower() in n][:1]
-    close = close or difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.5)
-    return f"did you mean {known[close[0]]!r}?" if close else f"use one of {', '.join(known.values())}"
-
-
 _KIND_KEYS = (
     "base",
     "flops",
@@ -265,6 +211,7 @@ _KIND_KEYS = (
     "overhead",
     "efficiency",
     "measured",
+    "ops",
     "speed",
     "source",
     "price_per_hour",
@@ -275,7 +222,7 @@ def find_kind(table: Table, key: str, kinds: Mapping[str, DeviceKind]) -> Device
     """The kind that `table[key]` names, out of `kinds`. Raises ClusterError with the nearest name."""
     name = table.text(key, 'the name of a kind, like "V100-16GB"')
     if name not in kinds:
-        raise table.error(key, f"= {name!r} is not a known kind; {_nearest(name, kinds)} (or define [kinds.{name}])")
+        raise table.error(key, f"= {name!r} is not a known kind; {nearest(name, kinds)} (or define [kinds.{name}])")
     return kinds[name]
 
 
@@ -306,6 +253,7 @@ def read_kind(name: str, table: Table, kinds: Mapping[str, DeviceKind]) -> Devic
         overhead=figure("overhead", (base or _NOMINAL).overhead, lambda: table.quantity("overhead", "TIME")),
         efficiency=efficiency or (base or _NOMINAL).efficiency,
         measured=_read_measured(table) if "measured" in table else (base or _NOMINAL).measured,
+        ops=_read_ops(table) if "ops" in table else (base or _NOMINAL).ops,
         source=table.text("source") if "source" in table else _source_on(base, table),
         price_per_hour=table.number("price_per_hour") if "price_per_hour" in table else base and base.price_per_hour,
     )
@@ -314,7 +262,7 @@ def read_kind(name: str, table: Table, kinds: Mapping[str, DeviceKind]) -> Devic
 
 def _source_on(base: DeviceKind | None, table: Table) -> str:
     """Where a kind's figures stand that gives none itself: those of its base, but for what it replaces."""
-    own = [key for key in ("flops", "bandwidth", "overhead", "efficiency", "measured") if key in table]
+    own = [key for key in ("flops", "bandwidth", "overhead", "efficiency", "measured", "ops") if key in table]
     if base is None or not base.source:
         return ""
     return f"{base.source}, but {', '.join(own)} of {table.source}" if own else base.source
@@ -326,6 +274,16 @@ def _read_measured(table: Table) -> dict[str, dict[str, Curve]]:
     for op_class in classes.data:
         by_dtype = classes.table(op_class, _MEASURED)
         found[op_class] = {dtype: by_dtype.curve(dtype, "WORK") for dtype in by_dtype.data}
+    return found
+
+
+def _read_ops(table: Table) -> dict[str, MeasuredOp]:
+    signatures, found = table.table("ops"), dict[str, MeasuredOp]()
+    for signature in signatures.data:
+        if problem := _no_signature(signature):
+            raise signatures.error(signature, problem)
+        entry = signatures.table(signature, ("op", "seconds"))
+        found[signature] = MeasuredOp(entry.text("op"), entry.curve("seconds", "WORK"))
     return found
 
 
@@ -341,6 +299,7 @@ def write_kind(kind: DeviceKind) -> dict[str, object]:
     """The [kinds.NAME] table that `read_kind` reads back as an equal kind."""
     curves = lambda by: {dtype: write_curve(curve, _units.WORK) for dtype, curve in by.items()}
     measured = {op_class: curves(by_dtype) for op_class, by_dtype in kind.measured.items()}
+    ops = {s: {"op": op.op, "seconds": write_curve(op.curve, _units.WORK)} for s, op in kind.ops.items()}
     return {
         "flops": {dtype: _units.format(rate, _units.RATE) for dtype, rate in kind.flops.items()},
         "bandwidth": _units.format(kind.bandwidth, _units.BANDWIDTH),
@@ -349,6 +308,7 @@ def write_kind(kind: DeviceKind) -> dict[str, object]:
         "efficiency": kind.efficiency,
         **({"source": kind.source} if kind.source else {}),
         **({"measured": measured} if measured else {}),
+        **({"ops": ops} if ops else {}),
         **({"price_per_hour": kind.price_per_hour} if kind.price_per_hour is not None else {}),
     }
 
@@ -391,7 +351,7 @@ def kind_of(device_kind: str) -> DeviceKind:
     kinds, names = _known()
     if device_kind not in names:
         raise ClusterError(
-            f"device kind {device_kind!r} is not in the table of known GPUs ({_nearest(device_kind, names)}); "
+            f"device kind {device_kind!r} is not in the table of known GPUs ({nearest(device_kind, names)}); "
             f"describe it under [kinds] of a cluster file and pass hapsynth.Cluster.load(FILE)"
         )
     return kinds[names[device_kind]]

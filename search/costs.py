@@ -2,8 +2,8 @@
 
 The cost of a program is the sum over its instructions of the time of the slowest device (HAP, EuroSys'24,
 section 4.3): t = max_i [overhead_i + max(flops_i / rate_i, bytes_i / bandwidth_i)] for an op, and
-latency + bytes / bandwidth of the axis's link for a collective, on its padded size. Where a profile has measured the
-class of op, or the collective along the axis, its curve over sizes stands in place of flops / rate, or of that line.
+latency + bytes / bandwidth of the axis's link for a collective, on its padded size. Where a profile has measured the op
+or its class, or the collective along the axis, its curve over sizes stands in place of flops / rate, or of that line.
 
 Every time is in seconds, every size in bytes. A `fractions` vector holds each device's share of a cut dimension, in
 mesh order.
@@ -32,6 +32,7 @@ from hapsynth.search.fusing import materialized
 from hapsynth.search.links import axis_links, devices_of, mesh_axes
 from hapsynth.search.liveness import Liveness
 from hapsynth.search.room import Room
+from hapsynth.search.signatures import signature_of
 from hapsynth.search.speeds import Floats, Speeds, amount_of, class_of
 
 Largest: TypeAlias = Callable[[int, tuple[int, ...]], float]
@@ -44,7 +45,7 @@ class Work(NamedTuple):
     `flops`: see `speeds.amount_of`; they are divided by every factor that is cut. `moved`: bytes, and which of the cut
     factors divide them, summed over tensors; () for what every device moves itself. `lanes`, per cut factor: how many
     rows, columns or terms of a contraction it is one of, 0 where that does not matter. `axes`: those that some factor
-    is cut along. `op_class`: what a profile counts the op to.
+    is cut along. `op_class`: what a profile counts the op to; its signature where some device was measured at just it.
     """
 
     flops: float
@@ -124,6 +125,8 @@ class CostModel:
         self._kinds: dict[int, int] = {}
         self._kind_number: dict[object, int] = {}
         self._materialized = materialized(graph)
+        self._measured = frozenset(s for kind in cluster.kinds for s in kind.ops)
+        self._classes: dict[int, str] = {}
         self._place(cluster, axes or mesh_axes(cluster), room or Room.of(cluster))
 
     def _place(self, cluster: Cluster, axes: Sequence[tuple[str, int]], room: Room) -> None:
@@ -194,7 +197,15 @@ class CostModel:
             return Work(0.0, tuple(sorted(moved.items())), 0, "float32", (0,) * len(cut), axes)
         dtype = str(op.dtypes[0] if op.dtypes else op.result_dtypes[0])
         lanes = tuple(lanes_of(op.name, factors, f) for f, _ in cut)
-        return Work(amount_of(op), tuple(sorted(moved.items())), launches, dtype, lanes, axes, class_of(op))
+        op_class = self._op_class(op_index)
+        return Work(amount_of(op), tuple(sorted(moved.items())), launches, dtype, lanes, axes, op_class)
+
+    def _op_class(self, op_index: int) -> str:
+        op, kind = self.graph.ops[op_index], self.kind(op_index)
+        if kind not in self._classes:
+            mine = signature_of(op) if self._measured else ""
+            self._classes[kind] = mine if mine in self._measured else class_of(op)
+        return self._classes[kind]
 
     def _tensors(self, op: Op) -> tuple[list[tuple[int, float]], int]:
         """(operand or result, bytes) of the tensors that an op reads from memory or writes there; its launches."""

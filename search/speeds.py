@@ -62,7 +62,8 @@ def amount_of(op: Op) -> float:
 
 
 class Speeds:
-    """The devices' times for ops of one class and dtype: by a measured curve, or flops / rate where there is none."""
+    """The devices' times for ops of one class and dtype, or of one signature: by a measured curve, or flops / rate
+    where there is none."""
 
     def __init__(self, devices: Sequence[DeviceKind], op_class: str, dtype: str) -> None:
         self.rate = np.array([kind.rate(dtype) for kind in devices])

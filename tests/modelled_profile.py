@@ -15,12 +15,15 @@ from hapsynth.profile.wires import BASE, Exchange
 
 RATE, BANDWIDTH, OVERHEAD, START = 5e10, 8e9, 2e-6, 1e-4
 BETA, LATENCY = 1e-9, 3e-5
+ITSELF = 3.0
+"""How much longer an op of a function takes than its class says."""
 
 
 def kernel_seconds(kernel: Kernel, speed: Any = 1.0) -> Any:
     """On a device that computes and reads at `speed`."""
     rate = BANDWIDTH if kernel.family == STREAM else RATE
     work = 0.0 if kernel.family in (DISPATCH, LAUNCH) else kernel.amount * kernel.repeats / rate
+    work *= ITSELF if kernel.op else 1.0
     return START + OVERHEAD * kernel.launches * (kernel.family != DISPATCH) + work / speed
 
 

@@ -277,10 +277,18 @@ def test_two_processes_profile_each_other(tmp_path: Path) -> None:
         modelled_profile.install(setattr, (1.0, 0.5))
         sys.exit(main(sys.argv[1:]))
     """
+    model = tmp_path / "model.py"
+    model.write_text(
+        "import jax, jax.numpy as jnp\n"
+        "def target():\n"
+        "    args = [jax.ShapeDtypeStruct((512, 512), jnp.float32)] * 2\n"
+        "    return (lambda x, w: jnp.tanh(x @ w)), args\n"
+    )
     common = ["profile", "-o", str(tmp_path / "c.toml"), "--quick", "--devices", "1", "--processes", "2"]
+    common += ["--model", str(model)]
     said = run_two(code, lambda address, i: [*common, "--coordinator", address, "--process", str(i)])
     assert "2 devices, 2 hosts" in said[0]
-    assert [f.name for f in tmp_path.iterdir()] == ["c.toml"]
+    assert sorted(f.name for f in tmp_path.iterdir()) == ["c.toml", "model.py"]
     cluster = Cluster.load(tmp_path / "c.toml")
     assert cluster.n == 2
     assert cluster.hosts == (0, 1)
@@ -289,6 +297,9 @@ def test_two_processes_profile_each_other(tmp_path: Path) -> None:
     assert (fast.name, slow.name) == ("cpu-1", "cpu-2")
     assert fast.bandwidth == pytest.approx(2 * slow.bandwidth, rel=1e-3)
     assert all(kind.curve("matmul", "float32") and kind.memory > 1 << 20 for kind in cluster.kinds)
+    ((signature, op),) = fast.ops.items()
+    assert op.op == "dot_general f32[512,512] f32[512,512]"
+    assert float(op.curve.seconds(1e8)) == pytest.approx(float(slow.ops[signature].curve.seconds(1e8)) / 2, rel=1e-3)
 
 
 def test_a_profile_of_two_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

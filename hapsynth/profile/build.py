@@ -39,7 +39,7 @@ class Builder:
     ) -> None:
         self.job, self.axes, self.ran, self.sent, self.figures = job, axes, ran, sent, figures
         self.memory = memory
-        computing = [k.key for k in ran if k.family not in (DISPATCH, LAUNCH)]
+        computing = [k.key for k in ran if k.family not in (DISPATCH, LAUNCH) and not k.op]
         names = [d.device_kind for d in job.devices]
         seconds = np.array([figures[k][:, 0] for k in computing]).T.reshape(job.n, len(computing))
         spread = float(np.median([figures[k][:, 1] for k in computing])) if computing else 0.0

@@ -12,14 +12,17 @@ from rich.console import Console
 
 from hapsynth._words import nbytes, plural, seconds
 from hapsynth.cluster import Cluster
+from hapsynth.graph import Graph
 from hapsynth.jobs.command import add_job_arguments, join_job, whole_number
 from hapsynth.profile.job import Job
 from hapsynth.profile.run import Options, profile
 from hapsynth.profile.wires import Axes
 from hapsynth.report import trial
-from hapsynth.report.model_file import UsageError
+from hapsynth.report.model_file import UsageError, load_target
 from hapsynth.report.output import Outputs
+from hapsynth.report.several import picked
 from hapsynth.report.text import heading, table
+from hapsynth.trace import trace
 
 _DTYPES = ("float32", "bfloat16", "float16", "float64")
 
@@ -33,6 +36,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--devices", metavar="N", type=whole_number, help="of each process; so many CPU devices are made"
     )
+    parser.add_argument(
+        "--model",
+        metavar="FILE",
+        help="measure the heavy ops of a function too, the one of a model file that defines target() -> (fn, "
+        "example_args), or dicts of both; FILE:name picks another",
+    )
+    parser.add_argument("--function", metavar="NAME", help="of --model, where target() returns a dict of functions")
     parser.add_argument("--quick", action="store_true", help="fewer sizes and less time for each: a rough picture")
     parser.add_argument("--force", action="store_true", help="save figures that can't be relied on too")
     add_job_arguments(parser)
@@ -41,12 +51,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def profile_command(
     options: argparse.Namespace, files: Outputs, out: Console | None, tell: Callable[[str], None]
 ) -> None:
-    """Measure, write and report. Raises ProfileError, UsageError; KeyboardInterrupt says what was kept."""
+    """Measure, write and report. Raises ProfileError, TraceError, UsageError; KeyboardInterrupt says what was kept."""
+    if options.function is not None and options.model is None:
+        raise UsageError("--function picks one of the functions of --model: give that too")
     if options.devices is not None:
         trial.ask_for_host_devices(options.devices)
     join_job(options)
     if options.devices is not None and jax.local_device_count() < options.devices:
         raise UsageError(f"--devices {options.devices}: this process has {plural(jax.local_device_count(), 'device')}")
+    graph = _graph(options)
     partial = Path(options.output + ".partial")
     asked = Options(axes=options.mesh, dtypes=options.dtypes, quick=options.quick)
     if options.quick:
@@ -54,7 +67,7 @@ def profile_command(
     job = Job(options.devices)
     say = lambda text: print(f"hapsynth profile: {text}", file=sys.stderr) if job.first else None
     try:
-        cluster = profile(job, asked, partial, force=options.force, tell=tell, note=say)
+        cluster = profile(job, asked, partial, graph=graph, force=options.force, tell=tell, note=say)
     except KeyboardInterrupt:
         kept = f"{partial} keeps what was measured; run it again to go on" if partial.exists() else "nothing written"
         raise KeyboardInterrupt(kept) from None
@@ -63,6 +76,14 @@ def profile_command(
         partial.unlink(missing_ok=True)
         if out is not None:
             _print(out, cluster, options.output)
+
+
+def _graph(options: argparse.Namespace) -> Graph | None:
+    """Of the function whose ops are asked for."""
+    if options.model is None:
+        return None
+    target = picked(load_target(options.model), options.function)
+    return trace(target.fn, target.args, dict(target.kwargs)).graph
 
 
 def _print(out: Console, cluster: Cluster, name: str) -> None:
@@ -80,6 +101,15 @@ def _print(out: Console, cluster: Cluster, name: str) -> None:
         for kind in cluster.kinds
     ]
     out.print(table(["kind", "devices", "matmul GFLOP/s", "memory bandwidth", "per op", "memory"], rows))
+    ops = [(kind, op) for kind in cluster.kinds for op in kind.ops.values()]
+    if ops:
+        out.print(heading("Ops of the function"))
+        measured = [
+            [op.op, kind.name, seconds(op.curve.points[-1][1]), f"{amount / took / 1e9:.4g} GFLOP/s"]
+            for kind, op in ops
+            for amount, took in op.curve.points[-1:]
+        ]
+        out.print(table(["op", "kind", "at the largest size", ""], measured, left=2))
     if cluster.collectives:
         out.print(heading("Collectives"))
         found = [

@@ -45,7 +45,8 @@ def unsteady(where: str, times: Times) -> Iterator[Doubt]:
 
 def unlikely(where: str, fit: KindFit) -> Iterator[Doubt]:
     """Rates that no device has."""
-    for family, dtype in dict.fromkeys((k.family, k.dtype) for k in fit.kernels if k.family not in (DISPATCH, LAUNCH)):
+    usual = [k for k in fit.kernels if k.family not in (DISPATCH, LAUNCH) and not k.op]
+    for family, dtype in dict.fromkeys((k.family, k.dtype) for k in usual):
         points = fit.points(family, dtype)
         keys = tuple(k.key for k in fit.kernels if (k.family, k.dtype) == (family, dtype))
         amount, seconds, _ = points[-1]
@@ -55,6 +56,11 @@ def unlikely(where: str, fit: KindFit) -> Iterator[Doubt]:
         elif amount / seconds > most:
             yield Doubt(f"{keys[-1]} on {where} makes {amount / seconds:.2g} {what}/s", keys)
         yield from falling(where, keys, [(a, t) for a, t, _ in points])
+    # An op of a user's may be small, and XLA may have a slower kernel for a part of it.
+    for signature, op in fit.ops().items():
+        if (rate := max(a / t for a, t in op.curve.points)) > MOST_FLOPS:
+            keys = tuple(k.key for k in fit.kernels if k.family == signature)
+            yield Doubt(f"{op.op} ({signature}) on {where} makes {rate:.2g} FLOP/s", keys)
 
 
 def falling(where: str, keys: Sequence[str], points: Sequence[tuple[float, float]]) -> Iterator[Doubt]:

@@ -23,7 +23,11 @@ Operand = tuple[tuple[int, ...], float]
 
 @dataclass(frozen=True)
 class Kernel:
-    """`fn` of `operands` runs `repeats` ops of `amount` FLOPs (`stream`: bytes) each, in `launches` kernels."""
+    """`fn` of `operands` runs `repeats` ops of `amount` FLOPs (`stream`: bytes) each, in `launches` kernels.
+
+    `op`: of a family that is an op's signature, what a person knows it by. `result`: its shape, where that is not the
+    first operand's.
+    """
 
     family: str
     dtype: str
@@ -33,6 +37,8 @@ class Kernel:
     amount: float
     repeats: int
     launches: int
+    op: str = ""
+    result: tuple[int, ...] | None = None
 
     @property
     def key(self) -> str:
@@ -41,7 +47,8 @@ class Kernel:
     @property
     def nbytes(self) -> float:
         """Of its operands and result."""
-        held = sum(prod(shape) for shape, _ in self.operands) + prod(self.operands[0][0])
+        made = self.operands[0][0] if self.result is None else self.result
+        held = sum(prod(shape) for shape, _ in self.operands) + prod(made)
         return float(held * jnp.dtype(self.dtype).itemsize)
 
 

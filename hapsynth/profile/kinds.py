@@ -9,7 +9,7 @@ import numpy as np
 from scipy.optimize import isotonic_regression
 
 from hapsynth.curves import Curve
-from hapsynth.devices import OP_CLASSES, DeviceKind
+from hapsynth.devices import OP_CLASSES, DeviceKind, MeasuredOp
 from hapsynth.profile.kernels import DISPATCH, LAUNCH, STREAM, Kernel
 from hapsynth.profile.sampling import Floats
 
@@ -88,6 +88,16 @@ class KindFit:
         """None where nothing took measurably long."""
         return smooth([p for p in self.points(family, dtype) if p[1] > 0])
 
+    def ops(self) -> dict[str, MeasuredOp]:
+        """The ops that were measured by themselves. A time that is no longer than its figure varies by says nothing."""
+        found: dict[str, MeasuredOp] = {}
+        for signature, op in dict.fromkeys((k.family, k.op) for k in self.kernels if k.op):
+            mine = [(k, *self.times[k.key]) for k in self.kernels if k.family == signature]
+            points = [(k.amount, self.net(k), spread) for k, whole, spread in mine if self.net(k) > spread * whole]
+            if curve := smooth(points):
+                found[signature] = MeasuredOp(op, curve)
+        return found
+
     def kind(self, name: str, dtypes: Sequence[str], memory: int, source: str) -> DeviceKind | None:
         """None where the bandwidth or the rate of float32 matmuls came out as none at all."""
         curves = {c: {d: found for d in dtypes if (found := self.curve(c, d))} for c in OP_CLASSES}
@@ -96,16 +106,22 @@ class KindFit:
         bandwidth = self.bandwidth
         if "float32" not in flops or bandwidth is None:
             return None
-        overhead = rounded(self.overhead)
-        return DeviceKind(
-            name, flops, rounded(bandwidth), memory, overhead, efficiency=1.0, measured=measured, source=source
-        )
+        overhead, bandwidth = rounded(self.overhead), rounded(bandwidth)
+        return DeviceKind(name, flops, bandwidth, memory, overhead, 1.0, measured, self.ops(), source)
 
     @property
     def bandwidth(self) -> float | None:
         """Bytes per second of the largest array that was streamed."""
         streams = [(a, t) for a, t, _ in self.points(STREAM, "float32") if t > 0]
         return streams[-1][0] / streams[-1][1] if streams else None
+
+
+def typical_kind(kernels: Sequence[Kernel], figures: Mapping[str, Floats]) -> DeviceKind | None:
+    """The median device; None where there is no telling its rates. figures: seconds and spread, [devices, 2] each."""
+    rows = np.stack([figures[k.key] for k in kernels], axis=1)
+    times = [{k.key: (float(t), float(s)) for k, (t, s) in zip(kernels, row, strict=True)} for row in rows]
+    dtypes = list(dict.fromkeys(k.dtype for k in kernels))
+    return KindFit(kernels, typical(times)).kind("typical", dtypes, 1, "")
 
 
 def smooth(points: Sequence[tuple[float, float, float]]) -> Curve | None:

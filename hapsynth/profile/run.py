@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -11,10 +11,13 @@ import jax
 import numpy as np
 
 from hapsynth.cluster import Cluster
+from hapsynth.graph import Graph
 from hapsynth.profile.build import Builder
 from hapsynth.profile.job import Job
 from hapsynth.profile.judge import ProfileError, refusal
 from hapsynth.profile.kernels import Kernel, kernels
+from hapsynth.profile.kinds import typical_kind
+from hapsynth.profile.ops import MOST_OPS, MOST_OPS_QUICK, Ops
 from hapsynth.profile.sampling import Floats, sampled
 from hapsynth.profile.state import State, packed, unpacked
 from hapsynth.profile.wires import Axes, Exchange, exchanges, runner
@@ -45,15 +48,17 @@ def profile(
     options: Options,
     partial: Path | None,
     *,
+    graph: Graph | None = None,
     force: bool = False,
     tell: Callable[[str], None] = lambda _: None,
     note: Callable[[str], None] = lambda _: None,
 ) -> Cluster:
     """Measure the devices of this job and what joins them; called by all its processes.
 
-    `partial`: the file that keeps what has been measured until all has been. `tell` is called with what is being
-    measured, `note` with what a person should know. Raises ProfileError for figures that can't be true, unless
-    `force`, and for axes that don't fit the devices.
+    `graph`: of a function (`hapsynth.trace`), the same in all processes, whose heavy ops are measured too. `partial`:
+    the file that keeps what has been measured until all has been. `tell` is called with what is being measured, `note`
+    with what a person should know. Raises ProfileError for figures that can't be true, unless `force`, and for axes
+    that don't fit the devices.
     """
     axes = options.axes or (("hap", job.n),)
     if int(np.prod([size for _, size in axes])) != job.n:
@@ -68,6 +73,7 @@ def profile(
     known = [m for m in job.memory() if m > 0]
     measuring = _Measuring(job, options, state, tell, min(known, default=1 << 62))
     ran = measuring.kernels(list(kernels(_dtypes(job, options), options.quick)))
+    ran += measuring.kernels(_heavy(job, options, graph, ran, state.figures)) if graph is not None else []
     sent = measuring.exchanges(list(exchanges(axes, job.hosts, options.quick)) if job.n > 1 else [])
     measuring.alone(ran)
     # Now that much has been compiled and run: a CPU's process has grown by that, and will for a plan.
@@ -80,6 +86,19 @@ def profile(
     for doubt in doubts:
         note(f"saved all the same: {doubt.text}")
     return cluster
+
+
+def _heavy(
+    job: Job, options: Options, graph: Graph, ran: Sequence[Kernel], figures: Mapping[str, Floats]
+) -> list[Kernel]:
+    """The heavy ops of a function, by the figures that were measured of all devices."""
+    ops, kind = Ops(graph), typical_kind(ran, figures)
+    most = MOST_OPS_QUICK if options.quick else MOST_OPS
+    # One process chooses for all: they measure together.
+    chosen = json.loads(job.shared(json.dumps(ops.heaviest(kind, most) if kind else [])))
+    if not job.agree(all(signature in ops.by_signature for signature in chosen)):
+        raise ProfileError("the processes of this job have unlike functions to measure; give all the same --model")
+    return list(ops.kernels(chosen, job.n, job.devices[job.local[0]].platform, options.quick))
 
 
 def _dtypes(job: Job, options: Options) -> tuple[str, ...]:
@@ -100,7 +119,7 @@ class _Measuring:
             before = next((k for k in reversed(done) if (k.family, k.dtype) == (kernel.family, kernel.dtype)), None)
             growth = kernel.amount / before.amount if before else 1.0
             if self._fits(before and before.key, growth, 2 * kernel.nbytes):
-                self._measure(kernel.key, lambda k=kernel: self.job.runner(k), len(self.state.figures))
+                self._measure(kernel.key, lambda k=kernel: self.job.runner(k), kernel.op)
                 done.append(kernel)
         return [k for k in done if np.isfinite(self.state.figures[k.key]).all()]
 
@@ -112,7 +131,7 @@ class _Measuring:
             sized = (x for x in reversed(done) if x.family == e.family and x.nbytes >= _LATENCY_BYTES)
             before = next(sized, None)
             if self._fits(before and before.key, 1.0, 2.0 * e.nbytes * e.n):
-                self._measure(e.key, lambda e=e: runner(self.job, e), len(self.state.figures))
+                self._measure(e.key, lambda e=e: runner(self.job, e))
                 done.append(e)
         return [e for e in done if np.isfinite(self.state.figures[e.key]).all()]
 
@@ -139,10 +158,10 @@ class _Measuring:
             self.job.agree(True)
         self._keep(ALONE, np.array(rows))
 
-    def _measure(self, key: str, compiled: Callable[[], Callable[[], Floats]], number: int) -> None:
+    def _measure(self, key: str, compiled: Callable[[], Callable[[], Floats]], op: str = "") -> None:
         if key in self.state.figures:
             return
-        self.tell(f"{number} {key}")
+        self.tell(f"{len(self.state.figures)} {key}{op and f' {op}'}")
         once: Callable[[], Floats] | None = None
         try:
             once = compiled()

@@ -40,10 +40,11 @@ def print_costs(out: Console, plan: Plan, lines: Sequence[Line], top: int) -> No
     for line in sorted(lines, key=lambda line: -line.seconds)[:top]:
         out.print(_formula(line))
     out.print(heading("Where the figures come from"))
-    found = {f"{c.kind}: {c.dtype} {c.op_class}": c.rate_from for c in computing if c.rate}
-    found |= {f"{c.kind}: bandwidth, overhead": c.bandwidth_from for c in computing}
-    found |= {f"{s.step} along {s.axis}": s.link_from for s in sending}
-    out.print(table(["figure", "source"], sorted(found.items()), left=2))
+    # Of the ops of a class some may have been measured themselves.
+    found = {(f"{c.kind}: {c.dtype} {c.op_class}", c.rate_from) for c in computing if c.rate}
+    found |= {(f"{c.kind}: bandwidth, overhead", c.bandwidth_from) for c in computing}
+    found |= {(f"{s.step} along {s.axis}", s.link_from) for s in sending}
+    out.print(table(["figure", "source"], sorted(found), left=2))
 
 
 def _groups(

@@ -124,7 +124,8 @@ class _Lines:
         work = self.model.work(i.op, i.triples)
         fractions = shares(self.model, self.plan.sizes, cuts_of(self.model, i))
         runs = self.graph.runs[self.graph.ops[i.op].region]
-        return self._computing(self.names.instruction(i), work.op_class or "other", work, fractions, runs)
+        op_class = work.op_class.partition(":")[0] or "other"
+        return self._computing(self.names.instruction(i), op_class, work, fractions, runs)
 
     def _computing(self, what: str, op_class: str, work: Work, fractions: Sequence[Floats], runs: float) -> Computing:
         model = self.model
@@ -184,12 +185,14 @@ class _Lines:
 def _source(cluster: Cluster, kind: DeviceKind) -> str:
     """Where a kind's figures stand, with the day on which they were measured."""
     day = cluster.profile.get("when")
-    return f"{kind.source or 'the cluster file'}{f', {day}' if kind.measured and day else ''}"
+    return f"{kind.source or 'the cluster file'}{f', {day}' if (kind.measured or kind.ops) and day else ''}"
 
 
 def rate_source(cluster: Cluster, kind: DeviceKind, op_class: str, dtype: str) -> str:
-    """Where the rate of a class of ops comes from on a kind of device."""
+    """Where the rate of a class of ops, or of the op with a signature, comes from on a kind of device."""
     source = _source(cluster, kind)
+    if op_class in kind.ops:
+        return f"measured curve of the op itself, {source}"
     measured = kind.measured_as(op_class, dtype)
     if measured is not None:
         return f"measured curve of {' '.join(measured)}, {source}"
