@@ -83,9 +83,6 @@ class Worker:
 
     _met = 0
 
-    def run(self) -> None:
-        raise NotImplementedError
-
     def meet(self) -> None:
         """Wait for all processes, however long it takes."""
         self._met += 1

@@ -11,7 +11,6 @@ import hapsynth
 from hapsynth.plan import Form
 from hapsynth.search.baselines import NAMES, Baseline, Baselines
 from hapsynth.search.planner import Planner
-from hapsynth.search.result import Result
 from hapsynth.trace import Traced
 
 TWIN = {"fastest": "plan", "even": "data_parallel", "by_speed": "data_parallel_speed", "fsdp": "zero3"}
@@ -37,6 +36,5 @@ def chosen(
 
 
 def as_plan(b: Baseline, fn: Any, traced: Traced, cluster: hapsynth.Cluster) -> hapsynth.Plan:
-    memory, limit = (b.memory_bytes,) * cluster.n, tuple(float(k.memory) for k in cluster.devices)
-    result = Result(b.program, b.sizes, b.cost_s, 0.0, 0.0, "gap", 0, memory, limit)
+    result = b.result([float(kind.memory) for kind in cluster.devices])
     return hapsynth.Plan(traced, result, cluster, fn=fn)

@@ -15,13 +15,9 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from hapsynth.instructions.program import FactorTable
 from hapsynth.plan import Plan
 from hapsynth.rebalance import gathered
 from hapsynth.search.baselines import Baselines
-from hapsynth.search.costs import CostModel
-from hapsynth.search.memory import held_by
-from hapsynth.search.result import Result
 
 OURS = "hapsynth"
 
@@ -52,28 +48,14 @@ def contenders(plan: Plan, mesh: Mesh | None = None, *, within: float = 1.5) -> 
         raise ValueError(
             f"the mesh has {mesh.devices.size} devices, the plan's cluster {len(devices)}: give one of all"
         )
-    graph, cluster = plan.traced.graph, plan.cluster.subset(devices)
-    table, least = FactorTable(graph), min(limits[d] for d in devices)
-    known = Baselines(graph, table, CostModel(graph, cluster, table), least)
+    model, least = plan.cost_model(), min(limits[d] for d in devices)
+    known = Baselines(plan.traced.graph, model.table, model.on(plan.cluster.subset(devices)), least)
     found = {OURS: plan}
     for name, b in sorted(known.all().items(), key=lambda item: item[1].cost_s):
         same = (b.program, b.sizes.shares) == (plan.program, plan.sizes.shares)
         if same or not b.fits or b.cost_s > within * plan.cost:
             continue
-        memory = np.zeros(plan.cluster.n)
-        memory[list(devices)] = held_by(b.program, b.sizes, known.costs)
-        result = Result(
-            b.program,
-            b.sizes,
-            b.cost_s,
-            lower_bound_s=0.0,
-            joint_lower_bound_s=0.0,
-            status="gap",
-            expanded=0,
-            memory_bytes=tuple(memory.tolist()),
-            memory_limit_bytes=limits,
-            devices=None if everyone else devices,
-        )
+        result = b.result(limits, None if everyone else devices)
         found[name] = plan.resized(result, plan.cluster, mesh=mesh)
     return found
 

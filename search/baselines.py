@@ -17,7 +17,7 @@ at fixed ratios, solved exactly, passed through the checker and costed with the 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -35,9 +35,10 @@ from hapsynth.search.costs import CostModel, Floats
 from hapsynth.search.emit import Emitter
 from hapsynth.search.evaluate import program_cost
 from hapsynth.search.formulate import Formulator
-from hapsynth.search.memory import peak
+from hapsynth.search.memory import held_by
 from hapsynth.search.problem import solve
 from hapsynth.search.ratios import Ratios, kinship, proportional
+from hapsynth.search.result import Result
 from hapsynth.search.sizing import Sizer
 from hapsynth.search.structure import Allowed, Restriction, Structure
 
@@ -48,13 +49,36 @@ NAMES = (*(name + how for name in _EVENLY for how in ("", _BY_SPEED)), "tensor_p
 
 @dataclass(frozen=True, eq=False)
 class Baseline:
-    """A baseline's program at its sizes. `memory_bytes`: predicted peak per device."""
+    """A baseline's program at its sizes. `held_bytes`: predicted peak of each device."""
 
     program: Program
     sizes: Sizes
     cost_s: float
-    memory_bytes: float
+    held_bytes: tuple[float, ...]
     fits: bool
+
+    @property
+    def memory_bytes(self) -> float:
+        """The largest of the devices' peaks."""
+        return max(self.held_bytes)
+
+    def result(self, limits: Sequence[float], devices: tuple[int, ...] | None = None) -> Result:
+        """As a plan's, of which nothing is proved. `limits`: bytes of each device of the cluster; `devices`: those that
+        the baseline is for, where not all."""
+        held = dict(zip(range(len(limits)) if devices is None else devices, self.held_bytes, strict=True))
+        memory = tuple(held.get(d, 0.0) for d in range(len(limits)))
+        return Result(
+            self.program,
+            self.sizes,
+            self.cost_s,
+            lower_bound_s=0.0,
+            joint_lower_bound_s=0.0,
+            status="gap",
+            expanded=0,
+            memory_bytes=memory,
+            memory_limit_bytes=tuple(limits),
+            devices=devices,
+        )
 
 
 class _ReducedAtOnce(Structure):
@@ -281,6 +305,5 @@ class Baselines:
         chosen = (of_batch if b else of_rest for b in batched)
         sizes = Sizes(self.graph, classes, tuple(s.shares[i] for i, s in enumerate(chosen)))
         check(self.graph, program, sizes)
-        memory = peak(program, sizes, self.costs)
-        cost = program_cost(program, sizes, self.costs)
-        return Baseline(program, sizes, cost, memory, memory <= self.limit)
+        held = held_by(program, sizes, self.costs)
+        return Baseline(program, sizes, program_cost(program, sizes, self.costs), held, max(held) <= self.limit)

@@ -28,7 +28,6 @@ from hapsynth.instructions.program import Convert
 from hapsynth.plan import Plan
 from hapsynth.search.baselines import Baseline, Baselines
 from hapsynth.search.planner import Planner
-from hapsynth.search.result import Result
 from hapsynth.trace import Traced, trace
 
 N = 8
@@ -143,9 +142,7 @@ def without(traffic: Mapping[str, Traffic], less: Mapping[str, Traffic]) -> dict
 
 
 def as_plan(c: Case, baseline: Baseline) -> Plan:
-    cost, memory = baseline.cost_s, (baseline.memory_bytes,) * N
-    result = Result(baseline.program, baseline.sizes, cost, 0.0, 0.0, "gap", 0, memory, memory)
-    return Plan(c.traced, result, cluster("even8"), mesh(), c.fn)
+    return Plan(c.traced, baseline.result([baseline.memory_bytes] * N), cluster("even8"), mesh(), c.fn)
 
 
 def arguments(c: Case) -> tuple[Any, Any]:
