@@ -120,7 +120,7 @@ def beside(plan: hapsynth.Plan, limit_s: float) -> dict[str, Any]:
 def problem_of(plan: hapsynth.Plan) -> Problem:
     """What `lower_bound_s` is about: the choices for this graph at the plan's own ratios."""
     planner = Planner(plan.traced.graph, plan.used)
-    return Formulator(planner.structure, planner.costs, planner.ratios_at(plan.sizes)).problem()
+    return Formulator(planner.structure, planner.costs, planner.ratios_at(plan.sizes).strictly()).problem()
 
 
 def child(row: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:

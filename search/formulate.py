@@ -12,7 +12,7 @@ import numpy as np
 from hapsynth.graph import Graph, Operand
 from hapsynth.instructions.factors import Factors, Triples
 from hapsynth.instructions.layout import Layout, cut_axes, cut_dims
-from hapsynth.instructions.sizes import cut_nodes
+from hapsynth.instructions.sizes import Node, cut_nodes
 from hapsynth.search.costs import CostModel, Floats, Work
 from hapsynth.search.layouts import Conversions
 from hapsynth.search.problem import Edge, Ints, Problem
@@ -22,6 +22,8 @@ from hapsynth.search.structure import Availability, Choices, Needs, Structure
 _T = TypeVar("_T")
 Hop = tuple[Layout, Layout, int]
 _TimesKey = tuple[int, int, tuple[int, ...]]
+_NO_SIZES = -1
+"""In place of a vector, where an op would cut dimensions alike that are not."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -168,10 +170,11 @@ class Formulator:
         assert self.ratios is not None
         o, found = self.graph.ops[op], list[int]()
         tensors = (*o.operands, *o.results)
-        for place, dim, axes, units in self._cuts(op).all:
-            value = tensors[place]
-            assert isinstance(value, int)
-            found.append(self.ratios.of(value, dim, axes, units))
+        for places, axes, units in self._cuts(op).all:
+            nodes: list[Node] = [(v, dim, axes) for place, dim in places if isinstance(v := tensors[place], int)]
+            value, dim, _ = nodes[-1]
+            at = self.ratios.of(value, dim, axes, units) if self.ratios.allow(nodes, units) else _NO_SIZES
+            found.append(at)
         return tuple(found)
 
     def _cuts(self, op: int) -> _Cuts:
@@ -191,6 +194,7 @@ class Formulator:
         else:
             devices = self.ratios.devices
             seconds = self.costs.times([(work, [devices[v] for v in held]) for work, held in number])
+            seconds[[_NO_SIZES in held for _, held in number]] = np.inf
         self._times.update({key: seconds[at] for key, at in zip(missing, places, strict=True)})
 
     def feed_time(self, value: int, layout: Layout) -> float:
@@ -307,8 +311,9 @@ class _Cuts:
     def __init__(self, graph: Graph, op: int, factors: Factors, every: Sequence[Triples]) -> None:
         self.groups: list[tuple[int, ...]] = []
         """Per triples, the cuts that divide it."""
-        self.all: list[tuple[int, int, tuple[int, ...], int]] = []
-        """(operand or result, dimension, axes, units) of each."""
+        self.all: list[tuple[list[tuple[int, int]], tuple[int, ...], int]] = []
+        """((operand or result, dimension) of all that it divides, axes, units) of each. Its ratio is that of the last
+        dimension, a result's where there is one."""
         number: dict[tuple[int, tuple[int, ...]], int] = {}
         dims = [*factors.operands, *factors.results]
         operands = graph.ops[op].operands
@@ -317,12 +322,10 @@ class _Cuts:
             for factor, nodes in cut_nodes(graph, op, factors, triples):
                 axes = nodes[0][2]
                 if (factor, axes) not in number:
-                    # The ratio of a factor is that of the last dimension it cuts, a result's where there is one.
                     is_value = lambda n: n >= len(operands) or isinstance(operands[n], int)
                     places = [(n, factors.position(t, factor)) for n, t in enumerate(dims) if is_value(n)]
-                    place, dim = [(n, d) for n, d in places if d is not None][-1]
                     number[factor, axes] = len(self.all)
-                    self.all.append((place, dim, axes, factors.sizes[factor]))
+                    self.all.append(([(n, d) for n, d in places if d is not None], axes, factors.sizes[factor]))
                 mine.append(number[factor, axes])
             self.groups.append(tuple(mine))
 

@@ -194,9 +194,14 @@ class Planner(Finder):
                 found = self._best or best
                 if found.cost < best.cost * (1 - _SETTLED / 2):
                     break
-                if self._limits:
-                    return found, self._bound_within(ratios, found.choices)
-                if certain or np.isfinite(solution.lower_bound):
-                    return found, solution.lower_bound
+                if certain or self._limits or np.isfinite(solution.lower_bound):
+                    bound = self._bound_within(ratios, found.choices) if self._limits else solution.lower_bound
+                    return found, max(bound, self._strict_bound(ratios, found, bound))
             best = found
         return best, 0.0
+
+    def _strict_bound(self, ratios: Ratios, best: Candidate, bound: float) -> float:
+        """Where a bound leaves a gap, that of the programs which the best one's sizes allow."""
+        if best.cost - bound <= max(_SETTLED, self._tolerance) * best.cost or self._late():
+            return 0.0
+        return self._bound_within(ratios.strictly(), best.choices)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence, Set
+from copy import copy
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -61,6 +62,7 @@ class Ratios:
         named: Mapping[Node, Floats] | None = None,
     ) -> None:
         self.graph, self.weights, self.evenly = graph, weights, evenly
+        self.strict = False
         self.lengths = tuple(lengths or (len(weights),))
         self.vectors: list[Floats] = []
         """Per position along the axes."""
@@ -99,6 +101,24 @@ class Ratios:
         roots = {root for root, _ in self._kin}
         self._marked |= {node[0] for node in self._exact}
         self._marked |= {node[0] for node in list(self._kinship.parent) if self._kinship.find(node) in roots}
+
+    def strictly(self) -> Ratios:
+        """The same, but that nothing cuts what the plan cuts in another way than the plan: what no sizes allow costs
+        the less for it, and a bound of it is one of nothing. Other ways are worth a search, so they are not left out
+        before."""
+        found = copy(self)
+        found.strict = True
+        return found
+
+    def allow(self, nodes: Sequence[Node], units: int) -> bool:
+        """Whether some dimensions can be cut as one, in `units`."""
+        if not self.strict:
+            return True
+        exact = {self._exact[node] for node in nodes if node in self._exact}
+        if not exact:
+            return True
+        shares = self.vectors[exact.pop()] * units
+        return not exact and bool(np.allclose(shares, np.round(shares)))
 
     def by_weights(self, values: Iterable[Operand]) -> bool:
         """Whether nothing but the weights decides how some values are cut: by their lengths alone."""

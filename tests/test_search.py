@@ -15,6 +15,7 @@ from hapsynth.instructions.checker import check
 from hapsynth.instructions.collectives import step_between
 from hapsynth.instructions.layout import P, R, S
 from hapsynth.instructions.program import FactorTable
+from hapsynth.instructions.sizes import cut_nodes
 from hapsynth.search.baselines import Baselines
 from hapsynth.search.costs import CostModel
 from hapsynth.search.evaluate import program_cost
@@ -225,3 +226,31 @@ def test_same_input_same_program():
 def test_time_budget_returns_the_best_so_far():
     result = Planner(mlp(), cluster([2.0, 1.0]), time_budget_s=1e-9).run()
     assert 0 <= result.lower_bound_s <= result.cost_s
+
+
+def test_a_bound_is_of_programs_that_its_sizes_allow() -> None:
+    """What a plan cuts in rows of seven no program at its sizes cuts otherwise; before, such were compared."""
+    fn = lambda w, x: jnp.tanh(x).reshape(256, 7 * 512) @ w
+    shapes = jax.ShapeDtypeStruct((7 * 512, 64), jnp.float32), jax.ShapeDtypeStruct((256, 7, 512), jnp.float32)
+    graph = trace(fn, shapes).graph
+    planner = Planner(graph, cluster([3.0, 1.0]))
+    reshape = next(op for op in graph.ops if op.name == "reshape")
+    (flat,) = reshape.results
+
+    def seconds(first: int, strict: bool) -> dict[tuple[int, ...], float]:
+        """Of the reshape, by the units in which its triples cut."""
+        vector = np.array([first, 7 * 512 - first]) / (7 * 512)
+        ratios = Ratios(graph, planner.table, np.ones(2) / 2, named={(flat, 1, (0,)): vector})
+        formulator = Formulator(planner.structure, planner.costs, ratios.strictly() if strict else ratios)
+        sizes = planner.table[reshape.index].sizes
+        triples = planner.structure.triples[reshape.index]
+        cuts = [
+            tuple(sizes[f] for f, _ in cut_nodes(graph, reshape.index, planner.table[reshape.index], t))
+            for t in triples
+        ]
+        return dict(zip(cuts, formulator.op_times([reshape.index])[0].tolist(), strict=True))
+
+    loose, strict, rows = seconds(2500, False), seconds(2500, True), seconds(5 * 512, True)
+    assert set(loose) == {(), (256,), (7,)}
+    assert strict == loose | {(7,): np.inf}
+    assert np.isfinite(list(rows.values())).all()
