@@ -99,6 +99,8 @@ def one(row: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
     if plan.program.axes != plan.used.axes:
         row["status"] += f", planned flat: {len(where.axes)} axes not supported"
     elif options.milp:
+        # HiGHS may need more memory than there is, and end with the process: what was planned is told before.
+        print(json.dumps(row), flush=True)
         row["milp"] = beside(plan, options.milp)
     return row
 
@@ -131,9 +133,14 @@ def child(row: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
         done = subprocess.run(command, capture_output=True, text=True, timeout=options.timeout)
     except subprocess.TimeoutExpired:
         return {**row, "status": f"stopped after {options.timeout:g} s"}
+    told = done.stdout.splitlines()
+    if done.returncode and told:
+        found = json.loads(told[-1])
+        return {**found, "status": f"{found['status']}, the MILP ended with {done.returncode}", "error": done.stderr}
     if done.returncode:
-        return {**row, "status": "error: " + done.stderr.strip().splitlines()[-1], "error": done.stderr}
-    return json.loads(done.stdout.splitlines()[-1])
+        why = done.stderr.strip().splitlines()[-1:] or [f"ended with {done.returncode}"]
+        return {**row, "status": f"error: {why[0]}", "error": done.stderr}
+    return json.loads(told[-1])
 
 
 def line(row: dict[str, Any]) -> str:

@@ -28,6 +28,10 @@ POSITION = 6000.0
 """FLOPs that a convolution could do in the time that it takes to bring one position's neighbours together. Over few
 channels that is most of its time: 3 x 3 from 8 to 8, and from 3 to 8, run at a fifth and a sixteenth of the rate of 64
 to 64 (XLA's CPU backend, one core, JAX 0.10.2)."""
+LANES = 48.0
+"""Elements of the minor dimension below which a reduction, with the elementwise ops that are fused into it, is the
+slower the fewer there are: with 8 it takes 1.5 to 2.2 ns an element, with 16 0.8 to 1.0, with 64 and more 0.25 to 0.5,
+whichever dimensions are reduced (same machine)."""
 _COMBINING = ("reduce_", "arg", "cum", "scatter", "select_and_", "sort", "top_k")
 """How the names begin of ops that combine or move single elements: slow as reductions are, where contractions are fast.
 """
@@ -52,9 +56,11 @@ def class_of(op: Op) -> str:
 
 
 def amount_of(op: Op) -> float:
-    """What an op comes to, in what its class's curve counts: its FLOPs, and `POSITION` more for each position of a
-    convolution's result."""
+    """What an op comes to, in what its class's curve counts: its FLOPs, `POSITION` more for each position of a
+    convolution's result, and more where a reduction's minor dimension is below `LANES`."""
     flops = flops_of(op)
+    if class_of(op) == "reduction" and op.name.startswith("reduce_") and "window" not in op.name and op.shapes[0]:
+        flops *= max(1.0, LANES / max(op.shapes[0][-1], 1))
     if op.name == "conv_general_dilated":
         out = op.params["dimension_numbers"].out_spec
         flops += POSITION * prod(size for d, size in enumerate(op.result_shapes[0]) if d != out[1])

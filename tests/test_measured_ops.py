@@ -4,9 +4,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import graphs
+import jax.numpy as jnp
 import numpy as np
 import pytest
-from measured_ops import STEP, named, step, struct
+from jax import lax
+from measured_ops import STEP, named, only, step, struct
 
 import hapsynth
 from hapsynth.cluster import Cluster, ClusterError
@@ -17,7 +19,7 @@ from hapsynth.profile.ops import Ops
 from hapsynth.report.costs import Computing, cost_lines, rate_source
 from hapsynth.search.costs import CostModel
 from hapsynth.search.signatures import described
-from hapsynth.search.speeds import amount_of
+from hapsynth.search.speeds import POSITION, amount_of
 from hapsynth.trace import trace
 
 
@@ -130,3 +132,13 @@ def test_a_plan_goes_by_the_ops_it_was_measured_at() -> None:
     assert line.compute_s == pytest.approx(float(times.seconds(flops)), rel=0.02)
     sources = {rate_source(measured, kind, signature, "float32") for kind in measured.kinds}
     assert sources == {"measured curve of the op itself, the cluster file", "float32 peak, the cluster file"}
+
+
+def test_what_ops_come_to() -> None:
+    """Beside their FLOPs: positions of convolutions, and few elements side by side of reductions."""
+    total = lambda *shape: amount_of(only(lambda x: jnp.sum(x, axis=0), struct(*shape)))
+    assert (total(4096, 8), total(4096, 24)) == (6 * 4096 * 8, 2 * 4096 * 24)
+    assert (total(4096, 64), total(4096)) == (4096 * 64, 4096)
+    images, kernels = struct(2, 16, 16, 3), struct(3, 3, 3, 4)
+    convolved = lambda x, w: lax.conv_general_dilated(x, w, (1, 1), "VALID", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+    assert amount_of(only(convolved, images, kernels)) == 2 * 14 * 14 * (2 * 3 * 3 * 3 * 4 + POSITION)
