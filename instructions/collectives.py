@@ -20,6 +20,10 @@ from hapsynth.instructions.layout import Layout, Placement, cut_axes, is_consist
 Step = OneOf["all_reduce", "reduce_scatter", "all_gather", "all_to_all", "slice", "partial"]
 STEPS: tuple[Step, ...] = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "slice", "partial")
 
+BUNDLED = 1 << 20
+"""Bytes on the wire, per device, up to which a collective goes together with others of its kind that wait for the same:
+as XLA's compilers for GPUs join them, and the lowering for CPUs."""
+
 
 def step_between(source: Placement, target: Placement) -> Step | None:
     """The single step that turns one placement into another, or None where it takes more or cannot be done."""

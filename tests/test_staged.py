@@ -239,7 +239,8 @@ def test_neighbouring_collectives_are_one_stage() -> None:
     stages = [item for item in plan.lowered.items if isinstance(item, CollectiveStage)]
     assert plan.program.collectives() == {"all_reduce": 3}
     assert [len(s.steps) for s in stages] == [3]
-    assert plan.lowered.lower().as_text().count("all_reduce") == 3
+    # Both sums go as one.
+    assert plan.lowered.lower().as_text().count("all_reduce") == 2
 
 
 def test_the_form_and_its_reason() -> None:

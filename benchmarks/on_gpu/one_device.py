@@ -25,7 +25,7 @@ from hapsynth.lower import Lowered, Staged, own_mesh
 from hapsynth.lower._collectives import pad_to, receive, send
 from hapsynth.lower._control import Env
 from hapsynth.lower._groups import Group
-from hapsynth.lower._schedule import CollectiveStage, Item, LocalStage, Name, Sent, Slot
+from hapsynth.lower._schedule import CollectiveStage, Item, LocalStage, Name, Slot
 from hapsynth.lower._stages import Stage
 from hapsynth.lower._where import Where
 from hapsynth.plan import Plan
@@ -42,21 +42,24 @@ def with_shares(plan: Plan, parts: Sequence[float]) -> Sizes:
     return Sizes(plan.traced.graph, plan.sizes.classes, tuple(shares))
 
 
-def due(step: Sent, shape: Sequence[int], first: int, lengths: Sequence[int]) -> tuple[int, ...]:
-    """The shape of what arrives of a wire of `shape` on a mesh of `lengths`; dimensions before `first` are not the
-    value's."""
+def due(step: Convert, shape: Sequence[int], lengths: Sequence[int]) -> tuple[int, ...]:
+    """The shape of what arrives where `shape` is sent on a mesh of `lengths`."""
     out = list(shape)
-    if isinstance(step, Convert):
-        source, target, n = step.source[step.axis], step.target[step.axis], lengths[step.axis]
-        if step.step in ("reduce_scatter", "all_to_all"):
-            out[first + target.dim] //= n
-        if step.step in ("all_gather", "all_to_all"):
-            out[first + source.dim] *= n
+    source, target, n = step.source[step.axis], step.target[step.axis], lengths[step.axis]
+    if step.step in ("reduce_scatter", "all_to_all"):
+        out[target.dim] //= n
+    if step.step in ("all_gather", "all_to_all"):
+        out[source.dim] *= n
     return tuple(out)
 
 
 def copied(x: jax.Array, shape: Sequence[int]) -> jax.Array:
-    """A copy of `x` in another shape: the first part of a dimension, or all of it again and again."""
+    """A copy of `x` in another shape: the first part of a dimension, or all of it again and again. What goes as one has
+    a dimension more for the devices."""
+    if x.ndim < len(shape):
+        x = x[..., None, :]
+    elif x.ndim > len(shape):
+        x = x[..., 0, :]
     repeats = [-(-long // max(short, 1)) for long, short in zip(shape, x.shape, strict=True)]
     return lax.slice(jnp.tile(x, repeats) if max(repeats, default=1) > 1 else x, (0,) * x.ndim, shape)
 
@@ -84,9 +87,8 @@ class OneStaged(Staged):
         return sum(isinstance(item, kind) for item in self.items)
 
     def _lower_collective(self, stage: CollectiveStage, known: dict[Any, Any]) -> Any:
-        lengths = self.mesh.devices.shape
-        wires = self._wires(stage)
-        shapes = [due(s, w.shape, len(lengths), lengths) for s, w in zip(stage.steps, wires, strict=True)]
+        wires = self._given(stage)
+        shapes = [self.arrived(wire).shape for wire in self.sent(stage.steps)]
 
         def hapsynth_copies(*wires: Any) -> list[Any]:
             return [copied(x, shape) for x, shape in zip(wires, shapes, strict=True)]
@@ -94,9 +96,9 @@ class OneStaged(Staged):
         # XLA copies what is returned as it came, as it is not donated.
         return jax.jit(hapsynth_copies).lower(*wires)
 
-    def _wires(self, stage: CollectiveStage) -> list[jax.ShapeDtypeStruct]:
+    def _given(self, stage: CollectiveStage) -> list[jax.ShapeDtypeStruct]:
         here = SingleDeviceSharding(self.device)
-        wires = map(self.wire, stage.steps)
+        wires = map(self.wire, self.sent(stage.steps))
         return [jax.ShapeDtypeStruct(w.shape, w.dtype, sharding=here) for w in wires]
 
     def __call__(self, stored: Sequence[Any]) -> list[Any]:
@@ -120,7 +122,7 @@ class OneStaged(Staged):
         """Runs all that stands for collectives, and nothing else."""
         stages = [item for item in self.items if isinstance(item, CollectiveStage)]
         with jax.default_device(self.device):
-            wires = [[jnp.zeros(w.shape, w.dtype) for w in self._wires(stage)] for stage in stages]
+            wires = [[jnp.zeros(w.shape, w.dtype) for w in self._given(stage)] for stage in stages]
         return lambda: [self.compiled[stage][0](*sent) for stage, sent in zip(stages, wires, strict=True)]
 
     def temporary_bytes(self) -> int:
@@ -160,11 +162,12 @@ class OneSwitch(Lowered):
         """As `OneStaged` does, on padded shards."""
         return self.function(self._place, *stored)
 
-    def _communicate(self, step: Convert, env: Env, here: Where) -> None:
-        wire = lax.optimization_barrier(send(self.sizes, step, env[step.value, step.source], here))
-        # Between barriers, so that XLA does not see that nothing is sent.
-        came = lax.optimization_barrier(copied(wire, due(step, wire.shape, 0, here.lengths)))
-        env[step.value, step.target] = receive(self.sizes, step, came, here)
+    def _communicate(self, steps: Sequence[Convert], env: Env, here: Where) -> None:
+        for step in steps:
+            wire = lax.optimization_barrier(send(self.sizes, step, env[step.value, step.source], here))
+            # Between barriers, so that XLA does not see that nothing is sent.
+            came = lax.optimization_barrier(copied(wire, due(step, wire.shape, here.lengths)))
+            env[step.value, step.target] = receive(self.sizes, step, came, here)
 
 
 One = OneStaged | OneSwitch

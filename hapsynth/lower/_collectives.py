@@ -110,14 +110,6 @@ class _Blocks:
         return lax.switch(kind, [partial(fn, lengths) for lengths in kinds], x)
 
 
-def communicate(graph: Graph, sizes: Sizes, name: str, step: Convert, x: jax.Array, here: Where) -> jax.Array:
-    """Emit one collective on a value's stored shard, along the mesh axis `name`; the result is stored under the target
-    layout. The same on all devices: only what lies around it may be in a switch."""
-    if is_empty(graph, step):
-        return jnp.zeros(sizes.padded_shape(step.value, step.target), x.dtype)
-    return receive(sizes, step, exchange(name, step, send(sizes, step, x, here)), here)
-
-
 def is_empty(graph: Graph, step: Convert) -> bool:
     """Whether there is nothing to exchange."""
     return prod(graph.values[step.value].shape) == 0
@@ -135,7 +127,7 @@ def exchange(name: str, step: Convert, x: jax.Array) -> jax.Array:
     source, target = step.source[step.axis], step.target[step.axis]
     match step.step:
         case "all_reduce":
-            return _REDUCE[source.reduction](x, name)
+            return REDUCE[source.reduction](x, name)
         case "reduce_scatter":
             return lax.psum_scatter(x, name, scatter_dimension=target.dim, tiled=True)
         case "all_gather":
@@ -156,4 +148,4 @@ def receive(sizes: Sizes, step: Convert, x: jax.Array, here: Where) -> jax.Array
     return x
 
 
-_REDUCE: dict[str, Any] = {"sum": lax.psum, "max": lax.pmax, "min": lax.pmin}
+REDUCE: dict[str, Any] = {"sum": lax.psum, "max": lax.pmax, "min": lax.pmin}

@@ -73,7 +73,7 @@ class Run:
         arrived = [parts(x) for x in self.wires]
         # Nobody else may hold what arrived: it is consumed.
         self.wires = []
-        left: list[list[Any]] = [[None] * len(self.staged.mesh.local_devices) for _ in stage.leaves]
+        left: list[list[Any]] = [[None] * len(self.staged.mesh.local_devices) for _ in self.staged.sent(stage.leaves)]
         for env, group, run in zip(self.envs, self.staged.groups, self.staged.compiled[stage], strict=True):
             arrays = [group.join([x[n] for n in group.numbers]) for x in arrived]
             made = run(*arrays, *(env[p] for p in stage.reads))

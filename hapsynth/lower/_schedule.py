@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from hapsynth.graph import Graph, Literal
 from hapsynth.instructions.program import Convert, Instruction, Property, reads, writes
+from hapsynth.lower._bundles import independent
 from hapsynth.lower._collectives import is_empty
 from hapsynth.lower._stages import Cond, Loop, Stage, Step
 
@@ -182,10 +183,7 @@ class _Scheduler:
 
     def joins(self, sent: Sequence[Sent], step: Convert) -> bool:
         """Whether a step is a collective that can run with these."""
-        if is_local(self.graph, step):
-            return False
-        made = {p for s in sent for p in _makes(self.graph, s)}
-        return made.isdisjoint((*_needs(self.graph, step), *_makes(self.graph, step)))
+        return not is_local(self.graph, step) and independent([s for s in sent if isinstance(s, Convert)], step)
 
     def loop(self, loop: Loop, trip: Slot) -> HostLoop:
         turn = Turn(loop, trip)

@@ -20,7 +20,8 @@ from hapsynth import _jax
 from hapsynth.graph import Graph, Literal
 from hapsynth.instructions.program import Convert, Program
 from hapsynth.instructions.sizes import Sizes
-from hapsynth.lower._collectives import cut_to, exchange, pad_to, receive, send
+from hapsynth.lower._bundles import Bundle, bundles
+from hapsynth.lower._collectives import cut_to, pad_to, receive, send
 from hapsynth.lower._control import run_cond, run_loop
 from hapsynth.lower._exact import ExactStorage
 from hapsynth.lower._form import Form
@@ -49,6 +50,7 @@ from hapsynth.lower._storage import own_mesh, with_weak_type
 from hapsynth.lower._where import Where
 
 Env = dict[Any, Any]
+Wire = Bundle | Decide
 
 
 @dataclass(frozen=True, eq=False)
@@ -157,14 +159,29 @@ class Staged(Form):
             return jax.ShapeDtypeStruct(source.shape, source.dtype)
         return self.struct((source, layout), coords)
 
-    def wire(self, step: Sent) -> jax.ShapeDtypeStruct:
+    @cached_property
+    def _wires(self) -> dict[tuple[Sent, ...], list[Wire]]:
+        return {}
+
+    def sent(self, steps: tuple[Sent, ...]) -> list[Wire]:
+        """What goes over the wire for some steps: one array for each."""
+        if steps not in self._wires:
+            decided = [s for s in steps if isinstance(s, Decide)]
+            moved = [s for s in steps if not isinstance(s, Decide)]
+            structs: list[Any] = []
+            for step in moved:
+                shape = self.sizes.padded_shape(step.value, step.source)
+                padded = jax.ShapeDtypeStruct(shape, self.graph.values[step.value].dtype)
+                structs.append(jax.eval_shape(lambda x, s=step: send(self.sizes, s, x, self._anyone), padded))
+            self._wires[steps] = [*decided, *bundles(moved, structs, self.local.platform)]
+        return self._wires[steps]
+
+    def wire(self, wire: Wire) -> jax.ShapeDtypeStruct:
         """What a device sends, behind a dimension of length 1 for each mesh axis."""
-        if isinstance(step, Decide):
+        if isinstance(wire, Decide):
             struct = jax.ShapeDtypeStruct((), np.int32)
         else:
-            shape = self.sizes.padded_shape(step.value, step.source)
-            padded = jax.ShapeDtypeStruct(shape, self.graph.values[step.value].dtype)
-            struct = jax.eval_shape(lambda x: send(self.sizes, step, x, self._anyone), padded)
+            struct = jax.eval_shape(lambda *xs: wire.pack(xs, self.mesh.devices.shape), *wire.sent)
         return jax.ShapeDtypeStruct(((1,) * self.mesh.devices.ndim) + struct.shape, struct.dtype)
 
     @cached_property
@@ -173,10 +190,9 @@ class Staged(Form):
         origin = (0,) * self.mesh.devices.ndim
         return Where(self.mesh.devices.shape, (origin,), tuple(map(jnp.int32, origin)))
 
-    def arrived(self, step: Sent) -> jax.ShapeDtypeStruct:
+    def arrived(self, wire: Wire) -> jax.ShapeDtypeStruct:
         """What a device receives."""
-        wire = self.wire(step)
-        made = jax.eval_shape(self._exchanging([step]), self._on_mesh(wire))[0]
+        made = jax.eval_shape(self._exchanging([wire]), self._on_mesh(self.wire(wire)))[0]
         return jax.ShapeDtypeStruct(self._shard(made.shape), made.dtype)
 
     def _on_mesh(self, wire: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
@@ -194,32 +210,38 @@ class Staged(Form):
 
     def _lower_local(self, stage: LocalStage, group: Group) -> Any:
         n, coords = self.mesh.devices.ndim, group.positions[0]
-        given = [*map(self.arrived, stage.arrives), *(self.struct(p, coords) for p in stage.reads)]
-        made = [*(self.struct(p, coords) for p in stage.writes), *map(self.wire, stage.leaves)]
+        lengths = self.mesh.devices.shape
+        arrives, leaves = self.sent(stage.arrives), self.sent(stage.leaves)
+        given = [*map(self.arrived, arrives), *(self.struct(p, coords) for p in stage.reads)]
+        made = [*(self.struct(p, coords) for p in stage.writes), *map(self.wire, leaves)]
 
         def run(here: Where, arrays: Sequence[Any]) -> list[Any]:
-            env: Env = dict(zip(stage.reads, arrays[len(stage.arrives) :], strict=True))
-            for step, x in zip(stage.arrives, arrays):
+            env: Env = dict(zip(stage.reads, arrays[len(arrives) :], strict=True))
+            for wire, x in zip(arrives, arrays):
                 x = x.reshape(x.shape[n:])
-                if isinstance(step, Decide):
-                    env[step.target] = x
-                else:
+                if isinstance(wire, Decide):
+                    env[wire.target] = x
+                    continue
+                for step, part in zip(wire.steps, wire.unpack(x, lengths), strict=True):
                     due = self.sizes.local_shape(step.value, step.target, here.coords)
-                    env[step.value, step.target] = cut_to(receive(self.sizes, step, x, here), due)
+                    env[step.value, step.target] = cut_to(receive(self.sizes, step, part, here), due)
             self._steps(stage.steps, env, here)
             out = [self._strong(p, env[p]) for p in stage.writes]
-            for step in stage.leaves:
-                if isinstance(step, Decide):
-                    x = env[step.source].astype(jnp.int32)
+            for wire in leaves:
+                if isinstance(wire, Decide):
+                    x = env[wire.source].astype(jnp.int32)
                 else:
-                    x = pad_to(env[step.value, step.source], self.sizes.padded_shape(step.value, step.source))
-                    x = send(self.sizes, step, x, here)
+                    x = wire.pack([self._sent(step, env, here) for step in wire.steps], lengths)
                 out.append(x.reshape((1,) * n + x.shape))
             return _in_memory_of_their_own(arrays, out)
 
-        over = {i for i, p in enumerate(stage.reads, len(stage.arrives)) if p in stage.dead or p in stage.writes}
-        reused = _reused(given, made, {*range(len(stage.arrives)), *over})
+        over = {i for i, p in enumerate(stage.reads, len(arrives)) if p in stage.dead or p in stage.writes}
+        reused = _reused(given, made, {*range(len(arrives)), *over})
         return group.lower(run, given, made, reused, self.compiler_options)
+
+    def _sent(self, step: Convert, env: Env, here: Where) -> Any:
+        x = pad_to(env[step.value, step.source], self.sizes.padded_shape(step.value, step.source))
+        return send(self.sizes, step, x, here)
 
     def _strong(self, name: Name, x: Any) -> Any:
         if isinstance(name, Slot):
@@ -279,27 +301,28 @@ class Staged(Form):
 
     # Collective stages
 
-    def _exchanging(self, steps: Sequence[Sent]) -> Callable[..., list[Any]]:
+    def _exchanging(self, wires: Sequence[Wire]) -> Callable[..., list[Any]]:
         n, names = self.mesh.devices.ndim, self.mesh.axis_names
 
-        def hapsynth_exchange(*wires: Any) -> list[Any]:
+        def hapsynth_exchange(*arrays: Any) -> list[Any]:
             out: list[Any] = []
-            for step, wire in zip(steps, wires, strict=True):
-                x = wire.reshape(wire.shape[n:])
-                x = lax.pmax(x, names) if isinstance(step, Decide) else exchange(names[step.axis], step, x)
+            for wire, x in zip(wires, arrays, strict=True):
+                x = x.reshape(x.shape[n:])
+                x = lax.pmax(x, names) if isinstance(wire, Decide) else wire.exchange(names, x)
                 out.append(x.reshape((1,) * n + x.shape))
             return out
 
         spec = self.everyone.spec
         return jax.shard_map(
-            hapsynth_exchange, mesh=self.mesh, in_specs=(spec,) * len(steps), out_specs=spec, check_vma=False
+            hapsynth_exchange, mesh=self.mesh, in_specs=(spec,) * len(wires), out_specs=spec, check_vma=False
         )
 
     def _lower_collective(self, stage: CollectiveStage, known: dict[Any, Any]) -> Any:
-        wires = [self._on_mesh(self.wire(s)) for s in stage.steps]
-        key = tuple((_kind(s), w.shape, str(w.dtype)) for s, w in zip(stage.steps, wires, strict=True))
+        sent = self.sent(stage.steps)
+        wires = [self._on_mesh(self.wire(w)) for w in sent]
+        key = tuple("decide" if isinstance(w, Decide) else w.key for w in sent)
         if key not in known:
-            fn = self._exchanging(stage.steps)
+            fn = self._exchanging(sent)
             reused = _reused(wires, jax.eval_shape(fn, *wires), set(range(len(wires))))
             jitted = jax.jit(fn, donate_argnums=tuple(reused), compiler_options=self.compiler_options)
             known[key] = jitted.lower(*wires)
@@ -323,11 +346,6 @@ def _flat(items: Sequence[Item]) -> list[LocalStage | CollectiveStage]:
             case _:
                 found.append(item)
     return found
-
-
-def _kind(step: Sent) -> Any:
-    """What a collective is, but for its value."""
-    return "decide" if isinstance(step, Decide) else (step.axis, step.source[step.axis], step.target[step.axis])
 
 
 def _reused(given: Sequence[Any], made: Sequence[Any], over: set[int]) -> list[int]:

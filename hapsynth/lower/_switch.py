@@ -20,7 +20,8 @@ from hapsynth.instructions.program import (
     Program,
 )
 from hapsynth.instructions.sizes import Sizes
-from hapsynth.lower._collectives import communicate, cut_to, pad_to
+from hapsynth.lower._bundles import bundles, joined
+from hapsynth.lower._collectives import cut_to, pad_to, receive, send
 from hapsynth.lower._control import Env, Run, run_cond, run_loop
 from hapsynth.lower._form import Form
 from hapsynth.lower._stages import Cond, Loop, Stage, Step
@@ -103,9 +104,12 @@ class Lowered(Form):
     def _steps(self, steps: Sequence[Step], env: Env, everyone: Where) -> None:
         """Run the steps of a region, adding what they make to `env`."""
         inside: Run = lambda steps, env: self._steps(steps, env, everyone)
-        for step in steps:
-            if isinstance(step, Convert):
+        for step in joined(self.graph, steps):
+            if isinstance(step, list):
                 self._communicate(step, env, everyone)
+            elif isinstance(step, Convert):
+                shape, dtype = self.sizes.padded_shape(step.value, step.target), env[step.value, step.source].dtype
+                env[step.value, step.target] = jnp.zeros(shape, dtype)
             elif isinstance(step, Loop):
                 run_loop(self.graph, self.program.axes, step, env, inside)
             elif isinstance(step, Cond):
@@ -116,15 +120,26 @@ class Lowered(Form):
                     self._switch(step, env, everyone)
                 self.local.run(step.after, env, everyone)
 
-    def _communicate(self, step: Convert, env: Env, here: Where) -> None:
-        with jax.named_scope(f"hap/{step.step}_{self.graph.values[step.value].name}"):
-            x = env[step.value, step.source]
-            if (step.value, step.target) in env:
-                # Gathered again so that the first copy need not live: XLA must not merge the two.
-                x = lax.optimization_barrier(x)
-            name, _ = self.program.axes[step.axis]
-            made = communicate(self.graph, self.sizes, name, step, x, here)
-            env[step.value, step.target] = self.local.named((step.value, step.target), made)
+    def _communicate(self, steps: Sequence[Convert], env: Env, here: Where) -> None:
+        """Run collectives that don't depend on one another."""
+        scope = lambda step: jax.named_scope(f"hap/{step.step}_{self.graph.values[step.value].name}")
+        names, lengths = zip(*self.program.axes)
+        sent: list[Any] = []
+        for step in steps:
+            with scope(step):
+                x = env[step.value, step.source]
+                if (step.value, step.target) in env:
+                    # Gathered again so that the first copy need not live: XLA must not merge the two.
+                    x = lax.optimization_barrier(x)
+                sent.append(send(self.sizes, step, x, here))
+        arrays = dict(zip(steps, sent, strict=True))
+        for bundle in bundles(steps, sent, self.local.platform):
+            with scope(bundle.steps[0]):
+                made = bundle.exchange(names, bundle.pack([arrays[s] for s in bundle.steps], lengths))
+            for step, part in zip(bundle.steps, bundle.unpack(made, lengths), strict=True):
+                with scope(step):
+                    x = receive(self.sizes, step, part, here)
+                    env[step.value, step.target] = self.local.named((step.value, step.target), x)
 
     def _switch(self, stage: Stage, env: Env, everyone: Where) -> None:
         """Run the uneven part of a stage: one branch per distinct tuple of shares, each on its exact shapes."""
