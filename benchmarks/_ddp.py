@@ -65,11 +65,13 @@ class Ddp:
 
     def _start(self) -> subprocess.Popen[str]:
         inside = "EMULATED_CPU" in os.environ
-        alone = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "eth0" if inside else "lo"}
+        own = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "eth0" if inside else "lo"}
+        # Warns that emulated machines' addresses have no names in the DNS.
+        own["TORCH_CPP_LOG_LEVEL"] = "ERROR"
         command = [self.python, "-I", str(Path(__file__).with_name("ddp.py")), "--rank", str(self.rank)]
         command += ["--world", str(self.world), "--store", self.store]
         return subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env={**os.environ, **alone}
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env={**os.environ, **own}
         )
 
     def _ask(self, *words: str) -> str:
