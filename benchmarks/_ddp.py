@@ -21,7 +21,7 @@ from peers import Arguments
 
 VARIABLE = "HAPSYNTH_TORCH"
 GET = (
-    "python -m venv torchenv; torchenv/bin/pip install torch numpy --extra-index-url "
+    "python -m venv torchenv; torchenv/bin/pip install numpy; torchenv/bin/pip install torch --index-url "
     f"https://download.pytorch.org/whl/cpu; then --torch torchenv/bin/python, or {VARIABLE}"
 )
 _PORTS = 12400

@@ -5,7 +5,8 @@
 Needs PyTorch and numpy, and knows nothing of JAX or hapsynth. The models are those of `runtime.py`, as one writes them
 in PyTorch, and so is the training step; chosen for speed are fused attention, one matmul for queries, keys and values,
 channels-last convolutions, the fused AdamW, tokens put in their experts' queues by index, and gradients that stay in
-DDP's buckets. The state comes and goes as the arrays that JAX has, by the names that they have there.
+DDP's buckets. Not compiled: `torch.compile` spared 0 to 6 % of one process's step, and needs a C++ compiler. The state
+comes and goes as the arrays that JAX has, by the names that they have there.
 
 Asked, in lines of standard input: `place FILE` (an .npz file of the state and of this process's rows of the batch),
 `step`, `values FILE` (where the state is to go). Answers each with a line: the loss, or `ok`.
