@@ -1,25 +1,28 @@
 """Measured: hapsynth's plan against what people run today, on emulated clusters of unlike machines (needs root).
 
     python benchmarks/runtime.py [--only mlp,lm] [--cluster 2] [--rounds 10] [--keep DIR] [--json runtime.json]
-                                 [--systems plan,even]
+                                 [--systems plan,even] [--torch PYTHON]
 
 Same function, global batch, first state and arguments for all; float32, one thread per process, donation, and memory
 that is kept (malloc). `plan`: hapsynth's, on the cluster that `hapsynth profile` measures here. `even`: stock
 `jax.jit`, data parallel. `by_speed`: uneven batch by hand. `fsdp`: stock `jax.jit`, ZeRO-3. `hap`: what HAP's rules
 and costs would choose, at its one ratio. `fastest`: of the plan and what people run today as plans, the one that is the
-fastest in a short contest before (`hapsynth.fastest`). Any name of `hapsynth.search.baselines` may be added to
-`--systems`.
+fastest in a short contest before (`hapsynth.fastest`). `ddp`: PyTorch's DistributedDataParallel over gloo, batch cut
+evenly, where an interpreter with PyTorch is named (`--torch`, HAPSYNTH_TORCH). Any name of `hapsynth.search.baselines`
+may be added to `--systems`.
 
-All systems live in the same processes and are stepped in rounds, in random order; a step takes until its last process
-has its results. What is predicted is in the JSON file before anything is measured. After the last round each system's
-state and losses must agree with those of as many steps in one process. `ideal`: that one process's time for a
-step, as if its core's speed could be had of all the quotas together at no cost.
+All systems are stepped in rounds, in random order, in the same processes, but `ddp` in children of these that sleep
+until it is their turn (`_ddp.py`); a step takes until its last process has its results. What is predicted (of all but
+`ddp`) is in the JSON file before anything is measured. After the last round each system's state and losses must agree
+with those of as many steps in one process. `ideal`: that one process's time for a step, as if its core's speed could be
+had of all the quotas together at no cost.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 import statistics
 import sys
@@ -30,6 +33,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import _ddp
 import emulated
 import jax
 import models
@@ -54,7 +58,7 @@ SYSTEMS = ("plan", "fastest", "even", "by_speed", "fsdp", "hap")
 _WITHIN, _TRIED = 1.1, 5
 """What takes part in the contest: predicted to take so many times as long as the plan at most; steps of each turn."""
 _WARM_UP = 2
-_SMALL = replace(models.BERT, batch=1, width=256, heads=8, ff=1024, vocab=2048, post_norm=False, causal=True)
+SMALL = replace(models.BERT, batch=1, width=256, heads=8, ff=1024, vocab=2048, post_norm=False, causal=True)
 
 
 def mlp(n: int) -> models.Target:
@@ -65,7 +69,7 @@ def mlp(n: int) -> models.Target:
 
 def lm(n: int) -> models.Target:
     """A causal transformer of 2e6 parameters, 32 sequences of 128."""
-    return models.language_model(n, 2, replace(_SMALL, batch=32 // n))
+    return models.language_model(n, 2, replace(SMALL, batch=32 // n))
 
 
 def cnn(n: int) -> models.Target:
@@ -77,7 +81,7 @@ def cnn(n: int) -> models.Target:
 
 def moe(n: int) -> models.Target:
     """The transformer with 8 experts in its second layer, 6e6 parameters."""
-    return models.language_model(n, 2, replace(_SMALL, batch=32 // n, experts=8 // n))
+    return models.language_model(n, 2, replace(SMALL, batch=32 // n, experts=8 // n))
 
 
 # Smooth throughout: rounding that moves a value across relu's kink, or another element to the maximum of a window,
@@ -111,7 +115,8 @@ class Measuring(Worker):
         with emulated.unlimited():
             self.tell(f"{name}: planning")
             if self.job.first:
-                for system, plan in chosen(self.options.systems, fn, shapes, traced, cluster).items():
+                planned = [system for system in self.options.systems if system != "ddp"]
+                for system, plan in chosen(planned, fn, shapes, traced, cluster).items():
                     plan.save(self.folder / f"{name}-{system}.json")
             self.meet()
         rows = [self.row(s, name, fn, shapes, arguments, cluster) for s in self.options.systems]
@@ -144,11 +149,19 @@ class Measuring(Worker):
         if self.job.first:
             self.write(rows)
         self.meet()
+        for row in rows:
+            if isinstance(row.system, _ddp.Ddp):
+                row.system.close()
 
     def row(
         self, system: str, model: str, fn: Any, shapes: Any, arguments: Arguments, cluster: hapsynth.Cluster
     ) -> Row:
         """A system, ready to be given its arguments. Stock JAX is predicted as the same program of hapsynth's."""
+        said: dict[str, Any] = {"model": model, "cluster": self.options.cluster, "system": system}
+        if system == "ddp":
+            number = self.options.only.index(model)
+            ddp = _ddp.Ddp.on_cluster(self.options.torch, self.index, self.count, number)
+            return Row({**said, "predicted_s": None}, ddp)
         file = self.folder / f"{model}-{system}.json"
         plan = hapsynth.load(file, fn, shapes, self.mesh, form=self.options.form)
         found = self.contest(model, plan, arguments) if system == "fastest" else None
@@ -162,7 +175,7 @@ class Measuring(Worker):
                 made = BySpeed(fn, self.mesh, rows_by_speed(rows, [k.flops["float32"] for k in cluster.devices]))
             case _:
                 made = Planned(plan)
-        said = {"model": model, "cluster": self.options.cluster, "system": system, "predicted_s": plan.cost}
+        said["predicted_s"] = plan.cost
         if isinstance(made, Planned):
             said["form"] = plan.form
         if found:
@@ -229,8 +242,11 @@ def report(rows: Sequence[dict[str, Any]]) -> bool:
             low, high = np.quantile(ratios, [0.25, 0.75])
             median, wrong = r["median_s"], r["off"] > AGREE
             fine &= not wrong
+            said, met = "-", "-"
+            if r["predicted_s"] is not None:
+                said, met = f"{r['predicted_s']:.3f} s", f"{r['predicted_s'] / median:.2f}"
             print(f"{name:<20}{median:>8.3f} s{r['spread']:>8.0%}{these[base]['median_s'] / median:>12.2f}"
-                  f"{f'{low:.2f} .. {high:.2f}':>16}{r['predicted_s']:>10.3f} s{r['predicted_s'] / median:>10.2f}"
+                  f"{f'{low:.2f} .. {high:.2f}':>16}{said:>12}{met:>10}"
                   f"{r['ideal_s'] / median:>10.2f}{r['off']:>10.1e}{'  VALUES DIFFER' if wrong else ''}")  # fmt: skip
     return fine
 
@@ -239,7 +255,7 @@ def start(options: argparse.Namespace, where: str, folder: Path) -> list[dict[st
     """All models on one cluster; the rows."""
     command = [sys.executable, __file__, "--join", str(folder), "--cluster", where, "--only", ",".join(options.only)]
     command += ["--systems", ",".join(options.systems), "--rounds", str(options.rounds), "--seed", str(options.seed)]
-    command += ["--form", options.form]
+    command += ["--form", options.form, "--torch", options.torch]
     (folder / "rows.json").unlink(missing_ok=True)
     codes = run(machines(**CLUSTERS[where]), folder, command, environment(KEEPS_MEMORY), options.timeout)
     check(codes, f"runtime: the processes on {where}")
@@ -251,7 +267,9 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", type=names, default=list(MODELS), help=f"of {', '.join(MODELS)}")
     parser.add_argument("--cluster", type=names, default=list(CLUSTERS), help=f"of {', '.join(CLUSTERS)}")
-    parser.add_argument("--systems", type=names, default=list(SYSTEMS), help=f"of {', '.join((*SYSTEMS, *NAMES))}")
+    known = {"only": MODELS, "cluster": CLUSTERS, "systems": (*SYSTEMS, "ddp", *NAMES)}
+    parser.add_argument("--systems", type=names, help=f"of {', '.join(known['systems'])}")
+    parser.add_argument("--torch", metavar="PYTHON", help=f"an interpreter with PyTorch, for ddp ({_ddp.VARIABLE})")
     parser.add_argument("--rounds", type=int, default=10, help="steps of each system, 2 of them not counted")
     parser.add_argument("--form", choices=("auto", "switch", "staged"), default="auto", help="how plans run")
     parser.add_argument("--seed", type=int, default=0, help="of the order in each round")
@@ -260,7 +278,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--json", type=Path, default=Path("runtime.json"))
     parser.add_argument("--join", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    known = {"only": MODELS, "cluster": CLUSTERS, "systems": (*SYSTEMS, *NAMES)}
+    if not options.join:
+        _with_torch(parser, options)
     for field, of in known.items():
         for name in getattr(options, field):
             if name not in of:
@@ -268,6 +287,23 @@ def arguments() -> argparse.Namespace:
     if options.rounds <= _WARM_UP:
         parser.error(f"--rounds {options.rounds}: give more than the {_WARM_UP} that are not counted")
     return options
+
+
+def _with_torch(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    """`ddp` among the default systems where there is PyTorch. Ends the command where it was asked for in vain."""
+    asked = options.torch is not None or "ddp" in (options.systems or ())
+    options.torch = options.torch or os.environ.get(_ddp.VARIABLE, "")
+    if options.systems is not None and "ddp" not in options.systems:
+        return
+    try:
+        said = f"ddp: PyTorch {_ddp.version(options.torch)} of {options.torch}"
+        options.systems = options.systems or [*SYSTEMS, "ddp"]
+    except _ddp.TorchError as error:
+        if asked:
+            parser.error(str(error))
+        said = f"ddp is left out: {error}"
+        options.systems = list(SYSTEMS)
+    print(said)
 
 
 def measure(options: argparse.Namespace, kept: Path) -> int:
