@@ -42,9 +42,9 @@ class HapCosts(CostModel):
         return work.flops * share / self.rate(work.dtype) + _TIE * super().device_times(work, fractions)
 
     def conversion(
-        self, nbytes: float, source: Layout, target: Layout, axis: int, largest: Largest
+        self, value: int, source: Layout, target: Layout, axis: int, largest: Largest
     ) -> tuple[float, float]:
-        seconds, wire = super().conversion(nbytes, source, target, axis, largest)
+        seconds, wire = super().conversion(value, source, target, axis, largest)
         return wire * self.links[axis].beta / _ITEM + _TIE * seconds, wire
 
 

@@ -29,7 +29,6 @@ from hapsynth.instructions.checker import check
 from hapsynth.instructions.factors import Triples
 from hapsynth.instructions.layout import Layout, Placement, R, S
 from hapsynth.instructions.program import FactorTable, Program
-from hapsynth.instructions.rules.registry import is_fusible
 from hapsynth.instructions.sizes import Classes, Node, Sizes, cut_nodes
 from hapsynth.search.costs import CostModel, Floats
 from hapsynth.search.emit import Emitter
@@ -41,6 +40,7 @@ from hapsynth.search.ratios import Ratios, kinship, proportional
 from hapsynth.search.result import Result
 from hapsynth.search.sizing import Sizer
 from hapsynth.search.structure import Allowed, Restriction, Structure
+from hapsynth.search.updates import updates
 
 _BY_SPEED = "_speed"
 _EVENLY = ("data_parallel", "zero1", "zero2", "zero3")
@@ -198,27 +198,8 @@ class Baselines:
         return Restriction({**stored, **self._stored_batch()}, allowed, frozenset(held), convertible, role)
 
     @cached_property
-    def updates(self) -> set[int]:
-        """The gradients and what the optimizer makes of them: back from the new state while shapes stay the same
-        and nothing but the update and norms of it read them (a batch norm's mean is read by the model too)."""
-        graph = self.graph
-        found = {v for _, target in graph.carry if isinstance(v := graph.outputs[target], int)}
-
-        norms: set[int] = set()
-        """Values of which only whole sums are used: the squares under a norm."""
-
-        def only_updates(value: int) -> bool:
-            made = (r for op, _ in graph.uses[value] for r in graph.ops[op].results)
-            return all(r in found | norms or not graph.values[r].shape for r in made)
-
-        for op in reversed(graph.ops):
-            if is_fusible(op) and {shape for shape in op.shapes if shape} == set(op.result_shapes):
-                norms.update(v for v in op.results if v not in found and only_updates(v))
-        for op in reversed(graph.ops):
-            for made in found.intersection(op.results) if is_fusible(op) else ():
-                shape = graph.values[made].shape
-                found |= {v for _, v in op.value_operands if graph.values[v].shape == shape and only_updates(v)}
-        return found
+    def updates(self) -> frozenset[int]:
+        return updates(self.graph)
 
     def _tensor_parallel(self) -> Restriction:
         cut = self._alternating_roots()

@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from hapsynth.cluster import Cluster
 from hapsynth.graph import Boundary, Graph, Op
-from hapsynth.instructions.collectives import is_collective, step_between
+from hapsynth.instructions.collectives import Step, is_collective, step_between
 from hapsynth.instructions.factors import Factors, Triples
 from hapsynth.instructions.layout import Layout, cut_axes, cut_dims
 from hapsynth.instructions.program import FactorTable
@@ -34,6 +34,7 @@ from hapsynth.search.liveness import Liveness
 from hapsynth.search.room import Room
 from hapsynth.search.signatures import signature_of
 from hapsynth.search.speeds import Floats, Speeds, amount_of, class_of
+from hapsynth.search.updates import Together
 
 Largest: TypeAlias = Callable[[int, tuple[int, ...]], float]
 """(dimension, the axes that cut it) -> the fraction that its largest shard holds."""
@@ -125,6 +126,7 @@ class CostModel:
         self._kinds: dict[int, int] = {}
         self._kind_number: dict[object, int] = {}
         self._materialized = materialized(graph)
+        self._together = Together(graph)
         self._measured = frozenset(s for kind in cluster.kinds for s in kind.ops)
         self._classes: dict[int, str] = {}
         self._place(cluster, axes or mesh_axes(cluster), room or Room.of(cluster))
@@ -357,10 +359,10 @@ class CostModel:
         return np.where(short, alone, low)
 
     def conversion(
-        self, nbytes: float, source: Layout, target: Layout, axis: int, largest: Largest
+        self, value: int, source: Layout, target: Layout, axis: int, largest: Largest
     ) -> tuple[float, float]:
         """(seconds, bytes over the slowest link) of one step along an axis; an empty or a lone device's one is free."""
-        link = self.links[axis]
+        link, nbytes = self.links[axis], float(self.graph.values[value].nbytes)
         step = step_between(source[axis], target[axis])
         assert step is not None, (source, target)
         if not is_collective(step) or link.n == 1 or nbytes == 0:
@@ -372,7 +374,16 @@ class CostModel:
             axes = cut_axes(target, dim)
             block *= largest(dim, axes) / (largest(dim, axes[:-1]) if len(axes) > 1 else 1.0)
         wire = link.wire_bytes(step, before, after, block)
-        return link.seconds(step, wire), wire
+        return link.seconds(step, wire) - link.seconds(step, 0.0) + self.latency(value, step, axis), wire
+
+    def latency(self, value: int, step: Step, axis: int) -> float:
+        """Seconds that one collective takes however little it sends: of those that go together its part."""
+        link = self.links[axis]
+        return self._together.part(value, step, link.n) * link.seconds(step, 0.0)
+
+    def goes_together(self, value: int) -> bool:
+        """Whether conversions of a value are counted a part of their latency."""
+        return value in self._together.values
 
     def evenly(self, dim: int, axes: tuple[int, ...]) -> float:
         """The least that the largest shard can be."""

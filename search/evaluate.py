@@ -67,9 +67,8 @@ def instruction_costs(program: Program, sizes: Sizes, costs: CostModel) -> Itera
 
     for i in program.instructions:
         if isinstance(i, Convert):
-            nbytes = float(costs.graph.values[i.value].nbytes)
             largest = lambda dim, axes, v=i.value: largest_share(sizes, v, dim, axes)
-            seconds, wire = costs.conversion(nbytes, i.source, i.target, i.axis, largest)
+            seconds, wire = costs.conversion(i.value, i.source, i.target, i.axis, largest)
             runs = costs.graph.runs[i.region]
             yield Cost(i, runs * seconds, runs * wire)
         else:

@@ -86,7 +86,8 @@ class Formulator:
             restriction = self.structure.restriction
             if self._by_weights((value,)):
                 role = None if restriction.convertible is None else restriction.role(value)
-                ways = self.once(("ways", self.structure.value_kinds[value], role), make)
+                together = self.costs.goes_together(value)
+                ways = self.once(("ways", self.structure.value_kinds[value], role, together), make)
             else:
                 ways = make()
             self._ways[value] = ways
@@ -102,8 +103,7 @@ class Formulator:
         convertible = self.structure.restriction.convertible
         if convertible is not None and not convertible(value, source[axis], target[axis]):
             return np.inf
-        nbytes = float(self.graph.values[value].nbytes)
-        return self.costs.conversion(nbytes, source, target, axis, lambda d, axes: self.largest(value, d, axes))[0]
+        return self.costs.conversion(value, source, target, axis, lambda d, axes: self.largest(value, d, axes))[0]
 
     def path_time(self, value: int, source: Layout, target: Layout) -> float:
         """Seconds of the cheapest conversion; infinite where there is none."""
@@ -128,7 +128,7 @@ class Formulator:
         cuts = self.structure.layouts[value].cuts
         vectors = () if ratios is None else tuple(ratios.of(value, d, axes) for d, axes in cuts)
         role = None if restriction.convertible is None else restriction.role(value)
-        return self.graph.values[value].nbytes, vectors, role
+        return self.graph.values[value].nbytes, vectors, role, self.costs.goes_together(value)
 
     def offer(self, value: int, availability: Availability) -> Offer:
         """The conversions that an availability stands for."""

@@ -47,9 +47,8 @@ def exact_sizes(sizer: Sizer, at: Sizes, limit: float = np.inf) -> Sizes | None:
         if not isinstance(i, Convert) or not i.is_collective:
             continue
         cuts = [classes.of[n] for layout in (i.source, i.target) for n in layout_nodes(i.value, layout)]
-        nbytes = float(costs.graph.values[i.value].nbytes)
         whole, nothing = (
-            costs.conversion(nbytes, i.source, i.target, i.axis, lambda *_, x=x: x)[0] for x in (1.0, 0.0)
+            costs.conversion(i.value, i.source, i.target, i.axis, lambda *_, x=x: x)[0] for x in (1.0, 0.0)
         )
         sent = largest[cuts[0]] if cuts else 0
         if len(cuts) == 2:

@@ -154,12 +154,13 @@ class _Lines:
 
     def _converting(self, i: Convert) -> Sending:
         model, sizes = self.model, self.plan.sizes
-        nbytes = float(self.graph.values[i.value].nbytes)
         largest = lambda dim, axes: largest_share(sizes, i.value, dim, axes)
-        seconds, wire = model.conversion(nbytes, i.source, i.target, i.axis, largest)
-        _, even = model.conversion(nbytes, i.source, i.target, i.axis, model.evenly)
+        seconds, wire = model.conversion(i.value, i.source, i.target, i.axis, largest)
+        _, even = model.conversion(i.value, i.source, i.target, i.axis, model.evenly)
         runs = self.graph.runs[i.region]
-        return self._sending(self.names.instruction(i), i.step, i.axis, seconds, wire, max(wire - even, 0.0), runs)
+        latency = model.latency(i.value, i.step, i.axis) if seconds else 0.0
+        what, padding = self.names.instruction(i), max(wire - even, 0.0)
+        return self._sending(what, i.step, i.axis, (seconds, latency), (wire, padding), runs)
 
     def _agreeing(self, i: Compute) -> Iterator[Sending]:
         """`CostModel.uniform_time`, axis by axis."""
@@ -168,14 +169,14 @@ class _Lines:
         for axis, link in enumerate(self.model.links):
             if link.n > 1:
                 wire = link.wire_bytes("all_reduce", 4.0, 0.0, 0.0)
-                yield self._sending(what, "all_reduce", axis, link.seconds("all_reduce", wire), wire, 0.0, runs)
+                took = link.seconds("all_reduce", wire), link.seconds("all_reduce", 0.0)
+                yield self._sending(what, "all_reduce", axis, took, (wire, 0.0), runs)
 
     def _sending(
-        self, what: str, step: Step, axis: int, seconds: float, wire: float, padding: float, runs: float
+        self, what: str, step: Step, axis: int, took: tuple[float, float], sent: tuple[float, float], runs: float
     ) -> Sending:
-        link = self.model.links[axis]
-        curve = link.curves.get(step)
-        latency = 0.0 if seconds == 0 else link.latency if curve is None else float(curve.seconds(0.0))
+        """`took`: seconds, and the latency of them; `sent`: bytes, and the padding of them."""
+        (seconds, latency), (wire, padding) = took, sent
         per_byte = (seconds - latency) / wire if wire else 0.0
         source = link_source(self.model, axis, step)
         name = self.model.axes[axis][0]

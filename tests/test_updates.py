@@ -1,0 +1,85 @@
+"""What of a training step goes together, and what its collectives' latencies then come to."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from graphs import cluster
+
+import hapsynth
+from hapsynth.cluster import Cluster, Link
+from hapsynth.graph import Graph
+from hapsynth.instructions.collectives import BUNDLED
+from hapsynth.instructions.layout import P, R, S
+from hapsynth.instructions.program import FactorTable
+from hapsynth.report.costs import Sending, cost_lines
+from hapsynth.search.costs import CostModel
+from hapsynth.search.updates import Together, updates
+from hapsynth.trace import trace
+
+
+def struct(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+
+def step(weights, x):
+    grads = jax.grad(lambda ws: sum(jnp.sum(jnp.tanh(x @ w)) for w in ws))(weights)
+    return [w - 0.1 * g for w, g in zip(weights, grads)]
+
+
+def graph(*widths: int) -> Graph:
+    return trace(step, ([struct(64, n) for n in widths], struct(256, 64))).graph
+
+
+def test_gradients_and_new_state_are_updates() -> None:
+    g = graph(32, 16)
+    found = updates(g)
+    assert not found & set(g.inputs)
+    assert {g.outputs[t] for _, t in g.carry} <= found
+    made = {g.ops[g.producer[v]].name for v in found}
+    assert {"sub", "mul"} <= made
+    # The gradient itself, or what turns it around.
+    assert made & {"dot_general", "transpose"}
+    assert all(g.values[v].shape in ((64, 32), (64, 16)) for v in found)
+
+
+def test_the_parts_of_a_latency_add_up_to_one() -> None:
+    g = graph(32, 16, 8)
+    together = Together(g)
+    assert together.part(g.inputs[0], "all_reduce", 4) == pytest.approx(1 / 3)
+    assert together.part(g.inputs[-1], "all_reduce", 4) == 1.0, "the batch is no state"
+    # Too large to be summed with others, small enough to be gathered with them.
+    large = graph(32, 2 * BUNDLED // (64 * 4))
+    parts = [Together(large).part(large.inputs[1], kind, 4) for kind in ("all_reduce", "all_gather")]
+    assert parts == [1.0, 0.5]
+    # As many bundles as they fill.
+    many = graph(*[BUNDLED // (64 * 4)] * 20)
+    assert Together(many).part(many.inputs[0], "all_reduce", 4) == pytest.approx(2 / 20)
+
+
+def test_conversions_cost_their_part() -> None:
+    g = graph(32, 16)
+    costs = CostModel(g, cluster([1.0] * 4, bandwidth=1e9, latency=1e-3), FactorTable(g))
+    evenly = lambda dim, axes: 0.25
+    grad, batch = g.outputs[0], g.inputs[-1]
+    alone, wire = costs.conversion(batch, (P("sum"),), (R,), 0, evenly)
+    assert alone == pytest.approx(1e-3 + wire * 1e-9)
+    part, wire = costs.conversion(grad, (P("sum"),), (R,), 0, evenly)
+    assert part == pytest.approx(0.5e-3 + wire * 1e-9)
+    assert costs.conversion(grad, (R,), (S(0),), 0, evenly) == (0.0, 0.0)
+
+
+def test_latency_does_not_keep_small_weights_from_data_parallelism() -> None:
+    """A dozen weights whose gradients go as one: a latency in all, not one each. The lines of the report add up."""
+    args = [struct(64, 64)] * 12, struct(1 << 16, 64)
+    slow = Cluster("slow", cluster([1.0] * 4).devices, (0, 1, 2, 3), Link(1e9, 2e-4))
+    plan = hapsynth.synthesize(step, args, slow)
+    lines = cost_lines(plan)
+    sending = [line for line in lines if isinstance(line, Sending)]
+    assert len(sending) >= 12
+    assert sum(line.latency_s for line in sending) == pytest.approx(2e-4 * len({line.step for line in sending}))
+    assert sum(line.seconds for line in lines) == pytest.approx(plan.cost)
+    assert np.isclose(plan.gap, 0, atol=1e-4)
+    assert plan.joint_lower_bound <= plan.cost
