@@ -101,7 +101,7 @@ class Formulator:
         if convertible is not None and not convertible(value, source[axis], target[axis]):
             return np.inf
         nbytes = float(self.graph.values[value].nbytes)
-        return self.costs.conversion(nbytes, source, target, axis, lambda d, axes: self.largest(value, d, axes))[0]
+        return self.costs.conversion(nbytes, source, target, axis, lambda d, axes, _: self.largest(value, d, axes))[0]
 
     def path_time(self, value: int, source: Layout, target: Layout) -> float:
         """Seconds of the cheapest conversion; infinite where there is none."""

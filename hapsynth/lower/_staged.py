@@ -25,6 +25,7 @@ from hapsynth.lower._control import run_cond, run_loop
 from hapsynth.lower._exact import ExactStorage
 from hapsynth.lower._form import Form
 from hapsynth.lower._groups import Group, groups_of
+from hapsynth.lower._reshare import Recut
 from hapsynth.lower._run import Run
 from hapsynth.lower._schedule import (
     CollectiveStage,
@@ -286,7 +287,7 @@ class Staged(Form):
             out: list[Any] = []
             for step, wire in zip(steps, wires, strict=True):
                 x = wire.reshape(wire.shape[n:])
-                x = lax.pmax(x, names) if isinstance(step, Decide) else exchange(names[step.axis], step, x)
+                x = lax.pmax(x, names) if isinstance(step, Decide) else exchange(self.sizes, names[step.axis], step, x)
                 out.append(x.reshape((1,) * n + x.shape))
             return out
 
@@ -295,9 +296,17 @@ class Staged(Form):
             hapsynth_exchange, mesh=self.mesh, in_specs=(spec,) * len(steps), out_specs=spec, check_vma=False
         )
 
+    def _kind(self, step: Sent) -> Any:
+        """What a collective is, but for its value."""
+        if isinstance(step, Decide):
+            return "decide"
+        if step.step == "reshare":
+            return Recut.of(self.sizes, step)
+        return step.axis, step.source[step.axis], step.target[step.axis]
+
     def _lower_collective(self, stage: CollectiveStage, known: dict[Any, Any]) -> Any:
         wires = [self._on_mesh(self.wire(s)) for s in stage.steps]
-        key = tuple((_kind(s), w.shape, str(w.dtype)) for s, w in zip(stage.steps, wires, strict=True))
+        key = tuple((self._kind(s), w.shape, str(w.dtype)) for s, w in zip(stage.steps, wires, strict=True))
         if key not in known:
             fn = self._exchanging(stage.steps)
             reused = _reused(wires, jax.eval_shape(fn, *wires), set(range(len(wires))))
@@ -323,11 +332,6 @@ def _flat(items: Sequence[Item]) -> list[LocalStage | CollectiveStage]:
             case _:
                 found.append(item)
     return found
-
-
-def _kind(step: Sent) -> Any:
-    """What a collective is, but for its value."""
-    return "decide" if isinstance(step, Decide) else (step.axis, step.source[step.axis], step.target[step.axis])
 
 
 def _reused(given: Sequence[Any], made: Sequence[Any], over: set[int]) -> list[int]:

@@ -21,7 +21,7 @@ from hapsynth.instructions.sizes import layout_nodes
 from hapsynth.plan import Plan
 from hapsynth.report.names import Names
 from hapsynth.search.costs import CostModel, Floats, Work
-from hapsynth.search.evaluate import cuts_of, largest_share, shares
+from hapsynth.search.evaluate import conversion_cost, cuts_of, shares
 
 COST_SCHEMA = "hapsynth-cost-1"
 
@@ -153,11 +153,12 @@ class _Lines:
         )
 
     def _converting(self, i: Convert) -> Sending:
-        model, sizes = self.model, self.plan.sizes
+        model = self.model
         nbytes = float(self.graph.values[i.value].nbytes)
-        largest = lambda dim, axes: largest_share(sizes, i.value, dim, axes)
-        seconds, wire = model.conversion(nbytes, i.source, i.target, i.axis, largest)
-        _, even = model.conversion(nbytes, i.source, i.target, i.axis, model.evenly)
+        seconds, wire = conversion_cost(model, self.plan.sizes, i)
+        even = wire
+        if i.step != "reshare":
+            _, even = model.conversion(nbytes, i.source, i.target, i.axis, model.evenly)
         runs = self.graph.runs[i.region]
         return self._sending(self.names.instruction(i), i.step, i.axis, seconds, wire, max(wire - even, 0.0), runs)
 
@@ -176,6 +177,9 @@ class _Lines:
         link = self.model.links[axis]
         curve = link.curves.get(step)
         latency = 0.0 if seconds == 0 else link.latency if curve is None else float(curve.seconds(0.0))
+        if step == "reshare":
+            # One for each of its permutes.
+            latency = seconds - wire * link.beta
         per_byte = (seconds - latency) / wire if wire else 0.0
         source = link_source(self.model, axis, step)
         name = self.model.axes[axis][0]
