@@ -15,7 +15,7 @@ from math import prod
 
 import numpy as np
 
-from hapsynth.instructions.program import Compute, Program, Property, reads, region_of, writes
+from hapsynth.instructions.program import Convert, Program, Property, reads, region_of, writes
 from hapsynth.instructions.sizes import Node, Sizes, layout_nodes, tied
 from hapsynth.search.costs import CostModel, Floats, Work
 from hapsynth.search.evaluate import conversion_cost, cuts_of, largest_share, shares
@@ -46,10 +46,11 @@ class Parts:
         self.ends = n + len(program.inputs)
         """Instructions are known by their numbers, arguments by those after these, outputs from here on."""
         self._parent = list(range(self.ends + len(graph.outputs)))
+        known = self._nodes
         for k, i in enumerate(program.instructions):
             for found, properties in ((self.takers, reads(graph, i)), (self.makers, writes(graph, i))):
                 for p in properties:
-                    if self.node(p) is not None:
+                    if (known[p] if p in known else self.node(p)) is not None:
                         found.setdefault(p, []).append(k)
         for k, p in enumerate(program.inputs.items(), n):
             if self.node(p) is not None:
@@ -118,46 +119,43 @@ class Parts:
         """What each atom takes where the class has these units per position: float64 [atoms]."""
         shares_of = self.sizes.shares
         at = Sizes(self.graph, self.sizes.classes, (*shares_of[: self.c], units, *shares_of[self.c + 1 :]))
-        number: dict[object, int] = {}
-        works: list[tuple[Work, list[Node]]] = []
-        atoms: list[int] = []
-        runs: list[float] = []
-        places: list[int] = []
-        found = np.zeros(self.count)
-        n, known = len(self.program.instructions), dict[object, float]()
-
-        def add(key: object, work: Work, nodes: list[Node], atom: int, times: float) -> None:
-            if key not in number:
-                number[key] = len(works)
-                works.append((work, nodes))
-            atoms.append(atom)
-            runs.append(times)
-            places.append(number[key])
-
-        for k, atom in self.atom.items():
-            if k >= self.ends:
-                continue
-            if k >= n:
-                value, layout = self.inputs[k - n]
-                work = self.costs.feed_work(value, layout)
-                if work is not None:
-                    add((value, "fed"), work, layout_nodes(value, layout), atom, 1.0)
-                continue
-            i = self.program.instructions[k]
-            if isinstance(i, Compute):
-                work, nodes = self.costs.work(i.op, i.triples), cuts_of(self.costs, i)
-                key = (id(work), *[(at.classes.of[node], len(node[2])) for node in nodes])
-                add(key, work, nodes, atom, self.graph.runs[self.graph.ops[i.op].region])
-            elif i.is_collective:
-                cut = [at.classes.of[node] for p in (i.source, i.target) for node in layout_nodes(i.value, p)]
-                key = (self.graph.values[i.value].nbytes, i.source, i.target, *cut)
-                if key not in known:
-                    known[key] = conversion_cost(self.costs, at, i)[0]
-                found[atom] += self.graph.runs[i.region] * known[key]
+        works, sent, members = self._loads
         times = self.costs.times([(work, shares(self.costs, at, nodes)) for work, nodes in works])
-        np.add.at(found, atoms, np.array(runs) * times[places])
+        every = np.array([*times, *(conversion_cost(self.costs, at, i)[0] for i in sent)])
+        found = np.zeros(self.count)
+        if members:
+            atoms, runs, places = zip(*members, strict=True)
+            np.add.at(found, list(atoms), np.array(runs) * every[list(places)])
         return found
 
     @cached_property
-    def inputs(self) -> list[Property]:
-        return list(self.program.inputs.items())
+    def _loads(self) -> tuple[list[tuple[Work, list[Node]]], list[Convert], list[tuple[int, float, int]]]:
+        """Unlike works with what cuts them, unlike conversions, and (atom, runs, place among both) of all."""
+        graph, instructions = self.graph, self.program.instructions
+        of, n, inputs = self.sizes.classes.of, len(instructions), list(self.program.inputs.items())
+        works: dict[object, tuple[Work, list[Node]]] = {}
+        sent: dict[object, Convert] = {}
+        members: list[tuple[int, float, object]] = []
+        for k, atom in self.atom.items():
+            if k >= self.ends:
+                continue
+            i = instructions[k] if k < n else None
+            if isinstance(i, Convert):
+                if i.is_collective:
+                    cut = [of[node] for p in (i.source, i.target) for node in layout_nodes(i.value, p)]
+                    key: object = (graph.values[i.value].nbytes, i.source, i.target, *cut)
+                    sent.setdefault(key, i)
+                    members.append((atom, graph.runs[i.region], key))
+                continue
+            if i is None:
+                value, layout = inputs[k - n]
+                work, nodes, runs = self.costs.feed_work(value, layout), layout_nodes(value, layout), 1.0
+            else:
+                work, nodes = self.costs.work(i.op, i.triples), cuts_of(self.costs, i)
+                runs = graph.runs[graph.ops[i.op].region]
+            if work is not None:
+                key = (id(work) if k < n else k, *[(of[node], len(node[2])) for node in nodes])
+                works.setdefault(key, (work, nodes))
+                members.append((atom, runs, key))
+        number = {key: place for place, key in enumerate((*works, *sent))}
+        return list(works.values()), list(sent.values()), [(a, runs, number[key]) for a, runs, key in members]

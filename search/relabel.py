@@ -103,8 +103,8 @@ class _Ways:
                 seen.add(self.label[k])
                 at = min(k, len(instructions))
                 at = begins[block[at]] if at < len(instructions) and block[at] else at
-                layouts = (self.layout(p, self.label[n]) for n in (makers[0], k))
-                found.setdefault(at, []).append(Convert(p[0], parts.axis, *layouts))
+                source, target = (self.layout(p, self.label[n]) for n in (makers[0], k))
+                found.setdefault(at, []).append(Convert(p[0], parts.axis, source, target))
         return found
 
 

@@ -24,10 +24,11 @@ from hapsynth.search.evaluate import program_cost
 from hapsynth.search.parts import Parts
 from hapsynth.search.ratios import round_shares
 from hapsynth.search.relabel import Labels, merged, relabelled
-from hapsynth.search.result import SETTLED
 from hapsynth.search.sizing import Sizer
 from hapsynth.search.starts import own_weights
 
+_GAIN = 1e-3
+"""Of the cost: what gains less is not worth a program with more in it."""
 _ROUNDS = 4
 _RATIOS = 3
 """How many ratios are tried besides the one that a class has."""
@@ -56,7 +57,7 @@ class Resharer:
 
     def _cut(self, best: Candidate) -> Candidate | None:
         """Cheaper by one class that is cut in two or more; None where there is none."""
-        least_gain = SETTLED * best.cost
+        least_gain = _GAIN * best.cost
         classes = best.sizer.classes.all
         for c, losses in sorted(self._losses(best), key=lambda entry: -sum(loss for loss, _ in entry[1])):
             if sum(loss for loss, _ in losses) < least_gain:
@@ -71,27 +72,34 @@ class Resharer:
 
     def _losses(self, best: Candidate) -> Iterator[tuple[int, list[tuple[float, Floats]]]]:
         """Classes that one axis cuts, over unlike devices; of each work of theirs, the seconds that it would save at
-        its own best ratio, and what that is, but for overheads."""
-        loads = best.sizer.loads
-        for cls, (works, _, _) in zip(best.sizer.classes.all, loads.by_class, strict=True):
+        the ratio that suits it, and this. Of classes that are alike, the first."""
+        loads, classes = best.sizer.loads, best.sizer.classes
+        alike = {(loads.alike(c.index, best.sizes.shares), best.sizes.shares[c.index]): c for c in classes.all[::-1]}
+        for cls in alike.values():
             if any(len(m[2]) > 1 for m in cls.members) or not best.sizer.kinds[cls.axes].any() or not cls.units:
                 continue
-            found: list[tuple[float, Floats]] = []
-            for mine in works:
-                held = [loads.fraction(best.sizes, cut) for cut in mine.cuts]
-                now = self.costs.times([(work, held) for work in mine.counts])
-                saved = (now - self.costs.ideal_times(mine.counts)) * list(mine.counts.values())
+            cost = self.costs
+            place = cost.position(cls.axes)
+            members = [np.flatnonzero(place == p) for p in range(int(place.max()) + 1)]
+            held: list[list[Floats]] = []
+            suited: list[list[Floats]] = []
+            ratios: list[Floats] = []
+            works = [(work, mine) for mine in loads.by_class[cls.index][0] for work in mine.counts]
+            for work, mine in works:
+                shares = [loads.fraction(best.sizes, cut) for cut in mine.cuts]
                 k = next(k for k, cut in enumerate(mine.cuts) if cut[0] == cls.index)
-                for work, loss in zip(mine.counts, saved.tolist(), strict=True):
-                    share = np.where(held[k] > 0, held[k], 1.0 / best.sizer.classes.positions(cls.index))
-                    amounts = self.costs.loads(work, [share if n == k else h for n, h in enumerate(held)])
-                    seconds = self.costs.speeds(work.op_class, work.dtype).seconds(amounts[0])
-                    speed = share / np.maximum(np.maximum(seconds, amounts[1] / self.costs.bandwidth), 1e-300)
-                    place = self.costs.position(cls.axes)
-                    slowest = np.array([speed[place == p].min() for p in range(int(place.max()) + 1)])
-                    if loss > 0 and slowest.sum() > 0:
-                        found.append((loss, slowest / slowest.sum()))
-            yield cls.index, found
+                own = np.where(shares[k] > 0, shares[k], 1.0 / len(members))
+                busy = cost.device_times(work, [*shares[:k], own, *shares[k + 1 :]]) - cost.overhead * work.launches
+                speed = own / np.maximum(busy, 1e-300)
+                ratio = np.array([speed[on].min() for on in members])
+                ratios.append(ratio / ratio.sum())
+                held.append(shares)
+                suited.append([*shares[:k], ratios[-1][place], *shares[k + 1 :]])
+            of = [work for work, _ in works]
+            saved = cost.times(list(zip(of, held))) - cost.times(list(zip(of, suited)))
+            counts = np.array([mine.counts[work] for work, mine in works])
+            found = zip((saved * counts).tolist(), ratios, strict=True)
+            yield cls.index, [(loss, ratio) for loss, ratio in found if loss > 0]
 
     def _suited(self, losses: list[tuple[float, Floats]], units: int) -> list[tuple[int, ...]]:
         """The ratios that suit the works that lose most, as whole units."""
