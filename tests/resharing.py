@@ -8,8 +8,9 @@ import jax
 import jax.numpy as jnp
 
 from hapsynth import Cluster
+from hapsynth.instructions.program import Convert, Program
 
-ROWS, FEATURES, READ, LAYERS = 4096, 512, 64, 4
+ROWS, FEATURES, READ, LAYERS = 512, 64, 16, 4
 
 
 def pooled(x: Any, weights: Any) -> Any:
@@ -20,19 +21,34 @@ def pooled(x: Any, weights: Any) -> Any:
     return h
 
 
-def arguments(rows: int = ROWS, features: int = FEATURES, read: int = READ, layers: int = LAYERS) -> tuple[Any, ...]:
+def step(weights: Any, x: Any) -> tuple[Any, Any]:
+    """A training step of `pooled`, which scales what it reads too."""
+    scale, layers = weights
+    loss = lambda p: (pooled(x * p[0], p[1]) ** 2).mean()
+    value, slopes = jax.value_and_grad(loss)((scale, layers))
+    return jax.tree.map(lambda w, g: w - 0.1 * g, (scale, layers), slopes), value
+
+
+def arguments(rows: int = ROWS, features: int = FEATURES, read: int = READ, layers: int = LAYERS) -> tuple[Any, Any]:
     weights = [jax.ShapeDtypeStruct((features, features), jnp.float32)] * layers
     return jax.ShapeDtypeStruct((rows, features, read), jnp.float32), weights
 
 
-def cluster(
-    bandwidth: str = "400 GB/s", latency: str = "2 us", counts: tuple[int, int] = (2, 2), **more: Any
-) -> Cluster:
+def step_arguments(**shape: int) -> tuple[Any, Any]:
+    x, weights = arguments(**shape)
+    return (jax.ShapeDtypeStruct(x.shape[1:], jnp.float32), weights), x
+
+
+def cluster(bandwidth: str = "400 MB/s", counts: tuple[int, int] = (2, 2), **more: Any) -> Cluster:
     """New devices beside old ones of as much memory bandwidth and a tenth of the FLOP/s."""
     kinds = {
-        "new": {"flops": {"float32": "20 TFLOP/s"}, "bandwidth": "1 TB/s", "memory": "16 GiB", "overhead": "2 us"},
-        "old": {"flops": {"float32": "2 TFLOP/s"}, "bandwidth": "1 TB/s", "memory": "16 GiB", "overhead": "2 us"},
+        kind: {"flops": {"float32": flops}, "bandwidth": "1 GB/s", "memory": "16 GiB", "overhead": "2 us"}
+        for kind, flops in (("new", "20 GFLOP/s"), ("old", "2 GFLOP/s"))
     }
     devices = [{"kind": kind, "count": n} for kind, n in zip(kinds, counts, strict=True)]
-    link = {"bandwidth": bandwidth, "latency": latency}
+    link = {"bandwidth": bandwidth, "latency": "2 us"}
     return Cluster.from_dict({"name": "new_and_old", "network": link, "devices": devices, "kinds": kinds, **more})
+
+
+def reshares(program: Program) -> list[Convert]:
+    return [i for i in program.instructions if isinstance(i, Convert) and i.step == "reshare"]
