@@ -69,12 +69,17 @@ class _Ways:
         self._used: dict[tuple[int, int], int] = {}
         for value, dim, _, way in parts.sizes.classes.of:
             self._used[value, dim] = max(way, self._used.get((value, dim), 0))
+        homes: dict[Node, tuple[int, int]] = {}
         for p, makers in parts.makers.items():
-            # An output, which has to lie as what it succeeds does, keeps its way; else what is made.
+            # An output, which has to lie as what it succeeds does, keeps its way, and so does an argument; else what is
+            # made first, where unlike tensors of a value are cut alike along one of the axes.
             ends = [k for k in parts.takers.get(p, []) if k >= parts.ends]
-            node = parts.node(p)
+            node, inner = parts.node(p), makers[0] < len(parts.program.instructions)
             assert node is not None
-            self._ways.setdefault((node, self.label[(ends or makers)[0]]), node[3])
+            rank = 0 if ends else 1 + inner
+            if node not in homes or rank < homes[node][0]:
+                homes[node] = rank, self.label[(ends or makers)[0]]
+        self._ways |= {(node, label): node[3] for node, (_, label) in homes.items()}
 
     def layout(self, p: Property, label: int) -> Layout:
         """A tensor's layout as it is cut for a label."""

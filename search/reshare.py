@@ -15,6 +15,8 @@ from itertools import combinations, product
 
 import numpy as np
 
+from hapsynth.instructions.checker import check
+from hapsynth.instructions.program import ProgramError
 from hapsynth.instructions.recut import moved
 from hapsynth.instructions.sizes import Classes, Node, Sizes
 from hapsynth.search._min_cut import cheapest_labels
@@ -144,9 +146,14 @@ class Resharer:
         return permutes * link.latency + nbytes * rows * link.beta
 
     def _sized(self, parts: Parts, labels: Labels) -> Candidate | None:
-        """The program with parts at their best sizes; None where it holds too much."""
+        """The program with parts at their best sizes; None where it holds too much, or cannot be cut so: tensors of one
+        value that are both stored, cut alike along one of two axes."""
         graph, table = self.costs.graph, self.costs.table
         program = relabelled(parts, labels)
+        try:
+            check(graph, program)
+        except ProgramError:
+            return None
         sizer = Sizer(program, Classes.build(graph, program, table), self.costs)
         sizes = sizer.best(own_weights(self.costs, parts.sizes), limit=self.limit)
         program, sizes = merged(graph, program, sizes, table)
