@@ -16,12 +16,13 @@ import pytest
 from hypothesis import strategies as st
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
-from resharing import arguments, cluster, pooled, reshares
+from resharing import arguments, cluster, pooled, reshares, running_step, step_arguments
 from test_export import assert_exports
 
 import hapsynth
 from hapsynth import rebalance
 from hapsynth.cli import main
+from hapsynth.example_data import random_arguments
 from hapsynth.instructions.checker import check
 from hapsynth.instructions.layout import parse_layout
 from hapsynth.instructions.program import Compute, Program, ProgramError
@@ -238,6 +239,23 @@ def test_a_plan_with_reshares_runs_in_both_forms(form: Any) -> None:
     found = hapsynth.synthesize(pooled, arguments(), mesh(), cluster=cluster(), leave_out=False, form=form)
     assert reshares(found.program)
     assert found.check()
+
+
+@pytest.mark.parametrize("form", ["switch", "staged"])
+def test_a_training_step_changes_its_ratio_forward_and_backward(form: Any) -> None:
+    shape = {"features": 128, "read": 8, "layers": 6}
+    where, args = cluster("100 MB/s"), step_arguments(**shape)
+    plain = without(running_step, args, where)
+    found = hapsynth.synthesize(running_step, args, mesh(), cluster=where, leave_out=False, form=form)
+    assert len(reshares(found.program)) == 2
+    assert plain.cost_s > 1.15 * found.cost
+    assert found.joint_lower_bound <= found.lower_bound <= found.cost
+    assert found.check()
+    # What is carried lies as before: a second step takes it on.
+    state, x = found.shard(*random_arguments(found.traced)[0])
+    state, first = found(state, x)
+    _, second = found(state, x)
+    assert np.isfinite([float(first), float(second)]).all()
 
 
 def test_it_is_saved_and_loaded(plan: Plan, tmp_path: Path) -> None:
