@@ -24,6 +24,7 @@ from hapsynth import rebalance
 from hapsynth.cli import main
 from hapsynth.example_data import random_arguments
 from hapsynth.instructions.checker import check
+from hapsynth.instructions.collectives import axis_between
 from hapsynth.instructions.layout import parse_layout
 from hapsynth.instructions.program import Compute, Program, ProgramError
 from hapsynth.instructions.recut import moved, moves
@@ -354,3 +355,13 @@ def test_asked_ratios_are_kept() -> None:
     ratios = [0.375, 0.375, 0.125, 0.125]
     found = hapsynth.synthesize(pooled, arguments(), cluster(), leave_out=False, ratios=ratios)
     assert not reshares(found.program)
+
+
+def test_what_two_axes_cut_is_not_reshared() -> None:
+    way = parse_layout
+    assert axis_between(way("S(0),S(1)"), way("S(0)~1,S(1)")) == 0
+    assert axis_between(way("R,S(1)"), way("R,S(1)~2")) == 1
+    assert axis_between(way("S(0),S(0)/1"), way("S(0)~1,S(0)/1~1")) is None
+    assert axis_between(way("S(0),S(0)/1"), way("S(0),S(0)/1~1")) is None
+    assert axis_between(way("S(0)~1,S(0)/1~1"), way("S(0)~1,R")) == 1
+    assert axis_between(way("S(0)~1,S(0)/1~1"), way("S(0),R")) is None
