@@ -98,8 +98,8 @@ class Hap:
         source, factors = self.graph.ops[op], self.table[op]
         weighted = any(v in self.weights for _, v in source.value_operands)
         for factor, nodes in cut_nodes(self.graph, op, factors, triples):
-            roots = {self.known.root(v, d) for v, d, _ in nodes}
-            if any(v in self.weights and d not in self.free[v] for v, d, _ in nodes):
+            roots = {self.known.root(v, d) for v, d, *_ in nodes}
+            if any(v in self.weights and d not in self.free[v] for v, d, *_ in nodes):
                 return False
             if roots & (self.batch | self.experts):
                 continue

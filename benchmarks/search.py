@@ -98,6 +98,8 @@ def one(row: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
     del row["ratios"]
     if plan.program.axes != plan.used.axes:
         row["status"] += f", planned flat: {len(where.axes)} axes not supported"
+    elif "reshare" in plan.program.collectives():
+        row["status"] += ", with reshares: no MILP"
     elif options.milp:
         # HiGHS may need more memory than there is, and end with the process: what was planned is told before.
         print(json.dumps(row), flush=True)

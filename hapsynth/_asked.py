@@ -93,7 +93,7 @@ def layouts_of(arguments: Mapping[str, Value], fixed: Mapping[str, str], axes: i
             layout = parse_layout(text)
         except (AttributeError, ValueError):
             raise ValueError(why) from None
-        partial = any(p.is_partial or p.dim >= len(value.shape) for p in layout)
+        partial = any(p.is_partial or p.way or p.dim >= len(value.shape) for p in layout)
         if len(layout) != axes or partial or not is_consistent(layout):
             raise ValueError(why)
         if any(p.is_sharded and (value.shape[p.dim] == 0 or is_extended(value.dtype)) for p in layout):

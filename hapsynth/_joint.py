@@ -201,11 +201,11 @@ class JointPlanner:
             value, layout = graph.outputs[position], result.program.outputs[position]
             if isinstance(value, int) and layout is not None:
                 nodes = layout_nodes(value, layout)
-                found[leaf] = Kept(layout, {(dim, axes): sizes.lengths(v, dim, axes) for v, dim, axes in nodes})
+                found[leaf] = Kept(layout, {node[1:3]: sizes.lengths(*node) for node in nodes})
         for leaf, position in role.inputs.items():
             value = graph.inputs[position]
             nodes = layout_nodes(value, result.program.inputs[value])
-            lengths = {(dim, axes): sizes.lengths(v, dim, axes) for v, dim, axes in nodes}
+            lengths = {node[1:3]: sizes.lengths(*node) for node in nodes}
             found[leaf] = Kept(result.program.inputs[value], lengths)
         return found
 
@@ -335,7 +335,7 @@ class _Asked:
                 ends[role.outputs[leaf]] = how.layout
             else:
                 continue
-            cuts += [((value, dim, axes), lengths) for (dim, axes), lengths in how.lengths.items()]
+            cuts += [((value, dim, axes, 0), lengths) for (dim, axes), lengths in how.lengths.items()]
         return _Asked(stored, ends, cuts)
 
     @property

@@ -29,7 +29,7 @@ def pins_of(traced: Traced, ratios: Ratios, axes: tuple[tuple[str, int], ...]) -
         raise RatioError("ratios name no class; give class name -> fractions as in Plan.ratios, or None")
     named: dict[Node, Floats] = {}
     for name, fractions in ratios.items():
-        value, dim, cut = node = _node(traced, name, axes)
+        value, dim, cut, _ = node = _node(traced, name, axes)
         positions = int(np.prod([axes[a][1] for a in cut]))
         vector = _fractions(f"ratios[{name!r}]", fractions, positions, "one for each of its shards")
         units = traced.graph.values[value].shape[dim]
@@ -80,4 +80,4 @@ def _node(traced: Traced, name: Any, axes: tuple[tuple[str, int], ...]) -> Node:
             f"ratios name {name!r} on a mesh of the axes {', '.join(numbered)}; say along which of them the dimension "
             f"is cut, e.g. {cut}@{axes[0][0]}"
         )
-    return value.index, int(dim), tuple(numbered[a] for a in chosen)
+    return value.index, int(dim), tuple(numbered[a] for a in chosen), 0

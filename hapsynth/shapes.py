@@ -12,6 +12,7 @@ from jax.tree_util import tree_flatten, tree_structure
 from hapsynth._words import nbytes
 from hapsynth.graph import Graph, Literal, Op, Operand
 from hapsynth.instructions.checker import check
+from hapsynth.instructions.factors import ruled
 from hapsynth.instructions.program import Compute, FactorTable, ProgramError
 from hapsynth.instructions.sizes import Classes, Node, Sizes, layout_nodes
 from hapsynth.rebalance import agreed, resized_result
@@ -40,7 +41,7 @@ def for_shapes(plan: Plan, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Pl
         return plan
     table = FactorTable(graph)
     for i in plan.program.instructions:
-        if isinstance(i, Compute) and not table[i.op].allows(i.triples):
+        if isinstance(i, Compute) and not table[i.op].allows(ruled(i.triples)):
             raise ShapeError(f"{_named(graph.ops[i.op])} cannot be divided as it is in the plan: {_AGAIN}")
     costs = CostModel(graph, plan.used, table, plan.program.axes, plan.result.room)
     try:
@@ -52,10 +53,10 @@ def for_shapes(plan: Plan, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Pl
         check(graph, plan.program, sizes)
     except ProgramError as error:
         raise ShapeError(f"the plan's program is none at these shapes ({error}): {_AGAIN}") from error
-    for value, dim, axes in kept:
-        before, after = (s.lengths(value, dim, axes) for s in (plan.sizes, sizes))
+    for node in kept:
+        before, after = (s.lengths(*node) for s in (plan.sizes, sizes))
         if before != after:
-            path = traced.in_paths[graph.inputs.index(value)]
+            path = traced.in_paths[graph.inputs.index(node[0])]
             raise ShapeError(
                 f"argument {path}, whose shape stays, is kept in shards of {list(before)}, and at these shapes that "
                 f"dimension is cut with others in shards of {list(after)}: {_AGAIN}"

@@ -6,9 +6,11 @@ every plan, built or loaded.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from hapsynth.graph import COND_JOIN, LOOP_CARRY, LOOP_TEST, SCAN_SLICE, SCAN_STACK, Graph, Literal
 from hapsynth.instructions.collectives import axis_between
-from hapsynth.instructions.factors import can_be
+from hapsynth.instructions.factors import can_be, ruled
 from hapsynth.instructions.layout import format_layout, is_consistent, is_partial
 from hapsynth.instructions.program import (
     Block,
@@ -23,7 +25,7 @@ from hapsynth.instructions.program import (
     reads,
     writes,
 )
-from hapsynth.instructions.sizes import Sizes
+from hapsynth.instructions.sizes import Classes, Node, Sizes, cut_nodes, layout_nodes, tied
 
 
 def check(graph: Graph, program: Program, sizes: Sizes | None = None) -> None:
@@ -61,6 +63,34 @@ def check(graph: Graph, program: Program, sizes: Sizes | None = None) -> None:
             raise ProgramError(f"carried input {source} and output {target} have different layouts")
     if sizes is not None:
         sizes.check(program.axes)
+        _check_cuts(graph, program, table, sizes.classes)
+
+
+def _check_cuts(graph: Graph, program: Program, table: FactorTable, classes: Classes) -> None:
+    """Whether what an op, or a tie, takes to be cut alike is of one class, and what is reshared of two."""
+
+    def alike(nodes: Sequence[Node], what: str) -> None:
+        found = dict.fromkeys(classes.of.get(node, -1) for node in nodes)
+        if len(found) > 1 or -1 in found:
+            named = ", ".join(f"{graph.values[v].name}.{d}" + (f"~{way}" if way else "") for v, d, _, way in nodes)
+            raise ProgramError(f"{what} cuts {named} alike, and the sizes are of classes in which they are not")
+
+    for number, i in enumerate(program.instructions):
+        where = f"instruction {number}"
+        if isinstance(i, Compute):
+            for _, nodes in cut_nodes(graph, i.op, table[i.op], i.triples):
+                alike(nodes, f"{where}, {graph.ops[i.op].name},")
+        elif i.step == "reshare":
+            old, new = (
+                {classes.of.get(n, -1) for n in layout_nodes(i.value, p) if n[1] == p[i.axis].dim}
+                for p in (i.source, i.target)
+            )
+            if old == new or -1 in old | new:
+                name = graph.values[i.value].name
+                raise ProgramError(f"{where} reshares {name} between shards that are of one class, or of none")
+    for a, b, layout in tied(graph, program):
+        for pair in zip(layout_nodes(a, layout), layout_nodes(b, layout), strict=True):
+            alike(pair, "a tie")
 
 
 class _Replay:
@@ -147,7 +177,7 @@ def _check_instruction(graph: Graph, table: FactorTable, instruction: Instructio
     if isinstance(instruction, Compute):
         if len(instruction.triples) != axes:
             raise ProgramError(f"{where}: {len(instruction.triples)} triples on a mesh of {axes} axes")
-        if not table[instruction.op].allows(instruction.triples):
+        if not table[instruction.op].allows(ruled(instruction.triples)):
             triples = ", ".join(map(str, instruction.triples))
             raise ProgramError(f"{where}: {graph.ops[instruction.op].name} has no rule {triples}")
         return

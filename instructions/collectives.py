@@ -4,11 +4,12 @@ all_reduce      {x | P(op)} -> {x | R}
 reduce_scatter  {x | P(sum)} -> {x | S(d)}
 all_gather      {x | S(d)} -> {x | R}
 all_to_all      {x | S(d)} -> {x | S(e)}
+reshare         {x | S(d)} -> {x | S(d)~1}     to shards of other sizes: rows that change owner move
 slice           {x | R} -> {x | S(d)}          local, no communication
 partial         {x | R} -> {x | P(sum)}        local: the first device keeps the value, the others hold zero
 
 Where several mesh axes cut one dimension, a step adds or removes its minor axis only: what other axes hold stays
-where it is.
+where it is. Only what one axis alone cuts is reshared.
 """
 
 from __future__ import annotations
@@ -17,8 +18,11 @@ from typing import Literal as OneOf
 
 from hapsynth.instructions.layout import Layout, Placement, cut_axes, is_consistent
 
-Step = OneOf["all_reduce", "reduce_scatter", "all_gather", "all_to_all", "slice", "partial"]
-STEPS: tuple[Step, ...] = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "slice", "partial")
+Step = OneOf["all_reduce", "reduce_scatter", "all_gather", "all_to_all", "reshare", "slice", "partial"]
+STEPS: tuple[Step, ...] = (
+    *("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "reshare"),
+    *("slice", "partial"),
+)
 
 BUNDLED = 1 << 20
 """Bytes on the wire, per device, up to which a collective goes together with others of its kind that wait for the same:
@@ -35,7 +39,9 @@ def step_between(source: Placement, target: Placement) -> Step | None:
         case "S", "R":
             return "all_gather"
         case "S", "S":
-            return "all_to_all" if source.dim != target.dim else None
+            if source.dim != target.dim:
+                return "all_to_all"
+            return "reshare" if source.minor == target.minor and source.way != target.way else None
         case "R", "S":
             return "slice"
         case "R", "P":

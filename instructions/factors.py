@@ -20,7 +20,7 @@ import numpy as np
 
 from hapsynth._jax import is_extended
 from hapsynth.graph import Literal, Op
-from hapsynth.instructions.layout import Layout, P, Placement, R, Reduction, S, is_consistent, minors
+from hapsynth.instructions.layout import Layout, P, Placement, R, Reduction, S, is_consistent, minors, plain
 
 Dim = tuple[int, ...]
 """The factors of one dimension, major to minor; a dimension of size 1 has none."""
@@ -50,9 +50,17 @@ class Triple(NamedTuple):
         return f"{{{', '.join(map(str, self.operands))}}} -> {{{', '.join(map(str, self.results))}}}"
 
 
-Cuts = tuple[tuple[int, tuple[int, ...], tuple[tuple[int, int], ...]], ...]
+Cuts = tuple[tuple[int, tuple[int, ...], tuple[tuple[int, int], ...], tuple[int, ...]], ...]
 Triples = tuple[Triple, ...]
 """What an op does on a mesh: one triple per axis, each applied to what the others leave of the op."""
+
+
+def ruled(triples: Triples) -> Triples:
+    """The triples as the op's rules have them: whichever way what they cut is cut."""
+    if not any(p.way for t in triples for p in (*t.operands, *t.results)):
+        return triples
+    bare = lambda ps: tuple(map(plain, ps))
+    return tuple(Triple(bare(t.operands), bare(t.results), t.factor) for t in triples)
 
 
 @dataclass(eq=False)
@@ -166,22 +174,24 @@ class Factors:
         return tuple(self._known(axes))
 
     def cuts(self, triples: Triples) -> Cuts:
-        """Every factor that is cut, the mesh axes that cut it, and (place among operands and results, dimension) of
-        each tensor that has it."""
+        """Every factor that is cut, the mesh axes that cut it, (place among operands and results, dimension) of each
+        tensor that has it, and which way each of these is cut."""
         # By identity, as hashing triples costs more than all else; the entry keeps them from being another's.
         if id(triples) not in self._cuts:
             tensors = (*self.operands, *self.results)
-            found: list[tuple[int, tuple[int, ...], tuple[tuple[int, int], ...]]] = []
+            found: list[tuple[int, tuple[int, ...], tuple[tuple[int, int], ...], tuple[int, ...]]] = []
             for factor, axes in sorted(cutting(triples).items()):
-                places = ((n, self.position(dims, factor)) for n, dims in enumerate(tensors))
-                found.append((factor, axes, tuple((n, d) for n, d in places if d is not None)))
+                held = ((n, self.position(dims, factor)) for n, dims in enumerate(tensors))
+                places = tuple([(n, d) for n, d in held if d is not None])
+                placements = (*triples[axes[0]].operands, *triples[axes[0]].results)
+                found.append((factor, axes, places, tuple([placements[n].way for n, _ in places])))
             self._cuts[id(triples)] = triples, tuple(found)
         return self._cuts[id(triples)][1]
 
     @cached_property
     def together(self) -> tuple[tuple[tuple[int, int], ...], ...]:
         """(place among operands and results, dimension) of all that some triple cuts alike."""
-        return tuple(dict.fromkeys(places for t in self.triples for _, _, places in self.cuts((t,))))
+        return tuple(dict.fromkeys(places for t in self.triples for _, _, places, _ in self.cuts((t,))))
 
     @cached_property
     def _cuts(self) -> dict[int, tuple[Triples, Cuts]]:

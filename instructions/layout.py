@@ -16,20 +16,23 @@ class Placement(NamedTuple):
     """How a value lies along one mesh axis: `R`, `S(d)` or `P(sum|max|min)`.
 
     `minor`: how many other mesh axes cut the dimension before this one does. 0 is the major axis, whose shards the
-    axis with 1 cuts again; written `S(d)` and `S(d)/1`.
+    axis with 1 cuts again; written `S(d)` and `S(d)/1`. `way`: which of the value's ways of being cut along the
+    dimension, in shards of unlike sizes; 0 mostly is the only one, others are written `S(d)~1`.
     """
 
     kind: OneOf["R", "S", "P"]
     dim: int = -1
     reduction: Reduction = ""
     minor: int = 0
+    way: int = 0
 
     def __str__(self) -> str:
         match self.kind:
             case "R":
                 return "R"
             case "S":
-                return f"S({self.dim})/{self.minor}" if self.minor else f"S({self.dim})"
+                text = f"S({self.dim})/{self.minor}" if self.minor else f"S({self.dim})"
+                return f"{text}~{self.way}" if self.way else text
             case "P":
                 return f"P({self.reduction})"
 
@@ -64,9 +67,9 @@ Layout = tuple[Placement, ...]
 
 
 @cache
-def cuts_of(layout: Layout) -> tuple[tuple[int, tuple[int, ...]], ...]:
-    """(dimension, the mesh axes that cut it) for every dimension that a layout cuts."""
-    return tuple((dim, cut_axes(layout, dim)) for dim in cut_dims(layout))
+def cuts_of(layout: Layout) -> tuple[tuple[int, tuple[int, ...], int], ...]:
+    """(dimension, the mesh axes that cut it, which way) for every dimension that a layout cuts."""
+    return tuple((dim, cut_axes(layout, dim), way_of(layout, dim)) for dim in cut_dims(layout))
 
 
 def cut_axes(layout: Layout, dim: int) -> tuple[int, ...]:
@@ -74,6 +77,17 @@ def cut_axes(layout: Layout, dim: int) -> tuple[int, ...]:
     return tuple(
         sorted((a for a, p in enumerate(layout) if p.is_sharded and p.dim == dim), key=lambda a: layout[a].minor)
     )
+
+
+def way_of(layout: Layout, dim: int) -> int:
+    """Which way a dimension is cut; 0 where nothing cuts it."""
+    return next((p.way for p in layout if p.is_sharded and p.dim == dim), 0)
+
+
+@cache
+def plain(placement: Placement) -> Placement:
+    """The placement without its way, as rules know it."""
+    return placement._replace(way=0) if placement.way else placement
 
 
 def cut_dims(layout: Layout) -> tuple[int, ...]:
@@ -102,9 +116,11 @@ def reduction_of(layout: Layout) -> Reduction:
 
 @cache
 def is_consistent(layout: Layout) -> bool:
-    """Whether the axes that cut one dimension say in which order, and all partial ones combine by the same reduction:
-    a sum of maxima is no maximum of sums."""
+    """Whether the axes that cut one dimension say in which order and cut it the same way, and all partial ones combine
+    by the same reduction: a sum of maxima is no maximum of sums."""
     for dim in cut_dims(layout):
+        if len({p.way for p in layout if p.is_sharded and p.dim == dim}) > 1:
+            return False
         minors = sorted(p.minor for p in layout if p.is_sharded and p.dim == dim)
         if minors != list(range(len(minors))):
             return False
@@ -115,13 +131,13 @@ def parse_placement(text: str) -> Placement:
     """The inverse of `str(placement)`; ValueError names what is not one."""
     if text == "R":
         return R
-    if match := re.fullmatch(r"S\((\d+)\)(?:/(\d+))?", text):
-        dim, minor = int(match[1]), int(match[2] or 0)
+    if match := re.fullmatch(r"S\((\d+)\)(?:/(\d+))?(?:~(\d+))?", text):
+        dim, minor, way = int(match[1]), int(match[2] or 0), int(match[3] or 0)
         if minor < _MOST_AXES and dim < len(_SHARDED[minor]):
-            return S(dim, minor)
+            return S(dim, minor)._replace(way=way) if way else S(dim, minor)
     if (match := re.fullmatch(r"P\((sum|max|min)\)", text)) and match[1] in _PARTIAL:
         return _PARTIAL[match[1]]
-    raise ValueError(f"{text!r} is no placement; expected R, S(<dim>), S(<dim>)/<minor> or P(sum|max|min)")
+    raise ValueError(f"{text!r} is no placement; expected R, S(<dim>)[/<minor>][~<way>] or P(sum|max|min)")
 
 
 def format_layout(layout: Layout) -> str:

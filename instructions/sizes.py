@@ -14,8 +14,8 @@ from hapsynth.instructions.factors import Factors, Triples
 from hapsynth.instructions.layout import Layout, cuts_of
 from hapsynth.instructions.program import Compute, FactorTable, Program, ProgramError, reads, writes
 
-Node = tuple[int, int, tuple[int, ...]]
-"""(value, dimension, the mesh axes that cut it, major to minor)"""
+Node = tuple[int, int, tuple[int, ...], int]
+"""(value, dimension, the mesh axes that cut it, major to minor, which way they cut it: `Placement.way`)"""
 
 
 class UnionFind:
@@ -52,13 +52,14 @@ class UnionFind:
 def cut_nodes(graph: Graph, op: int, factors: Factors, triples: Triples) -> Iterator[tuple[int, list[Node]]]:
     """(factor, the dimensions that it cuts, operands first) for every factor that the triples of an op cut."""
     tensors = (*graph.ops[op].operands, *graph.ops[op].results)
-    for factor, axes, places in factors.cuts(triples):
-        yield factor, [(value, dim, axes) for place, dim in places if isinstance(value := tensors[place], int)]
+    for factor, axes, places, ways in factors.cuts(triples):
+        held = zip(places, ways, strict=True)
+        yield factor, [(v, dim, axes, way) for (place, dim), way in held if isinstance(v := tensors[place], int)]
 
 
 def layout_nodes(value: int, layout: Layout) -> list[Node]:
     """The dimensions of a value that a layout cuts."""
-    return [(value, dim, axes) for dim, axes in cuts_of(layout)]
+    return [(value, dim, axes, way) for dim, axes, way in cuts_of(layout)]
 
 
 def tied(graph: Graph, program: Program) -> Iterator[tuple[int, int, Layout]]:
@@ -74,7 +75,7 @@ def tied(graph: Graph, program: Program) -> Iterator[tuple[int, int, Layout]]:
 
 @dataclass(frozen=True, eq=False)
 class DimensionClass:
-    """All (value, dimension, mesh axes) that are cut the same way, in `units` equal units.
+    """All (value, dimension, mesh axes, way) that are cut alike, in `units` equal units.
 
     `axes`: those that cut it, major to minor. A member that fewer of them cut has the shards of the others joined.
     """
@@ -127,23 +128,23 @@ class Classes:
             cut(b, layout)
             for node, other in zip(layout_nodes(a, layout), layout_nodes(b, layout), strict=True):
                 sets.union(node, other)
-        for value, dim, axes in list(sets.parent):
+        for value, dim, axes, way in list(sets.parent):
             # What one axis cuts, a minor one cuts again: the shards of the first are those of both, joined.
             for k in range(1, len(axes)):
-                if (value, dim, axes[:k]) in sets.parent:
-                    sets.union((value, dim, axes), (value, dim, axes[:k]))
+                if (value, dim, axes[:k], way) in sets.parent:
+                    sets.union((value, dim, axes, way), (value, dim, axes[:k], way))
         groups: dict[Node, list[Node]] = {}
         for node in sorted(sets.parent):
             groups.setdefault(sets.find(node), []).append(node)
         classes: list[DimensionClass] = []
         of: dict[Node, int] = {}
         for root, members in groups.items():
-            value, dim, _ = members[0]
+            value, dim, _, way = members[0]
             axes = max((m[2] for m in members), key=len)
             if any(m[2] != axes[: len(m[2])] for m in members):
                 cuts = sorted({m[2] for m in members})
                 raise ProgramError(f"{graph.values[value].name}.{dim} is cut alike along the mesh axes {cuts}")
-            name = f"{graph.values[value].name}.{dim}"
+            name = f"{graph.values[value].name}.{dim}" + (f"~{way}" if way else "")
             if len(program.axes) > 1:
                 name += "@" + ",".join(program.axes[a][0] for a in axes)
             classes.append(DimensionClass(len(classes), name, axes, sets.units[root], tuple(members)))
@@ -172,26 +173,26 @@ class Sizes:
                     f"class {cls.name} has {cls.units} units for {positions} devices; its sizes are {list(shares)}"
                 )
 
-    def units(self, value: int, dim: int, axes: tuple[int, ...]) -> tuple[int, tuple[int, ...]]:
+    def units(self, value: int, dim: int, axes: tuple[int, ...], way: int = 0) -> tuple[int, tuple[int, ...]]:
         """(elements per unit, shares) of a dimension that is cut along mesh axes, positions row-major."""
-        c = self.classes.of[(value, dim, axes)]
+        c = self.classes.of[(value, dim, axes, way)]
         shares = self.shares[c]
         inner = prod(self.classes.lengths[a] for a in self.classes.all[c].axes[len(axes) :])
         if inner > 1:
             shares = tuple(sum(shares[i : i + inner]) for i in range(0, len(shares), inner))
         return self.graph.values[value].shape[dim] // self.classes.all[c].units, shares
 
-    def lengths(self, value: int, dim: int, axes: tuple[int, ...]) -> tuple[int, ...]:
+    def lengths(self, value: int, dim: int, axes: tuple[int, ...], way: int = 0) -> tuple[int, ...]:
         """Elements of the dimension on each position along the axes."""
-        node = (value, dim, axes)
+        node = (value, dim, axes, way)
         if node not in self._known:
-            granule, shares = self.units(value, dim, axes)
+            granule, shares = self.units(value, dim, axes, way)
             self._known[node] = tuple(granule * s for s in shares)
         return self._known[node]
 
-    def starts(self, value: int, dim: int, axes: tuple[int, ...]) -> tuple[int, ...]:
+    def starts(self, value: int, dim: int, axes: tuple[int, ...], way: int = 0) -> tuple[int, ...]:
         """First element of each position's shard."""
-        lengths = self.lengths(value, dim, axes)
+        lengths = self.lengths(value, dim, axes, way)
         return tuple(accumulate(lengths[:-1], initial=0))
 
     def position(self, axes: tuple[int, ...], coords: Sequence[int]) -> int:
@@ -209,15 +210,15 @@ class Sizes:
     def local_shape(self, value: int, layout: Layout, coords: Sequence[int]) -> tuple[int, ...]:
         """The exact shape of a value on the device at `coords` of the mesh."""
         shape = list(self.graph.values[value].shape)
-        for _, dim, axes in layout_nodes(value, layout):
-            shape[dim] = self.lengths(value, dim, axes)[self.position(axes, coords)]
+        for _, dim, axes, way in layout_nodes(value, layout):
+            shape[dim] = self.lengths(value, dim, axes, way)[self.position(axes, coords)]
         return tuple(shape)
 
     def padded_shape(self, value: int, layout: Layout) -> tuple[int, ...]:
         """The shape of the largest shard: what every device stores and sends."""
         shape = list(self.graph.values[value].shape)
-        for _, dim, axes in layout_nodes(value, layout):
-            shape[dim] = max(self.lengths(value, dim, axes))
+        for node in layout_nodes(value, layout):
+            shape[node[1]] = max(self.lengths(*node))
         return tuple(shape)
 
     def is_even(self, value: int, layout: Layout) -> bool:

@@ -14,7 +14,7 @@ from scipy.sparse import coo_array
 from hapsynth.instructions.sizes import Sizes
 from hapsynth.search.costs import Floats, Work
 from hapsynth.search.loads import Loads, Wire, Works
-from hapsynth.search.memory import Cut, MemoryProfile, largest_of
+from hapsynth.search.memory import Cut, MemoryProfile, joined_shares, largest_of
 
 
 class RatioLP:
@@ -86,6 +86,7 @@ class RatioLP:
             self.equal.add({self.column[c] + j: float(n) for j, n in enumerate(self.counts)}, 1.0)
         self._add_wires()
         self._add_works()
+        self._add_reshares()
         self._add_memory(points, limit)
         # The solver's tolerances are absolute.
         unit = max(self.objective, default=0.0) or 1.0
@@ -170,6 +171,38 @@ class RatioLP:
                     start, busy, moving, still = row
                     self.rows.add({**{i: x * busy for i, x in share}, t: -1.0}, -start)
                     self.rows.add({**{i: x * moving for i, x in share}, t: -1.0}, -start - still)
+
+    def _add_reshares(self) -> None:
+        """Linear in how far each boundary between shards moves: the most that rows go up, and down, past one. The
+        latencies are there or not, which no linear program can tell."""
+        for r in self.loads.reshares:
+            if not {r.old[0], r.new[0]} & self.column.keys():
+                continue
+            seconds = r.seconds
+            for cut in r.over:
+                seconds *= largest_of(self.sizes, cut)
+            before, after = self._boundaries(r.old), self._boundaries(r.new)
+            for sign in (1.0, -1.0):
+                longest = len(self.objective)
+                self.objective.append(seconds)
+                for (low, least), (high, most) in zip(before, after, strict=True):
+                    row = {column: -sign * x for column, x in low.items()}
+                    for column, x in high.items():
+                        row[column] = row.get(column, 0.0) + sign * x
+                    self.rows.add({**row, longest: -1.0}, -sign * (most - least))
+
+    def _boundaries(self, cut: Cut) -> list[tuple[dict[int, float], float]]:
+        """Where each shard of a cut ends but the last, as a row and a constant: that of a class that is given."""
+        positions = self.loads.classes.positions(cut[0])
+        if cut[0] not in self.column:
+            return [({}, float(x)) for x in np.cumsum(joined_shares(self.sizes, cut))[:-1]]
+        found: list[tuple[dict[int, float], float]] = []
+        row: dict[int, float] = {}
+        for p in range(positions - 1):
+            for column, x in self._share(cut, p).items():
+                row[column] = row.get(column, 0.0) + x
+            found.append((dict(row), 0.0))
+        return found
 
     def _compute(self, work: Work, flops: Floats, held: Floats) -> Floats:
         """Seconds of computing per device at a share of 1, by what it takes over the share that it holds."""

@@ -79,6 +79,9 @@ class _Relaxed(RatioLP):
                 self.objective[self._largest(cut)] += wire.seconds * prod(least) / least[n]
             self.constant -= (len(least) - 1) * wire.seconds * prod(least)
 
+    def _add_reshares(self) -> None:
+        """At sizes that are alike nothing moves."""
+
     def _compute(self, work: Work, flops: Floats, held: Floats) -> Floats:
         return flops / self.costs.speeds(work.op_class, work.dtype).most
 

@@ -131,7 +131,7 @@ class Baselines:
 
     def root(self, value: int, dim: int) -> Node | None:
         """What stands for all dimensions that some op could cut together with this one; None where none cuts it."""
-        node = (value, dim, ())
+        node = (value, dim, (), 0)
         return self.kin.find(node) if node in self.kin.parent else None
 
     def _stored_batch(self) -> dict[int, Layout]:
@@ -249,9 +249,9 @@ class Baselines:
                 continue
             for triple in self.table[op.index].triples:
                 roots = {
-                    self.kin.find((v, d, ()))
+                    self.kin.find((v, d, (), 0))
                     for _, nodes in cut_nodes(self.graph, op.index, self.table[op.index], (triple,))
-                    for v, d, _ in nodes
+                    for v, d, *_ in nodes
                 }
                 found |= roots
                 if triple.factor in self.table[op.index].reductions:
@@ -282,7 +282,7 @@ class Baselines:
         classes = Classes.build(self.graph, program, self.table)
         sizer = Sizer(program, classes, self.costs)
         of_batch, of_rest = sizer.fixed(batch), sizer.fixed(rest)
-        batched = [any(self.root(v, d) in self.batch_roots for v, d, _ in c.members) for c in classes.all]
+        batched = [any(self.root(v, d) in self.batch_roots for v, d, *_ in c.members) for c in classes.all]
         chosen = (of_batch if b else of_rest for b in batched)
         sizes = Sizes(self.graph, classes, tuple(s.shares[i] for i, s in enumerate(chosen)))
         check(self.graph, program, sizes)

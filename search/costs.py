@@ -24,8 +24,9 @@ from hapsynth.cluster import Cluster
 from hapsynth.graph import Boundary, Graph, Op
 from hapsynth.instructions.collectives import Step, is_collective, step_between
 from hapsynth.instructions.factors import Factors, Triples
-from hapsynth.instructions.layout import Layout, cut_axes, cut_dims
+from hapsynth.instructions.layout import Layout, cut_axes, cut_dims, cuts_of, way_of
 from hapsynth.instructions.program import FactorTable
+from hapsynth.instructions.recut import moved
 from hapsynth.instructions.rules.registry import is_fusible
 from hapsynth.instructions.sizes import cut_nodes
 from hapsynth.search.fusing import materialized
@@ -36,8 +37,8 @@ from hapsynth.search.signatures import signature_of
 from hapsynth.search.speeds import Floats, Speeds, amount_of, class_of
 from hapsynth.search.updates import Together
 
-Largest: TypeAlias = Callable[[int, tuple[int, ...]], float]
-"""(dimension, the axes that cut it) -> the fraction that its largest shard holds."""
+Largest: TypeAlias = Callable[[int, tuple[int, ...], int], float]
+"""(dimension, the axes that cut it, which way) -> the fraction that its largest shard holds."""
 
 
 class Work(NamedTuple):
@@ -367,12 +368,13 @@ class CostModel:
         assert step is not None, (source, target)
         if not is_collective(step) or link.n == 1 or nbytes == 0:
             return 0.0, 0.0
+        assert step != "reshare", "its cost depends on all shards: `reshare`"
         before, after = (nbytes * held_fraction(layout, largest) for layout in (source, target))
         block = before
         if step == "all_to_all":
             dim = target[axis].dim
-            axes = cut_axes(target, dim)
-            block *= largest(dim, axes) / (largest(dim, axes[:-1]) if len(axes) > 1 else 1.0)
+            axes, way = cut_axes(target, dim), way_of(target, dim)
+            block *= largest(dim, axes, way) / (largest(dim, axes[:-1], way) if len(axes) > 1 else 1.0)
         wire = link.wire_bytes(step, before, after, block)
         return link.seconds(step, wire) - link.seconds(step, 0.0) + self.latency(value, step, axis), wire
 
@@ -385,7 +387,17 @@ class CostModel:
         """Whether conversions of a value are counted a part of their latency."""
         return value in self._together.values
 
-    def evenly(self, dim: int, axes: tuple[int, ...]) -> float:
+    def reshare(self, nbytes: float, axis: int, old: Floats, new: Floats) -> tuple[float, float]:
+        """(seconds, bytes over the slowest link) of moving what changes owner between shards of `old` and `new`
+        fractions per position along an axis. `nbytes`: of what the other axes leave of the value."""
+        link = self.links[axis]
+        permutes, rows = (float(x) for x in moved(old, new))
+        if permutes == 0 or nbytes == 0:
+            return 0.0, 0.0
+        wire = link.wire_bytes("reshare", 0.0, 0.0, nbytes * rows)
+        return permutes * link.latency + wire * link.beta, wire
+
+    def evenly(self, dim: int, axes: tuple[int, ...], way: int = 0) -> float:
         """The least that the largest shard can be."""
         return 1.0 / prod(self.lengths[a] for a in axes)
 
@@ -393,6 +405,6 @@ class CostModel:
 _Held = TypeVar("_Held", bound=float | Floats)
 
 
-def held_fraction(layout: Layout, held: Callable[[int, tuple[int, ...]], _Held]) -> _Held | float:
+def held_fraction(layout: Layout, held: Callable[[int, tuple[int, ...], int], _Held]) -> _Held | float:
     """The fraction of a value that the largest shard holds, or each device's."""
-    return prod(held(dim, cut_axes(layout, dim)) for dim in cut_dims(layout))
+    return prod(held(*cut) for cut in cuts_of(layout))

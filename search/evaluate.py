@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from math import fsum
+from math import fsum, prod
 from typing import NamedTuple
 
 import numpy as np
@@ -21,9 +21,9 @@ class Cost(NamedTuple):
     wire_bytes: float
 
 
-def largest_share(sizes: Sizes, value: int, dim: int, axes: tuple[int, ...]) -> float:
+def largest_share(sizes: Sizes, value: int, dim: int, axes: tuple[int, ...], way: int = 0) -> float:
     """The fraction of a dimension that the largest shard holds; of an empty one 0."""
-    lengths = sizes.lengths(value, dim, axes)
+    lengths = sizes.lengths(value, dim, axes, way)
     return max(lengths) / max(sum(lengths), 1)
 
 
@@ -48,6 +48,26 @@ def device_seconds(costs: CostModel, sizes: Sizes, instruction: Compute) -> Floa
     return costs.device_times(work, shares(costs, sizes, cuts_of(costs, instruction)))
 
 
+def conversion_cost(costs: CostModel, sizes: Sizes, i: Convert) -> tuple[float, float]:
+    """(seconds, bytes over the slowest link) of one run of a conversion."""
+    largest = lambda *cut: largest_share(sizes, i.value, *cut)
+    if i.step != "reshare":
+        return costs.conversion(i.value, i.source, i.target, i.axis, largest)
+    around, nodes = resharing(i)
+    old, new = (np.array(sizes.lengths(*node), dtype=np.float64) for node in nodes)
+    whole = max(old.sum(), 1.0)
+    nbytes = float(costs.graph.values[i.value].nbytes)
+    return costs.reshare(nbytes * prod(largest(*node[1:]) for node in around), i.axis, old / whole, new / whole)
+
+
+def resharing(i: Convert) -> tuple[list[Node], tuple[Node, Node]]:
+    """What else of a value is cut while it is reshared, and the two ways in which the dimension is cut."""
+    dim = i.source[i.axis].dim
+    around = [node for node in layout_nodes(i.value, i.source) if node[1] != dim]
+    old, new = (next(n for n in layout_nodes(i.value, p) if n[1] == dim) for p in (i.source, i.target))
+    return around, (old, new)
+
+
 def instruction_costs(program: Program, sizes: Sizes, costs: CostModel) -> Iterator[Cost]:
     """The cost of every instruction, in order."""
     known: dict[object, float] = {}
@@ -67,8 +87,7 @@ def instruction_costs(program: Program, sizes: Sizes, costs: CostModel) -> Itera
 
     for i in program.instructions:
         if isinstance(i, Convert):
-            largest = lambda dim, axes, v=i.value: largest_share(sizes, v, dim, axes)
-            seconds, wire = costs.conversion(i.value, i.source, i.target, i.axis, largest)
+            seconds, wire = conversion_cost(costs, sizes, i)
             runs = costs.graph.runs[i.region]
             yield Cost(i, runs * seconds, runs * wire)
         else:

@@ -298,10 +298,10 @@ class Finder:
         self.ratio_s += time.perf_counter() - began
         return candidate, solution
 
-    def _bound_within(self, ratios: Ratios, choices: Ints | None) -> float:
-        """The least that any program costs that fits, at the given ratios."""
+    def _bound_within(self, formulator: Formulator, choices: Ints | None) -> float:
+        """The least that any program costs that fits, as it is formulated."""
         began = time.perf_counter()
-        certain = Limits(self._formulator(ratios), at_least=True)
+        certain = Limits(formulator, at_least=True)
         problem = certain.problem(self._limits)
         start = certain.extended(problem, self._begin(choices))
         solution = self._solve(

@@ -103,7 +103,7 @@ class Formulator:
         convertible = self.structure.restriction.convertible
         if convertible is not None and not convertible(value, source[axis], target[axis]):
             return np.inf
-        return self.costs.conversion(value, source, target, axis, lambda d, axes: self.largest(value, d, axes))[0]
+        return self.costs.conversion(value, source, target, axis, lambda d, axes, _: self.largest(value, d, axes))[0]
 
     def path_time(self, value: int, source: Layout, target: Layout) -> float:
         """Seconds of the cheapest conversion; infinite where there is none."""
@@ -171,8 +171,8 @@ class Formulator:
         o, found = self.graph.ops[op], list[int]()
         tensors = (*o.operands, *o.results)
         for places, axes, units in self._cuts(op).all:
-            nodes: list[Node] = [(v, dim, axes) for place, dim in places if isinstance(v := tensors[place], int)]
-            value, dim, _ = nodes[-1]
+            nodes: list[Node] = [(v, dim, axes, 0) for place, dim in places if isinstance(v := tensors[place], int)]
+            value, dim, *_ = nodes[-1]
             at = self.ratios.of(value, dim, axes, units) if self.ratios.allow(nodes, units) else _NO_SIZES
             found.append(at)
         return tuple(found)

@@ -47,7 +47,8 @@ class AxisLink:
         """Bytes that one group sends over its slowest link, padding included.
 
         `source`, `target`: bytes of the largest shard before and after, `block`: of what one device sends another in
-        an all-to-all. Rings for the first three; in an all-to-all the devices of a host share its link.
+        an all-to-all or, padded, of what it sends in a reshare. Rings for the first three; in an all-to-all the devices
+        of a host share its link.
         """
         match step:
             case "slice" | "partial":
@@ -60,6 +61,9 @@ class AxisLink:
                 return (self.n - 1) * source
             case "all_to_all":
                 return self.swapped * block
+            case "reshare":
+                # Of rows that move only as far as they must.
+                return block
 
 
 def axis_links(cluster: Cluster, axes: Sequence[tuple[str, int]]) -> tuple[AxisLink, ...]:

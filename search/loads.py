@@ -11,12 +11,13 @@ import numpy as np
 
 from hapsynth.curves import Curve
 from hapsynth.instructions.collectives import step_between
-from hapsynth.instructions.layout import cut_axes
+from hapsynth.instructions.layout import cut_axes, way_of
 from hapsynth.instructions.program import Convert, Program
+from hapsynth.instructions.recut import moved
 from hapsynth.instructions.sizes import Classes, Node, Sizes, layout_nodes
 from hapsynth.search.costs import CostModel, Floats, Work, tiled
-from hapsynth.search.evaluate import cuts_of
-from hapsynth.search.memory import Cut, largest_of
+from hapsynth.search.evaluate import cuts_of, resharing
+from hapsynth.search.memory import Cut, joined_shares, largest_of
 
 LargestOf = Callable[[Cut], float | Floats]
 """The largest share of a cut, or several, for as many trials."""
@@ -65,6 +66,30 @@ class Wire:
 
 
 @dataclass(eq=False)
+class Reshares:
+    """Reshares between the same two cuts. `over`: cuts that the rest of the value is held by; `seconds`: of sending it
+    all once along a link, with everything whole; `latency`: seconds of all permutes at one distance."""
+
+    old: Cut
+    new: Cut
+    over: tuple[Cut, ...]
+    seconds: float = 0.0
+    latency: float = 0.0
+
+    def at(self, old: Floats, new: Floats, largest: LargestOf) -> Floats:
+        """Seconds, from each position's share of both cuts [..., positions]."""
+        permutes, rows = moved(old, new)
+        share = self.seconds
+        for cut in self.over:
+            share = share * largest(cut)
+        return permutes * self.latency + rows * share
+
+    @property
+    def cuts(self) -> tuple[Cut, ...]:
+        return (self.old, self.new, *self.over)
+
+
+@dataclass(eq=False)
 class Works:
     """All works that the same cuts divide, with how often each runs."""
 
@@ -79,6 +104,7 @@ class Loads:
         self.classes, self.costs = classes, costs
         self._works: dict[tuple[Cut, ...], Works] = {}
         self._wires: dict[tuple[tuple[Cut, ...], tuple[Cut, ...]], Wire] = {}
+        self._reshares: dict[tuple[Cut, ...], Reshares] = {}
         for value, layout in program.inputs.items():
             work = costs.feed_work(value, layout)
             if work is not None and work.divided:
@@ -106,15 +132,22 @@ class Loads:
         wire = link.wire_bytes(step, nbytes, nbytes, nbytes) if link.n > 1 else 0.0
         if not wire:
             return
+        if step == "reshare":
+            around, nodes = resharing(i)
+            old, new, *over = (self.cut(node) for node in (*nodes, *around))
+            known = self._reshares.setdefault((old, new, *over), Reshares(old, new, tuple(over)))
+            known.seconds += runs * wire * link.beta
+            known.latency += runs * link.latency
+            return
         sent = i.target if step == "reduce_scatter" else i.source
         times = [self.cut(n) for n in layout_nodes(i.value, sent)]
         over: list[Cut] = []
         if step == "all_to_all":
             dim = i.target[i.axis].dim
-            axes = cut_axes(i.target, dim)
-            times.append(self.cut((i.value, dim, axes)))
+            axes, way = cut_axes(i.target, dim), way_of(i.target, dim)
+            times.append(self.cut((i.value, dim, axes, way)))
             if len(axes) > 1:
-                over.append(self.cut((i.value, dim, axes[:-1])))
+                over.append(self.cut((i.value, dim, axes[:-1], way)))
         key = tuple(sorted(times)), tuple(sorted(over))
         if not key[0]:
             return
@@ -133,10 +166,18 @@ class Loads:
     def wires(self) -> list[Wire]:
         return list(self._wires.values())
 
+    @property
+    def reshares(self) -> list[Reshares]:
+        return list(self._reshares.values())
+
     @cached_property
     def has_products(self) -> bool:
         """Whether some cost is a product of two classes' sizes, so that one linear program is not the last word."""
-        return any(len(w.cuts) > 1 for w in self.works) or any(len(w.times) > 1 for w in self.wires)
+        return (
+            any(len(w.cuts) > 1 for w in self.works)
+            or any(len(w.times) > 1 for w in self.wires)
+            or any(r.over for r in self.reshares)
+        )
 
     @cached_property
     def has_curves(self) -> bool:
@@ -187,18 +228,23 @@ class Loads:
             return known[key]
 
         worked = fsum(seconds(cuts, table) for cuts, table in self._tables.items())
-        return worked + fsum(float(w.at(largest)) for w in self.wires)
+        held = lambda cut: joined_shares(sizes, cut)
+        moving = fsum(float(r.at(held(r.old), held(r.new), largest)) for r in self.reshares)
+        return worked + fsum(float(w.at(largest)) for w in self.wires) + moving
 
     @cached_property
-    def by_class(self) -> list[tuple[list[Works], list[Wire]]]:
-        """Per class, what it divides and what is proportional to it."""
-        found: list[tuple[list[Works], list[Wire]]] = [([], []) for _ in self.classes.all]
+    def by_class(self) -> list[tuple[list[Works], list[Wire], list[Reshares]]]:
+        """Per class, what it divides, what is proportional to it, and what is moved between it and others."""
+        found: list[tuple[list[Works], list[Wire], list[Reshares]]] = [([], [], []) for _ in self.classes.all]
         for works in self.works:
             for c in dict.fromkeys(cut[0] for cut in works.cuts):
                 found[c][0].append(works)
         for wire in self.wires:
             for c in dict.fromkeys(cut[0] for cut in (*wire.times, *wire.over)):
                 found[c][1].append(wire)
+        for reshares in self.reshares:
+            for c in dict.fromkeys(cut[0] for cut in reshares.cuts):
+                found[c][2].append(reshares)
         return found
 
     def alike(self, c: int, shares: Sequence[tuple[int, ...]]) -> object:
@@ -217,13 +263,14 @@ class Loads:
         that."""
         numbers: dict[object, int] = {}
         found: list[tuple[int, tuple[int, ...]]] = []
-        for cls, (works, wires) in zip(self.classes.all, self.by_class, strict=True):
+        for cls, (works, wires, reshares) in zip(self.classes.all, self.by_class, strict=True):
             place = {cls.index: 0}
             parts = lambda cuts, place=place: tuple([(place.setdefault(c, len(place)), depth) for c, depth in cuts])
             loads = tuple([(parts(w.cuts), tuple(w.counts.items())) for w in works])
             sent = tuple([(parts(w.times), parts(w.over), w.load) for w in wires])
+            swapped = tuple([(parts(r.cuts), r.seconds, r.latency) for r in reshares])
             kinds = tuple([(self.classes.all[c].axes, self.classes.all[c].units) for c in place])
-            number = numbers.setdefault((kinds, loads, sent), len(numbers))
+            number = numbers.setdefault((kinds, loads, sent, swapped), len(numbers))
             found.append((number, tuple(place)[1:]))
         return found
 
@@ -237,12 +284,16 @@ class Loads:
 
     def of_class(self, c: int, sizes: Sizes) -> CostOf | None:
         """The cost that a class's sizes decide, everything else as it is; None where they decide nothing."""
-        works, wires = self.by_class[c]
+        works, wires, reshares = self.by_class[c]
         tables = [(w.cuts, self._tables[w.cuts]) for w in works]
-        if not tables and not wires:
+        if not tables and not wires and not reshares:
             return None
         others = {cut: self.fraction(sizes, cut) for cuts, _ in tables for cut in cuts if cut[0] != c}
-        fixed = {cut: largest_of(sizes, cut) for w in wires for cut in (*w.times, *w.over) if cut[0] != c}
+        cuts_of_wires = [
+            *(cut for w in wires for cut in (*w.times, *w.over)),
+            *(cut for r in reshares for cut in r.over),
+        ]
+        fixed = {cut: largest_of(sizes, cut) for cut in cuts_of_wires if cut[0] != c}
 
         def cost(fractions: Floats) -> Floats:
             mine = {cut: self.expanded(cut, fractions) for cuts, _ in tables for cut in cuts if cut[0] == c}
@@ -254,6 +305,13 @@ class Loads:
                 seconds += table.cost([held(cut) for cut in cuts])
             for wire in wires:
                 seconds += wire.at(largest)
+            shards = lambda cut: (
+                self.joined(cut, fractions)
+                if cut[0] == c
+                else np.broadcast_to(joined_shares(sizes, cut), (*whole.shape, self.classes.positions(cut[0])))
+            )
+            for r in reshares:
+                seconds += r.at(shards(r.old), shards(r.new), largest)
             return seconds
 
         return cost

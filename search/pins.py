@@ -49,8 +49,9 @@ class Pins:
         """RatioError where a plan's classes cannot be cut by what is asked, a named one is none of its classes, or two
         names of one class ask for unlike fractions."""
         graph, of = sizes.graph, sizes.classes.of
-        for value, dim, axes in self.named:
-            if (value, dim, axes) not in of:
+        for node in self.named:
+            if node not in of:
+                value, dim, *_ = node
                 name = f"{graph.values[value].name}.{dim}"
                 raise RatioError(
                     f"ratios are given for {name}, which the best program at them does not cut; keep it cut with "
@@ -60,11 +61,11 @@ class Pins:
             asked = [m for m in cls.members if m in self.named]
             unlike = [m for m in asked if not np.array_equal(self.named[m], self.named[asked[0]])]
             if unlike:
-                one, two = (f"{graph.values[v].name}.{d}" for v, d, _ in (asked[0], unlike[0]))
+                one, two = (f"{graph.values[v].name}.{d}" for v, d, *_ in (asked[0], unlike[0]))
                 raise RatioError(
                     f"ratios are given for {one} and, unlike these, for {two}, and the best program at them cuts both "
                     "by the same: give those of one of them",
-                    [(value, dim) for value, dim, _ in asked],
+                    [(value, dim) for value, dim, *_ in asked],
                 )
         everywhere = gcd(*(c.units for c in sizes.classes.all))
         for cls in sizes.classes.all:
@@ -75,7 +76,7 @@ class Pins:
                 # What suits this class may not suit the next.
                 common = self.weights.reshape(sizes.classes.lengths)
                 raise _broken(cls.name, cls.units, self.weights, nested_shares(common, everywhere))
-            asked = [(value, dim) for value, dim, axes in cls.members if (value, dim, axes) in self.named]
+            asked = [m[:2] for m in cls.members if m in self.named]
             raise _broken(cls.name, cls.units, vector, sizes.shares[cls.index], asked)
 
     def _vector(self, cls: DimensionClass, lengths: tuple[int, ...]) -> Floats | None:

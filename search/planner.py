@@ -8,6 +8,7 @@ gives the joint bound.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -23,8 +24,10 @@ from hapsynth.search.collecting import seldom
 from hapsynth.search.costs import Floats
 from hapsynth.search.finder import WIDE_TOLERANCE, Finder
 from hapsynth.search.ratios import NOTHING, Evenly, Ratios
+from hapsynth.search.reshare import Resharer, every_ratio
 from hapsynth.search.result import SETTLED as _SETTLED
 from hapsynth.search.result import Result, proven
+from hapsynth.search.several_ratios import SeveralRatios
 from hapsynth.search.shortage import shortage
 from hapsynth.search.starts import own_weights
 
@@ -98,6 +101,7 @@ class Planner(Finder):
         if certified is None:
             best = self._best or best
         best, bound = certified or (best, best.bound)
+        best, bound = self._unless_interrupted(partial(self._reshared, best, bound), (best, bound))
         try:
             joint = min(self.joint_bound(), best.cost)
         except KeyboardInterrupt:
@@ -180,6 +184,23 @@ class Planner(Finder):
             if self._late():
                 return
 
+    def _reshared(self, best: Candidate, bound: float | None) -> tuple[Candidate, float | None]:
+        """The best program with reshares where they pay, and the bound at the ratios that it then has; as they were
+        where none does, or where it was asked how classes are cut."""
+        if self.pins is not None or self._late():
+            return best, bound
+        began = time.perf_counter()
+        found = Resharer(self.costs, self.limit).improved(best)
+        self.ratio_s += time.perf_counter() - began
+        if found is best:
+            return best, bound
+        named = every_ratio(best, found)
+        if named is None:
+            return found, None
+        weights = own_weights(self.costs, best.sizes)
+        every = [Ratios(self.graph, self.table, weights, None, self.costs.lengths, NOTHING, n) for n in named]
+        return found, self._bound_within(SeveralRatios(self.structure, self.costs, every), best.choices)
+
     def _certify(self, best: Candidate) -> tuple[Candidate, float]:
         """The bound at the best pair's own sizes; a cheaper pair found on the way becomes the best."""
         self._tolerance = min(self._tolerance, WIDE_TOLERANCE)
@@ -195,7 +216,9 @@ class Planner(Finder):
                 if found.cost < best.cost * (1 - _SETTLED / 2):
                     break
                 if certain or self._limits or np.isfinite(solution.lower_bound):
-                    bound = self._bound_within(ratios, found.choices) if self._limits else solution.lower_bound
+                    bound = solution.lower_bound
+                    if self._limits:
+                        bound = self._bound_within(self._formulator(ratios), found.choices)
                     return found, max(bound, self._strict_bound(ratios, found, bound))
             best = found
         return best, 0.0
@@ -204,4 +227,4 @@ class Planner(Finder):
         """Where a bound leaves a gap, that of the programs which the best one's sizes allow."""
         if best.cost - bound <= max(_SETTLED, self._tolerance) * best.cost or self._late():
             return 0.0
-        return self._bound_within(ratios.strictly(), best.choices)
+        return self._bound_within(self._formulator(ratios.strictly()), best.choices)

@@ -80,19 +80,19 @@ class Ratios:
 
     def _adopt(self, sizes: Sizes | None, named: Mapping[Node, Floats]) -> None:
         weight: dict[tuple[Node, tuple[int, ...]], float] = {}
-        for (value, dim, axes), vector in named.items():
-            self._exact[(value, dim, axes)] = self._intern(axes, vector)
-            if (node := (value, dim, ())) in self._kinship.parent:
+        for (value, dim, axes, way), vector in named.items():
+            self._exact[(value, dim, axes, way)] = self._intern(axes, vector)
+            if (node := (value, dim, (), 0)) in self._kinship.parent:
                 root = (self._kinship.find(node), axes)
                 weight[root], self._kin[root] = np.inf, self._intern(axes, vector)
         for cls in sizes.classes.all if sizes is not None else ():
             assert sizes is not None
-            nbytes = sum(self.graph.values[v].nbytes for v in {v for v, _, _ in cls.members})
-            for value, dim, axes in cls.members:
-                lengths = np.array(sizes.lengths(value, dim, axes), dtype=np.float64)
+            nbytes = sum(self.graph.values[v].nbytes for v in {v for v, *_ in cls.members})
+            for value, dim, axes, way in cls.members:
+                lengths = np.array(sizes.lengths(value, dim, axes, way), dtype=np.float64)
                 vector = self._intern(axes, lengths / max(lengths.sum(), 1.0))
-                self._exact[(value, dim, axes)] = vector
-                node = (value, dim, ())
+                self._exact[(value, dim, axes, way)] = vector
+                node = (value, dim, (), 0)
                 if node in self._kinship.parent:
                     root = (self._kinship.find(node), axes)
                     if weight.get(root, -1) < nbytes:
@@ -128,7 +128,7 @@ class Ratios:
         """The sizes that a program has at these ratios, where each of its classes is cut in one way."""
         shares: list[tuple[int, ...]] = []
         for cls in classes.all:
-            value, dim, axes = next(m for m in cls.members if m[2] == cls.axes)
+            value, dim, axes, _ = next(m for m in cls.members if m[2] == cls.axes)
             exact = self.vectors[self.of(value, dim, axes, cls.units)] * cls.units
             if not np.allclose(exact, np.round(exact)):
                 return None
@@ -146,11 +146,11 @@ class Ratios:
 
     def of(self, value: int, dim: int, axes: tuple[int, ...], units: int | None = None) -> int:
         """The index of the vector for a dimension cut in `units` (its length by default) along some axes."""
-        node = (value, dim, axes)
+        node = (value, dim, axes, 0)
         if node in self._exact:
             return self._exact[node]
         base = -1
-        if (node := (value, dim, ())) in self._kinship.parent:
+        if (node := (value, dim, (), 0)) in self._kinship.parent:
             base = self._kin.get((self._kinship.find(node), axes), -1)
         if base < 0 and (value, dim) in self.evenly:
             base = _EVEN
@@ -171,7 +171,7 @@ class Ratios:
 
 
 def kinship(graph: Graph, table: FactorTable) -> UnionFind:
-    """The sets of dimensions, as nodes (value, dimension, ()), that some op of the graph could cut together."""
+    """The sets of dimensions, as nodes (value, dimension, (), 0), that some op of the graph could cut together."""
     if table not in _KINSHIPS:
         _KINSHIPS[table] = _united(graph, table)
     return _KINSHIPS[table]
@@ -185,7 +185,7 @@ def _united(graph: Graph, table: FactorTable) -> UnionFind:
     for op in graph.ops:
         tensors = (*op.operands, *op.results)
         for places in table[op.index].together:
-            nodes: list[Node] = [(v, dim, ()) for place, dim in places if isinstance(v := tensors[place], int)]
+            nodes: list[Node] = [(v, dim, (), 0) for place, dim in places if isinstance(v := tensors[place], int)]
             for node in nodes:
                 if node not in sets.parent:
                     sets.add(node, graph.values[node[0]].shape[node[1]])
@@ -196,16 +196,16 @@ def _united(graph: Graph, table: FactorTable) -> UnionFind:
     for a, b in pairs:
         if isinstance(b, int):
             for dim, size in enumerate(graph.values[a].shape):
-                sets.add((a, dim, ()), size)
-                sets.add((b, dim, ()), size)
-                sets.union((a, dim, ()), (b, dim, ()))
+                sets.add((a, dim, (), 0), size)
+                sets.add((b, dim, (), 0), size)
+                sets.union((a, dim, (), 0), (b, dim, (), 0))
     return sets
 
 
 def of_state(graph: Graph, kin: UnionFind) -> frozenset[tuple[int, int]]:
     """Every (value, dimension) that some op could cut together with a dimension of the state."""
     roots = {kin.find(node) for node in list(kin.parent) if node[0] in graph.state}
-    return frozenset((value, dim) for value, dim, _ in list(kin.parent) if kin.find((value, dim, ())) in roots)
+    return frozenset((value, dim) for value, dim, *_ in list(kin.parent) if kin.find((value, dim, (), 0)) in roots)
 
 
 def proportional(speeds: Sequence[float] | Floats) -> Floats:

@@ -32,7 +32,7 @@ def own_weights(costs: CostModel, sizes: Sizes) -> Floats:
     speed = proportional(costs.rate("float32"))
     if not sizes.shares:
         return speed
-    weigh = lambda c: (len(c.axes), sum(costs.graph.values[v].nbytes for v in {v for v, _, _ in c.members}))
+    weigh = lambda c: (len(c.axes), sum(costs.graph.values[v].nbytes for v in {v for v, *_ in c.members}))
     cls = max(sizes.classes.all, key=weigh)
     if not cls.units:
         return speed

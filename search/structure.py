@@ -147,7 +147,7 @@ class Structure:
         if allowed is None:
             return every
         cuts = lambda t: (n for _, nodes in cut_nodes(self.graph, op, factors, t) for n in nodes)
-        kept = [all(allowed(v, d) for v, d, _ in cuts(t)) for t in every]
+        kept = [all(allowed(v, d) for v, d, *_ in cuts(t)) for t in every]
         return self.once((id(every), *kept), lambda: tuple(t for t, keep in zip(every, kept, strict=True) if keep))
 
     def once(self, key: object, make: Callable[[], _T]) -> _T:

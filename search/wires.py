@@ -105,5 +105,12 @@ def _sent(graph: Graph, program: Program, i: int, start: int, end: int) -> Itera
             nodes = (*(s for s in source if s[1] != dim), *(t for t in target if t[1] == dim))
             yield Buffer(n * nbytes, nodes, True, start, start + 2)
             yield Buffer(n * nbytes, nodes, True, start + 1, end + 1)
+        case "reshare":
+            # The shard itself goes with the pieces: at most as much again.
+            dim = step.source[step.axis].dim
+            nodes = (*(s for s in source if s[1] != dim), *(t for t in target if t[1] == dim))
+            for cut in (source, nodes):
+                yield Buffer(nbytes, cut, True, start, start + 2)
+                yield Buffer(nbytes, cut, True, start + 1, end + 1)
         case "slice" | "partial":
             raise AssertionError(f"{step.step} communicates nothing")

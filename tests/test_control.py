@@ -119,7 +119,7 @@ def test_instructions_cost_as_often_as_they_run() -> None:
     for cost in instruction_costs(plan.program, plan.sizes, model):
         i = cost.instruction
         if isinstance(i, Convert):
-            largest = lambda dim, axes, v=i.value: largest_share(plan.sizes, v, dim, axes)
+            largest = lambda *cut, v=i.value: largest_share(plan.sizes, v, *cut)
             once, _ = model.conversion(i.value, i.source, i.target, i.axis, largest)
             assert cost.seconds == pytest.approx(graph.runs[i.region] * once)
     assert set(graph.runs) == {1.0, 3.0}

@@ -57,11 +57,11 @@ def test_ratios_written_with_six_digits_are_whole() -> None:
 
 def test_named_classes_keep_theirs_and_the_others_find_their_own() -> None:
     free = hapsynth.synthesize(step, (STATE, X), CLUSTER, leave_out=False)
-    batch = next(name for name, cls in zip(free.ratios, free.sizes.classes.all) if (2, 0, (0,)) in cls.members)
+    batch = next(name for name, cls in zip(free.ratios, free.sizes.classes.all) if (2, 0, (0,), 0) in cls.members)
     asked = (0.25, 0.25, 0.25, 0.25)
     plan, by_path = planned({batch: asked}, fixed={"[1]": "S(0)"}), planned({"[1].0": asked}, fixed={"[1]": "S(0)"})
     assert plan.ratios == by_path.ratios
-    cls = plan.sizes.classes.of[(2, 0, (0,))]
+    cls = plan.sizes.classes.of[(2, 0, (0,), 0)]
     assert list(plan.ratios.values())[cls] == asked
     # At its own best ratios a plan costs what it costs without.
     again = planned(free.ratios)

@@ -126,7 +126,7 @@ def test_a_device_slowed_to_half(plan: Plan) -> None:
     assert new.cost == half.after_s
     assert new.program is plan.program
     assert (new.result.status, new.lower_bound) == ("gap", 0.0)
-    rows = new.sizes.of_devices(plan.sizes.classes.of[plan.traced.graph.inputs[-1], 0, (0,)])
+    rows = new.sizes.of_devices(plan.sizes.classes.of[plan.traced.graph.inputs[-1], 0, (0,), 0])
     assert rows[0] == rows[1] == rows[2]
     assert rows[3] < 0.6 * rows[0]
     # What the new plan predicts of its devices is even again.
@@ -379,7 +379,7 @@ def test_a_probe_runs_each_devices_heaviest_op_at_its_own_shape(plan: Plan) -> N
     # The clock only moves when it is read: as the first round begins, and before every further one.
     assert probe.slowdown(0.9) * probe.predicted_s == pytest.approx(1.0 / 3)
     rows = {max(v.shape[0] for v in values) for _, values in probe._runs}
-    shares = new.sizes.of_devices(new.sizes.classes.of[new.traced.graph.inputs[-1], 0, (0,)])
+    shares = new.sizes.of_devices(new.sizes.classes.of[new.traced.graph.inputs[-1], 0, (0,), 0])
     assert rows == set(shares)
     assert len({v.device for _, values in probe._runs for v in values}) == 4
     costs = new.cost_model()

@@ -240,7 +240,7 @@ def test_a_bound_is_of_programs_that_its_sizes_allow() -> None:
     def seconds(first: int, strict: bool) -> dict[tuple[int, ...], float]:
         """Of the reshape, by the units in which its triples cut."""
         vector = np.array([first, 7 * 512 - first]) / (7 * 512)
-        ratios = Ratios(graph, planner.table, np.ones(2) / 2, named={(flat, 1, (0,)): vector})
+        ratios = Ratios(graph, planner.table, np.ones(2) / 2, named={(flat, 1, (0,), 0): vector})
         formulator = Formulator(planner.structure, planner.costs, ratios.strictly() if strict else ratios)
         sizes = planner.table[reshape.index].sizes
         triples = planner.structure.triples[reshape.index]

@@ -22,7 +22,7 @@ def unflattened(graph: Graph, program: Program, sizes: Sizes, inner: int) -> tup
         tuple(None if layout is None else _both(layout[0]) for layout in program.outputs),
     )
     classes = Classes.build(graph, wide)
-    flat = [sizes.classes.of[(value, dim, (0,))] for value, dim, _ in (c.members[0] for c in classes.all)]
+    flat = [sizes.classes.of[(value, dim, (0,), 0)] for value, dim, *_ in (c.members[0] for c in classes.all)]
     assert [sizes.classes.all[c].units for c in flat] == [c.units for c in classes.all]
     return wide, Sizes(graph, classes, tuple(sizes.shares[c] for c in flat))
 

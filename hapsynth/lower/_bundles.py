@@ -20,7 +20,9 @@ from hapsynth._jax import is_extended, itemsize
 from hapsynth.graph import Graph
 from hapsynth.instructions.collectives import BUNDLED
 from hapsynth.instructions.program import Convert
+from hapsynth.instructions.sizes import Sizes
 from hapsynth.lower._collectives import REDUCE, exchange, is_empty
+from hapsynth.lower._reshare import Recut
 from hapsynth.lower._stages import Step
 
 _TOGETHER = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all")
@@ -36,10 +38,9 @@ class Bundle:
     steps: tuple[Convert, ...]
     sent: tuple[jax.ShapeDtypeStruct, ...]
 
-    @property
-    def key(self) -> Hashable:
+    def key(self, sizes: Sizes) -> Hashable:
         """What decides the collective, whatever the values are."""
-        return tuple((_kind(step), s.shape, str(s.dtype)) for step, s in zip(self.steps, self.sent, strict=True))
+        return tuple((_kind(sizes, step), s.shape, str(s.dtype)) for step, s in zip(self.steps, self.sent, strict=True))
 
     def pack(self, xs: Sequence[jax.Array], lengths: Sequence[int]) -> jax.Array:
         """One array of all that is sent. `lengths`: of the mesh axes."""
@@ -48,12 +49,12 @@ class Bundle:
         parts = [self._blocks(step, x, lengths[step.axis]) for step, x in zip(self.steps, xs, strict=True)]
         return lax.concatenate(parts, parts[0].ndim - 1)
 
-    def exchange(self, names: Sequence[str], x: jax.Array) -> jax.Array:
+    def exchange(self, sizes: Sizes, names: Sequence[str], x: jax.Array) -> jax.Array:
         """The collective itself. `names`: of the mesh axes."""
         step = self.steps[0]
         name = names[step.axis]
         if len(self.steps) == 1:
-            return exchange(name, step, x)
+            return exchange(sizes, name, step, x)
         match step.step:
             case "all_reduce":
                 return REDUCE[step.source[step.axis].reduction](x, name)
@@ -124,7 +125,9 @@ def _splits(step: Convert) -> bool:
     return step.step in ("reduce_scatter", "all_to_all")
 
 
-def _kind(step: Convert) -> Hashable:
+def _kind(sizes: Sizes, step: Convert) -> Hashable:
+    if step.step == "reshare":
+        return Recut.of(sizes, step)
     return step.axis, step.source[step.axis], step.target[step.axis]
 
 

@@ -17,9 +17,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from hapsynth.graph import Graph
-from hapsynth.instructions.layout import Layout, cut_axes
+from hapsynth.instructions.layout import Layout, cut_axes, way_of
 from hapsynth.instructions.program import Convert
 from hapsynth.instructions.sizes import Sizes
+from hapsynth.lower._reshare import Recut
 from hapsynth.lower._where import Where
 
 
@@ -87,7 +88,7 @@ class _Blocks:
     @staticmethod
     def of(sizes: Sizes, value: int, layout: Layout, dim: int) -> _Blocks:
         axes = cut_axes(layout, dim)
-        n, lengths = sizes.classes.lengths[axes[-1]], sizes.lengths(value, dim, axes)
+        n, lengths = sizes.classes.lengths[axes[-1]], sizes.lengths(value, dim, axes, way_of(layout, dim))
         return _Blocks(dim, axes, tuple(lengths[i : i + n] for i in range(0, len(lengths), n)))
 
     @property
@@ -119,10 +120,10 @@ def send(sizes: Sizes, step: Convert, x: jax.Array, here: Where) -> jax.Array:
     """A padded shard as the collective takes it. A dimension of an even cut is laid out as it is."""
     if step.step in ("reduce_scatter", "all_to_all"):
         return _Blocks.of(sizes, step.value, step.target, step.target[step.axis].dim).split(here, x)
-    return x
+    return Recut.of(sizes, step).send(x, here) if step.step == "reshare" else x
 
 
-def exchange(name: str, step: Convert, x: jax.Array) -> jax.Array:
+def exchange(sizes: Sizes, name: str, step: Convert, x: jax.Array) -> jax.Array:
     """The collective itself, of the same shapes on all devices."""
     source, target = step.source[step.axis], step.target[step.axis]
     match step.step:
@@ -137,6 +138,8 @@ def exchange(name: str, step: Convert, x: jax.Array) -> jax.Array:
             # differ its verifier then refuses the program ("operands with different shapes", JAX 0.10.2, CPU).
             x = lax.optimization_barrier(x)
             return lax.all_to_all(x, name, split_axis=target.dim, concat_axis=source.dim, tiled=True)
+        case "reshare":
+            return Recut.of(sizes, step).exchange(name, x)
         case "slice" | "partial":
             raise AssertionError(f"{step.step} communicates nothing")
 
@@ -145,7 +148,7 @@ def receive(sizes: Sizes, step: Convert, x: jax.Array, here: Where) -> jax.Array
     """What the collective gave as a padded shard under the target layout."""
     if step.step in ("all_gather", "all_to_all"):
         return _Blocks.of(sizes, step.value, step.source, step.source[step.axis].dim).join(here, x)
-    return x
+    return Recut.of(sizes, step).receive(x, here) if step.step == "reshare" else x
 
 
 REDUCE: dict[str, Any] = {"sum": lax.psum, "max": lax.pmax, "min": lax.pmin}

@@ -14,8 +14,8 @@ from jax import lax
 
 from hapsynth._jax import is_extended
 from hapsynth.graph import Graph, Literal
-from hapsynth.instructions.factors import Cut, Local
-from hapsynth.instructions.layout import cut_axes
+from hapsynth.instructions.factors import Cut, Local, ruled
+from hapsynth.instructions.layout import cut_axes, way_of
 from hapsynth.instructions.program import Compute, Convert, FactorTable, Instruction, Property, reads, writes
 from hapsynth.instructions.rules import execute
 from hapsynth.instructions.rules.registry import apart
@@ -58,8 +58,8 @@ class Interpreter:
             x = env[i.value, i.source]
             return [jnp.where(here.index[i.axis] == 0, x, jnp.zeros_like(x))]
         dim = i.target[i.axis].dim
-        axes = cut_axes(i.target, dim)
-        lengths, starts = self.sizes.lengths(i.value, dim, axes), self.sizes.starts(i.value, dim, axes)
+        axes, way = cut_axes(i.target, dim), way_of(i.target, dim)
+        lengths, starts = self.sizes.lengths(i.value, dim, axes, way), self.sizes.starts(i.value, dim, axes, way)
         # The start within what the other axes leave of the dimension.
         n = here.lengths[i.axis]
         start = here.lookup(axes, [start - starts[at - at % n] for at, start in enumerate(starts)])
@@ -98,7 +98,7 @@ class Interpreter:
         local = Local(
             op=op,
             factors=factors,
-            triples=i.triples,
+            triples=ruled(i.triples),
             shapes=shapes,
             result_shapes=tuple(sizes.local_shape(*p, here.coords) for p in writes(graph, i)),
             cuts=cuts,

@@ -308,7 +308,7 @@ class Staged(Form):
             out: list[Any] = []
             for wire, x in zip(wires, arrays, strict=True):
                 x = x.reshape(x.shape[n:])
-                x = lax.pmax(x, names) if isinstance(wire, Decide) else wire.exchange(names, x)
+                x = lax.pmax(x, names) if isinstance(wire, Decide) else wire.exchange(self.sizes, names, x)
                 out.append(x.reshape((1,) * n + x.shape))
             return out
 
@@ -320,7 +320,7 @@ class Staged(Form):
     def _lower_collective(self, stage: CollectiveStage, known: dict[Any, Any]) -> Any:
         sent = self.sent(stage.steps)
         wires = [self._on_mesh(self.wire(w)) for w in sent]
-        key = tuple("decide" if isinstance(w, Decide) else w.key for w in sent)
+        key = tuple("decide" if isinstance(w, Decide) else w.key(self.sizes) for w in sent)
         if key not in known:
             fn = self._exchanging(sent)
             reused = _reused(wires, jax.eval_shape(fn, *wires), set(range(len(wires))))

@@ -94,7 +94,7 @@ class Storage:
     @classmethod
     def of(cls, graph: Graph, sizes: Sizes, value: int, layout: Layout, mesh: Mesh) -> Storage:
         v = graph.values[value]
-        cuts = {dim: (axes, sizes.lengths(value, dim, axes)) for _, dim, axes in layout_nodes(value, layout)}
+        cuts = {node[1]: (node[2], sizes.lengths(*node)) for node in layout_nodes(value, layout)}
         # JAX has no weakly typed bools and keys.
         weak = v.weak_type and not _jax.is_extended(v.dtype) and v.dtype != np.bool_
         return cls(v.shape, v.dtype, weak, layout, cuts, mesh)

@@ -135,7 +135,7 @@ class Lowered(Form):
         arrays = dict(zip(steps, sent, strict=True))
         for bundle in bundles(steps, sent, self.local.platform):
             with scope(bundle.steps[0]):
-                made = bundle.exchange(names, bundle.pack([arrays[s] for s in bundle.steps], lengths))
+                made = bundle.exchange(self.sizes, names, bundle.pack([arrays[s] for s in bundle.steps], lengths))
             for step, part in zip(bundle.steps, bundle.unpack(made, lengths), strict=True):
                 with scope(step):
                     x = receive(self.sizes, step, part, here)

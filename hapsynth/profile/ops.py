@@ -46,7 +46,7 @@ class Ops:
             if signature := signature_of(op):
                 self.by_signature.setdefault(signature, op)
                 self._runs[signature] = self._runs.get(signature, 0.0) + graph.runs[op.region]
-        first = [(v, 0, ()) for v in graph.inputs if v not in graph.state]
+        first = [(v, 0, (), 0) for v in graph.inputs if v not in graph.state]
         self._batch = {self.kin.find(node) for node in first if node in self.kin.parent}
         """What stands for the dimensions that are cut together with the first of an argument that is new each step."""
 
@@ -75,8 +75,8 @@ class Ops:
         factors, tensors = self.table[op.index], (*op.operands, *op.results)
 
         def fits(t: Triple) -> tuple[bool, bool, int]:
-            ((factor, _, places),) = factors.cuts((t,))
-            nodes = [(v, dim, ()) for place, dim in places if isinstance(v := tensors[place], int)]
+            ((factor, _, places, _),) = factors.cuts((t,))
+            nodes = [(v, dim, (), 0) for place, dim in places if isinstance(v := tensors[place], int)]
             of_batch = any(self.kin.find(node) in self._batch for node in nodes)
             return of_batch, t.results[0].is_sharded, factors.sizes[factor]
 

@@ -21,7 +21,7 @@ from hapsynth.instructions.sizes import layout_nodes
 from hapsynth.plan import Plan
 from hapsynth.report.names import Names
 from hapsynth.search.costs import CostModel, Floats, Work
-from hapsynth.search.evaluate import cuts_of, largest_share, shares
+from hapsynth.search.evaluate import conversion_cost, cuts_of, shares
 
 COST_SCHEMA = "hapsynth-cost-1"
 
@@ -153,12 +153,16 @@ class _Lines:
         )
 
     def _converting(self, i: Convert) -> Sending:
-        model, sizes = self.model, self.plan.sizes
-        largest = lambda dim, axes: largest_share(sizes, i.value, dim, axes)
-        seconds, wire = model.conversion(i.value, i.source, i.target, i.axis, largest)
-        _, even = model.conversion(i.value, i.source, i.target, i.axis, model.evenly)
+        model = self.model
+        seconds, wire = conversion_cost(model, self.plan.sizes, i)
+        even, latency = wire, 0.0
+        if i.step == "reshare":
+            # One for each of its permutes.
+            latency = seconds - wire * model.links[i.axis].beta
+        elif seconds:
+            _, even = model.conversion(i.value, i.source, i.target, i.axis, model.evenly)
+            latency = model.latency(i.value, i.step, i.axis)
         runs = self.graph.runs[i.region]
-        latency = model.latency(i.value, i.step, i.axis) if seconds else 0.0
         what, padding = self.names.instruction(i), max(wire - even, 0.0)
         return self._sending(what, i.step, i.axis, (seconds, latency), (wire, padding), runs)
 

@@ -52,12 +52,12 @@ class Names:
 
     def cut(self, cls: DimensionClass) -> str:
         """A class by its largest member, an argument where it has one: `[1]['x'] dim 0`."""
-        value, dim, _ = max(cls.members, key=lambda m: (m[0] in self.paths, self._weight(m[0]), -m[0], -m[1]))
+        value, dim, *_ = max(cls.members, key=lambda m: (m[0] in self.paths, self._weight(m[0]), -m[0], -m[1]))
         return f"{self.value(value)} dim {dim}"
 
     def weight(self, cls: DimensionClass) -> float:
         """Bytes of all tensors that a class cuts."""
-        return float(sum(self._weight(v) for v in dict.fromkeys(v for v, _, _ in cls.members)))
+        return float(sum(self._weight(v) for v in dict.fromkeys(v for v, *_ in cls.members)))
 
     def _weight(self, value: int) -> int:
         found: Value = self.graph.values[value]

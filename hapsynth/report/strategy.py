@@ -44,7 +44,7 @@ def strategy(known: Baselines, program: Program, sizes: Sizes) -> Strategy:
     """What a program of the graph that `known` is about does."""
     groups = device_groups(known.costs.cluster)
     given = [sizes.of_devices(c.index) for c in sizes.classes.all]
-    of_batch = (c for c in sizes.classes.all if any(known.root(v, d) in known.batch_roots for v, d, _ in c.members))
+    of_batch = (c for c in sizes.classes.all if any(known.root(v, d) in known.batch_roots for v, d, *_ in c.members))
     batch = max(of_batch, key=lambda c: len(c.members), default=None)
     shares = {} if batch is None else {n: span([given[batch.index][d] for d in devices]) for n, devices in groups}
     idle = [name for name, devices in groups if given and not any(units[d] for units in given for d in devices)]
@@ -67,7 +67,7 @@ def _work(known: Baselines, program: Program) -> dict[str, float]:
         op, factors = graph.ops[i.op], known.table[i.op]
         words: list[str] = []
         for factor, nodes in cut_nodes(graph, i.op, factors, i.triples):
-            roots = {known.root(v, d) for v, d, _ in nodes}
+            roots = {known.root(v, d) for v, d, *_ in nodes}
             size = factors.sizes[factor]
             if roots & known.batch_roots:
                 words.append("batch")

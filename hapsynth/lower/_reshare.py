@@ -1,0 +1,101 @@
+"""Reshares on padded shards: one permute for every distance at which rows move, as wide as the longest piece there.
+
+What is sent is the shard, which stays, and behind it a piece for each permute. What arrived is laid out in rising order
+of rows, each part over what the one before it has too much: sizes are static, and nothing is masked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from hapsynth.instructions.layout import way_of
+from hapsynth.instructions.program import Convert
+from hapsynth.instructions.recut import Move, moves
+from hapsynth.instructions.sizes import Sizes
+from hapsynth.lower._where import Where
+
+
+class Recut(NamedTuple):
+    """What moves along dimension `dim`, cut by mesh axis `axis`, whose longest shard has `before` rows and gets
+    `after`."""
+
+    dim: int
+    axis: int
+    before: int
+    after: int
+    moves: tuple[Move, ...]
+
+    @staticmethod
+    def of(sizes: Sizes, step: Convert) -> Recut:
+        dim, axes = step.source[step.axis].dim, (step.axis,)
+        old, new = (sizes.lengths(step.value, dim, axes, way_of(p, dim)) for p in (step.source, step.target))
+        return Recut(dim, step.axis, max(old), max(new), tuple(moves(old, new)))
+
+    @property
+    def lengths(self) -> list[int]:
+        """Of the parts on the wire: the shard, and what is permuted at each distance."""
+        return [self.before, *(m.longest for m in self.moves if m.distance)]
+
+    def send(self, x: jax.Array, here: Where) -> jax.Array:
+        """A padded shard with the pieces that go elsewhere behind it."""
+        pieces = [self._taken(x, move, here) for move in self.moves if move.distance]
+        return lax.concatenate([x, *pieces], self.dim) if pieces else x
+
+    def exchange(self, name: str, x: jax.Array) -> jax.Array:
+        """Each piece to its new owner along the mesh axis `name`; the same shapes on all devices."""
+        kept, *pieces = self._parts(x)
+        arrived = [
+            lax.ppermute(piece, name, [(i, i + m.distance) for i, rows in enumerate(m.rows) if rows])
+            for piece, m in zip(pieces, (m for m in self.moves if m.distance), strict=True)
+        ]
+        return lax.concatenate([kept, *arrived], self.dim) if arrived else x
+
+    def receive(self, x: jax.Array, here: Where) -> jax.Array:
+        """What arrived as a padded shard of the new lengths."""
+        kept, *pieces = self._parts(x)
+        if not pieces:
+            return kept
+        shape, arrived = list(x.shape), iter(pieces)
+        shape[self.dim] = self.after + max(m.longest for m in self.moves)
+        made, filled = jnp.zeros(shape, x.dtype), [0] * len(self.moves[0].rows)
+        for move in self.moves:
+            piece = next(arrived) if move.distance else self._taken(kept, move, here)
+            if move.longest:
+                made = lax.dynamic_update_slice(
+                    made,
+                    piece,
+                    self._at(here.lookup((self.axis,), filled), made.ndim),
+                    allow_negative_indices=False,
+                )
+            for i, rows in enumerate(move.rows):
+                if rows:
+                    filled[i + move.distance] += rows
+        return lax.slice_in_dim(made, 0, self.after, axis=self.dim)
+
+    def _taken(self, x: jax.Array, move: Move, here: Where) -> jax.Array:
+        """The rows of a device's own shard that a move takes, and what comes after them."""
+        padding = [(0, 0, 0)] * x.ndim
+        # A slice that went over the end would begin elsewhere.
+        over = max(s + move.longest for s in move.start) - x.shape[self.dim]
+        padding[self.dim] = (0, max(0, over), 0)
+        wide = lax.pad(x, jnp.zeros((), x.dtype), padding) if over > 0 else x
+        shape = [move.longest if d == self.dim else n for d, n in enumerate(x.shape)]
+        return lax.dynamic_slice(
+            wide, self._at(here.lookup((self.axis,), move.start), x.ndim), shape, allow_negative_indices=False
+        )
+
+    def _at(self, start: jax.Array, rank: int) -> Sequence[jax.Array]:
+        return [start if d == self.dim else jnp.int32(0) for d in range(rank)]
+
+    def _parts(self, x: jax.Array) -> list[jax.Array]:
+        found: list[jax.Array] = []
+        start = 0
+        for length in self.lengths:
+            found.append(lax.slice_in_dim(x, start, start + length, axis=self.dim))
+            start += length
+        return found

@@ -1,0 +1,67 @@
+"""Which rows of a dimension move where, when contiguous shards of some lengths become shards of others.
+
+A row goes straight to its new owner: one permute for every distance at which some row moves, padded to the longest
+piece at that distance. No row that keeps its owner is sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+Floats = npt.NDArray[np.float64]
+
+
+class Move(NamedTuple):
+    """What devices give the one that is `distance` places further on: of each, `rows` of its old shard from `start`
+    on; 0 rows where there is nothing. `longest`: the most that some device gives."""
+
+    distance: int
+    start: tuple[int, ...]
+    rows: tuple[int, ...]
+
+    @property
+    def longest(self) -> int:
+        return max(self.rows)
+
+
+def moves(old: Sequence[int], new: Sequence[int]) -> list[Move]:
+    """From shards of `old` lengths to `new` ones, distances falling: so what a device gets of lower rows comes first.
+
+    Distance 0 is what devices keep, and always there; of the others those at which something moves. ValueError where
+    the shards are not as many, or do not hold as much.
+    """
+    if len(old) != len(new) or sum(old) != sum(new):
+        raise ValueError(f"shards of {list(old)} rows do not become shards of {list(new)}")
+    n = len(old)
+    before, after = [0, *accumulate(old)], [0, *accumulate(new)]
+    found: list[Move] = []
+    for distance in range(n - 1, -n, -1):
+        start, rows = [0] * n, [0] * n
+        for i in range(max(0, -distance), min(n, n - distance)):
+            first = max(before[i], after[i + distance])
+            rows[i] = max(0, min(before[i + 1], after[i + distance + 1]) - first)
+            start[i] = first - before[i] if rows[i] else 0
+        if distance == 0 or any(rows):
+            found.append(Move(distance, tuple(start), tuple(rows)))
+    return found
+
+
+def moved(old: Floats, new: Floats) -> tuple[Floats, Floats]:
+    """(how many permutes, the sum of their longest pieces) between shards of these fractions [..., positions]."""
+    before, after = (np.concatenate([np.zeros((*x.shape[:-1], 1)), np.cumsum(x, axis=-1)], axis=-1) for x in (old, new))
+    low = np.maximum(before[..., :-1, None], after[..., None, :-1])
+    high = np.minimum(before[..., 1:, None], after[..., None, 1:])
+    rows = np.where(high - low > _NOTHING, high - low, 0.0)
+    n = rows.shape[-1]
+    longest = [np.diagonal(rows, distance, -2, -1).max(axis=-1) for distance in range(1 - n, n) if distance]
+    pieces = np.stack(longest, axis=-1) if longest else np.zeros((*rows.shape[:-2], 0))
+    return (pieces > 0).sum(axis=-1).astype(np.float64), pieces.sum(axis=-1)
+
+
+_NOTHING = 1e-9
+"""The fraction of a dimension that is rounding, and no row."""
