@@ -9,10 +9,10 @@ from typing import NamedTuple
 
 from hapsynth.graph import Boundary, Graph
 from hapsynth.instructions.factors import Triples
+from hapsynth.instructions.kernels import widens as makes_much
 from hapsynth.instructions.layout import Layout, R, is_partial
 from hapsynth.instructions.program import Compute, Convert, Instruction, Program, reads, region_of
 from hapsynth.search.formulate import Formulator, Hop
-from hapsynth.search.fusing import widening
 from hapsynth.search.structure import Availability
 
 
@@ -262,7 +262,7 @@ class _Scheduler:
             gathers = converts and not reduces
             enters = isinstance(i, Compute) and isinstance(self.graph.ops[i.op].primitive, Boundary)
             movable = not collective and not enters
-            widens = movable and isinstance(i, Compute) and widening(self.graph, self.graph.ops[i.op])
+            widens = movable and isinstance(i, Compute) and makes_much(self.graph, self.graph.ops[i.op])
             nodes.append(_Node(group, tuple(sorted(needs)), collective, gathers, reduces, movable, widens))
         return nodes
 

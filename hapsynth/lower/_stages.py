@@ -34,6 +34,7 @@ from hapsynth.instructions.program import (
 )
 from hapsynth.instructions.rules.registry import is_fusible
 from hapsynth.instructions.sizes import Node, Sizes, layout_nodes
+from hapsynth.lower._remake import needed_of, producers, remade
 
 # Made anew in every branch rather than passed into it: they cost nothing there and fuse with what reads them.
 CHEAP = ("broadcast_in_dim", "iota", "convert_element_type", "reshape", "squeeze", "expand_dims", "transpose")
@@ -175,8 +176,9 @@ class _Splitter:
             else:
                 runs.append([i])
         needed = needed | _end_needs(graph, block)
+        made = producers(graph, [run if isinstance(run, list) else () for run in runs])
         steps: list[Step] = []
-        for run in reversed(runs):
+        for n, run in reversed([*enumerate(runs)]):
             if isinstance(run, Convert):
                 steps.append(run)
                 needed.update(reads(graph, run))
@@ -185,6 +187,7 @@ class _Splitter:
                     steps.append(self.region(run))
                 needed |= _reads_within(graph, run)
             else:
+                run = remade(graph, self.sizes, made, needed_of(graph, run, needed), n)
                 steps.append(_stage(graph, self.program, self.sizes, run, needed))
                 needed.update(p for i in run for p in reads(graph, i))
         return steps[::-1]
