@@ -35,7 +35,7 @@ from hapsynth.search.costs import CostModel, Floats
 from hapsynth.search.emit import Emitter
 from hapsynth.search.evaluate import program_cost
 from hapsynth.search.formulate import Formulator
-from hapsynth.search.memory import peak
+from hapsynth.search.memory import held_by, peak
 from hapsynth.search.problem import solve
 from hapsynth.search.ratios import Ratios, kinship, proportional
 from hapsynth.search.sizing import Sizer
@@ -283,4 +283,5 @@ class Baselines:
         check(self.graph, program, sizes)
         memory = peak(program, sizes, self.costs)
         cost = program_cost(program, sizes, self.costs)
-        return Baseline(program, sizes, cost, memory, memory <= self.limit)
+        held = memory if self.costs.room.exact else max(held_by(program, sizes, self.costs))
+        return Baseline(program, sizes, cost, held, max(held, memory) <= self.limit)

@@ -28,8 +28,7 @@ from hapsynth.instructions.layout import Layout, cut_axes, cut_dims
 from hapsynth.instructions.program import FactorTable
 from hapsynth.instructions.rules.registry import is_fusible
 from hapsynth.instructions.sizes import cut_nodes
-from hapsynth.search.fusing import materialized, stored
-from hapsynth.search.inplace import overwritten
+from hapsynth.search.fusing import Fusing, materialized
 from hapsynth.search.links import axis_links, devices_of, mesh_axes
 from hapsynth.search.liveness import Liveness
 from hapsynth.search.room import Room
@@ -126,7 +125,6 @@ class CostModel:
         self._kinds: dict[int, int] = {}
         self._kind_number: dict[object, int] = {}
         self._materialized = materialized(graph)
-        self._stored = stored(graph)
         self._measured = frozenset(s for kind in cluster.kinds for s in kind.ops)
         self._classes: dict[int, str] = {}
         self._place(cluster, axes or mesh_axes(cluster), room or Room.of(cluster))
@@ -234,19 +232,15 @@ class CostModel:
     @cached_property
     def liveness(self) -> Liveness:
         """What is alive at each op."""
-        return Liveness(self.graph, self._stored)
+        return Liveness(self.graph, self._materialized)
 
     @cached_property
-    def overwritten(self) -> list[tuple[int, ...]]:
-        """Per op, the values in whose place its result may be written."""
-        return overwritten(self.graph, self._stored)
-
-    def is_stored(self, value: int) -> bool:
-        """Whether a value is held in memory rather than made inside the kernels that read it."""
-        return self._stored[value]
+    def fusing(self) -> Fusing:
+        """XLA's kernels."""
+        return Fusing.of(self.graph)
 
     def is_materialized(self, value: int) -> bool:
-        """Whether a value goes through memory rather than from op to op of a fused chain."""
+        """Whether a value lies in memory rather than inside a fused chain."""
         return self._materialized[value]
 
     def loads(self, work: Work, fractions: Sequence[Floats]) -> tuple[Floats, Floats, npt.NDArray[np.bool_]]:

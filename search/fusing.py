@@ -1,13 +1,18 @@
 """Which values lie in memory: elementwise ops between others form one kernel with them (DESIGN D5).
 
-Twice: `materialized` says what is moved, which step times count, and `stored` what is held.
+Twice: `materialized` says what step times count as moved and searches as held, whatever XLA does; `Fusing` what XLA's
+kernels are.
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from hapsynth.graph import Graph, Op
 from hapsynth.instructions.kernels import COSTLY, SMALL, made_again
 from hapsynth.instructions.rules.registry import is_fusible
+from hapsynth.search.inplace import overwritten
+
 
 def materialized(graph: Graph) -> list[bool]:
     """Whether a value lies in memory: sources, outputs, and whatever an op that is no part of a fused chain makes or
@@ -36,12 +41,33 @@ _REDUCTIONS = ("reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_
 _PRODUCTS = ("mul", "square")
 
 
-def stored(graph: Graph) -> list[bool]:
-    """Whether a value is held in memory, as XLA fuses (`InstructionFusion`): an elementwise op is part of the kernel
-    that reads it, where that is one; of several each makes it again, if it is cheap and made of one operand, or of less
-    than it is itself. A reduction finds its operand in memory, or, of a product, both factors (the CPU backend; on GPUs
-    whole chains are part of it).
-    """
+class Fusing(NamedTuple):
+    """What XLA's kernels find in memory and what they make themselves (`InstructionFusion`)."""
+
+    stored: list[bool]
+    """Whether a value is held: an elementwise op is part of the kernel that reads it, where that is one; of several
+    each makes it again, if it is cheap."""
+    again: list[bool]
+    """Whether elementwise kernels make a stored value again."""
+    reads_stored: list[bool]
+    """Whether an op finds its operands in memory: what is no part of an elementwise kernel. A reduction does, and of a
+    product that it sums up both factors (the CPU backend; on GPUs whole chains are part of reductions)."""
+    overwritten: list[tuple[int, ...]]
+    """Per op, the stored values in whose place its result may be written."""
+
+    @staticmethod
+    def of(graph: Graph) -> Fusing:
+        stored, reads_stored = _stored(graph)
+        again = [False] * len(graph.values)
+        outputs = {v for v in graph.outputs if isinstance(v, int)}
+        for op in filter(is_fusible, graph.ops):
+            for v in op.results:
+                again[v] = stored[v] and v not in outputs and made_again(graph, op, v)
+        return Fusing(stored, again, reads_stored, overwritten(graph, stored))
+
+
+def _stored(graph: Graph) -> tuple[list[bool], list[bool]]:
+    """Per value, whether it is held; per op, whether it finds its operands in memory."""
     found = [True] * len(graph.values)
     outputs = {v for v in graph.outputs if isinstance(v, int)}.union(graph.ties.values())
     # The kernels that an op is part of: one, or two of several.
@@ -63,11 +89,10 @@ def stored(graph: Graph) -> list[bool]:
                 found[value] = len(reach) > 1 and not made_again(graph, op, value)
                 if len(op.results) == 1 and not found[value]:
                     kernels[op.index] = frozenset(sorted(reach)[:2])
-    return found
+    return found, reads_stored
 
 
 def _is_reduced_with(op: Op) -> bool:
     """Whether an op is part of the reduction that reads it: a product of two that are whole, and a sign."""
     whole = all(shape == op.result_shapes[0] for shape in op.shapes) and len(op.value_operands) == len(op.operands)
     return op.name == "neg" or (op.name in _PRODUCTS and whole)
-

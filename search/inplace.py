@@ -7,12 +7,18 @@ from collections.abc import Sequence
 
 from hapsynth.graph import Graph, Op
 from hapsynth.instructions.layout import Layout
-from hapsynth.instructions.program import Compute, Program
 from hapsynth.instructions.rules.registry import is_fusible
-from hapsynth.search.wires import Tensor
 
 _MOVES = ("transpose", "tile", "rev")
-_UPDATES = ("dynamic_update_slice", "scatter", "scatter_add", "scatter_mul", "scatter_min", "scatter_max", "scatter_sub")
+_UPDATES = (
+    "dynamic_update_slice",
+    "scatter",
+    "scatter_add",
+    "scatter_mul",
+    "scatter_min",
+    "scatter_max",
+    "scatter_sub",
+)
 
 
 def overwritten(graph: Graph, stored: Sequence[bool]) -> list[tuple[int, ...]]:
@@ -52,23 +58,6 @@ def _elementwise_leaves(graph: Graph, stored: Sequence[bool], op: Op) -> tuple[i
     return tuple(v for v, same in own.items() if same and stored[v] and graph.values[v].dtype == dtype and there(v))
 
 
-def places(program: Program, tensors: Sequence[Tensor], over: Sequence[Sequence[int]]) -> dict[int, int]:
-    """Tensor -> the instruction that writes its result in its place."""
-    ending: dict[tuple[int, int], list[int]] = {}
-    for n, t in enumerate(tensors):
-        ending.setdefault((t.value, t.stop), []).append(n)
-    found: dict[int, int] = {}
-    for i, step in enumerate(program.instructions):
-        if not isinstance(step, Compute) or not over[step.op]:
-            continue
-        cut = _cut(step.result_layout(0))
-        for v in over[step.op]:
-            free = [n for n in ending.get((v, i), ()) if tensors[n].start < i and _cut(tensors[n].layout) == cut]
-            if free and free[0] not in found:
-                found[free[0]] = i
-                break
-    return found
-
-
-def _cut(layout: Layout) -> tuple[int | None, ...]:
+def cut_of(layout: Layout) -> tuple[int | None, ...]:
+    """The dimension that each axis cuts: what makes two tensors of one shape alike in size."""
     return tuple(None if p.is_partial else p.dim for p in layout)

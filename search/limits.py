@@ -195,12 +195,9 @@ class Limits:
         return self.formulator.once(("held", id(ways), id(choices.options), source, used), make)
 
     def _made_bytes(self, alive: Alive, choices: Choices) -> Floats:
-        """Bytes that an op under each of its states writes, in the layouts that it makes; none where it may write them
-        over an operand that something counts here."""
+        """Bytes that an op under each of its states writes, in the layouts that it makes."""
         op = self.graph.ops[alive.op]
         held = np.zeros((self.sums, len(choices.triples)))
-        if any(v not in alive.kept for v in self.formulator.costs.overwritten[alive.op]):
-            return held[:, choices.triple]
         for t, triples in enumerate(choices.triples):
             compute = Compute(op.index, triples)
             for value in alive.made:

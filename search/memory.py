@@ -21,8 +21,8 @@ from hapsynth.instructions.program import Compute, Program, Property, reads, reg
 from hapsynth.instructions.sizes import Classes, Sizes, layout_nodes
 from hapsynth.search.costs import CostModel, Floats, held_fraction
 from hapsynth.search.evaluate import largest_share
-from hapsynth.search.inplace import places
 from hapsynth.search.room import Room
+from hapsynth.search.scheduled import Scheduled
 from hapsynth.search.wires import PHASES, Buffer, Tensor, wires
 
 Cut = tuple[int, int]
@@ -118,13 +118,13 @@ def stored_tensors(tensors: Sequence[Tensor], accesses: Sequence[Access], costs:
     before = lambda need, i: [n for n in made[need] if tensors[n].start <= i][-1]
     for i in range(len(accesses) - 1, -1, -1):
         needs, results = accesses[i]
-        if not results or any(costs.is_stored(v) for v, _ in results):
+        if not results or any(costs.is_materialized(v) for v, _ in results):
             continue
         last = max(stop[n] for r in results for n in made[r] if tensors[n].start >= i)
         for need in needs:
             n = before(need, i)
             stop[n] = max(stop[n], last)
-    return [t._replace(stop=s) for t, s in zip(tensors, stop, strict=True) if costs.is_stored(t.value)]
+    return [t._replace(stop=s) for t, s in zip(tensors, stop, strict=True) if costs.is_materialized(t.value)]
 
 
 def padded_bytes(sizes: Sizes, value: int, layout: Layout) -> float:
@@ -166,13 +166,10 @@ class MemoryProfile:
         nbytes = lambda t: float(self.graph.values[t.value].nbytes)
         nodes = lambda t: tuple(layout_nodes(t.value, t.layout))
         own = [Buffer(nbytes(t), nodes(t), not self.room.exact, *span(t)) for t in self.tensors]
-        sent: list[Buffer] = []
-        if self.room.exact:
-            spans, sent = wires(self.graph, self.program, self.tensors)
-            own = [replace(b, start=start, stop=stop) for b, (start, stop) in zip(own, spans, strict=True)]
-        for n, i in places(self.program, self.tensors, self.costs.overwritten).items():
-            own[n] = replace(own[n], stop=self.phases * (i + 1))
-        return own + sent
+        if not self.room.exact:
+            return own
+        spans, sent = wires(self.graph, self.program, self.tensors)
+        return [replace(b, start=start, stop=stop) for b, (start, stop) in zip(own, spans, strict=True)] + sent
 
     @cached_property
     def _whole_bytes(self) -> Floats:
@@ -335,8 +332,13 @@ def largest_of(sizes: Sizes, cut: Cut) -> float:
 
 
 def held_by(program: Program, sizes: Sizes, costs: CostModel) -> tuple[float, ...]:
-    """Bytes of each device at the fullest point of a program."""
-    return MemoryProfile(costs.graph, program, sizes.classes, costs).peaks(sizes)
+    """Bytes of each device at the fullest point of a program, in the switch form in XLA's order. What is within limits
+    is told by `MemoryProfile`, in the program's order."""
+    graph, room = costs.graph, costs.room
+    if room.exact or len(graph.regions) > 1:
+        return MemoryProfile(graph, program, sizes.classes, costs).peaks(sizes)
+    nbytes = lambda value, layout: padded_bytes(sizes, value, layout)
+    return (Scheduled(graph, program, costs.fusing, nbytes).peak(),) * costs.n
 
 
 def peak(program: Program, sizes: Sizes, costs: CostModel) -> float:

@@ -22,6 +22,7 @@ from hapsynth.search.candidate import Candidate
 from hapsynth.search.collecting import seldom
 from hapsynth.search.costs import Floats
 from hapsynth.search.finder import WIDE_TOLERANCE, Finder
+from hapsynth.search.memory import held_by
 from hapsynth.search.ratios import NOTHING, Evenly, Ratios
 from hapsynth.search.result import SETTLED as _SETTLED
 from hapsynth.search.result import Result, proven
@@ -116,7 +117,7 @@ class Planner(Finder):
             joint,
             proven(best.cost, bound, joint),
             self.expanded,
-            best.held(),
+            held_by(best.program, best.sizes, self.costs),
             self.limits,
             tuple(named(self.graph, self.table)),
             self.timings_s(),

@@ -81,7 +81,7 @@ def alive_in(graph: Graph, stored: list[bool], order: list[int], op: int) -> set
 def test_what_is_alive_in_any_order_is_alive_in_all(seed: int) -> None:
     graph = random_graph(seed, ops=9).graph
     costs = CostModel(graph, cluster([1.0] * 2), FactorTable(graph))
-    stored = [costs.is_stored(v.index) for v in graph.values]
+    stored = [costs.is_materialized(v.index) for v in graph.values]
     rng = np.random.default_rng(seed)
     orders = [list(range(len(graph.ops))), *(random_order(graph, rng) for _ in range(300))]
     for op in graph.ops:

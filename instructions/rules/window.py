@@ -81,10 +81,10 @@ _FEW = 32
 
 
 def _select_and_scatter_add_on_shard(local: Local, operands: Sequence[Any]) -> list[Any]:
-    params, dtype = local.op.params, operands[1].dtype
-    few = 0 < prod(operands[0].shape) and prod(params["window_dimensions"]) <= _FEW
-    if few and jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize > 1:
-        return [_chosen_given(*operands, params)]
+    params, (source, operand) = local.op.params, operands
+    few = prod(source.shape) > 0 and prod(params["window_dimensions"]) <= _FEW
+    if few and jnp.issubdtype(operand.dtype, jnp.floating) and operand.dtype.itemsize > 1:
+        return [_chosen_given(source, operand, params)]
     return bind(local.op.primitive, operands, params)
 
 
