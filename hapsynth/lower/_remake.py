@@ -1,5 +1,5 @@
 """What a stage makes again rather than takes from an earlier one: what elementwise ops read that is cheap and made of
-what is there anyway. XLA does so within a program; what leaves a branch or a stage it has to store."""
+what is there anyway. XLA does so within a program; what leaves a branch it has to store."""
 
 from __future__ import annotations
 
@@ -25,14 +25,17 @@ def producers(graph: Graph, runs: Sequence[Sequence[Instruction]]) -> dict[Prope
     return found
 
 
-def remade(graph: Graph, sizes: Sizes, made: Producers, run: Sequence[Instruction], n: int) -> list[Instruction]:
-    """The instructions of run `n`, after those of earlier runs whose results it makes again."""
+def remade(
+    graph: Graph, sizes: Sizes, made: Producers, run: Sequence[Instruction], n: int, needed: Set[Property]
+) -> list[Instruction]:
+    """The instructions of run `n`, after those of earlier runs whose results it makes again. What is `needed` after the
+    run is there anyway."""
     if all(sizes.is_even(*p) for i in run for p in (*reads(graph, i), *writes(graph, i))):
         return list(run)
     mine = {p for i in run for p in writes(graph, i)}
     elementwise = lambda i: isinstance(i, Compute) and is_fusible(graph.ops[i.op])
     outside = dict.fromkeys(p for i in run for p in reads(graph, i) if p not in mine)
-    stored = {p for i in run if not elementwise(i) for p in reads(graph, i) if p not in mine}
+    stored = {p for i in run if not elementwise(i) for p in reads(graph, i) if p not in mine} | needed
 
     def chain(p: Property, found: dict[Property, Instruction]) -> set[Property]:
         """What `p` is made of when it is made again, by the instructions that are added to `found`."""

@@ -95,11 +95,11 @@ class Cond:
 Step = Stage | Convert | Loop | Cond
 
 
-def split(graph: Graph, program: Program, sizes: Sizes) -> list[Step]:
+def split(graph: Graph, program: Program, sizes: Sizes, *, makes_again: bool = False) -> list[Step]:
     """The program's stages and what lies between them, in its order, without what nothing needs."""
     outputs = {(v, layout) for v, layout in zip(graph.outputs, program.outputs) if isinstance(v, int) and layout}
     block = _live(graph, nested(graph, program.instructions), set(program.inputs.items()), outputs)
-    return _Splitter(graph, program, sizes).steps(block, outputs)
+    return _Splitter(graph, program, sizes, makes_again).steps(block, outputs)
 
 
 def _end_needs(graph: Graph, block: Block) -> set[Property]:
@@ -159,8 +159,8 @@ def _is_boundary(i: Instruction | Block, graph: Graph) -> TypeGuard[Compute]:
 
 
 class _Splitter:
-    def __init__(self, graph: Graph, program: Program, sizes: Sizes) -> None:
-        self.graph, self.program, self.sizes = graph, program, sizes
+    def __init__(self, graph: Graph, program: Program, sizes: Sizes, makes_again: bool) -> None:
+        self.graph, self.program, self.sizes, self.makes_again = graph, program, sizes, makes_again
 
     def steps(self, block: Block, needed: set[Property]) -> list[Step]:
         """A region's steps; `needed` of what it makes is read after it."""
@@ -187,7 +187,8 @@ class _Splitter:
                     steps.append(self.region(run))
                 needed |= _reads_within(graph, run)
             else:
-                run = remade(graph, self.sizes, made, needed_of(graph, run, needed), n)
+                if self.makes_again:
+                    run = remade(graph, self.sizes, made, needed_of(graph, run, needed), n, needed)
                 steps.append(_stage(graph, self.program, self.sizes, run, needed))
                 needed.update(p for i in run for p in reads(graph, i))
         return steps[::-1]
