@@ -284,4 +284,4 @@ class Baselines:
         memory = peak(program, sizes, self.costs)
         cost = program_cost(program, sizes, self.costs)
         held = memory if self.costs.room.exact else max(held_by(program, sizes, self.costs))
-        return Baseline(program, sizes, cost, held, max(held, memory) <= self.limit)
+        return Baseline(program, sizes, cost, held, memory <= self.limit)

@@ -12,15 +12,12 @@ from hapsynth.search.costs import CostModel
 from hapsynth.search.emit import Emitter
 from hapsynth.search.evaluate import program_cost
 from hapsynth.search.formulate import Formulator
-from hapsynth.search.memory import held_by
 from hapsynth.search.pins import Pins
 from hapsynth.search.problem import Ints, Solution
 from hapsynth.search.sizing import Sizer
 
 _POINTS = 3
 """How many ops a round limits memory at."""
-_NEARLY = 0.5
-"""Of the room: XLA's order was seen to hold up to 1.4 times what the program's own does."""
 
 
 SAME = 1e-6
@@ -48,9 +45,8 @@ class Candidate:
         return self.sizer.program
 
     def held(self) -> tuple[float, ...]:
-        """Bytes of each device at its fullest point, in the program's order or in XLA's, whichever holds more."""
-        memory = self.sizer.memory
-        return tuple(map(max, memory.peaks(self.sizes), held_by(self.program, self.sizes, memory.costs)))
+        """Bytes of each device at its fullest point."""
+        return self.sizer.memory.peaks(self.sizes)
 
 
 def bound_at(cost: float, solution: Solution) -> float | None:
@@ -89,12 +85,12 @@ class Maker:
         classes = Classes.build(self.costs.graph, program, self.costs.table)
         sizer = Sizer(program, classes, self.costs, self.pins)
         sizes = sizer.best(formulator.ratios.weights, limit=self.limit)
-        memory = self._peak(sizer, sizes)
+        memory = sizer.memory.peak(sizes)
         # The sizes that the search assumed are a candidate too, and they are what its bound holds for.
         assumed = formulator.ratios.sizes_of(classes)
         if assumed is not None and any(assumed.shares[c] != held for c, held in sizer.pinned.items()):
             assumed = None
-        needed = self._peak(sizer, assumed) if assumed is not None else 0.0
+        needed = sizer.memory.peak(assumed) if assumed is not None else 0.0
         over = assumed if needed > self.limit else None
         if assumed is not None and over is None:
             better = sizer.variable_cost(assumed) <= sizer.variable_cost(sizes) * (1 + SAME)
@@ -105,13 +101,6 @@ class Maker:
         over = over or (sizes if memory > self.limit else None)
         return Candidate(sizer, sizes, cost, memory, solution.assignment, bound, over)
 
-    def _peak(self, sizer: Sizer, sizes: Sizes) -> float:
-        """What a program counts at its fullest in its own order or, where that nearly fills the room, in XLA's."""
-        own = sizer.memory.peak(sizes)
-        if self.costs.room.exact or not _NEARLY * self.limit < own <= self.limit:
-            return own
-        return max(own, *held_by(sizer.program, sizes, self.costs))
-
     def bound(self, candidate: Candidate) -> float:
         """Seconds that a candidate's program takes at least at any sizes that fit."""
         sizer = candidate.sizer
@@ -121,10 +110,7 @@ class Maker:
     def full_ops(self, candidate: Candidate) -> dict[int, float]:
         """The op at which a program holds the most and others far from it at which it holds too much -> bytes held."""
         profile = candidate.sizer.memory
-        sizes = candidate.over or candidate.sizes
-        alive = profile.at(sizes).reshape(-1, profile.phases).max(axis=1)
-        # What XLA's order holds more is not of one op.
-        alive *= self._peak(candidate.sizer, sizes) / (alive.max() or 1.0)
+        alive = profile.at(candidate.over or candidate.sizes).reshape(-1, profile.phases).max(axis=1)
         ops = [i.op if isinstance(i, Compute) else -1 for i in candidate.program.instructions]
         apart = max(1, len(ops) // 8)
         found: dict[int, float] = {}
