@@ -36,7 +36,7 @@ _ROUNDS = 6
 _SEARCHING = 0.7
 """Of a time budget."""
 _AMPLE = 0.5
-"""Of the room: XLA's order was seen to hold up to 1.4 times what the program's own does."""
+"""Of the room: XLA's order was seen to hold up to 1.2 times what the program's own does."""
 
 
 class InfeasibleError(ValueError):
