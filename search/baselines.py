@@ -34,7 +34,7 @@ from hapsynth.search.costs import CostModel, Floats
 from hapsynth.search.emit import Emitter
 from hapsynth.search.evaluate import program_cost
 from hapsynth.search.formulate import Formulator
-from hapsynth.search.memory import held_by
+from hapsynth.search.memory import held_by, peak
 from hapsynth.search.problem import solve
 from hapsynth.search.ratios import Ratios, kinship, proportional
 from hapsynth.search.result import Result
@@ -286,5 +286,7 @@ class Baselines:
         chosen = (of_batch if b else of_rest for b in batched)
         sizes = Sizes(self.graph, classes, tuple(s.shares[i] for i, s in enumerate(chosen)))
         check(self.graph, program, sizes)
-        held = held_by(program, sizes, self.costs)
-        return Baseline(program, sizes, program_cost(program, sizes, self.costs), held, max(held) <= self.limit)
+        fits = peak(program, sizes, self.costs) <= self.limit
+        return Baseline(
+            program, sizes, program_cost(program, sizes, self.costs), held_by(program, sizes, self.costs), fits
+        )

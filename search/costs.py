@@ -29,7 +29,7 @@ from hapsynth.instructions.program import FactorTable
 from hapsynth.instructions.recut import moved
 from hapsynth.instructions.rules.registry import is_fusible
 from hapsynth.instructions.sizes import cut_nodes
-from hapsynth.search.fusing import materialized
+from hapsynth.search.fusing import Fusing, materialized
 from hapsynth.search.links import axis_links, devices_of, mesh_axes
 from hapsynth.search.liveness import Liveness
 from hapsynth.search.room import Room
@@ -236,6 +236,11 @@ class CostModel:
     def liveness(self) -> Liveness:
         """What is alive at each op."""
         return Liveness(self.graph, self._materialized)
+
+    @cached_property
+    def fusing(self) -> Fusing:
+        """XLA's kernels."""
+        return Fusing.of(self.graph)
 
     def is_materialized(self, value: int) -> bool:
         """Whether a value lies in memory rather than inside a fused chain."""

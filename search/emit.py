@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from hapsynth.graph import Boundary, Graph
 from hapsynth.instructions.factors import Triples
+from hapsynth.instructions.kernels import widens as makes_much
 from hapsynth.instructions.layout import Layout, R, is_partial
 from hapsynth.instructions.program import Compute, Convert, Instruction, Program, reads, region_of
 from hapsynth.search.formulate import Formulator, Hop
@@ -168,6 +169,8 @@ class _Node(NamedTuple):
     reduces: bool
     movable: bool
     """May wait until its first use, where it needs inputs alone."""
+    widens: bool
+    """Makes much out of little, in whatever kernel reads it: until then, the little is held."""
 
     @property
     def converts(self) -> bool:
@@ -217,7 +220,7 @@ class _Scheduler:
 
         The stage of a node is the number of rounds of collectives that must come before it; a region inside counts
         as one. Reductions run as soon as they can, which frees the partial; gathers as late as they can, and so do
-        ops that depend on inputs alone.
+        ops that depend on inputs alone, and broadcasts: no stage hands over what another can make out of less.
         """
         n = len(nodes)
         users: list[list[int]] = [[] for _ in range(n)]
@@ -232,7 +235,7 @@ class _Scheduler:
                 stage[i] = max(stage[i], stage[j] + (1 if nodes[j].collective and not node.collective else 0))
         for i in reversed(in_order):
             node = nodes[i]
-            if users[i] and (early[i] or node.gathers):
+            if users[i] and (early[i] or node.gathers or node.widens):
                 stage[i] = max(
                     stage[i],
                     min(stage[j] - (1 if node.collective and not nodes[j].collective else 0) for j in users[i]),
@@ -258,9 +261,9 @@ class _Scheduler:
             reduces = converts and isinstance(i, Convert) and i.source[i.axis].is_partial
             gathers = converts and not reduces
             enters = isinstance(i, Compute) and isinstance(self.graph.ops[i.op].primitive, Boundary)
-            nodes.append(
-                _Node(group, tuple(sorted(needs)), collective, gathers, reduces, not collective and not enters)
-            )
+            movable = not collective and not enters
+            widens = movable and isinstance(i, Compute) and makes_much(self.graph, self.graph.ops[i.op])
+            nodes.append(_Node(group, tuple(sorted(needs)), collective, gathers, reduces, movable, widens))
         return nodes
 
     @staticmethod

@@ -1,20 +1,17 @@
-"""Which values lie in memory: elementwise ops between others form one kernel with them (DESIGN D5)."""
+"""Which values lie in memory: elementwise ops between others form one kernel with them (DESIGN D5).
+
+Twice: `materialized` says what step times count as moved and searches as held, whatever XLA does; `Fusing` what XLA's
+kernels are.
+"""
 
 from __future__ import annotations
 
-from hapsynth.graph import Graph
-from hapsynth.instructions.rules.registry import is_fusible
+from typing import NamedTuple
 
-_COSTLY = frozenset(
-    (
-        *("tanh", "exp", "exp2", "expm1", "log", "log1p", "logistic", "div", "sqrt", "rsqrt", "cbrt", "pow", "rem"),
-        *("integer_pow", "erf", "erfc", "erf_inv", "sin", "cos", "tan", "asin", "acos", "atan", "atan2", "sinh"),
-        *("cosh", "asinh", "acosh", "atanh", "lgamma", "digamma", "random_bits"),
-    )
-)
-"""Elementwise ops whose result is kept rather than computed again by each kernel that reads it."""
-_SMALL = 8
-"""A tensor this many times smaller than what is made of it is as good as none."""
+from hapsynth.graph import Graph, Op
+from hapsynth.instructions.kernels import COSTLY, SMALL, made_again
+from hapsynth.instructions.rules.registry import is_fusible
+from hapsynth.search.inplace import overwritten
 
 
 def materialized(graph: Graph) -> list[bool]:
@@ -34,7 +31,68 @@ def materialized(graph: Graph) -> list[bool]:
             takers = {o for o, _ in graph.uses[value]}
             if value in outputs or not all(is_fusible(graph.ops[o]) for o in takers):
                 continue
-            large = [v for _, v in op.value_operands if nbytes(v) * _SMALL > nbytes(value)]
-            again = not large or (op.name not in _COSTLY and len(large) == 1 and stored[large[0]])
+            large = [v for _, v in op.value_operands if nbytes(v) * SMALL > nbytes(value)]
+            again = not large or (op.name not in COSTLY and len(large) == 1 and stored[large[0]])
             stored[value] = len(takers) > 1 and not again
     return stored
+
+
+_REDUCTIONS = ("reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or", "reduce_xor")
+_PRODUCTS = ("mul", "square")
+
+
+class Fusing(NamedTuple):
+    """What XLA's kernels find in memory and what they make themselves (`InstructionFusion`)."""
+
+    stored: list[bool]
+    """Whether a value is held: an elementwise op is part of the kernel that reads it, where that is one; of several
+    each makes it again, if it is cheap."""
+    again: list[bool]
+    """Whether elementwise kernels make a stored value again."""
+    reads_stored: list[bool]
+    """Whether an op finds its operands in memory: what is no part of an elementwise kernel. A reduction does, and of a
+    product that it sums up both factors (the CPU backend; on GPUs whole chains are part of reductions)."""
+    overwritten: list[tuple[int, ...]]
+    """Per op, the stored values in whose place its result may be written."""
+
+    @staticmethod
+    def of(graph: Graph) -> Fusing:
+        stored, reads_stored = _stored(graph)
+        again = [False] * len(graph.values)
+        outputs = {v for v in graph.outputs if isinstance(v, int)}
+        for op in filter(is_fusible, graph.ops):
+            for v in op.results:
+                again[v] = stored[v] and v not in outputs and made_again(graph, op, v)
+        return Fusing(stored, again, reads_stored, overwritten(graph, stored))
+
+
+def _stored(graph: Graph) -> tuple[list[bool], list[bool]]:
+    """Per value, whether it is held; per op, whether it finds its operands in memory."""
+    found = [True] * len(graph.values)
+    outputs = {v for v in graph.outputs if isinstance(v, int)}.union(graph.ties.values())
+    # The kernels that an op is part of: one, or two of several.
+    kernels: list[frozenset[int]] = [frozenset((op.index,)) for op in graph.ops]
+    reduces = [op.name in _REDUCTIONS for op in graph.ops]
+    reads_stored = [not is_fusible(op) for op in graph.ops]
+    for op in reversed(graph.ops):
+        if not is_fusible(op):
+            continue
+        for value in op.results:
+            takers = {o for o, _ in graph.uses[value]}
+            if value in outputs:
+                continue
+            if takers and all(reduces[o] for o in takers) and _is_reduced_with(op):
+                found[value] = False
+                reads_stored[op.index], reduces[op.index] = True, op.name == "neg"
+            elif not any(reads_stored[o] for o in takers):
+                reach = frozenset[int]().union(*(kernels[o] for o in takers))
+                found[value] = len(reach) > 1 and not made_again(graph, op, value)
+                if len(op.results) == 1 and not found[value]:
+                    kernels[op.index] = frozenset(sorted(reach)[:2])
+    return found, reads_stored
+
+
+def _is_reduced_with(op: Op) -> bool:
+    """Whether an op is part of the reduction that reads it: a product of two that are whole, and a sign."""
+    whole = all(shape == op.result_shapes[0] for shape in op.shapes) and len(op.value_operands) == len(op.operands)
+    return op.name == "neg" or (op.name in _PRODUCTS and whole)

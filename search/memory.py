@@ -22,6 +22,7 @@ from hapsynth.instructions.sizes import Classes, Sizes, layout_nodes
 from hapsynth.search.costs import CostModel, Floats, held_fraction
 from hapsynth.search.evaluate import largest_share
 from hapsynth.search.room import Room
+from hapsynth.search.scheduled import Scheduled
 from hapsynth.search.wires import PHASES, Buffer, Tensor, wires
 
 Cut = tuple[int, int]
@@ -331,8 +332,13 @@ def largest_of(sizes: Sizes, cut: Cut) -> float:
 
 
 def held_by(program: Program, sizes: Sizes, costs: CostModel) -> tuple[float, ...]:
-    """Bytes of each device at the fullest point of a program."""
-    return MemoryProfile(costs.graph, program, sizes.classes, costs).peaks(sizes)
+    """Bytes of each device at the fullest point of a program, in the switch form in XLA's order. What is within limits
+    is told by `MemoryProfile`, in the program's order."""
+    graph, room = costs.graph, costs.room
+    if room.exact or len(graph.regions) > 1:
+        return MemoryProfile(graph, program, sizes.classes, costs).peaks(sizes)
+    nbytes = lambda value, layout: padded_bytes(sizes, value, layout)
+    return (Scheduled(graph, program, costs.fusing, nbytes).peak(),) * costs.n
 
 
 def peak(program: Program, sizes: Sizes, costs: CostModel) -> float:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from hapsynth.graph import Graph
+from hapsynth.instructions.collectives import BUNDLED
 from hapsynth.instructions.layout import Layout
 from hapsynth.instructions.program import Convert, Program, reads, writes
 from hapsynth.instructions.sizes import Node, layout_nodes
@@ -58,7 +59,7 @@ def wires(graph: Graph, program: Program, tensors: Sequence[Tensor]) -> tuple[li
         if t.stop in stages and t.start < stages[t.stop][0]:
             i = program.instructions[t.stop]
             if isinstance(i, Convert) and (t.value, t.layout) in reads(graph, i):
-                stop = PHASES * (stages[t.stop][0] + 1) + (0 if _is_sent_as_it_is(i) and t.start >= 0 else 1)
+                stop = PHASES * (stages[t.stop][0] + 1) + (0 if _is_sent_as_it_is(graph, i) and t.start >= 0 else 1)
         spans.append((start, max(stop, start + 1)))
     return spans, found
 
@@ -79,9 +80,11 @@ def _stages(graph: Graph, program: Program) -> Iterator[tuple[int, int]]:
             made.add((sent.value, sent.target))
 
 
-def _is_sent_as_it_is(step: Convert) -> bool:
-    """Whether what is sent needs no room of its own where its source ends: it is whole on every device."""
-    return step.step == "all_reduce" and not layout_nodes(step.value, step.source)
+def _is_sent_as_it_is(graph: Graph, step: Convert) -> bool:
+    """Whether what is sent needs no room of its own where its source ends: it is whole on every device, and too large
+    to go with others."""
+    large = graph.values[step.value].nbytes > BUNDLED
+    return step.step == "all_reduce" and large and not layout_nodes(step.value, step.source)
 
 
 def _sent(graph: Graph, program: Program, i: int, start: int, end: int) -> Iterator[Buffer]:
@@ -93,7 +96,7 @@ def _sent(graph: Graph, program: Program, i: int, start: int, end: int) -> Itera
     match step.step:
         case "all_reduce":
             # In place; a whole target is what it gives.
-            yield Buffer(nbytes, source, True, start, end if _is_sent_as_it_is(step) else end + 1)
+            yield Buffer(nbytes, source, True, start, end if _is_sent_as_it_is(graph, step) else end + 1)
         case "all_gather":
             yield Buffer(nbytes, source, True, start, start + 2)
             yield Buffer(n * nbytes, source, True, start + 1, end + 1)

@@ -34,6 +34,7 @@ from hapsynth.instructions.program import (
 )
 from hapsynth.instructions.rules.registry import is_fusible
 from hapsynth.instructions.sizes import Node, Sizes, layout_nodes
+from hapsynth.lower._remake import needed_of, producers, remade
 
 # Made anew in every branch rather than passed into it: they cost nothing there and fuse with what reads them.
 CHEAP = ("broadcast_in_dim", "iota", "convert_element_type", "reshape", "squeeze", "expand_dims", "transpose")
@@ -94,11 +95,11 @@ class Cond:
 Step = Stage | Convert | Loop | Cond
 
 
-def split(graph: Graph, program: Program, sizes: Sizes) -> list[Step]:
+def split(graph: Graph, program: Program, sizes: Sizes, *, makes_again: bool = False) -> list[Step]:
     """The program's stages and what lies between them, in its order, without what nothing needs."""
     outputs = {(v, layout) for v, layout in zip(graph.outputs, program.outputs) if isinstance(v, int) and layout}
     block = _live(graph, nested(graph, program.instructions), set(program.inputs.items()), outputs)
-    return _Splitter(graph, program, sizes).steps(block, outputs)
+    return _Splitter(graph, program, sizes, makes_again).steps(block, outputs)
 
 
 def _end_needs(graph: Graph, block: Block) -> set[Property]:
@@ -158,8 +159,8 @@ def _is_boundary(i: Instruction | Block, graph: Graph) -> TypeGuard[Compute]:
 
 
 class _Splitter:
-    def __init__(self, graph: Graph, program: Program, sizes: Sizes) -> None:
-        self.graph, self.program, self.sizes = graph, program, sizes
+    def __init__(self, graph: Graph, program: Program, sizes: Sizes, makes_again: bool) -> None:
+        self.graph, self.program, self.sizes, self.makes_again = graph, program, sizes, makes_again
 
     def steps(self, block: Block, needed: set[Property]) -> list[Step]:
         """A region's steps; `needed` of what it makes is read after it."""
@@ -175,8 +176,9 @@ class _Splitter:
             else:
                 runs.append([i])
         needed = needed | _end_needs(graph, block)
+        made = producers(graph, [run if isinstance(run, list) else () for run in runs])
         steps: list[Step] = []
-        for run in reversed(runs):
+        for n, run in reversed([*enumerate(runs)]):
             if isinstance(run, Convert):
                 steps.append(run)
                 needed.update(reads(graph, run))
@@ -185,6 +187,8 @@ class _Splitter:
                     steps.append(self.region(run))
                 needed |= _reads_within(graph, run)
             else:
+                if self.makes_again:
+                    run = remade(graph, self.sizes, made, needed_of(graph, run, needed), n, needed)
                 steps.append(_stage(graph, self.program, self.sizes, run, needed))
                 needed.update(p for i in run for p in reads(graph, i))
         return steps[::-1]
