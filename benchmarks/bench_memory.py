@@ -4,7 +4,8 @@
 
 Models are the examples (all three by default) and those of tests/zoo. `xla` is arguments + results + temporaries, less
 what is aliased (donated state), of `compiled.memory_analysis()`; `live` is what XLA's own schedule holds at its fullest
-point, so xla / live is what its allocator loses. --tensors lists the largest of them, and of what was predicted.
+point, so xla / live is what its allocator loses. --tensors lists the largest of them, and of what the program holds in
+its own order (limits are judged by that; what is `predicted` is of the order in which XLA runs it).
 """
 
 from __future__ import annotations

@@ -57,8 +57,11 @@ def class_of(op: Op) -> str:
 
 def amount_of(op: Op) -> float:
     """What an op comes to, in what its class's curve counts: its FLOPs, `POSITION` more for each position of a
-    convolution's result, and more where a reduction's minor dimension is below `LANES`."""
+    convolution's result, more where a reduction's minor dimension is below `LANES`, and pooling's as often as its window
+    has positions."""
     flops = flops_of(op)
+    if class_of(op) == "pooling":
+        flops *= prod(op.params["window_dimensions"])
     if class_of(op) == "reduction" and op.name.startswith("reduce_") and "window" not in op.name and op.shapes[0]:
         flops *= max(1.0, LANES / max(op.shapes[0][-1], 1))
     if op.name == "conv_general_dilated":

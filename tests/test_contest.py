@@ -15,6 +15,7 @@ from jax.sharding import Mesh
 import hapsynth
 from hapsynth.cluster import Cluster
 from hapsynth.plan import Plan
+from hapsynth.search.memory import peak
 
 
 def step(state: Any, batch: jax.Array, *, rate: jax.Array) -> tuple[Any, jax.Array]:
@@ -79,7 +80,9 @@ def test_contenders_are_what_people_run_today(plan: Plan) -> None:
 
 def test_what_does_not_fit_takes_no_part(plan: Plan) -> None:
     tight = graphs.cluster([3.0, 3.0, 1.0, 1.0])
-    need = {name: max(p.memory) for name, p in hapsynth.contenders(plan, within=100.0).items()}
+    need = {
+        name: peak(p.program, p.sizes, p.cost_model()) for name, p in hapsynth.contenders(plan, within=100.0).items()
+    }
     limit = (min(need.values()) + max(need.values())) / 2
     held = hapsynth.synthesize(
         step, (STATE, BATCH), plan.mesh, cluster=tight, example_kwargs=GIVEN, leave_out=False, memory_limit=limit

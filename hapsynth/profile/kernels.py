@@ -15,7 +15,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from hapsynth.search.speeds import POSITION
+from hapsynth.instructions.rules.window import chosen_given
+from hapsynth.search.speeds import POSITION, amount_of, class_of
+from hapsynth.trace import trace
 
 Operand = tuple[tuple[int, ...], float]
 """Shape, and the value of every element."""
@@ -158,9 +160,13 @@ def _convolution(dtype: str, batch: int) -> Kernel:
 def _pooling(dtype: str, batch: int) -> Kernel:
     """The gradient of a maximum over 3 x 3, at every second position."""
     pooled = lambda x: lax.reduce_window(x, -jnp.inf, lax.max, (1, 3, 3, 1), (1, 2, 2, 1), "SAME")
-    gradient = lambda x, of: jax.vjp(pooled, x)[1](of)[0]
     images, halved = (batch, _IMAGE, _IMAGE, _CHANNELS), (batch, _IMAGE // 2, _IMAGE // 2, _CHANNELS)
-    return _repeated("pooling", dtype, batch, gradient, ((images, 1.0), (halved, 1.0)), prod(images), 2)
+    shapes = (jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)) for shape in (images, halved))
+    traced = trace(lambda x, of: jax.vjp(pooled, x)[1](of)[0], tuple(shapes))
+    (op,) = (op for op in traced.graph.ops if class_of(op) == "pooling")
+    # As it is lowered, not as XLA has it.
+    gradient = lambda x, of: chosen_given(of, x, op.params)
+    return _repeated("pooling", dtype, batch, gradient, ((images, 1.0), (halved, 1.0)), amount_of(op), 2)
 
 
 def _chain(family: str, dtype: str, size: int, op: Callable[..., Any], ops: int) -> Kernel:
