@@ -57,8 +57,8 @@ def class_of(op: Op) -> str:
 
 def amount_of(op: Op) -> float:
     """What an op comes to, in what its class's curve counts: its FLOPs, `POSITION` more for each position of a
-    convolution's result, more where a reduction's minor dimension is below `LANES`, and pooling's as often as its window
-    has positions."""
+    convolution's result, more where a reduction's minor dimension is below `LANES`, and of pooling as often as its
+    window has positions."""
     flops = flops_of(op)
     if class_of(op) == "pooling":
         flops *= prod(op.params["window_dimensions"])

@@ -89,10 +89,10 @@ def _select_and_scatter_add_on_shard(local: Local, operands: Sequence[Any]) -> l
 
 
 def chosen_given(source: Any, operand: Any, params: Mapping[str, Any]) -> Any:
-    """Each window's source, where its first best element is: `select_and_scatter_add`. XLA has no kernel for that: it makes integers of the
-    operand's shape for every dimension, chooses among them and scatters: four operands' worth of memory, and 9 to 17
-    times the time, at 3 x 3 with stride 2 0.8 (CPU, JAX 0.10.2). The bits are the same: windows that share an element
-    are added in their order."""
+    """Each window's source, where its first best element is: `select_and_scatter_add`. XLA has no kernel for that: it
+    makes integers of the operand's shape for every dimension, chooses among them and scatters: four operands' worth of
+    memory, and 2 to 8 times the time (CPU, JAX 0.10.2). The bits are the same: windows that share an element are added
+    in their order."""
     better, steps, padding = params["select_prim"], params["window_strides"], params["padding"]
     outside = jnp.asarray(-jnp.inf if better is lax.ge_p else jnp.inf, operand.dtype)
     whole = lax.pad(operand, outside, [(*p, 0) for p in padding])
