@@ -241,7 +241,12 @@ class _Scheduler:
                     min(stage[j] - (1 if node.collective and not nodes[j].collective else 0) for j in users[i]),
                 )
         position = {i: p for p, i in enumerate(in_order)}
-        return sorted(range(n), key=lambda i: (stage[i], nodes[i].collective, position[i]))
+        # Of collectives that wait for others of their stage, those that wait for as many run together.
+        depth = [0] * n
+        for i in in_order:
+            before = (j for j in nodes[i].needs if nodes[j].collective and stage[j] == stage[i])
+            depth[i] = max((depth[j] + 1 for j in before), default=0)
+        return sorted(range(n), key=lambda i: (stage[i], nodes[i].collective, depth[i], position[i]))
 
     def _nodes(self, region: int) -> list[_Node]:
         groups: list[tuple[int, ...]] = [(i,) for i in self.members[region]]

@@ -26,7 +26,7 @@ def updates(graph: Graph) -> frozenset[int]:
 
     def only_updates(value: int) -> bool:
         made = (r for op, _ in graph.uses[value] for r in graph.ops[op].results)
-        return all(r in found | norms or not graph.values[r].shape for r in made)
+        return all(r in found or r in norms or not graph.values[r].shape for r in made)
 
     for op in reversed(graph.ops):
         if is_fusible(op) and {shape for shape in op.shapes if shape} == set(op.result_shapes):
