@@ -3,9 +3,9 @@ and what a scatter or an update adds to."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-from hapsynth.graph import Graph, Op
+from hapsynth.graph import Graph, Op, Operand
 from hapsynth.instructions.layout import Layout
 from hapsynth.instructions.rules.registry import is_fusible
 
@@ -25,6 +25,8 @@ def overwritten(graph: Graph, stored: Sequence[bool]) -> list[tuple[int, ...]]:
     """Per op, the stored values in whose place its stored result may be written: those that reach it by elementwise
     ops alone, in its shape and type (`HloDataflowAnalysis::CanShareOperandBufferWithUser`)."""
     found: list[tuple[int, ...]] = []
+    # An argument's place is kept for what the step leaves of it.
+    kept = {graph.inputs[source]: graph.outputs[target] for source, target in graph.carry}
     for op in graph.ops:
         if len(op.results) != 1 or not stored[op.results[0]]:
             found.append(())
@@ -32,13 +34,13 @@ def overwritten(graph: Graph, stored: Sequence[bool]) -> list[tuple[int, ...]]:
             first = op.operands[0]
             found.append((first,) if isinstance(first, int) and stored[first] else ())
         else:
-            found.append(_elementwise_leaves(graph, stored, op) if is_fusible(op) else ())
+            found.append(_elementwise_leaves(graph, stored, kept, op) if is_fusible(op) else ())
     return found
 
 
-def _elementwise_leaves(graph: Graph, stored: Sequence[bool], op: Op) -> tuple[int, ...]:
+def _elementwise_leaves(graph: Graph, stored: Sequence[bool], kept: Mapping[int, Operand], op: Op) -> tuple[int, ...]:
     """The stored values of a result's shape and type that the fused chain which ends in it reads nowhere else but at
-    the result's own position."""
+    the result's own position. `kept`: carried argument -> what the step leaves of it."""
     shape, dtype = op.result_shapes[0], op.result_dtypes[0]
     own: dict[int, bool] = {}
     waiting = [(op, True)]
@@ -52,8 +54,6 @@ def _elementwise_leaves(graph: Graph, stored: Sequence[bool], op: Op) -> tuple[i
             own[v] = same
             if not stored[v]:
                 waiting.append((graph.ops[graph.producer[v]], same))
-    # An argument's place is kept for what the step leaves of it.
-    kept = {graph.inputs[source]: graph.outputs[target] for source, target in graph.carry}
     there = lambda v: v in graph.producer or kept.get(v) == op.results[0]
     return tuple(v for v, same in own.items() if same and stored[v] and graph.values[v].dtype == dtype and there(v))
 
