@@ -102,8 +102,7 @@ class Worker:
         self.meet()
         if known:
             return hapsynth.Cluster.load(file)
-        # A minute, not two.
-        asked = Options(limit_s=0.2, window_s=0.05)
+        asked = Options(limit_s=0.2, window_s=0.2, longest_s=0.5)
         cluster = profile(self.job, asked, None, force=True, note=self.tell)
         if self.job.first:
             cluster.save(file)

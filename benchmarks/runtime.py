@@ -14,8 +14,9 @@ may be added to `--systems`.
 All systems are stepped in rounds, in random order, in the same processes, but `ddp` in children of these that sleep
 until it is their turn (`_ddp.py`); a step takes until its last process has its results. What is predicted (of all but
 `ddp`) is in the JSON file before anything is measured. After the last round each system's state and losses must agree
-with those of as many steps in one process. `ideal`: that one process's time for a step, as if its core's speed could be
-had of all the quotas together at no cost.
+with those of as many steps in one process. `ideal`: all work at the speed of all processes together, at no cost; each
+process's speed is that at which it does whole steps by itself while the others do too. `by quota`: the same of what the
+quotas promise, by the speed of the first (a process that is stopped every few milliseconds has a little less).
 """
 
 from __future__ import annotations
@@ -58,18 +59,20 @@ SYSTEMS = ("plan", "fastest", "even", "by_speed", "fsdp", "hap")
 _WITHIN, _TRIED = 1.1, 5
 """What takes part in the contest: predicted to take so many times as long as the plan at most; steps of each turn."""
 _WARM_UP = 2
+_ALONE = 3
+"""Steps that every process does by itself to see how fast it is."""
 SMALL = replace(models.BERT, batch=1, width=256, heads=8, ff=1024, vocab=2048, post_norm=False, causal=True)
 
 
 def mlp(n: int) -> models.Target:
-    """1.3e6 parameters, 8192 rows: bound by compute."""
-    config = models.Perceptron(batch=8192 // n, width=512, classes=512, activation=jax.nn.silu)
+    """1.3e6 parameters, 16384 rows: bound by compute."""
+    config = models.Perceptron(batch=16384 // n, width=512, classes=512, activation=jax.nn.silu)
     return models.mlp(n, layers=4, config=config)
 
 
 def lm(n: int) -> models.Target:
-    """A causal transformer of 2e6 parameters, 32 sequences of 128."""
-    return models.language_model(n, 2, replace(SMALL, batch=32 // n))
+    """A causal transformer of 2e6 parameters, 48 sequences of 128."""
+    return models.language_model(n, 2, replace(SMALL, batch=48 // n))
 
 
 def cnn(n: int) -> models.Target:
@@ -130,18 +133,20 @@ class Measuring(Worker):
                 self.meet()
         wanted: Any = None
         losses: list[float] = []
-        self.tell(f"{name}: one process alone")
+        self.tell(f"{name}: each process alone")
+        took: list[float] = []
+        for _ in range(self.options.rounds if self.job.first else _ALONE):
+            began = time.perf_counter()
+            losses.append(alone.step())
+            took.append(time.perf_counter() - began)
+        self.meet()
+        each = self.job.gather(np.array([[statistics.median(took)]]))[:, 0]
         if self.job.first:
-            took: list[float] = []
-            for _ in range(self.options.rounds):
-                began = time.perf_counter()
-                losses.append(alone.step())
-                took.append(time.perf_counter() - began)
             wanted = alone.values()
             quotas = [float(q) for q in CLUSTERS[self.options.cluster]["quotas"].split(":")]
-            ideal = statistics.median(took[1:]) * quotas[0] / sum(quotas)
+            by_quota = float(each[0]) * quotas[0] / sum(quotas)
             for row in rows:
-                row.said["ideal_s"] = ideal
+                row.said |= {"ideal_s": 1 / float((1 / each).sum()), "by_quota_s": by_quota}
             self.write(rows)
         self.meet()
         self.tell(f"{name}: measuring")
@@ -234,7 +239,8 @@ def report(rows: Sequence[dict[str, Any]]) -> bool:
         these = {r["system"]: r for r in rows if (r["model"], r["cluster"]) == (model, where)}
         base = "even" if "even" in these else next(iter(these))
         ideal = next(iter(these.values()))["ideal_s"]
-        print(f"\n{model} on {where} ({CLUSTERS[where]['quotas']}): ideal {ideal:.3f} s")
+        by_quota = next(iter(these.values()))["by_quota_s"]
+        print(f"\n{model} on {where} ({CLUSTERS[where]['quotas']}): ideal {ideal:.3f} s, by quota {by_quota:.3f} s")
         print(f"{'system':<20}{'median':>10}{'spread':>8}{f'{base} / it':>12}{'middle half':>16}{'predicted':>12}"
               f"{'pred/meas':>10}{'ideal/it':>10}{'off':>10}")  # fmt: skip
         for name, r in these.items():

@@ -70,7 +70,8 @@ def test_all_clusters_run_the_same_model(name: str) -> None:
 
 
 def test_the_report_refuses_values_that_differ(capsys: pytest.CaptureFixture[str]) -> None:
-    row = {"model": "mlp", "cluster": "2", "median_s": 1.0, "spread": 0.1, "predicted_s": 0.9, "ideal_s": 0.8}
+    row = {"model": "mlp", "cluster": "2", "median_s": 1.0, "spread": 0.1, "predicted_s": 0.9}
+    row |= {"ideal_s": 0.8, "by_quota_s": 0.7}
     even = {**row, "system": "even", "times_s": [1.0] * 5, "off": 1e-6}
     plan = {**row, "system": "plan", "times_s": [9.0, 9.0, 0.5, 0.5, 0.5], "median_s": 0.5, "off": 1e-6}
     assert runtime.report([even, plan])
