@@ -158,7 +158,8 @@ class Plan(Planned):
     def _form(self) -> tuple[Chosen, str]:
         if self._asked != "auto":
             return self._asked, "it was asked for"
-        return chosen_form(self.result, self.mesh, only_staged(self.traced.graph, self.result, self.cluster))
+        needed = only_staged(self.traced.graph, self.result, self.cluster)
+        return chosen_form(self.result, self.cluster, self.mesh, needed)
 
     def lower(self, *args: Any, **kwargs: Any) -> Any:
         """JAX's lowered function, with `.as_text()` and `.compile()`; arguments, or their structs, are only checked.

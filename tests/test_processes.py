@@ -12,6 +12,9 @@ CODE = """
     import numpy as np
     from jax.sharding import Mesh
     import hapsynth
+    from hapsynth.jobs import preflight
+    from hapsynth.lower import _meetings
+    from hapsynth.lower._schedule import CollectiveStage
     from hapsynth.plan import Plan
     from slow_devices import slow_cluster
 
@@ -48,6 +51,19 @@ CODE = """
     kept = staged.shard((w, jax.random.key(3)), x)
     held = sum(a.nbytes for a in kept[1].data.arrays) if uneven else kept[1].addressable_data(0).nbytes
     assert staged.check((w, jax.random.key(3)), x).ok
+
+    def meetings(worth):
+        # Of one call, but the first: that meets everywhere.
+        _meetings.WORTH_S = worth
+        again = Plan(plan.traced, plan.result, plan.cluster, mesh, step, form="staged")
+        args = again.shard((w, jax.random.key(3)), x)
+        state, _ = again(*args)
+        before = preflight._job.meetings[0, 1]
+        again(state, args[1])
+        return preflight._job.meetings[0, 1] - before
+
+    stages = sum(isinstance(item, CollectiveStage) for item in staged.lowered.items)
+    assert stages and meetings(0.0) == stages and meetings(1e12) == 0
     print("right", staged.lowered.fingerprint, held)
 """
 

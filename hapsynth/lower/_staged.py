@@ -26,6 +26,7 @@ from hapsynth.lower._control import run_cond, run_loop
 from hapsynth.lower._exact import ExactStorage
 from hapsynth.lower._form import Form
 from hapsynth.lower._groups import Group, groups_of
+from hapsynth.lower._meetings import Meetings
 from hapsynth.lower._run import Run
 from hapsynth.lower._schedule import (
     CollectiveStage,
@@ -83,7 +84,9 @@ class Staged(Form):
         _ = self.compiled
         with _jax.no_mesh():
             run = Run(self, [*stored, *self.placed_constants])
+            self.meetings.begin()
             run.items(self.items)
+            self.meetings.end()
             return run.outputs()
 
     def lower(self) -> LoweredStages:
@@ -118,6 +121,11 @@ class Staged(Form):
         last = Moves(tuple(sources), tuple(Slot("output", i) for i in range(len(sources))))
         kept = [(v, inputs[v]) for v, donated in zip(graph.inputs, self.donated) if not donated]
         return schedule(graph, self.steps, last, [*kept, *((v, inputs[v]) for v in graph.constants)])
+
+    @cached_property
+    def meetings(self) -> Meetings:
+        collective = [item for item in _flat(self.items) if isinstance(item, CollectiveStage)]
+        return Meetings(self.mesh, self.local.platform, collective)
 
     @cached_property
     def stages(self) -> dict[LocalStage | CollectiveStage, list[Any]]:
