@@ -4,12 +4,13 @@
                                  [--systems plan,even] [--torch PYTHON]
 
 Same function, global batch, first state and arguments for all; float32, one thread per process, donation, and memory
-that is kept (malloc). `plan`: hapsynth's, on the cluster that `hapsynth profile` measures here. `even`: stock
-`jax.jit`, data parallel. `by_speed`: uneven batch by hand. `fsdp`: stock `jax.jit`, ZeRO-3. `hap`: what HAP's rules
-and costs would choose, at its one ratio. `fastest`: of the plan and what people run today as plans, the one that is the
-fastest in a short contest before (`hapsynth.fastest`). `ddp`: PyTorch's DistributedDataParallel over gloo, batch cut
-evenly, where an interpreter with PyTorch is named (`--torch`, HAPSYNTH_TORCH). Any name of `hapsynth.search.baselines`
-may be added to `--systems`.
+that is kept (malloc). `plan`: hapsynth's, on the cluster that `hapsynth profile` measures here, at the sizes that
+a `hapsynth.Monitor` proposes in its first steps. `even`: stock `jax.jit`, data parallel. `by_speed`: uneven batch by
+hand, by the speeds at which the processes do this very step alone. `fsdp`: stock `jax.jit`, ZeRO-3. `hap`: what HAP's
+rules and costs would choose, at its one ratio. `fastest`: of the plan and what people run today as plans, the one that
+is the fastest in a short contest before (`hapsynth.fastest`). `ddp`: PyTorch's DistributedDataParallel over gloo, batch
+cut evenly, where an interpreter with PyTorch is named (`--torch`, HAPSYNTH_TORCH). Any name of
+`hapsynth.search.baselines` may be added to `--systems`.
 
 All systems are stepped in rounds, in random order, in the same processes, but `ddp` in children of these that sleep
 until it is their turn (`_ddp.py`); a step takes until its last process has its results. What is predicted (of all but
@@ -46,6 +47,7 @@ from emulated import machines
 from peers import AGREE, Alone, Arguments, BySpeed, Jitted, Planned, System, begun, differences, rows_by_speed
 
 import hapsynth
+from hapsynth.profile.sampling import Floats
 from hapsynth.search.baselines import NAMES
 from hapsynth.trace import trace
 
@@ -59,6 +61,8 @@ SYSTEMS = ("plan", "fastest", "even", "by_speed", "fsdp", "hap")
 _WITHIN, _TRIED = 1.1, 5
 """What takes part in the contest: predicted to take so many times as long as the plan at most; steps of each turn."""
 _WARM_UP = 2
+_WATCHED = 3
+"""Steps in which a monitor looks at the plan."""
 _ALONE = 3
 """Steps that every process does by itself to see how fast it is."""
 SMALL = replace(models.BERT, batch=1, width=256, heads=8, ff=1024, vocab=2048, post_norm=False, causal=True)
@@ -122,27 +126,18 @@ class Measuring(Worker):
                 for system, plan in chosen(planned, fn, shapes, traced, cluster).items():
                     plan.save(self.folder / f"{name}-{system}.json")
             self.meet()
-        rows = [self.row(s, name, fn, shapes, arguments, cluster) for s in self.options.systems]
+        each, losses, wanted = self.alone(name, fn, arguments)
+        rows = [self.row(s, name, fn, shapes, arguments, 1 / each) for s in self.options.systems]
         with emulated.unlimited():
             self.tell(f"{name}: compiling")
-            alone = Alone(fn)
-            for system in [*(row.system for row in rows), alone]:
-                system.place(arguments)
-                system.step()
-                system.place(arguments)
-                self.meet()
-        wanted: Any = None
-        losses: list[float] = []
-        self.tell(f"{name}: each process alone")
-        took: list[float] = []
-        for _ in range(self.options.rounds if self.job.first else _ALONE):
-            began = time.perf_counter()
-            losses.append(alone.step())
-            took.append(time.perf_counter() - began)
+            for row in rows:
+                self.ready(row.system, arguments)
+        self.tell(f"{name}: watching")
+        for row in rows:
+            if row.said["system"] == "plan" and isinstance(row.system, Planned) and not row.system.idle:
+                self.watched(row, arguments)
         self.meet()
-        each = self.job.gather(np.array([[statistics.median(took)]]))[:, 0]
         if self.job.first:
-            wanted = alone.values()
             quotas = [float(q) for q in CLUSTERS[self.options.cluster]["quotas"].split(":")]
             by_quota = float(each[0]) * quotas[0] / sum(quotas)
             for row in rows:
@@ -158,10 +153,51 @@ class Measuring(Worker):
             if isinstance(row.system, _ddp.Ddp):
                 row.system.close()
 
-    def row(
-        self, system: str, model: str, fn: Any, shapes: Any, arguments: Arguments, cluster: hapsynth.Cluster
-    ) -> Row:
-        """A system, ready to be given its arguments. Stock JAX is predicted as the same program of hapsynth's."""
+    def alone(self, name: str, fn: Any, arguments: Arguments) -> tuple[Floats, list[float], Any]:
+        """Seconds in which each process does a whole step by itself; the losses and the last state, where this is the
+        first one."""
+        self.tell(f"{name}: each process alone")
+        alone = Alone(fn)
+        with emulated.unlimited():
+            self.ready(alone, arguments)
+        took: list[float] = []
+        losses: list[float] = []
+        for _ in range(self.options.rounds if self.job.first else _ALONE):
+            began = time.perf_counter()
+            losses.append(alone.step())
+            took.append(time.perf_counter() - began)
+        self.meet()
+        each = self.job.gather(np.array([[statistics.median(took)]]))[:, 0]
+        return each, losses, alone.values() if self.job.first else None
+
+    def ready(self, system: System, arguments: Arguments) -> None:
+        """Compiled, with its arguments in place; called by all."""
+        system.place(arguments)
+        system.step()
+        system.place(arguments)
+        self.meet()
+
+    def watched(self, row: Row, arguments: Arguments) -> None:
+        """The plan at the sizes that a monitor proposes in its first steps, if it does: a profile is some minutes old,
+        and not of these ops."""
+        assert isinstance(row.system, Planned)
+        monitor = hapsynth.Monitor(row.system.plan, every=1, window=_WATCHED, probe_s=0.5)
+        for _ in range(_WATCHED):
+            row.system.step()
+            if proposal := monitor.step():
+                row.said |= {"proposed": proposal.slowdown, "predicted_s": proposal.after_s}
+                row.system = Planned(proposal.plan)
+                with emulated.unlimited():
+                    proposal.plan.lower().compile()
+        row.system.place(arguments)
+        row.system.step()
+        row.system.place(arguments)
+
+    def row(self, system: str, model: str, fn: Any, shapes: Any, arguments: Arguments, speeds: Floats) -> Row:
+        """A system, ready to be given its arguments. Stock JAX is predicted as the same program of hapsynth's.
+
+        `speeds`: of the processes, as they were just measured with this model.
+        """
         said: dict[str, Any] = {"model": model, "cluster": self.options.cluster, "system": system}
         if system == "ddp":
             number = self.options.only.index(model)
@@ -177,7 +213,7 @@ class Measuring(Worker):
                 made = Jitted(fn, self.mesh, arguments, cut_state=system == "fsdp")
             case "by_speed":
                 rows = jax.tree.leaves(arguments[1])[0].shape[0]
-                made = BySpeed(fn, self.mesh, rows_by_speed(rows, [k.flops["float32"] for k in cluster.devices]))
+                made = BySpeed(fn, self.mesh, rows_by_speed(rows, speeds.tolist()))
             case _:
                 made = Planned(plan)
         said["predicted_s"] = plan.cost

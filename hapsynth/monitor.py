@@ -2,8 +2,9 @@
 
 In a synchronous step every process sees the same wall time, that of the slowest, so wall time says nothing of who is
 slow. Nor does a process's CPU time: one that is held to a part of a core (a cgroup quota, a busy neighbour) takes as
-many CPU seconds for its work as before, only later. What tells is the wall time of work that waits for nobody. So the
-monitor stops now and then and runs the plan's heaviest op by itself, on this process's own shards.
+many CPU seconds for its work as before, only later. What tells is the wall time of work that waits for nobody. Where
+the stages of a plan meet before they send (`hapsynth.lower._meetings`), a call now and then measures just that. Else
+the monitor stops now and then and runs the plan's heaviest op by itself, on this process's own shards.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ import numpy as np
 from hapsynth import _jax
 from hapsynth.graph import Boundary
 from hapsynth.instructions.program import Compute, reads, writes
-from hapsynth.lower import Interpreter, Where
+from hapsynth.lower import Interpreter, Staged, Where
+from hapsynth.lower._meetings import Meetings
 from hapsynth.rebalance import THRESHOLD, Proposal, busy_seconds, gathered, propose
 from hapsynth.search.costs import CostModel
 from hapsynth.search.evaluate import device_seconds
@@ -113,7 +115,8 @@ class Monitor:
                 plan, state = proposal.plan, proposal.plan.adopt(state, plan)
 
     Every `every` calls of `step` each process measures its slowdown, measured over predicted seconds of its own
-    computing: `probe_s` seconds of the heaviest op alone, or the median of the seconds given to `step` since. The
+    computing: in the call just made, where the plan runs in stages on CPUs of several processes, otherwise in `probe_s`
+    seconds of the heaviest op alone; or the median of the seconds given to `step` since. The
     median of the last `window` measurements of each counts. A plan is proposed where a step is predicted to take at
     least the fraction `threshold` less, by each of these measurements alone. After that the monitor watches the
     proposed plan, from a new window on.
@@ -144,6 +147,18 @@ class Monitor:
         self.plan = plan
         self.__dict__.pop("_probe", None)
         self._measured.clear()
+        self._ask()
+
+    def _ask(self) -> None:
+        """For the next call to be measured, where its results are."""
+        if self._meetings is not None and (self._steps + 1) % self.every == 0:
+            self._meetings.measured = True
+
+    @property
+    def _meetings(self) -> Meetings | None:
+        """Of a plan whose calls can be measured."""
+        lowered = self.plan.lowered
+        return lowered.meetings if isinstance(lowered, Staged) and lowered.meetings.possible else None
 
     @cached_property
     def _probe(self) -> Probe:
@@ -160,10 +175,13 @@ class Monitor:
                 raise ValueError(f"seconds is {seconds!r}; give the positive seconds that this process computed")
             self._given.append(seconds)
         self._steps += 1
-        if self._steps % self.every:
+        due = self._steps % self.every == 0
+        if due:
+            self._measured.append(self._slowdown(results))
+            self._given.clear()
+        self._ask()
+        if not due:
             return None
-        self._measured.append(self._slowdown(results))
-        self._given.clear()
         if len(self._measured) < (self._measured.maxlen or 1):
             return None
         assert self.plan.mesh is not None
@@ -174,10 +192,13 @@ class Monitor:
         return proposal
 
     def _slowdown(self, results: Any) -> float:
-        if not self._given:
+        seconds = self._given
+        if not seconds and self._meetings is not None and not self._meetings.measured:
+            seconds = [self._meetings.local_s]
+        if not seconds:
             jax.block_until_ready(results)
             return self._probe.slowdown(self.probe_s)
         assert self.plan.mesh is not None
         mine = [d.process_index == jax.process_index() for d in self.plan.mesh.devices.flat]
         predicted = float(busy_seconds(self.plan)[mine].max())
-        return statistics.median(self._given) / predicted if predicted else 1.0
+        return statistics.median(seconds) / predicted if predicted else 1.0

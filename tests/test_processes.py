@@ -127,6 +127,15 @@ FED = """
     for _ in range(2):
         state, _ = plan(state, batch)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), plan.unshard(state), want)
+    # Where stages meet, a call now and then tells how long each computes, and no op is run by itself.
+    hapsynth.monitor.Probe.slowdown = None
+    assert plan.form == "staged"
+    watching = hapsynth.Monitor(plan, every=2, window=3, threshold=0.99)
+    for i in range(4):
+        plan.lowered.meetings.local_s = 0.0
+        state, _ = plan(state, batch)
+        assert (plan.lowered.meetings.local_s > 0) == (i % 2 == 1), i
+        assert watching.step() is None
     # Both tell the same of a contest.
     found = hapsynth.fastest({"new": plan, "even": even}, given, x, steps=1)
     assert min(found.seconds.values()) > 0

@@ -86,8 +86,9 @@ class Staged(Form):
             run = Run(self, [*stored, *self.placed_constants])
             self.meetings.begin()
             run.items(self.items)
-            self.meetings.end()
-            return run.outputs()
+            outputs = run.outputs()
+            self.meetings.end(outputs)
+            return outputs
 
     def lower(self) -> LoweredStages:
         """The lowered stages: `.as_text()`, `.compile()`."""
