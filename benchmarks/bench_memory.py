@@ -4,8 +4,8 @@
 
 Models are the examples (all three by default) and those of tests/zoo. `xla` is arguments + results + temporaries, less
 what is aliased (donated state), of `compiled.memory_analysis()`; `live` is what XLA's own schedule holds at its fullest
-point, so xla / live is what its allocator loses. --tensors lists the largest of them, and of what the program holds in
-its own order (limits are judged by that; what is `predicted` is of the order in which XLA runs it).
+point, so xla / live is what its allocator loses. --tensors lists the largest of them, and of what is predicted at the
+fullest point: in the order in which XLA runs it or, with loops or branches, in the program's own.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def one(name: str, cluster_name: str, dump: Path) -> dict[str, Any]:
     import hapsynth
     from hapsynth.instructions.program import FactorTable
     from hapsynth.search.costs import CostModel
-    from hapsynth.search.memory import MemoryProfile, padded_bytes
+    from hapsynth.search.memory import held_at_peak
 
     jax.config.update("jax_num_cpu_devices", 8)
     cluster = hapsynth.Cluster.load(ROOT / "examples" / "clusters" / f"{cluster_name}.toml")
@@ -56,10 +56,8 @@ def one(name: str, cluster_name: str, dump: Path) -> dict[str, Any]:
     live = re.findall(r"^    (\S+?)\{[\d,]*\}: (\d+) bytes", ranges.read_text().partition("(peak):")[2], re.MULTILINE)
 
     graph, sizes = plan.traced.graph, plan.sizes
-    profile = MemoryProfile(graph, plan.program, sizes.classes, CostModel(graph, plan.used, FactorTable(graph)))
-    point = int(profile.at(sizes).argmax())
-    held = [t for t in profile.tensors if t.start + 1 <= point <= t.stop + 1]
-    maker = lambda v: graph.ops[graph.producer[v]].name if v in graph.producer else "argument"
+    held = held_at_peak(plan.program, sizes, CostModel(graph, plan.used, FactorTable(graph)))
+    maker = lambda v: "bundle" if v < 0 else graph.ops[graph.producer[v]].name if v in graph.producer else "argument"
     return {
         "model": name,
         "cluster": cluster_name,
@@ -68,7 +66,7 @@ def one(name: str, cluster_name: str, dump: Path) -> dict[str, Any]:
         "arguments": xla.argument_size_in_bytes / MIB,
         "temporary": xla.temp_size_in_bytes / MIB,
         "live": sum(int(size) for _, size in live) / MIB,
-        "predicted_tensors": [(maker(t.value), padded_bytes(sizes, t.value, t.layout) / MIB) for t in held],
+        "predicted_tensors": [(maker(value), nbytes / MIB) for value, nbytes in held],
         "xla_tensors": [(re.sub(r"[.\d]+$", "", tensor), int(size) / MIB) for tensor, size in live],
     }
 

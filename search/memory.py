@@ -21,6 +21,7 @@ from hapsynth.instructions.program import Compute, Program, Property, reads, reg
 from hapsynth.instructions.sizes import Classes, Sizes, layout_nodes
 from hapsynth.search.costs import CostModel, Floats, held_fraction
 from hapsynth.search.evaluate import largest_share
+from hapsynth.search.kernels import Kernels
 from hapsynth.search.room import Room
 from hapsynth.search.scheduled import Scheduled
 from hapsynth.search.wires import PHASES, Buffer, Tensor, wires
@@ -334,11 +335,30 @@ def largest_of(sizes: Sizes, cut: Cut) -> float:
 def held_by(program: Program, sizes: Sizes, costs: CostModel) -> tuple[float, ...]:
     """Bytes of each device at the fullest point of a program, in the switch form in XLA's order. What is within limits
     is told by `MemoryProfile`, in the program's order."""
-    graph, room = costs.graph, costs.room
-    if room.exact or len(graph.regions) > 1:
-        return MemoryProfile(graph, program, sizes.classes, costs).peaks(sizes)
+    if _is_in_own_order(costs):
+        return MemoryProfile(costs.graph, program, sizes.classes, costs).peaks(sizes)
+    return (_scheduled(program, sizes, costs).peak(),) * costs.n
+
+
+def held_at_peak(program: Program, sizes: Sizes, costs: CostModel) -> list[tuple[int, float]]:
+    """What the switch form holds at that point: values (-1: what several collectives send or get as one), and the bytes
+    of each."""
+    if not _is_in_own_order(costs):
+        scheduled = _scheduled(program, sizes, costs)
+        return [(t.value, scheduled.nbytes(t)) for t in scheduled.held]
+    profile = MemoryProfile(costs.graph, program, sizes.classes, costs)
+    fullest = int(profile.at(sizes).argmax())
+    held = [t for t, b in zip(profile.tensors, profile.buffers) if b.start <= fullest < b.stop]
+    return [(t.value, padded_bytes(sizes, t.value, t.layout)) for t in held]
+
+
+def _is_in_own_order(costs: CostModel) -> bool:
+    return costs.room.exact or len(costs.graph.regions) > 1
+
+
+def _scheduled(program: Program, sizes: Sizes, costs: CostModel) -> Scheduled:
     nbytes = lambda value, layout: padded_bytes(sizes, value, layout)
-    return (Scheduled(graph, program, costs.fusing, nbytes).peak(),) * costs.n
+    return Scheduled(Kernels(costs.graph, program, sizes, costs.fusing, nbytes))
 
 
 def peak(program: Program, sizes: Sizes, costs: CostModel) -> float:

@@ -27,7 +27,7 @@ from hapsynth.instructions.layout import Placement
 from hapsynth.instructions.program import Convert
 from hapsynth.lower import _bundles
 from hapsynth.plan import Plan
-from hapsynth.search import updates
+from hapsynth.search import bundled, updates
 from hapsynth.search.baselines import Baseline, Baselines
 from hapsynth.search.planner import Planner
 from hapsynth.trace import Traced, trace
@@ -77,7 +77,7 @@ def cluster(name: str) -> Cluster:
 @pytest.fixture(autouse=True)
 def collectives_go_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """These small weights stand for large ones, whose collectives have a latency each, and are compiled one by one."""
-    for module in (_bundles, updates):
+    for module in (_bundles, bundled, updates):
         monkeypatch.setattr(module, "BUNDLED", -1)
 
 

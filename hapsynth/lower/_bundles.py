@@ -6,7 +6,7 @@ all-reduces of 1 KiB took 161 ms with gloo, one of 20 KiB 5 ms. What a large one
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from math import prod
@@ -17,17 +17,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from hapsynth._jax import is_extended, itemsize
-from hapsynth.graph import Graph
+from hapsynth.instructions.bundles import TOGETHER, family, filled
 from hapsynth.instructions.collectives import BUNDLED
 from hapsynth.instructions.program import Convert
 from hapsynth.instructions.sizes import Sizes
-from hapsynth.lower._collectives import REDUCE, exchange, is_empty
+from hapsynth.lower._collectives import REDUCE, exchange
 from hapsynth.lower._reshare import Recut
-from hapsynth.lower._stages import Step
-
-_TOGETHER = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all")
-_BUNDLE = 16 * BUNDLED
-"""Bytes of a bundle, on each device."""
 
 
 @dataclass(frozen=True)
@@ -102,21 +97,12 @@ class Bundle:
 def bundles(steps: Sequence[Convert], sent: Sequence[Any], platform: str) -> list[Bundle]:
     """Collectives that don't depend on one another, those that can go as one together; the same in all processes.
     `sent`: the shape and dtype that each takes. Where XLA joins them itself each is alone."""
-    groups: list[list[int]] = []
-    held: dict[Hashable, tuple[list[int], int]] = {}
-    for i, (step, struct) in enumerate(zip(steps, sent, strict=True)):
-        nbytes = prod(struct.shape) * itemsize(struct.dtype)
-        if platform != "cpu" or is_extended(struct.dtype) or step.step not in _TOGETHER or nbytes > BUNDLED:
-            groups.append([i])
-            continue
-        reduction = step.source[step.axis].reduction if step.step == "all_reduce" else ""
-        family = step.step, step.axis, reduction, str(struct.dtype)
-        group, full = held.get(family, ([], _BUNDLE))
-        if full + nbytes > _BUNDLE:
-            group, full = [], 0
-            groups.append(group)
-        group.append(i)
-        held[family] = group, full + nbytes
+    families: list[Hashable | None] = []
+    sizes = [prod(s.shape) * itemsize(s.dtype) for s in sent]
+    for step, struct, nbytes in zip(steps, sent, sizes, strict=True):
+        alone = platform != "cpu" or is_extended(struct.dtype) or step.step not in TOGETHER or nbytes > BUNDLED
+        families.append(None if alone else family(step, str(struct.dtype)))
+    groups = filled(families, sizes)
     structs = [jax.ShapeDtypeStruct(s.shape, s.dtype) for s in sent]
     return [Bundle(tuple(steps[i] for i in g), tuple(structs[i] for i in g)) for g in groups]
 
@@ -129,25 +115,3 @@ def _kind(sizes: Sizes, step: Convert) -> Hashable:
     if step.step == "reshare":
         return Recut.of(sizes, step)
     return step.axis, step.source[step.axis], step.target[step.axis]
-
-
-def joined(graph: Graph, steps: Iterable[Step]) -> Iterator[Any]:
-    """The steps of a region, where collectives that follow one another and don't depend on one another are a list."""
-    run: list[Convert] = []
-    for step in steps:
-        sent = step if isinstance(step, Convert) and not is_empty(graph, step) else None
-        if run and (sent is None or not independent(run, sent)):
-            yield run
-            run = []
-        if sent is None:
-            yield step
-        else:
-            run.append(sent)
-    if run:
-        yield run
-
-
-def independent(run: Iterable[Convert], step: Convert) -> bool:
-    """Whether a collective needs nothing that others make, and makes nothing else."""
-    made = {(s.value, s.target) for s in run}
-    return made.isdisjoint(((step.value, step.source), (step.value, step.target)))

@@ -9,14 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from math import prod
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from hapsynth.graph import Graph
 from hapsynth.instructions.layout import Layout, cut_axes, way_of
 from hapsynth.instructions.program import Convert
 from hapsynth.instructions.sizes import Sizes
@@ -109,11 +107,6 @@ class _Blocks:
             return fn(kinds[0], x)
         kind = here.lookup(self.axes[:-1], [kinds.index(row) if row in kinds else 0 for row in self.rows])
         return lax.switch(kind, [partial(fn, lengths) for lengths in kinds], x)
-
-
-def is_empty(graph: Graph, step: Convert) -> bool:
-    """Whether there is nothing to exchange."""
-    return prod(graph.values[step.value].shape) == 0
 
 
 def send(sizes: Sizes, step: Convert, x: jax.Array, here: Where) -> jax.Array:

@@ -12,7 +12,7 @@ from jax import lax
 
 from hapsynth.graph import Graph, Literal
 from hapsynth.instructions.program import Property
-from hapsynth.lower._stages import Cond, Loop, Step
+from hapsynth.instructions.stages import Cond, Loop, Step
 from hapsynth.lower._storage import with_weak_type
 
 Env = dict[Property, Any]

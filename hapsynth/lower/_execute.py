@@ -20,8 +20,8 @@ from hapsynth.instructions.program import Compute, Convert, FactorTable, Instruc
 from hapsynth.instructions.rules import execute
 from hapsynth.instructions.rules.registry import apart
 from hapsynth.instructions.sizes import Sizes, cut_nodes
+from hapsynth.instructions.stages import CHEAP, factor_shares
 from hapsynth.lower._control import Env
-from hapsynth.lower._stages import CHEAP, factor_shares
 from hapsynth.lower._where import Where
 
 

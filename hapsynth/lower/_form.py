@@ -13,8 +13,8 @@ from hapsynth.graph import Graph
 from hapsynth.instructions.layout import Layout
 from hapsynth.instructions.program import FactorTable, Program
 from hapsynth.instructions.sizes import Sizes
+from hapsynth.instructions.stages import Step, split
 from hapsynth.lower._execute import Interpreter
-from hapsynth.lower._stages import Step, split
 from hapsynth.lower._storage import Storage
 
 

@@ -7,10 +7,9 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from hapsynth.graph import Graph, Literal
+from hapsynth.instructions.bundles import independent, is_empty
 from hapsynth.instructions.program import Convert, Instruction, Property, reads, writes
-from hapsynth.lower._bundles import independent
-from hapsynth.lower._collectives import is_empty
-from hapsynth.lower._stages import Cond, Loop, Stage, Step
+from hapsynth.instructions.stages import Cond, Loop, Stage, Step
 
 
 class Slot(NamedTuple):

@@ -20,6 +20,7 @@ from hapsynth import _jax
 from hapsynth.graph import Graph, Literal
 from hapsynth.instructions.program import Convert, Program
 from hapsynth.instructions.sizes import Sizes
+from hapsynth.instructions.stages import Cond, Loop, Stage
 from hapsynth.lower._bundles import Bundle, bundles
 from hapsynth.lower._collectives import cut_to, pad_to, receive, send
 from hapsynth.lower._control import run_cond, run_loop
@@ -46,7 +47,6 @@ from hapsynth.lower._schedule import (
     instructions_of,
     schedule,
 )
-from hapsynth.lower._stages import Cond, Loop, Stage
 from hapsynth.lower._storage import own_mesh, with_weak_type
 from hapsynth.lower._where import Where
 

@@ -15,16 +15,17 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
 from hapsynth.graph import Graph, Literal
+from hapsynth.instructions.bundles import joined
 from hapsynth.instructions.program import (
     Convert,
     Program,
 )
 from hapsynth.instructions.sizes import Sizes
-from hapsynth.lower._bundles import bundles, joined
+from hapsynth.instructions.stages import Cond, Loop, Stage, Step
+from hapsynth.lower._bundles import bundles
 from hapsynth.lower._collectives import cut_to, pad_to, receive, send
 from hapsynth.lower._control import Env, Run, run_cond, run_loop
 from hapsynth.lower._form import Form
-from hapsynth.lower._stages import Cond, Loop, Stage, Step
 from hapsynth.lower._storage import own_mesh, with_weak_type
 from hapsynth.lower._where import Where
 

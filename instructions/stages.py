@@ -32,9 +32,9 @@ from hapsynth.instructions.program import (
     reads,
     writes,
 )
+from hapsynth.instructions.remake import needed_of, producers, remade
 from hapsynth.instructions.rules.registry import is_fusible
 from hapsynth.instructions.sizes import Node, Sizes, layout_nodes
-from hapsynth.lower._remake import needed_of, producers, remade
 
 # Made anew in every branch rather than passed into it: they cost nothing there and fuse with what reads them.
 CHEAP = ("broadcast_in_dim", "iota", "convert_element_type", "reshape", "squeeze", "expand_dims", "transpose")
