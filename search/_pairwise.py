@@ -12,7 +12,7 @@ An edge sees its ends only through group indices, so a table is [groups_u, group
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -26,8 +26,7 @@ _LIMIT_SLACK = 1e-9
 _BATCH = 1000  # edges validated at a time
 
 
-@dataclass(frozen=True, eq=False)
-class Edge:
+class Edge(NamedTuple):
     """One pairwise cost: `table[gu[x_u], gv[x_v]]`.
 
     gu: int [states_u], gv: int [states_v], table: float64 [groups_u, groups_v], >= 0, may hold inf.
@@ -61,8 +60,8 @@ class Problem:
     def cost(self, assignment: npt.NDArray[np.integer] | Sequence[int]) -> float:
         """The cost of an assignment (int [variables]); inf if a table or a unary forbids it."""
         x = [int(s) for s in assignment]
-        parts = [float(row[s]) for row, s in zip(self.unary, x, strict=True)]
-        parts += [float(e.table[e.gu[x[e.u]], e.gv[x[e.v]]]) for e in self.edges]
+        parts: list[float] = [row.item(s) for row, s in zip(self.unary, x, strict=True)]
+        parts += [table.item(gu.item(x[u]), gv.item(x[v])) for u, v, gu, gv, table in self.edges]
         # fsum: the same on every Python, whatever the order.
         return self.offset + math.fsum(parts)
 
@@ -135,10 +134,19 @@ def validate(problem: Problem) -> None:
         raise ValueError(f"variable {wrong}: unary holds nan or -inf; expected numbers or inf")
     if not np.isfinite(problem.offset):
         raise ValueError(f"Problem.offset is {problem.offset}; expected a finite number")
-    tables: dict[int, tuple[int, Floats]] = {}  # by identity: edges share them
+    # By identity: edges share arrays.
+    tables: dict[int, tuple[int, Floats]] = {}
+    known: set[tuple[int, int, int, int, int]] = set()
+    count = len(sizes)
     for k, edge in enumerate(problem.edges):
+        u, v, gu, gv, table = edge
+        if 0 <= u < count and 0 <= v < count and u != v:
+            alike = id(gu), id(gv), id(table), sizes[u], sizes[v]
+            if alike in known:
+                continue
+            known.add(alike)
         _validate_edge(k, edge, sizes)
-        tables.setdefault(id(edge.table), (k, edge.table))
+        tables.setdefault(id(table), (k, table))
     for at in range(0, len(tables), _BATCH):
         some = list(tables.values())[at : at + _BATCH]
         entries = np.concatenate([table.ravel() for _, table in some])

@@ -97,8 +97,16 @@ class Network:
         if problem.resources:
             for i in range(count):
                 self._rebase_usage(i)
-        for edge in problem.edges:
-            self._add_link(edge.u, edge.v, Link(grouping(edge.gu), rounded(edge.table), grouping(edge.gv)))
+        links: dict[tuple[int, int, int], tuple[Link, NormalForm]] = {}
+        for u, v, gu, gv, table in problem.edges:
+            found = links.get(key := (id(gu), id(table), id(gv)))
+            if found is None:
+                link = Link(grouping(gu), rounded(table), grouping(gv))
+                found = links[key] = link, self.tables.normal_form(link)
+            if v in self.links[u]:
+                self._add_link(u, v, found[0])
+            else:
+                self._set_link(u, v, found[1])
 
     def relaxed(self, multipliers: Floats) -> "Network":
         """A copy without resources whose cost is cost + multipliers . (usage - limits): its optimum is a bound."""

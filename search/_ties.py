@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 
 import numpy as np
 
@@ -124,20 +125,22 @@ def spread_messages(network: Network, multipliers: Floats) -> bool:
 def _colours(own: Sequence[Hashable], edges: Iterable[tuple[int, int, Hashable]], rounds: int) -> Ints | None:
     """The colour of each variable, numbered as they come; None where there are too many."""
     kinds: dict[Hashable, int] = {}
-    colour = [kinds.setdefault(kind, len(kinds)) for kind in own]
-    near: list[list[tuple[int, int]]] = [[] for _ in own]
+    colour = np.array([kinds.setdefault(kind, len(kinds)) for kind in own], dtype=np.int64)
     keys: dict[Hashable, int] = {}
-    for u, v, key in edges:
-        kind = 2 * keys.setdefault(key, len(keys))
-        near[u].append((kind, v))
-        near[v].append((kind + 1, u))
+    ends = np.array([(u, v, keys.setdefault(key, len(keys))) for u, v, key in edges], dtype=np.int64).reshape(-1, 3)
+    # Each edge as either end sees it.
+    at, near = np.concatenate([ends[:, 0], ends[:, 1]]), np.concatenate([ends[:, 1], ends[:, 0]])
+    kind = np.concatenate([2 * ends[:, 2], 2 * ends[:, 2] + 1])
+    starts = np.concatenate([[0], np.cumsum(np.bincount(at, minlength=len(own)))]) * kind.itemsize
+    spans = list(pairwise(starts.tolist()))
     for _ in range(rounds):
+        seen = kind * len(own) + colour[near]
+        rows = seen[np.lexsort((seen, at))].tobytes()
         kinds = {}
-        seen = [(colour[i], *sorted((kind, colour[j]) for kind, j in links)) for i, links in enumerate(near)]
-        colour = [kinds.setdefault(kind, len(kinds)) for kind in seen]
-    if len(kinds) > _WORTHWHILE * len(own):
-        return None
-    return np.array(colour, dtype=np.int64)
+        before = colour.tolist()
+        found = [kinds.setdefault((c, rows[a:b]), len(kinds)) for c, (a, b) in zip(before, spans, strict=True)]
+        colour = np.array(found, dtype=np.int64)
+    return None if len(kinds) > _WORTHWHILE * len(own) else colour
 
 
 def _first_members(colours: Ints) -> Ints:

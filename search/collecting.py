@@ -7,7 +7,7 @@ import threading
 from collections.abc import Generator
 from contextlib import contextmanager
 
-_OBJECTS = 50_000
+_OBJECTS = 500_000
 """New objects between two collections, instead of the usual 700: planning makes millions, hardly any of them in
 cycles, and each full collection walks over all that are alive."""
 _lock = threading.Lock()

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, TypeVar
 
 import numpy as np
 
-from hapsynth.graph import Graph, Operand
+from hapsynth.graph import Graph
 from hapsynth.instructions.factors import Factors, Triples
 from hapsynth.instructions.layout import Layout, cut_axes, cut_dims
 from hapsynth.instructions.sizes import Node, cut_nodes
 from hapsynth.search.costs import CostModel, Floats, Work
+from hapsynth.search.kinds import Kinds
 from hapsynth.search.layouts import Conversions
 from hapsynth.search.problem import Edge, Ints, Problem
 from hapsynth.search.ratios import Ratios
@@ -46,6 +47,7 @@ class Formulator:
     def __init__(self, structure: Structure, costs: CostModel, ratios: Ratios | None) -> None:
         self.structure, self.costs, self.ratios = structure, costs, ratios
         self.graph, self.table = structure.graph, structure.table
+        self.kinds = structure.once("kinds", lambda: Kinds(structure, costs))
         self._made: dict[object, Any] = {}
         self._ways: dict[int, Conversions] = {}
         self._times: dict[_TimesKey, Floats] = {}
@@ -57,9 +59,10 @@ class Formulator:
             self._made[key] = make()
         return self._made[key]
 
-    def _by_weights(self, values: Iterable[Operand]) -> bool:
-        """Whether only what kind some values are of decides how they are cut."""
-        return self.ratios is None or self.ratios.by_weights(values)
+    @cached_property
+    def _roles(self) -> Sequence[int]:
+        """Per value, a number: how values of one kind and one of these are cut is the same."""
+        return [0] * len(self.graph.values) if self.ratios is None else self.ratios.roles
 
     def problem(self) -> Problem:
         """Its optimum is the cheapest program, whatever that holds."""
@@ -69,11 +72,13 @@ class Formulator:
     def _problem(self) -> Problem:
         st = self.structure
         edges = [self._link(op, value) for op, value in st.links]
-        for use in st.uses:
-            producer = st.value_variable[use.value]
-            choices = st.choices[producer]
-            table = self._use_table(use.value, choices.options, use.needs, use.runs)
-            edges.append(Edge(producer, use.variable, choices.option, use.needs.groups, table))
+        tables: dict[tuple[int, int], Floats] = {}
+        for use, (kind, producer, groups) in zip(st.uses, self.kinds.uses, strict=True):
+            key = id(self.conversions(use.value)), kind
+            table = tables.get(key)
+            if table is None:
+                table = tables[key] = self._use_table(use.value, st.choices[producer].options, use.needs, use.runs)
+            edges.append(Edge(producer, use.variable, groups, use.needs.groups, table))
         return Problem(tuple(self._unary()), tuple(edges))
 
     # Conversions
@@ -82,15 +87,8 @@ class Formulator:
         """The cheapest ways between the layouts of a value."""
         ways = self._ways.get(value)
         if ways is None:
-            make = lambda: self._made_conversions(value)
-            restriction = self.structure.restriction
-            if self._by_weights((value,)):
-                role = None if restriction.convertible is None else restriction.role(value)
-                together = self.costs.goes_together(value)
-                ways = self.once(("ways", self.structure.value_kinds[value], role, together), make)
-            else:
-                ways = make()
-            self._ways[value] = ways
+            key = "ways", self.kinds.values[value], self._roles[value]
+            ways = self._ways[value] = self.once(key, lambda: self._made_conversions(value))
         return ways
 
     def _made_conversions(self, value: int) -> Conversions:
@@ -157,13 +155,12 @@ class Formulator:
 
     def _times_key(self, op: int) -> _TimesKey:
         """What decides an op's seconds: its kind, its triples, and the vectors of what they cut."""
-        o, triples = self.graph.ops[op], self.structure.triples[op]
-        kind = self.costs.kind(op), id(triples)
-        if self.ratios is None:
-            return *kind, ()
-        if not self._by_weights((*o.operands, *o.results)):
-            return *kind, self._vectors(op)
-        return *kind, self.once(("vectors", kind), lambda: self._vectors(op))
+        vectors = () if self.ratios is None else self.once(("vectors", self._op_key(op)), lambda: self._vectors(op))
+        return self.costs.kind(op), id(self.structure.triples[op]), vectors
+
+    def _op_key(self, op: int) -> tuple[int, ...]:
+        """Equal for ops that are alike, and cut alike."""
+        return self.kinds.ops[op], *[self._roles[v] for v in self.kinds.tensors[op]]
 
     def _vectors(self, op: int) -> tuple[int, ...]:
         """The vectors of everything that some triples of an op cut."""
@@ -217,19 +214,27 @@ class Formulator:
         graph, st = self.graph, self.structure
         unary: list[Floats | None] = [None] * len(st.choices)
         plain = self._plain_outputs()
-        for op, times in zip(graph.ops, self.op_times(range(len(graph.ops))), strict=True):
-            variable = st.op_variable[op.index]
-            runs, uniform = graph.runs[op.region], self.costs.uniform_time(op.index)
-            made = self._kept(op.results[0], plain) if len(op.results) == 1 else None
-            key = ("unary", id(st.choices[variable]), id(times), runs, uniform, id(made))
-            make = lambda t=times, c=st.choices[variable], r=runs, u=uniform, m=made: _states(r * (t + u), m, c)
-            unary[variable] = self.once(key, make)
+        # Plain outputs end in ways of their own.
+        keys = [(*self._op_key(op.index), *plain.intersection(op.results)) for op in graph.ops]
+        first = {key: op.index for key, op in zip(reversed(keys), reversed(graph.ops), strict=True)}
+        times = self.op_times(tuple(first.values()))
+        alike = {key: self._states_of(op, t, plain) for (key, op), t in zip(first.items(), times, strict=True)}
+        for key, variable in zip(keys, st.op_variable, strict=True):
+            unary[variable] = alike[key]
         for value, variable in enumerate(st.value_variable):
             if unary[variable] is None:
                 kept, options = self._kept(value, plain), st.choices[variable].options
                 feeds = [] if value in graph.producer else [self.feed_time(value, a.computed) for a in options]
                 unary[variable] = kept + feeds if any(feeds) else kept
         return [u for u in unary if u is not None]
+
+    def _states_of(self, op: int, times: Floats, plain: frozenset[int]) -> Floats:
+        """Seconds of each of an op's states, given those under each of its triples."""
+        st, o = self.structure, self.graph.ops[op]
+        choices, runs, uniform = st.choices[st.op_variable[op]], self.graph.runs[o.region], self.costs.uniform_time(op)
+        kept = self._kept(o.results[0], plain) if len(o.results) == 1 else None
+        key = ("unary", id(choices), id(times), runs, uniform, id(kept))
+        return self.once(key, lambda: _states(runs * (times + uniform), kept, choices))
 
     def _kept(self, value: int, plain: frozenset[int]) -> Floats:
         """Seconds of each of a value's options: its conversions, and to bring a plain output where it may end."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from copy import copy
+from functools import cached_property
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -74,7 +75,8 @@ class Ratios:
         self._exact: dict[Node, int] = {}
         self._kin: dict[tuple[Node, tuple[int, ...]], int] = {}
         self._kinship = kinship(graph, table) if sizes is not None or named else UnionFind()
-        self._marked = {value for value, _ in evenly}
+        self._kin_of: dict[int, list[tuple[int, int]]] = {}
+        """Per value, (dimension, what it is cut like) of those that are cut alike with what has a vector."""
         if sizes is not None or named:
             self._adopt(sizes, named or {})
 
@@ -98,9 +100,14 @@ class Ratios:
                     if weight.get(root, -1) < nbytes:
                         weight[root] = nbytes
                         self._kin[root] = vector
-        roots = {root for root, _ in self._kin}
-        self._marked |= {node[0] for node in self._exact}
-        self._marked |= {node[0] for node in list(self._kinship.parent) if self._kinship.find(node) in roots}
+        cut: dict[Node, list[tuple[tuple[int, ...], int]]] = {}
+        for (root, axes), vector in self._kin.items():
+            cut.setdefault(root, []).append((axes, vector))
+        number: dict[object, int] = {}
+        like = {root: number.setdefault(tuple(sorted(ways)), len(number)) for root, ways in cut.items()}
+        for node in list(self._kinship.parent) if like else ():
+            if (k := like.get(self._kinship.find(node))) is not None:
+                self._kin_of.setdefault(node[0], []).append((node[1], k))
 
     def strictly(self) -> Ratios:
         """The same, but that nothing cuts what the plan cuts in another way than the plan: what no sizes allow costs
@@ -120,9 +127,21 @@ class Ratios:
         shares = self.vectors[exact.pop()] * units
         return not exact and bool(np.allclose(shares, np.round(shares)))
 
-    def by_weights(self, values: Iterable[Operand]) -> bool:
-        """Whether nothing but the weights decides how some values are cut: by their lengths alone."""
-        return self._marked.isdisjoint(values)
+    @cached_property
+    def roles(self) -> list[int]:
+        """Per value, a number: values of equal shape and number are cut alike. 0 where the weights alone decide."""
+        exact: dict[int, list[object]] = {}
+        for (value, *cut), vector in self._exact.items():
+            exact.setdefault(value, []).append((*cut, vector))
+        even: dict[int, list[int]] = {}
+        for value, dim in self.evenly:
+            even.setdefault(value, []).append(dim)
+        of = lambda known, value: tuple(sorted(known.get(value, ())))
+        number: dict[object, int] = {((), (), ()): 0}
+        return [
+            number.setdefault((of(exact, v), of(self._kin_of, v), of(even, v)), len(number))
+            for v in range(len(self.graph.values))
+        ]
 
     def sizes_of(self, classes: Classes) -> Sizes | None:
         """The sizes that a program has at these ratios, where each of its classes is cut in one way."""

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from functools import reduce
+from collections.abc import Sequence
+from functools import cached_property, reduce
 
 import numpy as np
 
-from hapsynth.graph import Operand
 from hapsynth.instructions.layout import Layout
 from hapsynth.search.costs import CostModel, Floats
 from hapsynth.search.formulate import Formulator
@@ -23,9 +22,11 @@ class SeveralRatios(Formulator):
         super().__init__(structure, costs, every[0])
         self._each = [Formulator(structure, costs, ratios) for ratios in every]
 
-    def _by_weights(self, values: Iterable[Operand]) -> bool:
-        values = tuple(values)
-        return all(f._by_weights(values) for f in self._each)
+    @cached_property
+    def _roles(self) -> Sequence[int]:
+        number: dict[object, int] = {}
+        every = zip(*(f._roles for f in self._each), strict=True)
+        return [number.setdefault(roles, len(number)) for roles in every]
 
     def _profile(self, value: int) -> object:
         return tuple(f._profile(value) for f in self._each)

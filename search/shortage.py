@@ -8,7 +8,6 @@ also shows further ops at which much is held.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 from scipy.optimize import linprog
@@ -33,7 +32,7 @@ def weighed(problem: Problem, weights: Floats, *, ties: bool) -> Problem:
     for e in problem.edges:
         if id(e.table) not in known:
             known[id(e.table)] = np.where(np.isfinite(e.table), second * np.minimum(e.table, 1e300), np.inf)
-    return Problem(tuple(unary), tuple(replace(e, table=known[id(e.table)]) for e in problem.edges))
+    return Problem(tuple(unary), tuple(e._replace(table=known[id(e.table)]) for e in problem.edges))
 
 
 def worst_weights(usages: Sequence[Floats]) -> Floats:

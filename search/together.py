@@ -4,7 +4,7 @@ what the others would lose by it are weighed."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
@@ -45,7 +45,7 @@ class Together:
         for part, problem, first in zip(parts, problems, self._first):
             unary += [self._scaled(u, part.weight) for u in problem.unary]
             edges += [
-                replace(e, u=e.u + first, v=e.v + first, table=self._scaled(e.table, part.weight))
+                e._replace(u=e.u + first, v=e.v + first, table=self._scaled(e.table, part.weight))
                 for e in problem.edges
             ]
         self._lead: dict[int, int] = {}
