@@ -21,12 +21,13 @@ from hapsynth.instructions.factors import Triples
 from hapsynth.instructions.layout import Layout, Placement
 from hapsynth.instructions.sizes import Node, cut_nodes
 from hapsynth.search.baselines import Baseline, Baselines
-from hapsynth.search.costs import CostModel, Floats, Largest, Work
+from hapsynth.search.costs import CostModel, Floats, Largest
 from hapsynth.search.emit import Emitter
 from hapsynth.search.formulate import Formulator
 from hapsynth.search.problem import solve
 from hapsynth.search.ratios import Ratios, proportional
 from hapsynth.search.structure import Restriction, Structure
+from hapsynth.search.work import Work
 
 _CONTRACTIONS = ("dot_general", "conv_general_dilated")
 _TIE = 1e-3

@@ -6,13 +6,11 @@ from collections.abc import Hashable, Iterable, Iterator, Sequence
 from math import prod
 
 from hapsynth.graph import Graph
-from hapsynth.instructions.collectives import BUNDLED
+from hapsynth.instructions.collectives import BUNDLE
 from hapsynth.instructions.program import Convert
 from hapsynth.instructions.stages import Step
 
 TOGETHER = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all")
-FULL = 16 * BUNDLED
-"""Bytes of a bundle, on each device."""
 
 
 def family(step: Convert, dtype: str) -> Hashable:
@@ -30,8 +28,8 @@ def filled(families: Sequence[Hashable | None], nbytes: Sequence[float]) -> list
         if name is None:
             groups.append([i])
             continue
-        group, full = held.get(name, ([], FULL))
-        if full + size > FULL:
+        group, full = held.get(name, ([], BUNDLE))
+        if full + size > BUNDLE:
             group, full = [], 0.0
             groups.append(group)
         group.append(i)

@@ -27,6 +27,8 @@ STEPS: tuple[Step, ...] = (
 BUNDLED = 1 << 20
 """Bytes on the wire, per device, up to which a collective goes together with others of its kind that wait for the same:
 as XLA's compilers for GPUs join them, and the lowering for CPUs."""
+BUNDLE = 16 * BUNDLED
+"""Bytes that go together at most, per device."""
 
 
 def step_between(source: Placement, target: Placement) -> Step | None:

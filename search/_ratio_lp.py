@@ -12,9 +12,10 @@ from scipy.optimize import linprog
 from scipy.sparse import coo_array
 
 from hapsynth.instructions.sizes import Sizes
-from hapsynth.search.costs import Floats, Work
+from hapsynth.search.costs import Floats
 from hapsynth.search.loads import Loads, Wire, Works
 from hapsynth.search.memory import Cut, MemoryProfile, joined_shares, largest_of
+from hapsynth.search.work import Work
 
 
 class RatioLP:

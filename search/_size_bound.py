@@ -16,9 +16,10 @@ import numpy.typing as npt
 
 from hapsynth.instructions.sizes import Sizes
 from hapsynth.search._ratio_lp import RatioLP
-from hapsynth.search.costs import Floats, Work
+from hapsynth.search.costs import Floats
 from hapsynth.search.loads import Loads, Wire, Works
 from hapsynth.search.memory import Cut, MemoryProfile, largest_of
+from hapsynth.search.work import Work
 
 
 def size_bound(

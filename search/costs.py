@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from copy import copy
 from functools import cached_property
 from math import prod
-from typing import NamedTuple, TypeAlias, TypeVar
+from typing import TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -23,7 +23,7 @@ import numpy.typing as npt
 from hapsynth.cluster import Cluster
 from hapsynth.graph import Boundary, Graph, Op
 from hapsynth.instructions.collectives import Step, is_collective, step_between
-from hapsynth.instructions.factors import Factors, Triples
+from hapsynth.instructions.factors import Triples
 from hapsynth.instructions.layout import Layout, cut_axes, cut_dims, cuts_of, way_of
 from hapsynth.instructions.program import FactorTable
 from hapsynth.instructions.recut import moved
@@ -36,75 +36,14 @@ from hapsynth.search.room import Room
 from hapsynth.search.signatures import signature_of
 from hapsynth.search.speeds import Floats, Speeds, amount_of, class_of
 from hapsynth.search.updates import Together
+from hapsynth.search.work import Work, lanes_of, tiled, within
 
 Largest: TypeAlias = Callable[[int, tuple[int, ...], int], float]
 """(dimension, the axes that cut it, which way) -> the fraction that its largest shard holds."""
 
 
-class Work(NamedTuple):
-    """What an op does under its triples.
-
-    `flops`: see `speeds.amount_of`; they are divided by every factor that is cut. `moved`: bytes, and which of the cut
-    factors divide them, summed over tensors; () for what every device moves itself. `lanes`, per cut factor: how many
-    rows, columns or terms of a contraction it is one of, 0 where that does not matter. `axes`: those that some factor
-    is cut along. `op_class`: what a profile counts the op to; its signature where some device was measured at just it.
-    """
-
-    flops: float
-    moved: tuple[tuple[tuple[int, ...], float], ...]
-    launches: int
-    dtype: str
-    lanes: tuple[int, ...] = ()
-    axes: tuple[int, ...] = ()
-    op_class: str = ""
-
-    @property
-    def divided(self) -> bool:
-        return bool(self.lanes)
-
-
-TILE = 16
-"""Rows, columns or terms that a contraction works on at once: thinner shards take as long.
-
-Measured on one XLA CPU device (a convolution cut to 4, 8 and 16 output channels takes 9.7, 2.7 and 1.3 x its share,
-a matmul cut to 4 and 16 columns 3.3 and 0.9 x); tensor cores' smallest tiles are 8 and 16 wide.
-"""
-
-
-def tiled(fractions: Floats, lanes: int | np.ndarray) -> Floats:
-    """The fractions of a contraction's work that devices really do: whole tiles. `lanes` may be an array that goes with
-    the fractions."""
-    if isinstance(lanes, int) and lanes == 0:
-        return fractions
-    some = np.maximum(lanes, 1)
-    tile = np.minimum(TILE, some)
-    whole = np.maximum(fractions, np.ceil(fractions * some / tile - 1e-9) * tile / some)
-    return np.where(lanes == 0, fractions, whole)
-
-
-def _form(work: Work) -> object:
-    """What works have in common whose times are one array."""
-    return len(work.lanes), tuple(divided for divided, _ in work.moved), work.dtype, work.op_class
-
-
 def _column(values: Sequence[float]) -> Floats:
     return np.array(values, dtype=np.float64)[:, None]
-
-
-def lanes_of(name: str, factors: Factors, factor: int) -> int:
-    """Over how many rows, columns or terms of a contraction a factor and its like extend; 0 for batch factors."""
-    if name not in ("dot_general", "conv_general_dilated"):
-        return 0
-    tensors = [*factors.operands, *factors.results]
-    held = [{f for dim in dims for f in dim} for dims in tensors]
-    where = lambda f: tuple(f in h for h in held)
-    mine = where(factor)
-    if all(mine):
-        return 0
-    # A convolution's positions extend the rows (result only) and the terms (kernel only).
-    alike = {mine, (False, False, True) if mine == (True, False, True) else mine}
-    alike.add((False, True, False) if mine == (True, True, False) else mine)
-    return prod(size for f, size in enumerate(factors.sizes) if where(f) in alike)
 
 
 class CostModel:
@@ -276,7 +215,7 @@ class CostModel:
         found = np.zeros(len(works))
         alike: dict[object, list[int]] = {}
         for i, (work, _) in enumerate(works):
-            alike.setdefault(_form(work), []).append(i)
+            alike.setdefault(work.form, []).append(i)
         for rows in alike.values():
             mine = [works[i][0] for i in rows]
             fractions = [np.array([works[i][1][k] for i in rows]) for k in range(len(mine[0].lanes))]
@@ -321,7 +260,7 @@ class CostModel:
         works, alike = tuple(works), dict[object, list[Work]]()
         for work in dict.fromkeys(works):
             if work not in self._ideal:
-                alike.setdefault((_form(work), work.axes), []).append(work)
+                alike.setdefault((work.form, work.axes), []).append(work)
         for mine in alike.values():
             found = self._ideal_times(mine) if mine[0].divided else self.times([(work, ()) for work in mine])
             self._ideal.update(zip(mine, found.tolist(), strict=True))
@@ -341,18 +280,15 @@ class CostModel:
         whole = _column([sum(nbytes for divided, nbytes in w.moved if not divided) for w in works])
         flops = _column([w.flops for w in works])
         lanes = _column([w.lanes[0] if len(w.lanes) == 1 else 0 for w in works])
-        tile, some = np.minimum(TILE, np.maximum(lanes, 1)), np.maximum(lanes, 1)
         at = [np.flatnonzero(self.position(form.axes) == p) for p in range(prod(self.lengths[a] for a in form.axes))]
 
         def covered(t: Floats) -> Floats:
             budget = t[:, None] - fixed
             by_compute = np.where(flops == 0, np.inf, speeds.flops(budget) / np.where(flops == 0, 1.0, flops))
-            tiles = np.floor(by_compute * some / tile + 1e-6) * tile / some
-            by_compute = np.where(lanes == 0, by_compute, tiles)
             left = budget * self.bandwidth - whole
             uncut = np.where(left >= 0, np.inf, -np.inf)
             by_memory = np.where(cut == 0, uncut, left / np.where(cut == 0, 1.0, cut))
-            share = np.minimum(by_compute, by_memory)
+            share = np.minimum(within(by_compute, lanes), by_memory)
             return np.clip(np.stack([share[:, p].min(axis=1) for p in at], axis=1), 0.0, 1.0).sum(axis=1)
 
         busy = self._times_of_devices(works, [np.ones((len(works), self.n))] * len(form.lanes))

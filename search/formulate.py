@@ -13,12 +13,13 @@ from hapsynth.graph import Graph
 from hapsynth.instructions.factors import Factors, Triples
 from hapsynth.instructions.layout import Layout, cut_axes, cut_dims
 from hapsynth.instructions.sizes import Node, cut_nodes
-from hapsynth.search.costs import CostModel, Floats, Work
+from hapsynth.search.costs import CostModel, Floats
 from hapsynth.search.kinds import Kinds
 from hapsynth.search.layouts import Conversions
 from hapsynth.search.problem import Edge, Ints, Problem
 from hapsynth.search.ratios import Ratios
 from hapsynth.search.structure import Availability, Choices, Needs, Structure
+from hapsynth.search.work import Work
 
 _T = TypeVar("_T")
 Hop = tuple[Layout, Layout, int]

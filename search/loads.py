@@ -15,9 +15,10 @@ from hapsynth.instructions.layout import cut_axes, way_of
 from hapsynth.instructions.program import Convert, Program
 from hapsynth.instructions.recut import moved
 from hapsynth.instructions.sizes import Classes, Node, Sizes, layout_nodes
-from hapsynth.search.costs import CostModel, Floats, Work, tiled
+from hapsynth.search.costs import CostModel, Floats
 from hapsynth.search.evaluate import cuts_of, resharing
 from hapsynth.search.memory import Cut, joined_shares, largest_of
+from hapsynth.search.work import Work, tiled
 
 LargestOf = Callable[[Cut], float | Floats]
 """The largest share of a cut, or several, for as many trials."""

@@ -17,8 +17,9 @@ import numpy as np
 
 from hapsynth.instructions.program import Convert, Program, Property, reads, region_of, writes
 from hapsynth.instructions.sizes import Node, Sizes, layout_nodes, tied
-from hapsynth.search.costs import CostModel, Floats, Work
+from hapsynth.search.costs import CostModel, Floats
 from hapsynth.search.evaluate import conversion_cost, cuts_of, largest_share, shares
+from hapsynth.search.work import Work
 
 
 @dataclass(frozen=True, eq=False)

@@ -24,12 +24,13 @@ from hapsynth.instructions.program import Program
 from hapsynth.instructions.sizes import Classes, Sizes
 from hapsynth.search._ratio_lp import RatioLP
 from hapsynth.search._size_bound import size_bound
-from hapsynth.search.costs import TILE, CostModel, Floats
+from hapsynth.search.costs import CostModel, Floats
 from hapsynth.search.loads import Loads
 from hapsynth.search.memory import MemoryProfile
 from hapsynth.search.pins import Pins
 from hapsynth.search.problem import Ints
 from hapsynth.search.ratios import nested_shares
+from hapsynth.search.work import TILE
 
 _LP_ROUNDS = 6
 _PARTS = 8

@@ -10,10 +10,8 @@ from functools import cached_property
 from math import ceil
 
 from hapsynth.graph import Graph
-from hapsynth.instructions.collectives import BUNDLED, Step
+from hapsynth.instructions.collectives import BUNDLE, BUNDLED, Step
 from hapsynth.instructions.rules.registry import is_fusible
-
-_BUNDLE = 16 * BUNDLED
 
 
 def updates(graph: Graph) -> frozenset[int]:
@@ -68,5 +66,5 @@ class Together:
             return 1.0
         if shards not in self._counts:
             small = [size for size in self._parameters if size <= shards * BUNDLED]
-            self._counts[shards] = max(1, ceil(sum(small) / shards / _BUNDLE)) / max(1, len(small))
+            self._counts[shards] = max(1, ceil(sum(small) / shards / BUNDLE)) / max(1, len(small))
         return min(1.0, self._counts[shards])

@@ -12,9 +12,9 @@ import numpy as np
 
 from hapsynth.instructions.program import Convert
 from hapsynth.instructions.sizes import Node, Sizes, layout_nodes
-from hapsynth.search.costs import Work
 from hapsynth.search.evaluate import cuts_of
 from hapsynth.search.sizing import Sizer
+from hapsynth.search.work import Work
 
 _TICKS = 10**11
 """Of the cost at the sizes that are given."""

@@ -26,7 +26,7 @@ from hapsynth.sharded_array import ShardedArray
 @pytest.fixture(autouse=True)
 def thin_shards(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiny contractions are worth cutting too, as if they had no tiles."""
-    monkeypatch.setattr("hapsynth.search.costs.TILE", 1)
+    monkeypatch.setattr("hapsynth.search.work.TILE", 1)
 
 
 def planned(fn: Callable[..., Any], args: Any, kwargs: Any = None, *, on: str = "3:1", **options: Any) -> Plan:

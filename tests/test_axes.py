@@ -273,7 +273,7 @@ def test_the_first_device_shows_values(capfd: pytest.CaptureFixture[str]) -> Non
 @pytest.mark.parametrize("name", ["scanned layers", "recurrent", "while whose test communicates", "switch"])
 def test_control_flow(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Plans of one axis, their shards cut again by a second one."""
-    monkeypatch.setattr("hapsynth.search.costs.TILE", 1)
+    monkeypatch.setattr("hapsynth.search.work.TILE", 1)
     fn, args = CONTROL[name]
     cluster, devices = slow_cluster(SPEEDS["3:1"]), first_devices(4)
     flat = hapsynth.synthesize(fn, args, devices, cluster=cluster, leave_out=False)

@@ -76,7 +76,7 @@ ROW: dict[str, Any] = {
 
 def test_training_goes_on_with_other_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # Tiny contractions are worth cutting too.
-    monkeypatch.setattr("hapsynth.search.costs.TILE", 1)
+    monkeypatch.setattr("hapsynth.search.work.TILE", 1)
     batches = np.random.default_rng(5).normal(size=(5 * len(ROW), 48, 24)).astype(np.float32)
     want, alone = beginning(), jax.jit(train)
     uneven, saved = dict[str, bool](), ""

@@ -29,7 +29,7 @@ from hapsynth.trace import trace
 @pytest.fixture(autouse=True)
 def thin_shards(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiny contractions are worth cutting too, as if they had no tiles."""
-    monkeypatch.setattr("hapsynth.search.costs.TILE", 1)
+    monkeypatch.setattr("hapsynth.search.work.TILE", 1)
 
 
 def planned(fn: Any, args: Any, on: str = "3:1", bandwidth: float = 1e12) -> Plan:

@@ -206,5 +206,5 @@ def run_walk(name: str, seed: int, steps: int = STEPS) -> Walk:
 
 @pytest.mark.parametrize("name", CASES)
 def test_what_the_checker_accepts_computes_what_it_should(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hapsynth.search.costs.TILE", 1)
+    monkeypatch.setattr("hapsynth.search.work.TILE", 1)
     assert run_walk(name, seed=0).taken > 10

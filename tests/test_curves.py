@@ -18,10 +18,11 @@ from hapsynth._cluster_file import to_toml
 from hapsynth.cluster import Cluster, ClusterError
 from hapsynth.curves import Curve
 from hapsynth.instructions.program import FactorTable
-from hapsynth.search.costs import CostModel, Work
+from hapsynth.search.costs import CostModel
 from hapsynth.search.evaluate import program_cost
 from hapsynth.search.links import axis_links
 from hapsynth.search.sizing import Sizer
+from hapsynth.search.work import Work
 from hapsynth.trace import trace
 
 MATMUL = Curve(((1e6, 4e-6), (1e8, 1e-4), (1e9, 5e-4)), (0.1, 0.02, 0.0))

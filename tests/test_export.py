@@ -81,7 +81,7 @@ def target():
 
 @pytest.fixture(autouse=True)
 def thin_shards(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hapsynth.search.costs.TILE", 1)
+    monkeypatch.setattr("hapsynth.search.work.TILE", 1)
 
 
 def planned(fn: Callable[..., Any], args: Any, on: str = "3:1") -> Plan:

@@ -382,7 +382,7 @@ FIRST, LAST = map(int, os.environ.get("HAPSYNTH_FUZZ", "0:25").split(":"))
 @pytest.fixture(autouse=True)
 def thin_shards(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiny contractions are cut too, as if there were no tiles."""
-    monkeypatch.setattr("hapsynth.search.costs.TILE", 1)
+    monkeypatch.setattr("hapsynth.search.work.TILE", 1)
 
 
 @pytest.mark.parametrize("seed", range(FIRST, LAST))

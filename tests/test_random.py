@@ -284,7 +284,7 @@ def test_a_wrong_offset_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def thin_shards(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hapsynth.search.costs.TILE", 1)
+    monkeypatch.setattr("hapsynth.search.work.TILE", 1)
 
 
 def planned(fn: Callable[..., Any], args: Any, on: str, **options: Any) -> Plan:

@@ -66,7 +66,7 @@ def planned(functions: Any = FUNCTIONS, args: Any = ARGS, mesh: Any = None, **op
 
 @pytest.fixture
 def tiny_is_worth_cutting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hapsynth.search.costs.TILE", 1)
+    monkeypatch.setattr("hapsynth.search.work.TILE", 1)
 
 
 def stored(plan: Plan, tree: Any) -> list[Any]:

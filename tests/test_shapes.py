@@ -22,7 +22,7 @@ CARRIED = {"[0]['up']": "S(1)", "[0]['down']": "R", "[0]['momentum']": "S(1)"}
 
 @pytest.fixture(autouse=True)
 def thin_shards(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hapsynth.search.costs.TILE", 1)
+    monkeypatch.setattr("hapsynth.search.work.TILE", 1)
 
 
 def planned(fn: Callable[..., Any], args: Any, on: str = "3:1", **options: Any) -> Plan:

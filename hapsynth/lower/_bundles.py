@@ -41,7 +41,7 @@ class Bundle:
         """One array of all that is sent. `lengths`: of the mesh axes."""
         if len(xs) == 1:
             return xs[0]
-        parts = [self._blocks(step, x, lengths[step.axis]) for step, x in zip(self.steps, xs, strict=True)]
+        parts = [_blocks(step, x, lengths[step.axis]) for step, x in zip(self.steps, xs, strict=True)]
         return lax.concatenate(parts, parts[0].ndim - 1)
 
     def exchange(self, sizes: Sizes, names: Sequence[str], x: jax.Array) -> jax.Array:
@@ -65,33 +65,11 @@ class Bundle:
         if len(self.steps) == 1:
             return [x]
         found: list[jax.Array] = []
-        sizes = [self._length(step, s, lengths) for step, s in zip(self.steps, self.sent, strict=True)]
+        sizes = [_length(step, s, lengths) for step, s in zip(self.steps, self.sent, strict=True)]
         for step, sent, begin, size in zip(self.steps, self.sent, accumulate([0, *sizes]), sizes):
             part = lax.slice_in_dim(x, begin, begin + size, axis=x.ndim - 1)
-            found.append(self._joined(step, part, sent.shape, lengths[step.axis]))
+            found.append(_joined(step, part, sent.shape, lengths[step.axis]))
         return found
-
-    def _length(self, step: Convert, sent: jax.ShapeDtypeStruct, lengths: Sequence[int]) -> int:
-        return prod(sent.shape) // (lengths[step.axis] if _splits(step) else 1)
-
-    def _blocks(self, step: Convert, x: jax.Array, n: int) -> jax.Array:
-        """[elements], or [devices, elements] where each device is sent its own block."""
-        if not _splits(step):
-            return x.reshape(-1)
-        dim = step.target[step.axis].dim
-        apart = x.reshape(*x.shape[:dim], n, x.shape[dim] // n, *x.shape[dim + 1 :])
-        return jnp.moveaxis(apart, dim, 0).reshape(n, -1)
-
-    def _joined(self, step: Convert, x: jax.Array, sent: Sequence[int], n: int) -> jax.Array:
-        """The elements of one collective, as it gives them. `sent`: the shape of what it took."""
-        shape = list(sent)
-        if _splits(step):
-            shape[step.target[step.axis].dim] //= n
-        if step.step in ("all_reduce", "reduce_scatter"):
-            return x.reshape(shape)
-        dim = step.source[step.axis].dim
-        joined = jnp.moveaxis(x.reshape(n, *shape), 0, dim)
-        return joined.reshape(*shape[:dim], n * shape[dim], *shape[dim + 1 :])
 
 
 def bundles(steps: Sequence[Convert], sent: Sequence[Any], platform: str) -> list[Bundle]:
@@ -109,6 +87,31 @@ def bundles(steps: Sequence[Convert], sent: Sequence[Any], platform: str) -> lis
 
 def _splits(step: Convert) -> bool:
     return step.step in ("reduce_scatter", "all_to_all")
+
+
+def _length(step: Convert, sent: jax.ShapeDtypeStruct, lengths: Sequence[int]) -> int:
+    return prod(sent.shape) // (lengths[step.axis] if _splits(step) else 1)
+
+
+def _blocks(step: Convert, x: jax.Array, n: int) -> jax.Array:
+    """[elements], or [devices, elements] where each device is sent its own block."""
+    if not _splits(step):
+        return x.reshape(-1)
+    dim = step.target[step.axis].dim
+    apart = x.reshape(*x.shape[:dim], n, x.shape[dim] // n, *x.shape[dim + 1 :])
+    return jnp.moveaxis(apart, dim, 0).reshape(n, -1)
+
+
+def _joined(step: Convert, x: jax.Array, sent: Sequence[int], n: int) -> jax.Array:
+    """The elements of one collective, as it gives them. `sent`: the shape of what it took."""
+    shape = list(sent)
+    if _splits(step):
+        shape[step.target[step.axis].dim] //= n
+    if step.step in ("all_reduce", "reduce_scatter"):
+        return x.reshape(shape)
+    dim = step.source[step.axis].dim
+    joined = jnp.moveaxis(x.reshape(n, *shape), 0, dim)
+    return joined.reshape(*shape[:dim], n * shape[dim], *shape[dim + 1 :])
 
 
 def _kind(sizes: Sizes, step: Convert) -> Hashable:

@@ -20,10 +20,11 @@ from hapsynth.instructions.layout import Placement
 from hapsynth.instructions.program import FactorTable
 from hapsynth.instructions.rules import execute
 from hapsynth.profile.kernels import Kernel
-from hapsynth.search.costs import CostModel, lanes_of, tiled
+from hapsynth.search.costs import CostModel
 from hapsynth.search.ratios import kinship
 from hapsynth.search.signatures import described, signature_of
 from hapsynth.search.speeds import amount_of
+from hapsynth.search.work import lanes_of, tiled
 
 PART = 0.95
 """Of the predicted seconds of all ops that can be measured: what those come to that are."""

@@ -20,8 +20,9 @@ from hapsynth.instructions.program import Compute, Convert
 from hapsynth.instructions.sizes import layout_nodes
 from hapsynth.plan import Plan
 from hapsynth.report.names import Names
-from hapsynth.search.costs import CostModel, Floats, Work
+from hapsynth.search.costs import CostModel, Floats
 from hapsynth.search.evaluate import conversion_cost, cuts_of, shares
+from hapsynth.search.work import Work
 
 COST_SCHEMA = "hapsynth-cost-1"
 
