@@ -64,15 +64,21 @@ def reads(graph: Graph, instruction: Instruction) -> tuple[Property, ...]:
     """The properties that an instruction needs."""
     if isinstance(instruction, Convert):
         return ((instruction.value, instruction.source),)
-    layouts = tuple(zip(*[t.operands for t in instruction.triples]))
-    return tuple([(v, layouts[i]) for i, v in graph.ops[instruction.op].value_operands])
+    op, triples = graph.ops[instruction.op], instruction.triples
+    if len(triples) == 1:
+        placements = triples[0].operands
+        return tuple([(v, (placements[i],)) for i, v in op.value_operands])
+    return tuple([(v, tuple([t.operands[i] for t in triples])) for i, v in op.value_operands])
 
 
 def writes(graph: Graph, instruction: Instruction) -> tuple[Property, ...]:
     """The properties that hold after an instruction."""
     if isinstance(instruction, Convert):
         return ((instruction.value, instruction.target),)
-    return tuple(zip(graph.ops[instruction.op].results, zip(*[t.results for t in instruction.triples])))
+    results, triples = graph.ops[instruction.op].results, instruction.triples
+    if len(results) == 1:
+        return ((results[0], tuple([t.results[0] for t in triples])),)
+    return tuple(zip(results, zip(*[t.results for t in triples])))
 
 
 def region_of(graph: Graph, instruction: Instruction) -> int:

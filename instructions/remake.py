@@ -3,7 +3,7 @@ what is there anyway. XLA does so within a program; what leaves a branch it has 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from math import prod
 
 from hapsynth.graph import Boundary, Graph
@@ -26,12 +26,18 @@ def producers(graph: Graph, runs: Sequence[Sequence[Instruction]]) -> dict[Prope
 
 
 def remade(
-    graph: Graph, sizes: Sizes, made: Producers, run: Sequence[Instruction], n: int, needed: Set[Property]
+    graph: Graph,
+    sizes: Sizes,
+    producers: Callable[[], Producers],
+    run: Sequence[Instruction],
+    n: int,
+    needed: Set[Property],
 ) -> list[Instruction]:
     """The instructions of run `n`, after those of earlier runs whose results it makes again. What is `needed` after the
     run is there anyway."""
     if all(sizes.is_even(*p) for i in run for p in (*reads(graph, i), *writes(graph, i))):
         return list(run)
+    made = producers()
     mine = {p for i in run for p in writes(graph, i)}
     elementwise = lambda i: isinstance(i, Compute) and is_fusible(graph.ops[i.op])
     outside = dict.fromkeys(p for i in run for p in reads(graph, i) if p not in mine)

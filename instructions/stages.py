@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import accumulate
 from typing import TypeGuard
 
@@ -176,7 +177,7 @@ class _Splitter:
             else:
                 runs.append([i])
         needed = needed | _end_needs(graph, block)
-        made = producers(graph, [run if isinstance(run, list) else () for run in runs])
+        made = cache(lambda: producers(graph, [run if isinstance(run, list) else () for run in runs]))
         steps: list[Step] = []
         for n, run in reversed([*enumerate(runs)]):
             if isinstance(run, Convert):
