@@ -15,6 +15,7 @@ from hapsynth.cluster import Cluster
 from hapsynth.frequency import Expectation, expecting
 from hapsynth.graph import Value
 from hapsynth.instructions.layout import Layout, is_consistent, parse_layout
+from hapsynth.search.collecting import seldom
 from hapsynth.trace import Traced, trace
 
 
@@ -74,7 +75,8 @@ def traced_as_asked(
         raise TypeError(f"{names[1]} is a {kind}; give a tuple of the arguments, (x,) where there is one")
     for option, given in (("example_kwargs", kwargs), ("expect", expect)):
         check_dict(option, given, names[0])
-    traced = trace(fn, args, dict(kwargs or {}), carry=carry)
+    with seldom():
+        traced = trace(fn, args, dict(kwargs or {}), carry=carry)
     return replace(traced, graph=expecting(traced.graph, expect)) if expect else traced
 
 

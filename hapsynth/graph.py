@@ -258,6 +258,8 @@ class Graph:
 
     def place_of_conversion(self, value: int, region: int) -> int:
         """Where a value is converted for a use in a region: where that happens least often, as far out as can be."""
+        if region == self.home[value]:
+            return region
         chosen = inner = region
         for r in self.around(region)[: self.around(region).index(self.home[value]) + 1]:
             # A test finds nothing that its loop's body makes.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hapsynth.graph import COND_JOIN, LOOP_CARRY, LOOP_TEST, SCAN_SLICE, SCAN_STACK, Graph, Literal
+from hapsynth.graph import COND_JOIN, LOOP_CARRY, LOOP_TEST, SCAN_SLICE, SCAN_STACK, Boundary, Graph, Literal
 from hapsynth.instructions.collectives import axis_between
 from hapsynth.instructions.factors import can_be, ruled
 from hapsynth.instructions.layout import format_layout, is_consistent, is_partial
@@ -99,6 +99,9 @@ class _Replay:
     def __init__(self, graph: Graph, table: FactorTable, axes: int) -> None:
         self.graph, self.table, self.axes = graph, table, axes
         self.number = 0
+        self._allowed: set[tuple[int, int]] = set()
+        """Factors and triples that were found to be a rule's, by identity: ops that are alike share both, and the
+        program at hand holds them."""
         self.left: dict[int, set[Property]] = {}
         """Region -> what held at its end, for branches."""
 
@@ -117,9 +120,9 @@ class _Replay:
             self.number += 1
             if kind == "cond" and isinstance(item, Convert):
                 raise ProgramError(f"{where} stands in a cond, but in none of its branches")
-            _check_instruction(graph, self.table, item, self.axes, where)
+            self.allowed(item, where)
             self.needs(item, outside, inside, where)
-            primitive = graph.ops[item.op].primitive if isinstance(item, Compute) else None
+            primitive = _boundary(graph, item)
             for position, (value, layout) in enumerate(writes(graph, item)):
                 _check_layout(graph, value, layout, self.axes, where)
                 leaves = primitive in (SCAN_STACK, COND_JOIN) or (primitive == LOOP_CARRY and position == 1)
@@ -140,8 +143,8 @@ class _Replay:
     def needs(self, item: Instruction, outside: set[Property], inside: set[Property], where: str) -> None:
         """What an instruction reads must hold in the region in which it reads it."""
         graph = self.graph
-        primitive = graph.ops[item.op].primitive if isinstance(item, Compute) else None
-        states = [inside] * len(reads(graph, item))
+        primitive, needed = _boundary(graph, item), reads(graph, item)
+        states = [inside] * len(needed)
         if primitive in (LOOP_CARRY, SCAN_SLICE):
             states = [outside] * len(states)
         elif isinstance(item, Compute) and primitive == COND_JOIN:
@@ -149,14 +152,27 @@ class _Replay:
             regions = [graph.read_in(op, position) for position, _ in op.value_operands]
             # A branch in which nothing happens has the state around it.
             states = [self.left.get(r, outside) for r in regions]
-        for (value, layout), state in zip(reads(graph, item), states, strict=True):
+        for (value, layout), state in zip(needed, states, strict=True):
             if (value, layout) not in state:
                 raise ProgramError(
                     f"{where} needs {graph.values[value].name}|{format_layout(layout)}, which does not hold"
                 )
 
+    def allowed(self, item: Instruction, where: str) -> None:
+        """An instruction must be one that there is."""
+        known = (id(self.table[item.op]), id(item.triples)) if isinstance(item, Compute) else None
+        if known is None or known not in self._allowed:
+            _check_instruction(self.graph, self.table, item, self.axes, where)
+            self._allowed |= {known} if known else set()
+
     def _is_test(self, item: Instruction | Block) -> bool:
         return isinstance(item, Compute) and self.graph.ops[item.op].primitive == LOOP_TEST
+
+
+def _boundary(graph: Graph, item: Instruction) -> Boundary | None:
+    """Which boundary between regions an instruction is."""
+    primitive = graph.ops[item.op].primitive if isinstance(item, Compute) else None
+    return primitive if isinstance(primitive, Boundary) else None
 
 
 def _check_layout(graph: Graph, value: int, layout: object, axes: int, where: str) -> None:

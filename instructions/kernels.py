@@ -39,4 +39,4 @@ def widens(graph: Graph, op: Op) -> bool:
     """Whether an op that may be part of a kernel makes much out of little: a broadcast, an iota."""
     nbytes = lambda v: graph.values[v].nbytes
     taken = sum(nbytes(v) for _, v in op.value_operands)
-    return is_fusible(op) and all(nbytes(v) > taken * SMALL for v in op.results)
+    return all(nbytes(v) > taken * SMALL for v in op.results) and is_fusible(op)

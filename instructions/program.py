@@ -64,21 +64,22 @@ def reads(graph: Graph, instruction: Instruction) -> tuple[Property, ...]:
     """The properties that an instruction needs."""
     if isinstance(instruction, Convert):
         return ((instruction.value, instruction.source),)
-    op, triples = graph.ops[instruction.op], instruction.triples
-    if len(triples) == 1:
-        placements = triples[0].operands
-        return tuple([(v, (placements[i],)) for i, v in op.value_operands])
-    return tuple([(v, tuple([t.operands[i] for t in triples])) for i, v in op.value_operands])
+    operands = graph.ops[instruction.op].value_operands
+    if len(instruction.triples) == 1:
+        (along,) = instruction.triples
+        return tuple([(v, (along.operands[i],)) for i, v in operands])
+    layouts = tuple(zip(*[t.operands for t in instruction.triples]))
+    return tuple([(v, layouts[i]) for i, v in operands])
 
 
 def writes(graph: Graph, instruction: Instruction) -> tuple[Property, ...]:
     """The properties that hold after an instruction."""
     if isinstance(instruction, Convert):
         return ((instruction.value, instruction.target),)
-    results, triples = graph.ops[instruction.op].results, instruction.triples
-    if len(results) == 1:
-        return ((results[0], tuple([t.results[0] for t in triples])),)
-    return tuple(zip(results, zip(*[t.results for t in triples])))
+    if len(instruction.triples) == 1:
+        (along,) = instruction.triples
+        return tuple([(v, (p,)) for v, p in zip(graph.ops[instruction.op].results, along.results)])
+    return tuple(zip(graph.ops[instruction.op].results, zip(*[t.results for t in instruction.triples])))
 
 
 def region_of(graph: Graph, instruction: Instruction) -> int:
@@ -250,15 +251,16 @@ class FactorTable:
         self._alike: dict[object, Factors] = {}
 
     def __getitem__(self, op: int) -> Factors:
-        if op not in self._known:
+        found = self._known.get(op)
+        if found is None:
             key = signature(self.graph.ops[op])
-            if key is None:
-                self._known[op] = factors_of(self.graph.ops[op])
-            else:
-                if key not in self._alike:
-                    self._alike[key] = factors_of(self.graph.ops[op])
-                self._known[op] = self._alike[key]
-        return self._known[op]
+            found = None if key is None else self._alike.get(key)
+            if found is None:
+                found = factors_of(self.graph.ops[op])
+                if key is not None:
+                    self._alike[key] = found
+            self._known[op] = found
+        return found
 
 
 @cache

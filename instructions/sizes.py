@@ -39,12 +39,14 @@ class UnionFind:
             self.parent[node], self.units[node] = node, units
         else:
             root = self.find(node)
-            self.units[root] = gcd(self.units[root], units)
+            if self.units[root] != units:
+                self.units[root] = gcd(self.units[root], units)
 
     def union(self, a: Node, b: Node) -> None:
         a, b = self.find(a), self.find(b)
-        if a != b:
-            a, b = min(a, b), max(a, b)
+        if a is not b:
+            if b < a:
+                a, b = b, a
             self.parent[b] = a
             self.units[a] = gcd(self.units[a], self.units[b])
 
@@ -114,7 +116,8 @@ class Classes:
             properties.update(zip(reads(graph, i), repeat(None)))
             properties.update(zip(writes(graph, i), repeat(None)))
         for value, layout in properties:
-            cut(value, layout)
+            if cuts_of(layout):
+                cut(value, layout)
         for i in program.instructions:
             if isinstance(i, Compute):
                 factors = table[i.op]

@@ -233,7 +233,8 @@ class Network:
         self._touch(i)
 
     def _tidy(self, i: int) -> None:
-        self._restrict(i, self.tables.finite(self._unary[i]))
+        if (finite := self.tables.finite(self._unary[i])) != NONE:
+            self._restrict(i, finite)
         if self.limits.size and self._limited(i):
             self.restrict(i, np.all(self.usage(i) <= self.limits[:, None], axis=0))
         if self.infeasible:

@@ -1,4 +1,4 @@
-"""Python's collector of cyclic garbage, put off while a plan is made."""
+"""Python's collector of cyclic garbage, put off while a function is traced or a plan made."""
 
 from __future__ import annotations
 

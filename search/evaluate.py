@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from hapsynth.instructions.program import Compute, Convert, Instruction, Program
-from hapsynth.instructions.sizes import Node, Sizes, cut_nodes, layout_nodes
+from hapsynth.instructions.sizes import Node, Sizes, layout_nodes
 from hapsynth.search.costs import CostModel, Floats
 
 
@@ -29,8 +29,15 @@ def largest_share(sizes: Sizes, value: int, dim: int, axes: tuple[int, ...], way
 
 def cuts_of(costs: CostModel, instruction: Compute) -> list[Node]:
     """One dimension of each factor that an op's triples cut, in the order of its work's `lanes`."""
-    cut = cut_nodes(costs.graph, instruction.op, costs.table[instruction.op], instruction.triples)
-    return [nodes[0] for _, nodes in cut]
+    op = costs.graph.ops[instruction.op]
+    tensors = (*op.operands, *op.results)
+    found: list[Node] = []
+    for _, axes, places, ways in costs.table[instruction.op].cuts(instruction.triples):
+        for (place, dim), way in zip(places, ways, strict=True):
+            if isinstance(value := tensors[place], int):
+                found.append((value, dim, axes, way))
+                break
+    return found
 
 
 def shares(costs: CostModel, sizes: Sizes, nodes: Sequence[Node]) -> list[Floats]:

@@ -348,7 +348,9 @@ class Finder:
 
     def bytes_at(self, ops: Sequence[int]) -> float:
         """What every program on these devices holds at least near some of the given ops, at any sizes and in any
-        order; 0 where there are none."""
+        order; 0 where there are none, or no limits."""
+        if np.isinf(self.limit):
+            return 0.0
         return certain_bytes(Limits(self._formulator(None), at_least=True), ops)
 
     def full_ops(self) -> tuple[int, ...]:

@@ -73,9 +73,10 @@ class Formulator:
     def _problem(self) -> Problem:
         st = self.structure
         edges = [self._link(op, value) for op, value in st.links]
+        ways = [id(self.conversions(v)) for v in range(len(self.graph.values))]
         tables: dict[tuple[int, int], Floats] = {}
         for use, (kind, producer, groups) in zip(st.uses, self.kinds.uses, strict=True):
-            key = id(self.conversions(use.value)), kind
+            key = ways[use.value], kind
             table = tables.get(key)
             if table is None:
                 table = tables[key] = self._use_table(use.value, st.choices[producer].options, use.needs, use.runs)
@@ -161,7 +162,7 @@ class Formulator:
 
     def _op_key(self, op: int) -> tuple[int, ...]:
         """Equal for ops that are alike, and cut alike."""
-        return self.kinds.ops[op], *[self._roles[v] for v in self.kinds.tensors[op]]
+        return self.kinds.ops[op], *map(self._roles.__getitem__, self.kinds.tensors[op])
 
     def _vectors(self, op: int) -> tuple[int, ...]:
         """The vectors of everything that some triples of an op cut."""
@@ -216,7 +217,7 @@ class Formulator:
         unary: list[Floats | None] = [None] * len(st.choices)
         plain = self._plain_outputs()
         # Plain outputs end in ways of their own.
-        keys = [(*self._op_key(op.index), *plain.intersection(op.results)) for op in graph.ops]
+        keys = [(*self._op_key(o), *(v for v in graph.ops[o].results if v in plain)) for o in range(len(graph.ops))]
         first = {key: op.index for key, op in zip(reversed(keys), reversed(graph.ops), strict=True)}
         times = self.op_times(tuple(first.values()))
         alike = {key: self._states_of(op, t, plain) for (key, op), t in zip(first.items(), times, strict=True)}

@@ -17,7 +17,7 @@ from hapsynth.instructions.layout import Layout, is_partial
 from hapsynth.instructions.program import Compute
 from hapsynth.search.costs import Floats, held_fraction
 from hapsynth.search.formulate import Formulator
-from hapsynth.search.liveness import Alive
+from hapsynth.search.liveness import Alive, Liveness
 from hapsynth.search.problem import Edge, Ints, Problem, Resource
 from hapsynth.search.structure import Choices, Needs
 
@@ -36,7 +36,6 @@ class Limits:
     def __init__(self, formulator: Formulator, *, at_least: bool) -> None:
         self.formulator, self.at_least = formulator, at_least
         self.graph, self.structure = formulator.graph, formulator.structure
-        self.liveness = formulator.costs.liveness
         self.room = formulator.costs.room
 
     def problem(self, limits: Mapping[int, float]) -> Problem:
@@ -64,6 +63,10 @@ class Limits:
             for k in range(self.sums)
         ]
         return Problem(tuple(unary), tuple(edges), tuple(resources))
+
+    @property
+    def liveness(self) -> Liveness:
+        return self.formulator.costs.liveness
 
     @property
     def sums(self) -> int:

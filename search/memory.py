@@ -9,7 +9,7 @@ padded, besides (`wires.py`). An input that is carried lives until its last use 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 
@@ -163,14 +163,21 @@ class MemoryProfile:
     @cached_property
     def buffers(self) -> list[Buffer]:
         """The tensors and what collectives take besides, with their lives in points."""
-        span = lambda t: (self.phases * (t.start + 1), self.phases * (t.stop + 2))
-        nbytes = lambda t: float(self.graph.values[t.value].nbytes)
-        nodes = lambda t: tuple(layout_nodes(t.value, t.layout))
-        own = [Buffer(nbytes(t), nodes(t), not self.room.exact, *span(t)) for t in self.tensors]
+        values, phases, padded = self.graph.values, self.phases, not self.room.exact
+        own = [
+            Buffer(
+                float(values[value].nbytes),
+                tuple(layout_nodes(value, layout)),
+                padded,
+                phases * (start + 1),
+                phases * (stop + 2),
+            )
+            for value, layout, start, stop in self.tensors
+        ]
         if not self.room.exact:
             return own
         spans, sent = wires(self.graph, self.program, self.tensors)
-        return [replace(b, start=start, stop=stop) for b, (start, stop) in zip(own, spans, strict=True)] + sent
+        return [b._replace(start=start, stop=stop) for b, (start, stop) in zip(own, spans, strict=True)] + sent
 
     @cached_property
     def _whole_bytes(self) -> Floats:

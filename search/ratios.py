@@ -130,18 +130,22 @@ class Ratios:
     @cached_property
     def roles(self) -> list[int]:
         """Per value, a number: values of equal shape and number are cut alike. 0 where the weights alone decide."""
-        exact: dict[int, list[object]] = {}
-        for (value, *cut), vector in self._exact.items():
-            exact.setdefault(value, []).append((*cut, vector))
+        exact: dict[int, list[tuple[int, tuple[int, ...], int, int]]] = {}
+        for (value, dim, axes, way), vector in self._exact.items():
+            exact.setdefault(value, []).append((dim, axes, way, vector))
         even: dict[int, list[int]] = {}
         for value, dim in self.evenly:
             even.setdefault(value, []).append(dim)
-        of = lambda known, value: tuple(sorted(known.get(value, ())))
-        number: dict[object, int] = {((), (), ()): 0}
-        return [
-            number.setdefault((of(exact, v), of(self._kin_of, v), of(even, v)), len(number))
-            for v in range(len(self.graph.values))
-        ]
+        number: dict[object, int] = {}
+        found = [0] * len(self.graph.values)
+        for v in exact.keys() | self._kin_of.keys() | even.keys():
+            cut = (
+                tuple(sorted(exact.get(v, ()))),
+                tuple(sorted(self._kin_of.get(v, ()))),
+                tuple(sorted(even.get(v, ()))),
+            )
+            found[v] = number.setdefault(cut, len(number) + 1)
+        return found
 
     def sizes_of(self, classes: Classes) -> Sizes | None:
         """The sizes that a program has at these ratios, where each of its classes is cut in one way."""

@@ -87,17 +87,21 @@ class Sizer:
         for count in range(1, len(order) + 1):
             active = np.isin(kind_of, order[:count])
             candidates.append(self._optimized(np.where(active, speed, 0.0), active, limit))
-        ranked = [(max(self.memory.peak(s), limit), self.variable_cost(s), i) for i, s in enumerate(candidates)]
+        ranked = [(self._beyond(s, limit), self.variable_cost(s), i) for i, s in enumerate(candidates)]
         return self._polished(candidates[min(ranked)[2]], limit)
 
     def _polished(self, sizes: Sizes, limit: float) -> Sizes:
         """Whole groups of units moved too, until nothing gets cheaper."""
         for _ in range(_LP_ROUNDS):
-            improved = self._improved(sizes.shares, max(limit, self.memory.peak(sizes)), together=True)
+            improved = self._improved(sizes.shares, self._beyond(sizes, limit), together=True)
             if improved.shares == sizes.shares:
                 break
             sizes = improved
         return sizes
+
+    def _beyond(self, sizes: Sizes, limit: float) -> float:
+        """The limit or, where they hold more, that."""
+        return limit if np.isinf(limit) else max(self.memory.peak(sizes), limit)
 
     def variable_cost(self, sizes: Sizes) -> float:
         """Seconds of everything that sizes decide; the rest of the program costs the same at all sizes."""
@@ -132,7 +136,8 @@ class Sizer:
                     sizes = self._whole_units(solved, limit)
                     solved.update(self._fractions(sizes, axes))
             sizes = self._whole_units(solved, limit)
-            alive = self.memory.at(sizes)
+            # Without a limit memory is no matter.
+            alive = np.zeros(1) if np.isinf(limit) else self.memory.at(sizes)
             settled = all(np.allclose(solved[c].max(), before[c].max()) for c in solved)
             if alive.max() > limit:
                 if int(alive.argmax()) in points:

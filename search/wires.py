@@ -9,7 +9,6 @@ another and do not depend on one another are one stage.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from hapsynth.graph import Graph
@@ -31,8 +30,7 @@ class Tensor(NamedTuple):
     stop: int
 
 
-@dataclass(frozen=True, eq=False)
-class Buffer:
+class Buffer(NamedTuple):
     """Something in memory from point `start` until before `stop`: `nbytes`, divided as `nodes` are cut. `padded`: to
     the largest shard, on every device."""
 

@@ -129,8 +129,9 @@ def rule_name(op: Op) -> str:
 
 def entry_of(op: Op) -> Entry | None:
     """The op's entry: that of its function, of its primitive, or what it carries; None where it has none."""
-    entry = REGISTRY.get(rule_name(op)) or REGISTRY.get(op.name)
-    return DERIVED[op.name](op) if entry is None and op.name in DERIVED else entry
+    name = op.name
+    entry = REGISTRY.get(rule_name(op)) or REGISTRY.get(name) if name in MANY else REGISTRY.get(name)
+    return DERIVED[name](op) if entry is None and name in DERIVED else entry
 
 
 def factors_of(op: Op) -> Factors:
