@@ -67,7 +67,7 @@ class Hap:
 
     def __init__(self, known: Baselines) -> None:
         self.known, self.graph, self.table = known, known.graph, known.table
-        self.weights = {v for v in known.state if v not in known.updates}
+        self.weights = {v for v in known.state if v not in known.costs.together.updates}
         self.batch = known.batch_roots
         self.experts: set[Node] = set()
         self.outputs: set[Node] = set()
@@ -121,7 +121,7 @@ class Hap:
         """The program that HAP would choose, at its ratio, as our model judges it."""
         known, graph = self.known, self.graph
         renewed = {v for _, target in graph.carry if isinstance(v := graph.outputs[target], int)}
-        self._fixed = known.updates | renewed | set(known.state)
+        self._fixed = known.costs.together.updates | renewed | set(known.state)
         restriction = Restriction(convertible=self.convertible, role=self._fixed.__contains__)
         costs = HapCosts(graph, known.costs.cluster, self.table, known.costs.axes)
         speed = proportional(costs.rate("float32"))

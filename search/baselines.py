@@ -19,7 +19,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 
 import numpy as np
 
@@ -40,7 +39,6 @@ from hapsynth.search.ratios import Ratios, kinship, proportional
 from hapsynth.search.result import Result
 from hapsynth.search.sizing import Sizer
 from hapsynth.search.structure import Allowed, Restriction, Structure
-from hapsynth.search.updates import updates
 
 _BY_SPEED = "_speed"
 _EVENLY = ("data_parallel", "zero1", "zero2", "zero3")
@@ -167,7 +165,7 @@ class Baselines:
         return stored, allowed
 
     def _zero12(self, *, reduced_whole: bool) -> Restriction:
-        gradients, graph = self.updates, self.graph
+        gradients, graph = self.costs.together.updates, self.graph
         # Nothing but the update reads optimizer state.
         moments = [v for v in self.state if v in gradients]
         stored, allowed = self._cut_state(moments)
@@ -187,7 +185,7 @@ class Baselines:
 
     def _zero3(self) -> Restriction:
         stored, allowed = self._cut_state(self.state)
-        gradients, held = self.updates, set(self.state)
+        gradients, held = self.costs.together.updates, set(self.state)
 
         def convertible(value: int, source: Placement, target: Placement) -> bool:
             if source.is_sharded:
@@ -196,10 +194,6 @@ class Baselines:
 
         role = lambda v: (v in held, v in gradients and bool(self.graph.values[v].shape))
         return Restriction({**stored, **self._stored_batch()}, allowed, frozenset(held), convertible, role)
-
-    @cached_property
-    def updates(self) -> frozenset[int]:
-        return updates(self.graph)
 
     def _tensor_parallel(self) -> Restriction:
         cut = self._alternating_roots()

@@ -66,7 +66,8 @@ class CostModel:
         self._kinds: dict[int, int] = {}
         self._kind_number: dict[object, int] = {}
         self._materialized = materialized(graph)
-        self._together = Together(graph)
+        self.together = Together(graph)
+        """Which conversions share a latency."""
         self._measured = frozenset(s for kind in cluster.kinds for s in kind.ops)
         self._classes: dict[int, str] = {}
         self._place(cluster, axes or mesh_axes(cluster), room or Room.of(cluster))
@@ -322,11 +323,11 @@ class CostModel:
     def latency(self, value: int, step: Step, axis: int) -> float:
         """Seconds that one collective takes however little it sends: of those that go together its part."""
         link = self.links[axis]
-        return self._together.part(value, step, link.n) * link.seconds(step, 0.0)
+        return self.together.part(value, step, link.n) * link.seconds(step, 0.0)
 
     def goes_together(self, value: int) -> bool:
         """Whether conversions of a value are counted a part of their latency."""
-        return value in self._together.values
+        return value in self.together.values
 
     def reshare(self, nbytes: float, axis: int, old: Floats, new: Floats) -> tuple[float, float]:
         """(seconds, bytes over the slowest link) of moving what changes owner between shards of `old` and `new`

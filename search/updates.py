@@ -46,17 +46,18 @@ class Together:
     @cached_property
     def values(self) -> frozenset[int]:
         """The state and its updates."""
-        return self._updates | self.graph.state
+        return self.updates | self.graph.state
 
     @cached_property
-    def _updates(self) -> frozenset[int]:
+    def updates(self) -> frozenset[int]:
+        """The gradients and what the optimizer makes of them."""
         return updates(self.graph)
 
     @cached_property
     def _parameters(self) -> list[int]:
         """Bytes of the state that more than the update reads."""
         state = (self.graph.inputs[source] for source, _ in self.graph.carry)
-        return [self.graph.values[v].nbytes for v in state if v not in self._updates]
+        return [self.graph.values[v].nbytes for v in state if v not in self.updates]
 
     def part(self, value: int, step: Step, n: int) -> float:
         """The part of a latency that a conversion among `n` devices is counted: as many parameters as are small enough

@@ -20,7 +20,9 @@ import pytest
 from hapsynth.cli import main
 from hapsynth.cluster import Cluster
 from hapsynth.instructions.rules import REGISTRY, extension
+from hapsynth.lower import _bundles
 from hapsynth.report import alternatives
+from hapsynth.search import bundled, updates
 
 DEVICES = 8
 GPU = os.environ.get("HAPSYNTH_GPU", "")
@@ -81,6 +83,13 @@ def optimizations(request: pytest.FixtureRequest) -> Iterator[None]:
 def unequal() -> Cluster:
     """Four fast devices and four at a third of their speed, joined well."""
     return graphs.cluster([3.0] * 4 + [1.0] * 4)
+
+
+@pytest.fixture
+def collectives_go_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small tensors stand for large ones, whose collectives have a latency each, and are compiled one by one."""
+    for module in (_bundles, bundled, updates):
+        monkeypatch.setattr(module, "BUNDLED", -1)
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.experimental.layout import Layout, with_layout_constraint
-from rule_cases import case, distinct, f32, floats, i32, ints, u32
+from rule_case import case, distinct, f32, floats, i32, ints, u32
 
 from hapsynth import _jax
 

@@ -25,12 +25,12 @@ from hapsynth.cluster import Cluster
 from hapsynth.instructions.checker import check
 from hapsynth.instructions.layout import Placement
 from hapsynth.instructions.program import Convert
-from hapsynth.lower import _bundles
 from hapsynth.plan import Plan
-from hapsynth.search import bundled, updates
 from hapsynth.search.baselines import Baseline, Baselines
 from hapsynth.search.planner import Planner
 from hapsynth.trace import Traced, trace
+
+pytestmark = pytest.mark.usefixtures("collectives_go_alone")
 
 N = 8
 CLUSTERS = Path(__file__).parents[1] / "examples" / "clusters"
@@ -72,13 +72,6 @@ class Case:
 @cache
 def cluster(name: str) -> Cluster:
     return Cluster.load(CLUSTERS / f"{name}.toml")
-
-
-@pytest.fixture(autouse=True)
-def collectives_go_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """These small weights stand for large ones, whose collectives have a latency each, and are compiled one by one."""
-    for module in (_bundles, bundled, updates):
-        monkeypatch.setattr(module, "BUNDLED", -1)
 
 
 @cache

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -136,23 +135,6 @@ def test_what_lies_right_is_passed_as_it_is() -> None:
         assert x is y or x is y.data
 
 
-def test_x64() -> None:
-    def fn(x: Any, i: Any, n: Any, s: Any) -> Any:
-        return x[i] * s + n, i.sum(), jnp.argmax(x, 0), n + 1, x.astype(jnp.float32) * s
-
-    args = (floats(6, 3).astype(np.float64), np.arange(5) % 3, 4, 0.5)
-    with jax.enable_x64(True):
-        for seed in range(3):
-            plan = make_plan(fn, args, seed=seed)
-            assert_same(plan(*plan.shard(*args)), jax.jit(fn)(*args), plan)
-            assert plan.check(rtol=1e-12).ok
-            with pytest.raises(TypeError, match="float32"):
-                plan(args[0].astype(np.float32), *args[1:])
-    plan = make_plan(fn, args)
-    assert_same(plan(*args), jax.jit(fn)(*args), plan)
-    assert plan.lowered.traces == 1
-
-
 def test_random_arguments_index_whole_tables() -> None:
     def fn(table: Any, tokens: Any, count: Any) -> Any:
         return table[tokens.reshape(-1)].sum() + jnp.take_along_axis(table, tokens, 1) + count
@@ -232,121 +214,6 @@ def test_a_plan_inside_jit_says_so(plan: Plan) -> None:
     state, _ = step_args()
     with pytest.raises(TypeError, match="cannot be called inside jit"):
         jax.jit(lambda b: plan(state, b))(floats(7, 6))
-
-
-def test_non_array_leaves_none_and_keywords() -> None:
-    def fn(x: Any, options: Any, *, scale: Any, flag: bool) -> Any:
-        y = options["act"](x) * scale + (1 if options["name"] == "a" else 2)
-        return {"y": y, "none": None, "act": options["act"], "one": 1.0, "flag": flag, "n": y.sum()}
-
-    options = {"act": jnp.tanh, "name": "a", "nothing": None}
-    args, kwargs = (floats(5, 3), options), {"scale": 2.0, "flag": True}
-    for seed in range(3):
-        plan = make_plan(fn, args, kwargs, seed=seed)
-        want = jax.jit(
-            lambda x, scale, flag: {k: v for k, v in fn(x, options, scale=scale, flag=flag).items() if k != "act"}
-        )
-        got = plan(*args, **kwargs)
-        assert got.pop("act") is jnp.tanh
-        assert_same(got, want(args[0], 2.0, True), plan)
-        x, opts, by_name = plan.shard(*args, **kwargs)
-        got = plan(x, opts, **by_name)
-        assert got.pop("act") is jnp.tanh
-        assert_same(got, want(args[0], 2.0, True), plan)
-        assert plan.lowered.traces == 1
-    with pytest.raises(ValueError, match=re.escape("[1]['name'] is 'b', and the plan holds for 'a' only")):
-        plan(args[0], {**options, "name": "b"}, **kwargs)
-    with pytest.raises(TypeError, match="scale"):
-        plan(*args, flag=True)
-
-
-@jax.tree_util.register_pytree_node_class
-class Checked:
-    """Looks at its leaf whenever it is put together, as some libraries' loss scales do."""
-
-    def __init__(self, x: Any) -> None:
-        if type(x) is not object and not jnp.issubdtype(x.dtype, jnp.floating):
-            raise TypeError(f"{x} is no float")
-        self.x = x
-
-    def tree_flatten(self) -> Any:
-        return (self.x,), None
-
-    @classmethod
-    def tree_unflatten(cls, aux: Any, leaves: Any) -> Any:
-        return cls(*leaves)
-
-
-def test_containers_that_look_at_their_leaves(tmp_path: Path) -> None:
-    state, rows = Checked(floats(6, 3)), floats(5, 6)
-    plan = make_plan(lambda state, rows: (Checked(state.x * 2), rows @ state.x), (state, rows))
-    assert plan.local_slices(1).path == "[1]"
-    with pytest.raises(TypeError, match="argument structure"):
-        plan(state.x, rows)
-    with pytest.raises(TypeError, match="argument structure"):
-        plan.shard_from_process_local_data(state.x, 0)
-    plan.save_state(tmp_path / "saved", plan.shard(state))
-    restored = plan.restore_state(tmp_path / "saved")
-    np.testing.assert_array_equal(plan.unshard(restored).x, state.x)
-    assert_same(plan(restored, rows)[1], rows @ state.x, plan)
-
-
-def test_weak_types_scalars_and_integers() -> None:
-    def fn(count: Any, rate: Any, x: Any) -> Any:
-        return count + 1, rate * x, count * 2.5, x.astype(jnp.bfloat16) * rate, 3
-
-    args = (2, 0.5, np.float32(4))
-    plan = make_plan(fn, args)
-    assert_same(plan(*args), jax.jit(fn)(*args), plan)
-    count, *_ = plan(*args)
-    count, *_ = plan(count, 0.5, 4.0)
-    assert int(count) == 4
-    plan(np.int32(3), jnp.float32(1), args[2])
-    assert plan.lowered.traces == 1
-
-
-def test_keys() -> None:
-    def fn(key: Any, raw: Any) -> Any:
-        new, use = jax.random.split(key)
-        return new, jax.random.normal(use, (5,)) + jax.random.uniform(raw, (5,))
-
-    args = (jax.random.key(3), jax.random.PRNGKey(1))
-    plan = make_plan(fn, args)
-    assert_same(plan(*plan.shard(*args)), jax.jit(fn)(*args), plan)
-    assert plan.check().ok
-    assert jax.random.key_data(plan.unshard(plan.shard(*args))[0]).tolist() == [0, 3]
-
-
-def test_outputs_that_are_inputs_and_arguments_used_twice() -> None:
-    def fn(a: Any, b: Any, unused: Any) -> Any:
-        return a, b, a + b, b
-
-    a = floats(6, 3)
-    for seed in range(3):
-        plan = make_plan(fn, (a, a, a), seed=seed)
-        x = plan.shard(a)
-        want = jax.jit(fn)(a, a, a)
-        assert_same(plan(x, x, x), want, plan)
-        x = plan.shard(a)
-        assert_same(plan(a, x, x), want, plan)
-
-
-def test_closed_over_constants_are_arguments() -> None:
-    table = floats(40, 30)
-    fn = lambda x: x @ table + jnp.sum(table)
-    plan = make_plan(fn, (floats(8, 40),))
-    assert_same(plan(floats(8, 40)), jax.jit(fn)(floats(8, 40)), plan)
-    assert len(plan.lower().as_text()) < 20000
-    assert plan.check().ok
-
-
-@pytest.mark.parametrize(
-    "fn", [lambda: 3.0, lambda: (), lambda x: x + 1, lambda x: None], ids=["const", "none", "scalar", "unused"]
-)
-def test_tiny_functions(fn: Any) -> None:
-    args = () if fn.__code__.co_argcount == 0 else (2.0,)
-    plan = make_plan(fn, args)
-    assert_same(plan(*args), jax.jit(fn)(*args), plan)
 
 
 @pytest.mark.parametrize("n", [1, 3, 8])

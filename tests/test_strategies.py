@@ -26,18 +26,12 @@ from hapsynth.cluster import Cluster
 from hapsynth.instructions.layout import parse_layout
 from hapsynth.instructions.program import Convert
 from hapsynth.plan import Plan
-from hapsynth.search import updates
 from hapsynth.search.baselines import Baseline, Baselines
 from hapsynth.search.memory import MemoryProfile
 from hapsynth.search.planner import Planner
 from hapsynth.search.structure import Convertible, Restriction
 
-
-@pytest.fixture(autouse=True)
-def collectives_go_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """These weights of a few kilobytes stand for ones of megabytes, whose collectives have a latency each."""
-    monkeypatch.setattr(updates, "BUNDLED", -1)
-
+pytestmark = pytest.mark.usefixtures("collectives_go_alone")
 
 N = 4
 EVEN = [1.0] * N
