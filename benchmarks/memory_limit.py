@@ -241,7 +241,13 @@ def arguments() -> argparse.Namespace:
     for name in options.systems:
         if name not in SYSTEMS:
             parser.error(f"--systems: {name!r} is none of {', '.join(SYSTEMS)}")
+    if options.keep is not None and options.keep.exists() and not _is_empty(options.keep):
+        parser.error(f"--keep: {options.keep} is no new folder; name one, as all that is kept is made anew")
     return options
+
+
+def _is_empty(path: Path) -> bool:
+    return path.is_dir() and not any(path.iterdir())
 
 
 def main() -> int:

@@ -73,8 +73,8 @@ def fastest(
     `args`, `kwargs`: the function's arguments, whole, as `Plan.shard` takes them; nothing of them is consumed. Every
     plan runs in two turns of `steps` steps, the second in opposite order, each after one that is not counted; only one
     plan's arguments lie on the devices at a time. The first plan wins unless another takes at least the fraction
-    `margin` less. In a run of several processes all must call, with the same plans, one of which uses all devices.
-    Raises ValueError where there is no plan or no step.
+    `margin` less. In a run of several processes all must call, with the same plans, and all get the same answer.
+    Raises ValueError where there is no plan or no step, RuntimeError for a plan without devices.
     """
     if not plans:
         raise ValueError("no plan was given; give {name: plan}, as hapsynth.contenders does")
@@ -85,12 +85,17 @@ def fastest(
     for turn, order in enumerate((range(len(names)), reversed(range(len(names))))):
         for i in order:
             times[i, turn] = list(_timed(plans[names[i]], steps, args, kwargs, clock))
-    mesh = max((plan.mesh for plan in plans.values() if plan.mesh is not None), key=lambda m: m.size)
-    slowest = gathered(mesh, times.ravel()).max(axis=0).reshape(len(names), -1)
+    slowest = gathered(_everyone(plans[names[0]]), times.ravel()).max(axis=0).reshape(len(names), -1)
     seconds = dict(zip(names, np.median(slowest, axis=1).tolist(), strict=True))
     best = min(names, key=lambda name: seconds[name])
     name = best if seconds[best] <= seconds[names[0]] * (1 - margin) else names[0]
     return Fastest(name, plans[name], seconds)
+
+
+def _everyone(plan: Plan) -> Mesh:
+    """All devices of the run: a process that no plan uses is told the times as well."""
+    assert plan.mesh is not None
+    return Mesh(np.array(jax.devices(plan.mesh.devices.flat[0].platform)), ("all",))
 
 
 def _timed(

@@ -10,6 +10,7 @@ from pathlib import Path
 import _emulating
 import pytest
 from emulated import SpecError, machines
+from scripts import run_script
 
 
 @pytest.fixture(autouse=True)
@@ -62,3 +63,10 @@ def test_a_failed_process_ends_it() -> None:
     _emulating.check([0, 0], "the processes")
     with pytest.raises(SystemExit, match=r"the processes ended with \[0, 3\]"):
         _emulating.check([0, 3], "the processes")
+
+
+def test_what_is_limited_is_kept_in_a_new_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "state").mkdir()
+    for used in (tmp_path, Path(__file__)):
+        assert run_script("memory_limit", "--keep", str(used)) == 2
+        assert f"--keep: {used} is no new folder; name one" in capsys.readouterr().err

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 
 import cnn
@@ -30,6 +31,11 @@ SMALL = {
 }
 
 
+@cache
+def graph_of(example):
+    return trace(*SMALL[example]).graph
+
+
 # Every example on some, on every cluster several.
 ON = {
     "mlp": ("even8", "mixed8", "tiny_and_big", "paper64", "straggler"),
@@ -41,8 +47,7 @@ ON = {
 @pytest.mark.parametrize(("example", "cluster"), [(example, cluster) for example in ON for cluster in ON[example]])
 def test_no_baseline_is_cheaper(example, cluster):
     """No baseline is given to the search as a start."""
-    fn, args = SMALL[example]
-    graph = trace(fn, args).graph
+    graph = graph_of(example)
     planner = Planner(graph, hapsynth.Cluster.load(CLUSTERS / f"{cluster}.toml"))
     result = planner.run()
     assert result.gap <= 1e-4

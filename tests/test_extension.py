@@ -18,7 +18,8 @@ from slow_devices import SPEEDS, first_devices, slow_cluster
 import hapsynth
 from hapsynth import RuleError, check_rule, register_rule
 from hapsynth.instructions import simulate
-from hapsynth.instructions.layout import P
+from hapsynth.instructions.factors import ruled
+from hapsynth.instructions.layout import P, S
 from hapsynth.instructions.rules import factors_of
 from hapsynth.instructions.uncovered import named
 from hapsynth.plan import Plan
@@ -58,8 +59,8 @@ def test_a_kernel_is_cut_in_unequal_shards_and_gives_what_it_should() -> None:
     (op,) = (o for o in plan.traced.graph.ops if o.name == "pallas_call")
     (rows,) = {i.triples[0] for i in plan.program.instructions if getattr(i, "op", None) == op.index}
     # At whichever of its ratios.
-    assert [(p.kind, p.dim) for p in rows.operands] == [("S", 0)]
-    assert rows.results == (P("sum"),)
+    (plainly,) = ruled((rows,))
+    assert (plainly.operands, plainly.results) == ((S(0),), (P("sum"),))
     assert len({plan.sizes.local_shape(op.operands[0], rows.operands, (d,)) for d in range(4)}) > 1
     assert plan.check().ok
     assert named(plan.traced.graph) == {}

@@ -13,7 +13,7 @@ from random_programs import RandomProgram, mlp_args, mlp_step
 from resharing import reshares
 from test_lower import mesh_of, run
 
-from hapsynth.check import relative_error
+from hapsynth.check import Reference, compare
 from hapsynth.cluster import Cluster
 from hapsynth.graph import Graph
 from hapsynth.instructions.checker import check
@@ -56,9 +56,12 @@ def cut_at_random(maker: RandomProgram, program: Program, costs: CostModel, rng:
     return program
 
 
-@pytest.mark.parametrize("seed", range(4))
+# In staged form each is of hundreds of stages.
+DRAWN = [("switch", seed) for seed in range(4)] + [("staged", seed) for seed in range(2)]
+
+
+@pytest.mark.parametrize(("form", "seed"), DRAWN)
 @pytest.mark.parametrize("axes", AXES)
-@pytest.mark.parametrize("form", ["switch", "staged"])
 def test_a_step_cut_at_random(axes: str, form: str, seed: int) -> None:
     found = assert_equal(mlp_step, mlp_args(), AXES[axes], form, seed)
     assert found or axes == "2x2"
@@ -81,10 +84,10 @@ def assert_equal(fn: Any, args: Any, axes: tuple[tuple[str, int], ...], form: st
     check(graph, program, sizes)
     assert all(i.region == 0 for i in reshares(program))
     made = (lower if form == "switch" else lower_staged)(graph, program, sizes, mesh_of(4))
-    got, want = run_form(made, args, form), jax.tree.leaves(jax.jit(fn)(*args))
-    for a, b in zip(got, want, strict=True):
-        # Sums that nearly cancel.
-        assert relative_error(np.asarray(a), np.asarray(b)) <= 1e-3
+    leaves = jax.tree.leaves(args)
+    # Sums that nearly cancel agree to their noise.
+    errors = compare(Reference(fn, traced, leaves, jax.devices()[0]), leaves, run_form(made, args, form), rtol=1e-4)
+    assert max(errors) <= 1e-4, dict(zip(traced.out_paths, errors))
     return len(reshares(program))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from zoo import functional, language, vision
 from zoo.kinds import Model
 
 import hapsynth
-from hapsynth.graph import Op
+from hapsynth.graph import Graph, Op
 from hapsynth.instructions.rules import entry_of
 from hapsynth.instructions.uncovered import uncovered
 from hapsynth.search.planner import Planner
@@ -48,6 +49,11 @@ ON_TWO_AXES = tuple(MODELS) if os.environ.get("HAPSYNTH_ZOO") else QUICK
 """With HAPSYNTH_ZOO=1 all of them: five minutes."""
 
 
+@cache
+def graph_of(name: str) -> Graph:
+    return trace(*MODELS[name]()).graph
+
+
 def is_elementwise(op: Op) -> bool:
     """By its shapes: operands and results all alike, but for scalars."""
     shapes = {s for s in (*op.shapes, *op.result_shapes) if s}
@@ -56,7 +62,7 @@ def is_elementwise(op: Op) -> bool:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_hardly_anything_is_computed_whole(name: str) -> None:
-    graph = trace(*MODELS[name]()).graph
+    graph = graph_of(name)
     rows = uncovered(graph)
     assert sum(r.flops_share for r in rows) <= 0.01, rows
     assert sum(r.bytes_share for r in rows) <= 0.01, rows
@@ -67,7 +73,7 @@ def test_hardly_anything_is_computed_whole(name: str) -> None:
 @pytest.mark.parametrize("name", MODELS)
 def test_planned_for_the_everyday_cluster(name: str) -> None:
     """Such small steps are mostly not worth cutting there, but always planned to the end."""
-    result = Planner(trace(*MODELS[name]()).graph, hapsynth.Cluster.load(MIXED)).run()
+    result = Planner(graph_of(name), hapsynth.Cluster.load(MIXED)).run()
     assert result.gap <= 1e-4
     assert result.joint_lower_bound_s <= result.lower_bound_s <= result.cost_s
 

@@ -187,11 +187,14 @@ class Staged(Form):
 
     def wire(self, wire: Wire) -> jax.ShapeDtypeStruct:
         """What a device sends, behind a dimension of length 1 for each mesh axis."""
-        if isinstance(wire, Decide):
-            struct = jax.ShapeDtypeStruct((), np.int32)
-        else:
-            struct = jax.eval_shape(lambda *xs: wire.pack(xs, self.mesh.devices.shape), *wire.sent)
-        return jax.ShapeDtypeStruct(((1,) * self.mesh.devices.ndim) + struct.shape, struct.dtype)
+        if wire not in self._leaving:
+            if isinstance(wire, Decide):
+                struct = jax.ShapeDtypeStruct((), np.int32)
+            else:
+                struct = jax.eval_shape(lambda *xs: wire.pack(xs, self.mesh.devices.shape), *wire.sent)
+            n = self.mesh.devices.ndim
+            self._leaving[wire] = jax.ShapeDtypeStruct(((1,) * n) + struct.shape, struct.dtype)
+        return self._leaving[wire]
 
     @cached_property
     def _anyone(self) -> Where:
@@ -201,8 +204,18 @@ class Staged(Form):
 
     def arrived(self, wire: Wire) -> jax.ShapeDtypeStruct:
         """What a device receives."""
-        made = jax.eval_shape(self._exchanging([wire]), self._on_mesh(self.wire(wire)))[0]
-        return jax.ShapeDtypeStruct(self._shard(made.shape), made.dtype)
+        if wire not in self._arriving:
+            made = jax.eval_shape(self._exchanging([wire]), self._on_mesh(self.wire(wire)))[0]
+            self._arriving[wire] = jax.ShapeDtypeStruct(self._shard(made.shape), made.dtype)
+        return self._arriving[wire]
+
+    @cached_property
+    def _leaving(self) -> dict[Wire, jax.ShapeDtypeStruct]:
+        return {}
+
+    @cached_property
+    def _arriving(self) -> dict[Wire, jax.ShapeDtypeStruct]:
+        return {}
 
     def _on_mesh(self, wire: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         lengths = self.mesh.devices.shape
