@@ -26,7 +26,7 @@ from hapsynth.cluster import Cluster
 from hapsynth.instructions.layout import parse_layout
 from hapsynth.instructions.program import Convert
 from hapsynth.plan import Plan
-from hapsynth.search import updates
+from hapsynth.search import bundled, updates
 from hapsynth.search.baselines import Baseline, Baselines
 from hapsynth.search.memory import MemoryProfile
 from hapsynth.search.planner import Planner
@@ -36,7 +36,8 @@ from hapsynth.search.structure import Convertible, Restriction
 @pytest.fixture(autouse=True)
 def collectives_go_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """These weights of a few kilobytes stand for ones of megabytes, whose collectives have a latency each."""
-    monkeypatch.setattr(updates, "BUNDLED", -1)
+    for module in (bundled, updates):
+        monkeypatch.setattr(module, "BUNDLED", -1)
 
 
 N = 4
