@@ -80,7 +80,7 @@ def test_ddp_is_measured_where_there_is_torch(
 
 
 def test_the_report_has_a_row_without_prediction(capsys: pytest.CaptureFixture[str]) -> None:
-    row = {"model": "mlp", "cluster": "2", "spread": 0.1, "ideal_s": 0.8, "off": 1e-6}
+    row = {"model": "mlp", "cluster": "2", "spread": 0.1, "ideal_s": 0.8, "by_quota_s": 0.7, "off": 1e-6}
     even = {**row, "system": "even", "predicted_s": 0.9, "times_s": [1.0] * 5, "median_s": 1.0}
     ddp = {**row, "system": "ddp", "predicted_s": None, "times_s": [2.0] * 5, "median_s": 2.0}
     assert runtime.report([even, ddp])

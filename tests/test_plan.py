@@ -41,7 +41,7 @@ def test_a_loop_follows_the_function_and_is_traced_once() -> None:
     for _ in range(3):
         state, loss = plan(state, batch)
         expected, loss_expected = fn(expected, args[1])
-        np.testing.assert_allclose(loss, loss_expected, rtol=1e-5)
+        np.testing.assert_allclose(loss, loss_expected, rtol=3e-5)  # a sum that cancels
     assert_same(state, expected, plan)
     assert plan.lowered.traces == 1
 
