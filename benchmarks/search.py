@@ -82,13 +82,13 @@ def one(row: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
     layers = {} if row.get("layers") is None else {"layers": row["layers"]}
     fn, args = MODELS[row["model"]](where.n, **layers)
     memory = row.get("memory", options.memory)
-    limit = None if memory == "devices" else float("inf")
+    given: dict[str, Any] = {} if memory == "devices" else {"memory_limit": float("inf")}
     if memory not in ("devices", "unlimited"):
-        free = hapsynth.synthesize(fn, args, where, memory_limit=limit)
-        limit = float(memory) * max(free.memory)
+        given = {"form": "staged"}
+        where = limited(where, float(memory), hapsynth.synthesize(fn, args, where, memory_limit=float("inf"), **given))
     began, cpu = time.perf_counter(), time.process_time()
     try:
-        plan = hapsynth.synthesize(fn, args, where, memory_limit=limit, time_budget_s=options.budget)
+        plan = hapsynth.synthesize(fn, args, where, time_budget_s=options.budget, **given)
     except InfeasibleError as error:
         return {**row, "status": "infeasible", "total_s": time.perf_counter() - began, "error": str(error)}
     used = time.process_time() - cpu
@@ -105,6 +105,14 @@ def one(row: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
         print(json.dumps(row), flush=True)
         row["milp"] = beside(plan, options.milp)
     return row
+
+
+def limited(where: hapsynth.Cluster, fraction: float, free: hapsynth.Plan) -> hapsynth.Cluster:
+    """The cluster whose every kind has that fraction of the most that one of it holds of a plan without limits."""
+    most = {
+        kind.name: max(m for m, k in zip(free.memory, where.devices, strict=True) if k == kind) for kind in where.kinds
+    }
+    return replace(where, devices=tuple(replace(k, memory=int(fraction * most[k.name])) for k in where.devices))
 
 
 def beside(plan: hapsynth.Plan, limit_s: float) -> dict[str, Any]:
@@ -195,7 +203,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--budget", type=float, help="seconds per plan (default: until proved)")
     parser.add_argument("--timeout", type=float, default=1800, help="seconds per row (default: 1800)")
     parser.add_argument("--milp", type=float, default=120, help="seconds for the MILP (default: 120); 0 for none")
-    memory = "devices (default), unlimited, or a fraction of the peak of the plan without limit"
+    memory = "devices (default), unlimited, or a fraction of what each kind holds of the staged plan without limits"
     parser.add_argument("--memory", default="devices", help=memory)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--row", type=json.loads, help=argparse.SUPPRESS)
