@@ -84,7 +84,7 @@ def one(row: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
     memory = row.get("memory", options.memory)
     given: dict[str, Any] = {} if memory == "devices" else {"memory_limit": float("inf")}
     if memory not in ("devices", "unlimited"):
-        given = {"form": "staged"}
+        given = {"form": "staged", "recompute": True}
         where = limited(where, float(memory), hapsynth.synthesize(fn, args, where, memory_limit=float("inf"), **given))
     began, cpu = time.perf_counter(), time.process_time()
     try:
@@ -96,6 +96,8 @@ def one(row: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
     # Stages that this version times; `search --json` has less.
     row = {**row, **plan.result.timings_s, **search_record(plan), "cpu_s": used, "rss_bytes": rss}
     del row["ratios"]
+    if plan.traced.graph.again is not None:
+        row["status"] += f", {len(plan.traced.graph.again.ops)} ops twice"
     if plan.program.axes != plan.used.axes:
         row["status"] += f", planned flat: {len(where.axes)} axes not supported"
     elif "reshare" in plan.program.collectives():
@@ -108,11 +110,13 @@ def one(row: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
 
 
 def limited(where: hapsynth.Cluster, fraction: float, free: hapsynth.Plan) -> hapsynth.Cluster:
-    """The cluster whose every kind has that fraction of the most that one of it holds of a plan without limits."""
-    most = {
-        kind.name: max(m for m, k in zip(free.memory, where.devices, strict=True) if k == kind) for kind in where.kinds
-    }
-    return replace(where, devices=tuple(replace(k, memory=int(fraction * most[k.name])) for k in where.devices))
+    """The cluster whose every kind has that fraction of the most that one of it holds of a plan without limits; what it
+    has where that plan leaves it out."""
+    most = {kind.name: 0.0 for kind in where.kinds}
+    for held, kind in zip(free.memory, where.devices, strict=True):
+        most[kind.name] = max(most[kind.name], held)
+    limits = [int(fraction * most[k.name]) or k.memory for k in where.devices]
+    return replace(where, devices=tuple(replace(k, memory=m) for k, m in zip(where.devices, limits, strict=True)))
 
 
 def beside(plan: hapsynth.Plan, limit_s: float) -> dict[str, Any]:
@@ -203,7 +207,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--budget", type=float, help="seconds per plan (default: until proved)")
     parser.add_argument("--timeout", type=float, default=1800, help="seconds per row (default: 1800)")
     parser.add_argument("--milp", type=float, default=120, help="seconds for the MILP (default: 120); 0 for none")
-    memory = "devices (default), unlimited, or a fraction of what each kind holds of the staged plan without limits"
+    memory = "devices (default), unlimited, or a fraction of what each kind holds of the staged plan without limits, with recomputation"
     parser.add_argument("--memory", default="devices", help=memory)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--row", type=json.loads, help=argparse.SUPPRESS)

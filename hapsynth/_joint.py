@@ -270,7 +270,7 @@ class JointPlanner:
             try:
                 result = planner.run()
             except InfeasibleError as error:
-                raise InfeasibleError(f"{name!r}: {error}", error.needs) from error
+                raise InfeasibleError(f"{name!r}: {error}", error.needs, error.excess) from error
             except RatioError as error:
                 broken = error.cuts & {node[:2] for node in asked.named}
                 if not broken:

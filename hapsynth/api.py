@@ -14,9 +14,12 @@ from hapsynth._forms import Form, check_form
 from hapsynth._ratios import Ratios, pins_of
 from hapsynth.cluster import Cluster
 from hapsynth.frequency import Expectation
+from hapsynth.graph import Graph
 from hapsynth.plan import Plan
 from hapsynth.search.links import mesh_axes
-from hapsynth.search.result import Progress
+from hapsynth.search.planner import InfeasibleError
+from hapsynth.search.recomputing import planned_to_fit
+from hapsynth.search.result import Progress, Result
 from hapsynth.search.structure import Restriction
 from hapsynth.search.subclusters import ClusterPlanner
 from hapsynth.several import Functions, Plans, RatiosOfEach, synthesize_several
@@ -39,6 +42,7 @@ def synthesize(
     time_budget_s: float | None = None,
     progress: Callable[[Progress], None] | None = None,
     form: Form = "auto",
+    recompute: bool = False,
 ) -> Plan: ...
 
 
@@ -80,6 +84,7 @@ def synthesize(
     time_budget_s: float | None = None,
     progress: Callable[[Progress], None] | None = None,
     form: Form = "auto",
+    recompute: bool = False,
     frequency: Mapping[str, float] | None = None,
     state: Mapping[str, Mapping[str, str]] | None = None,
 ) -> Plan | Plans:
@@ -102,6 +107,8 @@ def synthesize(
     shards of exact size, with collectives between them; "auto" takes the second for uneven shards among processes.
     A plan for "staged", or for a mesh of several processes, keeps each device within its own memory, of exact shards;
     any other keeps the smallest device, of shards padded to the largest.
+    `recompute`: whether values may be made again later rather than held, as with `jax.checkpoint`, where memory is
+    short; the plan's `traced.graph.again` says which ops run twice, and its gap is about programs that do so.
 
     A dict of functions, e.g. `{"train": step, "eval": loss, "init": init}`, with a dict of their arguments, is planned
     for one state, which one's plan takes as another's leaves it; `Plans` are returned. The state is what the first of
@@ -124,6 +131,8 @@ def synthesize(
     check_form(form)
     devices, cluster = devices_of(mesh, cluster)
     if isinstance(fn, Mapping):
+        if recompute:
+            raise TypeError("recompute is for one function: use jax.checkpoint in these, or plan one by itself")
         return synthesize_several(
             cast(Functions, fn),
             example_args,
@@ -151,18 +160,26 @@ def synthesize(
     if fixed is not None:
         arguments = {path: traced.graph.values[v] for path, v in zip(traced.in_paths, traced.graph.inputs, strict=True)}
         restriction = Restriction(stored=layouts_of(arguments, fixed, len(mesh_axes(cluster)), "argument"))
-    pins = None if ratios is None else pins_of(traced, cast(Ratios, ratios), mesh_axes(cluster))
-    planner = ClusterPlanner(
-        traced.graph,
-        cluster,
-        memory_limit,
-        time_budget_s,
-        restriction,
-        progress,
-        leave_out=leave_out,
-        pins=pins,
-        exact=holds_exact(form, devices),
-    )
-    result = planner.run()
+    exact = holds_exact(form, devices)
+
+    def planner(graph: Graph, budget: float | None) -> ClusterPlanner:
+        of = replace(traced, graph=graph)
+        pins = None if ratios is None else pins_of(of, cast(Ratios, ratios), mesh_axes(cluster))
+        asked = (memory_limit, budget, restriction, progress)
+        return ClusterPlanner(graph, cluster, *asked, leave_out=leave_out, pins=pins, exact=exact)
+
+    if recompute:
+        graph, result = planned_to_fit(traced.graph, planner, time_budget_s)
+    else:
+        graph, result = traced.graph, _or_hint(planner(traced.graph, time_budget_s))
     timings = {"trace_s": trace_s, **result.timings_s, "total_s": time.perf_counter() - began}
-    return Plan(traced, replace(result, timings_s=timings), cluster, devices, fn=fn, form=form)
+    return Plan(replace(traced, graph=graph), replace(result, timings_s=timings), cluster, devices, fn=fn, form=form)
+
+
+def _or_hint(planner: ClusterPlanner) -> Result:
+    """A plan; where nothing fits, what may help is named."""
+    try:
+        return planner.run()
+    except InfeasibleError as error:
+        text = f"{error}; recompute=True (--recompute) may, by making values again later rather than holding them"
+        raise InfeasibleError(text, error.needs, error.excess) from error

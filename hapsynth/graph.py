@@ -163,6 +163,14 @@ class Shown:
         return [x, np.int32(0)]
 
 
+@dataclass(frozen=True)
+class Again:
+    """`ops`, none after op `at`, run again for what takes their results after it."""
+
+    at: int
+    ops: tuple[int, ...]
+
+
 @dataclass(frozen=True, eq=False)
 class Graph:
     """Values are numbered in order of definition: inputs, constants, then results of ops."""
@@ -179,6 +187,8 @@ class Graph:
     regions: tuple[Region, ...] = (Region(0, "program", -1, 1.0),)
     ties: dict[int, int] = field(default_factory=dict)
     """Index of a loop_carry op -> the value that the next iteration finds as its carried one."""
+    again: Again | None = None
+    """Which ops of the traced function run twice here (`recompute.py`)."""
 
     @cached_property
     def producer(self) -> dict[int, int]:

@@ -127,6 +127,11 @@ def _add_planning(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--time-budget", metavar="S", type=_seconds, help="seconds; then the best so far, with its gap")
     parser.add_argument("--memory-limit", metavar="SIZE", type=_memory, help='per device, e.g. "12 GiB"')
     parser.add_argument(
+        "--recompute",
+        action="store_true",
+        help="where nothing fits, make values again later rather than hold them, as jax.checkpoint does",
+    )
+    parser.add_argument(
         "--ratios",
         metavar="[FUNCTION:][CLASS=]R,R,...",
         action="append",
@@ -209,7 +214,10 @@ def asked(options: argparse.Namespace, functions: Sequence[str] | None = None) -
     alike = {"time_budget_s": options.time_budget, "form": getattr(options, "form", "auto")}
     if functions is None:
         expect = dict(_of_one("--expect", options.expect))
+        alike["recompute"] = options.recompute
         return {**alike, "expect": expect, "ratios": _ratios_of(_of_one("--ratios", options.ratios))}
+    if options.recompute:
+        raise UsageError("--recompute is for one function: pick it with --function, or use jax.checkpoint in these")
     each = lambda option, given: {name: dict(of) for name, of in _of_each(option, given, functions).items()}
     return {
         **alike,

@@ -14,9 +14,11 @@ from typing import Any, cast, get_args
 
 from hapsynth.cluster import Cluster, ClusterError
 from hapsynth.frequency import with_counts
+from hapsynth.graph import Again
 from hapsynth.instructions.checker import check
 from hapsynth.instructions.program import Program, ProgramError
 from hapsynth.instructions.sizes import Classes, Sizes
+from hapsynth.recompute import recomputed
 from hapsynth.search.links import mesh_axes
 from hapsynth.search.result import Result, Status
 from hapsynth.trace import Traced, trace
@@ -71,6 +73,7 @@ def plan_to_dict(traced: Traced, result: Result, cluster: Cluster) -> dict[str, 
             "carry": [list(pair) for pair in graph.carry],
             "kept": list(graph.kept),
             "runs": [r.count for r in graph.regions[1:]],
+            **({} if graph.again is None else {"again": {"at": graph.again.at, "ops": list(graph.again.ops)}}),
         },
         "cluster": cluster.to_dict(),
         "devices": list(range(cluster.n) if result.devices is None else result.devices),
@@ -229,6 +232,9 @@ def _exact(data: Mapping[str, Any]) -> bool:
 def _same_function(saved: Mapping[str, Any], traced: Traced) -> Traced:
     """The traced function with the saved carry; PlanError names the first difference."""
     graph = traced.graph
+    if "again" in saved:
+        again = Again(_integer(saved["again"]["at"]), tuple(_integer(o) for o in saved["again"]["ops"]))
+        graph = recomputed(graph, again)
     inputs = _inputs(traced)
     for have, want in zip(inputs, saved["inputs"]):
         if have != want:

@@ -16,6 +16,7 @@ from hapsynth.instructions.factors import ruled
 from hapsynth.instructions.program import Compute, FactorTable, ProgramError
 from hapsynth.instructions.sizes import Classes, Node, Sizes, layout_nodes
 from hapsynth.rebalance import agreed, resized_result
+from hapsynth.recompute import recomputed
 from hapsynth.search.costs import CostModel
 from hapsynth.search.evaluate import program_cost
 from hapsynth.search.pins import Pins
@@ -76,6 +77,11 @@ def _traced(plan: Plan, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Trace
         raise ShapeError(f"the arguments are {given}, and the plan is for {known.in_tree}: {_AGAIN}")
     traced = trace(function, args, dict(kwargs), carry=[])
     graph, old = traced.graph, known.graph
+    if old.again is not None:
+        try:
+            graph = recomputed(graph, old.again)
+        except ValueError as error:
+            raise ShapeError(f"the function does something else at these shapes: {error}; {_AGAIN}") from error
     if traced.out_tree != known.out_tree:
         raise ShapeError(f"the function returns {traced.out_tree}, and in the plan {known.out_tree}: {_AGAIN}")
     for a, b in zip(graph.ops, old.ops):

@@ -162,7 +162,8 @@ def patched(problem: Problem, one: Ints, other: Ints) -> Ints:
         if at >= 0:
             cost[at] += e.table[e.gu[other[e.u]], e.gv[other[e.v]]] - e.table[e.gu[one[e.u]], e.gv[one[e.v]]]
     spare = padded_limits(problem) - problem.usage(one)
-    unit = np.maximum(np.abs(usage).max(axis=1), 1e-300)
+    unit = np.abs(usage).max(axis=1)
+    unit[unit == 0] = 1.0
     kept = LinearConstraint(usage / unit[:, None], -np.inf, spare / unit)
     scale = float(np.abs(cost).max()) or 1.0
     options = {"mip_rel_gap": _PATCH_GAP, "node_limit": 10_000}

@@ -222,9 +222,9 @@ class RatioLP:
         if not points:
             return
         cuts = [(c, depth) for c in self.classes for depth in range(1, len(self.axes) + 1)]
-        whole, divided = self.memory.by_cut(self.sizes, cuts)
+        whole, divided = self.memory.by_cut(self.sizes, cuts, points=np.array(points))
         known = set[object]()
-        for p, device in product(points, range(len(whole))):
+        for p, device in product(range(len(points)), range(len(whole))):
             held: dict[int, float] = {}
             for (cut, padded), nbytes in divided.items():
                 share = {self._largest(cut): 1.0} if padded else self._share_of(cut, device)

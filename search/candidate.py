@@ -66,25 +66,27 @@ class Maker:
     def limit(self) -> float:
         return self.costs.room.limit
 
-    def make(self, formulator: Formulator, solution: Solution) -> Candidate:
-        """An assignment as a program at its best sizes, in the order that spares memory where it must."""
+    def make(self, formulator: Formulator, solution: Solution, *, as_assumed: bool = False) -> Candidate:
+        """An assignment as a program at its best sizes, in the order that spares memory where it must; `as_assumed`: at
+        the formulator's."""
         assert solution.assignment is not None
         emitter = Emitter(formulator, solution.assignment.tolist())
-        staged = self._sized(emitter.run(self.costs.axes), formulator, solution)
+        staged = self._sized(emitter.run(self.costs.axes), formulator, solution, as_assumed)
         if staged.over is None:
             return staged
-        sparing = self._sized(emitter.ordered(self.costs.axes, sparing=True), formulator, solution)
+        sparing = self._sized(emitter.ordered(self.costs.axes, sparing=True), formulator, solution, as_assumed)
         if sparing.over is None:
             return sparing
         fitting = [c for c in (staged, sparing) if c.memory <= self.limit]
         return min(fitting, key=lambda c: c.cost) if fitting else min(staged, sparing, key=lambda c: c.memory)
 
-    def _sized(self, program: Program, formulator: Formulator, solution: Solution) -> Candidate:
+    def _sized(self, program: Program, formulator: Formulator, solution: Solution, as_assumed: bool) -> Candidate:
         assert solution.assignment is not None
         assert formulator.ratios is not None
         classes = Classes.build(self.costs.graph, program, self.costs.table)
         sizer = Sizer(program, classes, self.costs, self.pins)
-        sizes = sizer.best(formulator.ratios.weights, limit=self.limit)
+        weights = formulator.ratios.weights
+        sizes = sizer.fixed(weights) if as_assumed else sizer.best(weights, limit=self.limit)
         memory = sizer.memory.peak(sizes)
         # The sizes that the search assumed are a candidate too, and they are what its bound holds for.
         assumed = formulator.ratios.sizes_of(classes)

@@ -320,6 +320,8 @@ class Finder:
         even = self._ratios(np.full(self.cluster.n, 1.0 / self.cluster.n) if room is None else room)
         likely = Limits(Formulator(self.structure, self.costs, even), at_least=False)
         seen: list[Ints] = []
+        # Then it is only told what the smallest found needs.
+        hopeless = self._certain_bytes() > self.limit
         for _ in range(_SHRINK_ROUNDS):
             problem = likely.problem(self._limits)
             count = len(problem.resources)
@@ -332,7 +334,7 @@ class Finder:
             )
             if solution.assignment is None:
                 return
-            candidate = replace(self._maker.make(likely.formulator, solution), bound=None)
+            candidate = replace(self._maker.make(likely.formulator, solution, as_assumed=hopeless), bound=None)
             self._note(candidate, solution)
             known = len(self._limits)
             self._limits.update(dict.fromkeys(self._maker.full_ops(candidate), self.limit))

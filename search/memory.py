@@ -223,8 +223,12 @@ class MemoryProfile:
             self._shares[key] = largest_of(sizes, cut) if padded else self._own(sizes, cut)
         return self._shares[key]
 
-    def alive(self, nbytes: Floats, some: _Some = _ALL) -> Floats:
-        """Bytes alive at each point, given those of all buffers or of some: [rows, points] of [rows, buffers]."""
+    def alive(self, nbytes: Floats, some: _Some = _ALL, points: np.ndarray | None = None) -> Floats:
+        """Bytes alive at each point, or at some, given those of all buffers or of some: [rows, points] of [rows,
+        buffers]."""
+        if points is not None:
+            first, end = (lives[some] for lives in self._lives)
+            return nbytes @ ((first <= points[:, None]) & (points[:, None] < end)).T
         change = np.zeros((self.phases * (len(self.program.instructions) + 2) + 1, len(nbytes)))
         starts, stops = self._lives
         np.add.at(change, starts[some], nbytes.T)
@@ -270,10 +274,10 @@ class MemoryProfile:
         return self.alive(self.bytes_of(sizes))
 
     def by_cut(
-        self, sizes: Sizes, cuts: Iterable[Cut], counted: Floats | None = None
+        self, sizes: Sizes, cuts: Iterable[Cut], counted: Floats | None = None, points: np.ndarray | None = None
     ) -> tuple[Floats, dict[Held, Floats]]:
-        """What counts at each point of what none of `cuts` divides, and what each of them divides, whole, everything
-        else at `sizes`: [rows, points], a row for each device or, padded, one.
+        """What counts at each point, or at some, of what none of `cuts` divides, and what each of them divides, whole,
+        everything else at `sizes`: [rows, points], a row for each device or, padded, one.
 
         No tensor may have two of them. What an all-to-all sends has: it counts with the second at even shares, the
         least that its largest can be. `counted`: in all, where that is known.
@@ -293,11 +297,11 @@ class MemoryProfile:
         weights = self.room.weights[:, None]
         divided: dict[Held, Floats] = {}
         for held, members in mine.items():
-            divided[held] = weights * self.alive(nbytes[:, members], touched[members])
+            divided[held] = weights * self.alive(nbytes[:, members], touched[members], points)
         if counted is None:
             rest = self.bytes_of(sizes)
             rest[:, touched] = 0.0
-            return weights * self.alive(rest), divided
+            return weights * self.alive(rest, points=points), divided
         return counted - weights * self.alive(self.bytes_of(sizes, some=touched), touched), divided
 
     def most(self, sizes: Sizes, c: int, limit: float, counted: Floats | None = None) -> Floats:

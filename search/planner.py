@@ -43,11 +43,12 @@ _AMPLE = 0.5
 
 
 class InfeasibleError(ValueError):
-    """No program fits the devices' memory. `needs`: bytes per device of the smallest one that was found."""
+    """No program fits the devices' memory. `needs`: bytes per device of the smallest one that was found. `excess`: what
+    that holds over what there is, on the device where this is most; 1 where none was found."""
 
-    def __init__(self, text: str, needs: float | None = None) -> None:
+    def __init__(self, text: str, needs: float | None = None, excess: float = 1.0) -> None:
         super().__init__(text)
-        self.needs = needs
+        self.needs, self.excess = needs, excess
 
 
 @dataclass
@@ -72,6 +73,11 @@ class Planner(Finder):
         self._note(candidate, solution)
         self._glanced = formulator, candidate, solution
         return candidate.cost if candidate else np.inf
+
+    @property
+    def excess(self) -> float:
+        """What the smallest program so far holds over what there is, on the device where this is most; 1 before any."""
+        return self._least.memory / self.limit if self._least else 1.0
 
     def explore(self, bar: float = np.inf) -> float:
         """Search from every start: the cost of the best program that fits, inf where there is none.
@@ -99,7 +105,7 @@ class Planner(Finder):
         if best is None:
             lacking = shortage(self.costs, self._least, self._certain_bytes(), pinned=self.pins is not None)
             needs = max(self._least.held()) if self._least else None
-            raise KeyboardInterrupt if self.interrupted else InfeasibleError(lacking, needs)
+            raise KeyboardInterrupt if self.interrupted else InfeasibleError(lacking, needs, self.excess)
         certified = self._unless_interrupted(partial(self._certify, best), None)
         if certified is None:
             best = self._best or best

@@ -32,6 +32,9 @@ LANES = 48.0
 """Elements of the minor dimension below which a reduction, with the elementwise ops that are fused into it, is the
 slower the fewer there are: with 8 it takes 1.5 to 2.2 ns an element, with 16 0.8 to 1.0, with 64 and more 0.25 to 0.5,
 whichever dimensions are reduced (same machine)."""
+VECTOR, SINGLY = 16, 8.0
+"""Elements of the minor dimension below which the gradient of a maximum over windows goes one by one, and how much
+slower that is: 16 ns an element for 2 to 15 of them, 3.0 for 16, 1.9 for 64 (same machine)."""
 _COMBINING = ("reduce_", "arg", "cum", "scatter", "select_and_", "sort", "top_k")
 """How the names begin of ops that combine or move single elements: slow as reductions are, where contractions are fast.
 """
@@ -57,11 +60,12 @@ def class_of(op: Op) -> str:
 
 def amount_of(op: Op) -> float:
     """What an op comes to, in what its class's curve counts: its FLOPs, `POSITION` more for each position of a
-    convolution's result, more where a reduction's minor dimension is below `LANES`, and of pooling as often as its
-    window has positions."""
+    convolution's result, more where a reduction's minor dimension is below `LANES` or pooling's below `VECTOR`, and of
+    pooling as often as its window has positions."""
     flops = flops_of(op)
     if class_of(op) == "pooling":
         flops *= prod(op.params["window_dimensions"])
+        flops *= SINGLY if op.shapes[0][-1] < VECTOR else 1.0
     if class_of(op) == "reduction" and op.name.startswith("reduce_") and "window" not in op.name and op.shapes[0]:
         flops *= max(1.0, LANES / max(op.shapes[0][-1], 1))
     if op.name == "conv_general_dilated":

@@ -145,21 +145,16 @@ class ClusterPlanner:
     devices: Devices | None = None
     whole: Planner = field(init=False)
 
+    def glance(self) -> float:
+        """What the first program that comes up, on all devices, holds over what there is."""
+        self._begin()
+        self.whole.glance()
+        return self.whole.excess
+
     @seldom()
     def run(self) -> Result:
         """Plan; InfeasibleError and Ctrl-C as with `Planner.run`."""
-        self._began = time.perf_counter()
-        used = self.cluster if self.devices is None else self.cluster.subset(self.devices)
-        self.whole = Planner(
-            self.graph,
-            used,
-            self.memory_limit,
-            self.time_budget_s,
-            self.restriction,
-            self.progress,
-            pins=self.pins,
-            exact=self.exact,
-        )
+        self._begin()
         if self.devices is not None:
             return self._on_some(self.devices)
         asked = self.restriction is not None or self.pins is not None
@@ -185,6 +180,20 @@ class ClusterPlanner:
         if not np.isfinite(self._cost()):
             self._squeeze()
         return self._concluded(first)
+
+    def _begin(self) -> None:
+        self._began = time.perf_counter()
+        used = self.cluster if self.devices is None else self.cluster.subset(self.devices)
+        self.whole = Planner(
+            self.graph,
+            used,
+            self.memory_limit,
+            self.time_budget_s,
+            self.restriction,
+            self.progress,
+            pins=self.pins,
+            exact=self.exact,
+        )
 
     def _on_some(self, devices: Devices) -> Result:
         """The plan of the devices that are asked for, as one for the cluster."""
