@@ -11,9 +11,9 @@ are. `skewed`: every second device is described to the search as three times slo
 before anything is measured; rows are then measured in turn, in random order, on data that already lies on the devices.
 Whatever else runs on the machine is measured too, and stretches the waits between processes most: end it first.
 
-As root the processes have a loopback of their own with packets of a network's size. With its usual 64 KiB, two of which
-exceed the window that a connection begins with, Linux puts off acknowledgements: an all-to-all of 2.5 MiB took a second,
-in waits of 44 ms each, or 1 ms, whichever messages came before it.
+As root the processes have a loopback of their own with packets of a network's size. With its usual 64 KiB, two of
+which exceed the window that a connection begins with, Linux puts off acknowledgements: an all-to-all of 2.5 MiB took a
+second, in waits of 44 ms each, or 1 ms, whichever messages came before it.
 """
 
 from __future__ import annotations

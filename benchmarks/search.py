@@ -207,7 +207,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--budget", type=float, help="seconds per plan (default: until proved)")
     parser.add_argument("--timeout", type=float, default=1800, help="seconds per row (default: 1800)")
     parser.add_argument("--milp", type=float, default=120, help="seconds for the MILP (default: 120); 0 for none")
-    memory = "devices (default), unlimited, or a fraction of what each kind holds of the staged plan without limits, with recomputation"
+    memory = "devices (default), unlimited, or a fraction of what each kind holds of the plan without limits"
     parser.add_argument("--memory", default="devices", help=memory)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--row", type=json.loads, help=argparse.SUPPRESS)

@@ -37,8 +37,6 @@ _BETWEEN = 3
 
 _LESS = 0.98
 """What a choice holds, at most, of what the one before does."""
-_WORTH_A_TRY = 1.03
-"""Where a graph holds more than fits by this factor, by what its uncut bytes are to those of one tried before."""
 
 
 _NEXT_TO_NOTHING = 0.02
@@ -163,7 +161,7 @@ def planned_to_fit(graph: Graph, planner: PlannerFor, time_budget_s: float | Non
         return graph, planner(graph, left()).run()
     best: tuple[Graph, Result] | None = None
     gain = 0.0
-    enough = float(held_at(graph).max()) / excess * _WORTH_A_TRY
+    enough = float(held_at(graph).max()) / excess
     for choice in choices(graph, seconds_of(graph, planner(graph, None).cluster.devices)):
         if choice.nbytes > enough:
             continue

@@ -170,7 +170,9 @@ def test_infeasible(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*asked, "--plan", "p.json", "--json", "out.json"]) == 1
     text, errors = capsys.readouterr()
     assert text == ""
-    assert re.fullmatch(r"hapsynth search: infeasible: .*device \d+ .*needs .*too much \(.*\); .*would fit\n", errors)
+    assert re.fullmatch(
+        r"hapsynth search: infeasible: .*device \d+ .*needs .*too much \(.*\); .*would fit; recompute=True .*\n", errors
+    )
     data = json.loads((files / "out.json").read_text())
     assert data.keys() >= KEYS
     assert (data["status"], data["cost_s"], data["memory_limit_bytes"]) == ("infeasible", None, [65536.0] * 8)
