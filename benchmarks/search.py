@@ -96,8 +96,8 @@ def one(row: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
     # Stages that this version times; `search --json` has less.
     row = {**row, **plan.result.timings_s, **search_record(plan), "cpu_s": used, "rss_bytes": rss}
     del row["ratios"]
-    if plan.traced.graph.again is not None:
-        row["status"] += f", {len(plan.traced.graph.again.ops)} ops twice"
+    if row["ops_twice"]:
+        row["status"] += f", {row['ops_twice']} ops twice"
     if plan.program.axes != plan.used.axes:
         row["status"] += f", planned flat: {len(where.axes)} axes not supported"
     elif "reshare" in plan.program.collectives():

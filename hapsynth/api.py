@@ -169,7 +169,7 @@ def synthesize(
         return ClusterPlanner(graph, cluster, *asked, leave_out=leave_out, pins=pins, exact=exact)
 
     if recompute:
-        graph, result = planned_to_fit(traced.graph, planner, time_budget_s)
+        graph, result = planned_to_fit(traced.graph, cluster, planner, time_budget_s)
     else:
         graph, result = traced.graph, _or_hint(planner(traced.graph, time_budget_s))
     timings = {"trace_s": trace_s, **result.timings_s, "total_s": time.perf_counter() - began}

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from hapsynth.cluster import Cluster
 from hapsynth.devices import DeviceKind
 from hapsynth.graph import Again, Graph
 from hapsynth.instructions.rules.registry import flops_of, is_fusible
@@ -146,13 +147,15 @@ PlannerFor = Callable[[Graph, float | None], ClusterPlanner]
 """Of a graph and a time budget in seconds, or None."""
 
 
-def planned_to_fit(graph: Graph, planner: PlannerFor, time_budget_s: float | None) -> tuple[Graph, Result]:
+def planned_to_fit(
+    graph: Graph, cluster: Cluster, planner: PlannerFor, time_budget_s: float | None
+) -> tuple[Graph, Result]:
     """The plan of a graph or, where memory is short, the cheapest found of it and of its `choices`, and what it is of.
 
     Those that hold too much, by what the graph's cheapest program without limits holds and by what did not fit, are
     left out. The first that fits without paying for it ends the search among them. The graph itself, which can be
     cheaper by about what the second runs take, is planned where that is not next to nothing, and given as long as all
-    that took. Raises InfeasibleError where nothing fits.
+    that took. Raises InfeasibleError where nothing fits. Ctrl-C returns the best so far, or raises KeyboardInterrupt.
     """
     began = time.perf_counter()
     left = lambda: None if time_budget_s is None else max(0.05, time_budget_s - (time.perf_counter() - began))
@@ -162,7 +165,7 @@ def planned_to_fit(graph: Graph, planner: PlannerFor, time_budget_s: float | Non
     best: tuple[Graph, Result] | None = None
     gain = 0.0
     enough = float(held_at(graph).max()) / excess
-    for choice in choices(graph, seconds_of(graph, planner(graph, None).cluster.devices)):
+    for choice in choices(graph, seconds_of(graph, cluster.devices)):
         if choice.nbytes > enough:
             continue
         try:
@@ -170,6 +173,10 @@ def planned_to_fit(graph: Graph, planner: PlannerFor, time_budget_s: float | Non
         except InfeasibleError as error:
             enough = choice.nbytes / error.excess
             continue
+        except KeyboardInterrupt:
+            if best is None:
+                raise
+            return best
         if best is not None and result.cost_s >= best[1].cost_s:
             break
         best, gain = (choice.graph, result), choice.seconds
@@ -181,7 +188,7 @@ def planned_to_fit(graph: Graph, planner: PlannerFor, time_budget_s: float | Non
         return best
     try:
         whole = planner(graph, min(left() or np.inf, time.perf_counter() - began)).run()
-    except InfeasibleError:
+    except (InfeasibleError, KeyboardInterrupt):
         return best
     return best if best[1].cost_s <= whole.cost_s else (graph, whole)
 

@@ -66,6 +66,7 @@ def search_record(plan: Plan) -> dict[str, Any]:
         "memory_bytes": list(result.memory_bytes),
         "memory_limit_bytes": list(result.memory_limit_bytes),
         "memory_of": "exact" if result.exact else "padded",
+        "ops_twice": 0 if plan.traced.graph.again is None else len(plan.traced.graph.again.ops),
         "replicated_primitives": list(result.replicated_primitives),
     }
 

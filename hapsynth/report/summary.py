@@ -51,6 +51,8 @@ def print_summary(out: Console, plan: Plan, *, listing: bool = False) -> None:
     out.print(sizes_table(plan))
     out.print(heading("Memory per device, predicted peak"))
     out.print(memory_table(plan))
+    if graph.again is not None:
+        out.print(f"{plural(len(graph.again.ops), 'op')} of the function run twice, so that less is held between")
     wire = sum(b for _, b in traffic(plan.program, plan.sizes, model).values())
     moving = sum(c.seconds for c in costs if isinstance(c.instruction, Convert))
     out.print(heading("Certificate"))
