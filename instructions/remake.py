@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from math import prod
 
 from hapsynth.graph import Boundary, Graph
-from hapsynth.instructions.kernels import SMALL, made_again
+from hapsynth.instructions.fusion import SMALL, made_again
 from hapsynth.instructions.program import Compute, Instruction, Property, reads, writes
 from hapsynth.instructions.rules.registry import is_fusible
 from hapsynth.instructions.sizes import Sizes

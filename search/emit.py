@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from hapsynth.graph import Boundary, Graph
 from hapsynth.instructions.factors import Triples
-from hapsynth.instructions.kernels import widens as makes_much
+from hapsynth.instructions.fusion import widens as makes_much
 from hapsynth.instructions.layout import Layout, R, is_partial
 from hapsynth.instructions.program import Compute, Convert, Instruction, Program, reads, region_of
 from hapsynth.search.formulate import Formulator, Hop

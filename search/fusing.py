@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from hapsynth.graph import Graph, Op
-from hapsynth.instructions.kernels import COSTLY, SMALL, made_again
+from hapsynth.instructions.fusion import COSTLY, SMALL, made_again
 from hapsynth.instructions.rules.registry import is_fusible
 from hapsynth.search.inplace import overwritten
 

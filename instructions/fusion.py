@@ -1,4 +1,4 @@
-"""What elementwise kernels make again rather than read: the cheap part of XLA's rules for fusing."""
+"""The cheap part of XLA's rules for fusing: what elementwise kernels make again rather than read."""
 
 from __future__ import annotations
 
