@@ -163,7 +163,7 @@ def planned_to_fit(
     if excess <= 1.0:
         return graph, planner(graph, left()).run()
     best: tuple[Graph, Result] | None = None
-    gain = 0.0
+    gain, failed = 0.0, list[InfeasibleError]()
     enough = float(held_at(graph).max()) / excess
     for choice in choices(graph, seconds_of(graph, cluster.devices)):
         if choice.nbytes > enough:
@@ -172,6 +172,7 @@ def planned_to_fit(
             result = planner(choice.graph, _half(left())).run()
         except InfeasibleError as error:
             enough = choice.nbytes / error.excess
+            failed.append(error)
             continue
         except KeyboardInterrupt:
             if best is None:
@@ -183,7 +184,10 @@ def planned_to_fit(
         if result.status != "gap" or result.interrupted:
             break
     if best is None:
-        return graph, planner(graph, left()).run()
+        try:
+            return graph, planner(graph, left()).run()
+        except InfeasibleError as error:
+            raise min([error, *failed], key=lambda e: e.needs or np.inf) from None
     if best[1].interrupted or gain < _NEXT_TO_NOTHING * best[1].cost_s:
         return best
     try:

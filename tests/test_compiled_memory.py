@@ -14,6 +14,8 @@ import models
 import numpy as np
 import pytest
 from slow_devices import SPEEDS, first_devices, slow_cluster
+from test_recompute import ARGS as ROWS_ARGS
+from test_recompute import step as rows_step
 
 import hapsynth
 from hapsynth import _jax
@@ -183,3 +185,22 @@ def test_where_nothing_is_asked_of_the_compiler(monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setenv("XLA_FLAGS", "")
     monkeypatch.setattr(_jax, "_SCHEDULER", {"xla_cpu_option_of_another_version": "1"})
     assert _jax.memory_first("cpu") == {}
+
+
+# ---- ops that run twice
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_second_runs_hold_what_was_predicted(form: Form) -> None:
+    """Less than the plan that has the memory, by XLA's account."""
+    cluster, mesh = slow_cluster([1.0, 1.0]), first_devices(2)
+    free = hapsynth.synthesize(rows_step, ROWS_ARGS, mesh, cluster=cluster, form=form)
+    limit = 0.85 * max(free.memory)
+    plan = hapsynth.synthesize(
+        rows_step, ROWS_ARGS, mesh, cluster=cluster, form=form, memory_limit=limit, recompute=True
+    )
+    assert plan.traced.graph.again is not None
+    before, after = peaks(free), peaks(plan)
+    for d, held in after.items():
+        assert held < 0.9 * before[d]
+        assert abs(plan.memory[d] / held - 1) < 0.1
