@@ -129,7 +129,7 @@ def _add_planning(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--recompute",
         action="store_true",
-        help="where nothing fits, make values again later rather than hold them, as jax.checkpoint does",
+        help="where memory is short, make values again later rather than hold them, as jax.checkpoint does",
     )
     parser.add_argument(
         "--ratios",

@@ -232,13 +232,16 @@ def _exact(data: Mapping[str, Any]) -> bool:
 def _same_function(saved: Mapping[str, Any], traced: Traced) -> Traced:
     """The traced function with the saved carry; PlanError names the first difference."""
     graph = traced.graph
-    if "again" in saved:
-        again = Again(_integer(saved["again"]["at"]), tuple(_integer(o) for o in saved["again"]["ops"]))
-        graph = recomputed(graph, again)
     inputs = _inputs(traced)
     for have, want in zip(inputs, saved["inputs"]):
         if have != want:
             raise PlanError(f"this plan is of another function: it takes {_leaf(want)}, and this one {_leaf(have)}")
+    if "again" in saved:
+        again = Again(_integer(saved["again"]["at"]), tuple(_integer(o) for o in saved["again"]["ops"]))
+        try:
+            graph = recomputed(graph, again)
+        except ValueError as error:
+            raise PlanError(f"this plan is of another function: {error}") from None
     ops = [op.name for op in graph.ops]
     for what, have, want in (("inputs", inputs, saved["inputs"]), ("ops", ops, saved["ops"])):
         if len(have) != len(want):

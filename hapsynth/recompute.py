@@ -73,7 +73,7 @@ class _Rewriter:
             again=self.again,
         )
 
-    def repeat(self, value: int) -> int:
+    def repeat(self, value: int) -> None:
         """A value made again, and what it is made of where that runs again too."""
         todo = [value]
         while todo:
@@ -86,7 +86,6 @@ class _Rewriter:
                     self.second.update(zip(op.results, self.append(op, self.operands(op), "'"), strict=True))
             else:
                 todo += missing
-        return self.second[value]
 
     def operands(self, op: Op) -> list[Operand]:
         """What a second run takes. XLA would merge it with the first, but for a barrier after what was held."""

@@ -78,7 +78,7 @@ class Finder:
     interrupted: bool = field(init=False, default=False)
 
     def __post_init__(self) -> None:
-        self._began = time.perf_counter()
+        self.began = time.perf_counter()
         base = self.base
         self.table = base.table if base else FactorTable(self.graph)
         room = Room.of(self.cluster, self.memory_limit, exact=self.exact)
@@ -97,8 +97,8 @@ class Finder:
         self.structure = self._unsparing
         self.limit = room.limit
         self._maker = Maker(self.costs, self.pins)
-        self._structure_s = time.perf_counter() - self._began
-        self._deadline = None if self.time_budget_s is None else self._began + self.time_budget_s
+        self._structure_s = time.perf_counter() - self.began
+        self._deadline = None if self.time_budget_s is None else self.began + self.time_budget_s
         self._best: Candidate | None = None
         self._least: Candidate | None = None
         self._bar = np.inf
@@ -392,5 +392,5 @@ class Finder:
         """`expanded`: nodes of the search at hand."""
         if self.progress is not None:
             best = min(cost, self._best.cost if self._best else np.inf)
-            seconds = time.perf_counter() - self._began
+            seconds = time.perf_counter() - self.began
             self.progress(Progress(stage, seconds, best, min(bound, best), self.expanded + expanded))

@@ -280,7 +280,7 @@ class MemoryProfile:
         everything else at `sizes`: [rows, points], a row for each device or, padded, one.
 
         No tensor may have two of them. What an all-to-all sends has: it counts with the second at even shares, the
-        least that its largest can be. `counted`: in all, where that is known.
+        least that its largest can be. `counted`: in all at these points, where that is known.
         """
         some = [held for c in cuts for padded in (False, True) if (held := (c, padded)) in self._cuts]
         touched = np.unique(np.concatenate([np.zeros(0, dtype=np.int64), *(self._cuts[held] for held in some)]))
@@ -302,7 +302,7 @@ class MemoryProfile:
             rest = self.bytes_of(sizes)
             rest[:, touched] = 0.0
             return weights * self.alive(rest, points=points), divided
-        return counted - weights * self.alive(self.bytes_of(sizes, some=touched), touched), divided
+        return counted - weights * self.alive(self.bytes_of(sizes, some=touched), touched, points), divided
 
     def most(self, sizes: Sizes, c: int, limit: float, counted: Floats | None = None) -> Floats:
         """The fraction of a class that one axis cuts which each device or, padded, any may hold, everything else at

@@ -68,10 +68,12 @@ class Planner(Finder):
 
     def glance(self) -> float:
         """The cost of the first program that `explore` will come across, whether it fits or not."""
-        formulator = self._formulator(self._ratios(*self._starts[0]))
-        candidate, solution = self._solve_once(formulator, {}, None)
-        self._note(candidate, solution)
-        self._glanced = formulator, candidate, solution
+        if self._glanced is None:
+            formulator = self._formulator(self._ratios(*self._starts[0]))
+            candidate, solution = self._solve_once(formulator, {}, None)
+            self._note(candidate, solution)
+            self._glanced = formulator, candidate, solution
+        _, candidate, _ = self._glanced
         return candidate.cost if candidate else np.inf
 
     @property
@@ -88,7 +90,7 @@ class Planner(Finder):
         end = self._deadline
         if end is not None:
             # The rest is for the bounds.
-            self._deadline = self._began + _SEARCHING * (end - self._began)
+            self._deadline = self.began + _SEARCHING * (end - self.began)
         self._unless_interrupted(self._explore, None)
         self._deadline = end
         return self.cost

@@ -34,13 +34,10 @@ _SPREAD = 1e4
 """Between the mean price of a byte and the lowest and highest that are tried first."""
 _BETWEEN = 3
 """How often the ways between two prices that differ are halved."""
-
-
 _LESS = 0.98
 """What a choice holds, at most, of what the one before does."""
-
-
 _NEXT_TO_NOTHING = 0.02
+"""Of a step, what second runs may take without a look at whether the graph itself is cheaper."""
 
 
 class Choice(NamedTuple):
@@ -67,7 +64,8 @@ def choices(graph: Graph, seconds: Sequence[float]) -> list[Choice]:
     known = {price: problem.cheapest(price) for price in prices}
     for _ in range(_BETWEEN):
         pairs = list(pairwise(sorted(known.items())))
-        known |= {m: problem.cheapest(m) for (a, x), (b, y) in pairs if x != y for m in ((a * b) ** 0.5,)}
+        between = [(a * b) ** 0.5 for (a, x), (b, y) in pairs if x != y]
+        known |= {price: problem.cheapest(price) for price in between}
     found = list[Choice]()
     for ops in dict.fromkeys(filter(None, known.values())):
         other = recomputed(graph, Again(at, ops))
@@ -96,16 +94,15 @@ class _Problem:
     """Labels: an op's is 1 where it runs again, a value's where it is there after `at`."""
 
     def __init__(self, graph: Graph, at: int, seconds: Sequence[float]) -> None:
-        self.graph, self.at = graph, at
         before = range(at + 1)
-        self.values = [v for o in before for v in graph.ops[o].results]
-        place = {v: at + 1 + n for n, v in enumerate(self.values)}
+        made = [v for o in before for v in graph.ops[o].results]
+        place = {v: at + 1 + n for n, v in enumerate(made)}
         late = {v for op in graph.ops[at + 1 :] for _, v in op.value_operands}
         late.update(v for v in graph.outputs if isinstance(v, int))
-        self.needed = [place[v] for v in self.values if v in late]
+        self.needed = [place[v] for v in made if v in late]
         self.again = np.array([can_run_again(graph.ops[o]) for o in before])
         self.seconds = np.array(seconds[: at + 1], dtype=np.float64)
-        self.nbytes = np.array([graph.values[v].nbytes for v in self.values], dtype=np.float64)
+        self.nbytes = np.array([graph.values[v].nbytes for v in made], dtype=np.float64)
         self.made = [Flow(o, (place[v],), 0.0) for o in before for v in graph.ops[o].results]
         takers: dict[int, list[int]] = {}
         for o in before:
@@ -122,12 +119,12 @@ class _Problem:
         """The ops to run again where a byte that is held costs `price` seconds."""
         keep = self.nbytes * price
         never = 2 * (float(keep.sum()) + float(self.seconds.sum()))
-        first = np.zeros(self.at + 1 + len(self.values))
-        second = np.r_[np.where(self.again, self.seconds, never), np.zeros(len(self.values))]
+        first = np.zeros(self.seconds.size + keep.size)
+        second = np.r_[np.where(self.again, self.seconds, never), np.zeros(keep.size)]
         first[self.needed] = never
         up = np.r_[keep, np.full(len(self.taken), np.inf)]
         labels = cheapest_labels(first, second, [*self.made, *self.taken], (up, np.zeros(up.size)))
-        return tuple(np.flatnonzero(labels[: self.at + 1] == 1).tolist())
+        return tuple(np.flatnonzero(labels[: self.seconds.size] == 1).tolist())
 
 
 def seconds_of(graph: Graph, devices: Sequence[DeviceKind]) -> list[float]:
@@ -159,9 +156,10 @@ def planned_to_fit(
     """
     began = time.perf_counter()
     left = lambda: None if time_budget_s is None else max(0.05, time_budget_s - (time.perf_counter() - began))
-    excess = planner(graph, time_budget_s).glance()
+    alone = planner(graph, time_budget_s)
+    excess = alone.glance()
     if excess <= 1.0:
-        return graph, planner(graph, left()).run()
+        return graph, alone.run()
     best: tuple[Graph, Result] | None = None
     gain, failed = 0.0, list[InfeasibleError]()
     enough = float(held_at(graph).max()) / excess
@@ -185,7 +183,7 @@ def planned_to_fit(
             break
     if best is None:
         try:
-            return graph, planner(graph, left()).run()
+            return graph, alone.run()
         except InfeasibleError as error:
             raise min([error, *failed], key=lambda e: e.needs or np.inf) from None
     if best[1].interrupted or gain < _NEXT_TO_NOTHING * best[1].cost_s:

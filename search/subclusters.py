@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 
@@ -143,18 +144,17 @@ class ClusterPlanner:
     pins: Pins | None = None
     exact: bool = False
     devices: Devices | None = None
-    whole: Planner = field(init=False)
 
     def glance(self) -> float:
-        """What the first program that comes up, on all devices, holds over what there is."""
-        self._begin()
+        """What the first program that comes up, on all devices, holds over what there is; `run` goes on from there."""
         self.whole.glance()
         return self.whole.excess
 
     @seldom()
     def run(self) -> Result:
-        """Plan; InfeasibleError and Ctrl-C as with `Planner.run`."""
-        self._begin()
+        """Plan; InfeasibleError and Ctrl-C as with `Planner.run`. The time budget counts from `glance`, if that was
+        called."""
+        self._began = self.whole.began
         if self.devices is not None:
             return self._on_some(self.devices)
         asked = self.restriction is not None or self.pins is not None
@@ -181,10 +181,11 @@ class ClusterPlanner:
             self._squeeze()
         return self._concluded(first)
 
-    def _begin(self) -> None:
-        self._began = time.perf_counter()
+    @cached_property
+    def whole(self) -> Planner:
+        """Of all the devices that may be used."""
         used = self.cluster if self.devices is None else self.cluster.subset(self.devices)
-        self.whole = Planner(
+        return Planner(
             self.graph,
             used,
             self.memory_limit,

@@ -113,6 +113,12 @@ def test_it_is_saved_and_read(tmp_path: Path) -> None:
         hapsynth.load(tmp_path / "edited.json", step, ARGS)
 
 
+def test_a_plan_file_of_another_function_says_so(tmp_path: Path) -> None:
+    planned(0.85, recompute=True).save(tmp_path / "plan.json")
+    with pytest.raises(PlanError, match="this plan is of another function: op"):
+        hapsynth.load(tmp_path / "plan.json", lambda params, x: (params, x.sum()), ARGS)
+
+
 def test_a_plan_with_second_runs_takes_other_shapes() -> None:
     plan = planned(0.85, recompute=True)
     params, x = arrays()
@@ -130,8 +136,9 @@ def test_what_fits_is_planned_as_without_it() -> None:
 
 
 def test_several_functions_are_refused() -> None:
+    plan: Any = hapsynth.synthesize
     with pytest.raises(TypeError, match="recompute is for one function"):
-        hapsynth.synthesize({"train": step}, {"train": ARGS}, slow_cluster([1.0, 1.0]), recompute=True)  # type: ignore[call-overload]
+        plan({"train": step}, {"train": ARGS}, slow_cluster([1.0, 1.0]), recompute=True)
 
 
 # ---- the graph
