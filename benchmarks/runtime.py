@@ -9,8 +9,8 @@ a `hapsynth.Monitor` proposes in its first steps. `even`: stock `jax.jit`, data 
 hand, by the speeds at which the processes do this very step alone. `fsdp`: stock `jax.jit`, ZeRO-3. `hap`: what HAP's
 rules and costs would choose, at its one ratio. `fastest`: of the plan and what people run today as plans, the one that
 is the fastest in a short contest before (`hapsynth.fastest`). `ddp`: PyTorch's DistributedDataParallel over gloo, batch
-cut evenly, where an interpreter with PyTorch is named (`--torch`, HAPSYNTH_TORCH). Any name of
-`hapsynth.search.baselines` may be added to `--systems`.
+cut evenly, where an interpreter with PyTorch is named (`--torch`, HAPSYNTH_TORCH). To `--systems` may be added `switch`
+and `staged`, the plan in that form whichever it chose, and any name of `hapsynth.search.baselines`.
 
 All systems are stepped in rounds, in random order, in the same processes, but `ddp` in children of these that sleep
 until it is their turn (`_ddp.py`); a step takes until its last process has its results. What is predicted (of all but
@@ -58,11 +58,12 @@ CLUSTERS = {
     "even4": {"quotas": "0.4:0.4:0.4:0.4"},
 }
 SYSTEMS = ("plan", "fastest", "even", "by_speed", "fsdp", "hap")
+FORMS = ("switch", "staged")
 _WITHIN, _TRIED = 1.1, 5
 """What takes part in the contest: predicted to take so many times as long as the plan at most; steps of each turn."""
 _WARM_UP = 2
-_WATCHED = 3
-"""Steps in which a monitor looks at the plan."""
+_WATCHED, _GAIN = 3, 0.02
+"""Steps in which a monitor looks at the plan, and what new sizes must gain."""
 _ALONE = 3
 """Steps that every process does by itself to see how fast it is."""
 SMALL = replace(models.BERT, batch=1, width=256, heads=8, ff=1024, vocab=2048, post_norm=False, causal=True)
@@ -122,8 +123,8 @@ class Measuring(Worker):
         with emulated.unlimited():
             self.tell(f"{name}: planning")
             if self.job.first:
-                planned = [system for system in self.options.systems if system != "ddp"]
-                for system, plan in chosen(planned, fn, shapes, traced, cluster).items():
+                planned = dict.fromkeys(_planned_as(system) for system in self.options.systems if system != "ddp")
+                for system, plan in chosen(list(planned), fn, shapes, traced, cluster).items():
                     plan.save(self.folder / f"{name}-{system}.json")
             self.meet()
         each, losses, wanted = self.alone(name, fn, arguments)
@@ -134,14 +135,15 @@ class Measuring(Worker):
                 self.ready(row.system, arguments)
         self.tell(f"{name}: watching")
         for row in rows:
-            if row.said["system"] == "plan" and isinstance(row.system, Planned) and not row.system.idle:
+            ours = _planned_as(row.said["system"]) == "plan"
+            if ours and isinstance(row.system, Planned) and not row.system.idle:
                 self.watched(row, arguments)
         self.meet()
         if self.job.first:
             quotas = [float(q) for q in CLUSTERS[self.options.cluster]["quotas"].split(":")]
             by_quota = float(each[0]) * quotas[0] / sum(quotas)
             for row in rows:
-                row.said |= {"ideal_s": 1 / float((1 / each).sum()), "by_quota_s": by_quota}
+                row.said |= {"ideal_s": 1 / float((1 / each).sum()), "by_quota_s": by_quota, "alone_s": each.tolist()}
             self.write(rows)
         self.meet()
         self.tell(f"{name}: measuring")
@@ -181,7 +183,7 @@ class Measuring(Worker):
         """The plan at the sizes that a monitor proposes in its first steps, if it does: a profile is some minutes old,
         and not of these ops."""
         assert isinstance(row.system, Planned)
-        monitor = hapsynth.Monitor(row.system.plan, every=1, window=_WATCHED, probe_s=0.5)
+        monitor = hapsynth.Monitor(row.system.plan, every=1, window=_WATCHED, threshold=_GAIN, probe_s=0.5)
         for _ in range(_WATCHED):
             row.system.step()
             if proposal := monitor.step():
@@ -203,8 +205,9 @@ class Measuring(Worker):
             number = self.options.only.index(model)
             ddp = _ddp.Ddp.on_cluster(self.options.torch, self.index, self.count, number)
             return Row({**said, "predicted_s": None}, ddp)
-        file = self.folder / f"{model}-{system}.json"
-        plan = hapsynth.load(file, fn, shapes, self.mesh, form=self.options.form)
+        file = self.folder / f"{model}-{_planned_as(system)}.json"
+        form = system if system in FORMS else self.options.form
+        plan = hapsynth.load(file, fn, shapes, self.mesh, form=form)
         found = self.contest(model, plan, arguments) if system == "fastest" else None
         plan = found.plan if found else plan
         made: System
@@ -268,6 +271,10 @@ class Measuring(Worker):
         file.write_text(json.dumps([*kept, *said], indent=1) + "\n", encoding="utf-8")
 
 
+def _planned_as(system: str) -> str:
+    return "plan" if system in FORMS else system
+
+
 def report(rows: Sequence[dict[str, Any]]) -> bool:
     """Prints a table per model and cluster; whether all values agree."""
     fine = True
@@ -309,7 +316,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", type=names, default=list(MODELS), help=f"of {', '.join(MODELS)}")
     parser.add_argument("--cluster", type=names, default=list(CLUSTERS), help=f"of {', '.join(CLUSTERS)}")
-    known = {"only": MODELS, "cluster": CLUSTERS, "systems": (*SYSTEMS, "ddp", *NAMES)}
+    known = {"only": MODELS, "cluster": CLUSTERS, "systems": (*SYSTEMS, "ddp", *FORMS, *NAMES)}
     parser.add_argument("--systems", type=names, help=f"of {', '.join(known['systems'])}")
     parser.add_argument("--torch", metavar="PYTHON", help=f"an interpreter with PyTorch, for ddp ({_ddp.VARIABLE})")
     parser.add_argument("--rounds", type=int, default=10, help="steps of each system, 2 of them not counted")

@@ -7,6 +7,7 @@ from typing import Any, Literal, get_args
 
 from jax.sharding import Mesh
 
+from hapsynth import gloo
 from hapsynth._words import nbytes
 from hapsynth.cluster import Cluster
 from hapsynth.graph import Graph
@@ -26,28 +27,19 @@ def check_form(form: Any) -> None:
         raise ValueError(f"form is {form!r}; give 'auto', 'switch' or 'staged'")
 
 
-def chosen_form(result: Result, cluster: Cluster, mesh: Mesh | None, only_staged: str) -> tuple[Chosen, str]:
+def chosen_form(result: Result, mesh: Mesh | None, only_staged: str) -> tuple[Chosen, str]:
     """What "auto" comes to, and why. `only_staged`: as the function says."""
     if only_staged:
         return "staged", only_staged
     if mesh is None:
         return "switch", "the plan was made without its devices"
     if all(len(set(shares)) == 1 for shares in result.sizes.shares):
-        if _waits_unevenly(result, cluster, mesh):
-            return "staged", "unlike processes wait for each other, without slowing each other down between stages"
         return "switch", "all shards are alike, so one program is exact on every device"
     if not mesh.is_multi_process:
         return "switch", "one process holds all devices"
+    if gloo.joins(mesh):
+        return "switch", "on CPUs one program starts sooner than its stages, and padded shards fit"
     return "staged", "shards are uneven among several processes: each stores and computes its own at exact size"
-
-
-def _waits_unevenly(result: Result, cluster: Cluster, mesh: Mesh) -> bool:
-    """Whether some processes come to gloo's collectives late, and are slowed down by those who wait
-    (`hapsynth.lower._meetings`)."""
-    if not mesh.is_multi_process or mesh.devices.flat[0].platform != "cpu":
-        return False
-    used = range(cluster.n) if result.devices is None else result.devices
-    return len({cluster.devices[i].name for i in used}) > 1
 
 
 def only_staged(graph: Graph, result: Result, cluster: Cluster) -> str:

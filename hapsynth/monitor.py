@@ -3,106 +3,28 @@
 In a synchronous step every process sees the same wall time, that of the slowest, so wall time says nothing of who is
 slow. Nor does a process's CPU time: one that is held to a part of a core (a cgroup quota, a busy neighbour) takes as
 many CPU seconds for its work as before, only later. What tells is the wall time of work that waits for nobody. Where
-the stages of a plan meet before they send (`hapsynth.lower._meetings`), a call now and then measures just that. Else
-the monitor stops now and then and runs the plan's heaviest op by itself, on this process's own shards.
+the stages of a plan can meet before they send (`hapsynth.lower._meetings`), a call now and then measures just that.
+Else the monitor stops now and then, and this process's devices do by themselves all that they compute in a step
+(`hapsynth._probe`).
 """
 
 from __future__ import annotations
 
 import statistics
-import time
 from collections import deque
-from collections.abc import Callable
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from hapsynth import _jax
-from hapsynth.graph import Boundary
-from hapsynth.instructions.program import Compute, reads, writes
-from hapsynth.lower import Interpreter, Staged, Where
+from hapsynth._probe import Probe
+from hapsynth.lower import Staged
 from hapsynth.lower._meetings import Meetings
 from hapsynth.rebalance import THRESHOLD, Proposal, busy_seconds, gathered, propose
-from hapsynth.search.costs import CostModel
-from hapsynth.search.evaluate import device_seconds
 
 if TYPE_CHECKING:
     from hapsynth.plan import Plan
-
-
-class Probe:
-    """The heaviest op that each of this process's devices has in a plan, at its exact shapes, without communication."""
-
-    def __init__(self, plan: Plan, clock: Callable[[], float] = time.perf_counter) -> None:
-        assert plan.mesh is not None
-        self.plan, self._clock = plan, clock
-        costs = plan.cost_model()
-        mine = [(d, at) for at, d in np.ndenumerate(plan.mesh.devices) if d.process_index == jax.process_index()]
-        self._runs: list[tuple[Any, list[Any]]] = []
-        self.predicted_s = 0.0
-        """Of the slowest of the devices, which work at the same time."""
-        for device, coords in mine:
-            number = int(np.ravel_multi_index(coords, plan.mesh.devices.shape))
-            heaviest, seconds = self._heaviest(costs, number)
-            if heaviest is not None:
-                self._runs.append(self._compiled(heaviest, coords, device))
-                self.predicted_s = max(self.predicted_s, seconds)
-
-    def _heaviest(self, costs: CostModel, device: int) -> tuple[Compute | None, float]:
-        """The instruction that takes the device longest in one run, and its predicted seconds."""
-        found: tuple[Compute | None, float] = (None, 0.0)
-        for i in self.plan.program.instructions:
-            if isinstance(i, Compute) and not isinstance(self.plan.traced.graph.ops[i.op].primitive, Boundary):
-                each = device_seconds(costs, self.plan.sizes, i)
-                found = max(found, (i, float(each[device])), key=lambda pair: pair[1])
-        return found
-
-    def _compiled(self, i: Compute, coords: tuple[int, ...], device: Any) -> tuple[Any, list[Any]]:
-        """The op as a function for one device, and operands for it."""
-        graph, sizes = self.plan.traced.graph, self.plan.sizes
-        assert self.plan.mesh is not None
-        lengths = self.plan.mesh.devices.shape
-        needed = list(dict.fromkeys(reads(graph, i)))
-        local = Interpreter(graph, sizes, device.platform)
-
-        def run(*values: Any) -> list[Any]:
-            env = dict(zip(needed, values, strict=True))
-            local.run([i], env, Where(lengths, (coords,), tuple(jnp.int32(c) for c in coords)))
-            return [env[made] for made in writes(graph, i)]
-
-        with _jax.no_mesh():
-            shapes = [(sizes.local_shape(*p, coords), graph.values[p[0]].dtype) for p in needed]
-            values = [jax.device_put(_filled(shape, dtype), device) for shape, dtype in shapes]
-        return jax.jit(run), values
-
-    def slowdown(self, least_s: float) -> float:
-        """Measured over predicted seconds, the mean over at least `least_s` seconds; 1 where there is nothing to do.
-
-        Nothing else may run on the devices. A quota stops a process for tens of milliseconds at a time, so `least_s`
-        should be some tenths of a second at least.
-        """
-        if not self._runs:
-            return 1.0
-        self._once()
-        rounds, began = 0, self._clock()
-        while (passed := self._clock() - began) < least_s or not rounds:
-            self._once()
-            rounds += 1
-        return passed / rounds / self.predicted_s
-
-    def _once(self) -> None:
-        with _jax.no_mesh():
-            jax.block_until_ready([run(*values) for run, values in self._runs])
-
-
-def _filled(shape: tuple[int, ...], dtype: Any) -> Any:
-    """Ones: numbers that no op is slow on; as indices they are in range, or clipped to it."""
-    if _jax.is_extended(dtype):
-        return jnp.broadcast_to(jax.random.key(0), shape)
-    return np.ones(shape, dtype)
 
 
 class Monitor:
@@ -115,11 +37,11 @@ class Monitor:
                 plan, state = proposal.plan, proposal.plan.adopt(state, plan)
 
     Every `every` calls of `step` each process measures its slowdown, measured over predicted seconds of its own
-    computing: in the call just made, where the plan runs in stages on CPUs of several processes, otherwise in `probe_s`
-    seconds of the heaviest op alone; or the median of the seconds given to `step` since. The
-    median of the last `window` measurements of each counts. A plan is proposed where a step is predicted to take at
-    least the fraction `threshold` less, by each of these measurements alone. After that the monitor watches the
-    proposed plan, from a new window on.
+    computing: in the call just made, where the plan runs in stages on CPUs of several processes, otherwise in at least
+    `probe_s` seconds of that alone, on copies, or of its heaviest op where they have no room; or the median of the
+    seconds given to `step` since. The median of the last `window` measurements of each counts. A plan is proposed where
+    a step is predicted to take at least the fraction `threshold` less, by each of these measurements alone. After that
+    the monitor watches the proposed plan, from a new window on.
 
     In a run of several processes each has a monitor with the same options and calls `step` equally often.
     Raises ValueError for options that are of no use and RuntimeError for a plan without devices.

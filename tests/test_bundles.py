@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec
 from slow_devices import first_devices, slow_cluster
 
 import hapsynth
+from hapsynth import gloo
 from hapsynth.instructions.layout import Layout, P, R, S
 from hapsynth.instructions.program import Convert
 from hapsynth.lower import _bundles
@@ -54,15 +55,22 @@ def on_mesh(found: list[Bundle], arrays: list[np.ndarray]) -> list[np.ndarray]:
     return [np.asarray(x) for x in run(*arrays)]
 
 
+@pytest.mark.parametrize(("by_gloo", "ring"), [(False, 0), (True, gloo.RING), (True, 0)])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_bundle_gives_what_each_alone_gives(kind: str) -> None:
+def test_a_bundle_gives_what_each_alone_gives(
+    kind: str, by_gloo: bool, ring: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gloo, "RING", ring)
     steps, sent = zip(*steps_of(kind))
     rng = np.random.default_rng(0)
     arrays = [rng.integers(-9, 9, (4, *s.shape)).astype(np.float32) for s in sent]
-    (one,) = bundles(steps, sent, "cpu")
-    alone = bundles(steps, sent, "gpu")
+    (one,) = bundles(steps, sent, "cpu", by_gloo)
+    alone = bundles(steps, sent, "gpu", False)
+    each = bundles(steps, sent, "gpu", by_gloo)
     assert (len(one.steps), len(alone)) == (len(steps), len(steps))
     for got, wanted in zip(on_mesh([one], arrays), on_mesh(alone, arrays), strict=True):
+        np.testing.assert_array_equal(got, wanted)
+    for got, wanted in zip(on_mesh(each, arrays), on_mesh(alone, arrays), strict=True):
         np.testing.assert_array_equal(got, wanted)
 
 
@@ -71,12 +79,12 @@ def test_what_goes_together() -> None:
     steps = [Convert(v, 0, *KINDS[kind][0]) for v, kind in enumerate(kinds)]
     sent = [jax.ShapeDtypeStruct((4, 4), d) for d in (F32, F32, jnp.bfloat16, F32, F32)]
     values = lambda found: [[s.value for s in b.steps] for b in found]
-    assert values(bundles(steps, sent, "cpu")) == [[0, 3], [1], [2], [4]]
+    assert values(bundles(steps, sent, "cpu", False)) == [[0, 3], [1], [2], [4]]
     # Neither what is large, nor more than a bundle holds.
     large = jax.ShapeDtypeStruct((1 << 18, 2), F32)
-    assert values(bundles(steps[:1] * 2, [large] * 2, "cpu")) == [[0], [0]]
+    assert values(bundles(steps[:1] * 2, [large] * 2, "cpu", False)) == [[0], [0]]
     full = jax.ShapeDtypeStruct((1 << 18,), F32)
-    many = bundles([steps[0]] * 20, [full] * 20, "cpu")
+    many = bundles([steps[0]] * 20, [full] * 20, "cpu", False)
     assert [len(b.steps) for b in many] == [16, 4]
 
 

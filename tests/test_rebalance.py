@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -14,11 +15,12 @@ from jax.sharding import AxisType, Mesh
 from random_plans import mesh_of
 
 import hapsynth
+from hapsynth._probe import Probe
 from hapsynth.drift import leaf_drift, resynced
 from hapsynth.exchange import Recut, exchange, exchanger
 from hapsynth.instructions.layout import R, S
 from hapsynth.lower import Storage
-from hapsynth.monitor import Monitor, Probe
+from hapsynth.monitor import Monitor
 from hapsynth.plan import Plan
 from hapsynth.rebalance import busy_seconds, propose, slowdowns
 from hapsynth.sharded_array import ShardedArray
@@ -372,16 +374,41 @@ def test_a_monitor_waits_until_its_window_agrees(plan: Plan, monkeypatch: pytest
     assert said[5].slowdown == pytest.approx([1.0, 1.0, 1.0, 2.0])
 
 
-def test_a_probe_runs_each_devices_heaviest_op_at_its_own_shape(plan: Plan) -> None:
+def test_a_probe_runs_what_each_device_computes(plan: Plan) -> None:
+    """On operands of its own, in the shapes in which the plan's are stored; of what the plan makes, in theirs."""
     new = propose(plan, np.array([1.0, 1.0, 1.0, 2.0])).plan
     ticks = iter(np.arange(0.0, 100.0, 0.25))
     probe = Probe(new, clock=lambda: float(next(ticks)))
     # The clock only moves when it is read: as the first round begins, and before every further one.
     assert probe.slowdown(0.9) * probe.predicted_s == pytest.approx(1.0 / 3)
+    assert probe.predicted_s == pytest.approx(busy_seconds(new).max())
+    assert [{v.device for v in values} for _, values in probe._runs] == [{d} for d in new.mesh.devices.flat]
+    stored = lambda s: s.sharding.shard_shape(s.shape)
+    for run, values in probe._runs:
+        assert [v.shape for v in values] == [stored(s.struct()) for s in new.lowered.inputs]
+        assert [x.shape for x in run(*values)] == [stored(s.struct()) for s in new.lowered.outputs]
+        # Nothing is sent.
+        text = run.lower(*values).as_text()
+        assert not re.search("all_reduce|all_gather|reduce_scatter|all_to_all|permute", text)
+    assert re.search("all_reduce|reduce_scatter", new.lower().as_text())
+
+
+@pytest.mark.parametrize("why", ["no room", "a while loop"])
+def test_a_probe_of_the_heaviest_op_alone(plan: Plan, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At its own shape."""
+    new = propose(plan, np.array([1.0, 1.0, 1.0, 2.0])).plan
+    if why == "no room":
+        # Of what it holds, once more.
+        kinds = [replace(k, memory=int(1.9 * m)) for k, m in zip(new.cluster.devices, new.result.memory_bytes)]
+        monkeypatch.setattr(new, "cluster", replace(new.cluster, devices=tuple(kinds)))
+    else:
+        monkeypatch.setattr("hapsynth._probe.waits", lambda graph: True)
+    probe = Probe(new)
     rows = {max(v.shape[0] for v in values) for _, values in probe._runs}
     shares = new.sizes.of_devices(new.sizes.classes.of[new.traced.graph.inputs[-1], 0, (0,), 0])
     assert rows == set(shares)
     assert len({v.device for _, values in probe._runs for v in values}) == 4
+    assert probe.slowdown(0.01) > 0
     costs = new.cost_model()
     assert 0 < probe.predicted_s < busy_seconds(new, costs).max()
 

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import jax
 from jax.sharding import Mesh
 
+from hapsynth.gloo import as_batch_work
 from hapsynth.jobs._address import PREFLIGHT, JobError, Patience, find_address
 from hapsynth.jobs._client import Client
 from hapsynth.jobs._server import Server
@@ -58,7 +59,10 @@ def before_call(plan: Plan, arguments: Sequence[Any]) -> None:
     `arguments`: as they are stored. Raises PreflightError where the processes do not fit together, JobError where they
     do not find each other; the process ends where another one died, stalls or never comes.
     """
-    if plan.mesh is None or not plan.mesh.is_multi_process or not _wanted():
+    if plan.mesh is None or not plan.mesh.is_multi_process:
+        return
+    as_batch_work()
+    if not _wanted():
         return
     client = _joined()
     if plan not in _job.checked:
@@ -76,6 +80,7 @@ def connect(address: str | None = None) -> None:
     """
     if _job.client is not None:
         return
+    as_batch_work()
     try:
         where, patience = find_address(address), Patience.of()
         if jax.process_index() == 0 and _job.server is None:

@@ -1,5 +1,6 @@
 """A program to a function of stored arrays (DESIGN D1, D2): in switch form or in staged form."""
 
+from hapsynth.lower._alone import Alone, ones, waits
 from hapsynth.lower._exact import ExactStorage, Shards, local_positions, parts
 from hapsynth.lower._execute import Interpreter
 from hapsynth.lower._staged import Staged, lower_staged
@@ -9,6 +10,7 @@ from hapsynth.lower._unsupported import UnsupportedError, unsupported
 from hapsynth.lower._where import Where
 
 __all__ = [
+    "Alone",
     "ExactStorage",
     "Interpreter",
     "Lowered",
@@ -21,8 +23,10 @@ __all__ = [
     "local_positions",
     "lower",
     "lower_staged",
+    "ones",
     "own_mesh",
     "parts",
     "unsupported",
+    "waits",
     "with_weak_type",
 ]

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from hapsynth import gloo
 from hapsynth._jax import is_extended, itemsize
 from hapsynth.instructions.bundles import TOGETHER, family, filled
 from hapsynth.instructions.collectives import BUNDLED
@@ -28,10 +29,11 @@ from hapsynth.lower._reshare import Recut
 @dataclass(frozen=True)
 class Bundle:
     """Collectives of one kind that run as one; a single one as it is. `sent`: what each takes, of equal shapes on all
-    devices."""
+    devices. `by_gloo`: as `hapsynth.gloo.joins` says."""
 
     steps: tuple[Convert, ...]
     sent: tuple[jax.ShapeDtypeStruct, ...]
+    by_gloo: bool
 
     def key(self, sizes: Sizes) -> Hashable:
         """What decides the collective, whatever the values are."""
@@ -49,12 +51,12 @@ class Bundle:
         step = self.steps[0]
         name = names[step.axis]
         if len(self.steps) == 1:
-            return exchange(sizes, name, step, x)
+            return exchange(sizes, name, step, x, self.by_gloo)
         match step.step:
             case "all_reduce":
                 return REDUCE[step.source[step.axis].reduction](x, name)
             case "reduce_scatter":
-                return lax.psum_scatter(x, name, scatter_dimension=0, tiled=False)
+                return gloo.psum_scatter(x, name, 0, self.by_gloo)
             case "all_gather":
                 return lax.all_gather(x, name, axis=0, tiled=False)
             case _:
@@ -72,7 +74,7 @@ class Bundle:
         return found
 
 
-def bundles(steps: Sequence[Convert], sent: Sequence[Any], platform: str) -> list[Bundle]:
+def bundles(steps: Sequence[Convert], sent: Sequence[Any], platform: str, by_gloo: bool) -> list[Bundle]:
     """Collectives that don't depend on one another, those that can go as one together; the same in all processes.
     `sent`: the shape and dtype that each takes. Where XLA joins them itself each is alone."""
     families: list[Hashable | None] = []
@@ -82,7 +84,7 @@ def bundles(steps: Sequence[Convert], sent: Sequence[Any], platform: str) -> lis
         families.append(None if alone else family(step, str(struct.dtype)))
     groups = filled(families, sizes)
     structs = [jax.ShapeDtypeStruct(s.shape, s.dtype) for s in sent]
-    return [Bundle(tuple(steps[i] for i in g), tuple(structs[i] for i in g)) for g in groups]
+    return [Bundle(tuple(steps[i] for i in g), tuple(structs[i] for i in g), by_gloo) for g in groups]
 
 
 def _splits(step: Convert) -> bool:

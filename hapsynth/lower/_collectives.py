@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from hapsynth import gloo
 from hapsynth.instructions.layout import Layout, cut_axes, way_of
 from hapsynth.instructions.program import Convert
 from hapsynth.instructions.sizes import Sizes
@@ -116,14 +117,14 @@ def send(sizes: Sizes, step: Convert, x: jax.Array, here: Where) -> jax.Array:
     return Recut.of(sizes, step).send(x, here) if step.step == "reshare" else x
 
 
-def exchange(sizes: Sizes, name: str, step: Convert, x: jax.Array) -> jax.Array:
+def exchange(sizes: Sizes, name: str, step: Convert, x: jax.Array, by_gloo: bool) -> jax.Array:
     """The collective itself, of the same shapes on all devices."""
     source, target = step.source[step.axis], step.target[step.axis]
     match step.step:
         case "all_reduce":
             return REDUCE[source.reduction](x, name)
         case "reduce_scatter":
-            return lax.psum_scatter(x, name, scatter_dimension=target.dim, tiled=True)
+            return gloo.psum_scatter(x, name, target.dim, by_gloo)
         case "all_gather":
             return lax.all_gather(x, name, axis=source.dim, tiled=True)
         case "all_to_all":

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from jax.sharding import Mesh
 
-from hapsynth import _jax
+from hapsynth import _jax, gloo
 from hapsynth.graph import Graph
 from hapsynth.instructions.layout import Layout
 from hapsynth.instructions.program import FactorTable, Program
@@ -63,6 +63,11 @@ class Form:
 
     def _stored(self, value: int, layout: Layout) -> Storage:
         return self.storage.of(self.graph, self.sizes, value, layout, self.mesh)
+
+    @cached_property
+    def by_gloo(self) -> bool:
+        """Whether its devices send to one another by gloo."""
+        return gloo.joins(self.mesh)
 
     @cached_property
     def compiler_options(self) -> dict[str, str]:

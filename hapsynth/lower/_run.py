@@ -39,7 +39,7 @@ class Run:
                 case LocalStage():
                     self.local(item)
                 case CollectiveStage():
-                    self.staged.meetings.before(item, self.wires)
+                    self.staged.meetings.before(self.wires)
                     self.wires = self.staged.compiled[item][0](*self.wires)
                     self.staged.meetings.after(self.wires)
                 case HostLoop():

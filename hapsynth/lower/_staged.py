@@ -125,8 +125,7 @@ class Staged(Form):
 
     @cached_property
     def meetings(self) -> Meetings:
-        collective = [item for item in _flat(self.items) if isinstance(item, CollectiveStage)]
-        return Meetings(self.mesh, self.local.platform, collective)
+        return Meetings(self.mesh)
 
     @cached_property
     def stages(self) -> dict[LocalStage | CollectiveStage, list[Any]]:
@@ -182,7 +181,7 @@ class Staged(Form):
                 shape = self.sizes.padded_shape(step.value, step.source)
                 padded = jax.ShapeDtypeStruct(shape, self.graph.values[step.value].dtype)
                 structs.append(jax.eval_shape(lambda x, s=step: send(self.sizes, s, x, self._anyone), padded))
-            self._wires[steps] = [*decided, *bundles(moved, structs, self.local.platform)]
+            self._wires[steps] = [*decided, *bundles(moved, structs, self.local.platform, self.by_gloo)]
         return self._wires[steps]
 
     def wire(self, wire: Wire) -> jax.ShapeDtypeStruct:

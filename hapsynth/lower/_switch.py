@@ -22,7 +22,7 @@ from hapsynth.instructions.program import (
 )
 from hapsynth.instructions.sizes import Sizes
 from hapsynth.instructions.stages import Cond, Loop, Stage, Step
-from hapsynth.lower._bundles import bundles
+from hapsynth.lower._bundles import Bundle, bundles
 from hapsynth.lower._collectives import cut_to, pad_to, receive, send
 from hapsynth.lower._control import Env, Run, run_cond, run_loop
 from hapsynth.lower._form import Form
@@ -125,7 +125,7 @@ class Lowered(Form):
     def _communicate(self, steps: Sequence[Convert], env: Env, here: Where) -> None:
         """Run collectives that don't depend on one another."""
         scope = lambda step: jax.named_scope(f"hap/{step.step}_{self.graph.values[step.value].name}")
-        names, lengths = zip(*self.program.axes)
+        lengths = [size for _, size in self.program.axes]
         sent: list[Any] = []
         for step in steps:
             with scope(step):
@@ -135,13 +135,17 @@ class Lowered(Form):
                     x = lax.optimization_barrier(x)
                 sent.append(send(self.sizes, step, x, here))
         arrays = dict(zip(steps, sent, strict=True))
-        for bundle in bundles(steps, sent, self.local.platform):
+        for bundle in bundles(steps, sent, self.local.platform, self.by_gloo):
             with scope(bundle.steps[0]):
-                made = bundle.exchange(self.sizes, names, bundle.pack([arrays[s] for s in bundle.steps], lengths))
+                made = self._exchange(bundle, lengths, bundle.pack([arrays[s] for s in bundle.steps], lengths))
             for step, part in zip(bundle.steps, bundle.unpack(made, lengths), strict=True):
                 with scope(step):
                     x = receive(self.sizes, step, part, here)
                     env[step.value, step.target] = self.local.named((step.value, step.target), x)
+
+    def _exchange(self, bundle: Bundle, lengths: Sequence[int], x: jax.Array) -> jax.Array:
+        """`lengths`: of the mesh axes."""
+        return bundle.exchange(self.sizes, [name for name, _ in self.program.axes], x)
 
     def _switch(self, stage: Stage, env: Env, everyone: Where) -> None:
         """Run the uneven part of a stage: one branch per distinct tuple of shares, each on its exact shapes."""

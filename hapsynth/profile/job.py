@@ -18,6 +18,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from hapsynth._memory import free
+from hapsynth.gloo import as_batch_work
 from hapsynth.profile.kernels import Kernel
 from hapsynth.profile.sampling import Floats
 
@@ -30,6 +31,7 @@ class Job:
     """
 
     def __init__(self, per_process: int | None = None) -> None:
+        as_batch_work()
         mine = jax.local_devices()[:per_process]
         self.first, self.lone = jax.process_index() == 0, jax.process_count() == 1
         described = json.dumps([platform.node(), [d.id for d in mine]])

@@ -13,6 +13,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from scipy.optimize import linprog
 
+from hapsynth import gloo
 from hapsynth.cluster import COLLECTIVES, DEFAULT_AXIS
 from hapsynth.devices import Link
 from hapsynth.profile.job import Job
@@ -81,7 +82,7 @@ def runner(job: Job, exchange: Exchange) -> Callable[[], Floats]:
     names = tuple(name for name, _ in exchange.axes)
     n, words = exchange.n, exchange.words
     mesh = Mesh(np.array(job.devices).reshape(lengths), names)
-    one = _step(exchange, n, words, job.hosts)
+    one = _step(exchange, n, words, job.hosts, gloo.joins(mesh))
 
     def body(x: jax.Array) -> jax.Array:
         # What every device holds must stay its own, or XLA may see that nothing needs to be sent.
@@ -104,14 +105,16 @@ def runner(job: Job, exchange: Exchange) -> Callable[[], Floats]:
     return once
 
 
-def _step(exchange: Exchange, n: int, words: int, hosts: Sequence[int]) -> Callable[[jax.Array], jax.Array]:
+def _step(
+    exchange: Exchange, n: int, words: int, hosts: Sequence[int], by_gloo: bool
+) -> Callable[[jax.Array], jax.Array]:
     """One collective, from and to [words] on every device."""
     axis = exchange.axis
     match exchange.step:
         case "all_reduce":
             return lambda x: lax.psum(x, axis) * (1 / n)
         case "reduce_scatter":
-            return lambda x: lax.psum_scatter(jnp.tile(x, n), axis, tiled=True) * (1 / n)
+            return lambda x: gloo.psum_scatter(jnp.tile(x, n), axis, 0, by_gloo) * (1 / n)
         case "all_gather":
             # The neighbour's part: one's own would need no gathering.
             at = lambda: (lax.axis_index(axis) + 1) % n * words

@@ -1,0 +1,69 @@
+"""What is done for gloo, which runs JAX's collectives between the CPUs of several processes.
+
+gloo's thread of a process tries again and again what it can't do yet, on the core that the process computes on:
+
+- Its reduce-scatter sends what nobody may have asked for yet; then the thread of who is late spins at half of the core,
+  from when the first of the others sent. The other collectives send when they are asked. So it is lowered to them:
+  small blocks all at once and a sum, large ones around a ring, each device adding its own, which fills a slow network
+  evenly. Four processes at 100 Mbit/s: of 4 KB 0.8 ms instead of 17, of 6 MB 0.4 s (around) or 0.65 (at once)
+  instead of 1.0.
+- Linux lets a thread that something arrived for run at once, in the middle of the one that computes: where that holds
+  the lock that gloo's needs it spins until the scheduler's tick, milliseconds later. Threads that are batch work, as a
+  training step is, do not interrupt one another: an all-reduce of 4 KiB takes 0.14 ms instead of 4.
+"""
+
+from __future__ import annotations
+
+import operator
+import os
+from contextlib import suppress
+from functools import cache, reduce
+
+import jax
+from jax import lax
+from jax.sharding import AbstractMesh, Mesh
+
+RING = 1 << 16
+"""Bytes of a block from which on a reduce-scatter goes around a ring: as many latencies as devices, but no device is
+sent to by several at once."""
+
+
+def joins(mesh: Mesh | AbstractMesh) -> bool:
+    """Whether the devices of a mesh send to one another by gloo."""
+    return isinstance(mesh, Mesh) and mesh.is_multi_process and mesh.devices.flat[0].platform == "cpu"
+
+
+def psum_scatter(x: jax.Array, axis: str, dim: int, by_gloo: bool) -> jax.Array:
+    """As JAX's, tiled along `dim`. `by_gloo`: as `joins` says; every block is then summed in one order of the devices,
+    whoever comes first."""
+    if not by_gloo:
+        return lax.psum_scatter(x, axis, scatter_dimension=dim, tiled=True)
+    n = lax.axis_size(axis)
+    length = x.shape[dim] // n
+    if x.size * x.dtype.itemsize < RING * n:
+        # As an all-to-all itself has it (`lower._collectives.exchange`).
+        x = lax.optimization_barrier(x)
+        blocks = lax.all_to_all(x, axis, split_axis=dim, concat_axis=dim, tiled=True)
+        return reduce(operator.add, lax.split(blocks, [length] * n, dim))
+    me = lax.axis_index(axis)
+    own = lambda block: lax.dynamic_slice_in_dim(x, (block + n) % n * length, length, dim)
+    to_next = [(i, (i + 1) % n) for i in range(n)]
+    part = own(me - 1)
+    for away in range(2, n + 1):
+        part = lax.ppermute(part, axis, to_next) + own(me - away)
+    return part
+
+
+@cache
+def as_batch_work() -> None:
+    """Makes all threads of this process, and those that they start, SCHED_BATCH, but those with a policy of their own.
+
+    Nothing where it is the only process, where accelerators do the work, or where there is no such policy.
+    """
+    if not hasattr(os, "SCHED_BATCH") or jax.process_count() == 1 or jax.default_backend() != "cpu":
+        return
+    for thread in map(int, os.listdir("/proc/self/task")):
+        # It may have ended, or may not be changed here: then it is as it was.
+        with suppress(OSError):
+            if os.sched_getscheduler(thread) == os.SCHED_OTHER:
+                os.sched_setscheduler(thread, os.SCHED_BATCH, os.sched_param(0))
