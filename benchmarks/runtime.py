@@ -65,7 +65,7 @@ _WARM_UP = 2
 _WATCHED, _GAIN = 3, 0.02
 """Steps in which a monitor looks at the plan, and what new sizes must gain."""
 _ALONE = 3
-"""Steps that every process does by itself to see how fast it is."""
+"""Steps that every process does by itself to see how fast it is, after the first ones, in which memory is new."""
 SMALL = replace(models.BERT, batch=1, width=256, heads=8, ff=1024, vocab=2048, post_norm=False, causal=True)
 
 
@@ -164,12 +164,12 @@ class Measuring(Worker):
             self.ready(alone, arguments)
         took: list[float] = []
         losses: list[float] = []
-        for _ in range(self.options.rounds if self.job.first else _ALONE):
+        for _ in range(self.options.rounds if self.job.first else _WARM_UP + _ALONE):
             began = time.perf_counter()
             losses.append(alone.step())
             took.append(time.perf_counter() - began)
         self.meet()
-        each = self.job.gather(np.array([[statistics.median(took)]]))[:, 0]
+        each = self.job.gather(np.array([[statistics.median(took[_WARM_UP:])]]))[:, 0]
         return each, losses, alone.values() if self.job.first else None
 
     def ready(self, system: System, arguments: Arguments) -> None:
