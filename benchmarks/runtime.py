@@ -26,7 +26,6 @@ import argparse
 import json
 import os
 import random
-import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -65,7 +64,8 @@ _WARM_UP = 2
 _WATCHED, _GAIN = 3, 0.02
 """Steps in which a monitor looks at the plan, and what new sizes must gain."""
 _ALONE = 3
-"""Steps that every process does by itself to see how fast it is, after the first ones, in which memory is new."""
+"""Steps of every process by itself, after the first ones, in which memory is new: the fastest tells how fast it is, as
+this machine is not always as fast."""
 SMALL = replace(models.BERT, batch=1, width=256, heads=8, ff=1024, vocab=2048, post_norm=False, causal=True)
 
 
@@ -169,7 +169,7 @@ class Measuring(Worker):
             losses.append(alone.step())
             took.append(time.perf_counter() - began)
         self.meet()
-        each = self.job.gather(np.array([[statistics.median(took[_WARM_UP:])]]))[:, 0]
+        each = self.job.gather(np.array([[min(took[_WARM_UP:][:_ALONE])]]))[:, 0]
         return each, losses, alone.values() if self.job.first else None
 
     def ready(self, system: System, arguments: Arguments) -> None:
