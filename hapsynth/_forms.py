@@ -7,11 +7,10 @@ from typing import Any, Literal, get_args
 
 from jax.sharding import Mesh
 
-from hapsynth import gloo
 from hapsynth._words import nbytes
 from hapsynth.cluster import Cluster
 from hapsynth.graph import Graph
-from hapsynth.instructions.program import FactorTable
+from hapsynth.instructions.program import Convert, FactorTable
 from hapsynth.search.costs import CostModel
 from hapsynth.search.memory import peak
 from hapsynth.search.result import Result
@@ -27,7 +26,7 @@ def check_form(form: Any) -> None:
         raise ValueError(f"form is {form!r}; give 'auto', 'switch' or 'staged'")
 
 
-def chosen_form(result: Result, mesh: Mesh | None, only_staged: str) -> tuple[Chosen, str]:
+def chosen_form(graph: Graph, result: Result, mesh: Mesh | None, only_staged: str) -> tuple[Chosen, str]:
     """What "auto" comes to, and why. `only_staged`: as the function says."""
     if only_staged:
         return "staged", only_staged
@@ -37,9 +36,14 @@ def chosen_form(result: Result, mesh: Mesh | None, only_staged: str) -> tuple[Ch
         return "switch", "all shards are alike, so one program is exact on every device"
     if not mesh.is_multi_process:
         return "switch", "one process holds all devices"
-    if gloo.joins(mesh):
-        return "switch", "on CPUs one program starts sooner than its stages, and padded shards fit"
+    if _sends_in_loops(graph, result):
+        return "switch", "a loop communicates in every trip, and each would be started from the host"
     return "staged", "shards are uneven among several processes: each stores and computes its own at exact size"
+
+
+def _sends_in_loops(graph: Graph, result: Result) -> bool:
+    sent = (i for i in result.program.instructions if isinstance(i, Convert) and i.is_collective)
+    return any(graph.runs[i.region] > 1 for i in sent)
 
 
 def only_staged(graph: Graph, result: Result, cluster: Cluster) -> str:

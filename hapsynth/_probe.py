@@ -25,26 +25,29 @@ _TWICE = 2.0
 
 
 class Probe:
-    """All that each of this process's devices computes in a plan, on arrays of the probe's own. Of a device that has no
-    memory for what it holds twice, and of programs that go on as their values say, the heaviest op alone."""
+    """All that each of this process's devices computes in a plan, on arrays of the probe's own. Where they have no
+    memory for what they hold twice, and of programs that go on as their values say, the heaviest op alone."""
 
     def __init__(self, plan: Plan, clock: Callable[[], float] = time.perf_counter) -> None:
         assert plan.mesh is not None
         self.plan, self._clock = plan, clock
         costs = plan.cost_model()
-        busy = busy_seconds(plan, costs)
-        mine = [(d, at) for at, d in np.ndenumerate(plan.mesh.devices) if d.process_index == jax.process_index()]
+        mine = [
+            (int(np.ravel_multi_index(at, plan.mesh.devices.shape)), at, d)
+            for at, d in np.ndenumerate(plan.mesh.devices)
+            if d.process_index == jax.process_index()
+        ]
         self._runs: list[tuple[Any, list[Any]]] = []
         self._ran = False
         self.predicted_s = 0.0
         """Of the slowest of the devices, which work at the same time."""
-        for device, coords in mine:
-            number = int(np.ravel_multi_index(coords, plan.mesh.devices.shape))
-            if self._has_room(number) and not waits(plan.traced.graph):
-                whole = Alone(plan.traced.graph, plan.program, plan.sizes, plan.mesh, donate=False)
-                self._runs.append(whole.on(coords, device))
-                self.predicted_s = max(self.predicted_s, float(busy[number]))
-                continue
+        if all(self._has_room(number) for number, _, _ in mine) and not waits(plan.traced.graph):
+            whole = Alone(plan.traced.graph, plan.program, plan.sizes, plan.mesh, donate=False)
+            self._runs = whole.compiled_runs()
+            busy = busy_seconds(plan, costs)
+            self.predicted_s = max((float(busy[number]) for number, _, _ in mine), default=0.0)
+            return
+        for number, coords, device in mine:
             heaviest, seconds = self._heaviest(costs, number)
             if heaviest is not None:
                 self._runs.append(self._compiled(heaviest, coords, device))
@@ -87,7 +90,7 @@ class Probe:
         Nothing else may run on the devices. A quota stops a process for tens of milliseconds at a time, so `least_s`
         should be some tenths of a second at least.
         """
-        if not self._runs:
+        if not self._runs or not self.predicted_s:
             return 1.0
         if not self._ran:
             self._once()

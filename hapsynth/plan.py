@@ -159,7 +159,7 @@ class Plan(Planned):
         if self._asked != "auto":
             return self._asked, "it was asked for"
         needed = only_staged(self.traced.graph, self.result, self.cluster)
-        return chosen_form(self.result, self.mesh, needed)
+        return chosen_form(self.traced.graph, self.result, self.mesh, needed)
 
     def lower(self, *args: Any, **kwargs: Any) -> Any:
         """JAX's lowered function, with `.as_text()` and `.compile()`; arguments, or their structs, are only checked.

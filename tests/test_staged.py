@@ -8,6 +8,7 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -23,7 +24,9 @@ from test_lower import assert_close, chain
 from unflatten import unflattened
 
 import hapsynth
+from hapsynth._forms import chosen_form
 from hapsynth.instructions.checker import check
+from hapsynth.instructions.program import Convert
 from hapsynth.instructions.sizes import Sizes
 from hapsynth.lower import Shards, Staged, lower_staged
 from hapsynth.lower._execute import Interpreter
@@ -250,6 +253,23 @@ def test_the_form_and_its_reason() -> None:
     assert "one process" in in_form(plan, "auto").form_reason
     with pytest.raises(ValueError, match="'auto', 'switch' or 'staged'"):
         in_form(plan, "fused")  # type: ignore[arg-type]
+
+
+def test_the_form_among_processes() -> None:
+    """Stages, but where a loop would start them in every trip."""
+    among = SimpleNamespace(is_multi_process=True)
+    chosen = lambda plan: chosen_form(plan.traced.graph, plan.result, among, "")  # type: ignore[arg-type]
+    assert chosen(cut_step("3:1"))[0] == "staged"
+
+    def looping(w: Any, x: Any) -> Any:
+        return lax.scan(lambda h, _: (jnp.tanh(x @ (w.T @ h)), None), x[:, 0], None, length=3)[0]
+
+    args, fixed = (floats(24, 24), floats(24, 24)), {"[0]": "S(1)", "[1]": "S(0)"}
+    plan = planned(looping, args, "3:1", fixed=fixed)
+    assert any(isinstance(i, Convert) and i.is_collective and i.region for i in plan.program.instructions)
+    form, why = chosen(plan)
+    assert form == "switch"
+    assert "loop" in why
 
 
 def test_branches_with_collectives_are_picked_by_the_host() -> None:

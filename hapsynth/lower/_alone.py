@@ -1,4 +1,4 @@
-"""What one device does of a program without the others: to see how long that takes it."""
+"""What a device does of a program without the others: to see how long that takes it."""
 
 from __future__ import annotations
 
@@ -14,25 +14,30 @@ from jax import lax
 from hapsynth import _jax
 from hapsynth.graph import Graph
 from hapsynth.lower._bundles import Bundle
+from hapsynth.lower._groups import groups_of
 from hapsynth.lower._switch import Lowered
 
 
 class Alone(Lowered):
-    """A program in switch form as one device runs it by itself, where the others would send what it sends them.
+    """A program in switch form as each of this process's devices runs it by itself, where the others would send what it
+    sends them.
 
     Right in its shapes, and so in its time, not in its values. Not of what `waits`.
     """
 
-    def on(self, coords: Sequence[int], device: Any) -> tuple[Any, list[Any]]:
-        """The jitted function for the device at `coords` of the mesh, and operands for it."""
-
-        def hapsynth_alone(*stored: Any) -> tuple[Any, ...]:
-            return self.at([jnp.int32(c) for c in coords], stored)
-
-        sources = [s.struct() for s in (*self.inputs, *self.constants)]
+    def compiled_runs(self) -> list[tuple[Any, list[Any]]]:
+        """A compiled function, and operands for it, for each group of devices that are alike."""
+        shard = lambda whole: jax.ShapeDtypeStruct(whole.sharding.shard_shape(whole.shape), whole.dtype)
+        given = [shard(s.struct()) for s in (*self.inputs, *self.constants)]
+        made = [shard(s.struct()) for s in self.outputs if s is not None]
+        found: list[tuple[Any, list[Any]]] = []
         with _jax.no_mesh():
-            operands = [jax.device_put(ones(s.sharding.shard_shape(s.shape), s.dtype), device) for s in sources]
-        return jax.jit(hapsynth_alone, compiler_options=self.compiler_options), operands
+            for group in groups_of(self.sizes, self.mesh):
+                run = lambda here, stored: list(self.at(here.index, stored))
+                compiled = group.lower(run, given, made, (), self.compiler_options).compile()
+                each = [[jax.device_put(ones(s.shape, s.dtype), d) for d in group.devices] for s in given]
+                found.append((compiled, [group.join(arrays) for arrays in each]))
+        return found
 
     def _exchange(self, bundle: Bundle, lengths: Sequence[int], x: jax.Array) -> jax.Array:
         step, joined = bundle.steps[0], len(bundle.steps) > 1
