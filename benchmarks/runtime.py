@@ -123,8 +123,8 @@ class Measuring(Worker):
         with emulated.unlimited():
             self.tell(f"{name}: planning")
             if self.job.first:
-                planned = dict.fromkeys(_planned_as(system) for system in self.options.systems if system != "ddp")
-                for system, plan in chosen(list(planned), fn, shapes, traced, cluster).items():
+                planned = [_planned_as(system) for system in self.options.systems if system != "ddp"]
+                for system, plan in chosen(list(dict.fromkeys(planned)), fn, shapes, traced, cluster).items():
                     plan.save(self.folder / f"{name}-{system}.json")
             self.meet()
         each, losses, wanted = self.alone(name, fn, arguments)

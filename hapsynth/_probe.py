@@ -21,12 +21,14 @@ from hapsynth.search.evaluate import device_seconds
 if TYPE_CHECKING:
     from hapsynth.plan import Plan
 
-_TWICE = 2.0
+Run = tuple[Any, Callable[[], list[Any]]]
+"""A function, and what makes operands for it."""
 
 
 class Probe:
-    """All that each of this process's devices computes in a plan, on arrays of the probe's own. Where they have no
-    memory for what they hold twice, and of programs that go on as their values say, the heaviest op alone."""
+    """All that each of this process's devices computes in a plan, on arrays of its own, which are there while it
+    measures. Where they have no memory for what they hold twice, and of programs that go on as their values say, the
+    heaviest op alone."""
 
     def __init__(self, plan: Plan, clock: Callable[[], float] = time.perf_counter) -> None:
         assert plan.mesh is not None
@@ -37,8 +39,7 @@ class Probe:
             for at, d in np.ndenumerate(plan.mesh.devices)
             if d.process_index == jax.process_index()
         ]
-        self._runs: list[tuple[Any, list[Any]]] = []
-        self._ran = False
+        self._runs: list[Run] = []
         self.predicted_s = 0.0
         """Of the slowest of the devices, which work at the same time."""
         if all(self._has_room(number) for number, _, _ in mine) and not waits(plan.traced.graph):
@@ -55,7 +56,7 @@ class Probe:
 
     def _has_room(self, number: int) -> bool:
         device = self.plan.devices[number]
-        return _TWICE * self.plan.result.memory_bytes[device] <= self.plan.cluster.devices[device].memory
+        return 2 * self.plan.result.memory_bytes[device] <= self.plan.cluster.devices[device].memory
 
     def _heaviest(self, costs: CostModel, device: int) -> tuple[Compute | None, float]:
         """The instruction that takes the device longest in one run, and its predicted seconds."""
@@ -66,8 +67,8 @@ class Probe:
                 found = max(found, (i, float(each[device])), key=lambda pair: pair[1])
         return found
 
-    def _compiled(self, i: Compute, coords: tuple[int, ...], device: Any) -> tuple[Any, list[Any]]:
-        """The op as a function for one device, and operands for it."""
+    def _compiled(self, i: Compute, coords: tuple[int, ...], device: Any) -> Run:
+        """The op as a function for one device."""
         graph, sizes = self.plan.traced.graph, self.plan.sizes
         assert self.plan.mesh is not None
         lengths = self.plan.mesh.devices.shape
@@ -79,10 +80,8 @@ class Probe:
             local.run([i], env, Where(lengths, (coords,), tuple(jnp.int32(c) for c in coords)))
             return [env[made] for made in writes(graph, i)]
 
-        with _jax.no_mesh():
-            shapes = [(sizes.local_shape(*p, coords), graph.values[p[0]].dtype) for p in needed]
-            values = [jax.device_put(ones(shape, dtype), device) for shape, dtype in shapes]
-        return jax.jit(run), values
+        shapes = [(sizes.local_shape(*p, coords), graph.values[p[0]].dtype) for p in needed]
+        return jax.jit(run), lambda: [jax.device_put(ones(shape, dtype), device) for shape, dtype in shapes]
 
     def slowdown(self, least_s: float) -> float:
         """Measured over predicted seconds, the mean over at least `least_s` seconds; 1 where there is nothing to do.
@@ -92,15 +91,12 @@ class Probe:
         """
         if not self._runs or not self.predicted_s:
             return 1.0
-        if not self._ran:
-            self._once()
-            self._ran = True
-        rounds, began = 0, self._clock()
-        while (passed := self._clock() - began) < least_s or not rounds:
-            self._once()
-            rounds += 1
-        return passed / rounds / self.predicted_s
-
-    def _once(self) -> None:
         with _jax.no_mesh():
-            jax.block_until_ready([run(*values) for run, values in self._runs])
+            runs = [(run, operands()) for run, operands in self._runs]
+            once = lambda: jax.block_until_ready([run(*values) for run, values in runs])
+            once()
+            rounds, began = 0, self._clock()
+            while (passed := self._clock() - began) < least_s or not rounds:
+                once()
+                rounds += 1
+        return passed / rounds / self.predicted_s

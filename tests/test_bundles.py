@@ -39,14 +39,14 @@ def steps_of(kind: str) -> list[tuple[Convert, jax.ShapeDtypeStruct]]:
     return [(Convert(v, 0, *pair), jax.ShapeDtypeStruct(s, F32)) for v, (pair, s) in enumerate(zip(layouts, shapes))]
 
 
-def on_mesh(found: list[Bundle], arrays: list[np.ndarray]) -> list[np.ndarray]:
+def on_mesh(found: list[Bundle], arrays: list[np.ndarray], by_gloo: bool = False) -> list[np.ndarray]:
     """Every device's results, stacked; each device has its own shard of [devices, ...]."""
 
     def body(*xs: jax.Array) -> list[jax.Array]:
         made: dict[int, jax.Array] = {}
         for bundle in found:
             sent = [xs[step.value][0] for step in bundle.steps]
-            whole = bundle.exchange(SIZES, ("d",), bundle.pack(sent, (4,)))
+            whole = bundle.exchange(SIZES, ("d",), bundle.pack(sent, (4,)), by_gloo)
             made |= dict(zip((s.value for s in bundle.steps), bundle.unpack(whole, (4,)), strict=True))
         return [made[i][None] for i in range(len(xs))]
 
@@ -64,13 +64,12 @@ def test_a_bundle_gives_what_each_alone_gives(
     steps, sent = zip(*steps_of(kind))
     rng = np.random.default_rng(0)
     arrays = [rng.integers(-9, 9, (4, *s.shape)).astype(np.float32) for s in sent]
-    (one,) = bundles(steps, sent, "cpu", by_gloo)
-    alone = bundles(steps, sent, "gpu", False)
-    each = bundles(steps, sent, "gpu", by_gloo)
+    (one,) = bundles(steps, sent, "cpu")
+    alone = bundles(steps, sent, "gpu")
     assert (len(one.steps), len(alone)) == (len(steps), len(steps))
-    for got, wanted in zip(on_mesh([one], arrays), on_mesh(alone, arrays), strict=True):
+    for got, wanted in zip(on_mesh([one], arrays, by_gloo), on_mesh(alone, arrays), strict=True):
         np.testing.assert_array_equal(got, wanted)
-    for got, wanted in zip(on_mesh(each, arrays), on_mesh(alone, arrays), strict=True):
+    for got, wanted in zip(on_mesh(alone, arrays, by_gloo), on_mesh(alone, arrays), strict=True):
         np.testing.assert_array_equal(got, wanted)
 
 
@@ -79,12 +78,12 @@ def test_what_goes_together() -> None:
     steps = [Convert(v, 0, *KINDS[kind][0]) for v, kind in enumerate(kinds)]
     sent = [jax.ShapeDtypeStruct((4, 4), d) for d in (F32, F32, jnp.bfloat16, F32, F32)]
     values = lambda found: [[s.value for s in b.steps] for b in found]
-    assert values(bundles(steps, sent, "cpu", False)) == [[0, 3], [1], [2], [4]]
+    assert values(bundles(steps, sent, "cpu")) == [[0, 3], [1], [2], [4]]
     # Neither what is large, nor more than a bundle holds.
     large = jax.ShapeDtypeStruct((1 << 18, 2), F32)
-    assert values(bundles(steps[:1] * 2, [large] * 2, "cpu", False)) == [[0], [0]]
+    assert values(bundles(steps[:1] * 2, [large] * 2, "cpu")) == [[0], [0]]
     full = jax.ShapeDtypeStruct((1 << 18,), F32)
-    many = bundles([steps[0]] * 20, [full] * 20, "cpu", False)
+    many = bundles([steps[0]] * 20, [full] * 20, "cpu")
     assert [len(b.steps) for b in many] == [16, 4]
 
 

@@ -1,4 +1,4 @@
-"""State moves between cuts bit for bit, copies are compared, and sizes follow measured speeds."""
+"""Copies are compared, and sizes follow measured speeds."""
 
 from __future__ import annotations
 
@@ -11,84 +11,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from graphs import cluster
-from jax.sharding import AxisType, Mesh
 from random_plans import mesh_of
+from test_exchange import storages
 
 import hapsynth
 from hapsynth._probe import Probe
 from hapsynth.drift import leaf_drift, resynced
-from hapsynth.exchange import Recut, exchange, exchanger
 from hapsynth.instructions.layout import R, S
-from hapsynth.lower import Storage
 from hapsynth.monitor import Monitor
 from hapsynth.plan import Plan
 from hapsynth.rebalance import busy_seconds, propose, slowdowns
 from hapsynth.sharded_array import ShardedArray
 
 COLLECTIVE = "all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute"
-
-# ---- exchange
-
-
-def storages(lengths: tuple[int, ...], layout: Any, old: Any, new: Any, dtype: Any, shape: Any) -> list[Storage]:
-    devices = np.array(jax.devices()[: np.prod(lengths)]).reshape(lengths)
-    mesh = Mesh(devices, tuple("ab"[: len(lengths)]), axis_types=(AxisType.Auto,) * len(lengths))
-    return [Storage(shape, np.dtype(dtype), False, layout, cuts, mesh) for cuts in (old, new)]
-
-
-MOVES: dict[str, Any] = {
-    "to a neighbour": ((4,), (S(0),), {0: ((0,), (3, 3, 3, 3))}, {0: ((0,), (4, 2, 3, 3))}),
-    "far": ((4,), (S(0),), {0: ((0,), (12, 0, 0, 0))}, {0: ((0,), (0, 1, 0, 11))}),
-    "all shift": ((4,), (S(0),), {0: ((0,), (1, 5, 1, 5))}, {0: ((0,), (5, 1, 5, 1))}),
-    "both axes cut": ((2, 2), (S(0, 1), S(0)), {0: ((1, 0), (6, 2, 4, 0))}, {0: ((1, 0), (1, 3, 0, 8))}),
-    "two dimensions": (
-        (2, 2),
-        (S(1), S(0)),
-        {0: ((1,), (9, 3)), 1: ((0,), (2, 3))},
-        {0: ((1,), (4, 8)), 1: ((0,), (5, 0))},
-    ),
-    "one of two dimensions": (
-        (2, 2),
-        (S(1), S(0)),
-        {0: ((1,), (6, 6)), 1: ((0,), (2, 3))},
-        {0: ((1,), (6, 6)), 1: ((0,), (4, 1))},
-    ),
-}
-
-
-@pytest.mark.parametrize(
-    ("name", "dtype"), [*((name, "float32") for name in MOVES), ("all shift", "bfloat16"), ("all shift", "bool")]
-)
-def test_values_move_bit_for_bit(name: str, dtype: str) -> None:
-    source, target = storages(*MOVES[name], dtype, (12, 5))
-    bits = np.random.default_rng(0).integers(0, 256, (12, 5, source.dtype.itemsize), dtype=np.uint8)
-    value = bits.view(source.dtype)[..., 0] if dtype != "bool" else bits[..., 0] > 99
-    moved = exchange(source, target, source.put(value, copy=True))
-    assert moved is not None
-    assert moved.sharding == target.sharding
-    assert target.fetch(moved).tobytes() == value.tobytes()
-
-
-def test_only_rows_that_change_owner_are_sent() -> None:
-    step = Recut(0, ("a",), (10, 2, 4, 4), (7, 5, 4, 4))
-    source = storages((4,), (S(0),), {0: ((0,), step.old)}, {}, "float32", (20, 3))[0]
-    stored = source.put(np.zeros((20, 3), np.float32), copy=True)
-    text = exchanger(source.mesh, source.spec, (step,), False).lower(stored).as_text()
-    sent = re.findall(r"collective_permute.*?source_target_pairs = dense<(.*?)>.*?: \(tensor<(.*?)>\)", text)
-    assert sent == [("[[0, 1]]", "3x3xui32")]
-    assert "all_gather" not in text
-    assert exchange(source, source, stored) is stored
-
-
-def test_another_layout_or_mesh_is_not_exchanged() -> None:
-    cuts = {0: ((0,), (3, 3, 3, 3))}
-    source, _ = storages((4,), (S(0),), cuts, cuts, "float32", (12, 5))
-    other, _ = storages((4,), (R,), {}, {}, "float32", (12, 5))
-    smaller, _ = storages((2,), (S(0),), {0: ((0,), (6, 6))}, {}, "float32", (12, 5))
-    stored = source.put(np.zeros((12, 5), np.float32), copy=True)
-    assert exchange(source, other, stored) is None
-    assert exchange(source, smaller, stored) is None
-
 
 # ---- a plan whose devices change their speed
 
@@ -385,11 +320,12 @@ def test_a_probe_runs_what_each_device_computes(plan: Plan) -> None:
     assert probe.slowdown(0.9) * probe.predicted_s == pytest.approx(1.0 / 3)
     assert probe.predicted_s == pytest.approx(busy_seconds(new).max())
     # Those that are alike run together.
-    devices = [d for _, values in probe._runs for d in values[0].devices()]
+    devices = [d for _, operands in probe._runs for d in operands()[0].devices()]
     assert set(devices) == set(new.mesh.devices.flat)
     assert len(probe._runs) < len(devices) == 4
     stored = lambda s: s.sharding.shard_shape(s.shape)
-    for run, values in probe._runs:
+    for run, operands in probe._runs:
+        values = operands()
         each = lambda arrays: [x.addressable_shards[0].data.shape for x in arrays]
         assert each(values) == [stored(s.struct()) for s in (*new.lowered.inputs, *new.lowered.constants)]
         assert each(run(*values)) == [stored(s.struct()) for s in new.lowered.outputs if s is not None]
@@ -409,10 +345,10 @@ def test_a_probe_of_the_heaviest_op_alone(plan: Plan, why: str, monkeypatch: pyt
     else:
         monkeypatch.setattr("hapsynth._probe.waits", lambda graph: True)
     probe = Probe(new)
-    rows = {max(v.shape[0] for v in values) for _, values in probe._runs}
+    rows = {max(v.shape[0] for v in operands()) for _, operands in probe._runs}
     shares = new.sizes.of_devices(new.sizes.classes.of[new.traced.graph.inputs[-1], 0, (0,), 0])
     assert rows == set(shares)
-    assert len({v.device for _, values in probe._runs for v in values}) == 4
+    assert len({v.device for _, operands in probe._runs for v in operands()}) == 4
     assert probe.slowdown(0.01) > 0
     costs = new.cost_model()
     assert 0 < probe.predicted_s < busy_seconds(new, costs).max()

@@ -257,8 +257,8 @@ def test_the_form_and_its_reason() -> None:
 
 def test_the_form_among_processes() -> None:
     """Stages, but where a loop would start them in every trip."""
-    among = SimpleNamespace(is_multi_process=True)
-    chosen = lambda plan: chosen_form(plan.traced.graph, plan.result, among, "")  # type: ignore[arg-type]
+    among: Any = SimpleNamespace(is_multi_process=True)
+    chosen = lambda plan: chosen_form(plan.traced.graph, plan.result, among, "")
     assert chosen(cut_step("3:1"))[0] == "staged"
 
     def looping(w: Any, x: Any) -> Any:

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
-from functools import reduce
+from collections.abc import Callable, Sequence
+from functools import partial, reduce
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from hapsynth import _jax
 from hapsynth.graph import Graph
 from hapsynth.lower._bundles import Bundle
-from hapsynth.lower._groups import groups_of
+from hapsynth.lower._groups import Group, groups_of
 from hapsynth.lower._switch import Lowered
 
 
@@ -25,18 +26,17 @@ class Alone(Lowered):
     Right in its shapes, and so in its time, not in its values. Not of what `waits`.
     """
 
-    def compiled_runs(self) -> list[tuple[Any, list[Any]]]:
-        """A compiled function, and operands for it, for each group of devices that are alike."""
+    def compiled_runs(self) -> list[tuple[Any, Callable[[], list[Any]]]]:
+        """A compiled function, and what makes operands for it, for each group of devices that are alike."""
         shard = lambda whole: jax.ShapeDtypeStruct(whole.sharding.shard_shape(whole.shape), whole.dtype)
         given = [shard(s.struct()) for s in (*self.inputs, *self.constants)]
         made = [shard(s.struct()) for s in self.outputs if s is not None]
-        found: list[tuple[Any, list[Any]]] = []
+        found: list[tuple[Any, Callable[[], list[Any]]]] = []
         with _jax.no_mesh():
             for group in groups_of(self.sizes, self.mesh):
                 run = lambda here, stored: list(self.at(here.index, stored))
                 compiled = group.lower(run, given, made, (), self.compiler_options).compile()
-                each = [[jax.device_put(ones(s.shape, s.dtype), d) for d in group.devices] for s in given]
-                found.append((compiled, [group.join(arrays) for arrays in each]))
+                found.append((compiled, partial(_operands, group, given)))
         return found
 
     def _exchange(self, bundle: Bundle, lengths: Sequence[int], x: jax.Array) -> jax.Array:
@@ -54,6 +54,10 @@ class Alone(Lowered):
                 return x
 
 
+def _operands(group: Group, given: Sequence[jax.ShapeDtypeStruct]) -> list[Any]:
+    return [group.join([jax.device_put(ones(s.shape, s.dtype), d) for d in group.devices]) for s in given]
+
+
 def waits(graph: Graph) -> bool:
     """Whether where a program goes on depends on its values, and perhaps on those of other devices."""
     return bool(graph.unsure) or any(region.kind == "while" for region in graph.regions)
@@ -63,4 +67,4 @@ def ones(shape: tuple[int, ...], dtype: Any) -> Any:
     """Numbers that no op is slow on; as indices they are in range, or clipped to it."""
     if _jax.is_extended(dtype):
         return jnp.broadcast_to(jax.random.key(0), shape)
-    return jnp.ones(shape, dtype)
+    return np.ones(shape, dtype)

@@ -29,11 +29,10 @@ from hapsynth.lower._reshare import Recut
 @dataclass(frozen=True)
 class Bundle:
     """Collectives of one kind that run as one; a single one as it is. `sent`: what each takes, of equal shapes on all
-    devices. `by_gloo`: as `hapsynth.gloo.joins` says."""
+    devices."""
 
     steps: tuple[Convert, ...]
     sent: tuple[jax.ShapeDtypeStruct, ...]
-    by_gloo: bool
 
     def key(self, sizes: Sizes) -> Hashable:
         """What decides the collective, whatever the values are."""
@@ -46,17 +45,17 @@ class Bundle:
         parts = [_blocks(step, x, lengths[step.axis]) for step, x in zip(self.steps, xs, strict=True)]
         return lax.concatenate(parts, parts[0].ndim - 1)
 
-    def exchange(self, sizes: Sizes, names: Sequence[str], x: jax.Array) -> jax.Array:
-        """The collective itself. `names`: of the mesh axes."""
+    def exchange(self, sizes: Sizes, names: Sequence[str], x: jax.Array, by_gloo: bool) -> jax.Array:
+        """The collective itself. `names`: of the mesh axes. `by_gloo`: as `hapsynth.gloo.joins` says."""
         step = self.steps[0]
         name = names[step.axis]
         if len(self.steps) == 1:
-            return exchange(sizes, name, step, x, self.by_gloo)
+            return exchange(sizes, name, step, x, by_gloo)
         match step.step:
             case "all_reduce":
                 return REDUCE[step.source[step.axis].reduction](x, name)
             case "reduce_scatter":
-                return gloo.psum_scatter(x, name, 0, self.by_gloo)
+                return gloo.psum_scatter(x, name, 0, by_gloo)
             case "all_gather":
                 return lax.all_gather(x, name, axis=0, tiled=False)
             case _:
@@ -74,7 +73,7 @@ class Bundle:
         return found
 
 
-def bundles(steps: Sequence[Convert], sent: Sequence[Any], platform: str, by_gloo: bool) -> list[Bundle]:
+def bundles(steps: Sequence[Convert], sent: Sequence[Any], platform: str) -> list[Bundle]:
     """Collectives that don't depend on one another, those that can go as one together; the same in all processes.
     `sent`: the shape and dtype that each takes. Where XLA joins them itself each is alone."""
     families: list[Hashable | None] = []
@@ -84,7 +83,7 @@ def bundles(steps: Sequence[Convert], sent: Sequence[Any], platform: str, by_glo
         families.append(None if alone else family(step, str(struct.dtype)))
     groups = filled(families, sizes)
     structs = [jax.ShapeDtypeStruct(s.shape, s.dtype) for s in sent]
-    return [Bundle(tuple(steps[i] for i in g), tuple(structs[i] for i in g), by_gloo) for g in groups]
+    return [Bundle(tuple(steps[i] for i in g), tuple(structs[i] for i in g)) for g in groups]
 
 
 def _splits(step: Convert) -> bool:

@@ -181,7 +181,7 @@ class Staged(Form):
                 shape = self.sizes.padded_shape(step.value, step.source)
                 padded = jax.ShapeDtypeStruct(shape, self.graph.values[step.value].dtype)
                 structs.append(jax.eval_shape(lambda x, s=step: send(self.sizes, s, x, self._anyone), padded))
-            self._wires[steps] = [*decided, *bundles(moved, structs, self.local.platform, self.by_gloo)]
+            self._wires[steps] = [*decided, *bundles(moved, structs, self.local.platform)]
         return self._wires[steps]
 
     def wire(self, wire: Wire) -> jax.ShapeDtypeStruct:
@@ -329,7 +329,10 @@ class Staged(Form):
             out: list[Any] = []
             for wire, x in zip(wires, arrays, strict=True):
                 x = x.reshape(x.shape[n:])
-                x = lax.pmax(x, names) if isinstance(wire, Decide) else wire.exchange(self.sizes, names, x)
+                if isinstance(wire, Decide):
+                    x = lax.pmax(x, names)
+                else:
+                    x = wire.exchange(self.sizes, names, x, self.by_gloo)
                 out.append(x.reshape((1,) * n + x.shape))
             return out
 

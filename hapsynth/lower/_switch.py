@@ -135,7 +135,7 @@ class Lowered(Form):
                     x = lax.optimization_barrier(x)
                 sent.append(send(self.sizes, step, x, here))
         arrays = dict(zip(steps, sent, strict=True))
-        for bundle in bundles(steps, sent, self.local.platform, self.by_gloo):
+        for bundle in bundles(steps, sent, self.local.platform):
             with scope(bundle.steps[0]):
                 made = self._exchange(bundle, lengths, bundle.pack([arrays[s] for s in bundle.steps], lengths))
             for step, part in zip(bundle.steps, bundle.unpack(made, lengths), strict=True):
@@ -145,7 +145,7 @@ class Lowered(Form):
 
     def _exchange(self, bundle: Bundle, lengths: Sequence[int], x: jax.Array) -> jax.Array:
         """`lengths`: of the mesh axes."""
-        return bundle.exchange(self.sizes, [name for name, _ in self.program.axes], x)
+        return bundle.exchange(self.sizes, [name for name, _ in self.program.axes], x, self.by_gloo)
 
     def _switch(self, stage: Stage, env: Env, everyone: Where) -> None:
         """Run the uneven part of a stage: one branch per distinct tuple of shares, each on its exact shapes."""

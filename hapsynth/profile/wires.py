@@ -80,9 +80,9 @@ def runner(job: Job, exchange: Exchange) -> Callable[[], Floats]:
     """Compiles an exchange: the seconds until this process had its results, for each of its devices."""
     lengths = [size for _, size in exchange.axes]
     names = tuple(name for name, _ in exchange.axes)
-    n, words = exchange.n, exchange.words
+    words = exchange.words
     mesh = Mesh(np.array(job.devices).reshape(lengths), names)
-    one = _step(exchange, n, words, job.hosts, gloo.joins(mesh))
+    one = _step(exchange, job.hosts, gloo.joins(mesh))
 
     def body(x: jax.Array) -> jax.Array:
         # What every device holds must stay its own, or XLA may see that nothing needs to be sent.
@@ -105,11 +105,9 @@ def runner(job: Job, exchange: Exchange) -> Callable[[], Floats]:
     return once
 
 
-def _step(
-    exchange: Exchange, n: int, words: int, hosts: Sequence[int], by_gloo: bool
-) -> Callable[[jax.Array], jax.Array]:
+def _step(exchange: Exchange, hosts: Sequence[int], by_gloo: bool) -> Callable[[jax.Array], jax.Array]:
     """One collective, from and to [words] on every device."""
-    axis = exchange.axis
+    axis, n, words = exchange.axis, exchange.n, exchange.words
     match exchange.step:
         case "all_reduce":
             return lambda x: lax.psum(x, axis) * (1 / n)
