@@ -22,6 +22,7 @@ from hapsynth.plan import Form
 KINDS: dict[str, tuple[tuple[Layout, Layout], ...]] = {
     "all_reduce": (((P("sum"),), (R,)),),
     "max": (((P("max"),), (R,)),),
+    "min": (((P("min"),), (R,)),),
     "reduce_scatter": (((P("sum"),), (S(0),)), ((P("sum"),), (S(1),))),
     "all_gather": (((S(0),), (R,)), ((S(1),), (R,))),
     "all_to_all": (((S(0),), (S(1),)), ((S(1),), (S(0),))),
@@ -55,12 +56,14 @@ def on_mesh(found: list[Bundle], arrays: list[np.ndarray], by_gloo: bool = False
     return [np.asarray(x) for x in run(*arrays)]
 
 
-@pytest.mark.parametrize(("by_gloo", "ring"), [(False, 0), (True, gloo.RING), (True, 0)])
+@pytest.mark.parametrize(("by_gloo", "small"), [(False, True), (True, True), (True, False)])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_bundle_gives_what_each_alone_gives(
-    kind: str, by_gloo: bool, ring: int, monkeypatch: pytest.MonkeyPatch
+    kind: str, by_gloo: bool, small: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gloo, "RING", ring)
+    if not small:
+        monkeypatch.setattr(gloo, "RING", 0)
+        monkeypatch.setattr(gloo, "GATHERED", 0)
     steps, sent = zip(*steps_of(kind))
     rng = np.random.default_rng(0)
     arrays = [rng.integers(-9, 9, (4, *s.shape)).astype(np.float32) for s in sent]

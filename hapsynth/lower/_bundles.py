@@ -22,7 +22,7 @@ from hapsynth.instructions.bundles import TOGETHER, family, filled
 from hapsynth.instructions.collectives import BUNDLED
 from hapsynth.instructions.program import Convert
 from hapsynth.instructions.sizes import Sizes
-from hapsynth.lower._collectives import REDUCE, exchange
+from hapsynth.lower._collectives import exchange
 from hapsynth.lower._reshare import Recut
 
 
@@ -53,7 +53,7 @@ class Bundle:
             return exchange(sizes, name, step, x, by_gloo)
         match step.step:
             case "all_reduce":
-                return REDUCE[step.source[step.axis].reduction](x, name)
+                return gloo.all_reduce(x, name, step.source[step.axis].reduction, by_gloo)
             case "reduce_scatter":
                 return gloo.psum_scatter(x, name, 0, by_gloo)
             case "all_gather":

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -122,7 +121,7 @@ def exchange(sizes: Sizes, name: str, step: Convert, x: jax.Array, by_gloo: bool
     source, target = step.source[step.axis], step.target[step.axis]
     match step.step:
         case "all_reduce":
-            return REDUCE[source.reduction](x, name)
+            return gloo.all_reduce(x, name, source.reduction, by_gloo)
         case "reduce_scatter":
             return gloo.psum_scatter(x, name, target.dim, by_gloo)
         case "all_gather":
@@ -143,6 +142,3 @@ def receive(sizes: Sizes, step: Convert, x: jax.Array, here: Where) -> jax.Array
     if step.step in ("all_gather", "all_to_all"):
         return _Blocks.of(sizes, step.value, step.source, step.source[step.axis].dim).join(here, x)
     return Recut.of(sizes, step).receive(x, here) if step.step == "reshare" else x
-
-
-REDUCE: dict[str, Any] = {"sum": lax.psum, "max": lax.pmax, "min": lax.pmin}

@@ -17,10 +17,11 @@ from hapsynth.lower._storage import with_weak_type
 
 Env = dict[Property, Any]
 Run = Callable[[Sequence[Step], Env], None]
-Axes = Sequence[tuple[str, int]]
+Uniform = Callable[[Any], Any]
+"""Makes a decision that unlike devices may have rounded apart the same on all."""
 
 
-def run_loop(graph: Graph, axes: Axes, loop: Loop, env: Env, run: Run) -> None:
+def run_loop(graph: Graph, uniform: Uniform, loop: Loop, env: Env, run: Run) -> None:
     """Run a loop in `env`, to which its results are added; `run` runs steps."""
     strong = lambda p, x: with_weak_type(x, graph.values[p[0]].dtype, False)
     held = lambda env, properties: [strong(p, env[p]) for p in properties]
@@ -38,7 +39,7 @@ def run_loop(graph: Graph, axes: Axes, loop: Loop, env: Env, run: Run) -> None:
         inside: Env = {**env, **dict(zip(loop.tested, carried, strict=True))}
         run(loop.test, inside)
         assert loop.goes_on is not None
-        return _uniform(inside[loop.goes_on], axes) if loop.unsure else inside[loop.goes_on]
+        return uniform(inside[loop.goes_on]) if loop.unsure else inside[loop.goes_on]
 
     region = loop.region
     with jax.named_scope(f"hap/{region.kind}_{region.index}"):
@@ -62,7 +63,7 @@ def run_loop(graph: Graph, axes: Axes, loop: Loop, env: Env, run: Run) -> None:
     env.update(zip(loop.final, final, strict=True))
 
 
-def run_cond(graph: Graph, axes: Axes, cond: Cond, env: Env, run: Run) -> None:
+def run_cond(graph: Graph, uniform: Uniform, cond: Cond, env: Env, run: Run) -> None:
     """Run one of several branches in `env`, to which its results are added."""
     number = jnp.asarray(cond.number.value) if isinstance(cond.number, Literal) else env[cond.number]
 
@@ -76,11 +77,5 @@ def run_cond(graph: Graph, axes: Axes, cond: Cond, env: Env, run: Run) -> None:
 
     branches = [branch(steps, given) for steps, given in zip(cond.branches, cond.given, strict=True)]
     with jax.named_scope("hap/cond"):
-        made = lax.switch(_uniform(number, axes) if cond.unsure else number, branches)
+        made = lax.switch(uniform(number) if cond.unsure else number, branches)
     env.update(zip(cond.results, made, strict=True))
-
-
-def _uniform(decision: Any, axes: Axes) -> Any:
-    """A decision that unlike devices may have rounded apart, the same on all: the largest."""
-    largest = lax.pmax(decision.astype(jnp.int32), tuple(name for name, _ in axes))
-    return largest.astype(decision.dtype)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, ClassVar
 
+import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from hapsynth import _jax, gloo
@@ -68,6 +69,11 @@ class Form:
     def by_gloo(self) -> bool:
         """Whether its devices send to one another by gloo."""
         return gloo.joins(self.mesh)
+
+    def uniform(self, decision: Any) -> Any:
+        """A decision that unlike devices may have rounded apart, the same on all: the largest."""
+        largest = gloo.all_reduce(decision.astype(jnp.int32), self.mesh.axis_names, "max", self.by_gloo)
+        return largest.astype(decision.dtype)
 
     @cached_property
     def compiler_options(self) -> dict[str, str]:

@@ -277,9 +277,9 @@ class Staged(Form):
                 case Stage():
                     self.local.run(instructions_of(step), env, here)
                 case Loop():
-                    run_loop(self.graph, self.program.axes, step, env, inside)
+                    run_loop(self.graph, self.uniform, step, env, inside)
                 case Cond():
-                    run_cond(self.graph, self.program.axes, step, env, inside)
+                    run_cond(self.graph, self.uniform, step, env, inside)
                 case Convert():
                     target = step.value, step.target
                     env[target] = jnp.zeros(self.struct(target, here.coords).shape, env[step.value, step.source].dtype)
@@ -329,10 +329,8 @@ class Staged(Form):
             out: list[Any] = []
             for wire, x in zip(wires, arrays, strict=True):
                 x = x.reshape(x.shape[n:])
-                if isinstance(wire, Decide):
-                    x = lax.pmax(x, names)
-                else:
-                    x = wire.exchange(self.sizes, names, x, self.by_gloo)
+                decides = isinstance(wire, Decide)
+                x = self.uniform(x) if decides else wire.exchange(self.sizes, names, x, self.by_gloo)
                 out.append(x.reshape((1,) * n + x.shape))
             return out
 

@@ -113,9 +113,9 @@ class Lowered(Form):
                 shape, dtype = self.sizes.padded_shape(step.value, step.target), env[step.value, step.source].dtype
                 env[step.value, step.target] = jnp.zeros(shape, dtype)
             elif isinstance(step, Loop):
-                run_loop(self.graph, self.program.axes, step, env, inside)
+                run_loop(self.graph, self.uniform, step, env, inside)
             elif isinstance(step, Cond):
-                run_cond(self.graph, self.program.axes, step, env, inside)
+                run_cond(self.graph, self.uniform, step, env, inside)
             else:
                 self.local.run(step.before, env, everyone)
                 if step.switch:

@@ -110,7 +110,7 @@ def _step(exchange: Exchange, hosts: Sequence[int], by_gloo: bool) -> Callable[[
     axis, n, words = exchange.axis, exchange.n, exchange.words
     match exchange.step:
         case "all_reduce":
-            return lambda x: lax.psum(x, axis) * (1 / n)
+            return lambda x: gloo.all_reduce(x, axis, "sum", by_gloo) * (1 / n)
         case "reduce_scatter":
             return lambda x: gloo.psum_scatter(jnp.tile(x, n), axis, 0, by_gloo) * (1 / n)
         case "all_gather":
