@@ -64,6 +64,7 @@ def test_a_bundle_gives_what_each_alone_gives(
     if not small:
         monkeypatch.setattr(gloo, "RING", 0)
         monkeypatch.setattr(gloo, "GATHERED", 0)
+        monkeypatch.setattr(gloo, "SEGMENT", 20)
     steps, sent = zip(*steps_of(kind))
     rng = np.random.default_rng(0)
     arrays = [rng.integers(-9, 9, (4, *s.shape)).astype(np.float32) for s in sent]

@@ -57,9 +57,9 @@ class Bundle:
             case "reduce_scatter":
                 return gloo.psum_scatter(x, name, 0, by_gloo)
             case "all_gather":
-                return lax.all_gather(x, name, axis=0, tiled=False)
+                return gloo.all_gather(x[None], name, 0, by_gloo)
             case _:
-                return lax.all_to_all(lax.optimization_barrier(x), name, split_axis=0, concat_axis=0, tiled=True)
+                return gloo.all_to_all(x, name, 0, 0, by_gloo)
 
     def unpack(self, x: jax.Array, lengths: Sequence[int]) -> list[jax.Array]:
         """What each collective alone would have given."""

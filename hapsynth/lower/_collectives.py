@@ -125,12 +125,9 @@ def exchange(sizes: Sizes, name: str, step: Convert, x: jax.Array, by_gloo: bool
         case "reduce_scatter":
             return gloo.psum_scatter(x, name, target.dim, by_gloo)
         case "all_gather":
-            return lax.all_gather(x, name, axis=source.dim, tiled=True)
+            return gloo.all_gather(x, name, source.dim, by_gloo)
         case "all_to_all":
-            # XLA splits the operand again and takes the blocks' producers as they are; where their memory layouts
-            # differ its verifier then refuses the program ("operands with different shapes", JAX 0.10.2, CPU).
-            x = lax.optimization_barrier(x)
-            return lax.all_to_all(x, name, split_axis=target.dim, concat_axis=source.dim, tiled=True)
+            return gloo.all_to_all(x, name, target.dim, source.dim, by_gloo)
         case "reshare":
             return Recut.of(sizes, step).exchange(name, x)
         case "slice" | "partial":

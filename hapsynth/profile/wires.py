@@ -116,9 +116,9 @@ def _step(exchange: Exchange, hosts: Sequence[int], by_gloo: bool) -> Callable[[
         case "all_gather":
             # The neighbour's part: one's own would need no gathering.
             at = lambda: (lax.axis_index(axis) + 1) % n * words
-            return lambda x: lax.dynamic_slice(lax.all_gather(x, axis, tiled=True), (at(),), (words,))
+            return lambda x: lax.dynamic_slice(gloo.all_gather(x, axis, 0, by_gloo), (at(),), (words,))
         case "all_to_all":
-            return lambda x: lax.all_to_all(x, axis, 0, 0, tiled=True)
+            return lambda x: gloo.all_to_all(x, axis, 0, 0, by_gloo)
         case step if step == INSIDE:
             return lambda x: lax.ppermute(x, axis, rings(hosts))
         case _:
