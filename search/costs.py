@@ -11,7 +11,7 @@ mesh order.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from copy import copy
 from functools import cached_property
 from math import prod
@@ -29,7 +29,7 @@ from hapsynth.instructions.program import FactorTable
 from hapsynth.instructions.recut import moved
 from hapsynth.instructions.rules.registry import is_fusible
 from hapsynth.instructions.sizes import cut_nodes
-from hapsynth.search.fusing import Fusing, materialized
+from hapsynth.search.fusing import Fusing, materialized, turned
 from hapsynth.search.links import axis_links, devices_of, mesh_axes
 from hapsynth.search.liveness import Liveness
 from hapsynth.search.room import Room
@@ -40,6 +40,10 @@ from hapsynth.search.work import Work, lanes_of, tiled, within
 
 Largest: TypeAlias = Callable[[int, tuple[int, ...], int], float]
 """(dimension, the axes that cut it, which way) -> the fraction that its largest shard holds."""
+
+
+_LINE = 64.0
+"""Bytes that a memory gives at once."""
 
 
 def _column(values: Sequence[float]) -> Floats:
@@ -65,7 +69,7 @@ class CostModel:
         self._works: dict[tuple[int, int], tuple[Triples, Work]] = {}
         self._kinds: dict[int, int] = {}
         self._kind_number: dict[object, int] = {}
-        self._materialized = materialized(graph)
+        self._materialized, self._turned = materialized(graph), turned(graph)
         self.together = Together(graph)
         """Which conversions share a latency."""
         self._measured = frozenset(s for kind in cluster.kinds for s in kind.ops)
@@ -318,16 +322,24 @@ class CostModel:
             axes, way = cut_axes(target, dim), way_of(target, dim)
             block *= largest(dim, axes, way) / (largest(dim, axes[:-1], way) if len(axes) > 1 else 1.0)
         wire = link.wire_bytes(step, before, after, block)
-        return link.seconds(step, wire) - link.seconds(step, 0.0) + self.latency(value, step, axis), wire
+        seconds = link.seconds(step, wire) - link.seconds(step, 0.0) + self.latency(value, step, axis)
+        return seconds + self.turning(value, source, axis) * held_fraction(target, largest), wire
 
     def latency(self, value: int, step: Step, axis: int) -> float:
         """Seconds that one collective takes however little it sends: of those that go together its part."""
         link = self.links[axis]
         return self.together.part(value, step, link.n) * link.seconds(step, 0.0)
 
-    def goes_together(self, value: int) -> bool:
-        """Whether conversions of a value are counted a part of their latency."""
-        return value in self.together.values
+    def turning(self, value: int, source: Layout, axis: int) -> float:
+        """Seconds that a collective of a whole value costs what reads it afterwards: partial sums that are transposed
+        then rather than where they are made. Across the order in which they lie every element is a line of memory."""
+        if value not in self._turned or not source[axis].is_partial:
+            return 0.0
+        return prod(self.graph.values[value].shape) * _LINE / float(self.bandwidth.min())
+
+    def conversion_kind(self, value: int) -> Hashable:
+        """Values of one kind, and as large, are converted at the same cost."""
+        return value in self.together.values, value in self._turned
 
     def reshare(self, nbytes: float, axis: int, old: Floats, new: Floats) -> tuple[float, float]:
         """(seconds, bytes over the slowest link) of moving what changes owner between shards of `old` and `new`

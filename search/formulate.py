@@ -128,7 +128,7 @@ class Formulator:
         cuts = self.structure.layouts[value].cuts
         vectors = () if ratios is None else tuple(ratios.of(value, d, axes) for d, axes in cuts)
         role = None if restriction.convertible is None else restriction.role(value)
-        return self.graph.values[value].nbytes, vectors, role, self.costs.goes_together(value)
+        return self.graph.values[value].nbytes, vectors, role, self.costs.conversion_kind(value)
 
     def offer(self, value: int, availability: Availability) -> Offer:
         """The conversions that an availability stands for."""

@@ -96,3 +96,22 @@ def _is_reduced_with(op: Op) -> bool:
     """Whether an op is part of the reduction that reads it: a product of two that are whole, and a sign."""
     whole = all(shape == op.result_shapes[0] for shape in op.shapes) and len(op.value_operands) == len(op.operands)
     return op.name == "neg" or (op.name in _PRODUCTS and whole)
+
+
+def turned(graph: Graph) -> frozenset[int]:
+    """What a contraction makes and only transposes of its minor dimension read: XLA makes it as they want it, where
+    nothing lies between."""
+    found = set[int]()
+    for op in graph.ops:
+        if op.name not in ("dot_general", "conv_general_dilated"):
+            continue
+        (value,) = op.results
+        takers = [graph.ops[o] for o, _ in graph.uses[value]]
+        if takers and value not in graph.outputs and all(map(_turns, takers)):
+            found.add(value)
+    return frozenset(found)
+
+
+def _turns(op: Op) -> bool:
+    """Whether an op moves the minor dimension."""
+    return op.name == "transpose" and op.params["permutation"][-1] != len(op.params["permutation"]) - 1

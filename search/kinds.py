@@ -19,7 +19,7 @@ class Kinds:
         role = (lambda value: None) if restriction.convertible is None else restriction.role
         number: dict[object, int] = {}
         self.values = [
-            number.setdefault((kind, role(v), costs.goes_together(v)), len(number))
+            number.setdefault((kind, role(v), costs.conversion_kind(v)), len(number))
             for v, kind in enumerate(structure.value_kinds)
         ]
         """Values of one kind are converted alike."""

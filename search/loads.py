@@ -153,6 +153,7 @@ class Loads:
         if not key[0]:
             return
         known = self._wires.setdefault(key, Wire(*key))
+        known.seconds += runs * self.costs.turning(i.value, i.source, i.axis)
         if curve := link.curves.get(step):
             counts = known.curved.setdefault(curve, {})
             counts[wire] = counts.get(wire, 0.0) + runs

@@ -10,7 +10,7 @@ from graphs import cluster
 
 import hapsynth
 from hapsynth.cluster import Cluster, Link
-from hapsynth.graph import Graph
+from hapsynth.graph import Graph, Op
 from hapsynth.instructions.collectives import BUNDLED
 from hapsynth.instructions.layout import P, R, S
 from hapsynth.instructions.program import FactorTable
@@ -43,6 +43,30 @@ def test_gradients_and_new_state_are_updates() -> None:
     # The gradient itself, or what turns it around.
     assert made & {"dot_general", "transpose"}
     assert all(g.values[v].shape in ((64, 32), (64, 16)) for v in found)
+
+
+def test_a_gradient_is_summed_as_it_is_used() -> None:
+    """JAX transposes the product that a weight's gradient is. Sent before that, all that reads it goes across the order
+    in which it lies; too large to go together with others it would cost the same otherwise."""
+    g = graph(4 * BUNDLED // (64 * 4))
+    (product,) = (
+        op.results[0] for op in g.ops if op.name == "dot_general" and g.uses[op.results[0]] and turned_by(g, op)
+    )
+    costs = CostModel(g, cluster([1.0, 1.0]), FactorTable(g))
+    (gradient,) = turned_by(g, g.ops[g.producer[product]])
+    seconds = [costs.conversion(v, (P("sum"),), (R,), 0, costs.evenly)[0] for v in (product, gradient)]
+    nbytes = g.values[product].nbytes
+    assert seconds[0] - seconds[1] == pytest.approx(16 * nbytes / costs.bandwidth[0])
+    scattered = [costs.conversion(v, (P("sum"),), (S(0),), 0, costs.evenly)[0] for v in (product, gradient)]
+    assert scattered[0] - scattered[1] == pytest.approx(8 * nbytes / costs.bandwidth[0])
+    # What is gathered lies as it is wanted.
+    gathered = [costs.conversion(v, (S(0),), (R,), 0, costs.evenly)[0] for v in (product, gradient)]
+    assert gathered[0] == gathered[1]
+
+
+def turned_by(g: Graph, op: Op) -> list[int]:
+    """What transposes make of an op's result."""
+    return [g.ops[o].results[0] for o, _ in g.uses[op.results[0]] if g.ops[o].name == "transpose"]
 
 
 def test_the_parts_of_a_latency_add_up_to_one() -> None:
