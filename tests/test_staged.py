@@ -246,6 +246,16 @@ def test_neighbouring_collectives_are_one_stage() -> None:
     assert plan.lowered.lower().as_text().count("all_reduce") == 2
 
 
+def test_what_arrives_is_as_it_is_used() -> None:
+    """A device's part of what goes over the wire is the tensor itself, so that it need not be copied; a number has a
+    dimension."""
+    plan = planned(lambda x: (x * 2, x.sum(0), x.max()), (floats(24, 8),), "two", fixed={"[0]": "S(0)"})
+    staged = plan.lowered
+    (stage,) = (item for item in staged.items if isinstance(item, CollectiveStage))
+    shapes = {wire.steps[0].step: staged.arrived(wire).shape for wire in staged.sent(stage.steps)}
+    assert shapes == {"reduce_scatter": (4,), "all_reduce": (1,)}
+
+
 def test_the_form_and_its_reason() -> None:
     plan = cut_step("3:1")
     assert (plan.form, in_form(plan, "auto").form) == ("staged", "switch")

@@ -83,10 +83,9 @@ class Run:
             for wire, x in zip(left, made[len(stage.writes) :], strict=True):
                 for n, part in zip(group.numbers, group.split(x), strict=True):
                     wire[n] = part
-        lengths, sharding = self.staged.mesh.devices.shape, self.staged.everyone
         for wire in left:
-            shape = (*lengths, *wire[0].shape[len(lengths) :])
-            self.wires.append(jax.make_array_from_single_device_arrays(shape, sharding, wire))
+            shape = self.staged.joined(wire[0].shape)
+            self.wires.append(jax.make_array_from_single_device_arrays(shape, self.staged.everyone, wire))
 
     def outputs(self) -> list[Any]:
         """The stored outputs; arguments that were consumed and not needed are freed too."""

@@ -185,14 +185,13 @@ class Staged(Form):
         return self._wires[steps]
 
     def wire(self, wire: Wire) -> jax.ShapeDtypeStruct:
-        """What a device sends, behind a dimension of length 1 for each mesh axis."""
+        """What a device sends."""
         if wire not in self._leaving:
             if isinstance(wire, Decide):
                 struct = jax.ShapeDtypeStruct((), np.int32)
             else:
                 struct = jax.eval_shape(lambda *xs: wire.pack(xs, self.mesh.devices.shape), *wire.sent)
-            n = self.mesh.devices.ndim
-            self._leaving[wire] = jax.ShapeDtypeStruct(((1,) * n) + struct.shape, struct.dtype)
+            self._leaving[wire] = jax.ShapeDtypeStruct((1,) if _is_scalar(wire) else struct.shape, struct.dtype)
         return self._leaving[wire]
 
     @cached_property
@@ -205,7 +204,8 @@ class Staged(Form):
         """What a device receives."""
         if wire not in self._arriving:
             made = jax.eval_shape(self._exchanging([wire]), self._on_mesh(self.wire(wire)))[0]
-            self._arriving[wire] = jax.ShapeDtypeStruct(self._shard(made.shape), made.dtype)
+            shape = (made.shape[0] // self.mesh.size, *made.shape[1:])
+            self._arriving[wire] = jax.ShapeDtypeStruct(shape, made.dtype)
         return self._arriving[wire]
 
     @cached_property
@@ -217,21 +217,20 @@ class Staged(Form):
         return {}
 
     def _on_mesh(self, wire: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-        lengths = self.mesh.devices.shape
-        return jax.ShapeDtypeStruct((*lengths, *wire.shape[len(lengths) :]), wire.dtype, sharding=self.everyone)
+        return jax.ShapeDtypeStruct(self.joined(wire.shape), wire.dtype, sharding=self.everyone)
 
-    def _shard(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        n = self.mesh.devices.ndim
-        return ((1,) * n) + shape[n:]
+    def joined(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """All devices' parts of what goes over the wire, one after another along the first dimension: each is just what
+        a stage takes or makes, in the same memory."""
+        return (self.mesh.size * shape[0], *shape[1:])
 
     @cached_property
     def everyone(self) -> NamedSharding:
-        """One shard for each device, along the first dimensions."""
-        return NamedSharding(self.mesh, PartitionSpec(*self.mesh.axis_names))
+        """One shard for each device, along the first dimension."""
+        return NamedSharding(self.mesh, PartitionSpec(self.mesh.axis_names))
 
     def _lower_local(self, stage: LocalStage, group: Group) -> Any:
-        n, coords = self.mesh.devices.ndim, group.positions[0]
-        lengths = self.mesh.devices.shape
+        coords, lengths = group.positions[0], self.mesh.devices.shape
         arrives, leaves = self.sent(stage.arrives), self.sent(stage.leaves)
         given = [*map(self.arrived, arrives), *(self.struct(p, coords) for p in stage.reads)]
         made = [*(self.struct(p, coords) for p in stage.writes), *map(self.wire, leaves)]
@@ -239,7 +238,7 @@ class Staged(Form):
         def run(here: Where, arrays: Sequence[Any]) -> list[Any]:
             env: Env = dict(zip(stage.reads, arrays[len(arrives) :], strict=True))
             for wire, x in zip(arrives, arrays):
-                x = x.reshape(x.shape[n:])
+                x = x.reshape(()) if _is_scalar(wire) else x
                 if isinstance(wire, Decide):
                     env[wire.target] = x
                     continue
@@ -253,7 +252,7 @@ class Staged(Form):
                     x = env[wire.source].astype(jnp.int32)
                 else:
                     x = wire.pack([self._sent(step, env, here) for step in wire.steps], lengths)
-                out.append(x.reshape((1,) * n + x.shape))
+                out.append(x.reshape(1) if _is_scalar(wire) else x)
             return _in_memory_of_their_own(arrays, out)
 
         over = {i for i, p in enumerate(stage.reads, len(arrives)) if p in stage.dead or p in stage.writes}
@@ -323,15 +322,14 @@ class Staged(Form):
     # Collective stages
 
     def _exchanging(self, wires: Sequence[Wire]) -> Callable[..., list[Any]]:
-        n, names = self.mesh.devices.ndim, self.mesh.axis_names
+        names = self.mesh.axis_names
 
         def hapsynth_exchange(*arrays: Any) -> list[Any]:
             out: list[Any] = []
             for wire, x in zip(wires, arrays, strict=True):
-                x = x.reshape(x.shape[n:])
                 decides = isinstance(wire, Decide)
                 x = self.uniform(x) if decides else wire.exchange(self.sizes, names, x, self.by_gloo)
-                out.append(x.reshape((1,) * n + x.shape))
+                out.append(x)
             return out
 
         spec = self.everyone.spec
@@ -354,6 +352,11 @@ class Staged(Form):
 def lower_staged(graph: Graph, program: Program, sizes: Sizes, mesh: Mesh, *, donate: bool = True) -> Staged:
     """Lower a checked program to stages for this process's devices of `mesh`, as `lower` does."""
     return Staged(graph, program, sizes, own_mesh(mesh, program.axes), donate)
+
+
+def _is_scalar(wire: Wire) -> bool:
+    """Whether a device sends a single number, which is given a dimension: all devices' lie one after another."""
+    return isinstance(wire, Decide) or (len(wire.sent) == 1 and not wire.sent[0].shape)
 
 
 def _flat(items: Sequence[Item]) -> list[LocalStage | CollectiveStage]:
