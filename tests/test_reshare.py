@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from test_export import assert_exports
 import hapsynth
 from hapsynth import rebalance
 from hapsynth.cli import main
+from hapsynth.curves import Curve
 from hapsynth.example_data import random_arguments
 from hapsynth.instructions.checker import check
 from hapsynth.instructions.collectives import axis_between
@@ -79,9 +81,11 @@ def test_where_neighbours_exchange_the_cost_is_linear_in_how_far_boundaries_move
         moves((1, 2), (2, 2))
 
 
+@pytest.mark.parametrize("apart", [False, True])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "bool"])
-def test_shards_become_those_of_other_sizes(dtype: str) -> None:
-    """Random sizes, zero shares too, cut along either dimension: what each device then holds."""
+def test_shards_become_those_of_other_sizes(dtype: str, apart: bool) -> None:
+    """Random sizes, zero shares too, cut along either dimension: what each device then holds, in code of them all and
+    in each one's own."""
     rng, n, rows = np.random.default_rng(5), 4, 13
     mesh = Mesh(np.array(jax.devices()[:n]), ("d",))
     cuts = [(random_shares(rng, rows, n), random_shares(rng, rows, n), trial % 2) for trial in range(12)]
@@ -93,12 +97,17 @@ def test_shards_become_those_of_other_sizes(dtype: str) -> None:
         widths = [[(0, max(lengths) - p.shape[d]) if d == dim else (0, 0) for d in range(2)] for p in parts]
         return np.stack([np.pad(p, w, constant_values=1) for p, w in zip(parts, widths, strict=True)])
 
+    def each(fn: Any, x: jax.Array) -> jax.Array:
+        if not apart:
+            return fn(x, Where((n,), tuple(np.ndindex(n)), (lax.axis_index("d"),)))
+        own = [partial(fn, here=Where((n,), ((i,),), (jnp.int32(i),))) for i in range(n)]
+        return lax.switch(lax.axis_index("d"), own, x)
+
     def run(*held: jax.Array) -> list[jax.Array]:
-        here = Where((n,), tuple(np.ndindex(n)), (lax.axis_index("d"),))
         out: list[jax.Array] = []
         for (old, new, dim), x in zip(cuts, held, strict=True):
             recut = Recut(dim, 0, max(old), max(new), tuple(moves(old, new)))
-            out.append(recut.receive(recut.exchange("d", recut.send(x[0], here)), here)[None])
+            out.append(each(recut.receive, recut.exchange("d", each(recut.send, x[0])))[None])
         return out
 
     given = [shards(x, old, dim) for x, (old, _, dim) in zip(full, cuts, strict=True)]
@@ -178,6 +187,16 @@ def test_where_no_reshare_pays_the_result_is_the_same(sweep: list[tuple[Any, Any
         plain.cost_s,
         plain.lower_bound_s,
     )
+
+
+@pytest.mark.parametrize(("bandwidth", "counts"), [("400 MB/s", [1, 1]), ("34 MB/s", [1, 0])])
+def test_where_devices_were_measured_it_has_to_gain_what_they_may_be_off(bandwidth: str, counts: list[int]) -> None:
+    """As fast as the table says, one point of a curve each: at 34 MB/s a reshare gains 3 %."""
+    table = cluster(bandwidth)
+    curve = lambda kind: {"matmul": {"float32": Curve(((1e6, 1e6 / kind.rate("float32")),))}}
+    measured = replace(table, devices=tuple(replace(kind, measured=curve(kind)) for kind in table.devices))
+    found = [planner(pooled, arguments(), where).run() for where in (table, measured)]
+    assert [len(reshares(each.program)) for each in found] == counts
 
 
 def test_bounds_hold_with_reshares(sweep: list[tuple[Any, Any]]) -> None:

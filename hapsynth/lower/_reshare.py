@@ -48,18 +48,23 @@ class Recut(NamedTuple):
 
     def exchange(self, name: str, x: jax.Array) -> jax.Array:
         """Each piece to its new owner along the mesh axis `name`; the same shapes on all devices."""
-        kept, *pieces = self._parts(x)
-        arrived = [
-            lax.ppermute(piece, name, [(i, i + m.distance) for i, rows in enumerate(m.rows) if rows])
-            for piece, m in zip(pieces, (m for m in self.moves if m.distance), strict=True)
-        ]
-        return lax.concatenate([kept, *arrived], self.dim) if arrived else x
+        _, *pieces = self._parts(x)
+        start = self.before
+        for piece, m in zip(pieces, (m for m in self.moves if m.distance), strict=True):
+            arrived = lax.ppermute(piece, name, [(i, i + m.distance) for i, rows in enumerate(m.rows) if rows])
+            # In its place, so that what is kept is not copied.
+            x = lax.dynamic_update_slice_in_dim(x, arrived, start, self.dim)
+            start += m.longest
+        return x
 
     def receive(self, x: jax.Array, here: Where) -> jax.Array:
         """What arrived as a padded shard of the new lengths."""
         kept, *pieces = self._parts(x)
         if not pieces:
             return kept
+        position = self._position(here)
+        if position is not None:
+            return self._received_at(position, kept, pieces)
         shape, arrived = list(x.shape), iter(pieces)
         shape[self.dim] = self.after + max(m.longest for m in self.moves)
         made, filled = jnp.zeros(shape, x.dtype), [0] * len(self.moves[0].rows)
@@ -77,8 +82,24 @@ class Recut(NamedTuple):
                     filled[i + move.distance] += rows
         return lax.slice_in_dim(made, 0, self.after, axis=self.dim)
 
+    def _received_at(self, position: int, kept: jax.Array, pieces: Sequence[jax.Array]) -> jax.Array:
+        """As `receive`, where all devices are at one position: what it gets is known, and written once."""
+        arrived, parts = iter(pieces), list[jax.Array]()
+        for move in self.moves:
+            giver = position - move.distance
+            start = 0 if move.distance else move.start[position]
+            piece = next(arrived) if move.distance else kept
+            if 0 <= giver < len(move.rows) and move.rows[giver]:
+                parts.append(lax.slice_in_dim(piece, start, start + move.rows[giver], axis=self.dim))
+        made = lax.concatenate([*parts, lax.slice_in_dim(kept, 0, 0, axis=self.dim)], self.dim)
+        return self._padded(made, self.after)
+
     def _taken(self, x: jax.Array, move: Move, here: Where) -> jax.Array:
-        """The rows of a device's own shard that a move takes, and what comes after them."""
+        """The rows of a device's own shard that a move takes, and anything after them."""
+        position = self._position(here)
+        if position is not None:
+            start = move.start[position]
+            return self._padded(lax.slice_in_dim(x, start, start + move.rows[position], axis=self.dim), move.longest)
         padding = [(0, 0, 0)] * x.ndim
         # A slice that went over the end would begin elsewhere.
         over = max(s + move.longest for s in move.start) - x.shape[self.dim]
@@ -88,6 +109,15 @@ class Recut(NamedTuple):
         return lax.dynamic_slice(
             wide, self._at(here.lookup((self.axis,), move.start), x.ndim), shape, allow_negative_indices=False
         )
+
+    def _position(self, here: Where) -> int | None:
+        """Along the mesh axis, where that is the same for all."""
+        at = set(here.positions((self.axis,)))
+        return at.pop() if len(at) == 1 else None
+
+    def _padded(self, x: jax.Array, length: int) -> jax.Array:
+        padding = [(0, length - x.shape[d] if d == self.dim else 0, 0) for d in range(x.ndim)]
+        return lax.pad(x, jnp.zeros((), x.dtype), padding)
 
     def _at(self, start: jax.Array, rank: int) -> Sequence[jax.Array]:
         return [start if d == self.dim else jnp.int32(0) for d in range(rank)]
