@@ -63,9 +63,9 @@ _WITHIN, _TRIED = 1.1, 5
 _WARM_UP = 2
 _WATCHED, _GAIN = 3, 0.02
 """Steps in which a monitor looks at the plan, and what new sizes must gain."""
-_ALONE = 3
-"""Steps of every process by itself, after the first ones, in which memory is new: the fastest tells how fast it is, as
-this machine is not always as fast."""
+_ALONE, _ALONE_S = 3, 20.0
+"""Steps of every process by itself, after the first ones, in which memory is new, and seconds in which it makes more:
+the fastest tells how fast it is, as this machine is not always as fast."""
 SMALL = replace(models.BERT, batch=1, width=256, heads=8, ff=1024, vocab=2048, post_norm=False, causal=True)
 
 
@@ -164,13 +164,17 @@ class Measuring(Worker):
             self.ready(alone, arguments)
         took: list[float] = []
         losses: list[float] = []
-        for _ in range(self.options.rounds if self.job.first else _WARM_UP + _ALONE):
+        values = None
+        least = self.options.rounds if self.job.first else _WARM_UP + _ALONE
+        while len(took) < least or sum(took) < _ALONE_S:
             began = time.perf_counter()
             losses.append(alone.step())
             took.append(time.perf_counter() - began)
+            if self.job.first and len(took) == self.options.rounds:
+                values = alone.values()
         self.meet()
-        each = self.job.gather(np.array([[min(took[_WARM_UP:][:_ALONE])]]))[:, 0]
-        return each, losses, alone.values() if self.job.first else None
+        each = self.job.gather(np.array([[min(took[_WARM_UP:])]]))[:, 0]
+        return each, losses, values
 
     def ready(self, system: System, arguments: Arguments) -> None:
         """Compiled, with its arguments in place; called by all."""
