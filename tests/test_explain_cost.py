@@ -92,7 +92,7 @@ def test_lines_add_up_to_the_cost(plan: Plan) -> None:
         assert plan.cluster.devices[c["device"]].name == c["kind"]
         found.append(c["runs"] * once)
     for s in record["sending"]:
-        once = s["latency_s"] + s["wire_bytes"] * s["s_per_byte"]
+        once = s["latency_s"] + s["wire_bytes"] * s["s_per_byte"] + s["turned_s"]
         assert s["seconds"] == pytest.approx(s["runs"] * once, rel=1e-12)
         assert 0 <= s["padding_bytes"] <= s["wire_bytes"]
         found.append(s["runs"] * once)

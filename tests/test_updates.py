@@ -14,7 +14,9 @@ from hapsynth.graph import Graph, Op
 from hapsynth.instructions.collectives import BUNDLED
 from hapsynth.instructions.layout import P, R, S
 from hapsynth.instructions.program import FactorTable
+from hapsynth.report.cost_tables import print_costs
 from hapsynth.report.costs import Sending, cost_lines
+from hapsynth.report.text import console
 from hapsynth.search.costs import CostModel
 from hapsynth.search.updates import Together, updates
 from hapsynth.trace import trace
@@ -62,6 +64,23 @@ def test_a_gradient_is_summed_as_it_is_used() -> None:
     # What is gathered lies as it is wanted.
     gathered = [costs.conversion(v, (S(0),), (R,), 0, costs.evenly)[0] for v in (product, gradient)]
     assert gathered[0] == gathered[1]
+
+
+def test_what_is_turned_afterwards_is_told(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of all partial sums, so that no program goes without; uneven, so that the linear program counts it too."""
+    monkeypatch.setattr("hapsynth.search.costs.turned", lambda graph: frozenset(range(len(graph.values))))
+    where = Cluster("two", cluster([3.0, 1.0]).devices, (0, 1), Link(1e9, 1e-5))
+    plan = hapsynth.synthesize(step, ([struct(64, 64)] * 4, struct(1 << 16, 64)), where, leave_out=False)
+    sending = [line for line in cost_lines(plan) if isinstance(line, Sending)]
+    assert any(line.turned_s > 0 for line in sending)
+    assert all(line.s_per_byte == pytest.approx(1e-9) for line in sending)
+    assert sum(line.seconds for line in cost_lines(plan)) == pytest.approx(plan.cost)
+    print_costs(console(), plan, cost_lines(plan), top=100)
+    text = capsys.readouterr().out
+    assert text.count("transposing") == 1
+    assert text.count("to transpose afterwards") == sum(line.turned_s > 0 for line in sending)
 
 
 def turned_by(g: Graph, op: Op) -> list[int]:

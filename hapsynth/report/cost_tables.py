@@ -4,6 +4,7 @@ where their figures come from."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from math import fsum
 from typing import TypeVar
 
@@ -31,9 +32,12 @@ def print_costs(out: Console, plan: Plan, lines: Sequence[Line], top: int) -> No
         rows = _groups(computing, lambda c: (c.op_class, c.dtype, c.kind, c.computes), _computed, total)
         out.print(table(headers, rows, left=2))
     if sending:
-        out.print(heading("Between devices: collectives x latency + bytes / bandwidth"))
+        turns = any(s.turned_s for s in sending)
+        after = " + what is transposed only afterwards" if turns else ""
+        out.print(heading(f"Between devices: collectives x latency + bytes / bandwidth{after}"))
         headers = ["collective", "axis", "count", "latency", "wire bytes", "of it padding", "bandwidth"]
-        rows = _groups(sending, lambda s: (s.step, s.axis, s.latency_s), _sent, total)
+        headers += ["transposing"] if turns else []
+        rows = _groups(sending, lambda s: (s.step, s.axis, s.latency_s), partial(_sent, turns=turns), total)
         out.print(table([*headers, "seconds", "share"], rows, left=2))
     out.print(f"\nin all         {seconds(total)}")
     out.print(heading("The dearest"))
@@ -71,14 +75,15 @@ def _computed(group: list[Computing]) -> list[str]:
     return [*cells, si(fsum(c.runs * c.nbytes for c in group), "B"), si(first.bandwidth, "B/s")]
 
 
-def _sent(group: list[Sending]) -> list[str]:
+def _sent(group: list[Sending], turns: bool) -> list[str]:
     first = group[0]
     wire, spent = (
         fsum(x) for x in zip(*((s.runs * s.wire_bytes, s.runs * s.wire_bytes * s.s_per_byte) for s in group))
     )
     padding = fsum(s.runs * s.padding_bytes for s in group)
     cells = [first.step, first.axis, f"{fsum(s.runs for s in group):g}", seconds(first.latency_s)]
-    return [*cells, si(wire, "B"), si(padding, "B"), si(wire / spent, "B/s") if spent else "-"]
+    cells += [si(wire, "B"), si(padding, "B"), si(wire / spent, "B/s") if spent else "-"]
+    return [*cells, seconds(fsum(s.runs * s.turned_s for s in group))] if turns else cells
 
 
 def _formula(line: Line) -> str:
@@ -86,6 +91,7 @@ def _formula(line: Line) -> str:
     runs = "" if line.runs == 1 else f"{line.runs:g} x "
     if isinstance(line, Sending):
         spent = f" + {si(line.wire_bytes, 'B')} / {si(1 / line.s_per_byte, 'B/s')}" if line.s_per_byte else ""
+        spent += f" + {seconds(line.turned_s)} to transpose afterwards" if line.turned_s else ""
         padding = f", {si(line.padding_bytes, 'B')} of it padding" if line.padding_bytes else ""
         return f"{line.what}: {_sum(runs, seconds(line.latency_s) + spent)} = {seconds(line.seconds)}{padding}"
     launched = f"{line.launches} x " if line.launches > 1 else ""

@@ -20,8 +20,8 @@ from hapsynth.instructions.program import Compute, Convert
 from hapsynth.instructions.sizes import layout_nodes
 from hapsynth.plan import Plan
 from hapsynth.report.names import Names
-from hapsynth.search.costs import CostModel, Floats
-from hapsynth.search.evaluate import conversion_cost, cuts_of, shares
+from hapsynth.search.costs import CostModel, Floats, held_fraction
+from hapsynth.search.evaluate import conversion_cost, cuts_of, largest_share, shares
 from hapsynth.search.work import Work
 
 COST_SCHEMA = "hapsynth-cost-1"
@@ -67,7 +67,7 @@ class Sending:
     """A collective along a mesh axis; figures are those of one run, but for `seconds`.
 
     `wire_bytes`: that one group sends over its slowest link, of which `padding_bytes` would be spared if all shards
-    were of one size.
+    were of one size. `turned_s`: what it costs that what it sends is transposed only afterwards (`CostModel.turning`).
     """
 
     what: str
@@ -79,6 +79,7 @@ class Sending:
     wire_bytes: float
     padding_bytes: float
     s_per_byte: float
+    turned_s: float
     link_from: str
 
 
@@ -156,16 +157,18 @@ class _Lines:
     def _converting(self, i: Convert) -> Sending:
         model = self.model
         seconds, wire = conversion_cost(model, self.plan.sizes, i)
-        even, latency = wire, 0.0
+        even, latency, turned = wire, 0.0, 0.0
         if i.step == "reshare":
             # One for each of its permutes.
             latency = seconds - wire * model.links[i.axis].beta
         elif seconds:
             _, even = model.conversion(i.value, i.source, i.target, i.axis, model.evenly)
             latency = model.latency(i.value, i.step, i.axis)
+            held = held_fraction(i.target, lambda *cut: largest_share(self.plan.sizes, i.value, *cut))
+            turned = model.turning(i.value, i.source, i.axis) * held
         runs = self.graph.runs[i.region]
         what, padding = self.names.instruction(i), max(wire - even, 0.0)
-        return self._sending(what, i.step, i.axis, (seconds, latency), (wire, padding), runs)
+        return self._sending(what, i.step, i.axis, (seconds, latency, turned), (wire, padding), runs)
 
     def _agreeing(self, i: Compute) -> Iterator[Sending]:
         """`CostModel.uniform_time`, axis by axis."""
@@ -174,18 +177,18 @@ class _Lines:
         for axis, link in enumerate(self.model.links):
             if link.n > 1:
                 wire = link.wire_bytes("all_reduce", 4.0, 0.0, 0.0)
-                took = link.seconds("all_reduce", wire), link.seconds("all_reduce", 0.0)
+                took = link.seconds("all_reduce", wire), link.seconds("all_reduce", 0.0), 0.0
                 yield self._sending(what, "all_reduce", axis, took, (wire, 0.0), runs)
 
     def _sending(
-        self, what: str, step: Step, axis: int, took: tuple[float, float], sent: tuple[float, float], runs: float
+        self, what: str, step: Step, axis: int, took: tuple[float, float, float], sent: tuple[float, float], runs: float
     ) -> Sending:
-        """`took`: seconds, and the latency of them; `sent`: bytes, and the padding of them."""
-        (seconds, latency), (wire, padding) = took, sent
-        per_byte = (seconds - latency) / wire if wire else 0.0
+        """`took`: seconds, of them the latency and what is for transposes; `sent`: bytes, and the padding of them."""
+        (seconds, latency, turned), (wire, padding) = took, sent
+        per_byte = (seconds - latency - turned) / wire if wire else 0.0
         source = link_source(self.model, axis, step)
         name = self.model.axes[axis][0]
-        return Sending(what, step, name, runs * seconds, runs, latency, wire, padding, per_byte, source)
+        return Sending(what, step, name, runs * seconds, runs, latency, wire, padding, per_byte, turned, source)
 
 
 def _source(cluster: Cluster, kind: DeviceKind) -> str:
