@@ -66,9 +66,7 @@ def test_a_gradient_is_summed_as_it_is_used() -> None:
     assert gathered[0] == gathered[1]
 
 
-def test_what_is_turned_afterwards_is_told(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_turned_afterwards_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Of all partial sums, so that no program goes without; uneven, so that the linear program counts it too."""
     monkeypatch.setattr("hapsynth.search.costs.turned", lambda graph: frozenset(range(len(graph.values))))
     where = Cluster("two", cluster([3.0, 1.0]).devices, (0, 1), Link(1e9, 1e-5))
