@@ -124,7 +124,8 @@ class CostModel:
         if op_index not in self._kinds:
             op, at = self.graph.ops[op_index], self._materialized
             operands = tuple(at[o] if isinstance(o, int) else None for o in op.operands)
-            key = (id(self.table[op_index]), op.primitive, operands, tuple(at[v] for v in op.results))
+            folded = any(o in self._turned for _, o in op.value_operands)
+            key = (id(self.table[op_index]), op.primitive, operands, tuple(at[v] for v in op.results), folded)
             self._kinds[op_index] = self._kind_number.setdefault(key, len(self._kind_number))
         return self._kinds[op_index]
 
@@ -162,6 +163,9 @@ class CostModel:
             if op.name == "scan_slice":
                 return [(len(op.operands), nbytes(op.results[0]))], 0
             return [(i, nbytes(v)) for i, v in op.value_operands if op.name == "scan_stack"], 0
+        if op.name == "transpose" and op.operands[0] in self._turned:
+            # Made so by the contraction; what a collective between the two costs is the collective's (`turning`).
+            return [], 0
         fusible = is_fusible(op)
         read = [(i, nbytes(v)) for i, v in op.value_operands if not fusible or self._materialized[v]]
         first = len(op.operands)
