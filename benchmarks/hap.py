@@ -19,6 +19,7 @@ import numpy as np
 
 from hapsynth.instructions.factors import Triples
 from hapsynth.instructions.layout import Layout, Placement
+from hapsynth.instructions.rules.contract import CONTRACTIONS
 from hapsynth.instructions.sizes import Node, cut_nodes
 from hapsynth.search.baselines import Baseline, Baselines
 from hapsynth.search.costs import CostModel, Floats, Largest
@@ -29,7 +30,6 @@ from hapsynth.search.ratios import Ratios, proportional
 from hapsynth.search.structure import Restriction, Structure
 from hapsynth.search.work import Work
 
-_CONTRACTIONS = ("dot_general", "conv_general_dilated")
 _TIE = 1e-3
 """Weight of our model's seconds, which decide between what costs HAP the same."""
 _ITEM = 4.0
@@ -81,14 +81,14 @@ class Hap:
         for op, position in sorted(self.graph.uses[weight]):
             name, factors = self.graph.ops[op].name, self.table[op]
             # The first use of each kind is the forward pass.
-            if name in seen or name not in (*_CONTRACTIONS, "gather"):
+            if name in seen or name not in (*CONTRACTIONS, "gather"):
                 continue
             seen.add(name)
             held = factors.operands[position]
             made = {f for dim in factors.results[0] for f in dim}
             dims &= {d for d, dim in enumerate(held) if made.intersection(dim)}
             others = {f for i, t in enumerate(factors.operands) if i != position for dim in t for f in dim}
-            for d in dims if name in _CONTRACTIONS else ():
+            for d in dims if name in CONTRACTIONS else ():
                 root = self.known.root(weight, d)
                 if root is not None:
                     (self.experts if others.intersection(held[d]) else self.outputs).add(root)
@@ -109,7 +109,7 @@ class Hap:
             tensors = [*factors.operands, *factors.results]
             held = [any(factor in dim for dim in dims) for dims in tensors]
             # Of two activations: a weight's gradient, where an output dimension is in one of them and in the result.
-            if source.name in _CONTRACTIONS and not weighted and (all(held) or not held[-1]):
+            if source.name in CONTRACTIONS and not weighted and (all(held) or not held[-1]):
                 return False
         return True
 

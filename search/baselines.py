@@ -28,6 +28,7 @@ from hapsynth.instructions.checker import check
 from hapsynth.instructions.factors import Triples
 from hapsynth.instructions.layout import Layout, Placement, R, S
 from hapsynth.instructions.program import FactorTable, Program
+from hapsynth.instructions.rules.contract import CONTRACTIONS
 from hapsynth.instructions.sizes import Classes, Node, Sizes, cut_nodes
 from hapsynth.search.costs import CostModel, Floats
 from hapsynth.search.emit import Emitter
@@ -239,7 +240,7 @@ class Baselines:
         found: set[Node] = set()
         summed: Counter[Node] = Counter()
         for op in self.graph.ops:
-            if op.name not in ("dot_general", "conv_general_dilated"):
+            if op.name not in CONTRACTIONS:
                 continue
             for triple in self.table[op.index].triples:
                 roots = {

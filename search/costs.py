@@ -41,7 +41,6 @@ from hapsynth.search.work import Work, lanes_of, tiled, within
 Largest: TypeAlias = Callable[[int, tuple[int, ...], int], float]
 """(dimension, the axes that cut it, which way) -> the fraction that its largest shard holds."""
 
-
 _LINE = 64.0
 """Bytes that a memory gives at once."""
 
@@ -124,8 +123,7 @@ class CostModel:
         if op_index not in self._kinds:
             op, at = self.graph.ops[op_index], self._materialized
             operands = tuple(at[o] if isinstance(o, int) else None for o in op.operands)
-            folded = any(o in self._turned for _, o in op.value_operands)
-            key = (id(self.table[op_index]), op.primitive, operands, tuple(at[v] for v in op.results), folded)
+            key = (id(self.table[op_index]), op.primitive, operands, tuple(at[v] for v in op.results), self._turns(op))
             self._kinds[op_index] = self._kind_number.setdefault(key, len(self._kind_number))
         return self._kinds[op_index]
 
@@ -163,7 +161,7 @@ class CostModel:
             if op.name == "scan_slice":
                 return [(len(op.operands), nbytes(op.results[0]))], 0
             return [(i, nbytes(v)) for i, v in op.value_operands if op.name == "scan_stack"], 0
-        if op.name == "transpose" and op.operands[0] in self._turned:
+        if self._turns(op):
             # Made so by the contraction; what a collective between the two costs is the collective's (`turning`).
             return [], 0
         fusible = is_fusible(op)
@@ -171,6 +169,10 @@ class CostModel:
         first = len(op.operands)
         written = [(first + i, nbytes(v)) for i, v in enumerate(op.results) if self._materialized[v]]
         return [*read, *written], 1 if written or not fusible else 0
+
+    def _turns(self, op: Op) -> bool:
+        """Whether an op is a transpose that the contraction before it does."""
+        return op.name == "transpose" and op.operands[0] in self._turned
 
     def uniform_time(self, op_index: int) -> float:
         """Seconds to make a decision the same on all devices, where it was made of numbers that unlike devices round
@@ -339,7 +341,7 @@ class CostModel:
         then rather than where they are made. Across the order in which they lie every element is a line of memory."""
         if value not in self._turned or not source[axis].is_partial:
             return 0.0
-        return prod(self.graph.values[value].shape) * _LINE / float(self.bandwidth.min())
+        return self.graph.values[value].size * _LINE / float(self.bandwidth.min())
 
     def conversion_kind(self, value: int) -> Hashable:
         """Values of one kind, and as large, are converted at the same cost."""

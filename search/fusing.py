@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from hapsynth.graph import Graph, Op
 from hapsynth.instructions.fusion import COSTLY, SMALL, made_again
+from hapsynth.instructions.rules.contract import CONTRACTIONS
 from hapsynth.instructions.rules.registry import is_fusible
 from hapsynth.search.inplace import overwritten
 
@@ -103,7 +104,7 @@ def turned(graph: Graph) -> frozenset[int]:
     nothing lies between."""
     found = set[int]()
     for op in graph.ops:
-        if op.name not in ("dot_general", "conv_general_dilated"):
+        if op.name not in CONTRACTIONS:
             continue
         (value,) = op.results
         takers = [graph.ops[o] for o, _ in graph.uses[value]]

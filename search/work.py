@@ -8,6 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from hapsynth.instructions.factors import Factors
+from hapsynth.instructions.rules.contract import CONTRACTIONS
 from hapsynth.search.speeds import Floats
 
 
@@ -66,7 +67,7 @@ def within(fractions: Floats, lanes: np.ndarray) -> Floats:
 
 def lanes_of(name: str, factors: Factors, factor: int) -> int:
     """Over how many rows, columns or terms of a contraction a factor and its like extend; 0 for batch factors."""
-    if name not in ("dot_general", "conv_general_dilated"):
+    if name not in CONTRACTIONS:
         return 0
     tensors = [*factors.operands, *factors.results]
     held = [{f for dim in dims for f in dim} for dims in tensors]

@@ -23,9 +23,10 @@ from hapsynth.instructions.program import Convert
 from hapsynth.instructions.sizes import Sizes
 from hapsynth.instructions.stages import Stage
 from hapsynth.lower import Lowered, Staged, own_mesh
-from hapsynth.lower._collectives import pad_to, receive, send
+from hapsynth.lower._collectives import receive, send
 from hapsynth.lower._control import Env
 from hapsynth.lower._groups import Group
+from hapsynth.lower._padding import pad_to
 from hapsynth.lower._schedule import CollectiveStage, Item, LocalStage, Name, Slot
 from hapsynth.lower._where import Where
 from hapsynth.plan import Plan

@@ -17,7 +17,8 @@ import jax.numpy as jnp
 from _timing import burst, interleaved
 from bench_bytes import FREE, LINE, hlo_bytes
 
-from hapsynth.lower._collectives import cut_to, from_blocks, pad_to, to_blocks
+from hapsynth.lower._collectives import from_blocks, to_blocks
+from hapsynth.lower._padding import cut_to, pad_to
 from on_gpu.settings import Row, Settings
 
 VARIANTS = {"": ""}

@@ -11,27 +11,15 @@ from dataclasses import dataclass
 from functools import partial
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 
 from hapsynth import gloo
 from hapsynth.instructions.layout import Layout, cut_axes, way_of
 from hapsynth.instructions.program import Convert
 from hapsynth.instructions.sizes import Sizes
+from hapsynth.lower._padding import pad_to, with_length
 from hapsynth.lower._reshare import Recut
 from hapsynth.lower._where import Where
-
-
-def pad_to(x: jax.Array, shape: Sequence[int]) -> jax.Array:
-    """Zeros after the end of each dimension; `x` itself where it already has the shape."""
-    if x.shape == tuple(shape):
-        return x
-    return jnp.pad(x, [(0, large - small) for small, large in zip(x.shape, shape, strict=True)])
-
-
-def cut_to(x: jax.Array, shape: Sequence[int]) -> jax.Array:
-    """The first elements of each dimension; `x` itself where it already has the shape."""
-    return x if x.shape == tuple(shape) else lax.slice(x, (0,) * x.ndim, shape)
 
 
 def to_blocks(x: jax.Array, dim: int, lengths: Sequence[int], largest: int) -> jax.Array:
@@ -42,7 +30,7 @@ def to_blocks(x: jax.Array, dim: int, lengths: Sequence[int], largest: int) -> j
     start = 0
     for length in lengths:
         block = lax.slice_in_dim(x, start, start + length, axis=dim)
-        blocks.append(pad_to(block, _with_length(x, dim, largest)))
+        blocks.append(pad_to(block, with_length(x, dim, largest)))
         start += length
     return lax.concatenate(blocks, dim)
 
@@ -62,11 +50,7 @@ def from_blocks(x: jax.Array, dim: int, lengths: Sequence[int], largest: int, st
         elif length:
             runs.append((start, start + length))
     pieces = [lax.slice_in_dim(x, start, end, axis=dim) for start, end in runs or [(0, 0)]]
-    return pad_to(pieces[0] if len(pieces) == 1 else lax.concatenate(pieces, dim), _with_length(x, dim, stored))
-
-
-def _with_length(x: jax.Array, dim: int, length: int) -> tuple[int, ...]:
-    return (*x.shape[:dim], length, *x.shape[dim + 1 :])
+    return pad_to(pieces[0] if len(pieces) == 1 else lax.concatenate(pieces, dim), with_length(x, dim, stored))
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from hapsynth import _jax
-from hapsynth.lower._collectives import cut_to, pad_to
+from hapsynth.lower._padding import cut_to, pad_to
 from hapsynth.lower._storage import Storage, put_copy
 
 

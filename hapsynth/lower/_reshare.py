@@ -17,6 +17,7 @@ from hapsynth.instructions.layout import way_of
 from hapsynth.instructions.program import Convert
 from hapsynth.instructions.recut import Move, moves
 from hapsynth.instructions.sizes import Sizes
+from hapsynth.lower._padding import pad_to, with_length
 from hapsynth.lower._where import Where
 
 
@@ -92,20 +93,21 @@ class Recut(NamedTuple):
             if 0 <= giver < len(move.rows) and move.rows[giver]:
                 parts.append(lax.slice_in_dim(piece, start, start + move.rows[giver], axis=self.dim))
         made = lax.concatenate([*parts, lax.slice_in_dim(kept, 0, 0, axis=self.dim)], self.dim)
-        return self._padded(made, self.after)
+        return pad_to(made, with_length(made, self.dim, self.after))
 
     def _taken(self, x: jax.Array, move: Move, here: Where) -> jax.Array:
         """The rows of a device's own shard that a move takes, and anything after them."""
         position = self._position(here)
         if position is not None:
             start = move.start[position]
-            return self._padded(lax.slice_in_dim(x, start, start + move.rows[position], axis=self.dim), move.longest)
+            mine = lax.slice_in_dim(x, start, start + move.rows[position], axis=self.dim)
+            return pad_to(mine, with_length(mine, self.dim, move.longest))
         padding = [(0, 0, 0)] * x.ndim
         # A slice that went over the end would begin elsewhere.
         over = max(s + move.longest for s in move.start) - x.shape[self.dim]
         padding[self.dim] = (0, max(0, over), 0)
         wide = lax.pad(x, jnp.zeros((), x.dtype), padding) if over > 0 else x
-        shape = [move.longest if d == self.dim else n for d, n in enumerate(x.shape)]
+        shape = with_length(x, self.dim, move.longest)
         return lax.dynamic_slice(
             wide, self._at(here.lookup((self.axis,), move.start), x.ndim), shape, allow_negative_indices=False
         )
@@ -114,10 +116,6 @@ class Recut(NamedTuple):
         """Along the mesh axis, where that is the same for all."""
         at = set(here.positions((self.axis,)))
         return at.pop() if len(at) == 1 else None
-
-    def _padded(self, x: jax.Array, length: int) -> jax.Array:
-        padding = [(0, length - x.shape[d] if d == self.dim else 0, 0) for d in range(x.ndim)]
-        return lax.pad(x, jnp.zeros((), x.dtype), padding)
 
     def _at(self, start: jax.Array, rank: int) -> Sequence[jax.Array]:
         return [start if d == self.dim else jnp.int32(0) for d in range(rank)]

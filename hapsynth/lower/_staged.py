@@ -22,12 +22,13 @@ from hapsynth.instructions.program import Convert, Program
 from hapsynth.instructions.sizes import Sizes
 from hapsynth.instructions.stages import Cond, Loop, Stage
 from hapsynth.lower._bundles import Bundle, bundles
-from hapsynth.lower._collectives import cut_to, pad_to, receive, send
+from hapsynth.lower._collectives import receive, send
 from hapsynth.lower._control import run_cond, run_loop
 from hapsynth.lower._exact import ExactStorage
 from hapsynth.lower._form import Form
 from hapsynth.lower._groups import Group, groups_of
 from hapsynth.lower._meetings import Meetings
+from hapsynth.lower._padding import cut_to, pad_to
 from hapsynth.lower._run import Run
 from hapsynth.lower._schedule import (
     CollectiveStage,

@@ -23,9 +23,10 @@ from hapsynth.instructions.program import (
 from hapsynth.instructions.sizes import Sizes
 from hapsynth.instructions.stages import Cond, Loop, Stage, Step
 from hapsynth.lower._bundles import Bundle, bundles
-from hapsynth.lower._collectives import cut_to, pad_to, receive, send
+from hapsynth.lower._collectives import receive, send
 from hapsynth.lower._control import Env, Run, run_cond, run_loop
 from hapsynth.lower._form import Form
+from hapsynth.lower._padding import cut_to, pad_to
 from hapsynth.lower._storage import own_mesh, with_weak_type
 from hapsynth.lower._where import Where
 

@@ -8,12 +8,12 @@ from math import fsum
 
 from hapsynth._words import counted, percent
 from hapsynth.instructions.program import Compute, Program
+from hapsynth.instructions.rules.contract import CONTRACTIONS
 from hapsynth.instructions.rules.registry import flops_of
 from hapsynth.instructions.sizes import Sizes, cut_nodes
 from hapsynth.report.text import device_groups, span
 from hapsynth.search.baselines import Baselines
 
-_CONTRACTIONS = ("dot_general", "conv_general_dilated")
 _LEAST = 0.005
 """A smaller part of the work is not worth a word."""
 _MOST = 3
@@ -62,7 +62,7 @@ def _work(known: Baselines, program: Program) -> dict[str, float]:
     of_weights = {known.root(v, d) for v in known.state for d in range(len(graph.values[v].shape))}
     found: dict[str, float] = {}
     for i in program.instructions:
-        if not isinstance(i, Compute) or graph.ops[i.op].name not in _CONTRACTIONS:
+        if not isinstance(i, Compute) or graph.ops[i.op].name not in CONTRACTIONS:
             continue
         op, factors = graph.ops[i.op], known.table[i.op]
         words: list[str] = []

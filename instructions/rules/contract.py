@@ -13,6 +13,8 @@ from hapsynth.graph import Op
 from hapsynth.instructions.factors import Dim, Factors, Local
 from hapsynth.instructions.rules.registry import bind, register
 
+CONTRACTIONS = ("dot_general", "conv_general_dilated")
+
 
 def _dot_flops(op: Op) -> float:
     (contract, _), _ = op.params["dimension_numbers"]
