@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import hashlib
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -24,6 +23,7 @@ from hapsynth.instructions.stages import Cond, Loop, Stage
 from hapsynth.lower._bundles import Bundle, bundles
 from hapsynth.lower._collectives import receive, send
 from hapsynth.lower._control import run_cond, run_loop
+from hapsynth.lower._donation import in_memory_of_their_own, reused
 from hapsynth.lower._exact import ExactStorage
 from hapsynth.lower._form import Form
 from hapsynth.lower._groups import Group, groups_of
@@ -254,11 +254,11 @@ class Staged(Form):
                 else:
                     x = wire.pack([self._sent(step, env, here) for step in wire.steps], lengths)
                 out.append(x.reshape(1) if _is_scalar(wire) else x)
-            return _in_memory_of_their_own(arrays, out)
+            return in_memory_of_their_own(arrays, out)
 
         over = {i for i, p in enumerate(stage.reads, len(arrives)) if p in stage.dead or p in stage.writes}
-        reused = _reused(given, made, {*range(len(arrives)), *over})
-        return group.lower(run, given, made, reused, self.compiler_options)
+        donated = reused(given, made, {*range(len(arrives)), *over})
+        return group.lower(run, given, made, donated, self.compiler_options)
 
     def _sent(self, step: Convert, env: Env, here: Where) -> Any:
         x = pad_to(env[step.value, step.source], self.sizes.padded_shape(step.value, step.source))
@@ -344,8 +344,8 @@ class Staged(Form):
         key = tuple("decide" if isinstance(w, Decide) else w.key(self.sizes) for w in sent)
         if key not in known:
             fn = self._exchanging(sent)
-            reused = _reused(wires, jax.eval_shape(fn, *wires), set(range(len(wires))))
-            jitted = jax.jit(fn, donate_argnums=tuple(reused), compiler_options=self.compiler_options)
+            donated = reused(wires, jax.eval_shape(fn, *wires), set(range(len(wires))))
+            jitted = jax.jit(fn, donate_argnums=tuple(donated), compiler_options=self.compiler_options)
             known[key] = jitted.lower(*wires)
         return known[key]
 
@@ -372,30 +372,3 @@ def _flat(items: Sequence[Item]) -> list[LocalStage | CollectiveStage]:
             case _:
                 found.append(item)
     return found
-
-
-def _reused(given: Sequence[Any], made: Sequence[Any], over: set[int]) -> list[int]:
-    """Which of the arguments that nobody needs afterwards a result can take the memory of."""
-    kind = lambda s: (s.shape, str(s.dtype))
-    free = Counter(map(kind, made))
-    found: list[int] = []
-    for i, s in enumerate(given):
-        if i in over and not _jax.is_extended(s.dtype) and free[kind(s)] > 0:
-            free[kind(s)] -= 1
-            found.append(i)
-    return found
-
-
-def _in_memory_of_their_own(given: Sequence[Any], made: Sequence[Any]) -> list[Any]:
-    """JAX hands an argument that is returned, or a result that is returned twice, out as the same array."""
-    seen = set(map(id, given))
-    out: list[Any] = []
-    for x in made:
-        held = id(x) in seen
-        seen.add(id(x))
-        if held:
-            # Of nothing XLA's CPU compiler of JAX 0.11.2 dies at a barrier.
-            nothing = x.size == 0 and not _jax.is_extended(x.dtype)
-            x = jnp.zeros(x.shape, x.dtype) if nothing else lax.optimization_barrier(x)
-        out.append(x)
-    return out
