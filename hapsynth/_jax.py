@@ -59,6 +59,8 @@ def open_jaxpr(jaxpr: Any) -> tuple[Any, list[Any]]:
 
 def called_jaxpr(eqn: Any) -> Any | None:
     """The jaxpr of a call that can be inlined, or None; its arguments are `called_operands`."""
+    if is_foreign(eqn.primitive):
+        return _defined_by(eqn)
     if eqn.primitive.name == _LINEAR_SOLVE:
         return eqn.params["jaxprs"].solve
     if eqn.primitive.name == _EXPANDED:
@@ -68,6 +70,42 @@ def called_jaxpr(eqn: Any) -> Any | None:
         if key in eqn.params:
             return eqn.params[key]
     return None
+
+
+def is_foreign(primitive: Any) -> bool:
+    """Whether a library other than JAX defines the primitive, by a Python function.
+
+    JAX's own are compiled to be run, by a function of JAX's; a kernel's primitive mostly is too, and is not foreign.
+    """
+    impl = primitive.impl
+    while isinstance(impl, functools.partial):
+        impl = impl.func
+    return str(getattr(impl, "__module__", None) or "jax").partition(".")[0] not in ("jax", "jaxlib")
+
+
+def _defined_by(eqn: Any) -> Any | None:
+    """What a foreign primitive's function does, where that can be traced and makes the results of the equation.
+
+    None elsewhere: it may need its operands' values, or have effects that only the primitive tells of.
+    """
+    if getattr(eqn, "effects", None):
+        return None
+    operands = [
+        jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, weak_type=bool(getattr(v.aval, "weak_type", False)))
+        for v in eqn.invars
+    ]
+    many = eqn.primitive.multiple_results
+
+    def run(*xs: Any) -> list[Any]:
+        out = eqn.primitive.impl(*xs, **eqn.params)
+        return list(out) if many else [out]
+
+    try:
+        closed, made = make_jaxpr(run, *operands)
+    except Exception:  # whatever the library's function does without values
+        return None
+    due = [(v.aval.shape, v.aval.dtype) for v in eqn.outvars]
+    return closed if [(x.shape, x.dtype) for x in made] == due else None
 
 
 def called_operands(eqn: Any, operands: Sequence[Any]) -> Sequence[Any]:
@@ -218,6 +256,9 @@ _LIBRARIES = (
     "/flax/",
     "/equinox/",
     "/haiku/",
+    "/lineax/",
+    "/optimistix/",
+    "/diffrax/",
     "/hapsynth/trace.py",
     "/hapsynth/_jax.py",
 )

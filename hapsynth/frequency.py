@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 from hapsynth.graph import Graph, Region
 from hapsynth.inline import TraceError
@@ -17,8 +17,9 @@ def expecting(graph: Graph, expect: Mapping[str, Expectation]) -> Graph:
     """The graph with other frequencies.
 
     `expect`: source line, e.g. `"train.py:40"`, or file, `"train.py"`, of a cond or while loop -> for a while loop its
-    trips; for a cond how often each branch is taken, or one number: how often the predicate is true. Raises TraceError
-    for a line without control flow and for numbers of no use.
+    trips; for a cond how often each branch is taken, or one number: how often the predicate is true. Of a line with
+    both, as a call of a library's solver may have, a sequence is for the conds and a number above 1 for the loops.
+    Raises TraceError for a line without control flow and for numbers of no use.
     """
     counts = {r.index: r.count for r in graph.regions}
     for line, value in expect.items():
@@ -26,7 +27,8 @@ def expecting(graph: Graph, expect: Mapping[str, Expectation]) -> Graph:
         if not found:
             known = ", ".join(dict.fromkeys(f"{r.kind} ({r.source})" for r in graph.regions if r.kind in _ASKED))
             raise TraceError(f"expect names {line!r}; where the function branches or loops: {known or 'nowhere'}")
-        for r in found:
+        kind = "cond" if not _is_number(value) else "while" if cast(float, value) > 1 else ""
+        for r in [r for r in found if r.kind == kind] or found:
             if r.kind == "while":
                 counts[r.index] = _trips(line, value)
             else:

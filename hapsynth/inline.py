@@ -25,6 +25,7 @@ from hapsynth.graph import (
     Shown,
     Value,
 )
+from hapsynth.instructions.rules.extension import OWN
 
 # They run on a mesh of their own, which can't be inside hapsynth's.
 _DISTRIBUTED = ("pmap", "shard_map", "xla_pmap")
@@ -47,8 +48,19 @@ class TraceError(ValueError):
 
 
 def inline(closed: Any) -> Graph:
-    """The graph of a closed jaxpr."""
+    """The graph of a closed jaxpr. Raises TraceError for effects that cannot be distributed."""
+    _refuse_effects(closed)
     return _Inliner().run(closed)
+
+
+def _refuse_effects(jaxpr: Any, inlined: bool = True) -> None:
+    """`inlined`: the jaxpr becomes part of the graph, outside of loops and branches."""
+    effects = _jax.effects_of(jaxpr, inlined)
+    if effects:
+        raise TraceError(
+            f"the function has effects that cannot be distributed: {', '.join(effects)}; remove them, or keep them "
+            "outside the planned function"
+        )
 
 
 def _kept_or_new(alive: Any, old: Any, new: Any) -> Any:
@@ -138,7 +150,12 @@ class _Inliner:
         return [self.read(env, a) for a in jaxpr.outvars]
 
     def equation(self, eqn: Any, operands: list[Any], source: str) -> list[Any]:
-        inner = _jax.called_jaxpr(eqn)
+        foreign = _jax.is_foreign(eqn.primitive)
+        # One that has a rule of the user's is an op.
+        inner = None if foreign and eqn.primitive.name in OWN else _jax.called_jaxpr(eqn)
+        if foreign and inner is not None:
+            # The equation does not tell of them.
+            _refuse_effects(inner, inlined=self.region == 0)
         remat = _jax.remat_jaxpr(eqn)
         if remat is not None:
             inner, apart = remat

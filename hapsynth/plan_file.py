@@ -18,9 +18,10 @@ from hapsynth.graph import Again
 from hapsynth.instructions.checker import check
 from hapsynth.instructions.program import Program, ProgramError
 from hapsynth.instructions.sizes import Classes, Sizes
+from hapsynth.instructions.uncovered import unpriced
 from hapsynth.recompute import recomputed
 from hapsynth.search.links import mesh_axes
-from hapsynth.search.result import Result, Status
+from hapsynth.search.result import Result, Status, qualified
 from hapsynth.trace import Traced, trace
 
 SCHEMA = "hapsynth-plan-1"
@@ -85,6 +86,7 @@ def plan_to_dict(traced: Traced, result: Result, cluster: Cluster) -> dict[str, 
             "lower_bound_s": number_of(result.lower_bound_s),
             "joint_lower_bound_s": number_of(result.joint_lower_bound_s),
             "status": result.status,
+            "unpriced_primitives": list(result.unpriced_primitives),
             "expanded": result.expanded,
             **({} if result.with_all_s is None else {"with_all_s": number_of(result.with_all_s)}),
             "ratio_bound_s": number_of(result.ratio_bound_s),
@@ -184,19 +186,21 @@ def _plan_from_dict(data: Mapping[str, Any], traced: Traced) -> tuple[Traced, Re
     certificate = data["certificate"]
     if certificate["status"] not in get_args(Status):
         raise PlanError(f"{certificate['status']!r} is no status; {_AGAIN}")
+    unknown = tuple(unpriced(graph))
     result = Result(
         program=program,
         sizes=sizes,
         cost_s=read_number(certificate["cost_s"]),
         lower_bound_s=read_number(certificate["lower_bound_s"]),
         joint_lower_bound_s=read_number(certificate["joint_lower_bound_s"]),
-        status=certificate["status"],
+        status=qualified(certificate["status"], unknown),
         expanded=_integer(certificate["expanded"]),
         memory_bytes=_per_device(data, "memory_bytes", cluster.n),
         memory_limit_bytes=_per_device(data, "memory_limit_bytes", cluster.n),
         replicated_primitives=tuple(map(str, data["replicated_primitives"])),
         timings_s={str(k): read_number(v) for k, v in data["timings_s"].items()},
         devices=devices,
+        unpriced_primitives=unknown,
         with_all_s=read_number(certificate["with_all_s"]) if "with_all_s" in certificate else None,
         ratio_bound_s=read_number(certificate.get("ratio_bound_s", 0.0)),
         exact=_exact(data),

@@ -115,12 +115,6 @@ def trace(
             "the function needs the mesh of jax.set_mesh, and hapsynth traces it without one, since it chooses all "
             f"shardings itself: remove the constraint, or give it a NamedSharding ({error})"
         ) from error
-    effects = _jax.effects_of(closed)
-    if effects:
-        raise TraceError(
-            f"the function has effects that cannot be distributed: {', '.join(effects)}; remove them, or keep them "
-            "outside the planned function"
-        )
     graph = inline(closed)
     out_paths = tuple(out_info["paths"][i] for i in out_info["keep"])
     array_paths = tuple(in_paths[i] for i in arrays)

@@ -1,4 +1,4 @@
-"""What every device computes whole because no rule can divide it."""
+"""What no rule can divide, so that every device computes it whole, and what no cost is known of."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from math import prod
 from hapsynth.graph import SCAN_SLICE, SCAN_STACK, Graph, Op
 from hapsynth.instructions.factors import Factors
 from hapsynth.instructions.program import FactorTable
-from hapsynth.instructions.rules.registry import entry_of, flops_of, rule_name
+from hapsynth.instructions.rules.registry import entry_of, flops_of, is_priced, rule_name
 
 
 @dataclass(frozen=True)
@@ -62,6 +62,18 @@ def named(graph: Graph, table: FactorTable | None = None) -> dict[str, int]:
     for row in rows:
         if row.bytes_share >= _NOTABLE or row.without_rule:
             found[row.primitive] = found.get(row.primitive, 0) + row.count
+    return dict(sorted(found.items()))
+
+
+def unpriced(graph: Graph) -> dict[str, list[Op]]:
+    """The ops of which nothing says what they take, by name: each counts as one elementwise op.
+
+    Not those of a branch that is never taken: they cost nothing, whatever they take.
+    """
+    found: dict[str, list[Op]] = {}
+    for op in graph.ops:
+        if not is_priced(op) and all(graph.regions[r].count for r in graph.around(op.region)):
+            found.setdefault(rule_name(op), []).append(op)
     return dict(sorted(found.items()))
 
 

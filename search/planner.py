@@ -18,7 +18,7 @@ import numpy as np
 
 from hapsynth.instructions.checker import check
 from hapsynth.instructions.sizes import Sizes
-from hapsynth.instructions.uncovered import named
+from hapsynth.instructions.uncovered import named, unpriced
 from hapsynth.search.candidate import Candidate
 from hapsynth.search.collecting import seldom
 from hapsynth.search.costs import Floats
@@ -122,6 +122,7 @@ class Planner(Finder):
         if self.pins is not None:
             self.pins.check(best.sizes)
         check(self.graph, best.program, best.sizes)
+        unknown = tuple(unpriced(self.graph))
         ratio_bound = 0.0 if self.interrupted else max(joint, self._maker.bound(best))
         return Result(
             best.program,
@@ -129,7 +130,7 @@ class Planner(Finder):
             best.cost,
             bound,
             joint,
-            proven(best.cost, bound, joint),
+            proven(best.cost, bound, joint, unknown),
             self.expanded,
             self._held(best),
             self.limits,
@@ -139,6 +140,7 @@ class Planner(Finder):
             states=self.states,
             interrupted=self.interrupted,
             ratio_bound_s=min(ratio_bound, best.cost),
+            unpriced_primitives=unknown,
             exact=self.exact,
         )
 

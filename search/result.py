@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal as OneOf
 
@@ -12,17 +12,23 @@ from hapsynth.instructions.program import Program
 from hapsynth.instructions.sizes import Sizes
 from hapsynth.search.room import Room
 
-Status = OneOf["optimal", "optimal_at_ratios", "gap", "infeasible"]
+Status = OneOf["optimal", "optimal_at_ratios", "gap", "unpriced", "infeasible"]
+"""`unpriced`: optimal, at these ratios at least, were each op of an unknown cost no dearer than it counts."""
 
 SETTLED = 1e-4
 """The gap that counts as optimal."""
 
 
-def proven(cost: float, bound: float, joint: float) -> Status:
+def qualified(status: Status, unpriced: Sequence[str]) -> Status:
+    """A status of costs that leave out what the `unpriced` primitives take: nothing is optimal then."""
+    return "unpriced" if unpriced and status in ("optimal", "optimal_at_ratios") else status
+
+
+def proven(cost: float, bound: float, joint: float, unpriced: Sequence[str]) -> Status:
     """What the bounds say of a cost."""
     if cost - bound > SETTLED * cost:
         return "gap"
-    return "optimal" if cost - joint <= SETTLED * cost else "optimal_at_ratios"
+    return qualified("optimal" if cost - joint <= SETTLED * cost else "optimal_at_ratios", unpriced)
 
 
 @dataclass(frozen=True)
@@ -85,6 +91,8 @@ class Result:
     """Seconds that this program takes at least, at any sizes, whole units or not; 0 where that was not sought."""
     bounds: Mapping[tuple[int, ...], float] = field(default_factory=dict[tuple[int, ...], float])
     """The joint bound on each set of devices that was considered; empty where only one was."""
+    unpriced_primitives: tuple[str, ...] = ()
+    """Of which nothing says what they take (`instructions.uncovered.unpriced`)."""
     exact: bool = False
     """Whether `memory_bytes` is of shards that are stored at exact size, in staged form; else they are padded."""
 

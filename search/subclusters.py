@@ -310,7 +310,7 @@ class ClusterPlanner:
             result,
             joint_lower_bound_s=joint,
             bounds=bounds,
-            status=proven(cost, result.lower_bound_s, joint),
+            status=proven(cost, result.lower_bound_s, joint, result.unpriced_primitives),
             expanded=sum(p.expanded for p in planners),
             sweeps=sum(p.sweeps for p in planners),
             states=max(p.states for p in planners),

@@ -34,6 +34,7 @@ case(
 )
 case("qr", jax.grad(lambda a: (linalg.qr(a, full_matrices=False)[1] ** 2).sum()), definite(3, 3, 3)[..., :2])
 case("qr pivoting", lambda a: linalg.qr(a, pivoting=True), definite(3, 2, 2))
+case("qr raw", lambda a: jnp.linalg.qr(a, mode="raw"), definite(3, 3, 3)[..., :2])
 case("householder_product", linalg.householder_product, floats(3, 3, 2), floats(3, 2))
 case("ormqr", linalg.ormqr, floats(3, 3, 2), floats(3, 2), ints(3, 3, 4))
 case("ormqr right", functools.partial(linalg.ormqr, left=False), floats(3, 3, 2), floats(3, 2), ints(3, 4, 3))

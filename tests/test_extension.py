@@ -90,7 +90,8 @@ def test_a_rule_is_for_the_kernel_of_its_name_only() -> None:
 def test_a_primitive_runs_with_its_parameters() -> None:
     scaled = primitive("test_scaled", lambda x, y, *, by: by * x @ y, by=3.0)
     fn = lambda x, y: scaled(x, y).sum(0)
-    assert named(trace(fn, (numbers(6, 4), numbers(4, 2))).graph) == {"test_scaled": 1}
+    ops = trace(fn, (numbers(6, 4), numbers(4, 2))).graph.ops
+    assert [op.name for op in ops] == ["mul", "dot_general", "reduce_sum"]
     register_rule("test_scaled", "i j, j k -> i k", linear=[[0], [1]])
     assert triples(scaled, numbers(6, 4), numbers(4, 2)) == {
         "{S(0), R} -> {S(0)}",

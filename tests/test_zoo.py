@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 from slow_devices import first_devices, slow_cluster
-from zoo import functional, language, vision
+from zoo import functional, language, solvers, vision
 from zoo.kinds import Model
 
 import hapsynth
@@ -41,9 +41,19 @@ FUNCTIONS: tuple[Callable[[], Model], ...] = (
     functional.diffusion,
     functional.hessian,
     functional.jvp,
+    solvers.lineax_lu,
+    solvers.lineax_qr,
+    solvers.lineax_auto,
+    solvers.lineax_cg,
+    solvers.optimistix_newton,
+    solvers.optimistix_fixed_point,
+    solvers.optimistix_levenberg_marquardt,
+    solvers.optimistix_bfgs,
+    solvers.diffrax_kvaerno3,
+    solvers.diffrax_tsit5,
 )
 MODELS = {fn.__name__: fn for fn in FUNCTIONS}
-QUICK = ("greedy_decoding", "mlp_accumulated", "hessian")
+QUICK = ("greedy_decoding", "mlp_accumulated", "hessian", "lineax_cg")
 AXES = (("data", 2), ("model", 4))
 ON_TWO_AXES = tuple(MODELS) if os.environ.get("HAPSYNTH_ZOO") else QUICK
 """With HAPSYNTH_ZOO=1 all of them: five minutes."""

@@ -240,6 +240,7 @@ CALLS: dict[str, tuple[Example, ...]] = {
     "lax.linalg.symmetric_product": on(lambda f, a, c: f(a, c), _t, _t),
     "lax.linalg.triangular_solve": on(lambda f, a, b: f(a, b), _t, _t),
     "lax.linalg.tridiagonal_solve": on(lambda f, d, b: f(d, d, d, b), _array(2, 4), _t),
+    "numpy.linalg.qr": (*on(lambda f, a: f(a), _t), *on(lambda f, a: f(a, mode="raw"), _t)),
     "numpy.apply_along_axis": on(lambda f, x: f(jnp.sum, 0, x), _x),
     "numpy.apply_over_axes": on(lambda f, x: f(jnp.sum, x, (0,)), _x),
     "numpy.argwhere": _unique,

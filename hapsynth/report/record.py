@@ -10,7 +10,7 @@ from typing import Any
 from hapsynth.cluster import Cluster
 from hapsynth.instructions.program import Convert, Program
 from hapsynth.instructions.sizes import Sizes
-from hapsynth.instructions.uncovered import named
+from hapsynth.instructions.uncovered import named, unpriced
 from hapsynth.plan import Plan
 from hapsynth.search.baselines import Baselines
 from hapsynth.search.costs import CostModel
@@ -68,6 +68,7 @@ def search_record(plan: Plan) -> dict[str, Any]:
         "memory_of": "exact" if result.exact else "padded",
         "ops_twice": 0 if plan.traced.graph.again is None else len(plan.traced.graph.again.ops),
         "replicated_primitives": list(result.replicated_primitives),
+        "unpriced_primitives": list(result.unpriced_primitives),
     }
 
 
@@ -101,6 +102,7 @@ def infeasible_record(
         "memory_limit_bytes": limits,
         "memory_of": "exact" if exact else "padded",
         "replicated_primitives": list(named(traced.graph)),
+        "unpriced_primitives": list(unpriced(traced.graph)),
     }
 
 

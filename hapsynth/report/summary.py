@@ -10,7 +10,7 @@ from rich.table import Table
 
 from hapsynth._words import counted, nbytes, percent, plural, seconds
 from hapsynth.instructions.program import Convert
-from hapsynth.instructions.uncovered import named, uncovered
+from hapsynth.instructions.uncovered import named, uncovered, unpriced
 from hapsynth.plan import Plan
 from hapsynth.report.listing import brief
 from hapsynth.report.names import Names
@@ -21,6 +21,7 @@ _STATUS = {
     "optimal": "optimal: no program at any shard sizes is cheaper",
     "optimal_at_ratios": "optimal at these shard sizes: no other program is cheaper at them",
     "gap": "not proved optimal: the search ended with a gap",
+    "unpriced": "optimal only as far as costs are known: what is unpriced counts as one elementwise op",
     "infeasible": "infeasible",
 }
 _ROWS = 12
@@ -98,6 +99,12 @@ def print_certificate(out: Console, plan: Plan) -> None:
         sought = not r.interrupted and name != "size bound "
         out.print(f"{name}    {known if bound > 0 or sought else 'none known'}")
     out.print(f"status         {_STATUS[r.status]}")
+    unknown = unpriced(plan.traced.graph)
+    for name, ops in unknown.items():
+        where = ", ".join(dict.fromkeys(op.source for op in ops if op.source))
+        out.print(f"unpriced       {name} x{len(ops)}{f' ({where})' if where else ''}: what it takes is not known")
+    if unknown:
+        out.print("               hapsynth.register_rule(..., flops=...) says it; expect, that a branch is never taken")
     if r.interrupted:
         out.print("interrupted    the best plan so far; a longer search may find a better one, or prove this one")
 

@@ -93,6 +93,7 @@ def _add(name: str, scale: float, why: str, core: int = 2) -> None:
 _add("cholesky", 1 / 3, _FACTORED)
 _add("lu", 2 / 3, _FACTORED)
 _add("qr", 4.0, _FACTORED)
+_add("geqrf", 2.0, _FACTORED)
 _add("householder_product", 4.0, _REFLECTED)
 _add("eig", 25.0, _ITERATED)
 _add("eigh", 9.0, _ITERATED)

@@ -31,6 +31,11 @@ def elements(op: Op) -> float:
     return float(max((prod(s) for s in (*op.shapes, *op.result_shapes)), default=0))
 
 
+def unknown(op: Op) -> float:
+    """As `elements`, of an op of which nothing says what it takes: it may hide a loop."""
+    return elements(op)
+
+
 def no_flops(op: Op) -> float:
     """The op only moves elements."""
     return 0.0
@@ -158,7 +163,13 @@ def why_replicated(op: Op) -> str:
 
 def flops_of(op: Op) -> float:
     entry = entry_of(op)
-    return (entry.flops if entry else elements)(op)
+    return (entry.flops if entry else unknown)(op)
+
+
+def is_priced(op: Op) -> bool:
+    """Whether anything says what the op takes."""
+    entry = entry_of(op)
+    return entry is not None and entry.flops is not unknown
 
 
 def is_fusible(op: Op) -> bool:
