@@ -33,6 +33,7 @@ FUNCTIONS: tuple[Callable[[], Model], ...] = (
     vision.mixer,
     vision.resnet,
     vision.unet,
+    vision.convolutional,
     language.gru,
     language.greedy_decoding,
     language.experts_einsum,

@@ -1,9 +1,11 @@
-"""Images: an MLP-Mixer (nnx), a ResNet with batch norm, a ViT and a U-Net with transposed convolutions (linen)."""
+"""Images: an MLP-Mixer (nnx), a ResNet with batch norm, a ViT and a U-Net with transposed convolutions (linen), a small
+net with a state of its own (equinox)."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import equinox as eqx
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -172,3 +174,40 @@ def unet() -> Model:
         return {"params": params, "average": average, "optimizer": moments}, value
 
     return step, (state, images, masks)
+
+
+class Convolutional(eqx.Module):
+    conv: eqx.nn.Conv2d
+    norm: eqx.nn.BatchNorm
+    head: eqx.nn.Linear
+
+    def __init__(self, key: Any) -> None:
+        first, second = jax.random.split(key)
+        self.conv = eqx.nn.Conv2d(3, 8, 3, stride=2, padding=1, key=first)
+        self.norm = eqx.nn.BatchNorm(8, "batch", mode="batch")
+        self.head = eqx.nn.Linear(8, CLASSES, key=second)
+
+    def __call__(self, x: Any, state: Any) -> Any:
+        x, state = self.norm(self.conv(x), state)
+        return self.head(jax.nn.relu(x).mean(axis=(1, 2))), state
+
+
+def convolutional() -> Model:
+    """equinox, whose batch norm keeps its statistics in a state of its own; RMSProp."""
+    model, statistics = eqx.filter_eval_shape(eqx.nn.make_with_state(Convolutional), jax.random.key(0))
+    dynamic, static = eqx.partition(model, lambda x: isinstance(x, jax.ShapeDtypeStruct))
+    optimizer = optax.rmsprop(1e-3)
+
+    def loss(weights: Any, statistics: Any, images: Any, labels: Any) -> Any:
+        run = jax.vmap(eqx.combine(weights, static), axis_name="batch", in_axes=(0, None), out_axes=(0, None))
+        logits, statistics = run(images, statistics)
+        return cross_entropy(logits, labels), statistics
+
+    def step(state: Any, images: Any, labels: Any) -> Any:
+        weights, moments, statistics = state
+        (value, statistics), grads = jax.value_and_grad(loss, has_aux=True)(weights, statistics, images, labels)
+        updates, moments = optimizer.update(grads, moments, weights)
+        return (optax.apply_updates(weights, updates), moments, statistics), value
+
+    state = (dynamic, abstract(optimizer.init, dynamic), statistics)
+    return step, (state, f32(40, 3, 16, 16), i32(40))
