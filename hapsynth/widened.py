@@ -52,7 +52,6 @@ _NEVER_LARGER = (
     "split",
 )
 _SPECIAL = ("scan", "while", "cond", "convert_element_type", "reduce")
-_NOT_BOUND = (TypeError, ValueError, NotImplementedError, KeyError)
 
 
 class Widening:
@@ -123,16 +122,15 @@ class Widening:
         return [self._held(x, v.aval.dtype, grows) for x, v in zip(out, eqn.outvars, strict=True)]
 
     def _widely(self, eqn: Any, operands: list[Any]) -> list[Any]:
-        """The primitive on wide operands, or as it is where it has no such form."""
-        try:
-            out = self._bound(eqn, operands, _wide_params(eqn.params))
-        except _NOT_BOUND:
-            out = None
-        due = [(v.aval.shape, _wide_dtype(v.aval.dtype)) for v in eqn.outvars]
-        # A jaxpr inside is of narrow floats.
-        inner = any(hasattr(q, "eqns") or hasattr(q, "jaxpr") for q in _flat_values(eqn.params))
-        if out is not None and not inner and [(x.shape, x.dtype) for x in out] == due:
-            return out
+        """The primitive on wide operands, or as it is where it has no such form. A jaxpr inside is of narrow floats."""
+        if not any(hasattr(q, "eqns") or hasattr(q, "jaxpr") for q in _flat_values(eqn.params)):
+            try:
+                out = self._bound(eqn, operands, _wide_params(eqn.params))
+            except Exception:  # Foreign primitives refuse in ways of their own.
+                out = []
+            due = [(v.aval.shape, _wide_dtype(v.aval.dtype)) for v in eqn.outvars]
+            if [(x.shape, x.dtype) for x in out] == due:
+                return out
         return self._kept_as_it_is(eqn, operands)
 
     def _kept_as_it_is(self, eqn: Any, operands: list[Any]) -> list[Any]:
