@@ -311,7 +311,8 @@ def _by_widening(
                 break
         for i, plan in plans.items():
             if _holds(want[i], wide[i]):
-                furthest[i] = tuple(map(max, furthest[i], _norms(want[i], wide[i])))
+                (largest, mean), (a, b) = furthest[i], _norms(want[i], wide[i])
+                furthest[i] = max(largest, a), max(mean, b)
             errors[i] = rtol * max(map(_times_as_far, plan, furthest[i])) / _AS_FAR
     return errors
 

@@ -40,7 +40,7 @@ SAME: dict[str, Callable[[Any, Any], Any]] = {
     "scan": lambda x, w: lax.scan(lambda c, a: (jnp.cos(c @ w) @ w.T + a, c.sum()), x[0], x, reverse=True),
     "while": lambda x, w: lax.while_loop(lambda s: s[1] < 5, lambda s: (s[0] * 1.5 + w.sum(), s[1] + 1), (x, 0)),
     "vmapped_while": lambda x, w: jax.vmap(
-        lambda a: lax.while_loop(lambda s: jnp.sum(s) < 9, lambda s: 1.5 * s + 0.1, a)
+        lambda a: lax.while_loop(lambda s: jnp.sum(s) < 9, lambda s: 1.5 * s + 0.125, a)
     )(jnp.abs(x)),
     "cond": lambda x, w: lax.cond(x[0, 0] > w[0, 0], lambda: x[0] * 3, lambda: x[1] / 3),
     "scatter": lambda x, w: (
