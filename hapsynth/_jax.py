@@ -295,6 +295,11 @@ def no_mesh() -> Any:
     return jax.set_mesh(jax.sharding.Mesh(np.empty((), object), ()))
 
 
+def wide_floats() -> Any:
+    """A context in which floats of 64 bits are to be had."""
+    return jax.enable_x64(True)
+
+
 _SCHEDULER = {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}
 _ASKED = ("xla_cpu_scheduler_type", "xla_cpu_enable_concurrency_optimized_scheduler")
 

@@ -217,7 +217,9 @@ def _run(options: argparse.Namespace, session: _Session) -> int:
             found = trial.run_trial(plan, args, kwargs, options.steps, tell)
     except jax.errors.JaxRuntimeError as error:
         return _fail("hapsynth run", "the run failed", error, FAILED)
-    session.files.write_json(options.json, record.run_record(found.errors, trial.TOLERANCE, found.step_s))
+    session.files.write_json(
+        options.json, record.run_record(found.errors, trial.TOLERANCE, found.step_s, found.yardsticks)
+    )
     if session.out is not None:
         trial.print_trial(session.out, plan, found)
     if not found.ok:

@@ -9,11 +9,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 from slow_devices import SPEEDS, first_devices, slow_cluster
 
 import hapsynth
-from hapsynth.check import Reference, compare, noise, relative_error
+from hapsynth.check import Reference, _nudged, compare, noise, relative_error
 from hapsynth.plan import Plan
+from hapsynth.trace import trace
 
 rng = np.random.default_rng(0)
 floats = lambda *shape: rng.normal(size=shape).astype(np.float32)
@@ -147,4 +149,94 @@ def test_a_leaf_of_zeros_may_be_the_square_of_a_rounding_error(left: float, pass
     plan = planned(lambda x: (x * 2, x[:4, 0] * 0), args)
     reference, leaves = reference_of(plan, args)
     got = [args[0] * 2, np.full(4, left, np.float32)]
-    assert all(e <= 1e-4 for e in compare(reference, leaves, got, rtol=1e-4)) == passes
+    assert all(j.error <= 1e-4 for j in compare(reference, leaves, got, rtol=1e-4)) == passes
+
+
+def alone(fn: Any, *args: Any) -> tuple[Reference, list[Any]]:
+    """The function without a plan: what a plan gave is the test's to say."""
+    reference = Reference(fn, trace(fn, args), args, jax.devices()[0])
+    return reference, reference.hosted(args)
+
+
+def passes(reference: Reference, args: Any, got: Any) -> bool:
+    return all(j.error <= 1e-4 for j in compare(reference, args, got, rtol=1e-4))
+
+
+def test_noise_is_not_capped() -> None:
+    """What a difference leaves after it cancels, made large: the noise is many times what comes in and goes out."""
+    x, w = floats(128, 64), floats(64, 16)
+    x = (x / float((x.astype(np.float64) @ w).sum())).astype(np.float32)
+    reference, args = alone(lambda x, w: (jnp.sum(x @ w) - 1) * 3e5, x, w)
+    want = reference(args)
+    moved = noise(reference, args, want)[0]
+    assert moved > 1e-4 * max(np.abs(a).max() for a in (*args, *want))
+    assert passes(reference, args, [want[0] + np.float32(7 * moved)])
+    # A part of the sum that is missing.
+    assert not passes(reference, args, [want[0] - np.float32(0.01 * 3e5)])
+
+
+@pytest.mark.parametrize("wide", [False, True])
+def test_a_result_at_a_knife_edge(wide: bool) -> None:
+    """Some roundings of the sum tip a comparison over: a plan may end on either side, and nowhere else.
+
+    `wide`: floats of 64 bits, for which there are no wider ones.
+    """
+    with jax.enable_x64(wide):
+        x = np.random.default_rng(3).normal(size=999).astype(np.float64 if wide else np.float32)
+        total = lambda x: lax.scan(lambda c, a: (c + a, None), jnp.zeros((), x.dtype), x)[0]
+        sums, args = alone(total, x)
+        nudged = [_nudged(np.random.default_rng(n), x, np.finfo(x.dtype).eps) for n in range(16)]
+        near = sorted(float(sums([n])[0]) for n in nudged)
+        # Three of sixteen are beyond it, or a few more that are equal, and the arguments themselves are not.
+        edge = max(x.dtype.type(near[-3]), np.nextafter(sums(args)[0], x.dtype.type(np.inf)))
+        reference, args = alone(lambda x: jnp.where(total(x) >= edge, x + 0.01, x), x)
+        (want,) = reference(args)
+        assert sum(np.abs(reference([n])[0] - want).max() > 0.005 for n in nudged) in range(2, 9)
+        assert passes(reference, args, [want + x.dtype.type(0.01)])
+        assert not passes(reference, args, [want + x.dtype.type(0.2)])
+
+
+def test_one_number_may_be_exact_by_luck() -> None:
+    """The function's rounding is measured near its arguments too, and a wrong number is beyond all of that."""
+    x = floats(300)
+    fn = lambda x: jnp.sum(x.astype(jnp.bfloat16) ** 2).astype(jnp.float32)
+    reference, args = alone(fn, x)
+    (wide,) = reference.widened(args) or [None]
+    lucky = Lucky(fn, trace(fn, [x]), [x], jax.devices()[0])
+    lucky.exact = wide
+    assert passes(lucky, args, [np.float32(wide * (1 + 2**-9))])
+    assert not passes(lucky, args, [np.float32(wide * 1.1)])
+
+
+class Lucky(Reference):
+    """Exact at the first arguments that it is given."""
+
+    exact: Any = None
+
+    def __call__(self, arrays: Any) -> list[Any]:
+        if self.exact is not None:
+            exact, self.exact = self.exact, None
+            return [np.float32(exact)]
+        return super().__call__(arrays)
+
+
+def test_whole_numbers_that_floats_decide() -> None:
+    """The argmax of logits in bfloat16 is another where two are a rounding apart."""
+    logits = lambda x: x.astype(jnp.bfloat16) @ W.astype(jnp.bfloat16)
+    x, W = floats(400, 16), floats(16, 32)
+    reference, args = alone(lambda x: jnp.argmax(logits(x), -1), x)
+    (want,), (wide,) = reference(args), reference.widened(args) or [None]
+    assert 0 < np.mean(want != wide) < 0.1
+    assert passes(reference, args, [np.asarray(wide)])
+    assert not passes(reference, args, [np.roll(want, 1)])
+
+
+def test_without_a_widened_function_the_report_says_so(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse() -> Any:
+        raise NotImplementedError("no floats of 64 bits here")
+
+    monkeypatch.setattr("hapsynth._jax.wide_floats", refuse)
+    plan.fn = lambda p, x, y: (g := step(p, x, y)) | {"w": g["w"] * 1.01}
+    report = plan.check(*ARGS)
+    assert [name for name, _ in report.worst] == ["['w']"]
+    assert "the function can't be widened (no floats of 64 bits here)" in str(report)

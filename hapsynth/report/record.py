@@ -158,8 +158,16 @@ def compare_record(entries: Mapping[str, Entry]) -> dict[str, Any]:
     }
 
 
-def run_record(errors: Sequence[tuple[str, float]], tolerance: float, step_s: Sequence[float]) -> dict[str, Any]:
-    """What `run --json` writes: the largest relative error of each output leaf over all steps (null: not finite)."""
+def run_record(
+    errors: Sequence[tuple[str, float]],
+    tolerance: float,
+    step_s: Sequence[float],
+    yardsticks: Sequence[tuple[str, str]] = (),
+) -> dict[str, Any]:
+    """What `run --json` writes: the largest relative error of each output leaf over all steps (null: not finite).
+
+    `yardsticks`: of the leaves that are not judged by the plain one (`hapsynth.check.CheckReport`).
+    """
     worst = max((e for _, e in errors), default=0.0)
     return {
         "schema": RUN_SCHEMA,
@@ -168,5 +176,6 @@ def run_record(errors: Sequence[tuple[str, float]], tolerance: float, step_s: Se
         "tolerance": tolerance,
         "max_relative_error": finite(worst),
         "outputs": {path: finite(error) for path, error in errors},
+        "yardsticks": dict(yardsticks),
         "step_s": list(step_s),
     }

@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 from rich.console import Console
 
 from hapsynth._words import plural, seconds
-from hapsynth.check import Reference, compare
+from hapsynth.check import PLAIN, Judged, Reference, compare, explained
 from hapsynth.plan import Plan
 from hapsynth.report.model_file import UsageError
 from hapsynth.report.text import heading, table
@@ -29,10 +29,17 @@ TOLERANCE = 1e-4
 
 @dataclass(frozen=True)
 class Trial:
-    """The largest relative error of each output leaf over all steps, and the seconds of each step."""
+    """The largest relative error of each output leaf over all steps, and the seconds of each step.
+
+    The rest as in `CheckReport`. A leaf that needed another yardstick than `plain` in any step is named with it, and
+    its error is the largest by such.
+    """
 
     errors: tuple[tuple[str, float], ...]
     step_s: tuple[float, ...]
+    yardsticks: tuple[tuple[str, str], ...] = ()
+    as_is: tuple[str, ...] = ()
+    not_widened: str = ""
 
     @property
     def worst(self) -> float:
@@ -89,7 +96,7 @@ def run_trial(
     leaves, tree = jax.tree_util.tree_flatten((tuple(args), dict(kwargs)))
     assert plan.fn is not None
     reference = Reference(plan.fn, traced, leaves, plan.mesh.devices.flat[0])
-    worst = [0.0] * len(traced.out_paths)
+    worst = [Judged(0.0, PLAIN)] * len(traced.out_paths)
     times: list[float] = []
     for step in range(steps):
         tell(f"step {step + 1} of {steps}" + (", compiling" if step == 0 else ""))
@@ -103,11 +110,23 @@ def run_trial(
         times.append(time.perf_counter() - began)
         whole = jax.tree_util.tree_leaves(plan.unshard(out))
         got = [whole[i] for i in traced.out_array_leaves]
-        errors = compare(reference, [leaves[i] for i in traced.array_leaves], got, TOLERANCE)
-        worst = [max(e, new) for e, new in zip(worst, errors, strict=True)]
+        judged = compare(reference, [leaves[i] for i in traced.array_leaves], got, TOLERANCE)
+        worst = [max(old, new, key=_severity) for old, new in zip(worst, judged, strict=True)]
         for source, target in traced.graph.carry:
             leaves[traced.array_leaves[source]] = got[target]
-    return Trial(tuple(zip(traced.out_paths, worst, strict=True)), tuple(times))
+    named = list(zip(traced.out_paths, worst, strict=True))
+    return Trial(
+        tuple((path, j.error) for path, j in named),
+        tuple(times),
+        tuple((path, j.yardstick) for path, j in named if j.yardstick != PLAIN),
+        reference.as_is,
+        reference.not_widened,
+    )
+
+
+def _severity(judged: Judged) -> tuple[bool, bool, float]:
+    """A leaf that fails in any step has failed; one that needed another yardstick in any step says so."""
+    return not judged.error <= TOLERANCE, judged.yardstick != PLAIN, judged.error
 
 
 def print_trial(out: Console, plan: Plan, trial: Trial) -> None:
@@ -128,6 +147,8 @@ def print_trial(out: Console, plan: Plan, trial: Trial) -> None:
     out.print(heading("Outputs beside the function on one device"))
     rows = [[name, str(len(errors)), f"{max(errors):.2e}"] for name, errors in groups.items()]
     out.print(table(["output", "leaves", "max relative error"], rows))
+    for line in explained((name for _, name in trial.yardsticks), trial.as_is, trial.not_widened):
+        out.print(line)
     verdict = "passed" if trial.ok else "FAILED"
     out.print(f"\ncheck {verdict}: max relative error {trial.worst:.2e}, tolerance {TOLERANCE:g}")
 
