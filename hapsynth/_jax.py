@@ -10,7 +10,8 @@ import functools
 import os
 import sysconfig
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -252,6 +253,19 @@ def scope_name(eqn: Any) -> str:
 def no_mesh() -> Any:
     """A context without the mesh of `jax.set_mesh`, under which JAX refuses arrays that lie on other devices."""
     return jax.set_mesh(jax.sharding.Mesh(np.empty((), object), ()))
+
+
+def looked_for() -> tuple[str, ...]:
+    """What JAX was asked to raise of in results: "nan" by `jax_debug_nans`, "inf" by `jax_debug_infs`."""
+    asked = {"nan": jax.config.jax_debug_nans, "inf": jax.config.jax_debug_infs}
+    return tuple(kind for kind, is_asked in asked.items() if is_asked)
+
+
+@contextmanager
+def unlooked() -> Iterator[None]:
+    """A context in which JAX looks for nothing in what is no function's result: a stage's, a padded shard."""
+    with jax.debug_nans(False), jax.debug_infs(False):
+        yield
 
 
 _SCHEDULER = {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}

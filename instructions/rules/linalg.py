@@ -53,7 +53,7 @@ def _right_hand_sides(core: int, why: str, axis: Callable[[Op], int]) -> Factors
         f.block((dim for d, dim in enumerate(own) if d != free), why)
         f.operands.append((*batch, *own))
         f.results.append((*batch, *own))
-        f.linear = ((len(others),),)
+        f.multiplies((len(others),))
 
     return factors
 
