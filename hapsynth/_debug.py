@@ -50,8 +50,8 @@ def raise_strange(plan: Plan, found: tuple[str, str], args: tuple[Any, ...], kwa
         except jax.errors.JaxRuntimeError:
             pass
     raise FloatingPointError(
-        f"invalid value ({kind}) encountered in {where}. The function, run op by op on one device under jax.debug_nans, "
-        "names the op that makes it"
+        f"invalid value ({kind}) encountered in {where}. The function, run op by op on one device under "
+        "jax.debug_nans(True), names the op that makes it"
     )
 
 

@@ -111,8 +111,10 @@ def _along(held: np.ndarray, axis: int, join: Callable[[Any, Any], Any]) -> np.n
     """The arrays along one axis of the mesh joined, first to last; the axis is left with one place."""
     rows = np.moveaxis(held, axis, 0)
     made = np.empty(rows.shape[1:], object)
-    for where in np.ndindex(made.shape):
-        made[where] = reduce(join, (row[where] for row in rows))
+    # Infinities of two signs are NaN, as on devices.
+    with np.errstate(invalid="ignore", over="ignore"):
+        for where in np.ndindex(made.shape):
+            made[where] = reduce(join, (row[where] for row in rows))
     return np.expand_dims(made, axis)
 
 

@@ -104,3 +104,4 @@ def _ragged_dot_general(f: Factors) -> None:
     if outer:
         f.block((*groups, *([rhs[group]] if group is not None else [])), "each batch has its own first rows of a group")
     f.multiplies((0,), (1,))
+    f.finite_only = "backends compute groups as one product with zeros between them, and 0 x NaN is NaN in other groups"

@@ -37,9 +37,9 @@ def _reduce_sum(f: Factors) -> None:
 
 
 def _with_nan(local: Local, operands: Sequence[Any]) -> list[Any]:
-    """The part of an extreme over several devices: NaN where there is one. XLA's CPU backend loses NaN in a reduction
-    of about 4,096 elements or more (JAX 0.10.2 to 0.12): looking for it takes twice as long, so a whole reduction is left
-    as it is, and is what `jit` gives."""
+    """A device's part of an extreme: NaN where there is one. XLA's CPU backend loses NaN in reductions of about 4,096
+    elements and more (JAX 0.10.2 to 0.12, in `jit` too). To look for it takes two to three times as long, so that what
+    is reduced whole is left as it is."""
     made = bind(local.op.primitive, operands, local.op.params)
     floats = jnp.issubdtype(local.op.dtypes[0], jnp.floating)
     if local.platform == "cpu" and floats and is_partial(local.result_layout(0)):
