@@ -10,7 +10,7 @@ import functools
 import os
 import sysconfig
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -257,12 +257,12 @@ def no_mesh() -> Any:
 
 def looked_for() -> tuple[str, ...]:
     """What JAX was asked to raise of in results: "nan" by `jax_debug_nans`, "inf" by `jax_debug_infs`."""
-    asked = {"nan": jax.config.jax_debug_nans, "inf": jax.config.jax_debug_infs}
+    asked = {"nan": jax.debug_nans.value, "inf": jax.debug_infs.value}
     return tuple(kind for kind, is_asked in asked.items() if is_asked)
 
 
 @contextmanager
-def unlooked() -> Iterator[None]:
+def unlooked() -> Generator[None]:
     """A context in which JAX looks for nothing in what is no function's result: a stage's, a padded shard."""
     with jax.debug_nans(False), jax.debug_infs(False):
         yield
