@@ -10,7 +10,8 @@ import functools
 import os
 import sysconfig
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -298,6 +299,19 @@ def no_mesh() -> Any:
 def wide_floats() -> Any:
     """A context in which floats of 64 bits are to be had."""
     return jax.enable_x64(True)
+
+
+def looked_for() -> tuple[str, ...]:
+    """What JAX was asked to raise of in results: "nan" by `jax_debug_nans`, "inf" by `jax_debug_infs`."""
+    asked = {"nan": jax.debug_nans.value, "inf": jax.debug_infs.value}
+    return tuple(kind for kind, is_asked in asked.items() if is_asked)
+
+
+@contextmanager
+def unlooked() -> Generator[None]:
+    """A context in which JAX looks for nothing in what is no function's result: a stage's, a padded shard."""
+    with jax.debug_nans(False), jax.debug_infs(False):
+        yield
 
 
 _SCHEDULER = {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}

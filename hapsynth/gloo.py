@@ -28,8 +28,11 @@ from functools import cache, reduce
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AbstractMesh, Mesh
+
+from hapsynth._ordered import from_ordered, to_ordered
 
 RING = 1 << 16
 """Bytes of a block from which on a reduce-scatter goes around a ring: as many latencies as devices, but no device is
@@ -51,14 +54,16 @@ def joins(mesh: Mesh | AbstractMesh) -> bool:
 
 
 def all_reduce(x: jax.Array, axis: str | tuple[str, ...], reduction: str, by_gloo: bool) -> jax.Array:
-    """As JAX's psum, pmax or pmin, by a `reduction` of "sum", "max" or "min". `by_gloo`: as `joins` says; what is small
-    is then reduced in one order of the devices."""
+    """As JAX's psum, pmax or pmin, by a `reduction` of "sum", "max" or "min", but that a NaN on any device is the
+    largest and the smallest. `by_gloo`: as `joins` says; what is small is then reduced in one order of the devices."""
     collective, pair = _REDUCE[reduction]
     n = lax.axis_size(axis)
-    if not by_gloo or x.nbytes * n > GATHERED:
-        return collective(x, axis)
-    each = lax.all_gather(x, axis)
-    return reduce(pair, [each[i] for i in range(n)])
+    if by_gloo and x.nbytes * n <= GATHERED:
+        each = lax.all_gather(x, axis)
+        return reduce(pair, [each[i] for i in range(n)])
+    if reduction != "sum" and jnp.issubdtype(x.dtype, jnp.floating):
+        return from_ordered(collective(to_ordered(x, reduction), axis), x.dtype)
+    return collective(x, axis)
 
 
 def psum_scatter(x: jax.Array, axis: str, dim: int, by_gloo: bool) -> jax.Array:

@@ -11,8 +11,9 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from hapsynth import checkpoint
+from hapsynth import _jax, checkpoint
 from hapsynth._arguments import Arguments, wrap
+from hapsynth._debug import raise_strange, strange_results
 from hapsynth._forms import Chosen, Form, check_form, chosen_form, only_staged
 from hapsynth._warn import warn_user
 from hapsynth.check import CheckReport, check_plan
@@ -72,6 +73,8 @@ class Plan(Planned):
         self.mesh = None if mesh is None else own_mesh(self._of_used(mesh), result.program.axes)
         self._donate = donate
         self._asked: Form = form
+        self._forms: dict[bool, Lowered | Staged] = {}
+        """The compiled form by whether it consumes carried state."""
         self._arguments = Arguments(traced)
         too_large = only_staged(traced.graph, result, cluster) if form == "switch" else ""
         if too_large:
@@ -105,14 +108,33 @@ class Plan(Planned):
         Raises TypeError, ValueError or RuntimeError naming the argument's path before anything runs or is consumed,
         UnsupportedError naming the op that the devices can't run, `hapsynth.jobs.JobError` where the processes of a job
         do not find each other or do not fit together.
-        An error from the run itself carries a note that names the state it consumed.
+        An error from the run itself carries a note that names the state it consumed. Under `jax_debug_nans` and
+        `jax_debug_infs`: FloatingPointError as `jax.jit` raises it, and nothing is consumed.
         """
-        lowered = self.lowered
+        asked = _jax.looked_for()
+        if asked:
+            with _jax.unlooked():
+                lowered, made = self._run(args, kwargs, donate=False)
+            found = strange_results(self.traced.out_paths, made, asked)
+            if found is not None:
+                raise_strange(self, found, args, kwargs)
+        else:
+            lowered, made = self._run(args, kwargs, donate=self._donate)
+        out: list[Any] = [None] * self.traced.out_tree.num_leaves
+        for i, leaf in self.traced.out_static_leaves.items():
+            out[i] = leaf
+        for i, storage, x in zip(self.traced.out_array_leaves, lowered.outputs, made, strict=True):
+            out[i] = wrap(storage, x)
+        return jax.tree_util.tree_unflatten(self.traced.out_tree, out)
+
+    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any], donate: bool) -> tuple[Lowered | Staged, list[Any]]:
+        """The form that ran, and the stored results that it made."""
+        lowered = self._lowered(donate)
         leaves = self._arguments.flatten(args, kwargs)
         stored = self._arguments.place(lowered, leaves)
         before_call(self, stored)
         try:
-            made = lowered(stored)
+            return lowered, lowered(stored)
         except Exception as error:
             lost = [p for p, x in zip(self.traced.in_paths, stored) if x.is_deleted()]
             named = None if lost else unsupported(self.traced.graph, lowered.mesh.local_devices[0], error)
@@ -121,16 +143,18 @@ class Plan(Planned):
             if lost:
                 error.add_note(f"hapsynth: the call had consumed these arguments, which are lost: {', '.join(lost)}")
             raise
-        out: list[Any] = [None] * self.traced.out_tree.num_leaves
-        for i, leaf in self.traced.out_static_leaves.items():
-            out[i] = leaf
-        for i, storage, x in zip(self.traced.out_array_leaves, lowered.outputs, made, strict=True):
-            out[i] = wrap(storage, x)
-        return jax.tree_util.tree_unflatten(self.traced.out_tree, out)
 
-    @cached_property
+    @property
     def lowered(self) -> Lowered | Staged:
         """The compiled form, made when first needed. Raises RuntimeError for a plan without devices."""
+        return self._lowered(self._donate)
+
+    def _lowered(self, donate: bool) -> Lowered | Staged:
+        if donate not in self._forms:
+            self._forms[donate] = self._lower(donate)
+        return self._forms[donate]
+
+    def _lower(self, donate: bool) -> Lowered | Staged:
         if self.mesh is None:
             raise RuntimeError(
                 f"this plan was made for the cluster {self.cluster.name!r} without its devices: save it with "
@@ -142,7 +166,7 @@ class Plan(Planned):
                 "has none of them: leave it out of the run, or synthesize with leave_out=False"
             )
         lowering = lower_staged if self.form == "staged" else lower
-        return lowering(self.traced.graph, self.program, self.sizes, self.mesh, donate=self._donate)
+        return lowering(self.traced.graph, self.program, self.sizes, self.mesh, donate=donate)
 
     @property
     def form(self) -> Chosen:
@@ -180,9 +204,10 @@ class Plan(Planned):
         What is returned shares no memory with what is given, so that a plan may consume it. Raises as `__call__` does.
         """
         placed: list[Any] = []
-        for _, argument, first in list(self._arguments.split(args, kwargs)):
-            leaves, tree = jax.tree_util.tree_flatten(argument)
-            placed.append(tree.unflatten(self._arguments.place_copies(self.lowered, leaves, first)))
+        with _jax.unlooked():
+            for _, argument, first in list(self._arguments.split(args, kwargs)):
+                leaves, tree = jax.tree_util.tree_flatten(argument)
+                placed.append(tree.unflatten(self._arguments.place_copies(self.lowered, leaves, first)))
         out = placed[: len(args)]
         if kwargs:
             out.append(dict(zip(kwargs, placed[len(args) :])))

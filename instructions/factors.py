@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from hapsynth._jax import is_extended
+from hapsynth._jax import is_extended, is_inexact
 from hapsynth.graph import Literal, Op
 from hapsynth.instructions.layout import Layout, P, Placement, R, Reduction, S, is_consistent, minors, plain
 
@@ -81,6 +81,8 @@ class Factors:
     passes: tuple[tuple[int, ...], ...] = ()
     """Groups of operands through which a partial max or min passes unchanged (reorderings)."""
     extra: list[Triple] = field(default_factory=list)
+    finite_only: str = ""
+    """Why the rule holds only of finite operands; empty where it holds of all."""
     alone: set[int] = field(default_factory=set)
     """Factors of which only one can be cut at a time: their shards have to know where they are."""
 
@@ -115,6 +117,13 @@ class Factors:
         for dim in dims:
             for factor in dim:
                 self.reductions[factor] = reduction
+
+    def multiplies(self, *groups: tuple[int, ...]) -> None:
+        """The op is linear in each group of operands, by factors that the others make. A partial sum passes only where
+        these are known to be finite: 0 x inf is NaN, and a device's part may be zero, or of another sign, where the sum
+        is not. (A part that is no partial sum is of terms that are nobody else's: that is sound.)"""
+        others = lambda group: (i for i in range(len(self.op.operands)) if i not in group)
+        self.linear = tuple(g for g in groups if all(is_known(self.op, i, np.isfinite) for i in others(g)))
 
     def position(self, dims: tuple[Dim, ...], factor: int) -> int | None:
         """The dimension that is cut when `factor` is; None where the tensor does not have it."""
@@ -253,6 +262,17 @@ class Factors:
         if self.blocked:
             text += f" need_replication={{{', '.join(map(name, sorted(self.blocked)))}}}"
         return text
+
+
+def is_known(op: Op, position: int, test: Callable[[Any], Any]) -> bool:
+    """Whether an operand is known before the run to pass a test of NumPy's floats: integers do, literals that do."""
+    operand = op.operands[position]
+    if not is_inexact(op.dtypes[position]):
+        return True
+    if not isinstance(operand, Literal):
+        return False
+    value = np.asarray(operand.value)
+    return bool(np.all(test(value if np.iscomplexobj(value) else value.astype(np.float64))))
 
 
 def cutting(triples: Triples) -> dict[int, tuple[int, ...]]:

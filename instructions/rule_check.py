@@ -55,6 +55,11 @@ def check_rule(fn: Any, *example_args: Any) -> RuleReport:
         try:
             runs = simulate.check(simulate.trials(op, f, operands))
             runs += simulate.check(simulate.joint_trials(op, f, operands, _JOINT))
+        except simulate.NotFinite as error:
+            raise RuleError(
+                f"the rule of {name} is not sound of operands that are not finite: {error}\nLeave out what does not "
+                "hold of them (mostly `linear`), or say finite_only='...' why it does not matter"
+            ) from error
         except simulate.Unsound as error:
             raise RuleError(f"the rule of {name} is not sound: {error}") from error
         except RuleError:

@@ -8,7 +8,7 @@ registered primitive this way; a user's own rule can be tried the same way.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, reduce
 from math import prod
 from typing import Any
@@ -28,6 +28,10 @@ Array = Any
 
 class Unsound(AssertionError):
     """A triple whose postcondition does not follow from its precondition."""
+
+
+class NotFinite(Unsound):
+    """One that does not follow where operands are NaN, infinite, or zero beside such."""
 
 
 def share_patterns(size: int) -> tuple[tuple[int, ...], ...]:
@@ -58,6 +62,7 @@ def parts(rng: np.random.Generator, full: Array, reduction: Reduction, n: int) -
         unit = 4 if inexact and jnp.finfo(x.dtype).nmant >= 7 else 1
         low, high = (-2 * unit, 2 * unit) if inexact else (0, 8)
         made = [(rng.integers(low, high, x.shape) / unit).astype(x.dtype) for _ in range(n - 1)]
+        made = [np.where(rng.random(x.shape) < 0.3, np.zeros_like(m), m) for m in made]
         with np.errstate(all="ignore"):
             rest = x - sum(made[1:], start=made[0]) if made else x
         made.append(rest.astype(x.dtype))
@@ -106,8 +111,10 @@ def _along(held: np.ndarray, axis: int, join: Callable[[Any, Any], Any]) -> np.n
     """The arrays along one axis of the mesh joined, first to last; the axis is left with one place."""
     rows = np.moveaxis(held, axis, 0)
     made = np.empty(rows.shape[1:], object)
-    for where in np.ndindex(made.shape):
-        made[where] = reduce(join, (row[where] for row in rows))
+    # Infinities of two signs are NaN, as on devices.
+    with np.errstate(invalid="ignore", over="ignore"):
+        for where in np.ndindex(made.shape):
+            made[where] = reduce(join, (row[where] for row in rows))
     return np.expand_dims(made, axis)
 
 
@@ -140,6 +147,11 @@ class Trial:
     def deals(self) -> bool:
         """Whether there is more than one way to meet the precondition: parts of a partial operand may be any."""
         return any(p.is_partial for t in self.triples for p in t.operands)
+
+    @cached_property
+    def has_floats(self) -> bool:
+        """Whether some operand can be other than finite."""
+        return any(isinstance(o, int) and _jax.is_inexact(d) for o, d in zip(self.op.operands, self.op.dtypes))
 
     @cached_property
     def result_shapes(self) -> list[tuple[tuple[int, ...], ...]]:
@@ -280,8 +292,31 @@ def joint_trials(op: Op, f: Factors, operands: Sequence[Array], most: int, seed:
     return found
 
 
+POISONS: dict[str, tuple[tuple[float, ...], float]] = {
+    "NaN": ((np.nan,), 0.1),
+    "infinities": ((np.inf, -np.inf), 0.15),
+    "infinities and zeros": ((np.inf, 0.0, -np.inf, -0.0, 0.0, 0.0), 0.6),
+    "all": ((np.nan, np.inf, -np.inf, 0.0, -0.0), 0.5),
+}
+"""What is strewn over the floats of operands, and over how many of them."""
+
+
+def poisoned(operands: Sequence[Array], poison: str, seed: int = 0) -> list[Array]:
+    """The operands with values strewn in that are not finite, and zeros, which are special beside them."""
+    values, share = POISONS[poison]
+    rng = np.random.default_rng([seed, len(poison)])
+    out: list[Array] = []
+    for x in operands:
+        if not _jax.is_extended(x.dtype) and _jax.is_inexact(x.dtype):
+            strewn = rng.choice(values, np.shape(x)).astype(np.float32)
+            x = np.where(rng.random(np.shape(x)) < share, strewn.astype(x.dtype), np.asarray(x))
+        out.append(x)
+    return out
+
+
 def check(tried: Sequence[Trial], samples: int = 4) -> int:
-    """Run trials in one compiled function, with `samples` ways to deal partials, and judge each; the number of trials.
+    """Run trials in one compiled function, with `samples` ways to deal partials, and judge each; then on operands that
+    are not finite, but for ops whose rule is `finite_only`. The number of trials.
 
     Raises Unsound for the first that does not hold, or what its local execution raised.
     """
@@ -304,6 +339,17 @@ def check(tried: Sequence[Trial], samples: int = 4) -> int:
         results, expected = jax.device_get(run(held, values))
         for i in due:
             tried[i].judge(results[i], expected[id(tried[i].op)])
+    due = [i for i, t in enumerate(tried) if t.factors.finite_only == "" and t.has_floats]
+    for n, poison in enumerate(POISONS if due else ()):
+        strewn = {id(t.op): poisoned(t.operands, poison) for t in firsts}
+        those = [replace(t, operands=strewn[id(t.op)]) for t in tried]
+        values, held = [replace(t, operands=strewn[id(t.op)]).values for t in firsts], [t.held(n) for t in those]
+        results, expected = jax.device_get(run(held, values))
+        for i in due:
+            try:
+                those[i].judge(results[i], expected[id(tried[i].op)])
+            except Unsound as error:
+                raise NotFinite(f"with {poison} among the operands: {error}") from None
     return len(tried)
 
 

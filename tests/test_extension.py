@@ -100,6 +100,15 @@ def test_a_primitive_runs_with_its_parameters() -> None:
         "{P(sum), R} -> {P(sum)}",
         "{R, P(sum)} -> {P(sum)}",
     }
+    # A part of a sum may be zero where the other factor is infinite.
+    with pytest.raises(
+        RuleError, match=r"test_scaled is not sound of operands that are not finite: with (?s:.*)`linear`"
+    ):
+        check_rule(fn, numbers(6, 4), numbers(4, 2))
+    given = {"linear": [[0], [1]], "finite_only": "weights and activations are", "replace": True}
+    register_rule("test_scaled", "i j, j k -> i k", **given)
+    assert len(check_rule(fn, numbers(6, 4), numbers(4, 2)).ops) == 1
+    register_rule("test_scaled", "i j, j k -> i k", replace=True)
     assert len(check_rule(fn, numbers(6, 4), numbers(4, 2)).ops) == 1
     plan = planned(fn, numbers(960, 64), numbers(64, 32))
     assert "{in0|S(0), in1|R} test_scaled {v2|S(0)}" in plan.program.text(plan.traced.graph)

@@ -105,6 +105,7 @@ RULES: dict[str, tuple[Any, str, dict[str, Any], str]] = {
     "no size": ("x", "i -> i", {"sizes": {"i": 0}}, r"sizes gives 'i' the size 0; give a positive integer"),
     "an unknown reduction": ("x", "i -> ", {"reduction": "mean"}, r"reduction is 'mean'; it is one of sum, max, min"),
     "nothing reduced": ("x", "i -> i", {"reduction": {"i": "max"}}, r"'i' is in every result, so nothing of it is re"),
+    "finite for no reason": ("x", "i -> i", {"finite_only": True}, r"finite_only of .* is True; say in words why"),
     "linear in none": ("x", "i -> i", {"linear": [[1]]}, r"linear names operand 1 of 1"),
     "no rule": ("x", 3, {}, r"rule of 'x' is 3; give a text such as 'i j, j k -> i k', or a function of Factors"),
     "no name": (3, "i -> i", {}, "3 is neither a JAX primitive nor the name of one"),

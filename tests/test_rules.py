@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from rule_case import CASES, Case
 from rule_cases import NEWER, primitives
@@ -151,6 +152,56 @@ def test_flops():
     assert of("transpose", "transpose") == [0]
 
 
+FINITE_ONLY = {
+    *("conv_general_dilated", "ragged_dot_general", "triangular_solve", "tridiagonal_solve", "ormqr", "fft"),
+}
+"""Rules that are not tried with NaN and infinities; each for a reason that the documentation gives."""
+
+
+def test_rules_of_finite_operands_are_named() -> None:
+    ops = [op for case in CASES for op in case.graph.ops if op.name in REGISTRY]
+    text = (Path(__file__).parents[1] / "docs" / "nonfinite.md").read_text()
+    reasons = {op.name: why for op in ops if (why := factors_of(op).finite_only)}
+    assert set(reasons) == FINITE_ONLY
+    assert not [name for name in reasons if f"`{name}`" not in text]
+    # Convolutions only in groups.
+    whole, grouped = op_of("conv", "conv_general_dilated"), op_of("conv groups grad", "conv_general_dilated")
+    assert not factors_of(whole[0]).finite_only
+    assert factors_of(grouped[0]).finite_only
+
+
+@pytest.mark.parametrize(
+    ("case", "primitive", "passes"),
+    [
+        ("mul literal", "mul", True),
+        ("mul inf literal", "mul", False),
+        ("mul broadcast", "mul", False),
+        ("mul int", "mul", True),
+        ("div literal", "div", True),
+        ("div zero literal", "div", False),
+        ("div tiny literal", "div", False),
+        ("div int", "div", False),
+    ],
+)
+def test_a_sum_passes_what_is_known(case: str, primitive: str, passes: bool) -> None:
+    triples = factors_of(op_of(case, primitive)[0]).triples
+    assert any(P("sum") in t.operands for t in triples) == passes
+
+
+@pytest.mark.parametrize("poison", simulate.POISONS)
+def test_operands_are_poisoned(poison: str) -> None:
+    """Floats of every width, and nothing else."""
+    given = [np.ones((20, 20), d) for d in (np.float32, jnp.bfloat16, np.complex64, np.int32, np.bool_)]
+    made = simulate.poisoned(given, poison)
+    kinds = [k for k in ("NaN", "inf") if k in poison or poison == "all"]
+    for x, y in zip(given, made, strict=True):
+        assert (x.shape, x.dtype) == (y.shape, y.dtype)
+        floats = jnp.issubdtype(x.dtype, jnp.inexact)
+        assert np.array_equal(x, y) != floats
+        for kind in kinds if floats else ():
+            assert (np.isnan if kind == "NaN" else np.isinf)(y).any(), kind
+
+
 # ---- wrong rules are caught
 
 
@@ -240,6 +291,13 @@ MUTATIONS = {
     "a sum through a square": ("unary", "square", linear((0,))),
     "a sum through integer division": ("div int", "div", linear((0,))),
     "a sum through a divisor": ("binary", "div", linear((1,))),
+    "a sum through a product": ("binary", "mul", linear((0,))),
+    "a sum through a quotient": ("binary", "div", linear((0,))),
+    "a sum through a contraction": ("dot", "dot_general", linear((1,))),
+    "a sum through a convolution": ("conv", "conv_general_dilated", linear((0,))),
+    "a sum through updates that multiply": ("scatter-mul", "scatter-mul", linear((0,))),
+    "a sum through an infinite literal": ("mul inf literal", "mul", linear((0,))),
+    "a sum through a divisor of zero": ("div zero literal", "div", linear((0,))),
     "partial plus replicated": ("binary", "add", linear((0,), (1,))),
     "partial times partial": ("binary", "mul", linear((0, 1))),
     "a sum through one case of select": ("select_n", "select_n", linear((1,))),

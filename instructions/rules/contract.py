@@ -58,7 +58,7 @@ def _dot_general(f: Factors) -> None:
     free_right = [rhs[d] for d in range(len(rhs)) if d not in (*rhs_contract, *rhs_batch)]
     f.results.append((*(lhs[d] for d in lhs_batch), *free_left, *free_right))
     f.reduce((lhs[d] for d in lhs_contract), "sum")
-    f.linear = ((0,), (1,))
+    f.multiplies((0,), (1,))
 
 
 def _taps(op: Op, axis: int) -> int:
@@ -131,7 +131,11 @@ def _conv_general_dilated(f: Factors) -> None:
     f.operands.append(tensor(op.shapes[1], {o: (*group, *outputs), i: channels}))
     f.results.append(tensor(op.result_shapes[0], {out_n: batch, out_o: (*group, *outputs)}))
     f.reduce([channels], "sum")
-    f.linear = ((0,), (1,))
+    f.multiplies((0,), (1,))
+    if group:
+        f.finite_only = (
+            "backends compute groups as one convolution with zeros between them, and 0 x NaN is NaN in others"
+        )
 
 
 def _scaled_numbers(op: Op) -> Any:
@@ -167,4 +171,4 @@ def _scaled_dot(f: Factors) -> None:
     free_left = [dim for d, dim in enumerate(lhs) if d not in (*lhs_contract, *lhs_batch)]
     free_right = [dim for d, dim in enumerate(rhs) if d not in (*rhs_contract, *rhs_batch)]
     f.results.append((*(lhs[d] for d in lhs_batch), *free_left, *free_right))
-    f.linear = ((0,), (1,))
+    f.multiplies((0,), (1,))

@@ -46,6 +46,7 @@ def register_rule(
     sizes: Mapping[str, int] | None = None,
     linear: Sequence[Sequence[int]] = (),
     alone: Iterable[str] = (),
+    finite_only: str = "",
     replace: bool = False,
 ) -> None:
     """Tell hapsynth how an op may be cut.
@@ -57,7 +58,9 @@ def register_rule(
     that is a product of two. A factor that a result lacks leaves it partial: `reduction` is "sum", "max" or "min", or
     one per factor. `need_replication` names factors that can't be cut, `sizes` gives those that no dimension shows.
     `linear` lists groups of operands in which the op is linear together, e.g. [[0], [1]] of a product: a partial sum
-    in all of a group, with the others whole, passes through. Of the factors in `alone` one is cut at a time, where the
+    in all of a group, with the others whole, passes through. (Where an other may be infinite that is not the product of
+    the sum: 0 x inf is NaN. `finite_only` says why that does not matter, and `check_rule` then tries finite operands
+    alone.) Of the factors in `alone` one is cut at a time, where the
     axes of a mesh could cut several. Also an SdyShardingRule of `jax.experimental.custom_partitioning`, or a function
     that fills in the op's `Factors`, where that is not enough.
 
@@ -71,6 +74,8 @@ def register_rule(
     when one is planned. `check_rule` tries it.
     """
     name = _name(primitive)
+    if not isinstance(cast(object, finite_only), str):
+        raise RuleError(f"finite_only of the rule of {name!r} is {finite_only!r}; say in words why")
     if name in REGISTRY and not replace:
         raise RuleError(f"{name!r} has a rule already; replace=True puts this one in its place")
     if callable(rule) and not hasattr(rule, "operand_mappings"):
@@ -79,10 +84,10 @@ def register_rule(
                 f"the rule of {name!r} is a function, which says itself what reduction, need_replication, sizes, "
                 "linear and alone would: leave them out"
             )
-        factors, default = _fitted(name, cast(FactorsOf, rule)), elements
+        fill, default = cast(FactorsOf, rule), elements
     else:
         notation = _notation(name, rule, reduction, need_replication, sizes, linear, alone)
-        factors, default = _fitted(name, lambda f: notation.fill(f, name)), notation.flops
+        fill, default = lambda f: notation.fill(f, name), notation.flops
     for what, given in (("local", local), ("params", params), ("flops", flops)):
         if given is not None and not callable(given):
             raise RuleError(f"{what} of the rule of {name!r} is {given!r}, which can't be called")
@@ -95,7 +100,12 @@ def register_rule(
     if local is None and params is None and kind == "ffi_call":
         params = lambda here: _jax.ffi_on(here.op.params, here.result_shapes)
     run = None if local is None else _run(name, local)
-    REGISTRY[name] = Entry(name, factors, params, run, flops or default, note="registered by the user")
+
+    def filled(f: Factors) -> None:
+        fill(f)
+        f.finite_only = f.finite_only or finite_only
+
+    REGISTRY[name] = Entry(name, _fitted(name, filled), params, run, flops or default, note="registered by the user")
     OWN.add(name)
 
 

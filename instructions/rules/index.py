@@ -248,7 +248,7 @@ def _scatter_min(f: Factors) -> None:
 def _scatter_mul(f: Factors) -> None:
     """Linear in the operand, element by element, once the updates are known."""
     _scatter_factors(f, "")
-    f.linear = ((0,),)
+    f.multiplies((0,))
 
 
 @register("scatter", local=_scatter_on_shard, flops=no_flops)

@@ -53,7 +53,8 @@ def _right_hand_sides(core: int, why: str, axis: Callable[[Op], int]) -> Factors
         f.block((dim for d, dim in enumerate(own) if d != free), why)
         f.operands.append((*batch, *own))
         f.results.append((*batch, *own))
-        f.linear = ((len(others),),)
+        f.multiplies((len(others),))
+        f.finite_only = "which of NaN and infinity a solver gives depends on how many columns it takes at once"
 
     return factors
 
@@ -140,3 +141,4 @@ def _fft(f: Factors) -> None:
     """Real or complex, one way or the other: a sum of transforms is the transform of the sum."""
     _batches(len(f.op.params["fft_lengths"]), "every frequency needs the whole line")(f)
     f.linear = ((0,),)
+    f.finite_only = "a line with an infinity has no transform: whether NaN or infinity stands for it is the kernel's"

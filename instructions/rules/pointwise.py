@@ -8,7 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from hapsynth.instructions.factors import Factors, Local, Triple
+from hapsynth.instructions.factors import Factors, Local, Triple, is_known
 from hapsynth.instructions.layout import P, R
 from hapsynth.instructions.rules.registry import no_flops, register
 
@@ -32,7 +32,7 @@ JOINT = ("add", "add_any", "complex", "sub")
 EACH = ("mul",)
 SAME = ("copy", "layout_constraint", "name", "stop_gradient")
 """The identity, as far as values go."""
-FIRST = ("conj", "div", "imag", "neg", "real", *SAME)
+FIRST = ("conj", "imag", "neg", "real", *SAME)
 
 register(*_NONLINEAR.split(), fusible=True)(pointwise)
 
@@ -48,22 +48,31 @@ def _joint(f: Factors) -> None:
 def _each(f: Factors) -> None:
     """Linear in each operand while the other is fixed."""
     pointwise(f)
-    f.linear = ((0,), (1,))
+    f.multiplies((0,), (1,))
 
 
 @register(*FIRST, fusible=True)
 def _first(f: Factors) -> None:
-    """Linear in the first operand; integer division is not."""
+    """The identity, or linear part by part."""
     pointwise(f)
     name = f.op.name
-    if name == "div" and not jnp.issubdtype(f.op.dtypes[0], jnp.inexact):
-        return
     f.linear = ((0,),)
     if name in SAME:
         f.passes = ((0,),)
     elif name == "neg" and jnp.issubdtype(f.op.dtypes[0], jnp.floating):
         # Not on integers, whose least value is its own negative.
         f.extra += [Triple((P("max"),), (P("min"),)), Triple((P("min"),), (P("max"),))]
+
+
+@register("div", fusible=True)
+def _div(f: Factors) -> None:
+    """Linear in the first operand, unless of integers. A partial sum passes where the divisor is known to be no zero:
+    0 / 0 is NaN, and a device's part may be zero, or of another sign, where the sum is not."""
+    pointwise(f)
+    if jnp.issubdtype(f.op.dtypes[1], jnp.inexact):
+        tiny = float(jnp.finfo(f.op.dtypes[1]).tiny)
+        # What is smaller may be taken for a zero.
+        f.linear = ((0,),) if is_known(f.op, 1, lambda x: ~(np.abs(x) < tiny)) else ()
 
 
 @register("max", "min", fusible=True)

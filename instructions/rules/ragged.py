@@ -103,4 +103,5 @@ def _ragged_dot_general(f: Factors) -> None:
         f.reduce([rhs[group]], "sum")
     if outer:
         f.block((*groups, *([rhs[group]] if group is not None else [])), "each batch has its own first rows of a group")
-    f.linear = ((0,), (1,))
+    f.multiplies((0,), (1,))
+    f.finite_only = "backends compute groups as one product with zeros between them, and 0 x NaN is NaN in other groups"
