@@ -28,8 +28,18 @@ SEVERAL = "hapsynth-plans-1"
 _AGAIN = "synthesize again and save the new plan"
 
 
+_LONGEST, _HEAD, _TAIL = 900, 400, 250
+"""Of messages, in characters: what a file holds may be as large as whoever wrote it likes."""
+
+
 class PlanError(ValueError):
     """A plan file cannot be read, is of another function, or does not pass the checker."""
+
+    def __init__(self, message: str) -> None:
+        if len(message) > _LONGEST:
+            left_out = len(message) - _HEAD - _TAIL
+            message = f"{message[:_HEAD]} ... ({left_out} characters left out) ... {message[-_TAIL:]}"
+        super().__init__(message)
 
 
 def write_plan(path: str | os.PathLike[str], traced: Traced, result: Result, cluster: Cluster) -> None:
@@ -149,10 +159,15 @@ def blamed_on(where: str) -> Generator[None]:
     except PlanError as error:
         raise PlanError(f"{where}: {error}") from None
     except (ProgramError, ClusterError) as error:
-        raise PlanError(f"{where}: was edited, or made by another version: {error}; {_AGAIN}") from error
+        raise PlanError(f"{where}: was edited, or made by another version: {error}; {_AGAIN}") from _brief(error)
     except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError) as error:
         reason = f"has no {error}" if isinstance(error, KeyError) else str(error)
-        raise PlanError(f"{where}: was edited, or made by another version: it {reason}; {_AGAIN}") from error
+        raise PlanError(f"{where}: was edited, or made by another version: it {reason}; {_AGAIN}") from _brief(error)
+
+
+def _brief(error: Exception) -> Exception | None:
+    """The cause, unless a traceback would print too much of it."""
+    return error if len(str(error)) <= _LONGEST else None
 
 
 def plan_from(
