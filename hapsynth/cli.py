@@ -12,8 +12,8 @@ import os
 import sys
 import time
 import warnings
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, redirect_stdout, suppress
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, redirect_stdout, suppress
 from typing import IO, Any
 
 import jax
@@ -65,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return stop.code if isinstance(stop.code, int) else MISUSED
     name = f"hapsynth {options.command}"
     try:
-        with _Session(options) as session:
+        with _told(name), _Session(options) as session:
             session.claim(options)
             return _COMMANDS[options.command](options, session)
     except InfeasibleError as error:
@@ -82,6 +82,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         return FAILED if isinstance(error, BrokenPipeError) else _fail(name, "standard output", error, MISUSED)
     except KeyboardInterrupt as stop:
         return _fail(name, "interrupted", KeyboardInterrupt(str(stop) or "nothing written"), INTERRUPTED)
+
+
+@contextmanager
+def _told(name: str) -> Generator[None]:
+    """What is to be said of the cluster, on standard error, a line each."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("always", ClusterWarning)
+        show = warnings.showwarning
+
+        def tell(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:
+            if issubclass(category, ClusterWarning):
+                print(f"{name}: warning: {message}", file=sys.stderr)
+            else:
+                show(message, category, *where, **more)
+
+        warnings.showwarning = tell
+        yield
 
 
 def _fail(name: str, what: str, error: BaseException, status: int) -> int:
@@ -183,6 +200,7 @@ def _infeasible(
 def _task(options: argparse.Namespace, target: Target, cluster: Cluster, error: InfeasibleError) -> Task:
     def plan(args: tuple[Any, ...], kwargs: Mapping[str, Any], on: Cluster, limit: float | None) -> Plan:
         given = asked(options)
+        warnings.simplefilter("ignore", ClusterWarning)  # It was said of the cluster that there is.
         # With devices left out as well, many more searches would have to fail before one is known to.
         return synthesize(target.fn, args, on, example_kwargs=kwargs, memory_limit=limit, leave_out=False, **given)
 
@@ -206,11 +224,7 @@ def _run(options: argparse.Namespace, session: _Session) -> int:
     # Read and checked before any device is asked for.
     saved, target = loaded(options.plan, options.file, options.function)
     mesh = trial.first_devices(saved.cluster.n)
-    with warnings.catch_warnings(record=True) as warned:
-        warnings.simplefilter("always", ClusterWarning)
-        plan = Plan(saved.traced, saved.result, saved.cluster, mesh, target.fn)
-    for warning in warned:
-        print(f"hapsynth run: warning: {warning.message}", file=sys.stderr)
+    plan = Plan(saved.traced, saved.result, saved.cluster, mesh, target.fn)
     args, kwargs = example_arguments(plan.traced, target.args, target.kwargs, options.seed)
     try:
         with activity() as tell:
