@@ -37,7 +37,7 @@ from hapsynth.report.advice import advice_record, advise, print_advice
 from hapsynth.report.cost_tables import print_costs
 from hapsynth.report.costs import cost_lines, cost_record
 from hapsynth.report.explain import Explainer, find_value
-from hapsynth.report.model_file import Target, Targets, UsageError, load_target
+from hapsynth.report.model_file import Target, Targets, UsageError, holds_json, load_target
 from hapsynth.report.output import STDOUT, Outputs
 from hapsynth.report.progress import activity, progress
 from hapsynth.report.remedies import Task, print_remedies, remedies, remedies_record
@@ -67,6 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         with _told(name), _Session(options) as session:
             session.claim(options)
+            _in_order(options)
             return _COMMANDS[options.command](options, session)
     except InfeasibleError as error:
         return _fail(name, "infeasible", error, FAILED)
@@ -129,6 +130,12 @@ class _Session(ExitStack):
     @property
     def out(self) -> Console | None:
         return None if self.quiet else console(self.stdout)
+
+
+def _in_order(options: argparse.Namespace) -> None:
+    """Some commands have the plan first, some the model file: either order does."""
+    if options.command in ("run", "explain", "export") and holds_json(options.file) and not holds_json(options.plan):
+        options.plan, options.file = options.file, options.plan
 
 
 def _search(options: argparse.Namespace, session: _Session) -> int:
