@@ -71,7 +71,8 @@ def write_text(path: str | os.PathLike[str], text: str) -> None:
 
 
 def plan_to_dict(traced: Traced, result: Result, cluster: Cluster) -> dict[str, Any]:
-    """A plan as plain strings, numbers, lists and dicts. Infinite numbers are strings."""
+    """A plan as plain strings, numbers, lists and dicts. Infinite numbers are strings. Nothing in it is of the run that
+    made it, so that the same plan is the same file."""
     graph = traced.graph
     return {
         "schema": SCHEMA,
@@ -103,7 +104,6 @@ def plan_to_dict(traced: Traced, result: Result, cluster: Cluster) -> dict[str, 
         "memory_bytes": [number_of(x) for x in result.memory_bytes],
         "memory_limit_bytes": [number_of(x) for x in result.memory_limit_bytes],
         "replicated_primitives": list(result.replicated_primitives),
-        "timings_s": {name: number_of(x) for name, x in result.timings_s.items()},
     }
 
 
@@ -210,7 +210,6 @@ def _plan_from_dict(data: Mapping[str, Any], traced: Traced) -> tuple[Traced, Re
         memory_bytes=_per_device(data, "memory_bytes", cluster.n),
         memory_limit_bytes=_per_device(data, "memory_limit_bytes", cluster.n),
         replicated_primitives=tuple(map(str, data["replicated_primitives"])),
-        timings_s={str(k): read_number(v) for k, v in data["timings_s"].items()},
         devices=devices,
         with_all_s=read_number(certificate["with_all_s"]) if "with_all_s" in certificate else None,
         ratio_bound_s=read_number(certificate.get("ratio_bound_s", 0.0)),

@@ -90,6 +90,19 @@ def test_an_edited_file_is_refused(plan: Plan, tmp_path: Path, name: str) -> Non
     assert "plan.json" in str(caught.value)
 
 
+def test_files_of_versions_that_wrote_times_are_read(plan: Plan, tmp_path: Path) -> None:
+    file = tmp_path / "plan.json"
+    plan.save(file)
+    data = json.loads(file.read_text())
+    assert "timings_s" not in data
+    file.write_text(json.dumps({**data, "timings_s": {"total_s": 1.5}}))
+    again = load(file, step, step_args())
+    assert again.sizes.shares == plan.sizes.shares
+    again.save(tmp_path / "again.json")
+    plan.save(file)
+    assert (tmp_path / "again.json").read_bytes() == file.read_bytes()
+
+
 HOSTILE: dict[str, Callable[[dict[str, Any]], Any]] = {
     "a shape": lambda d: edit(d, "function", "inputs", 0, 1, to=[7] * 100_000),
     "a path": lambda d: edit(d, "function", "inputs", 0, 0, to="['w']" * 100_000),
