@@ -155,7 +155,7 @@ def noise(reference: Reference, arrays: Sequence[Any], want: Sequence[Any]) -> l
     for epsilon in sorted({e for e in digits if e}):
         for seed in range(_NOISE_RUNS):
             rng = np.random.default_rng(seed)
-            again = reference([_nudged(rng, x, epsilon) for x in arrays])
+            again = reference([nudged(rng, x, epsilon) for x in arrays])
             for leaf, (a, b, e) in enumerate(zip(again, want, digits)):
                 if e == epsilon:
                     moved[leaf].append(_distance(a, b))
@@ -167,7 +167,8 @@ _CLEAR = 8.0
 """An error of more than this many times the noise is no rounding error."""
 
 
-def _nudged(rng: np.random.Generator, x: Any, epsilon: float) -> Any:
+def nudged(rng: np.random.Generator, x: Any, epsilon: float) -> Any:
+    """An argument moved by one unit in the last place, up or down; whole numbers stay (`noise`)."""
     if not 0 < _epsilon(x) <= epsilon:
         return x
     wide = _wide(x)
