@@ -4,11 +4,11 @@
     python tests/fuzz.py --first 123 --count 1         # one of them again
 
 Networks are so fast that whatever can be cut is cut, by the speeds of unlike devices: on one mesh axis or two, in
-switch form or staged, some devices too slow for any share. Of a part of them (`--nonfinite`) the arguments hold NaN, inf,
--inf and zeros. What is not finite must be so in the same places, integers the same, floats as close as `hapsynth.check`
-asks. A leaf that one device's own run changes in this way when arguments move by one unit in their last place is a knife
-edge: it is counted apart. Exit status 1 where anything differs or fails. A seed's case depends on no other option than
-`--nonfinite`.
+switch form or staged, some devices too slow for any share. Of a part of them (`--nonfinite`) the arguments hold NaN,
+inf, -inf and zeros. What is not finite must be so in the same places, integers the same, floats as close as
+`hapsynth.check` asks. A leaf that one device's own run changes in this way when arguments move by one unit in their
+last place is a knife edge: it is counted apart. Exit status 1 where anything differs or fails. A seed's case depends
+on no other option than `--nonfinite`.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def compared(plan: Any, fn: Any, args: Any) -> tuple[str, str]:
     from hapsynth.check import Reference, compare
 
     leaves = jax.tree.leaves(args)
-    got = jax.tree.leaves(plan.unshard(plan(*plan.shard(*args))))
+    got = jax.tree.leaves(plan.unshard(plan(*args)))
     reference = Reference(fn, plan.traced, leaves, jax.devices()[0])
     errors = compare(reference, leaves, got, RTOL)
     wrong = {path: i for i, (path, error) in enumerate(zip(plan.traced.out_paths, errors, strict=True)) if error > RTOL}

@@ -1,6 +1,7 @@
 """Random whole functions on random clusters: planned by the search, lowered, compared with plain JAX.
 
-Run more seeds than the suite does with `HAPSYNTH_FUZZ=100:400 pytest tests/test_fuzz.py`.
+Run more seeds than the suite does with `HAPSYNTH_FUZZ=100:400 pytest tests/test_fuzz.py`, and many more, each with a
+plan that is uneven, with `python tests/fuzz.py`, of which there are a few here.
 """
 
 from __future__ import annotations
@@ -9,7 +10,9 @@ import os
 import random
 from typing import Any
 
+import fuzz
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from random_functions import RandomFunction, pick
@@ -61,3 +64,41 @@ def test_a_random_function_on_a_random_cluster(seed: int) -> None:
     # Loops of drawn bodies amplify rounding: what differs by 1e-4 in float32 agrees to 1e-12 in float64.
     errors = compare(reference, leaves, got, rtol=1e-3)
     assert max(errors) <= 1e-3, dict(zip(plan.traced.out_paths, errors))
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_plan_that_is_uneven(seed: int) -> None:
+    outcome = fuzz.tried(seed, nonfinite=0.5)
+    assert outcome.verdict == fuzz.SAME, outcome
+    assert outcome.uneven
+
+
+def square(x: Any) -> Any:
+    return x * x, (x > 0).sum(), jnp.where(x > 3, jnp.inf, x).max()
+
+
+WRONG = {
+    "a value": (0, lambda x: (square(x)[0] * 1.01, *square(x)[1:])),
+    "a NaN": (0, lambda x: (jnp.where(jnp.arange(24) == 7, jnp.nan, x * x), *square(x)[1:])),
+    "an integer": (1, lambda x: (x * x, (x > 0).sum() + 1, square(x)[2])),
+    "an infinity": (2, lambda x: (x * x, (x > 0).sum(), -square(x)[2])),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_the_driver_finds_what_differs(name: str) -> None:
+    output, wrong = WRONG[name]
+    args = (np.linspace(-4, 4, 24, dtype=np.float32),)
+    plan = hapsynth.synthesize(square, args, first_devices(4), cluster=slow_cluster(SPEEDS["3:1"]), leave_out=False)
+    assert fuzz.compared(plan, square, args) == (fuzz.SAME, "")
+    verdict, note = fuzz.compared(plan, wrong, args)
+    assert verdict == fuzz.MISMATCH
+    assert note.startswith(f"output[{output}]")
+
+
+def test_a_knife_edge_is_told_from_an_error() -> None:
+    x = np.linspace(0.1, 2.4, 24, dtype=np.float32)
+    above = lambda x: ((x > x[0] * 11).sum(), x.sum())
+    plan = hapsynth.synthesize(above, (x,), first_devices(4), cluster=slow_cluster(SPEEDS["3:1"]), leave_out=False)
+    assert fuzz.compared(plan, lambda x: ((x >= x[0] * 11).sum(), x.sum()), (x,)) == (fuzz.EDGE, "[0]")
+    assert fuzz.compared(plan, lambda x: ((x >= x[0] * 11).sum(), -x.sum()), (x,))[0] == fuzz.MISMATCH
