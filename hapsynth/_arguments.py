@@ -19,6 +19,7 @@ from jax.tree_util import (
     treedef_children,
 )
 
+from hapsynth import _jax
 from hapsynth.exchange import exchange
 from hapsynth.lower import Lowered, Shards, Staged, Storage
 from hapsynth.sharded_array import ShardedArray, plain
@@ -243,10 +244,7 @@ def wrap(storage: Storage | None, stored: Any) -> Any:
 def described(leaf: Any, path: str) -> tuple[tuple[int, ...], Any]:
     """Shape and dtype of what is given for an array leaf. Raises TypeError for what is no array."""
     if isinstance(leaf, Tracer):
-        raise TypeError(
-            f"argument {path} is being traced: a plan is a compiled program of its own and cannot be called inside "
-            "jit, grad or vmap; put the outer function into hapsynth.synthesize instead"
-        )
+        raise _jax.InsideTraceError(f"argument {path} is being traced: {_jax.NOT_INSIDE}")
     if not isinstance(leaf, (bool, int, float, complex)) and not hasattr(leaf, "__array__"):
         raise TypeError(f"argument {path} is {leaf!r}; the plan wants an array there")
     try:

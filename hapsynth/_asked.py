@@ -9,9 +9,11 @@ from typing import Any
 
 import jax
 
+from hapsynth import _units
 from hapsynth._forms import Form
 from hapsynth._jax import is_extended
-from hapsynth.cluster import Cluster
+from hapsynth._warn import warn_user
+from hapsynth.cluster import Cluster, ClusterWarning
 from hapsynth.frequency import Expectation, expecting
 from hapsynth.graph import Value
 from hapsynth.instructions.layout import Layout, is_consistent, parse_layout
@@ -45,6 +47,20 @@ def check_positive(name: str, value: Any, unit: str) -> None:
         raise TypeError(f"{name} is {value!r}; give a number of {unit}")
     if not float(value) > 0:
         raise ValueError(f"{name} is {value!r}; give a positive number of {unit}")
+
+
+def tell_lesser_memory(cluster: Cluster, limit: float | None) -> None:
+    """Warn where a limit is beyond what devices have, which holds then: `Room.of`."""
+    less = [k for k in cluster.devices if limit is not None and k.memory < limit]
+    if limit is None or not less:
+        return
+    kinds = {k.name: _units.format(float(k.memory), _units.MEMORY) for k in less}
+    has = ", ".join(f"{name}: {memory}" for name, memory in kinds.items())
+    warn_user(
+        f"memory_limit is {_units.format(float(limit), _units.MEMORY)}, and {len(less)} of {cluster.n} devices have "
+        f"less ({has}): these keep to what they have; what a device has is said by the cluster (kinds.NAME.memory)",
+        ClusterWarning,
+    )
 
 
 def check_dict(name: str, value: Any, of: str = "") -> None:

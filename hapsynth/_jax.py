@@ -291,9 +291,27 @@ def scope_name(eqn: Any) -> str:
     return str(getattr(eqn.source_info, "name_stack", "") or "")
 
 
+NOT_INSIDE = (
+    "a plan is a compiled program of its own and cannot be called inside jit, grad or vmap; put the outer "
+    "function into hapsynth.synthesize instead"
+)
+
+
+class InsideTraceError(TypeError):
+    """What runs by itself was called while JAX traces a function, even with arguments that are not traced."""
+
+
+def on_mesh(mesh: jax.sharding.Mesh) -> Any:
+    """The context of `jax.set_mesh`. Raises InsideTraceError where JAX is tracing and lets no mesh be set."""
+    try:
+        return jax.set_mesh(mesh)
+    except ValueError as error:
+        raise InsideTraceError(f"JAX is tracing a function: {NOT_INSIDE}") from error
+
+
 def no_mesh() -> Any:
     """A context without the mesh of `jax.set_mesh`, under which JAX refuses arrays that lie on other devices."""
-    return jax.set_mesh(jax.sharding.Mesh(np.empty((), object), ()))
+    return on_mesh(jax.sharding.Mesh(np.empty((), object), ()))
 
 
 def wide_floats() -> Any:

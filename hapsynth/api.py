@@ -9,7 +9,14 @@ from typing import Any, cast, overload
 
 import jax
 
-from hapsynth._asked import check_positive, devices_of, holds_exact, layouts_of, traced_as_asked
+from hapsynth._asked import (
+    check_positive,
+    devices_of,
+    holds_exact,
+    layouts_of,
+    tell_lesser_memory,
+    traced_as_asked,
+)
 from hapsynth._forms import Form, check_form
 from hapsynth._ratios import Ratios, pins_of
 from hapsynth.cluster import Cluster
@@ -98,7 +105,8 @@ def synthesize(
     by which everything that the plan cuts has to be cut; or class -> one per shard, as in `Plan.ratios`, for just those
     classes (`"[1]['x'].0"`, dimension 0 of an argument, names its class too). `expect`: source line of a `while_loop`
     or `cond`, e.g. `"train.py:40"` -> its trips (10 by default), or how often its predicate is true (each branch is
-    taken to be as frequent as the others by default; give a sequence for a `switch`). `memory_limit`: bytes per device.
+    taken to be as frequent as the others by default; give a sequence for a `switch`). `memory_limit`: bytes per device;
+    a device that has less keeps to what it has, with a `ClusterWarning`.
     `leave_out`: whether the plan may leave out devices that would make the step slower (`Plan.devices` are those that
     it uses, `Plan.mesh` is a mesh of them); none is left out where `fixed` or `ratios` say how things lie on them all.
     `time_budget_s`: seconds after which the best plan so far is returned with its gap. `progress`: called now and then
@@ -130,6 +138,7 @@ def synthesize(
     check_positive("time_budget_s", time_budget_s, "seconds")
     check_form(form)
     devices, cluster = devices_of(mesh, cluster)
+    tell_lesser_memory(cluster, memory_limit)
     if isinstance(fn, Mapping):
         if recompute:
             raise TypeError("recompute is for one function: use jax.checkpoint in these, or plan one by itself")

@@ -261,7 +261,7 @@ def noise(reference: Reference, arrays: Sequence[Any], want: Sequence[Any], runs
     for epsilon in sorted({e for e in digits if e}):
         for seed in range(runs):
             rng = np.random.default_rng(seed)
-            again = reference([_nudged(rng, x, e if (e := _epsilon(x)) <= epsilon else 0.0) for x in arrays])
+            again = reference([nudged(rng, x, e if (e := _epsilon(x)) <= epsilon else 0.0) for x in arrays])
             for leaf, (a, b, e) in enumerate(zip(again, want, digits)):
                 if e == epsilon:
                     moved[leaf].append(_distance(a, b))
@@ -305,7 +305,7 @@ def _by_widening(
             break
         if seed:
             rng = np.random.default_rng(seed)
-            near = [_nudged(rng, x, max(e, reference.epsilon) if (e := _epsilon(x)) else 0.0) for x in arrays]
+            near = [nudged(rng, x, max(e, reference.epsilon) if (e := _epsilon(x)) else 0.0) for x in arrays]
             want, wide = reference(near), reference.widened(near)
             if wide is None:
                 break
@@ -350,7 +350,7 @@ def _times_as_far(plan: float, function: float) -> float:
     return plan / function if function else float("inf")
 
 
-def _nudged(rng: np.random.Generator, x: Any, by: float) -> Any:
+def nudged(rng: np.random.Generator, x: Any, by: float) -> Any:
     """The values that are not whole, each a little larger or smaller, by this part of it."""
     if not by:
         return x

@@ -12,8 +12,8 @@ import os
 import sys
 import time
 import warnings
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, redirect_stdout, suppress
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, redirect_stdout, suppress
 from typing import IO, Any
 
 import jax
@@ -37,7 +37,7 @@ from hapsynth.report.advice import advice_record, advise, print_advice
 from hapsynth.report.cost_tables import print_costs
 from hapsynth.report.costs import cost_lines, cost_record
 from hapsynth.report.explain import Explainer, find_value
-from hapsynth.report.model_file import Target, Targets, UsageError, load_target
+from hapsynth.report.model_file import Target, Targets, UsageError, holds_json, load_target
 from hapsynth.report.output import STDOUT, Outputs
 from hapsynth.report.progress import activity, progress
 from hapsynth.report.remedies import Task, print_remedies, remedies, remedies_record
@@ -65,8 +65,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return stop.code if isinstance(stop.code, int) else MISUSED
     name = f"hapsynth {options.command}"
     try:
-        with _Session(options) as session:
+        with _told(name), _Session(options) as session:
             session.claim(options)
+            _in_order(options)
             return _COMMANDS[options.command](options, session)
     except InfeasibleError as error:
         return _fail(name, "infeasible", error, FAILED)
@@ -82,6 +83,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         return FAILED if isinstance(error, BrokenPipeError) else _fail(name, "standard output", error, MISUSED)
     except KeyboardInterrupt as stop:
         return _fail(name, "interrupted", KeyboardInterrupt(str(stop) or "nothing written"), INTERRUPTED)
+
+
+@contextmanager
+def _told(name: str) -> Generator[None]:
+    """What is to be said of the cluster, on standard error, a line each."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("always", ClusterWarning)
+        show = warnings.showwarning
+
+        def tell(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:
+            if issubclass(category, ClusterWarning):
+                print(f"{name}: warning: {message}", file=sys.stderr)
+            else:
+                show(message, category, *where, **more)
+
+        warnings.showwarning = tell
+        yield
 
 
 def _fail(name: str, what: str, error: BaseException, status: int) -> int:
@@ -112,6 +130,12 @@ class _Session(ExitStack):
     @property
     def out(self) -> Console | None:
         return None if self.quiet else console(self.stdout)
+
+
+def _in_order(options: argparse.Namespace) -> None:
+    """Some commands have the plan first, some the model file: either order does."""
+    if options.command in ("run", "explain", "export") and holds_json(options.file) and not holds_json(options.plan):
+        options.plan, options.file = options.file, options.plan
 
 
 def _search(options: argparse.Namespace, session: _Session) -> int:
@@ -183,6 +207,7 @@ def _infeasible(
 def _task(options: argparse.Namespace, target: Target, cluster: Cluster, error: InfeasibleError) -> Task:
     def plan(args: tuple[Any, ...], kwargs: Mapping[str, Any], on: Cluster, limit: float | None) -> Plan:
         given = asked(options)
+        warnings.simplefilter("ignore", ClusterWarning)  # It was said of the cluster that there is.
         # With devices left out as well, many more searches would have to fail before one is known to.
         return synthesize(target.fn, args, on, example_kwargs=kwargs, memory_limit=limit, leave_out=False, **given)
 
@@ -206,11 +231,7 @@ def _run(options: argparse.Namespace, session: _Session) -> int:
     # Read and checked before any device is asked for.
     saved, target = loaded(options.plan, options.file, options.function)
     mesh = trial.first_devices(saved.cluster.n)
-    with warnings.catch_warnings(record=True) as warned:
-        warnings.simplefilter("always", ClusterWarning)
-        plan = Plan(saved.traced, saved.result, saved.cluster, mesh, target.fn)
-    for warning in warned:
-        print(f"hapsynth run: warning: {warning.message}", file=sys.stderr)
+    plan = Plan(saved.traced, saved.result, saved.cluster, mesh, target.fn)
     args, kwargs = example_arguments(plan.traced, target.args, target.kwargs, options.seed)
     try:
         with activity() as tell:

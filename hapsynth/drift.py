@@ -67,7 +67,7 @@ def leaf_drift(path: str, storage: Storage, stored: Any) -> LeafDrift:
     if _jax.is_extended(storage.dtype):
         with _jax.no_mesh():
             stored = jax.random.key_data(stored)
-    with jax.set_mesh(storage.mesh):
+    with _jax.on_mesh(storage.mesh):
         found = _comparing(storage.mesh, storage.spec, copied_along(storage), _lengths(storage))(stored)
     apart, largest, differs = (x.item() for x in map(np.asarray, found))
     relative = 0.0 if apart == 0 else apart / largest if largest else float("inf")
@@ -78,12 +78,12 @@ def resynced(storage: Storage, stored: Any) -> Any:
     """The stored array with the first device's copy on all that hold the same part; as `leaf_drift`."""
     copy = _copying(storage.mesh, storage.spec, copied_along(storage), storage.weak_type)
     if not _jax.is_extended(storage.dtype):
-        with jax.set_mesh(storage.mesh):
+        with _jax.on_mesh(storage.mesh):
             copied = copy(storage.padded(stored))
         return storage.unpadded(copied)
     with _jax.no_mesh():
         data = jax.random.key_data(stored)
-    with jax.set_mesh(storage.mesh):
+    with _jax.on_mesh(storage.mesh):
         data = copy(data)
     with _jax.no_mesh():
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(stored))

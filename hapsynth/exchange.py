@@ -13,6 +13,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
+from hapsynth import _jax
 from hapsynth.lower import Storage, with_weak_type
 
 
@@ -46,7 +47,7 @@ def exchange(source: Storage, target: Storage, stored: Any) -> Any | None:
             return stored
         # Of the other form: the shards that need neither padding nor cutting would be the same memory.
         return target.duplicate(target.unpadded(source.padded(stored)))
-    with jax.set_mesh(source.mesh):
+    with _jax.on_mesh(source.mesh):
         moved = exchanger(source.mesh, source.spec, steps, target.weak_type)(source.padded(stored))
     return target.unpadded(moved)
 

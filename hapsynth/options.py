@@ -125,7 +125,7 @@ def _add_together(parser: argparse.ArgumentParser) -> None:
 def _add_planning(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--cluster", metavar="C.toml", required=True, help="the devices and links to plan for")
     parser.add_argument("--time-budget", metavar="S", type=_seconds, help="seconds; then the best so far, with its gap")
-    parser.add_argument("--memory-limit", metavar="SIZE", type=_memory, help='per device, e.g. "12 GiB"')
+    parser.add_argument("--memory-limit", metavar="SIZE", type=_memory, help='per device that has more, e.g. "12 GiB"')
     parser.add_argument(
         "--recompute",
         action="store_true",

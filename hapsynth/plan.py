@@ -6,7 +6,7 @@ import os
 import platform
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 from jax.sharding import Mesh
@@ -33,7 +33,7 @@ from hapsynth.lower import (
     unsupported,
 )
 from hapsynth.plan_file import PlanError, read_plan, write_plan, write_text
-from hapsynth.planned import Planned
+from hapsynth.planned import AbsentError, Planned
 from hapsynth.rebalance import THRESHOLD, propose, slowdowns
 from hapsynth.search.result import Result
 from hapsynth.shapes import Buckets, for_shapes
@@ -93,7 +93,7 @@ class Plan(Planned):
     def function(self) -> Callable[..., Any]:
         """`fn`; RuntimeError for a plan that was made without."""
         if self.fn is None:
-            raise RuntimeError("this plan does not hold its function: load it with hapsynth.load(path, fn, ...)")
+            raise AbsentError("this plan does not hold its function: load it with hapsynth.load(path, fn, ...)")
         return self.fn
 
     # Running
@@ -156,12 +156,12 @@ class Plan(Planned):
 
     def _lower(self, donate: bool) -> Lowered | Staged:
         if self.mesh is None:
-            raise RuntimeError(
+            raise AbsentError(
                 f"this plan was made for the cluster {self.cluster.name!r} without its devices: save it with "
                 "plan.save(path) and load it where they are with hapsynth.load(path, fn, example_args, mesh)"
             )
         if not self.mesh.local_devices:
-            raise RuntimeError(
+            raise AbsentError(
                 f"the plan uses devices {list(self.devices)} of the cluster {self.cluster.name!r}, and this process "
                 "has none of them: leave it out of the run, or synthesize with leave_out=False"
             )
@@ -395,6 +395,19 @@ class Plan(Planned):
     def argument_paths(self) -> list[str]:
         """The path of every leaf of the arguments, of those too that are no arrays."""
         return self._arguments.paths
+
+    def __copy__(self) -> Plan:
+        """Itself: a plan does not change."""
+        return self
+
+    def __deepcopy__(self, memo: object) -> Plan:
+        return self
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise TypeError(
+            "a plan can't be pickled, as it holds devices, a function and what was compiled: write it with "
+            "plan.save(path) and read it with hapsynth.load(path, fn, example_args, mesh)"
+        )
 
     def __repr__(self) -> str:
         some = f"{len(self.devices)} of {self.cluster.n} devices of " if len(self.devices) < self.cluster.n else ""

@@ -29,8 +29,18 @@ SEVERAL = "hapsynth-plans-1"
 _AGAIN = "synthesize again and save the new plan"
 
 
+_LONGEST, _HEAD, _TAIL = 900, 400, 250
+"""Of messages, in characters: what a file holds may be as large as whoever wrote it likes."""
+
+
 class PlanError(ValueError):
     """A plan file cannot be read, is of another function, or does not pass the checker."""
+
+    def __init__(self, message: str) -> None:
+        if len(message) > _LONGEST:
+            left_out = len(message) - _HEAD - _TAIL
+            message = f"{message[:_HEAD]} ... ({left_out} characters left out) ... {message[-_TAIL:]}"
+        super().__init__(message)
 
 
 def write_plan(path: str | os.PathLike[str], traced: Traced, result: Result, cluster: Cluster) -> None:
@@ -62,7 +72,8 @@ def write_text(path: str | os.PathLike[str], text: str) -> None:
 
 
 def plan_to_dict(traced: Traced, result: Result, cluster: Cluster) -> dict[str, Any]:
-    """A plan as plain strings, numbers, lists and dicts. Infinite numbers are strings."""
+    """A plan as plain strings, numbers, lists and dicts. Infinite numbers are strings. Nothing in it is of the run that
+    made it, so that the same plan is the same file."""
     graph = traced.graph
     return {
         "schema": SCHEMA,
@@ -95,7 +106,6 @@ def plan_to_dict(traced: Traced, result: Result, cluster: Cluster) -> dict[str, 
         "memory_bytes": [number_of(x) for x in result.memory_bytes],
         "memory_limit_bytes": [number_of(x) for x in result.memory_limit_bytes],
         "replicated_primitives": list(result.replicated_primitives),
-        "timings_s": {name: number_of(x) for name, x in result.timings_s.items()},
     }
 
 
@@ -151,10 +161,15 @@ def blamed_on(where: str) -> Generator[None]:
     except PlanError as error:
         raise PlanError(f"{where}: {error}") from None
     except (ProgramError, ClusterError) as error:
-        raise PlanError(f"{where}: was edited, or made by another version: {error}; {_AGAIN}") from error
+        raise PlanError(f"{where}: was edited, or made by another version: {error}; {_AGAIN}") from _brief(error)
     except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError) as error:
         reason = f"has no {error}" if isinstance(error, KeyError) else str(error)
-        raise PlanError(f"{where}: was edited, or made by another version: it {reason}; {_AGAIN}") from error
+        raise PlanError(f"{where}: was edited, or made by another version: it {reason}; {_AGAIN}") from _brief(error)
+
+
+def _brief(error: Exception) -> Exception | None:
+    """The cause, unless a traceback would print too much of it."""
+    return error if len(str(error)) <= _LONGEST else None
 
 
 def plan_from(
@@ -198,7 +213,6 @@ def _plan_from_dict(data: Mapping[str, Any], traced: Traced) -> tuple[Traced, Re
         memory_bytes=_per_device(data, "memory_bytes", cluster.n),
         memory_limit_bytes=_per_device(data, "memory_limit_bytes", cluster.n),
         replicated_primitives=tuple(map(str, data["replicated_primitives"])),
-        timings_s={str(k): read_number(v) for k, v in data["timings_s"].items()},
         devices=devices,
         unpriced_primitives=unknown,
         with_all_s=read_number(certificate["with_all_s"]) if "with_all_s" in certificate else None,

@@ -13,6 +13,10 @@ from hapsynth.search.result import Result
 from hapsynth.trace import Traced
 
 
+class AbsentError(AttributeError, ValueError, RuntimeError):
+    """An attribute that this plan can't have, with the reason: to `hasattr` it is not there."""
+
+
 class Planned:
     """What was planned of a traced function for a cluster."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import copy
 from typing import Any, NoReturn
 
 import jax
@@ -118,6 +119,19 @@ class ShardedArray:
         where = f"{self.layout} as {sizes} on {', '.join(map(repr, self.sharding.mesh.axis_names))}"
         return f"ShardedArray({self.dtype}{list(self.shape)}, {where}{', deleted' if self.is_deleted() else ''})"
 
+    def __copy__(self) -> ShardedArray:
+        """In memory of its own, as of any array."""
+        return ShardedArray(self._storage, self._storage.duplicate(alive(self)._data))
+
+    def __deepcopy__(self, memo: object) -> ShardedArray:
+        return copy(self)
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise ShardedArrayTypeError(
+            f"{self!r} can't be pickled, as it lies on devices: write the state with plan.save_state(path, state), or "
+            "pickle plan.unshard(x)"
+        )
+
     def _explain(self, what: str) -> str:
         return (
             f"{what} {self!r} is not possible: its shards are of unlike length, which no JAX array can be. "
@@ -170,14 +184,20 @@ def plain(leaf: Any) -> Any:
     return whole(leaf) if isinstance(leaf, ShardedArray) else leaf
 
 
+def alive(leaf: Any) -> Any:
+    """The leaf itself; RuntimeError for one that was consumed."""
+    if isinstance(leaf, (ShardedArray, jax.Array)) and leaf.is_deleted():
+        what = f"{leaf.dtype}{list(leaf.shape)}"
+        raise RuntimeError(f"{what} has been deleted: a plan consumed it and returned its successor; use that")
+    return leaf
+
+
 def whole(leaf: Any) -> Any:
     """A leaf as a NumPy array (a typed key: an unsharded key array) of its logical shape; what is no array as it is.
 
     RuntimeError for one that was consumed. In a run of several processes all must call.
     """
-    if isinstance(leaf, (ShardedArray, jax.Array)) and leaf.is_deleted():
-        what = f"{leaf.dtype}{list(leaf.shape)}"
-        raise RuntimeError(f"{what} has been deleted: a plan consumed it and returned its successor; use that")
+    leaf = alive(leaf)
     if isinstance(leaf, ShardedArray):
         return leaf.storage.fetch(leaf.data)
     return host_array(leaf) if isinstance(leaf, jax.Array) else leaf

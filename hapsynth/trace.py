@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -96,8 +96,17 @@ def trace(
             full[i] = leaf
         call_args, call_kwargs = jax.tree_util.tree_unflatten(in_tree, full)
         out = fn(*call_args, **call_kwargs)
-        out_flat, out_tree = jax.tree_util.tree_flatten(out)
-        paths = [jax.tree_util.keystr(p) for p, _ in jax.tree_util.tree_flatten_with_path(out)[0]]
+        # JAX warns of an iterator that it takes for a leaf.
+        once = lambda leaf: isinstance(leaf, Iterator)
+        out_flat, out_tree = jax.tree_util.tree_flatten(out, is_leaf=once)
+        paths = [jax.tree_util.keystr(p) for p, _ in jax.tree_util.tree_flatten_with_path(out, is_leaf=once)[0]]
+        for path, leaf in zip(paths, out_flat, strict=True):
+            if once(leaf):
+                what = f"output {path} is" if path else "the function returns"
+                raise TraceError(
+                    f"{what} a {type(leaf).__name__}, which jax.jit refuses too: what it gives is computed after the "
+                    "function has returned; return a list or tuple of it"
+                )
         keep = [i for i, leaf in enumerate(out_flat) if is_array_like(leaf)]
         out_info.update(
             tree=out_tree, paths=paths, keep=keep, static={i: x for i, x in enumerate(out_flat) if i not in set(keep)}

@@ -103,8 +103,7 @@ def _run(hunt: Hunt, starts: Sequence[Ints]) -> None:
 def _starts(problem: Problem, start: Assignment | Sequence[Assignment] | None) -> Iterator[Ints]:
     if start is None:
         return
-    rows = np.asarray(start, dtype=np.int64)
-    for row in rows.reshape(-1, rows.shape[-1]) if rows.size else rows.reshape(-1, 0):
+    for row in np.atleast_2d(np.asarray(start, dtype=np.int64)):
         if row.size != len(problem.unary):
             raise ValueError(f"start has {row.size} states; the problem has {len(problem.unary)} variables")
         for i, (s, unary) in enumerate(zip(row.tolist(), problem.unary, strict=True)):

@@ -110,7 +110,8 @@ class Maker:
         return rest + sizer.bound(candidate.sizes, self.limit)
 
     def full_ops(self, candidate: Candidate) -> dict[int, float]:
-        """The op at which a program holds the most and others far from it at which it holds too much -> bytes held."""
+        """The op at which a program holds the most and others far from it at which it holds too much -> bytes held. Of
+        a program without ops it is the end (`liveness.py`)."""
         profile = candidate.sizer.memory
         alive = profile.at(candidate.over or candidate.sizes).reshape(-1, profile.phases).max(axis=1)
         ops = [i.op if isinstance(i, Compute) else -1 for i in candidate.program.instructions]
@@ -119,6 +120,6 @@ class Maker:
         while len(found) < _POINTS and (not found or alive.max() > self.limit):
             point = int(alive.argmax())
             near = (op for op in (*ops[max(0, point - 1) :], *ops[:point][::-1]) if op >= 0)
-            found.setdefault(next(near, 0), float(alive[point]))
+            found.setdefault(next(near, len(self.costs.graph.ops)), float(alive[point]))
             alive[max(0, point - apart) : point + apart] = -np.inf
         return found

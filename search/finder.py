@@ -50,7 +50,7 @@ next search's dual begins from less: 5e-3 made BERT-base on 2x4 slower."""
 class Finder:
     """Finds programs for one graph on one cluster, in which every device takes part.
 
-    `memory_limit`: bytes per device, None for what the devices have. `base`: a finder of the same graph on other
+    `memory_limit`: bytes per device (`Room.of`), None for what they have. `base`: a finder of the same graph on other
     devices, whose tables this one shares. `pins`: ratios that are asked for. `exact`: how shards are stored (`Room`).
     """
 

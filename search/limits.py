@@ -93,6 +93,8 @@ class Limits:
                 continue
             shared = not self.at_least and self.liveness.is_used_around(value, alive.op)
             yield variable, self._held(value, shared)[:, st.choices[variable].option], []
+        if alive.op == len(self.graph.ops):
+            return
         variable = st.op_variable[alive.op]
         yield variable, self._made_bytes(alive, st.choices[variable]), []
         for value in alive.read:
@@ -104,14 +106,15 @@ class Limits:
         """Bytes that a device holds at least while an op runs, whatever is chosen."""
         st, alive = self.structure, self._alive(op)
         least = [self._held(v, False).min(axis=1).tolist() for v in (*alive.bystanders, *alive.read)]
-        made = self._made_bytes(alive, st.choices[st.op_variable[op]]).min(axis=1)
-        return max(math.fsum(held[k] for held in least) + float(made[k]) for k in range(self.sums))
+        if op < len(self.graph.ops):
+            least.append(self._made_bytes(alive, st.choices[st.op_variable[op]]).min(axis=1).tolist())
+        return max(math.fsum(held[k] for held in least) for k in range(self.sums))
 
     def fullest_near(self, op: int) -> int:
         """Of an op and those that take what it makes, the one at which most is held whatever the order: one that waits
         for little may run at another time."""
         near = [op]
-        for _ in range(_TAKERS):
+        for _ in range(_TAKERS if self.graph.ops else 0):
             takers = [o for v in self.graph.ops[near[-1]].results for o, _ in self.graph.uses[v]]
             near += [min(takers)] if takers else []
         return max(near, key=self.least_at)

@@ -18,7 +18,8 @@ from hapsynth.instructions.rules.registry import is_fusible
 
 @dataclass(frozen=True, eq=False)
 class Alive:
-    """What op `op` finds in memory: values that it only passes by, those it reads, those it makes."""
+    """What op `op` finds in memory: values that it only passes by, those it reads, those it makes. Op `len(ops)` is the
+    end, which makes nothing: what a graph without ops holds is held there."""
 
     op: int
     bystanders: tuple[int, ...]
@@ -73,10 +74,12 @@ class Liveness:
 
     def at(self, op: int) -> Alive:
         """What is alive while an op runs."""
+        there = np.flatnonzero((self.first <= op) & (self.last >= op)).tolist()
+        if op == len(self.graph.ops):
+            return Alive(op, tuple(v for v in there if self.stored[v]), (), (), frozenset())
         o = self.graph.ops[op]
         read = tuple(dict.fromkeys(v for _, v in o.value_operands if self.stored[v]))
         made = tuple(v for v in o.results if self.stored[v])
-        there = np.flatnonzero((self.first <= op) & (self.last >= op)).tolist()
         touched = {*read, *made}
         kept = frozenset(v for v in read if self.last[v] > op)
         return Alive(op, tuple(v for v in there if self.stored[v] and v not in touched), read, made, kept)
@@ -86,6 +89,8 @@ class Liveness:
         if op in self._certain:
             return self._certain[op]
         found = self.at(op)
+        if op == len(self.graph.ops):
+            return found
         before, follows = self._before(op), self._follows(op)
         late = self._taken_after(op, follows)
         # The chain that ends here takes its operands here.

@@ -185,7 +185,8 @@ class MemoryProfile:
 
     @cached_property
     def _lives(self) -> tuple[np.ndarray, np.ndarray]:
-        return np.array([b.start for b in self.buffers]), np.array([b.stop for b in self.buffers])
+        starts, stops = [b.start for b in self.buffers], [b.stop for b in self.buffers]
+        return np.array(starts, dtype=np.int64), np.array(stops, dtype=np.int64)
 
     @cached_property
     def _cuts(self) -> dict[Held, np.ndarray]:

@@ -28,8 +28,8 @@ class Room:
 
     @staticmethod
     def of(cluster: Cluster, memory_limit: float | None = None, *, exact: bool = False) -> Room:
-        """Of the cluster's devices; `memory_limit`: bytes of every device, None for what they have."""
-        limits = [k.memory if memory_limit is None else memory_limit for k in cluster.devices]
+        """Of the cluster's devices; `memory_limit`: bytes of each, where it has more; None for what they have."""
+        limits = [k.memory if memory_limit is None else min(k.memory, memory_limit) for k in cluster.devices]
         return Room(tuple(map(float, limits)), exact)
 
     @property

@@ -170,7 +170,7 @@ class Structure:
                 reductions[value] |= partial
         for value, layout in self.restriction.stored.items():
             dims[value].update(p.dim for p in layout if p.is_sharded)
-        for value in (graph.values[graph.inputs[i]] for i in graph.kept):
+        for value in (graph.values[v] for v in graph.inputs):
             if not graph.uses[value.index] and not is_extended(value.dtype):
                 # Nothing asks for it, so it may lie in any way.
                 dims[value.index].update(d for d, n in enumerate(value.shape) if n)

@@ -201,3 +201,25 @@ def test_bad_usage(argv: list[str], pattern: str, capsys: pytest.CaptureFixture[
     text, errors = capsys.readouterr()
     assert text == ""
     assert re.fullmatch(pattern + "\n", errors), errors
+
+
+def test_the_plan_and_the_model_file_in_either_order(plan_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`run` has the model first, `explain` and `export` the plan."""
+    assert main(["explain", "plan.json", "model.py"]) == 0
+    explained = capsys.readouterr().out
+    assert main(["explain", "model.py", "plan.json"]) == 0
+    assert capsys.readouterr().out == explained
+    assert main(["export", "model.py:target", "plan.json", "-o", "a.py"]) == 0
+    assert main(["export", "plan.json", "model.py:target", "-o", "b.py"]) == 0
+    assert Path("a.py").read_text() == Path("b.py").read_text()
+    assert main(["run", "plan.json", "--plan", "model.py"]) == 0
+    assert "check passed" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", [["explain", "plan.json"], ["run", "--plan", "plan.json"], ["search", "--cluster"]])
+def test_a_plan_is_no_model_file(command: list[str], plan_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*command, *(["mixed.toml"] if command[0] == "search" else []), "plan.json"]) == 2
+    assert re.fullmatch(
+        rf"hapsynth {command[0]}: error: plan\.json: is JSON, as plans are, and no model file; give a Python file .*\n",
+        capsys.readouterr().err,
+    )

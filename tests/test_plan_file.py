@@ -90,6 +90,44 @@ def test_an_edited_file_is_refused(plan: Plan, tmp_path: Path, name: str) -> Non
     assert "plan.json" in str(caught.value)
 
 
+def test_files_of_versions_that_wrote_times_are_read(plan: Plan, tmp_path: Path) -> None:
+    file = tmp_path / "plan.json"
+    plan.save(file)
+    data = json.loads(file.read_text())
+    assert "timings_s" not in data
+    file.write_text(json.dumps({**data, "timings_s": {"total_s": 1.5}}))
+    again = load(file, step, step_args())
+    assert again.sizes.shares == plan.sizes.shares
+    again.save(tmp_path / "again.json")
+    plan.save(file)
+    assert (tmp_path / "again.json").read_bytes() == file.read_bytes()
+
+
+HOSTILE: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "a shape": lambda d: edit(d, "function", "inputs", 0, 1, to=[7] * 100_000),
+    "a path": lambda d: edit(d, "function", "inputs", 0, 0, to="['w']" * 100_000),
+    "outputs": lambda d: edit(d, "function", "outputs", to=["[0]"] * 100_000),
+    "a schema": lambda d: edit(d, "schema", to=list(range(100_000))),
+    "an integer": lambda d: edit(d, "shares", 0, 0, to=list(range(100_000))),
+    "a number": lambda d: edit(d, "certificate", "cost_s", to=["cheap"] * 100_000),
+    "a form": lambda d: edit(d, "memory_of", to="x" * 100_000),
+    "a kind": lambda d: edit(d, "cluster", "devices", 0, to="k" * 100_000),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_an_error_shows_only_the_ends_of_what_is_large(plan: Plan, tmp_path: Path, name: str) -> None:
+    file = tmp_path / "plan.json"
+    plan.save(file)
+    data = json.loads(file.read_text())
+    HOSTILE[name](data)
+    file.write_text(json.dumps(data))
+    with pytest.raises(PlanError, match=r"^.*plan\.json: .* \.\.\. \(\d+ characters left out\) \.\.\. ") as caught:
+        load(file, step, step_args(), mesh_of())
+    assert len(str(caught.value)) < 1000
+    assert len(str(caught.value.__cause__)) < 1000
+
+
 def test_files_that_are_no_plans(plan: Plan, tmp_path: Path) -> None:
     file = tmp_path / "plan.json"
     with pytest.raises(PlanError, match="cannot be read"):

@@ -9,6 +9,7 @@ from jax.tree_util import tree_unflatten
 
 from hapsynth.instructions.layout import format_layout
 from hapsynth.lower import Storage
+from hapsynth.planned import AbsentError
 
 if TYPE_CHECKING:
     from hapsynth.plan import Plan
@@ -22,7 +23,9 @@ def in_shardings(plan: Plan) -> tuple[Any, ...]:
     args, kwargs = tree_unflatten(plan.traced.in_tree, leaves)
     if kwargs:
         named = ", ".join(kwargs)
-        raise ValueError(f"jax.jit has in_shardings for positional arguments only, and the plan has {named} by keyword")
+        raise AbsentError(
+            f"jax.jit has in_shardings for positional arguments only, and the plan has {named} by keyword"
+        )
     return args
 
 
@@ -40,7 +43,7 @@ def _sharding(plan: Plan, what: str, storage: Storage) -> NamedSharding:
     if not storage.is_even:
         cuts = ", ".join(f"dimension {d} in shards of {'/'.join(map(str, n))}" for d, (_, n) in storage.cuts.items())
         devices = len(plan.devices)
-        raise ValueError(
+        raise AbsentError(
             f"{what}, {storage.dtype}{list(storage.shape)}, is kept as {format_layout(storage.layout)}, {cuts}, and a "
             f"NamedSharding has shards alike only: synthesize with ratios=[1 / {devices}] * {devices}, or take "
             "plan.to_source(), which pads"

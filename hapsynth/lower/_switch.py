@@ -14,6 +14,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
+from hapsynth import _jax
 from hapsynth.graph import Graph, Literal
 from hapsynth.instructions.bundles import joined
 from hapsynth.instructions.program import (
@@ -39,7 +40,7 @@ class Lowered(Form):
 
     def __call__(self, stored: Sequence[jax.Array]) -> list[jax.Array]:
         """Run on the stored inputs; the stored outputs. Arguments that are `donated` are consumed."""
-        with jax.set_mesh(self.mesh):
+        with _jax.on_mesh(self.mesh):
             return (self.compiled or self.function)(*stored, *self.placed_constants)
 
     def prepare(self) -> str:
@@ -50,7 +51,7 @@ class Lowered(Form):
 
     def lower(self) -> Any:
         """JAX's `Lowered` of the function: `.as_text()`, `.compile()`."""
-        with jax.set_mesh(self.mesh):
+        with _jax.on_mesh(self.mesh):
             return self.function.lower(*(s.struct() for s in (*self.inputs, *self.constants)))
 
     @cached_property

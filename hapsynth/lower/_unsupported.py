@@ -24,6 +24,8 @@ def unsupported(graph: Graph, device: Any, error: Exception) -> UnsupportedError
     Every distinct op is lowered for the device, and compiled where the error is the compiler's.
     """
     compiles = isinstance(error, jax.errors.JaxRuntimeError)
+    if isinstance(error, _jax.InsideTraceError):
+        return None
     if not (isinstance(error, (NotImplementedError, TypeError, ValueError)) or str(error).startswith(_REFUSED)):
         return None
     tried: set[str] = set()

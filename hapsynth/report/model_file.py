@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import functools
+import json
 import sys
 import traceback
 from collections.abc import Callable, Generator, Mapping
@@ -79,7 +80,19 @@ def _split(text: str) -> tuple[Path, str]:
     return Path(text), "target"
 
 
+def holds_json(path: str | Path) -> bool:
+    """Whether a file holds a JSON object, as plan files do and no model file does."""
+    try:
+        text = Path(path).read_bytes()
+        return text.lstrip()[:1] == b"{" and isinstance(json.loads(text), dict)
+    except (OSError, ValueError):
+        return False
+
+
 def _load(path: Path) -> ModuleType:
+    if holds_json(path):
+        what = "is JSON, as plans are, and no model file"
+        raise UsageError(f"{path}: {what}; give a Python file that defines target() -> (fn, example_args)")
     try:
         # Compiled here and not imported, so that no bytecode is left beside the file and a second load is fresh.
         code = compile(path.read_bytes(), str(path), "exec", dont_inherit=True)

@@ -16,6 +16,7 @@ from hapsynth.search.baselines import Baselines
 from hapsynth.search.costs import CostModel
 from hapsynth.search.evaluate import Cost, instruction_costs
 from hapsynth.search.links import mesh_axes
+from hapsynth.search.room import Room
 from hapsynth.trace import Traced
 
 _TIMINGS = ("trace_s", "build_s", "search_s", "ratio_s", "bound_s", "total_s")
@@ -82,7 +83,7 @@ def infeasible_record(
     exact: bool = False,
 ) -> dict[str, Any]:
     """What `search --json` writes where no program fits: the same keys, null for what there is none of."""
-    limits = [float(d.memory) if limit is None else limit for d in cluster.devices]
+    limits = list(Room.of(cluster, limit).limits)
     return {
         "schema": SEARCH_SCHEMA,
         "ops": len(traced.graph.ops),

@@ -108,13 +108,16 @@ def _more_memory(task: Task, needs: float) -> Remedy:
     """On the devices that have less than the smallest program found needs."""
     enough = -(-int(needs + 1) // _KIB) * _KIB
     amount = _units.format(float(enough), _units.MEMORY)
-    if task.memory_limit is not None:
-        return task.tried(f"with a memory limit of {amount}", limit=float(enough))
+    limit = None if task.memory_limit is None or task.memory_limit >= enough else float(enough)
     cluster = task.cluster
     count = Counter(k.name for k in cluster.devices if k.memory < enough)
     larger = tuple(replace(k, memory=max(k.memory, enough)) for k in cluster.devices)
     what = ", ".join(f"the {n} {name}" for name, n in count.items())
-    return task.tried(f"with {amount} on each of {what}", cluster=replace(cluster, devices=larger))
+    if limit is not None:
+        change = f"with a memory limit of {amount}" + (f", and as much on each of {what}" if what else "")
+    else:
+        change = f"with {amount} on each of {what}"
+    return task.tried(change, cluster=replace(cluster, devices=larger), limit=limit)
 
 
 def _more_devices(task: Task, kind: str, tell: Callable[[str], None]) -> Remedy:

@@ -1,0 +1,262 @@
+"""Random functions, planned where every plan is uneven, run on host devices, compared with plain `jax.jit`.
+
+    python tests/fuzz.py [--count 2000] [--first 0] [--nonfinite 0.5] [-j 2]
+    python tests/fuzz.py --first 123 --count 1         # one of them again
+
+Networks are so fast that whatever can be cut is cut, by the speeds of unlike devices: on one mesh axis or two, in
+switch form or staged, some devices too slow for any share. Of a part of them (`--nonfinite`) the arguments hold NaN,
+inf, -inf and zeros. What is not finite must be so in the same places, integers the same, floats as close as
+`hapsynth.check` asks. A leaf that one device's own run changes in this way when arguments move by one unit in their
+last place is a knife edge: it is counted apart. Exit status 1 where anything differs or fails. A seed's case depends
+on no other option than `--nonfinite`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, replace
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+FLAGS = "--xla_cpu_multi_thread_eigen=false --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+OLDER_FLAGS = "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
+"""Gone from JAX 0.11 on, as in conftest.py."""
+DEVICES = 8
+CHUNK = 50
+"""Programs of one process: JAX keeps what it compiled."""
+RTOL = 1e-3
+SAME, EDGE, MISMATCH, FAILED = "same", "knife edge", "MISMATCH", "FAILED"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of one seed."""
+
+    seed: int
+    axes: tuple[int, ...]
+    form: str
+    nonfinite: bool
+    uneven: bool = False
+    """Whether the program cuts something into shards of unlike length."""
+    empty: bool = False
+    verdict: str = FAILED
+    note: str = ""
+    cpu_s: float = 0.0
+
+
+def tried(seed: int, nonfinite: float = 0.5) -> Outcome:
+    """Plan and run one random function. Needs as many devices as DEVICES."""
+    import jax
+    import numpy as np
+    from random_functions import RandomFunction
+    from slow_devices import slow_cluster
+
+    import hapsynth
+
+    began = time.process_time()
+    rng = np.random.default_rng([seed, 4])
+    axes = ((2,), (3,), (4,), (8,), (2, 2), (2, 3))[int(rng.choice(6, p=(0.27, 0.3, 0.15, 0.03, 0.2, 0.05)))]
+    n = int(np.prod(axes))
+    speeds = 10.0 ** rng.uniform(0, 1, n)
+    if rng.random() < 0.3:
+        speeds[int(rng.integers(n))] = 1e-4
+    form = "staged" if rng.random() < 0.25 else "switch"
+    outcome = Outcome(seed, axes, form, bool(rng.random() < nonfinite))
+    fn = RandomFunction(seed)
+    fn.ops = int(rng.integers(1, 5))
+    args = fn.params, fn.data
+    if outcome.nonfinite:
+        args = with_nonfinite(rng, args)
+    names = tuple("ab"[: len(axes)])
+    cluster = replace(slow_cluster(speeds.tolist(), bandwidth=1e18), axes=tuple(zip(names, axes, strict=True)))
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:n]).reshape(axes), names)
+    try:
+        plan = hapsynth.synthesize(fn, args, mesh, cluster=cluster, leave_out=False, form=form)
+        shares = plan.sizes.shares
+        uneven, empty = any(len(set(s)) > 1 for s in shares), any(0 in s for s in shares)
+        outcome = replace(outcome, uneven=uneven, empty=empty)
+        verdict, note = compared(plan, fn, args)
+    except Exception as error:
+        verdict, note = FAILED, f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+    return replace(outcome, verdict=verdict, note=note, cpu_s=time.process_time() - began)
+
+
+def with_nonfinite(rng: Any, args: Any) -> Any:
+    """NaN, infinities and zeros at a few places of some arrays, of one at least."""
+    import jax
+    import numpy as np
+
+    leaves, tree = jax.tree.flatten(args)
+    floats = [i for i, x in enumerate(leaves) if np.asarray(x).dtype == np.float32]
+    for i in rng.choice(floats, int(rng.integers(1, len(floats) + 1)), replace=False):
+        flat = np.array(leaves[i]).reshape(-1)
+        if rng.random() < 0.15:
+            flat[:] = 0.0
+        for _ in range(int(rng.integers(1, 4))):
+            flat[int(rng.integers(flat.size))] = rng.choice([np.nan, np.inf, -np.inf, 0.0, -0.0])
+        leaves[i] = flat.reshape(np.shape(leaves[i]))
+    return tree.unflatten(leaves)
+
+
+def compared(plan: Any, fn: Any, args: Any) -> tuple[str, str]:
+    """The verdict on a plan's results, and where they differ."""
+    import jax
+
+    from hapsynth.check import Reference, compare
+
+    leaves = jax.tree.leaves(args)
+    got = jax.tree.leaves(plan.unshard(plan(*args)))
+    reference = Reference(fn, plan.traced, leaves, jax.devices()[0])
+    errors = compare(reference, leaves, got, RTOL)
+    wrong = {path: i for i, (path, error) in enumerate(zip(plan.traced.out_paths, errors, strict=True)) if error > RTOL}
+    if not wrong:
+        return SAME, ""
+    tipping = tips(reference, leaves)
+    sharp = {path: i for path, i in wrong.items() if not tipping[i]}
+    if not sharp:
+        return EDGE, ", ".join(wrong)
+    path, i = next(iter(sharp.items()))
+    want = reference(reference.hosted(leaves))[i]
+    return MISMATCH, f"output{path}: {first_difference(got[i], want)}"
+
+
+def tips(reference: Any, leaves: Sequence[Any]) -> list[bool]:
+    """By output, whether the function itself gives other integers, or other values that are not finite, when its
+    arguments move by one unit in their last place."""
+    import numpy as np
+
+    from hapsynth.check import nudged
+
+    arrays = reference.hosted(leaves)
+    want = reference(arrays)
+    tipping = [False] * len(want)
+    for seed in range(4):
+        rng = np.random.default_rng(seed)
+        again = reference([nudged(rng, x, float(np.finfo(np.float32).eps)) for x in arrays])
+        for i, (a, b) in enumerate(zip(again, want, strict=True)):
+            tipping[i] |= not np.array_equal(kinds_of(a), kinds_of(b))
+    return tipping
+
+
+def kinds_of(x: Any) -> Any:
+    """What must be the same exactly: integers and bools; of floats which are NaN, inf or -inf."""
+    import numpy as np
+
+    return np.where(np.isfinite(x), 0, np.nan_to_num(x, nan=3.0, posinf=1.0, neginf=2.0)) if x.dtype.kind == "f" else x
+
+
+def first_difference(got: Any, want: Any) -> str:
+    import numpy as np
+
+    if (got.shape, got.dtype) != (want.shape, want.dtype):
+        return f"{got.dtype}{list(got.shape)} instead of {want.dtype}{list(want.shape)}"
+    unlike = ~np.isclose(got, want, rtol=RTOL, atol=1e-6, equal_nan=True) if want.dtype.kind == "f" else got != want
+    at = np.argwhere(unlike)
+    if not len(at):
+        return "close, but not as close as the rest of the array asks"
+    place = tuple(at[0].tolist())
+    return f"{len(at)} of {want.size} differ, first {list(place)}: {got[place]} instead of {want[place]}"
+
+
+def start(n: int) -> None:
+    """A process of its own: host devices, and XLA that compiles without optimizing."""
+    import jax
+
+    import hapsynth.search.work
+
+    jax.config.update("jax_num_cpu_devices", n)
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_disable_most_optimizations", True)
+    hapsynth.search.work.TILE = 1  # Tiny contractions are cut too.
+
+
+def worker(seeds: Sequence[int], nonfinite: float) -> None:
+    """Print an outcome a line."""
+    start(DEVICES)
+    for seed in seeds:
+        print(json.dumps(asdict(tried(seed, nonfinite))), flush=True)
+
+
+def outcomes(seeds: Sequence[int], nonfinite: float) -> Iterator[Outcome]:
+    """Of seeds, in a process of their own. One that ends the process is an outcome too, and the rest goes on."""
+    left = list(seeds)
+    while left:
+        command = [sys.executable, __file__, "--worker", ",".join(map(str, left)), "--nonfinite", str(nonfinite)]
+        older = OLDER_FLAGS if metadata.version("jax").startswith("0.10.") else ""
+        env = {**os.environ, "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {FLAGS} {older}"}
+        done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+        for line in done.stdout.splitlines():
+            yield Outcome(**{**(found := json.loads(line)), "axes": tuple(found["axes"])})
+            left.remove(found["seed"])
+        if left:
+            died = f"the process ended with {done.returncode}: {done.stderr.strip()[-300:]}"
+            yield Outcome(left.pop(0), (), "", False, note=died)
+
+
+def table(found: Sequence[Outcome]) -> str:
+    rows = [("arguments", "axes", "programs", "uneven", "empty shares", "edges", "mismatches", "failed", "CPU s each")]
+    some = [(kind, n) for kind in (False, True) for n in (1, 2)]
+    for kind, n in (*some, (None, 0)):
+        mine = [o for o in found if kind is None or (o.nonfinite == kind and len(o.axes) == n)]
+        count = lambda verdict, mine=mine: str(sum(o.verdict == verdict for o in mine))
+        if not mine:
+            continue
+        part = lambda flags, mine=mine: f"{sum(flags)} ({100 * sum(flags) / len(mine):.1f} %)"
+        rows.append(
+            (
+                "all" if kind is None else "with NaN, inf" if kind else "finite",
+                str(n or "any"),
+                str(len(mine)),
+                part([o.uneven for o in mine]),
+                part([o.empty for o in mine]),
+                count(EDGE),
+                count(MISMATCH),
+                count(FAILED),
+                f"{sum(o.cpu_s for o in mine) / len(mine):.2f}",
+            )
+        )
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join("  ".join(text.ljust(w) for text, w in zip(row, widths, strict=True)).rstrip() for row in rows)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--count", type=int, default=2000, help="how many programs (default 2000)")
+    parser.add_argument("--first", "--seed", type=int, default=0, help="the seed of the first (default 0)")
+    parser.add_argument("--nonfinite", type=float, default=0.5, help="which part has NaN and inf (default 0.5)")
+    parser.add_argument("-j", "--jobs", type=int, default=2, help="processes (default 2)")
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    asked = parser.parse_args()
+    if asked.worker:
+        worker(list(map(int, asked.worker.split(","))), asked.nonfinite)
+        return 0
+    seeds = range(asked.first, asked.first + asked.count)
+    chunk = max(1, min(CHUNK, -(-len(seeds) // asked.jobs)))
+    chunks = [seeds[i : i + chunk] for i in range(0, len(seeds), chunk)]
+    found: list[Outcome] = []
+    with ThreadPoolExecutor(asked.jobs) as pool:
+        for some in pool.map(lambda c: list(outcomes(c, asked.nonfinite)), chunks):
+            found += some
+            for o in some:
+                if o.verdict != SAME:
+                    where = "x".join(map(str, o.axes))
+                    print(f"seed {o.seed} ({where} devices, {o.form}, {o.verdict}): {o.note}", flush=True)
+            print(f"{len(found)} of {len(seeds)} done", file=sys.stderr, flush=True)
+    print(table(found))
+    bad = [o for o in found if o.verdict in (MISMATCH, FAILED)]
+    if bad:
+        script = Path(__file__).name
+        print(f"again: python tests/{script} --count 1 --nonfinite {asked.nonfinite} --first {bad[0].seed}")
+    return 1 if bad else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
