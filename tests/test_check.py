@@ -13,7 +13,7 @@ from jax import lax
 from slow_devices import SPEEDS, first_devices, slow_cluster
 
 import hapsynth
-from hapsynth.check import Reference, _nudged, compare, noise, relative_error
+from hapsynth.check import Reference, compare, noise, nudged, relative_error
 from hapsynth.plan import Plan
 from hapsynth.trace import trace
 
@@ -185,13 +185,13 @@ def test_a_result_at_a_knife_edge(wide: bool) -> None:
         x = np.random.default_rng(3).normal(size=999).astype(np.float64 if wide else np.float32)
         total = lambda x: lax.scan(lambda c, a: (c + a, None), jnp.zeros((), x.dtype), x)[0]
         sums, args = alone(total, x)
-        nudged = [_nudged(np.random.default_rng(n), x, np.finfo(x.dtype).eps) for n in range(16)]
-        near = sorted(float(sums([n])[0]) for n in nudged)
+        moved = [nudged(np.random.default_rng(n), x, np.finfo(x.dtype).eps) for n in range(16)]
+        near = sorted(float(sums([n])[0]) for n in moved)
         # Three of sixteen are beyond it, or a few more that are equal, and the arguments themselves are not.
         edge = max(x.dtype.type(near[-3]), np.nextafter(sums(args)[0], x.dtype.type(np.inf)))
         reference, args = alone(lambda x: jnp.where(total(x) >= edge, x + 0.01, x), x)
         (want,) = reference(args)
-        assert sum(np.abs(reference([n])[0] - want).max() > 0.005 for n in nudged) in range(2, 9)
+        assert sum(np.abs(reference([n])[0] - want).max() > 0.005 for n in moved) in range(2, 9)
         assert passes(reference, args, [want + x.dtype.type(0.01)])
         assert not passes(reference, args, [want + x.dtype.type(0.2)])
 
