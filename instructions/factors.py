@@ -46,6 +46,11 @@ class Triple(NamedTuple):
         move = lambda ps: tuple(S(p.dim, minor) if p.is_sharded else p for p in ps)
         return Triple(move(self.operands), move(self.results), self.factor) if minor else self
 
+    def along(self, way: int) -> Triple:
+        """The triple that cuts the factor another way."""
+        move = lambda ps: tuple(p._replace(way=way) if p.is_sharded else p for p in ps)
+        return Triple(move(self.operands), move(self.results), self.factor)
+
     def __str__(self) -> str:
         return f"{{{', '.join(map(str, self.operands))}}} -> {{{', '.join(map(str, self.results))}}}"
 

@@ -300,15 +300,26 @@ class Finder:
 
     def _bound_within(self, formulator: Formulator, choices: Ints | None) -> float:
         """The least that any program costs that fits, as it is formulated."""
+        return self._bounded(formulator, choices).lower_bound
+
+    def _bounded(self, formulator: Formulator, choices: Ints | None) -> Solution:
+        """The cheapest program that fits, as it is formulated, and the least that any costs."""
         began = time.perf_counter()
         certain = Limits(formulator, at_least=True)
         problem = certain.problem(self._limits)
-        start = certain.extended(problem, self._begin(choices))
+        own = formulator.structure is self.structure
+        begin = self._begin(choices) if own else np.array(formulator.structure.replicated())
         solution = self._solve(
-            problem, start=start, tolerance=self._tolerance, time_budget_s=self._left(), progress=self._relay
+            problem,
+            # Messages are of the structure's states.
+            cold=not own,
+            start=certain.extended(problem, begin),
+            tolerance=self._tolerance,
+            time_budget_s=self._left(),
+            progress=self._relay,
         )
         self.search_s += time.perf_counter() - began
-        return solution.lower_bound
+        return solution
 
     def _begin(self, choices: Ints | None) -> Ints:
         return np.array(self.structure.replicated()) if choices is None else choices

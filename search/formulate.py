@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from math import prod
 from typing import Any, TypeVar
 
 import numpy as np
 
 from hapsynth.graph import Graph
+from hapsynth.instructions.collectives import step_between
 from hapsynth.instructions.factors import Factors, Triples
-from hapsynth.instructions.layout import Layout, cut_axes, cut_dims
+from hapsynth.instructions.layout import Layout, cuts_of
 from hapsynth.instructions.sizes import Node, cut_nodes
 from hapsynth.search.costs import CostModel, Floats
 from hapsynth.search.kinds import Kinds
@@ -103,32 +105,46 @@ class Formulator:
         convertible = self.structure.restriction.convertible
         if convertible is not None and not convertible(value, source[axis], target[axis]):
             return np.inf
-        return self.costs.conversion(value, source, target, axis, lambda d, axes, _: self.largest(value, d, axes))[0]
+        if step_between(source[axis], target[axis]) == "reshare":
+            return self._reshare_time(value, source, target, axis)
+        return self.costs.conversion(value, source, target, axis, lambda *cut: self.largest(value, *cut))[0]
+
+    def _reshare_time(self, value: int, source: Layout, target: Layout, axis: int) -> float:
+        """Seconds to bring a value from one way of being cut to another; infinite where it may not be cut apart, as
+        `Parts` has it: inside a fused chain, a loop or a branch."""
+        if self.graph.home[value] or not self.costs.is_materialized(value):
+            return np.inf
+        assert self.ratios is not None
+        cuts = [next(cut for cut in cuts_of(layout) if cut[0] == layout[axis].dim) for layout in (source, target)]
+        old, new = (self.ratios.vectors[self.ratios.of(value, *cut)] for cut in cuts)
+        around = prod(self.largest(value, *cut) for cut in cuts_of(source) if cut != cuts[0])
+        return self.costs.reshare(self.graph.values[value].nbytes * around, axis, old, new)[0]
 
     def path_time(self, value: int, source: Layout, target: Layout) -> float:
         """Seconds of the cheapest conversion; infinite where there is none."""
         ways = self.conversions(value)
         return float(ways.seconds[ways.layouts.number[source], ways.layouts.number[target]])
 
-    def largest(self, value: int, dim: int, axes: tuple[int, ...]) -> float:
+    def largest(self, value: int, dim: int, axes: tuple[int, ...], way: int = 0) -> float:
         """The fraction of a dimension that the largest shard holds."""
         if self.ratios is None:
             return self.costs.evenly(dim, axes)
-        return self.ratios.largest[self.ratios.of(value, dim, axes)]
+        return self.ratios.largest[self.ratios.of(value, dim, axes, way)]
 
-    def held(self, value: int, dim: int, axes: tuple[int, ...]) -> float | Floats:
+    def held(self, value: int, dim: int, axes: tuple[int, ...], way: int = 0) -> float | Floats:
         """The fraction of a dimension that each device holds or, padded or at the best ratios, all alike."""
         if self.ratios is None or not self.costs.room.exact:
-            return self.largest(value, dim, axes)
-        return self.ratios.devices[self.ratios.of(value, dim, axes)]
+            return self.largest(value, dim, axes, way)
+        return self.ratios.devices[self.ratios.of(value, dim, axes, way)]
 
     def _profile(self, value: int) -> object:
         """What decides the costs of a value's conversions, and of holding it."""
         ratios, restriction = self.ratios, self.structure.restriction
         cuts = self.structure.layouts[value].cuts
-        vectors = () if ratios is None else tuple(ratios.of(value, d, axes) for d, axes in cuts)
+        vectors = () if ratios is None else tuple(ratios.of(value, *cut) for cut in cuts)
         role = None if restriction.convertible is None else restriction.role(value)
-        return self.graph.values[value].nbytes, vectors, role, self.costs.conversion_kind(value)
+        whole = any(way for *_, way in cuts) and (self.graph.home[value] > 0 or not self.costs.is_materialized(value))
+        return self.graph.values[value].nbytes, vectors, role, self.costs.conversion_kind(value), whole
 
     def offer(self, value: int, availability: Availability) -> Offer:
         """The conversions that an availability stands for."""
@@ -169,10 +185,9 @@ class Formulator:
         assert self.ratios is not None
         o, found = self.graph.ops[op], list[int]()
         tensors = (*o.operands, *o.results)
-        for places, axes, units in self._cuts(op).all:
-            nodes: list[Node] = [(v, dim, axes, 0) for place, dim in places if isinstance(v := tensors[place], int)]
-            value, dim, *_ = nodes[-1]
-            at = self.ratios.of(value, dim, axes, units) if self.ratios.allow(nodes, units) else _NO_SIZES
+        for places, axes, way, units in self._cuts(op).all:
+            nodes: list[Node] = [(v, dim, axes, way) for place, dim in places if isinstance(v := tensors[place], int)]
+            at = self.ratios.of(*nodes[-1], units) if self.ratios.allow(nodes, units) else _NO_SIZES
             found.append(at)
         return tuple(found)
 
@@ -203,7 +218,7 @@ class Formulator:
             return 0.0
         if self.ratios is None:
             return self.costs.ideal_time(work)
-        held = [self.ratios.devices[self.ratios.of(value, d, cut_axes(layout, d))] for d in cut_dims(layout)]
+        held = [self.ratios.devices[self.ratios.of(value, *cut)] for cut in cuts_of(layout)]
         return self.costs.time(work, held)
 
     def output_layouts(self, value: int) -> tuple[Layout, ...]:
@@ -318,22 +333,23 @@ class _Cuts:
     def __init__(self, graph: Graph, op: int, factors: Factors, every: Sequence[Triples]) -> None:
         self.groups: list[tuple[int, ...]] = []
         """Per triples, the cuts that divide it."""
-        self.all: list[tuple[list[tuple[int, int]], tuple[int, ...], int]] = []
-        """((operand or result, dimension) of all that it divides, axes, units) of each. Its ratio is that of the last
-        dimension, a result's where there is one."""
-        number: dict[tuple[int, tuple[int, ...]], int] = {}
+        self.all: list[tuple[list[tuple[int, int]], tuple[int, ...], int, int]] = []
+        """((operand or result, dimension) of all that it divides, axes, way, units) of each. Its ratio is that of the
+        last dimension, a result's where there is one."""
+        number: dict[tuple[int, tuple[int, ...], int], int] = {}
         dims = [*factors.operands, *factors.results]
         operands = graph.ops[op].operands
         for triples in every:
             mine: list[int] = []
             for factor, nodes in cut_nodes(graph, op, factors, triples):
-                axes = nodes[0][2]
-                if (factor, axes) not in number:
+                key = factor, *nodes[0][2:]
+                if key not in number:
                     is_value = lambda n: n >= len(operands) or isinstance(operands[n], int)
                     places = [(n, factors.position(t, factor)) for n, t in enumerate(dims) if is_value(n)]
-                    number[factor, axes] = len(self.all)
-                    self.all.append(([(n, d) for n, d in places if d is not None], axes, factors.sizes[factor]))
-                mine.append(number[factor, axes])
+                    number[key] = len(self.all)
+                    divided = [(n, d) for n, d in places if d is not None]
+                    self.all.append((divided, *nodes[0][2:], factors.sizes[factor]))
+                mine.append(number[key])
             self.groups.append(tuple(mine))
 
 

@@ -17,21 +17,27 @@ Hop = tuple[int, int, int]
 
 
 class LayoutSet:
-    """All layouts over a number of mesh axes that cut no dimensions but `dims` and combine by `reductions`."""
+    """All layouts over a number of mesh axes that cut no dimensions but `dims`, each in so many `ways` (one by
+    default), and combine by `reductions`."""
 
-    def __init__(self, axes: int, dims: Sequence[int], reductions: Sequence[Reduction]) -> None:
+    def __init__(
+        self, axes: int, dims: Sequence[int], reductions: Sequence[Reduction], ways: Sequence[int] | None = None
+    ) -> None:
         self.dims = tuple(dims)
-        placements: list[Placement] = [R, *(S(d) for d in dims), *(P(r) for r in reductions)]
+        every = [(d, way) for d, count in zip(self.dims, ways or [1] * len(self.dims)) for way in range(count)]
+        self.shards = tuple(S(d)._replace(way=way) if way else S(d) for d, way in every)
+        """How one axis alone may cut it."""
+        placements: list[Placement] = [R, *self.shards, *(P(r) for r in reductions)]
         self.layouts: tuple[Layout, ...] = tuple(
             layout for chosen in product(placements, repeat=axes) for layout in _orders(chosen) if is_consistent(layout)
         )
         self.number = {layout: i for i, layout in enumerate(self.layouts)}
         self.storable = tuple(layout for layout in self.layouts if not is_partial(layout))
         """How a value can be given and left."""
-        self.cuts: tuple[tuple[int, tuple[int, ...]], ...] = tuple(
-            (d, axes_) for d in self.dims for k in range(1, axes + 1) for axes_ in permutations(range(axes), k)
+        self.cuts: tuple[tuple[int, tuple[int, ...], int], ...] = tuple(
+            (d, by, way) for d, way in every for k in range(1, axes + 1) for by in permutations(range(axes), k)
         )
-        """Every (dimension, axes that cut it, major to minor)."""
+        """Every (dimension, axes that cut it, major to minor, way)."""
 
     @cached_property
     def hops(self) -> tuple[Hop, ...]:
@@ -140,4 +146,4 @@ def _orders(layout: Layout) -> Iterable[Layout]:
         if p.is_sharded:
             axes_of.setdefault(p.dim, []).append(axis)
     for minor in minors(axes_of.values()):
-        yield tuple(S(p.dim, minor[a]) if p.is_sharded else p for a, p in enumerate(layout))
+        yield tuple(p._replace(minor=minor[a]) if minor.get(a) else p for a, p in enumerate(layout))

@@ -212,5 +212,5 @@ class Limits:
 
     def tensor_bytes(self, value: int, layout: Layout) -> Floats:
         """What one tensor counts in each sum [sums]."""
-        held = held_fraction(layout, lambda d, axes, _: self.formulator.held(value, d, axes))
+        held = held_fraction(layout, lambda *cut: self.formulator.held(value, *cut))
         return self.graph.values[value].nbytes * self._counted(held)

@@ -23,6 +23,7 @@ from hapsynth.search.candidate import Candidate
 from hapsynth.search.collecting import seldom
 from hapsynth.search.costs import Floats
 from hapsynth.search.finder import WIDE_TOLERANCE, Finder
+from hapsynth.search.formulate import Formulator
 from hapsynth.search.memory import held_by
 from hapsynth.search.ratios import NOTHING, Evenly, Ratios
 from hapsynth.search.reshare import Resharer, every_ratio
@@ -31,11 +32,15 @@ from hapsynth.search.result import Result, proven
 from hapsynth.search.several_ratios import SeveralRatios
 from hapsynth.search.shortage import shortage
 from hapsynth.search.starts import own_weights
+from hapsynth.search.structure import Structure
+from hapsynth.search.ways import Ways
 
 _T = TypeVar("_T")
 
 
 _ROUNDS = 6
+_CUTS = 8
+"""Of a value: sets of so many are still shared conversions, each a choice."""
 _SEARCHING = 0.7
 """Of a time budget."""
 _AMPLE = 0.5
@@ -207,16 +212,58 @@ class Planner(Finder):
         if self.pins is not None or self._late():
             return best, bound
         began = time.perf_counter()
-        found = Resharer(self.costs, self.limit).improved(best)
+        resharer = Resharer(self.costs, self.limit)
+        found = resharer.improved(best)
         self.ratio_s += time.perf_counter() - began
         if found is best:
             return best, bound
-        named = every_ratio(best, found)
+        if len(self.axes) > 1 or self._most_cuts(found) > _CUTS:
+            return found, self._free_to_change(best, found)
+        return self._in_every_way(found, resharer)
+
+    def _most_cuts(self, best: Candidate) -> int:
+        """In how many ways some value may be cut, where every dimension may be at all ratios that a program has."""
+        ways = Ways(self.costs, best.sizes)
+        return max(sum(ways.count(v, d) for d in known.dims) for v, known in enumerate(self.structure.layouts))
+
+    def _free_to_change(self, before: Candidate, best: Candidate) -> float | None:
+        """The bound of programs at the best one's ratios, of which it has several where the one `before` had one, as if
+        to change from one to another were free."""
+        named = every_ratio(before, best)
         if named is None:
-            return found, None
-        weights = own_weights(self.costs, best.sizes)
+            return None
+        weights = own_weights(self.costs, before.sizes)
         every = [Ratios(self.graph, self.table, weights, None, self.costs.lengths, NOTHING, n) for n in named]
-        return found, self._bound_within(SeveralRatios(self.structure, self.costs, every), best.choices)
+        return self._bound_within(SeveralRatios(self.structure, self.costs, every), before.choices)
+
+    def _in_every_way(self, best: Candidate, resharer: Resharer) -> tuple[Candidate, float]:
+        """The best program whose instructions are each at one of the ratios that the given one has for what they cut,
+        reshared where that pays, and the bound of these programs; where others are better at their own sizes, of
+        theirs."""
+        bound = 0.0
+        for rounds_left in reversed(range(_ROUNDS)):
+            ways, sparing, known, bound = Ways(self.costs, best.sizes), self.structure.sparing, best, 0.0
+            structure = Structure(self.graph, self.table, self.restriction, sparing=sparing, ways=ways.count)
+            for ratios in (ways.ratios(), ways.ratios().strictly()):
+                formulator = Formulator(structure, self.costs, ratios)
+                solution = self._bounded(formulator, None)
+                bound = max(bound, solution.lower_bound)
+                if self._settled(best, bound) or self._late():
+                    return best, bound
+                if rounds_left and solution.assignment is not None:
+                    candidate = resharer.tidied(self._maker.make(formulator, solution))
+                    if candidate and resharer.pays(candidate, best) and self._most_cuts(candidate) <= _CUTS:
+                        best = candidate
+                        break
+            if best is known:
+                break
+        return best, bound
+
+    def _gains(self, candidate: Candidate, best: Candidate) -> bool:
+        return candidate.memory <= self.limit and candidate.cost < best.cost * (1 - _SETTLED / 2)
+
+    def _settled(self, best: Candidate, bound: float) -> bool:
+        return best.cost - bound <= max(_SETTLED, self._tolerance) * best.cost
 
     def _certify(self, best: Candidate) -> tuple[Candidate, float]:
         """The bound at the best pair's own sizes; a cheaper pair found on the way becomes the best."""
@@ -236,12 +283,23 @@ class Planner(Finder):
                     bound = solution.lower_bound
                     if self._limits:
                         bound = self._bound_within(self._formulator(ratios), found.choices)
-                    return found, max(bound, self._strict_bound(ratios, found, bound))
+                    if self._settled(found, bound) or self._late():
+                        return found, bound
+                    better, strict = self._strictly(ratios, found)
+                    if better is found:
+                        return found, max(bound, strict)
+                    found = better
             best = found
         return best, 0.0
 
-    def _strict_bound(self, ratios: Ratios, best: Candidate, bound: float) -> float:
-        """Where a bound leaves a gap, that of the programs which the best one's sizes allow."""
-        if best.cost - bound <= max(_SETTLED, self._tolerance) * best.cost or self._late():
-            return 0.0
-        return self._bound_within(self._formulator(ratios.strictly()), best.choices)
+    def _strictly(self, ratios: Ratios, best: Candidate) -> tuple[Candidate, float]:
+        """Where a bound leaves a gap: that of the programs which the best one's sizes allow. A cheaper one becomes the
+        best."""
+        formulator = self._formulator(ratios.strictly())
+        solution = self._bounded(formulator, best.choices)
+        if solution.assignment is not None and solution.cost < best.cost * (1 - _SETTLED / 2):
+            candidate = self._maker.make(formulator, solution)
+            if self._gains(candidate, best):
+                self._note(candidate, solution)
+                return candidate, solution.lower_bound
+        return best, solution.lower_bound

@@ -73,7 +73,7 @@ class Ratios:
         self._index: dict[tuple[tuple[int, ...], bytes], int] = {}
         self._rounded: dict[tuple[int, tuple[int, ...], int], int] = {}
         self._exact: dict[Node, int] = {}
-        self._kin: dict[tuple[Node, tuple[int, ...]], int] = {}
+        self._kin: dict[tuple[Node, tuple[int, ...], int], int] = {}
         self._kinship = kinship(graph, table) if sizes is not None or named else UnionFind()
         self._kin_of: dict[int, list[tuple[int, int]]] = {}
         """Per value, (dimension, what it is cut like) of those that are cut alike with what has a vector."""
@@ -81,11 +81,11 @@ class Ratios:
             self._adopt(sizes, named or {})
 
     def _adopt(self, sizes: Sizes | None, named: Mapping[Node, Floats]) -> None:
-        weight: dict[tuple[Node, tuple[int, ...]], float] = {}
+        weight: dict[tuple[Node, tuple[int, ...], int], float] = {}
         for (value, dim, axes, way), vector in named.items():
             self._exact[(value, dim, axes, way)] = self._intern(axes, vector)
             if (node := (value, dim, (), 0)) in self._kinship.parent:
-                root = (self._kinship.find(node), axes)
+                root = (self._kinship.find(node), axes, way)
                 weight[root], self._kin[root] = np.inf, self._intern(axes, vector)
         for cls in sizes.classes.all if sizes is not None else ():
             assert sizes is not None
@@ -96,13 +96,13 @@ class Ratios:
                 self._exact[(value, dim, axes, way)] = vector
                 node = (value, dim, (), 0)
                 if node in self._kinship.parent:
-                    root = (self._kinship.find(node), axes)
+                    root = (self._kinship.find(node), axes, way)
                     if weight.get(root, -1) < nbytes:
                         weight[root] = nbytes
                         self._kin[root] = vector
-        cut: dict[Node, list[tuple[tuple[int, ...], int]]] = {}
-        for (root, axes), vector in self._kin.items():
-            cut.setdefault(root, []).append((axes, vector))
+        cut: dict[Node, list[tuple[tuple[int, ...], int, int]]] = {}
+        for (root, axes, way), vector in self._kin.items():
+            cut.setdefault(root, []).append((axes, way, vector))
         number: dict[object, int] = {}
         like = {root: number.setdefault(tuple(sorted(ways)), len(number)) for root, ways in cut.items()}
         for node in list(self._kinship.parent) if like else ():
@@ -110,9 +110,9 @@ class Ratios:
                 self._kin_of.setdefault(node[0], []).append((node[1], k))
 
     def strictly(self) -> Ratios:
-        """The same, but that nothing cuts what the plan cuts in another way than the plan: what no sizes allow costs
-        the less for it, and a bound of it is one of nothing. Other ways are worth a search, so they are not left out
-        before."""
+        """The same, but that no op cuts together what has unlike vectors, or one that is not whole in its units: what
+        no sizes allow costs the less for it, and a bound of it is one of nothing. Programs that need other vectors are
+        worth a search, so they are not left out before."""
         found = copy(self)
         found.strict = True
         return found
@@ -121,11 +121,9 @@ class Ratios:
         """Whether some dimensions can be cut as one, in `units`."""
         if not self.strict:
             return True
-        exact = {self._exact[node] for node in nodes if node in self._exact}
-        if not exact:
-            return True
-        shares = self.vectors[exact.pop()] * units
-        return not exact and bool(np.allclose(shares, np.round(shares)))
+        every = {self.of(*node) for node in nodes}
+        shares = self.vectors[every.pop()] * units
+        return not every and bool(np.allclose(shares, np.round(shares)))
 
     @cached_property
     def roles(self) -> list[int]:
@@ -151,8 +149,8 @@ class Ratios:
         """The sizes that a program has at these ratios, where each of its classes is cut in one way."""
         shares: list[tuple[int, ...]] = []
         for cls in classes.all:
-            value, dim, axes, _ = next(m for m in cls.members if m[2] == cls.axes)
-            exact = self.vectors[self.of(value, dim, axes, cls.units)] * cls.units
+            value, dim, axes, way = next(m for m in cls.members if m[2] == cls.axes)
+            exact = self.vectors[self.of(value, dim, axes, way, cls.units)] * cls.units
             if not np.allclose(exact, np.round(exact)):
                 return None
             shares.append(tuple(int(s) for s in np.round(exact)))
@@ -167,14 +165,14 @@ class Ratios:
             self.largest.append(float(vector.max()))
         return self._index[key]
 
-    def of(self, value: int, dim: int, axes: tuple[int, ...], units: int | None = None) -> int:
-        """The index of the vector for a dimension cut in `units` (its length by default) along some axes."""
-        node = (value, dim, axes, 0)
+    def of(self, value: int, dim: int, axes: tuple[int, ...], way: int = 0, units: int | None = None) -> int:
+        """The index of the vector for a dimension cut in `units` (its length by default) along some axes, one way."""
+        node = (value, dim, axes, way)
         if node in self._exact:
             return self._exact[node]
         base = -1
         if (node := (value, dim, (), 0)) in self._kinship.parent:
-            base = self._kin.get((self._kinship.find(node), axes), -1)
+            base = self._kin.get((self._kinship.find(node), axes, way), -1)
         if base < 0 and (value, dim) in self.evenly:
             base = _EVEN
         units = units or self.graph.values[value].shape[dim]

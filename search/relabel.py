@@ -28,7 +28,8 @@ def relabelled(parts: Parts, labels: Labels) -> Program:
 
 
 def merged(graph: Graph, program: Program, sizes: Sizes, table: FactorTable) -> tuple[Program, Sizes]:
-    """The program without the reshares between shards that are alike, with its sizes."""
+    """The program without the reshares between shards that are alike, with its sizes; the ways in which a dimension is
+    cut are numbered from 0."""
     same: dict[Node, int] = {}
     kept: list[Instruction] = []
     for i in program.instructions:
@@ -41,12 +42,19 @@ def merged(graph: Graph, program: Program, sizes: Sizes, table: FactorTable) -> 
                 same |= {n: min(ways) for n in (*same, old, new) if n[:3] == old[:3] and same.get(n, n[3]) in ways}
                 continue
         kept.append(i)
-    if not same:
+    used: dict[tuple[int, int], set[int]] = {}
+    for n in sizes.classes.of:
+        used.setdefault(n[:2], set()).add(same.get(n, n[3]))
+    number = {dims: {way: k for k, way in enumerate(sorted(mine))} for dims, mine in used.items()}
+    ways = {n: number[n[:2]][same.get(n, n[3])] for n in sizes.classes.of}
+    renamed = {n: way for n, way in ways.items() if way != n[3]}
+    if not same and not renamed:
         return program, sizes
+    before = {(*n[:3], way): n for n, way in ways.items()}
 
     def layout_of(_: int, p: Property) -> Layout:
-        ways = {n[1]: same[n] for n in layout_nodes(*p) if n in same}
-        return tuple(q._replace(way=ways[q.dim]) if q.is_sharded and q.dim in ways else q for q in p[1])
+        new = {n[1]: renamed[n] for n in layout_nodes(*p) if n in renamed}
+        return tuple(q._replace(way=new[q.dim]) if q.is_sharded and q.dim in new else q for q in p[1])
 
     fewer = Program(program.axes, program.inputs, tuple(kept), program.outputs)
     after = _rewritten(graph, fewer, layout_of, {})
@@ -55,7 +63,7 @@ def merged(graph: Graph, program: Program, sizes: Sizes, table: FactorTable) -> 
     for cls in classes.all:
         node = next(m for m in cls.members if m[2] == cls.axes)
         granule = graph.values[node[0]].shape[node[1]] // cls.units
-        shares.append(tuple(length // granule for length in sizes.lengths(*node)))
+        shares.append(tuple(length // granule for length in sizes.lengths(*before[node])))
     return after, Sizes(graph, classes, tuple(shares))
 
 

@@ -16,7 +16,7 @@ from itertools import combinations, product
 import numpy as np
 
 from hapsynth.instructions.checker import check
-from hapsynth.instructions.program import ProgramError
+from hapsynth.instructions.program import Program, ProgramError
 from hapsynth.instructions.recut import moved
 from hapsynth.instructions.sizes import Classes, Node, Sizes
 from hapsynth.search._min_cut import cheapest_labels
@@ -26,6 +26,7 @@ from hapsynth.search.evaluate import program_cost
 from hapsynth.search.parts import Parts
 from hapsynth.search.ratios import round_shares
 from hapsynth.search.relabel import Labels, merged, relabelled
+from hapsynth.search.result import SETTLED
 from hapsynth.search.sizing import Sizer
 from hapsynth.search.starts import own_weights
 
@@ -60,10 +61,25 @@ class Resharer:
             best = found
         return best
 
+    def tidied(self, candidate: Candidate) -> Candidate | None:
+        """The same without reshares between parts that are alike; None where it is no program, or holds too much."""
+        try:
+            check(self.costs.graph, candidate.program)
+        except ProgramError:
+            return None
+        return self._merged(candidate.program, candidate.sizes)
+
+    def pays(self, candidate: Candidate, best: Candidate) -> bool:
+        """Whether one of two programs with reshares is to be taken instead of the other."""
+        return candidate.cost < best.cost * (1 - (_MEASURED_GAIN if self._measured else SETTLED / 2))
+
+    @property
+    def _measured(self) -> bool:
+        return any(kind.measured for kind in self.costs.cluster.kinds)
+
     def _cut(self, best: Candidate) -> Candidate | None:
         """Cheaper by one class that is cut in two or more; None where there is none."""
-        measured = any(kind.measured for kind in self.costs.cluster.kinds)
-        least_gain = (_MEASURED_GAIN if measured else _GAIN) * best.cost
+        least_gain = (_MEASURED_GAIN if self._measured else _GAIN) * best.cost
         classes = best.sizer.classes.all
         for c, losses in sorted(self._losses(best), key=lambda entry: -sum(loss for loss, _ in entry[1])):
             if sum(loss for loss, _ in losses) < least_gain:
@@ -160,7 +176,11 @@ class Resharer:
             return None
         sizer = Sizer(program, Classes.build(graph, program, table), self.costs)
         sizes = sizer.best(own_weights(self.costs, parts.sizes), limit=self.limit)
-        program, sizes = merged(graph, program, sizes, table)
+        return self._merged(program, sizes)
+
+    def _merged(self, program: Program, sizes: Sizes) -> Candidate | None:
+        """A program without reshares between parts that are alike; None where it holds too much."""
+        program, sizes = merged(self.costs.graph, program, sizes, self.costs.table)
         sizer = Sizer(program, sizes.classes, self.costs)
         memory = sizer.memory.peak(sizes)
         if memory > self.limit:

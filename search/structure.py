@@ -21,7 +21,7 @@ import numpy as np
 from hapsynth._jax import is_extended
 from hapsynth.graph import Graph
 from hapsynth.instructions.collectives import step_between
-from hapsynth.instructions.factors import Triples
+from hapsynth.instructions.factors import Factors, Triples
 from hapsynth.instructions.layout import Layout, Placement, R, Reduction, S
 from hapsynth.instructions.program import FactorTable
 from hapsynth.instructions.sizes import cut_nodes
@@ -33,6 +33,8 @@ _Touched = tuple[set[int], set[Reduction]]
 """(dimensions cut, reductions)"""
 Allowed = Callable[[int, int], bool]
 """Whether (value, dimension) may be cut: baselines restrict it."""
+Ways = Callable[[int, int], int]
+"""In how many ways, shards of unlike sizes, (value, dimension) may be cut: what some op cuts together in as many."""
 Convertible = Callable[[int, Placement, Placement], bool]
 """Whether a value may be converted by a step between two placements along one axis."""
 
@@ -119,9 +121,12 @@ class Structure:
         axes: int = 1,
         *,
         sparing: bool = False,
+        ways: Ways | None = None,
     ) -> None:
         """`sparing`: what a value is held as between its op and its only use is a choice too, which matters where
-        memory does."""
+        memory does. `ways`: one of each dimension by default, more along one mesh axis only."""
+        assert ways is None or axes == 1
+        self._ways = ways
         self.graph, self.table, self.axes, self.sparing = graph, table, axes, sparing
         self.restriction = restriction or Restriction()
         self._interned: dict[object, Any] = {}
@@ -144,11 +149,24 @@ class Structure:
         factors = self.table[op]
         every = self.once((id(factors), self.axes), lambda: factors.joint(self.axes))
         allowed = self.restriction.allowed
+        if self._ways is not None:
+            every = self._in_every_way(op, factors, every)
         if allowed is None:
             return every
         cuts = lambda t: (n for _, nodes in cut_nodes(self.graph, op, factors, t) for n in nodes)
         kept = [all(allowed(v, d) for v, d, *_ in cuts(t)) for t in every]
         return self.once((id(every), *kept), lambda: tuple(t for t, keep in zip(every, kept, strict=True) if keep))
+
+    def _in_every_way(self, op: int, factors: Factors, every: tuple[Triples, ...]) -> tuple[Triples, ...]:
+        """The triples of an op along one mesh axis, each in every way in which what it cuts may be cut."""
+        assert self._ways is not None
+        counts: list[int] = []
+        for triples in every:
+            cut = (self._ways(v, d) for _, nodes in cut_nodes(self.graph, op, factors, triples) for v, d, *_ in nodes)
+            counts.append(max(cut, default=1))
+        in_ways = lambda t, count: (t, *((t[0].along(way),) for way in range(1, count)))
+        make = lambda: tuple(t for triples, count in zip(every, counts, strict=True) for t in in_ways(triples, count))
+        return self.once(("ways", id(every), *counts), make)
 
     def once(self, key: object, make: Callable[[], _T]) -> _T:
         """What `make` gave for a key, made at most once: like ops share it."""
@@ -196,8 +214,9 @@ class Structure:
                 # What is reduced along several axes is best cut on the way, even where nobody needs it cut.
                 cut = cut | {value.shape.index(max(value.shape))}
             over, kinds = tuple(sorted(cut)), tuple(sorted(partial))
-            make = lambda over=over, kinds=kinds: LayoutSet(self.axes, over, kinds)
-            found.append(self.once(("layouts", over, kinds), make))
+            ways = None if self._ways is None else tuple(self._ways(value.index, d) for d in over)
+            make = lambda over=over, kinds=kinds, ways=ways: LayoutSet(self.axes, over, kinds, ways)
+            found.append(self.once(("layouts", over, kinds, ways), make))
         return found
 
     def _touched(self, triples: tuple[Triples, ...]) -> tuple[list[_Touched], list[_Touched]]:
@@ -323,7 +342,7 @@ class Structure:
         yield Availability(computed, ((R,),))
         if made.is_partial and step_between(made, S(0)) is None:
             return
-        others = [(S(d),) for d in known.dims if S(d) != made]
+        others = [(shard,) for shard in known.shards if shard != made]
         for count in range(1, len(others) + 1):
             for chosen in combinations(others, count):
                 if made.is_sharded:

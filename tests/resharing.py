@@ -14,8 +14,10 @@ ROWS, FEATURES, READ, LAYERS = 512, 64, 16, 4
 
 
 def pooled(x: Any, weights: Any) -> Any:
-    """Reads much and computes little, then the other way around: [rows, features, read] -> [rows, features]."""
-    h = jnp.tanh(x).sum(axis=2)
+    """Reads much and computes little, then the other way around: [rows, features, read] -> [rows, features]. What is
+    read can be cut by its rows alone."""
+    rows, features, read = x.shape
+    h = jnp.tanh(x).reshape(rows, features * read).reshape(rows, read, features).max(axis=1)
     for w in weights:
         h = jnp.tanh(h @ w)
     return h

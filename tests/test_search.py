@@ -10,14 +10,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from graphs import cluster, random_graph
+from slow_devices import slow_cluster
 
 from hapsynth.instructions.checker import check
 from hapsynth.instructions.collectives import step_between
 from hapsynth.instructions.layout import P, R, S
 from hapsynth.instructions.program import FactorTable
-from hapsynth.instructions.sizes import cut_nodes
+from hapsynth.instructions.sizes import Classes, cut_nodes
 from hapsynth.search.baselines import Baselines
 from hapsynth.search.costs import CostModel
+from hapsynth.search.emit import Emitter
 from hapsynth.search.evaluate import program_cost
 from hapsynth.search.formulate import Formulator
 from hapsynth.search.memory import peak
@@ -254,3 +256,25 @@ def test_a_bound_is_of_programs_that_its_sizes_allow() -> None:
     assert set(loose) == {(), (256,), (7,)}
     assert strict == loose | {(7,): np.inf}
     assert np.isfinite(list(rows.values())).all()
+
+
+def test_a_strict_problem_has_no_optimum_that_nothing_can_be_cut_as() -> None:
+    """Columns before they are heads would be cut in finer units than the heads."""
+
+    def heads(x, w):
+        return jnp.tanh((x @ w).reshape(3, 4, 8)).sum(-1)
+
+    graph = trace(heads, (jnp.zeros((3, 256)), jnp.zeros((256, 32))), {}).graph
+    planner = Planner(graph, slow_cluster((1.0, 1.7, 2.3, 0.6)))
+    costs, table = planner.costs, planner.table
+    ratios = Ratios(graph, table, proportional(costs.rate("float32")))
+    feasible: list[bool] = []
+    for at in (ratios, ratios.strictly()):
+        formulator = Formulator(planner.structure, costs, at)
+        solution = solve(formulator.problem(), tolerance=1e-9)
+        assert solution.assignment is not None
+        program = Emitter(formulator, solution.assignment.tolist()).run(costs.axes)
+        sizes = at.sizes_of(Classes.build(graph, program, table))
+        cut = sizes is not None and program_cost(program, sizes, costs) == pytest.approx(solution.cost, rel=1e-9)
+        feasible.append(cut)
+    assert feasible == [False, True]
