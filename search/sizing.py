@@ -30,6 +30,7 @@ from hapsynth.search.memory import MemoryProfile
 from hapsynth.search.pins import Pins
 from hapsynth.search.problem import Ints
 from hapsynth.search.ratios import nested_shares
+from hapsynth.search.units import ClassUnits
 from hapsynth.search.work import TILE
 
 _LP_ROUNDS = 6
@@ -48,7 +49,7 @@ class Sizer:
         self.pinned = pins.shares(classes) if pins else {}
         self.families = sorted({c.axes for c in classes.all}, key=lambda axes: (-len(axes), axes))
         """The mesh axes that classes are cut along; each is one linear program's."""
-        self.kinds = {axes: _position_kinds(costs, axes) for axes in self.families}
+        self.kinds = {axes: costs.kinds_along(axes) for axes in self.families}
 
     def fixed(self, weights: Floats) -> Sizes:
         """Every class in proportion to the devices' weights, in whole units nearest to them."""
@@ -225,25 +226,29 @@ class Sizer:
         """The cheapest of a class's shares and those aligned to tiles, then single units moved between positions while
         the class's true cost falls; no share above `most`, of its position or of all. `together`: units of whole groups
         are moved as well."""
-        cls = self.classes.all[c]
-        cost = self.loads.of_class(c, sizes)
-        if cost is None:
+        units = ClassUnits(self.loads, c, sizes)
+        if not units.decides:
             return sizes.shares[c]
-        seconds = lambda held: np.where((held <= most).all(axis=-1), cost(held / cls.units), np.inf)
-        kind_of = self.kinds[cls.axes]
+        bounded = np.array(most, dtype=np.int64)
+        seconds = lambda held: np.where((held <= bounded).all(axis=-1), units.seconds(held), np.inf)
         current = np.array(sizes.shares[c], dtype=np.int64)
-        best = float(cost(current / cls.units))
+        best = float(units.seconds(current[None])[0])
         found = _best_of(self._aligned(c, current), seconds)
         if found[0] < best * (1 - 1e-12):
             best, current = found
+        units.begin(current)
         for _ in range(4 * current.size):
-            found = _best_of(_single_moves(current, kind_of), seconds)
-            if together and not found[0] < best * (1 - 1e-12):
-                found = _best_of(_group_moves(current, kind_of, seconds), seconds)
+            move = units.best_move(bounded)
+            if move is not None and move.seconds < best * (1 - 1e-12):
+                best = move.seconds
+                units.move(move.source, move.target)
+                continue
+            found = _best_of(_group_moves(units.shares, units.kind_of, seconds) if together else (), seconds)
             if not found[0] < best * (1 - 1e-12):
                 break
-            best, current = found
-        return tuple(int(s) for s in current)
+            best = found[0]
+            units.begin(found[1])
+        return tuple(units.shares.tolist())
 
 
 _SecondsOf = Callable[[Ints], Floats]
@@ -268,22 +273,13 @@ def _groups(shares: Ints, kind_of: Ints) -> dict[tuple[int, int], list[int]]:
     return found
 
 
-def _single_moves(shares: Ints, kind_of: Ints) -> Iterator[Ints]:
-    """One unit from one position to another, of each group one."""
-    groups = _groups(shares, kind_of)
-    for (_, held), (source, *_) in groups.items():
-        for target, *_ in groups.values() if held else ():
-            if source != target:
-                moved = shares.copy()
-                moved[source] -= 1
-                moved[target] += 1
-                yield moved
-
-
 def _group_moves(shares: Ints, kind_of: Ints, seconds: _SecondsOf) -> Iterator[Ints]:
     """One unit from, or to, every position of a group: where several are the slowest, one alone changes nothing. The
     rest of the units go where they cost the least, some at a time."""
     for (_, held), members in _groups(shares, kind_of).items():
+        if len(members) == 1:
+            # A single move.
+            continue
         outside = np.ones(shares.size, dtype=bool)
         outside[members] = False
         for sign in (1, -1) if held else (-1,):
@@ -305,11 +301,3 @@ def _group_moves(shares: Ints, kind_of: Ints, seconds: _SecondsOf) -> Iterator[I
                 moved = trial
             if not left:
                 yield moved
-
-
-def _position_kinds(costs: CostModel, axes: tuple[int, ...]) -> Ints:
-    """int [positions]: positions with the same kinds of devices, in the same order, have the same number."""
-    place = costs.position(axes)
-    rows = [tuple(costs.cluster.devices[d] for d in np.flatnonzero(place == p)) for p in range(int(place.max()) + 1)]
-    number: dict[object, int] = {}
-    return np.array([number.setdefault(row, len(number)) for row in rows], dtype=np.int64)
