@@ -298,11 +298,12 @@ class WorkTable:
         self.lanes = [np.array([[w.lanes[k]] for w in all_]) for k in range(len(works.cuts))]
         self.fixed = column(w.launches for w in all_) * np.array([k.overhead for k in kinds])
 
-    def busy(self, kinds: Ints, fractions: Sequence[Floats]) -> Floats:
-        """Seconds [works, devices], from the kinds of some devices and each cut's share on each of them [devices]."""
+    def busy(self, kinds: Ints, fractions: Sequence[Floats], *, whole_tiles: bool = True) -> Floats:
+        """Seconds [works, devices], from the kinds of some devices and each cut's share on each of them [devices];
+        without `whole_tiles` as if contractions took the less time the fewer rows there are, however few."""
         share = np.ones(())
         for fraction, lanes in zip(fractions, self.lanes, strict=True):
-            share = share * tiled(fraction, lanes)
+            share = share * (tiled(fraction, lanes) if whole_tiles else fraction)
         moved = np.zeros((len(self.counts), kinds.size))
         for mask, seconds in self.moved:
             part = seconds[:, kinds]
@@ -311,7 +312,7 @@ class WorkTable:
             moved = moved + part
         computing = self.compute[:, kinds] * share
         for speeds, rows in self.curved:
-            computing[rows] = speeds.at(kinds).seconds(self.flops[rows] * share[rows])
+            computing[rows] = speeds.at(kinds).seconds(self.flops[rows] * np.broadcast_to(share, computing.shape)[rows])
         busy = self.fixed[:, kinds] + np.maximum(computing, moved)
         for fraction in fractions:
             busy = np.where(fraction > 0, busy, 0.0)

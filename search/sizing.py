@@ -25,6 +25,7 @@ from hapsynth.instructions.sizes import Classes, Sizes
 from hapsynth.search._ratio_lp import RatioLP
 from hapsynth.search._size_bound import size_bound
 from hapsynth.search.costs import CostModel, Floats
+from hapsynth.search.leaving_out import FEW, ladder, least_at
 from hapsynth.search.loads import Loads
 from hapsynth.search.memory import MemoryProfile
 from hapsynth.search.pins import Pins
@@ -82,14 +83,27 @@ class Sizer:
         if len(self.pinned) == len(self.classes.all):
             return candidates[0]
         speed = self.costs.rate("float32")
-        kinds = list(dict.fromkeys(self.costs.cluster.devices))
-        kind_of = np.array([kinds.index(d) for d in self.costs.cluster.devices])
-        order = sorted(range(len(kinds)), key=lambda k: -speed[kind_of == k].max())
-        for count in range(1, len(order) + 1):
+        kind_of = self.costs.kind_of
+        order = sorted(range(len(self.costs.kinds)), key=lambda k: -speed[kind_of == k].max())
+        ranked = [(*self._merit(s, limit), i) for i, s in enumerate(candidates)]
+
+        def with_fastest(count: int) -> tuple[float, float]:
             active = np.isin(kind_of, order[:count])
             candidates.append(self._optimized(np.where(active, speed, 0.0), active, limit))
-        ranked = [(self._beyond(s, limit), self.variable_cost(s), i) for i, s in enumerate(candidates)]
+            merit = self._merit(candidates[-1], limit)
+            ranked.append((*merit, len(candidates) - 1))
+            return merit
+
+        if len(order) <= FEW:
+            for count in range(1, len(order) + 1):
+                with_fastest(count)
+        else:
+            least_at(ladder(len(order)), with_fastest)
         return self._polished(candidates[min(ranked)[2]], limit)
+
+    def _merit(self, sizes: Sizes, limit: float) -> tuple[float, float]:
+        """The less the better: whether they hold too much, then what they cost."""
+        return self._beyond(sizes, limit), self.variable_cost(sizes)
 
     def _polished(self, sizes: Sizes, limit: float) -> Sizes:
         """Whole groups of units moved too, until nothing gets cheaper."""
@@ -118,7 +132,9 @@ class Sizer:
         sizes = self.fixed(weights)
         if not self.classes.all:
             return sizes
-        sizes = self._whole_units(self._fractions(sizes), limit)
+        if len(self.families) > 1 or self.loads.has_products or self.loads.has_curves or self.loads.reshares:
+            # The linear programs depend on these.
+            sizes = self._whole_units(self._fractions(sizes), limit)
         points: set[int] = set()
         allowed = limit
         for _ in range(_LP_ROUNDS):
@@ -204,15 +220,21 @@ class Sizer:
             most = [most[place == p].min() for p in range(len(now))]
         return tuple(max(n, int(m * cls.units + 1e-9)) for n, m in zip(now, most, strict=True))
 
-    def _aligned(self, c: int, shares: Ints) -> Iterator[Ints]:
-        """Shares in whole tiles for all kinds but one, which takes what is left: single units cannot cross a tile."""
+    def _aligned(self, c: int, shares: Ints, class_units: ClassUnits, most: Ints) -> Iterator[Ints]:
+        """Shares in whole tiles for all kinds but one, which takes what is left: single units cannot cross a tile. Of
+        many kinds one trial, in which they get tile after tile."""
         units, kind_of = self.classes.all[c].units, self.kinds[self.classes.all[c].axes]
         held = [k for k in range(int(kind_of.max()) + 1) if shares[kind_of == k].any()]
+        if len(held) > FEW:
+            allotted = class_units.allotted(shares, most)
+            if allotted is not None:
+                yield allotted
+            return
         lanes = self.loads.lanes(c)
         tiles = {TILE * units // n for n in lanes if n >= TILE and TILE * units % n == 0}
         for tile, rest in product(sorted(tiles - {1}), held):
             others = [k for k in held if k != rest]
-            for up in product((0, 1), repeat=len(others)) if len(others) < 6 else ():
+            for up in product((0, 1), repeat=len(others)):
                 aligned = shares.copy()
                 for k, u in zip(others, up, strict=True):
                     aligned[kind_of == k] = (int(shares[kind_of == k].mean()) // tile + u) * tile
@@ -229,12 +251,18 @@ class Sizer:
         units = ClassUnits(self.loads, c, sizes)
         if not units.decides:
             return sizes.shares[c]
-        bounded = np.array(most, dtype=np.int64)
-        seconds = lambda held: np.where((held <= bounded).all(axis=-1), units.seconds(held), np.inf)
         current = np.array(sizes.shares[c], dtype=np.int64)
+        bounded = np.broadcast_to(np.array(most, dtype=np.int64), current.shape)
+        many = int(units.kind_of.max()) >= FEW
+        if many and not together:
+            # Units given back one by one to those that are left out are not worth the time.
+            bounded = np.where(current > 0, bounded, 0)
+        seconds = lambda held: np.where((held <= bounded).all(axis=-1), units.seconds(held), np.inf)
         best = float(units.seconds(current[None])[0])
-        found = _best_of(self._aligned(c, current), seconds)
-        if found[0] < best * (1 - 1e-12):
+        for _ in range(_LP_ROUNDS if many else 1):
+            found = _best_of(self._aligned(c, current, units, bounded), seconds)
+            if not found[0] < best * (1 - 1e-12):
+                break
             best, current = found
         units.begin(current)
         for _ in range(4 * current.size):

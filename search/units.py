@@ -18,6 +18,7 @@ from hapsynth.search.costs import CostModel, Floats, distinct
 from hapsynth.search.loads import Loads, WorkTable
 from hapsynth.search.memory import Cut, joined_shares, largest_of
 from hapsynth.search.problem import Ints
+from hapsynth.search.work import TILE
 
 _AHEAD = 2
 """How many units more and less are computed along with those that are asked for."""
@@ -130,6 +131,30 @@ class ClassUnits:
         if cut[0] == self.c:
             return self._joined(trials, cut[1]) / self.cls.units
         return np.broadcast_to(joined_shares(self.sizes, cut), (len(trials), self.loads.classes.positions(cut[0])))
+
+    def allotted(self, shares: Ints, most: Ints) -> Ints | None:
+        """Units given one by one to the position where the slowest of its works then is the least over what it takes at
+        `shares` on the slowest position, were there no tiles: what rounding to tiles costs is spread. None where the
+        class is not cut along all its axes at once."""
+        depth = len(self.cls.axes)
+        layer = self._layers.get(depth)
+        if layer is None:
+            return None
+        window = 2 * max([TILE * self.cls.units // n for n in self.loads.lanes(self.c) if n >= TILE], default=1)
+        low, high = np.maximum(shares - window, 0), np.minimum(shares + window, most)
+        high = np.where(shares > 0, high, 0)
+        wanted = self.cls.units - int(low.sum())
+        places = np.repeat(np.arange(shares.size), np.maximum(high - low, 0))
+        if places.size < wanted or (low > high).any():
+            return None
+        first = np.cumsum(np.maximum(high - low, 0)) - np.maximum(high - low, 0)
+        held = low[places] + 1 + np.arange(places.size) - first[places]
+        due = layer.exactly(shares).max(axis=0)
+        over = (layer.at(places, held) / np.where(due > 0, due, np.inf)).max(axis=1)
+        if depth in self._depths:
+            over = np.maximum(over, held / shares.max())
+        chosen = np.argsort(over, kind="stable")[:wanted]
+        return low + np.bincount(places[chosen], minlength=shares.size)
 
     # Single moves
 
@@ -287,6 +312,15 @@ class _Layer:
             return times.max(axis=0, keepdims=True)
         return np.stack([times[some].max(axis=0) for some in there])
 
+    def at(self, positions: Ints, shares: Ints) -> Floats:
+        """Times of some positions with some shares [positions, terms]."""
+        rows = self._rows(self.kind_of[positions] * (self.units + 1) + shares)
+        return self._times[rows]
+
+    def exactly(self, shares: Ints) -> Floats:
+        """Times [positions, terms] as if there were no tiles."""
+        return self._found(self.kind_of, shares, whole_tiles=False)
+
     def begin(self, shares: Ints) -> None:
         """From these shares, one per position, on."""
         self._shares = shares.copy()
@@ -339,21 +373,24 @@ class _Layer:
         }
         keys = np.array([key for key in wanted if key not in self._row])
         kinds, shares = np.divmod(keys, self.units + 1)
-        devices, first = self._columns(kinds)
-        held = np.repeat(shares, np.diff([*first, devices.size])) / self.units
-        found: list[Floats] = []
-        for table, others in self._tables:
-            fractions = [held if other is None else other[devices] for other in others]
-            busy = table.busy(self.costs.kind_of[devices], fractions)
-            found.append(np.maximum.reduceat(busy, first, axis=1).T)
-        start = len(self._row)
-        times = np.concatenate(found, axis=1)
+        start, times = len(self._row), self._found(kinds, shares)
         if self._times.shape[1] != self.terms:
             self._times = np.zeros((len(self._times), self.terms))
         while start + len(times) > len(self._times):
             self._times = np.concatenate([self._times, np.zeros_like(self._times)])
         self._times[start : start + len(times)] = times
         self._row.update(zip(keys.tolist(), range(start, start + len(times)), strict=True))
+
+    def _found(self, kinds: Ints, shares: Ints, *, whole_tiles: bool = True) -> Floats:
+        """Times [positions, terms] of positions of some kinds with some shares."""
+        devices, first = self._columns(kinds)
+        held = np.repeat(shares, np.diff([*first, devices.size])) / self.units
+        found: list[Floats] = []
+        for table, others in self._tables:
+            fractions = [held if other is None else other[devices] for other in others]
+            busy = table.busy(self.costs.kind_of[devices], fractions, whole_tiles=whole_tiles)
+            found.append(np.maximum.reduceat(busy, first, axis=1).T)
+        return np.concatenate(found, axis=1)
 
     def _columns(self, kinds: Ints) -> tuple[Ints, Ints]:
         """The devices at positions of some kinds, one after the other, and where those of each begin. Of devices that
