@@ -9,9 +9,11 @@ these are tried, against every position that may get it.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from hapsynth.instructions.sizes import Sizes
 from hapsynth.search.costs import CostModel, Floats, distinct
@@ -22,6 +24,8 @@ from hapsynth.search.work import TILE
 
 _AHEAD = 2
 """How many units more and less are computed along with those that are asked for."""
+_SOURCES = 16
+"""Positions that units are taken from, of which all are tried where it may help to take one from any."""
 _ENTRIES = 4_000_000
 """Of an array of trials."""
 
@@ -140,7 +144,7 @@ class ClassUnits:
         layer = self._layers.get(depth)
         if layer is None:
             return None
-        window = 2 * max([TILE * self.cls.units // n for n in self.loads.lanes(self.c) if n >= TILE], default=1)
+        window = max([TILE * self.cls.units // n for n in self.loads.lanes(self.c) if n >= TILE], default=1)
         low, high = np.maximum(shares - window, 0), np.minimum(shares + window, most)
         high = np.where(shares > 0, high, 0)
         wanted = self.cls.units - int(low.sum())
@@ -185,8 +189,11 @@ class ClassUnits:
         firsts = self._firsts()
         tops = {d: layer.top for d, layer in self._layers.items()}
         largest = {d: _Top.of(self._joined(shares, d)[:, None]) for d in self._depths}
-        sources = firsts if self._any_helps else self._slowest(firsts, tops, largest)
-        sources = sources[shares[sources] > 0]
+        held = firsts[shares[firsts] > 0]
+        slowest = self._slowest(held, tops, largest)
+        sources = held[slowest]
+        if self._any_helps:
+            sources = held if len(held) <= _SOURCES else np.union1d(sources, self._rest(held[~slowest]))
         if above.size:
             sources = sources[np.isin(sources, above)]
         targets = firsts[shares[firsts] < most[firsts]]
@@ -209,12 +216,28 @@ class ClassUnits:
         _, first = np.unique(self.kind_of * (self.cls.units + 1) + self.shares, return_index=True)
         return np.sort(first)
 
-    def _slowest(self, firsts: Ints, tops: dict[int, _Top], largest: dict[int, _Top]) -> Ints:
-        """Those that alone are the slowest at something, or have the largest share."""
-        found = np.zeros(firsts.size, dtype=bool)
+    def _slowest(self, positions: Ints, tops: dict[int, _Top], largest: dict[int, _Top]) -> npt.NDArray[np.bool_]:
+        """Which of some positions alone are the slowest at something, or have the largest share; of those that are
+        joined in one that is, and nothing else, the first."""
+        found = np.zeros(positions.size, dtype=bool)
+        joined: list[Ints] = []
         for depth, top in (*tops.items(), *largest.items()):
-            found |= np.isin(firsts // self._inner(depth), top.alone)
-        return firsts[found]
+            inner, alone = self._inner(depth), top.alone
+            if inner == 1:
+                found |= np.isin(positions, alone)
+            else:
+                joined += [np.flatnonzero(positions // inner == p) for p in alone.tolist()]
+        for among in joined:
+            rest = among[~found[among]]
+            found[rest[:1]] = True
+        return found
+
+    def _rest(self, positions: Ints) -> Ints:
+        """Of positions from which a unit may as well be taken as from any other, the first, and the first of those that
+        are joined."""
+        inner = max([self._inner(depth) for depth in (*self._layers, *self._depths)], default=1)
+        places = positions // inner if inner > 1 else np.zeros_like(positions)
+        return positions[np.unique(places, return_index=True)[1]]
 
     def _after(self, source: int, targets: Ints, tops: dict[int, _Top], largest: dict[int, _Top]) -> Floats:
         """Seconds after a unit has moved to each of some positions."""
@@ -284,7 +307,6 @@ class _Layer:
         self._devices = np.argsort(costs.position(axes), kind="stable").reshape(self.kind_of.size, -1)[first]
         """int [kinds of positions, devices at one]"""
         self._tables: list[tuple[WorkTable, list[Floats | None]]] = []
-        self._unlike_at: dict[int, Ints] = {}
         self._row: dict[int, int] = {}
         """Of each kind of position and share that are known."""
         self._times = np.zeros((4 * count, 0))
@@ -314,8 +336,7 @@ class _Layer:
 
     def at(self, positions: Ints, shares: Ints) -> Floats:
         """Times of some positions with some shares [positions, terms]."""
-        rows = self._rows(self.kind_of[positions] * (self.units + 1) + shares)
-        return self._times[rows]
+        return self._found(self.kind_of[positions], shares)
 
     def exactly(self, shares: Ints) -> Floats:
         """Times [positions, terms] as if there were no tiles."""
@@ -383,27 +404,22 @@ class _Layer:
 
     def _found(self, kinds: Ints, shares: Ints, *, whole_tiles: bool = True) -> Floats:
         """Times [positions, terms] of positions of some kinds with some shares."""
-        devices, first = self._columns(kinds)
-        held = np.repeat(shares, np.diff([*first, devices.size])) / self.units
+        devices = self._unlike[kinds]
+        held, every = np.repeat(shares, devices.shape[1]) / self.units, devices.ravel()
         found: list[Floats] = []
         for table, others in self._tables:
-            fractions = [held if other is None else other[devices] for other in others]
-            busy = table.busy(self.costs.kind_of[devices], fractions, whole_tiles=whole_tiles)
-            found.append(np.maximum.reduceat(busy, first, axis=1).T)
+            fractions = [held if other is None else other[every] for other in others]
+            busy = table.busy(self.costs.kind_of[every], fractions, whole_tiles=whole_tiles)
+            found.append(busy.reshape(len(busy), *devices.shape).max(axis=2).T)
         return np.concatenate(found, axis=1)
 
-    def _columns(self, kinds: Ints) -> tuple[Ints, Ints]:
-        """The devices at positions of some kinds, one after the other, and where those of each begin. Of devices that
-        are alike and hold as much of all else, one."""
-        some = [self._unlike(int(k)) for k in kinds]
-        first = np.cumsum([0, *[len(d) for d in some[:-1]]])
-        return np.concatenate(some), first
-
-    def _unlike(self, kind: int) -> Ints:
-        devices = self._devices[kind]
-        if devices.size == 1:
-            return devices
-        if kind not in self._unlike_at:
-            others = [o[devices] for _, every in self._tables for o in every if o is not None]
-            self._unlike_at[kind] = devices[distinct(self.costs.kind_of[devices], others)]
-        return self._unlike_at[kind]
+    @cached_property
+    def _unlike(self) -> Ints:
+        """int [kinds of positions, at most so many]: of the devices at a position of each kind that are alike, and hold
+        as much of all else, the first; the same again where there are fewer."""
+        if self._devices.shape[1] == 1 or len(self.costs.kinds) == self.costs.n:
+            return self._devices
+        others = {id(o): o for _, every in self._tables for o in every if o is not None}
+        found = [row[distinct(self.costs.kind_of[row], [o[row] for o in others.values()])] for row in self._devices]
+        most = max(len(row) for row in found)
+        return np.stack([np.resize(row, most) for row in found])
