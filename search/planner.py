@@ -205,7 +205,7 @@ class Planner(Finder):
         if self.pins is not None or self._late():
             return best, bound
         began = time.perf_counter()
-        found = Resharer(self.costs, self.limit).improved(best)
+        found = Resharer(self.costs, self.limit, self._seconds_left).improved(best)
         self.ratio_s += time.perf_counter() - began
         if found is best:
             return best, bound

@@ -40,10 +40,18 @@ _PARTS = 8
 
 
 class Sizer:
-    """Finds sizes for one program. `pins`: ratios that some classes have to have."""
+    """Finds sizes for one program. `pins`: ratios that some classes have to have. `left`: the seconds that there are;
+    where they have passed, the best sizes so far are good enough."""
 
-    def __init__(self, program: Program, classes: Classes, costs: CostModel, pins: Pins | None = None) -> None:
-        self.program, self.classes, self.costs = program, classes, costs
+    def __init__(
+        self,
+        program: Program,
+        classes: Classes,
+        costs: CostModel,
+        pins: Pins | None = None,
+        left: Callable[[], float] = lambda: np.inf,
+    ) -> None:
+        self.program, self.classes, self.costs, self._left = program, classes, costs, left
         self.graph: Graph = costs.graph
         self.memory = MemoryProfile(self.graph, program, classes, costs)
         self.loads = Loads(program, classes, costs)
@@ -88,6 +96,8 @@ class Sizer:
         ranked = [(*self._merit(s, limit), i) for i, s in enumerate(candidates)]
 
         def with_fastest(count: int) -> tuple[float, float]:
+            if self._left() <= 0:
+                return np.inf, np.inf
             active = np.isin(kind_of, order[:count])
             candidates.append(self._optimized(np.where(active, speed, 0.0), active, limit))
             merit = self._merit(candidates[-1], limit)
@@ -107,7 +117,7 @@ class Sizer:
 
     def _polished(self, sizes: Sizes, limit: float) -> Sizes:
         """Whole groups of units moved too, until nothing gets cheaper."""
-        for _ in range(_LP_ROUNDS):
+        for _ in range(_LP_ROUNDS if self._left() > 0 else 0):
             improved = self._improved(sizes.shares, self._beyond(sizes, limit), together=True)
             if improved.shares == sizes.shares:
                 break
@@ -124,7 +134,7 @@ class Sizer:
 
     def bound(self, sizes: Sizes, limit: float = np.inf) -> float:
         """Seconds that `variable_cost` is at least, at all sizes that `limit` bytes per device allow."""
-        bound = size_bound(self.loads, self.memory, self.kinds, self.pinned, sizes, limit)
+        bound = size_bound(self.loads, self.memory, self.kinds, self.pinned, sizes, limit, self._left)
         return min(bound, self.variable_cost(sizes))
 
     def _optimized(self, weights: Floats, active: np.ndarray, limit: float) -> Sizes:
@@ -145,7 +155,7 @@ class Sizer:
                 lp = RatioLP(self.loads, self.memory, axes, self.kinds[axes], active, sizes, self.pinned, apart=apart)
                 if not lp.classes:
                     continue
-                fractions = lp.solve(sorted(points), allowed)
+                fractions = lp.solve(sorted(points), allowed, self._left())
                 if fractions is None:
                     return sizes
                 solved.update(fractions)
@@ -192,7 +202,7 @@ class Sizer:
             sizes = Sizes(self.graph, self.classes, tuple(shares))
             counted = self.memory.counted(sizes) if tight else np.zeros((1, 1))
             for c, mine in enumerate(shares):
-                if c in self.pinned:
+                if c in self.pinned or (self._left() <= 0 and not tight):
                     continue
                 better = found(c, sizes, (self.classes.all[c].units,))
                 if tight and better != mine:
@@ -266,6 +276,8 @@ class Sizer:
             best, current = found
         units.begin(current)
         for _ in range(4 * current.size):
+            if self._left() <= 0:
+                break
             move = units.best_move(bounded)
             if move is not None and move.seconds < best * (1 - 1e-12):
                 best = move.seconds
