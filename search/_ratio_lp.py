@@ -87,7 +87,8 @@ class RatioLP:
         return fractions
 
     def least(self, points: Sequence[int], limit: float, left: float = np.inf) -> float:
-        """The least seconds of what is in it; inf where it has no solution, 0 where it takes longer than those `left`."""
+        """The least seconds of what is in it; inf where it has no solution, nothing where it takes longer than those
+        `left`."""
         if left <= 0:
             return -self.constant
         return self._optimum(points, limit, left)[1]
