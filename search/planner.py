@@ -216,15 +216,18 @@ class Planner(Finder):
         every = [Ratios(self.graph, self.table, weights, None, self.costs.lengths, NOTHING, n) for n in named]
         return found, self._bound_within(SeveralRatios(self.structure, self.costs, every), best.choices)
 
-    def _certify(self, best: Candidate) -> tuple[Candidate, float]:
-        """The bound at the best pair's own sizes; a cheaper pair found on the way becomes the best."""
+    def _certify(self, best: Candidate) -> tuple[Candidate, float | None]:
+        """The bound at the best pair's own sizes; a cheaper pair found on the way becomes the best, and has none where
+        it is too late to look for it."""
         self._tolerance = min(self._tolerance, WIDE_TOLERANCE)
-        for _ in range(_ROUNDS):
+        for repeated in range(_ROUNDS):
             if best.bound is not None and best.cost - best.bound <= self._tolerance * best.cost:
+                return best, best.bound
+            if repeated and self._late():
                 return best, best.bound
             known = self._looked_at[1] if self._looked_at else None
             ratios, found = self.ratios_at(best.sizes), best
-            for certain in (False, True) if ratios is not known else (True,):
+            for certain in (False, True) if ratios is not known and not self._late() else (True,):
                 _, solution = self._search(ratios, best.choices, certain=certain, above=best.cost * (1 - _SETTLED / 2))
                 # The same program has other choices, or none, once the structure has been replaced.
                 found = self._best or best

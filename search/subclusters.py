@@ -39,6 +39,8 @@ from hapsynth.search.room import Room
 from hapsynth.search.speeds import Speeds
 from hapsynth.search.structure import Restriction, Structure
 
+_CONCLUDING = 0.15
+"""Of a time budget, for the bounds of the best plan."""
 Devices = tuple[int, ...]
 """Positions in mesh order, rising."""
 
@@ -190,7 +192,7 @@ class ClusterPlanner:
     def run(self) -> Result:
         """Plan; InfeasibleError and Ctrl-C as with `Planner.run`. The time budget counts from `glance`, if that was
         called."""
-        self._began = self.whole.began
+        self._began, self._concluding = self.whole.began, 0.0
         if self.devices is not None:
             return self._on_some(self.devices)
         asked = self.restriction is not None or self.pins is not None
@@ -205,6 +207,10 @@ class ClusterPlanner:
         self._entries = [self._best, *sorted(entries, key=lambda e: (e.bound, e.devices))]
         # Before all devices are planned for in earnest, as a better plan on some of them makes that short.
         self._glance = self._attempt(self.whole.glance)
+        if self.time_budget_s is not None:
+            # The last bounds take two more problems.
+            took = max(2 * self.whole.search_s, _CONCLUDING * self.time_budget_s)
+            self._concluding = min(took, self.time_budget_s / 2)
         self._consider_all()
         if self._best is not whole:
             whole.bound = max(whole.bound, self._attempt(lambda: self.whole.joint_bound(self._cost()), 0.0))
@@ -283,10 +289,12 @@ class ClusterPlanner:
                     self._entries.append(_Entry(devices, cluster, self._least.on(cluster)))
             self._consider_all()
 
+    def _left(self) -> float:
+        """Seconds of the time budget; inf without one."""
+        return np.inf if self.time_budget_s is None else self.time_budget_s - (time.perf_counter() - self._began)
+
     def _planner(self, entry: _Entry) -> Planner:
-        left = None
-        if self.time_budget_s is not None:
-            left = max(0.05, self.time_budget_s - (time.perf_counter() - self._began))
+        left = None if self.time_budget_s is None else max(0.05, self._left())
         # One device has nothing to cut.
         restriction = self._alone if len(entry.devices) == 1 else None
         axes = len(mesh_axes(entry.cluster))
@@ -322,8 +330,7 @@ class ClusterPlanner:
 
     def _late(self) -> bool:
         self._interrupted |= any(e.planner.interrupted for e in self._entries if e.planner)
-        late = self.time_budget_s is not None and time.perf_counter() - self._began >= self.time_budget_s
-        return self._interrupted or late
+        return self._interrupted or self._left() <= self._concluding
 
     def _cost(self) -> float:
         return self._best.planner.cost if self._best.planner else np.inf
