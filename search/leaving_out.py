@@ -8,8 +8,8 @@ number comes to falls towards it from both sides.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
 
+_RISEN = 1.1
 FEW = 6
 """Kinds: of as many all ways to leave some out, and to round to tiles, are tried."""
 
@@ -28,9 +28,15 @@ def between(known: Iterable[int], best: int) -> list[int]:
     return [(low + high) // 2 for low, high in pairs if high - low > 1]
 
 
-def least_at(first: Sequence[int], merit: Callable[[int], Any]) -> int:
-    """The number with the least merit of those tried: `first`, and those between."""
-    found = {number: merit(number) for number in first}
+def least_at(first: Sequence[int], merit: Callable[[int], tuple[float, float]]) -> int:
+    """The number with the least merit of those tried: `first`, until what the next comes to has risen for good, and
+    those between."""
+    found: dict[int, tuple[float, float]] = {}
+    for number in first:
+        found[number] = merit(number)
+        over, cost = min(found.values())
+        if found[number][0] >= over and found[number][1] > cost * _RISEN:
+            break
     while more := between(found, best := min(found, key=lambda n: (found[n], n))):
         found.update((number, merit(number)) for number in more)
     return best

@@ -35,6 +35,8 @@ from hapsynth.search.units import ClassUnits
 from hapsynth.search.work import TILE
 
 _LP_ROUNDS = 6
+_POLISHED = 3
+"""Of many kinds, how many numbers of them are followed up."""
 _PARTS = 8
 """In how many parts the units of a group are moved at most."""
 
@@ -109,7 +111,9 @@ class Sizer:
                 with_fastest(count)
         else:
             least_at(ladder(len(order)), with_fastest)
-        return self._polished(candidates[min(ranked)[2]], limit)
+        # Rounding may part what is alike before it.
+        best = [candidates[i] for *_, i in sorted(ranked)[: _POLISHED if len(order) > FEW else 1]]
+        return min((self._polished(s, limit) for s in best), key=lambda s: self._merit(s, limit))
 
     def _merit(self, sizes: Sizes, limit: float) -> tuple[float, float]:
         """The less the better: whether they hold too much, then what they cost."""
@@ -159,7 +163,9 @@ class Sizer:
                 if fractions is None:
                     return sizes
                 solved.update(fractions)
-                if len(self.families) > 1:
+                if len(self.families) > 1 and len(self.costs.kinds) > FEW:
+                    sizes = Sizes(self.graph, self.classes, tuple(self._nearest(solved)))
+                elif len(self.families) > 1:
                     sizes = self._whole_units(solved, limit)
                     solved.update(self._fractions(sizes, axes))
             sizes = self._whole_units(solved, limit)
@@ -275,7 +281,8 @@ class Sizer:
                 break
             best, current = found
         units.begin(current)
-        for _ in range(4 * current.size):
+        # Of many kinds the sizes that are followed up go on.
+        for _ in range(4 * FEW if many and not together else 4 * current.size):
             if self._left() <= 0:
                 break
             move = units.best_move(bounded)
