@@ -341,7 +341,7 @@ class CostModel:
             uncut = np.where(left >= 0, np.inf, -np.inf)
             by_memory = np.where(cut == 0, uncut, left / np.where(cut == 0, 1.0, cut))
             share = np.minimum(within(by_compute, lanes), by_memory)
-            return np.clip(np.minimum.reduceat(share[:, columns], first, axis=1), 0.0, 1.0) @ counts
+            return np.clip(np.minimum.reduceat(share[:, columns], first, axis=1), 0.0, 1.0) @ counts.astype(np.float64)
 
         busy = self._times_on(every, works, [np.ones((len(works), every.size))] * len(form.lanes))
         low, high = np.zeros(len(works)), np.maximum.reduceat(busy[:, columns], first, axis=1).min(axis=1)
