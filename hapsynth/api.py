@@ -31,6 +31,9 @@ from hapsynth.search.structure import Restriction
 from hapsynth.search.subclusters import ClusterPlanner
 from hapsynth.several import Functions, Plans, RatiosOfEach, synthesize_several
 
+_LEAST_S = 0.05
+"""Of a time budget, for planning, where tracing has taken all."""
+
 
 @overload
 def synthesize(
@@ -109,10 +112,11 @@ def synthesize(
     a device that has less keeps to what it has, with a `ClusterWarning`.
     `leave_out`: whether the plan may leave out devices that would make the step slower (`Plan.devices` are those that
     it uses, `Plan.mesh` is a mesh of them); none is left out where `fixed` or `ratios` say how things lie on them all.
-    `time_budget_s`: seconds after which the best plan so far is returned with its gap. `progress`: called now and then
-    with the stage, the best cost, the bound, the nodes and the seconds so far. `form`: "switch", one compiled function
-    that runs on any mesh, uneven shards padded in memory; "staged", functions that each process compiles for its own
-    shards of exact size, with collectives between them; "auto" takes the second for uneven shards among processes.
+    `time_budget_s`: seconds, tracing included, after which the best plan so far is returned with its gap. `progress`:
+    called now and then with the stage, the best cost, the bound, the nodes and the seconds so far. `form`: "switch",
+    one compiled function that runs on any mesh, uneven shards padded in memory; "staged", functions that each process
+    compiles for its own shards of exact size, with collectives between them; "auto" takes the second for uneven shards
+    among processes.
     A plan for "staged", or for a mesh of several processes, keeps each device within its own memory, of exact shards;
     any other keeps the smallest device, of shards padded to the largest.
     `recompute`: whether values may be made again later rather than held, as with `jax.checkpoint`, where memory is
@@ -177,10 +181,11 @@ def synthesize(
         asked = (memory_limit, budget, restriction, progress)
         return ClusterPlanner(graph, cluster, *asked, leave_out=leave_out, pins=pins, exact=exact)
 
+    left = None if time_budget_s is None else max(_LEAST_S, time_budget_s - trace_s)
     if recompute:
-        graph, result = planned_to_fit(traced.graph, cluster, planner, time_budget_s)
+        graph, result = planned_to_fit(traced.graph, cluster, planner, left)
     else:
-        graph, result = traced.graph, _or_hint(planner(traced.graph, time_budget_s))
+        graph, result = traced.graph, _or_hint(planner(traced.graph, left))
     timings = {"trace_s": trace_s, **result.timings_s, "total_s": time.perf_counter() - began}
     return Plan(replace(traced, graph=graph), replace(result, timings_s=timings), cluster, devices, fn=fn, form=form)
 

@@ -99,7 +99,11 @@ class Classes:
 
     def positions(self, c: int) -> int:
         """How many shards a class has."""
-        return prod(self.lengths[a] for a in self.all[c].axes)
+        return self.along(self.all[c].axes)
+
+    def along(self, axes: tuple[int, ...]) -> int:
+        """How many positions there are along some axes."""
+        return prod(self.lengths[a] for a in axes)
 
     @staticmethod
     def build(graph: Graph, program: Program, table: FactorTable | None = None) -> Classes:

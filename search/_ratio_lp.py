@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Container, Sequence
 from itertools import product
+from math import prod
 
 import numpy as np
 import numpy.typing as npt
@@ -12,10 +13,14 @@ from scipy.optimize import linprog
 from scipy.sparse import coo_array
 
 from hapsynth.instructions.sizes import Sizes
-from hapsynth.search.costs import Floats
+from hapsynth.search.costs import Floats, distinct
 from hapsynth.search.loads import Loads, Wire, Works
 from hapsynth.search.memory import Cut, MemoryProfile, joined_shares, largest_of
+from hapsynth.search.problem import Ints
 from hapsynth.search.work import Work
+
+_OUT_OF_TIME = 1
+"""`scipy.optimize.linprog`'s status."""
 
 
 class RatioLP:
@@ -53,6 +58,7 @@ class RatioLP:
         self.objective: list[float] = [0.0] * (len(leaders) * len(self.kinds))
         self.largest: dict[Cut, int] = {}
         self.rows, self.equal = _Rows(), _Rows()
+        self._positions: dict[int, tuple[Ints, Ints]] = {}
 
     def _counted(self) -> tuple[Sequence[Works], Sequence[Wire]]:
         """What the objective is made of."""
@@ -62,27 +68,35 @@ class RatioLP:
         """What tells a class from others, all else at the sizes given."""
         return self.loads.alike(c, self.sizes.shares)
 
-    def solve(self, points: Sequence[int], limit: float) -> dict[int, Floats] | None:
-        """Class -> fraction per position, or None where it has no solution.
+    def solve(self, points: Sequence[int], limit: float, left: float = np.inf) -> dict[int, Floats] | None:
+        """Class -> fraction per position, or None where it has no solution, or takes longer than the `left` seconds.
 
         `points` of the program at which the bytes alive must stay within `limit`.
         """
-        x, _ = self._optimum(points, limit)
+        x, _ = self._optimum(points, limit, left) if left > 0 else (None, np.inf)
         if x is None:
             return None
         fractions: dict[int, Floats] = {}
+        active, kinds = np.array([*self.kind_at], dtype=np.int64), np.array([*self.kind_at.values()], dtype=np.int64)
         for c in self.classes:
-            row = np.zeros(self.kind_of.size)
-            for p, j in self.kind_at.items():
-                row[p] = x[self.column[c] + j]
-            fractions[c] = row / row.sum()
+            if self.leader[c] not in fractions:
+                row = np.zeros(self.kind_of.size)
+                row[active] = x[self.column[c] + kinds]
+                fractions[self.leader[c]] = row / row.sum()
+            fractions[c] = fractions[self.leader[c]]
         return fractions
 
-    def least(self, points: Sequence[int], limit: float) -> float:
-        """The least seconds of what is in it; inf where it has no solution."""
-        return self._optimum(points, limit)[1]
+    def least(self, points: Sequence[int], limit: float, left: float = np.inf) -> float:
+        """The least seconds of what is in it; inf where it has no solution, nothing where it takes longer than those
+        `left`."""
+        if left <= 0:
+            return -self.constant
+        return self._optimum(points, limit, left)[1]
 
-    def _optimum(self, points: Sequence[int], limit: float) -> tuple[Floats | None, float]:
+    constant = 0.0
+    """Seconds to add to the optimum."""
+
+    def _optimum(self, points: Sequence[int], limit: float, left: float) -> tuple[Floats | None, float]:
         for c in dict.fromkeys(self.leader.values()):
             self.equal.add({self.column[c] + j: float(n) for j, n in enumerate(self.counts)}, 1.0)
         self._add_wires()
@@ -99,8 +113,22 @@ class RatioLP:
             b_eq=np.array(self.equal.bounds),
             bounds=[(0.0, None)] * len(self.objective),
             method="highs",
+            options={} if np.isinf(left) else {"time_limit": left},
         )
+        if found.status == _OUT_OF_TIME:
+            return None, -self.constant
         return (None, np.inf) if found.x is None else (found.x, float(found.fun) * unit)
+
+    def _unlike(self, depth: int) -> tuple[Ints, Ints]:
+        """Of the positions along the first axes, the first of those that have the same kinds, and which of these each
+        is like."""
+        if depth not in self._positions:
+            inner = prod(self.loads.classes.lengths[a] for a in self.axes[depth:])
+            number: dict[bytes, int] = {}
+            rows = self.kind_of.reshape(-1, inner)
+            which = np.array([number.setdefault(row.tobytes(), len(number)) for row in rows], dtype=np.int64)
+            self._positions[depth] = np.unique(which, return_index=True)[1], which
+        return self._positions[depth]
 
     def _share(self, cut: Cut, position: int) -> dict[int, float]:
         """A cut's share at one position along its own axes, as a row: a sum where the class has minor axes besides."""
@@ -119,8 +147,7 @@ class RatioLP:
         if cut not in self.largest:
             self.largest[cut] = column = len(self.objective)
             self.objective.append(0.0)
-            positions = int(np.prod([self.loads.classes.lengths[a] for a in self.axes[: cut[1]]]))
-            for share in {tuple(sorted(self._share(cut, p).items())) for p in range(positions)}:
+            for share in {tuple(sorted(self._share(cut, int(p)).items())) for p in self._unlike(cut[1])[0]}:
                 if share:
                     self.rows.add({**dict(share), column: -1.0}, 0.0)
         return self.largest[cut]
@@ -153,9 +180,11 @@ class RatioLP:
             if self.leader[c] != c:
                 continue
             place = self.costs.position(self.axes[: works.cuts[k][1]])
-            shares = [self._share(works.cuts[k], int(p)) for p in place]
+            which = self._unlike(works.cuts[k][1])[1][place]
             held = self._held(works.cuts[k])
             others = [ones if n == k else self.loads.fraction(self.sizes, o) for n, o in enumerate(works.cuts)]
+            some = distinct(self.costs.kind_of, [which, held, *others])
+            shares = [self._share(works.cuts[k], int(p)) for p in place[some]]
             for work, count in works.counts.items():
                 fixed = self.costs.overhead * work.launches
                 compute = self._compute(work, work.flops * np.prod(others, axis=0), held)
@@ -167,7 +196,7 @@ class RatioLP:
                 t = len(self.objective)
                 unit = float(rows.max()) or 1.0
                 self.objective.append(count * self.times[c] * unit)
-                rows = (rows / unit).tolist()
+                rows = (rows[some] / unit).tolist()
                 for share, row in dict.fromkeys((tuple(s.items()), tuple(r)) for s, r in zip(shares, rows) if s):
                     start, busy, moving, still = row
                     self.rows.add({**{i: x * busy for i, x in share}, t: -1.0}, -start)
@@ -224,14 +253,22 @@ class RatioLP:
         cuts = [(c, depth) for c in self.classes for depth in range(1, len(self.axes) + 1)]
         whole, divided = self.memory.by_cut(self.sizes, cuts, points=np.array(points))
         known = set[object]()
-        for p, device in product(range(len(points)), range(len(whole))):
+        # Devices of a kind have the same.
+        alike = np.zeros(len(whole), dtype=np.int64)
+        vectors = [whole, *divided.values()]
+        if len(whole) > 1:
+            alike = self.costs.kind_of
+            vectors += [
+                self._unlike(d)[1][self.costs.position(self.axes[:d]), None] for d in range(1, 1 + len(self.axes))
+            ]
+        some = distinct(alike, [column for vector in vectors for column in vector.T])
+        for p, device in product(range(len(points)), some.tolist()):
             held: dict[int, float] = {}
             for (cut, padded), nbytes in divided.items():
                 share = {self._largest(cut): 1.0} if padded else self._share_of(cut, device)
                 for column, count in share.items():
                     held[column] = held.get(column, 0.0) + count * float(nbytes[device, p])
             left = limit - float(whole[device, p])
-            # Devices of a kind have the same.
             if (key := (tuple(held.items()), left)) not in known:
                 known.add(key)
                 self.rows.add(held, left)

@@ -7,7 +7,7 @@ device's counts. A product of two largest shares m, n is at least a n + b m - a 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from math import fsum, prod
 
@@ -29,9 +29,11 @@ def size_bound(
     pinned: dict[int, tuple[int, ...]],
     sizes: Sizes,
     limit: float,
+    left: Callable[[], float],
 ) -> float:
     """Seconds of everything that sizes decide, at least, whatever those of the classes are that are not pinned; a
-    program with `sizes`, within `limit` bytes. `kinds`: of the positions along the axes of each family of classes."""
+    program with `sizes`, within `limit` bytes. `kinds`: of the positions along the axes of each family of classes.
+    `left`: seconds for it; what is not done by then counts nothing."""
     lps: list[_Relaxed] = []
     for axes, kind_of in kinds.items():
         # Along several axes, positions of one kind are no longer alike: it matters with which others they are joined.
@@ -43,7 +45,7 @@ def size_bound(
     known = [(w, lp) for lp in lps for w in lp.works], [(w, lp) for lp in lps for w in lp.wires]
     covered = {id(w) for works_or_wires in known for w, _ in works_or_wires}
     floor = _Floor(loads, sizes, pinned)
-    found = [lp.least(points, limit) + lp.constant for lp in lps]
+    found = [lp.least(points, limit, left()) + lp.constant for lp in lps]
     found += [floor.of_works(works) for works in loads.works if id(works) not in covered]
     found += [floor.of_wire(replace(wire, seconds=0.0) if id(wire) in covered else wire) for wire in loads.wires]
     return fsum(found)
@@ -60,9 +62,7 @@ _POINTS = 16
 
 
 class _Relaxed(RatioLP):
-    """One family of classes along the same axes. `constant`: seconds to add to its optimum."""
-
-    constant = 0.0
+    """One family of classes along the same axes."""
 
     def _counted(self) -> tuple[Sequence[Works], Sequence[Wire]]:
         free, loads = set(self.classes), self.loads

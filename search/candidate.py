@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -57,10 +58,12 @@ def bound_at(cost: float, solution: Solution) -> float | None:
 
 @dataclass(frozen=True, eq=False)
 class Maker:
-    """Makes candidates that fit into the devices' room, their classes cut as `pins` have it."""
+    """Makes candidates that fit into the devices' room, their classes cut as `pins` have it. `left`: seconds that there
+    are for their sizes."""
 
     costs: CostModel
     pins: Pins | None = None
+    left: Callable[[], float] = lambda: np.inf
 
     @property
     def limit(self) -> float:
@@ -84,7 +87,7 @@ class Maker:
         assert solution.assignment is not None
         assert formulator.ratios is not None
         classes = Classes.build(self.costs.graph, program, self.costs.table)
-        sizer = Sizer(program, classes, self.costs, self.pins)
+        sizer = Sizer(program, classes, self.costs, self.pins, self.left)
         weights = formulator.ratios.weights
         sizes = sizer.fixed(weights) if as_assumed else sizer.best(weights, limit=self.limit)
         memory = sizer.memory.peak(sizes)

@@ -32,6 +32,7 @@ from hapsynth.instructions.sizes import cut_nodes
 from hapsynth.search.fusing import Fusing, materialized, turned
 from hapsynth.search.links import axis_links, devices_of, mesh_axes
 from hapsynth.search.liveness import Liveness
+from hapsynth.search.problem import Ints
 from hapsynth.search.room import Room
 from hapsynth.search.signatures import signature_of
 from hapsynth.search.speeds import Floats, Speeds, amount_of, class_of
@@ -78,11 +79,22 @@ class CostModel:
     def _place(self, cluster: Cluster, axes: Sequence[tuple[str, int]], room: Room) -> None:
         self.cluster, self.n, self.axes = cluster, cluster.n, tuple(axes)
         self.lengths = tuple(size for _, size in self.axes)
-        self.overhead = np.array([k.overhead for k in cluster.devices])
-        self.bandwidth = np.array([k.bandwidth for k in cluster.devices])
+        number: dict[object, int] = {}
+        # Devices of a kind mostly are one object, and comparing these is slow.
+        unlike = {id(kind): kind for kind in cluster.devices}
+        known = {key: number.setdefault(kind, len(number)) for key, kind in unlike.items()}
+        self.kinds = tuple(dict.fromkeys(unlike.values()))
+        """The distinct kinds of devices, as they come in mesh order."""
+        self.kind_of = np.array([known[id(d)] for d in cluster.devices], dtype=np.int64)
+        """int [devices]: of each its kind."""
+        self._overhead = np.array([k.overhead for k in self.kinds])
+        self._bandwidth = np.array([k.bandwidth for k in self.kinds])
+        self.overhead, self.bandwidth = self._overhead[self.kind_of], self._bandwidth[self.kind_of]
         self.room = room
         self.links = axis_links(cluster, self.axes)
         self._speeds: dict[tuple[str, str], Speeds] = {}
+        self._speeds_of_kinds: dict[tuple[str, str], Speeds] = {}
+        self._kinds_along: dict[tuple[int, ...], Ints] = {}
         self._ideal: dict[Work, float] = {}
         self._places: dict[tuple[int, ...], np.ndarray] = {}
 
@@ -100,14 +112,31 @@ class CostModel:
         """How long each device takes over the flops of ops of a class and dtype."""
         key = op_class, dtype
         if key not in self._speeds:
-            self._speeds[key] = Speeds(self.cluster.devices, op_class, dtype)
+            self._speeds[key] = self.speeds_of_kinds(op_class, dtype).at(self.kind_of)
         return self._speeds[key]
+
+    def speeds_of_kinds(self, op_class: str, dtype: str) -> Speeds:
+        """How long each kind of device takes over the flops of ops of a class and dtype."""
+        key = op_class, dtype
+        if key not in self._speeds_of_kinds:
+            self._speeds_of_kinds[key] = Speeds(self.kinds, op_class, dtype)
+        return self._speeds_of_kinds[key]
 
     def position(self, axes: tuple[int, ...]) -> np.ndarray:
         """int [devices]: each device's position along some axes, row-major."""
         if axes not in self._places:
             self._places[axes] = devices_of(self.lengths, axes)
         return self._places[axes]
+
+    def kinds_along(self, axes: tuple[int, ...]) -> Ints:
+        """int [positions along some axes]: positions with the same kinds of devices, in the same order, have the same
+        number."""
+        if axes not in self._kinds_along:
+            there = self.kind_of[np.argsort(self.position(axes), kind="stable")]
+            number: dict[bytes, int] = {}
+            rows = there.reshape(prod(self.lengths[a] for a in axes), -1)
+            self._kinds_along[axes] = np.array([number.setdefault(row.tobytes(), len(number)) for row in rows])
+        return self._kinds_along[axes]
 
     def work(self, op_index: int, triples: Triples) -> Work:
         """What an op costs under its triples before any ratio."""
@@ -222,20 +251,25 @@ class CostModel:
         return float(self.device_times(work, fractions).max())
 
     def times(self, works: Sequence[tuple[Work, Sequence[Floats]]]) -> Floats:
-        """`time` of many works, each with its fractions: float64 [works]. What is alike in form is one array."""
+        """`time` of many works, each with its fractions: float64 [works]. What is alike in form is one array, and of
+        devices that are alike in all one is looked at."""
         found = np.zeros(len(works))
+        vectors = {id(f): f for _, fractions in works for f in fractions}
+        some = distinct(self.kind_of, list(vectors.values()))
+        kinds, held = self.kind_of[some], {key: f[some] for key, f in vectors.items()}
         alike: dict[object, list[int]] = {}
         for i, (work, _) in enumerate(works):
             alike.setdefault(work.form, []).append(i)
         for rows in alike.values():
             mine = [works[i][0] for i in rows]
-            fractions = [np.array([works[i][1][k] for i in rows]) for k in range(len(mine[0].lanes))]
-            found[rows] = self._times_of_devices(mine, fractions).max(axis=1)
+            fractions = [np.array([held[id(works[i][1][k])] for i in rows]) for k in range(len(mine[0].lanes))]
+            found[rows] = self._times_on(kinds, mine, fractions).max(axis=1)
         return found
 
-    def _times_of_devices(self, works: Sequence[Work], fractions: Sequence[Floats]) -> Floats:
-        """`device_times` of works of one form: float64 [works, devices], as are the fractions of each cut factor."""
-        form, shape = works[0], (len(works), self.n)
+    def _times_on(self, kinds: Ints, works: Sequence[Work], fractions: Sequence[Floats]) -> Floats:
+        """`device_times` of works of one form on devices of some kinds: float64 [works, devices], as are the fractions
+        of each cut factor."""
+        form, shape = works[0], (len(works), kinds.size)
         share, held = np.ones(shape), np.ones(shape)
         for k, fraction in enumerate(fractions):
             share = share * tiled(fraction, np.array([[work.lanes[k]] for work in works]))
@@ -246,9 +280,10 @@ class CostModel:
             for k in divided:
                 part = part * fractions[k]
             moved += part
-        computing = self.speeds(form.op_class, form.dtype).seconds(_column([work.flops for work in works]) * share)
-        busy = self.overhead * _column([work.launches for work in works]) + np.maximum(
-            computing, moved / self.bandwidth
+        speeds = self.speeds_of_kinds(form.op_class, form.dtype).at(kinds)
+        computing = speeds.seconds(_column([work.flops for work in works]) * share)
+        busy = self._overhead[kinds] * _column([work.launches for work in works]) + np.maximum(
+            computing, moved / self._bandwidth[kinds]
         )
         return np.where(held > 0, busy, 0.0)
 
@@ -286,24 +321,30 @@ class CostModel:
         grows, so what it does within t at most is the inverse of a measured curve.
         """
         form = works[0]
-        speeds, fixed = self.speeds(form.op_class, form.dtype), self.overhead * _column([w.launches for w in works])
+        # Positions with the same kinds of devices have the same shares, and devices of a kind at one the same budget.
+        kind_of, every = self.kinds_along(form.axes), np.arange(len(self.kinds))
+        _, some, counts = np.unique(kind_of, return_index=True, return_counts=True)
+        there = self.kind_of[np.argsort(self.position(form.axes), kind="stable")].reshape(kind_of.size, -1)[some]
+        at = [np.unique(kinds) for kinds in there]
+        columns, first = np.concatenate(at), np.cumsum([0, *[kinds.size for kinds in at[:-1]]])
+        speeds = self.speeds_of_kinds(form.op_class, form.dtype)
+        fixed = self._overhead * _column([w.launches for w in works])
         cut = _column([sum(nbytes for divided, nbytes in w.moved if divided) for w in works])
         whole = _column([sum(nbytes for divided, nbytes in w.moved if not divided) for w in works])
         flops = _column([w.flops for w in works])
         lanes = _column([w.lanes[0] if len(w.lanes) == 1 else 0 for w in works])
-        at = [np.flatnonzero(self.position(form.axes) == p) for p in range(prod(self.lengths[a] for a in form.axes))]
 
         def covered(t: Floats) -> Floats:
             budget = t[:, None] - fixed
             by_compute = np.where(flops == 0, np.inf, speeds.flops(budget) / np.where(flops == 0, 1.0, flops))
-            left = budget * self.bandwidth - whole
+            left = budget * self._bandwidth - whole
             uncut = np.where(left >= 0, np.inf, -np.inf)
             by_memory = np.where(cut == 0, uncut, left / np.where(cut == 0, 1.0, cut))
             share = np.minimum(within(by_compute, lanes), by_memory)
-            return np.clip(np.stack([share[:, p].min(axis=1) for p in at], axis=1), 0.0, 1.0).sum(axis=1)
+            return np.clip(np.minimum.reduceat(share[:, columns], first, axis=1), 0.0, 1.0) @ counts.astype(np.float64)
 
-        busy = self._times_of_devices(works, [np.ones((len(works), self.n))] * len(form.lanes))
-        low, high = np.zeros(len(works)), np.stack([busy[:, p].max(axis=1) for p in at], axis=1).min(axis=1)
+        busy = self._times_on(every, works, [np.ones((len(works), every.size))] * len(form.lanes))
+        low, high = np.zeros(len(works)), np.maximum.reduceat(busy[:, columns], first, axis=1).min(axis=1)
         alone, short = high, covered(high) < 1.0
         for _ in range(60):
             middle = 0.5 * (low + high)
@@ -360,6 +401,17 @@ class CostModel:
     def evenly(self, dim: int, axes: tuple[int, ...], way: int = 0) -> float:
         """The least that the largest shard can be."""
         return 1.0 / prod(self.lengths[a] for a in axes)
+
+
+def distinct(kinds: Ints, vectors: Sequence[npt.NDArray[np.generic]]) -> Ints:
+    """The first of the devices that are of one kind, and have the same in all vectors [devices], of each such set."""
+    _, first, code = np.unique(kinds, return_index=True, return_inverse=True)
+    for vector in vectors:
+        if first.size == kinds.size:
+            break
+        values, which = np.unique(vector, return_inverse=True)
+        _, first, code = np.unique(code * values.size + which, return_index=True, return_inverse=True)
+    return np.sort(first)
 
 
 _Held = TypeVar("_Held", bound=float | Floats)

@@ -96,7 +96,7 @@ class Finder:
             self._unsparing = Structure(self.graph, self.table, self.restriction, len(self.axes))
         self.structure = self._unsparing
         self.limit = room.limit
-        self._maker = Maker(self.costs, self.pins)
+        self._maker = Maker(self.costs, self.pins, self._seconds_left)
         self._structure_s = time.perf_counter() - self.began
         self._deadline = None if self.time_budget_s is None else self.began + self.time_budget_s
         self._best: Candidate | None = None
@@ -387,6 +387,10 @@ class Finder:
 
     def _left(self) -> float | None:
         return None if self._deadline is None else max(0.05, self._deadline - time.perf_counter())
+
+    def _seconds_left(self) -> float:
+        """Of the time budget; inf without one."""
+        return np.inf if self._deadline is None else self._deadline - time.perf_counter()
 
     def _share(self) -> float | None:
         """Seconds for one search; until there is a program that fits, enough is left to try from elsewhere."""

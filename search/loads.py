@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from math import fsum, prod
+from math import fsum
 
 import numpy as np
 
@@ -15,15 +15,14 @@ from hapsynth.instructions.layout import cut_axes, way_of
 from hapsynth.instructions.program import Convert, Program
 from hapsynth.instructions.recut import moved
 from hapsynth.instructions.sizes import Classes, Node, Sizes, layout_nodes
-from hapsynth.search.costs import CostModel, Floats
+from hapsynth.search.costs import CostModel, Floats, distinct
 from hapsynth.search.evaluate import cuts_of, resharing
 from hapsynth.search.memory import Cut, joined_shares, largest_of
+from hapsynth.search.problem import Ints
 from hapsynth.search.work import Work, tiled
 
 LargestOf = Callable[[Cut], float | Floats]
 """The largest share of a cut, or several, for as many trials."""
-CostOf = Callable[[Floats], Floats]
-"""Seconds of all that a class decides, from its fractions per position [..., positions]."""
 
 
 @dataclass(eq=False)
@@ -187,35 +186,28 @@ class Loads:
         curved = (not self.costs.speeds(w.op_class, w.dtype).linear for works in self.works for w in works.counts)
         return any(curved) or any(w.curved for w in self.wires)
 
+    def table(self, works: Works) -> WorkTable:
+        """Some works as arrays."""
+        return self._tables[works.cuts]
+
     @cached_property
-    def _tables(self) -> dict[tuple[Cut, ...], _WorkTable]:
+    def _tables(self) -> dict[tuple[Cut, ...], WorkTable]:
         """Layers have works that are alike, and share a table."""
-        known: dict[object, _WorkTable] = {}
-        found: dict[tuple[Cut, ...], _WorkTable] = {}
+        known: dict[object, WorkTable] = {}
+        found: dict[tuple[Cut, ...], WorkTable] = {}
         for cuts, works in self._works.items():
             key = (len(cuts), tuple(works.counts.items()))
             if key not in known:
-                known[key] = _WorkTable(works, self.costs)
+                known[key] = WorkTable(works, self.costs)
             found[cuts] = known[key]
         return found
 
     def fraction(self, sizes: Sizes, cut: Cut) -> Floats:
         """Each device's share of a cut: float64 [devices]."""
-        c, _ = cut
-        return self.expanded(cut, np.array(sizes.shares[c], dtype=np.float64) / max(self.classes.all[c].units, 1))
-
-    def expanded(self, cut: Cut, fractions: Floats) -> Floats:
-        """Per device [..., devices], from a class's fractions per position [..., positions]."""
-        return self.joined(cut, fractions)[..., self.costs.position(self.classes.all[cut[0]].axes[: cut[1]])]
-
-    def joined(self, cut: Cut, fractions: Floats) -> Floats:
-        """Per position along the cut's own axes [..., positions]: those of minor axes joined."""
-        c, depth = cut
-        axes = self.classes.all[c].axes
-        if depth == len(axes):
-            return fractions
-        count = prod(self.classes.lengths[a] for a in axes[:depth])
-        return fractions.reshape(*fractions.shape[:-1], count, -1).sum(axis=-1)
+        c = cut[0]
+        fractions = np.array(sizes.shares[c], dtype=np.float64) / max(self.classes.all[c].units, 1)
+        axes = self.classes.all[c].axes[: cut[1]]
+        return fractions.reshape(self.classes.along(axes), -1).sum(axis=1)[self.costs.position(axes)]
 
     def cost(self, sizes: Sizes) -> float:
         """Seconds of all that is cut."""
@@ -223,10 +215,10 @@ class Loads:
         largest = lambda cut: largest_of(sizes, cut)
         known: dict[object, float] = {}
 
-        def seconds(cuts: tuple[Cut, ...], table: _WorkTable) -> float:
+        def seconds(cuts: tuple[Cut, ...], table: WorkTable) -> float:
             key = (table, *[(self.classes.all[c].axes, depth, sizes.shares[c]) for c, depth in cuts])
             if key not in known:
-                known[key] = float(table.cost([self.fraction(sizes, cut) for cut in cuts]))
+                known[key] = table.cost([self.fraction(sizes, cut) for cut in cuts])
             return known[key]
 
         worked = fsum(seconds(cuts, table) for cuts, table in self._tables.items())
@@ -284,76 +276,50 @@ class Loads:
                 found |= {w.lanes[k] for w in works.counts if cut[0] == c}
         return found - {0}
 
-    def of_class(self, c: int, sizes: Sizes) -> CostOf | None:
-        """The cost that a class's sizes decide, everything else as it is; None where they decide nothing."""
-        works, wires, reshares = self.by_class[c]
-        tables = [(w.cuts, self._tables[w.cuts]) for w in works]
-        if not tables and not wires and not reshares:
-            return None
-        others = {cut: self.fraction(sizes, cut) for cuts, _ in tables for cut in cuts if cut[0] != c}
-        cuts_of_wires = [
-            *(cut for w in wires for cut in (*w.times, *w.over)),
-            *(cut for r in reshares for cut in r.over),
-        ]
-        fixed = {cut: largest_of(sizes, cut) for cut in cuts_of_wires if cut[0] != c}
 
-        def cost(fractions: Floats) -> Floats:
-            mine = {cut: self.expanded(cut, fractions) for cuts, _ in tables for cut in cuts if cut[0] == c}
-            held = lambda cut: mine[cut] if cut[0] == c else others[cut]
-            whole = np.ones(fractions.shape[:-1])
-            largest = lambda cut: self.joined(cut, fractions).max(axis=-1) if cut[0] == c else fixed[cut] * whole
-            seconds = np.zeros(fractions.shape[:-1])
-            for cuts, table in tables:
-                seconds += table.cost([held(cut) for cut in cuts])
-            for wire in wires:
-                seconds += wire.at(largest)
-            shards = lambda cut: (
-                self.joined(cut, fractions)
-                if cut[0] == c
-                else np.broadcast_to(joined_shares(sizes, cut), (*whole.shape, self.classes.positions(cut[0])))
-            )
-            for r in reshares:
-                seconds += r.at(shards(r.old), shards(r.new), largest)
-            return seconds
-
-        return cost
-
-
-class _WorkTable:
-    """Works with the same cuts as arrays."""
+class WorkTable:
+    """Works with the same cuts as arrays [works, kinds of devices]."""
 
     def __init__(self, works: Works, costs: CostModel) -> None:
         column = lambda values: np.array(list(values), dtype=np.float64)[:, None]
-        all_ = list(works.counts)
+        all_, kinds = list(works.counts), costs.kinds
+        self.kind_of = costs.kind_of
         self.counts = np.array(list(works.counts.values()), dtype=np.float64)
         self.flops = column(w.flops for w in all_)
-        speeds = [costs.speeds(w.op_class, w.dtype) for w in all_]
-        self.compute = self.flops / np.array([s.rate for s in speeds]).reshape(len(all_), costs.n)
+        speeds = [costs.speeds_of_kinds(w.op_class, w.dtype) for w in all_]
+        self.compute = self.flops / np.array([s.rate for s in speeds]).reshape(len(all_), len(kinds))
         curved = dict.fromkeys(s for s in speeds if not s.linear)
         self.curved = [(s, np.array([i for i, mine in enumerate(speeds) if mine is s])) for s in curved]
         """The rows whose times are measured by size."""
         masks = sorted({mask for w in all_ for mask, _ in w.moved})
         bytes_of = [dict(w.moved) for w in all_]
-        self.moved = [(mask, column(b.get(mask, 0.0) for b in bytes_of) / costs.bandwidth) for mask in masks]
+        bandwidth = np.array([k.bandwidth for k in kinds])
+        self.moved = [(mask, column(b.get(mask, 0.0) for b in bytes_of) / bandwidth) for mask in masks]
         self.lanes = [np.array([[w.lanes[k]] for w in all_]) for k in range(len(works.cuts))]
-        self.fixed = column(w.launches for w in all_) * costs.overhead
+        self.fixed = column(w.launches for w in all_) * np.array([k.overhead for k in kinds])
 
-    def cost(self, fractions: list[Floats]) -> Floats:
-        """Seconds [...], from each cut's share per device [..., devices]."""
-        held = [fraction[..., None, :] for fraction in fractions]
+    def busy(self, kinds: Ints, fractions: Sequence[Floats], *, whole_tiles: bool = True) -> Floats:
+        """Seconds [works, devices], from the kinds of some devices and each cut's share on each of them [devices];
+        without `whole_tiles` as if contractions took the less time the fewer rows there are, however few."""
         share = np.ones(())
-        for fraction, lanes in zip(held, self.lanes, strict=True):
-            share = share * tiled(fraction, lanes)
-        moved = np.zeros_like(self.compute)
+        for fraction, lanes in zip(fractions, self.lanes, strict=True):
+            share = share * (tiled(fraction, lanes) if whole_tiles else fraction)
+        moved = np.zeros((len(self.counts), kinds.size))
         for mask, seconds in self.moved:
-            part = seconds
+            part = seconds[:, kinds]
             for k in mask:
-                part = part * held[k]
+                part = part * fractions[k]
             moved = moved + part
-        computing = self.compute * share
+        computing = self.compute[:, kinds] * share
         for speeds, rows in self.curved:
-            computing[..., rows, :] = speeds.seconds(self.flops[rows] * share[..., rows, :])
-        busy = self.fixed + np.maximum(computing, moved)
-        for fraction in held:
+            computing[rows] = speeds.at(kinds).seconds(self.flops[rows] * np.broadcast_to(share, computing.shape)[rows])
+        busy = self.fixed[:, kinds] + np.maximum(computing, moved)
+        for fraction in fractions:
             busy = np.where(fraction > 0, busy, 0.0)
-        return (busy.max(axis=-1, initial=0.0) * self.counts).sum(axis=-1)
+        return busy
+
+    def cost(self, fractions: Sequence[Floats]) -> float:
+        """Seconds, from each cut's share per device [devices]."""
+        some = distinct(self.kind_of, fractions)
+        busy = self.busy(self.kind_of[some], [fraction[some] for fraction in fractions])
+        return float((busy.max(axis=-1, initial=0.0) * self.counts).sum(axis=-1))

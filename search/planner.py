@@ -212,7 +212,7 @@ class Planner(Finder):
         if self.pins is not None or self._late():
             return best, bound
         began = time.perf_counter()
-        resharer = Resharer(self.costs, self.limit)
+        resharer = Resharer(self.costs, self.limit, self._seconds_left)
         found = resharer.improved(best)
         self.ratio_s += time.perf_counter() - began
         if found is best:
@@ -265,15 +265,18 @@ class Planner(Finder):
     def _settled(self, best: Candidate, bound: float) -> bool:
         return best.cost - bound <= max(_SETTLED, self._tolerance) * best.cost
 
-    def _certify(self, best: Candidate) -> tuple[Candidate, float]:
-        """The bound at the best pair's own sizes; a cheaper pair found on the way becomes the best."""
+    def _certify(self, best: Candidate) -> tuple[Candidate, float | None]:
+        """The bound at the best pair's own sizes; a cheaper pair found on the way becomes the best, and has none where
+        it is too late to look for it."""
         self._tolerance = min(self._tolerance, WIDE_TOLERANCE)
-        for _ in range(_ROUNDS):
+        for repeated in range(_ROUNDS):
             if best.bound is not None and best.cost - best.bound <= self._tolerance * best.cost:
+                return best, best.bound
+            if repeated and self._late():
                 return best, best.bound
             known = self._looked_at[1] if self._looked_at else None
             ratios, found = self.ratios_at(best.sizes), best
-            for certain in (False, True) if ratios is not known else (True,):
+            for certain in (False, True) if ratios is not known and not self._late() else (True,):
                 _, solution = self._search(ratios, best.choices, certain=certain, above=best.cost * (1 - _SETTLED / 2))
                 # The same program has other choices, or none, once the structure has been replaced.
                 found = self._best or best

@@ -90,9 +90,13 @@ class Ratios:
         for cls in sizes.classes.all if sizes is not None else ():
             assert sizes is not None
             nbytes = sum(self.graph.values[v].nbytes for v in {v for v, *_ in cls.members})
+            # Of all members that the same axes cut.
+            vectors: dict[tuple[int, ...], int] = {}
             for value, dim, axes, way in cls.members:
-                lengths = np.array(sizes.lengths(value, dim, axes, way), dtype=np.float64)
-                vector = self._intern(axes, lengths / max(lengths.sum(), 1.0))
+                if axes not in vectors:
+                    lengths = np.array(sizes.lengths(value, dim, axes, way), dtype=np.float64)
+                    vectors[axes] = self._intern(axes, lengths / max(lengths.sum(), 1.0))
+                vector = vectors[axes]
                 self._exact[(value, dim, axes, way)] = vector
                 node = (value, dim, (), 0)
                 if node in self._kinship.parent:

@@ -9,7 +9,7 @@ What comes out cheaper at whole units, by the cost of all instructions, is kept,
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import combinations, product
 
@@ -46,16 +46,17 @@ _COMBINATIONS = 8
 
 @dataclass(frozen=True, eq=False)
 class Resharer:
-    """Looks for reshares that pay, within `limit` bytes."""
+    """Looks for reshares that pay, within `limit` bytes. `left`: seconds that there are for it."""
 
     costs: CostModel
     limit: float
+    left: Callable[[], float] = lambda: np.inf
 
     def improved(self, candidate: Candidate) -> Candidate:
         """The candidate with some classes cut into parts; itself where none pays."""
         best = candidate
         for _ in range(_ROUNDS):
-            found = self._cut(best)
+            found = self._cut(best) if self.left() > 0 else None
             if found is None:
                 break
             best = found
@@ -82,7 +83,7 @@ class Resharer:
         least_gain = (_MEASURED_GAIN if self._measured else _GAIN) * best.cost
         classes = best.sizer.classes.all
         for c, losses in sorted(self._losses(best), key=lambda entry: -sum(loss for loss, _ in entry[1])):
-            if sum(loss for loss, _ in losses) < least_gain:
+            if sum(loss for loss, _ in losses) < least_gain or self.left() <= 0:
                 break
             ratios = [best.sizes.shares[c], *self._suited(losses, classes[c].units)]
             parts = Parts(best.program, best.sizes, self.costs, c)
@@ -174,14 +175,14 @@ class Resharer:
             check(graph, program)
         except ProgramError:
             return None
-        sizer = Sizer(program, Classes.build(graph, program, table), self.costs)
+        sizer = Sizer(program, Classes.build(graph, program, table), self.costs, left=self.left)
         sizes = sizer.best(own_weights(self.costs, parts.sizes), limit=self.limit)
         return self._merged(program, sizes)
 
     def _merged(self, program: Program, sizes: Sizes) -> Candidate | None:
         """A program without reshares between parts that are alike; None where it holds too much."""
         program, sizes = merged(self.costs.graph, program, sizes, self.costs.table)
-        sizer = Sizer(program, sizes.classes, self.costs)
+        sizer = Sizer(program, sizes.classes, self.costs, left=self.left)
         memory = sizer.memory.peak(sizes)
         if memory > self.limit:
             return None

@@ -25,30 +25,42 @@ from hapsynth.instructions.sizes import Classes, Sizes
 from hapsynth.search._ratio_lp import RatioLP
 from hapsynth.search._size_bound import size_bound
 from hapsynth.search.costs import CostModel, Floats
+from hapsynth.search.leaving_out import FEW, ladder, least_at
 from hapsynth.search.loads import Loads
 from hapsynth.search.memory import MemoryProfile
 from hapsynth.search.pins import Pins
 from hapsynth.search.problem import Ints
 from hapsynth.search.ratios import nested_shares
+from hapsynth.search.units import ClassUnits
 from hapsynth.search.work import TILE
 
 _LP_ROUNDS = 6
+_POLISHED = 3
+"""Of many kinds, how many numbers of them are followed up."""
 _PARTS = 8
 """In how many parts the units of a group are moved at most."""
 
 
 class Sizer:
-    """Finds sizes for one program. `pins`: ratios that some classes have to have."""
+    """Finds sizes for one program. `pins`: ratios that some classes have to have. `left`: the seconds that there are;
+    where they have passed, the best sizes so far are good enough."""
 
-    def __init__(self, program: Program, classes: Classes, costs: CostModel, pins: Pins | None = None) -> None:
-        self.program, self.classes, self.costs = program, classes, costs
+    def __init__(
+        self,
+        program: Program,
+        classes: Classes,
+        costs: CostModel,
+        pins: Pins | None = None,
+        left: Callable[[], float] = lambda: np.inf,
+    ) -> None:
+        self.program, self.classes, self.costs, self._left = program, classes, costs, left
         self.graph: Graph = costs.graph
         self.memory = MemoryProfile(self.graph, program, classes, costs)
         self.loads = Loads(program, classes, costs)
         self.pinned = pins.shares(classes) if pins else {}
         self.families = sorted({c.axes for c in classes.all}, key=lambda axes: (-len(axes), axes))
         """The mesh axes that classes are cut along; each is one linear program's."""
-        self.kinds = {axes: _position_kinds(costs, axes) for axes in self.families}
+        self.kinds = {axes: costs.kinds_along(axes) for axes in self.families}
 
     def fixed(self, weights: Floats) -> Sizes:
         """Every class in proportion to the devices' weights, in whole units nearest to them."""
@@ -81,18 +93,35 @@ class Sizer:
         if len(self.pinned) == len(self.classes.all):
             return candidates[0]
         speed = self.costs.rate("float32")
-        kinds = list(dict.fromkeys(self.costs.cluster.devices))
-        kind_of = np.array([kinds.index(d) for d in self.costs.cluster.devices])
-        order = sorted(range(len(kinds)), key=lambda k: -speed[kind_of == k].max())
-        for count in range(1, len(order) + 1):
+        kind_of = self.costs.kind_of
+        order = sorted(range(len(self.costs.kinds)), key=lambda k: -speed[kind_of == k].max())
+        ranked = [(*self._merit(s, limit), i) for i, s in enumerate(candidates)]
+
+        def with_fastest(count: int) -> tuple[float, float]:
+            if self._left() <= 0:
+                return np.inf, np.inf
             active = np.isin(kind_of, order[:count])
             candidates.append(self._optimized(np.where(active, speed, 0.0), active, limit))
-        ranked = [(self._beyond(s, limit), self.variable_cost(s), i) for i, s in enumerate(candidates)]
-        return self._polished(candidates[min(ranked)[2]], limit)
+            merit = self._merit(candidates[-1], limit)
+            ranked.append((*merit, len(candidates) - 1))
+            return merit
+
+        if len(order) <= FEW:
+            for count in range(1, len(order) + 1):
+                with_fastest(count)
+        else:
+            least_at(ladder(len(order)), with_fastest)
+        # Rounding may part what is alike before it.
+        best = [candidates[i] for *_, i in sorted(ranked)[: _POLISHED if len(order) > FEW else 1]]
+        return min((self._polished(s, limit) for s in best), key=lambda s: self._merit(s, limit))
+
+    def _merit(self, sizes: Sizes, limit: float) -> tuple[float, float]:
+        """The less the better: whether they hold too much, then what they cost."""
+        return self._beyond(sizes, limit), self.variable_cost(sizes)
 
     def _polished(self, sizes: Sizes, limit: float) -> Sizes:
         """Whole groups of units moved too, until nothing gets cheaper."""
-        for _ in range(_LP_ROUNDS):
+        for _ in range(_LP_ROUNDS if self._left() > 0 else 0):
             improved = self._improved(sizes.shares, self._beyond(sizes, limit), together=True)
             if improved.shares == sizes.shares:
                 break
@@ -109,7 +138,7 @@ class Sizer:
 
     def bound(self, sizes: Sizes, limit: float = np.inf) -> float:
         """Seconds that `variable_cost` is at least, at all sizes that `limit` bytes per device allow."""
-        bound = size_bound(self.loads, self.memory, self.kinds, self.pinned, sizes, limit)
+        bound = size_bound(self.loads, self.memory, self.kinds, self.pinned, sizes, limit, self._left)
         return min(bound, self.variable_cost(sizes))
 
     def _optimized(self, weights: Floats, active: np.ndarray, limit: float) -> Sizes:
@@ -117,7 +146,9 @@ class Sizer:
         sizes = self.fixed(weights)
         if not self.classes.all:
             return sizes
-        sizes = self._whole_units(self._fractions(sizes), limit)
+        if len(self.families) > 1 or self.loads.has_products or self.loads.has_curves or self.loads.reshares:
+            # The linear programs depend on these.
+            sizes = self._whole_units(self._fractions(sizes), limit)
         points: set[int] = set()
         allowed = limit
         for _ in range(_LP_ROUNDS):
@@ -128,11 +159,13 @@ class Sizer:
                 lp = RatioLP(self.loads, self.memory, axes, self.kinds[axes], active, sizes, self.pinned, apart=apart)
                 if not lp.classes:
                     continue
-                fractions = lp.solve(sorted(points), allowed)
+                fractions = lp.solve(sorted(points), allowed, self._left())
                 if fractions is None:
                     return sizes
                 solved.update(fractions)
-                if len(self.families) > 1:
+                if len(self.families) > 1 and len(self.costs.kinds) > FEW:
+                    sizes = Sizes(self.graph, self.classes, tuple(self._nearest(solved)))
+                elif len(self.families) > 1:
                     sizes = self._whole_units(solved, limit)
                     solved.update(self._fractions(sizes, axes))
             sizes = self._whole_units(solved, limit)
@@ -175,7 +208,7 @@ class Sizer:
             sizes = Sizes(self.graph, self.classes, tuple(shares))
             counted = self.memory.counted(sizes) if tight else np.zeros((1, 1))
             for c, mine in enumerate(shares):
-                if c in self.pinned:
+                if c in self.pinned or (self._left() <= 0 and not tight):
                     continue
                 better = found(c, sizes, (self.classes.all[c].units,))
                 if tight and better != mine:
@@ -203,15 +236,21 @@ class Sizer:
             most = [most[place == p].min() for p in range(len(now))]
         return tuple(max(n, int(m * cls.units + 1e-9)) for n, m in zip(now, most, strict=True))
 
-    def _aligned(self, c: int, shares: Ints) -> Iterator[Ints]:
-        """Shares in whole tiles for all kinds but one, which takes what is left: single units cannot cross a tile."""
+    def _aligned(self, c: int, shares: Ints, class_units: ClassUnits, most: Ints) -> Iterator[Ints]:
+        """Shares in whole tiles for all kinds but one, which takes what is left: single units cannot cross a tile. Of
+        many kinds one trial, in which they get tile after tile."""
         units, kind_of = self.classes.all[c].units, self.kinds[self.classes.all[c].axes]
         held = [k for k in range(int(kind_of.max()) + 1) if shares[kind_of == k].any()]
+        if len(held) > FEW:
+            allotted = class_units.allotted(shares, most)
+            if allotted is not None:
+                yield allotted
+            return
         lanes = self.loads.lanes(c)
         tiles = {TILE * units // n for n in lanes if n >= TILE and TILE * units % n == 0}
         for tile, rest in product(sorted(tiles - {1}), held):
             others = [k for k in held if k != rest]
-            for up in product((0, 1), repeat=len(others)) if len(others) < 6 else ():
+            for up in product((0, 1), repeat=len(others)):
                 aligned = shares.copy()
                 for k, u in zip(others, up, strict=True):
                     aligned[kind_of == k] = (int(shares[kind_of == k].mean()) // tile + u) * tile
@@ -225,25 +264,38 @@ class Sizer:
         """The cheapest of a class's shares and those aligned to tiles, then single units moved between positions while
         the class's true cost falls; no share above `most`, of its position or of all. `together`: units of whole groups
         are moved as well."""
-        cls = self.classes.all[c]
-        cost = self.loads.of_class(c, sizes)
-        if cost is None:
+        units = ClassUnits(self.loads, c, sizes)
+        if not units.decides:
             return sizes.shares[c]
-        seconds = lambda held: np.where((held <= most).all(axis=-1), cost(held / cls.units), np.inf)
-        kind_of = self.kinds[cls.axes]
         current = np.array(sizes.shares[c], dtype=np.int64)
-        best = float(cost(current / cls.units))
-        found = _best_of(self._aligned(c, current), seconds)
-        if found[0] < best * (1 - 1e-12):
-            best, current = found
-        for _ in range(4 * current.size):
-            found = _best_of(_single_moves(current, kind_of), seconds)
-            if together and not found[0] < best * (1 - 1e-12):
-                found = _best_of(_group_moves(current, kind_of, seconds), seconds)
+        bounded = np.broadcast_to(np.array(most, dtype=np.int64), current.shape)
+        many = int(units.kind_of.max()) >= FEW
+        if many and not together:
+            # Units given back one by one to those that are left out are not worth the time.
+            bounded = np.where(current > 0, bounded, 0)
+        seconds = lambda held: np.where((held <= bounded).all(axis=-1), units.seconds(held), np.inf)
+        best = float(units.seconds(current[None])[0])
+        for _ in range(_LP_ROUNDS if many else 1):
+            found = _best_of(self._aligned(c, current, units, bounded), seconds)
             if not found[0] < best * (1 - 1e-12):
                 break
             best, current = found
-        return tuple(int(s) for s in current)
+        units.begin(current)
+        # Of many kinds the sizes that are followed up go on.
+        for _ in range(4 * FEW if many and not together else 4 * current.size):
+            if self._left() <= 0:
+                break
+            move = units.best_move(bounded)
+            if move is not None and move.seconds < best * (1 - 1e-12):
+                best = move.seconds
+                units.move(move.source, move.target)
+                continue
+            found = _best_of(_group_moves(units.shares, units.kind_of, seconds) if together else (), seconds)
+            if not found[0] < best * (1 - 1e-12):
+                break
+            best = found[0]
+            units.begin(found[1])
+        return tuple(units.shares.tolist())
 
 
 _SecondsOf = Callable[[Ints], Floats]
@@ -268,22 +320,13 @@ def _groups(shares: Ints, kind_of: Ints) -> dict[tuple[int, int], list[int]]:
     return found
 
 
-def _single_moves(shares: Ints, kind_of: Ints) -> Iterator[Ints]:
-    """One unit from one position to another, of each group one."""
-    groups = _groups(shares, kind_of)
-    for (_, held), (source, *_) in groups.items():
-        for target, *_ in groups.values() if held else ():
-            if source != target:
-                moved = shares.copy()
-                moved[source] -= 1
-                moved[target] += 1
-                yield moved
-
-
 def _group_moves(shares: Ints, kind_of: Ints, seconds: _SecondsOf) -> Iterator[Ints]:
     """One unit from, or to, every position of a group: where several are the slowest, one alone changes nothing. The
     rest of the units go where they cost the least, some at a time."""
     for (_, held), members in _groups(shares, kind_of).items():
+        if len(members) == 1:
+            # A single move.
+            continue
         outside = np.ones(shares.size, dtype=bool)
         outside[members] = False
         for sign in (1, -1) if held else (-1,):
@@ -305,11 +348,3 @@ def _group_moves(shares: Ints, kind_of: Ints, seconds: _SecondsOf) -> Iterator[I
                 moved = trial
             if not left:
                 yield moved
-
-
-def _position_kinds(costs: CostModel, axes: tuple[int, ...]) -> Ints:
-    """int [positions]: positions with the same kinds of devices, in the same order, have the same number."""
-    place = costs.position(axes)
-    rows = [tuple(costs.cluster.devices[d] for d in np.flatnonzero(place == p)) for p in range(int(place.max()) + 1)]
-    number: dict[object, int] = {}
-    return np.array([number.setdefault(row, len(number)) for row in rows], dtype=np.int64)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from math import prod
 from typing import TypeAlias
 
@@ -84,6 +85,13 @@ class Speeds:
         self._curves = [
             (np.array([d == kind for d in devices]), curve) for kind, curve in curves.items() if curve is not None
         ]
+
+    def at(self, devices: npt.NDArray[np.int64]) -> Speeds:
+        """Those of some of the devices, or of some again and again."""
+        found = copy(self)
+        found.rate = self.rate[devices]
+        found._curves = [(there, curve) for mine, curve in self._curves if (there := mine[devices]).any()]
+        return found
 
     @property
     def linear(self) -> bool:

@@ -4,9 +4,14 @@ Every device of a planned mesh takes part in every collective and in every op th
 slow devices can cost more than they bring, and so can a slow network: what is left out holds and computes nothing.
 
 Considered are all devices; without the slower kinds, or without any one of them; of each such set the fastest half of
-the hosts, and of the positions along a mesh axis, the fastest quarter and so on; and one device of each kind. All
-devices are planned for first. A set is given up as soon as a bound on it exceeds the best plan so far: first the work
-of its ops shared out ideally, then the joint bound. What is left is searched, and the best plan's bounds are proved.
+the hosts, and of the positions along a mesh axis, the fastest quarter and so on; and one device of each kind. Of more
+than a few kinds (`leaving_out.py`): all; without the slowest one, two, four and so on; without the one that is worst in
+something; of all devices the fastest half of the hosts or positions and so on; and one that is best in something. How
+many of the slowest kinds are left out is then narrowed down by what the programs found cost.
+
+All devices are planned for first. A set is given up as soon as a bound on it exceeds the best plan so far: first the
+work of its ops shared out ideally, then the joint bound. What is left is searched, and the best plan's bounds are
+proved.
 
 The joint bound of the whole is the least over all sets, where one that was given up counts with the bound that did it.
 """
@@ -14,6 +19,7 @@ The joint bound of the whole is the least over all sets, where one that was give
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -24,6 +30,7 @@ from hapsynth.cluster import Cluster
 from hapsynth.graph import Graph
 from hapsynth.search.collecting import seldom
 from hapsynth.search.costs import CostModel
+from hapsynth.search.leaving_out import FEW, between, ladder
 from hapsynth.search.links import mesh_axes
 from hapsynth.search.pins import Pins
 from hapsynth.search.planner import Planner
@@ -32,28 +39,57 @@ from hapsynth.search.room import Room
 from hapsynth.search.speeds import Speeds
 from hapsynth.search.structure import Restriction, Structure
 
+_CONCLUDING = 0.15
+"""Of a time budget, for the bounds of the best plan."""
 Devices = tuple[int, ...]
 """Positions in mesh order, rising."""
 
 
 def subclusters(cluster: Cluster) -> list[Devices]:
     """The sets of devices worth a look, the whole cluster excepted."""
-    everyone = range(cluster.n)
-    speed = [kind.rate("float32") for kind in cluster.devices]
-    kinds = sorted(cluster.kinds, key=lambda k: -k.rate("float32"))
-    without = lambda left_out: tuple(d for d in everyone if cluster.devices[d] not in left_out)
-    sets = [without(()), *(without(kinds[i:]) for i in range(1, len(kinds))), *(without((k,)) for k in kinds)]
+    ranking = Ranking(cluster)
+    kinds, rank, everyone = ranking.kinds, ranking.rank, ranking.fastest(len(ranking.kinds))
+    speed = [kinds[k].rate("float32") for k in rank]
+    if len(kinds) <= FEW:
+        sets = [everyone, *(ranking.fastest(count) for count in range(1, len(kinds)))]
+        sets += [ranking.without(k) for k in range(len(kinds))]
+        divided, alone = sets, list(range(len(kinds)))
+    else:
+        most = lambda of: max(range(len(kinds)), key=lambda k: of(kinds[k]))
+        slow = dict.fromkeys((len(kinds) - 1, most(lambda k: -k.bandwidth), most(lambda k: k.overhead)))
+        sets = [everyone, *map(ranking.fastest, ladder(len(kinds))), *map(ranking.without, slow)]
+        divided = [everyone]
+        alone = list(dict.fromkeys((0, most(lambda k: k.bandwidth), most(lambda k: -k.overhead))))
     found: dict[Devices, None] = {}
     for devices in filter(None, sets):
         found[devices] = None
-        for groups in _groupings(cluster, devices):
+        for groups in _groupings(cluster, devices) if devices in divided else ():
             ranked = sorted(groups, key=lambda g: (-sum(speed[d] for d in g), g))
             while len(ranked) > 1:
                 ranked = ranked[: (len(ranked) + 1) // 2]
                 found[tuple(sorted(d for group in ranked for d in group))] = None
-    found.update({(cluster.devices.index(kind),): None for kind in kinds})
-    found.pop(tuple(everyone))
+    found.update({(rank.index(k),): None for k in alone})
+    found.pop(everyone)
     return list(found)
+
+
+class Ranking:
+    """The kinds of a cluster's devices, fastest first. `rank`: of each device, its kind."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.kinds = sorted(cluster.kinds, key=lambda k: -k.rate("float32"))
+        number = {kind: k for k, kind in enumerate(self.kinds)}
+        # Devices of a kind mostly are one object, and comparing these is slow.
+        known = {key: number[kind] for key, kind in {id(kind): kind for kind in cluster.devices}.items()}
+        self.rank = [known[id(kind)] for kind in cluster.devices]
+
+    def fastest(self, count: int) -> Devices:
+        """The devices of the `count` fastest kinds."""
+        return tuple(d for d, k in enumerate(self.rank) if k < count)
+
+    def without(self, kind: int) -> Devices:
+        """All devices but those of a kind."""
+        return tuple(d for d, k in enumerate(self.rank) if k != kind)
 
 
 def _groupings(cluster: Cluster, devices: Devices) -> Iterator[list[Devices]]:
@@ -102,11 +138,13 @@ class LeastWork:
         """Seconds per step."""
         if not self.classes:
             return 0.0
-        speeds = {key: Speeds(cluster.devices, *key) for key in dict.fromkeys(self.classes)}
+        counts = Counter(cluster.devices)
+        kinds, of_each = list(counts), np.array(list(counts.values()), dtype=np.float64)
+        speeds = {key: Speeds(kinds, *key) for key in dict.fromkeys(self.classes)}
         rate = np.array([speeds[key].most for key in self.classes])
-        bandwidth = np.array([k.bandwidth for k in cluster.devices])
-        overhead = np.array([k.overhead for k in cluster.devices])
-        together = lambda a: a.sum(axis=-1, keepdims=True)
+        bandwidth = np.array([k.bandwidth for k in kinds])
+        overhead = np.array([k.overhead for k in kinds])
+        together = lambda a: (a * of_each).sum(axis=-1, keepdims=True)
         shared = self.launches * overhead.min() + np.maximum(
             self.flops / together(rate), self.nbytes / together(bandwidth)
         )
@@ -154,7 +192,7 @@ class ClusterPlanner:
     def run(self) -> Result:
         """Plan; InfeasibleError and Ctrl-C as with `Planner.run`. The time budget counts from `glance`, if that was
         called."""
-        self._began = self.whole.began
+        self._began, self._concluding = self.whole.began, 0.0
         if self.devices is not None:
             return self._on_some(self.devices)
         asked = self.restriction is not None or self.pins is not None
@@ -162,13 +200,17 @@ class ClusterPlanner:
             return self.whole.run()
         self._interrupted = False
         self._alone = Restriction(allowed=lambda value, dim: False)
-        least = LeastWork(self.whole.structure, self.whole.costs)
+        least = self._least = LeastWork(self.whole.structure, self.whole.costs)
         whole = self._best = _Entry(tuple(range(self.cluster.n)), self.cluster, least.on(self.cluster), self.whole)
         subsets = [(devices, self.cluster.subset(devices)) for devices in subclusters(self.cluster)]
         entries = [_Entry(devices, cluster, least.on(cluster)) for devices, cluster in subsets]
         self._entries = [self._best, *sorted(entries, key=lambda e: (e.bound, e.devices))]
         # Before all devices are planned for in earnest, as a better plan on some of them makes that short.
         self._glance = self._attempt(self.whole.glance)
+        if self.time_budget_s is not None:
+            # The last bounds take two more problems.
+            took = max(2 * self.whole.search_s, _CONCLUDING * self.time_budget_s)
+            self._concluding = min(took, self.time_budget_s / 2)
         self._consider_all()
         if self._best is not whole:
             whole.bound = max(whole.bound, self._attempt(lambda: self.whole.joint_bound(self._cost()), 0.0))
@@ -177,6 +219,7 @@ class ClusterPlanner:
             self._best = whole if self.whole.cost < self._cost() else self._best
         first, self._glance = self._glance, np.inf
         self._consider_all()
+        self._narrow_down()
         if not np.isfinite(self._cost()):
             self._squeeze()
         return self._concluded(first)
@@ -229,10 +272,29 @@ class ClusterPlanner:
                 if self._attempt(lambda p=planner: p.explore(self._bar())) < self._bar():
                     self._best = entry
 
+    def _narrow_down(self) -> None:
+        """Of many kinds: how many of the slowest to leave out, between the numbers that were looked at."""
+        ranking = Ranking(self.cluster)
+        count = len(ranking.kinds)
+        tried = {ranking.fastest(number): number for number in ladder(count)} if count > FEW else {}
+        while self._best.devices in tried and not self._late():
+            more = between(tried.values(), tried[self._best.devices])
+            if not more:
+                return
+            for number in more:
+                devices = ranking.fastest(number)
+                tried[devices] = number
+                if all(entry.devices != devices for entry in self._entries):
+                    cluster = self.cluster.subset(devices)
+                    self._entries.append(_Entry(devices, cluster, self._least.on(cluster)))
+            self._consider_all()
+
+    def _left(self) -> float:
+        """Seconds of the time budget; inf without one."""
+        return np.inf if self.time_budget_s is None else self.time_budget_s - (time.perf_counter() - self._began)
+
     def _planner(self, entry: _Entry) -> Planner:
-        left = None
-        if self.time_budget_s is not None:
-            left = max(0.05, self.time_budget_s - (time.perf_counter() - self._began))
+        left = None if self.time_budget_s is None else max(0.05, self._left())
         # One device has nothing to cut.
         restriction = self._alone if len(entry.devices) == 1 else None
         axes = len(mesh_axes(entry.cluster))
@@ -268,8 +330,7 @@ class ClusterPlanner:
 
     def _late(self) -> bool:
         self._interrupted |= any(e.planner.interrupted for e in self._entries if e.planner)
-        late = self.time_budget_s is not None and time.perf_counter() - self._began >= self.time_budget_s
-        return self._interrupted or late
+        return self._interrupted or self._left() <= self._concluding
 
     def _cost(self) -> float:
         return self._best.planner.cost if self._best.planner else np.inf
