@@ -42,7 +42,7 @@ class Form:
     local: Interpreter = field(init=False)
 
     storage: ClassVar[type[Storage]] = Storage
-    makes_again: ClassVar[bool] = False
+    switches: ClassVar[bool] = False
     """Whether a stage makes again what is cheap rather than takes it from an earlier one."""
 
     def __post_init__(self) -> None:
@@ -91,4 +91,4 @@ class Form:
 
     @cached_property
     def steps(self) -> list[Step]:
-        return split(self.graph, self.program, self.sizes, makes_again=self.makes_again)
+        return split(self.graph, self.program, self.sizes, switches=self.switches)

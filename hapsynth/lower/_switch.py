@@ -35,7 +35,7 @@ class Lowered(Form):
     """A program as one compiled function over stored arrays, uneven ones padded to the largest shard."""
 
     compiled: Any = None
-    makes_again: ClassVar[bool] = True
+    switches: ClassVar[bool] = True
 
     def __call__(self, stored: Sequence[jax.Array]) -> list[jax.Array]:
         """Run on the stored inputs; the stored outputs. Arguments that are `donated` are consumed."""
@@ -98,7 +98,7 @@ class Lowered(Form):
     def at(self, index: Sequence[Any], stored: Sequence[Any]) -> tuple[Any, ...]:
         """What the device at a traced position along each mesh axis runs: its stored outputs that are no literals."""
         lengths = tuple(size for _, size in self.program.axes)
-        everyone = Where(lengths, tuple(np.ndindex(*lengths)), tuple(index))
+        everyone = Where(lengths, tuple(np.ndindex(*lengths)), tuple(index), padded=True)
         env: Env = dict(zip(((v, self.program.inputs[v]) for v in self.graph.sources), stored, strict=True))
         self._steps(self.steps, env, everyone)
         outputs = zip(self.graph.outputs, self.program.outputs)
@@ -153,7 +153,7 @@ class Lowered(Form):
         graph, sizes = self.graph, self.sizes
 
         def branch(members: tuple[int, ...]) -> Callable[..., tuple[Any, ...]]:
-            here = replace(everyone, devices=tuple(everyone.devices[m] for m in members))
+            here = replace(everyone, devices=tuple(everyone.devices[m] for m in members), padded=False)
 
             def run(*operands: Any) -> tuple[Any, ...]:
                 local: Env = {
