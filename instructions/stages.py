@@ -22,6 +22,7 @@ from hapsynth.graph import (
     Region,
 )
 from hapsynth.instructions.factors import Factors
+from hapsynth.instructions.gathered import gathered
 from hapsynth.instructions.padded import padded
 from hapsynth.instructions.program import (
     Block,
@@ -98,14 +99,15 @@ class Cond:
 Step = Stage | Convert | Loop | Cond
 
 
-def split(graph: Graph, program: Program, sizes: Sizes, *, switches: bool = False) -> list[Step]:
+def split(graph: Graph, program: Program, sizes: Sizes, *, switches: bool = False, near: bool = False) -> list[Step]:
     """The program's stages and what lies between them, in its order, without what nothing needs.
 
     With `switches`, as one program for all devices: a stage makes again what is cheap rather than takes it from an
-    earlier one, and what is small is no part of its switch but computed on padded shards.
+    earlier one, and what is small is no part of its switch but computed on padded shards. `near`: no network lies between the devices.
     """
     outputs = {(v, layout) for v, layout in zip(graph.outputs, program.outputs) if isinstance(v, int) and layout}
-    block = _live(graph, nested(graph, program.instructions), set(program.inputs.items()), outputs)
+    instructions = gathered(graph, program, sizes) if switches and near else program.instructions
+    block = _live(graph, nested(graph, instructions), set(program.inputs.items()), outputs)
     return _Splitter(graph, program, sizes, switches).steps(block, outputs)
 
 

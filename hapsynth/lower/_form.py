@@ -43,7 +43,7 @@ class Form:
 
     storage: ClassVar[type[Storage]] = Storage
     switches: ClassVar[bool] = False
-    """Whether a stage makes again what is cheap rather than takes it from an earlier one."""
+    """Whether it is one program for all devices."""
 
     def __post_init__(self) -> None:
         graph, program = self.graph, self.program
@@ -91,4 +91,5 @@ class Form:
 
     @cached_property
     def steps(self) -> list[Step]:
-        return split(self.graph, self.program, self.sizes, switches=self.switches)
+        near = not self.mesh.is_multi_process
+        return split(self.graph, self.program, self.sizes, switches=self.switches, near=near)
