@@ -21,7 +21,7 @@ from hapsynth.instructions.rules.contract import CONTRACTIONS
 from hapsynth.instructions.rules.registry import flops_of, is_fusible
 from hapsynth.instructions.sizes import Node, Sizes, cut_nodes, layout_nodes
 
-SMALL_STAGE = 1 << 18
+SMALL_STAGE = 1 << 19
 """Elements that a stage may touch on the largest shards, and still be computed on these by all devices."""
 PRODUCTS_PER_ELEMENT = 16
 """Multiplications and additions that a contraction does in the time of an elementwise op on one element."""
