@@ -1,6 +1,6 @@
 """CPU seconds of compiling a plan on eight unlike devices over those of `jax.jit` for the same function and shapes.
 
-    python benchmarks/bench_compile.py [--clusters eight_kinds,three_kinds] [--rounds 3] [--plans FOLDER] [--json OUT] [gpt mlp ...]
+    python benchmarks/bench_compile.py [--clusters eight_kinds] [--rounds 3] [--plans FOLDER] [--json OUT] [gpt ...]
 
 Models are those of tests/zoo (all by default) and the examples. The devices are so slow, and the network so fast, that
 all that can be cut is cut unevenly; `kinds` is the number of distinct shares of the class that has most. Both are
@@ -140,9 +140,9 @@ def main() -> None:
         here = [row for row in rows if row["cluster"] == cluster]
         worst = max(here, key=lambda row: row["ratio"])
         ratios = [row["ratio"] for row in here]
+        median, mean = statistics.median(ratios), math.exp(statistics.fmean(map(math.log, ratios)))
         print(
-            f"{cluster}: median {statistics.median(ratios):.2f}, mean {math.exp(statistics.fmean(map(math.log, ratios))):.2f}"
-            f" (geometric), worst {worst['ratio']:.2f} ({worst['model']})"
+            f"{cluster}: median {median:.2f}, geometric mean {mean:.2f}, worst {worst['ratio']:.2f} ({worst['model']})"
         )
     if options.json:
         options.json.write_text(json.dumps(rows, indent=1) + "\n")

@@ -1,7 +1,7 @@
 """Small uneven tensors that are gathered, or summed up, on all devices, each of which then takes its own part.
 
-On arrival an all-to-all of unlike parts is a kernel per device and more to lay the parts out and join them, and XLA's CPU
-compiler takes as long for each as for any other. Where no network lies between, sending all to all costs nothing.
+An all-to-all of unlike parts is a kernel per device and more to lay the parts out and join them, and XLA's CPU compiler
+takes as long for each as for any other. Where no network lies between, sending so little to all costs nothing.
 """
 
 from __future__ import annotations

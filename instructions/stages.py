@@ -48,9 +48,10 @@ CHEAP = ("broadcast_in_dim", "iota", "convert_element_type", "reshape", "squeeze
 class Stage:
     """A run of local instructions between collectives.
 
-    `before` and `after` are alike on all devices, on padded shards where these are not; `switch` holds what is uneven and what lies
-    between. `reads` enter the switch and `writes` leave it, stored. Device i (row-major in the mesh) takes branch
-    `branch_of[i]`; `members[b]` are the devices of branch b, one branch per distinct tuple of shares.
+    `before` and `after` are alike on all devices, on padded shards where these are not; `switch` holds what is uneven
+    otherwise and what lies between. `reads` enter the switch and `writes` leave it, stored. Device i (row-major in the
+    mesh) takes branch `branch_of[i]`; `members[b]` are the devices of branch b, one branch per distinct tuple of
+    shares.
     """
 
     before: tuple[Instruction, ...]
@@ -103,7 +104,8 @@ def split(graph: Graph, program: Program, sizes: Sizes, *, switches: bool = Fals
     """The program's stages and what lies between them, in its order, without what nothing needs.
 
     With `switches`, as one program for all devices: a stage makes again what is cheap rather than takes it from an
-    earlier one, and what is small is no part of its switch but computed on padded shards. `near`: no network lies between the devices.
+    earlier one, and what is small is no part of its switch but computed on padded shards. `near`: no network lies
+    between the devices, and small tensors are gathered.
     """
     outputs = {(v, layout) for v, layout in zip(graph.outputs, program.outputs) if isinstance(v, int) and layout}
     instructions = gathered(graph, program, sizes) if switches and near else program.instructions

@@ -16,11 +16,11 @@ from hapsynth._jax import is_extended
 from hapsynth.graph import Graph, Literal
 from hapsynth.instructions.factors import Cut, Local, ruled
 from hapsynth.instructions.layout import cut_axes, way_of
-from hapsynth.instructions.padded import behind
+from hapsynth.instructions.padded import behind, is_uneven
 from hapsynth.instructions.program import Compute, Convert, FactorTable, Instruction, Property, reads, writes
 from hapsynth.instructions.rules import execute
 from hapsynth.instructions.rules.registry import apart, identity
-from hapsynth.instructions.sizes import Node, Sizes, cut_nodes
+from hapsynth.instructions.sizes import Node, Sizes, cut_nodes, layout_nodes
 from hapsynth.instructions.stages import CHEAP, factor_shares
 from hapsynth.lower._control import Env
 from hapsynth.lower._padding import pad_to, with_length
@@ -37,6 +37,8 @@ class Interpreter:
     named: Callable[[Property, Any], Any] = lambda p, x: x
     """What is made of a property and its tensor, where one begins to hold: for who reads the trace."""
     table: FactorTable = field(init=False)
+    loose: set[Property] = field(default_factory=set)
+    """What was computed on padded shards: anything may lie behind a shard's own end."""
 
     def __post_init__(self) -> None:
         self.table = FactorTable(self.graph)
@@ -54,6 +56,8 @@ class Interpreter:
             for (v, layout), x, expected in zip(writes(self.graph, i), made, due, strict=True):
                 assert x.shape == expected, f"{i} made {x.shape} on {here.coords}, where {expected} was due"
                 env.setdefault((v, layout), self.named((v, layout), x))
+                if here.padded and not self.sizes.is_even(v, layout):
+                    self.loose.add((v, layout))
 
     def _shape(self, p: Property, here: Where) -> tuple[int, ...]:
         return self.sizes.padded_shape(*p) if here.padded else self.sizes.local_shape(*p, here.coords)
@@ -96,8 +100,7 @@ class Interpreter:
         given = dict(zip((position for position, _ in op.value_operands), reads(graph, i)))
         operands = [o.value if isinstance(o, Literal) else env[given[n]] for n, o in enumerate(op.operands)]
         shapes = tuple(
-            o.shape if isinstance(o, Literal) else self._shape(given[n], here)
-            for n, o in enumerate(op.operands)
+            o.shape if isinstance(o, Literal) else self._shape(given[n], here) for n, o in enumerate(op.operands)
         )
         cuts: dict[int, Cut] = {}
         for factor, (node, *_) in cut_nodes(graph, i.op, factors, i.triples):
@@ -122,6 +125,13 @@ class Interpreter:
                 nothing = identity(b.reduction, operands[b.operand].dtype)
                 operands[b.operand] = self._fill(operands[b.operand], b.node, nothing, here)
             return execute(local, operands)
+
+    def closed(self, p: Property, x: Any, here: Where) -> Any:
+        """A padded shard with zeros behind its own end."""
+        for node in layout_nodes(*p):
+            if is_uneven(self.sizes, node):
+                x = self._fill(x, node, 0, here)
+        return x
 
     def _fill(self, x: Any, node: Node, value: Any, here: Where) -> Any:
         """A padded shard with `value` behind its own end of a dimension."""

@@ -14,8 +14,9 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
-from hapsynth.graph import Graph, Literal
+from hapsynth.graph import Boundary, Graph, Literal
 from hapsynth.instructions.bundles import joined
+from hapsynth.instructions.layout import Layout
 from hapsynth.instructions.program import (
     Convert,
     Program,
@@ -102,7 +103,16 @@ class Lowered(Form):
         env: Env = dict(zip(((v, self.program.inputs[v]) for v in self.graph.sources), stored, strict=True))
         self._steps(self.steps, env, everyone)
         outputs = zip(self.graph.outputs, self.program.outputs)
-        return tuple(env[v, layout] for v, layout in outputs if isinstance(v, int) and layout is not None)
+        return tuple(
+            self._left(v, layout, env, everyone) for v, layout in outputs if isinstance(v, int) and layout is not None
+        )
+
+    def _left(self, value: int, layout: Layout, env: Env, here: Where) -> Any:
+        """An output: what was computed of padding, which may be no number, doesn't leave."""
+        producer = self.graph.producer.get(value)
+        of_loop = producer is not None and isinstance(self.graph.ops[producer].primitive, Boundary)
+        x = env[value, layout]
+        return self.local.closed((value, layout), x, here) if of_loop or (value, layout) in self.local.loose else x
 
     def _steps(self, steps: Sequence[Step], env: Env, everyone: Where) -> None:
         """Run the steps of a region, adding what they make to `env`."""
