@@ -91,5 +91,6 @@ class Form:
 
     @cached_property
     def steps(self) -> list[Step]:
-        near = not self.mesh.is_multi_process
+        # Of an abstract mesh nothing is known.
+        near = isinstance(self.mesh, Mesh) and not self.mesh.is_multi_process
         return split(self.graph, self.program, self.sizes, switches=self.switches, near=near)
