@@ -311,10 +311,19 @@ def _cut(position: int | None) -> Placement:
 
 
 class Cut(NamedTuple):
-    """What one device has of a factor that is cut, in units of the factor: how many, and the first (traced)."""
+    """What one device has of a factor that is cut, in units of the factor: how many, and the first (traced).
+
+    On padded shards `share` is the largest, and `held` how many are the device's own (traced); otherwise None.
+    """
 
     share: int
     offset: Callable[[], Any]
+    held: Callable[[], Any] | None = None
+
+    @property
+    def end(self) -> Any:
+        """Of what is the device's own."""
+        return self.share if self.held is None else self.held()
 
 
 @dataclass(frozen=True)

@@ -22,10 +22,13 @@ from hapsynth.graph import (
     Region,
 )
 from hapsynth.instructions.factors import Factors
+from hapsynth.instructions.gathered import gathered
+from hapsynth.instructions.padded import padded
 from hapsynth.instructions.program import (
     Block,
     Compute,
     Convert,
+    FactorTable,
     Instruction,
     Program,
     Property,
@@ -45,9 +48,10 @@ CHEAP = ("broadcast_in_dim", "iota", "convert_element_type", "reshape", "squeeze
 class Stage:
     """A run of local instructions between collectives.
 
-    `before` and `after` are alike on all devices and run as they are; `switch` holds what is uneven and what lies
-    between. `reads` enter the switch and `writes` leave it, stored. Device i (row-major in the mesh) takes branch
-    `branch_of[i]`; `members[b]` are the devices of branch b, one branch per distinct tuple of shares.
+    `before` and `after` are alike on all devices, on padded shards where these are not; `switch` holds what is uneven
+    otherwise and what lies between. `reads` enter the switch and `writes` leave it, stored. Device i (row-major in the
+    mesh) takes branch `branch_of[i]`; `members[b]` are the devices of branch b, one branch per distinct tuple of
+    shares.
     """
 
     before: tuple[Instruction, ...]
@@ -96,11 +100,17 @@ class Cond:
 Step = Stage | Convert | Loop | Cond
 
 
-def split(graph: Graph, program: Program, sizes: Sizes, *, makes_again: bool = False) -> list[Step]:
-    """The program's stages and what lies between them, in its order, without what nothing needs."""
+def split(graph: Graph, program: Program, sizes: Sizes, *, switches: bool = False, near: bool = False) -> list[Step]:
+    """The program's stages and what lies between them, in its order, without what nothing needs.
+
+    With `switches`, as one program for all devices: a stage makes again what is cheap rather than takes it from an
+    earlier one, and what is small is no part of its switch but computed on padded shards. `near`: no network lies
+    between the devices, and small tensors are gathered.
+    """
     outputs = {(v, layout) for v, layout in zip(graph.outputs, program.outputs) if isinstance(v, int) and layout}
-    block = _live(graph, nested(graph, program.instructions), set(program.inputs.items()), outputs)
-    return _Splitter(graph, program, sizes, makes_again).steps(block, outputs)
+    instructions = gathered(graph, program, sizes) if switches and near else program.instructions
+    block = _live(graph, nested(graph, instructions), set(program.inputs.items()), outputs)
+    return _Splitter(graph, program, sizes, switches).steps(block, outputs)
 
 
 def _end_needs(graph: Graph, block: Block) -> set[Property]:
@@ -160,8 +170,9 @@ def _is_boundary(i: Instruction | Block, graph: Graph) -> TypeGuard[Compute]:
 
 
 class _Splitter:
-    def __init__(self, graph: Graph, program: Program, sizes: Sizes, makes_again: bool) -> None:
-        self.graph, self.program, self.sizes, self.makes_again = graph, program, sizes, makes_again
+    def __init__(self, graph: Graph, program: Program, sizes: Sizes, switches: bool) -> None:
+        self.graph, self.program, self.sizes, self.switches = graph, program, sizes, switches
+        self.table = FactorTable(graph)
 
     def steps(self, block: Block, needed: set[Property]) -> list[Step]:
         """A region's steps; `needed` of what it makes is read after it."""
@@ -188,9 +199,10 @@ class _Splitter:
                     steps.append(self.region(run))
                 needed |= _reads_within(graph, run)
             else:
-                if self.makes_again:
+                if self.switches:
                     run = remade(graph, self.sizes, made, needed_of(graph, run, needed), n, needed)
-                steps.append(_stage(graph, self.program, self.sizes, run, needed))
+                alike = padded(graph, self.sizes, self.table, run) if self.switches else [False] * len(run)
+                steps.append(_stage(graph, self.program, self.sizes, run, needed, alike))
                 needed.update(p for i in run for p in reads(graph, i))
         return steps[::-1]
 
@@ -249,10 +261,18 @@ class _Splitter:
         )
 
 
-def _stage(graph: Graph, program: Program, sizes: Sizes, run: Sequence[Instruction], needed: set[Property]) -> Stage:
+def _stage(
+    graph: Graph,
+    program: Program,
+    sizes: Sizes,
+    run: Sequence[Instruction],
+    needed: set[Property],
+    alike: Sequence[bool],
+) -> Stage:
+    """`alike`: what all devices compute on padded shards."""
     ins = [reads(graph, i) for i in run]
     outs = [writes(graph, i) for i in run]
-    uneven = [not all(sizes.is_even(*p) for p in (*a, *b)) for a, b in zip(ins, outs)]
+    uneven = [not (same or all(sizes.is_even(*p) for p in (*a, *b))) for a, b, same in zip(ins, outs, alike)]
     if not any(uneven):
         return Stage(tuple(run))
     producer: dict[Property, int] = {}

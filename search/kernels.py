@@ -53,7 +53,7 @@ class Kernels:
         """Collectives that are part of a bundle."""
         there = {p: Tensor(*p, -1) for p in program.inputs.items()}
         self.inputs = list(there.values())
-        for item in joined(graph, split(graph, program, sizes, makes_again=True)):
+        for item in joined(graph, split(graph, program, sizes, switches=True, near=True)):
             match item:
                 case list():
                     for bundle in bundles(graph, program, item, self._nbytes):

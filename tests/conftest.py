@@ -19,6 +19,7 @@ import pytest
 
 from hapsynth.cli import main
 from hapsynth.cluster import Cluster
+from hapsynth.instructions import gathered, padded
 from hapsynth.instructions.rules import REGISTRY, extension
 from hapsynth.lower import _bundles
 from hapsynth.report import alternatives
@@ -90,6 +91,13 @@ def collectives_go_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small tensors stand for large ones, whose collectives have a latency each, and are compiled one by one."""
     for module in (_bundles, bundled, updates):
         monkeypatch.setattr(module, "BUNDLED", -1)
+
+
+@pytest.fixture
+def small_stages_switch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small stages stand for large ones: on exact shards, with collectives as the program has them."""
+    monkeypatch.setattr(padded, "SMALL_STAGE", -1)
+    monkeypatch.setattr(gathered, "GATHERED", -1)
 
 
 @pytest.fixture

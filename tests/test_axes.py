@@ -124,6 +124,7 @@ def test_even_shards_take_neither_switch_nor_padding(seed: int) -> None:
     assert names.isdisjoint({"cond", "pad"})
 
 
+@pytest.mark.usefixtures("small_stages_switch")
 def test_collectives_stand_outside_of_switches() -> None:
     """A branch is taken by some devices only: a collective in it would wait for the others."""
     traced = trace(mlp_step, mlp_args())

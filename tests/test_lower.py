@@ -129,9 +129,20 @@ CASES: dict[str, tuple[Callable[..., Any], Callable[[], Any]]] = {
 }
 
 
+@pytest.mark.usefixtures("small_stages_switch")
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", CASES)
 def test_random_programs_compute_what_jax_computes(name: str, mode: str) -> None:
+    of_random_programs(name, mode)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", CASES)
+def test_random_programs_on_padded_shards(name: str, mode: str) -> None:
+    of_random_programs(name, mode)
+
+
+def of_random_programs(name: str, mode: str) -> None:
     fn, make = CASES[name]
     args = make()
     traced = trace(fn, args)

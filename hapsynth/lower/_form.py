@@ -42,8 +42,8 @@ class Form:
     local: Interpreter = field(init=False)
 
     storage: ClassVar[type[Storage]] = Storage
-    makes_again: ClassVar[bool] = False
-    """Whether a stage makes again what is cheap rather than takes it from an earlier one."""
+    switches: ClassVar[bool] = False
+    """Whether it is one program for all devices."""
 
     def __post_init__(self) -> None:
         graph, program = self.graph, self.program
@@ -91,4 +91,6 @@ class Form:
 
     @cached_property
     def steps(self) -> list[Step]:
-        return split(self.graph, self.program, self.sizes, makes_again=self.makes_again)
+        # Of an abstract mesh nothing is known.
+        near = isinstance(self.mesh, Mesh) and not self.mesh.is_multi_process
+        return split(self.graph, self.program, self.sizes, switches=self.switches, near=near)

@@ -15,8 +15,9 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
 from hapsynth import _jax
-from hapsynth.graph import Graph, Literal
+from hapsynth.graph import Boundary, Graph, Literal
 from hapsynth.instructions.bundles import joined
+from hapsynth.instructions.layout import Layout
 from hapsynth.instructions.program import (
     Convert,
     Program,
@@ -36,7 +37,7 @@ class Lowered(Form):
     """A program as one compiled function over stored arrays, uneven ones padded to the largest shard."""
 
     compiled: Any = None
-    makes_again: ClassVar[bool] = True
+    switches: ClassVar[bool] = True
 
     def __call__(self, stored: Sequence[jax.Array]) -> list[jax.Array]:
         """Run on the stored inputs; the stored outputs. Arguments that are `donated` are consumed."""
@@ -99,11 +100,20 @@ class Lowered(Form):
     def at(self, index: Sequence[Any], stored: Sequence[Any]) -> tuple[Any, ...]:
         """What the device at a traced position along each mesh axis runs: its stored outputs that are no literals."""
         lengths = tuple(size for _, size in self.program.axes)
-        everyone = Where(lengths, tuple(np.ndindex(*lengths)), tuple(index))
+        everyone = Where(lengths, tuple(np.ndindex(*lengths)), tuple(index), padded=True)
         env: Env = dict(zip(((v, self.program.inputs[v]) for v in self.graph.sources), stored, strict=True))
         self._steps(self.steps, env, everyone)
         outputs = zip(self.graph.outputs, self.program.outputs)
-        return tuple(env[v, layout] for v, layout in outputs if isinstance(v, int) and layout is not None)
+        return tuple(
+            self._left(v, layout, env, everyone) for v, layout in outputs if isinstance(v, int) and layout is not None
+        )
+
+    def _left(self, value: int, layout: Layout, env: Env, here: Where) -> Any:
+        """An output: what was computed of padding, which may be no number, doesn't leave."""
+        producer = self.graph.producer.get(value)
+        of_loop = producer is not None and isinstance(self.graph.ops[producer].primitive, Boundary)
+        x = env[value, layout]
+        return self.local.closed((value, layout), x, here) if of_loop or (value, layout) in self.local.loose else x
 
     def _steps(self, steps: Sequence[Step], env: Env, everyone: Where) -> None:
         """Run the steps of a region, adding what they make to `env`."""
@@ -154,7 +164,7 @@ class Lowered(Form):
         graph, sizes = self.graph, self.sizes
 
         def branch(members: tuple[int, ...]) -> Callable[..., tuple[Any, ...]]:
-            here = replace(everyone, devices=tuple(everyone.devices[m] for m in members))
+            here = replace(everyone, devices=tuple(everyone.devices[m] for m in members), padded=False)
 
             def run(*operands: Any) -> tuple[Any, ...]:
                 local: Env = {

@@ -15,13 +15,14 @@ from jax import lax
 class Where:
     """The devices of a mesh of `lengths` that a piece of code runs on: all, or those of one branch.
 
-    `devices` are their coordinates in the mesh; they have equal shares of everything that the code cuts. `index`
-    holds the traced position of this device along each axis.
+    `devices` are their coordinates in the mesh; they have equal shares of everything that the code cuts, or all compute
+    on `padded` shards. `index` holds the traced position of this device along each axis.
     """
 
     lengths: tuple[int, ...]
     devices: tuple[tuple[int, ...], ...]
     index: tuple[Any, ...]
+    padded: bool = False
 
     @property
     def coords(self) -> tuple[int, ...]:

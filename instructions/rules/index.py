@@ -113,7 +113,7 @@ def _gather_on_shard(local: Local, operands: Sequence[Any]) -> list[Any]:
         wanted = index[..., column]
         nearest = jnp.clip(wanted, 0, op.shapes[0][d] - 1)
         place = nearest - cut.offset()
-        mine &= (place >= 0) & (place < cut.share)
+        mine &= (place >= 0) & (place < cut.end)
         place = jnp.clip(place, 0, cut.share - 1)
         if params["mode"] == Mode.FILL_OR_DROP:
             place = jnp.where(wanted == nearest, place, cut.share)
@@ -183,7 +183,7 @@ def _scatter_on_shard(local: Local, operands: Sequence[Any]) -> list[Any]:
     for _, column, cut in served:
         wanted = index[..., column]
         place = wanted - cut.offset()
-        mine = (wanted >= 0) & (place >= 0) & (place < cut.share)
+        mine = (wanted >= 0) & (place >= 0) & (place < cut.end)
         index = _with_component(index, column, jnp.where(mine, place, cut.share))
     params = {**op.params, "mode": Mode.FILL_OR_DROP, "indices_are_sorted": False, "unique_indices": False}
     if prod(index.shape[:-1]) == 1:
