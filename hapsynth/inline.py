@@ -25,7 +25,6 @@ from hapsynth.graph import (
     Shown,
     Value,
 )
-from hapsynth.instructions.rules.extension import OWN
 
 # They run on a mesh of their own, which can't be inside hapsynth's.
 _DISTRIBUTED = ("pmap", "shard_map", "xla_pmap")
@@ -35,6 +34,9 @@ REFUSED = {
     "create_token": "orders effects by tokens, which are no arrays; remove it",
 }
 """Primitives that have no distributed form, and why."""
+
+OWN: set[str] = set()
+"""Names of primitives with a rule that `register_rule` registered: they stay ops, whatever they do inside."""
 
 _OVER_VMAP: dict[str, Any] = {"psum": lax.reduce_sum, "pmax": lax.reduce_max, "pmin": lax.reduce_min}
 """Collectives over an axis that `vmap` names: its batching leaves the collective, over a dimension of the array."""

@@ -34,8 +34,8 @@ class SeveralRatios(Formulator):
     def step_time(self, value: int, source: Layout, target: Layout, axis: int) -> float:
         return min(f.step_time(value, source, target, axis) for f in self._each)
 
-    def held(self, value: int, dim: int, axes: tuple[int, ...]) -> float | Floats:
-        return reduce(np.minimum, (f.held(value, dim, axes) for f in self._each))
+    def held(self, value: int, dim: int, axes: tuple[int, ...], way: int = 0) -> float | Floats:
+        return reduce(np.minimum, (f.held(value, dim, axes, way) for f in self._each))
 
     def feed_time(self, value: int, layout: Layout) -> float:
         return min(f.feed_time(value, layout) for f in self._each)

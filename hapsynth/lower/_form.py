@@ -91,6 +91,6 @@ class Form:
 
     @cached_property
     def steps(self) -> list[Step]:
-        # Of an abstract mesh nothing is known.
-        near = isinstance(self.mesh, Mesh) and not self.mesh.is_multi_process
+        # An abstract mesh, as export has it, does not say how many processes there are.
+        near = not getattr(self.mesh, "is_multi_process", True)
         return split(self.graph, self.program, self.sizes, switches=self.switches, near=near)

@@ -11,6 +11,7 @@ import jax
 
 from hapsynth import _jax
 from hapsynth.graph import Op
+from hapsynth.inline import OWN
 from hapsynth.instructions.factors import Dim, Factors, Local
 from hapsynth.instructions.layout import Reduction
 from hapsynth.instructions.rules.notation import Notation, RuleError, named_dims
@@ -29,9 +30,6 @@ from hapsynth.instructions.rules.registry import (
 
 LocalFn = Callable[..., Any]
 """(local, *shards) -> the shard of the result, or a sequence of them."""
-
-OWN: set[str] = set()
-"""The names that `register_rule` registered."""
 
 
 def register_rule(
