@@ -1,8 +1,10 @@
 """Preflight's verdicts, and the launcher with processes that need no JAX."""
 
+import inspect
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -19,7 +21,9 @@ from jax.sharding import Mesh
 from hapsynth import _memory
 from hapsynth.cli import main
 from hapsynth.jobs import preflight
-from hapsynth.jobs._address import JobError
+from hapsynth.jobs._address import JobError, Patience, free_ports
+from hapsynth.jobs._server import INITIALIZING
+from hapsynth.jobs._supervisor import Supervisor
 from hapsynth.jobs.facts import problems, software
 from hapsynth.jobs.launch import Launch, launch, launched
 
@@ -230,6 +234,148 @@ def test_a_signal_is_passed_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert launch(Launch(here=2), script(tmp_path, text)) == 128 + signal.SIGINT
     assert [(tmp_path / f"got.{rank}").read_text() for rank in range(2)] == [str(int(signal.SIGINT))] * 2
     assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_one_that_fails_is_seen_while_those_before_it_run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """And named, with its host, pid, exit code and last lines."""
+    text = """
+        if rank == "1":
+            print("my pid is", os.getpid())
+            print("\\x1b[2Jgone", file=sys.stderr)
+            sys.exit(3)
+        time.sleep(600)
+    """
+    assert launch(Launch(here=3), script(tmp_path, text)) == 3
+    out, error = capfd.readouterr()
+    pid = re.findall(r"my pid is (\d+)", out)[0]
+    who = rf"process 1 on {re.escape(socket.gethostname())} \(pid {pid}\)"
+    assert re.search(rf"hapsynth launch: the job is over after [\d.]+ s: {who} ended with exit code 3", error)
+    assert re.search(r"process 0 on .* was killed by signal 15 \(SIGTERM\)", error)
+    last = error.partition("the last lines of process 1:\n")[2].splitlines()
+    # As a terminal would not take it for its own.
+    assert sorted(last) == [r"hapsynth launch:   \x1b[2Jgone", f"hapsynth launch:   my pid is {pid}"]
+
+
+def test_a_signal_to_the_launcher_is_nobodys_fault(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    text = "open(f'{sys.path[0]}/ready.{rank}', 'w'); time.sleep(600)"
+
+    def interrupt() -> None:
+        while len(list(tmp_path.glob("ready.*"))) < 2:
+            time.sleep(0.02)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=interrupt, daemon=True).start()
+    assert launch(Launch(here=2), script(tmp_path, text)) == 128 + signal.SIGTERM
+    error = capfd.readouterr().err
+    assert re.search(r"over after .* interrupted: SIGTERM came to the launcher on .* \(pid \d+\)\n", error)
+
+
+def test_one_that_is_stopped_ends_the_job(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where it never came to say hello."""
+    monkeypatch.setenv("HAPSYNTH_SILENCE_S", "2")
+    text = "os.kill(os.getpid(), signal.SIGSTOP) if rank == '1' else time.sleep(600)"
+    assert launch(Launch(here=2), script(tmp_path, text)) == 1
+    assert re.search(r"over .* process 1 on .* was stopped by a signal and has not .* for 2 s", capfd.readouterr().err)
+
+
+@pytest.mark.parametrize("stops", [True, False])
+def test_who_goes_on_again_is_not_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stops: bool) -> None:
+    """Nor is one that says nothing for longer: a launcher sees that it lives."""
+    monkeypatch.setenv("HAPSYNTH_SILENCE_S", "1.5")
+    text = f"""
+        if {stops}:
+            if not os.fork():
+                time.sleep(0.3)
+                os.kill(os.getppid(), signal.SIGCONT)
+                os._exit(0)
+            os.kill(os.getpid(), signal.SIGSTOP)
+        time.sleep(3)
+    """
+    assert launch(Launch(here=2), script(tmp_path, text)) == 0
+
+
+def test_a_launcher_that_is_killed_leaves_nothing(tmp_path: Path) -> None:
+    run = [sys.executable, "-m", "hapsynth", "launch", "-n", "2", *script(tmp_path, HEEDLESS)]
+    launcher = subprocess.Popen(run, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, stderr=subprocess.PIPE)
+    while len(list(tmp_path.glob("pids.*"))) < 2:
+        time.sleep(0.02)
+    launcher.kill()
+    # Until the last process that has it ends.
+    said = launcher.communicate()[1].decode()
+    pids = [pid for f in tmp_path.glob("pids.*") for pid in map(int, f.read_text().split())]
+    assert len(pids) == 4
+    while any(map(alive, pids)):
+        time.sleep(0.02)
+    assert re.search(rf"launcher on .* \(pid {launcher.pid}\) has died: .* process 0 on .*, process 1 on", said)
+
+
+HEEDLESS = """
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    child = os.fork()
+    if child:
+        open(f"new.{rank}", "w").write(f"{os.getpid()} {child}")
+        os.rename(f"new.{rank}", f"pids.{rank}")
+    time.sleep(600)
+"""
+
+
+def test_the_secret_of_a_job_is_of_the_environment(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    text = """
+        token = os.environ["HAPSYNTH_TOKEN"]
+        shown = [open(f"/proc/{p}/cmdline").read() for p in (os.getpid(), os.getppid())]
+        print(token, any(token in text for text in shown), os.environ["JAX_COORDINATOR_BIND_ADDRESS"])
+    """
+    assert launch(Launch(here=2), script(tmp_path, text)) == 0
+    assert launch(Launch(here=2), script(tmp_path, text)) == 0
+    said = re.findall(r"\[\d\] (\w{32}) False 127.0.0.1:\d+", capfd.readouterr().out)
+    # One of each job.
+    assert len(said) == 4
+    assert len(set(said)) == 2
+
+
+def test_a_port_that_is_taken_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("JAX_COORDINATOR_BIND_ADDRESS", raising=False)
+    first = free_ports(2)[0]
+    for port, says in ((first, f"JAX's coordinator at localhost:{first}: port {first}"), (first + 1, "rendezvous")):
+        with socket.create_server(("127.0.0.1", port)), pytest.raises(JobError, match=f"process 0 on .*{says}.*free"):
+            launch(Launch(here=1, processes=2, coordinator=f"localhost:{first}"), ["true"])
+
+
+def test_the_port_of_jaxs_coordinator_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From when it is chosen to when JAX comes to it, and another is chosen where it has been taken by then."""
+    first = free_ports(1)[0]
+    with socket.create_server(("127.0.0.1", first)):
+        meet = {"JAX_COORDINATOR_ADDRESS": f"localhost:{first}"}
+        with Supervisor(0, 2, 2, meet, local=True) as supervisor:
+            port = int(supervisor.environment["JAX_COORDINATOR_ADDRESS"].rpartition(":")[2])
+            assert port != first
+            with pytest.raises(OSError, match="in use"):
+                socket.create_server(("127.0.0.1", port))
+
+
+def test_what_a_lost_job_says_asks_jax_for_nothing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Which starts its backend again where it has been shut, and waits."""
+    monkeypatch.setattr(jax, "process_index", lambda: pytest.fail("asked"))
+    monkeypatch.setattr(preflight, "_exit", lambda: None)
+    over: list[Any] = []
+    monkeypatch.setattr(preflight, "Client", lambda *a, **k: over.append(a[4]))
+    preflight._join(("h", 1), 3, 4, Patience())
+    over[0]("it rains")
+    assert re.search(r"process 3 on .* \(pid \d+\): the job is over: it rains", capsys.readouterr().err)
+
+
+def test_jaxs_initialization_is_told_from_the_stack() -> None:
+    """Before JAX knows its processes somebody's absence shows nowhere else."""
+    file = inspect.getsourcefile(inspect.unwrap(jax.distributed.initialize))
+    assert file is not None
+    made: dict[str, Any] = {}
+    exec(compile("def initialize(work):\n    return work()", file, "exec"), made)
+    assert preflight._initializing() == ""
+    assert made["initialize"](preflight._initializing) == INITIALIZING
 
 
 @pytest.mark.slow
