@@ -45,7 +45,7 @@ PHASES = (*STARTS, *RUNS)
 OF_RANK = ("SIGKILL", "SIGSTOP", "exception", "exit0", "MemoryError", "oom")
 OF_LAUNCHER = ("launcher-SIGKILL", "launcher-SIGTERM", "launcher-SIGINT")
 OF_LINK = ("link-5", "link-15", "link-for-ever")
-LIMIT_S = 240.0
+LIMIT_S = 150.0
 LEFT_S = 30.0
 """For processes whose launcher has ended."""
 ALLOWED_S = {**dict.fromkeys(STARTS, 45.0), **dict.fromkeys(RUNS, 25.0), "first": 45.0}
@@ -136,9 +136,12 @@ class Run:
         stack.callback(network.remove, self.name)
         self.env["HAPSYNTH_TOKEN"] = self.name
         where = f"{network.address(0)}:{free_ports(1)[0]}"
+        hosts = self.folder / "hosts"
+        lines = ["127.0.0.1 localhost", *(f"{network.address(i)} m{i}" for i in range(N))]
+        hosts.write_text("\n".join(lines) + "\n")
         for i in range(N):
-            enter = ["ip", "netns", "exec", f"{self.name}-{i}", "unshare", "--uts", "sh", "-c"]
-            host = [f'hostname m{i}; exec "$@"', "sh"]
+            enter = ["ip", "netns", "exec", f"{self.name}-{i}", "unshare", "--uts", "--mount", "sh", "-c"]
+            host = [f'mount --bind {hosts} /etc/hosts; echo m{i} > /proc/sys/kernel/hostname; exec "$@"', "sh"]
             options = ["--coordinator", where, "--processes", str(N), "--rank", str(i)]
             self._start([*enter, *host, *launch, *options, job])
 
@@ -267,9 +270,8 @@ def main() -> int:
         print(*chosen, sep="\n")
         return 0
     outcomes: list[Outcome] = []
-    print(
-        "| fault | phase | process | s | exit | checkpoint | left | wrong | message |\n|---|---|---|---|---|---|---|---|---|"
-    )
+    columns = ("fault", "phase", "process", "s", "exit", "checkpoint", "left", "wrong", "message")
+    print(f"| {' | '.join(columns)} |", "|---" * len(columns) + "|", sep="\n")
     with ThreadPoolExecutor(options.at_once) as pool:
         for outcome in pool.map(play, chosen, range(len(chosen))):
             outcomes.append(outcome)

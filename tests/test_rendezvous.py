@@ -218,6 +218,25 @@ def test_an_error_ends_the_others(job: Job) -> None:
     assert "ended with ValueError: a bad batch" in job.reason(0)
 
 
+def test_two_that_do_not_reach_each_other(job: Job) -> None:
+    """Though both reach the rendezvous: no heartbeat crosses that link, and a collective waits for it for ever."""
+    patience = Often(join=LIMIT_S, barrier=LIMIT_S, silence=4.0)
+    port = job.serve(3, patience)
+    # A launcher, which has the number of its first process, says nothing of whom that reaches.
+    job.clients.append(Client(("localhost", port), 1, 3, patience, lambda _: None, job.notes.append, here=1))
+    clients = [job.join(port, rank, 3, patience) for rank in range(3)]
+    peers = [c._peers for c in clients]
+    for found in peers:
+        while found is None or len(found._reached) < 2:
+            time.sleep(0.01)
+    with job.told:
+        # Calls stand still for long: whoever computes for minutes answers all the same.
+        assert not job.told.wait_for(lambda: job.reasons, 2 * patience.silence)
+    assert peers[1] is not None and peers[2] is not None
+    peers[1]._others = [(r, host, port if r == 0 else 1, said) for r, host, port, said in peers[1]._others]
+    assert re.search(r"process 1 on .* has not reached process 2 on .* for \d s, and both reach", job.reason(0))
+
+
 def test_process_0_dies_or_is_not_heard_of(job: Job) -> None:
     with socket.create_server(("localhost", 0)) as listener:
         port = listener.getsockname()[1]

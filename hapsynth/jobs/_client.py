@@ -20,7 +20,7 @@ from hapsynth.jobs._wire import HELLO_BYTES, Channel, printable
 
 _KEY = secrets.token_hex(16)
 """Who joins again with it is the one that was there."""
-_STANDS_S = 5.0
+_STANDS_S = 4.0
 """From when on calls that stand still may wait for a process that isn't reached."""
 PROCESS_0 = "process 0, which serves the rendezvous,"
 
@@ -90,7 +90,8 @@ class Client:
                 return
             self._left = True
         self.say({"leave": error, "calls": list(self.calls.items())})
-        self._channel.flush(2.0)
+        if not self._reason:
+            self._channel.flush(2.0)
         if error:
             # Why the job is over, which may be another process's fault, is said first.
             with self._changed:
@@ -203,7 +204,7 @@ class Client:
             last = now
             self._say_alive()
             if now - self._heard > max(2.0, 3 * self.patience.beat):
-                self._call_again()
+                self._call_again(min(CONNECT_S, max(0.1, self._heard + self.patience.silence - now)))
                 last = now = time.monotonic()
             if now - self._heard > self.patience.silence:
                 self._end(
@@ -216,15 +217,15 @@ class Client:
             doing = self.doing if self.find_doing is None else self.find_doing() or self.doing
             self.say({"beat": list(self.calls.items()), "doing": doing, "unreached": self._unreached})
 
-    def _call_again(self) -> None:
+    def _call_again(self, seconds: float) -> None:
         """A sign of life on a new connection, and one of the server's: the old one may carry nothing for long after the
         network is back."""
         with suppress(OSError, ValueError):
-            channel = Channel(socket.create_connection(self._address, timeout=CONNECT_S))
+            channel = Channel(socket.create_connection(self._address, timeout=seconds))
             try:
                 said = json.dumps({"again": {**self._hello(), "token": self._token}}).encode() + b"\n"
                 channel.connection.sendall(said)
-                found = channel.read(HELLO_BYTES, time.monotonic() + CONNECT_S) or {}
+                found = channel.read(HELLO_BYTES, time.monotonic() + seconds) or {}
             finally:
                 channel.close()
             if found.get("alive"):

@@ -32,6 +32,8 @@ _STRANGERS = 128
 """Connections that have not said hello; the oldest goes when there are more."""
 INITIALIZING = "in jax.distributed.initialize"
 _INITIALIZING_S = 5.0
+_CUT = 0.65
+"""Of the silence that is borne: for two that don't reach each other, which is noticed seconds after it began."""
 
 
 @dataclass(eq=False)
@@ -122,9 +124,10 @@ class Server:
         while time.monotonic() < until and any(not m.gone for m in self._all() if m.rank):
             time.sleep(0.02)
 
-    def launchers(self, but: int) -> list[Member]:
-        """Those that are there, but one."""
-        return [m for m in self._all() if m.here and m.rank != but and not m.gone]
+    def launchers(self, but: int, heard_s: float) -> list[Member]:
+        """Those that are there and were heard of in so many seconds, but one."""
+        since = time.monotonic() - heard_s
+        return [m for m in self._all() if m.here and m.rank != but and not m.gone and m.heard > since]
 
     def _all(self) -> list[Member]:
         with self._lock:
@@ -248,7 +251,8 @@ class Server:
                 case {"beat": calls, "doing": doing}:
                     member.calls = self._counted(calls, member)
                     self._heard_doing(member, printable(doing, 200))
-                    self._heard_of_peers(member, said.get("unreached", ()))
+                    if not member.here:
+                        self._heard_of_peers(member, said.get("unreached", ()))
                 case {"leave": error, "calls": calls}:
                     member.calls, member.left, member.failed = self._counted(calls, member), True, bool(error)
                     if error and self._suspected is None:
@@ -341,11 +345,6 @@ class Server:
                     "(kill -CONT) sooner, or restart it (HAPSYNTH_SILENCE_S allows more)"
                 )
         for member in present:
-            if not member.left and now - member.heard > self.patience.silence:
-                self._end(
-                    f"{member} has not been heard of for {self.patience.silence:g} s: it is stopped, its machine is "
-                    "down or the network between is; continue or restart it (HAPSYNTH_SILENCE_S allows more)"
-                )
             for ranks, calls in member.calls.items():
                 for other in (self._members[r] for r in ranks if r in self._members):
                     if other.left and not other.failed and other.calls.get(ranks, 0) < calls:
@@ -353,10 +352,28 @@ class Server:
                             f"{other} has ended after {plural(other.calls.get(ranks, 0), 'call')} of plans, and "
                             f"{member} is in call {calls}: every process must make the same calls"
                         )
+        self._judge_silence(present, now)
         self._judge_initializing(present, now)
         self._judge_links(now)
         for gather in list(self._gathers.values()):
             self._judge_waiting(gather, now)
+
+    def _judge_silence(self, present: Sequence[Member], now: float) -> None:
+        silent = lambda seconds: [m for m in present if not m.left and now - m.heard > seconds]
+        if not silent(self.patience.silence):
+            return
+        # All that went silent with it, by their processes: a machine, or the link of this one.
+        lost = silent(self.patience.silence - 3 * self.patience.beat)
+        lost = [
+            m for m in lost if not m.here or not any(m.rank <= o.rank < m.rank + m.here for o in lost if not o.here)
+        ]
+        others = [m for m in present if not m.here and m.rank != 0]
+        here = f"; or {socket.gethostname()}'s own link is down" if len(others) > 1 and len(lost) >= len(others) else ""
+        has = "has" if len(lost) == 1 else "have"
+        self._end(
+            f"{', '.join(map(str, lost))} {has} not been heard of for {self.patience.silence:g} s: it is stopped, its "
+            f"machine is down or the network between is{here}; continue or restart it (HAPSYNTH_SILENCE_S allows more)"
+        )
 
     def _judge_initializing(self, present: Sequence[Member], now: float) -> None:
         """Whoever has ended never comes to JAX's initialization, which would wait for five minutes."""
@@ -374,7 +391,7 @@ class Server:
             one, other = self._members[a], self._members[b]
             if one.left or other.left or min(one.heard, other.heard) < now - max(3.0, 3 * self.patience.beat):
                 self._cut[a, b] = now
-            elif now - since > self.patience.silence * 0.75:
+            elif now - since > self.patience.silence * _CUT:
                 self._end(
                     f"{one} has not reached {other} for {now - since:.0f} s, and both reach the rendezvous: the "
                     "network between these two is cut (firewall, route, switch); mend it and restart the job "

@@ -34,6 +34,7 @@ from hapsynth.jobs._server import Server, named, serving_host
 _JOIN_S = 300.0
 """For the launchers of other hosts, which somebody has to start: as long as JAX waits for their processes."""
 _OTHERS_S = 5.0
+_UNHEARD_S = 3.0
 
 
 class Supervisor:
@@ -126,7 +127,9 @@ class Supervisor:
         if self._server is None or self.here == self.processes:
             return
         until = time.monotonic() + _OTHERS_S
-        while self._server.launchers(but=self.rank) and not given_up():
+        # One that the network does not reach can't be told.
+        heard_s = _UNHEARD_S if self.over else float("inf")
+        while self._server.launchers(self.rank, heard_s) and not given_up():
             if self.over and time.monotonic() > until:
                 return
             time.sleep(0.05)

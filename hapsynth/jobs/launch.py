@@ -193,6 +193,9 @@ class _Running:
         while self._look() and time.monotonic() < until and not self._received:
             time.sleep(_POLL_S)
         self.end()
+        # The fault may be another host's.
+        while not self._supervisor.over and time.monotonic() < until:
+            time.sleep(_POLL_S)
         first = self._first
         self._summarize(self._supervisor.over or (first.how if first is not None else "it was over elsewhere"))
         self._supervisor.leave()
