@@ -173,7 +173,9 @@ class Server:
             self._known(channel)
             if member is not None:
                 for message in channel.messages():
-                    self._hear(member, message)
+                    # One that makes no sense is as if it had not been said.
+                    with suppress(ValueError, KeyError, TypeError):
+                        self._hear(member, message)
         self._known(channel)
         if member is None:
             # What was answered is to arrive.
@@ -291,7 +293,12 @@ class Server:
         return ranks
 
     def _counted(self, calls: Sequence[tuple[Sequence[int], int]], member: Member) -> dict[tuple[int, ...], int]:
-        return {self._ranks(ranks, member): _whole(count) for ranks, count in calls}
+        """Those of ranks that there are."""
+        found: dict[tuple[int, ...], int] = {}
+        for ranks, count in calls:
+            with suppress(ValueError, TypeError):
+                found[self._ranks(ranks, member)] = _whole(count)
+        return found
 
     def _gather(self, member: Member, name: str, ranks: tuple[int, ...], value: Any) -> None:
         now = time.monotonic()
