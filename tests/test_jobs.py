@@ -17,14 +17,16 @@ from typing import Any
 import jax
 import pytest
 from jax.sharding import Mesh
+from slow_devices import slow_cluster
 
+import hapsynth
 from hapsynth import _memory
 from hapsynth.cli import main
 from hapsynth.jobs import preflight
 from hapsynth.jobs._address import JobError, Patience, free_ports
 from hapsynth.jobs._server import INITIALIZING
 from hapsynth.jobs._supervisor import Supervisor
-from hapsynth.jobs.facts import problems, software
+from hapsynth.jobs.facts import of_function, plan_fingerprint, problems, software
 from hapsynth.jobs.launch import Launch, launch, launched
 
 ROOT = Path(__file__).parents[1]
@@ -39,6 +41,11 @@ FACTS: dict[str, Any] = {
     "kinds": ["G"],
     "shards_autotuning": True,
     "cache": {"a folder": True},
+    "numerics": {"jax_default_prng_impl": "threefry", "jax_enable_x64": False},
+    "arguments": {"count": 2, "types": {"float32[8]": 1, "float32[4]": 1}},
+    "code": {"ops": {"dot_general": 2}, "digest": "a"},
+    "constants": "c",
+    "cluster": "m",
     "plan": "f",
     "lowered": "e",
     "memory": [["G:0", 5 << 20, 6 << 20]],
@@ -62,6 +69,20 @@ def test_processes_that_fit_together() -> None:
         ({"jax": "2"}, "p1 has jax 2: install the same jax"),
         ({"jaxlib": "2"}, "p1 has jaxlib 2: install the same jaxlib"),
         ({"plan": "g"}, "p1 has plan g: save the plan in one process, load that very file in all"),
+        (
+            {"plan": "g", "numerics": {"jax_default_prng_impl": "rbg", "jax_enable_x64": False}},
+            "p0 has jax_default_prng_impl threefry, and p1 has jax_default_prng_impl rbg: set the same in every",
+        ),
+        (
+            {"plan": "g", "arguments": {"count": 2, "types": {"float32[8]": 1, "float16[4]": 1}}},
+            "p0 has arguments float32[4] x1, and p1 has arguments float16[4] x1: call the plan with arguments of the",
+        ),
+        (
+            {"plan": "g", "code": {"ops": {"dot_general": 2, "sin": 1}, "digest": "b"}, "constants": "d"},
+            "p0 has a function of no sin, and p1 has a function of 1 sin: run the same source",
+        ),
+        ({"plan": "g", "constants": "d"}, "p1 has parameters or constants of ops d: run the same source"),
+        ({"plan": "g", "cluster": "o"}, "p1 has cluster o: plan for the same cluster everywhere"),
         ({"mesh": [[1, 1, "G"], [0, 0, "G"]]}, "a mesh of devices 0:0, 1:1, and p1 has a mesh of devices 1:1, 0:0"),
         ({"cache": {"a folder": False}}, "p1 has compilation cache settings a folder False"),
         ({"lowered": "h"}, "p1 has collectives h in the lowered program"),
@@ -72,6 +93,39 @@ def test_processes_that_fit_together() -> None:
 )
 def test_what_does_not_fit_is_named(change: dict[str, Any], says: str) -> None:
     assert any(says in problem for problem in problems([FACTS, {**OTHER, **change}]))
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"shape": 16}, "p0 has arguments float32[8] x2, and p1 has arguments float32[16] x2"),
+        ({"dtype": "bfloat16"}, "p0 has arguments float32[8] x2, and p1 has arguments bfloat16[8] x2"),
+        ({"op": jax.numpy.cos}, "p0 has a function of no cos, 1 sin, and p1 has a function of 1 cos, no sin"),
+        ({"times": 3.0}, "parameters or constants of ops"),
+        ({"precision": "highest"}, "p0 has jax_default_matmul_precision None, and p1 has jax_default_matmul_precision"),
+        ({"impl": "rbg"}, "p1 has jax_default_prng_impl rbg"),
+        ({"key": "rbg"}, "p0 has arguments key<fry>[] x1, and p1 has arguments key<rbg>[] x1"),
+        ({"speed": 2.0}, "cluster"),
+    ],
+)
+def test_what_two_plans_differ_in_is_named(change: dict[str, Any], says: str) -> None:
+    """And not that plans differ, which comes of it."""
+
+    def said(name: str, **given: Any) -> dict[str, Any]:
+        o = {"shape": 8, "dtype": "float32", "op": jax.numpy.sin, "times": 2.0, "speed": 1.0, **given}
+        prng = jax.default_prng_impl(o.get("impl", "threefry2x32"))
+        with jax.default_matmul_precision(o.get("precision")), prng:
+            f = lambda x, y, k: (o["op"](x * o["times"]) @ y, jax.random.key_data(k))
+            xs = (jax.ShapeDtypeStruct((o["shape"],), o["dtype"]),) * 2
+            key = jax.eval_shape(lambda: jax.random.key(0, impl=o.get("key", "threefry2x32")))
+            plan = hapsynth.synthesize(f, (*xs, key), slow_cluster((o["speed"], 1.0)))
+            mesh = Mesh(jax.devices(), ("d",))
+            return software(name, "h", mesh) | {"plan": plan_fingerprint(plan), **of_function(plan)}
+
+    found = problems([said("p0"), said("p1", **change)])
+    assert len(found) == 1
+    assert says in found[0], found
+    assert "save the plan" not in found[0]
 
 
 def test_processes_of_one_machine_share_its_memory() -> None:

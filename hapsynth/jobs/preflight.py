@@ -14,7 +14,7 @@ import sys
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -240,13 +240,29 @@ def _exit() -> NoReturn:
                 stream.flush()
 
     # Where nobody reads what is written, that takes for ever.
-    flushing = threading.Thread(target=flush, daemon=True)
-    flushing.start()
-    flushing.join(_DRAIN_S)
+    _aside(flush)
     if _job.server is not None:
         # The others go first: without process 0 JAX ends them with a text of its own.
         _job.server.drain(_DRAIN_S)
     os._exit(ENDED)
+
+
+def _aside(work: Callable[[], None]) -> None:
+    """Do it, or what of it seconds allow."""
+    thread = threading.Thread(target=work, daemon=True)
+    try:
+        thread.start()
+    except RuntimeError:
+        # Python 3.12.1 and its like start no thread at exit.
+        work()
+    else:
+        thread.join(_DRAIN_S)
+
+
+def _join_late() -> None:
+    """Before an error ends a process of a job that has not joined it: the others would miss it for long."""
+    with suppress(JobError, RuntimeError, ValueError):
+        connect()
 
 
 @atexit.register
@@ -255,10 +271,13 @@ def _leave() -> None:
     error: BaseException | None = getattr(sys, "last_value", None)
     if _job.joining is not None:
         _job.joining.join(_DRAIN_S)
+    lost = error is not None and jax.distributed.is_initialized()
+    if lost and _job.client is None and not _job.failed and os.environ.get(PREFLIGHT, "on") == "on":
+        _aside(_join_late)
     if _job.client is not None:
         said = "" if error is None else f"{type(error).__name__}: {' '.join(str(error).split())}"[:500]
         _job.client.leave(said)
-    if _job.failed or (error is not None and (_job.client is not None or jax.distributed.is_initialized())):
+    if _job.failed or lost or (error is not None and _job.client is not None):
         _exit()
 
 
