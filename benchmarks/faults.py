@@ -46,6 +46,7 @@ OF_RANK = ("SIGKILL", "SIGSTOP", "exception", "exit0", "MemoryError", "oom")
 OF_LAUNCHER = ("launcher-SIGKILL", "launcher-SIGTERM", "launcher-SIGINT")
 OF_LINK = ("link-5", "link-15", "link-for-ever")
 LIMIT_S = 150.0
+SLOW_S = 300.0
 LEFT_S = 30.0
 """For processes whose launcher has ended."""
 ALLOWED_S = {**dict.fromkeys(STARTS, 45.0), **dict.fromkeys(RUNS, 25.0), "first": 45.0}
@@ -95,7 +96,9 @@ def trials() -> list[Trial]:
     made += [Trial("disk", phase, rank) for phase in SAVES[:3] for rank in ranks]
     made += [Trial(fault, phase, 0) for phase in PHASES for fault in OF_LAUNCHER]
     made += [Trial(fault, phase, rank) for phase in PHASES for fault in OF_LINK for rank in ranks if phase != "exit"]
-    return made + [Trial("pair", phase, 1) for phase in PHASES if phase not in ("exit", "import")]
+    made += [Trial("pair", phase, 1) for phase in PHASES if phase not in ("exit", "import")]
+    # No faults: one that plans, compiles or computes for minutes while the others wait.
+    return made + [Trial("slow", phase, 1) for phase in ("planning", "compile", "training")]
 
 
 class Run:
@@ -117,6 +120,7 @@ class Run:
             "FAULT": f"{trial.phase}:{trial.fault}:{trial.rank}",
             "FAULT_FOLDER": str(self.folder),
             "FAULT_TRIAL": self.name,
+            "FAULT_SECONDS": str(SLOW_S),
             "FAULT_STEPS": "60" if trial.on_links else "7",
             "FAULT_PAUSE": "0.1" if trial.on_links else "0",
         }
@@ -173,7 +177,7 @@ class Run:
         while not (self.folder / "at").exists() and time.monotonic() < until and self._running():
             time.sleep(0.02)
         self._make_fault()
-        until = time.monotonic() + LIMIT_S
+        until = time.monotonic() + LIMIT_S + (SLOW_S if self.trial.fault == "slow" else 0.0)
         while self._running() and time.monotonic() < until:
             time.sleep(0.05)
         until = time.monotonic() + LEFT_S
