@@ -16,6 +16,7 @@ SAYS = {
     "other_plan": dict.fromkeys((0, 1), "process 0 on .* has cluster .*, and process 1 on .* has cluster .* load one"),
     "other_versions": dict.fromkeys((0, 1), "has hapsynth 9.9: install the same.* process 1 on .* has jax 0.9"),
     "raises": dict.fromkeys((0, 1), "process 1 on .* ended with ValueError: a bad batch"),
+    "raises_early": {0: "process 1 on .* ended with ValueError: a bad file"},
     # Whichever is noticed first: that a call is missing, or that process 0 waits for it in a meeting.
     "fewer_calls": dict.fromkeys((0, 1), "process 1 on .* has ended.*, and process 0 .*must make the same calls"),
     "never_comes": {0: "process 1 did not come to the plan within 2 s, where process 0 waits .*HAPSYNTH_JOIN_S"},

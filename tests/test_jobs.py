@@ -397,6 +397,45 @@ def test_a_port_that_is_taken_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
             launch(Launch(here=1, processes=2, coordinator=f"localhost:{first}"), ["true"])
 
 
+def test_a_job_of_several_hosts_without_a_secret_says_so(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for token in ("", "a secret"):
+        monkeypatch.setenv("HAPSYNTH_TOKEN", token)
+        where = f"localhost:{free_ports(2)[0]}"
+        # The other host's.
+        other = subprocess.Popen(
+            [
+                sys.executable,
+                "-m",
+                "hapsynth",
+                "launch",
+                "--coordinator",
+                where,
+                "--processes",
+                "2",
+                "--rank",
+                "1",
+                "true",
+            ],
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+        )
+        assert launch(Launch(here=1, processes=2, coordinator=where), ["true"]) == 0
+        assert other.wait() == 0
+        assert ("HAPSYNTH_TOKEN is not set: whoever reaches" in capfd.readouterr().err) == (not token)
+
+
+def test_a_process_that_fails_on_one_host_ends_those_of_another(capfd: pytest.CaptureFixture[str]) -> None:
+    where = f"localhost:{free_ports(2)[0]}"
+    run = [sys.executable, "-m", "hapsynth", "launch", "--coordinator", where, "--processes", "2", "--rank", "1"]
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    other = subprocess.Popen([*run, "sh", "-c", "exit 7"], env=env, stderr=subprocess.DEVNULL)
+    assert launch(Launch(here=1, processes=2, coordinator=where), ["sleep", "600"]) == 1
+    assert other.wait() == 7
+    error = capfd.readouterr().err
+    assert re.search(r"the job is over after .*: process 1 on .* \(pid \d+\) ended with exit code 7\n", error)
+
+
 def test_the_port_of_jaxs_coordinator_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """From when it is chosen to when JAX comes to it, and another is chosen where it has been taken by then."""
     first = free_ports(1)[0]

@@ -17,6 +17,7 @@ import pytest
 
 from hapsynth.jobs._address import JobError, Patience, find_address, free_ports
 from hapsynth.jobs._client import Client
+from hapsynth.jobs._peers import Peers
 from hapsynth.jobs._server import PROTOCOL, Server, serving_host
 from hapsynth.jobs._wire import Channel
 
@@ -223,23 +224,41 @@ def test_an_error_ends_the_others(job: Job) -> None:
     assert "ended with ValueError: a bad batch" in job.reason(0)
 
 
-def test_two_that_do_not_reach_each_other(job: Job) -> None:
-    """Though both reach the rendezvous: no heartbeat crosses that link, and a collective waits for it for ever."""
+@pytest.mark.parametrize("before", [True, False])
+def test_two_that_do_not_reach_each_other(job: Job, before: bool) -> None:
+    """Though both reach the rendezvous: no heartbeat crosses that link, and a collective waits for it for ever. Also
+    where they never did, once one is in a call."""
     patience = Often(join=LIMIT_S, barrier=LIMIT_S, silence=4.0)
     port = job.serve(3, patience)
     # A launcher, which has the number of its first process, says nothing of whom that reaches.
     job.clients.append(Client(("localhost", port), 1, 3, patience, lambda _: None, job.notes.append, here=1))
     clients = [job.join(port, rank, 3, patience) for rank in range(3)]
-    peers = [c._peers for c in clients]
-    for found in peers:
-        while found is None or len(found._reached) < 2:
-            time.sleep(0.01)
+    peers = [c._peers for c in clients if c._peers is not None]
+    while any(len(found._reached) < 2 for found in peers):
+        time.sleep(0.01)
     with job.told:
         # Calls stand still for long: whoever computes for minutes answers all the same.
         assert not job.told.wait_for(lambda: job.reasons, 2 * patience.silence)
-    assert peers[1] is not None
-    peers[1]._others = [(r, host, port if r == 0 else 1, said) for r, host, port, said in peers[1]._others]
-    assert re.search(r"process 1 on .* has not reached process 2 on .* for \d s, and both reach", job.reason(0))
+    for a, b in ((1, 2), (2, 1)):
+        peers[a]._others = [(r, host, 1 if r == b else at, said) for r, host, at, said in peers[a]._others]
+        if not before:
+            peers[a]._reached = {0}
+    if not before:
+        with job.told:
+            assert not job.told.wait_for(lambda: job.reasons, patience.silence)
+        clients[1].calls[0, 1, 2] = clients[2].calls[0, 1, 2] = 1
+    assert re.search(r"process [12] on .* has not reached process [12] on .* for \d s, and both reach", job.reason(0))
+
+
+def test_another_machines_loopback_address_is_nobodys() -> None:
+    peers = Peers(1, "127.0.0.1")
+    try:
+        peers.host = "192.0.2.7"
+        peers.meet([(0, "127.0.1.1", peers.port, peers.answer), (2, "192.0.2.8", 1, "x")])
+        assert [p[0] for p in peers._others] == [2]
+        assert peers.unreached() == ([], [])
+    finally:
+        peers.close()
 
 
 def test_process_0_dies_or_is_not_heard_of(job: Job) -> None:

@@ -60,6 +60,7 @@ class Client:
         self._left = False
         self._peers: Peers | None = None
         self._unreached: list[int] = []
+        self._never: list[int] = []
         self._channel = self._join()
         self._heard = time.monotonic()
         works = [self._listen, self._beat]
@@ -215,7 +216,9 @@ class Client:
     def _say_alive(self) -> None:
         if not self._left:
             doing = self.doing if self.find_doing is None else self.find_doing() or self.doing
-            self.say({"beat": list(self.calls.items()), "doing": doing, "unreached": self._unreached})
+            self.say(
+                {"beat": list(self.calls.items()), "doing": doing, "unreached": self._unreached, "never": self._never}
+            )
 
     def _call_again(self, seconds: float) -> None:
         """A sign of life on a new connection, and one of the server's: the old one may carry nothing for long after the
@@ -240,9 +243,11 @@ class Client:
         while not (self._left or self._reason):
             time.sleep(self.patience.beat)
             if self.calls.total() != calls:
-                calls, since, self._unreached = self.calls.total(), time.monotonic(), []
+                calls, since, self._unreached, self._never = self.calls.total(), time.monotonic(), [], []
             elif time.monotonic() - since > min(_STANDS_S, self.patience.silence / 4):
-                self._unreached = self._peers.unreached()
+                self._unreached, never = self._peers.unreached()
+                # Whom it never reached it may not need, until it is in a call.
+                self._never = never if calls else []
 
     def _end(self, reason: str, *, even_left: bool = False) -> None:
         with self._changed:

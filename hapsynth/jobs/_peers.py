@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from ipaddress import ip_address
 
 CONNECT_S = 2.0
 _MOST = 64
@@ -23,10 +24,10 @@ Peer = tuple[int, str, int, str]
 
 
 class Peers:
-    """This process's own port, at the address `host`; and the others, as far as they were reached once."""
+    """This process's own port, at the address `host`; and the others, as far as their addresses mean them here."""
 
     def __init__(self, rank: int, host: str) -> None:
-        self.rank, self.answer = rank, secrets.token_hex(8)
+        self.rank, self.host, self.answer = rank, host, secrets.token_hex(8)
         self._listener = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
         self.port: int = self._listener.getsockname()[1]
         self._others: list[Peer] = []
@@ -36,13 +37,18 @@ class Peers:
 
     def meet(self, others: Sequence[Peer]) -> None:
         """The others are these; those that this process reaches now are to be reached later on."""
-        order = sorted((p for p in others if p[0] != self.rank), key=lambda p: (p[0] - self.rank) % (1 << 32))
+        # This machine's own addresses mean another one there, where it has them itself.
+        inside = _loopback(self.host)
+        order = sorted(
+            (p for p in others if p[0] != self.rank and _loopback(p[1]) == inside),
+            key=lambda p: (p[0] - self.rank) % (1 << 32),
+        )
         self._others = order[:_MOST]
         self._reached = set()
         self.unreached()
 
-    def unreached(self) -> list[int]:
-        """Those that were reached before and are not now."""
+    def unreached(self) -> tuple[list[int], list[int]]:
+        """Those that were reached before and are not now; and those that never were, where some were."""
         left, failed = list(self._others), list[int]()
 
         def work() -> None:
@@ -53,7 +59,7 @@ class Peers:
                     return
                 if _answers(host, port, answer):
                     self._reached.add(rank)
-                elif rank in self._reached:
+                else:
                     failed.append(rank)
 
         threads = [threading.Thread(target=work, daemon=True) for _ in range(min(_AT_ONCE, len(left)))]
@@ -61,7 +67,8 @@ class Peers:
             thread.start()
         for thread in threads:
             thread.join()
-        return sorted(failed)
+        known = sorted(r for r in failed if r in self._reached)
+        return known, sorted({*failed} - {*known}) if self._reached else []
 
     def close(self) -> None:
         self._closed.set()
@@ -80,6 +87,12 @@ class Peers:
             with suppress(OSError), connection:
                 connection.settimeout(CONNECT_S)
                 connection.sendall(self.answer.encode())
+
+
+def _loopback(host: str) -> bool:
+    with suppress(ValueError):
+        return ip_address(host.split("%")[0]).is_loopback
+    return False
 
 
 def _answers(host: str, port: int, answer: str) -> bool:

@@ -99,6 +99,7 @@ class Server:
         self._ended: dict[int, str] = {}
         self._stopped: dict[int, tuple[str, float]] = {}
         self._cut: dict[tuple[int, int], float] = {}
+        self._never: dict[tuple[int, int], float] = {}
         self._gathers: dict[tuple[str, tuple[int, ...]], _Gather] = {}
         self._over = ""
         self._suspected: _Suspicion | None = None
@@ -254,7 +255,8 @@ class Server:
                     member.calls = self._counted(calls, member)
                     self._heard_doing(member, printable(doing, 200))
                     if not member.here:
-                        self._heard_of_peers(member, said.get("unreached", ()))
+                        self._heard_of_peers(member, self._cut, said.get("unreached", ()))
+                        self._heard_of_peers(member, self._never, said.get("never", ()))
                 case {"leave": error, "calls": calls}:
                     member.calls, member.left, member.failed = self._counted(calls, member), True, bool(error)
                     if error and self._suspected is None:
@@ -279,12 +281,12 @@ class Server:
         if doing != member.doing:
             member.doing, member.doing_since = doing, member.heard
 
-    def _heard_of_peers(self, member: Member, unreached: Sequence[int]) -> None:
-        for rank in [b for a, b in self._cut if a == member.rank and b not in unreached]:
-            del self._cut[member.rank, rank]
+    def _heard_of_peers(self, member: Member, cut: dict[tuple[int, int], float], unreached: Sequence[int]) -> None:
+        for rank in [b for a, b in cut if a == member.rank and b not in unreached]:
+            del cut[member.rank, rank]
         for rank in unreached:
             if rank in self._members:
-                self._cut.setdefault((member.rank, rank), member.heard)
+                cut.setdefault((member.rank, rank), member.heard)
 
     def _ranks(self, said: Sequence[Any], member: Member) -> tuple[int, ...]:
         ranks = tuple(map(_whole, said))
@@ -342,6 +344,7 @@ class Server:
             gather.began = min(now, gather.began + slept)
             gather.noticed = min(now, gather.noticed + slept)
         self._cut.clear()
+        self._never.clear()
         self._stopped = {rank: (who, min(now, since + slept)) for rank, (who, since) in self._stopped.items()}
 
     def _judge(self, present: Sequence[Member], now: float) -> None:
@@ -394,10 +397,13 @@ class Server:
 
     def _judge_links(self, now: float) -> None:
         """Two that don't reach each other wait in a collective for ever. Heard of lately, both are alive."""
-        for (a, b), since in list(self._cut.items()):
-            one, other = self._members[a], self._members[b]
+        # Who never reached another may be behind a wall that only lets him out: then that one reaches him neither.
+        pairs = [(self._cut, pair) for pair in self._cut]
+        pairs += [(self._never, (a, b)) for a, b in self._never if (b, a) in self._never]
+        for cut, (a, b) in pairs:
+            one, other, since = self._members[a], self._members[b], cut[a, b]
             if one.left or other.left or min(one.heard, other.heard) < now - max(3.0, 3 * self.patience.beat):
-                self._cut[a, b] = now
+                cut[a, b] = now
             elif now - since > self.patience.silence * _CUT:
                 self._end(
                     f"{one} has not reached {other} for {now - since:.0f} s, and both reach the rendezvous: the "

@@ -85,6 +85,9 @@ class Supervisor:
             if at:
                 self.environment[BIND] = f"[{at}]:{port}" if ":" in at else f"{at}:{port}"
         self._server = Server(where, self.processes, self._patience, self.environment[TOKEN])
+        if not self.environment[TOKEN]:
+            text = f"whoever reaches {self.environment[RENDEZVOUS]} can end this job; set one secret on every host"
+            print(f"hapsynth launch: {TOKEN} is not set: {text}", file=sys.stderr, flush=True)
 
     def __enter__(self) -> Supervisor:
         joining = threading.Thread(target=self._join, name="hapsynth launcher", daemon=True)

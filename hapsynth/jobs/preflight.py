@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 ENDED = 1
 """Exit status of a process that ends because its job is over."""
 _DRAIN_S = 2.0
+_LATE_S = 10.0
+"""To join a job only to say what it ends of: JAX's exit would wait for the others for minutes."""
 
 
 class PreflightError(JobError):
@@ -247,8 +249,8 @@ def _exit() -> NoReturn:
     os._exit(ENDED)
 
 
-def _aside(work: Callable[[], None]) -> None:
-    """Do it, or what of it seconds allow."""
+def _aside(work: Callable[[], None], seconds: float = _DRAIN_S) -> None:
+    """Do it, or what of it can be done in `seconds`."""
     thread = threading.Thread(target=work, daemon=True)
     try:
         thread.start()
@@ -256,7 +258,7 @@ def _aside(work: Callable[[], None]) -> None:
         # Python 3.12.1 and its like start no thread at exit.
         work()
     else:
-        thread.join(_DRAIN_S)
+        thread.join(seconds)
 
 
 def _join_late() -> None:
@@ -273,7 +275,7 @@ def _leave() -> None:
         _job.joining.join(_DRAIN_S)
     lost = error is not None and jax.distributed.is_initialized()
     if lost and _job.client is None and not _job.failed and os.environ.get(PREFLIGHT, "on") == "on":
-        _aside(_join_late)
+        _aside(_join_late, _LATE_S)
     if _job.client is not None:
         said = "" if error is None else f"{type(error).__name__}: {' '.join(str(error).split())}"[:500]
         _job.client.leave(said)
