@@ -19,7 +19,7 @@ from hapsynth.check import CheckReport, check_plan
 from hapsynth.cluster import Cluster, ClusterWarning
 from hapsynth.drift import DriftReport, copied_along, leaf_drift, resynced
 from hapsynth.export import in_shardings, out_shardings, source_of
-from hapsynth.jobs import before_call
+from hapsynth.jobs import after_call, before_call
 from hapsynth.local_data import Feeder
 from hapsynth.lower import (
     Lowered,
@@ -121,6 +121,7 @@ class Plan(Planned):
             if lost:
                 error.add_note(f"hapsynth: the call had consumed these arguments, which are lost: {', '.join(lost)}")
             raise
+        after_call()
         out: list[Any] = [None] * self.traced.out_tree.num_leaves
         for i, leaf in self.traced.out_static_leaves.items():
             out[i] = leaf

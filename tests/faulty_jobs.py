@@ -116,6 +116,12 @@ def fewer_calls(rank: int) -> None:
     run(lambda: rank == 1 and sys.exit())
 
 
+def exits_in_a_call(rank: int) -> None:
+    if rank == 1:
+        Staged.__call__ = lambda *_: sys.exit()
+    run()
+
+
 def never_comes(rank: int) -> None:
     if rank == 1:
         jax.devices()

@@ -19,6 +19,7 @@ SAYS = {
     "raises_early": {0: "process 1 on .* ended with ValueError: a bad file"},
     # Whichever is noticed first: that a call is missing, or that process 0 waits for it in a meeting.
     "fewer_calls": dict.fromkeys((0, 1), "process 1 on .* has ended.*, and process 0 .*must make the same calls"),
+    "exits_in_a_call": {0: "process 1 on .* has ended after 0 calls of plans, and process 0 on .* is in call 1"},
     "never_comes": {0: "process 1 did not come to the plan within 2 s, where process 0 waits .*HAPSYNTH_JOIN_S"},
     "port_taken": {0: r"process 0 on .* can't serve the rendezvous .*set HAPSYNTH_RENDEZVOUS=HOST:PORT to a free port"},
     # With process 0 goes JAX's own service, which may be the first to say so.

@@ -51,6 +51,8 @@ class _Job:
         self.server: Server | None = None
         self.joining: threading.Thread | None = None
         self.failed = False
+        self.in_call: tuple[int, ...] = ()
+        """The processes of the plan whose call has begun and not returned."""
         self.checked: weakref.WeakSet[Plan] = weakref.WeakSet()
         self.meetings = Counter[tuple[int, ...]]()
 
@@ -73,7 +75,13 @@ def before_call(plan: Plan, arguments: Sequence[Any]) -> None:
     if plan not in _job.checked:
         preflight(plan.mesh, plan, arguments)
         _job.checked.add(plan)
-    client.calls[_ranks(plan.mesh)] += 1
+    _job.in_call = _ranks(plan.mesh)
+    client.calls[_job.in_call] += 1
+
+
+def after_call() -> None:
+    """Called by a plan after each run that did not raise."""
+    _job.in_call = ()
 
 
 def connect(address: str | None = None) -> None:
@@ -277,6 +285,9 @@ def _leave() -> None:
     if lost and _job.client is None and not _job.failed and os.environ.get(PREFLIGHT, "on") == "on":
         _aside(_join_late, _LATE_S)
     if _job.client is not None:
+        if _job.in_call:
+            # It exits out of a call, in which the others wait for it.
+            _job.client.calls[_job.in_call] -= 1
         said = "" if error is None else f"{type(error).__name__}: {' '.join(str(error).split())}"[:500]
         _job.client.leave(said)
     if _job.failed or lost or (error is not None and _job.client is not None):
