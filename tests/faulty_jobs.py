@@ -143,6 +143,7 @@ JOBS = [
     raises,
     raises_early,
     fewer_calls,
+    exits_in_a_call,
     never_comes,
     port_taken,
 ]
