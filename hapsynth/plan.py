@@ -20,7 +20,7 @@ from hapsynth.check import CheckReport, check_plan
 from hapsynth.cluster import Cluster, ClusterWarning
 from hapsynth.drift import DriftReport, copied_along, leaf_drift, resynced
 from hapsynth.export import in_shardings, out_shardings, source_of
-from hapsynth.jobs import before_call
+from hapsynth.jobs import after_call, before_call
 from hapsynth.local_data import Feeder
 from hapsynth.lower import (
     Lowered,
@@ -134,7 +134,7 @@ class Plan(Planned):
         stored = self._arguments.place(lowered, leaves)
         before_call(self, stored)
         try:
-            return lowered, lowered(stored)
+            made = lowered(stored)
         except Exception as error:
             lost = [p for p, x in zip(self.traced.in_paths, stored) if x.is_deleted()]
             named = None if lost else unsupported(self.traced.graph, lowered.mesh.local_devices[0], error)
@@ -143,6 +143,8 @@ class Plan(Planned):
             if lost:
                 error.add_note(f"hapsynth: the call had consumed these arguments, which are lost: {', '.join(lost)}")
             raise
+        after_call()
+        return lowered, made
 
     @property
     def lowered(self) -> Lowered | Staged:

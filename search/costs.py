@@ -32,13 +32,13 @@ from hapsynth.instructions.sizes import cut_nodes
 from hapsynth.search.fusing import Fusing, materialized, turned
 from hapsynth.search.links import axis_links, devices_of, mesh_axes
 from hapsynth.search.liveness import Liveness
-from hapsynth.search.problem import Ints
 from hapsynth.search.room import Room
 from hapsynth.search.signatures import signature_of
 from hapsynth.search.speeds import Floats, Speeds, amount_of, class_of
 from hapsynth.search.updates import Together
 from hapsynth.search.work import Work, lanes_of, tiled, within
 
+Ints: TypeAlias = npt.NDArray[np.int64]
 Largest: TypeAlias = Callable[[int, tuple[int, ...], int], float]
 """(dimension, the axes that cut it, which way) -> the fraction that its largest shard holds."""
 

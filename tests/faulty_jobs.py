@@ -16,6 +16,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import jax
@@ -100,8 +101,25 @@ def raises(rank: int) -> None:
     run(bad)
 
 
+def raises_early(rank: int) -> None:
+    """Before its first plan, while the others wait for it there."""
+    jax.devices()
+    host, port = os.environ["HAPSYNTH_RENDEZVOUS"].split(":")
+    while rank == 1:
+        with suppress(OSError), socket.create_connection((host, int(port))):
+            raise ValueError("a bad file")
+        time.sleep(0.1)
+    run()
+
+
 def fewer_calls(rank: int) -> None:
     run(lambda: rank == 1 and sys.exit())
+
+
+def exits_in_a_call(rank: int) -> None:
+    if rank == 1:
+        Staged.__call__ = lambda *_: sys.exit()
+    run()
 
 
 def never_comes(rank: int) -> None:
@@ -115,7 +133,20 @@ def port_taken(rank: int) -> None:
     run()
 
 
-JOBS = [late, killed, first_killed, stopped, other_plan, other_versions, raises, fewer_calls, never_comes, port_taken]
+JOBS = [
+    late,
+    killed,
+    first_killed,
+    stopped,
+    other_plan,
+    other_versions,
+    raises,
+    raises_early,
+    fewer_calls,
+    exits_in_a_call,
+    never_comes,
+    port_taken,
+]
 
 
 SOON = {late: {"SILENCE": SILENCE_S}, stopped: {"SILENCE": SILENCE_S}, never_comes: {"JOIN": JOIN_S}}

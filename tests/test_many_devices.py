@@ -32,7 +32,7 @@ def unlike(n: int) -> Cluster:
     return cluster([round(1 + 9 * (i * 7919 % n) / n, 3) for i in range(n)])
 
 
-def sizer(where: Cluster, rows: int = 4096, system: str = "data_parallel", **given: Any) -> tuple[Sizer, Program]:
+def sizer_for(where: Cluster, rows: int = 4096, system: str = "data_parallel", **given: Any) -> tuple[Sizer, Program]:
     graph = trace(step, (STRUCT(256, 256), STRUCT(rows, 256))).graph
     of = planner.Planner(graph, where)
     program = Baselines(graph, of.table, of.costs, of.limit).all([system])[system].program
@@ -59,7 +59,7 @@ def test_linear_programs_grow_with_the_logarithm_of_the_kinds(monkeypatch: pytes
     counts: list[int] = []
     for n in (8, 32, 128):
         before = solved[0]
-        sizer(unlike(n))[0].best(np.full(n, 1 / n))
+        sizer_for(unlike(n))[0].best(np.full(n, 1 / n))
         counts.append(solved[0] - before)
     assert all(count <= 2 + 4 * np.log2(n) for n, count in zip((8, 32, 128), counts, strict=True)), counts
 
@@ -77,7 +77,7 @@ def test_moves_are_looked_at_in_proportion_to_the_devices(monkeypatch: pytest.Mo
     per_round: list[float] = []
     for n in (16, 64):
         made.clear()
-        sizer(unlike(n))[0].best(np.full(n, 1 / n))
+        sizer_for(unlike(n))[0].best(np.full(n, 1 / n))
         per_round.append(sum(u.evaluated for u in made) / n)
     assert per_round[1] <= 4 * per_round[0] + 4 * 64, per_round
 
@@ -150,7 +150,7 @@ def test_sets_of_devices_grow_with_the_logarithm_of_the_kinds() -> None:
 def test_where_no_time_is_left_sizes_are_those_at_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(RatioLP, "solve", lambda *_: pytest.fail("no time is left"))
     monkeypatch.setattr(units.ClassUnits, "best_move", lambda *_: pytest.fail("no time is left"))
-    late, program = sizer(unlike(16), left=lambda: 0.0)
+    late, program = sizer_for(unlike(16), left=lambda: 0.0)
     sizes = late.best(np.full(16, 1 / 16))
     sizes.check(program.axes)
     assert late.variable_cost(sizes) <= late.variable_cost(late.fixed(np.ones(16)))

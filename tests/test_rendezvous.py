@@ -1,13 +1,15 @@
 """The rendezvous between threads of one process: meeting, and every way in which a member is lost."""
 
 import json
+import os
 import re
+import resource
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,9 @@ import pytest
 
 from hapsynth.jobs._address import JobError, Patience, find_address, free_ports
 from hapsynth.jobs._client import Client
-from hapsynth.jobs._server import PROTOCOL, Server
+from hapsynth.jobs._peers import Peers
+from hapsynth.jobs._server import PROTOCOL, Server, serving_host
+from hapsynth.jobs._wire import Channel
 
 LIMIT_S = 300.0
 
@@ -45,13 +49,15 @@ class Job:
         self.server = Server(("localhost", 0), processes, patience)
         return self.server.port
 
-    def join(self, port: int, rank: int, processes: int = 2, patience: Patience = PATIENT) -> Client:
+    def join(
+        self, port: int, rank: int, processes: int = 2, patience: Patience = PATIENT, token: str | None = None
+    ) -> Client:
         def over(reason: str) -> None:
             with self.told:
                 self.reasons[rank] = reason
                 self.told.notify_all()
 
-        client = Client(("localhost", port), rank, processes, patience, over, self.notes.append)
+        client = Client(("localhost", port), rank, processes, patience, over, self.notes.append, token=token)
         self.clients.append(client)
         return client
 
@@ -218,6 +224,43 @@ def test_an_error_ends_the_others(job: Job) -> None:
     assert "ended with ValueError: a bad batch" in job.reason(0)
 
 
+@pytest.mark.parametrize("before", [True, False])
+def test_two_that_do_not_reach_each_other(job: Job, before: bool) -> None:
+    """Though both reach the rendezvous: no heartbeat crosses that link, and a collective waits for it for ever. Also
+    where they never did, once one is in a call."""
+    patience = Often(join=LIMIT_S, barrier=LIMIT_S, silence=4.0)
+    port = job.serve(3, patience)
+    # A launcher, which has the number of its first process, says nothing of whom that reaches.
+    job.clients.append(Client(("localhost", port), 1, 3, patience, lambda _: None, job.notes.append, here=1))
+    clients = [job.join(port, rank, 3, patience) for rank in range(3)]
+    peers = [c._peers for c in clients if c._peers is not None]
+    while any(len(found._reached) < 2 for found in peers):
+        time.sleep(0.01)
+    with job.told:
+        # Calls stand still for long: whoever computes for minutes answers all the same.
+        assert not job.told.wait_for(lambda: job.reasons, 2 * patience.silence)
+    for a, b in ((1, 2), (2, 1)):
+        peers[a]._others = [(r, host, 1 if r == b else at, said) for r, host, at, said in peers[a]._others]
+        if not before:
+            peers[a]._reached = {0}
+    if not before:
+        with job.told:
+            assert not job.told.wait_for(lambda: job.reasons, patience.silence)
+        clients[1].calls[0, 1, 2] = clients[2].calls[0, 1, 2] = 1
+    assert re.search(r"process [12] on .* has not reached process [12] on .* for \d s, and both reach", job.reason(0))
+
+
+def test_another_machines_loopback_address_is_nobodys() -> None:
+    peers = Peers(1, "127.0.0.1")
+    try:
+        peers.host = "192.0.2.7"
+        peers.meet([(0, "127.0.1.1", peers.port, peers.answer), (2, "192.0.2.8", 1, "x")])
+        assert [p[0] for p in peers._others] == [2]
+        assert peers.unreached() == ([], [])
+    finally:
+        peers.close()
+
+
 def test_process_0_dies_or_is_not_heard_of(job: Job) -> None:
     with socket.create_server(("localhost", 0)) as listener:
         port = listener.getsockname()[1]
@@ -275,6 +318,186 @@ def test_what_is_no_message_loses_only_its_sender(job: Job) -> None:
             stranger.shutdown(socket.SHUT_WR)
             assert stranger.recv(100) == b""
     assert stays.gather("alone", 5, [0]) == [5]
+
+
+# Strangers: what they send ends neither the job nor a thread, and takes no memory.
+
+
+@pytest.fixture
+def besieged(job: Job) -> Iterator[tuple[Job, int]]:
+    """A job of two and its port; it goes on after whatever was done to it."""
+    before = set(threading.enumerate())
+    job.server = Server(("localhost", 0), 2, PATIENT, "secret")
+    port, threads = job.server.port, set(threading.enumerate()) - before
+    job.join(port, 0, token="secret")
+    yield job, port
+    a, b = job.clients[-1], job.join(port, 1, token="secret")
+    a.calls[0, 1] = b.calls[0, 1] = 1
+    for client in (a, b):
+        client._say_alive()
+    assert at_once(lambda: a.gather("x", 0, [0, 1]), lambda: b.gather("x", 1, [0, 1])) == [[0, 1]] * 2
+    assert not job.reasons
+    assert len(threads) == 2
+    assert all(t.is_alive() for t in threads)
+
+
+def test_a_stranger_without_the_secret_is_refused(besieged: tuple[Job, int]) -> None:
+    job, port = besieged
+    for token in ("", "Secret", None, 7, ["secret"]):
+        connection, told = hello(port, 1, **({} if token is None else {"token": token}))
+        connection.close()
+        assert told == {"over": "", "refused": "token"}
+    for rank in (0, 1):
+        with socket.create_connection(("localhost", port), timeout=LIMIT_S) as stranger, stranger.makefile() as lines:
+            stranger.sendall(json.dumps({"again": {"rank": rank, "host": "far", "pid": 7}}).encode() + b"\n")
+            assert "refused" in lines.readline()
+    with pytest.raises(JobError, match=r"its HAPSYNTH_TOKEN is not that of the job; set the same secret in every"):
+        job.join(port, 1, token="other")
+
+
+@pytest.mark.parametrize("rank", [2, -1, 10**30, True, 1.0, "1", [1], None])
+def test_a_rank_that_is_none_is_refused(besieged: tuple[Job, int], rank: Any) -> None:
+    _, port = besieged
+    with socket.create_connection(("localhost", port), timeout=LIMIT_S) as connection, connection.makefile() as lines:
+        said = {"protocol": PROTOCOL, "rank": rank, "host": "far", "pid": 7, "processes": 2, "token": "secret"}
+        connection.sendall(json.dumps({"hello": said}).encode() + b"\n")
+        assert "welcome" not in lines.readline()
+
+
+def test_a_taken_rank_is_its_holders(besieged: tuple[Job, int]) -> None:
+    """Also for one that knows where it runs."""
+    job, port = besieged
+    holder = job.clients[0]
+    for key in ("", "0" * 32):
+        connection, told = hello(port, 0, host=holder.host, pid=holder.pid, token="secret", key=key)
+        connection.close()
+        assert "are both process 0" in told["over"]
+
+
+def test_who_joined_again_does_not_leave_by_the_old_connection(besieged: tuple[Job, int]) -> None:
+    job, port = besieged
+    first = job.clients[0]
+    again = job.join(port, 0, token="secret")
+    first.leave("OSError: of the old one")
+    with job.told:
+        assert not job.told.wait_for(lambda: job.reasons, 3 * PATIENT.beat)
+    assert again.gather("alone", 5, [0]) == [5]
+
+
+@pytest.mark.parametrize("data", [b"x" * (1 << 20), b"[" * (1 << 20), b'{"a":' * 800 + b"\n", b"[" * 4000 + b"\n"])
+def test_a_line_without_end_takes_no_memory(besieged: tuple[Job, int], data: bytes) -> None:
+    _, port = besieged
+    with socket.create_connection(("localhost", port), timeout=LIMIT_S) as stranger:
+        sent = 0
+        with suppress(OSError):
+            while sent < 1 << 28 and not data.endswith(b"\n"):
+                stranger.sendall(data)
+                sent += len(data)
+            stranger.sendall(data)
+            assert stranger.recv(100) == b""
+        # What the system holds on both sides.
+        assert sent < 1 << 25
+
+
+def test_brackets_without_end_are_no_message() -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        sending = threading.Thread(target=theirs.sendall, args=(b'{"beat":' + b"[" * 200_000 + b"\n",))
+        sending.start()
+        with pytest.raises(ValueError, match="brackets"):
+            Channel(ours).read()
+        sending.join()
+
+
+def test_a_stranger_who_takes_his_time_is_sent_off(besieged: tuple[Job, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """However often he says a little."""
+    monkeypatch.setattr("hapsynth.jobs._server.HELLO_S", 0.5)
+    _, port = besieged
+    with socket.create_connection(("localhost", port), timeout=LIMIT_S) as stranger, suppress(ConnectionError):
+        for _ in range(600):
+            stranger.sendall(b" ")
+            time.sleep(0.05)
+        pytest.fail("nobody minded")
+
+
+def test_more_connections_than_files_may_be_open(besieged: tuple[Job, int]) -> None:
+    _, port = besieged
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    used = len(os.listdir("/proc/self/fd"))
+    with ExitStack() as stack:
+        strangers = [socket.socket() for _ in range(300)]
+        for stranger in strangers:
+            stack.enter_context(stranger)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (used + 300 + 20, limits[1]))
+        stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, limits)
+        for stranger in strangers:
+            stranger.connect(("127.0.0.1", port))
+        # So many at most are held, the newest.
+        assert strangers[0].recv(1) == b""
+        strangers[-1].setblocking(False)
+        with pytest.raises(BlockingIOError):
+            strangers[-1].recv(1)
+
+
+def test_one_that_never_reads_is_waited_for_by_nobody(job: Job) -> None:
+    port = job.serve()
+    stays = job.join(port, 0)
+    connection, _ = hello(port, 1)
+    assert job.server is not None
+    for _ in range(50):
+        job.server._members[1].channel.say({"much": "x" * (1 << 20)})
+    assert stays.gather("alone", 5, [0]) == [5]
+    assert not job.reasons
+    connection.close()
+
+
+def test_a_process_that_talks_nonsense_ends_no_thread(job: Job) -> None:
+    """A count of calls of a process that is none ended the thread that watches."""
+    port = job.serve()
+    job.join(port, 0)
+    connection, _ = hello(port, 1)
+    beat = {"doing": "at work"}
+    for said in (
+        {"beat": [[[0, 1, 77], 5], [[1], 3]], **beat},
+        {"beat": [[[0, 1], "x"], [[0, 0], 1], 5], **beat},
+        {"beat": 5, **beat},
+        {"beat": [], **beat, "unreached": [77, "x", [0]]},
+        {"gather": "g", "ranks": [1, 99], "value": 1},
+        {"gather": "g", "ranks": "ab", "value": 1},
+        # As only a launcher says it.
+        {"ended": 0, "how": "by order", "failed": True},
+        {"interrupted": "by order"},
+        {"never": "heard"},
+        {"beat": [[[0, 1, 77], 5], [[1], 3]], **beat},
+    ):
+        connection.sendall(json.dumps(said).encode() + b"\n")
+    assert job.server is not None
+    while job.server._members[1].calls != {(1,): 3}:
+        time.sleep(0.01)
+    with job.told:
+        assert not job.told.wait_for(lambda: job.reasons, 5 * PATIENT.beat)
+    # Who watches is there.
+    connection.close()
+    assert "process 1 on far (pid 7) has died" in job.reason(0)
+
+
+def test_what_moves_a_terminal_is_escaped(job: Job) -> None:
+    port = job.serve()
+    job.join(port, 0)
+    connection, _ = hello(port, 1, host="far\x1b[2J\nhapsynth: all is well")
+    connection.sendall(json.dumps({"leave": "\x1b]0;x\x07\r\n\u202e", "calls": []}).encode() + b"\n")
+    said = job.reason(0)
+    connection.close()
+    assert r"far\x1b[2J\nhapsynth: all is well" in said
+    assert r"\x1b]0;x\x07\r\n\u202e" in said
+
+
+def test_it_listens_where_it_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert serving_host("localhost") == serving_host("127.0.0.1") == "127.0.0.1"
+    named = {"here": ["127.0.0.1"], "debian": ["127.0.1.1"], "two": ["127.0.0.1", "127.0.0.2"], "far": ["192.0.2.1"]}
+    monkeypatch.setattr(socket, "getaddrinfo", lambda host, *_, **__: [(2, 1, 6, "", (a, 0)) for a in named[host]])
+    # A name that means something else to other machines, or nothing that this one has.
+    assert {name: serving_host(name) for name in named} == dict.fromkeys(named, "")
 
 
 def test_where_processes_meet() -> None:

@@ -12,8 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 COORDINATOR = "JAX_COORDINATOR_ADDRESS"
+BIND = "JAX_COORDINATOR_BIND_ADDRESS"
 RENDEZVOUS = "HAPSYNTH_RENDEZVOUS"
 PREFLIGHT = "HAPSYNTH_PREFLIGHT"
+TOKEN = "HAPSYNTH_TOKEN"
+"""A secret of the job that every process of it has; of the environment, as command lines are for all to read."""
+LAUNCHER = "HAPSYNTH_LAUNCHER"
+"""Set by a launcher that serves the rendezvous: how it is called, and that processes needn't."""
 
 Address = tuple[str, int]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import sys
 from collections.abc import Callable
@@ -43,6 +44,8 @@ def launch_command(options: argparse.Namespace) -> int:
         command = [sys.executable, "-m", *options.module]
     elif command[0].endswith(".py"):
         command = [sys.executable, *command]
+    # What was imported till now is not looked through at exit: seconds on a machine that is busy, while others wait.
+    gc.freeze()
     return launch(Launch(options.n, options.processes, options.rank, options.coordinator), command)
 
 

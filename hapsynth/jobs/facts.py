@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
@@ -31,7 +32,18 @@ _CACHE = (
     "jax_persistent_cache_min_entry_size_bytes",
     "jax_persistent_cache_enable_xla_caches",
 )
+_NUMERICS = (
+    "jax_enable_x64",
+    "jax_default_matmul_precision",
+    "jax_default_prng_impl",
+    "jax_threefry_partitionable",
+    "jax_numpy_dtype_promotion",
+    "jax_numpy_rank_promotion",
+    "jax_debug_nans",
+)
+"""What decides which numbers a function computes, beside its code."""
 _AUTOTUNING = "--xla_gpu_shard_autotuning"
+_MOST_TYPES = 64
 # What the runs depend on; how long a plan took to find differs between processes that each found it.
 _OF_PLAN = ("function", "cluster", "devices", "program", "classes", "shares")
 
@@ -45,6 +57,23 @@ def plan_fingerprint(plan: Plan) -> str:
     """Of all in a plan's file that says what runs."""
     saved = plan_to_dict(plan.traced, plan.result, plan.cluster)
     return fingerprint([saved[key] for key in _OF_PLAN])
+
+
+def of_function(plan: Plan) -> Facts:
+    """What a plan is of, in parts: where two processes differ, which of them."""
+    graph = plan.traced.graph
+    values = [graph.values[v] for v in graph.inputs]
+    types = Counter(f"{v.dtype}[{','.join(map(str, v.shape))}]" for v in values)
+    arguments = dict(sorted(types.items())[:_MOST_TYPES])
+    ops = Counter(op.name for op in graph.ops)
+    # Not the graph's own digest: arguments of other shapes make other shapes of all that is computed.
+    code = [[op.name, [o if isinstance(o, int) else "literal" for o in op.operands]] for op in graph.ops]
+    return {
+        "arguments": {"count": len(values), "paths": fingerprint(list(plan.traced.in_paths)), "types": arguments},
+        "code": {"ops": dict(sorted(ops.items())), "digest": fingerprint([code, list(plan.traced.out_paths)])},
+        "constants": graph.fingerprint,
+        "cluster": fingerprint(plan.cluster.to_dict()),
+    }
 
 
 def software(process: str, host: str, mesh: Mesh) -> Facts:
@@ -62,6 +91,7 @@ def software(process: str, host: str, mesh: Mesh) -> Facts:
         "platform": mesh.devices.flat[0].platform,
         "kinds": sorted({d.device_kind for d in mesh.local_devices}),
         "shards_autotuning": not flags or flags[-1].lower() not in ("false", "0"),
+        "numerics": {name: getattr(jax.config, name, None) for name in _NUMERICS},
         "cache": {**cache, "a folder": bool(getattr(jax.config, "jax_compilation_cache_dir", None))},
     }
 
@@ -83,7 +113,7 @@ def of_plan(plan: Plan, arguments: Iterable[Any]) -> Facts:
         # CPU devices share their machine's memory.
         needed = sum(needs.values())
         rows, machine = [["its CPU", needed, _memory.free(local[0])]], [needed, _memory.free_on_machine()]
-    return {"plan": plan_fingerprint(plan), "memory": rows, "machine": machine}
+    return {"plan": plan_fingerprint(plan), **of_function(plan), "memory": rows, "machine": machine}
 
 
 def problems(facts: Sequence[Facts]) -> list[str]:
@@ -91,12 +121,7 @@ def problems(facts: Sequence[Facts]) -> list[str]:
     found: list[str] = []
     for name, install in (("hapsynth", "hapsynth"), ("jax", "jax"), ("jaxlib", "jaxlib")):
         found += _alike(facts, name, f"{name} {{}}", f"install the same {install} everywhere")
-    found += _alike(
-        facts,
-        "plan",
-        "plan {}",
-        "save the plan in one process, load that very file in all (hapsynth.load), and call plans in the same order",
-    )
+    found += _of_plans(facts)
     found += _alike(
         facts,
         "mesh",
@@ -112,6 +137,61 @@ def problems(facts: Sequence[Facts]) -> list[str]:
         "the same function, JAX configuration and XLA_FLAGS must be used everywhere",
     )
     return found + _of_kinds(facts) + _of_memory(facts)
+
+
+_PARTS: tuple[tuple[str, str, str], ...] = (
+    ("numerics", "{}", "set the same in every process, by jax.config or the environment"),
+    ("arguments", "arguments {}", "call the plan with arguments of the same shapes and dtypes everywhere"),
+    ("code", "a function of {}", "run the same source with the same options everywhere"),
+    ("constants", "parameters or constants of ops {}", "run the same source with the same options everywhere"),
+    ("cluster", "cluster {}", "plan for the same cluster everywhere: load one file in all (hapsynth.Cluster.load)"),
+    (
+        "plan",
+        "plan {}",
+        "save the plan in one process, load that very file in all (hapsynth.load), and call plans in the same order",
+    ),
+)
+"""What a plan comes from: what differs first explains what differs after it."""
+
+
+def _of_plans(facts: Sequence[Facts]) -> list[str]:
+    for key, what, way_out in _PARTS:
+        text = {"numerics": _settings, "arguments": _arguments, "code": _code}.get(key, str)
+        found = _alike(facts, key, what, way_out, text, _differing(facts, key) if key in _IN_PARTS else None)
+        if found:
+            return found
+    return []
+
+
+_IN_PARTS = ("numerics", "arguments", "code")
+
+
+def _differing(facts: Sequence[Facts], key: str) -> Callable[[Any], Any]:
+    """Of what processes say by names, only that in which they differ; what can't be told apart so, whole."""
+
+    def flat(said: dict[str, Any]) -> dict[str, Any]:
+        inner = [name for name, value in said.items() if isinstance(value, dict)]
+        rest = {name: value for name, value in said.items() if name not in inner}
+        return rest | {f"{name} {k}": v for name in inner for k, v in said[name].items()}
+
+    rows = [flat(f[key]) for f in facts if key in f]
+    names = sorted({name for row in rows for name in row})
+    unlike = [name for name in names if len({json.dumps(row.get(name)) for row in rows}) > 1]
+    return lambda said: {name: flat(said).get(name) for name in unlike}
+
+
+def _arguments(said: dict[str, Any]) -> str:
+    types = [f"{name.removeprefix('types ')} x{n}" for name, n in said.items() if name.startswith("types ") and n]
+    if types:
+        return ", ".join(types)
+    if "count" in said:
+        return f"in number {said['count']}"
+    return f"of other names (digest {said['paths']})" if "paths" in said else "of none of these"
+
+
+def _code(said: dict[str, Any]) -> str:
+    ops = [f"{n or 'no'} {name.removeprefix('ops ')}" for name, n in said.items() if name.startswith("ops ")]
+    return ", ".join(ops[:4]) if ops else f"digest {said['digest']}"
 
 
 def _of_kinds(facts: Sequence[Facts]) -> list[str]:
@@ -160,15 +240,23 @@ def _settings(cache: dict[str, Any]) -> str:
     return ", ".join(f"{name} {value}" for name, value in cache.items())
 
 
-def _alike(facts: Sequence[Facts], key: str, what: str, way_out: str, text: Callable[[Any], str] = str) -> list[str]:
-    """A problem where the processes do not all say the same of `key`."""
+def _alike(
+    facts: Sequence[Facts],
+    key: str,
+    what: str,
+    way_out: str,
+    text: Callable[[Any], str] = str,
+    part: Callable[[Any], Any] | None = None,
+) -> list[str]:
+    """A problem where the processes do not all say the same of `key`; `part` of what they say is shown."""
     groups: dict[str, list[str]] = {}
     for f in facts:
         if key in f:
             groups.setdefault(json.dumps(f[key], sort_keys=True), []).append(f["process"])
     if len(groups) < 2:
         return []
-    said = [f"{_several(names)} {_verb(names)} {what.format(text(json.loads(v)))}" for v, names in groups.items()]
+    shown = lambda said: text(said if part is None else part(said))
+    said = [f"{_several(names)} {_verb(names)} {what.format(shown(json.loads(v)))}" for v, names in groups.items()]
     return [f"{', and '.join(said)}: {way_out}"]
 
 

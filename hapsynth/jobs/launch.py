@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -16,11 +18,19 @@ from pathlib import Path
 from typing import IO, Any
 
 from hapsynth.jobs._address import COORDINATOR, RENDEZVOUS, JobError, free_ports, parse_address
+from hapsynth.jobs._server import named
+from hapsynth.jobs._supervisor import Reaper, Supervisor
+from hapsynth.jobs._wire import printable
 
 _TELL_S = 3.0
 """For the others to say themselves, by the rendezvous, who failed."""
 _GRACE_S = 5.0
 """From SIGTERM, which JAX catches, to SIGKILL."""
+_POLL_S = 0.05
+_LAST = 8
+"""Lines of the process that failed that are shown again."""
+FAILED = 1
+"""Exit status where a job is over though no process failed here: one was stopped, lost, or is on another host."""
 _SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
 
 
@@ -80,28 +90,61 @@ def launched(environment: Mapping[str, str] = os.environ) -> bool:
 def launch(plan: Launch, command: Sequence[str]) -> int:
     """Run `command` in each process, their output line by line after `[number]`, and wait for all.
 
-    Returns 0, or the exit status of the first that failed (128 + the signal that ended it). When one fails the others
-    are ended; SIGINT, SIGTERM and SIGHUP are passed on to all, and what does not end then is killed.
+    Returns 0, or the exit status of the first that failed (128 + the signal that ended it). When one fails, is stopped
+    or is lost the others are ended, on all hosts, and standard error says which it was; SIGINT, SIGTERM and SIGHUP are
+    passed on to all, and what does not end then is killed. So it is when this process itself is killed.
     """
     with ExitStack() as stack:
-        running = _Running(stack.enter_context(_signals()))
-        stack.callback(running.end)
-        for i, environment in enumerate(plan.environments()):
-            running.start(plan.rank + i, command, {**os.environ, **environment})
+        received = stack.enter_context(_signals())
+        environments = plan.environments()
+        meet = {name: environments[0][name] for name in (COORDINATOR, RENDEZVOUS) if name in environments[0]}
+        supervisor = Supervisor(plan.rank, plan.here, plan.processes, meet, local=not plan.coordinator)
+        stack.enter_context(supervisor)
+        running = _Running(received, supervisor)
+        stack.callback(running.close)
+        for i, environment in enumerate(environments):
+            running.start(plan.rank + i, command, {**os.environ, **environment, **supervisor.environment})
         return running.wait()
+
+
+class _Process:
+    """One process of the job, as its launcher sees it."""
+
+    def __init__(self, rank: int, popen: subprocess.Popen[str]) -> None:
+        self.rank, self.popen, self.pid = rank, popen, popen.pid
+        self.name = named(rank, socket.gethostname(), popen.pid)
+        self.last: deque[str] = deque(maxlen=_LAST)
+        self.stopped = False
+        self.ended = False
+
+    @property
+    def code(self) -> int | None:
+        return self.popen.returncode
+
+    @property
+    def how(self) -> str:
+        """It ended, as a person says it."""
+        code = self.code or 0
+        if code >= 0:
+            return f"{self.name} ended with exit code {code}"
+        reason = ", by a person or for want of memory (the system's log says)" if -code == signal.SIGKILL else ""
+        return f"{self.name} was killed by signal {-code} ({_signal(-code)}){reason}"
 
 
 class _Running:
     """The processes of this host, each with what it started in a process group of its own."""
 
-    def __init__(self, received: list[int]) -> None:
-        self.processes: list[subprocess.Popen[str]] = []
-        self._received = received
+    def __init__(self, received: list[int], supervisor: Supervisor) -> None:
+        self.processes: list[_Process] = []
+        self._received, self._supervisor = received, supervisor
         self._readers: list[threading.Thread] = []
+        self._began = time.monotonic()
+        self._first: _Process | None = None
+        self._reaper = Reaper(f"the launcher on {socket.gethostname()} (pid {os.getpid()})", _GRACE_S)
 
     def start(self, rank: int, command: Sequence[str], environment: Mapping[str, str]) -> None:
         try:
-            process = subprocess.Popen(
+            popen = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
@@ -115,41 +158,101 @@ class _Running:
             raise JobError(
                 f"{command[0]} can't be started: {error.strerror}; give SCRIPT.py, -m MODULE or a program on the PATH"
             ) from None
+        process = _Process(rank, popen)
+        self._reaper.started(process.pid, process.name)
         self.processes.append(process)
-        for source, target in ((process.stdout, sys.stdout), (process.stderr, sys.stderr)):
-            reader = threading.Thread(target=_label, args=(f"[{rank}] ", source, target), daemon=True)
+        for source, target in ((popen.stdout, sys.stdout), (popen.stderr, sys.stderr)):
+            arguments = (f"[{rank}] ", source, target, process.last)
+            reader = threading.Thread(target=_label, args=arguments, daemon=True)
             reader.start()
             self._readers.append(reader)
 
     def wait(self) -> int:
-        """Until all have ended, or one has failed, or a signal has come; the exit status."""
-        status, deadline = 0, float("inf")
-        while any(p.poll() is None for p in self.processes):
-            if self._received:
-                return 128 + self._received[0]
-            failed = [p.returncode for p in self.processes if p.returncode]
-            if failed and not status:
-                status, deadline = _status(failed[0]), time.monotonic() + _TELL_S
-            if time.monotonic() > deadline:
-                break
-            time.sleep(0.05)
-        return status or next((_status(p.returncode) for p in self.processes if p.returncode), 0)
+        """Until all have ended, or the job is over, or a signal has come, and what still ran has been ended; the exit
+        status."""
+        while not self._received and not self._supervisor.over and self._look() and self._first is None:
+            time.sleep(_POLL_S)
+        if self._received:
+            why = f"{_signal(self._received[0])} came to the launcher on {socket.gethostname()} (pid {os.getpid()})"
+            # Before any process ends of it, which would be taken for the fault.
+            self._supervisor.say({"interrupted": why})
+            self._supervisor.flush()
+            self.end()
+            self._summarize(f"interrupted: {why}")
+            return 128 + self._received[0]
+        if self._supervisor.over or self._first is not None:
+            return self._fail()
+        self._supervisor.leave()
+        self._supervisor.wait_for_others(lambda: bool(self._received))
+        # It may have become over elsewhere meanwhile.
+        return self._fail() if self._supervisor.over else 0
+
+    def _fail(self) -> int:
+        # For the others to say themselves who failed, as the rendezvous tells them.
+        until = time.monotonic() + _TELL_S
+        while self._look() and time.monotonic() < until and not self._received:
+            time.sleep(_POLL_S)
+        self.end()
+        # The fault may be another host's.
+        while not self._supervisor.over and time.monotonic() < until:
+            time.sleep(_POLL_S)
+        first = self._first
+        self._summarize(self._supervisor.over or (first.how if first is not None else "it was over elsewhere"))
+        self._supervisor.leave()
+        self._supervisor.wait_for_others(lambda: bool(self._received))
+        return _status(first.code or 0) if first is not None else FAILED
+
+    def _look(self) -> bool:
+        """See who has ended, been stopped, gone on; whether any still runs."""
+        new: list[_Process] = []
+        for process in self.processes:
+            if process.ended:
+                continue
+            if process.popen.poll() is None:
+                self._look_at(process)
+                continue
+            process.ended = True
+            self._reaper.ended(process.pid)
+            new.append(process)
+        # Of several at once that which a signal ended: others may have failed for want of it.
+        for process in sorted(new, key=lambda p: ((p.code or 0) >= 0, p.rank)):
+            failed = bool(process.code)
+            if failed and self._first is None and not self._supervisor.over:
+                self._first = process
+            self._supervisor.say({"ended": process.rank, "how": process.how, "failed": failed})
+        return not all(process.ended for process in self.processes)
+
+    def _look_at(self, process: _Process) -> None:
+        if not hasattr(os, "waitid"):
+            return
+        with suppress(ChildProcessError):
+            found = os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WCONTINUED | os.WNOHANG)
+            if found is None:
+                return
+            process.stopped = found.si_code == os.CLD_STOPPED
+            name = "stopped" if process.stopped else "continued"
+            self._supervisor.say({name: process.rank, "who": process.name})
 
     def end(self) -> None:
         """Leave nothing behind: a signal to what still runs, SIGKILL to what does not heed it, or at a second one."""
-        first = self._received[0] if self._received else signal.SIGTERM
-        self._send(first)
+        self._send(self._received[0] if self._received else signal.SIGTERM)
         until, signals = time.monotonic() + _GRACE_S, len(self._received)
-        while any(p.poll() is None for p in self.processes):
-            if time.monotonic() > until or len(self._received) > signals:
-                break
-            time.sleep(0.05)
+        while self._look() and time.monotonic() < until and len(self._received) <= signals:
+            time.sleep(_POLL_S)
         # Also where the process itself has ended: it may have left some of its own.
         self._send(signal.SIGKILL)
         for process in self.processes:
-            process.wait()
+            process.popen.wait()
+        self._look()
         for reader in self._readers:
             reader.join(_GRACE_S)
+
+    def close(self) -> None:
+        """In whatever way `wait` ended."""
+        if any(not p.ended for p in self.processes):
+            self.end()
+        self._send(signal.SIGKILL)
+        self._reaper.close()
 
     def _send(self, number: int) -> None:
         for process in self.processes:
@@ -158,14 +261,34 @@ class _Running:
                 # One that is stopped takes nothing but SIGKILL.
                 os.killpg(process.pid, signal.SIGCONT)
 
+    def _summarize(self, why: str) -> None:
+        lines = [f"the job is over after {time.monotonic() - self._began:.1f} s: {why}"]
+        lines += [f"  {process.how}" for process in self.processes]
+        shown = next((p for p in self.processes if f"{p.name} " in f"{why} "), self._first)
+        if shown is not None and shown.last:
+            lines.append(f"the last lines of process {shown.rank}:")
+            lines += [f"  {printable(line, 300)}" for line in shown.last]
+        with suppress(OSError, ValueError):
+            for line in lines:
+                print(f"hapsynth launch: {line}", file=sys.stderr)
+            sys.stderr.flush()
+
 
 def _status(code: int) -> int:
     return 128 - code if code < 0 else code
 
 
-def _label(label: str, source: IO[str], target: IO[str]) -> None:
+def _signal(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return "of no name"
+
+
+def _label(label: str, source: IO[str], target: IO[str], last: deque[str]) -> None:
     with source, suppress(OSError, ValueError):
         for line in source:
+            last.append(line.rstrip("\n"))
             target.write(label + line.rstrip("\n") + "\n")
             target.flush()
 

@@ -14,17 +14,19 @@ import sys
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import jax
 from jax.sharding import Mesh
 
 from hapsynth.gloo import as_batch_work
-from hapsynth.jobs._address import PREFLIGHT, JobError, Patience, find_address
-from hapsynth.jobs._client import Client
-from hapsynth.jobs._server import Server
+from hapsynth.jobs._address import LAUNCHER, PREFLIGHT, RENDEZVOUS, TOKEN, Address, JobError, Patience, find_address
+from hapsynth.jobs._client import PROCESS_0, Client
+from hapsynth.jobs._server import INITIALIZING, Server, named
 from hapsynth.jobs.facts import Facts, of_plan, problems, software
 
 if TYPE_CHECKING:
@@ -33,6 +35,8 @@ if TYPE_CHECKING:
 ENDED = 1
 """Exit status of a process that ends because its job is over."""
 _DRAIN_S = 2.0
+_LATE_S = 10.0
+"""To join a job only to say what it ends of: JAX's exit would wait for the others for minutes."""
 
 
 class PreflightError(JobError):
@@ -45,7 +49,10 @@ class _Job:
     def __init__(self) -> None:
         self.client: Client | None = None
         self.server: Server | None = None
+        self.joining: threading.Thread | None = None
         self.failed = False
+        self.in_call: tuple[int, ...] = ()
+        """The processes of the plan whose call has begun and not returned."""
         self.checked: weakref.WeakSet[Plan] = weakref.WeakSet()
         self.meetings = Counter[tuple[int, ...]]()
 
@@ -68,7 +75,13 @@ def before_call(plan: Plan, arguments: Sequence[Any]) -> None:
     if plan not in _job.checked:
         preflight(plan.mesh, plan, arguments)
         _job.checked.add(plan)
-    client.calls[_ranks(plan.mesh)] += 1
+    _job.in_call = _ranks(plan.mesh)
+    client.calls[_job.in_call] += 1
+
+
+def after_call() -> None:
+    """Called by a plan after each run that did not raise."""
+    _job.in_call = ()
 
 
 def connect(address: str | None = None) -> None:
@@ -78,17 +91,62 @@ def connect(address: str | None = None) -> None:
     process 0's host; by default as HAPSYNTH_RENDEZVOUS says, or JAX_COORDINATOR_ADDRESS with the next port.
     Raises JobError where they do not find each other.
     """
-    if _job.client is not None:
-        return
     as_batch_work()
+    here = (jax.process_index(), jax.process_count())
+    if _job.joining is not None:
+        _job.joining.join()
+    if _job.client is not None:
+        if (_job.client.rank, _job.client.processes) == here:
+            return
+        _job.client.close()
     try:
         where, patience = find_address(address), Patience.of()
-        if jax.process_index() == 0 and _job.server is None:
-            _job.server = Server(where, jax.process_count(), patience)
-        _job.client = Client(where, jax.process_index(), jax.process_count(), patience, _end, _say)
+        if here[0] == 0 and _job.server is None and LAUNCHER not in os.environ:
+            _job.server = Server(where, here[1], patience, os.environ.get(TOKEN, ""))
+        _job.client = _join(where, *here, patience)
     except JobError:
         _job.failed = True
         raise
+
+
+def join_launched(environment: Mapping[str, str] = os.environ) -> None:
+    """In a process that a launcher started, which serves the rendezvous: join already while it is imported, so that all
+    hear of what fails before the first plan. The processes that it starts itself do not."""
+    if not (environment.get(LAUNCHER) and environment.get(RENDEZVOUS) and environment.get(PREFLIGHT, "on") == "on"):
+        return
+    if _job.joining is not None or os.getsid(0) != os.getpid():
+        return
+    rank, processes = (int(environment[f"OMPI_COMM_WORLD_{name}"]) for name in ("RANK", "SIZE"))
+    if processes == 1:
+        return
+
+    def work() -> None:
+        # What is wrong here is said by whoever asks for the others.
+        with suppress(JobError):
+            client = _join(find_address(None, environment), rank, processes, Patience.of(environment))
+            client.find_doing = _initializing
+            _job.client = client
+
+    _job.joining = threading.Thread(target=work, name="hapsynth heartbeat", daemon=True)
+    _job.joining.start()
+
+
+def _join(where: Address, rank: int, processes: int, patience: Patience) -> Client:
+    # The number is known now: JAX, asked for it as it ends, starts its backend again and waits for the others.
+    over = partial(_end, named(rank, socket.gethostname(), os.getpid()))
+    serves = os.environ.get(LAUNCHER) or PROCESS_0
+    return Client(where, rank, processes, patience, over, _say, serves=serves)
+
+
+def _initializing() -> str:
+    """Whether the main thread waits for the other processes in JAX's initialization."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    while frame is not None:
+        file = Path(frame.f_code.co_filename)
+        if frame.f_code.co_name == "initialize" and file.name == "distributed.py" and "jax" in file.parts:
+            return INITIALIZING
+        frame = frame.f_back
+    return ""
 
 
 def preflight(mesh: Mesh, plan: Plan | None = None, arguments: Iterable[Any] = ()) -> list[Facts]:
@@ -179,9 +237,9 @@ def _say(text: str) -> None:
         print(f"hapsynth: {text}", file=sys.stderr, flush=True)
 
 
-def _end(reason: str) -> NoReturn:
+def _end(who: str, reason: str) -> NoReturn:
     """End this process, which may be waiting in a collective for ever. JAX would wait for the others at exit."""
-    _say(f"process {jax.process_index()} on {socket.gethostname()} (pid {os.getpid()}): the job is over: {reason}")
+    _say(f"{who}: the job is over: {reason}")
     _exit()
 
 
@@ -192,21 +250,48 @@ def _exit() -> NoReturn:
                 stream.flush()
 
     # Where nobody reads what is written, that takes for ever.
-    flushing = threading.Thread(target=flush, daemon=True)
-    flushing.start()
-    flushing.join(_DRAIN_S)
+    _aside(flush)
     if _job.server is not None:
         # The others go first: without process 0 JAX ends them with a text of its own.
         _job.server.drain(_DRAIN_S)
     os._exit(ENDED)
 
 
+def _aside(work: Callable[[], None], seconds: float = _DRAIN_S) -> None:
+    """Do it, or what of it can be done in `seconds`."""
+    thread = threading.Thread(target=work, daemon=True)
+    try:
+        thread.start()
+    except RuntimeError:
+        # Python 3.12.1 and its like start no thread at exit.
+        work()
+    else:
+        thread.join(seconds)
+
+
+def _join_late() -> None:
+    """Before an error ends a process of a job that has not joined it: the others would miss it for long."""
+    with suppress(JobError, RuntimeError, ValueError):
+        connect()
+
+
 @atexit.register
 def _leave() -> None:
     """Registered with hapsynth's import, so after JAX, whose wait for all processes at exit comes after this."""
     error: BaseException | None = getattr(sys, "last_value", None)
+    if _job.joining is not None:
+        _job.joining.join(_DRAIN_S)
+    lost = error is not None and jax.distributed.is_initialized()
+    if lost and _job.client is None and not _job.failed and os.environ.get(PREFLIGHT, "on") == "on":
+        _aside(_join_late, _LATE_S)
     if _job.client is not None:
+        if _job.in_call:
+            # It exits out of a call, in which the others wait for it.
+            _job.client.calls[_job.in_call] -= 1
         said = "" if error is None else f"{type(error).__name__}: {' '.join(str(error).split())}"[:500]
         _job.client.leave(said)
-    if _job.failed or (error is not None and _job.client is not None):
+    if _job.failed or lost or (error is not None and _job.client is not None):
         _exit()
+
+
+join_launched()

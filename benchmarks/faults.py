@@ -1,0 +1,305 @@
+"""Injects faults into jobs of three processes, several at once, and makes a table: seconds until all have ended, who is
+named, exit code, what is left, whether the checkpoint is whole.
+
+    python benchmarks/faults.py                          # all of them; hours on two cores
+    python benchmarks/faults.py --only SIGKILL:training  # by a regular expression of FAULT:PHASE:RANK
+    python benchmarks/faults.py --sample --json faults.json
+
+Links are those of network namespaces, with a launcher in each, and need root; so do `oom` and `disk`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from emulated import cgroup, network
+from emulated.cgroup import Hierarchies
+from emulated.spec import Machine
+
+import hapsynth
+from hapsynth.jobs._address import free_ports
+
+N = 3
+STARTS = ("import", "initialize", "planning", "preflight", "compile")
+SAVES = ("begin", "write", "commit", "clean")
+RUNS = ("first", "training", *SAVES, "exit")
+PHASES = (*STARTS, *RUNS)
+OF_RANK = ("SIGKILL", "SIGSTOP", "exception", "exit0", "MemoryError", "oom")
+OF_LAUNCHER = ("launcher-SIGKILL", "launcher-SIGTERM", "launcher-SIGINT")
+OF_LINK = ("link-5", "link-15", "link-for-ever")
+LIMIT_S = 150.0
+SLOW_S = 300.0
+LEFT_S = 30.0
+"""For processes whose launcher has ended."""
+ALLOWED_S = {**dict.fromkeys(STARTS, 45.0), **dict.fromkeys(RUNS, 25.0), "first": 45.0}
+SAMPLE = (
+    *("SIGKILL:training:1", "exit0:initialize:1", "launcher-SIGINT:training:0", "launcher-SIGKILL:planning:0"),
+    *("exception:planning:1",),
+)
+
+
+@dataclass(frozen=True)
+class Trial:
+    fault: str
+    phase: str
+    rank: int
+
+    def __str__(self) -> str:
+        return f"{self.fault}:{self.phase}:{self.rank}"
+
+    @property
+    def on_links(self) -> bool:
+        return self.fault.startswith(("link", "pair"))
+
+    @property
+    def survives(self) -> bool:
+        """Whether the job is to finish all the same."""
+        if str(self) == "disk:commit:1":
+            # Process 0 commits, where nothing more is written.
+            return True
+        return self.fault in ("none", "slow", "link-5", "link-15") or (self.fault, self.phase) == ("exit0", "exit")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    trial: str
+    seconds: float
+    """From the fault until all processes have ended."""
+    codes: list[int]
+    message: str
+    named: bool
+    left: list[str]
+    checkpoint: str
+    wrong: list[str]
+    output: str
+
+
+def trials() -> list[Trial]:
+    """All faults, in each phase in which they mean something, of process 0 and another."""
+    ranks = (0, 1)
+    # Process 0 alone cleans up after a checkpoint.
+    made = [
+        Trial(fault, phase, r) for phase in PHASES for fault in OF_RANK for r in ranks if (phase, r) != ("clean", 1)
+    ]
+    made += [Trial("disk", phase, rank) for phase in SAVES[:3] for rank in ranks]
+    made += [Trial(fault, phase, 0) for phase in PHASES for fault in OF_LAUNCHER]
+    made += [
+        Trial(fault, phase, rank)
+        for phase in PHASES
+        for fault in OF_LINK
+        for rank in ranks
+        if phase not in ("exit", "clean")
+    ]
+    made += [Trial("pair", phase, 1) for phase in PHASES if phase not in ("exit", "import")]
+    # No faults: one that plans, compiles or computes for minutes while the others wait.
+    return made + [Trial("slow", phase, 1) for phase in ("planning", "compile", "training")]
+
+
+class Run:
+    """One trial, in a folder and with ports, namespaces and groups of its own."""
+
+    def __init__(self, trial: Trial, number: int, stack: ExitStack) -> None:
+        self.trial, self.name = trial, f"hapf{os.getpid()}x{number}"
+        self.folder = Path(tempfile.mkdtemp(prefix=f"{self.name}-"))
+        stack.callback(shutil.rmtree, self.folder, ignore_errors=True)
+        (self.folder / "state").mkdir()
+        if trial.fault == "disk":
+            _run("mount", "-t", "tmpfs", "-o", "size=2m", "none", str(self.folder / "state"))
+            stack.callback(_run, "umount", "-l", str(self.folder / "state"))
+        paths = [str(Path(__file__).resolve().parent.parent), os.environ.get("PYTHONPATH", "")]
+        self.env = {
+            **os.environ,
+            "JAX_PLATFORMS": "cpu",
+            "PYTHONPATH": os.pathsep.join(p for p in paths if p),
+            "FAULT": f"{trial.phase}:{trial.fault}:{trial.rank}",
+            "FAULT_FOLDER": str(self.folder),
+            "FAULT_TRIAL": self.name,
+            "FAULT_SECONDS": str(SLOW_S),
+            "FAULT_STEPS": "60" if trial.on_links else "7",
+            "FAULT_PAUSE": "0.1" if trial.on_links else "0",
+        }
+        if trial.fault == "oom":
+            groups = Hierarchies.here()
+            folders = groups.make(self.name, Machine("oom", 1.0, memory=64 << 20))
+            stack.callback(cgroup.remove, folders)
+            self.env["FAULT_GROUP"] = str(groups.memory / self.name)
+        self.launchers: list[subprocess.Popen[str]] = []
+        stack.callback(self._end)
+        launch = [sys.executable, "-m", "hapsynth", "launch"]
+        job = str(Path(__file__).with_name("_faulty.py"))
+        if not trial.on_links:
+            self._start([*launch, "-n", str(N), job])
+            return
+        network.make(self.name, [Machine(f"m{i}", 1.0) for i in range(N)])
+        stack.callback(network.remove, self.name)
+        self.env["HAPSYNTH_TOKEN"] = self.name
+        where = f"{network.address(0)}:{free_ports(1)[0]}"
+        hosts = self.folder / "hosts"
+        lines = ["127.0.0.1 localhost", *(f"{network.address(i)} m{i}" for i in range(N))]
+        hosts.write_text("\n".join(lines) + "\n")
+        for i in range(N):
+            enter = ["ip", "netns", "exec", f"{self.name}-{i}", "unshare", "--uts", "--mount", "sh", "-c"]
+            host = [f'mount --bind {hosts} /etc/hosts; echo m{i} > /proc/sys/kernel/hostname; exec "$@"', "sh"]
+            options = ["--coordinator", where, "--processes", str(N), "--rank", str(i)]
+            self._start([*enter, *host, *launch, *options, job])
+
+    def _start(self, command: Sequence[str]) -> None:
+        with open(self.folder / f"out.{len(self.launchers)}", "w") as out:
+            popen = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT, text=True, env=self.env
+            )
+        self.launchers.append(popen)
+
+    def there(self) -> list[int]:
+        """All processes of this trial that still run, whoever started them."""
+        mark, found = f"FAULT_TRIAL={self.name}\0".encode(), list[int]()
+        for entry in Path("/proc").iterdir():
+            with suppress(OSError):
+                if entry.name.isdecimal() and mark in (entry / "environ").read_bytes():
+                    found.append(int(entry.name))
+        return found
+
+    def _end(self) -> None:
+        for pid in self.there():
+            with suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
+        for launcher in self.launchers:
+            launcher.wait()
+
+    def play(self) -> Outcome:
+        until = time.monotonic() + LIMIT_S
+        while not (self.folder / "at").exists() and time.monotonic() < until and self._running():
+            time.sleep(0.02)
+        self._make_fault()
+        until = time.monotonic() + LIMIT_S + (SLOW_S if self.trial.fault == "slow" else 0.0)
+        while self._running() and time.monotonic() < until:
+            time.sleep(0.05)
+        until = time.monotonic() + LEFT_S
+        while self.there() and time.monotonic() < until:
+            time.sleep(0.05)
+        ended, left = time.time(), [f"process {pid}" for pid in self.there()]
+        left += [f.name for f in (self.folder / "state").glob(".*")]
+        began = float((self.folder / "at").read_text()) if (self.folder / "at").exists() else float("nan")
+        codes = [launcher.poll() if launcher.poll() is not None else -1 for launcher in self.launchers]
+        output = "".join((self.folder / f"out.{i}").read_text() for i in range(len(self.launchers)))
+        return self._judge(ended - began, [c for c in codes if c is not None], output, left)
+
+    def _running(self) -> bool:
+        return any(launcher.poll() is None for launcher in self.launchers)
+
+    def _make_fault(self) -> None:
+        fault, rank = self.trial.fault, self.trial.rank
+        if fault.startswith("launcher-"):
+            # As Ctrl-C in a terminal does, which is one of the launcher's own process group.
+            self.launchers[0].send_signal(signal.Signals[fault.removeprefix("launcher-")])
+        elif fault.startswith("link-"):
+            self._plug(rank, False)
+        elif fault == "pair":
+            self._cut(1, 2)
+        (self.folder / "made").touch()
+        if fault in ("link-5", "link-15"):
+            time.sleep(float(fault.removeprefix("link-")))
+            self._plug(rank, True)
+
+    def _plug(self, i: int, plugged: bool) -> None:
+        """The cable of a machine, at the switch."""
+        how = ["master", "bridge"] if plugged else ["nomaster"]
+        _run("ip", "-n", self.name, "link", "set", f"port{i}", *how)
+
+    def _cut(self, a: int, b: int) -> None:
+        """What these two send each other goes nowhere."""
+        for i, j in ((a, b), (b, a)):
+            to = [network.address(j), "lladdr", "02:00:00:00:00:99", "dev", "eth0", "nud", "permanent"]
+            _run("ip", "-n", f"{self.name}-{i}", "neigh", "replace", *to)
+
+    def _judge(self, seconds: float, codes: list[int], output: str, left: list[str]) -> Outcome:
+        over = re.findall(r"hapsynth launch: (?:the job is over after [\d.]+ s: )?(.*)", output)
+        message = next((m for m in over), "")
+        named = bool(re.search(r"process(es)? [\d, ]+ on \S+ \(pid \d+\)|the launcher.* on \S+ \(pid \d+\)", message))
+        finished = output.count("trained") == N and not any(codes)
+        checkpoint = self._checkpoint(output)
+        wrong: list[str] = []
+        if self.trial.survives != finished:
+            wrong.append("did not finish" if self.trial.survives else "exit 0")
+        if not self.trial.survives:
+            if not seconds <= ALLOWED_S[self.trial.phase]:
+                wrong.append(f"more than {ALLOWED_S[self.trial.phase]:g} s")
+            if not named:
+                wrong.append("nobody named")
+        if checkpoint in ("lost", "half"):
+            wrong.append(f"checkpoint {checkpoint}")
+        return Outcome(str(self.trial), round(seconds, 1), codes, message, named, left, checkpoint, wrong, output)
+
+    def _checkpoint(self, output: str) -> str:
+        """Which of the job's checkpoints is there, bit for bit: first, second, none; lost, half."""
+        expected = sorted(self.folder.glob("expected.*.npz"))
+        try:
+            found = list(hapsynth.load_state(self.folder / "state").values())
+        except hapsynth.CheckpointError:
+            return "lost" if len(expected) > 1 or "step 1 " in output else "none"
+        for number, file in enumerate(expected):
+            want = list(np.load(file).values())
+            if all(np.array_equal(a, b) for a, b in zip(found, want, strict=True)):
+                return ("first", "second")[number]
+        return "half"
+
+
+def play(trial: Trial, number: int) -> Outcome:
+    with ExitStack() as stack:
+        return Run(trial, number, stack).play()
+
+
+def _run(*command: str) -> None:
+    subprocess.run(command, check=False, capture_output=True)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", metavar="REGEX", default="", help="trials whose FAULT:PHASE:RANK has it")
+    parser.add_argument("--sample", action="store_true", help="a few, as CI runs them")
+    parser.add_argument("--list", action="store_true", help="name the trials")
+    parser.add_argument("--at-once", type=int, default=3, metavar="N", help="jobs at a time (default 3)")
+    parser.add_argument("--json", metavar="FILE", help="every outcome, with all output")
+    options = parser.parse_args()
+    chosen = [t for t in trials() if re.search(options.only, str(t))]
+    if options.sample:
+        chosen = [t for t in trials() if str(t) in SAMPLE]
+    if options.list:
+        print(*chosen, sep="\n")
+        return 0
+    outcomes: list[Outcome] = []
+    columns = ("fault", "phase", "process", "s", "exit", "checkpoint", "left", "wrong", "message")
+    print(f"| {' | '.join(columns)} |", "|---" * len(columns) + "|", sep="\n")
+    with ThreadPoolExecutor(options.at_once) as pool:
+        for outcome in pool.map(play, chosen, range(len(chosen))):
+            outcomes.append(outcome)
+            row = [*outcome.trial.split(":"), f"{outcome.seconds:.1f}", ",".join(map(str, outcome.codes))]
+            row += [outcome.checkpoint, ", ".join(outcome.left), ", ".join(outcome.wrong), outcome.message]
+            print(f"| {' | '.join(row)} |", flush=True)
+            if options.json:
+                Path(options.json).write_text(json.dumps([asdict(o) for o in outcomes], indent=1))
+    wrong = sum(bool(o.wrong) for o in outcomes)
+    print(f"\n{len(outcomes)} trials, {wrong} not as they are to be")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
