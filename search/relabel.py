@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import count
 
 import numpy as np
 import numpy.typing as npt
@@ -11,7 +12,7 @@ from hapsynth.graph import Graph, Operand
 from hapsynth.instructions.factors import Triple, Triples
 from hapsynth.instructions.layout import Layout
 from hapsynth.instructions.program import Compute, Convert, FactorTable, Instruction, Program, Property, region_of
-from hapsynth.instructions.sizes import Classes, Node, Sizes, layout_nodes
+from hapsynth.instructions.sizes import Classes, Node, Sizes, layout_nodes, tied
 from hapsynth.search.parts import Parts
 
 Labels = npt.NDArray[np.int64]
@@ -29,26 +30,33 @@ def relabelled(parts: Parts, labels: Labels) -> Program:
 
 def merged(graph: Graph, program: Program, sizes: Sizes, table: FactorTable) -> tuple[Program, Sizes]:
     """The program without the reshares between shards that are alike, with its sizes; the ways in which a dimension is
-    cut are numbered from 0."""
-    same: dict[Node, int] = {}
+    cut are numbered from 0, those of tied values alike."""
+    parent: dict[Node, Node] = {}
+
+    def root(n: Node) -> Node:
+        while n in parent:
+            n = parent[n]
+        return n
+
+    def join(a: Node, b: Node) -> None:
+        if root(a) != root(b):
+            parent[root(b)] = root(a)
+
     kept: list[Instruction] = []
     for i in program.instructions:
         if isinstance(i, Convert) and i.step == "reshare":
             dim = i.source[i.axis].dim
             old, new = (next(n for n in layout_nodes(i.value, p) if n[1] == dim) for p in (i.source, i.target))
             if sizes.lengths(*old) == sizes.lengths(*new):
-                ways = [same.get(n, n[3]) for n in (old, new)]
-                # Those that were the same as one of the two are the same as both.
-                same |= {n: min(ways) for n in (*same, old, new) if n[:3] == old[:3] and same.get(n, n[3]) in ways}
+                join(old, new)
                 continue
         kept.append(i)
-    used: dict[tuple[int, int], set[int]] = {}
-    for n in sizes.classes.of:
-        used.setdefault(n[:2], set()).add(same.get(n, n[3]))
-    number = {dims: {way: k for k, way in enumerate(sorted(mine))} for dims, mine in used.items()}
-    ways = {n: number[n[:2]][same.get(n, n[3])] for n in sizes.classes.of}
+    for a, b, layout in tied(graph, program):
+        for x, y in zip(layout_nodes(a, layout), layout_nodes(b, layout), strict=True):
+            join(x, y)
+    ways = _numbered(sizes.classes.of, root)
     renamed = {n: way for n, way in ways.items() if way != n[3]}
-    if not same and not renamed:
+    if len(kept) == len(program.instructions) and not renamed:
         return program, sizes
     before = {(*n[:3], way): n for n, way in ways.items()}
 
@@ -65,6 +73,22 @@ def merged(graph: Graph, program: Program, sizes: Sizes, table: FactorTable) -> 
         granule = graph.values[node[0]].shape[node[1]] // cls.units
         shares.append(tuple(length // granule for length in sizes.lengths(*before[node])))
     return after, Sizes(graph, classes, tuple(shares))
+
+
+def _numbered(nodes: Iterable[Node], root: Callable[[Node], Node]) -> dict[Node, int]:
+    """A way for every node: equal where roots are, unlike where a value's dimension has several roots, small."""
+    nodes = sorted(nodes, key=lambda n: (n[3], n))
+    found: dict[Node, int] = {}
+    together: dict[Node, list[tuple[int, int]]] = {}
+    for n in nodes:
+        together.setdefault(root(n), []).append(n[:2])
+    taken: dict[tuple[int, int], set[int]] = {}
+    for r, dims in together.items():
+        others = set[int]().union(*(taken.get(d, ()) for d in dims))
+        found[r] = next(way for way in count() if way not in others)
+        for d in dims:
+            taken.setdefault(d, set()).add(found[r])
+    return {n: found[root(n)] for n in nodes}
 
 
 class _Ways:

@@ -115,7 +115,7 @@ def compared(plan: Any, fn: Any, args: Any) -> tuple[str, str]:
     leaves = jax.tree.leaves(args)
     got = jax.tree.leaves(plan.unshard(plan(*args)))
     reference = Reference(fn, plan.traced, leaves, jax.devices()[0])
-    errors = compare(reference, leaves, got, RTOL)
+    errors = [judged.error for judged in compare(reference, leaves, got, RTOL)]
     wrong = {path: i for i, (path, error) in enumerate(zip(plan.traced.out_paths, errors, strict=True)) if error > RTOL}
     if not wrong:
         return SAME, ""

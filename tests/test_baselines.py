@@ -216,6 +216,7 @@ def test_tensor_parallelism_is_megatrons() -> None:
 # Values, at small size
 
 
+@pytest.mark.usefixtures("small_stages_switch")
 @pytest.mark.parametrize("name", FORMS)
 @pytest.mark.parametrize("of", EXAMPLES)
 def test_by_hand_and_baseline_compute_the_step(of: str, name: str) -> None:

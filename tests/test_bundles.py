@@ -91,6 +91,7 @@ def test_what_goes_together() -> None:
     assert [len(b.steps) for b in many] == [16, 4]
 
 
+@pytest.mark.usefixtures("small_stages_switch")
 @pytest.mark.parametrize("form", ["switch", "staged"])
 def test_plans_of_many_small_collectives(form: Form, monkeypatch: pytest.MonkeyPatch) -> None:
     """The very bits of the program whose collectives are alone; fewer of them are compiled."""

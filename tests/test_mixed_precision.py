@@ -24,6 +24,7 @@ from hapsynth.instructions.program import Convert
 from hapsynth.lower import _bundles
 from hapsynth.plan import Plan
 
+pytestmark = pytest.mark.usefixtures("small_stages_switch")
 exchange = _bundles.exchange
 Exchange = Callable[..., Any]
 

@@ -91,6 +91,7 @@ class Form:
 
     @cached_property
     def steps(self) -> list[Step]:
-        # An abstract mesh, as export has it, does not say how many processes there are.
-        near = not getattr(self.mesh, "is_multi_process", True)
+        # Export's mesh is an abstract one, of which nothing is known.
+        mesh: Any = self.mesh
+        near = isinstance(mesh, Mesh) and not mesh.is_multi_process
         return split(self.graph, self.program, self.sizes, switches=self.switches, near=near)
