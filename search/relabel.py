@@ -30,7 +30,7 @@ def relabelled(parts: Parts, labels: Labels) -> Program:
 
 def merged(graph: Graph, program: Program, sizes: Sizes, table: FactorTable) -> tuple[Program, Sizes]:
     """The program without the reshares between shards that are alike, with its sizes; the ways in which a dimension is
-    cut are numbered from 0, those of tied values alike."""
+    cut are numbered from 0, an argument's first, those of tied values alike."""
     parent: dict[Node, Node] = {}
 
     def root(n: Node) -> Node:
@@ -54,7 +54,8 @@ def merged(graph: Graph, program: Program, sizes: Sizes, table: FactorTable) -> 
     for a, b, layout in tied(graph, program):
         for x, y in zip(layout_nodes(a, layout), layout_nodes(b, layout), strict=True):
             join(x, y)
-    ways = _numbered(sizes.classes.of, root)
+    arguments = {n for property in program.inputs.items() for n in layout_nodes(*property)}
+    ways = _numbered(sorted(sizes.classes.of, key=lambda n: (n not in arguments, n[3], n)), root)
     renamed = {n: way for n, way in ways.items() if way != n[3]}
     if len(kept) == len(program.instructions) and not renamed:
         return program, sizes
@@ -76,8 +77,7 @@ def merged(graph: Graph, program: Program, sizes: Sizes, table: FactorTable) -> 
 
 
 def _numbered(nodes: Iterable[Node], root: Callable[[Node], Node]) -> dict[Node, int]:
-    """A way for every node: equal where roots are, unlike where a value's dimension has several roots, small."""
-    nodes = sorted(nodes, key=lambda n: (n[3], n))
+    """A way for every node, the first ones' least: equal where roots are, unlike where a value's dimension has more."""
     found: dict[Node, int] = {}
     together: dict[Node, list[tuple[int, int]]] = {}
     for n in nodes:
