@@ -76,16 +76,21 @@ def cluster(name: str) -> hapsynth.Cluster:
     return replace(found, axes=GRID) if grid else found
 
 
+_BOUNDLESS = 2**60
+
+
 def one(row: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
     """Plan one model for one cluster; what the table shows, and `search --json`'s record."""
     where = cluster(row["cluster"])
     layers = {} if row.get("layers") is None else {"layers": row["layers"]}
     fn, args = MODELS[row["model"]](where.n, **layers)
     memory = row.get("memory", options.memory)
-    given: dict[str, Any] = {} if memory == "devices" else {"memory_limit": float("inf")}
-    if memory not in ("devices", "unlimited"):
+    given: dict[str, Any] = {}
+    if memory == "unlimited":
+        where = unlimited(where)
+    elif memory != "devices":
         given = {"form": "staged", "recompute": True}
-        where = limited(where, float(memory), hapsynth.synthesize(fn, args, where, memory_limit=float("inf"), **given))
+        where = limited(where, float(memory), hapsynth.synthesize(fn, args, unlimited(where), **given))
     began, cpu = time.perf_counter(), time.process_time()
     try:
         plan = hapsynth.synthesize(fn, args, where, time_budget_s=options.budget, **given)
@@ -107,6 +112,11 @@ def one(row: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
         print(json.dumps(row), flush=True)
         row["milp"] = beside(plan, options.milp)
     return row
+
+
+def unlimited(where: hapsynth.Cluster) -> hapsynth.Cluster:
+    """The cluster with more memory than any plan holds."""
+    return replace(where, devices=tuple(replace(k, memory=_BOUNDLESS) for k in where.devices))
 
 
 def limited(where: hapsynth.Cluster, fraction: float, free: hapsynth.Plan) -> hapsynth.Cluster:

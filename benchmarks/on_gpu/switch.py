@@ -8,7 +8,8 @@ What a switch or a stage takes is the difference, over their number.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,7 @@ import jax.numpy as jnp
 from _timing import interleaved
 
 import hapsynth
+from hapsynth.instructions import gathered, padded
 from hapsynth.lower._schedule import LocalStage
 from on_gpu.one_device import OneStaged, OneSwitch, Steps, one_of
 from on_gpu.settings import Row, Settings, is_gpu, like_cluster, skipped, slow_kind
@@ -74,7 +76,19 @@ def rows(settings: Settings, variant: str) -> Iterator[Row]:
         yield skipped("command buffers are of XLA's GPU backend")
         return
     for chain, branches in chains(settings):
-        yield from prices(settings, chain, branches, staged=variant == DEFAULT)
+        with _every_stage_in_a_switch():
+            yield from prices(settings, chain, branches, staged=variant == DEFAULT)
+
+
+@contextmanager
+def _every_stage_in_a_switch() -> Generator[None]:
+    """Small stages and collectives, which would be padded: chains are small so that switches are what takes time."""
+    before = padded.SMALL_STAGE, gathered.GATHERED
+    padded.SMALL_STAGE = gathered.GATHERED = -1
+    try:
+        yield
+    finally:
+        padded.SMALL_STAGE, gathered.GATHERED = before
 
 
 def prices(settings: Settings, chain: Chain, branches: Sequence[int], *, staged: bool) -> Iterator[Row]:
