@@ -87,7 +87,7 @@ def assert_equal(fn: Any, args: Any, axes: tuple[tuple[str, int], ...], form: st
     leaves = jax.tree.leaves(args)
     # Sums that nearly cancel agree to their noise.
     errors = compare(Reference(fn, traced, leaves, jax.devices()[0]), leaves, run_form(made, args, form), rtol=1e-4)
-    assert max(errors) <= 1e-4, dict(zip(traced.out_paths, errors))
+    assert max(j.error for j in errors) <= 1e-4, dict(zip(traced.out_paths, errors))
     return len(reshares(program))
 
 
