@@ -70,6 +70,7 @@ def tried(seed: int, nonfinite: float = 0.5) -> Outcome:
     axes = ((2,), (3,), (4,), (8,), (2, 2), (2, 3))[int(rng.choice(6, p=(0.32, 0.33, 0.15, 0.02, 0.14, 0.04)))]
     n = int(np.prod(axes))
     speeds = 10.0 ** rng.uniform(0, rng.choice([0.3, 1.0]), n)
+    speeds[int(rng.integers(n))] *= 2  # Two of nearly one speed would share evenly.
     if rng.random() < 0.3:
         speeds[int(rng.integers(n))] = 1e-4
     form = "staged" if rng.random() < 0.25 else "switch"
