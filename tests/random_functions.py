@@ -427,14 +427,15 @@ def windowed(rng: Draw, x: Any, pool: Any, others: Any) -> Any:
 
 
 def clamped(rng: Draw, x: Any, pool: Any, others: Any) -> Any:
+    """Between numbers or arrays. (JAX has no gradient by a bound of fewer dimensions.)"""
     y = jnp.asarray(pick(rng, pool))
     wide = lambda v: fit(rng, v, x.shape)
     return pick(
         rng,
         [
             lambda: lax.clamp(-0.5, x, 0.7),
-            lambda: lax.clamp(-1.0, x, y.max()),
-            lambda: lax.clamp(y.min(), x, y.sum()),
+            lambda: lax.clamp(-1.0, x, lax.stop_gradient(y.max())),
+            lambda: lax.clamp(lax.stop_gradient(y.min()), x, lax.stop_gradient(y.sum())),
             lambda: lax.clamp(wide(y), x, wide(y) + 1),
             lambda: jnp.clip(x, wide(y), 1.0),
             lambda: jnp.where(x > wide(y), x, wide(y)),
