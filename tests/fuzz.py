@@ -5,10 +5,12 @@
 
 Networks are so fast that whatever can be cut is cut, by the speeds of unlike devices: on one mesh axis or two, in
 switch form or staged, some devices too slow for any share. Of a part of them (`--nonfinite`) the arguments hold NaN,
-inf, -inf and zeros. What is not finite must be so in the same places, integers the same, floats as close as
-`hapsynth.check` asks. A leaf that one device's own run changes in this way when arguments move by one unit in their
-last place is a knife edge: it is counted apart. Exit status 1 where anything differs or fails. A seed's case depends
-on no other option than `--nonfinite`.
+inf, -inf and zeros, and more of the ops are such in which those matter. What is not finite must be so in the same
+places, integers the same, floats as close as `hapsynth.check` asks. Two kinds are counted apart, and named: a leaf that
+is as the function run op by op has it and not as `jit` does, since XLA simplifies as if numbers were finite
+(`docs/nonfinite.md`); and a knife edge, a leaf that one device's own run changes in this way when arguments move by one
+unit in their last place. Exit status 1 where anything differs or fails. A seed's case depends on no other option than
+`--nonfinite`.
 """
 
 from __future__ import annotations
@@ -33,7 +35,9 @@ DEVICES = 8
 CHUNK = 50
 """Programs of one process: JAX keeps what it compiled."""
 RTOL = 1e-3
-SAME, EDGE, MISMATCH, FAILED = "same", "knife edge", "MISMATCH", "FAILED"
+DELICATE = 0.35
+"""The share of ops in which NaN and infinity matter, where there are any."""
+SAME, AS_OPS, EDGE, MISMATCH, FAILED = "same", "as op by op", "knife edge", "MISMATCH", "FAILED"
 
 
 @dataclass(frozen=True)
@@ -63,14 +67,15 @@ def tried(seed: int, nonfinite: float = 0.5) -> Outcome:
 
     began = time.process_time()
     rng = np.random.default_rng([seed, 4])
-    axes = ((2,), (3,), (4,), (8,), (2, 2), (2, 3))[int(rng.choice(6, p=(0.27, 0.3, 0.15, 0.03, 0.2, 0.05)))]
+    axes = ((2,), (3,), (4,), (8,), (2, 2), (2, 3))[int(rng.choice(6, p=(0.32, 0.33, 0.15, 0.02, 0.14, 0.04)))]
     n = int(np.prod(axes))
-    speeds = 10.0 ** rng.uniform(0, 1, n)
+    speeds = 10.0 ** rng.uniform(0, rng.choice([0.3, 1.0]), n)
+    speeds[int(rng.integers(n))] *= 2  # Two of nearly one speed would share evenly.
     if rng.random() < 0.3:
         speeds[int(rng.integers(n))] = 1e-4
     form = "staged" if rng.random() < 0.25 else "switch"
     outcome = Outcome(seed, axes, form, bool(rng.random() < nonfinite))
-    fn = RandomFunction(seed)
+    fn = RandomFunction(seed, DELICATE if outcome.nonfinite else 0.0)
     fn.ops = int(rng.integers(1, 5))
     args = fn.params, fn.data
     if outcome.nonfinite:
@@ -110,22 +115,48 @@ def compared(plan: Any, fn: Any, args: Any) -> tuple[str, str]:
     """The verdict on a plan's results, and where they differ."""
     import jax
 
-    from hapsynth.check import Reference, compare
+    from hapsynth.check import Reference
 
     leaves = jax.tree.leaves(args)
     got = jax.tree.leaves(plan.unshard(plan(*args)))
     reference = Reference(fn, plan.traced, leaves, jax.devices()[0])
-    errors = [judged.error for judged in compare(reference, leaves, got, RTOL)]
-    wrong = {path: i for i, (path, error) in enumerate(zip(plan.traced.out_paths, errors, strict=True)) if error > RTOL}
+    wrong = differing(reference, leaves, got)
     if not wrong:
         return SAME, ""
-    tipping = tips(reference, leaves)
-    sharp = {path: i for path, i in wrong.items() if not tipping[i]}
+    by_ops = op_by_op(fn, plan.traced, leaves, jax.devices()[0])
+    still = set(differing(by_ops, leaves, got))
+    unlike = [i for i in wrong if i in still]
+    tipping = [tips(reference, leaves), tips(by_ops, leaves)] if unlike else []
+    sharp = [i for i in unlike if not any(t[i] for t in tipping)]
+    path = lambda i: plan.traced.out_paths[i]
     if not sharp:
-        return EDGE, ", ".join(wrong)
-    path, i = next(iter(sharp.items()))
-    want = reference(reference.hosted(leaves))[i]
-    return MISMATCH, f"output{path}: {first_difference(got[i], want)}"
+        return EDGE if unlike else AS_OPS, ", ".join(map(path, unlike or wrong))
+    want, stepped = (of(of.hosted(leaves))[sharp[0]] for of in (reference, by_ops))
+    note = f"output{path(sharp[0])}: {first_difference(got[sharp[0]], want)}"
+    return MISMATCH, f"{note}; op by op, {first_difference(got[sharp[0]], stepped)}"
+
+
+def differing(reference: Any, leaves: Sequence[Any], got: Sequence[Any]) -> list[int]:
+    """The outputs that are not the reference's: integers must be the same, though `Plan.check` allows some to tip."""
+    from hapsynth.check import WIDENED, compare
+
+    tipped = lambda judged, x: judged.yardstick == WIDENED and x.dtype.kind != "f"
+    judged = compare(reference, leaves, got, RTOL)
+    return [i for i, (j, x) in enumerate(zip(judged, got, strict=True)) if j.error > RTOL or tipped(j, x)]
+
+
+def op_by_op(fn: Any, traced: Any, leaves: Sequence[Any], device: Any) -> Any:
+    """A reference of which every op is compiled alone."""
+    import jax
+
+    from hapsynth.check import Reference
+
+    class OpByOp(Reference):
+        def __call__(self, arrays: Sequence[Any]) -> list[Any]:
+            with jax.disable_jit():
+                return super().__call__(arrays)
+
+    return OpByOp(fn, traced, leaves, device)
 
 
 def tips(reference: Any, leaves: Sequence[Any]) -> list[bool]:
@@ -202,7 +233,9 @@ def outcomes(seeds: Sequence[int], nonfinite: float) -> Iterator[Outcome]:
 
 
 def table(found: Sequence[Outcome]) -> str:
-    rows = [("arguments", "axes", "programs", "uneven", "empty shares", "edges", "mismatches", "failed", "CPU s each")]
+    verdicts = (AS_OPS, EDGE, MISMATCH, FAILED)
+    named = ("as op by op", "edges", "mismatches", "failed")
+    rows = [("arguments", "axes", "programs", "uneven", "empty shares", *named, "CPU s each")]
     some = [(kind, n) for kind in (False, True) for n in (1, 2)]
     for kind, n in (*some, (None, 0)):
         mine = [o for o in found if kind is None or (o.nonfinite == kind and len(o.axes) == n)]
@@ -217,9 +250,7 @@ def table(found: Sequence[Outcome]) -> str:
                 str(len(mine)),
                 part([o.uneven for o in mine]),
                 part([o.empty for o in mine]),
-                count(EDGE),
-                count(MISMATCH),
-                count(FAILED),
+                *map(count, verdicts),
                 f"{sum(o.cpu_s for o in mine) / len(mine):.2f}",
             )
         )

@@ -1,4 +1,7 @@
-"""Random whole functions, drawn op by op: of any shapes, with gradients, loops and branches, gathers, convolutions."""
+"""Random whole functions, drawn op by op: of any shapes, with gradients, loops and branches, gathers, convolutions.
+
+Some can be drawn with a share of ops in which NaN and infinity matter (`DELICATE`), on small arrays then.
+"""
 
 from __future__ import annotations
 
@@ -12,15 +15,17 @@ from jax import lax
 
 Draw = np.random.Generator
 SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 12, 24)
+SMALL = (1, 2, 3, 4, 5, 6, 7)
 
 
 class RandomFunction:
     """A function drawn op by op. Drawing again while it is traced gives the same ops, as the generator is seeded."""
 
-    def __init__(self, seed: int) -> None:
-        self.seed = seed
+    def __init__(self, seed: int, delicate: float = 0.0) -> None:
+        """`delicate` is the share of ops from that table."""
+        self.seed, self.delicate = seed, delicate
         rng = np.random.default_rng([seed, 1])
-        shape = lambda rank: tuple(int(rng.choice(SIZES)) for _ in range(rank))
+        shape = lambda rank: tuple(int(rng.choice(SMALL if delicate else SIZES)) for _ in range(rank))
         floats = lambda *s: rng.normal(size=s).astype(np.float32)
         self.params: Any = {
             "w": floats(*shape(2)),
@@ -34,7 +39,8 @@ class RandomFunction:
             "m": rng.random(shape(2)) < 0.5,
         }
         self.ops = int(rng.integers(4, 14))
-        self.graded = rng.random() < 0.5
+        # One NaN in a loss is a NaN in every gradient, which hides the rest.
+        self.graded = rng.random() < (0.2 if delicate else 0.5)
 
     def __call__(self, params: Any, data: Any) -> Any:
         if not self.graded:
@@ -50,7 +56,8 @@ class RandomFunction:
         others = [data["i"], data["m"]]
         made: list[Any] = []
         for _ in range(self.ops):
-            op = OPS[int(rng.integers(len(OPS)))]
+            table = DELICATE if self.delicate and rng.random() < self.delicate else OPS
+            op = table[int(rng.integers(len(table)))]
             x = pool[int(rng.integers(len(pool)))]
             y = op(rng, jnp.asarray(x), pool, others)
             if y is None or y.size > 20000:
@@ -339,4 +346,191 @@ OPS: tuple[Callable[..., Any], ...] = (
     *(elementwise, binary, row_broadcast, matmul, matmul, batched_matmul, reduce, reduce, softmax, shapes, shapes),
     *(joined, padded, chosen, running, taken, scattered, one_hot, ordered, convolved, mapped, looped, wrapped),
     *(updated, strided, contracted),
+)
+
+
+# ---- ops in which NaN, infinities and zeros matter
+
+
+def some_axes(rng: Draw, x: Any) -> tuple[int, ...]:
+    return tuple(int(a) for a in rng.choice(x.ndim, int(rng.integers(1, x.ndim + 1)), replace=False))
+
+
+def extremes(rng: Draw, x: Any, pool: Any, others: Any) -> Any:
+    """The largest and smallest over some dimensions, alone or in what follows."""
+    if x.ndim == 0:
+        return None
+    axes = some_axes(rng, x)
+    top, low = lambda v: v.max(axes, keepdims=True), lambda v: v.min(axes, keepdims=True)
+    return pick(
+        rng,
+        [
+            top,
+            low,
+            lambda v: top(v) - low(v),
+            lambda v: v / top(jnp.abs(v)),
+            lambda v: jnp.round(v / low(v)),
+            lambda v: jnp.exp(v - top(v)),
+            lambda v: jnp.maximum(v, -top(v)),
+            lambda v: top(v.astype(jnp.bfloat16)).astype(jnp.float32),
+            lambda v: (v >= top(v)).sum(axes),
+            lambda v: jnp.nanmax(v, axes),
+            lambda v: jnp.isnan(v).any(axes),
+            lambda v: (v > 0).all(axes),
+        ],
+    )(x)
+
+
+def placed(rng: Draw, x: Any, pool: Any, others: Any) -> Any:
+    """Where the largest and smallest are, and what lies there."""
+    if x.ndim == 0:
+        return None
+    d = int(rng.integers(x.ndim))
+    f = pick(rng, [jnp.argmax, jnp.argmin])
+    there = lambda v: jnp.take_along_axis(v, f(v, d, keepdims=True), d)
+    return pick(rng, [lambda v: f(v, d), lambda v: f(v.reshape(-1)), there, lambda v: f(jnp.abs(v), d)])(x)
+
+
+def in_order(rng: Draw, x: Any, pool: Any, others: Any) -> Any:
+    """Running, sorted and the largest few."""
+    if x.ndim == 0:
+        return None
+    d = int(rng.integers(x.ndim))
+    k = int(rng.integers(1, x.shape[-1] + 1))
+    y = fit(rng, jnp.asarray(pick(rng, pool)), x.shape)
+    return pick(
+        rng,
+        [
+            lambda: lax.cummax(x, d),
+            lambda: lax.cummin(x, d, reverse=True),
+            lambda: lax.cumprod(x, d),
+            lambda: lax.cumlogsumexp(x, d),
+            lambda: jnp.cumsum(x, d),
+            lambda: lax.top_k(x, k)[0],
+            lambda: lax.top_k(x, k)[1],
+            lambda: jnp.sort(x, d),
+            lambda: jnp.argsort(x, d),
+            lambda: lax.sort((jnp.round(x), y), dimension=d, num_keys=1)[1],
+            lambda: lax.sort((jnp.round(x), y), dimension=d, num_keys=2)[1],
+            lambda: jnp.median(x, d),
+        ],
+    )()
+
+
+def windowed(rng: Draw, x: Any, pool: Any, others: Any) -> Any:
+    if x.ndim == 0:
+        return None
+    start, f = pick(rng, [(-np.inf, lax.max), (np.inf, lax.min), (0.0, lax.add)])
+    window = tuple(int(rng.integers(1, 1 + min(n, 3))) for n in x.shape)
+    steps = tuple(int(rng.integers(1, 3)) for _ in x.shape)
+    return lax.reduce_window(x, start, f, window, steps, pick(rng, ["SAME", "VALID"]))
+
+
+def clamped(rng: Draw, x: Any, pool: Any, others: Any) -> Any:
+    """Between numbers or arrays. (JAX has no gradient by a bound of fewer dimensions.)"""
+    y = jnp.asarray(pick(rng, pool))
+    wide = lambda v: fit(rng, v, x.shape)
+    return pick(
+        rng,
+        [
+            lambda: lax.clamp(-0.5, x, 0.7),
+            lambda: lax.clamp(-1.0, x, lax.stop_gradient(y.max())),
+            lambda: lax.clamp(lax.stop_gradient(y.min()), x, lax.stop_gradient(y.sum())),
+            lambda: lax.clamp(wide(y), x, wide(y) + 1),
+            lambda: jnp.clip(x, wide(y), 1.0),
+            lambda: jnp.where(x > wide(y), x, wide(y)),
+            lambda: jnp.nan_to_num(x, nan=0.5, posinf=2.0, neginf=-2.0),
+            lambda: jnp.where(jnp.isfinite(x), x, wide(y)),
+        ],
+    )()
+
+
+def divided(rng: Draw, x: Any, pool: Any, others: Any) -> Any:
+    """Sums and contractions over what may be cut, which meet a quotient, a product, or another contraction."""
+    if x.ndim == 0:
+        return None
+    axes = some_axes(rng, x)
+    total = lambda v: v.sum(axes, keepdims=True)
+    y = fit(rng, jnp.asarray(pick(rng, pool)), x.shape)
+    ones = fit(rng, others[1], x.shape).astype(x.dtype)
+    m = x.reshape(-1, x.shape[-1])
+    z = fit(rng, y, (m.shape[1], int(pick(rng, SMALL))))
+    k = z.shape[1]
+    return pick(
+        rng,
+        [
+            lambda: total(x) / total(y),
+            lambda: x / total(x),
+            lambda: total(x) * y,
+            lambda: total(x) * (1 / y),
+            lambda: total(x * ones) / total(ones),
+            lambda: total(x) * total(ones),
+            lambda: total(x) / x.shape[0],
+            lambda: x * lax.rsqrt(total(x * x)),
+            lambda: total(x) * jnp.log(ones),
+            lambda: -total(x) / jnp.maximum(total(ones), 1.0),
+            lambda: (m @ z) / fit(rng, ones, (m.shape[0], 1)),
+            lambda: (m @ z) * fit(rng, x, (k,)),
+            lambda: (m @ z) @ fit(rng, y, (k, 3)),
+            lambda: m.sum(0) @ z,
+            lambda: jnp.einsum("ij,jk->k", m, z) / z.sum(0),
+            lambda: jax.ops.segment_sum(x, jnp.arange(x.shape[0]) // 2, 3) / fit(rng, y, (3, *x.shape[1:])),
+        ],
+    )()
+
+
+def until(rng: Draw, x: Any, pool: Any, others: Any) -> Any:
+    """Loops and branches that go by floats, of which some may be NaN. Gradients do not pass them."""
+    x = lax.stop_gradient(x)
+    y = lax.stop_gradient(jnp.asarray(pick(rng, pool)))
+    limit = float(pick(rng, (0.5, 3.0, 20.0)))
+    test = pick(
+        rng,
+        [
+            lambda c: c.max() < limit,
+            lambda c: c.sum() < limit,
+            lambda c: ~(jnp.abs(c).sum() > limit),
+            lambda c: (c < limit).all(),
+            lambda c: jnp.isfinite(c).any() & (y.sum() < limit),
+            lambda c: (jnp.square(c).mean() < limit) | (y.min() > 0),
+        ],
+    )
+    step = pick(rng, [lambda c: c * 2 + 0.5, lambda c: c + jnp.abs(y).max(), lambda c: c / c.max(), jnp.exp])
+    kind = int(rng.integers(4))
+    if kind == 0:
+        return lax.cond(test(x), step, lambda c: c - 1, x)
+    count, last = lax.while_loop(lambda c: (c[0] < 4) & test(c[1]), lambda c: (c[0] + 1, step(c[1])), (0, x))
+    return count if kind == 1 else last
+
+
+def touched(rng: Draw, x: Any, pool: Any, others: Any) -> Any:
+    """Elementwise ops that make or take what is not finite, and scatters of it."""
+    y = fit(rng, jnp.asarray(pick(rng, pool)), x.shape)
+    ones = fit(rng, others[1], x.shape)
+    index = fit(rng, jnp.abs(others[0]), x.shape[:1] or (1,)) % 3
+    base = jnp.ones((3, *x.shape[1:]), x.dtype)
+    return pick(
+        rng,
+        [
+            lambda: x / y,
+            lambda: x * 0,
+            lambda: x - x,
+            lambda: jnp.log(x),
+            lambda: jnp.sqrt(x),
+            lambda: 1 / jax.nn.relu(x),
+            lambda: jnp.sign(x),
+            lambda: jnp.where(ones, x, 0) * y,
+            lambda: x**3,
+            lambda: jnp.isnan(x),
+            lambda: x == y,
+            lambda: base.at[index].max(x) if x.ndim else None,
+            lambda: base.at[index].min(x) if x.ndim else None,
+            lambda: base.at[index].add(x) if x.ndim else None,
+            lambda: jnp.minimum(x, y),
+        ],
+    )()
+
+
+DELICATE: tuple[Callable[..., Any], ...] = (
+    *(extremes, extremes, placed, in_order, in_order, windowed, clamped, divided, divided, until, touched),
 )

@@ -27,7 +27,6 @@ from hapsynth.search.parts import Parts
 from hapsynth.search.relabel import merged, relabelled
 from hapsynth.search.room import Room
 from hapsynth.search.sizing import Sizer
-from hapsynth.search.units import ClassUnits
 from hapsynth.trace import trace
 
 AXES = {"4": (("hap", 4),), "2x2": (("a", 2), ("b", 2))}
@@ -87,9 +86,8 @@ def assert_equal(fn: Any, args: Any, axes: tuple[tuple[str, int], ...], form: st
     made = (lower if form == "switch" else lower_staged)(graph, program, sizes, mesh_of(4))
     leaves = jax.tree.leaves(args)
     # Sums that nearly cancel agree to their noise.
-    reference = Reference(fn, traced, leaves, jax.devices()[0])
-    errors = [judged.error for judged in compare(reference, leaves, run_form(made, args, form), rtol=1e-4)]
-    assert max(errors) <= 1e-4, dict(zip(traced.out_paths, errors))
+    errors = compare(Reference(fn, traced, leaves, jax.devices()[0]), leaves, run_form(made, args, form), rtol=1e-4)
+    assert max(j.error for j in errors) <= 1e-4, dict(zip(traced.out_paths, errors))
     return len(reshares(program))
 
 
@@ -114,9 +112,10 @@ def test_costs_add_up_and_equal_parts_are_merged(seed: int) -> None:
     assert apart == pytest.approx(sizer.variable_cost(one) - sizer.variable_cost(other), abs=1e-12)
     for c in range(len(one.shares)):
         moved = Sizes(graph, one.classes, (*one.shares[:c], other.shares[c], *one.shares[c + 1 :]))
-        units = ClassUnits(sizer.loads, c, one)
-        if units.decides:
-            seconds = units.seconds(np.array([one.shares[c], other.shares[c]]))
+        cost = sizer.loads.of_class(c, one)
+        if cost is not None:
+            units = one.classes.all[c].units
+            seconds = cost(np.array([one.shares[c], other.shares[c]]) / units)
             due = sizer.variable_cost(moved) - sizer.variable_cost(one)
             assert seconds[1] - seconds[0] == pytest.approx(due, abs=1e-12)
     assert all(conversion_cost(costs, one, i)[0] >= 0 for i in reshares(program))
