@@ -37,6 +37,8 @@ from hapsynth.search.work import TILE
 _LP_ROUNDS = 6
 _POLISHED = 3
 """Of many kinds, how many numbers of them are followed up."""
+_PATIENT = 16
+"""Kinds: of as many every number, and moves without end, are tried as well: neither way is the better one always."""
 _PARTS = 8
 """In how many parts the units of a group are moved at most."""
 
@@ -95,34 +97,45 @@ class Sizer:
         speed = self.costs.rate("float32")
         kind_of = self.costs.kind_of
         order = sorted(range(len(self.costs.kinds)), key=lambda k: -speed[kind_of == k].max())
+        found = self._among(candidates, order, limit, patient=False)
+        if FEW < len(order) <= _PATIENT:
+            other = self._among(candidates, order, limit, patient=True)
+            found = min((found, other), key=lambda s: self._merit(s, limit))
+        return found
+
+    def _among(self, fixed: Sequence[Sizes], order: Sequence[int], limit: float, *, patient: bool) -> Sizes:
+        """The cheapest of some sizes and those of the fastest kinds of `order`. `patient`: of every number of these,
+        and units are moved for as long as that helps, as is else done where they are few."""
+        every = patient or len(order) <= FEW
+        candidates, kind_of, speed = [*fixed], self.costs.kind_of, self.costs.rate("float32")
         ranked = [(*self._merit(s, limit), i) for i, s in enumerate(candidates)]
 
         def with_fastest(count: int) -> tuple[float, float]:
             if self._left() <= 0:
                 return np.inf, np.inf
             active = np.isin(kind_of, order[:count])
-            candidates.append(self._optimized(np.where(active, speed, 0.0), active, limit))
+            candidates.append(self._optimized(np.where(active, speed, 0.0), active, limit, patient=patient))
             merit = self._merit(candidates[-1], limit)
             ranked.append((*merit, len(candidates) - 1))
             return merit
 
-        if len(order) <= FEW:
+        if every:
             for count in range(1, len(order) + 1):
                 with_fastest(count)
         else:
             least_at(ladder(len(order)), with_fastest)
         # Rounding may part what is alike before it.
-        best = [candidates[i] for *_, i in sorted(ranked)[: _POLISHED if len(order) > FEW else 1]]
-        return min((self._polished(s, limit) for s in best), key=lambda s: self._merit(s, limit))
+        best = [candidates[i] for *_, i in sorted(ranked)[: 1 if every else _POLISHED]]
+        return min((self._polished(s, limit, patient=patient) for s in best), key=lambda s: self._merit(s, limit))
 
     def _merit(self, sizes: Sizes, limit: float) -> tuple[float, float]:
         """The less the better: whether they hold too much, then what they cost."""
         return self._beyond(sizes, limit), self.variable_cost(sizes)
 
-    def _polished(self, sizes: Sizes, limit: float) -> Sizes:
+    def _polished(self, sizes: Sizes, limit: float, *, patient: bool) -> Sizes:
         """Whole groups of units moved too, until nothing gets cheaper."""
         for _ in range(_LP_ROUNDS if self._left() > 0 else 0):
-            improved = self._improved(sizes.shares, self._beyond(sizes, limit), together=True)
+            improved = self._improved(sizes.shares, self._beyond(sizes, limit), together=True, patient=patient)
             if improved.shares == sizes.shares:
                 break
             sizes = improved
@@ -141,14 +154,14 @@ class Sizer:
         bound = size_bound(self.loads, self.memory, self.kinds, self.pinned, sizes, limit, self._left)
         return min(bound, self.variable_cost(sizes))
 
-    def _optimized(self, weights: Floats, active: np.ndarray, limit: float) -> Sizes:
+    def _optimized(self, weights: Floats, active: np.ndarray, limit: float, *, patient: bool) -> Sizes:
         """Sizes from the linear programs; memory rows are added at the points where the sizes found are too large."""
         sizes = self.fixed(weights)
         if not self.classes.all:
             return sizes
         if len(self.families) > 1 or self.loads.has_products or self.loads.has_curves or self.loads.reshares:
             # The linear programs depend on these.
-            sizes = self._whole_units(self._fractions(sizes), limit)
+            sizes = self._whole_units(self._fractions(sizes), limit, patient=patient)
         points: set[int] = set()
         allowed = limit
         for _ in range(_LP_ROUNDS):
@@ -163,12 +176,12 @@ class Sizer:
                 if fractions is None:
                     return sizes
                 solved.update(fractions)
-                if len(self.families) > 1 and len(self.costs.kinds) > FEW:
+                if len(self.families) > 1 and len(self.costs.kinds) > FEW and not patient:
                     sizes = Sizes(self.graph, self.classes, tuple(self._nearest(solved)))
                 elif len(self.families) > 1:
-                    sizes = self._whole_units(solved, limit)
+                    sizes = self._whole_units(solved, limit, patient=patient)
                     solved.update(self._fractions(sizes, axes))
-            sizes = self._whole_units(solved, limit)
+            sizes = self._whole_units(solved, limit, patient=patient)
             # Without a limit memory is no matter.
             alive = np.zeros(1) if np.isinf(limit) else self.memory.at(sizes)
             settled = all(np.allclose(solved[c].max(), before[c].max()) for c in solved)
@@ -189,11 +202,13 @@ class Sizer:
             if axes is None or c.axes == axes
         }
 
-    def _whole_units(self, fractions: dict[int, Floats], limit: float) -> Sizes:
+    def _whole_units(self, fractions: dict[int, Floats], limit: float, *, patient: bool) -> Sizes:
         """Largest remainders, then single units moved while the cost falls and the memory allows it."""
-        return self._improved(self._nearest(fractions), limit)
+        return self._improved(self._nearest(fractions), limit, patient=patient)
 
-    def _improved(self, shares: Sequence[tuple[int, ...]], limit: float, *, together: bool = False) -> Sizes:
+    def _improved(
+        self, shares: Sequence[tuple[int, ...]], limit: float, *, together: bool = False, patient: bool
+    ) -> Sizes:
         """Sizes of less cost, each class by itself: all as if memory were no matter or, where they then hold too much,
         one after another within what the others leave."""
         known: dict[object, tuple[int, ...]] = {}
@@ -201,7 +216,7 @@ class Sizer:
         def found(c: int, sizes: Sizes, most: tuple[int, ...]) -> tuple[int, ...]:
             key = (self.loads.alike(c, sizes.shares), sizes.shares[c], most)
             if key not in known:
-                known[key] = self._of_class(c, sizes, most, together=together)
+                known[key] = self._of_class(c, sizes, most, together=together, patient=patient)
             return known[key]
 
         for tight in (False, True):
@@ -236,13 +251,13 @@ class Sizer:
             most = [most[place == p].min() for p in range(len(now))]
         return tuple(max(n, int(m * cls.units + 1e-9)) for n, m in zip(now, most, strict=True))
 
-    def _aligned(self, c: int, shares: Ints, class_units: ClassUnits, most: Ints) -> Iterator[Ints]:
+    def _aligned(self, c: int, shares: Ints, class_units: ClassUnits, most: Ints, *, patient: bool) -> Iterator[Ints]:
         """Shares in whole tiles for all kinds but one, which takes what is left: single units cannot cross a tile. Of
         many kinds one trial, in which they get tile after tile."""
         units, kind_of = self.classes.all[c].units, self.kinds[self.classes.all[c].axes]
         held = [k for k in range(int(kind_of.max()) + 1) if shares[kind_of == k].any()]
         if len(held) > FEW:
-            allotted = class_units.allotted(shares, most)
+            allotted = None if patient else class_units.allotted(shares, most)
             if allotted is not None:
                 yield allotted
             return
@@ -260,7 +275,9 @@ class Sizer:
                     aligned[mine] = left // count + (np.arange(count) < left % count)
                     yield aligned
 
-    def _of_class(self, c: int, sizes: Sizes, most: tuple[int, ...], *, together: bool) -> tuple[int, ...]:
+    def _of_class(
+        self, c: int, sizes: Sizes, most: tuple[int, ...], *, together: bool, patient: bool
+    ) -> tuple[int, ...]:
         """The cheapest of a class's shares and those aligned to tiles, then single units moved between positions while
         the class's true cost falls; no share above `most`, of its position or of all. `together`: units of whole groups
         are moved as well."""
@@ -269,14 +286,14 @@ class Sizer:
             return sizes.shares[c]
         current = np.array(sizes.shares[c], dtype=np.int64)
         bounded = np.broadcast_to(np.array(most, dtype=np.int64), current.shape)
-        many = int(units.kind_of.max()) >= FEW
+        many = not patient and int(units.kind_of.max()) >= FEW
         if many and not together:
             # Units given back one by one to those that are left out are not worth the time.
             bounded = np.where(current > 0, bounded, 0)
         seconds = lambda held: np.where((held <= bounded).all(axis=-1), units.seconds(held), np.inf)
         best = float(units.seconds(current[None])[0])
         for _ in range(_LP_ROUNDS if many else 1):
-            found = _best_of(self._aligned(c, current, units, bounded), seconds)
+            found = _best_of(self._aligned(c, current, units, bounded, patient=patient), seconds)
             if not found[0] < best * (1 - 1e-12):
                 break
             best, current = found
