@@ -28,6 +28,7 @@ from hapsynth.lower._exact import ExactStorage
 from hapsynth.lower._form import Form
 from hapsynth.lower._groups import Group, groups_of
 from hapsynth.lower._meetings import Meetings
+from hapsynth.lower._order import Order
 from hapsynth.lower._padding import cut_to, pad_to
 from hapsynth.lower._run import Run
 from hapsynth.lower._schedule import (
@@ -277,9 +278,9 @@ class Staged(Form):
                 case Stage():
                     self.local.run(instructions_of(step), env, here)
                 case Loop():
-                    run_loop(self.graph, self.uniform, step, env, inside)
+                    run_loop(self.graph, self.uniform, step, env, inside, Order())
                 case Cond():
-                    run_cond(self.graph, self.uniform, step, env, inside)
+                    run_cond(self.graph, self.uniform, step, env, inside, Order())
                 case Convert():
                     target = step.value, step.target
                     env[target] = jnp.zeros(self.struct(target, here.coords).shape, env[step.value, step.source].dtype)

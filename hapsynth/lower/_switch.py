@@ -28,6 +28,7 @@ from hapsynth.lower._bundles import Bundle, bundles
 from hapsynth.lower._collectives import receive, send
 from hapsynth.lower._control import Env, Run, run_cond, run_loop
 from hapsynth.lower._form import Form
+from hapsynth.lower._order import Order, region_communicates
 from hapsynth.lower._padding import cut_to, pad_to
 from hapsynth.lower._storage import own_mesh, with_weak_type
 from hapsynth.lower._where import Where
@@ -102,7 +103,7 @@ class Lowered(Form):
         lengths = tuple(size for _, size in self.program.axes)
         everyone = Where(lengths, tuple(np.ndindex(*lengths)), tuple(index), padded=True)
         env: Env = dict(zip(((v, self.program.inputs[v]) for v in self.graph.sources), stored, strict=True))
-        self._steps(self.steps, env, everyone)
+        self._steps(self.steps, env, everyone, Order())
         outputs = zip(self.graph.outputs, self.program.outputs)
         return tuple(
             self._left(v, layout, env, everyone) for v, layout in outputs if isinstance(v, int) and layout is not None
@@ -115,26 +116,37 @@ class Lowered(Form):
         x = env[value, layout]
         return self.local.closed((value, layout), x, here) if of_loop or (value, layout) in self.local.loose else x
 
-    def _steps(self, steps: Sequence[Step], env: Env, everyone: Where) -> None:
+    @cached_property
+    def _ordered(self) -> bool:
+        """Whether a loop or a branch communicates, so that XLA alone would not keep the collectives in order."""
+        return any(region_communicates(self.graph, step) for step in self.steps)
+
+    def _steps(self, steps: Sequence[Step], env: Env, everyone: Where, order: Order) -> None:
         """Run the steps of a region, adding what they make to `env`."""
-        inside: Run = lambda steps, env: self._steps(steps, env, everyone)
+        inside: Run = lambda steps, env: self._steps(steps, env, everyone, order)
+
+        def uniform(decision: Any) -> Any:
+            made = self.uniform(order.wait(decision))
+            order.done(made, whole=False)
+            return made
+
         for step in joined(self.graph, steps):
             if isinstance(step, list):
-                self._communicate(step, env, everyone)
+                self._communicate(step, env, everyone, order)
             elif isinstance(step, Convert):
                 shape, dtype = self.sizes.padded_shape(step.value, step.target), env[step.value, step.source].dtype
                 env[step.value, step.target] = jnp.zeros(shape, dtype)
             elif isinstance(step, Loop):
-                run_loop(self.graph, self.uniform, step, env, inside)
+                run_loop(self.graph, uniform, step, env, inside, order)
             elif isinstance(step, Cond):
-                run_cond(self.graph, self.uniform, step, env, inside)
+                run_cond(self.graph, uniform, step, env, inside, order)
             else:
                 self.local.run(step.before, env, everyone)
                 if step.switch:
                     self._switch(step, env, everyone)
                 self.local.run(step.after, env, everyone)
 
-    def _communicate(self, steps: Sequence[Convert], env: Env, here: Where) -> None:
+    def _communicate(self, steps: Sequence[Convert], env: Env, here: Where, order: Order) -> None:
         """Run collectives that don't depend on one another."""
         scope = lambda step: jax.named_scope(f"hap/{step.step}_{self.graph.values[step.value].name}")
         lengths = [size for _, size in self.program.axes]
@@ -149,7 +161,10 @@ class Lowered(Form):
         arrays = dict(zip(steps, sent, strict=True))
         for bundle in bundles(steps, sent, self.local.platform):
             with scope(bundle.steps[0]):
-                made = self._exchange(bundle, lengths, bundle.pack([arrays[s] for s in bundle.steps], lengths))
+                packed = order.wait(bundle.pack([arrays[s] for s in bundle.steps], lengths))
+                made = self._exchange(bundle, lengths, packed)
+                if self._ordered:
+                    order.done(made, whole=self.by_gloo or bundle.steps[0].step == "reshare")
             for step, part in zip(bundle.steps, bundle.unpack(made, lengths), strict=True):
                 with scope(step):
                     x = receive(self.sizes, step, part, here)
