@@ -26,6 +26,7 @@ from hapsynth.lower import Lowered, Staged, own_mesh
 from hapsynth.lower._collectives import receive, send
 from hapsynth.lower._control import Env
 from hapsynth.lower._groups import Group
+from hapsynth.lower._order import Order
 from hapsynth.lower._padding import pad_to
 from hapsynth.lower._schedule import CollectiveStage, Item, LocalStage, Name, Slot
 from hapsynth.lower._where import Where
@@ -163,7 +164,7 @@ class OneSwitch(Lowered):
         """As `OneStaged` does, on padded shards."""
         return self.function(self._place, *stored)
 
-    def _communicate(self, steps: Sequence[Convert], env: Env, here: Where) -> None:
+    def _communicate(self, steps: Sequence[Convert], env: Env, here: Where, order: Order) -> None:
         for step in steps:
             wire = lax.optimization_barrier(send(self.sizes, step, env[step.value, step.source], here))
             # Between barriers, so that XLA does not see that nothing is sent.
