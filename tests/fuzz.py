@@ -4,19 +4,20 @@
     python tests/fuzz.py --first 123 --count 1         # one of them again
 
 Networks are so fast that whatever can be cut is cut, by the speeds of unlike devices: on one mesh axis or two, in
-switch form or staged, some devices too slow for any share. Of a part of them (`--nonfinite`) the arguments hold NaN,
-inf, -inf and zeros, and more of the ops are such in which those matter. What is not finite must be so in the same
-places, integers the same, floats as close as `hapsynth.check` asks. Two kinds are counted apart, and named: a leaf that
-is as the function run op by op has it and not as `jit` does, since XLA simplifies as if numbers were finite
-(`docs/nonfinite.md`); and a knife edge, a leaf that one device's own run changes in this way when arguments move by one
-unit in their last place. Exit status 1 where anything differs or fails. A seed's case depends on no other option than
-`--nonfinite`.
+switch form or staged, some devices too slow for any share; a quarter are random programs instead. Of a part of them
+(`--nonfinite`) the arguments hold NaN, inf, -inf and zeros, and more of the ops are such in which those matter. What
+is not finite must be so in the same places, integers the same, floats as close as `hapsynth.check` asks. Two kinds
+are counted apart, and named: a leaf that is as the function run op by op has it and not as `jit` does, since XLA
+simplifies as if numbers were finite (`docs/nonfinite.md`); and a knife edge, a leaf that one device's own run changes
+in this way when arguments move by one unit in their last place. Exit status 1 where anything differs or fails. A
+seed's case depends on no other option than `--nonfinite`.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import subprocess
 import sys
@@ -73,7 +74,8 @@ def tried(seed: int, nonfinite: float = 0.5) -> Outcome:
     speeds[int(rng.integers(n))] *= 2  # Two of nearly one speed would share evenly.
     if rng.random() < 0.3:
         speeds[int(rng.integers(n))] = 1e-4
-    form = "staged" if rng.random() < 0.25 else "switch"
+    drawn = rng.random()
+    form = "staged" if drawn < 0.25 else "random" if drawn > 0.75 else "switch"
     outcome = Outcome(seed, axes, form, bool(rng.random() < nonfinite))
     fn = RandomFunction(seed, DELICATE if outcome.nonfinite else 0.0)
     fn.ops = int(rng.integers(1, 5))
@@ -84,11 +86,14 @@ def tried(seed: int, nonfinite: float = 0.5) -> Outcome:
     cluster = replace(slow_cluster(speeds.tolist(), bandwidth=1e18), axes=tuple(zip(names, axes, strict=True)))
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:n]).reshape(axes), names)
     try:
-        plan = hapsynth.synthesize(fn, args, mesh, cluster=cluster, leave_out=False, form=form)
-        shares = plan.sizes.shares
-        uneven, empty = any(len(set(s)) > 1 for s in shares), any(0 in s for s in shares)
-        outcome = replace(outcome, uneven=uneven, empty=empty)
-        verdict, note = compared(plan, fn, args)
+        if form == "random":
+            traced, sizes, run = random_program(fn, args, cluster.axes, seed)
+        else:
+            plan = hapsynth.synthesize(fn, args, mesh, cluster=cluster, leave_out=False, form=form)
+            traced, sizes, run = plan.traced, plan.sizes, lambda: jax.tree.leaves(plan.unshard(plan(*args)))
+        shares = sizes.shares
+        outcome = replace(outcome, uneven=any(len(set(s)) > 1 for s in shares), empty=any(0 in s for s in shares))
+        verdict, note = compared(traced, fn, args, run())
     except Exception as error:
         verdict, note = FAILED, f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
     return replace(outcome, verdict=verdict, note=note, cpu_s=time.process_time() - began)
@@ -111,24 +116,44 @@ def with_nonfinite(rng: Any, args: Any) -> Any:
     return tree.unflatten(leaves)
 
 
-def compared(plan: Any, fn: Any, args: Any) -> tuple[str, str]:
-    """The verdict on a plan's results, and where they differ."""
+def random_program(fn: Any, args: Any, axes: tuple[tuple[str, int], ...], seed: int) -> tuple[Any, Any, Any]:
+    """A sound program at random, which holds what no search would choose, such as products of partial sums: the trace,
+    its sizes, and a function that runs it."""
+    import random
+
+    from random_programs import RandomProgram
+    from test_lower import mesh_of, run
+
+    from hapsynth.instructions.checker import check
+    from hapsynth.lower import lower
+    from hapsynth.trace import trace
+
+    traced = trace(fn, args)
+    maker = RandomProgram(traced.graph, axes, random.Random(seed), 0.4)
+    program = maker.build()
+    sizes = maker.sizes(program, "zeros" if seed % 3 == 0 else "skewed")
+    check(traced.graph, program, sizes)
+    lowered = lower(traced.graph, program, sizes, mesh_of(math.prod(n for _, n in axes)))
+    return traced, sizes, lambda: run(lowered, args)
+
+
+def compared(traced: Any, fn: Any, args: Any, got: Sequence[Any]) -> tuple[str, str]:
+    """The verdict on results, and where they differ."""
     import jax
 
     from hapsynth.check import Reference
 
     leaves = jax.tree.leaves(args)
-    got = jax.tree.leaves(plan.unshard(plan(*args)))
-    reference = Reference(fn, plan.traced, leaves, jax.devices()[0])
+    reference = Reference(fn, traced, leaves, jax.devices()[0])
     wrong = differing(reference, leaves, got)
     if not wrong:
         return SAME, ""
-    by_ops = op_by_op(fn, plan.traced, leaves, jax.devices()[0])
+    by_ops = op_by_op(fn, traced, leaves, jax.devices()[0])
     still = set(differing(by_ops, leaves, got))
     unlike = [i for i in wrong if i in still]
     tipping = [tips(reference, leaves), tips(by_ops, leaves)] if unlike else []
     sharp = [i for i in unlike if not any(t[i] for t in tipping)]
-    path = lambda i: plan.traced.out_paths[i]
+    path = lambda i: traced.out_paths[i]
     if not sharp:
         return EDGE if unlike else AS_OPS, ", ".join(map(path, unlike or wrong))
     want, stepped = (of(of.hosted(leaves))[sharp[0]] for of in (reference, by_ops))
