@@ -170,9 +170,11 @@ class Hunt:
         recalled = self.main is not None
         sizes = [row.size for row in self.run.problem.unary]
         while level < len(searches):
-            network.reduce()
+            network.reduce(self.run.late)
             if network.infeasible:
                 self.proved(np.inf)
+                return
+            if self.run.late():
                 return
             active = network.active()
             if not active:
@@ -208,7 +210,9 @@ class Hunt:
                 else:
                     thin *= 2
             self._prune(network, dual)
-            network.reduce()
+            network.reduce(self.run.late)
+            if self.run.late():
+                return
             if network.infeasible or network.size() < _SHRUNK * size or self.cost < cost:
                 continue
             rise, gap = self.lower_bound - before, self.cost - before

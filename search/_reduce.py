@@ -19,6 +19,7 @@ Dechter, "Bucket elimination" (1999); Cooper et al., "Soft arc consistency revis
 
 import copy
 import heapq
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -192,9 +193,10 @@ class Network:
             full[step.variable] = tables.numbers(step.states)[tables.cheapest(step.unary, given)]
         return np.array(full, dtype=np.int64)
 
-    def reduce(self) -> None:
-        """Drops, merges and eliminates until nothing more is exact and cheap. Sets `infeasible` if so proved."""
-        while not self.infeasible:
+    def reduce(self, late: Callable[[], bool] = lambda: False) -> None:
+        """Drops, merges and eliminates until nothing more is exact and cheap, or it is late: what is left then is an
+        equal problem all the same. Sets `infeasible` if so proved."""
+        while not (self.infeasible or late()):
             if self._dirty:
                 i = heapq.heappop(self._dirty)
                 self._queued[i] = False

@@ -42,7 +42,7 @@ def solve(
     start: an assignment or several (int [variables]) to begin from; feasible ones are never made worse.
     tolerance: the relative gap, (cost - lower_bound) / |cost|, at which a solution is called optimal.
     enough: what costs this much or more is of no interest: a bound that reaches it ends the search.
-    time_budget_s: seconds after which the best so far is returned (reductions are not interrupted).
+    time_budget_s: seconds after which the best so far is returned.
     max_nodes: how many search nodes to expand in all.
     memory_bytes: about what tables and search nodes may take in all; where that is too little the best so far is
     returned with its gap. Ctrl-C returns it too; KeyboardInterrupt is raised if there is none.
@@ -89,12 +89,12 @@ def _run(hunt: Hunt, starts: Sequence[Ints]) -> None:
     problem = hunt.run.problem
     for x in starts:
         hunt.offer(x)
-        if problem.resources:
-            hunt.offer(_descended(problem, x))
+        if problem.resources and not hunt.run.late():
+            hunt.offer(_descended(problem, x, hunt.run.late))
     network = Network(problem, abs(hunt.cost) if np.isfinite(hunt.cost) else None, hunt.run.memory_bytes // 4)
-    network.reduce()
+    network.reduce(hunt.run.late)
     multipliers = np.zeros(len(problem.resources))
-    if problem.resources and not network.infeasible:
+    if problem.resources and not network.infeasible and not hunt.run.late():
         multipliers = priced(hunt, network)
     if not hunt.proved(-np.inf):
         hunt.close(network, multipliers)
@@ -112,7 +112,7 @@ def _starts(problem: Problem, start: Assignment | Sequence[Assignment] | None) -
         yield row
 
 
-def _descended(problem: Problem, start: Ints, rounds: int = 10) -> Ints:
+def _descended(problem: Problem, start: Ints, late: Callable[[], bool], rounds: int = 10) -> Ints:
     """Iterated conditional modes: each variable in turn takes its best state given all others, within the limits."""
     x = start.copy()
     near: list[list[tuple[int, Ints, Floats, Ints]]] = [[] for _ in problem.unary]
@@ -122,7 +122,7 @@ def _descended(problem: Problem, start: Ints, rounds: int = 10) -> Ints:
     spare = padded_limits(problem) - problem.usage(x)
     for _ in range(rounds):
         changed = False
-        for i, unary in enumerate(problem.unary):
+        for i, unary in enumerate(problem.unary if not late() else ()):
             cost = unary
             for j, own, table, others in near[i]:
                 cost = cost + table[own, others[x[j]]]

@@ -36,6 +36,8 @@ _SHARES = 4
 """Of what is left of a time budget, one is for a search."""
 _LAST_S = 1.0
 """Seconds for the bound that is still sought after Ctrl-C."""
+_LEAST_S = 0.05
+"""Seconds of whatever is begun at all."""
 _TOLERANCE = 1e-6
 _JOINT_TOLERANCE = 1e-4
 _SAFETY = 1e-9
@@ -110,6 +112,8 @@ class Finder:
         self._glanced: tuple[Formulator, Candidate | None, Solution] | None = None
         self.given_up = np.inf
         """The least cost of what does not fit and was not followed up, as it exceeded a bar."""
+        self._problem_s = 0.0
+        """Seconds that the slowest problem so far took to build: none is begun in less."""
         self._joint: tuple[float, float, int] | None = None
         """The joint bound, the most that was sought, and within how many limits."""
         self._messages: Messages = {}
@@ -145,10 +149,13 @@ class Finder:
             bound, sought, limits = self._joint
             if bound >= enough or (bound < sought and limits == len(self._limits)):
                 return bound
+        if self._deadline is not None and self._seconds_left() <= self._problem_s:
+            return 0.0
         began, before = time.perf_counter(), self.solver_s
         self._tell("joint bound", self.cost, -np.inf)
         certain = Limits(self._formulator(None), at_least=True)
         problem = certain.problem(self._limits)
+        self._built(began)
         start = certain.extended(problem, self._begin(self._best.choices if self._best else None))
         left = _LAST_S if self.interrupted else self._left()
         tolerance = _JOINT_TOLERANCE if len(self.axes) == 1 else ROUGH_TOLERANCE
@@ -167,8 +174,14 @@ class Finder:
         )
         self.search_s += time.perf_counter() - began
         self.bound_s += self.solver_s - before
-        self._joint = solution.lower_bound, enough, len(self._limits)
-        return solution.lower_bound
+        # No bound at all is had where time has run out.
+        bound = max(solution.lower_bound, 0.0)
+        self._joint = bound, enough, len(self._limits)
+        return bound
+
+    def _built(self, began: float) -> None:
+        """Note how long it has taken to build a problem."""
+        self._problem_s = max(self._problem_s, time.perf_counter() - began)
 
     def _solve(
         self, problem: Problem, *, tied: bool = False, anyway: bool = False, cold: bool = False, **options: Any
@@ -214,6 +227,8 @@ class Finder:
         if candidate is not None and candidate.memory > self.limit and not self.structure.sparing:
             self._note(candidate, solution)
             self._limits.update(dict.fromkeys(self._maker.full_ops(candidate), self.limit))
+            if self._late():
+                return None, solution
             self._spare()
             return self._search(ratios, None, certain=certain, above=above)
         found: list[Candidate] = []
@@ -242,7 +257,9 @@ class Finder:
 
     def _spare(self) -> None:
         """From now on what values are held as is a choice."""
+        began = time.perf_counter()
         self.structure = Structure(self.graph, self.table, self.restriction, len(self.axes), sparing=True)
+        self._structure_s += time.perf_counter() - began
         self._best = replace(self._best, choices=None) if self._best else None
         self._best_messages = {}
 
@@ -273,6 +290,7 @@ class Finder:
         began = time.perf_counter()
         likely = Limits(formulator, at_least=False)
         problem = likely.problem(limits)
+        self._built(began)
         start = likely.extended(problem, self._begin(choices))
         solution = self._solve(
             problem,
@@ -307,6 +325,7 @@ class Finder:
         began = time.perf_counter()
         certain = Limits(formulator, at_least=True)
         problem = certain.problem(self._limits)
+        self._built(began)
         own = formulator.structure is self.structure
         begin = self._begin(choices) if own else np.array(formulator.structure.replicated())
         solution = self._solve(
@@ -327,6 +346,8 @@ class Finder:
     def _shrink(self) -> None:
         """Looks for the program that holds the least, at even sizes: padded shards hold more at all others. Exact ones
         are cut as unlike limits are."""
+        if self._late():
+            return
         room = self.costs.room.proportions
         even = self._ratios(np.full(self.cluster.n, 1.0 / self.cluster.n) if room is None else room)
         likely = Limits(Formulator(self.structure, self.costs, even), at_least=False)
@@ -362,7 +383,7 @@ class Finder:
     def bytes_at(self, ops: Sequence[int]) -> float:
         """What every program on these devices holds at least near some of the given ops, at any sizes and in any
         order; 0 where there are none, or no limits."""
-        if np.isinf(self.limit):
+        if np.isinf(self.limit) or (ops and self._late()):
             return 0.0
         return certain_bytes(Limits(self._formulator(None), at_least=True), ops)
 
@@ -385,8 +406,13 @@ class Finder:
             self._best, self._best_messages = candidate, self._messages
         self._tell("search", candidate.cost, solution.lower_bound)
 
+    def allow(self, seconds: float) -> None:
+        """From now on, if there is a time budget at all."""
+        if self._deadline is not None:
+            self._deadline = time.perf_counter() + max(_LEAST_S, seconds)
+
     def _left(self) -> float | None:
-        return None if self._deadline is None else max(0.05, self._deadline - time.perf_counter())
+        return None if self._deadline is None else max(_LEAST_S, self._deadline - time.perf_counter())
 
     def _seconds_left(self) -> float:
         """Of the time budget; inf without one."""
@@ -398,7 +424,8 @@ class Finder:
         return left if left is None or self._best is not None else left / _SHARES
 
     def _late(self) -> bool:
-        return self.interrupted or (self._deadline is not None and time.perf_counter() >= self._deadline)
+        """Whether nothing more is to be begun."""
+        return self.interrupted or (self._deadline is not None and self._seconds_left() <= self._problem_s)
 
     def _relay(self, inner: SolverProgress) -> None:
         self._tell(inner.stage, inner.cost, inner.lower_bound, inner.expanded)

@@ -110,7 +110,9 @@ class Planner(Finder):
         cannot be cut as is asked. Ctrl-C as in `run`."""
         best = self._best
         if best is None:
-            lacking = shortage(self.costs, self._least, self._certain_bytes(), pinned=self.pins is not None)
+            certain, pinned = self._certain_bytes(), self.pins is not None
+            late = certain <= self.limit and self._late() and not self.interrupted
+            lacking = shortage(self.costs, self._least, certain, pinned=pinned, late=late)
             needs = max(self._least.held()) if self._least else None
             raise KeyboardInterrupt if self.interrupted else InfeasibleError(lacking, needs, self.excess)
         certified = self._unless_interrupted(partial(self._certify, best), None)

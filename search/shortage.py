@@ -57,10 +57,11 @@ def certain_bytes(certain: Limits, ops: Sequence[int]) -> float:
     return max((certain.least_at(certain.fullest_near(op)) for op in ops), default=0.0)
 
 
-def shortage(costs: CostModel, least: Candidate | None, certain: float, *, pinned: bool) -> str:
+def shortage(costs: CostModel, least: Candidate | None, certain: float, *, pinned: bool, late: bool = False) -> str:
     """Which device is too small for the program that holds the least of those found, by how much, and what helps.
 
-    `certain`: what every program's bytes count. `pinned`: whether ratios were asked for.
+    `certain`: what every program's bytes count. `pinned`: whether ratios were asked for. `late`:
+    whether the time budget ended the search.
     """
     room = costs.room
     device = int(np.argmin([k.memory for k in costs.cluster.devices]))
@@ -74,10 +75,13 @@ def shortage(costs: CostModel, least: Candidate | None, certain: float, *, pinne
         every = mib(min(certain, least.memory))
         if room.proportions is not None:
             every = f"{100 * min(certain, least.memory) / room.limit:.0f} % of what some device has"
-        found += f" too much (every program needs {every} or more)"
+        found += f" too much (every program needs {every} or more)" if certain else " too much"
     limit, name = room.limits[device], costs.cluster.devices[device].name
     at, other = (" at these ratios", "other ratios, ") if pinned else ("", "")
+    none, more = "no program fits", ""
+    if late:
+        none, more = "no program that fits was found within the time budget", "more time may find one that does; "
     return (
-        f"no program fits{at}: device {device} ({name}) has {mib(limit)} and {found}; {other}a device with "
+        f"{none}{at}: device {device} ({name}) has {mib(limit)} and {found}; {more}{other}a device with "
         "that much memory, more devices, or a smaller batch would fit"
     )

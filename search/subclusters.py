@@ -213,6 +213,7 @@ class ClusterPlanner:
             self._concluding = min(took, self.time_budget_s / 2)
         self._consider_all()
         if self._best is not whole:
+            self.whole.allow(self._left() - self._concluding)
             whole.bound = max(whole.bound, self._attempt(lambda: self.whole.joint_bound(self._cost()), 0.0))
         if whole.bound < self._cost():
             self._attempt(lambda: self.whole.explore(np.inf if self._best is whole else self._cost()))
@@ -294,7 +295,7 @@ class ClusterPlanner:
         return np.inf if self.time_budget_s is None else self.time_budget_s - (time.perf_counter() - self._began)
 
     def _planner(self, entry: _Entry) -> Planner:
-        left = None if self.time_budget_s is None else max(0.05, self._left())
+        left = None if self.time_budget_s is None else max(0.05, self._left() - self._concluding)
         # One device has nothing to cut.
         restriction = self._alone if len(entry.devices) == 1 else None
         axes = len(mesh_axes(entry.cluster))
@@ -360,18 +361,22 @@ class ClusterPlanner:
         assert planner is not None
         self._late()
         planner.interrupted |= self._interrupted
+        planner.allow(self._left())
         result = planner.conclude()
         self._interrupted |= result.interrupted
         cost = result.cost_s
-        bounds = {e.devices: result.joint_lower_bound_s if e is best else e.bound for e in self._entries}
-        joint = min(bounds.values())
+        # Where there was no time for the joint bound, that of the work alone.
+        own = min(max(result.joint_lower_bound_s, best.bound), cost)
+        bounds = {e.devices: own if e is best else e.bound for e in self._entries}
+        joint, lower_bound = min(bounds.values()), max(result.lower_bound_s, own)
         planners = [e.planner for e in self._entries if e.planner]
         timings = [p.timings_s() for p in planners]
         return replace(
             result,
+            lower_bound_s=lower_bound,
             joint_lower_bound_s=joint,
             bounds=bounds,
-            status=proven(cost, result.lower_bound_s, joint, result.unpriced_primitives),
+            status=proven(cost, lower_bound, joint, result.unpriced_primitives),
             expanded=sum(p.expanded for p in planners),
             sweeps=sum(p.sweeps for p in planners),
             states=max(p.states for p in planners),

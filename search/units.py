@@ -325,14 +325,18 @@ class _Layer:
 
     def largest(self, shares: Ints) -> Floats:
         """The largest time of each term [trials, terms], of shares [trials, positions]."""
-        known, which = np.unique(self.kind_of * (self.units + 1) + shares, return_inverse=True)
-        rows = self._rows(known)
+        key = self.kind_of * (self.units + 1) + shares
+        # Most positions hold the same in all trials.
+        same = (key == key[0]).all(axis=0)
+        known, which = np.unique(key[:, ~same], return_inverse=True)
+        rest, rows = self._rows(np.unique(key[0, same])), self._rows(known)
+        alike = self._times[rest].max(axis=0, initial=-np.inf)
+        if not known.size:
+            return np.repeat(alike[None], len(shares), axis=0)
         times = self._times[rows]
         there = np.zeros((len(shares), known.size), dtype=bool)
-        there[np.arange(len(shares))[:, None], which.reshape(shares.shape)] = True
-        if len(shares) == 1:
-            return times.max(axis=0, keepdims=True)
-        return np.stack([times[some].max(axis=0) for some in there])
+        there[np.arange(len(shares))[:, None], which.reshape(len(shares), -1)] = True
+        return np.stack([np.maximum(alike, times[some].max(axis=0)) for some in there])
 
     def at(self, positions: Ints, shares: Ints) -> Floats:
         """Times of some positions with some shares [positions, terms]."""

@@ -21,6 +21,7 @@ from hapsynth.search._ratio_lp import RatioLP
 from hapsynth.search.baselines import Baselines
 from hapsynth.search.leaving_out import between, ladder, least_at
 from hapsynth.search.sizing import Sizer
+from hapsynth.search.structure import Structure
 from hapsynth.search.subclusters import ClusterPlanner
 from hapsynth.search.units import ClassUnits
 from hapsynth.trace import trace
@@ -174,6 +175,31 @@ def test_a_budget_ends_every_loop(monkeypatch: pytest.MonkeyPatch) -> None:
         assert result.cost_s >= result.joint_lower_bound_s
         looks[budget] = int(now[0])
     assert looks[40.0] <= 40 + 60 < looks[None], looks
+
+
+def test_no_search_is_begun_that_there_is_no_time_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the first program does not fit, what values are held as becomes a choice: many more states."""
+    graph = trace(step, (STRUCT(256, 256), STRUCT(4096, 256))).graph
+    now, sparing = [0.0], list[bool]()
+    build = Structure.__init__
+
+    def watched(self: Structure, *args: Any, **given: Any) -> None:
+        sparing.append(given.get("sparing", False))
+        build(self, *args, **given)
+
+    def clock() -> float:
+        now[0] += 1.0
+        return now[0]
+
+    monkeypatch.setattr(Structure, "__init__", watched)
+    for module in ("finder", "planner", "subclusters"):
+        monkeypatch.setattr(f"hapsynth.search.{module}.time", SimpleNamespace(perf_counter=clock))
+    small = cluster([1.0, 2.0, 3.0, 4.0], memory=1e5)
+    for budget, said in ((6.0, "no program that fits was found within the time budget"), (None, "no program fits")):
+        sparing.clear()
+        with pytest.raises(planner.InfeasibleError, match=said):
+            ClusterPlanner(graph, small, time_budget_s=budget).run()
+        assert any(sparing) == (budget is None)
 
 
 # Speeds, rows, widths, bytes/s, system, and what trying every number of kinds and all single moves comes to.

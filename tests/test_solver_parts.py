@@ -49,6 +49,25 @@ def test_the_reduced_problem_has_the_same_optimum_and_lifts_to_it(rivals: int, m
     assert left_over > 100
 
 
+@pytest.mark.parametrize("looks", [0, 1, 5])
+def test_a_reduction_that_is_cut_short_leaves_an_equal_problem(looks: int) -> None:
+    cut_short = 0
+    for seed in range(40):
+        problem = random_problem(seed, seed % 3)
+        network, seen = Network(problem), itertools.count()
+        network.reduce(lambda seen=seen: next(seen) >= looks)
+        if network.infeasible:
+            assert brute_force(problem) == INF
+            continue
+        left, best = network.active(), INF
+        cut_short += next(seen) > looks
+        for x in itertools.product(*(range(network.count(i)) for i in left)):
+            full = network.lift(dict(zip(left, x, strict=True)))
+            best = min(best, problem.cost(full) if problem.fits(full) else INF)
+        assert best == pytest.approx(brute_force(problem))
+    assert cut_short > 10
+
+
 def test_a_state_is_dropped_only_for_one_that_is_never_dearer():
     """Of a variable with usage, for every choice of its neighbours, against all states kept."""
     dropped = 0
