@@ -27,6 +27,7 @@ from hapsynth.search.parts import Parts
 from hapsynth.search.relabel import merged, relabelled
 from hapsynth.search.room import Room
 from hapsynth.search.sizing import Sizer
+from hapsynth.search.units import ClassUnits
 from hapsynth.trace import trace
 
 AXES = {"4": (("hap", 4),), "2x2": (("a", 2), ("b", 2))}
@@ -112,10 +113,9 @@ def test_costs_add_up_and_equal_parts_are_merged(seed: int) -> None:
     assert apart == pytest.approx(sizer.variable_cost(one) - sizer.variable_cost(other), abs=1e-12)
     for c in range(len(one.shares)):
         moved = Sizes(graph, one.classes, (*one.shares[:c], other.shares[c], *one.shares[c + 1 :]))
-        cost = sizer.loads.of_class(c, one)
-        if cost is not None:
-            units = one.classes.all[c].units
-            seconds = cost(np.array([one.shares[c], other.shares[c]]) / units)
+        units = ClassUnits(sizer.loads, c, one)
+        if units.decides:
+            seconds = units.seconds(np.array([one.shares[c], other.shares[c]]))
             due = sizer.variable_cost(moved) - sizer.variable_cost(one)
             assert seconds[1] - seconds[0] == pytest.approx(due, abs=1e-12)
     assert all(conversion_cost(costs, one, i)[0] >= 0 for i in reshares(program))

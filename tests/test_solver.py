@@ -201,7 +201,7 @@ def test_ctrl_c_returns_the_best_so_far(monkeypatch: pytest.MonkeyPatch):
         assert cut.lower_bound <= exact.cost <= cut.cost == seen[-1].cost <= problem.cost(start)
         assert seen[-1].gap == pytest.approx((cut.cost - cut.lower_bound) / cut.cost)
 
-    def pressed(_: object) -> None:
+    def pressed(*_: object) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(Network, "reduce", pressed)
