@@ -169,8 +169,8 @@ def test_a_budget_ends_every_loop(monkeypatch: pytest.MonkeyPatch) -> None:
             now[0] += 1.0
             return now[0]
 
-        for module in ("finder", "planner", "subclusters"):
-            monkeypatch.setattr(f"hapsynth.search.{module}.time", SimpleNamespace(perf_counter=clock))
+        for module in ("hapsynth.search.finder", "hapsynth.search.planner", "hapsynth.search.subclusters"):
+            monkeypatch.setattr(f"{module}.time", SimpleNamespace(perf_counter=clock))
         result = ClusterPlanner(graph, unlike(32), time_budget_s=budget).run()
         assert result.cost_s >= result.joint_lower_bound_s
         looks[budget] = int(now[0])
@@ -192,8 +192,8 @@ def test_no_search_is_begun_that_there_is_no_time_for(monkeypatch: pytest.Monkey
         return now[0]
 
     monkeypatch.setattr(Structure, "__init__", watched)
-    for module in ("finder", "planner", "subclusters"):
-        monkeypatch.setattr(f"hapsynth.search.{module}.time", SimpleNamespace(perf_counter=clock))
+    for module in ("hapsynth.search.finder", "hapsynth.search.planner", "hapsynth.search.subclusters"):
+        monkeypatch.setattr(f"{module}.time", SimpleNamespace(perf_counter=clock))
     small = cluster([1.0, 2.0, 3.0, 4.0], memory=1e5)
     for budget, said in ((6.0, "no program that fits was found within the time budget"), (None, "no program fits")):
         sparing.clear()
