@@ -22,6 +22,7 @@ lint: .venv
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/pyright
+	$(BIN)/lint-imports
 
 bench: .venv
 	@mkdir -p out

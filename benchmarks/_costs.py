@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import defaultdict
 
 import hapsynth
-from hapsynth.instructions.program import Convert
-from hapsynth.search.costs import CostModel
-from hapsynth.search.evaluate import instruction_costs
+from hapsynth.instructions.program.program import Convert
+from hapsynth.search.cost.model import CostModel
+from hapsynth.search.cost.program_cost import instruction_costs
 
 
 def where(plan: hapsynth.Plan, costs: CostModel) -> dict[str, float]:

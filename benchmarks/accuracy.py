@@ -47,13 +47,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 from zoo import language, vision
 
 import hapsynth
-from hapsynth.example_data import random_arguments
-from hapsynth.instructions.program import FactorTable
-from hapsynth.jobs._address import free_ports
+from hapsynth.instructions.rules.factor_table import FactorTable
+from hapsynth.instructions.testing.example_arguments import random_arguments
 from hapsynth.profile.job import Job
 from hapsynth.profile.run import Options, profile
-from hapsynth.search.costs import CostModel
-from hapsynth.search.evaluate import program_cost
+from hapsynth.rendezvous.address import free_ports
+from hapsynth.search.cost.model import CostModel
+from hapsynth.search.cost.program_cost import program_cost
 
 _OWN_LOOPBACK = ("unshare", "--net", "sh", "-c", 'ip link set lo up mtu 1500 && exec "$0" "$@"')
 SLOWER = 3.0

@@ -21,10 +21,10 @@ from typing import Any
 import jax
 from bench_memory import target
 
-from hapsynth.cluster import Cluster, DeviceKind, Link
-from hapsynth.instructions.program import FactorTable
-from hapsynth.search.costs import CostModel
-from hapsynth.trace import trace
+from hapsynth.cluster.cluster import Cluster, DeviceKind, Link
+from hapsynth.graph.trace import trace
+from hapsynth.instructions.rules.factor_table import FactorTable
+from hapsynth.search.cost.model import CostModel
 
 MB = 1e6
 FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "copy-done"}

@@ -63,7 +63,7 @@ def one(name: str, cluster_name: str, rounds: int, path: Path) -> dict[str, Any]
     import jax
 
     import hapsynth
-    from hapsynth.cluster import DeviceKind, Link
+    from hapsynth.cluster.cluster import DeviceKind, Link
     from hapsynth.lower import lower
 
     jax.config.update("jax_num_cpu_devices", 8)

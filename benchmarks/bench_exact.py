@@ -20,11 +20,11 @@ import numpy as np  # noqa: E402
 from _timing import interleaved, report  # noqa: E402
 
 from hapsynth import Cluster  # noqa: E402
-from hapsynth.instructions.sizes import Classes, Sizes  # noqa: E402
+from hapsynth.graph.trace import trace  # noqa: E402
+from hapsynth.instructions.program.sizes import Classes, Sizes  # noqa: E402
 from hapsynth.lower import lower  # noqa: E402
-from hapsynth.search.baselines import Baselines  # noqa: E402
-from hapsynth.search.planner import Planner  # noqa: E402
-from hapsynth.trace import trace  # noqa: E402
+from hapsynth.search.planning.baselines import Baselines  # noqa: E402
+from hapsynth.search.planning.planner import Planner  # noqa: E402
 
 SHARES = (48, 8, 4, 4, 4, 4, 4, 4)
 ROWS = 32  # of the batch, per unit

@@ -26,8 +26,8 @@ def one(example: str, cluster_name: str, check: bool) -> dict[str, object]:
     import jax
 
     from hapsynth import Cluster, synthesize
-    from hapsynth.search.baselines import Baselines
-    from hapsynth.search.planner import Planner
+    from hapsynth.search.planning.baselines import Baselines
+    from hapsynth.search.planning.planner import Planner
 
     sys.path.insert(0, str(ROOT / "examples"))
     cluster = Cluster.load(ROOT / "examples" / "clusters" / f"{cluster_name}.toml")

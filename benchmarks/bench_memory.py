@@ -42,9 +42,9 @@ def one(name: str, cluster_name: str, dump: Path) -> dict[str, Any]:
     import jax
 
     import hapsynth
-    from hapsynth.instructions.program import FactorTable
-    from hapsynth.search.costs import CostModel
-    from hapsynth.search.memory import held_at_peak
+    from hapsynth.instructions.rules.factor_table import FactorTable
+    from hapsynth.search.cost.model import CostModel
+    from hapsynth.search.memory.profile import held_at_peak
 
     jax.config.update("jax_num_cpu_devices", 8)
     cluster = hapsynth.Cluster.load(ROOT / "examples" / "clusters" / f"{cluster_name}.toml")

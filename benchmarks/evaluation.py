@@ -4,12 +4,12 @@
                                     [--markdown] [--json OUT]
 
 Every system's program is judged by one cost model, hapsynth's; nothing is allocated or run. Systems: data parallel and
-ZeRO-1, -2, -3, each even and by speed (Poplar), Megatron's tensor parallelism (`search/baselines.py`), HAP (`hap.py`)
-and the plan, which none of them was a start of. `speedup`: of the plan over the best system that fits the memory.
-`one ratio`: the best that is cut by one ratio throughout (the plan's program, a baseline or HAP) over the plan; `even`:
-the same where all is cut evenly. Neither looks at memory. `rounding`: how far the plan's whole units are at most above
-the best fractions of its program (`Result.rounding_gap`). Models at HAP's sizes: batch 32 x devices, 768 wide, 12
-layers, sequence 128, experts 2 x devices. Each row in a process of its own.
+ZeRO-1, -2, -3, each even and by speed (Poplar), Megatron's tensor parallelism (`search/planning/baselines.py`), HAP
+(`hap.py`) and the plan, which none of them was a start of. `speedup`: of the plan over the best system that fits the
+memory. `one ratio`: the best that is cut by one ratio throughout (the plan's program, a baseline or HAP) over the plan;
+`even`: the same where all is cut evenly. Neither looks at memory. `rounding`: how far the plan's whole units are at
+most above the best fractions of its program (`Result.rounding_gap`). Models at HAP's sizes: batch 32 x devices, 768
+wide, 12 layers, sequence 128, experts 2 x devices. Each row in a process of its own.
 """
 
 from __future__ import annotations
@@ -29,14 +29,13 @@ from hap import Hap
 from models import MODELS
 
 import hapsynth
-from hapsynth.report.strategy import strategy
-from hapsynth.search.baselines import Baselines
-from hapsynth.search.evaluate import program_cost
-from hapsynth.search.planner import InfeasibleError, Planner
-from hapsynth.search.ratios import proportional
-from hapsynth.search.sizing import Sizer
-from hapsynth.search.starts import own_weights
-from hapsynth.trace import trace
+from benchmarks._strategy import strategy
+from hapsynth.graph.trace import trace
+from hapsynth.search.cost.program_cost import program_cost
+from hapsynth.search.planning.baselines import Baselines
+from hapsynth.search.planning.planner import InfeasibleError, Planner
+from hapsynth.search.sizing.ratios import own_weights, proportional
+from hapsynth.search.sizing.sizer import Sizer
 
 FOLDER = Path(__file__).resolve().parent.parent / "examples" / "clusters"
 MODEL_NAMES = ("vgg19", "vit_b", "bert", "bert_moe")

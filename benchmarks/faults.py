@@ -35,7 +35,7 @@ from emulated.cgroup import Hierarchies
 from emulated.spec import Machine
 
 import hapsynth
-from hapsynth.jobs._address import free_ports
+from hapsynth.rendezvous.address import free_ports
 
 N = 3
 STARTS = ("import", "initialize", "planning", "preflight", "compile")

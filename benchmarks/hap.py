@@ -19,16 +19,16 @@ import numpy as np
 
 from hapsynth.instructions.factors import Triples
 from hapsynth.instructions.layout import Layout, Placement
-from hapsynth.instructions.rules.contract import CONTRACTIONS
-from hapsynth.instructions.sizes import Node, cut_nodes
-from hapsynth.search.baselines import Baseline, Baselines
-from hapsynth.search.costs import CostModel, Floats, Largest
-from hapsynth.search.emit import Emitter
-from hapsynth.search.formulate import Formulator
-from hapsynth.search.problem import solve
-from hapsynth.search.ratios import Ratios, proportional
-from hapsynth.search.structure import Restriction, Structure
-from hapsynth.search.work import Work
+from hapsynth.instructions.program.sizes import Node, cut_nodes
+from hapsynth.instructions.rules.contraction import CONTRACTIONS
+from hapsynth.search.cost.model import CostModel, Floats, Largest
+from hapsynth.search.cost.work import Work
+from hapsynth.search.formulation.choice_space import ChoiceSpace, Restriction
+from hapsynth.search.formulation.emission import Emitter
+from hapsynth.search.formulation.problem_builder import ProblemBuilder
+from hapsynth.search.planning.baselines import Baseline, Baselines
+from hapsynth.search.sizing.ratios import Ratios, proportional
+from hapsynth.search.solver import solve
 
 _TIE = 1e-3
 """Weight of our model's seconds, which decide between what costs HAP the same."""
@@ -49,7 +49,7 @@ class HapCosts(CostModel):
         return wire * self.links[axis].beta / _ITEM + _TIE * seconds, wire
 
 
-class _HapStructure(Structure):
+class _HapStructure(ChoiceSpace):
     """Only HAP's triples. `batch`, `experts`, `outputs`: classes of dimensions."""
 
     def __init__(self, of: Hap, restriction: Restriction) -> None:
@@ -126,7 +126,7 @@ class Hap:
         costs = HapCosts(graph, known.costs.cluster, self.table, known.costs.axes)
         speed = proportional(costs.rate("float32"))
         structure: Any = _HapStructure(self, restriction)
-        formulator = Formulator(structure, costs, Ratios(graph, self.table, speed))
+        formulator = ProblemBuilder(structure, costs, Ratios(graph, self.table, speed))
         solution = solve(formulator.problem(), tolerance=1e-4)
         assert solution.assignment is not None, "the replicated program is always there"
         emitter = Emitter(formulator, solution.assignment.tolist())

@@ -36,7 +36,7 @@ from emulated import Machine, machines
 from peers import AGREE, Alone, Jitted, Planned, begun, differences
 
 import hapsynth
-from hapsynth.trace import trace
+from hapsynth.graph.trace import trace
 
 SYSTEMS = ("plan", "fsdp", "even")
 MIB = 1 << 20

@@ -18,9 +18,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from models import TrainingStep
 
 import hapsynth
-from hapsynth.example_data import random_arguments
+from hapsynth.graph.trace import Traced
+from hapsynth.instructions.testing.example_arguments import random_arguments
 from hapsynth.lower import host_array
-from hapsynth.trace import Traced
 
 Arguments = tuple[Any, Any]
 """State and batch, whole, on the host."""

@@ -31,7 +31,7 @@ from peers import Planned, begun
 from runtime import MODELS
 
 import hapsynth
-from hapsynth.trace import trace
+from hapsynth.graph.trace import trace
 
 _EVERY, _WINDOW, _PATIENCE = 4, 3, 60
 """Steps between the monitor's measurements, of which the median counts; steps within which it must propose."""

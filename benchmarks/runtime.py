@@ -8,9 +8,9 @@ that is kept (malloc). `plan`: hapsynth's, on the cluster that `hapsynth profile
 a `hapsynth.Monitor` proposes in its first steps. `even`: stock `jax.jit`, data parallel. `by_speed`: uneven batch by
 hand, by the speeds at which the processes do this very step alone. `fsdp`: stock `jax.jit`, ZeRO-3. `hap`: what HAP's
 rules and costs would choose, at its one ratio. `fastest`: of the plan and what people run today as plans, the one that
-is the fastest in a short contest before (`hapsynth.fastest`). `ddp`: PyTorch's DistributedDataParallel over gloo, batch
-cut evenly, where an interpreter with PyTorch is named (`--torch`, HAPSYNTH_TORCH). To `--systems` may be added `switch`
-and `staged`, the plan in that form whichever it chose, and any name of `hapsynth.search.baselines`.
+is the fastest in a short contest before (`hapsynth.autotune`). `ddp`: PyTorch's DistributedDataParallel over gloo,
+batch cut evenly, where an interpreter with PyTorch is named (`--torch`, HAPSYNTH_TORCH). To `--systems` may be added
+`switch` and `staged`, the plan in that form whichever it chose, and any name of `hapsynth.search.planning.baselines`.
 
 All systems are stepped in rounds, in random order, in the same processes, but `ddp` in children of these that sleep
 until it is their turn (`_ddp.py`); a step takes until its last process has its results. What is predicted (of all but
@@ -46,9 +46,9 @@ from emulated import machines
 from peers import AGREE, Alone, Arguments, BySpeed, Jitted, Planned, System, begun, differences, rows_by_speed
 
 import hapsynth
+from hapsynth.graph.trace import trace
 from hapsynth.profile.sampling import Floats
-from hapsynth.search.baselines import NAMES
-from hapsynth.trace import trace
+from hapsynth.search.planning.baselines import NAMES
 
 CLUSTERS = {
     "2": {"quotas": "1.0:0.3"},
@@ -230,8 +230,8 @@ class Measuring(Worker):
             said |= {"contest": found.name, "contest_s": dict(found.seconds)}
         return Row(said, made)
 
-    def contest(self, model: str, plan: hapsynth.Plan, arguments: Arguments) -> hapsynth.Fastest | None:
-        plans = hapsynth.contenders(plan, self.mesh, within=_WITHIN)
+    def contest(self, model: str, plan: hapsynth.Plan, arguments: Arguments) -> hapsynth.AutotuneResult | None:
+        plans = hapsynth.autotune_candidates(plan, self.mesh, within=_WITHIN)
         if not any(len(each.devices) == self.count for each in plans.values()):
             return None  # nothing else is near a plan that leaves processes out
         with emulated.unlimited():
@@ -239,7 +239,7 @@ class Measuring(Worker):
                 if each.mesh is not None and each.mesh.local_devices:
                     each.lower().compile()
             self.meet()
-        found = hapsynth.fastest(plans, *arguments, steps=_TRIED)
+        found = hapsynth.autotune(plans, *arguments, steps=_TRIED)
         self.tell(f"{model}: {', '.join(f'{name} {s:.3f} s' for name, s in found.seconds.items())}: {found.name}")
         return found
 

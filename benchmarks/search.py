@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "tests"))  # the oracle
+sys.path.insert(0, str(ROOT / "tests" / "support"))  # the oracle
 
 import jax  # noqa: E402
 import scipy  # noqa: E402
@@ -33,10 +33,10 @@ from milp import optimum  # noqa: E402
 from models import MODELS  # noqa: E402
 
 import hapsynth  # noqa: E402
-from hapsynth.report.record import search_record  # noqa: E402
-from hapsynth.search.formulate import Formulator  # noqa: E402
-from hapsynth.search.planner import InfeasibleError, Planner  # noqa: E402
-from hapsynth.search.problem import Problem  # noqa: E402
+from hapsynth.report.json_records import search_record  # noqa: E402
+from hapsynth.search.formulation.problem_builder import ProblemBuilder  # noqa: E402
+from hapsynth.search.planning.planner import InfeasibleError, Planner  # noqa: E402
+from hapsynth.search.solver import Problem  # noqa: E402
 
 # What autoparallel's published figures are for: 64 H100 in eight hosts.
 EVEN64 = {
@@ -146,7 +146,7 @@ def beside(plan: hapsynth.Plan, limit_s: float) -> dict[str, Any]:
 def problem_of(plan: hapsynth.Plan) -> Problem:
     """What `lower_bound_s` is about: the choices for this graph at the plan's own ratios."""
     planner = Planner(plan.traced.graph, plan.used)
-    return Formulator(planner.structure, planner.costs, planner.ratios_at(plan.sizes).strictly()).problem()
+    return ProblemBuilder(planner.structure, planner.costs, planner.ratios_at(plan.sizes).strictly()).problem()
 
 
 def child(row: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:

@@ -1,28 +1,28 @@
 """hapsynth: finds the distributed program for any JAX function on a cluster of unlike devices."""
 
+from hapsynth._version import __version__
+from hapsynth.adapting.autotune import AutotuneResult, autotune, autotune_candidates
+from hapsynth.adapting.monitor import Monitor
+from hapsynth.adapting.rebalance import Proposal
+from hapsynth.adapting.reshape import Buckets, ShapeError
 from hapsynth.api import synthesize
 from hapsynth.checkpoint import CheckpointError, load_state
-from hapsynth.cluster import Cluster, ClusterError, ClusterWarning, DeviceKind, Link
-from hapsynth.contest import Fastest, contenders, fastest
-from hapsynth.drift import DriftReport
+from hapsynth.cluster.cluster import Cluster, ClusterError, ClusterWarning, DeviceKind, Link
 from hapsynth.export import SourceError
-from hapsynth.instructions.rule_check import RuleReport, check_rule
+from hapsynth.graph.trace import TraceError
 from hapsynth.instructions.rules.extension import register_rule
 from hapsynth.instructions.rules.notation import RuleError
-from hapsynth.local_data import LocalSlices
+from hapsynth.instructions.testing.check_rule import RuleReport, check_rule
 from hapsynth.lower import UnsupportedError
-from hapsynth.monitor import Monitor
 from hapsynth.plan import CheckReport, Plan, PlanError, load
-from hapsynth.rebalance import Proposal
-from hapsynth.search.planner import InfeasibleError
-from hapsynth.several import Plans, load_plans
-from hapsynth.shapes import Buckets, ShapeError
-from hapsynth.sharded_array import ShardedArray
-from hapsynth.trace import TraceError
-
-__version__ = "0.1.0"
+from hapsynth.running.drift import DriftReport
+from hapsynth.running.process_local_data import LocalSlices
+from hapsynth.running.sharded_array import ShardedArray
+from hapsynth.search.planning.planner import InfeasibleError
+from hapsynth.several.plans import Plans, load_plans
 
 __all__ = [
+    "AutotuneResult",
     "Buckets",
     "CheckReport",
     "CheckpointError",
@@ -31,7 +31,6 @@ __all__ = [
     "ClusterWarning",
     "DeviceKind",
     "DriftReport",
-    "Fastest",
     "InfeasibleError",
     "Link",
     "LocalSlices",
@@ -47,9 +46,10 @@ __all__ = [
     "SourceError",
     "TraceError",
     "UnsupportedError",
+    "__version__",
+    "autotune",
+    "autotune_candidates",
     "check_rule",
-    "contenders",
-    "fastest",
     "load",
     "load_plans",
     "load_state",

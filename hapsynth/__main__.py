@@ -2,7 +2,7 @@
 
 import sys
 
-from hapsynth.cli import main
+from hapsynth.cli.main import main
 
 if __name__ == "__main__":
     sys.exit(main())

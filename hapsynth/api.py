@@ -9,27 +9,28 @@ from typing import Any, cast, overload
 
 import jax
 
-from hapsynth._asked import (
+from hapsynth._options import (
+    Ratios,
     check_positive,
     devices_of,
+    fixed_ratios_of,
     holds_exact,
     layouts_of,
     tell_lesser_memory,
     traced_as_asked,
 )
-from hapsynth._forms import Form, check_form
-from hapsynth._ratios import Ratios, pins_of
-from hapsynth.cluster import Cluster
-from hapsynth.frequency import Expectation
-from hapsynth.graph import Graph
+from hapsynth.cluster.cluster import Cluster
+from hapsynth.graph.ir import Graph
+from hapsynth.graph.trip_counts import Expectation
 from hapsynth.plan import Plan
-from hapsynth.search.links import mesh_axes
-from hapsynth.search.planner import InfeasibleError
-from hapsynth.search.recomputing import planned_to_fit
+from hapsynth.running.form import Form, check_form
+from hapsynth.search.cost.network import mesh_axes
+from hapsynth.search.formulation.choice_space import Restriction
+from hapsynth.search.planning.device_subsets import ClusterPlanner
+from hapsynth.search.planning.planner import InfeasibleError
+from hapsynth.search.planning.rematerialization import planned_to_fit
 from hapsynth.search.result import Progress, Result
-from hapsynth.search.structure import Restriction
-from hapsynth.search.subclusters import ClusterPlanner
-from hapsynth.several import Functions, Plans, RatiosOfEach, synthesize_several
+from hapsynth.several.plans import Functions, Plans, RatiosOfEach, synthesize_several
 
 _LEAST_S = 0.05
 """Of a time budget, for planning, where tracing has taken all."""
@@ -177,9 +178,9 @@ def synthesize(
 
     def planner(graph: Graph, budget: float | None) -> ClusterPlanner:
         of = replace(traced, graph=graph)
-        pins = None if ratios is None else pins_of(of, cast(Ratios, ratios), mesh_axes(cluster))
+        fixed_ratios = None if ratios is None else fixed_ratios_of(of, cast(Ratios, ratios), mesh_axes(cluster))
         asked = (memory_limit, budget, restriction, progress)
-        return ClusterPlanner(graph, cluster, *asked, leave_out=leave_out, pins=pins, exact=exact)
+        return ClusterPlanner(graph, cluster, *asked, leave_out=leave_out, fixed_ratios=fixed_ratios, exact=exact)
 
     left = None if time_budget_s is None else max(_LEAST_S, time_budget_s - trace_s)
     if recompute:

@@ -3,42 +3,27 @@
 from __future__ import annotations
 
 import os
-import platform
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cached_property
 from typing import Any, NoReturn
 
 import jax
 from jax.sharding import Mesh
 
 from hapsynth import _jax, checkpoint
-from hapsynth._arguments import Arguments, wrap
-from hapsynth._debug import raise_strange, strange_results
-from hapsynth._forms import Chosen, Form, check_form, chosen_form, only_staged
-from hapsynth._warn import warn_user
-from hapsynth.check import CheckReport, check_plan
-from hapsynth.cluster import Cluster, ClusterWarning
-from hapsynth.drift import DriftReport, copied_along, leaf_drift, resynced
+from hapsynth.adapting.rebalance import THRESHOLD, propose, slowdowns
+from hapsynth.adapting.reshape import Buckets, for_shapes
 from hapsynth.export import in_shardings, out_shardings, source_of
 from hapsynth.jobs import after_call, before_call
-from hapsynth.local_data import Feeder
-from hapsynth.lower import (
-    Lowered,
-    Shards,
-    Staged,
-    Storage,
-    lower,
-    lower_staged,
-    own_mesh,
-    unsupported,
-)
-from hapsynth.plan_file import PlanError, read_plan, write_plan, write_text
-from hapsynth.planned import AbsentError, Planned
-from hapsynth.rebalance import THRESHOLD, propose, slowdowns
-from hapsynth.search.result import Result
-from hapsynth.shapes import Buckets, for_shapes
-from hapsynth.sharded_array import mapped, whole
-from hapsynth.trace import Traced
+from hapsynth.lower import Lowered, Shards, Staged, Storage, unsupported
+from hapsynth.running.arguments import wrap
+from hapsynth.running.base import Planned
+from hapsynth.running.check import CheckReport, check_plan
+from hapsynth.running.debug_nans import raise_strange, strange_results
+from hapsynth.running.drift import DriftReport, copied_along, leaf_drift, resynced
+from hapsynth.running.form import Form
+from hapsynth.running.plan_file import PlanError, read_plan, write_plan, write_text
+from hapsynth.running.process_local_data import ProcessLocalLoader
+from hapsynth.running.sharded_array import mapped, whole
 
 __all__ = ["CheckReport", "Form", "Plan", "PlanError", "load"]
 
@@ -55,46 +40,6 @@ class Plan(Planned):
     is none; warns (`ClusterWarning`) where there is a mesh and the cluster was measured on another machine or with
     another JAX.
     """
-
-    def __init__(
-        self,
-        traced: Traced,
-        result: Result,
-        cluster: Cluster,
-        mesh: Mesh | None = None,
-        fn: Callable[..., Any] | None = None,
-        *,
-        donate: bool = True,
-        form: Form = "auto",
-    ) -> None:
-        check_form(form)
-        super().__init__(traced, result, cluster)
-        self.fn = fn
-        self.mesh = None if mesh is None else own_mesh(self._of_used(mesh), result.program.axes)
-        self._donate = donate
-        self._asked: Form = form
-        self._forms: dict[bool, Lowered | Staged] = {}
-        """The compiled form by whether it consumes carried state."""
-        self._arguments = Arguments(traced)
-        too_large = only_staged(traced.graph, result, cluster) if form == "switch" else ""
-        if too_large:
-            raise ValueError(f"form is 'switch', but {too_large}; give 'auto' or 'staged'")
-        elsewhere = cluster.measured_elsewhere(platform.node(), jax.__version__)
-        if mesh is not None and elsewhere:
-            warn_user(elsewhere, ClusterWarning)
-
-    def _of_used(self, mesh: Mesh) -> Mesh:
-        """The devices of a mesh of the whole cluster that take part, in a row; any other mesh as it is."""
-        if mesh.devices.size != self.cluster.n or len(self.devices) == self.cluster.n:
-            return mesh
-        return Mesh(mesh.devices.flatten()[list(self.devices)], ("used",))
-
-    @property
-    def function(self) -> Callable[..., Any]:
-        """`fn`; RuntimeError for a plan that was made without."""
-        if self.fn is None:
-            raise AbsentError("this plan does not hold its function: load it with hapsynth.load(path, fn, ...)")
-        return self.fn
 
     # Running
 
@@ -129,9 +74,9 @@ class Plan(Planned):
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any], donate: bool) -> tuple[Lowered | Staged, list[Any]]:
         """The form that ran, and the stored results that it made."""
-        lowered = self._lowered(donate)
-        leaves = self._arguments.flatten(args, kwargs)
-        stored = self._arguments.place(lowered, leaves)
+        lowered = self.lowered_for(donate)
+        leaves = self.arguments.flatten(args, kwargs)
+        stored = self.arguments.place(lowered, leaves)
         before_call(self, stored)
         try:
             made = lowered(stored)
@@ -146,47 +91,6 @@ class Plan(Planned):
         after_call()
         return lowered, made
 
-    @property
-    def lowered(self) -> Lowered | Staged:
-        """The compiled form, made when first needed. Raises RuntimeError for a plan without devices."""
-        return self._lowered(self._donate)
-
-    def _lowered(self, donate: bool) -> Lowered | Staged:
-        if donate not in self._forms:
-            self._forms[donate] = self._lower(donate)
-        return self._forms[donate]
-
-    def _lower(self, donate: bool) -> Lowered | Staged:
-        if self.mesh is None:
-            raise AbsentError(
-                f"this plan was made for the cluster {self.cluster.name!r} without its devices: save it with "
-                "plan.save(path) and load it where they are with hapsynth.load(path, fn, example_args, mesh)"
-            )
-        if not self.mesh.local_devices:
-            raise AbsentError(
-                f"the plan uses devices {list(self.devices)} of the cluster {self.cluster.name!r}, and this process "
-                "has none of them: leave it out of the run, or synthesize with leave_out=False"
-            )
-        lowering = lower_staged if self.form == "staged" else lower
-        return lowering(self.traced.graph, self.program, self.sizes, self.mesh, donate=donate)
-
-    @property
-    def form(self) -> Chosen:
-        """How the plan runs on its mesh (DESIGN D2)."""
-        return self._form[0]
-
-    @property
-    def form_reason(self) -> str:
-        """Why in this form."""
-        return self._form[1]
-
-    @cached_property
-    def _form(self) -> tuple[Chosen, str]:
-        if self._asked != "auto":
-            return self._asked, "it was asked for"
-        needed = only_staged(self.traced.graph, self.result, self.cluster)
-        return chosen_form(self.traced.graph, self.result, self.mesh, needed)
-
     def lower(self, *args: Any, **kwargs: Any) -> Any:
         """JAX's lowered function, with `.as_text()` and `.compile()`; arguments, or their structs, are only checked.
 
@@ -194,7 +98,7 @@ class Plan(Planned):
         On CPUs XLA is asked to spare memory, unless XLA_FLAGS or JAX's `.compile(compiler_options=...)` say how.
         """
         if args or kwargs:
-            self._arguments.flatten(args, kwargs, structs=True)
+            self.arguments.flatten(args, kwargs, structs=True)
         return self.lowered.lower()
 
     # Moving values
@@ -207,9 +111,9 @@ class Plan(Planned):
         """
         placed: list[Any] = []
         with _jax.unlooked():
-            for _, argument, first in list(self._arguments.split(args, kwargs)):
+            for _, argument, first in list(self.arguments.split(args, kwargs)):
                 leaves, tree = jax.tree_util.tree_flatten(argument)
-                placed.append(tree.unflatten(self._arguments.place_copies(self.lowered, leaves, first)))
+                placed.append(tree.unflatten(self.arguments.place_copies(self.lowered, leaves, first)))
         out = placed[: len(args)]
         if kwargs:
             out.append(dict(zip(kwargs, placed[len(args) :])))
@@ -239,8 +143,8 @@ class Plan(Planned):
         """
         return self._feeder(arg).from_process(argument)
 
-    def _feeder(self, arg: int | str) -> Feeder:
-        return Feeder(self._arguments, self.lowered, arg)
+    def _feeder(self, arg: int | str) -> ProcessLocalLoader:
+        return ProcessLocalLoader(self.arguments, self.lowered, arg)
 
     def unshard(self, tree: Any) -> Any:
         """`tree` with every array whole, as a NumPy array of its logical shape; typed keys as key arrays.
@@ -257,10 +161,10 @@ class Plan(Planned):
         moved is freed leaf by leaf. `arg` as in `local_slices`. In a run of several processes all must call.
         Raises TypeError, ValueError or RuntimeError as `shard` does before anything moves.
         """
-        leaves, first = self._arguments.leaves_of(arg, argument)
-        old_plan._arguments.leaves_of(arg, argument)
-        self._arguments.check(leaves, first, self._arguments.path_from(first))
-        out = self._arguments.move(self.lowered, old_plan.lowered, leaves, first, free=self._donate)
+        leaves, first = self.arguments.leaves_of(arg, argument)
+        old_plan.arguments.leaves_of(arg, argument)
+        self.arguments.check(leaves, first, self.arguments.path_from(first))
+        out = self.arguments.move(self.lowered, old_plan.lowered, leaves, first, free=self._donate)
         return jax.tree_util.tree_structure(argument).unflatten(out)
 
     def save_state(self, path: str | os.PathLike[str], state: Any, arg: int | str = 0) -> None:
@@ -271,7 +175,7 @@ class Plan(Planned):
         `drift`). `arg` as in `local_slices`. In a run of several processes all must call, with one path on a file
         system that they share. Raises as `__call__` does for the state, and CheckpointError where it can't be written.
         """
-        checkpoint.save_state(path, self._arguments, self.lowered, state, arg)
+        checkpoint.save_state(path, self.arguments, self.lowered, state, arg)
 
     def restore_state(self, path: str | os.PathLike[str], arg: int | str = 0) -> Any:
         """The argument that `save_state` wrote, of this plan or another, placed as by `shard`, bit for bit.
@@ -279,7 +183,7 @@ class Plan(Planned):
         Each process reads the pieces of at most 4 MiB that hold what its devices need, and checks each. Leaves that
         are no arrays are those that were planned. `arg`, processes: as for `save_state`. Raises CheckpointError.
         """
-        return checkpoint.restore_state(path, self._arguments, self.lowered, arg)
+        return checkpoint.restore_state(path, self.arguments, self.lowered, arg)
 
     def map(self, fn: Callable[[Any], Any], tree: Any) -> Any:
         """`fn` applied to every array of `tree`, the results sharded as the arrays were; other leaves are kept.
@@ -294,12 +198,12 @@ class Plan(Planned):
     def check(self, *args: Any, rtol: float = 1e-4, **kwargs: Any) -> CheckReport:
         """Run the plan and the original function, on one device, and compare every output leaf.
 
-        Without arguments random ones are made (`hapsynth.example_data.example_arguments` says which; give real ones
-        where the function asks more of them). `CheckReport` says how far a leaf may be off. Nothing that is given is
-        consumed.
+        Without arguments random ones are made (`hapsynth.instructions.testing.example_arguments.example_arguments` says
+        which; give real ones where the function asks more of them). `CheckReport` says how far a leaf may be off.
+        Nothing that is given is consumed.
         Raises RuntimeError for a plan that has no function, or no devices.
         """
-        return check_plan(self, self._arguments, args, kwargs, rtol)
+        return check_plan(self, self.arguments, args, kwargs, rtol)
 
     def drift(self, argument: Any, arg: int | str = 0) -> DriftReport:
         """Compare the devices' copies of carried state that they compute redundantly, which unlike hardware rounds
@@ -321,7 +225,7 @@ class Plan(Planned):
     def _copied(self, argument: Any, arg: int | str) -> list[tuple[int, str, Storage, jax.Array | Shards]]:
         """(number, path, storage, stored array) of the leaves of carried state of which several devices hold a part."""
         carried = {source for source, _ in self.traced.graph.carry}
-        held = self._arguments.held(self.lowered, argument, arg)
+        held = self.arguments.held(self.lowered, argument, arg)
         return [leaf for leaf in held if leaf[0] in carried and copied_along(leaf[2])]
 
     def rebalance(self, measured_times: Sequence[float], *, threshold: float = THRESHOLD) -> Plan:
@@ -346,16 +250,10 @@ class Plan(Planned):
         """
         return for_shapes(self, example_args, example_kwargs)
 
-    def bucketed(self, examples: Iterable[Sequence[Any]]) -> Buckets:
+    def bucketed(self, examples: Iterable[Sequence[Any]]) -> Buckets[Plan]:
         """This plan and one `for_shapes` of each of the examples, tuples of positional arguments: what a call takes is
         chosen by its arguments' shapes, and any others are refused."""
         return Buckets([self, *(self.for_shapes(*args) for args in examples)])
-
-    def resized(self, result: Result, cluster: Cluster, traced: Traced | None = None, mesh: Mesh | None = None) -> Plan:
-        """This plan with another result for the same devices, described by another cluster, or for other shapes, or for
-        those of another mesh."""
-        mesh = self.mesh if mesh is None else mesh
-        return Plan(traced or self.traced, result, cluster, mesh, self.fn, donate=self._donate, form=self._asked)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan as JSON, whole or not at all; OSError where that cannot be done."""
@@ -387,16 +285,6 @@ class Plan(Planned):
     def out_shardings(self) -> Any:
         """The results' `NamedSharding`s, as `in_shardings`."""
         return out_shardings(self)
-
-    @property
-    def donate(self) -> bool:
-        """Whether a call consumes carried state."""
-        return self._donate
-
-    @property
-    def argument_paths(self) -> list[str]:
-        """The path of every leaf of the arguments, of those too that are no arrays."""
-        return self._arguments.paths
 
     def __copy__(self) -> Plan:
         """Itself: a plan does not change."""

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from hapsynth._jax import is_extended, is_inexact
-from hapsynth.graph import Literal, Op
+from hapsynth.graph.ir import Literal, Op
 from hapsynth.instructions.layout import Layout, P, Placement, R, Reduction, S, is_consistent, minors, plain
 
 Dim = tuple[int, ...]

@@ -8,9 +8,9 @@ from typing import Literal as OneOf
 
 import numpy as np
 
-from hapsynth.instructions.program import Program
-from hapsynth.instructions.sizes import Sizes
-from hapsynth.search.room import Room
+from hapsynth.cluster.memory_budget import MemoryBudget
+from hapsynth.instructions.program.program import Program
+from hapsynth.instructions.program.sizes import Sizes
 
 Status = OneOf["optimal", "optimal_at_ratios", "gap", "unpriced", "infeasible"]
 """`unpriced`: optimal, at these ratios at least, were each op of an unknown cost no dearer than it counts."""
@@ -62,7 +62,8 @@ class Result:
     predicted peak of each device in mesh order. `sweeps`: of the dual, `states`: of the largest problem.
 
     The program is for a mesh of the cluster's `devices`; the others hold and compute nothing. The first bound is about
-    programs on just these devices, the second about those on any of the sets that `search/subclusters.py` considers.
+    programs on just these devices, the second about those on any of the sets that `search/planning/device_subsets.py`
+    considers.
     """
 
     program: Program
@@ -97,10 +98,10 @@ class Result:
     """Whether `memory_bytes` is of shards that are stored at exact size, in staged form; else they are padded."""
 
     @property
-    def room(self) -> Room:
+    def room(self) -> MemoryBudget:
         """What the devices that take part may hold."""
         used = range(len(self.memory_limit_bytes)) if self.devices is None else self.devices
-        return Room(tuple(self.memory_limit_bytes[d] for d in used), self.exact)
+        return MemoryBudget(tuple(self.memory_limit_bytes[d] for d in used), self.exact)
 
     @property
     def rounding_gap(self) -> float:

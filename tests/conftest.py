@@ -17,13 +17,14 @@ import hypothesis
 import jax
 import pytest
 
-from hapsynth.cli import main
-from hapsynth.cluster import Cluster
-from hapsynth.instructions import gathered, padded
+from hapsynth.cli.main import main
+from hapsynth.cluster.cluster import Cluster
 from hapsynth.instructions.rules import REGISTRY, extension
-from hapsynth.lower import _bundles
-from hapsynth.report import alternatives
-from hapsynth.search import bundled, updates
+from hapsynth.instructions.staging import gathered, padded
+from hapsynth.lower import _buckets
+from hapsynth.search.analysis import optimizer_update
+from hapsynth.search.memory import xla_kernels
+from hapsynth.whatif import alternatives
 
 DEVICES = 8
 GPU = os.environ.get("HAPSYNTH_GPU", "")
@@ -89,7 +90,7 @@ def unequal() -> Cluster:
 @pytest.fixture
 def collectives_go_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small tensors stand for large ones, whose collectives have a latency each, and are compiled one by one."""
-    for module in (_bundles, bundled, updates):
+    for module in (_buckets, xla_kernels, optimizer_update):
         monkeypatch.setattr(module, "BUNDLED", -1)
 
 

@@ -6,8 +6,8 @@
 Networks are so fast that whatever can be cut is cut, by the speeds of unlike devices: on one mesh axis or two, in
 switch form or staged, some devices too slow for any share; a quarter are random programs instead. Of a part of them
 (`--nonfinite`) the arguments hold NaN, inf, -inf and zeros, and more of the ops are such in which those matter. What
-is not finite must be so in the same places, integers the same, floats as close as `hapsynth.check` asks. Two kinds
-are counted apart, and named: a leaf that is as the function run op by op has it and not as `jit` does, since XLA
+is not finite must be so in the same places, integers the same, floats as close as `hapsynth.running.check` asks. Two
+kinds are counted apart, and named: a leaf that is as the function run op by op has it and not as `jit` does, since XLA
 simplifies as if numbers were finite (`docs/nonfinite.md`); and a knife edge, a leaf that one device's own run changes
 in this way when arguments move by one unit in their last place. Exit status 1 where anything differs or fails. A
 seed's case depends on no other option than `--nonfinite`.
@@ -124,9 +124,9 @@ def random_program(fn: Any, args: Any, axes: tuple[tuple[str, int], ...], seed: 
     from random_programs import RandomProgram
     from test_lower import mesh_of, run
 
-    from hapsynth.instructions.checker import check
+    from hapsynth.graph.trace import trace
+    from hapsynth.instructions.program.checker import check
     from hapsynth.lower import lower
-    from hapsynth.trace import trace
 
     traced = trace(fn, args)
     maker = RandomProgram(traced.graph, axes, random.Random(seed), 0.4)
@@ -141,7 +141,7 @@ def compared(traced: Any, fn: Any, args: Any, got: Sequence[Any]) -> tuple[str, 
     """The verdict on results, and where they differ."""
     import jax
 
-    from hapsynth.check import Reference
+    from hapsynth.running.check import Reference
 
     leaves = jax.tree.leaves(args)
     reference = Reference(fn, traced, leaves, jax.devices()[0])
@@ -163,7 +163,7 @@ def compared(traced: Any, fn: Any, args: Any, got: Sequence[Any]) -> tuple[str, 
 
 def differing(reference: Any, leaves: Sequence[Any], got: Sequence[Any]) -> list[int]:
     """The outputs that are not the reference's: integers must be the same, though `Plan.check` allows some to tip."""
-    from hapsynth.check import WIDENED, compare
+    from hapsynth.running.check import WIDENED, compare
 
     tipped = lambda judged, x: judged.yardstick == WIDENED and x.dtype.kind != "f"
     judged = compare(reference, leaves, got, RTOL)
@@ -174,7 +174,7 @@ def op_by_op(fn: Any, traced: Any, leaves: Sequence[Any], device: Any) -> Any:
     """A reference of which every op is compiled alone."""
     import jax
 
-    from hapsynth.check import Reference
+    from hapsynth.running.check import Reference
 
     class OpByOp(Reference):
         def __call__(self, arrays: Sequence[Any]) -> list[Any]:
@@ -189,7 +189,7 @@ def tips(reference: Any, leaves: Sequence[Any]) -> list[bool]:
     arguments move by one unit in their last place."""
     import numpy as np
 
-    from hapsynth.check import nudged
+    from hapsynth.running.check import nudged
 
     arrays = reference.hosted(leaves)
     want = reference(arrays)
@@ -226,12 +226,12 @@ def start(n: int) -> None:
     """A process of its own: host devices, and XLA that compiles without optimizing."""
     import jax
 
-    import hapsynth.search.work
+    import hapsynth.search.cost.work
 
     jax.config.update("jax_num_cpu_devices", n)
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_disable_most_optimizations", True)
-    hapsynth.search.work.TILE = 1  # Tiny contractions are cut too.
+    hapsynth.search.cost.work.TILE = 1  # Tiny contractions are cut too.
 
 
 def worker(seeds: Sequence[int], nonfinite: float) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -18,15 +19,15 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from slow_devices import SPEEDS, first_devices, slow_cluster
 
 import hapsynth
-from hapsynth.check import relative_error
 from hapsynth.plan import Plan
-from hapsynth.sharded_array import ShardedArray
+from hapsynth.running.check import relative_error
+from hapsynth.running.sharded_array import ShardedArray
 
 
 @pytest.fixture(autouse=True)
 def thin_shards(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiny contractions are worth cutting too, as if they had no tiles."""
-    monkeypatch.setattr("hapsynth.search.work.TILE", 1)
+    monkeypatch.setattr("hapsynth.search.cost.work.TILE", 1)
 
 
 def planned(fn: Callable[..., Any], args: Any, kwargs: Any = None, *, on: str = "3:1", **options: Any) -> Plan:
@@ -261,5 +262,7 @@ for on in ("3:1", "hopeless"):
     assert plan(*args)[2].dtype == np.int64 and len(set(plan.sizes.shares[0])) > 1
 """
     folder = Path(__file__).parent
-    out = subprocess.run([sys.executable, "-W", "error", "-c", code], cwd=folder, capture_output=True, text=True)
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), str(folder / "support"), str(folder.parent)])}
+    run = [sys.executable, "-W", "error", "-c", code]
+    out = subprocess.run(run, cwd=folder, env=env, capture_output=True, text=True)
     assert out.returncode == 0, out.stderr

@@ -15,9 +15,9 @@ from jax.experimental import io_callback
 from slow_devices import SPEEDS, first_devices, slow_cluster
 
 import hapsynth
+from hapsynth.graph.trace import TraceError
 from hapsynth.plan import Plan
-from hapsynth.search.planner import InfeasibleError
-from hapsynth.trace import TraceError
+from hapsynth.search.planning.planner import InfeasibleError
 
 X = np.random.default_rng(0).normal(size=(24, 8)).astype(np.float32)
 STATE = {"w": X, "m": {"v": X}}

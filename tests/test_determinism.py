@@ -18,7 +18,7 @@ from random_programs import mlp_step
 from slow_devices import slow_cluster
 
 import hapsynth
-from hapsynth.plan_file import plan_to_dict
+from hapsynth.running.plan_file import plan_to_dict
 
 shape = strategies.shape
 params = {"w1": shape(60, 100), "b1": shape(100), "w2": shape(100, 70)}
@@ -33,8 +33,8 @@ for axes in ((("hap", 8),), (("a", 2), ("b", 4))):
 
 def test_the_hash_seed_changes_nothing() -> None:
     """On one axis and on two."""
-    here = Path(__file__).parent
-    path = os.pathsep.join([str(here), str(here.parent), os.environ.get("PYTHONPATH", "")])
+    here = Path(__file__).parent / "support"
+    path = os.pathsep.join([str(here), str(here.parents[1]), os.environ.get("PYTHONPATH", "")])
     first, second = (
         subprocess.run(
             [sys.executable, "-c", PLANNED],

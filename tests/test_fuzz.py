@@ -21,10 +21,10 @@ from slow_devices import SPEEDS, first_devices, slow_cluster
 from test_lower import MODES, run
 
 import hapsynth
-from hapsynth.check import Reference, compare
-from hapsynth.instructions.checker import check
+from hapsynth.instructions.program.checker import check
 from hapsynth.lower import Lowered, lower
 from hapsynth.plan import Plan
+from hapsynth.running.check import Reference, compare
 
 
 def plan_of(seed: int) -> tuple[RandomFunction, tuple[Any, Any], Plan]:
@@ -52,7 +52,7 @@ FIRST, LAST = map(int, os.environ.get("HAPSYNTH_FUZZ", "0:25").split(":"))
 @pytest.fixture(autouse=True)
 def thin_shards(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiny contractions are cut too, as if there were no tiles."""
-    monkeypatch.setattr("hapsynth.search.work.TILE", 1)
+    monkeypatch.setattr("hapsynth.search.cost.work.TILE", 1)
 
 
 @pytest.mark.parametrize("seed", range(FIRST, LAST))

@@ -14,7 +14,7 @@ import pytest
 from slow_devices import SPEEDS, first_devices, slow_cluster
 
 import hapsynth
-from hapsynth.trace import TraceError
+from hapsynth.graph.trace import TraceError
 
 X = np.arange(78, dtype=np.float32).reshape(13, 6)
 SOME = slow_cluster(SPEEDS["odd"])

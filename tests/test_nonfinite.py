@@ -15,8 +15,8 @@ from slow_devices import SPEEDS, first_devices, slow_cluster
 from two_processes import run_two
 
 import hapsynth
-from hapsynth import gloo
-from hapsynth._ordered import from_ordered, to_ordered
+from hapsynth.lower import _gloo
+from hapsynth.lower._ordered_floats import from_ordered, to_ordered
 from hapsynth.plan import Plan
 
 NAN, INF = np.nan, np.inf
@@ -69,9 +69,9 @@ def test_an_all_reduce_is_nan_where_a_device_has_nan(
     """Every pair of special values, in both orders, gathered or not."""
     pairs = np.array([(a, b) for a in SPECIAL for b in SPECIAL]).astype(dtype).T
     for gathered in (True, False):
-        monkeypatch.setattr(gloo, "GATHERED", 1 << 15 if gathered else 0)
+        monkeypatch.setattr(_gloo, "GATHERED", 1 << 15 if gathered else 0)
         run = jax.shard_map(
-            lambda x: gloo.all_reduce(x, "d", reduction, True),
+            lambda x: _gloo.all_reduce(x, "d", reduction, True),
             mesh=first_devices(2),
             in_specs=PartitionSpec("d"),
             out_specs=PartitionSpec("d"),
@@ -86,7 +86,7 @@ def test_an_all_reduce_is_nan_where_a_device_has_nan(
 
 def test_integers_are_reduced_as_they_are() -> None:
     struct = jax.ShapeDtypeStruct((2, 3), np.int32)
-    run = lambda x: gloo.all_reduce(x, "d", "max", False)
+    run = lambda x: _gloo.all_reduce(x, "d", "max", False)
     spec = PartitionSpec("d")
     mapped = jax.shard_map(run, mesh=first_devices(2), in_specs=spec, out_specs=spec, check_vma=False)
     names = [e.primitive.name for e in jax.make_jaxpr(mapped)(struct).eqns[0].params["jaxpr"].eqns]
@@ -151,7 +151,7 @@ def holed(where: int | None, value: float) -> np.ndarray:
 @pytest.mark.parametrize("name", EXTREMES)
 def test_extremes_over_a_cut_dimension(name: str, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """NaN with the first device and with the last, negative NaN (what x86 makes of 0/0), infinities."""
-    monkeypatch.setattr("hapsynth.search.work.TILE", 1)
+    monkeypatch.setattr("hapsynth.search.cost.work.TILE", 1)
     fn = EXTREMES[name]
     plan = planned(fn, [holed(None, 0)], form, fixed={"[0]": "S(0)"})
     assert any(len(set(s)) > 1 for s in plan.sizes.shares)
@@ -190,23 +190,23 @@ PROCESSES = """
     import numpy as np
     from jax.sharding import Mesh, PartitionSpec
     import hapsynth
-    from hapsynth import gloo
+    from hapsynth.lower import _gloo
     from hapsynth.lower import host_array
     from slow_devices import slow_cluster
 
     jax.config.update("jax_enable_x64", True)
     jax.distributed.initialize(sys.argv[1], 2, int(sys.argv[2]))
     mesh = Mesh(np.array(jax.devices()), ("hap",))
-    assert gloo.joins(mesh)
+    assert _gloo.joins(mesh)
     same = lambda a, b: np.testing.assert_array_equal(np.asarray(a, np.float64), np.asarray(b, np.float64))
     special = [1.5, -2.0, 0.0, np.inf, -np.inf, np.nan, -np.nan]
     for dtype in (jnp.float16, jnp.bfloat16, jnp.float32, jnp.float64, jnp.float8_e4m3fn):
-        for times in (1, gloo.GATHERED):
+        for times in (1, _gloo.GATHERED):
             pairs = np.tile(np.array([(a, b) for a in special for b in special], dtype).T, times)
             split = jax.sharding.NamedSharding(mesh, PartitionSpec("hap"))
             x = jax.make_array_from_callback(pairs.shape, split, lambda index: pairs[index])
             for reduction, pair in (("max", np.maximum), ("min", np.minimum)):
-                run = lambda x: gloo.all_reduce(x, "hap", reduction, True)
+                run = lambda x: _gloo.all_reduce(x, "hap", reduction, True)
                 mapped = jax.shard_map(run, mesh=mesh, in_specs=split.spec, out_specs=split.spec, check_vma=False)
                 same(host_array(jax.jit(mapped)(x)), [pair(*pairs.astype(np.float64))] * 2)
 

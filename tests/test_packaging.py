@@ -1,6 +1,7 @@
 """The repository's shape: packages, links, and imports that run one way."""
 
 import ast
+import re
 import shutil
 import subprocess
 import sys
@@ -52,9 +53,19 @@ def test_pyproject_lists_every_package_on_disk() -> None:
         assert (folder / "__init__.py").exists(), f"{folder} has no __init__.py"
 
 
+def test_paths_named_in_the_docs_exist() -> None:
+    """`search/cost/model.py`, `lower/_gloo.py`: from the root, or from hapsynth/."""
+    pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
+    named = {
+        path for page in pages for path in re.findall(r"`((?:[\w-]+/)+[\w.-]*\.(?:py|toml|md|txt))\b", page.read_text())
+    }
+    assert len(named) > 40
+    assert not [path for path in sorted(named) if not ((ROOT / path).exists() or (ROOT / "hapsynth" / path).exists())]
+
+
 def test_package_data_exists() -> None:
     files = SETUPTOOLS["package-data"]["hapsynth"]
-    assert set(files) >= {"py.typed", "devices.toml"}
+    assert set(files) >= {"py.typed", "cluster/devices.toml"}
     assert all((ROOT / "hapsynth" / file).is_file() for file in files)
 
 
@@ -113,5 +124,5 @@ def test_wheel_holds_everything(tmp_path: Path) -> None:
     names = set(zipfile.ZipFile(next(tmp_path.glob("*.whl"))).namelist())
     relative = {str(file.relative_to(ROOT)) for file in sources(*ROOMS)}
     expected = {name if name.startswith("hapsynth/") else f"hapsynth/{name}" for name in relative}
-    missing = (expected | {"hapsynth/devices.toml", "hapsynth/py.typed"}) - names
+    missing = (expected | {"hapsynth/cluster/devices.toml", "hapsynth/py.typed"}) - names
     assert not missing

@@ -18,11 +18,11 @@ from zoo import functional, language, solvers, vision
 from zoo.kinds import Model
 
 import hapsynth
-from hapsynth.graph import Graph, Op
+from hapsynth.graph.ir import Graph, Op
+from hapsynth.graph.trace import trace
 from hapsynth.instructions.rules import entry_of
-from hapsynth.instructions.uncovered import uncovered
-from hapsynth.search.planner import Planner
-from hapsynth.trace import trace
+from hapsynth.instructions.rules.replicated_ops import uncovered
+from hapsynth.search.planning.planner import Planner
 
 MIXED = Path(__file__).resolve().parent.parent / "examples" / "clusters" / "mixed8.toml"
 SPEEDS = (3.0,) * 4 + (1.0,) * 4
@@ -92,7 +92,7 @@ def test_planned_for_the_everyday_cluster(name: str) -> None:
 @pytest.mark.parametrize("name", MODELS)
 def test_right_where_it_is_cut_unevenly(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """On devices so slow that even this much work is worth dividing, and each slice of a contraction counts."""
-    monkeypatch.setattr("hapsynth.search.work.TILE", 1)
+    monkeypatch.setattr("hapsynth.search.cost.work.TILE", 1)
     fn, args = MODELS[name]()
     plan = hapsynth.synthesize(fn, args, first_devices(8), cluster=slow_cluster(SPEEDS), leave_out=False)
     assert any(len(set(shares)) > 1 for shares in plan.sizes.shares)
@@ -103,7 +103,7 @@ def test_right_where_it_is_cut_unevenly(name: str, monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize("name", ON_TWO_AXES)
 def test_right_where_two_axes_cut_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same devices as 2 x 4. Planning may take longer than the budget: then with a gap, and no less right."""
-    monkeypatch.setattr("hapsynth.search.work.TILE", 1)
+    monkeypatch.setattr("hapsynth.search.cost.work.TILE", 1)
     fn, args = MODELS[name]()
     mesh = Mesh(np.array(jax.devices()).reshape([n for _, n in AXES]), [name for name, _ in AXES])
     cluster = replace(slow_cluster(SPEEDS), axes=AXES)

@@ -18,18 +18,18 @@ import numpy as np
 from jax import lax
 from jax.sharding import SingleDeviceSharding
 
-from hapsynth.graph import Literal
-from hapsynth.instructions.program import Convert
-from hapsynth.instructions.sizes import Sizes
-from hapsynth.instructions.stages import Stage
+from hapsynth.graph.ir import Literal
+from hapsynth.instructions.program.program import Convert
+from hapsynth.instructions.program.sizes import Sizes
+from hapsynth.instructions.staging.stages import Stage
 from hapsynth.lower import Lowered, Staged, own_mesh
+from hapsynth.lower._collective_order import Order
 from hapsynth.lower._collectives import receive, send
-from hapsynth.lower._control import Env
-from hapsynth.lower._groups import Group
-from hapsynth.lower._order import Order
-from hapsynth.lower._padding import pad_to
-from hapsynth.lower._schedule import CollectiveStage, Item, LocalStage, Name, Slot
-from hapsynth.lower._where import Where
+from hapsynth.lower._control_flow import Env
+from hapsynth.lower._device_groups import Group
+from hapsynth.lower._host_schedule import CollectiveStage, HostSlot, Item, LocalStage, Name
+from hapsynth.lower._mesh_position import MeshPosition
+from hapsynth.lower._storage import pad_to
 from hapsynth.plan import Plan
 from on_gpu.settings import stand_ins
 
@@ -118,7 +118,7 @@ class OneStaged(Staged):
                     env.pop(name, None)
             else:
                 wires = run(*wires)
-        return [env[Slot("output", i)] for i in range(len(self.outputs))]
+        return [env[HostSlot("output", i)] for i in range(len(self.outputs))]
 
     def copies(self) -> Callable[[], list[Any]]:
         """Runs all that stands for collectives, and nothing else."""
@@ -164,7 +164,7 @@ class OneSwitch(Lowered):
         """As `OneStaged` does, on padded shards."""
         return self.function(self._place, *stored)
 
-    def _communicate(self, steps: Sequence[Convert], env: Env, here: Where, order: Order) -> None:
+    def _communicate(self, steps: Sequence[Convert], env: Env, here: MeshPosition, order: Order) -> None:
         for step in steps:
             wire = lax.optimization_barrier(send(self.sizes, step, env[step.value, step.source], here))
             # Between barriers, so that XLA does not see that nothing is sent.

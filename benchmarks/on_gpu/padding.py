@@ -18,7 +18,7 @@ from _timing import burst, interleaved
 from bench_bytes import FREE, LINE, hlo_bytes
 
 from hapsynth.lower._collectives import from_blocks, to_blocks
-from hapsynth.lower._padding import cut_to, pad_to
+from hapsynth.lower._storage import cut_to, pad_to
 from on_gpu.settings import Row, Settings
 
 VARIANTS = {"": ""}

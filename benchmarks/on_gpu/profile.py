@@ -16,7 +16,7 @@ from _timing import Stepper, interleaved
 import hapsynth
 from hapsynth.profile.job import Job
 from hapsynth.profile.run import Options, profile
-from hapsynth.search.evaluate import program_cost
+from hapsynth.search.cost.program_cost import program_cost
 from on_gpu.settings import Example, Row, Settings, fitting
 
 VARIANTS = {"": ""}

@@ -17,8 +17,8 @@ from jax.sharding import Mesh
 
 import hapsynth
 from hapsynth._jax import memory_first
-from hapsynth.cluster import Cluster, Link
-from hapsynth.devices import DeviceKind
+from hapsynth.cluster.cluster import Cluster, Link
+from hapsynth.cluster.device_kinds import DeviceKind
 from hapsynth.plan import Form, Plan
 
 Row = dict[str, Any]

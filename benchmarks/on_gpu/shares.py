@@ -15,11 +15,11 @@ import numpy as np
 from _timing import interleaved
 
 import hapsynth
-from hapsynth.instructions.program import Compute
-from hapsynth.instructions.sizes import Sizes
-from hapsynth.lower._schedule import CollectiveStage, LocalStage
-from hapsynth.search.costs import CostModel
-from hapsynth.search.evaluate import device_seconds
+from hapsynth.instructions.program.program import Compute
+from hapsynth.instructions.program.sizes import Sizes
+from hapsynth.lower._host_schedule import CollectiveStage, LocalStage
+from hapsynth.search.cost.model import CostModel
+from hapsynth.search.cost.program_cost import device_seconds
 from on_gpu.one_device import OneStaged, Steps, one_of, with_shares
 from on_gpu.settings import Example, Row, Settings, fitting, like_cluster
 

@@ -18,8 +18,8 @@ import jax.numpy as jnp
 from _timing import interleaved
 
 import hapsynth
-from hapsynth.instructions import gathered, padded
-from hapsynth.lower._schedule import LocalStage
+from hapsynth.instructions.staging import gathered, padded
+from hapsynth.lower._host_schedule import LocalStage
 from on_gpu.one_device import OneStaged, OneSwitch, Steps, one_of
 from on_gpu.settings import Row, Settings, is_gpu, like_cluster, skipped, slow_kind
 

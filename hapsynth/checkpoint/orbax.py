@@ -16,7 +16,7 @@ from orbax.checkpoint import future, type_handlers
 from hapsynth.checkpoint.manifest import Box
 from hapsynth.checkpoint.state import holders_of, local_shards
 from hapsynth.lower import Storage
-from hapsynth.sharded_array import ShardedArray
+from hapsynth.running.sharded_array import ShardedArray
 
 
 class Handler(type_handlers.NumpyHandler):

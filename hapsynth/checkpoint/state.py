@@ -16,16 +16,17 @@ import numpy as np
 from jax.sharding import Mesh
 from jax.tree_util import keystr, tree_flatten_with_path
 
-import hapsynth
 from hapsynth import _jax
-from hapsynth._arguments import Arguments, hollow
+from hapsynth._pytrees import skeleton
+from hapsynth._version import __version__
 from hapsynth.checkpoint.manifest import Box, CheckpointError, Leaf, Manifest, Static, common, size_of, within
 from hapsynth.checkpoint.reader import Reader
 from hapsynth.checkpoint.writer import Holders, save
-from hapsynth.jobs import exchanged
-from hapsynth.local_data import Feeder, Slices
 from hapsynth.lower import Lowered, Shards, Staged, Storage, local_positions, parts
-from hapsynth.rebalance import gathered
+from hapsynth.rendezvous.meeting import exchanged
+from hapsynth.running.allgather import gathered
+from hapsynth.running.arguments import Arguments
+from hapsynth.running.process_local_data import ProcessLocalLoader, Slices
 
 
 class _Place(NamedTuple):
@@ -72,13 +73,13 @@ def save_state(
 
     folder = Path(path)
     agreed = partial(_agreed, lowered.mesh, f"{folder}: cannot be written")
-    manifest = Manifest(hapsynth.__version__, "", tuple(leaves))
+    manifest = Manifest(__version__, "", tuple(leaves))
     save(folder, manifest, holders, fetch, jax.process_index(), agreed)
 
 
 def restore_state(path: str | os.PathLike[str], arguments: Arguments, lowered: Lowered | Staged, arg: int | str) -> Any:
     """Read an argument as its plan keeps it; see `Plan.restore_state`."""
-    feeder, restored = Feeder(arguments, lowered, arg), list[Any]()
+    feeder, restored = ProcessLocalLoader(arguments, lowered, arg), list[Any]()
 
     def work() -> str:
         reader = Reader(path)
@@ -106,7 +107,7 @@ def restore_state(path: str | os.PathLike[str], arguments: Arguments, lowered: L
 
 def _places(arguments: Arguments, lowered: Lowered | Staged, arg: int | str) -> Iterator[_Place]:
     tree, first = arguments.tree_of(arg)
-    for i, (path, _) in enumerate(tree_flatten_with_path(hollow(tree))[0], first):
+    for i, (path, _) in enumerate(tree_flatten_with_path(skeleton(tree))[0], first):
         position = arguments.input_of.get(i)
         if position is None:
             yield _Place(keystr(path), arguments.paths[i], None, -1, arguments.traced.static_leaves[i])

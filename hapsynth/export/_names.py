@@ -10,9 +10,9 @@ from typing import Any
 
 import jax.extend.core as jex
 
-from hapsynth.graph import Graph
+from hapsynth.graph.ir import Graph
 from hapsynth.instructions.layout import format_layout
-from hapsynth.instructions.program import Property
+from hapsynth.instructions.program.program import Property
 
 MARK = jex.Primitive("hapsynth_named")
 """Passes a tensor on; its parameters say which one it is."""

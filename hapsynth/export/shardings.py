@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.tree_util import tree_unflatten
 
 from hapsynth.instructions.layout import format_layout
 from hapsynth.lower import Storage
-from hapsynth.planned import AbsentError
-
-if TYPE_CHECKING:
-    from hapsynth.plan import Plan
+from hapsynth.running.base import AbsentError, Planned
 
 
-def in_shardings(plan: Plan) -> tuple[Any, ...]:
+def in_shardings(plan: Planned) -> tuple[Any, ...]:
     """`Plan.in_shardings`."""
     leaves: list[Any] = [None] * plan.traced.in_tree.num_leaves
     for i, path, storage in zip(plan.traced.array_leaves, plan.traced.in_paths, plan.lowered.inputs, strict=True):
@@ -29,7 +26,7 @@ def in_shardings(plan: Plan) -> tuple[Any, ...]:
     return args
 
 
-def out_shardings(plan: Plan) -> Any:
+def out_shardings(plan: Planned) -> Any:
     """`Plan.out_shardings`."""
     leaves: list[Any] = [None] * plan.traced.out_tree.num_leaves
     outputs = zip(plan.traced.out_array_leaves, plan.traced.out_paths, plan.lowered.outputs, strict=True)
@@ -39,7 +36,7 @@ def out_shardings(plan: Plan) -> Any:
     return tree_unflatten(plan.traced.out_tree, leaves)
 
 
-def _sharding(plan: Plan, what: str, storage: Storage) -> NamedSharding:
+def _sharding(plan: Planned, what: str, storage: Storage) -> NamedSharding:
     if not storage.is_even:
         cuts = ", ".join(f"dimension {d} in shards of {'/'.join(map(str, n))}" for d, (_, n) in storage.cuts.items())
         devices = len(plan.devices)

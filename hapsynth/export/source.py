@@ -6,25 +6,23 @@ import base64
 import inspect
 import textwrap
 import zlib
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType
 
 from hapsynth import _jax
-from hapsynth._forms import only_staged
 from hapsynth.export import _runtime
-from hapsynth.export._body import Writer, shape_of
+from hapsynth.export._equation_printer import NAMESPACE
+from hapsynth.export._function_printer import Writer, shape_of
 from hapsynth.export._literals import UnwritableError, array
 from hapsynth.export._names import marker, of_path
-from hapsynth.export._ops import NAMESPACE
-from hapsynth.export._trees import results_text
+from hapsynth.export._pytree_printer import results_text
 from hapsynth.instructions.layout import format_layout
 from hapsynth.lower import Lowered, Storage
-
-if TYPE_CHECKING:
-    from hapsynth.plan import Plan
+from hapsynth.running.base import Planned
+from hapsynth.running.form import only_staged
 
 _MARK = "# ---- copied from here on\n"
 _HEAD = '''"""A program that hapsynth planned for the cluster {cluster!r}, on {sizes}. It needs nothing but JAX.
@@ -48,7 +46,7 @@ class SourceError(ValueError):
     """A plan cannot be written as a program's text."""
 
 
-def source_of(plan: Plan) -> str:
+def source_of(plan: Planned) -> str:
     """The module's text. Raises SourceError naming what cannot be written, or why the plan has no such form."""
     too_large = only_staged(plan.traced.graph, plan.result, plan.cluster)
     if too_large:
@@ -60,7 +58,7 @@ def source_of(plan: Plan) -> str:
 
 
 class _Module:
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: Planned) -> None:
         self.plan, self.traced, self.graph = plan, plan.traced, plan.traced.graph
         self.axes = plan.program.axes
         names, sizes = [n for n, _ in self.axes], tuple(s for _, s in self.axes)

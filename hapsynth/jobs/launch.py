@@ -17,10 +17,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from hapsynth.jobs._address import COORDINATOR, RENDEZVOUS, JobError, free_ports, parse_address
-from hapsynth.jobs._server import named
-from hapsynth.jobs._supervisor import Reaper, Supervisor
-from hapsynth.jobs._wire import printable
+from hapsynth.jobs.supervisor import Reaper, Supervisor
+from hapsynth.rendezvous.address import COORDINATOR, RENDEZVOUS, JobError, free_ports, parse_address
+from hapsynth.rendezvous.server import named
+from hapsynth.rendezvous.wire import printable
 
 _TELL_S = 3.0
 """For the others to say themselves, by the rendezvous, who failed."""

@@ -13,13 +13,13 @@ from functools import partial
 import jax
 from jax import lax
 
-from hapsynth import gloo
 from hapsynth.instructions.layout import Layout, cut_axes, way_of
-from hapsynth.instructions.program import Convert
-from hapsynth.instructions.sizes import Sizes
-from hapsynth.lower._padding import pad_to, with_length
-from hapsynth.lower._reshare import Recut
-from hapsynth.lower._where import Where
+from hapsynth.instructions.program.program import Convert
+from hapsynth.instructions.program.sizes import Sizes
+from hapsynth.lower import _gloo
+from hapsynth.lower._mesh_position import MeshPosition
+from hapsynth.lower._reshard import Recut
+from hapsynth.lower._storage import pad_to, with_length
 
 
 def to_blocks(x: jax.Array, dim: int, lengths: Sequence[int], largest: int) -> jax.Array:
@@ -77,15 +77,17 @@ class _Blocks:
     def largest(self) -> int:
         return max(map(max, self.rows))
 
-    def split(self, here: Where, x: jax.Array) -> jax.Array:
+    def split(self, here: MeshPosition, x: jax.Array) -> jax.Array:
         largest = self.largest
         return self._switch(here, lambda lengths, x: to_blocks(x, self.dim, lengths, largest), x)
 
-    def join(self, here: Where, x: jax.Array) -> jax.Array:
+    def join(self, here: MeshPosition, x: jax.Array) -> jax.Array:
         largest, stored = self.largest, max(map(sum, self.rows))
         return self._switch(here, lambda lengths, x: from_blocks(x, self.dim, lengths, largest, stored), x)
 
-    def _switch(self, here: Where, fn: Callable[[tuple[int, ...], jax.Array], jax.Array], x: jax.Array) -> jax.Array:
+    def _switch(
+        self, here: MeshPosition, fn: Callable[[tuple[int, ...], jax.Array], jax.Array], x: jax.Array
+    ) -> jax.Array:
         kinds = tuple(dict.fromkeys(self.rows[p] for p in here.positions(self.axes[:-1])))
         if len(kinds) == 1:
             return fn(kinds[0], x)
@@ -93,7 +95,7 @@ class _Blocks:
         return lax.switch(kind, [partial(fn, lengths) for lengths in kinds], x)
 
 
-def send(sizes: Sizes, step: Convert, x: jax.Array, here: Where) -> jax.Array:
+def send(sizes: Sizes, step: Convert, x: jax.Array, here: MeshPosition) -> jax.Array:
     """A padded shard as the collective takes it. A dimension of an even cut is laid out as it is."""
     if step.step in ("reduce_scatter", "all_to_all"):
         return _Blocks.of(sizes, step.value, step.target, step.target[step.axis].dim).split(here, x)
@@ -105,20 +107,20 @@ def exchange(sizes: Sizes, name: str, step: Convert, x: jax.Array, by_gloo: bool
     source, target = step.source[step.axis], step.target[step.axis]
     match step.step:
         case "all_reduce":
-            return gloo.all_reduce(x, name, source.reduction, by_gloo)
+            return _gloo.all_reduce(x, name, source.reduction, by_gloo)
         case "reduce_scatter":
-            return gloo.psum_scatter(x, name, target.dim, by_gloo)
+            return _gloo.psum_scatter(x, name, target.dim, by_gloo)
         case "all_gather":
-            return gloo.all_gather(x, name, source.dim, by_gloo)
+            return _gloo.all_gather(x, name, source.dim, by_gloo)
         case "all_to_all":
-            return gloo.all_to_all(x, name, target.dim, source.dim, by_gloo)
+            return _gloo.all_to_all(x, name, target.dim, source.dim, by_gloo)
         case "reshare":
             return Recut.of(sizes, step).exchange(name, x)
         case "slice" | "partial":
             raise AssertionError(f"{step.step} communicates nothing")
 
 
-def receive(sizes: Sizes, step: Convert, x: jax.Array, here: Where) -> jax.Array:
+def receive(sizes: Sizes, step: Convert, x: jax.Array, here: MeshPosition) -> jax.Array:
     """What the collective gave as a padded shard under the target layout."""
     if step.step in ("all_gather", "all_to_all"):
         return _Blocks.of(sizes, step.value, step.source, step.source[step.axis].dim).join(here, x)

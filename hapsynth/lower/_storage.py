@@ -1,4 +1,5 @@
-"""How one value lies in the devices' memory: even shards at their exact shape, uneven ones padded to the largest."""
+"""How one value is stored in the devices' memory: even shards at their exact shape, uneven ones padded with zeros to
+the largest."""
 
 from __future__ import annotations
 
@@ -10,14 +11,16 @@ from math import prod
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.extend.core import primitives
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from hapsynth import _jax
-from hapsynth.graph import Graph
+from hapsynth.graph.ir import Graph
 from hapsynth.instructions.layout import Layout
-from hapsynth.instructions.sizes import Sizes, layout_nodes
+from hapsynth.instructions.program.sizes import Sizes, layout_nodes
 
 
 def own_mesh(mesh: Mesh, axes: Sequence[tuple[str, int]]) -> Mesh:
@@ -247,3 +250,20 @@ class Storage:
                 source[dim], target[dim] = slice(first, first + length), slice(start, start + length)
             out[tuple(target)] = host[tuple(source)]
         return out
+
+
+def pad_to(x: jax.Array, shape: Sequence[int]) -> jax.Array:
+    """Zeros after the end of each dimension; `x` itself where it already has the shape."""
+    if x.shape == tuple(shape):
+        return x
+    return jnp.pad(x, [(0, large - small) for small, large in zip(x.shape, shape, strict=True)])
+
+
+def cut_to(x: jax.Array, shape: Sequence[int]) -> jax.Array:
+    """The first elements of each dimension; `x` itself where it already has the shape."""
+    return x if x.shape == tuple(shape) else lax.slice(x, (0,) * x.ndim, shape)
+
+
+def with_length(x: jax.Array, dim: int, length: int) -> tuple[int, ...]:
+    """The shape with another length of one dimension."""
+    return tuple(length if i == dim else n for i, n in enumerate(x.shape))

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 
 from hapsynth import _jax
-from hapsynth.graph import Graph, Literal, Op
+from hapsynth.graph.ir import Graph, Literal, Op
 from hapsynth.instructions.rules.registry import bind, rule_name
 
 _REFUSED = ("UNIMPLEMENTED", "NOT_FOUND", "INVALID_ARGUMENT", "INTERNAL")

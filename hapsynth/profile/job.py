@@ -17,10 +17,10 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from hapsynth._memory import free
-from hapsynth.gloo import as_batch_work
-from hapsynth.profile.kernels import Kernel
+from hapsynth._device_memory import free
+from hapsynth.profile.op_kernels import Kernel
 from hapsynth.profile.sampling import Floats
+from hapsynth.rendezvous.cpu_scheduling import as_batch_work
 
 
 class Job:

@@ -10,17 +10,17 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from hapsynth.cluster import Cluster
-from hapsynth.graph import Graph
-from hapsynth.profile.build import Builder
+from hapsynth.cluster.cluster import Cluster
+from hapsynth.graph.ir import Graph
+from hapsynth.profile.cluster_builder import Builder
+from hapsynth.profile.collectives import Axes, Exchange, exchanges, runner
 from hapsynth.profile.job import Job
-from hapsynth.profile.judge import ProfileError, refusal
-from hapsynth.profile.kernels import Kernel, kernels
-from hapsynth.profile.kinds import typical_kind
-from hapsynth.profile.ops import MOST_OPS, MOST_OPS_QUICK, Ops
+from hapsynth.profile.kind_fit import typical_kind
+from hapsynth.profile.measured_ops import MOST_OPS, MOST_OPS_QUICK, Ops
+from hapsynth.profile.op_kernels import Kernel, kernels
+from hapsynth.profile.plausibility import ProfileError, refusal
+from hapsynth.profile.resume import State, packed, unpacked
 from hapsynth.profile.sampling import Floats, sampled
-from hapsynth.profile.state import State, packed, unpacked
-from hapsynth.profile.wires import Axes, Exchange, exchanges, runner
 
 _LATENCY_BYTES = 1 << 18
 ALONE = "alone"
@@ -55,10 +55,10 @@ def profile(
 ) -> Cluster:
     """Measure the devices of this job and what joins them; called by all its processes.
 
-    `graph`: of a function (`hapsynth.trace`), the same in all processes, whose heavy ops are measured too. `partial`:
-    the file that keeps what has been measured until all has been. `tell` is called with what is being measured, `note`
-    with what a person should know. Raises ProfileError for figures that can't be true, unless `force`, and for axes
-    that don't fit the devices.
+    `graph`: of a function (`hapsynth.graph.trace`), the same in all processes, whose heavy ops are measured too.
+    `partial`: the file that keeps what has been measured until all has been. `tell` is called with what is being
+    measured, `note` with what a person should know. Raises ProfileError for figures that can't be true, unless `force`,
+    and for axes that don't fit the devices.
     """
     axes = options.axes or (("hap", job.n),)
     if int(np.prod([size for _, size in axes])) != job.n:

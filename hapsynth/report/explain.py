@@ -8,17 +8,17 @@ from collections.abc import Callable, Sequence
 
 from rich.console import Console
 
-from hapsynth._words import nbytes, percent, plural, seconds
+from hapsynth._errors import UsageError
+from hapsynth._quantities import nbytes, percent, plural, seconds
 from hapsynth.instructions.layout import format_layout
-from hapsynth.instructions.program import Convert, reads, writes
+from hapsynth.instructions.program.program import Convert, reads, writes
 from hapsynth.plan import Plan
-from hapsynth.report.alternatives import Alternative, Alternatives
-from hapsynth.report.model_file import UsageError
 from hapsynth.report.names import Names
 from hapsynth.report.summary import print_certificate, print_left_out, sizes_table
-from hapsynth.report.text import heading, table
-from hapsynth.search.evaluate import feed_costs
-from hapsynth.search.memory import padded_bytes
+from hapsynth.report.tables import heading, table
+from hapsynth.search.cost.program_cost import feed_costs
+from hapsynth.search.memory.profile import padded_bytes
+from hapsynth.whatif.alternatives import Alternative, Alternatives
 
 _KINDS = 14
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from hapsynth.graph import Value
+from hapsynth.graph.ir import Value
+from hapsynth.graph.trace import Traced
 from hapsynth.instructions.layout import format_layout
-from hapsynth.instructions.program import Convert, Instruction
-from hapsynth.instructions.sizes import DimensionClass
-from hapsynth.trace import Traced
+from hapsynth.instructions.program.program import Convert, Instruction
+from hapsynth.instructions.program.sizes import DimensionClass
 
 
 class Names:

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 from rich.console import Console
 
-from hapsynth._words import percent, plural, seconds
+from hapsynth._quantities import percent, plural, seconds
 from hapsynth.search.result import Progress
 
 

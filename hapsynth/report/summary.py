@@ -8,14 +8,14 @@ from collections import Counter
 from rich.console import Console
 from rich.table import Table
 
-from hapsynth._words import counted, nbytes, percent, plural, seconds
-from hapsynth.instructions.program import Convert
-from hapsynth.instructions.uncovered import named, uncovered, unpriced
+from hapsynth._quantities import counted, nbytes, percent, plural, seconds
+from hapsynth.instructions.program.program import Convert
+from hapsynth.instructions.rules.replicated_ops import named, uncovered, unpriced
 from hapsynth.plan import Plan
-from hapsynth.report.listing import brief
+from hapsynth.report.json_records import costs_of, traffic
 from hapsynth.report.names import Names
-from hapsynth.report.record import costs_of, traffic
-from hapsynth.report.text import device_groups, heading, indices, span, table
+from hapsynth.report.program_listing import brief
+from hapsynth.report.tables import device_groups, heading, indices, span, table
 
 _STATUS = {
     "optimal": "optimal: no program at any shard sizes is cheaper",

@@ -10,8 +10,8 @@ from typing import Any, cast
 import jax
 
 from hapsynth import _jax
-from hapsynth.graph import Op
-from hapsynth.inline import OWN
+from hapsynth.graph.inline import OWN
+from hapsynth.graph.ir import Op
 from hapsynth.instructions.factors import Dim, Factors, Local
 from hapsynth.instructions.layout import Reduction
 from hapsynth.instructions.rules.notation import Notation, RuleError, named_dims

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.lax import GatherScatterMode as Mode
 
-from hapsynth.graph import Op
+from hapsynth.graph.ir import Op
 from hapsynth.instructions.factors import Cut, Dim, Factors, Local, Reduction
 from hapsynth.instructions.layout import reduction_of
 from hapsynth.instructions.rules.registry import apart, bind, identity, no_flops, register

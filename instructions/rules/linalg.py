@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from math import log2, prod
 
-from hapsynth.graph import Op
+from hapsynth.graph.ir import Op
 from hapsynth.instructions.factors import Dim, Factors
 from hapsynth.instructions.rules.registry import FactorsOf, FlopsOf, register
 

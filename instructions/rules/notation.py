@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Any, cast
 
-from hapsynth.graph import Op
+from hapsynth.graph.ir import Op
 from hapsynth.instructions.factors import Dim, Factors
 from hapsynth.instructions.layout import Reduction
 

@@ -17,9 +17,9 @@ import numpy as np
 from jax import lax
 from jax.extend.random import threefry2x32_p
 
-from hapsynth.graph import Op
+from hapsynth.graph.ir import Op
 from hapsynth.instructions.factors import Factors, Local
-from hapsynth.instructions.rules.pointwise import pointwise
+from hapsynth.instructions.rules.elementwise import pointwise
 from hapsynth.instructions.rules.registry import KEYS_ARE_WHOLE, apart, bind, elements, no_flops, register, replicated
 
 THREEFRY = "threefry2x32"

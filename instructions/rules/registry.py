@@ -16,7 +16,7 @@ import numpy as np
 from jax import lax
 
 from hapsynth import _jax
-from hapsynth.graph import Op
+from hapsynth.graph.ir import Op
 from hapsynth.instructions.factors import Factors, Local
 from hapsynth.instructions.layout import Layout, R, reduction_of
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from hapsynth.instructions.factors import Dim, Factors, Local
 from hapsynth.instructions.rules.registry import no_flops, register
-from hapsynth.instructions.rules.shape import reorders
+from hapsynth.instructions.rules.reshaping import reorders
 
 
 def passing(

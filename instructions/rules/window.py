@@ -13,7 +13,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
-from hapsynth.graph import Op
+from hapsynth.graph.ir import Op
 from hapsynth.instructions.factors import Factors, Local
 from hapsynth.instructions.rules.reduce import keeps
 from hapsynth.instructions.rules.registry import bind, register

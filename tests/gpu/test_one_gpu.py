@@ -21,7 +21,7 @@ from on_gpu.overhead import in_float64, off, peak
 from on_gpu.settings import DTYPES, Example, Settings
 from on_gpu.shares import for_two
 
-from hapsynth import _memory
+from hapsynth import _device_memory
 from hapsynth.plan import Form
 from hapsynth.profile.job import Job
 from hapsynth.profile.run import Options, profile
@@ -133,10 +133,10 @@ def test_a_smaller_share_takes_less_memory(device: Any, name: str) -> None:
 def test_memory_is_told_as_the_allocator_has_it(device: Any) -> None:
     if not device.memory_stats():
         pytest.skip("the CPU backend tells no allocator's figures")
-    most, free = device.memory_stats()["bytes_limit"], _memory.free(device)
+    most, free = device.memory_stats()["bytes_limit"], _device_memory.free(device)
     assert 0 < free <= most
     x = jax.block_until_ready(jax.device_put(np.zeros(1 << 26, np.float32), device))
-    assert free - _memory.free(device) == pytest.approx(x.nbytes, rel=0.01)
+    assert free - _device_memory.free(device) == pytest.approx(x.nbytes, rel=0.01)
 
 
 def test_a_quick_profile(device: Any) -> None:
@@ -145,4 +145,4 @@ def test_a_quick_profile(device: Any) -> None:
     assert kind.name == device.device_kind
     assert kind.flops["float32"] > 1e9
     assert kind.bandwidth > 1e9
-    assert kind.memory == pytest.approx(_memory.free(device), rel=0.2)
+    assert kind.memory == pytest.approx(_device_memory.free(device), rel=0.2)

@@ -1,0 +1,194 @@
+"""Options of `synthesize`, checked before any work; `ratios` parsed: fractions for all or some dimension classes."""
+
+from __future__ import annotations
+
+import difflib
+import numbers
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, cast
+
+import jax
+import numpy as np
+
+from hapsynth._gc import gc_paused
+from hapsynth._jax import is_extended
+from hapsynth._warn import warn_user
+from hapsynth.cluster import _units
+from hapsynth.cluster.cluster import Cluster, ClusterWarning
+from hapsynth.graph.ir import Value
+from hapsynth.graph.trace import Traced, trace
+from hapsynth.graph.trip_counts import Expectation, expecting
+from hapsynth.instructions.layout import Layout, is_consistent, parse_layout
+from hapsynth.instructions.program.sizes import Node
+from hapsynth.running.form import Form
+from hapsynth.search.cost.model import Floats
+from hapsynth.search.sizing.fixed_ratios import FixedRatios, RatioError, check_granule
+
+
+def devices_of(mesh: Any, cluster: Any) -> tuple[jax.sharding.Mesh | None, Cluster]:
+    """The mesh to run on, if there is one, and what its devices can do."""
+    if not isinstance(mesh, (jax.sharding.Mesh, Cluster)):
+        raise TypeError(f"mesh is a {type(mesh).__name__}; give a jax.sharding.Mesh, or a hapsynth.Cluster")
+    if not isinstance(cluster, (Cluster, type(None))):
+        raise TypeError(f"cluster is a {type(cluster).__name__}; give a hapsynth.Cluster, e.g. Cluster.load(path)")
+    if isinstance(mesh, Cluster):
+        if cluster is not None:
+            raise TypeError("two clusters are given, one as mesh; with cluster=, mesh is the jax.sharding.Mesh")
+        return None, mesh
+    cluster = cluster or Cluster.from_mesh(mesh)
+    if mesh.size != cluster.n:
+        raise ValueError(
+            f"the mesh has {mesh.size} devices and cluster {cluster.name!r} {cluster.n}; give a mesh over "
+            f"{cluster.n} devices, or a cluster that describes these {mesh.size}"
+        )
+    return mesh, cluster
+
+
+def check_positive(name: str, value: Any, unit: str) -> None:
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise TypeError(f"{name} is {value!r}; give a number of {unit}")
+    if not float(value) > 0:
+        raise ValueError(f"{name} is {value!r}; give a positive number of {unit}")
+
+
+def tell_lesser_memory(cluster: Cluster, limit: float | None) -> None:
+    """Warn where a limit is beyond what devices have, which holds then: `MemoryBudget.of`."""
+    less = [k for k in cluster.devices if limit is not None and k.memory < limit]
+    if limit is None or not less:
+        return
+    kinds = {k.name: _units.format(float(k.memory), _units.MEMORY) for k in less}
+    has = ", ".join(f"{name}: {memory}" for name, memory in kinds.items())
+    warn_user(
+        f"memory_limit is {_units.format(float(limit), _units.MEMORY)}, and {len(less)} of {cluster.n} devices have "
+        f"less ({has}): these keep to what they have; what a device has is said by the cluster (kinds.NAME.memory)",
+        ClusterWarning,
+    )
+
+
+def check_dict(name: str, value: Any, of: str = "") -> None:
+    """TypeError where an option, of a function that is called so, is given and no dict."""
+    if value is not None and not isinstance(value, Mapping):
+        where = f" of {of}" if of not in ("", "fn") else ""
+        raise TypeError(f"{name}{where} is {value!r}; give a dict")
+
+
+def holds_exact(form: Form, devices: jax.sharding.Mesh | None) -> bool:
+    """Whether a plan is made for shards of exact size in memory (`synthesize`)."""
+    return form == "staged" or (form == "auto" and devices is not None and devices.is_multi_process)
+
+
+def traced_as_asked(
+    fn: Any,
+    args: Any,
+    kwargs: Mapping[str, Any] | None,
+    carry: Sequence[tuple[str, str]] | None,
+    expect: Mapping[str, Expectation] | None,
+    names: tuple[str, str] = ("fn", "example_args"),
+) -> Traced:
+    """A function, traced; TypeError where it or its arguments are none, which are called by `names`."""
+    if not callable(fn):
+        raise TypeError(f"{names[0]} is {fn!r}, which can't be called")
+    if not isinstance(args, (tuple, list)):
+        kind = type(args).__name__
+        raise TypeError(f"{names[1]} is a {kind}; give a tuple of the arguments, (x,) where there is one")
+    for option, given in (("example_kwargs", kwargs), ("expect", expect)):
+        check_dict(option, given, names[0])
+    with gc_paused():
+        traced = trace(fn, args, dict(kwargs or {}), carry=carry)
+    return replace(traced, graph=expecting(traced.graph, expect)) if expect else traced
+
+
+def layouts_of(arguments: Mapping[str, Value], fixed: Mapping[str, str], axes: int, what: str) -> dict[int, Layout]:
+    """The stored layouts that `fixed` asks for, by value, on a mesh of so many axes; ValueError names a path or layout
+    that cannot be met, and `what` the paths are of."""
+    check_dict("fixed", fixed)
+    stored: dict[int, Layout] = {}
+    for path, text in fixed.items():
+        if path not in arguments:
+            raise ValueError(f"fixed names {what} {path!r}, but the {what}s are {', '.join(arguments)}")
+        value = arguments[path]
+        each = " for each mesh axis, e.g. S(0),R" if axes > 1 else ""
+        why = f"fixed asks for {text!r} of {path}, whose shape is {value.shape}; expected R or S(<dim>){each}"
+        try:
+            layout = parse_layout(text)
+        except (AttributeError, ValueError):
+            raise ValueError(why) from None
+        partial = any(p.is_partial or p.way or p.dim >= len(value.shape) for p in layout)
+        if len(layout) != axes or partial or not is_consistent(layout):
+            raise ValueError(why)
+        if any(p.is_sharded and (value.shape[p.dim] == 0 or is_extended(value.dtype)) for p in layout):
+            raise ValueError(f"fixed asks for {text!r} of {path}, but {value} cannot be cut there; expected R")
+        stored[value.index] = layout
+    return stored
+
+
+Ratios = Sequence[float] | Mapping[str, Sequence[float]]
+"""One fraction per device, in mesh order, for every class; or class name -> one per shard, as in `Plan.ratios`."""
+
+_SUM = 1e-6
+
+
+def fixed_ratios_of(traced: Traced, ratios: Ratios, axes: tuple[tuple[str, int], ...]) -> FixedRatios:
+    """What `ratios` ask for on a mesh of `axes`; TypeError or RatioError names the class, the fault and the way out."""
+    if not isinstance(ratios, Mapping):
+        n = int(np.prod([size for _, size in axes]))
+        return FixedRatios(weights=_fractions("ratios", ratios, n, "one for each device, in mesh order"))
+    if not ratios:
+        raise RatioError("ratios name no class; give class name -> fractions as in Plan.ratios, or None")
+    named: dict[Node, Floats] = {}
+    for name, fractions in ratios.items():
+        value, dim, cut, _ = node = _node(traced, name, axes)
+        positions = int(np.prod([axes[a][1] for a in cut]))
+        vector = _fractions(f"ratios[{name!r}]", fractions, positions, "one for each of its shards")
+        units = traced.graph.values[value].shape[dim]
+        check_granule(name, vector, units)
+        rounded = np.round(vector * units) / units
+        if not np.array_equal(named.setdefault(node, rounded), rounded):
+            raise RatioError(f"ratios name {name!r}, whose fractions another of its names gives unlike: name it once")
+    return FixedRatios(named=named)
+
+
+def _fractions(what: str, given: Any, count: int, each: str) -> Floats:
+    if isinstance(given, str) or not isinstance(given, (Sequence, np.ndarray)):
+        raise TypeError(f"{what} is {given!r}; give {count} fractions that sum to 1, {each}")
+    fractions = list(cast(Sequence[Any], given))
+    if any(isinstance(x, bool) or not isinstance(x, numbers.Real) for x in fractions):
+        raise TypeError(f"{what} holds something that is no number: {fractions}; give {count} fractions, {each}")
+    if len(fractions) != count:
+        raise RatioError(f"{what} holds {len(fractions)} fractions; give {count}, {each}")
+    vector = np.array(fractions, dtype=np.float64)
+    for place in np.flatnonzero(~(vector >= 0) | ~np.isfinite(vector)):
+        raise RatioError(f"{what} is {fractions[place]!r} at position {place}; give fractions of at least 0")
+    if abs(vector.sum() - 1.0) > _SUM:
+        total = float(vector.sum())
+        hint = f"; divided by their sum they are {[round(x, 9) for x in (vector / total).tolist()]}" if total else ""
+        raise RatioError(f"{what} sum to {total:.9g}, not to 1{hint}")
+    return vector / vector.sum()
+
+
+def _node(traced: Traced, name: Any, axes: tuple[tuple[str, int], ...]) -> Node:
+    """The dimension and mesh axes that a class's name tells, as in `Plan.ratios`; arguments also by their paths."""
+    graph = traced.graph
+    paths = dict(zip(traced.in_paths, graph.inputs, strict=True))
+    known = {**{v.name: v.index for v in graph.values}, **paths}
+    cut, _, along = str(name).partition("@")
+    tensor, _, dim = cut.rpartition(".")
+    form = "give <argument path or value name>.<dimension>, as in Plan.ratios"
+    if tensor not in known or not dim.isdecimal():
+        near = difflib.get_close_matches(tensor, known, n=1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise RatioError(f"ratios name {name!r}, which is no class{hint}; {form}")
+    value = graph.values[known[tensor]]
+    if int(dim) >= len(value.shape) or value.shape[int(dim)] == 0:
+        raise RatioError(f"ratios name {name!r}, but {value} has no dimension {dim} to cut; {form}")
+    numbered = {axis: a for a, (axis, _) in enumerate(axes)}
+    chosen = along.split(",") if along else list(numbered) if len(axes) == 1 else []
+    if not chosen or len(set(chosen)) < len(chosen) or not set(chosen) <= set(numbered):
+        raise RatioError(
+            f"ratios name {name!r} on a mesh of the axes {', '.join(numbered)}; say along which of them the dimension "
+            f"is cut, e.g. {cut}@{axes[0][0]}"
+        )
+    return value.index, int(dim), tuple(numbered[a] for a in chosen), 0

@@ -1,0 +1,1 @@
+"""Plans that change while they run: monitor, rebalance, other shapes, autotuning."""

@@ -1,0 +1,122 @@
+"""Plans of one function run in turn on its devices, and the fastest kept.
+
+Predictions are a few percent off, and programs that cost alike may differ by more: what waits for what, what a compiler
+fuses, how busy a network is. Who can spare a minute before a long run lets the plan show that it is the fastest.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Generic
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from hapsynth.running.allgather import gathered
+from hapsynth.running.base import P, Planned
+from hapsynth.search.planning.baselines import Baselines
+
+OURS = "hapsynth"
+
+
+@dataclass(frozen=True, eq=False)
+class AutotuneResult(Generic[P]):
+    """What a contest comes to. `seconds`: of every plan that took part, the median of its steps, each as long as the
+    slowest process took."""
+
+    name: str
+    plan: P
+    seconds: Mapping[str, float]
+
+
+def autotune_candidates(plan: P, mesh: Mesh | None = None, *, within: float = 1.5) -> dict[str, P]:
+    """The plan, as "hapsynth", and what people run today (`hapsynth.search.planning.baselines`) as plans of the same
+    function: those that fit into memory and are predicted to take at most `within` times as long, by rising prediction.
+
+    `mesh`: of all devices of the plan's cluster. By default the plan's: where it leaves devices out, so do they.
+    Raises RuntimeError for a plan without devices, ValueError for a mesh of another number of them.
+    """
+    if plan.mesh is None:
+        raise RuntimeError("this plan has no devices to run on: load it where they are, with hapsynth.load")
+    limits = plan.result.memory_limit_bytes
+    everyone = mesh is not None or len(plan.devices) == plan.cluster.n
+    devices = tuple(range(plan.cluster.n)) if everyone else plan.devices
+    if mesh is not None and mesh.devices.size != len(devices):
+        raise ValueError(
+            f"the mesh has {mesh.devices.size} devices, the plan's cluster {len(devices)}: give one of all"
+        )
+    model, least = plan.cost_model(), min(limits[d] for d in devices)
+    known = Baselines(plan.traced.graph, model.table, model.on(plan.cluster.subset(devices)), least)
+    found = {OURS: plan}
+    for name, b in sorted(known.all().items(), key=lambda item: item[1].cost_s):
+        same = (b.program, b.sizes.shares) == (plan.program, plan.sizes.shares)
+        if same or not b.fits or b.cost_s > within * plan.cost:
+            continue
+        result = b.result(limits, None if everyone else devices)
+        found[name] = plan.with_result(result, plan.cluster, mesh=mesh)
+    return found
+
+
+def autotune(
+    plans: Mapping[str, P],
+    *args: Any,
+    steps: int = 5,
+    margin: float = 0.05,
+    clock: Callable[[], float] = time.perf_counter,
+    **kwargs: Any,
+) -> AutotuneResult[P]:
+    """Run every plan for some steps, carried state fed back, and keep the one with the least median.
+
+    `args`, `kwargs`: the function's arguments, whole, as `Plan.shard` takes them; nothing of them is consumed. Every
+    plan runs in two turns of `steps` steps, the second in opposite order, each after one that is not counted; only one
+    plan's arguments lie on the devices at a time. The first plan wins unless another takes at least the fraction
+    `margin` less. In a run of several processes all must call, with the same plans, and all get the same answer.
+    Raises ValueError where there is no plan or no step, RuntimeError for a plan without devices.
+    """
+    if not plans:
+        raise ValueError("no plan was given; give {name: plan}, as hapsynth.autotune_candidates does")
+    if steps < 1:
+        raise ValueError(f"steps is {steps!r}; give a whole number of at least 1")
+    names = list(plans)
+    times = np.zeros((len(names), 2, steps))
+    for turn, order in enumerate((range(len(names)), reversed(range(len(names))))):
+        for i in order:
+            times[i, turn] = list(_timed(plans[names[i]], steps, args, kwargs, clock))
+    slowest = gathered(_everyone(plans[names[0]]), times.ravel()).max(axis=0).reshape(len(names), -1)
+    seconds = dict(zip(names, np.median(slowest, axis=1).tolist(), strict=True))
+    best = min(names, key=lambda name: seconds[name])
+    name = best if seconds[best] <= seconds[names[0]] * (1 - margin) else names[0]
+    return AutotuneResult(name, plans[name], seconds)
+
+
+def _everyone(plan: Planned) -> Mesh:
+    """All devices of the run: a process that no plan uses is told the times as well."""
+    assert plan.mesh is not None
+    return Mesh(np.array(jax.devices(plan.mesh.devices.flat[0].platform)), ("all",))
+
+
+def _timed(
+    plan: Planned, steps: int, args: tuple[Any, ...], kwargs: Mapping[str, Any], clock: Callable[[], float]
+) -> Iterator[float]:
+    """Seconds of each step but the first; 0 in a process that has no part in the plan."""
+    if plan.mesh is not None and not plan.mesh.local_devices:
+        yield from [0.0] * steps
+        return
+    traced, count = plan.traced, len(args) + bool(kwargs)
+    placed = plan.shard(*args, **kwargs)
+    items = [placed] if count == 1 else list(placed)
+    leaves, tree = jax.tree_util.tree_flatten((tuple(items[: len(args)]), items[-1] if kwargs else {}))
+    jax.block_until_ready(leaves)
+    for step in range(steps + 1):
+        began = clock()
+        now, named = tree.unflatten(leaves)
+        out = plan(*now, **named)
+        jax.block_until_ready(out)
+        if step:
+            yield clock() - began
+        made = jax.tree_util.tree_leaves(out)
+        for source, target in traced.graph.carry:
+            leaves[traced.array_leaves[source]] = made[traced.out_array_leaves[target]]

@@ -1,0 +1,125 @@
+"""Watches how fast each device computes while a plan runs, and proposes new sizes where one has slowed.
+
+In a synchronous step every process sees the same wall time, that of the slowest, so wall time says nothing of who is
+slow. Nor does a process's CPU time: one that is held to a part of a core (a cgroup quota, a busy neighbour) takes as
+many CPU seconds for its work as before, only later. What tells is the wall time of work that waits for nobody. Where
+the stages of a plan can meet before they send (`hapsynth.lower._compute_timer`), a call now and then measures just
+that. Else the monitor stops now and then, and this process's devices do by themselves all that they compute in a step
+(`hapsynth.adapting.probe`).
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import deque
+from functools import cached_property
+from typing import Any, Generic
+
+import jax
+import numpy as np
+
+from hapsynth.adapting.probe import Probe
+from hapsynth.adapting.rebalance import THRESHOLD, Proposal, busy_seconds, propose
+from hapsynth.lower import Staged
+from hapsynth.lower._compute_timer import ComputeTimer
+from hapsynth.running.allgather import gathered
+from hapsynth.running.base import P
+
+
+class Monitor(Generic[P]):
+    """Proposes a plan with other sizes when devices slow down or recover, in a training loop:
+
+        monitor = hapsynth.Monitor(plan)
+        for batch in batches:
+            state, loss = plan(state, batch)
+            if proposal := monitor.step(loss):
+                plan, state = proposal.plan, proposal.plan.adopt(state, plan)
+
+    Every `every` calls of `step` each process measures its slowdown, measured over predicted seconds of its own
+    computing: in the call just made, where the plan runs in stages on CPUs of several processes, otherwise in at least
+    `probe_s` seconds of that alone, on copies, or of its heaviest op where they have no room; or the median of the
+    seconds given to `step` since. The median of the last `window` measurements of each counts. A plan is proposed where
+    a step is predicted to take at least the fraction `threshold` less, by each of these measurements alone. After that
+    the monitor watches the proposed plan, from a new window on.
+
+    In a run of several processes each has a monitor with the same options and calls `step` equally often.
+    Raises ValueError for options that are of no use and RuntimeError for a plan without devices.
+    """
+
+    def __init__(
+        self, plan: P, *, every: int = 100, window: int = 3, threshold: float = THRESHOLD, probe_s: float = 1.0
+    ) -> None:
+        for name, value in (("every", every), ("window", window)):
+            if value < 1:
+                raise ValueError(f"{name} is {value!r}; give a whole number of at least 1")
+        if not probe_s > 0:
+            raise ValueError(f"probe_s is {probe_s!r}; give the seconds that a measurement may take")
+        if not 0 <= threshold < 1:
+            raise ValueError(f"threshold is {threshold!r}; give the least gain as a fraction, like 0.05")
+        if plan.mesh is None:
+            raise RuntimeError("this plan has no devices to watch: load it where they are, with hapsynth.load")
+        self.every, self.threshold, self.probe_s = every, threshold, probe_s
+        self._measured: deque[float] = deque(maxlen=window)
+        self._given: list[float] = []
+        self._steps = 0
+        self._watch(plan)
+
+    def _watch(self, plan: P) -> None:
+        self.plan = plan
+        self.__dict__.pop("_probe", None)
+        self._measured.clear()
+        self._ask()
+
+    def _ask(self) -> None:
+        """For the next call to be measured, where its results are."""
+        if self._meetings is not None and (self._steps + 1) % self.every == 0:
+            self._meetings.measured = True
+
+    @property
+    def _meetings(self) -> ComputeTimer | None:
+        """Of a plan whose calls can be measured."""
+        lowered = self.plan.lowered
+        return lowered.meetings if isinstance(lowered, Staged) and lowered.meetings.possible else None
+
+    @cached_property
+    def _probe(self) -> Probe:
+        return Probe(self.plan)
+
+    def step(self, results: Any = None, seconds: float | None = None) -> Proposal[P] | None:
+        """Count one step; a proposal where it is time for one.
+
+        `results`: what the step returned, waited for before anything is measured. `seconds`: what this process measured
+        itself of its own computing in this step, communication and waiting left out.
+        """
+        if seconds is not None:
+            if not (np.isfinite(seconds) and seconds > 0):
+                raise ValueError(f"seconds is {seconds!r}; give the positive seconds that this process computed")
+            self._given.append(seconds)
+        self._steps += 1
+        due = self._steps % self.every == 0
+        if due:
+            self._measured.append(self._slowdown(results))
+            self._given.clear()
+        self._ask()
+        if not due:
+            return None
+        if len(self._measured) < (self._measured.maxlen or 1):
+            return None
+        assert self.plan.mesh is not None
+        proposal = propose(self.plan, gathered(self.plan.mesh, np.array(self._measured)), self.threshold)
+        if proposal.plan is self.plan:
+            return None
+        self._watch(proposal.plan)
+        return proposal
+
+    def _slowdown(self, results: Any) -> float:
+        seconds = self._given
+        if not seconds and self._meetings is not None and not self._meetings.measured:
+            seconds = [self._meetings.local_s]
+        if not seconds:
+            jax.block_until_ready(results)
+            return self._probe.slowdown(self.probe_s)
+        assert self.plan.mesh is not None
+        mine = [d.process_index == jax.process_index() for d in self.plan.mesh.devices.flat]
+        predicted = float(busy_seconds(self.plan)[mine].max())
+        return statistics.median(seconds) / predicted if predicted else 1.0

@@ -1,0 +1,100 @@
+"""How long this process's devices take for their own work in a plan, when nothing is sent or waited for."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from hapsynth import _jax
+from hapsynth.adapting.rebalance import busy_seconds
+from hapsynth.graph.ir import Boundary
+from hapsynth.instructions.program.program import Compute, reads, writes
+from hapsynth.lower import Interpreter, IsolatedProgram, MeshPosition, ones, waits
+from hapsynth.running.base import Planned
+from hapsynth.search.cost.model import CostModel
+from hapsynth.search.cost.program_cost import device_seconds
+
+Run = tuple[Any, Callable[[], list[Any]]]
+"""A function, and what makes operands for it."""
+
+
+class Probe:
+    """All that each of this process's devices computes in a plan, on arrays of its own, which are there while it
+    measures. Where they have no memory for what they hold twice, and of programs that go on as their values say, the
+    heaviest op alone."""
+
+    def __init__(self, plan: Planned, clock: Callable[[], float] = time.perf_counter) -> None:
+        assert plan.mesh is not None
+        self.plan, self._clock = plan, clock
+        costs = plan.cost_model()
+        mine = [
+            (int(np.ravel_multi_index(at, plan.mesh.devices.shape)), at, d)
+            for at, d in np.ndenumerate(plan.mesh.devices)
+            if d.process_index == jax.process_index()
+        ]
+        self._runs: list[Run] = []
+        self.predicted_s = 0.0
+        """Of the slowest of the devices, which work at the same time."""
+        if all(self._has_room(number) for number, _, _ in mine) and not waits(plan.traced.graph):
+            whole = IsolatedProgram(plan.traced.graph, plan.program, plan.sizes, plan.mesh, donate=False)
+            self._runs = whole.compiled_runs()
+            busy = busy_seconds(plan, costs)
+            self.predicted_s = max((float(busy[number]) for number, _, _ in mine), default=0.0)
+            return
+        for number, coords, device in mine:
+            heaviest, seconds = self._heaviest(costs, number)
+            if heaviest is not None:
+                self._runs.append(self._compiled(heaviest, coords, device))
+                self.predicted_s = max(self.predicted_s, seconds)
+
+    def _has_room(self, number: int) -> bool:
+        device = self.plan.devices[number]
+        return 2 * self.plan.result.memory_bytes[device] <= self.plan.cluster.devices[device].memory
+
+    def _heaviest(self, costs: CostModel, device: int) -> tuple[Compute | None, float]:
+        """The instruction that takes the device longest in one run, and its predicted seconds."""
+        found: tuple[Compute | None, float] = (None, 0.0)
+        for i in self.plan.program.instructions:
+            if isinstance(i, Compute) and not isinstance(self.plan.traced.graph.ops[i.op].primitive, Boundary):
+                each = device_seconds(costs, self.plan.sizes, i)
+                found = max(found, (i, float(each[device])), key=lambda pair: pair[1])
+        return found
+
+    def _compiled(self, i: Compute, coords: tuple[int, ...], device: Any) -> Run:
+        """The op as a function for one device."""
+        graph, sizes = self.plan.traced.graph, self.plan.sizes
+        assert self.plan.mesh is not None
+        lengths = self.plan.mesh.devices.shape
+        needed = list(dict.fromkeys(reads(graph, i)))
+        local = Interpreter(graph, sizes, device.platform)
+
+        def run(*values: Any) -> list[Any]:
+            env = dict(zip(needed, values, strict=True))
+            local.run([i], env, MeshPosition(lengths, (coords,), tuple(jnp.int32(c) for c in coords)))
+            return [env[made] for made in writes(graph, i)]
+
+        shapes = [(sizes.local_shape(*p, coords), graph.values[p[0]].dtype) for p in needed]
+        return jax.jit(run), lambda: [jax.device_put(ones(shape, dtype), device) for shape, dtype in shapes]
+
+    def slowdown(self, least_s: float) -> float:
+        """Measured over predicted seconds, the mean over at least `least_s` seconds; 1 where there is nothing to do.
+
+        Nothing else may run on the devices. A quota stops a process for tens of milliseconds at a time, so `least_s`
+        should be some tenths of a second at least.
+        """
+        if not self._runs or not self.predicted_s:
+            return 1.0
+        with _jax.no_mesh():
+            runs = [(run, operands()) for run, operands in self._runs]
+            once = lambda: jax.block_until_ready([run(*values) for run, values in runs])
+            once()
+            rounds, began = 0, self._clock()
+            while (passed := self._clock() - began) < least_s or not rounds:
+                once()
+                rounds += 1
+        return passed / rounds / self.predicted_s

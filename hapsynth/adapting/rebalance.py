@@ -1,0 +1,174 @@
+"""New sizes for a plan whose devices turn out faster or slower than they were taken to be; no new search.
+
+The program stays. The cluster gets the speeds that were measured, the linear program sizes the same program for it
+(`search/sizing/sizer.py`), and the state moves from the old cut to the new one (`running/transfer.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Generic
+
+import numpy as np
+
+from hapsynth.cluster.cluster import Cluster
+from hapsynth.cluster.device_kinds import DeviceKind
+from hapsynth.instructions.program.program import Compute
+from hapsynth.instructions.program.sizes import Sizes, layout_nodes
+from hapsynth.running.allgather import _first, agreed
+from hapsynth.running.base import P, Planned
+from hapsynth.search.cost.model import CostModel, Floats
+from hapsynth.search.cost.program_cost import device_seconds, program_cost, shares
+from hapsynth.search.memory.profile import held_by
+from hapsynth.search.result import Result
+from hapsynth.search.sizing.ratios import proportional
+from hapsynth.search.sizing.sizer import Sizer
+
+THRESHOLD = 0.05
+"""The predicted gain that is worth moving state for."""
+
+
+@dataclass(frozen=True, eq=False)
+class Proposal(Generic[P]):
+    """What sizes for the measured speeds come to.
+
+    `plan`: the new plan, or the old one where there is nothing to gain. `before_s`, `after_s`: predicted seconds per
+    step at the measured speeds, with the old sizes and with the plan's. `slowdown`: of each device that takes part,
+    measured over predicted busy seconds.
+    """
+
+    plan: P
+    before_s: float
+    after_s: float
+    slowdown: tuple[float, ...]
+
+    @property
+    def gain(self) -> float:
+        """How many times as fast a step is predicted to become."""
+        return self.before_s / self.after_s if self.after_s else 1.0
+
+
+def busy_seconds(plan: Planned, costs: CostModel | None = None) -> Floats:
+    """Predicted seconds per step in which each device that takes part computes: float64 [devices], in mesh order.
+
+    The time in collectives, and of waiting for others, is not in it.
+    """
+    graph, costs = plan.traced.graph, costs or plan.cost_model()
+    busy = np.zeros(costs.n)
+    for i in plan.program.instructions:
+        if isinstance(i, Compute):
+            busy += graph.runs[graph.ops[i.op].region] * device_seconds(costs, plan.sizes, i)
+    for value, layout in plan.program.inputs.items():
+        work = costs.feed_work(value, layout)
+        if work is not None:
+            busy += costs.device_times(work, shares(costs, plan.sizes, layout_nodes(value, layout)))
+    return busy
+
+
+def slowdowns(plan: Planned, measured: Sequence[float]) -> Floats:
+    """Measured over predicted busy seconds of each device that takes part: float64 [devices].
+
+    `measured`: seconds per device, in mesh order, or per process, by rising process number, whose devices work at the
+    same time. A device that has nothing to do is taken to be as predicted. ValueError for anything else.
+    """
+    times = np.array([float(t) for t in measured])
+    predicted = busy_seconds(plan)
+    processes = [0] * len(predicted) if plan.mesh is None else [d.process_index for d in plan.mesh.devices.flat]
+    numbers = sorted(set(processes))
+    if len(times) not in (len(predicted), len(numbers)):
+        per_process = f", or {len(numbers)}, one per process" if len(numbers) > 1 else ""
+        raise ValueError(
+            f"{len(times)} measured times were given for {len(predicted)} devices; give {len(predicted)}, one per "
+            f"device that the plan uses, in mesh order{per_process}"
+        )
+    bad = [i for i, t in enumerate(times) if not (np.isfinite(t) and t > 0)]
+    if bad:
+        raise ValueError(f"measured time {bad[0]} is {measured[bad[0]]!r}; give positive seconds per step")
+    if len(times) < len(predicted):
+        place = np.array([numbers.index(p) for p in processes])
+        most = np.array([predicted[place == p].max() for p in range(len(numbers))])
+        times, predicted = times[place], most[place]
+    return np.where(predicted > 0, times / np.where(predicted > 0, predicted, 1.0), 1.0)
+
+
+def propose(plan: P, slowdown: Floats, threshold: float = THRESHOLD) -> Proposal[P]:
+    """Sizes for devices that take `slowdown` times as long as predicted: float64 [devices that take part], or [those,
+    measurements], of which the medians count.
+
+    The plan is the old one unless a step is predicted to take at least the fraction `threshold` less, by each
+    measurement alone: noise is in some of them, and a device that slows between two is not known yet. Raises ValueError
+    for a threshold that is no fraction. In a run of several processes all must call, and the first one's numbers count.
+    """
+    if not 0 <= threshold < 1:
+        raise ValueError(f"threshold is {threshold!r}; give the least gain as a fraction, like 0.05")
+    measured = slowdown.astype(np.float64).reshape(len(slowdown), -1)
+    measured = _first(plan.mesh, measured.ravel()).reshape(measured.shape)
+    slowdown, program = np.median(measured, axis=1), plan.program
+
+    def at(slowdown: Floats) -> tuple[Cluster, CostModel]:
+        cluster = _at_speeds(plan.cluster, plan.devices, slowdown, threshold)
+        return cluster, plan.cost_model(cluster.subset(plan.devices))
+
+    def gains(sizes: Sizes, costs: CostModel) -> bool:
+        return program_cost(program, sizes, costs) <= program_cost(program, plan.sizes, costs) * (1 - threshold)
+
+    cluster, costs = at(slowdown)
+    sizer = Sizer(program, plan.sizes.classes, costs)
+    found = sizer.best(proportional(costs.rate("float32")), limit=plan.memory_limit)
+    before = program_cost(program, plan.sizes, costs)
+    known = [costs, *(at(one)[1] for one in measured.T if measured.shape[1] > 1)]
+    if sizer.memory.peak(found) > plan.memory_limit or not all(gains(found, c) for c in known):
+        found = plan.sizes
+    sizes = agreed(plan.mesh, found)
+    after = program_cost(program, sizes, costs)
+    if sizes.shares == plan.sizes.shares:
+        return Proposal(plan, before, after, tuple(slowdown.tolist()))
+    new = plan.with_result(resized_result(plan, sizes, costs, after), cluster)
+    return Proposal(new, before, after, tuple(slowdown.tolist()))
+
+
+def resized_result(plan: Planned, sizes: Sizes, costs: CostModel, cost: float) -> Result:
+    """The plan's result at other sizes. What was proved of it does not hold on another cluster or at other shapes."""
+    memory = np.zeros(plan.cluster.n)
+    memory[list(plan.devices)] = held_by(plan.program, sizes, costs)
+    return replace(
+        plan.result,
+        sizes=sizes,
+        cost_s=cost,
+        lower_bound_s=0.0,
+        joint_lower_bound_s=0.0,
+        status="gap",
+        memory_bytes=tuple(memory.tolist()),
+        with_all_s=None,
+    )
+
+
+def _at_speeds(cluster: Cluster, devices: Sequence[int], slowdown: Floats, tolerance: float) -> Cluster:
+    """The cluster whose `devices` take so many times as long for everything.
+
+    Devices of a kind whose slowdowns lie within the tolerance are one kind, at their median: they keep equal shares.
+    """
+    kinds = list(cluster.devices)
+    known: dict[str, DeviceKind] = {}
+    for kind in dict.fromkeys(cluster.devices[d] for d in devices):
+        mine = sorted((float(slowdown[i]), d) for i, d in enumerate(devices) if cluster.devices[d] == kind)
+        while mine:
+            alike = [pair for pair in mine if pair[0] <= mine[0][0] * (1 + tolerance)]
+            mine = mine[len(alike) :]
+            slower = _slower(kind, float(np.median([s for s, _ in alike])))
+            # Of one name, within what the name tells.
+            slower = known.setdefault(slower.name, slower)
+            for _, d in alike:
+                kinds[d] = slower
+    return replace(cluster, devices=tuple(kinds))
+
+
+def _slower(kind: DeviceKind, slowdown: float) -> DeviceKind:
+    """The kind, everything of it taking `slowdown` times as long; its name tells the speed in all."""
+    base, _, speed = kind.name.partition(_SPEED)
+    total = float(speed or 1) / slowdown
+    return replace(kind.faster(1 / slowdown, f"{base}{_SPEED}{total:.5g}"), overhead=kind.overhead * slowdown)
+
+
+_SPEED = " at speed "

@@ -1,0 +1,125 @@
+"""`hapsynth launch` and `hapsynth preflight`: their options and what they print; and how any command joins a job."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+import sys
+from collections.abc import Callable
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+from rich.console import Console
+
+from hapsynth._errors import UsageError
+from hapsynth._quantities import plural
+from hapsynth.cli import run
+from hapsynth.cli.selection import loaded
+from hapsynth.jobs.launch import Launch, launch, launched
+from hapsynth.jobs.preflight import preflight
+from hapsynth.plan import Plan
+from hapsynth.rendezvous.address import COORDINATOR, JobError
+from hapsynth.report.tables import table
+
+
+def add_launch_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("-n", metavar="N", type=whole_number, default=1, help="processes on this host (default 1)")
+    parser.add_argument("--processes", metavar="N", type=whole_number, default=0, help="of the whole job (default: -n)")
+    parser.add_argument("--rank", metavar="I", type=int, default=0, help="number of the first process here (default 0)")
+    parser.add_argument(
+        "--coordinator", metavar="HOST:PORT", default="", help="of a job on several hosts, where process 0 is to listen"
+    )
+    parser.add_argument("-m", dest="module", nargs=argparse.REMAINDER, help="a Python module and its arguments")
+    parser.add_argument("script", nargs=argparse.REMAINDER, help="SCRIPT.py, or a program, and its arguments")
+
+
+def launch_command(options: argparse.Namespace) -> int:
+    """Start the processes and wait for them; their exit status."""
+    if bool(options.module) == bool(options.script):
+        raise UsageError("give what to start: a script and its arguments, or -m and a module")
+    command: list[str] = list(options.script)
+    if options.module:
+        command = [sys.executable, "-m", *options.module]
+    elif command[0].endswith(".py"):
+        command = [sys.executable, *command]
+    # What was imported till now is not looked through at exit: seconds on a machine that is busy, while others wait.
+    gc.freeze()
+    return launch(Launch(options.n, options.processes, options.rank, options.coordinator), command)
+
+
+def add_preflight_arguments(parser: argparse.ArgumentParser) -> None:
+    text = "a model file that defines target() -> (fn, example_args); with --plan"
+    parser.add_argument("file", metavar="FILE", nargs="?", help=text)
+    parser.add_argument(
+        "--plan", metavar="PLAN.json", help="a plan that the job is to run: compared, compiled, not run"
+    )
+    parser.add_argument("--function", metavar="NAME", help="only this one, where target() returns a dict of functions")
+    parser.add_argument(
+        "--devices", metavar="N", type=whole_number, help="of each process; so many CPU devices are made"
+    )
+    add_job_arguments(parser)
+
+
+def preflight_command(options: argparse.Namespace, out: Console | None, tell: Callable[[str], None]) -> None:
+    """Check this job's processes and report, in process 0. Raises JobError, UsageError, PlanError."""
+    if (options.file is None) != (options.plan is None):
+        raise UsageError("a plan is checked with both its model file and --plan PLAN.json")
+    if options.devices is not None:
+        run.ask_for_host_devices(options.devices)
+    join_job(options)
+    if jax.process_count() == 1:
+        raise UsageError(
+            "this is one process, and preflight compares those of a job: hapsynth launch -n 2 -m hapsynth preflight, "
+            "or give --coordinator, --processes and --process"
+        )
+    tell("comparing the processes")
+    mesh, plan = Mesh(np.array(jax.devices()), ("hap",)), None
+    if options.plan is not None:
+        saved, target = loaded(options.plan, options.file, options.function)
+        mesh = run.first_devices(saved.cluster.n)
+        plan = Plan(saved.traced, saved.result, saved.cluster, mesh, target.fn)
+        assert plan.mesh is not None
+        mesh = plan.mesh
+    found = preflight(mesh, plan)
+    if out is not None and not found:
+        out.print(f"process {jax.process_index()} has none of the plan's devices: nothing is checked here")
+    elif out is not None and jax.process_index() == found[0]["mesh"][0][0]:
+        rows = [[f["process"], f["hapsynth"], f["jax"], f["jaxlib"], ", ".join(f["kinds"])] for f in found]
+        out.print(table(["process", "hapsynth", "jax", "jaxlib", "kind of device"], rows, left=5))
+        checked = "" if plan is None else f"; {options.plan} compiles to the same collectives in all"
+        out.print(f"\npreflight passed: {len(found)} processes, {plural(mesh.size, 'device')}{checked}")
+
+
+def add_job_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--coordinator", metavar="HOST:PORT", help="of a job of many processes, where the first listens"
+    )
+    parser.add_argument("--processes", metavar="N", type=whole_number, help="how many processes the job has")
+    parser.add_argument("--process", metavar="I", type=int, help="which of them this is, from 0, which reports")
+
+
+def join_job(options: argparse.Namespace) -> None:
+    """The other processes of the job, where there are any: as the options say, or as `hapsynth launch` does."""
+    given = (options.coordinator, options.processes, options.process)
+    if given == (None, None, None) and not launched():
+        return
+    if None in given and given != (None, None, None):
+        raise UsageError("a job of many processes needs --coordinator, --processes and --process, all three")
+    if options.process is not None and not 0 <= options.process < options.processes:
+        raise UsageError(f"--process {options.process}: of {options.processes} processes, give 0 to the last")
+    if options.coordinator is not None:
+        # Where the rendezvous looks for it.
+        os.environ[COORDINATOR] = options.coordinator
+    try:
+        jax.distributed.initialize(*given)
+    except (RuntimeError, ValueError) as error:
+        where = os.environ.get(COORDINATOR)
+        raise JobError(f"the processes did not find each other at {where}: {error}") from None
+
+
+def whole_number(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return int(text)

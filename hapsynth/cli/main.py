@@ -1,0 +1,342 @@
+"""The command line: `hapsynth search | run | compare | explain | export | profile | launch | preflight`.
+
+The same as `python -m hapsynth`. Exit status: 0 done; 1 nothing fits, or a check failed; 2 bad usage or input, with one
+line on standard error and nothing written; 130 interrupted before there was any plan; that of `launch` is that of the
+process that failed first. Ctrl-C later on ends the search with the best plan so far.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+import warnings
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, redirect_stdout, suppress
+from typing import IO, Any
+
+import jax
+from rich.console import Console
+
+from hapsynth._errors import UsageError
+from hapsynth._quantities import percent
+from hapsynth.api import synthesize
+from hapsynth.cli import run
+from hapsynth.cli.launch import launch_command, preflight_command
+from hapsynth.cli.model_file import Target, Targets, holds_json, load_target
+from hapsynth.cli.options import MISUSED, asked, parser
+from hapsynth.cli.output_files import STDOUT, Outputs
+from hapsynth.cli.profile import profile_command
+from hapsynth.cli.selection import loaded, picked
+from hapsynth.cluster.cluster import Cluster, ClusterError, ClusterWarning
+from hapsynth.export import SourceError
+from hapsynth.graph.trace import TraceError, trace
+from hapsynth.instructions.rules.notation import RuleError
+from hapsynth.instructions.testing.example_arguments import example_arguments
+from hapsynth.jobs import PreflightError
+from hapsynth.lower import UnsupportedError
+from hapsynth.plan import Plan, PlanError
+from hapsynth.profile.plausibility import ProfileError
+from hapsynth.rendezvous.address import JobError
+from hapsynth.report import json_records
+from hapsynth.report.comparison import print_comparison
+from hapsynth.report.cost_breakdown import cost_lines, cost_record, print_costs
+from hapsynth.report.explain import Explainer, find_value
+from hapsynth.report.progress import activity, progress
+from hapsynth.report.several import print_several, several_infeasible_record, several_record
+from hapsynth.report.summary import print_summary
+from hapsynth.report.tables import console
+from hapsynth.report.what_if import advice_record, print_advice, print_remedies, remedies_record
+from hapsynth.search.planning.planner import InfeasibleError
+from hapsynth.search.sizing.fixed_ratios import RatioError
+from hapsynth.several.plans import FunctionsError
+from hapsynth.whatif.cluster_variants import advise
+from hapsynth.whatif.remedies import Task, remedies
+
+DONE, FAILED, INTERRUPTED = 0, 1, 130
+_MISUSES = (
+    *(UsageError, JobError, ClusterError, PlanError, ProfileError, RatioError, SourceError),
+    *(FunctionsError, TraceError, RuleError, UnsupportedError),
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit status; `argv` is by default sys.argv[1:]."""
+    try:
+        options = parser().parse_args(argv)
+    except SystemExit as stop:
+        return stop.code if isinstance(stop.code, int) else MISUSED
+    name = f"hapsynth {options.command}"
+    try:
+        with _told(name), _Session(options) as session:
+            session.claim(options)
+            _in_order(options)
+            return _COMMANDS[options.command](options, session)
+    except InfeasibleError as error:
+        return _fail(name, "infeasible", error, FAILED)
+    except PreflightError as error:
+        return _fail(name, "failed", error, FAILED)
+    except _MISUSES as error:
+        return _fail(name, "error", error, MISUSED)
+    except OSError as error:
+        # Files report their own errors, so this is standard output: its reader has gone, as in `| head`, or it is full.
+        # Nothing more is to be written there, not by Python at exit either.
+        with suppress(OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return FAILED if isinstance(error, BrokenPipeError) else _fail(name, "standard output", error, MISUSED)
+    except KeyboardInterrupt as stop:
+        return _fail(name, "interrupted", KeyboardInterrupt(str(stop) or "nothing written"), INTERRUPTED)
+
+
+@contextmanager
+def _told(name: str) -> Generator[None]:
+    """What is to be said of the cluster, on standard error, a line each."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("always", ClusterWarning)
+        show = warnings.showwarning
+
+        def tell(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:
+            if issubclass(category, ClusterWarning):
+                print(f"{name}: warning: {message}", file=sys.stderr)
+            else:
+                show(message, category, *where, **more)
+
+        warnings.showwarning = tell
+        yield
+
+
+def _fail(name: str, what: str, error: BaseException, status: int) -> int:
+    print(f"{name}: {what}: {' '.join(str(error).split())}", file=sys.stderr)
+    return status
+
+
+class _Session(ExitStack):
+    """What a command writes to: its files, standard output, and the report for a person."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        super().__init__()
+        self.stdout: IO[str] = sys.stdout
+        self.quiet = getattr(options, "json", None) == STDOUT
+        """Standard output is for JSON: no report, and what the model file prints goes to standard error."""
+
+    def claim(self, options: argparse.Namespace) -> None:
+        """Make sure, before any work, that every output can be written."""
+        if self.quiet:
+            self.enter_context(redirect_stdout(sys.stderr))
+        self.files = self.enter_context(Outputs(self.stdout))
+        if options.command == "search":
+            self.files.claim("--plan", options.plan)
+        if options.command in ("export", "profile"):
+            self.files.claim("-o", options.output)
+        self.files.claim("--json", getattr(options, "json", None))
+
+    @property
+    def out(self) -> Console | None:
+        return None if self.quiet else console(self.stdout)
+
+
+def _in_order(options: argparse.Namespace) -> None:
+    """Some commands have the plan first, some the model file: either order does."""
+    if options.command in ("run", "explain", "export") and holds_json(options.file) and not holds_json(options.plan):
+        options.plan, options.file = options.file, options.plan
+
+
+def _search(options: argparse.Namespace, session: _Session) -> int:
+    if options.advise and options.ratios:
+        raise UsageError("--advise is about plans at their own best ratios: leave out --ratios, or --advise")
+    cluster, found = _cluster(options.cluster), load_target(options.file)
+    if options.function is None and isinstance(found, Targets):
+        return _search_several(options, session, found, cluster)
+    target = picked(found, options.function)
+    for option in ("frequency", "state"):
+        if getattr(options, option):
+            raise UsageError(f"--{option} is about several functions: leave it out, or --function")
+    try:
+        plan = _planned(options, target, cluster)
+    except InfeasibleError as error:
+        found = _infeasible(options, target, cluster, error)
+        if options.advise:
+            with activity() as tell:
+                helps = remedies(_task(options, target, cluster, error), tell)
+            found["remedies"] = remedies_record(helps)
+            if session.out is not None:
+                print_remedies(session.out, helps)
+        session.files.write_json(options.json, found)
+        raise
+    session.files.write(options.plan, plan.save)
+    if session.out is not None:
+        print_summary(session.out, plan, listing=options.program)
+        if options.plan:
+            session.out.print(f"plan           {options.plan}")
+    found = json_records.search_record(plan)
+    if options.advise and not plan.result.interrupted:
+        with activity() as tell:
+            variants = advise(plan, options.memory_limit, options.time_budget, tell)
+        found["advice"] = advice_record(variants)
+        if session.out is not None:
+            print_advice(session.out, variants)
+    session.files.write_json(options.json, found)
+    return DONE
+
+
+def _search_several(options: argparse.Namespace, session: _Session, targets: Targets, cluster: Cluster) -> int:
+    if options.advise:
+        raise UsageError(f"--advise is about one function: leave it out, or pick one with --function; {targets}")
+    try:
+        plans = _synthesized(options, targets, cluster)
+    except InfeasibleError as error:
+        session.files.write_json(options.json, several_infeasible_record(dict(options.frequency), str(error)))
+        raise
+    _tell_interrupted(options, any(p.result.interrupted for p in plans.values()), plans.gap, plans.lower_bound)
+    session.files.write(options.plan, plans.save)
+    if session.out is not None:
+        print_several(session.out, plans, listing=options.program)
+        if options.plan:
+            session.out.print(f"plans          {options.plan}")
+    session.files.write_json(options.json, several_record(plans))
+    return DONE
+
+
+def _infeasible(
+    options: argparse.Namespace, target: Target, cluster: Cluster, error: InfeasibleError
+) -> dict[str, object]:
+    began = time.perf_counter()
+    traced = trace(target.fn, target.args, dict(target.kwargs))
+    timings = {"trace_s": time.perf_counter() - began}
+    exact = options.form == "staged"
+    return json_records.infeasible_record(traced, cluster, options.memory_limit, str(error), timings, exact=exact)
+
+
+def _task(options: argparse.Namespace, target: Target, cluster: Cluster, error: InfeasibleError) -> Task:
+    def plan(args: tuple[Any, ...], kwargs: Mapping[str, Any], on: Cluster, limit: float | None) -> Plan:
+        given = asked(options)
+        warnings.simplefilter("ignore", ClusterWarning)  # It was said of the cluster that there is.
+        # With devices left out as well, many more searches would have to fail before one is known to.
+        return synthesize(target.fn, args, on, example_kwargs=kwargs, memory_limit=limit, leave_out=False, **given)
+
+    return Task(target.fn, target.args, target.kwargs, cluster, options.memory_limit, error.needs, plan)
+
+
+def _compare(options: argparse.Namespace, session: _Session) -> int:
+    cluster, target = _cluster(options.cluster), picked(load_target(options.file), options.function)
+    plan = _planned(options, target, cluster)
+    entries = json_records.comparison(plan)
+    session.files.write_json(options.json, json_records.compare_record(entries))
+    if session.out is not None:
+        print_comparison(session.out, plan, entries)
+    return DONE
+
+
+def _run(options: argparse.Namespace, session: _Session) -> int:
+    devices = run.devices_of(options.plan)
+    if devices is not None:
+        run.ask_for_host_devices(devices)
+    # Read and checked before any device is asked for.
+    saved, target = loaded(options.plan, options.file, options.function)
+    mesh = run.first_devices(saved.cluster.n)
+    plan = Plan(saved.traced, saved.result, saved.cluster, mesh, target.fn)
+    args, kwargs = example_arguments(plan.traced, target.args, target.kwargs, options.seed)
+    try:
+        with activity() as tell:
+            found = run.run_trial(plan, args, kwargs, options.steps, tell)
+    except jax.errors.JaxRuntimeError as error:
+        return _fail("hapsynth run", "the run failed", error, FAILED)
+    session.files.write_json(
+        options.json, json_records.run_record(found.errors, run.TOLERANCE, found.step_s, found.yardsticks)
+    )
+    if session.out is not None:
+        run.print_trial(session.out, plan, found)
+    if not found.ok:
+        path, error = max(found.errors, key=lambda e: e[1])
+        print(f"hapsynth run: check failed: output {path or 'of the function'} is off by {error:.2e}", file=sys.stderr)
+    return DONE if found.ok else FAILED
+
+
+def _explain(options: argparse.Namespace, session: _Session) -> int:
+    if options.json is not None and not options.cost:
+        raise UsageError("--json writes what --cost explains: give both")
+    plan, _ = loaded(options.plan, options.file, options.function)
+    if options.cost:
+        lines = cost_lines(plan)
+        session.files.write_json(options.json, cost_record(plan, lines))
+        if session.out is not None:
+            print_costs(session.out, plan, lines, options.top)
+        return DONE
+    value = None if options.value is None else find_value(plan, options.value)
+    assert session.out is not None
+    with activity() as tell:
+        explainer = Explainer(session.out, plan, options.top, tell)
+        if value is None:
+            explainer.everything()
+        else:
+            explainer.one(value)
+    return DONE
+
+
+def _export(options: argparse.Namespace, session: _Session) -> int:
+    plan, _ = loaded(options.plan, options.file, options.function)
+    session.files.write(options.output, plan.to_source)
+    return DONE
+
+
+def _profile(options: argparse.Namespace, session: _Session) -> int:
+    with activity() as tell:
+        profile_command(options, session.files, session.out, tell)
+    return DONE
+
+
+def _launch(options: argparse.Namespace, session: _Session) -> int:
+    return launch_command(options)
+
+
+def _preflight(options: argparse.Namespace, session: _Session) -> int:
+    with activity() as tell:
+        preflight_command(options, session.out, tell)
+    return DONE
+
+
+_COMMANDS = {
+    "search": _search,
+    "run": _run,
+    "compare": _compare,
+    "explain": _explain,
+    "export": _export,
+    "profile": _profile,
+    "launch": _launch,
+    "preflight": _preflight,
+}
+
+
+def _cluster(path: str) -> Cluster:
+    return Cluster.load(path)
+
+
+def _planned(options: argparse.Namespace, target: Target, cluster: Cluster) -> Plan:
+    plan = _synthesized(options, target, cluster)
+    _tell_interrupted(options, plan.result.interrupted, plan.gap, plan.lower_bound)
+    return plan
+
+
+def _synthesized(options: argparse.Namespace, found: Target | Targets, cluster: Cluster) -> Any:
+    """The plan of the function, or the plans of the functions, that a model file holds."""
+    one = isinstance(found, Target)
+    functions: Any = found.fn if one else found.functions
+    args: Any = found.args
+    given = asked(options, None if one else list(found.each))
+    with progress(options.progress) as show:
+        return synthesize(
+            functions,
+            args,
+            cluster,
+            example_kwargs=found.kwargs,
+            memory_limit=options.memory_limit,
+            progress=show,
+            **given,
+        )
+
+
+def _tell_interrupted(options: argparse.Namespace, interrupted: bool, gap: float, bound: float) -> None:
+    if interrupted:
+        known = percent(gap) if bound > 0 else "unknown"
+        print(f"hapsynth {options.command}: interrupted: this is the best plan so far, gap {known}", file=sys.stderr)

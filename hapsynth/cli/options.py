@@ -1,0 +1,283 @@
+"""The options of the command line, and how their texts are read."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Sequence
+from importlib import metadata
+from typing import Any, NoReturn, TypeVar, get_args
+
+from hapsynth._errors import UsageError
+from hapsynth._options import Ratios
+from hapsynth.cli.launch import add_launch_arguments, add_preflight_arguments, whole_number
+from hapsynth.cli.output_files import STDOUT
+from hapsynth.cli.profile import add_arguments
+from hapsynth.cluster import _units
+from hapsynth.running.form import Form
+from hapsynth.several.plans import RatiosOfEach
+
+_T = TypeVar("_T")
+
+MISUSED = 2
+"""Exit status of bad usage or input."""
+
+
+class _Parser(argparse.ArgumentParser):
+    """Errors in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(MISUSED, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
+
+
+def parser() -> argparse.ArgumentParser:
+    """Of the whole command line; it exits with MISUSED."""
+    made = _Parser(prog="hapsynth", description="Finds the distributed program for a JAX function on unlike devices.")
+    made.add_argument("--version", action="version", version=f"hapsynth {_version()}")
+    commands = made.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    search = commands.add_parser("search", help="find the cheapest program and its shard sizes")
+    _add_file(search)
+    _add_planning(search)
+    _add_together(search)
+    search.add_argument("--plan", metavar="OUT.json", help="write the plan, for `run`, `explain` and hapsynth.load")
+    _add_json(search)
+    search.add_argument("--program", action="store_true", help="print every instruction, not the program in brief")
+
+    search.add_argument(
+        "--form",
+        choices=get_args(Form),
+        default="auto",
+        help="staged: each device within its own memory, of exact shards; else the smallest device's, of padded ones",
+    )
+    search.add_argument(
+        "--advise",
+        action="store_true",
+        help="plan for other clusters too: without each kind, with more of it, other networks; which is worth it",
+    )
+
+    run = commands.add_parser("run", help="run a plan and check it against the function on one device")
+    _add_file(run)
+    run.add_argument("--plan", metavar="PLAN.json", required=True, help="a plan that `search --plan` wrote")
+    run.add_argument("--steps", metavar="N", type=whole_number, default=1, help="steps to run and check (default 1)")
+    run.add_argument("--seed", metavar="N", type=int, default=0, help="of the random arguments (default 0)")
+    run.add_argument("--json", metavar="OUT|-", nargs="?", const=STDOUT, help="write the errors and times as JSON")
+
+    compare = commands.add_parser("compare", help="predicted step time beside data parallel, ZeRO-3, tensor parallel")
+    _add_file(compare)
+    _add_planning(compare)
+    _add_json(compare)
+
+    explain = commands.add_parser("explain", help="where the seconds go, and why each value lies as it does")
+    explain.add_argument("plan", metavar="PLAN.json", help="a plan that `search --plan` wrote")
+    _add_file(explain)
+    export = commands.add_parser("export", help="write a plan's program as a Python module that needs JAX alone")
+    export.add_argument("plan", metavar="PLAN.json", help="a plan that `search --plan` wrote")
+    _add_file(export)
+    export.add_argument("-o", "--output", metavar="OUT.py", required=True, help="the module")
+    asked = explain.add_mutually_exclusive_group()
+    asked.add_argument("--value", metavar="NAME", help="one value: an argument path such as [0]['w'], or v80")
+    asked.add_argument("--cost", action="store_true", help="every second as FLOPs / rate, bytes / bandwidth, latency")
+    explain.add_argument("--top", metavar="N", type=whole_number, default=5, help="how many of each (default 5)")
+    _add_json(explain)
+
+    add_arguments(commands.add_parser("profile", help="measure the devices of this job and write a cluster file"))
+    add_launch_arguments(commands.add_parser("launch", help="start the processes of a job, and end them together"))
+    add_preflight_arguments(commands.add_parser("preflight", help="check that the processes of a job fit together"))
+    return made
+
+
+def _version() -> str:
+    try:
+        return metadata.version("hapsynth")
+    except metadata.PackageNotFoundError:
+        return "(not installed)"
+
+
+def _add_file(parser: argparse.ArgumentParser) -> None:
+    text = "a model file that defines target() -> (fn, example_args), or dicts of both; FILE:name picks another"
+    parser.add_argument("file", metavar="FILE", help=text)
+    parser.add_argument("--function", metavar="NAME", help="only this one, where target() returns a dict of functions")
+
+
+def _add_together(parser: argparse.ArgumentParser) -> None:
+    """How several functions have one state."""
+    parser.add_argument(
+        "--frequency",
+        metavar="FUNCTION=F",
+        action="append",
+        default=[],
+        type=_frequency,
+        help="of several functions: how often one is called (by default 1 if it takes and returns the state, 0.1 if it "
+        "takes it, 0 if it makes it)",
+    )
+    parser.add_argument(
+        "--state",
+        metavar="FUNCTION:PATH=PATH",
+        action="append",
+        default=[],
+        type=_state,
+        help="of several functions: which part of the state an argument of one, or with `return` a result, is, as in "
+        "\"eval:[0]=[0]['params']\"",
+    )
+
+
+def _add_planning(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--cluster", metavar="C.toml", required=True, help="the devices and links to plan for")
+    parser.add_argument("--time-budget", metavar="S", type=_seconds, help="seconds; then the best so far, with its gap")
+    parser.add_argument("--memory-limit", metavar="SIZE", type=_memory, help='per device that has more, e.g. "12 GiB"')
+    parser.add_argument(
+        "--recompute",
+        action="store_true",
+        help="where memory is short, make values again later rather than hold them, as jax.checkpoint does",
+    )
+    parser.add_argument(
+        "--ratios",
+        metavar="[FUNCTION:][CLASS=]R,R,...",
+        action="append",
+        default=[],
+        type=_ratio,
+        help="fractions to cut by, one per device in mesh order, or those of one class (may be repeated), as in "
+        "0.75,0.25 or \"[1]['x'].0=0.75,0.25\"",
+    )
+    parser.add_argument(
+        "--expect",
+        metavar="[FUNCTION:]FILE:LINE=HOW",
+        action="append",
+        default=[],
+        type=_expectation,
+        help="trips of the while loop at a source line, or how often the predicate of the cond there is true "
+        "(of a switch: train.py:40=0.7,0.2,0.1)",
+    )
+    parser.add_argument(
+        "--progress",
+        action=argparse.BooleanOptionalAction,
+        help="on standard error; by default where that is a terminal",
+    )
+
+
+def _add_json(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", metavar="OUT|-", help="write the figures as JSON; - for standard output, alone")
+
+
+def _frequency(text: str) -> tuple[str, float]:
+    name, _, often = text.rpartition("=")
+    try:
+        value = float(often)
+    except ValueError:
+        value = math.nan
+    if not name or not 0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is no function and a number of at least 0, as in eval=0.02")
+    return name, value
+
+
+def _state(text: str) -> tuple[str, tuple[str, str]]:
+    function, rest = _prefixed(text)
+    path, _, of = rest.rpartition("=")
+    if not (function and path and of):
+        why = f"{text!r} is no function, path and path of the state, as in \"eval:[0]=[0]['params']\""
+        raise argparse.ArgumentTypeError(why)
+    return function, (path, of)
+
+
+def _prefixed(text: str) -> tuple[str, str]:
+    """The name of a function before a colon, or none, and the rest."""
+    head, colon, tail = text.partition(":")
+    return (head, tail) if colon and head.isidentifier() else ("", text)
+
+
+def _expectation(text: str) -> tuple[str, tuple[str, float | tuple[float, ...]]]:
+    function, rest = _prefixed(text)
+    line, _, how = rest.rpartition("=")
+    try:
+        first, *others = map(float, how.split(","))
+    except ValueError:
+        first, others, line = 0.0, list[float](), ""
+    if not line:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a source line and numbers, as in train.py:40=0.125")
+    return function, (line, (first, *others) if others else first)
+
+
+def _ratio(text: str) -> tuple[str, tuple[str, tuple[float, ...]]]:
+    function, rest = _prefixed(text)
+    name, _, fractions = rest.rpartition("=")
+    try:
+        return function, (name, tuple(map(float, fractions.split(","))))
+    except ValueError:
+        why = f"{text!r} is not fractions, as in 0.75,0.25, with a class before them or none: [0].0=0.75,0.25"
+        raise argparse.ArgumentTypeError(why) from None
+
+
+def asked(options: argparse.Namespace, functions: Sequence[str] | None = None) -> dict[str, Any]:
+    """Keyword arguments of `synthesize` for the only function, or for several, by their names; UsageError for what is
+    given for others."""
+    alike = {"time_budget_s": options.time_budget, "form": getattr(options, "form", "auto")}
+    if functions is None:
+        expect = dict(_of_one("--expect", options.expect))
+        alike["recompute"] = options.recompute
+        return {**alike, "expect": expect, "ratios": _ratios_of(_of_one("--ratios", options.ratios))}
+    if options.recompute:
+        raise UsageError("--recompute is for one function: pick it with --function, or use jax.checkpoint in these")
+    each = lambda option, given: {name: dict(of) for name, of in _of_each(option, given, functions).items()}
+    return {
+        **alike,
+        "expect": each("--expect", options.expect),
+        "ratios": _ratios_of_each(options.ratios, functions),
+        "frequency": dict(options.frequency),
+        "state": each("--state", options.state),
+    }
+
+
+def _of_one(option: str, given: Sequence[tuple[str, _T]]) -> list[_T]:
+    """What is given for the only function; UsageError where one is named."""
+    for name, _ in given:
+        if name:
+            raise UsageError(f"{option} names the function {name!r}, but there is one alone: leave the name out")
+    return [rest for _, rest in given]
+
+
+def _of_each(option: str, given: Sequence[tuple[str, _T]], functions: Sequence[str]) -> dict[str, list[_T]]:
+    """What is given for each of several functions; UsageError where none is named, or none that there is."""
+    found: dict[str, list[_T]] = {}
+    for name, rest in given:
+        if name not in functions:
+            what = f"names {name!r}" if name else "names no function"
+            raise UsageError(f"{option} {what}; put one of {', '.join(functions)} first, e.g. {functions[0]}:")
+        found.setdefault(name, []).append(rest)
+    return found
+
+
+def _ratios_of(given: Sequence[tuple[str, tuple[float, ...]]]) -> Ratios | None:
+    """Those of every class, or by class; UsageError for both, or for one twice."""
+    names = [name for name, _ in given]
+    if len(set(names)) < len(names) or ("" in names and len(names) > 1):
+        raise UsageError("--ratios: give fractions for every class once, or once for each class by name")
+    return dict(given) if names and "" not in names else given[0][1] if given else None
+
+
+def _ratios_of_each(
+    given: Sequence[tuple[str, tuple[str, tuple[float, ...]]]], functions: Sequence[str]
+) -> RatiosOfEach | None:
+    """Of several functions: those of every class of all, or by function; UsageError as `_ratios_of`."""
+    if not given:
+        return None
+    if len(given) == 1 and given[0][0] == given[0][1][0] == "":
+        return given[0][1][1]
+    return {name: r for name, rest in _of_each("--ratios", given, functions).items() if (r := _ratios_of(rest))}
+
+
+def _seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not (math.isfinite(value) and value > 0):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds above 0")
+    return value
+
+
+def _memory(text: str) -> float:
+    try:
+        return _units.parse(text, _units.MEMORY)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} {error}") from None

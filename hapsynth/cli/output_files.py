@@ -1,0 +1,108 @@
+"""Output files: writable before the work starts, there whole or not at all after it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import stat
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import IO, Any
+
+from hapsynth._errors import UsageError
+
+STDOUT = "-"
+
+
+class Outputs:
+    """The files that one command writes: `claim` each before the work, `write` them after it.
+
+    Used as a context: leaving it removes what was claimed and not written. `stdout`: where `-` goes.
+    """
+
+    def __init__(self, stdout: IO[str] | None = None) -> None:
+        self._stdout = stdout or sys.stdout
+        self._temporary: dict[str, Path] = {}
+
+    def __enter__(self) -> Outputs:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for path in self._temporary.values():
+            with contextlib.suppress(OSError):
+                path.unlink()
+
+    def claim(self, option: str, name: str | None) -> None:
+        """Check that `name`, given with `option`, can be written. UsageError where it can't be."""
+        if name is None or name == STDOUT:
+            return
+        path = _resolved(name)
+        if name in self._temporary or path in map(_resolved, self._temporary):
+            raise UsageError(f"{option} {name}: another output is written to the same file")
+        if path.is_dir():
+            raise UsageError(f"{option} {name}: is a folder; give a file name")
+        if _is_special(path):
+            return
+        if not path.parent.is_dir():
+            raise UsageError(f"{option} {name}: the folder {path.parent} does not exist")
+        try:
+            handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        except OSError as error:
+            raise UsageError(f"{option} {name}: can't be written: {error.strerror}") from None
+        os.close(handle)
+        self._temporary[name] = Path(temporary)
+
+    def write(self, name: str | None, save: Callable[[Path], object]) -> None:
+        """Let `save` write the file `name`, claimed before, and put it in its place. UsageError where it can't."""
+        if name is None:
+            return
+        path = _resolved(name)
+        try:
+            if name not in self._temporary:
+                _write_through(path, save)
+                return
+            temporary = self._temporary[name]
+            save(temporary)
+            os.chmod(temporary, _mode(path))
+            os.replace(temporary, path)
+            del self._temporary[name]
+        except OSError as error:
+            raise UsageError(f"{name}: can't be written: {error.strerror or error}") from None
+
+    def write_json(self, name: str | None, document: Mapping[str, Any]) -> None:
+        """A JSON document to a file, or to standard output for `-`."""
+        text = json.dumps(document, indent=2, allow_nan=False) + "\n"
+        if name == STDOUT:
+            self._stdout.write(text)
+            self._stdout.flush()
+        else:
+            self.write(name, lambda path: path.write_text(text, encoding="utf-8"))
+
+
+def _resolved(name: str) -> Path:
+    """The file itself behind symbolic links, so that replacing it keeps them."""
+    return Path(os.path.realpath(name))
+
+
+def _is_special(path: Path) -> bool:
+    """Devices and pipes, such as /dev/null: written to, never replaced."""
+    return path.exists() and not stat.S_ISREG(path.stat().st_mode)
+
+
+def _write_through(path: Path, save: Callable[[Path], object]) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        made = Path(folder) / "output"
+        save(made)
+        with path.open("wb") as file:
+            file.write(made.read_bytes())
+
+
+def _mode(path: Path) -> int:
+    if path.exists():
+        return stat.S_IMODE(path.stat().st_mode)
+    mask = os.umask(0)
+    os.umask(mask)
+    return 0o666 & ~mask

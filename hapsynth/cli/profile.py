@@ -1,0 +1,143 @@
+"""`hapsynth profile`: its options, what it writes and prints."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+from rich.console import Console
+
+from hapsynth._errors import UsageError
+from hapsynth._quantities import nbytes, plural, seconds
+from hapsynth.cli import run
+from hapsynth.cli.launch import add_job_arguments, join_job, whole_number
+from hapsynth.cli.model_file import load_target
+from hapsynth.cli.output_files import Outputs
+from hapsynth.cli.selection import picked
+from hapsynth.cluster.cluster import Cluster
+from hapsynth.graph.ir import Graph
+from hapsynth.graph.trace import trace
+from hapsynth.profile.collectives import Axes
+from hapsynth.profile.job import Job
+from hapsynth.profile.run import Options, profile
+from hapsynth.report.tables import heading, table
+
+_DTYPES = ("float32", "bfloat16", "float16", "float64")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("-o", dest="output", metavar="C.toml", required=True, help="the cluster file to write")
+    parser.add_argument(
+        "--mesh", metavar="SHAPE", type=_mesh, default=(), help="data=2,model=4 or 2x4 (default: one axis over all)"
+    )
+    parser.add_argument("--dtypes", metavar="A,B", type=_dtypes, default=(), help=f"of {', '.join(_DTYPES)}")
+    parser.add_argument(
+        "--devices", metavar="N", type=whole_number, help="of each process; so many CPU devices are made"
+    )
+    parser.add_argument(
+        "--model",
+        metavar="FILE",
+        help="measure the heavy ops of a function too, the one of a model file that defines target() -> (fn, "
+        "example_args), or dicts of both; FILE:name picks another",
+    )
+    parser.add_argument("--function", metavar="NAME", help="of --model, where target() returns a dict of functions")
+    parser.add_argument("--quick", action="store_true", help="fewer sizes and less time for each: a rough picture")
+    parser.add_argument("--force", action="store_true", help="save figures that can't be relied on too")
+    add_job_arguments(parser)
+
+
+def profile_command(
+    options: argparse.Namespace, files: Outputs, out: Console | None, tell: Callable[[str], None]
+) -> None:
+    """Measure, write and report. Raises ProfileError, TraceError, UsageError; KeyboardInterrupt says what was kept."""
+    if options.function is not None and options.model is None:
+        raise UsageError("--function picks one of the functions of --model: give that too")
+    if options.devices is not None:
+        run.ask_for_host_devices(options.devices)
+    join_job(options)
+    if options.devices is not None and jax.local_device_count() < options.devices:
+        raise UsageError(f"--devices {options.devices}: this process has {plural(jax.local_device_count(), 'device')}")
+    graph = _graph(options)
+    partial = Path(options.output + ".partial")
+    asked = Options(axes=options.mesh, dtypes=options.dtypes, quick=options.quick)
+    if options.quick:
+        asked = Options(asked.axes, asked.dtypes, quick=True, limit_s=0.1, window_s=0.02, longest_s=0.1)
+    job = Job(options.devices)
+    say = lambda text: print(f"hapsynth profile: {text}", file=sys.stderr) if job.first else None
+    try:
+        cluster = profile(job, asked, partial, graph=graph, force=options.force, tell=tell, note=say)
+    except KeyboardInterrupt:
+        kept = f"{partial} keeps what was measured; run it again to go on" if partial.exists() else "nothing written"
+        raise KeyboardInterrupt(kept) from None
+    if job.first:
+        files.write(options.output, cluster.save)
+        partial.unlink(missing_ok=True)
+        if out is not None:
+            _print(out, cluster, options.output)
+
+
+def _graph(options: argparse.Namespace) -> Graph | None:
+    """Of the function whose ops are asked for."""
+    if options.model is None:
+        return None
+    target = picked(load_target(options.model), options.function)
+    return trace(target.fn, target.args, dict(target.kwargs)).graph
+
+
+def _print(out: Console, cluster: Cluster, name: str) -> None:
+    out.print(f"{plural(cluster.n, 'device')}, {plural(len(set(cluster.hosts)), 'host')}: {cluster.name}")
+    out.print(heading("Devices"))
+    rows = [
+        [
+            kind.name,
+            str(cluster.devices.count(kind)),
+            ", ".join(f"{dtype} {rate / 1e9:.4g}" for dtype, rate in kind.flops.items()),
+            f"{kind.bandwidth / 1e9:.4g} GB/s",
+            seconds(kind.overhead),
+            nbytes(kind.memory),
+        ]
+        for kind in cluster.kinds
+    ]
+    out.print(table(["kind", "devices", "matmul GFLOP/s", "memory bandwidth", "per op", "memory"], rows))
+    ops = [(kind, op) for kind in cluster.kinds for op in kind.ops.values()]
+    if ops:
+        out.print(heading("Ops of the function"))
+        measured = [
+            [op.op, kind.name, seconds(op.curve.points[-1][1]), f"{amount / took / 1e9:.4g} GFLOP/s"]
+            for kind, op in ops
+            for amount, took in op.curve.points[-1:]
+        ]
+        out.print(table(["op", "kind", "at the largest size", ""], measured, left=2))
+    if cluster.collectives:
+        out.print(heading("Collectives"))
+        found = [
+            [axis, step, seconds(curve.points[0][1]), f"{curve.points[-1][0] / curve.points[-1][1] / 1e9:.4g} GB/s"]
+            for axis, curves in cluster.collectives.items()
+            for step, curve in curves.items()
+        ]
+        out.print(table(["axis", "collective", "latency", "at the largest size"], found, left=2))
+    out.print(f"\ncluster        {name}")
+
+
+def _mesh(text: str) -> Axes:
+    parts = text.split(",") if "=" in text else [f"{'xyzuvw'[i : i + 1]}={n}" for i, n in enumerate(text.split("x"))]
+    axes: list[tuple[str, int]] = []
+    for part in parts:
+        name, _, size = part.partition("=")
+        if not name.strip() or not size.isdecimal() or int(size) < 1 or name in dict(axes):
+            raise argparse.ArgumentTypeError(f"{text!r} is not a mesh, as data=2,model=4 or 2x4")
+        axes.append((name.strip(), int(size)))
+    return tuple(axes)
+
+
+def _dtypes(text: str) -> tuple[str, ...]:
+    names = tuple(text.split(","))
+    for name in names:
+        if name not in _DTYPES:
+            raise argparse.ArgumentTypeError(f"{name!r} is not one of {', '.join(_DTYPES)}")
+        if name == "float64" and not getattr(jax.config, "jax_enable_x64", False):
+            raise argparse.ArgumentTypeError("float64 needs JAX_ENABLE_X64=1")
+    return names

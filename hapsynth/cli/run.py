@@ -1,0 +1,159 @@
+"""What `hapsynth run` does: a saved plan on real devices, every output beside the function's on one device."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+from rich.console import Console
+
+from hapsynth._errors import UsageError
+from hapsynth._quantities import plural, seconds
+from hapsynth.plan import Plan
+from hapsynth.report.tables import heading, table
+from hapsynth.running.check import PLAIN, Judged, Reference, compare, explained
+
+TOLERANCE = 1e-4
+"""Largest relative error in float32, per leaf (`hapsynth.running.check.CheckReport`)."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """The largest relative error of each output leaf over all steps, and the seconds of each step.
+
+    The rest as in `CheckReport`. A leaf that needed another yardstick than `plain` in any step is named with it, and
+    its error is the largest by such.
+    """
+
+    errors: tuple[tuple[str, float], ...]
+    step_s: tuple[float, ...]
+    yardsticks: tuple[tuple[str, str], ...] = ()
+    as_is: tuple[str, ...] = ()
+    not_widened: str = ""
+
+    @property
+    def worst(self) -> float:
+        return max((e for _, e in self.errors), default=0.0)
+
+    @property
+    def ok(self) -> bool:
+        return self.worst <= TOLERANCE
+
+
+def devices_of(path: str) -> int | None:
+    """How many devices a plan file's cluster has; None where that can't be read, which loading it will explain."""
+    try:
+        data = json.loads(Path(path).read_text(encoding="utf-8"))
+        # All plans of a file are for one cluster.
+        return len(next(iter(data["plans"].values()) if "plans" in data else iter([data]))["memory_bytes"])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, StopIteration):
+        return None
+
+
+def ask_for_host_devices(n: int) -> None:
+    """Let JAX's CPU backend have `n` devices, if it has not started yet. An accelerator is still preferred."""
+    if getattr(jax.config, "jax_num_cpu_devices", -1) >= n:
+        return
+    # RuntimeError: a backend has started already, and `first_devices` counts what it has.
+    with contextlib.suppress(RuntimeError):
+        jax.config.update("jax_num_cpu_devices", n)
+
+
+def first_devices(n: int) -> Mesh:
+    """A mesh over the first `n` devices here; UsageError where there are fewer."""
+    devices = jax.devices()
+    if len(devices) < n:
+        platform = devices[0].platform
+        way_out = (
+            "JAX started with these before hapsynth could ask for more: run it in a process of its own"
+            if platform == "cpu"
+            else "set JAX_PLATFORMS=cpu to run it on host devices"
+        )
+        raise UsageError(f"the plan is for {n} devices, and here are {len(devices)} ({platform}); {way_out}")
+    return Mesh(np.array(devices[:n]), ("hap",))
+
+
+def run_trial(
+    plan: Plan, args: Sequence[Any], kwargs: Mapping[str, Any], steps: int, tell: Callable[[str], None]
+) -> Trial:
+    """Run `steps` steps, carried state fed back, and compare each step with the function on the same values.
+
+    Every step of the reference starts from the plan's own state, so that errors do not accumulate. `tell` is
+    called with what is being done.
+    """
+    assert plan.mesh is not None
+    traced = plan.traced
+    leaves, tree = jax.tree_util.tree_flatten((tuple(args), dict(kwargs)))
+    assert plan.fn is not None
+    reference = Reference(plan.fn, traced, leaves, plan.mesh.devices.flat[0])
+    worst = [Judged(0.0, PLAIN)] * len(traced.out_paths)
+    times: list[float] = []
+    for step in range(steps):
+        tell(f"step {step + 1} of {steps}" + (", compiling" if step == 0 else ""))
+        now_args, now_kwargs = jax.tree_util.tree_unflatten(tree, leaves)
+        placed = plan.shard(*now_args, **now_kwargs)
+        items = [placed] if len(now_args) + bool(now_kwargs) == 1 else list(placed)
+        jax.block_until_ready(items)
+        began = time.perf_counter()
+        out = plan(*items[: len(now_args)], **(items[-1] if now_kwargs else {}))
+        jax.block_until_ready(out)
+        times.append(time.perf_counter() - began)
+        whole = jax.tree_util.tree_leaves(plan.unshard(out))
+        got = [whole[i] for i in traced.out_array_leaves]
+        judged = compare(reference, [leaves[i] for i in traced.array_leaves], got, TOLERANCE)
+        worst = [max(old, new, key=_severity) for old, new in zip(worst, judged, strict=True)]
+        for source, target in traced.graph.carry:
+            leaves[traced.array_leaves[source]] = got[target]
+    named = list(zip(traced.out_paths, worst, strict=True))
+    return Trial(
+        tuple((path, j.error) for path, j in named),
+        tuple(times),
+        tuple((path, j.yardstick) for path, j in named if j.yardstick != PLAIN),
+        reference.as_is,
+        reference.not_widened,
+    )
+
+
+def _severity(judged: Judged) -> tuple[bool, bool, float]:
+    """A leaf that fails in any step has failed; one that needed another yardstick in any step says so."""
+    return not judged.error <= TOLERANCE, judged.yardstick != PLAIN, judged.error
+
+
+def print_trial(out: Console, plan: Plan, trial: Trial) -> None:
+    """The largest error of each group of outputs and of all, and how long the steps took."""
+    assert plan.mesh is not None
+    device = plan.mesh.devices.flat[0]
+    count = plural(plan.cluster.n, "device")
+    count = count if plan.mesh.size == plan.cluster.n else f"{plan.mesh.size} of {count}"
+    out.print(
+        f"ran {plural(len(trial.step_s), 'step')} on {count} ({device.platform}), planned for {plan.cluster.name}"
+    )
+    first, *rest = trial.step_s
+    later = f", then {seconds(statistics.median(rest))} a step (median)" if rest else ""
+    out.print(f"first step     {seconds(first)} with compilation{later}")
+    groups: dict[str, list[float]] = {}
+    for path, error in trial.errors:
+        groups.setdefault(_group(path), []).append(error)
+    out.print(heading("Outputs beside the function on one device"))
+    rows = [[name, str(len(errors)), f"{max(errors):.2e}"] for name, errors in groups.items()]
+    out.print(table(["output", "leaves", "max relative error"], rows))
+    for line in explained((name for _, name in trial.yardsticks), trial.as_is, trial.not_widened):
+        out.print(line)
+    verdict = "passed" if trial.ok else "FAILED"
+    out.print(f"\ncheck {verdict}: max relative error {trial.worst:.2e}, tolerance {TOLERANCE:g}")
+
+
+def _group(path: str) -> str:
+    """The first two steps of an output's path: `[0]['params']`."""
+    steps = re.findall(r"\[[^\]]*\]|\.\w+", path)
+    return "".join(steps[:2]) or "the result"

@@ -1,0 +1,1 @@
+"""Devices, links, memory: a cluster and its description in TOML."""

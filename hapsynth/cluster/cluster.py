@@ -1,0 +1,393 @@
+"""The cluster that a plan is for: the devices in mesh order, the hosts they sit in, the links between them.
+
+Written as TOML (`examples/clusters/`). Units are never optional:
+
+    name = "mixed8"
+    axes = { data = 8 }               # the mesh; without it one axis, "hap", over all devices
+
+    [network]                         # between hosts
+    bandwidth = "10 Gbit/s"
+    latency = "20 us"
+
+    [intra]                           # inside a host; without it, the network
+    bandwidth = "12 GB/s"
+    latency = "5 us"
+
+    [[devices]]                       # in mesh order
+    kind = "V100-16GB"                # a known GPU (hapsynth/cluster/devices.toml) or a name under [kinds]
+    hosts = 2                         # or count = N: one in each of N hosts
+    per_host = 4
+
+    [kinds.small]                     # either on a base, or flops, bandwidth and memory
+    base = "V100-16GB"
+    memory = "4 GiB"
+    speed = 0.5                       # scales flops and bandwidth
+    price_per_hour = 1.2              # of a device, in any currency: for `search --advise`
+
+`hapsynth profile` writes measured figures beside these, which go before them:
+
+    [kinds.small.measured.matmul]     # seconds by FLOPs, without the overhead; the third entry is the spread
+    float32 = [["4.2 MFLOP", "55 us", 0.02], ["537 MFLOP", "5.1 ms", 0.01]]
+
+    [kinds.small.ops."matmul:0123456789ab"]    # an op of a function by itself (`hapsynth profile --model`)
+    op = "dot_general f32[4096,256] f32[256,512]"
+    seconds = [["134 MFLOP", "1.4 ms", 0.02], ["1.07 GFLOP", "9.7 ms", 0.01]]
+
+    [collectives.data]                # along a mesh axis: seconds by bytes sent over the slowest link
+    all_reduce = [["0 B", "18 us"], ["64 KiB", "44 us"], ["4 MiB", "1.6 ms"]]
+
+    [profile]                         # where and with what it was measured; nothing is computed from it
+    jax = "0.10.2"
+
+Everything here is arithmetic on descriptions: no backend is started, so that planning needs no device.
+"""
+
+import hashlib
+import itertools
+import json
+import math
+import os
+import tomllib
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol, cast
+
+import numpy as np
+
+from hapsynth.cluster import _units
+from hapsynth.cluster.curves import Curve, write_curve
+from hapsynth.cluster.device_kinds import (
+    DeviceKind,
+    Link,
+    kind_of,
+    known_kinds,
+    read_kinds,
+    read_link,
+    write_kind,
+    write_link,
+)
+from hapsynth.cluster.toml_format import COLLECTIVES, read_collectives, read_devices, read_profile, to_toml
+from hapsynth.cluster.toml_reader import ClusterError, Table
+
+__all__ = ["Cluster", "ClusterError", "ClusterWarning", "DeviceKind", "Link", "known_kinds"]
+
+if TYPE_CHECKING:
+    import jax
+
+
+class _Device(Protocol):
+    """What is read of a `jax.Device`."""
+
+    platform: str
+    device_kind: str
+    process_index: int
+
+
+class ClusterWarning(UserWarning):
+    """A cluster's figures are used where they may not hold."""
+
+
+DEFAULT_AXIS = "hap"
+
+# What `from_mesh` assumes of links, which JAX tells nothing about. Nominal: a slow PCIe 3.0 x16 inside a host,
+# 10 Gbit/s Ethernet between hosts, and for XLA's host devices a copy through shared memory.
+NOMINAL_INTRA = Link(bandwidth=12e9, latency=10e-6)
+NOMINAL_NETWORK = Link(bandwidth=1.25e9, latency=20e-6)
+NOMINAL_CPU_LINK = Link(bandwidth=4e9, latency=50e-6)
+# And of a host's CPU, in all: XLA's host devices share them evenly. Nominal, per core and per machine.
+NOMINAL_CPU_FLOPS = {"float32": 60e9, "float64": 30e9}
+NOMINAL_CPU_BANDWIDTH = 20e9
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Devices in mesh order (row-major over `axes`), and what joins them.
+
+    `devices`: one kind per device. `hosts`: the host of each device, renumbered 0, 1, ... in order of appearance.
+    `network`: between hosts. `intra`: inside a host, None where it is no better than the network. `axes`: (name,
+    size) of each mesh axis; () stands for one axis "hap" over all devices. One kind name means one kind.
+    `collectives`: by axis ("hap": all devices as one) and collective, measured seconds by the bytes that one group
+    sends over its slowest link, padding included. `profile`: where figures were measured and with what; not compared.
+
+    Raises ClusterError when these don't fit each other.
+    """
+
+    name: str
+    devices: tuple[DeviceKind, ...]
+    hosts: tuple[int, ...]
+    network: Link
+    intra: Link | None = None
+    axes: tuple[tuple[str, int], ...] = ()
+    collectives: Mapping[str, Mapping[str, Curve]] = field(default_factory=dict[str, Mapping[str, Curve]], hash=False)
+    profile: Mapping[str, object] = field(default_factory=dict[str, object], compare=False)
+
+    def __post_init__(self) -> None:
+        def error(problem: str) -> ClusterError:
+            return ClusterError(f"cluster {self.name!r}: {problem}")
+
+        if not self.devices:
+            raise error("has no device; name at least one under [[devices]]")
+        if len(self.hosts) != self.n:
+            raise error(f"hosts has {len(self.hosts)} entries for {self.n} devices; give one host per device")
+        number = {host: i for i, host in enumerate(dict.fromkeys(self.hosts))}
+        object.__setattr__(self, "hosts", tuple(number[host] for host in self.hosts))
+        object.__setattr__(self, "axes", tuple((a, s) for a, s in self.axes) or ((DEFAULT_AXIS, self.n),))
+        names = [axis for axis, _ in self.axes]
+        if len(set(names)) < len(names):
+            raise error(f"axes {names} repeat a name; every mesh axis needs its own")
+        if (size := math.prod(s for _, s in self.axes)) != self.n:
+            raise error(f"axes {dict(self.axes)} make a mesh of {size}, but there are {self.n} devices")
+        for a, b in itertools.combinations(self.kinds, 2):
+            if a.name == b.name:
+                raise error(f"two unlike device kinds are both called {a.name!r}; give each its own name")
+        for axis, curves in self.collectives.items():
+            if axis not in (*names, DEFAULT_AXIS):
+                raise error(f"collectives.{axis} is no mesh axis; there are {', '.join(names)}")
+            if unknown := [step for step in curves if step not in COLLECTIVES]:
+                raise error(f"collectives.{axis}.{unknown[0]} is not one of {', '.join(COLLECTIVES)}")
+
+    @property
+    def n(self) -> int:
+        """The number of devices."""
+        return len(self.devices)
+
+    @property
+    def kinds(self) -> tuple[DeviceKind, ...]:
+        """The distinct kinds, in order of appearance."""
+        return tuple(dict.fromkeys(self.devices))
+
+    def collectives_along(self, axis: str, size: int) -> Mapping[str, Curve]:
+        """The measured collectives along an axis of `size` devices; none where only other axes were measured."""
+        sizes = dict(self.axes)
+        if sizes.get(axis) != size and size == self.n:
+            # All devices as one axis, whatever it is called.
+            axis = next((a for a, s in self.axes if s == size), "" if DEFAULT_AXIS in sizes else DEFAULT_AXIS)
+        return self.collectives.get(axis, {})
+
+    def without(self, kind: str) -> "Cluster":
+        """The cluster less its devices of one kind. Raises ClusterError where there are none, or no others."""
+        self._of_kind(kind)
+        kept = [i for i, device in enumerate(self.devices) if device.name != kind]
+        if not kept:
+            raise ClusterError(f"cluster {self.name!r}: nothing is left without kind {kind!r}")
+        return replace(self.subset(kept), name=f"{self.name} without {kind}")
+
+    def plus(self, kind: str, n: int) -> "Cluster":
+        """The cluster with `n` more devices of one kind, after those there are, in new hosts as full as the fullest
+        with that kind. Raises ClusterError where there are none of that kind."""
+        here = self._of_kind(kind)
+        per_host = max(Counter(self.hosts[i] for i in here).values())
+        order = [*range(here[-1] + 1), *[here[-1]] * n, *range(here[-1] + 1, self.n)]
+        new = [len(self.hosts) + i // per_host for i in range(n)]
+        hosts = [*self.hosts[: here[-1] + 1], *new, *self.hosts[here[-1] + 1 :]]
+        devices = tuple(self.devices[i] for i in order)
+        axes = ((self.axes[0][0] if len(self.axes) == 1 else DEFAULT_AXIS, len(order)),)
+        name = f"{self.name} plus {n} {kind}"
+        # What was measured among fewer devices says nothing of these.
+        return replace(self, name=name, devices=devices, hosts=tuple(hosts), axes=axes, collectives={})
+
+    def scaled_network(self, factor: float) -> "Cluster":
+        """The cluster with `factor` times the bandwidth between its hosts; inside where there is only one host."""
+        several, intra = len(set(self.hosts)) > 1, self.intra or self.network
+        link = self.network if several else intra
+        scaled = replace(link, bandwidth=link.bandwidth * factor)
+        changed = {"network": scaled} if several else {"intra": scaled}
+        curves = {
+            axis: {step: curve.wider(factor) for step, curve in by_step.items()} if self._crosses(axis) else by_step
+            for axis, by_step in self.collectives.items()
+        }
+        return replace(self, name=f"{self.name} at {factor:g}x the network", collectives=curves, **changed)
+
+    def _crosses(self, axis: str) -> bool:
+        """Whether the devices along an axis are in several hosts, or all devices in one."""
+        if axis not in (names := [name for name, _ in self.axes]):
+            return True
+        hosts = np.array(self.hosts).reshape([size for _, size in self.axes])
+        lines = np.moveaxis(hosts, names.index(axis), -1)
+        return bool((lines != lines[..., :1]).any()) or len(set(self.hosts)) == 1
+
+    def _of_kind(self, kind: str) -> list[int]:
+        found = [i for i, device in enumerate(self.devices) if device.name == kind]
+        if not found:
+            names = ", ".join(k.name for k in self.kinds)
+            raise ClusterError(f"cluster {self.name!r}: has no device of kind {kind!r}; there are {names}")
+        return found
+
+    def positions(self, devices: Sequence[int]) -> tuple[tuple[int, ...], ...] | None:
+        """The positions along each mesh axis at whose crossings some devices stand; None where others stand there too,
+        so that the devices are no mesh of these axes."""
+        found: list[tuple[int, ...]] = []
+        stride = self.n
+        for _, size in self.axes:
+            stride //= size
+            found.append(tuple(sorted({d // stride % size for d in devices})))
+        return tuple(found) if math.prod(map(len, found)) == len(devices) else None
+
+    def spread(self, devices: Sequence[int], along: Sequence[str], fractions: Sequence[float]) -> tuple[float, ...]:
+        """Fractions per position of `devices` along mesh axes (none: of all in a row), as those per position of the
+        whole cluster, 0 where none of them stand."""
+        if len(devices) == self.n:
+            return tuple(fractions)
+        lengths, kept = [self.n], [tuple(devices)]
+        if along:
+            positions = self.positions(devices)
+            assert positions is not None
+            known = {name: (size, p) for (name, size), p in zip(self.axes, positions, strict=True)}
+            lengths, kept = [known[a][0] for a in along], [known[a][1] for a in along]
+        whole = np.zeros(lengths)
+        whole[np.ix_(*kept)] = np.reshape(fractions, [len(p) for p in kept])
+        return tuple(whole.ravel().tolist())
+
+    def subset(self, devices: Sequence[int]) -> "Cluster":
+        """The cluster of some of the devices, given by their positions in mesh order, rising; all of them: the cluster
+        itself. It has the same mesh axes where the devices are a mesh of these, and one over all where they are not.
+        Collectives that were measured along an axis count for a part of it too, unless it is inside one host and the
+        whole is not. Raises ClusterError for positions that are not rising or that no device has."""
+        rising = all(a < b for a, b in itertools.pairwise(devices))
+        if not devices or not rising or devices[0] < 0 or devices[-1] >= self.n:
+            what = f"{list(devices)} are not positions of its {self.n} devices, each once and rising"
+            raise ClusterError(f"cluster {self.name!r}: {what}")
+        if len(devices) == self.n:
+            return self
+        kept = self.positions(devices)
+        axes = tuple((a, len(p)) for (a, _), p in zip(self.axes, kept, strict=True)) if kept else ()
+        pick = lambda row: tuple(row[d] for d in devices)
+        hosts = pick(self.hosts)
+        whole = {a for a, size in axes if dict(self.axes)[a] == size}
+        alike = {a for a, _ in axes} | {DEFAULT_AXIS} if (len(set(hosts)) > 1) == (len(set(self.hosts)) > 1) else set()
+        measured = {a: curves for a, curves in self.collectives.items() if a in whole | alike}
+        return replace(self, devices=pick(self.devices), hosts=hosts, axes=axes, collectives=measured)
+
+    def measured_elsewhere(self, machine: str, jax_version: str) -> str | None:
+        """What to warn of on a machine with a JAX version that the figures are not from, which names both; None where
+        they are from there, or were not measured."""
+        machines, version = (self.profile.get(key) for key in ("machines", "jax"))
+        then, now = list[str](), list[str]()
+        if isinstance(machines, str) and machine not in machines.split(", "):
+            then.append(f"on {machines}")
+            now.append(f"is {machine}")
+        if isinstance(version, str) and version != jax_version:
+            then.append(f"with JAX {version}")
+            now.append(f"has JAX {jax_version}")
+        if not then:
+            return None
+        when = f" ({self.profile['when']})" if "when" in self.profile else ""
+        return (
+            f"cluster {self.name!r} was measured {' '.join(then)}{when}, and this machine {' and '.join(now)}: "
+            "times and shard sizes may be off; measure with hapsynth profile here"
+        )
+
+    def fingerprint(self) -> str:
+        """16 hex digits that change with anything a plan's cost depends on; the cluster's own name is left out."""
+        without = replace(
+            self,
+            devices=tuple(kind.bare() for kind in self.devices),
+            collectives=_bare(self.collectives),
+            profile={},
+        )
+        data = {key: value for key, value in without.to_dict().items() if key != "name"}
+        return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()[:16]
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> "Cluster":
+        """Reads a TOML file. Raises ClusterError, naming file, key and value, for whatever is wrong with it."""
+        file = Path(path)
+        try:
+            data = tomllib.loads(file.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise ClusterError(f"{file}: can't be read: {error.strerror}; give the path of a cluster file") from None
+        except UnicodeDecodeError:
+            raise ClusterError(f"{file}: is not UTF-8 text; a cluster file is TOML") from None
+        except tomllib.TOMLDecodeError as error:
+            raise ClusterError(f"{file}: is not valid TOML: {error}") from None
+        return cls.from_dict({"name": file.stem, **data}, source=str(file))
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the TOML that `load` reads back as an equal cluster: every kind in full, no [kinds] base."""
+        Path(path).write_text(to_toml(self.to_dict()), encoding="utf-8")
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, object], source: str = "cluster") -> "Cluster":
+        """The cluster of a parsed TOML or JSON document; `source` is what errors call it. Raises ClusterError."""
+        top = Table(data, source, keys=_KEYS)
+        kinds = read_kinds(top.table("kinds"), known_kinds()) if "kinds" in top else known_kinds()
+        devices, hosts = read_devices(top, kinds)
+        intra = read_link(top.table("intra", ("bandwidth", "latency"))) if "intra" in top else None
+        # A single host has no network to describe, as long as it says what joins its devices.
+        if "network" in top or intra is None or len(set(hosts)) > 1:
+            names = ", ".join(dict.fromkeys(kind.name for kind in devices))
+            joined = f" for what joins the {max(hosts) + 1} hosts ({names})" if max(hosts) else ""
+            top.need("network", f'a table [network] with bandwidth = "10 Gbit/s" and latency = "20 us"{joined}')
+            network = read_link(top.table("network", ("bandwidth", "latency")))
+        else:
+            network = intra
+        axes = top.table("axes") if "axes" in top else None
+        sizes = tuple((axis, axes.count(axis)) for axis in axes.data) if axes else ()
+        collectives = read_collectives(top.table("collectives")) if "collectives" in top else {}
+        profile = read_profile(top.table("profile")) if "profile" in top else {}
+        try:
+            return cls(top.text("name", "a name"), devices, hosts, network, intra, sizes, collectives, profile)
+        except ClusterError as error:
+            raise ClusterError(f"{source}: {error}") from None
+
+    def to_dict(self) -> dict[str, object]:
+        """The document that `from_dict` reads back as an equal cluster: plain strings, numbers, lists and dicts."""
+        runs: list[dict[str, object]] = []
+        for (kind, host), run in itertools.groupby(zip(self.devices, self.hosts, strict=True)):
+            runs.append({"kind": kind.name, "per_host": len(list(run)), "host": str(host)})
+        # Where each run is a host of its own, labels say nothing, and like hosts in a row are one entry.
+        if len(runs) == len(set(self.hosts)):
+            groups = itertools.groupby(runs, key=lambda run: (run["kind"], run["per_host"]))
+            runs = [{"kind": k, "hosts": len(list(group)), "per_host": c} for (k, c), group in groups]
+        curves = lambda by: {step: write_curve(curve, _units.MEMORY) for step, curve in by.items()}
+        collectives = {axis: curves(by_step) for axis, by_step in self.collectives.items()}
+        return {
+            "name": self.name,
+            "axes": dict(self.axes),
+            "network": write_link(self.network),
+            **({"intra": write_link(self.intra)} if self.intra else {}),
+            "devices": runs,
+            "kinds": {kind.name: write_kind(kind) for kind in self.kinds},
+            **({"collectives": collectives} if collectives else {}),
+            **({"profile": dict(self.profile)} if self.profile else {}),
+        }
+
+    @classmethod
+    def from_mesh(cls, mesh: "jax.sharding.Mesh") -> "Cluster":
+        """A description of the devices of `mesh` from their names: known GPUs, or XLA's host devices.
+
+        Hosts are JAX's processes. Links and CPUs get nominal figures (`NOMINAL_*`): good enough to plan something,
+        no ground for comparing plans; a cluster file with measured figures is. Raises ClusterError for a device
+        that is neither.
+        """
+        devices = cast(list[_Device], mesh.devices.flatten().tolist())
+        cpus = [device for device in devices if device.platform == "cpu"]
+        share = _cpu_share(len(cpus)) if cpus else None
+        kinds = tuple(share if share and d.platform == "cpu" else kind_of(d.device_kind) for d in devices)
+        intra = NOMINAL_CPU_LINK if cpus else NOMINAL_INTRA
+        name = " + ".join(f"{kinds.count(kind)} x {kind.name}" for kind in dict.fromkeys(kinds))
+        axes = tuple((str(axis), int(size)) for axis, size in mesh.shape.items())
+        return cls(name, kinds, tuple(d.process_index for d in devices), NOMINAL_NETWORK, intra, axes)
+
+
+_KEYS = ("name", "axes", "network", "intra", "devices", "kinds", "collectives", "profile")
+
+
+def _bare(curves: Mapping[str, Mapping[str, Curve]]) -> dict[str, dict[str, Curve]]:
+    """Curves without their spread, which no cost depends on."""
+    return {key: {k: replace(curve, spread=()) for k, curve in by.items()} for key, by in curves.items()}
+
+
+def _cpu_share(n: int) -> DeviceKind:
+    """The kind of one of `n` XLA host devices, which share this machine's cores, bandwidth and memory."""
+    cores = os.cpu_count() or 1
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else 8 << 30
+    return DeviceKind(
+        name=f"cpu/{n}",
+        flops={dtype: rate * cores / n for dtype, rate in NOMINAL_CPU_FLOPS.items()},
+        bandwidth=NOMINAL_CPU_BANDWIDTH / n,
+        memory=memory // n,
+        source="nominal",
+    )

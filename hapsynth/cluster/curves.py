@@ -1,0 +1,108 @@
+"""Measured times by amount of work or of bytes, as a profile keeps them (`Curve`)."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from decimal import Decimal
+from functools import cached_property
+from typing import cast
+
+import numpy as np
+import numpy.typing as npt
+
+from hapsynth.cluster import _units
+
+_Floats = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Seconds by amount (FLOPs of an op, bytes on a wire): straight lines between measured points.
+
+    `points`: (amount, seconds), both rising. Before the first point and after the last time is in proportion to the
+    amount; a first point at amount 0 is a latency. `spread`: of each point, how far its samples lay apart
+    as a fraction; () where it is not known; not compared.
+
+    A time that never falls as the amount grows has an inverse, on which the lower bounds rest.
+    Raises ValueError for points that don't rise.
+    """
+
+    points: tuple[tuple[float, float], ...]
+    spread: tuple[float, ...] = field(default=(), compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "points", tuple((float(a), float(t)) for a, t in self.points))
+        if not self.points:
+            raise ValueError("has no point; measure at least one")
+        if self.spread and len(self.spread) != len(self.points):
+            raise ValueError(f"has {len(self.points)} points and {len(self.spread)} spreads; give one to each point")
+        for amount, seconds in self.points:
+            _units.check(amount, zero=True)
+            _units.check(seconds)
+        if self.points[-1][0] == 0:
+            raise ValueError("says nothing but a latency; add a point of a larger amount")
+        for (a, s), (b, t) in zip(self.points, self.points[1:], strict=False):
+            if not (a < b and s < t):
+                raise ValueError(f"goes from {s:g} s at {a:g} to {t:g} s at {b:g}; amounts and times must both rise")
+
+    @cached_property
+    def _amounts(self) -> _Floats:
+        return np.array([0.0, *(a for a, _ in self.points if a)])
+
+    @cached_property
+    def _seconds(self) -> _Floats:
+        first, _ = self.points[0]
+        return np.array([t for _, t in self.points] if first == 0 else [0.0, *(t for _, t in self.points)])
+
+    def seconds(self, amount: _Floats | float) -> _Floats:
+        """Of any array of amounts."""
+        (last, end), x = self.points[-1], np.asarray(amount, dtype=np.float64)
+        return np.where(x > last, x * (end / last), np.interp(x, self._amounts, self._seconds))
+
+    def slope(self, amount: float) -> float:
+        """Seconds per unit of amount, from a given amount on."""
+        i = int(np.searchsorted(self._amounts, amount, side="right"))
+        if i == len(self._amounts):
+            return self.points[-1][1] / self.points[-1][0]
+        return float((self._seconds[i] - self._seconds[i - 1]) / (self._amounts[i] - self._amounts[i - 1]))
+
+    def amount(self, seconds: _Floats | float) -> _Floats:
+        """The most that is done within some seconds: 0 within less than the latency."""
+        (last, end), t = self.points[-1], np.asarray(seconds, dtype=np.float64)
+        return np.where(t > end, t * (last / end), np.interp(t, self._seconds, self._amounts, left=0.0))
+
+    def scaled(self, speed: float) -> "Curve":
+        """The same, `speed` times as fast."""
+        return replace(self, points=tuple((a, t / speed) for a, t in self.points))
+
+    def wider(self, factor: float) -> "Curve":
+        """The same latency, and `factor` times the amount in the time beyond it."""
+        return replace(self, points=tuple((a * factor, t) for a, t in self.points))
+
+
+def read_curve(data: object, units: Mapping[str, Decimal]) -> Curve:
+    """The curve of a list of ["<amount> <unit>", "<time> <unit>"] or the same with the spread as a third entry.
+
+    Raises ValueError.
+    """
+    example = f'write a list of points, like [["1 {list(units)[1]}", "20 us"]]'
+    if not isinstance(data, list) or not data:
+        raise ValueError(f"is not a curve; {example}")
+    points: list[tuple[float, float]] = []
+    spread: list[float] = []
+    for point in cast(list[object], data):
+        if not isinstance(point, Sequence) or isinstance(point, str) or len(cast(list[object], point)) not in (2, 3):
+            raise ValueError(f"has the point {point!r}; {example}")
+        amount, seconds, *rest = cast(list[object], point)
+        points.append((_units.parse(amount, units, zero=True), _units.parse(seconds, _units.TIME)))
+        if rest:
+            if isinstance(rest[0], bool) or not isinstance(rest[0], int | float):
+                raise ValueError(f"has the spread {rest[0]!r}, which must be a plain number")
+            spread.append(_units.check(float(rest[0]), zero=True))
+    return Curve(tuple(points), tuple(spread))
+
+
+def write_curve(curve: Curve, units: Mapping[str, Decimal]) -> list[list[object]]:
+    """The list that `read_curve` reads back as an equal curve."""
+    text: Callable[[float, Mapping[str, Decimal]], object] = _units.format
+    spread: list[list[object]] = [[s] for s in curve.spread] or [[] for _ in curve.points]
+    return [[text(a, units), text(t, _units.TIME), *s] for (a, t), s in zip(curve.points, spread, strict=True)]

@@ -1,0 +1,1 @@
+"""A JAX function as a graph: traced, inlined, flat control flow."""

@@ -1,0 +1,322 @@
+"""The source program: values and ops, calls inlined, in an order in which every operand comes first.
+
+Control flow is flat too: the ops of a loop's body or of a branch stand in the same list, each marked with the region
+that it runs in, and boundary ops (`Boundary`) carry values into a region and out of it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from math import prod
+from typing import Any
+from typing import Literal as OneOf
+
+import numpy as np
+
+from hapsynth import _jax
+
+
+@dataclass(frozen=True)
+class Value:
+    """A tensor of the source program."""
+
+    index: int
+    shape: tuple[int, ...]
+    dtype: Any
+    weak_type: bool
+    name: str
+
+    @property
+    def size(self) -> int:
+        return prod(self.shape)
+
+    @cached_property
+    def nbytes(self) -> int:
+        return self.size * _jax.itemsize(self.dtype)
+
+    def __str__(self) -> str:
+        short = {"float32": "f32", "bfloat16": "bf16", "float16": "f16", "float64": "f64", "int32": "i32"}
+        return f"{self.name}:{short.get(str(self.dtype), str(self.dtype))}{list(self.shape)}"
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Literal:
+    """A constant written into an equation; every device knows it."""
+
+    value: Any
+    shape: tuple[int, ...]
+    dtype: Any
+
+    @property
+    def is_zero(self) -> bool:
+        return not _jax.is_extended(self.dtype) and not np.any(np.asarray(self.value))
+
+
+Operand = int | Literal
+
+
+@dataclass(frozen=True, slots=True)
+class Boundary:
+    """Stands where an op has its primitive. A boundary op computes nothing: it is a value's way between a region and
+    the one around it.
+
+        loop_carry   (initial) -> (carried, final): `carried` lives in the loop, the others around it. A while loop has
+                     a third result, what is carried as its test finds it, which lives there: the test runs before the
+                     body, and finds nothing that the body makes
+        scan_slice   (xs) -> (x): a scan's part of `xs` for this iteration
+        scan_stack   (y) -> (ys): what a scan stacks
+        loop_test    (predicate) -> (): a while loop goes on where it is true; belongs to the loop's test region
+        cond_join    (branch number, one operand per branch) -> (result)
+    """
+
+    name: str
+    multiple_results: bool = False
+
+
+LOOP_CARRY = Boundary("loop_carry", True)
+SCAN_SLICE = Boundary("scan_slice")
+SCAN_STACK = Boundary("scan_stack")
+LOOP_TEST = Boundary("loop_test", True)
+COND_JOIN = Boundary("cond_join")
+
+RegionKind = OneOf["program", "scan", "while", "test", "cond", "branch"]
+
+
+@dataclass(frozen=True)
+class Region:
+    """A body of control flow. Number 0 is the program itself.
+
+    `count`: how often it runs for one run of `parent`: a scan's length, a while loop's assumed trips, a branch's
+    assumed frequency. A while loop has a region of its own for its test, a cond one for each branch. `reverse` and
+    `unroll` are a scan's.
+    """
+
+    index: int
+    kind: RegionKind
+    parent: int
+    count: float
+    source: str = ""
+    reverse: bool = False
+    unroll: int = 1
+
+    def __str__(self) -> str:
+        where = f" ({self.source})" if self.source else ""
+        match self.kind:
+            case "scan":
+                return f"scan{where}, {self.count:g} times{', in reverse' if self.reverse else ''}"
+            case "while":
+                return f"while{where}, {self.count:g} times as assumed"
+            case "branch":
+                return f"branch, {self.count:.3g} of the time"
+            case _:
+                return f"{self.kind}{where}"
+
+
+@dataclass(frozen=True, eq=False)
+class Op:
+    """One equation: `results = primitive(operands, **params)`."""
+
+    index: int
+    primitive: Any
+    operands: tuple[Operand, ...]
+    results: tuple[int, ...]
+    params: dict[str, Any]
+    shapes: tuple[tuple[int, ...], ...]
+    dtypes: tuple[Any, ...]
+    result_shapes: tuple[tuple[int, ...], ...]
+    result_dtypes: tuple[Any, ...]
+    source: str = ""
+    scope: str = ""
+    region: int = 0
+    """A boundary op belongs to the region that it leads into or out of."""
+
+    @property
+    def name(self) -> str:
+        return self.primitive.name
+
+    @cached_property
+    def value_operands(self) -> tuple[tuple[int, int], ...]:
+        """(operand position, value index) of the operands that are values."""
+        return tuple((i, v) for i, v in enumerate(self.operands) if isinstance(v, int))
+
+    def __repr__(self) -> str:
+        return f"Op({self.index}: {self.name} {self.operands} -> {self.results})"
+
+
+@dataclass(frozen=True)
+class HostCallback:
+    """Stands for a primitive that shows values to the host: `(x, *shown) -> (x, 0)`.
+
+    It passes on a value that the program needs, so that it is not dead code; the 0 is there on every device.
+    """
+
+    primitive: Any
+    multiple_results = True
+
+    @property
+    def name(self) -> str:
+        return self.primitive.name
+
+    def bind(self, x: Any, *shown: Any, **params: Any) -> list[Any]:
+        self.primitive.bind(*shown, **params)
+        return [x, np.int32(0)]
+
+
+@dataclass(frozen=True)
+class Rematerialized:
+    """`ops`, none after op `at`, run again for what takes their results after it."""
+
+    at: int
+    ops: tuple[int, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Graph:
+    """Values are numbered in order of definition: inputs, constants, then results of ops."""
+
+    values: tuple[Value, ...]
+    ops: tuple[Op, ...]
+    inputs: tuple[int, ...]
+    outputs: tuple[Operand, ...]
+    constants: dict[int, Any] = field(default_factory=dict)
+    carry: tuple[tuple[int, int], ...] = ()
+    """Pairs (position in inputs, position in outputs) whose layouts must agree."""
+    kept: tuple[int, ...] = ()
+    """Positions of inputs that lie on the devices from call to call, though no output succeeds them."""
+    regions: tuple[Region, ...] = (Region(0, "program", -1, 1.0),)
+    ties: dict[int, int] = field(default_factory=dict)
+    """Index of a loop_carry op -> the value that the next iteration finds as its carried one."""
+    again: Rematerialized | None = None
+    """Which ops of the traced function run twice here (`graph/rematerialize.py`)."""
+
+    @cached_property
+    def producer(self) -> dict[int, int]:
+        """Value -> index of the op that makes it; inputs and constants are absent."""
+        return {v: op.index for op in self.ops for v in op.results}
+
+    @cached_property
+    def uses(self) -> dict[int, tuple[tuple[int, int], ...]]:
+        """Value -> (op index, operand position) of each use."""
+        uses: dict[int, list[tuple[int, int]]] = {v.index: [] for v in self.values}
+        for op in self.ops:
+            for position, v in op.value_operands:
+                uses[v].append((op.index, position))
+        return {v: tuple(u) for v, u in uses.items()}
+
+    @cached_property
+    def state(self) -> frozenset[int]:
+        """Inputs that lie on the devices before a call: carried ones, and those that are kept."""
+        return frozenset(self.inputs[i] for i in (*(source for source, _ in self.carry), *self.kept))
+
+    @property
+    def sources(self) -> tuple[int, ...]:
+        """Values that no op makes: inputs and constants."""
+        return (*self.inputs, *self.constants)
+
+    @cached_property
+    def runs(self) -> tuple[float, ...]:
+        """How often each region runs in one step. One that never does still costs next to nothing: 0 times infinity,
+        the cost of what can't be, would be no number."""
+        found: list[float] = []
+        for r in self.regions:
+            found.append(max(r.count, 1e-6) * (found[r.parent] if r.parent >= 0 else 1.0))
+        return tuple(found)
+
+    def around(self, region: int) -> tuple[int, ...]:
+        """A region and those around it, innermost first."""
+        return self._around[region]
+
+    @cached_property
+    def _around(self) -> tuple[tuple[int, ...], ...]:
+        found: list[tuple[int, ...]] = []
+        for r in self.regions:
+            found.append((r.index, *(found[r.parent] if r.parent >= 0 else ())))
+        return tuple(found)
+
+    @cached_property
+    def home(self) -> tuple[int, ...]:
+        """The region in which each value lives."""
+        found = [0] * len(self.values)
+        for op in self.ops:
+            leaves = op.primitive in (SCAN_STACK, COND_JOIN)
+            for value in op.results:
+                found[value] = self.regions[op.region].parent if leaves else op.region
+            if op.primitive == LOOP_CARRY:
+                found[op.results[1]] = self.regions[op.region].parent
+                for tested in op.results[2:]:
+                    found[tested] = self.test(op.region)
+        return tuple(found)
+
+    def test(self, region: int) -> int:
+        """The test region of a while loop."""
+        return next(r.index for r in self.regions if r.parent == region and r.kind == "test")
+
+    def branches(self, region: int) -> tuple[int, ...]:
+        """The branch regions of a cond, in order."""
+        return tuple(r.index for r in self.regions if r.parent == region)
+
+    def read_in(self, op: Op, position: int) -> int:
+        """The region in which an operand must be at hand."""
+        if not isinstance(op.primitive, Boundary):
+            return op.region
+        if op.primitive in (LOOP_CARRY, SCAN_SLICE) or (op.primitive == COND_JOIN and position == 0):
+            return self.regions[op.region].parent
+        if op.primitive == COND_JOIN:
+            return self.branches(op.region)[position - 1]
+        return op.region
+
+    def place_of_conversion(self, value: int, region: int) -> int:
+        """Where a value is converted for a use in a region: where that happens least often, as far out as can be."""
+        if region == self.home[value]:
+            return region
+        chosen = inner = region
+        for r in self.around(region)[: self.around(region).index(self.home[value]) + 1]:
+            # A test finds nothing that its loop's body makes.
+            if self.runs[r] <= self.runs[chosen] and self.regions[inner].kind != "test":
+                chosen = r
+            inner = r
+        return chosen
+
+    @cached_property
+    def unsure(self) -> frozenset[int]:
+        """The ops that decide which way control flow goes, by what was computed in floating point: the loop_test of a
+        while loop, the first cond_join of a cond. Unlike devices may round differently, and must not part ways."""
+        inexact = {v.index for v in self.values if _jax.is_inexact(v.dtype)}
+        grown = -1
+        while grown != len(inexact):
+            grown = len(inexact)
+            for op in self.ops:
+                if op.index in self.ties and self.ties[op.index] in inexact:
+                    inexact.update(op.results)
+                if any(v in inexact for _, v in op.value_operands):
+                    inexact.update(op.results)
+        found: dict[int, int] = {}
+        for op in self.ops:
+            if op.primitive in (LOOP_TEST, COND_JOIN) and op.operands[0] in inexact:
+                found.setdefault(op.region, op.index)
+        return frozenset(found.values())
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """A digest of everything that decides what the program computes, but not of large constants' values."""
+        import hashlib
+
+        digest = hashlib.sha256()
+        for v in self.values:
+            digest.update(f"{v.shape}{v.dtype}".encode())
+        for op in self.ops:
+            params = sorted((k, str(p)) for k, p in op.params.items() if _is_plain(p))
+            operands = [o if isinstance(o, int) else f"lit{np.asarray(o.value).tolist()}" for o in op.operands]
+            digest.update(f"{op.name}{operands}{op.results}{params}{op.region or ''}".encode())
+        for r in self.regions[1:]:
+            length = r.count if r.kind == "scan" else ""
+            digest.update(f"{r.kind}{r.parent}{length}{r.reverse}".encode())
+        outputs = [o if isinstance(o, int) else "lit" for o in self.outputs]
+        digest.update(f"{self.inputs}{outputs}{self.carry}{self.ties or ''}".encode())
+        return digest.hexdigest()[:16]
+
+
+def _is_plain(param: Any) -> bool:
+    """Functions and meshes print an address, which differs between processes."""
+    return " at 0x" not in str(param)

@@ -1,0 +1,242 @@
+"""A JAX function to a `Graph`: traced, calls inlined, dead code dropped, carried state found."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import jax
+import numpy as np
+
+from hapsynth import _jax
+from hapsynth.graph.concretization import NEEDS_VALUE, needs_value
+from hapsynth.graph.inline import TraceError, inline
+from hapsynth.graph.ir import Graph, Literal
+
+
+@dataclass(frozen=True, eq=False)
+class Traced:
+    """A graph and how the user's arguments and results map to its inputs and outputs."""
+
+    graph: Graph
+    in_tree: Any
+    out_tree: Any
+    in_paths: tuple[str, ...]
+    out_paths: tuple[str, ...]
+    array_leaves: tuple[int, ...]
+    """Positions, among the flattened arguments, of the leaves that are graph inputs, in order."""
+    static_leaves: dict[int, Any]
+    """Leaves that are no arrays (functions, strings): the plan holds for these values only."""
+    out_array_leaves: tuple[int, ...]
+    out_static_leaves: dict[int, Any]
+
+
+def is_array_like(leaf: Any) -> bool:
+    """What `jax.jit` would trace: arrays, NumPy and Python numbers, ShapeDtypeStructs."""
+    return isinstance(leaf, (jax.Array, jax.ShapeDtypeStruct, np.ndarray, np.generic, bool, int, float, complex))
+
+
+def abstract(leaf: Any, path: str) -> jax.ShapeDtypeStruct:
+    """The shape and dtype of one argument leaf; a leaf that has none is an error naming its path."""
+    if isinstance(leaf, (bool, int, float, complex)):
+        # As `jax.jit` sees it: a weakly typed scalar.
+        try:
+            aval = jax.eval_shape(lambda: jax.numpy.asarray(leaf))
+        except OverflowError as error:
+            raise TraceError(f"argument {path} is {leaf!r}: {error}; enable jax_enable_x64, or pass a float") from None
+        return jax.ShapeDtypeStruct((), aval.dtype, weak_type=not isinstance(leaf, bool))
+    shape, dtype = getattr(leaf, "shape", None), getattr(leaf, "dtype", None)
+    if shape is None or dtype is None or any(not isinstance(d, (int, np.integer)) for d in shape):
+        raise TraceError(
+            f"argument {path} has shape {shape} and dtype {dtype}; every array leaf needs both as plain integers "
+            "and a dtype: pass an array or a jax.ShapeDtypeStruct((..., ...), dtype)"
+        )
+    weak = bool(getattr(leaf, "weak_type", False))
+    if not _jax.is_extended(dtype):
+        if not any(jax.numpy.issubdtype(dtype, kind) for kind in (jax.numpy.number, np.bool_)):
+            raise TraceError(f"argument {path} has dtype {dtype}, which JAX does not have; pass numbers or bools")
+        dtype = jax.dtypes.canonicalize_dtype(dtype)
+    return jax.ShapeDtypeStruct(tuple(int(d) for d in shape), dtype, weak_type=weak)
+
+
+def trace(
+    fn: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: dict[str, Any] | None = None,
+    *,
+    carry: Sequence[tuple[str, str]] | None = None,
+) -> Traced:
+    """Trace `fn(*args, **kwargs)`.
+
+    `carry`: pairs (argument path, output path) as `jax.tree_util.keystr` prints them, e.g. `("[0]", "[0]")`; a
+    pair of prefixes ties every leaf below. None finds them by matching tree structure, shapes and dtypes.
+    Raises TraceError for leaves without shape, effects, or a carry that names nothing.
+    """
+    kwargs = kwargs or {}
+    flat, in_tree = jax.tree_util.tree_flatten((tuple(args), kwargs))
+    in_paths = tuple(_argument_path(p) for p, _ in jax.tree_util.tree_flatten_with_path((tuple(args), kwargs))[0])
+    arrays: list[int] = []
+    static: dict[int, Any] = {}
+    structs: list[jax.ShapeDtypeStruct] = []
+    for i, leaf in enumerate(flat):
+        if is_array_like(leaf) or (hasattr(leaf, "shape") or hasattr(leaf, "dtype")):
+            arrays.append(i)
+            structs.append(abstract(leaf, in_paths[i]))
+        else:
+            static[i] = leaf
+    out_info: dict[str, Any] = {}
+
+    def flat_fn(*leaves: Any) -> list[Any]:
+        full: list[Any] = [None] * len(flat)
+        for i, leaf in zip(arrays, leaves):
+            full[i] = leaf
+        for i, leaf in static.items():
+            full[i] = leaf
+        call_args, call_kwargs = jax.tree_util.tree_unflatten(in_tree, full)
+        out = fn(*call_args, **call_kwargs)
+        # JAX warns of an iterator that it takes for a leaf.
+        once = lambda leaf: isinstance(leaf, Iterator)
+        out_flat, out_tree = jax.tree_util.tree_flatten(out, is_leaf=once)
+        paths = [jax.tree_util.keystr(p) for p, _ in jax.tree_util.tree_flatten_with_path(out, is_leaf=once)[0]]
+        for path, leaf in zip(paths, out_flat, strict=True):
+            if once(leaf):
+                what = f"output {path} is" if path else "the function returns"
+                raise TraceError(
+                    f"{what} a {type(leaf).__name__}, which jax.jit refuses too: what it gives is computed after the "
+                    "function has returned; return a list or tuple of it"
+                )
+        keep = [i for i, leaf in enumerate(out_flat) if is_array_like(leaf)]
+        out_info.update(
+            tree=out_tree, paths=paths, keep=keep, static={i: x for i, x in enumerate(out_flat) if i not in set(keep)}
+        )
+        return [out_flat[i] for i in keep]
+
+    try:
+        closed, _ = _jax.make_jaxpr(flat_fn, *structs)
+    except NEEDS_VALUE as error:
+        raise TraceError(needs_value(error)) from error
+    except RuntimeError as error:
+        if "mesh" not in str(error):
+            raise
+        raise TraceError(
+            "the function needs the mesh of jax.set_mesh, and hapsynth traces it without one, since it chooses all "
+            f"shardings itself: remove the constraint, or give it a NamedSharding ({error})"
+        ) from error
+    graph = inline(closed)
+    out_paths = tuple(out_info["paths"][i] for i in out_info["keep"])
+    array_paths = tuple(in_paths[i] for i in arrays)
+    traced = Traced(
+        graph,
+        in_tree,
+        out_info["tree"],
+        array_paths,
+        out_paths,
+        tuple(arrays),
+        static,
+        tuple(out_info["keep"]),
+        out_info["static"],
+    )
+    pairs = _given_carry(traced, carry) if carry is not None else _find_carry(traced)
+    return replace(traced, graph=replace(graph, carry=tuple(pairs)))
+
+
+def _argument_path(path: Any) -> str:
+    """`[0]['w']` for a positional argument, `['name']` for a keyword."""
+    return jax.tree_util.keystr(path[1:])
+
+
+def _find_carry(traced: Traced) -> list[tuple[int, int]]:
+    """Pair each argument subtree with the first output subtree of equal structure, shapes and dtypes.
+
+    Only whole top-level arguments and top-level outputs are matched, so that a step `state, batch -> state, loss`
+    ties its state and never a batch to a like-shaped result by chance.
+    """
+    graph = traced.graph
+    ins = by_head(traced.in_paths)
+    whole = list(range(len(traced.out_paths)))
+    for members in ins.values():
+        # The function returns the state itself, not a tuple with it.
+        if _same(traced, graph, members, whole):
+            return list(zip(members, whole))
+    outs = by_head(traced.out_paths)
+    pairs: list[tuple[int, int]] = []
+    taken: set[str] = set()
+    for members in ins.values():
+        for head, candidates in outs.items():
+            if head not in taken and _same(traced, graph, members, candidates):
+                taken.add(head)
+                pairs += list(zip(members, candidates))
+                break
+    return pairs
+
+
+_STEP = re.compile(r"\['(?:[^'\\]|\\.)*'\]|\[[^\]]*\]|\.[^.\[]*")
+"""One step of a path, as `jax.tree_util.keystr` prints it."""
+
+
+def _head_of(path: str) -> str:
+    step = _STEP.match(path)
+    return step[0] if step else ""
+
+
+def by_head(paths: Sequence[str]) -> dict[str, list[int]]:
+    """Leaves grouped by the first step of their path."""
+    groups: dict[str, list[int]] = {}
+    for i, path in enumerate(paths):
+        groups.setdefault(_head_of(path), []).append(i)
+    return groups
+
+
+def tail_of(path: str) -> str:
+    """What follows the first step of a path."""
+    return path[len(_head_of(path)) :]
+
+
+def under(prefix: str, paths: Sequence[str]) -> dict[str, int]:
+    """The leaves at a path or below it: what follows there -> position."""
+    rests = ((path[len(prefix) :], i) for i, path in enumerate(paths) if path.startswith(prefix))
+    return {rest: i for rest, i in rests if not rest or not prefix or rest[0] in "[."}
+
+
+def _same(traced: Traced, graph: Graph, members: list[int], candidates: list[int]) -> bool:
+    if len(members) != len(candidates):
+        return False
+    for i, o in zip(members, candidates):
+        out = graph.outputs[o]
+        if not isinstance(out, int):
+            return False
+        a, b = graph.values[graph.inputs[i]], graph.values[out]
+        whole = traced.out_paths[o]
+        if a.shape != b.shape or a.dtype != b.dtype:
+            return False
+        if tail_of(traced.in_paths[i]) not in (tail_of(whole), whole):
+            return False
+    return True
+
+
+def _given_carry(traced: Traced, carry: Sequence[tuple[str, str]]) -> list[tuple[int, int]]:
+    graph = traced.graph
+    pairs: list[tuple[int, int]] = []
+    for pair in cast(Sequence[Any], carry):
+        if not isinstance(pair, (tuple, list)) or len(pair) != 2 or not all(isinstance(p, str) for p in pair):
+            raise TraceError(f"carry holds {pair!r}; it is a list of pairs such as ('[0]', '[0]')")
+        source, target = pair
+        ins, outs = under(source, traced.in_paths), under(target, traced.out_paths)
+        if not ins:
+            raise TraceError(f"carry names argument {source!r}, but the arguments are {', '.join(traced.in_paths)}")
+        for rest, i in ins.items():
+            if rest not in outs:
+                raise TraceError(f"carry ties {source!r} to {target!r}, but no output is at {target + rest!r}")
+            path, o = traced.in_paths[i], outs[rest]
+            out, a = graph.outputs[o], graph.values[graph.inputs[i]]
+            b = out if isinstance(out, Literal) else graph.values[out]
+            if (a.shape, a.dtype) != (b.shape, b.dtype):
+                raise TraceError(
+                    f"carry ties {path} of {a.dtype} and shape {a.shape} to an output of shape {b.shape} and {b.dtype}"
+                )
+            if any(i == known or o == taken for known, taken in pairs):
+                raise TraceError(f"carry ties {path} to the output {traced.out_paths[o]!r}, and one of them again")
+            pairs.append((i, o))
+    return pairs

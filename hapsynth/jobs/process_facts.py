@@ -1,0 +1,267 @@
+"""What each process of a job says of itself, and what is wrong when that is put side by side."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from importlib import metadata
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from hapsynth import _device_memory
+from hapsynth._quantities import nbytes
+from hapsynth._version import __version__
+from hapsynth.lower import parts
+from hapsynth.running.base import Planned
+from hapsynth.running.plan_file import plan_to_dict
+
+Facts = dict[str, Any]
+"""Of one process, as JSON holds them; `process` names it, `host` its machine."""
+
+_CACHE = (
+    "jax_enable_compilation_cache",
+    "jax_persistent_cache_min_compile_time_secs",
+    "jax_persistent_cache_min_entry_size_bytes",
+    "jax_persistent_cache_enable_xla_caches",
+)
+_NUMERICS = (
+    "jax_enable_x64",
+    "jax_default_matmul_precision",
+    "jax_default_prng_impl",
+    "jax_threefry_partitionable",
+    "jax_numpy_dtype_promotion",
+    "jax_numpy_rank_promotion",
+    "jax_debug_nans",
+)
+"""What decides which numbers a function computes, beside its code."""
+_AUTOTUNING = "--xla_gpu_shard_autotuning"
+_MOST_TYPES = 64
+# What the runs depend on; how long a plan took to find differs between processes that each found it.
+_OF_PLAN = ("function", "cluster", "devices", "program", "classes", "shares")
+
+
+def fingerprint(data: object) -> str:
+    """Of what JSON can hold."""
+    return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def plan_fingerprint(plan: Planned) -> str:
+    """Of all in a plan's file that says what runs."""
+    saved = plan_to_dict(plan.traced, plan.result, plan.cluster)
+    return fingerprint([saved[key] for key in _OF_PLAN])
+
+
+def of_function(plan: Planned) -> Facts:
+    """What a plan is of, in parts: where two processes differ, which of them."""
+    graph = plan.traced.graph
+    values = [graph.values[v] for v in graph.inputs]
+    types = Counter(f"{v.dtype}[{','.join(map(str, v.shape))}]" for v in values)
+    arguments = dict(sorted(types.items())[:_MOST_TYPES])
+    ops = Counter(op.name for op in graph.ops)
+    # Not the graph's own digest: arguments of other shapes make other shapes of all that is computed.
+    code = [[op.name, [o if isinstance(o, int) else "literal" for o in op.operands]] for op in graph.ops]
+    return {
+        "arguments": {"count": len(values), "paths": fingerprint(list(plan.traced.in_paths)), "types": arguments},
+        "code": {"ops": dict(sorted(ops.items())), "digest": fingerprint([code, list(plan.traced.out_paths)])},
+        "constants": graph.fingerprint,
+        "cluster": fingerprint(plan.cluster.to_dict()),
+    }
+
+
+def software(process: str, host: str, mesh: Mesh) -> Facts:
+    """Versions, devices and settings of this process, for a job over `mesh`."""
+    # JAX names a folder of its cache only where the user did; folders may differ between machines.
+    cache = {name: getattr(jax.config, name, None) for name in _CACHE}
+    flags = re.findall(rf"{_AUTOTUNING}(?:=(\w+))?(?=\s|$)", os.environ.get("XLA_FLAGS", ""))
+    return {
+        "process": process,
+        "host": host,
+        "hapsynth": __version__,
+        "jax": jax.__version__,
+        "jaxlib": metadata.version("jaxlib"),
+        "mesh": [[d.process_index, d.id, d.device_kind] for d in mesh.devices.flat],
+        "platform": mesh.devices.flat[0].platform,
+        "kinds": sorted({d.device_kind for d in mesh.local_devices}),
+        "shards_autotuning": not flags or flags[-1].lower() not in ("false", "0"),
+        "numerics": {name: getattr(jax.config, name, None) for name in _NUMERICS},
+        "cache": {**cache, "a folder": bool(getattr(jax.config, "jax_compilation_cache_dir", None))},
+    }
+
+
+def of_plan(plan: Planned, arguments: Iterable[Any]) -> Facts:
+    """What a plan is, and the memory that it needs here beside what its arguments have already."""
+    assert plan.mesh is not None
+    held: dict[Any, int] = {}
+    for x in arguments:
+        for part in parts(x):
+            (device,) = part.devices()
+            held[device] = held.get(device, 0) + part.nbytes
+    positions = dict(zip(plan.mesh.devices.flat, plan.devices))
+    local = plan.mesh.local_devices
+    needs = {d: max(0, int(plan.memory[positions[d]]) - held.get(d, 0)) for d in local}
+    if local[0].platform != "cpu":
+        rows, machine = [[str(d), needs[d], _device_memory.free(d)] for d in local], [0, -1]
+    else:
+        # CPU devices share their machine's memory.
+        needed = sum(needs.values())
+        rows, machine = [["its CPU", needed, _device_memory.free(local[0])]], [needed, _device_memory.free_on_machine()]
+    return {"plan": plan_fingerprint(plan), **of_function(plan), "memory": rows, "machine": machine}
+
+
+def problems(facts: Sequence[Facts]) -> list[str]:
+    """What is wrong in a job whose processes say `facts`: each names the processes and the way out."""
+    found: list[str] = []
+    for name, install in (("hapsynth", "hapsynth"), ("jax", "jax"), ("jaxlib", "jaxlib")):
+        found += _alike(facts, name, f"{name} {{}}", f"install the same {install} everywhere")
+    found += _of_plans(facts)
+    found += _alike(
+        facts,
+        "mesh",
+        "a mesh of devices {}",
+        "make the mesh of the same devices in the same order everywhere, as jax.make_mesh does",
+        lambda mesh: ", ".join(f"{i}:{p}" for p, i, _ in mesh),
+    )
+    found += _alike(facts, "cache", "compilation cache settings {}", "give them all the same", _settings)
+    found += _alike(
+        facts,
+        "lowered",
+        "collectives {} in the lowered program",
+        "the same function, JAX configuration and XLA_FLAGS must be used everywhere",
+    )
+    return found + _of_kinds(facts) + _of_memory(facts)
+
+
+_PARTS: tuple[tuple[str, str, str], ...] = (
+    ("numerics", "{}", "set the same in every process, by jax.config or the environment"),
+    ("arguments", "arguments {}", "call the plan with arguments of the same shapes and dtypes everywhere"),
+    ("code", "a function of {}", "run the same source with the same options everywhere"),
+    ("constants", "parameters or constants of ops {}", "run the same source with the same options everywhere"),
+    ("cluster", "cluster {}", "plan for the same cluster everywhere: load one file in all (hapsynth.Cluster.load)"),
+    (
+        "plan",
+        "plan {}",
+        "save the plan in one process, load that very file in all (hapsynth.load), and call plans in the same order",
+    ),
+)
+"""What a plan comes from: what differs first explains what differs after it."""
+
+
+def _of_plans(facts: Sequence[Facts]) -> list[str]:
+    for key, what, way_out in _PARTS:
+        text = {"numerics": _settings, "arguments": _arguments, "code": _code}.get(key, str)
+        found = _alike(facts, key, what, way_out, text, _differing(facts, key) if key in _IN_PARTS else None)
+        if found:
+            return found
+    return []
+
+
+_IN_PARTS = ("numerics", "arguments", "code")
+
+
+def _differing(facts: Sequence[Facts], key: str) -> Callable[[Any], Any]:
+    """Of what processes say by names, only that in which they differ; what can't be told apart so, whole."""
+
+    def flat(said: dict[str, Any]) -> dict[str, Any]:
+        inner = [name for name, value in said.items() if isinstance(value, dict)]
+        rest = {name: value for name, value in said.items() if name not in inner}
+        return rest | {f"{name} {k}": v for name in inner for k, v in said[name].items()}
+
+    rows = [flat(f[key]) for f in facts if key in f]
+    names = sorted({name for row in rows for name in row})
+    unlike = [name for name in names if len({json.dumps(row.get(name)) for row in rows}) > 1]
+    return lambda said: {name: flat(said).get(name) for name in unlike}
+
+
+def _arguments(said: dict[str, Any]) -> str:
+    types = [f"{name.removeprefix('types ')} x{n}" for name, n in said.items() if name.startswith("types ") and n]
+    if types:
+        return ", ".join(types)
+    if "count" in said:
+        return f"in number {said['count']}"
+    return f"of other names (digest {said['paths']})" if "paths" in said else "of none of these"
+
+
+def _code(said: dict[str, Any]) -> str:
+    ops = [f"{n or 'no'} {name.removeprefix('ops ')}" for name, n in said.items() if name.startswith("ops ")]
+    return ", ".join(ops[:4]) if ops else f"digest {said['digest']}"
+
+
+def _of_kinds(facts: Sequence[Facts]) -> list[str]:
+    found: list[str] = []
+    for f in facts:
+        if len(f.get("kinds", ())) > 1:
+            found.append(
+                f"{f['process']} holds devices of several kinds ({', '.join(f['kinds'])}): start one process for each "
+                "kind, and give each its own with CUDA_VISIBLE_DEVICES or JAX_LOCAL_DEVICE_IDS"
+            )
+    shards = [f["process"] for f in facts if f.get("shards_autotuning")]
+    kinds = {kind for f in facts for kind in f.get("kinds", ())}
+    if len(kinds) > 1 and shards and any(f["platform"] not in ("cpu", "tpu") for f in facts):
+        found.append(
+            f"the GPUs are of several kinds ({', '.join(sorted(kinds))}), and {_several(shards)} would share out the "
+            f"autotuning of kernels among them: add {_AUTOTUNING}=false to XLA_FLAGS"
+        )
+    return found
+
+
+def _of_memory(facts: Sequence[Facts]) -> list[str]:
+    way_out = "end what else runs there, or synthesize with a lower memory_limit"
+    found: list[str] = []
+    for f in facts:
+        for device, needed, free in f.get("memory", ()):
+            if 0 <= free < needed:
+                found.append(
+                    f"{f['process']}: the plan needs {nbytes(needed)} more on {device}, where {nbytes(free)} are free: "
+                    f"{way_out}"
+                )
+    hosts: dict[str, list[Facts]] = {}
+    for f in facts:
+        if f.get("machine", [0, -1])[1] >= 0:
+            hosts.setdefault(f["host"], []).append(f)
+    for host, there in hosts.items() if not found else ():
+        needed, free = sum(f["machine"][0] for f in there), max(f["machine"][1] for f in there)
+        if free < needed:
+            found.append(
+                f"{_several([f['process'] for f in there])} need {nbytes(needed)} more together, and {host} has "
+                f"{nbytes(free)} free: {way_out}"
+            )
+    return found
+
+
+def _settings(cache: dict[str, Any]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in cache.items())
+
+
+def _alike(
+    facts: Sequence[Facts],
+    key: str,
+    what: str,
+    way_out: str,
+    text: Callable[[Any], str] = str,
+    part: Callable[[Any], Any] | None = None,
+) -> list[str]:
+    """A problem where the processes do not all say the same of `key`; `part` of what they say is shown."""
+    groups: dict[str, list[str]] = {}
+    for f in facts:
+        if key in f:
+            groups.setdefault(json.dumps(f[key], sort_keys=True), []).append(f["process"])
+    if len(groups) < 2:
+        return []
+    shown = lambda said: text(said if part is None else part(said))
+    said = [f"{_several(names)} {_verb(names)} {what.format(shown(json.loads(v)))}" for v, names in groups.items()]
+    return [f"{', and '.join(said)}: {way_out}"]
+
+
+def _verb(names: Sequence[str]) -> str:
+    return "has" if len(names) == 1 else "have"
+
+
+def _several(names: Sequence[str], most: int = 4) -> str:
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more

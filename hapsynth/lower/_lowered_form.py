@@ -1,0 +1,99 @@
+"""What both forms of a program have in common: how its inputs, constants and outputs are stored."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, ClassVar
+
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from hapsynth import _jax
+from hapsynth.graph.ir import Graph
+from hapsynth.instructions.layout import Layout
+from hapsynth.instructions.program.program import Program
+from hapsynth.instructions.program.sizes import Sizes
+from hapsynth.instructions.rules.factor_table import FactorTable
+from hapsynth.instructions.staging.stages import Step, split
+from hapsynth.lower import _gloo
+from hapsynth.lower._interpreter import Interpreter
+from hapsynth.lower._storage import Storage
+
+
+@dataclass(eq=False)
+class LoweredProgram:
+    """A program on stored arrays.
+
+    `inputs`, `constants` and `outputs` say how each is stored (an output that is a literal has None); `donated` says
+    which inputs a call consumes. `platform` is by default that of the mesh's devices. `traces` counts how often the
+    program was traced: once, however often it is called.
+    """
+
+    graph: Graph
+    program: Program
+    sizes: Sizes
+    mesh: Mesh
+    donate: bool = True
+    platform: str | None = None
+    traces: int = 0
+    inputs: tuple[Storage, ...] = field(init=False)
+    constants: tuple[Storage, ...] = field(init=False)
+    outputs: tuple[Storage | None, ...] = field(init=False)
+    donated: tuple[bool, ...] = field(init=False)
+    local: Interpreter = field(init=False)
+
+    storage: ClassVar[type[Storage]] = Storage
+    switches: ClassVar[bool] = False
+    """Whether it is one program for all devices."""
+
+    def __post_init__(self) -> None:
+        graph, program = self.graph, self.program
+        platform = self.mesh.devices.flat[0].platform if self.platform is None else self.platform
+        self.local = Interpreter(graph, self.sizes, platform)
+        self.inputs = tuple(self._stored(v, program.inputs[v]) for v in graph.inputs)
+        self.constants = tuple(self._stored(v, program.inputs[v]) for v in graph.constants)
+        self.outputs = tuple(
+            self._stored(v, layout) if isinstance(v, int) and layout is not None else None
+            for v, layout in zip(graph.outputs, program.outputs, strict=True)
+        )
+        donated = [False] * len(self.inputs)
+        for source, target in graph.carry if self.donate else ():
+            out = self.outputs[target]
+            # What JAX could not reuse it would warn of.
+            donated[source] = out is not None and self.inputs[source].is_alike(out)
+        self.donated = tuple(donated)
+
+    def _stored(self, value: int, layout: Layout) -> Storage:
+        return self.storage.of(self.graph, self.sizes, value, layout, self.mesh)
+
+    @cached_property
+    def by_gloo(self) -> bool:
+        """Whether its devices send to one another by gloo."""
+        return _gloo.joins(self.mesh)
+
+    def uniform(self, decision: Any) -> Any:
+        """A decision that unlike devices may have rounded apart, the same on all: the largest."""
+        largest = _gloo.all_reduce(decision.astype(jnp.int32), self.mesh.axis_names, "max", self.by_gloo)
+        return largest.astype(decision.dtype)
+
+    @cached_property
+    def compiler_options(self) -> dict[str, str]:
+        """What `jax.jit` takes so that a call holds about what the search counted."""
+        return _jax.memory_first(self.mesh.devices.flat[0].platform)
+
+    @property
+    def table(self) -> FactorTable:
+        return self.local.table
+
+    @cached_property
+    def placed_constants(self) -> list[Any]:
+        """The graph's constants on the mesh: placed once, passed as arguments, never compiled in."""
+        return [s.put(x, copy=False) for s, x in zip(self.constants, self.graph.constants.values(), strict=True)]
+
+    @cached_property
+    def steps(self) -> list[Step]:
+        # Export's mesh is an abstract one, of which nothing is known.
+        mesh: Any = self.mesh
+        near = isinstance(mesh, Mesh) and not mesh.is_multi_process
+        return split(self.graph, self.program, self.sizes, switches=self.switches, near=near)

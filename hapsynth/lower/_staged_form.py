@@ -1,0 +1,466 @@
+"""The staged form: local stages on exact shapes, each process its own, and collective stages, the same everywhere
+(DESIGN D2); `Run` is one call of it: the arrays that this process's devices hold between stages."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from hapsynth import _jax
+from hapsynth.graph.ir import Graph, Literal
+from hapsynth.instructions.program.program import Convert, Program
+from hapsynth.instructions.program.sizes import Sizes
+from hapsynth.instructions.staging.stages import Cond, Loop, Stage
+from hapsynth.lower._buckets import Bundle, bundles
+from hapsynth.lower._collective_order import Order
+from hapsynth.lower._collectives import receive, send
+from hapsynth.lower._compute_timer import ComputeTimer
+from hapsynth.lower._control_flow import run_cond, run_loop
+from hapsynth.lower._device_groups import Group, groups_of, in_memory_of_their_own, reused
+from hapsynth.lower._exact_storage import ExactStorage, Shards, parts
+from hapsynth.lower._host_schedule import (
+    CollectiveStage,
+    Copies,
+    HostCond,
+    HostDecision,
+    HostLoop,
+    HostSlot,
+    Item,
+    LocalStage,
+    LocalStep,
+    LoopEnter,
+    LoopStep,
+    Name,
+    Sent,
+    Slice,
+    instructions_of,
+    schedule,
+)
+from hapsynth.lower._lowered_form import LoweredProgram
+from hapsynth.lower._mesh_position import MeshPosition
+from hapsynth.lower._storage import cut_to, own_mesh, pad_to, with_weak_type
+
+Env = dict[Any, Any]
+Wire = Bundle | HostDecision
+
+
+@dataclass(frozen=True, eq=False)
+class LoweredStages:
+    """JAX's lowered functions of all stages of this process."""
+
+    staged: Staged
+
+    def as_text(self) -> str:
+        return "\n".join(x.as_text() for lowered in self.staged.stages.values() for x in lowered)
+
+    def compile(self) -> Staged:
+        """Compile all: no call waits for it later."""
+        _ = self.staged.compiled
+        return self.staged
+
+
+class Staged(LoweredProgram):
+    """A program as stages that the host runs one after another; uneven values are stored as `Shards`.
+
+    A local stage is compiled for each group of this process's devices that are alike, on their exact shapes. A
+    collective stage is one function over the whole mesh, on wire shapes that are padded to the largest shard: what is
+    laid out and cut for it is so in the local stages around it, so that nothing differs where processes meet.
+    """
+
+    storage = ExactStorage
+
+    def __call__(self, stored: Sequence[Any]) -> list[Any]:
+        """Run on the stored inputs; the stored outputs. Arguments that are `donated` are consumed."""
+        _ = self.compiled
+        with _jax.no_mesh():
+            run = Run(self, [*stored, *self.placed_constants])
+            self.meetings.begin()
+            run.items(self.items)
+            outputs = run.outputs()
+            self.meetings.end(outputs)
+            return outputs
+
+    def lower(self) -> LoweredStages:
+        """The lowered stages: `.as_text()`, `.compile()`."""
+        _ = self.stages
+        return LoweredStages(self)
+
+    def prepare(self) -> str:
+        """Compile now, not at the first call; a fingerprint of what must be the same in every process."""
+        _ = self.compiled
+        return self.fingerprint
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """A digest of the collective stages' text, which must be the same in all processes."""
+        digest = hashlib.sha256()
+        for item, lowered in self.stages.items():
+            if isinstance(item, CollectiveStage):
+                digest.update(lowered[0].as_text().encode())
+        return digest.hexdigest()[:16]
+
+    @cached_property
+    def groups(self) -> list[Group]:
+        return groups_of(self.sizes, self.mesh)
+
+    @cached_property
+    def items(self) -> list[Item]:
+        graph, inputs = self.graph, self.program.inputs
+        sources: list[Any] = []
+        for o, layout in zip(graph.outputs, self.program.outputs, strict=True):
+            sources.append((o, layout) if isinstance(o, int) else o)
+        last = Copies(tuple(sources), tuple(HostSlot("output", i) for i in range(len(sources))))
+        kept = [(v, inputs[v]) for v, donated in zip(graph.inputs, self.donated) if not donated]
+        return schedule(graph, self.steps, last, [*kept, *((v, inputs[v]) for v in graph.constants)])
+
+    @cached_property
+    def meetings(self) -> ComputeTimer:
+        return ComputeTimer(self.mesh)
+
+    @cached_property
+    def stages(self) -> dict[LocalStage | CollectiveStage, list[Any]]:
+        """JAX's lowered functions of each stage: of a local one for each group."""
+        self.traces += 1
+        found: dict[LocalStage | CollectiveStage, list[Any]] = {}
+        known: dict[Any, Any] = {}
+        with _jax.no_mesh():
+            for item in _flat(self.items):
+                if isinstance(item, LocalStage):
+                    found[item] = [self._lower_local(item, group) for group in self.groups]
+                else:
+                    found[item] = [self._lower_collective(item, known)]
+        return found
+
+    @cached_property
+    def compiled(self) -> dict[LocalStage | CollectiveStage, list[Any]]:
+        """The compiled functions of each stage, in the same order; stages that are alike share them."""
+        known: dict[int, Any] = {}
+        with _jax.no_mesh():
+            for lowered in self.stages.values():
+                for x in lowered:
+                    if id(x) not in known:
+                        known[id(x)] = x.compile()
+        return {item: [known[id(x)] for x in lowered] for item, lowered in self.stages.items()}
+
+    # Local stages
+
+    def struct(self, name: Name, coords: Sequence[int]) -> jax.ShapeDtypeStruct:
+        """What the device at `coords` of the mesh has of a name."""
+        if not isinstance(name, HostSlot):
+            value, layout = name
+            return jax.ShapeDtypeStruct(self.sizes.local_shape(value, layout, coords), self.graph.values[value].dtype)
+        if name.kind != "output":
+            return jax.ShapeDtypeStruct((), np.int32)
+        source, layout = self.graph.outputs[name.number], self.program.outputs[name.number]
+        if isinstance(source, Literal) or layout is None:
+            assert isinstance(source, Literal)
+            return jax.ShapeDtypeStruct(source.shape, source.dtype)
+        return self.struct((source, layout), coords)
+
+    @cached_property
+    def _wires(self) -> dict[tuple[Sent, ...], list[Wire]]:
+        return {}
+
+    def sent(self, steps: tuple[Sent, ...]) -> list[Wire]:
+        """What goes over the wire for some steps: one array for each."""
+        if steps not in self._wires:
+            decided = [s for s in steps if isinstance(s, HostDecision)]
+            moved = [s for s in steps if not isinstance(s, HostDecision)]
+            structs: list[Any] = []
+            for step in moved:
+                shape = self.sizes.padded_shape(step.value, step.source)
+                padded = jax.ShapeDtypeStruct(shape, self.graph.values[step.value].dtype)
+                structs.append(jax.eval_shape(lambda x, s=step: send(self.sizes, s, x, self._anyone), padded))
+            self._wires[steps] = [*decided, *bundles(moved, structs, self.local.platform)]
+        return self._wires[steps]
+
+    def wire(self, wire: Wire) -> jax.ShapeDtypeStruct:
+        """What a device sends."""
+        if wire not in self._leaving:
+            if isinstance(wire, HostDecision):
+                struct = jax.ShapeDtypeStruct((), np.int32)
+            else:
+                struct = jax.eval_shape(lambda *xs: wire.pack(xs, self.mesh.devices.shape), *wire.sent)
+            self._leaving[wire] = jax.ShapeDtypeStruct((1,) if _is_scalar(wire) else struct.shape, struct.dtype)
+        return self._leaving[wire]
+
+    @cached_property
+    def _anyone(self) -> MeshPosition:
+        """Any device: what goes over the wire has the same shape on all."""
+        origin = (0,) * self.mesh.devices.ndim
+        return MeshPosition(self.mesh.devices.shape, (origin,), tuple(map(jnp.int32, origin)))
+
+    def arrived(self, wire: Wire) -> jax.ShapeDtypeStruct:
+        """What a device receives."""
+        if wire not in self._arriving:
+            made = jax.eval_shape(self._exchanging([wire]), self._on_mesh(self.wire(wire)))[0]
+            shape = (made.shape[0] // self.mesh.size, *made.shape[1:])
+            self._arriving[wire] = jax.ShapeDtypeStruct(shape, made.dtype)
+        return self._arriving[wire]
+
+    @cached_property
+    def _leaving(self) -> dict[Wire, jax.ShapeDtypeStruct]:
+        return {}
+
+    @cached_property
+    def _arriving(self) -> dict[Wire, jax.ShapeDtypeStruct]:
+        return {}
+
+    def _on_mesh(self, wire: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(self.joined(wire.shape), wire.dtype, sharding=self.everyone)
+
+    def joined(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """All devices' parts of what goes over the wire, one after another along the first dimension: each is just what
+        a stage takes or makes, in the same memory."""
+        return (self.mesh.size * shape[0], *shape[1:])
+
+    @cached_property
+    def everyone(self) -> NamedSharding:
+        """One shard for each device, along the first dimension."""
+        return NamedSharding(self.mesh, PartitionSpec(self.mesh.axis_names))
+
+    def _lower_local(self, stage: LocalStage, group: Group) -> Any:
+        coords, lengths = group.positions[0], self.mesh.devices.shape
+        arrives, leaves = self.sent(stage.arrives), self.sent(stage.leaves)
+        given = [*map(self.arrived, arrives), *(self.struct(p, coords) for p in stage.reads)]
+        made = [*(self.struct(p, coords) for p in stage.writes), *map(self.wire, leaves)]
+
+        def run(here: MeshPosition, arrays: Sequence[Any]) -> list[Any]:
+            env: Env = dict(zip(stage.reads, arrays[len(arrives) :], strict=True))
+            for wire, x in zip(arrives, arrays):
+                x = x.reshape(()) if _is_scalar(wire) else x
+                if isinstance(wire, HostDecision):
+                    env[wire.target] = x
+                    continue
+                for step, part in zip(wire.steps, wire.unpack(x, lengths), strict=True):
+                    due = self.sizes.local_shape(step.value, step.target, here.coords)
+                    env[step.value, step.target] = cut_to(receive(self.sizes, step, part, here), due)
+            self._steps(stage.steps, env, here)
+            out = [self._strong(p, env[p]) for p in stage.writes]
+            for wire in leaves:
+                if isinstance(wire, HostDecision):
+                    x = env[wire.source].astype(jnp.int32)
+                else:
+                    x = wire.pack([self._sent(step, env, here) for step in wire.steps], lengths)
+                out.append(x.reshape(1) if _is_scalar(wire) else x)
+            return in_memory_of_their_own(arrays, out)
+
+        over = {i for i, p in enumerate(stage.reads, len(arrives)) if p in stage.dead or p in stage.writes}
+        donated = reused(given, made, {*range(len(arrives)), *over})
+        return group.lower(run, given, made, donated, self.compiler_options)
+
+    def _sent(self, step: Convert, env: Env, here: MeshPosition) -> Any:
+        x = pad_to(env[step.value, step.source], self.sizes.padded_shape(step.value, step.source))
+        return send(self.sizes, step, x, here)
+
+    def _strong(self, name: Name, x: Any) -> Any:
+        if isinstance(name, HostSlot):
+            return x
+        return with_weak_type(x, self.graph.values[name[0]].dtype, False)
+
+    def _steps(self, steps: Sequence[LocalStep], env: Env, here: MeshPosition) -> None:
+        """Run local steps, adding what they make to `env`."""
+        inside = lambda steps, env: self._steps(steps, env, here)
+        for step in steps:
+            match step:
+                case Stage():
+                    self.local.run(instructions_of(step), env, here)
+                case Loop():
+                    run_loop(self.graph, self.uniform, step, env, inside, Order())
+                case Cond():
+                    run_cond(self.graph, self.uniform, step, env, inside, Order())
+                case Convert():
+                    target = step.value, step.target
+                    env[target] = jnp.zeros(self.struct(target, here.coords).shape, env[step.value, step.source].dtype)
+                case Copies():
+                    made = [self._moved(env, *pair) for pair in zip(step.sources, step.targets, strict=True)]
+                    env.update(zip(step.targets, made, strict=True))
+                case LoopStep():
+                    self._loop_step(step, env, here)
+                case HostDecision():
+                    env[step.target] = env[step.source].astype(jnp.int32)
+
+    def _moved(self, env: Env, source: Any, target: Name) -> Any:
+        x = jnp.asarray(source.value) if isinstance(source, Literal) else env[source]
+        if not isinstance(target, HostSlot):
+            return self._strong(target, x)
+        return with_weak_type(x, x.dtype, False)
+
+    def _loop_step(self, step: LoopStep, env: Env, here: MeshPosition) -> None:
+        loop, trip = step.loop, step.trip
+        scans = loop.region.kind == "scan"
+        if isinstance(step, LoopEnter):
+            for p, x in zip(loop.carried, loop.initial, strict=True):
+                env[p] = self._strong(p, jnp.asarray(x.value, x.dtype) if isinstance(x, Literal) else env[x])
+            for p in loop.stacked:
+                struct = self.struct(p, here.coords)
+                env[p] = jnp.zeros(struct.shape, struct.dtype)
+            env[trip] = jnp.int32(0)
+            return
+        at = int(loop.region.count) - 1 - env[trip] if scans and loop.region.reverse else env.get(trip)
+        if isinstance(step, Slice):
+            for p, whole in zip(loop.parts, loop.whole, strict=True):
+                env[p] = lax.dynamic_index_in_dim(env[whole], at, keepdims=False)
+            return
+        onward = [self._strong(p, env[q]) for p, q in zip(loop.carried, loop.onward, strict=True)]
+        for p, piece in zip(loop.stacked, loop.pieces, strict=True):
+            env[p] = lax.dynamic_update_index_in_dim(env[p], self._strong(p, env[piece]), at, 0)
+        env.update(zip(loop.carried, onward, strict=True))
+        if scans:
+            env[trip] = env[trip] + 1
+
+    # Collective stages
+
+    def _exchanging(self, wires: Sequence[Wire]) -> Callable[..., list[Any]]:
+        names = self.mesh.axis_names
+
+        def hapsynth_exchange(*arrays: Any) -> list[Any]:
+            out: list[Any] = []
+            for wire, x in zip(wires, arrays, strict=True):
+                decides = isinstance(wire, HostDecision)
+                x = self.uniform(x) if decides else wire.exchange(self.sizes, names, x, self.by_gloo)
+                out.append(x)
+            return out
+
+        spec = self.everyone.spec
+        return jax.shard_map(
+            hapsynth_exchange, mesh=self.mesh, in_specs=(spec,) * len(wires), out_specs=spec, check_vma=False
+        )
+
+    def _lower_collective(self, stage: CollectiveStage, known: dict[Any, Any]) -> Any:
+        sent = self.sent(stage.steps)
+        wires = [self._on_mesh(self.wire(w)) for w in sent]
+        key = tuple("decide" if isinstance(w, HostDecision) else w.key(self.sizes) for w in sent)
+        if key not in known:
+            fn = self._exchanging(sent)
+            donated = reused(wires, jax.eval_shape(fn, *wires), set(range(len(wires))))
+            jitted = jax.jit(fn, donate_argnums=tuple(donated), compiler_options=self.compiler_options)
+            known[key] = jitted.lower(*wires)
+        return known[key]
+
+
+def lower_staged(graph: Graph, program: Program, sizes: Sizes, mesh: Mesh, *, donate: bool = True) -> Staged:
+    """Lower a checked program to stages for this process's devices of `mesh`, as `lower` does."""
+    return Staged(graph, program, sizes, own_mesh(mesh, program.axes), donate)
+
+
+def _is_scalar(wire: Wire) -> bool:
+    """Whether a device sends a single number, which is given a dimension: all devices' lie one after another."""
+    return isinstance(wire, HostDecision) or (len(wire.sent) == 1 and not wire.sent[0].shape)
+
+
+def _flat(items: Sequence[Item]) -> list[LocalStage | CollectiveStage]:
+    """All stages, those of loops and branches too."""
+    found: list[LocalStage | CollectiveStage] = []
+    for item in items:
+        match item:
+            case HostLoop():
+                found += _flat([*item.test, *item.body])
+            case HostCond():
+                found += [stage for branch in item.branches for stage in _flat(branch)]
+            case _:
+                found.append(item)
+    return found
+
+
+class Run:
+    """One call: what each group has at hand."""
+
+    def __init__(self, staged: Staged, stored: Sequence[Any]) -> None:
+        self.staged = staged
+        names = [(v, staged.program.inputs[v]) for v in staged.graph.sources]
+        self.envs: list[Env] = [{} for _ in staged.groups]
+        for name, x in zip(names, stored, strict=True):
+            arrays = parts(x)
+            for env, group in zip(self.envs, staged.groups, strict=True):
+                env[name] = group.join([arrays[n] for n in group.numbers])
+        self.consumed: dict[Name, Any] = {p: x for p, x, donated in zip(names, stored, staged.donated) if donated}
+        self.wires: list[Any] = []
+
+    def items(self, items: Sequence[Item]) -> None:
+        for item in items:
+            match item:
+                case LocalStage():
+                    self.local(item)
+                case CollectiveStage():
+                    self.staged.meetings.before(self.wires)
+                    self.wires = self.staged.compiled[item][0](*self.wires)
+                    self.staged.meetings.after(self.wires)
+                case HostLoop():
+                    self.loop(item)
+                case HostCond():
+                    taken = min(max(self.decision(item.decision), 0), len(item.branches) - 1)
+                    self.items(item.branches[taken])
+            if not isinstance(item, CollectiveStage):
+                self.drop(item.dead)
+
+    def loop(self, item: HostLoop) -> None:
+        if item.decision is None:
+            for _ in range(item.count):
+                self.items(item.body)
+            return
+        self.items(item.test)
+        while self.decision(item.decision):
+            self.items(item.body)
+            self.items(item.test)
+
+    def decision(self, slot: HostSlot) -> int:
+        return int(np.asarray(self.envs[0][slot]))
+
+    def drop(self, names: Sequence[Name]) -> None:
+        """Free what nobody needs any more; arguments are freed though the caller holds them, which were consumed."""
+        for name in names:
+            for env in self.envs:
+                env.pop(name, None)
+            if name in self.consumed:
+                self.consumed.pop(name).delete()
+
+    def local(self, stage: LocalStage) -> None:
+        arrived = [parts(x) for x in self.wires]
+        # Nobody else may hold what arrived: it is consumed.
+        self.wires = []
+        left: list[list[Any]] = [[None] * len(self.staged.mesh.local_devices) for _ in self.staged.sent(stage.leaves)]
+        for env, group, run in zip(self.envs, self.staged.groups, self.staged.compiled[stage], strict=True):
+            arrays = [group.join([x[n] for n in group.numbers]) for x in arrived]
+            made = run(*arrays, *(env[p] for p in stage.reads))
+            env.update(zip(stage.writes, made))
+            for wire, x in zip(left, made[len(stage.writes) :], strict=True):
+                for n, part in zip(group.numbers, group.split(x), strict=True):
+                    wire[n] = part
+        for wire in left:
+            shape = self.staged.joined(wire[0].shape)
+            self.wires.append(jax.make_array_from_single_device_arrays(shape, self.staged.everyone, wire))
+
+    def outputs(self) -> list[Any]:
+        """The stored outputs; arguments that were consumed and not needed are freed too."""
+        staged = self.staged
+        self.drop(tuple(self.consumed))
+        out: list[Any] = []
+        everywhere = NamedSharding(staged.mesh, PartitionSpec())
+        for i, storage in enumerate(staged.outputs):
+            arrays: list[Any] = [None] * len(staged.mesh.local_devices)
+            for env, group in zip(self.envs, staged.groups, strict=True):
+                for n, part in zip(group.numbers, group.split(env[HostSlot("output", i)]), strict=True):
+                    arrays[n] = part
+            if storage is not None and not storage.is_even:
+                out.append(Shards(arrays))
+                continue
+            if storage is None:
+                source = staged.graph.outputs[i]
+                assert isinstance(source, Literal)
+                shape, sharding, weak = source.shape, everywhere, jnp.asarray(source.value).weak_type
+            else:
+                shape, sharding, weak = storage.shape, storage.sharding, storage.weak_type
+            # What is joined is strongly typed.
+            x = jax.make_array_from_single_device_arrays(shape, sharding, arrays)
+            out.append(with_weak_type(x, x.dtype, True) if weak else x)
+        return out

@@ -1,0 +1,205 @@
+"""The switch form: one HLO for all devices, a `lax.switch` over shares in each stage that is uneven (DESIGN D2)."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cached_property
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh, PartitionSpec
+
+from hapsynth import _jax
+from hapsynth.graph.ir import Boundary, Graph, Literal
+from hapsynth.instructions.layout import Layout
+from hapsynth.instructions.program.program import Convert, Program
+from hapsynth.instructions.program.sizes import Sizes
+from hapsynth.instructions.staging.buckets import joined
+from hapsynth.instructions.staging.stages import Cond, Loop, Stage, Step
+from hapsynth.lower._buckets import Bundle, bundles
+from hapsynth.lower._collective_order import Order, region_communicates
+from hapsynth.lower._collectives import receive, send
+from hapsynth.lower._control_flow import Env, Run, run_cond, run_loop
+from hapsynth.lower._lowered_form import LoweredProgram
+from hapsynth.lower._mesh_position import MeshPosition
+from hapsynth.lower._storage import cut_to, own_mesh, pad_to, with_weak_type
+
+
+class Lowered(LoweredProgram):
+    """A program as one compiled function over stored arrays, uneven ones padded to the largest shard."""
+
+    compiled: Any = None
+    switches: ClassVar[bool] = True
+
+    def __call__(self, stored: Sequence[jax.Array]) -> list[jax.Array]:
+        """Run on the stored inputs; the stored outputs. Arguments that are `donated` are consumed."""
+        with _jax.on_mesh(self.mesh):
+            return (self.compiled or self.function)(*stored, *self.placed_constants)
+
+    def prepare(self) -> str:
+        """Compile now, not at the first call; a fingerprint of what must be the same in every process."""
+        lowered = self.lower()
+        self.compiled = lowered.compile()
+        return hashlib.sha256(lowered.as_text().encode()).hexdigest()[:16]
+
+    def lower(self) -> Any:
+        """JAX's `Lowered` of the function: `.as_text()`, `.compile()`."""
+        with _jax.on_mesh(self.mesh):
+            return self.function.lower(*(s.struct() for s in (*self.inputs, *self.constants)))
+
+    @cached_property
+    def function(self) -> Any:
+        """The jitted function: stored inputs, then constants, to stored outputs."""
+        sources = (*self.inputs, *self.constants)
+
+        def hapsynth_plan(*stored: jax.Array) -> list[Any]:
+            self.traces += 1
+            made = iter(self.on_mesh(*stored))
+            out: list[Any] = []
+            for operand, storage in zip(self.graph.outputs, self.outputs, strict=True):
+                if storage is None:
+                    assert isinstance(operand, Literal)
+                    out.append(jnp.asarray(operand.value))
+                else:
+                    out.append(with_weak_type(next(made), storage.dtype, storage.weak_type))
+            return out
+
+        everywhere = jax.sharding.NamedSharding(self.mesh, PartitionSpec())
+        return jax.jit(
+            hapsynth_plan,
+            in_shardings=tuple(s.sharding for s in sources),
+            out_shardings=[everywhere if s is None else s.sharding for s in self.outputs],
+            donate_argnums=tuple(i for i, donated in enumerate(self.donated) if donated),
+            keep_unused=True,
+            compiler_options=self.compiler_options,
+        )
+
+    @property
+    def on_mesh(self) -> Callable[..., tuple[Any, ...]]:
+        """The function of stored inputs, then constants, to those stored outputs that are no literals."""
+        return jax.shard_map(
+            self._body,
+            mesh=self.mesh,
+            in_specs=tuple(s.spec for s in (*self.inputs, *self.constants)),
+            out_specs=tuple(s.spec for s in self.outputs if s is not None),
+            check_vma=False,
+        )
+
+    def _body(self, *stored: jax.Array) -> tuple[Any, ...]:
+        """What every device runs, on its own stored shards."""
+        return self.at([lax.axis_index(name) for name, _ in self.program.axes], stored)
+
+    def at(self, index: Sequence[Any], stored: Sequence[Any]) -> tuple[Any, ...]:
+        """What the device at a traced position along each mesh axis runs: its stored outputs that are no literals."""
+        lengths = tuple(size for _, size in self.program.axes)
+        everyone = MeshPosition(lengths, tuple(np.ndindex(*lengths)), tuple(index), padded=True)
+        env: Env = dict(zip(((v, self.program.inputs[v]) for v in self.graph.sources), stored, strict=True))
+        self._steps(self.steps, env, everyone, Order())
+        outputs = zip(self.graph.outputs, self.program.outputs)
+        return tuple(
+            self._left(v, layout, env, everyone) for v, layout in outputs if isinstance(v, int) and layout is not None
+        )
+
+    def _left(self, value: int, layout: Layout, env: Env, here: MeshPosition) -> Any:
+        """An output: what was computed of padding, which may be no number, doesn't leave."""
+        producer = self.graph.producer.get(value)
+        of_loop = producer is not None and isinstance(self.graph.ops[producer].primitive, Boundary)
+        x = env[value, layout]
+        return self.local.closed((value, layout), x, here) if of_loop or (value, layout) in self.local.loose else x
+
+    @cached_property
+    def _ordered(self) -> bool:
+        """Whether a loop or a branch communicates, so that XLA alone would not keep the collectives in order."""
+        return any(region_communicates(self.graph, step) for step in self.steps)
+
+    def _steps(self, steps: Sequence[Step], env: Env, everyone: MeshPosition, order: Order) -> None:
+        """Run the steps of a region, adding what they make to `env`."""
+        inside: Run = lambda steps, env: self._steps(steps, env, everyone, order)
+
+        def uniform(decision: Any) -> Any:
+            made = self.uniform(order.wait(decision))
+            order.done(made, whole=False)
+            return made
+
+        for step in joined(self.graph, steps):
+            if isinstance(step, list):
+                self._communicate(step, env, everyone, order)
+            elif isinstance(step, Convert):
+                shape, dtype = self.sizes.padded_shape(step.value, step.target), env[step.value, step.source].dtype
+                env[step.value, step.target] = jnp.zeros(shape, dtype)
+            elif isinstance(step, Loop):
+                run_loop(self.graph, uniform, step, env, inside, order)
+            elif isinstance(step, Cond):
+                run_cond(self.graph, uniform, step, env, inside, order)
+            else:
+                self.local.run(step.before, env, everyone)
+                if step.switch:
+                    self._switch(step, env, everyone)
+                self.local.run(step.after, env, everyone)
+
+    def _communicate(self, steps: Sequence[Convert], env: Env, here: MeshPosition, order: Order) -> None:
+        """Run collectives that don't depend on one another."""
+        scope = lambda step: jax.named_scope(f"hap/{step.step}_{self.graph.values[step.value].name}")
+        lengths = [size for _, size in self.program.axes]
+        sent: list[Any] = []
+        for step in steps:
+            with scope(step):
+                x = env[step.value, step.source]
+                if (step.value, step.target) in env:
+                    # Gathered again so that the first copy need not live: XLA must not merge the two.
+                    x = lax.optimization_barrier(x)
+                sent.append(send(self.sizes, step, x, here))
+        arrays = dict(zip(steps, sent, strict=True))
+        for bundle in bundles(steps, sent, self.local.platform):
+            with scope(bundle.steps[0]):
+                packed = order.wait(bundle.pack([arrays[s] for s in bundle.steps], lengths))
+                made = self._exchange(bundle, lengths, packed)
+                if self._ordered:
+                    order.done(made, whole=self.by_gloo or bundle.steps[0].step == "reshare")
+            for step, part in zip(bundle.steps, bundle.unpack(made, lengths), strict=True):
+                with scope(step):
+                    x = receive(self.sizes, step, part, here)
+                    env[step.value, step.target] = self.local.named((step.value, step.target), x)
+
+    def _exchange(self, bundle: Bundle, lengths: Sequence[int], x: jax.Array) -> jax.Array:
+        """`lengths`: of the mesh axes."""
+        return bundle.exchange(self.sizes, [name for name, _ in self.program.axes], x, self.by_gloo)
+
+    def _switch(self, stage: Stage, env: Env, everyone: MeshPosition) -> None:
+        """Run the uneven part of a stage: one branch per distinct tuple of shares, each on its exact shapes."""
+        graph, sizes = self.graph, self.sizes
+
+        def branch(members: tuple[int, ...]) -> Callable[..., tuple[Any, ...]]:
+            here = replace(everyone, devices=tuple(everyone.devices[m] for m in members), padded=False)
+
+            def run(*operands: Any) -> tuple[Any, ...]:
+                local: Env = {
+                    (v, layout): cut_to(x, sizes.local_shape(v, layout, here.coords))
+                    for (v, layout), x in zip(stage.reads, operands, strict=True)
+                }
+                self.local.run(stage.switch, local, here)
+                return tuple(
+                    pad_to(with_weak_type(local[p], graph.values[p[0]].dtype, False), sizes.padded_shape(*p))
+                    for p in stage.writes
+                )
+
+            return run
+
+        taken = everyone.lookup(range(len(everyone.lengths)), stage.branch_of)
+        made = lax.switch(taken, [branch(m) for m in stage.members], *(env[p] for p in stage.reads))
+        for p, x in zip(stage.writes, made, strict=True):
+            env.setdefault(p, self.local.named(p, x))
+
+
+def lower(graph: Graph, program: Program, sizes: Sizes, mesh: Mesh, *, donate: bool = True) -> Lowered:
+    """Lower a checked program for the devices of `mesh`, whatever its axes are.
+
+    With `donate` the arguments of carried state are consumed by a call, so that the new state can take their memory.
+    Raises ValueError where the mesh has another number of devices than the program.
+    """
+    return Lowered(graph, program, sizes, own_mesh(mesh, program.axes), donate)

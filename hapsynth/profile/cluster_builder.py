@@ -1,0 +1,171 @@
+"""From the figures of a job to its cluster."""
+
+from __future__ import annotations
+
+import platform
+import time
+from collections.abc import Mapping, Sequence
+
+import jax
+import numpy as np
+
+from hapsynth.cluster.cluster import COLLECTIVES, DEFAULT_AXIS, NOMINAL_CPU_LINK, NOMINAL_INTRA, Cluster, ClusterError
+from hapsynth.cluster.curves import Curve
+from hapsynth.cluster.device_kinds import DeviceKind, Link, kind_of
+from hapsynth.profile.collectives import BASE, INSIDE, Axes, Exchange, link_of
+from hapsynth.profile.job import Job
+from hapsynth.profile.kind_fit import KindFit, by_memory, groups, rounded, smooth, typical
+from hapsynth.profile.op_kernels import DISPATCH, LAUNCH, STREAM, Kernel
+from hapsynth.profile.plausibility import Implausible, ProfileError, falling, unlikely, unsteady
+from hapsynth.profile.sampling import Floats
+from hapsynth.search.cost.network import axis_links
+
+_LATENCY = 0.98
+"""What a collective of no bytes takes of the smallest that was measured."""
+
+
+class Builder:
+    """`ran`, `sent`: what was measured. `figures`: seconds and spread of each, [devices, 2]. `memory`: bytes of each
+    device, -1 where not known."""
+
+    def __init__(
+        self,
+        job: Job,
+        axes: Axes,
+        ran: Sequence[Kernel],
+        sent: Sequence[Exchange],
+        figures: Mapping[str, Floats],
+        memory: Sequence[int],
+    ) -> None:
+        self.job, self.axes, self.ran, self.sent, self.figures = job, axes, ran, sent, figures
+        self.memory = memory
+        computing = [k.key for k in ran if k.family not in (DISPATCH, LAUNCH) and not k.op]
+        names = [d.device_kind for d in job.devices]
+        seconds = np.array([figures[k][:, 0] for k in computing]).T.reshape(job.n, len(computing))
+        spread = float(np.median([figures[k][:, 1] for k in computing])) if computing else 0.0
+        alike = groups(names, seconds, spread)
+        # Devices that only memory tells apart are equally fast.
+        fits = [KindFit(ran, typical([self._times(i) for i in group])) for group in alike]
+        parts = [by_memory(group, memory) for group in alike]
+        self.groups = [part for of_speed in parts for part in of_speed]
+        self.fits = [fit for fit, of_speed in zip(fits, parts, strict=True) for _ in of_speed]
+        several = {names[g[0]] for g in self.groups if sum(names[o[0]] == names[g[0]] for o in self.groups) > 1}
+        count: dict[str, int] = {}
+        self.names: list[str] = []
+        for group in self.groups:
+            name = names[group[0]]
+            count[name] = count.get(name, 0) + 1
+            self.names.append(f"{name}-{count[name]}" if name in several else name)
+
+    def _times(self, device: int) -> dict[str, tuple[float, float]]:
+        return {k.key: (float(t), float(s)) for k in self.ran for t, s in [self.figures[k.key][device]]}
+
+    def doubts(self) -> list[Implausible]:
+        """What can't be true of these figures."""
+        found: list[Implausible] = []
+        for name, fit in zip(self.names, self.fits, strict=True):
+            found += [*unlikely(name, fit), *unsteady(name, fit.times)]
+        wires = {e.key: (t, float(self.figures[e.key][:, 1].max())) for e, t in self._waits()}
+        found += unsteady("all devices", wires)
+        for family in dict.fromkeys(e.family for e in self.sent if e.step != BASE):
+            mine = [e for e in self.sent if e.family == family]
+            times = [(float(e.nbytes), wires[e.key][0]) for e in mine]
+            found += falling("all devices", [e.key for e in mine], times)
+            if times[-1][1] <= 0:
+                found.append(Implausible(f"{mine[-1].key} takes no longer than a program without it", (mine[-1].key,)))
+        return found
+
+    def _waits(self) -> list[tuple[Exchange, float]]:
+        """Seconds of one collective, without the program around it; those that there were."""
+        whole = {e.key: float(self.figures[e.key][:, 0].max()) for e in self.sent}
+        base = {e.axis: whole[e.key] for e in self.sent if e.step == BASE}
+        less = lambda e: 0.0 if e.step == BASE else base.get(e.axis, 0.0)
+        return [(e, (whole[e.key] - less(e)) / e.repeats) for e in self.sent]
+
+    def cluster(self) -> Cluster:
+        """Raises ProfileError where there is no way to make one of these figures, forced or not."""
+        job, kinds = self.job, [self._kind(g) for g in range(len(self.groups))]
+        devices: list[DeviceKind] = [kinds[0]] * job.n
+        for kind, group in zip(kinds, self.groups, strict=True):
+            for i in group:
+                devices[i] = kind
+        name = " + ".join(f"{len(g)} x {k.name}" for k, g in zip(kinds, self.groups, strict=True))
+        nominal = NOMINAL_CPU_LINK if job.devices[0].platform == "cpu" else NOMINAL_INTRA
+        bare = Cluster(name, tuple(devices), job.hosts, nominal, None, self.axes)
+        collectives, lines = self._collectives(bare)
+        network = self._link(lines.get(self._flat, [])) if job.n > 1 else nominal
+        inside = [(float(4 * e.words), t) for e, t in self._waits() if e.step == INSIDE and t > 0]
+        intra = self._link(inside) if inside else None
+        return Cluster(name, tuple(devices), job.hosts, network, intra, self.axes, collectives, self._told())
+
+    def _kind(self, group: int) -> DeviceKind:
+        name, mine, fit = self.names[group], self.groups[group], self.fits[group]
+        memory = min(self.memory[i] for i in mine)
+        if memory <= 0:
+            try:
+                memory = kind_of(self.job.devices[mine[0]].device_kind).memory
+            except ClusterError:
+                raise ProfileError(f"{name} does not tell how much memory it has, and is no known device") from None
+        source = f"hapsynth profile, JAX {jax.__version__}, {platform.node()}"
+        dtypes = list(dict.fromkeys(k.dtype for k in self.ran))
+        kind = fit.kind(name, dtypes, memory, source)
+        if kind is None:
+            raise ProfileError(f"{name}: float32 matmuls or memory came out as taking no time; run it again")
+        return kind
+
+    @property
+    def _flat(self) -> str:
+        """The axis over all devices."""
+        return next((name for name, size in self.axes if size == self.job.n), DEFAULT_AXIS)
+
+    def _collectives(self, bare: Cluster) -> tuple[dict[str, dict[str, Curve]], dict[str, list[tuple[float, float]]]]:
+        """The curves by axis and collective, and by axis all points of the rings: (bytes over the slowest link,
+        seconds)."""
+        waits = [(e, t) for e, t in self._waits() if e.step in COLLECTIVES and t > 0]
+        found: dict[str, dict[str, Curve]] = {}
+        lines: dict[str, list[tuple[float, float]]] = {}
+        for axes, axis in dict.fromkeys((e.axes, e.axis) for e, _ in waits):
+            link = axis_links(bare, axes)[[a for a, _ in axes].index(axis)]
+            for step in COLLECTIVES:
+                points: list[tuple[float, float, float]] = []
+                for e, t in waits:
+                    if (e.axes, e.axis, e.step) == (axes, axis, step):
+                        nbytes = 4.0 * e.words
+                        wire = link.wire_bytes(step, nbytes, nbytes, nbytes / e.n)
+                        points.append((wire, t, float(self.figures[e.key][:, 1].max())))
+                curve = smooth(points)
+                if curve is not None:
+                    first, spread = curve.points[0][1], curve.spread[0]
+                    start = (0.0, rounded(first * _LATENCY))
+                    found.setdefault(axis, {})[step] = Curve((start, *curve.points), (spread, *curve.spread))
+                if step != "all_to_all":
+                    lines.setdefault(axis, []).extend((a, t) for a, t, _ in points)
+        return found, lines
+
+    def _link(self, points: Sequence[tuple[float, float]]) -> Link:
+        if not points:
+            raise ProfileError("collectives came out as taking no time at all; run it again")
+        link = link_of(points)
+        return Link(rounded(link.bandwidth), rounded(link.latency))
+
+    def _told(self) -> dict[str, object]:
+        """Where and with what it was measured, and what no cost is made of."""
+        spread: dict[str, object] = {}
+        alone: dict[str, object] = {}
+        dispatch: dict[str, object] = {}
+        for name, group, fit in zip(self.names, self.groups, self.fits, strict=True):
+            largest = {k.family: fit.times[k.key][1] for k in fit.kernels}
+            spread[name] = {"bandwidth": round(largest[STREAM], 3), "overhead": round(largest[LAUNCH], 3)}
+            dispatch[name] = f"{fit.dispatch * 1e6:.1f} us"
+            if "alone" in self.figures:
+                matmul = [k for k in fit.kernels if (k.family, k.dtype) == ("matmul", "float32")][-1]
+                alone[name] = round(fit.times[matmul.key][0] / float(np.median(self.figures["alone"][group, 0])), 3)
+        return {
+            "jax": jax.__version__,
+            "machines": ", ".join(dict.fromkeys(self.job.machines)),
+            "devices": ", ".join(dict.fromkeys(d.device_kind for d in self.job.devices)),
+            "when": time.strftime("%Y-%m-%d"),
+            "dispatch": dispatch,
+            "slower_together": alone,
+            "spread": spread,
+        }

@@ -1,0 +1,156 @@
+"""Collectives along each mesh axis, run by all devices together, and the links that they tell of."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from scipy.optimize import linprog
+
+from hapsynth.cluster.cluster import COLLECTIVES, DEFAULT_AXIS
+from hapsynth.cluster.device_kinds import Link
+from hapsynth.lower import _gloo
+from hapsynth.profile.job import Job
+from hapsynth.profile.sampling import Floats
+
+Points = Sequence[tuple[float, float]]
+"""(bytes, seconds)."""
+Axes = tuple[tuple[str, int], ...]
+INSIDE = "inside"
+"""Rings within each host, where an axis over all devices tells of the network only."""
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """`repeats` collectives along one axis of a mesh, each of `nbytes` per device."""
+
+    step: str
+    axes: Axes
+    axis: str
+    nbytes: int
+    repeats: int
+
+    @property
+    def family(self) -> str:
+        return f"{self.step}/{self.axis}"
+
+    @property
+    def key(self) -> str:
+        return f"{self.family}/{self.nbytes}"
+
+    @property
+    def n(self) -> int:
+        return dict(self.axes)[self.axis]
+
+    @property
+    def words(self) -> int:
+        """float32 numbers per device, a multiple of the devices."""
+        return -(-self.nbytes // (4 * self.n)) * self.n
+
+
+BASE = "none"
+"""The program of an exchange without one."""
+
+
+def exchanges(axes: Axes, hosts: Sequence[int], quick: bool) -> Iterator[Exchange]:
+    """All that is measured: every collective along every axis and along all devices as one axis, from small to
+    large."""
+    n = len(hosts)
+    meshes = [(axes, axis) for axis, size in axes if size > 1]
+    if len(meshes) > 1:
+        meshes.append((((DEFAULT_AXIS, n),), DEFAULT_AXIS))
+    sizes = (1 << 12, 1 << 20) if quick else (1 << 10, 1 << 13, 1 << 16, 1 << 19, 1 << 22, 1 << 24, 1 << 26)
+    for mesh, axis in meshes:
+        yield Exchange(BASE, mesh, axis, sizes[0], 1)
+        for step in COLLECTIVES:
+            for nbytes in sizes:
+                yield Exchange(step, mesh, axis, nbytes, 8 if nbytes < 1 << 17 else 2)
+    if 1 < len(set(hosts)) < n:
+        for nbytes in sizes:
+            yield Exchange(INSIDE, (((DEFAULT_AXIS, n),)), DEFAULT_AXIS, nbytes, 8 if nbytes < 1 << 17 else 2)
+
+
+def runner(job: Job, exchange: Exchange) -> Callable[[], Floats]:
+    """Compiles an exchange: the seconds until this process had its results, for each of its devices."""
+    lengths = [size for _, size in exchange.axes]
+    names = tuple(name for name, _ in exchange.axes)
+    words = exchange.words
+    mesh = Mesh(np.array(job.devices).reshape(lengths), names)
+    one = _step(exchange, job.hosts, _gloo.joins(mesh))
+
+    def body(x: jax.Array) -> jax.Array:
+        # What every device holds must stay its own, or XLA may see that nothing needs to be sent.
+        mark = lax.axis_index(exchange.axis).astype(jnp.float32) * 1e-6
+        for _ in range(exchange.repeats):
+            x = one(x) + mark
+        return x
+
+    spec = PartitionSpec(names)
+    fn = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False))
+    ones = np.ones(words, np.float32)
+    x = jax.make_array_from_callback((words * job.n,), NamedSharding(mesh, spec), lambda _: ones)
+    run = fn.lower(x).compile()
+
+    def once() -> Floats:
+        began = time.perf_counter()
+        jax.block_until_ready(run(x))
+        return np.full(len(job.local), time.perf_counter() - began)
+
+    return once
+
+
+def _step(exchange: Exchange, hosts: Sequence[int], by_gloo: bool) -> Callable[[jax.Array], jax.Array]:
+    """One collective, from and to [words] on every device."""
+    axis, n, words = exchange.axis, exchange.n, exchange.words
+    match exchange.step:
+        case "all_reduce":
+            return lambda x: _gloo.all_reduce(x, axis, "sum", by_gloo) * (1 / n)
+        case "reduce_scatter":
+            return lambda x: _gloo.psum_scatter(jnp.tile(x, n), axis, 0, by_gloo) * (1 / n)
+        case "all_gather":
+            # The neighbour's part: one's own would need no gathering.
+            at = lambda: (lax.axis_index(axis) + 1) % n * words
+            return lambda x: lax.dynamic_slice(_gloo.all_gather(x, axis, 0, by_gloo), (at(),), (words,))
+        case "all_to_all":
+            return lambda x: _gloo.all_to_all(x, axis, 0, 0, by_gloo)
+        case step if step == INSIDE:
+            return lambda x: lax.ppermute(x, axis, rings(hosts))
+        case _:
+            return lambda x: x
+
+
+def rings(hosts: Sequence[int]) -> list[tuple[int, int]]:
+    """(from, to) of a ring within each host."""
+    members: dict[int, list[int]] = {}
+    for device, host in enumerate(hosts):
+        members.setdefault(host, []).append(device)
+    return [pair for m in members.values() for pair in zip(m, [*m[1:], m[0]], strict=True)]
+
+
+def fitted(points: Points) -> tuple[float, float]:
+    """(latency, seconds per byte), neither negative, of a line through (bytes, seconds) that misses the points by the
+    least sum of fractions: a few wild points don't move it."""
+    x, t = np.array(points, dtype=np.float64).T
+    k = len(x)
+    lines = np.stack([1 / t, x / t], axis=1)
+    found = linprog(
+        np.r_[0.0, 0.0, np.ones(k)],
+        A_ub=np.block([[lines, -np.eye(k)], [-lines, -np.eye(k)]]),
+        b_ub=np.r_[np.ones(k), -np.ones(k)],
+        method="highs",
+    )
+    latency, beta = found.x[:2].tolist()
+    return max(latency, 0.0), max(beta, 0.0)
+
+
+def link_of(points: Points) -> Link:
+    """The link of seconds by bytes over it. Where time does not grow with the bytes, that of the largest alone."""
+    latency, beta = fitted(points)
+    largest, seconds = max(points)
+    return Link(1 / beta, latency) if beta > 0 else Link(largest / seconds, min(t for _, t in points))

@@ -1,0 +1,72 @@
+"""Which figures can't be true: a profile with such is not saved unless that is forced."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from hapsynth.profile.kind_fit import KindFit, Times
+from hapsynth.profile.op_kernels import DISPATCH, LAUNCH, STREAM
+
+MOST_SPREAD = 0.5
+"""As `sampled` has it."""
+MOST_FALL = 0.5
+"""An op of more work that takes less than this part of the time of one of less."""
+MOST_FLOPS, MOST_BYTES = 2e16, 1e14
+"""Per second and device: several times what any device does in 2026."""
+
+
+class Implausible(NamedTuple):
+    """What is wrong, and the figures to measure again."""
+
+    text: str
+    keys: tuple[str, ...]
+
+
+class ProfileError(ValueError):
+    """Nothing can be measured here, or what was measured can't be true."""
+
+
+def refusal(doubts: Sequence[Implausible], partial: str) -> ProfileError:
+    shown = "; ".join(doubt.text for doubt in doubts[:3]) + (f"; and {len(doubts) - 3} more" if len(doubts) > 3 else "")
+    return ProfileError(
+        f"not saved, as these figures can't be relied on: {shown}. End what else runs on these devices and run it "
+        f"again: only these are measured again{f' ({partial} keeps the others)' if partial else ''}; or save them "
+        "as they are with --force"
+    )
+
+
+def unsteady(where: str, times: Times) -> Iterator[Implausible]:
+    """Figures that came out differently each time."""
+    for key, (_, spread) in times.items():
+        if spread > MOST_SPREAD:
+            yield Implausible(f"{key} on {where} varies by {spread:.0%}", (key,))
+
+
+def unlikely(where: str, fit: KindFit) -> Iterator[Implausible]:
+    """Rates that no device has."""
+    usual = [k for k in fit.kernels if k.family not in (DISPATCH, LAUNCH) and not k.op]
+    for family, dtype in dict.fromkeys((k.family, k.dtype) for k in usual):
+        points = fit.points(family, dtype)
+        keys = tuple(k.key for k in fit.kernels if (k.family, k.dtype) == (family, dtype))
+        amount, seconds, _ = points[-1]
+        what, most = ("bytes", MOST_BYTES) if family == STREAM else ("FLOP", MOST_FLOPS)
+        if seconds <= 0:
+            yield Implausible(f"{keys[-1]} on {where} takes no longer than starting it", keys)
+        elif amount / seconds > most:
+            yield Implausible(f"{keys[-1]} on {where} makes {amount / seconds:.2g} {what}/s", keys)
+        yield from falling(where, keys, [(a, t) for a, t, _ in points])
+    # An op of a user's may be small, and XLA may have a slower kernel for a part of it.
+    for signature, op in fit.ops().items():
+        if (rate := max(a / t for a, t in op.curve.points)) > MOST_FLOPS:
+            keys = tuple(k.key for k in fit.kernels if k.family == signature)
+            yield Implausible(f"{op.op} ({signature}) on {where} makes {rate:.2g} FLOP/s", keys)
+
+
+def falling(where: str, keys: Sequence[str], points: Sequence[tuple[float, float]]) -> Iterator[Implausible]:
+    """Times that fall where the work grows; `keys`: the figure of each point."""
+    for i in range(1, len(points)):
+        (_, before), (_, after) = points[i - 1], points[i]
+        if 0 < after < MOST_FALL * before:
+            text = f"{keys[i]} on {where} takes {after:.2g} s, and the smaller {keys[i - 1]} {before:.2g} s"
+            yield Implausible(text, (keys[i - 1], keys[i]))

@@ -1,0 +1,1 @@
+"""Where the processes of a job meet: address, client, server, meetings."""

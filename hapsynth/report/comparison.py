@@ -1,0 +1,62 @@
+"""What `hapsynth compare` prints: the plan beside the baselines."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from rich.console import Console
+
+from hapsynth._quantities import nbytes, plural, seconds
+from hapsynth.plan import Plan
+from hapsynth.report.json_records import Entry
+from hapsynth.report.summary import print_certificate, print_left_out
+from hapsynth.report.tables import heading, table
+
+_WORDS = {
+    "hapsynth": "hapsynth",
+    "data_parallel": "data parallel, even",
+    "data_parallel_speed": "data parallel, by speed",
+    **{f"zero{stage}": f"ZeRO-{stage}, even" for stage in (1, 2, 3)},
+    **{f"zero{stage}_speed": f"ZeRO-{stage}, by speed" for stage in (1, 2, 3)},
+    "tensor_parallel": "tensor parallel (Megatron), even",
+}
+
+
+def print_comparison(out: Console, plan: Plan, entries: Mapping[str, Entry]) -> None:
+    """Step time, memory and communication of every plan; then by how much this one wins."""
+    ours = entries["hapsynth"].cost_s
+    out.print(
+        f"{plural(len(plan.traced.graph.ops), 'op')} on {plan.cluster.name}, {plural(plan.cluster.n, 'device')}; "
+        "predicted by one cost model"
+    )
+    print_left_out(out, plan)
+    rows: list[list[str]] = []
+    for name, e in entries.items():
+        count = sum(n for n, _ in e.collectives.values())
+        wire = sum(b for _, b in e.collectives.values())
+        rows.append(
+            [
+                _WORDS.get(name, name),
+                seconds(e.cost_s),
+                f"{e.cost_s / ours:.2f}x" if ours else "-",
+                nbytes(e.memory_bytes),
+                "yes" if e.fits else "no",
+                str(count),
+                nbytes(wire),
+            ]
+        )
+    out.print(heading("Plans"))
+    out.print(table(["plan", "step time", "speedup by hapsynth", "memory", "fits", "collectives", "wire bytes"], rows))
+    kinds = sorted({c for e in entries.values() for c in e.collectives})
+    if kinds:
+        out.print(heading("Collectives: how many, and bytes over the slowest link"))
+        cells = [
+            [_WORDS.get(name, name), *(_cell(e.collectives.get(kind)) for kind in kinds)] for name, e in entries.items()
+        ]
+        out.print(table(["plan", *kinds], cells))
+    out.print(heading("Certificate"))
+    print_certificate(out, plan)
+
+
+def _cell(found: tuple[int, float] | None) -> str:
+    return "-" if found is None else f"{found[0]}  {nbytes(found[1])}"

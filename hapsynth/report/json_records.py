@@ -1,0 +1,177 @@
+"""The JSON documents of `search`, `compare` and `run`, and the figures that they share with the tables."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hapsynth._quantities import finite
+from hapsynth.cluster.cluster import Cluster
+from hapsynth.cluster.memory_budget import MemoryBudget
+from hapsynth.graph.trace import Traced
+from hapsynth.instructions.program.program import Convert, Program
+from hapsynth.instructions.program.sizes import Sizes
+from hapsynth.instructions.rules.replicated_ops import named, unpriced
+from hapsynth.plan import Plan
+from hapsynth.search.cost.model import CostModel
+from hapsynth.search.cost.network import mesh_axes
+from hapsynth.search.cost.program_cost import Cost, instruction_costs
+from hapsynth.search.planning.baselines import Baselines
+
+_TIMINGS = ("trace_s", "build_s", "search_s", "ratio_s", "bound_s", "total_s")
+
+SEARCH_SCHEMA = "hapsynth-search-1"
+SEVERAL_SCHEMA = "hapsynth-search-several-1"
+COMPARE_SCHEMA = "hapsynth-compare-1"
+RUN_SCHEMA = "hapsynth-run-1"
+
+
+def costs_of(plan: Plan, model: CostModel | None = None) -> list[Cost]:
+    """Seconds and wire bytes of every instruction, in order."""
+    return list(instruction_costs(plan.program, plan.sizes, model or plan.cost_model()))
+
+
+def search_record(plan: Plan) -> dict[str, Any]:
+    """What `search --json` writes."""
+    result = plan.result
+    timings = result.timings_s
+    return {
+        "schema": SEARCH_SCHEMA,
+        "ops": len(plan.traced.graph.ops),
+        "devices": plan.cluster.n,
+        "devices_used": list(plan.devices),
+        "mesh": dict(mesh_axes(plan.cluster)),
+        "mesh_used": dict(plan.program.axes),
+        "with_all_s": None if result.with_all_s is None else finite(result.with_all_s),
+        **{key: timings.get(key, 0.0) for key in _TIMINGS},
+        "cost_s": finite(result.cost_s),
+        "lower_bound_s": finite(result.lower_bound_s),
+        "gap": finite(result.gap),
+        "joint_lower_bound_s": finite(result.joint_lower_bound_s),
+        "joint_gap": finite(result.joint_gap),
+        "ratio_bound_s": finite(result.ratio_bound_s),
+        "rounding_gap": finite(result.rounding_gap),
+        "expanded": result.expanded,
+        "sweeps": result.sweeps,
+        "states": result.states,
+        "interrupted": result.interrupted,
+        "status": result.status,
+        "collectives": plan.program.collectives(),
+        "ratios": {name: list(shares) for name, shares in plan.ratios.items()},
+        "memory_bytes": list(result.memory_bytes),
+        "memory_limit_bytes": list(result.memory_limit_bytes),
+        "memory_of": "exact" if result.exact else "padded",
+        "ops_twice": 0 if plan.traced.graph.again is None else len(plan.traced.graph.again.ops),
+        "replicated_primitives": list(result.replicated_primitives),
+        "unpriced_primitives": list(result.unpriced_primitives),
+    }
+
+
+def infeasible_record(
+    traced: Traced,
+    cluster: Cluster,
+    limit: float | None,
+    message: str,
+    timings: Mapping[str, float],
+    *,
+    exact: bool = False,
+) -> dict[str, Any]:
+    """What `search --json` writes where no program fits: the same keys, null for what there is none of."""
+    limits = list(MemoryBudget.of(cluster, limit).limits)
+    return {
+        "schema": SEARCH_SCHEMA,
+        "ops": len(traced.graph.ops),
+        "devices": cluster.n,
+        "devices_used": [],
+        "mesh": dict(cluster.axes),
+        **dict.fromkeys(("mesh_used", "with_all_s")),
+        **{key: timings.get(key) for key in _TIMINGS},
+        **dict.fromkeys(("cost_s", "lower_bound_s", "gap", "joint_lower_bound_s", "joint_gap")),
+        **dict.fromkeys(("ratio_bound_s", "rounding_gap")),
+        **dict.fromkeys(("expanded", "sweeps", "states", "interrupted")),
+        "status": "infeasible",
+        "message": message,
+        "collectives": {},
+        "ratios": {},
+        "memory_bytes": [],
+        "memory_limit_bytes": limits,
+        "memory_of": "exact" if exact else "padded",
+        "replicated_primitives": list(named(traced.graph)),
+        "unpriced_primitives": list(unpriced(traced.graph)),
+    }
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One plan of a comparison. `collectives`: name -> (how many, wire bytes in all). `memory_bytes`: peak."""
+
+    cost_s: float
+    memory_bytes: float
+    fits: bool
+    collectives: Mapping[str, tuple[int, float]]
+
+
+def comparison(plan: Plan) -> dict[str, Entry]:
+    """The plan, as `hapsynth`, and every baseline, all costed by one model."""
+    model = plan.cost_model()
+    memory, limits = plan.result.memory_bytes, plan.result.memory_limit_bytes
+    peak, fits = max(memory), all(held <= limit for held, limit in zip(memory, limits, strict=True))
+    entries = {"hapsynth": Entry(plan.cost, peak, fits, traffic(plan.program, plan.sizes, model))}
+    # What people run today runs on all devices.
+    limit, whole = min(limits), model.on(plan.cluster)
+    for name, b in Baselines(plan.traced.graph, model.table, whole, limit).all().items():
+        entries[name] = Entry(b.cost_s, b.memory_bytes, b.fits, traffic(b.program, b.sizes, whole))
+    return entries
+
+
+def traffic(program: Program, sizes: Sizes, model: CostModel) -> dict[str, tuple[int, float]]:
+    """Collective -> (how many, bytes over the slowest link in all)."""
+    found: dict[str, tuple[int, float]] = {}
+    for cost in instruction_costs(program, sizes, model):
+        i = cost.instruction
+        if isinstance(i, Convert) and i.is_collective:
+            count, wire = found.get(i.step, (0, 0.0))
+            found[i.step] = count + 1, wire + cost.wire_bytes
+    return dict(sorted(found.items()))
+
+
+def compare_record(entries: Mapping[str, Entry]) -> dict[str, Any]:
+    """What `compare --json` writes. `speedup`: of the plan over this one."""
+    ours = entries["hapsynth"].cost_s
+    return {
+        "schema": COMPARE_SCHEMA,
+        "plans": {
+            name: {
+                "cost_s": finite(e.cost_s),
+                "memory_bytes": finite(e.memory_bytes),
+                "fits": e.fits,
+                "speedup": finite(e.cost_s / ours) if ours else None,
+                "collectives": {c: {"count": n, "wire_bytes": wire} for c, (n, wire) in e.collectives.items()},
+            }
+            for name, e in entries.items()
+        },
+    }
+
+
+def run_record(
+    errors: Sequence[tuple[str, float]],
+    tolerance: float,
+    step_s: Sequence[float],
+    yardsticks: Sequence[tuple[str, str]] = (),
+) -> dict[str, Any]:
+    """What `run --json` writes: the largest relative error of each output leaf over all steps (null: not finite).
+
+    `yardsticks`: of the leaves that are not judged by the plain one (`hapsynth.running.check.CheckReport`).
+    """
+    worst = max((e for _, e in errors), default=0.0)
+    return {
+        "schema": RUN_SCHEMA,
+        "ok": worst <= tolerance,
+        "steps": len(step_s),
+        "tolerance": tolerance,
+        "max_relative_error": finite(worst),
+        "outputs": {path: finite(error) for path, error in errors},
+        "yardsticks": dict(yardsticks),
+        "step_s": list(step_s),
+    }

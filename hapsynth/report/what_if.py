@@ -1,0 +1,77 @@
+"""What-if questions as a person and as a program reads the answers: other clusters, remedies for memory."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Console
+
+from hapsynth._quantities import finite, nbytes, plural, seconds
+from hapsynth.report.tables import heading, table
+from hapsynth.whatif.cluster_variants import Variant, base_variant, sentences, slower_link
+from hapsynth.whatif.remedies import Remedy
+
+
+def advice_record(variants: Sequence[Variant]) -> dict[str, Any]:
+    """What `search --advise --json` writes under "advice". `speedup`: over the cluster as it is."""
+    base = base_variant(variants).cost_s
+    return {
+        "clusters": [
+            {
+                "change": v.change,
+                "devices": dict(Counter(device.name for device in v.cluster.devices)),
+                "network_bytes_per_s": slower_link(v.cluster).bandwidth,
+                "cost_s": None if v.cost_s is None else finite(v.cost_s),
+                "gap": v.gap,
+                "speedup": base / v.cost_s if base and v.cost_s else None,
+                "price_per_step": v.price,
+                **({"message": v.problem} if v.problem else {}),
+            }
+            for v in variants
+        ],
+        "sentences": sentences(variants),
+    }
+
+
+def print_advice(out: Console, variants: Sequence[Variant]) -> None:
+    """The clusters as a table, fastest first, and what follows in words."""
+    base = base_variant(variants).cost_s
+    out.print(heading("Other clusters, the same work"))
+    priced = any(v.price is not None for v in variants)
+    rows: list[list[str]] = []
+    for v in variants:
+        time = "nothing fits" if v.cost_s is None else seconds(v.cost_s)
+        speedup = f"{base / v.cost_s:.2f}x" if base and v.cost_s else "-"
+        price = [] if not priced else ["-" if v.price is None else f"{v.price:.3g}"]
+        rows.append([v.change, plural(v.cluster.n, "device"), time, speedup, *price])
+    out.print(table(["cluster", "devices", "step time", "speedup", *(["price of a step"] if priced else [])], rows))
+    for sentence in sentences(variants):
+        out.print(sentence)
+
+
+def remedies_record(found: Sequence[Remedy]) -> list[dict[str, Any]]:
+    """What `search --advise --json` writes under "remedies" where nothing fits."""
+    return [
+        {
+            "change": r.change,
+            "devices": r.devices,
+            "fits": r.cost_s is not None,
+            "cost_s": None if r.cost_s is None else finite(r.cost_s),
+            "memory_bytes": r.memory_bytes,
+            **({"message": r.problem} if r.problem else {}),
+        }
+        for r in found
+    ]
+
+
+def print_remedies(out: Console, found: Sequence[Remedy]) -> None:
+    """What would make it fit, as a table."""
+    out.print(heading("Nothing fits; what would"))
+    rows: list[list[str]] = []
+    for r in found:
+        time = "nothing fits" if r.cost_s is None else seconds(r.cost_s)
+        memory = "-" if r.memory_bytes is None else f"{'' if r.cost_s else 'needs '}{nbytes(r.memory_bytes)}"
+        rows.append([r.change, plural(r.devices, "device"), time, memory])
+    out.print(table(["change", "devices", "step time", "memory"], rows))

@@ -1,0 +1,236 @@
+"""`Planned`: what a plan says of itself and how it is lowered; `Plan` calls it, checks it, saves it."""
+
+from __future__ import annotations
+
+import platform
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from functools import cached_property
+from typing import Any, Self, TypeVar
+
+import jax
+from jax.sharding import Mesh
+
+from hapsynth._warn import warn_user
+from hapsynth.cluster.cluster import Cluster, ClusterWarning
+from hapsynth.graph.trace import Traced
+from hapsynth.instructions.layout import format_layout
+from hapsynth.instructions.program.program import Program
+from hapsynth.instructions.program.sizes import Sizes
+from hapsynth.instructions.rules.factor_table import FactorTable
+from hapsynth.lower import Lowered, Staged, lower, lower_staged, own_mesh
+from hapsynth.running.arguments import Arguments
+from hapsynth.running.form import Chosen, Form, check_form, chosen_form, only_staged
+from hapsynth.search.cost.model import CostModel
+from hapsynth.search.result import Result
+
+
+class AbsentError(AttributeError, ValueError, RuntimeError):
+    """An attribute that this plan can't have, with the reason: to `hasattr` it is not there."""
+
+
+P = TypeVar("P", bound="Planned")
+
+
+class Planned(ABC):
+    """A program planned for a traced function on a cluster; `Plan` says what the arguments are.
+
+    Everything that works on plans takes this, so that `Plan` can offer it as a method.
+    """
+
+    def __init__(
+        self,
+        traced: Traced,
+        result: Result,
+        cluster: Cluster,
+        mesh: Mesh | None = None,
+        fn: Callable[..., Any] | None = None,
+        *,
+        donate: bool = True,
+        form: Form = "auto",
+    ) -> None:
+        check_form(form)
+        self.traced, self.result, self.cluster = traced, result, cluster
+        self.fn = fn
+        self.mesh = None if mesh is None else own_mesh(self._of_used(mesh), result.program.axes)
+        self._donate = donate
+        self._asked: Form = form
+        self._forms: dict[bool, Lowered | Staged] = {}
+        """The compiled form by whether it consumes carried state."""
+        self.arguments = Arguments(traced)
+        too_large = only_staged(traced.graph, result, cluster) if form == "switch" else ""
+        if too_large:
+            raise ValueError(f"form is 'switch', but {too_large}; give 'auto' or 'staged'")
+        elsewhere = cluster.measured_elsewhere(platform.node(), jax.__version__)
+        if mesh is not None and elsewhere:
+            warn_user(elsewhere, ClusterWarning)
+
+    def _of_used(self, mesh: Mesh) -> Mesh:
+        """The devices of a mesh of the whole cluster that take part, in a row; any other mesh as it is."""
+        if mesh.devices.size != self.cluster.n or len(self.devices) == self.cluster.n:
+            return mesh
+        return Mesh(mesh.devices.flatten()[list(self.devices)], ("used",))
+
+    @property
+    def function(self) -> Callable[..., Any]:
+        """`fn`; RuntimeError for a plan that was made without."""
+        if self.fn is None:
+            raise AbsentError("this plan does not hold its function: load it with hapsynth.load(path, fn, ...)")
+        return self.fn
+
+    @property
+    def program(self) -> Program:
+        return self.result.program
+
+    @property
+    def sizes(self) -> Sizes:
+        return self.result.sizes
+
+    @property
+    def cost(self) -> float:
+        """Predicted seconds per call."""
+        return self.result.cost_s
+
+    @property
+    def lower_bound(self) -> float:
+        """Seconds that no program at these ratios goes below."""
+        return self.result.lower_bound_s
+
+    @property
+    def joint_lower_bound(self) -> float:
+        """Seconds that no program at any ratios goes below."""
+        return self.result.joint_lower_bound_s
+
+    @property
+    def gap(self) -> float:
+        """(cost - lower bound) / cost."""
+        return self.result.gap
+
+    @property
+    def joint_gap(self) -> float:
+        """(cost - joint lower bound) / cost."""
+        return self.result.joint_gap
+
+    @property
+    def memory(self) -> tuple[float, ...]:
+        """Predicted peak bytes of each device of the cluster, in mesh order; 0 for one that is left out.
+
+        `result.exact`: in staged form, each device's own shards; else in switch form, which pads them.
+        """
+        return self.result.memory_bytes
+
+    @property
+    def memory_limit(self) -> float:
+        """Bytes that every device that takes part has: the least of all."""
+        return min(self.result.memory_limit_bytes[d] for d in self.devices)
+
+    @property
+    def devices(self) -> tuple[int, ...]:
+        """The devices that take part, by their positions in the cluster; the others hold and compute nothing."""
+        return tuple(range(self.cluster.n)) if self.result.devices is None else self.result.devices
+
+    @cached_property
+    def used(self) -> Cluster:
+        """The cluster of the devices that take part: what the program is for."""
+        return self.cluster.subset(self.devices)
+
+    def cost_model(self, cluster: Cluster | None = None) -> CostModel:
+        """What the plan's instructions cost on the devices that take part, or on others as many."""
+        graph = self.traced.graph
+        return CostModel(graph, cluster or self.used, FactorTable(graph), self.program.axes, self.result.room)
+
+    @cached_property
+    def ratios(self) -> dict[str, tuple[float, ...]]:
+        """Dimension class -> the fraction of each shard, in mesh order; 0 for devices that are left out.
+
+        There are as many shards as positions along the mesh axes that cut the class, which its name tells, major first:
+        axes of the cluster, or one over all its devices.
+        """
+        names = [name for name, _ in self.program.axes]
+        along = lambda axes: [names[a] for a in axes] if len(names) > 1 else []
+        return {
+            c.name: self.cluster.spread(self.devices, along(c.axes), [s / c.units for s in shares])
+            for c, shares in zip(self.sizes.classes.all, self.sizes.shares)
+        }
+
+    @cached_property
+    def layouts(self) -> dict[str, str]:
+        """Argument path -> layout."""
+        inputs = zip(self.traced.in_paths, self.traced.graph.inputs)
+        return {path: format_layout(self.program.inputs[v]) for path, v in inputs}
+
+    @cached_property
+    def output_layouts(self) -> dict[str, str]:
+        """Output path -> layout; a constant output is `R`."""
+        outputs = zip(self.traced.out_paths, self.program.outputs)
+        return {path: "R" if layout is None else format_layout(layout) for path, layout in outputs}
+
+    # Where and how it runs
+
+    @abstractmethod
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The function's results."""
+
+    @abstractmethod
+    def shard(self, *args: Any, **kwargs: Any) -> Any:
+        """The arguments, placed on the devices as the plan keeps them."""
+
+    @property
+    def lowered(self) -> Lowered | Staged:
+        """The compiled form, made when first needed. Raises RuntimeError for a plan without devices."""
+        return self.lowered_for(self._donate)
+
+    def lowered_for(self, donate: bool) -> Lowered | Staged:
+        """The compiled form that consumes carried state, or that does not."""
+        if donate not in self._forms:
+            self._forms[donate] = self._lower(donate)
+        return self._forms[donate]
+
+    def _lower(self, donate: bool) -> Lowered | Staged:
+        if self.mesh is None:
+            raise AbsentError(
+                f"this plan was made for the cluster {self.cluster.name!r} without its devices: save it with "
+                "plan.save(path) and load it where they are with hapsynth.load(path, fn, example_args, mesh)"
+            )
+        if not self.mesh.local_devices:
+            raise AbsentError(
+                f"the plan uses devices {list(self.devices)} of the cluster {self.cluster.name!r}, and this process "
+                "has none of them: leave it out of the run, or synthesize with leave_out=False"
+            )
+        lowering = lower_staged if self.form == "staged" else lower
+        return lowering(self.traced.graph, self.program, self.sizes, self.mesh, donate=donate)
+
+    @property
+    def form(self) -> Chosen:
+        """How the plan runs on its mesh (DESIGN D2)."""
+        return self._form[0]
+
+    @property
+    def form_reason(self) -> str:
+        """Why in this form."""
+        return self._form[1]
+
+    @cached_property
+    def _form(self) -> tuple[Chosen, str]:
+        if self._asked != "auto":
+            return self._asked, "it was asked for"
+        needed = only_staged(self.traced.graph, self.result, self.cluster)
+        return chosen_form(self.traced.graph, self.result, self.mesh, needed)
+
+    @property
+    def donate(self) -> bool:
+        """Whether a call consumes carried state."""
+        return self._donate
+
+    @property
+    def argument_paths(self) -> list[str]:
+        """The path of every leaf of the arguments, of those too that are no arrays."""
+        return self.arguments.paths
+
+    def with_result(
+        self, result: Result, cluster: Cluster, traced: Traced | None = None, mesh: Mesh | None = None
+    ) -> Self:
+        """This plan with another result for the same devices, described by another cluster, or for other shapes, or for
+        those of another mesh."""
+        mesh = self.mesh if mesh is None else mesh
+        return type(self)(traced or self.traced, result, cluster, mesh, self.fn, donate=self._donate, form=self._asked)

@@ -1,0 +1,381 @@
+"""Trial: a plan's outputs beside those of the original function on one device."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from hapsynth import _jax
+from hapsynth.graph.ir import Value
+from hapsynth.graph.trace import Traced
+from hapsynth.instructions.testing.example_arguments import random_arguments
+from hapsynth.lower import host_array, with_weak_type
+from hapsynth.running.arguments import Arguments
+from hapsynth.running.base import Planned
+from hapsynth.running.sharded_array import plain, whole
+from hapsynth.running.widened import Widening
+
+PLAIN, NOISE, WIDENED = "plain", "noise", "widened"
+"""Yardsticks, as `CheckReport` defines them."""
+
+
+class Judged(NamedTuple):
+    """The error of one output leaf, and the yardstick by which it is so small."""
+
+    error: float
+    yardstick: str
+
+
+@dataclass(frozen=True)
+class CheckReport:
+    """How far each output leaf is from the original function's.
+
+    `leaves`: (output path, error). The error of floats is max |a - b| / max |b|, over finite values; of integers,
+    bools and keys 0 where all are equal and infinite otherwise; infinite too where one side is NaN or infinite and
+    the other is not the same. This is the yardstick `plain`. A leaf beyond `rtol` has two others, and passes by any:
+
+    `noise`: max |a - b| <= 8 x how far the function's own result moves on one device when its arguments move in their
+    last place (`noise`). A leaf that is zero but for rounding (a gradient that cancels) can't agree to any number of
+    digits. Its error is then that of a leaf of size 8 x noise / rtol.
+
+    `widened`: the plan is at most 4 times as far as the function on one device is from the same function with its
+    floats kept in 64 bits (`hapsynth.running.widened`), in the largest difference and in the root mean square. A
+    function of bfloat16 or float16 rounds so coarsely that two right programs differ by more than `rtol`; a wrong
+    program is further off than rounding. How far the function is: the most at its arguments and at a few that are close
+    by, since a single number may be exact by luck. Its error is then `rtol` where the plan is 4 times as far. Of
+    integers and bools that depend on floats (an argmax, a count of steps) the share that differs takes the place of the
+    root mean square.
+
+    `yardsticks`: (output path, yardstick) of the leaves that are not judged by `plain`. `as_is`: primitives that could
+    not be widened; `not_widened` why there is no widened function at all.
+    """
+
+    leaves: tuple[tuple[str, float], ...]
+    rtol: float
+    yardsticks: tuple[tuple[str, str], ...] = ()
+    as_is: tuple[str, ...] = ()
+    not_widened: str = ""
+
+    @property
+    def max_relative_error(self) -> float:
+        """The largest error of any leaf; 0 for a function without outputs."""
+        return max((e for _, e in self.leaves), default=0.0)
+
+    @property
+    def ok(self) -> bool:
+        return self.max_relative_error <= self.rtol
+
+    @property
+    def worst(self) -> tuple[tuple[str, float], ...]:
+        """The leaves beyond the tolerance, the worst first."""
+        return tuple(sorted((x for x in self.leaves if not x[1] <= self.rtol), key=lambda x: -x[1]))
+
+    def __str__(self) -> str:
+        head = f"{len(self.leaves)} output leaves, max relative error {self.max_relative_error:.2e}, rtol {self.rtol:g}"
+        head += "".join(f"; {line}" for line in self.explained)
+        if self.ok:
+            return f"check passed: {head}"
+        named = ", ".join(f"output{path} {error:.2e}" for path, error in self.worst[:5])
+        return f"check FAILED: {head}: {named}{', ...' if len(self.worst) > 5 else ''}"
+
+    @property
+    def explained(self) -> list[str]:
+        """How many leaves were judged by which other yardstick."""
+        return explained((name for _, name in self.yardsticks), self.as_is, self.not_widened)
+
+
+def explained(yardsticks: Iterable[str], as_is: Sequence[str], not_widened: str) -> list[str]:
+    """One line each: how many leaves were judged by which other yardstick than the plain one."""
+    counts = Counter(yardsticks)
+    lines: list[str] = []
+    if n := counts[NOISE]:
+        lines.append(f"{_leaves(n)} judged by the function's own noise")
+    if n := counts[WIDENED]:
+        kept = f", with {', '.join(as_is)} as they are" if as_is else ""
+        lines.append(f"{_leaves(n)} judged by the function with its floats widened{kept}")
+    if not_widened:
+        lines.append(f"the function can't be widened ({not_widened})")
+    return lines
+
+
+def _leaves(count: int) -> str:
+    return "1 leaf" if count == 1 else f"{count} leaves"
+
+
+def check_plan(
+    plan: Planned, arguments: Arguments, args: tuple[Any, ...], kwargs: dict[str, Any], rtol: float
+) -> CheckReport:
+    """`Plan.check`."""
+    function, traced, lowered = plan.function, plan.traced, plan.lowered
+    if not args and not kwargs:
+        args, kwargs = random_arguments(traced)
+    leaves = [plain(x) for x in arguments.flatten(args, kwargs)]
+    placed = arguments.place_copies(lowered, leaves, 0)
+    args, kwargs = jax.tree_util.tree_unflatten(traced.in_tree, placed)
+    out = jax.tree_util.tree_leaves(plan(*args, **kwargs))
+    got = [whole(out[i]) for i in traced.out_array_leaves]
+    reference = Reference(function, traced, leaves, lowered.mesh.local_devices[0])
+    judged = compare(reference, [leaves[i] for i in traced.array_leaves], got, rtol)
+    named = list(zip(traced.out_paths, judged, strict=True))
+    return CheckReport(
+        tuple((path, j.error) for path, j in named),
+        rtol,
+        tuple((path, j.yardstick) for path, j in named if j.yardstick != PLAIN),
+        reference.as_is,
+        reference.not_widened,
+    )
+
+
+def relative_error(got: Any, want: Any, floor: float = 0.0) -> float:
+    """The error of one leaf as `CheckReport` defines it; infinite where shape or dtype differ."""
+    if got.shape != want.shape or got.dtype != want.dtype:
+        return float("inf")
+    if _jax.is_extended(want.dtype):
+        got, want = jax.random.key_data(got), jax.random.key_data(want)
+    if not _is_inexact(want.dtype):
+        return 0.0 if np.array_equal(got, want) else float("inf")
+    a, b = _wide(got), _wide(want)
+    finite = np.isfinite(b)
+    if not np.array_equal(np.isfinite(a), finite) or not np.array_equal(a[~finite], b[~finite], equal_nan=True):
+        return float("inf")
+    scale = max(float(np.max(np.abs(b[finite]), initial=0.0)), floor) + float(jax.numpy.finfo(want.dtype).tiny)
+    return float(np.max(np.abs(a[finite] - b[finite]), initial=0.0) / scale)
+
+
+class Reference:
+    """The original function on one device: the array leaves of its arguments to those of its results.
+
+    `leaves` are all leaves of a call; those that are no arrays are kept. Compiled once.
+    """
+
+    def __init__(self, fn: Callable[..., Any], traced: Traced, leaves: Sequence[Any], device: Any) -> None:
+        self.traced, self.device = traced, device
+
+        def flat(*arrays: Any) -> list[Any]:
+            full = list(leaves)
+            for i, x in zip(traced.array_leaves, arrays, strict=True):
+                full[i] = x
+            args, kwargs = jax.tree_util.tree_unflatten(traced.in_tree, full)
+            out = jax.tree_util.tree_leaves(fn(*args, **kwargs))
+            return [out[i] for i in traced.out_array_leaves]
+
+        self._flat, self._compiled = flat, jax.jit(flat)
+        self._widening: Widening | None = None
+        self._widened: Callable[..., list[Any]] | None = None
+        self.not_widened = ""
+        """Why `widened` gives nothing, once it has been tried."""
+
+    def hosted(self, arrays: Sequence[Any]) -> list[Any]:
+        """Arguments that may lie anywhere as host arrays, typed as planned."""
+        whole = [(host_array(x), v.dtype) for x, v in zip(arrays, self._values, strict=True)]
+        return [x if _jax.is_extended(dtype) else np.asarray(x, dtype) for x, dtype in whole]
+
+    def __call__(self, arrays: Sequence[Any]) -> list[Any]:
+        """The results, as host arrays, of `hosted` arguments."""
+        with _jax.no_mesh(), jax.default_device(self.device):
+            # Not committed to the device: the function may name others, in a sharding constraint for instance.
+            typed = [with_weak_type(x, v.dtype, v.weak_type) for x, v in zip(arrays, self._values, strict=True)]
+            return [host_array(x) for x in self._compiled(*typed)]
+
+    def widened(self, arrays: Sequence[Any]) -> list[Any] | None:
+        """The results of the function with its floats widened, of `hosted` arguments; None where that can't be had."""
+        if self.not_widened:
+            return None
+        try:
+            if self._widened is None:
+                avals = [jax.ShapeDtypeStruct(v.shape, v.dtype, weak_type=v.weak_type) for v in self._values]
+                self._widening = Widening(_jax.make_jaxpr(self._flat, *avals)[0])
+                self._widened = jax.jit(self._widening)
+            with _jax.no_mesh(), jax.default_device(self.device), _jax.wide_floats():
+                return [host_array(x) for x in self._widened(*arrays)]
+        except Exception as error:
+            # A backend without such floats, no memory for them, a primitive that has no lowering for them: it was one
+            # way to judge of several, and the report says why it wasn't taken.
+            self.not_widened = (str(error).splitlines() or [type(error).__name__])[0]
+            return None
+
+    @property
+    def as_is(self) -> tuple[str, ...]:
+        """The primitives that `widened` ran as they are."""
+        return tuple(sorted(self._widening.kept)) if self._widening else ()
+
+    @property
+    def epsilon(self) -> float:
+        """The coarsest unit in the last place of 1 of what `widened` widens."""
+        return self._widening.epsilon if self._widening else 0.0
+
+    @property
+    def _values(self) -> list[Value]:
+        return [self.traced.graph.values[v] for v in self.traced.graph.inputs]
+
+
+def compare(reference: Reference, arrays: Sequence[Any], got: Sequence[Any], rtol: float) -> list[Judged]:
+    """The error of each output leaf. Leaves beyond `rtol` are judged by the other yardsticks, the cheapest first."""
+    arrays = reference.hosted(arrays)
+    want = reference(arrays)
+    judged = [Judged(relative_error(a, b), PLAIN) for a, b in zip(got, want, strict=True)]
+
+    def take(yardstick: str, errors: Sequence[float]) -> None:
+        for i, error in enumerate(errors):
+            if not judged[i].error <= rtol and error < judged[i].error:
+                judged[i] = Judged(error, yardstick)
+
+    def by_noise(runs: int) -> list[float]:
+        floors = [_CLEAR * n / rtol for n in noise(reference, arrays, want, runs)]
+        # A leaf that is nothing but zeros may be a variance of equals, the square of a rounding error elsewhere.
+        floors = [max(f, _CLEAR * _epsilon(b) ** 2 / rtol) if _largest(b) == 0 else f for f, b in zip(floors, want)]
+        return [relative_error(a, b, f) for a, b, f in zip(got, want, floors, strict=True)]
+
+    if rtol <= 0:
+        return judged
+    yardsticks = (
+        (NOISE, lambda: by_noise(4)),
+        (WIDENED, lambda: _by_widening(reference, arrays, got, want, [j.error <= rtol for j in judged], rtol)),
+        # For what can't be widened: a line search that tips over in one run of eight moves few of a few.
+        (NOISE, lambda: by_noise(16)),
+    )
+    for yardstick, errors in yardsticks:
+        if all(j.error <= rtol for j in judged):
+            break
+        take(yardstick, errors())
+    return judged
+
+
+def noise(reference: Reference, arrays: Sequence[Any], want: Sequence[Any], runs: int = 4) -> list[float]:
+    """How far each output leaf moves when the arguments move by one unit in their last place.
+
+    That is what rounding alone may do to it. The second largest of some runs, so that a comparison that tips over
+    in one of them counts for nothing. Whole numbers stay, since code compares and truncates them, and so do arguments
+    of fewer digits than the leaf; integers, bools and keys have no noise.
+    """
+    moved: list[list[float]] = [[] for _ in want]
+    digits = [_epsilon(x) for x in want]
+    for epsilon in sorted({e for e in digits if e}):
+        for seed in range(runs):
+            rng = np.random.default_rng(seed)
+            again = reference([nudged(rng, x, e if (e := _epsilon(x)) <= epsilon else 0.0) for x in arrays])
+            for leaf, (a, b, e) in enumerate(zip(again, want, digits)):
+                if e == epsilon:
+                    moved[leaf].append(_distance(a, b))
+    return [sorted(m)[-2] if m else 0.0 for m in moved]
+
+
+_CLEAR = 8.0
+"""An error of more than this many times the noise is no rounding error."""
+_AS_FAR = 4.0
+"""How many times as far as the function a plan may be from the widened function."""
+_NEIGHBOURS = 8
+"""Arguments close to those given at which the function's rounding is measured as well."""
+
+
+def _by_widening(
+    reference: Reference,
+    arrays: Sequence[Any],
+    got: Sequence[Any],
+    want: Sequence[Any],
+    passed: Sequence[bool],
+    rtol: float,
+) -> list[float]:
+    """The error of each leaf by the yardstick `widened`; infinite where it says nothing, or isn't needed.
+
+    At each of the neighbours the function is held against the widened function of the same arguments, so that only its
+    rounding counts and not how far they moved: by the coarsest of its floats, since a smaller change would be rounded
+    away by the first cast. They are tried only until all leaves pass.
+    """
+    errors = [float("inf")] * len(want)
+    wide = reference.widened(arrays)
+    if wide is None:
+        return errors
+    plans = {
+        i: _norms(got[i], wide[i])
+        for i, done in enumerate(passed)
+        if not done and _alike(got[i], want[i]) and _holds(want[i], wide[i])
+    }
+    furthest = dict.fromkeys(plans, (0.0, 0.0))
+    for seed in range(_NEIGHBOURS + 1):
+        if all(errors[i] <= rtol for i in plans):
+            break
+        if seed:
+            rng = np.random.default_rng(seed)
+            near = [nudged(rng, x, max(e, reference.epsilon) if (e := _epsilon(x)) else 0.0) for x in arrays]
+            want, wide = reference(near), reference.widened(near)
+            if wide is None:
+                break
+        for i, plan in plans.items():
+            if _holds(want[i], wide[i]):
+                (largest, mean), (a, b) = furthest[i], _norms(want[i], wide[i])
+                furthest[i] = max(largest, a), max(mean, b)
+            errors[i] = rtol * max(map(_times_as_far, plan, furthest[i])) / _AS_FAR
+    return errors
+
+
+def _alike(got: Any, want: Any) -> bool:
+    """Whether a leaf is off by amounts: of the same type, and finite and infinite at the same places."""
+    if got.shape != want.shape or got.dtype != want.dtype or _jax.is_extended(want.dtype):
+        return False
+    a, b = _wide(got), _wide(want)
+    finite = np.isfinite(b)
+    return np.array_equal(np.isfinite(a), finite) and np.array_equal(a[~finite], b[~finite], equal_nan=True)
+
+
+def _holds(want: Any, wide: Any) -> bool:
+    """Whether the widened function has a number wherever the function has one."""
+    return want.shape == wide.shape and bool(np.all(np.isfinite(_wide(wide)) | ~np.isfinite(_wide(want))))
+
+
+def _norms(x: Any, wide: Any) -> tuple[float, float]:
+    """Of the difference: the largest, and the root mean square, of other values than floats the share that differs."""
+    a, b = _wide(x), _wide(wide)
+    finite = np.isfinite(a) & np.isfinite(b)
+    off = np.abs(a[finite] - b[finite])
+    if not off.size:
+        return 0.0, 0.0
+    largest = float(np.max(off))
+    if not _is_inexact(x.dtype):
+        return largest, float(np.mean(off > 0))
+    return largest, largest and largest * float(np.sqrt(np.mean((off / largest) ** 2)))
+
+
+def _times_as_far(plan: float, function: float) -> float:
+    if plan == 0:
+        return 0.0
+    return plan / function if function else float("inf")
+
+
+def nudged(rng: np.random.Generator, x: Any, by: float) -> Any:
+    """The values that are not whole, each a little larger or smaller, by this part of it."""
+    if not by:
+        return x
+    wide = _wide(x)
+    factor = 1.0 + by * rng.choice([-1.0, 1.0], wide.shape)
+    return np.where(wide == np.round(wide), wide, wide * factor).astype(x.dtype)
+
+
+def _distance(a: Any, b: Any) -> float:
+    """Over the elements that are finite in both."""
+    a, b = _wide(a), _wide(b)
+    finite = np.isfinite(a) & np.isfinite(b)
+    return float(np.max(np.abs(a[finite] - b[finite]), initial=0.0))
+
+
+def _largest(x: Any) -> float:
+    return _distance(x, np.zeros_like(x)) if _epsilon(x) else 0.0
+
+
+def _epsilon(x: Any) -> float:
+    """The unit in the last place of 1, or 0 for what is not a float."""
+    return float(jax.numpy.finfo(x.dtype).eps) if _is_inexact(x.dtype) else 0.0
+
+
+def _is_inexact(dtype: Any) -> bool:
+    return not _jax.is_extended(dtype) and jax.numpy.issubdtype(dtype, jax.numpy.inexact)
+
+
+def _wide(x: Any) -> np.ndarray:
+    x = np.asarray(host_array(x))
+    return x.astype(np.complex128 if np.issubdtype(x.dtype, np.complexfloating) else np.float64)

@@ -1,0 +1,62 @@
+"""In which form a plan runs (DESIGN D2)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, Literal, get_args
+
+from jax.sharding import Mesh
+
+from hapsynth._quantities import nbytes
+from hapsynth.cluster.cluster import Cluster
+from hapsynth.graph.ir import Graph
+from hapsynth.instructions.program.program import Convert
+from hapsynth.instructions.rules.factor_table import FactorTable
+from hapsynth.search.cost.model import CostModel
+from hapsynth.search.memory.profile import peak
+from hapsynth.search.result import Result
+
+Chosen = Literal["switch", "staged"]
+Form = Literal["auto", "switch", "staged"]
+"""How a program runs: as one compiled function, as stages that each process compiles for its own shards, or as fits."""
+
+
+def check_form(form: Any) -> None:
+    """ValueError for what is no form."""
+    if form not in get_args(Form):
+        raise ValueError(f"form is {form!r}; give 'auto', 'switch' or 'staged'")
+
+
+def chosen_form(graph: Graph, result: Result, mesh: Mesh | None, only_staged: str) -> tuple[Chosen, str]:
+    """What "auto" comes to, and why. `only_staged`: as the function says."""
+    if only_staged:
+        return "staged", only_staged
+    if mesh is None:
+        return "switch", "the plan was made without its devices"
+    if all(len(set(shares)) == 1 for shares in result.sizes.shares):
+        return "switch", "all shards are alike, so one program is exact on every device"
+    if not mesh.is_multi_process:
+        return "switch", "one process holds all devices"
+    if _sends_in_loops(graph, result):
+        return "switch", "a loop communicates in every trip, and each would be started from the host"
+    return "staged", "shards are uneven among several processes: each stores and computes its own at exact size"
+
+
+def _sends_in_loops(graph: Graph, result: Result) -> bool:
+    sent = (i for i in result.program.instructions if isinstance(i, Convert) and i.is_collective)
+    return any(graph.runs[i.region] > 1 for i in sent)
+
+
+def only_staged(graph: Graph, result: Result, cluster: Cluster) -> str:
+    """Why a plan fits in staged form alone; empty where padded shards fit too."""
+    if not result.exact:
+        return ""
+    used = tuple(range(cluster.n)) if result.devices is None else result.devices
+    room = replace(result.room, exact=False)
+    padded = CostModel(graph, cluster.subset(used), FactorTable(graph), result.program.axes, room)
+    needed = peak(result.program, result.sizes, padded)
+    if needed <= room.limit:
+        return ""
+    device = used[room.limits.index(room.limit)]
+    name = cluster.devices[device].name
+    return f"padded shards would need {nbytes(needed)} on device {device} ({name}), which has {nbytes(room.limit)}"

@@ -1,0 +1,1 @@
+"""Functions with one state, planned together."""

@@ -1,0 +1,359 @@
+"""Plans of several functions that keep one state in the same way, shard for shard.
+
+Each function that is called is planned alone first: no joint plan takes less than the sum of their joint bounds. Then
+the state lies as one of these plans has it, on its devices, and the others are planned for that; where that makes them
+dearer, all are weighed as one problem, which raises the bound, or finds how the state lies better
+(`several/joint_layouts.py`). The least sum wins. What is left between it and the bound is the gap of the whole.
+
+A function's best program may cut the state in larger units than it lies in (whole heads, say). Then its ops are not to
+cut that dimension: it is gathered before them, or cut after them, as whatever else costs least.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from math import prod
+from typing import NamedTuple
+
+import numpy as np
+
+from hapsynth.cluster.cluster import Cluster
+from hapsynth.instructions.layout import Layout
+from hapsynth.instructions.program.sizes import Node, layout_nodes
+from hapsynth.search.cost.model import Floats
+from hapsynth.search.formulation.choice_space import Restriction
+from hapsynth.search.planning.device_subsets import ClusterPlanner
+from hapsynth.search.planning.planner import InfeasibleError
+from hapsynth.search.planning.search_at_ratios import FixedRatioSearch
+from hapsynth.search.result import SETTLED, Progress, Result
+from hapsynth.search.sizing.fixed_ratios import FixedRatios, RatioError
+from hapsynth.several.joint_layouts import Weighing
+from hapsynth.several.shared_state import Role, SharedState
+
+_HURRY_S = 1.0
+"""Of each function that is still to be planned after Ctrl-C."""
+_Where = tuple[int, tuple[int, ...]]
+"""(dimension, mesh axes that cut it)"""
+
+
+class StatePlacement(NamedTuple):
+    """How a leaf of the state lies: the elements on each position along the axes that cut a dimension; none are known
+    where only the layout is asked for."""
+
+    layout: Layout
+    lengths: Mapping[_Where, tuple[int, ...]]
+
+
+@dataclass(eq=False)
+class JointPlanner:
+    """One planning task for several functions. `weights`: how often each is called; `fixed`: layouts of leaves;
+    `fixed_ratios`: of some functions; all else as in `ClusterPlanner`."""
+
+    state: SharedState
+    weights: Mapping[str, float]
+    cluster: Cluster
+    fixed: Mapping[int, Layout] = field(default_factory=dict[int, Layout])
+    fixed_ratios: Mapping[str, FixedRatios] = field(default_factory=dict[str, FixedRatios])
+    memory_limit: float | None = None
+    time_budget_s: float | None = None
+    progress: Callable[[Progress], None] | None = None
+    leave_out: bool = True
+    exact: bool = False
+    alone: dict[str, Result] = field(init=False, default_factory=dict[str, Result])
+    """Of the functions that are called, each at its own best."""
+    _interrupted: bool = field(init=False, default=False)
+    """By Ctrl-C."""
+
+    def run(self) -> dict[str, Result]:
+        """The result of each function; raises InfeasibleError where one does not fit, RatioError where one can't take
+        the state as it lies. Ctrl-C ends the search with the best plans so far; KeyboardInterrupt where a function has
+        none."""
+        self._began = time.perf_counter()
+        called = sorted((n for n, w in self.weights.items() if w > 0), key=lambda n: -self.weights[n])
+        # Each alone, and each again under every other's state and under that which is weighed.
+        self._searches = len(called) * (len(called) + 1) + len(self.weights) - len(called)
+        finders: dict[str, FixedRatioSearch] = {}
+        for name in called:
+            self.alone[name] = self._plan(name, {}, None, self.memory_limit, finders)
+        ranked = sorted(called, key=lambda n: -self.weights[n] * self.alone[n].cost_s)
+        everyone = tuple(range(self.cluster.n))
+        known = {n: r.bounds or {everyone: r.joint_lower_bound_s} for n, r in self.alone.items()}
+        self._bounds = {s: sum(self.weights[n] * known[n][s] for n in called) for s in known[ranked[0]]}
+        self._weighing = Weighing(self.state, finders, self.weights, self.fixed)
+        under = (partial(self._under, first, ranked) for first in ranked)
+        attempts: list[Callable[[], dict[str, Result] | None]] = list(under)
+        attempts.insert(1, partial(self._as_weighed, ranked))
+        failed: Exception | None = None
+        self._found: list[tuple[float, int, dict[str, Result]]] = []
+        for attempt in attempts:
+            try:
+                results = attempt()
+            except (InfeasibleError, RatioError) as error:
+                failed = failed or error
+                continue
+            except KeyboardInterrupt:
+                if not self._found:
+                    raise
+                self._interrupted = True
+                break
+            if results is not None:
+                self._found.append((self.cost(results), len(self._found), results))
+            if self._settled():
+                break
+        for _, _, results in sorted(self._found):
+            try:
+                results = self._completed(results)
+                return {n: replace(r, interrupted=self._interrupted) for n, r in results.items()}
+            except (InfeasibleError, RatioError) as error:
+                failed = failed or error
+        assert failed is not None
+        raise failed
+
+    @property
+    def bound(self) -> float:
+        """Seconds that no plans of these functions with one state take less than, each as often as it is called."""
+        return min(self._bounds.values())
+
+    def _settled(self) -> bool:
+        """Whether none is dearer than alone, no plans can be much cheaper, or there is no time for others."""
+        if not self._found:
+            return False
+        cost = min(self._found)[0]
+        most = max(self.bound, self.cost(self.alone))
+        return cost - most <= SETTLED * cost or self._interrupted
+
+    def cost(self, results: Mapping[str, Result]) -> float:
+        """Seconds of all functions, each as often as it is called."""
+        return sum(self.weights[name] * result.cost_s for name, result in results.items())
+
+    def _under(self, first: str, called: Sequence[str], begun: Result | None = None) -> dict[str, Result]:
+        """Of functions that are called, `first` as it is alone, or begun; what of the state it uses lies so for the
+        others."""
+        result = begun or self.alone[first]
+        results, kept = {first: result}, self._decided(first, result)
+        devices = _devices(self.cluster, result)
+        for name in called:
+            if name != first:
+                results[name] = self._plan(name, kept, devices, self.memory_limit)
+                kept = self._decided(name, results[name]) | kept
+        return results
+
+    def _as_weighed(self, called: Sequence[str]) -> dict[str, Result] | None:
+        """All under the layouts of the state that are best for them together, at the sizes of the best so far; None
+        where it has these. The bounds are raised before."""
+        if not self._found:
+            return None
+        cost, _, best = min(self._found)
+        for devices, bound in self._bounds.items():
+            if len(devices) > 1 and bound < cost * (1 - SETTLED) and not self._late():
+                enough = cost * (1 - SETTLED / 2)
+                self._bounds[devices] = max(
+                    bound, self._weighing.bound(self.cluster.subset(devices), enough, self._left())
+                )
+        self._interrupted |= self._weighing.interrupted
+        if self._settled() or self._late():
+            return None
+        devices = _devices(self.cluster, best[called[0]])
+        sizes = {name: result.sizes for name, result in best.items()}
+        layouts = self._weighing.layouts(self.cluster.subset(devices), sizes, cost, self._left())
+        self._interrupted |= self._weighing.interrupted
+        if not layouts:
+            return None
+        kept = {leaf: StatePlacement(layout, {}) for leaf, layout in layouts.items()}
+        return self._under(called[0], called, self._plan(called[0], kept, devices, self.memory_limit))
+
+    def _completed(self, results: dict[str, Result]) -> dict[str, Result]:
+        """With the functions that are not counted, and all within the memory that the rest of the state leaves."""
+        kept: dict[int, StatePlacement] = {}
+        for name, result in results.items():
+            kept = self._decided(name, result) | kept
+        devices = _devices(self.cluster, next(iter(results.values())))
+        for name in self.state.roles:
+            if name not in results:
+                results[name] = self._plan(name, kept, devices, self.memory_limit)
+                kept = self._decided(name, results[name]) | kept
+        for name, result in results.items():
+            # What no function uses.
+            kept |= {leaf: how for leaf, how in self.kept(name, result).items() if leaf not in kept}
+        for name, role in self.state.roles.items():
+            result, limit = results[name], self.memory_limit
+            room = np.array(result.memory_limit_bytes)[list(devices)] - self._rest(role, kept, result)
+            full = bool((np.array(result.memory_bytes)[list(devices)] > room).any())
+            if full or any(how != kept[leaf] for leaf, how in self.kept(name, result).items()):
+                results[name] = self._plan(name, kept, devices, float(room.min()) if full else limit)
+        return {name: results[name] for name in self.state.roles}
+
+    def _decided(self, name: str, result: Result) -> dict[int, StatePlacement]:
+        """How a function's plan keeps what it uses of the state: to what it only takes any way is as good."""
+        role = self.state.roles[name]
+        graph = role.traced.graph
+        used = lambda leaf: leaf in role.outputs or bool(graph.uses[graph.inputs[role.inputs[leaf]]])
+        return {leaf: how for leaf, how in self.kept(name, result).items() if used(leaf)}
+
+    def kept(self, name: str, result: Result) -> dict[int, StatePlacement]:
+        """How a function's plan keeps the leaves of the state that it has."""
+        role, found = self.state.roles[name], dict[int, StatePlacement]()
+        graph, sizes = role.traced.graph, result.sizes
+        for leaf, position in role.outputs.items():
+            value, layout = graph.outputs[position], result.program.outputs[position]
+            if isinstance(value, int) and layout is not None:
+                nodes = layout_nodes(value, layout)
+                found[leaf] = StatePlacement(layout, {node[1:3]: sizes.lengths(*node) for node in nodes})
+        for leaf, position in role.inputs.items():
+            value = graph.inputs[position]
+            nodes = layout_nodes(value, result.program.inputs[value])
+            lengths = {node[1:3]: sizes.lengths(*node) for node in nodes}
+            found[leaf] = StatePlacement(result.program.inputs[value], lengths)
+        return found
+
+    def _rest(self, role: Role, kept: Mapping[int, StatePlacement], result: Result) -> Floats:
+        """Bytes on each device that takes part of what a function leaves alone of the state: [devices]. What makes the
+        state finds none."""
+        axes = result.program.axes
+        lengths = [size for _, size in axes]
+        held = np.zeros(prod(lengths))
+        if role.outputs.keys() - role.inputs.keys():
+            return held
+        for leaf in kept.keys() - role.inputs.keys():
+            shape, dtype = self.state.leaves[leaf].shape, self.state.leaves[leaf].dtype
+            part = np.ones(held.size)
+            for (dim, along), shards in kept[leaf].lengths.items():
+                of_position = np.array(shards if result.exact else (max(shards),) * len(shards)) / max(shape[dim], 1)
+                where = np.unravel_index(np.arange(held.size), lengths)
+                at = np.ravel_multi_index([where[a] for a in along], [lengths[a] for a in along])
+                part = part * of_position[at]
+            held += part * prod(shape) * dtype.itemsize
+        return held
+
+    def _left(self) -> float | None:
+        return None if self.time_budget_s is None else self.time_budget_s - (time.perf_counter() - self._began)
+
+    def _late(self) -> bool:
+        left = self._left()
+        return left is not None and left <= 0
+
+    def _plan(
+        self,
+        name: str,
+        kept: Mapping[int, StatePlacement],
+        devices: tuple[int, ...] | None,
+        limit: float | None,
+        finders: dict[str, FixedRatioSearch] | None = None,
+    ) -> Result:
+        """One function, with some leaves of the state as `kept`; on some devices, or those that are worth it.
+        `finders` takes what it was found with."""
+        uncut = frozenset[tuple[int, int]]()
+        fixed = {leaf: StatePlacement(layout, {}) for leaf, layout in self.fixed.items()}
+        asked = _Asked.of(self.state.roles[name], fixed | dict(kept))
+        left = self._left()
+        if left is not None:
+            left = max(0.05, left) / max(self._searches, 1)
+            self._searches -= 1
+        if self._interrupted:
+            left = min(_HURRY_S, _HURRY_S if left is None else left)
+        while True:
+            planner = ClusterPlanner(
+                self.state.roles[name].traced.graph,
+                self.cluster,
+                limit,
+                left,
+                asked.restriction(uncut),
+                self._relay(name),
+                leave_out=self.leave_out,
+                fixed_ratios=self._pins(name, asked),
+                exact=self.exact,
+                devices=devices,
+            )
+            try:
+                result = planner.run()
+            except InfeasibleError as error:
+                raise InfeasibleError(f"{name!r}: {error}", error.needs, error.excess) from error
+            except RatioError as error:
+                broken = error.cuts & {node[:2] for node in asked.named}
+                if not broken:
+                    raise RatioError(f"{name!r}: {error}") from error
+            else:
+                self._interrupted |= result.interrupted
+                broken = asked.broken(result)
+                if not broken:
+                    if finders is not None:
+                        finders[name] = planner.whole
+                    return result
+            if broken <= uncut:
+                which = ", ".join(sorted({self._path(name, value) for value, _ in broken}))
+                raise RatioError(f"{name!r} cannot have the state as the other functions have it: {which}")
+            uncut |= broken
+
+    def _pins(self, name: str, asked: _Asked) -> FixedRatios | None:
+        """What is asked for by hand, and what the state that lies there asks for."""
+        own = self.fixed_ratios.get(name)
+        if own is None:
+            return FixedRatios(named=asked.named) if asked.named else None
+        for node, fractions in own.named.items():
+            if not np.array_equal(fractions, asked.named.get(node, fractions)):
+                raise RatioError(
+                    f"{name!r}: ratios are given for {self._path(name, node[0])}.{node[1]}, which another function has "
+                    "by others: give those of one of them"
+                )
+        # Where all is cut by one vector, so is the state.
+        return own if own.weights is not None else FixedRatios(named={**own.named, **asked.named})
+
+    def _path(self, name: str, value: int) -> str:
+        traced = self.state.roles[name].traced
+        paths = dict(zip(traced.graph.inputs, traced.in_paths, strict=True))
+        return paths.get(value, traced.graph.values[value].name)
+
+    def _relay(self, name: str) -> Callable[[Progress], None] | None:
+        tell = self.progress
+        return None if tell is None else lambda p: tell(replace(p, stage=f"{name}: {p.stage}"))
+
+
+@dataclass(frozen=True, eq=False)
+class _Asked:
+    """What is asked of a function's plan: the layouts of arguments, by value, and of results, by position, and how
+    dimensions of them are cut, which two of them may ask of one value."""
+
+    stored: Mapping[int, Layout]
+    ends: Mapping[int, Layout]
+    cuts: Sequence[tuple[Node, tuple[int, ...]]]
+
+    @staticmethod
+    def of(role: Role, kept: Mapping[int, StatePlacement]) -> _Asked:
+        graph = role.traced.graph
+        stored: dict[int, Layout] = {}
+        ends: dict[int, Layout] = {}
+        cuts: list[tuple[Node, tuple[int, ...]]] = []
+        for leaf, how in kept.items():
+            if leaf in role.inputs:
+                value = graph.inputs[role.inputs[leaf]]
+                stored[value] = how.layout
+            elif leaf in role.outputs and isinstance(made := graph.outputs[role.outputs[leaf]], int):
+                value = made
+                ends[role.outputs[leaf]] = how.layout
+            else:
+                continue
+            cuts += [((value, dim, axes, 0), lengths) for (dim, axes), lengths in how.lengths.items()]
+        return _Asked(stored, ends, cuts)
+
+    @property
+    def named(self) -> dict[Node, Floats]:
+        """As in `FixedRatios`."""
+        return {node: np.array(lengths) / sum(lengths) for node, lengths in self.cuts}
+
+    def restriction(self, uncut: frozenset[tuple[int, int]]) -> Restriction | None:
+        """`uncut`: (value, dimension) that no op may cut."""
+        if not self.stored and not self.ends:
+            return None
+        allowed = (lambda value, dim: (value, dim) not in uncut) if uncut else None
+        return Restriction(self.stored, allowed, ends=self.ends)
+
+    def broken(self, result: Result) -> frozenset[tuple[int, int]]:
+        """(value, dimension) that are cut in other ways than is asked."""
+        return frozenset(node[:2] for node, lengths in self.cuts if result.sizes.lengths(*node) != lengths)
+
+
+def _devices(cluster: Cluster, result: Result) -> tuple[int, ...]:
+    return tuple(range(cluster.n)) if result.devices is None else result.devices

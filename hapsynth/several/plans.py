@@ -1,0 +1,281 @@
+"""Several functions with one state: what `synthesize` makes of a dict of functions."""
+
+from __future__ import annotations
+
+import difflib
+import math
+import numbers
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
+from typing import Any
+
+import jax
+
+from hapsynth._options import Ratios, check_dict, fixed_ratios_of, holds_exact, layouts_of, traced_as_asked
+from hapsynth.cluster.cluster import Cluster
+from hapsynth.graph.trace import Traced
+from hapsynth.graph.trip_counts import Expectation
+from hapsynth.plan import Plan
+from hapsynth.running.form import Form
+from hapsynth.running.plan_file import (
+    SEVERAL,
+    PlanError,
+    blamed_on,
+    number_of,
+    plan_from,
+    plan_to_dict,
+    read_number,
+    read_object,
+    write_object,
+)
+from hapsynth.search.cost.network import mesh_axes
+from hapsynth.search.result import Progress, Result
+from hapsynth.search.sizing.fixed_ratios import FixedRatios, RatioError
+from hapsynth.several.joint_planner import JointPlanner
+from hapsynth.several.shared_state import SharedState, shared_state
+
+Functions = Mapping[str, Callable[..., Any]]
+RatiosOfEach = Sequence[float] | Mapping[str, Ratios]
+"""One fraction per device, in mesh order, for every class of every function; or function -> its ratios."""
+_Found = tuple[Traced, Result, Cluster]
+
+
+class FunctionsError(ValueError):
+    """What is given for several functions is of no use."""
+
+
+class Plans(Mapping[str, Plan]):
+    """A plan for each of several functions; the state of one is that of all, as it lies.
+
+    `frequency`: how often each is called, as weighed. `alone`: seconds per call of each function that is called,
+    planned without the others. `lower_bound`: seconds that no plans with one state take less than, weighed.
+    """
+
+    def __init__(
+        self,
+        plans: Mapping[str, Plan],
+        named_after: str,
+        frequency: Mapping[str, float],
+        alone: Mapping[str, float],
+        lower_bound: float,
+    ) -> None:
+        self._plans, self._named_after = dict(plans), named_after
+        self.frequency, self.alone, self.lower_bound = dict(frequency), dict(alone), lower_bound
+
+    def __getitem__(self, name: str) -> Plan:
+        return self._plans[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._plans)
+
+    def __len__(self) -> int:
+        return len(self._plans)
+
+    @property
+    def cost(self) -> float:
+        """Predicted seconds of all functions, each as often as it is called."""
+        return sum(self.frequency[name] * plan.cost for name, plan in self._plans.items())
+
+    @property
+    def gap(self) -> float:
+        """(cost - lower bound) / cost."""
+        return (self.cost - self.lower_bound) / self.cost if self.cost else 0.0
+
+    @property
+    def state_of(self) -> Plan:
+        """Of the first function that carries the state."""
+        return self._plans[self._named_after]
+
+    @cached_property
+    def layouts(self) -> dict[str, str]:
+        """Path of the state, among the arguments of the first function that carries it -> layout."""
+        plan = self.state_of
+        paths = (plan.traced.in_paths[source] for source, _ in plan.traced.graph.carry)
+        return {path: plan.layouts[path] for path in paths}
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write all plans into one JSON file, whole or not at all; OSError where that cannot be done."""
+        data = {
+            "schema": SEVERAL,
+            "state_of": self._named_after,
+            "frequency": self.frequency,
+            "alone_s": {name: number_of(seconds) for name, seconds in self.alone.items()},
+            "lower_bound_s": number_of(self.lower_bound),
+            "plans": {name: plan_to_dict(p.traced, p.result, p.cluster) for name, p in self._plans.items()},
+        }
+        write_object(path, data)
+
+    def __repr__(self) -> str:
+        each = ", ".join(f"{name!r}: {plan!r}" for name, plan in self._plans.items())
+        return f"Plans({each}; {self.cost:.4g} s weighed)"
+
+
+def synthesize_several(
+    functions: Functions,
+    example_args: Any,
+    devices: jax.sharding.Mesh | None,
+    cluster: Cluster,
+    *,
+    example_kwargs: Mapping[str, Mapping[str, Any]] | None,
+    carry: Mapping[str, Sequence[tuple[str, str]]] | None,
+    expect: Mapping[str, Mapping[str, Expectation]] | None,
+    fixed: Mapping[str, str] | None,
+    ratios: RatiosOfEach | None,
+    frequency: Mapping[str, float] | None,
+    state: Mapping[str, Mapping[str, str]] | None,
+    memory_limit: float | None,
+    leave_out: bool,
+    time_budget_s: float | None,
+    progress: Callable[[Progress], None] | None,
+    form: Form,
+) -> Plans:
+    """As `synthesize`, whose options these are, for a dict of functions."""
+    began = time.perf_counter()
+    names = _names(functions)
+    args = _each("example_args", example_args, names)
+    _check_given(args, names)
+    asked = {"example_kwargs": example_kwargs, "carry": carry, "expect": expect, "state": state}
+    kwargs, carries, expected, said = (_each(what, given or {}, names) for what, given in asked.items())
+    for name, of in said.items():
+        check_dict("state", of, repr(name))
+        if not all(isinstance(path, str) for pair in of.items() for path in pair):
+            raise TypeError(f"state of {name!r} is {of!r}; give a dict from path to path")
+    traced: dict[str, Traced] = {}
+    for name, fn in functions.items():
+        called = f"the function {name!r}", f"example_args of {name!r}"
+        traced[name] = traced_as_asked(
+            fn, args[name], kwargs.get(name), carries.get(name), expected.get(name), names=called
+        )
+    shared = shared_state(traced, said)
+    weights = _weights(shared, frequency or {})
+    trace_s = time.perf_counter() - began
+    planner = JointPlanner(
+        shared,
+        weights,
+        cluster,
+        _fixed(shared, fixed or {}, len(mesh_axes(cluster))),
+        _pins(shared, ratios, mesh_axes(cluster)),
+        memory_limit,
+        time_budget_s,
+        progress,
+        leave_out=leave_out and not fixed and ratios is None,
+        exact=holds_exact(form, devices),
+    )
+    results = planner.run()
+    total = time.perf_counter() - began
+    found: dict[str, _Found] = {}
+    for name, result in results.items():
+        timings = {"trace_s": trace_s, **result.timings_s, "total_s": total}
+        found[name] = shared.roles[name].traced, replace(result, timings_s=timings), cluster
+    alone = {name: result.cost_s for name, result in planner.alone.items()}
+    plans = _in_one_form(found, functions, devices, form)
+    return Plans(plans, shared.named_after, weights, alone, min(planner.bound, planner.cost(results)))
+
+
+def load_plans(
+    path: str | os.PathLike[str],
+    functions: Functions,
+    example_args: Mapping[str, Sequence[Any]],
+    mesh: jax.sharding.Mesh | None = None,
+    *,
+    example_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
+    form: Form = "auto",
+) -> Plans:
+    """Read what `Plans.save` wrote, of the same functions; all else as `hapsynth.load`."""
+    data, where, names = read_object(path, SEVERAL), str(path), _names(functions)
+    with blamed_on(where):
+        saved = dict(data["plans"])
+        if saved.keys() != functions.keys():
+            raise PlanError(f"holds plans of {', '.join(saved)}, and not of {', '.join(functions)}")
+        named_after = str(data["state_of"])
+        weights = {name: read_number(data["frequency"][name]) for name in saved}
+        alone = {str(name): read_number(seconds) for name, seconds in data["alone_s"].items()}
+        bound = read_number(data["lower_bound_s"])
+        if not saved.keys() >= {named_after, *alone}:
+            raise PlanError(f"it is about the plans of {', '.join(sorted({named_after, *alone}))}, but it was edited")
+    args, kwargs = _each("example_args", example_args, names), _each("example_kwargs", example_kwargs or {}, names)
+    _check_given(args, names)
+    read = {n: plan_from(f"{where}: {n!r}", saved[n], functions[n], args[n], kwargs.get(n)) for n in saved}
+    return Plans(_in_one_form(read, functions, mesh, form), named_after, weights, alone, bound)
+
+
+def _in_one_form(
+    found: Mapping[str, _Found], functions: Functions, mesh: jax.sharding.Mesh | None, form: Form
+) -> dict[str, Plan]:
+    plans: dict[str, Plan] = {}
+    for chosen in (form, "staged"):
+        for name, (traced, result, cluster) in found.items():
+            plans[name] = Plan(traced, result, cluster, mesh, fn=functions[name], form=chosen)
+        if len({plan.form for plan in plans.values()}) == 1:
+            # Else the state would lie in two ways.
+            break
+    return plans
+
+
+def _names(functions: Any) -> list[str]:
+    if not isinstance(functions, Mapping):
+        raise TypeError(f"functions is {functions!r}; give a dict of functions, e.g. {{'train': fn}}")
+    if not functions:
+        raise FunctionsError("the dict of functions is empty; give one, e.g. {'train': fn}")
+    for name in functions:
+        if not isinstance(name, str):
+            raise TypeError(f"a function is called {name!r}; give a str as its name")
+    return list(functions)
+
+
+def _check_given(args: Mapping[str, Any], names: Sequence[str]) -> None:
+    if missing := ", ".join(repr(n) for n in names if n not in args):
+        raise FunctionsError(f"example_args has none for {missing}; give a tuple of the arguments of every function")
+
+
+def _each(what: str, given: Any, names: Sequence[str]) -> Mapping[str, Any]:
+    """An option that is given for each function; TypeError and ValueError where it is not."""
+    if not isinstance(given, Mapping):
+        raise TypeError(f"{what} is a {type(given).__name__}; for several functions give a dict, by their names")
+    for name in given:  # pyright: ignore[reportUnknownVariableType]
+        if name not in names:
+            near = difflib.get_close_matches(str(name), names, n=1)  # pyright: ignore[reportUnknownArgumentType]
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise FunctionsError(f"{what} names {name!r}, but the functions are {', '.join(map(repr, names))}{hint}")
+    return given  # pyright: ignore[reportUnknownVariableType]
+
+
+def _weights(shared: SharedState, frequency: Mapping[str, float]) -> dict[str, float]:
+    given = _each("frequency", frequency, list(shared.roles))
+    for name, often in given.items():
+        if isinstance(often, bool) or not isinstance(often, numbers.Real) or not 0 <= float(often) < math.inf:
+            how = "give how often it is called, a number of at least 0"
+            raise FunctionsError(f"frequency of {name!r} is {often!r}; {how}")
+    weights = {name: float(given.get(name, role.frequency)) for name, role in shared.roles.items()}
+    if not any(weights.values()):
+        raise FunctionsError(f"frequency is 0 of all functions: {', '.join(map(repr, weights))}; one must be called")
+    return weights
+
+
+def _pins(
+    shared: SharedState, ratios: RatiosOfEach | None, axes: tuple[tuple[str, int], ...]
+) -> dict[str, FixedRatios]:
+    if ratios is None:
+        return {}
+    names = list(shared.roles)
+    each = _each("ratios", ratios, names) if isinstance(ratios, Mapping) else dict.fromkeys(names, ratios)
+    found: dict[str, FixedRatios] = {}
+    for name, asked in each.items():
+        try:
+            found[name] = fixed_ratios_of(shared.roles[name].traced, asked, axes)
+        except RatioError as error:
+            raise RatioError(f"{name!r}: {error}") from None
+    return found
+
+
+def _fixed(shared: SharedState, fixed: Mapping[str, str], axes: int) -> dict[int, Any]:
+    """Leaf of the state -> the layout that `fixed` asks for."""
+    role = shared.roles[shared.named_after]
+    graph = role.traced.graph
+    values = {leaf: graph.values[graph.inputs[position]] for leaf, position in role.inputs.items()}
+    paths = {shared.leaves[leaf].path: value for leaf, value in values.items()}
+    asked = layouts_of(paths, fixed, axes, "state array")
+    return {leaf: asked[value.index] for leaf, value in values.items() if value.index in asked}

@@ -1,0 +1,1 @@
+"""Other clusters, and ways to fit into memory."""

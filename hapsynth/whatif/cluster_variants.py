@@ -1,0 +1,122 @@
+"""`hapsynth search --advise`: what the step would take on other clusters, and what to leave out or to buy.
+
+The traced graph is planned again for every change: without each kind, with another host of it, with twice of it, and
+with other networks. The work stays the same: the batch is the model file's.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from hapsynth._quantities import seconds
+from hapsynth.cluster.cluster import Cluster, Link
+from hapsynth.plan import Plan
+from hapsynth.search.planning.device_subsets import ClusterPlanner
+from hapsynth.search.planning.planner import InfeasibleError
+
+_NETWORKS = (0.5, 2.0, 10.0)
+_SAME = 1e-3
+"""Step times that differ by less than this fraction are the same."""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """The best plan on one cluster. `dropped`: the kind that it lacks. `cost_s`: None where nothing fits, and why in
+    `problem`. `left_out`: kinds that the plan does not use, `with_all_s`: seconds of the best program found that does.
+    `price`: of a step, None where a device has no price."""
+
+    change: str
+    cluster: Cluster
+    cost_s: float | None
+    gap: float | None = None
+    dropped: str | None = None
+    problem: str = ""
+    left_out: frozenset[str] = frozenset()
+    with_all_s: float | None = None
+
+    @property
+    def price(self) -> float | None:
+        prices = [device.price_per_hour for device in self.cluster.devices]
+        known = [p for p in prices if p is not None]
+        return None if self.cost_s is None or len(known) < len(prices) else sum(known) * self.cost_s / 3600
+
+
+def changes(cluster: Cluster) -> Iterator[tuple[str, Cluster, str | None]]:
+    """(what is changed, the cluster then, the kind that is dropped)"""
+    count = Counter(device.name for device in cluster.devices)
+    for kind, n in count.items():
+        if len(count) > 1:
+            yield f"without the {n} {kind}", cluster.without(kind), kind
+    for kind, n in count.items():
+        placed = zip(cluster.devices, cluster.hosts, strict=True)
+        per_host = max(Counter(host for device, host in placed if device.name == kind).values())
+        for more in sorted({per_host, n}):
+            yield f"with {more} more {kind}", cluster.plus(kind, more), None
+    for factor in _NETWORKS if cluster.n > 1 else ():
+        yield f"with {factor:g}x the network bandwidth", cluster.scaled_network(factor), None
+
+
+def advise(
+    plan: Plan, memory_limit: float | None, time_budget_s: float | None, tell: Callable[[str], None]
+) -> list[Variant]:
+    """The plan's own cluster and every change of it, fastest first, what fits nowhere last.
+
+    `memory_limit`: bytes per device, `time_budget_s`: for each change; both as the plan had them. Ctrl-C ends it with
+    what is known by then.
+    """
+    graph = plan.traced.graph
+    exact = plan.result.exact
+    left_out = frozenset(k.name for k in plan.cluster.kinds) - {plan.cluster.devices[d].name for d in plan.devices}
+    with_all = plan.result.with_all_s
+    found = [Variant("as it is", plan.cluster, plan.cost, plan.gap, left_out=left_out, with_all_s=with_all)]
+    try:
+        for change, cluster, dropped in changes(plan.cluster):
+            tell(change)
+            try:
+                result = ClusterPlanner(graph, cluster, memory_limit, time_budget_s, exact=exact).run()
+            except InfeasibleError as error:
+                found.append(Variant(change, cluster, None, None, dropped, str(error)))
+                continue
+            if result.interrupted:
+                break
+            found.append(Variant(change, cluster, result.cost_s, result.gap, dropped))
+    except KeyboardInterrupt:
+        pass
+    return sorted(found, key=lambda v: (v.cost_s is None, v.cost_s or 0.0))
+
+
+def sentences(variants: Sequence[Variant]) -> list[str]:
+    """What follows: which kinds to leave out, and what is cheapest per step."""
+    base = base_variant(variants)
+    assert base.cost_s is not None
+    said: list[str] = []
+    for v in variants:
+        if v.dropped is None or v.cost_s is None:
+            continue
+        what = v.change.removeprefix("without ")
+        with_all = base.with_all_s if v.dropped in base.left_out and base.with_all_s is not None else base.cost_s
+        times = f"{seconds(v.cost_s)} a step without, {seconds(with_all)} with"
+        if v.dropped in base.left_out:
+            said.append(f"{what} would make this slower: the plan leaves them out ({times})")
+        elif v.cost_s < base.cost_s * (1 - _SAME):
+            said.append(f"{what} make this slower: leave them out ({times})")
+        elif v.cost_s <= base.cost_s * (1 + _SAME):
+            said.append(f"{what} don't help: they can be used for something else ({times})")
+    priced = [(price, v) for v in variants if (price := v.price) is not None]
+    if priced and base.price:
+        price, cheapest = min(priced, key=lambda pair: pair[0])
+        if price < base.price * (1 - _SAME):
+            said.append(f"a step is cheapest {cheapest.change}: {price:.3g} instead of {base.price:.3g}")
+        else:
+            said.append(f"a step is cheapest as it is: {base.price:.3g}")
+    return said
+
+
+def slower_link(cluster: Cluster) -> Link:
+    return cluster.network if len(set(cluster.hosts)) > 1 else cluster.intra or cluster.network
+
+
+def base_variant(variants: Sequence[Variant]) -> Variant:
+    return next(v for v in variants if v.change == "as it is")

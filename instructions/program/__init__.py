@@ -1,0 +1,1 @@
+"""A distributed program: instructions, sizes, checker."""

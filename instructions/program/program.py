@@ -1,0 +1,238 @@
+"""The distributed program: a list of instructions with deterministic text and JSON."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from hapsynth.graph.ir import Graph
+from hapsynth.instructions.collectives import Step, is_collective, step_between
+from hapsynth.instructions.factors import Triple, Triples
+from hapsynth.instructions.layout import Layout, format_layout, parse_layout, parse_placement
+
+
+class ProgramError(ValueError):
+    """A program, or a file that holds one, is not a valid program of its graph."""
+
+
+class Compute(NamedTuple):
+    """{operands | layouts} op {results | layouts}; one triple of the op per mesh axis."""
+
+    op: int
+    triples: Triples
+
+    def operand_layout(self, position: int) -> Layout:
+        return tuple([t.operands[position] for t in self.triples])
+
+    def result_layout(self, position: int) -> Layout:
+        return tuple([t.results[position] for t in self.triples])
+
+
+class Convert(NamedTuple):
+    """{value | source} step {value | target}: the placement along one mesh axis changes, in a region."""
+
+    value: int
+    axis: int
+    source: Layout
+    target: Layout
+    region: int = 0
+
+    @property
+    def step(self) -> Step:
+        step = step_between(self.source[self.axis], self.target[self.axis])
+        if step is None:
+            raise ProgramError(f"no single step turns {format_layout(self.source)} into {format_layout(self.target)}")
+        return step
+
+    @property
+    def is_collective(self) -> bool:
+        return is_collective(self.step)
+
+
+Instruction = Compute | Convert
+Property = tuple[int, Layout]
+"""`value | layout`: a fact that holds of the distributed state."""
+
+
+def reads(graph: Graph, instruction: Instruction) -> tuple[Property, ...]:
+    """The properties that an instruction needs."""
+    if isinstance(instruction, Convert):
+        return ((instruction.value, instruction.source),)
+    operands = graph.ops[instruction.op].value_operands
+    if len(instruction.triples) == 1:
+        (along,) = instruction.triples
+        return tuple([(v, (along.operands[i],)) for i, v in operands])
+    layouts = tuple(zip(*[t.operands for t in instruction.triples]))
+    return tuple([(v, layouts[i]) for i, v in operands])
+
+
+def writes(graph: Graph, instruction: Instruction) -> tuple[Property, ...]:
+    """The properties that hold after an instruction."""
+    if isinstance(instruction, Convert):
+        return ((instruction.value, instruction.target),)
+    if len(instruction.triples) == 1:
+        (along,) = instruction.triples
+        return tuple([(v, (p,)) for v, p in zip(graph.ops[instruction.op].results, along.results)])
+    return tuple(zip(graph.ops[instruction.op].results, zip(*[t.results for t in instruction.triples])))
+
+
+def region_of(graph: Graph, instruction: Instruction) -> int:
+    """The region in which an instruction stands."""
+    return instruction.region if isinstance(instruction, Convert) else graph.ops[instruction.op].region
+
+
+@dataclass(frozen=True, eq=False)
+class Block:
+    """The instructions of one region, in order, those of regions inside it in blocks of their own."""
+
+    region: int
+    items: tuple[Instruction | Block, ...]
+
+    def flat(self) -> Iterator[Instruction]:
+        for item in self.items:
+            if isinstance(item, Block):
+                yield from item.flat()
+            else:
+                yield item
+
+    def inner(self, region: int) -> Block:
+        """The block of a region inside; an empty one where nothing happens there."""
+        found = (b for b in self.items if isinstance(b, Block) and b.region == region)
+        return next(found, Block(region, ()))
+
+
+def nested(graph: Graph, instructions: Sequence[Instruction]) -> Block:
+    """A list of instructions as blocks; ProgramError where those of one region do not stand together."""
+    opened: list[tuple[int, list[Instruction | Block]]] = [(0, [])]
+    closed: set[int] = set()
+
+    def close() -> None:
+        region, items = opened.pop()
+        closed.add(region)
+        opened[-1][1].append(Block(region, tuple(items)))
+
+    for i in instructions:
+        if isinstance(i, Compute) and not 0 <= i.op < len(graph.ops):
+            raise ProgramError(f"the function has no op {i.op}")
+        region = region_of(graph, i)
+        if not 0 <= region < len(graph.regions):
+            raise ProgramError(f"the function has no region {region}")
+        around = graph.around(region)
+        while opened[-1][0] not in around:
+            close()
+        for r in reversed(around[: around.index(opened[-1][0])]):
+            if r in closed:
+                raise ProgramError(f"the instructions of region {r} do not stand together")
+            opened.append((r, []))
+        opened[-1][1].append(i)
+    while len(opened) > 1:
+        close()
+    return Block(0, tuple(opened[0][1]))
+
+
+@dataclass(frozen=True, eq=False)
+class Program:
+    """Instructions over a mesh of `axes`; `inputs` holds the layout of every source value, `outputs` of every output.
+
+    An output that is a literal has no layout (None).
+    """
+
+    axes: tuple[tuple[str, int], ...]
+    inputs: Mapping[int, Layout]
+    instructions: tuple[Instruction, ...]
+    outputs: tuple[Layout | None, ...]
+
+    def collectives(self) -> dict[str, int]:
+        """How often each collective occurs."""
+        found = Counter(str(i.step) for i in self.instructions if isinstance(i, Convert) and i.is_collective)
+        return dict(sorted(found.items()))
+
+    def text(self, graph: Graph) -> str:
+        """One line per instruction, as a person reads it."""
+        named = lambda v, layout: f"{graph.values[v].name}|{format_layout(layout)}"
+        lines = ["inputs"]
+        lines += [f"  {graph.values[v]} | {format_layout(layout)}" for v, layout in self.inputs.items()]
+        lines.append("program")
+        opened = [0]
+        for i in self.instructions:
+            around = graph.around(region_of(graph, i))
+            while opened[-1] not in around:
+                opened.pop()
+            for r in reversed(around[: around.index(opened[-1])]):
+                opened.append(r)
+                lines.append(f"{'  ' * (len(opened) - 1)}{graph.regions[r]}:")
+            before = ", ".join(named(v, layout) for v, layout in reads(graph, i))
+            after = ", ".join(named(v, layout) for v, layout in writes(graph, i))
+            name = graph.ops[i.op].name if isinstance(i, Compute) else i.step
+            where = f"  # {graph.ops[i.op].source}" if isinstance(i, Compute) and graph.ops[i.op].source else ""
+            mark = "*" if isinstance(i, Convert) and i.is_collective else " "
+            indent = "  " * (len(opened) - 1)
+            lines.append(f" {indent}{mark}{{{before}}} {name} {{{after}}}{where}")
+        outs = [named(v, layout) for v, layout in zip(graph.outputs, self.outputs) if isinstance(v, int) and layout]
+        lines += ["outputs", *(f"  {o}" for o in outs)]
+        return "\n".join(lines) + "\n"
+
+    def to_dict(self) -> dict[str, Any]:
+        steps: list[Any] = []
+        for i in self.instructions:
+            if isinstance(i, Compute):
+                triples = [
+                    {"operands": list(map(str, t.operands)), "results": list(map(str, t.results)), "factor": t.factor}
+                    for t in i.triples
+                ]
+                steps.append({"op": i.op, "triples": triples})
+            else:
+                steps.append(
+                    {
+                        "value": i.value,
+                        "axis": i.axis,
+                        "step": i.step,
+                        "source": format_layout(i.source),
+                        "target": format_layout(i.target),
+                        **({"region": i.region} if i.region else {}),
+                    }
+                )
+        return {
+            "axes": [[name, size] for name, size in self.axes],
+            "inputs": {str(v): format_layout(layout) for v, layout in self.inputs.items()},
+            "instructions": steps,
+            "outputs": [None if layout is None else format_layout(layout) for layout in self.outputs],
+        }
+
+    @staticmethod
+    def from_dict(data: Mapping[str, Any]) -> Program:
+        """Read what `to_dict` wrote; ProgramError where it is no program. It must still pass the checker."""
+        try:
+            instructions: list[Instruction] = []
+            for entry in data["instructions"]:
+                if "op" in entry:
+                    triples = tuple(
+                        Triple(
+                            tuple(map(parse_placement, t["operands"])),
+                            tuple(map(parse_placement, t["results"])),
+                            None if t["factor"] is None else int(t["factor"]),
+                        )
+                        for t in entry["triples"]
+                    )
+                    instructions.append(Compute(int(entry["op"]), triples))
+                else:
+                    convert = Convert(
+                        int(entry["value"]),
+                        int(entry["axis"]),
+                        parse_layout(entry["source"]),
+                        parse_layout(entry["target"]),
+                        int(entry.get("region", 0)),
+                    )
+                    if convert.step != entry["step"]:
+                        raise ProgramError(f"{entry['step']} does not turn {entry['source']} into {entry['target']}")
+                    instructions.append(convert)
+            return Program(
+                tuple((str(name), int(size)) for name, size in data["axes"]),
+                {int(v): parse_layout(layout) for v, layout in data["inputs"].items()},
+                tuple(instructions),
+                tuple(None if layout is None else parse_layout(layout) for layout in data["outputs"]),
+            )
+        except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+            raise ProgramError(f"not a program: {type(error).__name__}: {error}") from error

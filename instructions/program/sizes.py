@@ -1,0 +1,234 @@
+"""Dimension classes and shard sizes: which dimensions are cut alike, and where."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate, repeat
+from math import gcd, prod
+
+import numpy as np
+
+from hapsynth.graph.ir import Graph
+from hapsynth.instructions.factors import Factors, Triples
+from hapsynth.instructions.layout import Layout, cuts_of
+from hapsynth.instructions.program.program import Compute, Program, ProgramError, reads, writes
+from hapsynth.instructions.rules.factor_table import FactorTable
+
+Node = tuple[int, int, tuple[int, ...], int]
+"""(value, dimension, the mesh axes that cut it, major to minor, which way they cut it: `Placement.way`)"""
+
+
+class UnionFind:
+    """Sets of nodes that are cut alike, each with the greatest number of units that every member can be cut in."""
+
+    def __init__(self) -> None:
+        self.parent: dict[Node, Node] = {}
+        self.units: dict[Node, int] = {}
+
+    def find(self, node: Node) -> Node:
+        root = node
+        # What is stored is the same object, whatever equals it was asked for.
+        while (above := self.parent[root]) is not root:
+            root = above
+        while self.parent[node] is not root:
+            self.parent[node], node = root, self.parent[node]
+        return root
+
+    def add(self, node: Node, units: int) -> None:
+        if node not in self.parent:
+            self.parent[node], self.units[node] = node, units
+        else:
+            root = self.find(node)
+            if self.units[root] != units:
+                self.units[root] = gcd(self.units[root], units)
+
+    def union(self, a: Node, b: Node) -> None:
+        a, b = self.find(a), self.find(b)
+        if a is not b:
+            if b < a:
+                a, b = b, a
+            self.parent[b] = a
+            self.units[a] = gcd(self.units[a], self.units[b])
+
+
+def cut_nodes(graph: Graph, op: int, factors: Factors, triples: Triples) -> Iterator[tuple[int, list[Node]]]:
+    """(factor, the dimensions that it cuts, operands first) for every factor that the triples of an op cut."""
+    tensors = (*graph.ops[op].operands, *graph.ops[op].results)
+    for factor, axes, places, ways in factors.cuts(triples):
+        held = zip(places, ways, strict=True)
+        yield factor, [(v, dim, axes, way) for (place, dim), way in held if isinstance(v := tensors[place], int)]
+
+
+def layout_nodes(value: int, layout: Layout) -> list[Node]:
+    """The dimensions of a value that a layout cuts."""
+    return [(value, dim, axes, way) for dim, axes, way in cuts_of(layout)]
+
+
+def tied(graph: Graph, program: Program) -> Iterator[tuple[int, int, Layout]]:
+    """Pairs of values that lie alike: carried state and its successor, what a loop carries and what it carries on."""
+    for source, target in graph.carry:
+        a, b = graph.inputs[source], graph.outputs[target]
+        if isinstance(b, int):
+            yield a, b, program.inputs[a]
+    for i in program.instructions if graph.ties else ():
+        if isinstance(i, Compute) and i.op in graph.ties:
+            yield graph.ops[i.op].results[0], graph.ties[i.op], i.result_layout(0)
+
+
+@dataclass(frozen=True, eq=False)
+class DimensionClass:
+    """All (value, dimension, mesh axes, way) that are cut alike, in `units` equal units.
+
+    `axes`: those that cut it, major to minor. A member that fewer of them cut has the shards of the others joined.
+    """
+
+    index: int
+    name: str
+    axes: tuple[int, ...]
+    units: int
+    members: tuple[Node, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Classes:
+    """The dimension classes of a program on a mesh of `lengths`."""
+
+    all: tuple[DimensionClass, ...]
+    of: Mapping[Node, int]
+    lengths: tuple[int, ...]
+
+    def positions(self, c: int) -> int:
+        """How many shards a class has."""
+        return self.along(self.all[c].axes)
+
+    def along(self, axes: tuple[int, ...]) -> int:
+        """How many positions there are along some axes."""
+        return prod(self.lengths[a] for a in axes)
+
+    @staticmethod
+    def build(graph: Graph, program: Program, table: FactorTable | None = None) -> Classes:
+        """Union over the factors that the program really shards (D4)."""
+        table = table or FactorTable(graph)
+        sets = UnionFind()
+
+        def cut(value: int, layout: Layout) -> None:
+            for node in layout_nodes(value, layout):
+                sets.add(node, graph.values[value].shape[node[1]])
+
+        properties = dict.fromkeys(program.inputs.items())
+        for i in program.instructions:
+            properties.update(zip(reads(graph, i), repeat(None)))
+            properties.update(zip(writes(graph, i), repeat(None)))
+        for value, layout in properties:
+            if cuts_of(layout):
+                cut(value, layout)
+        for i in program.instructions:
+            if isinstance(i, Compute):
+                factors = table[i.op]
+                for factor, nodes in cut_nodes(graph, i.op, factors, i.triples):
+                    for node in nodes:
+                        sets.add(node, factors.sizes[factor])
+                    for node in nodes[1:]:
+                        sets.union(nodes[0], node)
+        for a, b, layout in tied(graph, program):
+            cut(a, layout)
+            cut(b, layout)
+            for node, other in zip(layout_nodes(a, layout), layout_nodes(b, layout), strict=True):
+                sets.union(node, other)
+        for value, dim, axes, way in list(sets.parent):
+            # What one axis cuts, a minor one cuts again: the shards of the first are those of both, joined.
+            for k in range(1, len(axes)):
+                if (value, dim, axes[:k], way) in sets.parent:
+                    sets.union((value, dim, axes, way), (value, dim, axes[:k], way))
+        groups: dict[Node, list[Node]] = {}
+        for node in sorted(sets.parent):
+            groups.setdefault(sets.find(node), []).append(node)
+        classes: list[DimensionClass] = []
+        of: dict[Node, int] = {}
+        for root, members in groups.items():
+            value, dim, _, way = members[0]
+            axes = max((m[2] for m in members), key=len)
+            if any(m[2] != axes[: len(m[2])] for m in members):
+                cuts = sorted({m[2] for m in members})
+                raise ProgramError(f"{graph.values[value].name}.{dim} is cut alike along the mesh axes {cuts}")
+            name = f"{graph.values[value].name}.{dim}" + (f"~{way}" if way else "")
+            if len(program.axes) > 1:
+                name += "@" + ",".join(program.axes[a][0] for a in axes)
+            classes.append(DimensionClass(len(classes), name, axes, sets.units[root], tuple(members)))
+            of.update(dict.fromkeys(members, len(classes) - 1))
+        return Classes(tuple(classes), of, tuple(size for _, size in program.axes))
+
+
+@dataclass(frozen=True, eq=False)
+class Sizes:
+    """The units that each position along a class's mesh axes holds: `shares[class][position]`, positions row-major in
+    the class's axes."""
+
+    graph: Graph
+    classes: Classes
+    shares: tuple[tuple[int, ...], ...]
+    _known: dict[Node, tuple[int, ...]] = field(default_factory=dict)
+
+    def check(self, axes: Sequence[tuple[str, int]]) -> None:
+        """ProgramError unless every class is cut completely, in as many shares as its mesh axes are long."""
+        if len(self.shares) != len(self.classes.all):
+            raise ProgramError(f"{len(self.shares)} lists of sizes for {len(self.classes.all)} dimension classes")
+        for cls, shares in zip(self.classes.all, self.shares):
+            positions = prod(axes[a][1] for a in cls.axes)
+            if len(shares) != positions or min(shares) < 0 or sum(shares) != cls.units:
+                raise ProgramError(
+                    f"class {cls.name} has {cls.units} units for {positions} devices; its sizes are {list(shares)}"
+                )
+
+    def units(self, value: int, dim: int, axes: tuple[int, ...], way: int = 0) -> tuple[int, tuple[int, ...]]:
+        """(elements per unit, shares) of a dimension that is cut along mesh axes, positions row-major."""
+        c = self.classes.of[(value, dim, axes, way)]
+        shares = self.shares[c]
+        inner = prod(self.classes.lengths[a] for a in self.classes.all[c].axes[len(axes) :])
+        if inner > 1:
+            shares = tuple(sum(shares[i : i + inner]) for i in range(0, len(shares), inner))
+        return self.graph.values[value].shape[dim] // self.classes.all[c].units, shares
+
+    def lengths(self, value: int, dim: int, axes: tuple[int, ...], way: int = 0) -> tuple[int, ...]:
+        """Elements of the dimension on each position along the axes."""
+        node = (value, dim, axes, way)
+        if node not in self._known:
+            granule, shares = self.units(value, dim, axes, way)
+            self._known[node] = tuple(granule * s for s in shares)
+        return self._known[node]
+
+    def starts(self, value: int, dim: int, axes: tuple[int, ...], way: int = 0) -> tuple[int, ...]:
+        """First element of each position's shard."""
+        lengths = self.lengths(value, dim, axes, way)
+        return tuple(accumulate(lengths[:-1], initial=0))
+
+    def position(self, axes: tuple[int, ...], coords: Sequence[int]) -> int:
+        """Which of the positions along some axes the device at `coords` of the mesh has."""
+        at = 0
+        for axis in axes:
+            at = at * self.classes.lengths[axis] + coords[axis]
+        return at
+
+    def of_devices(self, c: int) -> tuple[int, ...]:
+        """The units of a class that each device holds, devices row-major in the mesh."""
+        axes = self.classes.all[c].axes
+        return tuple(self.shares[c][self.position(axes, coords)] for coords in np.ndindex(*self.classes.lengths))
+
+    def local_shape(self, value: int, layout: Layout, coords: Sequence[int]) -> tuple[int, ...]:
+        """The exact shape of a value on the device at `coords` of the mesh."""
+        shape = list(self.graph.values[value].shape)
+        for _, dim, axes, way in layout_nodes(value, layout):
+            shape[dim] = self.lengths(value, dim, axes, way)[self.position(axes, coords)]
+        return tuple(shape)
+
+    def padded_shape(self, value: int, layout: Layout) -> tuple[int, ...]:
+        """The shape of the largest shard: what every device stores and sends."""
+        shape = list(self.graph.values[value].shape)
+        for node in layout_nodes(value, layout):
+            shape[node[1]] = max(self.lengths(*node))
+        return tuple(shape)
+
+    def is_even(self, value: int, layout: Layout) -> bool:
+        """Whether every device's shard has the same shape."""
+        return all(len(set(self.lengths(*node))) == 1 for node in layout_nodes(value, layout))

@@ -1,0 +1,1 @@
+"""From instructions to stages: fusion, buckets, rematerialization, resharding moves."""

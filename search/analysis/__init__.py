@@ -1,0 +1,1 @@
+"""Facts of a graph that no ratio decides."""

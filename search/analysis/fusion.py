@@ -1,0 +1,118 @@
+"""Which values lie in memory: elementwise ops between others form one kernel with them (DESIGN D5).
+
+Twice: `materialized` says what step times count as moved and searches as held, whatever XLA does; `FusionPlan` what
+XLA's kernels are.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from hapsynth.graph.ir import Graph, Op
+from hapsynth.instructions.rules.contraction import CONTRACTIONS
+from hapsynth.instructions.rules.registry import is_fusible
+from hapsynth.instructions.staging.fusion import COSTLY, SMALL, made_again
+from hapsynth.search.analysis.buffer_aliasing import overwritten
+
+
+def materialized(graph: Graph) -> list[bool]:
+    """Whether a value lies in memory: sources, outputs, and whatever an op that is no part of a fused chain makes or
+    takes. What several ops take is stored too, as what autodiff saves for the backward pass is, unless each can make
+    it again: out of something small, or cheaply out of one tensor that is stored.
+
+    Chosen by `benchmarks/bench_memory.py`: predicted peak over `memory_analysis()` of XLA's CPU backend.
+    """
+    stored = [True] * len(graph.values)
+    outputs = {v for v in graph.outputs if isinstance(v, int)}.union(graph.ties.values())
+    nbytes = lambda v: graph.values[v].nbytes
+    for op in graph.ops:
+        if not is_fusible(op):
+            continue
+        for value in op.results:
+            takers = {o for o, _ in graph.uses[value]}
+            if value in outputs or not all(is_fusible(graph.ops[o]) for o in takers):
+                continue
+            large = [v for _, v in op.value_operands if nbytes(v) * SMALL > nbytes(value)]
+            again = not large or (op.name not in COSTLY and len(large) == 1 and stored[large[0]])
+            stored[value] = len(takers) > 1 and not again
+    return stored
+
+
+_REDUCTIONS = ("reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or", "reduce_xor")
+_PRODUCTS = ("mul", "square")
+
+
+class FusionPlan(NamedTuple):
+    """What XLA's kernels find in memory and what they make themselves (`InstructionFusion`)."""
+
+    stored: list[bool]
+    """Whether a value is held: an elementwise op is part of the kernel that reads it, where that is one; of several
+    each makes it again, if it is cheap."""
+    again: list[bool]
+    """Whether elementwise kernels make a stored value again."""
+    reads_stored: list[bool]
+    """Whether an op finds its operands in memory: what is no part of an elementwise kernel. A reduction does, and of a
+    product that it sums up both factors (the CPU backend; on GPUs whole chains are part of reductions)."""
+    overwritten: list[tuple[int, ...]]
+    """Per op, the stored values in whose place its result may be written."""
+
+    @staticmethod
+    def of(graph: Graph) -> FusionPlan:
+        stored, reads_stored = _stored(graph)
+        again = [False] * len(graph.values)
+        outputs = {v for v in graph.outputs if isinstance(v, int)}
+        for op in filter(is_fusible, graph.ops):
+            for v in op.results:
+                again[v] = stored[v] and v not in outputs and made_again(graph, op, v)
+        return FusionPlan(stored, again, reads_stored, overwritten(graph, stored))
+
+
+def _stored(graph: Graph) -> tuple[list[bool], list[bool]]:
+    """Per value, whether it is held; per op, whether it finds its operands in memory."""
+    found = [True] * len(graph.values)
+    outputs = {v for v in graph.outputs if isinstance(v, int)}.union(graph.ties.values())
+    # The kernels that an op is part of: one, or two of several.
+    kernels: list[frozenset[int]] = [frozenset((op.index,)) for op in graph.ops]
+    reduces = [op.name in _REDUCTIONS for op in graph.ops]
+    reads_stored = [not is_fusible(op) for op in graph.ops]
+    for op in reversed(graph.ops):
+        if not is_fusible(op):
+            continue
+        for value in op.results:
+            takers = {o for o, _ in graph.uses[value]}
+            if value in outputs:
+                continue
+            if takers and all(reduces[o] for o in takers) and _is_reduced_with(op):
+                found[value] = False
+                reads_stored[op.index], reduces[op.index] = True, op.name == "neg"
+            elif not any(reads_stored[o] for o in takers):
+                reach = frozenset[int]().union(*(kernels[o] for o in takers))
+                found[value] = len(reach) > 1 and not made_again(graph, op, value)
+                if len(op.results) == 1 and not found[value]:
+                    kernels[op.index] = frozenset(sorted(reach)[:2])
+    return found, reads_stored
+
+
+def _is_reduced_with(op: Op) -> bool:
+    """Whether an op is part of the reduction that reads it: a product of two that are whole, and a sign."""
+    whole = all(shape == op.result_shapes[0] for shape in op.shapes) and len(op.value_operands) == len(op.operands)
+    return op.name == "neg" or (op.name in _PRODUCTS and whole)
+
+
+def turned(graph: Graph) -> frozenset[int]:
+    """What a contraction makes and only transposes of its minor dimension read: XLA makes it as they want it, where
+    nothing lies between."""
+    found = set[int]()
+    for op in graph.ops:
+        if op.name not in CONTRACTIONS:
+            continue
+        (value,) = op.results
+        takers = [graph.ops[o] for o, _ in graph.uses[value]]
+        if takers and value not in graph.outputs and all(map(_turns, takers)):
+            found.add(value)
+    return frozenset(found)
+
+
+def _turns(op: Op) -> bool:
+    """Whether an op moves the minor dimension."""
+    return op.name == "transpose" and op.params["permutation"][-1] != len(op.params["permutation"]) - 1

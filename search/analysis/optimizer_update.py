@@ -1,0 +1,71 @@
+"""The part of a training step that brings the state forward: gradients, and what the optimizer makes of them.
+
+Conversions there wait for the same and go together (`instructions.collectives.BUNDLED`), so each is counted its part of
+one collective's latency.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+from math import ceil
+
+from hapsynth.graph.ir import Graph
+from hapsynth.instructions.collectives import BUNDLE, BUNDLED, Step
+from hapsynth.instructions.rules.registry import is_fusible
+
+
+def updates(graph: Graph) -> frozenset[int]:
+    """The gradients and what the optimizer makes of them: back from the new state while shapes stay the same and
+    nothing but the update and norms of it read them (a batch norm's mean is read by the model too)."""
+    found = {v for _, target in graph.carry if isinstance(v := graph.outputs[target], int)}
+
+    norms: set[int] = set()
+    """Values of which only whole sums are used: the squares under a norm."""
+
+    def only_updates(value: int) -> bool:
+        made = (r for op, _ in graph.uses[value] for r in graph.ops[op].results)
+        return all(r in found or r in norms or not graph.values[r].shape for r in made)
+
+    for op in reversed(graph.ops):
+        if is_fusible(op) and {shape for shape in op.shapes if shape} == set(op.result_shapes):
+            norms.update(v for v in op.results if v not in found and only_updates(v))
+    for op in reversed(graph.ops):
+        for made in found.intersection(op.results) if is_fusible(op) else ():
+            shape = graph.values[made].shape
+            found |= {v for _, v in op.value_operands if graph.values[v].shape == shape and only_updates(v)}
+    return frozenset(found)
+
+
+class Together:
+    """Which conversions go together: those of the state, and of what brings it forward."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self._counts: dict[int, float] = {}
+
+    @cached_property
+    def values(self) -> frozenset[int]:
+        """The state and its updates."""
+        return self.updates | self.graph.state
+
+    @cached_property
+    def updates(self) -> frozenset[int]:
+        """The gradients and what the optimizer makes of them."""
+        return updates(self.graph)
+
+    @cached_property
+    def _parameters(self) -> list[int]:
+        """Bytes of the state that more than the update reads."""
+        state = (self.graph.inputs[source] for source, _ in self.graph.carry)
+        return [self.graph.values[v].nbytes for v in state if v not in self.updates]
+
+    def part(self, value: int, step: Step, n: int) -> float:
+        """The part of a latency that a conversion among `n` devices is counted: as many parameters as are small enough
+        go together, at equal shares."""
+        shards = n if step in ("all_gather", "all_to_all") else 1
+        if value not in self.values or self.graph.values[value].nbytes > shards * BUNDLED:
+            return 1.0
+        if shards not in self._counts:
+            small = [size for size in self._parameters if size <= shards * BUNDLED]
+            self._counts[shards] = max(1, ceil(sum(small) / shards / BUNDLE)) / max(1, len(small))
+        return min(1.0, self._counts[shards])

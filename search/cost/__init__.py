@@ -1,0 +1,1 @@
+"""Seconds: of ops on devices, of collectives on links, of a program."""

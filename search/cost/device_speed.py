@@ -1,0 +1,60 @@
+"""How long devices compute: by the class of op, its dtype and its size where a profile has measured that."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from copy import copy
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from hapsynth.cluster.device_kinds import DeviceKind
+
+Floats: TypeAlias = npt.NDArray[np.float64]
+
+
+class Speeds:
+    """The devices' times for ops of one class and dtype, or of one signature: by a measured curve, or flops / rate
+    where there is none."""
+
+    def __init__(self, devices: Sequence[DeviceKind], op_class: str, dtype: str) -> None:
+        self.rate = np.array([kind.rate(dtype) for kind in devices])
+        curves = {kind: kind.curve(op_class, dtype) if op_class else None for kind in dict.fromkeys(devices)}
+        self._curves = [
+            (np.array([d == kind for d in devices]), curve) for kind, curve in curves.items() if curve is not None
+        ]
+
+    def at(self, devices: npt.NDArray[np.int64]) -> Speeds:
+        """Those of some of the devices, or of some again and again."""
+        found = copy(self)
+        found.rate = self.rate[devices]
+        found._curves = [(there, curve) for mine, curve in self._curves if (there := mine[devices]).any()]
+        return found
+
+    @property
+    def linear(self) -> bool:
+        """Whether times are in proportion to the flops."""
+        return not self._curves
+
+    @property
+    def most(self) -> Floats:
+        """The highest FLOP/s that each device reaches at any size."""
+        found = self.rate.copy()
+        for mine, curve in self._curves:
+            found[mine] = max(amount / seconds for amount, seconds in curve.points)
+        return found
+
+    def seconds(self, flops: Floats) -> Floats:
+        """flops: [..., devices]; the same shape. Never falls as the flops grow."""
+        found = flops / self.rate
+        for mine, curve in self._curves:
+            found[..., mine] = curve.seconds(flops[..., mine])
+        return found
+
+    def flops(self, seconds: Floats) -> Floats:
+        """The most that each device does within its seconds: float64 [..., devices], as these."""
+        found = seconds * self.rate
+        for mine, curve in self._curves:
+            found[..., mine] = curve.amount(seconds[..., mine])
+        return found

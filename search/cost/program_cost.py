@@ -1,0 +1,118 @@
+"""The cost of a program at integer sizes: what the search minimizes, from the program itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from math import fsum, prod
+from typing import NamedTuple
+
+import numpy as np
+
+from hapsynth.instructions.program.program import Compute, Convert, Instruction, Program
+from hapsynth.instructions.program.sizes import Node, Sizes, layout_nodes
+from hapsynth.search.cost.model import CostModel, Floats
+
+
+class Cost(NamedTuple):
+    """One instruction, all its runs in a step: seconds, and for a collective its bytes over the slowest link."""
+
+    instruction: Instruction
+    seconds: float
+    wire_bytes: float
+
+
+def largest_share(sizes: Sizes, value: int, dim: int, axes: tuple[int, ...], way: int = 0) -> float:
+    """The fraction of a dimension that the largest shard holds; of an empty one 0."""
+    lengths = sizes.lengths(value, dim, axes, way)
+    return max(lengths) / max(sum(lengths), 1)
+
+
+def cuts_of(costs: CostModel, instruction: Compute) -> list[Node]:
+    """One dimension of each factor that an op's triples cut, in the order of its work's `lanes`."""
+    op = costs.graph.ops[instruction.op]
+    tensors = (*op.operands, *op.results)
+    found: list[Node] = []
+    for _, axes, places, ways in costs.table[instruction.op].cuts(instruction.triples):
+        for (place, dim), way in zip(places, ways, strict=True):
+            if isinstance(value := tensors[place], int):
+                found.append((value, dim, axes, way))
+                break
+    return found
+
+
+def shares(costs: CostModel, sizes: Sizes, nodes: Sequence[Node]) -> list[Floats]:
+    """Each device's share of some dimensions."""
+    found: list[Floats] = []
+    for node in nodes:
+        units = np.array(sizes.units(*node)[1], dtype=np.float64)
+        found.append((units / max(units.sum(), 1.0))[costs.position(node[2])])
+    return found
+
+
+def device_seconds(costs: CostModel, sizes: Sizes, instruction: Compute) -> Floats:
+    """What each device takes over an op, one run: float64 [devices]."""
+    work = costs.work(instruction.op, instruction.triples)
+    return costs.device_times(work, shares(costs, sizes, cuts_of(costs, instruction)))
+
+
+def conversion_cost(costs: CostModel, sizes: Sizes, i: Convert) -> tuple[float, float]:
+    """(seconds, bytes over the slowest link) of one run of a conversion."""
+    largest = lambda *cut: largest_share(sizes, i.value, *cut)
+    if i.step != "reshare":
+        return costs.conversion(i.value, i.source, i.target, i.axis, largest)
+    around, nodes = resharing(i)
+    old, new = (np.array(sizes.lengths(*node), dtype=np.float64) for node in nodes)
+    whole = max(old.sum(), 1.0)
+    nbytes = float(costs.graph.values[i.value].nbytes)
+    return costs.reshare(nbytes * prod(largest(*node[1:]) for node in around), i.axis, old / whole, new / whole)
+
+
+def resharing(i: Convert) -> tuple[list[Node], tuple[Node, Node]]:
+    """What else of a value is cut while it is reshared, and the two ways in which the dimension is cut."""
+    dim = i.source[i.axis].dim
+    around = [node for node in layout_nodes(i.value, i.source) if node[1] != dim]
+    old, new = (next(n for n in layout_nodes(i.value, p) if n[1] == dim) for p in (i.source, i.target))
+    return around, (old, new)
+
+
+def instruction_costs(program: Program, sizes: Sizes, costs: CostModel) -> Iterator[Cost]:
+    """The cost of every instruction, in order."""
+    known: dict[object, float] = {}
+    of, unsure = sizes.classes.of, costs.graph.unsure
+    number: dict[object, int] = {}
+    alike = [
+        number.setdefault((c.axes, held), len(number)) for c, held in zip(sizes.classes.all, sizes.shares, strict=True)
+    ]
+
+    def time(i: Compute) -> float:
+        # Nodes that as many axes cut, of classes that are cut alike, have the same shares.
+        work, nodes = costs.work(i.op, i.triples), cuts_of(costs, i)
+        key = (id(work), *[(alike[of[n]], len(n[2])) for n in nodes])
+        if key not in known:
+            known[key] = costs.time(work, shares(costs, sizes, nodes))
+        return known[key]
+
+    for i in program.instructions:
+        if isinstance(i, Convert):
+            seconds, wire = conversion_cost(costs, sizes, i)
+            runs = costs.graph.runs[i.region]
+            yield Cost(i, runs * seconds, runs * wire)
+        else:
+            runs = costs.graph.runs[costs.graph.ops[i.op].region]
+            seconds = time(i) + (costs.uniform_time(i.op) if i.op in unsure else 0.0)
+            yield Cost(i, runs * seconds, 0.0)
+
+
+def feed_costs(program: Program, sizes: Sizes, costs: CostModel) -> Iterator[tuple[int, float]]:
+    """(argument, seconds) to put each argument that is new at every step into the devices' memory."""
+    for value, layout in program.inputs.items():
+        work = costs.feed_work(value, layout)
+        if work is not None:
+            yield value, costs.time(work, shares(costs, sizes, layout_nodes(value, layout)))
+
+
+def program_cost(program: Program, sizes: Sizes, costs: CostModel) -> float:
+    """Seconds per step: the sum over instructions and fed arguments of the slowest device's time."""
+    # `sum` rounds otherwise from Python 3.12 on.
+    ran = fsum(c.seconds for c in instruction_costs(program, sizes, costs))
+    return ran + fsum(seconds for _, seconds in feed_costs(program, sizes, costs))

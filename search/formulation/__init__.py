@@ -1,0 +1,1 @@
+"""The choice of a program as a weighted constraint problem, and back."""

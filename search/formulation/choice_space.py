@@ -1,0 +1,412 @@
+"""What a plan may choose: which triples every op takes, and which conversions of every value are shared.
+
+Variables: one per source value (how it is stored, which conversions are made once for all its uses), one per op
+(its triples, and the same for its result). An op of several results has a variable of its own and one per result.
+Edges: a use costs nothing where the layout it needs is among the producer's tensors, else the cheapest private
+conversion; carried outputs must be brought to the layout in which their input is stored. So every assignment that is
+not contradictory is a program.
+
+What may be chosen does not depend on ratios, and is the same for ops that are alike: layers share it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from itertools import combinations
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+
+from hapsynth._jax import is_extended
+from hapsynth.graph.ir import Graph
+from hapsynth.instructions.collectives import step_between
+from hapsynth.instructions.factors import Factors, Triples
+from hapsynth.instructions.layout import Layout, Placement, R, Reduction, S
+from hapsynth.instructions.program.sizes import cut_nodes
+from hapsynth.instructions.rules.factor_table import FactorTable
+from hapsynth.search.formulation.conversions import LayoutSet
+from hapsynth.search.solver import Ints
+
+_T = TypeVar("_T")
+_Touched = tuple[set[int], set[Reduction]]
+"""(dimensions cut, reductions)"""
+Allowed = Callable[[int, int], bool]
+"""Whether (value, dimension) may be cut: baselines restrict it."""
+Ways = Callable[[int, int], int]
+"""In how many ways, shards of unlike sizes, (value, dimension) may be cut: what some op cuts together in as many."""
+Convertible = Callable[[int, Placement, Placement], bool]
+"""Whether a value may be converted by a step between two placements along one axis."""
+
+
+class AvailableLayouts(NamedTuple):
+    """A value made as `computed` and brought to `targets` once for all uses, the cheapest way from what is there."""
+
+    computed: Layout
+    targets: tuple[Layout, ...] = ()
+
+
+class State(NamedTuple):
+    """One choice: the triples (None for a source or a separate result) and the availability (None for an op whose
+    results have variables of their own)."""
+
+    triples: Triples | None
+    availability: AvailableLayouts | None
+
+
+@dataclass(frozen=True, eq=False)
+class Domain:
+    """The states of a variable; those that are alike share one. `triple` and `option` number each state's, -1: none."""
+
+    triples: tuple[Triples, ...]
+    options: tuple[AvailableLayouts, ...]
+    triple: Ints
+    option: Ints
+
+    def __len__(self) -> int:
+        return self.triple.size
+
+    def state(self, i: int) -> State:
+        """One of the states."""
+        t, a = int(self.triple[i]), int(self.option[i])
+        return State(self.triples[t] if t >= 0 else None, self.options[a] if a >= 0 else None)
+
+    @property
+    def states(self) -> list[State]:
+        return [self.state(i) for i in range(len(self))]
+
+
+@dataclass
+class Restriction:
+    """What a caller may pin: stored layouts of inputs, those in which outputs end by their positions, dimensions that
+    may be cut, values never converted once for all uses (ZeRO-3 gathers its parameters again for every use),
+    conversions that may be made. `role`: all that `convertible` asks about a value, so that values alike in it share
+    what is made of it. `cuttable`: dimensions of values that may be cut though no op asks for it."""
+
+    stored: Mapping[int, Layout] = field(default_factory=dict)
+    allowed: Allowed | None = None
+    private: frozenset[int] = frozenset()
+    convertible: Convertible | None = None
+    role: Callable[[int], object] = lambda value: value
+    ends: Mapping[int, Layout] = field(default_factory=dict)
+    cuttable: Mapping[int, frozenset[int]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, eq=False)
+class RequiredLayouts:
+    """The layouts that a variable's states ask of a value: `groups` indexes `layouts` per state."""
+
+    layouts: tuple[Layout, ...]
+    groups: Ints
+
+
+@dataclass(frozen=True, eq=False)
+class Use:
+    """One edge. `runs` is how often a conversion for this use runs in a step."""
+
+    value: int
+    variable: int
+    needs: RequiredLayouts
+    runs: float = 1.0
+
+
+class ChoiceSpace:
+    """What may be chosen: variables, states and edges of one graph under one restriction, at any ratio."""
+
+    def __init__(
+        self,
+        graph: Graph,
+        table: FactorTable,
+        restriction: Restriction | None = None,
+        axes: int = 1,
+        *,
+        sparing: bool = False,
+        ways: Ways | None = None,
+    ) -> None:
+        """`sparing`: what a value is held as between its op and its only use is a choice too, which matters where
+        memory does. `ways`: one of each dimension by default, more along one mesh axis only."""
+        assert ways is None or axes == 1
+        self._ways = ways
+        self.graph, self.table, self.axes, self.sparing = graph, table, axes, sparing
+        self.restriction = restriction or Restriction()
+        self._interned: dict[object, Any] = {}
+        self.triples = [self._triples(op.index) for op in graph.ops]
+        self.layouts = self._layout_sets()
+        number: dict[object, int] = {}
+        kinds = [(id(known), v.shape, v.nbytes) for known, v in zip(self.layouts, graph.values, strict=True)]
+        self.value_kinds = [number.setdefault(kind, len(number)) for kind in kinds]
+        """Values of one kind have the same layouts, shape and bytes."""
+        self.choices: list[Domain] = []
+        self.value_variable = [-1] * len(graph.values)
+        self.op_variable = [-1] * len(graph.ops)
+        self.links: list[tuple[int, int]] = []
+        """(op, result) of ops with several results."""
+        self._uses_of = self._counted_uses()
+        self._add_variables()
+        self.uses = [*self._op_uses(), *self._carry_uses()]
+
+    def _triples(self, op: int) -> tuple[Triples, ...]:
+        factors = self.table[op]
+        every = self.once((id(factors), self.axes), lambda: factors.joint(self.axes))
+        allowed = self.restriction.allowed
+        if self._ways is not None:
+            every = self._in_every_way(op, factors, every)
+        if allowed is None:
+            return every
+        cuts = lambda t: (n for _, nodes in cut_nodes(self.graph, op, factors, t) for n in nodes)
+        kept = [all(allowed(v, d) for v, d, *_ in cuts(t)) for t in every]
+        return self.once((id(every), *kept), lambda: tuple(t for t, keep in zip(every, kept, strict=True) if keep))
+
+    def _in_every_way(self, op: int, factors: Factors, every: tuple[Triples, ...]) -> tuple[Triples, ...]:
+        """The triples of an op along one mesh axis, each in every way in which what it cuts may be cut."""
+        assert self._ways is not None
+        counts: list[int] = []
+        for triples in every:
+            cut = (self._ways(v, d) for _, nodes in cut_nodes(self.graph, op, factors, triples) for v, d, *_ in nodes)
+            counts.append(max(cut, default=1))
+        in_ways = lambda t, count: (t, *((t[0].along(way),) for way in range(1, count)))
+        make = lambda: tuple(t for triples, count in zip(every, counts, strict=True) for t in in_ways(triples, count))
+        return self.once(("ways", id(every), *counts), make)
+
+    def once(self, key: object, make: Callable[[], _T]) -> _T:
+        """What `make` gave for a key, made at most once: like ops share it."""
+        if key not in self._interned:
+            self._interned[key] = make()
+        return self._interned[key]
+
+    def _layout_sets(self) -> list[LayoutSet]:
+        """Per value, the layouts that some use asks for, or that its op makes, and what lies between."""
+        graph = self.graph
+        dims: list[set[int]] = [set() for _ in graph.values]
+        reductions: list[set[Reduction]] = [set() for _ in graph.values]
+        for op in graph.ops:
+            needs, makes = self._touched(self.triples[op.index])
+            for position, value in op.value_operands:
+                dims[value] |= needs[position][0]
+                reductions[value] |= needs[position][1]
+            for value, (_, partial) in zip(op.results, makes, strict=True):
+                reductions[value] |= partial
+        for value, layout in self.restriction.stored.items():
+            dims[value].update(p.dim for p in layout if p.is_sharded)
+        for value in (graph.values[v] for v in graph.inputs):
+            if not graph.uses[value.index] and not is_extended(value.dtype):
+                # Nothing asks for it, so it may lie in any way.
+                dims[value.index].update(d for d, n in enumerate(value.shape) if n)
+        for value, also in self.restriction.cuttable.items():
+            dims[value] |= also
+        for position, layout in self.restriction.ends.items():
+            value = graph.outputs[position]
+            if isinstance(value, int):
+                dims[value].update(p.dim for p in layout if p.is_sharded)
+        for source, target in graph.carry:
+            a, b = graph.inputs[source], graph.outputs[target]
+            if isinstance(b, int):
+                dims[b] |= dims[a]
+        for op, value in graph.ties.items():
+            carried = self._touched(self.triples[op])[1][0]
+            dims[value] |= carried[0]
+            reductions[value] |= carried[1]
+        found: list[LayoutSet] = []
+        for value, cut, partial in zip(graph.values, dims, reductions, strict=True):
+            for op in [graph.producer[value.index]] if value.index in graph.producer else []:
+                cut = cut | self._touched(self.triples[op])[1][graph.ops[op].results.index(value.index)][0]
+            if self.axes > 1 and value.shape and max(value.shape) > 1 and self.restriction.allowed is None:
+                # What is reduced along several axes is best cut on the way, even where nobody needs it cut.
+                cut = cut | {value.shape.index(max(value.shape))}
+            over, kinds = tuple(sorted(cut)), tuple(sorted(partial))
+            ways = None if self._ways is None else tuple(self._ways(value.index, d) for d in over)
+            make = lambda over=over, kinds=kinds, ways=ways: LayoutSet(self.axes, over, kinds, ways)
+            found.append(self.once(("layouts", over, kinds, ways), make))
+        return found
+
+    def _touched(self, triples: tuple[Triples, ...]) -> tuple[list[_Touched], list[_Touched]]:
+        """(dimensions cut, reductions) of every operand and result, over all triples."""
+
+        def collect(places: Iterable[Iterable[Placement]]) -> _Touched:
+            flat = [p for placements in places for p in placements]
+            return {p.dim for p in flat if p.is_sharded}, {p.reduction for p in flat if p.is_partial}
+
+        def make() -> tuple[list[_Touched], list[_Touched]]:
+            single = [t for ts in triples for t in ts]
+            operands, results = range(len(single[0].operands)), range(len(single[0].results))
+            return (
+                [collect([[t.operands[i] for t in single]]) for i in operands],
+                [collect([[t.results[i] for t in single]]) for i in results],
+            )
+
+        return self.once(("touched", id(triples)), make)
+
+    def _counted_uses(self) -> list[int]:
+        """How many uses each value has: a conversion for one alone need not be shared."""
+        graph = self.graph
+        found = [len(graph.uses[v.index]) for v in graph.values]
+        for v in graph.outputs:
+            if isinstance(v, int):
+                found[v] += 1
+        for v in graph.ties.values():
+            found[v] += 1
+        return found
+
+    def _add_variables(self) -> None:
+        for value in self.graph.sources:
+            stored = self._stored(value)
+            key = ("stored", stored, self._option_key(value))
+            options = self.once(key, lambda v=value, s=stored: tuple(a for c in s for a in self.options(v, c)))
+            self.value_variable[value] = self._add_alone(options)
+        for op in self.graph.ops:
+            triples = self.triples[op.index]
+            if len(op.results) == 1:
+                (value,) = op.results
+                self.op_variable[op.index] = self.value_variable[value] = self._add_made(value, triples, 0)
+                continue
+            self.op_variable[op.index] = self._add(("op", id(triples)), triples, (), lambda _: (-1,))
+            for position, value in enumerate(op.results):
+                self.links.append((op.index, value))
+                self.value_variable[value] = self._add_alone(self._made_options(value, triples, position))
+
+    def _made_options(self, value: int, triples: tuple[Triples, ...], position: int) -> tuple[AvailableLayouts, ...]:
+        """What can be available of one of several results."""
+
+        def make() -> tuple[AvailableLayouts, ...]:
+            computed = dict.fromkeys(tuple(t.results[position] for t in ts) for ts in triples)
+            return tuple(a for c in computed for a in self.options(value, c))
+
+        return self.once(("made", id(triples), position, self._option_key(value)), make)
+
+    def _add_alone(self, options: tuple[AvailableLayouts, ...]) -> int:
+        """A variable that is no op."""
+        return self._add(("alone", id(options)), (), options, lambda _: range(len(options)))
+
+    def _add_made(self, value: int, triples: tuple[Triples, ...], position: int) -> int:
+        """The variable of an op with one result: its triples, each with the options of what it makes."""
+        key = ("op", id(triples), self._option_key(value))
+
+        def make() -> tuple[tuple[AvailableLayouts, ...], list[list[int]]]:
+            number: dict[AvailableLayouts, int] = {}
+            rows: list[list[int]] = []
+            for ts in triples:
+                computed = tuple(t.results[position] for t in ts)
+                rows.append([number.setdefault(a, len(number)) for a in self.options(value, computed)])
+            return tuple(number), rows
+
+        options, rows = self.once(("options", *key), make)
+        return self._add(key, triples, options, lambda t: rows[t])
+
+    def _add(
+        self,
+        key: object,
+        triples: tuple[Triples, ...],
+        options: tuple[AvailableLayouts, ...],
+        of: Callable[[int], Iterable[int]],
+    ) -> int:
+        def make() -> Domain:
+            pairs = [(t, a) for t in (range(len(triples)) if triples else (-1,)) for a in of(t)]
+            triple, option = (np.array(column, dtype=np.int64) for column in zip(*pairs, strict=True))
+            return Domain(triples, options, triple, option)
+
+        self.choices.append(self.once(("choices", key), make))
+        return len(self.choices) - 1
+
+    def _stored(self, value: int) -> tuple[Layout, ...]:
+        if value in self.restriction.stored:
+            return (self.restriction.stored[value],)
+        return self.layouts[value].storable
+
+    def _option_key(self, value: int) -> tuple[int, bool]:
+        several = self.sparing or self._uses_of[value] > 1
+        shared = several and value not in self.restriction.private
+        return id(self.layouts[value]), shared
+
+    def options(self, value: int, computed: Layout) -> tuple[AvailableLayouts, ...]:
+        """Every set of conversions worth sharing. None for a value used once: its use converts it as cheaply, if not as
+        sparingly."""
+        key = _, shared = self._option_key(value)
+        if not shared:
+            return (AvailableLayouts(computed),)
+        known = self.layouts[value]
+        several = self._cut_options if self.axes == 1 else self._target_options
+        return self.once(("shared", key, computed), lambda: (AvailableLayouts(computed), *several(known, computed)))
+
+    def _target_options(self, known: LayoutSet, computed: Layout) -> Iterable[AvailableLayouts]:
+        """One layout that is not there for nothing; what lies on the way to it is there too."""
+        free = known.free[known.number[computed]]
+        for target in known.storable:
+            if not free[known.number[target]]:
+                yield AvailableLayouts(computed, (target,))
+
+    def _cut_options(self, known: LayoutSet, computed: Layout) -> Iterable[AvailableLayouts]:
+        """To R, which gives every slice for nothing, or to a set of cuts."""
+        (made,) = computed
+        if made == R:
+            return
+        yield AvailableLayouts(computed, ((R,),))
+        if made.is_partial and step_between(made, S(0)) is None:
+            return
+        others = [(shard,) for shard in known.shards if shard != made]
+        for count in range(1, len(others) + 1):
+            for chosen in combinations(others, count):
+                if made.is_sharded:
+                    yield AvailableLayouts(computed, chosen)
+                    continue
+                for first in chosen:
+                    # One reduce-scatter, the other cuts from it: cheaper than reducing twice.
+                    yield AvailableLayouts(computed, (first, *(c for c in chosen if c != first)))
+
+    def replicated(self) -> list[int]:
+        """The assignment in which every device runs the whole function: there is always one."""
+        whole = (R,) * self.axes
+        return [self.once(("whole", id(c)), lambda c=c: _whole_state(c, whole)) for c in self.choices]
+
+    def needs(self, op: int, position: int) -> RequiredLayouts:
+        """The layouts that an op's states ask of an operand."""
+        choices = self.choices[self.op_variable[op]]
+        make = lambda: _needs([tuple(t.operands[position] for t in ts) for ts in choices.triples], choices.triple)
+        return self.once(("needs", id(choices), position), make)
+
+    def _op_uses(self) -> Iterable[Use]:
+        for op in self.graph.ops:
+            variable = self.op_variable[op.index]
+            for position, value in op.value_operands:
+                runs = self._runs(value, self.graph.read_in(op, position))
+                yield Use(value, variable, self.needs(op.index, position), runs)
+
+    def _carry_uses(self) -> Iterable[Use]:
+        """A carried output must be brought to the layout in which its input is stored, and so in every loop."""
+        for source, target in self.graph.carry:
+            a, b = self.graph.inputs[source], self.graph.outputs[target]
+            if isinstance(b, int) and a != b:
+                variable = self.value_variable[a]
+                choices = self.choices[variable]
+                needs = self.once(
+                    ("stored needs", id(choices)),
+                    lambda c=choices: _needs([o.computed for o in c.options], c.option),
+                )
+                yield Use(b, variable, needs, 1.0)
+        for op, value in self.graph.ties.items():
+            variable = self.op_variable[op]
+            choices = self.choices[variable]
+            needs = self.once(
+                ("carried needs", id(choices)),
+                lambda c=choices: _needs([tuple(t.results[0] for t in ts) for ts in c.triples], c.triple),
+            )
+            yield Use(value, variable, needs, self._runs(value, self.graph.ops[op].region))
+
+    def _runs(self, value: int, region: int) -> float:
+        return self.graph.runs[self.graph.place_of_conversion(value, region)]
+
+
+def _needs(layouts: list[Layout], index: Ints) -> RequiredLayouts:
+    """The layouts without repeats, and which of them each state asks for."""
+    number: dict[Layout, int] = {}
+    rows = np.array([number.setdefault(layout, len(number)) for layout in layouts], dtype=np.int64)
+    return RequiredLayouts(tuple(number), rows[index])
+
+
+def _whole_state(choices: Domain, whole: Layout) -> int:
+    for i, state in enumerate(choices.states):
+        if state.triples is not None and any(p != R for t in state.triples for p in (*t.operands, *t.results)):
+            continue
+        a = state.availability
+        if a is None or whole == a.computed or whole in a.targets:
+            return i
+    return 0

@@ -1,0 +1,149 @@
+"""The layouts that a value may take on the way to where it is used, and the cheapest conversions between them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import cached_property
+from itertools import permutations, product
+
+import numpy as np
+
+from hapsynth.instructions.collectives import axis_between, is_collective, step_between
+from hapsynth.instructions.layout import Layout, P, Placement, R, Reduction, S, is_consistent, is_partial, minors
+from hapsynth.search.cost.model import Floats
+
+Hop = tuple[int, int, int]
+"""(layout before, layout after, mesh axis) of a single step; layouts by number."""
+
+
+class LayoutSet:
+    """All layouts over a number of mesh axes that cut no dimensions but `dims`, each in so many `ways` (one by
+    default), and combine by `reductions`."""
+
+    def __init__(
+        self, axes: int, dims: Sequence[int], reductions: Sequence[Reduction], ways: Sequence[int] | None = None
+    ) -> None:
+        self.dims = tuple(dims)
+        every = [(d, way) for d, count in zip(self.dims, ways or [1] * len(self.dims)) for way in range(count)]
+        self.shards = tuple(S(d)._replace(way=way) if way else S(d) for d, way in every)
+        """How one axis alone may cut it."""
+        placements: list[Placement] = [R, *self.shards, *(P(r) for r in reductions)]
+        self.layouts: tuple[Layout, ...] = tuple(
+            layout for chosen in product(placements, repeat=axes) for layout in _orders(chosen) if is_consistent(layout)
+        )
+        self.number = {layout: i for i, layout in enumerate(self.layouts)}
+        self.storable = tuple(layout for layout in self.layouts if not is_partial(layout))
+        """How a value can be given and left."""
+        self.cuts: tuple[tuple[int, tuple[int, ...], int], ...] = tuple(
+            (d, by, way) for d, way in every for k in range(1, axes + 1) for by in permutations(range(axes), k)
+        )
+        """Every (dimension, axes that cut it, major to minor, way)."""
+
+    @cached_property
+    def hops(self) -> tuple[Hop, ...]:
+        """Every single step between two of the layouts."""
+        found: list[Hop] = []
+        for i, source in enumerate(self.layouts):
+            for j, target in enumerate(self.layouts):
+                axis = axis_between(source, target)
+                if axis is not None:
+                    found.append((i, j, axis))
+        return tuple(found)
+
+    @cached_property
+    def free(self) -> np.ndarray:
+        """bool [layouts, layouts]: whether one follows from another by local steps alone."""
+        reach = np.eye(len(self.layouts), dtype=bool)
+        for i, j, axis in self.hops:
+            step = step_between(self.layouts[i][axis], self.layouts[j][axis])
+            reach[i, j] = step is not None and not is_collective(step)
+        for k in range(len(self.layouts)):
+            reach |= reach[:, k, None] & reach[None, k, :]
+        return reach
+
+
+class Conversions:
+    """The cheapest ways between the layouts of a set at given costs of the single steps.
+
+    `seconds`: float64 [layouts, layouts], inf where there is no way.
+    """
+
+    def __init__(self, layouts: LayoutSet, time: Callable[[Layout, Layout, int], float]) -> None:
+        self.layouts = layouts
+        n = len(layouts.layouts)
+        self.seconds: Floats = np.full((n, n), np.inf)
+        np.fill_diagonal(self.seconds, 0.0)
+        self.steps = np.where(np.eye(n, dtype=bool), 0, n)
+        self._next = np.full((n, n), -1)
+        self._axis: dict[tuple[int, int], int] = {}
+        for i, j, axis in layouts.hops:
+            self.seconds[i, j] = time(layouts.layouts[i], layouts.layouts[j], axis)
+            self.steps[i, j], self._next[i, j], self._axis[i, j] = 1, j, axis
+        # Floyd and Warshall; of equally long ways the one of fewest steps, of those the first found.
+        for k in range(n):
+            through = self.seconds[:, k, None] + self.seconds[None, k, :]
+            steps = self.steps[:, k, None] + self.steps[None, k, :]
+            ties = (through == self.seconds) & (steps < self.steps) & np.isfinite(through)
+            better = (through < self.seconds) | ties
+            if better.any():
+                self.seconds = np.where(better, through, self.seconds)
+                self.steps = np.where(better, steps, self.steps)
+                self._next = np.where(better, self._next[:, k, None], self._next)
+
+    def path(self, source: Layout, target: Layout) -> list[tuple[Layout, Layout, int]] | None:
+        """The single steps of the cheapest way, each with its mesh axis; None where there is no way."""
+        number, layouts = self.layouts.number, self.layouts.layouts
+        at, end = number[source], number[target]
+        if not np.isfinite(self.seconds[at, end]):
+            return None
+        found: list[tuple[Layout, Layout, int]] = []
+        while at != end:
+            after = int(self._next[at, end])
+            found.append((layouts[at], layouts[after], self._axis[at, after]))
+            at = after
+        return found
+
+    def reached(self, source: int, targets: Sequence[int]) -> tuple[float, list[Hop]]:
+        """Seconds to bring what lies in one layout to others too, each the cheapest way from what there is then, and
+        the steps that make a layout which there is not yet. Infinite where there is no way."""
+        seconds, _, after = self._rows
+        there, total, hops = [source], 0.0, list[Hop]()
+        for target in targets:
+            if target in there:
+                continue
+            at = self._nearest(there, target)
+            if seconds[at][target] == np.inf:
+                return np.inf, hops
+            while at != target:
+                before, at = at, after[at][target]
+                if at not in there:
+                    total += seconds[before][at]
+                    there.append(at)
+                    hops.append((before, at, self._axis[before, at]))
+        return total, hops
+
+    @cached_property
+    def _rows(self) -> tuple[list[list[float]], list[list[int]], list[list[int]]]:
+        """As lists, for what looks at one entry after another."""
+        return self.seconds.tolist(), self.steps.tolist(), self._next.tolist()
+
+    def nearest(self, sources: Iterable[Layout], target: Layout) -> Layout:
+        """Of several layouts the one from which another is reached at the least cost, in the fewest steps."""
+        number = self.layouts.number
+        return self.layouts.layouts[self._nearest([number[s] for s in sources], number[target])]
+
+    def _nearest(self, sources: Sequence[int], target: int) -> int:
+        if len(sources) == 1:
+            return sources[0]
+        seconds, steps, _ = self._rows
+        return min(sources, key=lambda s: (seconds[s][target], steps[s][target], self.layouts.layouts[s]))
+
+
+def _orders(layout: Layout) -> Iterable[Layout]:
+    """A layout of major cuts, with the axes of each dimension in every order."""
+    axes_of: dict[int, list[int]] = {}
+    for axis, p in enumerate(layout):
+        if p.is_sharded:
+            axes_of.setdefault(p.dim, []).append(axis)
+    for minor in minors(axes_of.values()):
+        yield tuple(p._replace(minor=minor[a]) if minor.get(a) else p for a, p in enumerate(layout))

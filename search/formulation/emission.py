@@ -1,0 +1,142 @@
+"""An assignment of a formulated problem as a `Program`, in an order with few and large stages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from hapsynth.instructions.factors import Triples
+from hapsynth.instructions.layout import Layout, R, is_partial
+from hapsynth.instructions.program.program import Compute, Convert, Instruction, Program, reads, region_of
+from hapsynth.search.formulation.choice_space import AvailableLayouts
+from hapsynth.search.formulation.instruction_order import Step, schedule
+from hapsynth.search.formulation.problem_builder import Hop, ProblemBuilder
+
+
+class Emitter:
+    """Turns choices into steps. A tensor is known by the step that makes it (-1: an input)."""
+
+    def __init__(self, builder: ProblemBuilder, assignment: Sequence[int]) -> None:
+        self.builder, self.graph = builder, builder.graph
+        self.structure = builder.structure
+        self.states = [c.state(s) for c, s in zip(self.structure.choices, assignment)]
+        self.steps: list[Step] = []
+        self.op_steps: dict[int, int] = {}
+        self.tensors: dict[int, dict[Layout, int]] = {}
+        self.ends: tuple[Layout | None, ...] = ()
+
+    def run(self, axes: tuple[tuple[str, int], ...]) -> Program:
+        """The program, in few and large stages."""
+        self.build()
+        return self.ordered(axes)
+
+    def ordered(self, axes: tuple[tuple[str, int], ...], *, sparing: bool = False) -> Program:
+        """What was built as a program, in few and large stages or in the order that spares memory."""
+        inputs = {v: self.available(v).computed for v in self.graph.sources}
+        order = schedule(self.graph, self.steps, sparing=sparing)
+        return Program(axes, inputs, tuple(self.steps[i].instruction for i in order), self.ends)
+
+    def build(self) -> None:
+        graph = self.graph
+        for value in graph.sources:
+            self.make(value, -1)
+        for op in graph.ops:
+            compute = Compute(op.index, self.triples(op.index))
+            needs = [
+                self.tensor(value, layout, graph.read_in(op, position))
+                for (value, layout), (position, _) in zip(reads(graph, compute), op.value_operands, strict=True)
+            ]
+            self.add(compute, needs)
+            for value in op.results:
+                self.make(value, self.op_steps[op.index])
+        for op, value in graph.ties.items():
+            carried, loop = Compute(op, self.triples(op)).result_layout(0), graph.ops[op].region
+            made_by = self.tensor(value, carried, loop)
+            if made_by < 0:
+                continue
+            made_in = region_of(graph, self.steps[made_by].instruction)
+            if made_in == graph.home[value]:
+                self.tensors[value].setdefault(carried, made_by)
+            if loop not in graph.around(made_in):
+                # No op of the body reads what comes from around the loop: its first one waits for it.
+                at = self.op_steps[op]
+                self.steps[at] = self.steps[at]._replace(needs=(*self.steps[at].needs, made_by))
+        self.ends = self.outputs()
+
+    def triples(self, op: int) -> Triples:
+        triples = self.states[self.structure.op_variable[op]].triples
+        assert triples is not None
+        return triples
+
+    def available(self, value: int) -> AvailableLayouts:
+        available = self.states[self.structure.value_variable[value]].availability
+        assert available is not None
+        return available
+
+    def add(self, instruction: Instruction, needs: Iterable[int]) -> int:
+        self.steps.append(Step(instruction, tuple([n for n in needs if n >= 0])))
+        if isinstance(instruction, Compute):
+            self.op_steps[instruction.op] = len(self.steps) - 1
+        return len(self.steps) - 1
+
+    def convert(self, value: int, hop: Hop, made_by: int, region: int) -> int:
+        source, target, axis = hop
+        return self.add(Convert(value, axis, source, target, region), (made_by,))
+
+    def make(self, value: int, step: int) -> None:
+        """A value exists: its shared conversions follow."""
+        available = self.available(value)
+        tensors = self.tensors[value] = {available.computed: step}
+        if not available.targets:
+            return
+        for hop in self.builder.offer(value, available).hops:
+            tensors[hop[1]] = self.convert(value, hop, tensors[hop[0]], self.graph.home[value])
+
+    def tensor(self, value: int, layout: Layout, region: int = 0) -> int:
+        """The step that makes a value in a layout for a use in a region; converts where it is not there yet.
+
+        What follows by local steps is made once, where the value lives; for anything else the next use converts again.
+        """
+        tensors = self.tensors[value]
+        if layout in tensors:
+            return tensors[layout]
+        ways = self.builder.conversions(value)
+        number, free = ways.layouts.number, ways.layouts.free
+        near = [t for t in tensors if free[number[t], number[layout]]]
+        source = ways.nearest(near or tensors, layout)
+        place = self.graph.home[value] if near else self.graph.place_of_conversion(value, region)
+        path = ways.path(source, layout)
+        assert path is not None, (value, source, layout)
+        step = tensors[source]
+        for hop in path:
+            step = self.convert(value, hop, step, place)
+            if near:
+                tensors.setdefault(hop[1], step)
+        return step
+
+    def outputs(self) -> tuple[Layout | None, ...]:
+        graph = self.graph
+        due = dict(self.structure.restriction.ends)
+        due |= {target: self.available(graph.inputs[source]).computed for source, target in graph.carry}
+        found: list[Layout | None] = []
+        for position, value in enumerate(graph.outputs):
+            if not isinstance(value, int):
+                found.append(None)
+                continue
+            layout = due[position] if position in due else self._plain_output(value)
+            made_by = self.tensor(value, layout)
+            self.tensors[value].setdefault(layout, made_by)
+            found.append(layout)
+        return tuple(found)
+
+    def _plain_output(self, value: int) -> Layout:
+        """Whole where it is there already, else as it lies; a partial one by its cheapest conversion."""
+        tensors = self.tensors[value]
+        whole = (R,) * self.structure.axes
+        if whole in tensors:
+            return whole
+        there = sorted(t for t in tensors if not is_partial(t))
+        if there:
+            return there[0]
+        targets = self.builder.output_layouts(value)
+        times = [(min(self.builder.path_time(value, t, o) for t in tensors), i) for i, o in enumerate(targets)]
+        return targets[min(times)[1]]

@@ -1,0 +1,154 @@
+"""The order of a program's instructions: few, large stages, or little memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from graphlib import TopologicalSorter
+from heapq import heapify, heappop, heappush
+from typing import NamedTuple
+
+from hapsynth.graph.ir import Boundary, Graph
+from hapsynth.instructions.program.program import Compute, Convert, Instruction, region_of
+from hapsynth.instructions.staging.fusion import widens as makes_much
+
+
+class Step(NamedTuple):
+    """An instruction and the steps whose results it reads."""
+
+    instruction: Instruction
+    needs: tuple[int, ...]
+
+
+def schedule(graph: Graph, steps: Sequence[Step], *, sparing: bool = False) -> list[int]:
+    """An order of the steps with few, large stages, or that spares memory; those of a region stand together."""
+    return _Scheduler(graph, steps, sparing).order(0)
+
+
+class _Node(NamedTuple):
+    """What a region's order deals with: one step, or all steps of a region inside it."""
+
+    steps: tuple[int, ...]
+    needs: tuple[int, ...]
+    """Other nodes of the same region."""
+    collective: bool
+    gathers: bool
+    reduces: bool
+    movable: bool
+    """May wait until its first use, where it needs inputs alone."""
+    widens: bool
+    """Makes much out of little, in whatever kernel reads it: until then, the little is held."""
+
+    @property
+    def converts(self) -> bool:
+        return self.gathers or self.reduces
+
+
+class _Scheduler:
+    def __init__(self, graph: Graph, steps: Sequence[Step], sparing: bool) -> None:
+        self.graph, self.steps, self.sparing = graph, steps, sparing
+        self.members: dict[int, list[int]] = {r.index: [] for r in graph.regions}
+        self.inside: dict[int, list[int]] = {r.index: [] for r in graph.regions}
+        for r in graph.regions[1:]:
+            self.inside[r.parent].append(r.index)
+        for i, step in enumerate(steps):
+            self.members[region_of(graph, step.instruction)].append(i)
+
+    def order(self, region: int) -> list[int]:
+        """Steps of a region and those inside it, in order."""
+        nodes = self._nodes(region)
+        ranked = self._late(nodes) if self.sparing else self._staged(nodes)
+        return [s for i in ranked for s in nodes[i].steps]
+
+    def _late(self, nodes: Sequence[_Node]) -> list[int]:
+        """Ops in source order, a reduction right after what it reduces, any other conversion right before the first
+        that needs it."""
+        users: list[list[int]] = [[] for _ in nodes]
+        for i, node in enumerate(nodes):
+            for n in node.needs:
+                users[n].append(i)
+        found: dict[int, None] = {}
+        for start in [*(i for i, n in enumerate(nodes) if not n.converts), *range(len(nodes))]:
+            waiting = [start]
+            while waiting:
+                i = waiting[-1]
+                missing = [n for n in nodes[i].needs if n not in found] if i not in found else []
+                if missing:
+                    waiting += missing[::-1]
+                    continue
+                waiting.pop()
+                if i not in found:
+                    found[i] = None
+                    waiting += [u for u in reversed(users[i]) if nodes[u].reduces and u not in found]
+        return list(found)
+
+    def _staged(self, nodes: Sequence[_Node]) -> list[int]:
+        """Few, large stages.
+
+        The stage of a node is the number of rounds of collectives that must come before it; a region inside counts
+        as one. Reductions run as soon as they can, which frees the partial; gathers as late as they can, and so do
+        ops that depend on inputs alone, and broadcasts: no stage hands over what another can make out of less.
+        """
+        n = len(nodes)
+        users: list[list[int]] = [[] for _ in range(n)]
+        stage = [0] * n
+        early = [False] * n
+        in_order = self._sorted(nodes)
+        for i in in_order:
+            node = nodes[i]
+            early[i] = node.movable and all(early[j] for j in node.needs)
+            for j in node.needs:
+                users[j].append(i)
+                stage[i] = max(stage[i], stage[j] + (1 if nodes[j].collective and not node.collective else 0))
+        for i in reversed(in_order):
+            node = nodes[i]
+            if users[i] and (early[i] or node.gathers or node.widens):
+                stage[i] = max(
+                    stage[i],
+                    min(stage[j] - (1 if node.collective and not nodes[j].collective else 0) for j in users[i]),
+                )
+        position = {i: p for p, i in enumerate(in_order)}
+        # Of collectives that wait for others of their stage, those that wait for as many run together.
+        depth = [0] * n
+        for i in in_order:
+            before = (j for j in nodes[i].needs if nodes[j].collective and stage[j] == stage[i])
+            depth[i] = max((depth[j] + 1 for j in before), default=0)
+        return sorted(range(n), key=lambda i: (stage[i], nodes[i].collective, depth[i], position[i]))
+
+    def _nodes(self, region: int) -> list[_Node]:
+        groups: list[tuple[int, ...]] = [(i,) for i in self.members[region]]
+        groups += [tuple(b) for r in self.inside[region] if (b := self.order(r))]
+        groups.sort(key=min)
+        of = {s: n for n, group in enumerate(groups) for s in group}
+        several = len(self.members) > 1
+        nodes: list[_Node] = []
+        for n, group in enumerate(groups):
+            needs = set(self.steps[n].needs)
+            if several:
+                needs = {of[j] for s in group for j in self.steps[s].needs if j in of} - {n}
+            i = self.steps[group[0]].instruction
+            block = region_of(self.graph, i) != region
+            collective = block or (isinstance(i, Convert) and i.is_collective)
+            converts = not block and isinstance(i, Convert)
+            reduces = converts and isinstance(i, Convert) and i.source[i.axis].is_partial
+            gathers = converts and not reduces
+            enters = isinstance(i, Compute) and isinstance(self.graph.ops[i.op].primitive, Boundary)
+            movable = not collective and not enters
+            widens = movable and isinstance(i, Compute) and makes_much(self.graph, self.graph.ops[i.op])
+            nodes.append(_Node(group, tuple(sorted(needs)), collective, gathers, reduces, movable, widens))
+        return nodes
+
+    @staticmethod
+    def _sorted(nodes: Sequence[_Node]) -> list[int]:
+        """Every node after those that it needs, else as they come: a block may need a step after its own first."""
+        if all(node.needs[-1] < i for i, node in enumerate(nodes) if node.needs):
+            return list(range(len(nodes)))
+        sorter = TopologicalSorter({i: node.needs for i, node in enumerate(nodes)})
+        sorter.prepare()
+        ready, found = list(sorter.get_ready()), list[int]()
+        heapify(ready)
+        while ready:
+            found.append(heappop(ready))
+            sorter.done(found[-1])
+            for i in sorter.get_ready():
+                heappush(ready, i)
+        return found

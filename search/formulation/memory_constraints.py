@@ -1,0 +1,216 @@
+"""Limits on what a device holds while an op runs, as resources of a formulated problem: see `liveness.py`.
+
+A value that an op only passes by holds what its choice says. An operand that is needed in a layout of which there is
+no tensor is copied for the op, which is known from its choice and the op's together: a variable of its own, tied to
+both, counts it. So does one for a source that is taken before and after: a tensor that both take is held in between.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import product
+
+import numpy as np
+
+from hapsynth.instructions.layout import Layout, is_partial
+from hapsynth.instructions.program.program import Compute
+from hapsynth.search.analysis.liveness import Liveness, LiveSet
+from hapsynth.search.cost.model import Floats, held_fraction
+from hapsynth.search.formulation.choice_space import Domain, RequiredLayouts
+from hapsynth.search.formulation.problem_builder import ProblemBuilder
+from hapsynth.search.solver import Edge, Ints, Problem, Resource
+
+_TAKERS = 2
+_MOST_STATES = 1000
+"""Of a variable that counts what is held of a source between two uses; with more it is counted by its choice alone."""
+
+
+class MemoryConstraints:
+    """Counts bytes by choice, at a formulator's ratios.
+
+    `at_least`: what any program holds, in whatever order its ops run, so that a bound within limits is one; else what a
+    program in source order is likely to hold.
+    """
+
+    def __init__(self, builder: ProblemBuilder, *, at_least: bool) -> None:
+        self.builder, self.at_least = builder, at_least
+        self.graph, self.structure = builder.graph, builder.structure
+        self.room = builder.costs.room
+
+    def problem(self, limits: Mapping[int, float]) -> Problem:
+        """The formulator's problem with a limit, in bytes, at each of some ops: on each of the sums that are counted
+        there (`MemoryBudget.counted`), those of one op together."""
+        free = self.builder.problem()
+        if self.at_least:
+            limits = {self.fullest_near(op): limit for op, limit in limits.items()}
+        if not limits:
+            return free
+        unary, edges, usages = list(free.unary), list(free.edges), list[dict[int, Floats]]()
+        for op in limits:
+            used = dict[int, Floats]()
+            for variable, held, ties in self._found_at(self._alive(op), len(unary)):
+                used[variable] = used[variable] + held if variable in used else held
+                if variable == len(unary):
+                    unary.append(np.zeros(held.shape[1]))
+                    edges += ties
+            usages.append(used)
+        nothing = [self.builder.once(("nothing", u.size), lambda u=u: np.zeros(u.size)) for u in unary]
+        rows = lambda used, k: tuple(used[i][k] if i in used else z for i, z in enumerate(nothing))
+        resources = [
+            Resource(rows(used, k), limit, f"memory at op {op}")
+            for (op, limit), used in zip(limits.items(), usages, strict=True)
+            for k in range(self.sums)
+        ]
+        return Problem(tuple(unary), tuple(edges), tuple(resources))
+
+    @property
+    def liveness(self) -> Liveness:
+        return self.builder.costs.liveness
+
+    @property
+    def sums(self) -> int:
+        """How many sums are limited at each op."""
+        return self._counted(1.0).size
+
+    def _counted(self, held: float | Floats) -> Floats:
+        return self.room.counted(held, free=self.builder.ratios is None)
+
+    def _alive(self, op: int) -> LiveSet:
+        return self.liveness.in_any_order(op) if self.at_least else self.liveness.at(op)
+
+    def _found_at(self, alive: LiveSet, added: int) -> Iterator[tuple[int, Floats, list[Edge]]]:
+        """(variable, bytes by its state [sums, states], ties to others) of whatever an op finds or makes; variables of
+        its own are numbered from `added`."""
+        st = self.structure
+        for value in alive.live_through:
+            variable = st.value_variable[value]
+            around = alive.around.get(value)
+            between = self._between(value, *around, added) if around else None
+            if between is not None:
+                yield added, *between
+                added += 1
+                continue
+            shared = not self.at_least and self.liveness.is_used_around(value, alive.op)
+            yield variable, self._held(value, shared)[:, st.choices[variable].option], []
+        if alive.op == len(self.graph.ops):
+            return
+        variable = st.op_variable[alive.op]
+        yield variable, self._made_bytes(alive, st.choices[variable]), []
+        for value in alive.read:
+            if st.value_variable[value] != variable:
+                yield added, *self._read_bytes(value, alive, added)
+                added += 1
+
+    def least_at(self, op: int) -> float:
+        """Bytes that a device holds at least while an op runs, whatever is chosen."""
+        st, alive = self.structure, self._alive(op)
+        least = [self._held(v, False).min(axis=1).tolist() for v in (*alive.live_through, *alive.read)]
+        if op < len(self.graph.ops):
+            least.append(self._made_bytes(alive, st.choices[st.op_variable[op]]).min(axis=1).tolist())
+        return max(math.fsum(held[k] for held in least) for k in range(self.sums))
+
+    def fullest_near(self, op: int) -> int:
+        """Of an op and those that take what it makes, the one at which most is held whatever the order: one that waits
+        for little may run at another time."""
+        near = [op]
+        for _ in range(_TAKERS if self.graph.ops else 0):
+            takers = [o for v in self.graph.ops[near[-1]].results for o, _ in self.graph.uses[v]]
+            near += [min(takers)] if takers else []
+        return max(near, key=self.least_at)
+
+    def extended(self, problem: Problem, choices: Ints) -> Ints:
+        """An assignment of the structure's variables as one of the whole problem."""
+        full = [*choices.tolist()[: len(self.structure.choices)]]
+        allowed = {i: np.ones(u.size, dtype=bool) for i, u in enumerate(problem.unary) if i >= len(full)}
+        for e in problem.edges:
+            if e.v in allowed:
+                allowed[e.v] &= e.table[e.gu[full[e.u]], e.gv] == 0
+        full += [int(np.argmax(states)) for states in allowed.values()]
+        return np.array(full, dtype=np.int64)
+
+    def _read_bytes(self, value: int, alive: LiveSet, variable: int) -> tuple[Floats, list[Edge]]:
+        """Bytes of an operand that an op finds, for every option and layout needed, and what ties them to both."""
+        st = self.structure
+        options = st.choices[st.value_variable[value]].options
+        needs = self._needs(value, alive.op)
+        stays = value in alive.kept or (not self.at_least and value not in self.graph.producer)
+        held = self._held(value, not self.at_least and self.liveness.is_used_around(value, alive.op))
+        nbytes: list[Floats] = []
+        for i, j in product(range(len(options)), range(len(needs.layouts))):
+            there = needs.layouts[j] in self.builder.offer(value, options[i]).tensors
+            copy = self.tensor_bytes(value, needs.layouts[j])
+            nbytes.append(np.maximum(held[:, i], copy) if there else copy + (held[:, i] if stays else 0.0))
+        return np.stack(nbytes, axis=1), self._ties(value, [(alive.op, needs)], variable)
+
+    def _between(self, value: int, before: int, after: int, variable: int) -> tuple[Floats, list[Edge]] | None:
+        """Bytes of a source between two ops that take it, for every option and layouts needed, and what ties them;
+        None where there are too many to count."""
+        st = self.structure
+        options = st.choices[st.value_variable[value]].options
+        first, second = self._needs(value, before), self._needs(value, after)
+        if len(options) * len(first.layouts) * len(second.layouts) > _MOST_STATES:
+            return None
+
+        def make() -> Floats:
+            held = self._held(value, False)
+            nbytes: list[Floats] = []
+            for i, one, other in product(range(len(options)), first.layouts, second.layouts):
+                # What is stored may have been read for the last time when it was brought to the other layout.
+                shared = one == other and one in self.builder.offer(value, options[i]).tensors
+                nbytes.append(np.maximum(held[:, i], self.tensor_bytes(value, one)) if shared else held[:, i])
+            return np.stack(nbytes, axis=1)
+
+        key = ("between", id(self.builder.conversions(value)), id(options), id(first), id(second))
+        nbytes = self.builder.once(key, make)
+        return nbytes, self._ties(value, [(before, first), (after, second)], variable)
+
+    def _needs(self, value: int, op: int) -> RequiredLayouts:
+        return self.structure.needs(op, next(i for i, v in self.graph.ops[op].value_operands if v == value))
+
+    def _ties(self, value: int, takers: Sequence[tuple[int, RequiredLayouts]], variable: int) -> list[Edge]:
+        """What makes a variable say a value's option and the layouts needed by ops, in row-major order."""
+        st = self.structure
+        made = st.choices[st.value_variable[value]]
+        ends = [(st.value_variable[value], made.option, len(made.options))]
+        ends += [(st.op_variable[op], needs.groups, len(needs.layouts)) for op, needs in takers]
+        counts = tuple(count for *_, count in ends)
+        rows = self.builder.once(("rows", counts), lambda: tuple(np.indices(counts).reshape(len(counts), -1)))
+        match = lambda n: self.builder.once(("match", n), lambda: np.where(np.eye(n, dtype=bool), 0.0, np.inf))
+        return [Edge(u, variable, groups, rows[k], match(count)) for k, (u, groups, count) in enumerate(ends)]
+
+    def _held(self, value: int, used: bool) -> Floats:
+        """Bytes of a value that a device holds under each of its options: of its smallest tensor or, as is likely, of a
+        source's first one. Where it is `used` before and after: of all that are shared, but a partial one."""
+        choices = self.structure.choices[self.structure.value_variable[value]]
+        ways = self.builder.conversions(value)
+        source = not self.at_least and value not in self.graph.producer
+
+        def make() -> Floats:
+            found: list[Floats] = []
+            for a in choices.options:
+                tensors = self.builder.offer(value, a).tensors
+                kept = [t for t in tensors if not (is_partial(t) and len(tensors) > 1)]
+                if used and kept:
+                    found.append(np.sum([self.tensor_bytes(value, t) for t in kept], axis=0))
+                else:
+                    some = tensors[: 1 if source else None]
+                    found.append(np.min([self.tensor_bytes(value, t) for t in some], axis=0))
+            return np.stack(found, axis=1)
+
+        return self.builder.once(("held", id(ways), id(choices.options), source, used), make)
+
+    def _made_bytes(self, alive: LiveSet, choices: Domain) -> Floats:
+        """Bytes that an op under each of its states writes, in the layouts that it makes."""
+        op = self.graph.ops[alive.op]
+        held = np.zeros((self.sums, len(choices.triples)))
+        for t, triples in enumerate(choices.triples):
+            compute = Compute(op.index, triples)
+            for value in alive.made:
+                held[:, t] += self.tensor_bytes(value, compute.result_layout(op.results.index(value)))
+        return held[:, choices.triple]
+
+    def tensor_bytes(self, value: int, layout: Layout) -> Floats:
+        """What one tensor counts in each sum [sums]."""
+        held = held_fraction(layout, lambda *cut: self.builder.held(value, *cut))
+        return self.graph.values[value].nbytes * self._counted(held)

@@ -1,0 +1,117 @@
+"""What collectives take in the staged form beside the tensors that they bring from one layout to another.
+
+The local stage before them writes what is sent, padded to the largest shard on every device; the collective stage turns
+it into what is received, which the local stage after them cuts to size. So a collective has three points: its source
+and what is sent; what is sent and what is received; what is received and its target. Collectives that follow one
+another and do not depend on one another are one stage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from hapsynth.graph.ir import Graph
+from hapsynth.instructions.collectives import BUNDLED
+from hapsynth.instructions.layout import Layout
+from hapsynth.instructions.program.program import Convert, Program, reads, writes
+from hapsynth.instructions.program.sizes import Node, layout_nodes
+
+PHASES = 3
+"""Points of an instruction."""
+
+
+class Tensor(NamedTuple):
+    """One tensor of a program: `value | layout`, alive from instruction `start` to `stop`, both included."""
+
+    value: int
+    layout: Layout
+    start: int
+    stop: int
+
+
+class Buffer(NamedTuple):
+    """Something in memory from point `start` until before `stop`: `nbytes`, divided as `nodes` are cut. `padded`: to
+    the largest shard, on every device."""
+
+    nbytes: float
+    nodes: tuple[Node, ...]
+    padded: bool
+    start: int
+    stop: int
+
+
+def wires(graph: Graph, program: Program, tensors: Sequence[Tensor]) -> tuple[list[tuple[int, int]], list[Buffer]]:
+    """The lives of the tensors in points, (start, stop), and what is sent and received besides."""
+    stages: dict[int, tuple[int, int]] = {}
+    found: list[Buffer] = []
+    for first, last in _stages(graph, program):
+        for i in range(first, last + 1):
+            stages[i] = first, last
+            found += _sent(graph, program, i, PHASES * (first + 1), PHASES * (last + 2) - 1)
+    spans: list[tuple[int, int]] = []
+    for t in tensors:
+        start, stop = PHASES * (t.start + 1), PHASES * (t.stop + 2)
+        if t.start in stages and (t.value, t.layout) in writes(graph, program.instructions[t.start]):
+            start = PHASES * (stages[t.start][1] + 2) - 1
+        if t.stop in stages and t.start < stages[t.stop][0]:
+            i = program.instructions[t.stop]
+            if isinstance(i, Convert) and (t.value, t.layout) in reads(graph, i):
+                stop = PHASES * (stages[t.stop][0] + 1) + (0 if _is_sent_as_it_is(graph, i) and t.start >= 0 else 1)
+        spans.append((start, max(stop, start + 1)))
+    return spans, found
+
+
+def _stages(graph: Graph, program: Program) -> Iterator[tuple[int, int]]:
+    """The first and the last instruction of each run of collectives."""
+    first, made = -1, set[object]()
+    for i, step in enumerate((*program.instructions, None)):
+        sent = step if isinstance(step, Convert) and step.is_collective else None
+        sent = sent if sent and graph.values[sent.value].nbytes > 0 else None
+        joins = sent is not None and made.isdisjoint(((sent.value, sent.source), (sent.value, sent.target)))
+        if first >= 0 and not joins:
+            yield first, i - 1
+            first = -1
+        if sent is not None:
+            if first < 0:
+                first, made = i, set[object]()
+            made.add((sent.value, sent.target))
+
+
+def _is_sent_as_it_is(graph: Graph, step: Convert) -> bool:
+    """Whether what is sent needs no room of its own where its source ends: it is whole on every device, and too large
+    to go with others."""
+    large = graph.values[step.value].nbytes > BUNDLED
+    return step.step == "all_reduce" and large and not layout_nodes(step.value, step.source)
+
+
+def _sent(graph: Graph, program: Program, i: int, start: int, end: int) -> Iterator[Buffer]:
+    """What a collective sends from point `start` on and what it gives, which is there at point `end` too."""
+    step = program.instructions[i]
+    assert isinstance(step, Convert)
+    nbytes, n = float(graph.values[step.value].nbytes), program.axes[step.axis][1]
+    source, target = (tuple(layout_nodes(step.value, layout)) for layout in (step.source, step.target))
+    match step.step:
+        case "all_reduce":
+            # In place; a whole target is what it gives.
+            yield Buffer(nbytes, source, True, start, end if _is_sent_as_it_is(graph, step) else end + 1)
+        case "all_gather":
+            yield Buffer(nbytes, source, True, start, start + 2)
+            yield Buffer(n * nbytes, source, True, start + 1, end + 1)
+        case "reduce_scatter":
+            yield Buffer(n * nbytes, target, True, start, start + 2)
+            yield Buffer(nbytes, target, True, start + 1, end + 1)
+        case "all_to_all":
+            dim = step.target[step.axis].dim
+            nodes = (*(s for s in source if s[1] != dim), *(t for t in target if t[1] == dim))
+            yield Buffer(n * nbytes, nodes, True, start, start + 2)
+            yield Buffer(n * nbytes, nodes, True, start + 1, end + 1)
+        case "reshare":
+            # The shard itself goes with the pieces: at most as much again.
+            dim = step.source[step.axis].dim
+            nodes = (*(s for s in source if s[1] != dim), *(t for t in target if t[1] == dim))
+            for cut in (source, nodes):
+                yield Buffer(nbytes, cut, True, start, start + 2)
+                yield Buffer(nbytes, cut, True, start + 1, end + 1)
+        case "slice" | "partial":
+            raise AssertionError(f"{step.step} communicates nothing")

@@ -1,0 +1,102 @@
+"""When every tensor of a program is made and last read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hapsynth.graph.ir import LOOP_CARRY, SCAN_STACK, Boundary, Graph
+from hapsynth.instructions.program.program import Compute, Program, Property, region_of, writes
+from hapsynth.search.cost.model import CostModel
+from hapsynth.search.memory.collective_buffers import Tensor
+
+Access = tuple[tuple[Property, ...], tuple[Property, ...]]
+"""What an instruction reads and what it writes."""
+
+
+def lifetimes(graph: Graph, program: Program, accesses: Sequence[Access]) -> list[Tensor]:
+    """Every tensor with its life; -1 is before the first instruction, len(instructions) after the last."""
+    end = len(program.instructions)
+    donated = {graph.inputs[source] for source, _ in graph.carry}
+    born: dict[Property, int] = dict.fromkeys(program.inputs.items(), -1)
+    last: dict[Property, int] = {p: (-1 if p[0] in donated else end) for p in born}
+    done: list[Tensor] = []
+    spans = _spans(graph, program)
+    region = dict.fromkeys(born, 0)
+
+    def read(need: Property, at: int, place: int) -> None:
+        """A value from around a loop or branch is held until that ends."""
+        around = graph.around(place)
+        depth = around.index(region[need]) if region[need] in around else 0
+        last[need] = max(last[need], spans[around[depth - 1]][1] if depth else at)
+
+    for i, (instruction, (needs, results)) in enumerate(zip(program.instructions, accesses, strict=True)):
+        place = region_of(graph, instruction)
+        for need in needs:
+            if spans:
+                read(need, i, place)
+            elif last[need] < i:
+                last[need] = i
+        for made in results:
+            if made in born:
+                done.append(Tensor(*made, born[made], last[made]))
+            born[made], last[made] = i, i
+            region[made] = graph.home[made[0]] if isinstance(instruction, Compute) else place
+        if isinstance(instruction, Compute) and isinstance(graph.ops[instruction.op].primitive, Boundary):
+            _boundary(graph, instruction, spans, born, last)
+    for instruction in program.instructions if graph.ties else ():
+        if isinstance(instruction, Compute) and instruction.op in graph.ties:
+            carried_on = (graph.ties[instruction.op], instruction.result_layout(0))
+            last[carried_on] = max(last[carried_on], spans[graph.ops[instruction.op].region][1])
+    for value, layout in zip(graph.outputs, program.outputs, strict=True):
+        if isinstance(value, int) and layout is not None:
+            last[(value, layout)] = end
+    return done + [Tensor(*p, start, last[p]) for p, start in born.items()]
+
+
+def _spans(graph: Graph, program: Program) -> dict[int, tuple[int, int]]:
+    """Region -> its first and last instruction."""
+    found: dict[int, tuple[int, int]] = {}
+    for i, instruction in enumerate(program.instructions if len(graph.regions) > 1 else ()):
+        for r in graph.around(region_of(graph, instruction)):
+            found[r] = (found.get(r, (i, i))[0], i)
+    return found
+
+
+def _boundary(
+    graph: Graph,
+    instruction: Compute,
+    spans: dict[int, tuple[int, int]],
+    born: dict[Property, int],
+    last: dict[Property, int],
+) -> None:
+    """What a loop carries is held throughout, and its final value takes its place; what it stacks is there from the
+    beginning."""
+    op = graph.ops[instruction.op]
+    start, stop = spans[op.region]
+    if op.primitive == LOOP_CARRY:
+        carried, final, *_ = writes(graph, instruction)
+        last[carried] = stop
+        born[final] = last[final] = stop + 1
+    elif op.primitive == SCAN_STACK:
+        (stacked,) = writes(graph, instruction)
+        born[stacked], last[stacked] = start, stop
+
+
+def stored_tensors(tensors: Sequence[Tensor], accesses: Sequence[Access], costs: CostModel) -> list[Tensor]:
+    """The tensors that lie in memory. What a fused chain reads lives until the chain runs, in whatever op stores its
+    end."""
+    made: dict[Property, list[int]] = {}
+    for n, t in sorted(enumerate(tensors), key=lambda t: t[1].start):
+        made.setdefault((t.value, t.layout), []).append(n)
+    stop = [t.stop for t in tensors]
+    # What a loop leaves is born at the instruction after it.
+    before = lambda need, i: [n for n in made[need] if tensors[n].start <= i][-1]
+    for i in range(len(accesses) - 1, -1, -1):
+        needs, results = accesses[i]
+        if not results or any(costs.is_materialized(v) for v, _ in results):
+            continue
+        last = max(stop[n] for r in results for n in made[r] if tensors[n].start >= i)
+        for need in needs:
+            n = before(need, i)
+            stop[n] = max(stop[n], last)
+    return [t._replace(stop=s) for t, s in zip(tensors, stop, strict=True) if costs.is_materialized(t.value)]

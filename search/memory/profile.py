@@ -1,0 +1,287 @@
+"""The predicted peak of memory along a program, per device, as the form that it runs in allocates it (DESIGN D2).
+
+Switch form: sharded tensors count at the size of the largest shard, as one HLO serves all devices and stores shards
+padded. Staged form: every device stores its own shards at exact size, and what collectives send and give, which is
+padded, besides (`wires.py`). An input that is carried lives until its last use and its output takes its place
+(donation); other inputs and constants live through the whole step. Fused chains hold no memory inside.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+
+import numpy as np
+
+from hapsynth.cluster.memory_budget import MemoryBudget
+from hapsynth.graph.ir import Graph
+from hapsynth.instructions.layout import Layout
+from hapsynth.instructions.program.program import Program, reads, writes
+from hapsynth.instructions.program.sizes import Classes, Sizes, layout_nodes
+from hapsynth.search.cost.model import CostModel, Floats, held_fraction
+from hapsynth.search.cost.program_cost import largest_share
+from hapsynth.search.memory.collective_buffers import PHASES, Buffer, Tensor, wires
+from hapsynth.search.memory.lifetimes import lifetimes, stored_tensors
+from hapsynth.search.memory.xla_kernels import XlaKernels
+from hapsynth.search.memory.xla_schedule import XlaSchedule
+
+Cut = tuple[int, int]
+"""(dimension class, how many of its axes, major first)"""
+Held = tuple[Cut, bool]
+"""(cut, whether its largest share counts on all devices)"""
+
+
+_Some = np.ndarray | slice
+_ALL = slice(None)
+
+
+def padded_bytes(sizes: Sizes, value: int, layout: Layout) -> float:
+    """Bytes of a tensor on one device, at the largest shard."""
+    return sizes.graph.values[value].nbytes * held_fraction(layout, lambda *cut: largest_share(sizes, value, *cut))
+
+
+@dataclass(frozen=True, eq=False)
+class MemoryProfile:
+    """What a program holds at each point, at any sizes, as the room that there is counts it.
+
+    The points of instruction i are `phases` * (i + 1) and the next few; those of -1 are before the first.
+    """
+
+    graph: Graph
+    program: Program
+    classes: Classes
+    costs: CostModel
+
+    @property
+    def room(self) -> MemoryBudget:
+        return self.costs.room
+
+    @property
+    def phases(self) -> int:
+        """Points of an instruction: what collectives send is told apart from what they give where it is counted."""
+        return PHASES if self.room.exact else 1
+
+    @cached_property
+    def tensors(self) -> list[Tensor]:
+        """The tensors that lie in memory."""
+        accesses = [(reads(self.graph, i), writes(self.graph, i)) for i in self.program.instructions]
+        return stored_tensors(lifetimes(self.graph, self.program, accesses), accesses, self.costs)
+
+    @cached_property
+    def buffers(self) -> list[Buffer]:
+        """The tensors and what collectives take besides, with their lives in points."""
+        values, phases, padded = self.graph.values, self.phases, not self.room.exact
+        own = [
+            Buffer(
+                float(values[value].nbytes),
+                tuple(layout_nodes(value, layout)),
+                padded,
+                phases * (start + 1),
+                phases * (stop + 2),
+            )
+            for value, layout, start, stop in self.tensors
+        ]
+        if not self.room.exact:
+            return own
+        spans, sent = wires(self.graph, self.program, self.tensors)
+        return [b._replace(start=start, stop=stop) for b, (start, stop) in zip(own, spans, strict=True)] + sent
+
+    @cached_property
+    def _whole_bytes(self) -> Floats:
+        return np.array([b.nbytes for b in self.buffers])
+
+    @cached_property
+    def _lives(self) -> tuple[np.ndarray, np.ndarray]:
+        starts, stops = [b.start for b in self.buffers], [b.stop for b in self.buffers]
+        return np.array(starts, dtype=np.int64), np.array(stops, dtype=np.int64)
+
+    @cached_property
+    def _cuts(self) -> dict[Held, np.ndarray]:
+        """The buffers that are cut so."""
+        cut: dict[Held, list[int]] = {}
+        for n, b in enumerate(self.buffers):
+            for node in b.nodes:
+                cut.setdefault(((self.classes.of[node], len(node[2])), b.padded), []).append(n)
+        return {c: np.array(members) for c, members in cut.items()}
+
+    @cached_property
+    def _ways(self) -> list[Held]:
+        return list(self._cuts)
+
+    @cached_property
+    def _cuts_of_buffers(self) -> np.ndarray:
+        """int [most cuts, buffers]: by place in `_cuts`, after its end where there are fewer."""
+        cuts: list[list[int]] = [[] for _ in self.buffers]
+        for k, members in enumerate(self._cuts.values()):
+            for n in members.tolist():
+                cuts[n].append(k)
+        most = max(map(len, cuts), default=0)
+        rows = [mine + [len(self._cuts)] * (most - len(mine)) for mine in cuts]
+        return np.array(rows, dtype=np.int64).reshape(len(rows), most).T
+
+    @cached_property
+    def _shares(self) -> dict[tuple[Held, tuple[int, ...]], float | Floats]:
+        return {}
+
+    def _share(self, sizes: Sizes, held: Held) -> float | Floats:
+        """What a cut leaves of a tensor, on each device or, padded, on all alike."""
+        cut, padded = held
+        key = held, sizes.shares[cut[0]]
+        if key not in self._shares:
+            self._shares[key] = largest_of(sizes, cut) if padded else self._own(sizes, cut)
+        return self._shares[key]
+
+    def alive(self, nbytes: Floats, some: _Some = _ALL, points: np.ndarray | None = None) -> Floats:
+        """Bytes alive at each point, or at some, given those of all buffers or of some: [rows, points] of [rows,
+        buffers]."""
+        if points is not None:
+            first, end = (lives[some] for lives in self._lives)
+            return nbytes @ ((first <= points[:, None]) & (points[:, None] < end)).T
+        change = np.zeros((self.phases * (len(self.program.instructions) + 2) + 1, len(nbytes)))
+        starts, stops = self._lives
+        np.add.at(change, starts[some], nbytes.T)
+        np.subtract.at(change, stops[some], nbytes.T)
+        return np.cumsum(change, axis=0)[:-1].T
+
+    def bytes_of(self, sizes: Sizes, without: Iterable[Held] = (), some: _Some = _ALL) -> Floats:
+        """Bytes of each buffer, or of some, on each device or, padded, on all alike, as if some cuts were none: [rows,
+        buffers]."""
+        nbytes = np.tile(self._whole_bytes[some], (self.room.weights.size, 1))
+        cuts_of = self._cuts_of_buffers[:, some]
+        shares = np.ones((len(nbytes), len(self._cuts) + 1))
+        there = np.zeros(len(self._cuts) + 1, dtype=bool)
+        there[cuts_of] = True
+        for k in np.flatnonzero(there[:-1]).tolist():
+            if self._ways[k] not in without:
+                shares[:, k] = self._share(sizes, self._ways[k])
+        for cuts in cuts_of:
+            nbytes *= shares[:, cuts]
+        return nbytes
+
+    def counted(self, sizes: Sizes) -> Floats:
+        """What counts at each point: [rows, points], a row for each device or, padded, one."""
+        return self.room.weights[:, None] * self.of_devices(sizes)
+
+    def added(self, before: Sizes, after: Sizes, c: int) -> Floats:
+        """What counts more at other sizes of one class: as `counted`."""
+        cut = [members for (held, _), members in self._cuts.items() if held[0] == c]
+        some = np.unique(np.concatenate([np.zeros(0, dtype=np.int64), *cut]))
+        nbytes = self.bytes_of(after, some=some) - self.bytes_of(before, some=some)
+        return self.room.weights[:, None] * self.alive(nbytes, some)
+
+    def _own(self, sizes: Sizes, cut: Cut) -> Floats:
+        """The fraction of a class's shards along the first of its axes that each device has."""
+        return joined_shares(sizes, cut)[self.costs.position(self.classes.all[cut[0]].axes[: cut[1]])]
+
+    def at(self, sizes: Sizes) -> Floats:
+        """What is counted at each point of the device that comes nearest to its limit: float64 [points]."""
+        return self.counted(sizes).max(axis=0)
+
+    def of_devices(self, sizes: Sizes) -> Floats:
+        """Bytes of each device or, padded, of all alike at each point: float64 [rows, points]."""
+        return self.alive(self.bytes_of(sizes))
+
+    def by_cut(
+        self, sizes: Sizes, cuts: Iterable[Cut], counted: Floats | None = None, points: np.ndarray | None = None
+    ) -> tuple[Floats, dict[Held, Floats]]:
+        """What counts at each point, or at some, of what none of `cuts` divides, and what each of them divides, whole,
+        everything else at `sizes`: [rows, points], a row for each device or, padded, one.
+
+        No tensor may have two of them. What an all-to-all sends has: it counts with the second at even shares, the
+        least that its largest can be. `counted`: in all at these points, where that is known.
+        """
+        some = [held for c in cuts for padded in (False, True) if (held := (c, padded)) in self._cuts]
+        touched = np.unique(np.concatenate([np.zeros(0, dtype=np.int64), *(self._cuts[held] for held in some)]))
+        nbytes = self.bytes_of(sizes, some, touched)
+        owned = np.zeros(touched.size, dtype=bool)
+        mine: dict[Held, np.ndarray] = {}
+        for held in some:
+            (c, depth), _ = held
+            times = np.bincount(np.searchsorted(touched, self._cuts[held]), minlength=owned.size)
+            mine[held] = np.flatnonzero((times > 0) & ~owned)
+            times[mine[held]] -= 1
+            nbytes /= float(prod(self.classes.lengths[a] for a in self.classes.all[c].axes[:depth])) ** times
+            owned[mine[held]] = True
+        weights = self.room.weights[:, None]
+        divided: dict[Held, Floats] = {}
+        for held, members in mine.items():
+            divided[held] = weights * self.alive(nbytes[:, members], touched[members], points)
+        if counted is None:
+            rest = self.bytes_of(sizes)
+            rest[:, touched] = 0.0
+            return weights * self.alive(rest, points=points), divided
+        return counted - weights * self.alive(self.bytes_of(sizes, some=touched), touched, points), divided
+
+    def most(self, sizes: Sizes, c: int, limit: float, counted: Floats | None = None) -> Floats:
+        """The fraction of a class that one axis cuts which each device or, padded, any may hold, everything else at
+        `sizes`: [rows]. `counted`: at these, where that is known."""
+        whole, divided = self.by_cut(sizes, [(c, 1)], counted)
+        own, padded = (divided.get(((c, 1), p), np.zeros_like(whole)) for p in (False, True))
+        nbytes, largest = padded, np.inf
+        if self.room.exact and padded.any():
+            largest = largest_of(sizes, (c, 1))
+            whole = whole + largest * padded
+        nbytes = own if self.room.exact else padded
+        share = np.where(nbytes > 0, (limit - whole) / np.maximum(nbytes, 1.0), 1.0).min(axis=1)
+        return np.minimum(share, largest)
+
+    def peak(self, sizes: Sizes) -> float:
+        """What is counted at the fullest point of the device that comes nearest to its limit."""
+        return float(self.at(sizes).max())
+
+    def peaks(self, sizes: Sizes) -> tuple[float, ...]:
+        """Bytes of each device at its fullest point."""
+        return tuple(np.broadcast_to(self.of_devices(sizes).max(axis=1), self.costs.n).tolist())
+
+
+def joined_shares(sizes: Sizes, cut: Cut) -> Floats:
+    """The fraction of a class's shards at each position along the first of its axes."""
+    c, depth = cut
+    cls = sizes.classes.all[c]
+    shares = np.array(sizes.shares[c], dtype=np.float64).reshape([sizes.classes.lengths[a] for a in cls.axes])
+    return shares.sum(axis=tuple(range(depth, shares.ndim))).ravel() / max(cls.units, 1)
+
+
+def largest_of(sizes: Sizes, cut: Cut) -> float:
+    """The largest fraction of a class's shards along the first of its axes."""
+    c, depth = cut
+    cls = sizes.classes.all[c]
+    if depth == len(cls.axes):
+        return max(sizes.shares[c]) / max(cls.units, 1)
+    return float(joined_shares(sizes, cut).max())
+
+
+def held_by(program: Program, sizes: Sizes, costs: CostModel) -> tuple[float, ...]:
+    """Bytes of each device at the fullest point of a program, in the switch form in XLA's order. What is within limits
+    is told by `MemoryProfile`, in the program's order."""
+    if _is_in_own_order(costs):
+        return MemoryProfile(costs.graph, program, sizes.classes, costs).peaks(sizes)
+    return (_scheduled(program, sizes, costs).peak(),) * costs.n
+
+
+def held_at_peak(program: Program, sizes: Sizes, costs: CostModel) -> list[tuple[int, float]]:
+    """What the switch form holds at that point: values (-1: what several collectives send or get as one), and the bytes
+    of each."""
+    if not _is_in_own_order(costs):
+        scheduled = _scheduled(program, sizes, costs)
+        return [(t.value, scheduled.nbytes(t)) for t in scheduled.held]
+    profile = MemoryProfile(costs.graph, program, sizes.classes, costs)
+    fullest = int(profile.at(sizes).argmax())
+    held = [t for t, b in zip(profile.tensors, profile.buffers) if b.start <= fullest < b.stop]
+    return [(t.value, padded_bytes(sizes, t.value, t.layout)) for t in held]
+
+
+def _is_in_own_order(costs: CostModel) -> bool:
+    return costs.room.exact or len(costs.graph.regions) > 1
+
+
+def _scheduled(program: Program, sizes: Sizes, costs: CostModel) -> XlaSchedule:
+    nbytes = lambda value, layout: padded_bytes(sizes, value, layout)
+    return XlaSchedule(XlaKernels(costs.graph, program, sizes, costs.fusing, nbytes))
+
+
+def peak(program: Program, sizes: Sizes, costs: CostModel) -> float:
+    """What is counted at the fullest point of a program of the device that comes nearest to its limit."""
+    return MemoryProfile(costs.graph, program, sizes.classes, costs).peak(sizes)

@@ -1,0 +1,203 @@
+"""XLA's kernels of a program in switch form and which of them find their operands in memory; collectives that are
+bucketed (`lower/_buckets.py`) and how many bytes they send and give."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
+from typing import Literal, NamedTuple
+
+from hapsynth._jax import is_extended
+from hapsynth.graph.ir import Graph
+from hapsynth.instructions.collectives import BUNDLED
+from hapsynth.instructions.layout import Layout
+from hapsynth.instructions.program.program import Compute, Convert, Instruction, Program, Property, reads, writes
+from hapsynth.instructions.program.sizes import Sizes
+from hapsynth.instructions.rules.registry import is_fusible
+from hapsynth.instructions.staging.buckets import TOGETHER, family, filled, joined
+from hapsynth.instructions.staging.stages import Stage, split
+from hapsynth.search.analysis.fusion import FusionPlan
+
+Reader = Literal["elementwise", "slice", "collective", "own"]
+"""How an operand is taken: by an elementwise kernel, by a slice that ends one, to be sent, by a kernel of its own."""
+
+
+class Tensor(NamedTuple):
+    """`value | layout`, made by a kernel; -1: an input. Value -1: what a bundle of collectives takes or gives."""
+
+    value: int
+    layout: Layout
+    maker: int
+
+
+class XlaKernels:
+    """The kernels of a program without control flow, by the step that ends each.
+
+    A step is an instruction as it is lowered: a switch makes some again, what nothing needs is none. Small collectives
+    that go as one are two steps more, which join what they send and send it; what each gives is a part of one array,
+    as cheap to any elementwise reader as a slice.
+    """
+
+    def __init__(
+        self, graph: Graph, program: Program, sizes: Sizes, fusing: FusionPlan, nbytes: Callable[[int, Layout], float]
+    ) -> None:
+        self.graph, self.program, self.fusing = graph, program, fusing
+        self._nbytes = cache(nbytes)
+        self.steps: list[Instruction | None] = []
+        """None: of a bundle."""
+        self.taken: list[list[Tensor]] = []
+        self.made: list[list[Tensor]] = []
+        self.switch: list[int] = []
+        """The switch that a step is part of, known by its first step; -1: none."""
+        self._bundled: dict[int, float] = {}
+        """Step of a bundle -> bytes of what it makes."""
+        self._parts: set[int] = set()
+        """Collectives that are part of a bundle."""
+        there = {p: Tensor(*p, -1) for p in program.inputs.items()}
+        self.inputs = list(there.values())
+        for item in joined(graph, split(graph, program, sizes, switches=True, near=True)):
+            match item:
+                case list():
+                    for bundle in bundles(graph, program, item, self._nbytes):
+                        self._collective(bundle, there)
+                case Convert():
+                    # Of nothing.
+                    self._add(item, there, there)
+                case Stage():
+                    self._stage(item, there)
+                case _:
+                    raise AssertionError(f"control flow: {item}")
+        ends = zip(graph.outputs, program.outputs, strict=True)
+        self.outputs = [there[v, layout] for v, layout in ends if isinstance(v, int) and layout is not None]
+        self._found_whole = self._read_as_they_are()
+
+    def nbytes(self, tensor: Tensor) -> float:
+        return self._nbytes(tensor.value, tensor.layout) if tensor.value >= 0 else self._bundled[tensor.maker]
+
+    def reads(self, k: int) -> list[Tensor]:
+        """What the kernel that ends in a step finds in memory."""
+        found: dict[Tensor, None] = {}
+        seen, waiting = {k}, [k]
+        while waiting:
+            i = waiting.pop()
+            for t in self.taken[i]:
+                if t.maker < 0 or self._is_stored(t, i):
+                    found[t] = None
+                elif t.maker not in seen:
+                    seen.add(t.maker)
+                    waiting.append(t.maker)
+        return list(found)
+
+    def _stage(self, stage: Stage, there: dict[Property, Tensor]) -> None:
+        for step in stage.before:
+            self._add(step, there, there)
+        inside = {p: there[p] for p in stage.reads}
+        first = len(self.steps)
+        for step in stage.switch:
+            self._add(step, inside, inside, first)
+        for p in stage.writes:
+            there.setdefault(p, inside[p])
+        for step in stage.after:
+            self._add(step, there, there)
+
+    def _add(
+        self, step: Instruction, given: dict[Property, Tensor], found: dict[Property, Tensor], switch: int = -1
+    ) -> None:
+        k = len(self.steps)
+        self._append(
+            step, [given[p] for p in reads(self.graph, step)], [Tensor(*p, k) for p in writes(self.graph, step)]
+        )
+        self.switch[k] = switch
+        for t in self.made[k]:
+            found.setdefault((t.value, t.layout), t)
+
+    def _append(self, step: Instruction | None, taken: Sequence[Tensor], made: Sequence[Tensor]) -> None:
+        self.switch.append(-1)
+        self.steps.append(step)
+        self.taken.append(list(taken))
+        self.made.append(list(made))
+
+    def _collective(self, bundle: Bundle, there: dict[Property, Tensor]) -> None:
+        taken = [there[step.value, step.source] for step in bundle.steps]
+        if len(bundle.steps) > 1:
+            for nbytes in (bundle.sent, bundle.given):
+                k = len(self.steps)
+                self._bundled[k] = nbytes
+                self._append(None, taken, [Tensor(-1, (), k)])
+                taken = self.made[k]
+        for step in bundle.steps:
+            k = len(self.steps)
+            if len(bundle.steps) > 1:
+                self._parts.add(k)
+            self._append(step, taken, [Tensor(step.value, step.target, k)])
+            there[step.value, step.target] = self.made[k][0]
+
+    def _is_stored(self, tensor: Tensor, reader: int) -> bool:
+        """Whether a reader finds a tensor in memory rather than makes it again."""
+        step, by = self.steps[tensor.maker], self._reader(reader)
+        if step is None or by == "collective" or self.switch[tensor.maker] != self.switch[reader]:
+            return True
+        if isinstance(step, Convert):
+            # A slice, or a part of what a bundle gives, is made by each elementwise kernel that reads it.
+            return (step.is_collective and tensor.maker not in self._parts) or by == "own"
+        if by == "slice" and is_fusible(self.graph.ops[step.op]) and tensor not in self._found_whole:
+            return False
+        return self.fusing.stored[tensor.value] and not (self.fusing.again[tensor.value] and by != "own")
+
+    def _reader(self, k: int) -> Reader:
+        step = self.steps[k]
+        if isinstance(step, Compute):
+            return "own" if self.fusing.reads_stored[step.op] else "elementwise"
+        if step is None or k in self._parts:
+            return "elementwise"
+        return "collective" if step.is_collective else "slice"
+
+    def _read_as_they_are(self) -> set[Tensor]:
+        """What something finds in memory in its own form: not what dots and reductions read of more than two
+        dimensions, which XLA makes two. A slice makes anything else that is elementwise again, though others store
+        it."""
+        found: set[Tensor] = set()
+        for k, step in enumerate(self.steps):
+            by = self._reader(k)
+            flat = isinstance(step, Compute) and not self.graph.ops[step.op].name.startswith("conv")
+            for t in self.taken[k] if by in ("own", "collective") else ():
+                if not (flat and len(self.graph.values[t.value].shape) > 2):
+                    found.add(t)
+        return found
+
+
+NBytes = Callable[[int, Layout], float]
+
+
+class Bundle(NamedTuple):
+    """Collectives that go as one, and the bytes of the arrays that they take and give."""
+
+    steps: tuple[Convert, ...]
+    sent: float
+    given: float
+
+
+def bundles(graph: Graph, program: Program, run: Sequence[Convert], nbytes: NBytes) -> Iterator[Bundle]:
+    """Those of a run of collectives that need nothing of one another. `nbytes`: of a tensor on a device, as it is
+    stored."""
+    sent = [_sent(graph, program, step, nbytes) for step in run]
+    dtypes = [graph.values[step.value].dtype for step in run]
+    families = [
+        family(step, str(dtype)) if size <= BUNDLED and step.step in TOGETHER and not is_extended(dtype) else None
+        for step, size, dtype in zip(run, sent, dtypes, strict=True)
+    ]
+    for group in filled(families, sent):
+        given = sum(nbytes(run[n].value, run[n].target) for n in group)
+        yield Bundle(tuple(run[n] for n in group), sum(sent[n] for n in group), given)
+
+
+def _sent(graph: Graph, program: Program, step: Convert, nbytes: NBytes) -> float:
+    """Bytes of the array that a collective takes: whole blocks of the largest shard."""
+    n, source = program.axes[step.axis][1], nbytes(step.value, step.source)
+    match step.step:
+        case "reduce_scatter":
+            return n * nbytes(step.value, step.target)
+        case "all_to_all":
+            return n * source * nbytes(step.value, step.target) / graph.values[step.value].nbytes
+        case _:
+            return source

@@ -1,0 +1,171 @@
+"""What a program in switch form holds, kernel by kernel, in the order in which XLA's CPU backend runs it.
+
+XLA fuses, then orders by itself: each kernel right before the first that reads it, operands with more readers behind
+them and larger ones first (`DFSMemoryScheduler`). So it puts the gradients of weights last where one op reads them all,
+as the clip by a global norm or a combined all-reduce, with what they are made of. A switch is one kernel to what is
+around it. GPUs take the best of three such orders: no more than this one by XLA's own count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cached_property
+
+import numpy as np
+
+from hapsynth.instructions.program.program import Compute
+from hapsynth.search.analysis.buffer_aliasing import cut_of
+from hapsynth.search.memory.xla_kernels import Tensor, XlaKernels
+
+Rank = tuple[float, float, int]
+"""What of several kernels is run first: the least."""
+
+
+class XlaSchedule:
+    """The order of a program's kernels, and what is held along it."""
+
+    def __init__(self, kernels: XlaKernels) -> None:
+        self.kernels, self.graph = kernels, kernels.graph
+        self.needs: dict[int, list[Tensor]] = {}
+        self.order = self._ordered(_depth_first(_makers(kernels.outputs), self._needed_by))
+
+    def nbytes(self, tensor: Tensor) -> float:
+        return self.kernels.nbytes(tensor)
+
+    def peak(self) -> float:
+        """Bytes at the fullest point."""
+        return sum(map(self.nbytes, self.held))
+
+    @cached_property
+    def held(self) -> list[Tensor]:
+        """What there is at the fullest point. Arguments are there throughout; what a step leaves of its state takes the
+        place of what it found."""
+        made, outputs, switch = self.kernels.made, self.kernels.outputs, self.kernels.switch
+        place = {k: n for n, k in enumerate(self.order)}
+        ends = {switch[k]: n for k, n in place.items()}
+        life = {t: [place[k], place[k]] for k in self.order for t in made[k]}
+        for k in self.order:
+            for t in self.needs[k]:
+                if t in life:
+                    # What a switch takes is there until it ends.
+                    taken = switch[k] not in (-1, switch[t.maker])
+                    life[t][1] = max(life[t][1], ends[switch[k]] if taken else place[k])
+        for t in outputs:
+            if t in life:
+                life[t][1] = len(self.order)
+        for k in self.order:
+            self._write_over(k, place[k], life)
+        carried = {self.graph.outputs[target] for _, target in self.graph.carry}
+        own = {t: span for t, span in life.items() if not (t.value in carried and span[1] == len(self.order))}
+        change = np.zeros(len(self.order) + 2)
+        for t, (start, stop) in own.items():
+            change[start] += self.nbytes(t)
+            change[stop + 1] -= self.nbytes(t)
+        fullest = int(np.cumsum(change).argmax())
+        return self.kernels.inputs + [t for t, (start, stop) in own.items() if start <= fullest <= stop]
+
+    def _write_over(self, k: int, at: int, life: Mapping[Tensor, list[int]]) -> None:
+        """The result takes the place of an operand that is read for the last time."""
+        step, switch = self.kernels.steps[k], self.kernels.switch
+        for v in self.kernels.fusing.overwritten[step.op] if isinstance(step, Compute) else ():
+            for t in self.needs[k]:
+                last = t.value == v and t in life and life[t][1] == at > life[t][0] and switch[t.maker] == switch[k]
+                if last and cut_of(t.layout) == cut_of(self.kernels.made[k][0].layout):
+                    life[t][1] = at - 1
+                    return
+
+    def _needed_by(self, k: int) -> list[int]:
+        if k not in self.needs:
+            self.needs[k] = self.kernels.reads(k)
+        return _makers(self.needs[k])
+
+    def _ordered(self, found: Sequence[int]) -> list[int]:
+        """The order in which XLA runs kernels, those of a switch together."""
+        node_of = lambda k: self.kernels.switch[k] if self.kernels.switch[k] >= 0 else k
+        node = lambda t: node_of(t.maker) if t.maker >= 0 else -1
+        members: dict[int, list[int]] = {}
+        for k in found:
+            members.setdefault(node_of(k), []).append(k)
+        needs = {n: [t for k in ks for t in self.needs[k] if node(t) != n] for n, ks in members.items()}
+        needs = {n: list(dict.fromkeys(ts)) for n, ts in needs.items()}
+        leave = {t for ts in needs.values() for t in ts}.union(self.kernels.outputs)
+        made = {n: [t for k in ks for t in self.kernels.made[k]] for n, ks in members.items()}
+        made = {n: [t for t in ts if t in leave] if len(members[n]) > 1 else ts for n, ts in made.items()}
+        order: list[int] = []
+        for n in self._by_rank(map(node, self.kernels.outputs), needs, made, node):
+            order += members[n] if len(members[n]) == 1 else self._inside(members[n], made[n])
+        return order
+
+    def _inside(self, members: Sequence[int], leave: Iterable[Tensor]) -> list[int]:
+        """The order of a switch's kernels. `leave`: what is read after it."""
+        mine = set(members)
+        maker = lambda t: t.maker if t.maker in mine else -1
+        needs, made = ({k: of[k] for k in members} for of in (self.needs, self.kernels.made))
+        return self._by_rank(sorted(t.maker for t in leave), needs, made, maker)
+
+    def _by_rank(
+        self,
+        ends: Iterable[int],
+        needs: Mapping[int, Sequence[Tensor]],
+        made: Mapping[int, Sequence[Tensor]],
+        maker: Callable[[Tensor], int],
+    ) -> list[int]:
+        ends, before = _distinct(ends), {k: _distinct(map(maker, ts)) for k, ts in needs.items()}
+        in_order = _depth_first(ends, before.__getitem__)
+        return _depth_first(ends, before.__getitem__, self._ranks(in_order, needs, made, maker))
+
+    def _ranks(
+        self,
+        in_order: Sequence[int],
+        needs: Mapping[int, Sequence[Tensor]],
+        made: Mapping[int, Sequence[Tensor]],
+        maker: Callable[[Tensor], int],
+    ) -> dict[int, Rank]:
+        """What of a kernel's operands is run first: readers beyond the first and bytes of all that leads to it, what
+        several lead to counted as often."""
+        readers: dict[Tensor, int] = {}
+        for k in in_order:
+            for t in needs[k]:
+                readers[t] = readers.get(t, 0) + 1
+        more = lambda tensors: max(0, sum(readers.get(t, 0) for t in tensors) - 1)
+        inputs = self.kernels.inputs
+        count, total = len(in_order) + len(inputs), sum(map(self.nbytes, inputs))
+        found: dict[int, Rank] = {}
+        for k in in_order:
+            own = sum(map(self.nbytes, made[k]))
+            users, total, size = more(made[k]), total + own, own
+            for t in needs[k]:
+                before = (more([t]), self.nbytes(t)) if maker(t) < 0 else found[maker(t)]
+                users, size = users + abs(before[0]), size + abs(before[1])
+            found[k] = (-min(users, count), -min(size, total), k)
+        return found
+
+
+def _makers(tensors: Iterable[Tensor]) -> list[int]:
+    return _distinct(t.maker for t in tensors)
+
+
+def _distinct(kernels: Iterable[int]) -> list[int]:
+    return list(dict.fromkeys(k for k in kernels if k >= 0))
+
+
+def _depth_first(
+    ends: Iterable[int],
+    needs: Callable[[int], Sequence[int]],
+    ranks: Mapping[int, Rank] | None = None,
+) -> list[int]:
+    """Everything that the ends need and they, each after what it needs, in the order of the ranks."""
+    rank = ranks.__getitem__ if ranks else lambda k: (0.0, 0.0, 0)
+    ordered = lambda kernels: sorted(kernels, key=rank)
+    found: dict[int, None] = {}
+    seen: set[int] = set()
+    waiting = [(k, False) for k in ordered(list(ends))[::-1]]
+    while waiting:
+        k, done = waiting.pop()
+        if done:
+            found[k] = None
+        elif k not in seen:
+            seen.add(k)
+            waiting.append((k, True))
+            waiting += [(n, False) for n in ordered(list(needs(k)))[::-1] if n not in seen]
+    return list(found)

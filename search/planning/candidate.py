@@ -1,0 +1,128 @@
+"""What a search comes up with: an assignment as a program, in the order and at the sizes that suit it best."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from hapsynth.instructions.program.program import Compute, Program
+from hapsynth.instructions.program.sizes import Classes, Sizes
+from hapsynth.search.cost.model import CostModel
+from hapsynth.search.cost.program_cost import program_cost
+from hapsynth.search.formulation.emission import Emitter
+from hapsynth.search.formulation.problem_builder import ProblemBuilder
+from hapsynth.search.sizing.fixed_ratios import FixedRatios
+from hapsynth.search.sizing.sizer import Sizer
+from hapsynth.search.solver import Ints, Solution
+
+_POINTS = 3
+"""How many ops a round limits memory at."""
+
+
+SAME = 1e-6
+"""Other sizes have to gain more than this, relative, as what is known of those assumed has to be proved anew."""
+
+
+@dataclass(frozen=True, eq=False)
+class Candidate:
+    """A program with its sizes, and the choices that made it."""
+
+    sizer: Sizer
+    sizes: Sizes
+    cost: float
+    memory: float
+    """What is counted of the device that comes nearest to its limit (`room.py`)."""
+    choices: Ints | None
+    """Of the structure in use; None where that has been replaced."""
+    bound: float | None
+    """The search's lower bound where its sizes turned out to be those that the search assumed."""
+    over: Sizes | None = None
+    """Sizes at which it holds too much: those that the search assumed, or its own where no others fit."""
+
+    @property
+    def program(self) -> Program:
+        return self.sizer.program
+
+    def held(self) -> tuple[float, ...]:
+        """Bytes of each device at its fullest point."""
+        return self.sizer.memory.peaks(self.sizes)
+
+
+def bound_at(cost: float, solution: Solution) -> float | None:
+    """A search's lower bound for its program at sizes of this cost: where they are those that the search assumed."""
+    known = np.isfinite(solution.lower_bound) and abs(cost - solution.cost) <= 1e-9 * cost
+    return solution.lower_bound if known else None
+
+
+@dataclass(frozen=True, eq=False)
+class CandidateBuilder:
+    """Makes candidates that fit into the devices' room, their classes cut as `fixed_ratios` have it. `left`: seconds
+    that there are for their sizes."""
+
+    costs: CostModel
+    fixed_ratios: FixedRatios | None = None
+    left: Callable[[], float] = lambda: np.inf
+
+    @property
+    def limit(self) -> float:
+        return self.costs.room.limit
+
+    def make(self, builder: ProblemBuilder, solution: Solution, *, as_assumed: bool = False) -> Candidate:
+        """An assignment as a program at its best sizes, in the order that spares memory where it must; `as_assumed`: at
+        the formulator's."""
+        assert solution.assignment is not None
+        emitter = Emitter(builder, solution.assignment.tolist())
+        staged = self._sized(emitter.run(self.costs.axes), builder, solution, as_assumed)
+        if staged.over is None:
+            return staged
+        sparing = self._sized(emitter.ordered(self.costs.axes, sparing=True), builder, solution, as_assumed)
+        if sparing.over is None:
+            return sparing
+        fitting = [c for c in (staged, sparing) if c.memory <= self.limit]
+        return min(fitting, key=lambda c: c.cost) if fitting else min(staged, sparing, key=lambda c: c.memory)
+
+    def _sized(self, program: Program, builder: ProblemBuilder, solution: Solution, as_assumed: bool) -> Candidate:
+        assert solution.assignment is not None
+        assert builder.ratios is not None
+        classes = Classes.build(self.costs.graph, program, self.costs.table)
+        sizer = Sizer(program, classes, self.costs, self.fixed_ratios, self.left)
+        weights = builder.ratios.weights
+        sizes = sizer.fixed(weights) if as_assumed else sizer.best(weights, limit=self.limit)
+        memory = sizer.memory.peak(sizes)
+        # The sizes that the search assumed are a candidate too, and they are what its bound holds for.
+        assumed = builder.ratios.sizes_of(classes)
+        if assumed is not None and any(assumed.shares[c] != held for c, held in sizer.pinned.items()):
+            assumed = None
+        needed = sizer.memory.peak(assumed) if assumed is not None else 0.0
+        over = assumed if needed > self.limit else None
+        if assumed is not None and over is None:
+            better = sizer.variable_cost(assumed) <= sizer.variable_cost(sizes) * (1 + SAME)
+            if better or memory > self.limit:
+                sizes, memory = assumed, needed
+        cost = program_cost(program, sizes, self.costs)
+        bound = bound_at(cost, solution)
+        over = over or (sizes if memory > self.limit else None)
+        return Candidate(sizer, sizes, cost, memory, solution.assignment, bound, over)
+
+    def bound(self, candidate: Candidate) -> float:
+        """Seconds that a candidate's program takes at least at any sizes that fit."""
+        sizer = candidate.sizer
+        rest = candidate.cost - sizer.variable_cost(candidate.sizes)
+        return rest + sizer.bound(candidate.sizes, self.limit)
+
+    def full_ops(self, candidate: Candidate) -> dict[int, float]:
+        """The op at which a program holds the most and others far from it at which it holds too much -> bytes held. Of
+        a program without ops it is the end (`liveness.py`)."""
+        profile = candidate.sizer.memory
+        alive = profile.at(candidate.over or candidate.sizes).reshape(-1, profile.phases).max(axis=1)
+        ops = [i.op if isinstance(i, Compute) else -1 for i in candidate.program.instructions]
+        apart = max(1, len(ops) // 8)
+        found: dict[int, float] = {}
+        while len(found) < _POINTS and (not found or alive.max() > self.limit):
+            point = int(alive.argmax())
+            near = (op for op in (*ops[max(0, point - 1) :], *ops[:point][::-1]) if op >= 0)
+            found.setdefault(next(near, len(self.costs.graph.ops)), float(alive[point]))
+            alive[max(0, point - apart) : point + apart] = -np.inf
+        return found

@@ -1,0 +1,389 @@
+"""Plans that use only some of a cluster's devices.
+
+Every device of a planned mesh takes part in every collective and in every op that is not cut, whatever its shares. So
+slow devices can cost more than they bring, and so can a slow network: what is left out holds and computes nothing.
+
+Considered are all devices; without the slower kinds, or without any one of them; of each such set the fastest half of
+the hosts, and of the positions along a mesh axis, the fastest quarter and so on; and one device of each kind. Of more
+than a few kinds (`leaving_out.py`): all; without the slowest one, two, four and so on; without the one that is worst in
+something; of all devices the fastest half of the hosts or positions and so on; and one that is best in something. How
+many of the slowest kinds are left out is then narrowed down by what the programs found cost.
+
+All devices are planned for first. A set is given up as soon as a bound on it exceeds the best plan so far: first the
+work of its ops shared out ideally, then the joint bound. What is left is searched, and the best plan's bounds are
+proved.
+
+The joint bound of the whole is the least over all sets, where one that was given up counts with the bound that did it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+
+from hapsynth._gc import gc_paused
+from hapsynth.cluster.cluster import Cluster
+from hapsynth.cluster.memory_budget import MemoryBudget
+from hapsynth.graph.ir import Graph
+from hapsynth.search.cost.device_speed import Speeds
+from hapsynth.search.cost.model import CostModel
+from hapsynth.search.cost.network import mesh_axes
+from hapsynth.search.formulation.choice_space import ChoiceSpace, Restriction
+from hapsynth.search.planning.planner import Planner
+from hapsynth.search.result import SETTLED, Progress, Result, proven
+from hapsynth.search.sizing.fixed_ratios import FixedRatios
+from hapsynth.search.sizing.leaving_out import FEW, between, ladder
+
+_CONCLUDING = 0.15
+"""Of a time budget, for the bounds of the best plan."""
+Devices = tuple[int, ...]
+"""Positions in mesh order, rising."""
+
+
+def subclusters(cluster: Cluster) -> list[Devices]:
+    """The sets of devices worth a look, the whole cluster excepted."""
+    ranking = Ranking(cluster)
+    kinds, rank, everyone = ranking.kinds, ranking.rank, ranking.fastest(len(ranking.kinds))
+    speed = [kinds[k].rate("float32") for k in rank]
+    if len(kinds) <= FEW:
+        sets = [everyone, *(ranking.fastest(count) for count in range(1, len(kinds)))]
+        sets += [ranking.without(k) for k in range(len(kinds))]
+        divided, alone = sets, list(range(len(kinds)))
+    else:
+        most = lambda of: max(range(len(kinds)), key=lambda k: of(kinds[k]))
+        slow = dict.fromkeys((len(kinds) - 1, most(lambda k: -k.bandwidth), most(lambda k: k.overhead)))
+        sets = [everyone, *map(ranking.fastest, ladder(len(kinds))), *map(ranking.without, slow)]
+        divided = [everyone]
+        alone = list(dict.fromkeys((0, most(lambda k: k.bandwidth), most(lambda k: -k.overhead))))
+    found: dict[Devices, None] = {}
+    for devices in filter(None, sets):
+        found[devices] = None
+        for groups in _groupings(cluster, devices) if devices in divided else ():
+            ranked = sorted(groups, key=lambda g: (-sum(speed[d] for d in g), g))
+            while len(ranked) > 1:
+                ranked = ranked[: (len(ranked) + 1) // 2]
+                found[tuple(sorted(d for group in ranked for d in group))] = None
+    found.update({(rank.index(k),): None for k in alone})
+    found.pop(everyone)
+    return list(found)
+
+
+class Ranking:
+    """The kinds of a cluster's devices, fastest first. `rank`: of each device, its kind."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.kinds = sorted(cluster.kinds, key=lambda k: -k.rate("float32"))
+        number = {kind: k for k, kind in enumerate(self.kinds)}
+        # Devices of a kind mostly are one object, and comparing these is slow.
+        known = {key: number[kind] for key, kind in {id(kind): kind for kind in cluster.devices}.items()}
+        self.rank = [known[id(kind)] for kind in cluster.devices]
+
+    def fastest(self, count: int) -> Devices:
+        """The devices of the `count` fastest kinds."""
+        return tuple(d for d, k in enumerate(self.rank) if k < count)
+
+    def without(self, kind: int) -> Devices:
+        """All devices but those of a kind."""
+        return tuple(d for d, k in enumerate(self.rank) if k != kind)
+
+
+def _groupings(cluster: Cluster, devices: Devices) -> Iterator[list[Devices]]:
+    """Some devices by host, and by their positions along each mesh axis."""
+    keys = [cluster.hosts]
+    stride = cluster.n
+    for _, size in cluster.axes:
+        stride //= size
+        keys.append(tuple(d // stride % size for d in range(cluster.n)))
+    for key in keys:
+        groups: dict[int, list[int]] = {}
+        for d in devices:
+            groups.setdefault(key[d], []).append(d)
+        yield [tuple(group) for group in groups.values()]
+
+
+class IdealWorkBound:
+    """The seconds that a graph's ops take at least on any devices, however they are cut and whatever is communicated.
+
+    A device with a fraction r of an op's work takes t >= overhead + max(r flops / rate, r bytes / bandwidth), at the
+    highest rate that was measured, and the fractions sum to 1; bytes that are not divided are moved once at least. An
+    op that cannot be cut waits for the slowest device.
+    """
+
+    def __init__(self, structure: ChoiceSpace, costs: CostModel) -> None:
+        graph, number = structure.graph, dict[object, int]()
+        runs: list[float] = []
+        works: list[tuple[float, float, int, tuple[str, str], bool]] = []
+        for op in graph.ops:
+            key = (costs.kind(op.index), id(structure.triples[op.index]))
+            if key not in number:
+                number[key] = len(works)
+                runs.append(0.0)
+                found = [costs.work(op.index, triples) for triples in structure.triples[op.index]]
+                work, cut = found[0], any(w.divided for w in found)
+                works.append(
+                    (work.flops, sum(b for _, b in work.moved), work.launches, (work.op_class, work.dtype), cut)
+                )
+            runs[number[key]] += graph.runs[op.region]
+        self.runs = np.array(runs)
+        flops, nbytes, launches, self.classes, cut = zip(*works) if works else ((),) * 5
+        column = lambda values: np.array(values, dtype=np.float64)[:, None]
+        self.flops, self.nbytes, self.launches, self.cut = *map(column, (flops, nbytes, launches)), np.array(cut, bool)
+
+    def on(self, cluster: Cluster) -> float:
+        """Seconds per step."""
+        if not self.classes:
+            return 0.0
+        counts = Counter(cluster.devices)
+        kinds, of_each = list(counts), np.array(list(counts.values()), dtype=np.float64)
+        speeds = {key: Speeds(kinds, *key) for key in dict.fromkeys(self.classes)}
+        rate = np.array([speeds[key].most for key in self.classes])
+        bandwidth = np.array([k.bandwidth for k in kinds])
+        overhead = np.array([k.overhead for k in kinds])
+        together = lambda a: (a * of_each).sum(axis=-1, keepdims=True)
+        shared = self.launches * overhead.min() + np.maximum(
+            self.flops / together(rate), self.nbytes / together(bandwidth)
+        )
+        alone = self.launches * overhead + np.maximum(self.flops / rate, self.nbytes / bandwidth)
+        return float(self.runs @ np.where(self.cut, shared[:, 0], alone.max(axis=1)))
+
+
+@dataclass
+class _Entry:
+    """One set of devices. `bound`: on all programs for it; `planner`: None until it deserves one."""
+
+    devices: Devices
+    cluster: Cluster
+    bound: float = 0.0
+    planner: Planner | None = None
+    searched: float = 0.0
+    """The bar that its programs had to stay below."""
+
+
+@dataclass
+class ClusterPlanner:
+    """One planning task, for all of a cluster's devices or those that are worth it; fields as those of `Planner`.
+
+    With a restriction or pins, which are for a mesh of all devices, and with `leave_out` false, all devices are used;
+    `devices`: just these, for which a restriction and pins are then.
+    """
+
+    graph: Graph
+    cluster: Cluster
+    memory_limit: float | None = None
+    time_budget_s: float | None = None
+    restriction: Restriction | None = None
+    progress: Callable[[Progress], None] | None = None
+    leave_out: bool = True
+    fixed_ratios: FixedRatios | None = None
+    exact: bool = False
+    devices: Devices | None = None
+
+    def glance(self) -> float:
+        """What the first program that comes up, on all devices, holds over what there is; `run` goes on from there."""
+        self.whole.glance()
+        return self.whole.excess
+
+    @gc_paused()
+    def run(self) -> Result:
+        """Plan; InfeasibleError and Ctrl-C as with `Planner.run`. The time budget counts from `glance`, if that was
+        called."""
+        self._began, self._concluding = self.whole.began, 0.0
+        if self.devices is not None:
+            return self._on_some(self.devices)
+        asked = self.restriction is not None or self.fixed_ratios is not None
+        if not self.leave_out or asked or self.cluster.n == 1:
+            return self.whole.run()
+        self._interrupted = False
+        self._alone = Restriction(allowed=lambda value, dim: False)
+        least = self._least = IdealWorkBound(self.whole.structure, self.whole.costs)
+        whole = self._best = _Entry(tuple(range(self.cluster.n)), self.cluster, least.on(self.cluster), self.whole)
+        subsets = [(devices, self.cluster.subset(devices)) for devices in subclusters(self.cluster)]
+        entries = [_Entry(devices, cluster, least.on(cluster)) for devices, cluster in subsets]
+        self._entries = [self._best, *sorted(entries, key=lambda e: (e.bound, e.devices))]
+        # Before all devices are planned for in earnest, as a better plan on some of them makes that short.
+        self._glance = self._attempt(self.whole.glance)
+        if self.time_budget_s is not None:
+            # The last bounds take two more problems.
+            took = max(2 * self.whole.search_s, _CONCLUDING * self.time_budget_s)
+            self._concluding = min(took, self.time_budget_s / 2)
+        self._consider_all()
+        if self._best is not whole:
+            self.whole.allow(self._left() - self._concluding)
+            whole.bound = max(whole.bound, self._attempt(lambda: self.whole.joint_bound(self._cost()), 0.0))
+        if whole.bound < self._cost():
+            self._attempt(lambda: self.whole.explore(np.inf if self._best is whole else self._cost()))
+            self._best = whole if self.whole.cost < self._cost() else self._best
+        first, self._glance = self._glance, np.inf
+        self._consider_all()
+        self._narrow_down()
+        if not np.isfinite(self._cost()):
+            self._squeeze()
+        return self._concluded(first)
+
+    @cached_property
+    def whole(self) -> Planner:
+        """Of all the devices that may be used."""
+        used = self.cluster if self.devices is None else self.cluster.subset(self.devices)
+        return Planner(
+            self.graph,
+            used,
+            self.memory_limit,
+            self.time_budget_s,
+            self.restriction,
+            self.progress,
+            fixed_ratios=self.fixed_ratios,
+            exact=self.exact,
+        )
+
+    def _on_some(self, devices: Devices) -> Result:
+        """The plan of the devices that are asked for, as one for the cluster."""
+        result = self.whole.run()
+        if len(devices) == self.cluster.n:
+            return result
+        limits = MemoryBudget.of(self.cluster, self.memory_limit).limits
+        return replace(result, memory_bytes=self._spread(devices, result), memory_limit_bytes=limits, devices=devices)
+
+    def _spread(self, devices: Devices, result: Result) -> tuple[float, ...]:
+        """Of the cluster's devices, what some of them hold."""
+        spread = np.zeros(self.cluster.n)
+        spread[list(devices)] = result.memory_bytes
+        return tuple(map(float, spread))
+
+    def _consider_all(self) -> None:
+        """Search the sets that may be better than the best so far."""
+        full = self.whole.full_ops()
+        for entry in self._entries[1:]:
+            if entry.planner and entry.planner.cost < self._bar():
+                self._best = entry
+            if entry.searched >= self._bar() or entry.bound >= self._bar() or self._late():
+                continue
+            planner = entry.planner = entry.planner or self._planner(entry)
+            held = self._attempt(lambda p=planner: p.bytes_at(full), 0.0)
+            if held > planner.limit:
+                entry.bound = np.inf
+                continue
+            entry.bound = max(entry.bound, self._attempt(lambda p=planner: p.joint_bound(self._bar()), 0.0))
+            if entry.bound < self._bar() and not self._late():
+                entry.searched = self._bar()
+                if self._attempt(lambda p=planner: p.explore(self._bar())) < self._bar():
+                    self._best = entry
+
+    def _narrow_down(self) -> None:
+        """Of many kinds: how many of the slowest to leave out, between the numbers that were looked at."""
+        ranking = Ranking(self.cluster)
+        count = len(ranking.kinds)
+        tried = {ranking.fastest(number): number for number in ladder(count)} if count > FEW else {}
+        while self._best.devices in tried and not self._late():
+            more = between(tried.values(), tried[self._best.devices])
+            if not more:
+                return
+            for number in more:
+                devices = ranking.fastest(number)
+                tried[devices] = number
+                if all(entry.devices != devices for entry in self._entries):
+                    cluster = self.cluster.subset(devices)
+                    self._entries.append(_Entry(devices, cluster, self._least.on(cluster)))
+            self._consider_all()
+
+    def _left(self) -> float:
+        """Seconds of the time budget; inf without one."""
+        return np.inf if self.time_budget_s is None else self.time_budget_s - (time.perf_counter() - self._began)
+
+    def _planner(self, entry: _Entry) -> Planner:
+        left = None if self.time_budget_s is None else max(0.05, self._left() - self._concluding)
+        # One device has nothing to cut.
+        restriction = self._alone if len(entry.devices) == 1 else None
+        axes = len(mesh_axes(entry.cluster))
+        known = (e.planner for e in self._entries if e.planner)
+        base = next((p for p in known if p.restriction is restriction and len(p.axes) == axes), self.whole)
+        relay = self._relay(entry)
+        return Planner(
+            self.graph, entry.cluster, self.memory_limit, left, restriction, relay, base=base, exact=self.exact
+        )
+
+    def _relay(self, entry: _Entry) -> Callable[[Progress], None] | None:
+        """Progress of one set as that of the whole."""
+        tell = self.progress
+        if tell is None:
+            return None
+
+        def relay(p: Progress) -> None:
+            stage = f"{len(entry.devices)} of {self.cluster.n} devices: {p.stage}"
+            seconds = time.perf_counter() - self._began
+            others = sum(e.planner.expanded for e in self._entries if e.planner and e is not entry)
+            best = min(p.cost_s, self._cost())
+            tell(Progress(stage, seconds, best, min(p.lower_bound_s, best), p.expanded + others))
+
+        return relay
+
+    def _attempt(self, search: Callable[[], float], otherwise: float = np.inf) -> float:
+        """What a search comes to; `otherwise` where Ctrl-C ended it."""
+        try:
+            return otherwise if self._interrupted else search()
+        except KeyboardInterrupt:
+            self._interrupted = True
+            return otherwise
+
+    def _late(self) -> bool:
+        self._interrupted |= any(e.planner.interrupted for e in self._entries if e.planner)
+        return self._interrupted or self._left() <= self._concluding
+
+    def _cost(self) -> float:
+        return self._best.planner.cost if self._best.planner else np.inf
+
+    def _bar(self) -> float:
+        """What fewer devices must stay below to be worth it."""
+        return min(self._cost(), self._glance) * (1 - SETTLED / 2)
+
+    def _with_all(self, glance: float) -> float:
+        """Seconds of the best program found in which every device takes part; inf where none fits."""
+        if self._entries[0].bound >= self._cost():
+            return min(self.whole.cost, glance)
+        return self.whole.cost if np.isfinite(self.whole.cost) else self.whole.given_up
+
+    def _squeeze(self) -> None:
+        """The first set is the best on which a program is found that fits."""
+        for entry in self._entries:
+            planner = entry.planner
+            if planner is None or np.isinf(entry.bound) or self._late():
+                continue
+            if np.isfinite(self._attempt(planner.shrink)):
+                self._best = entry
+                return
+
+    def _concluded(self, glance: float) -> Result:
+        best, planner = self._best, self._best.planner
+        assert planner is not None
+        self._late()
+        planner.interrupted |= self._interrupted
+        planner.allow(self._left())
+        result = planner.conclude()
+        self._interrupted |= result.interrupted
+        cost = result.cost_s
+        # Where there was no time for the joint bound, that of the work alone.
+        own = min(max(result.joint_lower_bound_s, best.bound), cost)
+        bounds = {e.devices: own if e is best else e.bound for e in self._entries}
+        joint, lower_bound = min(bounds.values()), max(result.lower_bound_s, own)
+        planners = [e.planner for e in self._entries if e.planner]
+        timings = [p.timings_s() for p in planners]
+        return replace(
+            result,
+            lower_bound_s=lower_bound,
+            joint_lower_bound_s=joint,
+            bounds=bounds,
+            status=proven(cost, lower_bound, joint, result.unpriced_primitives),
+            expanded=sum(p.expanded for p in planners),
+            sweeps=sum(p.sweeps for p in planners),
+            states=max(p.states for p in planners),
+            timings_s={key: sum(t[key] for t in timings) for key in timings[0]},
+            memory_bytes=self._spread(best.devices, result),
+            memory_limit_bytes=self.whole.limits,
+            interrupted=self._interrupted,
+            devices=None if planner is self.whole else best.devices,
+            with_all_s=None if planner is self.whole else self._with_all(glance),
+        )

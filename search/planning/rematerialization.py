@@ -1,0 +1,198 @@
+"""Which ops to run twice so that less is held: minimum cuts between what is held and what is made again.
+
+Most is held at some op `at`. What is made before it and taken after it is held there, or made again from what is: at a
+price per byte, the cheapest choice is a minimum cut (functorch's partitioner takes one of bytes alone; Checkmate, arXiv
+1910.02653, is an integer program). Rising prices give the choices worth having: each holds less than the one before and
+computes longer.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+
+from hapsynth.cluster.cluster import Cluster
+from hapsynth.cluster.device_kinds import DeviceKind
+from hapsynth.graph.ir import Graph, Rematerialized
+from hapsynth.graph.rematerialize import blocks, can_run_again, recomputed
+from hapsynth.instructions.rules.registry import flops_of, is_fusible
+from hapsynth.search.analysis.fusion import materialized
+from hapsynth.search.analysis.liveness import Liveness
+from hapsynth.search.cost.model import Floats
+from hapsynth.search.planning.device_subsets import ClusterPlanner
+from hapsynth.search.planning.planner import InfeasibleError
+from hapsynth.search.result import Result
+from hapsynth.search.solver.min_cut import Hyperedge, cheapest_labels
+
+_PRICES = 12
+_SPREAD = 1e4
+"""Between the mean price of a byte and the lowest and highest that are tried first."""
+_BETWEEN = 3
+"""How often the ways between two prices that differ are halved."""
+_LESS = 0.98
+"""What a choice holds, at most, of what the one before does."""
+_NEXT_TO_NOTHING = 0.02
+"""Of a step, what second runs may take without a look at whether the graph itself is cheaper."""
+
+
+class Choice(NamedTuple):
+    """A graph with second runs, the seconds that they take, and the bytes at its fullest op, uncut."""
+
+    graph: Graph
+    seconds: float
+    nbytes: float
+
+
+def choices(graph: Graph, seconds: Sequence[float]) -> list[Choice]:
+    """Ways to hold less than `graph` does, from the one that computes the least to the one that holds the least.
+
+    `seconds`: of each op, uncut, in any unit.
+    """
+    held = held_at(graph)
+    ends = [b.stop - 1 for b in blocks(graph)]
+    at = next(end for end in ends if end >= int(held.argmax()))
+    problem = _Problem(graph, at, seconds)
+    per_byte = problem.mean_price()
+    if not per_byte:
+        return []
+    prices = np.geomspace(per_byte / _SPREAD, per_byte * _SPREAD, _PRICES).tolist()
+    known = {price: problem.cheapest(price) for price in prices}
+    for _ in range(_BETWEEN):
+        pairs = list(pairwise(sorted(known.items())))
+        between = [(a * b) ** 0.5 for (a, x), (b, y) in pairs if x != y]
+        known |= {price: problem.cheapest(price) for price in between}
+    found = list[Choice]()
+    for ops in dict.fromkeys(filter(None, known.values())):
+        other = recomputed(graph, Rematerialized(at, ops))
+        found.append(Choice(other, sum(seconds[o] for o in ops), float(held_at(other).max())))
+    best = float(held.max())
+    worth: list[Choice] = []
+    for choice in sorted(found, key=lambda c: c.seconds):
+        if choice.nbytes < best * _LESS:
+            best = choice.nbytes
+            worth.append(choice)
+    return worth
+
+
+def held_at(graph: Graph) -> Floats:
+    """Bytes alive at each op, uncut, in the order of the graph: float64 [ops]."""
+    stored = materialized(graph)
+    lives = Liveness(graph, stored)
+    change = np.zeros(len(graph.ops) + 3)
+    nbytes = np.array([v.nbytes if s else 0 for v, s in zip(graph.values, stored, strict=True)], dtype=np.float64)
+    np.add.at(change, lives.first + 1, nbytes)
+    np.subtract.at(change, lives.last + 2, nbytes)
+    return np.cumsum(change)[1 : len(graph.ops) + 1]
+
+
+class _Problem:
+    """Labels: an op's is 1 where it runs again, a value's where it is there after `at`."""
+
+    def __init__(self, graph: Graph, at: int, seconds: Sequence[float]) -> None:
+        before = range(at + 1)
+        made = [v for o in before for v in graph.ops[o].results]
+        place = {v: at + 1 + n for n, v in enumerate(made)}
+        late = {v for op in graph.ops[at + 1 :] for _, v in op.value_operands}
+        late.update(v for v in graph.outputs if isinstance(v, int))
+        self.needed = [place[v] for v in made if v in late]
+        self.again = np.array([can_run_again(graph.ops[o]) for o in before])
+        self.seconds = np.array(seconds[: at + 1], dtype=np.float64)
+        self.nbytes = np.array([graph.values[v].nbytes for v in made], dtype=np.float64)
+        self.made = [Hyperedge(o, (place[v],), 0.0) for o in before for v in graph.ops[o].results]
+        takers: dict[int, list[int]] = {}
+        for o in before:
+            for v in dict.fromkeys(u for _, u in graph.ops[o].value_operands if u in place):
+                takers.setdefault(place[v], []).append(o)
+        self.taken = [Hyperedge(v, tuple(ops), 0.0) for v, ops in takers.items()]
+
+    def mean_price(self) -> float:
+        """Seconds of all ops by the bytes of all values; 0 where nothing can run again for anything."""
+        total = float(self.nbytes.sum())
+        return float(self.seconds[self.again].sum()) / total if total and self.needed else 0.0
+
+    def cheapest(self, price: float) -> tuple[int, ...]:
+        """The ops to run again where a byte that is held costs `price` seconds."""
+        keep = self.nbytes * price
+        never = 2 * (float(keep.sum()) + float(self.seconds.sum()))
+        first = np.zeros(self.seconds.size + keep.size)
+        second = np.r_[np.where(self.again, self.seconds, never), np.zeros(keep.size)]
+        first[self.needed] = never
+        up = np.r_[keep, np.full(len(self.taken), np.inf)]
+        labels = cheapest_labels(first, second, [*self.made, *self.taken], (up, np.zeros(up.size)))
+        return tuple(np.flatnonzero(labels[: self.seconds.size] == 1).tolist())
+
+
+def seconds_of(graph: Graph, devices: Sequence[DeviceKind]) -> list[float]:
+    """Roughly what each op takes all devices together."""
+    rate, bandwidth = (sum(kind.rate("float32") for kind in devices), sum(kind.bandwidth for kind in devices))
+    stored = materialized(graph)
+    nbytes = lambda values: sum(graph.values[v].nbytes for v in values)
+    found = list[float]()
+    for op in graph.ops:
+        read = [v for _, v in op.value_operands] if not is_fusible(op) else []
+        moved = nbytes(read) + nbytes(v for v in op.results if stored[v])
+        found.append(max(flops_of(op) / rate, moved / bandwidth))
+    return found
+
+
+PlannerFor = Callable[[Graph, float | None], ClusterPlanner]
+"""Of a graph and a time budget in seconds, or None."""
+
+
+def planned_to_fit(
+    graph: Graph, cluster: Cluster, planner: PlannerFor, time_budget_s: float | None
+) -> tuple[Graph, Result]:
+    """The plan of a graph or, where memory is short, the cheapest found of it and of its `choices`, and what it is of.
+
+    Those that hold too much, by what the graph's cheapest program without limits holds and by what did not fit, are
+    left out. The first that fits without paying for it ends the search among them. The graph itself, which can be
+    cheaper by about what the second runs take, is planned where that is not next to nothing, and given as long as all
+    that took. Raises InfeasibleError where nothing fits. Ctrl-C returns the best so far, or raises KeyboardInterrupt.
+    """
+    began = time.perf_counter()
+    left = lambda: None if time_budget_s is None else max(0.05, time_budget_s - (time.perf_counter() - began))
+    alone = planner(graph, time_budget_s)
+    excess = alone.glance()
+    if excess <= 1.0:
+        return graph, alone.run()
+    best: tuple[Graph, Result] | None = None
+    gain, failed = 0.0, list[InfeasibleError]()
+    enough = float(held_at(graph).max()) / excess
+    for choice in choices(graph, seconds_of(graph, cluster.devices)):
+        if choice.nbytes > enough:
+            continue
+        try:
+            result = planner(choice.graph, _half(left())).run()
+        except InfeasibleError as error:
+            enough = choice.nbytes / error.excess
+            failed.append(error)
+            continue
+        except KeyboardInterrupt:
+            if best is None:
+                raise
+            return best
+        if best is not None and result.cost_s >= best[1].cost_s:
+            break
+        best, gain = (choice.graph, result), choice.seconds
+        if result.status != "gap" or result.interrupted:
+            break
+    if best is None:
+        try:
+            return graph, alone.run()
+        except InfeasibleError as error:
+            raise min([error, *failed], key=lambda e: e.needs or np.inf) from None
+    if best[1].interrupted or gain < _NEXT_TO_NOTHING * best[1].cost_s:
+        return best
+    try:
+        whole = planner(graph, min(left() or np.inf, time.perf_counter() - began)).run()
+    except (InfeasibleError, KeyboardInterrupt):
+        return best
+    return best if best[1].cost_s <= whole.cost_s else (graph, whole)
+
+
+def _half(seconds: float | None) -> float | None:
+    return None if seconds is None else seconds / 2

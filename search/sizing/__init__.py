@@ -1,0 +1,1 @@
+"""test_many_devices Shard sizes of a program: a linear program per dimension class, then whole units."""

@@ -1,0 +1,327 @@
+"""What the sizes of a program's dimension classes decide: the times of its ops and collectives, as arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from math import fsum
+
+import numpy as np
+
+from hapsynth.cluster.curves import Curve
+from hapsynth.instructions.collectives import step_between
+from hapsynth.instructions.layout import cut_axes, way_of
+from hapsynth.instructions.program.program import Convert, Program
+from hapsynth.instructions.program.sizes import Classes, Node, Sizes, layout_nodes
+from hapsynth.instructions.staging.reshard_moves import moved
+from hapsynth.search.cost.model import CostModel, Floats, distinct
+from hapsynth.search.cost.program_cost import cuts_of, resharing
+from hapsynth.search.cost.work import Work, tiled
+from hapsynth.search.memory.profile import Cut, joined_shares, largest_of
+from hapsynth.search.solver import Ints
+
+LargestOf = Callable[[Cut], float | Floats]
+"""The largest share of a cut, or several, for as many trials."""
+
+
+@dataclass(eq=False)
+class CommTerm:
+    """Conversions whose bytes are a product of largest shares: those that take seconds in proportion to it, at 1; those
+    with a measured curve, as bytes at 1 and how often; and the cuts multiplied and divided by."""
+
+    times: tuple[Cut, ...]
+    over: tuple[Cut, ...]
+    seconds: float = 0.0
+    curved: dict[Curve, dict[float, float]] = field(default_factory=dict)
+
+    def at(self, largest: LargestOf) -> Floats:
+        """Seconds, without the latencies of those that have no curve."""
+        share = self.share(largest)
+        seconds = self.seconds * share
+        for curve, runs in self.curved.items():
+            nbytes, counts = np.array(list(runs)), np.array(list(runs.values()))
+            seconds = seconds + curve.seconds(np.multiply.outer(share, nbytes)) @ counts
+        return seconds
+
+    def slope(self, largest: LargestOf) -> float:
+        """Seconds per unit of the product, from where it is now on."""
+        share = float(self.share(largest))
+        curved = (curve.slope(b * share) * b * n for curve, runs in self.curved.items() for b, n in runs.items())
+        return self.seconds + fsum(curved)
+
+    def share(self, largest: LargestOf) -> Floats:
+        """The product itself."""
+        product = np.ones(())
+        for cut in self.times:
+            product = product * largest(cut)
+        for cut in self.over:
+            product = product / np.maximum(largest(cut), 1e-300)
+        return product
+
+    @property
+    def load(self) -> object:
+        """What wires with like cuts differ by."""
+        return self.seconds, tuple((curve, tuple(runs.items())) for curve, runs in self.curved.items())
+
+
+@dataclass(eq=False)
+class ReshardTerm:
+    """Reshares between the same two cuts. `over`: cuts that the rest of the value is held by; `seconds`: of sending it
+    all once along a link, with everything whole; `latency`: seconds of all permutes at one distance."""
+
+    old: Cut
+    new: Cut
+    over: tuple[Cut, ...]
+    seconds: float = 0.0
+    latency: float = 0.0
+
+    def at(self, old: Floats, new: Floats, largest: LargestOf) -> Floats:
+        """Seconds, from each position's share of both cuts [..., positions]."""
+        permutes, rows = moved(old, new)
+        share = self.seconds
+        for cut in self.over:
+            share = share * largest(cut)
+        return permutes * self.latency + rows * share
+
+    @property
+    def cuts(self) -> tuple[Cut, ...]:
+        return (self.old, self.new, *self.over)
+
+
+@dataclass(eq=False)
+class ComputeTerm:
+    """All works that the same cuts divide, with how often each runs."""
+
+    cuts: tuple[Cut, ...]
+    counts: dict[Work, float] = field(default_factory=dict)
+
+
+class ClassCosts:
+    """A program's works and wires by what cuts them."""
+
+    def __init__(self, program: Program, classes: Classes, costs: CostModel) -> None:
+        self.classes, self.costs = classes, costs
+        self._works: dict[tuple[Cut, ...], ComputeTerm] = {}
+        self._wires: dict[tuple[tuple[Cut, ...], tuple[Cut, ...]], CommTerm] = {}
+        self._reshares: dict[tuple[Cut, ...], ReshardTerm] = {}
+        for value, layout in program.inputs.items():
+            work = costs.feed_work(value, layout)
+            if work is not None and work.divided:
+                self._add_work(layout_nodes(value, layout), work, 1.0)
+        graph = costs.graph
+        for i in program.instructions:
+            if isinstance(i, Convert):
+                self._add_wire(i, graph.runs[i.region])
+            elif (work := costs.work(i.op, i.triples)).divided:
+                self._add_work(cuts_of(costs, i), work, graph.runs[graph.ops[i.op].region])
+
+    def cut(self, node: Node) -> Cut:
+        return self.classes.of[node], len(node[2])
+
+    def _add_work(self, nodes: list[Node], work: Work, count: float) -> None:
+        cuts = tuple(map(self.cut, nodes))
+        counts = self._works.setdefault(cuts, ComputeTerm(cuts)).counts
+        counts[work] = counts.get(work, 0.0) + count
+
+    def _add_wire(self, i: Convert, runs: float) -> None:
+        """What a collective sends with every largest share 1, and the shares that it is proportional to."""
+        link, nbytes = self.costs.links[i.axis], float(self.costs.graph.values[i.value].nbytes)
+        step = step_between(i.source[i.axis], i.target[i.axis])
+        assert step is not None
+        wire = link.wire_bytes(step, nbytes, nbytes, nbytes) if link.n > 1 else 0.0
+        if not wire:
+            return
+        if step == "reshare":
+            around, nodes = resharing(i)
+            old, new, *over = (self.cut(node) for node in (*nodes, *around))
+            known = self._reshares.setdefault((old, new, *over), ReshardTerm(old, new, tuple(over)))
+            known.seconds += runs * wire * link.beta
+            known.latency += runs * link.latency
+            return
+        sent = i.target if step == "reduce_scatter" else i.source
+        times = [self.cut(n) for n in layout_nodes(i.value, sent)]
+        over: list[Cut] = []
+        if step == "all_to_all":
+            dim = i.target[i.axis].dim
+            axes, way = cut_axes(i.target, dim), way_of(i.target, dim)
+            times.append(self.cut((i.value, dim, axes, way)))
+            if len(axes) > 1:
+                over.append(self.cut((i.value, dim, axes[:-1], way)))
+        key = tuple(sorted(times)), tuple(sorted(over))
+        if not key[0]:
+            return
+        known = self._wires.setdefault(key, CommTerm(*key))
+        known.seconds += runs * self.costs.turning(i.value, i.source, i.axis)
+        if curve := link.curves.get(step):
+            counts = known.curved.setdefault(curve, {})
+            counts[wire] = counts.get(wire, 0.0) + runs
+        else:
+            known.seconds += runs * wire * link.beta
+
+    @property
+    def works(self) -> list[ComputeTerm]:
+        return list(self._works.values())
+
+    @property
+    def wires(self) -> list[CommTerm]:
+        return list(self._wires.values())
+
+    @property
+    def reshares(self) -> list[ReshardTerm]:
+        return list(self._reshares.values())
+
+    @cached_property
+    def has_products(self) -> bool:
+        """Whether some cost is a product of two classes' sizes, so that one linear program is not the last word."""
+        return (
+            any(len(w.cuts) > 1 for w in self.works)
+            or any(len(w.times) > 1 for w in self.wires)
+            or any(r.over for r in self.reshares)
+        )
+
+    @cached_property
+    def has_curves(self) -> bool:
+        """Whether some cost is measured by size: a linear program sees it as it is around the last sizes."""
+        curved = (not self.costs.speeds(w.op_class, w.dtype).linear for works in self.works for w in works.counts)
+        return any(curved) or any(w.curved for w in self.wires)
+
+    def table(self, works: ComputeTerm) -> WorkTable:
+        """Some works as arrays."""
+        return self._tables[works.cuts]
+
+    @cached_property
+    def _tables(self) -> dict[tuple[Cut, ...], WorkTable]:
+        """Layers have works that are alike, and share a table."""
+        known: dict[object, WorkTable] = {}
+        found: dict[tuple[Cut, ...], WorkTable] = {}
+        for cuts, works in self._works.items():
+            key = (len(cuts), tuple(works.counts.items()))
+            if key not in known:
+                known[key] = WorkTable(works, self.costs)
+            found[cuts] = known[key]
+        return found
+
+    def fraction(self, sizes: Sizes, cut: Cut) -> Floats:
+        """Each device's share of a cut: float64 [devices]."""
+        c = cut[0]
+        fractions = np.array(sizes.shares[c], dtype=np.float64) / max(self.classes.all[c].units, 1)
+        axes = self.classes.all[c].axes[: cut[1]]
+        return fractions.reshape(self.classes.along(axes), -1).sum(axis=1)[self.costs.position(axes)]
+
+    def cost(self, sizes: Sizes) -> float:
+        """Seconds of all that is cut."""
+        # `sum` rounds otherwise from Python 3.12 on, and sizes are chosen by these.
+        largest = lambda cut: largest_of(sizes, cut)
+        known: dict[object, float] = {}
+
+        def seconds(cuts: tuple[Cut, ...], table: WorkTable) -> float:
+            key = (table, *[(self.classes.all[c].axes, depth, sizes.shares[c]) for c, depth in cuts])
+            if key not in known:
+                known[key] = table.cost([self.fraction(sizes, cut) for cut in cuts])
+            return known[key]
+
+        worked = fsum(seconds(cuts, table) for cuts, table in self._tables.items())
+        held = lambda cut: joined_shares(sizes, cut)
+        moving = fsum(float(r.at(held(r.old), held(r.new), largest)) for r in self.reshares)
+        return worked + fsum(float(w.at(largest)) for w in self.wires) + moving
+
+    @cached_property
+    def by_class(self) -> list[tuple[list[ComputeTerm], list[CommTerm], list[ReshardTerm]]]:
+        """Per class, what it divides, what is proportional to it, and what is moved between it and others."""
+        found: list[tuple[list[ComputeTerm], list[CommTerm], list[ReshardTerm]]] = [
+            ([], [], []) for _ in self.classes.all
+        ]
+        for works in self.works:
+            for c in dict.fromkeys(cut[0] for cut in works.cuts):
+                found[c][0].append(works)
+        for wire in self.wires:
+            for c in dict.fromkeys(cut[0] for cut in (*wire.times, *wire.over)):
+                found[c][1].append(wire)
+        for reshares in self.reshares:
+            for c in dict.fromkeys(cut[0] for cut in reshares.cuts):
+                found[c][2].append(reshares)
+        return found
+
+    def alike(self, c: int, shares: Sequence[tuple[int, ...]]) -> object:
+        """What a class's best sizes depend on where the classes have these shares: layers have classes that are
+        alike."""
+        number, others = self._roles[c]
+        return number, *[shares[other] for other in others]
+
+    def alone(self, c: int) -> bool:
+        """Whether a class's best sizes depend on no other's."""
+        return not self._roles[c][1]
+
+    @cached_property
+    def _roles(self) -> list[tuple[int, tuple[int, ...]]]:
+        """Per class, the number of what it divides, and the other classes that its costs depend on, as they come in
+        that."""
+        numbers: dict[object, int] = {}
+        found: list[tuple[int, tuple[int, ...]]] = []
+        for cls, (works, wires, reshares) in zip(self.classes.all, self.by_class, strict=True):
+            place = {cls.index: 0}
+            parts = lambda cuts, place=place: tuple([(place.setdefault(c, len(place)), depth) for c, depth in cuts])
+            loads = tuple([(parts(w.cuts), tuple(w.counts.items())) for w in works])
+            sent = tuple([(parts(w.times), parts(w.over), w.load) for w in wires])
+            swapped = tuple([(parts(r.cuts), r.seconds, r.latency) for r in reshares])
+            kinds = tuple([(self.classes.all[c].axes, self.classes.all[c].units) for c in place])
+            number = numbers.setdefault((kinds, loads, sent, swapped), len(numbers))
+            found.append((number, tuple(place)[1:]))
+        return found
+
+    def lanes(self, c: int) -> set[int]:
+        """The lanes over which contractions that a class divides extend."""
+        found: set[int] = set()
+        for works in self.by_class[c][0]:
+            for k, cut in enumerate(works.cuts):
+                found |= {w.lanes[k] for w in works.counts if cut[0] == c}
+        return found - {0}
+
+
+class WorkTable:
+    """ComputeTerm with the same cuts as arrays [works, kinds of devices]."""
+
+    def __init__(self, works: ComputeTerm, costs: CostModel) -> None:
+        column = lambda values: np.array(list(values), dtype=np.float64)[:, None]
+        all_, kinds = list(works.counts), costs.kinds
+        self.kind_of = costs.kind_of
+        self.counts = np.array(list(works.counts.values()), dtype=np.float64)
+        self.flops = column(w.flops for w in all_)
+        speeds = [costs.speeds_of_kinds(w.op_class, w.dtype) for w in all_]
+        self.compute = self.flops / np.array([s.rate for s in speeds]).reshape(len(all_), len(kinds))
+        curved = dict.fromkeys(s for s in speeds if not s.linear)
+        self.curved = [(s, np.array([i for i, mine in enumerate(speeds) if mine is s])) for s in curved]
+        """The rows whose times are measured by size."""
+        masks = sorted({mask for w in all_ for mask, _ in w.moved})
+        bytes_of = [dict(w.moved) for w in all_]
+        bandwidth = np.array([k.bandwidth for k in kinds])
+        self.moved = [(mask, column(b.get(mask, 0.0) for b in bytes_of) / bandwidth) for mask in masks]
+        self.lanes = [np.array([[w.lanes[k]] for w in all_]) for k in range(len(works.cuts))]
+        self.fixed = column(w.launches for w in all_) * np.array([k.overhead for k in kinds])
+
+    def busy(self, kinds: Ints, fractions: Sequence[Floats], *, whole_tiles: bool = True) -> Floats:
+        """Seconds [works, devices], from the kinds of some devices and each cut's share on each of them [devices];
+        without `whole_tiles` as if contractions took the less time the fewer rows there are, however few."""
+        share = np.ones(())
+        for fraction, lanes in zip(fractions, self.lanes, strict=True):
+            share = share * (tiled(fraction, lanes) if whole_tiles else fraction)
+        moved = np.zeros((len(self.counts), kinds.size))
+        for mask, seconds in self.moved:
+            part = seconds[:, kinds]
+            for k in mask:
+                part = part * fractions[k]
+            moved = moved + part
+        computing = self.compute[:, kinds] * share
+        for speeds, rows in self.curved:
+            computing[rows] = speeds.at(kinds).seconds(self.flops[rows] * np.broadcast_to(share, computing.shape)[rows])
+        busy = self.fixed[:, kinds] + np.maximum(computing, moved)
+        for fraction in fractions:
+            busy = np.where(fraction > 0, busy, 0.0)
+        return busy
+
+    def cost(self, fractions: Sequence[Floats]) -> float:
+        """Seconds, from each cut's share per device [devices]."""
+        some = distinct(self.kind_of, fractions)
+        busy = self.busy(self.kind_of[some], [fraction[some] for fraction in fractions])
+        return float((busy.max(axis=-1, initial=0.0) * self.counts).sum(axis=-1))

@@ -1,0 +1,108 @@
+"""Ratios that are asked for: classes that are cut by these, whatever the linear program would choose."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from math import gcd
+
+import numpy as np
+
+from hapsynth.instructions.program.sizes import Classes, DimensionClass, Node, Sizes
+from hapsynth.search.cost.model import Floats
+from hapsynth.search.cost.network import devices_of
+from hapsynth.search.sizing.ratios import nested_shares
+
+_NEAR = 1e-6
+"""How far a ratio may be from whole units: that of one written with six digits."""
+
+
+class RatioError(ValueError):
+    """Ratios that are asked for cannot be had. `cuts`: the dimensions of which they were asked, where a plan can't be
+    cut so: (value, dimension)."""
+
+    def __init__(self, text: str, cuts: Iterable[tuple[int, int]] = ()) -> None:
+        super().__init__(text)
+        self.cuts = frozenset(cuts)
+
+
+@dataclass(frozen=True, eq=False)
+class FixedRatios:
+    """What is asked for: `weights`, a fraction per device that every class is cut by (along some of the mesh axes, by
+    the sums of its positions), or `named`, a fraction per position of single classes, by one of their members. None
+    of the fractions is negative, and they sum to 1.
+    """
+
+    weights: Floats | None = None
+    named: Mapping[Node, Floats] = field(default_factory=dict[Node, Floats])
+
+    def shares(self, classes: Classes) -> dict[int, tuple[int, ...]]:
+        """Class -> whole units nearest to what is asked for it, of the classes for which something is."""
+        found: dict[int, tuple[int, ...]] = {}
+        for cls in classes.all:
+            vector = self._vector(cls, classes.lengths)
+            if vector is not None:
+                found[cls.index] = nested_shares(vector.reshape([classes.lengths[a] for a in cls.axes]), cls.units)
+        return found
+
+    def check(self, sizes: Sizes) -> None:
+        """RatioError where a plan's classes cannot be cut by what is asked, a named one is none of its classes, or two
+        names of one class ask for unlike fractions."""
+        graph, of = sizes.graph, sizes.classes.of
+        for node in self.named:
+            if node not in of:
+                value, dim, *_ = node
+                name = f"{graph.values[value].name}.{dim}"
+                raise RatioError(
+                    f"ratios are given for {name}, which the best program at them does not cut; keep it cut with "
+                    f"fixed={{...: 'S({dim})'}} where it is an argument, or leave it out of the ratios"
+                )
+        for cls in sizes.classes.all:
+            asked = [m for m in cls.members if m in self.named]
+            unlike = [m for m in asked if not np.array_equal(self.named[m], self.named[asked[0]])]
+            if unlike:
+                one, two = (f"{graph.values[v].name}.{d}" for v, d, *_ in (asked[0], unlike[0]))
+                raise RatioError(
+                    f"ratios are given for {one} and, unlike these, for {two}, and the best program at them cuts both "
+                    "by the same: give those of one of them",
+                    [(value, dim) for value, dim, *_ in asked],
+                )
+        everywhere = gcd(*(c.units for c in sizes.classes.all))
+        for cls in sizes.classes.all:
+            vector = self._vector(cls, sizes.classes.lengths)
+            if vector is None or _is_whole(vector, cls.units):
+                continue
+            if self.weights is not None:
+                # What suits this class may not suit the next.
+                common = self.weights.reshape(sizes.classes.lengths)
+                raise _broken(cls.name, cls.units, self.weights, nested_shares(common, everywhere))
+            asked = [m[:2] for m in cls.members if m in self.named]
+            raise _broken(cls.name, cls.units, vector, sizes.shares[cls.index], asked)
+
+    def _vector(self, cls: DimensionClass, lengths: tuple[int, ...]) -> Floats | None:
+        if self.weights is not None:
+            return np.bincount(devices_of(lengths, cls.axes), self.weights).astype(np.float64)
+        found = next((self.named[m] for m in cls.members if m in self.named), None)
+        return found if found is None or found.size == np.prod([lengths[a] for a in cls.axes]) else None
+
+
+def check_granule(name: str, vector: Floats, units: int) -> None:
+    """RatioError unless a dimension of so many units can be cut by the fractions."""
+    if not _is_whole(vector, units):
+        raise _broken(name, units, vector, nested_shares(vector, units))
+
+
+def _is_whole(vector: Floats, units: int) -> bool:
+    return units == 0 or bool(np.abs(vector - np.round(vector * units) / units).max() <= _NEAR)
+
+
+def _broken(
+    name: str, units: int, vector: Floats, nearest: tuple[int, ...], cuts: Iterable[tuple[int, int]] = ()
+) -> RatioError:
+    text = lambda fractions: "(" + ", ".join(f"{x:.9g}" for x in fractions) + ")"
+    return RatioError(
+        f"ratios {text(vector)} break the granule of {name}, which is cut in {units} units: the nearest that break "
+        f"none are {text(np.array(nearest) / max(sum(nearest), 1))}; give these, or ratios by name for those classes "
+        "alone that yours suit",
+        cuts,
+    )

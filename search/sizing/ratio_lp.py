@@ -1,0 +1,294 @@
+"""The linear program over the ratios of all classes along the same mesh axes; the model is in `sizing.py`."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Container, Sequence
+from itertools import product
+from math import prod
+
+import numpy as np
+import numpy.typing as npt
+from scipy.optimize import linprog
+from scipy.sparse import coo_array
+
+from hapsynth.instructions.program.sizes import Sizes
+from hapsynth.search.cost.model import Floats, distinct
+from hapsynth.search.cost.work import Work
+from hapsynth.search.memory.profile import Cut, MemoryProfile, joined_shares, largest_of
+from hapsynth.search.sizing.class_costs import ClassCosts, CommTerm, ComputeTerm
+from hapsynth.search.solver import Ints
+
+_OUT_OF_TIME = 1
+"""`scipy.optimize.linprog`'s status."""
+
+
+class RatioLP:
+    """One linear program: classes cut along `axes`, all others and those of `pinned` at `sizes`. `active`: devices that
+    may hold anything. `apart`: classes that cost alike may have unlike ratios, as exact memory fills devices with some
+    of one and some of another."""
+
+    def __init__(
+        self,
+        loads: ClassCosts,
+        memory: MemoryProfile,
+        axes: tuple[int, ...],
+        kind_of: npt.NDArray[np.int64],
+        active: np.ndarray,
+        sizes: Sizes,
+        pinned: Container[int] = (),
+        *,
+        apart: bool = False,
+    ) -> None:
+        self.loads, self.memory, self.sizes, self.costs = loads, memory, sizes, loads.costs
+        self.axes, self.kind_of = axes, kind_of
+        self.classes = [c.index for c in loads.classes.all if c.axes == axes and c.index not in pinned]
+        self.works, self.wires = self._counted()
+        place = self.costs.position(axes)
+        idle = np.bincount(place, active, minlength=kind_of.size) == 0
+        self.kinds = [k for k in range(int(kind_of.max()) + 1) if not idle[kind_of == k].all()]
+        self.counts = [int((kind_of == k).sum()) for k in self.kinds]
+        first: dict[object, int] = {}
+        # By convexity some optimum gives classes that are alike the same ratios.
+        self.leader = {c: c if apart else first.setdefault(self._alike(c), c) for c in self.classes}
+        self.times = Counter(self.leader.values())
+        leaders = list(dict.fromkeys(self.leader.values()))
+        self.column = {c: leaders.index(lead) * len(self.kinds) for c, lead in self.leader.items()}
+        self.kind_at = {int(p): self.kinds.index(int(k)) for p, k in enumerate(kind_of) if int(k) in self.kinds}
+        self.objective: list[float] = [0.0] * (len(leaders) * len(self.kinds))
+        self.largest: dict[Cut, int] = {}
+        self.rows, self.equal = _Rows(), _Rows()
+        self._positions: dict[int, tuple[Ints, Ints]] = {}
+
+    def _counted(self) -> tuple[Sequence[ComputeTerm], Sequence[CommTerm]]:
+        """What the objective is made of."""
+        return self.loads.works, self.loads.wires
+
+    def _alike(self, c: int) -> object:
+        """What tells a class from others, all else at the sizes given."""
+        return self.loads.alike(c, self.sizes.shares)
+
+    def solve(self, points: Sequence[int], limit: float, left: float = np.inf) -> dict[int, Floats] | None:
+        """Class -> fraction per position, or None where it has no solution, or takes longer than the `left` seconds.
+
+        `points` of the program at which the bytes alive must stay within `limit`.
+        """
+        x, _ = self._optimum(points, limit, left) if left > 0 else (None, np.inf)
+        if x is None:
+            return None
+        fractions: dict[int, Floats] = {}
+        active, kinds = np.array([*self.kind_at], dtype=np.int64), np.array([*self.kind_at.values()], dtype=np.int64)
+        for c in self.classes:
+            if self.leader[c] not in fractions:
+                row = np.zeros(self.kind_of.size)
+                row[active] = x[self.column[c] + kinds]
+                fractions[self.leader[c]] = row / row.sum()
+            fractions[c] = fractions[self.leader[c]]
+        return fractions
+
+    def least(self, points: Sequence[int], limit: float, left: float = np.inf) -> float:
+        """The least seconds of what is in it; inf where it has no solution, nothing where it takes longer than those
+        `left`."""
+        if left <= 0:
+            return -self.constant
+        return self._optimum(points, limit, left)[1]
+
+    constant = 0.0
+    """Seconds to add to the optimum."""
+
+    def _optimum(self, points: Sequence[int], limit: float, left: float) -> tuple[Floats | None, float]:
+        for c in dict.fromkeys(self.leader.values()):
+            self.equal.add({self.column[c] + j: float(n) for j, n in enumerate(self.counts)}, 1.0)
+        self._add_wires()
+        self._add_works()
+        self._add_reshares()
+        self._add_memory(points, limit)
+        # The solver's tolerances are absolute.
+        unit = max(self.objective, default=0.0) or 1.0
+        found = linprog(
+            np.array(self.objective) / unit,
+            A_ub=self.rows.matrix(len(self.objective)),
+            b_ub=np.array(self.rows.bounds),
+            A_eq=self.equal.matrix(len(self.objective)),
+            b_eq=np.array(self.equal.bounds),
+            bounds=[(0.0, None)] * len(self.objective),
+            method="highs",
+            options={} if np.isinf(left) else {"time_limit": left},
+        )
+        if found.status == _OUT_OF_TIME:
+            return None, -self.constant
+        return (None, np.inf) if found.x is None else (found.x, float(found.fun) * unit)
+
+    def _unlike(self, depth: int) -> tuple[Ints, Ints]:
+        """Of the positions along the first axes, the first of those that have the same kinds, and which of these each
+        is like."""
+        if depth not in self._positions:
+            inner = prod(self.loads.classes.lengths[a] for a in self.axes[depth:])
+            number: dict[bytes, int] = {}
+            rows = self.kind_of.reshape(-1, inner)
+            which = np.array([number.setdefault(row.tobytes(), len(number)) for row in rows], dtype=np.int64)
+            self._positions[depth] = np.unique(which, return_index=True)[1], which
+        return self._positions[depth]
+
+    def _share(self, cut: Cut, position: int) -> dict[int, float]:
+        """A cut's share at one position along its own axes, as a row: a sum where the class has minor axes besides."""
+        c, depth = self.leader[cut[0]], cut[1]
+        inner = self.kind_of.size // int(np.prod([self.loads.classes.lengths[a] for a in self.axes[:depth]]))
+        row: dict[int, float] = {}
+        for p in range(position * inner, (position + 1) * inner):
+            if p in self.kind_at:
+                column = self.column[c] + self.kind_at[p]
+                row[column] = row.get(column, 0.0) + 1.0
+        return row
+
+    def _largest(self, cut: Cut) -> int:
+        """The variable of a cut's largest share."""
+        cut = self.leader[cut[0]], cut[1]
+        if cut not in self.largest:
+            self.largest[cut] = column = len(self.objective)
+            self.objective.append(0.0)
+            for share in {tuple(sorted(self._share(cut, int(p)).items())) for p in self._unlike(cut[1])[0]}:
+                if share:
+                    self.rows.add({**dict(share), column: -1.0}, 0.0)
+        return self.largest[cut]
+
+    def _add_largest(self) -> None:
+        for c in self.classes:
+            self._largest((c, len(self.axes)))
+
+    def _add_wires(self) -> None:
+        self._add_largest()
+        for wire in self.wires:
+            for n, cut in enumerate(wire.times):
+                if cut[0] not in self.column:
+                    continue
+                rest = wire.slope(lambda c: largest_of(self.sizes, c))
+                for m, other in enumerate(wire.times):
+                    rest *= largest_of(self.sizes, other) if m != n else 1.0
+                for other in wire.over:
+                    rest /= max(largest_of(self.sizes, other), 1e-300)
+                self.objective[self._largest(cut)] += rest
+
+    def _add_works(self) -> None:
+        ones = np.ones(self.costs.n)
+        for works in self.works:
+            mine = [k for k, cut in enumerate(works.cuts) if cut[0] in self.column]
+            if not mine:
+                continue
+            (k,) = mine
+            c = works.cuts[k][0]
+            if self.leader[c] != c:
+                continue
+            place = self.costs.position(self.axes[: works.cuts[k][1]])
+            which = self._unlike(works.cuts[k][1])[1][place]
+            held = self._held(works.cuts[k])
+            others = [ones if n == k else self.loads.fraction(self.sizes, o) for n, o in enumerate(works.cuts)]
+            some = distinct(self.costs.kind_of, [which, held, *others])
+            shares = [self._share(works.cuts[k], int(p)) for p in place[some]]
+            for work, count in works.counts.items():
+                fixed = self.costs.overhead * work.launches
+                compute = self._compute(work, work.flops * np.prod(others, axis=0), held)
+                cut, whole = np.zeros(self.costs.n), np.zeros(self.costs.n)
+                for mask, nbytes in work.moved:
+                    moved = np.prod([nbytes * ones, *(others[n] for n in mask)], axis=0) / self.costs.bandwidth
+                    (cut if k in mask else whole)[:] += moved
+                rows = self._rows_of(fixed, compute, cut, whole)
+                t = len(self.objective)
+                unit = float(rows.max()) or 1.0
+                self.objective.append(count * self.times[c] * unit)
+                rows = (rows[some] / unit).tolist()
+                for share, row in dict.fromkeys((tuple(s.items()), tuple(r)) for s, r in zip(shares, rows) if s):
+                    start, busy, moving, still = row
+                    self.rows.add({**{i: x * busy for i, x in share}, t: -1.0}, -start)
+                    self.rows.add({**{i: x * moving for i, x in share}, t: -1.0}, -start - still)
+
+    def _add_reshares(self) -> None:
+        """Linear in how far each boundary between shards moves: the most that rows go up, and down, past one. The
+        latencies are there or not, which no linear program can tell."""
+        for r in self.loads.reshares:
+            if not {r.old[0], r.new[0]} & self.column.keys():
+                continue
+            seconds = r.seconds
+            for cut in r.over:
+                seconds *= largest_of(self.sizes, cut)
+            before, after = self._boundaries(r.old), self._boundaries(r.new)
+            for sign in (1.0, -1.0):
+                longest = len(self.objective)
+                self.objective.append(seconds)
+                for (low, least), (high, most) in zip(before, after, strict=True):
+                    row = {column: -sign * x for column, x in low.items()}
+                    for column, x in high.items():
+                        row[column] = row.get(column, 0.0) + sign * x
+                    self.rows.add({**row, longest: -1.0}, -sign * (most - least))
+
+    def _boundaries(self, cut: Cut) -> list[tuple[dict[int, float], float]]:
+        """Where each shard of a cut ends but the last, as a row and a constant: that of a class that is given."""
+        positions = self.loads.classes.positions(cut[0])
+        if cut[0] not in self.column:
+            return [({}, float(x)) for x in np.cumsum(joined_shares(self.sizes, cut))[:-1]]
+        found: list[tuple[dict[int, float], float]] = []
+        row: dict[int, float] = {}
+        for p in range(positions - 1):
+            for column, x in self._share(cut, p).items():
+                row[column] = row.get(column, 0.0) + x
+            found.append((dict(row), 0.0))
+        return found
+
+    def _compute(self, work: Work, flops: Floats, held: Floats) -> Floats:
+        """Seconds of computing per device at a share of 1, by what it takes over the share that it holds."""
+        return self.costs.speeds(work.op_class, work.dtype).seconds(flops * held) / held
+
+    def _rows_of(self, fixed: Floats, compute: Floats, cut: Floats, whole: Floats) -> Floats:
+        """Per device, seconds that are fixed, those of computing and moving at a share of 1, and of moving besides."""
+        return np.stack([fixed, compute, cut, whole]).T
+
+    def _held(self, cut: Cut) -> Floats:
+        """The shares at which measured times are taken: of the last sizes; the even one where a device has none."""
+        held = self.loads.fraction(self.sizes, cut)
+        return np.where(held > 0, held, 1.0 / (int(self.costs.position(self.axes[: cut[1]]).max()) + 1))
+
+    def _add_memory(self, points: Sequence[int], limit: float) -> None:
+        if not points:
+            return
+        cuts = [(c, depth) for c in self.classes for depth in range(1, len(self.axes) + 1)]
+        whole, divided = self.memory.by_cut(self.sizes, cuts, points=np.array(points))
+        known = set[object]()
+        # Devices of a kind have the same.
+        alike = np.zeros(len(whole), dtype=np.int64)
+        vectors = [whole, *divided.values()]
+        if len(whole) > 1:
+            alike = self.costs.kind_of
+            vectors += [
+                self._unlike(d)[1][self.costs.position(self.axes[:d]), None] for d in range(1, 1 + len(self.axes))
+            ]
+        some = distinct(alike, [column for vector in vectors for column in vector.T])
+        for p, device in product(range(len(points)), some.tolist()):
+            held: dict[int, float] = {}
+            for (cut, padded), nbytes in divided.items():
+                share = {self._largest(cut): 1.0} if padded else self._share_of(cut, device)
+                for column, count in share.items():
+                    held[column] = held.get(column, 0.0) + count * float(nbytes[device, p])
+            left = limit - float(whole[device, p])
+            if (key := (tuple(held.items()), left)) not in known:
+                known.add(key)
+                self.rows.add(held, left)
+
+    def _share_of(self, cut: Cut, device: int) -> dict[int, float]:
+        """A device's share of a cut, as a row."""
+        return self._share(cut, int(self.costs.position(self.axes[: cut[1]])[device]))
+
+
+class _Rows:
+    """Sparse rows `coefficients . x <= bound`, or `=`."""
+
+    def __init__(self) -> None:
+        self.entries: list[tuple[int, int, float]] = []
+        self.bounds: list[float] = []
+
+    def add(self, coefficients: dict[int, float], bound: float) -> None:
+        self.entries += [(len(self.bounds), column, value) for column, value in coefficients.items()]
+        self.bounds.append(bound)
+
+    def matrix(self, columns: int) -> coo_array:
+        rows, cols, values = zip(*self.entries, strict=True) if self.entries else ((), (), ())
+        return coo_array((values, (rows, cols)), shape=(len(self.bounds), columns))

@@ -1,0 +1,116 @@
+"""The least that any sizes of a program come to: the linear program over ratios with only what holds at all of them.
+
+A device without a share does nothing, so of what those with one spend whatever their shares are only the least
+device's counts. A product of two largest shares m, n is at least a n + b m - a b, where a and b are their even shares
+(McCormick); a measured curve counts with its highest rate; what remains counts with its ideal time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from math import fsum, prod
+
+import numpy as np
+import numpy.typing as npt
+
+from hapsynth.instructions.program.sizes import Sizes
+from hapsynth.search.cost.model import Floats
+from hapsynth.search.cost.work import Work
+from hapsynth.search.memory.profile import Cut, MemoryProfile, largest_of
+from hapsynth.search.sizing.class_costs import ClassCosts, CommTerm, ComputeTerm
+from hapsynth.search.sizing.ratio_lp import RatioLP
+
+
+def relaxation_bound(
+    loads: ClassCosts,
+    memory: MemoryProfile,
+    kinds: Mapping[tuple[int, ...], npt.NDArray[np.int64]],
+    pinned: dict[int, tuple[int, ...]],
+    sizes: Sizes,
+    limit: float,
+    left: Callable[[], float],
+) -> float:
+    """Seconds of everything that sizes decide, at least, whatever those of the classes are that are not pinned; a
+    program with `sizes`, within `limit` bytes. `kinds`: of the positions along the axes of each family of classes.
+    `left`: seconds for it; what is not done by then counts nothing."""
+    lps: list[_RelaxedLP] = []
+    for axes, kind_of in kinds.items():
+        # Along several axes, positions of one kind are no longer alike: it matters with which others they are joined.
+        alike = kind_of if len(axes) == 1 else np.arange(kind_of.size)
+        lp = _RelaxedLP(loads, memory, axes, alike, np.ones(loads.costs.n), sizes, pinned, apart=memory.room.exact)
+        lps += [lp] if lp.classes else []
+    # A tensor that two families cut holds a product.
+    points = _full_points(memory, sizes, limit) if len(kinds) == 1 else ()
+    known = [(w, lp) for lp in lps for w in lp.works], [(w, lp) for lp in lps for w in lp.wires]
+    covered = {id(w) for works_or_wires in known for w, _ in works_or_wires}
+    floor = _UncoveredTerms(loads, sizes, pinned)
+    found = [lp.least(points, limit, left()) + lp.constant for lp in lps]
+    found += [floor.of_works(works) for works in loads.works if id(works) not in covered]
+    found += [floor.of_wire(replace(wire, seconds=0.0) if id(wire) in covered else wire) for wire in loads.wires]
+    return fsum(found)
+
+
+def _full_points(memory: MemoryProfile, sizes: Sizes, limit: float) -> Sequence[int]:
+    """Where a program is nearly full: there its memory decides its sizes."""
+    alive = memory.at(sizes)
+    fullest = np.argsort(-alive, kind="stable")[:_POINTS]
+    return [int(p) for p in fullest if alive[p] > 0.9 * limit]
+
+
+_POINTS = 16
+
+
+class _RelaxedLP(RatioLP):
+    """One family of classes along the same axes."""
+
+    def _counted(self) -> tuple[Sequence[ComputeTerm], Sequence[CommTerm]]:
+        free, loads = set(self.classes), self.loads
+        works = [w for w in loads.works if len(w.cuts) == 1 and w.cuts[0][0] in free]
+        return works, [w for w in loads.wires if len(w.times) <= 2 and not w.over and {c for c, _ in w.times} <= free]
+
+    def _alike(self, c: int) -> object:
+        return super()._alike(c) if self.loads.alone(c) else c
+
+    def _add_wires(self) -> None:
+        self._add_largest()
+        for wire in self.wires:
+            least = [_even(self.loads, cut) for cut in wire.times]
+            for n, cut in enumerate(wire.times):
+                self.objective[self._largest(cut)] += wire.seconds * prod(least) / least[n]
+            self.constant -= (len(least) - 1) * wire.seconds * prod(least)
+
+    def _add_reshares(self) -> None:
+        """At sizes that are alike nothing moves."""
+
+    def _compute(self, work: Work, flops: Floats, held: Floats) -> Floats:
+        return flops / self.costs.speeds(work.op_class, work.dtype).most
+
+    def _rows_of(self, fixed: Floats, compute: Floats, cut: Floats, whole: Floats) -> Floats:
+        least = lambda seconds: np.full_like(seconds, seconds.min())
+        return super()._rows_of(least(fixed), compute, cut, least(whole))
+
+
+class _UncoveredTerms:
+    """What works and wires that are in no linear program come to at least."""
+
+    def __init__(self, loads: ClassCosts, sizes: Sizes, pinned: dict[int, tuple[int, ...]]) -> None:
+        self.loads, self.sizes, self.pinned = loads, sizes, pinned
+
+    def of_works(self, works: ComputeTerm) -> float:
+        costs = self.loads.costs
+        if all(c in self.pinned for c, _ in works.cuts):
+            shares = [self.loads.fraction(self.sizes, cut) for cut in works.cuts]
+            return fsum(count * costs.time(work, shares) for work, count in works.counts.items())
+        ideal = costs.ideal_times(works.counts)
+        return fsum(count * seconds for count, seconds in zip(works.counts.values(), ideal, strict=True))
+
+    def of_wire(self, wire: CommTerm) -> float:
+        least = lambda cut: largest_of(self.sizes, cut) if cut[0] in self.pinned else _even(self.loads, cut)
+        return float(wire.at(least))
+
+
+def _even(loads: ClassCosts, cut: Cut) -> float:
+    """The least that the largest share of a cut can be."""
+    c, depth = cut
+    return 1.0 / prod(loads.classes.lengths[a] for a in loads.classes.all[c].axes[:depth])

@@ -1,0 +1,314 @@
+"""Shard sizes of one program: a linear program per dimension class and kind of position, then whole units (DESIGN D4).
+
+Variables: ratio r[c, k] of class c at every position of kind k, its maximum m[c], and a time per distinct op.
+    minimize    sum_j count_j t_j + sum_collectives latency + bytes(m) / bandwidth
+    subject to  t_j >= overhead_k + flops_j r[c, k] / rate_k
+                t_j >= overhead_k + (cut_j r[c, k] + whole_j) / bandwidth_k
+                sum_k positions_k r[c, k] = 1,  m[c] >= r[c, k],  bytes alive at a point <= memory
+Positions with like devices are interchangeable and the problem is convex, so some optimum gives them equal ratios.
+Classes along the same mesh axes are in one linear program; those along others, and whatever is a product (an
+all-to-all between two classes, an op cut along two axes), are held at the last sizes. Whole units are then chosen
+against the true objective: largest remainders, then moves of one unit, at last of one from or to each of several alike
+positions, while the cost falls. `Sizer.bound` says how far off they can be.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import product
+
+import numpy as np
+
+from hapsynth.graph.ir import Graph
+from hapsynth.instructions.program.program import Program
+from hapsynth.instructions.program.sizes import Classes, Sizes
+from hapsynth.search.cost.model import CostModel, Floats
+from hapsynth.search.cost.work import TILE
+from hapsynth.search.memory.profile import MemoryProfile
+from hapsynth.search.sizing.class_costs import ClassCosts
+from hapsynth.search.sizing.fixed_ratios import FixedRatios
+from hapsynth.search.sizing.leaving_out import FEW, ladder, least_at
+from hapsynth.search.sizing.ratio_lp import RatioLP
+from hapsynth.search.sizing.ratios import nested_shares
+from hapsynth.search.sizing.relaxation import relaxation_bound
+from hapsynth.search.sizing.rounding import best_of, group_moves
+from hapsynth.search.sizing.whole_units import ClassUnits
+from hapsynth.search.solver import Ints
+
+_LP_ROUNDS = 6
+_POLISHED = 3
+"""Of many kinds, how many numbers of them are followed up."""
+_PATIENT = 16
+"""Kinds: of as many every number, and moves without end, are tried as well: neither way is the better one always."""
+
+
+class Sizer:
+    """Finds sizes for one program. `fixed_ratios`: ratios that some classes have to have. `left`: the seconds that
+    there are; where they have passed, the best sizes so far are good enough."""
+
+    def __init__(
+        self,
+        program: Program,
+        classes: Classes,
+        costs: CostModel,
+        fixed_ratios: FixedRatios | None = None,
+        left: Callable[[], float] = lambda: np.inf,
+    ) -> None:
+        self.program, self.classes, self.costs, self._left = program, classes, costs, left
+        self.graph: Graph = costs.graph
+        self.memory = MemoryProfile(self.graph, program, classes, costs)
+        self.loads = ClassCosts(program, classes, costs)
+        self.pinned = fixed_ratios.shares(classes) if fixed_ratios else {}
+        self.families = sorted({c.axes for c in classes.all}, key=lambda axes: (-len(axes), axes))
+        """The mesh axes that classes are cut along; each is one linear program's."""
+        self.kinds = {axes: costs.kinds_along(axes) for axes in self.families}
+
+    def fixed(self, weights: Floats) -> Sizes:
+        """Every class in proportion to the devices' weights, in whole units nearest to them."""
+        along = {axes: np.bincount(self.costs.position(axes), weights).astype(np.float64) for axes in self.families}
+        return Sizes(self.graph, self.classes, tuple(self._nearest({c.index: along[c.axes] for c in self.classes.all})))
+
+    def _nearest(self, fractions: Mapping[int, Floats]) -> list[tuple[int, ...]]:
+        """Per class, whole units in proportion to its fractions or weights per position."""
+        lengths = self.classes.lengths
+        known: dict[object, tuple[int, ...]] = {}
+        found: list[tuple[int, ...]] = []
+        for c in self.classes.all:
+            if c.index in self.pinned:
+                found.append(self.pinned[c.index])
+                continue
+            key = (c.axes, c.units, fractions[c.index].tobytes())
+            if key not in known:
+                known[key] = nested_shares(fractions[c.index].reshape([lengths[a] for a in c.axes]), c.units)
+            found.append(known[key])
+        return found
+
+    def best(self, start: Floats, *, limit: float = np.inf) -> Sizes:
+        """The cheapest sizes found. Kinds are also left out, slowest first, where that pays.
+
+        `start`: weights of the devices. `limit`: bytes per device; where none keep it, those that hold the least are
+        returned.
+        """
+        room = self.costs.room.proportions
+        candidates = [self.fixed(w) for w in (start, np.ones(self.costs.n), room) if w is not None]
+        if len(self.pinned) == len(self.classes.all):
+            return candidates[0]
+        speed = self.costs.rate("float32")
+        kind_of = self.costs.kind_of
+        order = sorted(range(len(self.costs.kinds)), key=lambda k: -speed[kind_of == k].max())
+        found = self._among(candidates, order, limit, patient=False)
+        if FEW < len(order) <= _PATIENT:
+            other = self._among(candidates, order, limit, patient=True)
+            found = min((found, other), key=lambda s: self._merit(s, limit))
+        return found
+
+    def _among(self, fixed: Sequence[Sizes], order: Sequence[int], limit: float, *, patient: bool) -> Sizes:
+        """The cheapest of some sizes and those of the fastest kinds of `order`. `patient`: of every number of these,
+        and units are moved for as long as that helps, as is else done where they are few."""
+        every = patient or len(order) <= FEW
+        candidates, kind_of, speed = [*fixed], self.costs.kind_of, self.costs.rate("float32")
+        ranked = [(*self._merit(s, limit), i) for i, s in enumerate(candidates)]
+
+        def with_fastest(count: int) -> tuple[float, float]:
+            if self._left() <= 0:
+                return np.inf, np.inf
+            active = np.isin(kind_of, order[:count])
+            candidates.append(self._optimized(np.where(active, speed, 0.0), active, limit, patient=patient))
+            merit = self._merit(candidates[-1], limit)
+            ranked.append((*merit, len(candidates) - 1))
+            return merit
+
+        if every:
+            for count in range(1, len(order) + 1):
+                with_fastest(count)
+        else:
+            least_at(ladder(len(order)), with_fastest)
+        # Rounding may part what is alike before it.
+        best = [candidates[i] for *_, i in sorted(ranked)[: 1 if every else _POLISHED]]
+        return min((self._polished(s, limit, patient=patient) for s in best), key=lambda s: self._merit(s, limit))
+
+    def _merit(self, sizes: Sizes, limit: float) -> tuple[float, float]:
+        """The less the better: whether they hold too much, then what they cost."""
+        return self._beyond(sizes, limit), self.variable_cost(sizes)
+
+    def _polished(self, sizes: Sizes, limit: float, *, patient: bool) -> Sizes:
+        """Whole groups of units moved too, until nothing gets cheaper."""
+        for _ in range(_LP_ROUNDS if self._left() > 0 else 0):
+            improved = self._improved(sizes.shares, self._beyond(sizes, limit), together=True, patient=patient)
+            if improved.shares == sizes.shares:
+                break
+            sizes = improved
+        return sizes
+
+    def _beyond(self, sizes: Sizes, limit: float) -> float:
+        """The limit or, where they hold more, that."""
+        return limit if np.isinf(limit) else max(self.memory.peak(sizes), limit)
+
+    def variable_cost(self, sizes: Sizes) -> float:
+        """Seconds of everything that sizes decide; the rest of the program costs the same at all sizes."""
+        return self.loads.cost(sizes)
+
+    def bound(self, sizes: Sizes, limit: float = np.inf) -> float:
+        """Seconds that `variable_cost` is at least, at all sizes that `limit` bytes per device allow."""
+        bound = relaxation_bound(self.loads, self.memory, self.kinds, self.pinned, sizes, limit, self._left)
+        return min(bound, self.variable_cost(sizes))
+
+    def _optimized(self, weights: Floats, active: np.ndarray, limit: float, *, patient: bool) -> Sizes:
+        """Sizes from the linear programs; memory rows are added at the points where the sizes found are too large."""
+        sizes = self.fixed(weights)
+        if not self.classes.all:
+            return sizes
+        if len(self.families) > 1 or self.loads.has_products or self.loads.has_curves or self.loads.reshares:
+            # The linear programs depend on these.
+            sizes = self._whole_units(self._fractions(sizes), limit, patient=patient)
+        points: set[int] = set()
+        allowed = limit
+        for _ in range(_LP_ROUNDS):
+            before = self._fractions(sizes)
+            solved = dict(before)
+            for axes in self.families:
+                apart = bool(points) and self.costs.room.exact
+                lp = RatioLP(self.loads, self.memory, axes, self.kinds[axes], active, sizes, self.pinned, apart=apart)
+                if not lp.classes:
+                    continue
+                fractions = lp.solve(sorted(points), allowed, self._left())
+                if fractions is None:
+                    return sizes
+                solved.update(fractions)
+                if len(self.families) > 1 and len(self.costs.kinds) > FEW and not patient:
+                    sizes = Sizes(self.graph, self.classes, tuple(self._nearest(solved)))
+                elif len(self.families) > 1:
+                    sizes = self._whole_units(solved, limit, patient=patient)
+                    solved.update(self._fractions(sizes, axes))
+            sizes = self._whole_units(solved, limit, patient=patient)
+            # Without a limit memory is no matter.
+            alive = np.zeros(1) if np.isinf(limit) else self.memory.at(sizes)
+            settled = all(np.allclose(solved[c].max(), before[c].max()) for c in solved)
+            if alive.max() > limit:
+                if int(alive.argmax()) in points:
+                    # Rounding to whole units overshot.
+                    allowed *= limit / float(alive.max())
+                points.add(int(alive.argmax()))
+            elif settled or not (self.loads.has_products or self.loads.has_curves):
+                break
+        return sizes
+
+    def _fractions(self, sizes: Sizes, axes: tuple[int, ...] | None = None) -> dict[int, Floats]:
+        """Class -> fraction per position, of those cut along `axes`, or all."""
+        return {
+            c.index: np.array(sizes.shares[c.index], dtype=np.float64) / max(c.units, 1)
+            for c in self.classes.all
+            if axes is None or c.axes == axes
+        }
+
+    def _whole_units(self, fractions: dict[int, Floats], limit: float, *, patient: bool) -> Sizes:
+        """Largest remainders, then single units moved while the cost falls and the memory allows it."""
+        return self._improved(self._nearest(fractions), limit, patient=patient)
+
+    def _improved(
+        self, shares: Sequence[tuple[int, ...]], limit: float, *, together: bool = False, patient: bool
+    ) -> Sizes:
+        """Sizes of less cost, each class by itself: all as if memory were no matter or, where they then hold too much,
+        one after another within what the others leave."""
+        known: dict[object, tuple[int, ...]] = {}
+
+        def found(c: int, sizes: Sizes, most: tuple[int, ...]) -> tuple[int, ...]:
+            key = (self.loads.alike(c, sizes.shares), sizes.shares[c], most)
+            if key not in known:
+                known[key] = self._of_class(c, sizes, most, together=together, patient=patient)
+            return known[key]
+
+        for tight in (False, True):
+            sizes = Sizes(self.graph, self.classes, tuple(shares))
+            counted = self.memory.counted(sizes) if tight else np.zeros((1, 1))
+            for c, mine in enumerate(shares):
+                if c in self.pinned or (self._left() <= 0 and not tight):
+                    continue
+                better = found(c, sizes, (self.classes.all[c].units,))
+                if tight and better != mine:
+                    most = self._room(c, sizes, counted, limit)
+                    better = better if (np.array(better) <= most).all() else found(c, sizes, most)
+                if better != mine:
+                    moved = Sizes(self.graph, self.classes, (*sizes.shares[:c], better, *sizes.shares[c + 1 :]))
+                    if tight:
+                        counted = counted + self.memory.added(sizes, moved, c)
+                    sizes = moved
+            if np.isinf(limit) or self.memory.peak(sizes) <= limit:
+                break
+        return sizes
+
+    def _room(self, c: int, sizes: Sizes, counted: Floats, limit: float) -> tuple[int, ...]:
+        """The units that each position or, padded, any may have of a class: as many as now, or more where the memory
+        allows it. `counted`: as `MemoryProfile.counted`."""
+        cls, exact = self.classes.all[c], self.costs.room.exact
+        now = sizes.shares[c] if exact else (max(sizes.shares[c]),)
+        if len(cls.axes) > 1:
+            return now
+        most = self.memory.most(sizes, c, limit, counted)
+        if exact:
+            place = self.costs.position(cls.axes)
+            most = [most[place == p].min() for p in range(len(now))]
+        return tuple(max(n, int(m * cls.units + 1e-9)) for n, m in zip(now, most, strict=True))
+
+    def _aligned(self, c: int, shares: Ints, class_units: ClassUnits, most: Ints, *, patient: bool) -> Iterator[Ints]:
+        """Shares in whole tiles for all kinds but one, which takes what is left: single units cannot cross a tile. Of
+        many kinds one trial, in which they get tile after tile."""
+        units, kind_of = self.classes.all[c].units, self.kinds[self.classes.all[c].axes]
+        held = [k for k in range(int(kind_of.max()) + 1) if shares[kind_of == k].any()]
+        if len(held) > FEW:
+            allotted = None if patient else class_units.allotted(shares, most)
+            if allotted is not None:
+                yield allotted
+            return
+        lanes = self.loads.lanes(c)
+        tiles = {TILE * units // n for n in lanes if n >= TILE and TILE * units % n == 0}
+        for tile, rest in product(sorted(tiles - {1}), held):
+            others = [k for k in held if k != rest]
+            for up in product((0, 1), repeat=len(others)):
+                aligned = shares.copy()
+                for k, u in zip(others, up, strict=True):
+                    aligned[kind_of == k] = (int(shares[kind_of == k].mean()) // tile + u) * tile
+                mine = kind_of == rest
+                left, count = units - int(aligned[~mine].sum()), int(mine.sum())
+                if left >= 0:
+                    aligned[mine] = left // count + (np.arange(count) < left % count)
+                    yield aligned
+
+    def _of_class(
+        self, c: int, sizes: Sizes, most: tuple[int, ...], *, together: bool, patient: bool
+    ) -> tuple[int, ...]:
+        """The cheapest of a class's shares and those aligned to tiles, then single units moved between positions while
+        the class's true cost falls; no share above `most`, of its position or of all. `together`: units of whole groups
+        are moved as well."""
+        units = ClassUnits(self.loads, c, sizes)
+        if not units.decides:
+            return sizes.shares[c]
+        current = np.array(sizes.shares[c], dtype=np.int64)
+        bounded = np.broadcast_to(np.array(most, dtype=np.int64), current.shape)
+        many = not patient and int(units.kind_of.max()) >= FEW
+        if many and not together:
+            # Units given back one by one to those that are left out are not worth the time.
+            bounded = np.where(current > 0, bounded, 0)
+        seconds = lambda held: np.where((held <= bounded).all(axis=-1), units.seconds(held), np.inf)
+        best = float(units.seconds(current[None])[0])
+        for _ in range(_LP_ROUNDS if many else 1):
+            found = best_of(self._aligned(c, current, units, bounded, patient=patient), seconds)
+            if not found[0] < best * (1 - 1e-12):
+                break
+            best, current = found
+        units.begin(current)
+        # Of many kinds the sizes that are followed up go on.
+        for _ in range(4 * FEW if many and not together else 4 * current.size):
+            if self._left() <= 0:
+                break
+            move = units.best_move(bounded)
+            if move is not None and move.seconds < best * (1 - 1e-12):
+                best = move.seconds
+                units.move(move.source, move.target)
+                continue
+            found = best_of(group_moves(units.shares, units.kind_of, seconds) if together else (), seconds)
+            if not found[0] < best * (1 - 1e-12):
+                break
+            best = found[0]
+            units.begin(found[1])
+        return tuple(units.shares.tolist())

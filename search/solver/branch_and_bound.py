@@ -1,0 +1,356 @@
+"""One hunt for the least of a value: raise the dual bound, decode, drop states by reduced cost, search, repeat.
+
+Lemma (what dropping costs). Let T = incumbent - tolerance / 2 * |incumbent|, or what is `enough` if that is less. Only
+states whose floor (see `_trws.py`) is >= T and search nodes with f >= T are dropped, so every assignment lost costs at
+least T; T only falls as incumbents improve. The optimum is therefore at least min(T, bound of what is left), at every
+moment.
+"""
+
+import time
+from bisect import bisect_left
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cache, partial
+from typing import Literal
+
+import numpy as np
+
+from hapsynth.search.solver.astar import astar
+from hapsynth.search.solver.beam_search import beam_search
+from hapsynth.search.solver.bucket_elimination import EliminationOrder, buckets, eliminate
+from hapsynth.search.solver.problem import Floats, Ints, Problem, Progress, Solution
+from hapsynth.search.solver.reduction import ReducedProblem
+from hapsynth.search.solver.search_space import Found, Space, build_space, search_order, space_bytes
+from hapsynth.search.solver.symmetry import spread_messages
+from hapsynth.search.solver.trws import Dual
+from hapsynth.search.solver.warm_start import Messages, recall, remember
+
+_WORTHWHILE = 0.1  # of the gap: a round that closes so much is followed by another like it
+_STALLED = 5e-4  # relative rise of the bound in ten sweeps
+_FLOAT_SAFETY = 1e-12  # relative; the dual and the searches add a few thousand terms in float64
+# (kind, width or nodes): tried in turn, the next when one no longer helps.
+SEARCHES = (("layers", 64), ("astar", 2000), ("layers", 1000), ("layers", 10_000), ("astar", 10**9))
+_SWEEPS = 5  # between two attempts to decode an assignment
+_SHRUNK = 0.5  # where dropping states leaves less than this of them, that is done before anything else
+_DROPPABLE = 5000  # with fewer states sweeps cost less than dropping some
+_DIVE_NODES = 3  # per variable; A* gets so many before each layered search
+# States per variable among which an assignment is looked for first; twice as many when that did not help.
+_THIN = 6
+_THICKEST = 50
+_MANY = 60  # states per variable
+_FIRST_SWEEPS = 40
+_CELLS = 2.0**26  # table entries of an exact elimination: a second
+_CLOSE = 0.01  # relative gap; with a greater one a better assignment helps more than sweeps
+_NODE_BYTES = 500  # of one in A*'s lists
+_CELL_BYTES = 20  # of one in an elimination's tables
+_CHILD_BYTES = 60  # of one in the layered search's arrays
+
+
+@dataclass
+class SolveContext:
+    """What one call of `solve` shares: its limits and its counts."""
+
+    problem: Problem
+    tolerance: float
+    enough: float
+    time_budget_s: float | None
+    progress: Callable[[Progress], None] | None
+    max_nodes: int
+    memory_bytes: int
+    messages: Messages
+    tie: bool
+    """Begin from alike variables as one."""
+    began: float = field(default_factory=time.monotonic)
+    expanded: int = 0
+    sweeps: int = 0
+
+    def late(self) -> bool:
+        return self.time_budget_s is not None and time.monotonic() - self.began >= self.time_budget_s
+
+    def report(self, stage: str, hunt: "BranchAndBound", network: ReducedProblem) -> None:
+        if self.progress is not None:
+            while hunt.main is not None:
+                hunt = hunt.main
+            seconds = time.monotonic() - self.began
+            size = (len(network.active()), network.size())
+            self.progress(Progress(stage, seconds, hunt.cost, hunt.lower_bound, *size, self.sweeps, self.expanded))
+
+    def solution(self, hunt: "BranchAndBound") -> Solution:
+        cost, bound = hunt.cost, hunt.lower_bound
+        if np.isfinite(bound):
+            bound -= _FLOAT_SAFETY * max(abs(bound), abs(cost) if np.isfinite(cost) else 0.0)
+        bound = min(bound, cost)
+        if hunt.best is None:
+            status = "infeasible" if bound == np.inf else "gap"
+        else:
+            status = "optimal" if cost - bound <= self.tolerance * abs(cost) + 1e-300 else "gap"
+        return Solution(hunt.best, cost, bound, self.expanded, self.sweeps, status)
+
+
+def _dual(network: ReducedProblem, multipliers: Floats) -> Dual:
+    extra = {i: multipliers @ network.usage(i) for i in network.active()} if multipliers.any() else {}
+    return Dual(network, extra, -float(multipliers @ network.limits))
+
+
+def _counts(floors: dict[int, Floats], highest: float) -> Callable[[int], int]:
+    """How many states of a variable have floors up to `highest`: one at least."""
+    known = {i: max(1, int(np.count_nonzero(row <= highest))) for i, row in floors.items()}
+    return known.__getitem__
+
+
+def _most(count: int, possible: Callable[[int], bool]) -> int:
+    """The greatest k <= count that is possible, where less always is if more is; 0 if none."""
+    return bisect_left(range(count), True, key=lambda k: not possible(k + 1))
+
+
+_Reached = Literal["proof", "states to drop", "end"]
+
+
+class BranchAndBound:
+    """The search for the least `value` among assignments within the limits: incumbent and lower bound.
+
+    The main hunt's value is the problem's cost. Pricing opens hunts whose value is the Lagrangian and which know
+    no limits; whatever they come across is offered to the `main` hunt too.
+    """
+
+    def __init__(
+        self,
+        run: SolveContext,
+        value: Callable[[Ints], float],
+        tolerance: float,
+        main: "BranchAndBound | None" = None,
+        limited: bool = True,
+    ):
+        self.run = run
+        self.limited = limited
+        self.value = value
+        self.tolerance = tolerance
+        self.main = main
+        self.best: Ints | None = None
+        self.cost = np.inf
+        self.lower_bound = -np.inf
+
+    def offer(self, assignment: Ints) -> bool:
+        """Takes the assignment if it keeps the limits and is better; says whether."""
+        if self.main is not None:
+            self.main.offer(assignment)
+        if self.limited and not self.run.problem.fits(assignment):
+            return False
+        cost = self.value(assignment)
+        if cost < self.cost:
+            self.best, self.cost = assignment, cost
+            return True
+        return False
+
+    @property
+    def _room(self) -> float:
+        """Table entries that an exact elimination may take."""
+        return min(_CELLS, self.run.memory_bytes / 4 / _CELL_BYTES)
+
+    def threshold(self) -> float:
+        known = self.cost - self.tolerance / 2 * abs(self.cost) if self.best is not None else np.inf
+        return min(known, self.run.enough)
+
+    def proved(self, bound: float) -> bool:
+        """Notes that all assignments not yet excluded cost at least `bound`; says whether that settles it."""
+        self.lower_bound = max(self.lower_bound, float(min(bound, self.threshold())))
+        return self.lower_bound >= self.threshold()
+
+    def close(
+        self,
+        network: ReducedProblem,
+        multipliers: Floats,
+        searches: tuple[tuple[str, int], ...] = SEARCHES,
+        thin: int = 0,
+    ) -> None:
+        """Searches `network` until the bound meets the incumbent, or nothing more is allowed.
+
+        thin: with how many states per variable a quick hunt has been made already.
+        """
+        level = 0
+        nested = thin > 0
+        thin = thin or _THIN
+        recalled = self.main is not None
+        sizes = [row.size for row in self.run.problem.unary]
+        while level < len(searches):
+            network.reduce(self.run.late)
+            if network.infeasible:
+                self.proved(np.inf)
+                return
+            if self.run.late():
+                return
+            active = network.active()
+            if not active:
+                self.offer(network.lift({}))
+                # With nothing left the multipliers charge nothing: the limits were kept by the reductions.
+                self.proved(network.offset)
+                return
+            if not recalled:
+                # With few states some sweeps of the whole network cost less than to tie it.
+                tie = self.run.tie or (not self.run.messages and network.size() > _MANY * len(active))
+                if not (tie and spread_messages(network, multipliers)):
+                    recall(self.run.messages, network, sizes)
+                recalled = True
+            dual = _dual(network, multipliers)
+            before, size, cost = self.lower_bound, network.size(), self.cost
+            order = cache(partial(buckets, network))
+            reached = self._dual_ascent(network, dual, 60 if nested else 300, order)
+            dual.store()
+            if self.main is None:
+                remember(self.run.messages, network, sizes)
+            if reached == "proof" or self.run.late():
+                return
+            if reached == "states to drop":
+                self._prune(network, dual)
+                continue
+            eliminated = self._likely(network, dual, multipliers, order())
+            if eliminated and self.proved(-np.inf):
+                return
+            if not nested and not (eliminated and self.best is not None) and thin <= _THICKEST:
+                if self._thinned(network, dual, multipliers, thin):
+                    if self.proved(-np.inf):
+                        return
+                else:
+                    thin *= 2
+            self._prune(network, dual)
+            network.reduce(self.run.late)
+            if self.run.late():
+                return
+            if network.infeasible or network.size() < _SHRUNK * size or self.cost < cost:
+                continue
+            rise, gap = self.lower_bound - before, self.cost - before
+            if eliminated and not network.limits.size and rise > _WORTHWHILE * gap:
+                continue
+            searched = self._searched(network, multipliers, searches[level])
+            if searched is None and not nested and thin <= _THICKEST:
+                continue
+            if searched is None or searched:
+                return
+            if self.run.late() or self.run.expanded >= self.run.max_nodes:
+                return
+            gap = self.cost - before
+            helped = (
+                network.size() < 0.97 * size
+                or self.cost < cost
+                or (np.isfinite(gap) and self.lower_bound - before > _WORTHWHILE * gap)
+            )
+            level += not helped
+
+    def _searched(self, network: ReducedProblem, multipliers: Floats, search: tuple[str, int]) -> bool | None:
+        """Searches the network once; says whether that settles it, None where there is not room enough."""
+        order = search_order(network)
+        if space_bytes(network, order) > self.run.memory_bytes // 2:
+            return None
+        space = build_space(network, order, multipliers)
+        # Where the bound is tight A* walks straight to the optimum, in a fraction of the time of a beam.
+        dive = (("astar", _DIVE_NODES * len(order)),) if search[0] == "layers" else ()
+        for kind, size in (*dive, search):
+            found = self._search(space, kind, size)
+            if found.chosen is not None:
+                self.offer(network.lift(found.chosen))
+            proved = self.proved(found.lower_bound)
+            self.run.report(kind, self, network)
+            if proved:
+                return True
+        return False
+
+    def _dual_ascent(
+        self, network: ReducedProblem, dual: Dual, most: int, order: Callable[[], EliminationOrder]
+    ) -> _Reached:
+        """Sweeps until the bound meets the incumbent or has nearly stopped rising, or there is something better to do.
+
+        A loose bound costs the searches more than sweeps cost, the more so the more variables there are. Where there
+        are many states sweeps end once half of them can go, or an assignment is to be looked for among few states.
+        """
+        many = dual.theta.size > _MANY * len(dual.nodes)
+        before = dual.bound
+        tried = np.inf
+        while True:
+            for _ in range(_SWEEPS):
+                dual.sweep()
+                self.run.sweeps += 1
+                if self.run.late():
+                    break
+            bound = dual.bound * (1 - _FLOAT_SAFETY * np.sign(dual.bound))
+            cost, chosen = dual.decoded()
+            if chosen is not None and cost < tried:
+                tried = cost
+                self.offer(network.lift(chosen))
+            proved = self.proved(bound)
+            self.run.report("dual", self, network)
+            if proved or self.run.late() or dual.sweeps >= min(max(30, len(dual.nodes)), most):
+                return "proof" if proved else "end"
+            if dual.sweeps % (2 * _SWEEPS) == 0:
+                if order().cells(_counts(dual.floors(), self.threshold())) <= self._room:
+                    return "end"
+                if dual.theta.size > _DROPPABLE and np.mean(dual.floor >= self.threshold()) > 1 - _SHRUNK:
+                    return "states to drop"
+                if many and dual.sweeps >= _FIRST_SWEEPS and dual.bound < (1 - _CLOSE) * self.cost:
+                    return "end"
+                left = min(self.threshold() - dual.bound, abs(dual.bound))
+                if dual.bound - before <= min(0.02 * left, _STALLED * abs(dual.bound)):
+                    return "end"
+                before = dual.bound
+
+    def _likely(self, network: ReducedProblem, dual: Dual, multipliers: Floats, order: EliminationOrder) -> bool:
+        """Solves exactly for the states of least floor, as many as that is possible for; says whether it was.
+
+        Whatever takes a state that was left out costs at least the least floor of those. Where resources are charged
+        what is found may not keep the limits.
+        """
+        floors = {i: floor * (1 - _FLOAT_SAFETY * np.sign(floor)) for i, floor in dual.floors().items()}
+        ranked = {i: np.sort(floor) for i, floor in floors.items()}
+        every = np.unique(np.concatenate(list(ranked.values())))
+        every = every[every < self.threshold()]
+        kept = _most(every.size, lambda k: order.cells(_counts(ranked, float(every[k - 1]))) <= self._room)
+        if not kept:
+            return False
+        highest = float(every[kept - 1])
+        likely = {i: np.flatnonzero(f <= max(highest, float(ranked[i][0]))) for i, f in floors.items()}
+        least, chosen = eliminate(network, multipliers, order, likely)
+        self.offer(network.lift(chosen))
+        self.proved(min(least, float(every[kept]) if kept < every.size else np.inf))
+        self.run.report("elimination", self, network)
+        return True
+
+    def _thinned(self, network: ReducedProblem, dual: Dual, multipliers: Floats, states: int) -> bool:
+        """Hunts among the few states of least floor of each variable; says whether that improved the incumbent."""
+        floors, cost = dual.floors(), self.cost
+        if all(floor.size <= states for floor in floors.values()):
+            return False
+        part = network.copy()
+        for i, floor in floors.items():
+            if floor.size > states:
+                part.restrict(i, floor <= np.partition(floor, states - 1)[states - 1])
+        inner = BranchAndBound(self.run, self.value, self.tolerance, self, self.limited)
+        inner.best, inner.cost = self.best, self.cost
+        inner.close(part, multipliers, SEARCHES[:1], states)
+        return self.cost < cost
+
+    def _search(self, space: Space, kind: str, size: int) -> Found:
+        left = self.run.max_nodes - self.run.expanded
+        room = self.run.memory_bytes // 4
+        if kind == "astar":
+            found = astar(space, self.threshold(), min(size, left, room // _NODE_BYTES), self.run.late)
+        else:
+            most = max(stage.base.size for stage in space.stages)
+            width = min(size, max(16, min(left // len(space.stages), room // (_CHILD_BYTES * most))))
+            found = beam_search(space, self.threshold(), width, self.run.late)
+        self.run.expanded += found.expanded
+        return found
+
+    def _prune(self, network: ReducedProblem, dual: Dual) -> None:
+        threshold = self.threshold()
+        if threshold == np.inf:
+            return
+        # Alike variables keep what any of them keeps: so they stay alike, and are reduced once.
+        together: dict[object, tuple[list[int], Floats]] = {}
+        for i, floor in dual.floors().items():
+            alike = network.kind(i), tuple(sorted(network.links[i].values()))
+            members, least = together.setdefault(alike, ([], floor.copy()))
+            members.append(i)
+            np.minimum(least, floor, out=least)
+        for members, least in together.values():
+            keep = least * (1 - _FLOAT_SAFETY * np.sign(least)) < threshold
+            for i in members:
+                network.restrict(i, keep)

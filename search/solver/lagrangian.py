@@ -1,0 +1,189 @@
+"""Resources in the bound: multipliers on what is used, and assignments that keep the limits.
+
+Resources enter the bound by Lagrange multipliers mu >= 0: the least of cost + mu . (usage - limits) over all
+assignments is a lower bound on the cost within the limits. mu is found by cutting planes (Kelley 1960, drawn
+towards the best point so far). The assignments that come up lie on both sides of the limits; the best mixture of
+them within the limits is mostly close to the optimum. Two of them differ in patches of variables, such as a layer's,
+that no edge joins: each patch can be taken from either, which is a knapsack.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+from scipy.optimize import Bounds, LinearConstraint, linprog, milp
+from scipy.sparse import coo_array
+from scipy.sparse.csgraph import connected_components
+
+from hapsynth.search.solver.branch_and_bound import SEARCHES, BranchAndBound
+from hapsynth.search.solver.problem import Floats, Ints, Problem, padded_limits
+from hapsynth.search.solver.reduction import ReducedProblem
+from hapsynth.search.solver.symmetry import VariableSymmetry
+from hapsynth.search.solver.warm_start import Messages
+
+_PRICE_ROUNDS = 16
+_MIXED = 4
+_PRICE_TOLERANCE = 1e-4  # relative, of each round's bound
+_PATCH_GAP = 1e-5  # relative; of the knapsack over patches
+
+
+def priced(hunt: BranchAndBound, network: ReducedProblem) -> Floats:
+    """Multipliers [resources] whose Lagrangian bound is nearly the best; incumbents come up on the way.
+
+    Every assignment x is a cut: the bound at mu is at most cost(x) + mu . (usage(x) - limits). Alike variables are
+    taken as one for this (`_ties.py`): what comes of it is then no bound yet.
+    """
+    problem, run = hunt.run.problem, hunt.run
+    limits = padded_limits(problem)
+    ties = VariableSymmetry.of(problem)
+    relaxed = _Whole(hunt, network) if ties is None else _Tied(hunt, ties)
+    seen: list[Ints] = [] if hunt.best is None else [hunt.best]
+    best, multipliers, trial = -np.inf, np.zeros(limits.size), np.zeros(limits.size)
+    for _ in range(_PRICE_ROUNDS):
+        found, bound = relaxed.least(trial, seen[-_MIXED:])
+        if hunt.proved(bound if ties is None else -np.inf) or found is None or run.late():
+            break
+        if bound > best:
+            best, multipliers = bound, trial
+        for other in [*([] if hunt.best is None else [hunt.best]), *seen[-_MIXED:]]:
+            hunt.offer(patched(problem, found, other))
+        seen.append(found)
+        if ties is None:
+            _mix(hunt, network, seen[-_MIXED:], multipliers)
+        run.report("price", hunt, network)
+        ceiling, trial = _next_prices(problem, limits, seen, multipliers)
+        if ceiling - best <= 2 * _PRICE_TOLERANCE * abs(best):
+            break
+    return multipliers
+
+
+class _Whole:
+    """The Lagrangian of a network."""
+
+    def __init__(self, hunt: BranchAndBound, network: ReducedProblem) -> None:
+        self.hunt, self.network = hunt, network
+
+    def least(self, multipliers: Floats, starts: Sequence[Ints]) -> tuple[Ints | None, float]:
+        """An assignment that nearly has the least, and a bound on it."""
+        problem = self.hunt.run.problem
+        limits = padded_limits(problem)
+
+        def lagrangian(x: Ints) -> float:
+            return problem.cost(x) + float(multipliers @ (problem.usage(x) - limits))
+
+        inner = BranchAndBound(
+            self.hunt.run, lagrangian, max(self.hunt.tolerance, _PRICE_TOLERANCE), self.hunt, limited=False
+        )
+        for x in starts:
+            inner.offer(x)
+        inner.close(self.network.relaxed(multipliers), np.zeros(0), SEARCHES[:2])
+        return inner.best, inner.lower_bound
+
+
+class _Tied:
+    """The Lagrangian with alike variables as one."""
+
+    def __init__(self, hunt: BranchAndBound, ties: VariableSymmetry) -> None:
+        self.hunt, self.ties = hunt, ties
+        self.limits = padded_limits(hunt.run.problem)
+        self.usage = [ties.usage(r) for r in hunt.run.problem.resources]
+        self.messages: Messages = {}
+
+    def least(self, multipliers: Floats, starts: Sequence[Ints]) -> tuple[Ints | None, float]:
+        """As `_Whole`'s; no bound on what may treat alike variables unlike."""
+        tied, run = self.ties.tied, self.hunt.run
+        priced = [u + sum(m * used[k] for m, used in zip(multipliers, self.usage)) for k, u in enumerate(tied.unary)]
+        problem = replace(tied, unary=tuple(priced), offset=tied.offset - float(multipliers @ self.limits))
+        tolerance = max(self.hunt.tolerance, _PRICE_TOLERANCE)
+        # What it comes to is no cost of the problem's, nor a bound on it: it is told to nobody.
+        quiet = replace(run, problem=problem, tolerance=tolerance, enough=np.inf, progress=None)
+        part = replace(quiet, messages=self.messages, tie=False)
+        inner = BranchAndBound(part, problem.cost, tolerance)
+        for x in starts:
+            inner.offer(self.ties.lower(x))
+        inner.close(ReducedProblem(problem), np.zeros(0), SEARCHES[:2])
+        run.sweeps, run.expanded = part.sweeps, part.expanded
+        if inner.best is None:
+            return None, inner.lower_bound
+        found = self.ties.lift(inner.best)
+        self.hunt.offer(found)
+        return found, inner.lower_bound
+
+
+def _mix(hunt: BranchAndBound, network: ReducedProblem, seen: list[Ints], multipliers: Floats) -> None:
+    """Looks for the best assignment within the limits that takes every state from one of those seen."""
+    part = network.copy()
+    for i in part.active():
+        keep = np.isin(part.states(i), [x[i] for x in seen])
+        if keep.any():
+            part.restrict(i, keep)
+    inner = BranchAndBound(hunt.run, hunt.run.problem.cost, hunt.tolerance, hunt)
+    inner.best, inner.cost = hunt.best, hunt.cost
+    inner.close(part, multipliers, SEARCHES[:1])
+
+
+def _next_prices(problem: Problem, limits: Floats, seen: list[Ints], centre: Floats) -> tuple[float, Floats]:
+    """(the most that the cuts allow the bound to be, multipliers to try next: half-way there from `centre`)."""
+    costs = np.array([problem.cost(x) for x in seen])
+    excess = np.array([problem.usage(x) - limits for x in seen])
+    unit = np.maximum(np.abs(limits), np.abs(excess).max(axis=0))
+    unit[unit == 0] = 1.0
+    # Variables: the bound, then mu * unit. A box keeps the first rounds bounded; it follows the centre outwards.
+    box = 10 * (np.abs(costs).max() + 1e-300) + 10 * float((centre * unit).max())
+    result = linprog(
+        np.r_[-1.0, np.zeros(limits.size)],
+        A_ub=np.c_[np.ones(costs.size), -excess / unit],
+        b_ub=costs,
+        bounds=[(None, None), *[(0.0, box)] * limits.size],
+        method="highs",
+    )
+    if result.x is None:
+        return -np.inf, centre
+    target = np.maximum(result.x[1:], 0.0) / unit
+    return float(result.x[0]), target if limits.size == 1 or not centre.any() else (centre + target) / 2
+
+
+def patched(problem: Problem, one: Ints, other: Ints) -> Ints:
+    """The cheapest assignment within the limits that takes each patch of variables from one of two assignments.
+
+    A patch is a set of variables in which they differ and that edges join: where all else is equal, what a patch
+    changes of cost and usage does not depend on the others. `one`, where none keeps the limits.
+    """
+    patch = _patches(problem, one != other)
+    count = int(patch.max()) + 1
+    if not count:
+        return one
+    cost, usage = np.zeros(count), np.zeros((len(problem.resources), count))
+    where = np.flatnonzero(patch >= 0)
+    for i in where.tolist():
+        cost[patch[i]] += problem.unary[i][other[i]] - problem.unary[i][one[i]]
+        for k, r in enumerate(problem.resources):
+            usage[k, patch[i]] += r.usage[i][other[i]] - r.usage[i][one[i]]
+    for e in problem.edges:
+        at = max(patch[e.u], patch[e.v])
+        if at >= 0:
+            cost[at] += e.table[e.gu[other[e.u]], e.gv[other[e.v]]] - e.table[e.gu[one[e.u]], e.gv[one[e.v]]]
+    spare = padded_limits(problem) - problem.usage(one)
+    unit = np.abs(usage).max(axis=1)
+    unit[unit == 0] = 1.0
+    kept = LinearConstraint(usage / unit[:, None], -np.inf, spare / unit)
+    scale = float(np.abs(cost).max()) or 1.0
+    options = {"mip_rel_gap": _PATCH_GAP, "node_limit": 10_000}
+    found = milp(cost / scale, integrality=np.ones(count), bounds=Bounds(0, 1), constraints=kept, options=options)
+    if found.x is None:
+        return one
+    taken = np.append(np.round(found.x) > 0, False)
+    return np.where(taken[patch], other, one)
+
+
+def _patches(problem: Problem, differ: np.ndarray) -> Ints:
+    """int [variables]: the patch of each variable that differs, numbered from 0; -1 of the others."""
+    u = np.array([e.u for e in problem.edges], dtype=np.int64)
+    v = np.array([e.v for e in problem.edges], dtype=np.int64)
+    joined = differ[u] & differ[v] if u.size else np.zeros(0, dtype=bool)
+    ones = np.ones(int(joined.sum()))
+    graph = coo_array((ones, (u[joined], v[joined])), shape=(differ.size, differ.size))
+    of = connected_components(graph, directed=False)[1]
+    patch = np.full(differ.size, -1, dtype=np.int64)
+    patch[differ] = np.unique(of[differ], return_inverse=True)[1]
+    return patch

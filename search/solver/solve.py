@@ -1,0 +1,140 @@
+"""The solver's entry: reduce, price the resources, hunt.
+
+Without resources one hunt settles it. With them, multipliers come first (`_prices.py`); the searches of the last hunt
+then keep the limits exactly.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from hapsynth.search.solver.branch_and_bound import BranchAndBound, SolveContext
+from hapsynth.search.solver.lagrangian import priced
+from hapsynth.search.solver.problem import Floats, Ints, Problem, Progress, Solution, padded_limits, validate
+from hapsynth.search.solver.reduction import ReducedProblem
+from hapsynth.search.solver.symmetry import VariableSymmetry
+from hapsynth.search.solver.warm_start import Messages
+
+Assignment = npt.NDArray[np.integer] | Sequence[int]
+
+_LEAST_TOLERANCE = 1e-10
+_TIED_NODES = 2000  # of a search that proves nothing
+_LIMITED_NODES = 20_000  # of one within limits, which their prices and a knapsack come near to without any
+
+
+def solve(
+    problem: Problem,
+    *,
+    start: Assignment | Sequence[Assignment] | None = None,
+    tolerance: float = 1e-6,
+    enough: float = np.inf,
+    time_budget_s: float | None = None,
+    progress: Callable[[Progress], None] | None = None,
+    max_nodes: int = 500_000,
+    memory_bytes: int = 2**31,
+    messages: Messages | None = None,
+) -> Solution:
+    """The cheapest assignment within the resources' limits, with a proof or, out of time or nodes, a gap.
+
+    start: an assignment or several (int [variables]) to begin from; feasible ones are never made worse.
+    tolerance: the relative gap, (cost - lower_bound) / |cost|, at which a solution is called optimal.
+    enough: what costs this much or more is of no interest: a bound that reaches it ends the search.
+    time_budget_s: seconds after which the best so far is returned.
+    max_nodes: how many search nodes to expand in all.
+    memory_bytes: about what tables and search nodes may take in all; where that is too little the best so far is
+    returned with its gap. Ctrl-C returns it too; KeyboardInterrupt is raised if there is none.
+    messages: what the dual of a problem with the same variables and states came to, to begin from; replaced by what
+    this one's comes to. None: from that of alike variables as one, which costs some sweeps; it is what is done with
+    many states and no messages too.
+    Raises ValueError for a malformed problem or start. Deterministic, unless the time budget ends it.
+    """
+    validate(problem)
+    tie, messages = messages is None, {} if messages is None else messages
+    tolerance = max(tolerance, _LEAST_TOLERANCE)
+    run = SolveContext(problem, tolerance, enough, time_budget_s, progress, max_nodes, memory_bytes, messages, tie)
+    hunt = BranchAndBound(run, problem.cost, run.tolerance)
+    try:
+        _run(hunt, list(_starts(problem, start)))
+    except KeyboardInterrupt:
+        if hunt.best is None:
+            raise
+        return replace(run.solution(hunt), interrupted=True)
+    return run.solution(hunt)
+
+
+def solve_quotient(
+    problem: Problem, *, start: Assignment | None = None, messages: Messages | None = None, **options: Any
+) -> Solution:
+    """A cheap assignment, without a bound: the best in which alike variables take the same state, found as if there
+    were one of each. As `solve`, which does it where too few are alike or there are limits."""
+    ties = None if problem.resources else VariableSymmetry.of(problem)
+    if ties is None:
+        nodes = {"max_nodes": _LIMITED_NODES} if problem.resources else {}
+        return solve(problem, start=start, messages=messages, **nodes, **options)
+    begin = None if start is None else ties.lower(np.asarray(start, dtype=np.int64))
+    known = ties.lower_messages(messages or {})
+    found = solve(ties.tied, start=begin, messages=known, max_nodes=_TIED_NODES, **options)
+    if messages is not None:
+        messages.update(ties.lift_messages(known))
+    if found.assignment is None:
+        return replace(found, lower_bound=-np.inf, status="gap")
+    assignment = ties.lift(found.assignment)
+    return replace(found, assignment=assignment, cost=problem.cost(assignment), lower_bound=-np.inf, status="gap")
+
+
+def _run(hunt: BranchAndBound, starts: Sequence[Ints]) -> None:
+    problem = hunt.run.problem
+    for x in starts:
+        hunt.offer(x)
+        if problem.resources and not hunt.run.late():
+            hunt.offer(_descended(problem, x, hunt.run.late))
+    network = ReducedProblem(problem, abs(hunt.cost) if np.isfinite(hunt.cost) else None, hunt.run.memory_bytes // 4)
+    network.reduce(hunt.run.late)
+    multipliers = np.zeros(len(problem.resources))
+    if problem.resources and not network.infeasible and not hunt.run.late():
+        multipliers = priced(hunt, network)
+    if not hunt.proved(-np.inf):
+        hunt.close(network, multipliers)
+
+
+def _starts(problem: Problem, start: Assignment | Sequence[Assignment] | None) -> Iterator[Ints]:
+    if start is None:
+        return
+    for row in np.atleast_2d(np.asarray(start, dtype=np.int64)):
+        if row.size != len(problem.unary):
+            raise ValueError(f"start has {row.size} states; the problem has {len(problem.unary)} variables")
+        for i, (s, unary) in enumerate(zip(row.tolist(), problem.unary, strict=True)):
+            if not 0 <= s < unary.size:
+                raise ValueError(f"start takes state {s} of variable {i}, which has {unary.size} states")
+        yield row
+
+
+def _descended(problem: Problem, start: Ints, late: Callable[[], bool], rounds: int = 10) -> Ints:
+    """Iterated conditional modes: each variable in turn takes its best state given all others, within the limits."""
+    x = start.copy()
+    near: list[list[tuple[int, Ints, Floats, Ints]]] = [[] for _ in problem.unary]
+    for e in problem.edges:
+        near[e.u].append((e.v, e.gu, e.table, e.gv))
+        near[e.v].append((e.u, e.gv, e.table.T, e.gu))
+    spare = padded_limits(problem) - problem.usage(x)
+    for _ in range(rounds):
+        changed = False
+        for i, unary in enumerate(problem.unary if not late() else ()):
+            cost = unary
+            for j, own, table, others in near[i]:
+                cost = cost + table[own, others[x[j]]]
+            now = int(x[i])
+            if problem.resources:
+                use = np.stack([r.usage[i] - r.usage[i][now] for r in problem.resources])
+                cost = np.where(np.all(use <= np.maximum(spare, 0)[:, None], axis=0), cost, np.inf)
+            best = int(np.argmin(cost))
+            if cost[best] < cost[now]:
+                if problem.resources:
+                    spare = spare - np.array([r.usage[i][best] - r.usage[i][now] for r in problem.resources])
+                x[i], changed = best, True
+        if not changed:
+            break
+    return x

@@ -1,0 +1,365 @@
+"""Copies are compared, and sizes follow measured speeds."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from graphs import cluster
+from random_plans import mesh_of
+from test_transfer import storages
+
+import hapsynth
+from hapsynth.adapting.monitor import Monitor
+from hapsynth.adapting.probe import Probe
+from hapsynth.adapting.rebalance import busy_seconds, propose, slowdowns
+from hapsynth.instructions.layout import R, S
+from hapsynth.plan import Plan
+from hapsynth.running.drift import leaf_drift, resynced
+from hapsynth.running.sharded_array import ShardedArray
+
+COLLECTIVE = "all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute"
+
+# ---- a plan whose devices change their speed
+
+
+def step(state: Any, x: Any) -> Any:
+    """Its memory for only a part of the model holds the state cut, its compute wants the rows cut."""
+    loss = lambda w: jnp.mean(jnp.tanh(x @ w["a"]) @ w["b"]) ** 2
+    value, grads = jax.value_and_grad(loss)(state["w"])
+    m = jax.tree.map(lambda m, g: 0.9 * m + g, state["m"], grads)
+    return {"w": jax.tree.map(lambda w, m: w - 0.1 * m, state["w"], m), "m": m, "count": state["count"] + 1}, value
+
+
+def step_args() -> Any:
+    draw = np.random.default_rng(0)
+    w = {name: draw.normal(size=(96, 96)).astype(np.float32) / 10 for name in "ab"}
+    m = jax.tree.map(np.zeros_like, w)
+    return {"w": w, "m": m, "count": np.int32(0)}, draw.normal(size=(960, 96)).astype(np.float32)
+
+
+SPEED = 1e-4
+"""So slow that even this is worth dividing."""
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    args = step_args()
+    fixed = {"[0]['m']['a']": "S(0)", "[0]['w']['b']": "S(1)", "[1]": "S(0)"}
+    described = cluster([SPEED] * 4, bandwidth=1e9)
+    return hapsynth.synthesize(step, args, mesh_of(), cluster=described, fixed=fixed)
+
+
+def test_a_device_slowed_to_half(plan: Plan) -> None:
+    predicted = busy_seconds(plan)
+    half = propose(plan, np.array([1.0, 1.0, 1.0, 2.0]))
+    # Work 7/8 as fast as before at best, and half as fast without new sizes.
+    assert half.before_s > 1.6 * plan.cost
+    assert 1.3 < half.gain < 7 / 4
+    new = half.plan
+    assert new.cost == half.after_s
+    assert new.program is plan.program
+    assert (new.result.status, new.lower_bound) == ("gap", 0.0)
+    rows = new.sizes.of_devices(plan.sizes.classes.of[plan.traced.graph.inputs[-1], 0, (0,), 0])
+    assert rows[0] == rows[1] == rows[2]
+    assert rows[3] < 0.6 * rows[0]
+    # What the new plan predicts of its devices is even again.
+    assert busy_seconds(new) == pytest.approx(np.full(4, busy_seconds(new).mean()), rel=0.1)
+    measured = predicted * [1.0, 1.0, 1.0, 2.0]
+    assert plan.rebalance(measured.tolist()).sizes.shares == new.sizes.shares
+    assert slowdowns(plan, measured.tolist()) == pytest.approx([1, 1, 1, 2])
+    # It recovers.
+    again = new.rebalance((busy_seconds(new) * [1, 1, 1, 0.5]).tolist())
+    assert again.sizes.shares == plan.sizes.shares
+    assert again.cost == pytest.approx(plan.cost, rel=1e-6)
+
+
+def test_a_plan_that_leaves_a_device_out() -> None:
+    described = cluster([SPEED, SPEED, SPEED / 1e4, SPEED], bandwidth=1e9)
+    plan = hapsynth.synthesize(step, step_args(), mesh_of(), cluster=described)
+    assert plan.devices == (0, 1, 3)
+    new = plan.rebalance((busy_seconds(plan) * [1, 1, 2]).tolist())
+    assert new is not plan
+    assert new.devices == plan.devices
+    assert [d.name for d in new.cluster.devices] == ["x0.0001 at speed 1"] * 2 + ["x1e-08", "x0.0001 at speed 0.5"]
+    assert new.memory[2] == 0
+    assert hapsynth.Cluster.from_dict(new.cluster.to_dict()) == new.cluster
+    state, x = step_args()
+    got, _ = new(new.shard(state), x)
+    want, _ = jax.jit(step)(state, x)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), new.unshard(got), want)
+
+
+def test_the_scaled_model_predicts_what_was_measured(plan: Plan) -> None:
+    slowdown = np.array([1.5, 1.0, 3.0, 2.0])
+    new = propose(plan, slowdown).plan
+    old_sizes = plan.with_result(plan.result, new.cluster)
+    assert busy_seconds(old_sizes) == pytest.approx(busy_seconds(plan) * slowdown)
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_noise_moves_nothing(plan: Plan, seed: int) -> None:
+    noise = 1 + 0.03 * np.random.default_rng(seed).normal(size=4).clip(-1.5, 1.5)
+    assert plan.rebalance((busy_seconds(plan) * noise).tolist()) is plan
+    # That all are slower than the description says is no reason either.
+    assert plan.rebalance((busy_seconds(plan) * 3 * noise).tolist()) is plan
+
+
+def test_a_threshold_above_the_gain(plan: Plan) -> None:
+    measured = (busy_seconds(plan) * [1, 1, 1, 2]).tolist()
+    assert plan.rebalance(measured, threshold=0.6) is plan
+    with pytest.raises(ValueError, match="threshold is 5"):
+        plan.rebalance(measured, threshold=5)
+
+
+@pytest.mark.parametrize(
+    ("times", "text"),
+    [
+        ([1.0, 2.0], "2 measured times were given for 4 devices"),
+        ([1.0, 2.0, float("nan"), 1.0], "measured time 2 is nan"),
+        ([1.0, 2.0, 0.0, 1.0], "measured time 2 is 0.0"),
+    ],
+)
+def test_times_of_no_use(plan: Plan, times: list[float], text: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(text)):
+        plan.rebalance(times)
+
+
+def test_training_goes_on_with_the_same_state(plan: Plan) -> None:
+    state, x = step_args()
+    want, fn = state, jax.jit(step)
+    for _ in range(4):
+        want, _ = fn(want, x)
+    state, batch = plan.shard(state, x)
+    state, _ = plan(state, batch)
+    state, _ = plan(state, batch)
+    held = plan.unshard(state)
+    old = jax.tree.leaves(state)
+    new = propose(plan, np.array([1.0, 2.0, 1.0, 1.0])).plan
+    state = new.adopt(state, plan)
+    jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, b, strict=True), new.unshard(state), held)
+    moved = [x.is_deleted() for x in old]
+    kept = [a is b for a, b in zip(old, jax.tree.leaves(state))]
+    assert any(moved)
+    assert any(kept)
+    assert [not k for k in kept] == moved
+    assert any(isinstance(x, ShardedArray) for x in jax.tree.leaves(state))
+    for _ in range(2):
+        state, _ = new(state, new.shard_from_callback(lambda path, s: x[s], 1))
+    got = new.unshard(state)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), got, want)
+    assert new.lowered.traces == 1
+
+
+def test_adopting_what_lies_elsewhere(plan: Plan) -> None:
+    state, _ = step_args()
+    given = jax.tree.map(jnp.asarray, state)
+    new = propose(plan, np.array([1.0, 2.0, 1.0, 1.0])).plan
+    for old in (plan, new):
+        got = new.unshard(new.adopt(given, old))
+        jax.tree.map(np.testing.assert_array_equal, got, state)
+    assert not any(x.is_deleted() for x in jax.tree.leaves(given))
+    with pytest.raises(TypeError, match="is not in the plan"):
+        new.adopt({**given, "more": 1}, plan)
+
+
+# ---- drift
+
+
+def apart(x: jax.Array, change: Any) -> jax.Array:
+    """A replicated array whose copy on the last device is changed."""
+    pieces = [np.asarray(s.data) for s in x.addressable_shards]
+    pieces[-1] = change(pieces[-1].copy())
+    devices = [s.device for s in x.addressable_shards]
+    arrays = [jax.device_put(p, d) for p, d in zip(pieces, devices)]
+    return jax.make_array_from_single_device_arrays(x.shape, x.sharding, arrays)
+
+
+@pytest.fixture
+def replicated(plan: Plan) -> Any:
+    layouts = {path for path, layout in plan.layouts.items() if layout == "R"}
+    assert {"[0]['count']", "[0]['w']['a']"} <= layouts
+    return plan.shard(step_args()[0])
+
+
+def test_equal_copies_do_not_drift(plan: Plan, replicated: Any) -> None:
+    report = plan.drift(replicated)
+    assert report.equal
+    assert {leaf.path for leaf in report.leaves} == {p for p, lay in plan.layouts.items() if lay == "R" and p != "[1]"}
+    assert "are equal" in str(report)
+
+
+def test_drift_is_measured_and_mended(plan: Plan, replicated: Any) -> None:
+    def nudge(w: np.ndarray) -> np.ndarray:
+        w[3, 4] += 0.25
+        return w
+
+    first = np.asarray(replicated["w"]["a"])
+    replicated["w"]["a"] = apart(replicated["w"]["a"], nudge)
+    replicated["count"] = apart(replicated["count"], lambda c: c + 2)
+    report = {leaf.path: leaf for leaf in plan.drift(replicated).leaves}
+    leaf = report["[0]['w']['a']"]
+    assert leaf.max_abs == pytest.approx(0.25, rel=1e-5)
+    assert leaf.max_rel == pytest.approx(0.25 / np.abs(first).max(), rel=1e-5)
+    assert not leaf.equal
+    assert report["[0]['count']"][1:] == (2.0, float("inf"), False)
+    assert "[0]['w']['a']: 0.25, relative" in str(plan.drift(replicated))
+    mended = plan.resync(replicated)
+    assert plan.drift(mended).equal
+    for shard in mended["w"]["a"].addressable_shards:
+        np.testing.assert_array_equal(np.asarray(shard.data), first)
+    # Nothing else is touched.
+    assert mended["m"]["a"] is replicated["m"]["a"]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "value", "other", "distance"),
+    [
+        ("float32", 0.0, -0.0, 0.0),
+        ("float32", 1.0, np.nan, np.inf),
+        ("float32", np.inf, 1.0, np.inf),
+        ("bfloat16", 1.0, 1.5, 0.5),
+        ("complex64", 1 + 1j, 1 - 1j, 2.0),
+        ("bool", False, True, 1.0),
+        ("int32", 2**30, 2**30 + 1, 1.0),
+        ("uint8", 3, 250, 247.0),
+    ],
+)
+def test_drift_of_every_dtype(dtype: str, value: Any, other: Any, distance: float) -> None:
+    storage = storages((4,), (R,), {}, {}, dtype, (3,))[0]
+    stored = storage.put(np.full(3, value, storage.dtype), copy=True)
+    assert leaf_drift("x", storage, stored).equal
+    change = lambda x: np.array([value, other, value], storage.dtype)
+    found = leaf_drift("x", storage, apart(stored, change))
+    assert (found.max_abs, found.equal) == (distance, False)
+    again = resynced(storage, apart(stored, change))
+    assert {np.asarray(s.data).tobytes() for s in again.addressable_shards} == {np.asarray(stored).tobytes()}
+
+
+def test_what_is_beyond_a_shard_is_not_compared() -> None:
+    """Cut along one axis and replicated along the other."""
+    storage = storages((2, 2), (R, S(0)), {0: ((1,), (3, 1))}, {}, "float32", (4,))[0]
+    stored = storage.put(np.arange(4, dtype=np.float32), copy=True)
+    last = lambda at: lambda x: np.where(np.arange(3) == at, 7, x).astype(np.float32)
+    assert leaf_drift("x", storage, apart(stored, last(2))).equal
+    assert leaf_drift("x", storage, apart(stored, last(0))).max_abs == 4.0
+
+
+def test_drift_of_keys() -> None:
+    fn = lambda key: (jax.random.split(key)[0], jax.random.normal(key))
+    plan = hapsynth.synthesize(fn, (jax.random.key(1),), mesh_of(), cluster=cluster([SPEED] * 4), leave_out=False)
+    key = plan.shard(jax.random.key(1))
+    assert plan.drift(key).equal
+    assert jax.random.key_data(plan.resync(key)).tolist() == [0, 1]
+
+
+def test_drift_wants_what_the_plan_keeps(plan: Plan) -> None:
+    with pytest.raises(ValueError, match="does not lie as the plan keeps it"):
+        plan.drift(step_args()[0])
+
+
+# ---- monitor
+
+
+def test_a_monitor_proposes_when_a_device_stays_slow(plan: Plan) -> None:
+    predicted = float(busy_seconds(plan).max())
+    monitor = Monitor(plan, every=2, window=3)
+    # One process: its times are of all devices, which slow alike, so nothing is to be gained.
+    assert [monitor.step(seconds=predicted * 5) for _ in range(8)] == [None] * 8
+    assert monitor.plan is plan
+
+
+def test_a_monitor_takes_the_median_of_its_window(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if every device were a process: what is gathered is each one's own."""
+    slow = [1.0, 1.0, 1.0, 2.0]
+    monkeypatch.setattr("hapsynth.adapting.monitor.gathered", lambda mesh, mine: np.outer(slow, mine))
+    predicted = float(busy_seconds(plan).max())
+    monitor = Monitor(plan, every=2, window=3)
+    said = [monitor.step(seconds=predicted * t) for t in (1, 1, 1.2, 1.2, 1, 1)]
+    assert said[:5] == [None] * 5
+    assert said[5] is not None
+    assert said[5].slowdown == pytest.approx(slow)
+    assert said[5].gain > 1.3
+    # It goes on with the plan that it proposed, on which nothing was measured yet.
+    assert monitor.plan is said[5].plan
+    assert [monitor.step(seconds=predicted) for _ in range(5)] == [None] * 5
+
+
+def test_a_monitor_waits_until_its_window_agrees(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a device that slows to half, or of noise: one measurement of the three is enough to know better."""
+    last = iter([1.0, 2.0, 1.0, 2.0, 2.0, 2.0])
+    # Each measurement of the last device, in order.
+    seen: list[float] = []
+
+    def gathered(mesh: object, mine: np.ndarray) -> np.ndarray:
+        return np.array([mine, mine, mine, seen[-3:]])
+
+    monkeypatch.setattr("hapsynth.adapting.monitor.gathered", gathered)
+    predicted = float(busy_seconds(plan).max())
+    monitor = Monitor(plan, every=1, window=3)
+    said = []
+    for slowdown in last:
+        seen.append(slowdown)
+        said.append(monitor.step(seconds=predicted))
+    assert said[:5] == [None] * 5
+    assert said[5] is not None
+    assert said[5].slowdown == pytest.approx([1.0, 1.0, 1.0, 2.0])
+
+
+def test_a_probe_runs_what_each_device_computes(plan: Plan) -> None:
+    """On operands of its own, in the shapes in which the plan's are stored; of what the plan makes, in theirs."""
+    new = propose(plan, np.array([1.0, 1.0, 1.0, 2.0])).plan
+    ticks = iter(np.arange(0.0, 100.0, 0.25))
+    probe = Probe(new, clock=lambda: float(next(ticks)))
+    # The clock only moves when it is read: as the first round begins, and before every further one.
+    assert probe.slowdown(0.9) * probe.predicted_s == pytest.approx(1.0 / 3)
+    assert probe.predicted_s == pytest.approx(busy_seconds(new).max())
+    # Those that are alike run together.
+    devices = [d for _, operands in probe._runs for d in operands()[0].devices()]
+    assert set(devices) == set(new.mesh.devices.flat)
+    assert len(probe._runs) < len(devices) == 4
+    stored = lambda s: s.sharding.shard_shape(s.shape)
+    for run, operands in probe._runs:
+        values = operands()
+        each = lambda arrays: [x.addressable_shards[0].data.shape for x in arrays]
+        assert each(values) == [stored(s.struct()) for s in (*new.lowered.inputs, *new.lowered.constants)]
+        assert each(run(*values)) == [stored(s.struct()) for s in new.lowered.outputs if s is not None]
+        # Nothing is sent.
+        assert not re.search(COLLECTIVE, run.as_text())
+    assert re.search(COLLECTIVE, new.lower().compile().as_text())
+
+
+@pytest.mark.parametrize("why", ["no room", "a while loop"])
+def test_a_probe_of_the_heaviest_op_alone(plan: Plan, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At its own shape."""
+    new = propose(plan, np.array([1.0, 1.0, 1.0, 2.0])).plan
+    if why == "no room":
+        # Of what it holds, once more.
+        kinds = [replace(k, memory=int(1.9 * m)) for k, m in zip(new.cluster.devices, new.result.memory_bytes)]
+        monkeypatch.setattr(new, "cluster", replace(new.cluster, devices=tuple(kinds)))
+    else:
+        monkeypatch.setattr("hapsynth.adapting.probe.waits", lambda graph: True)
+    probe = Probe(new)
+    rows = {max(v.shape[0] for v in operands()) for _, operands in probe._runs}
+    shares = new.sizes.of_devices(new.sizes.classes.of[new.traced.graph.inputs[-1], 0, (0,), 0])
+    assert rows == set(shares)
+    assert len({v.device for _, operands in probe._runs for v in operands()}) == 4
+    assert probe.slowdown(0.01) > 0
+    costs = new.cost_model()
+    assert 0 < probe.predicted_s < busy_seconds(new, costs).max()
+
+
+def test_options_of_no_use(plan: Plan) -> None:
+    for wrong in ({"every": 0}, {"window": 0}, {"probe_s": 0.0}, {"threshold": 1.5}):
+        with pytest.raises(ValueError, match=next(iter(wrong))):
+            Monitor(plan, **wrong)
+    with pytest.raises(ValueError, match="seconds is -1"):
+        Monitor(plan).step(seconds=-1)
+    undeployed = Plan(plan.traced, plan.result, plan.cluster)
+    with pytest.raises(RuntimeError, match="no devices to watch"):
+        Monitor(undeployed)

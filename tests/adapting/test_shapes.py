@@ -1,0 +1,158 @@
+"""One program at several shapes: short batches, sequences of other lengths, and one state that stays where it is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import Mesh
+from slow_devices import SPEEDS, first_devices, slow_cluster
+
+import hapsynth
+from hapsynth import Plan, ShapeError
+
+CARRIED = {"[0]['up']": "S(1)", "[0]['down']": "R", "[0]['momentum']": "S(1)"}
+
+
+@pytest.fixture(autouse=True)
+def thin_shards(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hapsynth.search.cost.work.TILE", 1)
+
+
+def planned(fn: Callable[..., Any], args: Any, on: str = "3:1", **options: Any) -> Plan:
+    cluster, mesh = slow_cluster(SPEEDS[on]), first_devices(len(SPEEDS[on]))
+    return hapsynth.synthesize(fn, args, mesh, cluster=cluster, leave_out=False, **options)
+
+
+def floats(*shape: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng([seed, *shape]).normal(size=shape).astype(np.float32)
+
+
+def step(state: Any, batch: Any) -> Any:
+    def loss(up: Any, down: Any) -> Any:
+        return jnp.mean((jnp.tanh(batch["x"] @ up) @ down - batch["y"]) ** 2)
+
+    value, (g, h) = jax.value_and_grad(loss, (0, 1))(state["up"], state["down"])
+    momentum = 0.9 * state["momentum"] + g
+    return {"up": state["up"] - 0.1 * momentum, "down": state["down"] - 0.1 * h, "momentum": momentum}, value
+
+
+def initial() -> Any:
+    return {"up": floats(16, 48) / 4, "down": floats(48, 8) / 7, "momentum": np.zeros((16, 48), np.float32)}
+
+
+def batch(rows: int, seed: int = 0) -> Any:
+    return {"x": floats(rows, 16, seed=seed), "y": floats(rows, 8, seed=seed)}
+
+
+def test_a_short_last_batch() -> None:
+    """Two epochs follow one device, and the state, unevenly sharded, is what each call finds and consumes."""
+    plan = planned(step, (initial(), batch(240)), fixed=CARRIED)
+    short = plan.for_shapes(initial(), batch(70))
+    assert short.program is plan.program
+    assert (short.lower_bound, short.joint_lower_bound) == (0, 0)
+    assert 0 < short.cost < plan.cost
+    state, want, one_device = plan.shard(initial()), initial(), jax.jit(step)
+    assert len(set(state["up"].sizes)) > 1
+    for epoch in range(2):
+        for now, rows in ((plan, 240), (plan, 240), (short, 70)):
+            given, data = state, batch(rows, epoch)
+            moved = now.adopt(given, plan)
+            assert all(moved[name].data is given[name].data for name in ("up", "momentum"))
+            state, loss = now(given, data)
+            assert all(x.is_deleted() for x in given.values())
+            want, expected = one_device(want, data)
+            np.testing.assert_allclose(loss, expected, rtol=1e-5)
+    for name, x in plan.unshard(state).items():
+        np.testing.assert_allclose(x, want[name], rtol=1e-4, atol=1e-6)
+    assert plan.for_shapes(initial(), batch(240)) is plan
+
+
+def test_the_batch_is_sized_for_its_own_work() -> None:
+    """Three in four rows for the fast devices, at each number of rows."""
+    plan = planned(step, (initial(), batch(960)))
+    for rows in (640, 200):
+        short = plan.for_shapes(initial(), jax.eval_shape(lambda rows=rows: jax.tree.map(jnp.asarray, batch(rows))))
+        lengths = short.shard(initial(), batch(rows))[1]["x"].sizes
+        assert sum(lengths) == rows
+        assert lengths[0] == pytest.approx(3 * lengths[2], abs=8)
+        assert short.layouts == plan.layouts
+
+
+def recurrent(w: Any, xs: Any) -> Any:
+    h, out = lax.scan(lambda h, x: (jnp.tanh(h @ w + x), h.sum()), jnp.zeros(xs.shape[1:]), xs)
+    return w - 0.1 * (h.T @ h), out
+
+
+def test_buckets_of_sequence_lengths() -> None:
+    plan = planned(recurrent, (floats(8, 8), floats(12, 48, 8)), carry=[("[0]", "[0]")])
+    buckets = plan.bucketed([(floats(8, 8), floats(n, 48, 8)) for n in (6, 24)])
+    assert [p.traced.graph.regions[1].count for p in buckets.plans.values()] == [12, 6, 24]
+    assert buckets.plan_for(floats(8, 8), floats(6, 48, 8)).cost < plan.cost
+    w, want = floats(8, 8), floats(8, 8)
+    for n in (24, 6, 12):
+        xs = floats(n, 48, 8)
+        w, out = buckets(w, xs)
+        want, expected = jax.jit(recurrent)(want, xs)
+        np.testing.assert_allclose(plan.unshard(out), expected, rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(plan.unshard(w), want, rtol=1e-4, atol=1e-4)
+    known = "; ".join(rf"\[1\]: \[{n}, 48, 8\]" for n in (12, 6, 24))
+    there_are = rf"no bucket is for \[1\]: \[7, 48, 8\]; there are {known}\."
+    with pytest.raises(ShapeError, match=there_are):
+        buckets(w, floats(7, 48, 8))
+    with pytest.raises(ShapeError, match=r"no bucket is for \[0\]: \[4, 4\]; there are \[0\]: \[8, 8\]\."):
+        buckets(floats(4, 4), floats(6, 48, 8))
+    with pytest.raises(TypeError, match="1 positional argument"):
+        buckets(w)
+
+
+def test_on_two_axes() -> None:
+    cluster = replace(slow_cluster((3.0,) * 4 + (1.0,) * 4), axes=(("data", 2), ("model", 4)))
+    mesh = Mesh(np.array(jax.devices()).reshape(2, 4), ("data", "model"))
+    plan = hapsynth.synthesize(step, (initial(), batch(960)), mesh, cluster=cluster, leave_out=False)
+    short = plan.for_shapes(initial(), batch(133))
+    state, loss = short(plan.shard(initial()), batch(133))
+    want, expected = jax.jit(step)(initial(), batch(133))
+    np.testing.assert_allclose(loss, expected, rtol=1e-5)
+    got, want = plan.unshard(plan(state, batch(960))[0]), jax.jit(step)(want, batch(960))[0]
+    np.testing.assert_allclose(got["up"], want["up"], rtol=1e-4, atol=1e-6)
+
+
+def test_more_than_sizes_is_refused() -> None:
+    def fn(x: Any) -> Any:
+        return jnp.sin(x) @ x.T if x.shape[0] > 50 else jnp.cos(x) @ x.T
+
+    plan = planned(fn, (floats(64, 16),))
+    with pytest.raises(
+        ShapeError, match=r"cos of \[48, 16\] \(test_shapes.py:\d+\), where the plan has sin of \[64, 16\]"
+    ):
+        plan.for_shapes(floats(48, 16))
+    with pytest.raises(
+        ShapeError, match=r"argument \[0\] is in0:i32\[64, 16\], and the plan is for in0:f32|something else"
+    ):
+        plan.for_shapes(np.ones((64, 16), np.int32))
+    other = r"cos of \[48, 16\] \(test_shapes.py:\d+\), where the plan has sin of \[64, 16\]"
+    with pytest.raises(ShapeError, match=other):
+        plan.for_shapes(floats(48, 16))
+    with pytest.raises(ShapeError, match="something else at these shapes"):
+        plan.for_shapes(np.ones((64, 16), np.int32))
+    with pytest.raises(ShapeError, match="the arguments are"):
+        plan.for_shapes(floats(64, 16), floats(2))
+    steps = planned(step, (initial(), batch(240)))
+    with pytest.raises(ShapeError, match=r"cannot be divided as it is in the plan"):
+        steps.for_shapes(initial(), batch(1))
+    without = Plan(steps.traced, steps.result, steps.cluster)
+    with pytest.raises(RuntimeError, match="does not hold its function"):
+        without.for_shapes(initial(), batch(70))
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    plan = planned(step, (initial(), batch(240)), memory_limit=200_000)
+    with pytest.raises(ShapeError, match=r"the program needs .* on a device that has 195.3 KiB: synthesize for these"):
+        plan.for_shapes(initial(), batch(24000))

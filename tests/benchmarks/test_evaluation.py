@@ -1,0 +1,75 @@
+"""The evaluation by prediction, on models small enough to plan at once: every system is there, and none is better."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from hap import Hap
+from models import ConvNet, Perceptron, mlp, vgg19
+from scripts import run_script
+from slow_devices import slow_cluster
+
+from benchmarks._strategy import strategy
+from hapsynth.api import synthesize
+from hapsynth.graph.trace import trace
+from hapsynth.instructions.layout import R, S
+from hapsynth.search.planning.baselines import NAMES, Baselines
+from hapsynth.search.planning.planner import Planner
+
+CLUSTER = slow_cluster((3.0, 3.0, 1.0, 1.0), bandwidth=1e9)
+
+
+def test_hap_cuts_the_batch_and_output_dimensions_only() -> None:
+    """Dense layers of many weights and few rows are cut by output; no weight by what it contracts."""
+    config = ConvNet(batch=2, size=16, stages=((1, 16), (1, 32)), hidden=1024, classes=64)
+    fn, args = vgg19(4, config=config)
+    traced = trace(fn, args)
+    planner = Planner(traced.graph, CLUSTER)
+    known = Baselines(traced.graph, planner.table, planner.costs, planner.limit)
+    found = Hap(known).baseline()
+    held = {path: found.program.inputs[v] for path, v in zip(traced.in_paths, traced.graph.inputs, strict=True)}
+    kernels = {path: layout for path, layout in held.items() if "kernel" in path}
+    assert {layout for path, layout in kernels.items() if "dense" in path} <= {(R,), (S(1),)}
+    assert {layout for path, layout in kernels.items() if "conv" in path} <= {(R,), (S(3),)}
+    assert (S(1),) in kernels.values()
+    # Optimizer state lies like its parameter.
+    for path, layout in held.items():
+        if ".mu" in path:
+            assert layout == held[path.replace(".mu", ".nu")]
+
+
+def test_strategy_in_words() -> None:
+    fn, args = mlp(4, layers=2, config=Perceptron(batch=256, width=64, classes=16))
+    plan = synthesize(fn, args, CLUSTER)
+    planner = Planner(plan.traced.graph, CLUSTER)
+    known = Baselines(plan.traced.graph, planner.table, planner.costs, planner.limit)
+    parallel = known.all(["data_parallel_speed"])["data_parallel_speed"]
+    found = strategy(known, parallel.program, parallel.sizes)
+    assert found.work == {"batch": pytest.approx(1.0)}
+    assert (found.state, found.without) == (0.0, ())
+    assert list(found.shares.values()) == ["384", "128"]
+    assert str(found).startswith("contractions 100.00 % by batch; state 0.00 % cut; batch 384 on each of 0-1 x3.0")
+    whole = known.all(["tensor_parallel"])["tensor_parallel"]
+    assert "by a weight dimension of" in str(strategy(known, whole.program, whole.sizes))
+    assert plan.cost <= parallel.cost_s * (1 + 1e-9)
+
+
+def test_a_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "rows.json"
+    options = ("--only", "mlp", "--cluster", "poplar_b", "--layers", "1", "--markdown", "--json", str(file))
+    assert run_script("evaluation", *options) == 0
+    (row,) = json.loads(file.read_text())
+    assert row["systems"].keys() == {*NAMES, "hap"}
+    assert row["worse_than"] == []
+    fitting = [s["cost_s"] for s in row["systems"].values() if s["fits"]]
+    assert row["systems"][row["best"]]["cost_s"] == min(fitting) >= row["cost_s"]
+    assert row["even"] >= row["one_ratio"]
+    assert capsys.readouterr().out.splitlines()[2].startswith("| mlp 1 | poplar_b | ")
+
+
+def test_bad_options_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    for option, message in ((["--only", "gpt9"], "'gpt9' is none of"), (["--cluster", "x"], "'x' is none of")):
+        assert run_script("evaluation", *option) == 2
+        assert message in capsys.readouterr().err

@@ -1,0 +1,80 @@
+"""What the measured comparison compares: the same step, whoever runs it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import models
+import numpy as np
+import peers
+import pytest
+import runtime
+from jax.sharding import Mesh
+
+from hapsynth.graph.trace import trace
+
+TINY = models.Perceptron(batch=8, width=16, classes=4)
+
+
+def _arguments(fn: Any, shapes: Any) -> peers.Arguments:
+    return peers.begun(fn, trace(fn, shapes))
+
+
+def _after(system: peers.System, arguments: peers.Arguments, steps: int = 3) -> tuple[list[float], Any]:
+    system.place(arguments)
+    return [system.step() for _ in range(steps)], system.values()
+
+
+@pytest.mark.parametrize("name", ["even", "fsdp", "by_speed"])
+def test_peers_make_the_step_of_one_device(name: str) -> None:
+    fn, shapes = models.mlp(2, layers=1, config=TINY)
+    arguments = _arguments(fn, shapes)
+    # Of one process: by speed it has all rows.
+    mesh = Mesh(np.array(jax.devices()[: 1 if name == "by_speed" else 2]), ("d",))
+    if name == "by_speed":
+        system: peers.System = peers.BySpeed(fn, mesh, [16])
+    else:
+        system = peers.Jitted(fn, mesh, arguments, cut_state=name == "fsdp")
+    losses, values = _after(system, arguments)
+    wanted, state = _after(peers.Alone(fn), arguments)
+    np.testing.assert_allclose(losses, wanted, rtol=1e-5)
+    assert peers.differences(values, state) < peers.AGREE
+    # Not hidden by what the state began with: other data is told apart.
+    x = {**arguments[1], "x": np.array(arguments[1]["x"])}
+    x["x"][0] *= 1.5
+    _, other = _after(peers.Alone(fn), (arguments[0], x))
+    assert peers.differences(other, state) > 100 * peers.AGREE
+
+
+def test_fsdp_holds_a_part() -> None:
+    fn, shapes = models.mlp(2, layers=1, config=TINY)
+    arguments = _arguments(fn, shapes)
+    system = peers.Jitted(fn, Mesh(np.array(jax.devices()[:2]), ("d",)), arguments, cut_state=True)
+    system.place(arguments)
+    system.step()
+    held = [x.addressable_shards[0].data.size / x.size for x in jax.tree.leaves(system.state) if x.ndim]
+    assert set(held) == {0.5}
+
+
+def test_rows_go_by_speed() -> None:
+    assert peers.rows_by_speed(10, [3.0, 1.0]) == [8, 2]
+    assert peers.rows_by_speed(10, [1.0, 1.0, 1.0]) == [4, 3, 3]
+    assert peers.rows_by_speed(3, [1.0, 1e-9]) == [3, 0]
+
+
+@pytest.mark.parametrize("name", runtime.MODELS)
+def test_all_clusters_run_the_same_model(name: str) -> None:
+    shapes = [runtime.MODELS[name](n)[1] for n in (2, 4)]
+    assert shapes[0] == shapes[1]
+
+
+def test_the_report_refuses_values_that_differ(capsys: pytest.CaptureFixture[str]) -> None:
+    row = {"model": "mlp", "cluster": "2", "median_s": 1.0, "spread": 0.1, "predicted_s": 0.9}
+    row |= {"ideal_s": 0.8, "by_quota_s": 0.7}
+    even = {**row, "system": "even", "times_s": [1.0] * 5, "off": 1e-6}
+    plan = {**row, "system": "plan", "times_s": [9.0, 9.0, 0.5, 0.5, 0.5], "median_s": 0.5, "off": 1e-6}
+    assert runtime.report([even, plan])
+    assert "2.00 .. 2.00" in capsys.readouterr().out
+    assert not runtime.report([even, {**plan, "off": 1e-3}])
+    assert "VALUES DIFFER" in capsys.readouterr().out

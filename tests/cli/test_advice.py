@@ -1,0 +1,182 @@
+"""`search --advise`: which clusters are compared, what is said of them, and what the command writes."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from cli_model import CLUSTER, MODEL
+
+from hapsynth.api import synthesize
+from hapsynth.cli.main import main
+from hapsynth.cluster.cluster import Cluster, DeviceKind, Link
+from hapsynth.search.planning.planner import InfeasibleError
+from hapsynth.whatif.cluster_variants import Variant, advise, changes, sentences
+from hapsynth.whatif.remedies import Task, remedies
+
+FAST = DeviceKind("fast", {"float32": 1e13}, 1e12, 1 << 34, overhead=0.0, price_per_hour=3.0)
+SLOW = DeviceKind("slow", {"float32": 1e10}, 1e9, 1 << 34, overhead=1e-3, price_per_hour=1.0)
+WIRE = Link(1e9, 1e-4)
+
+
+def cluster(*kinds: DeviceKind) -> Cluster:
+    return Cluster("c", kinds, tuple(range(len(kinds))), WIRE)
+
+
+def test_what_is_compared() -> None:
+    found = {change: c for change, c, _ in changes(cluster(FAST, FAST, SLOW))}
+    assert list(found) == [
+        *("without the 2 fast", "without the 1 slow", "with 1 more fast", "with 2 more fast", "with 1 more slow"),
+        *(f"with {x}x the network bandwidth" for x in ("0.5", "2", "10")),
+    ]
+    assert [c.n for c in found.values()] == [1, 2, 4, 5, 4, 3, 3, 3]
+    # One kind can't be left out, and one device has no network.
+    assert [c.n for _, c, _ in changes(cluster(FAST))] == [2]
+
+
+def test_a_kind_that_is_in_the_way_is_to_be_left_out() -> None:
+    """Devices without a share still hold what is whole and take part in communication: the plan does without them."""
+    f32 = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)
+    step = lambda w, x: (w - 1e-3 * x.T @ jnp.tanh(x @ w), (x @ w).sum())
+    plan = synthesize(step, (f32(512, 512), f32(4096, 512)), cluster(FAST, FAST, SLOW))
+    variants = advise(plan, None, None, lambda _: None)
+    known = {v.change: v for v in variants}
+    without, base = known["without the 1 slow"], known["as it is"]
+    assert base.cost_s == plan.cost
+    assert without.cost_s is not None
+    assert without.cost_s == pytest.approx(base.cost_s)
+    assert base.with_all_s is not None
+    assert without.cost_s < 0.9 * base.with_all_s
+    # Planned as any other cluster: no more than that, and no less.
+    again = synthesize(step, (f32(512, 512), f32(4096, 512)), plan.cluster.without("slow"))
+    assert without.cost_s == pytest.approx(again.cost, rel=1e-12)
+    assert without.price == pytest.approx(6.0 * again.cost / 3600)
+    costs = [v.cost_s for v in variants]
+    assert costs == sorted(costs, key=lambda c: c or 0.0)
+    assert any(s.startswith("the 1 slow would make this slower: the plan leaves them out") for s in sentences(variants))
+
+
+def test_what_is_said() -> None:
+    two, one = cluster(FAST, SLOW), cluster(FAST)
+    said = lambda cost: sentences(
+        [Variant("as it is", two, 1.0), Variant("without the 1 slow", one, cost, 0.0, "slow")]
+    )
+    assert said(0.5)[0] == "the 1 slow make this slower: leave them out (500.000 ms a step without, 1.000 s with)"
+    assert said(1.0)[0].startswith("the 1 slow don't help")
+    # 4 an hour for two, 3 for one: worth it as long as it takes less than 4/3 of the time.
+    assert said(1.3) == ["a step is cheapest without the 1 slow: 0.00108 instead of 0.00111"]
+    assert said(1.4) == ["a step is cheapest as it is: 0.00111"]
+    assert said(None) == ["a step is cheapest as it is: 0.00111"]
+
+
+def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "model.py").write_text(MODEL)
+    (tmp_path / "mixed.toml").write_text(CLUSTER)
+    monkeypatch.chdir(tmp_path)
+    asked = [
+        "search",
+        "model.py",
+        "--cluster",
+        "mixed.toml",
+        "--memory-limit",
+        "10 MiB",
+        "--advise",
+        "--json",
+        "a.json",
+    ]
+    assert main(asked) == 0
+    text, errors = capsys.readouterr()
+    assert errors == ""
+    data = json.loads((tmp_path / "a.json").read_text())
+    rows = data["advice"]["clusters"]
+    assert [r["cost_s"] for r in rows if r["change"] == "as it is"] == [data["cost_s"]]
+    for row in rows:
+        assert row["change"] in text
+        assert row["speedup"] == data["cost_s"] / row["cost_s"]
+        assert row["price_per_step"] is None
+    assert {str(r["devices"]) for r in rows} >= {"{'V100-16GB': 4}", "{'P4-8GB': 4}", "{'V100-16GB': 8, 'P4-8GB': 4}"}
+    assert "price" not in text
+    assert all(sentence in text for sentence in data["advice"]["sentences"])
+
+
+TINY = """
+import jax
+import jax.numpy as jnp
+
+
+def target():
+    x = jax.ShapeDtypeStruct((256, 64), jnp.float32)
+    w = jax.ShapeDtypeStruct((64, 64), jnp.float32)
+    return (lambda w, x: (w - (x.T @ jnp.tanh(x @ w)) * 1e-3, x.sum())), (w, x)
+"""
+SMALL = """
+[network]
+bandwidth = "10 Gbit/s"
+latency = "20 us"
+[[devices]]
+kind = "small"
+count = 2
+[kinds.small]
+base = "T4"
+memory = "64 KiB"
+"""
+
+
+def test_what_would_make_it_fit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "model.py").write_text(TINY)
+    (tmp_path / "small.toml").write_text(SMALL)
+    monkeypatch.chdir(tmp_path)
+    asked = ["search", "model.py", "--cluster", "small.toml", "--json", "a.json"]
+    assert main(asked) == 1
+    assert "remedies" not in json.loads((tmp_path / "a.json").read_text())
+    assert main([*asked, "--advise"]) == 1
+    text, errors = capsys.readouterr()
+    assert all(line.startswith("hapsynth search: infeasible: no program fits: ") for line in errors.splitlines())
+    data = json.loads((tmp_path / "a.json").read_text())
+    assert data["status"] == "infeasible"
+    found = {r["change"]: r for r in data["remedies"]}
+    memory, *rest = sorted(found, key=lambda change: "on each of" not in change)
+    assert re.fullmatch(r"with \d+ KiB on each of the 2 small", memory)
+    assert {re.sub(r"\d+", "N", change) for change in rest} == {"with N more small", "with a batch of N instead of N"}
+    for change, r in found.items():
+        assert change in text
+        if r["fits"]:
+            # As little as does: what fits on no less.
+            assert r["memory_bytes"] <= (64 << 10 if change != memory else 2**30)
+    assert found[memory]["fits"]
+    assert found[next(c for c in rest if "batch" in c)]["fits"]
+
+
+def test_no_more_is_tried_than_does() -> None:
+    """On numbers given: what a program needs is 1000 bytes shared by the devices, and 100 on each."""
+    tried: list[int] = []
+
+    def plan(args: Any, kwargs: Any, on: Cluster, limit: float | None) -> Any:
+        tried.append(on.n)
+        needs = 100 + 1000 / on.n
+        if needs > min(k.memory if limit is None else limit for k in on.devices):
+            raise InfeasibleError("no", needs)
+        return SimpleNamespace(cost=1.0 / on.n, memory=(needs,), result=SimpleNamespace(interrupted=False))
+
+    tiny = replace(FAST, memory=0x100)
+    task = Task(lambda x: x, (jax.ShapeDtypeStruct((1,), jnp.float32),), {}, cluster(tiny, tiny), None, 600.0, plan)
+    more, memory = remedies(task, lambda _: None)
+    # 7 devices need 243 bytes.
+    assert (more.change, more.devices, more.cost_s) == ("with 5 more fast", 7, 1 / 7)
+    assert tried == [2, 4, 8, 6, 7]
+    assert memory.change == "with 1 KiB on each of the 2 fast"
+    hopeless = replace(task, cluster=cluster(*[replace(FAST, memory=90)] * 32), needs=131.25)
+    tried.clear()
+    memory, more = remedies(hopeless, lambda _: None)
+    # 64 devices need 116 bytes, 128 need 108: hardly less.
+    assert (more.cost_s, more.memory_bytes, tried) == (None, 100 + 1000 / 128, [32, 64, 128])
+    assert memory.cost_s == 1 / 32

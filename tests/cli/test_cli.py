@@ -1,0 +1,243 @@
+"""The command line: golden reports of a tiny model, and the JSON documents."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cli_model import MODEL
+
+from hapsynth.cli.main import main
+from hapsynth.plan import Plan
+from hapsynth.search.planning.baselines import NAMES
+
+ROOT = Path(__file__).parents[2]
+GOLDEN = Path(__file__).parents[1] / "golden"
+
+KEYS = {
+    *("schema", "ops", "devices", "mesh", "trace_s", "build_s", "search_s", "ratio_s", "bound_s", "total_s", "cost_s"),
+    *("lower_bound_s", "gap", "joint_lower_bound_s", "joint_gap", "expanded", "sweeps", "states", "status"),
+    *("interrupted", "collectives", "ratios", "memory_bytes", "memory_limit_bytes", "memory_of"),
+    "replicated_primitives",
+}
+
+
+def masked(text: str) -> str:
+    """Without times that were measured and not predicted, and without the spaces that end a table's lines."""
+    text = re.sub(r" +$", "", text, flags=re.MULTILINE)
+    return re.sub(r"planned in .*", "planned in     <time>", text)
+
+
+def golden(name: str, text: str) -> None:
+    """`text` is what tests/golden/ holds; HAPSYNTH_UPDATE_GOLDEN=1 writes it there."""
+    file = GOLDEN / name
+    if os.environ.get("HAPSYNTH_UPDATE_GOLDEN"):
+        file.write_text(masked(text))
+    assert masked(text) == file.read_text(), "review the change, then rerun with HAPSYNTH_UPDATE_GOLDEN=1"
+
+
+# What it prints and writes.
+
+
+@pytest.mark.parametrize("command", ["search", "compare"])
+def test_reports(command: str, files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([command, "model.py", "--cluster", "mixed.toml"]) == 0
+    text, errors = capsys.readouterr()
+    assert errors == ""
+    golden(f"cli_{command}.txt", text)
+    assert sorted(p.name for p in files.iterdir()) == ["mixed.toml", "model.py"]
+
+
+def test_program_in_full(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["search", "model.py", "--cluster", "mixed.toml", "--program"]) == 0
+    text = capsys.readouterr().out
+    assert "inputs\n  in0:f32[256, 128] | " in text
+    assert len([line for line in text.splitlines() if re.match(r" [ *]\{", line)]) == int(
+        re.search(r"(\d+) instructions", text)[1]
+    )
+
+
+def test_explain(plan_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", "plan.json", "model.py", "--top", "3"]) == 0
+    golden("cli_explain.txt", capsys.readouterr().out)
+    assert main(["explain", "plan.json", "model.py", "--value", "[0]['m']"]) == 0
+    golden("cli_explain_value.txt", capsys.readouterr().out)
+
+
+def test_search_json(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["search", "model.py", "--cluster", "mixed.toml", "--json", "-", "--plan", "p.json"]) == 0
+    text, errors = capsys.readouterr()
+    assert errors == ""
+    data = json.loads(text)
+    assert data.keys() >= KEYS
+    assert (data["schema"], data["devices"], data["mesh"]) == ("hapsynth-search-1", 8, {"hap": 8})
+    assert data["ops"] > 5
+    assert data["status"] in ("optimal", "optimal_at_ratios")
+    assert data["gap"] == (data["cost_s"] - data["lower_bound_s"]) / data["cost_s"] <= 1e-4
+    assert data["joint_gap"] >= data["gap"]
+    assert data["joint_lower_bound_s"] <= data["ratio_bound_s"] <= data["cost_s"]
+    assert data["rounding_gap"] == (data["cost_s"] - data["ratio_bound_s"]) / data["cost_s"] <= 0.02
+    assert all(sum(shares) == pytest.approx(1) and len(shares) == 8 for shares in data["ratios"].values())
+    assert len(data["memory_bytes"]) == len(data["memory_limit_bytes"]) == 8
+    assert max(data["memory_bytes"]) <= min(data["memory_limit_bytes"]) == 8e9
+    assert data["replicated_primitives"] == []
+    saved = json.loads((files / "p.json").read_text())
+    assert saved["certificate"]["cost_s"] == data["cost_s"]
+    assert (files / "p.json").stat().st_mode & 0o777 == 0o666 & ~_mask()
+
+
+def _mask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def test_compare_json(files: Path) -> None:
+    assert main(["compare", "model.py", "--cluster", "mixed.toml", "--json", "out.json"]) == 0
+    data = json.loads((files / "out.json").read_text())
+    assert list(data["plans"]) == ["hapsynth", *NAMES]
+    ours = data["plans"]["hapsynth"]
+    assert ours["fits"] is True
+    assert ours["memory_bytes"] > 0
+    for plan in data["plans"].values():
+        assert ours["cost_s"] <= plan["cost_s"] * (1 + 1e-9)
+        assert plan["speedup"] == pytest.approx(plan["cost_s"] / ours["cost_s"])
+        assert all(c["count"] >= 1 and c["wire_bytes"] >= 0 for c in plan["collectives"].values())
+
+
+def test_run(plan_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "model.py", "--plan", "plan.json", "--steps", "3", "--json", "out.json"]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("ran 3 steps on 4 of 8 devices (cpu), planned for mixed\nfirst step ")
+    assert "check passed: max relative error " in text
+    data = json.loads((plan_file.parent / "out.json").read_text())
+    assert data["ok"] is True
+    assert list(data["outputs"]) == ["[0]['m']", "[0]['w']", "[1]"]
+    assert max(data["outputs"].values()) == data["max_relative_error"] <= data["tolerance"] == 1e-4
+    assert data["steps"] == len(data["step_s"]) == 3
+
+
+def test_run_on_another_machine_warns_in_one_line(plan_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = json.loads(plan_file.read_text())
+    data["cluster"]["profile"] = {"machines": "another-machine", "jax": "0.0.1", "when": "2026-11-21"}
+    plan_file.write_text(json.dumps(data))
+    assert main(["run", "model.py", "--plan", "plan.json"]) == 0
+    errors = capsys.readouterr().err
+    assert re.fullmatch(r"hapsynth run: warning: .* another-machine with JAX 0\.0\.1 .* has JAX .*\n", errors)
+
+
+def test_run_of_a_wrong_program_fails(
+    plan_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    unshard = Plan.unshard
+
+    def wrong(plan: Plan, out: Any) -> Any:
+        state, value = unshard(plan, out)
+        return {**state, "m": 0.5 * state["m"]}, value
+
+    monkeypatch.setattr(Plan, "unshard", wrong)
+    assert main(["run", "model.py", "--plan", "plan.json", "--json"]) == 1
+    text, errors = capsys.readouterr()
+    assert json.loads(text)["ok"] is False
+    assert errors == "hapsynth run: check failed: output [0]['m'] is off by 5.00e-01\n"
+
+
+def test_keyword_arguments(files: Path) -> None:
+    model = "model.py:with_keywords"
+    assert main(["search", model, "--cluster", "mixed.toml", "--plan", "p.json"]) == 0
+    assert main(["run", model, "--plan", "p.json", "--steps", "2"]) == 0
+
+
+def test_what_the_model_prints_stays_out_of_the_json(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (files / "model.py").write_text(MODEL + "\nprint('hello')\n")
+    assert main(["search", "model.py", "--cluster", "mixed.toml", "--json", "-"]) == 0
+    text, errors = capsys.readouterr()
+    assert json.loads(text)["ops"] > 0
+    assert errors == "hello\n"
+
+
+@pytest.mark.parametrize("form", ["staged", "switch"])
+def test_the_form_decides_which_shards_count(form: str, files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["search", "model.py", "--cluster", "mixed.toml", "--form", form]
+    assert main([*asked, "--plan", "p.json", "--json", "out.json"]) == 0
+    exact = form == "staged"
+    assert ("peak, exact shards" in capsys.readouterr().out) == exact
+    data = json.loads((files / "out.json").read_text())
+    assert data["memory_of"] == ("exact" if exact else "padded")
+    assert json.loads((files / "p.json").read_text())["memory_of"] == data["memory_of"]
+    assert main([*asked, "--memory-limit", "64 KiB", "--json", "none.json"]) == 1
+    assert json.loads((files / "none.json").read_text())["memory_of"] == data["memory_of"]
+
+
+def test_infeasible(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["search", "model.py", "--cluster", "mixed.toml", "--memory-limit", "64 KiB"]
+    assert main([*asked, "--plan", "p.json", "--json", "out.json"]) == 1
+    text, errors = capsys.readouterr()
+    assert text == ""
+    assert re.fullmatch(
+        r"hapsynth search: infeasible: .*device \d+ .*needs .*too much \(.*\); .*would fit; recompute=True .*\n", errors
+    )
+    data = json.loads((files / "out.json").read_text())
+    assert data.keys() >= KEYS
+    assert (data["status"], data["cost_s"], data["memory_limit_bytes"]) == ("infeasible", None, [65536.0] * 8)
+    assert not (files / "p.json").exists()
+    assert main(["compare", *asked[1:]]) == 1
+
+
+def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == "hapsynth 0.1.0\n"
+    assert main(["search", "--help"]) == 0
+    assert "--cluster C.toml" in capsys.readouterr().out
+
+
+def command_line(*argv: str, cwd: Path, **env: str) -> subprocess.CompletedProcess[str]:
+    environment = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "JAX_NUM_CPU_DEVICES")}
+    environment |= {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT), **env}
+    command = [sys.executable, "-m", "hapsynth", *argv]
+    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, check=False)
+
+
+def test_a_process_of_its_own_makes_its_devices(plan_file: Path) -> None:
+    found = command_line("run", "model.py", "--plan", "plan.json", cwd=plan_file.parent)
+    assert (found.returncode, found.stderr) == (0, "")
+    assert "ran 1 step on 4 of 8 devices (cpu)" in found.stdout
+
+
+def test_a_process_reports_in_one_line(files: Path) -> None:
+    found = command_line("search", "modle.py", "--cluster", "mixed.toml", cwd=files)
+    assert (found.returncode, found.stdout) == (2, "")
+    assert found.stderr == "hapsynth search: error: modle.py: no such model file; did you mean model.py?\n"
+
+
+class Broken:
+    """A standard output that takes nothing."""
+
+    def __init__(self, error: OSError) -> None:
+        self.error = error
+
+    def write(self, text: str) -> int:
+        raise self.error
+
+    def flush(self) -> None:
+        pass
+
+    def isatty(self) -> bool:
+        return False
+
+    def fileno(self) -> int:
+        raise OSError("no file")
+
+
+@pytest.mark.parametrize("extra", [[], ["--json", "-"]])
+def test_a_full_standard_output(
+    extra: list[str], files: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "stdout", Broken(OSError(28, "No space left on device")))
+    assert main(["search", "model.py", "--cluster", "mixed.toml", *extra]) == 2
+    error = "hapsynth search: standard output: [Errno 28] No space left on device\n"
+    assert capsys.readouterr().err == error

@@ -1,0 +1,8 @@
+"""`python -m tests.coverage.__main__`: which primitives of the installed JAX the instruction set has rules for."""
+
+import sys
+
+from tests.coverage.report import main
+
+if __name__ == "__main__":
+    sys.exit(main())

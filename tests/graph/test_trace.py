@@ -1,0 +1,159 @@
+"""Tracing: calls inlined, dead code dropped, carried state found, bad leaves named."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+
+from hapsynth.graph.trace import TraceError, trace
+
+F32 = jnp.float32
+
+
+def struct(*shape, dtype=F32):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def names(traced):
+    return [op.name for op in traced.graph.ops]
+
+
+def test_calls_are_inlined():
+    @jax.custom_jvp
+    def relu(x):
+        return jnp.maximum(x, 0)
+
+    relu.defjvp(lambda p, t: (relu(*p), t[0] * (p[0] > 0)))
+
+    @jax.jit
+    def inner(x):
+        return jax.jit(jnp.sin)(relu(x))
+
+    assert names(trace(lambda x: inner(x) + 1, (struct(4),))) == ["max", "sin", "add"]
+
+
+def test_dead_code_is_dropped_and_inputs_are_kept():
+    def fn(x, unused):
+        jnp.exp(x @ x)
+        return x + 1
+
+    traced = trace(fn, (struct(4, 4), struct(3)))
+    assert names(traced) == ["add"]
+    assert len(traced.graph.inputs) == 2
+
+
+def test_a_rematerialised_region_stays_apart_from_the_forward_pass():
+    def loss(w, x):
+        return jax.checkpoint(lambda v: jnp.sin(jnp.sin(v @ w)))(x).sum()
+
+    traced = trace(jax.grad(loss), (struct(4, 4), struct(8, 4)))
+    assert "optimization_barrier" in names(traced)
+    assert names(traced).count("dot_general") == 2  # forward again, and the gradient's
+
+
+def test_collectives_over_an_axis_of_vmap_are_reductions():
+    def centred(x, y):
+        return jax.vmap(lambda a, b: (a - lax.pmean(a, "i"), lax.pmax(b, "i")), axis_name="i")(x, y)
+
+    assert names(trace(centred, (struct(5, 3), struct(5)))) == [
+        *("reduce_sum", "div", "broadcast_in_dim", "sub"),
+        *("reduce_max", "broadcast_in_dim"),
+    ]
+    both = jax.vmap(jax.vmap(lambda a: lax.pmin(a, ("i", "j")), axis_name="i"), axis_name="j")
+    reduction = trace(both, (struct(5, 3),)).graph.ops[0]
+    assert (reduction.name, reduction.result_shapes) == ("reduce_min", ((),))
+
+
+def test_every_op_knows_the_line_that_made_it():
+    traced = trace(lambda x: jnp.tanh(x) @ x, (struct(4, 4),))
+    assert all(op.source.startswith("test_trace.py:") for op in traced.graph.ops)
+
+
+@pytest.mark.parametrize("seedless", [True, False])
+def test_carry_is_found_by_structure(seedless):
+    def step(state, batch):
+        new = {"w": state["w"] + batch.sum(), "n": state["n"] + 1}
+        return (new, batch.mean()) if seedless else (batch.mean(), new)
+
+    state = {"w": struct(3, 2), "n": struct(dtype=jnp.int32)}
+    traced = trace(step, (state, struct(8)))
+    pairs = {(traced.in_paths[i], traced.out_paths[o]) for i, o in traced.graph.carry}
+    out = "[0]" if seedless else "[1]"
+    assert pairs == {("[0]['w']", f"{out}['w']"), ("[0]['n']", f"{out}['n']")}
+
+
+def test_carry_is_found_when_the_state_is_all_that_is_returned():
+    traced = trace(lambda s, b: {"w": s["w"] * b, "v": s["v"] + b}, ({"w": struct(3), "v": struct(3)}, struct(3)))
+    assert len(traced.graph.carry) == 2
+
+
+class Results(NamedTuple):
+    loss: Any
+    step: Any
+    steps: Any
+
+
+def test_carry_is_found_among_fields():
+    def step(state, batch):
+        return Results(batch.sum(), state["w"] * 2, {"w": state["w"] + 1})
+
+    traced = trace(step, ({"w": struct(3)}, struct(8)))
+    assert traced.out_paths == (".loss", ".step", ".steps['w']")
+    assert traced.graph.carry == ((0, 2),)
+
+
+def test_a_name_that_begins_another_is_not_tied_with_it():
+    state = Results(struct(2), struct(3), struct(3))
+    traced = trace(lambda s: Results(s.loss, s.steps, s.step), (state,), carry=[("[0].step", ".steps")])
+    assert traced.graph.carry == ((1, 2),)
+    with pytest.raises(TraceError, match=r"carry names argument '\[0\]\.ste'"):
+        trace(lambda s: s, (state,), carry=[("[0].ste", ".ste")])
+
+
+def test_carry_given_by_hand():
+    traced = trace(lambda a, b: (b, a + 1), (struct(3), struct(3)), carry=[("[0]", "[1]")])
+    assert traced.graph.carry == ((0, 1),)
+    assert trace(lambda a: a + 1, (struct(3),), carry=[]).graph.carry == ()
+    with pytest.raises(TraceError, match=r"carry names argument '\[7\]'"):
+        trace(lambda a: a + 1, (struct(3),), carry=[("[7]", "")])
+    with pytest.raises(TraceError, match="no output is at"):
+        trace(lambda a: (a + 1, a), (struct(3),), carry=[("[0]", "[5]")])
+    with pytest.raises(TraceError, match=r"shape \(3,\) to an output of shape \(\)"):
+        trace(lambda a: (a.sum(), a), (struct(3),), carry=[("[0]", "[0]")])
+
+
+def test_a_leaf_without_a_shape_is_named():
+    class Odd:
+        shape = None
+        dtype = F32
+
+    with pytest.raises(TraceError, match=r"argument \[0\]\['layer'\]\['w'\] has shape None"):
+        trace(lambda p: p, ({"layer": {"w": Odd()}},))
+
+
+def test_effects_are_refused_with_their_line():
+    def fn(x):
+        jax.debug.print("x is {}", x, ordered=True)
+        return x + 1
+
+    with pytest.raises(TraceError, match=r"effects .*test_trace\.py:\d+"):
+        trace(fn, (struct(3),))
+
+
+def test_constants_are_values_and_functions_are_static():
+    table = jnp.arange(1000.0)
+    traced = trace(lambda f, x: f(x) + table[:3], (jnp.sin, struct(3)))
+    assert len(traced.graph.inputs) == 1
+    assert list(traced.static_leaves.values()) == [jnp.sin]
+    assert [v.shape for v in traced.graph.constants.values()] == [(1000,)]
+
+
+def test_the_fingerprint_follows_the_function():
+    one = trace(lambda x: jnp.sin(x) * 2, (struct(3),)).graph.fingerprint
+    assert one == trace(lambda x: jnp.sin(x) * 2, (struct(3),)).graph.fingerprint
+    assert one != trace(lambda x: jnp.sin(x) * 3, (struct(3),)).graph.fingerprint
+    assert one != trace(lambda x: jnp.sin(x) * 2, (struct(4),)).graph.fingerprint

@@ -1,0 +1,88 @@
+"""XLA folds dynamic slices of dynamic slices without clamping (openxla/xla#49121): shards must not fall to it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from slow_devices import first_devices
+from test_lower import run
+
+from hapsynth.graph.trace import trace
+from hapsynth.instructions.layout import R, S
+from hapsynth.instructions.program.checker import check
+from hapsynth.instructions.program.program import Compute, Convert, Instruction, Program
+from hapsynth.instructions.program.sizes import Classes, Sizes
+from hapsynth.instructions.rules.factor_table import FactorTable
+from hapsynth.lower import lower
+
+X = np.arange(8, dtype=np.float32)
+WIDE = np.arange(24, dtype=np.float32).reshape(3, 8)
+CASES: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
+    "one update": (lambda x, i: x.at[i].set(-1.0), (X, np.array([1]))),
+    "one update at the last": (lambda x, i: x.at[i].add(5.0, mode="drop"), (X, np.array([7]))),
+    "a window taken too far": (lambda x, i: lax.dynamic_slice(x, (i,), (6,)), (X, 5)),
+    "a window reshaped": (lambda x, i: lax.dynamic_slice(x, (i,), (6,)).reshape(6, 1).T, (X, 5)),
+    "a whole dimension from beyond": (lambda x, i: lax.dynamic_slice(x, (i, i), (2, 8)), (WIDE, 3)),
+    "a whole dimension updated from beyond": (
+        lambda x, i: lax.dynamic_update_slice(x, -x[:2], (i, i)),
+        (WIDE, 3),
+    ),
+    "one gathered": (lambda x, i: jnp.take(x, i, axis=1, mode="clip"), (WIDE, np.array([9]))),
+}
+
+
+def cut_program(fn: Callable[..., Any], args: Any, n: int) -> Any:
+    """Everything comes whole, is cut where it is used along the last dimension that can be, and ends as it lies."""
+    graph = trace(fn, args, carry=[]).graph
+    table = FactorTable(graph)
+    inputs = dict.fromkeys(graph.sources, (R,))
+    held = {v: {R} for v in graph.sources}
+    instructions: list[Instruction] = []
+
+    def want(value: int, target: Any) -> None:
+        if target in held[value]:
+            return
+        for source in sorted(held[value]):
+            if source != R:
+                instructions.append(Convert(value, 0, (source,), (R,)))
+                held[value].add(R)
+        if target != R:
+            instructions.append(Convert(value, 0, (R,), (target,)))
+            held[value].add(target)
+
+    for op in graph.ops:
+        fits = lambda t: not any(p.is_partial for p in (*t.operands, *t.results)) and t.factor is not None
+        triple = next((t for t in reversed(table[op.index].triples) if fits(t)), table[op.index].triples[0])
+        for position, v in op.value_operands:
+            want(v, triple.operands[position])
+        instructions.append(Compute(op.index, (triple,)))
+        for v, p in zip(op.results, triple.results, strict=True):
+            held[v] = {p}
+    outputs: list[Any] = []
+    for v in graph.outputs:
+        assert isinstance(v, int)
+        shape = graph.values[v].shape
+        target = S(len(shape) - 1)
+        want(v, target)
+        outputs.append((target,))
+    program = Program((("hap", n),), inputs, tuple(instructions), tuple(outputs))
+    classes = Classes.build(graph, program, table)
+    shares = [tuple(np.bincount(np.arange(c.units) * n // c.units, minlength=n).tolist()) for c in classes.all]
+    sizes = Sizes(graph, classes, tuple(shares))
+    check(graph, program, sizes)
+    return lower(graph, program, sizes, first_devices(n))
+
+
+@pytest.mark.parametrize("n", [2, 3, 4])
+@pytest.mark.parametrize("name", CASES)
+def test_shards_are_cut_where_they_should(name: str, n: int) -> None:
+    fn, args = CASES[name]
+    (got,) = run(cut_program(fn, args, n), args)
+    with jax.disable_jit():
+        np.testing.assert_array_equal(got, np.asarray(fn(*map(jnp.asarray, args))))

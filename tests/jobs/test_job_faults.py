@@ -1,0 +1,77 @@
+"""Jobs of two real processes in which one fails: the other ends too, soon, and says who failed and what to do."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SAYS = {
+    "killed": {0: "process 1 on .* has died"},
+    "stopped": {0: "process 1 on .* has not been heard of for 4 s: it is stopped.*continue or restart it"},
+    "other_plan": dict.fromkeys((0, 1), "process 0 on .* has cluster .*, and process 1 on .* has cluster .* load one"),
+    "other_versions": dict.fromkeys((0, 1), "has hapsynth 9.9: install the same.* process 1 on .* has jax 0.9"),
+    "raises": dict.fromkeys((0, 1), "process 1 on .* ended with ValueError: a bad batch"),
+    "raises_early": {0: "process 1 on .* ended with ValueError: a bad file"},
+    # Whichever is noticed first: that a call is missing, or that process 0 waits for it in a meeting.
+    "fewer_calls": dict.fromkeys((0, 1), "process 1 on .* has ended.*, and process 0 .*must make the same calls"),
+    "exits_in_a_call": {0: "process 1 on .* has ended after 0 calls of plans, and process 0 on .* is in call 1"},
+    "never_comes": {0: "process 1 did not come to the plan within 2 s, where process 0 waits .*HAPSYNTH_JOIN_S"},
+    "port_taken": {0: r"process 0 on .* can't serve the rendezvous .*set HAPSYNTH_RENDEZVOUS=HOST:PORT to a free port"},
+    # With process 0 goes JAX's own service, which may be the first to say so.
+    "first_killed": {1: "process 0, which serves the rendezvous, has died|JAX distributed service detected fatal"},
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What all the jobs of faulty_jobs.py left."""
+    made = tmp_path_factory.mktemp("jobs")
+    paths = [ROOT, ROOT / "tests" / "support"]
+    env = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(map(str, paths))}
+    subprocess.run([sys.executable, ROOT / "tests" / "support" / "faulty_jobs.py", made], env=env, check=True)
+    return made
+
+
+def ended(folder: Path, job: str) -> list[int]:
+    return json.loads((folder / "statuses.json").read_text())[job]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("job", SAYS)
+def test_a_fault_ends_the_job_with_one_message(folder: Path, job: str) -> None:
+    assert 0 not in ended(folder, job)
+    for rank, says in SAYS[job].items():
+        said = (folder / f"{job}.{rank}").read_text()
+        assert re.search(says, said), said
+        assert "right" not in said
+
+
+@pytest.mark.slow
+def test_a_process_may_come_and_compile_late(folder: Path) -> None:
+    said = [(folder / f"late.{rank}").read_text() for rank in range(2)]
+    assert ended(folder, "late") == [0, 0], said
+    assert all("right" in text for text in said)
+    assert "compiled late" in said[1]
+
+
+@pytest.mark.slow
+def test_a_sample_of_the_table_of_faults(tmp_path: Path) -> None:
+    """benchmarks/faults.py: launched jobs of three processes all end in time, name who failed and leave nothing."""
+    table = tmp_path / "faults.json"
+    run = [sys.executable, ROOT / "benchmarks" / "faults.py", "--sample", "--json", table]
+    done = subprocess.run(run, capture_output=True, text=True, check=False)
+    outcomes = json.loads(table.read_text())
+    assert len(outcomes) == 5, done.stderr
+    assert not [o for o in outcomes if o["wrong"] or o["left"]], done.stdout
+    says = {o["trial"]: o["message"] for o in outcomes}
+    assert "process 1 on" in says["SIGKILL:training:1"]
+    assert "was killed by signal 9 (SIGKILL)" in says["SIGKILL:training:1"]
+    assert re.search("process 1 .* wait for it in jax.distributed.initialize", says["exit0:initialize:1"])
+    assert re.search("interrupted: SIGINT came to the launcher on .*", says["launcher-SIGINT:training:0"])
+    assert re.search("process 1 .* ended with ValueError: a bad batch", says["exception:planning:1"])
+    assert re.search("the launcher on .* has died: .* process 0 .* process 2", says["launcher-SIGKILL:planning:0"])

@@ -1,0 +1,493 @@
+"""Preflight's verdicts, and the launcher with processes that need no JAX."""
+
+import inspect
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import pytest
+from jax.sharding import Mesh
+from slow_devices import slow_cluster
+
+import hapsynth
+from hapsynth import _device_memory
+from hapsynth.cli.main import main
+from hapsynth.jobs import preflight
+from hapsynth.jobs.launch import Launch, launch, launched
+from hapsynth.jobs.process_facts import of_function, plan_fingerprint, problems, software
+from hapsynth.jobs.supervisor import Supervisor
+from hapsynth.rendezvous import meeting
+from hapsynth.rendezvous.address import JobError, Timeouts, free_ports
+from hapsynth.rendezvous.server import INITIALIZING
+
+ROOT = Path(__file__).parents[2]
+FACTS: dict[str, Any] = {
+    "process": "p0",
+    "host": "a",
+    "hapsynth": "1",
+    "jax": "1",
+    "jaxlib": "1",
+    "mesh": [[0, 0, "G"], [1, 1, "G"]],
+    "platform": "gpu",
+    "kinds": ["G"],
+    "shards_autotuning": True,
+    "cache": {"a folder": True},
+    "numerics": {"jax_default_prng_impl": "threefry", "jax_enable_x64": False},
+    "arguments": {"count": 2, "types": {"float32[8]": 1, "float32[4]": 1}},
+    "code": {"ops": {"dot_general": 2}, "digest": "a"},
+    "constants": "c",
+    "cluster": "m",
+    "plan": "f",
+    "lowered": "e",
+    "memory": [["G:0", 5 << 20, 6 << 20]],
+    "machine": [0, -1],
+}
+OTHER = {**FACTS, "process": "p1", "host": "b"}
+
+
+def test_processes_that_fit_together() -> None:
+    assert not problems([FACTS, OTHER])
+    unlike = [{**FACTS, "shards_autotuning": False}, {**OTHER, "kinds": ["H"], "shards_autotuning": False}]
+    assert not problems(unlike)
+    on_cpu = [{**FACTS, "platform": "cpu", "kinds": ["x86"]}, {**OTHER, "platform": "cpu", "kinds": ["arm"]}]
+    assert not problems(on_cpu)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"hapsynth": "2"}, "p0 has hapsynth 1, and p1 has hapsynth 2: install the same hapsynth everywhere"),
+        ({"jax": "2"}, "p1 has jax 2: install the same jax"),
+        ({"jaxlib": "2"}, "p1 has jaxlib 2: install the same jaxlib"),
+        ({"plan": "g"}, "p1 has plan g: save the plan in one process, load that very file in all"),
+        (
+            {"plan": "g", "numerics": {"jax_default_prng_impl": "rbg", "jax_enable_x64": False}},
+            "p0 has jax_default_prng_impl threefry, and p1 has jax_default_prng_impl rbg: set the same in every",
+        ),
+        (
+            {"plan": "g", "arguments": {"count": 2, "types": {"float32[8]": 1, "float16[4]": 1}}},
+            "p0 has arguments float32[4] x1, and p1 has arguments float16[4] x1: call the plan with arguments of the",
+        ),
+        (
+            {"plan": "g", "code": {"ops": {"dot_general": 2, "sin": 1}, "digest": "b"}, "constants": "d"},
+            "p0 has a function of no sin, and p1 has a function of 1 sin: run the same source",
+        ),
+        ({"plan": "g", "constants": "d"}, "p1 has parameters or constants of ops d: run the same source"),
+        ({"plan": "g", "cluster": "o"}, "p1 has cluster o: plan for the same cluster everywhere"),
+        ({"mesh": [[1, 1, "G"], [0, 0, "G"]]}, "a mesh of devices 0:0, 1:1, and p1 has a mesh of devices 1:1, 0:0"),
+        ({"cache": {"a folder": False}}, "p1 has compilation cache settings a folder False"),
+        ({"lowered": "h"}, "p1 has collectives h in the lowered program"),
+        ({"kinds": ["G", "H"]}, "p1 holds devices of several kinds (G, H): start one process for each kind"),
+        ({"kinds": ["H"]}, "several kinds (G, H), and p0, p1 would share out the autotuning"),
+        ({"memory": [["G:1", 3 << 30, 1 << 30]]}, "p1: the plan needs 3.0 GiB more on G:1, where 1.0 GiB are free"),
+    ],
+)
+def test_what_does_not_fit_is_named(change: dict[str, Any], says: str) -> None:
+    assert any(says in problem for problem in problems([FACTS, {**OTHER, **change}]))
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"shape": 16}, "p0 has arguments float32[8] x2, and p1 has arguments float32[16] x2"),
+        ({"dtype": "bfloat16"}, "p0 has arguments float32[8] x2, and p1 has arguments bfloat16[8] x2"),
+        ({"op": jax.numpy.cos}, "p0 has a function of no cos, 1 sin, and p1 has a function of 1 cos, no sin"),
+        ({"times": 3.0}, "parameters or constants of ops"),
+        ({"precision": "highest"}, "p0 has jax_default_matmul_precision None, and p1 has jax_default_matmul_precision"),
+        ({"impl": "rbg"}, "p1 has jax_default_prng_impl rbg"),
+        ({"key": "rbg"}, "p0 has arguments key<fry>[] x1, and p1 has arguments key<rbg>[] x1"),
+        ({"speed": 2.0}, "cluster"),
+    ],
+)
+def test_what_two_plans_differ_in_is_named(change: dict[str, Any], says: str) -> None:
+    """And not that plans differ, which comes of it."""
+
+    def said(name: str, **given: Any) -> dict[str, Any]:
+        o = {"shape": 8, "dtype": "float32", "op": jax.numpy.sin, "times": 2.0, "speed": 1.0, **given}
+        prng = jax.default_prng_impl(o.get("impl", "threefry2x32"))
+        with jax.default_matmul_precision(o.get("precision")), prng:
+            f = lambda x, y, k: (o["op"](x * o["times"]) @ y, jax.random.key_data(k))
+            xs = (jax.ShapeDtypeStruct((o["shape"],), o["dtype"]),) * 2
+            key = jax.eval_shape(lambda: jax.random.key(0, impl=o.get("key", "threefry2x32")))
+            plan = hapsynth.synthesize(f, (*xs, key), slow_cluster((o["speed"], 1.0)))
+            mesh = Mesh(jax.devices(), ("d",))
+            return software(name, "h", mesh) | {"plan": plan_fingerprint(plan), **of_function(plan)}
+
+    found = problems([said("p0"), said("p1", **change)])
+    assert len(found) == 1
+    assert says in found[0], found
+    assert "save the plan" not in found[0]
+
+
+def test_processes_of_one_machine_share_its_memory() -> None:
+    of = lambda name, host: {**FACTS, "process": name, "host": host, "memory": [], "machine": [3 << 30, 4 << 30]}
+    assert not problems([of("p0", "a"), of("p1", "b")])
+    assert "p0, p1 need 6.0 GiB more together, and a has 4.0 GiB free" in problems([of("p0", "a"), of("p1", "a")])[0]
+
+
+def test_what_a_process_says_of_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    mesh = Mesh(jax.devices(), ("d",))
+    for flags, shards in (("", True), ("--xla_gpu_shard_autotuning=false --xla_dump_to=x", False)):
+        monkeypatch.setenv("XLA_FLAGS", flags)
+        said = software("p", "h", mesh)
+        assert said["shards_autotuning"] == shards
+    assert said["mesh"] == [[0, d.id, d.device_kind] for d in jax.devices()]
+    assert said["kinds"] == ["cpu"]
+
+
+def test_memory_is_bounded_by_cgroups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    device = jax.devices()[0]
+    group = tmp_path / "memory" / "job"
+    group.mkdir(parents=True)
+    (group / "memory.limit_in_bytes").write_text("1000\n")
+    (group / "memory.usage_in_bytes").write_text("700\n")
+    (group / "memory.stat").write_text("cache 5\ntotal_inactive_file 60\ntotal_active_file 40\n")
+    text = _device_memory._text
+    own = lambda file: ["4:memory:/job"] if file == Path("/proc/self/cgroup") else text(file)
+    monkeypatch.setattr(_device_memory, "_ROOT", tmp_path)
+    monkeypatch.setattr(_device_memory, "_text", own)
+    assert _device_memory.free(device) == 400
+    assert _device_memory.free_on_machine() > 1000
+    (group / "memory.limit_in_bytes").write_text("max\n")
+    assert _device_memory.free(device) > 1000
+
+
+def test_preflight_can_only_be_on_or_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HAPSYNTH_PREFLIGHT", "no")
+    with pytest.raises(JobError, match="HAPSYNTH_PREFLIGHT is 'no'; give on or off"):
+        preflight._wanted()
+
+
+def test_a_process_that_a_plan_leaves_out_has_nothing_to_compare(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preflight, "_joined", lambda: SimpleNamespace(rank=1))
+    assert preflight.preflight(Mesh(jax.devices()[:2], ("d",))) == []
+
+
+# The launcher.
+
+
+def test_the_environment_of_each_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("JAX_LOCAL_DEVICE_IDS", raising=False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
+    first, second = Launch(here=2).environments()
+    assert first["JAX_COORDINATOR_ADDRESS"] == second["JAX_COORDINATOR_ADDRESS"]
+    assert first["HAPSYNTH_RENDEZVOUS"] == second["HAPSYNTH_RENDEZVOUS"] != first["JAX_COORDINATOR_ADDRESS"]
+    assert [e["JAX_LOCAL_DEVICE_IDS"] for e in (first, second)] == ["0,1", "2,3"]
+    assert launched(first)
+    assert not launched({})
+    (third,) = Launch(here=1, processes=3, rank=2, coordinator="far:1").environments()
+    assert third["JAX_COORDINATOR_ADDRESS"] == "far:1"
+    assert "HAPSYNTH_RENDEZVOUS" not in third
+    assert (third["OMPI_COMM_WORLD_RANK"], third["OMPI_COMM_WORLD_SIZE"]) == ("2", "3")
+    assert third["JAX_LOCAL_DEVICE_IDS"] == "0,1,2,3"
+    with pytest.raises(JobError, match="4 GPUs can't be shared evenly by 3 processes"):
+        Launch(here=3).environments()
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (["-n", "2"], "give what to start"),
+        (["-n", "2", "--rank", "1", "true"], "processes 1 to 2 are to run here, and the job has 0 to 1"),
+        (["-n", "2", "--processes", "4", "true"], "needs --coordinator HOST:PORT"),
+        (["--coordinator", "node1", "true"], "--coordinator is 'node1'; give HOST:PORT"),
+        (["-n", "none", "true"], "'none' is not a whole number"),
+        (["no-such-program"], "no-such-program can't be started: No such file or directory"),
+    ],
+)
+def test_bad_usage(argv: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["launch", *argv]) == 2
+    error = capsys.readouterr().err
+    assert says in error
+    assert len(error.splitlines()) == 1
+
+
+def test_preflight_is_for_jobs(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["preflight"]) == 2
+    assert "this is one process" in capsys.readouterr().err
+    assert main(["preflight", "model.py"]) == 2
+    assert "both its model file and --plan" in capsys.readouterr().err
+
+
+def script(tmp_path: Path, text: str) -> list[str]:
+    file = tmp_path / "script.py"
+    file.write_text("import os, signal, sys, time\nrank = os.environ['OMPI_COMM_WORLD_RANK']\n" + textwrap.dedent(text))
+    return [sys.executable, "-S", "-E", str(file)]
+
+
+def test_output_is_labelled(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    run = script(tmp_path, "print('here is', rank); print('and its error', file=sys.stderr, end='')")
+    assert launch(Launch(here=2), run) == 0
+    out, error = capfd.readouterr()
+    assert sorted(out.splitlines()) == ["[0] here is 0", "[1] here is 1"]
+    assert sorted(error.splitlines()) == ["[0] and its error", "[1] and its error"]
+
+
+def test_one_that_fails_ends_all_and_what_they_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hapsynth.jobs.launch._TELL_S", 0.1)
+    monkeypatch.setattr("hapsynth.jobs.launch._GRACE_S", 0.5)
+    text = """
+        if rank == "0":
+            while not os.path.exists("pids"): time.sleep(0.02)
+            sys.exit(3)
+        # As JAX does, and with a process of its own.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        child = os.fork()
+        if child:
+            open("new", "w").write(f"{os.getpid()} {child}")
+            os.rename("new", "pids")
+        time.sleep(600)
+    """
+    monkeypatch.chdir(tmp_path)
+    assert launch(Launch(here=2), script(tmp_path, text)) == 3
+    for pid in map(int, (tmp_path / "pids").read_text().split()):
+        # The grandchild is waited for by whoever took it over.
+        while alive(pid):
+            time.sleep(0.02)
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_one_that_is_killed_gives_its_signal(tmp_path: Path) -> None:
+    assert launch(Launch(), script(tmp_path, "os.kill(os.getpid(), signal.SIGKILL)")) == 128 + signal.SIGKILL
+
+
+def test_a_signal_is_passed_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("hapsynth.jobs.launch._GRACE_S", 300.0)
+    text = """
+        def ended(number, frame):
+            open(f"got.{rank}", "w").write(str(number))
+            sys.exit(0)
+        signal.signal(signal.SIGINT, ended)
+        open(f"ready.{rank}", "w")
+        time.sleep(600)
+    """
+    before = signal.getsignal(signal.SIGINT)
+
+    def interrupt() -> None:
+        while len(list(tmp_path.glob("ready.*"))) < 2:
+            time.sleep(0.02)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=interrupt, daemon=True).start()
+    assert launch(Launch(here=2), script(tmp_path, text)) == 128 + signal.SIGINT
+    assert [(tmp_path / f"got.{rank}").read_text() for rank in range(2)] == [str(int(signal.SIGINT))] * 2
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_one_that_fails_is_seen_while_those_before_it_run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """And named, with its host, pid, exit code and last lines."""
+    text = """
+        if rank == "1":
+            print("my pid is", os.getpid())
+            print("\\x1b[2Jgone", file=sys.stderr)
+            sys.exit(3)
+        time.sleep(600)
+    """
+    assert launch(Launch(here=3), script(tmp_path, text)) == 3
+    out, error = capfd.readouterr()
+    pid = re.findall(r"my pid is (\d+)", out)[0]
+    who = rf"process 1 on {re.escape(socket.gethostname())} \(pid {pid}\)"
+    assert re.search(rf"hapsynth launch: the job is over after [\d.]+ s: {who} ended with exit code 3", error)
+    assert re.search(r"process 0 on .* was killed by signal 15 \(SIGTERM\)", error)
+    last = error.partition("the last lines of process 1:\n")[2].splitlines()
+    # As a terminal would not take it for its own.
+    assert sorted(last) == [r"hapsynth launch:   \x1b[2Jgone", f"hapsynth launch:   my pid is {pid}"]
+
+
+def test_a_signal_to_the_launcher_is_nobodys_fault(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    text = "open(f'{sys.path[0]}/ready.{rank}', 'w'); time.sleep(600)"
+
+    def interrupt() -> None:
+        while len(list(tmp_path.glob("ready.*"))) < 2:
+            time.sleep(0.02)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=interrupt, daemon=True).start()
+    assert launch(Launch(here=2), script(tmp_path, text)) == 128 + signal.SIGTERM
+    error = capfd.readouterr().err
+    assert re.search(r"over after .* interrupted: SIGTERM came to the launcher on .* \(pid \d+\)\n", error)
+
+
+def test_one_that_is_stopped_ends_the_job(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where it never came to say hello."""
+    monkeypatch.setenv("HAPSYNTH_SILENCE_S", "2")
+    text = "os.kill(os.getpid(), signal.SIGSTOP) if rank == '1' else time.sleep(600)"
+    assert launch(Launch(here=2), script(tmp_path, text)) == 1
+    assert re.search(r"over .* process 1 on .* was stopped by a signal and has not .* for 2 s", capfd.readouterr().err)
+
+
+@pytest.mark.parametrize("stops", [True, False])
+def test_who_goes_on_again_is_not_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stops: bool) -> None:
+    """Nor is one that says nothing for longer: a launcher sees that it lives."""
+    monkeypatch.setenv("HAPSYNTH_SILENCE_S", "1.5")
+    text = f"""
+        if {stops}:
+            if not os.fork():
+                time.sleep(0.3)
+                os.kill(os.getppid(), signal.SIGCONT)
+                os._exit(0)
+            os.kill(os.getpid(), signal.SIGSTOP)
+        time.sleep(3)
+    """
+    assert launch(Launch(here=2), script(tmp_path, text)) == 0
+
+
+def test_a_launcher_that_is_killed_leaves_nothing(tmp_path: Path) -> None:
+    run = [sys.executable, "-m", "hapsynth", "launch", "-n", "2", *script(tmp_path, HEEDLESS)]
+    launcher = subprocess.Popen(run, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, stderr=subprocess.PIPE)
+    while len(list(tmp_path.glob("pids.*"))) < 2:
+        time.sleep(0.02)
+    launcher.kill()
+    # Until the last process that has it ends.
+    said = launcher.communicate()[1].decode()
+    pids = [pid for f in tmp_path.glob("pids.*") for pid in map(int, f.read_text().split())]
+    assert len(pids) == 4
+    while any(map(alive, pids)):
+        time.sleep(0.02)
+    assert re.search(rf"launcher on .* \(pid {launcher.pid}\) has died: .* process 0 on .*, process 1 on", said)
+
+
+HEEDLESS = """
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    child = os.fork()
+    if child:
+        open(f"new.{rank}", "w").write(f"{os.getpid()} {child}")
+        os.rename(f"new.{rank}", f"pids.{rank}")
+    time.sleep(600)
+"""
+
+
+def test_the_secret_of_a_job_is_of_the_environment(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    text = """
+        token = os.environ["HAPSYNTH_TOKEN"]
+        shown = [open(f"/proc/{p}/cmdline").read() for p in (os.getpid(), os.getppid())]
+        print(token, any(token in text for text in shown), os.environ["JAX_COORDINATOR_BIND_ADDRESS"])
+    """
+    assert launch(Launch(here=2), script(tmp_path, text)) == 0
+    assert launch(Launch(here=2), script(tmp_path, text)) == 0
+    said = re.findall(r"\[\d\] (\w{32}) False 127.0.0.1:\d+", capfd.readouterr().out)
+    # One of each job.
+    assert len(said) == 4
+    assert len(set(said)) == 2
+
+
+def test_a_port_that_is_taken_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("JAX_COORDINATOR_BIND_ADDRESS", raising=False)
+    first = free_ports(2)[0]
+    for port, says in ((first, f"JAX's coordinator at localhost:{first}: port {first}"), (first + 1, "rendezvous")):
+        with socket.create_server(("127.0.0.1", port)), pytest.raises(JobError, match=f"process 0 on .*{says}.*free"):
+            launch(Launch(here=1, processes=2, coordinator=f"localhost:{first}"), ["true"])
+
+
+def test_a_job_of_several_hosts_without_a_secret_says_so(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for token in ("", "a secret"):
+        monkeypatch.setenv("HAPSYNTH_TOKEN", token)
+        where = f"localhost:{free_ports(2)[0]}"
+        # The other host's.
+        other = subprocess.Popen(
+            [
+                sys.executable,
+                "-m",
+                "hapsynth",
+                "launch",
+                "--coordinator",
+                where,
+                "--processes",
+                "2",
+                "--rank",
+                "1",
+                "true",
+            ],
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+        )
+        assert launch(Launch(here=1, processes=2, coordinator=where), ["true"]) == 0
+        assert other.wait() == 0
+        assert ("HAPSYNTH_TOKEN is not set: whoever reaches" in capfd.readouterr().err) == (not token)
+
+
+def test_a_process_that_fails_on_one_host_ends_those_of_another(capfd: pytest.CaptureFixture[str]) -> None:
+    where = f"localhost:{free_ports(2)[0]}"
+    run = [sys.executable, "-m", "hapsynth", "launch", "--coordinator", where, "--processes", "2", "--rank", "1"]
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    other = subprocess.Popen([*run, "sh", "-c", "exit 7"], env=env, stderr=subprocess.DEVNULL)
+    assert launch(Launch(here=1, processes=2, coordinator=where), ["sleep", "600"]) == 1
+    assert other.wait() == 7
+    error = capfd.readouterr().err
+    assert re.search(r"the job is over after .*: process 1 on .* \(pid \d+\) ended with exit code 7\n", error)
+
+
+def test_the_port_of_jaxs_coordinator_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From when it is chosen to when JAX comes to it, and another is chosen where it has been taken by then."""
+    first = free_ports(1)[0]
+    with socket.create_server(("127.0.0.1", first)):
+        meet = {"JAX_COORDINATOR_ADDRESS": f"localhost:{first}"}
+        with Supervisor(0, 2, 2, meet, local=True) as supervisor:
+            port = int(supervisor.environment["JAX_COORDINATOR_ADDRESS"].rpartition(":")[2])
+            assert port != first
+            with pytest.raises(OSError, match="in use"):
+                socket.create_server(("127.0.0.1", port))
+
+
+def test_what_a_lost_job_says_asks_jax_for_nothing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Which starts its backend again where it has been shut, and waits."""
+    monkeypatch.setattr(jax, "process_index", lambda: pytest.fail("asked"))
+    monkeypatch.setattr(meeting, "_exit", lambda: None)
+    over: list[Any] = []
+    monkeypatch.setattr(meeting, "Client", lambda *a, **k: over.append(a[4]))
+    meeting._join(("h", 1), 3, 4, Timeouts())
+    over[0]("it rains")
+    assert re.search(r"process 3 on .* \(pid \d+\): the job is over: it rains", capsys.readouterr().err)
+
+
+def test_jaxs_initialization_is_told_from_the_stack() -> None:
+    """Before JAX knows its processes somebody's absence shows nowhere else."""
+    file = inspect.getsourcefile(inspect.unwrap(jax.distributed.initialize))
+    assert file is not None
+    made: dict[str, Any] = {}
+    exec(compile("def initialize(work):\n    return work()", file, "exec"), made)
+    assert meeting._initializing() == ""
+    assert made["initialize"](meeting._initializing) == INITIALIZING
+
+
+@pytest.mark.slow
+def test_the_example_trains_in_two_unlike_processes() -> None:
+    env = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
+    run = [sys.executable, "-m", "hapsynth", "launch", "-n", "2", "examples/multi_process.py"]
+    done = subprocess.run(run, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    steps = re.findall(r"^\[0\] step \d+  loss (\S+)  rows \((\d+), (\d+)\)$", done.stdout, re.MULTILINE)
+    losses = [float(loss) for loss, _, _ in steps]
+    assert len(losses) == 10
+    assert losses == sorted(losses, reverse=True)
+    assert all(int(fast) > int(slow) > 0 for _, fast, slow in steps)
+
+
+@pytest.mark.slow
+def test_preflight_of_a_launched_job(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    assert main(["launch", "-n", "2", "-m", "hapsynth", "preflight", "--devices", "1"]) == 0
+    assert "[0] preflight passed: 2 processes, 2 devices" in capfd.readouterr().out

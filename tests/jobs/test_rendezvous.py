@@ -1,0 +1,540 @@
+"""The rendezvous between threads of one process: meeting, and every way in which a member is lost."""
+
+import json
+import os
+import re
+import resource
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hapsynth.rendezvous.address import JobError, Timeouts, find_address, free_ports
+from hapsynth.rendezvous.client import Client
+from hapsynth.rendezvous.peers import Peers
+from hapsynth.rendezvous.server import PROTOCOL, Server, serving_host
+from hapsynth.rendezvous.wire import Channel
+
+LIMIT_S = 300.0
+
+
+class Often(Timeouts):
+    """Gives signs of life often, however long it waits for them: a busy machine delays some."""
+
+    beat = 0.1
+
+
+SOON = Often(join=0.6, barrier=LIMIT_S, silence=1.0)
+"""Where somebody does not come, or is not heard of."""
+PATIENT = Often(join=LIMIT_S, barrier=LIMIT_S, silence=LIMIT_S)
+
+
+class Job:
+    """Processes of one job, as threads; `reasons[rank]` is why it was over for that one."""
+
+    def __init__(self) -> None:
+        self.reasons: dict[int, str] = {}
+        self.notes: list[str] = []
+        self.told = threading.Condition()
+        self.clients: list[Client] = []
+        self.server: Server | None = None
+
+    def serve(self, processes: int = 2, timeouts: Timeouts = PATIENT) -> int:
+        self.server = Server(("localhost", 0), processes, timeouts)
+        return self.server.port
+
+    def join(
+        self, port: int, rank: int, processes: int = 2, timeouts: Timeouts = PATIENT, token: str | None = None
+    ) -> Client:
+        def over(reason: str) -> None:
+            with self.told:
+                self.reasons[rank] = reason
+                self.told.notify_all()
+
+        client = Client(("localhost", port), rank, processes, timeouts, over, self.notes.append, token=token)
+        self.clients.append(client)
+        return client
+
+    def reason(self, rank: int) -> str:
+        with self.told:
+            assert self.told.wait_for(lambda: rank in self.reasons, LIMIT_S), "nothing was noticed"
+            return self.reasons[rank]
+
+
+@pytest.fixture
+def job() -> Iterator[Job]:
+    made = Job()
+    yield made
+    for client in made.clients:
+        client.close()
+    if made.server is not None:
+        made.server.close()
+
+
+def hello(port: int, rank: int, **other: Any) -> tuple[socket.socket, dict[str, Any]]:
+    """A process that only says hello, and what it is told."""
+    connection = socket.create_connection(("localhost", port), timeout=LIMIT_S)
+    said = {"protocol": PROTOCOL, "rank": rank, "host": "far", "pid": 7, "processes": 2, **other}
+    connection.sendall(json.dumps({"hello": said}).encode() + b"\n")
+    with connection.makefile() as lines:
+        return connection, json.loads(lines.readline())
+
+
+def at_once(*calls: Callable[[], Any]) -> list[Any]:
+    with ThreadPoolExecutor() as pool:
+        return [f.result(LIMIT_S) for f in [pool.submit(call) for call in calls]]
+
+
+def test_processes_meet_some_of_them_and_all(job: Job) -> None:
+    port = job.serve(3)
+    a, b, c = at_once(*(lambda rank=rank: job.join(port, rank, 3) for rank in range(3)))
+    meet = lambda client, name, ranks: lambda: client.gather(name, client.rank * 10, ranks)
+    assert at_once(*(meet(client, "all", [0, 1, 2]) for client in (c, a, b))) == [[0, 10, 20]] * 3
+    assert at_once(meet(c, "some", [0, 2]), meet(a, "some", [0, 2])) == [[0, 20]] * 2
+    for client in (a, b, c):
+        client.leave()
+    assert not job.reasons
+
+
+def test_a_process_that_dies(job: Job) -> None:
+    port = job.serve()
+    alive = job.join(port, 0)
+    connection, told = hello(port, 1)
+    assert told == {"welcome": PROTOCOL}
+    connection.shutdown(socket.SHUT_RDWR)
+    connection.close()
+    assert "process 1 on far (pid 7) has died" in job.reason(0)
+    with pytest.raises(JobError, match="process 1 on far"):
+        alive.gather("late", 1, [0, 1])
+
+
+def test_a_process_that_is_not_heard_of(job: Job) -> None:
+    port = job.serve(timeouts=SOON)
+    job.join(port, 0)
+    connection, _ = hello(port, 1)
+    with connection:
+        assert "process 1 on far (pid 7) has not been heard of for 1 s" in job.reason(0)
+
+
+def test_a_process_that_never_comes(job: Job) -> None:
+    alone = job.join(job.serve(timeouts=Often(join=0.6, silence=LIMIT_S)), 0)
+    with pytest.raises(JobError, match=r"process 1 did not come to the plan within 0.6 s, where process 0 waits"):
+        alone.gather("first", 1, [0, 1])
+
+
+def test_a_process_that_is_alive_and_elsewhere(job: Job) -> None:
+    port = job.serve(timeouts=Often(join=0.1, barrier=0.5, silence=LIMIT_S))
+    waits, elsewhere = job.join(port, 0), job.join(port, 1)
+    elsewhere.doing = "compiling"
+    assert job.server is not None
+    while job.server._members[1].doing != "compiling":
+        time.sleep(0.01)
+    with pytest.raises(JobError, match=r"process 1 on .*, compiling did not come .* HAPSYNTH_BARRIER_S"):
+        waits.gather("first", 1, [0, 1])
+
+
+def test_processes_that_come_to_unlike_plans(job: Job) -> None:
+    port = job.serve()
+    a, b = job.join(port, 0), job.join(port, 1)
+
+    def meet(client: Client, ranks: list[int]) -> None:
+        with pytest.raises(JobError, match=r"plan of process.* and others to one of process"):
+            client.gather("first", 1, ranks)
+
+    at_once(lambda: meet(a, [0, 1]), lambda: meet(b, [1, 0]))
+
+
+def test_a_process_that_ends_before_the_others(job: Job) -> None:
+    port = job.serve()
+    goes_on, ends = job.join(port, 0), job.join(port, 1)
+    goes_on.calls[0, 1], ends.calls[0, 1] = 2, 1
+    ends.leave()
+    assert "has ended after 1 call of plans, and process 0" in job.reason(0)
+    assert "has ended after 1 call of plans, and process 0" in job.reason(1)
+
+
+def test_one_that_takes_part_in_fewer_plans_may_end_first(job: Job) -> None:
+    port = job.serve(3)
+    a, b, ends = (job.join(port, rank, 3) for rank in range(3))
+    for client in (a, b):
+        # The plan of these two alone that they came to first is no fault of the third's.
+        client.calls[0, 1] = 5
+    at_once(*(lambda c=c: c.gather("1", 0, [0, 1]) for c in (a, b)))
+    at_once(*(lambda c=c: c.gather("1", 0, [0, 1, 2]) for c in (a, b, ends)))
+    ends.leave()
+    for client in (a, b):
+        client._say_alive()
+    with job.told:
+        assert not job.told.wait_for(lambda: job.reasons, 3 * PATIENT.beat)
+    a.leave()
+    b.leave()
+
+
+def test_a_process_that_joins_again_is_the_same_one(job: Job) -> None:
+    """As after a preflight that failed: that it left before may be heard of later."""
+    port = job.serve()
+    stays, first = job.join(port, 0), job.join(port, 1)
+    again = job.join(port, 1)
+    first.close()
+    assert at_once(*(lambda c=c: c.gather("first", c.rank, [0, 1]) for c in (stays, again))) == [[0, 1]] * 2
+    assert not job.reasons
+
+
+def test_a_connection_to_itself_is_none(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    port = job.serve(1)
+    connect, tried = socket.create_connection, list[str]()
+
+    def to_itself(address: Any, **options: Any) -> socket.socket:
+        if tried:
+            return connect(address, **options)
+        tried.append("once")
+        with socket.create_server(("localhost", 0)) as probe:
+            free = probe.getsockname()
+        return connect(free, source_address=free, **options)
+
+    monkeypatch.setattr(socket, "create_connection", to_itself)
+    assert job.join(port, 0, 1).gather("alone", 5, [0]) == [5]
+
+
+def test_who_failed_first_is_named_though_another_says_so_first(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that dies breaks the collective of another, which may be quicker to say that it failed."""
+    monkeypatch.setattr("hapsynth.rendezvous.server.SUSPECT_S", LIMIT_S)
+    port = job.serve()
+    quick = job.join(port, 0)
+    connection, _ = hello(port, 1)
+    leaving = threading.Thread(target=quick.leave, args=("JaxRuntimeError: connection closed",))
+    leaving.start()
+    connection.shutdown(socket.SHUT_RDWR)
+    connection.close()
+    assert "process 1 on far (pid 7) has died" in job.reason(0)
+    leaving.join()
+
+
+def test_an_error_ends_the_others(job: Job) -> None:
+    port = job.serve()
+    # That this one is ahead of the one that fails is no fault of its own.
+    job.join(port, 0).calls[0, 1] = 2
+    job.join(port, 1).leave("ValueError: a bad batch")
+    assert "ended with ValueError: a bad batch" in job.reason(0)
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_two_that_do_not_reach_each_other(job: Job, before: bool) -> None:
+    """Though both reach the rendezvous: no heartbeat crosses that link, and a collective waits for it for ever. Also
+    where they never did, once one is in a call."""
+    timeouts = Often(join=LIMIT_S, barrier=LIMIT_S, silence=4.0)
+    port = job.serve(3, timeouts)
+    # A launcher, which has the number of its first process, says nothing of whom that reaches.
+    job.clients.append(Client(("localhost", port), 1, 3, timeouts, lambda _: None, job.notes.append, here=1))
+    clients = [job.join(port, rank, 3, timeouts) for rank in range(3)]
+    peers = [c._peers for c in clients if c._peers is not None]
+    while any(len(found._reached) < 2 for found in peers):
+        time.sleep(0.01)
+    with job.told:
+        # Calls stand still for long: whoever computes for minutes answers all the same.
+        assert not job.told.wait_for(lambda: job.reasons, 2 * timeouts.silence)
+    for a, b in ((1, 2), (2, 1)):
+        peers[a]._others = [(r, host, 1 if r == b else at, said) for r, host, at, said in peers[a]._others]
+        if not before:
+            peers[a]._reached = {0}
+    if not before:
+        with job.told:
+            assert not job.told.wait_for(lambda: job.reasons, timeouts.silence)
+        clients[1].calls[0, 1, 2] = clients[2].calls[0, 1, 2] = 1
+    assert re.search(r"process [12] on .* has not reached process [12] on .* for \d s, and both reach", job.reason(0))
+
+
+def test_another_machines_loopback_address_is_nobodys() -> None:
+    peers = Peers(1, "127.0.0.1")
+    try:
+        peers.host = "192.0.2.7"
+        peers.meet([(0, "127.0.1.1", peers.port, peers.answer), (2, "192.0.2.8", 1, "x")])
+        assert [p[0] for p in peers._others] == [2]
+        assert peers.unreached() == ([], [])
+    finally:
+        peers.close()
+
+
+def test_process_0_dies_or_is_not_heard_of(job: Job) -> None:
+    with socket.create_server(("localhost", 0)) as listener:
+        port = listener.getsockname()[1]
+
+        def welcome() -> socket.socket:
+            connection, _ = listener.accept()
+            connection.sendall(json.dumps({"welcome": PROTOCOL}).encode() + b"\n")
+            return connection
+
+        silent, _ = at_once(welcome, lambda: job.join(port, 1, timeouts=SOON))
+        with silent:
+            assert "process 0, which serves the rendezvous, has not been heard of" in job.reason(1)
+        job.reasons.clear()
+        dead, _ = at_once(welcome, lambda: job.join(port, 1))
+        dead.close()
+        assert "process 0, which serves the rendezvous, has died" in job.reason(1)
+
+
+@pytest.mark.parametrize(
+    ("other", "says"),
+    [
+        ({"protocol": 0}, "another version of hapsynth"),
+        ({"processes": 3}, "of a job of 3 processes, and this one has 2"),
+        ({"rank": 0}, r"process 0 on far \(pid 7\) and process 0 on .* are both process 0"),
+    ],
+)
+def test_who_does_not_belong_is_turned_away(job: Job, other: dict[str, Any], says: str) -> None:
+    port = job.serve()
+    stays = job.join(port, 0)
+    connection, told = hello(port, **{"rank": 1, **other})
+    connection.close()
+    assert re.search(says, told["over"])
+    # The job goes on without it.
+    assert stays.gather("alone", 5, [0]) == [5]
+
+
+def test_a_port_that_is_taken(job: Job) -> None:
+    with socket.create_server(("localhost", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(JobError, match=rf"localhost:{port}.*set HAPSYNTH_RENDEZVOUS=HOST:PORT to a free port"):
+            Server(("localhost", port), 2, SOON)
+        # What listens there says nothing.
+        with pytest.raises(JobError, match="not the rendezvous of process 0"):
+            job.join(port, 1, timeouts=SOON)
+    with pytest.raises(JobError, match=r"found no rendezvous at localhost:.* within 0.6 s"):
+        job.join(port, 1, timeouts=SOON)
+
+
+def test_what_is_no_message_loses_only_its_sender(job: Job) -> None:
+    port = job.serve()
+    stays = job.join(port, 0)
+    for nonsense in (b"GET / HTTP/1.1\r\n\r\n", b'{"hello": 1}\n', b'["hello"]\n', b""):
+        with socket.create_connection(("localhost", port), timeout=LIMIT_S) as stranger:
+            stranger.sendall(nonsense)
+            stranger.shutdown(socket.SHUT_WR)
+            assert stranger.recv(100) == b""
+    assert stays.gather("alone", 5, [0]) == [5]
+
+
+# Strangers: what they send ends neither the job nor a thread, and takes no memory.
+
+
+@pytest.fixture
+def besieged(job: Job) -> Iterator[tuple[Job, int]]:
+    """A job of two and its port; it goes on after whatever was done to it."""
+    before = set(threading.enumerate())
+    job.server = Server(("localhost", 0), 2, PATIENT, "secret")
+    port, threads = job.server.port, set(threading.enumerate()) - before
+    job.join(port, 0, token="secret")
+    yield job, port
+    a, b = job.clients[-1], job.join(port, 1, token="secret")
+    a.calls[0, 1] = b.calls[0, 1] = 1
+    for client in (a, b):
+        client._say_alive()
+    assert at_once(lambda: a.gather("x", 0, [0, 1]), lambda: b.gather("x", 1, [0, 1])) == [[0, 1]] * 2
+    assert not job.reasons
+    assert len(threads) == 2
+    assert all(t.is_alive() for t in threads)
+
+
+def test_a_stranger_without_the_secret_is_refused(besieged: tuple[Job, int]) -> None:
+    job, port = besieged
+    for token in ("", "Secret", None, 7, ["secret"]):
+        connection, told = hello(port, 1, **({} if token is None else {"token": token}))
+        connection.close()
+        assert told == {"over": "", "refused": "token"}
+    for rank in (0, 1):
+        with socket.create_connection(("localhost", port), timeout=LIMIT_S) as stranger, stranger.makefile() as lines:
+            stranger.sendall(json.dumps({"again": {"rank": rank, "host": "far", "pid": 7}}).encode() + b"\n")
+            assert "refused" in lines.readline()
+    with pytest.raises(JobError, match=r"its HAPSYNTH_TOKEN is not that of the job; set the same secret in every"):
+        job.join(port, 1, token="other")
+
+
+@pytest.mark.parametrize("rank", [2, -1, 10**30, True, 1.0, "1", [1], None])
+def test_a_rank_that_is_none_is_refused(besieged: tuple[Job, int], rank: Any) -> None:
+    _, port = besieged
+    with socket.create_connection(("localhost", port), timeout=LIMIT_S) as connection, connection.makefile() as lines:
+        said = {"protocol": PROTOCOL, "rank": rank, "host": "far", "pid": 7, "processes": 2, "token": "secret"}
+        connection.sendall(json.dumps({"hello": said}).encode() + b"\n")
+        assert "welcome" not in lines.readline()
+
+
+def test_a_taken_rank_is_its_holders(besieged: tuple[Job, int]) -> None:
+    """Also for one that knows where it runs."""
+    job, port = besieged
+    holder = job.clients[0]
+    for key in ("", "0" * 32):
+        connection, told = hello(port, 0, host=holder.host, pid=holder.pid, token="secret", key=key)
+        connection.close()
+        assert "are both process 0" in told["over"]
+
+
+def test_who_joined_again_does_not_leave_by_the_old_connection(besieged: tuple[Job, int]) -> None:
+    job, port = besieged
+    first = job.clients[0]
+    again = job.join(port, 0, token="secret")
+    first.leave("OSError: of the old one")
+    with job.told:
+        assert not job.told.wait_for(lambda: job.reasons, 3 * PATIENT.beat)
+    assert again.gather("alone", 5, [0]) == [5]
+
+
+@pytest.mark.parametrize("data", [b"x" * (1 << 20), b"[" * (1 << 20), b'{"a":' * 800 + b"\n", b"[" * 4000 + b"\n"])
+def test_a_line_without_end_takes_no_memory(besieged: tuple[Job, int], data: bytes) -> None:
+    _, port = besieged
+    with socket.create_connection(("localhost", port), timeout=LIMIT_S) as stranger:
+        sent = 0
+        with suppress(OSError):
+            while sent < 1 << 28 and not data.endswith(b"\n"):
+                stranger.sendall(data)
+                sent += len(data)
+            stranger.sendall(data)
+            assert stranger.recv(100) == b""
+        # What the system holds on both sides.
+        assert sent < 1 << 25
+
+
+def test_brackets_without_end_are_no_message() -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        sending = threading.Thread(target=theirs.sendall, args=(b'{"beat":' + b"[" * 200_000 + b"\n",))
+        sending.start()
+        with pytest.raises(ValueError, match="brackets"):
+            Channel(ours).read()
+        sending.join()
+
+
+def test_a_stranger_who_takes_his_time_is_sent_off(besieged: tuple[Job, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """However often he says a little."""
+    monkeypatch.setattr("hapsynth.rendezvous.server.HELLO_S", 0.5)
+    _, port = besieged
+    with socket.create_connection(("localhost", port), timeout=LIMIT_S) as stranger, suppress(ConnectionError):
+        for _ in range(600):
+            stranger.sendall(b" ")
+            time.sleep(0.05)
+        pytest.fail("nobody minded")
+
+
+def test_more_connections_than_files_may_be_open(besieged: tuple[Job, int]) -> None:
+    _, port = besieged
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    used = len(os.listdir("/proc/self/fd"))
+    with ExitStack() as stack:
+        strangers = [socket.socket() for _ in range(300)]
+        for stranger in strangers:
+            stack.enter_context(stranger)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (used + 300 + 20, limits[1]))
+        stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, limits)
+        for stranger in strangers:
+            stranger.connect(("127.0.0.1", port))
+        # So many at most are held, the newest.
+        assert strangers[0].recv(1) == b""
+        strangers[-1].setblocking(False)
+        with pytest.raises(BlockingIOError):
+            strangers[-1].recv(1)
+
+
+def test_one_that_never_reads_is_waited_for_by_nobody(job: Job) -> None:
+    port = job.serve()
+    stays = job.join(port, 0)
+    connection, _ = hello(port, 1)
+    assert job.server is not None
+    for _ in range(50):
+        job.server._members[1].channel.say({"much": "x" * (1 << 20)})
+    assert stays.gather("alone", 5, [0]) == [5]
+    assert not job.reasons
+    connection.close()
+
+
+def test_a_process_that_talks_nonsense_ends_no_thread(job: Job) -> None:
+    """A count of calls of a process that is none ended the thread that watches."""
+    port = job.serve()
+    job.join(port, 0)
+    connection, _ = hello(port, 1)
+    beat = {"doing": "at work"}
+    for said in (
+        {"beat": [[[0, 1, 77], 5], [[1], 3]], **beat},
+        {"beat": [[[0, 1], "x"], [[0, 0], 1], 5], **beat},
+        {"beat": 5, **beat},
+        {"beat": [], **beat, "unreached": [77, "x", [0]]},
+        {"gather": "g", "ranks": [1, 99], "value": 1},
+        {"gather": "g", "ranks": "ab", "value": 1},
+        # As only a launcher says it.
+        {"ended": 0, "how": "by order", "failed": True},
+        {"interrupted": "by order"},
+        {"never": "heard"},
+        {"beat": [[[0, 1, 77], 5], [[1], 3]], **beat},
+    ):
+        connection.sendall(json.dumps(said).encode() + b"\n")
+    assert job.server is not None
+    while job.server._members[1].calls != {(1,): 3}:
+        time.sleep(0.01)
+    with job.told:
+        assert not job.told.wait_for(lambda: job.reasons, 5 * PATIENT.beat)
+    # Who watches is there.
+    connection.close()
+    assert "process 1 on far (pid 7) has died" in job.reason(0)
+
+
+def test_what_moves_a_terminal_is_escaped(job: Job) -> None:
+    port = job.serve()
+    job.join(port, 0)
+    connection, _ = hello(port, 1, host="far\x1b[2J\nhapsynth: all is well")
+    connection.sendall(json.dumps({"leave": "\x1b]0;x\x07\r\n\u202e", "calls": []}).encode() + b"\n")
+    said = job.reason(0)
+    connection.close()
+    assert r"far\x1b[2J\nhapsynth: all is well" in said
+    assert r"\x1b]0;x\x07\r\n\u202e" in said
+
+
+def test_it_listens_where_it_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert serving_host("localhost") == serving_host("127.0.0.1") == "127.0.0.1"
+    named = {"here": ["127.0.0.1"], "debian": ["127.0.1.1"], "two": ["127.0.0.1", "127.0.0.2"], "far": ["192.0.2.1"]}
+    monkeypatch.setattr(socket, "getaddrinfo", lambda host, *_, **__: [(2, 1, 6, "", (a, 0)) for a in named[host]])
+    # A name that means something else to other machines, or nothing that this one has.
+    assert {name: serving_host(name) for name in named} == dict.fromkeys(named, "")
+
+
+def test_where_processes_meet() -> None:
+    assert find_address("a:1", {}) == ("a", 1)
+    assert find_address(None, {"HAPSYNTH_RENDEZVOUS": "[::1]:7", "JAX_COORDINATOR_ADDRESS": "b:8"}) == ("::1", 7)
+    assert find_address(None, {"JAX_COORDINATOR_ADDRESS": "b:8"}) == ("b", 9)
+    with pytest.raises(JobError, match=r"hapsynth launch.*JAX_COORDINATOR_ADDRESS=HOST:PORT.*HAPSYNTH_PREFLIGHT=off"):
+        find_address(None, {})
+    with pytest.raises(JobError, match="HAPSYNTH_RENDEZVOUS is 'node1'; give HOST:PORT"):
+        find_address(None, {"HAPSYNTH_RENDEZVOUS": "node1"})
+    with pytest.raises(JobError, match="one above the port"):
+        find_address(None, {"JAX_COORDINATOR_ADDRESS": "b:65535"})
+
+
+def test_patience_is_set_by_the_environment() -> None:
+    assert Timeouts.of({"HAPSYNTH_JOIN_S": "5"}) == Timeouts(join=5.0)
+    for text in ("soon", "0", "-1", "inf"):
+        with pytest.raises(JobError, match="HAPSYNTH_SILENCE_S is"):
+            Timeouts.of({"HAPSYNTH_SILENCE_S": text})
+
+
+def test_free_ports_are_none_that_an_outgoing_connection_may_take() -> None:
+    outgoing = Path("/proc/sys/net/ipv4/ip_local_port_range")
+    if not outgoing.exists():
+        pytest.skip("only Linux says which ports it gives to outgoing connections")
+    with ExitStack() as stack:
+        for _ in range(20):
+            ports = free_ports(2)
+            assert ports[1] == ports[0] + 1 < int(outgoing.read_text().split()[0])
+            for port in ports:
+                stack.enter_context(socket.create_server(("", port)))
+
+
+def test_a_host_without_free_ports_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def taken(*_: Any, **__: Any) -> None:
+        raise OSError("Address already in use")
+
+    monkeypatch.setattr(socket, "create_server", taken)
+    with pytest.raises(JobError, match=r"no 2 free ports .* give --coordinator HOST:PORT"):
+        free_ports(2)

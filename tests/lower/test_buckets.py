@@ -1,0 +1,128 @@
+"""Collectives that go as one give what each alone gives."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec
+from slow_devices import first_devices, slow_cluster
+
+import hapsynth
+from hapsynth.instructions.layout import Layout, P, R, S
+from hapsynth.instructions.program.program import Convert
+from hapsynth.lower import _buckets, _gloo
+from hapsynth.lower._buckets import Bundle, bundles
+from hapsynth.plan import Form
+
+KINDS: dict[str, tuple[tuple[Layout, Layout], ...]] = {
+    "all_reduce": (((P("sum"),), (R,)),),
+    "max": (((P("max"),), (R,)),),
+    "min": (((P("min"),), (R,)),),
+    "reduce_scatter": (((P("sum"),), (S(0),)), ((P("sum"),), (S(1),))),
+    "all_gather": (((S(0),), (R,)), ((S(1),), (R,))),
+    "all_to_all": (((S(0),), (S(1),)), ((S(1),), (S(0),))),
+}
+SHAPES = ((4, 8), (12, 4), (8, 8, 3))
+F32 = jnp.float32
+SIZES: Any = None
+"""Only reshares ask for them."""
+
+
+def steps_of(kind: str) -> list[tuple[Convert, jax.ShapeDtypeStruct]]:
+    """Several of a kind, over every dimension and of unlike shapes."""
+    layouts = [pair for pair in KINDS[kind] for _ in SHAPES]
+    shapes = SHAPES * len(KINDS[kind])
+    return [(Convert(v, 0, *pair), jax.ShapeDtypeStruct(s, F32)) for v, (pair, s) in enumerate(zip(layouts, shapes))]
+
+
+def on_mesh(found: list[Bundle], arrays: list[np.ndarray], by_gloo: bool = False) -> list[np.ndarray]:
+    """Every device's results, stacked; each device has its own shard of [devices, ...]."""
+
+    def body(*xs: jax.Array) -> list[jax.Array]:
+        made: dict[int, jax.Array] = {}
+        for bundle in found:
+            sent = [xs[step.value][0] for step in bundle.steps]
+            whole = bundle.exchange(SIZES, ("d",), bundle.pack(sent, (4,)), by_gloo)
+            made |= dict(zip((s.value for s in bundle.steps), bundle.unpack(whole, (4,)), strict=True))
+        return [made[i][None] for i in range(len(xs))]
+
+    spec = PartitionSpec("d")
+    run = jax.jit(jax.shard_map(body, mesh=first_devices(4), in_specs=spec, out_specs=spec, check_vma=False))
+    return [np.asarray(x) for x in run(*arrays)]
+
+
+@pytest.mark.parametrize(("by_gloo", "small"), [(False, True), (True, True), (True, False)])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_bundle_gives_what_each_alone_gives(
+    kind: str, by_gloo: bool, small: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not small:
+        monkeypatch.setattr(_gloo, "RING", 0)
+        monkeypatch.setattr(_gloo, "GATHERED", 0)
+        monkeypatch.setattr(_gloo, "SEGMENT", 20)
+    steps, sent = zip(*steps_of(kind))
+    rng = np.random.default_rng(0)
+    arrays = [rng.integers(-9, 9, (4, *s.shape)).astype(np.float32) for s in sent]
+    (one,) = bundles(steps, sent, "cpu")
+    alone = bundles(steps, sent, "gpu")
+    assert (len(one.steps), len(alone)) == (len(steps), len(steps))
+    for got, wanted in zip(on_mesh([one], arrays, by_gloo), on_mesh(alone, arrays), strict=True):
+        np.testing.assert_array_equal(got, wanted)
+    for got, wanted in zip(on_mesh(alone, arrays, by_gloo), on_mesh(alone, arrays), strict=True):
+        np.testing.assert_array_equal(got, wanted)
+
+
+def test_what_goes_together() -> None:
+    kinds = ["all_reduce", "max", "all_reduce", "all_reduce", "all_gather"]
+    steps = [Convert(v, 0, *KINDS[kind][0]) for v, kind in enumerate(kinds)]
+    sent = [jax.ShapeDtypeStruct((4, 4), d) for d in (F32, F32, jnp.bfloat16, F32, F32)]
+    values = lambda found: [[s.value for s in b.steps] for b in found]
+    assert values(bundles(steps, sent, "cpu")) == [[0, 3], [1], [2], [4]]
+    # Neither what is large, nor more than a bundle holds.
+    large = jax.ShapeDtypeStruct((1 << 18, 2), F32)
+    assert values(bundles(steps[:1] * 2, [large] * 2, "cpu")) == [[0], [0]]
+    full = jax.ShapeDtypeStruct((1 << 18,), F32)
+    many = bundles([steps[0]] * 20, [full] * 20, "cpu")
+    assert [len(b.steps) for b in many] == [16, 4]
+
+
+@pytest.mark.usefixtures("small_stages_switch")
+@pytest.mark.parametrize("form", ["switch", "staged"])
+def test_plans_of_many_small_collectives(form: Form, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The very bits of the program whose collectives are alone; fewer of them are compiled."""
+    rng = np.random.default_rng(1)
+    weights = [rng.integers(-2, 3, (8, 8)).astype(np.float32) for _ in range(6)]
+    x = rng.integers(-2, 3, (64, 8)).astype(np.float32)
+
+    def step(weights: Any, x: Any) -> Any:
+        grads = jax.grad(lambda ws: sum(jnp.sum((x @ w) ** 2) for w in ws))(weights)
+        return [w - g for w, g in zip(weights, grads)]
+
+    cluster = slow_cluster((3.0, 3.0, 1.0, 1.0))
+    # By hand, as these devices would reshare what a network as fast as this one moves.
+    ratios = (0.375, 0.375, 0.125, 0.125)
+    fixed = {**{f"[0][{i}]": "R" for i in range(6)}, "[1]": "S(0)"}
+    counts, results = [], []
+    for limit in (_buckets.BUNDLED, -1):
+        monkeypatch.setattr(_buckets, "BUNDLED", limit)
+        plan = hapsynth.synthesize(
+            step,
+            (weights, x),
+            first_devices(4),
+            cluster=cluster,
+            fixed=fixed,
+            form=form,
+            ratios=ratios,
+            leave_out=False,
+        )
+        text, planned = plan.lower().as_text(), plan.program.collectives()
+        counts.append(sum(text.count(f"stablehlo.{kind}") for kind in planned))
+        results.append(plan.unshard(plan(*plan.shard(weights, x))))
+    assert counts == [len(planned), sum(planned.values())]
+    assert counts[1] >= 6 * counts[0]
+    jax.tree.map(np.testing.assert_array_equal, *results)
+    jax.tree.map(np.testing.assert_array_equal, results[0], jax.jit(step)(weights, x))

@@ -1,0 +1,99 @@
+"""Small stages on padded shards: what lies behind a shard's own end reaches no result, and no switch is compiled."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from jax.sharding import Mesh
+from slow_devices import first_devices, slow_cluster
+
+import hapsynth
+from hapsynth.instructions.staging.padded import SMALL_STAGE
+from hapsynth.instructions.staging.stages import Stage
+from hapsynth.lower import Lowered
+
+SPEEDS = (7.0, 1.0, 3.0, 2.0)
+
+
+def singular(x: Any, w: Any, i: Any) -> Any:
+    """Zeros, as padding is at first, are what every op here is infinite or no number at."""
+    x = jnp.asarray(x)
+    y = 1 / x
+    z = jnp.log(x) @ w
+    table = y.at[i].add(jnp.log(x[i]))
+    return (
+        *((x / x).sum(0), y.max(0), (-y).min(0), jnp.log(x).T @ y, z),
+        *((1 / x > 1e30).any(0), (y < 1e30).all(0), table.sum(0), y[i], jnp.sort(y, 1), y.argmax(1)),
+        jax.nn.softmax(jnp.log(x), 0),
+    )
+
+
+def args(rows: int) -> Any:
+    rng = np.random.default_rng(0)
+    x = rng.uniform(0.5, 2, (rows, 6)).astype(np.float32)
+    return x, rng.normal(size=(6, 5)).astype(np.float32), rng.integers(0, rows, (9,), np.int32)
+
+
+def planned(rows: int) -> tuple[hapsynth.Plan, Any]:
+    given = args(rows)
+    plan = hapsynth.synthesize(singular, given, first_devices(4), cluster=slow_cluster(SPEEDS), leave_out=False)
+    assert any(len(set(shares)) > 1 for shares in plan.sizes.shares)
+    return plan, given
+
+
+def switches(plan: hapsynth.Plan) -> int:
+    assert isinstance(plan.lowered, Lowered)
+    return sum(isinstance(step, Stage) and bool(step.switch) for step in plan.lowered.steps)
+
+
+@pytest.mark.parametrize("rows", [13, 5])
+def test_what_lies_behind_reaches_no_result(rows: int) -> None:
+    plan, given = planned(rows)
+    assert switches(plan) == 0
+    stored = plan(*plan.shard(*given))
+    for got, want in zip(plan.unshard(stored), singular(*given), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+
+
+def test_no_number_is_left_in_outputs_that_has_none() -> None:
+    """As `jax_debug_nans` looks at all of an array."""
+    plan, given = planned(13)
+    form = plan.lowered
+    with jax.set_mesh(form.mesh):
+        stored = form([s.put(x, copy=True) for s, x in zip(form.inputs, given, strict=True)])
+    assert any(s is not None and not s.is_even for s in form.outputs)
+    for x in stored:
+        assert np.isfinite(np.asarray(x)).all()
+
+
+def test_large_stages_switch() -> None:
+    """Exact shapes are for what takes time."""
+    rows = SMALL_STAGE
+    plan = hapsynth.synthesize(
+        lambda x: jnp.tanh(x) * 2,
+        (jax.ShapeDtypeStruct((rows, 4), np.float32),),
+        first_devices(4),
+        cluster=slow_cluster(SPEEDS),
+        leave_out=False,
+    )
+    assert switches(plan) == 1
+    assert "stablehlo.case" in plan.lower().as_text()
+
+
+@settings(max_examples=10)
+@given(st.lists(st.integers(0, 5), min_size=2, max_size=2), st.integers(1, 40))
+def test_two_axes(speeds: list[int], rows: int) -> None:
+    devices = [2.0**s for s in (*speeds, 0, 2)]
+    cluster = replace(slow_cluster(devices), axes=(("a", 2), ("b", 2)))
+    mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("a", "b"))
+    given = args(rows)
+    plan = hapsynth.synthesize(singular, given, mesh, cluster=cluster, leave_out=False)
+    for got, want in zip(plan.unshard(plan(*plan.shard(*given))), singular(*given), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)

@@ -1,0 +1,353 @@
+"""`hapsynth profile`: fits, groups, refusals and resuming on numbers given; whole runs whose times are given."""
+
+import itertools
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import modelled_profile
+import numpy as np
+import pytest
+from modelled_profile import BANDWIDTH, BETA, LATENCY, OVERHEAD, RATE, START, exchange_seconds, kernel_seconds
+from two_processes import run_two
+
+from hapsynth import _device_memory
+from hapsynth.cli.main import main
+from hapsynth.cluster.cluster import Cluster
+from hapsynth.cluster.device_kinds import OP_CLASSES
+from hapsynth.profile.cluster_builder import Builder
+from hapsynth.profile.collectives import exchanges, fitted, link_of, rings
+from hapsynth.profile.kind_fit import KindFit, groups, smooth, typical
+from hapsynth.profile.op_kernels import kernels
+from hapsynth.profile.plausibility import refusal
+from hapsynth.profile.resume import State
+from hapsynth.profile.run import Options, _Measuring
+from hapsynth.profile.sampling import sampled
+
+
+class FakeJob:
+    """Devices with the times that a model gives: `speeds` of each, `hosts` they sit in."""
+
+    def __init__(self, speeds: list[float], hosts: tuple[int, ...] | None = None) -> None:
+        self.speeds = np.array(speeds)
+        self.n, self.local, self.first, self.lone = len(speeds), list(range(len(speeds))), True, True
+        self.hosts = hosts or (0,) * self.n
+        self.devices: list[Any] = [SimpleNamespace(platform="cpu", device_kind="cpu")] * self.n
+        self.machines = ["m"] * self.n
+        self.ran: list[str] = []
+
+    agree, least = staticmethod(bool), staticmethod(float)
+    gather = staticmethod(np.asarray)
+
+    def runner(self, kernel: Any, only: Any = None) -> Any:
+        self.ran.append(kernel.key)
+        seconds = np.broadcast_to(kernel_seconds(kernel, self.speeds), self.n)
+        return lambda: seconds if only is None else seconds[only]
+
+
+def figures_of(job: FakeJob, quick: bool = True) -> tuple[list[Any], list[Any], dict[str, Any]]:
+    ran = list(kernels(("float32",), quick))
+    sent = list(exchanges((("hap", job.n),), job.hosts, quick)) if job.n > 1 else []
+    found = {k.key: np.stack([job.runner(k)(), np.full(job.n, 0.01)], axis=1) for k in ran}
+    for e in sent:
+        found[e.key] = np.tile([exchange_seconds(e), 0.01], (job.n, 1))
+    return ran, sent, found
+
+
+def built(job: FakeJob, figures: dict[str, Any] | None = None, memory: list[int] | None = None) -> Builder:
+    ran, sent, found = figures_of(job)
+    memory = memory or [1 << 30] * job.n
+    return Builder(job, (("hap", job.n),), ran, sent, {**found, **(figures or {})}, memory)  # type: ignore[arg-type]
+
+
+def test_what_is_given_is_found_again(tmp_path: Path) -> None:
+    builder = built(FakeJob([1.0] * 4))
+    assert builder.doubts() == []
+    cluster = builder.cluster()
+    (kind,) = cluster.kinds
+    assert kind.bandwidth == pytest.approx(BANDWIDTH, rel=1e-4)
+    assert kind.rate("float32") == pytest.approx(RATE, rel=1e-4)
+    assert kind.overhead == pytest.approx(OVERHEAD, rel=1e-4)
+    for op_class in OP_CLASSES:
+        curve = kind.curve(op_class, "float32")
+        assert curve is not None
+        assert float(curve.seconds(1e9)) == pytest.approx(1e9 / RATE, rel=1e-3)
+    assert cluster.network.bandwidth == pytest.approx(1 / BETA, rel=1e-3)
+    assert cluster.network.latency == pytest.approx(LATENCY, rel=1e-2)
+    along = cluster.collectives_along("hap", 4)
+    assert set(along) == {"all_reduce", "reduce_scatter", "all_gather", "all_to_all"}
+    assert all(c.points[0][0] == 0 for c in along.values())
+    assert float(along["all_reduce"].seconds(1e6)) == pytest.approx(LATENCY + 1e-3, rel=1e-2)
+    cluster.save(tmp_path / "c.toml")
+    assert Cluster.load(tmp_path / "c.toml") == cluster
+    assert Cluster.load(tmp_path / "c.toml").profile == cluster.profile
+
+
+def test_unlike_devices_become_kinds() -> None:
+    cluster = built(FakeJob([1.0, 3.0, 1.05, 3.0])).cluster()
+    assert [d.name for d in cluster.devices] == ["cpu-2", "cpu-1", "cpu-2", "cpu-1"]
+    assert cluster.devices[1].rate("float32") == pytest.approx(3 * RATE, rel=1e-3)
+    assert len(built(FakeJob([1.0, 1.05, 1.0])).cluster().kinds) == 1
+
+
+def test_devices_of_unlike_memory_become_kinds_of_one_speed() -> None:
+    memory = [n << 20 for n in (400, 1200, 1190, 1100)]
+    cluster = built(FakeJob([1.0, 1.05, 1.0, 1.0]), memory=memory).cluster()
+    assert [(d.name, d.memory >> 20) for d in cluster.devices] == [("cpu-2", 400), *[("cpu-1", 1100)] * 3]
+    assert cluster.devices[0].measured == cluster.devices[1].measured
+
+
+def test_devices_of_unknown_memory_are_one_kind() -> None:
+    assert built(FakeJob([1.0] * 3), memory=[-1 << 20] * 3).groups == [[0, 1, 2]]
+
+
+def test_groups() -> None:
+    seconds = np.array([[1.0, 2.0], [1.05, 2.1], [1.5, 3.0], [1.0, 2.0]])
+    assert groups(["a", "a", "a", "b"], seconds) == [[0, 1], [2], [3]]
+    assert groups(["a", "a", "a", "b"], np.where(seconds == 3.0, np.nan, seconds)) == [[0, 1], [2], [3]]
+    # A slow drift from one to the next does not make the ends alike.
+    assert groups(["a"] * 4, np.array([[1.0], [1.08], [1.16], [1.24]])) == [[0, 1], [2, 3]]
+    assert groups(["a"] * 2, np.array([[1.0], [1.3]]), spread=0.3) == [[0, 1]]
+    assert typical([{"k": (1.0, 0.1), "l": (1.0, 0.1)}, {"k": (3.0, 0.3)}]) == {"k": (2.0, 0.3)}
+
+
+def test_a_wild_point_does_not_move_the_line() -> None:
+    points = [(float(x), 1e-5 + x * 1e-9) for x in (1e3, 1e4, 1e5, 1e6, 1e7)]
+    assert fitted(points) == pytest.approx((1e-5, 1e-9), rel=1e-6)
+    points[3] = (1e6, 5e-2)
+    assert fitted(points) == pytest.approx((1e-5, 1e-9), rel=1e-6)
+    link = link_of([(1e3, 2.0), (1e6, 1.0)])
+    assert (link.bandwidth, link.latency) == (1e6, 1.0)
+    assert rings((0, 1, 0, 1, 0)) == [(0, 2), (2, 4), (4, 0), (1, 3), (3, 1)]
+
+
+def test_times_are_made_to_rise() -> None:
+    curve = smooth([(1.0, 1.0, 0.1), (2.0, 3.0, 0.2), (4.0, 2.0, 0.3), (8.0, 5.0, 0.0)])
+    assert curve is not None
+    times = [t for _, t in curve.points]
+    assert times == pytest.approx([1.0, 6**0.5, 6**0.5, 5.0], rel=2e-3)
+    assert all(s < t for s, t in itertools.pairwise(times))
+    assert smooth([]) is None
+
+
+DOUBTS: dict[str, tuple[str, float, float, str]] = {
+    "spread": ("matmul/float32/16777216", 1.0, 0.9, "matmul/float32/16777216 on cpu varies by 90%"),
+    "no time": ("stream/float32/16777216", 0.0, 0.01, "takes no longer than starting it"),
+    "too fast": ("convolution/float32/4", START + 3 * OVERHEAD + 1e-8, 0.01, "FLOP/s"),
+    "falls": ("batch_matmul/float32/32", 1.5e-4, 0.01, "batch_matmul/float32/32 on cpu takes"),
+    "wires": ("all_gather/hap/1048576", 1e-5, 0.01, "takes no longer than a program without it"),
+}
+
+
+@pytest.mark.parametrize(("key", "seconds", "spread", "says"), DOUBTS.values(), ids=DOUBTS)
+def test_nonsense_is_doubted(key: str, seconds: float, spread: float, says: str) -> None:
+    doubts = built(FakeJob([1.0, 1.0]), {key: np.array([[seconds, spread]] * 2)}).doubts()
+    assert doubts
+    assert all(key in doubt.keys for doubt in doubts)
+    assert any(says in doubt.text for doubt in doubts)
+    assert "run it again" in str(refusal(doubts, "c.partial"))
+    assert "--force" in str(refusal(doubts, "c.partial"))
+
+
+def test_sampling_goes_on_until_it_is_stable_or_out_of_time() -> None:
+    clock = itertools.count(0.0, 0.1).__next__
+    wild = itertools.cycle([1.0, 9.0, 9.0])
+    seconds, spread = sampled(lambda: np.array([next(wild)]), float, 0.05, 1.0, 0.0, clock)
+    assert (seconds[0], spread[0]) == (1.0, pytest.approx(8.0))
+    assert clock() > 1.0
+    calm, count = itertools.chain([9.0, 5.0], itertools.repeat(2.0)), itertools.count()
+    one = lambda: (next(count), np.array([next(calm), 2.0]))[1]
+    seconds, spread = sampled(one, float, 0.05, 1e9, 0.0, lambda: 0.0)
+    assert seconds.tolist() == [2.0, 2.0]
+    assert (spread <= 0.05).all()
+    assert next(count) in (6, 9, 12)
+
+
+def test_a_process_held_to_a_part_of_a_core_is_slow() -> None:
+    # 3 ms of every 10 ms: calls of 1 ms, then a wait of 7 ms in one of them.
+    held = itertools.cycle([0.001, 0.001, 0.008])
+    seconds, spread = sampled(lambda: np.array([next(held)]), float, 0.05, 1.0, 0.1)
+    assert seconds[0] == pytest.approx(0.0033, rel=0.1)
+    assert spread[0] < 0.1
+
+
+def test_an_interrupted_profile_goes_on(tmp_path: Path) -> None:
+    file, job = tmp_path / "c.partial", FakeJob([1.0, 2.0])
+    wanted = list(kernels(("float32",), quick=True))
+    tell = lambda _: None
+
+    class Interrupting(FakeJob):
+        def runner(self, kernel: Any, only: Any = None) -> Any:
+            if len(self.ran) == 5:
+                raise KeyboardInterrupt
+            return super().runner(kernel, only)
+
+    first = Interrupting([1.0, 2.0])
+    with pytest.raises(KeyboardInterrupt):
+        _Measuring(first, Options(), State(file, "me"), tell, 1 << 40).kernels(wanted)  # type: ignore[arg-type]
+    state = State(file, "me")
+    assert "going on after 5 figures" in state.load()
+    ran = _Measuring(job, Options(), state, tell, 1 << 40).kernels(wanted)  # type: ignore[arg-type]
+    assert first.ran + job.ran == [k.key for k in ran]
+    assert State(file, "me").load()
+    # Of other devices, or unreadable: begun anew.
+    other = State(file, "you")
+    assert "starting anew" in other.load()
+    assert not other.figures
+    state.drop([wanted[0].key])
+    assert len(json.loads(file.read_text())["figures"]) == len(wanted) - 1
+    file.write_text("{")
+    assert "can't be read" in State(file, "me").load()
+
+
+def test_sizes_that_take_too_long_are_left_out() -> None:
+    job, wanted = FakeJob([0.1]), list(kernels(("float32",), quick=False))
+    ran = _Measuring(job, Options(), State(None, ""), lambda _: None, 1 << 40).kernels(wanted)  # type: ignore[arg-type]
+    matmuls = [k for k in ran if k.family == "matmul"]
+    assert 2 <= len(matmuls) < 8
+    assert matmuls == [k for k in wanted if k.family == "matmul"][: len(matmuls)]
+    assert not _Measuring(job, Options(), State(None, ""), lambda _: None, 64).kernels(wanted[3:])  # type: ignore[arg-type]
+
+
+def test_a_slow_start_leaves_out_no_sizes() -> None:
+    """Of a network whose latency alone takes longer than a figure may."""
+    job, wanted = FakeJob([1.0, 1.0], (0, 1)), list(exchanges((("hap", 2),), (0, 1), quick=False))
+    state = State(None, "")
+    state.figures = {e.key: np.full((2, 2), 0.3 + e.nbytes * 1e-8) for e in wanted}
+    ran = _Measuring(job, Options(), state, lambda _: None, 1 << 40).exchanges(wanted)  # type: ignore[arg-type]
+    sizes = [e.nbytes for e in ran if e.step == "all_reduce"]
+    # The first that tells of bandwidth is too slow for a larger one.
+    assert sizes == [1 << 10, 1 << 13, 1 << 16, 1 << 19]
+
+
+def test_what_one_device_cannot_run_is_no_figure() -> None:
+    class Refusing(FakeJob):
+        def runner(self, kernel: Any, only: Any = None) -> Any:
+            if kernel.family == "convolution":
+                raise NotImplementedError
+            return super().runner(kernel, only)
+
+    wanted = list(kernels(("float32",), quick=True))
+    ran = _Measuring(Refusing([1.0]), Options(), State(None, ""), lambda _: None, 1 << 40).kernels(wanted)  # type: ignore[arg-type]
+    assert {k.family for k in wanted} - {k.family for k in ran} == {"convolution"}
+    fit = KindFit(ran, {k.key: (1.0 + k.amount / 1e9, 0.0) for k in ran})
+    kind = fit.kind("x", ["float32"], 1 << 30, "")
+    assert kind is not None
+    assert kind.curve("convolution", "float32") is None
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (["--mesh", "3x5"], "the mesh x=3 x y=5 does not fit the 8 devices"),
+        (["--mesh", "2xtwo"], "'2xtwo' is not a mesh"),
+        (["--mesh", "a=2,a=4"], "not a mesh"),
+        (["--dtypes", "int8"], "'int8' is not one of float32"),
+        (["--devices", "0"], "'0' is not a whole number"),
+        (["--devices", "9"], "--devices 9: this process has 8 devices"),
+        (["--coordinator", "localhost:1"], "all three"),
+        (["--coordinator", "localhost:1", "--processes", "2", "--process", "2"], "--process 2"),
+    ],
+)
+def test_bad_usage(argv: list[str], says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["profile", "-o", str(tmp_path / "c.toml"), *argv]) == 2
+    captured = capsys.readouterr()
+    assert says in captured.err
+    assert len(captured.err.splitlines()) == 1
+    assert not list(tmp_path.iterdir())
+
+
+def test_output_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["profile", "-o", str(tmp_path / "none" / "c.toml")]) == 2
+    assert "does not exist" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_two_processes_profile_each_other(tmp_path: Path) -> None:
+    """A real job, gloo between two processes of one CPU device each, of which the second has half the speed."""
+    code = """
+        import sys
+        import modelled_profile
+        from hapsynth.profile import run
+        from hapsynth.cli.main import main
+        every = run.kernels
+        # Few figures: the rest is the same work again.
+        run.kernels = lambda dtypes, quick: [k for k in every(dtypes, quick)][:6]
+        modelled_profile.install(setattr, (1.0, 0.5))
+        sys.exit(main(sys.argv[1:]))
+    """
+    model = tmp_path / "model.py"
+    model.write_text(
+        "import jax, jax.numpy as jnp\n"
+        "def target():\n"
+        "    args = [jax.ShapeDtypeStruct((512, 512), jnp.float32)] * 2\n"
+        "    return (lambda x, w: jnp.tanh(x @ w)), args\n"
+    )
+    common = ["profile", "-o", str(tmp_path / "c.toml"), "--quick", "--devices", "1", "--processes", "2"]
+    common += ["--model", str(model)]
+    said = run_two(code, lambda address, i: [*common, "--coordinator", address, "--process", str(i)])
+    assert "2 devices, 2 hosts" in said[0]
+    assert sorted(f.name for f in tmp_path.iterdir()) == ["c.toml", "model.py"]
+    cluster = Cluster.load(tmp_path / "c.toml")
+    assert cluster.n == 2
+    assert cluster.hosts == (0, 1)
+    assert set(cluster.collectives_along("hap", 2)) == {"all_reduce", "reduce_scatter", "all_gather", "all_to_all"}
+    fast, slow = cluster.devices
+    assert (fast.name, slow.name) == ("cpu-1", "cpu-2")
+    assert fast.bandwidth == pytest.approx(2 * slow.bandwidth, rel=1e-3)
+    assert all(kind.curve("matmul", "float32") and kind.memory > 1 << 20 for kind in cluster.kinds)
+    ((signature, op),) = fast.ops.items()
+    assert op.op == "dot_general f32[512,512] f32[512,512]"
+    assert float(op.curve.seconds(1e8)) == pytest.approx(float(slow.ops[signature].curve.seconds(1e8)) / 2, rel=1e-3)
+
+
+def test_a_profile_of_two_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    every = list(kernels(("float32",), quick=True))
+    monkeypatch.setattr("hapsynth.profile.run.kernels", lambda *_: every[:6])
+    modelled_profile.install(monkeypatch.setattr)
+    file = tmp_path / "c.toml"
+    assert main(["profile", "-o", str(file), "--quick", "--devices", "2", "--mesh", "data=2"]) == 0
+    cluster = Cluster.load(file)
+    assert (cluster.n, cluster.axes, cluster.hosts) == (2, (("data", 2),), (0, 0))
+    assert "all_to_all" in cluster.collectives["data"]
+    assert cluster.profile["jax"]
+    assert not file.with_name("c.toml.partial").exists()
+
+
+def test_refused_figures_are_measured_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("hapsynth.profile.run.kernels", lambda *_: list(kernels(("float32",), True))[:6:2])
+    monkeypatch.setattr("hapsynth.profile.run.exchanges", lambda *_: [])
+    monkeypatch.setattr("hapsynth.profile.plausibility.MOST_SPREAD", -1.0)
+    modelled_profile.install(monkeypatch.setattr)
+    file = tmp_path / "c.toml"
+    assert main(["profile", "-o", str(file), "--quick", "--devices", "1"]) == 2
+    error = capsys.readouterr().err
+    assert "not saved" in error
+    assert "dispatch/float32/8 on cpu varies by" in error
+    assert [f.name for f in tmp_path.iterdir()] == ["c.toml.partial"]
+    left = json.loads((tmp_path / "c.toml.partial").read_text())["figures"]
+    assert list(left) == ["alone"]
+
+
+@pytest.mark.parametrize(
+    ("file", "found"),
+    [
+        ("/sys/fs/cgroup/c/memory.max", 3),
+        ("/sys/fs/cgroup/c/d/memory.max", 3),
+        ("/sys/fs/cgroup/memory/a/b/memory.limit_in_bytes", 3),
+        ("/sys/fs/cgroup/memory.max", 3),
+        ("/sys/fs/cgroup/other/memory.max", 8),
+    ],
+)
+def test_memory_is_limited_by_the_control_groups_above(monkeypatch: pytest.MonkeyPatch, file: str, found: int) -> None:
+    texts = {
+        "/proc/self/cgroup": "4:memory:/a/b\n1:cpu:/other\n0::/c/d",
+        "/proc/meminfo": f"MemAvailable: {8 << 20} kB",
+        file: str(3 << 30),
+    }
+    monkeypatch.setattr(_device_memory, "_text", lambda path: texts.get(str(path), "").splitlines())
+    device = SimpleNamespace(platform="cpu", memory_stats=lambda: None)
+    assert _device_memory.free(device) == found << 30

@@ -1,0 +1,94 @@
+"""What the switch form of a program is predicted to hold, against XLA's own account of it: collectives that go as one,
+slices that are summed, switches over unlike shares."""
+
+from __future__ import annotations
+
+import importlib
+from functools import cache
+from pathlib import Path
+
+import pytest
+from slow_devices import first_devices
+
+import hapsynth
+from hapsynth.cluster.cluster import Cluster
+from hapsynth.instructions.program.program import Convert
+from hapsynth.instructions.rules.factor_table import FactorTable
+from hapsynth.instructions.staging.stages import Stage
+from hapsynth.lower import Lowered
+from hapsynth.plan import Plan
+from hapsynth.search.analysis.fusion import FusionPlan
+from hapsynth.search.cost.model import CostModel
+from hapsynth.search.memory import xla_kernels
+from hapsynth.search.memory.profile import held_at_peak, held_by, padded_bytes
+from hapsynth.search.memory.xla_kernels import XlaKernels
+
+KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
+CLUSTERS = Path(__file__).parents[3] / "examples" / "clusters"
+
+
+def compiled_bytes(plan: Plan) -> int:
+    used = plan.lower().compile().memory_analysis()
+    made = used.output_size_in_bytes - used.alias_size_in_bytes
+    return used.argument_size_in_bytes + made + used.temp_size_in_bytes
+
+
+def costs(plan: Plan) -> CostModel:
+    return CostModel(plan.traced.graph, plan.used, FactorTable(plan.traced.graph))
+
+
+def kernels(plan: Plan) -> XlaKernels:
+    graph, sizes = plan.traced.graph, plan.sizes
+    return XlaKernels(graph, plan.program, sizes, FusionPlan.of(graph), lambda v, l: padded_bytes(sizes, v, l))
+
+
+@cache
+def example_plan(name: str, on: str) -> Plan:
+    cluster = Cluster.load(CLUSTERS / f"{on}.toml")
+    fn, args = importlib.import_module(name).target()
+    return hapsynth.synthesize(fn, args, first_devices(8), cluster=cluster)
+
+
+@pytest.mark.parametrize(
+    ("name", "on"), [("mlp", "even8"), ("cnn", "even8"), ("cnn", "mixed8"), ("transformer", "mixed8")]
+)
+def test_examples_hold_what_is_predicted(name: str, on: str) -> None:
+    plan = example_plan(name, on)
+    assert max(plan.memory) == pytest.approx(compiled_bytes(plan), rel=0.1)
+    held = held_at_peak(plan.program, plan.sizes, costs(plan))
+    assert sum(nbytes for _, nbytes in held) == pytest.approx(max(plan.memory))
+
+
+def test_collectives_that_go_as_one_end_what_they_wait_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A weight's gradient goes with the batch statistics' that the layer below needs: it is made before, and what it is
+    made of ends there."""
+    plan = example_plan("cnn", "even8")
+    together = max(held_by(plan.program, plan.sizes, costs(plan)))
+    monkeypatch.setattr(xla_kernels, "BUNDLED", -1)
+    alone = max(held_by(plan.program, plan.sizes, costs(plan)))
+    assert alone > 1.15 * compiled_bytes(plan) > 1.1 * together
+
+
+@pytest.mark.parametrize("on", ["even8", "mixed8"])
+def test_bundles_are_those_that_are_lowered(on: str) -> None:
+    plan = example_plan("cnn", on)
+    found = kernels(plan)
+    joined = {k for k, step in enumerate(found.steps) if step is None}
+    collectives = [k for k, step in enumerate(found.steps) if isinstance(step, Convert) and step.is_collective]
+    alone = [k for k in collectives if found.taken[k][0].maker not in joined]
+    assert len(collectives) - len(alone) > len(joined) > 0
+    text = plan.lower().as_text()
+    lowered = sum(text.count(f'"stablehlo.{kind}"') for kind in KINDS)
+    assert lowered == len(joined) // 2 + len(alone)
+
+
+def test_a_switch_keeps_what_it_takes() -> None:
+    """As many switches as are lowered; what comes from around one is in memory, even if it is cheap."""
+    plan = example_plan("cnn", "mixed8")
+    found = kernels(plan)
+    assert isinstance(plan.lowered, Lowered)
+    switches = [step for step in plan.lowered.steps if isinstance(step, Stage) and step.switch]
+    assert len(set(found.switch) - {-1}) == len(switches) > 0
+    for k, switch in enumerate(found.switch):
+        around = {t for t in found.taken[k] if t.maker >= 0 and found.switch[t.maker] != switch}
+        assert around <= set(found.reads(k))

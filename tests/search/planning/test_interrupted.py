@@ -1,0 +1,137 @@
+"""Ctrl-C while planning: the best plan so far is returned; only a bound for it is still sought."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cli_model import CLUSTER, MODEL
+from random_programs import mlp_args, mlp_step
+from slow_devices import first_devices, slow_cluster
+
+import hapsynth
+from hapsynth.cli import main
+from hapsynth.plan import Plan
+from hapsynth.search.formulation.problem_builder import ProblemBuilder
+from hapsynth.search.planning import search_at_ratios
+from hapsynth.search.result import Progress
+
+Told = list[Progress]
+Press = Callable[[Progress, Told], bool]
+
+# The stages of an uninterrupted search, in order: programs at some ratios, priced by the dual and searched; each
+# program that was sized; the joint bound.
+PRESSED: dict[str, Press] = {
+    "at once": lambda p, told: len(told) == 1,
+    "in the dual": lambda p, told: p.stage == "dual" and not any(t.stage == "dual" for t in told[:-1]),
+    "when a program was found": lambda p, told: [t.stage for t in told].count("search") == 1 and p.stage == "search",
+    "when a second was found": lambda p, told: [t.stage for t in told].count("search") == 2 and p.stage == "search",
+    "in the joint bound": lambda p, told: p.stage == "joint bound",
+    "again and again": lambda p, told: True,
+}
+
+
+def planned(progress: Callable[[Progress], None] | None = None) -> Plan:
+    """On two axes: with one, so small a problem is solved before there is anything to tell."""
+    cluster = replace(slow_cluster((3.0,) * 4 + (1.0,) * 4), axes=(("a", 2), ("b", 4)))
+    # All devices: the stages are those of one search.
+    mesh = first_devices(8)
+    return hapsynth.synthesize(mlp_step, mlp_args(), mesh, cluster=cluster, leave_out=False, progress=progress)
+
+
+def pressing(press: Press, told: Told) -> Callable[[Progress], None]:
+    def show(p: Progress) -> None:
+        told.append(p)
+        if press(p, told):
+            raise KeyboardInterrupt
+
+    return show
+
+
+def pressed(*_: Any, **__: Any) -> None:
+    raise KeyboardInterrupt
+
+
+@pytest.fixture(scope="module")
+def whole() -> tuple[Plan, Told]:
+    told: Told = []
+    return planned(told.append), told
+
+
+def test_every_stage_tells_of_itself(whole: tuple[Plan, Told]) -> None:
+    plan, told = whole
+    assert not plan.result.interrupted
+    assert {p.stage for p in told} >= {"dual", "search", "joint bound"}
+    for before, after in pairwise(told):
+        assert before.seconds <= after.seconds
+        assert before.expanded <= after.expanded
+    for p in told:
+        assert p.lower_bound_s <= p.cost_s
+        assert p.gap == pytest.approx((p.cost_s - p.lower_bound_s) / p.cost_s)
+    assert told[-1].cost_s == pytest.approx(plan.cost)
+    assert told[-1].expanded == plan.result.expanded
+
+
+@pytest.mark.parametrize("press", PRESSED.values(), ids=PRESSED)
+def test_the_best_so_far_is_returned(press: Press, whole: tuple[Plan, Told], monkeypatch: pytest.MonkeyPatch) -> None:
+    told: Told = []
+    begun: list[int] = []
+
+    def counted(*args: Any, **options: Any) -> Any:
+        begun.append(len(told))
+        return solve(*args, **options)
+
+    solve = search_at_ratios.solve
+    monkeypatch.setattr(search_at_ratios, "solve", counted)
+    plan = planned(pressing(press, told))
+    best, all_told = whole
+    assert plan.result.interrupted
+    assert len(told) < len(all_told)
+    at = next(n for n, p in enumerate(told) if press(p, told[: n + 1]))
+    assert sum(n > at for n in begun) <= 1, "no more than the bound is sought after Ctrl-C"
+    assert best.cost * (1 - 1e-4) <= plan.cost <= told[at].cost_s * (1 + 1e-9)
+    assert plan.joint_lower_bound <= best.cost
+    assert plan.joint_lower_bound <= plan.lower_bound <= plan.cost
+    assert (plan.result.status == "gap") == (plan.gap > 1e-4)
+    twice = any(press(p, told[: n + 1]) for n, p in enumerate(told) if n > at)
+    assert (plan.joint_lower_bound == 0) == (twice or press is PRESSED["in the joint bound"])
+
+
+def test_a_certificate_that_was_found_is_kept(whole: tuple[Plan, Told]) -> None:
+    told: Told = []
+    plan = planned(pressing(PRESSED["in the joint bound"], told))
+    assert plan.gap == whole[0].gap < 0.01
+    assert plan.joint_gap == 1.0
+    assert plan.check().ok
+
+
+def test_without_any_plan_it_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ProblemBuilder, "problem", pressed)
+    with pytest.raises(KeyboardInterrupt):
+        planned()
+
+
+def test_on_the_command_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "model.py").write_text(MODEL)
+    (tmp_path / "mixed.toml").write_text(CLUSTER)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(main, "progress", lambda wanted: nullcontext(pressing(PRESSED["in the dual"], [])))
+    options = ["--cluster", "mixed.toml"]
+    assert main.main(["search", "model.py", *options, "--plan", "p.json", "--json", "s.json"]) == main.DONE
+    text, errors = capsys.readouterr()
+    assert re.fullmatch(r"hapsynth search: interrupted: this is the best plan so far, gap [\d.]+ %\n", errors)
+    assert "interrupted    the best plan so far" in text
+    assert json.loads(Path("s.json").read_text())["interrupted"] is True
+    assert main.main(["explain", "p.json", "model.py"]) == main.DONE
+    monkeypatch.setattr(ProblemBuilder, "problem", pressed)
+    assert main.main(["search", "model.py", *options, "--plan", "none.json"]) == main.INTERRUPTED
+    assert not Path("none.json").exists()

@@ -1,0 +1,280 @@
+"""The search against brute force over all programs of the instruction set."""
+
+from __future__ import annotations
+
+import heapq
+from itertools import count, product
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from graphs import cluster, random_graph
+from slow_devices import slow_cluster
+
+from hapsynth.graph.trace import trace
+from hapsynth.instructions.collectives import step_between
+from hapsynth.instructions.layout import P, R, S
+from hapsynth.instructions.program.checker import check
+from hapsynth.instructions.program.sizes import Classes, cut_nodes
+from hapsynth.instructions.rules.factor_table import FactorTable
+from hapsynth.search.cost.model import CostModel
+from hapsynth.search.cost.program_cost import program_cost
+from hapsynth.search.formulation.choice_space import ChoiceSpace
+from hapsynth.search.formulation.emission import Emitter
+from hapsynth.search.formulation.problem_builder import ProblemBuilder
+from hapsynth.search.memory.profile import peak
+from hapsynth.search.planning.baselines import Baselines
+from hapsynth.search.planning.planner import InfeasibleError, Planner
+from hapsynth.search.sizing.ratios import Ratios, proportional
+from hapsynth.search.solver import solve
+
+
+def brute_force(builder: ProblemBuilder) -> float:
+    """The least cost of any instruction sequence, by Dijkstra over sets of properties.
+
+    A state is (next op, properties that hold of values still needed). A step converts any value that was just made,
+    or runs the next op under any triple whose properties hold. It shares no choice of conversions with the problem.
+    """
+    graph, table = builder.graph, builder.table
+    tied = {graph.outputs[t]: graph.inputs[s] for s, t in graph.carry}
+    last = {v: max((op for op, _ in uses), default=-1) for v, uses in graph.uses.items()}
+    for v in graph.outputs:
+        last[v] = len(graph.ops)
+
+    def placements(value):
+        return [R, P("sum"), *(S(d) for d in range(len(graph.values[value].shape)))]
+
+    def demanded(value, placement):
+        # A dimension no op cuts has no ratio to be stored at: only cuts that the formulation knows exist in both.
+        return placement.kind != "S" or placement.dim in builder.structure.layouts[value].dims
+
+    best = np.inf
+    stores = [[p for p in placements(v) if not p.is_partial and demanded(v, p)] for v in graph.sources]
+    for stored in product(*stores):
+        start = frozenset(zip(graph.sources, stored, strict=True))
+        kept = dict(zip(graph.sources, stored, strict=True))
+        fed = sum(builder.feed_time(v, (p,)) for v, p in kept.items())
+        best = min(best, fed + _dijkstra(builder, table, start, kept, tied, last))
+    return best
+
+
+def _dijkstra(builder, table, start, stored, tied, last):
+    graph, tick = builder.graph, count()
+    heap = [(0.0, next(tick), 0, start, frozenset(graph.sources))]
+    done = set()
+    while heap:
+        cost, _, at, holds, fresh = heapq.heappop(heap)
+        if (at, holds, fresh) in done:
+            continue
+        done.add((at, holds, fresh))
+        if at == len(graph.ops) and all(
+            ((v, stored[tied[v]]) in holds) if v in tied else any(h == v and not p.is_partial for h, p in holds)
+            for v in graph.outputs
+        ):
+            return cost
+        for value, source in holds:
+            if value not in fresh:
+                continue
+            for target in (R, P("sum"), *map(S, builder.structure.layouts[value].dims)):
+                if step_between(source, target) and (value, target) not in holds:
+                    seconds = builder.step_time(value, (source,), (target,), 0)
+                    heapq.heappush(heap, (cost + seconds, next(tick), at, holds | {(value, target)}, fresh))
+        if at < len(graph.ops):
+            op = graph.ops[at]
+            for triple in table[at].triples:
+                if all((v, triple.operands[i]) in holds for i, v in op.value_operands):
+                    kept = {h for h in holds if last[h[0]] > at}
+                    kept |= {(v, p) for v, p in zip(op.results, triple.results, strict=True)}
+                    seconds = builder.op_time(at, (triple,))
+                    heapq.heappush(heap, (cost + seconds, next(tick), at + 1, frozenset(kept), frozenset(op.results)))
+    return np.inf
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_search_equals_brute_force_over_all_programs(seed):
+    traced = random_graph(seed, ops=2 + seed % 6)
+    graph = traced.graph
+    assert len(graph.ops) <= 8
+    speeds = [[1.0, 1.0], [3.0, 1.0, 1.0], [1.0, 0.05]][seed % 3]
+    unequal = cluster(speeds, bandwidth=[1e9, 1e10, 1e11][seed // 3 % 3])
+    table = FactorTable(graph)
+    costs = CostModel(graph, unequal, table)
+    structure = ChoiceSpace(graph, table)
+    joint = solve(ProblemBuilder(structure, costs, None).problem()).lower_bound
+    for fractions in (proportional(np.array(speeds)), np.full(len(speeds), 1 / len(speeds)), _spike(len(speeds))):
+        builder = ProblemBuilder(structure, costs, Ratios(graph, table, fractions))
+        solution = solve(builder.problem())
+        wanted = brute_force(builder)
+        assert solution.status == "optimal"
+        assert solution.cost == pytest.approx(wanted, rel=1e-6)
+        assert solution.lower_bound <= wanted * (1 + 1e-9)
+        assert joint <= wanted * (1 + 1e-9)
+
+
+def _spike(n):
+    fractions = np.zeros(n)
+    fractions[0] = 1.0
+    return fractions
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_what_is_shared_is_what_each_would_have(seed):
+    """Values and ops that are told apart by kind alone have the seconds that they have by themselves."""
+    graph = random_graph(seed, ops=8).graph
+    devices = cluster([3.0, 1.0, 1.0], bandwidth=1e10)
+    planner = Planner(graph, devices)
+    plan = planner.run()
+    weights = proportional(np.array([3.0, 1.0, 1.0]))
+    evenly = frozenset((v.index, d) for v in graph.values[::2] for d in range(len(v.shape)))
+    for sizes, even in ((None, frozenset()), (None, evenly), (plan.sizes, frozenset())):
+        ratios = Ratios(graph, planner.table, weights, sizes, evenly=even)
+        shared = ProblemBuilder(planner.structure, planner.costs, ratios)
+        shared.problem()
+        for value in range(len(graph.values)):
+            alone = ProblemBuilder(planner.structure, planner.costs, ratios)
+            assert np.array_equal(shared.conversions(value).seconds, alone.conversions(value).seconds)
+        for op in graph.ops:
+            alone = ProblemBuilder(planner.structure, planner.costs, ratios)
+            assert np.array_equal(*alone.op_times((op.index,)), *shared.op_times((op.index,)))
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_no_program_at_any_ratio_is_below_the_joint_bound(seed):
+    traced = random_graph(100 + seed, ops=5)
+    unequal = cluster([2.0, 1.0], bandwidth=1e10)
+    result = Planner(traced.graph, unequal).run()
+    table = FactorTable(traced.graph)
+    costs = CostModel(traced.graph, unequal, table)
+    structure = ChoiceSpace(traced.graph, table)
+    for first in np.linspace(0, 1, 9):
+        builder = ProblemBuilder(structure, costs, Ratios(traced.graph, table, np.array([first, 1 - first])))
+        assert result.joint_lower_bound_s <= brute_force(builder) * (1 + 1e-9)
+    assert result.joint_lower_bound_s <= result.lower_bound_s <= result.cost_s
+
+
+def mlp_step(params, batch):
+    def loss(p):
+        hidden = jax.nn.relu(batch[0] @ p[0])
+        return jnp.mean((hidden @ p[1] - batch[1]) ** 2)
+
+    value, grads = jax.value_and_grad(loss)(params)
+    return [p - 0.1 * g for p, g in zip(params, grads)], value
+
+
+def mlp(batch=4096, width=256):
+    struct = lambda *s: jax.ShapeDtypeStruct(s, jnp.float32)
+    args = ([struct(64, width), struct(width, 32)], (struct(batch, 64), struct(batch, 32)))
+    return trace(mlp_step, args).graph
+
+
+def test_the_plan_is_its_problem():
+    """The program that is emitted costs what the search said, and passes the checker."""
+    graph = mlp()
+    even = cluster([1.0] * 4)
+    result = Planner(graph, even).run()
+    check(graph, result.program, result.sizes)
+    costs = CostModel(graph, even, FactorTable(graph))
+    assert result.cost_s == pytest.approx(program_cost(result.program, result.sizes, costs), rel=1e-12)
+    assert result.status == "optimal"
+    assert result.joint_gap < 1e-4
+
+
+def test_never_above_a_baseline():
+    graph = mlp()
+    for speeds in ([1.0] * 4, [3.0, 3.0, 1.0, 1.0], [1.0, 1.0, 1.0, 0.05]):
+        planner = Planner(graph, cluster(speeds))
+        result = planner.run()
+        for name, baseline in Baselines(graph, planner.table, planner.costs, planner.limit).all().items():
+            assert result.cost_s <= baseline.cost_s * (1 + 1e-9), name
+
+
+def test_faster_devices_get_more_and_a_hopeless_one_nothing():
+    graph = mlp(batch=65536)
+    fast = Planner(graph, cluster([3.0, 3.0, 1.0, 1.0])).run()
+    batch = max(fast.sizes.shares, key=lambda s: max(s))
+    assert min(batch[:2]) > max(batch[2:])
+    hopeless = Planner(graph, cluster([1.0, 1.0, 1.0, 1e-4])).run()
+    assert any(s[3] == 0 for s in hopeless.sizes.shares)
+
+
+@pytest.mark.parametrize("fraction", [0.9, 0.7, 0.4])
+def test_a_memory_limit_is_kept(fraction):
+    """Everything everywhere is fastest on this network; as memory tightens the plan must cut."""
+    graph = mlp(batch=256, width=8192)
+    even = cluster([1.0] * 4, bandwidth=1e8, latency=1e-3)
+    free = Planner(graph, even).run()
+    limit = fraction * free.memory_bytes[0]
+    tight = Planner(graph, even, memory_limit=limit).run()
+    assert max(tight.memory_bytes) <= limit
+    assert tight.cost_s >= free.cost_s * (1 - 1e-9)
+    costs = CostModel(graph, even, FactorTable(graph))
+    assert peak(tight.program, tight.sizes, costs) <= limit
+
+
+def test_a_limit_that_nothing_keeps_is_named():
+    with pytest.raises(InfeasibleError, match=r"device 0 .* MiB too much"):
+        Planner(mlp(), cluster([1.0] * 4), memory_limit=1e5).run()
+
+
+def test_same_input_same_program():
+    graph = mlp()
+    unequal = cluster([2.0, 1.0, 1.0])
+    first, second = (Planner(graph, unequal).run() for _ in range(2))
+    assert first.program.text(graph) == second.program.text(graph)
+    assert first.sizes.shares == second.sizes.shares
+
+
+def test_time_budget_returns_the_best_so_far():
+    result = Planner(mlp(), cluster([2.0, 1.0]), time_budget_s=1e-9).run()
+    assert 0 <= result.lower_bound_s <= result.cost_s
+
+
+def test_a_bound_is_of_programs_that_its_sizes_allow() -> None:
+    """What a plan cuts in rows of seven no program at its sizes cuts otherwise; before, such were compared."""
+    fn = lambda w, x: jnp.tanh(x).reshape(256, 7 * 512) @ w
+    shapes = jax.ShapeDtypeStruct((7 * 512, 64), jnp.float32), jax.ShapeDtypeStruct((256, 7, 512), jnp.float32)
+    graph = trace(fn, shapes).graph
+    planner = Planner(graph, cluster([3.0, 1.0]))
+    reshape = next(op for op in graph.ops if op.name == "reshape")
+    (flat,) = reshape.results
+
+    def seconds(first: int, strict: bool) -> dict[tuple[int, ...], float]:
+        """Of the reshape, by the units in which its triples cut."""
+        vector = np.array([first, 7 * 512 - first]) / (7 * 512)
+        ratios = Ratios(graph, planner.table, np.ones(2) / 2, named={(flat, 1, (0,), 0): vector})
+        builder = ProblemBuilder(planner.structure, planner.costs, ratios.strictly() if strict else ratios)
+        sizes = planner.table[reshape.index].sizes
+        triples = planner.structure.triples[reshape.index]
+        cuts = [
+            tuple(sizes[f] for f, _ in cut_nodes(graph, reshape.index, planner.table[reshape.index], t))
+            for t in triples
+        ]
+        return dict(zip(cuts, builder.op_times([reshape.index])[0].tolist(), strict=True))
+
+    loose, strict, rows = seconds(2500, False), seconds(2500, True), seconds(5 * 512, True)
+    assert set(loose) == {(), (256,), (7,)}
+    assert strict == loose | {(7,): np.inf}
+    assert np.isfinite(list(rows.values())).all()
+
+
+def test_a_strict_problem_has_no_optimum_that_nothing_can_be_cut_as() -> None:
+    """Columns before they are heads would be cut in finer units than the heads."""
+
+    def heads(x, w):
+        return jnp.tanh((x @ w).reshape(3, 4, 8)).sum(-1)
+
+    graph = trace(heads, (jnp.zeros((3, 256)), jnp.zeros((256, 32))), {}).graph
+    planner = Planner(graph, slow_cluster((1.0, 1.7, 2.3, 0.6)))
+    costs, table = planner.costs, planner.table
+    ratios = Ratios(graph, table, proportional(costs.rate("float32")))
+    feasible: list[bool] = []
+    for at in (ratios, ratios.strictly()):
+        builder = ProblemBuilder(planner.structure, costs, at)
+        solution = solve(builder.problem(), tolerance=1e-9)
+        assert solution.assignment is not None
+        program = Emitter(builder, solution.assignment.tolist()).run(costs.axes)
+        sizes = at.sizes_of(Classes.build(graph, program, table))
+        cut = sizes is not None and program_cost(program, sizes, costs) == pytest.approx(solution.cost, rel=1e-9)
+        feasible.append(cut)
+    assert feasible == [False, True]

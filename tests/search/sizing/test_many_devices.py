@@ -1,0 +1,263 @@
+"""Planning for many devices: how much is looked at, by counts and not by the clock, and that a time budget ends it."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from graphs import cluster
+from test_sizing import step, three_layers
+
+from hapsynth.cluster.cluster import Cluster
+from hapsynth.graph.trace import trace
+from hapsynth.instructions.program.program import Program
+from hapsynth.instructions.program.sizes import Classes, Sizes
+from hapsynth.search.cost import model
+from hapsynth.search.formulation.choice_space import ChoiceSpace
+from hapsynth.search.planning import device_subsets, planner
+from hapsynth.search.planning.baselines import Baselines
+from hapsynth.search.planning.device_subsets import ClusterPlanner
+from hapsynth.search.sizing import sizer, whole_units
+from hapsynth.search.sizing.leaving_out import between, ladder, least_at
+from hapsynth.search.sizing.ratio_lp import RatioLP
+from hapsynth.search.sizing.sizer import Sizer
+from hapsynth.search.sizing.whole_units import ClassUnits
+
+STRUCT = lambda *s: jax.ShapeDtypeStruct(s, jnp.float32)
+
+
+def unlike(n: int) -> Cluster:
+    return cluster([round(1 + 9 * (i * 7919 % n) / n, 3) for i in range(n)])
+
+
+def sizer_for(where: Cluster, rows: int = 4096, system: str = "data_parallel", **given: Any) -> tuple[Sizer, Program]:
+    graph = trace(step, (STRUCT(256, 256), STRUCT(rows, 256))).graph
+    of = planner.Planner(graph, where)
+    program = Baselines(graph, of.table, of.costs, of.limit).all([system])[system].program
+    return Sizer(program, Classes.build(graph, program, of.table), of.costs, **given), program
+
+
+@pytest.mark.parametrize("best", [1, 2, 9, 57, 99, 100])
+def test_the_best_number_is_found_in_few_trials(best: int) -> None:
+    tried: list[int] = []
+
+    def merit(number: int) -> tuple[float, float]:
+        tried.append(number)
+        return 0.0, 1 + 0.05 * abs(number - best) / 100
+
+    assert least_at(ladder(100), merit) == best
+    assert len(tried) == len(set(tried)) <= 20
+    assert between([1, 5, 9], 5) == [3, 7]
+    assert between([4, 5, 6], 5) == []
+
+
+def test_linear_programs_grow_with_the_logarithm_of_the_kinds(monkeypatch: pytest.MonkeyPatch) -> None:
+    solved, solve = [0], RatioLP.solve
+    monkeypatch.setattr(RatioLP, "solve", lambda *args: solved.__setitem__(0, solved[0] + 1) or solve(*args))
+    counts: list[int] = []
+    for n in (8, 32, 128):
+        before = solved[0]
+        sizer_for(unlike(n))[0].best(np.full(n, 1 / n))
+        counts.append(solved[0] - before)
+    assert all(count <= 2 + 4 * np.log2(n) for n, count in zip((8, 32, 128), counts, strict=True)), counts
+
+
+def test_moves_are_looked_at_in_proportion_to_the_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All pairs of 64 unlike devices were 4,032 trials a round, and 256 rounds a class."""
+    made: list[ClassUnits] = []
+
+    class Counted(ClassUnits):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            made.append(self)
+
+    monkeypatch.setattr(sizer, "ClassUnits", Counted)
+    per_round: list[float] = []
+    for n in (16, 64):
+        made.clear()
+        sizer_for(unlike(n))[0].best(np.full(n, 1 / n))
+        per_round.append(sum(u.evaluated for u in made) / n)
+    assert per_round[1] <= 4 * per_round[0] + 4 * 64, per_round
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_moves_cost_what_the_loads_say(seed: int) -> None:
+    """Looked up per kind and share, a class costs as much as the whole program says."""
+    rng = np.random.default_rng(seed)
+    speeds = rng.choice([1.0, 2.0, 3.5], size=6).tolist()
+    graph = trace(three_layers, ({"a": STRUCT(9, 20), "b": STRUCT(20, 12), "c": STRUCT(12, 7)}, STRUCT(34, 9))).graph
+    of = planner.Planner(graph, cluster(speeds))
+    system = ("data_parallel", "zero3", "tensor_parallel")[seed % 3]
+    program = Baselines(graph, of.table, of.costs, of.limit).all([system])[system].program
+    found = Sizer(program, Classes.build(graph, program, of.table), of.costs)
+    shares = lambda total: tuple(np.bincount(rng.integers(6, size=total), minlength=6).tolist())
+    sizes = Sizes(graph, found.classes, tuple(shares(c.units) for c in found.classes.all))
+    for c in range(len(sizes.shares)):
+        of_class = ClassUnits(found.loads, c, sizes)
+        if not of_class.decides:
+            continue
+        here = np.array(sizes.shares[c])
+        of_class.begin(here)
+        total = np.full(6, sum(sizes.shares[c]))
+        move = of_class.best_move(total)
+        trials: list[tuple[float, tuple[int, ...]]] = []
+        for source in np.flatnonzero(here).tolist():
+            for target in set(range(6)) - {source}:
+                after = here.copy()
+                after[source] -= 1
+                after[target] += 1
+                moved = Sizes(graph, found.classes, (*sizes.shares[:c], tuple(after.tolist()), *sizes.shares[c + 1 :]))
+                due = found.variable_cost(moved) - found.variable_cost(sizes)
+                now, then = of_class.seconds(np.stack([here, after]))
+                assert then - now == pytest.approx(due, abs=1e-15)
+                trials.append((due, tuple(after.tolist())))
+        best = min(trials)[0]
+        # Where some move pays, the best is among those tried.
+        if best < -1e-12 * found.variable_cost(sizes):
+            assert move is not None
+            assert move.seconds - of_class.seconds(here[None])[0] == pytest.approx(best, abs=1e-15)
+
+
+def test_tables_are_of_kinds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As much is computed for 512 devices of two kinds as for 8."""
+    graph = trace(step, (STRUCT(256, 256), STRUCT(4096, 256))).graph
+    widest: dict[int, int] = {}
+    for n in (8, 512):
+        of = planner.Planner(graph, cluster([4.0, 1.0] * (n // 2)))
+        assert len(of.costs.kinds) == 2
+        assert of.costs.kinds_along((0,)).tolist() == [0, 1] * (n // 2)
+        seen: list[int] = []
+        times_on = model.CostModel._times_on
+        watch = lambda self, kinds, *rest, _on=times_on, _seen=seen: _seen.append(kinds.size) or _on(self, kinds, *rest)
+        monkeypatch.setattr(model.CostModel, "_times_on", watch)
+        of.run()
+        monkeypatch.setattr(model.CostModel, "_times_on", times_on)
+        widest[n] = max(seen)
+    # By kind and share: largest remainders leave two shares to a kind.
+    assert widest[512] <= 2 * widest[8] <= 32
+
+
+def test_sets_of_devices_grow_with_the_logarithm_of_the_kinds() -> None:
+    counts = [len(device_subsets.subclusters(unlike(n))) for n in (8, 32, 128, 512)]
+    assert all(later - before <= 8 for before, later in pairwise(counts)), counts
+    # Of few kinds every way to leave out the slower ones is looked at.
+    few = device_subsets.subclusters(cluster([1.0, 2.0, 3.0, 4.0, 5.0, 6.0]))
+    assert {tuple(range(k, 6)) for k in range(1, 6)} <= set(few)
+
+
+def test_where_no_time_is_left_sizes_are_those_at_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RatioLP, "solve", lambda *_: pytest.fail("no time is left"))
+    monkeypatch.setattr(whole_units.ClassUnits, "best_move", lambda *_: pytest.fail("no time is left"))
+    late, program = sizer_for(unlike(16), left=lambda: 0.0)
+    sizes = late.best(np.full(16, 1 / 16))
+    sizes.check(program.axes)
+    assert late.variable_cost(sizes) <= late.variable_cost(late.fixed(np.ones(16)))
+    assert late.bound(sizes) <= late.variable_cost(sizes)
+
+
+def test_a_budget_ends_every_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A clock that goes on by a second each time it is looked at: once it is over few looks follow."""
+    graph = trace(step, (STRUCT(256, 256), STRUCT(4096, 256))).graph
+    looks: dict[float | None, int] = {}
+    for budget in (None, 40.0):
+        now = [0.0]
+
+        def clock(now: list[float] = now) -> float:
+            now[0] += 1.0
+            return now[0]
+
+        for module in (
+            "hapsynth.search.planning.search_at_ratios",
+            "hapsynth.search.planning.planner",
+            "hapsynth.search.planning.device_subsets",
+        ):
+            monkeypatch.setattr(f"{module}.time", SimpleNamespace(perf_counter=clock))
+        result = ClusterPlanner(graph, unlike(32), time_budget_s=budget).run()
+        assert result.cost_s >= result.joint_lower_bound_s
+        looks[budget] = int(now[0])
+    assert looks[40.0] <= 40 + 60 < looks[None], looks
+
+
+def test_no_search_is_begun_that_there_is_no_time_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the first program does not fit, what values are held as becomes a choice: many more states."""
+    graph = trace(step, (STRUCT(256, 256), STRUCT(4096, 256))).graph
+    now, sparing = [0.0], list[bool]()
+    build = ChoiceSpace.__init__
+
+    def watched(self: ChoiceSpace, *args: Any, **given: Any) -> None:
+        sparing.append(given.get("sparing", False))
+        build(self, *args, **given)
+
+    def clock() -> float:
+        now[0] += 1.0
+        return now[0]
+
+    monkeypatch.setattr(ChoiceSpace, "__init__", watched)
+    for module in (
+        "hapsynth.search.planning.search_at_ratios",
+        "hapsynth.search.planning.planner",
+        "hapsynth.search.planning.device_subsets",
+    ):
+        monkeypatch.setattr(f"{module}.time", SimpleNamespace(perf_counter=clock))
+    small = cluster([1.0, 2.0, 3.0, 4.0], memory=1e5)
+    for budget, said in ((6.0, "no program that fits was found within the time budget"), (None, "no program fits")):
+        sparing.clear()
+        with pytest.raises(planner.InfeasibleError, match=said):
+            ClusterPlanner(graph, small, time_budget_s=budget).run()
+        assert any(sparing) == (budget is None)
+
+
+# Speeds, rows, widths, bytes/s, system, and what trying every number of kinds and all single moves comes to.
+ROUNDED = [
+    (
+        [8.769, 5.873, 3.697, 4.804, 1.255, 2.119, 7.036, 6.825, 6.538, 4.453, 9.975, 9.828],
+        64,
+        (33, 100, 5),
+        1e10,
+        "data_parallel",
+        1.1255015946630071e-06,
+    ),
+    (
+        [4.149, 3.075, 7.034, 2.036, 9.067, 8.723, 1.025, 5.873, 1.962, 3.322, 4.752],
+        96,
+        (130, 130, 5),
+        1e08,
+        "data_parallel",
+        1.2041128066438313e-06,
+    ),
+    (
+        [9.782, 7.235, 2.172, 5.734, 6.51, 2.6, 2.473, 7.742, 9.515, 5.898],
+        128,
+        (48, 100, 33),
+        1e10,
+        "tensor_parallel",
+        7.576331566823708e-07,
+    ),
+]
+
+
+@pytest.mark.parametrize(("speeds", "rows", "widths", "bandwidth", "system", "due"), ROUNDED)
+def test_some_unlike_devices_are_rounded_no_worse_than_by_all_single_moves(
+    speeds: list[float], rows: int, widths: tuple[int, ...], bandwidth: float, system: str, due: float
+) -> None:
+    def layers(params: list[jax.Array], x: jax.Array) -> list[jax.Array]:
+        def loss(params: list[jax.Array]) -> jax.Array:
+            hidden = x
+            for w in params:
+                hidden = jnp.tanh(hidden @ w)
+            return (hidden**2).mean()
+
+        return [p - 0.1 * g for p, g in zip(params, jax.grad(loss)(params), strict=True)]
+
+    args = ([STRUCT(*pair) for pair in pairwise(widths)], STRUCT(rows, widths[0]))
+    graph = trace(layers, args).graph
+    of = planner.Planner(graph, cluster(speeds, bandwidth=bandwidth))
+    program = Baselines(graph, of.table, of.costs, of.limit).all([system])[system].program
+    found = Sizer(program, Classes.build(graph, program, of.table), of.costs)
+    sizes = found.best(np.array(speeds) / sum(speeds))
+    assert found.variable_cost(sizes) <= due * (1 + 1e-9)

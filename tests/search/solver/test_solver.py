@@ -1,0 +1,234 @@
+"""The pairwise solver against brute force and a MILP, and where it is cut off."""
+
+import itertools
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from milp import optimum
+from pairwise_problems import TrainingLike, brute_force, grid, knotted_problem, middle_problem, random_problem
+
+from hapsynth.search.solver import Edge, Messages, Problem, Progress, Solution, branch_and_bound, reduction, solve
+from hapsynth.search.solver.bucket_elimination import buckets
+from hapsynth.search.solver.reduction import ReducedProblem
+
+INF = np.inf
+SEEDS = range(36)
+
+
+def assert_solved(problem: Problem, solution: Solution, expected: float, slack: float = 1e-8) -> None:
+    assert solution.status == ("infeasible" if expected == INF else "optimal")
+    assert solution.lower_bound <= expected + 1e-13 * abs(expected)
+    if expected == INF:
+        assert solution.assignment is None
+        return
+    assert solution.cost == pytest.approx(expected, rel=slack, abs=1e-9)
+    assert solution.assignment is not None
+    assert problem.cost(solution.assignment) == solution.cost
+    assert problem.fits(solution.assignment)
+
+
+@pytest.mark.parametrize("cells", [branch_and_bound._CELLS, 60, 0], ids=["eliminated", "in part", "searched"])
+@pytest.mark.parametrize("resources", [0, 1, 2])
+def test_equals_brute_force(resources: int, cells: float, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(branch_and_bound, "_CELLS", cells)
+    searched = 0
+    for seed in SEEDS:
+        for problem in (random_problem(seed, resources=resources), knotted_problem(seed, resources)):
+            solution = solve(problem, tolerance=1e-9)
+            assert_solved(problem, solution, brute_force(problem))
+            searched += solution.expanded > 0
+    assert searched > 12 or cells
+
+
+@settings(max_examples=60)
+@given(st.data())
+def test_equals_brute_force_on_drawn_problems(data: st.DataObject):
+    cost = st.sampled_from([0.0, 0.0, 1.0, 1.0, 2.5, 1e-6, 0.1, INF])
+    draw = data.draw
+    sizes = draw(st.lists(st.integers(1, 3), min_size=1, max_size=5))
+
+    def costs(count: int):
+        return np.array(draw(st.lists(cost, min_size=count, max_size=count)))
+
+    def groups(size: int, count: int):
+        return np.array(draw(st.lists(st.integers(0, count - 1), min_size=size, max_size=size)))
+
+    edges: list[Edge] = []
+    pairs = list(itertools.permutations(range(len(sizes)), 2))
+    for u, v in draw(st.lists(st.sampled_from(pairs), max_size=8)) if pairs else []:
+        g, h = draw(st.integers(1, 3)), draw(st.integers(1, 3))
+        table = costs(g * h).reshape(g, h)
+        edges.append(Edge(u, v, groups(sizes[u], g), groups(sizes[v], h), table))
+    problem = Problem(tuple(costs(s) for s in sizes), tuple(edges))
+    assert_solved(problem, solve(problem, tolerance=1e-9), brute_force(problem))
+
+
+def test_nothing_to_choose():
+    assert solve(Problem((), (), offset=2.0)).cost == 2.0
+    alone = Problem((np.array([2.0, 1.0, 1.0]),), ())
+    assert solve(alone).assignment.tolist() == [1]
+
+
+def test_starts_are_never_made_worse_and_infeasible_ones_do_no_harm():
+    for seed in SEEDS:
+        problem = knotted_problem(seed, resources=seed % 3)
+        rng = np.random.default_rng(seed)
+        starts = [np.array([rng.integers(row.size) for row in problem.unary]) for _ in range(3)]
+        assert_solved(problem, solve(problem, start=starts, tolerance=1e-9), brute_force(problem))
+        feasible = [problem.cost(x) for x in starts if problem.fits(x)]
+        cut = solve(problem, start=starts, time_budget_s=0.0, max_nodes=0)
+        assert cut.cost <= min(feasible, default=INF)
+
+
+def test_a_graph_too_wide_to_eliminate_is_searched():
+    """Twelve variables that all depend on each other: their table would have 4^12 entries, more than there is room."""
+    draw = np.random.default_rng(0)
+    each, count = np.arange(4), 12
+    pairs = itertools.combinations(range(count), 2)
+    edges = tuple(Edge(i, j, each, each, draw.random((4, 4))) for i, j in pairs)
+    problem = Problem(tuple(draw.random(4) for _ in range(count)), edges)
+    network = ReducedProblem(problem)
+    assert buckets(network).cells(network.count) == sum(4.0**k for k in range(1, count + 1))
+    small = solve(problem, memory_bytes=2**24)
+    assert small.expanded > 0
+    assert small.cost == solve(problem).cost
+
+
+@pytest.mark.parametrize("limited", [False, True])
+@pytest.mark.parametrize("seed", range(3))
+def test_equals_the_milp_on_middle_graphs(seed: int, limited: bool):
+    problem = middle_problem(seed, limited)
+    assert_solved(problem, solve(problem, tolerance=1e-7), optimum(problem).cost, slack=1e-6)
+
+
+def test_a_training_like_graph_of_600_variables_is_solved_to_optimality():
+    problem = TrainingLike(layers=60).problem()
+    assert 580 <= len(problem.unary) <= 680
+    seen: list[Progress] = []
+    solution = solve(problem, progress=seen.append)
+    assert solution.status == "optimal"
+    assert solution.assignment is not None
+    assert problem.cost(solution.assignment) == solution.cost
+    bounds = [p.lower_bound for p in seen]
+    assert bounds == sorted(bounds)
+    again = solve(problem)
+    assert again.assignment.tobytes() == solution.assignment.tobytes()
+    assert (again.cost, again.lower_bound, again.expanded, again.sweeps) == (
+        solution.cost, solution.lower_bound, solution.expanded, solution.sweeps,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("resources", [0, 1])
+def test_from_whatever_messages_it_begins_the_optimum_is_the_same(resources: int, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(reduction, "_TABLE_LIMIT", 4)
+    taken = 0
+    for seed in SEEDS:
+        problem = knotted_problem(seed, resources)
+        draw = np.random.default_rng(seed)
+        sizes = [row.size for row in problem.unary]
+        messages: Messages = {}
+        for i, j in itertools.permutations(range(len(sizes)), 2):
+            drawn = draw.normal(scale=5.0, size=sizes[i] + (draw.random() < 0.1))
+            messages[i, j] = np.where(draw.random(drawn.size) < 0.3, np.nan, drawn)
+        before = dict(messages)
+        assert_solved(problem, solve(problem, tolerance=1e-9, messages=messages), brute_force(problem))
+        taken += any(messages[key] is not before[key] for key in before)
+    assert taken > 12
+
+
+def test_a_search_that_begins_from_a_similar_ones_messages_needs_fewer_sweeps():
+    problem = TrainingLike(layers=60).problem()
+    messages: Messages = {}
+    solve(problem, messages=messages)
+    assert messages
+    draw = np.random.default_rng(0)
+    similar = replace(problem, unary=tuple(row * draw.uniform(0.99, 1.01, row.size) for row in problem.unary))
+    cold, warm = solve(similar), solve(similar, messages=messages)
+    assert warm.status == "optimal"
+    assert warm.cost == pytest.approx(cold.cost, rel=2e-6)
+    assert warm.sweeps < cold.sweeps
+
+
+def test_out_of_nodes_it_returns_the_best_so_far_and_a_valid_bound():
+    problem = grid()
+    exact = solve(problem)
+    assert exact.status == "optimal"
+    cut = solve(problem, max_nodes=100)
+    assert cut.lower_bound <= exact.cost <= cut.cost < INF
+    late = solve(problem, time_budget_s=0.0, start=np.zeros(64, dtype=int))
+    assert late.status == "gap"
+    assert late.lower_bound <= exact.cost <= late.cost <= problem.cost(np.zeros(64, dtype=int))
+
+
+def test_out_of_memory_it_returns_the_best_so_far_and_a_valid_bound(monkeypatch: pytest.MonkeyPatch):
+    problem = grid()
+    exact = solve(problem)
+    assert exact.status == "optimal"
+    for states in (30, 3):  # with 3 the search is tried among the best states alone
+        monkeypatch.setattr(branch_and_bound, "_THIN", states)
+        for memory in (1000, 20_000, 100_000):
+            cut = solve(problem, memory_bytes=memory)
+            assert cut.status == "gap" or cut.cost == pytest.approx(exact.cost)
+            assert cut.lower_bound <= exact.cost <= cut.cost < INF
+    assert solve(problem, memory_bytes=1000).status == "gap"
+
+
+def test_ctrl_c_returns_the_best_so_far(monkeypatch: pytest.MonkeyPatch):
+    problem, start = grid(), np.zeros(64, dtype=int)
+    exact = solve(problem)
+    monkeypatch.setattr(branch_and_bound, "_CELLS", 0)
+    for stop in (1, 3):
+        seen: list[Progress] = []
+
+        def interrupted(progress: Progress, stop: int = stop, seen: list[Progress] = seen) -> None:
+            seen.append(progress)
+            if len(seen) == stop:
+                raise KeyboardInterrupt
+
+        cut = solve(problem, start=start, progress=interrupted)
+        assert len(seen) == stop
+        assert cut.interrupted
+        assert not exact.interrupted
+        assert cut.status == "gap"
+        assert cut.lower_bound <= exact.cost <= cut.cost == seen[-1].cost <= problem.cost(start)
+        assert seen[-1].gap == pytest.approx((cut.cost - cut.lower_bound) / cut.cost)
+
+    def pressed(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(ReducedProblem, "reduce", pressed)
+    assert solve(problem, start=start).cost == problem.cost(start)
+    with pytest.raises(KeyboardInterrupt):
+        solve(problem)
+
+
+_DIGEST = """
+import hashlib
+from hapsynth.search.solver import solve
+from pairwise_problems import TrainingLike, grid, knotted_problem, middle_problem
+for problem in (TrainingLike(20).problem(), grid(6), knotted_problem(1, 1), middle_problem(2, True)):
+    s = solve(problem)
+    print(hashlib.sha256(s.assignment.tobytes()).hexdigest(), s.cost.hex(), s.lower_bound.hex(), s.expanded, s.sweeps)
+"""
+
+
+def test_the_hash_seed_changes_nothing():
+    here = Path(__file__).parents[2] / "support"
+    path = os.pathsep.join([str(here), str(here.parents[1]), os.environ.get("PYTHONPATH", "")])
+    found = {
+        subprocess.run(
+            [sys.executable, "-c", _DIGEST],
+            env={**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": path},
+            capture_output=True, text=True, check=True,
+        ).stdout
+        for seed in ("0", "1")
+    }  # fmt: skip
+    assert len(found) == 1
+    assert len(found.pop().split()) == 20

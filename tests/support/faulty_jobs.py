@@ -1,0 +1,225 @@
+"""Jobs of two real processes that go wrong, each in its own way: faulty_jobs.py FOLDER, for
+tests/jobs/test_job_faults.py.
+
+JAX takes seconds to import, so it is imported once and the processes are forked, before any backend starts. Each writes
+its output to FOLDER/<job>.<process>; statuses.json says how they ended, standard output when.
+
+    HAPSYNTH_REAL_DELAYS=1 python tests/support/faulty_jobs.py FOLDER
+
+has the delays of real jobs, five minutes of them: 40 s to start, 60 s to compile, and the patience that hapsynth has.
+"""
+
+import json
+import os
+import signal
+import socket
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import jax
+import numpy as np
+from slow_devices import slow_cluster
+
+import hapsynth
+from hapsynth.jobs import process_facts
+from hapsynth.lower import Staged
+from hapsynth.rendezvous.address import free_ports
+
+Job = Callable[[int], None]
+REAL = os.environ.get("HAPSYNTH_REAL_DELAYS") == "1"
+LIMIT_S = 300.0
+SILENCE_S, JOIN_S = 4.0, 2.0
+STARTS_S, COMPILES_S = (40.0, 60.0) if REAL else (SILENCE_S + 1, SILENCE_S + 1)
+W, X = np.eye(8, dtype=np.float32), np.arange(48 * 8, dtype=np.float32).reshape(48, 8) / 1000
+
+
+def step(w, x):
+    y = x @ w
+    return w - 0.1 * x.T @ y, (y**2).sum()
+
+
+def run(after_one: Callable[[], object] = lambda: None, calls: int = 2, file: str = "plan.json") -> None:
+    """Calls a plan and checks what it computed; `after_one` happens after the first call."""
+    mesh = jax.sharding.Mesh(np.array(jax.devices()), ("hap",))
+    plan = hapsynth.load(file, step, (W, X), mesh)
+    w, x = plan.shard(W, X)
+    for call in range(calls):
+        w, loss = plan(w, x)
+        loss.block_until_ready()
+        if call == 0:
+            after_one()
+    want = W
+    for _ in range(calls):
+        want, _ = step(want, X)
+    np.testing.assert_allclose(plan.unshard(w), want, rtol=1e-5)
+    print("right", flush=True)
+
+
+def late(rank: int) -> None:
+    """Process 1 starts and compiles later than the others wait for a sign of life."""
+    prepare = Staged.prepare
+
+    def slow(lowered: Staged) -> str:
+        if rank == 1:
+            time.sleep(COMPILES_S)
+            print("compiled late", flush=True)
+        return prepare(lowered)
+
+    Staged.prepare = slow
+    run()
+
+
+def killed(rank: int) -> None:
+    run(lambda: rank == 1 and os.kill(os.getpid(), signal.SIGKILL))
+
+
+def first_killed(rank: int) -> None:
+    run(lambda: rank == 0 and os.kill(os.getpid(), signal.SIGKILL))
+
+
+def stopped(rank: int) -> None:
+    run(lambda: rank == 1 and os.kill(os.getpid(), signal.SIGSTOP))
+
+
+def other_plan(rank: int) -> None:
+    run(file=("plan.json", "other.json")[rank])
+
+
+def other_versions(rank: int) -> None:
+    if rank == 1:
+        process_facts.__version__, jax.__version__ = "9.9", "0.9"
+    run()
+
+
+def raises(rank: int) -> None:
+    def bad() -> None:
+        if rank == 1:
+            raise ValueError("a bad batch")
+
+    run(bad)
+
+
+def raises_early(rank: int) -> None:
+    """Before its first plan, while the others wait for it there."""
+    jax.devices()
+    host, port = os.environ["HAPSYNTH_RENDEZVOUS"].split(":")
+    while rank == 1:
+        with suppress(OSError), socket.create_connection((host, int(port))):
+            raise ValueError("a bad file")
+        time.sleep(0.1)
+    run()
+
+
+def fewer_calls(rank: int) -> None:
+    run(lambda: rank == 1 and sys.exit())
+
+
+def exits_in_a_call(rank: int) -> None:
+    if rank == 1:
+        Staged.__call__ = lambda *_: sys.exit()
+    run()
+
+
+def never_comes(rank: int) -> None:
+    if rank == 1:
+        jax.devices()
+        time.sleep(LIMIT_S)
+    run()
+
+
+def port_taken(rank: int) -> None:
+    run()
+
+
+JOBS = [
+    late,
+    killed,
+    first_killed,
+    stopped,
+    other_plan,
+    other_versions,
+    raises,
+    raises_early,
+    fewer_calls,
+    exits_in_a_call,
+    never_comes,
+    port_taken,
+]
+
+
+SOON = {late: {"SILENCE": SILENCE_S}, stopped: {"SILENCE": SILENCE_S}, never_comes: {"JOIN": JOIN_S}}
+"""What is waited for, and for how long. Nowhere else is anybody lost who is late on a busy machine."""
+TAKEN: list[socket.socket] = []
+
+
+def start(job: Job) -> dict[int, int]:
+    """Fork the job's processes: pid -> number. These leave by raising Child."""
+    coordinator, rendezvous = free_ports(2)
+    if job is port_taken:
+        TAKEN.append(socket.create_server(("localhost", rendezvous)))
+    pids: dict[int, int] = {}
+    for rank in range(2):
+        pid = os.fork()
+        if pid == 0:
+            output = os.open(f"{job.__name__}.{rank}", os.O_WRONLY | os.O_CREAT)
+            os.dup2(output, 1)
+            os.dup2(output, 2)
+            os.environ["HAPSYNTH_RENDEZVOUS"] = f"localhost:{rendezvous}"
+            waits = {} if REAL else {"SILENCE": LIMIT_S, "JOIN": LIMIT_S, **SOON.get(job, {})}
+            os.environ |= {f"HAPSYNTH_{name}_S": str(seconds) for name, seconds in waits.items()}
+            if job is late:
+                time.sleep(rank * STARTS_S)
+            jax.distributed.initialize(f"localhost:{coordinator}", 2, rank)
+            raise Child(job, rank)
+        pids[pid] = rank
+    return pids
+
+
+class Child(BaseException):
+    """Carries a forked process out of what its parent was doing."""
+
+
+def main() -> None:
+    for file, speeds in (("plan.json", (3.0, 1.0)), ("other.json", (2.0, 1.0))):
+        hapsynth.synthesize(step, (W, X), slow_cluster(speeds), leave_out=False).save(file)
+    statuses = {job.__name__: [0, 0] for job in JOBS}
+    waiting = list(JOBS)
+    running: dict[int, tuple[Job, int]] = {}
+    began: dict[Job, float] = {}
+    while waiting or running:
+        while waiting and len({job for job, _ in running.values()}) < 3:
+            job = waiting.pop(0)
+            began[job] = time.monotonic()
+            running |= {pid: (job, rank) for pid, rank in start(job).items()}
+        for pid, (job, rank) in list(running.items()):
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            if ended:
+                del running[pid]
+                statuses[job.__name__][rank] = os.waitstatus_to_exitcode(status)
+                passed = time.monotonic() - began[job]
+                print(f"{job.__name__} {rank}: {statuses[job.__name__][rank]} after {passed:.1f} s", flush=True)
+                others = [p for p, (j, _) in running.items() if j is job]
+                if others and job in (stopped, never_comes):
+                    os.kill(others[0], signal.SIGKILL)
+            elif time.monotonic() - began[job] > LIMIT_S:
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.05)
+    Path("statuses.json").write_text(json.dumps(statuses))
+
+
+if __name__ == "__main__":
+    os.chdir(sys.argv[1])
+    jax.config.update("jax_disable_most_optimizations", True)
+    warnings.simplefilter("error")
+    child = None
+    try:
+        main()
+    except Child as found:
+        child = found.args
+    if child is not None:
+        job, rank = child
+        job(rank)
