@@ -1,4 +1,4 @@
-"""`python -m tests.coverage.__main__`: which primitives of the installed JAX the instruction set has rules for."""
+"""`python -m tests.coverage`: which primitives of the installed JAX the instruction set has rules for."""
 
 import sys
 
