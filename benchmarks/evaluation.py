@@ -25,11 +25,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from _strategy import strategy
 from hap import Hap
 from models import MODELS
 
 import hapsynth
-from benchmarks._strategy import strategy
 from hapsynth.graph.trace import trace
 from hapsynth.search.cost.program_cost import program_cost
 from hapsynth.search.planning.baselines import Baselines

@@ -6,12 +6,12 @@ import json
 from pathlib import Path
 
 import pytest
+from _strategy import strategy
 from hap import Hap
 from models import ConvNet, Perceptron, mlp, vgg19
 from scripts import run_script
 from slow_devices import slow_cluster
 
-from benchmarks._strategy import strategy
 from hapsynth.api import synthesize
 from hapsynth.graph.trace import trace
 from hapsynth.instructions.layout import R, S
