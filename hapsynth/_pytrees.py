@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from jax.tree_util import (
-    tree_unflatten,
-)
+from jax.tree_util import tree_unflatten
 
 
 def skeleton(tree: Any) -> Any:

@@ -13,9 +13,7 @@ from typing import Any
 from jax.sharding import Mesh
 
 from hapsynth.jobs.process_facts import Facts, of_plan, problems, software
-from hapsynth.rendezvous.address import (
-    JobError,
-)
+from hapsynth.rendezvous.address import JobError
 from hapsynth.rendezvous.client import Client
 from hapsynth.rendezvous.cpu_scheduling import as_batch_work
 from hapsynth.rendezvous.meeting import _gathered, _job, _joined, _ranks, _wanted
