@@ -40,7 +40,8 @@ class HapCosts(CostModel):
 
     def device_times(self, work: Work, fractions: Sequence[Floats]) -> Floats:
         share = np.prod([np.ones(self.n), *fractions], axis=0)
-        return work.flops * share / self.rate(work.dtype) + _TIE * super().device_times(work, fractions)
+        (flops,) = self.figures.flops_on([work.flops], self.kind_of)
+        return flops * share / self.rate(work.dtype) + _TIE * super().device_times(work, fractions)
 
     def conversion(
         self, value: int, source: Layout, target: Layout, axis: int, largest: Largest

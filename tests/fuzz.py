@@ -62,7 +62,7 @@ def tried(seed: int, nonfinite: float = 0.5) -> Outcome:
     import jax
     import numpy as np
     from random_functions import RandomFunction
-    from slow_devices import slow_cluster
+    from slow_devices import thin_cluster
 
     import hapsynth
 
@@ -83,7 +83,7 @@ def tried(seed: int, nonfinite: float = 0.5) -> Outcome:
     if outcome.nonfinite:
         args = with_nonfinite(rng, args)
     names = tuple("ab"[: len(axes)])
-    cluster = replace(slow_cluster(speeds.tolist(), bandwidth=1e18), axes=tuple(zip(names, axes, strict=True)))
+    cluster = replace(thin_cluster(speeds.tolist(), bandwidth=1e18), axes=tuple(zip(names, axes, strict=True)))
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:n]).reshape(axes), names)
     try:
         if form == "random":
@@ -226,12 +226,9 @@ def start(n: int) -> None:
     """A process of its own: host devices, and XLA that compiles without optimizing."""
     import jax
 
-    import hapsynth.search.cost.work
-
     jax.config.update("jax_num_cpu_devices", n)
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_disable_most_optimizations", True)
-    hapsynth.search.cost.work.TILE = 1  # Tiny contractions are cut too.
 
 
 def worker(seeds: Sequence[int], nonfinite: float) -> None:

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from awkward_cases import CASES, floats
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
-from slow_devices import SPEEDS, first_devices, slow_cluster
+from slow_devices import SPEEDS, first_devices, thin_cluster
 
 import hapsynth
 from hapsynth.plan import Plan
@@ -24,16 +24,10 @@ from hapsynth.running.check import relative_error
 from hapsynth.running.sharded_array import ShardedArray
 
 
-@pytest.fixture(autouse=True)
-def thin_shards(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tiny contractions are worth cutting too, as if they had no tiles."""
-    monkeypatch.setattr("hapsynth.search.cost.work.TILE", 1)
-
-
 def planned(fn: Callable[..., Any], args: Any, kwargs: Any = None, *, on: str = "3:1", **options: Any) -> Plan:
     speeds = SPEEDS[on]
     mesh = options.pop("mesh", None) or first_devices(len(speeds))
-    cluster = options.pop("cluster", None) or slow_cluster(speeds)
+    cluster = options.pop("cluster", None) or thin_cluster(speeds)
     return hapsynth.synthesize(fn, args, mesh, example_kwargs=kwargs, cluster=cluster, leave_out=False, **options)
 
 
@@ -110,7 +104,7 @@ def test_a_plan_survives_its_file(tmp_path: Path) -> None:
         fn, args, kwargs = CASES[name]
         structs, struct_kwargs = jax.eval_shape(lambda *a: a, (args, kwargs))[0]
         speeds = SPEEDS["3:1"]
-        abstract = hapsynth.synthesize(fn, structs, slow_cluster(speeds), example_kwargs=struct_kwargs)
+        abstract = hapsynth.synthesize(fn, structs, thin_cluster(speeds), example_kwargs=struct_kwargs)
         abstract.save(tmp_path / "plan.json")
         here = plan_of(name, "3:1")
         mesh = first_devices(4)
@@ -147,7 +141,7 @@ def test_meshes(shape: tuple[int, ...], types: tuple[AxisType, ...], devices: sl
     fn, args, _ = CASES["remat"]
     want = jax.jit(fn)(*args)
     with jax.set_mesh(mesh):
-        plan = planned(fn, args, mesh=mesh, cluster=slow_cluster(speeds))
+        plan = planned(fn, args, mesh=mesh, cluster=thin_cluster(speeds))
     assert_same(plan(*args), want, plan)
     assert {d for x in jax.tree.leaves(plan(*args)) for d in x.sharding.device_set} <= set(chosen.flat)
     # Whatever the arguments lie on, and whatever mesh is in force.
@@ -216,7 +210,7 @@ def test_memory_limit() -> None:
     """On so slow a network every device keeps the whole state, until that does not fit."""
     fn = lambda w, x: (jax.tree.map(lambda v: v - 0.1 * jnp.tanh(v), w), x.sum())
     args = {"a": floats(300, 200), "b": floats(100, 200)}, floats(9)
-    slow_network = slow_cluster(SPEEDS["3:1"], bandwidth=1e4)
+    slow_network = thin_cluster(SPEEDS["3:1"], bandwidth=1e4)
     free = planned(fn, args, cluster=slow_network, fixed={"[0]['a']": "R", "[0]['b']": "R"})
     plan = planned(fn, args, cluster=slow_network, memory_limit=0.6 * max(free.memory))
     assert max(plan.memory) <= 0.6 * max(free.memory)

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from random_functions import RandomFunction, pick
 from random_programs import RandomProgram
-from slow_devices import SPEEDS, first_devices, slow_cluster
+from slow_devices import SPEEDS, first_devices, thin_cluster
 from test_lower import MODES, run
 
 import hapsynth
@@ -31,7 +31,7 @@ def plan_of(seed: int) -> tuple[RandomFunction, tuple[Any, Any], Plan]:
     fn = RandomFunction(seed)
     rng = np.random.default_rng([seed, 3])
     speeds = pick(rng, list(SPEEDS.values()))
-    cluster = slow_cluster(speeds, bandwidth=float(10.0 ** rng.uniform(8, 13)))
+    cluster = thin_cluster(speeds, bandwidth=float(10.0 ** rng.uniform(8, 13)))
     args = fn.params, fn.data
     return fn, args, hapsynth.synthesize(fn, args, first_devices(len(speeds)), cluster=cluster, leave_out=False)
 
@@ -47,12 +47,6 @@ def with_other_shares(plan: Plan, seed: int) -> Lowered:
 
 
 FIRST, LAST = map(int, os.environ.get("HAPSYNTH_FUZZ", "0:25").split(":"))
-
-
-@pytest.fixture(autouse=True)
-def thin_shards(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tiny contractions are cut too, as if there were no tiles."""
-    monkeypatch.setattr("hapsynth.search.cost.work.TILE", 1)
 
 
 @pytest.mark.parametrize("seed", range(FIRST, LAST))
@@ -93,7 +87,7 @@ def verdict_on(plan: Plan, fn: Any, args: Any) -> tuple[str, str]:
 def test_the_driver_finds_what_differs(name: str) -> None:
     output, wrong = WRONG[name]
     args = (np.linspace(-4, 4, 24, dtype=np.float32),)
-    plan = hapsynth.synthesize(square, args, first_devices(4), cluster=slow_cluster(SPEEDS["3:1"]), leave_out=False)
+    plan = hapsynth.synthesize(square, args, first_devices(4), cluster=thin_cluster(SPEEDS["3:1"]), leave_out=False)
     assert verdict_on(plan, square, args) == (fuzz.SAME, "")
     verdict, note = verdict_on(plan, wrong, args)
     assert verdict == fuzz.MISMATCH
@@ -105,7 +99,7 @@ def test_a_result_as_op_by_op_is_told_from_an_error(name: str) -> None:
     """A function that `jit` makes into another, as XLA does where it reckons without NaN."""
     output, wrong = WRONG[name]
     args = (np.linspace(-4, 4, 24, dtype=np.float32),)
-    plan = hapsynth.synthesize(square, args, first_devices(4), cluster=slow_cluster(SPEEDS["3:1"]), leave_out=False)
+    plan = hapsynth.synthesize(square, args, first_devices(4), cluster=thin_cluster(SPEEDS["3:1"]), leave_out=False)
     by_jit = lambda jitted, stepped: lambda x: (jitted if isinstance(x, jax.core.Tracer) else stepped)(x)
     assert verdict_on(plan, by_jit(wrong, square), args) == (fuzz.AS_OPS, f"[{output}]")
     assert verdict_on(plan, by_jit(square, wrong), args) == (fuzz.SAME, "")
@@ -114,6 +108,6 @@ def test_a_result_as_op_by_op_is_told_from_an_error(name: str) -> None:
 def test_a_knife_edge_is_told_from_an_error() -> None:
     x = np.linspace(0.1, 2.4, 24, dtype=np.float32)
     above = lambda x: ((x > x[0] * 11).sum(), x.sum())
-    plan = hapsynth.synthesize(above, (x,), first_devices(4), cluster=slow_cluster(SPEEDS["3:1"]), leave_out=False)
+    plan = hapsynth.synthesize(above, (x,), first_devices(4), cluster=thin_cluster(SPEEDS["3:1"]), leave_out=False)
     assert verdict_on(plan, lambda x: ((x >= x[0] * 11).sum(), x.sum()), (x,)) == (fuzz.EDGE, "[0]")
     assert verdict_on(plan, lambda x: ((x >= x[0] * 11).sum(), -x.sum()), (x,))[0] == fuzz.MISMATCH

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 import pytest
 from jax.sharding import Mesh
-from slow_devices import first_devices, slow_cluster
+from slow_devices import first_devices, thin_cluster
 from zoo import functional, language, solvers, vision
 from zoo.kinds import Model
 
@@ -90,23 +90,21 @@ def test_planned_for_the_everyday_cluster(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_right_where_it_is_cut_unevenly(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_right_where_it_is_cut_unevenly(name: str) -> None:
     """On devices so slow that even this much work is worth dividing, and each slice of a contraction counts."""
-    monkeypatch.setattr("hapsynth.search.cost.work.TILE", 1)
     fn, args = MODELS[name]()
-    plan = hapsynth.synthesize(fn, args, first_devices(8), cluster=slow_cluster(SPEEDS), leave_out=False)
+    plan = hapsynth.synthesize(fn, args, first_devices(8), cluster=thin_cluster(SPEEDS), leave_out=False)
     assert any(len(set(shares)) > 1 for shares in plan.sizes.shares)
     report = plan.check()
     assert report.ok, report
 
 
 @pytest.mark.parametrize("name", ON_TWO_AXES)
-def test_right_where_two_axes_cut_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_right_where_two_axes_cut_it(name: str) -> None:
     """The same devices as 2 x 4. Planning may take longer than the budget: then with a gap, and no less right."""
-    monkeypatch.setattr("hapsynth.search.cost.work.TILE", 1)
     fn, args = MODELS[name]()
     mesh = Mesh(np.array(jax.devices()).reshape([n for _, n in AXES]), [name for name, _ in AXES])
-    cluster = replace(slow_cluster(SPEEDS), axes=AXES)
+    cluster = replace(thin_cluster(SPEEDS), axes=AXES)
     plan = hapsynth.synthesize(fn, args, mesh, cluster=cluster, leave_out=False, time_budget_s=20)
     assert plan.program.axes == AXES
     assert {axis for cls in plan.sizes.classes.all for axis in cls.axes} == {0, 1}

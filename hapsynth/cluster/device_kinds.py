@@ -14,6 +14,8 @@ from typing import cast
 
 from hapsynth.cluster import _units
 from hapsynth.cluster.curves import Curve, write_curve
+from hapsynth.cluster.granularity import DEFAULT_GRANULARITY, Granularity, read_granularity, write_granularity
+from hapsynth.cluster.op_classes import OP_CLASSES
 from hapsynth.cluster.toml_reader import ClusterError, Table, nearest
 
 # Seconds per op launched on a GPU: the order of a kernel launch plus XLA's thunk. Nominal, no datasheet has it.
@@ -24,17 +26,6 @@ DEFAULT_OVERHEAD = 5e-6
 DEFAULT_EFFICIENCY = 0.5
 # What float64 costs where a kind doesn't say: the rate of the consumer chips (GA102, AD102), 1/64 of float32's.
 _FLOAT64_FRACTION = 1 / 64
-
-# What an op is to a profile, and what it counts as where that was not measured.
-OP_CLASSES: Mapping[str, tuple[str, ...]] = {
-    "matmul": ("matmul",),
-    "batch_matmul": ("batch_matmul", "matmul"),
-    "convolution": ("convolution",),
-    "elementwise": ("elementwise",),
-    "reduction": ("reduction", "elementwise"),
-    "pooling": ("pooling", "reduction", "elementwise"),
-    "transcendental": ("transcendental", "elementwise"),
-}
 
 _RATES = ("float64", "float32", "tf32", "float16", "bfloat16")
 # The first rate that the kind has is the one that a dtype gets. XLA runs float32 contractions on the TF32
@@ -79,7 +70,7 @@ class DeviceKind:
     (`OP_CLASSES`) and a dtype, without the overhead; what it has goes before `flops`. Not to be changed. `ops`: by
     signature (`hapsynth.search.analysis.op_signature`), ops of a function that were measured themselves; they go before
     `measured`. Not to be changed. `source`: where the figures stand; not compared. `price_per_hour`: of one device, in
-    any currency, None where it is not known; not compared.
+    any currency, None where it is not known; not compared. `granularity`: below which sizes it works for nothing.
 
     Raises ClusterError for a figure that is not finite and positive (`overhead` may be 0).
     """
@@ -94,6 +85,7 @@ class DeviceKind:
     ops: Mapping[str, MeasuredOp] = field(default_factory=dict[str, MeasuredOp])
     source: str = field(default="", compare=False)
     price_per_hour: float | None = field(default=None, compare=False)
+    granularity: Granularity = DEFAULT_GRANULARITY
 
     def __post_init__(self) -> None:
         owner = f"device kind {self.name!r}"
@@ -138,7 +130,8 @@ class DeviceKind:
     def measured_as(self, op_class: str, dtype: object) -> tuple[str, str] | None:
         """The class and dtype whose curve stands for a class of ops, or a signature's, and a dtype; None where there is
         none."""
-        classes = OP_CLASSES.get(op_class.partition(":")[0], ())
+        own = op_class.partition(":")[0]
+        classes = (own, *OP_CLASSES[own].counts_as) if own in OP_CLASSES else ()
         return next(((c, d) for c in classes for d in _counts_as(dtype) if d in self.measured.get(c, {})), None)
 
     def rate(self, dtype: object) -> float:
@@ -215,6 +208,7 @@ _KIND_KEYS = (
     "speed",
     "source",
     "price_per_hour",
+    "granularity",
 )
 
 
@@ -256,6 +250,7 @@ def read_kind(name: str, table: Table, kinds: Mapping[str, DeviceKind]) -> Devic
         ops=_read_ops(table) if "ops" in table else (base or _NOMINAL).ops,
         source=table.text("source") if "source" in table else _source_on(base, table),
         price_per_hour=table.number("price_per_hour") if "price_per_hour" in table else base and base.price_per_hour,
+        granularity=read_granularity(table, (base or _NOMINAL).granularity),
     )
     return kind.faster(table.number("speed")) if "speed" in table else kind
 
@@ -309,6 +304,7 @@ def write_kind(kind: DeviceKind) -> dict[str, object]:
         **({"source": kind.source} if kind.source else {}),
         **({"measured": measured} if measured else {}),
         **({"ops": ops} if ops else {}),
+        **({"granularity": granularity} if (granularity := write_granularity(kind.granularity)) else {}),
         **({"price_per_hour": kind.price_per_hour} if kind.price_per_hour is not None else {}),
     }
 

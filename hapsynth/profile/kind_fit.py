@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from math import log
 
 import numpy as np
 from scipy.optimize import isotonic_regression
 
 from hapsynth.cluster.curves import Curve
-from hapsynth.cluster.device_kinds import OP_CLASSES, DeviceKind, MeasuredOp
-from hapsynth.profile.op_kernels import DISPATCH, LAUNCH, STREAM, Kernel
+from hapsynth.cluster.device_kinds import DeviceKind, MeasuredOp
+from hapsynth.cluster.op_classes import OP_CLASSES
+from hapsynth.profile.op_kernels import DISPATCH, GRANULARITY, LAUNCH, STREAM, Kernel
 from hapsynth.profile.sampling import Floats
 
 ALIKE = 0.10
@@ -107,7 +109,8 @@ class KindFit:
         if "float32" not in flops or bandwidth is None:
             return None
         overhead, bandwidth = rounded(self.overhead), rounded(bandwidth)
-        return DeviceKind(name, flops, bandwidth, memory, overhead, 1.0, measured, self.ops(), source)
+        kind = DeviceKind(name, flops, bandwidth, memory, overhead, 1.0, measured, self.ops(), source)
+        return replace(kind, granularity=GRANULARITY)
 
     @property
     def bandwidth(self) -> float | None:

@@ -10,7 +10,7 @@ import numpy as np
 
 from hapsynth.instructions.factors import Factors, Local, Triple, is_known
 from hapsynth.instructions.layout import P, R
-from hapsynth.instructions.rules.registry import no_flops, register
+from hapsynth.instructions.rules.registry import Cost, no_flops, register
 
 
 def pointwise(f: Factors) -> None:
@@ -21,20 +21,28 @@ def pointwise(f: Factors) -> None:
     f.results += [dims] * len(f.op.results)
 
 
-_NONLINEAR = """
-abs acos acosh and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clz cos cosh digamma eq eq_to erf
-erf_inv erfc exp exp2 expm1 floor ge gt igamma igamma_grad_a igammac integer_pow is_finite le le_to lgamma log log1p
-log2 logistic lt lt_to mulhi ne nextafter not one_minus_square or polygamma polynomial population_count pow
-reduce_precision regularized_incomplete_beta rem round rsqrt shift_left shift_right_arithmetic shift_right_logical
-sign sin sinh sqrt square tan tanh xor zeta
-"""
+_NONLINEAR: dict[Cost, str] = {
+    "cheap": """
+abs and bessel_i0e bessel_i1e ceil clz eq eq_to floor ge gt igamma igamma_grad_a igammac is_finite le le_to log2 lt
+lt_to mulhi ne nextafter not one_minus_square or polygamma polynomial population_count reduce_precision
+regularized_incomplete_beta round shift_left shift_right_arithmetic shift_right_logical sign square xor zeta
+""",
+    "costly": """
+digamma integer_pow rem rsqrt sqrt
+""",
+    "transcendental": """
+acos acosh asin asinh atan atan2 atanh cbrt cos cosh erf erf_inv erfc exp exp2 expm1 lgamma log log1p logistic pow
+sin sinh tan tanh
+""",
+}
 JOINT = ("add", "add_any", "complex", "sub")
 EACH = ("mul",)
 SAME = ("copy", "layout_constraint", "name", "stop_gradient")
 """The identity, as far as values go."""
 FIRST = ("conj", "imag", "neg", "real", *SAME)
 
-register(*_NONLINEAR.split(), fusible=True)(pointwise)
+for _cost, _names in _NONLINEAR.items():
+    register(*_names.split(), fusible=True, cost=_cost)(pointwise)
 
 
 @register(*JOINT, fusible=True)
@@ -64,7 +72,7 @@ def _first(f: Factors) -> None:
         f.extra += [Triple((P("max"),), (P("min"),)), Triple((P("min"),), (P("max"),))]
 
 
-@register("div", fusible=True)
+@register("div", fusible=True, cost="costly")
 def _div(f: Factors) -> None:
     """Linear in the first operand, unless of integers. A partial sum passes where the divisor is known to be no zero:
     0 / 0 is NaN, and a device's part may be zero, or of another sign, where the sum is not."""

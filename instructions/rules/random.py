@@ -149,7 +149,7 @@ def _bits_on_shard(local: Local, operands: Sequence[Any]) -> list[Any]:
     return [_in_blocks(here, dtype, draw) if in_blocks else draw(here[batch:], {})]
 
 
-@register("random_bits", local=_bits_on_shard, flops=_hashes, fusible=True, typed_keys=True)
+@register("random_bits", local=_bits_on_shard, flops=_hashes, fusible=True, typed_keys=True, cost="costly")
 def _random_bits(f: Factors) -> None:
     """`k -> k i j`: the draw has the batch of keys, then dimensions of its own; the keys are held whole."""
     op = f.op

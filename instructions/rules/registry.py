@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
+from typing import Literal as OneOf
 
 import jax.numpy as jnp
 import numpy as np
@@ -24,6 +25,9 @@ FactorsOf = Callable[[Factors], None]
 ParamsOf = Callable[[Local], dict[str, Any]]
 LocalOf = Callable[[Local, Sequence[Any]], list[Any]]
 FlopsOf = Callable[[Op], float]
+Cost = OneOf["cheap", "costly", "transcendental"]
+"""What an elementwise op takes: so little that each kernel that reads the result makes it again; more; or many
+instructions, so that it is of a class of its own to a profile."""
 
 
 def elements(op: Op) -> float:
@@ -47,7 +51,8 @@ class Entry:
 
     `factors` fills in the op's factors; `params` adapts the parameters to the local shapes; `local` replaces the
     execution on a shard as a whole (only where parameters are not enough); `flops` counts the whole op's
-    floating-point operations; `fusible` ops form one kernel with their neighbours and move no memory between.
+    floating-point operations; `fusible` ops form one kernel with their neighbours and move no memory between, and are
+    as dear as `cost` says.
     `typed_keys`: the factors are right for typed keys too; without it an op on keys is replicated.
     `replicated` is why the op needs replication, in words; where it is `batched`, in its batch dimensions it does not.
     """
@@ -62,6 +67,7 @@ class Entry:
     typed_keys: bool = False
     replicated: str = ""
     batched: bool = False
+    cost: Cost = "cheap"
 
 
 REGISTRY: dict[str, Entry] = {}
@@ -88,6 +94,7 @@ def register(
     typed_keys: bool = False,
     replicated: str = "",
     batched: bool = False,
+    cost: Cost = "cheap",
 ) -> Callable[[FactorsOf], FactorsOf]:
     """Decorator: register the factor function under each primitive name."""
 
@@ -95,7 +102,9 @@ def register(
         for name in names:
             if name in REGISTRY:
                 raise ValueError(f"primitive {name!r} has two entries")
-            REGISTRY[name] = Entry(name, factors, params, local, flops, fusible, note, typed_keys, replicated, batched)
+            REGISTRY[name] = Entry(
+                name, factors, params, local, flops, fusible, note, typed_keys, replicated, batched, cost
+            )
         return factors
 
     return add
@@ -175,6 +184,17 @@ def is_priced(op: Op) -> bool:
 def is_fusible(op: Op) -> bool:
     entry = entry_of(op)
     return entry is not None and entry.fusible
+
+
+def cost_of(op: Op) -> Cost | OneOf[""]:
+    """What an elementwise op, or another that fuses, takes; "" for one that does not fuse."""
+    entry = entry_of(op)
+    return entry.cost if entry is not None and entry.fusible else ""
+
+
+def is_costly(op: Op) -> bool:
+    """Whether the result of a fusible op is kept rather than computed again by each kernel that reads it."""
+    return cost_of(op) not in ("", "cheap")
 
 
 def bind(primitive: Any, operands: Sequence[Any], params: Mapping[str, Any]) -> list[Any]:

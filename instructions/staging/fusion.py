@@ -3,16 +3,8 @@
 from __future__ import annotations
 
 from hapsynth.graph.ir import Graph, Op
-from hapsynth.instructions.rules.registry import is_fusible
+from hapsynth.instructions.rules.registry import is_costly, is_fusible
 
-COSTLY = frozenset(
-    (
-        *("tanh", "exp", "exp2", "expm1", "log", "log1p", "logistic", "div", "sqrt", "rsqrt", "cbrt", "pow", "rem"),
-        *("integer_pow", "erf", "erfc", "erf_inv", "sin", "cos", "tan", "asin", "acos", "atan", "atan2", "sinh"),
-        *("cosh", "asinh", "acosh", "atanh", "lgamma", "digamma", "random_bits"),
-    )
-)
-"""Elementwise ops whose result is kept rather than computed again by each kernel that reads it."""
 SMALL = 8
 """A tensor this many times smaller than what is made of it is as good as none."""
 _MADE = ("broadcast_in_dim", "iota")
@@ -32,7 +24,7 @@ def made_again(graph: Graph, op: Op, value: int) -> bool:
     if not large:
         return True
     taken = sum(graph.values[v].nbytes for v in {v for _, v in op.value_operands})
-    return op.name not in COSTLY and (len(large) == 1 or taken <= graph.values[value].nbytes)
+    return not is_costly(op) and (len(large) == 1 or taken <= graph.values[value].nbytes)
 
 
 def widens(graph: Graph, op: Op) -> bool:

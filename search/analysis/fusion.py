@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 from hapsynth.graph.ir import Graph, Op
 from hapsynth.instructions.rules.contraction import CONTRACTIONS
-from hapsynth.instructions.rules.registry import is_fusible
-from hapsynth.instructions.staging.fusion import COSTLY, SMALL, made_again
+from hapsynth.instructions.rules.registry import is_costly, is_fusible
+from hapsynth.instructions.staging.fusion import SMALL, made_again
 from hapsynth.search.analysis.buffer_aliasing import overwritten
 
 
@@ -33,7 +33,7 @@ def materialized(graph: Graph) -> list[bool]:
             if value in outputs or not all(is_fusible(graph.ops[o]) for o in takers):
                 continue
             large = [v for _, v in op.value_operands if nbytes(v) * SMALL > nbytes(value)]
-            again = not large or (op.name not in COSTLY and len(large) == 1 and stored[large[0]])
+            again = not large or (not is_costly(op) and len(large) == 1 and stored[large[0]])
             stored[value] = len(takers) > 1 and not again
     return stored
 

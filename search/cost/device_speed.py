@@ -1,15 +1,18 @@
-"""How long devices compute: by the class of op, its dtype and its size where a profile has measured that."""
+"""What kinds of devices can do, and how long they compute: by the class of op, its dtype and its size where a profile
+has measured that."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from copy import copy
+from functools import cached_property
 from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from hapsynth.cluster.device_kinds import DeviceKind
+from hapsynth.cluster.granularity import Granularity
 
 Floats: TypeAlias = npt.NDArray[np.float64]
 
@@ -58,3 +61,51 @@ class Speeds:
         for mine, curve in self._curves:
             found[..., mine] = curve.amount(seconds[..., mine])
         return found
+
+
+class DeviceFigures:
+    """What kinds of devices can do: arrays [kinds]."""
+
+    def __init__(self, kinds: Sequence[DeviceKind]) -> None:
+        self.kinds = tuple(kinds)
+        self.overhead = np.array([k.overhead for k in kinds])
+        self.bandwidth = np.array([k.bandwidth for k in kinds])
+        of_kinds = tuple(k.granularity for k in kinds)
+        self.granularities = of_kinds if len(set(of_kinds)) > 1 else of_kinds[:1]
+        """Of each kind, or one where all have the same."""
+        self.tile = np.array([k.granularity.tile for k in kinds])
+        """Rows, columns or terms that a contraction works on at once."""
+        self.line = np.array([k.granularity.line for k in kinds])
+        """Bytes that the memory gives at once."""
+        self._speeds: dict[tuple[str, str], Speeds] = {}
+
+    def speeds(self, op_class: str, dtype: str) -> Speeds:
+        """How long each kind takes over the flops of ops of a class and dtype."""
+        key = op_class, dtype
+        if key not in self._speeds:
+            self._speeds[key] = Speeds(self.kinds, op_class, dtype)
+        return self._speeds[key]
+
+    def tile_on(self, kinds: npt.NDArray[np.int64] | slice) -> int | npt.NDArray[np.int64]:
+        """Of devices of some kinds, or one for all."""
+        return int(self.tile[0]) if self._one_tile else self.tile[kinds]
+
+    @cached_property
+    def _one_tile(self) -> bool:
+        return len(set(self.tile.tolist())) == 1
+
+    def each(self, figure: Callable[[Granularity], float]) -> tuple[float, ...]:
+        """A figure of each kind, or one where it is the same for all."""
+        found = tuple(map(figure, self.granularities))
+        return found if len(set(found)) > 1 else found[:1]
+
+    def flops(self, each: Sequence[tuple[float, ...]]) -> Floats:
+        """Figures of works as an array [works, kinds], or [works, 1] where all kinds count all of them alike."""
+        if all(len(figures) == 1 for figures in each):
+            return np.array(each, dtype=np.float64).reshape(len(each), 1)
+        return np.array([f if len(f) > 1 else f * len(self.kinds) for f in each], dtype=np.float64)
+
+    def flops_on(self, each: Sequence[tuple[float, ...]], kinds: npt.NDArray[np.int64]) -> Floats:
+        """The same on devices of some kinds [works, devices], or [works, 1]."""
+        found = self.flops(each)
+        return found if found.shape[1] == 1 else found[:, kinds]

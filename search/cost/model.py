@@ -1,9 +1,9 @@
 """What instructions cost: measured or tabled devices and links (DESIGN D5).
 
 The cost of a program is the sum over its instructions of the time of the slowest device (HAP, EuroSys'24,
-section 4.3): t = max_i [overhead_i + max(flops_i / rate_i, bytes_i / bandwidth_i)] for an op, and
-latency + bytes / bandwidth of the axis's link for a collective, on its padded size. Where a profile has measured the op
-or its class, or the collective along the axis, its curve over sizes stands in place of flops / rate, or of that line.
+section 4.3): by its roofline (`roofline.py`) for an op, and latency + bytes / bandwidth of the axis's link for a
+collective, on its padded size. Where a profile has measured the collective along the axis, its curve over sizes stands
+in place of that line.
 
 Every time is in seconds, every size in bytes. A `fractions` vector holds each device's share of a cut dimension, in
 mesh order.
@@ -21,6 +21,8 @@ import numpy as np
 import numpy.typing as npt
 
 from hapsynth.cluster.cluster import Cluster
+from hapsynth.cluster.device_kinds import DeviceKind
+from hapsynth.cluster.granularity import Granularity
 from hapsynth.cluster.memory_budget import MemoryBudget
 from hapsynth.graph.ir import Boundary, Graph, Op
 from hapsynth.instructions.collectives import Step, is_collective, step_between
@@ -32,23 +34,18 @@ from hapsynth.instructions.rules.registry import is_fusible
 from hapsynth.instructions.staging.reshard_moves import moved
 from hapsynth.search.analysis.fusion import FusionPlan, materialized, turned
 from hapsynth.search.analysis.liveness import Liveness
+from hapsynth.search.analysis.numbering import Numbering
 from hapsynth.search.analysis.op_class import amount_of, class_of
 from hapsynth.search.analysis.op_signature import signature_of
 from hapsynth.search.analysis.optimizer_update import Together
-from hapsynth.search.cost.device_speed import Floats, Speeds
+from hapsynth.search.cost.device_speed import DeviceFigures, Floats, Speeds
 from hapsynth.search.cost.network import axis_links, devices_of, mesh_axes
-from hapsynth.search.cost.work import Work, lanes_of, tiled, within
+from hapsynth.search.cost.roofline import Roofline
+from hapsynth.search.cost.work import Work, lanes_of
 
 Ints: TypeAlias = npt.NDArray[np.int64]
 Largest: TypeAlias = Callable[[int, tuple[int, ...], int], float]
 """(dimension, the axes that cut it, which way) -> the fraction that its largest shard holds."""
-
-_LINE = 64.0
-"""Bytes that a memory gives at once."""
-
-
-def _column(values: Sequence[float]) -> Floats:
-    return np.array(values, dtype=np.float64)[:, None]
 
 
 class CostModel:
@@ -67,7 +64,8 @@ class CostModel:
     ) -> None:
         self.graph, self.table = graph, table
         self._fed = frozenset(graph.inputs) - graph.state
-        self._works: dict[tuple[int, int], tuple[Triples, Work]] = {}
+        self._works_of: dict[tuple[Granularity, ...], dict[tuple[int, int], Work]] = {}
+        self._triples = Numbering()
         self._kinds: dict[int, int] = {}
         self._kind_number: dict[object, int] = {}
         self._materialized, self._turned = materialized(graph), turned(graph)
@@ -80,21 +78,19 @@ class CostModel:
     def _place(self, cluster: Cluster, axes: Sequence[tuple[str, int]], room: MemoryBudget) -> None:
         self.cluster, self.n, self.axes = cluster, cluster.n, tuple(axes)
         self.lengths = tuple(size for _, size in self.axes)
-        number: dict[object, int] = {}
-        # Devices of a kind mostly are one object, and comparing these is slow.
-        unlike = {id(kind): kind for kind in cluster.devices}
-        known = {key: number.setdefault(kind, len(number)) for key, kind in unlike.items()}
-        self.kinds = tuple(dict.fromkeys(unlike.values()))
+        number: dict[DeviceKind, int] = {}
+        kind_of = [number.setdefault(kind, len(number)) for kind in cluster.devices]
+        self.kinds = tuple(number)
         """The distinct kinds of devices, as they come in mesh order."""
-        self.kind_of = np.array([known[id(d)] for d in cluster.devices], dtype=np.int64)
+        self.kind_of = np.array(kind_of, dtype=np.int64)
         """int [devices]: of each its kind."""
-        self._overhead = np.array([k.overhead for k in self.kinds])
-        self._bandwidth = np.array([k.bandwidth for k in self.kinds])
-        self.overhead, self.bandwidth = self._overhead[self.kind_of], self._bandwidth[self.kind_of]
+        self.figures = DeviceFigures(self.kinds)
+        # What devices count alike is shared.
+        self._works = self._works_of.setdefault(self.figures.granularities, {})
+        self.overhead, self.bandwidth = self.figures.overhead[self.kind_of], self.figures.bandwidth[self.kind_of]
         self.room = room
         self.links = axis_links(cluster, self.axes)
         self._speeds: dict[tuple[str, str], Speeds] = {}
-        self._speeds_of_kinds: dict[tuple[str, str], Speeds] = {}
         self._kinds_along: dict[tuple[int, ...], Ints] = {}
         self._ideal: dict[Work, float] = {}
         self._places: dict[tuple[int, ...], np.ndarray] = {}
@@ -113,15 +109,8 @@ class CostModel:
         """How long each device takes over the flops of ops of a class and dtype."""
         key = op_class, dtype
         if key not in self._speeds:
-            self._speeds[key] = self.speeds_of_kinds(op_class, dtype).at(self.kind_of)
+            self._speeds[key] = self.figures.speeds(op_class, dtype).at(self.kind_of)
         return self._speeds[key]
-
-    def speeds_of_kinds(self, op_class: str, dtype: str) -> Speeds:
-        """How long each kind of device takes over the flops of ops of a class and dtype."""
-        key = op_class, dtype
-        if key not in self._speeds_of_kinds:
-            self._speeds_of_kinds[key] = Speeds(self.kinds, op_class, dtype)
-        return self._speeds_of_kinds[key]
 
     def position(self, axes: tuple[int, ...]) -> np.ndarray:
         """int [devices]: each device's position along some axes, row-major."""
@@ -139,21 +128,27 @@ class CostModel:
             self._kinds_along[axes] = np.array([number.setdefault(row.tobytes(), len(number)) for row in rows])
         return self._kinds_along[axes]
 
+    def tiles_along(self, axes: tuple[int, ...]) -> Ints:
+        """int [kinds of positions along some axes]: of the devices at one, the widest tile."""
+        kinds = self.kinds_along(axes)
+        found = np.zeros(int(kinds.max()) + 1, dtype=np.int64)
+        np.maximum.at(found, kinds[self.position(axes)], self.figures.tile[self.kind_of])
+        return found
+
     def work(self, op_index: int, triples: Triples) -> Work:
         """What an op costs under its triples before any ratio."""
-        # By identity, as hashing triples costs more than all else; the entry keeps them from being another's.
-        key = (self.kind(op_index), id(triples))
+        key = (self.kind(op_index), self._triples.of(triples))
         known = self._works.get(key)
         if known is None:
-            known = self._works[key] = (triples, self._work(op_index, triples))
-        return known[1]
+            known = self._works[key] = self._work(op_index, triples)
+        return known
 
     def kind(self, op_index: int) -> int:
         """Ops of one kind cost the same under the same triples."""
         if op_index not in self._kinds:
             op, at = self.graph.ops[op_index], self._materialized
             operands = tuple(at[o] if isinstance(o, int) else None for o in op.operands)
-            key = (id(self.table[op_index]), op.primitive, operands, tuple(at[v] for v in op.results), self._turns(op))
+            key = (self.table[op_index], op.primitive, operands, tuple(at[v] for v in op.results), self._turns(op))
             self._kinds[op_index] = self._kind_number.setdefault(key, len(self._kind_number))
         return self._kinds[op_index]
 
@@ -170,11 +165,12 @@ class CostModel:
             divided = tuple(k for k, (f, _) in enumerate(cut) if factors.position(dims[place], f) is not None)
             moved[divided] = moved.get(divided, 0.0) + nbytes
         if isinstance(op.primitive, Boundary):
-            return Work(0.0, tuple(sorted(moved.items())), 0, "float32", (0,) * len(cut), axes)
+            return Work((0.0,), tuple(sorted(moved.items())), 0, "float32", (0,) * len(cut), axes)
         dtype = str(op.dtypes[0] if op.dtypes else op.result_dtypes[0])
         lanes = tuple(lanes_of(op.name, factors, f) for f, _ in cut)
         op_class = self._op_class(op_index)
-        return Work(amount_of(op), tuple(sorted(moved.items())), launches, dtype, lanes, axes, op_class)
+        amount = self.figures.each(lambda granularity: amount_of(op, granularity))
+        return Work(amount, tuple(sorted(moved.items())), launches, dtype, lanes, axes, op_class)
 
     def _op_class(self, op_index: int) -> str:
         op, kind = self.graph.ops[op_index], self.kind(op_index)
@@ -229,24 +225,15 @@ class CostModel:
     def loads(self, work: Work, fractions: Sequence[Floats]) -> tuple[Floats, Floats, npt.NDArray[np.bool_]]:
         """What an op comes to on each device, given each one's share of every cut factor: FLOPs in whole tiles, bytes
         moved, and whether the device does anything."""
-        share, held = np.ones(self.n), np.ones(self.n)
-        for fraction, lanes in zip(fractions, work.lanes, strict=True):
-            share = share * tiled(fraction, lanes)
+        (flops,), (moved,) = Roofline(self.figures, [work]).loads(self.kind_of, fractions)
+        held = np.ones(self.n)
+        for fraction in fractions:
             held = held * fraction
-        moved = np.zeros(self.n)
-        for divided, nbytes in work.moved:
-            part = np.full(self.n, nbytes)
-            for k in divided:
-                part = part * fractions[k]
-            moved += part
-        return work.flops * share, moved, held > 0
+        return flops, moved, held > 0
 
     def device_times(self, work: Work, fractions: Sequence[Floats]) -> Floats:
         """Seconds of each device, given each one's share of every cut factor; one without a share does nothing."""
-        flops, moved, takes_part = self.loads(work, fractions)
-        computing = self.speeds(work.op_class, work.dtype).seconds(flops)
-        busy = self.overhead * work.launches + np.maximum(computing, moved / self.bandwidth)
-        return np.where(takes_part, busy, 0.0)
+        return Roofline(self.figures, [work]).seconds(self.kind_of, fractions)[0]
 
     def time(self, work: Work, fractions: Sequence[Floats]) -> float:
         return float(self.device_times(work, fractions).max())
@@ -255,38 +242,18 @@ class CostModel:
         """`time` of many works, each with its fractions: float64 [works]. What is alike in form is one array, and of
         devices that are alike in all one is looked at."""
         found = np.zeros(len(works))
-        vectors = {id(f): f for _, fractions in works for f in fractions}
-        some = distinct(self.kind_of, list(vectors.values()))
-        kinds, held = self.kind_of[some], {key: f[some] for key, f in vectors.items()}
+        vectors = [[f.tobytes() for f in fractions] for _, fractions in works]
+        unlike = {key: f for keys, (_, mine) in zip(vectors, works, strict=True) for key, f in zip(keys, mine)}
+        some = distinct(self.kind_of, list(unlike.values()))
+        kinds, held = self.kind_of[some], {key: f[some] for key, f in unlike.items()}
         alike: dict[object, list[int]] = {}
         for i, (work, _) in enumerate(works):
             alike.setdefault(work.form, []).append(i)
         for rows in alike.values():
             mine = [works[i][0] for i in rows]
-            fractions = [np.array([held[id(works[i][1][k])] for i in rows]) for k in range(len(mine[0].lanes))]
-            found[rows] = self._times_on(kinds, mine, fractions).max(axis=1)
+            fractions = [np.array([held[vectors[i][k]] for i in rows]) for k in range(len(mine[0].lanes))]
+            found[rows] = Roofline(self.figures, mine).seconds(kinds, fractions).max(axis=1)
         return found
-
-    def _times_on(self, kinds: Ints, works: Sequence[Work], fractions: Sequence[Floats]) -> Floats:
-        """`device_times` of works of one form on devices of some kinds: float64 [works, devices], as are the fractions
-        of each cut factor."""
-        form, shape = works[0], (len(works), kinds.size)
-        share, held = np.ones(shape), np.ones(shape)
-        for k, fraction in enumerate(fractions):
-            share = share * tiled(fraction, np.array([[work.lanes[k]] for work in works]))
-            held = held * fraction
-        moved = np.zeros(shape)
-        for m, (divided, _) in enumerate(form.moved):
-            part = np.broadcast_to(_column([work.moved[m][1] for work in works]), shape)
-            for k in divided:
-                part = part * fractions[k]
-            moved += part
-        speeds = self.speeds_of_kinds(form.op_class, form.dtype).at(kinds)
-        computing = speeds.seconds(_column([work.flops for work in works]) * share)
-        busy = self._overhead[kinds] * _column([work.launches for work in works]) + np.maximum(
-            computing, moved / self._bandwidth[kinds]
-        )
-        return np.where(held > 0, busy, 0.0)
 
     def feed_work(self, value: int, layout: Layout) -> Work | None:
         """What it takes to put an argument that is new at every step into the devices' memory; None for a value that
@@ -296,7 +263,7 @@ class CostModel:
         cuts = len(cut_dims(layout))
         axes = tuple(a for a, p in enumerate(layout) if p.is_sharded)
         moved = ((tuple(range(cuts)), float(self.graph.values[value].nbytes)),)
-        return Work(0.0, moved, 0, "float32", (0,) * cuts, axes)
+        return Work((0.0,), moved, 0, "float32", (0,) * cuts, axes)
 
     def ideal_time(self, work: Work) -> float:
         """The least time over all ratios: no program at any ratio runs this op faster."""
@@ -319,32 +286,22 @@ class CostModel:
         At time t a device can take a share of at most r = min over its compute and memory budget, and the devices at
         one position along the cut axes take the same, so the least t is where the positions' shares sum to 1. A
         device that takes part pays its overhead and its whole bytes. Its computing time never falls as its share
-        grows, so what it does within t at most is the inverse of a measured curve.
+        grows.
         """
-        form = works[0]
+        form, figures = works[0], self.figures
         # Positions with the same kinds of devices have the same shares, and devices of a kind at one the same budget.
         kind_of, every = self.kinds_along(form.axes), np.arange(len(self.kinds))
         _, some, counts = np.unique(kind_of, return_index=True, return_counts=True)
         there = self.kind_of[np.argsort(self.position(form.axes), kind="stable")].reshape(kind_of.size, -1)[some]
         at = [np.unique(kinds) for kinds in there]
         columns, first = np.concatenate(at), np.cumsum([0, *[kinds.size for kinds in at[:-1]]])
-        speeds = self.speeds_of_kinds(form.op_class, form.dtype)
-        fixed = self._overhead * _column([w.launches for w in works])
-        cut = _column([sum(nbytes for divided, nbytes in w.moved if divided) for w in works])
-        whole = _column([sum(nbytes for divided, nbytes in w.moved if not divided) for w in works])
-        flops = _column([w.flops for w in works])
-        lanes = _column([w.lanes[0] if len(w.lanes) == 1 else 0 for w in works])
+        roofline = Roofline(figures, works)
 
         def covered(t: Floats) -> Floats:
-            budget = t[:, None] - fixed
-            by_compute = np.where(flops == 0, np.inf, speeds.flops(budget) / np.where(flops == 0, 1.0, flops))
-            left = budget * self._bandwidth - whole
-            uncut = np.where(left >= 0, np.inf, -np.inf)
-            by_memory = np.where(cut == 0, uncut, left / np.where(cut == 0, 1.0, cut))
-            share = np.minimum(within(by_compute, lanes), by_memory)
+            share = roofline.within(t)
             return np.clip(np.minimum.reduceat(share[:, columns], first, axis=1), 0.0, 1.0) @ counts.astype(np.float64)
 
-        busy = self._times_on(every, works, [np.ones((len(works), every.size))] * len(form.lanes))
+        busy = roofline.seconds(every, [np.ones((len(works), every.size))] * len(form.lanes))
         low, high = np.zeros(len(works)), np.maximum.reduceat(busy[:, columns], first, axis=1).min(axis=1)
         alone, short = high, covered(high) < 1.0
         for _ in range(60):
@@ -383,7 +340,7 @@ class CostModel:
         then rather than where they are made. Across the order in which they lie every element is a line of memory."""
         if value not in self._turned or not source[axis].is_partial:
             return 0.0
-        return self.graph.values[value].size * _LINE / float(self.bandwidth.min())
+        return float((self.graph.values[value].size * self.figures.line / self.figures.bandwidth).max())
 
     def conversion_kind(self, value: int) -> Hashable:
         """Values of one kind, and as large, are converted at the same cost."""

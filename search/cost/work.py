@@ -15,13 +15,14 @@ from hapsynth.search.cost.device_speed import Floats
 class Work(NamedTuple):
     """What an op does under its triples.
 
-    `flops`: see `speeds.amount_of`; they are divided by every factor that is cut. `moved`: bytes, and which of the cut
+    `flops`: see `op_class.amount_of`, one figure for each kind of device (`DeviceFigures`), or one for all where they
+    count it alike; they are divided by every factor that is cut. `moved`: bytes, and which of the cut
     factors divide them, summed over tensors; () for what every device moves itself. `lanes`, per cut factor: how many
     rows, columns or terms of a contraction it is one of, 0 where that does not matter. `axes`: those that some factor
     is cut along. `op_class`: what a profile counts the op to; its signature where some device was measured at just it.
     """
 
-    flops: float
+    flops: tuple[float, ...]
     moved: tuple[tuple[tuple[int, ...], float], ...]
     launches: int
     dtype: str
@@ -39,29 +40,21 @@ class Work(NamedTuple):
         return len(self.lanes), tuple(divided for divided, _ in self.moved), self.dtype, self.op_class
 
 
-TILE = 16
-"""Rows, columns or terms that a contraction works on at once: thinner shards take as long.
-
-Measured on one XLA CPU device (a convolution cut to 4, 8 and 16 output channels takes 9.7, 2.7 and 1.3 x its share,
-a matmul cut to 4 and 16 columns 3.3 and 0.9 x); tensor cores' smallest tiles are 8 and 16 wide.
-"""
-
-
-def tiled(fractions: Floats, lanes: int | np.ndarray) -> Floats:
-    """The fractions of a contraction's work that devices really do: whole tiles. `lanes` may be an array that goes with
-    the fractions."""
+def tiled(fractions: Floats, lanes: int | np.ndarray, tile: int | np.ndarray) -> Floats:
+    """The fractions of a contraction's work that devices really do: whole tiles. `lanes`, and the devices' `tile`, may
+    be arrays that go with the fractions."""
     if isinstance(lanes, int) and lanes == 0:
         return fractions
     some = np.maximum(lanes, 1)
-    tile = np.minimum(TILE, some)
+    tile = np.minimum(tile, some)
     whole = np.maximum(fractions, np.ceil(fractions * some / tile - 1e-9) * tile / some)
     return np.where(lanes == 0, fractions, whole)
 
 
-def within(fractions: Floats, lanes: np.ndarray) -> Floats:
+def within(fractions: Floats, lanes: np.ndarray, tile: int | np.ndarray) -> Floats:
     """The largest fractions whose whole tiles are no more work than these: the inverse of `tiled`."""
     some = np.maximum(lanes, 1)
-    tile = np.minimum(TILE, some)
+    tile = np.minimum(tile, some)
     return np.where(lanes == 0, fractions, np.floor(fractions * some / tile + 1e-6) * tile / some)
 
 

@@ -30,9 +30,11 @@ from hapsynth._gc import gc_paused
 from hapsynth.cluster.cluster import Cluster
 from hapsynth.cluster.memory_budget import MemoryBudget
 from hapsynth.graph.ir import Graph
-from hapsynth.search.cost.device_speed import Speeds
+from hapsynth.search.cost.device_speed import DeviceFigures
 from hapsynth.search.cost.model import CostModel
 from hapsynth.search.cost.network import mesh_axes
+from hapsynth.search.cost.roofline import Roofline
+from hapsynth.search.cost.work import Work
 from hapsynth.search.formulation.choice_space import ChoiceSpace, Restriction
 from hapsynth.search.planning.planner import Planner
 from hapsynth.search.result import SETTLED, Progress, Result, proven
@@ -79,9 +81,7 @@ class Ranking:
     def __init__(self, cluster: Cluster) -> None:
         self.kinds = sorted(cluster.kinds, key=lambda k: -k.rate("float32"))
         number = {kind: k for k, kind in enumerate(self.kinds)}
-        # Devices of a kind mostly are one object, and comparing these is slow.
-        known = {key: number[kind] for key, kind in {id(kind): kind for kind in cluster.devices}.items()}
-        self.rank = [known[id(kind)] for kind in cluster.devices]
+        self.rank = [number[kind] for kind in cluster.devices]
 
     def fastest(self, count: int) -> Devices:
         """The devices of the `count` fastest kinds."""
@@ -109,47 +109,36 @@ def _groupings(cluster: Cluster, devices: Devices) -> Iterator[list[Devices]]:
 class IdealWorkBound:
     """The seconds that a graph's ops take at least on any devices, however they are cut and whatever is communicated.
 
-    A device with a fraction r of an op's work takes t >= overhead + max(r flops / rate, r bytes / bandwidth), at the
-    highest rate that was measured, and the fractions sum to 1; bytes that are not divided are moved once at least. An
+    A device with a fraction of an op's work takes at least that fraction of its roofline's seconds, at the highest rate
+    that was measured, and the fractions sum to 1; bytes that are not divided are moved once at least. An
     op that cannot be cut waits for the slowest device.
     """
 
     def __init__(self, structure: ChoiceSpace, costs: CostModel) -> None:
         graph, number = structure.graph, dict[object, int]()
         runs: list[float] = []
-        works: list[tuple[float, float, int, tuple[str, str], bool]] = []
+        self.works: list[Work] = []
+        cut: list[bool] = []
         for op in graph.ops:
             key = (costs.kind(op.index), id(structure.triples[op.index]))
             if key not in number:
-                number[key] = len(works)
+                number[key] = len(self.works)
                 runs.append(0.0)
                 found = [costs.work(op.index, triples) for triples in structure.triples[op.index]]
-                work, cut = found[0], any(w.divided for w in found)
-                works.append(
-                    (work.flops, sum(b for _, b in work.moved), work.launches, (work.op_class, work.dtype), cut)
-                )
+                # By the kind that counts it the least, and whatever divides it.
+                self.works.append(found[0]._replace(flops=(min(found[0].flops),), lanes=()))
+                cut.append(any(w.divided for w in found))
             runs[number[key]] += graph.runs[op.region]
-        self.runs = np.array(runs)
-        flops, nbytes, launches, self.classes, cut = zip(*works) if works else ((),) * 5
-        column = lambda values: np.array(values, dtype=np.float64)[:, None]
-        self.flops, self.nbytes, self.launches, self.cut = *map(column, (flops, nbytes, launches)), np.array(cut, bool)
+        self.runs, self.cut = np.array(runs), np.array(cut, bool)
 
     def on(self, cluster: Cluster) -> float:
         """Seconds per step."""
-        if not self.classes:
+        if not self.works:
             return 0.0
         counts = Counter(cluster.devices)
-        kinds, of_each = list(counts), np.array(list(counts.values()), dtype=np.float64)
-        speeds = {key: Speeds(kinds, *key) for key in dict.fromkeys(self.classes)}
-        rate = np.array([speeds[key].most for key in self.classes])
-        bandwidth = np.array([k.bandwidth for k in kinds])
-        overhead = np.array([k.overhead for k in kinds])
-        together = lambda a: (a * of_each).sum(axis=-1, keepdims=True)
-        shared = self.launches * overhead.min() + np.maximum(
-            self.flops / together(rate), self.nbytes / together(bandwidth)
-        )
-        alone = self.launches * overhead + np.maximum(self.flops / rate, self.nbytes / bandwidth)
-        return float(self.runs @ np.where(self.cut, shared[:, 0], alone.max(axis=1)))
+        roofline = Roofline(DeviceFigures(list(counts)), self.works)
+        shared = roofline.least_shared(np.array(list(counts.values()), dtype=np.float64))
+        return float(self.runs @ np.where(self.cut, shared, roofline.least_alone().max(axis=1)))
 
 
 @dataclass

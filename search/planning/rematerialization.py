@@ -23,6 +23,7 @@ from hapsynth.instructions.rules.registry import flops_of, is_fusible
 from hapsynth.search.analysis.fusion import materialized
 from hapsynth.search.analysis.liveness import Liveness
 from hapsynth.search.cost.model import Floats
+from hapsynth.search.cost.roofline import busy
 from hapsynth.search.planning.device_subsets import ClusterPlanner
 from hapsynth.search.planning.planner import InfeasibleError
 from hapsynth.search.result import Result
@@ -135,7 +136,7 @@ def seconds_of(graph: Graph, devices: Sequence[DeviceKind]) -> list[float]:
     for op in graph.ops:
         read = [v for _, v in op.value_operands] if not is_fusible(op) else []
         moved = nbytes(read) + nbytes(v for v in op.results if stored[v])
-        found.append(max(flops_of(op) / rate, moved / bandwidth))
+        found.append(float(busy(0.0, flops_of(op) / rate, moved / bandwidth)))
     return found
 
 

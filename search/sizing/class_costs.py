@@ -17,7 +17,8 @@ from hapsynth.instructions.program.sizes import Classes, Node, Sizes, layout_nod
 from hapsynth.instructions.staging.reshard_moves import moved
 from hapsynth.search.cost.model import CostModel, Floats, distinct
 from hapsynth.search.cost.program_cost import cuts_of, resharing
-from hapsynth.search.cost.work import Work, tiled
+from hapsynth.search.cost.roofline import Roofline
+from hapsynth.search.cost.work import Work
 from hapsynth.search.memory.profile import Cut, joined_shares, largest_of
 from hapsynth.search.solver import Ints
 
@@ -278,47 +279,27 @@ class ClassCosts:
                 found |= {w.lanes[k] for w in works.counts if cut[0] == c}
         return found - {0}
 
+    def tiles(self, c: int) -> set[tuple[int, ...]]:
+        """The units of a class that fill a tile of some contraction that it divides, on each kind of position along its
+        axes; 1 where none do."""
+        cls = self.classes.all[c]
+        of_kinds = self.costs.tiles_along(cls.axes).tolist()
+        units = lambda tile, n: tile * cls.units // n if n >= tile and tile * cls.units % n == 0 else 1
+        found = {tuple(units(tile, n) for tile in of_kinds) for n in self.lanes(c)}
+        return {tiles for tiles in found if max(tiles) > 1}
+
 
 class WorkTable:
-    """ComputeTerm with the same cuts as arrays [works, kinds of devices]."""
+    """The works of a ComputeTerm as arrays [works, kinds of devices]."""
 
     def __init__(self, works: ComputeTerm, costs: CostModel) -> None:
-        column = lambda values: np.array(list(values), dtype=np.float64)[:, None]
-        all_, kinds = list(works.counts), costs.kinds
         self.kind_of = costs.kind_of
         self.counts = np.array(list(works.counts.values()), dtype=np.float64)
-        self.flops = column(w.flops for w in all_)
-        speeds = [costs.speeds_of_kinds(w.op_class, w.dtype) for w in all_]
-        self.compute = self.flops / np.array([s.rate for s in speeds]).reshape(len(all_), len(kinds))
-        curved = dict.fromkeys(s for s in speeds if not s.linear)
-        self.curved = [(s, np.array([i for i, mine in enumerate(speeds) if mine is s])) for s in curved]
-        """The rows whose times are measured by size."""
-        masks = sorted({mask for w in all_ for mask, _ in w.moved})
-        bytes_of = [dict(w.moved) for w in all_]
-        bandwidth = np.array([k.bandwidth for k in kinds])
-        self.moved = [(mask, column(b.get(mask, 0.0) for b in bytes_of) / bandwidth) for mask in masks]
-        self.lanes = [np.array([[w.lanes[k]] for w in all_]) for k in range(len(works.cuts))]
-        self.fixed = column(w.launches for w in all_) * np.array([k.overhead for k in kinds])
+        self.roofline = Roofline(costs.figures, list(works.counts), scaled=True)
 
     def busy(self, kinds: Ints, fractions: Sequence[Floats], *, whole_tiles: bool = True) -> Floats:
-        """Seconds [works, devices], from the kinds of some devices and each cut's share on each of them [devices];
-        without `whole_tiles` as if contractions took the less time the fewer rows there are, however few."""
-        share = np.ones(())
-        for fraction, lanes in zip(fractions, self.lanes, strict=True):
-            share = share * (tiled(fraction, lanes) if whole_tiles else fraction)
-        moved = np.zeros((len(self.counts), kinds.size))
-        for mask, seconds in self.moved:
-            part = seconds[:, kinds]
-            for k in mask:
-                part = part * fractions[k]
-            moved = moved + part
-        computing = self.compute[:, kinds] * share
-        for speeds, rows in self.curved:
-            computing[rows] = speeds.at(kinds).seconds(self.flops[rows] * np.broadcast_to(share, computing.shape)[rows])
-        busy = self.fixed[:, kinds] + np.maximum(computing, moved)
-        for fraction in fractions:
-            busy = np.where(fraction > 0, busy, 0.0)
-        return busy
+        """Seconds [works, devices], as `Roofline.seconds`."""
+        return self.roofline.seconds(kinds, fractions, whole_tiles=whole_tiles)
 
     def cost(self, fractions: Sequence[Floats]) -> float:
         """Seconds, from each cut's share per device [devices]."""

@@ -14,7 +14,7 @@ from scipy.sparse import coo_array
 
 from hapsynth.instructions.program.sizes import Sizes
 from hapsynth.search.cost.model import Floats, distinct
-from hapsynth.search.cost.work import Work
+from hapsynth.search.cost.roofline import Roofline
 from hapsynth.search.memory.profile import Cut, MemoryProfile, joined_shares, largest_of
 from hapsynth.search.sizing.class_costs import ClassCosts, CommTerm, ComputeTerm
 from hapsynth.search.solver import Ints
@@ -170,7 +170,6 @@ class RatioLP:
                 self.objective[self._largest(cut)] += rest
 
     def _add_works(self) -> None:
-        ones = np.ones(self.costs.n)
         for works in self.works:
             mine = [k for k, cut in enumerate(works.cuts) if cut[0] in self.column]
             if not mine:
@@ -182,17 +181,13 @@ class RatioLP:
             place = self.costs.position(self.axes[: works.cuts[k][1]])
             which = self._unlike(works.cuts[k][1])[1][place]
             held = self._held(works.cuts[k])
-            others = [ones if n == k else self.loads.fraction(self.sizes, o) for n, o in enumerate(works.cuts)]
+            others = [held if n == k else self.loads.fraction(self.sizes, o) for n, o in enumerate(works.cuts)]
             some = distinct(self.costs.kind_of, [which, held, *others])
             shares = [self._share(works.cuts[k], int(p)) for p in place[some]]
-            for work, count in works.counts.items():
-                fixed = self.costs.overhead * work.launches
-                compute = self._compute(work, work.flops * np.prod(others, axis=0), held)
-                cut, whole = np.zeros(self.costs.n), np.zeros(self.costs.n)
-                for mask, nbytes in work.moved:
-                    moved = np.prod([nbytes * ones, *(others[n] for n in mask)], axis=0) / self.costs.bandwidth
-                    (cut if k in mask else whole)[:] += moved
-                rows = self._rows_of(fixed, compute, cut, whole)
+            roofline = Roofline(self.costs.figures, list(works.counts))
+            lines = zip(*self._lines(roofline, k, others), strict=True)
+            for count, line in zip(works.counts.values(), lines, strict=True):
+                rows = np.stack(line).T
                 t = len(self.objective)
                 unit = float(rows.max()) or 1.0
                 self.objective.append(count * self.times[c] * unit)
@@ -234,13 +229,10 @@ class RatioLP:
             found.append((dict(row), 0.0))
         return found
 
-    def _compute(self, work: Work, flops: Floats, held: Floats) -> Floats:
-        """Seconds of computing per device at a share of 1, by what it takes over the share that it holds."""
-        return self.costs.speeds(work.op_class, work.dtype).seconds(flops * held) / held
-
-    def _rows_of(self, fixed: Floats, compute: Floats, cut: Floats, whole: Floats) -> Floats:
-        """Per device, seconds that are fixed, those of computing and moving at a share of 1, and of moving besides."""
-        return np.stack([fixed, compute, cut, whole]).T
+    def _lines(self, roofline: Roofline, k: int, fractions: Sequence[Floats]) -> tuple[Floats, ...]:
+        """Per work and device, seconds that are fixed, those of computing and moving at a share of 1 of cut `k`, and of
+        moving besides; of computing by what it takes over the share that it holds."""
+        return roofline.line(self.costs.kind_of, k, fractions, fractions[k])
 
     def _held(self, cut: Cut) -> Floats:
         """The shares at which measured times are taken: of the last sizes; the even one where a device has none."""

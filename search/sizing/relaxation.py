@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from hapsynth.instructions.program.sizes import Sizes
 from hapsynth.search.cost.model import Floats
-from hapsynth.search.cost.work import Work
+from hapsynth.search.cost.roofline import Roofline
 from hapsynth.search.memory.profile import Cut, MemoryProfile, largest_of
 from hapsynth.search.sizing.class_costs import ClassCosts, CommTerm, ComputeTerm
 from hapsynth.search.sizing.ratio_lp import RatioLP
@@ -43,11 +43,11 @@ def relaxation_bound(
     # A tensor that two families cut holds a product.
     points = _full_points(memory, sizes, limit) if len(kinds) == 1 else ()
     known = [(w, lp) for lp in lps for w in lp.works], [(w, lp) for lp in lps for w in lp.wires]
-    covered = {id(w) for works_or_wires in known for w, _ in works_or_wires}
+    covered = {w for works_or_wires in known for w, _ in works_or_wires}
     floor = _UncoveredTerms(loads, sizes, pinned)
     found = [lp.least(points, limit, left()) + lp.constant for lp in lps]
-    found += [floor.of_works(works) for works in loads.works if id(works) not in covered]
-    found += [floor.of_wire(replace(wire, seconds=0.0) if id(wire) in covered else wire) for wire in loads.wires]
+    found += [floor.of_works(works) for works in loads.works if works not in covered]
+    found += [floor.of_wire(replace(wire, seconds=0.0) if wire in covered else wire) for wire in loads.wires]
     return fsum(found)
 
 
@@ -83,12 +83,11 @@ class _RelaxedLP(RatioLP):
     def _add_reshares(self) -> None:
         """At sizes that are alike nothing moves."""
 
-    def _compute(self, work: Work, flops: Floats, held: Floats) -> Floats:
-        return flops / self.costs.speeds(work.op_class, work.dtype).most
-
-    def _rows_of(self, fixed: Floats, compute: Floats, cut: Floats, whole: Floats) -> Floats:
-        least = lambda seconds: np.full_like(seconds, seconds.min())
-        return super()._rows_of(least(fixed), compute, cut, least(whole))
+    def _lines(self, roofline: Roofline, k: int, fractions: Sequence[Floats]) -> tuple[Floats, ...]:
+        """Of what does not depend on the share the least device's; computing at the highest rate."""
+        fixed, compute, cut, whole = roofline.line(self.costs.kind_of, k, fractions, None)
+        least = lambda seconds: np.broadcast_to(seconds.min(axis=1, keepdims=True), seconds.shape)
+        return least(fixed), compute, cut, least(whole)
 
 
 class _UncoveredTerms:

@@ -23,7 +23,6 @@ from hapsynth.graph.ir import Graph
 from hapsynth.instructions.program.program import Program
 from hapsynth.instructions.program.sizes import Classes, Sizes
 from hapsynth.search.cost.model import CostModel, Floats
-from hapsynth.search.cost.work import TILE
 from hapsynth.search.memory.profile import MemoryProfile
 from hapsynth.search.sizing.class_costs import ClassCosts
 from hapsynth.search.sizing.fixed_ratios import FixedRatios
@@ -260,14 +259,12 @@ class Sizer:
             if allotted is not None:
                 yield allotted
             return
-        lanes = self.loads.lanes(c)
-        tiles = {TILE * units // n for n in lanes if n >= TILE and TILE * units % n == 0}
-        for tile, rest in product(sorted(tiles - {1}), held):
+        for tile, rest in product(sorted(self.loads.tiles(c)), held):
             others = [k for k in held if k != rest]
             for up in product((0, 1), repeat=len(others)):
                 aligned = shares.copy()
                 for k, u in zip(others, up, strict=True):
-                    aligned[kind_of == k] = (int(shares[kind_of == k].mean()) // tile + u) * tile
+                    aligned[kind_of == k] = (int(shares[kind_of == k].mean()) // tile[k] + u) * tile[k]
                 mine = kind_of == rest
                 left, count = units - int(aligned[~mine].sum()), int(mine.sum())
                 if left >= 0:

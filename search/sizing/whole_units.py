@@ -17,7 +17,6 @@ import numpy.typing as npt
 
 from hapsynth.instructions.program.sizes import Sizes
 from hapsynth.search.cost.model import CostModel, Floats, distinct
-from hapsynth.search.cost.work import TILE
 from hapsynth.search.memory.profile import Cut, joined_shares, largest_of
 from hapsynth.search.sizing.class_costs import ClassCosts, WorkTable
 from hapsynth.search.solver import Ints
@@ -144,7 +143,8 @@ class ClassUnits:
         layer = self._layers.get(depth)
         if layer is None:
             return None
-        window = max([TILE * self.cls.units // n for n in self.loads.lanes(self.c) if n >= TILE], default=1)
+        tiles = self.loads.costs.figures.tile.tolist()
+        window = max([t * self.cls.units // n for n in self.loads.lanes(self.c) for t in tiles if n >= t], default=1)
         low, high = np.maximum(shares - window, 0), np.minimum(shares + window, most)
         high = np.where(shares > 0, high, 0)
         wanted = self.cls.units - int(low.sum())

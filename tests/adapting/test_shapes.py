@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from jax import lax
 from jax.sharding import Mesh
-from slow_devices import SPEEDS, first_devices, slow_cluster
+from slow_devices import SPEEDS, first_devices, thin_cluster
 
 import hapsynth
 from hapsynth import Plan, ShapeError
@@ -20,13 +20,8 @@ from hapsynth import Plan, ShapeError
 CARRIED = {"[0]['up']": "S(1)", "[0]['down']": "R", "[0]['momentum']": "S(1)"}
 
 
-@pytest.fixture(autouse=True)
-def thin_shards(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hapsynth.search.cost.work.TILE", 1)
-
-
 def planned(fn: Callable[..., Any], args: Any, on: str = "3:1", **options: Any) -> Plan:
-    cluster, mesh = slow_cluster(SPEEDS[on]), first_devices(len(SPEEDS[on]))
+    cluster, mesh = thin_cluster(SPEEDS[on]), first_devices(len(SPEEDS[on]))
     return hapsynth.synthesize(fn, args, mesh, cluster=cluster, leave_out=False, **options)
 
 
@@ -113,7 +108,7 @@ def test_buckets_of_sequence_lengths() -> None:
 
 
 def test_on_two_axes() -> None:
-    cluster = replace(slow_cluster((3.0,) * 4 + (1.0,) * 4), axes=(("data", 2), ("model", 4)))
+    cluster = replace(thin_cluster((3.0,) * 4 + (1.0,) * 4), axes=(("data", 2), ("model", 4)))
     mesh = Mesh(np.array(jax.devices()).reshape(2, 4), ("data", "model"))
     plan = hapsynth.synthesize(step, (initial(), batch(960)), mesh, cluster=cluster, leave_out=False)
     short = plan.for_shapes(initial(), batch(133))

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 from checkpoint_jobs import KILLS, values
 from random_plans import floats, make_plan, step, step_args
-from slow_devices import first_devices, slow_cluster
+from slow_devices import first_devices, thin_cluster
 
 import hapsynth
 from hapsynth.checkpoint import manifest, writer
@@ -74,9 +74,7 @@ ROW: dict[str, Any] = {
 }
 
 
-def test_training_goes_on_with_other_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # Tiny contractions are worth cutting too.
-    monkeypatch.setattr("hapsynth.search.cost.work.TILE", 1)
+def test_training_goes_on_with_other_devices(tmp_path: Path) -> None:
     batches = np.random.default_rng(5).normal(size=(5 * len(ROW), 48, 24)).astype(np.float32)
     want, alone = beginning(), jax.jit(train)
     uneven, saved = dict[str, bool](), ""
@@ -86,7 +84,7 @@ def test_training_goes_on_with_other_devices(tmp_path: Path, monkeypatch: pytest
             train,
             (beginning(), batch[0]),
             first_devices(len(speeds)),
-            cluster=slow_cluster(speeds),
+            cluster=thin_cluster(speeds),
             fixed=fixed,
             leave_out=False,
             form=form,

@@ -23,7 +23,7 @@ from conftest import write_model
 from control_cases import CASES
 from jax import lax
 from jax.sharding import Mesh
-from slow_devices import SPEEDS, first_devices, slow_cluster
+from slow_devices import SPEEDS, first_devices, thin_cluster
 from test_random import dropout_step, large_draws
 from zoo import functional, language
 
@@ -79,13 +79,8 @@ def target():
 """
 
 
-@pytest.fixture(autouse=True)
-def thin_shards(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hapsynth.search.cost.work.TILE", 1)
-
-
 def planned(fn: Callable[..., Any], args: Any, on: str = "3:1") -> Plan:
-    cluster, mesh = slow_cluster(SPEEDS[on]), first_devices(len(SPEEDS[on]))
+    cluster, mesh = thin_cluster(SPEEDS[on]), first_devices(len(SPEEDS[on]))
     return hapsynth.synthesize(fn, args, mesh, cluster=cluster, leave_out=False)
 
 
@@ -176,7 +171,7 @@ def test_two_axes() -> None:
     def fn(x: Any, w: Any) -> Any:
         return jnp.tanh(x @ w), jnp.cumsum(x, 0)
 
-    cluster = replace(slow_cluster((3.0,) * 4 + (1.0,) * 4), axes=(("data", 2), ("model", 4)))
+    cluster = replace(thin_cluster((3.0,) * 4 + (1.0,) * 4), axes=(("data", 2), ("model", 4)))
     mesh = Mesh(np.array(jax.devices()).reshape(2, 4), ("data", "model"))
     args = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((96, 80), (80, 112))]
     plan = hapsynth.synthesize(fn, args, mesh, cluster=cluster, leave_out=False)
@@ -294,6 +289,6 @@ def test_even_plans_as_shardings() -> None:
     lengths = r"dimension 0 in shards of \d+/\d+/\d+/\d+"
     with pytest.raises(ValueError, match=rf"argument \[1\]\['x'\], float32\[512, 16\], is kept as S\(0\), {lengths}"):
         _ = uneven.in_shardings
-    options = {"cluster": slow_cluster(SPEEDS["equal"]), "example_kwargs": {"x": args[1]["x"]}}
+    options = {"cluster": thin_cluster(SPEEDS["equal"]), "example_kwargs": {"x": args[1]["x"]}}
     with pytest.raises(ValueError, match="x by keyword"):
         _ = hapsynth.synthesize(lambda *, x: x + 1, (), first_devices(4), **options).in_shardings

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from control_cases import CASES, assert_same, floats, stacked_layers
 from jax import lax
-from slow_devices import SPEEDS, first_devices, slow_cluster
+from slow_devices import SPEEDS, first_devices, thin_cluster
 
 import hapsynth
 from hapsynth.graph.trace import trace
@@ -26,15 +26,9 @@ from hapsynth.search.cost.model import CostModel
 from hapsynth.search.cost.program_cost import instruction_costs, largest_share
 
 
-@pytest.fixture(autouse=True)
-def thin_shards(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tiny contractions are worth cutting too, as if they had no tiles."""
-    monkeypatch.setattr("hapsynth.search.cost.work.TILE", 1)
-
-
 def planned(fn: Any, args: Any, on: str = "3:1", bandwidth: float = 1e12) -> Plan:
     speeds = SPEEDS[on]
-    cluster = slow_cluster(speeds, bandwidth=bandwidth)
+    cluster = thin_cluster(speeds, bandwidth=bandwidth)
     return hapsynth.synthesize(fn, args, first_devices(len(speeds)), cluster=cluster, leave_out=False)
 
 
@@ -78,7 +72,7 @@ def test_a_body_is_planned_once() -> None:
     costs: list[float] = []
     for layers in (2, 8, 32):
         args = (jax.ShapeDtypeStruct((layers, 64, 64), "float32"), jax.ShapeDtypeStruct((240, 64), "float32"))
-        plan = hapsynth.synthesize(stacked_layers, args, slow_cluster(SPEEDS["3:1"]))
+        plan = hapsynth.synthesize(stacked_layers, args, thin_cluster(SPEEDS["3:1"]))
         ops.add(len(plan.traced.graph.ops))
         costs.append(plan.cost)
     assert len(ops) == 1
@@ -152,7 +146,7 @@ def test_frequencies_are_the_users_to_give(tmp_path: Any) -> None:
     args = ((floats(64, 64), floats(64, 64), np.int32(0)), floats(240, 64))
     line = f"test_control.py:{step.__code__.co_firstlineno + 4}"
     rare, often = (
-        hapsynth.synthesize(step, args, first_devices(4), cluster=slow_cluster(SPEEDS["3:1"], 1e8), expect={line: f})
+        hapsynth.synthesize(step, args, first_devices(4), cluster=thin_cluster(SPEEDS["3:1"], 1e8), expect={line: f})
         for f in (0.125, 1.0)
     )
     assert rare.traced.graph.runs[1:] == (1.0, 0.875, 0.125)
@@ -162,8 +156,8 @@ def test_frequencies_are_the_users_to_give(tmp_path: Any) -> None:
     again = hapsynth.load(tmp_path / "plan.json", step, args, first_devices(4))
     assert again.traced.graph.runs == rare.traced.graph.runs
     loop = CASES["while"]
-    long = hapsynth.synthesize(*loop, slow_cluster(SPEEDS["3:1"]), expect={"control_cases.py": 1000})
-    assert long.cost > 50 * hapsynth.synthesize(*loop, slow_cluster(SPEEDS["3:1"]), expect={"control_cases.py": 1}).cost
+    long = hapsynth.synthesize(*loop, thin_cluster(SPEEDS["3:1"]), expect={"control_cases.py": 1000})
+    assert long.cost > 50 * hapsynth.synthesize(*loop, thin_cluster(SPEEDS["3:1"]), expect={"control_cases.py": 1}).cost
     for expect, why in (
         ({"train.py:3": 0.5}, r"names 'train.py:3'; where .*: cond \(test_control.py:\d+\)"),
         ({line: [0.5]}, "sum to 1"),
@@ -171,9 +165,9 @@ def test_frequencies_are_the_users_to_give(tmp_path: Any) -> None:
         ({line: "often"}, "sum to 1"),
     ):
         with pytest.raises(ValueError, match=why):
-            hapsynth.synthesize(step, args, slow_cluster(SPEEDS["3:1"]), expect=expect)
+            hapsynth.synthesize(step, args, thin_cluster(SPEEDS["3:1"]), expect=expect)
     with pytest.raises(ValueError, match="give its trips"):
-        hapsynth.synthesize(*loop, slow_cluster(SPEEDS["3:1"]), expect={"control_cases.py": (1, 2)})
+        hapsynth.synthesize(*loop, thin_cluster(SPEEDS["3:1"]), expect={"control_cases.py": (1, 2)})
 
 
 def test_decisions_of_floats_are_made_uniform() -> None:
@@ -341,7 +335,7 @@ def test_memory_of_a_chain_right_after_a_loop() -> None:
 def test_memory_counts_what_a_loop_holds() -> None:
     """Stacked residuals lie in memory from one scan to the other."""
     args = lambda n: (jax.ShapeDtypeStruct((n, 64, 64), "float32"), jax.ShapeDtypeStruct((960, 64), "float32"))
-    peaks = [max(hapsynth.synthesize(stacked_layers, args(n), replace(slow_cluster((1.0,)))).memory) for n in (4, 8)]
+    peaks = [max(hapsynth.synthesize(stacked_layers, args(n), replace(thin_cluster((1.0,)))).memory) for n in (4, 8)]
     residuals = 4 * 2 * 960 * 64 * 4
     assert peaks[1] - peaks[0] >= residuals
 

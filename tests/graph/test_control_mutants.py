@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from control_cases import CASES
-from slow_devices import SPEEDS, first_devices, slow_cluster
+from slow_devices import SPEEDS, first_devices, thin_cluster
 
 import hapsynth
 from hapsynth.graph.ir import Graph
@@ -185,7 +185,7 @@ def drawn_sizes(graph: Graph, program: Program, rng: np.random.Generator) -> Siz
 
 def run_walk(name: str, seed: int, steps: int = STEPS) -> Walk:
     fn, args = CASES[name]
-    plan = hapsynth.synthesize(fn, args, first_devices(DEVICES), cluster=slow_cluster(SPEEDS["3:1"]), leave_out=False)
+    plan = hapsynth.synthesize(fn, args, first_devices(DEVICES), cluster=thin_cluster(SPEEDS["3:1"]), leave_out=False)
     graph = plan.traced.graph
     walk = Walk(graph, plan.program, seed)
     program = walk.run(steps)
@@ -206,7 +206,6 @@ def run_walk(name: str, seed: int, steps: int = STEPS) -> Walk:
 
 @pytest.mark.parametrize("name", CASES)
 def test_what_the_checker_accepts_computes_what_it_should(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hapsynth.search.cost.work.TILE", 1)
     # What mutates may join the classes that a reshare lies between.
     monkeypatch.setattr("hapsynth.search.planning.reshard.ReshardInserter.improved", lambda self, candidate: candidate)
     assert run_walk(name, seed=0).taken > 10

@@ -17,7 +17,7 @@ from jax.experimental import io_callback
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 from own_rules import numbers, primitive
-from slow_devices import SPEEDS, first_devices, slow_cluster
+from slow_devices import SPEEDS, first_devices, thin_cluster
 from test_export import assert_exports
 
 import hapsynth
@@ -27,7 +27,7 @@ from hapsynth.graph.trace import trace
 from hapsynth.instructions.rules.replicated_ops import named, unpriced
 from hapsynth.plan import Plan
 
-CLUSTER = slow_cluster(SPEEDS["3:1"])
+CLUSTER = thin_cluster(SPEEDS["3:1"])
 MODEL = """
 import jax, jax.numpy as jnp, numpy as np
 from jax.extend.core import Primitive
@@ -40,11 +40,6 @@ mlir.register_lowering(hidden, mlir.lower_fun(jnp.sin, multiple_results=False))
 def target():
     return lambda x: hidden.bind(x) * 2, (jax.ShapeDtypeStruct((64, 8), np.float32),)
 """
-
-
-@pytest.fixture(autouse=True)
-def thin_shards(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hapsynth.search.cost.work.TILE", 1)
 
 
 def planned(fn: Callable[..., Any], *args: Any, **options: Any) -> Plan:

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from slow_devices import SPEEDS, first_devices, slow_cluster
+from slow_devices import SPEEDS, first_devices, slow_cluster, thin_cluster
 
 import hapsynth
 from hapsynth.graph.ir import Op
@@ -282,13 +282,8 @@ def test_a_wrong_offset_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
 # ---- in plans
 
 
-@pytest.fixture
-def thin_shards(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hapsynth.search.cost.work.TILE", 1)
-
-
 def planned(fn: Callable[..., Any], args: Any, on: str, **options: Any) -> Plan:
-    cluster, mesh = slow_cluster(SPEEDS[on]), first_devices(len(SPEEDS[on]))
+    cluster, mesh = thin_cluster(SPEEDS[on]), first_devices(len(SPEEDS[on]))
     return hapsynth.synthesize(fn, args, mesh, cluster=cluster, leave_out=False, **options)
 
 
@@ -321,7 +316,6 @@ def dropout_step(params: Any, key: Any, x: Any) -> Any:
     return [p - 0.1 * g for p, g in zip(params, grads)], key, value, mask
 
 
-@pytest.mark.usefixtures("thin_shards")
 @pytest.mark.parametrize("raw", [False, True], ids=["typed", "raw"])
 @pytest.mark.parametrize("on", ["3:1", "odd", "hopeless"])
 def test_dropout_in_training(on: str, raw: bool) -> None:
@@ -343,7 +337,6 @@ def test_dropout_in_training(on: str, raw: bool) -> None:
         assert 0.6 < np.mean(one_device) < 0.8
 
 
-@pytest.mark.usefixtures("thin_shards")
 def test_one_key_per_example() -> None:
     def fn(key: Any, x: Any) -> Any:
         keys = jax.random.split(key, len(x))
@@ -358,7 +351,6 @@ def test_one_key_per_example() -> None:
     assert plan.check(*args).ok
 
 
-@pytest.mark.usefixtures("thin_shards")
 def test_rbg_in_a_plan_is_right_and_whole() -> None:
     def fn(key: Any, x: Any) -> Any:
         return jnp.where(jax.random.bernoulli(key, 0.5, x.shape), jnp.exp(x), 0.0)

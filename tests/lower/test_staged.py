@@ -18,7 +18,7 @@ import pytest
 from control_cases import CASES, assert_same, floats
 from jax import lax
 from random_programs import RandomProgram
-from slow_devices import SPEEDS, first_devices, slow_cluster
+from slow_devices import SPEEDS, first_devices, thin_cluster
 from test_examples import TINY, example, start
 from test_lower import assert_close, chain
 from unflatten import unflattened
@@ -35,12 +35,6 @@ from hapsynth.plan import Form, Plan
 from hapsynth.running.form import chosen_form
 
 
-@pytest.fixture(autouse=True)
-def thin_shards(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tiny contractions are worth cutting too, as if they had no tiles."""
-    monkeypatch.setattr("hapsynth.search.cost.work.TILE", 1)
-
-
 def in_form(plan: Plan, form: Form) -> Plan:
     """The same plan in a form."""
     return Plan(plan.traced, plan.result, plan.cluster, plan.mesh, plan.fn, form=form)
@@ -48,7 +42,7 @@ def in_form(plan: Plan, form: Form) -> Plan:
 
 def planned(fn: Any, args: Any, on: str, **options: Any) -> Plan:
     speeds = SPEEDS[on]
-    cluster = slow_cluster(speeds)
+    cluster = thin_cluster(speeds)
     options = {"form": "staged", **options}
     return hapsynth.synthesize(fn, args, first_devices(len(speeds)), cluster=cluster, leave_out=False, **options)
 

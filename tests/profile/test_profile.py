@@ -15,7 +15,7 @@ from two_processes import run_two
 from hapsynth import _device_memory
 from hapsynth.cli.main import main
 from hapsynth.cluster.cluster import Cluster
-from hapsynth.cluster.device_kinds import OP_CLASSES
+from hapsynth.cluster.op_classes import OP_CLASSES
 from hapsynth.profile.cluster_builder import Builder
 from hapsynth.profile.collectives import exchanges, fitted, link_of, rings
 from hapsynth.profile.kind_fit import KindFit, groups, smooth, typical

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import Mesh
-from slow_devices import SPEEDS, first_devices, slow_cluster
+from slow_devices import SPEEDS, first_devices, slow_cluster, thin_cluster
 
 import hapsynth
 from hapsynth import Plans
@@ -64,11 +64,6 @@ def planned(functions: Any = FUNCTIONS, args: Any = ARGS, mesh: Any = None, **op
     return hapsynth.synthesize(functions, args, mesh or first_devices(4), **options)
 
 
-@pytest.fixture
-def tiny_is_worth_cutting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hapsynth.search.cost.work.TILE", 1)
-
-
 def stored(plan: Plan, tree: Any) -> list[Any]:
     """Every array of the state as it lies, where a plan takes it as it lies; ValueError where it does not."""
     return [x for *_, x in plan.arguments.held(plan.lowered, tree, 0)]  # pyright: ignore[reportPrivateUsage]
@@ -78,10 +73,9 @@ CUT = {f"[0]['{part}']['{name}']": "S(0)" for part in ("params", "m") for name i
 """Every large array, unevenly: nothing depends on what a search would find."""
 
 
-@pytest.mark.usefixtures("tiny_is_worth_cutting")
 @pytest.mark.parametrize(("form", "fixed"), [("switch", CUT), ("staged", None)])
 def test_state_goes_from_plan_to_plan_as_it_lies(form: str, fixed: Any, tmp_path: Path) -> None:
-    plans = planned(form=form, fixed=fixed)
+    plans = planned(form=form, fixed=fixed, cluster=thin_cluster(SPEEDS["3:1"]))
     if fixed:
         assert {k: plans.layouts[k] for k in CUT} == CUT
         assert any(len(set(shares)) > 1 for shares in plans["init"].sizes.shares)
@@ -251,7 +245,6 @@ def test_state_may_be_said() -> None:
     assert shards[0] == shards[1]
 
 
-@pytest.mark.usefixtures("tiny_is_worth_cutting")
 def test_larger_units_and_one_value_for_two_arrays() -> None:
     """`eval` takes rows by fours, and is not to cut them where they lie otherwise; `init` makes one value for both."""
 
@@ -271,7 +264,7 @@ def test_larger_units_and_one_value_for_two_arrays() -> None:
         {"step": step, "heads": heads, "both": both},
         {"step": (state, rows), "heads": (state, np.ones((4, 4), np.float32)), "both": (np.float32(3),)},
         fixed={"[0]['a']": "S(0)", "[0]['b']": "R"},
-        cluster=slow_cluster(SPEEDS["3:1"], bandwidth=1e9),
+        cluster=thin_cluster(SPEEDS["3:1"], bandwidth=1e9),
     )
     made = plans["both"](3.0)
     assert len({len(x) for x in [stored(plans[n], made) for n in ("step", "heads")]}) == 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import jax
 import numpy as np
@@ -32,6 +33,16 @@ def slow_cluster(speeds: Sequence[float], bandwidth: float = 1e12, memory: float
         for s in speeds
     }
     return Cluster("slow", tuple(kinds[s] for s in speeds), tuple(range(len(speeds))), Link(bandwidth, 1e-10))
+
+
+def thin_cluster(speeds: Sequence[float], bandwidth: float = 1e12, memory: float = 16e9) -> Cluster:
+    """The same without tiles: tiny contractions are worth cutting too."""
+    return untiled(slow_cluster(speeds, bandwidth, memory))
+
+
+def untiled(cluster: Cluster) -> Cluster:
+    devices = [replace(kind, granularity=replace(kind.granularity, tile=1)) for kind in cluster.devices]
+    return replace(cluster, devices=tuple(devices))
 
 
 def first_devices(n: int) -> Mesh:

@@ -14,11 +14,12 @@ import hapsynth
 from hapsynth.cluster.cluster import Cluster, ClusterError
 from hapsynth.cluster.curves import Curve
 from hapsynth.cluster.device_kinds import MeasuredOp
+from hapsynth.cluster.granularity import Granularity
 from hapsynth.graph.ir import Graph
 from hapsynth.graph.trace import trace
 from hapsynth.profile.measured_ops import Ops
 from hapsynth.report.cost_breakdown import Computing, cost_lines, rate_source
-from hapsynth.search.analysis.op_class import POSITION, amount_of
+from hapsynth.search.analysis.op_class import amount_of
 from hapsynth.search.analysis.op_signature import described
 from hapsynth.search.cost.model import CostModel
 
@@ -141,4 +142,4 @@ def test_what_ops_come_to() -> None:
     assert (total(4096, 64), total(4096)) == (4096 * 64, 4096)
     images, kernels = struct(2, 16, 16, 3), struct(3, 3, 3, 4)
     convolved = lambda x, w: lax.conv_general_dilated(x, w, (1, 1), "VALID", dimension_numbers=("NHWC", "HWIO", "NHWC"))
-    assert amount_of(only(convolved, images, kernels)) == 2 * 14 * 14 * (2 * 3 * 3 * 3 * 4 + POSITION)
+    assert amount_of(only(convolved, images, kernels)) == 2 * 14 * 14 * (2 * 3 * 3 * 3 * 4 + Granularity().position)

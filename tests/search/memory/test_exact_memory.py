@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from control_cases import floats
-from slow_devices import first_devices, slow_cluster
+from slow_devices import first_devices, thin_cluster
 
 import hapsynth
 from hapsynth.cluster.cluster import Cluster
@@ -29,12 +29,6 @@ from hapsynth.search.planning.planner import InfeasibleError
 from hapsynth.search.sizing.sizer import Sizer
 
 
-@pytest.fixture(autouse=True)
-def thin_shards(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tiny contractions are worth cutting too, as if they had no tiles."""
-    monkeypatch.setattr("hapsynth.search.cost.work.TILE", 1)
-
-
 def momentum(state: Any, x: Any) -> Any:
     """Each column of the state is updated by itself."""
     w, m = state
@@ -47,7 +41,7 @@ STATE = (floats(32, 60), floats(32, 60)), floats(8, 32)
 
 def limited(*memory: float) -> Cluster:
     """Devices of one speed with so many bytes."""
-    fast = slow_cluster([1.0] * len(memory))
+    fast = thin_cluster([1.0] * len(memory))
     return replace(
         fast, devices=tuple(replace(k, name=f"d{int(m)}", memory=int(m)) for k, m in zip(fast.devices, memory))
     )
@@ -131,7 +125,7 @@ def exchanges(w: Any, x: Any) -> Any:
 @pytest.mark.parametrize("bundled", [True, False])
 def test_wires_are_those_that_the_stages_send(bundled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     fixed = {"[0]": "S(0)", "[1]": "S(1)"}
-    cluster = slow_cluster((3.0, 1.0, 2.0))
+    cluster = thin_cluster((3.0, 1.0, 2.0))
     args = floats(24, 24), floats(24, 24)
     plan = hapsynth.synthesize(
         exchanges, args, first_devices(3), cluster=cluster, leave_out=False, fixed=fixed, form="staged"

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from control_cases import CASES as CONTROL
 from random_programs import RandomProgram, floats, mlp_args, mlp_step
-from slow_devices import SPEEDS, first_devices, slow_cluster
+from slow_devices import SPEEDS, first_devices, thin_cluster
 from test_lower import CASES, SEEDS, assert_close, random_lowered, run
 from two_axes import AXES, mesh, product, sized
 from unflatten import unflattened
@@ -272,11 +272,10 @@ def test_the_first_device_shows_values(capfd: pytest.CaptureFixture[str]) -> Non
 
 
 @pytest.mark.parametrize("name", ["scanned layers", "recurrent", "while whose test communicates", "switch"])
-def test_control_flow(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_control_flow(name: str) -> None:
     """Plans of one axis, their shards cut again by a second one."""
-    monkeypatch.setattr("hapsynth.search.cost.work.TILE", 1)
     fn, args = CONTROL[name]
-    cluster, devices = slow_cluster(SPEEDS["3:1"]), first_devices(4)
+    cluster, devices = thin_cluster(SPEEDS["3:1"]), first_devices(4)
     flat = hapsynth.synthesize(fn, args, devices, cluster=cluster, leave_out=False)
     program, sizes = unflattened(flat.traced.graph, flat.program, flat.sizes, 2)
     check(flat.traced.graph, program, sizes)

@@ -17,7 +17,7 @@ from hapsynth.cluster.cluster import Cluster
 from hapsynth.graph.trace import trace
 from hapsynth.instructions.program.program import Program
 from hapsynth.instructions.program.sizes import Classes, Sizes
-from hapsynth.search.cost import model
+from hapsynth.search.cost.roofline import Roofline
 from hapsynth.search.formulation.choice_space import ChoiceSpace
 from hapsynth.search.planning import device_subsets, planner
 from hapsynth.search.planning.baselines import Baselines
@@ -127,16 +127,21 @@ def test_tables_are_of_kinds(monkeypatch: pytest.MonkeyPatch) -> None:
     """As much is computed for 512 devices of two kinds as for 8."""
     graph = trace(step, (STRUCT(256, 256), STRUCT(4096, 256))).graph
     widest: dict[int, int] = {}
+    seen: list[int] = []
+    seconds = Roofline.seconds
+
+    def watched(self: Roofline, kinds: Any, *rest: Any, **options: Any) -> Any:
+        if len(self.works) > 1 and not self.scaled:
+            seen.append(kinds.size)
+        return seconds(self, kinds, *rest, **options)
+
+    monkeypatch.setattr(Roofline, "seconds", watched)
     for n in (8, 512):
         of = planner.Planner(graph, cluster([4.0, 1.0] * (n // 2)))
         assert len(of.costs.kinds) == 2
         assert of.costs.kinds_along((0,)).tolist() == [0, 1] * (n // 2)
-        seen: list[int] = []
-        times_on = model.CostModel._times_on
-        watch = lambda self, kinds, *rest, _on=times_on, _seen=seen: _seen.append(kinds.size) or _on(self, kinds, *rest)
-        monkeypatch.setattr(model.CostModel, "_times_on", watch)
+        seen.clear()
         of.run()
-        monkeypatch.setattr(model.CostModel, "_times_on", times_on)
         widest[n] = max(seen)
     # By kind and share: largest remainders leave two shares to a kind.
     assert widest[512] <= 2 * widest[8] <= 32
