@@ -27,7 +27,8 @@ from hapsynth.report.names import Names
 from hapsynth.report.summary import print_left_out
 from hapsynth.report.tables import heading, table
 from hapsynth.search.cost.model import CostModel, Floats, held_fraction
-from hapsynth.search.cost.program_cost import conversion_cost, cuts_of, largest_share, shares
+from hapsynth.search.cost.program_cost import conversion_cost, largest_share, shares
+from hapsynth.search.cost.program_index import cut_nodes_of
 from hapsynth.search.cost.work import Work
 
 COST_SCHEMA = "hapsynth-cost-1"
@@ -130,7 +131,7 @@ class _Lines:
 
     def _op(self, i: Compute) -> Computing:
         work = self.model.work(i.op, i.triples)
-        fractions = shares(self.model, self.plan.sizes, cuts_of(self.model, i))
+        fractions = shares(self.model, self.plan.sizes, cut_nodes_of(self.model, i))
         runs = self.graph.runs[self.graph.ops[i.op].region]
         op_class = work.op_class.partition(":")[0] or "other"
         return self._computing(self.names.instruction(i), op_class, work, fractions, runs)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from hapsynth.graph.ir import Graph
@@ -54,6 +54,8 @@ class Convert(NamedTuple):
 Instruction = Compute | Convert
 Property = tuple[int, Layout]
 """`value | layout`: a fact that holds of the distributed state."""
+Access = tuple[tuple[Property, ...], tuple[Property, ...]]
+"""What an instruction reads and what it writes."""
 
 
 def reads(graph: Graph, instruction: Instruction) -> tuple[Property, ...]:
@@ -143,6 +145,13 @@ class Program:
     inputs: Mapping[int, Layout]
     instructions: tuple[Instruction, ...]
     outputs: tuple[Layout | None, ...]
+    _accesses: list[Access] = field(init=False, repr=False, default_factory=list[Access])
+
+    def accesses(self, graph: Graph) -> Sequence[Access]:
+        """What each instruction reads and writes; found once."""
+        if not self._accesses:
+            self._accesses.extend((reads(graph, i), writes(graph, i)) for i in self.instructions)
+        return self._accesses
 
     def collectives(self) -> dict[str, int]:
         """How often each collective occurs."""

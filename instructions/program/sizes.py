@@ -12,7 +12,7 @@ import numpy as np
 from hapsynth.graph.ir import Graph
 from hapsynth.instructions.factors import Factors, Triples
 from hapsynth.instructions.layout import Layout, cuts_of
-from hapsynth.instructions.program.program import Compute, Program, ProgramError, reads, writes
+from hapsynth.instructions.program.program import Compute, Program, ProgramError
 from hapsynth.instructions.rules.factor_table import FactorTable
 
 Node = tuple[int, int, tuple[int, ...], int]
@@ -117,9 +117,9 @@ class Classes:
                 sets.add(node, graph.values[value].shape[node[1]])
 
         properties = dict.fromkeys(program.inputs.items())
-        for i in program.instructions:
-            properties.update(zip(reads(graph, i), repeat(None)))
-            properties.update(zip(writes(graph, i), repeat(None)))
+        for needs, results in program.accesses(graph):
+            properties.update(zip(needs, repeat(None)))
+            properties.update(zip(results, repeat(None)))
         for value, layout in properties:
             if cuts_of(layout):
                 cut(value, layout)

@@ -11,6 +11,7 @@ import numpy as np
 from hapsynth.instructions.program.program import Compute, Convert, Instruction, Program
 from hapsynth.instructions.program.sizes import Node, Sizes, layout_nodes
 from hapsynth.search.cost.model import CostModel, Floats
+from hapsynth.search.cost.program_index import Load, ProgramIndex, cut_nodes_of
 
 
 class Cost(NamedTuple):
@@ -27,19 +28,6 @@ def largest_share(sizes: Sizes, value: int, dim: int, axes: tuple[int, ...], way
     return max(lengths) / max(sum(lengths), 1)
 
 
-def cuts_of(costs: CostModel, instruction: Compute) -> list[Node]:
-    """One dimension of each factor that an op's triples cut, in the order of its work's `lanes`."""
-    op = costs.graph.ops[instruction.op]
-    tensors = (*op.operands, *op.results)
-    found: list[Node] = []
-    for _, axes, places, ways in costs.table[instruction.op].cuts(instruction.triples):
-        for (place, dim), way in zip(places, ways, strict=True):
-            if isinstance(value := tensors[place], int):
-                found.append((value, dim, axes, way))
-                break
-    return found
-
-
 def shares(costs: CostModel, sizes: Sizes, nodes: Sequence[Node]) -> list[Floats]:
     """Each device's share of some dimensions."""
     found: list[Floats] = []
@@ -52,7 +40,7 @@ def shares(costs: CostModel, sizes: Sizes, nodes: Sequence[Node]) -> list[Floats
 def device_seconds(costs: CostModel, sizes: Sizes, instruction: Compute) -> Floats:
     """What each device takes over an op, one run: float64 [devices]."""
     work = costs.work(instruction.op, instruction.triples)
-    return costs.device_times(work, shares(costs, sizes, cuts_of(costs, instruction)))
+    return costs.device_times(work, shares(costs, sizes, cut_nodes_of(costs, instruction)))
 
 
 def conversion_cost(costs: CostModel, sizes: Sizes, i: Convert) -> tuple[float, float]:
@@ -77,38 +65,33 @@ def resharing(i: Convert) -> tuple[list[Node], tuple[Node, Node]]:
 
 def instruction_costs(program: Program, sizes: Sizes, costs: CostModel) -> Iterator[Cost]:
     """The cost of every instruction, in order."""
+    index, unsure = ProgramIndex.of(program, sizes.classes, costs), costs.graph.unsure
     known: dict[object, float] = {}
-    of, unsure = sizes.classes.of, costs.graph.unsure
     number: dict[object, int] = {}
     alike = [
         number.setdefault((c.axes, held), len(number)) for c, held in zip(sizes.classes.all, sizes.shares, strict=True)
     ]
 
-    def time(i: Compute) -> float:
+    def time(load: Load) -> float:
         # Nodes that as many axes cut, of classes that are cut alike, have the same shares.
-        work, nodes = costs.work(i.op, i.triples), cuts_of(costs, i)
-        key = (id(work), *[(alike[of[n]], len(n[2])) for n in nodes])
+        key = (load.work, *[(alike[c], depth) for c, depth in load.cuts])
         if key not in known:
-            known[key] = costs.time(work, shares(costs, sizes, nodes))
+            known[key] = costs.time(load.work, shares(costs, sizes, load.nodes))
         return known[key]
 
-    for i in program.instructions:
+    times = list(map(time, index.loads))
+    for i, load, runs in zip(program.instructions, index.load_of, index.runs, strict=True):
         if isinstance(i, Convert):
             seconds, wire = conversion_cost(costs, sizes, i)
-            runs = costs.graph.runs[i.region]
             yield Cost(i, runs * seconds, runs * wire)
         else:
-            runs = costs.graph.runs[costs.graph.ops[i.op].region]
-            seconds = time(i) + (costs.uniform_time(i.op) if i.op in unsure else 0.0)
-            yield Cost(i, runs * seconds, 0.0)
+            yield Cost(i, runs * (times[load] + (costs.uniform_time(i.op) if i.op in unsure else 0.0)), 0.0)
 
 
 def feed_costs(program: Program, sizes: Sizes, costs: CostModel) -> Iterator[tuple[int, float]]:
     """(argument, seconds) to put each argument that is new at every step into the devices' memory."""
-    for value, layout in program.inputs.items():
-        work = costs.feed_work(value, layout)
-        if work is not None:
-            yield value, costs.time(work, shares(costs, sizes, layout_nodes(value, layout)))
+    for value, load in ProgramIndex.of(program, sizes.classes, costs).feeds.items():
+        yield value, costs.time(load.work, shares(costs, sizes, load.nodes))
 
 
 def program_cost(program: Program, sizes: Sizes, costs: CostModel) -> float:

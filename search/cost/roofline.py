@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -19,12 +18,11 @@ from hapsynth.search.cost.device_speed import DeviceFigures, Floats, Speeds
 from hapsynth.search.cost.work import Work, tiled, within
 
 Ints = npt.NDArray[np.int64]
-_Seconds = TypeVar("_Seconds", float, Floats)
 
 
-def busy(launching: _Seconds, computing: _Seconds, moving: _Seconds) -> _Seconds:
+def busy(launching: float | Floats, computing: float | Floats, moving: float | Floats) -> Floats:
     """Seconds of an op."""
-    return launching + np.maximum(computing, moving)
+    return launching + np.maximum(computing, moving, dtype=np.float64)
 
 
 def _column(values: Sequence[float]) -> Floats:

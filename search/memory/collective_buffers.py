@@ -13,21 +13,12 @@ from typing import NamedTuple
 
 from hapsynth.graph.ir import Graph
 from hapsynth.instructions.collectives import BUNDLED
-from hapsynth.instructions.layout import Layout
 from hapsynth.instructions.program.program import Convert, Program, reads, writes
 from hapsynth.instructions.program.sizes import Node, layout_nodes
+from hapsynth.search.analysis.lifetimes import Tensor
 
 PHASES = 3
 """Points of an instruction."""
-
-
-class Tensor(NamedTuple):
-    """One tensor of a program: `value | layout`, alive from instruction `start` to `stop`, both included."""
-
-    value: int
-    layout: Layout
-    start: int
-    stop: int
 
 
 class Buffer(NamedTuple):

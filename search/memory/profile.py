@@ -18,17 +18,16 @@ import numpy as np
 from hapsynth.cluster.memory_budget import MemoryBudget
 from hapsynth.graph.ir import Graph
 from hapsynth.instructions.layout import Layout
-from hapsynth.instructions.program.program import Program, reads, writes
-from hapsynth.instructions.program.sizes import Classes, Sizes, layout_nodes
+from hapsynth.instructions.program.program import Program
+from hapsynth.instructions.program.sizes import Classes, Sizes
+from hapsynth.search.analysis.lifetimes import Tensor
 from hapsynth.search.cost.model import CostModel, Floats, held_fraction
 from hapsynth.search.cost.program_cost import largest_share
-from hapsynth.search.memory.collective_buffers import PHASES, Buffer, Tensor, wires
-from hapsynth.search.memory.lifetimes import lifetimes, stored_tensors
+from hapsynth.search.cost.program_index import Cut, ProgramIndex
+from hapsynth.search.memory.collective_buffers import PHASES, Buffer, wires
 from hapsynth.search.memory.xla_kernels import XlaKernels
 from hapsynth.search.memory.xla_schedule import XlaSchedule
 
-Cut = tuple[int, int]
-"""(dimension class, how many of its axes, major first)"""
 Held = tuple[Cut, bool]
 """(cut, whether its largest share counts on all devices)"""
 
@@ -64,10 +63,13 @@ class MemoryProfile:
         return PHASES if self.room.exact else 1
 
     @cached_property
+    def index(self) -> ProgramIndex:
+        return ProgramIndex.of(self.program, self.classes, self.costs)
+
+    @property
     def tensors(self) -> list[Tensor]:
         """The tensors that lie in memory."""
-        accesses = [(reads(self.graph, i), writes(self.graph, i)) for i in self.program.instructions]
-        return stored_tensors(lifetimes(self.graph, self.program, accesses), accesses, self.costs)
+        return self.index.tensors
 
     @cached_property
     def buffers(self) -> list[Buffer]:
@@ -76,7 +78,7 @@ class MemoryProfile:
         own = [
             Buffer(
                 float(values[value].nbytes),
-                tuple(layout_nodes(value, layout)),
+                self.index.nodes(value, layout),
                 padded,
                 phases * (start + 1),
                 phases * (stop + 2),
@@ -103,7 +105,7 @@ class MemoryProfile:
         cut: dict[Held, list[int]] = {}
         for n, b in enumerate(self.buffers):
             for node in b.nodes:
-                cut.setdefault(((self.classes.of[node], len(node[2])), b.padded), []).append(n)
+                cut.setdefault((self.index.cut(node), b.padded), []).append(n)
         return {c: np.array(members) for c, members in cut.items()}
 
     @cached_property

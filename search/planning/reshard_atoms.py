@@ -14,11 +14,11 @@ from math import prod
 
 import numpy as np
 
-from hapsynth.instructions.program.program import Convert, Program, Property, reads, region_of, writes
-from hapsynth.instructions.program.sizes import Node, Sizes, layout_nodes, tied
+from hapsynth.instructions.program.program import Convert, Program, Property, region_of
+from hapsynth.instructions.program.sizes import Node, Sizes, tied
 from hapsynth.search.cost.model import CostModel, Floats
-from hapsynth.search.cost.program_cost import conversion_cost, cuts_of, largest_share, shares
-from hapsynth.search.cost.work import Work
+from hapsynth.search.cost.program_cost import conversion_cost, largest_share, shares
+from hapsynth.search.cost.program_index import Load, ProgramIndex
 from hapsynth.search.solver.min_cut import Hyperedge
 
 
@@ -38,8 +38,9 @@ class ReshardAtoms:
         """Instructions are known by their numbers, arguments by those after these, outputs from here on."""
         self._parent = list(range(self.ends + len(graph.outputs)))
         known = self._nodes
-        for k, i in enumerate(program.instructions):
-            for found, properties in ((self.takers, reads(graph, i)), (self.makers, writes(graph, i))):
+        self.index = ProgramIndex.of(program, sizes.classes, costs)
+        for k, (needs, results) in enumerate(self.index.accesses):
+            for found, properties in ((self.takers, needs), (self.makers, results)):
                 for p in properties:
                     if (known[p] if p in known else self.node(p)) is not None:
                         found.setdefault(p, []).append(k)
@@ -60,7 +61,7 @@ class ReshardAtoms:
         """How the class cuts a tensor; None where it does not."""
         if p not in self._nodes:
             of = self.sizes.classes.of
-            self._nodes[p] = next((n for n in layout_nodes(*p) if of[n] == self.c), None)
+            self._nodes[p] = next((n for n in self.index.nodes(*p) if of[n] == self.c), None)
         return self._nodes[p]
 
     def _root(self, k: int) -> int:
@@ -101,7 +102,7 @@ class ReshardAtoms:
             maker = self.atom[makers[0]]
             takers = dict.fromkeys(self.atom[k] for k in self.takers.get(p, []) if self.atom[k] != maker)
             if takers:
-                around = (n for n in layout_nodes(*p) if n != self.node(p))
+                around = (n for n in self.index.nodes(*p) if n != self.node(p))
                 share = prod(largest_share(self.sizes, *n) for n in around)
                 found.append(Hyperedge(maker, tuple(takers), self.graph.values[p[0]].nbytes * share))
         return found
@@ -111,7 +112,7 @@ class ReshardAtoms:
         shares_of = self.sizes.shares
         at = Sizes(self.graph, self.sizes.classes, (*shares_of[: self.c], units, *shares_of[self.c + 1 :]))
         works, sent, members = self._loads
-        times = self.costs.times([(work, shares(self.costs, at, nodes)) for work, nodes in works])
+        times = self.costs.times([(load.work, shares(self.costs, at, load.nodes)) for load in works])
         every = np.array([*times, *(conversion_cost(self.costs, at, i)[0] for i in sent)])
         found = np.zeros(self.count)
         if members:
@@ -120,11 +121,11 @@ class ReshardAtoms:
         return found
 
     @cached_property
-    def _loads(self) -> tuple[list[tuple[Work, list[Node]]], list[Convert], list[tuple[int, float, int]]]:
-        """Unlike works with what cuts them, unlike conversions, and (atom, runs, place among both) of all."""
+    def _loads(self) -> tuple[list[Load], list[Convert], list[tuple[int, float, int]]]:
+        """Unlike works, unlike conversions, and (atom, runs, place among both) of all."""
         graph, instructions = self.graph, self.program.instructions
-        of, n, inputs = self.sizes.classes.of, len(instructions), list(self.program.inputs.items())
-        works: dict[object, tuple[Work, list[Node]]] = {}
+        of, n, inputs = self.sizes.classes.of, len(instructions), list(self.program.inputs)
+        works: dict[object, Load] = {}
         sent: dict[object, Convert] = {}
         members: list[tuple[int, float, object]] = []
         for k, atom in self.atom.items():
@@ -133,20 +134,18 @@ class ReshardAtoms:
             i = instructions[k] if k < n else None
             if isinstance(i, Convert):
                 if i.is_collective:
-                    cut = [of[node] for p in (i.source, i.target) for node in layout_nodes(i.value, p)]
+                    cut = [of[node] for p in (i.source, i.target) for node in self.index.nodes(i.value, p)]
                     key: object = (graph.values[i.value].nbytes, i.source, i.target, *cut)
                     sent.setdefault(key, i)
                     members.append((atom, graph.runs[i.region], key))
                 continue
             if i is None:
-                value, layout = inputs[k - n]
-                work, nodes, runs = self.costs.feed_work(value, layout), layout_nodes(value, layout), 1.0
+                load, runs, key = self.index.feeds.get(inputs[k - n]), 1.0, ("fed", k)
             else:
-                work, nodes = self.costs.work(i.op, i.triples), cuts_of(self.costs, i)
-                runs = graph.runs[graph.ops[i.op].region]
-            if work is not None:
-                key = (id(work) if k < n else k, *[(of[node], len(node[2])) for node in nodes])
-                works.setdefault(key, (work, nodes))
+                place = self.index.load_of[k]
+                load, runs, key = self.index.loads[place], self.index.runs[k], ("load", place)
+            if load is not None:
+                works.setdefault(key, load)
                 members.append((atom, runs, key))
         number = {key: place for place, key in enumerate((*works, *sent))}
         return list(works.values()), list(sent.values()), [(a, runs, number[key]) for a, runs, key in members]

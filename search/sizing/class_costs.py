@@ -13,13 +13,14 @@ from hapsynth.cluster.curves import Curve
 from hapsynth.instructions.collectives import step_between
 from hapsynth.instructions.layout import cut_axes, way_of
 from hapsynth.instructions.program.program import Convert, Program
-from hapsynth.instructions.program.sizes import Classes, Node, Sizes, layout_nodes
+from hapsynth.instructions.program.sizes import Classes, Sizes
 from hapsynth.instructions.staging.reshard_moves import moved
 from hapsynth.search.cost.model import CostModel, Floats, distinct
-from hapsynth.search.cost.program_cost import cuts_of, resharing
+from hapsynth.search.cost.program_cost import resharing
+from hapsynth.search.cost.program_index import Cut, Load, ProgramIndex
 from hapsynth.search.cost.roofline import Roofline
 from hapsynth.search.cost.work import Work
-from hapsynth.search.memory.profile import Cut, joined_shares, largest_of
+from hapsynth.search.memory.profile import joined_shares, largest_of
 from hapsynth.search.solver import Ints
 
 LargestOf = Callable[[Cut], float | Floats]
@@ -103,27 +104,23 @@ class ClassCosts:
 
     def __init__(self, program: Program, classes: Classes, costs: CostModel) -> None:
         self.classes, self.costs = classes, costs
+        self.index = index = ProgramIndex.of(program, classes, costs)
+        self.cut = index.cut
         self._works: dict[tuple[Cut, ...], ComputeTerm] = {}
         self._wires: dict[tuple[tuple[Cut, ...], tuple[Cut, ...]], CommTerm] = {}
         self._reshares: dict[tuple[Cut, ...], ReshardTerm] = {}
-        for value, layout in program.inputs.items():
-            work = costs.feed_work(value, layout)
-            if work is not None and work.divided:
-                self._add_work(layout_nodes(value, layout), work, 1.0)
-        graph = costs.graph
-        for i in program.instructions:
+        for load in index.feeds.values():
+            self._add_work(load, 1.0)
+        for i, load, runs in zip(program.instructions, index.load_of, index.runs, strict=True):
             if isinstance(i, Convert):
-                self._add_wire(i, graph.runs[i.region])
-            elif (work := costs.work(i.op, i.triples)).divided:
-                self._add_work(cuts_of(costs, i), work, graph.runs[graph.ops[i.op].region])
+                self._add_wire(i, runs)
+            else:
+                self._add_work(index.loads[load], runs)
 
-    def cut(self, node: Node) -> Cut:
-        return self.classes.of[node], len(node[2])
-
-    def _add_work(self, nodes: list[Node], work: Work, count: float) -> None:
-        cuts = tuple(map(self.cut, nodes))
-        counts = self._works.setdefault(cuts, ComputeTerm(cuts)).counts
-        counts[work] = counts.get(work, 0.0) + count
+    def _add_work(self, load: Load, count: float) -> None:
+        if load.work.divided:
+            counts = self._works.setdefault(load.cuts, ComputeTerm(load.cuts)).counts
+            counts[load.work] = counts.get(load.work, 0.0) + count
 
     def _add_wire(self, i: Convert, runs: float) -> None:
         """What a collective sends with every largest share 1, and the shares that it is proportional to."""
@@ -141,7 +138,7 @@ class ClassCosts:
             known.latency += runs * link.latency
             return
         sent = i.target if step == "reduce_scatter" else i.source
-        times = [self.cut(n) for n in layout_nodes(i.value, sent)]
+        times = list(map(self.cut, self.index.nodes(i.value, sent)))
         over: list[Cut] = []
         if step == "all_to_all":
             dim = i.target[i.axis].dim

@@ -16,8 +16,9 @@ import numpy.typing as npt
 
 from hapsynth.instructions.program.sizes import Sizes
 from hapsynth.search.cost.model import Floats
+from hapsynth.search.cost.program_index import Cut
 from hapsynth.search.cost.roofline import Roofline
-from hapsynth.search.memory.profile import Cut, MemoryProfile, largest_of
+from hapsynth.search.memory.profile import MemoryProfile, largest_of
 from hapsynth.search.sizing.class_costs import ClassCosts, CommTerm, ComputeTerm
 from hapsynth.search.sizing.ratio_lp import RatioLP
 

@@ -17,7 +17,8 @@ import numpy.typing as npt
 
 from hapsynth.instructions.program.sizes import Sizes
 from hapsynth.search.cost.model import CostModel, Floats, distinct
-from hapsynth.search.memory.profile import Cut, joined_shares, largest_of
+from hapsynth.search.cost.program_index import Cut
+from hapsynth.search.memory.profile import joined_shares, largest_of
 from hapsynth.search.sizing.class_costs import ClassCosts, WorkTable
 from hapsynth.search.solver import Ints
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from hapsynth.instructions.program.program import Convert
 from hapsynth.instructions.program.sizes import Node, Sizes, layout_nodes
-from hapsynth.search.cost.program_cost import cuts_of
+from hapsynth.search.cost.program_index import cut_nodes_of
 from hapsynth.search.cost.work import Work
 from hapsynth.search.sizing.sizer import Sizer
 
@@ -80,6 +80,6 @@ def _works(sizer: Sizer) -> dict[tuple[Node, Work], float]:
             found[node, work] = 1.0
     for i in sizer.program.instructions:
         if not isinstance(i, Convert) and (work := costs.work(i.op, i.triples)).divided:
-            (node,) = cuts_of(costs, i)
+            (node,) = cut_nodes_of(costs, i)
             found[node, work] = found.get((node, work), 0.0) + costs.graph.runs[costs.graph.ops[i.op].region]
     return found

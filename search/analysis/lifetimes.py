@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from hapsynth.graph.ir import LOOP_CARRY, SCAN_STACK, Boundary, Graph
-from hapsynth.instructions.program.program import Compute, Program, Property, region_of, writes
-from hapsynth.search.cost.model import CostModel
-from hapsynth.search.memory.collective_buffers import Tensor
-
-Access = tuple[tuple[Property, ...], tuple[Property, ...]]
-"""What an instruction reads and what it writes."""
+from hapsynth.instructions.layout import Layout
+from hapsynth.instructions.program.program import Access, Compute, Program, Property, region_of, writes
 
 
-def lifetimes(graph: Graph, program: Program, accesses: Sequence[Access]) -> list[Tensor]:
+class Tensor(NamedTuple):
+    """One tensor of a program: `value | layout`, alive from instruction `start` to `stop`, both included."""
+
+    value: int
+    layout: Layout
+    start: int
+    stop: int
+
+
+def lifetimes(graph: Graph, program: Program) -> list[Tensor]:
     """Every tensor with its life; -1 is before the first instruction, len(instructions) after the last."""
     end = len(program.instructions)
     donated = {graph.inputs[source] for source, _ in graph.carry}
@@ -29,6 +35,7 @@ def lifetimes(graph: Graph, program: Program, accesses: Sequence[Access]) -> lis
         depth = around.index(region[need]) if region[need] in around else 0
         last[need] = max(last[need], spans[around[depth - 1]][1] if depth else at)
 
+    accesses = program.accesses(graph)
     for i, (instruction, (needs, results)) in enumerate(zip(program.instructions, accesses, strict=True)):
         place = region_of(graph, instruction)
         for need in needs:
@@ -82,9 +89,11 @@ def _boundary(
         born[stacked], last[stacked] = start, stop
 
 
-def stored_tensors(tensors: Sequence[Tensor], accesses: Sequence[Access], costs: CostModel) -> list[Tensor]:
-    """The tensors that lie in memory. What a fused chain reads lives until the chain runs, in whatever op stores its
-    end."""
+def stored_tensors(
+    tensors: Sequence[Tensor], accesses: Sequence[Access], is_stored: Callable[[int], bool]
+) -> list[Tensor]:
+    """The tensors that lie in memory, as values that are stored do. What a fused chain reads lives until the chain
+    runs, in whatever op stores its end."""
     made: dict[Property, list[int]] = {}
     for n, t in sorted(enumerate(tensors), key=lambda t: t[1].start):
         made.setdefault((t.value, t.layout), []).append(n)
@@ -93,10 +102,10 @@ def stored_tensors(tensors: Sequence[Tensor], accesses: Sequence[Access], costs:
     before = lambda need, i: [n for n in made[need] if tensors[n].start <= i][-1]
     for i in range(len(accesses) - 1, -1, -1):
         needs, results = accesses[i]
-        if not results or any(costs.is_materialized(v) for v, _ in results):
+        if not results or any(is_stored(v) for v, _ in results):
             continue
         last = max(stop[n] for r in results for n in made[r] if tensors[n].start >= i)
         for need in needs:
             n = before(need, i)
             stop[n] = max(stop[n], last)
-    return [t._replace(stop=s) for t, s in zip(tensors, stop, strict=True) if costs.is_materialized(t.value)]
+    return [t._replace(stop=s) for t, s in zip(tensors, stop, strict=True) if is_stored(t.value)]

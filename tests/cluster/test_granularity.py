@@ -1,0 +1,96 @@
+"""How coarse a kind of device is: in files, on kinds built on others, and what is wrong with one."""
+
+from __future__ import annotations
+
+import tomllib
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from hapsynth import Cluster
+from hapsynth.cluster.cluster import ClusterError
+from hapsynth.cluster.device_kinds import known_kinds
+from hapsynth.cluster.granularity import Granularity
+from hapsynth.cluster.op_classes import OP_CLASSES
+from hapsynth.cluster.toml_format import to_toml
+from hapsynth.profile.op_kernels import GRANULARITY
+
+FILE = """
+name = "c"
+[network]
+bandwidth = "10 GB/s"
+latency = "5 us"
+[[devices]]
+kind = "fine"
+[[devices]]
+kind = "finer"
+[kinds.fine]
+base = "T4"
+granularity = { tile = 8, line = "32 B", position = "1.5 kFLOP" }
+[kinds.finer]
+base = "fine"
+speed = 2
+granularity = { tile = 4, lanes = 0.5 }
+"""
+
+
+def load(tmp_path: Path, text: str) -> Cluster:
+    (tmp_path / "c.toml").write_text(text)
+    return Cluster.load(tmp_path / "c.toml")
+
+
+def test_a_file_gives_what_differs(tmp_path: Path) -> None:
+    fine, finer = load(tmp_path, FILE).devices
+    assert fine.granularity == replace(Granularity(), tile=8, line=32.0, position=1500.0)
+    assert finer.granularity == replace(fine.granularity, tile=4, lanes=0.5)
+
+
+def test_it_is_kept(tmp_path: Path) -> None:
+    cluster = load(tmp_path, FILE)
+    assert Cluster.from_dict(tomllib.loads(to_toml(cluster.to_dict()))) == cluster
+    plain = replace(cluster.devices[0], granularity=Granularity())
+    other = replace(cluster, devices=(plain, cluster.devices[1]))
+    assert other != cluster
+    assert other.fingerprint() != cluster.fingerprint()
+    assert cluster.devices[0].bare().granularity == cluster.devices[0].faster(2.0).granularity == fine_of(cluster)
+
+
+def fine_of(cluster: Cluster) -> Granularity:
+    return cluster.devices[0].granularity
+
+
+def test_what_nobody_gives_is_not_written() -> None:
+    assert all(kind.granularity == Granularity() == GRANULARITY for kind in known_kinds().values())
+    here = Path(__file__).parents[2] / "examples" / "clusters"
+    for file in sorted(here.glob("*.toml")):
+        assert "granularity" not in str(Cluster.load(file).to_dict())
+
+
+BAD = {
+    "unknown": ("tile = 8", "tiles = 8", ["kinds.fine.granularity.tiles", "did you mean 'tile'"]),
+    "no whole number": ("tile = 8", "tile = 8.5", ["kinds.fine.granularity.tile", "whole"]),
+    "none": ("tile = 8", "tile = 0", ["kinds.fine.granularity.tile", "from 1"]),
+    "no unit": ('"32 B"', "32", ["kinds.fine.granularity.line", "no unit"]),
+    "negative": ("lanes = 0.5", "lanes = -1.0", ["kinds.finer.granularity.lanes", "greater than zero"]),
+    "no table": ('{ tile = 8, line = "32 B", position = "1.5 kFLOP" }', "8", ["kinds.fine.granularity", "table"]),
+}
+
+
+@pytest.mark.parametrize(("old", "new", "says"), BAD.values(), ids=BAD)
+def test_bad_file(tmp_path: Path, old: str, new: str, says: list[str]) -> None:
+    assert old in FILE
+    with pytest.raises(ClusterError) as error:
+        load(tmp_path, FILE.replace(old, new))
+    for part in says:
+        assert part in str(error.value)
+
+
+def test_bad_figure() -> None:
+    with pytest.raises(ClusterError, match=r"granularity\.line = nan is not a finite number"):
+        Granularity(line=float("nan"))
+
+
+def test_classes_count_as_known_ones() -> None:
+    for name, known in OP_CLASSES.items():
+        assert set(known.counts_as) <= OP_CLASSES.keys() - {name}

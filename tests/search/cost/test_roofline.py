@@ -1,0 +1,152 @@
+"""How long devices take over ops: one formula for every use of it, and each kind of device at its own granularity."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from graphs import device
+from measured_ops import only, struct
+
+from hapsynth.cluster.cluster import Cluster, DeviceKind, Link
+from hapsynth.cluster.curves import Curve
+from hapsynth.graph.trace import trace
+from hapsynth.instructions.program.sizes import Sizes
+from hapsynth.instructions.rules.factor_table import FactorTable
+from hapsynth.search.analysis.op_class import amount_of
+from hapsynth.search.cost.device_speed import DeviceFigures
+from hapsynth.search.cost.model import CostModel
+from hapsynth.search.cost.program_cost import program_cost
+from hapsynth.search.cost.roofline import Roofline
+from hapsynth.search.cost.work import Work
+from hapsynth.search.planning.planner import Planner
+
+CURVE = Curve(((1e8, 3e-5), (1e10, 2e-3)))
+
+
+def kinds() -> list[DeviceKind]:
+    fast, slow = device("fast", 3.0), device("slow", 1.0)
+    return [fast, replace(slow, measured={"matmul": {"float32": CURVE}})]
+
+
+def works(rng: np.random.Generator, count: int, cuts: int) -> list[Work]:
+    """All that there is: with and without lanes, FLOPs, divided bytes and others, launches."""
+    found: list[Work] = []
+    for n in range(count):
+        moved = {(): 1e5, (0,): float(rng.integers(10**7)), tuple(range(cuts)): float(rng.integers(10**8))}
+        lanes = tuple(rng.choice([0, 100, 4096], cuts).tolist())
+        flops = (float(rng.integers(10**10)) * (n % 3 > 0),)
+        name = ("matmul", "elementwise")[n % 2]
+        found.append(Work(flops, tuple(sorted(moved.items())), n % 2, "float32", lanes, (0,), name))
+    return found
+
+
+@pytest.mark.parametrize("cuts", [1, 2])
+def test_every_use_is_of_one_formula(cuts: int) -> None:
+    rng = np.random.default_rng(cuts)
+    figures, mine = DeviceFigures(kinds()), works(rng, 12, cuts)
+    of, fractions = np.array([0, 1, 1, 0, 1]), list(rng.dirichlet(np.ones(5), cuts))
+    fractions[0][3] = 0.0
+    plain, scaled = (Roofline(figures, mine, scaled=scaled) for scaled in (False, True))
+    seconds = plain.seconds(of, fractions)
+    assert (seconds[:, 3] == 0).all()
+    np.testing.assert_allclose(scaled.seconds(of, fractions), seconds, rtol=1e-12)
+    # Work by work as all together, and as the parts say.
+    one_by_one = np.concatenate([Roofline(figures, [work]).seconds(of, fractions) for work in mine])
+    np.testing.assert_array_equal(one_by_one, seconds)
+    flops, nbytes = plain.loads(of, fractions)
+    for row, work in enumerate(mine):
+        computing = figures.speeds(work.op_class, "float32").at(of).seconds(flops[row])
+        by_hand = work.launches * figures.overhead[of] + np.maximum(computing, nbytes[row] / figures.bandwidth[of])
+        np.testing.assert_allclose(seconds[row], np.where(fractions[0] > 0, by_hand, 0.0), rtol=1e-12)
+    # Its line through the share held, without tiles.
+    held = np.where(fractions[0] > 0, fractions[0], 0.2)
+    fixed, computing, moving, besides = plain.line(of, 0, [held, *fractions[1:]], held)
+    line = fixed + np.maximum(computing * held, moving * held + besides)
+    np.testing.assert_allclose(line, plain.seconds(of, [held, *fractions[1:]], whole_tiles=False), rtol=1e-12)
+    # Nothing takes less than the least.
+    whole = plain.seconds(np.array([0, 1]), [np.ones(2)] * cuts)
+    assert (plain.least_alone() <= whole * (1 + 1e-12)).all()
+    assert (plain.least_shared(np.array([1.0, 1.0])) <= whole.min(axis=1)).all()
+
+
+def test_what_is_done_within_some_time_takes_no_longer() -> None:
+    rng = np.random.default_rng(0)
+    figures, mine = DeviceFigures(kinds()), works(rng, 12, 1)
+    roofline, every = Roofline(figures, mine), np.array([0, 1])
+    whole = roofline.seconds(every, [np.ones(2)])
+    for part in (0.3, 0.8, 1.0):
+        share = roofline.within(part * whole.min(axis=1))
+        took = roofline.seconds(every, [np.clip(share, 0.0, 1.0)])
+        allowed = np.broadcast_to(part * whole.min(axis=1, keepdims=True), took.shape)
+        assert (share > 0).any()
+        assert (took[share > 0] <= allowed[share > 0] * (1 + 1e-9)).all()
+
+
+def mixed(**of_slow: float) -> Cluster:
+    """Two kinds that differ in their granularity alone, and compute rather than read."""
+    usual, other = (replace(device(name, 1.0), bandwidth=1e14) for name in ("usual", "other"))
+    other = replace(other, granularity=replace(other.granularity, **of_slow))
+    return Cluster("mixed", (usual, other), (0, 1), Link(1e10, 1e-6))
+
+
+def model(fn, args, cluster: Cluster) -> CostModel:
+    graph = trace(fn, args).graph
+    return CostModel(graph, cluster, FactorTable(graph))
+
+
+def test_each_kind_works_in_its_own_tiles() -> None:
+    costs = model(jnp.matmul, (struct(64, 4096), struct(4096, 4096)), mixed(tile=1))
+    rows = next(t for t in costs.table[0].joint(1) if t[0].operands[0].is_sharded and t[0].operands[0].dim == 0)
+    times = costs.device_times(costs.work(0, rows), [np.array([4 / 64, 4 / 64])])
+    assert times[0] > 3 * times[1]
+    assert costs.tiles_along((0,)).tolist() == [16, 1]
+    # As batched, and as the ideal shares have it.
+    assert costs.times([(costs.work(0, rows), [np.array([4 / 64, 4 / 64])])])[0] == times[0]
+    assert costs.ideal_time(costs.work(0, rows)) <= times[0] * 16
+
+
+def test_each_kind_counts_by_its_own_granularity() -> None:
+    total = lambda x: jnp.sum(x, axis=0)
+    costs = model(total, (struct(4096, 8),), mixed(lanes=8.0))
+    op = costs.graph.ops[0]
+    work = costs.work(0, costs.table[0].joint(1)[0])
+    assert work.flops == (amount_of(op), amount_of(op) / 6)
+    # One figure where all count it alike.
+    wide = model(total, (struct(4096, 64),), mixed(lanes=8.0))
+    assert wide.work(0, wide.table[0].joint(1)[0]).flops == (4096 * 64.0,)
+    # On a cluster of one of the kinds it is counted anew, as the model's works are shared among clusters.
+    alone = costs.on(costs.cluster.subset([1]))
+    assert alone.work(0, costs.table[0].joint(1)[0]).flops == (work.flops[1],)
+    assert costs.work(0, costs.table[0].joint(1)[0]) is work
+
+
+def test_shards_are_aligned_to_the_tiles_of_their_device() -> None:
+    """No way to deal the rows out is cheaper than the one that was found, in tiles of 128 on one device and of 8 on the
+    other."""
+    fast, slow = device("fast", 5.0), device("slow", 1.0)
+    fast = replace(fast, granularity=replace(fast.granularity, tile=128))
+    slow = replace(slow, granularity=replace(slow.granularity, tile=8))
+    cluster = Cluster("tiles", (fast, slow), (0, 1), Link(1e11, 1e-7))
+    graph = trace(jnp.matmul, (struct(1000, 2048), struct(2048, 2048))).graph
+    planner = Planner(graph, cluster)
+    result = planner.run()
+    (cls,) = result.sizes.classes.all
+    assert cls.units == 1000
+    costs = [
+        program_cost(result.program, Sizes(graph, result.sizes.classes, ((k, 1000 - k),)), planner.costs)
+        for k in range(1001)
+    ]
+    assert result.cost_s == pytest.approx(min(costs), rel=1e-12)
+    # Tiles of 16 on both would have it otherwise.
+    other = Planner(graph, replace(cluster, devices=(device("fast", 5.0), device("slow", 1.0)))).run()
+    assert other.sizes.shares != result.sizes.shares
+
+
+def test_a_line_of_memory_is_the_slowest_devices() -> None:
+    wide = model(jnp.matmul, (struct(8, 8), struct(8, 8)), mixed(line=256.0))
+    plain = model(jnp.matmul, (struct(8, 8), struct(8, 8)), mixed())
+    assert (wide.figures.line.tolist(), plain.figures.line.tolist()) == ([64.0, 256.0], [64.0, 64.0])
+    assert only(jnp.matmul, struct(8, 8), struct(8, 8)).name == "dot_general"
