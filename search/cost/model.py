@@ -64,7 +64,9 @@ class CostModel:
     ) -> None:
         self.graph, self.table = graph, table
         self._fed = frozenset(graph.inputs) - graph.state
-        self._works_of: dict[tuple[Granularity, ...], dict[tuple[int, int], Work]] = {}
+        self._counted: dict[
+            tuple[Granularity, ...], tuple[dict[tuple[int, int], Work], dict[int, tuple[float, ...]]]
+        ] = {}
         self._triples = Numbering()
         self._kinds: dict[int, int] = {}
         self._kind_number: dict[object, int] = {}
@@ -86,7 +88,7 @@ class CostModel:
         """int [devices]: of each its kind."""
         self.figures = DeviceFigures(self.kinds)
         # What devices count alike is shared.
-        self._works = self._works_of.setdefault(self.figures.granularities, {})
+        self._works, self._amounts = self._counted.setdefault(self.figures.granularities, ({}, {}))
         self.overhead, self.bandwidth = self.figures.overhead[self.kind_of], self.figures.bandwidth[self.kind_of]
         self.room = room
         self.links = axis_links(cluster, self.axes)
@@ -169,8 +171,14 @@ class CostModel:
         dtype = str(op.dtypes[0] if op.dtypes else op.result_dtypes[0])
         lanes = tuple(lanes_of(op.name, factors, f) for f, _ in cut)
         op_class = self._op_class(op_index)
-        amount = self.figures.each(lambda granularity: amount_of(op, granularity))
-        return Work(amount, tuple(sorted(moved.items())), launches, dtype, lanes, axes, op_class)
+        return Work(self._amount(op_index), tuple(sorted(moved.items())), launches, dtype, lanes, axes, op_class)
+
+    def _amount(self, op_index: int) -> tuple[float, ...]:
+        """What an op comes to on each kind of device, or on all."""
+        op, kind = self.graph.ops[op_index], self.kind(op_index)
+        if kind not in self._amounts:
+            self._amounts[kind] = self.figures.each(lambda granularity: amount_of(op, granularity))
+        return self._amounts[kind]
 
     def _op_class(self, op_index: int) -> str:
         op, kind = self.graph.ops[op_index], self.kind(op_index)

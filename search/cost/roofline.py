@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -27,6 +28,18 @@ def busy(launching: float | Floats, computing: float | Floats, moving: float | F
 
 def _column(values: Sequence[float]) -> Floats:
     return np.array(values, dtype=np.float64)[:, None]
+
+
+class _Inverse(NamedTuple):
+    """What asking for shares needs [works, 1]: which works have no FLOPs, the FLOPs; which have no bytes that a cut
+    divides, these bytes, those that none divides; the lanes."""
+
+    idle: npt.NDArray[np.bool_]
+    flops: Floats
+    uncut: npt.NDArray[np.bool_]
+    divided: Floats
+    besides: Floats
+    lanes: Ints
 
 
 class Roofline:
@@ -66,6 +79,8 @@ class Roofline:
 
     def _by_speed(self, of_works: Floats, seconds: Callable[[Speeds, Floats], Floats]) -> Floats:
         """Something of each work at its own speed [works, kinds]."""
+        if len(self._speeds) == 1:
+            return seconds(self._speeds[0][0], np.broadcast_to(of_works, self.launching.shape))
         of_works = np.broadcast_to(of_works, self.launching.shape)
         found = np.zeros(self.launching.shape)
         for speeds, rows in self._speeds:
@@ -129,21 +144,22 @@ class Roofline:
         """The largest share that each kind does in some time [works, kinds], where one cut, or all of them together,
         divide the works; below 0 where it does not even begin. The seconds of an op never fall as its share grows, so
         what is done within them at most is the inverse of a measured curve."""
-        budget, flops = seconds[:, None] - self.launching, self.flops
+        known = self._inverse
+        budget = seconds[:, None] - self.launching
         reached = self._by_speed(budget, lambda speeds, budget: speeds.flops(budget))
-        by_compute = np.where(flops == 0, np.inf, reached / np.where(flops == 0, 1.0, flops))
-        divided, whole = self._divided
-        left = budget * self.figures.bandwidth - whole
-        uncut = np.where(left >= 0, np.inf, -np.inf)
-        by_memory = np.where(divided == 0, uncut, left / np.where(divided == 0, 1.0, divided))
-        lanes = self.lanes[0] if len(self.lanes) == 1 else np.zeros((len(self.works), 1), dtype=np.int64)
-        return np.minimum(within(by_compute, lanes, self.figures.tile_on(slice(None))), by_memory)
+        by_compute = np.where(known.idle, np.inf, reached / known.flops)
+        left = budget * self.figures.bandwidth - known.besides
+        by_memory = np.where(known.uncut, np.where(left >= 0, np.inf, -np.inf), left / known.divided)
+        return np.minimum(within(by_compute, known.lanes, self.figures.tile_on(slice(None))), by_memory)
 
     @cached_property
-    def _divided(self) -> tuple[Floats, Floats]:
-        """The bytes that some cut divides, and those that none does [works, 1]."""
-        divided = sum((nbytes for mask, nbytes in self.moved if mask), np.zeros((len(self.works), 1)))
-        return divided, sum((nbytes for mask, nbytes in self.moved if not mask), np.zeros((len(self.works), 1)))
+    def _inverse(self) -> _Inverse:
+        none = np.zeros((len(self.works), 1))
+        divided = sum((nbytes for mask, nbytes in self.moved if mask), none)
+        besides = sum((nbytes for mask, nbytes in self.moved if not mask), none)
+        lanes = self.lanes[0] if len(self.lanes) == 1 else none.astype(np.int64)
+        idle, uncut = self.flops == 0, divided == 0
+        return _Inverse(idle, np.where(idle, 1.0, self.flops), uncut, np.where(uncut, 1.0, divided), besides, lanes)
 
     def line(
         self, kinds: Ints, k: int, fractions: Sequence[Floats], held: Floats | None
