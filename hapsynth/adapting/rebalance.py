@@ -14,12 +14,12 @@ import numpy as np
 
 from hapsynth.cluster.cluster import Cluster
 from hapsynth.cluster.device_kinds import DeviceKind
-from hapsynth.instructions.program.program import Compute
-from hapsynth.instructions.program.sizes import Sizes, layout_nodes
+from hapsynth.instructions.program.sizes import Sizes
 from hapsynth.running.allgather import _first, agreed
 from hapsynth.running.base import P, Planned
 from hapsynth.search.cost.model import CostModel, Floats
-from hapsynth.search.cost.program_cost import device_seconds, program_cost, shares
+from hapsynth.search.cost.program_cost import load_seconds, program_cost, shares
+from hapsynth.search.cost.program_index import ProgramIndex
 from hapsynth.search.memory.profile import held_by
 from hapsynth.search.result import Result
 from hapsynth.search.sizing.ratios import proportional
@@ -54,15 +54,15 @@ def busy_seconds(plan: Planned, costs: CostModel | None = None) -> Floats:
 
     The time in collectives, and of waiting for others, is not in it.
     """
-    graph, costs = plan.traced.graph, costs or plan.cost_model()
+    costs = costs or plan.cost_model()
     busy = np.zeros(costs.n)
-    for i in plan.program.instructions:
-        if isinstance(i, Compute):
-            busy += graph.runs[graph.ops[i.op].region] * device_seconds(costs, plan.sizes, i)
-    for value, layout in plan.program.inputs.items():
-        work = costs.feed_work(value, layout)
-        if work is not None:
-            busy += costs.device_times(work, shares(costs, plan.sizes, layout_nodes(value, layout)))
+    index = ProgramIndex.of(plan.program, plan.sizes.classes, costs)
+    seconds = load_seconds(index, plan.sizes)
+    for load, runs in zip(index.load_of, index.runs, strict=True):
+        if load >= 0:
+            busy += runs * seconds[load]
+    for load in index.feeds.values():
+        busy += costs.device_times(load.work, shares(costs, plan.sizes, load.nodes))
     return busy
 
 

@@ -145,13 +145,15 @@ class Program:
     inputs: Mapping[int, Layout]
     instructions: tuple[Instruction, ...]
     outputs: tuple[Layout | None, ...]
-    _accesses: list[Access] = field(init=False, repr=False, default_factory=list[Access])
+    _accesses: dict[Graph, tuple[Access, ...]] = field(
+        init=False, repr=False, default_factory=dict[Graph, "tuple[Access, ...]"]
+    )
 
     def accesses(self, graph: Graph) -> Sequence[Access]:
         """What each instruction reads and writes; found once."""
-        if not self._accesses:
-            self._accesses.extend((reads(graph, i), writes(graph, i)) for i in self.instructions)
-        return self._accesses
+        if graph not in self._accesses:
+            self._accesses[graph] = tuple([(reads(graph, i), writes(graph, i)) for i in self.instructions])
+        return self._accesses[graph]
 
     def collectives(self) -> dict[str, int]:
         """How often each collective occurs."""

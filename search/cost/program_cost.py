@@ -43,6 +43,12 @@ def device_seconds(costs: CostModel, sizes: Sizes, instruction: Compute) -> Floa
     return costs.device_times(work, shares(costs, sizes, cut_nodes_of(costs, instruction)))
 
 
+def load_seconds(index: ProgramIndex, sizes: Sizes) -> list[Floats]:
+    """What each device takes over each of a program's loads, one run: float64 [devices]."""
+    costs = index.costs
+    return [costs.device_times(load.work, shares(costs, sizes, load.nodes)) for load in index.loads]
+
+
 def conversion_cost(costs: CostModel, sizes: Sizes, i: Convert) -> tuple[float, float]:
     """(seconds, bytes over the slowest link) of one run of a conversion."""
     largest = lambda *cut: largest_share(sizes, i.value, *cut)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from dataclasses import replace
 from math import fsum
 
 import graphs
@@ -76,3 +77,16 @@ def test_makers_come_first_and_make_what_is_read(planned) -> None:
         there.update(results)
     lives = np.array([(t.start, t.stop) for t in index.tensors])
     assert (lives[:, 0] <= lives[:, 1]).all()
+
+
+def test_accesses_are_those_of_the_graph_asked_about(planned) -> None:
+    """A program that is run at other shapes has another graph."""
+    costs, result = planned
+    program = result.program
+    assert program.accesses(costs.graph) is program.accesses(costs.graph)
+    other = replace(costs.graph)
+    assert program.accesses(other) is not program.accesses(costs.graph)
+    assert program.accesses(other) == program.accesses(costs.graph)
+    # What is made of a program has accesses of its own.
+    shorter = replace(program, instructions=program.instructions[:1])
+    assert len(shorter.accesses(costs.graph)) == 1
