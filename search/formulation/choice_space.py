@@ -76,7 +76,7 @@ class Domain:
         return [self.state(i) for i in range(len(self))]
 
 
-@dataclass
+@dataclass(frozen=True, eq=False)
 class Restriction:
     """What a caller may pin: stored layouts of inputs, those in which outputs end by their positions, dimensions that
     may be cut, values never converted once for all uses (ZeRO-3 gathers its parameters again for every use),

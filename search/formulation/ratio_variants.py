@@ -17,7 +17,7 @@ _Kin = tuple[Node, tuple[int, ...]]
 """What ops can cut together, and the axis."""
 
 
-class Ways:
+class RatioVariants:
     """Of a plan's sizes along one mesh axis. `named`: the ratio of each way of what the plan cuts, those of the largest
     classes last."""
 
