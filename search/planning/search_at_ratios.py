@@ -110,14 +110,15 @@ class FixedRatioSearch:
         `tolerance`: the relative gap that will do; `enough`: a bound that reaches it will do as well; `seconds`: what
         it may take. `start`: an assignment to begin from; where it is `warm` the dual begins from that of the best
         program's search. `tied`: alike variables take the same state, which is soon found and gives no bound. `stage`:
-        what progress is told of instead of the solver's stages.
+        what progress is told of instead of the solver's stages, where its costs are of no program.
         """
         if self.clock.interrupted and not despite_interrupt:
             raise KeyboardInterrupt
         began = time.perf_counter()
         messages: Messages = dict(self.incumbent.messages) if warm else {}
-        tell = lambda inner: self.tell(stage or inner.stage, inner.cost, inner.lower_bound, inner.expanded)
-        limited = {"max_nodes": _LIMITED_NODES} if problem.resources and not tied else {}
+        cost = lambda inner: inner.cost if stage is None else self.incumbent.cost
+        tell = lambda inner: self.tell(stage or inner.stage, cost(inner), inner.lower_bound, inner.expanded)
+        limited: dict[str, Any] = {"max_nodes": _LIMITED_NODES} if problem.resources and not tied else {}
         solution = (solve_quotient if tied else solve)(
             problem,
             start=start,

@@ -25,12 +25,8 @@ from typing import NamedTuple
 import numpy as np
 
 from hapsynth.search.solver.interning import NONE, Id, InternedTables, Link, NormalForm
+from hapsynth.search.solver.options import DEFAULT, SolverOptions
 from hapsynth.search.solver.problem import Floats, Ints, Problem, padded_limits
-
-_TABLE_LIMIT = 300_000  # entries of the table that eliminating one variable may create
-_CHEAP_WORK = 50_000  # of an elimination that is not worth a look for dominated states first
-_WORK_LIMIT = 40_000_000  # additions that one elimination may cost
-_RIVALS = 16  # states are tried for dominance only against this many of the cheapest
 
 
 class _Eliminated(NamedTuple):
@@ -48,9 +44,16 @@ class ReducedProblem:
     messages[i, j]: float64 [states of i now], of the end at i of link (i, j); zero where there is none.
     """
 
-    def __init__(self, problem: Problem, scale: float | None = None, table_bytes: float = np.inf):
+    def __init__(
+        self,
+        problem: Problem,
+        scale: float | None = None,
+        table_bytes: float = np.inf,
+        options: SolverOptions = DEFAULT,
+    ):
         """scale: about what the optimum costs. table_bytes: no more tables are joined when all take so much."""
-        self.tables = InternedTables()
+        self.options = options
+        self.tables = InternedTables(options.compared_entries)
         self.quantum = _quantum(problem, scale)
         self.table_bytes = table_bytes
         count = len(problem.unary)
@@ -261,7 +264,7 @@ class ReducedProblem:
         work = self.count(i)
         for link in self.links[i].values():
             work *= self.tables.arrays[link.table].shape[1]
-        return work <= _CHEAP_WORK
+        return work <= self.options.cheap_work
 
     def _touch(self, i: int) -> None:
         if not self._queued[i]:
@@ -281,7 +284,7 @@ class ReducedProblem:
         """Drops states that cost no less than some kept state, whatever the neighbours choose."""
         unary, _ = self.tables.shifted(self._unary[i])
         sides = tuple(sorted((link.own, link.table) for link in self.links[i].values()))
-        self._restrict(i, self.tables.undominated(unary, sides, self._usage[i], _RIVALS))
+        self._restrict(i, self.tables.undominated(unary, sides, self._usage[i], self.options.rivals))
 
     def _fix(self, i: int) -> None:
         step = self._step(i)
@@ -317,7 +320,8 @@ class ReducedProblem:
         (r1, c1), (r2, c2) = (self.tables.arrays[link.table].shape for link in (first, second))
         if self.tables.nbytes + 16 * c1 * c2 > self.table_bytes:
             return False
-        return c1 * c2 <= _TABLE_LIMIT and c1 * c2 * min(self.count(i), r1 * r2) <= _WORK_LIMIT
+        work = c1 * c2 * min(self.count(i), r1 * r2)
+        return c1 * c2 <= self.options.joined_entries and work <= self.options.joining_work
 
     def _step(self, i: int) -> _Eliminated:
         links = tuple((j, self._states[j], link) for j, link in self.links[i].items())

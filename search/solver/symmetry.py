@@ -17,15 +17,11 @@ from itertools import pairwise
 
 import numpy as np
 
+from hapsynth.search.solver.options import DEFAULT, SolverOptions
 from hapsynth.search.solver.problem import Edge, Floats, Ints, Problem, Resource
 from hapsynth.search.solver.reduction import ReducedProblem
 from hapsynth.search.solver.trws import Dual
 from hapsynth.search.solver.warm_start import Messages, begin
-
-_WORTHWHILE = 0.5  # of the variables: with more colours than that nothing is won
-_NEAR = 1  # rounds of colouring where only an assignment is wanted
-_FAR = 3  # where messages are: BERT-base on 2x4 takes 90, 60, 50 and 80 sweeps from 1, 2, 3 and 6 rounds' ties
-_SWEEPS = 40
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,7 +32,7 @@ class VariableSymmetry:
     tied: Problem
 
     @staticmethod
-    def of(problem: Problem) -> VariableSymmetry | None:
+    def of(problem: Problem, options: SolverOptions = DEFAULT) -> VariableSymmetry | None:
         """None where too few variables are alike; those that use unlike amounts of a resource are not."""
         known: dict[int, bytes] = {}
 
@@ -50,7 +46,7 @@ class VariableSymmetry:
 
         own = [(same(u), *(same(r.usage[i]) for r in problem.resources)) for i, u in enumerate(problem.unary)]
         alike = [(e.u, e.v, (id(e.gu), id(e.table), id(e.gv))) for e in problem.edges]
-        colours = _colours(own, alike, _NEAR)
+        colours = _colours(own, alike, options.near_rounds, options)
         if colours is None:
             return None
         return VariableSymmetry(colours, _tied(problem, colours, [key for _, _, key in alike]))
@@ -89,7 +85,7 @@ def spread_messages(network: ReducedProblem, multipliers: Floats) -> bool:
     tables = network.tables
     ends = [(i, j, link) for i in active for j, link in network.links[i].items() if i < j]
     edges = [(place[i], place[j], tuple(link)) for i, j, link in ends]
-    colours = _colours([network.kind(i) for i in active], edges, _FAR)
+    colours = _colours([network.kind(i) for i in active], edges, network.options.far_rounds, network.options)
     if colours is None:
         return False
     array = tables.arrays.__getitem__
@@ -97,13 +93,13 @@ def spread_messages(network: ReducedProblem, multipliers: Floats) -> bool:
         tuple(network.unary(i) + multipliers @ network.usage(i) for i in active),
         tuple(Edge(place[i], place[j], array(own), array(other), array(table)) for i, j, (own, table, other) in ends),
     )
-    tied = ReducedProblem(_tied(problem, colours, [key for _, _, key in edges]))
+    tied = ReducedProblem(_tied(problem, colours, [key for _, _, key in edges]), options=network.options)
     for k in tied.active():
         tied.restrict(k, np.isfinite(tied.unary(k)))
     if tied.infeasible:
         return False
     dual = Dual(tied, {})
-    for _ in range(_SWEEPS):
+    for _ in range(network.options.quotient_sweeps):
         dual.sweep()
     dual.store()
     colour = dict(zip(active, colours.tolist(), strict=True))
@@ -122,7 +118,9 @@ def spread_messages(network: ReducedProblem, multipliers: Floats) -> bool:
     return True
 
 
-def _colours(own: Sequence[Hashable], edges: Iterable[tuple[int, int, Hashable]], rounds: int) -> Ints | None:
+def _colours(
+    own: Sequence[Hashable], edges: Iterable[tuple[int, int, Hashable]], rounds: int, options: SolverOptions
+) -> Ints | None:
     """The colour of each variable, numbered as they come; None where there are too many."""
     kinds: dict[Hashable, int] = {}
     colour = np.array([kinds.setdefault(kind, len(kinds)) for kind in own], dtype=np.int64)
@@ -140,7 +138,7 @@ def _colours(own: Sequence[Hashable], edges: Iterable[tuple[int, int, Hashable]]
         before = colour.tolist()
         found = [kinds.setdefault((c, rows[a:b]), len(kinds)) for c, (a, b) in zip(before, spans, strict=True)]
         colour = np.array(found, dtype=np.int64)
-    return None if len(kinds) > _WORTHWHILE * len(own) else colour
+    return None if len(kinds) > options.quotient_worthwhile * len(own) else colour
 
 
 def _first_members(colours: Ints) -> Ints:
