@@ -33,7 +33,7 @@ from hapsynth.instructions.rules.contraction import CONTRACTIONS
 from hapsynth.search.analysis.dimension_groups import kinship
 from hapsynth.search.cost.model import CostModel, Floats
 from hapsynth.search.cost.program_cost import program_cost
-from hapsynth.search.formulation.choice_space import Allowed, ChoiceSpace, Restriction
+from hapsynth.search.formulation.choice_space import Allowed, ChoiceSpace, Interned, Restriction
 from hapsynth.search.formulation.emission import Emitter
 from hapsynth.search.formulation.problem_builder import ProblemBuilder
 from hapsynth.search.memory.profile import held_by, peak
@@ -87,14 +87,14 @@ class _ReducedAtOnce(ChoiceSpace):
     of a value's gradients. (Left free, the search pushes a partial gradient through a whole layer norm where what
     comes after it is smaller; nobody writes that by hand.) Numbers are summed on each device first: a norm."""
 
-    def _triples(self, op: int) -> tuple[Triples, ...]:
+    def _triples(self, op: int) -> Interned[Triples]:
         triples = super()._triples(op)
         source = self.graph.ops[op]
         if source.name == "add_any" or isinstance(source.primitive, Boundary):
             return triples
         tensors = tuple(p for p, v in source.value_operands if self.graph.values[v].shape)
         whole = lambda ts: not any(t.operands[p].is_partial for t in ts for p in tensors)
-        return self.once(("reduced at once", id(triples), tensors), lambda: tuple(filter(whole, triples)))
+        return self.once(("reduced at once", triples, tensors), lambda: Interned(filter(whole, triples)))
 
 
 class Baselines:

@@ -76,9 +76,7 @@ class Ranking:
     def __init__(self, cluster: Cluster) -> None:
         self.kinds = sorted(cluster.kinds, key=lambda k: -k.rate("float32"))
         number = {kind: k for k, kind in enumerate(self.kinds)}
-        # Devices of a kind mostly are one object, and comparing these is slow.
-        known = {key: number[kind] for key, kind in {id(kind): kind for kind in cluster.devices}.items()}
-        self.rank = [known[id(kind)] for kind in cluster.devices]
+        self.rank = [number[kind] for kind in cluster.devices]
 
     def fastest(self, count: int) -> Devices:
         """The devices of the `count` fastest kinds."""
@@ -116,7 +114,7 @@ class IdealWorkBound:
         runs: list[float] = []
         works: list[tuple[float, float, int, tuple[str, str], bool]] = []
         for op in graph.ops:
-            key = (costs.kind(op.index), id(structure.triples[op.index]))
+            key = (costs.kind(op.index), structure.triples[op.index])
             if key not in number:
                 number[key] = len(works)
                 runs.append(0.0)

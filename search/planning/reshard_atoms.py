@@ -145,7 +145,7 @@ class ReshardAtoms:
                 work, nodes = self.costs.work(i.op, i.triples), cuts_of(self.costs, i)
                 runs = graph.runs[graph.ops[i.op].region]
             if work is not None:
-                key = (id(work) if k < n else k, *[(of[node], len(node[2])) for node in nodes])
+                key = (work if k < n else k, *[(of[node], len(node[2])) for node in nodes])
                 works.setdefault(key, (work, nodes))
                 members.append((atom, runs, key))
         number = {key: place for place, key in enumerate((*works, *sent))}

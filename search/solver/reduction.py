@@ -57,26 +57,27 @@ class ReducedProblem:
         self.quantum = _quantum(problem, scale)
         self.table_bytes = table_bytes
         count = len(problem.unary)
-        known: dict[int, Id] = {}  # by identity: callers share arrays
+        shared = problem.shared
+        known: dict[int, Id] = {}  # by the numbers of the problem's arrays
         raw: dict[tuple[tuple[int, ...], bytes], Id] = {}
 
-        def rounded(costs: Floats) -> Id:
-            found = known.get(id(costs))
+        def rounded(costs: Floats, number: int) -> Id:
+            found = known.get(number)
             if found is None:
                 key = (costs.shape, costs.tobytes())
                 found = raw.get(key)
                 if found is None:
                     found = raw[key] = self.tables.id(_rounded(costs, self.quantum))
-                known[id(costs)] = found
+                known[number] = found
             return found
 
-        def grouping(groups: Ints) -> Id:
-            found = known.get(id(groups))
+        def grouping(groups: Ints, number: int) -> Id:
+            found = known.get(number)
             if found is None:
-                found = known[id(groups)] = self.tables.id(groups.astype(np.int64, copy=False))
+                found = known[number] = self.tables.id(groups.astype(np.int64, copy=False))
             return found
 
-        self._unary = [rounded(row) for row in problem.unary]
+        self._unary = [rounded(row, n) for row, n in zip(problem.unary, shared.unary, strict=True)]
         numbers = {n: self.tables.id(np.arange(n)) for n in {row.size for row in problem.unary}}
         self._states = [numbers[row.size] for row in problem.unary]
         self.links: list[dict[int, Link]] = [{} for _ in problem.unary]
@@ -102,11 +103,12 @@ class ReducedProblem:
             for i in range(count):
                 self._rebase_usage(i)
         links: dict[tuple[int, int, int], tuple[Link, NormalForm]] = {}
-        for u, v, gu, gv, table in problem.edges:
-            found = links.get(key := (id(gu), id(table), id(gv)))
+        for (u, v, gu, gv, table), numbers in zip(problem.edges, shared.edges, strict=True):
+            found = links.get(numbers)
             if found is None:
-                link = Link(grouping(gu), rounded(table), grouping(gv))
-                found = links[key] = link, self.tables.normal_form(link)
+                of_u, of_v, of_table = numbers
+                link = Link(grouping(gu, of_u), rounded(table, of_table), grouping(gv, of_v))
+                found = links[numbers] = link, self.tables.normal_form(link)
             if v in self.links[u]:
                 self._add_link(u, v, found[0])
             else:

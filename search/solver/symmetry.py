@@ -34,22 +34,17 @@ class VariableSymmetry:
     @staticmethod
     def of(problem: Problem, options: SolverOptions = DEFAULT) -> VariableSymmetry | None:
         """None where too few variables are alike; those that use unlike amounts of a resource are not."""
-        known: dict[int, bytes] = {}
-
-        def same(row: Floats) -> Hashable:
-            """Rows that limits made are not shared by those who are alike."""
-            if not problem.resources:
-                return id(row)
-            if id(row) not in known:
-                known[id(row)] = row.tobytes()
-            return known[id(row)]
-
-        own = [(same(u), *(same(r.usage[i]) for r in problem.resources)) for i, u in enumerate(problem.unary)]
-        alike = [(e.u, e.v, (id(e.gu), id(e.table), id(e.gv))) for e in problem.edges]
+        shared = problem.shared
+        own: list[Hashable] = [*shared.unary]
+        if problem.resources:
+            # Rows that limits made are not shared by those who are alike.
+            rows = zip(problem.unary, *(r.usage for r in problem.resources), strict=True)
+            own = [tuple([row.tobytes() for row in mine]) for mine in rows]
+        alike = [(e.u, e.v, key) for e, key in zip(problem.edges, shared.edges, strict=True)]
         colours = _colours(own, alike, options.near_rounds, options)
         if colours is None:
             return None
-        return VariableSymmetry(colours, _tied(problem, colours, [key for _, _, key in alike]))
+        return VariableSymmetry(colours, _tied(problem, colours, shared.edges))
 
     def usage(self, resource: Resource) -> list[Floats]:
         """What the members of each colour use together, by their state."""
@@ -153,24 +148,26 @@ def _tied(problem: Problem, colours: Ints, keys: Sequence[Hashable]) -> Problem:
     members = np.bincount(colours).tolist()
     many: dict[tuple[int, int], Floats] = {}
 
-    def times(costs: Floats, count: int) -> Floats:
-        found = many.get((id(costs), count))
+    def times(costs: Floats, number: int, count: int) -> Floats:
+        """What is one array stays one."""
+        found = many.get((number, count))
         if found is None:
-            found = many[id(costs), count] = costs * count
+            found = many[number, count] = costs * count
         return found
 
-    unary = [times(problem.unary[i], n) for i, n in zip(first, members, strict=True)]
+    shared = problem.shared
+    unary = [times(problem.unary[i], shared.unary[i], n) for i, n in zip(first, members, strict=True)]
     count: Counter[tuple[int, int, Hashable]] = Counter()
-    one: dict[tuple[int, int, Hashable], Edge] = {}
-    for edge, key in zip(problem.edges, keys, strict=True):
+    one: dict[tuple[int, int, Hashable], tuple[Edge, int]] = {}
+    for edge, key, (_, _, table) in zip(problem.edges, keys, shared.edges, strict=True):
         kind = colour[edge.u], colour[edge.v], key
         count[kind] += 1
-        one.setdefault(kind, edge)
+        one.setdefault(kind, (edge, table))
     edges: list[Edge] = []
-    for (u, v, key), edge in one.items():
+    for (u, v, key), (edge, table) in one.items():
         n = count[u, v, key]
         if u == v:
             unary[u] = unary[u] + n * edge.table[edge.gu, edge.gv]
         else:
-            edges.append(Edge(u, v, edge.gu, edge.gv, times(edge.table, n)))
+            edges.append(Edge(u, v, edge.gu, edge.gv, times(edge.table, table, n)))
     return Problem(tuple(unary), tuple(edges), offset=problem.offset)
