@@ -21,7 +21,7 @@ import numpy as np
 from hapsynth._jax import is_extended
 from hapsynth.graph.ir import Graph
 from hapsynth.instructions.collectives import step_between
-from hapsynth.instructions.factors import Factors, Triples
+from hapsynth.instructions.factors import Triples
 from hapsynth.instructions.layout import Layout, Placement, R, Reduction, S
 from hapsynth.instructions.program.sizes import cut_nodes
 from hapsynth.instructions.rules.factor_table import FactorTable
@@ -33,8 +33,6 @@ _Touched = tuple[set[int], set[Reduction]]
 """(dimensions cut, reductions)"""
 Allowed = Callable[[int, int], bool]
 """Whether (value, dimension) may be cut: baselines restrict it."""
-Ways = Callable[[int, int], int]
-"""In how many ways, shards of unlike sizes, (value, dimension) may be cut: what some op cuts together in as many."""
 Convertible = Callable[[int, Placement, Placement], bool]
 """Whether a value may be converted by a step between two placements along one axis."""
 
@@ -137,12 +135,9 @@ class ChoiceSpace:
         axes: int = 1,
         *,
         sparing: bool = False,
-        ways: Ways | None = None,
     ) -> None:
         """`sparing`: what a value is held as between its op and its only use is a choice too, which matters where
-        memory does. `ways`: one of each dimension by default, more along one mesh axis only."""
-        assert ways is None or axes == 1
-        self._ways = ways
+        memory does."""
         self.graph, self.table, self.axes, self.sparing = graph, table, axes, sparing
         self.restriction = restriction or Restriction()
         self._interned: dict[object, Any] = {}
@@ -165,26 +160,11 @@ class ChoiceSpace:
         factors = self.table[op]
         every = self.once((factors, self.axes), lambda: Interned(factors.joint(self.axes)))
         allowed = self.restriction.allowed
-        if self._ways is not None:
-            every = self._in_every_way(op, factors, every)
         if allowed is None:
             return every
         cuts = lambda t: (n for _, nodes in cut_nodes(self.graph, op, factors, t) for n in nodes)
         kept = [all(allowed(v, d) for v, d, *_ in cuts(t)) for t in every]
         return self.once((every, *kept), lambda: Interned(t for t, keep in zip(every, kept, strict=True) if keep))
-
-    def _in_every_way(self, op: int, factors: Factors, every: Interned[Triples]) -> Interned[Triples]:
-        """The triples of an op along one mesh axis, each in every way in which what it cuts may be cut."""
-        assert self._ways is not None
-        counts: list[int] = []
-        for triples in every:
-            cut = (self._ways(v, d) for _, nodes in cut_nodes(self.graph, op, factors, triples) for v, d, *_ in nodes)
-            counts.append(max(cut, default=1))
-        in_ways = lambda t, count: (t, *((t[0].along(way),) for way in range(1, count)))
-        make = lambda: Interned(
-            t for triples, count in zip(every, counts, strict=True) for t in in_ways(triples, count)
-        )
-        return self.once(("ways", every, *counts), make)
 
     def once(self, key: object, make: Callable[[], _T]) -> _T:
         """What `make` gave for a key, made at most once: like ops share it."""
@@ -232,10 +212,12 @@ class ChoiceSpace:
                 # What is reduced along several axes is best cut on the way, even where nobody needs it cut.
                 cut = cut | {value.shape.index(max(value.shape))}
             over, kinds = tuple(sorted(cut)), tuple(sorted(partial))
-            ways = None if self._ways is None else tuple(self._ways(value.index, d) for d in over)
-            make = lambda over=over, kinds=kinds, ways=ways: LayoutSet(self.axes, over, kinds, ways)
-            found.append(self.once(("layouts", over, kinds, ways), make))
+            found.append(self._layout_set(value.index, over, kinds))
         return found
+
+    def _layout_set(self, value: int, dims: tuple[int, ...], reductions: tuple[Reduction, ...]) -> LayoutSet:
+        """The layouts of a value that cut these dimensions, and combine so."""
+        return self.once(("layouts", dims, reductions), lambda: LayoutSet(self.axes, dims, reductions))
 
     def _touched(self, triples: Interned[Triples]) -> tuple[list[_Touched], list[_Touched]]:
         """(dimensions cut, reductions) of every operand and result, over all triples."""

@@ -1,22 +1,19 @@
 """The costs of a `ChoiceSpace` at given ratios, as a `Problem` for the solver.
 
 Values, ops and uses with equal cost inputs have one number (`EquivalenceClasses`), and share their conversions, seconds
-and tables: costs differ within a kind by the cut alone, and are equal at ratios that cut equally. `CheapestOfRatios`
-takes for every instruction the cheapest of several ratios: the bound of plans with resharding.
+and tables: costs differ within a kind by the cut alone, and are equal at ratios that cut equally.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, reduce
-from math import prod
+from functools import cached_property
 from typing import Any, TypeVar
 
 import numpy as np
 
 from hapsynth.graph.ir import Graph
-from hapsynth.instructions.collectives import step_between
 from hapsynth.instructions.factors import Factors, Triples
 from hapsynth.instructions.layout import Layout, cuts_of
 from hapsynth.instructions.program.sizes import Node, cut_nodes
@@ -109,20 +106,7 @@ class ProblemBuilder:
         convertible = self.structure.restriction.convertible
         if convertible is not None and not convertible(value, source[axis], target[axis]):
             return np.inf
-        if step_between(source[axis], target[axis]) == "reshare":
-            return self._reshare_time(value, source, target, axis)
         return self.costs.conversion(value, source, target, axis, lambda *cut: self.largest(value, *cut))[0]
-
-    def _reshare_time(self, value: int, source: Layout, target: Layout, axis: int) -> float:
-        """Seconds to bring a value from one way of being cut to another; infinite where it may not be cut apart, as
-        `Parts` has it: inside a fused chain, a loop or a branch."""
-        if self.graph.home[value] or not self.costs.is_materialized(value):
-            return np.inf
-        assert self.ratios is not None
-        cuts = [next(cut for cut in cuts_of(layout) if cut[0] == layout[axis].dim) for layout in (source, target)]
-        old, new = (self.ratios.vectors[self.ratios.of(value, *cut)] for cut in cuts)
-        around = prod(self.largest(value, *cut) for cut in cuts_of(source) if cut != cuts[0])
-        return self.costs.reshare(self.graph.values[value].nbytes * around, axis, old, new)[0]
 
     def path_time(self, value: int, source: Layout, target: Layout) -> float:
         """Seconds of the cheapest conversion; infinite where there is none."""
@@ -147,8 +131,7 @@ class ProblemBuilder:
         cuts = self.structure.layouts[value].cuts
         vectors = () if ratios is None else tuple(ratios.of(value, *cut) for cut in cuts)
         role = None if restriction.convertible is None else restriction.role(value)
-        whole = any(way for *_, way in cuts) and (self.graph.home[value] > 0 or not self.costs.is_materialized(value))
-        return self.graph.values[value].nbytes, vectors, role, self.costs.conversion_kind(value), whole
+        return self.graph.values[value].nbytes, vectors, role, self.costs.conversion_kind(value)
 
     def offer(self, value: int, availability: AvailableLayouts) -> ConversionPlan:
         """The conversions that an availability stands for."""
@@ -403,38 +386,3 @@ class EquivalenceClasses:
             choices = structure.choices[variable]
             kind = number.setdefault((choices.options, use.needs, use.runs), len(number))
             self.uses.append((kind, variable, choices.option))
-
-
-class CheapestOfRatios(ProblemBuilder):
-    """As a `ProblemBuilder`, but each instruction costs the least that it does at any of `every` ratios, and nothing is
-    paid for changing from one to another: no program whose instructions are each at one of them is cheaper."""
-
-    def __init__(self, structure: ChoiceSpace, costs: CostModel, every: Sequence[Ratios]) -> None:
-        super().__init__(structure, costs, every[0])
-        self._each = [ProblemBuilder(structure, costs, ratios) for ratios in every]
-
-    @cached_property
-    def _roles(self) -> Sequence[int]:
-        number: dict[object, int] = {}
-        every = zip(*(f._roles for f in self._each), strict=True)
-        return [number.setdefault(roles, len(number)) for roles in every]
-
-    def _profile(self, value: int) -> object:
-        return tuple(f._profile(value) for f in self._each)
-
-    def step_time(self, value: int, source: Layout, target: Layout, axis: int) -> float:
-        return min(f.step_time(value, source, target, axis) for f in self._each)
-
-    def held(self, value: int, dim: int, axes: tuple[int, ...], way: int = 0) -> float | Floats:
-        return reduce(np.minimum, (f.held(value, dim, axes, way) for f in self._each))
-
-    def feed_time(self, value: int, layout: Layout) -> float:
-        return min(f.feed_time(value, layout) for f in self._each)
-
-    def op_times(self, ops: Sequence[int]) -> list[Floats]:
-        found = zip(*(f.op_times(ops) for f in self._each), strict=True)
-        keys = [("least", self._seconds_key(op)) for op in ops]
-        return [self.once(key, lambda t=times: np.minimum.reduce(t)) for key, times in zip(keys, found, strict=True)]
-
-    def _seconds_key(self, op: int) -> object:
-        return tuple(f._times_key(op) for f in self._each)

@@ -22,8 +22,7 @@ from hapsynth.instructions.program.sizes import Classes, Node, Sizes
 from hapsynth.instructions.staging.reshard_moves import moved
 from hapsynth.search.cost.model import CostModel, Floats
 from hapsynth.search.cost.program_cost import program_cost
-from hapsynth.search.formulation.problem_builder import CheapestOfRatios, ProblemBuilder
-from hapsynth.search.formulation.ratio_variants import RatioVariants
+from hapsynth.search.formulation.ratio_variants import CheapestOfRatios, RatioVariants
 from hapsynth.search.planning.candidate import Candidate
 from hapsynth.search.planning.reshard_atoms import ReshardAtoms
 from hapsynth.search.planning.reshard_rewrite import Labels, merged, relabelled
@@ -94,9 +93,9 @@ class Resharding:
         bound, search = 0.0, self.search
         for rounds_left in reversed(range(_CHANGES)):
             ways, known, bound = RatioVariants(self.task.costs, best.sizes), best, 0.0
-            choices = self.task.choice_space(sparing=search.choices.sparing, ways=ways.count)
+            choices = ways.choices(self.task.options.restriction, sparing=search.choices.sparing)
             for ratios in (ways.ratios(), ways.ratios().strictly()):
-                builder = ProblemBuilder(choices, self.task.costs, ratios)
+                builder = ways.builder(choices, ratios)
                 solution = search.bounded(builder, None, self.tolerance).solution
                 bound = max(bound, solution.lower_bound)
                 if best.cost - bound <= max(SETTLED, self.tolerance) * best.cost or search.clock.late():

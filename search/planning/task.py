@@ -79,9 +79,10 @@ class Task:
     def _choices(self) -> dict[tuple[Restriction | None, int], ChoiceSpace]:
         return self.kin._choices if self.kin else {}
 
-    def choice_space(self, **how: Any) -> ChoiceSpace:
-        """A choice space of the task's own, made as `how` says (`ChoiceSpace`)."""
-        return ChoiceSpace(self.graph, self.factors, self.options.restriction, len(self.costs.axes), **how)
+    def choice_space(self, *, sparing: bool = False) -> ChoiceSpace:
+        """A choice space of the task's own; `sparing` where memory is short."""
+        axes = len(self.costs.axes)
+        return ChoiceSpace(self.graph, self.factors, self.options.restriction, axes, sparing=sparing)
 
     def ratios(self, weights: Floats, evenly: EvenDims = NOTHING, sizes: Sizes | None = None) -> Ratios:
         """Those of sizes, and by weights where these cut nothing, but for what is asked for."""

@@ -223,8 +223,7 @@ def test_bounds_hold_with_reshares(sweep: list[tuple[Any, Any]]) -> None:
 def at_each_way(task: Task, best: Candidate) -> tuple[ProblemBuilder, Solution]:
     """The cheapest program whose instructions are each at one of a candidate's ratios."""
     ways = RatioVariants(task.costs, best.sizes)
-    structure = task.choice_space(ways=ways.count)
-    builder = ProblemBuilder(structure, task.costs, ways.ratios().strictly())
+    builder = ways.builder(ways.choices(), ways.ratios().strictly())
     return builder, solve(builder.problem(), tolerance=1e-9)
 
 
