@@ -33,7 +33,7 @@ class Candidate:
     sizes: Sizes
     cost: float
     memory: float
-    """What is counted of the device that comes nearest to its limit (`room.py`)."""
+    """What is counted of the device that comes nearest to its limit (`MemoryBudget`)."""
     choices: Ints | None
     """Of the structure in use; None where that has been replaced."""
     bound: float | None

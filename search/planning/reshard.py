@@ -3,8 +3,9 @@
 A layer bound by memory bandwidth next to one bound by compute suits other sizes on devices whose two ratios differ. For
 each class the ratios that suit its ops are set against each other, two at a time: which instructions should take which,
 where every tensor between them has to be reshared, is a minimum cut. The linear program then sizes the parts, with what
-moves between them linear in the difference (`_ratio_lp.py`); reshares between parts that it leaves alike are dropped.
-What comes out cheaper at whole units, by the cost of all instructions, is kept, and its parts are looked at again.
+moves between them linear in the difference (`sizing/ratio_lp.py`); reshares between parts that it leaves alike are
+dropped. What comes out cheaper at whole units, by the cost of all instructions, is kept, and its parts are looked at
+again.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """One hunt for the least of a value: raise the dual bound, decode, drop states by reduced cost, search, repeat.
 
 Lemma (what dropping costs). Let T = incumbent - tolerance / 2 * |incumbent|, or what is `enough` if that is less. Only
-states whose floor (see `_trws.py`) is >= T and search nodes with f >= T are dropped, so every assignment lost costs at
+states whose floor (see `trws.py`) is >= T and search nodes with f >= T are dropped, so every assignment lost costs at
 least T; T only falls as incumbents improve. The optimum is therefore at least min(T, bound of what is left), at every
 moment.
 """

@@ -27,7 +27,7 @@ def priced(hunt: BranchAndBound, network: ReducedProblem) -> Floats:
     """Multipliers [resources] whose Lagrangian bound is nearly the best; incumbents come up on the way.
 
     Every assignment x is a cut: the bound at mu is at most cost(x) + mu . (usage(x) - limits). Alike variables are
-    taken as one for this (`_ties.py`): what comes of it is then no bound yet.
+    taken as one for this (`symmetry.py`): what comes of it is then no bound yet.
     """
     problem, run, options = hunt.run.problem, hunt.run, hunt.run.options
     limits = padded_limits(problem)

@@ -8,9 +8,9 @@ Costs are rounded down to multiples of a power of two (2^-50 of the expected tot
 of such numbers are exact in float64, so that equal costs stay equal through hundreds of eliminations, rows can be
 compared by their bytes, and bounds computed from the network never exceed those of the problem.
 
-Everything is kept by id (see `_tables.py`): a step that some layer has been through is a look-up for the next one.
+Everything is kept by id (see `interning.py`): a step that some layer has been through is a look-up for the next one.
 
-Every link may also carry a message vector per end, over states (see `_trws.py`). Any values are valid; the
+Every link may also carry a message vector per end, over states (see `trws.py`). Any values are valid; the
 reductions move them along so that a dual bound once reached is not lost.
 
 Sources: Goldstein, "Efficient rotamer elimination applied to protein side-chains" (1994) for the dominance test;

@@ -1,7 +1,7 @@
 """The solver's entry: reduce, price the resources, hunt.
 
-Without resources one hunt settles it. With them, multipliers come first (`_prices.py`); the searches of the last hunt
-then keep the limits exactly.
+Without resources one hunt settles it. With them, multipliers come first (`lagrangian.py`); the searches of the last
+hunt then keep the limits exactly.
 """
 
 from collections.abc import Callable, Iterator, Sequence
