@@ -145,8 +145,9 @@ def synthesize(
     check_form(form)
     devices, cluster = devices_of(mesh, cluster)
     tell_lesser_memory(cluster, memory_limit)
-    exact = holds_exact(form, devices)
-    options = PlanningOptions(memory_limit, time_budget_s, progress, leave_out, exact)
+    options = PlanningOptions(
+        memory_limit, time_budget_s, progress, leave_out=leave_out, exact=holds_exact(form, devices)
+    )
     if isinstance(fn, Mapping):
         if recompute:
             raise TypeError("recompute is for one function: use jax.checkpoint in these, or plan one by itself")

@@ -127,6 +127,7 @@ class FixedRatioSearch:
             enough=enough,
             time_budget_s=seconds,
             progress=tell,
+            options=self.task.options.solver,
             **limited,
         )
         self.clock.interrupted |= solution.interrupted

@@ -17,6 +17,7 @@ from hapsynth.search.formulation.choice_space import ChoiceSpace, Restriction
 from hapsynth.search.result import Progress
 from hapsynth.search.sizing.fixed_ratios import FixedRatios
 from hapsynth.search.sizing.ratios import NOTHING, EvenDims, Ratios, own_weights, starts
+from hapsynth.search.solver.options import DEFAULT, SolverOptions
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,7 +27,7 @@ class PlanningOptions:
     `memory_limit`: bytes per device, None for what they have. `time_budget_s`: from where a planner is made. `exact`:
     how shards are stored (`MemoryBudget`). `leave_out`: whether devices that would make the step slower may be left
     out; none is with a restriction or with ratios, which are for a mesh of all devices. `devices`: the plan is for just
-    these of the cluster's, and so are a restriction and ratios then.
+    these of the cluster's, and so are a restriction and ratios then. `solver`: how it goes about each problem.
     """
 
     memory_limit: float | None = None
@@ -37,6 +38,7 @@ class PlanningOptions:
     restriction: Restriction | None = None
     fixed_ratios: FixedRatios | None = None
     devices: tuple[int, ...] | None = None
+    solver: SolverOptions = DEFAULT
 
 
 @dataclass(frozen=True, eq=False)
