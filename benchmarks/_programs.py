@@ -11,7 +11,7 @@ import hapsynth
 from hapsynth.graph.trace import Traced
 from hapsynth.plan import Form
 from hapsynth.search.planning.baselines import NAMES, Baseline, Baselines
-from hapsynth.search.planning.planner import Planner
+from hapsynth.search.planning.task import Task
 
 TWIN = {"fastest": "plan", "even": "data_parallel", "by_speed": "data_parallel_speed", "fsdp": "zero3"}
 """System -> what is the same program: a baseline, or for `fastest` the one that the contest begins with."""
@@ -21,8 +21,8 @@ def chosen(
     systems: Sequence[str], fn: Any, shapes: Any, traced: Traced, cluster: hapsynth.Cluster, form: Form = "auto"
 ) -> dict[str, hapsynth.Plan]:
     """The program and sizes of each system; `form`: of hapsynth's own."""
-    planner = Planner(traced.graph, cluster)
-    known = Baselines(traced.graph, planner.table, planner.costs, planner.limit)
+    task = Task(traced.graph, cluster)
+    known = Baselines(task)
     twins = {system: TWIN.get(system, system) for system in systems}
     baselines = known.all([name for name in dict.fromkeys(twins.values()) if name in NAMES])
     found: dict[str, hapsynth.Plan] = {}

@@ -24,7 +24,7 @@ from hapsynth.graph.trace import trace  # noqa: E402
 from hapsynth.instructions.program.sizes import Classes, Sizes  # noqa: E402
 from hapsynth.lower import lower  # noqa: E402
 from hapsynth.search.planning.baselines import Baselines  # noqa: E402
-from hapsynth.search.planning.planner import Planner  # noqa: E402
+from hapsynth.search.planning.task import Task  # noqa: E402
 
 SHARES = (48, 8, 4, 4, 4, 4, 4, 4)
 ROWS = 32  # of the batch, per unit
@@ -46,9 +46,9 @@ def lowered(units: int, shares: tuple[int, ...], mesh: jax.sharding.Mesh):
     args = ({"in": struct(512, 1024), "out": struct(1024, 256)}, {"x": struct(rows, 512), "y": struct(rows, 256)})
     graph = trace(step, args).graph
     cluster = Cluster.from_mesh(mesh)
-    planner = Planner(graph, cluster)
-    program = Baselines(graph, planner.table, planner.costs, planner.limit).all()["data_parallel"].program
-    classes = Classes.build(graph, program, planner.table)
+    task = Task(graph, cluster)
+    program = Baselines(task).all()["data_parallel"].program
+    classes = Classes.build(graph, program, task.factors)
     sizes = Sizes(graph, classes, tuple(tuple(s * c.units // units for s in shares) for c in classes.all))
     sizes.check(program.axes)
     form = lower(graph, program, sizes, mesh, donate=False)

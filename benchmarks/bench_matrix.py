@@ -27,7 +27,7 @@ def one(example: str, cluster_name: str, check: bool) -> dict[str, object]:
 
     from hapsynth import Cluster, synthesize
     from hapsynth.search.planning.baselines import Baselines
-    from hapsynth.search.planning.planner import Planner
+    from hapsynth.search.planning.task import Task
 
     sys.path.insert(0, str(ROOT / "examples"))
     cluster = Cluster.load(ROOT / "examples" / "clusters" / f"{cluster_name}.toml")
@@ -35,8 +35,8 @@ def one(example: str, cluster_name: str, check: bool) -> dict[str, object]:
     fn, args = importlib.import_module(example).target()
     mesh = jax.make_mesh((cluster.n,), ("data",))
     plan = synthesize(fn, args, mesh, cluster=cluster)
-    planner = Planner(plan.traced.graph, cluster)
-    baselines = Baselines(plan.traced.graph, planner.table, planner.costs, planner.limit).all()
+    task = Task(plan.traced.graph, cluster)
+    baselines = Baselines(task).all()
     result = plan.result
     row: dict[str, object] = {
         "example": example,

@@ -33,7 +33,8 @@ import hapsynth
 from hapsynth.graph.trace import trace
 from hapsynth.search.cost.program_cost import program_cost
 from hapsynth.search.planning.baselines import Baselines
-from hapsynth.search.planning.planner import InfeasibleError, Planner
+from hapsynth.search.planning.planner import InfeasibleError
+from hapsynth.search.planning.task import Task
 from hapsynth.search.sizing.ratios import own_weights, proportional
 from hapsynth.search.sizing.sizer import Sizer
 
@@ -61,8 +62,8 @@ def one(row: dict[str, Any], budget: float | None) -> dict[str, Any]:
     except InfeasibleError as error:
         plan, row["error"] = None, str(error)
         graph = trace(fn, args).graph
-    planner = Planner(graph, where)
-    known = Baselines(graph, planner.table, planner.costs, planner.limit)
+    task = Task(graph, where)
+    known = Baselines(task)
     systems = {**known.all(), "hap": Hap(known).baseline()}
     found: dict[str, dict[str, Any]] = {
         name: {"cost_s": b.cost_s, "memory_bytes": b.memory_bytes, "fits": b.fits, "found": b.program.collectives()}
@@ -74,8 +75,8 @@ def one(row: dict[str, Any], budget: float | None) -> dict[str, Any]:
         return row
     # The plan may leave devices out.
     if plan.used.n < where.n:
-        planner = Planner(graph, plan.used)
-    costs = planner.costs
+        task = Task(graph, plan.used)
+    costs = task.costs
     weights = {"even": np.ones(costs.n), "speed": proportional(costs.rate("float32"))}
     weights["own"] = own_weights(costs, plan.sizes)
     sizer = Sizer(plan.program, plan.sizes.classes, costs)
@@ -83,7 +84,7 @@ def one(row: dict[str, Any], budget: float | None) -> dict[str, Any]:
     even = min(at["even"], *(b.cost_s for name, b in systems.items() if name != "hap" and not name.endswith("_speed")))
     one_ratio = min(even, *at.values(), systems["data_parallel_speed"].cost_s, systems["hap"].cost_s)
     fitting = {name: b.cost_s for name, b in systems.items() if b.fits}
-    said = strategy(Baselines(graph, planner.table, costs, planner.limit), plan.program, plan.sizes)
+    said = strategy(Baselines(task), plan.program, plan.sizes)
     idle = [where.devices[d].name for d in range(where.n) if d not in plan.devices]
     return {
         **row,

@@ -35,7 +35,8 @@ from models import MODELS  # noqa: E402
 import hapsynth  # noqa: E402
 from hapsynth.report.json_records import search_record  # noqa: E402
 from hapsynth.search.formulation.problem_builder import ProblemBuilder  # noqa: E402
-from hapsynth.search.planning.planner import InfeasibleError, Planner  # noqa: E402
+from hapsynth.search.planning.planner import InfeasibleError  # noqa: E402
+from hapsynth.search.planning.task import Task  # noqa: E402
 from hapsynth.search.solver import Problem  # noqa: E402
 
 # What autoparallel's published figures are for: 64 H100 in eight hosts.
@@ -145,8 +146,8 @@ def beside(plan: hapsynth.Plan, limit_s: float) -> dict[str, Any]:
 
 def problem_of(plan: hapsynth.Plan) -> Problem:
     """What `lower_bound_s` is about: the choices for this graph at the plan's own ratios."""
-    planner = Planner(plan.traced.graph, plan.used)
-    return ProblemBuilder(planner.structure, planner.costs, planner.ratios_at(plan.sizes).strictly()).problem()
+    task = Task(plan.traced.graph, plan.used)
+    return ProblemBuilder(task.choices, task.costs, task.own_ratios(plan.sizes).strictly()).problem()
 
 
 def child(row: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:

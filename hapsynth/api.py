@@ -29,6 +29,7 @@ from hapsynth.search.formulation.choice_space import Restriction
 from hapsynth.search.planning.device_subsets import ClusterPlanner
 from hapsynth.search.planning.planner import InfeasibleError
 from hapsynth.search.planning.rematerialization import planned_to_fit
+from hapsynth.search.planning.task import PlanningOptions, Task
 from hapsynth.search.result import Progress, Result
 from hapsynth.several.plans import Functions, Plans, RatiosOfEach, synthesize_several
 
@@ -49,11 +50,11 @@ def synthesize(
     ratios: Ratios | None = None,
     expect: Mapping[str, Expectation] | None = None,
     memory_limit: float | None = None,
-    leave_out: bool = True,
+    leave_out: bool = ...,
     time_budget_s: float | None = None,
     progress: Callable[[Progress], None] | None = None,
-    form: Form = "auto",
-    recompute: bool = False,
+    form: Form = ...,
+    recompute: bool = ...,
 ) -> Plan: ...
 
 
@@ -70,10 +71,10 @@ def synthesize(
     ratios: RatiosOfEach | None = None,
     expect: Mapping[str, Mapping[str, Expectation]] | None = None,
     memory_limit: float | None = None,
-    leave_out: bool = True,
+    leave_out: bool = ...,
     time_budget_s: float | None = None,
     progress: Callable[[Progress], None] | None = None,
-    form: Form = "auto",
+    form: Form = ...,
     frequency: Mapping[str, float] | None = None,
     state: Mapping[str, Mapping[str, str]] | None = None,
 ) -> Plans: ...
@@ -91,7 +92,7 @@ def synthesize(
     ratios: Ratios | RatiosOfEach | None = None,
     expect: Mapping[str, Any] | None = None,
     memory_limit: float | None = None,
-    leave_out: bool = True,
+    leave_out: bool = PlanningOptions.leave_out,
     time_budget_s: float | None = None,
     progress: Callable[[Progress], None] | None = None,
     form: Form = "auto",
@@ -144,6 +145,9 @@ def synthesize(
     check_form(form)
     devices, cluster = devices_of(mesh, cluster)
     tell_lesser_memory(cluster, memory_limit)
+    options = PlanningOptions(
+        memory_limit, time_budget_s, progress, leave_out=leave_out, exact=holds_exact(form, devices)
+    )
     if isinstance(fn, Mapping):
         if recompute:
             raise TypeError("recompute is for one function: use jax.checkpoint in these, or plan one by itself")
@@ -159,10 +163,7 @@ def synthesize(
             ratios=cast(RatiosOfEach | None, ratios),
             frequency=frequency,
             state=state,
-            memory_limit=memory_limit,
-            leave_out=leave_out,
-            time_budget_s=time_budget_s,
-            progress=progress,
+            options=options,
             form=form,
         )
     if frequency is not None or state is not None:
@@ -174,19 +175,18 @@ def synthesize(
     if fixed is not None:
         arguments = {path: traced.graph.values[v] for path, v in zip(traced.in_paths, traced.graph.inputs, strict=True)}
         restriction = Restriction(stored=layouts_of(arguments, fixed, len(mesh_axes(cluster)), "argument"))
-    exact = holds_exact(form, devices)
+    options = replace(options, restriction=restriction)
 
-    def planner(graph: Graph, budget: float | None) -> ClusterPlanner:
+    def task(graph: Graph, budget: float | None) -> Task:
         of = replace(traced, graph=graph)
         fixed_ratios = None if ratios is None else fixed_ratios_of(of, cast(Ratios, ratios), mesh_axes(cluster))
-        asked = (memory_limit, budget, restriction, progress)
-        return ClusterPlanner(graph, cluster, *asked, leave_out=leave_out, fixed_ratios=fixed_ratios, exact=exact)
+        return Task(graph, cluster, replace(options, time_budget_s=budget, fixed_ratios=fixed_ratios))
 
     left = None if time_budget_s is None else max(_LEAST_S, time_budget_s - trace_s)
     if recompute:
-        graph, result = planned_to_fit(traced.graph, cluster, planner, left)
+        graph, result = planned_to_fit(traced.graph, task, left)
     else:
-        graph, result = traced.graph, _or_hint(planner(traced.graph, left))
+        graph, result = traced.graph, _or_hint(ClusterPlanner(task(traced.graph, left)))
     timings = {"trace_s": trace_s, **result.timings_s, "total_s": time.perf_counter() - began}
     return Plan(replace(traced, graph=graph), replace(result, timings_s=timings), cluster, devices, fn=fn, form=form)
 

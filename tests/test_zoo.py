@@ -23,6 +23,7 @@ from hapsynth.graph.trace import trace
 from hapsynth.instructions.rules import entry_of
 from hapsynth.instructions.rules.replicated_ops import uncovered
 from hapsynth.search.planning.planner import Planner
+from hapsynth.search.planning.task import Task
 
 MIXED = Path(__file__).resolve().parent.parent / "examples" / "clusters" / "mixed8.toml"
 SPEEDS = (3.0,) * 4 + (1.0,) * 4
@@ -84,7 +85,7 @@ def test_hardly_anything_is_computed_whole(name: str) -> None:
 @pytest.mark.parametrize("name", MODELS)
 def test_planned_for_the_everyday_cluster(name: str) -> None:
     """Such small steps are mostly not worth cutting there, but always planned to the end."""
-    result = Planner(graph_of(name), hapsynth.Cluster.load(MIXED)).run()
+    result = Planner(Task(graph_of(name), hapsynth.Cluster.load(MIXED))).run()
     assert result.gap <= 1e-4
     assert result.joint_lower_bound_s <= result.lower_bound_s <= result.cost_s
 

@@ -18,6 +18,7 @@ from jax.sharding import Mesh
 from hapsynth.running.allgather import gathered
 from hapsynth.running.base import P, Planned
 from hapsynth.search.planning.baselines import Baselines
+from hapsynth.search.planning.task import PlanningOptions, Task
 
 OURS = "hapsynth"
 
@@ -48,8 +49,8 @@ def autotune_candidates(plan: P, mesh: Mesh | None = None, *, within: float = 1.
         raise ValueError(
             f"the mesh has {mesh.devices.size} devices, the plan's cluster {len(devices)}: give one of all"
         )
-    model, least = plan.cost_model(), min(limits[d] for d in devices)
-    known = Baselines(plan.traced.graph, model.table, model.on(plan.cluster.subset(devices)), least)
+    least = min(limits[d] for d in devices)
+    known = Baselines(Task(plan.traced.graph, plan.cluster.subset(devices), PlanningOptions(least)))
     found = {OURS: plan}
     for name, b in sorted(known.all().items(), key=lambda item: item[1].cost_s):
         same = (b.program, b.sizes.shares) == (plan.program, plan.sizes.shares)

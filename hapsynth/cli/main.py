@@ -52,7 +52,7 @@ from hapsynth.search.planning.planner import InfeasibleError
 from hapsynth.search.sizing.fixed_ratios import RatioError
 from hapsynth.several.plans import FunctionsError
 from hapsynth.whatif.cluster_variants import advise
-from hapsynth.whatif.remedies import Task, remedies
+from hapsynth.whatif.remedies import Shortage, remedies
 
 DONE, FAILED, INTERRUPTED = 0, 1, 130
 _MISUSES = (
@@ -158,7 +158,7 @@ def _search(options: argparse.Namespace, session: _Session) -> int:
         found = _infeasible(options, target, cluster, error)
         if options.advise:
             with activity() as tell:
-                helps = remedies(_task(options, target, cluster, error), tell)
+                helps = remedies(_shortage(options, target, cluster, error), tell)
             found["remedies"] = remedies_record(helps)
             if session.out is not None:
                 print_remedies(session.out, helps)
@@ -208,14 +208,14 @@ def _infeasible(
     return json_records.infeasible_record(traced, cluster, options.memory_limit, str(error), timings, exact=exact)
 
 
-def _task(options: argparse.Namespace, target: Target, cluster: Cluster, error: InfeasibleError) -> Task:
+def _shortage(options: argparse.Namespace, target: Target, cluster: Cluster, error: InfeasibleError) -> Shortage:
     def plan(args: tuple[Any, ...], kwargs: Mapping[str, Any], on: Cluster, limit: float | None) -> Plan:
         given = asked(options)
         warnings.simplefilter("ignore", ClusterWarning)  # It was said of the cluster that there is.
         # With devices left out as well, many more searches would have to fail before one is known to.
         return synthesize(target.fn, args, on, example_kwargs=kwargs, memory_limit=limit, leave_out=False, **given)
 
-    return Task(target.fn, target.args, target.kwargs, cluster, options.memory_limit, error.needs, plan)
+    return Shortage(target.fn, target.args, target.kwargs, cluster, options.memory_limit, error.needs, plan)
 
 
 def _compare(options: argparse.Namespace, session: _Session) -> int:

@@ -18,6 +18,7 @@ from hapsynth.search.cost.model import CostModel
 from hapsynth.search.cost.network import mesh_axes
 from hapsynth.search.cost.program_cost import Cost, instruction_costs
 from hapsynth.search.planning.baselines import Baselines
+from hapsynth.search.planning.task import PlanningOptions, Task
 
 _TIMINGS = ("trace_s", "build_s", "search_s", "ratio_s", "bound_s", "total_s")
 
@@ -119,8 +120,8 @@ def comparison(plan: Plan) -> dict[str, Entry]:
     peak, fits = max(memory), all(held <= limit for held, limit in zip(memory, limits, strict=True))
     entries = {"hapsynth": Entry(plan.cost, peak, fits, traffic(plan.program, plan.sizes, model))}
     # What people run today runs on all devices.
-    limit, whole = min(limits), model.on(plan.cluster)
-    for name, b in Baselines(plan.traced.graph, model.table, whole, limit).all().items():
+    whole, task = model.on(plan.cluster), Task(plan.traced.graph, plan.cluster, PlanningOptions(min(limits)))
+    for name, b in Baselines(task).all().items():
         entries[name] = Entry(b.cost_s, b.memory_bytes, b.fits, traffic(b.program, b.sizes, whole))
     return entries
 

@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from hapsynth.cluster.cluster import Cluster
-from hapsynth.cluster.memory_budget import MemoryBudget
 from hapsynth.instructions.layout import Layout
 from hapsynth.instructions.program.sizes import Sizes
 from hapsynth.search.formulation.choice_space import ChoiceSpace, Restriction
 from hapsynth.search.formulation.joint import Part, Together
 from hapsynth.search.formulation.problem_builder import ProblemBuilder
-from hapsynth.search.planning.search_at_ratios import ROUGH_TOLERANCE, FixedRatioSearch
+from hapsynth.search.planning.planner import ROUGH_TOLERANCE
+from hapsynth.search.planning.task import Task
 from hapsynth.search.result import SETTLED
 from hapsynth.search.sizing.ratios import Ratios, own_weights
 from hapsynth.search.solver import Solution, solve
@@ -21,11 +21,11 @@ from hapsynth.several.shared_state import SharedState
 
 @dataclass(eq=False)
 class Weighing:
-    """`finders`: of the functions that are called, from when they were planned alone; `weights`: how often each is;
+    """`tasks`: of the functions that are called, as they were planned alone; `weights`: how often each is;
     `fixed`: layouts of leaves."""
 
     state: SharedState
-    finders: Mapping[str, FixedRatioSearch]
+    tasks: Mapping[str, Task]
     weights: Mapping[str, float]
     fixed: Mapping[int, Layout]
     interrupted: bool = field(init=False, default=False)
@@ -63,12 +63,12 @@ class Weighing:
 
     def _together(self, cluster: Cluster, sizes: Mapping[str, Sizes] | None) -> Together:
         parts: list[Part] = []
-        for name, finder in self.finders.items():
-            costs = finder.costs.on(cluster, MemoryBudget.of(cluster, finder.memory_limit, exact=finder.exact))
+        for name, task in self.tasks.items():
+            costs = task.on(cluster).costs
             ratios = None
             if sizes is not None:
                 weights = own_weights(costs, sizes[name])
-                ratios = Ratios(finder.graph, finder.table, weights, sizes[name], costs.lengths)
+                ratios = Ratios(task.graph, task.factors, weights, sizes[name], costs.lengths)
             builder = ProblemBuilder(self._structure(name, len(costs.axes)), costs, ratios)
             parts.append(Part(builder, self.weights[name], self._given(name)))
         return Together(parts)
@@ -87,12 +87,12 @@ class Weighing:
                 cuttable[value] = self._dims(leaf)
                 if leaf in self.fixed:
                     stored[value] = self.fixed[leaf]
-            finder = self.finders[name]
+            task = self.tasks[name]
             restriction = Restriction(stored, cuttable=cuttable)
-            self._structures[name, axes] = ChoiceSpace(finder.graph, finder.table, restriction, axes)
+            self._structures[name, axes] = ChoiceSpace(task.graph, task.factors, restriction, axes)
         return self._structures[name, axes]
 
     def _dims(self, leaf: int) -> frozenset[int]:
         """The dimensions by which some function would cut a leaf."""
-        given = ((finder, self._given(name)) for name, finder in self.finders.items())
-        return frozenset(d for f, at in given if leaf in at for d in f.structure.layouts[at[leaf]].dims)
+        given = ((task, self._given(name)) for name, task in self.tasks.items())
+        return frozenset(d for f, at in given if leaf in at for d in f.choices.layouts[at[leaf]].dims)

@@ -27,7 +27,7 @@ from hapsynth.search.cost.model import Floats
 from hapsynth.search.formulation.choice_space import Restriction
 from hapsynth.search.planning.device_subsets import ClusterPlanner
 from hapsynth.search.planning.planner import InfeasibleError
-from hapsynth.search.planning.search_at_ratios import FixedRatioSearch
+from hapsynth.search.planning.task import PlanningOptions, Task
 from hapsynth.search.result import SETTLED, Progress, Result
 from hapsynth.search.sizing.fixed_ratios import FixedRatios, RatioError
 from hapsynth.several.joint_layouts import Weighing
@@ -50,18 +50,14 @@ class StatePlacement(NamedTuple):
 @dataclass(eq=False)
 class JointPlanner:
     """One planning task for several functions. `weights`: how often each is called; `fixed`: layouts of leaves;
-    `fixed_ratios`: of some functions; all else as in `ClusterPlanner`."""
+    `fixed_ratios`: of some functions; `options`: for each of them, but that the time is for all."""
 
     state: SharedState
     weights: Mapping[str, float]
     cluster: Cluster
     fixed: Mapping[int, Layout] = field(default_factory=dict[int, Layout])
     fixed_ratios: Mapping[str, FixedRatios] = field(default_factory=dict[str, FixedRatios])
-    memory_limit: float | None = None
-    time_budget_s: float | None = None
-    progress: Callable[[Progress], None] | None = None
-    leave_out: bool = True
-    exact: bool = False
+    options: PlanningOptions = field(default_factory=PlanningOptions)
     alone: dict[str, Result] = field(init=False, default_factory=dict[str, Result])
     """Of the functions that are called, each at its own best."""
     _interrupted: bool = field(init=False, default=False)
@@ -75,14 +71,14 @@ class JointPlanner:
         called = sorted((n for n, w in self.weights.items() if w > 0), key=lambda n: -self.weights[n])
         # Each alone, and each again under every other's state and under that which is weighed.
         self._searches = len(called) * (len(called) + 1) + len(self.weights) - len(called)
-        finders: dict[str, FixedRatioSearch] = {}
+        tasks: dict[str, Task] = {}
         for name in called:
-            self.alone[name] = self._plan(name, {}, None, self.memory_limit, finders)
+            self.alone[name] = self._plan(name, {}, None, self.options.memory_limit, tasks)
         ranked = sorted(called, key=lambda n: -self.weights[n] * self.alone[n].cost_s)
         everyone = tuple(range(self.cluster.n))
         known = {n: r.bounds or {everyone: r.joint_lower_bound_s} for n, r in self.alone.items()}
         self._bounds = {s: sum(self.weights[n] * known[n][s] for n in called) for s in known[ranked[0]]}
-        self._weighing = Weighing(self.state, finders, self.weights, self.fixed)
+        self._weighing = Weighing(self.state, tasks, self.weights, self.fixed)
         under = (partial(self._under, first, ranked) for first in ranked)
         attempts: list[Callable[[], dict[str, Result] | None]] = list(under)
         attempts.insert(1, partial(self._as_weighed, ranked))
@@ -137,7 +133,7 @@ class JointPlanner:
         devices = _devices(self.cluster, result)
         for name in called:
             if name != first:
-                results[name] = self._plan(name, kept, devices, self.memory_limit)
+                results[name] = self._plan(name, kept, devices, self.options.memory_limit)
                 kept = self._decided(name, results[name]) | kept
         return results
 
@@ -163,7 +159,7 @@ class JointPlanner:
         if not layouts:
             return None
         kept = {leaf: StatePlacement(layout, {}) for leaf, layout in layouts.items()}
-        return self._under(called[0], called, self._plan(called[0], kept, devices, self.memory_limit))
+        return self._under(called[0], called, self._plan(called[0], kept, devices, self.options.memory_limit))
 
     def _completed(self, results: dict[str, Result]) -> dict[str, Result]:
         """With the functions that are not counted, and all within the memory that the rest of the state leaves."""
@@ -173,13 +169,13 @@ class JointPlanner:
         devices = _devices(self.cluster, next(iter(results.values())))
         for name in self.state.roles:
             if name not in results:
-                results[name] = self._plan(name, kept, devices, self.memory_limit)
+                results[name] = self._plan(name, kept, devices, self.options.memory_limit)
                 kept = self._decided(name, results[name]) | kept
         for name, result in results.items():
             # What no function uses.
             kept |= {leaf: how for leaf, how in self.kept(name, result).items() if leaf not in kept}
         for name, role in self.state.roles.items():
-            result, limit = results[name], self.memory_limit
+            result, limit = results[name], self.options.memory_limit
             room = np.array(result.memory_limit_bytes)[list(devices)] - self._rest(role, kept, result)
             full = bool((np.array(result.memory_bytes)[list(devices)] > room).any())
             if full or any(how != kept[leaf] for leaf, how in self.kept(name, result).items()):
@@ -229,7 +225,8 @@ class JointPlanner:
         return held
 
     def _left(self) -> float | None:
-        return None if self.time_budget_s is None else self.time_budget_s - (time.perf_counter() - self._began)
+        budget = self.options.time_budget_s
+        return None if budget is None else budget - (time.perf_counter() - self._began)
 
     def _late(self) -> bool:
         left = self._left()
@@ -241,10 +238,10 @@ class JointPlanner:
         kept: Mapping[int, StatePlacement],
         devices: tuple[int, ...] | None,
         limit: float | None,
-        finders: dict[str, FixedRatioSearch] | None = None,
+        tasks: dict[str, Task] | None = None,
     ) -> Result:
         """One function, with some leaves of the state as `kept`; on some devices, or those that are worth it.
-        `finders` takes what it was found with."""
+        `tasks` takes the task that it was."""
         uncut = frozenset[tuple[int, int]]()
         fixed = {leaf: StatePlacement(layout, {}) for leaf, layout in self.fixed.items()}
         asked = _Asked.of(self.state.roles[name], fixed | dict(kept))
@@ -255,20 +252,18 @@ class JointPlanner:
         if self._interrupted:
             left = min(_HURRY_S, _HURRY_S if left is None else left)
         while True:
-            planner = ClusterPlanner(
-                self.state.roles[name].traced.graph,
-                self.cluster,
-                limit,
-                left,
-                asked.restriction(uncut),
-                self._relay(name),
-                leave_out=self.leave_out,
+            options = replace(
+                self.options,
+                memory_limit=limit,
+                time_budget_s=left,
+                progress=self._relay(name),
+                restriction=asked.restriction(uncut),
                 fixed_ratios=self._pins(name, asked),
-                exact=self.exact,
                 devices=devices,
             )
+            task = Task(self.state.roles[name].traced.graph, self.cluster, options)
             try:
-                result = planner.run()
+                result = ClusterPlanner(task).run()
             except InfeasibleError as error:
                 raise InfeasibleError(f"{name!r}: {error}", error.needs, error.excess) from error
             except RatioError as error:
@@ -279,8 +274,8 @@ class JointPlanner:
                 self._interrupted |= result.interrupted
                 broken = asked.broken(result)
                 if not broken:
-                    if finders is not None:
-                        finders[name] = planner.whole
+                    if tasks is not None:
+                        tasks[name] = task
                     return result
             if broken <= uncut:
                 which = ", ".join(sorted({self._path(name, value) for value, _ in broken}))
@@ -307,7 +302,7 @@ class JointPlanner:
         return paths.get(value, traced.graph.values[value].name)
 
     def _relay(self, name: str) -> Callable[[Progress], None] | None:
-        tell = self.progress
+        tell = self.options.progress
         return None if tell is None else lambda p: tell(replace(p, stage=f"{name}: {p.stage}"))
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 
-from hapsynth._options import Ratios, check_dict, fixed_ratios_of, holds_exact, layouts_of, traced_as_asked
+from hapsynth._options import Ratios, check_dict, fixed_ratios_of, layouts_of, traced_as_asked
 from hapsynth.cluster.cluster import Cluster
 from hapsynth.graph.trace import Traced
 from hapsynth.graph.trip_counts import Expectation
@@ -32,7 +32,8 @@ from hapsynth.running.plan_file import (
     write_object,
 )
 from hapsynth.search.cost.network import mesh_axes
-from hapsynth.search.result import Progress, Result
+from hapsynth.search.planning.task import PlanningOptions
+from hapsynth.search.result import Result
 from hapsynth.search.sizing.fixed_ratios import FixedRatios, RatioError
 from hapsynth.several.joint_planner import JointPlanner
 from hapsynth.several.shared_state import SharedState, shared_state
@@ -126,13 +127,10 @@ def synthesize_several(
     ratios: RatiosOfEach | None,
     frequency: Mapping[str, float] | None,
     state: Mapping[str, Mapping[str, str]] | None,
-    memory_limit: float | None,
-    leave_out: bool,
-    time_budget_s: float | None,
-    progress: Callable[[Progress], None] | None,
+    options: PlanningOptions,
     form: Form,
 ) -> Plans:
-    """As `synthesize`, whose options these are, for a dict of functions."""
+    """As `synthesize`, whose arguments and `options` these are, for a dict of functions."""
     began = time.perf_counter()
     names = _names(functions)
     args = _each("example_args", example_args, names)
@@ -158,11 +156,7 @@ def synthesize_several(
         cluster,
         _fixed(shared, fixed or {}, len(mesh_axes(cluster))),
         _pins(shared, ratios, mesh_axes(cluster)),
-        memory_limit,
-        time_budget_s,
-        progress,
-        leave_out=leave_out and not fixed and ratios is None,
-        exact=holds_exact(form, devices),
+        replace(options, leave_out=options.leave_out and not fixed and ratios is None),
     )
     results = planner.run()
     total = time.perf_counter() - began

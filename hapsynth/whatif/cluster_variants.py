@@ -15,6 +15,7 @@ from hapsynth.cluster.cluster import Cluster, Link
 from hapsynth.plan import Plan
 from hapsynth.search.planning.device_subsets import ClusterPlanner
 from hapsynth.search.planning.planner import InfeasibleError
+from hapsynth.search.planning.task import PlanningOptions, Task
 
 _NETWORKS = (0.5, 2.0, 10.0)
 _SAME = 1e-3
@@ -67,7 +68,7 @@ def advise(
     what is known by then.
     """
     graph = plan.traced.graph
-    exact = plan.result.exact
+    options = PlanningOptions(memory_limit, time_budget_s, exact=plan.result.exact)
     left_out = frozenset(k.name for k in plan.cluster.kinds) - {plan.cluster.devices[d].name for d in plan.devices}
     with_all = plan.result.with_all_s
     found = [Variant("as it is", plan.cluster, plan.cost, plan.gap, left_out=left_out, with_all_s=with_all)]
@@ -75,7 +76,7 @@ def advise(
         for change, cluster, dropped in changes(plan.cluster):
             tell(change)
             try:
-                result = ClusterPlanner(graph, cluster, memory_limit, time_budget_s, exact=exact).run()
+                result = ClusterPlanner(Task(graph, cluster, options)).run()
             except InfeasibleError as error:
                 found.append(Variant(change, cluster, None, None, dropped, str(error)))
                 continue

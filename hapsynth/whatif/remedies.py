@@ -45,7 +45,7 @@ class Remedy:
 
 
 @dataclass(frozen=True)
-class Task:
+class Shortage:
     """What did not fit.
 
     `plan`: the plan of other arguments, on another cluster, within another limit of bytes per device (None: what the
@@ -68,7 +68,7 @@ class Task:
         limit: float | None = None,
         given: tuple[tuple[Any, ...], Mapping[str, Any]] | None = None,
     ) -> Remedy:
-        """The plan of the task with some of it changed."""
+        """The plan with some of it changed."""
         cluster = cluster or self.cluster
         try:
             plan = self.plan(*(given or (self.args, self.kwargs)), cluster, limit or self.memory_limit)
@@ -79,33 +79,33 @@ class Task:
         return Remedy(change, cluster.n, plan.cost, max(plan.memory))
 
 
-def remedies(task: Task, tell: Callable[[str], None]) -> list[Remedy]:
+def remedies(lacking: Shortage, tell: Callable[[str], None]) -> list[Remedy]:
     """What fits, fastest first, then what does not either. `tell` is called with what is being tried; Ctrl-C ends it
     with what is known by then."""
     found: list[Remedy] = []
     try:
-        for remedy in _tried(task, tell):
+        for remedy in _tried(lacking, tell):
             found.append(remedy)
     except KeyboardInterrupt:
         pass
     return sorted(found, key=lambda r: (r.cost_s is None, r.cost_s or 0.0))
 
 
-def _tried(task: Task, tell: Callable[[str], None]) -> Iterator[Remedy]:
-    if task.needs is not None:
+def _tried(lacking: Shortage, tell: Callable[[str], None]) -> Iterator[Remedy]:
+    if lacking.needs is not None:
         tell("more memory")
-        yield _more_memory(task, task.needs)
-    for kind in task.cluster.kinds:
-        yield _more_devices(task, kind.name, tell)
-    yield from _smaller_batch(task, tell)
+        yield _more_memory(lacking, lacking.needs)
+    for kind in lacking.cluster.kinds:
+        yield _more_devices(lacking, kind.name, tell)
+    yield from _smaller_batch(lacking, tell)
 
 
-def _more_memory(task: Task, needs: float) -> Remedy:
+def _more_memory(lacking: Shortage, needs: float) -> Remedy:
     """On the devices that have less than the smallest program found needs."""
     enough = -(-int(needs + 1) // _KIB) * _KIB
     amount = _units.format(float(enough), _units.MEMORY)
-    limit = None if task.memory_limit is None or task.memory_limit >= enough else float(enough)
-    cluster = task.cluster
+    limit = None if lacking.memory_limit is None or lacking.memory_limit >= enough else float(enough)
+    cluster = lacking.cluster
     count = Counter(k.name for k in cluster.devices if k.memory < enough)
     larger = tuple(replace(k, memory=max(k.memory, enough)) for k in cluster.devices)
     what = ", ".join(f"the {n} {name}" for name, n in count.items())
@@ -113,21 +113,23 @@ def _more_memory(task: Task, needs: float) -> Remedy:
         change = f"with a memory limit of {amount}" + (f", and as much on each of {what}" if what else "")
     else:
         change = f"with {amount} on each of {what}"
-    return task.tried(change, cluster=replace(cluster, devices=larger), limit=limit)
+    return lacking.tried(change, cluster=replace(cluster, devices=larger), limit=limit)
 
 
-def _more_devices(task: Task, kind: str, tell: Callable[[str], None]) -> Remedy:
+def _more_devices(lacking: Shortage, kind: str, tell: Callable[[str], None]) -> Remedy:
     """The fewest more of a kind that do, in whole hosts: doubled until they do, then halved in between."""
-    here = [host for device, host in zip(task.cluster.devices, task.cluster.hosts, strict=True) if device.name == kind]
+    here = [
+        host for device, host in zip(lacking.cluster.devices, lacking.cluster.hosts, strict=True) if device.name == kind
+    ]
     per_host = max(Counter(here).values())
 
     def attempt(hosts: int) -> Remedy:
         change = f"with {hosts * per_host} more {kind}"
         tell(change)
-        return task.tried(change, cluster=task.cluster.plus(kind, hosts * per_host))
+        return lacking.tried(change, cluster=lacking.cluster.plus(kind, hosts * per_host))
 
     there = max(len(here) // per_host, 1)
-    short, hosts, needs = 0, there, task.needs
+    short, hosts, needs = 0, there, lacking.needs
     best = attempt(hosts)
     while best.cost_s is None and hosts + there < _MOST * there and not best.hardly_helps(needs):
         short, hosts, needs = hosts, 2 * hosts + there, best.memory_bytes
@@ -142,11 +144,11 @@ def _more_devices(task: Task, kind: str, tell: Callable[[str], None]) -> Remedy:
     return best
 
 
-def _smaller_batch(task: Task, tell: Callable[[str], None]) -> Iterator[Remedy]:
+def _smaller_batch(lacking: Shortage, tell: Callable[[str], None]) -> Iterator[Remedy]:
     """The batch halved until it does. What the batch is nobody says: a leading size of arguments that are new at every
     step, half of which the function takes too."""
-    leaves, tree = jax.tree_util.tree_flatten((task.args, dict(task.kwargs)))
-    traced = trace(task.fn, task.args, dict(task.kwargs))
+    leaves, tree = jax.tree_util.tree_flatten((lacking.args, dict(lacking.kwargs)))
+    traced = trace(lacking.fn, lacking.args, dict(lacking.kwargs))
     carried = {source for source, _ in traced.graph.carry}
     fed = [
         leaf for i, leaf in enumerate(traced.array_leaves) if i not in carried and getattr(leaves[leaf], "shape", ())
@@ -162,14 +164,14 @@ def _smaller_batch(task: Task, tell: Callable[[str], None]) -> Iterator[Remedy]:
         return jax.tree_util.tree_unflatten(tree, mine)
 
     for size, _ in sizes.most_common():
-        if size % 2 or not _traces(task.fn, *resized(size, size // 2)):
+        if size % 2 or not _traces(lacking.fn, *resized(size, size // 2)):
             continue
-        new, needs = size // 2, task.needs
+        new, needs = size // 2, lacking.needs
 
         def attempt(new: int, size: int = size) -> Remedy:
             change = f"with a batch of {new} instead of {size}"
             tell(change)
-            return task.tried(change, given=resized(size, new))
+            return lacking.tried(change, given=resized(size, new))
 
         remedy = attempt(new)
         while remedy.cost_s is None and new % 2 == 0 and not remedy.hardly_helps(needs):

@@ -21,7 +21,7 @@ import numpy as np
 from hapsynth._jax import is_extended
 from hapsynth.graph.ir import Graph
 from hapsynth.instructions.collectives import step_between
-from hapsynth.instructions.factors import Factors, Triples
+from hapsynth.instructions.factors import Triples
 from hapsynth.instructions.layout import Layout, Placement, R, Reduction, S
 from hapsynth.instructions.program.sizes import cut_nodes
 from hapsynth.instructions.rules.factor_table import FactorTable
@@ -33,10 +33,24 @@ _Touched = tuple[set[int], set[Reduction]]
 """(dimensions cut, reductions)"""
 Allowed = Callable[[int, int], bool]
 """Whether (value, dimension) may be cut: baselines restrict it."""
-Ways = Callable[[int, int], int]
-"""In how many ways, shards of unlike sizes, (value, dimension) may be cut: what some op cuts together in as many."""
 Convertible = Callable[[int, Placement, Placement], bool]
 """Whether a value may be converted by a step between two placements along one axis."""
+
+
+class Interned(tuple[_T, ...]):
+    """A tuple that a choice space has once for all that share it (`ChoiceSpace.once`): equal to itself alone, so that
+    it is as quick a key as an integer, however much it holds."""
+
+    __hash__ = object.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+    def __ne__(self, other: object) -> bool:
+        return self is not other
+
+
+_NONE: Interned[Any] = Interned()
 
 
 class AvailableLayouts(NamedTuple):
@@ -58,8 +72,8 @@ class State(NamedTuple):
 class Domain:
     """The states of a variable; those that are alike share one. `triple` and `option` number each state's, -1: none."""
 
-    triples: tuple[Triples, ...]
-    options: tuple[AvailableLayouts, ...]
+    triples: Interned[Triples]
+    options: Interned[AvailableLayouts]
     triple: Ints
     option: Ints
 
@@ -76,7 +90,7 @@ class Domain:
         return [self.state(i) for i in range(len(self))]
 
 
-@dataclass
+@dataclass(frozen=True, eq=False)
 class Restriction:
     """What a caller may pin: stored layouts of inputs, those in which outputs end by their positions, dimensions that
     may be cut, values never converted once for all uses (ZeRO-3 gathers its parameters again for every use),
@@ -121,19 +135,16 @@ class ChoiceSpace:
         axes: int = 1,
         *,
         sparing: bool = False,
-        ways: Ways | None = None,
     ) -> None:
         """`sparing`: what a value is held as between its op and its only use is a choice too, which matters where
-        memory does. `ways`: one of each dimension by default, more along one mesh axis only."""
-        assert ways is None or axes == 1
-        self._ways = ways
+        memory does."""
         self.graph, self.table, self.axes, self.sparing = graph, table, axes, sparing
         self.restriction = restriction or Restriction()
         self._interned: dict[object, Any] = {}
         self.triples = [self._triples(op.index) for op in graph.ops]
         self.layouts = self._layout_sets()
         number: dict[object, int] = {}
-        kinds = [(id(known), v.shape, v.nbytes) for known, v in zip(self.layouts, graph.values, strict=True)]
+        kinds = [(known, v.shape, v.nbytes) for known, v in zip(self.layouts, graph.values, strict=True)]
         self.value_kinds = [number.setdefault(kind, len(number)) for kind in kinds]
         """Values of one kind have the same layouts, shape and bytes."""
         self.choices: list[Domain] = []
@@ -145,28 +156,15 @@ class ChoiceSpace:
         self._add_variables()
         self.uses = [*self._op_uses(), *self._carry_uses()]
 
-    def _triples(self, op: int) -> tuple[Triples, ...]:
+    def _triples(self, op: int) -> Interned[Triples]:
         factors = self.table[op]
-        every = self.once((id(factors), self.axes), lambda: factors.joint(self.axes))
+        every = self.once((factors, self.axes), lambda: Interned(factors.joint(self.axes)))
         allowed = self.restriction.allowed
-        if self._ways is not None:
-            every = self._in_every_way(op, factors, every)
         if allowed is None:
             return every
         cuts = lambda t: (n for _, nodes in cut_nodes(self.graph, op, factors, t) for n in nodes)
         kept = [all(allowed(v, d) for v, d, *_ in cuts(t)) for t in every]
-        return self.once((id(every), *kept), lambda: tuple(t for t, keep in zip(every, kept, strict=True) if keep))
-
-    def _in_every_way(self, op: int, factors: Factors, every: tuple[Triples, ...]) -> tuple[Triples, ...]:
-        """The triples of an op along one mesh axis, each in every way in which what it cuts may be cut."""
-        assert self._ways is not None
-        counts: list[int] = []
-        for triples in every:
-            cut = (self._ways(v, d) for _, nodes in cut_nodes(self.graph, op, factors, triples) for v, d, *_ in nodes)
-            counts.append(max(cut, default=1))
-        in_ways = lambda t, count: (t, *((t[0].along(way),) for way in range(1, count)))
-        make = lambda: tuple(t for triples, count in zip(every, counts, strict=True) for t in in_ways(triples, count))
-        return self.once(("ways", id(every), *counts), make)
+        return self.once((every, *kept), lambda: Interned(t for t, keep in zip(every, kept, strict=True) if keep))
 
     def once(self, key: object, make: Callable[[], _T]) -> _T:
         """What `make` gave for a key, made at most once: like ops share it."""
@@ -214,12 +212,14 @@ class ChoiceSpace:
                 # What is reduced along several axes is best cut on the way, even where nobody needs it cut.
                 cut = cut | {value.shape.index(max(value.shape))}
             over, kinds = tuple(sorted(cut)), tuple(sorted(partial))
-            ways = None if self._ways is None else tuple(self._ways(value.index, d) for d in over)
-            make = lambda over=over, kinds=kinds, ways=ways: LayoutSet(self.axes, over, kinds, ways)
-            found.append(self.once(("layouts", over, kinds, ways), make))
+            found.append(self._layout_set(value.index, over, kinds))
         return found
 
-    def _touched(self, triples: tuple[Triples, ...]) -> tuple[list[_Touched], list[_Touched]]:
+    def _layout_set(self, value: int, dims: tuple[int, ...], reductions: tuple[Reduction, ...]) -> LayoutSet:
+        """The layouts of a value that cut these dimensions, and combine so."""
+        return self.once(("layouts", dims, reductions), lambda: LayoutSet(self.axes, dims, reductions))
+
+    def _touched(self, triples: Interned[Triples]) -> tuple[list[_Touched], list[_Touched]]:
         """(dimensions cut, reductions) of every operand and result, over all triples."""
 
         def collect(places: Iterable[Iterable[Placement]]) -> _Touched:
@@ -234,7 +234,7 @@ class ChoiceSpace:
                 [collect([[t.results[i] for t in single]]) for i in results],
             )
 
-        return self.once(("touched", id(triples)), make)
+        return self.once(("touched", triples), make)
 
     def _counted_uses(self) -> list[int]:
         """How many uses each value has: a conversion for one alone need not be shared."""
@@ -251,7 +251,7 @@ class ChoiceSpace:
         for value in self.graph.sources:
             stored = self._stored(value)
             key = ("stored", stored, self._option_key(value))
-            options = self.once(key, lambda v=value, s=stored: tuple(a for c in s for a in self.options(v, c)))
+            options = self.once(key, lambda v=value, s=stored: Interned(a for c in s for a in self.options(v, c)))
             self.value_variable[value] = self._add_alone(options)
         for op in self.graph.ops:
             triples = self.triples[op.index]
@@ -259,35 +259,35 @@ class ChoiceSpace:
                 (value,) = op.results
                 self.op_variable[op.index] = self.value_variable[value] = self._add_made(value, triples, 0)
                 continue
-            self.op_variable[op.index] = self._add(("op", id(triples)), triples, (), lambda _: (-1,))
+            self.op_variable[op.index] = self._add(("op", triples), triples, _NONE, lambda _: (-1,))
             for position, value in enumerate(op.results):
                 self.links.append((op.index, value))
                 self.value_variable[value] = self._add_alone(self._made_options(value, triples, position))
 
-    def _made_options(self, value: int, triples: tuple[Triples, ...], position: int) -> tuple[AvailableLayouts, ...]:
+    def _made_options(self, value: int, triples: Interned[Triples], position: int) -> Interned[AvailableLayouts]:
         """What can be available of one of several results."""
 
-        def make() -> tuple[AvailableLayouts, ...]:
+        def make() -> Interned[AvailableLayouts]:
             computed = dict.fromkeys(tuple(t.results[position] for t in ts) for ts in triples)
-            return tuple(a for c in computed for a in self.options(value, c))
+            return Interned(a for c in computed for a in self.options(value, c))
 
-        return self.once(("made", id(triples), position, self._option_key(value)), make)
+        return self.once(("made", triples, position, self._option_key(value)), make)
 
-    def _add_alone(self, options: tuple[AvailableLayouts, ...]) -> int:
+    def _add_alone(self, options: Interned[AvailableLayouts]) -> int:
         """A variable that is no op."""
-        return self._add(("alone", id(options)), (), options, lambda _: range(len(options)))
+        return self._add(("alone", options), _NONE, options, lambda _: range(len(options)))
 
-    def _add_made(self, value: int, triples: tuple[Triples, ...], position: int) -> int:
+    def _add_made(self, value: int, triples: Interned[Triples], position: int) -> int:
         """The variable of an op with one result: its triples, each with the options of what it makes."""
-        key = ("op", id(triples), self._option_key(value))
+        key = ("op", triples, self._option_key(value))
 
-        def make() -> tuple[tuple[AvailableLayouts, ...], list[list[int]]]:
+        def make() -> tuple[Interned[AvailableLayouts], list[list[int]]]:
             number: dict[AvailableLayouts, int] = {}
             rows: list[list[int]] = []
             for ts in triples:
                 computed = tuple(t.results[position] for t in ts)
                 rows.append([number.setdefault(a, len(number)) for a in self.options(value, computed)])
-            return tuple(number), rows
+            return Interned(number), rows
 
         options, rows = self.once(("options", *key), make)
         return self._add(key, triples, options, lambda t: rows[t])
@@ -295,8 +295,8 @@ class ChoiceSpace:
     def _add(
         self,
         key: object,
-        triples: tuple[Triples, ...],
-        options: tuple[AvailableLayouts, ...],
+        triples: Interned[Triples],
+        options: Interned[AvailableLayouts],
         of: Callable[[int], Iterable[int]],
     ) -> int:
         def make() -> Domain:
@@ -312,10 +312,10 @@ class ChoiceSpace:
             return (self.restriction.stored[value],)
         return self.layouts[value].storable
 
-    def _option_key(self, value: int) -> tuple[int, bool]:
+    def _option_key(self, value: int) -> tuple[LayoutSet, bool]:
         several = self.sparing or self._uses_of[value] > 1
         shared = several and value not in self.restriction.private
-        return id(self.layouts[value]), shared
+        return self.layouts[value], shared
 
     def options(self, value: int, computed: Layout) -> tuple[AvailableLayouts, ...]:
         """Every set of conversions worth sharing. None for a value used once: its use converts it as cheaply, if not as
@@ -355,13 +355,13 @@ class ChoiceSpace:
     def replicated(self) -> list[int]:
         """The assignment in which every device runs the whole function: there is always one."""
         whole = (R,) * self.axes
-        return [self.once(("whole", id(c)), lambda c=c: _whole_state(c, whole)) for c in self.choices]
+        return [self.once(("whole", c), lambda c=c: _whole_state(c, whole)) for c in self.choices]
 
     def needs(self, op: int, position: int) -> RequiredLayouts:
         """The layouts that an op's states ask of an operand."""
         choices = self.choices[self.op_variable[op]]
         make = lambda: _needs([tuple(t.operands[position] for t in ts) for ts in choices.triples], choices.triple)
-        return self.once(("needs", id(choices), position), make)
+        return self.once(("needs", choices, position), make)
 
     def _op_uses(self) -> Iterable[Use]:
         for op in self.graph.ops:
@@ -378,7 +378,7 @@ class ChoiceSpace:
                 variable = self.value_variable[a]
                 choices = self.choices[variable]
                 needs = self.once(
-                    ("stored needs", id(choices)),
+                    ("stored needs", choices),
                     lambda c=choices: _needs([o.computed for o in c.options], c.option),
                 )
                 yield Use(b, variable, needs, 1.0)
@@ -386,7 +386,7 @@ class ChoiceSpace:
             variable = self.op_variable[op]
             choices = self.choices[variable]
             needs = self.once(
-                ("carried needs", id(choices)),
+                ("carried needs", choices),
                 lambda c=choices: _needs([tuple(t.results[0] for t in ts) for ts in c.triples], c.triple),
             )
             yield Use(value, variable, needs, self._runs(value, self.graph.ops[op].region))

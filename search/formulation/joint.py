@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
 
 import numpy as np
 
@@ -32,6 +31,22 @@ class Part:
         return self.builder.structure.choices[self.variable(array)]
 
 
+class _Scaled:
+    """Weighs the costs of one problem; what is one array stays one."""
+
+    def __init__(self, weight: float) -> None:
+        self.weight = weight
+        self._made: dict[int, Floats] = {}
+
+    def __call__(self, costs: Floats, number: int) -> Floats:
+        """`number`: of the array (`Problem.shared`)."""
+        if self.weight == 1.0:
+            return costs
+        if number not in self._made:
+            self._made[number] = costs * self.weight
+        return self._made[number]
+
+
 class Together:
     """The problem of some parts. Its optimum is the least weighed sum of their costs."""
 
@@ -39,14 +54,16 @@ class Together:
         self.parts = parts
         problems = [p.builder.problem() for p in parts]
         self._first = list(accumulate((len(p.unary) for p in problems), initial=0))
-        self._made: dict[object, Any] = {}
+        self._made: dict[tuple[Domain, Domain], tuple[Ints, Ints, Floats]] = {}
         unary: list[Floats] = []
         edges: list[Edge] = []
         for part, problem, first in zip(parts, problems, self._first):
-            unary += [self._scaled(u, part.weight) for u in problem.unary]
+            scaled = _Scaled(part.weight)
+            shared = problem.shared
+            unary += [scaled(u, n) for u, n in zip(problem.unary, shared.unary, strict=True)]
             edges += [
-                e._replace(u=e.u + first, v=e.v + first, table=self._scaled(e.table, part.weight))
-                for e in problem.edges
+                e._replace(u=e.u + first, v=e.v + first, table=scaled(e.table, table))
+                for e, (_, _, table) in zip(problem.edges, shared.edges, strict=True)
             ]
         self._lead: dict[int, int] = {}
         """Array -> the first part that it is given to."""
@@ -56,21 +73,13 @@ class Together:
                     edges.append(self._tie(array, self._lead[array], p))
         self.problem = Problem(tuple(unary), tuple(edges))
 
-    def _scaled(self, costs: Floats, weight: float) -> Floats:
-        """What is one array stays one."""
-        key = id(costs), weight
-        if weight != 1.0 and key not in self._made:
-            self._made[key] = costs * weight
-        return costs if weight == 1.0 else self._made[key]
-
     def _tie(self, array: int, one: int, two: int) -> Edge:
         """The array lies in one way."""
         a, b = (self.parts[p].choices(array) for p in (one, two))
-        key = id(a), id(b)
-        if key not in self._made:
+        if (key := (a, b)) not in self._made:
             number: dict[Layout, int] = {}
             rows = [np.array([number.setdefault(o.computed, len(number)) for o in c.options])[c.option] for c in (a, b)]
-            self._made[key] = *rows, np.where(np.eye(len(number), dtype=bool), 0.0, np.inf)
+            self._made[key] = rows[0], rows[1], np.where(np.eye(len(number), dtype=bool), 0.0, np.inf)
         u, v = (self._first[p] + self.parts[p].variable(array) for p in (one, two))
         return Edge(u, v, *self._made[key])
 

@@ -161,7 +161,7 @@ class MemoryConstraints:
                 nbytes.append(np.maximum(held[:, i], self.tensor_bytes(value, one)) if shared else held[:, i])
             return np.stack(nbytes, axis=1)
 
-        key = ("between", id(self.builder.conversions(value)), id(options), id(first), id(second))
+        key = ("between", self.builder.conversions(value), options, first, second)
         nbytes = self.builder.once(key, make)
         return nbytes, self._ties(value, [(before, first), (after, second)], variable)
 
@@ -198,7 +198,7 @@ class MemoryConstraints:
                     found.append(np.min([self.tensor_bytes(value, t) for t in some], axis=0))
             return np.stack(found, axis=1)
 
-        return self.builder.once(("held", id(ways), id(choices.options), source, used), make)
+        return self.builder.once(("held", ways, choices.options, source, used), make)
 
     def _made_bytes(self, alive: LiveSet, choices: Domain) -> Floats:
         """Bytes that an op under each of its states writes, in the layouts that it makes."""

@@ -1,35 +1,32 @@
 """The costs of a `ChoiceSpace` at given ratios, as a `Problem` for the solver.
 
 Values, ops and uses with equal cost inputs have one number (`EquivalenceClasses`), and share their conversions, seconds
-and tables: costs differ within a kind by the cut alone, and are equal at ratios that cut equally. `CheapestOfRatios`
-takes for every instruction the cheapest of several ratios: the bound of plans with resharding.
+and tables: costs differ within a kind by the cut alone, and are equal at ratios that cut equally.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, reduce
-from math import prod
+from functools import cached_property
 from typing import Any, TypeVar
 
 import numpy as np
 
 from hapsynth.graph.ir import Graph
-from hapsynth.instructions.collectives import step_between
 from hapsynth.instructions.factors import Factors, Triples
 from hapsynth.instructions.layout import Layout, cuts_of
 from hapsynth.instructions.program.sizes import Node, cut_nodes
 from hapsynth.search.cost.model import CostModel, Floats
 from hapsynth.search.cost.work import Work
-from hapsynth.search.formulation.choice_space import AvailableLayouts, ChoiceSpace, Domain, RequiredLayouts
+from hapsynth.search.formulation.choice_space import AvailableLayouts, ChoiceSpace, Interned, RequiredLayouts
 from hapsynth.search.formulation.conversions import Conversions
 from hapsynth.search.sizing.ratios import Ratios
 from hapsynth.search.solver import Edge, Ints, Problem
 
 _T = TypeVar("_T")
 Hop = tuple[Layout, Layout, int]
-_TimesKey = tuple[int, int, tuple[int, ...]]
+_TimesKey = tuple[int, Interned[Triples], tuple[int, ...]]
 _NO_SIZES = -1
 """In place of a vector, where an op would cut dimensions alike that are not."""
 
@@ -58,7 +55,7 @@ class ProblemBuilder:
         self._made: dict[object, Any] = {}
         self._ways: dict[int, Conversions] = {}
         self._times: dict[_TimesKey, Floats] = {}
-        self._use_tables: dict[tuple[int, int, int, float], Floats] = {}
+        self._use_tables: dict[tuple[Conversions, Interned[AvailableLayouts], RequiredLayouts, float], Floats] = {}
 
     def once(self, key: object, make: Callable[[], _T]) -> _T:
         """What `make` gave for a key, made at most once: what is alike shares it."""
@@ -79,8 +76,8 @@ class ProblemBuilder:
     def _problem(self) -> Problem:
         st = self.structure
         edges = [self._link(op, value) for op, value in st.links]
-        ways = [id(self.conversions(v)) for v in range(len(self.graph.values))]
-        tables: dict[tuple[int, int], Floats] = {}
+        ways = [self.conversions(v) for v in range(len(self.graph.values))]
+        tables: dict[tuple[Conversions, int], Floats] = {}
         for use, (kind, producer, groups) in zip(st.uses, self.kinds.uses, strict=True):
             key = ways[use.value], kind
             table = tables.get(key)
@@ -102,27 +99,14 @@ class ProblemBuilder:
     def _made_conversions(self, value: int) -> Conversions:
         layouts = self.structure.layouts[value]
         time = lambda source, target, axis: self.step_time(value, source, target, axis)
-        return self.once(("conversions", id(layouts), self._profile(value)), lambda: Conversions(layouts, time))
+        return self.once(("conversions", layouts, self._profile(value)), lambda: Conversions(layouts, time))
 
     def step_time(self, value: int, source: Layout, target: Layout, axis: int) -> float:
         """Seconds of one conversion step at the current ratios, or at the best ones for the joint bound."""
         convertible = self.structure.restriction.convertible
         if convertible is not None and not convertible(value, source[axis], target[axis]):
             return np.inf
-        if step_between(source[axis], target[axis]) == "reshare":
-            return self._reshare_time(value, source, target, axis)
         return self.costs.conversion(value, source, target, axis, lambda *cut: self.largest(value, *cut))[0]
-
-    def _reshare_time(self, value: int, source: Layout, target: Layout, axis: int) -> float:
-        """Seconds to bring a value from one way of being cut to another; infinite where it may not be cut apart, as
-        `Parts` has it: inside a fused chain, a loop or a branch."""
-        if self.graph.home[value] or not self.costs.is_materialized(value):
-            return np.inf
-        assert self.ratios is not None
-        cuts = [next(cut for cut in cuts_of(layout) if cut[0] == layout[axis].dim) for layout in (source, target)]
-        old, new = (self.ratios.vectors[self.ratios.of(value, *cut)] for cut in cuts)
-        around = prod(self.largest(value, *cut) for cut in cuts_of(source) if cut != cuts[0])
-        return self.costs.reshare(self.graph.values[value].nbytes * around, axis, old, new)[0]
 
     def path_time(self, value: int, source: Layout, target: Layout) -> float:
         """Seconds of the cheapest conversion; infinite where there is none."""
@@ -147,8 +131,7 @@ class ProblemBuilder:
         cuts = self.structure.layouts[value].cuts
         vectors = () if ratios is None else tuple(ratios.of(value, *cut) for cut in cuts)
         role = None if restriction.convertible is None else restriction.role(value)
-        whole = any(way for *_, way in cuts) and (self.graph.home[value] > 0 or not self.costs.is_materialized(value))
-        return self.graph.values[value].nbytes, vectors, role, self.costs.conversion_kind(value), whole
+        return self.graph.values[value].nbytes, vectors, role, self.costs.conversion_kind(value)
 
     def offer(self, value: int, availability: AvailableLayouts) -> ConversionPlan:
         """The conversions that an availability stands for."""
@@ -161,7 +144,7 @@ class ProblemBuilder:
             tensors = (availability.computed, *(after for _, after, _ in hops))
             return ConversionPlan(hops if np.isfinite(seconds) else (), seconds, tensors)
 
-        return self.once(("offer", id(ways), availability), make)
+        return self.once(("offer", ways, availability), make)
 
     # Ops
 
@@ -178,7 +161,11 @@ class ProblemBuilder:
     def _times_key(self, op: int) -> _TimesKey:
         """What decides an op's seconds: its kind, its triples, and the vectors of what they cut."""
         vectors = () if self.ratios is None else self.once(("vectors", self._op_key(op)), lambda: self._vectors(op))
-        return self.costs.kind(op), id(self.structure.triples[op]), vectors
+        return self.costs.kind(op), self.structure.triples[op], vectors
+
+    def _seconds_key(self, op: int) -> object:
+        """Equal where `op_times` gives the same array."""
+        return self._times_key(op)
 
     def _op_key(self, op: int) -> tuple[int, ...]:
         """Equal for ops that are alike, and cut alike."""
@@ -197,7 +184,7 @@ class ProblemBuilder:
 
     def _cuts(self, op: int) -> _Cuts:
         factors, triples = self.table[op], self.structure.triples[op]
-        return self.structure.once(("cuts", id(factors), id(triples)), lambda: _Cuts(self.graph, op, factors, triples))
+        return self.structure.once(("cuts", factors, triples), lambda: _Cuts(self.graph, op, factors, triples))
 
     def _find_times(self, missing: Mapping[_TimesKey, int]) -> None:
         """Those of all ops at once, as arrays; equal works at equal ratios once."""
@@ -253,15 +240,17 @@ class ProblemBuilder:
         """Seconds of each of an op's states, given those under each of its triples."""
         st, o = self.structure, self.graph.ops[op]
         choices, runs, uniform = st.choices[st.op_variable[op]], self.graph.runs[o.region], self.costs.uniform_time(op)
-        kept = self._kept(o.results[0], plain) if len(o.results) == 1 else None
-        key = ("unary", id(choices), id(times), runs, uniform, id(kept))
-        return self.once(key, lambda: _states(runs * (times + uniform), kept, choices))
+        own = ("unary", choices, self._seconds_key(op), runs, uniform)
+        if len(o.results) != 1:
+            return self.once(own, lambda: runs * (times + uniform)[choices.triple])
+        (value,) = o.results
+        make = lambda: runs * (times + uniform)[choices.triple] + self._kept(value, plain)[choices.option]
+        return self.once((own, self._kept_key(value, plain)), make)
 
     def _kept(self, value: int, plain: frozenset[int]) -> Floats:
         """Seconds of each of a value's options: its conversions, and to bring a plain output where it may end."""
         choices = self.structure.choices[self.structure.value_variable[value]]
-        ways, runs = self.conversions(value), self.graph.runs[self.graph.home[value]]
-        ends = self._ends(value) if value in plain else []
+        key = _, _, _, runs, *ends = self._kept_key(value, plain)
 
         def make() -> Floats:
             seconds = runs * self._offers(value, choices.options)[0]
@@ -269,7 +258,13 @@ class ProblemBuilder:
                 seconds = seconds + self._use_table(value, choices.options, end, 1.0).min(axis=1)
             return seconds
 
-        return self.once(("kept", id(choices.options), id(ways), runs, *map(id, ends)), make)
+        return self.once(key, make)
+
+    def _kept_key(self, value: int, plain: frozenset[int]) -> tuple[Any, ...]:
+        """What decides it: the options, the conversions, how often these run, and where an output ends."""
+        options = self.structure.choices[self.structure.value_variable[value]].options
+        ends = self._ends(value) if value in plain else []
+        return "kept", options, self.conversions(value), self.graph.runs[self.graph.home[value]], *ends
 
     def _ends(self, value: int) -> list[RequiredLayouts]:
         """Where an output ends: in one of the layouts of each."""
@@ -277,7 +272,7 @@ class ProblemBuilder:
         asked = dict.fromkeys((fixed[i],) for i, v in enumerate(graph.outputs) if v == value and i in fixed)
         make = lambda among: RequiredLayouts(among, np.zeros(0, dtype=np.int64))
         return [
-            self.once(("ends", id(layouts), among), lambda a=among: make(a))
+            self.once(("ends", layouts, among), lambda a=among: make(a))
             for among in asked or (self.output_layouts(value),)
         ]
 
@@ -287,25 +282,25 @@ class ProblemBuilder:
         return frozenset(v for i, v in enumerate(graph.outputs) if isinstance(v, int) and (v not in tied or i in fixed))
 
     def _use_table(
-        self, value: int, options: tuple[AvailableLayouts, ...], needs: RequiredLayouts, runs: float
+        self, value: int, options: Interned[AvailableLayouts], needs: RequiredLayouts, runs: float
     ) -> Floats:
         """Seconds of the cheapest private conversion from each option to each need."""
         ways = self.conversions(value)
-        key = id(ways), id(options), id(needs), runs
+        key = ways, options, needs, runs
         table = self._use_tables.get(key)
         if table is None:
             columns = ways.seconds[:, [ways.layouts.number[n] for n in needs.layouts]]
             table = self._use_tables[key] = columns[self._offers(value, options)[1]].min(axis=1) * runs
         return table
 
-    def _offers(self, value: int, options: tuple[AvailableLayouts, ...]) -> tuple[Floats, Ints]:
+    def _offers(self, value: int, options: Interned[AvailableLayouts]) -> tuple[Floats, Ints]:
         """As `offer`, of every option: seconds [options], and the numbers of the layouts there are then [options, most
         layouts], the first again where there are fewer."""
         ways, number = self.conversions(value), self.structure.layouts[value].number
         numbered = lambda: [(number[a.computed], [number[t] for t in a.targets]) for a in options]
 
         def make() -> tuple[Floats, Ints]:
-            targets = self.structure.once(("numbered", id(options), id(ways.layouts)), numbered)
+            targets = self.structure.once(("numbered", options, ways.layouts), numbered)
             found = [ways.reached(*numbers) for numbers in targets]
             most = max(len(hops) for _, hops in found)
             rows = [
@@ -314,7 +309,7 @@ class ProblemBuilder:
             ]
             return np.array([seconds for seconds, _ in found]), np.array(rows)
 
-        return self.once(("offers", id(ways), id(options)), make)
+        return self.once(("offers", ways, options), make)
 
     def _link(self, op: int, value: int) -> Edge:
         """The result of an op with several is made as the op's triples say."""
@@ -329,7 +324,7 @@ class ProblemBuilder:
             table = np.where(np.eye(len(index), dtype=bool), 0.0, np.inf)
             return np.array(rows)[by.triple], np.array(columns)[made.option], table
 
-        gu, gv, table = self.once(("link", id(by), id(made), position), make)
+        gu, gv, table = self.once(("link", by, made, position), make)
         return Edge(st.op_variable[op], st.value_variable[value], gu, gv, table)
 
 
@@ -359,10 +354,6 @@ class _Cuts:
             self.groups.append(tuple(mine))
 
 
-def _states(times: Floats, kept: Floats | None, choices: Domain) -> Floats:
-    return times[choices.triple] if kept is None else times[choices.triple] + kept[choices.option]
-
-
 class EquivalenceClasses:
     """Of one structure, with any cost model of its graph."""
 
@@ -382,7 +373,7 @@ class EquivalenceClasses:
         """Per op, the values that it takes and makes: those of ops of one kind correspond."""
         for op in graph.ops:
             choices, runs = structure.choices[structure.op_variable[op.index]], graph.runs[op.region]
-            key = costs.kind(op.index), id(structure.triples[op.index]), id(choices), runs, op.index in graph.unsure
+            key = costs.kind(op.index), structure.triples[op.index], choices, runs, op.index in graph.unsure
             made = [(self.values[v], graph.runs[graph.home[v]]) for v in op.results]
             self.ops.append(number.setdefault((key, *made), len(number)))
             self.tensors.append((*[v for _, v in op.value_operands], *op.results))
@@ -393,36 +384,5 @@ class EquivalenceClasses:
         for use in structure.uses:
             variable = structure.value_variable[use.value]
             choices = structure.choices[variable]
-            kind = number.setdefault((id(choices.options), id(use.needs), use.runs), len(number))
+            kind = number.setdefault((choices.options, use.needs, use.runs), len(number))
             self.uses.append((kind, variable, choices.option))
-
-
-class CheapestOfRatios(ProblemBuilder):
-    """As a `ProblemBuilder`, but each instruction costs the least that it does at any of `every` ratios, and nothing is
-    paid for changing from one to another: no program whose instructions are each at one of them is cheaper."""
-
-    def __init__(self, structure: ChoiceSpace, costs: CostModel, every: Sequence[Ratios]) -> None:
-        super().__init__(structure, costs, every[0])
-        self._each = [ProblemBuilder(structure, costs, ratios) for ratios in every]
-
-    @cached_property
-    def _roles(self) -> Sequence[int]:
-        number: dict[object, int] = {}
-        every = zip(*(f._roles for f in self._each), strict=True)
-        return [number.setdefault(roles, len(number)) for roles in every]
-
-    def _profile(self, value: int) -> object:
-        return tuple(f._profile(value) for f in self._each)
-
-    def step_time(self, value: int, source: Layout, target: Layout, axis: int) -> float:
-        return min(f.step_time(value, source, target, axis) for f in self._each)
-
-    def held(self, value: int, dim: int, axes: tuple[int, ...], way: int = 0) -> float | Floats:
-        return reduce(np.minimum, (f.held(value, dim, axes, way) for f in self._each))
-
-    def feed_time(self, value: int, layout: Layout) -> float:
-        return min(f.feed_time(value, layout) for f in self._each)
-
-    def op_times(self, ops: Sequence[int]) -> list[Floats]:
-        found = zip(*(f.op_times(ops) for f in self._each), strict=True)
-        return [self.once(("least", *map(id, times)), lambda t=times: np.minimum.reduce(t)) for times in found]

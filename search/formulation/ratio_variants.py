@@ -1,23 +1,35 @@
 """The ratios of a plan with reshares, as the ways in which each dimension may be cut while programs are compared.
 
 A class that the plan has in parts has a ratio for each of them. What ops can cut together is cut in the same ways, so
-an op takes one way for all that it cuts; conversions lead from one to another, at what a reshare costs.
+an op takes one way for all that it cuts; conversions lead from one to another, at what a reshare costs. All that the
+formulation knows of several ratios within a class is here: `RatioVariants` gives the choices and the builder that have
+them, `CheapestOfRatios` a bound without the cost of changing.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import cached_property, reduce
+from math import prod
+
 import numpy as np
 
-from hapsynth.instructions.program.sizes import Node, Sizes
+from hapsynth.instructions.collectives import step_between
+from hapsynth.instructions.factors import Triples
+from hapsynth.instructions.layout import Layout, Reduction, cuts_of
+from hapsynth.instructions.program.sizes import Node, Sizes, cut_nodes
 from hapsynth.search.analysis.dimension_groups import kinship
 from hapsynth.search.cost.model import CostModel, Floats
+from hapsynth.search.formulation.choice_space import ChoiceSpace, Interned, Restriction
+from hapsynth.search.formulation.conversions import LayoutSet
+from hapsynth.search.formulation.problem_builder import ProblemBuilder
 from hapsynth.search.sizing.ratios import Ratios, own_weights
 
 _Kin = tuple[Node, tuple[int, ...]]
 """What ops can cut together, and the axis."""
 
 
-class Ways:
+class RatioVariants:
     """Of a plan's sizes along one mesh axis. `named`: the ratio of each way of what the plan cuts, those of the largest
     classes last."""
 
@@ -47,6 +59,14 @@ class Ways:
         costs, weights = self.costs, own_weights(self.costs, self.sizes)
         return Ratios(costs.graph, costs.table, weights, None, costs.lengths, named=self.named)
 
+    def choices(self, restriction: Restriction | None = None, *, sparing: bool = False) -> ChoiceSpace:
+        """What may be chosen where everything may be cut in each of its ways."""
+        return _VariantChoices(self, restriction, sparing)
+
+    def builder(self, choices: ChoiceSpace, ratios: Ratios) -> ProblemBuilder:
+        """Of problems of such choices at `ratios`, or strictly these."""
+        return _VariantBuilder(choices, self.costs, ratios)
+
     def _root(self, value: int, dim: int) -> Node:
         node = (value, dim, (), 0)
         return self._kin.find(node) if node in self._kin.parent else node
@@ -62,3 +82,87 @@ class Ways:
         known.append(vector)
         self._counts[root] = max(self._counts.get(root, 1), len(known))
         return len(known) - 1
+
+
+class _VariantChoices(ChoiceSpace):
+    """Along one mesh axis."""
+
+    def __init__(self, variants: RatioVariants, restriction: Restriction | None, sparing: bool) -> None:
+        assert len(variants.costs.axes) == 1
+        self._count = variants.count
+        super().__init__(variants.costs.graph, variants.costs.table, restriction, sparing=sparing)
+
+    def _triples(self, op: int) -> Interned[Triples]:
+        """Each in every way in which what it cuts may be cut."""
+        every, factors = super()._triples(op), self.table[op]
+        counts: list[int] = []
+        for triples in every:
+            cut = (self._count(v, d) for _, nodes in cut_nodes(self.graph, op, factors, triples) for v, d, *_ in nodes)
+            counts.append(max(cut, default=1))
+        in_ways = lambda t, count: (t, *((t[0].along(way),) for way in range(1, count)))
+        each = lambda: zip(every, counts, strict=True)
+        make = lambda: Interned(t for triples, count in each() for t in in_ways(triples, count))
+        return self.once(("ways", every, *counts), make)
+
+    def _layout_set(self, value: int, dims: tuple[int, ...], reductions: tuple[Reduction, ...]) -> LayoutSet:
+        ways = tuple(self._count(value, d) for d in dims)
+        return self.once(("layouts", dims, reductions, ways), lambda: LayoutSet(self.axes, dims, reductions, ways))
+
+
+class _VariantBuilder(ProblemBuilder):
+    """Knows what it takes to change from one way of being cut to another."""
+
+    def step_time(self, value: int, source: Layout, target: Layout, axis: int) -> float:
+        if step_between(source[axis], target[axis]) != "reshare":
+            return super().step_time(value, source, target, axis)
+        convertible = self.structure.restriction.convertible
+        if self._is_whole(value) or (convertible and not convertible(value, source[axis], target[axis])):
+            return np.inf
+        assert self.ratios is not None
+        cuts = [next(cut for cut in cuts_of(layout) if cut[0] == layout[axis].dim) for layout in (source, target)]
+        old, new = (self.ratios.vectors[self.ratios.of(value, *cut)] for cut in cuts)
+        around = prod(self.largest(value, *cut) for cut in cuts_of(source) if cut != cuts[0])
+        return self.costs.reshare(self.graph.values[value].nbytes * around, axis, old, new)[0]
+
+    def _profile(self, value: int) -> object:
+        several = any(way for *_, way in self.structure.layouts[value].cuts)
+        return super()._profile(value), several and self._is_whole(value)
+
+    def _is_whole(self, value: int) -> bool:
+        """Whether it may not be cut apart, as `ReshardAtoms` has it: inside a fused chain, a loop or a branch."""
+        return self.graph.home[value] > 0 or not self.costs.is_materialized(value)
+
+
+class CheapestOfRatios(ProblemBuilder):
+    """As a `ProblemBuilder`, but each instruction costs the least that it does at any of `every` ratios, and nothing is
+    paid for changing from one to another: no program whose instructions are each at one of them is cheaper."""
+
+    def __init__(self, structure: ChoiceSpace, costs: CostModel, every: Sequence[Ratios]) -> None:
+        super().__init__(structure, costs, every[0])
+        self._each = [ProblemBuilder(structure, costs, ratios) for ratios in every]
+
+    @cached_property
+    def _roles(self) -> Sequence[int]:
+        number: dict[object, int] = {}
+        every = zip(*(f._roles for f in self._each), strict=True)
+        return [number.setdefault(roles, len(number)) for roles in every]
+
+    def _profile(self, value: int) -> object:
+        return tuple(f._profile(value) for f in self._each)
+
+    def step_time(self, value: int, source: Layout, target: Layout, axis: int) -> float:
+        return min(f.step_time(value, source, target, axis) for f in self._each)
+
+    def held(self, value: int, dim: int, axes: tuple[int, ...], way: int = 0) -> float | Floats:
+        return reduce(np.minimum, (f.held(value, dim, axes, way) for f in self._each))
+
+    def feed_time(self, value: int, layout: Layout) -> float:
+        return min(f.feed_time(value, layout) for f in self._each)
+
+    def op_times(self, ops: Sequence[int]) -> list[Floats]:
+        found = zip(*(f.op_times(ops) for f in self._each), strict=True)
+        keys = [("least", self._seconds_key(op)) for op in ops]
+        return [self.once(key, lambda t=times: np.minimum.reduce(t)) for key, times in zip(keys, found, strict=True)]
+
+    def _seconds_key(self, op: int) -> object:
+        return tuple(f._times_key(op) for f in self._each)

@@ -23,21 +23,21 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from hapsynth.cluster.cluster import DEFAULT_AXIS
-from hapsynth.graph.ir import Boundary, Graph
+from hapsynth.graph.ir import Boundary
 from hapsynth.instructions.factors import Triples
 from hapsynth.instructions.layout import Layout, Placement, R, S
 from hapsynth.instructions.program.checker import check
 from hapsynth.instructions.program.program import Program
 from hapsynth.instructions.program.sizes import Classes, Node, Sizes, cut_nodes
 from hapsynth.instructions.rules.contraction import CONTRACTIONS
-from hapsynth.instructions.rules.factor_table import FactorTable
 from hapsynth.search.analysis.dimension_groups import kinship
 from hapsynth.search.cost.model import CostModel, Floats
 from hapsynth.search.cost.program_cost import program_cost
-from hapsynth.search.formulation.choice_space import Allowed, ChoiceSpace, Restriction
+from hapsynth.search.formulation.choice_space import Allowed, ChoiceSpace, Interned, Restriction
 from hapsynth.search.formulation.emission import Emitter
 from hapsynth.search.formulation.problem_builder import ProblemBuilder
 from hapsynth.search.memory.profile import held_by, peak
+from hapsynth.search.planning.task import Task
 from hapsynth.search.result import Result
 from hapsynth.search.sizing.ratios import Ratios, proportional
 from hapsynth.search.sizing.sizer import Sizer
@@ -87,23 +87,24 @@ class _ReducedAtOnce(ChoiceSpace):
     of a value's gradients. (Left free, the search pushes a partial gradient through a whole layer norm where what
     comes after it is smaller; nobody writes that by hand.) Numbers are summed on each device first: a norm."""
 
-    def _triples(self, op: int) -> tuple[Triples, ...]:
+    def _triples(self, op: int) -> Interned[Triples]:
         triples = super()._triples(op)
         source = self.graph.ops[op]
         if source.name == "add_any" or isinstance(source.primitive, Boundary):
             return triples
         tensors = tuple(p for p, v in source.value_operands if self.graph.values[v].shape)
         whole = lambda ts: not any(t.operands[p].is_partial for t in ts for p in tensors)
-        return self.once(("reduced at once", id(triples), tensors), lambda: tuple(filter(whole, triples)))
+        return self.once(("reduced at once", triples, tensors), lambda: Interned(filter(whole, triples)))
 
 
 class Baselines:
-    """Builds the baselines of one graph on one cluster."""
+    """Builds the baselines of one task, of which they take the graph, the devices and what these may hold."""
 
-    def __init__(self, graph: Graph, table: FactorTable, costs: CostModel, limit: float) -> None:
+    def __init__(self, task: Task) -> None:
+        graph, table = task.graph, task.factors
         # What people run today knows one axis over all devices.
-        self.costs = CostModel(graph, costs.cluster, table, ((DEFAULT_AXIS, costs.n),))
-        self.graph, self.table, self.limit = graph, table, limit
+        self.costs = CostModel(graph, task.cluster, table, ((DEFAULT_AXIS, task.cluster.n),))
+        self.graph, self.table, self.limit = graph, table, task.memory_budget.limit
         self.kin = kinship(graph, table)
         self.state = [graph.inputs[source] for source, _ in graph.carry]
         held = set(self.state)

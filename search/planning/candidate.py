@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -15,7 +15,7 @@ from hapsynth.search.formulation.emission import Emitter
 from hapsynth.search.formulation.problem_builder import ProblemBuilder
 from hapsynth.search.sizing.fixed_ratios import FixedRatios
 from hapsynth.search.sizing.sizer import Sizer
-from hapsynth.search.solver import Ints, Solution
+from hapsynth.search.solver import Ints, Messages, Solution
 
 _POINTS = 3
 """How many ops a round limits memory at."""
@@ -33,7 +33,7 @@ class Candidate:
     sizes: Sizes
     cost: float
     memory: float
-    """What is counted of the device that comes nearest to its limit (`room.py`)."""
+    """What is counted of the device that comes nearest to its limit (`MemoryBudget`)."""
     choices: Ints | None
     """Of the structure in use; None where that has been replaced."""
     bound: float | None
@@ -48,6 +48,45 @@ class Candidate:
     def held(self) -> tuple[float, ...]:
         """Bytes of each device at its fullest point."""
         return self.sizer.memory.peaks(self.sizes)
+
+
+class Incumbent:
+    """The best candidate within `limit` bytes so far, and the one that holds the least. `messages`: of the dual of the
+    search that came to the best one, from which the next one's begins."""
+
+    def __init__(self, limit: float) -> None:
+        self.limit = limit
+        self.best: Candidate | None = None
+        self.least: Candidate | None = None
+        self.messages: Messages = {}
+
+    @property
+    def cost(self) -> float:
+        """Of the best; inf where there is none."""
+        return self.best.cost if self.best else np.inf
+
+    @property
+    def choices(self) -> Ints | None:
+        """Of the best."""
+        return self.best.choices if self.best else None
+
+    def offer(self, candidate: Candidate, messages: Messages) -> None:
+        """Take a candidate where it is better; at no more cost, where it has a bound and the best has none."""
+        if self.least is None or candidate.memory < self.least.memory:
+            self.least = candidate
+        best = self.best
+        least_gain = 1e-12 if best is None or best.bound is None or candidate.bound is not None else SAME
+        if candidate.memory <= self.limit and (
+            best is None
+            or candidate.cost < best.cost * (1 - least_gain)
+            or (best.bound is None and candidate.bound is not None and candidate.cost <= best.cost * (1 + 1e-12))
+        ):
+            self.best, self.messages = candidate, messages
+
+    def forget_choices(self) -> None:
+        """Where the choices that it was made by are replaced by others."""
+        self.best = replace(self.best, choices=None) if self.best else None
+        self.messages = {}
 
 
 def bound_at(cost: float, solution: Solution) -> float | None:

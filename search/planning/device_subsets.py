@@ -18,7 +18,6 @@ The joint bound of the whole is the least over all sets, where one that was give
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -28,17 +27,15 @@ import numpy as np
 
 from hapsynth._gc import gc_paused
 from hapsynth.cluster.cluster import Cluster
-from hapsynth.cluster.memory_budget import MemoryBudget
-from hapsynth.graph.ir import Graph
 from hapsynth.search.cost.device_speed import DeviceFigures
 from hapsynth.search.cost.model import CostModel
-from hapsynth.search.cost.network import mesh_axes
 from hapsynth.search.cost.roofline import Roofline
 from hapsynth.search.cost.work import Work
 from hapsynth.search.formulation.choice_space import ChoiceSpace, Restriction
+from hapsynth.search.planning.effort import Effort
 from hapsynth.search.planning.planner import Planner
+from hapsynth.search.planning.task import Task
 from hapsynth.search.result import SETTLED, Progress, Result, proven
-from hapsynth.search.sizing.fixed_ratios import FixedRatios
 from hapsynth.search.sizing.leaving_out import FEW, between, ladder
 
 _CONCLUDING = 0.15
@@ -120,7 +117,7 @@ class IdealWorkBound:
         self.works: list[Work] = []
         cut: list[bool] = []
         for op in graph.ops:
-            key = (costs.kind(op.index), id(structure.triples[op.index]))
+            key = (costs.kind(op.index), structure.triples[op.index])
             if key not in number:
                 number[key] = len(self.works)
                 runs.append(0.0)
@@ -153,95 +150,93 @@ class _Entry:
     """The bar that its programs had to stay below."""
 
 
-@dataclass
 class ClusterPlanner:
-    """One planning task, for all of a cluster's devices or those that are worth it; fields as those of `Planner`.
+    """One planning task, for all of a cluster's devices or those that are worth it: all of them where `leave_out` is
+    false or layouts or ratios are asked for (`PlanningOptions`)."""
 
-    With a restriction or pins, which are for a mesh of all devices, and with `leave_out` false, all devices are used;
-    `devices`: just these, for which a restriction and pins are then.
-    """
-
-    graph: Graph
-    cluster: Cluster
-    memory_limit: float | None = None
-    time_budget_s: float | None = None
-    restriction: Restriction | None = None
-    progress: Callable[[Progress], None] | None = None
-    leave_out: bool = True
-    fixed_ratios: FixedRatios | None = None
-    exact: bool = False
-    devices: Devices | None = None
+    def __init__(self, task: Task) -> None:
+        self.task = task
 
     def glance(self) -> float:
         """What the first program that comes up, on all devices, holds over what there is; `run` goes on from there."""
-        self.whole.glance()
-        return self.whole.excess
+        self._whole.glance()
+        return self._whole.excess
 
     @gc_paused()
     def run(self) -> Result:
         """Plan; InfeasibleError and Ctrl-C as with `Planner.run`. The time budget counts from `glance`, if that was
         called."""
-        self._began, self._concluding = self.whole.began, 0.0
-        if self.devices is not None:
-            return self._on_some(self.devices)
-        asked = self.restriction is not None or self.fixed_ratios is not None
-        if not self.leave_out or asked or self.cluster.n == 1:
-            return self.whole.run()
-        self._interrupted = False
+        options, n = self.task.options, self.task.cluster.n
+        if options.devices is not None:
+            result = self._whole.run()
+            return result if len(options.devices) == n else _spread(result, options.devices, self.task)
+        asked = options.restriction is not None or options.fixed_ratios is not None
+        if not options.leave_out or asked or n == 1:
+            return self._whole.run()
+        return _SubsetSearch(self.task, self._whole).run()
+
+    @cached_property
+    def _whole(self) -> Planner:
+        """Of all the devices that may be used."""
+        task, devices = self.task, self.task.options.devices
+        return Planner(task if devices is None else task.on(task.cluster.subset(devices)))
+
+
+def _spread(result: Result, devices: Devices, task: Task) -> Result:
+    """The result for some of a task's devices as one for its cluster."""
+    held = np.zeros(task.cluster.n)
+    held[list(devices)] = result.memory_bytes
+    return replace(
+        result,
+        memory_bytes=tuple(map(float, held)),
+        memory_limit_bytes=task.memory_budget.limits,
+        devices=devices,
+    )
+
+
+class _SubsetSearch:
+    """The search through sets of devices, `whole` first: the planner of them all."""
+
+    def __init__(self, task: Task, whole: Planner) -> None:
+        self.task, self.cluster, self.whole = task, task.cluster, whole
         self._alone = Restriction(allowed=lambda value, dim: False)
-        least = self._least = IdealWorkBound(self.whole.structure, self.whole.costs)
-        whole = self._best = _Entry(tuple(range(self.cluster.n)), self.cluster, least.on(self.cluster), self.whole)
-        subsets = [(devices, self.cluster.subset(devices)) for devices in subclusters(self.cluster)]
-        entries = [_Entry(devices, cluster, least.on(cluster)) for devices, cluster in subsets]
-        self._entries = [self._best, *sorted(entries, key=lambda e: (e.bound, e.devices))]
+        self._least = IdealWorkBound(whole.task.choices, whole.task.costs)
+        everyone = tuple(range(self.cluster.n))
+        self._all = self._best = _Entry(everyone, self.cluster, self._least.on(self.cluster), whole)
+        entries = map(self._entry, subclusters(self.cluster))
+        self._entries = [self._all, *sorted(entries, key=lambda e: (e.bound, e.devices))]
+        self._interrupted = False
+        self._concluding = 0.0
+        """Seconds to be left for the bounds of the best plan."""
+        self._glance = np.inf
+        """What the first program on all devices takes, while these are not planned for in earnest."""
+
+    def run(self) -> Result:
+        """As `ClusterPlanner.run`."""
+        whole, budget = self.whole, self.task.options.time_budget_s
         # Before all devices are planned for in earnest, as a better plan on some of them makes that short.
-        self._glance = self._attempt(self.whole.glance)
-        if self.time_budget_s is not None:
+        self._glance = glance = self._attempt(whole.glance)
+        if budget is not None:
             # The last bounds take two more problems.
-            took = max(2 * self.whole.search_s, _CONCLUDING * self.time_budget_s)
-            self._concluding = min(took, self.time_budget_s / 2)
+            self._concluding = min(max(2 * whole.effort.problems_s, _CONCLUDING * budget), budget / 2)
         self._consider_all()
-        if self._best is not whole:
-            self.whole.allow(self._left() - self._concluding)
-            whole.bound = max(whole.bound, self._attempt(lambda: self.whole.joint_bound(self._cost()), 0.0))
-        if whole.bound < self._cost():
-            self._attempt(lambda: self.whole.explore(np.inf if self._best is whole else self._cost()))
-            self._best = whole if self.whole.cost < self._cost() else self._best
-        first, self._glance = self._glance, np.inf
+        if self._best is not self._all:
+            whole.clock.allow(self._left() - self._concluding)
+            bound = self._attempt(lambda: whole.joint_bound(self._cost()), 0.0)
+            self._all.bound = max(self._all.bound, bound)
+        if self._all.bound < self._cost():
+            self._attempt(lambda: whole.explore(np.inf if self._best is self._all else self._cost()))
+            self._best = self._all if whole.cost < self._cost() else self._best
+        self._glance = np.inf
         self._consider_all()
         self._narrow_down()
         if not np.isfinite(self._cost()):
             self._squeeze()
-        return self._concluded(first)
+        return self._concluded(glance)
 
-    @cached_property
-    def whole(self) -> Planner:
-        """Of all the devices that may be used."""
-        used = self.cluster if self.devices is None else self.cluster.subset(self.devices)
-        return Planner(
-            self.graph,
-            used,
-            self.memory_limit,
-            self.time_budget_s,
-            self.restriction,
-            self.progress,
-            fixed_ratios=self.fixed_ratios,
-            exact=self.exact,
-        )
-
-    def _on_some(self, devices: Devices) -> Result:
-        """The plan of the devices that are asked for, as one for the cluster."""
-        result = self.whole.run()
-        if len(devices) == self.cluster.n:
-            return result
-        limits = MemoryBudget.of(self.cluster, self.memory_limit).limits
-        return replace(result, memory_bytes=self._spread(devices, result), memory_limit_bytes=limits, devices=devices)
-
-    def _spread(self, devices: Devices, result: Result) -> tuple[float, ...]:
-        """Of the cluster's devices, what some of them hold."""
-        spread = np.zeros(self.cluster.n)
-        spread[list(devices)] = result.memory_bytes
-        return tuple(map(float, spread))
+    def _entry(self, devices: Devices) -> _Entry:
+        cluster = self.cluster.subset(devices)
+        return _Entry(devices, cluster, self._least.on(cluster))
 
     def _consider_all(self) -> None:
         """Search the sets that may be better than the best so far."""
@@ -275,36 +270,31 @@ class ClusterPlanner:
                 devices = ranking.fastest(number)
                 tried[devices] = number
                 if all(entry.devices != devices for entry in self._entries):
-                    cluster = self.cluster.subset(devices)
-                    self._entries.append(_Entry(devices, cluster, self._least.on(cluster)))
+                    self._entries.append(self._entry(devices))
             self._consider_all()
 
     def _left(self) -> float:
         """Seconds of the time budget; inf without one."""
-        return np.inf if self.time_budget_s is None else self.time_budget_s - (time.perf_counter() - self._began)
+        budget = self.task.options.time_budget_s
+        return np.inf if budget is None else budget - self.whole.clock.elapsed()
 
     def _planner(self, entry: _Entry) -> Planner:
-        left = None if self.time_budget_s is None else max(0.05, self._left() - self._concluding)
+        left = None if self.task.options.time_budget_s is None else max(0.05, self._left() - self._concluding)
         # One device has nothing to cut.
         restriction = self._alone if len(entry.devices) == 1 else None
-        axes = len(mesh_axes(entry.cluster))
-        known = (e.planner for e in self._entries if e.planner)
-        base = next((p for p in known if p.restriction is restriction and len(p.axes) == axes), self.whole)
-        relay = self._relay(entry)
-        return Planner(
-            self.graph, entry.cluster, self.memory_limit, left, restriction, relay, base=base, exact=self.exact
-        )
+        options = {"time_budget_s": left, "restriction": restriction, "progress": self._relay(entry)}
+        return Planner(self.whole.task.on(entry.cluster, **options))
 
     def _relay(self, entry: _Entry) -> Callable[[Progress], None] | None:
         """Progress of one set as that of the whole."""
-        tell = self.progress
+        tell = self.task.options.progress
         if tell is None:
             return None
 
         def relay(p: Progress) -> None:
             stage = f"{len(entry.devices)} of {self.cluster.n} devices: {p.stage}"
-            seconds = time.perf_counter() - self._began
-            others = sum(e.planner.expanded for e in self._entries if e.planner and e is not entry)
+            seconds = self.whole.clock.elapsed()
+            others = sum(e.planner.effort.expanded for e in self._entries if e.planner and e is not entry)
             best = min(p.cost_s, self._cost())
             tell(Progress(stage, seconds, best, min(p.lower_bound_s, best), p.expanded + others))
 
@@ -319,7 +309,7 @@ class ClusterPlanner:
             return otherwise
 
     def _late(self) -> bool:
-        self._interrupted |= any(e.planner.interrupted for e in self._entries if e.planner)
+        self._interrupted |= any(e.planner.clock.interrupted for e in self._entries if e.planner)
         return self._interrupted or self._left() <= self._concluding
 
     def _cost(self) -> float:
@@ -331,7 +321,7 @@ class ClusterPlanner:
 
     def _with_all(self, glance: float) -> float:
         """Seconds of the best program found in which every device takes part; inf where none fits."""
-        if self._entries[0].bound >= self._cost():
+        if self._all.bound >= self._cost():
             return min(self.whole.cost, glance)
         return self.whole.cost if np.isfinite(self.whole.cost) else self.whole.given_up
 
@@ -349,8 +339,8 @@ class ClusterPlanner:
         best, planner = self._best, self._best.planner
         assert planner is not None
         self._late()
-        planner.interrupted |= self._interrupted
-        planner.allow(self._left())
+        planner.clock.interrupted |= self._interrupted
+        planner.clock.allow(self._left())
         result = planner.conclude()
         self._interrupted |= result.interrupted
         cost = result.cost_s
@@ -358,20 +348,17 @@ class ClusterPlanner:
         own = min(max(result.joint_lower_bound_s, best.bound), cost)
         bounds = {e.devices: own if e is best else e.bound for e in self._entries}
         joint, lower_bound = min(bounds.values()), max(result.lower_bound_s, own)
-        planners = [e.planner for e in self._entries if e.planner]
-        timings = [p.timings_s() for p in planners]
+        effort = Effort.together([e.planner.effort for e in self._entries if e.planner])
         return replace(
-            result,
+            _spread(result, best.devices, self.task),
             lower_bound_s=lower_bound,
             joint_lower_bound_s=joint,
             bounds=bounds,
             status=proven(cost, lower_bound, joint, result.unpriced_primitives),
-            expanded=sum(p.expanded for p in planners),
-            sweeps=sum(p.sweeps for p in planners),
-            states=max(p.states for p in planners),
-            timings_s={key: sum(t[key] for t in timings) for key in timings[0]},
-            memory_bytes=self._spread(best.devices, result),
-            memory_limit_bytes=self.whole.limits,
+            expanded=effort.expanded,
+            sweeps=effort.sweeps,
+            states=effort.states,
+            timings_s=effort.timings_s(),
             interrupted=self._interrupted,
             devices=None if planner is self.whole else best.devices,
             with_all_s=None if planner is self.whole else self._with_all(glance),

@@ -15,7 +15,7 @@ from scipy.optimize import linprog
 from hapsynth.search.cost.model import CostModel, Floats
 from hapsynth.search.formulation.memory_constraints import MemoryConstraints
 from hapsynth.search.planning.candidate import Candidate
-from hapsynth.search.solver import Problem
+from hapsynth.search.solver import Edge, Problem
 
 _TIE = 1e-6
 
@@ -29,10 +29,12 @@ def weighed(problem: Problem, weights: Floats, *, ties: bool) -> Problem:
         held = sum(w / r.limit * r.usage[i] for w, r in zip(weights, problem.resources, strict=True))
         unary.append(held + np.where(np.isfinite(seconds), second * np.minimum(seconds, 1e300), np.inf))
     known: dict[int, Floats] = {}
-    for e in problem.edges:
-        if id(e.table) not in known:
-            known[id(e.table)] = np.where(np.isfinite(e.table), second * np.minimum(e.table, 1e300), np.inf)
-    return Problem(tuple(unary), tuple(e._replace(table=known[id(e.table)]) for e in problem.edges))
+    edges: list[Edge] = []
+    for e, (_, _, table) in zip(problem.edges, problem.shared.edges, strict=True):
+        if table not in known:
+            known[table] = np.where(np.isfinite(e.table), second * np.minimum(e.table, 1e300), np.inf)
+        edges.append(e._replace(table=known[table]))
+    return Problem(tuple(unary), tuple(edges))
 
 
 def worst_weights(usages: Sequence[Floats]) -> Floats:

@@ -8,11 +8,9 @@ gives the joint bound.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
@@ -21,28 +19,34 @@ from hapsynth.instructions.program.checker import check
 from hapsynth.instructions.program.sizes import Sizes
 from hapsynth.instructions.rules.replicated_ops import named, unpriced
 from hapsynth.search.cost.model import Floats
-from hapsynth.search.formulation.choice_space import ChoiceSpace
-from hapsynth.search.formulation.problem_builder import CheapestOfRatios, ProblemBuilder
-from hapsynth.search.formulation.ratio_variants import Ways
 from hapsynth.search.memory.profile import held_by
 from hapsynth.search.planning.candidate import Candidate
+from hapsynth.search.planning.effort import Clock, Effort
 from hapsynth.search.planning.infeasibility import shortage
-from hapsynth.search.planning.reshard import ReshardInserter, every_ratio
-from hapsynth.search.planning.search_at_ratios import WIDE_TOLERANCE, FixedRatioSearch
+from hapsynth.search.planning.reshard import Resharding
+from hapsynth.search.planning.search_at_ratios import FixedRatioSearch, Glance
+from hapsynth.search.planning.task import Task
 from hapsynth.search.result import SETTLED as _SETTLED
 from hapsynth.search.result import Result, proven
-from hapsynth.search.sizing.ratios import NOTHING, EvenDims, Ratios, own_weights
+from hapsynth.search.sizing.ratios import EvenDims, Ratios
 
 _T = TypeVar("_T")
 
-
 _ROUNDS = 6
-_CUTS = 8
-"""Of a value: sets of so many are still shared conversions, each a choice."""
 _SEARCHING = 0.7
 """Of a time budget."""
 _AMPLE = 0.5
 """Of the room: XLA's order was seen to hold up to 1.2 times what the program's own does."""
+_LAST_S = 1.0
+"""Seconds for the bound that is still sought after Ctrl-C."""
+_TOLERANCE = 1e-6
+_JOINT_TOLERANCE = 1e-4
+_SAFETY = 1e-9
+_WIDE_TOLERANCE = 5e-5
+"""With several mesh axes, where the last steps of the bound take longest; still half of what counts as settled."""
+ROUGH_TOLERANCE = 2e-3
+"""With several mesh axes, before the last search, which is the one that has to prove something. With a looser one the
+next search's dual begins from less: 5e-3 made BERT-base on 2x4 slower."""
 
 
 class InfeasibleError(ValueError):
@@ -54,9 +58,60 @@ class InfeasibleError(ValueError):
         self.needs, self.excess = needs, excess
 
 
-@dataclass
-class Planner(FixedRatioSearch):
-    """One planning task, in which every device of the cluster takes part: fields as those of `FixedRatioSearch`."""
+class _OwnRatios(NamedTuple):
+    """A program's sizes, and the ratios that they are."""
+
+    sizes: Sizes
+    ratios: Ratios
+
+
+class _JointBound(NamedTuple):
+    """`sought`: the most that was; `limits`: within how many of memory."""
+
+    bound: float
+    sought: float
+    limits: int
+
+
+class Planner:
+    """One planning task, in which every device of the cluster takes part. `clock`: its time; `effort`: what it has
+    taken; `given_up`: the least cost of what does not fit and was not followed up, as it exceeded a bar."""
+
+    def __init__(self, task: Task) -> None:
+        self.task = task
+        self.clock = Clock(task.options.time_budget_s)
+        self.effort = Effort()
+        self.given_up = np.inf
+        self._search = FixedRatioSearch(task, self.clock, self.effort)
+        self._incumbent = self._search.incumbent
+        self._starts = task.starts()
+        self._several_axes = len(task.costs.axes) > 1
+        rough = ROUGH_TOLERANCE if len(self._starts) > 1 else _WIDE_TOLERANCE
+        self._tolerance = rough if self._several_axes else _TOLERANCE
+        self._bar = np.inf
+        """What costs as much is of no use: of the last `explore`."""
+        self._glance: Glance | None = None
+        """At the first start's ratios, until `explore` goes on from there."""
+        self._own: _OwnRatios | None = None
+        """Of the last program at whose own ratios was searched."""
+        self._joint: _JointBound | None = None
+        self.effort.choices_s = self.clock.elapsed()
+
+    @property
+    def cost(self) -> float:
+        """Of the best program that fits so far; inf where there is none."""
+        return self._incumbent.cost
+
+    @property
+    def limit(self) -> float:
+        """Bytes that a device may hold."""
+        return self._incumbent.limit
+
+    @property
+    def excess(self) -> float:
+        """What the smallest program so far holds over what there is, on the device where this is most; 1 before any."""
+        least = self._incumbent.least
+        return least.memory / self.limit if least else 1.0
 
     @gc_paused()
     def run(self) -> Result:
@@ -71,18 +126,10 @@ class Planner(FixedRatioSearch):
 
     def glance(self) -> float:
         """The cost of the first program that `explore` will come across, whether it fits or not."""
-        if self._glanced is None:
-            builder = self._formulator(self._ratios(*self._starts[0]))
-            candidate, solution = self._solve_once(builder, {}, None)
-            self._note(candidate, solution)
-            self._glanced = builder, candidate, solution
-        _, candidate, _ = self._glanced
-        return candidate.cost if candidate else np.inf
-
-    @property
-    def excess(self) -> float:
-        """What the smallest program so far holds over what there is, on the device where this is most; 1 before any."""
-        return self._least.memory / self.limit if self._least else 1.0
+        if self._glance is None:
+            self._glance = self._search.glance(self.task.ratios(*self._starts[0]), self._tolerance)
+            self._search.note(self._glance.candidate, self._glance.solved)
+        return self._glance.candidate.cost if self._glance.candidate else np.inf
 
     def explore(self, bar: float = np.inf) -> float:
         """Search from every start: the cost of the best program that fits, inf where there is none.
@@ -90,12 +137,9 @@ class Planner(FixedRatioSearch):
         What comes out above `bar` is not followed up. Ctrl-C as in `run`.
         """
         self._bar = bar
-        end = self._deadline
-        if end is not None:
-            # The rest is for the bounds.
-            self._deadline = self.began + _SEARCHING * (end - self.began)
-        self._unless_interrupted(self._explore, None)
-        self._deadline = end
+        # The rest of the time is for the bounds.
+        with self.clock.within(_SEARCHING):
+            self._unless_interrupted(self._explore, None)
         return self.cost
 
     def shrink(self) -> float:
@@ -103,32 +147,68 @@ class Planner(FixedRatioSearch):
         self._unless_interrupted(self._shrink, None)
         return self.cost
 
+    def bytes_at(self, ops: tuple[int, ...]) -> float:
+        """What every program holds at least near some of the given ops; 0 where there are none, or no limits."""
+        return self._search.bytes_at(ops)
+
+    def full_ops(self) -> tuple[int, ...]:
+        """Ops at which the smallest program found so far holds the most."""
+        return self._search.full_ops()
+
+    def joint_bound(self, enough: float = np.inf) -> float:
+        """Seconds that no program on these devices goes below at any ratios; nothing beyond `enough` is sought."""
+        limits = len(self._search.limits)
+        if self._joint is not None:
+            known = self._joint
+            if known.bound >= enough or (known.bound < known.sought and limits == known.limits):
+                return known.bound
+        if self.clock.no_time():
+            return 0.0
+        before = self.effort.solver_s
+        self._search.tell("joint bound", self.cost, -np.inf)
+        solved = self._search.cheapest(
+            self._search.builder(None),
+            self._search.limits,
+            self._incumbent.choices,
+            at_least=True,
+            tolerance=ROUGH_TOLERANCE if self._several_axes else _JOINT_TOLERANCE,
+            seconds=lambda: _LAST_S if self.clock.interrupted else self.clock.allotted(),
+            # Ideal ratios are too far from a program's.
+            warm=False,
+            # A little more, as the solver states its bounds less what rounding may have added.
+            enough=enough * (1 + _SAFETY),
+            stage="joint bound",
+            despite_interrupt=True,
+        )
+        self.effort.bound_s += self.effort.solver_s - before
+        # No bound at all is had where time has run out.
+        bound = max(solved.lower_bound, 0.0)
+        self._joint = _JointBound(bound, enough, limits)
+        return bound
+
     def conclude(self) -> Result:
         """The best program so far with its bounds; raises InfeasibleError where there is none, RatioError where it
         cannot be cut as is asked. Ctrl-C as in `run`."""
-        best = self._best
+        best, options = self._incumbent.best, self.task.options
         if best is None:
-            certain, pinned = self._certain_bytes(), self.fixed_ratios is not None
-            late = certain <= self.limit and self._late() and not self.interrupted
-            lacking = shortage(self.costs, self._least, certain, pinned=pinned, late=late)
-            needs = max(self._least.held()) if self._least else None
-            raise KeyboardInterrupt if self.interrupted else InfeasibleError(lacking, needs, self.excess)
+            raise KeyboardInterrupt if self.clock.interrupted else self._infeasible()
         certified = self._unless_interrupted(partial(self._certify, best), None)
         if certified is None:
-            best = self._best or best
+            best = self._incumbent.best or best
         best, bound = certified or (best, best.bound)
         best, bound = self._unless_interrupted(partial(self._reshared, best, bound), (best, bound))
         try:
             joint = min(self.joint_bound(), best.cost)
         except KeyboardInterrupt:
-            self.interrupted, joint = True, 0.0
+            self.clock.interrupted, joint = True, 0.0
         bound = min(joint if bound is None else bound, best.cost)
         joint = min(joint, bound)
-        if self.fixed_ratios is not None:
-            self.fixed_ratios.check(best.sizes)
-        check(self.graph, best.program, best.sizes)
-        unknown = tuple(unpriced(self.graph))
-        ratio_bound = 0.0 if self.interrupted else max(joint, self._maker.bound(best))
+        if options.fixed_ratios is not None:
+            options.fixed_ratios.check(best.sizes)
+        graph = self.task.graph
+        check(graph, best.program, best.sizes)
+        unknown = tuple(unpriced(graph))
+        ratio_bound = 0.0 if self.clock.interrupted else max(joint, self._search.maker.bound(best))
         return Result(
             best.program,
             best.sizes,
@@ -136,131 +216,91 @@ class Planner(FixedRatioSearch):
             bound,
             joint,
             proven(best.cost, bound, joint, unknown),
-            self.expanded,
+            self.effort.expanded,
             self._held(best),
-            self.limits,
-            tuple(named(self.graph, self.table)),
-            self.timings_s(),
-            sweeps=self.sweeps,
-            states=self.states,
-            interrupted=self.interrupted,
+            self.task.memory_budget.limits,
+            tuple(named(graph, self.task.factors)),
+            self.effort.timings_s(),
+            sweeps=self.effort.sweeps,
+            states=self.effort.states,
+            interrupted=self.clock.interrupted,
             ratio_bound_s=min(ratio_bound, best.cost),
             unpriced_primitives=unknown,
-            exact=self.exact,
+            exact=options.exact,
         )
+
+    def _infeasible(self) -> InfeasibleError:
+        least, certain = self._incumbent.least, self._search.certain_bytes()
+        late = certain <= self.limit and self.clock.late()
+        pinned = self.task.options.fixed_ratios is not None
+        lacking = shortage(self.task.costs, least, certain, pinned=pinned, late=late)
+        return InfeasibleError(lacking, max(least.held()) if least else None, self.excess)
 
     def _held(self, best: Candidate) -> tuple[float, ...]:
         """Bytes of each device in XLA's order or, where limits bind, in the program's, which they count."""
-        return best.held() if best.memory > _AMPLE * self.limit else held_by(best.program, best.sizes, self.costs)
-
-    def timings_s(self) -> dict[str, float]:
-        """Seconds spent so far, as in `Result.timings_s`."""
-        return {
-            "build_s": self._structure_s + self.search_s - self.solver_s,
-            "search_s": self.solver_s - self.bound_s,
-            "ratio_s": self.ratio_s,
-            "bound_s": self.bound_s,
-        }
+        ample = best.memory <= _AMPLE * self.limit
+        return held_by(best.program, best.sizes, self.task.costs) if ample else best.held()
 
     def _explore(self) -> None:
         for k, start in enumerate(self._starts):
             self._alternate(*start, last=k + 1 == len(self._starts))
-            if self._late() or (self._best is None and self._certain_bytes() > self.limit):
+            if self.clock.late() or (self._incumbent.best is None and self._search.certain_bytes() > self.limit):
                 break
+
+    def _shrink(self) -> None:
+        """At even sizes: padded shards hold more at all others. Exact ones are cut as unlike limits are."""
+        proportions, n = self.task.memory_budget.proportions, self.task.cluster.n
+        self._search.shrink(self.task.ratios(np.full(n, 1.0 / n) if proportions is None else proportions))
 
     def _unless_interrupted(self, search: Callable[[], _T], otherwise: _T) -> _T:
         """What a search comes to or, where Ctrl-C was pressed before it or in it, what holds without it."""
         try:
-            return otherwise if self.interrupted else search()
+            return otherwise if self.clock.interrupted else search()
         except KeyboardInterrupt:
-            if self._best is None:
+            if self._incumbent.best is None:
                 raise
-            self.interrupted = True
+            self.clock.interrupted = True
             return otherwise
 
-    def ratios_at(self, sizes: Sizes) -> Ratios:
-        """A plan's own ratios; what it does not cut is compared at the ratio of its largest class."""
-        if self._looked_at is None or self._looked_at[0] is not sizes:
-            self._looked_at = sizes, self._ratios(own_weights(self.costs, sizes), NOTHING, sizes)
-        return self._looked_at[1]
+    def _own_ratios(self, sizes: Sizes) -> Ratios:
+        """A program's own ratios."""
+        if self._own is None or self._own.sizes is not sizes:
+            self._own = _OwnRatios(sizes, self.task.own_ratios(sizes))
+        return self._own.ratios
 
     def _alternate(self, weights: Floats, evenly: EvenDims, *, last: bool) -> None:
         """Search and sizes in turn from one start, until the cost stops falling. What the `last` start comes to is
         likely what has to be certified."""
-        ratios = self._ratios(weights, evenly)
-        choices = self._best.choices if self._best else None
+        ratios = self.task.ratios(weights, evenly)
+        choices = self._incumbent.choices
         reached = np.inf
         # A start that begins above the best of the others is given up at once.
         bar = min(self.cost, self._bar)
         for _ in range(_ROUNDS):
-            candidate, solution = self._search(ratios, choices, above=reached * (1 - _SETTLED))
+            glance, self._glance = self._glance, None
+            found = self._search.best(
+                ratios, choices, self._tolerance, above=reached * (1 - _SETTLED), bar=self._bar, glance=glance
+            )
+            self.given_up = min(self.given_up, found.given_up)
+            candidate = found.candidate
             if candidate is None or candidate.cost >= min(reached, bar) * (1 - _SETTLED):
                 return
-            if candidate.bound is not None or candidate.cost >= solution.cost * (1 - 10 * _SETTLED):
+            if candidate.bound is not None or candidate.cost >= found.solution.cost * (1 - 10 * _SETTLED):
                 # Sizes that gain this little lead to no other program; `_certify` looks once more.
                 return
             reached, choices = candidate.cost, candidate.choices
-            ratios = self.ratios_at(candidate.sizes)
+            ratios = self._own_ratios(candidate.sizes)
             if last:
-                self._tolerance = min(self._tolerance, WIDE_TOLERANCE)
-            if self._late():
+                self._tolerance = min(self._tolerance, _WIDE_TOLERANCE)
+            if self.clock.late():
                 return
 
     def _reshared(self, best: Candidate, bound: float | None) -> tuple[Candidate, float | None]:
-        """The best program with reshares where they pay, and the bound at the ratios that it then has; as they were
-        where none does, or where it was asked how classes are cut."""
-        if self.fixed_ratios is not None or self._late():
+        """The best program with classes cut at several ratios where that pays, and the bound at the ratios that it then
+        has; as they were where it was asked how classes are cut."""
+        if self.task.options.fixed_ratios is not None or self.clock.late():
             return best, bound
-        began = time.perf_counter()
-        resharer = ReshardInserter(self.costs, self.limit, self._seconds_left)
-        found = resharer.improved(best)
-        self.ratio_s += time.perf_counter() - began
-        if found is best:
-            return best, bound
-        if len(self.axes) > 1 or self._most_cuts(found) > _CUTS:
-            return found, self._free_to_change(best, found)
-        return self._in_every_way(found, resharer)
-
-    def _most_cuts(self, best: Candidate) -> int:
-        """In how many ways some value may be cut, where every dimension may be at all ratios that a program has."""
-        ways = Ways(self.costs, best.sizes)
-        return max(sum(ways.count(v, d) for d in known.dims) for v, known in enumerate(self.structure.layouts))
-
-    def _free_to_change(self, before: Candidate, best: Candidate) -> float | None:
-        """The bound of programs at the best one's ratios, of which it has several where the one `before` had one, as if
-        to change from one to another were free."""
-        named = every_ratio(before, best)
-        if named is None:
-            return None
-        weights = own_weights(self.costs, before.sizes)
-        every = [Ratios(self.graph, self.table, weights, None, self.costs.lengths, NOTHING, n) for n in named]
-        return self._bound_within(CheapestOfRatios(self.structure, self.costs, every), before.choices)
-
-    def _in_every_way(self, best: Candidate, resharer: ReshardInserter) -> tuple[Candidate, float]:
-        """The best program whose instructions are each at one of the ratios that the given one has for what they cut,
-        reshared where that pays, and the bound of these programs; where others are better at their own sizes, of
-        theirs."""
-        bound = 0.0
-        for rounds_left in reversed(range(_ROUNDS)):
-            ways, sparing, known, bound = Ways(self.costs, best.sizes), self.structure.sparing, best, 0.0
-            structure = ChoiceSpace(self.graph, self.table, self.restriction, sparing=sparing, ways=ways.count)
-            for ratios in (ways.ratios(), ways.ratios().strictly()):
-                builder = ProblemBuilder(structure, self.costs, ratios)
-                solution = self._bounded(builder, None)
-                bound = max(bound, solution.lower_bound)
-                if self._settled(best, bound) or self._late():
-                    return best, bound
-                if rounds_left and solution.assignment is not None:
-                    candidate = resharer.tidied(self._maker.make(builder, solution))
-                    if candidate and resharer.pays(candidate, best) and self._most_cuts(candidate) <= _CUTS:
-                        best = candidate
-                        break
-            if best is known:
-                break
-        return best, bound
-
-    def _gains(self, candidate: Candidate, best: Candidate) -> bool:
-        return candidate.memory <= self.limit and candidate.cost < best.cost * (1 - _SETTLED / 2)
+        return Resharding(self._search, self._tolerance).improved(best, bound)
 
     def _settled(self, best: Candidate, bound: float) -> bool:
         return best.cost - bound <= max(_SETTLED, self._tolerance) * best.cost
@@ -268,25 +308,28 @@ class Planner(FixedRatioSearch):
     def _certify(self, best: Candidate) -> tuple[Candidate, float | None]:
         """The bound at the best pair's own sizes; a cheaper pair found on the way becomes the best, and has none where
         it is too late to look for it."""
-        self._tolerance = min(self._tolerance, WIDE_TOLERANCE)
+        search, incumbent = self._search, self._incumbent
+        self._tolerance = min(self._tolerance, _WIDE_TOLERANCE)
         for repeated in range(_ROUNDS):
             if best.bound is not None and best.cost - best.bound <= self._tolerance * best.cost:
                 return best, best.bound
-            if repeated and self._late():
+            if repeated and self.clock.late():
                 return best, best.bound
-            known = self._looked_at[1] if self._looked_at else None
-            ratios, found = self.ratios_at(best.sizes), best
-            for certain in (False, True) if ratios is not known and not self._late() else (True,):
-                _, solution = self._search(ratios, best.choices, certain=certain, above=best.cost * (1 - _SETTLED / 2))
+            known = self._own.ratios if self._own else None
+            ratios, found = self._own_ratios(best.sizes), best
+            above = best.cost * (1 - _SETTLED / 2)
+            for certain in (False, True) if ratios is not known and not self.clock.late() else (True,):
+                came = search.best(ratios, best.choices, self._tolerance, certain=certain, above=above, bar=self._bar)
+                self.given_up = min(self.given_up, came.given_up)
                 # The same program has other choices, or none, once the structure has been replaced.
-                found = self._best or best
-                if found.cost < best.cost * (1 - _SETTLED / 2):
+                found = incumbent.best or best
+                if found.cost < above:
                     break
-                if certain or self._limits or np.isfinite(solution.lower_bound):
-                    bound = solution.lower_bound
-                    if self._limits:
-                        bound = self._bound_within(self._formulator(ratios), found.choices)
-                    if self._settled(found, bound) or self._late():
+                if certain or search.limits or np.isfinite(came.solution.lower_bound):
+                    bound = came.solution.lower_bound
+                    if search.limits:
+                        bound = search.bounded(search.builder(ratios), found.choices, self._tolerance).lower_bound
+                    if self._settled(found, bound) or self.clock.late():
                         return found, bound
                     better, strict = self._strictly(ratios, found)
                     if better is found:
@@ -298,11 +341,13 @@ class Planner(FixedRatioSearch):
     def _strictly(self, ratios: Ratios, best: Candidate) -> tuple[Candidate, float]:
         """Where a bound leaves a gap: that of the programs which the best one's sizes allow. A cheaper one becomes the
         best."""
-        builder = self._formulator(ratios.strictly())
-        solution = self._bounded(builder, best.choices)
-        if solution.assignment is not None and solution.cost < best.cost * (1 - _SETTLED / 2):
-            candidate = self._maker.make(builder, solution)
-            if self._gains(candidate, best):
-                self._note(candidate, solution)
+        search = self._search
+        builder = search.builder(ratios.strictly())
+        solved = search.bounded(builder, best.choices, self._tolerance)
+        solution, enough = solved.solution, best.cost * (1 - _SETTLED / 2)
+        if solution.assignment is not None and solution.cost < enough:
+            candidate = search.maker.make(builder, solution)
+            if candidate.memory <= self.limit and candidate.cost < enough:
+                search.note(candidate, solved)
                 return candidate, solution.lower_bound
         return best, solution.lower_bound

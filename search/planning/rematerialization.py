@@ -15,7 +15,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hapsynth.cluster.cluster import Cluster
 from hapsynth.cluster.device_kinds import DeviceKind
 from hapsynth.graph.ir import Graph, Rematerialized
 from hapsynth.graph.rematerialize import blocks, can_run_again, recomputed
@@ -26,6 +25,7 @@ from hapsynth.search.cost.model import Floats
 from hapsynth.search.cost.roofline import busy
 from hapsynth.search.planning.device_subsets import ClusterPlanner
 from hapsynth.search.planning.planner import InfeasibleError
+from hapsynth.search.planning.task import Task
 from hapsynth.search.result import Result
 from hapsynth.search.solver.min_cut import Hyperedge, cheapest_labels
 
@@ -140,13 +140,11 @@ def seconds_of(graph: Graph, devices: Sequence[DeviceKind]) -> list[float]:
     return found
 
 
-PlannerFor = Callable[[Graph, float | None], ClusterPlanner]
+TaskFor = Callable[[Graph, float | None], Task]
 """Of a graph and a time budget in seconds, or None."""
 
 
-def planned_to_fit(
-    graph: Graph, cluster: Cluster, planner: PlannerFor, time_budget_s: float | None
-) -> tuple[Graph, Result]:
+def planned_to_fit(graph: Graph, task: TaskFor, time_budget_s: float | None) -> tuple[Graph, Result]:
     """The plan of a graph or, where memory is short, the cheapest found of it and of its `choices`, and what it is of.
 
     Those that hold too much, by what the graph's cheapest program without limits holds and by what did not fit, are
@@ -156,18 +154,19 @@ def planned_to_fit(
     """
     began = time.perf_counter()
     left = lambda: None if time_budget_s is None else max(0.05, time_budget_s - (time.perf_counter() - began))
-    alone = planner(graph, time_budget_s)
+    whole = task(graph, time_budget_s)
+    alone = ClusterPlanner(whole)
     excess = alone.glance()
     if excess <= 1.0:
         return graph, alone.run()
     best: tuple[Graph, Result] | None = None
     gain, failed = 0.0, list[InfeasibleError]()
     enough = float(held_at(graph).max()) / excess
-    for choice in choices(graph, seconds_of(graph, cluster.devices)):
+    for choice in choices(graph, seconds_of(graph, whole.cluster.devices)):
         if choice.nbytes > enough:
             continue
         try:
-            result = planner(choice.graph, _half(left())).run()
+            result = ClusterPlanner(task(choice.graph, _half(left()))).run()
         except InfeasibleError as error:
             enough = choice.nbytes / error.excess
             failed.append(error)
@@ -189,10 +188,10 @@ def planned_to_fit(
     if best[1].interrupted or gain < _NEXT_TO_NOTHING * best[1].cost_s:
         return best
     try:
-        whole = planner(graph, min(left() or np.inf, time.perf_counter() - began)).run()
+        plain = ClusterPlanner(task(graph, min(left() or np.inf, time.perf_counter() - began))).run()
     except (InfeasibleError, KeyboardInterrupt):
         return best
-    return best if best[1].cost_s <= whole.cost_s else (graph, whole)
+    return best if best[1].cost_s <= plain.cost_s else (graph, plain)
 
 
 def _half(seconds: float | None) -> float | None:

@@ -3,12 +3,14 @@
 A layer bound by memory bandwidth next to one bound by compute suits other sizes on devices whose two ratios differ. For
 each class the ratios that suit its ops are set against each other, two at a time: which instructions should take which,
 where every tensor between them has to be reshared, is a minimum cut. The linear program then sizes the parts, with what
-moves between them linear in the difference (`_ratio_lp.py`); reshares between parts that it leaves alike are dropped.
-What comes out cheaper at whole units, by the cost of all instructions, is kept, and its parts are looked at again.
+moves between them linear in the difference (`sizing/ratio_lp.py`); reshares between parts that it leaves alike are
+dropped. What comes out cheaper at whole units, by the cost of all instructions, is kept, and its parts are looked at
+again.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import combinations, product
@@ -21,11 +23,13 @@ from hapsynth.instructions.program.sizes import Classes, Node, Sizes
 from hapsynth.instructions.staging.reshard_moves import moved
 from hapsynth.search.cost.model import CostModel, Floats
 from hapsynth.search.cost.program_cost import program_cost
+from hapsynth.search.formulation.ratio_variants import CheapestOfRatios, RatioVariants
 from hapsynth.search.planning.candidate import Candidate
 from hapsynth.search.planning.reshard_atoms import ReshardAtoms
 from hapsynth.search.planning.reshard_rewrite import Labels, merged, relabelled
+from hapsynth.search.planning.search_at_ratios import FixedRatioSearch
 from hapsynth.search.result import SETTLED
-from hapsynth.search.sizing.ratios import own_weights, round_shares
+from hapsynth.search.sizing.ratios import NOTHING, Ratios, own_weights, round_shares
 from hapsynth.search.sizing.sizer import Sizer
 from hapsynth.search.solver.min_cut import cheapest_labels
 
@@ -41,6 +45,70 @@ _ALIKE = 1 / 64
 """Of a dimension: ratios that differ by less at every position are one."""
 _COMBINATIONS = 8
 """Of ratios of all classes, at which a bound is still sought."""
+_CUTS = 8
+"""Of a value: sets of so many are still shared conversions, each a choice."""
+_CHANGES = 6
+"""How often programs are compared at the ratios of a better one."""
+
+
+class Resharding:
+    """What becomes of a search's best program where classes may be cut at several ratios."""
+
+    def __init__(self, search: FixedRatioSearch, tolerance: float) -> None:
+        self.search, self.task, self.tolerance = search, search.task, tolerance
+        self.inserter = ReshardInserter(self.task.costs, search.limit, search.clock.left)
+
+    def improved(self, best: Candidate, bound: float | None) -> tuple[Candidate, float | None]:
+        """The best program with reshares where they pay, and the bound at the ratios that it then has; as they were
+        where none does."""
+        began = time.perf_counter()
+        found = self.inserter.improved(best)
+        self.search.effort.ratio_s += time.perf_counter() - began
+        if found is best:
+            return best, bound
+        if len(self.task.costs.axes) > 1 or self._most_cuts(found) > _CUTS:
+            return found, self._free_to_change(best, found)
+        return self._in_every_way(found)
+
+    def _most_cuts(self, best: Candidate) -> int:
+        """In how many ways some value may be cut, where every dimension may be at all ratios that a program has."""
+        ways, layouts = RatioVariants(self.task.costs, best.sizes), self.search.choices.layouts
+        return max(sum(ways.count(v, d) for d in known.dims) for v, known in enumerate(layouts))
+
+    def _free_to_change(self, before: Candidate, best: Candidate) -> float | None:
+        """The bound of programs at the best one's ratios, of which it has several where the one `before` had one, as if
+        to change from one to another were free."""
+        named = every_ratio(before, best)
+        if named is None:
+            return None
+        costs, task = self.task.costs, self.task
+        weights = own_weights(costs, before.sizes)
+        every = [Ratios(task.graph, task.factors, weights, None, costs.lengths, NOTHING, n) for n in named]
+        builder = CheapestOfRatios(self.search.choices, costs, every)
+        return self.search.bounded(builder, before.choices, self.tolerance).lower_bound
+
+    def _in_every_way(self, best: Candidate) -> tuple[Candidate, float]:
+        """The best program whose instructions are each at one of the ratios that the given one has for what they cut,
+        reshared where that pays, and the bound of these programs; where others are better at their own sizes, of
+        theirs."""
+        bound, search = 0.0, self.search
+        for rounds_left in reversed(range(_CHANGES)):
+            ways, known, bound = RatioVariants(self.task.costs, best.sizes), best, 0.0
+            choices = ways.choices(self.task.options.restriction, sparing=search.choices.sparing)
+            for ratios in (ways.ratios(), ways.ratios().strictly()):
+                builder = ways.builder(choices, ratios)
+                solution = search.bounded(builder, None, self.tolerance).solution
+                bound = max(bound, solution.lower_bound)
+                if best.cost - bound <= max(SETTLED, self.tolerance) * best.cost or search.clock.late():
+                    return best, bound
+                if rounds_left and solution.assignment is not None:
+                    candidate = self.inserter.tidied(search.maker.make(builder, solution))
+                    if candidate and self.inserter.pays(candidate, best) and self._most_cuts(candidate) <= _CUTS:
+                        best = candidate
+                        break
+            if best is known:
+                break
+        return best, bound
 
 
 @dataclass(frozen=True, eq=False)

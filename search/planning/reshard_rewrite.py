@@ -164,7 +164,7 @@ def _rewritten(
             continue
         op = graph.ops[i.op]
         layouts = new(k, op.operands, i.operand_layout), new(k, op.results, i.result_layout)
-        key = id(i.triples), *layouts
+        key = i.triples, *layouts
         if key not in known:
             placed = lambda side, axis, at=layouts: tuple([layout[axis] for layout in at[side]])
             triples = tuple([Triple(placed(0, a), placed(1, a), t.factor) for a, t in enumerate(i.triples)])

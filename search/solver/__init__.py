@@ -1,8 +1,9 @@
 """Weighted pairwise constraint problems and their exact solver: what the planner imports.
 
-The types are in `_pairwise.py`, the pipeline in `_solve.py`.
+The types are in `problem.py`, the pipeline in `solve.py`, what it weighs its steps by in `options.py`.
 """
 
+from hapsynth.search.solver.options import SolverOptions
 from hapsynth.search.solver.problem import Edge, Ints, Problem, Progress, Resource, Solution, validate
 from hapsynth.search.solver.solve import solve, solve_quotient
 from hapsynth.search.solver.warm_start import Messages
@@ -15,6 +16,7 @@ __all__ = [
     "Progress",
     "Resource",
     "Solution",
+    "SolverOptions",
     "solve",
     "solve_quotient",
     "validate",

@@ -8,14 +8,16 @@ from collections.abc import Callable
 
 import numpy as np
 
+from hapsynth.search.solver.options import DEFAULT, SolverOptions
 from hapsynth.search.solver.problem import Floats, Ints
 from hapsynth.search.solver.search_space import Depth, Found, Space
 
-_PARETO_ROUNDS = 8
 _CHUNK = 2_000_000
 
 
-def beam_search(space: Space, threshold: float, width: int, stop: Callable[[], bool]) -> Found:
+def beam_search(
+    space: Space, threshold: float, width: int, stop: Callable[[], bool], options: SolverOptions = DEFAULT
+) -> Found:
     """The cheapest assignment below `threshold` seen while keeping the `width` nodes of least f per depth."""
     f = np.array([space.root])
     keys = np.zeros((1, 0), dtype=np.int64)
@@ -34,7 +36,7 @@ def beam_search(space: Space, threshold: float, width: int, stop: Callable[[], b
             row, state, cost, used = row[fits], state[fits], cost[fits], used[fits]
         rest = _advanced(stage, keys)
         code = _codes(rest, stage.radix)[row] * max(stage.classes, 1) + stage.state_class[state]
-        best = _undominated(code, cost - used @ space.multipliers, used)
+        best = _undominated(code, cost - used @ space.multipliers, used, options.pareto_rounds)
         if depth + 1 == len(space.stages):
             cost = np.maximum(cost, cost + (space.limits - used) @ space.multipliers)
             best = best[cost[best] < threshold]
@@ -92,14 +94,14 @@ def _codes(keys: Ints, radix: list[int]) -> Ints:
     return np.unique(code, return_inverse=True)[1].astype(np.int64)
 
 
-def _undominated(code: Ints, cost: Floats, used: Floats) -> Ints:
+def _undominated(code: Ints, cost: Floats, used: Floats, rounds: int) -> Ints:
     """Indices of the cheapest of each code; with resources, of all that no cheaper one beats in every resource
     (a few dominated ones may be left in)."""
     order = np.lexsort((cost, code))
     if not used.shape[1]:
         return order[np.flatnonzero(np.diff(code[order], prepend=-1))]
     kept: list[Ints] = []
-    for _ in range(_PARETO_ROUNDS):
+    for _ in range(rounds):
         if not order.size:
             break
         new = np.diff(code[order], prepend=-1) != 0

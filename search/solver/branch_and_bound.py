@@ -1,7 +1,7 @@
 """One hunt for the least of a value: raise the dual bound, decode, drop states by reduced cost, search, repeat.
 
 Lemma (what dropping costs). Let T = incumbent - tolerance / 2 * |incumbent|, or what is `enough` if that is less. Only
-states whose floor (see `_trws.py`) is >= T and search nodes with f >= T are dropped, so every assignment lost costs at
+states whose floor (see `trws.py`) is >= T and search nodes with f >= T are dropped, so every assignment lost costs at
 least T; T only falls as incumbents improve. The optimum is therefore at least min(T, bound of what is left), at every
 moment.
 """
@@ -18,6 +18,7 @@ import numpy as np
 from hapsynth.search.solver.astar import astar
 from hapsynth.search.solver.beam_search import beam_search
 from hapsynth.search.solver.bucket_elimination import EliminationOrder, buckets, eliminate
+from hapsynth.search.solver.options import Searches, SolverOptions
 from hapsynth.search.solver.problem import Floats, Ints, Problem, Progress, Solution
 from hapsynth.search.solver.reduction import ReducedProblem
 from hapsynth.search.solver.search_space import Found, Space, build_space, search_order, space_bytes
@@ -25,22 +26,7 @@ from hapsynth.search.solver.symmetry import spread_messages
 from hapsynth.search.solver.trws import Dual
 from hapsynth.search.solver.warm_start import Messages, recall, remember
 
-_WORTHWHILE = 0.1  # of the gap: a round that closes so much is followed by another like it
-_STALLED = 5e-4  # relative rise of the bound in ten sweeps
 _FLOAT_SAFETY = 1e-12  # relative; the dual and the searches add a few thousand terms in float64
-# (kind, width or nodes): tried in turn, the next when one no longer helps.
-SEARCHES = (("layers", 64), ("astar", 2000), ("layers", 1000), ("layers", 10_000), ("astar", 10**9))
-_SWEEPS = 5  # between two attempts to decode an assignment
-_SHRUNK = 0.5  # where dropping states leaves less than this of them, that is done before anything else
-_DROPPABLE = 5000  # with fewer states sweeps cost less than dropping some
-_DIVE_NODES = 3  # per variable; A* gets so many before each layered search
-# States per variable among which an assignment is looked for first; twice as many when that did not help.
-_THIN = 6
-_THICKEST = 50
-_MANY = 60  # states per variable
-_FIRST_SWEEPS = 40
-_CELLS = 2.0**26  # table entries of an exact elimination: a second
-_CLOSE = 0.01  # relative gap; with a greater one a better assignment helps more than sweeps
 _NODE_BYTES = 500  # of one in A*'s lists
 _CELL_BYTES = 20  # of one in an elimination's tables
 _CHILD_BYTES = 60  # of one in the layered search's arrays
@@ -60,6 +46,7 @@ class SolveContext:
     messages: Messages
     tie: bool
     """Begin from alike variables as one."""
+    options: SolverOptions
     began: float = field(default_factory=time.monotonic)
     expanded: int = 0
     sweeps: int = 0
@@ -145,7 +132,7 @@ class BranchAndBound:
     @property
     def _room(self) -> float:
         """Table entries that an exact elimination may take."""
-        return min(_CELLS, self.run.memory_bytes / 4 / _CELL_BYTES)
+        return min(self.run.options.elimination_cells, self.run.memory_bytes / 4 / _CELL_BYTES)
 
     def threshold(self) -> float:
         known = self.cost - self.tolerance / 2 * abs(self.cost) if self.best is not None else np.inf
@@ -160,16 +147,18 @@ class BranchAndBound:
         self,
         network: ReducedProblem,
         multipliers: Floats,
-        searches: tuple[tuple[str, int], ...] = SEARCHES,
+        searches: Searches | None = None,
         thin: int = 0,
     ) -> None:
         """Searches `network` until the bound meets the incumbent, or nothing more is allowed.
 
         thin: with how many states per variable a quick hunt has been made already.
         """
+        options = self.run.options
+        searches = options.searches if searches is None else searches
         level = 0
         nested = thin > 0
-        thin = thin or _THIN
+        thin = thin or options.thin
         recalled = self.main is not None
         sizes = [row.size for row in self.run.problem.unary]
         while level < len(searches):
@@ -187,14 +176,16 @@ class BranchAndBound:
                 return
             if not recalled:
                 # With few states some sweeps of the whole network cost less than to tie it.
-                tie = self.run.tie or (not self.run.messages and network.size() > _MANY * len(active))
+                tie = self.run.tie or (not self.run.messages and network.size() > options.many_states * len(active))
                 if not (tie and spread_messages(network, multipliers)):
                     recall(self.run.messages, network, sizes)
                 recalled = True
             dual = _dual(network, multipliers)
             before, size, cost = self.lower_bound, network.size(), self.cost
             order = cache(partial(buckets, network))
-            reached = self._dual_ascent(network, dual, 60 if nested else 300, order)
+            reached = self._dual_ascent(
+                network, dual, options.most_nested_sweeps if nested else options.most_sweeps, order
+            )
             dual.store()
             if self.main is None:
                 remember(self.run.messages, network, sizes)
@@ -206,7 +197,7 @@ class BranchAndBound:
             eliminated = self._likely(network, dual, multipliers, order())
             if eliminated and self.proved(-np.inf):
                 return
-            if not nested and not (eliminated and self.best is not None) and thin <= _THICKEST:
+            if not nested and not (eliminated and self.best is not None) and thin <= options.thickest:
                 if self._thinned(network, dual, multipliers, thin):
                     if self.proved(-np.inf):
                         return
@@ -216,13 +207,13 @@ class BranchAndBound:
             network.reduce(self.run.late)
             if self.run.late():
                 return
-            if network.infeasible or network.size() < _SHRUNK * size or self.cost < cost:
+            if network.infeasible or network.size() < options.shrunk * size or self.cost < cost:
                 continue
             rise, gap = self.lower_bound - before, self.cost - before
-            if eliminated and not network.limits.size and rise > _WORTHWHILE * gap:
+            if eliminated and not network.limits.size and rise > options.worthwhile * gap:
                 continue
             searched = self._searched(network, multipliers, searches[level])
-            if searched is None and not nested and thin <= _THICKEST:
+            if searched is None and not nested and thin <= options.thickest:
                 continue
             if searched is None or searched:
                 return
@@ -232,7 +223,7 @@ class BranchAndBound:
             helped = (
                 network.size() < 0.97 * size
                 or self.cost < cost
-                or (np.isfinite(gap) and self.lower_bound - before > _WORTHWHILE * gap)
+                or (np.isfinite(gap) and self.lower_bound - before > options.worthwhile * gap)
             )
             level += not helped
 
@@ -243,7 +234,7 @@ class BranchAndBound:
             return None
         space = build_space(network, order, multipliers)
         # Where the bound is tight A* walks straight to the optimum, in a fraction of the time of a beam.
-        dive = (("astar", _DIVE_NODES * len(order)),) if search[0] == "layers" else ()
+        dive = (("astar", self.run.options.dive_nodes * len(order)),) if search[0] == "layers" else ()
         for kind, size in (*dive, search):
             found = self._search(space, kind, size)
             if found.chosen is not None:
@@ -262,11 +253,12 @@ class BranchAndBound:
         A loose bound costs the searches more than sweeps cost, the more so the more variables there are. Where there
         are many states sweeps end once half of them can go, or an assignment is to be looked for among few states.
         """
-        many = dual.theta.size > _MANY * len(dual.nodes)
+        options = self.run.options
+        many = dual.theta.size > options.many_states * len(dual.nodes)
         before = dual.bound
         tried = np.inf
         while True:
-            for _ in range(_SWEEPS):
+            for _ in range(options.sweeps):
                 dual.sweep()
                 self.run.sweeps += 1
                 if self.run.late():
@@ -280,15 +272,15 @@ class BranchAndBound:
             self.run.report("dual", self, network)
             if proved or self.run.late() or dual.sweeps >= min(max(30, len(dual.nodes)), most):
                 return "proof" if proved else "end"
-            if dual.sweeps % (2 * _SWEEPS) == 0:
+            if dual.sweeps % (2 * options.sweeps) == 0:
                 if order().cells(_counts(dual.floors(), self.threshold())) <= self._room:
                     return "end"
-                if dual.theta.size > _DROPPABLE and np.mean(dual.floor >= self.threshold()) > 1 - _SHRUNK:
+                if dual.theta.size > options.droppable and np.mean(dual.floor >= self.threshold()) > 1 - options.shrunk:
                     return "states to drop"
-                if many and dual.sweeps >= _FIRST_SWEEPS and dual.bound < (1 - _CLOSE) * self.cost:
+                if many and dual.sweeps >= options.first_sweeps and dual.bound < (1 - options.close) * self.cost:
                     return "end"
                 left = min(self.threshold() - dual.bound, abs(dual.bound))
-                if dual.bound - before <= min(0.02 * left, _STALLED * abs(dual.bound)):
+                if dual.bound - before <= min(0.02 * left, options.stalled * abs(dual.bound)):
                     return "end"
                 before = dual.bound
 
@@ -324,7 +316,7 @@ class BranchAndBound:
                 part.restrict(i, floor <= np.partition(floor, states - 1)[states - 1])
         inner = BranchAndBound(self.run, self.value, self.tolerance, self, self.limited)
         inner.best, inner.cost = self.best, self.cost
-        inner.close(part, multipliers, SEARCHES[:1], states)
+        inner.close(part, multipliers, self.run.options.searches[:1], states)
         return self.cost < cost
 
     def _search(self, space: Space, kind: str, size: int) -> Found:
@@ -335,7 +327,7 @@ class BranchAndBound:
         else:
             most = max(stage.base.size for stage in space.stages)
             width = min(size, max(16, min(left // len(space.stages), room // (_CHILD_BYTES * most))))
-            found = beam_search(space, self.threshold(), width, self.run.late)
+            found = beam_search(space, self.threshold(), width, self.run.late, self.run.options)
         self.run.expanded += found.expanded
         return found
 

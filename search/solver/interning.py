@@ -13,9 +13,8 @@ from typing import Any, Concatenate, Generic, NamedTuple, ParamSpec, TypeVar, ca
 
 import numpy as np
 
+from hapsynth.search.solver.options import DEFAULT
 from hapsynth.search.solver.problem import Floats, Ints
-
-_DIFFERENCES = 100_000  # subtractions; for tables that take more, only the rows asked for are compared
 
 Id = int
 P = ParamSpec("P")
@@ -61,9 +60,11 @@ class Memoized(Generic[P, T]):
 
 
 class InternedTables:
-    """The arrays of one reduction and their operations; arguments and results are ids."""
+    """The arrays of one reduction and their operations; arguments and results are ids. `compared_entries`: of tables
+    that take more subtractions only the rows asked for are compared."""
 
-    def __init__(self) -> None:
+    def __init__(self, compared_entries: int = DEFAULT.compared_entries) -> None:
+        self._compared_entries = compared_entries
         self.arrays: list[np.ndarray] = []
         self.nbytes = 0
         self._ids: dict[tuple[str, tuple[int, ...], bytes], Id] = {}
@@ -200,7 +201,7 @@ class InternedTables:
     def _differences(self, table: Id, rows: Ints, others: Ints) -> Floats:
         """`least_difference` of each row with each of the others."""
         entries = self.arrays[table]
-        if entries.shape[0] * entries.size <= _DIFFERENCES:
+        if entries.shape[0] * entries.size <= self._compared_entries:
             return self.differences(table)[rows[:, None], others]
         these, row = used_groups(rows, entries.shape[0])
         those, other = used_groups(others, entries.shape[0])

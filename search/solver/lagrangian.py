@@ -15,44 +15,40 @@ from scipy.optimize import Bounds, LinearConstraint, linprog, milp
 from scipy.sparse import coo_array
 from scipy.sparse.csgraph import connected_components
 
-from hapsynth.search.solver.branch_and_bound import SEARCHES, BranchAndBound
+from hapsynth.search.solver.branch_and_bound import BranchAndBound
+from hapsynth.search.solver.options import DEFAULT, SolverOptions
 from hapsynth.search.solver.problem import Floats, Ints, Problem, padded_limits
 from hapsynth.search.solver.reduction import ReducedProblem
 from hapsynth.search.solver.symmetry import VariableSymmetry
 from hapsynth.search.solver.warm_start import Messages
-
-_PRICE_ROUNDS = 16
-_MIXED = 4
-_PRICE_TOLERANCE = 1e-4  # relative, of each round's bound
-_PATCH_GAP = 1e-5  # relative; of the knapsack over patches
 
 
 def priced(hunt: BranchAndBound, network: ReducedProblem) -> Floats:
     """Multipliers [resources] whose Lagrangian bound is nearly the best; incumbents come up on the way.
 
     Every assignment x is a cut: the bound at mu is at most cost(x) + mu . (usage(x) - limits). Alike variables are
-    taken as one for this (`_ties.py`): what comes of it is then no bound yet.
+    taken as one for this (`symmetry.py`): what comes of it is then no bound yet.
     """
-    problem, run = hunt.run.problem, hunt.run
+    problem, run, options = hunt.run.problem, hunt.run, hunt.run.options
     limits = padded_limits(problem)
-    ties = VariableSymmetry.of(problem)
+    ties = VariableSymmetry.of(problem, options)
     relaxed = _Whole(hunt, network) if ties is None else _Tied(hunt, ties)
     seen: list[Ints] = [] if hunt.best is None else [hunt.best]
     best, multipliers, trial = -np.inf, np.zeros(limits.size), np.zeros(limits.size)
-    for _ in range(_PRICE_ROUNDS):
-        found, bound = relaxed.least(trial, seen[-_MIXED:])
+    for _ in range(options.price_rounds):
+        found, bound = relaxed.least(trial, seen[-options.mixed :])
         if hunt.proved(bound if ties is None else -np.inf) or found is None or run.late():
             break
         if bound > best:
             best, multipliers = bound, trial
-        for other in [*([] if hunt.best is None else [hunt.best]), *seen[-_MIXED:]]:
-            hunt.offer(patched(problem, found, other))
+        for other in [*([] if hunt.best is None else [hunt.best]), *seen[-options.mixed :]]:
+            hunt.offer(patched(problem, found, other, options))
         seen.append(found)
         if ties is None:
-            _mix(hunt, network, seen[-_MIXED:], multipliers)
+            _mix(hunt, network, seen[-options.mixed :], multipliers)
         run.report("price", hunt, network)
         ceiling, trial = _next_prices(problem, limits, seen, multipliers)
-        if ceiling - best <= 2 * _PRICE_TOLERANCE * abs(best):
+        if ceiling - best <= 2 * options.price_tolerance * abs(best):
             break
     return multipliers
 
@@ -71,12 +67,12 @@ class _Whole:
         def lagrangian(x: Ints) -> float:
             return problem.cost(x) + float(multipliers @ (problem.usage(x) - limits))
 
-        inner = BranchAndBound(
-            self.hunt.run, lagrangian, max(self.hunt.tolerance, _PRICE_TOLERANCE), self.hunt, limited=False
-        )
+        options = self.hunt.run.options
+        tolerance = max(self.hunt.tolerance, options.price_tolerance)
+        inner = BranchAndBound(self.hunt.run, lagrangian, tolerance, self.hunt, limited=False)
         for x in starts:
             inner.offer(x)
-        inner.close(self.network.relaxed(multipliers), np.zeros(0), SEARCHES[:2])
+        inner.close(self.network.relaxed(multipliers), np.zeros(0), options.searches[:2])
         return inner.best, inner.lower_bound
 
 
@@ -94,14 +90,14 @@ class _Tied:
         tied, run = self.ties.tied, self.hunt.run
         priced = [u + sum(m * used[k] for m, used in zip(multipliers, self.usage)) for k, u in enumerate(tied.unary)]
         problem = replace(tied, unary=tuple(priced), offset=tied.offset - float(multipliers @ self.limits))
-        tolerance = max(self.hunt.tolerance, _PRICE_TOLERANCE)
+        tolerance = max(self.hunt.tolerance, run.options.price_tolerance)
         # What it comes to is no cost of the problem's, nor a bound on it: it is told to nobody.
         quiet = replace(run, problem=problem, tolerance=tolerance, enough=np.inf, progress=None)
         part = replace(quiet, messages=self.messages, tie=False)
         inner = BranchAndBound(part, problem.cost, tolerance)
         for x in starts:
             inner.offer(self.ties.lower(x))
-        inner.close(ReducedProblem(problem), np.zeros(0), SEARCHES[:2])
+        inner.close(ReducedProblem(problem, options=run.options), np.zeros(0), run.options.searches[:2])
         run.sweeps, run.expanded = part.sweeps, part.expanded
         if inner.best is None:
             return None, inner.lower_bound
@@ -119,7 +115,7 @@ def _mix(hunt: BranchAndBound, network: ReducedProblem, seen: list[Ints], multip
             part.restrict(i, keep)
     inner = BranchAndBound(hunt.run, hunt.run.problem.cost, hunt.tolerance, hunt)
     inner.best, inner.cost = hunt.best, hunt.cost
-    inner.close(part, multipliers, SEARCHES[:1])
+    inner.close(part, multipliers, hunt.run.options.searches[:1])
 
 
 def _next_prices(problem: Problem, limits: Floats, seen: list[Ints], centre: Floats) -> tuple[float, Floats]:
@@ -143,7 +139,7 @@ def _next_prices(problem: Problem, limits: Floats, seen: list[Ints], centre: Flo
     return float(result.x[0]), target if limits.size == 1 or not centre.any() else (centre + target) / 2
 
 
-def patched(problem: Problem, one: Ints, other: Ints) -> Ints:
+def patched(problem: Problem, one: Ints, other: Ints, options: SolverOptions = DEFAULT) -> Ints:
     """The cheapest assignment within the limits that takes each patch of variables from one of two assignments.
 
     A patch is a set of variables in which they differ and that edges join: where all else is equal, what a patch
@@ -168,8 +164,8 @@ def patched(problem: Problem, one: Ints, other: Ints) -> Ints:
     unit[unit == 0] = 1.0
     kept = LinearConstraint(usage / unit[:, None], -np.inf, spare / unit)
     scale = float(np.abs(cost).max()) or 1.0
-    options = {"mip_rel_gap": _PATCH_GAP, "node_limit": 10_000}
-    found = milp(cost / scale, integrality=np.ones(count), bounds=Bounds(0, 1), constraints=kept, options=options)
+    limits = {"mip_rel_gap": options.patch_gap, "node_limit": options.patch_nodes}
+    found = milp(cost / scale, integrality=np.ones(count), bounds=Bounds(0, 1), constraints=kept, options=limits)
     if found.x is None:
         return one
     taken = np.append(np.round(found.x) > 0, False)

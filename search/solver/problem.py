@@ -12,6 +12,7 @@ An edge sees its ends only through group indices, so a table is [groups_u, group
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal, NamedTuple, TypeAlias
 
 import numpy as np
@@ -57,6 +58,15 @@ class Problem:
     resources: tuple[Resource, ...] = ()
     offset: float = 0.0
 
+    @cached_property
+    def shared(self) -> "SharedArrays":
+        """Which of its arrays are one. Callers give what is alike as one array, so equal ones need not be compared."""
+        number: dict[int, int] = {}
+        # By identity: the problem keeps its arrays, so no two of them ever have one.
+        of = lambda array: number.setdefault(id(array), len(number))
+        edges = [(of(gu), of(gv), of(table)) for _, _, gu, gv, table in self.edges]
+        return SharedArrays([of(row) for row in self.unary], edges)
+
     def cost(self, assignment: npt.NDArray[np.integer] | Sequence[int]) -> float:
         """The cost of an assignment (int [variables]); inf if a table or a unary forbids it."""
         x = [int(s) for s in assignment]
@@ -76,6 +86,14 @@ class Problem:
     def fits(self, assignment: npt.NDArray[np.integer] | Sequence[int]) -> bool:
         """Whether every resource's limit is kept (up to rounding: 1e-9 of the limit)."""
         return bool(np.all(self.usage(assignment) <= padded_limits(self)))
+
+
+class SharedArrays(NamedTuple):
+    """Numbers of a problem's arrays, equal where they are one. `unary`: per variable; `edges`: of each edge's gu, gv
+    and table."""
+
+    unary: list[int]
+    edges: list[tuple[int, int, int]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -128,25 +146,25 @@ def padded_limits(problem: Problem) -> Floats:
 def validate(problem: Problem) -> None:
     """Raises ValueError that names the variable, edge or resource at fault, its shape and what was expected."""
     sizes = [_validated_size(i, row) for i, row in enumerate(problem.unary)]
-    everything = np.concatenate([np.zeros(0), *{id(row): row for row in problem.unary}.values()])
+    shared = problem.shared
+    everything = np.concatenate([np.zeros(0), *dict(zip(shared.unary, problem.unary, strict=True)).values()])
     if np.isnan(everything).any() or np.isneginf(everything).any():
         wrong = next(i for i, row in enumerate(problem.unary) if np.isnan(row).any() or np.isneginf(row).any())
         raise ValueError(f"variable {wrong}: unary holds nan or -inf; expected numbers or inf")
     if not np.isfinite(problem.offset):
         raise ValueError(f"Problem.offset is {problem.offset}; expected a finite number")
-    # By identity: edges share arrays.
     tables: dict[int, tuple[int, Floats]] = {}
     known: set[tuple[int, int, int, int, int]] = set()
     count = len(sizes)
-    for k, edge in enumerate(problem.edges):
-        u, v, gu, gv, table = edge
+    for k, (edge, numbers) in enumerate(zip(problem.edges, shared.edges, strict=True)):
+        u, v, _, _, table = edge
         if 0 <= u < count and 0 <= v < count and u != v:
-            alike = id(gu), id(gv), id(table), sizes[u], sizes[v]
+            alike = *numbers, sizes[u], sizes[v]
             if alike in known:
                 continue
             known.add(alike)
         _validate_edge(k, edge, sizes)
-        tables.setdefault(id(table), (k, table))
+        tables.setdefault(numbers[2], (k, table))
     for at in range(0, len(tables), _BATCH):
         some = list(tables.values())[at : at + _BATCH]
         entries = np.concatenate([table.ravel() for _, table in some])
@@ -154,7 +172,8 @@ def validate(problem: Problem) -> None:
             k = next(k for k, table in some if not (table >= 0).all())
             name = f"edge {k} ({problem.edges[k].u}, {problem.edges[k].v})"
             raise ValueError(f"{name}: table holds nan or a negative cost; expected costs >= 0 or inf")
-    apart = {(id(e.gu), id(e.gv), e.table.shape): k for k, e in reversed(list(enumerate(problem.edges)))}
+    last = range(len(problem.edges) - 1, -1, -1)
+    apart = {(*shared.edges[k][:2], problem.edges[k].table.shape): k for k in last}
     firsts = sorted(apart.values())
     for at in range(0, len(firsts), _BATCH):
         _validate_groups(problem, firsts[at : at + _BATCH])

@@ -8,9 +8,9 @@ Costs are rounded down to multiples of a power of two (2^-50 of the expected tot
 of such numbers are exact in float64, so that equal costs stay equal through hundreds of eliminations, rows can be
 compared by their bytes, and bounds computed from the network never exceed those of the problem.
 
-Everything is kept by id (see `_tables.py`): a step that some layer has been through is a look-up for the next one.
+Everything is kept by id (see `interning.py`): a step that some layer has been through is a look-up for the next one.
 
-Every link may also carry a message vector per end, over states (see `_trws.py`). Any values are valid; the
+Every link may also carry a message vector per end, over states (see `trws.py`). Any values are valid; the
 reductions move them along so that a dual bound once reached is not lost.
 
 Sources: Goldstein, "Efficient rotamer elimination applied to protein side-chains" (1994) for the dominance test;
@@ -25,12 +25,8 @@ from typing import NamedTuple
 import numpy as np
 
 from hapsynth.search.solver.interning import NONE, Id, InternedTables, Link, NormalForm
+from hapsynth.search.solver.options import DEFAULT, SolverOptions
 from hapsynth.search.solver.problem import Floats, Ints, Problem, padded_limits
-
-_TABLE_LIMIT = 300_000  # entries of the table that eliminating one variable may create
-_CHEAP_WORK = 50_000  # of an elimination that is not worth a look for dominated states first
-_WORK_LIMIT = 40_000_000  # additions that one elimination may cost
-_RIVALS = 16  # states are tried for dominance only against this many of the cheapest
 
 
 class _Eliminated(NamedTuple):
@@ -48,32 +44,40 @@ class ReducedProblem:
     messages[i, j]: float64 [states of i now], of the end at i of link (i, j); zero where there is none.
     """
 
-    def __init__(self, problem: Problem, scale: float | None = None, table_bytes: float = np.inf):
+    def __init__(
+        self,
+        problem: Problem,
+        scale: float | None = None,
+        table_bytes: float = np.inf,
+        options: SolverOptions = DEFAULT,
+    ):
         """scale: about what the optimum costs. table_bytes: no more tables are joined when all take so much."""
-        self.tables = InternedTables()
+        self.options = options
+        self.tables = InternedTables(options.compared_entries)
         self.quantum = _quantum(problem, scale)
         self.table_bytes = table_bytes
         count = len(problem.unary)
-        known: dict[int, Id] = {}  # by identity: callers share arrays
+        shared = problem.shared
+        known: dict[int, Id] = {}  # by the numbers of the problem's arrays
         raw: dict[tuple[tuple[int, ...], bytes], Id] = {}
 
-        def rounded(costs: Floats) -> Id:
-            found = known.get(id(costs))
+        def rounded(costs: Floats, number: int) -> Id:
+            found = known.get(number)
             if found is None:
                 key = (costs.shape, costs.tobytes())
                 found = raw.get(key)
                 if found is None:
                     found = raw[key] = self.tables.id(_rounded(costs, self.quantum))
-                known[id(costs)] = found
+                known[number] = found
             return found
 
-        def grouping(groups: Ints) -> Id:
-            found = known.get(id(groups))
+        def grouping(groups: Ints, number: int) -> Id:
+            found = known.get(number)
             if found is None:
-                found = known[id(groups)] = self.tables.id(groups.astype(np.int64, copy=False))
+                found = known[number] = self.tables.id(groups.astype(np.int64, copy=False))
             return found
 
-        self._unary = [rounded(row) for row in problem.unary]
+        self._unary = [rounded(row, n) for row, n in zip(problem.unary, shared.unary, strict=True)]
         numbers = {n: self.tables.id(np.arange(n)) for n in {row.size for row in problem.unary}}
         self._states = [numbers[row.size] for row in problem.unary]
         self.links: list[dict[int, Link]] = [{} for _ in problem.unary]
@@ -99,11 +103,12 @@ class ReducedProblem:
             for i in range(count):
                 self._rebase_usage(i)
         links: dict[tuple[int, int, int], tuple[Link, NormalForm]] = {}
-        for u, v, gu, gv, table in problem.edges:
-            found = links.get(key := (id(gu), id(table), id(gv)))
+        for (u, v, gu, gv, table), numbers in zip(problem.edges, shared.edges, strict=True):
+            found = links.get(numbers)
             if found is None:
-                link = Link(grouping(gu), rounded(table), grouping(gv))
-                found = links[key] = link, self.tables.normal_form(link)
+                of_u, of_v, of_table = numbers
+                link = Link(grouping(gu, of_u), rounded(table, of_table), grouping(gv, of_v))
+                found = links[numbers] = link, self.tables.normal_form(link)
             if v in self.links[u]:
                 self._add_link(u, v, found[0])
             else:
@@ -261,7 +266,7 @@ class ReducedProblem:
         work = self.count(i)
         for link in self.links[i].values():
             work *= self.tables.arrays[link.table].shape[1]
-        return work <= _CHEAP_WORK
+        return work <= self.options.cheap_work
 
     def _touch(self, i: int) -> None:
         if not self._queued[i]:
@@ -281,7 +286,7 @@ class ReducedProblem:
         """Drops states that cost no less than some kept state, whatever the neighbours choose."""
         unary, _ = self.tables.shifted(self._unary[i])
         sides = tuple(sorted((link.own, link.table) for link in self.links[i].values()))
-        self._restrict(i, self.tables.undominated(unary, sides, self._usage[i], _RIVALS))
+        self._restrict(i, self.tables.undominated(unary, sides, self._usage[i], self.options.rivals))
 
     def _fix(self, i: int) -> None:
         step = self._step(i)
@@ -317,7 +322,8 @@ class ReducedProblem:
         (r1, c1), (r2, c2) = (self.tables.arrays[link.table].shape for link in (first, second))
         if self.tables.nbytes + 16 * c1 * c2 > self.table_bytes:
             return False
-        return c1 * c2 <= _TABLE_LIMIT and c1 * c2 * min(self.count(i), r1 * r2) <= _WORK_LIMIT
+        work = c1 * c2 * min(self.count(i), r1 * r2)
+        return c1 * c2 <= self.options.joined_entries and work <= self.options.joining_work
 
     def _step(self, i: int) -> _Eliminated:
         links = tuple((j, self._states[j], link) for j, link in self.links[i].items())

@@ -1,7 +1,7 @@
 """The solver's entry: reduce, price the resources, hunt.
 
-Without resources one hunt settles it. With them, multipliers come first (`_prices.py`); the searches of the last hunt
-then keep the limits exactly.
+Without resources one hunt settles it. With them, multipliers come first (`lagrangian.py`); the searches of the last
+hunt then keep the limits exactly.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from hapsynth.search.solver.branch_and_bound import BranchAndBound, SolveContext
 from hapsynth.search.solver.lagrangian import priced
+from hapsynth.search.solver.options import DEFAULT, SolverOptions
 from hapsynth.search.solver.problem import Floats, Ints, Problem, Progress, Solution, padded_limits, validate
 from hapsynth.search.solver.reduction import ReducedProblem
 from hapsynth.search.solver.symmetry import VariableSymmetry
@@ -21,8 +22,6 @@ from hapsynth.search.solver.warm_start import Messages
 Assignment = npt.NDArray[np.integer] | Sequence[int]
 
 _LEAST_TOLERANCE = 1e-10
-_TIED_NODES = 2000  # of a search that proves nothing
-_LIMITED_NODES = 20_000  # of one within limits, which their prices and a knapsack come near to without any
 
 
 def solve(
@@ -36,6 +35,7 @@ def solve(
     max_nodes: int = 500_000,
     memory_bytes: int = 2**31,
     messages: Messages | None = None,
+    options: SolverOptions = DEFAULT,
 ) -> Solution:
     """The cheapest assignment within the resources' limits, with a proof or, out of time or nodes, a gap.
 
@@ -49,12 +49,15 @@ def solve(
     messages: what the dual of a problem with the same variables and states came to, to begin from; replaced by what
     this one's comes to. None: from that of alike variables as one, which costs some sweeps; it is what is done with
     many states and no messages too.
+    options: how it goes about it.
     Raises ValueError for a malformed problem or start. Deterministic, unless the time budget ends it.
     """
     validate(problem)
     tie, messages = messages is None, {} if messages is None else messages
     tolerance = max(tolerance, _LEAST_TOLERANCE)
-    run = SolveContext(problem, tolerance, enough, time_budget_s, progress, max_nodes, memory_bytes, messages, tie)
+    run = SolveContext(
+        problem, tolerance, enough, time_budget_s, progress, max_nodes, memory_bytes, messages, tie, options
+    )
     hunt = BranchAndBound(run, problem.cost, run.tolerance)
     try:
         _run(hunt, list(_starts(problem, start)))
@@ -66,17 +69,22 @@ def solve(
 
 
 def solve_quotient(
-    problem: Problem, *, start: Assignment | None = None, messages: Messages | None = None, **options: Any
+    problem: Problem,
+    *,
+    start: Assignment | None = None,
+    messages: Messages | None = None,
+    options: SolverOptions = DEFAULT,
+    **how: Any,
 ) -> Solution:
     """A cheap assignment, without a bound: the best in which alike variables take the same state, found as if there
     were one of each. As `solve`, which does it where too few are alike or there are limits."""
-    ties = None if problem.resources else VariableSymmetry.of(problem)
+    ties = None if problem.resources else VariableSymmetry.of(problem, options)
     if ties is None:
-        nodes = {"max_nodes": _LIMITED_NODES} if problem.resources else {}
-        return solve(problem, start=start, messages=messages, **nodes, **options)
+        nodes = {"max_nodes": options.limited_nodes} if problem.resources else {}
+        return solve(problem, start=start, messages=messages, options=options, **nodes, **how)
     begin = None if start is None else ties.lower(np.asarray(start, dtype=np.int64))
     known = ties.lower_messages(messages or {})
-    found = solve(ties.tied, start=begin, messages=known, max_nodes=_TIED_NODES, **options)
+    found = solve(ties.tied, start=begin, messages=known, max_nodes=options.quotient_nodes, options=options, **how)
     if messages is not None:
         messages.update(ties.lift_messages(known))
     if found.assignment is None:
@@ -90,8 +98,9 @@ def _run(hunt: BranchAndBound, starts: Sequence[Ints]) -> None:
     for x in starts:
         hunt.offer(x)
         if problem.resources and not hunt.run.late():
-            hunt.offer(_descended(problem, x, hunt.run.late))
-    network = ReducedProblem(problem, abs(hunt.cost) if np.isfinite(hunt.cost) else None, hunt.run.memory_bytes // 4)
+            hunt.offer(_descended(problem, x, hunt.run.late, hunt.run.options.descent_rounds))
+    scale = abs(hunt.cost) if np.isfinite(hunt.cost) else None
+    network = ReducedProblem(problem, scale, hunt.run.memory_bytes // 4, hunt.run.options)
     network.reduce(hunt.run.late)
     multipliers = np.zeros(len(problem.resources))
     if problem.resources and not network.infeasible and not hunt.run.late():
@@ -112,7 +121,7 @@ def _starts(problem: Problem, start: Assignment | Sequence[Assignment] | None) -
         yield row
 
 
-def _descended(problem: Problem, start: Ints, late: Callable[[], bool], rounds: int = 10) -> Ints:
+def _descended(problem: Problem, start: Ints, late: Callable[[], bool], rounds: int) -> Ints:
     """Iterated conditional modes: each variable in turn takes its best state given all others, within the limits."""
     x = start.copy()
     near: list[list[tuple[int, Ints, Floats, Ints]]] = [[] for _ in problem.unary]

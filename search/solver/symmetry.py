@@ -17,15 +17,11 @@ from itertools import pairwise
 
 import numpy as np
 
+from hapsynth.search.solver.options import DEFAULT, SolverOptions
 from hapsynth.search.solver.problem import Edge, Floats, Ints, Problem, Resource
 from hapsynth.search.solver.reduction import ReducedProblem
 from hapsynth.search.solver.trws import Dual
 from hapsynth.search.solver.warm_start import Messages, begin
-
-_WORTHWHILE = 0.5  # of the variables: with more colours than that nothing is won
-_NEAR = 1  # rounds of colouring where only an assignment is wanted
-_FAR = 3  # where messages are: BERT-base on 2x4 takes 90, 60, 50 and 80 sweeps from 1, 2, 3 and 6 rounds' ties
-_SWEEPS = 40
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,24 +32,19 @@ class VariableSymmetry:
     tied: Problem
 
     @staticmethod
-    def of(problem: Problem) -> VariableSymmetry | None:
+    def of(problem: Problem, options: SolverOptions = DEFAULT) -> VariableSymmetry | None:
         """None where too few variables are alike; those that use unlike amounts of a resource are not."""
-        known: dict[int, bytes] = {}
-
-        def same(row: Floats) -> Hashable:
-            """Rows that limits made are not shared by those who are alike."""
-            if not problem.resources:
-                return id(row)
-            if id(row) not in known:
-                known[id(row)] = row.tobytes()
-            return known[id(row)]
-
-        own = [(same(u), *(same(r.usage[i]) for r in problem.resources)) for i, u in enumerate(problem.unary)]
-        alike = [(e.u, e.v, (id(e.gu), id(e.table), id(e.gv))) for e in problem.edges]
-        colours = _colours(own, alike, _NEAR)
+        shared = problem.shared
+        own: list[Hashable] = [*shared.unary]
+        if problem.resources:
+            # Rows that limits made are not shared by those who are alike.
+            rows = zip(problem.unary, *(r.usage for r in problem.resources), strict=True)
+            own = [tuple([row.tobytes() for row in mine]) for mine in rows]
+        alike = [(e.u, e.v, key) for e, key in zip(problem.edges, shared.edges, strict=True)]
+        colours = _colours(own, alike, options.near_rounds, options)
         if colours is None:
             return None
-        return VariableSymmetry(colours, _tied(problem, colours, [key for _, _, key in alike]))
+        return VariableSymmetry(colours, _tied(problem, colours, shared.edges))
 
     def usage(self, resource: Resource) -> list[Floats]:
         """What the members of each colour use together, by their state."""
@@ -89,7 +80,7 @@ def spread_messages(network: ReducedProblem, multipliers: Floats) -> bool:
     tables = network.tables
     ends = [(i, j, link) for i in active for j, link in network.links[i].items() if i < j]
     edges = [(place[i], place[j], tuple(link)) for i, j, link in ends]
-    colours = _colours([network.kind(i) for i in active], edges, _FAR)
+    colours = _colours([network.kind(i) for i in active], edges, network.options.far_rounds, network.options)
     if colours is None:
         return False
     array = tables.arrays.__getitem__
@@ -97,13 +88,13 @@ def spread_messages(network: ReducedProblem, multipliers: Floats) -> bool:
         tuple(network.unary(i) + multipliers @ network.usage(i) for i in active),
         tuple(Edge(place[i], place[j], array(own), array(other), array(table)) for i, j, (own, table, other) in ends),
     )
-    tied = ReducedProblem(_tied(problem, colours, [key for _, _, key in edges]))
+    tied = ReducedProblem(_tied(problem, colours, [key for _, _, key in edges]), options=network.options)
     for k in tied.active():
         tied.restrict(k, np.isfinite(tied.unary(k)))
     if tied.infeasible:
         return False
     dual = Dual(tied, {})
-    for _ in range(_SWEEPS):
+    for _ in range(network.options.quotient_sweeps):
         dual.sweep()
     dual.store()
     colour = dict(zip(active, colours.tolist(), strict=True))
@@ -122,7 +113,9 @@ def spread_messages(network: ReducedProblem, multipliers: Floats) -> bool:
     return True
 
 
-def _colours(own: Sequence[Hashable], edges: Iterable[tuple[int, int, Hashable]], rounds: int) -> Ints | None:
+def _colours(
+    own: Sequence[Hashable], edges: Iterable[tuple[int, int, Hashable]], rounds: int, options: SolverOptions
+) -> Ints | None:
     """The colour of each variable, numbered as they come; None where there are too many."""
     kinds: dict[Hashable, int] = {}
     colour = np.array([kinds.setdefault(kind, len(kinds)) for kind in own], dtype=np.int64)
@@ -140,7 +133,7 @@ def _colours(own: Sequence[Hashable], edges: Iterable[tuple[int, int, Hashable]]
         before = colour.tolist()
         found = [kinds.setdefault((c, rows[a:b]), len(kinds)) for c, (a, b) in zip(before, spans, strict=True)]
         colour = np.array(found, dtype=np.int64)
-    return None if len(kinds) > _WORTHWHILE * len(own) else colour
+    return None if len(kinds) > options.quotient_worthwhile * len(own) else colour
 
 
 def _first_members(colours: Ints) -> Ints:
@@ -155,24 +148,26 @@ def _tied(problem: Problem, colours: Ints, keys: Sequence[Hashable]) -> Problem:
     members = np.bincount(colours).tolist()
     many: dict[tuple[int, int], Floats] = {}
 
-    def times(costs: Floats, count: int) -> Floats:
-        found = many.get((id(costs), count))
+    def times(costs: Floats, number: int, count: int) -> Floats:
+        """What is one array stays one."""
+        found = many.get((number, count))
         if found is None:
-            found = many[id(costs), count] = costs * count
+            found = many[number, count] = costs * count
         return found
 
-    unary = [times(problem.unary[i], n) for i, n in zip(first, members, strict=True)]
+    shared = problem.shared
+    unary = [times(problem.unary[i], shared.unary[i], n) for i, n in zip(first, members, strict=True)]
     count: Counter[tuple[int, int, Hashable]] = Counter()
-    one: dict[tuple[int, int, Hashable], Edge] = {}
-    for edge, key in zip(problem.edges, keys, strict=True):
+    one: dict[tuple[int, int, Hashable], tuple[Edge, int]] = {}
+    for edge, key, (_, _, table) in zip(problem.edges, keys, shared.edges, strict=True):
         kind = colour[edge.u], colour[edge.v], key
         count[kind] += 1
-        one.setdefault(kind, edge)
+        one.setdefault(kind, (edge, table))
     edges: list[Edge] = []
-    for (u, v, key), edge in one.items():
+    for (u, v, key), (edge, table) in one.items():
         n = count[u, v, key]
         if u == v:
             unary[u] = unary[u] + n * edge.table[edge.gu, edge.gv]
         else:
-            edges.append(Edge(u, v, edge.gu, edge.gv, times(edge.table, n)))
+            edges.append(Edge(u, v, edge.gu, edge.gv, times(edge.table, table, n)))
     return Problem(tuple(unary), tuple(edges), offset=problem.offset)

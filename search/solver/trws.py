@@ -28,12 +28,10 @@ from itertools import accumulate, chain
 import numpy as np
 
 from hapsynth.search.solver.interning import Id
+from hapsynth.search.solver.options import SolverOptions
 from hapsynth.search.solver.problem import Floats, Ints
 from hapsynth.search.solver.reduction import ReducedProblem
 
-_STRETCH = 50  # nodes; about what a layer of a transformer has
-_ENTRIES_PER_LEVEL = 4000  # below this an array operation's fixed cost dominates
-_LARGE = 1000  # entries; larger tables are not copied for each edge
 _CHUNK = 200_000
 _TIE = 1e-12  # of the bound: states so close to the cheapest are as good, and the first is taken
 
@@ -114,16 +112,23 @@ class Dual:
     """The dual of a reduced network (not empty, no forbidden states).
 
     extra: float64 [states] per variable, added to the unary costs (Lagrange multipliers times usage); constant is added
-    to the offset. order: the active variables as the forward pass takes them; by default in `stretches`.
+    to the offset. order: the active variables as the forward pass takes them; by default in `stretches`. options: by
+    default the network's.
     """
 
     def __init__(
-        self, network: ReducedProblem, extra: dict[int, Floats], constant: float = 0.0, order: list[int] | None = None
+        self,
+        network: ReducedProblem,
+        extra: dict[int, Floats],
+        constant: float = 0.0,
+        order: list[int] | None = None,
+        options: SolverOptions | None = None,
     ):
+        options = network.options if options is None else options
         self.network = network
         self.bound = network.offset + constant
         self.sweeps = 0
-        order = stretches(network) if order is None else order
+        order = stretches(network, options) if order is None else order
         members = _levels(network, order)
         self.nodes = list(chain.from_iterable(members))
         rank = {i: k for k, i in enumerate(self.nodes)}
@@ -137,8 +142,8 @@ class Dual:
             early.append([(i, j) for i, j in pairs if rank[i] < rank[j]])
             late.append([(i, j) for i, j in pairs if rank[i] > rank[j]])
         first = [start_of[group[0]] for group in members]
-        self._early = _build_end(network, early, late, start_of, first)
-        self._late = _build_end(network, late, early, start_of, first)
+        self._early = _build_end(network, early, late, start_of, first, options.large_table)
+        self._late = _build_end(network, late, early, start_of, first, options.large_table)
         self._levels = [_build_nodes(network, group, start_of, rank) for group in members]
         self.theta = np.concatenate(
             [network.unary(i) + extra[i] if i in extra else network.unary(i) for i in self.nodes]
@@ -244,11 +249,11 @@ class Dual:
         far.least[part.groups] = np.minimum.reduceat(message, part.group_starts)
 
 
-def stretches(network: ReducedProblem) -> list[int]:
+def stretches(network: ReducedProblem, options: SolverOptions) -> list[int]:
     """The active variables, by number, as they come when stretches of them are walked side by side."""
     active = network.active()
     entries = sum(network.count(i) * len(network.links[i]) for i in active)
-    length = max(_STRETCH, entries // _ENTRIES_PER_LEVEL)
+    length = max(options.stretch, entries // options.entries_per_level)
     count = -(-len(active) // length)
     length = -(-len(active) // count)
     return [active[at] for first in range(length) for at in range(first, len(active), length)]
@@ -273,8 +278,10 @@ def _build_end(
     far: list[list[tuple[int, int]]],
     start_of: dict[int, int],
     first: list[int],
+    large_table: int,
 ) -> _HalfEdges:
-    """first: per level, where its states start. Everything but the messages comes from arrays built once per kind."""
+    """first: per level, where its states start; large_table: entries beyond which one isn't copied.
+    Everything but the messages comes from arrays built once per kind."""
     tables, links = network.tables, network.links
     pairs = list(chain.from_iterable(ends))
     far_pairs = list(chain.from_iterable(far))
@@ -283,7 +290,7 @@ def _build_end(
     far_starts = np.array([far_at[j, i] for i, j in pairs], dtype=np.int64)
     sorted_groups = [tables.by_group(links[i][j].own) for i, j in pairs]
     table_of = [links[i][j].table for i, j in pairs]
-    small = [k for k, t in enumerate(table_of) if tables.arrays[t].size <= _LARGE]
+    small = [k for k, t in enumerate(table_of) if tables.arrays[t].size <= large_table]
     cells = [tables.cells(table_of[k]) for k in small]
     # Where each end's states and groups start, each small end's cells and rows, and each level's first of them.
     ends_at = _offsets([len(level) for level in ends])
@@ -313,7 +320,7 @@ def _build_end(
         )
         large: dict[Id, list[int]] = {}
         for e in range(int(ends_at[k]), int(ends_at[k + 1])):
-            if tables.arrays[table_of[e]].size > _LARGE:
+            if tables.arrays[table_of[e]].size > large_table:
                 large.setdefault(table_of[e], []).append(e)
         levels.append(
             _LevelSlice(

@@ -16,7 +16,7 @@ from hapsynth.api import synthesize
 from hapsynth.graph.trace import trace
 from hapsynth.instructions.layout import R, S
 from hapsynth.search.planning.baselines import NAMES, Baselines
-from hapsynth.search.planning.planner import Planner
+from hapsynth.search.planning.task import Task
 
 CLUSTER = slow_cluster((3.0, 3.0, 1.0, 1.0), bandwidth=1e9)
 
@@ -26,8 +26,8 @@ def test_hap_cuts_the_batch_and_output_dimensions_only() -> None:
     config = ConvNet(batch=2, size=16, stages=((1, 16), (1, 32)), hidden=1024, classes=64)
     fn, args = vgg19(4, config=config)
     traced = trace(fn, args)
-    planner = Planner(traced.graph, CLUSTER)
-    known = Baselines(traced.graph, planner.table, planner.costs, planner.limit)
+    task = Task(traced.graph, CLUSTER)
+    known = Baselines(task)
     found = Hap(known).baseline()
     held = {path: found.program.inputs[v] for path, v in zip(traced.in_paths, traced.graph.inputs, strict=True)}
     kernels = {path: layout for path, layout in held.items() if "kernel" in path}
@@ -43,8 +43,8 @@ def test_hap_cuts_the_batch_and_output_dimensions_only() -> None:
 def test_strategy_in_words() -> None:
     fn, args = mlp(4, layers=2, config=Perceptron(batch=256, width=64, classes=16))
     plan = synthesize(fn, args, CLUSTER)
-    planner = Planner(plan.traced.graph, CLUSTER)
-    known = Baselines(plan.traced.graph, planner.table, planner.costs, planner.limit)
+    task = Task(plan.traced.graph, CLUSTER)
+    known = Baselines(task)
     parallel = known.all(["data_parallel_speed"])["data_parallel_speed"]
     found = strategy(known, parallel.program, parallel.sizes)
     assert found.work == {"batch": pytest.approx(1.0)}

@@ -19,7 +19,7 @@ from hapsynth.cli.main import main
 from hapsynth.cluster.cluster import Cluster, DeviceKind, Link
 from hapsynth.search.planning.planner import InfeasibleError
 from hapsynth.whatif.cluster_variants import Variant, advise, changes, sentences
-from hapsynth.whatif.remedies import Task, remedies
+from hapsynth.whatif.remedies import Shortage, remedies
 
 FAST = DeviceKind("fast", {"float32": 1e13}, 1e12, 1 << 34, overhead=0.0, price_per_hour=3.0)
 SLOW = DeviceKind("slow", {"float32": 1e10}, 1e9, 1 << 34, overhead=1e-3, price_per_hour=1.0)
@@ -168,13 +168,15 @@ def test_no_more_is_tried_than_does() -> None:
         return SimpleNamespace(cost=1.0 / on.n, memory=(needs,), result=SimpleNamespace(interrupted=False))
 
     tiny = replace(FAST, memory=0x100)
-    task = Task(lambda x: x, (jax.ShapeDtypeStruct((1,), jnp.float32),), {}, cluster(tiny, tiny), None, 600.0, plan)
-    more, memory = remedies(task, lambda _: None)
+    lacking = Shortage(
+        lambda x: x, (jax.ShapeDtypeStruct((1,), jnp.float32),), {}, cluster(tiny, tiny), None, 600.0, plan
+    )
+    more, memory = remedies(lacking, lambda _: None)
     # 7 devices need 243 bytes.
     assert (more.change, more.devices, more.cost_s) == ("with 5 more fast", 7, 1 / 7)
     assert tried == [2, 4, 8, 6, 7]
     assert memory.change == "with 1 KiB on each of the 2 fast"
-    hopeless = replace(task, cluster=cluster(*[replace(FAST, memory=90)] * 32), needs=131.25)
+    hopeless = replace(lacking, cluster=cluster(*[replace(FAST, memory=90)] * 32), needs=131.25)
     tried.clear()
     memory, more = remedies(hopeless, lambda _: None)
     # 64 devices need 116 bytes, 128 need 108: hardly less.

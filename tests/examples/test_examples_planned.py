@@ -18,6 +18,7 @@ import hapsynth
 from hapsynth.graph.trace import trace
 from hapsynth.search.planning.baselines import Baselines
 from hapsynth.search.planning.planner import Planner
+from hapsynth.search.planning.task import Task
 
 pytestmark = pytest.mark.optimized
 
@@ -48,12 +49,12 @@ ON = {
 def test_no_baseline_is_cheaper(example, cluster):
     """No baseline is given to the search as a start."""
     graph = graph_of(example)
-    planner = Planner(graph, hapsynth.Cluster.load(CLUSTERS / f"{cluster}.toml"))
-    result = planner.run()
+    task = Task(graph, hapsynth.Cluster.load(CLUSTERS / f"{cluster}.toml"))
+    result = Planner(task).run()
     assert result.gap <= 1e-4
     assert result.joint_lower_bound_s <= result.lower_bound_s <= result.cost_s
     assert not result.replicated_primitives
-    baselines = Baselines(graph, planner.table, planner.costs, planner.limit).all()
+    baselines = Baselines(task).all()
     for name, baseline in baselines.items():
         assert result.joint_lower_bound_s <= baseline.cost_s, name
         assert result.cost_s <= baseline.cost_s or not baseline.fits, name

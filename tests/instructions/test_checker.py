@@ -13,12 +13,13 @@ from hapsynth.instructions.program.checker import check
 from hapsynth.instructions.program.program import Compute, Convert, Program, ProgramError
 from hapsynth.instructions.program.sizes import Sizes
 from hapsynth.search.planning.planner import Planner
+from hapsynth.search.planning.task import Task
 
 
 @pytest.fixture(scope="module")
 def planned():
     graph = random_graph(3, ops=7).graph
-    result = Planner(graph, cluster([2.0, 1.0, 1.0], bandwidth=1e11)).run()
+    result = Planner(Task(graph, cluster([2.0, 1.0, 1.0], bandwidth=1e11))).run()
     assert any(isinstance(i, Convert) for i in result.program.instructions)
     return graph, result.program, result.sizes
 

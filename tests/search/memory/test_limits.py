@@ -25,6 +25,7 @@ from hapsynth.search.formulation.memory_constraints import MemoryConstraints
 from hapsynth.search.formulation.problem_builder import ProblemBuilder
 from hapsynth.search.memory.profile import MemoryProfile
 from hapsynth.search.planning.planner import InfeasibleError, Planner
+from hapsynth.search.planning.task import PlanningOptions, Task
 from hapsynth.search.sizing.ratios import Ratios, proportional
 from hapsynth.search.solver import Problem, solve
 from hapsynth.search.solver.lagrangian import patched
@@ -132,14 +133,14 @@ def test_the_least_program_is_found_and_named() -> None:
     graph = perceptron()
     even = cluster([1.0] * 4, bandwidth=1e8, latency=1e-3)
     with pytest.raises(InfeasibleError) as caught:
-        Planner(graph, even, memory_limit=1e5).run()
+        Planner(Task(graph, even, PlanningOptions(memory_limit=1e5))).run()
     found, more = (float(n) * 2**20 for n in re.findall(r"needs ([\d.e+]+) MiB", str(caught.value)))
     assert more <= found * 1.001
     assert more > 0.7 * found
-    fits = Planner(graph, even, memory_limit=1.001 * found).run()
+    fits = Planner(Task(graph, even, PlanningOptions(memory_limit=1.001 * found))).run()
     assert max(fits.memory_bytes) <= 1.001 * found
     with pytest.raises(InfeasibleError):
-        Planner(graph, even, memory_limit=0.99 * more).run()
+        Planner(Task(graph, even, PlanningOptions(memory_limit=0.99 * more))).run()
 
 
 @pytest.mark.parametrize("resources", [0, 1, 2])

@@ -28,7 +28,7 @@ from hapsynth.instructions.program.program import Convert
 from hapsynth.plan import Plan
 from hapsynth.running.check import relative_error
 from hapsynth.search.planning.baselines import Baseline, Baselines
-from hapsynth.search.planning.planner import Planner
+from hapsynth.search.planning.task import Task
 
 pytestmark = pytest.mark.usefixtures("collectives_go_alone")
 
@@ -65,7 +65,7 @@ class Case:
     fn: Any
     args: tuple[Any, Any]
     traced: Traced
-    planner: Planner
+    task: Task
     baselines: Mapping[str, Baseline]
 
 
@@ -80,9 +80,9 @@ def case(name: str, on: str = "even8", *, full: bool = False) -> Case:
     config = module.Config(**({} if full else SMALL[name]))
     fn, args = module.target_for(config)
     traced = trace(fn, args)
-    planner = Planner(traced.graph, cluster(on))
-    baselines = Baselines(traced.graph, planner.table, planner.costs, planner.limit).all()
-    return Case(module, config, fn, args, traced, planner, baselines)
+    task = Task(traced.graph, cluster(on))
+    baselines = Baselines(task).all()
+    return Case(module, config, fn, args, traced, task, baselines)
 
 
 def mesh() -> Mesh:

@@ -26,6 +26,7 @@ from hapsynth.search.formulation.choice_space import ChoiceSpace
 from hapsynth.search.formulation.problem_builder import ProblemBuilder
 from hapsynth.search.planning.device_subsets import ClusterPlanner, IdealWorkBound, subclusters
 from hapsynth.search.planning.planner import Planner
+from hapsynth.search.planning.task import PlanningOptions, Task
 from hapsynth.search.result import Progress
 from hapsynth.search.solver import solve
 
@@ -88,12 +89,12 @@ MEASURED = replace(UNLIKE, devices=tuple(replace(d, measured={"matmul": {"float3
 )
 def test_the_least_work_is_a_bound(cluster: Cluster) -> None:
     graph = trace(strategies.mlp, ARGS).graph
-    planner = Planner(graph, cluster)
-    least = IdealWorkBound(planner.structure, planner.costs).on(cluster)
-    joint = planner.joint_bound()
+    task = Task(graph, cluster)
+    least = IdealWorkBound(task.choices, task.costs).on(cluster)
+    joint = Planner(task).joint_bound()
     assert 0 < least <= joint
     if cluster.n == 1:
-        assert least == pytest.approx(planner.run().cost_s, rel=0.05), "nothing is communicated"
+        assert least == pytest.approx(Planner(task).run().cost_s, rel=0.05), "nothing is communicated"
 
 
 def test_a_bound_that_is_enough_ends_the_search() -> None:
@@ -107,12 +108,12 @@ def test_a_bound_that_is_enough_ends_the_search() -> None:
 
 
 def test_a_kind_is_left_out_and_the_plan_computes_the_same(plan: Plan) -> None:
-    whole = Planner(plan.traced.graph, UNLIKE).run()
+    whole = Planner(Task(plan.traced.graph, UNLIKE)).run()
     assert plan.devices == (0, 2)
     assert plan.used.devices == (UNLIKE.devices[0],) * 2
     # What is not cut, the update of the weights, keeps a slow device thirty times as long as a fast one.
     assert whole.cost_s > 1.2 * plan.cost
-    assert plan.cost == pytest.approx(Planner(plan.traced.graph, plan.used).run().cost_s)
+    assert plan.cost == pytest.approx(Planner(Task(plan.traced.graph, plan.used)).run().cost_s)
     assert plan.mesh is not None
     assert plan.mesh.devices.tolist() == [jax.devices()[0], jax.devices()[2]]
     assert plan.check().ok
@@ -140,7 +141,7 @@ def test_what_is_told_of_devices_left_out(plan: Plan) -> None:
 def test_the_joint_bound_holds_on_every_set(plan: Plan) -> None:
     graph = plan.traced.graph
     for devices in (tuple(range(4)), *subclusters(UNLIKE)):
-        assert Planner(graph, UNLIKE.subset(devices)).run().cost_s >= plan.joint_lower_bound * (1 - 1e-9)
+        assert Planner(Task(graph, UNLIKE.subset(devices))).run().cost_s >= plan.joint_lower_bound * (1 - 1e-9)
     assert plan.lower_bound <= plan.cost
     assert plan.joint_lower_bound <= plan.cost
 
@@ -187,7 +188,7 @@ def test_a_plan_file_with_other_devices_is_refused(plan: Plan, tmp_path: Path, d
 def test_nothing_is_left_out_where_all_help_or_must_take_part() -> None:
     graph = trace(strategies.mlp, ARGS).graph
     for cluster in (gpus([1.0] * 4, bandwidth=1e12), gpus([1.0] * 4, bandwidth=1e6), hosts(2, 2, network=1e11)):
-        ours, before = ClusterPlanner(graph, cluster).run(), Planner(graph, cluster).run()
+        ours, before = ClusterPlanner(Task(graph, cluster)).run(), Planner(Task(graph, cluster)).run()
         assert ours.devices is None
         assert ours.program.to_dict() == before.program.to_dict()
         assert (ours.sizes.shares, ours.cost_s, ours.lower_bound_s) == (
@@ -243,10 +244,10 @@ def test_ctrl_c_and_the_time_budget_keep_what_was_found() -> None:
         if "of 4 devices" in p.stage:
             raise KeyboardInterrupt
 
-    result = ClusterPlanner(graph, UNLIKE, progress=interrupted).run()
+    result = ClusterPlanner(Task(graph, UNLIKE, PlanningOptions(progress=interrupted))).run()
     assert result.interrupted
     assert result.joint_lower_bound_s <= result.cost_s
     assert all(a.expanded <= b.expanded for a, b in pairwise(stages) if a.stage == b.stage)
-    late = ClusterPlanner(graph, UNLIKE, time_budget_s=1e-9).run()
-    assert late.cost_s <= Planner(graph, UNLIKE, time_budget_s=1e-9).run().cost_s * (1 + 1e-9)
+    late = ClusterPlanner(Task(graph, UNLIKE, PlanningOptions(time_budget_s=1e-9))).run()
+    assert late.cost_s <= Planner(Task(graph, UNLIKE, PlanningOptions(time_budget_s=1e-9))).run().cost_s * (1 + 1e-9)
     assert late.joint_lower_bound_s <= result.cost_s

@@ -11,6 +11,7 @@ from graphs import cluster, random_graph
 
 from hapsynth._gc import gc_paused
 from hapsynth.search.planning.planner import Planner
+from hapsynth.search.planning.task import PlanningOptions, Task
 
 
 @pytest.fixture(autouse=True)
@@ -49,7 +50,7 @@ def test_what_the_user_chose_stays(own: tuple[int, int, int]) -> None:
 def test_a_plan(usual: tuple[int, int, int]) -> None:
     seen: list[tuple[int, int, int]] = []
     graph = random_graph(0, ops=4).graph
-    Planner(graph, cluster([2.0, 1.0]), progress=lambda _: seen.append(gc.get_threshold())).run()
+    Planner(Task(graph, cluster([2.0, 1.0]), PlanningOptions(progress=lambda _: seen.append(gc.get_threshold())))).run()
     assert seen
     assert all(first > 700 for first, *_ in seen)
     assert gc.get_threshold() == usual

@@ -37,14 +37,14 @@ from hapsynth.lower._mesh_position import MeshPosition
 from hapsynth.lower._reshard import Recut
 from hapsynth.plan import Plan, PlanError
 from hapsynth.search.cost.program_cost import conversion_cost, instruction_costs, program_cost
-from hapsynth.search.formulation.choice_space import ChoiceSpace
 from hapsynth.search.formulation.emission import Emitter
 from hapsynth.search.formulation.problem_builder import ProblemBuilder
-from hapsynth.search.formulation.ratio_variants import Ways
+from hapsynth.search.formulation.ratio_variants import RatioVariants
 from hapsynth.search.planning.candidate import Candidate
 from hapsynth.search.planning.planner import Planner
-from hapsynth.search.planning.reshard import ReshardInserter
-from hapsynth.search.result import SETTLED
+from hapsynth.search.planning.reshard import Resharding, ReshardInserter
+from hapsynth.search.planning.task import Task
+from hapsynth.search.result import SETTLED, Result
 from hapsynth.search.solver import Solution, solve
 from hapsynth.search.solver.min_cut import Hyperedge, cheapest_labels
 
@@ -151,15 +151,19 @@ def test_two_labels_are_the_cheapest_of_all(seed: int) -> None:
 # Who decides
 
 
-def planner(fn: Any, args: Any, where: hapsynth.Cluster, **options: Any) -> Planner:
-    return Planner(hapsynth.graph.trace.trace(fn, args, {}).graph, where, **options)
+def task_of(fn: Any, args: Any, where: hapsynth.Cluster) -> Task:
+    return Task(hapsynth.graph.trace.trace(fn, args, {}).graph, where)
+
+
+def planned(fn: Any, args: Any, where: hapsynth.Cluster) -> Result:
+    return Planner(task_of(fn, args, where)).run()
 
 
 def without(fn: Any, args: Any, where: hapsynth.Cluster) -> Any:
     """The result of planning with one ratio for each class."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ReshardInserter, "improved", lambda self, candidate: candidate)
-        return planner(fn, args, where).run()
+        return planned(fn, args, where)
 
 
 BANDWIDTHS = ("1 GB/s", "400 MB/s", "100 MB/s", "25 MB/s", "5 MB/s")
@@ -168,7 +172,7 @@ BANDWIDTHS = ("1 GB/s", "400 MB/s", "100 MB/s", "25 MB/s", "5 MB/s")
 @pytest.fixture(scope="module")
 def sweep() -> list[tuple[Any, Any]]:
     """(with, without) reshares, as the link slows."""
-    return [(planner(pooled, arguments(), w).run(), without(pooled, arguments(), w)) for w in map(cluster, BANDWIDTHS)]
+    return [(planned(pooled, arguments(), w), without(pooled, arguments(), w)) for w in map(cluster, BANDWIDTHS)]
 
 
 def test_a_ratio_changes_where_the_link_is_fast_and_does_not_where_it_is_slow(sweep: list[tuple[Any, Any]]) -> None:
@@ -202,7 +206,7 @@ def test_where_devices_were_measured_it_has_to_gain_what_they_may_be_off(bandwid
     table = cluster(bandwidth)
     curve = lambda kind: {"matmul": {"float32": Curve(((1e6, 1e6 / kind.rate("float32")),))}}
     measured = replace(table, devices=tuple(replace(kind, measured=curve(kind)) for kind in table.devices))
-    found = [planner(pooled, arguments(), where).run() for where in (table, measured)]
+    found = [planned(pooled, arguments(), where) for where in (table, measured)]
     assert [len(reshares(each.program)) for each in found] == counts
 
 
@@ -216,11 +220,10 @@ def test_bounds_hold_with_reshares(sweep: list[tuple[Any, Any]]) -> None:
         assert 0 <= found.gap <= SETTLED
 
 
-def at_each_way(task: Planner, best: Candidate) -> tuple[ProblemBuilder, Solution]:
+def at_each_way(task: Task, best: Candidate) -> tuple[ProblemBuilder, Solution]:
     """The cheapest program whose instructions are each at one of a candidate's ratios."""
-    ways = Ways(task.costs, best.sizes)
-    structure = ChoiceSpace(task.graph, task.table, ways=ways.count)
-    builder = ProblemBuilder(structure, task.costs, ways.ratios().strictly())
+    ways = RatioVariants(task.costs, best.sizes)
+    builder = ways.builder(ways.choices(), ways.ratios().strictly())
     return builder, solve(builder.problem(), tolerance=1e-9)
 
 
@@ -236,9 +239,9 @@ def test_programs_with_reshares_are_searched_at_what_these_cost(fn: Any, args: A
     where = cluster(bandwidth)
     with pytest.MonkeyPatch.context() as patch:
         seen: list[Candidate] = []
-        patch.setattr(Planner, "_in_every_way", lambda self, best, resharer: (seen.append(best) or best, 0.0))
-        task = planner(fn, args, where)
-        task.run()
+        patch.setattr(Resharding, "_in_every_way", lambda self, best: (seen.append(best) or best, 0.0))
+        task = task_of(fn, args, where)
+        Planner(task).run()
     (chosen,) = seen
     assert reshares(chosen.program)
     builder, solution = at_each_way(task, chosen)
@@ -249,12 +252,12 @@ def test_programs_with_reshares_are_searched_at_what_these_cost(fn: Any, args: A
     program = Emitter(builder, solution.assignment.tolist()).run(task.costs.axes)
     check(task.graph, program)
     assert builder.ratios is not None
-    sizes = builder.ratios.sizes_of(Classes.build(task.graph, program, task.table))
+    sizes = builder.ratios.sizes_of(Classes.build(task.graph, program, task.factors))
     assert sizes is not None
     assert program_cost(program, sizes, task.costs) == pytest.approx(solution.cost, rel=1e-9)
     # The independent oracle.
     assert optimum(builder.problem()).cost == pytest.approx(solution.cost, rel=1e-6)
-    found = planner(fn, args, where).run()
+    found = planned(fn, args, where)
     assert found.cost_s <= solution.cost * (1 + 1e-9)
     assert found.gap <= SETTLED
 
@@ -268,7 +271,7 @@ def test_where_another_cut_is_cheaper_than_a_reshare_it_is_found() -> None:
             h = jnp.tanh(h @ w)
         return h
 
-    found = planner(summed, arguments(), cluster("100 MB/s")).run()
+    found = planned(summed, arguments(), cluster("100 MB/s"))
     assert found.program.collectives() == {"all_to_all": 1}
     # With the reshare that is the best for the program of one ratio: 4.0708 ms.
     assert found.cost_s < 0.98 * 4.0708e-3
@@ -280,7 +283,7 @@ def test_where_another_cut_is_cheaper_than_a_reshare_it_is_found() -> None:
 def test_no_way_of_changing_ratios_along_a_chain_is_much_cheaper(bandwidth: str, read: int) -> None:
     """Every instruction of a chain at any of all ratios of two devices, by dynamic programming."""
     where, args = cluster(bandwidth, (1, 1)), arguments(rows=128, features=64, read=read)
-    plain, task = without(pooled, args, where), planner(pooled, args, where)
+    plain, task = without(pooled, args, where), task_of(pooled, args, where)
     assert not plain.program.collectives()
     costs, graph, (cls,) = task.costs, task.graph, plain.sizes.classes.all
     every = [(k, cls.units - k) for k in range(cls.units + 1)]
@@ -303,7 +306,7 @@ def test_no_way_of_changing_ratios_along_a_chain_is_much_cheaper(bandwidth: str,
             change = permutes * link.latency + rows * graph.values[value].nbytes * link.beta
             least = np.minimum(least, (least[:, None] + change).min(axis=0))
         least = least + table[:, i]
-    found = task.run()
+    found = Planner(task).run()
     assert least.min() * (1 - 1e-9) <= found.cost_s <= least.min() * 1.01
     assert bool(reshares(found.program)) == bool(found.cost_s < plain.cost_s)
 

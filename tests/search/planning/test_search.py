@@ -26,6 +26,7 @@ from hapsynth.search.formulation.problem_builder import ProblemBuilder
 from hapsynth.search.memory.profile import peak
 from hapsynth.search.planning.baselines import Baselines
 from hapsynth.search.planning.planner import InfeasibleError, Planner
+from hapsynth.search.planning.task import PlanningOptions, Task
 from hapsynth.search.sizing.ratios import Ratios, proportional
 from hapsynth.search.solver import solve
 
@@ -123,19 +124,19 @@ def test_what_is_shared_is_what_each_would_have(seed):
     """Values and ops that are told apart by kind alone have the seconds that they have by themselves."""
     graph = random_graph(seed, ops=8).graph
     devices = cluster([3.0, 1.0, 1.0], bandwidth=1e10)
-    planner = Planner(graph, devices)
-    plan = planner.run()
+    task = Task(graph, devices)
+    plan = Planner(task).run()
     weights = proportional(np.array([3.0, 1.0, 1.0]))
     evenly = frozenset((v.index, d) for v in graph.values[::2] for d in range(len(v.shape)))
     for sizes, even in ((None, frozenset()), (None, evenly), (plan.sizes, frozenset())):
-        ratios = Ratios(graph, planner.table, weights, sizes, evenly=even)
-        shared = ProblemBuilder(planner.structure, planner.costs, ratios)
+        ratios = Ratios(graph, task.factors, weights, sizes, evenly=even)
+        shared = ProblemBuilder(task.choices, task.costs, ratios)
         shared.problem()
         for value in range(len(graph.values)):
-            alone = ProblemBuilder(planner.structure, planner.costs, ratios)
+            alone = ProblemBuilder(task.choices, task.costs, ratios)
             assert np.array_equal(shared.conversions(value).seconds, alone.conversions(value).seconds)
         for op in graph.ops:
-            alone = ProblemBuilder(planner.structure, planner.costs, ratios)
+            alone = ProblemBuilder(task.choices, task.costs, ratios)
             assert np.array_equal(*alone.op_times((op.index,)), *shared.op_times((op.index,)))
 
 
@@ -143,7 +144,7 @@ def test_what_is_shared_is_what_each_would_have(seed):
 def test_no_program_at_any_ratio_is_below_the_joint_bound(seed):
     traced = random_graph(100 + seed, ops=5)
     unequal = cluster([2.0, 1.0], bandwidth=1e10)
-    result = Planner(traced.graph, unequal).run()
+    result = Planner(Task(traced.graph, unequal)).run()
     table = FactorTable(traced.graph)
     costs = CostModel(traced.graph, unequal, table)
     structure = ChoiceSpace(traced.graph, table)
@@ -172,7 +173,7 @@ def test_the_plan_is_its_problem():
     """The program that is emitted costs what the search said, and passes the checker."""
     graph = mlp()
     even = cluster([1.0] * 4)
-    result = Planner(graph, even).run()
+    result = Planner(Task(graph, even)).run()
     check(graph, result.program, result.sizes)
     costs = CostModel(graph, even, FactorTable(graph))
     assert result.cost_s == pytest.approx(program_cost(result.program, result.sizes, costs), rel=1e-12)
@@ -183,18 +184,18 @@ def test_the_plan_is_its_problem():
 def test_never_above_a_baseline():
     graph = mlp()
     for speeds in ([1.0] * 4, [3.0, 3.0, 1.0, 1.0], [1.0, 1.0, 1.0, 0.05]):
-        planner = Planner(graph, cluster(speeds))
-        result = planner.run()
-        for name, baseline in Baselines(graph, planner.table, planner.costs, planner.limit).all().items():
+        task = Task(graph, cluster(speeds))
+        result = Planner(task).run()
+        for name, baseline in Baselines(task).all().items():
             assert result.cost_s <= baseline.cost_s * (1 + 1e-9), name
 
 
 def test_faster_devices_get_more_and_a_hopeless_one_nothing():
     graph = mlp(batch=65536)
-    fast = Planner(graph, cluster([3.0, 3.0, 1.0, 1.0])).run()
+    fast = Planner(Task(graph, cluster([3.0, 3.0, 1.0, 1.0]))).run()
     batch = max(fast.sizes.shares, key=lambda s: max(s))
     assert min(batch[:2]) > max(batch[2:])
-    hopeless = Planner(graph, cluster([1.0, 1.0, 1.0, 1e-4])).run()
+    hopeless = Planner(Task(graph, cluster([1.0, 1.0, 1.0, 1e-4]))).run()
     assert any(s[3] == 0 for s in hopeless.sizes.shares)
 
 
@@ -203,9 +204,9 @@ def test_a_memory_limit_is_kept(fraction):
     """Everything everywhere is fastest on this network; as memory tightens the plan must cut."""
     graph = mlp(batch=256, width=8192)
     even = cluster([1.0] * 4, bandwidth=1e8, latency=1e-3)
-    free = Planner(graph, even).run()
+    free = Planner(Task(graph, even)).run()
     limit = fraction * free.memory_bytes[0]
-    tight = Planner(graph, even, memory_limit=limit).run()
+    tight = Planner(Task(graph, even, PlanningOptions(memory_limit=limit))).run()
     assert max(tight.memory_bytes) <= limit
     assert tight.cost_s >= free.cost_s * (1 - 1e-9)
     costs = CostModel(graph, even, FactorTable(graph))
@@ -214,19 +215,19 @@ def test_a_memory_limit_is_kept(fraction):
 
 def test_a_limit_that_nothing_keeps_is_named():
     with pytest.raises(InfeasibleError, match=r"device 0 .* MiB too much"):
-        Planner(mlp(), cluster([1.0] * 4), memory_limit=1e5).run()
+        Planner(Task(mlp(), cluster([1.0] * 4), PlanningOptions(memory_limit=1e5))).run()
 
 
 def test_same_input_same_program():
     graph = mlp()
     unequal = cluster([2.0, 1.0, 1.0])
-    first, second = (Planner(graph, unequal).run() for _ in range(2))
+    first, second = (Planner(Task(graph, unequal)).run() for _ in range(2))
     assert first.program.text(graph) == second.program.text(graph)
     assert first.sizes.shares == second.sizes.shares
 
 
 def test_time_budget_returns_the_best_so_far():
-    result = Planner(mlp(), cluster([2.0, 1.0]), time_budget_s=1e-9).run()
+    result = Planner(Task(mlp(), cluster([2.0, 1.0]), PlanningOptions(time_budget_s=1e-9))).run()
     assert 0 <= result.lower_bound_s <= result.cost_s
 
 
@@ -235,20 +236,19 @@ def test_a_bound_is_of_programs_that_its_sizes_allow() -> None:
     fn = lambda w, x: jnp.tanh(x).reshape(256, 7 * 512) @ w
     shapes = jax.ShapeDtypeStruct((7 * 512, 64), jnp.float32), jax.ShapeDtypeStruct((256, 7, 512), jnp.float32)
     graph = trace(fn, shapes).graph
-    planner = Planner(graph, cluster([3.0, 1.0]))
+    task = Task(graph, cluster([3.0, 1.0]))
     reshape = next(op for op in graph.ops if op.name == "reshape")
     (flat,) = reshape.results
 
     def seconds(first: int, strict: bool) -> dict[tuple[int, ...], float]:
         """Of the reshape, by the units in which its triples cut."""
         vector = np.array([first, 7 * 512 - first]) / (7 * 512)
-        ratios = Ratios(graph, planner.table, np.ones(2) / 2, named={(flat, 1, (0,), 0): vector})
-        builder = ProblemBuilder(planner.structure, planner.costs, ratios.strictly() if strict else ratios)
-        sizes = planner.table[reshape.index].sizes
-        triples = planner.structure.triples[reshape.index]
+        ratios = Ratios(graph, task.factors, np.ones(2) / 2, named={(flat, 1, (0,), 0): vector})
+        builder = ProblemBuilder(task.choices, task.costs, ratios.strictly() if strict else ratios)
+        sizes = task.factors[reshape.index].sizes
+        triples = task.choices.triples[reshape.index]
         cuts = [
-            tuple(sizes[f] for f, _ in cut_nodes(graph, reshape.index, planner.table[reshape.index], t))
-            for t in triples
+            tuple(sizes[f] for f, _ in cut_nodes(graph, reshape.index, task.factors[reshape.index], t)) for t in triples
         ]
         return dict(zip(cuts, builder.op_times([reshape.index])[0].tolist(), strict=True))
 
@@ -265,12 +265,12 @@ def test_a_strict_problem_has_no_optimum_that_nothing_can_be_cut_as() -> None:
         return jnp.tanh((x @ w).reshape(3, 4, 8)).sum(-1)
 
     graph = trace(heads, (jnp.zeros((3, 256)), jnp.zeros((256, 32))), {}).graph
-    planner = Planner(graph, slow_cluster((1.0, 1.7, 2.3, 0.6)))
-    costs, table = planner.costs, planner.table
+    task = Task(graph, slow_cluster((1.0, 1.7, 2.3, 0.6)))
+    costs, table = task.costs, task.factors
     ratios = Ratios(graph, table, proportional(costs.rate("float32")))
     feasible: list[bool] = []
     for at in (ratios, ratios.strictly()):
-        builder = ProblemBuilder(planner.structure, costs, at)
+        builder = ProblemBuilder(task.choices, costs, at)
         solution = solve(builder.problem(), tolerance=1e-9)
         assert solution.assignment is not None
         program = Emitter(builder, solution.assignment.tolist()).run(costs.axes)

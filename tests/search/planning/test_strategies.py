@@ -30,6 +30,7 @@ from hapsynth.search.formulation.choice_space import Convertible, Restriction
 from hapsynth.search.memory.profile import MemoryProfile
 from hapsynth.search.planning.baselines import Baseline, Baselines
 from hapsynth.search.planning.planner import Planner
+from hapsynth.search.planning.task import PlanningOptions, Task
 
 pytestmark = pytest.mark.usefixtures("collectives_go_alone")
 
@@ -67,15 +68,16 @@ def layouts(plan: Plan) -> list[str]:
 
 
 def baseline(plan: Plan, name: str) -> Baseline:
-    planner = Planner(plan.traced.graph, plan.cluster)
-    return Baselines(plan.traced.graph, planner.table, planner.costs, planner.limit).all([name])[name]
+    task = Task(plan.traced.graph, plan.cluster)
+    return Baselines(task).all([name])[name]
 
 
 def rival(plan: Plan, stored: Sequence[str] = (), convertible: Convertible | None = None) -> float:
     """Seconds of the best program whose arguments lie like that, of these conversions."""
     graph = plan.traced.graph
     layouts = {v: parse_layout(text) for v, text in zip(graph.inputs, stored)}
-    return Planner(graph, plan.cluster, restriction=Restriction(layouts, convertible=convertible)).run().cost_s
+    options = PlanningOptions(restriction=Restriction(layouts, convertible=convertible))
+    return Planner(Task(graph, plan.cluster, options)).run().cost_s
 
 
 def with_weights(plan: Plan, stored: Sequence[str]) -> float:
@@ -160,7 +162,7 @@ def test_one_device_has_all_where_the_network_is_too_slow_to_share_with_slower_o
     assert rival(plans[0]) > 1.9 * plans[0].cost
     assert rival(plans[1]) > 1.05 * plans[1].cost
     assert rival(plans[2]) == pytest.approx(plans[2].cost)
-    assert Planner(plans[2].traced.graph, gpus([1.0])).run().cost_s > 1.1 * plans[2].cost
+    assert Planner(Task(plans[2].traced.graph, gpus([1.0]))).run().cost_s > 1.1 * plans[2].cost
     assert traffic(plans[-1]) == {f"all_reduce {(width, hidden)}": 1, f"all_reduce {(hidden, width)}": 1}
     assert plans[1].check().ok
 

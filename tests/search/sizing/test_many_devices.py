@@ -22,6 +22,7 @@ from hapsynth.search.formulation.choice_space import ChoiceSpace
 from hapsynth.search.planning import device_subsets, planner
 from hapsynth.search.planning.baselines import Baselines
 from hapsynth.search.planning.device_subsets import ClusterPlanner
+from hapsynth.search.planning.task import PlanningOptions, Task
 from hapsynth.search.sizing import sizer, whole_units
 from hapsynth.search.sizing.leaving_out import between, ladder, least_at
 from hapsynth.search.sizing.ratio_lp import RatioLP
@@ -37,9 +38,9 @@ def unlike(n: int) -> Cluster:
 
 def sizer_for(where: Cluster, rows: int = 4096, system: str = "data_parallel", **given: Any) -> tuple[Sizer, Program]:
     graph = trace(step, (STRUCT(256, 256), STRUCT(rows, 256))).graph
-    of = planner.Planner(graph, where)
-    program = Baselines(graph, of.table, of.costs, of.limit).all([system])[system].program
-    return Sizer(program, Classes.build(graph, program, of.table), of.costs, **given), program
+    task = Task(graph, where)
+    program = Baselines(task).all([system])[system].program
+    return Sizer(program, Classes.build(graph, program, task.factors), task.costs, **given), program
 
 
 @pytest.mark.parametrize("best", [1, 2, 9, 57, 99, 100])
@@ -91,10 +92,10 @@ def test_moves_cost_what_the_loads_say(seed: int) -> None:
     rng = np.random.default_rng(seed)
     speeds = rng.choice([1.0, 2.0, 3.5], size=6).tolist()
     graph = trace(three_layers, ({"a": STRUCT(9, 20), "b": STRUCT(20, 12), "c": STRUCT(12, 7)}, STRUCT(34, 9))).graph
-    of = planner.Planner(graph, cluster(speeds))
+    task = Task(graph, cluster(speeds))
     system = ("data_parallel", "zero3", "tensor_parallel")[seed % 3]
-    program = Baselines(graph, of.table, of.costs, of.limit).all([system])[system].program
-    found = Sizer(program, Classes.build(graph, program, of.table), of.costs)
+    program = Baselines(task).all([system])[system].program
+    found = Sizer(program, Classes.build(graph, program, task.factors), task.costs)
     shares = lambda total: tuple(np.bincount(rng.integers(6, size=total), minlength=6).tolist())
     sizes = Sizes(graph, found.classes, tuple(shares(c.units) for c in found.classes.all))
     for c in range(len(sizes.shares)):
@@ -137,11 +138,11 @@ def test_tables_are_of_kinds(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(Roofline, "seconds", watched)
     for n in (8, 512):
-        of = planner.Planner(graph, cluster([4.0, 1.0] * (n // 2)))
-        assert len(of.costs.kinds) == 2
-        assert of.costs.kinds_along((0,)).tolist() == [0, 1] * (n // 2)
+        task = Task(graph, cluster([4.0, 1.0] * (n // 2)))
+        assert len(task.costs.kinds) == 2
+        assert task.costs.kinds_along((0,)).tolist() == [0, 1] * (n // 2)
         seen.clear()
-        of.run()
+        planner.Planner(task).run()
         widest[n] = max(seen)
     # By kind and share: largest remainders leave two shares to a kind.
     assert widest[512] <= 2 * widest[8] <= 32
@@ -178,11 +179,11 @@ def test_a_budget_ends_every_loop(monkeypatch: pytest.MonkeyPatch) -> None:
 
         for module in (
             "hapsynth.search.planning.search_at_ratios",
-            "hapsynth.search.planning.planner",
-            "hapsynth.search.planning.device_subsets",
+            "hapsynth.search.planning.effort",
+            "hapsynth.search.planning.reshard",
         ):
             monkeypatch.setattr(f"{module}.time", SimpleNamespace(perf_counter=clock))
-        result = ClusterPlanner(graph, unlike(32), time_budget_s=budget).run()
+        result = ClusterPlanner(Task(graph, unlike(32), PlanningOptions(time_budget_s=budget))).run()
         assert result.cost_s >= result.joint_lower_bound_s
         looks[budget] = int(now[0])
     assert looks[40.0] <= 40 + 60 < looks[None], looks
@@ -205,15 +206,15 @@ def test_no_search_is_begun_that_there_is_no_time_for(monkeypatch: pytest.Monkey
     monkeypatch.setattr(ChoiceSpace, "__init__", watched)
     for module in (
         "hapsynth.search.planning.search_at_ratios",
-        "hapsynth.search.planning.planner",
-        "hapsynth.search.planning.device_subsets",
+        "hapsynth.search.planning.effort",
+        "hapsynth.search.planning.reshard",
     ):
         monkeypatch.setattr(f"{module}.time", SimpleNamespace(perf_counter=clock))
     small = cluster([1.0, 2.0, 3.0, 4.0], memory=1e5)
     for budget, said in ((6.0, "no program that fits was found within the time budget"), (None, "no program fits")):
         sparing.clear()
         with pytest.raises(planner.InfeasibleError, match=said):
-            ClusterPlanner(graph, small, time_budget_s=budget).run()
+            ClusterPlanner(Task(graph, small, PlanningOptions(time_budget_s=budget))).run()
         assert any(sparing) == (budget is None)
 
 
@@ -261,8 +262,8 @@ def test_some_unlike_devices_are_rounded_no_worse_than_by_all_single_moves(
 
     args = ([STRUCT(*pair) for pair in pairwise(widths)], STRUCT(rows, widths[0]))
     graph = trace(layers, args).graph
-    of = planner.Planner(graph, cluster(speeds, bandwidth=bandwidth))
-    program = Baselines(graph, of.table, of.costs, of.limit).all([system])[system].program
-    found = Sizer(program, Classes.build(graph, program, of.table), of.costs)
+    task = Task(graph, cluster(speeds, bandwidth=bandwidth))
+    program = Baselines(task).all([system])[system].program
+    found = Sizer(program, Classes.build(graph, program, task.factors), task.costs)
     sizes = found.best(np.array(speeds) / sum(speeds))
     assert found.variable_cost(sizes) <= due * (1 + 1e-9)

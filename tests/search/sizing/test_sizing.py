@@ -18,7 +18,7 @@ from hapsynth.instructions.program.sizes import Classes, Sizes
 from hapsynth.search.cost.program_cost import program_cost
 from hapsynth.search.memory.profile import peak
 from hapsynth.search.planning.baselines import Baselines
-from hapsynth.search.planning.planner import Planner
+from hapsynth.search.planning.task import Task
 from hapsynth.search.sizing.ratios import round_shares
 from hapsynth.search.sizing.sizer import Sizer
 
@@ -32,10 +32,10 @@ def sizer(speeds, rows, width=512, **link):
     """The sizer of a data-parallel step over a batch of `rows`."""
     struct = lambda *s: jax.ShapeDtypeStruct(s, jnp.float32)
     graph = trace(step, (struct(width, width), struct(rows, width))).graph
-    planner = Planner(graph, cluster(speeds, **link))
-    program = Baselines(graph, planner.table, planner.costs, planner.limit).all()["data_parallel"].program
-    classes = Classes.build(graph, program, planner.table)
-    return Sizer(program, classes, planner.costs), program
+    task = Task(graph, cluster(speeds, **link))
+    program = Baselines(task).all()["data_parallel"].program
+    classes = Classes.build(graph, program, task.factors)
+    return Sizer(program, classes, task.costs), program
 
 
 @pytest.mark.parametrize("speeds", [[1.0, 1.0, 1.0], [3.0, 1.0, 1.0], [5.0, 2.0, 1.0], [1.0, 1.0, 0.01]])
@@ -79,9 +79,9 @@ def test_sizes_are_as_good_as_cp_sat_proves(system, speeds, widths, rows, bandwi
     a, b, c = widths
     weights = {"a": struct(a, b), "b": struct(b, c), "c": struct(c, 7)}
     graph = trace(three_layers, (weights, struct(rows, a))).graph
-    planner = Planner(graph, cluster(speeds, bandwidth=bandwidth, latency=1e-9))
-    program = Baselines(graph, planner.table, planner.costs, planner.limit).all([system])[system].program
-    found = Sizer(program, Classes.build(graph, program, planner.table), planner.costs)
+    task = Task(graph, cluster(speeds, bandwidth=bandwidth, latency=1e-9))
+    program = Baselines(task).all([system])[system].program
+    found = Sizer(program, Classes.build(graph, program, task.factors), task.costs)
     even = np.full(len(speeds), 1.0 / len(speeds))
     sizes, limit = found.best(even), np.inf
     if limited:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from milp import optimum
 from pairwise_problems import TrainingLike, brute_force, grid, knotted_problem, middle_problem, random_problem
 
-from hapsynth.search.solver import Edge, Messages, Problem, Progress, Solution, branch_and_bound, reduction, solve
+from hapsynth.search.solver import Edge, Messages, Problem, Progress, Solution, SolverOptions, solve
 from hapsynth.search.solver.bucket_elimination import buckets
 from hapsynth.search.solver.reduction import ReducedProblem
 
@@ -34,14 +34,14 @@ def assert_solved(problem: Problem, solution: Solution, expected: float, slack: 
     assert problem.fits(solution.assignment)
 
 
-@pytest.mark.parametrize("cells", [branch_and_bound._CELLS, 60, 0], ids=["eliminated", "in part", "searched"])
+@pytest.mark.parametrize("cells", [SolverOptions.elimination_cells, 60, 0], ids=["eliminated", "in part", "searched"])
 @pytest.mark.parametrize("resources", [0, 1, 2])
-def test_equals_brute_force(resources: int, cells: float, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(branch_and_bound, "_CELLS", cells)
+def test_equals_brute_force(resources: int, cells: float):
+    options = SolverOptions(elimination_cells=cells)
     searched = 0
     for seed in SEEDS:
         for problem in (random_problem(seed, resources=resources), knotted_problem(seed, resources)):
-            solution = solve(problem, tolerance=1e-9)
+            solution = solve(problem, tolerance=1e-9, options=options)
             assert_solved(problem, solution, brute_force(problem))
             searched += solution.expanded > 0
     assert searched > 12 or cells
@@ -126,8 +126,8 @@ def test_a_training_like_graph_of_600_variables_is_solved_to_optimality():
 
 
 @pytest.mark.parametrize("resources", [0, 1])
-def test_from_whatever_messages_it_begins_the_optimum_is_the_same(resources: int, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(reduction, "_TABLE_LIMIT", 4)
+def test_from_whatever_messages_it_begins_the_optimum_is_the_same(resources: int):
+    options = SolverOptions(joined_entries=4)
     taken = 0
     for seed in SEEDS:
         problem = knotted_problem(seed, resources)
@@ -138,7 +138,8 @@ def test_from_whatever_messages_it_begins_the_optimum_is_the_same(resources: int
             drawn = draw.normal(scale=5.0, size=sizes[i] + (draw.random() < 0.1))
             messages[i, j] = np.where(draw.random(drawn.size) < 0.3, np.nan, drawn)
         before = dict(messages)
-        assert_solved(problem, solve(problem, tolerance=1e-9, messages=messages), brute_force(problem))
+        solution = solve(problem, tolerance=1e-9, messages=messages, options=options)
+        assert_solved(problem, solution, brute_force(problem))
         taken += any(messages[key] is not before[key] for key in before)
     assert taken > 12
 
@@ -167,23 +168,23 @@ def test_out_of_nodes_it_returns_the_best_so_far_and_a_valid_bound():
     assert late.lower_bound <= exact.cost <= late.cost <= problem.cost(np.zeros(64, dtype=int))
 
 
-def test_out_of_memory_it_returns_the_best_so_far_and_a_valid_bound(monkeypatch: pytest.MonkeyPatch):
+def test_out_of_memory_it_returns_the_best_so_far_and_a_valid_bound():
     problem = grid()
     exact = solve(problem)
     assert exact.status == "optimal"
     for states in (30, 3):  # with 3 the search is tried among the best states alone
-        monkeypatch.setattr(branch_and_bound, "_THIN", states)
+        options = SolverOptions(thin=states)
         for memory in (1000, 20_000, 100_000):
-            cut = solve(problem, memory_bytes=memory)
+            cut = solve(problem, memory_bytes=memory, options=options)
             assert cut.status == "gap" or cut.cost == pytest.approx(exact.cost)
             assert cut.lower_bound <= exact.cost <= cut.cost < INF
-    assert solve(problem, memory_bytes=1000).status == "gap"
+    assert solve(problem, memory_bytes=1000, options=options).status == "gap"
 
 
 def test_ctrl_c_returns_the_best_so_far(monkeypatch: pytest.MonkeyPatch):
     problem, start = grid(), np.zeros(64, dtype=int)
     exact = solve(problem)
-    monkeypatch.setattr(branch_and_bound, "_CELLS", 0)
+    options = SolverOptions(elimination_cells=0)
     for stop in (1, 3):
         seen: list[Progress] = []
 
@@ -192,7 +193,7 @@ def test_ctrl_c_returns_the_best_so_far(monkeypatch: pytest.MonkeyPatch):
             if len(seen) == stop:
                 raise KeyboardInterrupt
 
-        cut = solve(problem, start=start, progress=interrupted)
+        cut = solve(problem, start=start, progress=interrupted, options=options)
         assert len(seen) == stop
         assert cut.interrupted
         assert not exact.interrupted

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from pairwise_problems import TrainingLike, brute_force, knotted_problem, random_problem
 
-from hapsynth.search.solver import Problem, reduction, trws
+from hapsynth.search.solver import Problem, SolverOptions
 from hapsynth.search.solver.astar import astar
 from hapsynth.search.solver.beam_search import beam_search
 from hapsynth.search.solver.bucket_elimination import buckets, eliminate
@@ -21,14 +21,13 @@ SEEDS = range(36)
 
 
 @pytest.mark.parametrize("rivals", [128, 2])
-def test_the_reduced_problem_has_the_same_optimum_and_lifts_to_it(rivals: int, monkeypatch: pytest.MonkeyPatch):
+def test_the_reduced_problem_has_the_same_optimum_and_lifts_to_it(rivals: int):
     """rivals: also fewer than states, so that not all are tried."""
-    monkeypatch.setattr(reduction, "_RIVALS", rivals)
     left_over = 0
     for seed in range(150):
         problem = random_problem(seed, seed % 3) if seed < 100 else knotted_problem(seed, seed % 3)
         expected = brute_force(problem)
-        network = ReducedProblem(problem)
+        network = ReducedProblem(problem, options=SolverOptions(rivals=rivals))
         network.reduce()
         if network.infeasible:
             assert expected == INF
@@ -142,7 +141,7 @@ def test_the_dual_bound_rises_below_the_optimum_and_no_floor_is_above_its_state(
     assert tried > 20
 
 
-def test_large_tables_and_stretches_make_no_difference_to_what_a_sweep_may_do(monkeypatch: pytest.MonkeyPatch):
+def test_large_tables_and_stretches_make_no_difference_to_what_a_sweep_may_do():
     tried = 0
     for seed in range(30):
         if (case := reduced(seed)) is None:
@@ -151,8 +150,7 @@ def test_large_tables_and_stretches_make_no_difference_to_what_a_sweep_may_do(mo
         problem, network, _ = case
         bounds: list[float] = []
         for large in (10**6, 8, 0):
-            monkeypatch.setattr(trws, "_LARGE", large)
-            dual = Dual(network, {})
+            dual = Dual(network, {}, options=SolverOptions(large_table=large))
             for _ in range(5):
                 dual.sweep()
             bounds.append(dual.bound)
@@ -162,9 +160,9 @@ def test_large_tables_and_stretches_make_no_difference_to_what_a_sweep_may_do(mo
                 assert cost >= dual.bound - 1e-12
         assert bounds == pytest.approx([bounds[0]] * 3, abs=1e-12)
         for length in (1, 2):
-            monkeypatch.setattr(trws, "_STRETCH", length)
-            assert sorted(stretches(network)) == network.active()
-            dual = Dual(network, {})
+            options = SolverOptions(stretch=length)
+            assert sorted(stretches(network, options)) == network.active()
+            dual = Dual(network, {}, options=options)
             last = dual.bound
             for _ in range(5):
                 assert last - 1e-12 <= dual.sweep() <= brute_force(problem) + 1e-12

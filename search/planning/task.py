@@ -1,0 +1,104 @@
+"""A planning task: one graph on one cluster, what is asked of its plan, and the facts of these that planning reads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+from hapsynth.cluster.cluster import Cluster
+from hapsynth.cluster.memory_budget import MemoryBudget
+from hapsynth.graph.ir import Graph
+from hapsynth.instructions.program.sizes import Sizes
+from hapsynth.instructions.rules.factor_table import FactorTable
+from hapsynth.search.cost.model import CostModel, Floats
+from hapsynth.search.formulation.choice_space import ChoiceSpace, Restriction
+from hapsynth.search.result import Progress
+from hapsynth.search.sizing.fixed_ratios import FixedRatios
+from hapsynth.search.sizing.ratios import NOTHING, EvenDims, Ratios, own_weights, starts
+from hapsynth.search.solver.options import DEFAULT, SolverOptions
+
+
+@dataclass(frozen=True, eq=False)
+class PlanningOptions:
+    """What is asked of a plan: the options of `synthesize` as the search reads them, and their defaults.
+
+    `memory_limit`: bytes per device, None for what they have. `time_budget_s`: from where a planner is made. `exact`:
+    how shards are stored (`MemoryBudget`). `leave_out`: whether devices that would make the step slower may be left
+    out; none is with a restriction or with ratios, which are for a mesh of all devices. `devices`: the plan is for just
+    these of the cluster's, and so are a restriction and ratios then. `solver`: how it goes about each problem.
+    """
+
+    memory_limit: float | None = None
+    time_budget_s: float | None = None
+    progress: Callable[[Progress], None] | None = None
+    leave_out: bool = True
+    exact: bool = False
+    restriction: Restriction | None = None
+    fixed_ratios: FixedRatios | None = None
+    devices: tuple[int, ...] | None = None
+    solver: SolverOptions = DEFAULT
+
+
+@dataclass(frozen=True, eq=False)
+class Task:
+    """`kin`: a task of the same graph; what does not depend on the devices is made once for all that are kin."""
+
+    graph: Graph
+    cluster: Cluster
+    options: PlanningOptions = field(default_factory=PlanningOptions)
+    kin: Task | None = None
+
+    def on(self, cluster: Cluster, **options: Any) -> Task:
+        """The same graph on other devices, with other `options` where some are given."""
+        return replace(self, cluster=cluster, options=replace(self.options, **options), kin=self)
+
+    @cached_property
+    def factors(self) -> FactorTable:
+        return self.kin.factors if self.kin else FactorTable(self.graph)
+
+    @cached_property
+    def memory_budget(self) -> MemoryBudget:
+        """What the devices may hold."""
+        return MemoryBudget.of(self.cluster, self.options.memory_limit, exact=self.options.exact)
+
+    @cached_property
+    def costs(self) -> CostModel:
+        if self.kin:
+            return self.kin.costs.on(self.cluster, self.memory_budget)
+        return CostModel(self.graph, self.cluster, self.factors, room=self.memory_budget)
+
+    @cached_property
+    def choices(self) -> ChoiceSpace:
+        """What a program may choose, at any ratios, where memory is not short."""
+        key = self.options.restriction, len(self.costs.axes)
+        if key not in self._choices:
+            self._choices[key] = self.choice_space()
+        return self._choices[key]
+
+    @cached_property
+    def _choices(self) -> dict[tuple[Restriction | None, int], ChoiceSpace]:
+        return self.kin._choices if self.kin else {}
+
+    def choice_space(self, *, sparing: bool = False) -> ChoiceSpace:
+        """A choice space of the task's own; `sparing` where memory is short."""
+        axes = len(self.costs.axes)
+        return ChoiceSpace(self.graph, self.factors, self.options.restriction, axes, sparing=sparing)
+
+    def ratios(self, weights: Floats, evenly: EvenDims = NOTHING, sizes: Sizes | None = None) -> Ratios:
+        """Those of sizes, and by weights where these cut nothing, but for what is asked for."""
+        asked = self.options.fixed_ratios
+        if asked is not None and asked.weights is not None:
+            weights, evenly = asked.weights, NOTHING
+        named = None if asked is None else asked.named
+        return Ratios(self.graph, self.factors, weights, sizes, self.costs.lengths, evenly, named)
+
+    def own_ratios(self, sizes: Sizes) -> Ratios:
+        """A plan's own; what it does not cut is compared at the ratio of its largest class."""
+        return self.ratios(own_weights(self.costs, sizes), NOTHING, sizes)
+
+    def starts(self) -> list[tuple[Floats, EvenDims]]:
+        """Weights to begin the search from, and what is cut evenly all the same."""
+        asked = self.options.fixed_ratios
+        return starts(self.costs) if asked is None or asked.weights is None else [(asked.weights, NOTHING)]

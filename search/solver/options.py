@@ -1,0 +1,90 @@
+"""What the solver weighs its steps by: rounds, limits and tolerances, none of which changes what is optimal."""
+
+from dataclasses import dataclass
+
+Searches = tuple[tuple[str, int], ...]
+
+
+@dataclass(frozen=True)
+class SolverOptions:
+    """Defaults were tried on the planner's problems: training steps of a hundred to ten thousand ops."""
+
+    # `solve`
+    quotient_nodes: int = 2000
+    """Of a search that proves nothing."""
+    limited_nodes: int = 20_000
+    """The same within limits, which their prices and a knapsack come near to without any."""
+
+    # Branch and bound
+    searches: Searches = (("layers", 64), ("astar", 2000), ("layers", 1000), ("layers", 10_000), ("astar", 10**9))
+    """(kind, width or nodes): tried in turn, the next when one no longer helps."""
+    dive_nodes: int = 3
+    """Per variable; A* gets so many before each layered search."""
+    worthwhile: float = 0.1
+    """Of the gap: a round that closes so much is followed by another like it."""
+    shrunk: float = 0.5
+    """Where dropping states leaves less than this of them, that is done before anything else."""
+    droppable: int = 5000
+    """With fewer states sweeps cost less than dropping some."""
+    thin: int = 6
+    """States per variable among which an assignment is looked for first; twice as many when that did not help."""
+    thickest: int = 50
+    elimination_cells: float = 2.0**26
+    """Table entries of an exact elimination: a second."""
+
+    # The dual's ascent
+    sweeps: int = 5
+    """Between two attempts to decode an assignment."""
+    most_sweeps: int = 300
+    most_nested_sweeps: int = 60
+    stalled: float = 5e-4
+    """Relative rise of the bound in ten sweeps."""
+    many_states: int = 60
+    """Per variable: with more, an assignment is looked for among few of them after `first_sweeps`."""
+    first_sweeps: int = 40
+    close: float = 0.01
+    """Relative gap; with a greater one a better assignment helps more than sweeps."""
+    stretch: int = 50
+    """Nodes; about what a layer of a transformer has."""
+    entries_per_level: int = 4000
+    """Below this an array operation's fixed cost dominates."""
+    large_table: int = 1000
+    """Entries; larger tables are not copied for each edge."""
+
+    # Reduction
+    joined_entries: int = 300_000
+    """Of the table that eliminating one variable may create."""
+    joining_work: int = 40_000_000
+    """Additions that one elimination may cost."""
+    cheap_work: int = 50_000
+    """The same of one that is not worth a look for dominated states first."""
+    rivals: int = 16
+    """States are tried for dominance only against this many of the cheapest."""
+    compared_entries: int = 100_000
+    """Subtractions; for tables that take more, only the rows asked for are compared."""
+
+    # Alike variables as one
+    quotient_worthwhile: float = 0.5
+    """Of the variables: with more colours than that nothing is won."""
+    near_rounds: int = 1
+    """Of colouring where only an assignment is wanted."""
+    far_rounds: int = 3
+    """The same where messages are: BERT-base on 2x4 takes 90, 60, 50 and 80 sweeps from 1, 2, 3 and 6 rounds' ties."""
+    quotient_sweeps: int = 40
+
+    # Prices of resources
+    price_rounds: int = 16
+    mixed: int = 4
+    """Of the assignments seen last: mixtures of so many are tried."""
+    price_tolerance: float = 1e-4
+    """Relative, of each round's bound."""
+    patch_gap: float = 1e-5
+    """Relative; of the knapsack over patches."""
+    patch_nodes: int = 10_000
+    pareto_rounds: int = 8
+    """Of the layered search, in which assignments of one key that use more at no less cost are dropped."""
+    descent_rounds: int = 10
+    """Of one variable after another, from a start within limits."""
+
+
+DEFAULT = SolverOptions()
