@@ -9,18 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, reduce
-from math import prod
+from functools import cached_property, partial, reduce
 from typing import Any, TypeVar
 
 import numpy as np
 
 from hapsynth.graph.ir import Graph
-from hapsynth.instructions.collectives import step_between
+from hapsynth.instructions.collectives import Collective, steps_between
 from hapsynth.instructions.factors import Factors, Triples
 from hapsynth.instructions.layout import Layout, cuts_of
 from hapsynth.instructions.program.sizes import Node, cut_nodes
 from hapsynth.search.cost.model import CostModel, Floats
+from hapsynth.search.cost.network import Shares
 from hapsynth.search.cost.work import Work
 from hapsynth.search.formulation.choice_space import AvailableLayouts, ChoiceSpace, Domain, RequiredLayouts
 from hapsynth.search.formulation.conversions import Conversions
@@ -109,20 +109,28 @@ class ProblemBuilder:
         convertible = self.structure.restriction.convertible
         if convertible is not None and not convertible(value, source[axis], target[axis]):
             return np.inf
-        if step_between(source[axis], target[axis]) == "reshare":
-            return self._reshare_time(value, source, target, axis)
-        return self.costs.conversion(value, source, target, axis, lambda *cut: self.largest(value, *cut))[0]
+        return min(self._step_times(value, source, target, axis))
 
-    def _reshare_time(self, value: int, source: Layout, target: Layout, axis: int) -> float:
-        """Seconds to bring a value from one way of being cut to another; infinite where it may not be cut apart, as
-        `Parts` has it: inside a fused chain, a loop or a branch."""
-        if self.graph.home[value] or not self.costs.is_materialized(value):
-            return np.inf
+    def step(self, value: int, source: Layout, target: Layout, axis: int) -> Collective:
+        """The cheapest of the steps that do it, and of those that cost the same the first."""
+        steps = steps_between(source[axis], target[axis])
+        if len(steps) == 1:
+            return steps[0]
+        times = self._step_times(value, source, target, axis)
+        return steps[times.index(min(times))]
+
+    def _step_times(self, value: int, source: Layout, target: Layout, axis: int) -> list[float]:
+        """Of each step that does it; infinite for one between two cuts of a dimension where the value may not be cut
+        apart, as `ReshardAtoms` has it: inside a fused chain, a loop or a branch."""
+        whole = self.graph.home[value] or not self.costs.is_materialized(value)
+        shares = Shares(partial(self.largest, value), partial(self._shares_of_all, value))
+        cost = lambda step: self.costs.conversion(value, source, target, axis, shares, step)[0]
+        return [np.inf if whole and s.recuts else cost(s) for s in steps_between(source[axis], target[axis])]
+
+    def _shares_of_all(self, value: int, dim: int, axes: tuple[int, ...], way: int) -> Floats:
+        """The fraction of a dimension that each position along the axes holds."""
         assert self.ratios is not None
-        cuts = [next(cut for cut in cuts_of(layout) if cut[0] == layout[axis].dim) for layout in (source, target)]
-        old, new = (self.ratios.vectors[self.ratios.of(value, *cut)] for cut in cuts)
-        around = prod(self.largest(value, *cut) for cut in cuts_of(source) if cut != cuts[0])
-        return self.costs.reshare(self.graph.values[value].nbytes * around, axis, old, new)[0]
+        return self.ratios.vectors[self.ratios.of(value, dim, axes, way)]
 
     def path_time(self, value: int, source: Layout, target: Layout) -> float:
         """Seconds of the cheapest conversion; infinite where there is none."""
