@@ -9,8 +9,8 @@ from typing import Literal, NamedTuple
 
 from hapsynth._jax import is_extended
 from hapsynth.graph.ir import Graph
-from hapsynth.instructions.collectives import BUNDLED
-from hapsynth.instructions.layout import Layout
+from hapsynth.instructions.collectives import BUNDLED, Block
+from hapsynth.instructions.layout import Layout, cut_alone
 from hapsynth.instructions.program.program import Compute, Convert, Instruction, Program, Property, reads, writes
 from hapsynth.instructions.program.sizes import Sizes
 from hapsynth.instructions.rules.registry import is_fusible
@@ -193,8 +193,11 @@ def bundles(graph: Graph, program: Program, run: Sequence[Convert], nbytes: NByt
 
 def _sent(graph: Graph, program: Program, step: Convert, nbytes: NBytes) -> float:
     """Bytes of the array that a collective takes: whole blocks of the largest shard."""
-    n, collective = program.axes[step.axis][1], step.collective
-    source, target = nbytes(step.value, step.source), nbytes(step.value, step.target)
-    if not collective.splits:
-        return source
-    return n * source * target / graph.values[step.value].nbytes if collective.joins else n * target
+    traffic = step.traffic
+    if not isinstance(traffic, Block):
+        return nbytes(step.value, step.source)
+    alone = lambda cut: nbytes(step.value, cut_alone(cut, len(step.source)))
+    sent = (program.axes[step.axis][1] if step.collective.splits else 1) * nbytes(step.value, traffic.layout)
+    if traffic.part is None:
+        return sent
+    return sent * alone(traffic.part) / (alone(traffic.of) if traffic.of else graph.values[step.value].nbytes)

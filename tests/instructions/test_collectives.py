@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise, product
 from math import prod
 from typing import Any
@@ -33,6 +34,8 @@ from hapsynth.search.cost.model import CostModel
 from hapsynth.search.cost.network import PRICES, Price
 from hapsynth.search.cost.program_cost import conversion_cost, largest_share
 from hapsynth.search.memory.collective_buffers import wires
+from hapsynth.search.memory.profile import padded_bytes
+from hapsynth.search.memory.xla_kernels import bundles
 
 SHAPE = (12, 8)
 PLACEMENTS = (R, S(0), S(1), S(0)._replace(way=1), P("sum"))
@@ -133,7 +136,7 @@ def test_a_value_is_the_same_after_every_conversion(name: str, lengths: tuple[in
 @pytest.mark.parametrize("lengths", [(4,), (2, 2)])
 @pytest.mark.parametrize("name", [name for name, step in STEPS.items() if step.bundled and step.communicates])
 def test_what_is_counted_is_what_is_sent(name: str, lengths: tuple[int, ...], kind: str) -> None:
-    """The bytes of the arrays that a stage sends and gets."""
+    """The bytes of the arrays that a stage sends and gets, as both forms' memory counts them."""
     mesh = Mesh(np.array(jax.devices()[: prod(lengths)]).reshape(lengths), tuple("ab"[: len(lengths)]))
     for source, target in conversions(STEPS[name], len(lengths)):
         graph, program = program_of(STEPS[name], source, target, lengths)
@@ -145,6 +148,8 @@ def test_what_is_counted_is_what_is_sent(name: str, lengths: tuple[int, ...], ki
         (wired,) = step.collective.wired(source, target, step.axis, lengths[-1])
         block = 4.0 * prod(SHAPE) * prod(largest_share(sizes, 0, *cut) for cut in wired.cuts)
         assert [wired.sent * block, wired.given * block] == [pytest.approx(x) for x in nbytes]
+        (bundle,) = bundles(graph, program, [step], partial(padded_bytes, sizes))
+        assert bundle.sent == pytest.approx(nbytes[0]), f"{format_layout(source)} -> {format_layout(target)}"
 
 
 # ---- several that do the same
