@@ -163,7 +163,7 @@ class _Lines:
         model = self.model
         at = i.value, i.source, i.target, i.axis
         sent = model.sent(*at, shares_of(self.plan.sizes, i.value), i.collective)
-        # What is moved between sizes is padded to the longest piece, which even shards do not have.
+        # Between cuts that are both even nothing moves, so of what is moved nothing counts as padding.
         even = sent if i.collective.recuts else model.sent(*at, model.evenly, i.collective)
         runs = self.graph.runs[i.region]
         what, padding = self.names.instruction(i), max(sent.wire_bytes - even.wire_bytes, 0.0)

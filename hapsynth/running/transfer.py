@@ -16,7 +16,7 @@ from hapsynth.lower import MeshPosition, Storage, with_weak_type
 from hapsynth.lower._reshard import Recut
 
 
-class Cut(NamedTuple):
+class Change(NamedTuple):
     """One dimension, cut along mesh axes (major to minor) into `old` lengths that become `new` ones."""
 
     dim: int
@@ -37,7 +37,7 @@ def exchange(source: Storage, target: Storage, stored: Any) -> Any | None:
         return None
     names = source.mesh.axis_names
     steps = tuple(
-        Cut(dim, tuple(names[a] for a in axes), lengths, target.cuts[dim][1])
+        Change(dim, tuple(names[a] for a in axes), lengths, target.cuts[dim][1])
         for dim, (axes, lengths) in source.cuts.items()
         if lengths != target.cuts[dim][1]
     )
@@ -52,7 +52,7 @@ def exchange(source: Storage, target: Storage, stored: Any) -> Any | None:
 
 
 @lru_cache(maxsize=512)
-def exchanger(mesh: Mesh, spec: PartitionSpec, steps: tuple[Cut, ...], weak: bool) -> Any:
+def exchanger(mesh: Mesh, spec: PartitionSpec, steps: tuple[Change, ...], weak: bool) -> Any:
     """The jitted function that moves arrays stored under `spec`; compiled once for all that lie alike."""
 
     def moved(x: jax.Array) -> jax.Array:
@@ -71,7 +71,7 @@ def exchanger(mesh: Mesh, spec: PartitionSpec, steps: tuple[Cut, ...], weak: boo
     return jax.jit(lambda x: with_weak_type(on_mesh(x), x.dtype, weak))
 
 
-def _recut(x: jax.Array, step: Cut, mesh: Mesh) -> jax.Array:
+def _recut(x: jax.Array, step: Change, mesh: Mesh) -> jax.Array:
     """One device's shard, padded to the longest old one, as its new shard, padded to the longest new one."""
     names, lengths = mesh.axis_names, mesh.devices.shape
     axes = tuple(names.index(name) for name in step.axes)

@@ -378,7 +378,8 @@ class CostModel:
         held = shares if isinstance(shares, Shares) else Shares(shares)
         found = PRICES[step.name].sent(link, step.name, nbytes, step.traffic(source, target, axis), held)
         latency = self.together.part(value, step, link.n) * found.latency_s
-        turned = self.turning(value, source, axis) * held_fraction(target, held.largest)
+        turning = self.turning(value, source, axis)
+        turned = turning * held_fraction(target, held.largest) if turning else 0.0
         return found._replace(latency_s=latency, turned_s=turned)
 
     def turning(self, value: int, source: Layout, axis: int) -> float:

@@ -9,16 +9,15 @@ from math import prod
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from hapsynth.cluster.cluster import DEFAULT_AXIS, Cluster
 from hapsynth.cluster.curves import Curve
 from hapsynth.instructions.collectives import Block, Moved, Traffic
 from hapsynth.instructions.staging.reshard_moves import moved
+from hapsynth.search.cost.device_speed import Floats
 
 Largest = Callable[[int, tuple[int, ...], int], float]
 """(dimension, the axes that cut it, which way) -> the fraction that its largest shard holds."""
-Floats = npt.NDArray[np.float64]
 
 _MOST_AXES = 2
 
