@@ -17,13 +17,15 @@ from typing import Any
 
 import numpy as np
 
+from hapsynth.instructions.collectives import Collective
 from hapsynth.instructions.factors import Triples
 from hapsynth.instructions.layout import Layout, Placement
 from hapsynth.instructions.program.sizes import Node, cut_nodes
 from hapsynth.instructions.rules.contraction import CONTRACTIONS
-from hapsynth.search.cost.model import CostModel, Floats, Largest
+from hapsynth.search.cost.model import CostModel, Floats
+from hapsynth.search.cost.network import Largest, Shares
 from hapsynth.search.cost.work import Work
-from hapsynth.search.formulation.choice_space import ChoiceSpace, Restriction
+from hapsynth.search.formulation.choice_space import ChoiceSpace, Interned, Restriction
 from hapsynth.search.formulation.emission import Emitter
 from hapsynth.search.formulation.problem_builder import ProblemBuilder
 from hapsynth.search.planning.baselines import Baseline, Baselines
@@ -44,9 +46,15 @@ class HapCosts(CostModel):
         return flops * share / self.rate(work.dtype) + _TIE * super().device_times(work, fractions)
 
     def conversion(
-        self, value: int, source: Layout, target: Layout, axis: int, largest: Largest
+        self,
+        value: int,
+        source: Layout,
+        target: Layout,
+        axis: int,
+        shares: Shares | Largest,
+        step: Collective | None = None,
     ) -> tuple[float, float]:
-        seconds, wire = super().conversion(value, source, target, axis, largest)
+        seconds, wire = super().conversion(value, source, target, axis, shares, step)
         return wire * self.links[axis].beta / _ITEM + _TIE * seconds, wire
 
 
@@ -57,10 +65,10 @@ class _HapStructure(ChoiceSpace):
         self.of = of
         super().__init__(of.known.graph, of.known.table, restriction)
 
-    def _triples(self, op: int) -> tuple[Triples, ...]:
-        kept = tuple(t for t in super()._triples(op) if self.of.may(op, t))
-        # Like choices are one object.
-        return self.once(("hap", *map(id, kept)), lambda: kept)
+    def _triples(self, op: int) -> Interned[Triples]:
+        every = super()._triples(op)
+        may = tuple(self.of.may(op, t) for t in every)
+        return self.once(("hap", every, may), lambda: Interned(t for t, known in zip(every, may, strict=True) if known))
 
 
 class Hap:

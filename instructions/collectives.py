@@ -10,19 +10,21 @@ partial         {x | R} -> {x | P(sum)}        local: the first device keeps the
 
 Where several mesh axes cut one dimension, a step adds or removes its minor axis only: what other axes hold stays
 where it is. Only what one axis alone cuts is reshared.
+
+`STEPS` is the one table of them. What a step costs along a link stands under its name in `search.cost.network`, what it
+is lowered to in `hapsynth.lower._collectives`; all else that is known of a step is told by its entry here. Several may
+do the same: the first is what a conversion is by default.
 """
 
 from __future__ import annotations
 
-from typing import Literal as OneOf
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from math import prod
+from typing import ClassVar, NamedTuple
 
-from hapsynth.instructions.layout import Layout, Placement, cut_axes, is_consistent
-
-Step = OneOf["all_reduce", "reduce_scatter", "all_gather", "all_to_all", "reshare", "slice", "partial"]
-STEPS: tuple[Step, ...] = (
-    *("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "reshare"),
-    *("slice", "partial"),
-)
+from hapsynth.instructions.layout import Layout, Placement, cut_axes, cuts_of, is_consistent, way_of
 
 BUNDLED = 1 << 20
 """Bytes on the wire, per device, up to which a collective goes together with others of its kind that wait for the same:
@@ -30,26 +32,144 @@ as XLA's compilers for GPUs join them, and the lowering for CPUs."""
 BUNDLE = 16 * BUNDLED
 """Bytes that go together at most, per device."""
 
+Cut = tuple[int, tuple[int, ...], int]
+"""(dimension, the mesh axes that cut it, which way) of a layout, as in `cuts_of`."""
 
-def step_between(source: Placement, target: Placement) -> Step | None:
-    """The single step that turns one placement into another, or None where it takes more or cannot be done."""
-    match source.kind, target.kind:
-        case "P", "R":
-            return "all_reduce"
-        case "P", "S":
-            return "reduce_scatter" if source.reduction == "sum" else None
-        case "S", "R":
-            return "all_gather"
-        case "S", "S":
-            if source.dim != target.dim:
-                return "all_to_all"
-            return "reshare" if source.minor == target.minor and source.way != target.way else None
-        case "R", "S":
-            return "slice"
-        case "R", "P":
-            return "partial" if target.reduction == "sum" else None
-        case _:
-            return None
+
+class Block(NamedTuple):
+    """What a device sends at once: the largest shard under a layout, or the largest part of it that the cut `part`
+    makes. `of`: the cut of the same dimension that the layout has, of whose shards those parts are."""
+
+    layout: Layout
+    part: Cut | None = None
+    of: Cut | None = None
+
+    def nbytes(self, whole: float, share: Callable[[int, tuple[int, ...], int], float]) -> float:
+        """Of a value of `whole` bytes, by the share of each cut that a block holds."""
+        held = whole * prod(share(*cut) for cut in cuts_of(self.layout))
+        return held if self.part is None else held * (share(*self.part) / (share(*self.of) if self.of else 1.0))
+
+    @property
+    def times(self) -> tuple[Cut, ...]:
+        """The cuts whose shares its bytes are multiplied by."""
+        return (*cuts_of(self.layout), *((self.part,) if self.part else ()))
+
+    @property
+    def over(self) -> tuple[Cut, ...]:
+        """The cuts whose shares its bytes are divided by."""
+        return (self.of,) if self.of else ()
+
+    @property
+    def cuts(self) -> tuple[Cut, ...]:
+        """How a block is cut: each dimension once."""
+        if self.part is None:
+            return cuts_of(self.layout)
+        return (*(cut for cut in cuts_of(self.layout) if cut[0] != self.part[0]), self.part)
+
+
+class Moved(NamedTuple):
+    """The rows of a dimension that change their owner between two cuts of it, of what the cuts `around` leave."""
+
+    old: Cut
+    new: Cut
+    around: tuple[Cut, ...]
+
+
+Traffic = Block | Moved
+
+
+class Wired(NamedTuple):
+    """An array that a collective takes and gives, padded to the largest block: how a block is cut, how many a device
+    sends, and how many it then has."""
+
+    cuts: tuple[Cut, ...]
+    sent: int
+    given: int
+
+
+@dataclass(frozen=True, eq=False)
+class Collective:
+    """A step that turns one placement along a mesh axis into another. Local ones communicate nothing."""
+
+    name: str
+    turns: Callable[[Placement, Placement], bool]
+    """Whether it turns one placement into another."""
+    communicates: bool = True
+    splits: bool = False
+    """Whether a device sends each other one a block of its own: what it sends is cut along the target's dimension."""
+    joins: bool = False
+    """Whether a device has a block of each other one then: what it receives is joined along the source's dimension."""
+    in_place: bool = False
+    """Whether what it gives takes the memory of what it takes."""
+    bundled: bool = True
+    """Whether small ones that wait for the same go as one: what each sends is laid out flat, whatever its shape."""
+
+    recuts: ClassVar[bool] = False
+    """Whether it is between two cuts of one dimension; what it sends is then `Moved`."""
+
+    def traffic(self, source: Layout, target: Layout, axis: int) -> Traffic:
+        """What is sent, in the units that its costs count."""
+        if not self.splits:
+            return Block(source)
+        if not self.joins:
+            return Block(target)
+        dim = target[axis].dim
+        axes, way = cut_axes(target, dim), way_of(target, dim)
+        return Block(source, (dim, axes, way), (dim, axes[:-1], way) if len(axes) > 1 else None)
+
+    def wired(self, source: Layout, target: Layout, axis: int, n: int) -> tuple[Wired, ...]:
+        """The arrays on the wire along an axis of `n` devices."""
+        block = self.traffic(source, target, axis)
+        assert isinstance(block, Block)
+        return (Wired(block.cuts, n if self.splits else 1, n if self.joins else 1),)
+
+
+@dataclass(frozen=True, eq=False)
+class Reshare(Collective):
+    """From shards of some sizes to others: each row goes straight to its new owner."""
+
+    recuts: ClassVar[bool] = True
+
+    def traffic(self, source: Layout, target: Layout, axis: int) -> Moved:
+        dim = source[axis].dim
+        old, new = (next(cut for cut in cuts_of(layout) if cut[0] == dim) for layout in (source, target))
+        return Moved(old, new, tuple(cut for cut in cuts_of(source) if cut != old))
+
+    def wired(self, source: Layout, target: Layout, axis: int, n: int) -> tuple[Wired, ...]:
+        moved = self.traffic(source, target, axis)
+        # The shard itself goes with the pieces: at most as much again.
+        return Wired(cuts_of(source), 1, 1), Wired((*moved.around, moved.new), 1, 1)
+
+
+def _of(source: str, target: str) -> Callable[[Placement, Placement], bool]:
+    """Whether placements are of these kinds."""
+    return lambda p, q: (p.kind, q.kind) == (source, target)
+
+
+STEPS: dict[str, Collective] = {
+    step.name: step
+    for step in (
+        Collective("all_reduce", _of("P", "R"), in_place=True),
+        Collective("reduce_scatter", lambda p, q: _of("P", "S")(p, q) and p.reduction == "sum", splits=True),
+        Collective("all_gather", _of("S", "R"), joins=True),
+        Collective("all_to_all", lambda p, q: _of("S", "S")(p, q) and p.dim != q.dim, splits=True, joins=True),
+        Reshare("reshare", lambda p, q: p.is_sharded and q == p._replace(way=q.way) != p, bundled=False),
+        Collective("slice", _of("R", "S"), communicates=False),
+        Collective("partial", lambda p, q: _of("R", "P")(p, q) and q.reduction == "sum", communicates=False),
+    )
+}
+"""By name; of those that turn one placement into the same other, the first is the usual one."""
+
+
+@cache
+def steps_between(source: Placement, target: Placement) -> tuple[Collective, ...]:
+    """Every single step that turns one placement into another: none where it takes more or cannot be done."""
+    return tuple(step for step in STEPS.values() if step.turns(source, target))
+
+
+def step_between(source: Placement, target: Placement) -> Collective | None:
+    """The usual one of them, or None."""
+    return next(iter(steps_between(source, target)), None)
 
 
 def axis_between(source: Layout, target: Layout) -> int | None:
@@ -62,8 +182,4 @@ def axis_between(source: Layout, target: Layout) -> int | None:
     for layout in (source, target):
         if layout[axis].is_sharded and cut_axes(layout, layout[axis].dim)[-1] != axis:
             return None
-    return axis if step_between(source[axis], target[axis]) is not None else None
-
-
-def is_collective(step: Step) -> bool:
-    return step not in ("slice", "partial")
+    return axis if steps_between(source[axis], target[axis]) else None

@@ -79,6 +79,12 @@ def cut_axes(layout: Layout, dim: int) -> tuple[int, ...]:
     )
 
 
+def cut_alone(cut: tuple[int, tuple[int, ...], int], axes: int) -> Layout:
+    """The layout over so many axes in which nothing else is cut; `cut`: as in `cuts_of`."""
+    dim, by, way = cut
+    return tuple(Placement("S", dim, minor=by.index(a), way=way) if a in by else R for a in range(axes))
+
+
 def way_of(layout: Layout, dim: int) -> int:
     """Which way a dimension is cut; 0 where nothing cuts it."""
     return next((p.way for p in layout if p.is_sharded and p.dim == dim), 0)

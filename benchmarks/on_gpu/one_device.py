@@ -48,9 +48,9 @@ def due(step: Convert, shape: Sequence[int], lengths: Sequence[int]) -> tuple[in
     """The shape of what arrives where `shape` is sent on a mesh of `lengths`."""
     out = list(shape)
     source, target, n = step.source[step.axis], step.target[step.axis], lengths[step.axis]
-    if step.step in ("reduce_scatter", "all_to_all"):
+    if step.collective.splits:
         out[target.dim] //= n
-    if step.step in ("all_gather", "all_to_all"):
+    if step.collective.joins:
         out[source.dim] *= n
     return tuple(out)
 

@@ -20,10 +20,8 @@ from hapsynth._jax import is_extended, itemsize
 from hapsynth.instructions.collectives import BUNDLED
 from hapsynth.instructions.program.program import Convert
 from hapsynth.instructions.program.sizes import Sizes
-from hapsynth.instructions.staging.buckets import TOGETHER, family, filled
-from hapsynth.lower import _gloo
-from hapsynth.lower._collectives import exchange
-from hapsynth.lower._reshard import Recut
+from hapsynth.instructions.staging.buckets import family, filled
+from hapsynth.lower._collectives import LOWERINGS, exchange, exchange_first
 
 
 @dataclass(frozen=True)
@@ -36,7 +34,10 @@ class Bundle:
 
     def key(self, sizes: Sizes) -> Hashable:
         """What decides the collective, whatever the values are."""
-        return tuple((_kind(sizes, step), s.shape, str(s.dtype)) for step, s in zip(self.steps, self.sent, strict=True))
+        return tuple(
+            (LOWERINGS[step.step].key(sizes, step), s.shape, str(s.dtype))
+            for step, s in zip(self.steps, self.sent, strict=True)
+        )
 
     def pack(self, xs: Sequence[jax.Array], lengths: Sequence[int]) -> jax.Array:
         """One array of all that is sent. `lengths`: of the mesh axes."""
@@ -51,15 +52,9 @@ class Bundle:
         name = names[step.axis]
         if len(self.steps) == 1:
             return exchange(sizes, name, step, x, by_gloo)
-        match step.step:
-            case "all_reduce":
-                return _gloo.all_reduce(x, name, step.source[step.axis].reduction, by_gloo)
-            case "reduce_scatter":
-                return _gloo.psum_scatter(x, name, 0, by_gloo)
-            case "all_gather":
-                return _gloo.all_gather(x[None], name, 0, by_gloo)
-            case _:
-                return _gloo.all_to_all(x, name, 0, 0, by_gloo)
+        collective = step.collective
+        x = x[None] if collective.joins and not collective.splits else x
+        return exchange_first(collective, name, x, step.source[step.axis].reduction, by_gloo)
 
     def unpack(self, x: jax.Array, lengths: Sequence[int]) -> list[jax.Array]:
         """What each collective alone would have given."""
@@ -79,24 +74,20 @@ def bundles(steps: Sequence[Convert], sent: Sequence[Any], platform: str) -> lis
     families: list[Hashable | None] = []
     sizes = [prod(s.shape) * itemsize(s.dtype) for s in sent]
     for step, struct, nbytes in zip(steps, sent, sizes, strict=True):
-        alone = platform != "cpu" or is_extended(struct.dtype) or step.step not in TOGETHER or nbytes > BUNDLED
+        alone = platform != "cpu" or is_extended(struct.dtype) or nbytes > BUNDLED
         families.append(None if alone else family(step, str(struct.dtype)))
     groups = filled(families, sizes)
     structs = [jax.ShapeDtypeStruct(s.shape, s.dtype) for s in sent]
     return [Bundle(tuple(steps[i] for i in g), tuple(structs[i] for i in g)) for g in groups]
 
 
-def _splits(step: Convert) -> bool:
-    return step.step in ("reduce_scatter", "all_to_all")
-
-
 def _length(step: Convert, sent: jax.ShapeDtypeStruct, lengths: Sequence[int]) -> int:
-    return prod(sent.shape) // (lengths[step.axis] if _splits(step) else 1)
+    return prod(sent.shape) // (lengths[step.axis] if step.collective.splits else 1)
 
 
 def _blocks(step: Convert, x: jax.Array, n: int) -> jax.Array:
     """[elements], or [devices, elements] where each device is sent its own block."""
-    if not _splits(step):
+    if not step.collective.splits:
         return x.reshape(-1)
     dim = step.target[step.axis].dim
     apart = x.reshape(*x.shape[:dim], n, x.shape[dim] // n, *x.shape[dim + 1 :])
@@ -106,16 +97,10 @@ def _blocks(step: Convert, x: jax.Array, n: int) -> jax.Array:
 def _joined(step: Convert, x: jax.Array, sent: Sequence[int], n: int) -> jax.Array:
     """The elements of one collective, as it gives them. `sent`: the shape of what it took."""
     shape = list(sent)
-    if _splits(step):
+    if step.collective.splits:
         shape[step.target[step.axis].dim] //= n
-    if step.step in ("all_reduce", "reduce_scatter"):
+    if not step.collective.joins:
         return x.reshape(shape)
     dim = step.source[step.axis].dim
     joined = jnp.moveaxis(x.reshape(n, *shape), 0, dim)
     return joined.reshape(*shape[:dim], n * shape[dim], *shape[dim + 1 :])
-
-
-def _kind(sizes: Sizes, step: Convert) -> Hashable:
-    if step.step == "reshare":
-        return Recut.of(sizes, step)
-    return step.axis, step.source[step.axis], step.target[step.axis]

@@ -6,14 +6,16 @@ static slices, and blocks that arrive are joined the same way.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 import jax
 from jax import lax
 
-from hapsynth.instructions.layout import Layout, cut_axes, way_of
+from hapsynth.instructions.collectives import Collective
+from hapsynth.instructions.layout import Layout, Placement, R, Reduction, S, cut_axes, way_of
 from hapsynth.instructions.program.program import Convert
 from hapsynth.instructions.program.sizes import Sizes
 from hapsynth.lower import _gloo
@@ -95,33 +97,106 @@ class _Blocks:
         return lax.switch(kind, [partial(fn, lengths) for lengths in kinds], x)
 
 
+Run = Callable[[jax.Array, str, Placement, Placement, bool], jax.Array]
+"""(x, axis, source, target, whether by gloo) -> what one of JAX's collectives gives, tiled along the dimensions that
+the placements cut."""
+
+
+class Lowering(ABC):
+    """What a collective is, between padded shards."""
+
+    in_parts: bool
+    """Whether it is several of XLA's, each for its part of what arrives."""
+
+    @abstractmethod
+    def key(self, sizes: Sizes, step: Convert) -> Hashable:
+        """What decides `exchange`, whatever the value is."""
+
+    @abstractmethod
+    def send(self, sizes: Sizes, step: Convert, x: jax.Array, here: MeshPosition) -> jax.Array:
+        """A shard as the collective takes it."""
+
+    @abstractmethod
+    def exchange(self, sizes: Sizes, name: str, step: Convert, x: jax.Array, by_gloo: bool) -> jax.Array:
+        """The collective itself, of the same shapes on all devices."""
+
+    @abstractmethod
+    def receive(self, sizes: Sizes, step: Convert, x: jax.Array, here: MeshPosition) -> jax.Array:
+        """What it gave as a shard under the target layout."""
+
+
+@dataclass(frozen=True)
+class BlockLowering(Lowering):
+    """A device sends all, or each other one a block of the target's, and has all then, or joins blocks of the source's,
+    as the collective's entry in the table says."""
+
+    run: Run
+    in_parts: bool = False
+
+    def key(self, sizes: Sizes, step: Convert) -> Hashable:
+        return step.step, step.axis, step.source[step.axis], step.target[step.axis]
+
+    def send(self, sizes: Sizes, step: Convert, x: jax.Array, here: MeshPosition) -> jax.Array:
+        if not step.collective.splits:
+            return x
+        return _Blocks.of(sizes, step.value, step.target, step.target[step.axis].dim).split(here, x)
+
+    def exchange(self, sizes: Sizes, name: str, step: Convert, x: jax.Array, by_gloo: bool) -> jax.Array:
+        return self.run(x, name, step.source[step.axis], step.target[step.axis], by_gloo)
+
+    def receive(self, sizes: Sizes, step: Convert, x: jax.Array, here: MeshPosition) -> jax.Array:
+        if not step.collective.joins:
+            return x
+        return _Blocks.of(sizes, step.value, step.source, step.source[step.axis].dim).join(here, x)
+
+
+@dataclass(frozen=True)
+class ReshareLowering(Lowering):
+    """Each piece goes straight to its new owner."""
+
+    in_parts: bool = True
+
+    def key(self, sizes: Sizes, step: Convert) -> Hashable:
+        return Recut.of(sizes, step)
+
+    def send(self, sizes: Sizes, step: Convert, x: jax.Array, here: MeshPosition) -> jax.Array:
+        return Recut.of(sizes, step).send(x, here)
+
+    def exchange(self, sizes: Sizes, name: str, step: Convert, x: jax.Array, by_gloo: bool) -> jax.Array:
+        return Recut.of(sizes, step).exchange(name, x)
+
+    def receive(self, sizes: Sizes, step: Convert, x: jax.Array, here: MeshPosition) -> jax.Array:
+        return Recut.of(sizes, step).receive(x, here)
+
+
+LOWERINGS: dict[str, Lowering] = {
+    "all_reduce": BlockLowering(lambda x, axis, p, q, by_gloo: _gloo.all_reduce(x, axis, p.reduction, by_gloo)),
+    "reduce_scatter": BlockLowering(lambda x, axis, p, q, by_gloo: _gloo.psum_scatter(x, axis, q.dim, by_gloo)),
+    "all_gather": BlockLowering(lambda x, axis, p, q, by_gloo: _gloo.all_gather(x, axis, p.dim, by_gloo)),
+    "all_to_all": BlockLowering(lambda x, axis, p, q, by_gloo: _gloo.all_to_all(x, axis, q.dim, p.dim, by_gloo)),
+    "reshare": ReshareLowering(),
+}
+"""Of every collective in `instructions.collectives.STEPS`."""
+
+
 def send(sizes: Sizes, step: Convert, x: jax.Array, here: MeshPosition) -> jax.Array:
     """A padded shard as the collective takes it. A dimension of an even cut is laid out as it is."""
-    if step.step in ("reduce_scatter", "all_to_all"):
-        return _Blocks.of(sizes, step.value, step.target, step.target[step.axis].dim).split(here, x)
-    return Recut.of(sizes, step).send(x, here) if step.step == "reshare" else x
+    return LOWERINGS[step.step].send(sizes, step, x, here)
 
 
 def exchange(sizes: Sizes, name: str, step: Convert, x: jax.Array, by_gloo: bool) -> jax.Array:
     """The collective itself, of the same shapes on all devices."""
-    source, target = step.source[step.axis], step.target[step.axis]
-    match step.step:
-        case "all_reduce":
-            return _gloo.all_reduce(x, name, source.reduction, by_gloo)
-        case "reduce_scatter":
-            return _gloo.psum_scatter(x, name, target.dim, by_gloo)
-        case "all_gather":
-            return _gloo.all_gather(x, name, source.dim, by_gloo)
-        case "all_to_all":
-            return _gloo.all_to_all(x, name, target.dim, source.dim, by_gloo)
-        case "reshare":
-            return Recut.of(sizes, step).exchange(name, x)
-        case "slice" | "partial":
-            raise AssertionError(f"{step.step} communicates nothing")
+    return LOWERINGS[step.step].exchange(sizes, name, step, x, by_gloo)
 
 
 def receive(sizes: Sizes, step: Convert, x: jax.Array, here: MeshPosition) -> jax.Array:
     """What the collective gave as a padded shard under the target layout."""
-    if step.step in ("all_gather", "all_to_all"):
-        return _Blocks.of(sizes, step.value, step.source, step.source[step.axis].dim).join(here, x)
-    return Recut.of(sizes, step).receive(x, here) if step.step == "reshare" else x
+    return LOWERINGS[step.step].receive(sizes, step, x, here)
+
+
+def exchange_first(step: Collective, name: str, x: jax.Array, reduction: Reduction, by_gloo: bool) -> jax.Array:
+    """A collective of blocks that splits and joins the first dimension, whatever it is of."""
+    lowering = LOWERINGS[step.name]
+    assert isinstance(lowering, BlockLowering), f"{step.name} sends no blocks"
+    source, target = S(0) if step.joins else Placement("P", reduction=reduction), S(0) if step.splits else R
+    return lowering.run(x, name, source, target, by_gloo)

@@ -27,9 +27,15 @@ def parts(x: Any) -> list[Any]:
     if isinstance(x, Shards):
         return list(x.arrays)
     if len(x.sharding.addressable_devices) == 1:
-        return [x.addressable_data(0)]
-    on = {s.device: s.data for s in x.addressable_shards}
-    return [on[d] for d in x.sharding.mesh.local_devices]
+        found = [x.addressable_data(0)]
+    else:
+        on = {s.device: s.data for s in x.addressable_shards}
+        found = [on[d] for d in x.sharding.mesh.local_devices]
+    if x.size > 0:
+        return found
+    # Of an array without elements JAX gives the whole as each shard.
+    shape = x.sharding.shard_shape(x.shape)
+    return [part.reshape(shape) for part in found]
 
 
 class Shards:

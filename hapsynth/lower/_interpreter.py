@@ -64,9 +64,12 @@ class Interpreter:
         return self.sizes.padded_shape(*p) if here.padded else self.sizes.local_shape(*p, here.coords)
 
     def _local_step(self, i: Convert, env: Env, here: MeshPosition) -> list[Any]:
-        if i.step == "partial":
-            x = env[i.value, i.source]
-            return [jnp.where(here.index[i.axis] == 0, x, jnp.zeros_like(x))]
+        return [_LOCAL_STEPS[i.step](self, i, env[i.value, i.source], here)]
+
+    def _partial(self, i: Convert, x: Any, here: MeshPosition) -> Any:
+        return jnp.where(here.index[i.axis] == 0, x, jnp.zeros_like(x))
+
+    def _slice(self, i: Convert, whole: Any, here: MeshPosition) -> Any:
         dim = i.target[i.axis].dim
         axes, way = cut_axes(i.target, dim), way_of(i.target, dim)
         lengths, starts = self.sizes.lengths(i.value, dim, axes, way), self.sizes.starts(i.value, dim, axes, way)
@@ -75,14 +78,13 @@ class Interpreter:
         start = here.lookup(axes, [start - starts[at - at % n] for at, start in enumerate(starts)])
         length = max(lengths) if here.padded else lengths[self.sizes.position(axes, here.coords)]
         with jax.named_scope(f"hap/slice_{self.graph.values[i.value].name}"):
-            whole = env[i.value, i.source]
             if self._is_window(i.value):
                 whole = apart(whole)
             if here.padded:
                 # A slice that went over the end would begin elsewhere.
                 end = max(start - starts[at - at % n] for at, start in enumerate(starts)) + length
                 whole = pad_to(whole, with_length(whole, dim, max(end, whole.shape[dim])))
-            return [lax.dynamic_slice_in_dim(whole, start, length, dim, allow_negative_indices=False)]
+            return lax.dynamic_slice_in_dim(whole, start, length, dim, allow_negative_indices=False)
 
     def _is_window(self, value: int) -> bool:
         """Whether a value is, but for its form, part of another from a start that is known at run time."""
@@ -139,3 +141,10 @@ class Interpreter:
         _, dim, axes, _ = node
         own = lax.iota(jnp.int32, x.shape[dim]) < here.lookup(axes, self.sizes.lengths(*node))
         return jnp.where(lax.broadcast_in_dim(own, x.shape, (dim,)), x, jnp.asarray(value, x.dtype))
+
+
+_LOCAL_STEPS: dict[str, Callable[[Interpreter, Convert, Any, MeshPosition], Any]] = {
+    "slice": Interpreter._slice,
+    "partial": Interpreter._partial,
+}
+"""What each step that communicates nothing makes of a value's tensor."""

@@ -43,15 +43,12 @@ class IsolatedProgram(Lowered):
         step, joined = bundle.steps[0], len(bundle.steps) > 1
         n, source, target = lengths[step.axis], step.source[step.axis].dim, step.target[step.axis].dim
         blocks = lambda dim: lax.split(x, [x.shape[dim] // n] * n, dim)
-        match step.step:
-            case "reduce_scatter":
-                return reduce(operator.add, blocks(0 if joined else target))
-            case "all_gather":
-                return jnp.stack([x] * n) if joined else lax.concatenate([x] * n, source)
-            case "all_to_all" if not joined:
-                return lax.concatenate(blocks(target), source)
-            case _:
-                return x
+        collective = step.collective
+        if collective.splits and not collective.joins:
+            return reduce(operator.add, blocks(0 if joined else target))
+        if collective.joins and not collective.splits:
+            return jnp.stack([x] * n) if joined else lax.concatenate([x] * n, source)
+        return lax.concatenate(blocks(target), source) if collective.joins and not joined else x
 
 
 def _operands(group: Group, given: Sequence[jax.ShapeDtypeStruct]) -> list[Any]:

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from hapsynth.instructions.layout import way_of
+from hapsynth.instructions.collectives import Moved
 from hapsynth.instructions.program.program import Convert
 from hapsynth.instructions.program.sizes import Sizes
 from hapsynth.instructions.staging.reshard_moves import Move, moves
@@ -22,20 +22,25 @@ from hapsynth.lower._storage import pad_to, with_length
 
 
 class Recut(NamedTuple):
-    """What moves along dimension `dim`, cut by mesh axis `axis`, whose longest shard has `before` rows and gets
-    `after`."""
+    """What moves along dimension `dim`, cut by mesh axes, whose longest shard has `before` rows and gets `after`."""
 
     dim: int
-    axis: int
+    axes: tuple[int, ...]
     before: int
     after: int
     moves: tuple[Move, ...]
 
     @staticmethod
     def of(sizes: Sizes, step: Convert) -> Recut:
-        dim, axes = step.source[step.axis].dim, (step.axis,)
-        old, new = (sizes.lengths(step.value, dim, axes, way_of(p, dim)) for p in (step.source, step.target))
-        return Recut(dim, step.axis, max(old), max(new), tuple(moves(old, new)))
+        moved = step.traffic
+        assert isinstance(moved, Moved)
+        old, new = (sizes.lengths(step.value, *cut) for cut in (moved.old, moved.new))
+        return Recut.between(moved.old[0], (step.axis,), old, new)
+
+    @staticmethod
+    def between(dim: int, axes: tuple[int, ...], old: Sequence[int], new: Sequence[int]) -> Recut:
+        """Of shards of these lengths, positions row-major along the axes, major to minor."""
+        return Recut(dim, axes, max(old), max(new), tuple(moves(old, new)))
 
     @property
     def lengths(self) -> list[int]:
@@ -47,12 +52,15 @@ class Recut(NamedTuple):
         pieces = [self._taken(x, move, here) for move in self.moves if move.distance]
         return lax.concatenate([x, *pieces], self.dim) if pieces else x
 
-    def exchange(self, name: str, x: jax.Array) -> jax.Array:
-        """Each piece to its new owner along the mesh axis `name`; the same shapes on all devices."""
+    def exchange(self, name: str | tuple[str, ...], x: jax.Array, number: Sequence[int] | None = None) -> jax.Array:
+        """Each piece to its new owner; the same shapes on all devices. `name`: of the axis, or of several as they come
+        in the mesh, by which a permute numbers devices; `number`: that of each position, where they cut the dimension
+        in another order."""
         _, *pieces = self._parts(x)
+        at = number or range(len(self.moves[0].rows))
         start = self.before
         for piece, m in zip(pieces, (m for m in self.moves if m.distance), strict=True):
-            arrived = lax.ppermute(piece, name, [(i, i + m.distance) for i, rows in enumerate(m.rows) if rows])
+            arrived = lax.ppermute(piece, name, [(at[i], at[i + m.distance]) for i, rows in enumerate(m.rows) if rows])
             # In its place, so that what is kept is not copied.
             x = lax.dynamic_update_slice_in_dim(x, arrived, start, self.dim)
             start += m.longest
@@ -75,7 +83,7 @@ class Recut(NamedTuple):
                 made = lax.dynamic_update_slice(
                     made,
                     piece,
-                    self._at(here.lookup((self.axis,), filled), made.ndim),
+                    self._at(here.lookup(self.axes, filled), made.ndim),
                     allow_negative_indices=False,
                 )
             for i, rows in enumerate(move.rows):
@@ -109,12 +117,12 @@ class Recut(NamedTuple):
         wide = lax.pad(x, jnp.zeros((), x.dtype), padding) if over > 0 else x
         shape = with_length(x, self.dim, move.longest)
         return lax.dynamic_slice(
-            wide, self._at(here.lookup((self.axis,), move.start), x.ndim), shape, allow_negative_indices=False
+            wide, self._at(here.lookup(self.axes, move.start), x.ndim), shape, allow_negative_indices=False
         )
 
     def _position(self, here: MeshPosition) -> int | None:
-        """Along the mesh axis, where that is the same for all."""
-        at = set(here.positions((self.axis,)))
+        """Along the mesh axes, where that is the same for all."""
+        at = set(here.positions(self.axes))
         return at.pop() if len(at) == 1 else None
 
     def _at(self, start: jax.Array, rank: int) -> Sequence[jax.Array]:

@@ -23,7 +23,7 @@ from hapsynth.instructions.staging.buckets import joined
 from hapsynth.instructions.staging.stages import Cond, Loop, Stage, Step
 from hapsynth.lower._buckets import Bundle, bundles
 from hapsynth.lower._collective_order import Order, region_communicates
-from hapsynth.lower._collectives import receive, send
+from hapsynth.lower._collectives import LOWERINGS, receive, send
 from hapsynth.lower._control_flow import Env, Run, run_cond, run_loop
 from hapsynth.lower._lowered_form import LoweredProgram
 from hapsynth.lower._mesh_position import MeshPosition
@@ -160,7 +160,7 @@ class Lowered(LoweredProgram):
                 packed = order.wait(bundle.pack([arrays[s] for s in bundle.steps], lengths))
                 made = self._exchange(bundle, lengths, packed)
                 if self._ordered:
-                    order.done(made, whole=self.by_gloo or bundle.steps[0].step == "reshare")
+                    order.done(made, whole=self.by_gloo or LOWERINGS[bundle.steps[0].step].in_parts)
             for step, part in zip(bundle.steps, bundle.unpack(made, lengths), strict=True):
                 with scope(step):
                     x = receive(self.sizes, step, part, here)

@@ -12,6 +12,7 @@ import numpy as np
 from hapsynth.cluster.cluster import COLLECTIVES, DEFAULT_AXIS, NOMINAL_CPU_LINK, NOMINAL_INTRA, Cluster, ClusterError
 from hapsynth.cluster.curves import Curve
 from hapsynth.cluster.device_kinds import DeviceKind, Link, kind_of
+from hapsynth.instructions.collectives import STEPS
 from hapsynth.profile.collectives import BASE, INSIDE, Axes, Exchange, link_of
 from hapsynth.profile.job import Job
 from hapsynth.profile.kind_fit import KindFit, by_memory, groups, rounded, smooth, typical
@@ -130,15 +131,14 @@ class Builder:
                 points: list[tuple[float, float, float]] = []
                 for e, t in waits:
                     if (e.axes, e.axis, e.step) == (axes, axis, step):
-                        nbytes = 4.0 * e.words
-                        wire = link.wire_bytes(step, nbytes, nbytes, nbytes / e.n)
+                        wire = link.wire_bytes(step, e.block)
                         points.append((wire, t, float(self.figures[e.key][:, 1].max())))
                 curve = smooth(points)
                 if curve is not None:
                     first, spread = curve.points[0][1], curve.spread[0]
                     start = (0.0, rounded(first * _LATENCY))
                     found.setdefault(axis, {})[step] = Curve((start, *curve.points), (spread, *curve.spread))
-                if step != "all_to_all":
+                if not (STEPS[step].splits and STEPS[step].joins):
                     lines.setdefault(axis, []).extend((a, t) for a, t, _ in points)
         return found, lines
 

@@ -15,7 +15,9 @@ from scipy.optimize import linprog
 
 from hapsynth.cluster.cluster import COLLECTIVES, DEFAULT_AXIS
 from hapsynth.cluster.device_kinds import Link
+from hapsynth.instructions.collectives import STEPS
 from hapsynth.lower import _gloo
+from hapsynth.lower._collectives import exchange_first
 from hapsynth.profile.job import Job
 from hapsynth.profile.sampling import Floats
 
@@ -52,6 +54,12 @@ class Exchange:
     def words(self) -> int:
         """float32 numbers per device, a multiple of the devices."""
         return -(-self.nbytes // (4 * self.n)) * self.n
+
+    @property
+    def block(self) -> float:
+        """Bytes of what a device sends at once: all it holds, or of that each other one's part."""
+        step = STEPS[self.step]
+        return 4.0 * self.words / (self.n if step.splits and step.joins else 1)
 
 
 BASE = "none"
@@ -108,21 +116,22 @@ def runner(job: Job, exchange: Exchange) -> Callable[[], Floats]:
 def _step(exchange: Exchange, hosts: Sequence[int], by_gloo: bool) -> Callable[[jax.Array], jax.Array]:
     """One collective, from and to [words] on every device."""
     axis, n, words = exchange.axis, exchange.n, exchange.words
-    match exchange.step:
-        case "all_reduce":
-            return lambda x: _gloo.all_reduce(x, axis, "sum", by_gloo) * (1 / n)
-        case "reduce_scatter":
-            return lambda x: _gloo.psum_scatter(jnp.tile(x, n), axis, 0, by_gloo) * (1 / n)
-        case "all_gather":
-            # The neighbour's part: one's own would need no gathering.
-            at = lambda: (lax.axis_index(axis) + 1) % n * words
-            return lambda x: lax.dynamic_slice(_gloo.all_gather(x, axis, 0, by_gloo), (at(),), (words,))
-        case "all_to_all":
-            return lambda x: _gloo.all_to_all(x, axis, 0, 0, by_gloo)
-        case step if step == INSIDE:
-            return lambda x: lax.ppermute(x, axis, rings(hosts))
-        case _:
-            return lambda x: x
+    if exchange.step == BASE:
+        return lambda x: x
+    if exchange.step == INSIDE:
+        return lambda x: lax.ppermute(x, axis, rings(hosts))
+    step = STEPS[exchange.step]
+
+    def one(x: jax.Array) -> jax.Array:
+        sent = jnp.tile(x, n) if step.splits and not step.joins else x
+        made = exchange_first(step, axis, sent, "sum", by_gloo)
+        if not step.joins:
+            return made * (1 / n)
+        # The neighbour's part: one's own would need no gathering.
+        at = lambda: (lax.axis_index(axis) + 1) % n * words
+        return made if step.splits else lax.dynamic_slice(made, (at(),), (words,))
+
+    return one
 
 
 def rings(hosts: Sequence[int]) -> list[tuple[int, int]]:

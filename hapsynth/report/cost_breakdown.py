@@ -19,15 +19,14 @@ from rich.console import Console
 from hapsynth._quantities import percent, plural, seconds, si
 from hapsynth.cluster.cluster import Cluster
 from hapsynth.cluster.device_kinds import DeviceKind
-from hapsynth.instructions.collectives import Step
 from hapsynth.instructions.program.program import Compute, Convert
 from hapsynth.instructions.program.sizes import layout_nodes
 from hapsynth.plan import Plan
 from hapsynth.report.names import Names
 from hapsynth.report.summary import print_left_out
 from hapsynth.report.tables import heading, table
-from hapsynth.search.cost.model import CostModel, Floats, held_fraction
-from hapsynth.search.cost.program_cost import conversion_cost, largest_share, shares
+from hapsynth.search.cost.model import CostModel, Floats
+from hapsynth.search.cost.program_cost import shares, shares_of
 from hapsynth.search.cost.program_index import cut_nodes_of
 from hapsynth.search.cost.work import Work
 
@@ -163,19 +162,14 @@ class _Lines:
 
     def _converting(self, i: Convert) -> Sending:
         model = self.model
-        seconds, wire = conversion_cost(model, self.plan.sizes, i)
-        even, latency, turned = wire, 0.0, 0.0
-        if i.step == "reshare":
-            # One for each of its permutes.
-            latency = seconds - wire * model.links[i.axis].beta
-        elif seconds:
-            _, even = model.conversion(i.value, i.source, i.target, i.axis, model.evenly)
-            latency = model.latency(i.value, i.step, i.axis)
-            held = held_fraction(i.target, lambda *cut: largest_share(self.plan.sizes, i.value, *cut))
-            turned = model.turning(i.value, i.source, i.axis) * held
+        at = i.value, i.source, i.target, i.axis
+        sent = model.sent(*at, shares_of(self.plan.sizes, i.value), i.collective)
+        # Between cuts that are both even nothing moves, so of what is moved nothing counts as padding.
+        even = sent if i.collective.recuts else model.sent(*at, model.evenly, i.collective)
         runs = self.graph.runs[i.region]
-        what, padding = self.names.instruction(i), max(wire - even, 0.0)
-        return self._sending(what, i.step, i.axis, (seconds, latency, turned), (wire, padding), runs)
+        what, padding = self.names.instruction(i), max(sent.wire_bytes - even.wire_bytes, 0.0)
+        took = sent.seconds, sent.latency_s, sent.turned_s
+        return self._sending(what, i.step, i.axis, took, (sent.wire_bytes, padding), runs)
 
     def _agreeing(self, i: Compute) -> Iterator[Sending]:
         """`CostModel.uniform_time`, axis by axis."""
@@ -183,12 +177,12 @@ class _Lines:
         runs = self.graph.runs[self.graph.ops[i.op].region]
         for axis, link in enumerate(self.model.links):
             if link.n > 1:
-                wire = link.wire_bytes("all_reduce", 4.0, 0.0, 0.0)
+                wire = link.wire_bytes("all_reduce", 4.0)
                 took = link.seconds("all_reduce", wire), link.seconds("all_reduce", 0.0), 0.0
                 yield self._sending(what, "all_reduce", axis, took, (wire, 0.0), runs)
 
     def _sending(
-        self, what: str, step: Step, axis: int, took: tuple[float, float, float], sent: tuple[float, float], runs: float
+        self, what: str, step: str, axis: int, took: tuple[float, float, float], sent: tuple[float, float], runs: float
     ) -> Sending:
         """`took`: seconds, of them the latency and what is for transposes; `sent`: bytes, and the padding of them."""
         (seconds, latency, turned), (wire, padding) = took, sent
@@ -217,7 +211,7 @@ def rate_source(cluster: Cluster, kind: DeviceKind, op_class: str, dtype: str) -
     return f"{peak}{f' x {kind.efficiency:g}' if kind.efficiency != 1 else ''}, {source}"
 
 
-def link_source(model: CostModel, axis: int, step: Step) -> str:
+def link_source(model: CostModel, axis: int, step: str) -> str:
     """Where the latency and the bandwidth of a collective along an axis come from."""
     cluster, link = model.cluster, model.links[axis]
     if step in link.curves:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import lru_cache
-from itertools import accumulate
 from typing import Any, NamedTuple
 
 import jax
@@ -14,10 +12,11 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
 from hapsynth import _jax
-from hapsynth.lower import Storage, with_weak_type
+from hapsynth.lower import MeshPosition, Storage, with_weak_type
+from hapsynth.lower._reshard import Recut
 
 
-class Recut(NamedTuple):
+class Change(NamedTuple):
     """One dimension, cut along mesh axes (major to minor) into `old` lengths that become `new` ones."""
 
     dim: int
@@ -38,7 +37,7 @@ def exchange(source: Storage, target: Storage, stored: Any) -> Any | None:
         return None
     names = source.mesh.axis_names
     steps = tuple(
-        Recut(dim, tuple(names[a] for a in axes), lengths, target.cuts[dim][1])
+        Change(dim, tuple(names[a] for a in axes), lengths, target.cuts[dim][1])
         for dim, (axes, lengths) in source.cuts.items()
         if lengths != target.cuts[dim][1]
     )
@@ -53,7 +52,7 @@ def exchange(source: Storage, target: Storage, stored: Any) -> Any | None:
 
 
 @lru_cache(maxsize=512)
-def exchanger(mesh: Mesh, spec: PartitionSpec, steps: tuple[Recut, ...], weak: bool) -> Any:
+def exchanger(mesh: Mesh, spec: PartitionSpec, steps: tuple[Change, ...], weak: bool) -> Any:
     """The jitted function that moves arrays stored under `spec`; compiled once for all that lie alike."""
 
     def moved(x: jax.Array) -> jax.Array:
@@ -72,41 +71,14 @@ def exchanger(mesh: Mesh, spec: PartitionSpec, steps: tuple[Recut, ...], weak: b
     return jax.jit(lambda x: with_weak_type(on_mesh(x), x.dtype, weak))
 
 
-def _recut(x: jax.Array, step: Recut, mesh: Mesh) -> jax.Array:
+def _recut(x: jax.Array, step: Change, mesh: Mesh) -> jax.Array:
     """One device's shard, padded to the longest old one, as its new shard, padded to the longest new one."""
-    n, dim = len(step.old), step.dim
-    old, new = _starts(step.old), _starts(step.new)
-    me = lax.axis_index(step.axes)
+    names, lengths = mesh.axis_names, mesh.devices.shape
+    axes = tuple(names.index(name) for name in step.axes)
+    here = MeshPosition(lengths, tuple(np.ndindex(*lengths)), tuple(map(lax.axis_index, names)), padded=True)
     # A permute numbers devices by the mesh, whichever axis cuts the dimension first.
-    by_mesh = tuple(name for name in mesh.axis_names if name in step.axes)
-    order = np.arange(n).reshape([mesh.shape[name] for name in by_mesh])
-    number = order.transpose([by_mesh.index(name) for name in step.axes]).ravel().tolist()
-    here = lambda table: jnp.asarray(table, jnp.int32)[me]
-    rows = here(new) + jnp.arange(max(step.new), dtype=jnp.int32)
-    # Where each row of the new shard is found in what was held, followed by what arrives.
-    found, parts, length = rows - here(old), [x], x.shape[dim]
-    for distance in range(1, n):
-        # Of device i: the rows that it sends, and those that arrive.
-        sent = [_common(step, old, new, i, (i + distance) % n) for i in range(n)]
-        arriving = [sent[i - distance] for i in range(n)]
-        longest = max(stop - start for start, stop in sent)
-        if longest == 0:
-            continue
-        first = here([start - old[i] for i, (start, _) in enumerate(sent)])
-        piece = jnp.take(x, first + jnp.arange(longest, dtype=jnp.int32), axis=dim, mode="clip")
-        pairs = [(number[i], number[(i + distance) % n]) for i, (start, stop) in enumerate(sent) if start < stop]
-        parts.append(lax.ppermute(piece, by_mesh, pairs))
-        start, stop = here([a for a, _ in arriving]), here([b for _, b in arriving])
-        found = jnp.where((rows >= start) & (rows < stop), length + rows - start, found)
-        length += longest
-    return jnp.take(jnp.concatenate(parts, dim), found, axis=dim, mode="clip")
-
-
-def _common(step: Recut, old: Sequence[int], new: Sequence[int], i: int, j: int) -> tuple[int, int]:
-    """(start, stop) of the rows that are in the old shard of i and in the new one of j."""
-    start, stop = max(old[i], new[j]), min(old[i] + step.old[i], new[j] + step.new[j])
-    return (start, stop) if start < stop else (old[i], old[i])
-
-
-def _starts(lengths: Sequence[int]) -> list[int]:
-    return list(accumulate(lengths[:-1], initial=0))
+    by_mesh = sorted(axes)
+    number = np.arange(len(step.old)).reshape([lengths[a] for a in by_mesh])
+    number = number.transpose([by_mesh.index(a) for a in axes]).ravel().tolist()
+    recut = Recut.between(step.dim, axes, step.old, step.new)
+    return recut.receive(recut.exchange(tuple(names[a] for a in by_mesh), recut.send(x, here), number), here)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hapsynth.graph.ir import COND_JOIN, LOOP_CARRY, LOOP_TEST, SCAN_SLICE, SCAN_STACK, Boundary, Graph, Literal
-from hapsynth.instructions.collectives import axis_between
+from hapsynth.instructions.collectives import Moved, axis_between
 from hapsynth.instructions.factors import can_be, ruled
 from hapsynth.instructions.layout import format_layout, is_consistent, is_partial
 from hapsynth.instructions.program.program import (
@@ -80,12 +80,9 @@ def _check_cuts(graph: Graph, program: Program, table: FactorTable, classes: Cla
         if isinstance(i, Compute):
             for _, nodes in cut_nodes(graph, i.op, table[i.op], i.triples):
                 alike(nodes, f"{where}, {graph.ops[i.op].name},")
-        elif i.step == "reshare":
-            old, new = (
-                {classes.of.get(n, -1) for n in layout_nodes(i.value, p) if n[1] == p[i.axis].dim}
-                for p in (i.source, i.target)
-            )
-            if old == new or -1 in old | new:
+        elif isinstance(moved := i.traffic, Moved):
+            old, new = (classes.of.get((i.value, *cut), -1) for cut in (moved.old, moved.new))
+            if old == new or -1 in (old, new):
                 name = graph.values[i.value].name
                 raise ProgramError(f"{where} reshares {name} between shards that are of one class, or of none")
     for a, b, layout in tied(graph, program):
@@ -205,3 +202,7 @@ def _check_instruction(graph: Graph, table: FactorTable, instruction: Instructio
         raise ProgramError(f"{where}: the mesh has no axis {instruction.axis}")
     if axis_between(instruction.source, instruction.target) != instruction.axis:
         raise ProgramError(f"{where}: no single step turns {instruction.source} into {instruction.target}")
+    try:
+        _ = instruction.collective
+    except ProgramError as error:
+        raise ProgramError(f"{where}: {error}") from None

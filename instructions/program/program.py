@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from hapsynth.graph.ir import Graph
-from hapsynth.instructions.collectives import Step, is_collective, step_between
+from hapsynth.instructions.collectives import Collective, Traffic, steps_between
 from hapsynth.instructions.factors import Triple, Triples
 from hapsynth.instructions.layout import Layout, format_layout, parse_layout, parse_placement
 
@@ -31,24 +31,51 @@ class Compute(NamedTuple):
 
 
 class Convert(NamedTuple):
-    """{value | source} step {value | target}: the placement along one mesh axis changes, in a region."""
+    """{value | source} step {value | target}: the placement along one mesh axis changes, in a region.
+
+    `by`: the name of the step, where it is not the usual one of those that do the same.
+    """
 
     value: int
     axis: int
     source: Layout
     target: Layout
     region: int = 0
+    by: str = ""
 
     @property
-    def step(self) -> Step:
-        step = step_between(self.source[self.axis], self.target[self.axis])
+    def collective(self) -> Collective:
+        """The step's entry in the table; ProgramError where there is none."""
+        found = steps_between(self.source[self.axis], self.target[self.axis])
+        if found and not self.by:
+            return found[0]
+        source, target = format_layout(self.source), format_layout(self.target)
+        if not found:
+            raise ProgramError(f"no single step turns {source} into {target}")
+        step = next((step for step in found if step.name == self.by), None)
         if step is None:
-            raise ProgramError(f"no single step turns {format_layout(self.source)} into {format_layout(self.target)}")
+            raise ProgramError(f"{self.by} does not turn {source} into {target}")
         return step
 
     @property
+    def step(self) -> str:
+        """Its name."""
+        return self.collective.name
+
+    @property
     def is_collective(self) -> bool:
-        return is_collective(self.step)
+        """Whether it communicates."""
+        return self.collective.communicates
+
+    @property
+    def traffic(self) -> Traffic:
+        """What it sends."""
+        return self.collective.traffic(self.source, self.target, self.axis)
+
+    def with_step(self, step: Collective) -> Convert:
+        """The same by a step that is known to do it."""
+        usual = steps_between(self.source[self.axis], self.target[self.axis])[0]
+        return self._replace(by="" if step is usual else step.name)
 
 
 Instruction = Compute | Convert
@@ -157,7 +184,7 @@ class Program:
 
     def collectives(self) -> dict[str, int]:
         """How often each collective occurs."""
-        found = Counter(str(i.step) for i in self.instructions if isinstance(i, Convert) and i.is_collective)
+        found = Counter(i.step for i in self.instructions if isinstance(i, Convert) and i.is_collective)
         return dict(sorted(found.items()))
 
     def text(self, graph: Graph) -> str:
@@ -237,7 +264,8 @@ class Program:
                         int(entry.get("region", 0)),
                     )
                     if convert.step != entry["step"]:
-                        raise ProgramError(f"{entry['step']} does not turn {entry['source']} into {entry['target']}")
+                        convert = convert._replace(by=str(entry["step"]))
+                        _ = convert.collective
                     instructions.append(convert)
             return Program(
                 tuple((str(name), int(size)) for name, size in data["axes"]),

@@ -10,13 +10,11 @@ from hapsynth.instructions.collectives import BUNDLE
 from hapsynth.instructions.program.program import Convert
 from hapsynth.instructions.staging.stages import Step
 
-TOGETHER = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all")
 
-
-def family(step: Convert, dtype: str) -> Hashable:
-    """What collectives that go as one have in common."""
-    reduction = step.source[step.axis].reduction if step.step == "all_reduce" else ""
-    return step.step, step.axis, reduction, dtype
+def family(step: Convert, dtype: str) -> Hashable | None:
+    """What collectives that go as one have in common; None for one that always goes alone."""
+    collective = step.collective
+    return (collective.name, step.axis, step.source[step.axis].reduction, dtype) if collective.bundled else None
 
 
 def filled(families: Sequence[Hashable | None], nbytes: Sequence[float]) -> list[list[int]]:

@@ -16,7 +16,6 @@ from hapsynth.instructions.program.sizes import Sizes
 
 GATHERED = 1 << 17
 """Bytes of a tensor, on all devices together, up to which it is gathered."""
-_STEPS = ("all_to_all", "reduce_scatter", "reshare")
 
 
 def gathered(graph: Graph, program: Program, sizes: Sizes) -> list[Instruction]:
@@ -43,14 +42,16 @@ def gathered(graph: Graph, program: Program, sizes: Sizes) -> list[Instruction]:
         middle = (R,)
         if (at, (i.value, middle)) not in whole:
             whole.add((at, (i.value, middle)))
-            found.append(i._replace(target=middle))
-        waiting.append(i._replace(source=middle))
+            found.append(i._replace(target=middle, by=""))
+        waiting.append(i._replace(source=middle, by=""))
     flush()
     return found
 
 
 def _is_small(graph: Graph, program: Program, sizes: Sizes, i: Convert) -> bool:
-    if len(program.axes) != 1 or i.step not in _STEPS or is_extended(graph.values[i.value].dtype):
+    if len(program.axes) != 1 or is_extended(graph.values[i.value].dtype):
+        return False
+    if not (i.is_collective and i.target[i.axis].is_sharded):
         return False
     if sizes.is_even(i.value, i.source) and sizes.is_even(i.value, i.target):
         return False

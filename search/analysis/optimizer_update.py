@@ -10,7 +10,7 @@ from functools import cached_property
 from math import ceil
 
 from hapsynth.graph.ir import Graph
-from hapsynth.instructions.collectives import BUNDLE, BUNDLED, Step
+from hapsynth.instructions.collectives import BUNDLE, BUNDLED, Collective
 from hapsynth.instructions.rules.registry import is_fusible
 
 
@@ -59,11 +59,11 @@ class Together:
         state = (self.graph.inputs[source] for source, _ in self.graph.carry)
         return [self.graph.values[v].nbytes for v in state if v not in self.updates]
 
-    def part(self, value: int, step: Step, n: int) -> float:
+    def part(self, value: int, step: Collective, n: int) -> float:
         """The part of a latency that a conversion among `n` devices is counted: as many parameters as are small enough
         go together, at equal shares."""
-        shards = n if step in ("all_gather", "all_to_all") else 1
-        if value not in self.values or self.graph.values[value].nbytes > shards * BUNDLED:
+        shards = n if step.joins else 1
+        if not step.bundled or value not in self.values or self.graph.values[value].nbytes > shards * BUNDLED:
             return 1.0
         if shards not in self._counts:
             small = [size for size in self._parameters if size <= shards * BUNDLED]

@@ -25,13 +25,12 @@ from hapsynth.cluster.device_kinds import DeviceKind
 from hapsynth.cluster.granularity import Granularity
 from hapsynth.cluster.memory_budget import MemoryBudget
 from hapsynth.graph.ir import Boundary, Graph, Op
-from hapsynth.instructions.collectives import Step, is_collective, step_between
+from hapsynth.instructions.collectives import Collective, step_between
 from hapsynth.instructions.factors import Triples
-from hapsynth.instructions.layout import Layout, cut_axes, cut_dims, cuts_of, way_of
+from hapsynth.instructions.layout import Layout, cut_dims, cuts_of
 from hapsynth.instructions.program.sizes import cut_nodes
 from hapsynth.instructions.rules.factor_table import FactorTable
 from hapsynth.instructions.rules.registry import is_fusible
-from hapsynth.instructions.staging.reshard_moves import moved
 from hapsynth.search.analysis.fusion import FusionPlan, materialized, turned
 from hapsynth.search.analysis.liveness import Liveness
 from hapsynth.search.analysis.numbering import Numbering
@@ -39,13 +38,11 @@ from hapsynth.search.analysis.op_class import amount_of, class_of
 from hapsynth.search.analysis.op_signature import signature_of
 from hapsynth.search.analysis.optimizer_update import Together
 from hapsynth.search.cost.device_speed import DeviceFigures, Floats, Speeds
-from hapsynth.search.cost.network import axis_links, devices_of, mesh_axes
+from hapsynth.search.cost.network import PRICES, Largest, Sent, Shares, axis_links, devices_of, mesh_axes
 from hapsynth.search.cost.roofline import Roofline
 from hapsynth.search.cost.work import Work, lanes_of
 
 Ints: TypeAlias = npt.NDArray[np.int64]
-Largest: TypeAlias = Callable[[int, tuple[int, ...], int], float]
-"""(dimension, the axes that cut it, which way) -> the fraction that its largest shard holds."""
 
 
 class CostModel:
@@ -213,7 +210,7 @@ class CostModel:
         differently."""
         if op_index not in self.graph.unsure:
             return 0.0
-        word = lambda link: link.seconds("all_reduce", link.wire_bytes("all_reduce", 4.0, 0.0, 0.0))
+        word = lambda link: link.seconds("all_reduce", link.wire_bytes("all_reduce", 4.0))
         return sum(word(link) for link in self.links if link.n > 1)
 
     @cached_property
@@ -319,29 +316,36 @@ class CostModel:
         return np.where(short, alone, low)
 
     def conversion(
-        self, value: int, source: Layout, target: Layout, axis: int, largest: Largest
+        self,
+        value: int,
+        source: Layout,
+        target: Layout,
+        axis: int,
+        shares: Shares | Largest,
+        step: Collective | None = None,
     ) -> tuple[float, float]:
-        """(seconds, bytes over the slowest link) of one step along an axis; an empty or a lone device's one is free."""
-        link, nbytes = self.links[axis], float(self.graph.values[value].nbytes)
-        step = step_between(source[axis], target[axis])
-        assert step is not None, (source, target)
-        if not is_collective(step) or link.n == 1 or nbytes == 0:
-            return 0.0, 0.0
-        assert step != "reshare", "its cost depends on all shards: `reshare`"
-        before, after = (nbytes * held_fraction(layout, largest) for layout in (source, target))
-        block = before
-        if step == "all_to_all":
-            dim = target[axis].dim
-            axes, way = cut_axes(target, dim), way_of(target, dim)
-            block *= largest(dim, axes, way) / (largest(dim, axes[:-1], way) if len(axes) > 1 else 1.0)
-        wire = link.wire_bytes(step, before, after, block)
-        seconds = link.seconds(step, wire) - link.seconds(step, 0.0) + self.latency(value, step, axis)
-        return seconds + self.turning(value, source, axis) * held_fraction(target, largest), wire
+        """(seconds, bytes over the slowest link) of one step along an axis; an empty or a lone device's one is free.
 
-    def latency(self, value: int, step: Step, axis: int) -> float:
-        """Seconds that one collective takes however little it sends: of those that go together its part."""
-        link = self.links[axis]
-        return self.together.part(value, step, link.n) * link.seconds(step, 0.0)
+        `step`: by default the usual one. Of one that reshares the shares of all positions must be known.
+        """
+        step = step or step_between(source[axis], target[axis])
+        assert step is not None, (source, target)
+        sent = self.sent(value, source, target, axis, shares, step)
+        return sent.seconds, sent.wire_bytes
+
+    def sent(
+        self, value: int, source: Layout, target: Layout, axis: int, shares: Shares | Largest, step: Collective
+    ) -> Sent:
+        """What a step sends, and how long that takes: of those that go together its part of the latency."""
+        link, nbytes = self.links[axis], float(self.graph.values[value].nbytes)
+        if not step.communicates or link.n == 1 or nbytes == 0:
+            return Sent()
+        held = shares if isinstance(shares, Shares) else Shares(shares)
+        found = PRICES[step.name].sent(link, step.name, nbytes, step.traffic(source, target, axis), held)
+        latency = self.together.part(value, step, link.n) * found.latency_s
+        turning = self.turning(value, source, axis)
+        turned = turning * held_fraction(target, held.largest) if turning else 0.0
+        return found._replace(latency_s=latency, turned_s=turned)
 
     def turning(self, value: int, source: Layout, axis: int) -> float:
         """Seconds that a collective of a whole value costs what reads it afterwards: partial sums that are transposed
@@ -353,16 +357,6 @@ class CostModel:
     def conversion_kind(self, value: int) -> Hashable:
         """Values of one kind, and as large, are converted at the same cost."""
         return value in self.together.values, value in self._turned
-
-    def reshare(self, nbytes: float, axis: int, old: Floats, new: Floats) -> tuple[float, float]:
-        """(seconds, bytes over the slowest link) of moving what changes owner between shards of `old` and `new`
-        fractions per position along an axis. `nbytes`: of what the other axes leave of the value."""
-        link = self.links[axis]
-        permutes, rows = (float(x) for x in moved(old, new))
-        if permutes == 0 or nbytes == 0:
-            return 0.0, 0.0
-        wire = link.wire_bytes("reshare", 0.0, 0.0, nbytes * rows)
-        return permutes * link.latency + wire * link.beta, wire
 
     def evenly(self, dim: int, axes: tuple[int, ...], way: int = 0) -> float:
         """The least that the largest shard can be."""

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
+from typing import NamedTuple
 
 import numpy as np
 
 from hapsynth.cluster.cluster import DEFAULT_AXIS, Cluster
 from hapsynth.cluster.curves import Curve
-from hapsynth.instructions.collectives import Step
+from hapsynth.instructions.collectives import Block, Moved, Traffic
+from hapsynth.instructions.staging.reshard_moves import moved
+from hapsynth.search.cost.device_speed import Floats
+
+Largest = Callable[[int, tuple[int, ...], int], float]
+"""(dimension, the axes that cut it, which way) -> the fraction that its largest shard holds."""
 
 _MOST_AXES = 2
 
@@ -38,32 +44,86 @@ class AxisLink:
     swapped: float
     curves: Mapping[str, Curve] = field(default_factory=dict[str, Curve])
 
-    def seconds(self, step: Step, wire: float) -> float:
+    def seconds(self, step: str, wire: float) -> float:
         """Of one collective that sends `wire` bytes; never falls as they grow."""
         curve = self.curves.get(step)
-        return self.latency + wire * self.beta if curve is None else float(curve.seconds(wire))
+        if curve is not None:
+            return float(curve.seconds(wire))
+        return PRICES[step].messages(self) * self.latency + wire * self.beta
 
-    def wire_bytes(self, step: Step, source: float, target: float, block: float) -> float:
-        """Bytes that one group sends over its slowest link, padding included.
+    def wire_bytes(self, step: str, block: float) -> float:
+        """Bytes that one group sends over its slowest link, padding included. `block`: of what a device sends at once
+        (`instructions.collectives.Block`), or of all rows that may move."""
+        return PRICES[step].blocks(self) * block
 
-        `source`, `target`: bytes of the largest shard before and after, `block`: of what one device sends another in
-        an all-to-all or, padded, of what it sends in a reshare. Rings for the first three; in an all-to-all the devices
-        of a host share its link.
-        """
-        match step:
-            case "slice" | "partial":
-                return 0.0
-            case "all_reduce":
-                return 2.0 * (self.n - 1) / self.n * source
-            case "reduce_scatter":
-                return (self.n - 1) * target
-            case "all_gather":
-                return (self.n - 1) * source
-            case "all_to_all":
-                return self.swapped * block
-            case "reshare":
-                # Of rows that move only as far as they must.
-                return block
+
+class Sent(NamedTuple):
+    """What one collective comes to along an axis.
+
+    `wire_bytes`: what one group sends over its slowest link, padding included, in `moving_s` seconds; `latency_s`:
+    those that it takes however little it sends; `turned_s`: those of what reads it, as `CostModel.turning` says.
+    """
+
+    wire_bytes: float = 0.0
+    latency_s: float = 0.0
+    moving_s: float = 0.0
+    turned_s: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        return self.moving_s + self.latency_s + self.turned_s
+
+
+def _unknown(dim: int, axes: tuple[int, ...], way: int) -> Floats:
+    raise AssertionError(f"what all positions hold of dimension {dim} is not known")
+
+
+@dataclass(frozen=True)
+class Shares:
+    """How dimensions are cut: the largest share, and the fraction that each position along the axes holds."""
+
+    largest: Largest
+    each: Callable[[int, tuple[int, ...], int], Floats] = _unknown
+
+
+@dataclass(frozen=True)
+class Price:
+    """What a collective costs along an axis, in proportion to the largest block that a device sends.
+
+    `blocks`: how many of these one group sends over its slowest link; `messages`: how many wait for one another.
+    """
+
+    blocks: Callable[[AxisLink], float]
+    messages: Callable[[AxisLink], float] = lambda link: 1.0
+
+    def sent(self, link: AxisLink, step: str, nbytes: float, traffic: Traffic, shares: Shares) -> Sent:
+        """Of a value of `nbytes`."""
+        assert isinstance(traffic, Block)
+        wire = self.blocks(link) * traffic.nbytes(nbytes, shares.largest)
+        latency = link.seconds(step, 0.0)
+        return Sent(wire, latency, link.seconds(step, wire) - latency)
+
+
+class PriceOfMoves(Price):
+    """In proportion to the rows that change their owner: a permute for each distance that some move, padded to the
+    longest piece."""
+
+    def sent(self, link: AxisLink, step: str, nbytes: float, traffic: Traffic, shares: Shares) -> Sent:
+        assert isinstance(traffic, Moved)
+        permutes, rows = (float(x) for x in moved(shares.each(*traffic.old), shares.each(*traffic.new)))
+        wire = self.blocks(link) * nbytes * prod(shares.largest(*cut) for cut in traffic.around) * rows
+        return Sent(wire, permutes * link.latency, wire * link.beta)
+
+
+PRICES: dict[str, Price] = {
+    # Rings for the first three; in an all-to-all the devices of a host share its link.
+    "all_reduce": Price(lambda link: 2.0 * (link.n - 1) / link.n),
+    "reduce_scatter": Price(lambda link: link.n - 1),
+    "all_gather": Price(lambda link: link.n - 1),
+    "all_to_all": Price(lambda link: link.swapped),
+    "reshare": PriceOfMoves(lambda link: 1.0),
+}
+"""Of every collective in `instructions.collectives.STEPS`."""
 
 
 def axis_links(cluster: Cluster, axes: Sequence[tuple[str, int]]) -> tuple[AxisLink, ...]:

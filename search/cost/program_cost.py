@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from math import fsum, prod
+from math import fsum
 from typing import NamedTuple
 
 import numpy as np
 
 from hapsynth.instructions.program.program import Compute, Convert, Instruction, Program
-from hapsynth.instructions.program.sizes import Node, Sizes, layout_nodes
+from hapsynth.instructions.program.sizes import Node, Sizes
 from hapsynth.search.cost.model import CostModel, Floats
+from hapsynth.search.cost.network import Shares
 from hapsynth.search.cost.program_index import Load, ProgramIndex, cut_nodes_of
 
 
@@ -51,22 +52,17 @@ def load_seconds(index: ProgramIndex, sizes: Sizes) -> list[Floats]:
 
 def conversion_cost(costs: CostModel, sizes: Sizes, i: Convert) -> tuple[float, float]:
     """(seconds, bytes over the slowest link) of one run of a conversion."""
-    largest = lambda *cut: largest_share(sizes, i.value, *cut)
-    if i.step != "reshare":
-        return costs.conversion(i.value, i.source, i.target, i.axis, largest)
-    around, nodes = resharing(i)
-    old, new = (np.array(sizes.lengths(*node), dtype=np.float64) for node in nodes)
-    whole = max(old.sum(), 1.0)
-    nbytes = float(costs.graph.values[i.value].nbytes)
-    return costs.reshare(nbytes * prod(largest(*node[1:]) for node in around), i.axis, old / whole, new / whole)
+    return costs.conversion(i.value, i.source, i.target, i.axis, shares_of(sizes, i.value), i.collective)
 
 
-def resharing(i: Convert) -> tuple[list[Node], tuple[Node, Node]]:
-    """What else of a value is cut while it is reshared, and the two ways in which the dimension is cut."""
-    dim = i.source[i.axis].dim
-    around = [node for node in layout_nodes(i.value, i.source) if node[1] != dim]
-    old, new = (next(n for n in layout_nodes(i.value, p) if n[1] == dim) for p in (i.source, i.target))
-    return around, (old, new)
+def shares_of(sizes: Sizes, value: int) -> Shares:
+    """How the dimensions of a value are cut."""
+
+    def each(dim: int, axes: tuple[int, ...], way: int) -> Floats:
+        lengths = np.array(sizes.lengths(value, dim, axes, way), dtype=np.float64)
+        return lengths / max(lengths.sum(), 1.0)
+
+    return Shares(lambda *cut: largest_share(sizes, value, *cut), each)
 
 
 def instruction_costs(program: Program, sizes: Sizes, costs: CostModel) -> Iterator[Cost]:

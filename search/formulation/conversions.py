@@ -8,7 +8,7 @@ from itertools import permutations, product
 
 import numpy as np
 
-from hapsynth.instructions.collectives import axis_between, is_collective, step_between
+from hapsynth.instructions.collectives import axis_between, steps_between
 from hapsynth.instructions.layout import Layout, P, Placement, R, Reduction, S, is_consistent, is_partial, minors
 from hapsynth.search.cost.model import Floats
 
@@ -55,8 +55,8 @@ class LayoutSet:
         """bool [layouts, layouts]: whether one follows from another by local steps alone."""
         reach = np.eye(len(self.layouts), dtype=bool)
         for i, j, axis in self.hops:
-            step = step_between(self.layouts[i][axis], self.layouts[j][axis])
-            reach[i, j] = step is not None and not is_collective(step)
+            steps = steps_between(self.layouts[i][axis], self.layouts[j][axis])
+            reach[i, j] = any(not step.communicates for step in steps)
         for k in range(len(self.layouts)):
             reach |= reach[:, k, None] & reach[None, k, :]
         return reach

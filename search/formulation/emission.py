@@ -80,7 +80,8 @@ class Emitter:
 
     def convert(self, value: int, hop: Hop, made_by: int, region: int) -> int:
         source, target, axis = hop
-        return self.add(Convert(value, axis, source, target, region), (made_by,))
+        step = self.builder.step(value, source, target, axis)
+        return self.add(Convert(value, axis, source, target, region).with_step(step), (made_by,))
 
     def make(self, value: int, step: int) -> None:
         """A value exists: its shared conversions follow."""

@@ -8,16 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, TypeVar
 
 import numpy as np
 
 from hapsynth.graph.ir import Graph
+from hapsynth.instructions.collectives import Collective, steps_between
 from hapsynth.instructions.factors import Factors, Triples
 from hapsynth.instructions.layout import Layout, cuts_of
 from hapsynth.instructions.program.sizes import Node, cut_nodes
 from hapsynth.search.cost.model import CostModel, Floats
+from hapsynth.search.cost.network import Shares
 from hapsynth.search.cost.work import Work
 from hapsynth.search.formulation.choice_space import AvailableLayouts, ChoiceSpace, Interned, RequiredLayouts
 from hapsynth.search.formulation.conversions import Conversions
@@ -106,7 +108,30 @@ class ProblemBuilder:
         convertible = self.structure.restriction.convertible
         if convertible is not None and not convertible(value, source[axis], target[axis]):
             return np.inf
-        return self.costs.conversion(value, source, target, axis, lambda *cut: self.largest(value, *cut))[0]
+        return min(self._step_times(value, source, target, axis))
+
+    def step(self, value: int, source: Layout, target: Layout, axis: int) -> Collective:
+        """The cheapest of the steps that do it, and of those that cost the same the first."""
+        steps = steps_between(source[axis], target[axis])
+        if len(steps) == 1:
+            return steps[0]
+        times = self._step_times(value, source, target, axis)
+        return steps[times.index(min(times))]
+
+    def _step_times(self, value: int, source: Layout, target: Layout, axis: int) -> list[float]:
+        """Of each step that does it; infinite for one that may not."""
+        shares = Shares(partial(self.largest, value), partial(self._shares_of_all, value))
+        cost = lambda step: self.costs.conversion(value, source, target, axis, shares, step)[0]
+        return [cost(s) if self._may(value, s) else np.inf for s in steps_between(source[axis], target[axis])]
+
+    def _may(self, value: int, step: Collective) -> bool:
+        """Whether a value may be converted by a step."""
+        return not step.recuts
+
+    def _shares_of_all(self, value: int, dim: int, axes: tuple[int, ...], way: int) -> Floats:
+        """The fraction of a dimension that each position along the axes holds."""
+        assert self.ratios is not None
+        return self.ratios.vectors[self.ratios.of(value, dim, axes, way)]
 
     def path_time(self, value: int, source: Layout, target: Layout) -> float:
         """Seconds of the cheapest conversion; infinite where there is none."""

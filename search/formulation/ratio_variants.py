@@ -10,13 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property, reduce
-from math import prod
 
 import numpy as np
 
-from hapsynth.instructions.collectives import step_between
+from hapsynth.instructions.collectives import Collective
 from hapsynth.instructions.factors import Triples
-from hapsynth.instructions.layout import Layout, Reduction, cuts_of
+from hapsynth.instructions.layout import Layout, Reduction
 from hapsynth.instructions.program.sizes import Node, Sizes, cut_nodes
 from hapsynth.search.analysis.dimension_groups import kinship
 from hapsynth.search.cost.model import CostModel, Floats
@@ -112,17 +111,8 @@ class _VariantChoices(ChoiceSpace):
 class _VariantBuilder(ProblemBuilder):
     """Knows what it takes to change from one way of being cut to another."""
 
-    def step_time(self, value: int, source: Layout, target: Layout, axis: int) -> float:
-        if step_between(source[axis], target[axis]) != "reshare":
-            return super().step_time(value, source, target, axis)
-        convertible = self.structure.restriction.convertible
-        if self._is_whole(value) or (convertible and not convertible(value, source[axis], target[axis])):
-            return np.inf
-        assert self.ratios is not None
-        cuts = [next(cut for cut in cuts_of(layout) if cut[0] == layout[axis].dim) for layout in (source, target)]
-        old, new = (self.ratios.vectors[self.ratios.of(value, *cut)] for cut in cuts)
-        around = prod(self.largest(value, *cut) for cut in cuts_of(source) if cut != cuts[0])
-        return self.costs.reshare(self.graph.values[value].nbytes * around, axis, old, new)[0]
+    def _may(self, value: int, step: Collective) -> bool:
+        return not (step.recuts and self._is_whole(value))
 
     def _profile(self, value: int) -> object:
         several = any(way for *_, way in self.structure.layouts[value].cuts)

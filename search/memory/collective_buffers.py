@@ -13,8 +13,9 @@ from typing import NamedTuple
 
 from hapsynth.graph.ir import Graph
 from hapsynth.instructions.collectives import BUNDLED
+from hapsynth.instructions.layout import cuts_of
 from hapsynth.instructions.program.program import Convert, Program, reads, writes
-from hapsynth.instructions.program.sizes import Node, layout_nodes
+from hapsynth.instructions.program.sizes import Node
 from hapsynth.search.analysis.lifetimes import Tensor
 
 PHASES = 3
@@ -73,7 +74,7 @@ def _is_sent_as_it_is(graph: Graph, step: Convert) -> bool:
     """Whether what is sent needs no room of its own where its source ends: it is whole on every device, and too large
     to go with others."""
     large = graph.values[step.value].nbytes > BUNDLED
-    return step.step == "all_reduce" and large and not layout_nodes(step.value, step.source)
+    return large and step.collective.in_place and not cuts_of(step.source)
 
 
 def _sent(graph: Graph, program: Program, i: int, start: int, end: int) -> Iterator[Buffer]:
@@ -81,28 +82,12 @@ def _sent(graph: Graph, program: Program, i: int, start: int, end: int) -> Itera
     step = program.instructions[i]
     assert isinstance(step, Convert)
     nbytes, n = float(graph.values[step.value].nbytes), program.axes[step.axis][1]
-    source, target = (tuple(layout_nodes(step.value, layout)) for layout in (step.source, step.target))
-    match step.step:
-        case "all_reduce":
-            # In place; a whole target is what it gives.
-            yield Buffer(nbytes, source, True, start, end if _is_sent_as_it_is(graph, step) else end + 1)
-        case "all_gather":
-            yield Buffer(nbytes, source, True, start, start + 2)
-            yield Buffer(n * nbytes, source, True, start + 1, end + 1)
-        case "reduce_scatter":
-            yield Buffer(n * nbytes, target, True, start, start + 2)
-            yield Buffer(nbytes, target, True, start + 1, end + 1)
-        case "all_to_all":
-            dim = step.target[step.axis].dim
-            nodes = (*(s for s in source if s[1] != dim), *(t for t in target if t[1] == dim))
-            yield Buffer(n * nbytes, nodes, True, start, start + 2)
-            yield Buffer(n * nbytes, nodes, True, start + 1, end + 1)
-        case "reshare":
-            # The shard itself goes with the pieces: at most as much again.
-            dim = step.source[step.axis].dim
-            nodes = (*(s for s in source if s[1] != dim), *(t for t in target if t[1] == dim))
-            for cut in (source, nodes):
-                yield Buffer(nbytes, cut, True, start, start + 2)
-                yield Buffer(nbytes, cut, True, start + 1, end + 1)
-        case "slice" | "partial":
-            raise AssertionError(f"{step.step} communicates nothing")
+    collective = step.collective
+    for wired in collective.wired(step.source, step.target, step.axis, n):
+        nodes = tuple((step.value, *cut) for cut in wired.cuts)
+        if collective.in_place:
+            # A whole target is what it gives.
+            yield Buffer(nbytes, nodes, True, start, end if _is_sent_as_it_is(graph, step) else end + 1)
+        else:
+            yield Buffer(wired.sent * nbytes, nodes, True, start, start + 2)
+            yield Buffer(wired.given * nbytes, nodes, True, start + 1, end + 1)

@@ -9,12 +9,12 @@ from typing import Literal, NamedTuple
 
 from hapsynth._jax import is_extended
 from hapsynth.graph.ir import Graph
-from hapsynth.instructions.collectives import BUNDLED
-from hapsynth.instructions.layout import Layout
+from hapsynth.instructions.collectives import BUNDLED, Block
+from hapsynth.instructions.layout import Layout, cut_alone
 from hapsynth.instructions.program.program import Compute, Convert, Instruction, Program, Property, reads, writes
 from hapsynth.instructions.program.sizes import Sizes
 from hapsynth.instructions.rules.registry import is_fusible
-from hapsynth.instructions.staging.buckets import TOGETHER, family, filled, joined
+from hapsynth.instructions.staging.buckets import family, filled, joined
 from hapsynth.instructions.staging.stages import Stage, split
 from hapsynth.search.analysis.fusion import FusionPlan
 
@@ -183,7 +183,7 @@ def bundles(graph: Graph, program: Program, run: Sequence[Convert], nbytes: NByt
     sent = [_sent(graph, program, step, nbytes) for step in run]
     dtypes = [graph.values[step.value].dtype for step in run]
     families = [
-        family(step, str(dtype)) if size <= BUNDLED and step.step in TOGETHER and not is_extended(dtype) else None
+        family(step, str(dtype)) if size <= BUNDLED and not is_extended(dtype) else None
         for step, size, dtype in zip(run, sent, dtypes, strict=True)
     ]
     for group in filled(families, sent):
@@ -193,11 +193,11 @@ def bundles(graph: Graph, program: Program, run: Sequence[Convert], nbytes: NByt
 
 def _sent(graph: Graph, program: Program, step: Convert, nbytes: NBytes) -> float:
     """Bytes of the array that a collective takes: whole blocks of the largest shard."""
-    n, source = program.axes[step.axis][1], nbytes(step.value, step.source)
-    match step.step:
-        case "reduce_scatter":
-            return n * nbytes(step.value, step.target)
-        case "all_to_all":
-            return n * source * nbytes(step.value, step.target) / graph.values[step.value].nbytes
-        case _:
-            return source
+    traffic = step.traffic
+    if not isinstance(traffic, Block):
+        return nbytes(step.value, step.source)
+    alone = lambda cut: nbytes(step.value, cut_alone(cut, len(step.source)))
+    sent = (program.axes[step.axis][1] if step.collective.splits else 1) * nbytes(step.value, traffic.layout)
+    if traffic.part is None:
+        return sent
+    return sent * alone(traffic.part) / (alone(traffic.of) if traffic.of else graph.values[step.value].nbytes)

@@ -135,7 +135,7 @@ class ReshardAtoms:
             if isinstance(i, Convert):
                 if i.is_collective:
                     cut = [of[node] for p in (i.source, i.target) for node in self.index.nodes(i.value, p)]
-                    key: object = (graph.values[i.value].nbytes, i.source, i.target, *cut)
+                    key: object = (graph.values[i.value].nbytes, i.source, i.target, i.by, *cut)
                     sent.setdefault(key, i)
                     members.append((atom, graph.runs[i.region], key))
                 continue

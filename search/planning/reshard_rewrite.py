@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hapsynth.graph.ir import Graph, Operand
+from hapsynth.instructions.collectives import Moved
 from hapsynth.instructions.factors import Triple, Triples
 from hapsynth.instructions.layout import Layout
 from hapsynth.instructions.program.program import Compute, Convert, Instruction, Program, Property, region_of
@@ -45,9 +46,8 @@ def merged(graph: Graph, program: Program, sizes: Sizes, table: FactorTable) -> 
 
     kept: list[Instruction] = []
     for i in program.instructions:
-        if isinstance(i, Convert) and i.step == "reshare":
-            dim = i.source[i.axis].dim
-            old, new = (next(n for n in layout_nodes(i.value, p) if n[1] == dim) for p in (i.source, i.target))
+        if isinstance(i, Convert) and isinstance(moved := i.traffic, Moved):
+            old, new = ((i.value, *cut) for cut in (moved.old, moved.new))
             if sizes.lengths(*old) == sizes.lengths(*new):
                 join(old, new)
                 continue

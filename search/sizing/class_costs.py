@@ -10,13 +10,11 @@ from math import fsum
 import numpy as np
 
 from hapsynth.cluster.curves import Curve
-from hapsynth.instructions.collectives import step_between
-from hapsynth.instructions.layout import cut_axes, way_of
+from hapsynth.instructions.collectives import Moved
 from hapsynth.instructions.program.program import Convert, Program
 from hapsynth.instructions.program.sizes import Classes, Sizes
 from hapsynth.instructions.staging.reshard_moves import moved
 from hapsynth.search.cost.model import CostModel, Floats, distinct
-from hapsynth.search.cost.program_cost import resharing
 from hapsynth.search.cost.program_index import Cut, Load, ProgramIndex
 from hapsynth.search.cost.roofline import Roofline
 from hapsynth.search.cost.work import Work
@@ -124,28 +122,18 @@ class ClassCosts:
 
     def _add_wire(self, i: Convert, runs: float) -> None:
         """What a collective sends with every largest share 1, and the shares that it is proportional to."""
-        link, nbytes = self.costs.links[i.axis], float(self.costs.graph.values[i.value].nbytes)
-        step = step_between(i.source[i.axis], i.target[i.axis])
-        assert step is not None
-        wire = link.wire_bytes(step, nbytes, nbytes, nbytes) if link.n > 1 else 0.0
-        if not wire:
+        link, step, traffic = self.costs.links[i.axis], i.step, i.traffic
+        nbytes = float(self.costs.graph.values[i.value].nbytes) if i.is_collective and link.n > 1 else 0.0
+        if not nbytes:
             return
-        if step == "reshare":
-            around, nodes = resharing(i)
-            old, new, *over = (self.cut(node) for node in (*nodes, *around))
+        wire = link.wire_bytes(step, nbytes)
+        if isinstance(traffic, Moved):
+            old, new, *over = (self.cut((i.value, *cut)) for cut in (traffic.old, traffic.new, *traffic.around))
             known = self._reshares.setdefault((old, new, *over), ReshardTerm(old, new, tuple(over)))
             known.seconds += runs * wire * link.beta
             known.latency += runs * link.latency
             return
-        sent = i.target if step == "reduce_scatter" else i.source
-        times = list(map(self.cut, self.index.nodes(i.value, sent)))
-        over: list[Cut] = []
-        if step == "all_to_all":
-            dim = i.target[i.axis].dim
-            axes, way = cut_axes(i.target, dim), way_of(i.target, dim)
-            times.append(self.cut((i.value, dim, axes, way)))
-            if len(axes) > 1:
-                over.append(self.cut((i.value, dim, axes[:-1], way)))
+        times, over = ([self.cut((i.value, *cut)) for cut in cuts] for cuts in (traffic.times, traffic.over))
         key = tuple(sorted(times)), tuple(sorted(over))
         if not key[0]:
             return

@@ -25,9 +25,10 @@ from unflatten import unflattened
 
 import hapsynth
 from hapsynth.graph.trace import trace
+from hapsynth.instructions.layout import S
 from hapsynth.instructions.program.checker import check
-from hapsynth.instructions.program.program import Convert
-from hapsynth.instructions.program.sizes import Sizes
+from hapsynth.instructions.program.program import Convert, Program
+from hapsynth.instructions.program.sizes import Classes, Sizes
 from hapsynth.lower import Shards, Staged, lower_staged
 from hapsynth.lower._host_schedule import CollectiveStage, HostCond, HostLoop, LocalStage
 from hapsynth.lower._interpreter import Interpreter
@@ -248,6 +249,20 @@ def test_what_arrives_is_as_it_is_used() -> None:
     (stage,) = (item for item in staged.items if isinstance(item, CollectiveStage))
     shapes = {wire.steps[0].step: staged.arrived(wire).shape for wire in staged.sent(stage.steps)}
     assert shapes == {"reduce_scatter": (4,), "all_reduce": (1,)}
+
+
+def test_shards_without_elements_have_their_own_shapes() -> None:
+    """Of devices that run as a group, for which JAX joins them."""
+    x = np.arange(96, dtype=np.float32).reshape(12, 8)
+    graph = replace(trace(lambda x: x, (x,)).graph, carry=())
+    program = Program((("d", 4),), {0: (S(0),)}, (Convert(0, 0, (S(0),), (S(1),)),), ((S(1),),))
+    sizes = Sizes(graph, Classes.build(graph, program), ((0, 0, 11, 1), (0, 0, 7, 1)))
+    check(graph, program, sizes)
+    staged = lower_staged(graph, program, sizes, first_devices(4), donate=False)
+    (made,) = staged([staged.inputs[0].put(x, copy=True)])
+    assert [part.shape for part in made.arrays] == [(12, 0), (12, 0), (12, 7), (12, 1)]
+    assert staged.outputs[0] is not None
+    np.testing.assert_array_equal(staged.outputs[0].fetch(made), x)
 
 
 def test_the_form_and_its_reason() -> None:

@@ -12,7 +12,7 @@ from jax.sharding import AxisType, Mesh
 
 from hapsynth.instructions.layout import R, S
 from hapsynth.lower import Storage
-from hapsynth.running.transfer import Recut, exchange, exchanger
+from hapsynth.running.transfer import Change, exchange, exchanger
 
 
 def storages(lengths: tuple[int, ...], layout: Any, old: Any, new: Any, dtype: Any, shape: Any) -> list[Storage]:
@@ -55,7 +55,7 @@ def test_values_move_bit_for_bit(name: str, dtype: str) -> None:
 
 
 def test_only_rows_that_change_owner_are_sent() -> None:
-    step = Recut(0, ("a",), (10, 2, 4, 4), (7, 5, 4, 4))
+    step = Change(0, ("a",), (10, 2, 4, 4), (7, 5, 4, 4))
     source = storages((4,), (S(0),), {0: ((0,), step.old)}, {}, "float32", (20, 3))[0]
     stored = source.put(np.zeros((20, 3), np.float32), copy=True)
     text = exchanger(source.mesh, source.spec, (step,), False).lower(stored).as_text()

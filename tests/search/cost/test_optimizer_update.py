@@ -12,7 +12,7 @@ import hapsynth
 from hapsynth.cluster.cluster import Cluster, Link
 from hapsynth.graph.ir import Graph, Op
 from hapsynth.graph.trace import trace
-from hapsynth.instructions.collectives import BUNDLED
+from hapsynth.instructions.collectives import BUNDLED, STEPS
 from hapsynth.instructions.layout import P, R, S
 from hapsynth.instructions.rules.factor_table import FactorTable
 from hapsynth.report.cost_breakdown import Sending, cost_lines, print_costs
@@ -88,15 +88,15 @@ def turned_by(g: Graph, op: Op) -> list[int]:
 def test_the_parts_of_a_latency_add_up_to_one() -> None:
     g = graph(32, 16, 8)
     together = Together(g)
-    assert together.part(g.inputs[0], "all_reduce", 4) == pytest.approx(1 / 3)
-    assert together.part(g.inputs[-1], "all_reduce", 4) == 1.0, "the batch is no state"
+    assert together.part(g.inputs[0], STEPS["all_reduce"], 4) == pytest.approx(1 / 3)
+    assert together.part(g.inputs[-1], STEPS["all_reduce"], 4) == 1.0, "the batch is no state"
     # Too large to be summed with others, small enough to be gathered with them.
     large = graph(32, 2 * BUNDLED // (64 * 4))
-    parts = [Together(large).part(large.inputs[1], kind, 4) for kind in ("all_reduce", "all_gather")]
+    parts = [Together(large).part(large.inputs[1], STEPS[kind], 4) for kind in ("all_reduce", "all_gather")]
     assert parts == [1.0, 0.5]
     # As many bundles as they fill.
     many = graph(*[BUNDLED // (64 * 4)] * 20)
-    assert Together(many).part(many.inputs[0], "all_reduce", 4) == pytest.approx(2 / 20)
+    assert Together(many).part(many.inputs[0], STEPS["all_reduce"], 4) == pytest.approx(2 / 20)
 
 
 def test_conversions_cost_their_part() -> None:

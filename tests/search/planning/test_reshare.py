@@ -113,7 +113,7 @@ def test_shards_become_those_of_other_sizes(dtype: str, apart: bool) -> None:
     def run(*held: jax.Array) -> list[jax.Array]:
         out: list[jax.Array] = []
         for (old, new, dim), x in zip(cuts, held, strict=True):
-            recut = Recut(dim, 0, max(old), max(new), tuple(moves(old, new)))
+            recut = Recut.between(dim, (0,), old, new)
             out.append(each(recut.receive, recut.exchange("d", each(recut.send, x[0])))[None])
         return out
 
