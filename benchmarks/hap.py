@@ -23,7 +23,7 @@ from hapsynth.instructions.program.sizes import Node, cut_nodes
 from hapsynth.instructions.rules.contraction import CONTRACTIONS
 from hapsynth.search.cost.model import CostModel, Floats, Largest
 from hapsynth.search.cost.work import Work
-from hapsynth.search.formulation.choice_space import ChoiceSpace, Restriction
+from hapsynth.search.formulation.choice_space import ChoiceSpace, Interned, Restriction
 from hapsynth.search.formulation.emission import Emitter
 from hapsynth.search.formulation.problem_builder import ProblemBuilder
 from hapsynth.search.planning.baselines import Baseline, Baselines
@@ -56,10 +56,11 @@ class _HapStructure(ChoiceSpace):
         self.of = of
         super().__init__(of.known.graph, of.known.table, restriction)
 
-    def _triples(self, op: int) -> tuple[Triples, ...]:
-        kept = tuple(t for t in super()._triples(op) if self.of.may(op, t))
-        # Like choices are one object.
-        return self.once(("hap", *map(id, kept)), lambda: kept)
+    def _triples(self, op: int) -> Interned[Triples]:
+        every = super()._triples(op)
+        kept = [self.of.may(op, t) for t in every]
+        make = lambda: Interned(t for t, keep in zip(every, kept, strict=True) if keep)
+        return self.once(("hap", every, *kept), make)
 
 
 class Hap:
