@@ -1,4 +1,4 @@
-"""Random functions, planned where every plan is uneven, run on host devices, compared with plain `jax.jit`.
+"""Random functions, planned where nearly every plan is uneven, run on host devices, compared with plain `jax.jit`.
 
     python tests/fuzz.py [--count 2000] [--first 0] [--nonfinite 0.5] [-j 2]
     python tests/fuzz.py --first 123 --count 1         # one of them again
