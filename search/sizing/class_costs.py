@@ -254,10 +254,15 @@ class ClassCosts:
         return not self._roles[c][1]
 
     @cached_property
+    def numbers(self) -> dict[object, int]:
+        """Of what classes divide: programs with one cost model may share them."""
+        return {}
+
+    @cached_property
     def _roles(self) -> list[tuple[int, tuple[int, ...]]]:
         """Per class, the number of what it divides, and the other classes that its costs depend on, as they come in
         that."""
-        numbers: dict[object, int] = {}
+        numbers = self.numbers
         found: list[tuple[int, tuple[int, ...]]] = []
         for cls, (works, wires, reshares) in zip(self.classes.all, self.by_class, strict=True):
             place = {cls.index: 0}
