@@ -1,7 +1,7 @@
 """Random whole functions on random clusters: planned by the search, lowered, compared with plain JAX.
 
-Run more seeds than the suite does with `HAPSYNTH_FUZZ=100:400 pytest tests/test_fuzz.py`, and many more, nearly all with a
-plan that is uneven, with `python tests/fuzz.py`, of which there are a few here.
+Run more seeds than the suite does with `HAPSYNTH_FUZZ=100:400 pytest tests/test_fuzz.py`, and many more, nearly all
+with a plan that is uneven, with `python tests/fuzz.py`, of which there are a few here.
 """
 
 from __future__ import annotations

@@ -215,8 +215,8 @@ class ClassUnits:
         return not self._any_helps
 
     def at_least(self, positions: Ints) -> float:
-        """Seconds that are taken at least once every one of some positions, which are alike, has got a unit from others:
-        no more positions than these have less."""
+        """Seconds that are taken at least once every one of some positions, which are alike, has got a unit from
+        others: no more positions than these have less."""
         count, first = positions.size, positions[:1]
         terms: dict[int, Floats] = {}
         for depth, layer in self._layers.items():
