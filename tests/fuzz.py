@@ -278,9 +278,9 @@ def outcomes(seeds: Sequence[int], nonfinite: float) -> Iterator[Outcome]:
         env = {**os.environ, "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {FLAGS} {older}"}
         done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
         for line in done.stdout.splitlines():
-            outcome = Outcome(**{k: tuple(v) if isinstance(v, list) else v for k, v in json.loads(line).items()})
-            left.remove(outcome.seed)
-            yield outcome
+            found = json.loads(line)
+            yield Outcome(**{**found, "axes": tuple(found["axes"]), "partial": tuple(found["partial"])})
+            left.remove(found["seed"])
         if left:
             died = f"the process ended with {done.returncode}: {done.stderr.strip()[-300:]}"
             yield Outcome(left.pop(0), (), "", False, note=died)

@@ -243,9 +243,9 @@ class ClassCosts:
                 found[c][2].append(reshares)
         return found
 
-    def alike(self, c: int, shares: Sequence[tuple[int, ...]]) -> object:
-        """What a class's best sizes depend on where the classes have these shares: layers have classes that are
-        alike."""
+    def alike(self, c: int, shares: Sequence[object]) -> object:
+        """What a class's best sizes depend on where the classes have these shares, or shares of these numbers: layers
+        have classes that are alike."""
         number, others = self._roles[c]
         return number, *[shares[other] for other in others]
 

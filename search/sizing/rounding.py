@@ -27,12 +27,12 @@ def best_of(moves: Iterable[Ints], seconds: _SecondsOf) -> tuple[float, Ints]:
     return float(found[at]), trials[at]
 
 
-def _groups(shares: Ints, kind_of: Ints) -> dict[tuple[int, int], list[int]]:
-    """Positions of one kind with equal shares are interchangeable: (kind, share) -> these."""
-    found: dict[tuple[int, int], list[int]] = {}
-    for i, s in enumerate(shares.tolist()):
-        found.setdefault((int(kind_of[i]), s), []).append(i)
-    return found
+def _groups(shares: Ints, kind_of: Ints) -> list[tuple[int, int, Ints]]:
+    """Positions of one kind with equal shares are interchangeable: (kind, share, these), by the first of them."""
+    key = kind_of * (int(shares.max(initial=0)) + 1) + shares
+    _, first, counts = np.unique(key, return_index=True, return_counts=True)
+    members = np.split(np.argsort(key, kind="stable"), np.cumsum(counts)[:-1])
+    return [(int(kind_of[first[g]]), int(shares[first[g]]), members[g]) for g in np.argsort(first).tolist()]
 
 
 def group_moves(
@@ -49,11 +49,10 @@ def group_moves(
     more nowhere costs less. Moves that then cannot cost less than `below` are left out.
     """
     of_kinds = [np.flatnonzero(kind_of == k) for k in range(int(kind_of.max()) + 1)]
-    for (kind, held), members in _groups(shares, kind_of).items():
-        if len(members) == 1:
+    for kind, held, places in _groups(shares, kind_of):
+        if places.size == 1:
             # A single move.
             continue
-        places = np.array(members)
         others_of = [np.setdiff1d(some, places) if k == kind else some for k, some in enumerate(of_kinds)]
         for sign in (1, -1) if held else (-1,):
             if sign < 0 and at_least is not None and at_least(places) >= below:
@@ -63,7 +62,7 @@ def group_moves(
             # Units that are taken and given to none yet.
             if sign > 0 and at_least is not None and seconds(moved[None])[0] >= below:
                 continue
-            left, step = len(members), -(-len(members) // _PARTS)
+            left, step = places.size, -(-places.size // _PARTS)
             first: dict[int, Ints] = {}
             """Of each kind, the positions that are next, as long as none of its have changed."""
             while left:

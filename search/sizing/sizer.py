@@ -51,6 +51,8 @@ class KnownShares:
     """As `ClassCosts.numbers`."""
     shares: dict[object, tuple[int, ...]] = field(default_factory=dict[object, tuple[int, ...]])
     """By what a class's best shares depend on, where they begin and what they may be."""
+    equal: dict[tuple[int, ...], int] = field(default_factory=dict[tuple[int, ...], int])
+    """A number for each shares."""
 
 
 class Sizer:
@@ -224,10 +226,18 @@ class Sizer:
     ) -> Sizes:
         """Sizes of less cost, each class by itself: all as if memory were no matter or, where they then hold too much,
         one after another within what the others leave."""
-        known = self._known.shares
+        known, numbers = self._known.shares, [0] * len(shares)
+        seen: dict[int, tuple[tuple[int, ...], int]] = {}
+
+        def number(shares: tuple[int, ...]) -> int:
+            """Equal ones have one. Each is hashed once, which takes long with many devices: its entry keeps it from
+            being another's."""
+            if id(shares) not in seen:
+                seen[id(shares)] = shares, self._known.equal.setdefault(shares, len(self._known.equal))
+            return seen[id(shares)][1]
 
         def found(c: int, sizes: Sizes, most: tuple[int, ...]) -> tuple[int, ...]:
-            key = (self.loads.alike(c, sizes.shares), sizes.shares[c], most, together, patient)
+            key = (self.loads.alike(c, numbers), numbers[c], most, together, patient)
             if key not in known:
                 better = self._of_class(c, sizes, most, together=together, patient=patient)
                 if self._left() <= 0:
@@ -237,6 +247,7 @@ class Sizer:
 
         for tight in (False, True):
             sizes = Sizes(self.graph, self.classes, tuple(shares))
+            numbers = list(map(number, shares))
             counted = self.memory.counted(sizes) if tight else np.zeros((1, 1))
             for c, mine in enumerate(shares):
                 if c in self.pinned or (self._left() <= 0 and not tight):
@@ -250,6 +261,7 @@ class Sizer:
                     if tight:
                         counted = counted + self.memory.added(sizes, moved, c)
                     sizes = moved
+                    numbers[c] = number(better)
             if np.isinf(limit) or self.memory.peak(sizes) <= limit:
                 break
         return sizes
