@@ -17,11 +17,13 @@ from typing import Any
 
 import numpy as np
 
+from hapsynth.instructions.collectives import Collective
 from hapsynth.instructions.factors import Triples
 from hapsynth.instructions.layout import Layout, Placement
 from hapsynth.instructions.program.sizes import Node, cut_nodes
 from hapsynth.instructions.rules.contraction import CONTRACTIONS
-from hapsynth.search.cost.model import CostModel, Floats, Largest
+from hapsynth.search.cost.model import CostModel, Floats
+from hapsynth.search.cost.network import Largest, Shares
 from hapsynth.search.cost.work import Work
 from hapsynth.search.formulation.choice_space import ChoiceSpace, Interned, Restriction
 from hapsynth.search.formulation.emission import Emitter
@@ -40,12 +42,19 @@ class HapCosts(CostModel):
 
     def device_times(self, work: Work, fractions: Sequence[Floats]) -> Floats:
         share = np.prod([np.ones(self.n), *fractions], axis=0)
-        return work.flops * share / self.rate(work.dtype) + _TIE * super().device_times(work, fractions)
+        (flops,) = self.figures.flops_on([work.flops], self.kind_of)
+        return flops * share / self.rate(work.dtype) + _TIE * super().device_times(work, fractions)
 
     def conversion(
-        self, value: int, source: Layout, target: Layout, axis: int, largest: Largest
+        self,
+        value: int,
+        source: Layout,
+        target: Layout,
+        axis: int,
+        shares: Shares | Largest,
+        step: Collective | None = None,
     ) -> tuple[float, float]:
-        seconds, wire = super().conversion(value, source, target, axis, largest)
+        seconds, wire = super().conversion(value, source, target, axis, shares, step)
         return wire * self.links[axis].beta / _ITEM + _TIE * seconds, wire
 
 

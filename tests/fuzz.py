@@ -1,10 +1,11 @@
-"""Random functions, planned where every plan is uneven, run on host devices, compared with plain `jax.jit`.
+"""Random functions, planned where nearly every plan is uneven, run on host devices, compared with plain `jax.jit`.
 
     python tests/fuzz.py [--count 2000] [--first 0] [--nonfinite 0.5] [-j 2]
     python tests/fuzz.py --first 123 --count 1         # one of them again
 
-Networks are so fast that whatever can be cut is cut, by the speeds of unlike devices: on one mesh axis or two, in
-switch form or staged, some devices too slow for any share; a quarter are random programs instead. Of a part of them
+Networks are so fast that nearly all that can be cut is cut, by the speeds of unlike devices: on one mesh axis or two,
+in switch form or staged, some devices too slow for any share; a quarter are random programs instead. Half of the
+functions end in sums that are fewer to add up after products than before (`random_functions.late`). Of a part of them
 (`--nonfinite`) the arguments hold NaN, inf, -inf and zeros, and more of the ops are such in which those matter. What
 is not finite must be so in the same places, integers the same, floats as close as `hapsynth.running.check` asks. Two
 kinds are counted apart, and named: a leaf that is as the function run op by op has it and not as `jit` does, since XLA
@@ -22,6 +23,7 @@ import os
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
@@ -38,6 +40,12 @@ CHUNK = 50
 RTOL = 1e-3
 DELICATE = 0.35
 """The share of ops in which NaN and infinity matter, where there are any."""
+LATE = 0.5
+"""The share of functions that end in sums which are fewer to add up after products than before, where a collective
+takes long enough that this matters."""
+PRODUCTS = ("mul", "div", "dot_general", "conv_general_dilated", "ragged_dot_general")
+LATENCIES = (-9.5, -7.5)
+"""Of those clusters: powers of 10, in seconds."""
 SAME, AS_OPS, EDGE, MISMATCH, FAILED = "same", "as op by op", "knife edge", "MISMATCH", "FAILED"
 
 
@@ -52,9 +60,16 @@ class Outcome:
     uneven: bool = False
     """Whether the program cuts something into shards of unlike length."""
     empty: bool = False
+    partial: tuple[str, ...] = ()
+    """The primitives that take on a partial result, one that is yet to be reduced over devices."""
     verdict: str = FAILED
     note: str = ""
     cpu_s: float = 0.0
+
+    @property
+    def multiplied(self) -> bool:
+        """Whether a partial result is multiplied, divided or contracted, if only with a number of the function."""
+        return any(name in self.partial for name in PRODUCTS)
 
 
 def tried(seed: int, nonfinite: float = 0.5) -> Outcome:
@@ -77,22 +92,27 @@ def tried(seed: int, nonfinite: float = 0.5) -> Outcome:
     drawn = rng.random()
     form = "staged" if drawn < 0.25 else "random" if drawn > 0.75 else "switch"
     outcome = Outcome(seed, axes, form, bool(rng.random() < nonfinite))
-    fn = RandomFunction(seed, DELICATE if outcome.nonfinite else 0.0)
-    fn.ops = int(rng.integers(1, 5))
+    late = bool(rng.random() < LATE)
+    fn = RandomFunction(seed, DELICATE if outcome.nonfinite else 0.0, late)
+    fn.ops = int(rng.integers(0, 3) if late else rng.integers(1, 5))
     args = fn.params, fn.data
     if outcome.nonfinite:
         args = with_nonfinite(rng, args)
     names = tuple("ab"[: len(axes)])
     cluster = replace(thin_cluster(speeds.tolist(), bandwidth=1e18), axes=tuple(zip(names, axes, strict=True)))
+    if late:
+        cluster = replace(cluster, network=replace(cluster.network, latency=float(10.0 ** rng.uniform(*LATENCIES))))
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:n]).reshape(axes), names)
     try:
         if form == "random":
-            traced, sizes, run = random_program(fn, args, cluster.axes, seed)
+            traced, program, sizes, run = random_program(fn, args, cluster.axes, seed)
         else:
             plan = hapsynth.synthesize(fn, args, mesh, cluster=cluster, leave_out=False, form=form)
-            traced, sizes, run = plan.traced, plan.sizes, lambda: jax.tree.leaves(plan.unshard(plan(*args)))
+            traced, program, sizes = plan.traced, plan.program, plan.sizes
+            run = lambda: jax.tree.leaves(plan.unshard(plan(*args)))
         shares = sizes.shares
         outcome = replace(outcome, uneven=any(len(set(s)) > 1 for s in shares), empty=any(0 in s for s in shares))
+        outcome = replace(outcome, partial=taking_partials(traced.graph, program))
         verdict, note = compared(traced, fn, args, run())
     except Exception as error:
         verdict, note = FAILED, f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
@@ -116,9 +136,17 @@ def with_nonfinite(rng: Any, args: Any) -> Any:
     return tree.unflatten(leaves)
 
 
-def random_program(fn: Any, args: Any, axes: tuple[tuple[str, int], ...], seed: int) -> tuple[Any, Any, Any]:
-    """A sound program at random, which holds what no search would choose, such as products of partial sums: the trace,
-    its sizes, and a function that runs it."""
+def taking_partials(graph: Any, program: Any) -> tuple[str, ...]:
+    """The primitives that take on a partial result somewhere in a program, as `Outcome.partial`."""
+    from hapsynth.instructions.program.program import Compute
+
+    taking = lambda i: isinstance(i, Compute) and any(p.is_partial for t in i.triples for p in t.operands)
+    return tuple(sorted({graph.ops[i.op].name for i in program.instructions if taking(i)}))
+
+
+def random_program(fn: Any, args: Any, axes: tuple[tuple[str, int], ...], seed: int) -> tuple[Any, Any, Any, Any]:
+    """A sound program at random, whether or not a search would choose it: the trace, the program, its sizes, and a
+    function that runs it."""
     import random
 
     from random_programs import RandomProgram
@@ -129,12 +157,12 @@ def random_program(fn: Any, args: Any, axes: tuple[tuple[str, int], ...], seed: 
     from hapsynth.lower import lower
 
     traced = trace(fn, args)
-    maker = RandomProgram(traced.graph, axes, random.Random(seed), 0.4)
+    maker = RandomProgram(traced.graph, axes, random.Random(seed), 0.4, 0.5 if fn.late else 0.0)
     program = maker.build()
     sizes = maker.sizes(program, "zeros" if seed % 3 == 0 else "skewed")
     check(traced.graph, program, sizes)
     lowered = lower(traced.graph, program, sizes, mesh_of(math.prod(n for _, n in axes)))
-    return traced, sizes, lambda: run(lowered, args)
+    return traced, program, sizes, lambda: run(lowered, args)
 
 
 def compared(traced: Any, fn: Any, args: Any, got: Sequence[Any]) -> tuple[str, str]:
@@ -247,7 +275,8 @@ def outcomes(seeds: Sequence[int], nonfinite: float) -> Iterator[Outcome]:
         env = {**os.environ, "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {FLAGS} {older}"}
         done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
         for line in done.stdout.splitlines():
-            yield Outcome(**{**(found := json.loads(line)), "axes": tuple(found["axes"])})
+            found = json.loads(line)
+            yield Outcome(**{**found, "axes": tuple(found["axes"]), "partial": tuple(found["partial"])})
             left.remove(found["seed"])
         if left:
             died = f"the process ended with {done.returncode}: {done.stderr.strip()[-300:]}"
@@ -257,7 +286,7 @@ def outcomes(seeds: Sequence[int], nonfinite: float) -> Iterator[Outcome]:
 def table(found: Sequence[Outcome]) -> str:
     verdicts = (AS_OPS, EDGE, MISMATCH, FAILED)
     named = ("as op by op", "edges", "mismatches", "failed")
-    rows = [("arguments", "axes", "programs", "uneven", "empty shares", *named, "CPU s each")]
+    rows = [("arguments", "axes", "programs", "uneven", "empty shares", "partial multiplied", *named, "CPU s each")]
     some = [(kind, n) for kind in (False, True) for n in (1, 2)]
     for kind, n in (*some, (None, 0)):
         mine = [o for o in found if kind is None or (o.nonfinite == kind and len(o.axes) == n)]
@@ -272,12 +301,29 @@ def table(found: Sequence[Outcome]) -> str:
                 str(len(mine)),
                 part([o.uneven for o in mine]),
                 part([o.empty for o in mine]),
+                part([o.multiplied for o in mine]),
                 *map(count, verdicts),
                 f"{sum(o.cpu_s for o in mine) / len(mine):.2f}",
             )
         )
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join("  ".join(text.ljust(w) for text, w in zip(row, widths, strict=True)).rstrip() for row in rows)
+    lines = ["  ".join(text.ljust(w) for text, w in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return "\n".join([*lines, summary(found)])
+
+
+def summary(found: Sequence[Outcome]) -> str:
+    """What was tried, in shares, and which ops took on partial results in how many programs."""
+    of = lambda flags: f"{100 * sum(flags) / max(len(found), 1):.1f} %"
+    taking = Counter(name for o in found for name in o.partial)
+    shares = (
+        f"uneven {of(o.uneven for o in found)}",
+        f"with empty shares {of(o.empty for o in found)}",
+        f"with arguments that are not finite {of(o.nonfinite for o in found)}",
+        f"in which a partial result is multiplied {of(o.multiplied for o in found)}",
+        f"mismatches {sum(o.verdict == MISMATCH for o in found)}",
+    )
+    most = ", ".join(f"{name} {count}" for name, count in taking.most_common(12)) or "none"
+    return f"{len(found)} programs: {'; '.join(shares)}\nprograms in which an op takes on a partial result: {most}"
 
 
 def main() -> int:

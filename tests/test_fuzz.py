@@ -1,7 +1,7 @@
 """Random whole functions on random clusters: planned by the search, lowered, compared with plain JAX.
 
-Run more seeds than the suite does with `HAPSYNTH_FUZZ=100:400 pytest tests/test_fuzz.py`, and many more, each with a
-plan that is uneven, with `python tests/fuzz.py`, of which there are a few here.
+Run more seeds than the suite does with `HAPSYNTH_FUZZ=100:400 pytest tests/test_fuzz.py`, and many more, nearly all
+with a plan that is uneven, with `python tests/fuzz.py`, of which there are a few here.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from slow_devices import SPEEDS, first_devices, thin_cluster
 from test_lower import MODES, run
 
 import hapsynth
+from hapsynth.instructions.factors import Factors
 from hapsynth.instructions.program.checker import check
 from hapsynth.lower import Lowered, lower
 from hapsynth.plan import Plan
@@ -65,6 +66,45 @@ def test_a_plan_that_is_uneven(seed: int) -> None:
     outcome = fuzz.tried(seed, nonfinite=0.5)
     assert outcome.verdict in (fuzz.SAME, fuzz.AS_OPS), outcome
     assert outcome.uneven
+
+
+def any_sum_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A partial sum passes a product or quotient by anything, finite or not."""
+    monkeypatch.setattr(Factors, "multiplies", lambda self, *groups: setattr(self, "linear", groups))
+    monkeypatch.setattr("hapsynth.instructions.rules.elementwise.is_known", lambda *given: True)
+
+
+def nan_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As XLA's collectives do with max and min."""
+    monkeypatch.setattr("hapsynth.lower._gloo.to_ordered", lambda x, reduction: x)
+    monkeypatch.setattr("hapsynth.lower._gloo.from_ordered", lambda keys, dtype: keys)
+
+
+FAULTS = {
+    "a sum in a planned program": (any_sum_passes, 48),
+    "a sum in a staged program": (any_sum_passes, 49),
+    "a sum in a random program": (any_sum_passes, 13),
+    "a largest": (nan_is_dropped, 34),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_campaign_finds_a_fault(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    break_it, seed = FAULTS[name]
+    break_it(monkeypatch)
+    assert fuzz.tried(seed).verdict == fuzz.MISMATCH
+
+
+def test_the_summary_of_a_campaign() -> None:
+    outcomes = [
+        fuzz.Outcome(0, (3,), "switch", True, uneven=True, empty=True, partial=("add", "mul"), verdict=fuzz.SAME),
+        fuzz.Outcome(1, (3,), "random", False, uneven=True, partial=("add",), verdict=fuzz.MISMATCH),
+    ]
+    assert fuzz.summary(outcomes) == (
+        "2 programs: uneven 100.0 %; with empty shares 50.0 %; with arguments that are not finite 50.0 %; "
+        "in which a partial result is multiplied 50.0 %; mismatches 1\n"
+        "programs in which an op takes on a partial result: add 2, mul 1"
+    )
 
 
 def square(x: Any) -> Any:

@@ -124,16 +124,19 @@ class MemoryProfile:
         return np.array(rows, dtype=np.int64).reshape(len(rows), most).T
 
     @cached_property
-    def _shares(self) -> dict[tuple[Held, tuple[int, ...]], float | Floats]:
+    def _shares(self) -> dict[tuple[Held, int], tuple[tuple[int, ...], float | Floats]]:
         return {}
 
     def _share(self, sizes: Sizes, held: Held) -> float | Floats:
         """What a cut leaves of a tensor, on each device or, padded, on all alike."""
         cut, padded = held
-        key = held, sizes.shares[cut[0]]
+        # By identity, as hashing the shares of many devices costs more than all else; the entry keeps them from being
+        # another's.
+        shares = sizes.shares[cut[0]]
+        key = held, id(shares)
         if key not in self._shares:
-            self._shares[key] = largest_of(sizes, cut) if padded else self._own(sizes, cut)
-        return self._shares[key]
+            self._shares[key] = shares, largest_of(sizes, cut) if padded else self._own(sizes, cut)
+        return self._shares[key][1]
 
     def alive(self, nbytes: Floats, some: _Some = _ALL, points: np.ndarray | None = None) -> Floats:
         """Bytes alive at each point, or at some, given those of all buffers or of some: [rows, points] of [rows,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -14,7 +14,7 @@ from hapsynth.search.cost.program_cost import program_cost
 from hapsynth.search.formulation.emission import Emitter
 from hapsynth.search.formulation.problem_builder import ProblemBuilder
 from hapsynth.search.sizing.fixed_ratios import FixedRatios
-from hapsynth.search.sizing.sizer import Sizer
+from hapsynth.search.sizing.sizer import KnownShares, Sizer
 from hapsynth.search.solver import Ints, Messages, Solution
 
 _POINTS = 3
@@ -103,6 +103,7 @@ class CandidateBuilder:
     costs: CostModel
     fixed_ratios: FixedRatios | None = None
     left: Callable[[], float] = lambda: np.inf
+    known: KnownShares = field(default_factory=KnownShares)
 
     @property
     def limit(self) -> float:
@@ -126,7 +127,7 @@ class CandidateBuilder:
         assert solution.assignment is not None
         assert builder.ratios is not None
         classes = Classes.build(self.costs.graph, program, self.costs.table)
-        sizer = Sizer(program, classes, self.costs, self.fixed_ratios, self.left)
+        sizer = Sizer(program, classes, self.costs, self.fixed_ratios, self.left, self.known)
         weights = builder.ratios.weights
         sizes = sizer.fixed(weights) if as_assumed else sizer.best(weights, limit=self.limit)
         memory = sizer.memory.peak(sizes)

@@ -229,9 +229,9 @@ class ClassCosts:
                 found[c][2].append(reshares)
         return found
 
-    def alike(self, c: int, shares: Sequence[tuple[int, ...]]) -> object:
-        """What a class's best sizes depend on where the classes have these shares: layers have classes that are
-        alike."""
+    def alike(self, c: int, shares: Sequence[object]) -> object:
+        """What a class's best sizes depend on where the classes have these shares, or shares of these numbers: layers
+        have classes that are alike."""
         number, others = self._roles[c]
         return number, *[shares[other] for other in others]
 
@@ -240,10 +240,15 @@ class ClassCosts:
         return not self._roles[c][1]
 
     @cached_property
+    def numbers(self) -> dict[object, int]:
+        """Of what classes divide: programs with one cost model may share them."""
+        return {}
+
+    @cached_property
     def _roles(self) -> list[tuple[int, tuple[int, ...]]]:
         """Per class, the number of what it divides, and the other classes that its costs depend on, as they come in
         that."""
-        numbers: dict[object, int] = {}
+        numbers = self.numbers
         found: list[tuple[int, tuple[int, ...]]] = []
         for cls, (works, wires, reshares) in zip(self.classes.all, self.by_class, strict=True):
             place = {cls.index: 0}

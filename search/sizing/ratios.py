@@ -30,7 +30,7 @@ def round_shares(fractions: Floats, units: int) -> tuple[int, ...]:
     shares = np.floor(exact + 1e-9).astype(int)
     order = np.argsort(-(exact - shares), kind="stable")
     shares[order[: units - int(shares.sum())]] += 1
-    return tuple(int(s) for s in shares)
+    return tuple(shares.tolist())
 
 
 def nested_shares(weights: Floats, units: int) -> tuple[int, ...]:
@@ -158,7 +158,7 @@ class Ratios:
             exact = self.vectors[self.of(value, dim, axes, way, cls.units)] * cls.units
             if not np.allclose(exact, np.round(exact)):
                 return None
-            shares.append(tuple(int(s) for s in np.round(exact)))
+            shares.append(tuple(np.round(exact).astype(int).tolist()))
         return Sizes(self.graph, classes, tuple(shares))
 
     def _intern(self, axes: tuple[int, ...], vector: Floats) -> int:

@@ -15,6 +15,7 @@ positions, while the cost falls. `Sizer.bound` says how far off they can be.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import product
 
 import numpy as np
@@ -41,9 +42,21 @@ _PATIENT = 16
 """Kinds: of as many every number, and moves without end, are tried as well: neither way is the better one always."""
 
 
+@dataclass(frozen=True, eq=False)
+class KnownShares:
+    """What was found for the classes of some programs with one cost model: searches come upon the same layers again."""
+
+    numbers: dict[object, int] = field(default_factory=dict[object, int])
+    """As `ClassCosts.numbers`."""
+    shares: dict[object, tuple[int, ...]] = field(default_factory=dict[object, tuple[int, ...]])
+    """By what a class's best shares depend on, where they begin and what they may be."""
+    equal: dict[tuple[int, ...], int] = field(default_factory=dict[tuple[int, ...], int])
+    """A number for each shares."""
+
+
 class Sizer:
     """Finds sizes for one program. `fixed_ratios`: ratios that some classes have to have. `left`: the seconds that
-    there are; where they have passed, the best sizes so far are good enough."""
+    there are; where they have passed, the best sizes so far are good enough. `known`: of other programs as well."""
 
     def __init__(
         self,
@@ -52,6 +65,7 @@ class Sizer:
         costs: CostModel,
         fixed_ratios: FixedRatios | None = None,
         left: Callable[[], float] = lambda: np.inf,
+        known: KnownShares | None = None,
     ) -> None:
         self.program, self.classes, self.costs, self._left = program, classes, costs, left
         self.graph: Graph = costs.graph
@@ -61,6 +75,8 @@ class Sizer:
         self.families = sorted({c.axes for c in classes.all}, key=lambda axes: (-len(axes), axes))
         """The mesh axes that classes are cut along; each is one linear program's."""
         self.kinds = {axes: costs.kinds_along(axes) for axes in self.families}
+        self._known = known or KnownShares()
+        self.loads.numbers = self._known.numbers
 
     def fixed(self, weights: Floats) -> Sizes:
         """Every class in proportion to the devices' weights, in whole units nearest to them."""
@@ -209,16 +225,28 @@ class Sizer:
     ) -> Sizes:
         """Sizes of less cost, each class by itself: all as if memory were no matter or, where they then hold too much,
         one after another within what the others leave."""
-        known: dict[object, tuple[int, ...]] = {}
+        known, numbers = self._known.shares, [0] * len(shares)
+        seen: dict[int, tuple[tuple[int, ...], int]] = {}
+
+        def number(shares: tuple[int, ...]) -> int:
+            """Equal ones have one. Each is hashed once, which takes long with many devices: its entry keeps it from
+            being another's."""
+            if id(shares) not in seen:
+                seen[id(shares)] = shares, self._known.equal.setdefault(shares, len(self._known.equal))
+            return seen[id(shares)][1]
 
         def found(c: int, sizes: Sizes, most: tuple[int, ...]) -> tuple[int, ...]:
-            key = (self.loads.alike(c, sizes.shares), sizes.shares[c], most)
+            key = (self.loads.alike(c, numbers), numbers[c], most, together, patient)
             if key not in known:
-                known[key] = self._of_class(c, sizes, most, together=together, patient=patient)
+                better = self._of_class(c, sizes, most, together=together, patient=patient)
+                if self._left() <= 0:
+                    return better
+                known[key] = better
             return known[key]
 
         for tight in (False, True):
             sizes = Sizes(self.graph, self.classes, tuple(shares))
+            numbers = list(map(number, shares))
             counted = self.memory.counted(sizes) if tight else np.zeros((1, 1))
             for c, mine in enumerate(shares):
                 if c in self.pinned or (self._left() <= 0 and not tight):
@@ -232,6 +260,7 @@ class Sizer:
                     if tight:
                         counted = counted + self.memory.added(sizes, moved, c)
                     sizes = moved
+                    numbers[c] = number(better)
             if np.isinf(limit) or self.memory.peak(sizes) <= limit:
                 break
         return sizes
@@ -303,7 +332,10 @@ class Sizer:
                 best = move.seconds
                 units.move(move.source, move.target)
                 continue
-            found = best_of(group_moves(units.shares, units.kind_of, seconds) if together else (), seconds)
+            if not together:
+                break
+            at_least = units.at_least if units.only_rises else None
+            found = best_of(group_moves(units.shares, units.kind_of, seconds, best, at_least), seconds)
             if not found[0] < best * (1 - 1e-12):
                 break
             best = found[0]

@@ -210,6 +210,26 @@ class ClassUnits:
                 best = Move(float(seconds[at]), source, int(others[at]))
         return best
 
+    @property
+    def only_rises(self) -> bool:
+        """Whether it nowhere costs less to have a unit more."""
+        return not self._any_helps
+
+    def at_least(self, positions: Ints) -> float:
+        """Seconds that are taken at least once every one of some positions, which are alike, has got a unit from
+        others: no more positions than these have less."""
+        count, first = positions.size, positions[:1]
+        terms: dict[int, Floats] = {}
+        for depth, layer in self._layers.items():
+            least = layer.largest_but(count)
+            terms[depth] = (np.maximum(least, layer.more(first)[0]) if self._inner(depth) == 1 else least)[None]
+        held: list[Ints] = []
+        for depth in self._depths:
+            joined = self._joined(self.shares, depth)
+            least = int(np.sort(joined)[-count - 1]) if count < joined.size else 0
+            held.append(np.array([max(least, int(joined[first[0]]) + 1) if self._inner(depth) == 1 else least]))
+        return float(self._summed(1, terms, held)[0])
+
     def _firsts(self) -> Ints:
         """Of positions of one kind with equal shares, which are interchangeable, the first."""
         if int(self.kind_of.max()) + 1 == self.shares.size:
@@ -371,6 +391,15 @@ class _Layer:
         """The slowest positions."""
         rows, first, counts = np.unique(self._now, return_index=True, return_counts=True)
         return _Top.of(self._times[rows], first, counts)
+
+    def largest_but(self, count: int) -> Floats:
+        """The largest time of each term where the slowest `count` positions are none [terms]."""
+        rows, counts = np.unique(self._now, return_counts=True)
+        times = self._times[rows]
+        order = np.argsort(-times, axis=0, kind="stable")
+        beyond = np.cumsum(counts[order], axis=0) > count
+        at = np.take_along_axis(order, beyond.argmax(axis=0)[None], axis=0)
+        return np.where(beyond.any(axis=0), np.take_along_axis(times, at, axis=0)[0], 0.0)
 
     def less(self, position: int) -> Floats:
         """Times with one unit less [terms]."""

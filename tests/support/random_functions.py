@@ -1,6 +1,7 @@
 """Random whole functions, drawn op by op: of any shapes, with gradients, loops and branches, gathers, convolutions.
 
-Some can be drawn with a share of ops in which NaN and infinity matter (`DELICATE`), on small arrays then.
+Some can be drawn with a share of ops in which NaN and infinity matter (`DELICATE`), on small arrays then, and some with
+sums at the end that are fewer to add up when scaled first (`late`).
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ SMALL = (1, 2, 3, 4, 5, 6, 7)
 class RandomFunction:
     """A function drawn op by op. Drawing again while it is traced gives the same ops, as the generator is seeded."""
 
-    def __init__(self, seed: int, delicate: float = 0.0) -> None:
-        """`delicate` is the share of ops from that table."""
-        self.seed, self.delicate = seed, delicate
+    def __init__(self, seed: int, delicate: float = 0.0, late: bool = False) -> None:
+        """`delicate` is the share of ops from that table; `late`: whether the last op is that one."""
+        self.seed, self.delicate, self.late = seed, delicate, late
         rng = np.random.default_rng([seed, 1])
         shape = lambda rank: tuple(int(rng.choice(SMALL if delicate else SIZES)) for _ in range(rank))
         floats = lambda *s: rng.normal(size=s).astype(np.float32)
@@ -64,6 +65,8 @@ class RandomFunction:
                 continue
             (pool if jnp.issubdtype(y.dtype, jnp.floating) else others).append(y)
             made.append(y)
+        if self.late:
+            made.append(late(rng, jnp.asarray(pick(rng, pool)), pool, others))
         keep = min(len(made), 3)
         return (
             [made[int(i)] for i in rng.choice(len(made), keep, replace=False)] + [made[-1]] if made else [params["b"]]
@@ -477,6 +480,35 @@ def divided(rng: Draw, x: Any, pool: Any, others: Any) -> Any:
             lambda: jax.ops.segment_sum(x, jnp.arange(x.shape[0]) // 2, 3) / fit(rng, y, (3, *x.shape[1:])),
         ],
     )()
+
+
+def late(rng: Draw, x: Any, pool: Any, others: Any) -> Any:
+    """Sums over what may be cut, each taken on by linear ops and scaled, one of them by what may be infinite or by a
+    zero's inverse; added up at last. Summed over devices late they are one collective, before products one each."""
+    x = x.reshape(1) if x.ndim == 0 else x
+    axes = tuple(range(x.ndim)) if rng.random() < 0.6 else some_axes(rng, x)
+    y = jnp.asarray(pick(rng, pool))
+    shape = x.sum(axes).shape
+    by = y.reshape(-1)[0] if rng.random() < 0.7 else fit(rng, y, shape)
+    zero = jnp.where(jnp.abs(by) > 9, by, 0.0)
+    each = lambda v: jnp.broadcast_to(v, shape)
+    linear = [lambda v: v, lambda v: -v, lambda v: v * 0.5, lambda v: v / 3, lambda v: v + v]
+    tame = [lambda v: v, lambda v: v * jnp.cos(by), lambda v: jnp.where(by > 0, v, 0.0)]
+    wild = [
+        lambda v: v * by,
+        lambda v: v / by,
+        lambda v: v / zero,
+        lambda v: v * (1 / zero),
+        lambda v: v * jnp.log(jnp.abs(zero)),
+        lambda v: jnp.tensordot(v, each(1 / zero), v.ndim),
+    ]
+    terms = int(rng.choice((1, 2, 3), p=(0.2, 0.4, 0.4)))
+    one = int(rng.integers(terms))
+    total: Any = 0.0
+    for n in range(terms):
+        part = pick(rng, [jnp.sin, jnp.tanh])(x * (n + 1.5)).sum(axes)
+        total = total + pick(rng, wild if n == one else tame)(pick(rng, linear)(part))
+    return total
 
 
 def until(rng: Draw, x: Any, pool: Any, others: Any) -> Any:

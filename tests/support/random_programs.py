@@ -25,13 +25,19 @@ EDGES = (LOOP_CARRY, SCAN_SLICE, COND_JOIN)
 class RandomProgram:
     """Draws a valid program: any triples of each op whose operands can be had, converted by any valid steps.
 
-    `axes`: those of the mesh, or the length of its only one.
+    `axes`: those of the mesh, or the length of its only one. Which part of the ops are `eager` to be cut, and which to
+    make or take on partial results (`late`).
     """
 
     def __init__(
-        self, graph: Graph, axes: int | tuple[tuple[str, int], ...], rng: random.Random, eager: float = 0.85
+        self,
+        graph: Graph,
+        axes: int | tuple[tuple[str, int], ...],
+        rng: random.Random,
+        eager: float = 0.85,
+        late: float = 0.0,
     ) -> None:
-        self.graph, self.rng, self.eager = graph, rng, eager
+        self.graph, self.rng, self.eager, self.late = graph, rng, eager, late
         self.axes = (("hap", axes),) if isinstance(axes, int) else axes
         self.whole: Layout = (R,) * len(self.axes)
         self.table = FactorTable(graph)
@@ -118,6 +124,8 @@ class RandomProgram:
         cuts = lambda ts: sum(t.factor is not None or any(p.is_partial for p in t.operands) for t in ts)
         if self.rng.random() < self.eager:
             known.sort(key=lambda ts: -cuts(ts))
+        if self.late and self.rng.random() < self.late:
+            known.sort(key=lambda ts: -sum(p.is_partial for t in ts for p in (*t.operands, *t.results)))
 
         def fits(ts: Triples) -> bool:
             if op.primitive in EDGES:

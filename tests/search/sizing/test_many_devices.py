@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+from dataclasses import replace
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from graphs import cluster
+from random_programs import RandomProgram
 from test_sizing import step, three_layers
 
 from hapsynth.cluster.cluster import Cluster
@@ -26,7 +29,8 @@ from hapsynth.search.planning.task import PlanningOptions, Task
 from hapsynth.search.sizing import sizer, whole_units
 from hapsynth.search.sizing.leaving_out import between, ladder, least_at
 from hapsynth.search.sizing.ratio_lp import RatioLP
-from hapsynth.search.sizing.sizer import Sizer
+from hapsynth.search.sizing.rounding import best_of, group_moves
+from hapsynth.search.sizing.sizer import KnownShares, Sizer
 from hapsynth.search.sizing.whole_units import ClassUnits
 
 STRUCT = lambda *s: jax.ShapeDtypeStruct(s, jnp.float32)
@@ -122,6 +126,60 @@ def test_moves_cost_what_the_loads_say(seed: int) -> None:
         if best < -1e-12 * found.variable_cost(sizes):
             assert move is not None
             assert move.seconds - of_class.seconds(here[None])[0] == pytest.approx(best, abs=1e-15)
+
+
+@pytest.mark.parametrize("axes", [{"a": 12}, {"a": 3, "b": 4}], ids=str)
+def test_group_moves_that_are_left_out_cannot_pay(axes: dict[str, int]) -> None:
+    """Of all moves of groups and of those that may cost less than the shares that they are from, the best is the same
+    where it is cheaper."""
+    rng = np.random.default_rng(0)
+    graph = trace(three_layers, ({"a": STRUCT(9, 40), "b": STRUCT(40, 24), "c": STRUCT(24, 7)}, STRUCT(64, 9))).graph
+    paid, evaluated = 0, {True: 0, False: 0}
+    for trial in range(12):
+        speeds = np.repeat(rng.choice([1.0, 2.0, 3.5], size=3, replace=False), 4)
+        of = planner.Planner(graph, replace(cluster(speeds.tolist()), axes=tuple(axes.items())))
+        program = RandomProgram(graph, tuple(axes.items()), random.Random(trial)).build()
+        found = Sizer(program, Classes.build(graph, program, of.table), of.costs)
+        sizes = found.fixed(rng.uniform(0.5, 1.5, size=3).repeat(4) * speeds)
+        for c, shares in enumerate(map(np.array, sizes.shares)):
+            units = ClassUnits(found.loads, c, sizes)
+            if not units.decides or not units.only_rises:
+                continue
+            units.begin(shares)
+            now = float(units.seconds(shares[None])[0])
+            best: dict[bool, tuple[float, Any]] = {}
+            for some in (False, True):
+                before = units.evaluated
+                given = (now, units.at_least) if some else ()
+                best[some] = best_of(group_moves(shares, units.kind_of, units.seconds, *given), units.seconds)
+                evaluated[some] += units.evaluated - before
+            if best[False][0] < now * (1 - 1e-12):
+                paid += 1
+                assert best[True][0] == best[False][0]
+                assert best[True][1].tolist() == best[False][1].tolist()
+            else:
+                assert best[True][0] >= now * (1 - 1e-12)
+    assert paid >= 5, paid
+    assert evaluated[True] < evaluated[False], evaluated
+
+
+def test_what_was_found_for_a_class_is_known_in_other_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    where, known = cluster([1.0, 1.0, 2.0, 2.0]), KnownShares()
+    graph = trace(three_layers, ({"a": STRUCT(9, 40), "b": STRUCT(40, 24), "c": STRUCT(24, 7)}, STRUCT(64, 9))).graph
+    of = planner.Planner(graph, where)
+    program = Baselines(graph, of.table, of.costs, of.limit).all(["zero3"])["zero3"].program
+    looked: list[int] = []
+    of_class = Sizer._of_class
+    monkeypatch.setattr(Sizer, "_of_class", lambda *args, **k: looked.append(1) or of_class(*args, **k))
+    found: list[Sizes] = []
+    for _ in range(2):
+        classes = Classes.build(graph, program, of.table)
+        found.append(Sizer(program, classes, of.costs, known=known).best(np.full(4, 0.25)))
+        looked.append(0)
+    assert found[0].shares == found[1].shares
+    first = looked.index(0)
+    assert first > 0
+    assert looked[first + 1 :] == [0]
 
 
 def test_tables_are_of_kinds(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,7 @@
 """The parts of the pairwise solver, each against brute force: reduction, the dual bound, A*, layers, elimination."""
 
 import itertools
+import time
 from dataclasses import replace
 
 import numpy as np
@@ -10,6 +11,7 @@ from pairwise_problems import TrainingLike, brute_force, knotted_problem, random
 from hapsynth.search.solver import Problem, SolverOptions
 from hapsynth.search.solver.astar import astar
 from hapsynth.search.solver.beam_search import beam_search
+from hapsynth.search.solver.branch_and_bound import SolveContext
 from hapsynth.search.solver.bucket_elimination import buckets, eliminate
 from hapsynth.search.solver.interning import NONE, InternedTables
 from hapsynth.search.solver.reduction import ReducedProblem
@@ -268,3 +270,15 @@ def test_elimination_finds_the_least_among_the_likely_states(resources: int):
             assert problem.cost(full) + float(charge) == pytest.approx(least, rel=1e-6)
             assert all(s in likely[i] for i, s in chosen.items())
     assert tried > 12
+
+
+def test_a_time_budget_counts_by_the_clock_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`benchmarks/bench_devices.py --clock cpu` counts CPU seconds; budgets never ended where the clock was taken hold
+    of at import."""
+    now = [5.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    problem = random_problem(0)
+    run = SolveContext(problem, 0.0, np.inf, 2.0, None, 1, 1, {}, tie=False)
+    assert not run.late()
+    now[0] = 7.0
+    assert run.late()
