@@ -19,7 +19,6 @@ second, in waits of 44 ms each, or 1 ms, whichever messages came before it.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import random
 import statistics
@@ -36,14 +35,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from _costs import where
-from _timing import KEEPS_MEMORY
+from harness.breakdown import where
+from harness.command import again, parser, write_json
+from harness.timing import KEEPS_MEMORY
 from jax import lax
 from jax.sharding import Mesh
-from models import Batch, Params, Target, cross_entropy, dense, dense_shapes, f32, i32, training_step
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
+from models import Batch, Params, Target, cross_entropy, dense, dense_shapes, f32, i32, training_step
 from zoo import language, vision
 
 import hapsynth
@@ -227,14 +227,14 @@ def start(devices: int) -> int:
     processes: list[subprocess.Popen[bytes]] = []
     for i, core in enumerate(cores[:devices]):
         os.sched_setaffinity(0, {core})
-        processes.append(subprocess.Popen([sys.executable, *sys.argv, "--join", address, str(i)], env=env))
+        processes.append(subprocess.Popen(again("--join", address, str(i)), env=env))
     os.sched_setaffinity(0, cores)
     return max(p.wait() for p in processes)
 
 
 def within_own_network() -> int:
     """This script in a network namespace, where there may be one; its exit code."""
-    command = [sys.executable, *sys.argv, "--within"]
+    command = again("--within")
     if os.geteuid() == 0:
         command = [*_OWN_LOOPBACK, *command]
     else:
@@ -264,8 +264,7 @@ def run(options: argparse.Namespace, job: Job) -> None:
 
     def write() -> None:
         if job.first:
-            text = json.dumps([row.said for row in rows], indent=1) + "\n"
-            Path(options.json).write_text(text, encoding="utf-8")
+            write_json(options.json, [row.said for row in rows])
 
     write()
     tell("measuring")
@@ -277,19 +276,18 @@ def run(options: argparse.Namespace, job: Job) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--devices", type=int, default=2)
-    parser.add_argument("--keep", metavar="DIR", help="where the profile and the plans are kept, and taken from")
-    parser.add_argument("--batch", type=int, nargs="*", default=[1, 4])
-    parser.add_argument("--sizes", nargs="*", choices=("even", "skewed"), default=["even", "skewed"])
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--json", metavar="OUT", default="accuracy.json")
-    parser.add_argument("--join", nargs=2, metavar=("ADDRESS", "I"), help="which of the processes this is")
-    parser.add_argument("--within", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("models", nargs="*", default=list(MODELS), help=", ".join(MODELS))
-    options = parser.parse_args()
+    command = parser(__doc__, json_file=Path("accuracy.json"))
+    command.add_argument("--devices", type=int, default=2)
+    command.add_argument("--keep", metavar="DIR", help="where the profile and the plans are kept, and taken from")
+    command.add_argument("--batch", type=int, nargs="*", default=[1, 4])
+    command.add_argument("--sizes", nargs="*", choices=("even", "skewed"), default=["even", "skewed"])
+    command.add_argument("--rounds", type=int, default=9)
+    command.add_argument("--join", nargs=2, metavar=("ADDRESS", "I"), help="which of the processes this is")
+    command.add_argument("--within", action="store_true", help=argparse.SUPPRESS)
+    command.add_argument("models", nargs="*", default=list(MODELS), help=", ".join(MODELS))
+    options = command.parse_args()
     if unknown := set(options.models) - set(MODELS):
-        parser.error(f"no model {', '.join(sorted(unknown))}; use {', '.join(MODELS)}")
+        command.error(f"no model {', '.join(sorted(unknown))}; use {', '.join(MODELS)}")
     if options.join is None:
         if options.keep:
             Path(options.keep).mkdir(parents=True, exist_ok=True)

@@ -30,10 +30,11 @@ import emulated
 import jax
 import models
 import numpy as np
-from _emulating import Worker, check, environment, in_folder, run
-from _programs import chosen
 from emulated import Machine, machines
-from peers import AGREE, Alone, Jitted, Planned, begun, differences
+from harness.command import names, parser, write_json
+from harness.emulated_job import Worker, add_options, check, environment, in_folder, read_json, run
+from systems.planned import chosen
+from systems.stepped import AGREE, Alone, Jitted, Planned, begun, differences
 
 import hapsynth
 from hapsynth.graph.trace import trace
@@ -148,7 +149,7 @@ def measure(options: argparse.Namespace, folder: Path) -> int:
     print("planning", flush=True)
     subprocess.run(command(options, "plans"), check=True, env=ours())
     rows = [trained(options, folder, system) for system in options.systems]
-    options.json.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+    write_json(options.json, rows)
     return 0 if report(rows) else 1
 
 
@@ -171,19 +172,19 @@ def trained(options: argparse.Namespace, folder: Path, name: str) -> dict[str, A
     where = limited(options)
     codes = run(where, folder, command(options, "train", name), ours(name), options.timeout, show)
     row: dict[str, Any] = {"system": name, "limit_bytes": [m.memory for m in where], "ended": ended}
-    row["predicted_bytes"] = json.loads((folder / f"{name}.json").read_text())["memory_bytes"]
+    row["predicted_bytes"] = read_json(folder / f"{name}.json")["memory_bytes"]
     if any(codes):
         return {**row, "codes": codes, "doing": doing}
-    each = [json.loads((folder / f"{name}.{i}.json").read_text()) for i in range(len(codes))]
+    each = [read_json(folder / f"{name}.{i}.json") for i in range(len(codes))]
     for field in ("own_bytes", "peak_bytes", "predicted_bytes"):
         row[field] = [said[field] for said in each]
-    wanted = np.array(json.loads((folder / _LOSSES).read_text()))
+    wanted = np.array(read_json(folder / _LOSSES))
     row["off"] = float(np.max(np.abs(each[0]["losses"] - wanted) / np.abs(wanted)))
     if name == "plan":
         _, shapes = target(options)
-        found = hapsynth.load_state(folder / "state")
+        saved = hapsynth.load_state(folder / "state")
         paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(shapes[0])]
-        got = jax.tree.structure(shapes[0]).unflatten([found[path] for path in paths])
+        got = jax.tree.structure(shapes[0]).unflatten([saved[path] for path in paths])
         row["off"] = max(row["off"], differences(got, read(folder / "trained", shapes[0])))
     return row
 
@@ -222,27 +223,20 @@ def report(rows: list[dict[str, Any]]) -> bool:
 
 
 def arguments() -> argparse.Namespace:
-    names = lambda text: [name for name in text.split(",") if name]
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--memory", default="2400MiB:800MiB", help="limit of each process")
-    parser.add_argument("--quotas", default="0.9:0.9", help="cores of each while it is profiled")
-    parser.add_argument("--systems", type=names, default=list(SYSTEMS), help=f"of {', '.join(SYSTEMS)}")
-    parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--width", type=int, default=4096)
-    parser.add_argument("--rows", type=int, default=32, help="of the batch")
-    parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("--reserve", type=float, default=0.1, help="part of the free memory that is not planned with")
-    parser.add_argument("--keep", metavar="DIR", type=Path, help="a new folder for states, profile and plans")
-    parser.add_argument("--timeout", type=float, default=600, help="seconds per system (default: 600)")
-    parser.add_argument("--json", type=Path, default=Path("memory_limit.json"))
-    parser.add_argument("--role", choices=("alone", "plans", "train"), help=argparse.SUPPRESS)
-    parser.add_argument("--join", type=Path, help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    for name in options.systems:
-        if name not in SYSTEMS:
-            parser.error(f"--systems: {name!r} is none of {', '.join(SYSTEMS)}")
+    command = parser(__doc__, json_file=Path("memory_limit.json"))
+    command.add_argument("--memory", default="2400MiB:800MiB", help="limit of each process")
+    command.add_argument("--quotas", default="0.9:0.9", help="cores of each while it is profiled")
+    command.add_argument("--systems", type=names(SYSTEMS), default=list(SYSTEMS), help=f"of {', '.join(SYSTEMS)}")
+    command.add_argument("--layers", type=int, default=8)
+    command.add_argument("--width", type=int, default=4096)
+    command.add_argument("--rows", type=int, default=32, help="of the batch")
+    command.add_argument("--steps", type=int, default=10)
+    command.add_argument("--reserve", type=float, default=0.1, help="part of the free memory that is not planned with")
+    add_options(command, "a new folder for states, profile and plans", 600, "per system")
+    command.add_argument("--role", choices=("alone", "plans", "train"), help=argparse.SUPPRESS)
+    options = command.parse_args()
     if options.keep is not None and options.keep.exists() and not _is_empty(options.keep):
-        parser.error(f"--keep: {options.keep} is no new folder; name one, as all that is kept is made anew")
+        command.error(f"--keep: {options.keep} is no new folder; name one, as all that is kept is made anew")
     return options
 
 

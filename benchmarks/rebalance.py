@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import json
 import sys
 import time
 from functools import partial
@@ -24,11 +23,12 @@ from typing import Any
 import emulated
 import jax
 import numpy as np
-from _emulating import Worker, check, environment, in_folder, run
-from _timing import KEEPS_MEMORY
 from emulated import machines
-from peers import Planned, begun
+from harness.command import again, parser, write_json
+from harness.emulated_job import Worker, add_options, check, environment, in_folder, read_json, run
+from harness.timing import KEEPS_MEMORY
 from runtime import MODELS
+from systems.stepped import Planned, begun
 
 import hapsynth
 from hapsynth.graph.trace import trace
@@ -88,7 +88,7 @@ class Watched(Worker):
             "identical": identical,
             "times_s": {"before": before, "slowed": slowed, "rebalanced": rebalanced},
         }
-        (self.folder / "said.json").write_text(json.dumps(said, indent=1) + "\n", encoding="utf-8")
+        write_json(self.folder / "said.json", said)
 
     def ready(self, plan: hapsynth.Plan) -> Planned:
         plan.lower().compile()
@@ -136,29 +136,25 @@ class Watched(Worker):
 def start(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Run it all; what is said of it."""
     (folder / "said.json").unlink(missing_ok=True)
-    command = [sys.executable, __file__, "--join", str(folder), "--quotas", options.quotas, "--to", str(options.to)]
-    command += ["--model", options.model, "--steps", str(options.steps)]
+    command = again("--join", str(folder))
     codes = run(machines(options.quotas), folder, command, environment(KEEPS_MEMORY), options.timeout)
     check(codes, "rebalance: the processes")
-    return json.loads((folder / "said.json").read_text(encoding="utf-8"))
+    return read_json(folder / "said.json")
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quotas", default="0.8:0.8", help="cores of each process at first")
-    parser.add_argument("--to", type=float, default=0.5, help="part of its quota that the last one falls to")
-    parser.add_argument("--model", choices=MODELS, default="mlp")
-    parser.add_argument("--steps", type=int, default=12, help="that are measured before it and after the move")
-    parser.add_argument("--keep", metavar="DIR", help="where profile and plan are kept, and the profile taken from")
-    parser.add_argument("--timeout", type=float, default=900, help="seconds in all (default: 900)")
-    parser.add_argument("--json", type=Path, default=Path("rebalance.json"))
-    parser.add_argument("--join", help=argparse.SUPPRESS)
-    return parser.parse_args()
+    command = parser(__doc__, json_file=Path("rebalance.json"))
+    command.add_argument("--quotas", default="0.8:0.8", help="cores of each process at first")
+    command.add_argument("--to", type=float, default=0.5, help="part of its quota that the last one falls to")
+    command.add_argument("--model", choices=MODELS, default="mlp")
+    command.add_argument("--steps", type=int, default=12, help="that are measured before it and after the move")
+    add_options(command, "where profile and plan are kept, and the profile taken from", 900, "in all")
+    return command.parse_args()
 
 
 def measure(options: argparse.Namespace, folder: Path) -> int:
     said = start(options, folder)
-    options.json.write_text(json.dumps(said, indent=1) + "\n", encoding="utf-8")
+    write_json(options.json, said)
     say = lambda text: print(text.format(**said))
     say("{model} on {quotas}, the last one slowed to {to:g}")
     say("seconds a step: {before_s:.3f} before, {slowed_s:.3f} slowed, {rebalanced_s:.3f} with new sizes")

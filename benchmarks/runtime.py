@@ -13,8 +13,8 @@ batch cut evenly, where an interpreter with PyTorch is named (`--torch`, HAPSYNT
 `switch` and `staged`, the plan in that form whichever it chose, and any name of `hapsynth.search.planning.baselines`.
 
 All systems are stepped in rounds, in random order, in the same processes, but `ddp` in children of these that sleep
-until it is their turn (`_ddp.py`); a step takes until its last process has its results. What is predicted (of all but
-`ddp`) is in the JSON file before anything is measured. After the last round each system's state and losses must agree
+until it is their turn (`systems/ddp.py`); a step takes until its last process has its results. Predictions (of all but
+`ddp`) are in the JSON file before anything is measured. After the last round each system's state and losses must agree
 with those of as many steps in one process. `ideal`: all work at the speed of all processes together, at no cost; each
 process's speed is that at which it does whole steps by itself while the others do too. `by quota`: the same of what the
 quotas promise, by the speed of the first (a process that is stopped every few milliseconds has a little less).
@@ -23,7 +23,6 @@ quotas promise, by the speed of the first (a process that is stopped every few m
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import random
 import sys
@@ -34,16 +33,28 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import _ddp
 import emulated
 import jax
 import models
 import numpy as np
-from _emulating import Worker, check, environment, in_folder, run
-from _programs import chosen
-from _timing import KEEPS_MEMORY
 from emulated import machines
-from peers import AGREE, Alone, Arguments, BySpeed, Jitted, Planned, System, begun, differences, rows_by_speed
+from harness.command import again, names, parser, write_json
+from harness.emulated_job import Worker, add_options, check, environment, in_folder, read_json, run
+from harness.timing import KEEPS_MEMORY
+from systems import ddp
+from systems.planned import chosen
+from systems.stepped import (
+    AGREE,
+    Alone,
+    Arguments,
+    BySpeed,
+    Jitted,
+    Planned,
+    System,
+    begun,
+    differences,
+    rows_by_speed,
+)
 
 import hapsynth
 from hapsynth.graph.trace import trace
@@ -152,7 +163,7 @@ class Measuring(Worker):
             self.write(rows)
         self.meet()
         for row in rows:
-            if isinstance(row.system, _ddp.Ddp):
+            if isinstance(row.system, ddp.Ddp):
                 row.system.close()
 
     def alone(self, name: str, fn: Any, arguments: Arguments) -> tuple[Floats, list[float], Any]:
@@ -207,8 +218,8 @@ class Measuring(Worker):
         said: dict[str, Any] = {"model": model, "cluster": self.options.cluster, "system": system}
         if system == "ddp":
             number = self.options.only.index(model)
-            ddp = _ddp.Ddp.on_cluster(self.options.torch, self.index, self.count, number)
-            return Row({**said, "predicted_s": None}, ddp)
+            in_torch = ddp.Ddp.on_cluster(self.options.torch, self.index, self.count, number)
+            return Row({**said, "predicted_s": None}, in_torch)
         file = self.folder / f"{model}-{_planned_as(system)}.json"
         form = system if system in FORMS else self.options.form
         plan = hapsynth.load(file, fn, shapes, self.mesh, form=form)
@@ -269,10 +280,10 @@ class Measuring(Worker):
 
     def write(self, rows: Sequence[Row]) -> None:
         file = self.folder / "rows.json"
-        before = json.loads(file.read_text()) if file.exists() else []
+        before = read_json(file) if file.exists() else []
         said = [row.said for row in rows]
-        kept = [r for r in before if r["model"] != said[0]["model"]]
-        file.write_text(json.dumps([*kept, *said], indent=1) + "\n", encoding="utf-8")
+        others = [r for r in before if r["model"] != said[0]["model"]]
+        write_json(file, [*others, *said])
 
 
 def _planned_as(system: str) -> str:
@@ -306,65 +317,56 @@ def report(rows: Sequence[dict[str, Any]]) -> bool:
 
 def start(options: argparse.Namespace, where: str, folder: Path) -> list[dict[str, Any]]:
     """All models on one cluster; the rows."""
-    command = [sys.executable, __file__, "--join", str(folder), "--cluster", where, "--only", ",".join(options.only)]
-    command += ["--systems", ",".join(options.systems), "--rounds", str(options.rounds), "--seed", str(options.seed)]
-    command += ["--form", options.form, "--torch", options.torch]
+    systems = ["--systems", ",".join(options.systems), "--torch", options.torch]
+    command = again("--join", str(folder), "--cluster", where, *systems)
     (folder / "rows.json").unlink(missing_ok=True)
     codes = run(machines(**CLUSTERS[where]), folder, command, environment(KEEPS_MEMORY), options.timeout)
     check(codes, f"runtime: the processes on {where}")
-    return json.loads((folder / "rows.json").read_text(encoding="utf-8"))
+    return read_json(folder / "rows.json")
 
 
 def arguments() -> argparse.Namespace:
-    names = lambda text: [name for name in text.split(",") if name]
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", type=names, default=list(MODELS), help=f"of {', '.join(MODELS)}")
-    parser.add_argument("--cluster", type=names, default=list(CLUSTERS), help=f"of {', '.join(CLUSTERS)}")
-    known = {"only": MODELS, "cluster": CLUSTERS, "systems": (*SYSTEMS, "ddp", *FORMS, *NAMES)}
-    parser.add_argument("--systems", type=names, help=f"of {', '.join(known['systems'])}")
-    parser.add_argument("--torch", metavar="PYTHON", help=f"an interpreter with PyTorch, for ddp ({_ddp.VARIABLE})")
-    parser.add_argument("--rounds", type=int, default=10, help="steps of each system, 2 of them not counted")
-    parser.add_argument("--form", choices=("auto", "switch", "staged"), default="auto", help="how plans run")
-    parser.add_argument("--seed", type=int, default=0, help="of the order in each round")
-    parser.add_argument("--keep", metavar="DIR", help="where profiles and plans are kept, and profiles taken from")
-    parser.add_argument("--timeout", type=float, default=1800, help="seconds per cluster (default: 1800)")
-    parser.add_argument("--json", type=Path, default=Path("runtime.json"))
-    parser.add_argument("--join", help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    command = parser(__doc__, json_file=Path("runtime.json"))
+    command.add_argument("--only", type=names(MODELS), default=list(MODELS), help=f"of {', '.join(MODELS)}")
+    command.add_argument("--cluster", type=names(CLUSTERS), default=list(CLUSTERS), help=f"of {', '.join(CLUSTERS)}")
+    systems = (*SYSTEMS, "ddp", *FORMS, *NAMES)
+    command.add_argument("--systems", type=names(systems), help=f"of {', '.join(systems)}")
+    command.add_argument("--torch", metavar="PYTHON", help=f"an interpreter with PyTorch, for ddp ({ddp.VARIABLE})")
+    command.add_argument("--rounds", type=int, default=10, help="steps of each system, 2 of them not counted")
+    command.add_argument("--form", choices=("auto", "switch", "staged"), default="auto", help="how plans run")
+    command.add_argument("--seed", type=int, default=0, help="of the order in each round")
+    add_options(command, "where profiles and plans are kept, and profiles taken from", 1800, "per cluster")
+    options = command.parse_args()
     if not options.join:
-        _with_torch(parser, options)
-    for field, of in known.items():
-        for name in getattr(options, field):
-            if name not in of:
-                parser.error(f"--{field}: {name!r} is none of {', '.join(of)}")
+        _with_torch(command, options)
     if options.rounds <= _WARM_UP:
-        parser.error(f"--rounds {options.rounds}: give more than the {_WARM_UP} that are not counted")
+        command.error(f"--rounds {options.rounds}: give more than the {_WARM_UP} that are not counted")
     return options
 
 
-def _with_torch(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+def _with_torch(command: argparse.ArgumentParser, options: argparse.Namespace) -> None:
     """`ddp` among the default systems where there is PyTorch. Ends the command where it was asked for in vain."""
     asked = options.torch is not None or "ddp" in (options.systems or ())
-    options.torch = options.torch or os.environ.get(_ddp.VARIABLE, "")
+    options.torch = options.torch or os.environ.get(ddp.VARIABLE, "")
     if options.systems is not None and "ddp" not in options.systems:
         return
     try:
-        said = f"ddp: PyTorch {_ddp.version(options.torch)} of {options.torch}"
+        said = f"ddp: PyTorch {ddp.version(options.torch)} of {options.torch}"
         options.systems = options.systems or [*SYSTEMS, "ddp"]
-    except _ddp.TorchError as error:
+    except ddp.TorchError as error:
         if asked:
-            parser.error(str(error))
+            command.error(str(error))
         said = f"ddp is left out: {error}"
         options.systems = list(SYSTEMS)
     print(said)
 
 
-def measure(options: argparse.Namespace, kept: Path) -> int:
+def measure(options: argparse.Namespace, folder: Path) -> int:
     rows: list[dict[str, Any]] = []
     for where in options.cluster:
-        (kept / where).mkdir(exist_ok=True)
-        rows += start(options, where, kept / where)
-        options.json.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+        (folder / where).mkdir(exist_ok=True)
+        rows += start(options, where, folder / where)
+        write_json(options.json, rows)
     return 0 if report(rows) else 1
 
 

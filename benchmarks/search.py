@@ -17,26 +17,26 @@ import math
 import os
 import platform
 import resource
-import subprocess
 import sys
 import time
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "tests" / "support"))  # the oracle
+import jax
+import scipy
+from harness import examples
+from harness.command import RowError, Table, in_own_process, names, parser, write_json
+from models import MODELS
 
-import jax  # noqa: E402
-import scipy  # noqa: E402
-from milp import optimum  # noqa: E402
-from models import MODELS  # noqa: E402
+import hapsynth
+from hapsynth.report.json_records import search_record
+from hapsynth.search.formulation.problem_builder import ProblemBuilder
+from hapsynth.search.planning.planner import InfeasibleError, Planner
+from hapsynth.search.solver import Problem
 
-import hapsynth  # noqa: E402
-from hapsynth.report.json_records import search_record  # noqa: E402
-from hapsynth.search.formulation.problem_builder import ProblemBuilder  # noqa: E402
-from hapsynth.search.planning.planner import InfeasibleError, Planner  # noqa: E402
-from hapsynth.search.solver import Problem  # noqa: E402
+sys.path.insert(0, str(examples.ROOT / "tests" / "support"))
+
+from milp import optimum
 
 # What autoparallel's published figures are for: 64 H100 in eight hosts.
 EVEN64 = {
@@ -47,7 +47,7 @@ EVEN64 = {
 }
 GRID = (("host", 8), ("gpu", 8))
 CLUSTERS = ("mixed8", "paper64", "paper64_8x8", "even64_8x8")
-HEADS = {
+COLUMNS = {
     "": -30,
     "ops": 7,
     "trace": 7,
@@ -71,9 +71,8 @@ HEADS = {
 def cluster(name: str) -> hapsynth.Cluster:
     """One of the clusters in examples/, or `even64`; with `_8x8`, as a mesh of hosts and devices within."""
     base, _, grid = name.partition("_")
-    file = ROOT / "examples" / "clusters" / f"{base}.toml"
-    found = hapsynth.Cluster.load(file) if base != "even64" else hapsynth.Cluster.from_dict(EVEN64)
-    return replace(found, axes=GRID) if grid else found
+    flat = examples.cluster(base) if base != "even64" else hapsynth.Cluster.from_dict(EVEN64)
+    return replace(flat, axes=GRID) if grid else flat
 
 
 _BOUNDLESS = 2**60
@@ -149,25 +148,18 @@ def problem_of(plan: hapsynth.Plan) -> Problem:
     return ProblemBuilder(planner.structure, planner.costs, planner.ratios_at(plan.sizes).strictly()).problem()
 
 
-def child(row: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
-    """`one` in a process of its own, so that its peak memory is its own and no cache is warm."""
-    command = [sys.executable, __file__, "--row", json.dumps(row), "--milp", str(options.milp), "--memory"]
-    command += [options.memory, *(["--budget", str(options.budget)] if options.budget else [])]
+def planned(row: dict[str, Any], timeout_s: float) -> dict[str, Any]:
+    """`one` in a process of its own; its failure is a row too."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=options.timeout)
-    except subprocess.TimeoutExpired:
-        return {**row, "status": f"stopped after {options.timeout:g} s"}
-    told = done.stdout.splitlines()
-    if done.returncode and told:
-        found = json.loads(told[-1])
-        return {**found, "status": f"{found['status']}, the MILP ended with {done.returncode}", "error": done.stderr}
-    if done.returncode:
-        why = done.stderr.strip().splitlines()[-1:] or [f"ended with {done.returncode}"]
-        return {**row, "status": f"error: {why[0]}", "error": done.stderr}
-    return json.loads(told[-1])
+        return in_own_process(row, timeout_s=timeout_s)
+    except RowError as error:
+        if error.printed is None:
+            return error.as_row()
+        status = f"{error.printed['status']}, the MILP ended with {error.exit_code}"
+        return {**error.printed, "status": status, "error": error.stderr}
 
 
-def line(row: dict[str, Any]) -> str:
+def cells(row: dict[str, Any]) -> list[str]:
     """One row of the table; what was not found is a dash."""
 
     def show(value: float | None, form: str) -> str:
@@ -183,9 +175,9 @@ def line(row: dict[str, Any]) -> str:
         proved = found["status"] == "optimal"
         excess = 1 - (found["cost_s"] if proved else found["lower_bound_s"]) / row["cost_s"]
         milp = (f"{'' if proved else '< '}{excess:.1e}", milp[1])
-    cells = [show(row.get("ops"), "d"), *seconds, show(row.get("expanded"), "d"), show(row.get("gap"), ".1e")]
-    cells += [show(row.get("joint_gap"), ".2e"), show(peak, ".2f"), show(rss, ".2f"), *milp, f"  {row['status']}"]
-    return "".join(f"{c:<{-w}}" if w < 0 else f"{c:>{w}}" for c, w in zip((name, *cells), HEADS.values(), strict=True))
+    shown = [name, show(row.get("ops"), "d"), *seconds, show(row.get("expanded"), "d"), show(row.get("gap"), ".1e")]
+    shown += [show(row.get("joint_gap"), ".2e"), show(peak, ".2f"), show(rss, ".2f"), *milp, f"  {row['status']}"]
+    return shown
 
 
 def growth(rows: list[dict[str, Any]]) -> None:
@@ -207,32 +199,26 @@ def machine() -> dict[str, Any]:
 
 
 def arguments() -> argparse.Namespace:
-    def names(text: str) -> list[str]:
-        return [name for name in text.split(",") if name]
-
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", type=names, default=list(MODELS), help=f"of {', '.join(MODELS)}; empty for none")
-    parser.add_argument("--clusters", type=names, default=list(CLUSTERS), help=f"of {', '.join(CLUSTERS)}")
-    parser.add_argument("--layers", type=names, default=names("2,4,8,12,24,48"), help="of the growth; empty for none")
-    parser.add_argument("--budget", type=float, help="seconds per plan (default: until proved)")
-    parser.add_argument("--timeout", type=float, default=1800, help="seconds per row (default: 1800)")
-    parser.add_argument("--milp", type=float, default=120, help="seconds for the MILP (default: 120); 0 for none")
+    command = parser(__doc__)
+    known = ", ".join(MODELS)
+    command.add_argument("--only", type=names(MODELS), default=list(MODELS), help=f"of {known}; empty for none")
+    known = ", ".join(CLUSTERS)
+    command.add_argument("--clusters", type=names(CLUSTERS), default=list(CLUSTERS), help=f"of {known}")
+    layers = lambda text: [n for n in text.split(",") if n]
+    command.add_argument("--layers", type=layers, default="2,4,8,12,24,48", help="of the growth; empty for none")
+    command.add_argument("--budget", type=float, help="seconds per plan (default: until proved)")
+    command.add_argument("--timeout", type=float, default=1800, help="seconds per row (default: 1800)")
+    command.add_argument("--milp", type=float, default=120, help="seconds for the MILP (default: 120); 0 for none")
     memory = "devices (default), unlimited, or a fraction of what each kind holds of the plan without limits"
-    parser.add_argument("--memory", default="devices", help=memory)
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--row", type=json.loads, help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    for given, known in ((options.only, MODELS), (options.clusters, CLUSTERS)):
-        for name in given:
-            if name not in known:
-                parser.error(f"{name!r} is none of {', '.join(known)}")
+    command.add_argument("--memory", default="devices", help=memory)
+    options = command.parse_args()
     if not all(n.isdecimal() and int(n) > 0 for n in options.layers):
-        parser.error(f"--layers {','.join(options.layers)}: give whole numbers, as in 2,4,8")
+        command.error(f"--layers {','.join(options.layers)}: give whole numbers, as in 2,4,8")
     if options.memory not in ("devices", "unlimited"):
         try:
             float(options.memory)
         except ValueError:
-            parser.error(f"--memory {options.memory}: give {memory}")
+            command.error(f"--memory {options.memory}: give {memory}")
     return options
 
 
@@ -241,19 +227,18 @@ def main() -> int:
     if options.row:
         print(json.dumps(one(options.row, options)))
         return 0
-    print("".join(f"{h:<{-w}}" if w < 0 else f"{h:>{w}}" for h, w in HEADS.items()))
+    table = Table(COLUMNS)
+    print(table.heads)
     rows = [{"model": m, "cluster": c} for m in options.only for c in options.clusters]
     deeper = [{"model": "bert", "cluster": "mixed8", "layers": int(n), "memory": "unlimited"} for n in options.layers]
     report: dict[str, Any] = {"machine": machine(), "options": {k: options.__dict__[k] for k in ("budget", "memory")}}
     for kind, wanted in (("table", rows), ("growth", deeper)):
         report[kind] = []
         for row in wanted:
-            found = child(row, options)
-            report[kind].append(found)
-            print(line(found), flush=True)
+            report[kind].append(planned(row, options.timeout))
+            table.show(cells(report[kind][-1]))
     growth(report["growth"])
-    if options.json:
-        options.json.write_text(json.dumps(report, indent=1) + "\n")
+    write_json(options.json, report)
     return int(any(row["status"].startswith("error") for row in report["table"] + report["growth"]))
 
 

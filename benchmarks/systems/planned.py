@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from hap import Hap
-
 import hapsynth
 from hapsynth.graph.trace import Traced
 from hapsynth.plan import Form
 from hapsynth.search.planning.baselines import NAMES, Baseline, Baselines
 from hapsynth.search.planning.planner import Planner
+from systems.hap import Hap
 
 TWIN = {"fastest": "plan", "even": "data_parallel", "by_speed": "data_parallel_speed", "fsdp": "zero3"}
 """System -> what is the same program: a baseline, or for `fastest` the one that the contest begins with."""

@@ -1,6 +1,6 @@
-"""One process of PyTorch's DistributedDataParallel over gloo, on the CPU: `_ddp.py` starts it, and asks for each step.
+"""One process of PyTorch's DistributedDataParallel over gloo, on the CPU: `ddp.py` starts it, and asks for each step.
 
-    python -I ddp.py --rank 0 --world 2 --store m0:12400
+    python -I ddp_process.py --rank 0 --world 2 --store m0:12400
 
 Needs PyTorch and numpy, and knows nothing of JAX or hapsynth. The models are those of `runtime.py`, as one writes them
 in PyTorch, and so is the training step; chosen for speed are fused attention, one matmul for queries, keys and values,
