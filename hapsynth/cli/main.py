@@ -166,7 +166,7 @@ def _search(options: argparse.Namespace, session: _Session) -> int:
         raise
     session.files.write(options.plan, plan.save)
     if session.out is not None:
-        print_summary(session.out, plan, listing=options.program)
+        print_summary(session.out, plan, json_records.costs_of(plan), listing=options.program)
         if options.plan:
             session.out.print(f"plan           {options.plan}")
     found = json_records.search_record(plan)
@@ -266,7 +266,7 @@ def _explain(options: argparse.Namespace, session: _Session) -> int:
     value = None if options.value is None else find_value(plan, options.value)
     assert session.out is not None
     with activity() as tell:
-        explainer = Explainer(session.out, plan, options.top, tell)
+        explainer = Explainer.of(session.out, plan, options.top, tell)
         if value is None:
             explainer.everything()
         else:

@@ -7,7 +7,7 @@ from typing import Any
 from rich.console import Console
 
 from hapsynth._quantities import finite, percent, plural, seconds
-from hapsynth.report.json_records import SEVERAL_SCHEMA, search_record
+from hapsynth.report.json_records import SEVERAL_SCHEMA, costs_of, search_record
 from hapsynth.report.summary import print_summary
 from hapsynth.report.tables import heading, table
 from hapsynth.several.plans import Plans
@@ -61,4 +61,4 @@ def print_several(out: Console, plans: Plans, *, listing: bool = False) -> None:
     out.print(f"lower bound    {seconds(plans.lower_bound)} with any state that all share, gap {percent(plans.gap)}")
     for name, plan in plans.items():
         out.print(heading(f"==== {name}"))
-        print_summary(out, plan, listing=listing)
+        print_summary(out, plan, costs_of(plan), listing=listing)

@@ -1,9 +1,10 @@
-"""What `hapsynth search` prints: the certificate, the sizes, the memory, the communication, the program in brief."""
+"""The report of `hapsynth search`: the certificate, the sizes, the memory, the communication, the program in brief."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Sequence
 
 from rich.console import Console
 from rich.table import Table
@@ -12,10 +13,10 @@ from hapsynth._quantities import counted, nbytes, percent, plural, seconds
 from hapsynth.instructions.program.program import Convert
 from hapsynth.instructions.rules.replicated_ops import named, uncovered, unpriced
 from hapsynth.plan import Plan
-from hapsynth.report.json_records import costs_of, traffic
 from hapsynth.report.names import Names
 from hapsynth.report.program_listing import brief
 from hapsynth.report.tables import device_groups, heading, indices, span, table
+from hapsynth.search.cost.program_cost import Cost
 
 _STATUS = {
     "optimal": "optimal: no program at any shard sizes is cheaper",
@@ -27,10 +28,9 @@ _STATUS = {
 _ROWS = 12
 
 
-def print_summary(out: Console, plan: Plan, *, listing: bool = False) -> None:
-    """The whole report of one plan; `listing`: every instruction instead of the program in brief."""
-    model = plan.cost_model()
-    costs = costs_of(plan, model)
+def print_summary(out: Console, plan: Plan, costs: Sequence[Cost], *, listing: bool = False) -> None:
+    """The whole report of one plan. `costs`: of its instructions, in order (`costs_of`); `listing`: every instruction
+    instead of the program in brief."""
     graph = plan.traced.graph
     collectives = sum(isinstance(i, Convert) and i.is_collective for i in plan.program.instructions)
     out.print(
@@ -54,7 +54,7 @@ def print_summary(out: Console, plan: Plan, *, listing: bool = False) -> None:
     out.print(memory_table(plan))
     if graph.again is not None:
         out.print(f"{plural(len(graph.again.ops), 'op')} of the function run twice, so that less is held between")
-    wire = sum(b for _, b in traffic(plan.program, plan.sizes, model).values())
+    wire = sum(c.wire_bytes for c in costs)
     moving = sum(c.seconds for c in costs if isinstance(c.instruction, Convert))
     out.print(heading("Certificate"))
     print_certificate(out, plan)
