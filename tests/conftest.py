@@ -15,7 +15,7 @@ import graphs
 import hypothesis
 import jax
 import pytest
-from frozen import write_model
+from cli_model import write_model
 
 from hapsynth.cli.main import main
 from hapsynth.cluster.cluster import Cluster

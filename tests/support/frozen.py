@@ -15,7 +15,7 @@ from io import StringIO
 from pathlib import Path
 from typing import Any
 
-import cli_model
+from cli_model import write_model
 
 from hapsynth.cli.selection import loaded
 from hapsynth.instructions.layout import Layout, format_layout, parse_layout
@@ -31,11 +31,6 @@ GOLDEN = Path(__file__).parents[1] / "golden"
 PLAN, FIGURES = GOLDEN / "cli_plan.json", GOLDEN / "cli_figures.json"
 VALUE, TOP = "[0]['m']", 3
 """The value and the number of rows that are explained."""
-
-
-def write_model(folder: Path) -> None:
-    (folder / "model.py").write_text(cli_model.MODEL)
-    (folder / "mixed.toml").write_text(cli_model.CLUSTER)
 
 
 class FrozenAnswers:

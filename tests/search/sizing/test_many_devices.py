@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from graphs import cluster
-from test_sizing import step, three_layers
+from sized_steps import step, three_layers
 
 from hapsynth.cluster.cluster import Cluster
 from hapsynth.graph.trace import trace
