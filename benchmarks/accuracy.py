@@ -137,7 +137,7 @@ MODELS: dict[str, Callable[[int], Any]] = {"gpt": gpt, "resnet": resnet, "mixer"
 
 @dataclass
 class Row:
-    """One model, batch and kind of sizes: what is said of it, and its plan."""
+    """One model, batch and kind of sizes: its plan, and its record."""
 
     said: dict[str, Any]
     plan: hapsynth.Plan
@@ -243,7 +243,7 @@ def within_own_network() -> int:
 
 
 def run(options: argparse.Namespace, job: Job) -> None:
-    """What every process does; the first one tells."""
+    """The work of every process; the first one reports."""
     tell = lambda text: print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True) if job.first else None
     file = Path(options.keep) / "cluster.toml" if options.keep else None
     job.agree(True)

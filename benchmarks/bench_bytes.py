@@ -5,7 +5,7 @@
 Models as in bench_memory.py. `model`: tensors that ops read or write, fused chains only at their ends
 (`CostModel.is_materialized`), fed arguments not counted. `xla`: operands and results of the instructions of the
 optimized HLO, a fusion being one; `analysis`: `compiled.cost_analysis()["bytes accessed"]`, which takes less of an
-operand that is only sliced. --ops lists what each op is counted with, by primitive; a fusion counts as its root.
+operand that is only sliced. --ops lists the bytes of each primitive; a fusion counts as its root.
 """
 
 from __future__ import annotations

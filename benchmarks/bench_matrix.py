@@ -35,7 +35,7 @@ COLUMNS = {
 
 
 def one(example: str, cluster_name: str, check: bool) -> dict[str, Any]:
-    """Plan, compare and check one pair; what the table shows."""
+    """Plan, compare and check one pair; its row."""
     cluster = examples.cluster(cluster_name)
     jax.config.update("jax_num_cpu_devices", cluster.n)
     fn, args = examples.target(example)

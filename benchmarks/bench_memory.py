@@ -1,4 +1,4 @@
-"""The predicted peak of memory per device against what XLA allocates for the compiled plan, on eight host devices.
+"""The predicted peak of memory per device against XLA's allocation for the compiled plan, on eight host devices.
 
     python benchmarks/bench_memory.py [--clusters even8,mixed8] [--json OUT] [--tensors 8] [mlp cnn gpt ...]
 

@@ -23,12 +23,12 @@ COLUMNS = {"model": -13, "cluster": -14, "train": 8, "eval": 8, "weighed": 9, "g
 
 
 def functions(name: str) -> tuple[dict[str, Any], dict[str, tuple[Any, ...]]]:
-    """The example's training step, its loss of a batch at the state's parameters, and what makes the state."""
+    """The example's training step, its loss of a batch at the state's parameters, and its initialization."""
     example = examples.example(name)
     train, (state, batch) = example.target()
 
     def evaluate(state: Any, batch: Any) -> Any:
-        # The loss alone: what only the gradients and the new state need is not traced.
+        # The loss alone: ops that only the gradients and the new state need are not traced.
         return train(state, batch)[1]
 
     key = jax.random.key(0)

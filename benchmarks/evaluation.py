@@ -1,4 +1,4 @@
-"""The evaluation by prediction: HAP's four models on clusters of the literature, against what people run today.
+"""The evaluation by prediction: HAP's four models on clusters of the literature, against today's usual systems.
 
     python benchmarks/evaluation.py [--only bert,vgg19] [--cluster poplar_b] [--layers 2] [--budget 60]
                                     [--markdown] [--json OUT]
@@ -110,7 +110,7 @@ def planned(row: dict[str, Any], timeout_s: float) -> dict[str, Any]:
 
 
 def cells(row: dict[str, Any]) -> list[str]:
-    """One row of the table; what was not found is a dash."""
+    """One row of the table; a dash for a missing figure."""
     name = row["model"] + (f" {row['layers']}" if row["layers"] else "")
     systems, best, hap = row.get("systems", {}), row.get("best"), row.get("systems", {}).get("hap")
     if "cost_s" not in row:

@@ -1,4 +1,4 @@
-"""Everything that is measured on a GPU. docs/gpu.md says what each figure means.
+"""All measurements on a GPU. docs/gpu.md explains the figures.
 
     python benchmarks/gpu.py [--only overhead profile shares switch padding flags] [--json gpu.json]
                              [--sizes card|tiny] [--examples mlp transformer cnn] [--set transformer.batch=24]
@@ -7,7 +7,7 @@
 Each part, and each variant of one (its XLA_FLAGS differ), runs in a process of its own, one after another: this one
 never touches the device. Rows are appended to OUT.rows (JSON, one a line) as they come, and put together in OUT at the
 end; what `--limit` seconds leave no time for is named. `--sizes tiny` runs all parts on any machine in seconds, where
-only the mechanism is tried. What needs a GPU and finds none is skipped by name.
+only the mechanism is tried. Parts that need a GPU and find none are skipped by name.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def module_of(part: str) -> Any:
 
 
 def smi(*fields: str) -> dict[str, str]:
-    """What nvidia-smi says of the first GPU; nothing where there is none."""
+    """Fields of the first GPU, from nvidia-smi; empty where there is none."""
     command = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=30)
@@ -120,7 +120,7 @@ def main() -> None:
     command.add_argument("--rounds", type=int, default=10)
     command.add_argument("--limit", type=float, default=540.0, help="seconds in all")
     command.add_argument("--each", type=float, default=300.0, help="seconds for each process")
-    command.add_argument("--cluster", type=Path, help="what `profile` writes and `shares` reads (default: OUT.toml)")
+    command.add_argument("--cluster", type=Path, help="that `profile` writes and `shares` reads (default: OUT.toml)")
     command.add_argument("--child", nargs=3, metavar=("PART", "VARIANT", "ROWS"), help=argparse.SUPPRESS)
     options = command.parse_args()
     cluster = options.cluster or options.json.with_suffix(".toml")

@@ -9,7 +9,7 @@ and all, and the kernel kills one that goes over it. `plan`: hapsynth's, in stag
 even. Each system has processes of its own, which compile first, then take their part of the state from files.
 
 `predicted`: bytes of arrays that a device holds at its fullest; `peak`: how much the process grew while it trained;
-`own`: what it had before it held any of the state. The plan's losses and state must agree with one process's.
+`own`: its memory before it held any of the state. The plan's losses and state must agree with one process's.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def target(options: argparse.Namespace) -> models.Target:
 
 
 def alone(options: argparse.Namespace) -> None:
-    """One process without a limit: the state that all begin with, and what it comes to."""
+    """One process without a limit: the state that all begin with, and the trained one."""
     fn, shapes = target(options)
     write(options.join / "begun", begun(fn, trace(fn, shapes)))
     system = Alone(fn)
@@ -71,7 +71,7 @@ def alone(options: argparse.Namespace) -> None:
 
 
 def plans(options: argparse.Namespace) -> None:
-    """Of hapsynth, and what it knows stock JAX's programs as, to say what they need."""
+    """Of hapsynth, and of stock JAX's programs as its baselines, which say how much memory they need."""
     fn, shapes = target(options)
     cluster = hapsynth.Cluster.load(options.join / "cluster.toml")
     kinds = [replace(kind, memory=int(kind.memory * (1 - options.reserve))) for kind in cluster.devices]
@@ -95,7 +95,7 @@ class Trainer(Worker):
                 plan.lower().compile()
             else:
                 system.compile(arguments)
-            # What compiling has taken and freed.
+            # Memory that compiling took and freed.
             gc.collect()
             ctypes.CDLL(None).malloc_trim(0)
             own = resident("VmRSS")
@@ -106,7 +106,7 @@ class Trainer(Worker):
             gc.collect()
             self.meet()
             print(STAGES[2], flush=True)
-            # What the files took of this process's memory is not its peak.
+            # The pages of the files that this process has read are no part of its peak.
             Path("/proc/self/clear_refs").write_text("5")
             losses = [system.step() for _ in range(self.options.steps)]
             peak = resident("VmHWM") - own
@@ -130,7 +130,7 @@ def write(folder: Path, tree: Any) -> None:
 
 
 def read(folder: Path, like: Any) -> Any:
-    """What `write` wrote of a tree like this, left on disk."""
+    """The arrays that `write` wrote of a tree like this, left on disk."""
     numbered = enumerate(jax.tree.leaves(like))
     return jax.tree.structure(like).unflatten([np.load(folder / f"{i}.npy", mmap_mode="r") for i, _ in numbered])
 
@@ -158,7 +158,7 @@ def limited(options: argparse.Namespace) -> list[Machine]:
 
 
 def trained(options: argparse.Namespace, folder: Path, name: str) -> dict[str, Any]:
-    """Train with one system; what came of it."""
+    """Train with one system; its row."""
     doing: dict[str, str] = {}
     ended: list[str] = []
 
@@ -207,7 +207,7 @@ def command(options: argparse.Namespace, role: str, *systems: str) -> list[str]:
 
 
 def report(rows: list[dict[str, Any]]) -> bool:
-    """Prints what came of each; whether the plan trained to the values of one process."""
+    """Prints all rows; whether the plan trained to the values of one process."""
     fine = True
     mib = lambda figures: " : ".join(f"{b / MIB:.0f}" for b in figures)
     print(f"\nMiB of each process\n{'system':<8}{'limit':>14}{'own':>12}{'predicted':>14}{'peak':>14}{'off':>10}")

@@ -4,7 +4,7 @@
                                    [--json rebalance.json]
 
 Processes of an emulated cluster train with hapsynth's plan for the speeds that `hapsynth profile` measures there, and a
-`hapsynth.Monitor` watches. Then the last one's quota falls to `--to` of what it was. The step time is measured before
+`hapsynth.Monitor` watches. Then the last one's quota falls to `--to` of it. The step time is measured before
 that, after it until the monitor proposes other sizes, and with these; the state has to have the same bits before and
 after the move. `gain`: the step time after the slowing over that after the move; `limit`: what it would be if the work
 were all that takes time and could be cut at will.
@@ -51,7 +51,7 @@ class Watched(Worker):
             system = self.ready(hapsynth.load(file, fn, shapes, self.mesh))
             system.place(begun(fn, trace(fn, shapes)))
             system.step()
-        # What the profile was off by is mended first.
+        # The profile's errors are mended first.
         monitor = hapsynth.Monitor(system.plan, every=_EVERY, window=_WINDOW, probe_s=0.5)
         _, proposal = self.train(system, monitor, _EVERY * _WINDOW)
         if proposal is not None:
@@ -60,7 +60,7 @@ class Watched(Worker):
         self.tell("measuring")
         before, proposal = self.train(system, monitor, self.options.steps)
         if proposal is not None:
-            raise SystemExit("the monitor proposed other sizes before anything was slowed: what else runs here?")
+            raise SystemExit("the monitor proposed other sizes before anything was slowed: does other work run?")
         quotas = [float(q) for q in self.options.quotas.split(":")]
         if self.index == self.count - 1:
             emulated.hold_to(quotas[-1] * self.options.to)
@@ -134,7 +134,7 @@ class Watched(Worker):
 
 
 def start(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Run it all; what is said of it."""
+    """Run it all; the record."""
     (folder / "said.json").unlink(missing_ok=True)
     command = again("--join", str(folder))
     codes = run(machines(options.quotas), folder, command, environment(KEEPS_MEMORY), options.timeout)

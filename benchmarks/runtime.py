@@ -1,4 +1,4 @@
-"""Measured: hapsynth's plan against what people run today, on emulated clusters of unlike machines (needs root).
+"""Measured: hapsynth's plan against today's usual systems, on emulated clusters of unlike machines (needs root).
 
     python benchmarks/runtime.py [--only mlp,lm] [--cluster 2] [--rounds 10] [--keep DIR] [--json runtime.json]
                                  [--systems plan,even] [--torch PYTHON]
@@ -70,10 +70,10 @@ CLUSTERS = {
 SYSTEMS = ("plan", "fastest", "even", "by_speed", "fsdp", "hap")
 FORMS = ("switch", "staged")
 _WITHIN, _TRIED = 1.1, 5
-"""What takes part in the contest: predicted to take so many times as long as the plan at most; steps of each turn."""
+"""Programs predicted to take at most so many times as long as the plan take part in the contest; steps of each turn."""
 _WARM_UP = 2
 _WATCHED, _GAIN = 3, 0.02
-"""Steps in which a monitor looks at the plan, and what new sizes must gain."""
+"""Steps in which a monitor looks at the plan, and the least gain of new sizes."""
 _ALONE, _ALONE_S = 3, 20.0
 """Steps of every process by itself, after the first ones, in which memory is new, and seconds in which it makes more:
 the fastest tells how fast it is, as this machine is not always as fast."""
@@ -110,7 +110,7 @@ MODELS: dict[str, Callable[[int], Any]] = {"mlp": mlp, "lm": lm, "cnn": cnn, "mo
 
 @dataclass
 class Row:
-    """One system on one model: what is said of it, and the system."""
+    """One system on one model, and its record."""
 
     said: dict[str, Any]
     system: System
@@ -255,7 +255,7 @@ class Measuring(Worker):
         return found
 
     def measure(self, rows: list[Row], losses: list[float], wanted: Any) -> None:
-        """Adds the times, and how far off the values are, to what is said of each row."""
+        """Adds the times, and how far off the values are, to the record of each row."""
         order = random.Random(self.options.seed)
         rounds = self.options.rounds
         times, off = np.zeros((len(rows), rounds)), [0.0] * len(rows)

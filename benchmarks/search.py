@@ -38,7 +38,7 @@ sys.path.insert(0, str(examples.ROOT / "tests" / "support"))
 
 from milp import optimum
 
-# What autoparallel's published figures are for: 64 H100 in eight hosts.
+# The cluster of autoparallel's published figures: 64 H100 in eight hosts.
 EVEN64 = {
     "name": "even64",
     "network": {"bandwidth": "400 Gbit/s", "latency": "10 us"},
@@ -79,7 +79,7 @@ _BOUNDLESS = 2**60
 
 
 def one(row: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
-    """Plan one model for one cluster; what the table shows, and `search --json`'s record."""
+    """Plan one model for one cluster; the row of the table, with `search --json`'s record."""
     where = cluster(row["cluster"])
     layers = {} if row.get("layers") is None else {"layers": row["layers"]}
     fn, args = MODELS[row["model"]](where.n, **layers)
@@ -107,7 +107,7 @@ def one(row: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
     elif "reshare" in plan.program.collectives():
         row["status"] += ", with reshares: no MILP"
     elif options.milp:
-        # HiGHS may need more memory than there is, and end with the process: what was planned is told before.
+        # HiGHS may need more memory than there is, and end with the process: the plan's row is printed before.
         print(json.dumps(row), flush=True)
         row["milp"] = beside(plan, options.milp)
     return row
@@ -143,7 +143,7 @@ def beside(plan: hapsynth.Plan, limit_s: float) -> dict[str, Any]:
 
 
 def problem_of(plan: hapsynth.Plan) -> Problem:
-    """What `lower_bound_s` is about: the choices for this graph at the plan's own ratios."""
+    """The problem that `lower_bound_s` bounds: the choices for this graph at the plan's own ratios."""
     planner = Planner(plan.traced.graph, plan.used)
     return ProblemBuilder(planner.structure, planner.costs, planner.ratios_at(plan.sizes).strictly()).problem()
 
@@ -160,7 +160,7 @@ def planned(row: dict[str, Any], timeout_s: float) -> dict[str, Any]:
 
 
 def cells(row: dict[str, Any]) -> list[str]:
-    """One row of the table; what was not found is a dash."""
+    """One row of the table; a dash for a missing figure."""
 
     def show(value: float | None, form: str) -> str:
         return "-" if value is None else format(value, form)
@@ -209,7 +209,7 @@ def arguments() -> argparse.Namespace:
     command.add_argument("--budget", type=float, help="seconds per plan (default: until proved)")
     command.add_argument("--timeout", type=float, default=1800, help="seconds per row (default: 1800)")
     command.add_argument("--milp", type=float, default=120, help="seconds for the MILP (default: 120); 0 for none")
-    memory = "devices (default), unlimited, or a fraction of what each kind holds of the plan without limits"
+    memory = "devices (default), unlimited, or a fraction of each kind's memory of the plan without limits"
     command.add_argument("--memory", default="devices", help=memory)
     options = command.parse_args()
     if not all(n.isdecimal() and int(n) > 0 for n in options.layers):

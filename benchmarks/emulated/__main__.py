@@ -25,7 +25,7 @@ def main() -> int:
     parser.add_argument("--delay", help=f"of packets on their way out, {each}1ms:0")
     parser.add_argument("--memory", help=f"{each}2GiB:512MiB")
     parser.add_argument("--timeout", type=float, metavar="S", help="end the machines after so many seconds")
-    parser.add_argument("--clean", action="store_true", help="only take away what runs that are over left")
+    parser.add_argument("--clean", action="store_true", help="only take away the leftovers of runs that are over")
     arguments = sys.argv[1:]
     command = arguments[arguments.index("--") + 1 :] if "--" in arguments else []
     options = parser.parse_args(arguments[: arguments.index("--")] if "--" in arguments else arguments)

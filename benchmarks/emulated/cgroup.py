@@ -125,7 +125,7 @@ def kill(folders: Sequence[Path]) -> None:
 
 
 def remove(folders: Sequence[Path], patience_s: float = 10.0) -> None:
-    """End what runs in the groups, and take them away. Raises CgroupError where that can't be done in time."""
+    """End the processes in the groups, and take these away. Raises CgroupError where that can't be done in time."""
     until = time.monotonic() + patience_s
     for folder in folders:
         while folder.exists():

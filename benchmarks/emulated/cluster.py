@@ -36,7 +36,7 @@ exec nsenter --net="$space" unshare --uts --mount sh -c '
 
 
 class MissingError(RuntimeError):
-    """What it takes is not on this machine; the message says what."""
+    """Something that it needs is not on this machine; the message names it."""
 
 
 class EmulatedCluster:
@@ -177,7 +177,7 @@ class EmulatedCluster:
 
 
 def remove_leftovers() -> list[str]:
-    """Take away what runs that are over left; their names."""
+    """Take away the leftovers of runs that are over; their names."""
     found = {m[1] for name in _names() if (m := re.match(rf"({PREFIX}\d+)(-\d+)?$", name))}
     gone = [name for name in sorted(found) if not _alive(name)]
     for name in gone:
@@ -205,7 +205,7 @@ def _names() -> list[str]:
 
 
 def _alive(name: str) -> bool:
-    """Whether the run, or what cleans up after it, is still there to hold its lock."""
+    """Whether the run, or the process that cleans up after it, is still there to hold its lock."""
     try:
         lock = os.open(_folder(name) / "lock", os.O_RDWR)
     except OSError:

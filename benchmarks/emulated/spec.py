@@ -1,4 +1,4 @@
-"""What the machines of an emulated cluster are: from a TOML file, or from options."""
+"""The machines of an emulated cluster, from a TOML file or from options."""
 
 from __future__ import annotations
 

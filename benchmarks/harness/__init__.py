@@ -1,1 +1,1 @@
-"""What the benchmarks share: their command line, rows made in processes of their own, tables, timing, emulated jobs."""
+"""Shared by the benchmarks: their command line, rows made in processes of their own, tables, timing, emulated jobs."""

@@ -144,7 +144,7 @@ class FeedForward(nn.Module):
 
 
 class Mixture(nn.Module):
-    """Top-2 experts of each token: a queue per sequence and expert; what overflows a queue is dropped."""
+    """Top-2 experts of each token: a queue per sequence and expert; tokens that overflow a queue are dropped."""
 
     def __init__(self, width: int, ff: int, experts: int) -> None:
         super().__init__()
@@ -258,7 +258,7 @@ class Training:
         self.batch: dict[str, Tensor] = {}
 
     def arrays(self) -> dict[str, Tensor]:
-        """The state as JAX names it; views of what is trained here."""
+        """The state as JAX names it; views of the parameters and moments here."""
         found: dict[str, Tensor] = {"count": self.optimizer.state[self.parameters[0]]["step"]}
         for name, (p, view) in self.views.items():
             state = self.optimizer.state[p]

@@ -1,4 +1,4 @@
-"""HAP itself (EuroSys'24), emulated: what its released code would decide, as a program that our cost model judges.
+"""HAP itself (EuroSys'24), emulated: the decisions of its released code, as a program that our cost model judges.
 
 Its rules: an op cuts the batch, an output dimension of its weights, or experts; nothing is cut along a contracted
 weight dimension, by heads or by vocabulary; no sufficient factors. Parameters lie as they are used, their optimizer
@@ -31,7 +31,7 @@ from hapsynth.search.sizing.ratios import Ratios, proportional
 from hapsynth.search.solver import solve
 
 _TIE = 1e-3
-"""Weight of our model's seconds, which decide between what costs HAP the same."""
+"""Weight of our model's seconds, which decide between choices of the same cost to HAP."""
 _ITEM = 4.0
 
 

@@ -13,7 +13,7 @@ from hapsynth.search.planning.planner import Planner
 from systems.hap import Hap
 
 TWIN = {"fastest": "plan", "even": "data_parallel", "by_speed": "data_parallel_speed", "fsdp": "zero3"}
-"""System -> what is the same program: a baseline, or for `fastest` the one that the contest begins with."""
+"""System -> the same program by another name: a baseline, or for `fastest` the one that the contest begins with."""
 
 
 def chosen(

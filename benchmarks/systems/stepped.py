@@ -1,4 +1,4 @@
-"""Systems that run one training step on the processes of a job: hapsynth's programs, and what people do today.
+"""Systems that run one training step on the processes of a job: hapsynth's programs, and those usual today.
 
 Each is given the same function and the same arguments, consumes its state as it goes (donation), and has one device
 per process. `even`, `by_speed` and `fsdp` know nothing of hapsynth.
@@ -162,7 +162,7 @@ class BySpeed:
 
 
 class Alone:
-    """The function on this process's device: what all must agree with."""
+    """The function on this process's device, with which all must agree."""
 
     def __init__(self, fn: TrainingStep) -> None:
         self.function = jax.jit(fn, donate_argnums=0)

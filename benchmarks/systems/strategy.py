@@ -1,4 +1,4 @@
-"""What a program does, in a sentence: what its contractions are cut by, how much of the state is cut, who gets what."""
+"""A program's strategy in a sentence: the cuts of its contractions and of its state, and each device's share."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _MOST = 3
 
 @dataclass(frozen=True)
 class Strategy:
-    """Found of a program. `work`: what contractions are cut by -> the fraction of their FLOP. `state`: fraction of the
+    """The strategy of a program. `work`: a cut of contractions -> the fraction of their FLOP. `state`: fraction of the
     carried bytes that is cut. `shares`: devices, as in a report -> the units of the batch that each of them gets.
     `without`: those that get no share of anything that is cut."""
 
@@ -41,7 +41,7 @@ class Strategy:
 
 
 def strategy(known: Baselines, program: Program, sizes: Sizes) -> Strategy:
-    """What a program of the graph that `known` is about does."""
+    """The strategy of a program of the baselines' graph."""
     groups = device_groups(known.costs.cluster)
     given = [sizes.of_devices(c.index) for c in sizes.classes.all]
     of_batch = (c for c in sizes.classes.all if any(known.root(v, d) in known.batch_roots for v, d, *_ in c.members))

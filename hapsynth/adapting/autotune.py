@@ -24,7 +24,7 @@ OURS = "hapsynth"
 
 @dataclass(frozen=True, eq=False)
 class AutotuneResult(Generic[P]):
-    """What a contest comes to. `seconds`: of every plan that took part, the median of its steps, each as long as the
+    """The result of a contest. `seconds`: of every plan that took part, the median of its steps, each as long as the
     slowest process took."""
 
     name: str
@@ -33,7 +33,7 @@ class AutotuneResult(Generic[P]):
 
 
 def autotune_candidates(plan: P, mesh: Mesh | None = None, *, within: float = 1.5) -> dict[str, P]:
-    """The plan, as "hapsynth", and what people run today (`hapsynth.search.planning.baselines`) as plans of the same
+    """The plan, as "hapsynth", and the baselines (`hapsynth.search.planning.baselines`) as plans of the same
     function: those that fit into memory and are predicted to take at most `within` times as long, by rising prediction.
 
     `mesh`: of all devices of the plan's cluster. By default the plan's: where it leaves devices out, so do they.

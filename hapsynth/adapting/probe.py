@@ -20,7 +20,7 @@ from hapsynth.search.cost.model import CostModel
 from hapsynth.search.cost.program_cost import device_seconds
 
 Run = tuple[Any, Callable[[], list[Any]]]
-"""A function, and what makes operands for it."""
+"""A function, and the maker of its operands."""
 
 
 class Probe:

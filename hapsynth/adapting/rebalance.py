@@ -31,7 +31,7 @@ THRESHOLD = 0.05
 
 @dataclass(frozen=True, eq=False)
 class Proposal(Generic[P]):
-    """What sizes for the measured speeds come to.
+    """Sizes for the measured speeds, and their gain.
 
     `plan`: the new plan, or the old one where there is nothing to gain. `before_s`, `after_s`: predicted seconds per
     step at the measured speeds, with the old sizes and with the plan's. `slowdown`: of each device that takes part,
@@ -129,7 +129,7 @@ def propose(plan: P, slowdown: Floats, threshold: float = THRESHOLD) -> Proposal
 
 
 def resized_result(plan: Planned, sizes: Sizes, costs: CostModel, cost: float) -> Result:
-    """The plan's result at other sizes. What was proved of it does not hold on another cluster or at other shapes."""
+    """The plan's result at other sizes. Its bounds do not hold on another cluster or at other shapes."""
     memory = np.zeros(plan.cluster.n)
     memory[list(plan.devices)] = held_by(plan.program, sizes, costs)
     return replace(

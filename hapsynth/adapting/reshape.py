@@ -102,7 +102,7 @@ def _traced(plan: Planned, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tr
         made = out if isinstance(out, Literal) else graph.values[out]
         if made.shape != graph.values[graph.inputs[source]].shape:
             raise ShapeError(f"argument {path} is carried state, and its successor has shape {made.shape}")
-    # What was said of how often loops and branches run holds on; a scan's trips are traced.
+    # Declared counts of loops and branches hold on; a scan's trips are traced.
     regions = [r if r.kind == "scan" else replace(r, count=b.count) for r, b in zip(graph.regions, old.regions)]
     return replace(traced, graph=replace(graph, carry=old.carry, kept=old.kept, regions=tuple(regions)))
 
@@ -154,7 +154,7 @@ class Buckets(Generic[P]):
         first = next(iter(self.plans.values()))
         leaves, tree = tree_flatten((args, kwargs))
         if tree != first.traced.in_tree:
-            first(*args, **kwargs)  # says what is wrong
+            first(*args, **kwargs)  # raises the error of the user's own
         asked = tuple(tuple(np.shape(leaves[i])) for i in first.traced.array_leaves)
         if asked in self.plans:
             return self.plans[asked]

@@ -1,4 +1,4 @@
-"""What a checkpoint says of itself: a JSON file, only data, trusted as far as its checksums hold.
+"""A checkpoint's table of contents: a JSON file, only data, trusted as far as its checksums hold.
 
 A checkpoint is a folder with `hapsynth-state.json` and the folder `state-<16 hex digits>` that it names, which holds a
 file `<n>.bin` of each process n that wrote. A leaf lies there in pieces: boxes of the logical array, row-major,
@@ -113,7 +113,7 @@ def size_of(box: Box) -> int:
 
 
 def common(a: Box, b: Box) -> Box | None:
-    """What two boxes have in common, if anything."""
+    """The intersection of two boxes, if any."""
     both = tuple((max(p[0], q[0]), min(p[1], q[1])) for p, q in zip(a, b, strict=True))
     return both if all(start < stop for start, stop in both) else None
 

@@ -49,7 +49,7 @@ class Reader:
                 )
 
     def read(self, number: int, box: Box) -> np.ndarray:
-        """A box of a leaf, as it is stored; bit for bit what was saved, or CheckpointError."""
+        """A box of a leaf, as it is stored; bit for bit the saved one, or CheckpointError."""
         leaf = self.leaves[number]
         assert isinstance(leaf, Leaf)
         out, filled = np.empty([stop - start for start, stop in box], leaf.stored_dtype), 0

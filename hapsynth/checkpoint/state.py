@@ -1,4 +1,4 @@
-"""Saves a plan's state and restores it: each process writes and reads only what its own devices hold."""
+"""Saves a plan's state and restores it: each process writes and reads only its own devices' shards."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from hapsynth.running.process_local_data import ProcessLocalLoader, Slices
 
 
 class _Place(NamedTuple):
-    """A leaf of an argument: its path in the state, its path in the call, and how it is stored or what it is."""
+    """A leaf of an argument: its path in the state, its path in the call, and its storage or its value."""
 
     path: str
     full: str
@@ -143,7 +143,7 @@ def holders_of(storage: Storage, words: tuple[int, ...]) -> Holders:
 
 
 def local_shards(storage: Storage, stored: Any) -> dict[Box, np.ndarray]:
-    """What this process's devices hold of a value, in host memory, without padding: each different shard once."""
+    """The shards of a value on this process's devices, in host memory, without padding: each different one once."""
     out: dict[Box, np.ndarray] = {}
     for at, x in zip(local_positions(storage.mesh), parts(stored), strict=True):
         words = _words(x) if _jax.is_extended(storage.dtype) else x
@@ -183,7 +183,7 @@ _OTHER = "this is the checkpoint of another model: restore one of this, or read 
 
 
 def _agreed(mesh: Mesh, what: str, work: Callable[[], Any]) -> list[Any]:
-    """What `work` returns in each process, as JSON holds it. Where it fails in any all raise the same."""
+    """The result of `work` in each process, as JSON holds it. Where it fails in any all raise the same."""
     error = None
     try:
         said = {"made": work()}
@@ -202,7 +202,7 @@ def _agreed(mesh: Mesh, what: str, work: Callable[[], Any]) -> list[Any]:
 
 
 def _told(mesh: Mesh, said: Any) -> list[Any]:
-    """What each process says, as JSON holds it; all must call."""
+    """The message of each process, as JSON holds it; all must call."""
     found = exchanged(mesh, said, "saving or restoring state")
     if found is not None:
         return found

@@ -1,4 +1,4 @@
-"""`hapsynth launch` and `hapsynth preflight`: their options and what they print; and how any command joins a job."""
+"""`hapsynth launch` and `hapsynth preflight`: their options and output; and how any command joins a job."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def launch_command(options: argparse.Namespace) -> int:
         command = [sys.executable, "-m", *options.module]
     elif command[0].endswith(".py"):
         command = [sys.executable, *command]
-    # What was imported till now is not looked through at exit: seconds on a machine that is busy, while others wait.
+    # Modules imported till now are not looked through at exit: seconds on a machine that is busy, while others wait.
     gc.freeze()
     return launch(Launch(options.n, options.processes, options.rank, options.coordinator), command)
 

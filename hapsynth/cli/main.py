@@ -91,7 +91,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 @contextmanager
 def _told(name: str) -> Generator[None]:
-    """What is to be said of the cluster, on standard error, a line each."""
+    """Warnings about the cluster go to standard error, a line each."""
     with warnings.catch_warnings():
         warnings.simplefilter("always", ClusterWarning)
         show = warnings.showwarning
@@ -112,13 +112,13 @@ def _fail(name: str, what: str, error: BaseException, status: int) -> int:
 
 
 class _Session(ExitStack):
-    """What a command writes to: its files, standard output, and the report for a person."""
+    """The outputs of a command: its files, standard output, and the report for a person."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         super().__init__()
         self.stdout: IO[str] = sys.stdout
         self.quiet = getattr(options, "json", None) == STDOUT
-        """Standard output is for JSON: no report, and what the model file prints goes to standard error."""
+        """Standard output is for JSON: no report, and output of the model file goes to standard error."""
 
     def claim(self, options: argparse.Namespace) -> None:
         """Make sure, before any work, that every output can be written."""

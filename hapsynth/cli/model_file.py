@@ -24,7 +24,7 @@ from hapsynth.graph.concretization import NEEDS_VALUE
 
 @dataclass(frozen=True, eq=False)
 class Target:
-    """What a model file asks to plan."""
+    """The function of a model file, and its arguments."""
 
     fn: Callable[..., Any]
     args: tuple[Any, ...]
@@ -35,7 +35,7 @@ class Target:
 
 @dataclass(frozen=True, eq=False)
 class Targets:
-    """What a model file asks to plan for one state: several functions, by name."""
+    """Several functions of a model file, by name, to be planned for one state."""
 
     each: Mapping[str, Target]
     path: Path

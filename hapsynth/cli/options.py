@@ -229,7 +229,7 @@ def asked(options: argparse.Namespace, functions: Sequence[str] | None = None) -
 
 
 def _of_one(option: str, given: Sequence[tuple[str, _T]]) -> list[_T]:
-    """What is given for the only function; UsageError where one is named."""
+    """The option's value for the only function; UsageError where one is named."""
     for name, _ in given:
         if name:
             raise UsageError(f"{option} names the function {name!r}, but there is one alone: leave the name out")
@@ -237,7 +237,7 @@ def _of_one(option: str, given: Sequence[tuple[str, _T]]) -> list[_T]:
 
 
 def _of_each(option: str, given: Sequence[tuple[str, _T]], functions: Sequence[str]) -> dict[str, list[_T]]:
-    """What is given for each of several functions; UsageError where none is named, or none that there is."""
+    """The option's value for each of several functions; UsageError where none is named, or an unknown one."""
     found: dict[str, list[_T]] = {}
     for name, rest in given:
         if name not in functions:

@@ -20,7 +20,7 @@ STDOUT = "-"
 class Outputs:
     """The files that one command writes: `claim` each before the work, `write` them after it.
 
-    Used as a context: leaving it removes what was claimed and not written. `stdout`: where `-` goes.
+    Used as a context: leaving it removes files that were claimed and not written. `stdout`: where `-` goes.
     """
 
     def __init__(self, stdout: IO[str] | None = None) -> None:

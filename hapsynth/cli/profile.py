@@ -1,4 +1,4 @@
-"""`hapsynth profile`: its options, what it writes and prints."""
+"""`hapsynth profile`: its options, files and report."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def profile_command(
     options: argparse.Namespace, files: Outputs, out: Console | None, tell: Callable[[str], None]
 ) -> None:
-    """Measure, write and report. Raises ProfileError, TraceError, UsageError; KeyboardInterrupt says what was kept."""
+    """Measure, write and report. Raises ProfileError, TraceError, UsageError; KeyboardInterrupt names the file."""
     if options.function is not None and options.model is None:
         raise UsageError("--function picks one of the functions of --model: give that too")
     if options.devices is not None:

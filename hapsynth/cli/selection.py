@@ -27,7 +27,7 @@ def picked(found: Target | Targets, function: str | None) -> Target:
 
 
 def loaded(path: str, file: str, function: str | None) -> tuple[Plan, Target]:
-    """A saved plan, which may be one of several in its file, and what it is a plan of."""
+    """A saved plan, which may be one of several in its file, and its function."""
     found = load_target(file)
     target = picked(found, function)
     if function is None or not isinstance(found, Targets) or not holds_several(path):

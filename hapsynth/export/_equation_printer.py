@@ -1,6 +1,6 @@
 """One equation of a jaxpr as an expression of JAX's public functions.
 
-What could be written is tried: an expression is taken when tracing it gives the very equation again. So no printer is
+Candidates are tried: an expression is taken when tracing it gives the very equation again. So no printer is
 trusted, and an equation for which none is right is an error that names it.
 """
 
@@ -32,7 +32,7 @@ _SAME = {"add_any": "add"}
 """Primitives that are others but for differentiation."""
 
 _UNSEEN = ("weak_type", "update_jaxpr", "update_consts", "linear")
-"""Parameters that say nothing about values: what they say follows from the primitive, or from the operands."""
+"""Parameters that follow from the primitive, or from the operands."""
 
 Params = dict[str, Any]
 Printer = Callable[[Sequence[str]], str]
@@ -199,7 +199,7 @@ class Ops:
         return printer(_operands(eqn, operands, typed))
 
     def found(self, eqn: Any, literals: Sequence[str], source: str) -> tuple[Printer, bool]:
-        """What writes an equation right, and whether its literals need their dtypes."""
+        """The writer of an equation, and whether its literals need their dtypes."""
         why = ""
         names = [f"x{eqn.invars.index(a)}" if not _jax.is_literal(a) else "" for a in eqn.invars]
         # Of numbers alone Python would make a number.
@@ -323,7 +323,7 @@ def _same_params(a: Params, b: Params) -> bool:
 
 
 def _said(param: Any) -> Any:
-    """A parameter, None for the sharding of what no axis cuts."""
+    """A parameter, None for a sharding that no axis cuts."""
     return None if isinstance(param, NamedSharding) and not any(param.spec) else param
 
 
@@ -343,5 +343,5 @@ def _equal(a: Any, b: Any) -> bool:
         return False
     try:
         return bool(a == b)
-    except Exception:  # what can't be compared is not known to be equal: its equation is not taken
+    except Exception:  # not comparable is not known to be equal: the equation is not taken
         return False

@@ -108,7 +108,7 @@ class Writer:
         self.line(f"return {returned}")
         self.depth -= 1
 
-    # ---- control flow; what a body takes from around it, it sees
+    # ---- control flow; a body sees the names around it
 
     def cond(self, eqn: Any, env: Atoms, scope: Scope) -> str:
         number, *rest = eqn.invars
@@ -188,7 +188,7 @@ class Writer:
         return scalar(0, eqn.outvars[0].aval.dtype)
 
     def bound(self, jaxpr: Any, given: Sequence[str], own: Atoms | None = None) -> tuple[Any, Atoms]:
-        """The jaxpr of a body and its inputs' texts: what is given of around it, its own."""
+        """The jaxpr of a body and its inputs' texts: those given from around it, its own."""
         opened, consts = _jax.open_jaxpr(jaxpr)
         env: Atoms = dict(zip(getattr(opened, "constvars", ()), map(self.table, consts)))
         return opened, {**env, **dict(zip(opened.invars, given)), **(own or {})}
@@ -212,7 +212,7 @@ _OTHERS: dict[str, Callable[[Writer, Any, Atoms, Scope], str]] = {
     "scan": Writer.scan,
     "while": Writer.loop,
 }
-"""What takes functions, which are written out, and what a trace does not give again."""
+"""Primitives that take functions, which are written out, and those that a trace does not give again."""
 
 
 def _tuple(members: Sequence[str]) -> str:

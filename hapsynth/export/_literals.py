@@ -1,4 +1,4 @@
-"""Values that stand in a program as Python text: numbers, dtypes, and what JAX's operations take as parameters."""
+"""Values that stand in a program as Python text: numbers, dtypes, and the parameters of JAX's operations."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class UnwritableError(ValueError):
 
 
 def text(value: Any) -> str:
-    """The value as an expression of `jnp`, `lax`, `np` and `prng`. UnwritableError for what has none."""
+    """The value as an expression of `jnp`, `lax`, `np` and `prng`. UnwritableError for a value that has none."""
     match value:
         case enum.Enum():
             return f"{_of_lax(type(value))}.{value.name}"

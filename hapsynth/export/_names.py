@@ -20,7 +20,7 @@ MARK.def_abstract_eval(lambda x, **_: x)
 
 
 def marker(graph: Graph) -> Any:
-    """What the lowering calls with a property and its tensor, as it makes it."""
+    """Called by the lowering with a property and its tensor, as it makes it."""
 
     def mark(p: Property, x: Any) -> Any:
         value, layout = p

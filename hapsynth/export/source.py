@@ -35,7 +35,7 @@ To run it, here as a training step:
     state, loss = step(state, batch)            # again and again: carried state is consumed, and its successor returned
     whole = unshard(state, at="[0]")            # NumPy arrays of the first result; `unshard(results)` of all
 
-`body` is the program: what every device does with its own shards. Beside a tensor stand its shape on the device, its
+`body` is the program: each device's work on its own shards. Beside a tensor stand its shape on the device, its
 layout (`S(0)`: sharded along dimension 0, `R`: replicated, `P(sum)`: to be added up), one per mesh axis, and the line
 of the source program.
 """
@@ -47,7 +47,7 @@ class SourceError(ValueError):
 
 
 def source_of(plan: Planned) -> str:
-    """The module's text. Raises SourceError naming what cannot be written, or why the plan has no such form."""
+    """The module's text. Raises SourceError naming the op that cannot be written, or why the plan has no such form."""
     too_large = only_staged(plan.traced.graph, plan.result, plan.cluster)
     if too_large:
         raise SourceError(f"the plan has no single program that could be written: {too_large}")

@@ -1,4 +1,4 @@
-"""Functions that need an array's value while they are traced: what to do instead."""
+"""Advice for functions that need an array's value while they are traced."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ NEEDS_VALUE = (
     jax.errors.TracerArrayConversionError,
     jax.errors.TracerIntegerConversionError,
 )
-"""What JAX raises for them."""
+"""The errors that JAX raises for them."""
 
 
 def needs_value(error: Exception) -> str:

@@ -1,4 +1,4 @@
-"""A closed jaxpr as a flat `Graph`: calls inlined, control flow as regions, what no output needs dropped."""
+"""A closed jaxpr as a flat `Graph`: calls inlined, control flow as regions, ops that no output needs dropped."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ class _Inliner:
         self.regions: list[Region] = [Region(0, "program", -1, 1.0)]
         self.region = 0
         self.ties: dict[int, Any] = {}
-        """Key of a carried value -> what the next iteration finds as it."""
+        """Key of a carried value -> its successor in the next iteration."""
         self.shown: list[tuple[Any, list[Any], dict[str, Any], str, str]] = []
         """Prints and debug callbacks: primitive, operands, parameters, source line, scope."""
 
@@ -225,7 +225,7 @@ class _Inliner:
         return self.add(_jax.fill_primitive(), [operand], [aval], source, params)[0]
 
     def call(self, fn: Callable[..., Any], operands: Sequence[Any], source: str) -> Any:
-        """What a function of JAX makes of values."""
+        """The values that a function of JAX computes."""
         closed, _ = _jax.make_jaxpr(fn, *(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in map(self.aval, operands)))
         return self.inline(closed, operands, source)[0]
 
@@ -295,7 +295,7 @@ class _Inliner:
     # ---- the graph
 
     def live(self, outputs: Sequence[Any]) -> list[_Raw]:
-        """The ops that the outputs need; what a loop carries needs what the iteration before makes of it."""
+        """The ops that the outputs need; a carried value needs its predecessor's ops in the iteration before."""
         needed = {o for o in outputs if isinstance(o, int)}
         kept: set[int] = set()
         loops: set[int] = set()

@@ -65,7 +65,7 @@ class Boundary:
                      a third result, what is carried as its test finds it, which lives there: the test runs before the
                      body, and finds nothing that the body makes
         scan_slice   (xs) -> (x): a scan's part of `xs` for this iteration
-        scan_stack   (y) -> (ys): what a scan stacks
+        scan_stack   (y) -> (ys): the results that a scan stacks
         loop_test    (predicate) -> (): a while loop goes on where it is true; belongs to the loop's test region
         cond_join    (branch number, one operand per branch) -> (result)
     """
@@ -165,7 +165,7 @@ class HostCallback:
 
 @dataclass(frozen=True)
 class Rematerialized:
-    """`ops`, none after op `at`, run again for what takes their results after it."""
+    """`ops`, none after op `at`, run again for those that take their results after it."""
 
     at: int
     ops: tuple[int, ...]
@@ -280,7 +280,7 @@ class Graph:
 
     @cached_property
     def unsure(self) -> frozenset[int]:
-        """The ops that decide which way control flow goes, by what was computed in floating point: the loop_test of a
+        """The ops that decide which way control flow goes, by floating-point values: the loop_test of a
         while loop, the first cond_join of a cond. Unlike devices may round differently, and must not part ways."""
         inexact = {v.index for v in self.values if _jax.is_inexact(v.dtype)}
         grown = -1

@@ -21,11 +21,11 @@ from hapsynth.profile.sampling import Floats
 from hapsynth.search.cost.network import axis_links
 
 _LATENCY = 0.98
-"""What a collective of no bytes takes of the smallest that was measured."""
+"""The time of a collective of no bytes, as a part of that of the smallest that was measured."""
 
 
 class Builder:
-    """`ran`, `sent`: what was measured. `figures`: seconds and spread of each, [devices, 2]. `memory`: bytes of each
+    """`ran`, `sent`: the measurements. `figures`: seconds and spread of each, [devices, 2]. `memory`: bytes of each
     device, -1 where not known."""
 
     def __init__(
@@ -61,7 +61,7 @@ class Builder:
         return {k.key: (float(t), float(s)) for k in self.ran for t, s in [self.figures[k.key][device]]}
 
     def doubts(self) -> list[Implausible]:
-        """What can't be true of these figures."""
+        """The figures that can't be true."""
         found: list[Implausible] = []
         for name, fit in zip(self.names, self.fits, strict=True):
             found += [*unlikely(name, fit), *unsteady(name, fit.times)]
@@ -149,7 +149,7 @@ class Builder:
         return Link(rounded(link.bandwidth), rounded(link.latency))
 
     def _told(self) -> dict[str, object]:
-        """Where and with what it was measured, and what no cost is made of."""
+        """Place and versions of the measurement, and the figures that no cost uses."""
         spread: dict[str, object] = {}
         alone: dict[str, object] = {}
         dispatch: dict[str, object] = {}

@@ -85,7 +85,7 @@ def runner(job: Job, exchange: Exchange) -> Callable[[], Floats]:
     one = _step(exchange, job.hosts, _gloo.joins(mesh))
 
     def body(x: jax.Array) -> jax.Array:
-        # What every device holds must stay its own, or XLA may see that nothing needs to be sent.
+        # The data of every device must stay its own, or XLA may see that nothing needs to be sent.
         mark = lax.axis_index(exchange.axis).astype(jnp.float32) * 1e-6
         for _ in range(exchange.repeats):
             x = one(x) + mark

@@ -56,7 +56,7 @@ class Job:
         return tuple(list(dict.fromkeys(names)).index(name) for name in names)
 
     def fingerprint(self, options: object) -> str:
-        """Changes with the devices, the versions and what is asked for."""
+        """Changes with the devices, the versions and the options."""
         seen = [(d.platform, d.device_kind, d.process_index, m) for d, m in zip(self.devices, self.machines)]
         text = json.dumps([seen, jax.__version__, os.cpu_count(), options])
         return hashlib.sha256(text.encode()).hexdigest()[:16]

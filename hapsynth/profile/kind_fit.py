@@ -1,4 +1,4 @@
-"""From raw times to device kinds: which devices are alike, and what one of them does in how long."""
+"""From raw times to device kinds: which devices are alike, and how fast each kind is."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def typical(rows: Sequence[Times]) -> dict[str, tuple[float, float]]:
 
 
 class KindFit:
-    """What the times of a kind's figures say. `kernels`: those that were run, by key."""
+    """Rates, bandwidth and overhead from the times of a kind's figures. `kernels`: those that were run, by key."""
 
     def __init__(self, kernels: Sequence[Kernel], times: Times) -> None:
         self.kernels = [k for k in kernels if k.key in times]

@@ -1,4 +1,4 @@
-"""What is run on each device to see how fast it is.
+"""The kernels that measure how fast a device is.
 
 A kernel repeats one op on its own result, so that nothing can be left out or run side by side; the values stay at 1.
 Sizes rise within a family, so that the later ones can be left out where they would take too long.
@@ -27,7 +27,7 @@ Operand = tuple[tuple[int, ...], float]
 class Kernel:
     """`fn` of `operands` runs `repeats` ops of `amount` FLOPs (`stream`: bytes) each, in `launches` kernels.
 
-    `op`: of a family that is an op's signature, what a person knows it by. `result`: its shape, where that is not the
+    `op`: of a family that is an op's signature, its name for a person. `result`: its shape, where that is not the
     first operand's.
     """
 
@@ -107,7 +107,7 @@ def _repeated(
 
 
 def _layer(dtype: str, rows: int, width: int) -> Kernel:
-    """What a layer's training step multiplies: rows by square weights, and the gradients of both."""
+    """The products of a layer's training step: rows by square weights, and the gradients of both."""
 
     def fn(x: jax.Array, w: jax.Array) -> jax.Array:
         for _ in range(2):

@@ -53,7 +53,7 @@ def profile(
     tell: Callable[[str], None] = lambda _: None,
     note: Callable[[str], None] = lambda _: None,
 ) -> Cluster:
-    """Measure the devices of this job and what joins them; called by all its processes.
+    """Measure the devices and links of this job; called by all its processes.
 
     `graph`: of a function (`hapsynth.graph.trace`), the same in all processes, whose heavy ops are measured too.
     `partial`: the file that keeps what has been measured until all has been. `tell` is called with what is being
@@ -127,7 +127,7 @@ class _Measuring:
         """Likewise."""
         done: list[Exchange] = []
         for e in wanted:
-            # What small ones take is latency, and says nothing of the next size.
+            # Small ones take their latency, which says nothing of the next size.
             sized = (x for x in reversed(done) if x.family == e.family and x.nbytes >= _LATENCY_BYTES)
             before = next(sized, None)
             if self._fits(before and before.key, 1.0, 2.0 * e.nbytes * e.n):
@@ -136,7 +136,7 @@ class _Measuring:
         return [e for e in done if np.isfinite(self.state.figures[e.key]).all()]
 
     def _fits(self, before: str | None, growth: float, nbytes: float) -> bool:
-        """Whether the next size of a family is to be tried, after what was measured of the one before."""
+        """Whether the next size of a family is to be tried, after the measurement of the one before."""
         if 4 * nbytes > self.memory:
             return False
         return before is None or float(self.state.figures[before][:, 0].max()) * growth <= self.options.longest_s

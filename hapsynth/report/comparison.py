@@ -1,4 +1,4 @@
-"""What `hapsynth compare` prints: the plan beside the baselines."""
+"""The report of `hapsynth compare`: the plan beside the baselines."""
 
 from __future__ import annotations
 

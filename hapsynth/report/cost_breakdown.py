@@ -37,7 +37,7 @@ COST_SCHEMA = "hapsynth-cost-1"
 class Computing:
     """An op, or an argument that is fed, on the device that takes longest over it; figures are those of one run.
 
-    `op_class`: what it counts as, or `fed`, `other`. `seconds`: of all runs. `device`: its position in the cluster.
+    `op_class`: the class of its work, or `fed`, `other`. `seconds`: of all runs. `device`: its position in the cluster.
     `flops`: of whole tiles, which take `compute_s` seconds.
     """
 
@@ -93,13 +93,13 @@ Line = Computing | Sending
 
 
 def cost_lines(plan: Plan) -> list[Line]:
-    """What a plan's seconds are made of, arguments first, then the instructions in order; those that take no time are
+    """The terms of a plan's seconds, arguments first, then the instructions in order; those that take no time are
     left out."""
     return [line for line in _Lines(plan).all() if line.seconds > 0]
 
 
 def cost_record(plan: Plan, lines: Sequence[Line]) -> dict[str, Any]:
-    """What `explain --cost --json` writes."""
+    """The document of `explain --cost --json`."""
     return {
         "schema": COST_SCHEMA,
         "cost_s": plan.cost,
@@ -189,7 +189,7 @@ class _Lines:
     def _sending(
         self, what: str, step: Step, axis: int, took: tuple[float, float, float], sent: tuple[float, float], runs: float
     ) -> Sending:
-        """`took`: seconds, of them the latency and what is for transposes; `sent`: bytes, and the padding of them."""
+        """`took`: seconds, of them the latency and those for transposes; `sent`: bytes, and the padding of them."""
         (seconds, latency, turned), (wire, padding) = took, sent
         per_byte = (seconds - latency - turned) / wire if wire else 0.0
         source = link_source(self.model, axis, step)
@@ -278,7 +278,7 @@ def _groups(
 
 
 def _computed(group: list[Computing]) -> list[str]:
-    """The work is what takes longer: FLOPs or bytes."""
+    """The work is FLOPs or bytes, whichever takes longer."""
     first = group[0]
     launches = fsum(c.runs * c.launches for c in group)
     cells = [f"{first.dtype} {first.op_class}", first.kind, f"{fsum(c.runs for c in group):g}"]

@@ -98,7 +98,7 @@ class Explainer:
         print_certificate(self.out, self.plan)
 
     def one(self, value: int) -> None:
-        """Everything about one value: where it lies when, and what every other layout would cost."""
+        """Everything about one value: its layouts along the program, and the cost of every other one."""
         self.out.print(
             f"{self.names.value(value)}  {self.names.shape(value)}, {nbytes(self.graph.values[value].nbytes)}"
         )

@@ -33,7 +33,7 @@ def costs_of(plan: Plan, model: CostModel | None = None) -> list[Cost]:
 
 
 def search_record(plan: Plan) -> dict[str, Any]:
-    """What `search --json` writes."""
+    """The document of `search --json`."""
     result = plan.result
     timings = result.timings_s
     return {
@@ -77,7 +77,7 @@ def infeasible_record(
     *,
     exact: bool = False,
 ) -> dict[str, Any]:
-    """What `search --json` writes where no program fits: the same keys, null for what there is none of."""
+    """The document of `search --json` where no program fits: the same keys, null where there is no figure."""
     limits = list(MemoryBudget.of(cluster, limit).limits)
     return {
         "schema": SEARCH_SCHEMA,
@@ -118,7 +118,7 @@ def comparison(plan: Plan) -> dict[str, Entry]:
     memory, limits = plan.result.memory_bytes, plan.result.memory_limit_bytes
     peak, fits = max(memory), all(held <= limit for held, limit in zip(memory, limits, strict=True))
     entries = {"hapsynth": Entry(plan.cost, peak, fits, traffic(plan.program, plan.sizes, model))}
-    # What people run today runs on all devices.
+    # Today's usual systems run on all devices.
     limit, whole = min(limits), model.on(plan.cluster)
     for name, b in Baselines(plan.traced.graph, model.table, whole, limit).all().items():
         entries[name] = Entry(b.cost_s, b.memory_bytes, b.fits, traffic(b.program, b.sizes, whole))
@@ -137,7 +137,7 @@ def traffic(program: Program, sizes: Sizes, model: CostModel) -> dict[str, tuple
 
 
 def compare_record(entries: Mapping[str, Entry]) -> dict[str, Any]:
-    """What `compare --json` writes. `speedup`: of the plan over this one."""
+    """The document of `compare --json`. `speedup`: of the plan over this one."""
     ours = entries["hapsynth"].cost_s
     return {
         "schema": COMPARE_SCHEMA,
@@ -160,7 +160,7 @@ def run_record(
     step_s: Sequence[float],
     yardsticks: Sequence[tuple[str, str]] = (),
 ) -> dict[str, Any]:
-    """What `run --json` writes: the largest relative error of each output leaf over all steps (null: not finite).
+    """The document of `run --json`: the largest relative error of each output leaf over all steps (null: not finite).
 
     `yardsticks`: of the leaves that are not judged by the plain one (`hapsynth.running.check.CheckReport`).
     """

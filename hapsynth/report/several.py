@@ -1,4 +1,4 @@
-"""Several functions with one state on the command line: picking one, and what `hapsynth search` tells of them all."""
+"""The report of `hapsynth search` of several functions with one state."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hapsynth.several.plans import Plans
 
 
 def several_record(plans: Plans) -> dict[str, Any]:
-    """What `search --json` writes of several functions."""
+    """The document of `search --json` of several functions."""
     return {
         "schema": SEVERAL_SCHEMA,
         "status": "planned",
@@ -29,7 +29,7 @@ def several_record(plans: Plans) -> dict[str, Any]:
 
 
 def several_infeasible_record(frequency: dict[str, float], message: str) -> dict[str, Any]:
-    """As `several_record`, where no programs fit: the same keys, null for what there is none of."""
+    """As `several_record`, where no programs fit: the same keys, null where there is no figure."""
     return {
         "schema": SEVERAL_SCHEMA,
         "status": "infeasible",
@@ -43,7 +43,7 @@ def several_infeasible_record(frequency: dict[str, float], message: str) -> dict
 
 
 def print_several(out: Console, plans: Plans, *, listing: bool = False) -> None:
-    """What the state shared comes to, then the report of each function; `listing` as in `print_summary`."""
+    """The cost of sharing the state, then the report of each function; `listing` as in `print_summary`."""
     out.print(f"{plural(len(plans), 'function')} planned with one state: {', '.join(plans)}\n")
     rows: list[list[str]] = []
     for name, plan in plans.items():

@@ -15,7 +15,7 @@ from hapsynth.whatif.remedies import Remedy
 
 
 def advice_record(variants: Sequence[Variant]) -> dict[str, Any]:
-    """What `search --advise --json` writes under "advice". `speedup`: over the cluster as it is."""
+    """The field "advice" of `search --advise --json`. `speedup`: over the cluster as it is."""
     base = base_variant(variants).cost_s
     return {
         "clusters": [
@@ -36,7 +36,7 @@ def advice_record(variants: Sequence[Variant]) -> dict[str, Any]:
 
 
 def print_advice(out: Console, variants: Sequence[Variant]) -> None:
-    """The clusters as a table, fastest first, and what follows in words."""
+    """The clusters as a table, fastest first, and the conclusion in words."""
     base = base_variant(variants).cost_s
     out.print(heading("Other clusters, the same work"))
     priced = any(v.price is not None for v in variants)
@@ -52,7 +52,7 @@ def print_advice(out: Console, variants: Sequence[Variant]) -> None:
 
 
 def remedies_record(found: Sequence[Remedy]) -> list[dict[str, Any]]:
-    """What `search --advise --json` writes under "remedies" where nothing fits."""
+    """The field "remedies" of `search --advise --json` where nothing fits."""
     return [
         {
             "change": r.change,
@@ -67,7 +67,7 @@ def remedies_record(found: Sequence[Remedy]) -> list[dict[str, Any]]:
 
 
 def print_remedies(out: Console, found: Sequence[Remedy]) -> None:
-    """What would make it fit, as a table."""
+    """The changes that would make it fit, as a table."""
     out.print(heading("Nothing fits; what would"))
     rows: list[list[str]] = []
     for r in found:

@@ -86,7 +86,7 @@ class Arguments:
                 )
 
     def place(self, lowered: Lowered | Staged, leaves: Sequence[Any]) -> list[Any]:
-        """The stored inputs of a checked call. What already lies right is passed as it is and may be consumed."""
+        """The stored inputs of a checked call. Those stored right are passed as they are and may be consumed."""
         stored: list[Any] = []
         consumed: set[int] = set()
         given = [leaves[leaf] for leaf in self.traced.array_leaves]
@@ -107,7 +107,7 @@ class Arguments:
         return stored
 
     def place_copies(self, lowered: Lowered | Staged, leaves: Sequence[Any], first: int) -> list[Any]:
-        """Leaves that begin at position `first`, as a plan keeps them, sharing nothing with what was given."""
+        """Leaves that begin at position `first`, as a plan stores them, sharing nothing with the user's."""
         out: list[Any] = []
         for i, leaf in enumerate(leaves):
             position = self.input_of.get(first + i)
@@ -196,7 +196,7 @@ class Arguments:
 
     def tree_of(self, arg: Any) -> tuple[Any, int]:
         """The tree of an argument, given by its position or name, or of a leaf, by its path; the position of its first
-        leaf among all. Raises ValueError for what the function doesn't take, TypeError for what names nothing."""
+        leaf among all. Raises ValueError for an unknown argument, TypeError for a name of nothing."""
         if isinstance(arg, bool) or not isinstance(arg, (int, str)):
             raise TypeError(f"{arg!r} names no argument; give a position, the name of a keyword or the path of a leaf")
         if arg in self._trees:
@@ -207,7 +207,7 @@ class Arguments:
         raise ValueError(f"{arg!r} is no argument of the function and no leaf of one; there are {known}")
 
     def leaves_of(self, arg: int | str, argument: Any) -> tuple[list[Any], int]:
-        """The leaves of what is given for `arg`, not checked, and the position of the first among all.
+        """The leaves of the value given for `arg`, not checked, and the position of the first among all.
 
         TypeError where it has another structure.
         """
@@ -242,7 +242,7 @@ def wrap(storage: Storage | None, stored: Any) -> Any:
 
 
 def described(leaf: Any, path: str) -> tuple[tuple[int, ...], Any]:
-    """Shape and dtype of what is given for an array leaf. Raises TypeError for what is no array."""
+    """Shape and dtype of the value given for an array leaf. Raises TypeError where it is no array."""
     if isinstance(leaf, Tracer):
         raise _jax.InsideTraceError(f"argument {path} is being traced: {_jax.NOT_INSIDE}")
     if not isinstance(leaf, (bool, int, float, complex)) and not hasattr(leaf, "__array__"):

@@ -1,6 +1,6 @@
 """`jax_debug_nans` and `jax_debug_infs` of a plan: its results are looked at, as `jax.jit` does with a function's.
 
-What lies between is not: stages' results, and padding. As `jax.jit` does, the function is run op by op then, which
+Others are not: stages' results, and padding. As `jax.jit` does, the function is run op by op then, which
 names the op.
 """
 

@@ -103,7 +103,7 @@ def _comparing(mesh: Mesh, spec: PartitionSpec, axes: tuple[str, ...], lengths: 
     def body(x: jax.Array) -> tuple[jax.Array, ...]:
         held = jnp.ones(x.shape, bool)
         for dim, along, each in lengths:
-            # What is beyond a shard's own length is undefined.
+            # Elements beyond a shard's own length are undefined.
             own = jnp.asarray(each, jnp.int32)[lax.axis_index(along)]
             held &= lax.broadcasted_iota(jnp.int32, x.shape, dim) < own
         mine, first = _parts(x), _parts(_of_first(x, axes))

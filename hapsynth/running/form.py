@@ -22,13 +22,13 @@ Form = Literal["auto", "switch", "staged"]
 
 
 def check_form(form: Any) -> None:
-    """ValueError for what is no form."""
+    """ValueError for an unknown form."""
     if form not in get_args(Form):
         raise ValueError(f"form is {form!r}; give 'auto', 'switch' or 'staged'")
 
 
 def chosen_form(graph: Graph, result: Result, mesh: Mesh | None, only_staged: str) -> tuple[Chosen, str]:
-    """What "auto" comes to, and why. `only_staged`: as the function says."""
+    """The form that "auto" chooses, and why. `only_staged`: as the function says."""
     if only_staged:
         return "staged", only_staged
     if mesh is None:

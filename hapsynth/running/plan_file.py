@@ -1,4 +1,4 @@
-"""Plan files: JSON, written in one piece, trusted only after the checker has replayed what they say."""
+"""Plan files: JSON, written in one piece, trusted only after the checker has replayed their program."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _AGAIN = "synthesize again and save the new plan"
 
 
 _LONGEST, _HEAD, _TAIL = 900, 400, 250
-"""Of messages, in characters: what a file holds may be as large as whoever wrote it likes."""
+"""Of messages, in characters: the contents of a file may be as large as whoever wrote it likes."""
 
 
 class PlanError(ValueError):
@@ -155,7 +155,7 @@ def holds_several(path: str | os.PathLike[str]) -> bool:
 
 @contextmanager
 def blamed_on(where: str) -> Generator[None]:
-    """What is wrong with the contents of a file, as PlanErrors that name it."""
+    """Errors in the contents of a file, as PlanErrors that name it."""
     try:
         yield
     except PlanError as error:
@@ -179,7 +179,7 @@ def plan_from(
     example_args: Sequence[Any],
     example_kwargs: Mapping[str, Any] | None = None,
 ) -> tuple[Traced, Result, Cluster]:
-    """As `read_plan`, of what a file `where` holds."""
+    """As `read_plan`, of the contents of a file `where`."""
     traced = trace(fn, example_args, dict(example_kwargs or {}))
     with blamed_on(where):
         return _plan_from_dict(data, traced)

@@ -1,4 +1,4 @@
-"""What this process holds of an argument, and how it feeds just that: from a callback, or from arrays of its own."""
+"""This process's part of an argument, and how it feeds just that: from a callback, or from arrays of its own."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Slices = tuple[slice, ...]
 
 @dataclass(frozen=True)
 class LocalSlices:
-    """What this process holds of one array leaf, as slices of the logical value.
+    """This process's part of one array leaf, as slices of the logical value.
 
     `path` and `shape`: of the leaf. `devices`: each device of this process that the plan uses -> the slices of its
     shard. Every slice has its start and stop, in the dimensions that are not cut too. Devices that hold the same (a
@@ -33,7 +33,7 @@ class LocalSlices:
 
     @property
     def process(self) -> Slices:
-        """The one part of the value that is what the devices hold together: what the process has to load.
+        """The one part of the value that the devices hold together, which the process has to load.
 
         Raises ValueError where there is no one such part, as the process's devices are not neighbours in the mesh.
         """
@@ -49,7 +49,7 @@ class LocalSlices:
 
 
 def shape_of(slices: Slices) -> tuple[int, ...]:
-    """The shape of what some slices cut out."""
+    """The shape of the part that some slices cut out."""
     return tuple(s.stop - s.start for s in slices)
 
 
@@ -59,7 +59,7 @@ def written(slices: Slices) -> str:
 
 
 def local_slices(path: str, storage: Storage) -> LocalSlices:
-    """What this process's devices hold of a leaf that is stored so."""
+    """The parts on this process's devices of a leaf that is stored so."""
     mesh = storage.mesh
     here = {d: storage.slices(at) for at, d in np.ndenumerate(mesh.devices) if d.process_index == jax.process_index()}
     return LocalSlices(path, storage.shape, here)
@@ -138,7 +138,7 @@ class ProcessLocalLoader:
 
 
 def _checked(path: str, storage: Storage, given: Any, slices: Slices) -> Any:
-    """What was given for some slices of a leaf, as a host array; ValueError or TypeError where it is something else."""
+    """The data given for some slices of a leaf, as a host array; ValueError or TypeError where it is something else."""
     shape, dtype = described(given, path)
     due = shape_of(slices)
     part = f"{written(slices)} of {path}, {storage.dtype}{list(storage.shape)}"

@@ -94,7 +94,7 @@ class ShardedArray:
 
     @property
     def data(self) -> jax.Array | Shards:
-        """What is stored. In switch form one array, every shard padded to the largest, what is beyond its own length
+        """The stored arrays. In switch form one, every shard padded to the largest, what is beyond its own length
         being undefined; in staged form `Shards`: one array of exact shape for each device of this process."""
         return self._data
 
@@ -193,7 +193,7 @@ def alive(leaf: Any) -> Any:
 
 
 def whole(leaf: Any) -> Any:
-    """A leaf as a NumPy array (a typed key: an unsharded key array) of its logical shape; what is no array as it is.
+    """A leaf as a NumPy array (a typed key: an unsharded key array) of its logical shape; other leaves as they are.
 
     RuntimeError for one that was consumed. In a run of several processes all must call.
     """

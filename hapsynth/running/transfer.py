@@ -1,4 +1,4 @@
-"""Moves a stored value from one cut to another of the same dimensions: only what changes its owner is sent."""
+"""Moves a stored value from one cut to another of the same dimensions: only rows that change their owner are sent."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Recut(NamedTuple):
 def exchange(source: Storage, target: Storage, stored: Any) -> Any | None:
     """The stored array of `source` as `target` stores it, bit for bit; None where their layouts or meshes differ.
 
-    What a device keeps stays where it is: the array itself is returned where nothing moves. Each piece goes straight to
+    Kept rows stay where they are: the array itself is returned where nothing moves. Each piece goes straight to
     its new owner, one collective permute for each distance between them in the mesh, padded to the largest piece at
     that distance. A value with several cut dimensions is moved along one after the other. In a run of several
     processes all must call.
@@ -83,7 +83,7 @@ def _recut(x: jax.Array, step: Recut, mesh: Mesh) -> jax.Array:
     number = order.transpose([by_mesh.index(name) for name in step.axes]).ravel().tolist()
     here = lambda table: jnp.asarray(table, jnp.int32)[me]
     rows = here(new) + jnp.arange(max(step.new), dtype=jnp.int32)
-    # Where each row of the new shard is found in what was held, followed by what arrives.
+    # Where each row of the new shard lies in the old shard followed by the rows that arrive.
     found, parts, length = rows - here(old), [x], x.shape[dim]
     for distance in range(1, n):
         # Of device i: the rows that it sends, and those that arrive.

@@ -17,7 +17,7 @@ from hapsynth.plan import Form, Plan
 
 
 def logical(plan: Plan, state: Any) -> str:
-    """A hash of what a state is: every leaf's path, dtype, shape and bytes."""
+    """A hash of a state: every leaf's path, dtype, shape and bytes."""
     digest = hashlib.sha256()
     for path, x in jax.tree_util.tree_flatten_with_path(plan.unshard(state))[0]:
         said = f"{jax.tree_util.keystr(path)} {getattr(x, 'dtype', x)} {np.shape(x)}"

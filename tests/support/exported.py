@@ -36,7 +36,7 @@ def assert_same_bits(got: Any, want: Any) -> None:
 
 
 def assert_exports(plan: Plan, *args: Any) -> str:
-    """The module gives what the plan gives; its text."""
+    """The module gives the plan's results; its text."""
     args = args or random_arguments(plan.traced)[0]
     made = module(plan)
     mesh = made.make_mesh()
