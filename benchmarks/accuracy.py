@@ -118,8 +118,8 @@ def lstm(batch: int) -> Target:
     }
 
     def loss_fn(params: Params, batch: Batch) -> jax.Array:
-        def cell(held: tuple[jax.Array, jax.Array], x: jax.Array) -> tuple[tuple[jax.Array, jax.Array], None]:
-            h, c = held
+        def cell(state: tuple[jax.Array, jax.Array], x: jax.Array) -> tuple[tuple[jax.Array, jax.Array], None]:
+            h, c = state
             gates = dense(params["input"], "nd,de->ne", x) + dense(params["hidden"], "nd,de->ne", h)
             i, f, g, o = jnp.split(gates, 4, axis=-1)
             c = jax.nn.sigmoid(f) * c + jax.nn.sigmoid(i) * jnp.tanh(g)
@@ -139,17 +139,17 @@ MODELS: dict[str, Callable[[int], Any]] = {"gpt": gpt, "resnet": resnet, "mixer"
 class Row:
     """One model, batch and kind of sizes: its plan, and its record."""
 
-    said: dict[str, Any]
+    record: dict[str, Any]
     plan: hapsynth.Plan
 
     def stepper(self) -> Callable[[], None]:
         """Runs a step on the state that the last one left, and waits for it."""
         state, *rest = self.plan.shard(*random_arguments(self.plan.traced)[0])
-        held = [state]
+        states = [state]
 
         def step() -> None:
-            held[0], *others = self.plan(held[0], *rest)
-            jax.block_until_ready((held[0], others))
+            states[0], *others = self.plan(states[0], *rest)
+            jax.block_until_ready((states[0], others))
 
         return step
 
@@ -160,15 +160,15 @@ def predicted(name: str, batch: int, sizes: str, cluster: hapsynth.Cluster, mesh
     if sizes == "skewed":
         slow = [k if i % 2 == 0 else k.faster(1 / SLOWER, f"slow {k.name}") for i, k in enumerate(cluster.devices)]
         described = replace(cluster, devices=tuple(slow))
-    kept = keep and Path(keep) / f"{name}-{batch}x-{sizes}.json"
-    if kept and kept.exists():
-        plan = hapsynth.load(kept, fn, args, mesh)
+    file = keep and Path(keep) / f"{name}-{batch}x-{sizes}.json"
+    if file and file.exists():
+        plan = hapsynth.load(file, fn, args, mesh)
     else:
         plan = hapsynth.synthesize(fn, args, mesh, cluster=described, leave_out=False)
-        if kept and jax.process_index() == 0:
-            plan.save(kept)
+        if file and jax.process_index() == 0:
+            plan.save(file)
     costs = CostModel(plan.traced.graph, cluster, FactorTable(plan.traced.graph))
-    said = {
+    record = {
         "model": name,
         "batch": batch,
         "sizes": sizes,
@@ -176,7 +176,7 @@ def predicted(name: str, batch: int, sizes: str, cluster: hapsynth.Cluster, mesh
         "predicted": program_cost(plan.program, plan.sizes, costs),
         "where": where(plan, costs),
     }
-    return Row(said, plan)
+    return Row(record, plan)
 
 
 def measured(rows: list[Row], rounds: int, job: Job, seed: int = 0) -> None:
@@ -195,7 +195,7 @@ def measured(rows: list[Row], rounds: int, job: Job, seed: int = 0) -> None:
     longest = job.gather(times.reshape(1, -1)).max(axis=0).reshape(times.shape)
     for row, of_row in zip(rows, longest[:, _WARM_UP:], strict=True):
         low, middle, high = np.quantile(of_row, [0.25, 0.5, 0.75]).tolist()
-        row.said |= {"measured": middle, "quartiles": [low, high], "off": log(row.said["predicted"] / middle)}
+        row.record |= {"measured": middle, "quartiles": [low, high], "off": log(row.record["predicted"] / middle)}
 
 
 def report(rows: list[dict[str, Any]]) -> None:
@@ -264,7 +264,7 @@ def run(options: argparse.Namespace, job: Job) -> None:
 
     def write() -> None:
         if job.first:
-            write_json(options.json, [row.said for row in rows])
+            write_json(options.json, [row.record for row in rows])
 
     write()
     tell("measuring")
@@ -272,7 +272,7 @@ def run(options: argparse.Namespace, job: Job) -> None:
     tell("")
     write()
     if job.first:
-        report([row.said for row in rows])
+        report([row.record for row in rows])
 
 
 def main() -> None:

@@ -33,9 +33,9 @@ BITS = {"pred": 8, "bf16": 16, "f16": 16, "f32": 32, "f64": 64, "c64": 64, "c128
 
 def nbytes(shapes: str) -> float:
     """Of an HLO type such as `f32[8,4]{1,0}` or a tuple of them."""
-    found = re.findall(r"(pred|bf16|f8\w*|f16|f32|f64|c64|c128|[su]\d+)\[([\d,]*)\]", shapes)
+    arrays = re.findall(r"(pred|bf16|f8\w*|f16|f32|f64|c64|c128|[su]\d+)\[([\d,]*)\]", shapes)
     size = lambda dtype: BITS.get(dtype) or int(re.findall(r"\d+", dtype)[0])
-    return sum(size(dtype) / 8 * prod(int(d) for d in dims.split(",") if d) for dtype, dims in found)
+    return sum(size(dtype) / 8 * prod(int(d) for d in dims.split(",") if d) for dtype, dims in arrays)
 
 
 def hlo_bytes(text: str) -> dict[str, float]:

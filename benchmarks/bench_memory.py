@@ -39,22 +39,22 @@ def one(name: str, cluster_name: str, dump: str) -> dict[str, Any]:
     fn, args = examples.target(name)
     plan = hapsynth.synthesize(fn, args, jax.make_mesh((cluster.n,), ("data",)), cluster=cluster)
     xla = plan.lower().compile().memory_analysis()
-    made = xla.output_size_in_bytes - xla.alias_size_in_bytes
+    results = xla.output_size_in_bytes - xla.alias_size_in_bytes
     (ranges,) = Path(dump).glob("*hapsynth_plan*live-range.txt")
     live = re.findall(r"^    (\S+?)\{[\d,]*\}: (\d+) bytes", ranges.read_text().partition("(peak):")[2], re.MULTILINE)
 
     graph, sizes = plan.traced.graph, plan.sizes
-    held = held_at_peak(plan.program, sizes, CostModel(graph, plan.used, FactorTable(graph)))
+    at_peak = held_at_peak(plan.program, sizes, CostModel(graph, plan.used, FactorTable(graph)))
     maker = lambda v: "bundle" if v < 0 else graph.ops[graph.producer[v]].name if v in graph.producer else "argument"
     return {
         "model": name,
         "cluster": cluster_name,
         "predicted": max(plan.memory) / MIB,
-        "xla": (xla.argument_size_in_bytes + made + xla.temp_size_in_bytes) / MIB,
+        "xla": (xla.argument_size_in_bytes + results + xla.temp_size_in_bytes) / MIB,
         "arguments": xla.argument_size_in_bytes / MIB,
         "temporary": xla.temp_size_in_bytes / MIB,
         "live": sum(int(size) for _, size in live) / MIB,
-        "predicted_tensors": [(maker(value), nbytes / MIB) for value, nbytes in held],
+        "predicted_tensors": [(maker(value), nbytes / MIB) for value, nbytes in at_peak],
         "xla_tensors": [(re.sub(r"[.\d]+$", "", tensor), int(size) / MIB) for tensor, size in live],
     }
 

@@ -32,8 +32,8 @@ def functions(name: str) -> tuple[dict[str, Any], dict[str, tuple[Any, ...]]]:
         return train(state, batch)[1]
 
     key = jax.random.key(0)
-    given = {"train": (state, batch), "eval": (state, batch), "init": (jax.eval_shape(lambda: key),)}
-    return {"train": train, "eval": evaluate, "init": example.init}, given
+    args = {"train": (state, batch), "eval": (state, batch), "init": (jax.eval_shape(lambda: key),)}
+    return {"train": train, "eval": evaluate, "init": example.init}, args
 
 
 def row(name: str, cluster: str, frequency: float) -> dict[str, Any]:

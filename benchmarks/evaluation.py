@@ -61,14 +61,14 @@ def one(row: dict[str, Any], budget: float | None) -> dict[str, Any]:
         plan, row["error"] = None, str(error)
         graph = trace(fn, args).graph
     planner = Planner(graph, where)
-    known = Baselines(graph, planner.table, planner.costs, planner.limit)
-    systems = {**known.all(), "hap": Hap(known).baseline()}
-    found: dict[str, dict[str, Any]] = {
+    baselines = Baselines(graph, planner.table, planner.costs, planner.limit)
+    systems = {**baselines.all(), "hap": Hap(baselines).baseline()}
+    judged: dict[str, dict[str, Any]] = {
         name: {"cost_s": b.cost_s, "memory_bytes": b.memory_bytes, "fits": b.fits, "found": b.program.collectives()}
         for name, b in systems.items()
     }
-    found["hap"]["found"] = str(strategy(known, systems["hap"].program, systems["hap"].sizes))
-    row |= {"systems": found, "ops": len(graph.ops), "devices": where.n, "status": "infeasible"}
+    judged["hap"]["found"] = str(strategy(baselines, systems["hap"].program, systems["hap"].sizes))
+    row |= {"systems": judged, "ops": len(graph.ops), "devices": where.n, "status": "infeasible"}
     if plan is None:
         return row
     # The plan may leave devices out.
@@ -82,7 +82,7 @@ def one(row: dict[str, Any], budget: float | None) -> dict[str, Any]:
     even = min(at["even"], *(b.cost_s for name, b in systems.items() if name != "hap" and not name.endswith("_speed")))
     one_ratio = min(even, *at.values(), systems["data_parallel_speed"].cost_s, systems["hap"].cost_s)
     fitting = {name: b.cost_s for name, b in systems.items() if b.fits}
-    said = strategy(Baselines(graph, planner.table, costs, planner.limit), plan.program, plan.sizes)
+    words = strategy(Baselines(graph, planner.table, costs, planner.limit), plan.program, plan.sizes)
     idle = [where.devices[d].name for d in range(where.n) if d not in plan.devices]
     return {
         **row,
@@ -96,8 +96,8 @@ def one(row: dict[str, Any], budget: float | None) -> dict[str, Any]:
         "worse_than": [name for name, cost in fitting.items() if plan.cost > cost * (1 + 1e-9)],
         "one_ratio": one_ratio / plan.cost,
         "even": even / plan.cost,
-        "strategy": "; ".join([str(said), *(f"{n} {name} left out" for name, n in Counter(idle).items())]),
-        "left_out": sorted({*idle, *said.without}),
+        "strategy": "; ".join([str(words), *(f"{n} {name} left out" for name, n in Counter(idle).items())]),
+        "left_out": sorted({*idle, *words.without}),
     }
 
 

@@ -134,9 +134,9 @@ def main() -> None:
     told = machine()
     print(json.dumps(told, indent=1), flush=True)
     start(options, rows)
-    found = [json.loads(text) for text in rows.read_text(encoding="utf-8").splitlines()]
-    write_json(options.json, {**told, "rows": found})
-    if any(row.get("what") == "process" and row["status"] for row in found):
+    appended = [json.loads(text) for text in rows.read_text(encoding="utf-8").splitlines()]
+    write_json(options.json, {**told, "rows": appended})
+    if any(row.get("what") == "process" and row["status"] for row in appended):
         sys.exit(1)
 
 

@@ -113,8 +113,8 @@ class Trainer(Worker):
             if isinstance(system, Planned):
                 print(STAGES[3], flush=True)
                 plan.save_state(folder / "state", system.state)
-        said = {"own_bytes": own, "peak_bytes": peak, "predicted_bytes": plan.memory[self.index], "losses": losses}
-        (folder / f"{name}.{self.index}.json").write_text(json.dumps(said))
+        record = {"own_bytes": own, "peak_bytes": peak, "predicted_bytes": plan.memory[self.index], "losses": losses}
+        (folder / f"{name}.{self.index}.json").write_text(json.dumps(record))
 
 
 def resident(field: str) -> int:
@@ -177,7 +177,7 @@ def trained(options: argparse.Namespace, folder: Path, name: str) -> dict[str, A
         return {**row, "codes": codes, "doing": doing}
     each = [read_json(folder / f"{name}.{i}.json") for i in range(len(codes))]
     for field in ("own_bytes", "peak_bytes", "predicted_bytes"):
-        row[field] = [said[field] for said in each]
+        row[field] = [record[field] for record in each]
     wanted = np.array(read_json(folder / _LOSSES))
     row["off"] = float(np.max(np.abs(each[0]["losses"] - wanted) / np.abs(wanted)))
     if name == "plan":
@@ -199,11 +199,11 @@ def ours(system: str = "plan") -> dict[str, str]:
 
 
 def command(options: argparse.Namespace, role: str, *systems: str) -> list[str]:
-    made = [sys.executable, __file__, "--role", role, "--join", str(options.join)]
-    made += ["--systems", ",".join(systems or options.systems)]
+    words = [sys.executable, __file__, "--role", role, "--join", str(options.join)]
+    words += ["--systems", ",".join(systems or options.systems)]
     for name in ("layers", "width", "rows", "steps", "reserve"):
-        made += [f"--{name}", str(getattr(options, name))]
-    return made
+        words += [f"--{name}", str(getattr(options, name))]
+    return words
 
 
 def report(rows: list[dict[str, Any]]) -> bool:

@@ -73,7 +73,7 @@ class Watched(Worker):
             return
         shares = np.array(quotas) / sum(quotas)
         quotas[-1] *= self.options.to
-        said: dict[str, Any] = {
+        record: dict[str, Any] = {
             "model": self.options.model,
             "quotas": self.options.quotas,
             "to": self.options.to,
@@ -88,7 +88,7 @@ class Watched(Worker):
             "identical": identical,
             "times_s": {"before": before, "slowed": slowed, "rebalanced": rebalanced},
         }
-        write_json(self.folder / "said.json", said)
+        write_json(self.folder / "record.json", record)
 
     def ready(self, plan: hapsynth.Plan) -> Planned:
         plan.lower().compile()
@@ -113,17 +113,17 @@ class Watched(Worker):
     def moved(self, system: Planned, proposal: hapsynth.Proposal) -> tuple[Planned, float, bool]:
         """The proposed plan with the state and the batch; seconds that moving took; whether all bits are the same."""
         with emulated.unlimited():
-            held = self.digest(system)
-            found = self.ready(proposal.plan)
+            digest = self.digest(system)
+            ready = self.ready(proposal.plan)
         began = time.perf_counter()
-        found.state = proposal.plan.adopt(system.state, system.plan)
-        found.batch = proposal.plan.adopt(system.batch, system.plan, 1)
-        jax.block_until_ready(jax.tree.leaves(found.state))
+        ready.state = proposal.plan.adopt(system.state, system.plan)
+        ready.batch = proposal.plan.adopt(system.batch, system.plan, 1)
+        jax.block_until_ready(jax.tree.leaves(ready.state))
         passed = time.perf_counter() - began
         with emulated.unlimited():
-            identical = self.digest(found) == held
-            found.step()
-        return found, passed, identical
+            identical = self.digest(ready) == digest
+            ready.step()
+        return ready, passed, identical
 
     def digest(self, system: Planned) -> str:
         """Of all bits of the state and the batch, whole."""
@@ -135,11 +135,11 @@ class Watched(Worker):
 
 def start(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Run it all; the record."""
-    (folder / "said.json").unlink(missing_ok=True)
+    (folder / "record.json").unlink(missing_ok=True)
     command = again("--join", str(folder))
     codes = run(machines(options.quotas), folder, command, environment(KEEPS_MEMORY), options.timeout)
     check(codes, "rebalance: the processes")
-    return read_json(folder / "said.json")
+    return read_json(folder / "record.json")
 
 
 def arguments() -> argparse.Namespace:
@@ -153,15 +153,15 @@ def arguments() -> argparse.Namespace:
 
 
 def measure(options: argparse.Namespace, folder: Path) -> int:
-    said = start(options, folder)
-    write_json(options.json, said)
-    say = lambda text: print(text.format(**said))
+    record = start(options, folder)
+    write_json(options.json, record)
+    say = lambda text: print(text.format(**record))
     say("{model} on {quotas}, the last one slowed to {to:g}")
     say("seconds a step: {before_s:.3f} before, {slowed_s:.3f} slowed, {rebalanced_s:.3f} with new sizes")
     say("gain {gain:.2f} (limit {limit:.2f}, predicted {predicted_gain:.2f})")
     say("proposed after {steps_until_proposal} steps, moved in {move_s:.3f} s")
-    print("the state's bits are the same" if said["identical"] else "BITS DIFFER")
-    return 0 if said["identical"] else 1
+    print("the state's bits are the same" if record["identical"] else "BITS DIFFER")
+    return 0 if record["identical"] else 1
 
 
 def main() -> int:

@@ -112,7 +112,7 @@ MODELS: dict[str, Callable[[int], Any]] = {"mlp": mlp, "lm": lm, "cnn": cnn, "mo
 class Row:
     """One system on one model, and its record."""
 
-    said: dict[str, Any]
+    record: dict[str, Any]
     system: System
 
 
@@ -146,7 +146,7 @@ class Measuring(Worker):
                 self.ready(row.system, arguments)
         self.tell(f"{name}: watching")
         for row in rows:
-            ours = _planned_as(row.said["system"]) == "plan"
+            ours = _planned_as(row.record["system"]) == "plan"
             if ours and isinstance(row.system, Planned) and not row.system.idle:
                 self.watched(row, arguments)
         self.meet()
@@ -154,7 +154,7 @@ class Measuring(Worker):
             quotas = [float(q) for q in CLUSTERS[self.options.cluster]["quotas"].split(":")]
             by_quota = float(each[0]) * quotas[0] / sum(quotas)
             for row in rows:
-                row.said |= {"ideal_s": 1 / float((1 / each).sum()), "by_quota_s": by_quota, "alone_s": each.tolist()}
+                row.record |= {"ideal_s": 1 / float((1 / each).sum()), "by_quota_s": by_quota, "alone_s": each.tolist()}
             self.write(rows)
         self.meet()
         self.tell(f"{name}: measuring")
@@ -202,7 +202,7 @@ class Measuring(Worker):
         for _ in range(_WATCHED):
             row.system.step()
             if proposal := monitor.step():
-                row.said |= {"proposed": proposal.slowdown, "predicted_s": proposal.after_s}
+                row.record |= {"proposed": proposal.slowdown, "predicted_s": proposal.after_s}
                 row.system = Planned(proposal.plan)
                 with emulated.unlimited():
                     proposal.plan.lower().compile()
@@ -215,31 +215,31 @@ class Measuring(Worker):
 
         `speeds`: of the processes, as they were just measured with this model.
         """
-        said: dict[str, Any] = {"model": model, "cluster": self.options.cluster, "system": system}
+        record: dict[str, Any] = {"model": model, "cluster": self.options.cluster, "system": system}
         if system == "ddp":
             number = self.options.only.index(model)
             in_torch = ddp.Ddp.on_cluster(self.options.torch, self.index, self.count, number)
-            return Row({**said, "predicted_s": None}, in_torch)
+            return Row({**record, "predicted_s": None}, in_torch)
         file = self.folder / f"{model}-{_planned_as(system)}.json"
         form = system if system in FORMS else self.options.form
         plan = hapsynth.load(file, fn, shapes, self.mesh, form=form)
-        found = self.contest(model, plan, arguments) if system == "fastest" else None
-        plan = found.plan if found else plan
-        made: System
+        contest = self.contest(model, plan, arguments) if system == "fastest" else None
+        plan = contest.plan if contest else plan
+        runner: System
         match system:
             case "even" | "fsdp":
-                made = Jitted(fn, self.mesh, arguments, cut_state=system == "fsdp")
+                runner = Jitted(fn, self.mesh, arguments, cut_state=system == "fsdp")
             case "by_speed":
                 rows = jax.tree.leaves(arguments[1])[0].shape[0]
-                made = BySpeed(fn, self.mesh, rows_by_speed(rows, speeds.tolist()))
+                runner = BySpeed(fn, self.mesh, rows_by_speed(rows, speeds.tolist()))
             case _:
-                made = Planned(plan)
-        said["predicted_s"] = plan.cost
-        if isinstance(made, Planned):
-            said["form"] = plan.form
-        if found:
-            said |= {"contest": found.name, "contest_s": dict(found.seconds)}
-        return Row(said, made)
+                runner = Planned(plan)
+        record["predicted_s"] = plan.cost
+        if isinstance(runner, Planned):
+            record["form"] = plan.form
+        if contest:
+            record |= {"contest": contest.name, "contest_s": dict(contest.seconds)}
+        return Row(record, runner)
 
     def contest(self, model: str, plan: hapsynth.Plan, arguments: Arguments) -> hapsynth.AutotuneResult | None:
         plans = hapsynth.autotune_candidates(plan, self.mesh, within=_WITHIN)
@@ -250,9 +250,9 @@ class Measuring(Worker):
                 if each.mesh is not None and each.mesh.local_devices:
                     each.lower().compile()
             self.meet()
-        found = hapsynth.autotune(plans, *arguments, steps=_TRIED)
-        self.tell(f"{model}: {', '.join(f'{name} {s:.3f} s' for name, s in found.seconds.items())}: {found.name}")
-        return found
+        contest = hapsynth.autotune(plans, *arguments, steps=_TRIED)
+        self.tell(f"{model}: {', '.join(f'{name} {s:.3f} s' for name, s in contest.seconds.items())}: {contest.name}")
+        return contest
 
     def measure(self, rows: list[Row], losses: list[float], wanted: Any) -> None:
         """Adds the times, and how far off the values are, to the record of each row."""
@@ -273,17 +273,17 @@ class Measuring(Worker):
             for row, of_row, of_loss in zip(rows, longest, off, strict=True):
                 got = row.system.values()
                 if self.job.first and got is not None:
-                    row.said["off"] = max(of_loss, differences(got, wanted))
+                    row.record["off"] = max(of_loss, differences(got, wanted))
                 low, middle, high = np.quantile(of_row[_WARM_UP:], [0.25, 0.5, 0.75]).tolist()
-                row.said |= {"median_s": middle, "spread": (high - low) / middle, "times_s": of_row.tolist()}
+                row.record |= {"median_s": middle, "spread": (high - low) / middle, "times_s": of_row.tolist()}
                 self.meet()
 
     def write(self, rows: Sequence[Row]) -> None:
         file = self.folder / "rows.json"
         before = read_json(file) if file.exists() else []
-        said = [row.said for row in rows]
-        others = [r for r in before if r["model"] != said[0]["model"]]
-        write_json(file, [*others, *said])
+        records = [row.record for row in rows]
+        others = [r for r in before if r["model"] != records[0]["model"]]
+        write_json(file, [*others, *records])
 
 
 def _planned_as(system: str) -> str:
@@ -306,11 +306,11 @@ def report(rows: Sequence[dict[str, Any]]) -> bool:
             low, high = np.quantile(ratios, [0.25, 0.75])
             median, wrong = r["median_s"], r["off"] > AGREE
             fine &= not wrong
-            said, met = "-", "-"
+            predicted, met = "-", "-"
             if r["predicted_s"] is not None:
-                said, met = f"{r['predicted_s']:.3f} s", f"{r['predicted_s'] / median:.2f}"
+                predicted, met = f"{r['predicted_s']:.3f} s", f"{r['predicted_s'] / median:.2f}"
             print(f"{name:<20}{median:>8.3f} s{r['spread']:>8.0%}{these[base]['median_s'] / median:>12.2f}"
-                  f"{f'{low:.2f} .. {high:.2f}':>16}{said:>12}{met:>10}"
+                  f"{f'{low:.2f} .. {high:.2f}':>16}{predicted:>12}{met:>10}"
                   f"{r['ideal_s'] / median:>10.2f}{r['off']:>10.1e}{'  VALUES DIFFER' if wrong else ''}")  # fmt: skip
     return fine
 
@@ -346,19 +346,19 @@ def arguments() -> argparse.Namespace:
 
 def _with_torch(command: argparse.ArgumentParser, options: argparse.Namespace) -> None:
     """`ddp` among the default systems where there is PyTorch. Ends the command where it was asked for in vain."""
-    asked = options.torch is not None or "ddp" in (options.systems or ())
+    required = options.torch is not None or "ddp" in (options.systems or ())
     options.torch = options.torch or os.environ.get(ddp.VARIABLE, "")
     if options.systems is not None and "ddp" not in options.systems:
         return
     try:
-        said = f"ddp: PyTorch {ddp.version(options.torch)} of {options.torch}"
+        note = f"ddp: PyTorch {ddp.version(options.torch)} of {options.torch}"
         options.systems = options.systems or [*SYSTEMS, "ddp"]
     except ddp.TorchError as error:
-        if asked:
+        if required:
             command.error(str(error))
-        said = f"ddp is left out: {error}"
+        note = f"ddp is left out: {error}"
         options.systems = list(SYSTEMS)
-    print(said)
+    print(note)
 
 
 def measure(options: argparse.Namespace, folder: Path) -> int:

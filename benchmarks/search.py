@@ -84,15 +84,15 @@ def one(row: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
     layers = {} if row.get("layers") is None else {"layers": row["layers"]}
     fn, args = MODELS[row["model"]](where.n, **layers)
     memory = row.get("memory", options.memory)
-    given: dict[str, Any] = {}
+    form: dict[str, Any] = {}
     if memory == "unlimited":
         where = unlimited(where)
     elif memory != "devices":
-        given = {"form": "staged", "recompute": True}
-        where = limited(where, float(memory), hapsynth.synthesize(fn, args, unlimited(where), **given))
+        form = {"form": "staged", "recompute": True}
+        where = limited(where, float(memory), hapsynth.synthesize(fn, args, unlimited(where), **form))
     began, cpu = time.perf_counter(), time.process_time()
     try:
-        plan = hapsynth.synthesize(fn, args, where, time_budget_s=options.budget, **given)
+        plan = hapsynth.synthesize(fn, args, where, time_budget_s=options.budget, **form)
     except InfeasibleError as error:
         return {**row, "status": "infeasible", "total_s": time.perf_counter() - began, "error": str(error)}
     used = time.process_time() - cpu
@@ -122,8 +122,8 @@ def limited(where: hapsynth.Cluster, fraction: float, free: hapsynth.Plan) -> ha
     """The cluster whose every kind has that fraction of the most that one of it holds of a plan without limits; what it
     has where that plan leaves it out."""
     most = {kind.name: 0.0 for kind in where.kinds}
-    for held, kind in zip(free.memory, where.devices, strict=True):
-        most[kind.name] = max(most[kind.name], held)
+    for nbytes, kind in zip(free.memory, where.devices, strict=True):
+        most[kind.name] = max(most[kind.name], nbytes)
     limits = [int(fraction * most[k.name]) or k.memory for k in where.devices]
     return replace(where, devices=tuple(replace(k, memory=m) for k, m in zip(where.devices, limits, strict=True)))
 
@@ -131,14 +131,14 @@ def limited(where: hapsynth.Cluster, fraction: float, free: hapsynth.Plan) -> ha
 def beside(plan: hapsynth.Plan, limit_s: float) -> dict[str, Any]:
     """The MILP on the problem whose optimum the plan is said to be."""
     began, cpu = time.perf_counter(), time.process_time()
-    found = optimum(problem_of(plan), limit_s, tolerance=1e-7)
+    solution = optimum(problem_of(plan), limit_s, tolerance=1e-7)
     return {
         "seconds": time.perf_counter() - began,
         "cpu_s": time.process_time() - cpu,
-        "cost_s": found.cost if found.assignment is not None else None,
-        "lower_bound_s": found.lower_bound if math.isfinite(found.lower_bound) else None,
-        "status": found.status,
-        "nodes": found.expanded,
+        "cost_s": solution.cost if solution.assignment is not None else None,
+        "lower_bound_s": solution.lower_bound if math.isfinite(solution.lower_bound) else None,
+        "status": solution.status,
+        "nodes": solution.expanded,
     }
 
 
@@ -169,11 +169,11 @@ def cells(row: dict[str, Any]) -> list[str]:
     seconds = [show(row.get(f"{k}_s"), ".2f") for k in ("trace", "build", "bound", "search", "ratio", "total", "cpu")]
     peak = max(row["memory_bytes"]) / 2**30 if row.get("memory_bytes") else None
     rss = row["rss_bytes"] / 2**30 if "rss_bytes" in row else None
-    found = row.get("milp")
-    milp = ("-", "-") if found is None else ("no bound", f"{found['seconds']:.1f}")
-    if found is not None and found["lower_bound_s"] is not None:
-        proved = found["status"] == "optimal"
-        excess = 1 - (found["cost_s"] if proved else found["lower_bound_s"]) / row["cost_s"]
+    milp_row = row.get("milp")
+    milp = ("-", "-") if milp_row is None else ("no bound", f"{milp_row['seconds']:.1f}")
+    if milp_row is not None and milp_row["lower_bound_s"] is not None:
+        proved = milp_row["status"] == "optimal"
+        excess = 1 - (milp_row["cost_s"] if proved else milp_row["lower_bound_s"]) / row["cost_s"]
         milp = (f"{'' if proved else '< '}{excess:.1e}", milp[1])
     shown = [name, show(row.get("ops"), "d"), *seconds, show(row.get("expanded"), "d"), show(row.get("gap"), ".1e")]
     shown += [show(row.get("joint_gap"), ".2e"), show(peak, ".2f"), show(rss, ".2f"), *milp, f"  {row['status']}"]
@@ -200,10 +200,10 @@ def machine() -> dict[str, Any]:
 
 def arguments() -> argparse.Namespace:
     command = parser(__doc__)
-    known = ", ".join(MODELS)
-    command.add_argument("--only", type=names(MODELS), default=list(MODELS), help=f"of {known}; empty for none")
-    known = ", ".join(CLUSTERS)
-    command.add_argument("--clusters", type=names(CLUSTERS), default=list(CLUSTERS), help=f"of {known}")
+    listed = ", ".join(MODELS)
+    command.add_argument("--only", type=names(MODELS), default=list(MODELS), help=f"of {listed}; empty for none")
+    listed = ", ".join(CLUSTERS)
+    command.add_argument("--clusters", type=names(CLUSTERS), default=list(CLUSTERS), help=f"of {listed}")
     layers = lambda text: [n for n in text.split(",") if n]
     command.add_argument("--layers", type=layers, default="2,4,8,12,24,48", help="of the growth; empty for none")
     command.add_argument("--budget", type=float, help="seconds per plan (default: until proved)")

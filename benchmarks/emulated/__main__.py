@@ -41,10 +41,12 @@ def main() -> int:
     signal.signal(signal.SIGTERM, _stopped)
     try:
         if options.spec is not None:
-            found = load(options.spec)
+            given_machines = load(options.spec)
         else:
-            found = machines(options.quotas, rate=options.rate, delay=options.delay or 0, memory=options.memory)
-        with EmulatedCluster(found) as cluster:
+            given_machines = machines(
+                options.quotas, rate=options.rate, delay=options.delay or 0, memory=options.memory
+            )
+        with EmulatedCluster(given_machines) as cluster:
             codes = cluster.run(command, timeout_s=options.timeout)
     except (MissingError, SpecError) as error:
         print(f"emulated: {error}", file=sys.stderr)

@@ -15,11 +15,11 @@ Row = dict[str, Any]
 
 def parser(doc: str | None, *, json_file: Path | None = None) -> argparse.ArgumentParser:
     """The command line of a benchmark, which its docstring explains. `json_file`: where its rows go by default."""
-    made = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.add_argument("--json", type=Path, default=json_file, metavar="OUT", help="the file that all rows go to")
+    command = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    command.add_argument("--json", type=Path, default=json_file, metavar="OUT", help="the file that all rows go to")
     # For `in_own_process`.
-    made.add_argument("--row", type=json.loads, help=argparse.SUPPRESS)
-    return made
+    command.add_argument("--row", type=json.loads, help=argparse.SUPPRESS)
+    return command
 
 
 def names(known: Collection[str]) -> Callable[[str], list[str]]:

@@ -47,10 +47,10 @@ def burst(step: Callable[[], Any], count: int) -> Callable[[], Any]:
     """`count` calls, none of which is waited for before the next: the time to start them is hidden."""
 
     def run() -> Any:
-        made = None
+        results = None
         for _ in range(count):
-            made = step()
-        return made
+            results = step()
+        return results
 
     return run
 

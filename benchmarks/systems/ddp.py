@@ -95,11 +95,11 @@ class Ddp:
         rows = jax.tree.leaves(batch)[0].shape[0]
         if rows % self.world:
             raise ValueError(f"{rows} rows can't be cut evenly for {self.world} processes")
-        mine = slice(self.rank * rows // self.world, (self.rank + 1) * rows // self.world)
+        rows_here = slice(self.rank * rows // self.world, (self.rank + 1) * rows // self.world)
         self.process = self.process or self._start()
         with tempfile.TemporaryDirectory(prefix="ddp") as folder:
             file = f"{folder}/given.npz"
-            np.savez(file, **_named(self.state), **{f"batch.{name}": x[mine] for name, x in batch.items()})
+            np.savez(file, **_named(self.state), **{f"batch.{name}": x[rows_here] for name, x in batch.items()})
             self._ask("place", file)
 
     def step(self) -> float:
@@ -112,8 +112,8 @@ class Ddp:
         with tempfile.TemporaryDirectory(prefix="ddp") as folder:
             self._ask("values", f"{folder}/values.npz")
             with np.load(f"{folder}/values.npz") as opened:
-                found = dict(opened)
-        return jax.tree_util.tree_map_with_path(lambda path, _: found[_name(path)], self.state)
+                arrays = dict(opened)
+        return jax.tree_util.tree_map_with_path(lambda path, _: arrays[_name(path)], self.state)
 
     def close(self) -> None:
         if self.process is not None:

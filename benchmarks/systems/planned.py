@@ -21,17 +21,17 @@ def chosen(
 ) -> dict[str, hapsynth.Plan]:
     """The program and sizes of each system; `form`: of hapsynth's own."""
     planner = Planner(traced.graph, cluster)
-    known = Baselines(traced.graph, planner.table, planner.costs, planner.limit)
+    baselines = Baselines(traced.graph, planner.table, planner.costs, planner.limit)
     twins = {system: TWIN.get(system, system) for system in systems}
-    baselines = known.all([name for name in dict.fromkeys(twins.values()) if name in NAMES])
-    found: dict[str, hapsynth.Plan] = {}
+    by_name = baselines.all([name for name in dict.fromkeys(twins.values()) if name in NAMES])
+    plans: dict[str, hapsynth.Plan] = {}
     for system, twin in twins.items():
         if twin == "plan":
-            found[system] = found.get("plan") or hapsynth.synthesize(fn, shapes, cluster, form=form)
+            plans[system] = plans.get("plan") or hapsynth.synthesize(fn, shapes, cluster, form=form)
         else:
-            same = Hap(known).baseline() if system == "hap" else baselines[twin]
-            found[system] = as_plan(same, fn, traced, cluster)
-    return found
+            same = Hap(baselines).baseline() if system == "hap" else by_name[twin]
+            plans[system] = as_plan(same, fn, traced, cluster)
+    return plans
 
 
 def as_plan(b: Baseline, fn: Any, traced: Traced, cluster: hapsynth.Cluster) -> hapsynth.Plan:

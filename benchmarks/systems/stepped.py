@@ -129,8 +129,8 @@ class BySpeed:
         def gradients(params: Any, batch: Any) -> Any:
             return jax.tree.map(lambda x: share * x[None], fn.gradients(params, batch))
 
-        def update(state: Any, mine: Any) -> Any:
-            loss, grads = jax.tree.map(lambda x: lax.psum(x[0], "d"), mine)
+        def update(state: Any, summands: Any) -> Any:
+            loss, grads = jax.tree.map(lambda x: lax.psum(x[0], "d"), summands)
             return fn.update(state, grads), loss
 
         self.gradients = jax.jit(gradients)
@@ -147,8 +147,8 @@ class BySpeed:
 
     def step(self) -> float:
         params = jax.tree.map(lambda x: x.addressable_shards[0].data, self.state["params"])
-        mine = jax.tree.map(self._joined, self.gradients(params, self.batch))
-        self.state, loss = self.update(self.state, mine)
+        joined = jax.tree.map(self._joined, self.gradients(params, self.batch))
+        self.state, loss = self.update(self.state, joined)
         jax.block_until_ready(self.state)
         return float(loss)
 
@@ -183,10 +183,10 @@ class Alone:
 def rows_by_speed(rows: int, speeds: Sequence[float]) -> list[int]:
     """Whole rows in proportion to the speeds, the largest remainders rounded up."""
     exact = rows * np.asarray(speeds, np.float64) / np.sum(speeds)
-    found = np.floor(exact).astype(int)
-    for i in np.argsort(found - exact, kind="stable")[: rows - found.sum()]:
-        found[i] += 1
-    return found.tolist()
+    whole = np.floor(exact).astype(int)
+    for i in np.argsort(whole - exact, kind="stable")[: rows - whole.sum()]:
+        whole[i] += 1
+    return whole.tolist()
 
 
 def differences(got: Any, wanted: Any) -> float:

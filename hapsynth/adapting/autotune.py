@@ -49,15 +49,15 @@ def autotune_candidates(plan: P, mesh: Mesh | None = None, *, within: float = 1.
             f"the mesh has {mesh.devices.size} devices, the plan's cluster {len(devices)}: give one of all"
         )
     model, least = plan.cost_model(), min(limits[d] for d in devices)
-    known = Baselines(plan.traced.graph, model.table, model.on(plan.cluster.subset(devices)), least)
-    found = {OURS: plan}
-    for name, b in sorted(known.all().items(), key=lambda item: item[1].cost_s):
+    baselines = Baselines(plan.traced.graph, model.table, model.on(plan.cluster.subset(devices)), least)
+    plans = {OURS: plan}
+    for name, b in sorted(baselines.all().items(), key=lambda item: item[1].cost_s):
         same = (b.program, b.sizes.shares) == (plan.program, plan.sizes.shares)
         if same or not b.fits or b.cost_s > within * plan.cost:
             continue
         result = b.result(limits, None if everyone else devices)
-        found[name] = plan.with_result(result, plan.cluster, mesh=mesh)
-    return found
+        plans[name] = plan.with_result(result, plan.cluster, mesh=mesh)
+    return plans
 
 
 def autotune(
@@ -117,6 +117,6 @@ def _timed(
         jax.block_until_ready(out)
         if step:
             yield clock() - began
-        made = jax.tree_util.tree_leaves(out)
+        arrays = jax.tree_util.tree_leaves(out)
         for source, target in traced.graph.carry:
-            leaves[traced.array_leaves[source]] = made[traced.out_array_leaves[target]]
+            leaves[traced.array_leaves[source]] = arrays[traced.out_array_leaves[target]]

@@ -120,6 +120,6 @@ class Monitor(Generic[P]):
             jax.block_until_ready(results)
             return self._probe.slowdown(self.probe_s)
         assert self.plan.mesh is not None
-        mine = [d.process_index == jax.process_index() for d in self.plan.mesh.devices.flat]
-        predicted = float(busy_seconds(self.plan)[mine].max())
+        own = [d.process_index == jax.process_index() for d in self.plan.mesh.devices.flat]
+        predicted = float(busy_seconds(self.plan)[own].max())
         return statistics.median(seconds) / predicted if predicted else 1.0

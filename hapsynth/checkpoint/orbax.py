@@ -32,8 +32,8 @@ class Handler(type_handlers.NumpyHandler):
     ) -> Sequence[Any]:
         # The state may be consumed by a call as soon as this returns.
         each = zip(values, infos, args or [type_handlers.SaveArgs()] * len(values), strict=True)
-        held = [(x.storage, _held(x), info, arg) for x, info, arg in each]
-        return [future.CommitFutureAwaitingContractedSignals(_write(held), name="hapsynth")]
+        leaves = [(x.storage, _held(x), info, arg) for x, info, arg in each]
+        return [future.CommitFutureAwaitingContractedSignals(_write(leaves), name="hapsynth")]
 
 
 def registry() -> Any:
@@ -43,8 +43,8 @@ def registry() -> Any:
     """
     # Ours goes first: where both write the same, the last one restores.
     others = (jax.Array, np.ndarray, np.number, int, float, str)
-    known = [(kind, type_handlers.get_type_handler(kind)) for kind in others]
-    return type_handlers.create_type_handler_registry((ShardedArray, Handler()), *known)
+    handlers = [(kind, type_handlers.get_type_handler(kind)) for kind in others]
+    return type_handlers.create_type_handler_registry((ShardedArray, Handler()), *handlers)
 
 
 def checkpointer() -> Any:
@@ -66,8 +66,8 @@ def _chunk(storage: Storage) -> tuple[int, ...]:
     return tuple(chunk)
 
 
-async def _write(held: Sequence[tuple[Storage, list[tuple[Box, np.ndarray]], Any, Any]]) -> None:
-    for storage, boxes, info, arg in held:
+async def _write(leaves: Sequence[tuple[Storage, list[tuple[Box, np.ndarray]], Any, Any]]) -> None:
+    for storage, boxes, info, arg in leaves:
         await info.await_path_creation()
         spec = type_handlers.get_json_tspec_write(
             info,

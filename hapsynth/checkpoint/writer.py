@@ -91,7 +91,7 @@ def save(
     try:
         folder = agreed(lambda: begin(path) if first else "")[0]
         checksums = agreed(lambda: write_part(path / folder / f"{process}.bin", pieces, fetch))
-        due = {f"{writer}.bin": found for writer, found in zip(writers, checksums, strict=True)}
+        due = {f"{writer}.bin": sums for writer, sums in zip(writers, checksums, strict=True)}
         agreed(lambda: commit(path, replace(manifest, folder=folder, leaves=leaves), due) if first else None)
     finally:
         # The old checkpoint, or the files of a failed save. A later save cleans up those that this one can't.
@@ -132,7 +132,7 @@ def write_part(file: Path, leaves: Sequence[Leaf], fetch: Callable[[int, Box], n
 
 def commit(path: Path, manifest: Manifest, checksums: Mapping[str, Sequence[int]]) -> None:
     """Make the files that all have written the checkpoint at `path`. `checksums`: of each file, as it was written."""
-    due = {file: iter(found) for file, found in checksums.items()}
+    due = {file: iter(sums) for file, sums in checksums.items()}
     leaves = tuple(
         replace(leaf, pieces=tuple(replace(p, crc32=next(due[p.file])) for p in leaf.pieces))
         if isinstance(leaf, Leaf)
@@ -148,8 +148,8 @@ def commit(path: Path, manifest: Manifest, checksums: Mapping[str, Sequence[int]
         out.write(replace(manifest, leaves=leaves).dumps())
         out.flush()
         os.fsync(out.fileno())
-    for held in (folder, path, path.parent):
-        _sync(held)
+    for folder_or_parent in (folder, path, path.parent):
+        _sync(folder_or_parent)
     os.replace(temporary, path / MANIFEST)
     _sync(path)
 
@@ -162,17 +162,17 @@ def clean(path: Path) -> None:
 
     Only files and folders that have the names that a save gives. CheckpointError where the manifest can't be read.
     """
-    kept = read_manifest(path).folder if (path / MANIFEST).exists() else ""
-    for found in list(path.iterdir()):
-        if _TEMPORARY.fullmatch(found.name):
-            found.unlink(missing_ok=True)
-        if FOLDER.fullmatch(found.name) and found.name != kept and found.is_dir() and not found.is_symlink():
-            for file in list(found.iterdir()):
+    current = read_manifest(path).folder if (path / MANIFEST).exists() else ""
+    for entry in list(path.iterdir()):
+        if _TEMPORARY.fullmatch(entry.name):
+            entry.unlink(missing_ok=True)
+        if FOLDER.fullmatch(entry.name) and entry.name != current and entry.is_dir() and not entry.is_symlink():
+            for file in list(entry.iterdir()):
                 if FILE.fullmatch(file.name):
                     file.unlink(missing_ok=True)
             # Not where there is something else in it.
             with suppress(OSError):
-                found.rmdir()
+                entry.rmdir()
 
 
 def _sync(folder: Path) -> None:

@@ -94,10 +94,10 @@ def _is_special(path: Path) -> bool:
 
 def _write_through(path: Path, save: Callable[[Path], object]) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        made = Path(folder) / "output"
-        save(made)
+        temporary = Path(folder) / "output"
+        save(temporary)
         with path.open("wb") as file:
-            file.write(made.read_bytes())
+            file.write(temporary.read_bytes())
 
 
 def _mode(path: Path) -> int:

@@ -62,16 +62,16 @@ def profile_command(
         raise UsageError(f"--devices {options.devices}: this process has {plural(jax.local_device_count(), 'device')}")
     graph = _graph(options)
     partial = Path(options.output + ".partial")
-    asked = Options(axes=options.mesh, dtypes=options.dtypes, quick=options.quick)
+    requested = Options(axes=options.mesh, dtypes=options.dtypes, quick=options.quick)
     if options.quick:
-        asked = Options(asked.axes, asked.dtypes, quick=True, limit_s=0.1, window_s=0.02, longest_s=0.1)
+        requested = Options(requested.axes, requested.dtypes, quick=True, limit_s=0.1, window_s=0.02, longest_s=0.1)
     job = Job(options.devices)
     say = lambda text: print(f"hapsynth profile: {text}", file=sys.stderr) if job.first else None
     try:
-        cluster = profile(job, asked, partial, graph=graph, force=options.force, tell=tell, note=say)
+        cluster = profile(job, requested, partial, graph=graph, force=options.force, tell=tell, note=say)
     except KeyboardInterrupt:
-        kept = f"{partial} keeps what was measured; run it again to go on" if partial.exists() else "nothing written"
-        raise KeyboardInterrupt(kept) from None
+        remains = f"{partial} keeps what was measured; run it again to go on" if partial.exists() else "nothing written"
+        raise KeyboardInterrupt(remains) from None
     if job.first:
         files.write(options.output, cluster.save)
         partial.unlink(missing_ok=True)

@@ -115,15 +115,15 @@ def _key_type(impl: Any) -> str:
 
 
 def _sort(p: Params, x: Sequence[str]) -> str:
-    given = _tuple(x) if len(x) > 1 else x[0]
-    return f"lax.sort({given}, dimension={p['dimension']}, is_stable={p['is_stable']}, num_keys={p['num_keys']})"
+    operand = _tuple(x) if len(x) > 1 else x[0]
+    return f"lax.sort({operand}, dimension={p['dimension']}, is_stable={p['is_stable']}, num_keys={p['num_keys']})"
 
 
 def _ffi(p: Params, x: Sequence[str]) -> str:
     results = [f"jax.ShapeDtypeStruct({a.shape}, {dtype(a.dtype)})" for a in p["result_avals"]]
     # The C types of attributes are those of NumPy's numbers.
     typed = lambda v: scalar(v, v.dtype) if isinstance(v, np.generic) else text(v)
-    given = [*x, *(f"{key}={typed(value)}" for key, value in dict(p["attributes"] or ()).items())]
+    call_arguments = [*x, *(f"{key}={typed(value)}" for key, value in dict(p["attributes"] or ()).items())]
     # JAX turns them around.
     turned = lambda layouts: [tuple(reversed(layout)) for layout in layouts]
     more: Params = {
@@ -136,7 +136,7 @@ def _ffi(p: Params, x: Sequence[str]) -> str:
     named = "".join(f", {key}={text(value)}" for key, value in more.items() if value)
     version = f", custom_call_api_version={p['custom_call_api_version']}"
     many = f"[{', '.join(results)}]" if len(results) > 1 else results[0]
-    return f"jax.ffi.ffi_call({text(p['target_name'])}, {many}{named}{version})({', '.join(given)})"
+    return f"jax.ffi.ffi_call({text(p['target_name'])}, {many}{named}{version})({', '.join(call_arguments)})"
 
 
 def _candidates(eqn: Any) -> Iterator[Printer]:
@@ -169,12 +169,12 @@ def _tuple(x: Sequence[str]) -> str:
 def _keywords(fn: Callable[..., Any], params: Params) -> list[str]:
     """The parameters that a function takes, without those at their defaults."""
     try:
-        known = inspect.signature(fn).parameters
+        accepted = inspect.signature(fn).parameters
     except (TypeError, ValueError):
         return []
-    default = lambda key: known[key].default if key in known else None
-    found = {k: v for k, v in params.items() if k in known and not _equal(v, default(k))}
-    return [f"{key}={text(value)}" for key, value in found.items()]
+    default = lambda key: accepted[key].default if key in accepted else None
+    chosen = {k: v for k, v in params.items() if k in accepted and not _equal(v, default(k))}
+    return [f"{key}={text(value)}" for key, value in chosen.items()]
 
 
 class Ops:
@@ -221,22 +221,22 @@ class Ops:
         fn = eval(f"lambda {', '.join(names)}: {expression}", dict(NAMESPACE))
         avals = [eqn.invars[int(n[1:])].aval for n in names]
         along_axes = "axis_name" in eqn.params or any(isinstance(a, str) for a in eqn.params.get("axes") or ())
-        made = self.traced(fn, avals, along_axes)
-        if made is None:
+        traced = self.traced(fn, avals, along_axes)
+        if traced is None:
             return False
-        equations, inputs, outputs = made
+        equations, inputs, outputs = traced
         if len(equations) != 1:
             return False
         (again,) = equations
         place = {id(v): n for v, n in zip(inputs, names)}
         planned = {id(v): f"x{eqn.invars.index(v)}" for v in eqn.invars if not _jax.is_literal(v)}
-        given, due = [_atom(a, place) for a in again.invars], [_atom(a, planned) for a in eqn.invars]
+        operands, due = [_atom(a, place) for a in again.invars], [_atom(a, planned) for a in eqn.invars]
         results = [id(v) for v in outputs] == [id(v) for v in again.outvars] if again.outvars else not outputs
         alike = [_described(v.aval) for v in again.outvars] == [_described(v.aval) for v in eqn.outvars]
         name = _SAME.get(eqn.primitive.name, eqn.primitive.name)
         return (
             _SAME.get(again.primitive.name, again.primitive.name) == name
-            and given == due
+            and operands == due
             and results
             and alike
             and _same_params(again.params, eqn.params)

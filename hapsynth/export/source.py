@@ -99,11 +99,11 @@ class _Module:
     def static(self) -> str:
         """The leaves that are no arrays: the program is for these, as far as text can tell them."""
         paths = self.plan.argument_paths
-        known: list[str] = []
+        names: list[str] = []
         for position, leaf in self.traced.static_leaves.items():
             plain = leaf is None or isinstance(leaf, str | bytes)
-            known.append(f"{paths[position]!r}: {leaf!r}" if plain else f"{paths[position]!r}: ...")
-        return f"STATIC = {{{', '.join(known)}}}"
+            names.append(f"{paths[position]!r}: {leaf!r}" if plain else f"{paths[position]!r}: ...")
+        return f"STATIC = {{{', '.join(names)}}}"
 
     def body(self) -> str:
         """The text of `body`."""
@@ -117,19 +117,19 @@ class _Module:
         tables = dict(zip(getattr(outer, "constvars", ()), consts))
         env = dict(zip(getattr(inner, "constvars", ()), map(writer.table, inside)))
         scope = writer.module.inner()
-        known: dict[Any, str] = {}
+        names: dict[Any, str] = {}
         paths = (*self.traced.in_paths, *(self.graph.values[v].name for v in self.graph.constants))
         writer.line("def body(")
         writer.depth += 1
         for var, path, s in zip(outer.invars, paths, sources, strict=True):
-            known[var] = scope.new(of_path(path))
+            names[var] = scope.new(of_path(path))
             uneven = "" if s.is_even else ", stored as long as the longest shard"
-            writer.line(f"{known[var]},", f"{_short(s)} {format_layout(s.layout)}  {path}{uneven}")
+            writer.line(f"{names[var]},", f"{_short(s)} {format_layout(s.layout)}  {path}{uneven}")
         writer.depth -= 1
         writer.line("):")
         writer.depth += 1
         for given, var in zip(mapped.invars, inner.invars, strict=True):
-            env[var] = writer.table(tables[given]) if given in tables else known[given]
+            env[var] = writer.table(tables[given]) if given in tables else names[given]
         writer.end(f"({', '.join(writer.steps(inner, env, scope))},)")
         return "\n".join(writer.lines)
 

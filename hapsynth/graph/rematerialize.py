@@ -89,17 +89,17 @@ class _Rewriter:
 
     def operands(self, op: Op) -> list[Operand]:
         """The operand of a second run. XLA would merge it with the first, but for a barrier after the held values."""
-        made = [v for _, v in op.value_operands if v in self.graph.producer]
-        bar = set(made or [v for _, v in op.value_operands[:1]])
-        found = list[Operand]()
+        computed = [v for _, v in op.value_operands if v in self.graph.producer]
+        bar = set(computed or [v for _, v in op.value_operands[:1]])
+        operands = list[Operand]()
         for x in op.operands:
             if not isinstance(x, int):
-                found.append(x)
+                operands.append(x)
             elif x in self.second:
-                found.append(self.second[x])
+                operands.append(self.second[x])
             else:
-                found.append(self.held_apart(x, op.source) if x in bar else self.first[x])
-        return found
+                operands.append(self.held_apart(x, op.source) if x in bar else self.first[x])
+        return operands
 
     def held_apart(self, value: int, source: str) -> int:
         if value not in self.apart:
@@ -111,11 +111,11 @@ class _Rewriter:
 
     def append(self, op: Op, operands: list[Operand], mark: str) -> list[int]:
         """An op like another on other operands; its results."""
-        made: list[int] = []
+        results: list[int] = []
         for v in op.results:
             like = self.graph.values[v]
-            made.append(len(self.values))
-            name = like.name + mark if mark or not like.name.startswith("v") else f"v{made[-1]}"
-            self.values.append(replace(like, index=made[-1], name=name))
-        self.ops.append(replace(op, index=len(self.ops), operands=tuple(operands), results=tuple(made)))
-        return made
+            results.append(len(self.values))
+            name = like.name + mark if mark or not like.name.startswith("v") else f"v{results[-1]}"
+            self.values.append(replace(like, index=results[-1], name=name))
+        self.ops.append(replace(op, index=len(self.ops), operands=tuple(operands), results=tuple(results)))
+        return results

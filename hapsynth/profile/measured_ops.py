@@ -100,9 +100,9 @@ class Ops:
         local = Local(op, factors, (triple,), shapes, (result,), cuts, lambda _: jnp.int32(0), platform)
 
         def fn(*arrays: Any) -> Any:
-            given = iter(arrays)
-            (made,) = execute(local, [next(given) if isinstance(o, int) else o.value for o in op.operands])
-            return made
+            inputs = iter(arrays)
+            (output,) = execute(local, [next(inputs) if isinstance(o, int) else o.value for o in op.operands])
+            return output
 
         operands = tuple((shape, 1.0) for shape, o in zip(shapes, op.operands, strict=True) if isinstance(o, int))
         amount, dtype = amount_of(op) * share, str(op.dtypes[0])

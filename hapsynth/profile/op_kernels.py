@@ -49,9 +49,9 @@ class Kernel:
     @property
     def nbytes(self) -> float:
         """Of its operands and result."""
-        made = self.operands[0][0] if self.result is None else self.result
-        held = sum(prod(shape) for shape, _ in self.operands) + prod(made)
-        return float(held * jnp.dtype(self.dtype).itemsize)
+        result = self.operands[0][0] if self.result is None else self.result
+        elements = sum(prod(shape) for shape, _ in self.operands) + prod(result)
+        return float(elements * jnp.dtype(self.dtype).itemsize)
 
 
 DISPATCH, LAUNCH, STREAM = "dispatch", "launch", "stream"

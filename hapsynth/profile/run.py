@@ -67,11 +67,11 @@ def profile(
             f"the mesh {shape} does not fit the {job.n} devices of this job; give sizes that make {job.n}"
         )
     state = State(partial if job.first else None, job.fingerprint(asdict(options)))
-    if said := state.load():
-        note(said)
+    if text := state.load():
+        note(text)
     state.figures = unpacked(json.loads(job.shared(json.dumps(packed(state.figures)))))
-    known = [m for m in job.memory() if m > 0]
-    measuring = _Measuring(job, options, state, tell, min(known, default=1 << 62))
+    limits = [m for m in job.memory() if m > 0]
+    measuring = _Measuring(job, options, state, tell, min(limits, default=1 << 62))
     ran = measuring.kernels(list(kernels(_dtypes(job, options), options.quick)))
     ran += measuring.kernels(_heavy(job, options, graph, ran, state.figures)) if graph is not None else []
     sent = measuring.exchanges(list(exchanges(axes, job.hosts, options.quick)) if job.n > 1 else [])
@@ -179,5 +179,5 @@ class _Measuring:
         o = self.options
         return sampled(once, least, o.tolerance, o.limit_s, o.window_s)
 
-    def _keep(self, key: str, mine: Floats) -> None:
-        self.state.add(key, self.job.gather(mine))
+    def _keep(self, key: str, seconds: Floats) -> None:
+        self.state.add(key, self.job.gather(seconds))

@@ -170,8 +170,8 @@ class _Lines:
         elif seconds:
             _, even = model.conversion(i.value, i.source, i.target, i.axis, model.evenly)
             latency = model.latency(i.value, i.step, i.axis)
-            held = held_fraction(i.target, lambda *cut: largest_share(self.plan.sizes, i.value, *cut))
-            turned = model.turning(i.value, i.source, i.axis) * held
+            fraction = held_fraction(i.target, lambda *cut: largest_share(self.plan.sizes, i.value, *cut))
+            turned = model.turning(i.value, i.source, i.axis) * fraction
         runs = self.graph.runs[i.region]
         what, padding = self.names.instruction(i), max(wire - even, 0.0)
         return self._sending(what, i.step, i.axis, (seconds, latency, turned), (wire, padding), runs)
@@ -259,22 +259,22 @@ def print_costs(out: Console, plan: Plan, lines: Sequence[Line], top: int) -> No
         out.print(_formula(line))
     out.print(heading("Where the figures come from"))
     # Of the ops of a class some may have been measured themselves.
-    found = {(f"{c.kind}: {c.dtype} {c.op_class}", c.rate_from) for c in computing if c.rate}
-    found |= {(f"{c.kind}: bandwidth, overhead", c.bandwidth_from) for c in computing}
-    found |= {(f"{s.step} along {s.axis}", s.link_from) for s in sending}
-    out.print(table(["figure", "source"], sorted(found), left=2))
+    rates = {(f"{c.kind}: {c.dtype} {c.op_class}", c.rate_from) for c in computing if c.rate}
+    rates |= {(f"{c.kind}: bandwidth, overhead", c.bandwidth_from) for c in computing}
+    rates |= {(f"{s.step} along {s.axis}", s.link_from) for s in sending}
+    out.print(table(["figure", "source"], sorted(rates), left=2))
 
 
 def _groups(
     lines: Iterable[_L], key: Callable[[_L], object], cells: Callable[[list[_L]], list[str]], total: float
 ) -> list[list[str]]:
     """A row for each group of like lines, the dearest first."""
-    found: dict[object, list[_L]] = {}
+    groups: dict[object, list[_L]] = {}
     for line in lines:
-        found.setdefault(key(line), []).append(line)
-    spent = {k: fsum(line.seconds for line in group) for k, group in found.items()}
-    order = sorted(found, key=lambda k: -spent[k])
-    return [[*cells(found[k]), seconds(spent[k]), percent(spent[k] / total)] for k in order]
+        groups.setdefault(key(line), []).append(line)
+    spent = {k: fsum(line.seconds for line in group) for k, group in groups.items()}
+    order = sorted(groups, key=lambda k: -spent[k])
+    return [[*cells(groups[k]), seconds(spent[k]), percent(spent[k] / total)] for k in order]
 
 
 def _computed(group: list[Computing]) -> list[str]:

@@ -105,18 +105,18 @@ class Explainer:
         rows: list[list[str]] = []
         for cost in self.answers.costs:
             i = cost.instruction
-            mine = [p for p in (*reads(self.graph, i), *writes(self.graph, i)) if p[0] == value]
-            if mine:
-                layouts = " -> ".join(dict.fromkeys(format_layout(layout) for _, layout in mine))
+            touched = [p for p in (*reads(self.graph, i), *writes(self.graph, i)) if p[0] == value]
+            if touched:
+                layouts = " -> ".join(dict.fromkeys(format_layout(layout) for _, layout in touched))
                 rows.append(
                     [self.names.instruction(cost.instruction), layouts, seconds(cost.seconds), _bytes(cost.wire_bytes)]
                 )
         self.out.print(heading("Instructions that touch it"))
         self.out.print(table(["instruction", "layout", "seconds", "wire bytes"], rows, left=2))
         self.out.print(heading("The best program with each layout of it, at the plan's shard sizes"))
-        held = format_layout(self.answers.layouts[value])
+        planned = format_layout(self.answers.layouts[value])
         memory = tuple(self.plan.memory[d] for d in self.plan.devices)
-        rows = [[f"{held} (the plan)", seconds(self.plan.cost), "", "", nbytes(max(memory)), self._fits(memory)]]
+        rows = [[f"{planned} (the plan)", seconds(self.plan.cost), "", "", nbytes(max(memory)), self._fits(memory)]]
         for layout in self.answers.others(value):
             self.tell(f"searching without the layout of {self.names.value(value)}")
             best = self.answers.best_with(value, layout)
@@ -239,7 +239,7 @@ class Explainer:
     def _fits(self, memory: Sequence[float]) -> str:
         """Whether each device that takes part has so much."""
         limits = self.plan.result.room.limits
-        return "yes" if all(held <= limit for held, limit in zip(memory, limits, strict=True)) else "no"
+        return "yes" if all(peak <= limit for peak, limit in zip(memory, limits, strict=True)) else "no"
 
     def _share(self, spent: float) -> str:
         return percent(spent / self.total) if self.total else "-"

@@ -116,7 +116,7 @@ def comparison(plan: Plan) -> dict[str, Entry]:
     """The plan, as `hapsynth`, and every baseline, all costed by one model."""
     model = plan.cost_model()
     memory, limits = plan.result.memory_bytes, plan.result.memory_limit_bytes
-    peak, fits = max(memory), all(held <= limit for held, limit in zip(memory, limits, strict=True))
+    peak, fits = max(memory), all(used <= limit for used, limit in zip(memory, limits, strict=True))
     entries = {"hapsynth": Entry(plan.cost, peak, fits, traffic(plan.program, plan.sizes, model))}
     # Today's usual systems run on all devices.
     limit, whole = min(limits), model.on(plan.cluster)
@@ -127,13 +127,13 @@ def comparison(plan: Plan) -> dict[str, Entry]:
 
 def traffic(program: Program, sizes: Sizes, model: CostModel) -> dict[str, tuple[int, float]]:
     """Collective -> (how many, bytes over the slowest link in all)."""
-    found: dict[str, tuple[int, float]] = {}
+    total: dict[str, tuple[int, float]] = {}
     for cost in instruction_costs(program, sizes, model):
         i = cost.instruction
         if isinstance(i, Convert) and i.is_collective:
-            count, wire = found.get(i.step, (0, 0.0))
-            found[i.step] = count + 1, wire + cost.wire_bytes
-    return dict(sorted(found.items()))
+            count, wire = total.get(i.step, (0, 0.0))
+            total[i.step] = count + 1, wire + cost.wire_bytes
+    return dict(sorted(total.items()))
 
 
 def compare_record(entries: Mapping[str, Entry]) -> dict[str, Any]:

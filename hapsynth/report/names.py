@@ -33,8 +33,8 @@ class Names:
             return f"{i.step} {format_layout(i.source)} -> {format_layout(i.target)} of {self.value(i.value)}"
         op = self.graph.ops[i.op]
         # The test of a loop makes nothing.
-        made = "".join(f" -> {self.graph.values[v].name}" for v in op.results[:1])
-        return f"{op.name}{made}" + (f" ({op.source})" if op.source else "")
+        results = "".join(f" -> {self.graph.values[v].name}" for v in op.results[:1])
+        return f"{op.name}{results}" + (f" ({op.source})" if op.source else "")
 
     def shape(self, value: int) -> str:
         """`f32[256, 512]`"""
@@ -60,5 +60,5 @@ class Names:
         return float(sum(self._weight(v) for v in dict.fromkeys(v for v, *_ in cls.members)))
 
     def _weight(self, value: int) -> int:
-        found: Value = self.graph.values[value]
-        return found.nbytes
+        tensor: Value = self.graph.values[value]
+        return tensor.nbytes

@@ -49,8 +49,8 @@ def print_several(out: Console, plans: Plans, *, listing: bool = False) -> None:
     for name, plan in plans.items():
         alone = plans.alone.get(name)
         more = "-" if not alone else percent(plan.cost / alone - 1)
-        known = "-" if alone is None else seconds(alone)
-        rows.append([name, f"{plans.frequency[name]:g}", seconds(plan.cost), known, more])
+        alone_cell = "-" if alone is None else seconds(alone)
+        rows.append([name, f"{plans.frequency[name]:g}", seconds(plan.cost), alone_cell, more])
     out.print(table(["function", "called", "step time", "planned alone", "dearer by"], rows))
     graph, program = plans.state_of.traced.graph, plans.state_of.program
     values = [graph.inputs[source] for source, _ in graph.carry]

@@ -94,10 +94,10 @@ def print_certificate(out: Console, plan: Plan) -> None:
         ("size bound ", r.ratio_bound_s, "for this program at any shard sizes", r.rounding_gap),
         ("joint bound", r.joint_lower_bound_s, "at any shard sizes", r.joint_gap),
     ):
-        known = f"{seconds(bound)} {where}, gap {percent(gap)}"
+        proved = f"{seconds(bound)} {where}, gap {percent(gap)}"
         # Files of versions that sought no bound on the sizes have none.
         sought = not r.interrupted and name != "size bound "
-        out.print(f"{name}    {known if bound > 0 or sought else 'none known'}")
+        out.print(f"{name}    {proved if bound > 0 or sought else 'none known'}")
     out.print(f"status         {_STATUS[r.status]}")
     unknown = unpriced(plan.traced.graph)
     for name, ops in unknown.items():
@@ -120,8 +120,8 @@ def sizes_table(plan: Plan) -> Table:
     rows: list[list[str]] = []
     for (units, shares), members in alike.items():
         tensors = sum(len(classes[c].members) for c in members)
-        held = dict(zip(plan.devices, shares, strict=True))
-        cells = [span([held.get(d, 0) for d in group]) for _, group in groups]
+        share_of = dict(zip(plan.devices, shares, strict=True))
+        cells = [span([share_of.get(d, 0) for d in group]) for _, group in groups]
         rows.append([names.cut(classes[members[0]]), str(len(members)), str(tensors), str(units), *cells])
     if len(rows) > _ROWS:
         left = len(rows) - _ROWS
@@ -135,8 +135,8 @@ def memory_table(plan: Plan) -> Table:
     """Predicted peak and limit of each group of devices."""
     rows: list[list[str]] = []
     for name, group in device_groups(plan.cluster):
-        held = max(plan.result.memory_bytes[d] for d in group)
+        peak_bytes = max(plan.result.memory_bytes[d] for d in group)
         limit = min(plan.result.memory_limit_bytes[d] for d in group)
-        rows.append([name, nbytes(held), nbytes(limit), percent(held / limit)])
+        rows.append([name, nbytes(peak_bytes), nbytes(limit), percent(peak_bytes / limit)])
     peak = "peak, exact shards" if plan.result.exact else "peak"
     return table(["devices", peak, "limit", "used"], rows)

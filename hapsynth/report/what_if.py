@@ -51,7 +51,7 @@ def print_advice(out: Console, variants: Sequence[Variant]) -> None:
         out.print(sentence)
 
 
-def remedies_record(found: Sequence[Remedy]) -> list[dict[str, Any]]:
+def remedies_record(remedies: Sequence[Remedy]) -> list[dict[str, Any]]:
     """The field "remedies" of `search --advise --json` where nothing fits."""
     return [
         {
@@ -62,15 +62,15 @@ def remedies_record(found: Sequence[Remedy]) -> list[dict[str, Any]]:
             "memory_bytes": r.memory_bytes,
             **({"message": r.problem} if r.problem else {}),
         }
-        for r in found
+        for r in remedies
     ]
 
 
-def print_remedies(out: Console, found: Sequence[Remedy]) -> None:
+def print_remedies(out: Console, remedies: Sequence[Remedy]) -> None:
     """The changes that would make it fit, as a table."""
     out.print(heading("Nothing fits; what would"))
     rows: list[list[str]] = []
-    for r in found:
+    for r in remedies:
         time = "nothing fits" if r.cost_s is None else seconds(r.cost_s)
         memory = "-" if r.memory_bytes is None else f"{'' if r.cost_s else 'needs '}{nbytes(r.memory_bytes)}"
         rows.append([r.change, plural(r.devices, "device"), time, memory])

@@ -89,8 +89,8 @@ class Arguments:
         """The stored inputs of a checked call. Those stored right are passed as they are and may be consumed."""
         stored: list[Any] = []
         consumed: set[int] = set()
-        given = [leaves[leaf] for leaf in self.traced.array_leaves]
-        for leaf, storage, donated in zip(given, lowered.inputs, lowered.donated, strict=True):
+        arrays = [leaves[leaf] for leaf in self.traced.array_leaves]
+        for leaf, storage, donated in zip(arrays, lowered.inputs, lowered.donated, strict=True):
             x = _as_stored(leaf, storage)
             if x is None:
                 x = storage.put(plain(leaf), copy=donated)
@@ -115,9 +115,9 @@ class Arguments:
                 out.append(leaf)
             else:
                 storage = lowered.inputs[position]
-                held = _as_stored(leaf, storage)
+                stored = _as_stored(leaf, storage)
                 # A stored array is copied shard by shard; anything else through its logical value.
-                data = storage.put(plain(leaf), copy=True) if held is None else storage.duplicate(held)
+                data = storage.put(plain(leaf), copy=True) if stored is None else storage.duplicate(stored)
                 out.append(wrap(storage, data))
         return out
 
@@ -144,7 +144,7 @@ class Arguments:
         self, lowered: Lowered | Staged, old: Lowered | Staged, leaves: Sequence[Any], first: int, *, free: bool
     ) -> list[Any]:
         """Checked leaves as `lowered` keeps them. With `free` those that moved from `old` are freed."""
-        out, freed, given = list(leaves), list[str](), Counter(map(id, leaves))
+        out, freed, uses = list(leaves), list[str](), Counter(map(id, leaves))
         try:
             for i, leaf in enumerate(leaves):
                 position = self.input_of.get(first + i)
@@ -156,7 +156,7 @@ class Arguments:
                 if moved is None:
                     moved = target.put(plain(leaf), copy=True)
                 out[i] = wrap(target, moved)
-                if free and stored is not None and moved is not stored and given[id(leaf)] == 1:
+                if free and stored is not None and moved is not stored and uses[id(leaf)] == 1:
                     jax.block_until_ready(moved)
                     leaf.delete()
                     freed.append(self.paths[first + i])
@@ -168,8 +168,8 @@ class Arguments:
 
     def split(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[tuple[str, Any, int]]:
         """(path, tree, position of its first leaf) of the first arguments, or of some keyword ones; checked."""
-        known = self._trees
-        if len(args) > sum(isinstance(key, int) for key in known) or not set(kwargs) <= set(known):
+        trees = self._trees
+        if len(args) > sum(isinstance(key, int) for key in trees) or not set(kwargs) <= set(trees):
             raise TypeError(self._tree_error(args, kwargs))
         for key, argument in (*enumerate(args), *kwargs.items()):
             leaves, first = self.leaves_of(key, argument)
@@ -203,8 +203,8 @@ class Arguments:
             return self._trees[arg]
         if arg in self.paths:
             return tree_structure(0), self.paths.index(arg)
-        known = ", ".join(map(repr, (*self._trees, *self.paths)))
-        raise ValueError(f"{arg!r} is no argument of the function and no leaf of one; there are {known}")
+        names = ", ".join(map(repr, (*self._trees, *self.paths)))
+        raise ValueError(f"{arg!r} is no argument of the function and no leaf of one; there are {names}")
 
     def leaves_of(self, arg: int | str, argument: Any) -> tuple[list[Any], int]:
         """The leaves of the value given for `arg`, not checked, and the position of the first among all.
@@ -212,8 +212,8 @@ class Arguments:
         TypeError where it has another structure.
         """
         tree, first = self.tree_of(arg)
-        leaves, given = tree_flatten(argument)
-        if given != tree:
+        leaves, tree_given = tree_flatten(argument)
+        if tree_given != tree:
             raise TypeError(_difference(skeleton(tree), argument, f"[{arg!r}]" if arg in self._trees else str(arg)))
         return leaves, first
 

@@ -96,8 +96,8 @@ def explained(yardsticks: Iterable[str], as_is: Sequence[str], not_widened: str)
     if n := counts[NOISE]:
         lines.append(f"{_leaves(n)} judged by the function's own noise")
     if n := counts[WIDENED]:
-        kept = f", with {', '.join(as_is)} as they are" if as_is else ""
-        lines.append(f"{_leaves(n)} judged by the function with its floats widened{kept}")
+        narrow = f", with {', '.join(as_is)} as they are" if as_is else ""
+        lines.append(f"{_leaves(n)} judged by the function with its floats widened{narrow}")
     if not_widened:
         lines.append(f"the function can't be widened ({not_widened})")
     return lines

@@ -52,11 +52,11 @@ def only_staged(graph: Graph, result: Result, cluster: Cluster) -> str:
     if not result.exact:
         return ""
     used = tuple(range(cluster.n)) if result.devices is None else result.devices
-    room = replace(result.room, exact=False)
-    padded = CostModel(graph, cluster.subset(used), FactorTable(graph), result.program.axes, room)
+    budget = replace(result.room, exact=False)
+    padded = CostModel(graph, cluster.subset(used), FactorTable(graph), result.program.axes, budget)
     needed = peak(result.program, result.sizes, padded)
-    if needed <= room.limit:
+    if needed <= budget.limit:
         return ""
-    device = used[room.limits.index(room.limit)]
+    device = used[budget.limits.index(budget.limit)]
     name = cluster.devices[device].name
-    return f"padded shards would need {nbytes(needed)} on device {device} ({name}), which has {nbytes(room.limit)}"
+    return f"padded shards would need {nbytes(needed)} on device {device} ({name}), which has {nbytes(budget.limit)}"

@@ -133,15 +133,15 @@ def read_object(path: str | os.PathLike[str], schema: str) -> dict[str, Any]:
         raise PlanError(f"{file}: is cut short or no JSON ({error}); {_AGAIN}") from None
     if not isinstance(data, dict):
         raise PlanError(f"{file}: holds no plan; {_AGAIN}")
-    found = cast(dict[str, Any], data)
-    if found.get("schema") != schema:
+    document = cast(dict[str, Any], data)
+    if document.get("schema") != schema:
         other = {
             SCHEMA: "holds one plan: read it with hapsynth.load",
             SEVERAL: "holds several plans: load_plans reads it",
         }
-        has = f"has schema {found.get('schema')!r}, and this version reads {schema!r}; {_AGAIN}"
-        raise PlanError(f"{file}: {other.get(str(found.get('schema')), has)}")
-    return found
+        has = f"has schema {document.get('schema')!r}, and this version reads {schema!r}; {_AGAIN}"
+        raise PlanError(f"{file}: {other.get(str(document.get('schema')), has)}")
+    return document
 
 
 def holds_several(path: str | os.PathLike[str]) -> bool:
@@ -273,11 +273,11 @@ def _same_function(saved: Mapping[str, Any], traced: Traced) -> Traced:
     for i, o in carry:
         if not (0 <= i < len(graph.inputs) and 0 <= o < len(graph.outputs)):
             raise PlanError(f"the carry {[i, o]} names no input and output; {_AGAIN}")
-    kept = tuple(_integer(i) for i in saved.get("kept", ()))
-    for i in kept:
+    persistent = tuple(_integer(i) for i in saved.get("kept", ()))
+    for i in persistent:
         if not 0 <= i < len(graph.inputs):
             raise PlanError(f"it keeps input {i}, and there are {len(graph.inputs)}; {_AGAIN}")
-    graph = dataclasses.replace(graph, carry=carry, kept=kept)
+    graph = dataclasses.replace(graph, carry=carry, kept=persistent)
     if graph.fingerprint != saved["fingerprint"]:
         raise PlanError(
             f"this plan is of another function: fingerprint {saved['fingerprint']}, and this one's is "

@@ -37,8 +37,8 @@ class LocalSlices:
 
         Raises ValueError where there is no one such part, as the process's devices are not neighbours in the mesh.
         """
-        held = list({written(s): s for s in self.devices.values()}.values())
-        some = [s for s in held if prod(shape_of(s))] or held[:1]
+        parts = list({written(s): s for s in self.devices.values()}.values())
+        some = [s for s in parts if prod(shape_of(s))] or parts[:1]
         whole = tuple(slice(min(p.start for p in part), max(p.stop for p in part)) for part in zip(*some))
         if prod(shape_of(whole)) != sum(prod(shape_of(s)) for s in some):
             raise ValueError(
@@ -80,15 +80,15 @@ class ProcessLocalLoader:
         """The argument, placed, from `callback(path, slices)`."""
 
         def make(path: str, storage: Storage) -> Any:
-            known: dict[str, np.ndarray] = {}
+            pieces: dict[str, np.ndarray] = {}
 
             def read(slices: Slices) -> np.ndarray:
                 if not prod(shape_of(slices)):
                     return np.zeros(shape_of(slices), storage.dtype)
                 # Replicas are read once.
-                if written(slices) not in known:
-                    known[written(slices)] = _checked(path, storage, callback(path, slices), slices)
-                return known[written(slices)]
+                if written(slices) not in pieces:
+                    pieces[written(slices)] = _checked(path, storage, callback(path, slices), slices)
+                return pieces[written(slices)]
 
             if _jax.is_extended(storage.dtype):
                 whole = tuple(slice(0, n) for n in storage.shape)
@@ -113,14 +113,14 @@ class ProcessLocalLoader:
                 parts[path] = due, _checked(path, storage, leaf, due)
 
         def make(path: str, storage: Storage) -> Any:
-            due, held = parts[path]
+            due, data = parts[path]
             if not storage.cuts:
-                return wrap(storage, storage.put(held, copy=True))
+                return wrap(storage, storage.put(data, copy=True))
 
             def read(slices: Slices) -> np.ndarray:
                 if not prod(shape_of(slices)):
                     return np.zeros(shape_of(slices), storage.dtype)
-                return held[tuple(slice(s.start - d.start, s.stop - d.start) for s, d in zip(slices, due))]
+                return data[tuple(slice(s.start - d.start, s.stop - d.start) for s, d in zip(slices, due))]
 
             return wrap(storage, storage.put_shards(read))
 

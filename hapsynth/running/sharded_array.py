@@ -207,12 +207,12 @@ def mapped(fn: Callable[[Any], Any], leaf: Any) -> Any:
     """`Plan.map` of one leaf."""
     if not isinstance(leaf, (ShardedArray, jax.Array)):
         return leaf
-    made = fn(whole(leaf) if isinstance(leaf, ShardedArray) or leaf.is_deleted() else leaf)
-    made = made if isinstance(made, jax.Array) else np.asarray(made)
-    if made.shape != leaf.shape:
+    mapped_leaf = fn(whole(leaf) if isinstance(leaf, ShardedArray) or leaf.is_deleted() else leaf)
+    mapped_leaf = mapped_leaf if isinstance(mapped_leaf, jax.Array) else np.asarray(mapped_leaf)
+    if mapped_leaf.shape != leaf.shape:
         what = f"{leaf.dtype}{list(leaf.shape)}"
-        raise ValueError(f"plan.map: the function made shape {made.shape} of {what}; it must keep the shape")
+        raise ValueError(f"plan.map: the function made shape {mapped_leaf.shape} of {what}; it must keep the shape")
     if not isinstance(leaf, ShardedArray):
-        return jax.device_put(made, leaf.sharding)
-    storage = leaf.storage.with_dtype(made.dtype)
-    return ShardedArray(storage, storage.put(made, copy=True))
+        return jax.device_put(mapped_leaf, leaf.sharding)
+    storage = leaf.storage.with_dtype(mapped_leaf.dtype)
+    return ShardedArray(storage, storage.put(mapped_leaf, copy=True))

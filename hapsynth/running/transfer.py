@@ -84,7 +84,7 @@ def _recut(x: jax.Array, step: Recut, mesh: Mesh) -> jax.Array:
     here = lambda table: jnp.asarray(table, jnp.int32)[me]
     rows = here(new) + jnp.arange(max(step.new), dtype=jnp.int32)
     # Where each row of the new shard lies in the old shard followed by the rows that arrive.
-    found, parts, length = rows - here(old), [x], x.shape[dim]
+    source_rows, parts, length = rows - here(old), [x], x.shape[dim]
     for distance in range(1, n):
         # Of device i: the rows that it sends, and those that arrive.
         sent = [_common(step, old, new, i, (i + distance) % n) for i in range(n)]
@@ -97,9 +97,9 @@ def _recut(x: jax.Array, step: Recut, mesh: Mesh) -> jax.Array:
         pairs = [(number[i], number[(i + distance) % n]) for i, (start, stop) in enumerate(sent) if start < stop]
         parts.append(lax.ppermute(piece, by_mesh, pairs))
         start, stop = here([a for a, _ in arriving]), here([b for _, b in arriving])
-        found = jnp.where((rows >= start) & (rows < stop), length + rows - start, found)
+        source_rows = jnp.where((rows >= start) & (rows < stop), length + rows - start, source_rows)
         length += longest
-    return jnp.take(jnp.concatenate(parts, dim), found, axis=dim, mode="clip")
+    return jnp.take(jnp.concatenate(parts, dim), source_rows, axis=dim, mode="clip")
 
 
 def _common(step: Recut, old: Sequence[int], new: Sequence[int], i: int, j: int) -> tuple[int, int]:
