@@ -19,7 +19,6 @@ second, in waits of 44 ms each, or 1 ms, whichever messages came before it.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import random
 import statistics
@@ -36,14 +35,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from _costs import where
-from _timing import KEEPS_MEMORY
+from harness.breakdown import where
+from harness.command import again, parser, write_json
+from harness.timing import KEEPS_MEMORY
 from jax import lax
 from jax.sharding import Mesh
-from models import Batch, Params, Target, cross_entropy, dense, dense_shapes, f32, i32, training_step
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
+from models import Batch, Params, Target, cross_entropy, dense, dense_shapes, f32, i32, training_step
 from zoo import language, vision
 
 import hapsynth
@@ -118,8 +118,8 @@ def lstm(batch: int) -> Target:
     }
 
     def loss_fn(params: Params, batch: Batch) -> jax.Array:
-        def cell(held: tuple[jax.Array, jax.Array], x: jax.Array) -> tuple[tuple[jax.Array, jax.Array], None]:
-            h, c = held
+        def cell(state: tuple[jax.Array, jax.Array], x: jax.Array) -> tuple[tuple[jax.Array, jax.Array], None]:
+            h, c = state
             gates = dense(params["input"], "nd,de->ne", x) + dense(params["hidden"], "nd,de->ne", h)
             i, f, g, o = jnp.split(gates, 4, axis=-1)
             c = jax.nn.sigmoid(f) * c + jax.nn.sigmoid(i) * jnp.tanh(g)
@@ -137,19 +137,19 @@ MODELS: dict[str, Callable[[int], Any]] = {"gpt": gpt, "resnet": resnet, "mixer"
 
 @dataclass
 class Row:
-    """One model, batch and kind of sizes: what is said of it, and its plan."""
+    """One model, batch and kind of sizes: its plan, and its record."""
 
-    said: dict[str, Any]
+    record: dict[str, Any]
     plan: hapsynth.Plan
 
     def stepper(self) -> Callable[[], None]:
         """Runs a step on the state that the last one left, and waits for it."""
         state, *rest = self.plan.shard(*random_arguments(self.plan.traced)[0])
-        held = [state]
+        states = [state]
 
         def step() -> None:
-            held[0], *others = self.plan(held[0], *rest)
-            jax.block_until_ready((held[0], others))
+            states[0], *others = self.plan(states[0], *rest)
+            jax.block_until_ready((states[0], others))
 
         return step
 
@@ -160,15 +160,15 @@ def predicted(name: str, batch: int, sizes: str, cluster: hapsynth.Cluster, mesh
     if sizes == "skewed":
         slow = [k if i % 2 == 0 else k.faster(1 / SLOWER, f"slow {k.name}") for i, k in enumerate(cluster.devices)]
         described = replace(cluster, devices=tuple(slow))
-    kept = keep and Path(keep) / f"{name}-{batch}x-{sizes}.json"
-    if kept and kept.exists():
-        plan = hapsynth.load(kept, fn, args, mesh)
+    file = keep and Path(keep) / f"{name}-{batch}x-{sizes}.json"
+    if file and file.exists():
+        plan = hapsynth.load(file, fn, args, mesh)
     else:
         plan = hapsynth.synthesize(fn, args, mesh, cluster=described, leave_out=False)
-        if kept and jax.process_index() == 0:
-            plan.save(kept)
+        if file and jax.process_index() == 0:
+            plan.save(file)
     costs = CostModel(plan.traced.graph, cluster, FactorTable(plan.traced.graph))
-    said = {
+    record = {
         "model": name,
         "batch": batch,
         "sizes": sizes,
@@ -176,7 +176,7 @@ def predicted(name: str, batch: int, sizes: str, cluster: hapsynth.Cluster, mesh
         "predicted": program_cost(plan.program, plan.sizes, costs),
         "where": where(plan, costs),
     }
-    return Row(said, plan)
+    return Row(record, plan)
 
 
 def measured(rows: list[Row], rounds: int, job: Job, seed: int = 0) -> None:
@@ -195,7 +195,7 @@ def measured(rows: list[Row], rounds: int, job: Job, seed: int = 0) -> None:
     longest = job.gather(times.reshape(1, -1)).max(axis=0).reshape(times.shape)
     for row, of_row in zip(rows, longest[:, _WARM_UP:], strict=True):
         low, middle, high = np.quantile(of_row, [0.25, 0.5, 0.75]).tolist()
-        row.said |= {"measured": middle, "quartiles": [low, high], "off": log(row.said["predicted"] / middle)}
+        row.record |= {"measured": middle, "quartiles": [low, high], "off": log(row.record["predicted"] / middle)}
 
 
 def report(rows: list[dict[str, Any]]) -> None:
@@ -227,14 +227,14 @@ def start(devices: int) -> int:
     processes: list[subprocess.Popen[bytes]] = []
     for i, core in enumerate(cores[:devices]):
         os.sched_setaffinity(0, {core})
-        processes.append(subprocess.Popen([sys.executable, *sys.argv, "--join", address, str(i)], env=env))
+        processes.append(subprocess.Popen(again("--join", address, str(i)), env=env))
     os.sched_setaffinity(0, cores)
     return max(p.wait() for p in processes)
 
 
 def within_own_network() -> int:
     """This script in a network namespace, where there may be one; its exit code."""
-    command = [sys.executable, *sys.argv, "--within"]
+    command = again("--within")
     if os.geteuid() == 0:
         command = [*_OWN_LOOPBACK, *command]
     else:
@@ -243,7 +243,7 @@ def within_own_network() -> int:
 
 
 def run(options: argparse.Namespace, job: Job) -> None:
-    """What every process does; the first one tells."""
+    """The work of every process; the first one reports."""
     tell = lambda text: print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True) if job.first else None
     file = Path(options.keep) / "cluster.toml" if options.keep else None
     job.agree(True)
@@ -264,8 +264,7 @@ def run(options: argparse.Namespace, job: Job) -> None:
 
     def write() -> None:
         if job.first:
-            text = json.dumps([row.said for row in rows], indent=1) + "\n"
-            Path(options.json).write_text(text, encoding="utf-8")
+            write_json(options.json, [row.record for row in rows])
 
     write()
     tell("measuring")
@@ -273,23 +272,22 @@ def run(options: argparse.Namespace, job: Job) -> None:
     tell("")
     write()
     if job.first:
-        report([row.said for row in rows])
+        report([row.record for row in rows])
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--devices", type=int, default=2)
-    parser.add_argument("--keep", metavar="DIR", help="where the profile and the plans are kept, and taken from")
-    parser.add_argument("--batch", type=int, nargs="*", default=[1, 4])
-    parser.add_argument("--sizes", nargs="*", choices=("even", "skewed"), default=["even", "skewed"])
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--json", metavar="OUT", default="accuracy.json")
-    parser.add_argument("--join", nargs=2, metavar=("ADDRESS", "I"), help="which of the processes this is")
-    parser.add_argument("--within", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("models", nargs="*", default=list(MODELS), help=", ".join(MODELS))
-    options = parser.parse_args()
+    command = parser(__doc__, json_file=Path("accuracy.json"))
+    command.add_argument("--devices", type=int, default=2)
+    command.add_argument("--keep", metavar="DIR", help="where the profile and the plans are kept, and taken from")
+    command.add_argument("--batch", type=int, nargs="*", default=[1, 4])
+    command.add_argument("--sizes", nargs="*", choices=("even", "skewed"), default=["even", "skewed"])
+    command.add_argument("--rounds", type=int, default=9)
+    command.add_argument("--join", nargs=2, metavar=("ADDRESS", "I"), help="which of the processes this is")
+    command.add_argument("--within", action="store_true", help=argparse.SUPPRESS)
+    command.add_argument("models", nargs="*", default=list(MODELS), help=", ".join(MODELS))
+    options = command.parse_args()
     if unknown := set(options.models) - set(MODELS):
-        parser.error(f"no model {', '.join(sorted(unknown))}; use {', '.join(MODELS)}")
+        command.error(f"no model {', '.join(sorted(unknown))}; use {', '.join(MODELS)}")
     if options.join is None:
         if options.keep:
             Path(options.keep).mkdir(parents=True, exist_ok=True)

@@ -5,21 +5,19 @@
 Models as in bench_memory.py. `model`: tensors that ops read or write, fused chains only at their ends
 (`CostModel.is_materialized`), fed arguments not counted. `xla`: operands and results of the instructions of the
 optimized HLO, a fusion being one; `analysis`: `compiled.cost_analysis()["bytes accessed"]`, which takes less of an
-operand that is only sliced. --ops lists what each op is counted with, by primitive; a fusion counts as its root.
+operand that is only sliced. --ops lists the bytes of each primitive; a fusion counts as its root.
 """
 
 from __future__ import annotations
 
-import argparse
 import collections
-import json
 import re
 from math import prod
-from pathlib import Path
 from typing import Any
 
 import jax
-from bench_memory import target
+from harness.command import Table, parser, write_json
+from harness.examples import EXAMPLES, target
 
 from hapsynth.cluster.cluster import Cluster, DeviceKind, Link
 from hapsynth.graph.trace import trace
@@ -28,15 +26,16 @@ from hapsynth.search.cost.model import CostModel
 
 MB = 1e6
 FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "copy-done"}
+COLUMNS = {"example": -14, "model": 11, "xla": 11, "ratio": 7, "analysis": 11, " ratio": 7}
 LINE = re.compile(r"^\s*(?:ROOT )?%?([\w.-]+) = (.*?) ([\w-]+)\((.*)$")
 BITS = {"pred": 8, "bf16": 16, "f16": 16, "f32": 32, "f64": 64, "c64": 64, "c128": 128}
 
 
 def nbytes(shapes: str) -> float:
     """Of an HLO type such as `f32[8,4]{1,0}` or a tuple of them."""
-    found = re.findall(r"(pred|bf16|f8\w*|f16|f32|f64|c64|c128|[su]\d+)\[([\d,]*)\]", shapes)
+    arrays = re.findall(r"(pred|bf16|f8\w*|f16|f32|f64|c64|c128|[su]\d+)\[([\d,]*)\]", shapes)
     size = lambda dtype: BITS.get(dtype) or int(re.findall(r"\d+", dtype)[0])
-    return sum(size(dtype) / 8 * prod(int(d) for d in dims.split(",") if d) for dtype, dims in found)
+    return sum(size(dtype) / 8 * prod(int(d) for d in dims.split(",") if d) for dtype, dims in arrays)
 
 
 def hlo_bytes(text: str) -> dict[str, float]:
@@ -90,22 +89,20 @@ def one(name: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--ops", type=int, default=0, metavar="N", help="list the N primitives that move most")
-    parser.add_argument("models", nargs="*", default=("mlp", "transformer", "cnn"))
-    options = parser.parse_args()
-    rows: list[dict[str, Any]] = []
-    print(f"{'example':<14}{'model':>11}{'xla':>11}{'ratio':>7}{'analysis':>11}{'ratio':>7}  MB")
+    command = parser(__doc__)
+    command.add_argument("--ops", type=int, default=0, metavar="N", help="list the N primitives that move most")
+    command.add_argument("models", nargs="*", default=EXAMPLES)
+    options = command.parse_args()
+    table, rows = Table(COLUMNS), list[dict[str, Any]]()
+    print(table.heads, " MB")
     for name in options.models:
         row = one(name)
         rows.append(row)
         figures = (row["model"], row["xla"], row["model"] / row["xla"], row["analysis"], row["model"] / row["analysis"])
-        print(f"{name:<14}" + "".join(f"{x:{w}.2f}" for x, w in zip(figures, (11, 11, 7, 11, 7))), flush=True)
+        table.show([name, *(f"{x:.2f}" for x in figures)])
         for primitive, (model, xla) in list(row["ops"].items())[: options.ops]:
             print(f"  {primitive:<40}{model:11.2f}{xla:11.2f}")
-    if options.json:
-        options.json.write_text(json.dumps(rows, indent=1) + "\n")
+    write_json(options.json, rows)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Exact compute on uneven shards against the same program with every shard padded to the largest.
 
-    python benchmarks/bench_exact.py [--rounds 30]
+    python benchmarks/bench_exact.py [--rounds 30] [--json OUT]
 
 Eight host devices, a data-parallel MLP step, shares 48/8/4/4/4/4/4/4 of the batch. The padded peer is what an SPMD
 program without per-device shapes does: every device computes 48 units.
@@ -8,7 +8,6 @@ program without per-device shapes does: every device computes 48 units.
 
 from __future__ import annotations
 
-import argparse
 from typing import Any
 
 import jax
@@ -17,7 +16,8 @@ jax.config.update("jax_num_cpu_devices", 8)
 
 import jax.numpy as jnp  # noqa: E402  the device count must be set first
 import numpy as np  # noqa: E402
-from _timing import interleaved, report  # noqa: E402
+from harness.command import parser, write_json  # noqa: E402
+from harness.timing import interleaved, report  # noqa: E402
 
 from hapsynth import Cluster  # noqa: E402
 from hapsynth.graph.trace import trace  # noqa: E402
@@ -59,16 +59,17 @@ def lowered(units: int, shares: tuple[int, ...], mesh: jax.sharding.Mesh):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=30)
-    rounds = parser.parse_args().rounds
+    command = parser(__doc__)
+    command.add_argument("--rounds", type=int, default=30)
+    options = command.parse_args()
     mesh = jax.make_mesh((8,), ("data",))
     units, largest = sum(SHARES), max(SHARES)
     steps = {
         "exact": lowered(units, SHARES, mesh),
         "padded to the largest": lowered(8 * largest, (largest,) * 8, mesh),
     }
-    report(f"exact compute, shares {SHARES}", interleaved(steps, rounds), "padded to the largest")
+    times = interleaved(steps, options.rounds)
+    write_json(options.json, report(f"exact compute, shares {SHARES}", times, "padded to the largest"))
 
 
 if __name__ == "__main__":

@@ -1,15 +1,15 @@
-"""The evaluation by prediction: HAP's four models on clusters of the literature, against what people run today.
+"""The evaluation by prediction: HAP's four models on clusters of the literature, against today's usual systems.
 
     python benchmarks/evaluation.py [--only bert,vgg19] [--cluster poplar_b] [--layers 2] [--budget 60]
                                     [--markdown] [--json OUT]
 
 Every system's program is judged by one cost model, hapsynth's; nothing is allocated or run. Systems: data parallel and
 ZeRO-1, -2, -3, each even and by speed (Poplar), Megatron's tensor parallelism (`search/planning/baselines.py`), HAP
-(`hap.py`) and the plan, which none of them was a start of. `speedup`: of the plan over the best system that fits the
-memory. `one ratio`: the best that is cut by one ratio throughout (the plan's program, a baseline or HAP) over the plan;
-`even`: the same where all is cut evenly. Neither looks at memory. `rounding`: how far the plan's whole units are at
-most above the best fractions of its program (`Result.rounding_gap`). Models at HAP's sizes: batch 32 x devices, 768
-wide, 12 layers, sequence 128, experts 2 x devices. Each row in a process of its own.
+(`systems/hap.py`) and the plan, whose search began from none of them. `speedup`: of the plan over the best system that
+fits the memory. `one ratio`: the best program that is cut by one ratio throughout (the plan's, a baseline or HAP) over
+the plan; `even`: the same where all is cut evenly. Neither looks at memory. `rounding`: how far the plan's whole units
+are at most above the best fractions of its program (`Result.rounding_gap`). Models at HAP's sizes: batch 32 x devices,
+768 wide, 12 layers, sequence 128, experts 2 x devices. Each row in a process of its own.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from __future__ import annotations
 import argparse
 import inspect
 import json
-import subprocess
 import sys
 import time
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-from _strategy import strategy
-from hap import Hap
+from harness import examples
+from harness.command import RowError, in_own_process, names, parser, write_json
 from models import MODELS
+from systems.hap import Hap
+from systems.strategy import strategy
 
 import hapsynth
 from hapsynth.graph.trace import trace
@@ -38,7 +38,6 @@ from hapsynth.search.planning.task import Task
 from hapsynth.search.sizing.ratios import own_weights, proportional
 from hapsynth.search.sizing.sizer import Sizer
 
-FOLDER = Path(__file__).resolve().parent.parent / "examples" / "clusters"
 MODEL_NAMES = ("vgg19", "vit_b", "bert", "bert_moe")
 CLUSTERS = ("paper64", "poplar_a", "poplar_b", "poplar_c", "lab4", "h200_a100")
 HEADS = (
@@ -49,7 +48,7 @@ HEADS = (
 
 def one(row: dict[str, Any], budget: float | None) -> dict[str, Any]:
     """Everything about one model on one cluster, as JSON."""
-    where = hapsynth.Cluster.load(FOLDER / f"{row['cluster']}.toml")
+    where = examples.cluster(row["cluster"])
     build = MODELS[row["model"]]
     deep = {"layers": row["layers"]} if row["layers"] and "layers" in inspect.signature(build).parameters else {}
     row["layers"] = deep.get("layers")
@@ -63,14 +62,14 @@ def one(row: dict[str, Any], budget: float | None) -> dict[str, Any]:
         plan, row["error"] = None, str(error)
         graph = trace(fn, args).graph
     task = Task(graph, where)
-    known = Baselines(task)
-    systems = {**known.all(), "hap": Hap(known).baseline()}
-    found: dict[str, dict[str, Any]] = {
+    baselines = Baselines(task)
+    systems = {**baselines.all(), "hap": Hap(baselines).baseline()}
+    judged: dict[str, dict[str, Any]] = {
         name: {"cost_s": b.cost_s, "memory_bytes": b.memory_bytes, "fits": b.fits, "found": b.program.collectives()}
         for name, b in systems.items()
     }
-    found["hap"]["found"] = str(strategy(known, systems["hap"].program, systems["hap"].sizes))
-    row |= {"systems": found, "ops": len(graph.ops), "devices": where.n, "status": "infeasible"}
+    judged["hap"]["found"] = str(strategy(baselines, systems["hap"].program, systems["hap"].sizes))
+    row |= {"systems": judged, "ops": len(graph.ops), "devices": where.n, "status": "infeasible"}
     if plan is None:
         return row
     # The plan may leave devices out.
@@ -84,7 +83,7 @@ def one(row: dict[str, Any], budget: float | None) -> dict[str, Any]:
     even = min(at["even"], *(b.cost_s for name, b in systems.items() if name != "hap" and not name.endswith("_speed")))
     one_ratio = min(even, *at.values(), systems["data_parallel_speed"].cost_s, systems["hap"].cost_s)
     fitting = {name: b.cost_s for name, b in systems.items() if b.fits}
-    said = strategy(Baselines(task), plan.program, plan.sizes)
+    words = strategy(Baselines(task), plan.program, plan.sizes)
     idle = [where.devices[d].name for d in range(where.n) if d not in plan.devices]
     return {
         **row,
@@ -98,26 +97,21 @@ def one(row: dict[str, Any], budget: float | None) -> dict[str, Any]:
         "worse_than": [name for name, cost in fitting.items() if plan.cost > cost * (1 + 1e-9)],
         "one_ratio": one_ratio / plan.cost,
         "even": even / plan.cost,
-        "strategy": "; ".join([str(said), *(f"{n} {name} left out" for name, n in Counter(idle).items())]),
-        "left_out": sorted({*idle, *said.without}),
+        "strategy": "; ".join([str(words), *(f"{n} {name} left out" for name, n in Counter(idle).items())]),
+        "left_out": sorted({*idle, *words.without}),
     }
 
 
-def child(row: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
-    """`one` in a process of its own."""
-    command = [sys.executable, __file__, "--row", json.dumps(row)]
-    command += ["--budget", str(options.budget)] if options.budget else []
+def planned(row: dict[str, Any], timeout_s: float) -> dict[str, Any]:
+    """`one` in a process of its own; its failure is a row too."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=options.timeout)
-    except subprocess.TimeoutExpired:
-        return {**row, "status": f"stopped after {options.timeout:g} s"}
-    if done.returncode:
-        return {**row, "status": "error: " + done.stderr.strip().splitlines()[-1], "error": done.stderr}
-    return json.loads(done.stdout.splitlines()[-1])
+        return in_own_process(row, timeout_s=timeout_s)
+    except RowError as error:
+        return error.as_row()
 
 
 def cells(row: dict[str, Any]) -> list[str]:
-    """One row of the table; what was not found is a dash."""
+    """One row of the table; a dash for a missing figure."""
     name = row["model"] + (f" {row['layers']}" if row["layers"] else "")
     systems, best, hap = row.get("systems", {}), row.get("best"), row.get("systems", {}).get("hap")
     if "cost_s" not in row:
@@ -138,23 +132,17 @@ def cells(row: dict[str, Any]) -> list[str]:
 
 
 def arguments() -> argparse.Namespace:
-    names = lambda text: [name for name in text.split(",") if name]
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", type=names, default=list(MODEL_NAMES), help=f"of {', '.join(MODELS)}")
-    parser.add_argument("--cluster", type=names, default=list(CLUSTERS), help="names of files in examples/clusters")
-    parser.add_argument("--layers", type=int, help="of the transformers (default: 12)")
-    parser.add_argument("--budget", type=float, help="seconds per plan (default: until proved)")
-    parser.add_argument("--timeout", type=float, default=1800, help="seconds per row (default: 1800)")
-    parser.add_argument("--markdown", action="store_true", help="the table for the docs")
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--row", type=json.loads, help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    for given, known in ((options.only, set(MODELS)), (options.cluster, {f.stem for f in FOLDER.glob("*.toml")})):
-        for name in given:
-            if name not in known:
-                parser.error(f"{name!r} is none of {', '.join(sorted(known))}")
+    where = sorted(file.stem for file in examples.CLUSTERS.glob("*.toml"))
+    command = parser(__doc__)
+    command.add_argument("--only", type=names(MODELS), default=list(MODEL_NAMES), help=f"of {', '.join(MODELS)}")
+    command.add_argument("--cluster", type=names(where), default=list(CLUSTERS), help="files of examples/clusters")
+    command.add_argument("--layers", type=int, help="of the transformers (default: 12)")
+    command.add_argument("--budget", type=float, help="seconds per plan (default: until proved)")
+    command.add_argument("--timeout", type=float, default=1800, help="seconds per row (default: 1800)")
+    command.add_argument("--markdown", action="store_true", help="the table for the docs")
+    options = command.parse_args()
     if options.layers is not None and options.layers < 1:
-        parser.error(f"--layers {options.layers}: give a whole number of at least 1")
+        command.error(f"--layers {options.layers}: give a whole number of at least 1")
     return options
 
 
@@ -170,10 +158,9 @@ def main() -> int:
     rows: list[dict[str, Any]] = []
     for where in options.cluster:
         for model in options.only:
-            rows.append(child({"model": model, "cluster": where, "layers": options.layers}, options))
+            rows.append(planned({"model": model, "cluster": where, "layers": options.layers}, options.timeout))
             show(cells(rows[-1]))
-            if options.json:
-                options.json.write_text(json.dumps(rows, indent=1) + "\n")
+            write_json(options.json, rows)
     return int(any(row["status"].startswith("error") or row.get("worse_than") for row in rows))
 
 

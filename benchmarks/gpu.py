@@ -1,4 +1,4 @@
-"""Everything that is measured on a GPU. docs/gpu.md says what each figure means.
+"""All measurements on a GPU. docs/gpu.md explains the figures.
 
     python benchmarks/gpu.py [--only overhead profile shares switch padding flags] [--json gpu.json]
                              [--sizes card|tiny] [--examples mlp transformer cnn] [--set transformer.batch=24]
@@ -7,7 +7,7 @@
 Each part, and each variant of one (its XLA_FLAGS differ), runs in a process of its own, one after another: this one
 never touches the device. Rows are appended to OUT.rows (JSON, one a line) as they come, and put together in OUT at the
 end; what `--limit` seconds leave no time for is named. `--sizes tiny` runs all parts on any machine in seconds, where
-only the mechanism is tried. What needs a GPU and finds none is skipped by name.
+only the mechanism is tried. Parts that need a GPU and find none are skipped by name.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from harness.command import again, parser, write_json
 from on_gpu.settings import DTYPES, SIZES, Row, Settings, parsed
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
@@ -39,7 +40,7 @@ def module_of(part: str) -> Any:
 
 
 def smi(*fields: str) -> dict[str, str]:
-    """What nvidia-smi says of the first GPU; nothing where there is none."""
+    """Fields of the first GPU, from nvidia-smi; empty where there is none."""
     command = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=30)
@@ -89,7 +90,7 @@ def line(row: Row) -> str:
     return f"{head}: " + ", ".join(f"{k} {v}" for k, v in shown.items() if k not in ("part", "variant", "platform"))
 
 
-def start(options: argparse.Namespace, given: list[str], rows: Path) -> None:
+def start(options: argparse.Namespace, rows: Path) -> None:
     """Runs all variants of all parts, each in a process of its own."""
     ends = time.monotonic() + options.limit
     for part in options.only:
@@ -101,7 +102,7 @@ def start(options: argparse.Namespace, given: list[str], rows: Path) -> None:
                 continue
             env = {**os.environ, "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {flags}".strip()}
             began, before = time.monotonic(), smi("clocks.sm", "temperature.gpu", "power.draw")
-            command = [sys.executable, __file__, *given, "--child", part, variant, str(rows)]
+            command = again("--child", part, variant, str(rows))
             try:
                 status: Any = subprocess.run(command, env=env, timeout=min(left, options.each)).returncode
             except subprocess.TimeoutExpired:
@@ -111,18 +112,17 @@ def start(options: argparse.Namespace, given: list[str], rows: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="*", choices=PARTS, default=list(PARTS))
-    parser.add_argument("--sizes", choices=[name for name in SIZES if name != "own"], default="card")
-    parser.add_argument("--examples", nargs="*", choices=DTYPES, default=list(DTYPES))
-    parser.add_argument("--set", dest="given", action="append", type=parsed, default=[], metavar="EXAMPLE.FIELD=VALUE")
-    parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--limit", type=float, default=540.0, help="seconds in all")
-    parser.add_argument("--each", type=float, default=300.0, help="seconds for each process")
-    parser.add_argument("--cluster", type=Path, help="what `profile` writes and `shares` reads (default: OUT.toml)")
-    parser.add_argument("--json", type=Path, default=Path("gpu.json"), metavar="OUT")
-    parser.add_argument("--child", nargs=3, metavar=("PART", "VARIANT", "ROWS"), help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    command = parser(__doc__, json_file=Path("gpu.json"))
+    command.add_argument("--only", nargs="*", choices=PARTS, default=list(PARTS))
+    command.add_argument("--sizes", choices=[name for name in SIZES if name != "own"], default="card")
+    command.add_argument("--examples", nargs="*", choices=DTYPES, default=list(DTYPES))
+    command.add_argument("--set", dest="given", action="append", type=parsed, default=[], metavar="EXAMPLE.FIELD=VALUE")
+    command.add_argument("--rounds", type=int, default=10)
+    command.add_argument("--limit", type=float, default=540.0, help="seconds in all")
+    command.add_argument("--each", type=float, default=300.0, help="seconds for each process")
+    command.add_argument("--cluster", type=Path, help="that `profile` writes and `shares` reads (default: OUT.toml)")
+    command.add_argument("--child", nargs=3, metavar=("PART", "VARIANT", "ROWS"), help=argparse.SUPPRESS)
+    options = command.parse_args()
     cluster = options.cluster or options.json.with_suffix(".toml")
     settings = Settings(options.sizes, tuple(options.examples), tuple(options.given), options.rounds, cluster)
     if options.child:
@@ -133,10 +133,10 @@ def main() -> None:
     rows.unlink(missing_ok=True)
     told = machine()
     print(json.dumps(told, indent=1), flush=True)
-    start(options, sys.argv[1:], rows)
-    found = [json.loads(text) for text in rows.read_text(encoding="utf-8").splitlines()]
-    options.json.write_text(json.dumps({**told, "rows": found}, indent=1) + "\n", encoding="utf-8")
-    if any(row.get("what") == "process" and row["status"] for row in found):
+    start(options, rows)
+    appended = [json.loads(text) for text in rows.read_text(encoding="utf-8").splitlines()]
+    write_json(options.json, {**told, "rows": appended})
+    if any(row.get("what") == "process" and row["status"] for row in appended):
         sys.exit(1)
 
 

@@ -9,7 +9,7 @@ and all, and the kernel kills one that goes over it. `plan`: hapsynth's, in stag
 even. Each system has processes of its own, which compile first, then take their part of the state from files.
 
 `predicted`: bytes of arrays that a device holds at its fullest; `peak`: how much the process grew while it trained;
-`own`: what it had before it held any of the state. The plan's losses and state must agree with one process's.
+`own`: its memory before it held any of the state. The plan's losses and state must agree with one process's.
 """
 
 from __future__ import annotations
@@ -30,10 +30,11 @@ import emulated
 import jax
 import models
 import numpy as np
-from _emulating import Worker, check, environment, in_folder, run
-from _programs import chosen
 from emulated import Machine, machines
-from peers import AGREE, Alone, Jitted, Planned, begun, differences
+from harness.command import names, parser, write_json
+from harness.emulated_job import Worker, add_options, check, environment, in_folder, read_json, run
+from systems.planned import chosen
+from systems.stepped import AGREE, Alone, Jitted, Planned, begun, differences
 
 import hapsynth
 from hapsynth.graph.trace import trace
@@ -59,7 +60,7 @@ def target(options: argparse.Namespace) -> models.Target:
 
 
 def alone(options: argparse.Namespace) -> None:
-    """One process without a limit: the state that all begin with, and what it comes to."""
+    """One process without a limit: the state that all begin with, and the trained one."""
     fn, shapes = target(options)
     write(options.join / "begun", begun(fn, trace(fn, shapes)))
     system = Alone(fn)
@@ -70,7 +71,7 @@ def alone(options: argparse.Namespace) -> None:
 
 
 def plans(options: argparse.Namespace) -> None:
-    """Of hapsynth, and what it knows stock JAX's programs as, to say what they need."""
+    """Of hapsynth, and of stock JAX's programs as its baselines, which say how much memory they need."""
     fn, shapes = target(options)
     cluster = hapsynth.Cluster.load(options.join / "cluster.toml")
     kinds = [replace(kind, memory=int(kind.memory * (1 - options.reserve))) for kind in cluster.devices]
@@ -94,7 +95,7 @@ class Trainer(Worker):
                 plan.lower().compile()
             else:
                 system.compile(arguments)
-            # What compiling has taken and freed.
+            # Memory that compiling took and freed.
             gc.collect()
             ctypes.CDLL(None).malloc_trim(0)
             own = resident("VmRSS")
@@ -105,15 +106,15 @@ class Trainer(Worker):
             gc.collect()
             self.meet()
             print(STAGES[2], flush=True)
-            # What the files took of this process's memory is not its peak.
+            # The pages of the files that this process has read are no part of its peak.
             Path("/proc/self/clear_refs").write_text("5")
             losses = [system.step() for _ in range(self.options.steps)]
             peak = resident("VmHWM") - own
             if isinstance(system, Planned):
                 print(STAGES[3], flush=True)
                 plan.save_state(folder / "state", system.state)
-        said = {"own_bytes": own, "peak_bytes": peak, "predicted_bytes": plan.memory[self.index], "losses": losses}
-        (folder / f"{name}.{self.index}.json").write_text(json.dumps(said))
+        record = {"own_bytes": own, "peak_bytes": peak, "predicted_bytes": plan.memory[self.index], "losses": losses}
+        (folder / f"{name}.{self.index}.json").write_text(json.dumps(record))
 
 
 def resident(field: str) -> int:
@@ -129,7 +130,7 @@ def write(folder: Path, tree: Any) -> None:
 
 
 def read(folder: Path, like: Any) -> Any:
-    """What `write` wrote of a tree like this, left on disk."""
+    """The arrays that `write` wrote of a tree like this, left on disk."""
     numbered = enumerate(jax.tree.leaves(like))
     return jax.tree.structure(like).unflatten([np.load(folder / f"{i}.npy", mmap_mode="r") for i, _ in numbered])
 
@@ -148,7 +149,7 @@ def measure(options: argparse.Namespace, folder: Path) -> int:
     print("planning", flush=True)
     subprocess.run(command(options, "plans"), check=True, env=ours())
     rows = [trained(options, folder, system) for system in options.systems]
-    options.json.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+    write_json(options.json, rows)
     return 0 if report(rows) else 1
 
 
@@ -157,7 +158,7 @@ def limited(options: argparse.Namespace) -> list[Machine]:
 
 
 def trained(options: argparse.Namespace, folder: Path, name: str) -> dict[str, Any]:
-    """Train with one system; what came of it."""
+    """Train with one system; its row."""
     doing: dict[str, str] = {}
     ended: list[str] = []
 
@@ -171,19 +172,19 @@ def trained(options: argparse.Namespace, folder: Path, name: str) -> dict[str, A
     where = limited(options)
     codes = run(where, folder, command(options, "train", name), ours(name), options.timeout, show)
     row: dict[str, Any] = {"system": name, "limit_bytes": [m.memory for m in where], "ended": ended}
-    row["predicted_bytes"] = json.loads((folder / f"{name}.json").read_text())["memory_bytes"]
+    row["predicted_bytes"] = read_json(folder / f"{name}.json")["memory_bytes"]
     if any(codes):
         return {**row, "codes": codes, "doing": doing}
-    each = [json.loads((folder / f"{name}.{i}.json").read_text()) for i in range(len(codes))]
+    each = [read_json(folder / f"{name}.{i}.json") for i in range(len(codes))]
     for field in ("own_bytes", "peak_bytes", "predicted_bytes"):
-        row[field] = [said[field] for said in each]
-    wanted = np.array(json.loads((folder / _LOSSES).read_text()))
+        row[field] = [record[field] for record in each]
+    wanted = np.array(read_json(folder / _LOSSES))
     row["off"] = float(np.max(np.abs(each[0]["losses"] - wanted) / np.abs(wanted)))
     if name == "plan":
         _, shapes = target(options)
-        found = hapsynth.load_state(folder / "state")
+        saved = hapsynth.load_state(folder / "state")
         paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(shapes[0])]
-        got = jax.tree.structure(shapes[0]).unflatten([found[path] for path in paths])
+        got = jax.tree.structure(shapes[0]).unflatten([saved[path] for path in paths])
         row["off"] = max(row["off"], differences(got, read(folder / "trained", shapes[0])))
     return row
 
@@ -198,15 +199,15 @@ def ours(system: str = "plan") -> dict[str, str]:
 
 
 def command(options: argparse.Namespace, role: str, *systems: str) -> list[str]:
-    made = [sys.executable, __file__, "--role", role, "--join", str(options.join)]
-    made += ["--systems", ",".join(systems or options.systems)]
+    words = [sys.executable, __file__, "--role", role, "--join", str(options.join)]
+    words += ["--systems", ",".join(systems or options.systems)]
     for name in ("layers", "width", "rows", "steps", "reserve"):
-        made += [f"--{name}", str(getattr(options, name))]
-    return made
+        words += [f"--{name}", str(getattr(options, name))]
+    return words
 
 
 def report(rows: list[dict[str, Any]]) -> bool:
-    """Prints what came of each; whether the plan trained to the values of one process."""
+    """Prints all rows; whether the plan trained to the values of one process."""
     fine = True
     mib = lambda figures: " : ".join(f"{b / MIB:.0f}" for b in figures)
     print(f"\nMiB of each process\n{'system':<8}{'limit':>14}{'own':>12}{'predicted':>14}{'peak':>14}{'off':>10}")
@@ -222,27 +223,20 @@ def report(rows: list[dict[str, Any]]) -> bool:
 
 
 def arguments() -> argparse.Namespace:
-    names = lambda text: [name for name in text.split(",") if name]
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--memory", default="2400MiB:800MiB", help="limit of each process")
-    parser.add_argument("--quotas", default="0.9:0.9", help="cores of each while it is profiled")
-    parser.add_argument("--systems", type=names, default=list(SYSTEMS), help=f"of {', '.join(SYSTEMS)}")
-    parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--width", type=int, default=4096)
-    parser.add_argument("--rows", type=int, default=32, help="of the batch")
-    parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("--reserve", type=float, default=0.1, help="part of the free memory that is not planned with")
-    parser.add_argument("--keep", metavar="DIR", type=Path, help="a new folder for states, profile and plans")
-    parser.add_argument("--timeout", type=float, default=600, help="seconds per system (default: 600)")
-    parser.add_argument("--json", type=Path, default=Path("memory_limit.json"))
-    parser.add_argument("--role", choices=("alone", "plans", "train"), help=argparse.SUPPRESS)
-    parser.add_argument("--join", type=Path, help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    for name in options.systems:
-        if name not in SYSTEMS:
-            parser.error(f"--systems: {name!r} is none of {', '.join(SYSTEMS)}")
+    command = parser(__doc__, json_file=Path("memory_limit.json"))
+    command.add_argument("--memory", default="2400MiB:800MiB", help="limit of each process")
+    command.add_argument("--quotas", default="0.9:0.9", help="cores of each while it is profiled")
+    command.add_argument("--systems", type=names(SYSTEMS), default=list(SYSTEMS), help=f"of {', '.join(SYSTEMS)}")
+    command.add_argument("--layers", type=int, default=8)
+    command.add_argument("--width", type=int, default=4096)
+    command.add_argument("--rows", type=int, default=32, help="of the batch")
+    command.add_argument("--steps", type=int, default=10)
+    command.add_argument("--reserve", type=float, default=0.1, help="part of the free memory that is not planned with")
+    add_options(command, "a new folder for states, profile and plans", 600, "per system")
+    command.add_argument("--role", choices=("alone", "plans", "train"), help=argparse.SUPPRESS)
+    options = command.parse_args()
     if options.keep is not None and options.keep.exists() and not _is_empty(options.keep):
-        parser.error(f"--keep: {options.keep} is no new folder; name one, as all that is kept is made anew")
+        command.error(f"--keep: {options.keep} is no new folder; name one, as all that is kept is made anew")
     return options
 
 

@@ -1,6 +1,6 @@
 """Full training steps of well-known models, as shapes: nothing is allocated, whatever their size.
 
-    fn, args = bert(8)  # what `hapsynth.synthesize(fn, args, cluster)` takes
+    fn, args = bert(8)  # the arguments of `hapsynth.synthesize(fn, args, cluster)`
     fn, args = bert(8, layers=48)
 
 Each function takes the number of devices, by which the batch grows (and the experts, where there are any). A step is

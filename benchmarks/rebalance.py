@@ -4,7 +4,7 @@
                                    [--json rebalance.json]
 
 Processes of an emulated cluster train with hapsynth's plan for the speeds that `hapsynth profile` measures there, and a
-`hapsynth.Monitor` watches. Then the last one's quota falls to `--to` of what it was. The step time is measured before
+`hapsynth.Monitor` watches. Then the last one's quota falls to `--to` of it. The step time is measured before
 that, after it until the monitor proposes other sizes, and with these; the state has to have the same bits before and
 after the move. `gain`: the step time after the slowing over that after the move; `limit`: what it would be if the work
 were all that takes time and could be cut at will.
@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import json
 import sys
 import time
 from functools import partial
@@ -24,11 +23,12 @@ from typing import Any
 import emulated
 import jax
 import numpy as np
-from _emulating import Worker, check, environment, in_folder, run
-from _timing import KEEPS_MEMORY
 from emulated import machines
-from peers import Planned, begun
+from harness.command import again, parser, write_json
+from harness.emulated_job import Worker, add_options, check, environment, in_folder, read_json, run
+from harness.timing import KEEPS_MEMORY
 from runtime import MODELS
+from systems.stepped import Planned, begun
 
 import hapsynth
 from hapsynth.graph.trace import trace
@@ -51,7 +51,7 @@ class Watched(Worker):
             system = self.ready(hapsynth.load(file, fn, shapes, self.mesh))
             system.place(begun(fn, trace(fn, shapes)))
             system.step()
-        # What the profile was off by is mended first.
+        # The profile's errors are mended first.
         monitor = hapsynth.Monitor(system.plan, every=_EVERY, window=_WINDOW, probe_s=0.5)
         _, proposal = self.train(system, monitor, _EVERY * _WINDOW)
         if proposal is not None:
@@ -60,7 +60,7 @@ class Watched(Worker):
         self.tell("measuring")
         before, proposal = self.train(system, monitor, self.options.steps)
         if proposal is not None:
-            raise SystemExit("the monitor proposed other sizes before anything was slowed: what else runs here?")
+            raise SystemExit("the monitor proposed other sizes before anything was slowed: does other work run?")
         quotas = [float(q) for q in self.options.quotas.split(":")]
         if self.index == self.count - 1:
             emulated.hold_to(quotas[-1] * self.options.to)
@@ -73,7 +73,7 @@ class Watched(Worker):
             return
         shares = np.array(quotas) / sum(quotas)
         quotas[-1] *= self.options.to
-        said: dict[str, Any] = {
+        record: dict[str, Any] = {
             "model": self.options.model,
             "quotas": self.options.quotas,
             "to": self.options.to,
@@ -88,7 +88,7 @@ class Watched(Worker):
             "identical": identical,
             "times_s": {"before": before, "slowed": slowed, "rebalanced": rebalanced},
         }
-        (self.folder / "said.json").write_text(json.dumps(said, indent=1) + "\n", encoding="utf-8")
+        write_json(self.folder / "record.json", record)
 
     def ready(self, plan: hapsynth.Plan) -> Planned:
         plan.lower().compile()
@@ -113,17 +113,17 @@ class Watched(Worker):
     def moved(self, system: Planned, proposal: hapsynth.Proposal) -> tuple[Planned, float, bool]:
         """The proposed plan with the state and the batch; seconds that moving took; whether all bits are the same."""
         with emulated.unlimited():
-            held = self.digest(system)
-            found = self.ready(proposal.plan)
+            digest = self.digest(system)
+            ready = self.ready(proposal.plan)
         began = time.perf_counter()
-        found.state = proposal.plan.adopt(system.state, system.plan)
-        found.batch = proposal.plan.adopt(system.batch, system.plan, 1)
-        jax.block_until_ready(jax.tree.leaves(found.state))
+        ready.state = proposal.plan.adopt(system.state, system.plan)
+        ready.batch = proposal.plan.adopt(system.batch, system.plan, 1)
+        jax.block_until_ready(jax.tree.leaves(ready.state))
         passed = time.perf_counter() - began
         with emulated.unlimited():
-            identical = self.digest(found) == held
-            found.step()
-        return found, passed, identical
+            identical = self.digest(ready) == digest
+            ready.step()
+        return ready, passed, identical
 
     def digest(self, system: Planned) -> str:
         """Of all bits of the state and the batch, whole."""
@@ -134,38 +134,34 @@ class Watched(Worker):
 
 
 def start(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Run it all; what is said of it."""
-    (folder / "said.json").unlink(missing_ok=True)
-    command = [sys.executable, __file__, "--join", str(folder), "--quotas", options.quotas, "--to", str(options.to)]
-    command += ["--model", options.model, "--steps", str(options.steps)]
+    """Run it all; the record."""
+    (folder / "record.json").unlink(missing_ok=True)
+    command = again("--join", str(folder))
     codes = run(machines(options.quotas), folder, command, environment(KEEPS_MEMORY), options.timeout)
     check(codes, "rebalance: the processes")
-    return json.loads((folder / "said.json").read_text(encoding="utf-8"))
+    return read_json(folder / "record.json")
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quotas", default="0.8:0.8", help="cores of each process at first")
-    parser.add_argument("--to", type=float, default=0.5, help="part of its quota that the last one falls to")
-    parser.add_argument("--model", choices=MODELS, default="mlp")
-    parser.add_argument("--steps", type=int, default=12, help="that are measured before it and after the move")
-    parser.add_argument("--keep", metavar="DIR", help="where profile and plan are kept, and the profile taken from")
-    parser.add_argument("--timeout", type=float, default=900, help="seconds in all (default: 900)")
-    parser.add_argument("--json", type=Path, default=Path("rebalance.json"))
-    parser.add_argument("--join", help=argparse.SUPPRESS)
-    return parser.parse_args()
+    command = parser(__doc__, json_file=Path("rebalance.json"))
+    command.add_argument("--quotas", default="0.8:0.8", help="cores of each process at first")
+    command.add_argument("--to", type=float, default=0.5, help="part of its quota that the last one falls to")
+    command.add_argument("--model", choices=MODELS, default="mlp")
+    command.add_argument("--steps", type=int, default=12, help="that are measured before it and after the move")
+    add_options(command, "where profile and plan are kept, and the profile taken from", 900, "in all")
+    return command.parse_args()
 
 
 def measure(options: argparse.Namespace, folder: Path) -> int:
-    said = start(options, folder)
-    options.json.write_text(json.dumps(said, indent=1) + "\n", encoding="utf-8")
-    say = lambda text: print(text.format(**said))
+    record = start(options, folder)
+    write_json(options.json, record)
+    say = lambda text: print(text.format(**record))
     say("{model} on {quotas}, the last one slowed to {to:g}")
     say("seconds a step: {before_s:.3f} before, {slowed_s:.3f} slowed, {rebalanced_s:.3f} with new sizes")
     say("gain {gain:.2f} (limit {limit:.2f}, predicted {predicted_gain:.2f})")
     say("proposed after {steps_until_proposal} steps, moved in {move_s:.3f} s")
-    print("the state's bits are the same" if said["identical"] else "BITS DIFFER")
-    return 0 if said["identical"] else 1
+    print("the state's bits are the same" if record["identical"] else "BITS DIFFER")
+    return 0 if record["identical"] else 1
 
 
 def main() -> int:

@@ -1,4 +1,4 @@
-"""Measured: hapsynth's plan against what people run today, on emulated clusters of unlike machines (needs root).
+"""Measured: hapsynth's plan against today's usual systems, on emulated clusters of unlike machines (needs root).
 
     python benchmarks/runtime.py [--only mlp,lm] [--cluster 2] [--rounds 10] [--keep DIR] [--json runtime.json]
                                  [--systems plan,even] [--torch PYTHON]
@@ -13,8 +13,8 @@ batch cut evenly, where an interpreter with PyTorch is named (`--torch`, HAPSYNT
 `switch` and `staged`, the plan in that form whichever it chose, and any name of `hapsynth.search.planning.baselines`.
 
 All systems are stepped in rounds, in random order, in the same processes, but `ddp` in children of these that sleep
-until it is their turn (`_ddp.py`); a step takes until its last process has its results. What is predicted (of all but
-`ddp`) is in the JSON file before anything is measured. After the last round each system's state and losses must agree
+until it is their turn (`systems/ddp.py`); a step takes until its last process has its results. Predictions (of all but
+`ddp`) are in the JSON file before anything is measured. After the last round each system's state and losses must agree
 with those of as many steps in one process. `ideal`: all work at the speed of all processes together, at no cost; each
 process's speed is that at which it does whole steps by itself while the others do too. `by quota`: the same of what the
 quotas promise, by the speed of the first (a process that is stopped every few milliseconds has a little less).
@@ -23,7 +23,6 @@ quotas promise, by the speed of the first (a process that is stopped every few m
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import random
 import sys
@@ -34,16 +33,28 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import _ddp
 import emulated
 import jax
 import models
 import numpy as np
-from _emulating import Worker, check, environment, in_folder, run
-from _programs import chosen
-from _timing import KEEPS_MEMORY
 from emulated import machines
-from peers import AGREE, Alone, Arguments, BySpeed, Jitted, Planned, System, begun, differences, rows_by_speed
+from harness.command import again, names, parser, write_json
+from harness.emulated_job import Worker, add_options, check, environment, in_folder, read_json, run
+from harness.timing import KEEPS_MEMORY
+from systems import ddp
+from systems.planned import chosen
+from systems.stepped import (
+    AGREE,
+    Alone,
+    Arguments,
+    BySpeed,
+    Jitted,
+    Planned,
+    System,
+    begun,
+    differences,
+    rows_by_speed,
+)
 
 import hapsynth
 from hapsynth.graph.trace import trace
@@ -59,10 +70,10 @@ CLUSTERS = {
 SYSTEMS = ("plan", "fastest", "even", "by_speed", "fsdp", "hap")
 FORMS = ("switch", "staged")
 _WITHIN, _TRIED = 1.1, 5
-"""What takes part in the contest: predicted to take so many times as long as the plan at most; steps of each turn."""
+"""Programs predicted to take at most so many times as long as the plan take part in the contest; steps of each turn."""
 _WARM_UP = 2
 _WATCHED, _GAIN = 3, 0.02
-"""Steps in which a monitor looks at the plan, and what new sizes must gain."""
+"""Steps in which a monitor looks at the plan, and the least gain of new sizes."""
 _ALONE, _ALONE_S = 3, 20.0
 """Steps of every process by itself, after the first ones, in which memory is new, and seconds in which it makes more:
 the fastest tells how fast it is, as this machine is not always as fast."""
@@ -99,9 +110,9 @@ MODELS: dict[str, Callable[[int], Any]] = {"mlp": mlp, "lm": lm, "cnn": cnn, "mo
 
 @dataclass
 class Row:
-    """One system on one model: what is said of it, and the system."""
+    """One system on one model, and its record."""
 
-    said: dict[str, Any]
+    record: dict[str, Any]
     system: System
 
 
@@ -135,7 +146,7 @@ class Measuring(Worker):
                 self.ready(row.system, arguments)
         self.tell(f"{name}: watching")
         for row in rows:
-            ours = _planned_as(row.said["system"]) == "plan"
+            ours = _planned_as(row.record["system"]) == "plan"
             if ours and isinstance(row.system, Planned) and not row.system.idle:
                 self.watched(row, arguments)
         self.meet()
@@ -143,7 +154,7 @@ class Measuring(Worker):
             quotas = [float(q) for q in CLUSTERS[self.options.cluster]["quotas"].split(":")]
             by_quota = float(each[0]) * quotas[0] / sum(quotas)
             for row in rows:
-                row.said |= {"ideal_s": 1 / float((1 / each).sum()), "by_quota_s": by_quota, "alone_s": each.tolist()}
+                row.record |= {"ideal_s": 1 / float((1 / each).sum()), "by_quota_s": by_quota, "alone_s": each.tolist()}
             self.write(rows)
         self.meet()
         self.tell(f"{name}: measuring")
@@ -152,7 +163,7 @@ class Measuring(Worker):
             self.write(rows)
         self.meet()
         for row in rows:
-            if isinstance(row.system, _ddp.Ddp):
+            if isinstance(row.system, ddp.Ddp):
                 row.system.close()
 
     def alone(self, name: str, fn: Any, arguments: Arguments) -> tuple[Floats, list[float], Any]:
@@ -191,7 +202,7 @@ class Measuring(Worker):
         for _ in range(_WATCHED):
             row.system.step()
             if proposal := monitor.step():
-                row.said |= {"proposed": proposal.slowdown, "predicted_s": proposal.after_s}
+                row.record |= {"proposed": proposal.slowdown, "predicted_s": proposal.after_s}
                 row.system = Planned(proposal.plan)
                 with emulated.unlimited():
                     proposal.plan.lower().compile()
@@ -204,31 +215,31 @@ class Measuring(Worker):
 
         `speeds`: of the processes, as they were just measured with this model.
         """
-        said: dict[str, Any] = {"model": model, "cluster": self.options.cluster, "system": system}
+        record: dict[str, Any] = {"model": model, "cluster": self.options.cluster, "system": system}
         if system == "ddp":
             number = self.options.only.index(model)
-            ddp = _ddp.Ddp.on_cluster(self.options.torch, self.index, self.count, number)
-            return Row({**said, "predicted_s": None}, ddp)
+            in_torch = ddp.Ddp.on_cluster(self.options.torch, self.index, self.count, number)
+            return Row({**record, "predicted_s": None}, in_torch)
         file = self.folder / f"{model}-{_planned_as(system)}.json"
         form = system if system in FORMS else self.options.form
         plan = hapsynth.load(file, fn, shapes, self.mesh, form=form)
-        found = self.contest(model, plan, arguments) if system == "fastest" else None
-        plan = found.plan if found else plan
-        made: System
+        contest = self.contest(model, plan, arguments) if system == "fastest" else None
+        plan = contest.plan if contest else plan
+        runner: System
         match system:
             case "even" | "fsdp":
-                made = Jitted(fn, self.mesh, arguments, cut_state=system == "fsdp")
+                runner = Jitted(fn, self.mesh, arguments, cut_state=system == "fsdp")
             case "by_speed":
                 rows = jax.tree.leaves(arguments[1])[0].shape[0]
-                made = BySpeed(fn, self.mesh, rows_by_speed(rows, speeds.tolist()))
+                runner = BySpeed(fn, self.mesh, rows_by_speed(rows, speeds.tolist()))
             case _:
-                made = Planned(plan)
-        said["predicted_s"] = plan.cost
-        if isinstance(made, Planned):
-            said["form"] = plan.form
-        if found:
-            said |= {"contest": found.name, "contest_s": dict(found.seconds)}
-        return Row(said, made)
+                runner = Planned(plan)
+        record["predicted_s"] = plan.cost
+        if isinstance(runner, Planned):
+            record["form"] = plan.form
+        if contest:
+            record |= {"contest": contest.name, "contest_s": dict(contest.seconds)}
+        return Row(record, runner)
 
     def contest(self, model: str, plan: hapsynth.Plan, arguments: Arguments) -> hapsynth.AutotuneResult | None:
         plans = hapsynth.autotune_candidates(plan, self.mesh, within=_WITHIN)
@@ -239,12 +250,12 @@ class Measuring(Worker):
                 if each.mesh is not None and each.mesh.local_devices:
                     each.lower().compile()
             self.meet()
-        found = hapsynth.autotune(plans, *arguments, steps=_TRIED)
-        self.tell(f"{model}: {', '.join(f'{name} {s:.3f} s' for name, s in found.seconds.items())}: {found.name}")
-        return found
+        contest = hapsynth.autotune(plans, *arguments, steps=_TRIED)
+        self.tell(f"{model}: {', '.join(f'{name} {s:.3f} s' for name, s in contest.seconds.items())}: {contest.name}")
+        return contest
 
     def measure(self, rows: list[Row], losses: list[float], wanted: Any) -> None:
-        """Adds the times, and how far off the values are, to what is said of each row."""
+        """Adds the times, and how far off the values are, to the record of each row."""
         order = random.Random(self.options.seed)
         rounds = self.options.rounds
         times, off = np.zeros((len(rows), rounds)), [0.0] * len(rows)
@@ -262,17 +273,17 @@ class Measuring(Worker):
             for row, of_row, of_loss in zip(rows, longest, off, strict=True):
                 got = row.system.values()
                 if self.job.first and got is not None:
-                    row.said["off"] = max(of_loss, differences(got, wanted))
+                    row.record["off"] = max(of_loss, differences(got, wanted))
                 low, middle, high = np.quantile(of_row[_WARM_UP:], [0.25, 0.5, 0.75]).tolist()
-                row.said |= {"median_s": middle, "spread": (high - low) / middle, "times_s": of_row.tolist()}
+                row.record |= {"median_s": middle, "spread": (high - low) / middle, "times_s": of_row.tolist()}
                 self.meet()
 
     def write(self, rows: Sequence[Row]) -> None:
         file = self.folder / "rows.json"
-        before = json.loads(file.read_text()) if file.exists() else []
-        said = [row.said for row in rows]
-        kept = [r for r in before if r["model"] != said[0]["model"]]
-        file.write_text(json.dumps([*kept, *said], indent=1) + "\n", encoding="utf-8")
+        before = read_json(file) if file.exists() else []
+        records = [row.record for row in rows]
+        others = [r for r in before if r["model"] != records[0]["model"]]
+        write_json(file, [*others, *records])
 
 
 def _planned_as(system: str) -> str:
@@ -295,76 +306,67 @@ def report(rows: Sequence[dict[str, Any]]) -> bool:
             low, high = np.quantile(ratios, [0.25, 0.75])
             median, wrong = r["median_s"], r["off"] > AGREE
             fine &= not wrong
-            said, met = "-", "-"
+            predicted, met = "-", "-"
             if r["predicted_s"] is not None:
-                said, met = f"{r['predicted_s']:.3f} s", f"{r['predicted_s'] / median:.2f}"
+                predicted, met = f"{r['predicted_s']:.3f} s", f"{r['predicted_s'] / median:.2f}"
             print(f"{name:<20}{median:>8.3f} s{r['spread']:>8.0%}{these[base]['median_s'] / median:>12.2f}"
-                  f"{f'{low:.2f} .. {high:.2f}':>16}{said:>12}{met:>10}"
+                  f"{f'{low:.2f} .. {high:.2f}':>16}{predicted:>12}{met:>10}"
                   f"{r['ideal_s'] / median:>10.2f}{r['off']:>10.1e}{'  VALUES DIFFER' if wrong else ''}")  # fmt: skip
     return fine
 
 
 def start(options: argparse.Namespace, where: str, folder: Path) -> list[dict[str, Any]]:
     """All models on one cluster; the rows."""
-    command = [sys.executable, __file__, "--join", str(folder), "--cluster", where, "--only", ",".join(options.only)]
-    command += ["--systems", ",".join(options.systems), "--rounds", str(options.rounds), "--seed", str(options.seed)]
-    command += ["--form", options.form, "--torch", options.torch]
+    systems = ["--systems", ",".join(options.systems), "--torch", options.torch]
+    command = again("--join", str(folder), "--cluster", where, *systems)
     (folder / "rows.json").unlink(missing_ok=True)
     codes = run(machines(**CLUSTERS[where]), folder, command, environment(KEEPS_MEMORY), options.timeout)
     check(codes, f"runtime: the processes on {where}")
-    return json.loads((folder / "rows.json").read_text(encoding="utf-8"))
+    return read_json(folder / "rows.json")
 
 
 def arguments() -> argparse.Namespace:
-    names = lambda text: [name for name in text.split(",") if name]
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", type=names, default=list(MODELS), help=f"of {', '.join(MODELS)}")
-    parser.add_argument("--cluster", type=names, default=list(CLUSTERS), help=f"of {', '.join(CLUSTERS)}")
-    known = {"only": MODELS, "cluster": CLUSTERS, "systems": (*SYSTEMS, "ddp", *FORMS, *NAMES)}
-    parser.add_argument("--systems", type=names, help=f"of {', '.join(known['systems'])}")
-    parser.add_argument("--torch", metavar="PYTHON", help=f"an interpreter with PyTorch, for ddp ({_ddp.VARIABLE})")
-    parser.add_argument("--rounds", type=int, default=10, help="steps of each system, 2 of them not counted")
-    parser.add_argument("--form", choices=("auto", "switch", "staged"), default="auto", help="how plans run")
-    parser.add_argument("--seed", type=int, default=0, help="of the order in each round")
-    parser.add_argument("--keep", metavar="DIR", help="where profiles and plans are kept, and profiles taken from")
-    parser.add_argument("--timeout", type=float, default=1800, help="seconds per cluster (default: 1800)")
-    parser.add_argument("--json", type=Path, default=Path("runtime.json"))
-    parser.add_argument("--join", help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    command = parser(__doc__, json_file=Path("runtime.json"))
+    command.add_argument("--only", type=names(MODELS), default=list(MODELS), help=f"of {', '.join(MODELS)}")
+    command.add_argument("--cluster", type=names(CLUSTERS), default=list(CLUSTERS), help=f"of {', '.join(CLUSTERS)}")
+    systems = (*SYSTEMS, "ddp", *FORMS, *NAMES)
+    command.add_argument("--systems", type=names(systems), help=f"of {', '.join(systems)}")
+    command.add_argument("--torch", metavar="PYTHON", help=f"an interpreter with PyTorch, for ddp ({ddp.VARIABLE})")
+    command.add_argument("--rounds", type=int, default=10, help="steps of each system, 2 of them not counted")
+    command.add_argument("--form", choices=("auto", "switch", "staged"), default="auto", help="how plans run")
+    command.add_argument("--seed", type=int, default=0, help="of the order in each round")
+    add_options(command, "where profiles and plans are kept, and profiles taken from", 1800, "per cluster")
+    options = command.parse_args()
     if not options.join:
-        _with_torch(parser, options)
-    for field, of in known.items():
-        for name in getattr(options, field):
-            if name not in of:
-                parser.error(f"--{field}: {name!r} is none of {', '.join(of)}")
+        _with_torch(command, options)
     if options.rounds <= _WARM_UP:
-        parser.error(f"--rounds {options.rounds}: give more than the {_WARM_UP} that are not counted")
+        command.error(f"--rounds {options.rounds}: give more than the {_WARM_UP} that are not counted")
     return options
 
 
-def _with_torch(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+def _with_torch(command: argparse.ArgumentParser, options: argparse.Namespace) -> None:
     """`ddp` among the default systems where there is PyTorch. Ends the command where it was asked for in vain."""
-    asked = options.torch is not None or "ddp" in (options.systems or ())
-    options.torch = options.torch or os.environ.get(_ddp.VARIABLE, "")
+    required = options.torch is not None or "ddp" in (options.systems or ())
+    options.torch = options.torch or os.environ.get(ddp.VARIABLE, "")
     if options.systems is not None and "ddp" not in options.systems:
         return
     try:
-        said = f"ddp: PyTorch {_ddp.version(options.torch)} of {options.torch}"
+        note = f"ddp: PyTorch {ddp.version(options.torch)} of {options.torch}"
         options.systems = options.systems or [*SYSTEMS, "ddp"]
-    except _ddp.TorchError as error:
-        if asked:
-            parser.error(str(error))
-        said = f"ddp is left out: {error}"
+    except ddp.TorchError as error:
+        if required:
+            command.error(str(error))
+        note = f"ddp is left out: {error}"
         options.systems = list(SYSTEMS)
-    print(said)
+    print(note)
 
 
-def measure(options: argparse.Namespace, kept: Path) -> int:
+def measure(options: argparse.Namespace, folder: Path) -> int:
     rows: list[dict[str, Any]] = []
     for where in options.cluster:
-        (kept / where).mkdir(exist_ok=True)
-        rows += start(options, where, kept / where)
-        options.json.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+        (folder / where).mkdir(exist_ok=True)
+        rows += start(options, where, folder / where)
+        write_json(options.json, rows)
     return 0 if report(rows) else 1
 
 

@@ -17,29 +17,29 @@ import math
 import os
 import platform
 import resource
-import subprocess
 import sys
 import time
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "tests" / "support"))  # the oracle
+import jax
+import scipy
+from harness import examples
+from harness.command import RowError, Table, in_own_process, names, parser, write_json
+from models import MODELS
 
-import jax  # noqa: E402
-import scipy  # noqa: E402
-from milp import optimum  # noqa: E402
-from models import MODELS  # noqa: E402
+import hapsynth
+from hapsynth.report.json_records import search_record
+from hapsynth.search.formulation.problem_builder import ProblemBuilder
+from hapsynth.search.planning.planner import InfeasibleError
+from hapsynth.search.planning.task import Task
+from hapsynth.search.solver import Problem
 
-import hapsynth  # noqa: E402
-from hapsynth.report.json_records import search_record  # noqa: E402
-from hapsynth.search.formulation.problem_builder import ProblemBuilder  # noqa: E402
-from hapsynth.search.planning.planner import InfeasibleError  # noqa: E402
-from hapsynth.search.planning.task import Task  # noqa: E402
-from hapsynth.search.solver import Problem  # noqa: E402
+sys.path.insert(0, str(examples.ROOT / "tests" / "support"))
 
-# What autoparallel's published figures are for: 64 H100 in eight hosts.
+from milp import optimum
+
+# The cluster of autoparallel's published figures: 64 H100 in eight hosts.
 EVEN64 = {
     "name": "even64",
     "network": {"bandwidth": "400 Gbit/s", "latency": "10 us"},
@@ -48,7 +48,7 @@ EVEN64 = {
 }
 GRID = (("host", 8), ("gpu", 8))
 CLUSTERS = ("mixed8", "paper64", "paper64_8x8", "even64_8x8")
-HEADS = {
+COLUMNS = {
     "": -30,
     "ops": 7,
     "trace": 7,
@@ -72,29 +72,28 @@ HEADS = {
 def cluster(name: str) -> hapsynth.Cluster:
     """One of the clusters in examples/, or `even64`; with `_8x8`, as a mesh of hosts and devices within."""
     base, _, grid = name.partition("_")
-    file = ROOT / "examples" / "clusters" / f"{base}.toml"
-    found = hapsynth.Cluster.load(file) if base != "even64" else hapsynth.Cluster.from_dict(EVEN64)
-    return replace(found, axes=GRID) if grid else found
+    flat = examples.cluster(base) if base != "even64" else hapsynth.Cluster.from_dict(EVEN64)
+    return replace(flat, axes=GRID) if grid else flat
 
 
 _BOUNDLESS = 2**60
 
 
 def one(row: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
-    """Plan one model for one cluster; what the table shows, and `search --json`'s record."""
+    """Plan one model for one cluster; the row of the table, with `search --json`'s record."""
     where = cluster(row["cluster"])
     layers = {} if row.get("layers") is None else {"layers": row["layers"]}
     fn, args = MODELS[row["model"]](where.n, **layers)
     memory = row.get("memory", options.memory)
-    given: dict[str, Any] = {}
+    form: dict[str, Any] = {}
     if memory == "unlimited":
         where = unlimited(where)
     elif memory != "devices":
-        given = {"form": "staged", "recompute": True}
-        where = limited(where, float(memory), hapsynth.synthesize(fn, args, unlimited(where), **given))
+        form = {"form": "staged", "recompute": True}
+        where = limited(where, float(memory), hapsynth.synthesize(fn, args, unlimited(where), **form))
     began, cpu = time.perf_counter(), time.process_time()
     try:
-        plan = hapsynth.synthesize(fn, args, where, time_budget_s=options.budget, **given)
+        plan = hapsynth.synthesize(fn, args, where, time_budget_s=options.budget, **form)
     except InfeasibleError as error:
         return {**row, "status": "infeasible", "total_s": time.perf_counter() - began, "error": str(error)}
     used = time.process_time() - cpu
@@ -109,7 +108,7 @@ def one(row: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
     elif "reshare" in plan.program.collectives():
         row["status"] += ", with reshares: no MILP"
     elif options.milp:
-        # HiGHS may need more memory than there is, and end with the process: what was planned is told before.
+        # HiGHS may need more memory than there is, and end with the process: the plan's row is printed before.
         print(json.dumps(row), flush=True)
         row["milp"] = beside(plan, options.milp)
     return row
@@ -124,8 +123,8 @@ def limited(where: hapsynth.Cluster, fraction: float, free: hapsynth.Plan) -> ha
     """The cluster whose every kind has that fraction of the most that one of it holds of a plan without limits; what it
     has where that plan leaves it out."""
     most = {kind.name: 0.0 for kind in where.kinds}
-    for held, kind in zip(free.memory, where.devices, strict=True):
-        most[kind.name] = max(most[kind.name], held)
+    for nbytes, kind in zip(free.memory, where.devices, strict=True):
+        most[kind.name] = max(most[kind.name], nbytes)
     limits = [int(fraction * most[k.name]) or k.memory for k in where.devices]
     return replace(where, devices=tuple(replace(k, memory=m) for k, m in zip(where.devices, limits, strict=True)))
 
@@ -133,43 +132,36 @@ def limited(where: hapsynth.Cluster, fraction: float, free: hapsynth.Plan) -> ha
 def beside(plan: hapsynth.Plan, limit_s: float) -> dict[str, Any]:
     """The MILP on the problem whose optimum the plan is said to be."""
     began, cpu = time.perf_counter(), time.process_time()
-    found = optimum(problem_of(plan), limit_s, tolerance=1e-7)
+    solution = optimum(problem_of(plan), limit_s, tolerance=1e-7)
     return {
         "seconds": time.perf_counter() - began,
         "cpu_s": time.process_time() - cpu,
-        "cost_s": found.cost if found.assignment is not None else None,
-        "lower_bound_s": found.lower_bound if math.isfinite(found.lower_bound) else None,
-        "status": found.status,
-        "nodes": found.expanded,
+        "cost_s": solution.cost if solution.assignment is not None else None,
+        "lower_bound_s": solution.lower_bound if math.isfinite(solution.lower_bound) else None,
+        "status": solution.status,
+        "nodes": solution.expanded,
     }
 
 
 def problem_of(plan: hapsynth.Plan) -> Problem:
-    """What `lower_bound_s` is about: the choices for this graph at the plan's own ratios."""
+    """The problem that `lower_bound_s` bounds: the choices for this graph at the plan's own ratios."""
     task = Task(plan.traced.graph, plan.used)
     return ProblemBuilder(task.choices, task.costs, task.own_ratios(plan.sizes).strictly()).problem()
 
 
-def child(row: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
-    """`one` in a process of its own, so that its peak memory is its own and no cache is warm."""
-    command = [sys.executable, __file__, "--row", json.dumps(row), "--milp", str(options.milp), "--memory"]
-    command += [options.memory, *(["--budget", str(options.budget)] if options.budget else [])]
+def planned(row: dict[str, Any], timeout_s: float) -> dict[str, Any]:
+    """`one` in a process of its own; its failure is a row too."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=options.timeout)
-    except subprocess.TimeoutExpired:
-        return {**row, "status": f"stopped after {options.timeout:g} s"}
-    told = done.stdout.splitlines()
-    if done.returncode and told:
-        found = json.loads(told[-1])
-        return {**found, "status": f"{found['status']}, the MILP ended with {done.returncode}", "error": done.stderr}
-    if done.returncode:
-        why = done.stderr.strip().splitlines()[-1:] or [f"ended with {done.returncode}"]
-        return {**row, "status": f"error: {why[0]}", "error": done.stderr}
-    return json.loads(told[-1])
+        return in_own_process(row, timeout_s=timeout_s)
+    except RowError as error:
+        if error.printed is None:
+            return error.as_row()
+        status = f"{error.printed['status']}, the MILP ended with {error.exit_code}"
+        return {**error.printed, "status": status, "error": error.stderr}
 
 
-def line(row: dict[str, Any]) -> str:
-    """One row of the table; what was not found is a dash."""
+def cells(row: dict[str, Any]) -> list[str]:
+    """One row of the table; a dash for a missing figure."""
 
     def show(value: float | None, form: str) -> str:
         return "-" if value is None else format(value, form)
@@ -178,15 +170,15 @@ def line(row: dict[str, Any]) -> str:
     seconds = [show(row.get(f"{k}_s"), ".2f") for k in ("trace", "build", "bound", "search", "ratio", "total", "cpu")]
     peak = max(row["memory_bytes"]) / 2**30 if row.get("memory_bytes") else None
     rss = row["rss_bytes"] / 2**30 if "rss_bytes" in row else None
-    found = row.get("milp")
-    milp = ("-", "-") if found is None else ("no bound", f"{found['seconds']:.1f}")
-    if found is not None and found["lower_bound_s"] is not None:
-        proved = found["status"] == "optimal"
-        excess = 1 - (found["cost_s"] if proved else found["lower_bound_s"]) / row["cost_s"]
+    milp_row = row.get("milp")
+    milp = ("-", "-") if milp_row is None else ("no bound", f"{milp_row['seconds']:.1f}")
+    if milp_row is not None and milp_row["lower_bound_s"] is not None:
+        proved = milp_row["status"] == "optimal"
+        excess = 1 - (milp_row["cost_s"] if proved else milp_row["lower_bound_s"]) / row["cost_s"]
         milp = (f"{'' if proved else '< '}{excess:.1e}", milp[1])
-    cells = [show(row.get("ops"), "d"), *seconds, show(row.get("expanded"), "d"), show(row.get("gap"), ".1e")]
-    cells += [show(row.get("joint_gap"), ".2e"), show(peak, ".2f"), show(rss, ".2f"), *milp, f"  {row['status']}"]
-    return "".join(f"{c:<{-w}}" if w < 0 else f"{c:>{w}}" for c, w in zip((name, *cells), HEADS.values(), strict=True))
+    shown = [name, show(row.get("ops"), "d"), *seconds, show(row.get("expanded"), "d"), show(row.get("gap"), ".1e")]
+    shown += [show(row.get("joint_gap"), ".2e"), show(peak, ".2f"), show(rss, ".2f"), *milp, f"  {row['status']}"]
+    return shown
 
 
 def growth(rows: list[dict[str, Any]]) -> None:
@@ -208,32 +200,26 @@ def machine() -> dict[str, Any]:
 
 
 def arguments() -> argparse.Namespace:
-    def names(text: str) -> list[str]:
-        return [name for name in text.split(",") if name]
-
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", type=names, default=list(MODELS), help=f"of {', '.join(MODELS)}; empty for none")
-    parser.add_argument("--clusters", type=names, default=list(CLUSTERS), help=f"of {', '.join(CLUSTERS)}")
-    parser.add_argument("--layers", type=names, default=names("2,4,8,12,24,48"), help="of the growth; empty for none")
-    parser.add_argument("--budget", type=float, help="seconds per plan (default: until proved)")
-    parser.add_argument("--timeout", type=float, default=1800, help="seconds per row (default: 1800)")
-    parser.add_argument("--milp", type=float, default=120, help="seconds for the MILP (default: 120); 0 for none")
-    memory = "devices (default), unlimited, or a fraction of what each kind holds of the plan without limits"
-    parser.add_argument("--memory", default="devices", help=memory)
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--row", type=json.loads, help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    for given, known in ((options.only, MODELS), (options.clusters, CLUSTERS)):
-        for name in given:
-            if name not in known:
-                parser.error(f"{name!r} is none of {', '.join(known)}")
+    command = parser(__doc__)
+    listed = ", ".join(MODELS)
+    command.add_argument("--only", type=names(MODELS), default=list(MODELS), help=f"of {listed}; empty for none")
+    listed = ", ".join(CLUSTERS)
+    command.add_argument("--clusters", type=names(CLUSTERS), default=list(CLUSTERS), help=f"of {listed}")
+    layers = lambda text: [n for n in text.split(",") if n]
+    command.add_argument("--layers", type=layers, default="2,4,8,12,24,48", help="of the growth; empty for none")
+    command.add_argument("--budget", type=float, help="seconds per plan (default: until proved)")
+    command.add_argument("--timeout", type=float, default=1800, help="seconds per row (default: 1800)")
+    command.add_argument("--milp", type=float, default=120, help="seconds for the MILP (default: 120); 0 for none")
+    memory = "devices (default), unlimited, or a fraction of each kind's memory of the plan without limits"
+    command.add_argument("--memory", default="devices", help=memory)
+    options = command.parse_args()
     if not all(n.isdecimal() and int(n) > 0 for n in options.layers):
-        parser.error(f"--layers {','.join(options.layers)}: give whole numbers, as in 2,4,8")
+        command.error(f"--layers {','.join(options.layers)}: give whole numbers, as in 2,4,8")
     if options.memory not in ("devices", "unlimited"):
         try:
             float(options.memory)
         except ValueError:
-            parser.error(f"--memory {options.memory}: give {memory}")
+            command.error(f"--memory {options.memory}: give {memory}")
     return options
 
 
@@ -242,19 +228,18 @@ def main() -> int:
     if options.row:
         print(json.dumps(one(options.row, options)))
         return 0
-    print("".join(f"{h:<{-w}}" if w < 0 else f"{h:>{w}}" for h, w in HEADS.items()))
+    table = Table(COLUMNS)
+    print(table.heads)
     rows = [{"model": m, "cluster": c} for m in options.only for c in options.clusters]
     deeper = [{"model": "bert", "cluster": "mixed8", "layers": int(n), "memory": "unlimited"} for n in options.layers]
     report: dict[str, Any] = {"machine": machine(), "options": {k: options.__dict__[k] for k in ("budget", "memory")}}
     for kind, wanted in (("table", rows), ("growth", deeper)):
         report[kind] = []
         for row in wanted:
-            found = child(row, options)
-            report[kind].append(found)
-            print(line(found), flush=True)
+            report[kind].append(planned(row, options.timeout))
+            table.show(cells(report[kind][-1]))
     growth(report["growth"])
-    if options.json:
-        options.json.write_text(json.dumps(report, indent=1) + "\n")
+    write_json(options.json, report)
     return int(any(row["status"].startswith("error") for row in report["table"] + report["growth"]))
 
 

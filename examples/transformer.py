@@ -137,5 +137,5 @@ def target_for(config: Config) -> tuple[Callable[..., Any], tuple[Any, Any]]:
 
 
 def target() -> tuple[Callable[..., Any], tuple[Any, Any]]:
-    """What hapsynth plans: the training step and its arguments as shapes; nothing is allocated."""
+    """For hapsynth to plan: the training step and its arguments as shapes; nothing is allocated."""
     return target_for(Config())

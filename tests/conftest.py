@@ -11,11 +11,11 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-import cli_model
 import graphs
 import hypothesis
 import jax
 import pytest
+from cli_model import write_model
 
 from hapsynth.cli.main import main
 from hapsynth.cluster.cluster import Cluster
@@ -112,11 +112,6 @@ def rules_of_this_test_only() -> Iterator[None]:
 
 
 # ---- of the command line
-
-
-def write_model(folder: Path) -> None:
-    (folder / "model.py").write_text(cli_model.MODEL)
-    (folder / "mixed.toml").write_text(cli_model.CLUSTER)
 
 
 @pytest.fixture

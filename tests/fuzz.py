@@ -149,8 +149,8 @@ def random_program(fn: Any, args: Any, axes: tuple[tuple[str, int], ...], seed: 
     function that runs it."""
     import random
 
+    from lowered_programs import mesh_of, run
     from random_programs import RandomProgram
-    from test_lower import mesh_of, run
 
     from hapsynth.graph.trace import trace
     from hapsynth.instructions.program.checker import check

@@ -15,10 +15,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from lowered_programs import MODES, run
 from random_functions import RandomFunction, pick
 from random_programs import RandomProgram
 from slow_devices import SPEEDS, first_devices, thin_cluster
-from test_lower import MODES, run
 
 import hapsynth
 from hapsynth.instructions.factors import Factors

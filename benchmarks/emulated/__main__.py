@@ -25,7 +25,7 @@ def main() -> int:
     parser.add_argument("--delay", help=f"of packets on their way out, {each}1ms:0")
     parser.add_argument("--memory", help=f"{each}2GiB:512MiB")
     parser.add_argument("--timeout", type=float, metavar="S", help="end the machines after so many seconds")
-    parser.add_argument("--clean", action="store_true", help="only take away what runs that are over left")
+    parser.add_argument("--clean", action="store_true", help="only take away the leftovers of runs that are over")
     arguments = sys.argv[1:]
     command = arguments[arguments.index("--") + 1 :] if "--" in arguments else []
     options = parser.parse_args(arguments[: arguments.index("--")] if "--" in arguments else arguments)
@@ -41,10 +41,12 @@ def main() -> int:
     signal.signal(signal.SIGTERM, _stopped)
     try:
         if options.spec is not None:
-            found = load(options.spec)
+            given_machines = load(options.spec)
         else:
-            found = machines(options.quotas, rate=options.rate, delay=options.delay or 0, memory=options.memory)
-        with EmulatedCluster(found) as cluster:
+            given_machines = machines(
+                options.quotas, rate=options.rate, delay=options.delay or 0, memory=options.memory
+            )
+        with EmulatedCluster(given_machines) as cluster:
             codes = cluster.run(command, timeout_s=options.timeout)
     except (MissingError, SpecError) as error:
         print(f"emulated: {error}", file=sys.stderr)

@@ -35,9 +35,9 @@ class Hierarchies:
         v1 = {name: Path(t[1]) for t in tables if t[2] == "cgroup" for name in t[3].split(",")}
         if "cpu" in v1 and "memory" in v1:
             parts = (line.split(":", 2) for line in own.splitlines())
-            mine = {name: path for _, names, path in parts for name in names.split(",")}
+            own_paths = {name: path for _, names, path in parts for name in names.split(",")}
             # Limits of those above go on to hold; a path of another namespace is not there to be seen.
-            inside = lambda name: p if (p := v1[name] / mine.get(name, "/").lstrip("/")).is_dir() else v1[name]
+            inside = lambda name: p if (p := v1[name] / own_paths.get(name, "/").lstrip("/")).is_dir() else v1[name]
             return Hierarchies(1, inside("cpu"), inside("memory"))
         for t in tables:
             if t[2] == "cgroup2":
@@ -125,7 +125,7 @@ def kill(folders: Sequence[Path]) -> None:
 
 
 def remove(folders: Sequence[Path], patience_s: float = 10.0) -> None:
-    """End what runs in the groups, and take them away. Raises CgroupError where that can't be done in time."""
+    """End the processes in the groups, and take these away. Raises CgroupError where that can't be done in time."""
     until = time.monotonic() + patience_s
     for folder in folders:
         while folder.exists():

@@ -36,7 +36,7 @@ exec nsenter --net="$space" unshare --uts --mount sh -c '
 
 
 class MissingError(RuntimeError):
-    """What it takes is not on this machine; the message says what."""
+    """Something that it needs is not on this machine; the message names it."""
 
 
 class EmulatedCluster:
@@ -77,8 +77,8 @@ class EmulatedCluster:
             self._reaper = _reaper(self.name, self._lock)
             hosts = [f"{network.address(i)} {m.name}" for i, m in enumerate(self.machines)]
             (folder / "hosts").write_text("\n".join(["127.0.0.1 localhost", *hosts]) + "\n")
-            made = Hierarchies.here()
-            self._folders = [made.make(f"{self.name}-{i}", m) for i, m in enumerate(self.machines)]
+            hierarchies = Hierarchies.here()
+            self._folders = [hierarchies.make(f"{self.name}-{i}", m) for i, m in enumerate(self.machines)]
             network.make(self.name, self.machines)
         except BaseException as error:
             self.close()
@@ -110,8 +110,8 @@ class EmulatedCluster:
         `coordinator`. The environment has them too, where `jax.distributed.initialize()` looks for them.
         """
         machine, group = self.machines[i], f"{self.name}-{i}"
-        known = {"i": str(i), "n": str(len(self.machines)), "name": machine.name, "coordinator": self.coordinator}
-        filled = [re.sub(r"\{(i|n|name|coordinator)\}", lambda m: known[m[1]], part) for part in command]
+        fields = {"i": str(i), "n": str(len(self.machines)), "name": machine.name, "coordinator": self.coordinator}
+        filled = [re.sub(r"\{(i|n|name|coordinator)\}", lambda m: fields[m[1]], part) for part in command]
         environment = {
             **(os.environ if env is None else env),
             "FOLDERS": " ".join(map(str, self._folders[i])),
@@ -177,9 +177,9 @@ class EmulatedCluster:
 
 
 def remove_leftovers() -> list[str]:
-    """Take away what runs that are over left; their names."""
-    found = {m[1] for name in _names() if (m := re.match(rf"({PREFIX}\d+)(-\d+)?$", name))}
-    gone = [name for name in sorted(found) if not _alive(name)]
+    """Take away the leftovers of runs that are over; their names."""
+    leftovers = {m[1] for name in _names() if (m := re.match(rf"({PREFIX}\d+)(-\d+)?$", name))}
+    gone = [name for name in sorted(leftovers) if not _alive(name)]
     for name in gone:
         remove(name)
     return gone
@@ -188,24 +188,24 @@ def remove_leftovers() -> list[str]:
 def remove(name: str) -> None:
     """End and take away all of one cluster, as far as it is there."""
     with contextlib.suppress(cgroup.CgroupError):
-        made = Hierarchies.here()
-        groups = {folder.name for folder in (*made.cpu.iterdir(), *made.memory.iterdir())}
+        hierarchies = Hierarchies.here()
+        groups = {folder.name for folder in (*hierarchies.cpu.iterdir(), *hierarchies.memory.iterdir())}
         for group in sorted(g for g in groups if g.startswith(f"{name}-")):
-            cgroup.remove(made.folders(group))
+            cgroup.remove(hierarchies.folders(group))
     network.remove(name)
     shutil.rmtree(_folder(name), ignore_errors=True)
 
 
 def _names() -> list[str]:
     with contextlib.suppress(cgroup.CgroupError):
-        made = Hierarchies.here()
-        groups = [folder.name for folder in (*made.cpu.iterdir(), *made.memory.iterdir())]
+        hierarchies = Hierarchies.here()
+        groups = [folder.name for folder in (*hierarchies.cpu.iterdir(), *hierarchies.memory.iterdir())]
         return [*network.names(), *os.listdir(tempfile.gettempdir()), *groups]
     return [*network.names(), *os.listdir(tempfile.gettempdir())]
 
 
 def _alive(name: str) -> bool:
-    """Whether the run, or what cleans up after it, is still there to hold its lock."""
+    """Whether the run, or the process that cleans up after it, is still there to hold its lock."""
     try:
         lock = os.open(_folder(name) / "lock", os.O_RDWR)
     except OSError:

@@ -16,7 +16,7 @@ class NetworkError(RuntimeError):
 
 
 def missing() -> list[str]:
-    """What it takes and is not there."""
+    """The tools that it needs and that are not there."""
     lacking = [] if os.geteuid() == 0 else ["root (sudo)"]
     return lacking + [f"the command {tool} (iproute2, util-linux)" for tool in TOOLS if shutil.which(tool) is None]
 
@@ -40,7 +40,7 @@ def make(name: str, machines: list[Machine]) -> None:
         _run("ip", "-n", inside, "link", "set", "lo", "up")
         _run("ip", "-n", inside, "link", "set", "eth0", "up")
         if machine.rate is not None:
-            # What tbf lets through at once: enough for a timer tick, and for a packet of several that goes as one.
+            # Bytes that pass tbf at once: enough for a timer tick, and for a packet of several that goes as one.
             burst = max(131072, int(machine.rate / 8 * 0.004))
             for where, device in ((inside, "eth0"), (name, port)):
                 shape = ["tbf", "rate", f"{machine.rate:.0f}bit", "burst", str(burst), "latency", "400ms"]
@@ -52,7 +52,7 @@ def make(name: str, machines: list[Machine]) -> None:
 
 
 def remove(name: str) -> None:
-    """Take away what `make` made, as far as it got. A namespace takes its links with it."""
+    """Take away the namespaces of `make`, as far as it got. A namespace takes its links with it."""
     for namespace in names():
         if namespace == name or namespace.startswith(f"{name}-"):
             _run("ip", "netns", "del", namespace)

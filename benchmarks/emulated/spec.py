@@ -1,4 +1,4 @@
-"""What the machines of an emulated cluster are: from a TOML file, or from options."""
+"""The machines of an emulated cluster, from a TOML file or from options."""
 
 from __future__ import annotations
 
@@ -48,12 +48,12 @@ def number(text: Any, what: str, suffix: str) -> float:
     """A number in plain units: `100Mbit`, `1.5GiB`, `2ms`; plain numbers are in the plain unit."""
     if isinstance(text, (int, float)) and not isinstance(text, bool):
         return float(text)
-    found = re.fullmatch(rf"\s*([0-9.]+(?:e[0-9]+)?)\s*([kmg]i?)?(?:{suffix})?\s*", str(text), re.IGNORECASE)
+    match = re.fullmatch(rf"\s*([0-9.]+(?:e[0-9]+)?)\s*([kmg]i?)?(?:{suffix})?\s*", str(text), re.IGNORECASE)
     try:
-        assert found is not None
+        assert match is not None
         # Of seconds, m is a thousandth.
-        scale = 1e-3 if suffix == "s" and found[2] else _UNITS[(found[2] or "").lower()]
-        return float(found[1]) * scale
+        scale = 1e-3 if suffix == "s" and match[2] else _UNITS[(match[2] or "").lower()]
+        return float(match[1]) * scale
     except (AssertionError, ValueError):
         example = {"bit": "100Mbit", "B": "512MiB", "s": "1ms"}[suffix]
         raise SpecError(f"{what} is {text!r}; give a number with its unit, as {example}") from None
@@ -96,49 +96,49 @@ def load(path: str | os.PathLike[str]) -> list[Machine]:
     rows = table.pop("machine", None)
     if table or not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         raise SpecError(f"{path}: give a [[machine]] table for each machine and nothing else")
-    found: list[Machine] = []
+    parsed: list[Machine] = []
     for row in rows:
         count, name = row.pop("count", 1), row.pop("name", None)
         if not isinstance(count, int) or count < 1:
             raise SpecError(f"{path}: count is {count!r}; give a whole number of at least 1")
         for i in range(count):
-            own = f"m{len(found)}" if name is None else f"{name}{i}" if count > 1 else str(name)
-            found.append(_machine(own, row))
-    return checked(found)
+            own = f"m{len(parsed)}" if name is None else f"{name}{i}" if count > 1 else str(name)
+            parsed.append(_machine(own, row))
+    return checked(parsed)
 
 
 def _machine(name: str, row: Mapping[str, Any]) -> Machine:
-    known = {f.name for f in fields(Machine)}
-    if unknown := set(row) - known:
-        raise SpecError(f"machine {name}: {', '.join(sorted(unknown))}; the fields are {', '.join(sorted(known))}")
+    names = {f.name for f in fields(Machine)}
+    if unknown := set(row) - names:
+        raise SpecError(f"machine {name}: {', '.join(sorted(unknown))}; the fields are {', '.join(sorted(names))}")
     if "quota" not in row:
         raise SpecError(f"machine {name} has no quota; give its cores, as quota = 0.5")
     return Machine(name, **{key: _READ[key](value) for key, value in row.items() if value is not None})
 
 
-def checked(found: list[Machine]) -> list[Machine]:
+def checked(cluster: list[Machine]) -> list[Machine]:
     """Machines that fit this one together. Raises SpecError."""
-    if not 1 <= len(found) <= 250:
-        raise SpecError(f"{len(found)} machines; give 1 to 250")
-    if len({m.name for m in found}) < len(found):
-        raise SpecError(f"two machines have one name: {', '.join(m.name for m in found)}")
-    cores, asked = len(os.sched_getaffinity(0)), sum(m.quota for m in found)
-    if asked > MOST_USED * cores:
+    if not 1 <= len(cluster) <= 250:
+        raise SpecError(f"{len(cluster)} machines; give 1 to 250")
+    if len({m.name for m in cluster}) < len(cluster):
+        raise SpecError(f"two machines have one name: {', '.join(m.name for m in cluster)}")
+    cores, quotas = len(os.sched_getaffinity(0)), sum(m.quota for m in cluster)
+    if quotas > MOST_USED * cores:
         raise SpecError(
-            f"the quotas are {asked:g} cores together, and of the {cores} here at most {MOST_USED * cores:g} can be "
+            f"the quotas are {quotas:g} cores together, and of the {cores} here at most {MOST_USED * cores:g} can be "
             "had: give smaller ones, in the same proportions"
         )
-    return found
+    return cluster
 
 
-def cores_of(found: list[Machine], cores: list[int]) -> list[list[int]]:
+def cores_of(cluster: list[Machine], cores: list[int]) -> list[list[int]]:
     """The cores that each machine is held to: one, where the quotas can be packed so, for steadier times; else all."""
     free = dict.fromkeys(cores, 1.0)
     chosen: dict[int, int] = {}
-    for i in sorted(range(len(found)), key=lambda i: (-found[i].quota, i)):
+    for i in sorted(range(len(cluster)), key=lambda i: (-cluster[i].quota, i)):
         core = max(free, key=lambda c: free[c])
-        if found[i].quota > free[core] + 1e-9:
-            return [cores] * len(found)
-        free[core] -= found[i].quota
+        if cluster[i].quota > free[core] + 1e-9:
+            return [cores] * len(cluster)
+        free[core] -= cluster[i].quota
         chosen[i] = core
-    return [[chosen[i]] for i in range(len(found))]
+    return [[chosen[i]] for i in range(len(cluster))]

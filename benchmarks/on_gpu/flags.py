@@ -17,7 +17,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from _timing import Stepper, interleaved
+from harness.timing import Stepper, interleaved
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 

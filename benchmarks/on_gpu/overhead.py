@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from _timing import Stepper, burst, interleaved
+from harness.timing import Stepper, burst, interleaved
 
 from on_gpu.settings import Example, Row, Settings, fitting, skipped
 

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from _timing import burst, interleaved
 from bench_bytes import FREE, LINE, hlo_bytes
+from harness.timing import burst, interleaved
 
 from hapsynth.lower._collectives import from_blocks, to_blocks
 from hapsynth.lower._storage import cut_to, pad_to

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from _costs import where
-from _timing import Stepper, interleaved
+from harness.breakdown import where
+from harness.timing import Stepper, interleaved
 
 import hapsynth
 from hapsynth.profile.job import Job

@@ -1,4 +1,4 @@
-"""What all parts run: the examples, at sizes of a large card, or so small that a CPU runs all parts in seconds."""
+"""The models of all parts: the examples, at sizes of a large card, or so small that a CPU runs all parts in seconds."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from functools import partial
 
 import jax
 import numpy as np
-from _timing import interleaved
+from harness.timing import interleaved
 
 import hapsynth
 from hapsynth.instructions.program.program import Compute

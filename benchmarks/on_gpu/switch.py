@@ -15,7 +15,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from _timing import interleaved
+from harness.timing import interleaved
 
 import hapsynth
 from hapsynth.instructions.staging import gathered, padded

@@ -25,7 +25,7 @@ OURS = "hapsynth"
 
 @dataclass(frozen=True, eq=False)
 class AutotuneResult(Generic[P]):
-    """What a contest comes to. `seconds`: of every plan that took part, the median of its steps, each as long as the
+    """The result of a contest. `seconds`: of every plan that took part, the median of its steps, each as long as the
     slowest process took."""
 
     name: str
@@ -34,7 +34,7 @@ class AutotuneResult(Generic[P]):
 
 
 def autotune_candidates(plan: P, mesh: Mesh | None = None, *, within: float = 1.5) -> dict[str, P]:
-    """The plan, as "hapsynth", and what people run today (`hapsynth.search.planning.baselines`) as plans of the same
+    """The plan, as "hapsynth", and the baselines (`hapsynth.search.planning.baselines`) as plans of the same
     function: those that fit into memory and are predicted to take at most `within` times as long, by rising prediction.
 
     `mesh`: of all devices of the plan's cluster. By default the plan's: where it leaves devices out, so do they.
@@ -50,15 +50,15 @@ def autotune_candidates(plan: P, mesh: Mesh | None = None, *, within: float = 1.
             f"the mesh has {mesh.devices.size} devices, the plan's cluster {len(devices)}: give one of all"
         )
     least = min(limits[d] for d in devices)
-    known = Baselines(Task(plan.traced.graph, plan.cluster.subset(devices), PlanningOptions(least)))
-    found = {OURS: plan}
-    for name, b in sorted(known.all().items(), key=lambda item: item[1].cost_s):
+    baselines = Baselines(Task(plan.traced.graph, plan.cluster.subset(devices), PlanningOptions(least)))
+    plans = {OURS: plan}
+    for name, b in sorted(baselines.all().items(), key=lambda item: item[1].cost_s):
         same = (b.program, b.sizes.shares) == (plan.program, plan.sizes.shares)
         if same or not b.fits or b.cost_s > within * plan.cost:
             continue
         result = b.result(limits, None if everyone else devices)
-        found[name] = plan.with_result(result, plan.cluster, mesh=mesh)
-    return found
+        plans[name] = plan.with_result(result, plan.cluster, mesh=mesh)
+    return plans
 
 
 def autotune(
@@ -118,6 +118,6 @@ def _timed(
         jax.block_until_ready(out)
         if step:
             yield clock() - began
-        made = jax.tree_util.tree_leaves(out)
+        arrays = jax.tree_util.tree_leaves(out)
         for source, target in traced.graph.carry:
-            leaves[traced.array_leaves[source]] = made[traced.out_array_leaves[target]]
+            leaves[traced.array_leaves[source]] = arrays[traced.out_array_leaves[target]]

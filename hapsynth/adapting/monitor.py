@@ -2,7 +2,7 @@
 
 In a synchronous step every process sees the same wall time, that of the slowest, so wall time says nothing of who is
 slow. Nor does a process's CPU time: one that is held to a part of a core (a cgroup quota, a busy neighbour) takes as
-many CPU seconds for its work as before, only later. What tells is the wall time of work that waits for nobody. Where
+many CPU seconds for its work as before, only later. The signal is the wall time of work that waits for nobody. Where
 the stages of a plan can meet before they send (`hapsynth.lower._compute_timer`), a call now and then measures just
 that. Else the monitor stops now and then, and this process's devices do by themselves all that they compute in a step
 (`hapsynth.adapting.probe`).
@@ -88,7 +88,7 @@ class Monitor(Generic[P]):
     def step(self, results: Any = None, seconds: float | None = None) -> Proposal[P] | None:
         """Count one step; a proposal where it is time for one.
 
-        `results`: what the step returned, waited for before anything is measured. `seconds`: what this process measured
+        `results`: of the step, waited for before anything is measured. `seconds`: what this process measured
         itself of its own computing in this step, communication and waiting left out.
         """
         if seconds is not None:
@@ -120,6 +120,6 @@ class Monitor(Generic[P]):
             jax.block_until_ready(results)
             return self._probe.slowdown(self.probe_s)
         assert self.plan.mesh is not None
-        mine = [d.process_index == jax.process_index() for d in self.plan.mesh.devices.flat]
-        predicted = float(busy_seconds(self.plan)[mine].max())
+        own = [d.process_index == jax.process_index() for d in self.plan.mesh.devices.flat]
+        predicted = float(busy_seconds(self.plan)[own].max())
         return statistics.median(seconds) / predicted if predicted else 1.0

@@ -20,7 +20,7 @@ from hapsynth.search.cost.model import CostModel
 from hapsynth.search.cost.program_cost import device_seconds
 
 Run = tuple[Any, Callable[[], list[Any]]]
-"""A function, and what makes operands for it."""
+"""A function, and the maker of its operands."""
 
 
 class Probe:
@@ -32,7 +32,7 @@ class Probe:
         assert plan.mesh is not None
         self.plan, self._clock = plan, clock
         costs = plan.cost_model()
-        mine = [
+        own_devices = [
             (int(np.ravel_multi_index(at, plan.mesh.devices.shape)), at, d)
             for at, d in np.ndenumerate(plan.mesh.devices)
             if d.process_index == jax.process_index()
@@ -40,13 +40,13 @@ class Probe:
         self._runs: list[Run] = []
         self.predicted_s = 0.0
         """Of the slowest of the devices, which work at the same time."""
-        if all(self._has_room(number) for number, _, _ in mine) and not waits(plan.traced.graph):
+        if all(self._has_room(number) for number, _, _ in own_devices) and not waits(plan.traced.graph):
             whole = IsolatedProgram(plan.traced.graph, plan.program, plan.sizes, plan.mesh, donate=False)
             self._runs = whole.compiled_runs()
             busy = busy_seconds(plan, costs)
-            self.predicted_s = max((float(busy[number]) for number, _, _ in mine), default=0.0)
+            self.predicted_s = max((float(busy[number]) for number, _, _ in own_devices), default=0.0)
             return
-        for number, coords, device in mine:
+        for number, coords, device in own_devices:
             heaviest, seconds = self._heaviest(costs, number)
             if heaviest is not None:
                 self._runs.append(self._compiled(heaviest, coords, device))
@@ -58,12 +58,12 @@ class Probe:
 
     def _heaviest(self, costs: CostModel, device: int) -> tuple[Compute | None, float]:
         """The instruction that takes the device longest in one run, and its predicted seconds."""
-        found: tuple[Compute | None, float] = (None, 0.0)
+        heaviest: tuple[Compute | None, float] = (None, 0.0)
         for i in self.plan.program.instructions:
             if isinstance(i, Compute) and not isinstance(self.plan.traced.graph.ops[i.op].primitive, Boundary):
                 each = device_seconds(costs, self.plan.sizes, i)
-                found = max(found, (i, float(each[device])), key=lambda pair: pair[1])
-        return found
+                heaviest = max(heaviest, (i, float(each[device])), key=lambda pair: pair[1])
+        return heaviest
 
     def _compiled(self, i: Compute, coords: tuple[int, ...], device: Any) -> Run:
         """The op as a function for one device."""
@@ -76,7 +76,7 @@ class Probe:
         def run(*values: Any) -> list[Any]:
             env = dict(zip(needed, values, strict=True))
             local.run([i], env, MeshPosition(lengths, (coords,), tuple(jnp.int32(c) for c in coords)))
-            return [env[made] for made in writes(graph, i)]
+            return [env[result] for result in writes(graph, i)]
 
         shapes = [(sizes.local_shape(*p, coords), graph.values[p[0]].dtype) for p in needed]
         return jax.jit(run), lambda: [jax.device_put(ones(shape, dtype), device) for shape, dtype in shapes]

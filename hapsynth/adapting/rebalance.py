@@ -31,7 +31,7 @@ THRESHOLD = 0.05
 
 @dataclass(frozen=True, eq=False)
 class Proposal(Generic[P]):
-    """What sizes for the measured speeds come to.
+    """Sizes for the measured speeds, and their gain.
 
     `plan`: the new plan, or the old one where there is nothing to gain. `before_s`, `after_s`: predicted seconds per
     step at the measured speeds, with the old sizes and with the plan's. `slowdown`: of each device that takes part,
@@ -115,12 +115,12 @@ def propose(plan: P, slowdown: Floats, threshold: float = THRESHOLD) -> Proposal
 
     cluster, costs = at(slowdown)
     sizer = Sizer(program, plan.sizes.classes, costs)
-    found = sizer.best(proportional(costs.rate("float32")), limit=plan.memory_limit)
+    proposed = sizer.best(proportional(costs.rate("float32")), limit=plan.memory_limit)
     before = program_cost(program, plan.sizes, costs)
-    known = [costs, *(at(one)[1] for one in measured.T if measured.shape[1] > 1)]
-    if sizer.memory.peak(found) > plan.memory_limit or not all(gains(found, c) for c in known):
-        found = plan.sizes
-    sizes = agreed(plan.mesh, found)
+    models = [costs, *(at(one)[1] for one in measured.T if measured.shape[1] > 1)]
+    if sizer.memory.peak(proposed) > plan.memory_limit or not all(gains(proposed, c) for c in models):
+        proposed = plan.sizes
+    sizes = agreed(plan.mesh, proposed)
     after = program_cost(program, sizes, costs)
     if sizes.shares == plan.sizes.shares:
         return Proposal(plan, before, after, tuple(slowdown.tolist()))
@@ -129,7 +129,7 @@ def propose(plan: P, slowdown: Floats, threshold: float = THRESHOLD) -> Proposal
 
 
 def resized_result(plan: Planned, sizes: Sizes, costs: CostModel, cost: float) -> Result:
-    """The plan's result at other sizes. What was proved of it does not hold on another cluster or at other shapes."""
+    """The plan's result at other sizes. Its bounds do not hold on another cluster or at other shapes."""
     memory = np.zeros(plan.cluster.n)
     memory[list(plan.devices)] = held_by(plan.program, sizes, costs)
     return replace(
@@ -150,15 +150,15 @@ def _at_speeds(cluster: Cluster, devices: Sequence[int], slowdown: Floats, toler
     Devices of a kind whose slowdowns lie within the tolerance are one kind, at their median: they keep equal shares.
     """
     kinds = list(cluster.devices)
-    known: dict[str, DeviceKind] = {}
+    by_name: dict[str, DeviceKind] = {}
     for kind in dict.fromkeys(cluster.devices[d] for d in devices):
-        mine = sorted((float(slowdown[i]), d) for i, d in enumerate(devices) if cluster.devices[d] == kind)
-        while mine:
-            alike = [pair for pair in mine if pair[0] <= mine[0][0] * (1 + tolerance)]
-            mine = mine[len(alike) :]
+        members = sorted((float(slowdown[i]), d) for i, d in enumerate(devices) if cluster.devices[d] == kind)
+        while members:
+            alike = [pair for pair in members if pair[0] <= members[0][0] * (1 + tolerance)]
+            members = members[len(alike) :]
             slower = _slower(kind, float(np.median([s for s, _ in alike])))
             # Of one name, within what the name tells.
-            slower = known.setdefault(slower.name, slower)
+            slower = by_name.setdefault(slower.name, slower)
             for _, d in alike:
                 kinds[d] = slower
     return replace(cluster, devices=tuple(kinds))

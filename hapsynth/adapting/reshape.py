@@ -47,14 +47,14 @@ def for_shapes(plan: P, args: Sequence[Any], kwargs: Mapping[str, Any]) -> P:
     costs = CostModel(graph, plan.used, table, plan.program.axes, plan.result.room)
     try:
         classes = Classes.build(graph, plan.program, table)
-        kept = list(_kept(plan, graph))
-        sizer = Sizer(plan.program, classes, costs, FixedRatios(named=dict(_pinned(plan.sizes, classes, kept))))
-        found = sizer.best(proportional(costs.rate("float32")), limit=plan.memory_limit)
-        sizes = agreed(plan.mesh, found)
+        pinned = list(_kept(plan, graph))
+        sizer = Sizer(plan.program, classes, costs, FixedRatios(named=dict(_pinned(plan.sizes, classes, pinned))))
+        best = sizer.best(proportional(costs.rate("float32")), limit=plan.memory_limit)
+        sizes = agreed(plan.mesh, best)
         check(graph, plan.program, sizes)
     except ProgramError as error:
         raise ShapeError(f"the plan's program is none at these shapes ({error}): {_AGAIN}") from error
-    for node in kept:
+    for node in pinned:
         before, after = (s.lengths(*node) for s in (plan.sizes, sizes))
         if before != after:
             path = traced.in_paths[graph.inputs.index(node[0])]
@@ -62,28 +62,28 @@ def for_shapes(plan: P, args: Sequence[Any], kwargs: Mapping[str, Any]) -> P:
                 f"argument {path}, whose shape stays, is kept in shards of {list(before)}, and at these shapes that "
                 f"dimension is cut with others in shards of {list(after)}: {_AGAIN}"
             )
-    held = sizer.memory.peak(sizes)
-    if held > plan.memory_limit:
-        raise ShapeError(f"the program needs {nbytes(held)} on a device that has {nbytes(plan.memory_limit)}: {_AGAIN}")
+    peak = sizer.memory.peak(sizes)
+    if peak > plan.memory_limit:
+        raise ShapeError(f"the program needs {nbytes(peak)} on a device that has {nbytes(plan.memory_limit)}: {_AGAIN}")
     cost = program_cost(plan.program, sizes, costs)
     return plan.with_result(resized_result(plan, sizes, costs, cost), plan.cluster, traced)
 
 
 def _traced(plan: Planned, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Traced:
     """The function at the new shapes, the same in all but sizes; ShapeError where it is not."""
-    known, function = plan.traced, plan.function
-    given = tree_structure((tuple(args), dict(kwargs)))
-    if given != known.in_tree:
-        raise ShapeError(f"the arguments are {given}, and the plan is for {known.in_tree}: {_AGAIN}")
+    planned, function = plan.traced, plan.function
+    tree = tree_structure((tuple(args), dict(kwargs)))
+    if tree != planned.in_tree:
+        raise ShapeError(f"the arguments are {tree}, and the plan is for {planned.in_tree}: {_AGAIN}")
     traced = trace(function, args, dict(kwargs), carry=[])
-    graph, old = traced.graph, known.graph
+    graph, old = traced.graph, planned.graph
     if old.again is not None:
         try:
             graph = recomputed(graph, old.again)
         except ValueError as error:
             raise ShapeError(f"the function does something else at these shapes: {error}; {_AGAIN}") from error
-    if traced.out_tree != known.out_tree:
-        raise ShapeError(f"the function returns {traced.out_tree}, and in the plan {known.out_tree}: {_AGAIN}")
+    if traced.out_tree != planned.out_tree:
+        raise ShapeError(f"the function returns {traced.out_tree}, and in the plan {planned.out_tree}: {_AGAIN}")
     for a, b in zip(graph.ops, old.ops):
         if _structure(a) != _structure(b):
             what = f"{_named(a)}, where the plan has {_named(b)}"
@@ -99,10 +99,10 @@ def _traced(plan: Planned, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tr
             raise ShapeError(f"argument {path} is {a}, and the plan is for {b}: only sizes may differ")
     for source, target in old.carry:
         path, out = traced.in_paths[source], graph.outputs[target]
-        made = out if isinstance(out, Literal) else graph.values[out]
-        if made.shape != graph.values[graph.inputs[source]].shape:
-            raise ShapeError(f"argument {path} is carried state, and its successor has shape {made.shape}")
-    # What was said of how often loops and branches run holds on; a scan's trips are traced.
+        result = out if isinstance(out, Literal) else graph.values[out]
+        if result.shape != graph.values[graph.inputs[source]].shape:
+            raise ShapeError(f"argument {path} is carried state, and its successor has shape {result.shape}")
+    # Declared counts of loops and branches hold on; a scan's trips are traced.
     regions = [r if r.kind == "scan" else replace(r, count=b.count) for r, b in zip(graph.regions, old.regions)]
     return replace(traced, graph=replace(graph, carry=old.carry, kept=old.kept, regions=tuple(regions)))
 
@@ -129,9 +129,9 @@ def _kept(plan: Planned, graph: Graph) -> Iterator[Node]:
             yield from layout_nodes(value, plan.program.inputs[value])
 
 
-def _pinned(old: Sizes, classes: Classes, kept: Sequence[Node]) -> Iterator[tuple[Node, np.ndarray]]:
+def _pinned(old: Sizes, classes: Classes, nodes: Sequence[Node]) -> Iterator[tuple[Node, np.ndarray]]:
     """The fractions by which the classes of some nodes were cut."""
-    for node in kept:
+    for node in nodes:
         c, before = classes.all[classes.of[node]], old.classes.of[node]
         whole = next(m for m in c.members if m[2] == c.axes)
         shares = np.array(old.shares[before], np.float64)
@@ -154,17 +154,17 @@ class Buckets(Generic[P]):
         first = next(iter(self.plans.values()))
         leaves, tree = tree_flatten((args, kwargs))
         if tree != first.traced.in_tree:
-            first(*args, **kwargs)  # says what is wrong
-        asked = tuple(tuple(np.shape(leaves[i])) for i in first.traced.array_leaves)
-        if asked in self.plans:
-            return self.plans[asked]
-        positions = range(len(asked))
+            first(*args, **kwargs)  # raises the error of the user's own
+        key = tuple(tuple(np.shape(leaves[i])) for i in first.traced.array_leaves)
+        if key in self.plans:
+            return self.plans[key]
+        positions = range(len(key))
         changing = [n for n in positions if len({shapes[n] for shapes in self.plans}) > 1]
-        fixed = [n for n in positions if n not in changing and asked[n] != next(iter(self.plans))[n]]
+        fixed = [n for n in positions if n not in changing and key[n] != next(iter(self.plans))[n]]
         paths, show = first.traced.in_paths, fixed or changing
         describe = lambda shapes: ", ".join(f"{paths[n]}: {list(shapes[n])}" for n in show)
-        known = "; ".join(dict.fromkeys(map(describe, self.plans)))
-        raise ShapeError(f"no bucket is for {describe(asked)}; there are {known}. Pad to one, or add one")
+        listed = "; ".join(dict.fromkeys(map(describe, self.plans)))
+        raise ShapeError(f"no bucket is for {describe(key)}; there are {listed}. Pad to one, or add one")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """As a call of the plan for these shapes."""

@@ -1,4 +1,4 @@
-"""What a checkpoint says of itself: a JSON file, only data, trusted as far as its checksums hold.
+"""A checkpoint's table of contents: a JSON file, only data, trusted as far as its checksums hold.
 
 A checkpoint is a folder with `hapsynth-state.json` and the folder `state-<16 hex digits>` that it names, which holds a
 file `<n>.bin` of each process n that wrote. A leaf lies there in pieces: boxes of the logical array, row-major,
@@ -113,7 +113,7 @@ def size_of(box: Box) -> int:
 
 
 def common(a: Box, b: Box) -> Box | None:
-    """What two boxes have in common, if anything."""
+    """The intersection of two boxes, if any."""
     both = tuple((max(p[0], q[0]), min(p[1], q[1])) for p, q in zip(a, b, strict=True))
     return both if all(start < stop for start, stop in both) else None
 
@@ -168,8 +168,8 @@ def _manifest(data: Any) -> Manifest:
             f"has format {number}, written by hapsynth {data.get('hapsynth')}, and this version reads format {FORMAT}: "
             "install that hapsynth, or load the state there with hapsynth.load_state and save its arrays otherwise"
         )
-    found = str(data.pop("crc32"))
-    if found != str(_checksum(data)):
+    checksum = str(data.pop("crc32"))
+    if checksum != str(_checksum(data)):
         raise CheckpointError(f"does not match its own checksum: it was edited or is damaged; {_ELSE}")
     if not FOLDER.fullmatch(data["folder"]):
         raise CheckpointError(f"names the folder {data['folder']!r}, which is none of a checkpoint; {_ELSE}")
@@ -198,7 +198,7 @@ def _leaf_to_dict(leaf: Leaf | Static) -> dict[str, Any]:
 def _leaf_from_dict(data: Mapping[str, Any]) -> Leaf | Static:
     if "type" in data:
         return Static(str(data["path"]), str(data["type"]), data.get("value"))
-    numbers = lambda found: tuple(_natural(n) for n in found)
+    numbers = lambda entries: tuple(_natural(n) for n in entries)
     shape, words = numbers(data["shape"]), numbers(data.get("words", ()))
     leaf = Leaf(str(data["path"]), shape, str(data["dtype"]), str(data.get("impl", "")), words)
     if leaf.stored_dtype.hasobject:

@@ -22,29 +22,29 @@ from hapsynth.running.sharded_array import ShardedArray
 class Handler(type_handlers.NumpyHandler):
     """Saves `ShardedArray`s as orbax's handler of NumPy arrays would have written them whole.
 
-    Each process writes what its devices hold, of what several hold the first of them. Shards end where chunks do, so
-    chunks are small where the shards' lengths have no common divisor. What is restored are NumPy arrays, or jax.Arrays
+    Each process writes its devices' shards, of those that several hold the first. Shards end where chunks do, so
+    chunks are small where the shards' lengths have no common divisor. Restored are NumPy arrays, or jax.Arrays
     where orbax is asked for them.
     """
 
     async def serialize(
         self, values: Sequence[Any], infos: Sequence[Any], args: Sequence[Any] | None = None
     ) -> Sequence[Any]:
-        # What is saved may be consumed by a call as soon as this returns.
+        # The state may be consumed by a call as soon as this returns.
         each = zip(values, infos, args or [type_handlers.SaveArgs()] * len(values), strict=True)
-        held = [(x.storage, _held(x), info, arg) for x, info, arg in each]
-        return [future.CommitFutureAwaitingContractedSignals(_write(held), name="hapsynth")]
+        leaves = [(x.storage, _held(x), info, arg) for x, info, arg in each]
+        return [future.CommitFutureAwaitingContractedSignals(_write(leaves), name="hapsynth")]
 
 
 def registry() -> Any:
-    """What `ocp.PyTreeCheckpointHandler(type_handler_registry=...)` takes, to save state as a plan keeps it.
+    """For `ocp.PyTreeCheckpointHandler(type_handler_registry=...)`, to save state as a plan stores it.
 
     Nothing of hapsynth is needed to restore it.
     """
     # Ours goes first: where both write the same, the last one restores.
     others = (jax.Array, np.ndarray, np.number, int, float, str)
-    known = [(kind, type_handlers.get_type_handler(kind)) for kind in others]
-    return type_handlers.create_type_handler_registry((ShardedArray, Handler()), *known)
+    handlers = [(kind, type_handlers.get_type_handler(kind)) for kind in others]
+    return type_handlers.create_type_handler_registry((ShardedArray, Handler()), *handlers)
 
 
 def checkpointer() -> Any:
@@ -53,7 +53,7 @@ def checkpointer() -> Any:
 
 
 def _held(x: ShardedArray) -> list[tuple[Box, np.ndarray]]:
-    """What this process writes."""
+    """The boxes that this process writes."""
     holders = holders_of(x.storage, ())
     shards = local_shards(x.storage, x.data).items()
     return [(box, np.array(data)) for box, data in shards if holders[box][0] == jax.process_index()]
@@ -66,8 +66,8 @@ def _chunk(storage: Storage) -> tuple[int, ...]:
     return tuple(chunk)
 
 
-async def _write(held: Sequence[tuple[Storage, list[tuple[Box, np.ndarray]], Any, Any]]) -> None:
-    for storage, boxes, info, arg in held:
+async def _write(leaves: Sequence[tuple[Storage, list[tuple[Box, np.ndarray]], Any, Any]]) -> None:
+    for storage, boxes, info, arg in leaves:
         await info.await_path_creation()
         spec = type_handlers.get_json_tspec_write(
             info,

@@ -40,16 +40,16 @@ class Reader:
                     due[p.file] = max(due.get(p.file, 0), p.offset + leaf.nbytes(p.box))
         for name, size in due.items():
             try:
-                found = os.stat(self._file(name)).st_size
+                nbytes = os.stat(self._file(name)).st_size
             except OSError as error:
                 raise CheckpointError(f"{self._file(name)}: {error.strerror}; {self._way_out()}") from None
-            if found < size:
+            if nbytes < size:
                 raise CheckpointError(
-                    f"{self._file(name)}: is cut short: it has {found} bytes, and {size} are due; {self._way_out()}"
+                    f"{self._file(name)}: is cut short: it has {nbytes} bytes, and {size} are due; {self._way_out()}"
                 )
 
     def read(self, number: int, box: Box) -> np.ndarray:
-        """A box of a leaf, as it is stored; bit for bit what was saved, or CheckpointError."""
+        """A box of a leaf, as it is stored; bit for bit the saved one, or CheckpointError."""
         leaf = self.leaves[number]
         assert isinstance(leaf, Leaf)
         out, filled = np.empty([stop - start for start, stop in box], leaf.stored_dtype), 0

@@ -1,4 +1,4 @@
-"""Saves a plan's state and restores it: each process writes and reads only what its own devices hold."""
+"""Saves a plan's state and restores it: each process writes and reads only its own devices' shards."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from hapsynth.running.process_local_data import ProcessLocalLoader, Slices
 
 
 class _Place(NamedTuple):
-    """A leaf of an argument: its path in the state, its path in the call, and how it is stored or what it is."""
+    """A leaf of an argument: its path in the state, its path in the call, and its storage or its value."""
 
     path: str
     full: str
@@ -134,16 +134,16 @@ def _words(keys: jax.Array) -> Any:
 
 
 def holders_of(storage: Storage, words: tuple[int, ...]) -> Holders:
-    found: dict[Box, set[int]] = {}
+    holders: dict[Box, set[int]] = {}
     for at, device in np.ndenumerate(storage.mesh.devices):
         box = (*_box(storage.slices(at)), *((0, n) for n in words))
         if size_of(box):
-            found.setdefault(box, set()).add(device.process_index)
-    return {box: sorted(ranks) for box, ranks in found.items()}
+            holders.setdefault(box, set()).add(device.process_index)
+    return {box: sorted(ranks) for box, ranks in holders.items()}
 
 
 def local_shards(storage: Storage, stored: Any) -> dict[Box, np.ndarray]:
-    """What this process's devices hold of a value, in host memory, without padding: each different shard once."""
+    """The shards of a value on this process's devices, in host memory, without padding: each different one once."""
     out: dict[Box, np.ndarray] = {}
     for at, x in zip(local_positions(storage.mesh), parts(stored), strict=True):
         words = _words(x) if _jax.is_extended(storage.dtype) else x
@@ -183,31 +183,32 @@ _OTHER = "this is the checkpoint of another model: restore one of this, or read 
 
 
 def _agreed(mesh: Mesh, what: str, work: Callable[[], Any]) -> list[Any]:
-    """What `work` returns in each process, as JSON holds it. Where it fails in any all raise the same."""
+    """The result of `work` in each process, as JSON holds it. Where it fails in any all raise the same."""
     error = None
     try:
-        said = {"made": work()}
+        message = {"made": work()}
     except CheckpointError as failed:
-        said, error = {"error": str(failed)}, failed
+        message, error = {"error": str(failed)}, failed
     except OSError as failed:
         at = "" if failed.filename is None else f" ({failed.filename})"
-        said, error = {"error": f"{what}: {failed.strerror}{at}; give a folder that can be, with room enough"}, failed
+        error = failed
+        message = {"error": f"{what}: {failed.strerror}{at}; give a folder that can be, with room enough"}
     if mesh.is_multi_process and error is not None:
-        said["error"] += f" [process {jax.process_index()} on {socket.gethostname()}]"
-    found = _told(mesh, said)
-    wrong = [s["error"] for s in found if "error" in s]
+        message["error"] += f" [process {jax.process_index()} on {socket.gethostname()}]"
+    answers = _told(mesh, message)
+    wrong = [s["error"] for s in answers if "error" in s]
     if wrong:
         raise CheckpointError(wrong[0]) from error
-    return [s["made"] for s in found]
+    return [s["made"] for s in answers]
 
 
-def _told(mesh: Mesh, said: Any) -> list[Any]:
-    """What each process says, as JSON holds it; all must call."""
-    found = exchanged(mesh, said, "saving or restoring state")
-    if found is not None:
-        return found
+def _told(mesh: Mesh, message: Any) -> list[Any]:
+    """The message of each process, as JSON holds it; all must call."""
+    messages = exchanged(mesh, message, "saving or restoring state")
+    if messages is not None:
+        return messages
     # A collective instead: of the lengths, then of the texts.
-    text = json.dumps(said).encode()
+    text = json.dumps(message).encode()
     longest = int(gathered(mesh, np.array([len(text)], np.float64)).max())
     rows = gathered(mesh, np.frombuffer(text.ljust(-(-longest // 8) * 8), np.float64))
     first = {d.process_index: row for d, row in zip(mesh.devices.flat, rows)}

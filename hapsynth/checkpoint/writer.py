@@ -1,4 +1,4 @@
-"""Writes the files of a checkpoint. What is there is the old checkpoint until one rename makes it the new one."""
+"""Writes the files of a checkpoint. The folder holds the old checkpoint until one rename makes it the new one."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from hapsynth.checkpoint.manifest import (
 )
 
 CHUNK = 4 << 20
-"""Bytes of a piece at most: what is read and checked as one."""
+"""Most bytes of a piece, which is read and checked as one."""
 _TEMPORARY = re.compile(rf"\.{FOLDER.pattern}\.json")
 
 Holders = Mapping[Box, Sequence[int]]
@@ -51,9 +51,9 @@ def chunks(box: Box, itemsize: int) -> Iterator[Box]:
 
 
 def shared_out(leaves: Sequence[Leaf], holders: Sequence[Holders]) -> list[Leaf]:
-    """The leaves with their pieces: which process writes what where. The same in every process.
+    """The leaves with their pieces: the process that writes each, and where. The same in every process.
 
-    What several hold goes to the one that writes least so far. A chunk that none holds whole is cut as they hold it.
+    A box that several hold goes to who writes least so far. A chunk that none holds whole is cut as they hold it.
     """
     total, out = Counter[int](), list[Leaf]()
     for leaf, held in zip(leaves, holders, strict=True):
@@ -91,10 +91,10 @@ def save(
     try:
         folder = agreed(lambda: begin(path) if first else "")[0]
         checksums = agreed(lambda: write_part(path / folder / f"{process}.bin", pieces, fetch))
-        due = {f"{writer}.bin": found for writer, found in zip(writers, checksums, strict=True)}
+        due = {f"{writer}.bin": sums for writer, sums in zip(writers, checksums, strict=True)}
         agreed(lambda: commit(path, replace(manifest, folder=folder, leaves=leaves), due) if first else None)
     finally:
-        # The old checkpoint, or what a failed save has written. A later save cleans up what this one can't.
+        # The old checkpoint, or the files of a failed save. A later save cleans up those that this one can't.
         if first:
             with suppress(OSError, CheckpointError):
                 clean(path)
@@ -104,7 +104,7 @@ def begin(path: Path) -> str:
     """Make a folder for the files of a new checkpoint in the one at `path`; returns its name."""
     folder = f"state-{secrets.token_hex(8)}"
     path.mkdir(parents=True, exist_ok=True)
-    # What crashes left behind may be what fills the disk; where it can't be removed there may be room nevertheless.
+    # Leftovers of crashes may be what fills the disk; where they can't be removed there may be space nevertheless.
     with suppress(OSError, CheckpointError):
         clean(path)
     (path / folder).mkdir()
@@ -132,7 +132,7 @@ def write_part(file: Path, leaves: Sequence[Leaf], fetch: Callable[[int, Box], n
 
 def commit(path: Path, manifest: Manifest, checksums: Mapping[str, Sequence[int]]) -> None:
     """Make the files that all have written the checkpoint at `path`. `checksums`: of each file, as it was written."""
-    due = {file: iter(found) for file, found in checksums.items()}
+    due = {file: iter(sums) for file, sums in checksums.items()}
     leaves = tuple(
         replace(leaf, pieces=tuple(replace(p, crc32=next(due[p.file])) for p in leaf.pieces))
         if isinstance(leaf, Leaf)
@@ -148,8 +148,8 @@ def commit(path: Path, manifest: Manifest, checksums: Mapping[str, Sequence[int]
         out.write(replace(manifest, leaves=leaves).dumps())
         out.flush()
         os.fsync(out.fileno())
-    for held in (folder, path, path.parent):
-        _sync(held)
+    for folder_or_parent in (folder, path, path.parent):
+        _sync(folder_or_parent)
     os.replace(temporary, path / MANIFEST)
     _sync(path)
 
@@ -158,21 +158,21 @@ _SHARE = "several processes save into one folder, on a file system that all of t
 
 
 def clean(path: Path) -> None:
-    """Remove what belongs to no whole checkpoint: earlier ones, and what broken-off saves left behind.
+    """Remove all files of no whole checkpoint: of earlier ones, and of broken-off saves.
 
     Only files and folders that have the names that a save gives. CheckpointError where the manifest can't be read.
     """
-    kept = read_manifest(path).folder if (path / MANIFEST).exists() else ""
-    for found in list(path.iterdir()):
-        if _TEMPORARY.fullmatch(found.name):
-            found.unlink(missing_ok=True)
-        if FOLDER.fullmatch(found.name) and found.name != kept and found.is_dir() and not found.is_symlink():
-            for file in list(found.iterdir()):
+    current = read_manifest(path).folder if (path / MANIFEST).exists() else ""
+    for entry in list(path.iterdir()):
+        if _TEMPORARY.fullmatch(entry.name):
+            entry.unlink(missing_ok=True)
+        if FOLDER.fullmatch(entry.name) and entry.name != current and entry.is_dir() and not entry.is_symlink():
+            for file in list(entry.iterdir()):
                 if FILE.fullmatch(file.name):
                     file.unlink(missing_ok=True)
             # Not where there is something else in it.
             with suppress(OSError):
-                found.rmdir()
+                entry.rmdir()
 
 
 def _sync(folder: Path) -> None:

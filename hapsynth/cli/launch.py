@@ -1,4 +1,4 @@
-"""`hapsynth launch` and `hapsynth preflight`: their options and what they print; and how any command joins a job."""
+"""`hapsynth launch` and `hapsynth preflight`: their options and output; and how any command joins a job."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def launch_command(options: argparse.Namespace) -> int:
         command = [sys.executable, "-m", *options.module]
     elif command[0].endswith(".py"):
         command = [sys.executable, *command]
-    # What was imported till now is not looked through at exit: seconds on a machine that is busy, while others wait.
+    # Modules imported till now are not looked through at exit: seconds on a machine that is busy, while others wait.
     gc.freeze()
     return launch(Launch(options.n, options.processes, options.rank, options.coordinator), command)
 
@@ -82,14 +82,14 @@ def preflight_command(options: argparse.Namespace, out: Console | None, tell: Ca
         plan = Plan(saved.traced, saved.result, saved.cluster, mesh, target.fn)
         assert plan.mesh is not None
         mesh = plan.mesh
-    found = preflight(mesh, plan)
-    if out is not None and not found:
+    report = preflight(mesh, plan)
+    if out is not None and not report:
         out.print(f"process {jax.process_index()} has none of the plan's devices: nothing is checked here")
-    elif out is not None and jax.process_index() == found[0]["mesh"][0][0]:
-        rows = [[f["process"], f["hapsynth"], f["jax"], f["jaxlib"], ", ".join(f["kinds"])] for f in found]
+    elif out is not None and jax.process_index() == report[0]["mesh"][0][0]:
+        rows = [[f["process"], f["hapsynth"], f["jax"], f["jaxlib"], ", ".join(f["kinds"])] for f in report]
         out.print(table(["process", "hapsynth", "jax", "jaxlib", "kind of device"], rows, left=5))
         checked = "" if plan is None else f"; {options.plan} compiles to the same collectives in all"
-        out.print(f"\npreflight passed: {len(found)} processes, {plural(mesh.size, 'device')}{checked}")
+        out.print(f"\npreflight passed: {len(report)} processes, {plural(mesh.size, 'device')}{checked}")
 
 
 def add_job_arguments(parser: argparse.ArgumentParser) -> None:
@@ -102,10 +102,10 @@ def add_job_arguments(parser: argparse.ArgumentParser) -> None:
 
 def join_job(options: argparse.Namespace) -> None:
     """The other processes of the job, where there are any: as the options say, or as `hapsynth launch` does."""
-    given = (options.coordinator, options.processes, options.process)
-    if given == (None, None, None) and not launched():
+    address = (options.coordinator, options.processes, options.process)
+    if address == (None, None, None) and not launched():
         return
-    if None in given and given != (None, None, None):
+    if None in address and address != (None, None, None):
         raise UsageError("a job of many processes needs --coordinator, --processes and --process, all three")
     if options.process is not None and not 0 <= options.process < options.processes:
         raise UsageError(f"--process {options.process}: of {options.processes} processes, give 0 to the last")
@@ -113,7 +113,7 @@ def join_job(options: argparse.Namespace) -> None:
         # Where the rendezvous looks for it.
         os.environ[COORDINATOR] = options.coordinator
     try:
-        jax.distributed.initialize(*given)
+        jax.distributed.initialize(*address)
     except (RuntimeError, ValueError) as error:
         where = os.environ.get(COORDINATOR)
         raise JobError(f"the processes did not find each other at {where}: {error}") from None

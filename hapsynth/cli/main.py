@@ -91,7 +91,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 @contextmanager
 def _told(name: str) -> Generator[None]:
-    """What is to be said of the cluster, on standard error, a line each."""
+    """Warnings about the cluster go to standard error, a line each."""
     with warnings.catch_warnings():
         warnings.simplefilter("always", ClusterWarning)
         show = warnings.showwarning
@@ -112,13 +112,13 @@ def _fail(name: str, what: str, error: BaseException, status: int) -> int:
 
 
 class _Session(ExitStack):
-    """What a command writes to: its files, standard output, and the report for a person."""
+    """The outputs of a command: its files, standard output, and the report for a person."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         super().__init__()
         self.stdout: IO[str] = sys.stdout
         self.quiet = getattr(options, "json", None) == STDOUT
-        """Standard output is for JSON: no report, and what the model file prints goes to standard error."""
+        """Standard output is for JSON: no report, and output of the model file goes to standard error."""
 
     def claim(self, options: argparse.Namespace) -> None:
         """Make sure, before any work, that every output can be written."""
@@ -145,38 +145,38 @@ def _in_order(options: argparse.Namespace) -> None:
 def _search(options: argparse.Namespace, session: _Session) -> int:
     if options.advise and options.ratios:
         raise UsageError("--advise is about plans at their own best ratios: leave out --ratios, or --advise")
-    cluster, found = _cluster(options.cluster), load_target(options.file)
-    if options.function is None and isinstance(found, Targets):
-        return _search_several(options, session, found, cluster)
-    target = picked(found, options.function)
+    cluster, functions = _cluster(options.cluster), load_target(options.file)
+    if options.function is None and isinstance(functions, Targets):
+        return _search_several(options, session, functions, cluster)
+    target = picked(functions, options.function)
     for option in ("frequency", "state"):
         if getattr(options, option):
             raise UsageError(f"--{option} is about several functions: leave it out, or --function")
     try:
         plan = _planned(options, target, cluster)
     except InfeasibleError as error:
-        found = _infeasible(options, target, cluster, error)
+        record = _infeasible(options, target, cluster, error)
         if options.advise:
             with activity() as tell:
                 helps = remedies(_shortage(options, target, cluster, error), tell)
-            found["remedies"] = remedies_record(helps)
+            record["remedies"] = remedies_record(helps)
             if session.out is not None:
                 print_remedies(session.out, helps)
-        session.files.write_json(options.json, found)
+        session.files.write_json(options.json, record)
         raise
     session.files.write(options.plan, plan.save)
     if session.out is not None:
-        print_summary(session.out, plan, listing=options.program)
+        print_summary(session.out, plan, json_records.costs_of(plan), listing=options.program)
         if options.plan:
             session.out.print(f"plan           {options.plan}")
-    found = json_records.search_record(plan)
+    record = json_records.search_record(plan)
     if options.advise and not plan.result.interrupted:
         with activity() as tell:
             variants = advise(plan, options.memory_limit, options.time_budget, tell)
-        found["advice"] = advice_record(variants)
+        record["advice"] = advice_record(variants)
         if session.out is not None:
             print_advice(session.out, variants)
-    session.files.write_json(options.json, found)
+    session.files.write_json(options.json, record)
     return DONE
 
 
@@ -210,10 +210,10 @@ def _infeasible(
 
 def _shortage(options: argparse.Namespace, target: Target, cluster: Cluster, error: InfeasibleError) -> Shortage:
     def plan(args: tuple[Any, ...], kwargs: Mapping[str, Any], on: Cluster, limit: float | None) -> Plan:
-        given = asked(options)
+        requested = asked(options)
         warnings.simplefilter("ignore", ClusterWarning)  # It was said of the cluster that there is.
         # With devices left out as well, many more searches would have to fail before one is known to.
-        return synthesize(target.fn, args, on, example_kwargs=kwargs, memory_limit=limit, leave_out=False, **given)
+        return synthesize(target.fn, args, on, example_kwargs=kwargs, memory_limit=limit, leave_out=False, **requested)
 
     return Shortage(target.fn, target.args, target.kwargs, cluster, options.memory_limit, error.needs, plan)
 
@@ -239,18 +239,18 @@ def _run(options: argparse.Namespace, session: _Session) -> int:
     args, kwargs = example_arguments(plan.traced, target.args, target.kwargs, options.seed)
     try:
         with activity() as tell:
-            found = run.run_trial(plan, args, kwargs, options.steps, tell)
+            trial = run.run_trial(plan, args, kwargs, options.steps, tell)
     except jax.errors.JaxRuntimeError as error:
         return _fail("hapsynth run", "the run failed", error, FAILED)
     session.files.write_json(
-        options.json, json_records.run_record(found.errors, run.TOLERANCE, found.step_s, found.yardsticks)
+        options.json, json_records.run_record(trial.errors, run.TOLERANCE, trial.step_s, trial.yardsticks)
     )
     if session.out is not None:
-        run.print_trial(session.out, plan, found)
-    if not found.ok:
-        path, error = max(found.errors, key=lambda e: e[1])
+        run.print_trial(session.out, plan, trial)
+    if not trial.ok:
+        path, error = max(trial.errors, key=lambda e: e[1])
         print(f"hapsynth run: check failed: output {path or 'of the function'} is off by {error:.2e}", file=sys.stderr)
-    return DONE if found.ok else FAILED
+    return DONE if trial.ok else FAILED
 
 
 def _explain(options: argparse.Namespace, session: _Session) -> int:
@@ -266,7 +266,7 @@ def _explain(options: argparse.Namespace, session: _Session) -> int:
     value = None if options.value is None else find_value(plan, options.value)
     assert session.out is not None
     with activity() as tell:
-        explainer = Explainer(session.out, plan, options.top, tell)
+        explainer = Explainer.of(session.out, plan, options.top, tell)
         if value is None:
             explainer.everything()
         else:
@@ -318,25 +318,25 @@ def _planned(options: argparse.Namespace, target: Target, cluster: Cluster) -> P
     return plan
 
 
-def _synthesized(options: argparse.Namespace, found: Target | Targets, cluster: Cluster) -> Any:
+def _synthesized(options: argparse.Namespace, target: Target | Targets, cluster: Cluster) -> Any:
     """The plan of the function, or the plans of the functions, that a model file holds."""
-    one = isinstance(found, Target)
-    functions: Any = found.fn if one else found.functions
-    args: Any = found.args
-    given = asked(options, None if one else list(found.each))
+    one = isinstance(target, Target)
+    functions: Any = target.fn if one else target.functions
+    args: Any = target.args
+    requested = asked(options, None if one else list(target.each))
     with progress(options.progress) as show:
         return synthesize(
             functions,
             args,
             cluster,
-            example_kwargs=found.kwargs,
+            example_kwargs=target.kwargs,
             memory_limit=options.memory_limit,
             progress=show,
-            **given,
+            **requested,
         )
 
 
 def _tell_interrupted(options: argparse.Namespace, interrupted: bool, gap: float, bound: float) -> None:
     if interrupted:
-        known = percent(gap) if bound > 0 else "unknown"
-        print(f"hapsynth {options.command}: interrupted: this is the best plan so far, gap {known}", file=sys.stderr)
+        gap_text = percent(gap) if bound > 0 else "unknown"
+        print(f"hapsynth {options.command}: interrupted: this is the best plan so far, gap {gap_text}", file=sys.stderr)

@@ -24,7 +24,7 @@ from hapsynth.graph.concretization import NEEDS_VALUE
 
 @dataclass(frozen=True, eq=False)
 class Target:
-    """What a model file asks to plan."""
+    """The function of a model file, and its arguments."""
 
     fn: Callable[..., Any]
     args: tuple[Any, ...]
@@ -35,7 +35,7 @@ class Target:
 
 @dataclass(frozen=True, eq=False)
 class Targets:
-    """What a model file asks to plan for one state: several functions, by name."""
+    """Several functions of a model file, by name, to be planned for one state."""
 
     each: Mapping[str, Target]
     path: Path
@@ -66,8 +66,8 @@ def load_target(text: str) -> Target | Targets:
         if not callable(maker):
             raise UsageError(_no_target(module, path, name, exists=hasattr(module, name)))
         with blamed_on_user(f"{path}: {name}()"):
-            made = maker()
-    return _target(made, path, name)
+            returned = maker()
+    return _target(returned, path, name)
 
 
 def _split(text: str) -> tuple[Path, str]:
@@ -133,12 +133,12 @@ def _no_target(module: ModuleType, path: Path, name: str, *, exists: bool) -> st
     return f"{path}: defines no {name}(), which must return (fn, example_args){there}"
 
 
-def _target(made: Any, path: Path, name: str) -> Target | Targets:
+def _target(returned: Any, path: Path, name: str) -> Target | Targets:
     where = f"{path}: {name}() must return (fn, example_args) or (fn, example_args, kwargs), but it returned"
-    if not isinstance(made, tuple) or len(made) not in (2, 3):
-        what = f"a tuple of {len(made)}" if isinstance(made, tuple) else _article(made)
+    if not isinstance(returned, tuple) or len(returned) not in (2, 3):
+        what = f"a tuple of {len(returned)}" if isinstance(returned, tuple) else _article(returned)
         raise UsageError(f"{where} {what}")
-    fn, args, *rest = made
+    fn, args, *rest = returned
     kwargs = rest[0] if rest else {}
     if not isinstance(fn, Mapping):
         return _one(where, fn, args, kwargs, path, name)
@@ -210,13 +210,13 @@ def one_line(error: BaseException) -> str:
 def _user_line(error: BaseException) -> str:
     """The innermost line that is no library's."""
     own = str(Path(hapsynth.__file__).parent)
-    found = ""
+    line = ""
     for frame in traceback.extract_tb(error.__traceback__):
         name = frame.filename
         if name.startswith(("<", own, sys.base_prefix)) or "site-packages" in name:
             continue
-        found = f" (line {frame.lineno} of {name}: {frame.line})"
-    return found
+        line = f" (line {frame.lineno} of {name}: {frame.line})"
+    return line
 
 
 @contextlib.contextmanager

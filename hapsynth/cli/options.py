@@ -32,9 +32,11 @@ class _Parser(argparse.ArgumentParser):
 
 def parser() -> argparse.ArgumentParser:
     """Of the whole command line; it exits with MISUSED."""
-    made = _Parser(prog="hapsynth", description="Finds the distributed program for a JAX function on unlike devices.")
-    made.add_argument("--version", action="version", version=f"hapsynth {_version()}")
-    commands = made.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    command = _Parser(
+        prog="hapsynth", description="Finds the distributed program for a JAX function on unlike devices."
+    )
+    command.add_argument("--version", action="version", version=f"hapsynth {_version()}")
+    commands = command.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     search = commands.add_parser("search", help="find the cheapest program and its shard sizes")
     _add_file(search)
@@ -75,16 +77,16 @@ def parser() -> argparse.ArgumentParser:
     export.add_argument("plan", metavar="PLAN.json", help="a plan that `search --plan` wrote")
     _add_file(export)
     export.add_argument("-o", "--output", metavar="OUT.py", required=True, help="the module")
-    asked = explain.add_mutually_exclusive_group()
-    asked.add_argument("--value", metavar="NAME", help="one value: an argument path such as [0]['w'], or v80")
-    asked.add_argument("--cost", action="store_true", help="every second as FLOPs / rate, bytes / bandwidth, latency")
+    subject = explain.add_mutually_exclusive_group()
+    subject.add_argument("--value", metavar="NAME", help="one value: an argument path such as [0]['w'], or v80")
+    subject.add_argument("--cost", action="store_true", help="every second as FLOPs / rate, bytes / bandwidth, latency")
     explain.add_argument("--top", metavar="N", type=whole_number, default=5, help="how many of each (default 5)")
     _add_json(explain)
 
     add_arguments(commands.add_parser("profile", help="measure the devices of this job and write a cluster file"))
     add_launch_arguments(commands.add_parser("launch", help="start the processes of a job, and end them together"))
     add_preflight_arguments(commands.add_parser("preflight", help="check that the processes of a job fit together"))
-    return made
+    return command
 
 
 def _version() -> str:
@@ -229,7 +231,7 @@ def asked(options: argparse.Namespace, functions: Sequence[str] | None = None) -
 
 
 def _of_one(option: str, given: Sequence[tuple[str, _T]]) -> list[_T]:
-    """What is given for the only function; UsageError where one is named."""
+    """The option's value for the only function; UsageError where one is named."""
     for name, _ in given:
         if name:
             raise UsageError(f"{option} names the function {name!r}, but there is one alone: leave the name out")
@@ -237,14 +239,14 @@ def _of_one(option: str, given: Sequence[tuple[str, _T]]) -> list[_T]:
 
 
 def _of_each(option: str, given: Sequence[tuple[str, _T]], functions: Sequence[str]) -> dict[str, list[_T]]:
-    """What is given for each of several functions; UsageError where none is named, or none that there is."""
-    found: dict[str, list[_T]] = {}
+    """The option's value for each of several functions; UsageError where none is named, or an unknown one."""
+    values: dict[str, list[_T]] = {}
     for name, rest in given:
         if name not in functions:
             what = f"names {name!r}" if name else "names no function"
             raise UsageError(f"{option} {what}; put one of {', '.join(functions)} first, e.g. {functions[0]}:")
-        found.setdefault(name, []).append(rest)
-    return found
+        values.setdefault(name, []).append(rest)
+    return values
 
 
 def _ratios_of(given: Sequence[tuple[str, tuple[float, ...]]]) -> Ratios | None:

@@ -20,7 +20,7 @@ STDOUT = "-"
 class Outputs:
     """The files that one command writes: `claim` each before the work, `write` them after it.
 
-    Used as a context: leaving it removes what was claimed and not written. `stdout`: where `-` goes.
+    Used as a context: leaving it removes files that were claimed and not written. `stdout`: where `-` goes.
     """
 
     def __init__(self, stdout: IO[str] | None = None) -> None:
@@ -94,10 +94,10 @@ def _is_special(path: Path) -> bool:
 
 def _write_through(path: Path, save: Callable[[Path], object]) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        made = Path(folder) / "output"
-        save(made)
+        temporary = Path(folder) / "output"
+        save(temporary)
         with path.open("wb") as file:
-            file.write(made.read_bytes())
+            file.write(temporary.read_bytes())
 
 
 def _mode(path: Path) -> int:

@@ -1,4 +1,4 @@
-"""`hapsynth profile`: its options, what it writes and prints."""
+"""`hapsynth profile`: its options, files and report."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def profile_command(
     options: argparse.Namespace, files: Outputs, out: Console | None, tell: Callable[[str], None]
 ) -> None:
-    """Measure, write and report. Raises ProfileError, TraceError, UsageError; KeyboardInterrupt says what was kept."""
+    """Measure, write and report. Raises ProfileError, TraceError, UsageError; KeyboardInterrupt names the file."""
     if options.function is not None and options.model is None:
         raise UsageError("--function picks one of the functions of --model: give that too")
     if options.devices is not None:
@@ -62,16 +62,16 @@ def profile_command(
         raise UsageError(f"--devices {options.devices}: this process has {plural(jax.local_device_count(), 'device')}")
     graph = _graph(options)
     partial = Path(options.output + ".partial")
-    asked = Options(axes=options.mesh, dtypes=options.dtypes, quick=options.quick)
+    requested = Options(axes=options.mesh, dtypes=options.dtypes, quick=options.quick)
     if options.quick:
-        asked = Options(asked.axes, asked.dtypes, quick=True, limit_s=0.1, window_s=0.02, longest_s=0.1)
+        requested = Options(requested.axes, requested.dtypes, quick=True, limit_s=0.1, window_s=0.02, longest_s=0.1)
     job = Job(options.devices)
     say = lambda text: print(f"hapsynth profile: {text}", file=sys.stderr) if job.first else None
     try:
-        cluster = profile(job, asked, partial, graph=graph, force=options.force, tell=tell, note=say)
+        cluster = profile(job, requested, partial, graph=graph, force=options.force, tell=tell, note=say)
     except KeyboardInterrupt:
-        kept = f"{partial} keeps what was measured; run it again to go on" if partial.exists() else "nothing written"
-        raise KeyboardInterrupt(kept) from None
+        remains = f"{partial} keeps what was measured; run it again to go on" if partial.exists() else "nothing written"
+        raise KeyboardInterrupt(remains) from None
     if job.first:
         files.write(options.output, cluster.save)
         partial.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""What `hapsynth run` does: a saved plan on real devices, every output beside the function's on one device."""
+"""`hapsynth run`: a saved plan on real devices, every output beside the function's on one device."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def ask_for_host_devices(n: int) -> None:
     """Let JAX's CPU backend have `n` devices, if it has not started yet. An accelerator is still preferred."""
     if getattr(jax.config, "jax_num_cpu_devices", -1) >= n:
         return
-    # RuntimeError: a backend has started already, and `first_devices` counts what it has.
+    # RuntimeError: a backend has started already, and `first_devices` counts its devices.
     with contextlib.suppress(RuntimeError):
         jax.config.update("jax_num_cpu_devices", n)
 
@@ -89,7 +89,7 @@ def run_trial(
     """Run `steps` steps, carried state fed back, and compare each step with the function on the same values.
 
     Every step of the reference starts from the plan's own state, so that errors do not accumulate. `tell` is
-    called with what is being done.
+    called with each activity.
     """
     assert plan.mesh is not None
     traced = plan.traced

@@ -11,25 +11,25 @@ from hapsynth.running.plan_file import holds_several
 from hapsynth.several.plans import load_plans
 
 
-def picked(found: Target | Targets, function: str | None) -> Target:
+def picked(target: Target | Targets, function: str | None) -> Target:
     """The one function that a command is about; UsageError where that is open, or there is none of the name."""
-    if isinstance(found, Target):
+    if isinstance(target, Target):
         if function is not None:
-            where = f"{found.path}: {found.name}()"
+            where = f"{target.path}: {target.name}()"
             raise UsageError(f"--function picks one of several, but {where} returns one: leave it out")
-        return found
+        return target
     if function is None:
-        raise UsageError(f"{found}: this is about one of them, pick it, e.g. --function {next(iter(found.each))}")
-    if function not in found.each:
-        near = difflib.get_close_matches(function, found.each, n=1)
-        raise UsageError(f"--function {function}: {found}" + (f"; did you mean {near[0]}?" if near else ""))
-    return found.each[function]
+        raise UsageError(f"{target}: this is about one of them, pick it, e.g. --function {next(iter(target.each))}")
+    if function not in target.each:
+        near = difflib.get_close_matches(function, target.each, n=1)
+        raise UsageError(f"--function {function}: {target}" + (f"; did you mean {near[0]}?" if near else ""))
+    return target.each[function]
 
 
 def loaded(path: str, file: str, function: str | None) -> tuple[Plan, Target]:
-    """A saved plan, which may be one of several in its file, and what it is a plan of."""
-    found = load_target(file)
-    target = picked(found, function)
-    if function is None or not isinstance(found, Targets) or not holds_several(path):
+    """A saved plan, which may be one of several in its file, and its function."""
+    functions = load_target(file)
+    target = picked(functions, function)
+    if function is None or not isinstance(functions, Targets) or not holds_several(path):
         return load(path, target.fn, target.args, example_kwargs=target.kwargs), target
-    return load_plans(path, found.functions, found.args, example_kwargs=found.kwargs)[function], target
+    return load_plans(path, functions.functions, functions.args, example_kwargs=functions.kwargs)[function], target

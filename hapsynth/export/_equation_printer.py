@@ -1,6 +1,6 @@
 """One equation of a jaxpr as an expression of JAX's public functions.
 
-What could be written is tried: an expression is taken when tracing it gives the very equation again. So no printer is
+Candidates are tried: an expression is taken when tracing it gives the very equation again. So no printer is
 trusted, and an equation for which none is right is an error that names it.
 """
 
@@ -32,7 +32,7 @@ _SAME = {"add_any": "add"}
 """Primitives that are others but for differentiation."""
 
 _UNSEEN = ("weak_type", "update_jaxpr", "update_consts", "linear")
-"""Parameters that say nothing about values: what they say follows from the primitive, or from the operands."""
+"""Parameters that follow from the primitive, or from the operands."""
 
 Params = dict[str, Any]
 Printer = Callable[[Sequence[str]], str]
@@ -115,15 +115,15 @@ def _key_type(impl: Any) -> str:
 
 
 def _sort(p: Params, x: Sequence[str]) -> str:
-    given = _tuple(x) if len(x) > 1 else x[0]
-    return f"lax.sort({given}, dimension={p['dimension']}, is_stable={p['is_stable']}, num_keys={p['num_keys']})"
+    operand = _tuple(x) if len(x) > 1 else x[0]
+    return f"lax.sort({operand}, dimension={p['dimension']}, is_stable={p['is_stable']}, num_keys={p['num_keys']})"
 
 
 def _ffi(p: Params, x: Sequence[str]) -> str:
     results = [f"jax.ShapeDtypeStruct({a.shape}, {dtype(a.dtype)})" for a in p["result_avals"]]
     # The C types of attributes are those of NumPy's numbers.
     typed = lambda v: scalar(v, v.dtype) if isinstance(v, np.generic) else text(v)
-    given = [*x, *(f"{key}={typed(value)}" for key, value in dict(p["attributes"] or ()).items())]
+    call_arguments = [*x, *(f"{key}={typed(value)}" for key, value in dict(p["attributes"] or ()).items())]
     # JAX turns them around.
     turned = lambda layouts: [tuple(reversed(layout)) for layout in layouts]
     more: Params = {
@@ -136,7 +136,7 @@ def _ffi(p: Params, x: Sequence[str]) -> str:
     named = "".join(f", {key}={text(value)}" for key, value in more.items() if value)
     version = f", custom_call_api_version={p['custom_call_api_version']}"
     many = f"[{', '.join(results)}]" if len(results) > 1 else results[0]
-    return f"jax.ffi.ffi_call({text(p['target_name'])}, {many}{named}{version})({', '.join(given)})"
+    return f"jax.ffi.ffi_call({text(p['target_name'])}, {many}{named}{version})({', '.join(call_arguments)})"
 
 
 def _candidates(eqn: Any) -> Iterator[Printer]:
@@ -169,12 +169,12 @@ def _tuple(x: Sequence[str]) -> str:
 def _keywords(fn: Callable[..., Any], params: Params) -> list[str]:
     """The parameters that a function takes, without those at their defaults."""
     try:
-        known = inspect.signature(fn).parameters
+        accepted = inspect.signature(fn).parameters
     except (TypeError, ValueError):
         return []
-    default = lambda key: known[key].default if key in known else None
-    found = {k: v for k, v in params.items() if k in known and not _equal(v, default(k))}
-    return [f"{key}={text(value)}" for key, value in found.items()]
+    default = lambda key: accepted[key].default if key in accepted else None
+    chosen = {k: v for k, v in params.items() if k in accepted and not _equal(v, default(k))}
+    return [f"{key}={text(value)}" for key, value in chosen.items()]
 
 
 class Ops:
@@ -199,7 +199,7 @@ class Ops:
         return printer(_operands(eqn, operands, typed))
 
     def found(self, eqn: Any, literals: Sequence[str], source: str) -> tuple[Printer, bool]:
-        """What writes an equation right, and whether its literals need their dtypes."""
+        """The writer of an equation, and whether its literals need their dtypes."""
         why = ""
         names = [f"x{eqn.invars.index(a)}" if not _jax.is_literal(a) else "" for a in eqn.invars]
         # Of numbers alone Python would make a number.
@@ -221,22 +221,22 @@ class Ops:
         fn = eval(f"lambda {', '.join(names)}: {expression}", dict(NAMESPACE))
         avals = [eqn.invars[int(n[1:])].aval for n in names]
         along_axes = "axis_name" in eqn.params or any(isinstance(a, str) for a in eqn.params.get("axes") or ())
-        made = self.traced(fn, avals, along_axes)
-        if made is None:
+        traced = self.traced(fn, avals, along_axes)
+        if traced is None:
             return False
-        equations, inputs, outputs = made
+        equations, inputs, outputs = traced
         if len(equations) != 1:
             return False
         (again,) = equations
         place = {id(v): n for v, n in zip(inputs, names)}
         planned = {id(v): f"x{eqn.invars.index(v)}" for v in eqn.invars if not _jax.is_literal(v)}
-        given, due = [_atom(a, place) for a in again.invars], [_atom(a, planned) for a in eqn.invars]
+        operands, due = [_atom(a, place) for a in again.invars], [_atom(a, planned) for a in eqn.invars]
         results = [id(v) for v in outputs] == [id(v) for v in again.outvars] if again.outvars else not outputs
         alike = [_described(v.aval) for v in again.outvars] == [_described(v.aval) for v in eqn.outvars]
         name = _SAME.get(eqn.primitive.name, eqn.primitive.name)
         return (
             _SAME.get(again.primitive.name, again.primitive.name) == name
-            and given == due
+            and operands == due
             and results
             and alike
             and _same_params(again.params, eqn.params)
@@ -323,7 +323,7 @@ def _same_params(a: Params, b: Params) -> bool:
 
 
 def _said(param: Any) -> Any:
-    """A parameter, None for the sharding of what no axis cuts."""
+    """A parameter, None for a sharding that no axis cuts."""
     return None if isinstance(param, NamedSharding) and not any(param.spec) else param
 
 
@@ -343,5 +343,5 @@ def _equal(a: Any, b: Any) -> bool:
         return False
     try:
         return bool(a == b)
-    except Exception:  # what can't be compared is not known to be equal: its equation is not taken
+    except Exception:  # not comparable is not known to be equal: the equation is not taken
         return False

@@ -78,25 +78,25 @@ class Writer:
             return
         control = _OTHERS.get(eqn.primitive.name)
         if control is not None:
-            made = control(self, eqn, env, scope)
+            text = control(self, eqn, env, scope)
         else:
             source = next((marks[v]["source"] for v in eqn.outvars if v in marks), "")
-            made = self.ops.write(eqn, ["" if _jax.is_literal(a) else env[a] for a in eqn.invars], source)
-        self.assign(eqn, made, env, scope, marks)
+            text = self.ops.write(eqn, ["" if _jax.is_literal(a) else env[a] for a in eqn.invars], source)
+        self.assign(eqn, text, env, scope, marks)
 
-    def assign(self, eqn: Any, made: str, env: Atoms, scope: Scope, marks: dict[Any, Any]) -> None:
+    def assign(self, eqn: Any, text: str, env: Atoms, scope: Scope, marks: dict[Any, Any]) -> None:
         """Give the results of an equation their names, and say of the marked ones how they lie."""
-        names, said = list[str](), list[str]()
+        names, comments = list[str](), list[str]()
         unmarked = f"{eqn.params['axis_name']}_index" if eqn.primitive.name == "axis_index" else "t"
         for v in eqn.outvars:
             mark = marks.get(v, {"name": unmarked, "layout": "", "source": ""})
             names.append(scope.new(mark["name"], mark["layout"]))
             env[v] = names[-1]
             if v in marks:
-                said.append(f"{shape_of(v.aval)} {mark['layout']}{'  ' + mark['source'] if mark['source'] else ''}")
-        comment = "; ".join(dict.fromkeys(said)) if len(said) < 5 else ""
+                comments.append(f"{shape_of(v.aval)} {mark['layout']}{'  ' + mark['source'] if mark['source'] else ''}")
+        comment = "; ".join(dict.fromkeys(comments)) if len(comments) < 5 else ""
         target = ", ".join(names) if len(names) != 1 else names[0]
-        self.line(f"{target} = {made}" if names else made, comment)
+        self.line(f"{target} = {text}" if names else text, comment)
 
     def function(self, wanted: str, parameters: Sequence[str], scope: Scope) -> tuple[str, Scope]:
         name = scope.new(wanted)
@@ -108,7 +108,7 @@ class Writer:
         self.line(f"return {returned}")
         self.depth -= 1
 
-    # ---- control flow; what a body takes from around it, it sees
+    # ---- control flow; a body sees the names around it
 
     def cond(self, eqn: Any, env: Atoms, scope: Scope) -> str:
         number, *rest = eqn.invars
@@ -118,34 +118,34 @@ class Writer:
             opened, bound = self.bound(branch, [self.atom(a, env) for a in rest])
             self.end(_tuple(self.steps(opened, bound, inside)))
             branches.append(name)
-        made = f"lax.switch({self.atom(number, env)}, [{', '.join(branches)}])"
-        return made if len(eqn.outvars) != 1 else f"{made}[0]"
+        text = f"lax.switch({self.atom(number, env)}, [{', '.join(branches)}])"
+        return text if len(eqn.outvars) != 1 else f"{text}[0]"
 
     def scan(self, eqn: Any, env: Atoms, scope: Scope) -> str:
         consts, carried = _jax.scan_counts(eqn)
-        given = [self.atom(a, env) for a in eqn.invars]
+        operands = [self.atom(a, env) for a in eqn.invars]
         opened, _ = _jax.open_jaxpr(eqn.params["jaxpr"])
         name, inside = self.function("trip", ("carried", "parts"), scope)
         bound = self.unpacked(opened.invars[consts:][:carried], "carried", inside)
         bound |= self.unpacked(opened.invars[consts + carried :], "parts", inside)
-        opened, bound = self.bound(eqn.params["jaxpr"], given[:consts], bound)
+        opened, bound = self.bound(eqn.params["jaxpr"], operands[:consts], bound)
         out = self.steps(opened, bound, inside)
         self.end(f"{_tuple(out[:carried])}, {_tuple(out[carried:])}")
-        initial, xs = _tuple(given[consts:][:carried]), _tuple(given[consts + carried :])
+        initial, xs = _tuple(operands[consts:][:carried]), _tuple(operands[consts + carried :])
         usual = {"reverse": False, "unroll": 1}
         more = "".join(f", {k}={eqn.params[k]}" for k, value in usual.items() if eqn.params[k] != value)
-        made = scope.new("final"), scope.new("stacked")
-        self.line(f"{', '.join(made)} = lax.scan({name}, {initial}, {xs}, length={eqn.params['length']}{more})")
-        parts = [f"*{x}" for x, n in zip(made, (carried, len(eqn.outvars) - carried)) if n]
+        targets = scope.new("final"), scope.new("stacked")
+        self.line(f"{', '.join(targets)} = lax.scan({name}, {initial}, {xs}, length={eqn.params['length']}{more})")
+        parts = [f"*{x}" for x, n in zip(targets, (carried, len(eqn.outvars) - carried)) if n]
         return f"({', '.join(parts)},)" + ("[0]" if len(eqn.outvars) == 1 else "")
 
     def loop(self, eqn: Any, env: Atoms, scope: Scope) -> str:
-        given = [self.atom(a, env) for a in eqn.invars]
+        operands = [self.atom(a, env) for a in eqn.invars]
         n, m = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
         names: list[str] = []
         for wanted, jaxpr, seen in (
-            ("goes_on", eqn.params["cond_jaxpr"], given[:n]),
-            ("trip", eqn.params["body_jaxpr"], given[n : n + m]),
+            ("goes_on", eqn.params["cond_jaxpr"], operands[:n]),
+            ("trip", eqn.params["body_jaxpr"], operands[n : n + m]),
         ):
             name, inside = self.function(wanted, ("carried",), scope)
             opened, _ = _jax.open_jaxpr(jaxpr)
@@ -154,13 +154,13 @@ class Writer:
             out = self.steps(opened, bound, inside)
             self.end(out[0] if wanted == "goes_on" else _tuple(out))
             names.append(name)
-        made = f"lax.while_loop({', '.join(names)}, {_tuple(given[n + m :])})"
-        return made if len(eqn.outvars) != 1 else f"{made}[0]"
+        text = f"lax.while_loop({', '.join(names)}, {_tuple(operands[n + m :])})"
+        return text if len(eqn.outvars) != 1 else f"{text}[0]"
 
     def reduce(self, eqn: Any, env: Atoms, scope: Scope) -> str:
         """A reduction by any function of two scalars, or of two tuples of them."""
-        p, given = eqn.params, [self.atom(a, env) for a in eqn.invars]
-        half = len(given) // 2
+        p, operands = eqn.params, [self.atom(a, env) for a in eqn.invars]
+        half = len(operands) // 2
         opened, consts = _jax.open_jaxpr(p["jaxpr"])
         inside_of = scope.inner()
         names = [inside_of.new(f"{side}{n}") for side in "xy" for n in range(half)]
@@ -171,7 +171,7 @@ class Writer:
         bound: Atoms = dict(zip(getattr(opened, "constvars", ()), map(self.table, (*consts, *p.get("consts", ())))))
         out = self.steps(opened, bound | dict(zip(opened.invars, names)), inside)
         self.end(out[0] if half == 1 else _tuple(out))
-        xs, initial = (given[0], given[1]) if half == 1 else (_tuple(given[:half]), _tuple(given[half:]))
+        xs, initial = (operands[0], operands[1]) if half == 1 else (_tuple(operands[:half]), _tuple(operands[half:]))
         if eqn.primitive.name == "reduce":
             return f"lax.reduce({xs}, {initial}, {name}, {text(p['dimensions'])})"
         keys = ("window_dimensions", "window_strides", "padding", "base_dilation", "window_dilation")
@@ -187,11 +187,11 @@ class Writer:
         """A number that nothing depends on, which JAX takes to be 0 as well."""
         return scalar(0, eqn.outvars[0].aval.dtype)
 
-    def bound(self, jaxpr: Any, given: Sequence[str], own: Atoms | None = None) -> tuple[Any, Atoms]:
-        """The jaxpr of a body and its inputs' texts: what is given of around it, its own."""
+    def bound(self, jaxpr: Any, operands: Sequence[str], own: Atoms | None = None) -> tuple[Any, Atoms]:
+        """The jaxpr of a body and its inputs' texts: those given from around it, its own."""
         opened, consts = _jax.open_jaxpr(jaxpr)
         env: Atoms = dict(zip(getattr(opened, "constvars", ()), map(self.table, consts)))
-        return opened, {**env, **dict(zip(opened.invars, given)), **(own or {})}
+        return opened, {**env, **dict(zip(opened.invars, operands)), **(own or {})}
 
     def unpacked(self, variables: Sequence[Any], source: str, scope: Scope) -> Atoms:
         """Names for the members of a tuple that a body takes."""
@@ -212,7 +212,7 @@ _OTHERS: dict[str, Callable[[Writer, Any, Atoms, Scope], str]] = {
     "scan": Writer.scan,
     "while": Writer.loop,
 }
-"""What takes functions, which are written out, and what a trace does not give again."""
+"""Primitives that take functions, which are written out, and those that a trace does not give again."""
 
 
 def _tuple(members: Sequence[str]) -> str:

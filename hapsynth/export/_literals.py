@@ -1,4 +1,4 @@
-"""Values that stand in a program as Python text: numbers, dtypes, and what JAX's operations take as parameters."""
+"""Values that stand in a program as Python text: numbers, dtypes, and the parameters of JAX's operations."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class UnwritableError(ValueError):
 
 
 def text(value: Any) -> str:
-    """The value as an expression of `jnp`, `lax`, `np` and `prng`. UnwritableError for what has none."""
+    """The value as an expression of `jnp`, `lax`, `np` and `prng`. UnwritableError for a value that has none."""
     match value:
         case enum.Enum():
             return f"{_of_lax(type(value))}.{value.name}"
@@ -72,8 +72,8 @@ def _of_lax(kind: type) -> str:
 
 @cache
 def _public() -> dict[str, str]:
-    found = {a: getattr(primitives, a) for a in dir(primitives) if a.endswith("_p")}
-    return {p.name: a for a, p in found.items()}
+    primitives_by_name = {a: getattr(primitives, a) for a in dir(primitives) if a.endswith("_p")}
+    return {p.name: a for a, p in primitives_by_name.items()}
 
 
 def public_primitive(name: str) -> str:
@@ -110,15 +110,15 @@ def scalar(value: Any, given: Any) -> str:
 
 def plain_scalar(value: Any) -> str:
     """A number as Python writes it."""
-    found = np.asarray(value)
-    if np.issubdtype(found.dtype, np.complexfloating):
-        number = complex(found.item())
+    array = np.asarray(value)
+    if np.issubdtype(array.dtype, np.complexfloating):
+        number = complex(array.item())
         return f"complex({text(number.real)}, {text(number.imag)})"
-    if found.dtype == np.bool_ or np.issubdtype(found.dtype, np.integer):
-        return repr(found.item())
+    if array.dtype == np.bool_ or np.issubdtype(array.dtype, np.integer):
+        return repr(array.item())
     # As few digits as tell it from its neighbours.
-    number = float(str(found))
-    return text(number if number == found or not np.isfinite(number) else float(found))
+    number = float(str(array))
+    return text(number if number == array or not np.isfinite(number) else float(array))
 
 
 def array(value: np.ndarray) -> str:

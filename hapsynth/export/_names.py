@@ -20,12 +20,12 @@ MARK.def_abstract_eval(lambda x, **_: x)
 
 
 def marker(graph: Graph) -> Any:
-    """What the lowering calls with a property and its tensor, as it makes it."""
+    """Called by the lowering with a property and its tensor, as it makes it."""
 
     def mark(p: Property, x: Any) -> Any:
         value, layout = p
-        made = graph.producer.get(value)
-        source = "" if made is None else graph.ops[made].source
+        producer = graph.producer.get(value)
+        source = "" if producer is None else graph.ops[producer].source
         return MARK.bind(x, name=graph.values[value].name, layout=format_layout(layout), source=source)
 
     return mark
@@ -43,22 +43,22 @@ class Scope:
     def new(self, wanted: str, layout: str = "") -> str:
         """`wanted`, or where that is taken something like it."""
         base = identifier(wanted)
-        found = base
-        if self.is_taken(found) and layout:
-            found = identifier(f"{base}_{re.sub('[^0-9A-Za-z]+', '_', layout).strip('_')}")
+        name = base
+        if self.is_taken(name) and layout:
+            name = identifier(f"{base}_{re.sub('[^0-9A-Za-z]+', '_', layout).strip('_')}")
         n = 2
-        while self.is_taken(found):
-            found, n = f"{base}_{n}", n + 1
-        self.taken.add(found)
-        return found
+        while self.is_taken(name):
+            name, n = f"{base}_{n}", n + 1
+        self.taken.add(name)
+        return name
 
     def is_taken(self, name: str) -> bool:
         return name in self.taken or keyword.iskeyword(name) or hasattr(builtins, name)
 
 
 def identifier(wanted: str) -> str:
-    found = re.sub(r"\W+", "_", wanted, flags=re.ASCII).strip("_") or "x"
-    return f"x{found}" if found[0].isdigit() else found
+    name = re.sub(r"\W+", "_", wanted, flags=re.ASCII).strip("_") or "x"
+    return f"x{name}" if name[0].isdigit() else name
 
 
 def of_path(path: str) -> str:

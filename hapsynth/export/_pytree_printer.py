@@ -21,8 +21,8 @@ class _Results:
         self.traced = traced
         self.places = dict(_places(traced.in_tree, ()))
         """Structure of a part of the arguments -> where it is."""
-        made = [i for i, o in zip(traced.out_array_leaves, traced.graph.outputs) if isinstance(o, int)]
-        self.made = {leaf: n for n, leaf in enumerate(made)}
+        computed = [i for i, o in zip(traced.out_array_leaves, traced.graph.outputs) if isinstance(o, int)]
+        self.made = {leaf: n for n, leaf in enumerate(computed)}
 
     def subtree(self, tree: Any, first: int, path: str) -> str:
         """A part of the results whose leaves begin at `first`."""
@@ -69,7 +69,7 @@ class _Results:
             literal: Any = traced.graph.outputs[traced.out_array_leaves.index(position)]
             return f"jnp.asarray({scalar(literal.value, literal.dtype)})"
         static = traced.out_static_leaves[position]
-        same = next((n for n, given in traced.static_leaves.items() if given is static), None)
+        same = next((n for n, static_leaf in traced.static_leaves.items() if static_leaf is static), None)
         return text(static) if same is None else f"leaves[{same}]"
 
 

@@ -1,6 +1,6 @@
-"""What an exported program needs besides its own text. What is below the line is copied into it: it uses JAX alone.
+"""Functions of an exported program besides its own text. All below the line is copied into it: it uses JAX alone.
 
-What is in capitals here the program defines; the values below are those of a program that does nothing.
+The program defines the names in capitals; the values below are those of a program that does nothing.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ To run it, here as a training step:
     state, loss = step(state, batch)            # again and again: carried state is consumed, and its successor returned
     whole = unshard(state, at="[0]")            # NumPy arrays of the first result; `unshard(results)` of all
 
-`body` is the program: what every device does with its own shards. Beside a tensor stand its shape on the device, its
+`body` is the program: each device's work on its own shards. Beside a tensor stand its shape on the device, its
 layout (`S(0)`: sharded along dimension 0, `R`: replicated, `P(sum)`: to be added up), one per mesh axis, and the line
 of the source program.
 """
@@ -47,7 +47,7 @@ class SourceError(ValueError):
 
 
 def source_of(plan: Planned) -> str:
-    """The module's text. Raises SourceError naming what cannot be written, or why the plan has no such form."""
+    """The module's text. Raises SourceError naming the op that cannot be written, or why the plan has no such form."""
     too_large = only_staged(plan.traced.graph, plan.result, plan.cluster)
     if too_large:
         raise SourceError(f"the plan has no single program that could be written: {too_large}")
@@ -99,11 +99,11 @@ class _Module:
     def static(self) -> str:
         """The leaves that are no arrays: the program is for these, as far as text can tell them."""
         paths = self.plan.argument_paths
-        known: list[str] = []
+        names: list[str] = []
         for position, leaf in self.traced.static_leaves.items():
             plain = leaf is None or isinstance(leaf, str | bytes)
-            known.append(f"{paths[position]!r}: {leaf!r}" if plain else f"{paths[position]!r}: ...")
-        return f"STATIC = {{{', '.join(known)}}}"
+            names.append(f"{paths[position]!r}: {leaf!r}" if plain else f"{paths[position]!r}: ...")
+        return f"STATIC = {{{', '.join(names)}}}"
 
     def body(self) -> str:
         """The text of `body`."""
@@ -117,19 +117,19 @@ class _Module:
         tables = dict(zip(getattr(outer, "constvars", ()), consts))
         env = dict(zip(getattr(inner, "constvars", ()), map(writer.table, inside)))
         scope = writer.module.inner()
-        known: dict[Any, str] = {}
+        names: dict[Any, str] = {}
         paths = (*self.traced.in_paths, *(self.graph.values[v].name for v in self.graph.constants))
         writer.line("def body(")
         writer.depth += 1
         for var, path, s in zip(outer.invars, paths, sources, strict=True):
-            known[var] = scope.new(of_path(path))
+            names[var] = scope.new(of_path(path))
             uneven = "" if s.is_even else ", stored as long as the longest shard"
-            writer.line(f"{known[var]},", f"{_short(s)} {format_layout(s.layout)}  {path}{uneven}")
+            writer.line(f"{names[var]},", f"{_short(s)} {format_layout(s.layout)}  {path}{uneven}")
         writer.depth -= 1
         writer.line("):")
         writer.depth += 1
         for given, var in zip(mapped.invars, inner.invars, strict=True):
-            env[var] = writer.table(tables[given]) if given in tables else known[given]
+            env[var] = writer.table(tables[given]) if given in tables else names[given]
         writer.end(f"({', '.join(writer.steps(inner, env, scope))},)")
         return "\n".join(writer.lines)
 

@@ -1,4 +1,4 @@
-"""Functions that need an array's value while they are traced: what to do instead."""
+"""Advice for functions that need an array's value while they are traced."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ NEEDS_VALUE = (
     jax.errors.TracerArrayConversionError,
     jax.errors.TracerIntegerConversionError,
 )
-"""What JAX raises for them."""
+"""The errors that JAX raises for them."""
 
 
 def needs_value(error: Exception) -> str:
     """Which line needs which value, and the way out."""
     lines = [line.strip() for line in str(error).splitlines()]
     keep = [x for x in lines if x and not x.startswith(("See ", "The error occurred", "This concrete"))]
-    said = " ".join(keep).split("This concrete value")[0].strip().rstrip(".")
+    reason = " ".join(keep).split("This concrete value")[0].strip().rstrip(".")
     match error:
         case jax.errors.NonConcreteBooleanIndexError():
             way = "how many elements a mask picks depends on the data: use jnp.where, or jnp.nonzero(mask, size=...)"
@@ -30,8 +30,8 @@ def needs_value(error: Exception) -> str:
             )
         case jax.errors.TracerArrayConversionError():
             way = "use jax.numpy in the place of numpy"
-        case jax.errors.ConcretizationTypeError() if "size" in said:
+        case jax.errors.ConcretizationTypeError() if "size" in reason:
             way = "the shape of its result depends on the data: give size=, the most elements there can be"
         case _:
             way = "compute with jax.numpy, or make it a number that is known before: a shape, or a closure's"
-    return f"the function needs the value of an array while it is traced ({_jax.raised_at(error)}): {said}; {way}"
+    return f"the function needs the value of an array while it is traced ({_jax.raised_at(error)}): {reason}; {way}"

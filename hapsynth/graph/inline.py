@@ -1,4 +1,4 @@
-"""A closed jaxpr as a flat `Graph`: calls inlined, control flow as regions, what no output needs dropped."""
+"""A closed jaxpr as a flat `Graph`: calls inlined, control flow as regions, ops that no output needs dropped."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ class _Inliner:
         self.regions: list[Region] = [Region(0, "program", -1, 1.0)]
         self.region = 0
         self.ties: dict[int, Any] = {}
-        """Key of a carried value -> what the next iteration finds as it."""
+        """Key of a carried value -> its successor in the next iteration."""
         self.shown: list[tuple[Any, list[Any], dict[str, Any], str, str]] = []
         """Prints and debug callbacks: primitive, operands, parameters, source line, scope."""
 
@@ -225,7 +225,7 @@ class _Inliner:
         return self.add(_jax.fill_primitive(), [operand], [aval], source, params)[0]
 
     def call(self, fn: Callable[..., Any], operands: Sequence[Any], source: str) -> Any:
-        """What a function of JAX makes of values."""
+        """The values that a function of JAX computes."""
         closed, _ = _jax.make_jaxpr(fn, *(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in map(self.aval, operands)))
         return self.inline(closed, operands, source)[0]
 
@@ -285,8 +285,8 @@ class _Inliner:
         out: list[list[Any]] = []
         for branch in branches:
             around = self.enter("branch", 1.0 / len(branches), source)
-            made = self.inline(branch, rest, source)
-            out.append([self.made(x, v.aval, source) for x, v in zip(made, eqn.outvars)])
+            outs = self.inline(branch, rest, source)
+            out.append([self.made(x, v.aval, source) for x, v in zip(outs, eqn.outvars)])
             self.region = around
         results = [self.add(COND_JOIN, [number, *xs], [v.aval], source)[0] for xs, v in zip(zip(*out), eqn.outvars)]
         self.region = outside
@@ -295,9 +295,9 @@ class _Inliner:
     # ---- the graph
 
     def live(self, outputs: Sequence[Any]) -> list[_Raw]:
-        """The ops that the outputs need; what a loop carries needs what the iteration before makes of it."""
+        """The ops that the outputs need; a carried value needs its predecessor's ops in the iteration before."""
         needed = {o for o in outputs if isinstance(o, int)}
-        kept: set[int] = set()
+        live: set[int] = set()
         loops: set[int] = set()
         settled = False
         while not settled:
@@ -305,22 +305,22 @@ class _Inliner:
             for n in reversed(range(len(self.raw))):
                 raw = self.raw[n]
                 tests = raw.primitive == LOOP_TEST and self.regions[raw.region].parent in loops
-                if n in kept or not (tests or needed.intersection(raw.results)):
+                if n in live or not (tests or needed.intersection(raw.results)):
                     continue
-                kept.add(n)
+                live.add(n)
                 needed.update(o for o in raw.operands if isinstance(o, int))
                 if raw.primitive == LOOP_CARRY:
-                    tie = self.ties[raw.results[0]]
-                    settled = settled and tie in needed and raw.region in loops
+                    carried = self.ties[raw.results[0]]
+                    settled = settled and carried in needed and raw.region in loops
                     loops.add(raw.region)
-                    needed.add(tie)
-        return [self.raw[n] for n in sorted(kept)]
+                    needed.add(carried)
+        return [self.raw[n] for n in sorted(live)]
 
     def finish(self, inputs: list[int], outputs: list[Any]) -> Graph:
-        kept = self.live(outputs)
-        used = {o for raw in kept for o in raw.operands if isinstance(o, int)}
+        needed = self.live(outputs)
+        used = {o for raw in needed for o in raw.operands if isinstance(o, int)}
         used.update(o for o in outputs if isinstance(o, int))
-        used.update(self.ties[raw.results[0]] for raw in kept if raw.primitive == LOOP_CARRY)
+        used.update(self.ties[raw.results[0]] for raw in needed if raw.primitive == LOOP_CARRY)
         constants = {k: v for k, v in self.constants.items() if k in used}
         number: dict[int, int] = {}
         values: list[Value] = []
@@ -336,15 +336,15 @@ class _Inliner:
         new_constants = {define(k, f"const{i}"): v for i, (k, v) in enumerate(constants.items())}
         renamed: Callable[[Any], Operand] = lambda o: o if isinstance(o, Literal) else number[o]
         ops: list[Op] = []
-        ties: dict[int, Any] = {}
-        regions = self.kept_regions(kept)
-        for raw in kept:
+        loop_carries: dict[int, Any] = {}
+        regions = self.kept_regions(needed)
+        for raw in needed:
             operands = tuple(renamed(o) for o in raw.operands)
-            given = [o if isinstance(o, Literal) else values[o] for o in operands]
+            arguments = [o if isinstance(o, Literal) else values[o] for o in operands]
             results = tuple(define(r, "") for r in raw.results)
-            made = [values[r] for r in results]
+            made_values = [values[r] for r in results]
             if raw.primitive == LOOP_CARRY:
-                ties[len(ops)] = self.ties[raw.results[0]]
+                loop_carries[len(ops)] = self.ties[raw.results[0]]
             ops.append(
                 Op(
                     index=len(ops),
@@ -352,10 +352,10 @@ class _Inliner:
                     operands=operands,
                     results=results,
                     params=raw.params,
-                    shapes=tuple(g.shape for g in given),
-                    dtypes=tuple(g.dtype for g in given),
-                    result_shapes=tuple(v.shape for v in made),
-                    result_dtypes=tuple(v.dtype for v in made),
+                    shapes=tuple(g.shape for g in arguments),
+                    dtypes=tuple(g.dtype for g in arguments),
+                    result_shapes=tuple(v.shape for v in made_values),
+                    result_dtypes=tuple(v.dtype for v in made_values),
                     source=raw.source,
                     scope=raw.scope,
                     region=regions[raw.region].index,
@@ -368,20 +368,20 @@ class _Inliner:
             tuple(renamed(o) for o in outputs),
             new_constants,
             regions=tuple(regions.values()),
-            ties={op: number[key] for op, key in ties.items()},
+            ties={op: number[key] for op, key in loop_carries.items()},
         )
 
-    def kept_regions(self, kept: Sequence[_Raw]) -> dict[int, Region]:
+    def kept_regions(self, needed: Sequence[_Raw]) -> dict[int, Region]:
         """Old number -> region, without those in which nothing happens; every branch of a cond stays."""
         used = {0}
-        for raw in kept:
+        for raw in needed:
             r = raw.region
             while r not in used:
                 used.add(r)
                 r = self.regions[r].parent
-        found: dict[int, Region] = {}
+        regions: dict[int, Region] = {}
         for r in self.regions:
             if r.index in used or (r.kind == "branch" and r.parent in used):
-                parent = found[r.parent].index if r.parent >= 0 else -1
-                found[r.index] = Region(len(found), r.kind, parent, r.count, r.source, r.reverse, r.unroll)
-        return found
+                parent = regions[r.parent].index if r.parent >= 0 else -1
+                regions[r.index] = Region(len(regions), r.kind, parent, r.count, r.source, r.reverse, r.unroll)
+        return regions

@@ -65,7 +65,7 @@ class Boundary:
                      a third result, what is carried as its test finds it, which lives there: the test runs before the
                      body, and finds nothing that the body makes
         scan_slice   (xs) -> (x): a scan's part of `xs` for this iteration
-        scan_stack   (y) -> (ys): what a scan stacks
+        scan_stack   (y) -> (ys): the results that a scan stacks
         loop_test    (predicate) -> (): a while loop goes on where it is true; belongs to the loop's test region
         cond_join    (branch number, one operand per branch) -> (result)
     """
@@ -165,7 +165,7 @@ class HostCallback:
 
 @dataclass(frozen=True)
 class Rematerialized:
-    """`ops`, none after op `at`, run again for what takes their results after it."""
+    """`ops`, none after op `at`, run again for those that take their results after it."""
 
     at: int
     ops: tuple[int, ...]
@@ -218,10 +218,10 @@ class Graph:
     def runs(self) -> tuple[float, ...]:
         """How often each region runs in one step. One that never does still costs next to nothing: 0 times infinity,
         the cost of what can't be, would be no number."""
-        found: list[float] = []
+        counts: list[float] = []
         for r in self.regions:
-            found.append(max(r.count, 1e-6) * (found[r.parent] if r.parent >= 0 else 1.0))
-        return tuple(found)
+            counts.append(max(r.count, 1e-6) * (counts[r.parent] if r.parent >= 0 else 1.0))
+        return tuple(counts)
 
     def around(self, region: int) -> tuple[int, ...]:
         """A region and those around it, innermost first."""
@@ -229,24 +229,24 @@ class Graph:
 
     @cached_property
     def _around(self) -> tuple[tuple[int, ...], ...]:
-        found: list[tuple[int, ...]] = []
+        enclosing: list[tuple[int, ...]] = []
         for r in self.regions:
-            found.append((r.index, *(found[r.parent] if r.parent >= 0 else ())))
-        return tuple(found)
+            enclosing.append((r.index, *(enclosing[r.parent] if r.parent >= 0 else ())))
+        return tuple(enclosing)
 
     @cached_property
     def home(self) -> tuple[int, ...]:
         """The region in which each value lives."""
-        found = [0] * len(self.values)
+        regions = [0] * len(self.values)
         for op in self.ops:
             leaves = op.primitive in (SCAN_STACK, COND_JOIN)
             for value in op.results:
-                found[value] = self.regions[op.region].parent if leaves else op.region
+                regions[value] = self.regions[op.region].parent if leaves else op.region
             if op.primitive == LOOP_CARRY:
-                found[op.results[1]] = self.regions[op.region].parent
+                regions[op.results[1]] = self.regions[op.region].parent
                 for tested in op.results[2:]:
-                    found[tested] = self.test(op.region)
-        return tuple(found)
+                    regions[tested] = self.test(op.region)
+        return tuple(regions)
 
     def test(self, region: int) -> int:
         """The test region of a while loop."""
@@ -280,7 +280,7 @@ class Graph:
 
     @cached_property
     def unsure(self) -> frozenset[int]:
-        """The ops that decide which way control flow goes, by what was computed in floating point: the loop_test of a
+        """The ops that decide which way control flow goes, by floating-point values: the loop_test of a
         while loop, the first cond_join of a cond. Unlike devices may round differently, and must not part ways."""
         inexact = {v.index for v in self.values if _jax.is_inexact(v.dtype)}
         grown = -1
@@ -291,11 +291,11 @@ class Graph:
                     inexact.update(op.results)
                 if any(v in inexact for _, v in op.value_operands):
                     inexact.update(op.results)
-        found: dict[int, int] = {}
+        sensitive: dict[int, int] = {}
         for op in self.ops:
             if op.primitive in (LOOP_TEST, COND_JOIN) and op.operands[0] in inexact:
-                found.setdefault(op.region, op.index)
-        return frozenset(found.values())
+                sensitive.setdefault(op.region, op.index)
+        return frozenset(sensitive.values())
 
     @cached_property
     def fingerprint(self) -> str:

@@ -1,4 +1,4 @@
-"""A graph in which some ops run twice: what they make is not held between its uses, but made again for the later ones.
+"""A graph in which some ops run twice: their results are not held between uses, but made again for the later ones.
 
 What `jax.checkpoint` has a user say (selective activation recomputation, arXiv 2205.05198), said of a traced graph. The
 second runs compute what the first did, of the same operands: the function is the same one.
@@ -46,7 +46,7 @@ class _Rewriter:
         self.second: dict[int, int] = {}
         """As it was made again."""
         self.apart: dict[int, int] = {}
-        """As second runs take what was held."""
+        """The operands of second runs that were held."""
         self.ops: list[Op] = []
         self.placed: dict[int, int] = {}
 
@@ -74,7 +74,7 @@ class _Rewriter:
         )
 
     def repeat(self, value: int) -> None:
-        """A value made again, and what it is made of where that runs again too."""
+        """A value made again, and its operands where their ops run again too."""
         todo = [value]
         while todo:
             v = todo[-1]
@@ -88,18 +88,18 @@ class _Rewriter:
                 todo += missing
 
     def operands(self, op: Op) -> list[Operand]:
-        """What a second run takes. XLA would merge it with the first, but for a barrier after what was held."""
-        made = [v for _, v in op.value_operands if v in self.graph.producer]
-        bar = set(made or [v for _, v in op.value_operands[:1]])
-        found = list[Operand]()
+        """The operand of a second run. XLA would merge it with the first, but for a barrier after the held values."""
+        computed = [v for _, v in op.value_operands if v in self.graph.producer]
+        bar = set(computed or [v for _, v in op.value_operands[:1]])
+        operands = list[Operand]()
         for x in op.operands:
             if not isinstance(x, int):
-                found.append(x)
+                operands.append(x)
             elif x in self.second:
-                found.append(self.second[x])
+                operands.append(self.second[x])
             else:
-                found.append(self.held_apart(x, op.source) if x in bar else self.first[x])
-        return found
+                operands.append(self.held_apart(x, op.source) if x in bar else self.first[x])
+        return operands
 
     def held_apart(self, value: int, source: str) -> int:
         if value not in self.apart:
@@ -111,11 +111,11 @@ class _Rewriter:
 
     def append(self, op: Op, operands: list[Operand], mark: str) -> list[int]:
         """An op like another on other operands; its results."""
-        made: list[int] = []
+        results: list[int] = []
         for v in op.results:
             like = self.graph.values[v]
-            made.append(len(self.values))
-            name = like.name + mark if mark or not like.name.startswith("v") else f"v{made[-1]}"
-            self.values.append(replace(like, index=made[-1], name=name))
-        self.ops.append(replace(op, index=len(self.ops), operands=tuple(operands), results=tuple(made)))
-        return made
+            results.append(len(self.values))
+            name = like.name + mark if mark or not like.name.startswith("v") else f"v{results[-1]}"
+            self.values.append(replace(like, index=results[-1], name=name))
+        self.ops.append(replace(op, index=len(self.ops), operands=tuple(operands), results=tuple(results)))
+        return results

@@ -34,7 +34,7 @@ class Traced:
 
 
 def is_array_like(leaf: Any) -> bool:
-    """What `jax.jit` would trace: arrays, NumPy and Python numbers, ShapeDtypeStructs."""
+    """The leaves that `jax.jit` would trace: arrays, NumPy and Python numbers, ShapeDtypeStructs."""
     return isinstance(leaf, (jax.Array, jax.ShapeDtypeStruct, np.ndarray, np.generic, bool, int, float, complex))
 
 
@@ -190,12 +190,12 @@ def by_head(paths: Sequence[str]) -> dict[str, list[int]]:
 
 
 def tail_of(path: str) -> str:
-    """What follows the first step of a path."""
+    """The rest of a path after its first step."""
     return path[len(_head_of(path)) :]
 
 
 def under(prefix: str, paths: Sequence[str]) -> dict[str, int]:
-    """The leaves at a path or below it: what follows there -> position."""
+    """The leaves at a path or below it: the rest of their path -> position."""
     rests = ((path[len(prefix) :], i) for i, path in enumerate(paths) if path.startswith(prefix))
     return {rest: i for rest, i in rests if not rest or not prefix or rest[0] in "[."}
 

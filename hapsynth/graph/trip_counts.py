@@ -23,12 +23,12 @@ def expecting(graph: Graph, expect: Mapping[str, Expectation]) -> Graph:
     """
     counts = {r.index: r.count for r in graph.regions}
     for line, value in expect.items():
-        found = [r for r in graph.regions if r.kind in ("while", "cond") and line in _names(r)]
-        if not found:
-            known = ", ".join(dict.fromkeys(f"{r.kind} ({r.source})" for r in graph.regions if r.kind in _ASKED))
-            raise TraceError(f"expect names {line!r}; where the function branches or loops: {known or 'nowhere'}")
+        matching = [r for r in graph.regions if r.kind in ("while", "cond") and line in _names(r)]
+        if not matching:
+            listed = ", ".join(dict.fromkeys(f"{r.kind} ({r.source})" for r in graph.regions if r.kind in _ASKED))
+            raise TraceError(f"expect names {line!r}; where the function branches or loops: {listed or 'nowhere'}")
         kind = "cond" if not _is_number(value) else "while" if cast(float, value) > 1 else ""
-        for r in [r for r in found if r.kind == kind] or found:
+        for r in [r for r in matching if r.kind == kind] or matching:
             if r.kind == "while":
                 counts[r.index] = _trips(line, value)
             else:

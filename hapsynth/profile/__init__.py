@@ -1,1 +1,1 @@
-"""Measures the devices of this job and what joins them; `run.profile` makes a Cluster of it."""
+"""Measures the devices and links of this job; `run.profile` makes a Cluster of it."""

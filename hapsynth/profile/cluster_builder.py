@@ -22,11 +22,11 @@ from hapsynth.profile.sampling import Floats
 from hapsynth.search.cost.network import axis_links
 
 _LATENCY = 0.98
-"""What a collective of no bytes takes of the smallest that was measured."""
+"""The time of a collective of no bytes, as a part of that of the smallest that was measured."""
 
 
 class Builder:
-    """`ran`, `sent`: what was measured. `figures`: seconds and spread of each, [devices, 2]. `memory`: bytes of each
+    """`ran`, `sent`: the measurements. `figures`: seconds and spread of each, [devices, 2]. `memory`: bytes of each
     device, -1 where not known."""
 
     def __init__(
@@ -62,19 +62,20 @@ class Builder:
         return {k.key: (float(t), float(s)) for k in self.ran for t, s in [self.figures[k.key][device]]}
 
     def doubts(self) -> list[Implausible]:
-        """What can't be true of these figures."""
-        found: list[Implausible] = []
+        """The figures that can't be true."""
+        doubts: list[Implausible] = []
         for name, fit in zip(self.names, self.fits, strict=True):
-            found += [*unlikely(name, fit), *unsteady(name, fit.times)]
+            doubts += [*unlikely(name, fit), *unsteady(name, fit.times)]
         wires = {e.key: (t, float(self.figures[e.key][:, 1].max())) for e, t in self._waits()}
-        found += unsteady("all devices", wires)
+        doubts += unsteady("all devices", wires)
         for family in dict.fromkeys(e.family for e in self.sent if e.step != BASE):
-            mine = [e for e in self.sent if e.family == family]
-            times = [(float(e.nbytes), wires[e.key][0]) for e in mine]
-            found += falling("all devices", [e.key for e in mine], times)
+            entries = [e for e in self.sent if e.family == family]
+            times = [(float(e.nbytes), wires[e.key][0]) for e in entries]
+            doubts += falling("all devices", [e.key for e in entries], times)
             if times[-1][1] <= 0:
-                found.append(Implausible(f"{mine[-1].key} takes no longer than a program without it", (mine[-1].key,)))
-        return found
+                key = entries[-1].key
+                doubts.append(Implausible(f"{key} takes no longer than a program without it", (key,)))
+        return doubts
 
     def _waits(self) -> list[tuple[Exchange, float]]:
         """Seconds of one collective, without the program around it; those that there were."""
@@ -100,11 +101,11 @@ class Builder:
         return Cluster(name, tuple(devices), job.hosts, network, intra, self.axes, collectives, self._told())
 
     def _kind(self, group: int) -> DeviceKind:
-        name, mine, fit = self.names[group], self.groups[group], self.fits[group]
-        memory = min(self.memory[i] for i in mine)
+        name, members, fit = self.names[group], self.groups[group], self.fits[group]
+        memory = min(self.memory[i] for i in members)
         if memory <= 0:
             try:
-                memory = kind_of(self.job.devices[mine[0]].device_kind).memory
+                memory = kind_of(self.job.devices[members[0]].device_kind).memory
             except ClusterError:
                 raise ProfileError(f"{name} does not tell how much memory it has, and is no known device") from None
         source = f"hapsynth profile, JAX {jax.__version__}, {platform.node()}"
@@ -123,7 +124,7 @@ class Builder:
         """The curves by axis and collective, and by axis all points of the rings: (bytes over the slowest link,
         seconds)."""
         waits = [(e, t) for e, t in self._waits() if e.step in COLLECTIVES and t > 0]
-        found: dict[str, dict[str, Curve]] = {}
+        curves: dict[str, dict[str, Curve]] = {}
         lines: dict[str, list[tuple[float, float]]] = {}
         for axes, axis in dict.fromkeys((e.axes, e.axis) for e, _ in waits):
             link = axis_links(bare, axes)[[a for a, _ in axes].index(axis)]
@@ -137,10 +138,10 @@ class Builder:
                 if curve is not None:
                     first, spread = curve.points[0][1], curve.spread[0]
                     start = (0.0, rounded(first * _LATENCY))
-                    found.setdefault(axis, {})[step] = Curve((start, *curve.points), (spread, *curve.spread))
+                    curves.setdefault(axis, {})[step] = Curve((start, *curve.points), (spread, *curve.spread))
                 if not (STEPS[step].splits and STEPS[step].joins):
                     lines.setdefault(axis, []).extend((a, t) for a, t, _ in points)
-        return found, lines
+        return curves, lines
 
     def _link(self, points: Sequence[tuple[float, float]]) -> Link:
         if not points:
@@ -149,7 +150,7 @@ class Builder:
         return Link(rounded(link.bandwidth), rounded(link.latency))
 
     def _told(self) -> dict[str, object]:
-        """Where and with what it was measured, and what no cost is made of."""
+        """Place and versions of the measurement, and the figures that no cost uses."""
         spread: dict[str, object] = {}
         alone: dict[str, object] = {}
         dispatch: dict[str, object] = {}

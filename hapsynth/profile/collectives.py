@@ -93,7 +93,7 @@ def runner(job: Job, exchange: Exchange) -> Callable[[], Floats]:
     one = _step(exchange, job.hosts, _gloo.joins(mesh))
 
     def body(x: jax.Array) -> jax.Array:
-        # What every device holds must stay its own, or XLA may see that nothing needs to be sent.
+        # The data of every device must stay its own, or XLA may see that nothing needs to be sent.
         mark = lax.axis_index(exchange.axis).astype(jnp.float32) * 1e-6
         for _ in range(exchange.repeats):
             x = one(x) + mark
@@ -148,13 +148,13 @@ def fitted(points: Points) -> tuple[float, float]:
     x, t = np.array(points, dtype=np.float64).T
     k = len(x)
     lines = np.stack([1 / t, x / t], axis=1)
-    found = linprog(
+    solution = linprog(
         np.r_[0.0, 0.0, np.ones(k)],
         A_ub=np.block([[lines, -np.eye(k)], [-lines, -np.eye(k)]]),
         b_ub=np.r_[np.ones(k), -np.ones(k)],
         method="highs",
     )
-    latency, beta = found.x[:2].tolist()
+    latency, beta = solution.x[:2].tolist()
     return max(latency, 0.0), max(beta, 0.0)
 
 

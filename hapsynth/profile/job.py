@@ -32,9 +32,9 @@ class Job:
 
     def __init__(self, per_process: int | None = None) -> None:
         as_batch_work()
-        mine = jax.local_devices()[:per_process]
+        own_devices = jax.local_devices()[:per_process]
         self.first, self.lone = jax.process_index() == 0, jax.process_count() == 1
-        described = json.dumps([platform.node(), [d.id for d in mine]])
+        described = json.dumps([platform.node(), [d.id for d in own_devices]])
         rows = [json.loads(text) for text in self._texts(described)]
         by_id = {d.id: d for d in jax.devices()}
         self.devices: list[Any] = [by_id[i] for _, ids in rows for i in ids]
@@ -56,7 +56,7 @@ class Job:
         return tuple(list(dict.fromkeys(names)).index(name) for name in names)
 
     def fingerprint(self, options: object) -> str:
-        """Changes with the devices, the versions and what is asked for."""
+        """Changes with the devices, the versions and the options."""
         seen = [(d.platform, d.device_kind, d.process_index, m) for d, m in zip(self.devices, self.machines)]
         text = json.dumps([seen, jax.__version__, os.cpu_count(), options])
         return hashlib.sha256(text.encode()).hexdigest()[:16]
@@ -65,24 +65,24 @@ class Job:
         """Whether it holds in every process."""
         return self.least(float(holds)) > 0
 
-    def least(self, mine: float) -> float:
+    def least(self, value: float) -> float:
         """The least number of all processes."""
-        return mine if self.lone else float(np.min(multihost_utils.process_allgather(np.array([mine], np.float32))))
+        return value if self.lone else float(np.min(multihost_utils.process_allgather(np.array([value], np.float32))))
 
-    def gather(self, mine: Floats) -> Floats:
+    def gather(self, own_rows: Floats) -> Floats:
         """[local devices, k] of each process -> [devices, k] in all."""
         most = max(sum(d.process_index == p for d in self.devices) for p in range(jax.process_count()))
         if self.lone:
-            return mine
-        padded = np.zeros((most, mine.shape[1]), np.float32)
-        padded[: len(mine)] = mine
+            return own_rows
+        padded = np.zeros((most, own_rows.shape[1]), np.float32)
+        padded[: len(own_rows)] = own_rows
         rows = np.asarray(multihost_utils.process_allgather(padded), np.float64)
         seen = [0] * jax.process_count()
-        found = np.zeros((self.n, mine.shape[1]))
+        gathered = np.zeros((self.n, own_rows.shape[1]))
         for i, device in enumerate(self.devices):
-            found[i] = rows[device.process_index, seen[device.process_index]]
+            gathered[i] = rows[device.process_index, seen[device.process_index]]
             seen[device.process_index] += 1
-        return found
+        return gathered
 
     def shared(self, text: str) -> str:
         """The first process's text, in all."""
@@ -125,9 +125,9 @@ class Job:
         here = [self.machines[i] == platform.node() for i in range(self.n)]
         sharing = sum(h and d.platform == "cpu" for h, d in zip(here, self.devices, strict=True))
         most = {i: free(self.devices[i]) for i in self.local}
-        mine = [m // sharing if self.devices[i].platform == "cpu" else m for i, m in most.items()]
+        own_bytes = [m // sharing if self.devices[i].platform == "cpu" else m for i, m in most.items()]
         # In MiB: numbers cross between processes as float32.
-        return [int(m) << 20 for m in self.gather(np.array([[m >> 20] for m in mine], np.float64))[:, 0]]
+        return [int(m) << 20 for m in self.gather(np.array([[m >> 20] for m in own_bytes], np.float64))[:, 0]]
 
 
 def _filled(mesh: Mesh, spec: PartitionSpec, shape: tuple[int, ...], value: float, dtype: str) -> jax.Array:

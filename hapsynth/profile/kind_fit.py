@@ -1,4 +1,4 @@
-"""From raw times to device kinds: which devices are alike, and what one of them does in how long."""
+"""From raw times to device kinds: which devices are alike, and how fast each kind is."""
 
 from __future__ import annotations
 
@@ -31,27 +31,27 @@ def groups(names: Sequence[str], seconds: Floats, spread: float = 0.0) -> list[l
     """
     everywhere = np.isfinite(seconds).all(axis=0) & (seconds > 0).all(axis=0)
     slowness = np.log(seconds[:, everywhere]).mean(axis=1) if everywhere.any() else np.zeros(len(names))
-    found: list[list[int]] = []
+    groups: list[list[int]] = []
     for name in dict.fromkeys(names):
-        mine = sorted((i for i, other in enumerate(names) if other == name), key=lambda i: slowness[i])
+        members = sorted((i for i, other in enumerate(names) if other == name), key=lambda i: slowness[i])
         first: list[int] = []
-        for i in mine:
+        for i in members:
             if not first or slowness[i] - slowness[first[0]] > log(1 + ALIKE + spread):
                 first = []
-                found.append(first)
+                groups.append(first)
             first.append(i)
-    return found
+    return groups
 
 
 def by_memory(devices: Sequence[int], memory: Sequence[int]) -> list[list[int]]:
     """Devices of like speed in groups of like memory, the group with the most first. memory: bytes of every device,
     below 0 where not known."""
-    found: list[list[int]] = []
+    groups: list[list[int]] = []
     for i in sorted(devices, key=lambda i: -memory[i]):
-        if not found or max(memory[i], 0) * (1 + ALIKE) < memory[found[-1][0]]:
-            found.append([])
-        found[-1].append(i)
-    return found
+        if not groups or max(memory[i], 0) * (1 + ALIKE) < memory[groups[-1][0]]:
+            groups.append([])
+        groups[-1].append(i)
+    return groups
 
 
 def typical(rows: Sequence[Times]) -> dict[str, tuple[float, float]]:
@@ -61,7 +61,7 @@ def typical(rows: Sequence[Times]) -> dict[str, tuple[float, float]]:
 
 
 class KindFit:
-    """What the times of a kind's figures say. `kernels`: those that were run, by key."""
+    """Rates, bandwidth and overhead from the times of a kind's figures. `kernels`: those that were run, by key."""
 
     def __init__(self, kernels: Sequence[Kernel], times: Times) -> None:
         self.kernels = [k for k in kernels if k.key in times]
@@ -83,8 +83,8 @@ class KindFit:
 
     def points(self, family: str, dtype: str) -> list[tuple[float, float, float]]:
         """(amount, seconds, spread) of one op, in order of size."""
-        mine = [k for k in self.kernels if (k.family, k.dtype) == (family, dtype)]
-        return [(k.amount, self.net(k), self.times[k.key][1]) for k in mine]
+        kernels = [k for k in self.kernels if (k.family, k.dtype) == (family, dtype)]
+        return [(k.amount, self.net(k), self.times[k.key][1]) for k in kernels]
 
     def curve(self, family: str, dtype: str) -> Curve | None:
         """None where nothing took measurably long."""
@@ -92,13 +92,13 @@ class KindFit:
 
     def ops(self) -> dict[str, MeasuredOp]:
         """The ops that were measured by themselves. A time that is no longer than its figure varies by says nothing."""
-        found: dict[str, MeasuredOp] = {}
+        measured: dict[str, MeasuredOp] = {}
         for signature, op in dict.fromkeys((k.family, k.op) for k in self.kernels if k.op):
-            mine = [(k, *self.times[k.key]) for k in self.kernels if k.family == signature]
-            points = [(k.amount, self.net(k), spread) for k, whole, spread in mine if self.net(k) > spread * whole]
+            timed = [(k, *self.times[k.key]) for k in self.kernels if k.family == signature]
+            points = [(k.amount, self.net(k), spread) for k, whole, spread in timed if self.net(k) > spread * whole]
             if curve := smooth(points):
-                found[signature] = MeasuredOp(op, curve)
-        return found
+                measured[signature] = MeasuredOp(op, curve)
+        return measured
 
     def kind(self, name: str, dtypes: Sequence[str], memory: int, source: str) -> DeviceKind | None:
         """None where the bandwidth or the rate of float32 matmuls came out as none at all."""

@@ -27,14 +27,14 @@ from hapsynth.search.cost.model import CostModel
 from hapsynth.search.cost.work import lanes_of, tiled
 
 PART = 0.95
-"""Of the predicted seconds of all ops that can be measured: what those come to that are."""
+"""The measured ops' part of the predicted seconds of all ops that can be measured."""
 MOST_OPS, MOST_OPS_QUICK = 40, 10
 HALVINGS = 3
 """An eighth; the part of one of the devices where these are more."""
 
 
 class Ops:
-    """What can be measured of a function by itself: its ops that have a signature, each once."""
+    """The ops of a function that can be measured by themselves: those that have a signature, each once."""
 
     def __init__(self, graph: Graph) -> None:
         self.graph, self.table = graph, FactorTable(graph)
@@ -49,7 +49,7 @@ class Ops:
                 self._runs[signature] = self._runs.get(signature, 0.0) + graph.runs[op.region]
         first = [(v, 0, (), 0) for v in graph.inputs if v not in graph.state]
         self._batch = {self.kin.find(node) for node in first if node in self.kin.parent}
-        """What stands for the dimensions that are cut together with the first of an argument that is new each step."""
+        """The roots of the dimensions that are cut together with the first of an argument that is new each step."""
 
     def heaviest(self, kind: DeviceKind, most: int = MOST_OPS) -> list[str]:
         """The signatures of those that a kind of device takes longest over in a step, the heaviest first."""
@@ -100,9 +100,9 @@ class Ops:
         local = Local(op, factors, (triple,), shapes, (result,), cuts, lambda _: jnp.int32(0), platform)
 
         def fn(*arrays: Any) -> Any:
-            given = iter(arrays)
-            (made,) = execute(local, [next(given) if isinstance(o, int) else o.value for o in op.operands])
-            return made
+            inputs = iter(arrays)
+            (output,) = execute(local, [next(inputs) if isinstance(o, int) else o.value for o in op.operands])
+            return output
 
         operands = tuple((shape, 1.0) for shape, o in zip(shapes, op.operands, strict=True) if isinstance(o, int))
         amount, dtype = amount_of(op, GRANULARITY) * share, str(op.dtypes[0])

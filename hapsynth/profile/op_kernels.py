@@ -1,4 +1,4 @@
-"""What is run on each device to see how fast it is.
+"""The kernels that measure how fast a device is.
 
 A kernel repeats one op on its own result, so that nothing can be left out or run side by side; the values stay at 1.
 Sizes rise within a family, so that the later ones can be left out where they would take too long.
@@ -28,7 +28,7 @@ Operand = tuple[tuple[int, ...], float]
 class Kernel:
     """`fn` of `operands` runs `repeats` ops of `amount` FLOPs (`stream`: bytes) each, in `launches` kernels.
 
-    `op`: of a family that is an op's signature, what a person knows it by. `result`: its shape, where that is not the
+    `op`: of a family that is an op's signature, its name for a person. `result`: its shape, where that is not the
     first operand's.
     """
 
@@ -50,9 +50,9 @@ class Kernel:
     @property
     def nbytes(self) -> float:
         """Of its operands and result."""
-        made = self.operands[0][0] if self.result is None else self.result
-        held = sum(prod(shape) for shape, _ in self.operands) + prod(made)
-        return float(held * jnp.dtype(self.dtype).itemsize)
+        result = self.operands[0][0] if self.result is None else self.result
+        elements = sum(prod(shape) for shape, _ in self.operands) + prod(result)
+        return float(elements * jnp.dtype(self.dtype).itemsize)
 
 
 GRANULARITY = DEFAULT_GRANULARITY
@@ -110,7 +110,7 @@ def _repeated(
 
 
 def _layer(dtype: str, rows: int, width: int) -> Kernel:
-    """What a layer's training step multiplies: rows by square weights, and the gradients of both."""
+    """The products of a layer's training step: rows by square weights, and the gradients of both."""
 
     def fn(x: jax.Array, w: jax.Array) -> jax.Array:
         for _ in range(2):

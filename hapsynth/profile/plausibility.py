@@ -17,14 +17,14 @@ MOST_FLOPS, MOST_BYTES = 2e16, 1e14
 
 
 class Implausible(NamedTuple):
-    """What is wrong, and the figures to measure again."""
+    """A doubt in words, and the figures to measure again."""
 
     text: str
     keys: tuple[str, ...]
 
 
 class ProfileError(ValueError):
-    """Nothing can be measured here, or what was measured can't be true."""
+    """Nothing can be measured here, or the measured figures can't be true."""
 
 
 def refusal(doubts: Sequence[Implausible], partial: str) -> ProfileError:

@@ -1,4 +1,4 @@
-"""What has been measured so far, kept in a file so that an interrupted profile goes on where it was."""
+"""The measurements so far, kept in a file so that an interrupted profile goes on where it was."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class State:
         self.figures: dict[str, Floats] = {}
 
     def load(self) -> str:
-        """Read the file where there is one; what to tell a person about it, or ''."""
+        """Read the file where there is one; a note about it for a person, or ''."""
         if self.file is None or not self.file.exists():
             return ""
         try:

@@ -53,7 +53,7 @@ def profile(
     tell: Callable[[str], None] = lambda _: None,
     note: Callable[[str], None] = lambda _: None,
 ) -> Cluster:
-    """Measure the devices of this job and what joins them; called by all its processes.
+    """Measure the devices and links of this job; called by all its processes.
 
     `graph`: of a function (`hapsynth.graph.trace`), the same in all processes, whose heavy ops are measured too.
     `partial`: the file that keeps what has been measured until all has been. `tell` is called with what is being
@@ -67,11 +67,11 @@ def profile(
             f"the mesh {shape} does not fit the {job.n} devices of this job; give sizes that make {job.n}"
         )
     state = State(partial if job.first else None, job.fingerprint(asdict(options)))
-    if said := state.load():
-        note(said)
+    if text := state.load():
+        note(text)
     state.figures = unpacked(json.loads(job.shared(json.dumps(packed(state.figures)))))
-    known = [m for m in job.memory() if m > 0]
-    measuring = _Measuring(job, options, state, tell, min(known, default=1 << 62))
+    limits = [m for m in job.memory() if m > 0]
+    measuring = _Measuring(job, options, state, tell, min(limits, default=1 << 62))
     ran = measuring.kernels(list(kernels(_dtypes(job, options), options.quick)))
     ran += measuring.kernels(_heavy(job, options, graph, ran, state.figures)) if graph is not None else []
     sent = measuring.exchanges(list(exchanges(axes, job.hosts, options.quick)) if job.n > 1 else [])
@@ -127,7 +127,7 @@ class _Measuring:
         """Likewise."""
         done: list[Exchange] = []
         for e in wanted:
-            # What small ones take is latency, and says nothing of the next size.
+            # Small ones take their latency, which says nothing of the next size.
             sized = (x for x in reversed(done) if x.family == e.family and x.nbytes >= _LATENCY_BYTES)
             before = next(sized, None)
             if self._fits(before and before.key, 1.0, 2.0 * e.nbytes * e.n):
@@ -136,7 +136,7 @@ class _Measuring:
         return [e for e in done if np.isfinite(self.state.figures[e.key]).all()]
 
     def _fits(self, before: str | None, growth: float, nbytes: float) -> bool:
-        """Whether the next size of a family is to be tried, after what was measured of the one before."""
+        """Whether the next size of a family is to be tried, after the measurement of the one before."""
         if 4 * nbytes > self.memory:
             return False
         return before is None or float(self.state.figures[before][:, 0].max()) * growth <= self.options.longest_s
@@ -179,5 +179,5 @@ class _Measuring:
         o = self.options
         return sampled(once, least, o.tolerance, o.limit_s, o.window_s)
 
-    def _keep(self, key: str, mine: Floats) -> None:
-        self.state.add(key, self.job.gather(mine))
+    def _keep(self, key: str, seconds: Floats) -> None:
+        self.state.add(key, self.job.gather(seconds))

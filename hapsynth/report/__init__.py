@@ -1,1 +1,1 @@
-"""What a person sees: the command line's tables, JSON documents, progress and error lines."""
+"""The command line's output: tables, JSON documents, progress and error lines."""

@@ -1,4 +1,4 @@
-"""What `hapsynth compare` prints: the plan beside the baselines."""
+"""The report of `hapsynth compare`: the plan beside the baselines."""
 
 from __future__ import annotations
 
@@ -58,5 +58,5 @@ def print_comparison(out: Console, plan: Plan, entries: Mapping[str, Entry]) -> 
     print_certificate(out, plan)
 
 
-def _cell(found: tuple[int, float] | None) -> str:
-    return "-" if found is None else f"{found[0]}  {nbytes(found[1])}"
+def _cell(traffic: tuple[int, float] | None) -> str:
+    return "-" if traffic is None else f"{traffic[0]}  {nbytes(traffic[1])}"

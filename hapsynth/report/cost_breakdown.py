@@ -37,7 +37,7 @@ COST_SCHEMA = "hapsynth-cost-1"
 class Computing:
     """An op, or an argument that is fed, on the device that takes longest over it; figures are those of one run.
 
-    `op_class`: what it counts as, or `fed`, `other`. `seconds`: of all runs. `device`: its position in the cluster.
+    `op_class`: the class of its work, or `fed`, `other`. `seconds`: of all runs. `device`: its position in the cluster.
     `flops`: of whole tiles, which take `compute_s` seconds.
     """
 
@@ -93,13 +93,13 @@ Line = Computing | Sending
 
 
 def cost_lines(plan: Plan) -> list[Line]:
-    """What a plan's seconds are made of, arguments first, then the instructions in order; those that take no time are
+    """The terms of a plan's seconds, arguments first, then the instructions in order; those that take no time are
     left out."""
     return [line for line in _Lines(plan).all() if line.seconds > 0]
 
 
 def cost_record(plan: Plan, lines: Sequence[Line]) -> dict[str, Any]:
-    """What `explain --cost --json` writes."""
+    """The document of `explain --cost --json`."""
     return {
         "schema": COST_SCHEMA,
         "cost_s": plan.cost,
@@ -184,7 +184,7 @@ class _Lines:
     def _sending(
         self, what: str, step: str, axis: int, took: tuple[float, float, float], sent: tuple[float, float], runs: float
     ) -> Sending:
-        """`took`: seconds, of them the latency and what is for transposes; `sent`: bytes, and the padding of them."""
+        """`took`: seconds, of them the latency and those for transposes; `sent`: bytes, and the padding of them."""
         (seconds, latency, turned), (wire, padding) = took, sent
         per_byte = (seconds - latency - turned) / wire if wire else 0.0
         source = link_source(self.model, axis, step)
@@ -254,26 +254,26 @@ def print_costs(out: Console, plan: Plan, lines: Sequence[Line], top: int) -> No
         out.print(_formula(line))
     out.print(heading("Where the figures come from"))
     # Of the ops of a class some may have been measured themselves.
-    found = {(f"{c.kind}: {c.dtype} {c.op_class}", c.rate_from) for c in computing if c.rate}
-    found |= {(f"{c.kind}: bandwidth, overhead", c.bandwidth_from) for c in computing}
-    found |= {(f"{s.step} along {s.axis}", s.link_from) for s in sending}
-    out.print(table(["figure", "source"], sorted(found), left=2))
+    rates = {(f"{c.kind}: {c.dtype} {c.op_class}", c.rate_from) for c in computing if c.rate}
+    rates |= {(f"{c.kind}: bandwidth, overhead", c.bandwidth_from) for c in computing}
+    rates |= {(f"{s.step} along {s.axis}", s.link_from) for s in sending}
+    out.print(table(["figure", "source"], sorted(rates), left=2))
 
 
 def _groups(
     lines: Iterable[_L], key: Callable[[_L], object], cells: Callable[[list[_L]], list[str]], total: float
 ) -> list[list[str]]:
     """A row for each group of like lines, the dearest first."""
-    found: dict[object, list[_L]] = {}
+    groups: dict[object, list[_L]] = {}
     for line in lines:
-        found.setdefault(key(line), []).append(line)
-    spent = {k: fsum(line.seconds for line in group) for k, group in found.items()}
-    order = sorted(found, key=lambda k: -spent[k])
-    return [[*cells(found[k]), seconds(spent[k]), percent(spent[k] / total)] for k in order]
+        groups.setdefault(key(line), []).append(line)
+    spent = {k: fsum(line.seconds for line in group) for k, group in groups.items()}
+    order = sorted(groups, key=lambda k: -spent[k])
+    return [[*cells(groups[k]), seconds(spent[k]), percent(spent[k] / total)] for k in order]
 
 
 def _computed(group: list[Computing]) -> list[str]:
-    """The work is what takes longer: FLOPs or bytes."""
+    """The work is FLOPs or bytes, whichever takes longer."""
     first = group[0]
     launches = fsum(c.runs * c.launches for c in group)
     cells = [f"{first.dtype} {first.op_class}", first.kind, f"{fsum(c.runs for c in group):g}"]

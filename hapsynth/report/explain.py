@@ -1,22 +1,23 @@
-"""What `hapsynth explain` prints: where the seconds go, and why each value lies as it does."""
+"""The report of `hapsynth explain`: where the seconds go, and why each value lies as it does."""
 
 from __future__ import annotations
 
 import difflib
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol, Self
 
 from rich.console import Console
 
 from hapsynth._errors import UsageError
 from hapsynth._quantities import nbytes, percent, plural, seconds
-from hapsynth.instructions.layout import format_layout
+from hapsynth.instructions.layout import Layout, format_layout
 from hapsynth.instructions.program.program import Convert, reads, writes
 from hapsynth.plan import Plan
 from hapsynth.report.names import Names
 from hapsynth.report.summary import print_certificate, print_left_out, sizes_table
 from hapsynth.report.tables import heading, table
-from hapsynth.search.cost.program_cost import feed_costs
+from hapsynth.search.cost.program_cost import Cost, feed_costs
 from hapsynth.search.memory.profile import padded_bytes
 from hapsynth.whatif.alternatives import Alternative, Alternatives
 
@@ -34,19 +35,51 @@ def find_value(plan: Plan, name: str) -> int:
     return value
 
 
+class Answers(Protocol):
+    """The costs of a plan and of the programs beside it, as `Alternatives` computes them."""
+
+    @property
+    def costs(self) -> Sequence[Cost]: ...
+
+    @property
+    def layouts(self) -> Mapping[int, Layout]: ...
+
+    def spent(self) -> Mapping[int, float]: ...
+
+    def others(self, value: int) -> Sequence[Layout]: ...
+
+    def best_with(self, value: int, layout: Layout) -> Alternative | None: ...
+
+    def best_other(self, value: int) -> Alternative | None: ...
+
+
 class Explainer:
     """Prints explanations of one plan.
 
-    `top`: of how many values and instructions. `tell` is called with what is being done.
+    `fed_s`: the seconds of each argument that is new at every step. `top`: how many values and instructions are
+    listed. `tell` is called with the name of each search.
     """
 
-    def __init__(self, out: Console, plan: Plan, top: int, tell: Callable[[str], None]) -> None:
-        self.out, self.plan, self.top, self.tell = out, plan, top, tell
+    def __init__(
+        self,
+        out: Console,
+        plan: Plan,
+        answers: Answers,
+        fed_s: Sequence[float],
+        top: int,
+        tell: Callable[[str], None],
+    ) -> None:
+        self.out, self.plan, self.answers, self.top, self.tell = out, plan, answers, top, tell
         self.graph, self.names = plan.traced.graph, Names(plan.traced)
-        self.known = Alternatives(plan)
-        fed = [s for _, s in feed_costs(plan.program, plan.sizes, self.known.model)]
-        self.fed, self.fed_s = len(fed), sum(fed)
-        self.total = self.fed_s + sum(cost.seconds for cost in self.known.costs)
+        self.fed, self.fed_s = len(fed_s), sum(fed_s)
+        self.total = self.fed_s + sum(cost.seconds for cost in answers.costs)
+
+    @classmethod
+    def of(cls, out: Console, plan: Plan, top: int, tell: Callable[[str], None]) -> Self:
+        """With the costs of today's cost model."""
+        alternatives = Alternatives(plan)
+        fed_s = [s for _, s in feed_costs(plan.program, plan.sizes, alternatives.model)]
+        return cls(out, plan, alternatives, fed_s, top, tell)
 
     def everything(self) -> None:
         """Where the seconds go, the cuts, the inputs, and the most expensive values."""
@@ -65,36 +98,36 @@ class Explainer:
         print_certificate(self.out, self.plan)
 
     def one(self, value: int) -> None:
-        """Everything about one value: where it lies when, and what every other layout would cost."""
+        """Everything about one value: its layouts along the program, and the cost of every other one."""
         self.out.print(
             f"{self.names.value(value)}  {self.names.shape(value)}, {nbytes(self.graph.values[value].nbytes)}"
         )
         rows: list[list[str]] = []
-        for cost in self.known.costs:
+        for cost in self.answers.costs:
             i = cost.instruction
-            mine = [p for p in (*reads(self.graph, i), *writes(self.graph, i)) if p[0] == value]
-            if mine:
-                layouts = " -> ".join(dict.fromkeys(format_layout(layout) for _, layout in mine))
+            touched = [p for p in (*reads(self.graph, i), *writes(self.graph, i)) if p[0] == value]
+            if touched:
+                layouts = " -> ".join(dict.fromkeys(format_layout(layout) for _, layout in touched))
                 rows.append(
                     [self.names.instruction(cost.instruction), layouts, seconds(cost.seconds), _bytes(cost.wire_bytes)]
                 )
         self.out.print(heading("Instructions that touch it"))
         self.out.print(table(["instruction", "layout", "seconds", "wire bytes"], rows, left=2))
         self.out.print(heading("The best program with each layout of it, at the plan's shard sizes"))
-        held = format_layout(self.known.layouts[value])
+        planned = format_layout(self.answers.layouts[value])
         memory = tuple(self.plan.memory[d] for d in self.plan.devices)
-        rows = [[f"{held} (the plan)", seconds(self.plan.cost), "", "", nbytes(max(memory)), self._fits(memory)]]
-        for layout in self.known.others(value):
+        rows = [[f"{planned} (the plan)", seconds(self.plan.cost), "", "", nbytes(max(memory)), self._fits(memory)]]
+        for layout in self.answers.others(value):
             self.tell(f"searching without the layout of {self.names.value(value)}")
-            found = self.known.best_with(value, layout)
-            rows.append([format_layout(layout), *self._cells(found)])
+            best = self.answers.best_with(value, layout)
+            rows.append([format_layout(layout), *self._cells(best)])
         self.out.print(table(["layout", "step time", "difference", "", "memory", "fits"], rows))
 
     def _kinds(self) -> None:
         count: Counter[str] = Counter()
         spent: dict[str, float] = {}
         wire: dict[str, float] = {}
-        for cost in self.known.costs:
+        for cost in self.answers.costs:
             i = cost.instruction
             name = i.step if isinstance(i, Convert) else self.graph.ops[i.op].name
             count[name] += 1
@@ -115,14 +148,14 @@ class Explainer:
         self.out.print(table(["instruction", "count", "seconds", "share", "wire bytes"], rows))
 
     def _collectives(self) -> None:
-        found = [c for c in self.known.costs if isinstance(c.instruction, Convert) and c.instruction.is_collective]
-        found.sort(key=lambda c: -c.seconds)
+        costs = [c for c in self.answers.costs if isinstance(c.instruction, Convert) and c.instruction.is_collective]
+        costs.sort(key=lambda c: -c.seconds)
         rows = [
             [self.names.instruction(c.instruction), nbytes(c.wire_bytes), seconds(c.seconds), self._share(c.seconds)]
-            for c in found[: self.top]
+            for c in costs[: self.top]
         ]
-        if len(found) > self.top:
-            rest = found[self.top :]
+        if len(costs) > self.top:
+            rest = costs[self.top :]
             left = sum(c.seconds for c in rest)
             rows.append(
                 [f"{len(rest)} more", nbytes(sum(c.wire_bytes for c in rest)), seconds(left), self._share(left)]
@@ -144,7 +177,7 @@ class Explainer:
             layout = program.inputs[value]
             stored = padded_bytes(sizes, value, layout)
             self.tell(f"searching without the layout of {self.names.value(value)}")
-            other = self.known.best_other(value)
+            other = self.answers.best_other(value)
             rows.append(
                 [
                     self.names.value(value),
@@ -164,17 +197,17 @@ class Explainer:
         self.out.print(table(headers, rows))
 
     def _values(self) -> None:
-        spent = self.known.spent()
+        spent = self.answers.spent()
         order = [v for v in sorted(spent, key=lambda v: (-spent[v], v)) if v in self.graph.producer]
         rows: list[list[str]] = []
         for value in order[: self.top]:
             self.tell(f"searching without the layout of {self.names.value(value)}")
-            other = self.known.best_other(value)
+            other = self.answers.best_other(value)
             cells = self._cells(other)
             rows.append(
                 [
                     self.names.value(value),
-                    format_layout(self.known.layouts[value]),
+                    format_layout(self.answers.layouts[value]),
                     seconds(spent[value]),
                     "-" if other is None else format_layout(other.layout),
                     *cells[1:3],
@@ -183,20 +216,20 @@ class Explainer:
         self.out.print(heading("The dearest values: how each is made, and the best program that makes it otherwise"))
         self.out.print(table(["value", "made as", "seconds", "otherwise", "costs", ""], rows, left=2))
 
-    def _cells(self, found: Alternative | None) -> list[str]:
+    def _cells(self, other: Alternative | None) -> list[str]:
         """Step time, difference in seconds and percent, memory, fits."""
-        if found is None:
+        if other is None:
             return ["impossible", "-", "", "-", "-"]
-        more = found.cost_s - self.plan.cost
+        more = other.cost_s - self.plan.cost
         # The search proves its results to a relative 1e-5: less than that is nothing.
         if abs(more) <= 2e-5 * self.plan.cost:
             more = 0.0
-        memory = found.memory_bytes
+        memory = other.memory_bytes
         sign = "+" if more >= 0 else "-"
-        if more and not found.proved:
+        if more and not other.proved:
             sign = f"<= {sign}"
         return [
-            seconds(found.cost_s),
+            seconds(other.cost_s),
             sign + seconds(abs(more)) if more else "no more",
             f"{sign}{percent(abs(more) / self.plan.cost)}" if more else "",
             "-" if memory is None else nbytes(max(memory)),
@@ -206,7 +239,7 @@ class Explainer:
     def _fits(self, memory: Sequence[float]) -> str:
         """Whether each device that takes part has so much."""
         limits = self.plan.result.room.limits
-        return "yes" if all(held <= limit for held, limit in zip(memory, limits, strict=True)) else "no"
+        return "yes" if all(peak <= limit for peak, limit in zip(memory, limits, strict=True)) else "no"
 
     def _share(self, spent: float) -> str:
         return percent(spent / self.total) if self.total else "-"

@@ -34,7 +34,7 @@ def costs_of(plan: Plan, model: CostModel | None = None) -> list[Cost]:
 
 
 def search_record(plan: Plan) -> dict[str, Any]:
-    """What `search --json` writes."""
+    """The document of `search --json`."""
     result = plan.result
     timings = result.timings_s
     return {
@@ -78,7 +78,7 @@ def infeasible_record(
     *,
     exact: bool = False,
 ) -> dict[str, Any]:
-    """What `search --json` writes where no program fits: the same keys, null for what there is none of."""
+    """The document of `search --json` where no program fits: the same keys, null where there is no figure."""
     limits = list(MemoryBudget.of(cluster, limit).limits)
     return {
         "schema": SEARCH_SCHEMA,
@@ -117,9 +117,9 @@ def comparison(plan: Plan) -> dict[str, Entry]:
     """The plan, as `hapsynth`, and every baseline, all costed by one model."""
     model = plan.cost_model()
     memory, limits = plan.result.memory_bytes, plan.result.memory_limit_bytes
-    peak, fits = max(memory), all(held <= limit for held, limit in zip(memory, limits, strict=True))
+    peak, fits = max(memory), all(used <= limit for used, limit in zip(memory, limits, strict=True))
     entries = {"hapsynth": Entry(plan.cost, peak, fits, traffic(plan.program, plan.sizes, model))}
-    # What people run today runs on all devices.
+    # Today's usual systems run on all devices.
     whole, task = model.on(plan.cluster), Task(plan.traced.graph, plan.cluster, PlanningOptions(min(limits)))
     for name, b in Baselines(task).all().items():
         entries[name] = Entry(b.cost_s, b.memory_bytes, b.fits, traffic(b.program, b.sizes, whole))
@@ -128,17 +128,17 @@ def comparison(plan: Plan) -> dict[str, Entry]:
 
 def traffic(program: Program, sizes: Sizes, model: CostModel) -> dict[str, tuple[int, float]]:
     """Collective -> (how many, bytes over the slowest link in all)."""
-    found: dict[str, tuple[int, float]] = {}
+    total: dict[str, tuple[int, float]] = {}
     for cost in instruction_costs(program, sizes, model):
         i = cost.instruction
         if isinstance(i, Convert) and i.is_collective:
-            count, wire = found.get(i.step, (0, 0.0))
-            found[i.step] = count + 1, wire + cost.wire_bytes
-    return dict(sorted(found.items()))
+            count, wire = total.get(i.step, (0, 0.0))
+            total[i.step] = count + 1, wire + cost.wire_bytes
+    return dict(sorted(total.items()))
 
 
 def compare_record(entries: Mapping[str, Entry]) -> dict[str, Any]:
-    """What `compare --json` writes. `speedup`: of the plan over this one."""
+    """The document of `compare --json`. `speedup`: of the plan over this one."""
     ours = entries["hapsynth"].cost_s
     return {
         "schema": COMPARE_SCHEMA,
@@ -161,7 +161,7 @@ def run_record(
     step_s: Sequence[float],
     yardsticks: Sequence[tuple[str, str]] = (),
 ) -> dict[str, Any]:
-    """What `run --json` writes: the largest relative error of each output leaf over all steps (null: not finite).
+    """The document of `run --json`: the largest relative error of each output leaf over all steps (null: not finite).
 
     `yardsticks`: of the leaves that are not judged by the plain one (`hapsynth.running.check.CheckReport`).
     """

@@ -1,4 +1,4 @@
-"""What the values and dimension classes of a plan are called in a report."""
+"""The names of a plan's values and dimension classes in a report."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hapsynth.instructions.program.sizes import DimensionClass
 
 
 class Names:
-    """Names by which a user knows values: argument paths, and source lines for what the function computes."""
+    """Names by which a user knows values: argument paths, and source lines for computed values."""
 
     def __init__(self, traced: Traced) -> None:
         self.graph = traced.graph
@@ -18,7 +18,7 @@ class Names:
         self.by_path = {path: value for value, path in self.paths.items()}
 
     def value(self, value: int) -> str:
-        """`[0]['params']['w']` for an argument, `v80 dot_general (mlp.py:57)` for what an op makes."""
+        """`[0]['params']['w']` for an argument, `v80 dot_general (mlp.py:57)` for an op's result."""
         if value in self.paths:
             return self.paths[value] or "the argument"
         name = self.graph.values[value].name
@@ -33,8 +33,8 @@ class Names:
             return f"{i.step} {format_layout(i.source)} -> {format_layout(i.target)} of {self.value(i.value)}"
         op = self.graph.ops[i.op]
         # The test of a loop makes nothing.
-        made = "".join(f" -> {self.graph.values[v].name}" for v in op.results[:1])
-        return f"{op.name}{made}" + (f" ({op.source})" if op.source else "")
+        results = "".join(f" -> {self.graph.values[v].name}" for v in op.results[:1])
+        return f"{op.name}{results}" + (f" ({op.source})" if op.source else "")
 
     def shape(self, value: int) -> str:
         """`f32[256, 512]`"""
@@ -60,5 +60,5 @@ class Names:
         return float(sum(self._weight(v) for v in dict.fromkeys(v for v, *_ in cls.members)))
 
     def _weight(self, value: int) -> int:
-        found: Value = self.graph.values[value]
-        return found.nbytes
+        tensor: Value = self.graph.values[value]
+        return tensor.nbytes

@@ -1,4 +1,4 @@
-"""A program in brief: what lies how, then every collective, with the local instructions between them counted."""
+"""A program in brief: every collective, with the local instructions between them counted."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from hapsynth.search.result import Progress
 
 @contextmanager
 def progress(wanted: bool | None) -> Generator[Callable[[Progress], None] | None]:
-    """What to hand to the search; None where nothing is to be shown.
+    """The callback for the search; None where nothing is to be shown.
 
     `wanted` None: shown where standard error is a terminal. True on anything else: a line for every new best cost.
     """
@@ -32,7 +32,7 @@ def progress(wanted: bool | None) -> Generator[Callable[[Progress], None] | None
 
 @contextmanager
 def activity() -> Generator[Callable[[str], None]]:
-    """Shows what is being done, as one line on a terminal; does nothing where standard error is none."""
+    """Shows the current activity, as one line on a terminal; does nothing where standard error is none."""
     if not sys.stderr.isatty():
         yield lambda _: None
         return

@@ -1,4 +1,4 @@
-"""Several functions with one state on the command line: picking one, and what `hapsynth search` tells of them all."""
+"""The report of `hapsynth search` of several functions with one state."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import Any
 from rich.console import Console
 
 from hapsynth._quantities import finite, percent, plural, seconds
-from hapsynth.report.json_records import SEVERAL_SCHEMA, search_record
+from hapsynth.report.json_records import SEVERAL_SCHEMA, costs_of, search_record
 from hapsynth.report.summary import print_summary
 from hapsynth.report.tables import heading, table
 from hapsynth.several.plans import Plans
 
 
 def several_record(plans: Plans) -> dict[str, Any]:
-    """What `search --json` writes of several functions."""
+    """The document of `search --json` of several functions."""
     return {
         "schema": SEVERAL_SCHEMA,
         "status": "planned",
@@ -29,7 +29,7 @@ def several_record(plans: Plans) -> dict[str, Any]:
 
 
 def several_infeasible_record(frequency: dict[str, float], message: str) -> dict[str, Any]:
-    """As `several_record`, where no programs fit: the same keys, null for what there is none of."""
+    """As `several_record`, where no programs fit: the same keys, null where there is no figure."""
     return {
         "schema": SEVERAL_SCHEMA,
         "status": "infeasible",
@@ -43,14 +43,14 @@ def several_infeasible_record(frequency: dict[str, float], message: str) -> dict
 
 
 def print_several(out: Console, plans: Plans, *, listing: bool = False) -> None:
-    """What the state shared comes to, then the report of each function; `listing` as in `print_summary`."""
+    """The cost of sharing the state, then the report of each function; `listing` as in `print_summary`."""
     out.print(f"{plural(len(plans), 'function')} planned with one state: {', '.join(plans)}\n")
     rows: list[list[str]] = []
     for name, plan in plans.items():
         alone = plans.alone.get(name)
         more = "-" if not alone else percent(plan.cost / alone - 1)
-        known = "-" if alone is None else seconds(alone)
-        rows.append([name, f"{plans.frequency[name]:g}", seconds(plan.cost), known, more])
+        alone_cell = "-" if alone is None else seconds(alone)
+        rows.append([name, f"{plans.frequency[name]:g}", seconds(plan.cost), alone_cell, more])
     out.print(table(["function", "called", "step time", "planned alone", "dearer by"], rows))
     graph, program = plans.state_of.traced.graph, plans.state_of.program
     values = [graph.inputs[source] for source, _ in graph.carry]
@@ -61,4 +61,4 @@ def print_several(out: Console, plans: Plans, *, listing: bool = False) -> None:
     out.print(f"lower bound    {seconds(plans.lower_bound)} with any state that all share, gap {percent(plans.gap)}")
     for name, plan in plans.items():
         out.print(heading(f"==== {name}"))
-        print_summary(out, plan, listing=listing)
+        print_summary(out, plan, costs_of(plan), listing=listing)

@@ -1,9 +1,10 @@
-"""What `hapsynth search` prints: the certificate, the sizes, the memory, the communication, the program in brief."""
+"""The report of `hapsynth search`: the certificate, the sizes, the memory, the communication, the program in brief."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Sequence
 
 from rich.console import Console
 from rich.table import Table
@@ -12,10 +13,10 @@ from hapsynth._quantities import counted, nbytes, percent, plural, seconds
 from hapsynth.instructions.program.program import Convert
 from hapsynth.instructions.rules.replicated_ops import named, uncovered, unpriced
 from hapsynth.plan import Plan
-from hapsynth.report.json_records import costs_of, traffic
 from hapsynth.report.names import Names
 from hapsynth.report.program_listing import brief
 from hapsynth.report.tables import device_groups, heading, indices, span, table
+from hapsynth.search.cost.program_cost import Cost
 
 _STATUS = {
     "optimal": "optimal: no program at any shard sizes is cheaper",
@@ -27,10 +28,9 @@ _STATUS = {
 _ROWS = 12
 
 
-def print_summary(out: Console, plan: Plan, *, listing: bool = False) -> None:
-    """The whole report of one plan; `listing`: every instruction instead of the program in brief."""
-    model = plan.cost_model()
-    costs = costs_of(plan, model)
+def print_summary(out: Console, plan: Plan, costs: Sequence[Cost], *, listing: bool = False) -> None:
+    """The whole report of one plan. `costs`: of its instructions, in order (`costs_of`); `listing`: every instruction
+    instead of the program in brief."""
     graph = plan.traced.graph
     collectives = sum(isinstance(i, Convert) and i.is_collective for i in plan.program.instructions)
     out.print(
@@ -54,7 +54,7 @@ def print_summary(out: Console, plan: Plan, *, listing: bool = False) -> None:
     out.print(memory_table(plan))
     if graph.again is not None:
         out.print(f"{plural(len(graph.again.ops), 'op')} of the function run twice, so that less is held between")
-    wire = sum(b for _, b in traffic(plan.program, plan.sizes, model).values())
+    wire = sum(c.wire_bytes for c in costs)
     moving = sum(c.seconds for c in costs if isinstance(c.instruction, Convert))
     out.print(heading("Certificate"))
     print_certificate(out, plan)
@@ -94,10 +94,10 @@ def print_certificate(out: Console, plan: Plan) -> None:
         ("size bound ", r.ratio_bound_s, "for this program at any shard sizes", r.rounding_gap),
         ("joint bound", r.joint_lower_bound_s, "at any shard sizes", r.joint_gap),
     ):
-        known = f"{seconds(bound)} {where}, gap {percent(gap)}"
+        proved = f"{seconds(bound)} {where}, gap {percent(gap)}"
         # Files of versions that sought no bound on the sizes have none.
         sought = not r.interrupted and name != "size bound "
-        out.print(f"{name}    {known if bound > 0 or sought else 'none known'}")
+        out.print(f"{name}    {proved if bound > 0 or sought else 'none known'}")
     out.print(f"status         {_STATUS[r.status]}")
     unknown = unpriced(plan.traced.graph)
     for name, ops in unknown.items():
@@ -120,8 +120,8 @@ def sizes_table(plan: Plan) -> Table:
     rows: list[list[str]] = []
     for (units, shares), members in alike.items():
         tensors = sum(len(classes[c].members) for c in members)
-        held = dict(zip(plan.devices, shares, strict=True))
-        cells = [span([held.get(d, 0) for d in group]) for _, group in groups]
+        share_of = dict(zip(plan.devices, shares, strict=True))
+        cells = [span([share_of.get(d, 0) for d in group]) for _, group in groups]
         rows.append([names.cut(classes[members[0]]), str(len(members)), str(tensors), str(units), *cells])
     if len(rows) > _ROWS:
         left = len(rows) - _ROWS
@@ -135,8 +135,8 @@ def memory_table(plan: Plan) -> Table:
     """Predicted peak and limit of each group of devices."""
     rows: list[list[str]] = []
     for name, group in device_groups(plan.cluster):
-        held = max(plan.result.memory_bytes[d] for d in group)
+        peak_bytes = max(plan.result.memory_bytes[d] for d in group)
         limit = min(plan.result.memory_limit_bytes[d] for d in group)
-        rows.append([name, nbytes(held), nbytes(limit), percent(held / limit)])
+        rows.append([name, nbytes(peak_bytes), nbytes(limit), percent(peak_bytes / limit)])
     peak = "peak, exact shards" if plan.result.exact else "peak"
     return table(["devices", peak, "limit", "used"], rows)

@@ -30,13 +30,13 @@ def console(file: IO[str] | None = None) -> Console:
 
 def table(headers: Sequence[str], rows: Iterable[Sequence[str]], *, left: int = 1) -> Table:
     """A borderless table; the first `left` columns are names, the others figures."""
-    made = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold", show_edge=False)
+    columns = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold", show_edge=False)
     for i, header in enumerate(headers):
         name = i < left
-        made.add_column(header, justify="left" if name else "right", overflow="fold", no_wrap=not name)
+        columns.add_column(header, justify="left" if name else "right", overflow="fold", no_wrap=not name)
     for row in rows:
-        made.add_row(*map(Text, row))
-    return made
+        columns.add_row(*map(Text, row))
+    return columns
 
 
 def heading(title: str) -> Text:

@@ -15,7 +15,7 @@ from hapsynth.whatif.remedies import Remedy
 
 
 def advice_record(variants: Sequence[Variant]) -> dict[str, Any]:
-    """What `search --advise --json` writes under "advice". `speedup`: over the cluster as it is."""
+    """The field "advice" of `search --advise --json`. `speedup`: over the cluster as it is."""
     base = base_variant(variants).cost_s
     return {
         "clusters": [
@@ -36,7 +36,7 @@ def advice_record(variants: Sequence[Variant]) -> dict[str, Any]:
 
 
 def print_advice(out: Console, variants: Sequence[Variant]) -> None:
-    """The clusters as a table, fastest first, and what follows in words."""
+    """The clusters as a table, fastest first, and the conclusion in words."""
     base = base_variant(variants).cost_s
     out.print(heading("Other clusters, the same work"))
     priced = any(v.price is not None for v in variants)
@@ -51,8 +51,8 @@ def print_advice(out: Console, variants: Sequence[Variant]) -> None:
         out.print(sentence)
 
 
-def remedies_record(found: Sequence[Remedy]) -> list[dict[str, Any]]:
-    """What `search --advise --json` writes under "remedies" where nothing fits."""
+def remedies_record(remedies: Sequence[Remedy]) -> list[dict[str, Any]]:
+    """The field "remedies" of `search --advise --json` where nothing fits."""
     return [
         {
             "change": r.change,
@@ -62,15 +62,15 @@ def remedies_record(found: Sequence[Remedy]) -> list[dict[str, Any]]:
             "memory_bytes": r.memory_bytes,
             **({"message": r.problem} if r.problem else {}),
         }
-        for r in found
+        for r in remedies
     ]
 
 
-def print_remedies(out: Console, found: Sequence[Remedy]) -> None:
-    """What would make it fit, as a table."""
+def print_remedies(out: Console, remedies: Sequence[Remedy]) -> None:
+    """The changes that would make it fit, as a table."""
     out.print(heading("Nothing fits; what would"))
     rows: list[list[str]] = []
-    for r in found:
+    for r in remedies:
         time = "nothing fits" if r.cost_s is None else seconds(r.cost_s)
         memory = "-" if r.memory_bytes is None else f"{'' if r.cost_s else 'needs '}{nbytes(r.memory_bytes)}"
         rows.append([r.change, plural(r.devices, "device"), time, memory])

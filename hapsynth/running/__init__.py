@@ -1,1 +1,1 @@
-"""What a plan needs to run: arguments, storage, transfers, plan files, checks."""
+"""All that a plan needs to run: arguments, storage, transfers, plan files, checks."""

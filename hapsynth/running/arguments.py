@@ -86,11 +86,11 @@ class Arguments:
                 )
 
     def place(self, lowered: Lowered | Staged, leaves: Sequence[Any]) -> list[Any]:
-        """The stored inputs of a checked call. What already lies right is passed as it is and may be consumed."""
+        """The stored inputs of a checked call. Those stored right are passed as they are and may be consumed."""
         stored: list[Any] = []
         consumed: set[int] = set()
-        given = [leaves[leaf] for leaf in self.traced.array_leaves]
-        for leaf, storage, donated in zip(given, lowered.inputs, lowered.donated, strict=True):
+        arrays = [leaves[leaf] for leaf in self.traced.array_leaves]
+        for leaf, storage, donated in zip(arrays, lowered.inputs, lowered.donated, strict=True):
             x = _as_stored(leaf, storage)
             if x is None:
                 x = storage.put(plain(leaf), copy=donated)
@@ -107,7 +107,7 @@ class Arguments:
         return stored
 
     def place_copies(self, lowered: Lowered | Staged, leaves: Sequence[Any], first: int) -> list[Any]:
-        """Leaves that begin at position `first`, as a plan keeps them, sharing nothing with what was given."""
+        """Leaves that begin at position `first`, as a plan stores them, sharing nothing with the user's."""
         out: list[Any] = []
         for i, leaf in enumerate(leaves):
             position = self.input_of.get(first + i)
@@ -115,9 +115,9 @@ class Arguments:
                 out.append(leaf)
             else:
                 storage = lowered.inputs[position]
-                held = _as_stored(leaf, storage)
+                stored = _as_stored(leaf, storage)
                 # A stored array is copied shard by shard; anything else through its logical value.
-                data = storage.put(plain(leaf), copy=True) if held is None else storage.duplicate(held)
+                data = storage.put(plain(leaf), copy=True) if stored is None else storage.duplicate(stored)
                 out.append(wrap(storage, data))
         return out
 
@@ -144,7 +144,7 @@ class Arguments:
         self, lowered: Lowered | Staged, old: Lowered | Staged, leaves: Sequence[Any], first: int, *, free: bool
     ) -> list[Any]:
         """Checked leaves as `lowered` keeps them. With `free` those that moved from `old` are freed."""
-        out, freed, given = list(leaves), list[str](), Counter(map(id, leaves))
+        out, freed, uses = list(leaves), list[str](), Counter(map(id, leaves))
         try:
             for i, leaf in enumerate(leaves):
                 position = self.input_of.get(first + i)
@@ -156,7 +156,7 @@ class Arguments:
                 if moved is None:
                     moved = target.put(plain(leaf), copy=True)
                 out[i] = wrap(target, moved)
-                if free and stored is not None and moved is not stored and given[id(leaf)] == 1:
+                if free and stored is not None and moved is not stored and uses[id(leaf)] == 1:
                     jax.block_until_ready(moved)
                     leaf.delete()
                     freed.append(self.paths[first + i])
@@ -168,8 +168,8 @@ class Arguments:
 
     def split(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[tuple[str, Any, int]]:
         """(path, tree, position of its first leaf) of the first arguments, or of some keyword ones; checked."""
-        known = self._trees
-        if len(args) > sum(isinstance(key, int) for key in known) or not set(kwargs) <= set(known):
+        trees = self._trees
+        if len(args) > sum(isinstance(key, int) for key in trees) or not set(kwargs) <= set(trees):
             raise TypeError(self._tree_error(args, kwargs))
         for key, argument in (*enumerate(args), *kwargs.items()):
             leaves, first = self.leaves_of(key, argument)
@@ -196,24 +196,24 @@ class Arguments:
 
     def tree_of(self, arg: Any) -> tuple[Any, int]:
         """The tree of an argument, given by its position or name, or of a leaf, by its path; the position of its first
-        leaf among all. Raises ValueError for what the function doesn't take, TypeError for what names nothing."""
+        leaf among all. Raises ValueError for an unknown argument, TypeError for a name of nothing."""
         if isinstance(arg, bool) or not isinstance(arg, (int, str)):
             raise TypeError(f"{arg!r} names no argument; give a position, the name of a keyword or the path of a leaf")
         if arg in self._trees:
             return self._trees[arg]
         if arg in self.paths:
             return tree_structure(0), self.paths.index(arg)
-        known = ", ".join(map(repr, (*self._trees, *self.paths)))
-        raise ValueError(f"{arg!r} is no argument of the function and no leaf of one; there are {known}")
+        names = ", ".join(map(repr, (*self._trees, *self.paths)))
+        raise ValueError(f"{arg!r} is no argument of the function and no leaf of one; there are {names}")
 
     def leaves_of(self, arg: int | str, argument: Any) -> tuple[list[Any], int]:
-        """The leaves of what is given for `arg`, not checked, and the position of the first among all.
+        """The leaves of the value given for `arg`, not checked, and the position of the first among all.
 
         TypeError where it has another structure.
         """
         tree, first = self.tree_of(arg)
-        leaves, given = tree_flatten(argument)
-        if given != tree:
+        leaves, tree_given = tree_flatten(argument)
+        if tree_given != tree:
             raise TypeError(_difference(skeleton(tree), argument, f"[{arg!r}]" if arg in self._trees else str(arg)))
         return leaves, first
 
@@ -242,7 +242,7 @@ def wrap(storage: Storage | None, stored: Any) -> Any:
 
 
 def described(leaf: Any, path: str) -> tuple[tuple[int, ...], Any]:
-    """Shape and dtype of what is given for an array leaf. Raises TypeError for what is no array."""
+    """Shape and dtype of the value given for an array leaf. Raises TypeError where it is no array."""
     if isinstance(leaf, Tracer):
         raise _jax.InsideTraceError(f"argument {path} is being traced: {_jax.NOT_INSIDE}")
     if not isinstance(leaf, (bool, int, float, complex)) and not hasattr(leaf, "__array__"):

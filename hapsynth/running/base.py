@@ -1,4 +1,4 @@
-"""`Planned`: what a plan says of itself and how it is lowered; `Plan` calls it, checks it, saves it."""
+"""`Planned`: a plan's description of itself and its lowering; `Plan` calls it, checks it, saves it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ P = TypeVar("P", bound="Planned")
 
 
 class Planned(ABC):
-    """A program planned for a traced function on a cluster; `Plan` says what the arguments are.
+    """A program planned for a traced function on a cluster; `Plan` explains the arguments.
 
     Everything that works on plans takes this, so that `Plan` can offer it as a method.
     """
@@ -131,11 +131,11 @@ class Planned(ABC):
 
     @cached_property
     def used(self) -> Cluster:
-        """The cluster of the devices that take part: what the program is for."""
+        """The cluster of the devices that take part, for which the program is."""
         return self.cluster.subset(self.devices)
 
     def cost_model(self, cluster: Cluster | None = None) -> CostModel:
-        """What the plan's instructions cost on the devices that take part, or on others as many."""
+        """The costs of the plan's instructions on the devices that take part, or on as many others."""
         graph = self.traced.graph
         return CostModel(graph, cluster or self.used, FactorTable(graph), self.program.axes, self.result.room)
 

@@ -96,8 +96,8 @@ def explained(yardsticks: Iterable[str], as_is: Sequence[str], not_widened: str)
     if n := counts[NOISE]:
         lines.append(f"{_leaves(n)} judged by the function's own noise")
     if n := counts[WIDENED]:
-        kept = f", with {', '.join(as_is)} as they are" if as_is else ""
-        lines.append(f"{_leaves(n)} judged by the function with its floats widened{kept}")
+        narrow = f", with {', '.join(as_is)} as they are" if as_is else ""
+        lines.append(f"{_leaves(n)} judged by the function with its floats widened{narrow}")
     if not_widened:
         lines.append(f"the function can't be widened ({not_widened})")
     return lines
@@ -206,7 +206,7 @@ class Reference:
 
     @property
     def epsilon(self) -> float:
-        """The coarsest unit in the last place of 1 of what `widened` widens."""
+        """The coarsest unit in the last place of 1 among the floats that `widened` widens."""
         return self._widening.epsilon if self._widening else 0.0
 
     @property
@@ -236,7 +236,7 @@ def compare(reference: Reference, arrays: Sequence[Any], got: Sequence[Any], rto
     yardsticks = (
         (NOISE, lambda: by_noise(4)),
         (WIDENED, lambda: _by_widening(reference, arrays, got, want, [j.error <= rtol for j in judged], rtol)),
-        # For what can't be widened: a line search that tips over in one run of eight moves few of a few.
+        # For functions that can't be widened: a line search that tips over in one run of eight moves few of a few.
         (NOISE, lambda: by_noise(16)),
     )
     for yardstick, errors in yardsticks:
@@ -249,7 +249,7 @@ def compare(reference: Reference, arrays: Sequence[Any], got: Sequence[Any], rto
 def noise(reference: Reference, arrays: Sequence[Any], want: Sequence[Any], runs: int = 4) -> list[float]:
     """How far each output leaf moves when the arguments move by one unit in their last place.
 
-    That is what rounding alone may do to it. The second largest of some runs, so that a comparison that tips over
+    Rounding alone may do that to it. The second largest of some runs, so that a comparison that tips over
     in one of them counts for nothing. Whole numbers stay, since code compares and truncates them, and so do arguments
     of fewer digits than the leaf; integers, bools and keys have no noise.
     """
@@ -368,7 +368,7 @@ def _largest(x: Any) -> float:
 
 
 def _epsilon(x: Any) -> float:
-    """The unit in the last place of 1, or 0 for what is not a float."""
+    """The unit in the last place of 1, or 0 for a dtype that is not a float."""
     return float(jax.numpy.finfo(x.dtype).eps) if _is_inexact(x.dtype) else 0.0
 
 

@@ -1,6 +1,6 @@
 """`jax_debug_nans` and `jax_debug_infs` of a plan: its results are looked at, as `jax.jit` does with a function's.
 
-What lies between is not: stages' results, and padding. As `jax.jit` does, the function is run op by op then, which
+Others are not: stages' results, and padding. As `jax.jit` does, the function is run op by op then, which
 names the op.
 """
 
@@ -21,21 +21,21 @@ from hapsynth.running.sharded_array import whole
 _IS = {"nan": jnp.isnan, "inf": jnp.isinf}
 
 
-def strange_results(paths: Sequence[str], stored: Sequence[Any], asked: Sequence[str]) -> tuple[str, str] | None:
+def strange_results(paths: Sequence[str], stored: Sequence[Any], kinds: Sequence[str]) -> tuple[str, str] | None:
     """The first result of which this process holds a value that was looked for: its path, and "nan" or "inf"."""
     with _jax.unlooked():
         for path, x in zip(paths, stored, strict=True):
             for part in parts(x):
-                found = [k for k in asked if _jax.is_inexact(part.dtype) and bool(np.any(_IS[k](part)))]
-                if found:
-                    return path, found[0]
+                present = [k for k in kinds if _jax.is_inexact(part.dtype) and bool(np.any(_IS[k](part)))]
+                if present:
+                    return path, present[0]
     return None
 
 
-def raise_strange(plan: Planned, found: tuple[str, str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> NoReturn:
+def raise_strange(plan: Planned, strange: tuple[str, str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> NoReturn:
     """FloatingPointError for a result's path and the kind of its value; one that names the op, where one process has
     all devices and room for the whole function on one."""
-    path, kind = found
+    path, kind = strange
     where = f"the plan's result{path}"
     if plan.fn is not None and not plan.lowered.mesh.is_multi_process:
         with _jax.unlooked():

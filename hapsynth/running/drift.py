@@ -68,8 +68,8 @@ def leaf_drift(path: str, storage: Storage, stored: Any) -> LeafDrift:
         with _jax.no_mesh():
             stored = jax.random.key_data(stored)
     with _jax.on_mesh(storage.mesh):
-        found = _comparing(storage.mesh, storage.spec, copied_along(storage), _lengths(storage))(stored)
-    apart, largest, differs = (x.item() for x in map(np.asarray, found))
+        distances = _comparing(storage.mesh, storage.spec, copied_along(storage), _lengths(storage))(stored)
+    apart, largest, differs = (x.item() for x in map(np.asarray, distances))
     relative = 0.0 if apart == 0 else apart / largest if largest else float("inf")
     return LeafDrift(path, float(apart), relative, not differs)
 
@@ -101,24 +101,24 @@ def _lengths(storage: Storage) -> Lengths:
 @lru_cache(maxsize=512)
 def _comparing(mesh: Mesh, spec: PartitionSpec, axes: tuple[str, ...], lengths: Lengths) -> Any:
     def body(x: jax.Array) -> tuple[jax.Array, ...]:
-        held = jnp.ones(x.shape, bool)
+        inside = jnp.ones(x.shape, bool)
         for dim, along, each in lengths:
-            # What is beyond a shard's own length is undefined.
+            # Elements beyond a shard's own length are undefined.
             own = jnp.asarray(each, jnp.int32)[lax.axis_index(along)]
-            held &= lax.broadcasted_iota(jnp.int32, x.shape, dim) < own
-        mine, first = _parts(x), _parts(_of_first(x, axes))
-        held = held.reshape(*x.shape, *[1] * (mine.ndim - x.ndim))
-        differs = (_bits(mine) != _bits(first)).reshape(*mine.shape, -1).any(-1) & held
-        a, b = (y.astype(jnp.float64 if y.dtype == jnp.float64 else jnp.float32) for y in (mine, first))
+            inside &= lax.broadcasted_iota(jnp.int32, x.shape, dim) < own
+        parts, first = _parts(x), _parts(_of_first(x, axes))
+        inside = inside.reshape(*x.shape, *[1] * (parts.ndim - x.ndim))
+        differs = (_bits(parts) != _bits(first)).reshape(*parts.shape, -1).any(-1) & inside
+        a, b = (y.astype(jnp.float64 if y.dtype == jnp.float64 else jnp.float32) for y in (parts, first))
         apart = jnp.abs(a - b)
-        if jnp.issubdtype(mine.dtype, jnp.floating):
+        if jnp.issubdtype(parts.dtype, jnp.floating):
             same = (a == b) | (jnp.isnan(a) & jnp.isnan(b))
             apart = jnp.where(same, 0, jnp.where(jnp.isnan(apart), jnp.inf, apart))
         else:
             # Integers that differ do so by one at least, even where these floats don't tell them apart.
             apart = jnp.maximum(apart, 1)
         apart = jnp.where(differs, apart, 0)
-        size = jnp.where(held & jnp.isfinite(b), jnp.abs(b), 0)
+        size = jnp.where(inside & jnp.isfinite(b), jnp.abs(b), 0)
         largest = lambda a: lax.pmax(jnp.max(a, initial=0), mesh.axis_names)
         return largest(apart), largest(size), largest(differs.astype(jnp.int32))
 

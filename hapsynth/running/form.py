@@ -22,13 +22,13 @@ Form = Literal["auto", "switch", "staged"]
 
 
 def check_form(form: Any) -> None:
-    """ValueError for what is no form."""
+    """ValueError for an unknown form."""
     if form not in get_args(Form):
         raise ValueError(f"form is {form!r}; give 'auto', 'switch' or 'staged'")
 
 
 def chosen_form(graph: Graph, result: Result, mesh: Mesh | None, only_staged: str) -> tuple[Chosen, str]:
-    """What "auto" comes to, and why. `only_staged`: as the function says."""
+    """The form that "auto" chooses, and why. `only_staged`: as the function says."""
     if only_staged:
         return "staged", only_staged
     if mesh is None:
@@ -52,11 +52,11 @@ def only_staged(graph: Graph, result: Result, cluster: Cluster) -> str:
     if not result.exact:
         return ""
     used = tuple(range(cluster.n)) if result.devices is None else result.devices
-    room = replace(result.room, exact=False)
-    padded = CostModel(graph, cluster.subset(used), FactorTable(graph), result.program.axes, room)
+    budget = replace(result.room, exact=False)
+    padded = CostModel(graph, cluster.subset(used), FactorTable(graph), result.program.axes, budget)
     needed = peak(result.program, result.sizes, padded)
-    if needed <= room.limit:
+    if needed <= budget.limit:
         return ""
-    device = used[room.limits.index(room.limit)]
+    device = used[budget.limits.index(budget.limit)]
     name = cluster.devices[device].name
-    return f"padded shards would need {nbytes(needed)} on device {device} ({name}), which has {nbytes(room.limit)}"
+    return f"padded shards would need {nbytes(needed)} on device {device} ({name}), which has {nbytes(budget.limit)}"

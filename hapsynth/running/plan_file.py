@@ -1,4 +1,4 @@
-"""Plan files: JSON, written in one piece, trusted only after the checker has replayed what they say."""
+"""Plan files: JSON, written in one piece, trusted only after the checker has replayed their program."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _AGAIN = "synthesize again and save the new plan"
 
 
 _LONGEST, _HEAD, _TAIL = 900, 400, 250
-"""Of messages, in characters: what a file holds may be as large as whoever wrote it likes."""
+"""Of messages, in characters: the contents of a file may be as large as whoever wrote it likes."""
 
 
 class PlanError(ValueError):
@@ -133,15 +133,15 @@ def read_object(path: str | os.PathLike[str], schema: str) -> dict[str, Any]:
         raise PlanError(f"{file}: is cut short or no JSON ({error}); {_AGAIN}") from None
     if not isinstance(data, dict):
         raise PlanError(f"{file}: holds no plan; {_AGAIN}")
-    found = cast(dict[str, Any], data)
-    if found.get("schema") != schema:
+    document = cast(dict[str, Any], data)
+    if document.get("schema") != schema:
         other = {
             SCHEMA: "holds one plan: read it with hapsynth.load",
             SEVERAL: "holds several plans: load_plans reads it",
         }
-        has = f"has schema {found.get('schema')!r}, and this version reads {schema!r}; {_AGAIN}"
-        raise PlanError(f"{file}: {other.get(str(found.get('schema')), has)}")
-    return found
+        has = f"has schema {document.get('schema')!r}, and this version reads {schema!r}; {_AGAIN}"
+        raise PlanError(f"{file}: {other.get(str(document.get('schema')), has)}")
+    return document
 
 
 def holds_several(path: str | os.PathLike[str]) -> bool:
@@ -155,7 +155,7 @@ def holds_several(path: str | os.PathLike[str]) -> bool:
 
 @contextmanager
 def blamed_on(where: str) -> Generator[None]:
-    """What is wrong with the contents of a file, as PlanErrors that name it."""
+    """Errors in the contents of a file, as PlanErrors that name it."""
     try:
         yield
     except PlanError as error:
@@ -179,7 +179,7 @@ def plan_from(
     example_args: Sequence[Any],
     example_kwargs: Mapping[str, Any] | None = None,
 ) -> tuple[Traced, Result, Cluster]:
-    """As `read_plan`, of what a file `where` holds."""
+    """As `read_plan`, of the contents of a file `where`."""
     traced = trace(fn, example_args, dict(example_kwargs or {}))
     with blamed_on(where):
         return _plan_from_dict(data, traced)
@@ -273,11 +273,11 @@ def _same_function(saved: Mapping[str, Any], traced: Traced) -> Traced:
     for i, o in carry:
         if not (0 <= i < len(graph.inputs) and 0 <= o < len(graph.outputs)):
             raise PlanError(f"the carry {[i, o]} names no input and output; {_AGAIN}")
-    kept = tuple(_integer(i) for i in saved.get("kept", ()))
-    for i in kept:
+    persistent = tuple(_integer(i) for i in saved.get("kept", ()))
+    for i in persistent:
         if not 0 <= i < len(graph.inputs):
             raise PlanError(f"it keeps input {i}, and there are {len(graph.inputs)}; {_AGAIN}")
-    graph = dataclasses.replace(graph, carry=carry, kept=kept)
+    graph = dataclasses.replace(graph, carry=carry, kept=persistent)
     if graph.fingerprint != saved["fingerprint"]:
         raise PlanError(
             f"this plan is of another function: fingerprint {saved['fingerprint']}, and this one's is "

@@ -1,4 +1,4 @@
-"""What this process holds of an argument, and how it feeds just that: from a callback, or from arrays of its own."""
+"""This process's part of an argument, and how it feeds just that: from a callback, or from arrays of its own."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Slices = tuple[slice, ...]
 
 @dataclass(frozen=True)
 class LocalSlices:
-    """What this process holds of one array leaf, as slices of the logical value.
+    """This process's part of one array leaf, as slices of the logical value.
 
     `path` and `shape`: of the leaf. `devices`: each device of this process that the plan uses -> the slices of its
     shard. Every slice has its start and stop, in the dimensions that are not cut too. Devices that hold the same (a
@@ -33,12 +33,12 @@ class LocalSlices:
 
     @property
     def process(self) -> Slices:
-        """The one part of the value that is what the devices hold together: what the process has to load.
+        """The one part of the value that the devices hold together, which the process has to load.
 
         Raises ValueError where there is no one such part, as the process's devices are not neighbours in the mesh.
         """
-        held = list({written(s): s for s in self.devices.values()}.values())
-        some = [s for s in held if prod(shape_of(s))] or held[:1]
+        parts = list({written(s): s for s in self.devices.values()}.values())
+        some = [s for s in parts if prod(shape_of(s))] or parts[:1]
         whole = tuple(slice(min(p.start for p in part), max(p.stop for p in part)) for part in zip(*some))
         if prod(shape_of(whole)) != sum(prod(shape_of(s)) for s in some):
             raise ValueError(
@@ -49,7 +49,7 @@ class LocalSlices:
 
 
 def shape_of(slices: Slices) -> tuple[int, ...]:
-    """The shape of what some slices cut out."""
+    """The shape of the part that some slices cut out."""
     return tuple(s.stop - s.start for s in slices)
 
 
@@ -59,7 +59,7 @@ def written(slices: Slices) -> str:
 
 
 def local_slices(path: str, storage: Storage) -> LocalSlices:
-    """What this process's devices hold of a leaf that is stored so."""
+    """The parts on this process's devices of a leaf that is stored so."""
     mesh = storage.mesh
     here = {d: storage.slices(at) for at, d in np.ndenumerate(mesh.devices) if d.process_index == jax.process_index()}
     return LocalSlices(path, storage.shape, here)
@@ -80,15 +80,15 @@ class ProcessLocalLoader:
         """The argument, placed, from `callback(path, slices)`."""
 
         def make(path: str, storage: Storage) -> Any:
-            known: dict[str, np.ndarray] = {}
+            pieces: dict[str, np.ndarray] = {}
 
             def read(slices: Slices) -> np.ndarray:
                 if not prod(shape_of(slices)):
                     return np.zeros(shape_of(slices), storage.dtype)
                 # Replicas are read once.
-                if written(slices) not in known:
-                    known[written(slices)] = _checked(path, storage, callback(path, slices), slices)
-                return known[written(slices)]
+                if written(slices) not in pieces:
+                    pieces[written(slices)] = _checked(path, storage, callback(path, slices), slices)
+                return pieces[written(slices)]
 
             if _jax.is_extended(storage.dtype):
                 whole = tuple(slice(0, n) for n in storage.shape)
@@ -113,14 +113,14 @@ class ProcessLocalLoader:
                 parts[path] = due, _checked(path, storage, leaf, due)
 
         def make(path: str, storage: Storage) -> Any:
-            due, held = parts[path]
+            due, data = parts[path]
             if not storage.cuts:
-                return wrap(storage, storage.put(held, copy=True))
+                return wrap(storage, storage.put(data, copy=True))
 
             def read(slices: Slices) -> np.ndarray:
                 if not prod(shape_of(slices)):
                     return np.zeros(shape_of(slices), storage.dtype)
-                return held[tuple(slice(s.start - d.start, s.stop - d.start) for s, d in zip(slices, due))]
+                return data[tuple(slice(s.start - d.start, s.stop - d.start) for s, d in zip(slices, due))]
 
             return wrap(storage, storage.put_shards(read))
 
@@ -138,7 +138,7 @@ class ProcessLocalLoader:
 
 
 def _checked(path: str, storage: Storage, given: Any, slices: Slices) -> Any:
-    """What was given for some slices of a leaf, as a host array; ValueError or TypeError where it is something else."""
+    """The data given for some slices of a leaf, as a host array; ValueError or TypeError where it is something else."""
     shape, dtype = described(given, path)
     due = shape_of(slices)
     part = f"{written(slices)} of {path}, {storage.dtype}{list(storage.shape)}"

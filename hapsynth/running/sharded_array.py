@@ -94,7 +94,7 @@ class ShardedArray:
 
     @property
     def data(self) -> jax.Array | Shards:
-        """What is stored. In switch form one array, every shard padded to the largest, what is beyond its own length
+        """The stored arrays. In switch form one, every shard padded to the largest, what is beyond its own length
         being undefined; in staged form `Shards`: one array of exact shape for each device of this process."""
         return self._data
 
@@ -193,7 +193,7 @@ def alive(leaf: Any) -> Any:
 
 
 def whole(leaf: Any) -> Any:
-    """A leaf as a NumPy array (a typed key: an unsharded key array) of its logical shape; what is no array as it is.
+    """A leaf as a NumPy array (a typed key: an unsharded key array) of its logical shape; other leaves as they are.
 
     RuntimeError for one that was consumed. In a run of several processes all must call.
     """
@@ -207,12 +207,12 @@ def mapped(fn: Callable[[Any], Any], leaf: Any) -> Any:
     """`Plan.map` of one leaf."""
     if not isinstance(leaf, (ShardedArray, jax.Array)):
         return leaf
-    made = fn(whole(leaf) if isinstance(leaf, ShardedArray) or leaf.is_deleted() else leaf)
-    made = made if isinstance(made, jax.Array) else np.asarray(made)
-    if made.shape != leaf.shape:
+    mapped_leaf = fn(whole(leaf) if isinstance(leaf, ShardedArray) or leaf.is_deleted() else leaf)
+    mapped_leaf = mapped_leaf if isinstance(mapped_leaf, jax.Array) else np.asarray(mapped_leaf)
+    if mapped_leaf.shape != leaf.shape:
         what = f"{leaf.dtype}{list(leaf.shape)}"
-        raise ValueError(f"plan.map: the function made shape {made.shape} of {what}; it must keep the shape")
+        raise ValueError(f"plan.map: the function made shape {mapped_leaf.shape} of {what}; it must keep the shape")
     if not isinstance(leaf, ShardedArray):
-        return jax.device_put(made, leaf.sharding)
-    storage = leaf.storage.with_dtype(made.dtype)
-    return ShardedArray(storage, storage.put(made, copy=True))
+        return jax.device_put(mapped_leaf, leaf.sharding)
+    storage = leaf.storage.with_dtype(mapped_leaf.dtype)
+    return ShardedArray(storage, storage.put(mapped_leaf, copy=True))

@@ -1,4 +1,4 @@
-"""Moves a stored value from one cut to another of the same dimensions: only what changes its owner is sent."""
+"""Moves a stored value from one cut to another of the same dimensions: only rows that change their owner are sent."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Change(NamedTuple):
 def exchange(source: Storage, target: Storage, stored: Any) -> Any | None:
     """The stored array of `source` as `target` stores it, bit for bit; None where their layouts or meshes differ.
 
-    What a device keeps stays where it is: the array itself is returned where nothing moves. Each piece goes straight to
+    Kept rows stay where they are: the array itself is returned where nothing moves. Each piece goes straight to
     its new owner, one collective permute for each distance between them in the mesh, padded to the largest piece at
     that distance. A value with several cut dimensions is moved along one after the other. In a run of several
     processes all must call.

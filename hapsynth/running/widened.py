@@ -1,7 +1,7 @@
 """A function as if its floats were wide: the same jaxpr, its float16, bfloat16 and float32 values kept as float64.
 
 The yardstick of `hapsynth.running.check` where a function rounds coarsely. Casts to a narrower float round nothing
-here, but what is beyond the narrow float's range is infinite, so that loss scaling meets its overflows. Casts to floats
+here, but numbers beyond the narrow range are infinite, so that loss scaling meets its overflows. Casts to floats
 of 8 bits and fewer are quantisation, which is meant, and stay. Ops that read a float's bits, kernels and foreign
 primitives run as they are.
 """

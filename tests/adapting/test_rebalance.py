@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from graphs import cluster
 from random_plans import mesh_of
-from test_transfer import storages
+from storages import storages
 
 import hapsynth
 from hapsynth.adapting.monitor import Monitor

@@ -9,18 +9,17 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
-import _ddp
 import jax
 import models
 import numpy as np
-import peers
 import pytest
 import runtime
+from systems import ddp, stepped
 
 from hapsynth.graph.trace import trace
 from hapsynth.rendezvous.address import free_ports
 
-TORCH = os.environ.get(_ddp.VARIABLE, "")
+TORCH = os.environ.get(ddp.VARIABLE, "")
 LM = replace(runtime.SMALL, batch=4, seq=8, width=16, heads=2, ff=32, vocab=40)
 CNN = models.ConvNet(4, 8, ((1, 4), (2, 8)), hidden=16, classes=4, activation=jax.nn.silu, pooled=models.mean_pooled)
 TINY: dict[str, Callable[[], models.Target]] = {
@@ -47,13 +46,13 @@ def fake(tmp_path: Path) -> Callable[[str], str]:
 
 def test_a_missing_torch_is_told(fake: Callable[[str], str], tmp_path: Path) -> None:
     how = "pip install torch"
-    with pytest.raises(_ddp.TorchError, match=f"none is named.*{how}"):
-        _ddp.version("")
-    with pytest.raises(_ddp.TorchError, match=f"does not run.*{how}"):
-        _ddp.version(str(tmp_path / "nowhere"))
-    with pytest.raises(_ddp.TorchError, match=f"No module named 'torch'.*{how}"):
-        _ddp.version(fake("echo \"ModuleNotFoundError: No module named 'torch'\" >&2; exit 1"))
-    assert _ddp.version(fake("echo 2.0")) == "2.0"
+    with pytest.raises(ddp.TorchError, match=f"none is named.*{how}"):
+        ddp.version("")
+    with pytest.raises(ddp.TorchError, match=f"does not run.*{how}"):
+        ddp.version(str(tmp_path / "nowhere"))
+    with pytest.raises(ddp.TorchError, match=f"No module named 'torch'.*{how}"):
+        ddp.version(fake("echo \"ModuleNotFoundError: No module named 'torch'\" >&2; exit 1"))
+    assert ddp.version(fake("echo 2.0")) == "2.0"
 
 
 def _asked(monkeypatch: pytest.MonkeyPatch, *options: str) -> argparse.Namespace:
@@ -64,7 +63,7 @@ def _asked(monkeypatch: pytest.MonkeyPatch, *options: str) -> argparse.Namespace
 def test_ddp_is_measured_where_there_is_torch(
     fake: Callable[[str], str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.delenv(_ddp.VARIABLE, raising=False)
+    monkeypatch.delenv(ddp.VARIABLE, raising=False)
     assert "ddp" not in _asked(monkeypatch).systems
     (line,) = capsys.readouterr().out.splitlines()
     assert line.startswith("ddp is left out: ")
@@ -75,28 +74,28 @@ def test_ddp_is_measured_where_there_is_torch(
     # Not asked for, not looked for.
     assert _asked(monkeypatch, "--systems", "even").systems == ["even"]
     assert capsys.readouterr().out == ""
-    monkeypatch.setenv(_ddp.VARIABLE, fake("echo 2.0"))
+    monkeypatch.setenv(ddp.VARIABLE, fake("echo 2.0"))
     assert _asked(monkeypatch).systems == [*runtime.SYSTEMS, "ddp"]
 
 
 def test_the_report_has_a_row_without_prediction(capsys: pytest.CaptureFixture[str]) -> None:
     row = {"model": "mlp", "cluster": "2", "spread": 0.1, "ideal_s": 0.8, "by_quota_s": 0.7, "off": 1e-6}
     even = {**row, "system": "even", "predicted_s": 0.9, "times_s": [1.0] * 5, "median_s": 1.0}
-    ddp = {**row, "system": "ddp", "predicted_s": None, "times_s": [2.0] * 5, "median_s": 2.0}
-    assert runtime.report([even, ddp])
+    torch = {**row, "system": "ddp", "predicted_s": None, "times_s": [2.0] * 5, "median_s": 2.0}
+    assert runtime.report([even, torch])
     line = capsys.readouterr().out.splitlines()[-1].split()
     assert line == ["ddp", "2.000", "s", "10%", "0.50", "0.50", "..", "0.50", "-", "-", "0.40", "1.0e-06"]
 
 
-@pytest.mark.skipif(not TORCH, reason=f"{_ddp.VARIABLE} names no interpreter with PyTorch")
+@pytest.mark.skipif(not TORCH, reason=f"{ddp.VARIABLE} names no interpreter with PyTorch")
 @pytest.mark.parametrize("processes", [1, 2])
 @pytest.mark.parametrize("name", TINY)
 def test_torch_makes_the_step_of_jax(name: str, processes: int) -> None:
-    assert _ddp.version(TORCH)
+    assert ddp.version(TORCH)
     fn, shapes = TINY[name]()
-    arguments = peers.begun(fn, trace(fn, shapes))
+    arguments = stepped.begun(fn, trace(fn, shapes))
     (port,) = free_ports(1)
-    systems = [_ddp.Ddp(TORCH, rank, processes, f"localhost:{port}") for rank in range(processes)]
+    systems = [ddp.Ddp(TORCH, rank, processes, f"localhost:{port}") for rank in range(processes)]
     try:
         with ThreadPoolExecutor(processes) as pool:
             # Placed anew, nothing of the step before is left.
@@ -108,8 +107,8 @@ def test_torch_makes_the_step_of_jax(name: str, processes: int) -> None:
     finally:
         for system in systems:
             system.close()
-    alone = peers.Alone(fn)
+    alone = stepped.Alone(fn)
     alone.place(arguments)
     np.testing.assert_allclose(losses, [[alone.step()] * processes for _ in range(3)], rtol=1e-5)
     assert jax.tree.structure(state) == jax.tree.structure(arguments[0])
-    assert peers.differences(state, alone.values()) < peers.AGREE
+    assert stepped.differences(state, alone.values()) < stepped.AGREE

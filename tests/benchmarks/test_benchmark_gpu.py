@@ -169,7 +169,7 @@ def test_padding_by_the_script(tmp_path: Path) -> None:
 
 def test_what_there_is_no_time_for_is_named(tmp_path: Path) -> None:
     file = tmp_path / "gpu.rows"
-    gpu.start(Namespace(only=["padding", "flags"], limit=0.0, each=1.0), [], file)
+    gpu.start(Namespace(only=["padding", "flags"], limit=0.0, each=1.0), file)
     left = [json.loads(text) for text in file.read_text().splitlines()]
     assert {row["skipped"] for row in left} == {"no time left of --limit 0"}
     assert [row["variant"] for row in left] == ["", *gpu.module_of("flags").VARIANTS]

@@ -6,11 +6,11 @@ import json
 from pathlib import Path
 
 import pytest
-from _strategy import strategy
-from hap import Hap
 from models import ConvNet, Perceptron, mlp, vgg19
 from scripts import run_script
 from slow_devices import slow_cluster
+from systems.hap import Hap
+from systems.strategy import strategy
 
 from hapsynth.api import synthesize
 from hapsynth.graph.trace import trace

@@ -7,21 +7,21 @@ from typing import Any
 import jax
 import models
 import numpy as np
-import peers
 import pytest
 import runtime
 from jax.sharding import Mesh
+from systems import stepped
 
 from hapsynth.graph.trace import trace
 
 TINY = models.Perceptron(batch=8, width=16, classes=4)
 
 
-def _arguments(fn: Any, shapes: Any) -> peers.Arguments:
-    return peers.begun(fn, trace(fn, shapes))
+def _arguments(fn: Any, shapes: Any) -> stepped.Arguments:
+    return stepped.begun(fn, trace(fn, shapes))
 
 
-def _after(system: peers.System, arguments: peers.Arguments, steps: int = 3) -> tuple[list[float], Any]:
+def _after(system: stepped.System, arguments: stepped.Arguments, steps: int = 3) -> tuple[list[float], Any]:
     system.place(arguments)
     return [system.step() for _ in range(steps)], system.values()
 
@@ -33,24 +33,24 @@ def test_peers_make_the_step_of_one_device(name: str) -> None:
     # Of one process: by speed it has all rows.
     mesh = Mesh(np.array(jax.devices()[: 1 if name == "by_speed" else 2]), ("d",))
     if name == "by_speed":
-        system: peers.System = peers.BySpeed(fn, mesh, [16])
+        system: stepped.System = stepped.BySpeed(fn, mesh, [16])
     else:
-        system = peers.Jitted(fn, mesh, arguments, cut_state=name == "fsdp")
+        system = stepped.Jitted(fn, mesh, arguments, cut_state=name == "fsdp")
     losses, values = _after(system, arguments)
-    wanted, state = _after(peers.Alone(fn), arguments)
+    wanted, state = _after(stepped.Alone(fn), arguments)
     np.testing.assert_allclose(losses, wanted, rtol=1e-5)
-    assert peers.differences(values, state) < peers.AGREE
+    assert stepped.differences(values, state) < stepped.AGREE
     # Not hidden by what the state began with: other data is told apart.
     x = {**arguments[1], "x": np.array(arguments[1]["x"])}
     x["x"][0] *= 1.5
-    _, other = _after(peers.Alone(fn), (arguments[0], x))
-    assert peers.differences(other, state) > 100 * peers.AGREE
+    _, other = _after(stepped.Alone(fn), (arguments[0], x))
+    assert stepped.differences(other, state) > 100 * stepped.AGREE
 
 
 def test_fsdp_holds_a_part() -> None:
     fn, shapes = models.mlp(2, layers=1, config=TINY)
     arguments = _arguments(fn, shapes)
-    system = peers.Jitted(fn, Mesh(np.array(jax.devices()[:2]), ("d",)), arguments, cut_state=True)
+    system = stepped.Jitted(fn, Mesh(np.array(jax.devices()[:2]), ("d",)), arguments, cut_state=True)
     system.place(arguments)
     system.step()
     held = [x.addressable_shards[0].data.size / x.size for x in jax.tree.leaves(system.state) if x.ndim]
@@ -58,9 +58,9 @@ def test_fsdp_holds_a_part() -> None:
 
 
 def test_rows_go_by_speed() -> None:
-    assert peers.rows_by_speed(10, [3.0, 1.0]) == [8, 2]
-    assert peers.rows_by_speed(10, [1.0, 1.0, 1.0]) == [4, 3, 3]
-    assert peers.rows_by_speed(3, [1.0, 1e-9]) == [3, 0]
+    assert stepped.rows_by_speed(10, [3.0, 1.0]) == [8, 2]
+    assert stepped.rows_by_speed(10, [1.0, 1.0, 1.0]) == [4, 3, 3]
+    assert stepped.rows_by_speed(3, [1.0, 1e-9]) == [3, 0]
 
 
 @pytest.mark.parametrize("name", runtime.MODELS)

@@ -14,8 +14,8 @@ import jax
 import ml_dtypes
 import numpy as np
 import pytest
+from checkpoint_states import logical, payload
 from random_plans import floats, make_plan, step, step_args
-from test_checkpoint import logical, payload
 
 import hapsynth
 from hapsynth import CheckpointError

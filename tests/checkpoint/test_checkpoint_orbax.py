@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_checkpoint import BATCH, kinds, plan_on
+from checkpoint_states import BATCH, kinds, plan_on
 
 from hapsynth.running.sharded_array import ShardedArray
 

@@ -1,4 +1,4 @@
-"""The command line: golden reports of a tiny model, and the JSON documents."""
+"""The command line: its reports, golden ones of a frozen plan among them, and the JSON documents."""
 
 import json
 import os
@@ -10,13 +10,18 @@ from typing import Any
 
 import pytest
 from cli_model import MODEL
+from frozen import GOLDEN, TOP, VALUE, Frozen
 
+from hapsynth._quantities import seconds
 from hapsynth.cli.main import main
 from hapsynth.plan import Plan
+from hapsynth.report.comparison import print_comparison
+from hapsynth.report.explain import Explainer, find_value
+from hapsynth.report.summary import print_summary
+from hapsynth.report.tables import console
 from hapsynth.search.planning.baselines import NAMES
 
 ROOT = Path(__file__).parents[2]
-GOLDEN = Path(__file__).parents[1] / "golden"
 
 KEYS = {
     *("schema", "ops", "devices", "mesh", "trace_s", "build_s", "search_s", "ratio_s", "bound_s", "total_s", "cost_s"),
@@ -26,21 +31,64 @@ KEYS = {
 }
 
 
-def masked(text: str) -> str:
-    """Without times that were measured and not predicted, and without the spaces that end a table's lines."""
-    text = re.sub(r" +$", "", text, flags=re.MULTILINE)
-    return re.sub(r"planned in .*", "planned in     <time>", text)
-
-
 def golden(name: str, text: str) -> None:
-    """`text` is what tests/golden/ holds; HAPSYNTH_UPDATE_GOLDEN=1 writes it there."""
-    file = GOLDEN / name
+    """`text` is what tests/golden/ holds; HAPSYNTH_UPDATE_GOLDEN=1 writes it there. Tables end lines with spaces."""
+    file, stripped = GOLDEN / name, re.sub(r" +$", "", text, flags=re.MULTILINE)
     if os.environ.get("HAPSYNTH_UPDATE_GOLDEN"):
-        file.write_text(masked(text))
-    assert masked(text) == file.read_text(), "review the change, then rerun with HAPSYNTH_UPDATE_GOLDEN=1"
+        file.write_text(stripped)
+    assert stripped == file.read_text(), "review the change, then rerun with HAPSYNTH_UPDATE_GOLDEN=1"
 
 
-# What it prints and writes.
+# The text of reports: of figures in tests/golden/, so that a change of cost changes none.
+
+
+@pytest.fixture
+def fixed(files: Path, monkeypatch: pytest.MonkeyPatch) -> Frozen:
+    """A plan and its figures, without a cost model."""
+
+    def no_model(plan: Plan) -> None:
+        raise AssertionError("a report of frozen figures asks for costs")
+
+    monkeypatch.setattr(Plan, "cost_model", no_model)
+    return Frozen()
+
+
+def test_golden_search(fixed: Frozen, capsys: pytest.CaptureFixture[str]) -> None:
+    print_summary(console(), fixed.plan, fixed.answers.costs)
+    golden("cli_search.txt", capsys.readouterr().out)
+
+
+def test_golden_compare(fixed: Frozen, capsys: pytest.CaptureFixture[str]) -> None:
+    print_comparison(console(), fixed.plan, fixed.entries)
+    golden("cli_compare.txt", capsys.readouterr().out)
+
+
+def test_golden_explain(fixed: Frozen, capsys: pytest.CaptureFixture[str]) -> None:
+    explainer = Explainer(console(), fixed.plan, fixed.answers, fixed.fed_s, TOP, lambda text: None)
+    explainer.everything()
+    golden("cli_explain.txt", capsys.readouterr().out)
+    explainer.one(find_value(fixed.plan, VALUE))
+    golden("cli_explain_value.txt", capsys.readouterr().out)
+
+
+# The commands: reports with the same parts, whatever the figures.
+
+
+def parts(text: str) -> list[list[str]]:
+    """The title of each part of a report, with the heads of its table or, of a certificate, the names of its lines."""
+    found: list[list[str]] = []
+    for part in text.split("\n\n")[1:]:
+        title, *lines = part.splitlines()
+        match title:
+            case "Certificate":
+                found.append([title, *(re.split(r" {2,}", line)[0] for line in lines)])
+            case "Program":
+                found.append([title])
+            case _ if title.startswith("Collectives"):
+                found.append([title])  # a column for each kind
+            case _:
+                found.append([title, *re.split(r" {2,}", lines[0].strip())])
+    return found
 
 
 @pytest.mark.parametrize("command", ["search", "compare"])
@@ -48,8 +96,25 @@ def test_reports(command: str, files: Path, capsys: pytest.CaptureFixture[str]) 
     assert main([command, "model.py", "--cluster", "mixed.toml"]) == 0
     text, errors = capsys.readouterr()
     assert errors == ""
-    golden(f"cli_{command}.txt", text)
+    assert parts(text) == parts((GOLDEN / f"cli_{command}.txt").read_text())
+    assert text.startswith("18 ops ")
     assert sorted(p.name for p in files.iterdir()) == ["mixed.toml", "model.py"]
+
+
+def test_explain(plan_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", "plan.json", "model.py", "--top", str(TOP)]) == 0
+    assert parts(capsys.readouterr().out) == parts((GOLDEN / "cli_explain.txt").read_text())
+    assert main(["explain", "plan.json", "model.py", "--value", VALUE]) == 0
+    text = capsys.readouterr().out
+    assert parts(text) == parts((GOLDEN / "cli_explain_value.txt").read_text())
+    assert text.startswith("[0]['m']  f32[256, 128], 128.0 KiB\n")
+
+
+def test_figures_of_a_report_are_those_of_the_json(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["search", "model.py", "--cluster", "mixed.toml", "--json", "out.json"]) == 0
+    text, data = capsys.readouterr().out, json.loads((files / "out.json").read_text())
+    assert f"step time      {seconds(data['cost_s'])} predicted\n" in text
+    assert f"joint bound    {seconds(data['joint_lower_bound_s'])} at any shard sizes" in text
 
 
 def test_program_in_full(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -59,13 +124,6 @@ def test_program_in_full(files: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert len([line for line in text.splitlines() if re.match(r" [ *]\{", line)]) == int(
         re.search(r"(\d+) instructions", text)[1]
     )
-
-
-def test_explain(plan_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["explain", "plan.json", "model.py", "--top", "3"]) == 0
-    golden("cli_explain.txt", capsys.readouterr().out)
-    assert main(["explain", "plan.json", "model.py", "--value", "[0]['m']"]) == 0
-    golden("cli_explain_value.txt", capsys.readouterr().out)
 
 
 def test_search_json(files: Path, capsys: pytest.CaptureFixture[str]) -> None:

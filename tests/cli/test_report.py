@@ -58,6 +58,10 @@ def plan() -> Plan:
     return synthesize(step, args, Cluster.load(CLUSTERS / "mixed8.toml"))
 
 
+def summarized(plan: Plan) -> None:
+    print_summary(console(), plan, costs_of(plan))
+
+
 # Text.
 
 
@@ -115,7 +119,7 @@ def test_one_device_and_nothing_cut(tmp_path: Path, capsys: pytest.CaptureFixtur
         '[intra]\nbandwidth = "1 GB/s"\nlatency = "1 us"\n[[devices]]\nkind = "V100-16GB"\n'
     )
     one = Cluster.load(tmp_path / "one.toml")
-    print_summary(console(), synthesize(lambda x: x + 1, (jax.ShapeDtypeStruct((), F32),), one))
+    summarized(synthesize(lambda x: x + 1, (jax.ShapeDtypeStruct((), F32),), one))
     text = capsys.readouterr().out
     assert "0 V100-16GB" in text
     assert "no primitive" in text
@@ -178,7 +182,7 @@ class Terminal:
 def test_what_is_kept_whole_is_named_with_its_reason(capsys: pytest.CaptureFixture[str]) -> None:
     bits = lambda key, x: (jax.lax.rng_bit_generator(key, (4,)), jnp.linalg.cholesky(x))
     args = jax.ShapeDtypeStruct((4,), jnp.uint32), jax.ShapeDtypeStruct((8, 4, 4), F32)
-    print_summary(console(), synthesize(bits, args, Cluster.load(CLUSTERS / "mixed8.toml")))
+    summarized(synthesize(bits, args, Cluster.load(CLUSTERS / "mixed8.toml")))
     lines = [line.strip() for line in capsys.readouterr().out.splitlines()]
     # The factorizations are dealt out by batch.
     assert "replicated     rng_bit_generator x1" in lines

@@ -1,24 +1,18 @@
 """The examples as plain JAX: they trace without allocating, learn, and have the parts they claim."""
 
-import importlib
 from collections import Counter
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from example_models import TINY, example, start
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-TINY: dict[str, dict[str, Any]] = {
-    "mlp": {"batch": 64, "features": 16, "hidden": (32,), "classes": 4},
-    "transformer": {"batch": 8, "seq": 16, "vocab": 32, "layers": 2, "width": 32, "heads": 4, "ff": 64},
-    "cnn": {"batch": 16, "size": 8, "channels": (8, 16)},
-}
 # What the issue names in each example; gradients included.
 PRIMITIVES = {
     "mlp": {"dot_general", "custom_jvp_call", "gather", "scatter-add"},
@@ -32,18 +26,6 @@ PRIMITIVES = {
         "dot_general",
     },
 }
-
-
-def example(name: str) -> ModuleType:
-    return importlib.import_module(name)
-
-
-def start(module: ModuleType, config: Any) -> tuple[Any, Any]:
-    """Real arguments of a step; jitted, because many small eager ops would compile one by one."""
-    return (
-        jax.jit(module.init, static_argnums=1)(jax.random.key(0), config),
-        jax.jit(module.make_batch, static_argnums=1)(jax.random.key(1), config),
-    )
 
 
 def primitives(jaxpr: Any) -> Iterator[str]:

@@ -6,7 +6,6 @@ import os
 import pickle
 import subprocess
 import sys
-import types
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -19,12 +18,13 @@ import mlp
 import numpy as np
 import pytest
 import transformer
-from conftest import write_model
+from cli_model import write_model
 from control_cases import CASES
+from exported import assert_exports, assert_same_bits, module
 from jax import lax
 from jax.sharding import Mesh
+from random_draws import dropout_step, large_draws
 from slow_devices import SPEEDS, first_devices, thin_cluster
-from test_random import dropout_step, large_draws
 from zoo import functional, language
 
 import hapsynth
@@ -82,39 +82,6 @@ def target():
 def planned(fn: Callable[..., Any], args: Any, on: str = "3:1") -> Plan:
     cluster, mesh = thin_cluster(SPEEDS[on]), first_devices(len(SPEEDS[on]))
     return hapsynth.synthesize(fn, args, mesh, cluster=cluster, leave_out=False)
-
-
-def module(plan: Plan) -> Any:
-    made = types.ModuleType("program")
-    sys.modules["program"] = made
-    exec(compile(plan.to_source(), "program.py", "exec"), made.__dict__)
-    return made
-
-
-def bits(leaf: Any) -> Any:
-    if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
-        leaf = jax.random.key_data(leaf)
-    return np.asarray(leaf)
-
-
-def assert_same_bits(got: Any, want: Any) -> None:
-    assert jax.tree.structure(got) == jax.tree.structure(want)
-    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        a, b = bits(a), bits(b)
-        assert a.dtype == b.dtype
-        np.testing.assert_array_equal(a, b)
-
-
-def assert_exports(plan: Plan, *args: Any) -> str:
-    """The module gives what the plan gives; its text."""
-    args = args or random_arguments(plan.traced)[0]
-    made = module(plan)
-    mesh = made.make_mesh()
-    alone = [made.shard(mesh, *args[:1]), *args[1:]] if len(args) == 1 else made.shard(mesh, *args)
-    got = made.unshard(made.make_step(mesh)(*alone))
-    given = plan.shard(*args)
-    assert_same_bits(got, plan.unshard(plan(*([given] if len(args) == 1 else given))))
-    return plan.to_source()
 
 
 def test_draws_in_blocks() -> None:

@@ -12,13 +12,13 @@ import jax.numpy as jnp
 import lineax
 import numpy as np
 import pytest
+from exported import assert_exports
 from jax import lax
 from jax.experimental import io_callback
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 from own_rules import numbers, primitive
 from slow_devices import SPEEDS, first_devices, thin_cluster
-from test_export import assert_exports
 
 import hapsynth
 from hapsynth import TraceError

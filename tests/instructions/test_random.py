@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from random_draws import dropout_step, large_draws
 from slow_devices import SPEEDS, first_devices, slow_cluster, thin_cluster
 
 import hapsynth
@@ -182,10 +183,6 @@ def test_what_is_no_threefry_draw_is_not_drawn_in_blocks(monkeypatch: pytest.Mon
             np.testing.assert_array_equal(execute(local, [key])[0], drawn((40,))(key))
 
 
-def large_draws(key: jax.Array) -> Any:
-    return jax.random.normal(key, (512, 1200)), jax.random.bits(key, (600_000,))
-
-
 @pytest.mark.parametrize("on", ["one", "3:1"])
 def test_a_plan_draws_in_blocks(on: str) -> None:
     cluster, key = slow_cluster(SPEEDS[on]), key_array()
@@ -301,19 +298,6 @@ def assert_drawn_in_shards(plan: Plan) -> None:
     drawn = {v for op, _ in found for v in (*op.operands, *op.results)}
     sent = {i.value for i in plan.program.instructions if isinstance(i, Convert) and i.is_collective}
     assert drawn.isdisjoint(sent)
-
-
-def dropout_step(params: Any, key: Any, x: Any) -> Any:
-    """A step of gradient descent on a dropout network; also the mask it drew."""
-    key, use = jax.random.split(key)
-
-    def loss(params: Any) -> Any:
-        hidden = jax.nn.relu(x @ params[0])
-        mask = jax.random.bernoulli(use, 0.7, hidden.shape)
-        return (jnp.where(mask, hidden / 0.7, 0.0) @ params[1]).var(), mask
-
-    (value, mask), grads = jax.value_and_grad(loss, has_aux=True)(params)
-    return [p - 0.1 * g for p, g in zip(params, grads)], key, value, mask
 
 
 @pytest.mark.parametrize("raw", [False, True], ids=["typed", "raw"])

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from lowered_programs import run
 from slow_devices import first_devices
-from test_lower import run
 
 from hapsynth.graph.trace import trace
 from hapsynth.instructions.layout import R, S

@@ -16,11 +16,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from control_cases import CASES, assert_same, floats
+from example_models import TINY, example, start
 from jax import lax
+from lowered_programs import assert_close, chain
 from random_programs import RandomProgram
 from slow_devices import SPEEDS, first_devices, thin_cluster
-from test_examples import TINY, example, start
-from test_lower import assert_close, chain
 from unflatten import unflattened
 
 import hapsynth

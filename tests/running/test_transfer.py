@@ -5,21 +5,12 @@ from __future__ import annotations
 import re
 from typing import Any
 
-import jax
 import numpy as np
 import pytest
-from jax.sharding import AxisType, Mesh
+from storages import storages
 
 from hapsynth.instructions.layout import R, S
-from hapsynth.lower import Storage
 from hapsynth.running.transfer import Change, exchange, exchanger
-
-
-def storages(lengths: tuple[int, ...], layout: Any, old: Any, new: Any, dtype: Any, shape: Any) -> list[Storage]:
-    devices = np.array(jax.devices()[: np.prod(lengths)]).reshape(lengths)
-    mesh = Mesh(devices, tuple("ab"[: len(lengths)]), axis_types=(AxisType.Auto,) * len(lengths))
-    return [Storage(shape, np.dtype(dtype), False, layout, cuts, mesh) for cuts in (old, new)]
-
 
 MOVES: dict[str, Any] = {
     "to a neighbour": ((4,), (S(0),), {0: ((0,), (3, 3, 3, 3))}, {0: ((0,), (4, 2, 3, 3))}),

@@ -1,4 +1,4 @@
-"""What an expert writes in JAX without hapsynth: the examples' training steps, distributed by hand.
+"""An expert's programs in JAX without hapsynth: the examples' training steps, distributed by hand.
 
     data_parallel    `jax.jit` with NamedSharding: the state replicated, the batch cut; XLA puts in the all-reduces
     zero3            shard_map: parameters and optimizer state cut, `all_gather` before the forward pass and, by a
@@ -43,7 +43,7 @@ def same(tree: Tree) -> Tree:
 
 
 def data_parallel(module: ModuleType, config: Any, mesh: Mesh) -> ByHand:
-    """What JAX's own documentation teaches."""
+    """As JAX's own documentation teaches."""
     everywhere, cut = NamedSharding(mesh, PartitionSpec()), NamedSharding(mesh, PartitionSpec(AXIS))
     step = jax.jit(module.make_step(config), in_shardings=(everywhere, cut), out_shardings=everywhere, donate_argnums=0)
     return ByHand(step, same, same)
@@ -197,7 +197,7 @@ enter.defvjp(lambda x: (x, None), lambda _, g: (lax.psum(g, AXIS),))
 
 @jax.custom_vjp
 def leave(x: jax.Array) -> jax.Array:
-    """Megatron's g: the sum over the devices of what a row-parallel layer made; its gradient is whole."""
+    """Megatron's g: the sum over the devices of a row-parallel layer's results; its gradient is whole."""
     return lax.psum(x, AXIS)
 
 

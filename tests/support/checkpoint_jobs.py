@@ -1,7 +1,7 @@
 """Saves that are killed, and saves of two real processes: checkpoint_jobs.py kills|processes FOLDER.
 
 For tests/checkpoint/test_checkpoint.py. JAX takes seconds to import, so it is imported once and processes are forked,
-before any backend starts. What is found is printed, as JSON or lines.
+before any backend starts. The outcome is printed, as JSON or lines.
 """
 
 import itertools
@@ -184,7 +184,7 @@ def planned(speeds: tuple[float, ...], mesh: object = None, **options: object) -
 
 
 def both(folder: Path, rank: int, address: str) -> None:
-    """What each of two processes does."""
+    """The work of each of two processes."""
     jax.config.update("jax_num_cpu_devices", 1)
     jax.distributed.initialize(address, 2, rank)
     mesh = jax.sharding.Mesh(np.array(jax.devices()), ("hap",))

@@ -1,5 +1,7 @@
 """The tiny model and the cluster of the command line's tests."""
 
+from pathlib import Path
+
 MODEL = """
 import jax
 import jax.numpy as jnp
@@ -48,3 +50,8 @@ count = 4
 kind = "P4-8GB"
 count = 4
 """
+
+
+def write_model(folder: Path) -> None:
+    (folder / "model.py").write_text(MODEL)
+    (folder / "mixed.toml").write_text(CLUSTER)

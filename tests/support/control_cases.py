@@ -64,17 +64,17 @@ def until_small(x: Any) -> Any:
 
 
 def swapped(a: Any, b: Any) -> Any:
-    """What is carried changes places, so both must lie alike."""
+    """Carried values change places, so both must have one layout."""
     return lax.fori_loop(0, 3, lambda i, c: (c[1] * 2, c[0] + 1), (a, b))
 
 
 def invariant(x: Any) -> Any:
-    """What is carried but never changed, and what is stacked without depending on the iteration."""
+    """A value that is carried but never changed, and one that is stacked without depending on the iteration."""
     return lax.scan(lambda c, y: ((c[0], c[1] + y.sum()), (c[0].sum(0), 7.0)), (x, 0.0), x)
 
 
 def carries_on_the_outside(x: Any, w: Any) -> Any:
-    """What two loops, one in the other, carry on was made before both and takes collectives."""
+    """The value that two loops, one in the other, carry on was made before both and takes collectives."""
     y = jnp.sort(x.T @ x, 0)
 
     def body(c: Any, _: Any) -> Any:
@@ -157,7 +157,7 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
 
 
 def assert_same(plan: Plan, got: Any, want: Any, tolerance: float = 1e-5) -> None:
-    """What a plan returned is, made whole, what the function returns: structure, shapes, types and values."""
+    """A plan's results are, made whole, the function's: structure, shapes, types and values."""
     assert jax.tree.structure(got) == jax.tree.structure(want)
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         assert (a.shape, a.dtype, getattr(a, "weak_type", None)) == (b.shape, b.dtype, getattr(b, "weak_type", None))

@@ -43,7 +43,7 @@ def step(w, x):
 
 
 def run(after_one: Callable[[], object] = lambda: None, calls: int = 2, file: str = "plan.json") -> None:
-    """Calls a plan and checks what it computed; `after_one` happens after the first call."""
+    """Calls a plan and checks its results; `after_one` happens after the first call."""
     mesh = jax.sharding.Mesh(np.array(jax.devices()), ("hap",))
     plan = hapsynth.load(file, step, (W, X), mesh)
     w, x = plan.shard(W, X)

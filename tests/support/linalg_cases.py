@@ -1,4 +1,4 @@
-"""Rule cases of linear algebra, transforms, grouped rows, and of what only wraps or marks a value."""
+"""Rule cases of linear algebra, transforms, grouped rows, and of ops that only wrap or mark a value."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def resharded(x: Any) -> Any:
 
 
 NEWER = ("scaled_matmul_wrapper",) if jax.__version_info__ < (0, 11) else ()
-"""What JAX runs on GPUs only before 0.11."""
+"""Primitives that JAX runs on GPUs only before 0.11."""
 if not NEWER:
     case(
         "scaled_matmul",
@@ -130,7 +130,7 @@ if not NEWER:
         np.full((2, 4, 2), 2.0).astype(e8),
     )
 
-# ---- calls, and what every device runs as a whole
+# ---- calls, and ops that every device runs whole
 
 case("composite", lambda x: lax.composite(lambda y: y * 2, "my.double")(x), ints(4))
 case(

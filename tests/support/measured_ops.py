@@ -33,5 +33,5 @@ STEP = {"a": struct(256, 128), "b": struct(128, 64)}, struct(4096, 256)
 
 
 def named(graph: Graph) -> dict[str, str]:
-    """Signatures by what a person knows the ops by."""
+    """Signatures by the ops' names for a person."""
     return {described(op): s for s, op in Ops(graph).by_signature.items()}

@@ -360,7 +360,7 @@ def some_axes(rng: Draw, x: Any) -> tuple[int, ...]:
 
 
 def extremes(rng: Draw, x: Any, pool: Any, others: Any) -> Any:
-    """The largest and smallest over some dimensions, alone or in what follows."""
+    """The largest and smallest over some dimensions, alone or with later ops."""
     if x.ndim == 0:
         return None
     axes = some_axes(rng, x)
@@ -385,7 +385,7 @@ def extremes(rng: Draw, x: Any, pool: Any, others: Any) -> Any:
 
 
 def placed(rng: Draw, x: Any, pool: Any, others: Any) -> Any:
-    """Where the largest and smallest are, and what lies there."""
+    """Where the largest and smallest are, and the elements there."""
     if x.ndim == 0:
         return None
     d = int(rng.integers(x.ndim))
@@ -449,7 +449,7 @@ def clamped(rng: Draw, x: Any, pool: Any, others: Any) -> Any:
 
 
 def divided(rng: Draw, x: Any, pool: Any, others: Any) -> Any:
-    """Sums and contractions over what may be cut, which meet a quotient, a product, or another contraction."""
+    """Sums and contractions over dimensions that may be cut, beside a quotient, a product, or another contraction."""
     if x.ndim == 0:
         return None
     axes = some_axes(rng, x)
@@ -536,7 +536,7 @@ def until(rng: Draw, x: Any, pool: Any, others: Any) -> Any:
 
 
 def touched(rng: Draw, x: Any, pool: Any, others: Any) -> Any:
-    """Elementwise ops that make or take what is not finite, and scatters of it."""
+    """Elementwise ops that make or take numbers that are not finite, and scatters of them."""
     y = fit(rng, jnp.asarray(pick(rng, pool)), x.shape)
     ones = fit(rng, others[1], x.shape)
     index = fit(rng, jnp.abs(others[0]), x.shape[:1] or (1,)) % 3

@@ -1,4 +1,4 @@
-"""Plans of random programs, for tests of what a plan does whatever it is."""
+"""Plans of random programs, for tests of properties that all plans have."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ class RandomProgram:
         self.instructions: list[Instruction] = []
 
     def placements(self, value: int) -> list[Placement]:
-        """What conversions can make of a value along one axis."""
+        """The placements that conversions can give a value along one axis."""
         v = self.graph.values[value]
         plain = not jax.dtypes.issubdtype(v.dtype, jax.dtypes.extended)
         cuts = [S(d, k) for d, size in enumerate(v.shape) if size > 1 and plain for k in range(len(self.axes))]
@@ -145,13 +145,13 @@ class RandomProgram:
         return [op for op in self.graph.ops if op.region == region and op.primitive in primitives]
 
     def open(self, region: int) -> None:
-        """What enters a loop, and decides a cond, must be there before."""
+        """Values that enter a loop, and that decide a cond, must be there before."""
         for op in self.edge(region, *EDGES):
             self.chosen[op.index] = self.choose(op)
             self.read(self.chosen[op.index], [self.graph.regions[region].parent])
 
     def close(self, region: int) -> None:
-        """What a loop carries on, and a cond joins, must be there at the end."""
+        """Values that a loop carries on, and that a cond joins, must be there at the end."""
         for op in self.edge(region, LOOP_CARRY):
             self.want(self.graph.ties[op.index], self.chosen[op.index].result_layout(0), region)
         for op in self.edge(self.graph.regions[region].parent, COND_JOIN) if region else ():

@@ -1,4 +1,4 @@
-"""What the rules are tried on, by family; every registered primitive must occur."""
+"""The cases of the rules, by family; every registered primitive must occur."""
 
 from __future__ import annotations
 

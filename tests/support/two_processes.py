@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def run_two(code: str, arguments: Callable[[str, int], list[str]]) -> list[str]:
-    """What each said while it ran `code` with `arguments(coordinator, number)`; both have to end well."""
+    """The output of each, which ran `code` with `arguments(coordinator, number)`; both have to end well."""
     address = f"localhost:{free_ports(2)[0]}"
     paths = os.pathsep.join([str(ROOT), str(ROOT / "tests" / "support")])
     env = {**os.environ, "JAX_PLATFORMS": "cpu", COORDINATOR: address, "PYTHONPATH": paths}

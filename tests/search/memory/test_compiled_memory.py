@@ -14,8 +14,8 @@ import models
 import numpy as np
 import pytest
 from slow_devices import SPEEDS, first_devices, slow_cluster
-from test_recompute import ARGS as ROWS_ARGS
-from test_recompute import step as rows_step
+from wide_activations import ARGS as ROWS_ARGS
+from wide_activations import step as rows_step
 
 import hapsynth
 from hapsynth import _jax

@@ -15,9 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from control_cases import CASES as CONTROL
+from lowered_programs import CASES, SEEDS, assert_close, random_lowered, run
 from random_programs import RandomProgram, floats, mlp_args, mlp_step
 from slow_devices import SPEEDS, first_devices, thin_cluster
-from test_lower import CASES, SEEDS, assert_close, random_lowered, run
 from two_axes import AXES, mesh, product, sized
 from unflatten import unflattened
 

@@ -17,8 +17,8 @@ import by_hand
 import jax
 import numpy as np
 import pytest
+from example_models import example
 from jax.sharding import AxisType, Mesh
-from test_examples import example
 
 from hapsynth.cluster.cluster import Cluster
 from hapsynth.graph.trace import Traced, trace

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from slow_devices import first_devices, slow_cluster
+from wide_activations import ARGS, F32, LAYERS, ROWS, WIDTH, step
 from zoo import language
 
 import hapsynth
@@ -22,25 +23,6 @@ from hapsynth.search.analysis.fusion import materialized
 from hapsynth.search.analysis.liveness import Liveness
 from hapsynth.search.planning.rematerialization import _Problem as Problem
 from hapsynth.search.planning.rematerialization import choices, held_at, seconds_of
-
-F32 = jnp.float32
-ROWS, WIDTH, LAYERS = 512, 32, 4
-
-
-def loss(params: list[jax.Array], x: jax.Array) -> jax.Array:
-    """Wide in rows, so that activations are most of what it holds."""
-    for w in params:
-        h = jnp.tanh(x @ w)
-        x = x + h * jax.nn.sigmoid(h)
-    return (x * x).mean()
-
-
-def step(params: list[jax.Array], x: jax.Array) -> tuple[list[jax.Array], jax.Array]:
-    value, gradients = jax.value_and_grad(loss)(params, x)
-    return [p - 0.1 * g for p, g in zip(params, gradients, strict=True)], value
-
-
-ARGS = ([jax.ShapeDtypeStruct((WIDTH, WIDTH), F32)] * LAYERS, jax.ShapeDtypeStruct((ROWS, WIDTH), F32))
 
 
 def arrays() -> tuple[list[jax.Array], jax.Array]:

@@ -14,12 +14,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from exported import assert_exports
 from hypothesis import strategies as st
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 from milp import optimum
 from resharing import arguments, cluster, pooled, reshares, running_step, step_arguments
-from test_export import assert_exports
 
 import hapsynth
 from hapsynth.adapting import rebalance

@@ -9,9 +9,9 @@ import jax
 import numpy as np
 import pytest
 from control_cases import CASES as CONTROL
+from lowered_programs import mesh_of, run
 from random_programs import RandomProgram, mlp_args, mlp_step
 from resharing import reshares
-from test_lower import mesh_of, run
 
 from hapsynth.cluster.cluster import Cluster
 from hapsynth.cluster.memory_budget import MemoryBudget

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from graphs import cluster
 from random_programs import RandomProgram
-from test_sizing import step, three_layers
+from sized_steps import step, three_layers
 
 from hapsynth.cluster.cluster import Cluster
 from hapsynth.graph.trace import trace

@@ -12,6 +12,7 @@ from cp_sat import exact_sizes
 from graphs import cluster
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sized_steps import step, three_layers
 
 from hapsynth.graph.trace import trace
 from hapsynth.instructions.program.sizes import Classes, Sizes
@@ -21,11 +22,6 @@ from hapsynth.search.planning.baselines import Baselines
 from hapsynth.search.planning.task import Task
 from hapsynth.search.sizing.ratios import round_shares
 from hapsynth.search.sizing.sizer import Sizer
-
-
-def step(w, x):
-    value, grad = jax.value_and_grad(lambda v: jnp.sum(jnp.tanh(x @ v) ** 2))(w)
-    return w - grad, value
 
 
 def sizer(speeds, rows, width=512, **link):
@@ -51,15 +47,6 @@ def test_sizes_are_the_best_of_all(speeds, rows):
             best = min(best, program_cost(program, sizes, found.costs))
     sizes = found.best(np.full(len(speeds), 1 / len(speeds)))
     assert program_cost(program, sizes, found.costs) == pytest.approx(best, rel=1e-9)
-
-
-def three_layers(w, x):
-    def loss(w):
-        hidden = jnp.tanh(x @ w["a"])
-        return jnp.sum((jax.nn.softmax(hidden @ w["b"]) @ w["c"]) ** 2)
-
-    value, grad = jax.value_and_grad(loss)(w)
-    return jax.tree.map(lambda a, g: a - g, w, grad), value
 
 
 @pytest.mark.parametrize(

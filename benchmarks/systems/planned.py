@@ -5,34 +5,32 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from hap import Hap
-
 import hapsynth
 from hapsynth.graph.trace import Traced
 from hapsynth.plan import Form
 from hapsynth.search.planning.baselines import NAMES, Baseline, Baselines
 from hapsynth.search.planning.task import Task
+from systems.hap import Hap
 
 TWIN = {"fastest": "plan", "even": "data_parallel", "by_speed": "data_parallel_speed", "fsdp": "zero3"}
-"""System -> what is the same program: a baseline, or for `fastest` the one that the contest begins with."""
+"""System -> the same program by another name: a baseline, or for `fastest` the one that the contest begins with."""
 
 
 def chosen(
     systems: Sequence[str], fn: Any, shapes: Any, traced: Traced, cluster: hapsynth.Cluster, form: Form = "auto"
 ) -> dict[str, hapsynth.Plan]:
     """The program and sizes of each system; `form`: of hapsynth's own."""
-    task = Task(traced.graph, cluster)
-    known = Baselines(task)
+    baselines = Baselines(Task(traced.graph, cluster))
     twins = {system: TWIN.get(system, system) for system in systems}
-    baselines = known.all([name for name in dict.fromkeys(twins.values()) if name in NAMES])
-    found: dict[str, hapsynth.Plan] = {}
+    by_name = baselines.all([name for name in dict.fromkeys(twins.values()) if name in NAMES])
+    plans: dict[str, hapsynth.Plan] = {}
     for system, twin in twins.items():
         if twin == "plan":
-            found[system] = found.get("plan") or hapsynth.synthesize(fn, shapes, cluster, form=form)
+            plans[system] = plans.get("plan") or hapsynth.synthesize(fn, shapes, cluster, form=form)
         else:
-            same = Hap(known).baseline() if system == "hap" else baselines[twin]
-            found[system] = as_plan(same, fn, traced, cluster)
-    return found
+            same = Hap(baselines).baseline() if system == "hap" else by_name[twin]
+            plans[system] = as_plan(same, fn, traced, cluster)
+    return plans
 
 
 def as_plan(b: Baseline, fn: Any, traced: Traced, cluster: hapsynth.Cluster) -> hapsynth.Plan:

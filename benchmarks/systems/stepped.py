@@ -1,4 +1,4 @@
-"""Systems that run one training step on the processes of a job: hapsynth's programs, and what people do today.
+"""Systems that run one training step on the processes of a job: hapsynth's programs, and those usual today.
 
 Each is given the same function and the same arguments, consumes its state as it goes (donation), and has one device
 per process. `even`, `by_speed` and `fsdp` know nothing of hapsynth.
@@ -129,8 +129,8 @@ class BySpeed:
         def gradients(params: Any, batch: Any) -> Any:
             return jax.tree.map(lambda x: share * x[None], fn.gradients(params, batch))
 
-        def update(state: Any, mine: Any) -> Any:
-            loss, grads = jax.tree.map(lambda x: lax.psum(x[0], "d"), mine)
+        def update(state: Any, summands: Any) -> Any:
+            loss, grads = jax.tree.map(lambda x: lax.psum(x[0], "d"), summands)
             return fn.update(state, grads), loss
 
         self.gradients = jax.jit(gradients)
@@ -147,8 +147,8 @@ class BySpeed:
 
     def step(self) -> float:
         params = jax.tree.map(lambda x: x.addressable_shards[0].data, self.state["params"])
-        mine = jax.tree.map(self._joined, self.gradients(params, self.batch))
-        self.state, loss = self.update(self.state, mine)
+        joined = jax.tree.map(self._joined, self.gradients(params, self.batch))
+        self.state, loss = self.update(self.state, joined)
         jax.block_until_ready(self.state)
         return float(loss)
 
@@ -162,7 +162,7 @@ class BySpeed:
 
 
 class Alone:
-    """The function on this process's device: what all must agree with."""
+    """The function on this process's device, with which all must agree."""
 
     def __init__(self, fn: TrainingStep) -> None:
         self.function = jax.jit(fn, donate_argnums=0)
@@ -183,10 +183,10 @@ class Alone:
 def rows_by_speed(rows: int, speeds: Sequence[float]) -> list[int]:
     """Whole rows in proportion to the speeds, the largest remainders rounded up."""
     exact = rows * np.asarray(speeds, np.float64) / np.sum(speeds)
-    found = np.floor(exact).astype(int)
-    for i in np.argsort(found - exact, kind="stable")[: rows - found.sum()]:
-        found[i] += 1
-    return found.tolist()
+    whole = np.floor(exact).astype(int)
+    for i in np.argsort(whole - exact, kind="stable")[: rows - whole.sum()]:
+        whole[i] += 1
+    return whole.tolist()
 
 
 def differences(got: Any, wanted: Any) -> float:

@@ -1,8 +1,9 @@
 """PyTorch's DistributedDataParallel as a system of `runtime.py`: processes of another interpreter, which has PyTorch.
 
-PyTorch and JAX do not live in one process. So each process of the comparison starts one of PyTorch's (`ddp.py`), which
-inherits its machine: quota, core, network, host name and settings of malloc. It sleeps at its standard input until it
-is asked for a step, and who asks sleeps until it answers: both take their turns in the same rounds.
+PyTorch and JAX do not live in one process. So each process of the comparison starts one of PyTorch's
+(`ddp_process.py`), which inherits its machine: quota, core, network, host name and settings of malloc. It sleeps at its
+standard input until it is asked for a step, and who asks sleeps until it answers: both take their turns in the same
+rounds.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from typing import Any
 import jax
 import numpy as np
 from jax.tree_util import DictKey, GetAttrKey
-from peers import Arguments
+
+from systems.stepped import Arguments
 
 VARIABLE = "HAPSYNTH_TORCH"
 GET = (
@@ -47,7 +49,7 @@ def version(python: str) -> str:
 
 
 class Ddp:
-    """One process of DDP, the batch cut evenly, asked by a process of the comparison; a `peers.System`.
+    """One process of DDP, the batch cut evenly, asked by a process of the comparison; a `stepped.System`.
 
     `store`: host and port where the first process listens. `place` starts it, and waits for the others.
     """
@@ -68,7 +70,7 @@ class Ddp:
         own = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "eth0" if inside else "lo"}
         # Warns that emulated machines' addresses have no names in the DNS.
         own["TORCH_CPP_LOG_LEVEL"] = "ERROR"
-        command = [self.python, "-I", str(Path(__file__).with_name("ddp.py")), "--rank", str(self.rank)]
+        command = [self.python, "-I", str(Path(__file__).with_name("ddp_process.py")), "--rank", str(self.rank)]
         command += ["--world", str(self.world), "--store", self.store]
         return subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env={**os.environ, **own}
@@ -93,11 +95,11 @@ class Ddp:
         rows = jax.tree.leaves(batch)[0].shape[0]
         if rows % self.world:
             raise ValueError(f"{rows} rows can't be cut evenly for {self.world} processes")
-        mine = slice(self.rank * rows // self.world, (self.rank + 1) * rows // self.world)
+        rows_here = slice(self.rank * rows // self.world, (self.rank + 1) * rows // self.world)
         self.process = self.process or self._start()
         with tempfile.TemporaryDirectory(prefix="ddp") as folder:
             file = f"{folder}/given.npz"
-            np.savez(file, **_named(self.state), **{f"batch.{name}": x[mine] for name, x in batch.items()})
+            np.savez(file, **_named(self.state), **{f"batch.{name}": x[rows_here] for name, x in batch.items()})
             self._ask("place", file)
 
     def step(self) -> float:
@@ -110,8 +112,8 @@ class Ddp:
         with tempfile.TemporaryDirectory(prefix="ddp") as folder:
             self._ask("values", f"{folder}/values.npz")
             with np.load(f"{folder}/values.npz") as opened:
-                found = dict(opened)
-        return jax.tree_util.tree_map_with_path(lambda path, _: found[_name(path)], self.state)
+                arrays = dict(opened)
+        return jax.tree_util.tree_map_with_path(lambda path, _: arrays[_name(path)], self.state)
 
     def close(self) -> None:
         if self.process is not None:

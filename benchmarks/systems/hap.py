@@ -1,4 +1,4 @@
-"""HAP itself (EuroSys'24), emulated: what its released code would decide, as a program that our cost model judges.
+"""HAP itself (EuroSys'24), emulated: the decisions of its released code, as a program that our cost model judges.
 
 Its rules: an op cuts the batch, an output dimension of its weights, or experts; nothing is cut along a contracted
 weight dimension, by heads or by vocabulary; no sufficient factors. Parameters lie as they are used, their optimizer
@@ -33,7 +33,7 @@ from hapsynth.search.sizing.ratios import Ratios, proportional
 from hapsynth.search.solver import solve
 
 _TIE = 1e-3
-"""Weight of our model's seconds, which decide between what costs HAP the same."""
+"""Weight of our model's seconds, which decide between choices of the same cost to HAP."""
 _ITEM = 4.0
 
 
@@ -63,7 +63,7 @@ class _HapStructure(ChoiceSpace):
 
     def __init__(self, of: Hap, restriction: Restriction) -> None:
         self.of = of
-        super().__init__(of.known.graph, of.known.table, restriction)
+        super().__init__(of.baselines.graph, of.baselines.table, restriction)
 
     def _triples(self, op: int) -> Interned[Triples]:
         every = super()._triples(op)
@@ -75,10 +75,10 @@ class _HapStructure(ChoiceSpace):
 class Hap:
     """HAP's choice for one graph on one cluster."""
 
-    def __init__(self, known: Baselines) -> None:
-        self.known, self.graph, self.table = known, known.graph, known.table
-        self.weights = {v for v in known.state if v not in known.costs.together.updates}
-        self.batch = known.batch_roots
+    def __init__(self, baselines: Baselines) -> None:
+        self.baselines, self.graph, self.table = baselines, baselines.graph, baselines.table
+        self.weights = {v for v in baselines.state if v not in baselines.costs.together.updates}
+        self.batch = baselines.batch_roots
         self.experts: set[Node] = set()
         self.outputs: set[Node] = set()
         self.free = {v: self._outputs_of(v) for v in self.weights}
@@ -94,14 +94,14 @@ class Hap:
             if name in seen or name not in (*CONTRACTIONS, "gather"):
                 continue
             seen.add(name)
-            held = factors.operands[position]
-            made = {f for dim in factors.results[0] for f in dim}
-            dims &= {d for d, dim in enumerate(held) if made.intersection(dim)}
+            weight_dims = factors.operands[position]
+            output_factors = {f for dim in factors.results[0] for f in dim}
+            dims &= {d for d, dim in enumerate(weight_dims) if output_factors.intersection(dim)}
             others = {f for i, t in enumerate(factors.operands) if i != position for dim in t for f in dim}
             for d in dims if name in CONTRACTIONS else ():
-                root = self.known.root(weight, d)
+                root = self.baselines.root(weight, d)
                 if root is not None:
-                    (self.experts if others.intersection(held[d]) else self.outputs).add(root)
+                    (self.experts if others.intersection(weight_dims[d]) else self.outputs).add(root)
         return dims
 
     def may(self, op: int, triples: Triples) -> bool:
@@ -109,7 +109,7 @@ class Hap:
         source, factors = self.graph.ops[op], self.table[op]
         weighted = any(v in self.weights for _, v in source.value_operands)
         for factor, nodes in cut_nodes(self.graph, op, factors, triples):
-            roots = {self.known.root(v, d) for v, d, *_ in nodes}
+            roots = {self.baselines.root(v, d) for v, d, *_ in nodes}
             if any(v in self.weights and d not in self.free[v] for v, d, *_ in nodes):
                 return False
             if roots & (self.batch | self.experts):
@@ -117,9 +117,9 @@ class Hap:
             if not roots & self.outputs:
                 return False
             tensors = [*factors.operands, *factors.results]
-            held = [any(factor in dim for dim in dims) for dims in tensors]
+            cut = [any(factor in dim for dim in dims) for dims in tensors]
             # Of two activations: a weight's gradient, where an output dimension is in one of them and in the result.
-            if source.name in CONTRACTIONS and not weighted and (all(held) or not held[-1]):
+            if source.name in CONTRACTIONS and not weighted and (all(cut) or not cut[-1]):
                 return False
         return True
 
@@ -129,11 +129,11 @@ class Hap:
 
     def baseline(self) -> Baseline:
         """The program that HAP would choose, at its ratio, as our model judges it."""
-        known, graph = self.known, self.graph
+        baselines, graph = self.baselines, self.graph
         renewed = {v for _, target in graph.carry if isinstance(v := graph.outputs[target], int)}
-        self._fixed = known.costs.together.updates | renewed | set(known.state)
+        self._fixed = baselines.costs.together.updates | renewed | set(baselines.state)
         restriction = Restriction(convertible=self.convertible, role=self._fixed.__contains__)
-        costs = HapCosts(graph, known.costs.cluster, self.table, known.costs.axes)
+        costs = HapCosts(graph, baselines.costs.cluster, self.table, baselines.costs.axes)
         speed = proportional(costs.rate("float32"))
         structure: Any = _HapStructure(self, restriction)
         formulator = ProblemBuilder(structure, costs, Ratios(graph, self.table, speed))
@@ -141,4 +141,4 @@ class Hap:
         assert solution.assignment is not None, "the replicated program is always there"
         emitter = Emitter(formulator, solution.assignment.tolist())
         emitter.build()
-        return known.sized(emitter, speed, speed)
+        return baselines.sized(emitter, speed, speed)

@@ -1,4 +1,4 @@
-"""Interleaved timing: what is compared runs in turn, so that the machine's drift meets all alike."""
+"""Interleaved timing: the functions that are compared run in turn, so that the machine's drift meets all of them."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ class Stepper:
 
 
 def burst(step: Callable[[], Any], count: int) -> Callable[[], Any]:
-    """`count` calls, none of which is waited for before the next: what starting them takes is hidden."""
+    """`count` calls, none of which is waited for before the next: the time to start them is hidden."""
 
     def run() -> Any:
-        made = None
+        results = None
         for _ in range(count):
-            made = step()
-        return made
+            results = step()
+        return results
 
     return run
 

@@ -12,8 +12,8 @@ from hapsynth.search.cost.program_cost import instruction_costs
 
 def where(plan: hapsynth.Plan, costs: CostModel) -> dict[str, float]:
     """Predicted seconds of each primitive and collective, the most first."""
-    found: defaultdict[str, float] = defaultdict(float)
+    seconds: defaultdict[str, float] = defaultdict(float)
     for cost in instruction_costs(plan.program, plan.sizes, costs):
         i = cost.instruction
-        found[i.step if isinstance(i, Convert) else plan.traced.graph.ops[i.op].name] += cost.seconds
-    return dict(sorted(found.items(), key=lambda item: -item[1]))
+        seconds[i.step if isinstance(i, Convert) else plan.traced.graph.ops[i.op].name] += cost.seconds
+    return dict(sorted(seconds.items(), key=lambda item: -item[1]))

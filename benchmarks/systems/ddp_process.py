@@ -1,6 +1,6 @@
-"""One process of PyTorch's DistributedDataParallel over gloo, on the CPU: `_ddp.py` starts it, and asks for each step.
+"""One process of PyTorch's DistributedDataParallel over gloo, on the CPU: `ddp.py` starts it, and asks for each step.
 
-    python -I ddp.py --rank 0 --world 2 --store m0:12400
+    python -I ddp_process.py --rank 0 --world 2 --store m0:12400
 
 Needs PyTorch and numpy, and knows nothing of JAX or hapsynth. The models are those of `runtime.py`, as one writes them
 in PyTorch, and so is the training step; chosen for speed are fused attention, one matmul for queries, keys and values,
@@ -68,10 +68,10 @@ class Perceptron(nn.Module):
         return F.cross_entropy(self.head(x), y)
 
     def views(self) -> Views:
-        found = dense("head", self.head)
+        views = dense("head", self.head)
         for i, layer in enumerate(self.hidden):
-            found |= dense(f"dense{i}", layer)
-        return found
+            views |= dense(f"dense{i}", layer)
+        return views
 
 
 class ConvNet(nn.Module):
@@ -96,13 +96,13 @@ class ConvNet(nn.Module):
         return F.cross_entropy(self.fulls[-1](x), label)
 
     def views(self) -> Views:
-        found: Views = {}
+        views: Views = {}
         for i, conv in enumerate(self.convs):
-            found[f"conv{i}.kernel"] = conv.weight, lambda w: w.permute(2, 3, 1, 0)
-            found[f"conv{i}.bias"] = conv.bias, whole
+            views[f"conv{i}.kernel"] = conv.weight, lambda w: w.permute(2, 3, 1, 0)
+            views[f"conv{i}.bias"] = conv.bias, whole
         for i, full in enumerate(self.fulls):
-            found |= dense(f"dense{i}", full)
-        return found
+            views |= dense(f"dense{i}", full)
+        return views
 
 
 class Attention(nn.Module):
@@ -121,13 +121,13 @@ class Attention(nn.Module):
 
     def views(self) -> Views:
         apart = (self.heads, self.width // self.heads)
-        found: Views = {"out.kernel": (self.out.weight, lambda w: w.T.unflatten(0, apart))}
-        found["out.bias"] = self.out.bias, whole
+        views: Views = {"out.kernel": (self.out.weight, lambda w: w.T.unflatten(0, apart))}
+        views["out.bias"] = self.out.bias, whole
         for i, name in enumerate(("query", "key", "value")):
             part = slice(i * self.width, (i + 1) * self.width)
-            found[f"{name}.kernel"] = self.qkv.weight, lambda w, part=part: w[part].T.unflatten(1, apart)
-            found[f"{name}.bias"] = self.qkv.bias, lambda b, part=part: b[part].unflatten(0, apart)
-        return found
+            views[f"{name}.kernel"] = self.qkv.weight, lambda w, part=part: w[part].T.unflatten(1, apart)
+            views[f"{name}.bias"] = self.qkv.bias, lambda b, part=part: b[part].unflatten(0, apart)
+        return views
 
 
 class FeedForward(nn.Module):
@@ -144,7 +144,7 @@ class FeedForward(nn.Module):
 
 
 class Mixture(nn.Module):
-    """Top-2 experts of each token: a queue per sequence and expert; what overflows a queue is dropped."""
+    """Top-2 experts of each token: a queue per sequence and expert; tokens that overflow a queue are dropped."""
 
     def __init__(self, width: int, ff: int, experts: int) -> None:
         super().__init__()
@@ -213,10 +213,10 @@ class LanguageModel(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
     def views(self) -> Views:
-        found: Views = {"embed": (self.embed.weight, whole), "position": (self.position, whole)}
+        views: Views = {"embed": (self.embed.weight, whole), "position": (self.position, whole)}
         for i, block in enumerate(self.blocks):
-            found |= under(f"block{i}", block.views())
-        return found | norm("norm", self.norm)
+            views |= under(f"block{i}", block.views())
+        return views | norm("norm", self.norm)
 
 
 def made(shapes: Mapping[str, tuple[int, ...]]) -> Any:
@@ -258,20 +258,20 @@ class Training:
         self.batch: dict[str, Tensor] = {}
 
     def arrays(self) -> dict[str, Tensor]:
-        """The state as JAX names it; views of what is trained here."""
-        found: dict[str, Tensor] = {"count": self.optimizer.state[self.parameters[0]]["step"]}
+        """The state as JAX names it; views of the parameters and moments here."""
+        named: dict[str, Tensor] = {"count": self.optimizer.state[self.parameters[0]]["step"]}
         for name, (p, view) in self.views.items():
             state = self.optimizer.state[p]
             for kind, x in (("params", p.detach()), ("mu", state["exp_avg"]), ("nu", state["exp_avg_sq"])):
-                found[f"{kind}.{name}"] = view(x)
-        return found
+                named[f"{kind}.{name}"] = view(x)
+        return named
 
-    def place(self, given: Mapping[str, np.ndarray]) -> None:
+    def place(self, arrays: Mapping[str, np.ndarray]) -> None:
         for name, x in self.arrays().items():
-            x.copy_(torch.from_numpy(given[name]))
+            x.copy_(torch.from_numpy(arrays[name]))
         for p in self.parameters:
-            self.optimizer.state[p]["step"].fill_(float(given["count"]))
-        batch = {name.removeprefix("batch."): x for name, x in given.items() if name.startswith("batch.")}
+            self.optimizer.state[p]["step"].fill_(float(arrays["count"]))
+        batch = {name.removeprefix("batch."): x for name, x in arrays.items() if name.startswith("batch.")}
         # Labels and indices are int64 in PyTorch.
         self.batch = {k: torch.from_numpy(x if x.dtype == np.float32 else x.astype(np.int64)) for k, x in batch.items()}
 
@@ -300,10 +300,10 @@ def serve(answer: Callable[[str], None]) -> None:
         what, _, file = line.rstrip("\n").partition(" ")
         if what == "place":
             with np.load(file) as opened:
-                given = dict(opened)
+                arrays = dict(opened)
             if training is None:
-                training = Training({k.removeprefix("params."): x.shape for k, x in given.items() if "params." in k})
-            training.place(given)
+                training = Training({k.removeprefix("params."): x.shape for k, x in arrays.items() if "params." in k})
+            training.place(arrays)
             answer("ok")
         elif training is None:
             raise ValueError(f"asked for {what!r} before anything was placed")

@@ -1,4 +1,4 @@
-"""What a program does, in a sentence: what its contractions are cut by, how much of the state is cut, who gets what."""
+"""A program's strategy in a sentence: the cuts of its contractions and of its state, and each device's share."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _MOST = 3
 
 @dataclass(frozen=True)
 class Strategy:
-    """Found of a program. `work`: what contractions are cut by -> the fraction of their FLOP. `state`: fraction of the
+    """The strategy of a program. `work`: a cut of contractions -> the fraction of their FLOP. `state`: fraction of the
     carried bytes that is cut. `shares`: devices, as in a report -> the units of the batch that each of them gets.
     `without`: those that get no share of anything that is cut."""
 
@@ -40,43 +40,44 @@ class Strategy:
         return "; ".join([*words, counted(dict(self.collectives))])
 
 
-def strategy(known: Baselines, program: Program, sizes: Sizes) -> Strategy:
-    """What a program of the graph that `known` is about does."""
-    groups = device_groups(known.costs.cluster)
-    given = [sizes.of_devices(c.index) for c in sizes.classes.all]
-    of_batch = (c for c in sizes.classes.all if any(known.root(v, d) in known.batch_roots for v, d, *_ in c.members))
+def strategy(baselines: Baselines, program: Program, sizes: Sizes) -> Strategy:
+    """The strategy of a program of the baselines' graph."""
+    groups = device_groups(baselines.costs.cluster)
+    of_classes = [sizes.of_devices(c.index) for c in sizes.classes.all]
+    in_batch = lambda c: any(baselines.root(v, d) in baselines.batch_roots for v, d, *_ in c.members)
+    of_batch = filter(in_batch, sizes.classes.all)
     batch = max(of_batch, key=lambda c: len(c.members), default=None)
-    shares = {} if batch is None else {n: span([given[batch.index][d] for d in devices]) for n, devices in groups}
-    idle = [name for name, devices in groups if given and not any(units[d] for units in given for d in devices)]
-    return Strategy(_work(known, program), _state(known, program), shares, tuple(idle), program.collectives())
+    shares = {} if batch is None else {n: span([of_classes[batch.index][d] for d in devices]) for n, devices in groups}
+    idle = [name for name, devices in groups if of_classes and not any(u[d] for u in of_classes for d in devices)]
+    return Strategy(_work(baselines, program), _state(baselines, program), shares, tuple(idle), program.collectives())
 
 
-def _state(known: Baselines, program: Program) -> float:
-    nbytes = {v: known.graph.values[v].nbytes for v in known.state}
+def _state(baselines: Baselines, program: Program) -> float:
+    nbytes = {v: baselines.graph.values[v].nbytes for v in baselines.state}
     cut = sum(n for v, n in nbytes.items() if any(p.is_sharded for p in program.inputs[v]))
     return cut / max(sum(nbytes.values()), 1)
 
 
-def _work(known: Baselines, program: Program) -> dict[str, float]:
-    graph = known.graph
-    of_weights = {known.root(v, d) for v in known.state for d in range(len(graph.values[v].shape))}
-    found: dict[str, float] = {}
+def _work(baselines: Baselines, program: Program) -> dict[str, float]:
+    graph = baselines.graph
+    of_weights = {baselines.root(v, d) for v in baselines.state for d in range(len(graph.values[v].shape))}
+    flops_of_cut: dict[str, float] = {}
     for i in program.instructions:
         if not isinstance(i, Compute) or graph.ops[i.op].name not in CONTRACTIONS:
             continue
-        op, factors = graph.ops[i.op], known.table[i.op]
+        op, factors = graph.ops[i.op], baselines.table[i.op]
         words: list[str] = []
         for factor, nodes in cut_nodes(graph, i.op, factors, i.triples):
-            roots = {known.root(v, d) for v, d, *_ in nodes}
+            roots = {baselines.root(v, d) for v, d, *_ in nodes}
             size = factors.sizes[factor]
-            if roots & known.batch_roots:
+            if roots & baselines.batch_roots:
                 words.append("batch")
             elif roots & of_weights:
                 words.append(f"a weight dimension of {size}")
             else:
                 words.append(f"an activation dimension of {size}")
         what = " and ".join(sorted(set(words))) or "nothing (whole on every device)"
-        found[what] = found.get(what, 0.0) + graph.runs[op.region] * flops_of(op)
-    total = fsum(found.values())
-    largest = sorted(found.items(), key=lambda item: -item[1])
+        flops_of_cut[what] = flops_of_cut.get(what, 0.0) + graph.runs[op.region] * flops_of(op)
+    total = fsum(flops_of_cut.values())
+    largest = sorted(flops_of_cut.items(), key=lambda item: -item[1])
     return {what: flops / total for what, flops in largest if total}

@@ -1,8 +1,9 @@
-"""What is measured on an emulated cluster: how it is started, and the processes that run there."""
+"""Benchmarks on an emulated cluster: how one is started, and the processes that run there."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import shutil
 import signal
@@ -11,6 +12,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import emulated
 import jax
@@ -24,10 +26,19 @@ from hapsynth.profile.job import Job
 from hapsynth.profile.run import Options, profile
 
 
-def in_folder(name: str, keep: str | Path | None, measure: Callable[[Path], int]) -> int:
+def add_options(command: argparse.ArgumentParser, keep: str, timeout_s: float, each: str) -> None:
+    """The options of all such benchmarks. `keep`: the meaning of that option; `each`: of how much the timeout is."""
+    command.add_argument("--keep", metavar="DIR", type=Path, help=keep)
+    of = f"seconds {each} (default: {timeout_s:g})"
+    command.add_argument("--timeout", type=float, default=timeout_s, help=of)
+    # For `Worker`.
+    command.add_argument("--join", type=Path, help=argparse.SUPPRESS)
+
+
+def in_folder(name: str, keep: Path | None, measure: Callable[[Path], int]) -> int:
     """The exit status of a benchmark, which is given a folder to `keep`, or one that goes with it, however it ends."""
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
-    folder = Path(keep or tempfile.mkdtemp(prefix=name))
+    folder = keep or Path(tempfile.mkdtemp(prefix=name))
     folder.mkdir(parents=True, exist_ok=True)
     try:
         return measure(folder)
@@ -40,8 +51,8 @@ def in_folder(name: str, keep: str | Path | None, measure: Callable[[Path], int]
 
 
 def environment(own: Mapping[str, str]) -> dict[str, str]:
-    """Of the processes of a benchmark: this folder's modules, the CPU and one thread each, and what it asks for."""
-    paths = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    """Of the processes of a benchmark: the benchmarks' modules, the CPU and one thread each, and `own` variables."""
+    paths = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
     return {**os.environ, "NPROC": "1", "JAX_PLATFORMS": "cpu", "PYTHONPATH": paths, **own}
 
 
@@ -66,12 +77,16 @@ def check(codes: Sequence[int], what: str) -> None:
         raise SystemExit(f"{what} ended with {list(codes)}")
 
 
+def read_json(file: Path) -> Any:
+    return json.loads(file.read_text(encoding="utf-8"))
+
+
 class Worker:
-    """One process of the emulated cluster. What takes long on one of them only is waited for at files in the folder
-    that `--join` names: collectives give up after half a minute."""
+    """One process of the emulated cluster. Work that takes long on one of them only is waited for at files in the
+    folder that `--join` names: collectives give up after half a minute."""
 
     def __init__(self, options: argparse.Namespace) -> None:
-        self.options, self.folder = options, Path(options.join)
+        self.options, self.folder = options, options.join
         with emulated.unlimited():
             jax.distributed.initialize()
             self.index, self.count = jax.process_index(), jax.process_count()
@@ -98,12 +113,12 @@ class Worker:
         """As it is measured here, or was when the folder was kept."""
         self.tell("profiling")
         file = self.folder / "cluster.toml"
-        known = file.exists()
+        profiled_before = file.exists()
         self.meet()
-        if known:
+        if profiled_before:
             return hapsynth.Cluster.load(file)
-        asked = Options(limit_s=0.2, window_s=0.2, longest_s=0.5)
-        cluster = profile(self.job, asked, None, force=True, note=self.tell)
+        options = Options(limit_s=0.2, window_s=0.2, longest_s=0.5)
+        cluster = profile(self.job, options, None, force=True, note=self.tell)
         if self.job.first:
             cluster.save(file)
         self.meet()

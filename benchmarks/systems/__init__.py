@@ -1,0 +1,1 @@
+"""The systems that hapsynth's plans are compared with."""
