@@ -25,7 +25,7 @@ from hapsynth.instructions.rules.registry import flops_of, is_fusible
 SMALL_STAGE = 1 << 19
 """Elements that a stage may touch on the largest shards, and still be computed on these by all devices."""
 SMALL_OP = 1 << 12
-"""Elements that it may touch besides for each of its instructions, all of which a switch has compiled in every branch."""
+"""Elements that it may touch besides for each of its instructions, as a switch has each compiled in every branch."""
 PRODUCTS_PER_ELEMENT = 16
 """Multiplications and additions that a contraction does in the time of an elementwise op on one element."""
 
