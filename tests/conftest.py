@@ -98,6 +98,7 @@ def collectives_go_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 def small_stages_switch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small stages stand for large ones: on exact shards, with collectives as the program has them."""
     monkeypatch.setattr(padded, "SMALL_STAGE", -1)
+    monkeypatch.setattr(padded, "SMALL_OP", 0)
     monkeypatch.setattr(gathered, "GATHERED", -1)
 
 

@@ -83,12 +83,12 @@ def rows(settings: Settings, variant: str) -> Iterator[Row]:
 @contextmanager
 def _every_stage_in_a_switch() -> Generator[None]:
     """Small stages and collectives, which would be padded: chains are small so that switches are what takes time."""
-    before = padded.SMALL_STAGE, gathered.GATHERED
-    padded.SMALL_STAGE = gathered.GATHERED = -1
+    before = padded.SMALL_STAGE, padded.SMALL_OP, gathered.GATHERED
+    padded.SMALL_STAGE, padded.SMALL_OP, gathered.GATHERED = -1, 0, -1
     try:
         yield
     finally:
-        padded.SMALL_STAGE, gathered.GATHERED = before
+        padded.SMALL_STAGE, padded.SMALL_OP, gathered.GATHERED = before
 
 
 def prices(settings: Settings, chain: Chain, branches: Sequence[int], *, staged: bool) -> Iterator[Row]:

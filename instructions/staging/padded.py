@@ -24,6 +24,8 @@ from hapsynth.instructions.rules.registry import flops_of, is_fusible
 
 SMALL_STAGE = 1 << 19
 """Elements that a stage may touch on the largest shards, and still be computed on these by all devices."""
+SMALL_OP = 1 << 12
+"""Elements that it may touch besides for each of its instructions, as a switch has each compiled in every branch."""
 PRODUCTS_PER_ELEMENT = 16
 """Multiplications and additions that a contraction does in the time of an elementwise op on one element."""
 
@@ -104,5 +106,5 @@ def _touched(graph: Graph, sizes: Sizes, table: FactorTable, i: Instruction) -> 
 def padded(graph: Graph, sizes: Sizes, table: FactorTable, stage: Sequence[Instruction]) -> list[bool]:
     """Which instructions of a stage are computed on padded shards."""
     able = [_can_be(graph, sizes, table, i) for i in stage]
-    touched = sum(_touched(graph, sizes, table, i) for i, can in zip(stage, able) if can)
-    return able if touched <= SMALL_STAGE else [False] * len(stage)
+    touched = [_touched(graph, sizes, table, i) for i, can in zip(stage, able) if can]
+    return able if sum(touched) <= SMALL_STAGE + SMALL_OP * len(touched) else [False] * len(stage)

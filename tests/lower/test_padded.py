@@ -87,6 +87,22 @@ def test_large_stages_switch() -> None:
     assert "stablehlo.case" in plan.lower().as_text()
 
 
+@pytest.mark.parametrize(("rows", "expected"), [(1000, 0), (4000, 1)])
+def test_stages_of_many_small_ops(rows: int, expected: int) -> None:
+    """What each op takes counts beside how many are compiled in every branch: 300 on 3,200 elements, or on 13,000."""
+
+    def fn(x: Any) -> Any:
+        for _ in range(150):
+            x = jnp.tanh(x) * 1.5
+        return x
+
+    x = np.random.default_rng(0).normal(size=(rows, 6)).astype(np.float32)
+    plan = hapsynth.synthesize(fn, (x,), first_devices(4), cluster=slow_cluster(SPEEDS), leave_out=False)
+    assert 300 * max(plan.sizes.shares[0]) * 6 > SMALL_STAGE
+    assert switches(plan) == expected
+    np.testing.assert_allclose(plan.unshard(plan(plan.shard(x))), fn(x), rtol=1e-5, atol=1e-6)
+
+
 @settings(max_examples=10)
 @given(st.lists(st.integers(0, 5), min_size=2, max_size=2), st.integers(1, 40))
 def test_two_axes(speeds: list[int], rows: int) -> None:
