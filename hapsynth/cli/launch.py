@@ -18,7 +18,7 @@ from hapsynth._quantities import plural
 from hapsynth.cli import run
 from hapsynth.cli.selection import loaded
 from hapsynth.jobs.launch import Launch, launch, launched
-from hapsynth.jobs.preflight import preflight
+from hapsynth.jobs.preflight import check_mesh, preflight
 from hapsynth.plan import Plan
 from hapsynth.rendezvous.address import COORDINATOR, JobError
 from hapsynth.report.tables import table
@@ -79,6 +79,7 @@ def preflight_command(options: argparse.Namespace, out: Console | None, tell: Ca
     if options.plan is not None:
         saved, target = loaded(options.plan, options.file, options.function)
         mesh = run.first_devices(saved.cluster.n)
+        check_mesh(mesh)
         plan = Plan(saved.traced, saved.result, saved.cluster, mesh, target.fn)
         assert plan.mesh is not None
         mesh = plan.mesh

@@ -22,6 +22,8 @@ _KEY = secrets.token_hex(16)
 """Who joins again with it is the one that was there."""
 _STANDS_S = 4.0
 """From when on calls that stand still may wait for a process that isn't reached."""
+_LINK_S = 6.0
+"""For a process to answer at all: it may be on a busy machine."""
 PROCESS_0 = "process 0, which serves the rendezvous,"
 
 
@@ -83,6 +85,13 @@ class Client:
             if name not in self._values:
                 raise JobError(self._reason)
             return self._values.pop(name)
+
+    def unreachable(self, ranks: Sequence[int]) -> list[int]:
+        """Those of `ranks` that this process has never reached, where JAX's CPU collectives would use the same network;
+        none where the others are not known."""
+        if self._peers is None or not _is_own(self._peers.host):
+            return []
+        return [r for r in self._peers.never(_LINK_S) if r in ranks]
 
     def leave(self, error: str = "") -> None:
         """Say that this process makes no more calls; with an error the job is over for the others too."""
@@ -174,7 +183,7 @@ class Client:
                 self._heard = time.monotonic()
                 self._hear(message)
         self._channel.close()
-        self._end(f"{self._serves} has died: its own output says why, or its system's log")
+        self._end(f"{self._serves} has died: its own output says why, or its system's log; start the job again")
         if self._peers is not None:
             self._peers.close()
 
@@ -188,7 +197,8 @@ class Client:
                 self._note(f"{self} waits for {printable(missing)}, since {seconds:.0f} s")
             case {"peers": peers} if self._peers is not None:
                 others = [(int(rank), str(host), int(port), str(answer)) for rank, host, port, answer in peers]
-                threading.Thread(target=self._peers.meet, args=(others,), daemon=True).start()
+                self._peers.know(others)
+                threading.Thread(target=self._peers.unreached, daemon=True).start()
             case {"over": reason}:
                 self._end(printable(reason), even_left=True)
             case _:
@@ -259,3 +269,10 @@ class Client:
         with self._changed:
             self._told = True
             self._changed.notify_all()
+
+
+def _is_own(address: str) -> bool:
+    """Whether this machine's name means that address, which gloo uses."""
+    with suppress(OSError):
+        return address in {str(info[4][0]) for info in socket.getaddrinfo(socket.gethostname(), None)}
+    return False

@@ -35,8 +35,8 @@ class Peers:
         self._closed = threading.Event()
         threading.Thread(target=self._serve, name="hapsynth peers", daemon=True).start()
 
-    def meet(self, others: Sequence[Peer]) -> None:
-        """The others are these; those that this process reaches now are to be reached later on."""
+    def know(self, others: Sequence[Peer]) -> None:
+        """The others are these."""
         # This machine's own addresses mean another one there, where it has them itself.
         inside = _loopback(self.host)
         order = sorted(
@@ -45,7 +45,16 @@ class Peers:
         )
         self._others = order[:_MOST]
         self._reached = set()
-        self.unreached()
+
+    def never(self, seconds: float) -> list[int]:
+        """Those that do not answer for so long, and never did."""
+        until = time.monotonic() + seconds
+        while missing := [p[0] for p in self._others if p[0] not in self._reached]:
+            if time.monotonic() > until:
+                return missing
+            self.unreached()
+            time.sleep(0.1)
+        return []
 
     def unreached(self) -> tuple[list[int], list[int]]:
         """Those that were reached before and are not now; and those that never were, where some were."""

@@ -216,12 +216,21 @@ def test_who_failed_first_is_named_though_another_says_so_first(job: Job, monkey
     leaving.join()
 
 
-def test_an_error_ends_the_others(job: Job) -> None:
+@pytest.mark.parametrize(
+    ("error", "way_out"),
+    [
+        ("ValueError: a bad batch", "mend that, and start the job again"),
+        ("MemoryError: no room", "lower memory_limit, and start"),
+        ("OSError: [Errno 28] No space left on device", "free space there"),
+    ],
+)
+def test_an_error_ends_the_others(job: Job, error: str, way_out: str) -> None:
     port = job.serve()
     # That this one is ahead of the one that fails is no fault of its own.
     job.join(port, 0).calls[0, 1] = 2
-    job.join(port, 1).leave("ValueError: a bad batch")
-    assert "ended with ValueError: a bad batch" in job.reason(0)
+    job.join(port, 1).leave(error)
+    assert f"ended with {error}: its own output has the traceback; " in job.reason(0)
+    assert way_out in job.reason(0)
 
 
 @pytest.mark.parametrize("before", [True, False])
@@ -250,11 +259,28 @@ def test_two_that_do_not_reach_each_other(job: Job, before: bool) -> None:
     assert re.search(r"process [12] on .* has not reached process [12] on .* for \d s, and both reach", job.reason(0))
 
 
+def test_who_never_answers_is_waited_for_some_seconds(job: Job) -> None:
+    """And asked again: he may be on a busy machine."""
+    port = job.serve()
+    clients = [job.join(port, rank) for rank in range(2)]
+    at_once(*(lambda c=c: c.gather("meeting", None, (0, 1)) for c in clients))
+    peers = clients[0]._peers
+    assert peers is not None
+    assert peers.never(LIMIT_S) == []
+    # What answers at that address is not the one.
+    peers.know([(1, peers.host, peers.port, "another")])
+    began = time.monotonic()
+    assert peers.never(0.5) == [1]
+    assert 0.5 < time.monotonic() - began < 60
+    threading.Timer(0.5, lambda: setattr(peers, "answer", "another")).start()
+    assert peers.never(LIMIT_S) == []
+
+
 def test_another_machines_loopback_address_is_nobodys() -> None:
     peers = Peers(1, "127.0.0.1")
     try:
         peers.host = "192.0.2.7"
-        peers.meet([(0, "127.0.1.1", peers.port, peers.answer), (2, "192.0.2.8", 1, "x")])
+        peers.know([(0, "127.0.1.1", peers.port, peers.answer), (2, "192.0.2.8", 1, "x")])
         assert [p[0] for p in peers._others] == [2]
         assert peers.unreached() == ([], [])
     finally:
