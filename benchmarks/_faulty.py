@@ -18,6 +18,8 @@ FOLDER = Path(os.environ["FAULT_FOLDER"])
 PHASE, FAULT, WHO = os.environ["FAULT"].split(":")
 RANK = os.environ["OMPI_COMM_WORLD_RANK"]
 STEPS, TRAINS_AT, SAVES = int(os.environ.get("FAULT_STEPS", "6")), 4, (1, 5)
+STEP_S = 3.0
+"""Of a step where one process takes ten times as long."""
 AGREED = {"begin": 1, "commit": 3}
 
 
@@ -46,11 +48,18 @@ def at(phase: str) -> None:
             _fill(FOLDER / "state")
         case "slow":
             time.sleep(float(os.environ["FAULT_SECONDS"]))
-        case "none":
+        case "none" | "tenfold":
             pass
         case _:
             while not (FOLDER / "made").exists():
                 time.sleep(0.02)
+
+
+def _compute(seconds: float) -> None:
+    """So that no other thread of this process gets at Python but by its switches."""
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        sum(range(100_000))
 
 
 def _fill(folder: Path) -> None:
@@ -147,6 +156,8 @@ def main() -> None:
     for i in range(STEPS):
         if i == TRAINS_AT:
             at("training")
+        if FAULT == "tenfold" and i >= TRAINS_AT:
+            _compute(STEP_S * (10 if RANK == WHO else 1))
         state, loss = plan(state, batch)
         loss = float(plan.unshard(loss))
         if i in SAVES:

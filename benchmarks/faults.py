@@ -1,7 +1,7 @@
 """Injects faults into jobs of three processes, several at once, and makes a table: seconds until all have ended, who is
 named, exit code, what is left, whether the checkpoint is whole.
 
-    python benchmarks/faults.py                          # all of them; hours on two cores
+    python benchmarks/faults.py                          # all of them, --at-once 6: three quarters of an hour
     python benchmarks/faults.py --only SIGKILL:training  # by a regular expression of FAULT:PHASE:RANK
     python benchmarks/faults.py --sample --json faults.json
 
@@ -21,7 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -44,9 +44,16 @@ RUNS = ("first", "training", *SAVES, "exit")
 PHASES = (*STARTS, *RUNS)
 OF_RANK = ("SIGKILL", "SIGSTOP", "exception", "exit0", "MemoryError", "oom")
 OF_LAUNCHER = ("launcher-SIGKILL", "launcher-SIGTERM", "launcher-SIGINT")
+PATIENT = ("slow", "tenfold", "load")
+"""No faults, and the job is to finish however long they last."""
+WAY_OUT = (
+    r"start the job again|restart|start it again|every process must (make|come)|mend|set |give |call the same|open all"
+)
 OF_LINK = ("link-5", "link-15", "link-for-ever")
 LIMIT_S = 150.0
 SLOW_S = 300.0
+BURNERS = 16
+"""Processes that take all the time of this machine's cores that they can get."""
 LEFT_S = 30.0
 """For processes whose launcher has ended."""
 ALLOWED_S = {**dict.fromkeys(STARTS, 45.0), **dict.fromkeys(RUNS, 25.0), "first": 45.0}
@@ -70,12 +77,17 @@ class Trial:
         return self.fault.startswith(("link", "pair"))
 
     @property
+    def alone(self) -> bool:
+        """Whether it would disturb other trials."""
+        return self.fault == "load"
+
+    @property
     def survives(self) -> bool:
         """Whether the job is to finish all the same."""
         if str(self) == "disk:commit:1":
             # Process 0 commits, where nothing more is written.
             return True
-        return self.fault in ("none", "slow", "link-5", "link-15") or (self.fault, self.phase) == ("exit0", "exit")
+        return self.fault in ("none", *PATIENT, "link-5", "link-15") or (self.fault, self.phase) == ("exit0", "exit")
 
 
 @dataclass(frozen=True)
@@ -108,9 +120,11 @@ def trials() -> list[Trial]:
         for rank in ranks
         if phase not in ("exit", "clean")
     ]
-    made += [Trial("pair", phase, 1) for phase in PHASES if phase not in ("exit", "import")]
-    # No faults: one that plans, compiles or computes for minutes while the others wait.
-    return made + [Trial("slow", phase, 1) for phase in ("planning", "compile", "training")]
+    made += [Trial("pair", phase, int(phase != "clean")) for phase in PHASES if phase not in ("exit", "import")]
+    # No faults: one that plans, compiles or computes for minutes while the others wait, or takes ten times as long for
+    # each step; a machine on which others compute.
+    made += [Trial("slow", phase, 1) for phase in ("planning", "compile", "training")]
+    return [*made, Trial("tenfold", "training", 1), Trial("load", "import", 0)]
 
 
 class Run:
@@ -142,6 +156,7 @@ class Run:
             stack.callback(cgroup.remove, folders)
             self.env["FAULT_GROUP"] = str(groups.memory / self.name)
         self.launchers: list[subprocess.Popen[str]] = []
+        self._burners: list[subprocess.Popen[bytes]] = []
         stack.callback(self._end)
         launch = [sys.executable, "-m", "hapsynth", "launch"]
         job = str(Path(__file__).with_name("_faulty.py"))
@@ -189,9 +204,12 @@ class Run:
         while not (self.folder / "at").exists() and time.monotonic() < until and self._running():
             time.sleep(0.02)
         self._make_fault()
-        until = time.monotonic() + LIMIT_S + (SLOW_S if self.trial.fault == "slow" else 0.0)
+        until = time.monotonic() + LIMIT_S + (SLOW_S if self.trial.fault in PATIENT else 0.0)
         while self._running() and time.monotonic() < until:
             time.sleep(0.05)
+        for burner in self._burners:
+            burner.kill()
+            burner.wait()
         until = time.monotonic() + LEFT_S
         while self.there() and time.monotonic() < until:
             time.sleep(0.05)
@@ -214,6 +232,9 @@ class Run:
             self._plug(rank, False)
         elif fault == "pair":
             self._cut(1, 2)
+        elif fault == "load":
+            burn = [sys.executable, "-S", "-E", "-c", "while True: pass"]
+            self._burners = [subprocess.Popen(burn, env=self.env) for _ in range(BURNERS)]
         (self.folder / "made").touch()
         if fault in ("link-5", "link-15"):
             time.sleep(float(fault.removeprefix("link-")))
@@ -244,6 +265,8 @@ class Run:
                 wrong.append(f"more than {ALLOWED_S[self.trial.phase]:g} s")
             if not named:
                 wrong.append("nobody named")
+            if not re.search(WAY_OUT, message):
+                wrong.append("no way out")
         if checkpoint in ("lost", "half"):
             wrong.append(f"checkpoint {checkpoint}")
         return Outcome(str(self.trial), round(seconds, 1), codes, message, named, left, checkpoint, wrong, output)
@@ -267,6 +290,11 @@ def play(trial: Trial, number: int) -> Outcome:
         return Run(trial, number, stack).play()
 
 
+def _alone(trial: Trial, number: int, others: Sequence[Future[Outcome]]) -> Outcome:
+    wait(others)
+    return play(trial, number)
+
+
 def _run(*command: str) -> None:
     subprocess.run(command, check=False, capture_output=True)
 
@@ -276,7 +304,7 @@ def main() -> int:
     parser.add_argument("--only", metavar="REGEX", default="", help="trials whose FAULT:PHASE:RANK has it")
     parser.add_argument("--sample", action="store_true", help="a few, as CI runs them")
     parser.add_argument("--list", action="store_true", help="name the trials")
-    parser.add_argument("--at-once", type=int, default=3, metavar="N", help="jobs at a time (default 3)")
+    parser.add_argument("--at-once", type=int, default=6, metavar="N", help="jobs at a time (default 6)")
     parser.add_argument("--json", metavar="FILE", help="every outcome, with all output")
     options = parser.parse_args()
     chosen = [t for t in trials() if re.search(options.only, str(t))]
@@ -288,8 +316,15 @@ def main() -> int:
     outcomes: list[Outcome] = []
     columns = ("fault", "phase", "process", "s", "exit", "checkpoint", "left", "wrong", "message")
     print(f"| {' | '.join(columns)} |", "|---" * len(columns) + "|", sep="\n")
-    with ThreadPoolExecutor(options.at_once) as pool:
-        for outcome in pool.map(play, chosen, range(len(chosen))):
+    with ThreadPoolExecutor(options.at_once) as pool, ThreadPoolExecutor(1) as after:
+        made: dict[Trial, Future[Outcome]] = {}
+        # Those that take minutes go first; those that are to be alone when the others have ended.
+        for number, trial in enumerate(sorted(chosen, key=lambda t: (t.alone, t.fault not in PATIENT))):
+            others = list(made.values())
+            made[trial] = (
+                after.submit(_alone, trial, number, others) if trial.alone else pool.submit(play, trial, number)
+            )
+        for outcome in (made[trial].result() for trial in chosen):
             outcomes.append(outcome)
             row = [*outcome.trial.split(":"), f"{outcome.seconds:.1f}", ",".join(map(str, outcome.codes))]
             row += [outcome.checkpoint, ", ".join(outcome.left), ", ".join(outcome.wrong), outcome.message]

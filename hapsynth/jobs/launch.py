@@ -198,7 +198,10 @@ class _Running:
     def _fail(self) -> int:
         # For the others to say themselves who failed, as the rendezvous tells them.
         until = time.monotonic() + _TELL_S
+        # One that is stopped says nothing.
         while self._look() and time.monotonic() < until and not self._received:
+            if all(p.ended or p.stopped for p in self.processes):
+                break
             time.sleep(_POLL_S)
         self.end()
         # The fault may be another host's.

@@ -22,8 +22,6 @@ _KEY = secrets.token_hex(16)
 """Who joins again with it is the one that was there."""
 _STANDS_S = 4.0
 """From when on calls that stand still may wait for a process that isn't reached."""
-_LINK_S = 6.0
-"""For a process to answer at all: it may be on a busy machine."""
 PROCESS_0 = "process 0, which serves the rendezvous,"
 
 
@@ -87,11 +85,11 @@ class Client:
             return self._values.pop(name)
 
     def unreachable(self, ranks: Sequence[int]) -> list[int]:
-        """Those of `ranks` that this process has never reached, where JAX's CPU collectives would use the same network;
-        none where the others are not known."""
+        """Those of `ranks` that this process has never reached, nor does within the silence that is borne, where JAX's
+        CPU collectives use the same network; none where the others are not known."""
         if self._peers is None or not _is_own(self._peers.host):
             return []
-        return [r for r in self._peers.never(_LINK_S) if r in ranks]
+        return [r for r in self._peers.never(self.timeouts.silence) if r in ranks]
 
     def leave(self, error: str = "") -> None:
         """Say that this process makes no more calls; with an error the job is over for the others too."""

@@ -32,6 +32,7 @@ class Peers:
         self.port: int = self._listener.getsockname()[1]
         self._others: list[Peer] = []
         self._reached: set[int] = set()
+        self._until = 0.0
         self._closed = threading.Event()
         threading.Thread(target=self._serve, name="hapsynth peers", daemon=True).start()
 
@@ -44,13 +45,14 @@ class Peers:
             key=lambda p: (p[0] - self.rank) % (1 << 32),
         )
         self._others = order[:_MOST]
-        self._reached = set()
+        self._reached, self._until = set(), 0.0
 
     def never(self, seconds: float) -> list[int]:
         """Those that do not answer for so long, and never did."""
-        until = time.monotonic() + seconds
+        # Once in all: whoever sits behind a wall and reaches others all the same is not waited for again.
+        self._until = self._until or time.monotonic() + seconds
         while missing := [p[0] for p in self._others if p[0] not in self._reached]:
-            if time.monotonic() > until:
+            if time.monotonic() > self._until:
                 return missing
             self.unreached()
             time.sleep(0.1)

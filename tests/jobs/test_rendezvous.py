@@ -272,6 +272,9 @@ def test_who_never_answers_is_waited_for_some_seconds(job: Job) -> None:
     began = time.monotonic()
     assert peers.never(0.5) == [1]
     assert 0.5 < time.monotonic() - began < 60
+    # Nor is he waited for again.
+    assert peers.never(LIMIT_S) == [1]
+    peers.know([(1, peers.host, peers.port, "another")])
     threading.Timer(0.5, lambda: setattr(peers, "answer", "another")).start()
     assert peers.never(LIMIT_S) == []
 

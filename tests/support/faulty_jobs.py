@@ -186,7 +186,12 @@ JOBS = [
 ]
 
 
-SOON = {late: {"SILENCE": SILENCE_S}, stopped: {"SILENCE": SILENCE_S}, never_comes: {"JOIN": JOIN_S}}
+SOON = {
+    walled: {"SILENCE": SILENCE_S},
+    late: {"SILENCE": SILENCE_S},
+    stopped: {"SILENCE": SILENCE_S},
+    never_comes: {"JOIN": JOIN_S},
+}
 """What is waited for, and for how long. Nowhere else is anybody lost who is late on a busy machine."""
 TAKEN: list[socket.socket] = []
 COORDINATORS: dict[Job, str] = {}
