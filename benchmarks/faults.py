@@ -24,6 +24,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
+from itertools import permutations
 from pathlib import Path
 
 import numpy as np
@@ -74,7 +75,7 @@ class Trial:
 
     @property
     def on_links(self) -> bool:
-        return self.fault.startswith(("link", "pair"))
+        return self.fault.startswith(("link", "pair", "walled"))
 
     @property
     def alone(self) -> bool:
@@ -120,6 +121,8 @@ def trials() -> list[Trial]:
         for rank in ranks
         if phase not in ("exit", "clean")
     ]
+    # From the beginning, on.
+    made.append(Trial("walled", "import", 0))
     made += [Trial("pair", phase, int(phase != "clean")) for phase in PHASES if phase not in ("exit", "import")]
     # No faults: one that plans, compiles or computes for minutes while the others wait, or takes ten times as long for
     # each step; a machine on which others compute.
@@ -166,7 +169,8 @@ class Run:
         network.make(self.name, [Machine(f"m{i}", 1.0) for i in range(N)])
         stack.callback(network.remove, self.name)
         self.env["HAPSYNTH_TOKEN"] = self.name
-        where = f"{network.address(0)}:{free_ports(1)[0]}"
+        port = free_ports(2)[0]
+        where, self._ports = f"{network.address(0)}:{port}", f"{port}-{port + 1}"
         hosts = self.folder / "hosts"
         lines = ["127.0.0.1 localhost", *(f"{network.address(i)} m{i}" for i in range(N))]
         hosts.write_text("\n".join(lines) + "\n")
@@ -232,6 +236,9 @@ class Run:
             self._plug(rank, False)
         elif fault == "pair":
             self._cut(1, 2)
+        elif fault == "walled":
+            for i, j in permutations(range(N), 2):
+                self._wall(i, j)
         elif fault == "load":
             burn = [sys.executable, "-S", "-E", "-c", "while True: pass"]
             self._burners = [subprocess.Popen(burn, env=self.env) for _ in range(BURNERS)]
@@ -250,6 +257,16 @@ class Run:
         for i, j in ((a, b), (b, a)):
             to = [network.address(j), "lladdr", "02:00:00:00:00:99", "dev", "eth0", "nud", "permanent"]
             _run("ip", "-n", f"{self.name}-{i}", "neigh", "replace", *to)
+
+    def _wall(self, a: int, b: int) -> None:
+        """Lets nothing from one to the other but what is of the coordinator's and the rendezvous's ports."""
+        for number, selects, does in (
+            (100, ["sport", self._ports], ["lookup", "main"]),
+            (101, ["dport", self._ports], ["lookup", "main"]),
+            (102, [], ["blackhole"]),
+        ):
+            to = ["to", network.address(b), "ipproto", "tcp", *selects]
+            _run("ip", "-n", f"{self.name}-{a}", "rule", "add", "priority", str(number), *to, *does)
 
     def _judge(self, seconds: float, codes: list[int], output: str, left: list[str]) -> Outcome:
         over = re.findall(r"hapsynth launch: (?:the job is over after [\d.]+ s: )?(.*)", output)

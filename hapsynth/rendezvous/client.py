@@ -89,7 +89,7 @@ class Client:
         CPU collectives use the same network; none where the others are not known."""
         if self._peers is None or not _is_own(self._peers.host):
             return []
-        return [r for r in self._peers.never(self.timeouts.silence) if r in ranks]
+        return [r for r in self._peers.never() if r in ranks]
 
     def leave(self, error: str = "") -> None:
         """Say that this process makes no more calls; with an error the job is over for the others too."""
@@ -195,7 +195,7 @@ class Client:
                 self._note(f"{self} waits for {printable(missing)}, since {seconds:.0f} s")
             case {"peers": peers} if self._peers is not None:
                 others = [(int(rank), str(host), int(port), str(answer)) for rank, host, port, answer in peers]
-                self._peers.know(others)
+                self._peers.know(others, self.timeouts.silence)
                 threading.Thread(target=self._peers.unreached, daemon=True).start()
             case {"over": reason}:
                 self._end(printable(reason), even_left=True)

@@ -36,8 +36,8 @@ class Peers:
         self._closed = threading.Event()
         threading.Thread(target=self._serve, name="hapsynth peers", daemon=True).start()
 
-    def know(self, others: Sequence[Peer]) -> None:
-        """The others are these."""
+    def know(self, others: Sequence[Peer], seconds: float) -> None:
+        """The others are these, and have so long to be reached."""
         # This machine's own addresses mean another one there, where it has them itself.
         inside = _loopback(self.host)
         order = sorted(
@@ -45,18 +45,17 @@ class Peers:
             key=lambda p: (p[0] - self.rank) % (1 << 32),
         )
         self._others = order[:_MOST]
-        self._reached, self._until = set(), 0.0
+        self._reached, self._until = set(), time.monotonic() + seconds
 
-    def never(self, seconds: float) -> list[int]:
-        """Those that do not answer for so long, and never did."""
-        # Once in all: whoever sits behind a wall and reaches others all the same is not waited for again.
-        self._until = self._until or time.monotonic() + seconds
-        while missing := [p[0] for p in self._others if p[0] not in self._reached]:
-            if time.monotonic() > self._until:
-                return missing
+    def never(self) -> list[int]:
+        """Those that have not been reached in the time that they have, nor are now."""
+        missing = lambda: [p[0] for p in self._others if p[0] not in self._reached]
+        while missing():
             self.unreached()
+            if time.monotonic() > self._until:
+                break
             time.sleep(0.1)
-        return []
+        return missing()
 
     def unreached(self) -> tuple[list[int], list[int]]:
         """Those that were reached before and are not now; and those that never were, where some were."""
