@@ -17,6 +17,7 @@ from hapsynth._errors import UsageError
 from hapsynth._quantities import plural
 from hapsynth.cli import run
 from hapsynth.cli.selection import loaded
+from hapsynth.jobs import initialize
 from hapsynth.jobs.launch import Launch, launch, launched
 from hapsynth.jobs.preflight import check_mesh, preflight
 from hapsynth.plan import Plan
@@ -110,13 +111,12 @@ def join_job(options: argparse.Namespace) -> None:
         raise UsageError("a job of many processes needs --coordinator, --processes and --process, all three")
     if options.process is not None and not 0 <= options.process < options.processes:
         raise UsageError(f"--process {options.process}: of {options.processes} processes, give 0 to the last")
-    if options.coordinator is not None:
-        # Where the rendezvous looks for it.
-        os.environ[COORDINATOR] = options.coordinator
     try:
-        jax.distributed.initialize(*given)
+        initialize(*given)
+    except JobError:
+        raise
     except (RuntimeError, ValueError) as error:
-        where = os.environ.get(COORDINATOR)
+        where = options.coordinator or os.environ.get(COORDINATOR)
         raise JobError(f"the processes did not find each other at {where}: {error}") from None
 
 
