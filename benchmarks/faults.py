@@ -45,6 +45,8 @@ RUNS = ("first", "training", *SAVES, "exit")
 PHASES = (*STARTS, *RUNS)
 OF_RANK = ("SIGKILL", "SIGSTOP", "exception", "exit0", "MemoryError", "oom")
 OF_LAUNCHER = ("launcher-SIGKILL", "launcher-SIGTERM", "launcher-SIGINT")
+DEAD = ("lladdr", "02:00:00:00:00:99", "dev", "eth0", "nud", "permanent")
+"""Of a neighbour that is not there."""
 PATIENT = ("slow", "tenfold", "load")
 """No faults, and the job is to finish however long they last."""
 WAY_OUT = (
@@ -255,18 +257,20 @@ class Run:
     def _cut(self, a: int, b: int) -> None:
         """What these two send each other goes nowhere."""
         for i, j in ((a, b), (b, a)):
-            to = [network.address(j), "lladdr", "02:00:00:00:00:99", "dev", "eth0", "nud", "permanent"]
-            _run("ip", "-n", f"{self.name}-{i}", "neigh", "replace", *to)
+            _run("ip", "-n", f"{self.name}-{i}", "neigh", "replace", network.address(j), *DEAD)
 
     def _wall(self, a: int, b: int) -> None:
         """Lets nothing from one to the other but what is of the coordinator's and the rendezvous's ports."""
-        for number, selects, does in (
-            (100, ["sport", self._ports], ["lookup", "main"]),
-            (101, ["dport", self._ports], ["lookup", "main"]),
-            (102, [], ["blackhole"]),
+        ip, nowhere = ("ip", "-n", f"{self.name}-{a}"), network.address(N)
+        _run(*ip, "neigh", "replace", nowhere, *DEAD)
+        _run(*ip, "route", "replace", "default", "via", nowhere, "dev", "eth0", "table", "77")
+        for number, selects, table in (
+            (1, ["sport", self._ports], "main"),
+            (2, ["dport", self._ports], "main"),
+            (3, [], "77"),
         ):
-            to = ["to", network.address(b), "ipproto", "tcp", *selects]
-            _run("ip", "-n", f"{self.name}-{a}", "rule", "add", "priority", str(number), *to, *does)
+            which = ["priority", str(number), "to", network.address(b), "ipproto", "tcp", *selects]
+            _run(*ip, "rule", "add", *which, "lookup", table)
 
     def _judge(self, seconds: float, codes: list[int], output: str, left: list[str]) -> Outcome:
         over = re.findall(r"hapsynth launch: (?:the job is over after [\d.]+ s: )?(.*)", output)

@@ -21,7 +21,6 @@ from hapsynth.graph.trace import Traced, trace
 from hapsynth.graph.trip_counts import Expectation, expecting
 from hapsynth.instructions.layout import Layout, is_consistent, parse_layout
 from hapsynth.instructions.program.sizes import Node
-from hapsynth.jobs import check_mesh
 from hapsynth.running.form import Form
 from hapsynth.search.cost.model import Floats
 from hapsynth.search.sizing.fixed_ratios import FixedRatios, RatioError, check_granule
@@ -37,7 +36,6 @@ def devices_of(mesh: Any, cluster: Any) -> tuple[jax.sharding.Mesh | None, Clust
         if cluster is not None:
             raise TypeError("two clusters are given, one as mesh; with cluster=, mesh is the jax.sharding.Mesh")
         return None, mesh
-    check_mesh(mesh)
     cluster = cluster or Cluster.from_mesh(mesh)
     if mesh.size != cluster.n:
         raise ValueError(
