@@ -73,12 +73,10 @@ def preflight(mesh: Mesh, plan: Planned | None = None, arguments: Iterable[Any] 
     said = software(str(client), client.host, mesh)
     if plan is not None:
         said |= of_plan(plan, arguments)
-    found = _meet(said, ranks)
-    if plan is None:
-        return found
+    _meet(said, ranks)
     try:
         with meeting.doing("compiling"):
-            said["lowered"] = plan.lowered.prepare()
+            said |= {} if plan is None else {"lowered": plan.lowered.prepare()}
     except Exception as error:
         meeting.fail(f"{type(error).__name__} in compiling the plan")
         raise

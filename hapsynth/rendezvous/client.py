@@ -14,7 +14,7 @@ from contextlib import suppress
 from typing import Any
 
 from hapsynth.rendezvous.address import TOKEN, Address, JobError, Timeouts
-from hapsynth.rendezvous.peers import CONNECT_S, Peers
+from hapsynth.rendezvous.peers import CONNECT_S, Peers, loopback
 from hapsynth.rendezvous.server import PROTOCOL, SUSPECT_S, named
 from hapsynth.rendezvous.wire import HELLO_BYTES, Channel, printable
 
@@ -87,7 +87,7 @@ class Client:
     def unreachable(self, ranks: Sequence[int]) -> list[int]:
         """Those of `ranks` that this process has never reached, nor does within the silence that is borne, where JAX's
         CPU collectives use the same network; none where the others are not known."""
-        if self._peers is None or not _is_own(self._peers.host):
+        if self._peers is None or not (loopback(self._peers.host) or _is_own(self._peers.host)):
             return []
         return [r for r in self._peers.never() if r in ranks]
 

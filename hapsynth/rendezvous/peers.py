@@ -39,9 +39,9 @@ class Peers:
     def know(self, others: Sequence[Peer], seconds: float) -> None:
         """The others are these, and have so long to be reached."""
         # This machine's own addresses mean another one there, where it has them itself.
-        inside = _loopback(self.host)
+        inside = loopback(self.host)
         order = sorted(
-            (p for p in others if p[0] != self.rank and _loopback(p[1]) == inside),
+            (p for p in others if p[0] != self.rank and loopback(p[1]) == inside),
             key=lambda p: (p[0] - self.rank) % (1 << 32),
         )
         self._others = order[:_MOST]
@@ -99,7 +99,7 @@ class Peers:
                 connection.sendall(self.answer.encode())
 
 
-def _loopback(host: str) -> bool:
+def loopback(host: str) -> bool:
     with suppress(ValueError):
         return ip_address(host.split("%")[0]).is_loopback
     return False
