@@ -1,7 +1,8 @@
 """A job of some processes for `faults.py`, which has one of them fail at a moment: plans, trains, saves, ends.
 
 What is to happen is in FAULT, as PHASE:FAULT:RANK; faults that the driver makes (a signal to the launcher, a link) wait
-for it to say that it has. `at` and `made` in FOLDER are such signs; `expected.N.npy` is what the N-th checkpoint holds.
+for it to say that it has. `at` and `made` in FOLDER are such signs, `began.RANK` is one that a process is there;
+`expected.N.npy` is what the N-th checkpoint holds.
 """
 
 from __future__ import annotations
@@ -75,6 +76,7 @@ def _fill(folder: Path) -> None:
 
 
 def main() -> None:
+    (FOLDER / f"began.{RANK}").touch()
     at("import")
     import jax
     import jax.numpy as jnp

@@ -55,6 +55,8 @@ WAY_OUT = (
 OF_LINK = ("link-5", "link-15", "link-for-ever")
 LIMIT_S = 150.0
 SLOW_S = 300.0
+MEET_S = 2.0
+"""For launchers that have started their processes to meet at the first one's rendezvous."""
 BURNERS = 16
 """Processes that take all the time of this machine's cores that they can get."""
 LEFT_S = 30.0
@@ -209,6 +211,11 @@ class Run:
         until = time.monotonic() + LIMIT_S
         while not (self.folder / "at").exists() and time.monotonic() < until and self._running():
             time.sleep(0.02)
+        if self.trial.on_links and self.trial.phase == "import":
+            # Who has not been started is waited for, for minutes: all have been, and their launchers have met.
+            while len(list(self.folder.glob("began.*"))) < N and time.monotonic() < until and self._running():
+                time.sleep(0.02)
+            time.sleep(MEET_S)
         self._make_fault()
         until = time.monotonic() + LIMIT_S + (SLOW_S if self.trial.fault in PATIENT else 0.0)
         while self._running() and time.monotonic() < until:
@@ -222,6 +229,8 @@ class Run:
         ended, left = time.time(), [f"process {pid}" for pid in self.there()]
         left += [f.name for f in (self.folder / "state").glob(".*")]
         began = float((self.folder / "at").read_text()) if (self.folder / "at").exists() else float("nan")
+        if self.trial.on_links:
+            began = max(began, self._made)
         codes = [launcher.poll() if launcher.poll() is not None else -1 for launcher in self.launchers]
         output = "".join((self.folder / f"out.{i}").read_text() for i in range(len(self.launchers)))
         return self._judge(ended - began, [c for c in codes if c is not None], output, left)
@@ -244,6 +253,7 @@ class Run:
         elif fault == "load":
             burn = [sys.executable, "-S", "-E", "-c", "while True: pass"]
             self._burners = [subprocess.Popen(burn, env=self.env) for _ in range(BURNERS)]
+        self._made = time.time()
         (self.folder / "made").touch()
         if fault in ("link-5", "link-15"):
             time.sleep(float(fault.removeprefix("link-")))
