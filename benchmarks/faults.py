@@ -254,7 +254,8 @@ class Run:
                 self._wall(i, j)
         elif fault == "load":
             burn = [sys.executable, "-S", "-E", "-c", "while True: pass"]
-            self._burners = [subprocess.Popen(burn, env=self.env) for _ in range(BURNERS)]
+            # Each in a session of its own: of one session Linux lets all together have as much as another's one.
+            self._burners = [subprocess.Popen(burn, env=self.env, start_new_session=True) for _ in range(BURNERS)]
         self._made = time.time()
         (self.folder / "made").touch()
         if fault in ("link-5", "link-15"):
