@@ -44,6 +44,8 @@ SAVES = ("begin", "write", "commit", "clean")
 RUNS = ("first", "training", *SAVES, "exit")
 PHASES = (*STARTS, *RUNS)
 OF_RANK = ("SIGKILL", "SIGSTOP", "exception", "exit0", "MemoryError", "oom")
+SAYS = {"SIGKILL": "killed by signal 9", "oom": "killed by signal 9", "SIGSTOP": "stopped by a signal"}
+"""Of the process that it was done to."""
 OF_LAUNCHER = ("launcher-SIGKILL", "launcher-SIGTERM", "launcher-SIGINT")
 DEAD = ("lladdr", "02:00:00:00:00:99", "dev", "eth0", "nud", "permanent")
 """Of a neighbour that is not there."""
@@ -299,6 +301,10 @@ class Run:
                 wrong.append(f"more than {ALLOWED_S[self.trial.phase]:g} s")
             if not named:
                 wrong.append("nobody named")
+            if self.trial.fault in OF_RANK and not re.match(
+                rf"process {self.trial.rank} on .*{SAYS.get(self.trial.fault, '')}", message
+            ):
+                wrong.append("another fault is said")
             if not re.search(WAY_OUT, message):
                 wrong.append("no way out")
         if checkpoint in ("lost", "half"):

@@ -191,6 +191,8 @@ class Server:
             died, member.left, member.gone = not member.left, True, True
             if not died or self._there(member) is not member:
                 return
+            # Not one that has ended in peace before the others.
+            member.failed = True
             reason = f"{member} has died: its own output says why, or the system's log where it was killed; {_AGAIN}"
             if member.here or not any(self._launched(member.rank)):
                 self._end(reason)

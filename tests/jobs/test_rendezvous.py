@@ -202,6 +202,31 @@ def test_a_connection_to_itself_is_none(job: Job, monkeypatch: pytest.MonkeyPatc
     assert job.join(port, 0, 1).gather("alone", 5, [0]) == [5]
 
 
+@pytest.mark.parametrize("waits", [False, True])
+def test_one_that_dies_behind_the_others_has_not_only_made_fewer_calls(job: Job, waits: bool) -> None:
+    """Its launcher is to say how it ended, which takes longer than the next look at who made which calls."""
+    port = job.serve()
+    launcher = Client(("localhost", port), 0, 2, PATIENT, lambda _: None, job.notes.append, here=2)
+    job.clients.append(launcher)
+    ahead = job.join(port, 0)
+
+    def wait() -> None:
+        with suppress(JobError):
+            ahead.gather("meeting", None, (0, 1))
+
+    if waits:
+        threading.Thread(target=wait, daemon=True).start()
+    else:
+        ahead.calls[0, 1] = 5
+    connection, _ = hello(port, 1)
+    time.sleep(0.5)
+    connection.shutdown(socket.SHUT_RDWR)
+    connection.close()
+    time.sleep(0.5)
+    launcher.say({"ended": 1, "how": "process 1 was killed by signal 9", "failed": True})
+    assert job.reason(0) == "process 1 was killed by signal 9"
+
+
 def test_who_failed_first_is_named_though_another_says_so_first(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     """A process that dies breaks the collective of another, which may be quicker to say that it failed."""
     monkeypatch.setattr("hapsynth.rendezvous.server.SUSPECT_S", LIMIT_S)
