@@ -58,11 +58,11 @@ class Meeting:
         self.held = Counter[tuple[int, ...]]()
         """Meetings, by the processes that met."""
         self._address: Address | None = None
-        self._drawn = ""
+        self._agreed = ""
 
     @property
     def _token(self) -> str:
-        return os.environ.get(TOKEN, "") or self._drawn
+        return self._agreed or os.environ.get(TOKEN, "")
 
     @property
     def joined(self) -> bool:
@@ -106,7 +106,7 @@ class Meeting:
             if rank == 0:
                 asked = os.environ.get(RENDEZVOUS)
                 where = parse_address(asked, RENDEZVOUS) if asked else (host or socket.gethostname(), 0)
-                self._drawn = secrets.token_hex(16)
+                self._agreed = self._token or secrets.token_hex(16)
                 server = self._serve(where, processes, Timeouts.of())
                 said = {"host": where[0], "port": server.port, "token": self._token, "fixed": bool(asked)}
         except JobError as error:
@@ -117,7 +117,7 @@ class Meeting:
             raise JobError(said["error"])
         # The coordinator was reached under this process's own name for it.
         self._address = (said["host"] if said["fixed"] or not host else host, said["port"])
-        self._drawn = said["token"]
+        self._agreed = said["token"]
 
     def _serve(self, where: Address, processes: int, timeouts: Timeouts) -> Server:
         self._server = Server(where, processes, timeouts, self._token)

@@ -155,7 +155,7 @@ def drawn(rank: int) -> None:
     hapsynth.jobs.initialize(COORDINATORS[drawn], 2, rank)
     address = meeting._address
     assert address is not None
-    for token, says in (("", "refused"), ("a guess", "refused"), (meeting._drawn, "version")):
+    for token, says in (("", "refused"), ("a guess", "refused"), (meeting._agreed, "version")):
         with socket.create_connection(address) as stranger, stranger.makefile() as lines:
             told = {"rank": 1, "pid": 1, "host": "far", "protocol": -1, "token": token}
             stranger.sendall(json.dumps({"hello": told}).encode() + b"\n")
