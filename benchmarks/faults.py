@@ -1,7 +1,7 @@
 """Injects faults into jobs of three processes, several at once, and makes a table: seconds until all have ended, who is
 named, exit code, what is left, whether the checkpoint is whole.
 
-    python benchmarks/faults.py                          # all of them, --at-once 6: three quarters of an hour
+    python benchmarks/faults.py                          # all of them: about an hour on two cores
     python benchmarks/faults.py --only SIGKILL:training  # by a regular expression of FAULT:PHASE:RANK
     python benchmarks/faults.py --sample --json faults.json
 
