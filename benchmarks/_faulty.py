@@ -1,7 +1,8 @@
 """A job of some processes for `faults.py`, which has one of them fail at a moment: plans, trains, saves, ends.
 
 What is to happen is in FAULT, as PHASE:FAULT:RANK; faults that the driver makes (a signal to the launcher, a link) wait
-for it to say that it has. `at` and `made` in FOLDER are such signs; `expected.N.npy` is what the N-th checkpoint holds.
+for it to say that it has. `at` and `made` in FOLDER are such signs, `began.RANK` is one that a process is there;
+`expected.N.npy` is what the N-th checkpoint holds.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ FOLDER = Path(os.environ["FAULT_FOLDER"])
 PHASE, FAULT, WHO = os.environ["FAULT"].split(":")
 RANK = os.environ["OMPI_COMM_WORLD_RANK"]
 STEPS, TRAINS_AT, SAVES = int(os.environ.get("FAULT_STEPS", "6")), 4, (1, 5)
+STEP_S = 3.0
+"""Of a step where one process takes ten times as long."""
 AGREED = {"begin": 1, "commit": 3}
 
 
@@ -46,11 +49,18 @@ def at(phase: str) -> None:
             _fill(FOLDER / "state")
         case "slow":
             time.sleep(float(os.environ["FAULT_SECONDS"]))
-        case "none":
+        case "none" | "tenfold":
             pass
         case _:
             while not (FOLDER / "made").exists():
                 time.sleep(0.02)
+
+
+def _compute(seconds: float) -> None:
+    """So that no other thread of this process gets at Python but by its switches."""
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        sum(range(100_000))
 
 
 def _fill(folder: Path) -> None:
@@ -66,6 +76,7 @@ def _fill(folder: Path) -> None:
 
 
 def main() -> None:
+    (FOLDER / f"began.{RANK}").touch()
     at("import")
     import jax
     import jax.numpy as jnp
@@ -147,6 +158,8 @@ def main() -> None:
     for i in range(STEPS):
         if i == TRAINS_AT:
             at("training")
+        if FAULT == "tenfold" and i >= TRAINS_AT:
+            _compute(STEP_S * (10 if RANK == WHO else 1))
         state, loss = plan(state, batch)
         loss = float(plan.unshard(loss))
         if i in SAVES:

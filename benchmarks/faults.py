@@ -1,7 +1,7 @@
 """Injects faults into jobs of three processes, several at once, and makes a table: seconds until all have ended, who is
 named, exit code, what is left, whether the checkpoint is whole.
 
-    python benchmarks/faults.py                          # all of them; hours on two cores
+    python benchmarks/faults.py                          # all of them: about an hour on two cores
     python benchmarks/faults.py --only SIGKILL:training  # by a regular expression of FAULT:PHASE:RANK
     python benchmarks/faults.py --sample --json faults.json
 
@@ -21,9 +21,10 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
+from itertools import permutations
 from pathlib import Path
 
 import numpy as np
@@ -43,10 +44,25 @@ SAVES = ("begin", "write", "commit", "clean")
 RUNS = ("first", "training", *SAVES, "exit")
 PHASES = (*STARTS, *RUNS)
 OF_RANK = ("SIGKILL", "SIGSTOP", "exception", "exit0", "MemoryError", "oom")
+SAYS = {"SIGKILL": "killed by signal 9", "oom": "killed by signal 9", "SIGSTOP": "stopped by a signal"}
+"""Of the process that it was done to."""
 OF_LAUNCHER = ("launcher-SIGKILL", "launcher-SIGTERM", "launcher-SIGINT")
+DEAD = ("lladdr", "02:00:00:00:00:99", "dev", "eth0", "nud", "permanent")
+"""Of a neighbour that is not there."""
+PATIENT = ("slow", "tenfold", "load")
+"""No faults, and the job is to finish however long they last."""
+WAY_OUT = (
+    r"start the job again|restart|start it again|every process must (make|come)|mend|set |give |call the same|open all"
+)
 OF_LINK = ("link-5", "link-15", "link-for-ever")
 LIMIT_S = 150.0
+COMES_S = 400.0
+"""For a job to come to where the fault is made, on a machine that is busy."""
 SLOW_S = 300.0
+MEET_S = 2.0
+"""For launchers that have started their processes to meet at the first one's rendezvous."""
+BURNERS = 16
+"""Processes that take all the time of this machine's cores that they can get."""
 LEFT_S = 30.0
 """For processes whose launcher has ended."""
 ALLOWED_S = {**dict.fromkeys(STARTS, 45.0), **dict.fromkeys(RUNS, 25.0), "first": 45.0}
@@ -67,7 +83,12 @@ class Trial:
 
     @property
     def on_links(self) -> bool:
-        return self.fault.startswith(("link", "pair"))
+        return self.fault.startswith(("link", "pair", "walled"))
+
+    @property
+    def alone(self) -> bool:
+        """Whether it would disturb other trials."""
+        return self.fault == "load"
 
     @property
     def survives(self) -> bool:
@@ -75,7 +96,7 @@ class Trial:
         if str(self) == "disk:commit:1":
             # Process 0 commits, where nothing more is written.
             return True
-        return self.fault in ("none", "slow", "link-5", "link-15") or (self.fault, self.phase) == ("exit0", "exit")
+        return self.fault in ("none", *PATIENT, "link-5", "link-15") or (self.fault, self.phase) == ("exit0", "exit")
 
 
 @dataclass(frozen=True)
@@ -108,9 +129,13 @@ def trials() -> list[Trial]:
         for rank in ranks
         if phase not in ("exit", "clean")
     ]
-    made += [Trial("pair", phase, 1) for phase in PHASES if phase not in ("exit", "import")]
-    # No faults: one that plans, compiles or computes for minutes while the others wait.
-    return made + [Trial("slow", phase, 1) for phase in ("planning", "compile", "training")]
+    # From the beginning, on.
+    made.append(Trial("walled", "import", 0))
+    made += [Trial("pair", phase, int(phase != "clean")) for phase in PHASES if phase not in ("exit", "import")]
+    # No faults: one that plans, compiles or computes for minutes while the others wait, or takes ten times as long for
+    # each step; a machine on which others compute.
+    made += [Trial("slow", phase, 1) for phase in ("planning", "compile", "training")]
+    return [*made, Trial("tenfold", "training", 1), Trial("load", "import", 0)]
 
 
 class Run:
@@ -142,6 +167,7 @@ class Run:
             stack.callback(cgroup.remove, folders)
             self.env["FAULT_GROUP"] = str(groups.memory / self.name)
         self.launchers: list[subprocess.Popen[str]] = []
+        self._burners: list[subprocess.Popen[bytes]] = []
         stack.callback(self._end)
         launch = [sys.executable, "-m", "hapsynth", "launch"]
         job = str(Path(__file__).with_name("_faulty.py"))
@@ -151,7 +177,8 @@ class Run:
         network.make(self.name, [Machine(f"m{i}", 1.0) for i in range(N)])
         stack.callback(network.remove, self.name)
         self.env["HAPSYNTH_TOKEN"] = self.name
-        where = f"{network.address(0)}:{free_ports(1)[0]}"
+        port = free_ports(2)[0]
+        where, self._ports = f"{network.address(0)}:{port}", f"{port}-{port + 1}"
         hosts = self.folder / "hosts"
         lines = ["127.0.0.1 localhost", *(f"{network.address(i)} m{i}" for i in range(N))]
         hosts.write_text("\n".join(lines) + "\n")
@@ -185,19 +212,29 @@ class Run:
             launcher.wait()
 
     def play(self) -> Outcome:
-        until = time.monotonic() + LIMIT_S
+        until = time.monotonic() + COMES_S
         while not (self.folder / "at").exists() and time.monotonic() < until and self._running():
             time.sleep(0.02)
+        if self.trial.on_links and self.trial.phase == "import":
+            # Who has not been started is waited for, for minutes: all have been, and their launchers have met.
+            while len(list(self.folder.glob("began.*"))) < N and time.monotonic() < until and self._running():
+                time.sleep(0.02)
+            time.sleep(MEET_S)
         self._make_fault()
-        until = time.monotonic() + LIMIT_S + (SLOW_S if self.trial.fault == "slow" else 0.0)
+        until = time.monotonic() + LIMIT_S + (SLOW_S if self.trial.fault in PATIENT else 0.0)
         while self._running() and time.monotonic() < until:
             time.sleep(0.05)
+        for burner in self._burners:
+            burner.kill()
+            burner.wait()
         until = time.monotonic() + LEFT_S
         while self.there() and time.monotonic() < until:
             time.sleep(0.05)
         ended, left = time.time(), [f"process {pid}" for pid in self.there()]
         left += [f.name for f in (self.folder / "state").glob(".*")]
         began = float((self.folder / "at").read_text()) if (self.folder / "at").exists() else float("nan")
+        if self.trial.on_links:
+            began = max(began, self._made)
         codes = [launcher.poll() if launcher.poll() is not None else -1 for launcher in self.launchers]
         output = "".join((self.folder / f"out.{i}").read_text() for i in range(len(self.launchers)))
         return self._judge(ended - began, [c for c in codes if c is not None], output, left)
@@ -214,6 +251,14 @@ class Run:
             self._plug(rank, False)
         elif fault == "pair":
             self._cut(1, 2)
+        elif fault == "walled":
+            for i, j in permutations(range(N), 2):
+                self._wall(i, j)
+        elif fault == "load":
+            burn = [sys.executable, "-S", "-E", "-c", "while True: pass"]
+            # Each in a session of its own: of one session Linux lets all together have as much as another's one.
+            self._burners = [subprocess.Popen(burn, env=self.env, start_new_session=True) for _ in range(BURNERS)]
+        self._made = time.time()
         (self.folder / "made").touch()
         if fault in ("link-5", "link-15"):
             time.sleep(float(fault.removeprefix("link-")))
@@ -227,8 +272,20 @@ class Run:
     def _cut(self, a: int, b: int) -> None:
         """What these two send each other goes nowhere."""
         for i, j in ((a, b), (b, a)):
-            to = [network.address(j), "lladdr", "02:00:00:00:00:99", "dev", "eth0", "nud", "permanent"]
-            _run("ip", "-n", f"{self.name}-{i}", "neigh", "replace", *to)
+            _run("ip", "-n", f"{self.name}-{i}", "neigh", "replace", network.address(j), *DEAD)
+
+    def _wall(self, a: int, b: int) -> None:
+        """Lets nothing from one to the other but what is of the coordinator's and the rendezvous's ports."""
+        ip, nowhere = ("ip", "-n", f"{self.name}-{a}"), network.address(N)
+        _run(*ip, "neigh", "replace", nowhere, *DEAD)
+        _run(*ip, "route", "replace", "default", "via", nowhere, "dev", "eth0", "table", "77")
+        for number, selects, table in (
+            (1, ["sport", self._ports], "main"),
+            (2, ["dport", self._ports], "main"),
+            (3, [], "77"),
+        ):
+            which = ["priority", str(number), "to", network.address(b), "ipproto", "tcp", *selects]
+            _run(*ip, "rule", "add", *which, "lookup", table)
 
     def _judge(self, seconds: float, codes: list[int], output: str, left: list[str]) -> Outcome:
         over = re.findall(r"hapsynth launch: (?:the job is over after [\d.]+ s: )?(.*)", output)
@@ -244,6 +301,12 @@ class Run:
                 wrong.append(f"more than {ALLOWED_S[self.trial.phase]:g} s")
             if not named:
                 wrong.append("nobody named")
+            if self.trial.fault in OF_RANK and not re.match(
+                rf"process {self.trial.rank} on .*{SAYS.get(self.trial.fault, '')}", message
+            ):
+                wrong.append("another fault is said")
+            if not re.search(WAY_OUT, message):
+                wrong.append("no way out")
         if checkpoint in ("lost", "half"):
             wrong.append(f"checkpoint {checkpoint}")
         return Outcome(str(self.trial), round(seconds, 1), codes, message, named, left, checkpoint, wrong, output)
@@ -267,6 +330,11 @@ def play(trial: Trial, number: int) -> Outcome:
         return Run(trial, number, stack).play()
 
 
+def _alone(trial: Trial, number: int, others: Sequence[Future[Outcome]]) -> Outcome:
+    wait(others)
+    return play(trial, number)
+
+
 def _run(*command: str) -> None:
     subprocess.run(command, check=False, capture_output=True)
 
@@ -276,7 +344,7 @@ def main() -> int:
     parser.add_argument("--only", metavar="REGEX", default="", help="trials whose FAULT:PHASE:RANK has it")
     parser.add_argument("--sample", action="store_true", help="a few, as CI runs them")
     parser.add_argument("--list", action="store_true", help="name the trials")
-    parser.add_argument("--at-once", type=int, default=3, metavar="N", help="jobs at a time (default 3)")
+    parser.add_argument("--at-once", type=int, default=6, metavar="N", help="jobs at a time (default 6)")
     parser.add_argument("--json", metavar="FILE", help="every outcome, with all output")
     options = parser.parse_args()
     chosen = [t for t in trials() if re.search(options.only, str(t))]
@@ -288,8 +356,15 @@ def main() -> int:
     outcomes: list[Outcome] = []
     columns = ("fault", "phase", "process", "s", "exit", "checkpoint", "left", "wrong", "message")
     print(f"| {' | '.join(columns)} |", "|---" * len(columns) + "|", sep="\n")
-    with ThreadPoolExecutor(options.at_once) as pool:
-        for outcome in pool.map(play, chosen, range(len(chosen))):
+    with ThreadPoolExecutor(options.at_once) as pool, ThreadPoolExecutor(1) as after:
+        made: dict[Trial, Future[Outcome]] = {}
+        # Those that take minutes go first; those that are to be alone when the others have ended.
+        for number, trial in enumerate(sorted(chosen, key=lambda t: (t.alone, t.fault not in PATIENT))):
+            others = list(made.values())
+            made[trial] = (
+                after.submit(_alone, trial, number, others) if trial.alone else pool.submit(play, trial, number)
+            )
+        for outcome in (made[trial].result() for trial in chosen):
             outcomes.append(outcome)
             row = [*outcome.trial.split(":"), f"{outcome.seconds:.1f}", ",".join(map(str, outcome.codes))]
             row += [outcome.checkpoint, ", ".join(outcome.left), ", ".join(outcome.wrong), outcome.message]

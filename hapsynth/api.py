@@ -22,6 +22,7 @@ from hapsynth._options import (
 from hapsynth.cluster.cluster import Cluster
 from hapsynth.graph.ir import Graph
 from hapsynth.graph.trip_counts import Expectation
+from hapsynth.jobs import check_mesh
 from hapsynth.plan import Plan
 from hapsynth.running.form import Form, check_form
 from hapsynth.search.cost.network import mesh_axes
@@ -144,6 +145,8 @@ def synthesize(
     check_positive("time_budget_s", time_budget_s, "seconds")
     check_form(form)
     devices, cluster = devices_of(mesh, cluster)
+    if devices is not None:
+        check_mesh(devices)
     tell_lesser_memory(cluster, memory_limit)
     options = PlanningOptions(
         memory_limit, time_budget_s, progress, leave_out=leave_out, exact=holds_exact(form, devices)

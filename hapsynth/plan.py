@@ -13,7 +13,7 @@ from hapsynth import _jax, checkpoint
 from hapsynth.adapting.rebalance import THRESHOLD, propose, slowdowns
 from hapsynth.adapting.reshape import Buckets, for_shapes
 from hapsynth.export import in_shardings, out_shardings, source_of
-from hapsynth.jobs import after_call, before_call
+from hapsynth.jobs import after_call, before_call, check_mesh
 from hapsynth.lower import Lowered, Shards, Staged, Storage, unsupported
 from hapsynth.running.arguments import wrap
 from hapsynth.running.base import Planned
@@ -320,5 +320,7 @@ def load(
     `mesh`: of the cluster's devices, or of those alone that the plan uses. `form`: as of `synthesize`.
     Raises PlanError with the reason and the way out, ValueError where the mesh has another number of devices.
     """
+    if mesh is not None:
+        check_mesh(mesh)
     traced, result, cluster = read_plan(path, fn, example_args, example_kwargs)
     return Plan(traced, result, cluster, mesh, fn, donate=donate, form=form)

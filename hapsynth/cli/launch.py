@@ -17,8 +17,9 @@ from hapsynth._errors import UsageError
 from hapsynth._quantities import plural
 from hapsynth.cli import run
 from hapsynth.cli.selection import loaded
+from hapsynth.jobs import initialize
 from hapsynth.jobs.launch import Launch, launch, launched
-from hapsynth.jobs.preflight import preflight
+from hapsynth.jobs.preflight import check_mesh, preflight
 from hapsynth.plan import Plan
 from hapsynth.rendezvous.address import COORDINATOR, JobError
 from hapsynth.report.tables import table
@@ -79,6 +80,7 @@ def preflight_command(options: argparse.Namespace, out: Console | None, tell: Ca
     if options.plan is not None:
         saved, target = loaded(options.plan, options.file, options.function)
         mesh = run.first_devices(saved.cluster.n)
+        check_mesh(mesh)
         plan = Plan(saved.traced, saved.result, saved.cluster, mesh, target.fn)
         assert plan.mesh is not None
         mesh = plan.mesh
@@ -109,13 +111,12 @@ def join_job(options: argparse.Namespace) -> None:
         raise UsageError("a job of many processes needs --coordinator, --processes and --process, all three")
     if options.process is not None and not 0 <= options.process < options.processes:
         raise UsageError(f"--process {options.process}: of {options.processes} processes, give 0 to the last")
-    if options.coordinator is not None:
-        # Where the rendezvous looks for it.
-        os.environ[COORDINATOR] = options.coordinator
     try:
-        jax.distributed.initialize(*address)
+        initialize(*address)
+    except JobError:
+        raise
     except (RuntimeError, ValueError) as error:
-        where = os.environ.get(COORDINATOR)
+        where = options.coordinator or os.environ.get(COORDINATOR)
         raise JobError(f"the processes did not find each other at {where}: {error}") from None
 
 

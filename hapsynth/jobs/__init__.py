@@ -1,7 +1,17 @@
 """Jobs of many processes: where they meet, what they check before the first step, and how one command starts them."""
 
-from hapsynth.jobs.preflight import PreflightError, after_call, before_call
+from hapsynth.jobs.preflight import PreflightError, after_call, before_call, check_mesh
 from hapsynth.rendezvous.address import JobError
-from hapsynth.rendezvous.meeting import connect, exchanged, met
+from hapsynth.rendezvous.meeting import connect, exchanged, initialize, met
 
-__all__ = ["JobError", "PreflightError", "after_call", "before_call", "connect", "exchanged", "met"]
+__all__ = [
+    "JobError",
+    "PreflightError",
+    "after_call",
+    "before_call",
+    "check_mesh",
+    "connect",
+    "exchanged",
+    "initialize",
+    "met",
+]

@@ -127,8 +127,15 @@ class _Process:
         code = self.code or 0
         if code >= 0:
             return f"{self.name} ended with exit code {code}"
-        reason = ", by a person or for want of memory (the system's log says)" if -code == signal.SIGKILL else ""
-        return f"{self.name} was killed by signal {-code} ({_signal(-code)}){reason}"
+        return f"{self.name} was killed by signal {-code} ({_signal(-code)})"
+
+    @property
+    def why(self) -> str:
+        """How it failed, and the way out."""
+        code = self.code or 0
+        # A shell gives 128 and the signal that ended what it ran.
+        number = -code if code < 0 else code - 128 if 128 < code <= 128 + signal.NSIG else 0
+        return f"{self.how}: {_way_out(number)}" if code else self.how
 
 
 class _Running:
@@ -178,7 +185,8 @@ class _Running:
             self._supervisor.say({"interrupted": why})
             self._supervisor.flush()
             self.end()
-            self._summarize(f"interrupted: {why}")
+            again = "a person or a batch system sent it; start the job again to go on from its last checkpoint"
+            self._summarize(f"interrupted: {why}: {again}")
             return 128 + self._received[0]
         if self._supervisor.over or self._first is not None:
             return self._fail()
@@ -190,14 +198,17 @@ class _Running:
     def _fail(self) -> int:
         # For the others to say themselves who failed, as the rendezvous tells them.
         until = time.monotonic() + _TELL_S
+        # One that is stopped says nothing.
         while self._look() and time.monotonic() < until and not self._received:
+            if all(p.ended or p.stopped for p in self.processes):
+                break
             time.sleep(_POLL_S)
         self.end()
         # The fault may be another host's.
         while not self._supervisor.over and time.monotonic() < until:
             time.sleep(_POLL_S)
         first = self._first
-        self._summarize(self._supervisor.over or (first.how if first is not None else "it was over elsewhere"))
+        self._summarize(self._supervisor.over or (first.why if first is not None else "it was over elsewhere"))
         self._supervisor.leave()
         self._supervisor.wait_for_others(lambda: bool(self._received))
         return _status(first.code or 0) if first is not None else FAILED
@@ -219,7 +230,7 @@ class _Running:
             failed = bool(process.code)
             if failed and self._first is None and not self._supervisor.over:
                 self._first = process
-            self._supervisor.say({"ended": process.rank, "how": process.how, "failed": failed})
+            self._supervisor.say({"ended": process.rank, "how": process.why, "failed": failed})
         return not all(process.ended for process in self.processes)
 
     def _look_at(self, process: _Process) -> None:
@@ -276,6 +287,26 @@ class _Running:
 
 def _status(code: int) -> int:
     return 128 - code if code < 0 else code
+
+
+_CRASHES = [getattr(signal, n) for n in ("SIGSEGV", "SIGBUS", "SIGABRT", "SIGILL", "SIGFPE") if hasattr(signal, n)]
+
+
+def _way_out(number: int) -> str:
+    """Of a process that a signal ended; 0 for one that ended by itself."""
+    if number == signal.SIGKILL:
+        return (
+            "a person did it, or the system for want of memory, as its log (dmesg) says: give that host more memory, "
+            "or synthesize with a lower memory_limit, and start the job again"
+        )
+    if number in _CRASHES:
+        return (
+            "native code crashed, and what it printed last says why; PYTHONFAULTHANDLER=1 shows where: mend that and "
+            "start the job again"
+        )
+    if number:
+        return "a person or a batch system did it, whose log says why: start the job again"
+    return "what it printed last says why: mend that and start the job again"
 
 
 def _signal(number: int) -> str:

@@ -9,19 +9,33 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from typing import Any
+from weakref import WeakSet
 
+import jax
 from jax.sharding import Mesh
 
-from hapsynth.jobs.process_facts import Facts, of_plan, problems, software
+from hapsynth.jobs.process_facts import Facts, left_out, of_plan, problems, software
 from hapsynth.rendezvous.address import JobError
-from hapsynth.rendezvous.client import Client
 from hapsynth.rendezvous.cpu_scheduling import as_batch_work
-from hapsynth.rendezvous.meeting import _gathered, _job, _joined, _ranks, _wanted
+from hapsynth.rendezvous.meeting import meeting, ranks_of, wanted
 from hapsynth.running.base import Planned
+
+_checked: WeakSet[Planned] = WeakSet()
 
 
 class PreflightError(JobError):
     """The processes of a job do not fit together. All of them raise it, with the same text, before anything runs."""
+
+
+def check_mesh(mesh: Mesh) -> None:
+    """Called with the mesh to plan for. Raises PreflightError, in all processes and before anything is sent, where it
+    leaves out a process for another's second device."""
+    if jax.process_count() == 1 or not wanted():
+        return
+    place = lambda devices: [(d.process_index, d.id) for d in devices]
+    wrong = left_out(place(mesh.devices.flat), place(jax.devices(mesh.devices.flat[0].platform)))
+    if wrong:
+        raise PreflightError(wrong)
 
 
 def before_call(plan: Planned, arguments: Sequence[Any]) -> None:
@@ -33,19 +47,18 @@ def before_call(plan: Planned, arguments: Sequence[Any]) -> None:
     if plan.mesh is None or not plan.mesh.is_multi_process:
         return
     as_batch_work()
-    if not _wanted():
+    if not wanted():
         return
-    client = _joined()
-    if plan not in _job.checked:
+    meeting.join()
+    if plan not in _checked:
         preflight(plan.mesh, plan, arguments)
-        _job.checked.add(plan)
-    _job.in_call = _ranks(plan.mesh)
-    client.calls[_job.in_call] += 1
+        _checked.add(plan)
+    meeting.begin_call(ranks_of(plan.mesh))
 
 
 def after_call() -> None:
     """Called by a plan after each run that did not raise."""
-    _job.in_call = ()
+    meeting.end_call()
 
 
 def preflight(mesh: Mesh, plan: Planned | None = None, arguments: Iterable[Any] = ()) -> list[Facts]:
@@ -54,32 +67,30 @@ def preflight(mesh: Mesh, plan: Planned | None = None, arguments: Iterable[Any] 
     Returns what each process says of itself, in the order of their numbers; nothing in a process that holds none of
     the devices. Raises as `before_call` does.
     """
-    client, ranks = _joined(), _ranks(mesh)
+    client, ranks = meeting.client, ranks_of(mesh)
     if client.rank not in ranks:
         return []
     said = software(str(client), client.host, mesh)
     if plan is not None:
         said |= of_plan(plan, arguments)
-    found = _meet(client, said, ranks)
-    if plan is None:
-        return found
-    client.doing = "compiling"
+    _meet(said, ranks)
     try:
-        said["lowered"] = plan.lowered.prepare()
+        with meeting.doing("compiling"):
+            said |= {} if plan is None else {"lowered": plan.lowered.prepare()}
     except Exception as error:
-        client.leave(f"{type(error).__name__} in compiling the plan")
-        _job.failed = True
+        meeting.fail(f"{type(error).__name__} in compiling the plan")
         raise
-    client.doing = "at work"
-    return _meet(client, said, ranks)
+    if said["platform"] == "cpu":
+        # Of gloo's network; those between accelerators may be others.
+        said["links"] = {"rank": client.rank, "never": client.unreachable(ranks)}
+    return _meet(said, ranks)
 
 
-def _meet(client: Client, said: Facts, ranks: tuple[int, ...]) -> list[Facts]:
-    found = _gathered(client, said, ranks)
+def _meet(said: Facts, ranks: tuple[int, ...]) -> list[Facts]:
+    found = meeting.gather(said, ranks)
     wrong = problems(found)
     if wrong:
-        # All have found the same and go their own ways.
-        client.close()
-        _job.client = None
+        # All have found the same.
+        meeting.part()
         raise PreflightError("; ".join(wrong))
     return found

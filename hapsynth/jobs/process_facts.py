@@ -18,6 +18,7 @@ from hapsynth import _device_memory
 from hapsynth._quantities import nbytes
 from hapsynth._version import __version__
 from hapsynth.lower import parts
+from hapsynth.rendezvous.server import listed
 from hapsynth.running.base import Planned
 from hapsynth.running.plan_file import plan_to_dict
 
@@ -44,6 +45,26 @@ _AUTOTUNING = "--xla_gpu_shard_autotuning"
 _MOST_TYPES = 64
 # What the runs depend on; how long a plan took to find differs between processes that each found it.
 _OF_PLAN = ("function", "cluster", "devices", "program", "classes", "shares")
+
+
+def left_out(mesh: Sequence[tuple[int, int]], devices: Sequence[tuple[int, int]]) -> str:
+    """What is wrong with a mesh of these devices, (process, id) each, in a job of those; '' if nothing is.
+
+    `jax.make_mesh` and `jax.devices()[:n]` take the first devices of a job: where one process has more than another, a
+    mesh of one for each process has two of its and none of the last process's.
+    """
+    have, held = Counter(p for p, _ in devices), Counter(p for p, _ in mesh)
+    without = sorted(have.keys() - held.keys())
+    more = [p for p in sorted(held) if held[p] > 1 and any(have[p] > have[q] for q in without)]
+    if not without or not more or {*mesh} != {*devices[: len(mesh)]}:
+        return ""
+    counts = ", ".join(f"process {p} has {have[p]}" for p in sorted(have))
+    return (
+        f"the processes have unlike numbers of local devices ({counts}), and a mesh of the first {len(mesh)} has "
+        f"{', '.join(f'{held[p]} of process {p}' for p in more)} and none of {listed(without)}: give each process as "
+        "many (JAX_LOCAL_DEVICE_IDS, CUDA_VISIBLE_DEVICES, jax_num_cpu_devices), or make the mesh of the devices of "
+        "all, jax.devices()"
+    )
 
 
 def fingerprint(data: object) -> str:
@@ -134,7 +155,7 @@ def problems(facts: Sequence[Facts]) -> list[str]:
         "collectives {} in the lowered program",
         "the same function, JAX configuration and XLA_FLAGS must be used everywhere",
     )
-    return found + _of_kinds(facts) + _of_memory(facts)
+    return found + _of_links(facts) + _of_kinds(facts) + _of_memory(facts)
 
 
 _PARTS: tuple[tuple[str, str, str], ...] = (
@@ -190,6 +211,18 @@ def _arguments(said: dict[str, Any]) -> str:
 def _code(said: dict[str, Any]) -> str:
     ops = [f"{n or 'no'} {name.removeprefix('ops ')}" for name, n in said.items() if name.startswith("ops ")]
     return ", ".join(ops[:4]) if ops else f"digest {said['digest']}"
+
+
+def _of_links(facts: Sequence[Facts]) -> list[str]:
+    """Two that reach each other in neither direction; who may only be called reaches the others, or they him."""
+    linked = {f["links"]["rank"]: f for f in facts if "links" in f}
+    pairs = [(a, b) for a in linked for b in linked[a]["links"]["never"] if a < b and b in linked]
+    return [
+        f"{linked[a]['process']} and {linked[b]['process']} do not reach each other, and both reach the rendezvous: "
+        "the network between these two is closed (firewall, route, switch); open all its TCP ports to collectives"
+        for a, b in pairs
+        if a in linked[b]["links"]["never"]
+    ]
 
 
 def _of_kinds(facts: Sequence[Facts]) -> list[str]:

@@ -207,7 +207,8 @@ def send(number):
         except OSError:
             del groups[pid]
 try:
-    sys.stderr.write(f"hapsynth launch: {launcher} has died: its processes are ended: {', '.join(groups.values())}\\n")
+    names = ', '.join(groups.values())
+    sys.stderr.write(f"hapsynth launch: {launcher} has died: start the job again; its processes are ended: {names}\\n")
     sys.stderr.flush()
 except OSError:
     pass

@@ -14,7 +14,7 @@ from contextlib import suppress
 from typing import Any
 
 from hapsynth.rendezvous.address import TOKEN, Address, JobError, Timeouts
-from hapsynth.rendezvous.peers import CONNECT_S, Peers
+from hapsynth.rendezvous.peers import CONNECT_S, Peers, loopback
 from hapsynth.rendezvous.server import PROTOCOL, SUSPECT_S, named
 from hapsynth.rendezvous.wire import HELLO_BYTES, Channel, printable
 
@@ -83,6 +83,13 @@ class Client:
             if name not in self._values:
                 raise JobError(self._reason)
             return self._values.pop(name)
+
+    def unreachable(self, ranks: Sequence[int]) -> list[int]:
+        """Those of `ranks` that this process has never reached, nor does within the silence that is borne, where JAX's
+        CPU collectives use the same network; none where the others are not known."""
+        if self._peers is None or not (loopback(self._peers.host) or _is_own(self._peers.host)):
+            return []
+        return [r for r in self._peers.never() if r in ranks]
 
     def leave(self, error: str = "") -> None:
         """Say that this process makes no more calls; with an error the job is over for the others too."""
@@ -174,7 +181,7 @@ class Client:
                 self._heard = time.monotonic()
                 self._hear(message)
         self._channel.close()
-        self._end(f"{self._serves} has died: its own output says why, or its system's log")
+        self._end(f"{self._serves} has died: its own output says why, or its system's log; start the job again")
         if self._peers is not None:
             self._peers.close()
 
@@ -188,7 +195,8 @@ class Client:
                 self._note(f"{self} waits for {printable(missing)}, since {seconds:.0f} s")
             case {"peers": peers} if self._peers is not None:
                 others = [(int(rank), str(host), int(port), str(answer)) for rank, host, port, answer in peers]
-                threading.Thread(target=self._peers.meet, args=(others,), daemon=True).start()
+                self._peers.know(others, self.timeouts.silence)
+                threading.Thread(target=self._peers.unreached, daemon=True).start()
             case {"over": reason}:
                 self._end(printable(reason), even_left=True)
             case _:
@@ -259,3 +267,10 @@ class Client:
         with self._changed:
             self._told = True
             self._changed.notify_all()
+
+
+def _is_own(address: str) -> bool:
+    """Whether this machine's name means that address, which gloo uses."""
+    with suppress(OSError):
+        return address in {str(info[4][0]) for info in socket.getaddrinfo(socket.gethostname(), None)}
+    return False

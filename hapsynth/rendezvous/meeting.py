@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import atexit
+import json
 import os
+import secrets
 import socket
 import sys
 import threading
-import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
 import jax
-from jax.sharding import Mesh
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from hapsynth.rendezvous.address import (
+    COORDINATOR,
     LAUNCHER,
     PREFLIGHT,
     RENDEZVOUS,
@@ -27,33 +30,216 @@ from hapsynth.rendezvous.address import (
     JobError,
     Timeouts,
     find_address,
+    parse_address,
 )
 from hapsynth.rendezvous.client import PROCESS_0, Client
 from hapsynth.rendezvous.cpu_scheduling import as_batch_work
-from hapsynth.rendezvous.server import INITIALIZING, Server, named
+from hapsynth.rendezvous.server import INITIALIZING, Server, named, serving_host
 
 ENDED = 1
 """Exit status of a process that ends because its job is over."""
+_SAID = 8192
+"""Bytes of what process 0 says to all at the beginning."""
 _DRAIN_S = 2.0
 _LATE_S = 10.0
 """To join a job only to say what it ends of: JAX's exit would wait for the others for minutes."""
 
 
-class _Job:
-    """This process's part in the job: one for as long as it lives."""
+class Meeting:
+    """This process's part in its job: one for as long as it lives."""
 
     def __init__(self) -> None:
-        self.client: Client | None = None
-        self.server: Server | None = None
-        self.joining: threading.Thread | None = None
-        self.failed = False
-        self.in_call: tuple[int, ...] = ()
+        self._client: Client | None = None
+        self._server: Server | None = None
+        self._joining: threading.Thread | None = None
+        self._failed = False
+        self._in_call: tuple[int, ...] = ()
         """The processes of the plan whose call has begun and not returned."""
-        self.checked: weakref.WeakSet[Any] = weakref.WeakSet()
-        self.meetings = Counter[tuple[int, ...]]()
+        self.held = Counter[tuple[int, ...]]()
+        """Meetings, by the processes that met."""
+        self._address: Address | None = None
+        self._agreed = ""
+
+    @property
+    def _token(self) -> str:
+        return self._agreed or os.environ.get(TOKEN, "")
+
+    @property
+    def joined(self) -> bool:
+        """Whether this process has met the others."""
+        return self._client is not None
+
+    @property
+    def client(self) -> Client:
+        """This process's side of the rendezvous, which it joins now if it has not. Raises JobError as `join` does."""
+        self.join()
+        assert self._client is not None
+        return self._client
+
+    def join(self, address: str | None = None) -> None:
+        """As `connect`."""
+        here = (jax.process_index(), jax.process_count())
+        if self._joining is not None:
+            self._joining.join()
+        if self._client is not None:
+            if (self._client.rank, self._client.processes) == here:
+                return
+            self._client.close()
+        try:
+            where = self._address if self._address and address is None else find_address(address)
+            timeouts = Timeouts.of()
+            if here[0] == 0 and self._server is None and LAUNCHER not in os.environ:
+                self._serve(where, here[1], timeouts)
+            self._client = _client(where, *here, timeouts, self._token)
+        except JobError:
+            self._failed = True
+            raise
+
+    def agree(self, coordinator: str | None) -> None:
+        """All processes of the job, which JAX has just brought together, agree where the rendezvous is and on a token.
+        Process 0 draws them, unless the environment has them, and JAX's first collective carries them."""
+        rank, processes = jax.process_index(), jax.process_count()
+        given = coordinator or os.environ.get(COORDINATOR)
+        host = parse_address(given, COORDINATOR)[0] if given else ""
+        said: dict[str, Any] = {}
+        try:
+            if rank == 0:
+                asked = os.environ.get(RENDEZVOUS)
+                where = parse_address(asked, RENDEZVOUS) if asked else (host or socket.gethostname(), 0)
+                self._agreed = self._token or secrets.token_hex(16)
+                server = self._serve(where, processes, Timeouts.of())
+                said = {"host": where[0], "port": server.port, "token": self._token, "fixed": bool(asked)}
+        except JobError as error:
+            said = {"error": str(error)[:1000]}
+        said = _from_process_0(said)
+        if "error" in said:
+            self._failed = True
+            raise JobError(said["error"])
+        # The coordinator was reached under this process's own name for it.
+        self._address = (said["host"] if said["fixed"] or not host else host, said["port"])
+        self._agreed = said["token"]
+
+    def _serve(self, where: Address, processes: int, timeouts: Timeouts) -> Server:
+        self._server = Server(where, processes, timeouts, self._token)
+        if not (self._token or serving_host(where[0]).startswith("127.")):
+            _say(
+                f"{TOKEN} is not set: whoever reaches {where[0]}:{self._server.port} can end this job; set one secret "
+                "in every process, or begin it with hapsynth.jobs.initialize, which draws one"
+            )
+        return self._server
+
+    def join_soon(self, rank: int, processes: int, environment: Mapping[str, str]) -> None:
+        """From a thread of its own, before JAX knows the processes."""
+
+        def work() -> None:
+            # What is wrong here is said by whoever asks for the others.
+            with suppress(JobError):
+                timeouts, token = Timeouts.of(environment), environment.get(TOKEN, "")
+                client = _client(find_address(None, environment), rank, processes, timeouts, token)
+                client.find_doing = _initializing
+                self._client = client
+
+        if self._joining is None:
+            self._joining = threading.Thread(target=work, name="hapsynth heartbeat", daemon=True)
+            self._joining.start()
+
+    def gather(self, said: Any, ranks: tuple[int, ...]) -> list[Any]:
+        """What each process of `ranks` says, in that order: a barrier. JobError where the job is over."""
+        # Counted by the processes that meet: others may have met without this one.
+        self.held[ranks] += 1
+        return self.client.gather(f"meeting {self.held[ranks]}", said, ranks)
+
+    @contextmanager
+    def doing(self, what: str) -> Generator[None]:
+        """What the others are told meanwhile that this process does."""
+        client = self.client
+        client.doing = what
+        try:
+            yield
+        finally:
+            client.doing = "at work"
+
+    def begin_call(self, ranks: tuple[int, ...]) -> None:
+        """A call of a plan of these processes begins."""
+        self._in_call = ranks
+        self.client.calls[ranks] += 1
+
+    def end_call(self) -> None:
+        """The call has returned."""
+        self._in_call = ()
+
+    def part(self) -> None:
+        """Leave, and say why to nobody: all know it, and go their own ways."""
+        if self._client is not None:
+            self._client.close()
+        self._client = None
+
+    def fail(self, error: str) -> None:
+        """Leave with an error: the job is over for the others too."""
+        self.client.leave(error)
+        self._failed = True
+
+    def exit(self) -> NoReturn:
+        """End this process without JAX's exit, which would wait for the others."""
+
+        def flush() -> None:
+            for stream in (sys.stdout, sys.stderr):
+                with suppress(OSError, ValueError):
+                    stream.flush()
+
+        # Where nobody reads what is written, that takes for ever.
+        _aside(flush)
+        if self._server is not None:
+            # The others go first: without process 0 JAX ends them with a text of its own.
+            self._server.drain(_DRAIN_S)
+        os._exit(ENDED)
+
+    def leave(self) -> None:
+        """As the interpreter ends."""
+        error: BaseException | None = getattr(sys, "last_value", None)
+        if self._joining is not None:
+            self._joining.join(_DRAIN_S)
+        lost = error is not None and jax.distributed.is_initialized()
+        if lost and self._client is None and not self._failed and os.environ.get(PREFLIGHT, "on") == "on":
+            _aside(self._join_late, _LATE_S)
+        if self._client is not None:
+            if self._in_call:
+                # It exits out of a call, in which the others wait for it.
+                self._client.calls[self._in_call] -= 1
+            said = "" if error is None else f"{type(error).__name__}: {' '.join(str(error).split())}"[:500]
+            self._client.leave(said)
+        if self._failed or lost or (error is not None and self._client is not None):
+            self.exit()
+
+    def _join_late(self) -> None:
+        """Before an error ends a process of a job that has not joined it: the others would miss it for long."""
+        with suppress(JobError, RuntimeError, ValueError):
+            self.join()
 
 
-_job = _Job()
+meeting = Meeting()
+"""This process's."""
+
+
+def initialize(
+    coordinator_address: str | None = None,
+    num_processes: int | None = None,
+    process_id: int | None = None,
+    **given: Any,
+) -> None:
+    """`jax.distributed.initialize` with these arguments; then the processes of the job join at once.
+
+    Of a job that no launcher started process 0 draws the secret without which nobody joins it (unless HAPSYNTH_TOKEN
+    has one) and a port for the rendezvous (unless HAPSYNTH_RENDEZVOUS has). Both travel by JAX's first collective, to
+    which all processes come together here, and nowhere later: gloo's fails where one is 30 s behind another.
+    Raises as `jax.distributed.initialize` and `connect` do.
+    """
+    jax.distributed.initialize(coordinator_address, num_processes, process_id, **given)
+    if jax.process_count() == 1 or not wanted():
+        return
+    if LAUNCHER not in os.environ:
+        meeting.agree(coordinator_address)
+    connect()
 
 
 def connect(address: str | None = None) -> None:
@@ -64,21 +250,7 @@ def connect(address: str | None = None) -> None:
     Raises JobError where they do not find each other.
     """
     as_batch_work()
-    here = (jax.process_index(), jax.process_count())
-    if _job.joining is not None:
-        _job.joining.join()
-    if _job.client is not None:
-        if (_job.client.rank, _job.client.processes) == here:
-            return
-        _job.client.close()
-    try:
-        where, timeouts = find_address(address), Timeouts.of()
-        if here[0] == 0 and _job.server is None and LAUNCHER not in os.environ:
-            _job.server = Server(where, here[1], timeouts, os.environ.get(TOKEN, ""))
-        _job.client = _join(where, *here, timeouts)
-    except JobError:
-        _job.failed = True
-        raise
+    meeting.join(address)
 
 
 def join_launched(environment: Mapping[str, str] = os.environ) -> None:
@@ -86,28 +258,32 @@ def join_launched(environment: Mapping[str, str] = os.environ) -> None:
     hear of what fails before the first plan. The processes that it starts itself do not."""
     if not (environment.get(LAUNCHER) and environment.get(RENDEZVOUS) and environment.get(PREFLIGHT, "on") == "on"):
         return
-    if _job.joining is not None or os.getsid(0) != os.getpid():
+    if os.getsid(0) != os.getpid():
         return
     rank, processes = (int(environment[f"OMPI_COMM_WORLD_{name}"]) for name in ("RANK", "SIZE"))
-    if processes == 1:
-        return
-
-    def work() -> None:
-        # What is wrong here is said by whoever asks for the others.
-        with suppress(JobError):
-            client = _join(find_address(None, environment), rank, processes, Timeouts.of(environment))
-            client.find_doing = _initializing
-            _job.client = client
-
-    _job.joining = threading.Thread(target=work, name="hapsynth heartbeat", daemon=True)
-    _job.joining.start()
+    if processes > 1:
+        meeting.join_soon(rank, processes, environment)
 
 
-def _join(where: Address, rank: int, processes: int, timeouts: Timeouts) -> Client:
+def _client(where: Address, rank: int, processes: int, timeouts: Timeouts, token: str) -> Client:
     # The number is known now: JAX, asked for it as it ends, starts its backend again and waits for the others.
     over = partial(_end, named(rank, socket.gethostname(), os.getpid()))
     serves = os.environ.get(LAUNCHER) or PROCESS_0
-    return Client(where, rank, processes, timeouts, over, _say, serves=serves)
+    return Client(where, rank, processes, timeouts, over, _say, serves=serves, token=token)
+
+
+def _from_process_0(said: Mapping[str, Any]) -> dict[str, Any]:
+    """What process 0 says, in all: a collective of one device of each, as they may have unlike numbers of them."""
+    first = {d.process_index: d for d in reversed(jax.devices())}
+    here = first[jax.process_index()]
+    mesh = Mesh([first[rank] for rank in sorted(first)], ("processes",))
+    text = json.dumps(said).encode() if jax.process_index() == 0 else b""
+    mine = np.zeros((1, _SAID), np.uint8)
+    mine[0, : len(text)] = list(text[:_SAID])
+    rows = NamedSharding(mesh, PartitionSpec("processes"))
+    sent = jax.make_array_from_single_device_arrays((mesh.size, _SAID), rows, [jax.device_put(mine, here)])
+    add = jax.jit(lambda rows: rows.sum(0, dtype=rows.dtype), out_shardings=NamedSharding(mesh, PartitionSpec()))
+    return json.loads(bytes(np.asarray(add(sent).addressable_data(0))).rstrip(b"\0"))
 
 
 def _initializing() -> str:
@@ -129,42 +305,29 @@ def exchanged(mesh: Mesh, said: Any, doing: str) -> list[Any] | None:
     """
     if not mesh.is_multi_process:
         return [said]
-    if not _wanted():
+    if not wanted():
         return None
-    client = _joined()
-    client.doing = doing
-    try:
-        return _gathered(client, said, _ranks(mesh))
-    finally:
-        client.doing = "at work"
+    as_batch_work()
+    with meeting.doing(doing):
+        return meeting.gather(said, ranks_of(mesh))
 
 
 def met(mesh: Mesh, said: Any = None) -> list[Any] | None:
     """As `exchanged`, in the middle of a plan's call; None in a process that has not joined its job."""
-    return None if _job.client is None else _gathered(_job.client, said, _ranks(mesh))
+    return meeting.gather(said, ranks_of(mesh)) if meeting.joined else None
 
 
-def _wanted() -> bool:
+def wanted() -> bool:
+    """Whether processes meet at all: unless HAPSYNTH_PREFLIGHT=off. JobError where it is neither on nor off."""
     text = os.environ.get(PREFLIGHT, "on")
     if text not in ("on", "off"):
         raise JobError(f"{PREFLIGHT} is {text!r}; give on or off")
     return text == "on"
 
 
-def _joined() -> Client:
-    connect()
-    assert _job.client is not None
-    return _job.client
-
-
-def _ranks(mesh: Mesh) -> tuple[int, ...]:
+def ranks_of(mesh: Mesh) -> tuple[int, ...]:
+    """The processes that hold devices of a mesh."""
     return tuple(sorted({d.process_index for d in mesh.devices.flat}))
-
-
-def _gathered(client: Client, said: Any, ranks: tuple[int, ...]) -> list[Any]:
-    # Counted by the processes that meet: others may have met without this one.
-    _job.meetings[ranks] += 1
-    return client.gather(f"meeting {_job.meetings[ranks]}", said, ranks)
 
 
 def _say(text: str) -> None:
@@ -173,23 +336,9 @@ def _say(text: str) -> None:
 
 
 def _end(who: str, reason: str) -> NoReturn:
-    """End this process, which may be waiting in a collective for ever. JAX would wait for the others at exit."""
+    """End this process, which may be waiting in a collective for ever."""
     _say(f"{who}: the job is over: {reason}")
-    _exit()
-
-
-def _exit() -> NoReturn:
-    def flush() -> None:
-        for stream in (sys.stdout, sys.stderr):
-            with suppress(OSError, ValueError):
-                stream.flush()
-
-    # Where nobody reads what is written, that takes for ever.
-    _aside(flush)
-    if _job.server is not None:
-        # The others go first: without process 0 JAX ends them with a text of its own.
-        _job.server.drain(_DRAIN_S)
-    os._exit(ENDED)
+    meeting.exit()
 
 
 def _aside(work: Callable[[], None], seconds: float = _DRAIN_S) -> None:
@@ -204,29 +353,6 @@ def _aside(work: Callable[[], None], seconds: float = _DRAIN_S) -> None:
         thread.join(seconds)
 
 
-def _join_late() -> None:
-    """Before an error ends a process of a job that has not joined it: the others would miss it for long."""
-    with suppress(JobError, RuntimeError, ValueError):
-        connect()
-
-
-@atexit.register
-def _leave() -> None:
-    """Registered with hapsynth's import, so after JAX, whose wait for all processes at exit comes after this."""
-    error: BaseException | None = getattr(sys, "last_value", None)
-    if _job.joining is not None:
-        _job.joining.join(_DRAIN_S)
-    lost = error is not None and jax.distributed.is_initialized()
-    if lost and _job.client is None and not _job.failed and os.environ.get(PREFLIGHT, "on") == "on":
-        _aside(_join_late, _LATE_S)
-    if _job.client is not None:
-        if _job.in_call:
-            # It exits out of a call, in which the others wait for it.
-            _job.client.calls[_job.in_call] -= 1
-        said = "" if error is None else f"{type(error).__name__}: {' '.join(str(error).split())}"[:500]
-        _job.client.leave(said)
-    if _job.failed or lost or (error is not None and _job.client is not None):
-        _exit()
-
-
+# With hapsynth's import, so after JAX, whose wait for all processes at exit comes after this.
+atexit.register(meeting.leave)
 join_launched()

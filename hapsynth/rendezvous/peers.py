@@ -32,20 +32,30 @@ class Peers:
         self.port: int = self._listener.getsockname()[1]
         self._others: list[Peer] = []
         self._reached: set[int] = set()
+        self._until = 0.0
         self._closed = threading.Event()
         threading.Thread(target=self._serve, name="hapsynth peers", daemon=True).start()
 
-    def meet(self, others: Sequence[Peer]) -> None:
-        """The others are these; those that this process reaches now are to be reached later on."""
+    def know(self, others: Sequence[Peer], seconds: float) -> None:
+        """The others are these, and have so long to be reached."""
         # This machine's own addresses mean another one there, where it has them itself.
-        inside = _loopback(self.host)
+        inside = loopback(self.host)
         order = sorted(
-            (p for p in others if p[0] != self.rank and _loopback(p[1]) == inside),
+            (p for p in others if p[0] != self.rank and loopback(p[1]) == inside),
             key=lambda p: (p[0] - self.rank) % (1 << 32),
         )
         self._others = order[:_MOST]
-        self._reached = set()
-        self.unreached()
+        self._reached, self._until = set(), time.monotonic() + seconds
+
+    def never(self) -> list[int]:
+        """Those that have not been reached in the time that they have, nor are now."""
+        missing = lambda: [p[0] for p in self._others if p[0] not in self._reached]
+        while missing():
+            self.unreached()
+            if time.monotonic() > self._until:
+                break
+            time.sleep(0.1)
+        return missing()
 
     def unreached(self) -> tuple[list[int], list[int]]:
         """Those that were reached before and are not now; and those that never were, where some were."""
@@ -89,7 +99,7 @@ class Peers:
                 connection.sendall(self.answer.encode())
 
 
-def _loopback(host: str) -> bool:
+def loopback(host: str) -> bool:
     with suppress(ValueError):
         return ip_address(host.split("%")[0]).is_loopback
     return False

@@ -5,13 +5,14 @@ Each line is a JSON object. A process says `hello` with what it is, `gather` wit
 and its value, `beat` with how many calls it has begun of plans of which processes, and `leave`. It is told `welcome`,
 `gathered` with all values, `waiting` with who is missing, `peers` with where the others answer, `beat`, and `over` with
 the reason why the job ends. A launcher says `ended` of a process that has, `stopped` of one that a signal has, and
-`interrupted` of itself. MeshPosition a connection carries nothing any more, `again` on a new one is a sign of life,
+`interrupted` of itself. Where a connection carries nothing any more, `again` on a new one is a sign of life,
 too: TCP waits ever longer before it sends once more.
 """
 
 from __future__ import annotations
 
 import hmac
+import re
 import socket
 import threading
 import time
@@ -190,7 +191,9 @@ class Server:
             died, member.left, member.gone = not member.left, True, True
             if not died or self._there(member) is not member:
                 return
-            reason = f"{member} has died: its own output says why, or the system's log where it was killed"
+            # Not one that has ended in peace before the others.
+            member.failed = True
+            reason = f"{member} has died: its own output says why, or the system's log where it was killed; {_AGAIN}"
             if member.here or not any(self._launched(member.rank)):
                 self._end(reason)
             elif self._suspected is None or self._suspected.rank != member.rank:
@@ -261,7 +264,7 @@ class Server:
                     member.calls, member.left, member.failed = self._counted(calls, member), True, bool(error)
                     if error and self._suspected is None:
                         # What failed in it may be another process's fault, which is noticed within a beat or two.
-                        reason = f"{member} ended with {printable(error)}: its own output has the traceback"
+                        reason = f"{member} ended with {printable(error)}: {_way_out(str(error))}"
                         self._suspected = _Suspicion(reason, member.rank, True, member.heard)
                 case {"ended": rank, "how": how, "failed": failed} if member.here:
                     self._ended[_whole(rank)] = printable(how)
@@ -453,6 +456,19 @@ class Server:
             self._over = self._interrupted or reason
             for member in self._all():
                 member.channel.say({"over": self._over})
+
+
+_AGAIN = "mend that, and start the job again"
+_WAYS_OUT = (
+    ("MemoryError|RESOURCE_EXHAUSTED|[Oo]ut of memory", "give that host more memory, or set a lower memory_limit"),
+    ("Errno 28|No space left|Errno 122", "free space there, or save elsewhere"),
+)
+
+
+def _way_out(error: str) -> str:
+    """Of a process that says with which error it ended."""
+    way = next((f"{way}, and start the job again" for found, way in _WAYS_OUT if re.search(found, error)), _AGAIN)
+    return f"its own output has the traceback; {way}"
 
 
 def _whole(said: Any) -> int:

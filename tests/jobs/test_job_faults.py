@@ -22,6 +22,14 @@ SAYS = {
     "exits_in_a_call": {0: "process 1 on .* has ended after 0 calls of plans, and process 0 on .* is in call 1"},
     "never_comes": {0: "process 1 did not come to the plan within 2 s, where process 0 waits .*HAPSYNTH_JOIN_S"},
     "port_taken": {0: r"process 0 on .* can't serve the rendezvous .*set HAPSYNTH_RENDEZVOUS=HOST:PORT to a free port"},
+    # Neither trains on without the other.
+    "two_devices": dict.fromkeys(
+        (0, 1),
+        r"PreflightError: .*local devices \(process 0 has 2, process 1 has 1\).*2 of process 0 and none of process 1",
+    ),
+    "walled": dict.fromkeys(
+        (0, 1), r"PreflightError: process 0 on .* and process 1 on .* do not reach each other.*open"
+    ),
     # With process 0 goes JAX's own service, which may be the first to say so.
     "first_killed": {1: "process 0, which serves the rendezvous, has died|JAX distributed service detected fatal"},
 }
@@ -57,6 +65,13 @@ def test_a_process_may_come_and_compile_late(folder: Path) -> None:
     assert ended(folder, "late") == [0, 0], said
     assert all("right" in text for text in said)
     assert "compiled late" in said[1]
+
+
+@pytest.mark.slow
+def test_the_secret_of_a_job_without_a_launcher_travels_through_jax(folder: Path) -> None:
+    said = [(folder / f"drawn.{rank}").read_text() for rank in range(2)]
+    assert ended(folder, "drawn") == [0, 0], said
+    assert all("right" in text and "HAPSYNTH_TOKEN is not set" not in text for text in said)
 
 
 @pytest.mark.slow

@@ -24,7 +24,7 @@ from hapsynth import _device_memory
 from hapsynth.cli.main import main
 from hapsynth.jobs import preflight
 from hapsynth.jobs.launch import Launch, launch, launched
-from hapsynth.jobs.process_facts import of_function, plan_fingerprint, problems, software
+from hapsynth.jobs.process_facts import left_out, of_function, plan_fingerprint, problems, software
 from hapsynth.jobs.supervisor import Supervisor
 from hapsynth.rendezvous import meeting
 from hapsynth.rendezvous.address import JobError, Timeouts, free_ports
@@ -49,10 +49,11 @@ FACTS: dict[str, Any] = {
     "cluster": "m",
     "plan": "f",
     "lowered": "e",
+    "links": {"rank": 0, "never": [1]},
     "memory": [["G:0", 5 << 20, 6 << 20]],
     "machine": [0, -1],
 }
-OTHER = {**FACTS, "process": "p1", "host": "b"}
+OTHER = {**FACTS, "process": "p1", "host": "b", "links": {"rank": 1, "never": []}}
 
 
 def test_processes_that_fit_together() -> None:
@@ -87,6 +88,7 @@ def test_processes_that_fit_together() -> None:
         ({"mesh": [[1, 1, "G"], [0, 0, "G"]]}, "a mesh of devices 0:0, 1:1, and p1 has a mesh of devices 1:1, 0:0"),
         ({"cache": {"a folder": False}}, "p1 has compilation cache settings a folder False"),
         ({"lowered": "h"}, "p1 has collectives h in the lowered program"),
+        ({"links": {"rank": 1, "never": [0]}}, "p0 and p1 do not reach each other, and both reach the rendezvous"),
         ({"kinds": ["G", "H"]}, "p1 holds devices of several kinds (G, H): start one process for each kind"),
         ({"kinds": ["H"]}, "several kinds (G, H), and p0, p1 would share out the autotuning"),
         ({"memory": [["G:1", 3 << 30, 1 << 30]]}, "p1: the plan needs 3.0 GiB more on G:1, where 1.0 GiB are free"),
@@ -129,6 +131,35 @@ def test_what_two_plans_differ_in_is_named(change: dict[str, Any], says: str) ->
     assert "save the plan" not in found[0]
 
 
+@pytest.mark.parametrize(
+    ("mesh", "devices", "says"),
+    [
+        # (process, device) each.
+        ([(0, 0), (1, 1), (2, 2)], [(0, 0), (1, 1), (2, 2)], ""),
+        (
+            [(0, 0), (1, 1), (1, 2)],
+            [(0, 0), (1, 1), (1, 2), (2, 3)],
+            "process 1 has 2, process 2 has 1.* none of process 2:",
+        ),
+        (
+            [(0, 0), (0, 1), (1, 2)],
+            [(0, 0), (0, 1), (1, 2), (2, 3)],
+            "has 2 of process 0 and none of process 2: give each",
+        ),
+        # All devices; as many in each process; chosen ones.
+        ([(0, 0), (1, 1), (1, 2), (2, 3)], [(0, 0), (1, 1), (1, 2), (2, 3)], ""),
+        ([(0, 0), (0, 1)], [(0, 0), (0, 1), (1, 2), (1, 3)], ""),
+        ([(0, 0), (1, 1), (2, 3)], [(0, 0), (1, 1), (1, 2), (2, 3)], ""),
+        ([(1, 1), (1, 2)], [(0, 0), (1, 1), (1, 2)], ""),
+    ],
+)
+def test_a_mesh_that_leaves_out_a_process_for_anothers_second_device(
+    mesh: list[tuple[int, int]], devices: list[tuple[int, int]], says: str
+) -> None:
+    found = left_out(mesh, devices)
+    assert re.search(says, found) if says else not found
+
+
 def test_processes_of_one_machine_share_its_memory() -> None:
     of = lambda name, host: {**FACTS, "process": name, "host": host, "memory": [], "machine": [3 << 30, 4 << 30]}
     assert not problems([of("p0", "a"), of("p1", "b")])
@@ -165,11 +196,11 @@ def test_memory_is_bounded_by_cgroups(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_preflight_can_only_be_on_or_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HAPSYNTH_PREFLIGHT", "no")
     with pytest.raises(JobError, match="HAPSYNTH_PREFLIGHT is 'no'; give on or off"):
-        preflight._wanted()
+        meeting.wanted()
 
 
 def test_a_process_that_a_plan_leaves_out_has_nothing_to_compare(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preflight, "_joined", lambda: SimpleNamespace(rank=1))
+    monkeypatch.setattr(preflight, "meeting", SimpleNamespace(client=SimpleNamespace(rank=1)))
     assert preflight.preflight(Mesh(jax.devices()[:2], ("d",))) == []
 
 
@@ -263,8 +294,22 @@ def alive(pid: int) -> bool:
         return False
 
 
-def test_one_that_is_killed_gives_its_signal(tmp_path: Path) -> None:
-    assert launch(Launch(), script(tmp_path, "os.kill(os.getpid(), signal.SIGKILL)")) == 128 + signal.SIGKILL
+@pytest.mark.parametrize(
+    ("does", "status", "says"),
+    [
+        ("sys.exit(3)", 3, "ended with exit code 3: what it printed last says why: mend that and start the job again"),
+        ("os.kill(os.getpid(), 9)", 137, r"signal 9 \(SIGKILL\): a person .* for want of memory.*lower memory_limit"),
+        # As a shell does whose command was killed.
+        ("sys.exit(137)", 137, "ended with exit code 137: a person .* for want of memory.*lower memory_limit"),
+        ("os.kill(os.getpid(), 6)", 134, r"signal 6 \(SIGABRT\): native code crashed.*PYTHONFAULTHANDLER=1"),
+        ("os.kill(os.getpid(), 1)", 129, r"signal 1 \(SIGHUP\): a person or a batch system.* start the job again"),
+    ],
+)
+def test_who_fails_is_named_with_a_way_out(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], does: str, status: int, says: str
+) -> None:
+    assert launch(Launch(), script(tmp_path, does)) == status
+    assert re.search(rf"over after .* process 0 on .* \(pid \d+\) .*{says}", capfd.readouterr().err)
 
 
 def test_a_signal_is_passed_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -322,7 +367,9 @@ def test_a_signal_to_the_launcher_is_nobodys_fault(tmp_path: Path, capfd: pytest
     threading.Thread(target=interrupt, daemon=True).start()
     assert launch(Launch(here=2), script(tmp_path, text)) == 128 + signal.SIGTERM
     error = capfd.readouterr().err
-    assert re.search(r"over after .* interrupted: SIGTERM came to the launcher on .* \(pid \d+\)\n", error)
+    assert re.search(
+        r"over after .* interrupted: SIGTERM came to the launcher on .* \(pid \d+\): .* start the job again", error
+    )
 
 
 def test_one_that_is_stopped_ends_the_job(
@@ -434,7 +481,9 @@ def test_a_process_that_fails_on_one_host_ends_those_of_another(capfd: pytest.Ca
     assert launch(Launch(here=1, processes=2, coordinator=where), ["sleep", "600"]) == 1
     assert other.wait() == 7
     error = capfd.readouterr().err
-    assert re.search(r"the job is over after .*: process 1 on .* \(pid \d+\) ended with exit code 7\n", error)
+    assert re.search(
+        r"the job is over after .*: process 1 on .* \(pid \d+\) ended with exit code 7: what it printed .*\n", error
+    )
 
 
 def test_the_port_of_jaxs_coordinator_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -454,10 +503,10 @@ def test_what_a_lost_job_says_asks_jax_for_nothing(
 ) -> None:
     """Which starts its backend again where it has been shut, and waits."""
     monkeypatch.setattr(jax, "process_index", lambda: pytest.fail("asked"))
-    monkeypatch.setattr(meeting, "_exit", lambda: None)
+    monkeypatch.setattr(meeting.Meeting, "exit", lambda _: None)
     over: list[Any] = []
     monkeypatch.setattr(meeting, "Client", lambda *a, **k: over.append(a[4]))
-    meeting._join(("h", 1), 3, 4, Timeouts())
+    meeting._client(("h", 1), 3, 4, Timeouts(), "")
     over[0]("it rains")
     assert re.search(r"process 3 on .* \(pid \d+\): the job is over: it rains", capsys.readouterr().err)
 

@@ -202,6 +202,31 @@ def test_a_connection_to_itself_is_none(job: Job, monkeypatch: pytest.MonkeyPatc
     assert job.join(port, 0, 1).gather("alone", 5, [0]) == [5]
 
 
+@pytest.mark.parametrize("waits", [False, True])
+def test_one_that_dies_behind_the_others_has_not_only_made_fewer_calls(job: Job, waits: bool) -> None:
+    """Its launcher is to say how it ended, which takes longer than the next look at who made which calls."""
+    port = job.serve()
+    launcher = Client(("localhost", port), 0, 2, PATIENT, lambda _: None, job.notes.append, here=2)
+    job.clients.append(launcher)
+    ahead = job.join(port, 0)
+
+    def wait() -> None:
+        with suppress(JobError):
+            ahead.gather("meeting", None, (0, 1))
+
+    if waits:
+        threading.Thread(target=wait, daemon=True).start()
+    else:
+        ahead.calls[0, 1] = 5
+    connection, _ = hello(port, 1)
+    time.sleep(0.5)
+    connection.shutdown(socket.SHUT_RDWR)
+    connection.close()
+    time.sleep(0.5)
+    launcher.say({"ended": 1, "how": "process 1 was killed by signal 9", "failed": True})
+    assert job.reason(0) == "process 1 was killed by signal 9"
+
+
 def test_who_failed_first_is_named_though_another_says_so_first(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     """A process that dies breaks the collective of another, which may be quicker to say that it failed."""
     monkeypatch.setattr("hapsynth.rendezvous.server.SUSPECT_S", LIMIT_S)
@@ -216,12 +241,21 @@ def test_who_failed_first_is_named_though_another_says_so_first(job: Job, monkey
     leaving.join()
 
 
-def test_an_error_ends_the_others(job: Job) -> None:
+@pytest.mark.parametrize(
+    ("error", "way_out"),
+    [
+        ("ValueError: a bad batch", "mend that, and start the job again"),
+        ("MemoryError: no room", "lower memory_limit, and start"),
+        ("OSError: [Errno 28] No space left on device", "free space there"),
+    ],
+)
+def test_an_error_ends_the_others(job: Job, error: str, way_out: str) -> None:
     port = job.serve()
     # That this one is ahead of the one that fails is no fault of its own.
     job.join(port, 0).calls[0, 1] = 2
-    job.join(port, 1).leave("ValueError: a bad batch")
-    assert "ended with ValueError: a bad batch" in job.reason(0)
+    job.join(port, 1).leave(error)
+    assert f"ended with {error}: its own output has the traceback; " in job.reason(0)
+    assert way_out in job.reason(0)
 
 
 @pytest.mark.parametrize("before", [True, False])
@@ -250,11 +284,29 @@ def test_two_that_do_not_reach_each_other(job: Job, before: bool) -> None:
     assert re.search(r"process [12] on .* has not reached process [12] on .* for \d s, and both reach", job.reason(0))
 
 
+def test_who_never_answers_is_waited_for_some_seconds(job: Job) -> None:
+    """And asked again: he may be on a busy machine."""
+    port = job.serve()
+    clients = [job.join(port, rank) for rank in range(2)]
+    at_once(*(lambda c=c: c.gather("meeting", None, (0, 1)) for c in clients))
+    peers = clients[0]._peers
+    assert peers is not None
+    assert peers.never() == []
+    # What answers at that address is not the one.
+    began = time.monotonic()
+    peers.know([(1, peers.host, peers.port, "another")], 0.5)
+    assert peers.never() == [1]
+    assert 0.5 < time.monotonic() - began < 60
+    peers.know([(1, peers.host, peers.port, "another")], LIMIT_S)
+    threading.Timer(0.5, lambda: setattr(peers, "answer", "another")).start()
+    assert peers.never() == []
+
+
 def test_another_machines_loopback_address_is_nobodys() -> None:
     peers = Peers(1, "127.0.0.1")
     try:
         peers.host = "192.0.2.7"
-        peers.meet([(0, "127.0.1.1", peers.port, peers.answer), (2, "192.0.2.8", 1, "x")])
+        peers.know([(0, "127.0.1.1", peers.port, peers.answer), (2, "192.0.2.8", 1, "x")], 0.0)
         assert [p[0] for p in peers._others] == [2]
         assert peers.unreached() == ([], [])
     finally:

@@ -57,9 +57,9 @@ CODE = """
 
         def meetings(measured):
             staged.lowered.meetings.measured = measured
-            before = preflight._job.meetings[0, 1]
+            before = preflight.meeting.held[0, 1]
             staged(*staged.shard((w, jax.random.key(3)), x))
-            return preflight._job.meetings[0, 1] - before
+            return preflight.meeting.held[0, 1] - before
 
         stages = sum(isinstance(item, CollectiveStage) for item in staged.lowered.items)
         assert stages and meetings(True) == stages and meetings(False) == 0

@@ -27,7 +27,9 @@ from slow_devices import slow_cluster
 import hapsynth
 from hapsynth.jobs import process_facts
 from hapsynth.lower import Staged
+from hapsynth.rendezvous import peers
 from hapsynth.rendezvous.address import free_ports
+from hapsynth.rendezvous.meeting import meeting
 
 Job = Callable[[int], None]
 REAL = os.environ.get("HAPSYNTH_REAL_DELAYS") == "1"
@@ -131,6 +133,36 @@ def never_comes(rank: int) -> None:
     run()
 
 
+def two_devices(rank: int) -> None:
+    """A mesh of one device of each process, where process 0 has two."""
+    mesh = jax.make_mesh((2,), ("hap",))
+    try:
+        hapsynth.load("plan.json", step, (W, X), mesh)
+    finally:
+        print(jax.process_count(), [d.process_index for d in mesh.devices.flat], flush=True)
+
+
+def walled(_: int) -> None:
+    """Who reaches the rendezvous, and no other process."""
+    peers._answers = lambda *_: False
+    run()
+
+
+def drawn(rank: int) -> None:
+    """No launcher, nothing in the environment: JAX carries where the processes meet, and their secret."""
+    if rank == 1:
+        time.sleep(SILENCE_S)
+    hapsynth.jobs.initialize(COORDINATORS[drawn], 2, rank)
+    address = meeting._address
+    assert address is not None
+    for token, says in (("", "refused"), ("a guess", "refused"), (meeting._agreed, "version")):
+        with socket.create_connection(address) as stranger, stranger.makefile() as lines:
+            told = {"rank": 1, "pid": 1, "host": "far", "protocol": -1, "token": token}
+            stranger.sendall(json.dumps({"hello": told}).encode() + b"\n")
+            assert says in lines.readline()
+    run()
+
+
 def port_taken(rank: int) -> None:
     run()
 
@@ -148,12 +180,22 @@ JOBS = [
     exits_in_a_call,
     never_comes,
     port_taken,
+    two_devices,
+    walled,
+    drawn,
 ]
 
 
-SOON = {late: {"SILENCE": SILENCE_S}, stopped: {"SILENCE": SILENCE_S}, never_comes: {"JOIN": JOIN_S}}
+SOON = {
+    walled: {"SILENCE": SILENCE_S},
+    late: {"SILENCE": SILENCE_S},
+    stopped: {"SILENCE": SILENCE_S},
+    never_comes: {"JOIN": JOIN_S},
+}
 """What is waited for, and for how long. Nowhere else is anybody lost who is late on a busy machine."""
 TAKEN: list[socket.socket] = []
+COORDINATORS: dict[Job, str] = {}
+"""Of jobs that begin themselves."""
 
 
 def start(job: Job) -> dict[int, int]:
@@ -161,6 +203,8 @@ def start(job: Job) -> dict[int, int]:
     coordinator, rendezvous = free_ports(2)
     if job is port_taken:
         TAKEN.append(socket.create_server(("localhost", rendezvous)))
+    if job is drawn:
+        COORDINATORS[job] = f"localhost:{coordinator}"
     pids: dict[int, int] = {}
     for rank in range(2):
         pid = os.fork()
@@ -168,12 +212,16 @@ def start(job: Job) -> dict[int, int]:
             output = os.open(f"{job.__name__}.{rank}", os.O_WRONLY | os.O_CREAT)
             os.dup2(output, 1)
             os.dup2(output, 2)
-            os.environ["HAPSYNTH_RENDEZVOUS"] = f"localhost:{rendezvous}"
+            if job not in COORDINATORS:
+                os.environ["HAPSYNTH_RENDEZVOUS"] = f"localhost:{rendezvous}"
             waits = {} if REAL else {"SILENCE": LIMIT_S, "JOIN": LIMIT_S, **SOON.get(job, {})}
             os.environ |= {f"HAPSYNTH_{name}_S": str(seconds) for name, seconds in waits.items()}
             if job is late:
                 time.sleep(rank * STARTS_S)
-            jax.distributed.initialize(f"localhost:{coordinator}", 2, rank)
+            if job is two_devices and rank == 0:
+                jax.config.update("jax_num_cpu_devices", 2)
+            if job not in COORDINATORS:
+                jax.distributed.initialize(f"localhost:{coordinator}", 2, rank)
             raise Child(job, rank)
         pids[pid] = rank
     return pids
