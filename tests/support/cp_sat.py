@@ -1,11 +1,14 @@
-"""The cheapest whole units of a program, exactly: CP-SAT over one boolean per class, position and number of units.
+"""The exact answers of CP-SAT to what the search approximates: whole units of a program, and orders of tasks.
 
-One mesh axis; classes of few units. Made of the cost model's times and conversions, not of what the sizing makes of
-them. ortools cannot share a process with highspy; scipy's HiGHS is no matter.
+The cheapest whole units: one boolean per class, position and number of units. One mesh axis; classes of few units.
+Made of the cost model's times and conversions, not of what the sizing makes of them. ortools cannot share a process
+with highspy; scipy's HiGHS is no matter.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import pairwise
 from math import prod
 
 import numpy as np
@@ -14,6 +17,7 @@ from hapsynth.instructions.program.program import Convert
 from hapsynth.instructions.program.sizes import Node, Sizes, layout_nodes
 from hapsynth.search.cost.program_index import cut_nodes_of
 from hapsynth.search.cost.work import Work
+from hapsynth.search.scheduling.tasks import Machine, TaskGraph
 from hapsynth.search.sizing.sizer import Sizer
 
 _TICKS = 10**11
@@ -83,3 +87,45 @@ def _works(sizer: Sizer) -> dict[tuple[Node, Work], float]:
             (node,) = cut_nodes_of(costs, i)
             found[node, work] = found.get((node, work), 0.0) + costs.graph.runs[costs.graph.ops[i.op].region]
     return found
+
+
+def exact_makespan(tasks: TaskGraph, order: Sequence[int] | None = None) -> int:
+    """The least makespan of tasks whose seconds are whole numbers: of an order, or of all."""
+    from ortools.sat.python import cp_model
+
+    model, seconds = cp_model.CpModel(), tasks.seconds.astype(int)
+    groups, latest = range(seconds.shape[1]), int(seconds.max(axis=1).sum())
+    alone = lambda: model.new_int_var(0, latest, "")
+    # What takes all devices begins on all at once.
+    start = [
+        [alone() for _ in groups] if machine in (Machine.COMPUTE, Machine.LOCAL) else [alone()] * len(groups)
+        for machine in tasks.machine
+    ]
+    place = {task: k for k, task in enumerate(order or ())}
+    used: dict[object, list[tuple[int, int]]] = {}
+    for task, machine in enumerate(tasks.machine):
+        for group in groups:
+            for maker in tasks.makers[task]:
+                model.add(start[task][group] >= start[maker][group] + int(seconds[maker, group]))
+            if machine in (Machine.COMPUTE, Machine.EVERYTHING):
+                used.setdefault(group, []).append((task, group))
+        for link in (Machine.NETWORK, Machine.INTRA):
+            if machine in (link, Machine.EVERYTHING):
+                used.setdefault(("link", link), []).append((task, 0))
+    for pairs in used.values():
+        taken = [(start[t][g], int(seconds[t, g])) for t, g in pairs]
+        if order is None:
+            model.add_no_overlap([model.new_interval_var(s, n, s + n, "") for s, n in taken])
+            continue
+        taken = [taken[k] for k in sorted(range(len(pairs)), key=lambda k: place[pairs[k][0]])]
+        for (before, length), (after, _) in pairwise(taken):
+            model.add(after >= before + length)
+    makespan = alone()
+    for task, starts in enumerate(start):
+        for group in groups:
+            model.add(makespan >= starts[group] + int(seconds[task, group]))
+    model.minimize(makespan)
+    solver = cp_model.CpSolver()
+    solver.parameters.num_workers = 1
+    assert solver.solve(model) == cp_model.OPTIMAL
+    return round(solver.objective_value)

@@ -1,0 +1,153 @@
+"""How long tasks take in a given order, and what stays exposed.
+
+Every device computes its tasks one after another in the order given. A collective starts once all devices have made its
+operand and its link is done with the one before it, in the order given: computing does not wait for it but where its
+result is used. The time counts from a common start, all arguments there, to the last result on the last device.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from hapsynth.search.cost.model import Floats
+from hapsynth.search.scheduling.tasks import Machine, TaskGraph
+
+
+@dataclass(frozen=True, eq=False)
+class Timeline:
+    """`start`, `end`: seconds of each task in each group of devices, float64 [tasks, groups]."""
+
+    tasks: TaskGraph
+    order: tuple[int, ...]
+    start: Floats
+    end: Floats
+
+    @property
+    def makespan_s(self) -> float:
+        """Seconds until the last task has ended."""
+        return float(self.end.max(initial=0.0))
+
+    @property
+    def exposed_s(self) -> float:
+        """Seconds in which the group of devices that computes longest does not compute: waits, and the end."""
+        ran = [k for k, m in enumerate(self.tasks.machine) if m is Machine.COMPUTE]
+        computed = (self.end[ran] - self.start[ran]).sum(axis=0)
+        return self.makespan_s - float(computed.max(initial=0.0))
+
+
+def simulate(tasks: TaskGraph, order: Sequence[int], slowdown: Floats | None = None) -> Timeline:
+    """The timeline of an order in which each task comes after its makers; ValueError where one does not.
+
+    `slowdown`: float64 [groups], how many times as long computing takes each group of devices while something is
+    sent; computing alone by default.
+    """
+    return _Simulation(tasks, order, slowdown).run()
+
+
+class _Simulation:
+    def __init__(self, tasks: TaskGraph, order: Sequence[int], slowdown: Floats | None) -> None:
+        self.tasks, self.order = tasks, tuple(order)
+        count, groups = tasks.seconds.shape
+        if sorted(self.order) != list(range(count)):
+            raise ValueError(f"an order of {len(self.order)} tasks, of which there are {count}")
+        self.slowdown = None if slowdown is None or (slowdown == 1.0).all() else slowdown
+        self.missing = [len(makers) for makers in tasks.makers]
+        self.start, self.end = np.zeros((count, groups)), np.zeros((count, groups))
+        self.stream = np.zeros(groups)
+        self.free = {Machine.NETWORK: 0.0, Machine.INTRA: 0.0}
+        takes = lambda link: (t for t in self.order if tasks.machine[t] in (link, Machine.EVERYTHING))
+        self.waiting = {link: deque(takes(link)) for link in self.free}
+        self.windows: tuple[list[float], list[float]] = [], []
+        """When something is sent: starts and ends, in order and apart."""
+
+    def run(self) -> Timeline:
+        machine, makers = self.tasks.machine, self.tasks.makers
+        for task in [t for t, made_by in enumerate(makers) if not made_by and machine[t] is Machine.LOCAL]:
+            self._done(task)
+        self._send()
+        for task in self.order:
+            if machine[task] not in (Machine.COMPUTE, Machine.EVERYTHING):
+                continue
+            if self.missing[task]:
+                raise ValueError(f"task {task} comes before one that it waits for")
+            ready = self.stream
+            for maker in makers[task]:
+                ready = np.maximum(ready, self.end[maker])
+            if machine[task] is Machine.EVERYTHING:
+                ready = np.full_like(ready, max(float(ready.max()), *self.free.values()))
+            self.start[task] = ready
+            computes = machine[task] is Machine.COMPUTE
+            self.stream = self._computed(ready, task) if computes else ready + self.tasks.seconds[task]
+            self.end[task] = self.stream
+            if not computes:
+                self.free = dict.fromkeys(self.free, float(self.stream.max()))
+                for waiting in self.waiting.values():
+                    waiting.popleft()
+            self._done(task)
+            self._send()
+        return Timeline(self.tasks, self.order, self.start, self.end)
+
+    def _done(self, task: int) -> None:
+        """Those that waited for a task alone can go; what takes no time is done at once."""
+        finished = [task]
+        while finished:
+            for user in self.tasks.users[finished.pop()]:
+                self.missing[user] -= 1
+                if not self.missing[user] and self.tasks.machine[user] is Machine.LOCAL:
+                    made = np.array([self.end[m] for m in self.tasks.makers[user]])
+                    self.start[user] = self.end[user] = made.max(axis=0)
+                    finished.append(user)
+
+    def _send(self) -> None:
+        """Start whatever is next on its link and has its operand."""
+        sent = True
+        while sent:
+            sent = False
+            for link, waiting in self.waiting.items():
+                while waiting and self.tasks.machine[waiting[0]] is link and not self.missing[waiting[0]]:
+                    task, sent = waiting.popleft(), True
+                    ready = max((float(self.end[m].max()) for m in self.tasks.makers[task]), default=0.0)
+                    begun = max(ready, self.free[link])
+                    self.free[link] = begun + float(self.tasks.seconds[task, 0])
+                    self.start[task], self.end[task] = begun, self.free[link]
+                    if self.slowdown is not None:
+                        self._occupy(begun, self.free[link])
+                    self._done(task)
+
+    def _occupy(self, start: float, end: float) -> None:
+        starts, ends = self.windows
+        at = bisect_right(starts, start)
+        if at and ends[at - 1] >= start:
+            at -= 1
+            start, end = starts[at], max(ends[at], end)
+        last = at
+        while last < len(starts) and starts[last] <= end:
+            end, last = max(end, ends[last]), last + 1
+        starts[at:last], ends[at:last] = [start], [end]
+
+    def _computed(self, begun: Floats, task: int) -> Floats:
+        """When a task has been computed that is begun then."""
+        if self.slowdown is None:
+            return begun + self.tasks.seconds[task]
+        starts, ends = self.windows
+        found = begun.copy()
+        for group, left in enumerate(self.tasks.seconds[task].tolist()):
+            now, slow = float(begun[group]), float(self.slowdown[group])
+            at = max(bisect_right(starts, now) - 1, 0)
+            while left > 0 and at < len(starts):
+                if ends[at] <= now:
+                    at += 1
+                    continue
+                alone = max(starts[at] - now, 0.0)
+                if left <= alone:
+                    break
+                beside = min(left - alone, (ends[at] - max(starts[at], now)) / slow)
+                now = max(starts[at], now) + beside * slow
+                left -= alone + beside
+            found[group] = now + left
+        return found

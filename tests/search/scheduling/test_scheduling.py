@@ -1,0 +1,159 @@
+"""Timelines and orders of tasks, against CP-SAT's, by hand, and of real programs."""
+
+from __future__ import annotations
+
+import random
+from itertools import permutations
+from math import fsum
+
+import graphs
+import numpy as np
+import pytest
+from cp_sat import exact_makespan
+
+from hapsynth.instructions.program.program import Convert
+from hapsynth.search.cost.program_cost import instruction_costs, program_cost
+from hapsynth.search.planning.planner import Planner
+from hapsynth.search.scheduling.list_schedule import least_makespan, schedule
+from hapsynth.search.scheduling.tasks import Machine, TaskGraph, tasks_of
+from hapsynth.search.scheduling.timeline import simulate
+
+MACHINES = [Machine.COMPUTE] * 5 + [Machine.NETWORK] * 3 + [Machine.INTRA, Machine.LOCAL]
+
+
+def graph_of(rows: list[tuple[Machine, tuple[float, ...], tuple[int, ...]]]) -> TaskGraph:
+    """Tasks from (machine, seconds per group, makers)."""
+    machine, seconds, makers = zip(*rows, strict=True)
+    groups = len(seconds[0])
+    return TaskGraph(machine, np.array(seconds, dtype=float), makers, ((),) * len(rows), np.arange(groups))
+
+
+def random_tasks(rng: random.Random, count: int, *, groups: int = 2, barriers: bool = True) -> TaskGraph:
+    rows = []
+    for task in range(count):
+        machine = rng.choice(MACHINES)
+        if barriers and rng.random() < 0.08:
+            machine = Machine.EVERYTHING
+        alike = [rng.randint(1, 9)] * groups
+        each = {Machine.COMPUTE: [rng.randint(0, 9) for _ in range(groups)], Machine.LOCAL: [0] * groups}
+        makers = rng.sample(range(task), min(task, rng.choice([0, 1, 1, 2])))
+        rows.append((machine, tuple(each.get(machine, alike)), tuple(sorted(makers))))
+    return graph_of(rows)
+
+
+def random_order(rng: random.Random, tasks: TaskGraph) -> list[int]:
+    missing, order = [set(makers) for makers in tasks.makers], list[int]()
+    while len(order) < len(missing):
+        free = [t for t, needs in enumerate(missing) if t not in order and not needs]
+        order.append(rng.choice(free))
+        for needs in missing:
+            needs.discard(order[-1])
+    return order
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_the_simulator_is_exact(seed: int) -> None:
+    rng = random.Random(seed)
+    tasks = random_tasks(rng, rng.randint(4, 12), groups=rng.randint(1, 3))
+    order = random_order(rng, tasks)
+    assert simulate(tasks, order).makespan_s == exact_makespan(tasks, order)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_the_optimum_lies_between_the_bound_and_the_schedule(seed: int) -> None:
+    rng = random.Random(1000 + seed)
+    tasks = random_tasks(rng, rng.randint(4, 9), groups=rng.randint(1, 2))
+    least = exact_makespan(tasks)
+    assert least_makespan(tasks) <= least + 1e-9
+    assert least <= schedule(tasks).makespan_s <= 1.5 * least
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_no_order_goes_below_the_bound(seed: int) -> None:
+    rng = random.Random(2000 + seed)
+    tasks = random_tasks(rng, 6)
+    valid = [
+        order
+        for order in permutations(range(6))
+        if all(order.index(m) < order.index(t) for t in range(6) for m in tasks.makers[t])
+    ]
+    best = min(simulate(tasks, order).makespan_s for order in valid)
+    # An order of all tasks fixes each machine's; so CP-SAT can do no better.
+    assert best == exact_makespan(tasks) >= least_makespan(tasks) - 1e-9
+
+
+def test_a_collective_hides_behind_what_does_not_need_it() -> None:
+    compute, network = Machine.COMPUTE, Machine.NETWORK
+    rows = [(compute, (2.0,), ()), (network, (5.0,), (0,)), (compute, (4.0,), (0,)), (compute, (1.0,), (1, 2))]
+    timeline = simulate(graph_of(rows), range(4))
+    assert timeline.start[:, 0].tolist() == [0, 2, 2, 7]
+    assert timeline.makespan_s == 8
+    assert timeline.exposed_s == 1
+
+
+def test_gradients_of_weights_go_out_during_the_backward_pass() -> None:
+    """A chain of three layers, each with a gradient to be summed: whoever runs the chain first sends too late."""
+    compute, network = Machine.COMPUTE, Machine.NETWORK
+    rows = []
+    for layer in range(3):
+        chain = () if not layer else (3 * (layer - 1),)
+        rows += [(compute, (1.0,), chain), (compute, (1.0,), (3 * layer,)), (network, (2.0,), (3 * layer + 1,))]
+    tasks = graph_of(rows)
+    chain_first = simulate(tasks, [0, 3, 6, 1, 2, 4, 5, 7, 8])
+    assert chain_first.makespan_s == 10
+    assert schedule(tasks).makespan_s == 8 == least_makespan(tasks)
+
+
+def test_computing_is_slower_while_something_is_sent() -> None:
+    compute, network = Machine.COMPUTE, Machine.NETWORK
+    rows = [
+        (compute, (1.0, 1.0), ()),
+        (network, (3.0, 3.0), (0,)),
+        (compute, (4.0, 1.0), (0,)),
+        (network, (1.0, 1.0), (1,)),
+    ]
+    tasks = graph_of(rows)
+    assert simulate(tasks, range(4), np.ones(2)).end[2].tolist() == [5, 2]
+    # Both are sent from 1 to 5: of the first group's 4 seconds 2 are done then.
+    assert simulate(tasks, range(4), np.array([2.0, 1.5])).end[2].tolist() == [7, 2.5]
+
+
+def test_an_order_that_cannot_be() -> None:
+    rows = [(Machine.COMPUTE, (1.0,), ()), (Machine.COMPUTE, (1.0,), (0,))]
+    with pytest.raises(ValueError, match="task 1 comes before one that it waits for"):
+        simulate(graph_of(rows), [1, 0])
+    with pytest.raises(ValueError, match="an order of 1 tasks, of which there are 2"):
+        simulate(graph_of(rows), [0])
+
+
+@pytest.fixture(scope="module", params=[0, 1, 2, 3, 4, 5])
+def planned(request: pytest.FixtureRequest):
+    cluster = graphs.cluster([3.0, 3.0, 1.0, 1.0], bandwidth=1e8)
+    planner = Planner(graphs.random_graph(request.param, 12, 1024).graph, cluster)
+    return planner.costs, planner.run()
+
+
+def test_a_program_takes_no_longer_than_one_instruction_after_another(planned) -> None:
+    costs, result = planned
+    tasks = tasks_of(result.program, result.sizes, costs)
+    timeline = schedule(tasks)
+    assert least_makespan(tasks) <= timeline.makespan_s * (1 + 1e-12)
+    assert timeline.makespan_s <= program_cost(result.program, result.sizes, costs) * (1 + 1e-12)
+    for seconds in tasks.busy.values():
+        assert seconds.max() <= least_makespan(tasks) * (1 + 1e-12)
+    # Each instruction is of one task.
+    assert sorted(k for places in tasks.instructions for k in places) == list(range(len(result.program.instructions)))
+    sent = fsum(
+        c.seconds for c in instruction_costs(result.program, result.sizes, costs) if isinstance(c.instruction, Convert)
+    )
+    assert tasks.busy.get(Machine.NETWORK, np.zeros(1)).max() == pytest.approx(sent)
+
+
+def test_devices_of_a_kind_with_like_shares_are_one_group(planned) -> None:
+    costs, result = planned
+    tasks = tasks_of(result.program, result.sizes, costs)
+    assert tasks.seconds.shape[1] <= 4
+    for a in range(4):
+        for b in range(4):
+            alike = costs.kind_of[a] == costs.kind_of[b] and all(s[a] == s[b] for s in result.sizes.shares)
+            assert not alike or tasks.group_of[a] == tasks.group_of[b]
