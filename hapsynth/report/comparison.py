@@ -11,15 +11,7 @@ from hapsynth.plan import Plan
 from hapsynth.report.json_records import Entry
 from hapsynth.report.summary import print_certificate, print_left_out
 from hapsynth.report.tables import heading, table
-
-_WORDS = {
-    "hapsynth": "hapsynth",
-    "data_parallel": "data parallel, even",
-    "data_parallel_speed": "data parallel, by speed",
-    **{f"zero{stage}": f"ZeRO-{stage}, even" for stage in (1, 2, 3)},
-    **{f"zero{stage}_speed": f"ZeRO-{stage}, by speed" for stage in (1, 2, 3)},
-    "tensor_parallel": "tensor parallel (Megatron), even",
-}
+from hapsynth.search.planning.baselines import LABELS
 
 
 def print_comparison(out: Console, plan: Plan, entries: Mapping[str, Entry]) -> None:
@@ -36,7 +28,7 @@ def print_comparison(out: Console, plan: Plan, entries: Mapping[str, Entry]) -> 
         wire = sum(b for _, b in e.collectives.values())
         rows.append(
             [
-                _WORDS.get(name, name),
+                LABELS.get(name, name),
                 seconds(e.cost_s),
                 f"{e.cost_s / ours:.2f}x" if ours else "-",
                 nbytes(e.memory_bytes),
@@ -51,7 +43,7 @@ def print_comparison(out: Console, plan: Plan, entries: Mapping[str, Entry]) -> 
     if kinds:
         out.print(heading("Collectives: how many, and bytes over the slowest link"))
         cells = [
-            [_WORDS.get(name, name), *(_cell(e.collectives.get(kind)) for kind in kinds)] for name, e in entries.items()
+            [LABELS.get(name, name), *(_cell(e.collectives.get(kind)) for kind in kinds)] for name, e in entries.items()
         ]
         out.print(table(["plan", *kinds], cells))
     out.print(heading("Certificate"))

@@ -44,8 +44,17 @@ from hapsynth.search.sizing.sizer import Sizer
 from hapsynth.search.solver import solve
 
 _BY_SPEED = "_speed"
-_EVENLY = ("data_parallel", "zero1", "zero2", "zero3")
-NAMES = (*(name + how for name in _EVENLY for how in ("", _BY_SPEED)), "tensor_parallel")
+_EVENLY = {"data_parallel": "data parallel", "zero1": "ZeRO-1", "zero2": "ZeRO-2", "zero3": "ZeRO-3"}
+LABELS = {
+    **{
+        n + how: f"{label}, {said}"
+        for n, label in _EVENLY.items()
+        for how, said in (("", "even"), (_BY_SPEED, "by speed"))
+    },
+    "tensor_parallel": "tensor parallel (Megatron), even",
+}
+"""Name -> as a report says it."""
+NAMES = tuple(LABELS)
 
 
 @dataclass(frozen=True, eq=False)

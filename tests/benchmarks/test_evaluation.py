@@ -66,6 +66,10 @@ def test_a_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     fitting = [s["cost_s"] for s in row["systems"].values() if s["fits"]]
     assert row["systems"][row["best"]]["cost_s"] == min(fitting) >= row["cost_s"]
     assert row["even"] >= row["one_ratio"]
+    overlapped = [s["makespan_s"] for s in row["systems"].values() if s["fits"]]
+    assert row["systems"][row["best_overlapped"]]["makespan_s"] == min(overlapped)
+    assert row["least_makespan_s"] <= row["makespan_s"] * (1 + 1e-9) <= row["cost_s"] * (1 + 2e-9)
+    assert all(0 <= s["exposed_s"] < s["makespan_s"] <= s["cost_s"] * (1 + 1e-9) for s in row["systems"].values())
     assert capsys.readouterr().out.splitlines()[2].startswith("| mlp 1 | poplar_b | ")
 
 
