@@ -17,14 +17,15 @@ from hapsynth.search.cost.program_cost import feed_costs, instruction_costs, pro
 from hapsynth.search.cost.program_index import ProgramIndex
 from hapsynth.search.memory.profile import MemoryProfile
 from hapsynth.search.planning.planner import Planner
+from hapsynth.search.planning.task import Task
 from hapsynth.search.sizing.sizer import Sizer
 
 
 @pytest.fixture(scope="module", params=[0, 1, 2, 3])
 def planned(request: pytest.FixtureRequest):
     cluster = graphs.cluster([3.0, 3.0, 1.0, 1.0], bandwidth=1e11)
-    planner = Planner(graphs.random_graph(request.param, 12, 1024).graph, cluster)
-    return planner.costs, planner.run()
+    task = Task(graphs.random_graph(request.param, 12, 1024).graph, cluster)
+    return task.costs, Planner(task).run()
 
 
 def test_all_share_one_index(planned) -> None:

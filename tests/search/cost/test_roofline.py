@@ -22,6 +22,7 @@ from hapsynth.search.cost.program_cost import program_cost
 from hapsynth.search.cost.roofline import Roofline
 from hapsynth.search.cost.work import Work
 from hapsynth.search.planning.planner import Planner
+from hapsynth.search.planning.task import Task
 
 CURVE = Curve(((1e8, 3e-5), (1e10, 2e-3)))
 
@@ -131,17 +132,17 @@ def test_shards_are_aligned_to_the_tiles_of_their_device() -> None:
     slow = replace(slow, granularity=replace(slow.granularity, tile=8))
     cluster = Cluster("tiles", (fast, slow), (0, 1), Link(1e11, 1e-7))
     graph = trace(jnp.matmul, (struct(1000, 2048), struct(2048, 2048))).graph
-    planner = Planner(graph, cluster)
-    result = planner.run()
+    task = Task(graph, cluster)
+    result = Planner(task).run()
     (cls,) = result.sizes.classes.all
     assert cls.units == 1000
     costs = [
-        program_cost(result.program, Sizes(graph, result.sizes.classes, ((k, 1000 - k),)), planner.costs)
+        program_cost(result.program, Sizes(graph, result.sizes.classes, ((k, 1000 - k),)), task.costs)
         for k in range(1001)
     ]
     assert result.cost_s == pytest.approx(min(costs), rel=1e-12)
     # Tiles of 16 on both would have it otherwise.
-    other = Planner(graph, replace(cluster, devices=(device("fast", 5.0), device("slow", 1.0)))).run()
+    other = Planner(task.on(replace(cluster, devices=(device("fast", 5.0), device("slow", 1.0))))).run()
     assert other.sizes.shares != result.sizes.shares
 
 

@@ -14,6 +14,7 @@ from cp_sat import exact_makespan
 from hapsynth.instructions.program.program import Convert
 from hapsynth.search.cost.program_cost import instruction_costs, program_cost
 from hapsynth.search.planning.planner import Planner
+from hapsynth.search.planning.task import Task
 from hapsynth.search.scheduling.list_schedule import least_makespan, schedule
 from hapsynth.search.scheduling.tasks import Machine, TaskGraph, tasks_of
 from hapsynth.search.scheduling.timeline import simulate
@@ -129,8 +130,8 @@ def test_an_order_that_cannot_be() -> None:
 @pytest.fixture(scope="module", params=[0, 1, 2, 3, 4, 5])
 def planned(request: pytest.FixtureRequest):
     cluster = graphs.cluster([3.0, 3.0, 1.0, 1.0], bandwidth=1e8)
-    planner = Planner(graphs.random_graph(request.param, 12, 1024).graph, cluster)
-    return planner.costs, planner.run()
+    task = Task(graphs.random_graph(request.param, 12, 1024).graph, cluster)
+    return task.costs, Planner(task).run()
 
 
 def test_a_program_takes_no_longer_than_one_instruction_after_another(planned) -> None:

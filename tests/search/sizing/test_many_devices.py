@@ -137,9 +137,9 @@ def test_group_moves_that_are_left_out_cannot_pay(axes: dict[str, int]) -> None:
     paid, evaluated = 0, {True: 0, False: 0}
     for trial in range(12):
         speeds = np.repeat(rng.choice([1.0, 2.0, 3.5], size=3, replace=False), 4)
-        of = planner.Planner(graph, replace(cluster(speeds.tolist()), axes=tuple(axes.items())))
+        of = Task(graph, replace(cluster(speeds.tolist()), axes=tuple(axes.items())))
         program = RandomProgram(graph, tuple(axes.items()), random.Random(trial)).build()
-        found = Sizer(program, Classes.build(graph, program, of.table), of.costs)
+        found = Sizer(program, Classes.build(graph, program, of.factors), of.costs)
         sizes = found.fixed(rng.uniform(0.5, 1.5, size=3).repeat(4) * speeds)
         for c, shares in enumerate(map(np.array, sizes.shares)):
             units = ClassUnits(found.loads, c, sizes)
@@ -166,14 +166,14 @@ def test_group_moves_that_are_left_out_cannot_pay(axes: dict[str, int]) -> None:
 def test_what_was_found_for_a_class_is_known_in_other_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     where, known = cluster([1.0, 1.0, 2.0, 2.0]), KnownShares()
     graph = trace(three_layers, ({"a": STRUCT(9, 40), "b": STRUCT(40, 24), "c": STRUCT(24, 7)}, STRUCT(64, 9))).graph
-    of = planner.Planner(graph, where)
-    program = Baselines(graph, of.table, of.costs, of.limit).all(["zero3"])["zero3"].program
+    of = Task(graph, where)
+    program = Baselines(of).all(["zero3"])["zero3"].program
     looked: list[int] = []
     of_class = Sizer._of_class
     monkeypatch.setattr(Sizer, "_of_class", lambda *args, **k: looked.append(1) or of_class(*args, **k))
     found: list[Sizes] = []
     for _ in range(2):
-        classes = Classes.build(graph, program, of.table)
+        classes = Classes.build(graph, program, of.factors)
         found.append(Sizer(program, classes, of.costs, known=known).best(np.full(4, 0.25)))
         looked.append(0)
     assert found[0].shares == found[1].shares
