@@ -18,12 +18,9 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-CASES = [
-    f"{example}-{cluster}"
-    for example in ("mlp", "transformer", "cnn")
-    for cluster in ("even8", "mixed8", "tiny_and_big", "paper64", "straggler")
-]
-CASES += ["transformer-mixed8-2x4", "bert-mixed8"]
+EXAMPLES = ("mlp", "transformer", "cnn")
+CLUSTERS = ("even8", "mixed8", "tiny_and_big", "paper64", "straggler")
+CASES = [*(f"{e}-{c}" for e in EXAMPLES for c in CLUSTERS), "transformer-mixed8-2x4", "bert-mixed8"]
 
 
 def write(case: str, to: Path) -> None:

@@ -273,7 +273,7 @@ def outcomes(seeds: Sequence[int], nonfinite: float) -> Iterator[Outcome]:
         command = [sys.executable, __file__, "--worker", ",".join(map(str, left)), "--nonfinite", str(nonfinite)]
         older = OLDER_FLAGS if metadata.version("jax").startswith("0.10.") else ""
         here = Path(__file__).resolve().parent
-        path = os.pathsep.join([str(here / "support"), str(here / "lower"), os.environ.get("PYTHONPATH", "")])
+        path = os.pathsep.join([str(here / "support"), os.environ.get("PYTHONPATH", "")])
         flags = f"{os.environ.get('XLA_FLAGS', '')} {FLAGS} {older}"
         env = {**os.environ, "PYTHONPATH": path, "XLA_FLAGS": flags}
         done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
