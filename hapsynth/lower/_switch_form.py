@@ -165,6 +165,9 @@ class Lowered(LoweredProgram):
                 with scope(step):
                     x = receive(self.sizes, step, part, here)
                     env[step.value, step.target] = self.local.named((step.value, step.target), x)
+                    if (step.value, step.source) in self.local.loose:
+                        # Along another axis it may still be padded.
+                        self.local.loose.add((step.value, step.target))
 
     def _exchange(self, bundle: Bundle, lengths: Sequence[int], x: jax.Array) -> jax.Array:
         """`lengths`: of the mesh axes."""

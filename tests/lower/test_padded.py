@@ -12,12 +12,19 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from jax.sharding import Mesh
+from lowered_programs import mesh_of
+from random_programs import floats
 from slow_devices import first_devices, slow_cluster
+from two_axes import sized
 
 import hapsynth
+from hapsynth.graph.trace import Traced, trace
+from hapsynth.instructions.layout import P, R, S
+from hapsynth.instructions.program.program import Compute, Convert, Program
+from hapsynth.instructions.rules.factor_table import FactorTable
 from hapsynth.instructions.staging.padded import SMALL_STAGE
 from hapsynth.instructions.staging.stages import Stage
-from hapsynth.lower import Lowered
+from hapsynth.lower import Lowered, lower
 
 SPEEDS = (7.0, 1.0, 3.0, 2.0)
 
@@ -39,6 +46,18 @@ def args(rows: int) -> Any:
     rng = np.random.default_rng(0)
     x = rng.uniform(0.5, 2, (rows, 6)).astype(np.float32)
     return x, rng.normal(size=(6, 5)).astype(np.float32), rng.integers(0, rows, (9,), np.int32)
+
+
+def summed_columns(traced: Traced, x: int, z: int) -> Program:
+    """One over `x`, its rows cut along the first axis and its columns along the second, along which it is summed."""
+    table = FactorTable(traced.graph)
+    along = lambda op, operand, result: next(
+        t for t in table[op].triples if (t.operands[-1], t.results[0]) == (operand, result)
+    )
+    invert = along(0, S(0), S(0)), along(0, S(1), S(1))
+    total = along(1, S(0), S(0)), along(1, S(1), P("sum"))
+    steps = (Compute(0, invert), Compute(1, total), Convert(z, 1, (S(0), P("sum")), (S(0), R)))
+    return Program((("a", 2), ("b", 2)), {x: (S(0), S(1))}, steps, ((S(0), R),))
 
 
 def planned(rows: int) -> tuple[hapsynth.Plan, Any]:
@@ -71,6 +90,23 @@ def test_no_number_is_left_in_outputs_that_has_none() -> None:
     assert any(s is not None and not s.is_even for s in form.outputs)
     for x in stored:
         assert np.isfinite(np.asarray(x)).all()
+
+
+def test_no_number_is_left_behind_what_another_axis_has_summed() -> None:
+    """Rows cut unevenly along one mesh axis, what is summed along the other: one over the padding is infinite."""
+    traced = trace(lambda x: (1 / x).sum(1), (floats(5, 4),))
+    (x,) = traced.graph.inputs
+    (z,) = traced.graph.ops[1].results
+    program = summed_columns(traced, x, z)
+    sizes = sized(traced, program, (4, 1), (2, 2))
+    form = lower(traced.graph, program, sizes, mesh_of(4))
+    (storage,), (output,) = form.inputs, form.outputs
+    assert output is not None
+    assert not output.is_even
+    given = np.arange(1.0, 21.0, dtype=np.float32).reshape(5, 4)
+    (stored,) = form.lower().compile()(storage.put(given, copy=True), *form.placed_constants)
+    np.testing.assert_allclose(output.fetch(stored), (1 / given).sum(1), rtol=1e-6)
+    assert np.isfinite(np.asarray(stored)).all()
 
 
 def test_large_stages_switch() -> None:
