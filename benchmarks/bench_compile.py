@@ -11,37 +11,26 @@ two versions on one program.
 
 from __future__ import annotations
 
-import argparse
-import importlib
 import json
 import math
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-EXAMPLES = ("mlp", "transformer", "cnn")
-ZOO = {
-    "vision": ("vit", "mixer", "resnet", "unet"),
-    "language": ("gpt", "gpt_scanned", "gru", "greedy_decoding", "experts_einsum", "experts_scatter"),
-    "functional": ("mlp_accumulated", "diffusion", "hessian", "jvp"),
-}
+from harness.command import Table, in_own_process, parser, write_json
+from harness.examples import target
+
+MODELS = (
+    *("vit", "mixer", "resnet", "unet"),
+    *("gpt", "gpt_scanned", "gru", "greedy_decoding", "experts_einsum", "experts_scatter"),
+    *("mlp_accumulated", "diffusion", "hessian", "jvp"),
+)
 SPEEDS = {"eight_kinds": (1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0), "three_kinds": (10.0, 3.0, *(1.0,) * 6)}
 PARTS = ("trace", "lower", "compile")
-HEADS = {"": -32, "ops": 6, "kinds": 6, "jit": 7, "plan": 7, "ratio": 7}
-
-
-def target(name: str) -> tuple[Any, Any]:
-    sys.path[:0] = [str(ROOT / "examples"), str(ROOT / "tests")]
-    for module, names in ZOO.items():
-        if name in names:
-            return getattr(importlib.import_module(f"zoo.{module}"), name)()
-    return importlib.import_module(name).target()
+COLUMNS = {"": -32, "ops": 6, "kinds": 6, "jit": 7, "plan": 7, "ratio": 7, **dict.fromkeys(PARTS, 16)}
 
 
 def seconds(traced: Callable[[], Any]) -> dict[str, float]:
@@ -101,41 +90,40 @@ def one(name: str, cluster_name: str, rounds: int, path: Path) -> dict[str, Any]
     }
 
 
-def child(name: str, cluster: str, options: argparse.Namespace) -> dict[str, Any]:
-    """`one` in a process of its own."""
+def planned(row: dict[str, Any], plans: Path | None) -> dict[str, Any]:
+    """`one` in a process of its own, with its plan in that folder or in one that goes."""
     with tempfile.TemporaryDirectory() as folder:
-        path = (options.plans or Path(folder)) / f"{name}_{cluster}.json"
-        command = [sys.executable, __file__, "--rounds", str(options.rounds), "--pair", name, cluster, str(path)]
-        done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
-        return json.loads(done.stdout.splitlines()[-1])
+        path = (plans or Path(folder)).resolve() / f"{row['model']}_{row['cluster']}.json"
+        return in_own_process(row | {"plan": str(path)})
+
+
+def cells(row: dict[str, Any]) -> list[str]:
+    """One row of the table."""
+    totals = [sum(row[who].values()) for who in ("jit", "plan")]
+    parts = [f"{row['jit'][p]:.2f} /{row['plan'][p]:5.2f}" for p in PARTS]
+    counts = [str(row["ops"]), str(row["kinds"])]
+    return [f"{row['model']} on {row['cluster']}", *counts, *(f"{x:.2f}" for x in (*totals, row["ratio"])), *parts]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--clusters", type=lambda text: text.split(","), default=list(SPEEDS))
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--plans", type=Path)
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--pair", nargs=3, help=argparse.SUPPRESS)
-    parser.add_argument("models", nargs="*", default=[name for names in ZOO.values() for name in names])
-    options = parser.parse_args()
-    if options.pair:
-        name, cluster, path = options.pair
-        print(json.dumps(one(name, cluster, options.rounds, Path(path))))
+    command = parser(__doc__)
+    command.add_argument("--clusters", type=lambda text: text.split(","), default=list(SPEEDS))
+    command.add_argument("--rounds", type=int, default=3)
+    command.add_argument("--plans", type=Path)
+    command.add_argument("models", nargs="*", default=MODELS)
+    options = command.parse_args()
+    if row := options.row:
+        print(json.dumps(one(row["model"], row["cluster"], options.rounds, Path(row["plan"]))))
         return
     if options.plans:
         options.plans.mkdir(parents=True, exist_ok=True)
     rows: list[dict[str, Any]] = []
-    parts = "".join(f"{part:>16}" for part in PARTS)
-    print("".join(f"{h:<{-w}}" if w < 0 else f"{h:>{w}}" for h, w in HEADS.items()) + parts + "  CPU s, jit / plan")
+    table = Table(COLUMNS)
+    print(table.heads + "  CPU s, jit / plan")
     for cluster in options.clusters:
         for name in options.models:
-            row = child(name, cluster, options)
-            rows.append(row)
-            totals = [sum(row[who].values()) for who in ("jit", "plan")]
-            parts = "".join(f"{row['jit'][p]:9.2f} /{row['plan'][p]:5.2f}" for p in PARTS)
-            cells = f"{row['ops']:6}{row['kinds']:6}{totals[0]:7.2f}{totals[1]:7.2f}{row['ratio']:7.2f}"
-            print(f"{name + ' on ' + cluster:<32}{cells}{parts}", flush=True)
+            rows.append(planned({"model": name, "cluster": cluster}, options.plans))
+            table.show(cells(rows[-1]))
     for cluster in options.clusters:
         here = [row for row in rows if row["cluster"] == cluster]
         worst = max(here, key=lambda row: row["ratio"])
@@ -144,8 +132,7 @@ def main() -> None:
         print(
             f"{cluster}: median {median:.2f}, geometric mean {mean:.2f}, worst {worst['ratio']:.2f} ({worst['model']})"
         )
-    if options.json:
-        options.json.write_text(json.dumps(rows, indent=1) + "\n")
+    write_json(options.json, rows)
 
 
 if __name__ == "__main__":

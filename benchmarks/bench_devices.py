@@ -11,13 +11,9 @@ beyond the budget: by the wall clock or, where other work has the processor too,
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
-import subprocess
-import sys
 import time
-from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -25,6 +21,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 import jax
 import jax.numpy as jnp
 import numpy as np
+from harness.command import Table, in_own_process, names, parser, write_json
 from models import MODELS
 
 import hapsynth
@@ -33,7 +30,8 @@ UNLIKE = (8, 16, 32, 64, 128)
 GRIDS = {8: (2, 4), 16: (4, 4), 32: (4, 8), 64: (8, 8), 128: (8, 16)}
 COUNTS = (64, 256, 1024, 4096)
 KINDS = ("V100-16GB", "P4-8GB", "A100-80GB", "H100-80GB")
-HEADS = {
+TABLES = ("unlike", "budget", "kinds")
+COLUMNS = {
     "devices": 9,
     "mesh": 8,
     "kinds": 6,
@@ -156,35 +154,29 @@ def exponent(table: list[dict[str, Any]]) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tables", default="unlike,budget,kinds")
-    parser.add_argument("--budget", type=float, default=10.0, help="seconds")
-    parser.add_argument("--clock", choices=("wall", "cpu"), default="wall", help="what budgets and `over` count")
-    parser.add_argument("--most", type=int, default=4096, help="devices")
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--one", help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.one:
-        print(json.dumps(one(json.loads(options.one))))
+    command = parser(__doc__)
+    command.add_argument("--tables", type=names(TABLES), default=list(TABLES), help=f"of {', '.join(TABLES)}")
+    command.add_argument("--budget", type=float, default=10.0, help="seconds")
+    command.add_argument("--clock", choices=("wall", "cpu"), default="wall", help="what budgets and `over` count")
+    command.add_argument("--most", type=int, default=4096, help="devices")
+    options = command.parse_args()
+    if options.row:
+        print(json.dumps(one(options.row)))
         return
     done: dict[str, list[dict[str, Any]]] = {}
-    show = lambda cells: print("".join(f"{c:{'<' if w < 0 else '>'}{abs(w)}}" for c, w in zip(cells, HEADS.values())))
-    planned = rows(options.tables.split(","), options.budget, options.most)
+    shown = Table(COLUMNS)
+    planned = rows(options.tables, options.budget, options.most)
     for i, row in enumerate(planned):
         if row["table"] not in done:
             print(f"\n{row['table']}")
-            show(HEADS)
-        again = [sys.executable, __file__, "--one", json.dumps(row | {"clock": options.clock})]
-        text = subprocess.run(again, check=True, stdout=subprocess.PIPE, text=True).stdout
+            shown.show(COLUMNS)
         table = done.setdefault(row["table"], [])
-        table.append(json.loads(text.splitlines()[-1]))
-        show(line(table[-1]))
+        table.append(in_own_process(row | {"clock": options.clock}))
+        shown.show(line(table[-1]))
         ended = i + 1 == len(planned) or planned[i + 1]["table"] != row["table"]
         if ended and row["table"].startswith("unlike") and len(table) > 1:
-            print(f"CPU seconds grow with the devices to the power of {exponent(table):.2f}")
-        sys.stdout.flush()
-    if options.json:
-        options.json.write_text(json.dumps(done, indent=1))
+            print(f"CPU seconds grow with the devices to the power of {exponent(table):.2f}", flush=True)
+    write_json(options.json, done)
 
 
 if __name__ == "__main__":

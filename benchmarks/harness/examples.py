@@ -13,7 +13,6 @@ import hapsynth
 ROOT = Path(__file__).resolve().parents[2]
 CLUSTERS = ROOT / "examples" / "clusters"
 EXAMPLES = ("mlp", "transformer", "cnn")
-ZOO = {"vision": ("vit", "mixer", "resnet", "unet"), "language": ("gpt", "gpt_scanned", "gru", "experts_einsum")}
 
 
 def cluster(name: str) -> hapsynth.Cluster:
@@ -27,10 +26,10 @@ def example(name: str) -> ModuleType:
 
 def target(name: str) -> tuple[Any, Any]:
     """The function of an example or of a model of tests/zoo, and its arguments."""
-    for module, names in ZOO.items():
-        if name in names:
-            return getattr(_imported("tests", f"zoo.{module}"), name)()
-    return example(name).target()
+    if name in EXAMPLES:
+        return example(name).target()
+    modules = (_imported("tests", f"zoo.{module}") for module in ("vision", "language", "functional"))
+    return next(getattr(module, name) for module in modules if hasattr(module, name))()
 
 
 def _imported(folder: str, module: str) -> ModuleType:

@@ -35,13 +35,15 @@ class AxisLink:
 
     `latency`: seconds per collective. `beta`: seconds per byte that a ring of each group passes on, where groups share
     a host's link that of all of them. `swapped`: how many blocks of an all-to-all cross the slowest link, in units of
-    what `beta` counts. `curves`: seconds by wire bytes of the collectives that were measured, which go before these.
+    what `beta` counts. `crosses_hosts`: whether some group has devices on several hosts. `curves`: seconds by wire
+    bytes of the collectives that were measured, which go before these.
     """
 
     n: int
     latency: float
     beta: float
     swapped: float
+    crosses_hosts: bool
     curves: Mapping[str, Curve] = field(default_factory=dict[str, Curve])
 
     def seconds(self, step: str, wire: float) -> float:
@@ -152,7 +154,7 @@ def _link(cluster: Cluster, axis: str, groups: np.ndarray) -> AxisLink:
     beta = max(share / cluster.network.bandwidth if rings else 0.0, max(1.0 / link.bandwidth for link in used))
     swapped = max(swaps.values()) / share if swaps else n - 1
     curves = cluster.collectives_along(axis, n)
-    return AxisLink(n, max(link.latency for link in used), beta, swapped, curves)
+    return AxisLink(n, max(link.latency for link in used), beta, swapped, bool(rings), curves)
 
 
 def devices_of(lengths: Sequence[int], axes: Sequence[int]) -> np.ndarray:

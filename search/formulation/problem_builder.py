@@ -122,9 +122,9 @@ class ProblemBuilder:
         """Of each step that does it; infinite for one that may not."""
         shares = Shares(partial(self.largest, value), partial(self._shares_of_all, value))
         cost = lambda step: self.costs.conversion(value, source, target, axis, shares, step)[0]
-        return [cost(s) if self._may(value, s) else np.inf for s in steps_between(source[axis], target[axis])]
+        return [cost(s) if self._allows(value, s) else np.inf for s in steps_between(source[axis], target[axis])]
 
-    def _may(self, value: int, step: Collective) -> bool:
+    def _allows(self, value: int, step: Collective) -> bool:
         """Whether a value may be converted by a step."""
         return not step.recuts
 

@@ -111,7 +111,7 @@ class _VariantChoices(ChoiceSpace):
 class _VariantBuilder(ProblemBuilder):
     """Knows what it takes to change from one way of being cut to another."""
 
-    def _may(self, value: int, step: Collective) -> bool:
+    def _allows(self, value: int, step: Collective) -> bool:
         return not (step.recuts and self._is_whole(value))
 
     def _profile(self, value: int) -> object:

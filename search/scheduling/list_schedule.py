@@ -1,11 +1,11 @@
 """Orders of tasks: list schedules by several priorities, each improved forward and backward, and a bound on all orders.
 
 A list schedule starts, whenever a machine is free, the task of highest priority that can start (Graham 1966). No one
-priority suits all programs. By the longest way to the end, the chain of a backward pass goes first, and the gradients
-of weights wait, with their collectives; in the order of the source these start early. What has to be over early at
-the end of a step is seen by scheduling from there. Scheduling the reversed graph in the order in which tasks ended,
-and so on in turn, rarely makes a schedule longer and often shorter (forward-backward improvement: Li and Willis
-1992).
+priority suits all programs. By the longest path to the end, the chain of a backward pass goes first, and the gradients
+of weights wait, with their collectives; in the order of the source these start early. A schedule of the reversed graph
+orders the collectives at the end of a step by their release times. Scheduling the reversed graph in the order in which
+tasks ended, and so on in turn, rarely makes a schedule longer and often shorter (forward-backward improvement: Li and
+Willis 1992).
 """
 
 from __future__ import annotations
@@ -32,38 +32,39 @@ def schedule(tasks: TaskGraph, slowdown: Floats | None = None) -> Timeline:
 def least_makespan(tasks: TaskGraph) -> float:
     """Seconds below which no order of the tasks comes, with computing as fast beside a collective as alone.
 
-    Of each machine, what it takes to do all its tasks, one of which begins no earlier than what must come before it and
-    is followed by what must come after: with interruptions allowed, tasks that have most after them first, that is
-    least (Jackson 1955; Carlier 1982).
+    The preemptive one-machine bound of each machine: a task has a head, the longest path before it, and a tail, the
+    longest path after it, and the largest tail goes first (Jackson 1955; Carlier 1982).
     """
-    before, after = _ways(tasks.makers, tasks.seconds, tasks), _ways(tasks.users, tasks.seconds, tasks)
-    found = float((before + after + tasks.seconds).max(initial=0.0))
+    forward = range(len(tasks.machine))
+    heads = _longest_paths(tasks, tasks.makers, forward)
+    tails = _longest_paths(tasks, tasks.users, forward[::-1])
+    found = float((heads + tails + tasks.seconds).max(initial=0.0))
     machine = np.array(tasks.machine, dtype=np.int64)
     for each in (Machine.COMPUTE, Machine.NETWORK, Machine.INTRA):
         mine = np.flatnonzero((machine == each) | (machine == Machine.EVERYTHING))
         groups = range(tasks.seconds.shape[1] if each is Machine.COMPUTE else 1)
         for group in groups if mine.size else ():
-            head, seconds, tail = (x[mine, group] for x in (before, tasks.seconds, after))
+            head, seconds, tail = (x[mine, group] for x in (heads, tasks.seconds, tails))
             if each is not Machine.COMPUTE:
                 # A collective takes all devices.
-                head, tail = before[mine].max(axis=1), after[mine].max(axis=1)
-            found = max(found, _preemptive(head.tolist(), seconds.tolist(), tail.tolist()))
+                head, tail = heads[mine].max(axis=1), tails[mine].max(axis=1)
+            found = max(found, _preemptive_bound(head.tolist(), seconds.tolist(), tail.tolist()))
     return found
 
 
-def _ways(before: Sequence[Sequence[int]], seconds: Floats, tasks: TaskGraph) -> Floats:
-    """Per task and group, seconds of the longest way that ends before it: on one device, but through collectives."""
-    found = np.zeros(seconds.shape)
-    order = range(len(before)) if before is tasks.makers else reversed(range(len(before)))
+def _longest_paths(tasks: TaskGraph, before: Sequence[Sequence[int]], order: Sequence[int]) -> Floats:
+    """Seconds of the longest path to each task [tasks, groups], which changes the device in collectives only. `before`:
+    per task those next to it on such paths; `order`: has these before it."""
+    found = np.zeros(tasks.seconds.shape)
     for task in order:
-        for maker in before[task]:
-            np.maximum(found[task], found[maker] + seconds[maker], out=found[task])
+        for other in before[task]:
+            np.maximum(found[task], found[other] + tasks.seconds[other], out=found[task])
         if tasks.machine[task] not in (Machine.COMPUTE, Machine.LOCAL):
             found[task] = found[task].max(initial=0.0)
     return found
 
 
-def _preemptive(head: Sequence[float], seconds: Sequence[float], tail: Sequence[float]) -> float:
+def _preemptive_bound(head: Sequence[float], seconds: Sequence[float], tail: Sequence[float]) -> float:
     """The least maximum of end + tail on one machine, tasks begun at their heads at the earliest and interrupted at
     will."""
     jobs = sorted(range(len(head)), key=head.__getitem__)
@@ -86,7 +87,7 @@ def _preemptive(head: Sequence[float], seconds: Sequence[float], tail: Sequence[
     return found
 
 
-def _orders(tasks: TaskGraph) -> list[list[int]]:
+def _orders(tasks: TaskGraph) -> list[tuple[int, ...]]:
     """Orders worth a look, none of them twice."""
     makers, users, longest = tasks.makers, tasks.users, tasks.longest
     count = len(longest)
@@ -99,10 +100,8 @@ def _orders(tasks: TaskGraph) -> list[list[int]]:
         # A collective goes with the first that needs it.
         first[task] = float(task) if computes else min((first[u] for u in users[task]), default=float(count))
     _, ended = _greedy(tasks, users, makers, [-x for x in from_start])
-    found: dict[tuple[int, ...], None] = {}
-    for priority in ([-x for x in to_end], first, [-x for x in ended]):
-        found |= dict.fromkeys(map(tuple, _improved(tasks, priority)))
-    return [list(order) for order in found]
+    priorities = [-x for x in to_end], first, [-x for x in ended]
+    return list(dict.fromkeys(tuple(order) for priority in priorities for order in _improved(tasks, priority)))
 
 
 def _improved(tasks: TaskGraph, priority: Sequence[float]) -> list[list[int]]:

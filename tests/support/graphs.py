@@ -8,6 +8,10 @@ import numpy as np
 
 from hapsynth.cluster.cluster import Cluster, DeviceKind, Link
 from hapsynth.graph.trace import Traced, trace
+from hapsynth.search.cost.model import CostModel
+from hapsynth.search.planning.planner import Planner
+from hapsynth.search.planning.task import Task
+from hapsynth.search.result import Result
 
 
 def device(name: str, speed: float, memory: float = 16e9) -> DeviceKind:
@@ -46,3 +50,9 @@ def random_graph(seed: int, ops: int, width: int = 512) -> Traced:
 
     struct = jax.ShapeDtypeStruct((width, width), jnp.float32)
     return trace(fn, (struct, struct), carry=[("[1]", "[0]")] if carried else [])
+
+
+def planned(seed: int, bandwidth: float) -> tuple[CostModel, Result]:
+    """A random function planned for two fast and two slow devices: the costs, and what the planner came to."""
+    task = Task(random_graph(seed, 12, 1024).graph, cluster([3.0, 3.0, 1.0, 1.0], bandwidth))
+    return task.costs, Planner(task).run()

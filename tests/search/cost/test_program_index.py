@@ -16,16 +16,12 @@ from hapsynth.instructions.program.sizes import Classes
 from hapsynth.search.cost.program_cost import feed_costs, instruction_costs, program_cost, shares
 from hapsynth.search.cost.program_index import ProgramIndex
 from hapsynth.search.memory.profile import MemoryProfile
-from hapsynth.search.planning.planner import Planner
-from hapsynth.search.planning.task import Task
 from hapsynth.search.sizing.sizer import Sizer
 
 
 @pytest.fixture(scope="module", params=[0, 1, 2, 3])
 def planned(request: pytest.FixtureRequest):
-    cluster = graphs.cluster([3.0, 3.0, 1.0, 1.0], bandwidth=1e11)
-    task = Task(graphs.random_graph(request.param, 12, 1024).graph, cluster)
-    return task.costs, Planner(task).run()
+    return graphs.planned(request.param, bandwidth=1e11)
 
 
 def test_all_share_one_index(planned) -> None:
