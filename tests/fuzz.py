@@ -214,7 +214,7 @@ def op_by_op(fn: Any, traced: Any, leaves: Sequence[Any], device: Any) -> Any:
 
 def tips(reference: Any, leaves: Sequence[Any]) -> list[bool]:
     """By output, whether the function itself gives other integers, or other values that are not finite, when its
-    arguments move by one unit in their last place."""
+    arguments move by one unit in their last place, or lose the signs of zeros, as in XLA's all-reduce."""
     import numpy as np
 
     from hapsynth.running.check import nudged
@@ -222,9 +222,12 @@ def tips(reference: Any, leaves: Sequence[Any]) -> list[bool]:
     arrays = reference.hosted(leaves)
     want = reference(arrays)
     tipping = [False] * len(want)
-    for seed in range(4):
-        rng = np.random.default_rng(seed)
-        again = reference([nudged(rng, x, float(np.finfo(np.float32).eps)) for x in arrays])
+    near = [
+        [nudged(np.random.default_rng(seed), x, float(np.finfo(np.float32).eps)) for x in arrays] for seed in range(4)
+    ]
+    unsigned = [np.where(x == 0, np.zeros_like(x), x) for x in arrays]
+    for moved in (*near, unsigned):
+        again = reference(moved)
         for i, (a, b) in enumerate(zip(again, want, strict=True)):
             tipping[i] |= not np.array_equal(kinds_of(a), kinds_of(b))
     return tipping
