@@ -244,21 +244,32 @@ class CostModel:
         return float(self.device_times(work, fractions).max())
 
     def times(self, works: Sequence[tuple[Work, Sequence[Floats]]]) -> Floats:
-        """`time` of many works, each with its fractions: float64 [works]. What is alike in form is one array, and of
-        devices that are alike in all one is looked at."""
-        found = np.zeros(len(works))
+        """`time` of many works, each with its fractions: float64 [works]."""
+        return self._device_times(works)[1].max(axis=1, initial=0.0)
+
+    def kind_times(self, works: Sequence[tuple[Work, Sequence[Floats]]]) -> Floats:
+        """Seconds of many works, each with its fractions, on the first device of each kind and, last, on the slowest of
+        all: float64 [works, kinds + 1]."""
+        some, seconds = self._device_times(works)
+        first = np.searchsorted(some, np.unique(self.kind_of, return_index=True)[1])
+        return np.column_stack([seconds[:, first], seconds.max(axis=1, initial=0.0)])
+
+    def _device_times(self, works: Sequence[tuple[Work, Sequence[Floats]]]) -> tuple[Ints, Floats]:
+        """The first of the devices that are alike in all, rising, and what each takes over works [works, devices].
+        Works that are alike in form are one array."""
         vectors = [[f.tobytes() for f in fractions] for _, fractions in works]
         unlike = {key: f for keys, (_, mine) in zip(vectors, works, strict=True) for key, f in zip(keys, mine)}
         some = distinct(self.kind_of, list(unlike.values()))
         kinds, held = self.kind_of[some], {key: f[some] for key, f in unlike.items()}
+        found = np.zeros((len(works), some.size))
         alike: dict[object, list[int]] = {}
         for i, (work, _) in enumerate(works):
             alike.setdefault(work.form, []).append(i)
         for rows in alike.values():
             mine = [works[i][0] for i in rows]
             fractions = [np.array([held[vectors[i][k]] for i in rows]) for k in range(len(mine[0].lanes))]
-            found[rows] = Roofline(self.figures, mine).seconds(kinds, fractions).max(axis=1)
-        return found
+            found[rows] = Roofline(self.figures, mine).seconds(kinds, fractions)
+        return some, found
 
     def feed_work(self, value: int, layout: Layout) -> Work | None:
         """What it takes to put an argument that is new at every step into the devices' memory; None for a value that

@@ -116,11 +116,14 @@ class RequiredLayouts:
 
 @dataclass(frozen=True, eq=False)
 class Use:
-    """One edge. `runs` is how often a conversion for this use runs in a step."""
+    """One edge. `reader`: the op that takes the value; -1 where it is carried to the next step. `place`: the region in
+    which it is converted for this use; `runs`: how often that is in a step."""
 
     value: int
     variable: int
     needs: RequiredLayouts
+    reader: int
+    place: int = 0
     runs: float = 1.0
 
 
@@ -367,8 +370,8 @@ class ChoiceSpace:
         for op in self.graph.ops:
             variable = self.op_variable[op.index]
             for position, value in op.value_operands:
-                runs = self._runs(value, self.graph.read_in(op, position))
-                yield Use(value, variable, self.needs(op.index, position), runs)
+                place = self.graph.place_of_conversion(value, self.graph.read_in(op, position))
+                yield Use(value, variable, self.needs(op.index, position), op.index, place, self.graph.runs[place])
 
     def _carry_uses(self) -> Iterable[Use]:
         """A carried output must be brought to the layout in which its input is stored, and so in every loop."""
@@ -381,7 +384,7 @@ class ChoiceSpace:
                     ("stored needs", choices),
                     lambda c=choices: _needs([o.computed for o in c.options], c.option),
                 )
-                yield Use(b, variable, needs, 1.0)
+                yield Use(b, variable, needs, -1)
         for op, value in self.graph.ties.items():
             variable = self.op_variable[op]
             choices = self.choices[variable]
@@ -389,10 +392,8 @@ class ChoiceSpace:
                 ("carried needs", choices),
                 lambda c=choices: _needs([tuple(t.results[0] for t in ts) for ts in c.triples], c.triple),
             )
-            yield Use(value, variable, needs, self._runs(value, self.graph.ops[op].region))
-
-    def _runs(self, value: int, region: int) -> float:
-        return self.graph.runs[self.graph.place_of_conversion(value, region)]
+            place = self.graph.place_of_conversion(value, self.graph.ops[op].region)
+            yield Use(value, variable, needs, op, place, self.graph.runs[place])
 
 
 def _needs(layouts: list[Layout], index: Ints) -> RequiredLayouts:

@@ -76,8 +76,10 @@ class Conversions:
         self.steps = np.where(np.eye(n, dtype=bool), 0, n)
         self._next = np.full((n, n), -1)
         self._axis: dict[tuple[int, int], int] = {}
+        self.single: dict[tuple[int, int], float] = {}
+        """(layout before, layout after) -> seconds of the one step between them."""
         for i, j, axis in layouts.hops:
-            self.seconds[i, j] = time(layouts.layouts[i], layouts.layouts[j], axis)
+            self.single[i, j] = self.seconds[i, j] = time(layouts.layouts[i], layouts.layouts[j], axis)
             self.steps[i, j], self._next[i, j], self._axis[i, j] = 1, j, axis
         # Floyd and Warshall; of equally long ways the one of fewest steps, of those the first found.
         for k in range(n):
@@ -102,6 +104,22 @@ class Conversions:
             found.append((layouts[at], layouts[after], self._axis[at, after]))
             at = after
         return found
+
+    def along(self, axes: Sequence[int]) -> Floats:
+        """float64 [layouts, layouts]: the seconds of those steps of each cheapest way that go along some axes."""
+        found = np.where(np.isfinite(self.seconds), 0.0, np.inf)
+        for i, j in np.argwhere(np.isfinite(self.seconds)).tolist():
+            at = i
+            while at != j:
+                after = int(self._next[at, j])
+                if self._axis[at, after] in axes:
+                    found[i, j] += self.single[at, after]
+                at = after
+        return found
+
+    def axis(self, before: int, after: int) -> int:
+        """The axis of the step between two layouts."""
+        return self._axis[before, after]
 
     def reached(self, source: int, targets: Sequence[int]) -> tuple[float, list[Hop]]:
         """Seconds to bring what lies in one layout to others too, each the cheapest way from what there is then, and

@@ -29,7 +29,7 @@ from hapsynth.search.solver import Edge, Ints, Problem
 _T = TypeVar("_T")
 Hop = tuple[Layout, Layout, int]
 _TimesKey = tuple[int, Interned[Triples], tuple[int, ...]]
-_NO_SIZES = -1
+NO_SIZES = -1
 """In place of a vector, where an op would cut dimensions alike that are not."""
 
 
@@ -179,18 +179,18 @@ class ProblemBuilder:
 
     def op_times(self, ops: Sequence[int]) -> list[Floats]:
         """Per op, its seconds under each of its triples."""
-        keys = [self._times_key(op) for op in ops]
+        keys = [self.times_key(op) for op in ops]
         self._find_times({key: op for key, op in zip(keys, ops, strict=True) if key not in self._times})
         return [self._times[key] for key in keys]
 
-    def _times_key(self, op: int) -> _TimesKey:
+    def times_key(self, op: int) -> _TimesKey:
         """What decides an op's seconds: its kind, its triples, and the vectors of what they cut."""
         vectors = () if self.ratios is None else self.once(("vectors", self._op_key(op)), lambda: self._vectors(op))
         return self.costs.kind(op), self.structure.triples[op], vectors
 
     def _seconds_key(self, op: int) -> object:
         """Equal where `op_times` gives the same array."""
-        return self._times_key(op)
+        return self.times_key(op)
 
     def _op_key(self, op: int) -> tuple[int, ...]:
         """Equal for ops that are alike, and cut alike."""
@@ -201,13 +201,13 @@ class ProblemBuilder:
         assert self.ratios is not None
         o, found = self.graph.ops[op], list[int]()
         tensors = (*o.operands, *o.results)
-        for places, axes, way, units in self._cuts(op).all:
+        for places, axes, way, units in self.cuts(op).all:
             nodes: list[Node] = [(v, dim, axes, way) for place, dim in places if isinstance(v := tensors[place], int)]
-            at = self.ratios.of(*nodes[-1], units) if self.ratios.allow(nodes, units) else _NO_SIZES
+            at = self.ratios.of(*nodes[-1], units) if self.ratios.allow(nodes, units) else NO_SIZES
             found.append(at)
         return tuple(found)
 
-    def _cuts(self, op: int) -> _Cuts:
+    def cuts(self, op: int) -> _Cuts:
         factors, triples = self.table[op], self.structure.triples[op]
         return self.structure.once(("cuts", factors, triples), lambda: _Cuts(self.graph, op, factors, triples))
 
@@ -216,7 +216,7 @@ class ProblemBuilder:
         number: dict[tuple[Work, tuple[int, ...]], int] = {}
         places: list[list[int]] = []
         for (_, _, vectors), op in missing.items():
-            held = [tuple(vectors[c] for c in cuts) if vectors else () for cuts in self._cuts(op).groups]
+            held = [tuple(vectors[c] for c in cuts) if vectors else () for cuts in self.cuts(op).groups]
             works = [self.costs.work(op, triples) for triples in self.structure.triples[op]]
             places.append([number.setdefault(key, len(number)) for key in zip(works, held, strict=True)])
         if self.ratios is None:
@@ -224,7 +224,7 @@ class ProblemBuilder:
         else:
             devices = self.ratios.devices
             seconds = self.costs.times([(work, [devices[v] for v in held]) for work, held in number])
-            seconds[[_NO_SIZES in held for _, held in number]] = np.inf
+            seconds[[NO_SIZES in held for _, held in number]] = np.inf
         self._times.update({key: seconds[at] for key, at in zip(missing, places, strict=True)})
 
     def feed_time(self, value: int, layout: Layout) -> float:
@@ -246,7 +246,7 @@ class ProblemBuilder:
     def _unary(self) -> list[Floats]:
         graph, st = self.graph, self.structure
         unary: list[Floats | None] = [None] * len(st.choices)
-        plain = self._plain_outputs()
+        plain = self.plain_outputs()
         # Plain outputs end in ways of their own.
         keys = [(*self._op_key(o), *(v for v in graph.ops[o].results if v in plain)) for o in range(len(graph.ops))]
         first = {key: op.index for key, op in zip(reversed(keys), reversed(graph.ops), strict=True)}
@@ -278,7 +278,7 @@ class ProblemBuilder:
         key = _, _, _, runs, *ends = self._kept_key(value, plain)
 
         def make() -> Floats:
-            seconds = runs * self._offers(value, choices.options)[0]
+            seconds = runs * self.offers(value, choices.options)[0]
             for end in ends:
                 seconds = seconds + self._use_table(value, choices.options, end, 1.0).min(axis=1)
             return seconds
@@ -288,10 +288,10 @@ class ProblemBuilder:
     def _kept_key(self, value: int, plain: frozenset[int]) -> tuple[Any, ...]:
         """What decides it: the options, the conversions, how often these run, and where an output ends."""
         options = self.structure.choices[self.structure.value_variable[value]].options
-        ends = self._ends(value) if value in plain else []
+        ends = self.ends(value) if value in plain else []
         return "kept", options, self.conversions(value), self.graph.runs[self.graph.home[value]], *ends
 
-    def _ends(self, value: int) -> list[RequiredLayouts]:
+    def ends(self, value: int) -> list[RequiredLayouts]:
         """Where an output ends: in one of the layouts of each."""
         layouts, graph, fixed = self.structure.layouts[value], self.graph, self.structure.restriction.ends
         asked = dict.fromkeys((fixed[i],) for i, v in enumerate(graph.outputs) if v == value and i in fixed)
@@ -301,7 +301,7 @@ class ProblemBuilder:
             for among in asked or (self.output_layouts(value),)
         ]
 
-    def _plain_outputs(self) -> frozenset[int]:
+    def plain_outputs(self) -> frozenset[int]:
         graph, fixed = self.graph, self.structure.restriction.ends
         tied = {graph.outputs[target] for _, target in graph.carry}
         return frozenset(v for i, v in enumerate(graph.outputs) if isinstance(v, int) and (v not in tied or i in fixed))
@@ -315,10 +315,10 @@ class ProblemBuilder:
         table = self._use_tables.get(key)
         if table is None:
             columns = ways.seconds[:, [ways.layouts.number[n] for n in needs.layouts]]
-            table = self._use_tables[key] = columns[self._offers(value, options)[1]].min(axis=1) * runs
+            table = self._use_tables[key] = columns[self.offers(value, options)[1]].min(axis=1) * runs
         return table
 
-    def _offers(self, value: int, options: Interned[AvailableLayouts]) -> tuple[Floats, Ints]:
+    def offers(self, value: int, options: Interned[AvailableLayouts]) -> tuple[Floats, Ints]:
         """As `offer`, of every option: seconds [options], and the numbers of the layouts there are then [options, most
         layouts], the first again where there are fewer."""
         ways, number = self.conversions(value), self.structure.layouts[value].number

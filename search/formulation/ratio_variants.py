@@ -155,4 +155,4 @@ class CheapestOfRatios(ProblemBuilder):
         return [self.once(key, lambda t=times: np.minimum.reduce(t)) for key, times in zip(keys, found, strict=True)]
 
     def _seconds_key(self, op: int) -> object:
-        return tuple(f._times_key(op) for f in self._each)
+        return tuple(f.times_key(op) for f in self._each)

@@ -123,6 +123,10 @@ class CandidateBuilder:
         fitting = [c for c in (staged, sparing) if c.memory <= self.limit]
         return min(fitting, key=lambda c: c.cost) if fitting else min(staged, sparing, key=lambda c: c.memory)
 
+    def chosen(self, builder: ProblemBuilder, choices: Ints) -> Candidate:
+        """Choices as a program at the ratios that a builder assumes."""
+        return self.make(builder, Solution(choices, np.inf, 0.0, 0, 0, "gap"), as_assumed=True)
+
     def _sized(self, program: Program, builder: ProblemBuilder, solution: Solution, as_assumed: bool) -> Candidate:
         assert solution.assignment is not None
         assert builder.ratios is not None

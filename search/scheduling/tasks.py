@@ -33,6 +33,9 @@ class Machine(IntEnum):
     INTRA = 2
 
 
+LINKS = (Machine.NETWORK, Machine.INTRA)
+
+
 @dataclass(frozen=True, eq=False)
 class TaskGraph:
     """Tasks in an order in which each comes after its makers.

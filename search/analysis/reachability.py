@@ -1,0 +1,50 @@
+"""Which ops of a graph depend on which."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from hapsynth.graph.ir import Graph
+
+Mask = npt.NDArray[np.bool_]
+
+
+class Reachability:
+    """Paths between a graph's ops through the values that one makes and the other takes. What a loop carries from one
+    iteration to the next is no path."""
+
+    def __init__(self, graph: Graph) -> None:
+        made_by = graph.producer
+        self.makers = [
+            tuple(dict.fromkeys(made_by[v] for _, v in op.value_operands if v in made_by)) for op in graph.ops
+        ]
+        """Per op, those whose results it takes; all come before it."""
+        self.users: list[list[int]] = [[] for _ in graph.ops]
+        for op, makers in enumerate(self.makers):
+            for maker in makers:
+                self.users[maker].append(op)
+        every = range(len(graph.ops))
+        self._ancestors = _closed(every, self.makers)
+        self._descendants = _closed(every[::-1], self.users)
+
+    def ancestors(self, op: int) -> Mask:
+        """bool [ops]: those that an op depends on, itself included."""
+        return np.unpackbits(self._ancestors[op], count=len(self.makers)).view(np.bool_)
+
+    def descendants(self, op: int) -> Mask:
+        """bool [ops]: those that depend on an op, itself included."""
+        return np.unpackbits(self._descendants[op], count=len(self.makers)).view(np.bool_)
+
+
+def _closed(order: Iterable[int], before: Sequence[Sequence[int]]) -> npt.NDArray[np.uint8]:
+    """Per op, as bits, itself and all that are reached by `before`, each of which comes earlier in `order`."""
+    count = len(before)
+    found = np.zeros((count, (count + 7) // 8), dtype=np.uint8)
+    for op in order:
+        found[op, op // 8] |= 128 >> op % 8
+        for other in before[op]:
+            found[op] |= found[other]
+    return found

@@ -1,0 +1,266 @@
+"""The additive problem whose costs are the lengths of chains, weighted: its optimum is a lower bound on the makespan.
+
+For weights of chains that sum to 1, no program's makespan is below its weighted chain lengths, and these are a sum over
+its choices. The programs are those of a plain builder: conversions go the ways that are the cheapest without weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cached_property, partial
+from typing import Any
+
+import numpy as np
+
+from hapsynth.instructions.layout import Layout, cuts_of
+from hapsynth.search.cost.model import Floats
+from hapsynth.search.formulation.chains import Chain, ChainSpace, Occupancy, Places
+from hapsynth.search.formulation.choice_space import AvailableLayouts, Interned, RequiredLayouts
+from hapsynth.search.formulation.conversions import Conversions
+from hapsynth.search.formulation.problem_builder import NO_SIZES, ProblemBuilder
+from hapsynth.search.solver import Edge, Ints, Problem
+
+Row = tuple[float, ...]
+
+
+class ChainCosts:
+    """What the choices of a plain `builder` come to on each resource of a `ChainSpace`."""
+
+    def __init__(self, builder: ProblemBuilder, space: ChainSpace) -> None:
+        self.builder, self.space = builder, space
+        self.graph, self.structure, self.costs = builder.graph, builder.structure, builder.costs
+        self.links = space.resources.links
+        self.plain = builder.plain_outputs()
+        self.ways = [builder.conversions(v) for v in range(len(self.graph.values))]
+
+    @cached_property
+    def op_keys(self) -> list[tuple[Any, ...]]:
+        """Per op, what decides its seconds in a step: equal for ops that are alike."""
+        runs, uniform = self.graph.runs, self.costs.uniform_time
+        return [(self.builder.times_key(o.index), runs[o.region], uniform(o.index)) for o in self.graph.ops]
+
+    @cached_property
+    def op_seconds(self) -> list[Floats]:
+        """Per op, its seconds in a step under each of its triples [triples, kinds + 1]."""
+
+        def made(op: int, key: tuple[Any, ...]) -> Floats:
+            times, runs, uniform = key
+            seconds = self.builder.once(("kind times", times), lambda: self._op_times(op, times[2]))
+            return self.builder.once(("op seconds", key), lambda: runs * (seconds + uniform))
+
+        return [made(op, key) for op, key in enumerate(self.op_keys)]
+
+    def _op_times(self, op: int, vectors: tuple[int, ...]) -> Floats:
+        builder, ratios = self.builder, self.builder.ratios
+        assert ratios is not None
+        held = [tuple(vectors[c] for c in cuts) if vectors else () for cuts in builder.cuts(op).groups]
+        works = [self.costs.work(op, triples) for triples in self.structure.triples[op]]
+        seconds = self.costs.kind_times(
+            [(w, [ratios.devices[v] for v in at]) for w, at in zip(works, held, strict=True)]
+        )
+        seconds[[NO_SIZES in at for at in held]] = np.inf
+        return seconds
+
+    def feeds(self, value: int) -> Floats:
+        """Seconds to put an argument where each option stores it [options, kinds + 1]."""
+        variable = self.structure.value_variable[value]
+        options = self.structure.choices[variable].options
+        ratios = self.builder.ratios
+        assert ratios is not None
+        found = np.zeros((len(options), len(self.costs.kinds) + 1))
+        for n, option in enumerate(options):
+            work = self.costs.feed_work(value, option.computed)
+            if work is not None:
+                held = [ratios.devices[ratios.of(value, *cut)] for cut in cuts_of(option.computed)]
+                found[n] = self.costs.kind_times([(work, held)])[0]
+        return found
+
+    def along(self, ways: Conversions) -> Floats:
+        """Seconds on each link of the cheapest way between layouts [layouts, layouts, links]."""
+        make = lambda: np.stack([ways.along(axes) for axes in self.links], axis=-1)
+        return self.builder.once(("along", ways), make)
+
+    def offers(self, value: int, options: Interned[AvailableLayouts]) -> tuple[Floats, Ints, Floats]:
+        """Of every option: seconds of its shared conversions [options, links], the layouts there are then [options,
+        most], and what lies before each [options, most, links]."""
+        ways = self.ways[value]
+
+        def make() -> tuple[Floats, Ints, Floats]:
+            _, tensors = self.builder.offers(value, options)
+            before = np.zeros((*tensors.shape, len(self.links)))
+            total = np.zeros((len(options), len(self.links)))
+            number = ways.layouts.number
+            for n, option in enumerate(options):
+                seconds, hops = ways.reached(number[option.computed], [number[t] for t in option.targets])
+                total[n] = 0.0 if np.isfinite(seconds) else np.inf
+                so_far = {number[option.computed]: np.zeros(len(self.links))}
+                for a, b, axis in hops:
+                    hop = np.array([ways.single[a, b] if axis in axes else 0.0 for axes in self.links])
+                    so_far[b] = so_far[a] + hop
+                    total[n] += hop
+                before[n] = [so_far[t] for t in tensors[n].tolist()]
+            return total, tensors, before
+
+        return self.builder.once(("chain offers", ways, options), make)
+
+    def occupancy(self, assignment: Sequence[int]) -> Occupancy:
+        """What an assignment's program takes."""
+        st, graph, links = self.structure, self.graph, len(self.links)
+        kinds = len(self.costs.kinds)
+        ops = np.array([s[st.choices[v].triple[assignment[v]]] for s, v in zip(self.op_seconds, st.op_variable)])
+        option = lambda value: int(st.choices[v := st.value_variable[value]].option[assignment[v]])
+        options = lambda value: st.choices[st.value_variable[value]].options
+        values, ends = (np.zeros((len(graph.values), links)) for _ in range(2))
+        uses, shared = (np.zeros((len(st.uses), links)) for _ in range(2))
+        fed = np.zeros(kinds + 1)
+        for value in range(len(graph.values)):
+            n = option(value)
+            runs = graph.runs[graph.home[value]]
+            total, tensors, _ = self.offers(value, options(value))
+            values[value] = runs * total[n]
+            if value not in graph.producer:
+                fed += self.feeds(value)[n]
+            for end in self.builder.ends(value) if value in self.plain else ():
+                ends[value] += self._nearest(value, tensors[n], end.layouts)[1]
+        for at, use in enumerate(st.uses):
+            n = option(use.value)
+            _, tensors, before = self.offers(use.value, options(use.value))
+            need = use.needs.layouts[int(use.needs.groups[assignment[use.variable]])]
+            which, seconds = self._nearest(use.value, tensors[n], (need,))
+            uses[at] = use.runs * seconds
+            shared[at] = graph.runs[graph.home[use.value]] * before[n, which]
+        return Occupancy(ops.reshape(len(graph.ops), kinds + 1), uses, shared, values, ends, fed)
+
+    def _nearest(self, value: int, tensors: Ints, among: Sequence[Layout]) -> tuple[int, Floats]:
+        """Of some tensors the one from which one of several layouts is reached the soonest, and the seconds on each
+        link."""
+        ways = self.ways[value]
+        targets = [ways.layouts.number[layout] for layout in among]
+        seconds = ways.seconds[np.ix_(tensors, targets)]
+        which, target = np.unravel_index(int(seconds.argmin()), seconds.shape)
+        return int(which), self.along(ways)[tensors[which], targets[target]]
+
+
+class WeightedBuilder(ProblemBuilder):
+    """Problems of a plain builder's choices by the lengths of `chains`, each times its weight."""
+
+    def __init__(self, chain_costs: ChainCosts, chains: Sequence[Chain], weights: Floats) -> None:
+        plain = chain_costs.builder
+        super().__init__(plain.structure, plain.costs, plain.ratios)
+        self._made, self._ways, self._times = plain._made, plain._ways, plain._times
+        self.chain_costs = chain_costs
+        self._own: dict[object, Floats] = {}
+        space = chain_costs.space
+        kinds, links = space.resources.kinds, len(space.resources.links)
+        alone = float(sum(w for chain, w in zip(chains, weights) if chain.alone))
+
+        def summed(of: str, width: int, first: int, block: np.ndarray | None) -> Floats:
+            places: Sequence[Places] = [getattr(chain, of) for chain in chains]
+            found = np.zeros((places[0].size, width))
+            for at, weight in zip(places, weights, strict=True):
+                here = np.flatnonzero(at >= 0)
+                found[here, at[here]] += weight
+            if block is not None:
+                found[block, first:] = alone
+            return np.round(found, 12)
+
+        self.op_weights = summed("ops", kinds + 1, kinds, space.in_block)
+        self.use_weights = summed("uses", links, 0, space.uses_in_block)
+        self.shared_weights = summed("shared", links, 0, None)
+        self.value_weights = summed("values", links, 0, space.values_in_block)
+        self.end_weights = summed("ends", links, 0, None)
+        self.fed_weights = np.array(
+            [*(sum(w for c, w in zip(chains, weights) if c.alone and c.key == (k,)) for k in range(kinds)), 0.0]
+        )
+
+    @cached_property
+    def _problem(self) -> Problem:
+        st, kinds = self.structure, self.kinds
+        edges = [self._link(op, value) for op, value in st.links]
+        for use, (kind, producer, groups), own, shared in zip(
+            st.uses, kinds.uses, self.use_weights.tolist(), self.shared_weights.tolist(), strict=True
+        ):
+            options = st.choices[producer].options
+            home = self.graph.runs[self.graph.home[use.value]]
+            key = "weighted use", self.chain_costs.ways[use.value], kind, tuple(own), tuple(shared), home
+            make = lambda u=use, o=options, w=own, s=shared: self._weighted_table(u.value, o, u.needs, u.runs, w, s)
+            edges.append(Edge(producer, use.variable, groups, use.needs.groups, self._weighted(key, make)))
+        return Problem(tuple(self._weighted_unary()), tuple(edges))
+
+    def _weighted(self, key: object, make: Callable[[], Floats]) -> Floats:
+        """As `once`, but of this builder's weights: no other has use for it."""
+        if key not in self._own:
+            self._own[key] = make()
+        return self._own[key]
+
+    def _weighted_table(
+        self,
+        value: int,
+        options: Interned[AvailableLayouts],
+        needs: RequiredLayouts,
+        runs: float,
+        own: Sequence[float],
+        shared: Sequence[float],
+    ) -> Floats:
+        """Weighted seconds of a use's own conversion, and of the shared ones before the tensor that it takes: of the
+        least of all tensors."""
+        ways = self.chain_costs.ways[value]
+        _, tensors, before = self.chain_costs.offers(value, options)
+        columns = [ways.layouts.number[n] for n in needs.layouts]
+        seconds = np.where(np.isfinite(ways.seconds), _times(self.chain_costs.along(ways), own), np.inf)[:, columns]
+        found = runs * seconds[tensors]
+        if any(shared):
+            found = found + (self.graph.runs[self.graph.home[value]] * (before @ np.array(shared)))[:, :, None]
+        return found.min(axis=1)
+
+    def _weighted_unary(self) -> list[Floats]:
+        graph, st, costs = self.graph, self.structure, self.chain_costs
+        unary: list[Floats | None] = [None] * len(st.choices)
+        for op, own_key, weights in zip(graph.ops, costs.op_keys, self.op_weights.tolist(), strict=True):
+            variable = st.op_variable[op.index]
+            lone = op.results[0] if len(op.results) == 1 else None
+            key = "op", st.choices[variable], own_key, tuple(weights), None if lone is None else self._option_key(lone)
+
+            def make(
+                at: int = op.index, v: int = variable, w: Row = tuple(weights), value: int | None = lone
+            ) -> Floats:
+                found = _times(costs.op_seconds[at], w)[st.choices[v].triple]
+                return found if value is None else found + self._of_options(value)[st.choices[v].option]
+
+            unary[variable] = self._weighted(key, make)
+        for value, variable in enumerate(st.value_variable):
+            if unary[variable] is None:
+                choices = st.choices[variable]
+                alike = self._weighted(("states", choices, self._option_key(value)), partial(self._of_states, value))
+                feeds = costs.feeds(value) if value not in graph.producer else np.zeros((0, 0))
+                unary[variable] = alike + _times(feeds, self.fed_weights)[choices.option] if feeds.any() else alike
+        return [u for u in unary if u is not None]
+
+    def _option_key(self, value: int) -> tuple[Any, ...]:
+        """What decides `_of_options`."""
+        st, costs = self.structure, self.chain_costs
+        options, runs = st.choices[st.value_variable[value]].options, self.graph.runs[self.graph.home[value]]
+        ends = (tuple(self.end_weights[value].tolist()), *self.ends(value)) if value in costs.plain else ()
+        return "options", costs.ways[value], options, runs, tuple(self.value_weights[value].tolist()), ends
+
+    def _of_states(self, value: int) -> Floats:
+        """Weighted seconds of each state of a value that has a variable of its own."""
+        return self._of_options(value)[self.structure.choices[self.structure.value_variable[value]].option]
+
+    def _of_options(self, value: int) -> Floats:
+        """Weighted seconds of each of a value's options: of its shared conversions, and of those to where it ends."""
+        key = _, _, options, runs, own, ends = self._option_key(value)
+
+        def make() -> Floats:
+            seconds = runs * _times(self.chain_costs.offers(value, options)[0], own)
+            for end in ends[1:]:
+                seconds = seconds + self._weighted_table(value, options, end, 1.0, ends[0], ()).min(axis=1)
+            return seconds
+
+        return self._weighted(key, make)
+
+
+def _times(seconds: Floats, weights: Sequence[float] | Floats) -> Floats:
+    """Weighted over the last axis; infinite where some are."""
+    finite = np.isfinite(seconds).all(axis=-1)
+    return np.where(finite, np.where(finite[..., None], seconds, 0.0) @ np.asarray(weights, dtype=np.float64), np.inf)

@@ -1,0 +1,222 @@
+"""The program of the least makespan at given ratios, and a bound on the makespan of all of them.
+
+No program ends before its longest chain does (`formulation/chains.py`), and so not before any weighted mean of its
+chains. The program with the least weighted mean is the optimum of an additive problem, which the solver finds with a
+lower bound; the weights are those at which the programs seen so far have the greatest least mean (Kelley's cutting
+planes), halfway back to those of the best bound so far, as the next ones are soon far off. Each program that comes up
+is scheduled; the critical path of its timeline tells where the next chains may be cut. Of two programs, such as one
+that gathers a weight before its use and one that gathers it at the end of the step, a mixed-integer program takes for
+each part in which they differ what makes the longest chain the shortest.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from scipy.optimize import Bounds, LinearConstraint, linprog, milp
+from scipy.sparse import coo_array
+from scipy.sparse.csgraph import connected_components
+
+from hapsynth.instructions.program.program import Compute
+from hapsynth.search.cost.model import CostModel, Floats
+from hapsynth.search.formulation.chain_weights import ChainCosts, WeightedBuilder
+from hapsynth.search.formulation.chains import Chain, ChainSpace, Occupancy, Resources
+from hapsynth.search.planning.candidate import Candidate
+from hapsynth.search.planning.search_at_ratios import FixedRatioSearch
+from hapsynth.search.scheduling.critical_path import Step, critical_path, turning_ops
+from hapsynth.search.scheduling.list_schedule import schedule
+from hapsynth.search.scheduling.tasks import LINKS, tasks_of
+from hapsynth.search.scheduling.timeline import Timeline
+from hapsynth.search.sizing.ratios import Ratios
+from hapsynth.search.solver import Ints
+
+_ROUNDS = 12
+_MIXTURES = 2
+"""Of the best program and the last one, with what the schedule of the first mixture taught."""
+_MIXING_S = 1.0
+_LEAST_WEIGHT = 2e-3
+"""Of each resource's own chain: of what has no weight any choice would do."""
+_TOLERANCE = 2e-3
+_PATIENCE = 4.0
+"""Seconds that a problem may take, as a multiple of those of the first one: close to the best weights many programs are
+nearly as good, and to tell them apart takes long."""
+_LEAST_S = 0.5
+
+
+@dataclass(frozen=True, eq=False)
+class Scheduled:
+    """A program in an order. `taken`: what it takes of each resource."""
+
+    candidate: Candidate
+    timeline: Timeline
+    choices: Ints
+    taken: Occupancy
+
+    @property
+    def makespan_s(self) -> float:
+        return self.timeline.makespan_s
+
+
+class MakespanSearch:
+    """At some ratios. `best`: the program of the least makespan so far that fits; `bound`: seconds that all programs
+    take at least."""
+
+    def __init__(self, search: FixedRatioSearch, ratios: Ratios) -> None:
+        self.search, self.builder = search, search.builder(ratios)
+        self.costs: CostModel = search.task.costs
+        self.structure = search.choices
+        self.space = ChainSpace(self.structure, resources(self.costs))
+        self._chain_costs = ChainCosts(self.builder, self.space)
+        self.chains: list[Chain] = list(self.space.alone)
+        self.seen: list[Scheduled] = []
+        self.best: Scheduled | None = None
+        self.bound = 0.0
+        self._cuts: set[int] = set()
+        self._paths: list[Chain] = []
+        """Of the programs seen, what is on the critical path: it tells what to change, and bounds nothing."""
+        self._weights = np.zeros(0)
+        """At which the bound was found."""
+        self._first_s: float | None = None
+
+    def run(self, begin: Ints) -> None:
+        """Search from the choices of a program."""
+        self._look(begin)
+        for _ in range(_ROUNDS):
+            weights, most = self._next_weights()
+            if self.search.clock.late() or most <= self.bound * (1 + _TOLERANCE):
+                return
+            self._solve(weights)
+            self._mix()
+            if self.best is not None and self.best.makespan_s <= self.bound * (1 + _TOLERANCE):
+                return
+
+    def _solve(self, weights: Floats) -> None:
+        """The program of the least weighted chains."""
+        search, began = self.search, self.search.clock.elapsed()
+        builder = WeightedBuilder(self._chain_costs, self.chains, weights)
+        begin = (self.best or self.seen[0]).choices
+        solved = search.cheapest(
+            builder, search.limits, begin, at_least=True, tolerance=_TOLERANCE, seconds=self._allotted, warm=False
+        )
+        if self._first_s is None:
+            self._first_s = search.clock.elapsed(began)
+        if solved.lower_bound > self.bound:
+            self.bound, self._weights = solved.lower_bound, weights
+        if solved.choices is not None:
+            self._look(solved.choices[: len(self.structure.choices)])
+
+    def _allotted(self) -> float | None:
+        allotted = self.search.clock.allotted()
+        if self._first_s is None:
+            return allotted
+        patient = max(_LEAST_S, _PATIENCE * self._first_s)
+        return patient if allotted is None else min(patient, allotted)
+
+    def _look(self, choices: Ints) -> None:
+        """Schedule a program."""
+        if any(np.array_equal(choices, known.choices) for known in self.seen):
+            return
+        candidate = self.search.maker.chosen(self.builder, choices)
+        instructions = candidate.program.instructions
+        timeline = schedule(tasks_of(candidate.program, candidate.sizes, self.costs))
+        found = Scheduled(candidate, timeline, choices, self._chain_costs.occupancy(choices.tolist()))
+        self.seen.append(found)
+        if candidate.memory <= self.search.limit and (self.best is None or found.makespan_s < self.best.makespan_s):
+            self.best = found
+        path = critical_path(timeline)
+        self._paths.append(self._on_path(path, found))
+        self._cuts.update(turning_ops(path, timeline.tasks, instructions))
+        known = {chain.key for chain in self.chains}
+        self.chains += [c for c in self.space.longest(found.taken, sorted(self._cuts)) if c.key not in known]
+
+    def _on_path(self, path: list[Step], found: Scheduled) -> Chain:
+        """What lies on a path, in place of a chain."""
+        tasks, instructions = found.timeline.tasks, found.candidate.program.instructions
+        ops, values = (np.full_like(x, -1) for x in (self.space.alone[0].ops, self.space.alone[0].values))
+        kind_of = dict(zip(tasks.group_of.tolist(), self.costs.kind_of.tolist(), strict=True))
+        links = {axis: n for n, axes in enumerate(self.space.resources.links) for axis in axes}
+        for task, group in path:
+            for i in (instructions[at] for at in tasks.instructions[task]):
+                if isinstance(i, Compute) and not self.space.in_block[i.op]:
+                    ops[i.op] = kind_of[group]
+                elif not isinstance(i, Compute) and tasks.machine[task] in LINKS:
+                    values[i.value] = links[i.axis]
+        uses = np.where(self.space.uses_in_block, -1, values[self.space.use_value]).astype(np.int8)
+        return Chain(("path", len(self._paths)), ops, uses, np.full_like(uses, -1), values, values, False)
+
+    def _next_weights(self) -> tuple[Floats, float]:
+        """Weights of the chains, and the most that a bound can come to as far as the programs seen tell."""
+        lengths = np.array([[self.space.length(c, known.taken) for c in self.chains] for known in self.seen])
+        count, unit = lengths.shape[1], float(lengths.max()) or 1.0
+        found = linprog(
+            np.array([0.0] * count + [-1.0]),
+            A_ub=np.column_stack([-lengths / unit, np.ones(len(lengths))]),
+            b_ub=np.zeros(len(lengths)),
+            A_eq=np.array([[1.0] * count + [0.0]]),
+            b_eq=np.ones(1),
+            bounds=[*[(_LEAST_WEIGHT if c.alone else 0.0, None) for c in self.chains], (None, None)],
+            method="highs",
+        )
+        weights, known = found.x[:count], self._weights
+        if known.size:
+            weights = (weights + np.pad(known, (0, count - known.size))) / 2
+        return weights, -float(found.fun) * unit
+
+    def _mix(self) -> None:
+        """Look for better programs between the best and the last."""
+        for _ in range(_MIXTURES):
+            last, count = self.seen[-1], len(self.seen)
+            best = min(self.seen, key=lambda known: known.makespan_s)
+            mixture = self._mixture(best, last) if best is not last else None
+            if mixture is None or self.search.clock.late():
+                return
+            self._look(mixture)
+            if len(self.seen) == count:
+                return
+
+    def _mixture(self, one: Scheduled, other: Scheduled) -> Ints | None:
+        """Choices of either program in each part in which they differ; None where there are no two parts."""
+        st, unlike = self.structure, one.choices != other.choices
+        pairs = [(st.value_variable[use.value], use.variable) for use in st.uses]
+        ends = np.array([*pairs, *((st.op_variable[op], st.value_variable[v]) for op, v in st.links)]).reshape(-1, 2)
+        joined = ends[unlike[ends].all(axis=1)]
+        edges = coo_array((np.ones(len(joined)), (joined[:, 0], joined[:, 1])), shape=(unlike.size, unlike.size))
+        _, part = connected_components(edges, directed=False)
+        names = np.unique(part[unlike])
+        count = names.size
+        if count < 2:
+            return None
+        # What is the same in both is part `count`.
+        part = np.where(unlike, np.searchsorted(names, part), count)
+        by_use = part[ends[: len(st.uses)]].min(axis=1)
+        places = part[st.op_variable], by_use, part[st.value_variable]
+        chains = [*self.chains, *self._paths]
+        base, change = np.zeros(len(chains)), np.zeros((len(chains), count + 1))
+        for n, chain in enumerate(chains):
+            base[n] = self.space.length(chain, one.taken)
+            parts = zip(places, *(self.space.parts(chain, x.taken) for x in (one, other)), strict=True)
+            for where, before, after in parts:
+                np.add.at(change[n], where, after - before)
+        unit = float(base.max()) or 1.0
+        found = milp(
+            np.array([0.0] * count + [1.0]),
+            constraints=LinearConstraint(
+                np.column_stack([change[:, :count] / unit, -np.ones(len(base))]), -np.inf, -base / unit
+            ),
+            integrality=np.array([1] * count + [0]),
+            bounds=Bounds(np.zeros(count + 1), np.array([1.0] * count + [np.inf])),
+            options={"time_limit": _MIXING_S, "mip_rel_gap": _TOLERANCE},
+        )
+        if found.x is None:
+            return None
+        taken = np.append(found.x[:count] > 0.5, False)
+        return np.where(taken[part], other.choices, one.choices)
+
+
+def resources(costs: CostModel) -> Resources:
+    """The streams and links of a cluster; collectives along the mesh axes that cross hosts share the network."""
+    axes = range(len(costs.links))
+    network = tuple(a for a in axes if costs.links[a].crosses_hosts)
+    inside = tuple(a for a in axes if not costs.links[a].crosses_hosts)
+    return Resources(len(costs.kinds), tuple(link for link in (network, inside) if link))

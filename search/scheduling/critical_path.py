@@ -1,0 +1,76 @@
+"""The tasks that make a timeline as long as it is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+from hapsynth.instructions.program.program import Compute, Instruction
+from hapsynth.search.scheduling.tasks import LINKS, Machine, TaskGraph
+from hapsynth.search.scheduling.timeline import Timeline
+
+_AT_ONCE_S = 1e-12
+
+
+class Step(NamedTuple):
+    """A task, and the group of devices on which the path goes through it."""
+
+    task: int
+    group: int
+
+
+def critical_path(timeline: Timeline) -> list[Step]:
+    """The last task to end and before each the one for which it waited: one that it takes something from, or else the
+    one before it on its machine."""
+    tasks, start, end = timeline.tasks, timeline.start, timeline.end
+    if not end.size:
+        return []
+    groups = range(end.shape[1])
+    before = _before(timeline)
+    at = Step(*divmod(int(end.argmax()), end.shape[1]))
+    path = [at]
+    while start[at] > 0:
+        everywhere = tasks.machine[at.task] is not Machine.COMPUTE and tasks.machine[at.task] is not Machine.LOCAL
+        # What ended as this began.
+        ended = [
+            Step(other, group)
+            for other in (*tasks.makers[at.task], *before[at.task])
+            for group in (groups if everywhere else (at.group,))
+            if end[other, group] >= start[at] - _AT_ONCE_S
+        ]
+        if not ended:
+            break
+        at = ended[0]
+        path.append(at)
+    return path[::-1]
+
+
+def _before(timeline: Timeline) -> list[list[int]]:
+    """Of each task those before it on the machines that it takes."""
+    machine = timeline.tasks.machine
+    found: list[list[int]] = [[] for _ in machine]
+    for on in (Machine.COMPUTE, *LINKS):
+        queue = [t for t in timeline.order if machine[t] in (on, Machine.EVERYTHING)]
+        for first, second in pairwise(queue):
+            found[second].append(first)
+    return found
+
+
+def turning_ops(path: Sequence[Step], tasks: TaskGraph, instructions: Sequence[Instruction]) -> list[int]:
+    """The ops between which a path goes from a device to a link, and back: those next to a collective on it, and those
+    that make and take what its collectives send."""
+    found: dict[int, None] = {}
+
+    def add(task: int) -> None:
+        found.update((i.op, None) for at in tasks.instructions[task] if isinstance(i := instructions[at], Compute))
+
+    for one, other in pairwise(step.task for step in path):
+        if (tasks.machine[one] in LINKS) != (tasks.machine[other] in LINKS):
+            add(one)
+            add(other)
+    for task in (step.task for step in path if tasks.machine[step.task] in LINKS):
+        for near in (tasks.makers, tasks.users):
+            for other in [t for t in near[task] if tasks.machine[t] is Machine.COMPUTE][:1]:
+                add(other)
+    return list(found)
