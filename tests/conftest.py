@@ -20,7 +20,6 @@ from cli_model import write_model
 from hapsynth.cli.main import main
 from hapsynth.cluster.cluster import Cluster
 from hapsynth.instructions.rules import REGISTRY, extension
-from hapsynth.whatif import alternatives
 
 DEVICES = 8
 GPU = os.environ.get("HAPSYNTH_GPU", "")
@@ -56,14 +55,6 @@ def eight_devices() -> list[jax.Device]:
     devices = jax.devices("cpu")
     assert len(devices) == DEVICES, f"{len(devices)} devices; was a backend started before tests/conftest.py?"
     return devices
-
-
-@pytest.fixture(scope="session", autouse=True)
-def unhurried() -> Iterator[None]:
-    """A search for alternatives ends when it is done, on a slow machine too."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(alternatives, "_BUDGET_S", None)
-        yield
 
 
 @pytest.fixture(autouse=True)
