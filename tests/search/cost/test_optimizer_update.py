@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from graphs import cluster
+from lowering_options import ALONE
 
 import hapsynth
 from hapsynth.cluster.cluster import Cluster, Link
@@ -109,6 +110,8 @@ def test_conversions_cost_their_part() -> None:
     assert alone == pytest.approx(1e-3 + wire * 1e-9)
     part, wire = costs.conversion(grad, (P("sum"),), (R,), 0, evenly)
     assert part == pytest.approx(0.5e-3 + wire * 1e-9)
+    each = CostModel(g, costs.cluster, costs.table, lowering=ALONE)
+    assert each.conversion(grad, (P("sum"),), (R,), 0, evenly)[0] == pytest.approx(1e-3 + wire * 1e-9)
     assert costs.conversion(grad, (R,), (S(0),), 0, evenly) == (0.0, 0.0)
 
 
