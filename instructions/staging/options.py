@@ -14,7 +14,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class LoweringOptions:
-    """Defaults were measured on CPUs between processes, with JAX 0.10.2; `products_per_element` on one core."""
+    """Defaults were chosen on CPUs: docs/design/lowering.md and processes.md tell by which measurements."""
 
     # Bundles of collectives (`buckets.py`)
     bundled_bytes: int = 1 << 20
