@@ -117,13 +117,16 @@ def _making(example: Example) -> Callable[[jax.Array], tuple[Any, Any]]:
 class Settings:
     """`sizes`: of SIZES. `examples`: those of all that are run. `given`: (example, field, value) that replace some of
     these. `rounds`: timed calls of each. `cluster`: the file that the part `profile` writes, and from which later parts
-    predict."""
+    predict. `batches`: parts of the example's, which `profile` predicts; `shares`: of two devices' work, which the part
+    of that name runs."""
 
     sizes: str = "card"
     examples: tuple[str, ...] = tuple(DTYPES)
     given: tuple[tuple[str, str, Any], ...] = ()
     rounds: int = 10
     cluster: Path | None = None
+    batches: tuple[float, ...] = (0.25, 0.5, 1.0)
+    shares: tuple[float, ...] = (1 / 8, 1 / 4, 3 / 8, 1 / 2)
 
     @property
     def is_tiny(self) -> bool:
