@@ -31,7 +31,7 @@ from hapsynth.search.scheduling.timeline import Timeline
 from hapsynth.search.sizing.ratios import Ratios
 from hapsynth.search.solver import Ints
 
-_ROUNDS = 12
+_ROUNDS = 5
 _MIXTURES = 2
 """Of the best program and the last one, with what the schedule of the first mixture taught."""
 _MIXING_S = 1.0

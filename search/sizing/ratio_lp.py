@@ -103,6 +103,7 @@ class RatioLP:
         self._add_wires()
         self._add_works()
         self._add_reshares()
+        self._add_objective()
         self._add_memory(points, limit)
         # The solver's tolerances are absolute.
         unit = max(self.objective, default=0.0) or 1.0
@@ -119,6 +120,9 @@ class RatioLP:
         if found.status == _OUT_OF_TIME:
             return None, -self.constant
         return (None, np.inf) if found.x is None else (found.x, float(found.fun) * unit)
+
+    def _add_objective(self) -> None:
+        """What is minimized beside what has been added."""
 
     def _unlike(self, depth: int) -> tuple[Ints, Ints]:
         """Of the positions along the first axes, the first of those that have the same kinds, and which of these each

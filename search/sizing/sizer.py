@@ -28,6 +28,7 @@ from hapsynth.search.memory.profile import MemoryProfile
 from hapsynth.search.sizing.class_costs import ClassCosts
 from hapsynth.search.sizing.fixed_ratios import FixedRatios
 from hapsynth.search.sizing.leaving_out import FEW, ladder, least_at
+from hapsynth.search.sizing.makespan_lp import MakespanLP
 from hapsynth.search.sizing.ratio_lp import RatioLP
 from hapsynth.search.sizing.ratios import nested_shares
 from hapsynth.search.sizing.relaxation import relaxation_bound
@@ -207,6 +208,32 @@ class Sizer:
             elif settled or not (self.loads.has_products or self.loads.has_curves):
                 break
         return sizes
+
+    def balanced(self, sizes: Sizes, besides: Mapping[int, float], exposed: float, limit: float = np.inf) -> Sizes:
+        """Sizes at which the busiest stream and the link have the least to do, in whole units nearest to them; those
+        given where no others are found within `limit` bytes per device. `besides`, `exposed`: as `MakespanLP`."""
+        found, points = sizes, set[int]()
+        for _ in range(_LP_ROUNDS):
+            before = self._fractions(found)
+            solved = dict(before)
+            for axes in self.families:
+                given = self.loads, self.memory, axes, self.kinds[axes], np.ones(self.costs.n), found, self.pinned
+                lp = MakespanLP(*given, besides=besides, exposed=exposed, apart=bool(points) and self.costs.room.exact)
+                fractions = lp.solve(sorted(points), limit, self._left()) if lp.classes else {}
+                if fractions is None:
+                    return sizes
+                solved.update(fractions)
+                found = Sizes(self.graph, self.classes, tuple(self._nearest(solved)))
+            alive = np.zeros(1) if np.isinf(limit) else self.memory.at(found)
+            if alive.max() > limit:
+                if int(alive.argmax()) in points:
+                    break
+                points.add(int(alive.argmax()))
+            elif not (self.loads.has_products or self.loads.has_curves or len(self.families) > 1) or all(
+                np.allclose(solved[c], before[c], atol=1e-3) for c in solved
+            ):
+                return found
+        return found if self._beyond(found, limit) <= limit else sizes
 
     def _fractions(self, sizes: Sizes, axes: tuple[int, ...] | None = None) -> dict[int, Floats]:
         """Class -> fraction per position, of those cut along `axes`, or all."""
