@@ -20,8 +20,8 @@ import numpy as np
 from hapsynth.instructions.program.checker import check
 from hapsynth.instructions.program.program import Program, ProgramError
 from hapsynth.instructions.program.sizes import Classes, Node, Sizes
-from hapsynth.instructions.staging.reshard_moves import moved
 from hapsynth.search.cost.model import CostModel, Floats
+from hapsynth.search.cost.network import MOVES
 from hapsynth.search.cost.program_cost import program_cost
 from hapsynth.search.formulation.ratio_variants import CheapestOfRatios, RatioVariants
 from hapsynth.search.planning.candidate import Candidate
@@ -229,9 +229,10 @@ class ReshardInserter:
     def _across(self, parts: ReshardAtoms, nbytes: Floats, old: tuple[int, ...], new: tuple[int, ...]) -> Floats:
         """Seconds to reshare each flow's tensor."""
         whole = max(sum(old), 1)
-        permutes, rows = moved(np.array(old) / whole, np.array(new) / whole)
         link = self.costs.links[parts.axis]
-        return permutes * link.latency + nbytes * rows * link.beta
+        cuts = np.array(old) / whole, np.array(new) / whole
+        latency, wire = MOVES.between(*cuts, link.latency, MOVES.blocks(link) * nbytes)
+        return latency + wire * link.beta
 
     def _sized(self, parts: ReshardAtoms, labels: Labels) -> Candidate | None:
         """The program with parts at their best sizes; None where it holds too much, or cannot be cut so: tensors of one

@@ -13,8 +13,8 @@ from hapsynth.cluster.curves import Curve
 from hapsynth.instructions.collectives import Moved
 from hapsynth.instructions.program.program import Convert, Program
 from hapsynth.instructions.program.sizes import Classes, Sizes
-from hapsynth.instructions.staging.reshard_moves import moved
 from hapsynth.search.cost.model import CostModel, Floats, distinct
+from hapsynth.search.cost.network import PRICES, PriceOfMoves
 from hapsynth.search.cost.program_index import Cut, Load, ProgramIndex
 from hapsynth.search.cost.roofline import Roofline
 from hapsynth.search.cost.work import Work
@@ -70,6 +70,7 @@ class ReshardTerm:
     """Reshares between the same two cuts. `over`: cuts that the rest of the value is held by; `seconds`: of sending it
     all once along a link, with everything whole; `latency`: seconds of all permutes at one distance."""
 
+    price: PriceOfMoves
     old: Cut
     new: Cut
     over: tuple[Cut, ...]
@@ -78,11 +79,11 @@ class ReshardTerm:
 
     def at(self, old: Floats, new: Floats, largest: LargestOf) -> Floats:
         """Seconds, from each position's share of both cuts [..., positions]."""
-        permutes, rows = moved(old, new)
-        share = self.seconds
+        whole = self.seconds
         for cut in self.over:
-            share = share * largest(cut)
-        return permutes * self.latency + rows * share
+            whole = whole * largest(cut)
+        latency, moving = self.price.between(old, new, self.latency, whole)
+        return latency + moving
 
     @property
     def cuts(self) -> tuple[Cut, ...]:
@@ -129,7 +130,9 @@ class ClassCosts:
         wire = link.wire_bytes(step, nbytes)
         if isinstance(traffic, Moved):
             old, new, *over = (self.cut((i.value, *cut)) for cut in (traffic.old, traffic.new, *traffic.around))
-            known = self._reshares.setdefault((old, new, *over), ReshardTerm(old, new, tuple(over)))
+            price = PRICES[step]
+            assert isinstance(price, PriceOfMoves)
+            known = self._reshares.setdefault((old, new, *over), ReshardTerm(price, old, new, tuple(over)))
             known.seconds += runs * wire * link.beta
             known.latency += runs * link.latency
             return
