@@ -13,7 +13,7 @@ import numpy as np
 from hapsynth.cluster.cluster import DEFAULT_AXIS, Cluster
 from hapsynth.cluster.curves import Curve
 from hapsynth.instructions.collectives import Block, Moved, Traffic
-from hapsynth.instructions.staging.reshard_moves import moved
+from hapsynth.instructions.staging.moved_rows import moved
 from hapsynth.search.cost.device_speed import Floats
 
 Largest = Callable[[int, tuple[int, ...], int], float]

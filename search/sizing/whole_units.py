@@ -44,7 +44,7 @@ class ClassUnits:
     def __init__(self, loads: ClassCosts, c: int, sizes: Sizes) -> None:
         self.loads, self.c, self.sizes = loads, c, sizes
         self.cls = loads.classes.all[c]
-        works, self._wires, self._reshares = loads.by_class[c]
+        works, self._wires, self._boundaries = loads.by_class[c]
         self.kind_of = loads.costs.kinds_along(self.cls.axes)
         self._layers: dict[int, _Layer] = {}
         self._terms: list[tuple[int, slice, Floats]] = []
@@ -59,13 +59,13 @@ class ClassUnits:
             layer.fractions.update({cut: loads.fraction(sizes, cut) for cut in others if cut is not None})
             table = loads.table(mine)
             self._terms.append((depth, layer.add(table, others), table.counts))
-        cuts = [cut for w in self._wires for cut in (*w.times, *w.over)]
-        cuts += [cut for r in self._reshares for cut in r.over]
+        cuts = [cut for w in self._wires for cut in w.cuts]
+        cuts += [cut for b in self._boundaries for cut in b.over]
         self._fixed = {cut: largest_of(sizes, cut) for cut in cuts if cut[0] != c}
         self._depths = sorted({depth for other, depth in cuts if other == c})
         """Of which joined shares the largest counts."""
         # Over a largest share wires grow as it falls, and boundaries may move nearer to others' wherever a unit goes.
-        self._any_helps = any(cut[0] == c for w in self._wires for cut in w.over) or bool(self._reshares)
+        self._any_helps = any(cut[0] == c for w in self._wires for cut in w.over) or bool(self._boundaries)
         self._sent: dict[tuple[int, ...], Floats] = {}
         self.shares = np.zeros(0, dtype=np.int64)
         self.evaluated = 0
@@ -74,7 +74,7 @@ class ClassUnits:
     @property
     def decides(self) -> bool:
         """Whether it costs anything at all."""
-        return bool(self._terms or self._wires or self._reshares)
+        return bool(self._terms or self._wires or self._boundaries)
 
     def seconds(self, trials: Ints) -> Floats:
         """Of shares [trials, positions], each trial's."""
@@ -98,13 +98,13 @@ class ClassUnits:
             seconds += (terms[depth][:, rows] * counts).sum(axis=-1)
         if self._wires:
             seconds = self._with_wires(seconds, largest)
-        for r in self._reshares:
+        for b in self._boundaries:
             assert trials is not None
             of_depth = dict(zip(self._depths, largest, strict=True))
             largest_share = lambda cut, of_depth=of_depth: (
                 of_depth[cut[1]] / self.cls.units if cut[0] == self.c else np.full(count, self._fixed[cut])
             )
-            seconds += r.at(self._shards(r.old, trials), self._shards(r.new, trials), largest_share)
+            seconds += b.at(self._shards(b.old, trials), self._shards(b.new, trials), largest_share)
         return seconds
 
     def _with_wires(self, seconds: Floats, largest: Sequence[Ints]) -> Floats:
@@ -278,7 +278,7 @@ class ClassUnits:
             left = np.maximum(top.without(source // inner), joined[source // inner] - 1)
             held.append(np.where(to == source // inner, top.first, np.maximum(left, joined[to] + 1)).astype(np.int64))
         trials = None
-        if self._reshares:
+        if self._boundaries:
             trials = np.tile(self.shares, (targets.size, 1))
             trials[:, source] -= 1
             trials[np.arange(targets.size), targets] += 1
