@@ -72,9 +72,9 @@ class CommTerm:
 
 @dataclass(eq=False)
 class BoundaryTerm:
-    """Conversions that send what changes its owner between the same two cuts: how far the boundaries between shards
-    move. `over`: cuts that the rest of the value is held by; `seconds`: of sending it all once along a link, with
-    everything whole; `latency`: seconds of all permutes at one distance."""
+    """Conversions between the same two cuts that send the rows which change owner: as many as the boundaries between
+    shards move by. `over`: cuts that the rest of the value is held by; `seconds`: of sending all rows once along a
+    link, with everything whole; `latency`: seconds of all permutes at one distance."""
 
     price: PriceOfMoves
     old: Cut
