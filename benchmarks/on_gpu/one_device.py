@@ -179,7 +179,8 @@ AnyOne = TypeVar("AnyOne", bound=One)
 def one_of(form: type[AnyOne], plan: Plan, sizes: Sizes, device: Any) -> AnyOne:
     """The first device of a plan that was made without devices, at these sizes."""
     mesh = own_mesh(stand_ins(sizes.classes.lengths[0]), plan.program.axes)
-    return form(plan.traced.graph, plan.program, sizes, mesh, True, device.platform, place=(0,), device=device)
+    graph, options = plan.traced.graph, plan.result.lowering
+    return form(graph, plan.program, sizes, mesh, True, device.platform, options, place=(0,), device=device)
 
 
 def holding(one: One, leaves: Sequence[jax.Array]) -> list[Any]:

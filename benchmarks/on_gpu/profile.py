@@ -20,7 +20,6 @@ from hapsynth.search.cost.program_cost import program_cost
 from on_gpu.settings import Example, Row, Settings, fitting
 
 VARIANTS = {"": ""}
-BATCHES = (0.25, 0.5, 1.0)
 _TINY = Options(dtypes=("float32",), quick=True, tolerance=1.0, limit_s=0.0, window_s=0.0, longest_s=0.05)
 
 
@@ -36,7 +35,7 @@ def rows(settings: Settings, variant: str) -> Iterator[Row]:
     yield {"what": "profile", "seconds": seconds, "notes": notes, **told(cluster)}
     predictions: dict[Example, Prediction] = {}
     for name in settings.examples:
-        for factor in BATCHES:
+        for factor in settings.batches:
             example = settings.shallow(name).times(factor)
             predictions[example] = found = Prediction.of(example, cluster)
             # Predictions come before any measurement.

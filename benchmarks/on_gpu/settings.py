@@ -40,7 +40,7 @@ SIZES: dict[str, dict[str, dict[str, Any]]] = {
         },
         "cnn": {"batch": 1024, "size": 128, "channels": (64, 128, 256, 512), "classes": 1000},
     },
-    # As the examples' files have them: steps so short that the time to start one shows.
+    # As the examples' files have them: steps so short that their start shows.
     "own": {name: {} for name in DTYPES},
     "tiny": {
         "mlp": {"batch": 32, "features": 8, "hidden": (16,), "classes": 8},
@@ -117,13 +117,16 @@ def _making(example: Example) -> Callable[[jax.Array], tuple[Any, Any]]:
 class Settings:
     """`sizes`: a key of SIZES. `examples`: the names of those to run. `given`: (example, field, value), which replace
     figures of SIZES. `rounds`: timed calls of each function. `cluster`: the file that the part `profile` writes, and
-    from which later parts predict."""
+    from which later parts predict. `batches`: the parts of an example's batch that `profile` predicts. `shares`: those
+    of the first of two devices, in the part of that name."""
 
     sizes: str = "card"
     examples: tuple[str, ...] = tuple(DTYPES)
     given: tuple[tuple[str, str, Any], ...] = ()
     rounds: int = 10
     cluster: Path | None = None
+    batches: tuple[float, ...] = (0.25, 0.5, 1.0)
+    shares: tuple[float, ...] = (1 / 8, 1 / 4, 3 / 8, 1 / 2)
 
     @property
     def is_tiny(self) -> bool:

@@ -24,7 +24,6 @@ from on_gpu.one_device import OneStaged, Steps, one_of, with_shares
 from on_gpu.settings import Example, Row, Settings, fitting, like_cluster
 
 VARIANTS = {"": ""}
-SHARES = (1 / 8, 1 / 4, 3 / 8, 1 / 2)
 
 
 def rows(settings: Settings, variant: str) -> Iterator[Row]:
@@ -37,7 +36,7 @@ def of_example(settings: Settings, example: Example) -> Iterator[Row]:
     plan = for_two(settings, example)
     costs = plan.cost_model()
     found: list[Row] = []
-    for share in SHARES:
+    for share in settings.shares:
         sizes = with_shares(plan, (share, 1 - share))
         one = one_of(OneStaged, plan, sizes, device)
         steps = Steps(one, jax.tree.leaves(example.arguments(device)))

@@ -8,8 +8,7 @@ The overhead is the difference in time to that program over the number of stages
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +17,7 @@ import jax.numpy as jnp
 from harness.timing import interleaved
 
 import hapsynth
-from hapsynth.instructions.staging import gathered, padded
+from hapsynth.instructions.staging.options import LoweringOptions
 from hapsynth.lower._host_schedule import LocalStage
 from on_gpu.one_device import OneStaged, OneSwitch, Steps, one_of
 from on_gpu.settings import Row, Settings, is_gpu, like_cluster, skipped, slow_kind
@@ -30,6 +29,8 @@ VARIANTS = {
     "conditionals in command buffers": "--xla_gpu_enable_command_buffer=+CONDITIONAL --xla_gpu_graph_min_graph_size=1",
 }
 DEVICES = 8
+SWITCHED = LoweringOptions(small_stage_elements=0, small_op_elements=0, gathered_bytes=0)
+"""Small stages and collectives would be padded: chains are small so that switches are what takes time."""
 _STEPS = (0.01, 0.1, 1.0)
 """Seconds of a step, of which a hundredth may go to switches."""
 
@@ -60,7 +61,7 @@ class Chain:
         cluster = like_cluster(slow_kind(), DEVICES)
         args = (f32(sum(shares), self.width), w)
         ratios = {"[0].0": [n / sum(shares) for n in shares]}
-        return hapsynth.synthesize(self.fn, args, cluster, fixed={"[0]": "S(0)"}, ratios=ratios)
+        return hapsynth.synthesize(self.fn, args, cluster, fixed={"[0]": "S(0)"}, ratios=ratios, lowering=SWITCHED)
 
 
 def chains(settings: Settings) -> list[tuple[Chain, tuple[int, ...]]]:
@@ -76,19 +77,7 @@ def rows(settings: Settings, variant: str) -> Iterator[Row]:
         yield skipped("command buffers are of XLA's GPU backend")
         return
     for chain, branches in chains(settings):
-        with _every_stage_in_a_switch():
-            yield from prices(settings, chain, branches, staged=variant == DEFAULT)
-
-
-@contextmanager
-def _every_stage_in_a_switch() -> Generator[None]:
-    """Switches for small stages and collectives too, which are padded else: a small chain spends its time in them."""
-    before = padded.SMALL_STAGE, padded.SMALL_OP, gathered.GATHERED
-    padded.SMALL_STAGE, padded.SMALL_OP, gathered.GATHERED = -1, 0, -1
-    try:
-        yield
-    finally:
-        padded.SMALL_STAGE, padded.SMALL_OP, gathered.GATHERED = before
+        yield from prices(settings, chain, branches, staged=variant == DEFAULT)
 
 
 def prices(settings: Settings, chain: Chain, branches: Sequence[int], *, staged: bool) -> Iterator[Row]:

@@ -17,10 +17,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from hapsynth._jax import is_extended, itemsize
-from hapsynth.instructions.collectives import BUNDLED
 from hapsynth.instructions.program.program import Convert
 from hapsynth.instructions.program.sizes import Sizes
 from hapsynth.instructions.staging.buckets import family, filled
+from hapsynth.instructions.staging.options import LoweringOptions
 from hapsynth.lower._collectives import LOWERINGS, exchange, exchange_first
 
 
@@ -46,15 +46,15 @@ class Bundle:
         parts = [_blocks(step, x, lengths[step.axis]) for step, x in zip(self.steps, xs, strict=True)]
         return lax.concatenate(parts, parts[0].ndim - 1)
 
-    def exchange(self, sizes: Sizes, names: Sequence[str], x: jax.Array, by_gloo: bool) -> jax.Array:
-        """The collective itself. `names`: of the mesh axes. `by_gloo`: as `hapsynth.lower._gloo.joins` says."""
+    def exchange(self, sizes: Sizes, names: Sequence[str], x: jax.Array, gloo: LoweringOptions | None) -> jax.Array:
+        """The collective itself. `names`: of the mesh axes. `gloo`: the thresholds where devices send by gloo."""
         step = self.steps[0]
         name = names[step.axis]
         if len(self.steps) == 1:
-            return exchange(sizes, name, step, x, by_gloo)
+            return exchange(sizes, name, step, x, gloo)
         collective = step.collective
         x = x[None] if collective.joins and not collective.splits else x
-        return exchange_first(collective, name, x, step.source[step.axis].reduction, by_gloo)
+        return exchange_first(collective, name, x, step.source[step.axis].reduction, gloo)
 
     def unpack(self, x: jax.Array, lengths: Sequence[int]) -> list[jax.Array]:
         """What each collective alone would have given."""
@@ -68,15 +68,15 @@ class Bundle:
         return found
 
 
-def bundles(steps: Sequence[Convert], sent: Sequence[Any], platform: str) -> list[Bundle]:
+def bundles(steps: Sequence[Convert], sent: Sequence[Any], platform: str, options: LoweringOptions) -> list[Bundle]:
     """Collectives that don't depend on one another, those that can go as one together; the same in all processes.
     `sent`: the shape and dtype that each takes. Where XLA joins them itself each is alone."""
     families: list[Hashable | None] = []
     sizes = [prod(s.shape) * itemsize(s.dtype) for s in sent]
     for step, struct, nbytes in zip(steps, sent, sizes, strict=True):
-        alone = platform != "cpu" or is_extended(struct.dtype) or nbytes > BUNDLED
+        alone = platform != "cpu" or is_extended(struct.dtype) or nbytes > options.bundled_bytes
         families.append(None if alone else family(step, str(struct.dtype)))
-    groups = filled(families, sizes)
+    groups = filled(families, sizes, options.bundle_bytes)
     structs = [jax.ShapeDtypeStruct(s.shape, s.dtype) for s in sent]
     return [Bundle(tuple(steps[i] for i in g), tuple(structs[i] for i in g)) for g in groups]
 

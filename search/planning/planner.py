@@ -227,6 +227,7 @@ class Planner:
             ratio_bound_s=min(ratio_bound, best.cost),
             unpriced_primitives=unknown,
             exact=options.exact,
+            lowering=options.lowering,
         )
 
     def _infeasible(self) -> InfeasibleError:
