@@ -1,7 +1,7 @@
-"""What a device of an uneven cluster computes: the first device of a plan for two, at shares from 1/8 to 1/2.
+"""Compute time of a device by its share of an uneven cluster: the first device of a plan for two, from 1/8 to 1/2.
 
-Stages run on their exact shapes, collectives are copies of what goes over the wire (`on_gpu.one_device`); what these
-take alone is measured too and taken off. Where the device's time is affine in its share, the line is exact.
+Stages run on their exact shapes; copies of the arrays on the wire replace collectives (`on_gpu.one_device`), and their
+own time is measured too and subtracted. Where the device's time is affine in its share, the line is exact.
 """
 
 from __future__ import annotations

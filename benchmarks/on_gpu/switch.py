@@ -1,8 +1,8 @@
-"""The price of a stage: as a switch over 2, 4 and 8 branches, and as a function of its own, beside none at all.
+"""The overhead of a stage: as a switch over 2, 4 and 8 branches, and as a function of its own.
 
-A chain of stages with a reduction between them, for eight devices, run as the first of them, which holds the largest
+A chain of stages with a reduction between them, for eight devices, runs as the first of them, which holds the largest
 shard and so pads nothing. With even shares hapsynth makes no switch: the same work for this device, in one program.
-What a switch or a stage takes is the difference, over their number.
+The overhead is the difference in time to that program over the number of stages.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ class Chain:
 
     def fn(self, x: jax.Array, w: jax.Array) -> jax.Array:
         for _ in range(self.stages):
-            # Whole rows are needed here, so that rows are what stays cut.
+            # Needs whole rows, so that the rows stay the sharded dimension.
             y = jnp.tanh(x @ w if self.op == "matmul" else x * w - x.mean(axis=1, keepdims=True))
             x = y + y.sum(axis=0) * (1e-3 / self.rows)
         return x
 
     def shares(self, branches: int) -> list[int]:
-        """Rows of each of the eight devices, `branches` different ones."""
+        """Rows of each of the eight devices: `branches` different numbers."""
         return [self.rows - (i * branches // DEVICES) * max(self.rows // 16, 1) for i in range(DEVICES)]
 
     def plan(self, shares: Sequence[int]) -> hapsynth.Plan:
@@ -65,7 +65,7 @@ class Chain:
 
 
 def chains(settings: Settings) -> list[tuple[Chain, tuple[int, ...]]]:
-    """With the numbers of branches to try."""
+    """The chains, each with the numbers of branches to try."""
     if settings.is_tiny:
         return [(Chain("elementwise", 32, 8, 2), (2,)), (Chain("matmul", 32, 8, 1), (8,))]
     small = [(Chain("elementwise", 512, 256, stages), (2, 4, 8)) for stages in (4, 32)]

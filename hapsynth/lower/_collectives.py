@@ -21,7 +21,7 @@ from hapsynth.instructions.program.sizes import Sizes
 from hapsynth.instructions.staging.options import LoweringOptions
 from hapsynth.lower import _gloo
 from hapsynth.lower._mesh_position import MeshPosition
-from hapsynth.lower._reshard import Recut
+from hapsynth.lower._recut import Recut
 from hapsynth.lower._storage import pad_to, with_length
 
 

@@ -144,13 +144,9 @@ class Staged(LoweredProgram):
     @cached_property
     def compiled(self) -> dict[LocalStage | CollectiveStage, list[Any]]:
         """The compiled functions of each stage, in the same order; stages that are alike share them."""
-        known: dict[int, Any] = {}
         with _jax.no_mesh():
-            for lowered in self.stages.values():
-                for x in lowered:
-                    if id(x) not in known:
-                        known[id(x)] = x.compile()
-        return {item: [known[id(x)] for x in lowered] for item, lowered in self.stages.items()}
+            compiled = {x: x.compile() for x in dict.fromkeys(x for lowered in self.stages.values() for x in lowered)}
+        return {item: [compiled[x] for x in lowered] for item, lowered in self.stages.items()}
 
     # Local stages
 

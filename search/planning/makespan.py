@@ -11,27 +11,34 @@ each part in which they differ what makes the longest chain the shortest.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, linprog, milp
 from scipy.sparse import coo_array
 from scipy.sparse.csgraph import connected_components
 
-from hapsynth.instructions.program.program import Compute
+from hapsynth.instructions.program.program import Compute, Program
+from hapsynth.instructions.program.sizes import Sizes
 from hapsynth.search.cost.model import CostModel, Floats
 from hapsynth.search.formulation.chain_weights import ChainCosts, WeightedBuilder
 from hapsynth.search.formulation.chains import Chain, ChainSpace, Occupancy, Resources
+from hapsynth.search.memory.profile import MemoryProfile
 from hapsynth.search.planning.candidate import Candidate
 from hapsynth.search.planning.search_at_ratios import FixedRatioSearch
+from hapsynth.search.result import SETTLED
 from hapsynth.search.scheduling.critical_path import Step, critical_path, turning_ops
 from hapsynth.search.scheduling.list_schedule import schedule
-from hapsynth.search.scheduling.tasks import LINKS, tasks_of
-from hapsynth.search.scheduling.timeline import Timeline
+from hapsynth.search.scheduling.tasks import LINKS, Machine, TaskGraph, tasks_of
+from hapsynth.search.scheduling.timeline import Timeline, simulate
+from hapsynth.search.sizing.makespan_lp import LINK
 from hapsynth.search.sizing.ratios import Ratios
 from hapsynth.search.solver import Ints
 
 _ROUNDS = 5
+_ROUNDS_AGAIN = 2
 _MIXTURES = 2
 """Of the best program and the last one, with what the schedule of the first mixture taught."""
 _MIXING_S = 1.0
@@ -59,30 +66,30 @@ class Scheduled:
 
 
 class MakespanSearch:
-    """At some ratios. `best`: the program of the least makespan so far that fits; `bound`: seconds that all programs
-    take at least."""
+    """At some ratios; `like`: one at others, whose chains and weights it begins from. `best`: the program of the least
+    makespan so far that fits; `bound`: seconds that all programs take at least."""
 
-    def __init__(self, search: FixedRatioSearch, ratios: Ratios) -> None:
+    def __init__(self, search: FixedRatioSearch, ratios: Ratios, like: MakespanSearch | None = None) -> None:
         self.search, self.builder = search, search.builder(ratios)
         self.costs: CostModel = search.task.costs
         self.structure = search.choices
-        self.space = ChainSpace(self.structure, resources(self.costs))
+        self.space = like.space if like else ChainSpace(self.structure, resources(self.costs))
         self._chain_costs = ChainCosts(self.builder, self.space)
-        self.chains: list[Chain] = list(self.space.alone)
+        self.chains: list[Chain] = list(like.chains if like else self.space.alone)
         self.seen: list[Scheduled] = []
         self.best: Scheduled | None = None
         self.bound = 0.0
-        self._cuts: set[int] = set()
+        self._cuts: set[int] = set(like._cuts) if like else set()
         self._paths: list[Chain] = []
         """Of the programs seen, what is on the critical path: it tells what to change, and bounds nothing."""
-        self._weights = np.zeros(0)
+        self._weights: Floats = like._weights if like else np.zeros(0)
         """At which the bound was found."""
         self._first_s: float | None = None
 
-    def run(self, begin: Ints) -> None:
+    def run(self, begin: Ints, rounds: int = _ROUNDS) -> None:
         """Search from the choices of a program."""
         self._look(begin)
-        for _ in range(_ROUNDS):
+        for _ in range(rounds):
             weights, most = self._next_weights()
             if self.search.clock.late() or most <= self.bound * (1 + _TOLERANCE):
                 return
@@ -212,6 +219,117 @@ class MakespanSearch:
             return None
         taken = np.append(found.x[:count] > 0.5, False)
         return np.where(taken[part], other.choices, one.choices)
+
+
+class Overlapped(NamedTuple):
+    """A program in the order in which it takes the least time found, and seconds that all programs at its ratios take
+    at least. `clocks`: by resource, the seconds that it is taken."""
+
+    program: Program
+    sizes: Sizes
+    timeline: Timeline
+    memory: float
+    lower_bound_s: float
+    clocks: dict[str, float]
+
+
+def overlapped(search: FixedRatioSearch, best: Candidate, ratios: Ratios) -> Overlapped | None:
+    """The program of the least makespan found from the best one of the search by sums, whose own ratios are given; None
+    where none fits in the order that it is to run in."""
+    first = MakespanSearch(search, ratios)
+    assert best.choices is not None
+    first.run(best.choices)
+    found = first
+    if first.best is not None and not search.clock.late():
+        sizes = _balanced(first.best, search.task.costs, search.limit)
+        if sizes is not None:
+            again = MakespanSearch(search, search.task.own_ratios(sizes), first)
+            again.run(first.best.choices, _ROUNDS_AGAIN)
+            if again.best is not None and again.best.makespan_s < first.best.makespan_s:
+                found = again
+    return _fitting(found, search)
+
+
+def _fitting(found: MakespanSearch, search: FixedRatioSearch) -> Overlapped | None:
+    """The best of the programs seen that fits in its order."""
+    costs = search.task.costs
+    for known in sorted(found.seen, key=lambda known: known.makespan_s):
+        sizes = known.candidate.sizes
+        program = in_order(known.candidate.program, known.timeline)
+        memory = MemoryProfile(costs.graph, program, sizes.classes, costs).peak(sizes)
+        if memory <= search.limit:
+            tasks = tasks_of(program, sizes, costs)
+            timeline = simulate(tasks, range(len(tasks.machine)))
+            return Overlapped(program, sizes, timeline, memory, found.bound, clocks(timeline, costs))
+    return None
+
+
+def _balanced(found: Scheduled, costs: CostModel, limit: float) -> Sizes | None:
+    """Sizes of a program that share its critical path better between devices and link; None where they gain nothing."""
+    candidate, tasks = found.candidate, found.timeline.tasks
+    spent = dict.fromkeys(Machine, 0.0)
+    for task, group in critical_path(found.timeline):
+        spent[tasks.machine[task]] += float(tasks.seconds[task, group])
+    computing, total = spent[Machine.COMPUTE], sum(spent.values())
+    sizer = candidate.sizer
+    besides = sizer.besides(candidate.sizes, busy_seconds(found.timeline, costs))
+    sizes = sizer.balanced(candidate.sizes, besides, computing / total if total else 1.0, limit)
+    if sizes.shares == candidate.sizes.shares:
+        return None
+    makespan = schedule(tasks_of(candidate.program, sizes, costs)).makespan_s
+    return sizes if makespan < found.makespan_s * (1 - SETTLED) else None
+
+
+def busy_seconds(timeline: Timeline, costs: CostModel) -> dict[int, float]:
+    """Of each kind of device, by its number, the seconds that the busiest of its devices computes, and those that
+    collectives take together (`LINK`); of both what takes everything."""
+    tasks = timeline.tasks
+    machine = np.array(tasks.machine, dtype=np.int64)
+    everything = machine == Machine.EVERYTHING
+    each = tasks.seconds[(machine == Machine.COMPUTE) | everything].sum(axis=0)
+    found = {LINK: float(tasks.seconds[np.isin(machine, LINKS) | everything].max(axis=1, initial=0.0).sum())}
+    for group, kind in zip(tasks.group_of.tolist(), costs.kind_of.tolist(), strict=True):
+        found[kind] = max(found.get(kind, 0.0), float(each[group]))
+    return found
+
+
+def clocks(timeline: Timeline, costs: CostModel) -> dict[str, float]:
+    """By name, the seconds that each kind of device computes, and that each link is taken."""
+    busy, tasks = busy_seconds(timeline, costs), timeline.tasks
+    found = {f"compute {kind.name}": busy[k] for k, kind in enumerate(costs.kinds)}
+    for link, name in zip(LINKS, ("network", "links inside hosts"), strict=True):
+        taken = [k for k, m in enumerate(tasks.machine) if m is link]
+        if taken:
+            found[name] = float(tasks.seconds[taken].max(axis=1).sum())
+    return found
+
+
+def in_order(program: Program, timeline: Timeline) -> Program:
+    """The program with its instructions in the order of a timeline."""
+    tasks, start = timeline.tasks, timeline.start
+    place = {task: n for n, task in enumerate(timeline.order)}
+    # A collective goes where it starts, so that it is issued before what is computed beside it.
+    ranked = sorted(timeline.order, key=lambda t: (float(start[t].min(initial=np.inf)), place[t]))
+    order = [at for task in _topological(tasks, ranked) for at in tasks.instructions[task]]
+    return replace(program, instructions=tuple(program.instructions[at] for at in order))
+
+
+def _topological(tasks: TaskGraph, ranked: Sequence[int]) -> list[int]:
+    """Tasks by rank, each after its makers."""
+    found: dict[int, None] = {}
+
+    def add(task: int) -> None:
+        waiting = [task]
+        while waiting:
+            missing = [m for m in tasks.makers[waiting[-1]] if m not in found]
+            if missing:
+                waiting += missing
+            else:
+                found[waiting.pop()] = None
+
+    for task in ranked:
+        add(task)
+    return list(found)
 
 
 def resources(costs: CostModel) -> Resources:
