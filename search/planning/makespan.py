@@ -89,6 +89,8 @@ class MakespanSearch:
     def run(self, begin: Ints, rounds: int = _ROUNDS) -> None:
         """Search from the choices of a program."""
         self._look(begin)
+        if not self._weights.size:
+            self._weights = self._on_critical_path(self.seen[0].timeline)
         for _ in range(rounds):
             weights, most = self._next_weights()
             if self.search.clock.late() or most <= self.bound * (1 + _TOLERANCE):
@@ -97,6 +99,17 @@ class MakespanSearch:
             self._mix()
             if self.best is not None and self.best.makespan_s <= self.bound * (1 + _TOLERANCE):
                 return
+
+    def _on_critical_path(self, timeline: Timeline) -> Floats:
+        """Of each resource its part of a timeline's critical path: weights from which others are soon found."""
+        tasks, kinds = timeline.tasks, self.space.resources.kinds
+        found = np.full(len(self.space.alone), _LEAST_WEIGHT)
+        kind_of = dict(zip(tasks.group_of.tolist(), self.costs.kind_of.tolist(), strict=True))
+        link_of = {link: kinds + n for n, link in enumerate(links_of(self.costs))}
+        for task, group in critical_path(timeline):
+            at = link_of.get(tasks.machine[task], kind_of[group])
+            found[at] += float(tasks.seconds[task, group]) / timeline.makespan_s
+        return np.pad(found / found.sum(), (0, len(self.chains) - found.size))
 
     def _solve(self, weights: Floats) -> None:
         """The program of the least weighted chains."""
@@ -332,9 +345,13 @@ def _topological(tasks: TaskGraph, ranked: Sequence[int]) -> list[int]:
     return list(found)
 
 
+def links_of(costs: CostModel) -> list[Machine]:
+    """The links that some mesh axis goes over."""
+    crossing = {link.crosses_hosts for link in costs.links}
+    return [link for link, crosses in ((Machine.NETWORK, True), (Machine.INTRA, False)) if crosses in crossing]
+
+
 def resources(costs: CostModel) -> Resources:
     """The streams and links of a cluster; collectives along the mesh axes that cross hosts share the network."""
-    axes = range(len(costs.links))
-    network = tuple(a for a in axes if costs.links[a].crosses_hosts)
-    inside = tuple(a for a in axes if not costs.links[a].crosses_hosts)
-    return Resources(len(costs.kinds), tuple(link for link in (network, inside) if link))
+    on = lambda link: tuple(a for a, x in enumerate(costs.links) if x.crosses_hosts == (link is Machine.NETWORK))
+    return Resources(len(costs.kinds), tuple(map(on, links_of(costs))))

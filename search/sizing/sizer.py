@@ -25,11 +25,11 @@ from hapsynth.instructions.program.program import Program
 from hapsynth.instructions.program.sizes import Classes, Sizes
 from hapsynth.search.analysis.numbering import Numbering
 from hapsynth.search.cost.model import CostModel, Floats
-from hapsynth.search.memory.profile import MemoryProfile
+from hapsynth.search.memory.profile import MemoryProfile, largest_of
 from hapsynth.search.sizing.class_costs import ClassCosts
 from hapsynth.search.sizing.fixed_ratios import FixedRatios
 from hapsynth.search.sizing.leaving_out import FEW, ladder, least_at
-from hapsynth.search.sizing.makespan_lp import MakespanLP
+from hapsynth.search.sizing.makespan_lp import LINK, MakespanLP
 from hapsynth.search.sizing.ratio_lp import RatioLP
 from hapsynth.search.sizing.ratios import nested_shares
 from hapsynth.search.sizing.relaxation import relaxation_bound
@@ -209,6 +209,19 @@ class Sizer:
             elif settled or not (self.loads.has_products or self.loads.has_curves):
                 break
         return sizes
+
+    def besides(self, sizes: Sizes, busy: Mapping[int, float]) -> dict[int, float]:
+        """Of the seconds that each kind of device and the link are `busy` at some sizes, those that sizes do not
+        decide."""
+        kind_of, loads = self.costs.kind_of, self.loads
+        found = dict(busy)
+        for works in loads.works:
+            table = loads.table(works)
+            seconds = table.counts @ table.busy(kind_of, [loads.fraction(sizes, cut) for cut in works.cuts])
+            for kind in range(len(self.costs.kinds)):
+                found[kind] -= float(seconds[kind_of == kind].max())
+        found[LINK] -= sum(float(wire.at(lambda cut: largest_of(sizes, cut))) for wire in loads.wires)
+        return {resource: max(0.0, seconds) for resource, seconds in found.items()}
 
     def balanced(self, sizes: Sizes, besides: Mapping[int, float], exposed: float, limit: float = np.inf) -> Sizes:
         """Sizes at which the busiest stream and the link have the least to do, in whole units nearest to them; those
