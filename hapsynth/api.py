@@ -59,6 +59,7 @@ def synthesize(
     form: Form = ...,
     lowering: LoweringOptions = ...,
     recompute: bool = ...,
+    overlap: bool = ...,
 ) -> Plan: ...
 
 
@@ -103,6 +104,7 @@ def synthesize(
     form: Form = "auto",
     lowering: LoweringOptions = PlanningOptions.lowering,
     recompute: bool = False,
+    overlap: bool = PlanningOptions.overlap,
     frequency: Mapping[str, float] | None = None,
     state: Mapping[str, Mapping[str, str]] | None = None,
 ) -> Plan | Plans:
@@ -131,6 +133,8 @@ def synthesize(
     plan is priced and lowered by them, and its file has those that are not the default.
     `recompute`: whether values may be made again later rather than held, as with `jax.checkpoint`, where memory is
     short; the plan's `traced.graph.again` says which ops run twice, and its gap is about programs that do so.
+    `overlap`: the cost of a program is the time from a common start to the last result, its collectives beside what is
+    computed, and not the sum over its instructions; the plan's instructions are in the order that takes so long.
 
     A dict of functions, e.g. `{"train": step, "eval": loss, "init": init}`, with a dict of their arguments, is planned
     for one state, which one's plan takes as another's leaves it; `Plans` are returned. The state is what the first of
@@ -163,8 +167,11 @@ def synthesize(
         leave_out=leave_out,
         exact=holds_exact(form, devices),
         lowering=lowering,
+        overlap=overlap,
     )
     if isinstance(fn, Mapping):
+        if overlap:
+            raise TypeError("overlap is for one function: plan these one by one, or without it")
         if recompute:
             raise TypeError("recompute is for one function: use jax.checkpoint in these, or plan one by itself")
         return synthesize_several(

@@ -95,6 +95,13 @@ class Result:
     """The joint bound on each set of devices that was considered; empty where only one was."""
     unpriced_primitives: tuple[str, ...] = ()
     """Of which nothing says what they take (`instructions.uncovered.unpriced`)."""
+    overlap: bool = False
+    """Whether `cost_s` is the makespan of the program in its order, its collectives beside what is computed; else it is
+    the sum over its instructions."""
+    exposed_communication_s: float = 0.0
+    """With overlap: seconds in which the device that computes longest does not compute."""
+    clocks_s: Mapping[str, float] = field(default_factory=dict[str, float])
+    """With overlap: by name, how long each kind of device computes, and each link is taken. No step is shorter."""
     exact: bool = False
     """Whether `memory_bytes` is of shards that are stored at exact size, in staged form; else they are padded."""
     lowering: LoweringOptions = DEFAULT

@@ -134,6 +134,11 @@ def _add_planning(parser: argparse.ArgumentParser) -> None:
         help="where memory is short, make values again later rather than hold them, as jax.checkpoint does",
     )
     parser.add_argument(
+        "--overlap",
+        action="store_true",
+        help="plan for a step in which collectives run beside computing: the least makespan, in its order",
+    )
+    parser.add_argument(
         "--ratios",
         metavar="[FUNCTION:][CLASS=]R,R,...",
         action="append",
@@ -216,8 +221,10 @@ def asked(options: argparse.Namespace, functions: Sequence[str] | None = None) -
     alike = {"time_budget_s": options.time_budget, "form": getattr(options, "form", "auto")}
     if functions is None:
         expect = dict(_of_one("--expect", options.expect))
-        alike["recompute"] = options.recompute
+        alike |= {"recompute": options.recompute, "overlap": options.overlap}
         return {**alike, "expect": expect, "ratios": _ratios_of(_of_one("--ratios", options.ratios))}
+    if options.overlap:
+        raise UsageError("--overlap is for one function: pick it with --function")
     if options.recompute:
         raise UsageError("--recompute is for one function: pick it with --function, or use jax.checkpoint in these")
     each = lambda option, given: {name: dict(of) for name, of in _of_each(option, given, functions).items()}

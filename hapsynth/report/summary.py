@@ -88,7 +88,10 @@ def print_left_out(out: Console, plan: Plan) -> None:
 def print_certificate(out: Console, plan: Plan) -> None:
     """Cost, bounds, gaps, and the status in words."""
     r = plan.result
-    out.print(f"step time      {seconds(r.cost_s)} predicted")
+    out.print(f"step time      {seconds(r.cost_s)} predicted{', collectives beside computing' if r.overlap else ''}")
+    if r.overlap:
+        out.print(f"exposed        {seconds(r.exposed_communication_s)} in which the busiest device waits")
+        out.print(f"busy           {', '.join(f'{name} {seconds(s)}' for name, s in r.clocks_s.items())}")
     for name, bound, where, gap in (
         ("lower bound", r.lower_bound_s, "at these shard sizes", r.gap),
         ("size bound ", r.ratio_bound_s, "for this program at any shard sizes", r.rounding_gap),

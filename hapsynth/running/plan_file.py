@@ -102,6 +102,7 @@ def plan_to_dict(traced: Traced, result: Result, cluster: Cluster) -> dict[str, 
             "expanded": result.expanded,
             **({} if result.with_all_s is None else {"with_all_s": number_of(result.with_all_s)}),
             "ratio_bound_s": number_of(result.ratio_bound_s),
+            **(_overlap(result) if result.overlap else {}),
         },
         "memory_of": "exact" if result.exact else "padded",
         "memory_bytes": [number_of(x) for x in result.memory_bytes],
@@ -109,6 +110,11 @@ def plan_to_dict(traced: Traced, result: Result, cluster: Cluster) -> dict[str, 
         "replicated_primitives": list(result.replicated_primitives),
         **({} if result.lowering == DEFAULT else {"lowering": result.lowering.to_dict()}),
     }
+
+
+def _overlap(result: Result) -> dict[str, Any]:
+    clocks = {name: number_of(seconds) for name, seconds in result.clocks_s.items()}
+    return {"overlap": True, "exposed_communication_s": number_of(result.exposed_communication_s), "clocks": clocks}
 
 
 def read_plan(
@@ -219,6 +225,9 @@ def _plan_from_dict(data: Mapping[str, Any], traced: Traced) -> tuple[Traced, Re
         unpriced_primitives=unknown,
         with_all_s=read_number(certificate["with_all_s"]) if "with_all_s" in certificate else None,
         ratio_bound_s=read_number(certificate.get("ratio_bound_s", 0.0)),
+        overlap=_boolean(certificate.get("overlap", False)),
+        exposed_communication_s=read_number(certificate.get("exposed_communication_s", 0.0)),
+        clocks_s={str(name): read_number(s) for name, s in certificate.get("clocks", {}).items()},
         exact=_exact(data),
         lowering=LoweringOptions.from_dict(data.get("lowering", {})),
     )
@@ -320,6 +329,12 @@ def read_number(x: Any) -> float:
 def _integer(x: Any) -> int:
     if isinstance(x, bool) or not isinstance(x, int):
         raise PlanError(f"{x!r} is no integer; {_AGAIN}")
+    return x
+
+
+def _boolean(x: Any) -> bool:
+    if not isinstance(x, bool):
+        raise PlanError(f"{x!r} is neither true nor false; {_AGAIN}")
     return x
 
 

@@ -136,7 +136,7 @@ class ChainCosts:
         link."""
         ways = self.ways[value]
         targets = [ways.layouts.number[layout] for layout in among]
-        seconds = ways.seconds[np.ix_(tensors, targets)]
+        seconds = ways.seconds[tensors][:, targets]
         which, target = np.unravel_index(int(seconds.argmin()), seconds.shape)
         return int(which), self.along(ways)[tensors[which], targets[target]]
 
@@ -152,7 +152,7 @@ class WeightedBuilder(ProblemBuilder):
         self._own: dict[object, Floats] = {}
         space = chain_costs.space
         kinds, links = space.resources.kinds, len(space.resources.links)
-        alone = float(sum(w for chain, w in zip(chains, weights) if chain.alone))
+        alone = float(sum(w for chain, w in zip(chains, weights) if chain.alone is not None))
 
         def summed(of: str, width: int, first: int, block: np.ndarray | None) -> Floats:
             places: Sequence[Places] = [getattr(chain, of) for chain in chains]
@@ -170,7 +170,7 @@ class WeightedBuilder(ProblemBuilder):
         self.value_weights = summed("values", links, 0, space.values_in_block)
         self.end_weights = summed("ends", links, 0, None)
         self.fed_weights = np.array(
-            [*(sum(w for c, w in zip(chains, weights) if c.alone and c.key == (k,)) for k in range(kinds)), 0.0]
+            [*(sum(w for c, w in zip(chains, weights) if c.alone == k) for k in range(kinds)), 0.0]
         )
 
     @cached_property
@@ -262,5 +262,5 @@ class WeightedBuilder(ProblemBuilder):
 
 def _times(seconds: Floats, weights: Sequence[float] | Floats) -> Floats:
     """Weighted over the last axis; infinite where some are."""
-    finite = np.isfinite(seconds).all(axis=-1)
-    return np.where(finite, np.where(finite[..., None], seconds, 0.0) @ np.asarray(weights, dtype=np.float64), np.inf)
+    finite = np.isfinite(seconds).all(axis=-1, keepdims=True)
+    return np.where(finite[..., 0], np.where(finite, seconds, 0.0) @ np.asarray(weights, dtype=np.float64), np.inf)

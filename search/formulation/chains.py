@@ -40,8 +40,8 @@ class Resources:
 class Chain:
     """Where instructions count: per op the kind of device, or -1; per use, for its own conversion (`uses`) and for the
     shared one that it takes (`shared`), per value for its shared conversions (`values`) and those to where it ends
-    (`ends`), the link, or -1. `alone`: a chain of one set, in which loops and branches count, and arguments that are
-    fed."""
+    (`ends`), the link, or -1. `alone`: the resource of a chain of one set, in which loops and branches count, and
+    arguments that are fed."""
 
     key: tuple[object, ...]
     ops: Places
@@ -49,7 +49,7 @@ class Chain:
     shared: Places
     values: Places
     ends: Places
-    alone: bool
+    alone: int | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,7 +101,7 @@ class ChainSpace:
         everywhere = lambda block, at: np.where(block, _NOWHERE, at).astype(np.int8)
         uses, values = everywhere(self.uses_in_block, link), everywhere(self.values_in_block, link)
         shared = np.full(uses.shape, _NOWHERE, np.int8)
-        return Chain((resource,), everywhere(self.in_block, kind), uses, shared, values, values, True)
+        return Chain((resource,), everywhere(self.in_block, kind), uses, shared, values, values, resource)
 
     def chain(self, cuts: Sequence[int], resources: Sequence[int]) -> Chain:
         """The chain with ops as cuts between its sets, in turn on one kind's stream and on some link. A cut is
@@ -134,7 +134,7 @@ class ChainSpace:
             partly = np.flatnonzero(mine & ~inside[self.use_value] & ~self.values_in_block[self.use_value])
             _, first = np.unique(self.use_value[partly], return_index=True)
             shared[partly[first]] = link
-        return Chain((*cuts, *resources), ops, uses, shared, values, ends, False)
+        return Chain((*cuts, *resources), ops, uses, shared, values, ends, None)
 
     @cached_property
     def _outputs(self) -> list[int]:
@@ -159,7 +159,7 @@ class ChainSpace:
                 (chain.ends, taken.ends),
             )
         )
-        return found + (self._alone_too(chain, taken) if chain.alone else 0.0)
+        return found + (0.0 if chain.alone is None else self._alone_too(chain.alone, taken))
 
     def parts(self, chain: Chain, taken: Occupancy) -> tuple[Floats, Floats, Floats]:
         """A chain's seconds by op, by use and by value; without what is in loops and branches, or is fed."""
@@ -174,14 +174,13 @@ class ChainSpace:
         values = counted(chain.values, taken.values) + counted(chain.ends, taken.ends)
         return counted(chain.ops, taken.ops), uses, values
 
-    def _alone_too(self, chain: Chain, taken: Occupancy) -> float:
+    def _alone_too(self, resource: int, taken: Occupancy) -> float:
         """Seconds of loops, branches and fed arguments."""
-        kind = int(chain.key[0]) if int(chain.key[0]) < self.resources.kinds else None
         return float(
             taken.ops[self.in_block, -1].sum()
             + taken.uses[self.uses_in_block].sum()
             + taken.values[self.values_in_block].sum()
-            + (taken.fed[kind] if kind is not None else 0.0)
+            + (taken.fed[resource] if resource < self.resources.kinds else 0.0)
         )
 
     def longest(self, taken: Occupancy, among: Sequence[int]) -> list[Chain]:

@@ -18,7 +18,6 @@ The joint bound of the whole is the least over all sets, where one that was give
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -27,17 +26,20 @@ import numpy as np
 
 from hapsynth._gc import gc_paused
 from hapsynth.cluster.cluster import Cluster
-from hapsynth.search.cost.device_speed import DeviceFigures
-from hapsynth.search.cost.model import CostModel
-from hapsynth.search.cost.roofline import Roofline
-from hapsynth.search.cost.work import Work
-from hapsynth.search.formulation.choice_space import ChoiceSpace, Restriction
+from hapsynth.search.formulation.choice_space import Restriction
 from hapsynth.search.planning.effort import Effort
-from hapsynth.search.planning.planner import Planner
+from hapsynth.search.planning.ideal_work import IdealWorkBound
+from hapsynth.search.planning.planner import InfeasibleError, Planner
 from hapsynth.search.planning.task import Task
 from hapsynth.search.result import SETTLED, Progress, Result, proven
 from hapsynth.search.sizing.leaving_out import FEW, between, ladder
 
+_NOTHING_CUT = Restriction(allowed=lambda value, dim: False)
+"""For one device."""
+_WORTH = 1.15
+"""A set is planned for in earnest whose best program as a sum takes no more than this many times the best makespan."""
+_LEAST_LEFT = 0.3
+"""Of a time budget: with less no other set is planned for."""
 _CONCLUDING = 0.15
 """Of a time budget, for the bounds of the best plan."""
 Devices = tuple[int, ...]
@@ -103,41 +105,6 @@ def _groupings(cluster: Cluster, devices: Devices) -> Iterator[list[Devices]]:
         yield [tuple(group) for group in groups.values()]
 
 
-class IdealWorkBound:
-    """The seconds that a graph's ops take at least on any devices, however they are cut and whatever is communicated.
-
-    A device with a fraction of an op's work takes at least that fraction of its roofline's seconds, at the highest rate
-    that was measured, and the fractions sum to 1; bytes that are not divided are moved once at least. An
-    op that cannot be cut waits for the slowest device.
-    """
-
-    def __init__(self, structure: ChoiceSpace, costs: CostModel) -> None:
-        graph, number = structure.graph, dict[object, int]()
-        runs: list[float] = []
-        self.works: list[Work] = []
-        cut: list[bool] = []
-        for op in graph.ops:
-            key = (costs.kind(op.index), structure.triples[op.index])
-            if key not in number:
-                number[key] = len(self.works)
-                runs.append(0.0)
-                found = [costs.work(op.index, triples) for triples in structure.triples[op.index]]
-                # By the kind that counts it the least, and whatever divides it.
-                self.works.append(found[0]._replace(flops=(min(found[0].flops),), lanes=()))
-                cut.append(any(w.divided for w in found))
-            runs[number[key]] += graph.runs[op.region]
-        self.runs, self.cut = np.array(runs), np.array(cut, bool)
-
-    def on(self, cluster: Cluster) -> float:
-        """Seconds per step."""
-        if not self.works:
-            return 0.0
-        counts = Counter(cluster.devices)
-        roofline = Roofline(DeviceFigures(list(counts)), self.works)
-        shared = roofline.least_shared(np.array(list(counts.values()), dtype=np.float64))
-        return float(self.runs @ np.where(self.cut, shared, roofline.least_alone().max(axis=1)))
-
-
 @dataclass
 class _Entry:
     """One set of devices. `bound`: on all programs for it; `planner`: None until it deserves one."""
@@ -173,6 +140,8 @@ class ClusterPlanner:
         asked = options.restriction is not None or options.fixed_ratios is not None
         if not options.leave_out or asked or n == 1:
             return self._whole.run()
+        if options.overlap:
+            return _OverlappedSubsets(self.task, self._whole).run()
         return _SubsetSearch(self.task, self._whole).run()
 
     @cached_property
@@ -194,12 +163,74 @@ def _spread(result: Result, devices: Devices, task: Task) -> Result:
     )
 
 
+class _OverlappedSubsets:
+    """The search through sets of devices for the least makespan, `whole` first: the planner of them all. What is known
+    of a set before it is planned for is the work of its ops alone, and then its best program as a sum."""
+
+    def __init__(self, task: Task, whole: Planner) -> None:
+        self.task, self.whole = task, whole
+        self._least = IdealWorkBound(whole.task.choices, whole.task.costs)
+
+    def run(self) -> Result:
+        """As `ClusterPlanner.run`."""
+        cluster, budget = self.task.cluster, self.task.options.time_budget_s
+        everyone = tuple(range(cluster.n))
+        best, efforts = self._planned(self.whole.run), [self.whole.effort]
+        chosen, with_all = everyone, best.cost_s if best else np.inf
+        bounds = {everyone: best.joint_lower_bound_s if best else np.inf}
+        sets = {devices: self._least.makespan_on(cluster.subset(devices)) for devices in subclusters(cluster)}
+        for devices, bound in sorted(sets.items(), key=lambda item: (item[1], item[0])):
+            bounds[devices] = bound
+            left = np.inf if budget is None else budget - self.whole.clock.elapsed()
+            cost = best.cost_s if best else np.inf
+            if (
+                bound >= cost * (1 - SETTLED / 2)
+                or left <= _LEAST_LEFT * (budget or 0.0)
+                or self.whole.clock.interrupted
+            ):
+                continue
+            planner = self._planner(devices, None if budget is None else left)
+            efforts.append(planner.effort)
+            if np.isfinite(planner.explore()) and planner.scheduled_s() < cost * _WORTH:
+                found = self._planned(planner.conclude)
+                if found is not None and found.cost_s < cost * (1 - SETTLED / 2):
+                    best, chosen = found, devices
+        if best is None:
+            return self.whole.conclude()
+        joint = min(*bounds.values(), best.cost_s)
+        effort = Effort.together(efforts)
+        left_out = chosen != everyone
+        return replace(
+            _spread(best, chosen, self.task),
+            joint_lower_bound_s=joint,
+            bounds=bounds,
+            status=proven(best.cost_s, best.lower_bound_s, joint, best.unpriced_primitives),
+            expanded=effort.expanded,
+            sweeps=effort.sweeps,
+            states=effort.states,
+            timings_s=effort.timings_s(),
+            devices=chosen if left_out else None,
+            with_all_s=with_all if left_out else None,
+        )
+
+    def _planned(self, plan: Callable[[], Result]) -> Result | None:
+        """The best plan on a set of devices; None where no program fits."""
+        try:
+            return plan()
+        except InfeasibleError:
+            return None
+
+    def _planner(self, devices: Devices, left: float | None) -> Planner:
+        restriction = _NOTHING_CUT if len(devices) == 1 else None
+        options = {"time_budget_s": left, "restriction": restriction, "progress": None}
+        return Planner(self.whole.task.on(self.task.cluster.subset(devices), **options))
+
+
 class _SubsetSearch:
     """The search through sets of devices, `whole` first: the planner of them all."""
 
     def __init__(self, task: Task, whole: Planner) -> None:
         self.task, self.cluster, self.whole = task, task.cluster, whole
-        self._alone = Restriction(allowed=lambda value, dim: False)
         self._least = IdealWorkBound(whole.task.choices, whole.task.costs)
         everyone = tuple(range(self.cluster.n))
         self._all = self._best = _Entry(everyone, self.cluster, self._least.on(self.cluster), whole)
@@ -281,7 +312,7 @@ class _SubsetSearch:
     def _planner(self, entry: _Entry) -> Planner:
         left = None if self.task.options.time_budget_s is None else max(0.05, self._left() - self._concluding)
         # One device has nothing to cut.
-        restriction = self._alone if len(entry.devices) == 1 else None
+        restriction = _NOTHING_CUT if len(entry.devices) == 1 else None
         options = {"time_budget_s": left, "restriction": restriction, "progress": self._relay(entry)}
         return Planner(self.whole.task.on(entry.cluster, **options))
 

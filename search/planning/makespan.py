@@ -163,7 +163,7 @@ class MakespanSearch:
                 elif not isinstance(i, Compute) and tasks.machine[task] in LINKS:
                     values[i.value] = links[i.axis]
         uses = np.where(self.space.uses_in_block, -1, values[self.space.use_value]).astype(np.int8)
-        return Chain(("path", len(self._paths)), ops, uses, np.full_like(uses, -1), values, values, False)
+        return Chain(("path", len(self._paths)), ops, uses, np.full_like(uses, -1), values, values, None)
 
     def _next_weights(self) -> tuple[Floats, float]:
         """Weights of the chains, and the most that a bound can come to as far as the programs seen tell."""
@@ -175,7 +175,7 @@ class MakespanSearch:
             b_ub=np.zeros(len(lengths)),
             A_eq=np.array([[1.0] * count + [0.0]]),
             b_eq=np.ones(1),
-            bounds=[*[(_LEAST_WEIGHT if c.alone else 0.0, None) for c in self.chains], (None, None)],
+            bounds=[*[(_LEAST_WEIGHT if c.alone is not None else 0.0, None) for c in self.chains], (None, None)],
             method="highs",
         )
         weights, known = found.x[:count], self._weights
@@ -225,7 +225,7 @@ class MakespanSearch:
                 np.column_stack([change[:, :count] / unit, -np.ones(len(base))]), -np.inf, -base / unit
             ),
             integrality=np.array([1] * count + [0]),
-            bounds=Bounds(np.zeros(count + 1), np.array([1.0] * count + [np.inf])),
+            bounds=Bounds(0.0, np.array([1.0] * count + [np.inf])),  # pyright: ignore[reportArgumentType]
             options={"time_limit": _MIXING_S, "mip_rel_gap": _TOLERANCE},
         )
         if found.x is None:
@@ -236,45 +236,52 @@ class MakespanSearch:
 
 class Overlapped(NamedTuple):
     """A program in the order in which it takes the least time found, and seconds that all programs at its ratios take
-    at least. `clocks`: by resource, the seconds that it is taken."""
+    at least. `memory_bytes`: of each device. `clocks`: by name, how long each kind of device computes, and each link is
+    taken."""
 
     program: Program
     sizes: Sizes
     timeline: Timeline
-    memory: float
+    memory_bytes: tuple[float, ...]
     lower_bound_s: float
     clocks: dict[str, float]
 
 
-def overlapped(search: FixedRatioSearch, best: Candidate, ratios: Ratios) -> Overlapped | None:
-    """The program of the least makespan found from the best one of the search by sums, whose own ratios are given; None
-    where none fits in the order that it is to run in."""
-    first = MakespanSearch(search, ratios)
-    assert best.choices is not None
-    first.run(best.choices)
-    found = first
-    if first.best is not None and not search.clock.late():
-        sizes = _balanced(first.best, search.task.costs, search.limit)
+def overlapped(search: FixedRatioSearch, best: Candidate, ratios: Ratios) -> Overlapped:
+    """The program of the least makespan found from the best one of the search by sums, whose own ratios are given."""
+    found = MakespanSearch(search, ratios)
+    if best.choices is not None:
+        found.run(best.choices)
+    if found.best is not None and not search.clock.late():
+        sizes = _balanced(found.best, search.task.costs, search.limit)
         if sizes is not None:
-            again = MakespanSearch(search, search.task.own_ratios(sizes), first)
-            again.run(first.best.choices, _ROUNDS_AGAIN)
-            if again.best is not None and again.best.makespan_s < first.best.makespan_s:
+            again = MakespanSearch(search, search.task.own_ratios(sizes), found)
+            again.run(found.best.choices, _ROUNDS_AGAIN)
+            if again.best is not None and again.best.makespan_s < found.best.makespan_s:
                 found = again
-    return _fitting(found, search)
-
-
-def _fitting(found: MakespanSearch, search: FixedRatioSearch) -> Overlapped | None:
-    """The best of the programs seen that fits in its order."""
-    costs = search.task.costs
     for known in sorted(found.seen, key=lambda known: known.makespan_s):
-        sizes = known.candidate.sizes
         program = in_order(known.candidate.program, known.timeline)
-        memory = MemoryProfile(costs.graph, program, sizes.classes, costs).peak(sizes)
-        if memory <= search.limit:
-            tasks = tasks_of(program, sizes, costs)
-            timeline = simulate(tasks, range(len(tasks.machine)))
-            return Overlapped(program, sizes, timeline, memory, found.bound, clocks(timeline, costs))
-    return None
+        if (fits := _timed(program, known.candidate.sizes, search, found.bound)) is not None:
+            return fits
+    return as_it_is(search, best)
+
+
+def as_it_is(search: FixedRatioSearch, best: Candidate) -> Overlapped:
+    """The best program of the search by sums, in its own order."""
+    found = _timed(best.program, best.sizes, search, 0.0)
+    assert found is not None
+    return found
+
+
+def _timed(program: Program, sizes: Sizes, search: FixedRatioSearch, bound: float) -> Overlapped | None:
+    """A program in its own order; None where it holds too much."""
+    costs = search.task.costs
+    memory = MemoryProfile(costs.graph, program, sizes.classes, costs)
+    if memory.peak(sizes) > search.limit:
+        return None
+    tasks = tasks_of(program, sizes, costs)
+    timeline = simulate(tasks, range(len(tasks.machine)))
+    return Overlapped(program, sizes, timeline, memory.peaks(sizes), bound, clocks(timeline, costs))
 
 
 def _balanced(found: Scheduled, costs: CostModel, limit: float) -> Sizes | None:

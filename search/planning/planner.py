@@ -22,12 +22,16 @@ from hapsynth.search.cost.model import Floats
 from hapsynth.search.memory.profile import held_by
 from hapsynth.search.planning.candidate import Candidate
 from hapsynth.search.planning.effort import Clock, Effort
+from hapsynth.search.planning.ideal_work import IdealWorkBound
 from hapsynth.search.planning.infeasibility import shortage
+from hapsynth.search.planning.makespan import as_it_is, overlapped
 from hapsynth.search.planning.resharding import resharded
 from hapsynth.search.planning.search_at_ratios import FixedRatioSearch, Glance
 from hapsynth.search.planning.task import Task
 from hapsynth.search.result import SETTLED as _SETTLED
 from hapsynth.search.result import Result, proven
+from hapsynth.search.scheduling.list_schedule import schedule
+from hapsynth.search.scheduling.tasks import tasks_of
 from hapsynth.search.sizing.ratios import EvenDims, Ratios
 
 _T = TypeVar("_T")
@@ -142,6 +146,13 @@ class Planner:
             self._unless_interrupted(self._explore, None)
         return self.cost
 
+    def scheduled_s(self) -> float:
+        """The makespan of the best program so far; inf where there is none."""
+        best = self._incumbent.best
+        if best is None:
+            return np.inf
+        return schedule(tasks_of(best.program, best.sizes, self.task.costs)).makespan_s
+
     def shrink(self) -> float:
         """Search for a program that fits, where `explore` found none; as `explore`."""
         self._unless_interrupted(self._shrink, None)
@@ -192,6 +203,8 @@ class Planner:
         best, options = self._incumbent.best, self.task.options
         if best is None:
             raise KeyboardInterrupt if self.clock.interrupted else self._infeasible()
+        if options.overlap:
+            return self._overlapped(best)
         certified = self._unless_interrupted(partial(self._certify, best), None)
         if certified is None:
             best = self._incumbent.best or best
@@ -228,6 +241,40 @@ class Planner:
             unpriced_primitives=unknown,
             exact=options.exact,
             lowering=options.lowering,
+        )
+
+    def _overlapped(self, best: Candidate) -> Result:
+        """The program of the least makespan found, from the best one as a sum of its instructions."""
+        task, graph = self.task, self.task.graph
+        sought = partial(overlapped, self._search, best, self._own_ratios(best.sizes))
+        found = self._unless_interrupted(sought, None) or as_it_is(self._search, best)
+        if task.options.fixed_ratios is not None:
+            task.options.fixed_ratios.check(found.sizes)
+        check(graph, found.program, found.sizes)
+        cost, unknown = found.timeline.makespan_s, tuple(unpriced(graph))
+        joint = min(IdealWorkBound(task.choices, task.costs).makespan_on(task.cluster), cost)
+        bound = min(max(found.lower_bound_s, joint), cost)
+        return Result(
+            found.program,
+            found.sizes,
+            cost,
+            bound,
+            joint,
+            proven(cost, bound, joint, unknown),
+            self.effort.expanded,
+            found.memory_bytes,
+            task.memory_budget.limits,
+            tuple(named(graph, task.factors)),
+            self.effort.timings_s(),
+            sweeps=self.effort.sweeps,
+            states=self.effort.states,
+            interrupted=self.clock.interrupted,
+            unpriced_primitives=unknown,
+            overlap=True,
+            exposed_communication_s=found.timeline.exposed_s,
+            clocks_s=found.clocks,
+            exact=task.options.exact,
+            lowering=task.options.lowering,
         )
 
     def _infeasible(self) -> InfeasibleError:

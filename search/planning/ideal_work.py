@@ -1,0 +1,78 @@
+"""The seconds that a graph's ops take at least on any devices, whatever is communicated."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+from scipy.optimize import linprog
+from scipy.sparse import coo_array
+
+from hapsynth.cluster.cluster import Cluster
+from hapsynth.search.cost.device_speed import DeviceFigures
+from hapsynth.search.cost.model import CostModel
+from hapsynth.search.cost.roofline import Roofline
+from hapsynth.search.cost.work import Work
+from hapsynth.search.formulation.choice_space import ChoiceSpace
+
+_SAFETY = 1e-6
+"""Relative: the linear program's tolerances."""
+
+
+class IdealWorkBound:
+    """The seconds that a graph's ops take at least on any devices, however they are cut and whatever is communicated.
+
+    A device with a fraction of an op's work takes at least that fraction of its roofline's seconds, at the highest rate
+    that was measured, and the fractions sum to 1; bytes that are not divided are moved once at least. An
+    op that cannot be cut waits for the slowest device.
+    """
+
+    def __init__(self, structure: ChoiceSpace, costs: CostModel) -> None:
+        graph, number = structure.graph, dict[object, int]()
+        runs: list[float] = []
+        self.works: list[Work] = []
+        cut: list[bool] = []
+        for op in graph.ops:
+            key = (costs.kind(op.index), structure.triples[op.index])
+            if key not in number:
+                number[key] = len(self.works)
+                runs.append(0.0)
+                found = [costs.work(op.index, triples) for triples in structure.triples[op.index]]
+                # By the kind that counts it the least, and whatever divides it.
+                self.works.append(found[0]._replace(flops=(min(found[0].flops),), lanes=()))
+                cut.append(any(w.divided for w in found))
+            runs[number[key]] += graph.runs[op.region]
+        self.runs, self.cut = np.array(runs), np.array(cut, bool)
+
+    def on(self, cluster: Cluster) -> float:
+        """Seconds per step."""
+        if not self.works:
+            return 0.0
+        counts = Counter(cluster.devices)
+        roofline = Roofline(DeviceFigures(list(counts)), self.works)
+        shared = roofline.least_shared(np.array(list(counts.values()), dtype=np.float64))
+        return float(self.runs @ np.where(self.cut, shared, roofline.least_alone().max(axis=1)))
+
+    def makespan_on(self, cluster: Cluster) -> float:
+        """Seconds per step where devices compute at once, each at its own op: by a linear program over weights of the
+        kinds, as no step is shorter than a weighted mean of its devices' times."""
+        if not self.works:
+            return 0.0
+        counts = Counter(cluster.devices)
+        alone = Roofline(DeviceFigures(list(counts)), self.works).least_alone() * self.runs[:, None]
+        number, kinds = np.array(list(counts.values()), dtype=np.float64), len(counts)
+        unit = float(alone.max()) or 1.0
+        # Maximize the sum of least[work] <= weight[kind] / devices * alone, the weights being 1 together.
+        cut = np.flatnonzero(self.cut)
+        rows = np.arange(cut.size * kinds)
+        columns = np.concatenate([kinds + rows // kinds, rows % kinds])
+        values = np.concatenate([np.ones(rows.size), (-alone[cut] / unit / number).ravel()])
+        found = linprog(
+            -np.concatenate([alone[~self.cut].sum(axis=0) / unit, np.ones(cut.size)]),
+            A_ub=coo_array((values, (np.tile(rows, 2), columns)), shape=(rows.size, kinds + cut.size)),
+            b_ub=np.zeros(rows.size),
+            A_eq=np.concatenate([np.ones(kinds), np.zeros(cut.size)])[None],
+            b_eq=np.ones(1),
+            method="highs",
+        )
+        return -float(found.fun) * unit * (1 - _SAFETY)
