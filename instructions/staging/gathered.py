@@ -14,7 +14,7 @@ from hapsynth.instructions.layout import R
 from hapsynth.instructions.program.program import Convert, Instruction, Program, Property, reads, region_of, writes
 from hapsynth.instructions.program.sizes import Sizes
 
-GATHERED = 1 << 17
+GATHERED = 5 << 15
 """Bytes of a tensor, on all devices together, up to which it is gathered."""
 
 
