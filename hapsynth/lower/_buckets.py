@@ -81,10 +81,11 @@ class Bundle:
         if by_index and x.nbytes <= INDEXED and not is_extended(x.dtype):
             whole = self.unpack(np.arange(x.size, dtype=np.int32).reshape(x.shape), lengths)
             numbers = [join_numbers(sizes, step, part) for step, part in zip(self.steps, whole, strict=True)]
-        parts: Sequence[Any] = self.unpack(x, lengths) if any(n is None for n in numbers) else numbers
+        if not any(number is None for number in numbers):
+            return [_taken(x, number) for number in numbers if number is not None]
         return [
             receive(sizes, step, part, here) if number is None else _taken(x, number)
-            for step, part, number in zip(self.steps, parts, numbers, strict=True)
+            for step, part, number in zip(self.steps, self.unpack(x, lengths), numbers, strict=True)
         ]
 
 
