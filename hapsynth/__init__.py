@@ -12,6 +12,7 @@ from hapsynth.export import SourceError
 from hapsynth.graph.trace import TraceError
 from hapsynth.instructions.rules.extension import register_rule
 from hapsynth.instructions.rules.notation import RuleError
+from hapsynth.instructions.staging.options import LoweringOptions
 from hapsynth.instructions.testing.check_rule import RuleReport, check_rule
 from hapsynth.lower import UnsupportedError
 from hapsynth.plan import CheckReport, Plan, PlanError, load
@@ -34,6 +35,7 @@ __all__ = [
     "InfeasibleError",
     "Link",
     "LocalSlices",
+    "LoweringOptions",
     "Monitor",
     "Plan",
     "PlanError",

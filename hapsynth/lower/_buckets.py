@@ -18,16 +18,12 @@ import numpy as np
 from jax import lax
 
 from hapsynth._jax import is_extended, itemsize
-from hapsynth.instructions.collectives import BUNDLED
 from hapsynth.instructions.program.program import Convert
 from hapsynth.instructions.program.sizes import Sizes
 from hapsynth.instructions.staging.buckets import family, filled
+from hapsynth.instructions.staging.options import LoweringOptions
 from hapsynth.lower._collectives import LOWERINGS, exchange, exchange_first, join_numbers, receive
 from hapsynth.lower._mesh_position import MeshPosition
-
-INDEXED = 1 << 17
-"""Bytes that arrive, up to which uneven parts are joined by a gather of single elements: XLA's CPU backend compiles it
-in half the time of a concatenation of slices, or less, but the elements' numbers are a constant of the same size."""
 
 
 @dataclass(frozen=True)
@@ -52,15 +48,15 @@ class Bundle:
         parts = [_blocks(step, x, lengths[step.axis]) for step, x in zip(self.steps, xs, strict=True)]
         return lax.concatenate(parts, parts[0].ndim - 1)
 
-    def exchange(self, sizes: Sizes, names: Sequence[str], x: jax.Array, by_gloo: bool) -> jax.Array:
-        """The collective itself. `names`: of the mesh axes. `by_gloo`: as `hapsynth.lower._gloo.joins` says."""
+    def exchange(self, sizes: Sizes, names: Sequence[str], x: jax.Array, gloo: LoweringOptions | None) -> jax.Array:
+        """The collective itself. `names`: of the mesh axes. `gloo`: the thresholds where devices send by gloo."""
         step = self.steps[0]
         name = names[step.axis]
         if len(self.steps) == 1:
-            return exchange(sizes, name, step, x, by_gloo)
+            return exchange(sizes, name, step, x, gloo)
         collective = step.collective
         x = x[None] if collective.joins and not collective.splits else x
-        return exchange_first(collective, name, x, step.source[step.axis].reduction, by_gloo)
+        return exchange_first(collective, name, x, step.source[step.axis].reduction, gloo)
 
     def unpack(self, x: Any, lengths: Sequence[int]) -> list[Any]:
         """What each collective alone would have given, of JAX's array or NumPy's."""
@@ -74,11 +70,12 @@ class Bundle:
         return found
 
     def receive(
-        self, sizes: Sizes, x: jax.Array, lengths: Sequence[int], here: MeshPosition, by_index: bool
+        self, sizes: Sizes, x: jax.Array, lengths: Sequence[int], here: MeshPosition, indexed: int
     ) -> list[jax.Array]:
-        """What arrived, as padded shards under the target layouts. `by_index`: whether a gather joins small parts."""
+        """What arrived, as padded shards under the target layouts. `indexed`: bytes that arrive, up to
+        which a gather joins uneven parts."""
         numbers: list[np.ndarray | None] = [None] * len(self.steps)
-        if by_index and x.nbytes <= INDEXED and not is_extended(x.dtype):
+        if x.nbytes <= indexed and not is_extended(x.dtype):
             whole = self.unpack(np.arange(x.size, dtype=np.int32).reshape(x.shape), lengths)
             numbers = [join_numbers(sizes, step, part) for step, part in zip(self.steps, whole, strict=True)]
         if not any(number is None for number in numbers):
@@ -97,15 +94,15 @@ def _taken(x: jax.Array, numbers: np.ndarray) -> jax.Array:
     return made.reshape(numbers.shape)
 
 
-def bundles(steps: Sequence[Convert], sent: Sequence[Any], platform: str) -> list[Bundle]:
+def bundles(steps: Sequence[Convert], sent: Sequence[Any], platform: str, options: LoweringOptions) -> list[Bundle]:
     """Collectives that don't depend on one another, those that can go as one together; the same in all processes.
     `sent`: the shape and dtype that each takes. Where XLA joins them itself each is alone."""
     families: list[Hashable | None] = []
     sizes = [prod(s.shape) * itemsize(s.dtype) for s in sent]
     for step, struct, nbytes in zip(steps, sent, sizes, strict=True):
-        alone = platform != "cpu" or is_extended(struct.dtype) or nbytes > BUNDLED
+        alone = platform != "cpu" or is_extended(struct.dtype) or nbytes > options.bundled_bytes
         families.append(None if alone else family(step, str(struct.dtype)))
-    groups = filled(families, sizes)
+    groups = filled(families, sizes, options.bundle_bytes)
     structs = [jax.ShapeDtypeStruct(s.shape, s.dtype) for s in sent]
     return [Bundle(tuple(steps[i] for i in g), tuple(structs[i] for i in g)) for g in groups]
 

@@ -19,9 +19,10 @@ from hapsynth.instructions.collectives import Collective
 from hapsynth.instructions.layout import Layout, Placement, R, Reduction, S, cut_axes, way_of
 from hapsynth.instructions.program.program import Convert
 from hapsynth.instructions.program.sizes import Sizes
+from hapsynth.instructions.staging.options import LoweringOptions
 from hapsynth.lower import _gloo
 from hapsynth.lower._mesh_position import MeshPosition
-from hapsynth.lower._reshard import Recut
+from hapsynth.lower._recut import Recut
 from hapsynth.lower._storage import pad_to, with_length
 
 
@@ -106,9 +107,9 @@ class _Blocks:
         return lax.switch(kind, [partial(fn, lengths) for lengths in kinds], x)
 
 
-Run = Callable[[jax.Array, str, Placement, Placement, bool], jax.Array]
-"""(x, axis, source, target, whether by gloo) -> what one of JAX's collectives gives, tiled along the dimensions that
-the placements cut."""
+Run = Callable[[jax.Array, str, Placement, Placement, LoweringOptions | None], jax.Array]
+"""(x, axis, source, target, gloo's thresholds where devices send by it) -> what one of JAX's collectives gives, tiled
+along the dimensions that the placements cut."""
 
 
 class Lowering(ABC):
@@ -126,7 +127,7 @@ class Lowering(ABC):
         """A shard as the collective takes it."""
 
     @abstractmethod
-    def exchange(self, sizes: Sizes, name: str, step: Convert, x: jax.Array, by_gloo: bool) -> jax.Array:
+    def exchange(self, sizes: Sizes, name: str, step: Convert, x: jax.Array, gloo: LoweringOptions | None) -> jax.Array:
         """The collective itself, of the same shapes on all devices."""
 
     def join_numbers(self, sizes: Sizes, step: Convert, x: np.ndarray) -> np.ndarray | None:
@@ -154,8 +155,8 @@ class BlockLowering(Lowering):
             return x
         return _Blocks.of(sizes, step.value, step.target, step.target[step.axis].dim).split(here, x)
 
-    def exchange(self, sizes: Sizes, name: str, step: Convert, x: jax.Array, by_gloo: bool) -> jax.Array:
-        return self.run(x, name, step.source[step.axis], step.target[step.axis], by_gloo)
+    def exchange(self, sizes: Sizes, name: str, step: Convert, x: jax.Array, gloo: LoweringOptions | None) -> jax.Array:
+        return self.run(x, name, step.source[step.axis], step.target[step.axis], gloo)
 
     def receive(self, sizes: Sizes, step: Convert, x: jax.Array, here: MeshPosition) -> jax.Array:
         if not step.collective.joins:
@@ -180,7 +181,7 @@ class ReshareLowering(Lowering):
     def send(self, sizes: Sizes, step: Convert, x: jax.Array, here: MeshPosition) -> jax.Array:
         return Recut.of(sizes, step).send(x, here)
 
-    def exchange(self, sizes: Sizes, name: str, step: Convert, x: jax.Array, by_gloo: bool) -> jax.Array:
+    def exchange(self, sizes: Sizes, name: str, step: Convert, x: jax.Array, gloo: LoweringOptions | None) -> jax.Array:
         return Recut.of(sizes, step).exchange(name, x)
 
     def receive(self, sizes: Sizes, step: Convert, x: jax.Array, here: MeshPosition) -> jax.Array:
@@ -188,10 +189,10 @@ class ReshareLowering(Lowering):
 
 
 LOWERINGS: dict[str, Lowering] = {
-    "all_reduce": BlockLowering(lambda x, axis, p, q, by_gloo: _gloo.all_reduce(x, axis, p.reduction, by_gloo)),
-    "reduce_scatter": BlockLowering(lambda x, axis, p, q, by_gloo: _gloo.psum_scatter(x, axis, q.dim, by_gloo)),
-    "all_gather": BlockLowering(lambda x, axis, p, q, by_gloo: _gloo.all_gather(x, axis, p.dim, by_gloo)),
-    "all_to_all": BlockLowering(lambda x, axis, p, q, by_gloo: _gloo.all_to_all(x, axis, q.dim, p.dim, by_gloo)),
+    "all_reduce": BlockLowering(lambda x, axis, p, q, gloo: _gloo.all_reduce(x, axis, p.reduction, gloo)),
+    "reduce_scatter": BlockLowering(lambda x, axis, p, q, gloo: _gloo.psum_scatter(x, axis, q.dim, gloo)),
+    "all_gather": BlockLowering(lambda x, axis, p, q, gloo: _gloo.all_gather(x, axis, p.dim, gloo)),
+    "all_to_all": BlockLowering(lambda x, axis, p, q, gloo: _gloo.all_to_all(x, axis, q.dim, p.dim, gloo)),
     "reshare": ReshareLowering(),
 }
 """Of every collective in `instructions.collectives.STEPS`."""
@@ -202,9 +203,9 @@ def send(sizes: Sizes, step: Convert, x: jax.Array, here: MeshPosition) -> jax.A
     return LOWERINGS[step.step].send(sizes, step, x, here)
 
 
-def exchange(sizes: Sizes, name: str, step: Convert, x: jax.Array, by_gloo: bool) -> jax.Array:
+def exchange(sizes: Sizes, name: str, step: Convert, x: jax.Array, gloo: LoweringOptions | None) -> jax.Array:
     """The collective itself, of the same shapes on all devices."""
-    return LOWERINGS[step.step].exchange(sizes, name, step, x, by_gloo)
+    return LOWERINGS[step.step].exchange(sizes, name, step, x, gloo)
 
 
 def receive(sizes: Sizes, step: Convert, x: jax.Array, here: MeshPosition) -> jax.Array:
@@ -217,9 +218,11 @@ def join_numbers(sizes: Sizes, step: Convert, x: np.ndarray) -> np.ndarray | Non
     return LOWERINGS[step.step].join_numbers(sizes, step, x)
 
 
-def exchange_first(step: Collective, name: str, x: jax.Array, reduction: Reduction, by_gloo: bool) -> jax.Array:
+def exchange_first(
+    step: Collective, name: str, x: jax.Array, reduction: Reduction, gloo: LoweringOptions | None
+) -> jax.Array:
     """A collective of blocks that splits and joins the first dimension, whatever it is of."""
     lowering = LOWERINGS[step.name]
     assert isinstance(lowering, BlockLowering), f"{step.name} sends no blocks"
     source, target = S(0) if step.joins else Placement("P", reduction=reduction), S(0) if step.splits else R
-    return lowering.run(x, name, source, target, by_gloo)
+    return lowering.run(x, name, source, target, gloo)

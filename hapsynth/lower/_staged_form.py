@@ -19,6 +19,7 @@ from hapsynth import _jax
 from hapsynth.graph.ir import Graph, Literal
 from hapsynth.instructions.program.program import Convert, Program
 from hapsynth.instructions.program.sizes import Sizes
+from hapsynth.instructions.staging.options import DEFAULT, LoweringOptions
 from hapsynth.instructions.staging.stages import Cond, Loop, Stage
 from hapsynth.lower._buckets import Bundle, bundles
 from hapsynth.lower._collective_order import Order
@@ -143,13 +144,9 @@ class Staged(LoweredProgram):
     @cached_property
     def compiled(self) -> dict[LocalStage | CollectiveStage, list[Any]]:
         """The compiled functions of each stage, in the same order; stages that are alike share them."""
-        known: dict[int, Any] = {}
         with _jax.no_mesh():
-            for lowered in self.stages.values():
-                for x in lowered:
-                    if id(x) not in known:
-                        known[id(x)] = x.compile()
-        return {item: [known[id(x)] for x in lowered] for item, lowered in self.stages.items()}
+            compiled = {x: x.compile() for x in dict.fromkeys(x for lowered in self.stages.values() for x in lowered)}
+        return {item: [compiled[x] for x in lowered] for item, lowered in self.stages.items()}
 
     # Local stages
 
@@ -180,7 +177,7 @@ class Staged(LoweredProgram):
                 shape = self.sizes.padded_shape(step.value, step.source)
                 padded = jax.ShapeDtypeStruct(shape, self.graph.values[step.value].dtype)
                 structs.append(jax.eval_shape(lambda x, s=step: send(self.sizes, s, x, self._anyone), padded))
-            self._wires[steps] = [*decided, *bundles(moved, structs, self.local.platform)]
+            self._wires[steps] = [*decided, *bundles(moved, structs, self.local.platform, self.options)]
         return self._wires[steps]
 
     def wire(self, wire: Wire) -> jax.ShapeDtypeStruct:
@@ -327,7 +324,7 @@ class Staged(LoweredProgram):
             out: list[Any] = []
             for wire, x in zip(wires, arrays, strict=True):
                 decides = isinstance(wire, HostDecision)
-                x = self.uniform(x) if decides else wire.exchange(self.sizes, names, x, self.by_gloo)
+                x = self.uniform(x) if decides else wire.exchange(self.sizes, names, x, self.gloo)
                 out.append(x)
             return out
 
@@ -348,9 +345,17 @@ class Staged(LoweredProgram):
         return known[key]
 
 
-def lower_staged(graph: Graph, program: Program, sizes: Sizes, mesh: Mesh, *, donate: bool = True) -> Staged:
+def lower_staged(
+    graph: Graph,
+    program: Program,
+    sizes: Sizes,
+    mesh: Mesh,
+    *,
+    donate: bool = True,
+    options: LoweringOptions = DEFAULT,
+) -> Staged:
     """Lower a checked program to stages for this process's devices of `mesh`, as `lower` does."""
-    return Staged(graph, program, sizes, own_mesh(mesh, program.axes), donate)
+    return Staged(graph, program, sizes, own_mesh(mesh, program.axes), donate, options=options)
 
 
 def _is_scalar(wire: Wire) -> bool:

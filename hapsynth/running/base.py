@@ -136,8 +136,9 @@ class Planned(ABC):
 
     def cost_model(self, cluster: Cluster | None = None) -> CostModel:
         """The costs of the plan's instructions on the devices that take part, or on as many others."""
-        graph = self.traced.graph
-        return CostModel(graph, cluster or self.used, FactorTable(graph), self.program.axes, self.result.room)
+        graph, result = self.traced.graph, self.result
+        axes = self.program.axes
+        return CostModel(graph, cluster or self.used, FactorTable(graph), axes, result.room, result.lowering)
 
     @cached_property
     def ratios(self) -> dict[str, tuple[float, ...]]:
@@ -198,7 +199,8 @@ class Planned(ABC):
                 "has none of them: leave it out of the run, or synthesize with leave_out=False"
             )
         lowering = lower_staged if self.form == "staged" else lower
-        return lowering(self.traced.graph, self.program, self.sizes, self.mesh, donate=donate)
+        options = self.result.lowering
+        return lowering(self.traced.graph, self.program, self.sizes, self.mesh, donate=donate, options=options)
 
     @property
     def form(self) -> Chosen:
