@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import jax
+import numpy as np
 from jax import lax
 
 from hapsynth.instructions.collectives import Collective
@@ -88,6 +89,14 @@ class _Blocks:
         largest, stored = self.largest, max(map(sum, self.rows))
         return self._switch(here, lambda lengths, x: from_blocks(x, self.dim, lengths, largest, stored), x)
 
+    def join_numbers(self, x: np.ndarray) -> np.ndarray | None:
+        """As `join`, of NumPy's; None where pieces are even or depend on where the device is."""
+        (lengths, *others), largest = dict.fromkeys(self.rows), self.largest
+        if others or set(lengths) == {largest}:
+            return None
+        own = np.arange(largest) < np.asarray(lengths)[:, None]
+        return np.compress(own.ravel(), x, self.dim)
+
     def _switch(
         self, here: MeshPosition, fn: Callable[[tuple[int, ...], jax.Array], jax.Array], x: jax.Array
     ) -> jax.Array:
@@ -121,6 +130,10 @@ class Lowering(ABC):
     def exchange(self, sizes: Sizes, name: str, step: Convert, x: jax.Array, gloo: LoweringOptions | None) -> jax.Array:
         """The collective itself, of the same shapes on all devices."""
 
+    def join_numbers(self, sizes: Sizes, step: Convert, x: np.ndarray) -> np.ndarray | None:
+        """As `receive`, of NumPy's, where pieces that are uneven alike for all devices are joined; None elsewhere."""
+        return None
+
     @abstractmethod
     def receive(self, sizes: Sizes, step: Convert, x: jax.Array, here: MeshPosition) -> jax.Array:
         """What it gave as a shard under the target layout."""
@@ -149,6 +162,11 @@ class BlockLowering(Lowering):
         if not step.collective.joins:
             return x
         return _Blocks.of(sizes, step.value, step.source, step.source[step.axis].dim).join(here, x)
+
+    def join_numbers(self, sizes: Sizes, step: Convert, x: np.ndarray) -> np.ndarray | None:
+        if not step.collective.joins:
+            return None
+        return _Blocks.of(sizes, step.value, step.source, step.source[step.axis].dim).join_numbers(x)
 
 
 @dataclass(frozen=True)
@@ -193,6 +211,11 @@ def exchange(sizes: Sizes, name: str, step: Convert, x: jax.Array, gloo: Lowerin
 def receive(sizes: Sizes, step: Convert, x: jax.Array, here: MeshPosition) -> jax.Array:
     """What the collective gave as a padded shard under the target layout."""
     return LOWERINGS[step.step].receive(sizes, step, x, here)
+
+
+def join_numbers(sizes: Sizes, step: Convert, x: np.ndarray) -> np.ndarray | None:
+    """As `receive`, of NumPy's, where pieces that are uneven alike for all devices are joined; None elsewhere."""
+    return LOWERINGS[step.step].join_numbers(sizes, step, x)
 
 
 def exchange_first(

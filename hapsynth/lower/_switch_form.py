@@ -24,7 +24,7 @@ from hapsynth.instructions.staging.options import DEFAULT, LoweringOptions
 from hapsynth.instructions.staging.stages import Cond, Loop, Stage, Step
 from hapsynth.lower._buckets import Bundle, bundles
 from hapsynth.lower._collective_order import Order, region_communicates
-from hapsynth.lower._collectives import LOWERINGS, receive, send
+from hapsynth.lower._collectives import LOWERINGS, send
 from hapsynth.lower._control_flow import Env, Run, run_cond, run_loop
 from hapsynth.lower._lowered_form import LoweredProgram
 from hapsynth.lower._mesh_position import MeshPosition
@@ -162,13 +162,21 @@ class Lowered(LoweredProgram):
                 made = self._exchange(bundle, lengths, packed)
                 if self._ordered:
                     order.done(made, whole=self.gloo is not None or LOWERINGS[bundle.steps[0].step].in_parts)
-            for step, part in zip(bundle.steps, bundle.unpack(made, lengths), strict=True):
+            with scope(bundle.steps[0]):
+                received = bundle.receive(self.sizes, made, lengths, here, self.most_indexed)
+            for step, x in zip(bundle.steps, received, strict=True):
                 with scope(step):
-                    x = receive(self.sizes, step, part, here)
                     env[step.value, step.target] = self.local.named((step.value, step.target), x)
                     if (step.value, step.source) in self.local.loose:
                         # Along another axis it may still be padded.
                         self.local.loose.add((step.value, step.target))
+
+    @property
+    def most_indexed(self) -> int:
+        """Bytes up to which a gather joins uneven parts: none but on CPUs, and where the program is to be read."""
+        # Export's mesh is an abstract one.
+        mesh: Any = self.mesh
+        return self.options.indexed_bytes if self.local.platform == "cpu" and isinstance(mesh, Mesh) else -1
 
     def _exchange(self, bundle: Bundle, lengths: Sequence[int], x: jax.Array) -> jax.Array:
         """`lengths`: of the mesh axes."""

@@ -23,6 +23,11 @@ class LoweringOptions:
     bundle_bytes: int = 16 << 20
     """Bytes that go together at most, per device."""
 
+    # What arrives (`lower/_buckets.py`)
+    indexed_bytes: int = 1 << 17
+    """Bytes that arrive, up to which a gather of single elements joins uneven parts: XLA's CPU backend compiles it in
+    half the time of a concatenation of slices, or less, but the elements' numbers are a constant of the same size."""
+
     # Padded shards (`padded.py`)
     small_stage_elements: int = 1 << 19
     """Elements that a stage may touch on the largest shards, and still be computed on these by all devices."""
@@ -33,7 +38,7 @@ class LoweringOptions:
     """Multiplications and additions that a contraction does in the time of an elementwise op on one element."""
 
     # Devices of one process (`gathered.py`)
-    gathered_bytes: int = 1 << 17
+    gathered_bytes: int = 5 << 15
     """Bytes of an uneven tensor, on all devices together, up to which it is gathered where no network lies between."""
 
     # CPUs of several processes (`lower/_gloo.py`)

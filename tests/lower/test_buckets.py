@@ -124,3 +124,37 @@ def test_plans_of_many_small_collectives(form: Form) -> None:
     assert counts[1] >= 6 * counts[0]
     jax.tree.map(np.testing.assert_array_equal, *results)
     jax.tree.map(np.testing.assert_array_equal, results[0], jax.jit(step)(weights, x))
+
+
+def test_uneven_parts_joined_by_a_gather() -> None:
+    """The very bits that slices and concatenations give, of several weights at once and of one alone."""
+    rng = np.random.default_rng(2)
+    weights = [rng.integers(-2, 3, (8, 8)).astype(np.float32) for _ in range(3)]
+    weights[0][3, 5], weights[1][0, 7] = -0.0, np.inf
+    x, number = rng.integers(-2, 3, (64, 8)).astype(np.float32), np.arange(16, dtype=np.int32)
+
+    def step(weights: Any, x: Any, number: Any) -> Any:
+        return [jnp.sum(jnp.abs(x @ w), 1) for w in weights], number[::-1] * jnp.arange(16)
+
+    cluster = slow_cluster((3.0, 3.0, 1.0, 1.0))
+    layouts = {"[0][0]": "S(0)", "[0][1]": "S(1)", "[0][2]": "S(1)", "[1]": "S(0)", "[2]": "S(0)"}
+    ratios = (0.375, 0.375, 0.125, 0.125)
+    texts, results = [], []
+    for lowering in (DEFAULT, LoweringOptions(indexed_bytes=0)):
+        plan = hapsynth.synthesize(
+            step,
+            (weights, x, number),
+            first_devices(4),
+            cluster=cluster,
+            fixed=layouts,
+            form="switch",
+            ratios=ratios,
+            leave_out=False,
+            lowering=lowering,
+        )
+        texts.append(plan.lower().as_text())
+        results.append(plan.unshard(plan(*plan.shard(weights, x, number))))
+    gathers = [text.count("stablehlo.gather") for text in texts]
+    assert gathers[0] >= gathers[1] + 4
+    jax.tree.map(np.testing.assert_array_equal, *results)
+    jax.tree.map(np.testing.assert_array_equal, results[0], jax.jit(step)(weights, x, number))
