@@ -262,5 +262,6 @@ class WeightedBuilder(ProblemBuilder):
 
 def _times(seconds: Floats, weights: Sequence[float] | Floats) -> Floats:
     """Weighted over the last axis; infinite where some are."""
-    finite = np.isfinite(seconds).all(axis=-1, keepdims=True)
-    return np.where(finite[..., 0], np.where(finite, seconds, 0.0) @ np.asarray(weights, dtype=np.float64), np.inf)
+    finite = np.isfinite(seconds)
+    weighted = np.where(finite, seconds, 0.0) @ np.asarray(weights, dtype=np.float64)
+    return np.where(finite.all(axis=-1), weighted, np.inf)

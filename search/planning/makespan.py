@@ -35,20 +35,19 @@ from hapsynth.search.scheduling.tasks import LINKS, Machine, TaskGraph, tasks_of
 from hapsynth.search.scheduling.timeline import Timeline, simulate
 from hapsynth.search.sizing.makespan_lp import LINK
 from hapsynth.search.sizing.ratios import Ratios
-from hapsynth.search.solver import Ints
+from hapsynth.search.solver import Ints, Messages
 
-_ROUNDS = 5
+_ROUNDS = 6
 _ROUNDS_AGAIN = 2
 _MIXTURES = 2
 """Of the best program and the last one, with what the schedule of the first mixture taught."""
-_MIXING_S = 1.0
+_MIXING_NODES = 200
 _LEAST_WEIGHT = 2e-3
 """Of each resource's own chain: of what has no weight any choice would do."""
 _TOLERANCE = 2e-3
-_PATIENCE = 4.0
-"""Seconds that a problem may take, as a multiple of those of the first one: close to the best weights many programs are
-nearly as good, and to tell them apart takes long."""
-_LEAST_S = 0.5
+_NODES = 500
+"""Of a problem's search: close to the best weights many programs are nearly as good, and to tell them apart takes
+long."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,7 +83,8 @@ class MakespanSearch:
         """Of the programs seen, what is on the critical path: it tells what to change, and bounds nothing."""
         self._weights: Floats = like._weights if like else np.zeros(0)
         """At which the bound was found."""
-        self._first_s: float | None = None
+        self._messages: Messages = like._messages if like else dict(search.incumbent.messages)
+        """What the dual of the last problem came to."""
 
     def run(self, begin: Ints, rounds: int = _ROUNDS) -> None:
         """Search from the choices of a program."""
@@ -113,25 +113,24 @@ class MakespanSearch:
 
     def _solve(self, weights: Floats) -> None:
         """The program of the least weighted chains."""
-        search, began = self.search, self.search.clock.elapsed()
+        search = self.search
         builder = WeightedBuilder(self._chain_costs, self.chains, weights)
         begin = (self.best or self.seen[0]).choices
         solved = search.cheapest(
-            builder, search.limits, begin, at_least=True, tolerance=_TOLERANCE, seconds=self._allotted, warm=False
+            builder,
+            search.limits,
+            begin,
+            at_least=True,
+            tolerance=_TOLERANCE,
+            seconds=search.clock.allotted,
+            messages=self._messages,
+            max_nodes=_NODES,
         )
-        if self._first_s is None:
-            self._first_s = search.clock.elapsed(began)
+        self._messages = solved.messages
         if solved.lower_bound > self.bound:
             self.bound, self._weights = solved.lower_bound, weights
         if solved.choices is not None:
             self._look(solved.choices[: len(self.structure.choices)])
-
-    def _allotted(self) -> float | None:
-        allotted = self.search.clock.allotted()
-        if self._first_s is None:
-            return allotted
-        patient = max(_LEAST_S, _PATIENCE * self._first_s)
-        return patient if allotted is None else min(patient, allotted)
 
     def _look(self, choices: Ints) -> None:
         """Schedule a program."""
@@ -219,14 +218,13 @@ class MakespanSearch:
             for where, before, after in parts:
                 np.add.at(change[n], where, after - before)
         unit = float(base.max()) or 1.0
+        rows = np.column_stack([change[:, :count] / unit, -np.ones(base.size)])
         found = milp(
             np.array([0.0] * count + [1.0]),
-            constraints=LinearConstraint(
-                np.column_stack([change[:, :count] / unit, -np.ones(len(base))]), -np.inf, -base / unit
-            ),
+            constraints=LinearConstraint(rows, -np.inf, -base / unit),  # pyright: ignore[reportArgumentType]
             integrality=np.array([1] * count + [0]),
-            bounds=Bounds(0.0, np.array([1.0] * count + [np.inf])),  # pyright: ignore[reportArgumentType]
-            options={"time_limit": _MIXING_S, "mip_rel_gap": _TOLERANCE},
+            bounds=Bounds(np.zeros(count + 1), np.array([1.0] * count + [np.inf])),  # pyright: ignore[reportArgumentType]
+            options={"node_limit": _MIXING_NODES, "mip_rel_gap": _TOLERANCE},
         )
         if found.x is None:
             return None

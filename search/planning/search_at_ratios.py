@@ -99,6 +99,8 @@ class FixedRatioSearch:
         seconds: float | None,
         start: Ints | None = None,
         warm: bool = True,
+        messages: Messages | None = None,
+        max_nodes: int | None = None,
         tied: bool = False,
         enough: float = np.inf,
         stage: str | None = None,
@@ -108,17 +110,20 @@ class FixedRatioSearch:
         `despite_interrupt`.
 
         `tolerance`: the relative gap that will do; `enough`: a bound that reaches it will do as well; `seconds`: what
-        it may take. `start`: an assignment to begin from; where it is `warm` the dual begins from that of the best
-        program's search. `tied`: alike variables take the same state, which is soon found and gives no bound. `stage`:
-        what progress is told of instead of the solver's stages, where its costs are of no program.
+        it may take; `max_nodes`: nodes that it may expand. `start`: an assignment to begin from; where it is `warm` the
+        dual begins from `messages`, or from those of the best program's search. `tied`: alike variables take the same
+        state, which is soon found and gives no bound. `stage`: what progress is told of instead of the solver's stages,
+        where its costs are of no program.
         """
         if self.clock.interrupted and not despite_interrupt:
             raise KeyboardInterrupt
         began = time.perf_counter()
-        messages: Messages = dict(self.incumbent.messages) if warm else {}
+        messages = dict(self.incumbent.messages if messages is None else messages) if warm else {}
         cost = lambda inner: inner.cost if stage is None else self.incumbent.cost
         tell = lambda inner: self.tell(stage or inner.stage, cost(inner), inner.lower_bound, inner.expanded)
         limited: dict[str, Any] = {"max_nodes": _LIMITED_NODES} if problem.resources and not tied else {}
+        if max_nodes is not None:
+            limited = {"max_nodes": max_nodes}
         solution = (solve_quotient if tied else solve)(
             problem,
             start=start,
