@@ -12,7 +12,6 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from hapsynth.graph.ir import Graph
-from hapsynth.instructions.collectives import BUNDLE
 from hapsynth.instructions.program.program import Convert
 from hapsynth.instructions.staging.stages import Stage
 from hapsynth.lower._host_schedule import (
@@ -28,6 +27,8 @@ from hapsynth.lower._host_schedule import (
     needs,
 )
 
+ENOUGH = 1 << 18
+"""Bytes from which on a collective waits for no others that could go with it: most of its time is not its latency."""
 Family = Callable[[Convert], tuple[Hashable | None, float]]
 """What collectives that go as one have in common, None for one that goes alone, and the bytes that this one sends."""
 
@@ -131,7 +132,7 @@ class _Bundle:
 
 def _sent(family: Family, graph: Graph, steps: Sequence[LocalStep]) -> list[tuple[int, CollectiveStage]]:
     """The collectives in their order, each with the place of the step after which it can start. Small ones of a family
-    go with the last of them that comes before any is needed."""
+    go together, with the last of them, unless one is needed before."""
     first_use: dict[int, int] = {}
     maker: dict[Name, int] = {}
     ready: list[int] = []
@@ -149,7 +150,7 @@ def _sent(family: Family, graph: Graph, steps: Sequence[LocalStep]) -> list[tupl
             continue
         name, nbytes = family(step)
         bundle = filling.get(name) if name is not None else None
-        if bundle is None or bundle.nbytes + nbytes > BUNDLE or bundle.needed <= place:
+        if bundle is None or bundle.nbytes >= ENOUGH or bundle.needed <= place:
             bundle = _Bundle(needed=len(steps))
             bundles.append(bundle)
             if name is not None:
