@@ -159,9 +159,11 @@ class _Scheduler:
         waiting = list(steps)[::-1]
         while waiting:
             step = waiting.pop()
-            if is_local(self.graph, step) or not isinstance(step, Convert | HostDecision | Loop | Cond):
-                run.append(step)
-            elif isinstance(step, Convert) and self.overlap is not None:
+            if (
+                is_local(self.graph, step)
+                or not isinstance(step, Convert | HostDecision | Loop | Cond)
+                or (isinstance(step, Convert) and self.overlap is not None)
+            ):
                 run.append(step)
             elif isinstance(step, Convert | HostDecision):
                 sent: list[Sent] = [step]

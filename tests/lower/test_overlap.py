@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import random
-import threading
-from dataclasses import replace
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from control_cases import CASES, floats
