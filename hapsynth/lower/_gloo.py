@@ -18,8 +18,8 @@ What it sends is lowered so that less is waited for:
 - Where two devices send one another much at once, TCP's acknowledgements queue behind the data of the other direction,
   and only one direction at a time is fast. In segments that both have received before the next one goes they stay in
   step: 8 MB each way between two processes at 100 Mbit/s take 0.70 s instead of 1.39, at 1 Gbit/s 70 ms instead of 134.
-  Around a ring of more nobody sends to whom it hears from, and a block goes whole: for every segment gloo's thread waits
-  for the one that computes, which keeps the core until its time slice ends, or for the next period of a quota.
+  Around a ring of more nobody sends to whom it hears from, and a block goes whole: for every segment gloo's thread
+  waits for the one that computes, which keeps the core until its time slice or quota ends.
 """
 
 from __future__ import annotations

@@ -301,8 +301,8 @@ def _live(graph: Graph, items: Sequence[Item], needed: set[Name]) -> set[Name]:
                 read = _through(graph, item.steps, left) - arrived
                 after = needed
                 needed = (needed - made) | read
-                item.reads, item.writes = _ordered(read), _ordered(made & after)
-                item.dead = _ordered(needed - after)
+                item.reads, item.writes = ordered(read), ordered(made & after)
+                item.dead = ordered(needed - after)
             case CollectiveStage():
                 pass
             case HostLoop():
@@ -312,15 +312,15 @@ def _live(graph: Graph, items: Sequence[Item], needed: set[Name]) -> set[Name]:
                 around = needed | outer | set(item.own)
                 _live(graph, item.body, around)
                 _live(graph, item.test, around | decided)
-                item.dead = _ordered((around | decided) - needed)
+                item.dead = ordered((around | decided) - needed)
                 needed = around
             case HostCond():
                 before = set[Name]().union(*(_live(graph, b, needed) for b in item.branches), {item.decision})
-                item.dead = _ordered((before | set(item.writes)) - needed)
+                item.dead = ordered((before | set(item.writes)) - needed)
                 needed = before
     return needed
 
 
-def _ordered(names: Iterable[Name]) -> tuple[Name, ...]:
+def ordered(names: Iterable[Name]) -> tuple[Name, ...]:
     """The same in every process and run."""
     return tuple(sorted(names, key=lambda n: (isinstance(n, HostSlot), n)))

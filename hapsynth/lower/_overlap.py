@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from hapsynth.graph.ir import Graph
 from hapsynth.instructions.program.program import Convert
-from hapsynth.instructions.staging.stages import Stage
+from hapsynth.instructions.staging.stages import Cond, Loop, Stage
 from hapsynth.lower._host_schedule import (
     CollectiveStage,
     Copies,
@@ -25,6 +25,7 @@ from hapsynth.lower._host_schedule import (
     is_local,
     makes,
     needs,
+    ordered,
 )
 
 ENOUGH = 1 << 18
@@ -60,27 +61,34 @@ def _is_sent(graph: Graph, step: LocalStep) -> bool:
 
 
 def _as_needed(graph: Graph, steps: Sequence[LocalStep]) -> list[LocalStep]:
-    """Conversions without communication of what arrives, each before the first step that needs it."""
+    """What is made of what arrives, before the first collective that needs it, or at the end, in the order in which the
+    collectives start: nothing else waits."""
     out: list[LocalStep] = []
     late: dict[Name, LocalStep] = {}
-    arriving = set[Name]()
+    after: dict[Name, int] = {}
+    """What arrives or is made of that: the number of the last collective that it takes."""
 
     def emit(names: Iterable[Name]) -> None:
-        for step in [late.pop(name) for name in [*late] if name in names]:
-            emit(needs(graph, step))
-            out.append(step)
+        for name in sorted((name for name in late if name in names), key=after.__getitem__):
+            if step := late.get(name):
+                for made in makes(graph, step):
+                    late.pop(made, None)
+                emit(needs(graph, step))
+                out.append(step)
 
-    for step in steps:
-        converts = isinstance(step, Stage) and isinstance(step.before[0], Convert)
-        if converts and not arriving.isdisjoint(needs(graph, step)):
-            made = makes(graph, step)
-            late.update((name, step) for name in made)
-            arriving |= made
+    for number, step in enumerate(steps):
+        needed, made, sent = needs(graph, step), makes(graph, step), _is_sent(graph, step)
+        plain = isinstance(step, Stage | Loop | Cond)
+        arriving = [after[name] for name in needed if name in after]
+        if plain and arriving:
+            late.update((name, step) for name in ordered(made))
+            after.update((name, max(arriving)) for name in made)
             continue
-        emit(needs(graph, step))
+        # Slots of a loop are overwritten.
+        emit(needed if plain or sent else {*late})
         out.append(step)
-        if _is_sent(graph, step):
-            arriving |= makes(graph, step)
+        if sent:
+            after.update((name, number) for name in made)
     emit({*late})
     return out
 
@@ -108,7 +116,7 @@ def _with_results(graph: Graph, steps: Sequence[LocalStep]) -> list[LocalStep]:
         if _is_sent(graph, step):
             arriving.update((name, None) for name in made)
         else:
-            out += [one for name in sorted(made - arriving.keys()) for one in due.pop(name)]
+            out += [one for name in ordered(made - arriving.keys()) for one in due.pop(name)]
     return [
         *out,
         *rest,

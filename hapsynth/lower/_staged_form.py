@@ -378,7 +378,8 @@ class Staged(LoweredProgram):
 def lower_staged(
     graph: Graph, program: Program, sizes: Sizes, mesh: Mesh, *, donate: bool = True, overlap: bool = False
 ) -> Staged:
-    """Lower a checked program to stages for this process's devices of `mesh`, as `lower` does. `overlap`: as `Staged`."""
+    """Lower a checked program to stages for this process's devices of `mesh`, as `lower` does. `overlap`: as of
+    `Staged`."""
     return Staged(graph, program, sizes, own_mesh(mesh, program.axes), donate, overlap=overlap)
 
 
