@@ -10,8 +10,6 @@ Links are those of network namespaces, with a launcher in each, and need root; s
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import re
 import shutil
@@ -28,12 +26,10 @@ from itertools import permutations
 from pathlib import Path
 
 import numpy as np
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-
 from emulated import cgroup, network
 from emulated.cgroup import Hierarchies
 from emulated.spec import Machine
+from harness.command import Table, parser, write_json
 
 import hapsynth
 from hapsynth.rendezvous.address import free_ports
@@ -70,6 +66,7 @@ SAMPLE = (
     *("SIGKILL:training:1", "exit0:initialize:1", "launcher-SIGINT:training:0", "launcher-SIGKILL:planning:0"),
     *("exception:planning:1",),
 )
+COLUMNS = {"fault:phase:process": -34, "s": 6, "exit": 14, "  checkpoint": -14, "wrong, left, message": -1}
 
 
 @dataclass(frozen=True)
@@ -339,14 +336,20 @@ def _run(*command: str) -> None:
     subprocess.run(command, check=False, capture_output=True)
 
 
+def line(outcome: Outcome) -> list[str]:
+    """The cells of an outcome in the table."""
+    notes = [*(f"wrong: {w}" for w in outcome.wrong), *(f"left: {name}" for name in outcome.left), outcome.message]
+    codes = ",".join(map(str, outcome.codes))
+    return [outcome.trial, f"{outcome.seconds:.1f}", codes, f"  {outcome.checkpoint}", "; ".join(filter(None, notes))]
+
+
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", metavar="REGEX", default="", help="trials whose FAULT:PHASE:RANK has it")
-    parser.add_argument("--sample", action="store_true", help="a few, as CI runs them")
-    parser.add_argument("--list", action="store_true", help="name the trials")
-    parser.add_argument("--at-once", type=int, default=6, metavar="N", help="jobs at a time (default 6)")
-    parser.add_argument("--json", metavar="FILE", help="every outcome, with all output")
-    options = parser.parse_args()
+    command = parser(__doc__)
+    command.add_argument("--only", metavar="REGEX", default="", help="trials whose FAULT:PHASE:RANK has it")
+    command.add_argument("--sample", action="store_true", help="a few, as CI runs them")
+    command.add_argument("--list", action="store_true", help="name the trials")
+    command.add_argument("--at-once", type=int, default=6, metavar="N", help="jobs at a time (default 6)")
+    options = command.parse_args()
     chosen = [t for t in trials() if re.search(options.only, str(t))]
     if options.sample:
         chosen = [t for t in trials() if str(t) in SAMPLE]
@@ -354,8 +357,8 @@ def main() -> int:
         print(*chosen, sep="\n")
         return 0
     outcomes: list[Outcome] = []
-    columns = ("fault", "phase", "process", "s", "exit", "checkpoint", "left", "wrong", "message")
-    print(f"| {' | '.join(columns)} |", "|---" * len(columns) + "|", sep="\n")
+    table = Table(COLUMNS)
+    table.show(COLUMNS)
     with ThreadPoolExecutor(options.at_once) as pool, ThreadPoolExecutor(1) as after:
         made: dict[Trial, Future[Outcome]] = {}
         # Those that take minutes go first; those that are to be alone when the others have ended.
@@ -366,11 +369,8 @@ def main() -> int:
             )
         for outcome in (made[trial].result() for trial in chosen):
             outcomes.append(outcome)
-            row = [*outcome.trial.split(":"), f"{outcome.seconds:.1f}", ",".join(map(str, outcome.codes))]
-            row += [outcome.checkpoint, ", ".join(outcome.left), ", ".join(outcome.wrong), outcome.message]
-            print(f"| {' | '.join(row)} |", flush=True)
-            if options.json:
-                Path(options.json).write_text(json.dumps([asdict(o) for o in outcomes], indent=1))
+            table.show(line(outcome))
+            write_json(options.json, [asdict(o) for o in outcomes])
     wrong = sum(bool(o.wrong) for o in outcomes)
     print(f"\n{len(outcomes)} trials, {wrong} not as they are to be")
     return 1 if wrong else 0

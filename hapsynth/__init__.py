@@ -12,9 +12,11 @@ from hapsynth.export import SourceError
 from hapsynth.graph.trace import TraceError
 from hapsynth.instructions.rules.extension import register_rule
 from hapsynth.instructions.rules.notation import RuleError
+from hapsynth.instructions.staging.options import LoweringOptions
 from hapsynth.instructions.testing.check_rule import RuleReport, check_rule
 from hapsynth.lower import UnsupportedError
 from hapsynth.plan import CheckReport, Plan, PlanError, load
+from hapsynth.running.base import OverlapWarning
 from hapsynth.running.drift import DriftReport
 from hapsynth.running.process_local_data import LocalSlices
 from hapsynth.running.sharded_array import ShardedArray
@@ -34,7 +36,9 @@ __all__ = [
     "InfeasibleError",
     "Link",
     "LocalSlices",
+    "LoweringOptions",
     "Monitor",
+    "OverlapWarning",
     "Plan",
     "PlanError",
     "Plans",

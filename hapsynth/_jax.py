@@ -13,6 +13,7 @@ import traceback
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -332,20 +333,20 @@ def unlooked() -> Generator[None]:
         yield
 
 
-_SCHEDULER = {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}
+_SCHEDULER = MappingProxyType({"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"})
 _ASKED = ("xla_cpu_scheduler_type", "xla_cpu_enable_concurrency_optimized_scheduler")
 
 
-def memory_first(platform: str) -> dict[str, str]:
+def memory_first(platform: str, options: Mapping[str, str] = _SCHEDULER) -> dict[str, str]:
     """`compiler_options` of `jax.jit` by which a program on `platform` holds little at once, as plans count on.
 
     XLA's CPU backend begins everything as early as it can: all random arrays of an init, all clipped gradients before
     the first is used. Other backends order by memory themselves. Empty there, where XLA_FLAGS say what order the user
-    wants, and where XLA has no such option.
+    wants, and where XLA has no such `options`.
     """
     if platform != "cpu" or any(name in _xla_flags() for name in _ASKED):
         return {}
-    return dict(_SCHEDULER) if _accepts(tuple(_SCHEDULER.items())) else {}
+    return dict(options) if _accepts(tuple(options.items())) else {}
 
 
 @functools.cache

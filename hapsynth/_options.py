@@ -21,6 +21,7 @@ from hapsynth.graph.trace import Traced, trace
 from hapsynth.graph.trip_counts import Expectation, expecting
 from hapsynth.instructions.layout import Layout, is_consistent, parse_layout
 from hapsynth.instructions.program.sizes import Node
+from hapsynth.instructions.staging.options import LoweringOptions
 from hapsynth.running.form import Form
 from hapsynth.search.cost.model import Floats
 from hapsynth.search.sizing.fixed_ratios import FixedRatios, RatioError, check_granule
@@ -52,6 +53,11 @@ def check_positive(name: str, value: Any, unit: str) -> None:
         raise TypeError(f"{name} is {value!r}; give a number of {unit}")
     if not float(value) > 0:
         raise ValueError(f"{name} is {value!r}; give a positive number of {unit}")
+
+
+def check_lowering(lowering: Any) -> None:
+    if not isinstance(lowering, LoweringOptions):
+        raise TypeError(f"lowering is {lowering!r}; give a hapsynth.LoweringOptions")
 
 
 def tell_lesser_memory(cluster: Cluster, limit: float | None) -> None:

@@ -11,6 +11,7 @@ import jax
 
 from hapsynth._options import (
     Ratios,
+    check_lowering,
     check_positive,
     devices_of,
     fixed_ratios_of,
@@ -22,6 +23,7 @@ from hapsynth._options import (
 from hapsynth.cluster.cluster import Cluster
 from hapsynth.graph.ir import Graph
 from hapsynth.graph.trip_counts import Expectation
+from hapsynth.instructions.staging.options import LoweringOptions
 from hapsynth.jobs import check_mesh
 from hapsynth.plan import Plan
 from hapsynth.running.form import Form, check_form
@@ -55,6 +57,7 @@ def synthesize(
     time_budget_s: float | None = None,
     progress: Callable[[Progress], None] | None = None,
     form: Form = ...,
+    lowering: LoweringOptions = ...,
     recompute: bool = ...,
 ) -> Plan: ...
 
@@ -76,6 +79,7 @@ def synthesize(
     time_budget_s: float | None = None,
     progress: Callable[[Progress], None] | None = None,
     form: Form = ...,
+    lowering: LoweringOptions = ...,
     frequency: Mapping[str, float] | None = None,
     state: Mapping[str, Mapping[str, str]] | None = None,
 ) -> Plans: ...
@@ -97,6 +101,7 @@ def synthesize(
     time_budget_s: float | None = None,
     progress: Callable[[Progress], None] | None = None,
     form: Form = "auto",
+    lowering: LoweringOptions = PlanningOptions.lowering,
     recompute: bool = False,
     frequency: Mapping[str, float] | None = None,
     state: Mapping[str, Mapping[str, str]] | None = None,
@@ -122,6 +127,8 @@ def synthesize(
     among processes.
     A plan for "staged", or for a mesh of several processes, keeps each device within its own memory, of exact shards;
     any other keeps the smallest device, of shards padded to the largest.
+    `lowering`: the thresholds (`hapsynth.LoweringOptions`) by which collectives go together and stages are padded; the
+    plan is priced and lowered by them, and its file has those that are not the default.
     `recompute`: whether values may be made again later rather than held, as with `jax.checkpoint`, where memory is
     short; the plan's `traced.graph.again` says which ops run twice, and its gap is about programs that do so.
 
@@ -144,12 +151,18 @@ def synthesize(
     check_positive("memory_limit", memory_limit, "bytes per device")
     check_positive("time_budget_s", time_budget_s, "seconds")
     check_form(form)
+    check_lowering(lowering)
     devices, cluster = devices_of(mesh, cluster)
     if devices is not None:
         check_mesh(devices)
     tell_lesser_memory(cluster, memory_limit)
     options = PlanningOptions(
-        memory_limit, time_budget_s, progress, leave_out=leave_out, exact=holds_exact(form, devices)
+        memory_limit,
+        time_budget_s,
+        progress,
+        leave_out=leave_out,
+        exact=holds_exact(form, devices),
+        lowering=lowering,
     )
     if isinstance(fn, Mapping):
         if recompute:

@@ -26,12 +26,6 @@ from typing import ClassVar, NamedTuple
 
 from hapsynth.instructions.layout import Layout, Placement, cut_axes, cuts_of, is_consistent, way_of
 
-BUNDLED = 1 << 20
-"""Bytes on the wire, per device, up to which a collective goes together with others of its kind that wait for the same:
-as XLA's compilers for GPUs join them, and the lowering for CPUs."""
-BUNDLE = 16 * BUNDLED
-"""Bytes that go together at most, per device."""
-
 Cut = tuple[int, tuple[int, ...], int]
 """(dimension, the mesh axes that cut it, which way) of a layout, as in `cuts_of`."""
 

@@ -11,6 +11,7 @@ import numpy as np
 from hapsynth.cluster.memory_budget import MemoryBudget
 from hapsynth.instructions.program.program import Program
 from hapsynth.instructions.program.sizes import Sizes
+from hapsynth.instructions.staging.options import DEFAULT, LoweringOptions
 
 Status = OneOf["optimal", "optimal_at_ratios", "gap", "unpriced", "infeasible"]
 """`unpriced`: optimal, at these ratios at least, were each op of an unknown cost no dearer than it counts."""
@@ -96,6 +97,8 @@ class Result:
     """Of which nothing says what they take (`instructions.uncovered.unpriced`)."""
     exact: bool = False
     """Whether `memory_bytes` is of shards that are stored at exact size, in staged form; else they are padded."""
+    lowering: LoweringOptions = DEFAULT
+    """The thresholds by which the program was priced, and is lowered."""
 
     @property
     def room(self) -> MemoryBudget:

@@ -20,11 +20,6 @@ from cli_model import write_model
 from hapsynth.cli.main import main
 from hapsynth.cluster.cluster import Cluster
 from hapsynth.instructions.rules import REGISTRY, extension
-from hapsynth.instructions.staging import gathered, padded
-from hapsynth.lower import _buckets
-from hapsynth.search.analysis import optimizer_update
-from hapsynth.search.memory import xla_kernels
-from hapsynth.whatif import alternatives
 
 DEVICES = 8
 GPU = os.environ.get("HAPSYNTH_GPU", "")
@@ -62,14 +57,6 @@ def eight_devices() -> list[jax.Device]:
     return devices
 
 
-@pytest.fixture(scope="session", autouse=True)
-def unhurried() -> Iterator[None]:
-    """A search for alternatives ends when it is done, on a slow machine too."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(alternatives, "_BUDGET_S", None)
-        yield
-
-
 @pytest.fixture(autouse=True)
 def optimizations(request: pytest.FixtureRequest) -> Iterator[None]:
     """XLA's optimizations for a test marked `optimized`."""
@@ -85,21 +72,6 @@ def optimizations(request: pytest.FixtureRequest) -> Iterator[None]:
 def unequal() -> Cluster:
     """Four fast devices and four at a third of their speed, joined well."""
     return graphs.cluster([3.0] * 4 + [1.0] * 4)
-
-
-@pytest.fixture
-def collectives_go_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Small tensors stand for large ones, whose collectives have a latency each, and are compiled one by one."""
-    for module in (_buckets, xla_kernels, optimizer_update):
-        monkeypatch.setattr(module, "BUNDLED", -1)
-
-
-@pytest.fixture
-def small_stages_switch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Small stages stand for large ones: on exact shards, with collectives as the program has them."""
-    monkeypatch.setattr(padded, "SMALL_STAGE", -1)
-    monkeypatch.setattr(padded, "SMALL_OP", 0)
-    monkeypatch.setattr(gathered, "GATHERED", -1)
 
 
 @pytest.fixture

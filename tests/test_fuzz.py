@@ -151,3 +151,13 @@ def test_a_knife_edge_is_told_from_an_error() -> None:
     plan = hapsynth.synthesize(above, (x,), first_devices(4), cluster=thin_cluster(SPEEDS["3:1"]), leave_out=False)
     assert verdict_on(plan, lambda x: ((x >= x[0] * 11).sum(), x.sum()), (x,)) == (fuzz.EDGE, "[0]")
     assert verdict_on(plan, lambda x: ((x >= x[0] * 11).sum(), -x.sum()), (x,))[0] == fuzz.MISMATCH
+
+
+def test_the_sign_of_a_zero_is_told_from_an_error() -> None:
+    """XLA's all-reduce begins from 0.0, so -0.0 on all devices becomes 0.0 (docs/nonfinite.md)."""
+    x = np.append(np.linspace(-4, 4, 23), -0.0).astype(np.float32)
+    inverse = lambda x: 1 / jnp.where(x == 0, 0.0, x)
+    plan = hapsynth.synthesize(inverse, (x,), first_devices(4), cluster=thin_cluster(SPEEDS["3:1"]), leave_out=False)
+    assert verdict_on(plan, inverse, (x,)) == (fuzz.SAME, "")
+    assert verdict_on(plan, lambda x: 1 / x, (x,)) == (fuzz.EDGE, "")
+    assert verdict_on(plan, lambda x: -1 / x, (x,))[0] == fuzz.MISMATCH

@@ -15,6 +15,7 @@ from slow_devices import SPEEDS, first_devices, slow_cluster, thin_cluster
 from two_processes import run_two
 
 import hapsynth
+from hapsynth.instructions.staging.options import DEFAULT, LoweringOptions
 from hapsynth.lower import _gloo
 from hapsynth.lower._ordered_floats import from_ordered, to_ordered
 from hapsynth.plan import Plan
@@ -63,15 +64,12 @@ def test_integers_are_ordered_as_the_floats(name: str, reduction: str) -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("reduction", ["max", "min"])
-def test_an_all_reduce_is_nan_where_a_device_has_nan(
-    reduction: str, dtype: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_all_reduce_is_nan_where_a_device_has_nan(reduction: str, dtype: str) -> None:
     """Every pair of special values, in both orders, gathered or not."""
     pairs = np.array([(a, b) for a in SPECIAL for b in SPECIAL]).astype(dtype).T
-    for gathered in (True, False):
-        monkeypatch.setattr(_gloo, "GATHERED", 1 << 15 if gathered else 0)
+    for options in (DEFAULT, LoweringOptions(gloo_gathered_bytes=0)):
         run = jax.shard_map(
-            lambda x: _gloo.all_reduce(x, "d", reduction, True),
+            lambda x, options=options: _gloo.all_reduce(x, "d", reduction, options),
             mesh=first_devices(2),
             in_specs=PartitionSpec("d"),
             out_specs=PartitionSpec("d"),
@@ -86,7 +84,7 @@ def test_an_all_reduce_is_nan_where_a_device_has_nan(
 
 def test_integers_are_reduced_as_they_are() -> None:
     struct = jax.ShapeDtypeStruct((2, 3), np.int32)
-    run = lambda x: _gloo.all_reduce(x, "d", "max", False)
+    run = lambda x: _gloo.all_reduce(x, "d", "max", None)
     spec = PartitionSpec("d")
     mapped = jax.shard_map(run, mesh=first_devices(2), in_specs=spec, out_specs=spec, check_vma=False)
     names = [e.primitive.name for e in jax.make_jaxpr(mapped)(struct).eqns[0].params["jaxpr"].eqns]
@@ -189,6 +187,7 @@ PROCESSES = """
     import numpy as np
     from jax.sharding import Mesh, PartitionSpec
     import hapsynth
+    from hapsynth.instructions.staging.options import DEFAULT
     from hapsynth.lower import _gloo
     from hapsynth.lower import host_array
     from slow_devices import slow_cluster
@@ -200,12 +199,12 @@ PROCESSES = """
     same = lambda a, b: np.testing.assert_array_equal(np.asarray(a, np.float64), np.asarray(b, np.float64))
     special = [1.5, -2.0, 0.0, np.inf, -np.inf, np.nan, -np.nan]
     for dtype in (jnp.float16, jnp.bfloat16, jnp.float32, jnp.float64, jnp.float8_e4m3fn):
-        for times in (1, _gloo.GATHERED):
+        for times in (1, DEFAULT.gloo_gathered_bytes):
             pairs = np.tile(np.array([(a, b) for a in special for b in special], dtype).T, times)
             split = jax.sharding.NamedSharding(mesh, PartitionSpec("hap"))
             x = jax.make_array_from_callback(pairs.shape, split, lambda index: pairs[index])
             for reduction, pair in (("max", np.maximum), ("min", np.minimum)):
-                run = lambda x: _gloo.all_reduce(x, "hap", reduction, True)
+                run = lambda x: _gloo.all_reduce(x, "hap", reduction, DEFAULT)
                 mapped = jax.shard_map(run, mesh=mesh, in_specs=split.spec, out_specs=split.spec, check_vma=False)
                 same(host_array(jax.jit(mapped)(x)), [pair(*pairs.astype(np.float64))] * 2)
 

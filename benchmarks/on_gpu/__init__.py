@@ -1,2 +1,2 @@
-"""The parts of `benchmarks/gpu.py`. Each has VARIANTS, name -> XLA_FLAGS, each of which runs in a process of its own,
-and `rows(settings, variant)`, which yields a row, a dict that JSON holds, for each thing that was measured."""
+"""The parts of `benchmarks/gpu.py`, a module each. `VARIANTS` maps the name of a variant to its XLA_FLAGS: each variant
+runs in a process of its own. `rows(settings, variant)` yields a row, a dict that JSON holds, for each measurement."""

@@ -1,8 +1,9 @@
-"""XLA's flags that jobs of unlike GPUs may need or that processes may give unlike: each tried in a process of its own.
+"""XLA flags that a job of unlike GPUs may need, or that its processes may set differently, each in its own process.
 
-For each: whether XLA takes it; what compiling and a step of an example (the last one asked for, as its file has it)
-then take; and which collectives XLA leaves of its data parallel step for two such GPUs, which are only described to the
-compiler. Two processes whose lists differ would wait for each other for ever, so preflight has to refuse them.
+The rows of a flag say whether XLA accepts it, the compile time and step time of an example (the last one asked for, at
+the sizes of its file), and the collectives that XLA leaves in the example's data parallel step for two such GPUs, which
+are only described to the compiler. Two processes whose lists differ would wait for each other for ever, so preflight
+has to refuse them.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ def rows(settings: Settings, variant: str) -> Iterator[Row]:
         return
     example = settings.example(settings.examples[-1], "own" if settings.sizes == "card" else "")
     yield {"what": "run", "flags": flags, **ran(settings, example)}
-    # One host with two GPUs; and two hosts where processes would share out the autotuning.
+    # One host with two GPUs; two hosts too for the flag by which processes share out autotuning.
     for topology in ("1x1x2", *(("1x2x1",) if "shards" in variant else ())):
         of = {"what": "described", "flags": flags, "topology": topology}
         if not is_gpu():
@@ -68,7 +69,7 @@ def rows(settings: Settings, variant: str) -> Iterator[Row]:
 
 
 def ran(settings: Settings, example: Example) -> Row:
-    """A plan for one device, compiled anew, whatever is kept of earlier runs."""
+    """Compile and step time of a plan for one device, without the compilation cache."""
     jax.config.update("jax_enable_compilation_cache", False)
     device = jax.devices()[0]
     plan = example.planned(device)
@@ -88,7 +89,8 @@ def ran(settings: Settings, example: Example) -> Row:
 
 
 def collectives(example: Example, devices: list[Any]) -> Row:
-    """Of the data parallel step on other devices, as XLA leaves them, and their types in order."""
+    """The collectives that XLA leaves in the data parallel step for `devices`: the number of each kind, and a digest of
+    their types in order."""
     fn, (state, batch) = example.target()
     mesh = Mesh(np.array(devices), ("data",))
     everywhere, cut = NamedSharding(mesh, PartitionSpec()), NamedSharding(mesh, PartitionSpec("data"))
@@ -103,5 +105,5 @@ def collectives(example: Example, devices: list[Any]) -> Row:
 
 
 def digest(text: str) -> str:
-    """Of HLO, without what is told of the source."""
+    """A digest of HLO text without its metadata, which names source lines."""
     return hashlib.sha256(re.sub(r", metadata={[^}]*}", "", text).encode()).hexdigest()[:16]

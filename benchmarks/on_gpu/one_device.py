@@ -1,8 +1,8 @@
-"""One device of a plan for many, run for real on the one device that is here.
+"""One device of a plan for many, run on the single device of this machine.
 
-Everything that this device computes is the plan's own, on its exact shapes. A collective is replaced by a copy in the
-device's memory, of the shapes that would go over the wire: what arrives is the device's own, as often as there are
-others. So values are right only where the device holds everything and the others nothing.
+The device runs the plan's own computation on its own shapes. A copy in its memory, of the shapes that would go over the
+wire, replaces each collective: the device receives its own data in place of every other device's. So values are right
+only where the device holds everything and the others nothing.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def with_shares(plan: Plan, parts: Sequence[float]) -> Sizes:
 
 
 def due(step: Convert, shape: Sequence[int], lengths: Sequence[int]) -> tuple[int, ...]:
-    """The shape of what arrives where `shape` is sent on a mesh of `lengths`."""
+    """The shape that a collective makes of an array of `shape` on a mesh of `lengths`."""
     out = list(shape)
     source, target, n = step.source[step.axis], step.target[step.axis], lengths[step.axis]
     if step.collective.splits:
@@ -56,8 +56,8 @@ def due(step: Convert, shape: Sequence[int], lengths: Sequence[int]) -> tuple[in
 
 
 def copied(x: jax.Array, shape: Sequence[int]) -> jax.Array:
-    """A copy of `x` in another shape: the first part of a dimension, or all of it again and again. What goes as one has
-    a dimension more for the devices."""
+    """A copy of `x` in another shape: the first part of a dimension, or the whole dimension repeated. Collectives that
+    go as one have one dimension more, for the devices."""
     if x.ndim < len(shape):
         x = x[..., None, :]
     elif x.ndim > len(shape):
@@ -68,8 +68,8 @@ def copied(x: jax.Array, shape: Sequence[int]) -> jax.Array:
 
 @dataclass(eq=False)
 class OneStaged(Staged):
-    """The stages of the device at `place` in the mesh, run on `device`. ValueError where the host would have to follow
-    a loop or a branch."""
+    """The stages of the device at `place` in the mesh, run on `device`. Raises ValueError where the host would have to
+    follow a loop or a branch."""
 
     place: tuple[int, ...] = (0,)
     device: Any = None
@@ -95,7 +95,7 @@ class OneStaged(Staged):
         def hapsynth_copies(*wires: Any) -> list[Any]:
             return [copied(x, shape) for x, shape in zip(wires, shapes, strict=True)]
 
-        # XLA copies what is returned as it came, as it is not donated.
+        # XLA copies an argument that is returned unchanged too, as it is not donated.
         return jax.jit(hapsynth_copies).lower(*wires)
 
     def _given(self, stage: CollectiveStage) -> list[jax.ShapeDtypeStruct]:
@@ -104,7 +104,7 @@ class OneStaged(Staged):
         return [jax.ShapeDtypeStruct(w.shape, w.dtype, sharding=here) for w in wires]
 
     def __call__(self, stored: Sequence[Any]) -> list[Any]:
-        """One step on what the device holds of inputs and constants; its outputs. Donated inputs are consumed."""
+        """Runs one step on the device's shards of inputs and constants; its outputs. Donated inputs are consumed."""
         names = ((v, self.program.inputs[v]) for v in self.graph.sources)
         env: dict[Name, Any] = dict(zip(names, stored, strict=True))
         wires: list[Any] = []
@@ -121,21 +121,21 @@ class OneStaged(Staged):
         return [env[HostSlot("output", i)] for i in range(len(self.outputs))]
 
     def copies(self) -> Callable[[], list[Any]]:
-        """Runs all that stands for collectives, and nothing else."""
+        """A function that runs only the copies that replace collectives."""
         stages = [item for item in self.items if isinstance(item, CollectiveStage)]
         with jax.default_device(self.device):
             wires = [[jnp.zeros(w.shape, w.dtype) for w in self._given(stage)] for stage in stages]
         return lambda: [self.compiled[stage][0](*sent) for stage, sent in zip(stages, wires, strict=True)]
 
     def temporary_bytes(self) -> int:
-        """The most that any stage takes beside its arguments and results."""
+        """The largest temporary memory of any stage."""
         analyses = [run.memory_analysis() for runs in self.compiled.values() for run in runs]
         return max(int(a.temp_size_in_bytes) for a in analyses)
 
 
 @dataclass(eq=False)
 class OneSwitch(Lowered):
-    """The switch form of the device at `place` in the mesh, run on `device`, which learns its place when it runs."""
+    """The switch form of the device at `place` in the mesh, run on `device`; the place is an argument."""
 
     place: tuple[int, ...] = (0,)
     device: Any = None
@@ -177,13 +177,14 @@ AnyOne = TypeVar("AnyOne", bound=One)
 
 
 def one_of(form: type[AnyOne], plan: Plan, sizes: Sizes, device: Any) -> AnyOne:
-    """The first device of a plan without devices, at these sizes."""
+    """The first device of a plan that was made without devices, at these sizes."""
     mesh = own_mesh(stand_ins(sizes.classes.lengths[0]), plan.program.axes)
-    return form(plan.traced.graph, plan.program, sizes, mesh, True, device.platform, place=(0,), device=device)
+    graph, options = plan.traced.graph, plan.result.lowering
+    return form(graph, plan.program, sizes, mesh, True, device.platform, options, place=(0,), device=device)
 
 
 def holding(one: One, leaves: Sequence[jax.Array]) -> list[Any]:
-    """What the device holds of the program's inputs, given whole, and of its constants."""
+    """The device's shards of the program's inputs, which are given whole, and of its constants."""
     found: list[Any] = []
     whole = [*leaves, *one.graph.constants.values()]
     for storage, x in zip((*one.inputs, *one.constants), whole, strict=True):

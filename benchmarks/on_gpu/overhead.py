@@ -1,4 +1,4 @@
-"""A plan for one device beside plain `jax.jit`: seconds, bytes, and how far both are from float64 on the host."""
+"""A plan for one device beside plain `jax.jit`: step time, memory, and errors against float64 on the host."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _BURST = 4
 
 def rows(settings: Settings, variant: str) -> Iterator[Row]:
     if variant != "times":
-        # The allocator remembers its highest peak: one example in a process.
+        # The allocator remembers its highest peak, so a process runs one example.
         largest = "transformer" if "transformer" in settings.examples else settings.examples[0]
         yield from fitting(settings.example(largest), lambda example: allocated(example, variant.rpartition(" ")[2]))
         return
@@ -84,7 +84,7 @@ def compared(what: str, found: dict[str, list[float]]) -> Row:
 
 
 def allocated(example: Example, form: str) -> Iterator[Row]:
-    """What the device's allocator had handed out at most, after two steps."""
+    """The peak of the device's allocator after two steps of a plan or of `jax.jit`."""
     device = jax.devices()[0]
     told = {**example.told(), "of": form}
     if not device.memory_stats():
@@ -117,7 +117,7 @@ def in_float64(example: Example, device: Any) -> list[np.ndarray]:
 
 
 def off(got: Any, want: list[np.ndarray]) -> list[float]:
-    """|a - b| / |b| of each leaf, of the norms: what Adam makes of a gradient that is all rounding has any sign."""
+    """|a - b| / |b| of each leaf, by norms: where a gradient is only rounding error, Adam may step either way."""
     found: list[float] = []
     for a, b in zip(jax.tree.leaves(got), want, strict=True):
         scale = float(np.linalg.norm(b.astype(np.float64))) or 1.0
@@ -126,8 +126,8 @@ def off(got: Any, want: list[np.ndarray]) -> list[float]:
 
 
 def errors(example: Example, device: Any, plan: Any, plain: Any) -> Row:
-    """How far one step of each is from float64: the worst of all results, and the loss; and the most that the plan is
-    further off than `jax.jit` in any."""
+    """Errors of one step against float64, of the plan and of `jax.jit`: the largest of all results, and the loss's; and
+    the largest ratio of the plan's error to that of `jax.jit`."""
     want = in_float64(example, device)
     of_plan, of_jit = (off(call(*example.arguments(device)), want) for call in (plan, plain))
     return {

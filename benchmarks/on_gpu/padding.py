@@ -1,8 +1,8 @@
-"""What is done around a collective of uneven shards: padded, cut and laid out in blocks. Bytes moved beside the floor,
-what is read and written once; seconds beside a plain copy of as many bytes; and whether it is one kernel.
+"""The work around a collective of uneven shards: padding, cutting, laying out in blocks. Its bytes beside the floor,
+one read of the operand and one write of the result; its time beside a plain copy of as many bytes; its kernels.
 
-Four devices in the ratio 5 : 3 : 2 : 1; the one with the least is looked at where it matters. `alone` is the step by
-itself, `fused` with an elementwise op that makes what is sent, or takes what came.
+Four devices hold shares in the ratio 5 : 3 : 2 : 1; where the share matters, the smallest is taken. In `fused` rows an
+elementwise op makes the operand of the sending step, or takes the result of the receiving one.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def cases(unit: int, width: int) -> Iterator[Case]:
         yield Case(f"all_gather receives {kind}", shape(blocks), join, False)
         yield Case(f"reduce_scatter sends {kind}", shape(whole), split, True)
         yield Case(f"reduce_scatter receives {kind}", shape(largest), cut, False)
-    # From rows to columns: what is sent is padded along its rows already.
+    # From rows to columns: the operand is padded along its rows already.
     columns = [p * width for p in PARTS]
     split = lambda x: to_blocks(x, 1, columns, max(columns))
     join = lambda x: from_blocks(x, 0, lengths, largest, whole)
@@ -76,7 +76,7 @@ def copy_speed(settings: Settings, elements: int) -> float:
 
 
 def seconds_of(settings: Settings, run: Callable[[], Any]) -> float:
-    """Of one of many calls, one right after another."""
+    """Seconds per call, of calls that are queued one right after another."""
     (times,) = interleaved({"": burst(run, _BURST)}, settings.rounds).values()
     return statistics.median(times) / _BURST
 
@@ -92,7 +92,7 @@ def one(settings: Settings, case: Case, dtype: str, fused: bool, speed: float) -
     x = jnp.ones(case.shape, dtype)
     compiled = jax.jit(fn).lower(x).compile()
     made = compiled(x)
-    # What arrives beyond the exact pieces need not be read.
+    # The padding of received blocks need not be read.
     floor = (x.nbytes if case.sends else made.nbytes) + made.nbytes
     text = compiled.as_text() or ""
     moved, kernels = sum(hlo_bytes(text).values()), opcodes(text)
@@ -114,7 +114,7 @@ def one(settings: Settings, case: Case, dtype: str, fused: bool, speed: float) -
 
 
 def opcodes(text: str) -> list[str]:
-    """The instructions of the entry computation that do something, a fusion being one."""
+    """The opcodes of the entry computation but for those that do nothing; a fusion is one."""
     entry = text[text.index("\nENTRY ") :].split("\n}")[0].splitlines()[2:]
     found = [match[3] for match in map(LINE.match, entry) if match is not None]
     return [name for name in found if name not in FREE]

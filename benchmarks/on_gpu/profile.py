@@ -1,4 +1,4 @@
-"""`hapsynth profile` on the device that is here, and what it predicts of the examples beside what they take."""
+"""`hapsynth profile` on the device of this machine, and the examples' predicted beside their measured step times."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ from hapsynth.search.cost.program_cost import program_cost
 from on_gpu.settings import Example, Row, Settings, fitting
 
 VARIANTS = {"": ""}
-BATCHES = (0.25, 0.5, 1.0)
 _TINY = Options(dtypes=("float32",), quick=True, tolerance=1.0, limit_s=0.0, window_s=0.0, longest_s=0.05)
 
 
@@ -28,7 +27,7 @@ def rows(settings: Settings, variant: str) -> Iterator[Row]:
     notes: list[str] = []
     began = time.perf_counter()
     options = _TINY if settings.is_tiny else Options(dtypes=("float32", "bfloat16"))
-    # Doubtful figures are figures too: the notes say which they are.
+    # Doubtful figures are kept too: the notes name them.
     cluster = profile(Job(1), options, None, force=True, note=notes.append)
     seconds = time.perf_counter() - began
     if settings.cluster is not None:
@@ -36,10 +35,10 @@ def rows(settings: Settings, variant: str) -> Iterator[Row]:
     yield {"what": "profile", "seconds": seconds, "notes": notes, **told(cluster)}
     predictions: dict[Example, Prediction] = {}
     for name in settings.examples:
-        for factor in BATCHES:
+        for factor in settings.batches:
             example = settings.shallow(name).times(factor)
             predictions[example] = found = Prediction.of(example, cluster)
-            # Before anything is measured.
+            # Predictions come before any measurement.
             said = {"predicted_s": found.seconds, "where": where(found.plan, found.plan.cost_model(cluster))}
             yield {"what": "predicted", **example.told(), **said}
     for example in predictions:
@@ -47,7 +46,7 @@ def rows(settings: Settings, variant: str) -> Iterator[Row]:
 
 
 class Prediction(NamedTuple):
-    """Of one step on the device here."""
+    """A plan of one step on the device of this machine, and its predicted seconds."""
 
     plan: hapsynth.Plan
     seconds: float
@@ -59,7 +58,7 @@ class Prediction(NamedTuple):
 
 
 def told(cluster: hapsynth.Cluster) -> Row:
-    """What was measured of the device: rates at the largest sizes, and the whole curves."""
+    """The measured figures of the device: rates at the largest sizes, and the whole curves."""
     kind = cluster.devices[0]
     rates: dict[str, dict[str, float]] = {}
     curves: dict[str, Any] = {}

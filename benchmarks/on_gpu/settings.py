@@ -40,7 +40,7 @@ SIZES: dict[str, dict[str, dict[str, Any]]] = {
         },
         "cnn": {"batch": 1024, "size": 128, "channels": (64, 128, 256, 512), "classes": 1000},
     },
-    # As the examples' files have them: a step is so short that starting it shows.
+    # As the examples' files have them: steps so short that their start shows.
     "own": {name: {} for name in DTYPES},
     "tiny": {
         "mlp": {"batch": 32, "features": 8, "hidden": (16,), "classes": 8},
@@ -63,7 +63,7 @@ class Example:
         return importlib.import_module(self.name)
 
     def typed(self, tree: Any) -> Any:
-        """Arrays of the example's own dtypes in this one."""
+        """The tree with all floats in the example's dtype."""
         to = lambda x: x.astype(self.dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x
         return jax.tree.map(to, tree)
 
@@ -83,13 +83,13 @@ class Example:
         return hapsynth.synthesize(*self.target(), Mesh(np.array([device]), ("hap",)), form=form)
 
     def jitted(self) -> Any:
-        """The step as stock JAX has it, which consumes its state as a plan does."""
-        # Nothing on a GPU; where this is tried on CPUs, the order that plans ask for, so that bytes can be compared.
+        """The step under plain `jax.jit`, which consumes its state as a plan does."""
+        # No options on a GPU; on a CPU the order of execution that plans ask for, so that bytes can be compared.
         options = memory_first(jax.devices()[0].platform)
         return jax.jit(self.target()[0], donate_argnums=0, compiler_options=options)
 
     def times(self, factor: float) -> Example:
-        """The same with another batch."""
+        """The example with `factor` times the batch."""
         return replace(self, config=replace(self.config, batch=max(1, round(factor * self.config.batch))))
 
     def told(self) -> Row:
@@ -115,33 +115,36 @@ def _making(example: Example) -> Callable[[jax.Array], tuple[Any, Any]]:
 
 @dataclass(frozen=True)
 class Settings:
-    """`sizes`: of SIZES. `examples`: those of all that are run. `given`: (example, field, value) that replace some of
-    these. `rounds`: timed calls of each. `cluster`: the file that the part `profile` writes, and from which later parts
-    predict."""
+    """`sizes`: a key of SIZES. `examples`: the names of those to run. `given`: (example, field, value), which replace
+    figures of SIZES. `rounds`: timed calls of each function. `cluster`: the file that the part `profile` writes, and
+    from which later parts predict. `batches`: the parts of an example's batch that `profile` predicts. `shares`: those
+    of the first of two devices, in the part of that name."""
 
     sizes: str = "card"
     examples: tuple[str, ...] = tuple(DTYPES)
     given: tuple[tuple[str, str, Any], ...] = ()
     rounds: int = 10
     cluster: Path | None = None
+    batches: tuple[float, ...] = (0.25, 0.5, 1.0)
+    shares: tuple[float, ...] = (1 / 8, 1 / 4, 3 / 8, 1 / 2)
 
     @property
     def is_tiny(self) -> bool:
         return self.sizes == "tiny"
 
     def example(self, name: str, sizes: str = "", **other: Any) -> Example:
-        """An example at its size; `other` fields are for this part alone, and what was given goes before them."""
+        """An example at its size. `other`: fields that one part sets; those of `given` go before them."""
         given = {field: value for example, field, value in self.given if example == name}
         config = importlib.import_module(name).Config
         return Example(name, config(**{**SIZES[sizes or self.sizes][name], **other, **given}), DTYPES[name])
 
     def shallow(self, name: str) -> Example:
-        """An example at its size, but of few layers: for what does not depend on depth, which compiling does."""
+        """An example at its size with few layers, for measurements that do not depend on depth: compile time does."""
         few: dict[str, Any] = {"layers": 4} if name == "transformer" and not self.is_tiny else {}
         return self.example(name, **few)
 
     def kind(self) -> DeviceKind:
-        """The device here as it was profiled, or as the table has it."""
+        """The kind of this machine's device, from the profile or else from the table of known kinds."""
         if self.cluster is not None and self.cluster.exists():
             return Cluster.load(self.cluster).devices[0]
         if self.is_tiny:
@@ -150,7 +153,7 @@ class Settings:
 
 
 def slow_kind(speed: float = 1.0) -> DeviceKind:
-    """So slow that even tiny work is worth dividing."""
+    """A kind of device so slow that even tiny work is worth dividing."""
     return DeviceKind(f"slow{speed:g}", {"float32": 1e9 * speed}, 1e9 * speed, 16 << 30, 1e-9, efficiency=1.0)
 
 
@@ -160,7 +163,7 @@ def like_cluster(kind: DeviceKind, n: int) -> Cluster:
 
 
 def stand_ins(n: int) -> Mesh:
-    """A mesh of host devices in the places of those that are not here: nothing runs on it."""
+    """A mesh of host devices in place of absent ones: nothing runs on it."""
     return Mesh(np.array(jax.devices("cpu")[:n]), ("hap",))
 
 
@@ -169,12 +172,12 @@ def is_gpu() -> bool:
 
 
 def skipped(why: str, **of: Any) -> Row:
-    """A row in place of one that can't be had here."""
+    """A row that says why a measurement is missing."""
     return {**of, "skipped": why}
 
 
 def parsed(text: str) -> tuple[str, str, Any]:
-    """`transformer.batch=24` as (example, field, value); ValueError with what is wrong."""
+    """`transformer.batch=24` as (example, field, value); ValueError names the fault."""
     name, _, rest = text.partition(".")
     field, _, value = rest.partition("=")
     if name not in DTYPES:
@@ -193,7 +196,7 @@ def parsed(text: str) -> tuple[str, str, Any]:
 
 
 def fitting(example: Example, run: Callable[[Example], Iterator[Row]]) -> Iterator[Row]:
-    """The rows of `run(example)`, with half the batch as often as the device has no room for it."""
+    """The rows of `run(example)`; the batch is halved until the device has room for it."""
     while True:
         try:
             yield from run(example)

@@ -1,7 +1,7 @@
-"""What a device of an uneven cluster computes: the first device of a plan for two, at shares from 1/8 to 1/2.
+"""Compute time of a device by its share of an uneven cluster: the first device of a plan for two, from 1/8 to 1/2.
 
-Stages run on their exact shapes, collectives are copies of what goes over the wire (`on_gpu.one_device`); what these
-take alone is measured too and taken off. Where the device's time is affine in its share, the line is exact.
+Stages run on their exact shapes; copies of the arrays on the wire replace collectives (`on_gpu.one_device`), and their
+own time is measured too and subtracted. Where the device's time is affine in its share, the line is exact.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from on_gpu.one_device import OneStaged, Steps, one_of, with_shares
 from on_gpu.settings import Example, Row, Settings, fitting, like_cluster
 
 VARIANTS = {"": ""}
-SHARES = (1 / 8, 1 / 4, 3 / 8, 1 / 2)
 
 
 def rows(settings: Settings, variant: str) -> Iterator[Row]:
@@ -37,7 +36,7 @@ def of_example(settings: Settings, example: Example) -> Iterator[Row]:
     plan = for_two(settings, example)
     costs = plan.cost_model()
     found: list[Row] = []
-    for share in SHARES:
+    for share in settings.shares:
         sizes = with_shares(plan, (share, 1 - share))
         one = one_of(OneStaged, plan, sizes, device)
         steps = Steps(one, jax.tree.leaves(example.arguments(device)))

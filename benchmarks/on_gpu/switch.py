@@ -1,15 +1,14 @@
-"""The price of a stage: as a switch over 2, 4 and 8 branches, and as a function of its own, beside none at all.
+"""The overhead of a stage: as a switch over 2, 4 and 8 branches, and as a function of its own.
 
-A chain of stages with a reduction between them, for eight devices, run as the first of them, which holds the largest
+A chain of stages with a reduction between them, for eight devices, runs as the first of them, which holds the largest
 shard and so pads nothing. With even shares hapsynth makes no switch: the same work for this device, in one program.
-What a switch or a stage takes is the difference, over their number.
+The overhead is the difference in time to that program over the number of stages.
 """
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +17,7 @@ import jax.numpy as jnp
 from harness.timing import interleaved
 
 import hapsynth
-from hapsynth.instructions.staging import gathered, padded
+from hapsynth.instructions.staging.options import LoweringOptions
 from hapsynth.lower._host_schedule import LocalStage
 from on_gpu.one_device import OneStaged, OneSwitch, Steps, one_of
 from on_gpu.settings import Row, Settings, is_gpu, like_cluster, skipped, slow_kind
@@ -30,6 +29,8 @@ VARIANTS = {
     "conditionals in command buffers": "--xla_gpu_enable_command_buffer=+CONDITIONAL --xla_gpu_graph_min_graph_size=1",
 }
 DEVICES = 8
+SWITCHED = LoweringOptions(small_stage_elements=0, small_op_elements=0, gathered_bytes=0)
+"""Small stages and collectives would be padded: chains are small so that switches are what takes time."""
 _STEPS = (0.01, 0.1, 1.0)
 """Seconds of a step, of which a hundredth may go to switches."""
 
@@ -45,13 +46,13 @@ class Chain:
 
     def fn(self, x: jax.Array, w: jax.Array) -> jax.Array:
         for _ in range(self.stages):
-            # Whole rows are needed here, so that rows are what stays cut.
+            # Needs whole rows, so that the rows stay the sharded dimension.
             y = jnp.tanh(x @ w if self.op == "matmul" else x * w - x.mean(axis=1, keepdims=True))
             x = y + y.sum(axis=0) * (1e-3 / self.rows)
         return x
 
     def shares(self, branches: int) -> list[int]:
-        """Rows of each of the eight devices, `branches` different ones."""
+        """Rows of each of the eight devices: `branches` different numbers."""
         return [self.rows - (i * branches // DEVICES) * max(self.rows // 16, 1) for i in range(DEVICES)]
 
     def plan(self, shares: Sequence[int]) -> hapsynth.Plan:
@@ -60,11 +61,11 @@ class Chain:
         cluster = like_cluster(slow_kind(), DEVICES)
         args = (f32(sum(shares), self.width), w)
         ratios = {"[0].0": [n / sum(shares) for n in shares]}
-        return hapsynth.synthesize(self.fn, args, cluster, fixed={"[0]": "S(0)"}, ratios=ratios)
+        return hapsynth.synthesize(self.fn, args, cluster, fixed={"[0]": "S(0)"}, ratios=ratios, lowering=SWITCHED)
 
 
 def chains(settings: Settings) -> list[tuple[Chain, tuple[int, ...]]]:
-    """With the numbers of branches to try."""
+    """The chains, each with the numbers of branches to try."""
     if settings.is_tiny:
         return [(Chain("elementwise", 32, 8, 2), (2,)), (Chain("matmul", 32, 8, 1), (8,))]
     small = [(Chain("elementwise", 512, 256, stages), (2, 4, 8)) for stages in (4, 32)]
@@ -76,19 +77,7 @@ def rows(settings: Settings, variant: str) -> Iterator[Row]:
         yield skipped("command buffers are of XLA's GPU backend")
         return
     for chain, branches in chains(settings):
-        with _every_stage_in_a_switch():
-            yield from prices(settings, chain, branches, staged=variant == DEFAULT)
-
-
-@contextmanager
-def _every_stage_in_a_switch() -> Generator[None]:
-    """Small stages and collectives, which would be padded: chains are small so that switches are what takes time."""
-    before = padded.SMALL_STAGE, padded.SMALL_OP, gathered.GATHERED
-    padded.SMALL_STAGE, padded.SMALL_OP, gathered.GATHERED = -1, 0, -1
-    try:
-        yield
-    finally:
-        padded.SMALL_STAGE, padded.SMALL_OP, gathered.GATHERED = before
+        yield from prices(settings, chain, branches, staged=variant == DEFAULT)
 
 
 def prices(settings: Settings, chain: Chain, branches: Sequence[int], *, staged: bool) -> Iterator[Row]:

@@ -50,7 +50,8 @@ def autotune_candidates(plan: P, mesh: Mesh | None = None, *, within: float = 1.
             f"the mesh has {mesh.devices.size} devices, the plan's cluster {len(devices)}: give one of all"
         )
     least = min(limits[d] for d in devices)
-    baselines = Baselines(Task(plan.traced.graph, plan.cluster.subset(devices), PlanningOptions(least)))
+    options = PlanningOptions(least, lowering=plan.result.lowering)
+    baselines = Baselines(Task(plan.traced.graph, plan.cluster.subset(devices), options))
     plans = {OURS: plan}
     for name, b in sorted(baselines.all().items(), key=lambda item: item[1].cost_s):
         same = (b.program, b.sizes.shares) == (plan.program, plan.sizes.shares)

@@ -41,7 +41,9 @@ class Probe:
         self.predicted_s = 0.0
         """Of the slowest of the devices, which work at the same time."""
         if all(self._has_room(number) for number, _, _ in own_devices) and not waits(plan.traced.graph):
-            whole = IsolatedProgram(plan.traced.graph, plan.program, plan.sizes, plan.mesh, donate=False)
+            whole = IsolatedProgram(
+                plan.traced.graph, plan.program, plan.sizes, plan.mesh, donate=False, options=plan.result.lowering
+            )
             self._runs = whole.compiled_runs()
             busy = busy_seconds(plan, costs)
             self.predicted_s = max((float(busy[number]) for number, _, _ in own_devices), default=0.0)

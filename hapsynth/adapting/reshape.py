@@ -44,7 +44,8 @@ def for_shapes(plan: P, args: Sequence[Any], kwargs: Mapping[str, Any]) -> P:
     for i in plan.program.instructions:
         if isinstance(i, Compute) and not table[i.op].allows(ruled(i.triples)):
             raise ShapeError(f"{_named(graph.ops[i.op])} cannot be divided as it is in the plan: {_AGAIN}")
-    costs = CostModel(graph, plan.used, table, plan.program.axes, plan.result.room)
+    axes, result = plan.program.axes, plan.result
+    costs = CostModel(graph, plan.used, table, axes, result.room, result.lowering)
     try:
         classes = Classes.build(graph, plan.program, table)
         pinned = list(_kept(plan, graph))

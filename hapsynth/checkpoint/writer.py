@@ -30,7 +30,7 @@ from hapsynth.checkpoint.manifest import (
     size_of,
 )
 
-CHUNK = 4 << 20
+CHUNK_BYTES = 4 << 20
 """Most bytes of a piece, which is read and checked as one."""
 _TEMPORARY = re.compile(rf"\.{FOLDER.pattern}\.json")
 
@@ -38,19 +38,19 @@ Holders = Mapping[Box, Sequence[int]]
 """The disjoint boxes into which a leaf is cut -> the processes that hold each."""
 
 
-def chunks(box: Box, itemsize: int) -> Iterator[Box]:
-    """A box in parts of at most CHUNK bytes: its longest dimension halved, as often as needed."""
-    if size_of(box) * itemsize <= CHUNK or size_of(box) == 1:
+def chunks(box: Box, itemsize: int, most: int) -> Iterator[Box]:
+    """A box in parts of at most `most` bytes: its longest dimension halved, as often as needed."""
+    if size_of(box) * itemsize <= most or size_of(box) == 1:
         yield box
         return
     dim = max(range(len(box)), key=lambda d: box[d][1] - box[d][0])
     start, stop = box[dim]
     middle = (start + stop) // 2
     for half in ((start, middle), (middle, stop)):
-        yield from chunks((*box[:dim], half, *box[dim + 1 :]), itemsize)
+        yield from chunks((*box[:dim], half, *box[dim + 1 :]), itemsize, most)
 
 
-def shared_out(leaves: Sequence[Leaf], holders: Sequence[Holders]) -> list[Leaf]:
+def shared_out(leaves: Sequence[Leaf], holders: Sequence[Holders], chunk_bytes: int = CHUNK_BYTES) -> list[Leaf]:
     """The leaves with their pieces: the process that writes each, and where. The same in every process.
 
     A box that several hold goes to who writes least so far. A chunk that none holds whole is cut as they hold it.
@@ -58,7 +58,8 @@ def shared_out(leaves: Sequence[Leaf], holders: Sequence[Holders]) -> list[Leaf]
     total, out = Counter[int](), list[Leaf]()
     for leaf, held in zip(leaves, holders, strict=True):
         pieces: list[Piece] = []
-        for chunk in chunks(tuple((0, n) for n in leaf.stored_shape), leaf.stored_dtype.itemsize) if held else ():
+        whole = tuple((0, n) for n in leaf.stored_shape)
+        for chunk in chunks(whole, leaf.stored_dtype.itemsize, chunk_bytes) if held else ():
             cut = [(part, ranks) for box, ranks in held.items() if (part := common(chunk, box)) is not None]
             alone = set.intersection(*(set(ranks) for _, ranks in cut))
             for part, ranks in [(chunk, alone)] if alone else cut:
@@ -76,6 +77,7 @@ def save(
     fetch: Callable[[int, Box], np.ndarray],
     process: int,
     agreed: Callable[[Callable[[], Any]], list[Any]],
+    chunk_bytes: int = CHUNK_BYTES,
 ) -> None:
     """Write a checkpoint to the folder at `path`, all its processes at once; until `commit` the old one stays.
 
@@ -84,7 +86,7 @@ def save(
     what it returned in each process that holds a part, in their order; a barrier, and where it fails in one it raises
     in all.
     """
-    arrays = iter(pieces := shared_out([x for x in manifest.leaves if isinstance(x, Leaf)], holders))
+    arrays = iter(pieces := shared_out([x for x in manifest.leaves if isinstance(x, Leaf)], holders, chunk_bytes))
     leaves = tuple(next(arrays) if isinstance(x, Leaf) else x for x in manifest.leaves)
     writers = agreed(lambda: process)
     first = process == writers[0]

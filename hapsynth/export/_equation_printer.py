@@ -228,10 +228,10 @@ class Ops:
         if len(equations) != 1:
             return False
         (again,) = equations
-        place = {id(v): n for v, n in zip(inputs, names)}
-        planned = {id(v): f"x{eqn.invars.index(v)}" for v in eqn.invars if not _jax.is_literal(v)}
+        place = dict(zip(inputs, names))
+        planned = {v: f"x{eqn.invars.index(v)}" for v in eqn.invars if not _jax.is_literal(v)}
         operands, due = [_atom(a, place) for a in again.invars], [_atom(a, planned) for a in eqn.invars]
-        results = [id(v) for v in outputs] == [id(v) for v in again.outvars] if again.outvars else not outputs
+        results = outputs == list(again.outvars)
         alike = [_described(v.aval) for v in again.outvars] == [_described(v.aval) for v in eqn.outvars]
         name = _SAME.get(eqn.primitive.name, eqn.primitive.name)
         return (
@@ -308,10 +308,10 @@ def _positions(eqn: Any) -> tuple[int, ...]:
     return tuple(-1 if _jax.is_literal(a) else eqn.invars.index(a) for a in eqn.invars)
 
 
-def _atom(atom: Any, place: dict[int, str]) -> object:
+def _atom(atom: Any, place: dict[Any, str]) -> object:
     if _jax.is_literal(atom):
         return np.asarray(atom.val, atom.aval.dtype).tobytes(), str(atom.aval.dtype), tuple(np.shape(atom.val))
-    return place.get(id(atom), "?")
+    return place.get(atom, "?")
 
 
 def _described(aval: Any) -> tuple[tuple[int, ...], str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
 from hapsynth import _jax
@@ -36,8 +37,10 @@ class Writer:
 
     def table(self, value: Any, wanted: str = "TABLE") -> str:
         """The name of an array that does not depend on the arguments."""
-        host = value if _jax.is_extended(value.dtype) else np.asarray(value)
-        alike = (str(host.dtype), host.shape, host.tobytes()) if isinstance(host, np.ndarray) else id(host)
+        is_key = _jax.is_extended(value.dtype)
+        host = value if is_key else np.asarray(value)
+        data = np.asarray(jax.random.key_data(value)) if is_key else host
+        alike = str(host.dtype), data.shape, data.tobytes()
         if alike not in self._known:
             self._known[alike] = self.module.new(wanted)
             self.tables[self._known[alike]] = host

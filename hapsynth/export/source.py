@@ -65,7 +65,9 @@ class _Module:
         # Nothing runs here, so no devices are needed.
         mesh: Any = AbstractMesh(sizes, tuple(names), axis_types=(AxisType.Auto,) * len(names))
         platform = "" if plan.mesh is None else plan.mesh.devices.flat[0].platform
-        self.lowered = Lowered(self.graph, plan.program, plan.sizes, mesh, plan.donate, platform)
+        self.lowered = Lowered(
+            self.graph, plan.program, plan.sizes, mesh, plan.donate, platform, options=plan.result.lowering
+        )
         self.lowered.local.named = marker(self.graph)
         reserved = {*NAMESPACE, *vars(_runtime), "body"}
         self.writer = Writer(self.axes, sorted(reserved))

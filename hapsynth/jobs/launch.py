@@ -22,10 +22,6 @@ from hapsynth.rendezvous.address import COORDINATOR, RENDEZVOUS, JobError, free_
 from hapsynth.rendezvous.server import named
 from hapsynth.rendezvous.wire import printable
 
-_TELL_S = 3.0
-"""For the others to say themselves, by the rendezvous, who failed."""
-_GRACE_S = 5.0
-"""From SIGTERM, which JAX catches, to SIGKILL."""
 _POLL_S = 0.05
 _LAST = 8
 """Lines of the process that failed that are shown again."""
@@ -46,6 +42,10 @@ class Launch:
     processes: int = 0
     rank: int = 0
     coordinator: str = ""
+    tell_s: float = 3.0
+    """For the others to say themselves, by the rendezvous, who failed."""
+    grace_s: float = 5.0
+    """From SIGTERM, which JAX catches, to SIGKILL."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "processes", self.processes or self.here)
@@ -100,7 +100,7 @@ def launch(plan: Launch, command: Sequence[str]) -> int:
         meet = {name: environments[0][name] for name in (COORDINATOR, RENDEZVOUS) if name in environments[0]}
         supervisor = Supervisor(plan.rank, plan.here, plan.processes, meet, local=not plan.coordinator)
         stack.enter_context(supervisor)
-        running = _Running(received, supervisor)
+        running = _Running(plan, received, supervisor)
         stack.callback(running.close)
         for i, environment in enumerate(environments):
             running.start(plan.rank + i, command, {**os.environ, **environment, **supervisor.environment})
@@ -141,13 +141,14 @@ class _Process:
 class _Running:
     """The processes of this host, each with what it started in a process group of its own."""
 
-    def __init__(self, received: list[int], supervisor: Supervisor) -> None:
+    def __init__(self, plan: Launch, received: list[int], supervisor: Supervisor) -> None:
+        self._plan = plan
         self.processes: list[_Process] = []
         self._received, self._supervisor = received, supervisor
         self._readers: list[threading.Thread] = []
         self._began = time.monotonic()
         self._first: _Process | None = None
-        self._reaper = Reaper(f"the launcher on {socket.gethostname()} (pid {os.getpid()})", _GRACE_S)
+        self._reaper = Reaper(f"the launcher on {socket.gethostname()} (pid {os.getpid()})", plan.grace_s)
 
     def start(self, rank: int, command: Sequence[str], environment: Mapping[str, str]) -> None:
         try:
@@ -197,7 +198,7 @@ class _Running:
 
     def _fail(self) -> int:
         # For the others to say themselves who failed, as the rendezvous tells them.
-        until = time.monotonic() + _TELL_S
+        until = time.monotonic() + self._plan.tell_s
         # One that is stopped says nothing.
         while self._look() and time.monotonic() < until and not self._received:
             if all(p.ended or p.stopped for p in self.processes):
@@ -247,7 +248,7 @@ class _Running:
     def end(self) -> None:
         """Leave nothing behind: a signal to what still runs, SIGKILL to what does not heed it, or at a second one."""
         self._send(self._received[0] if self._received else signal.SIGTERM)
-        until, signals = time.monotonic() + _GRACE_S, len(self._received)
+        until, signals = time.monotonic() + self._plan.grace_s, len(self._received)
         while self._look() and time.monotonic() < until and len(self._received) <= signals:
             time.sleep(_POLL_S)
         # Also where the process itself has ended: it may have left some of its own.
@@ -256,7 +257,7 @@ class _Running:
             process.popen.wait()
         self._look()
         for reader in self._readers:
-            reader.join(_GRACE_S)
+            reader.join(self._plan.grace_s)
 
     def close(self) -> None:
         """In whatever way `wait` ended."""

@@ -14,14 +14,16 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from hapsynth._jax import is_extended, itemsize
-from hapsynth.instructions.collectives import BUNDLED
 from hapsynth.instructions.program.program import Convert
 from hapsynth.instructions.program.sizes import Sizes
 from hapsynth.instructions.staging.buckets import family, filled
-from hapsynth.lower._collectives import LOWERINGS, exchange, exchange_first
+from hapsynth.instructions.staging.options import LoweringOptions
+from hapsynth.lower._collectives import LOWERINGS, exchange, exchange_first, join_numbers, receive
+from hapsynth.lower._mesh_position import MeshPosition
 
 
 @dataclass(frozen=True)
@@ -46,42 +48,66 @@ class Bundle:
         parts = [_blocks(step, x, lengths[step.axis]) for step, x in zip(self.steps, xs, strict=True)]
         return lax.concatenate(parts, parts[0].ndim - 1)
 
-    def exchange(self, sizes: Sizes, names: Sequence[str], x: jax.Array, by_gloo: bool) -> jax.Array:
-        """The collective itself. `names`: of the mesh axes. `by_gloo`: as `hapsynth.lower._gloo.joins` says."""
+    def exchange(self, sizes: Sizes, names: Sequence[str], x: jax.Array, gloo: LoweringOptions | None) -> jax.Array:
+        """The collective itself. `names`: of the mesh axes. `gloo`: the thresholds where devices send by gloo."""
         step = self.steps[0]
         name = names[step.axis]
         if len(self.steps) == 1:
-            return exchange(sizes, name, step, x, by_gloo)
+            return exchange(sizes, name, step, x, gloo)
         collective = step.collective
         x = x[None] if collective.joins and not collective.splits else x
-        return exchange_first(collective, name, x, step.source[step.axis].reduction, by_gloo)
+        return exchange_first(collective, name, x, step.source[step.axis].reduction, gloo)
 
-    def unpack(self, x: jax.Array, lengths: Sequence[int]) -> list[jax.Array]:
-        """What each collective alone would have given."""
+    def unpack(self, x: Any, lengths: Sequence[int]) -> list[Any]:
+        """What each collective alone would have given, of JAX's array or NumPy's."""
         if len(self.steps) == 1:
             return [x]
         found: list[jax.Array] = []
         sizes = [_length(step, s, lengths) for step, s in zip(self.steps, self.sent, strict=True)]
         for step, sent, begin, size in zip(self.steps, self.sent, accumulate([0, *sizes]), sizes):
-            part = lax.slice_in_dim(x, begin, begin + size, axis=x.ndim - 1)
+            part = x[..., begin : begin + size]
             found.append(_joined(step, part, sent.shape, lengths[step.axis]))
         return found
 
+    def receive(
+        self, sizes: Sizes, x: jax.Array, lengths: Sequence[int], here: MeshPosition, indexed: int
+    ) -> list[jax.Array]:
+        """What arrived, as padded shards under the target layouts. `indexed`: bytes that arrive, up to
+        which a gather joins uneven parts."""
+        numbers: list[np.ndarray | None] = [None] * len(self.steps)
+        if x.nbytes <= indexed and not is_extended(x.dtype):
+            whole = self.unpack(np.arange(x.size, dtype=np.int32).reshape(x.shape), lengths)
+            numbers = [join_numbers(sizes, step, part) for step, part in zip(self.steps, whole, strict=True)]
+        if not any(number is None for number in numbers):
+            return [_taken(x, number) for number in numbers if number is not None]
+        return [
+            receive(sizes, step, part, here) if number is None else _taken(x, number)
+            for step, part, number in zip(self.steps, self.unpack(x, lengths), numbers, strict=True)
+        ]
 
-def bundles(steps: Sequence[Convert], sent: Sequence[Any], platform: str) -> list[Bundle]:
+
+def _taken(x: jax.Array, numbers: np.ndarray) -> jax.Array:
+    """The elements of these numbers, row-major."""
+    each = lax.GatherDimensionNumbers(offset_dims=(), collapsed_slice_dims=(0,), start_index_map=(0,))
+    at = numbers.reshape(-1, 1)
+    made = lax.gather(x.reshape(-1), at, each, (1,), mode=lax.GatherScatterMode.PROMISE_IN_BOUNDS)
+    return made.reshape(numbers.shape)
+
+
+def bundles(steps: Sequence[Convert], sent: Sequence[Any], platform: str, options: LoweringOptions) -> list[Bundle]:
     """Collectives that don't depend on one another, those that can go as one together; the same in all processes.
     `sent`: the shape and dtype that each takes. Where XLA joins them itself each is alone."""
-    of_each = [family_of(step, struct, platform) for step, struct in zip(steps, sent, strict=True)]
-    groups = filled([name for name, _ in of_each], [nbytes for _, nbytes in of_each])
+    of_each = [family_of(step, struct, platform, options) for step, struct in zip(steps, sent, strict=True)]
+    groups = filled([name for name, _ in of_each], [nbytes for _, nbytes in of_each], options.bundle_bytes)
     structs = [jax.ShapeDtypeStruct(s.shape, s.dtype) for s in sent]
     return [Bundle(tuple(steps[i] for i in g), tuple(structs[i] for i in g)) for g in groups]
 
 
-def family_of(step: Convert, sent: Any, platform: str) -> tuple[Hashable | None, int]:
+def family_of(step: Convert, sent: Any, platform: str, options: LoweringOptions) -> tuple[Hashable | None, int]:
     """What a collective has in common with those that it can go with, None where it goes alone, and the bytes that it
     sends. `sent`: the shape and dtype."""
     nbytes = prod(sent.shape) * itemsize(sent.dtype)
-    alone = platform != "cpu" or is_extended(sent.dtype) or nbytes > BUNDLED
+    alone = platform != "cpu" or is_extended(sent.dtype) or nbytes > options.bundled_bytes
     return None if alone else family(step, str(sent.dtype)), nbytes
 
 
@@ -98,7 +124,7 @@ def _blocks(step: Convert, x: jax.Array, n: int) -> jax.Array:
     return jnp.moveaxis(apart, dim, 0).reshape(n, -1)
 
 
-def _joined(step: Convert, x: jax.Array, sent: Sequence[int], n: int) -> jax.Array:
+def _joined(step: Convert, x: Any, sent: Sequence[int], n: int) -> Any:
     """The elements of one collective, as it gives them. `sent`: the shape of what it took."""
     shape = list(sent)
     if step.collective.splits:
@@ -106,5 +132,5 @@ def _joined(step: Convert, x: jax.Array, sent: Sequence[int], n: int) -> jax.Arr
     if not step.collective.joins:
         return x.reshape(shape)
     dim = step.source[step.axis].dim
-    joined = jnp.moveaxis(x.reshape(n, *shape), 0, dim)
+    joined = x.reshape(n, *shape).transpose(*range(1, dim + 1), 0, *range(dim + 1, len(shape) + 1))
     return joined.reshape(*shape[:dim], n * shape[dim], *shape[dim + 1 :])

@@ -12,15 +12,17 @@ from dataclasses import dataclass
 from functools import partial
 
 import jax
+import numpy as np
 from jax import lax
 
 from hapsynth.instructions.collectives import Collective
 from hapsynth.instructions.layout import Layout, Placement, R, Reduction, S, cut_axes, way_of
 from hapsynth.instructions.program.program import Convert
 from hapsynth.instructions.program.sizes import Sizes
+from hapsynth.instructions.staging.options import LoweringOptions
 from hapsynth.lower import _gloo
 from hapsynth.lower._mesh_position import MeshPosition
-from hapsynth.lower._reshard import Recut
+from hapsynth.lower._recut import Recut
 from hapsynth.lower._storage import pad_to, with_length
 
 
@@ -87,6 +89,14 @@ class _Blocks:
         largest, stored = self.largest, max(map(sum, self.rows))
         return self._switch(here, lambda lengths, x: from_blocks(x, self.dim, lengths, largest, stored), x)
 
+    def join_numbers(self, x: np.ndarray) -> np.ndarray | None:
+        """As `join`, of NumPy's; None where pieces are even or depend on where the device is."""
+        (lengths, *others), largest = dict.fromkeys(self.rows), self.largest
+        if others or set(lengths) == {largest}:
+            return None
+        own = np.arange(largest) < np.asarray(lengths)[:, None]
+        return np.compress(own.ravel(), x, self.dim)
+
     def _switch(
         self, here: MeshPosition, fn: Callable[[tuple[int, ...], jax.Array], jax.Array], x: jax.Array
     ) -> jax.Array:
@@ -97,9 +107,9 @@ class _Blocks:
         return lax.switch(kind, [partial(fn, lengths) for lengths in kinds], x)
 
 
-Run = Callable[[jax.Array, str, Placement, Placement, bool], jax.Array]
-"""(x, axis, source, target, whether by gloo) -> what one of JAX's collectives gives, tiled along the dimensions that
-the placements cut."""
+Run = Callable[[jax.Array, str, Placement, Placement, LoweringOptions | None], jax.Array]
+"""(x, axis, source, target, gloo's thresholds where devices send by it) -> what one of JAX's collectives gives, tiled
+along the dimensions that the placements cut."""
 
 
 class Lowering(ABC):
@@ -117,8 +127,12 @@ class Lowering(ABC):
         """A shard as the collective takes it."""
 
     @abstractmethod
-    def exchange(self, sizes: Sizes, name: str, step: Convert, x: jax.Array, by_gloo: bool) -> jax.Array:
+    def exchange(self, sizes: Sizes, name: str, step: Convert, x: jax.Array, gloo: LoweringOptions | None) -> jax.Array:
         """The collective itself, of the same shapes on all devices."""
+
+    def join_numbers(self, sizes: Sizes, step: Convert, x: np.ndarray) -> np.ndarray | None:
+        """As `receive`, of NumPy's, where pieces that are uneven alike for all devices are joined; None elsewhere."""
+        return None
 
     @abstractmethod
     def receive(self, sizes: Sizes, step: Convert, x: jax.Array, here: MeshPosition) -> jax.Array:
@@ -141,13 +155,18 @@ class BlockLowering(Lowering):
             return x
         return _Blocks.of(sizes, step.value, step.target, step.target[step.axis].dim).split(here, x)
 
-    def exchange(self, sizes: Sizes, name: str, step: Convert, x: jax.Array, by_gloo: bool) -> jax.Array:
-        return self.run(x, name, step.source[step.axis], step.target[step.axis], by_gloo)
+    def exchange(self, sizes: Sizes, name: str, step: Convert, x: jax.Array, gloo: LoweringOptions | None) -> jax.Array:
+        return self.run(x, name, step.source[step.axis], step.target[step.axis], gloo)
 
     def receive(self, sizes: Sizes, step: Convert, x: jax.Array, here: MeshPosition) -> jax.Array:
         if not step.collective.joins:
             return x
         return _Blocks.of(sizes, step.value, step.source, step.source[step.axis].dim).join(here, x)
+
+    def join_numbers(self, sizes: Sizes, step: Convert, x: np.ndarray) -> np.ndarray | None:
+        if not step.collective.joins:
+            return None
+        return _Blocks.of(sizes, step.value, step.source, step.source[step.axis].dim).join_numbers(x)
 
 
 @dataclass(frozen=True)
@@ -162,7 +181,7 @@ class ReshareLowering(Lowering):
     def send(self, sizes: Sizes, step: Convert, x: jax.Array, here: MeshPosition) -> jax.Array:
         return Recut.of(sizes, step).send(x, here)
 
-    def exchange(self, sizes: Sizes, name: str, step: Convert, x: jax.Array, by_gloo: bool) -> jax.Array:
+    def exchange(self, sizes: Sizes, name: str, step: Convert, x: jax.Array, gloo: LoweringOptions | None) -> jax.Array:
         return Recut.of(sizes, step).exchange(name, x)
 
     def receive(self, sizes: Sizes, step: Convert, x: jax.Array, here: MeshPosition) -> jax.Array:
@@ -170,10 +189,10 @@ class ReshareLowering(Lowering):
 
 
 LOWERINGS: dict[str, Lowering] = {
-    "all_reduce": BlockLowering(lambda x, axis, p, q, by_gloo: _gloo.all_reduce(x, axis, p.reduction, by_gloo)),
-    "reduce_scatter": BlockLowering(lambda x, axis, p, q, by_gloo: _gloo.psum_scatter(x, axis, q.dim, by_gloo)),
-    "all_gather": BlockLowering(lambda x, axis, p, q, by_gloo: _gloo.all_gather(x, axis, p.dim, by_gloo)),
-    "all_to_all": BlockLowering(lambda x, axis, p, q, by_gloo: _gloo.all_to_all(x, axis, q.dim, p.dim, by_gloo)),
+    "all_reduce": BlockLowering(lambda x, axis, p, q, gloo: _gloo.all_reduce(x, axis, p.reduction, gloo)),
+    "reduce_scatter": BlockLowering(lambda x, axis, p, q, gloo: _gloo.psum_scatter(x, axis, q.dim, gloo)),
+    "all_gather": BlockLowering(lambda x, axis, p, q, gloo: _gloo.all_gather(x, axis, p.dim, gloo)),
+    "all_to_all": BlockLowering(lambda x, axis, p, q, gloo: _gloo.all_to_all(x, axis, q.dim, p.dim, gloo)),
     "reshare": ReshareLowering(),
 }
 """Of every collective in `instructions.collectives.STEPS`."""
@@ -184,9 +203,9 @@ def send(sizes: Sizes, step: Convert, x: jax.Array, here: MeshPosition) -> jax.A
     return LOWERINGS[step.step].send(sizes, step, x, here)
 
 
-def exchange(sizes: Sizes, name: str, step: Convert, x: jax.Array, by_gloo: bool) -> jax.Array:
+def exchange(sizes: Sizes, name: str, step: Convert, x: jax.Array, gloo: LoweringOptions | None) -> jax.Array:
     """The collective itself, of the same shapes on all devices."""
-    return LOWERINGS[step.step].exchange(sizes, name, step, x, by_gloo)
+    return LOWERINGS[step.step].exchange(sizes, name, step, x, gloo)
 
 
 def receive(sizes: Sizes, step: Convert, x: jax.Array, here: MeshPosition) -> jax.Array:
@@ -194,9 +213,16 @@ def receive(sizes: Sizes, step: Convert, x: jax.Array, here: MeshPosition) -> ja
     return LOWERINGS[step.step].receive(sizes, step, x, here)
 
 
-def exchange_first(step: Collective, name: str, x: jax.Array, reduction: Reduction, by_gloo: bool) -> jax.Array:
+def join_numbers(sizes: Sizes, step: Convert, x: np.ndarray) -> np.ndarray | None:
+    """As `receive`, of NumPy's, where pieces that are uneven alike for all devices are joined; None elsewhere."""
+    return LOWERINGS[step.step].join_numbers(sizes, step, x)
+
+
+def exchange_first(
+    step: Collective, name: str, x: jax.Array, reduction: Reduction, gloo: LoweringOptions | None
+) -> jax.Array:
     """A collective of blocks that splits and joins the first dimension, whatever it is of."""
     lowering = LOWERINGS[step.name]
     assert isinstance(lowering, BlockLowering), f"{step.name} sends no blocks"
     source, target = S(0) if step.joins else Placement("P", reduction=reduction), S(0) if step.splits else R
-    return lowering.run(x, name, source, target, by_gloo)
+    return lowering.run(x, name, source, target, gloo)

@@ -32,15 +32,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AbstractMesh, Mesh
 
+from hapsynth.instructions.staging.options import LoweringOptions
 from hapsynth.lower._ordered_floats import from_ordered, to_ordered
 
-RING = 1 << 16
-"""Bytes of a block from which on a reduce-scatter goes around a ring: as many latencies as devices, but no device is
-sent to by several at once."""
-SEGMENT = 1 << 18
-"""Bytes of a message between two devices that both send."""
-GATHERED = 1 << 15
-"""Bytes of all devices together up to which an all-reduce gathers them."""
 _REDUCE: dict[str, tuple[Any, Any]] = {
     "sum": (lax.psum, lax.add),
     "max": (lax.pmax, lax.max),
@@ -53,12 +47,13 @@ def joins(mesh: Mesh | AbstractMesh) -> bool:
     return isinstance(mesh, Mesh) and mesh.is_multi_process and mesh.devices.flat[0].platform == "cpu"
 
 
-def all_reduce(x: jax.Array, axis: str | tuple[str, ...], reduction: str, by_gloo: bool) -> jax.Array:
+def all_reduce(x: jax.Array, axis: str | tuple[str, ...], reduction: str, gloo: LoweringOptions | None) -> jax.Array:
     """As JAX's psum, pmax or pmin, by a `reduction` of "sum", "max" or "min", but that a NaN on any device is the
-    largest and the smallest. `by_gloo`: as `joins` says; what is small is then reduced in one order of the devices."""
+    largest and the smallest. `gloo`: the thresholds where the devices send by gloo (`joins`), else None; what is small
+    is then reduced in one order of the devices."""
     collective, pair = _REDUCE[reduction]
     n = lax.axis_size(axis)
-    if by_gloo and x.nbytes * n <= GATHERED:
+    if gloo is not None and x.nbytes * n <= gloo.gloo_gathered_bytes:
         each = lax.all_gather(x, axis)
         return reduce(pair, [each[i] for i in range(n)])
     if reduction != "sum" and jnp.issubdtype(x.dtype, jnp.floating):
@@ -66,36 +61,36 @@ def all_reduce(x: jax.Array, axis: str | tuple[str, ...], reduction: str, by_glo
     return collective(x, axis)
 
 
-def psum_scatter(x: jax.Array, axis: str, dim: int, by_gloo: bool) -> jax.Array:
-    """As JAX's, tiled along `dim`. `by_gloo`: as `joins` says; every block is then summed in one order of the devices,
+def psum_scatter(x: jax.Array, axis: str, dim: int, gloo: LoweringOptions | None) -> jax.Array:
+    """As JAX's, tiled along `dim`. `gloo`: as for `all_reduce`; every block is then summed in one order of the devices,
     whoever comes first."""
-    if not by_gloo:
+    if gloo is None:
         return lax.psum_scatter(x, axis, scatter_dimension=dim, tiled=True)
     n = lax.axis_size(axis)
-    if x.nbytes < RING * n:
-        blocks = all_to_all(x, axis, dim, dim, by_gloo)
+    if x.nbytes < gloo.gloo_ring_bytes * n:
+        blocks = all_to_all(x, axis, dim, dim, gloo)
         return reduce(lax.add, lax.split(blocks, [x.shape[dim] // n] * n, dim))
     me = lax.axis_index(axis)
     part = _block(x, me - 1, n, dim)
     for away in range(2, n + 1):
-        part = _sent_on(part, axis, 1) + _block(x, me - away, n, dim)
+        part = _sent_on(part, axis, 1, gloo) + _block(x, me - away, n, dim)
     return part
 
 
-def all_gather(x: jax.Array, axis: str, dim: int, by_gloo: bool) -> jax.Array:
-    """As JAX's, tiled along `dim`. `by_gloo`: as `joins` says; of more than two devices each sends to one and receives
+def all_gather(x: jax.Array, axis: str, dim: int, gloo: LoweringOptions | None) -> jax.Array:
+    """As JAX's, tiled along `dim`. `gloo`: as for `all_reduce`; of more than two devices each sends to one and receives
     from another."""
     n = lax.axis_size(axis)
-    if not by_gloo or n != 2 or x.nbytes <= SEGMENT:
+    if gloo is None or n != 2 or x.nbytes <= gloo.gloo_segment_bytes:
         return lax.all_gather(x, axis, axis=dim, tiled=True)
-    each = lax.concatenate([lax.all_gather(part, axis) for part in _segments(x)], 1).reshape(n, *x.shape)
+    each = lax.concatenate([lax.all_gather(part, axis) for part in _segments(x, gloo)], 1).reshape(n, *x.shape)
     return lax.collapse(lax.transpose(each, [*range(1, dim + 1), 0, *range(dim + 1, x.ndim + 1)]), dim, dim + 2)
 
 
-def all_to_all(x: jax.Array, axis: str, split: int, concat: int, by_gloo: bool) -> jax.Array:
-    """As JAX's, tiled. `by_gloo`: as `joins` says; large blocks then go in rounds, to one device at a time."""
+def all_to_all(x: jax.Array, axis: str, split: int, concat: int, gloo: LoweringOptions | None) -> jax.Array:
+    """As JAX's, tiled. `gloo`: as for `all_reduce`; large blocks then go in rounds, to one device at a time."""
     n = lax.axis_size(axis)
-    if not by_gloo or x.nbytes <= SEGMENT * n:
+    if gloo is None or x.nbytes <= gloo.gloo_segment_bytes * n:
         # XLA splits the operand again and takes the blocks' producers as they are; where their memory layouts
         # differ its verifier then refuses the program ("operands with different shapes", JAX 0.10.2, CPU).
         x = lax.optimization_barrier(x)
@@ -104,7 +99,7 @@ def all_to_all(x: jax.Array, axis: str, split: int, concat: int, by_gloo: bool) 
     mine = _block(x, me, n, split)
     made = lax.concatenate([mine] * n, concat)
     for away in range(1, n):
-        part = _sent_on(_block(x, me + away, n, split), axis, away)
+        part = _sent_on(_block(x, me + away, n, split), axis, away, gloo)
         made = lax.dynamic_update_slice_in_dim(made, part, (me - away) % n * mine.shape[concat], concat)
     return made
 
@@ -115,17 +110,17 @@ def _block(x: jax.Array, index: jax.Array, n: int, dim: int) -> jax.Array:
     return lax.dynamic_slice_in_dim(x, index % n * length, length, dim)
 
 
-def _sent_on(x: jax.Array, axis: str, away: int) -> jax.Array:
+def _sent_on(x: jax.Array, axis: str, away: int, gloo: LoweringOptions) -> jax.Array:
     """What the device that is so many before this one has."""
     n = lax.axis_size(axis)
     onward = [(i, (i + away) % n) for i in range(n)]
     if 2 * away % n:
         return lax.ppermute(x, axis, onward)
     # Two devices send one another.
-    return lax.concatenate([lax.ppermute(part, axis, onward) for part in _segments(x)], 0).reshape(x.shape)
+    return lax.concatenate([lax.ppermute(part, axis, onward) for part in _segments(x, gloo)], 0).reshape(x.shape)
 
 
-def _segments(x: jax.Array) -> list[jax.Array]:
-    count = max(1, -(-x.nbytes // SEGMENT))
+def _segments(x: jax.Array, gloo: LoweringOptions) -> list[jax.Array]:
+    count = max(1, -(-x.nbytes // gloo.gloo_segment_bytes))
     least, more = divmod(x.size, count)
     return list(lax.split(x.reshape(-1), [least + 1] * more + [least] * (count - more)))

@@ -15,6 +15,7 @@ from hapsynth.instructions.layout import Layout
 from hapsynth.instructions.program.program import Program
 from hapsynth.instructions.program.sizes import Sizes
 from hapsynth.instructions.rules.factor_table import FactorTable
+from hapsynth.instructions.staging.options import DEFAULT, LoweringOptions
 from hapsynth.instructions.staging.stages import Step, split
 from hapsynth.lower import _gloo
 from hapsynth.lower._interpreter import Interpreter
@@ -36,6 +37,7 @@ class LoweredProgram:
     mesh: Mesh
     donate: bool = True
     platform: str | None = None
+    options: LoweringOptions = DEFAULT
     traces: int = 0
     inputs: tuple[Storage, ...] = field(init=False)
     constants: tuple[Storage, ...] = field(init=False)
@@ -68,13 +70,13 @@ class LoweredProgram:
         return self.storage.of(self.graph, self.sizes, value, layout, self.mesh)
 
     @cached_property
-    def by_gloo(self) -> bool:
-        """Whether its devices send to one another by gloo."""
-        return _gloo.joins(self.mesh)
+    def gloo(self) -> LoweringOptions | None:
+        """The thresholds of what its devices send to one another by gloo; None where they don't."""
+        return self.options if _gloo.joins(self.mesh) else None
 
     def uniform(self, decision: Any) -> Any:
         """A decision that unlike devices may have rounded apart, the same on all: the largest."""
-        largest = _gloo.all_reduce(decision.astype(jnp.int32), self.mesh.axis_names, "max", self.by_gloo)
+        largest = _gloo.all_reduce(decision.astype(jnp.int32), self.mesh.axis_names, "max", self.gloo)
         return largest.astype(decision.dtype)
 
     @cached_property
@@ -96,4 +98,4 @@ class LoweredProgram:
         # Export's mesh is an abstract one, of which nothing is known.
         mesh: Any = self.mesh
         near = isinstance(mesh, Mesh) and not mesh.is_multi_process
-        return split(self.graph, self.program, self.sizes, switches=self.switches, near=near)
+        return split(self.graph, self.program, self.sizes, self.options, switches=self.switches, near=near)

@@ -1,9 +1,9 @@
 """Where the collectives of a program in staged form start and are waited for, so that devices compute meanwhile.
 
-The program's order of its instructions says all: the collectives start in that order, on every process, each as soon as
-its operand is there and the one before it has started; what is computed goes in that order as well, and waits for a
-collective where it first needs what arrives. Only what costs nothing is moved: slices of what arrives go to where they
-are needed, and results to where they are made.
+The order of the program's instructions decides: collectives start in that order, the same in every process, each as soon
+as its operand is there and the one before it has started. What needs nothing that arrives is computed in that order too.
+What does, as an optimizer's update, waits until a collective needs it, or to the end, where it goes in the order of the
+collectives: so nothing waits for the network that need not.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ from hapsynth.lower._host_schedule import (
     ordered,
 )
 
-ENOUGH = 1 << 18
-"""Bytes from which on a collective waits for no others that could go with it: most of its time is not its latency."""
 Family = Callable[[Convert], tuple[Hashable | None, float]]
 """What collectives that go as one have in common, None for one that goes alone, and the bytes that this one sends."""
 
 
 def overlapped(
     family: Family,
+    started_bytes: int,
     graph: Graph,
     arrives: tuple[CollectiveStage, ...],
     steps: Sequence[LocalStep],
     leaves: tuple[CollectiveStage, ...],
 ) -> list[LocalStage | CollectiveStage]:
     """Local stages, and collective stages where they start, of steps in none of which a host decides. What `arrives`
-    first; all have arrived at the end, where what `leaves` is handed over."""
+    first; all have arrived at the end, where what `leaves` is handed over. `started_bytes`: as `LoweringOptions` has
+    it."""
     run = _with_results(graph, _as_needed(graph, _apart(steps)))
-    return _Stages(graph, run, _sent(family, graph, run), arrives).stages(leaves)
+    return _Stages(graph, run, _sent(family, started_bytes, graph, run), arrives).stages(leaves)
 
 
 def _apart(steps: Sequence[LocalStep]) -> list[LocalStep]:
@@ -138,7 +138,9 @@ class _Bundle:
     needed: int = 0
 
 
-def _sent(family: Family, graph: Graph, steps: Sequence[LocalStep]) -> list[tuple[int, CollectiveStage]]:
+def _sent(
+    family: Family, started_bytes: int, graph: Graph, steps: Sequence[LocalStep]
+) -> list[tuple[int, CollectiveStage]]:
     """The collectives in their order, each with the place of the step after which it can start. Small ones of a family
     go together, with the last of them, unless one is needed before."""
     first_use: dict[int, int] = {}
@@ -158,7 +160,7 @@ def _sent(family: Family, graph: Graph, steps: Sequence[LocalStep]) -> list[tupl
             continue
         name, nbytes = family(step)
         bundle = filling.get(name) if name is not None else None
-        if bundle is None or bundle.nbytes >= ENOUGH or bundle.needed <= place:
+        if bundle is None or bundle.nbytes >= started_bytes or bundle.needed <= place:
             bundle = _Bundle(needed=len(steps))
             bundles.append(bundle)
             if name is not None:

@@ -19,6 +19,7 @@ from hapsynth import _jax
 from hapsynth.graph.ir import Graph, Literal
 from hapsynth.instructions.program.program import Convert, Program
 from hapsynth.instructions.program.sizes import Sizes
+from hapsynth.instructions.staging.options import DEFAULT, LoweringOptions
 from hapsynth.instructions.staging.stages import Cond, Loop, Stage
 from hapsynth.lower._buckets import Bundle, bundles, family_of
 from hapsynth.lower._collective_order import Order
@@ -136,12 +137,12 @@ class Staged(LoweredProgram):
             sources.append((o, layout) if isinstance(o, int) else o)
         last = Copies(tuple(sources), tuple(HostSlot("output", i) for i in range(len(sources))))
         kept = [(v, inputs[v]) for v, donated in zip(graph.inputs, self.donated) if not donated]
-        overlap = partial(overlapped, self._family) if self.overlap else None
+        overlap = partial(overlapped, self._family, self.options.started_bytes) if self.overlap else None
         return schedule(graph, self.steps, last, [*kept, *((v, inputs[v]) for v in graph.constants)], overlap)
 
     def _family(self, step: Convert) -> tuple[Hashable | None, float]:
         """Of what a step sends: as `family_of` says."""
-        return family_of(step, self._sent_of(step), self.local.platform)
+        return family_of(step, self._sent_of(step), self.local.platform, self.options)
 
     @cached_property
     def meetings(self) -> ComputeTimer:
@@ -164,13 +165,9 @@ class Staged(LoweredProgram):
     @cached_property
     def compiled(self) -> dict[LocalStage | CollectiveStage, list[Any]]:
         """The compiled functions of each stage, in the same order; stages that are alike share them."""
-        known: dict[int, Any] = {}
         with _jax.no_mesh():
-            for lowered in self.stages.values():
-                for x in lowered:
-                    if id(x) not in known:
-                        known[id(x)] = x.compile()
-        return {item: [known[id(x)] for x in lowered] for item, lowered in self.stages.items()}
+            compiled = {x: x.compile() for x in dict.fromkeys(x for lowered in self.stages.values() for x in lowered)}
+        return {item: [compiled[x] for x in lowered] for item, lowered in self.stages.items()}
 
     # Local stages
 
@@ -197,7 +194,7 @@ class Staged(LoweredProgram):
             decided = [s for s in steps if isinstance(s, HostDecision)]
             moved = [s for s in steps if not isinstance(s, HostDecision)]
             structs = list(map(self._sent_of, moved))
-            self._wires[steps] = [*decided, *bundles(moved, structs, self.local.platform)]
+            self._wires[steps] = [*decided, *bundles(moved, structs, self.local.platform, self.options)]
         return self._wires[steps]
 
     def _sent_of(self, step: Convert) -> Any:
@@ -354,7 +351,7 @@ class Staged(LoweredProgram):
             out: list[Any] = []
             for wire, x in zip(wires, arrays, strict=True):
                 decides = isinstance(wire, HostDecision)
-                x = self.uniform(x) if decides else wire.exchange(self.sizes, names, x, self.by_gloo)
+                x = self.uniform(x) if decides else wire.exchange(self.sizes, names, x, self.gloo)
                 out.append(x)
             return out
 
@@ -376,11 +373,18 @@ class Staged(LoweredProgram):
 
 
 def lower_staged(
-    graph: Graph, program: Program, sizes: Sizes, mesh: Mesh, *, donate: bool = True, overlap: bool = False
+    graph: Graph,
+    program: Program,
+    sizes: Sizes,
+    mesh: Mesh,
+    *,
+    donate: bool = True,
+    options: LoweringOptions = DEFAULT,
+    overlap: bool = False,
 ) -> Staged:
     """Lower a checked program to stages for this process's devices of `mesh`, as `lower` does. `overlap`: as of
     `Staged`."""
-    return Staged(graph, program, sizes, own_mesh(mesh, program.axes), donate, overlap=overlap)
+    return Staged(graph, program, sizes, own_mesh(mesh, program.axes), donate, options=options, overlap=overlap)
 
 
 def _is_scalar(wire: Wire) -> bool:

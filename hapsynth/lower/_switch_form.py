@@ -20,10 +20,11 @@ from hapsynth.instructions.layout import Layout
 from hapsynth.instructions.program.program import Convert, Program
 from hapsynth.instructions.program.sizes import Sizes
 from hapsynth.instructions.staging.buckets import joined
+from hapsynth.instructions.staging.options import DEFAULT, LoweringOptions
 from hapsynth.instructions.staging.stages import Cond, Loop, Stage, Step
 from hapsynth.lower._buckets import Bundle, bundles
 from hapsynth.lower._collective_order import Order, region_communicates
-from hapsynth.lower._collectives import LOWERINGS, receive, send
+from hapsynth.lower._collectives import LOWERINGS, send
 from hapsynth.lower._control_flow import Env, Run, run_cond, run_loop
 from hapsynth.lower._lowered_form import LoweredProgram
 from hapsynth.lower._mesh_position import MeshPosition
@@ -155,23 +156,31 @@ class Lowered(LoweredProgram):
                     x = lax.optimization_barrier(x)
                 sent.append(send(self.sizes, step, x, here))
         arrays = dict(zip(steps, sent, strict=True))
-        for bundle in bundles(steps, sent, self.local.platform):
+        for bundle in bundles(steps, sent, self.local.platform, self.options):
             with scope(bundle.steps[0]):
                 packed = order.wait(bundle.pack([arrays[s] for s in bundle.steps], lengths))
                 made = self._exchange(bundle, lengths, packed)
                 if self._ordered:
-                    order.done(made, whole=self.by_gloo or LOWERINGS[bundle.steps[0].step].in_parts)
-            for step, part in zip(bundle.steps, bundle.unpack(made, lengths), strict=True):
+                    order.done(made, whole=self.gloo is not None or LOWERINGS[bundle.steps[0].step].in_parts)
+            with scope(bundle.steps[0]):
+                received = bundle.receive(self.sizes, made, lengths, here, self.most_indexed)
+            for step, x in zip(bundle.steps, received, strict=True):
                 with scope(step):
-                    x = receive(self.sizes, step, part, here)
                     env[step.value, step.target] = self.local.named((step.value, step.target), x)
                     if (step.value, step.source) in self.local.loose:
                         # Along another axis it may still be padded.
                         self.local.loose.add((step.value, step.target))
 
+    @property
+    def most_indexed(self) -> int:
+        """Bytes up to which a gather joins uneven parts: none but on CPUs, and where the program is to be read."""
+        # Export's mesh is an abstract one.
+        mesh: Any = self.mesh
+        return self.options.indexed_bytes if self.local.platform == "cpu" and isinstance(mesh, Mesh) else -1
+
     def _exchange(self, bundle: Bundle, lengths: Sequence[int], x: jax.Array) -> jax.Array:
         """`lengths`: of the mesh axes."""
-        return bundle.exchange(self.sizes, [name for name, _ in self.program.axes], x, self.by_gloo)
+        return bundle.exchange(self.sizes, [name for name, _ in self.program.axes], x, self.gloo)
 
     def _switch(self, stage: Stage, env: Env, everyone: MeshPosition) -> None:
         """Run the uneven part of a stage: one branch per distinct tuple of shares, each on its exact shapes."""
@@ -199,10 +208,18 @@ class Lowered(LoweredProgram):
             env.setdefault(p, self.local.named(p, x))
 
 
-def lower(graph: Graph, program: Program, sizes: Sizes, mesh: Mesh, *, donate: bool = True) -> Lowered:
+def lower(
+    graph: Graph,
+    program: Program,
+    sizes: Sizes,
+    mesh: Mesh,
+    *,
+    donate: bool = True,
+    options: LoweringOptions = DEFAULT,
+) -> Lowered:
     """Lower a checked program for the devices of `mesh`, whatever its axes are.
 
     With `donate` the arguments of carried state are consumed by a call, so that the new state can take their memory.
     Raises ValueError where the mesh has another number of devices than the program.
     """
-    return Lowered(graph, program, sizes, own_mesh(mesh, program.axes), donate)
+    return Lowered(graph, program, sizes, own_mesh(mesh, program.axes), donate, options=options)

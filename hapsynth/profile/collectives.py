@@ -16,6 +16,7 @@ from scipy.optimize import linprog
 from hapsynth.cluster.cluster import COLLECTIVES, DEFAULT_AXIS
 from hapsynth.cluster.device_kinds import Link
 from hapsynth.instructions.collectives import STEPS
+from hapsynth.instructions.staging.options import DEFAULT, LoweringOptions
 from hapsynth.lower import _gloo
 from hapsynth.lower._collectives import exchange_first
 from hapsynth.profile.job import Job
@@ -90,7 +91,7 @@ def runner(job: Job, exchange: Exchange) -> Callable[[], Floats]:
     names = tuple(name for name, _ in exchange.axes)
     words = exchange.words
     mesh = Mesh(np.array(job.devices).reshape(lengths), names)
-    one = _step(exchange, job.hosts, _gloo.joins(mesh))
+    one = _step(exchange, job.hosts, DEFAULT if _gloo.joins(mesh) else None)
 
     def body(x: jax.Array) -> jax.Array:
         # The data of every device must stay its own, or XLA may see that nothing needs to be sent.
@@ -113,7 +114,7 @@ def runner(job: Job, exchange: Exchange) -> Callable[[], Floats]:
     return once
 
 
-def _step(exchange: Exchange, hosts: Sequence[int], by_gloo: bool) -> Callable[[jax.Array], jax.Array]:
+def _step(exchange: Exchange, hosts: Sequence[int], gloo: LoweringOptions | None) -> Callable[[jax.Array], jax.Array]:
     """One collective, from and to [words] on every device."""
     axis, n, words = exchange.axis, exchange.n, exchange.words
     if exchange.step == BASE:
@@ -124,7 +125,7 @@ def _step(exchange: Exchange, hosts: Sequence[int], by_gloo: bool) -> Callable[[
 
     def one(x: jax.Array) -> jax.Array:
         sent = jnp.tile(x, n) if step.splits and not step.joins else x
-        made = exchange_first(step, axis, sent, "sum", by_gloo)
+        made = exchange_first(step, axis, sent, "sum", gloo)
         if not step.joins:
             return made * (1 / n)
         # The neighbour's part: one's own would need no gathering.

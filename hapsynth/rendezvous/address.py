@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 COORDINATOR = "JAX_COORDINATOR_ADDRESS"
 BIND = "JAX_COORDINATOR_BIND_ADDRESS"
@@ -81,7 +82,9 @@ def free_ports(count: int) -> range:
 
 @dataclass(frozen=True)
 class Timeouts:
-    """Seconds. Each is read from `HAPSYNTH_<NAME>_S`, so that a slow job can be given more."""
+    """Seconds. Those of `JOB` are read from `HAPSYNTH_<NAME>_S`, so that a slow job can be given more."""
+
+    JOB: ClassVar[tuple[str, ...]] = ("join", "barrier", "silence")
 
     join: float = 60.0
     """For a process that has not come to its first plan."""
@@ -89,6 +92,10 @@ class Timeouts:
     """For one that is alive and does not come to the next check, such as a slow one that compiles."""
     silence: float = 20.0
     """For one that is not heard of."""
+    suspicion: float = 1.0
+    """For the one that failed first to be known, where another says that it failed."""
+    hello: float = 5.0
+    """For the first line of whoever connects, in all."""
 
     @property
     def beat(self) -> float:
@@ -98,7 +105,7 @@ class Timeouts:
     @staticmethod
     def of(environment: Mapping[str, str] = os.environ) -> Timeouts:
         found: dict[str, float] = {}
-        for name in ("join", "barrier", "silence"):
+        for name in Timeouts.JOB:
             key = f"HAPSYNTH_{name.upper()}_S"
             text = environment.get(key) or str(getattr(Timeouts, name))
             try:

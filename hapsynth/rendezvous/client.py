@@ -15,7 +15,7 @@ from typing import Any
 
 from hapsynth.rendezvous.address import TOKEN, Address, JobError, Timeouts
 from hapsynth.rendezvous.peers import CONNECT_S, Peers, loopback
-from hapsynth.rendezvous.server import PROTOCOL, SUSPECT_S, named
+from hapsynth.rendezvous.server import PROTOCOL, named
 from hapsynth.rendezvous.wire import HELLO_BYTES, Channel, printable
 
 _KEY = secrets.token_hex(16)
@@ -103,7 +103,7 @@ class Client:
         if error:
             # Why the job is over, which may be another process's fault, is said first.
             with self._changed:
-                self._changed.wait_for(lambda: self._told, SUSPECT_S + 2 * self.timeouts.beat)
+                self._changed.wait_for(lambda: self._told, self.timeouts.suspicion + 2 * self.timeouts.beat)
 
     def close(self) -> None:
         """Leave, and hear no more."""

@@ -24,11 +24,10 @@ from typing import Any
 
 from hapsynth._quantities import plural
 from hapsynth.rendezvous.address import Address, JobError, Timeouts
-from hapsynth.rendezvous.wire import HELLO_BYTES, HELLO_S, Channel, printable
+from hapsynth.rendezvous.wire import HELLO_BYTES, Channel, printable
 
 PROTOCOL = 2
 _NOTICE_S = 30.0
-SUSPECT_S = 1.0
 _STRANGERS = 128
 """Connections that have not said hello; the oldest goes when there are more."""
 INITIALIZING = "in jax.distributed.initialize"
@@ -170,7 +169,7 @@ class Server:
         member = None
         # What is not ours, or breaks off, is not worth a traceback: whoever is missed by it is named.
         with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
-            said = channel.read(HELLO_BYTES, time.monotonic() + HELLO_S)
+            said = channel.read(HELLO_BYTES, time.monotonic() + self.timeouts.hello)
             member = self._hello(said or {}, channel)
             self._known(channel)
             if member is not None:
@@ -335,7 +334,7 @@ class Server:
                     member.channel.say({"over": self._over} if self._over else {"beat": True})
                 if not self._over:
                     self._judge(present, now)
-                if self._suspected is not None and now - self._suspected.at > SUSPECT_S:
+                if self._suspected is not None and now - self._suspected.at > self.timeouts.suspicion:
                     self._end(self._suspected.reason)
 
     def _excuse(self, now: float, slept: float) -> None:

@@ -15,8 +15,6 @@ HELLO_BYTES = 1 << 12
 """Of the first line, which anybody may send."""
 LINE_BYTES = 1 << 26
 """Of a line from a process of the job: what it says of a checkpoint's pieces may be tens of MiB."""
-HELLO_S = 5.0
-"""For the first line, in all."""
 _UNSENT = 4096
 """Messages to one that does not read."""
 

@@ -120,7 +120,8 @@ def comparison(plan: Plan) -> dict[str, Entry]:
     peak, fits = max(memory), all(used <= limit for used, limit in zip(memory, limits, strict=True))
     entries = {"hapsynth": Entry(plan.cost, peak, fits, traffic(plan.program, plan.sizes, model))}
     # Today's usual systems run on all devices.
-    whole, task = model.on(plan.cluster), Task(plan.traced.graph, plan.cluster, PlanningOptions(min(limits)))
+    options = PlanningOptions(min(limits), lowering=plan.result.lowering)
+    whole, task = model.on(plan.cluster), Task(plan.traced.graph, plan.cluster, options)
     for name, b in Baselines(task).all().items():
         entries[name] = Entry(b.cost_s, b.memory_bytes, b.fits, traffic(b.program, b.sizes, whole))
     return entries

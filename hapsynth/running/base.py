@@ -150,8 +150,9 @@ class Planned(ABC):
 
     def cost_model(self, cluster: Cluster | None = None) -> CostModel:
         """The costs of the plan's instructions on the devices that take part, or on as many others."""
-        graph = self.traced.graph
-        return CostModel(graph, cluster or self.used, FactorTable(graph), self.program.axes, self.result.room)
+        graph, result = self.traced.graph, self.result
+        axes = self.program.axes
+        return CostModel(graph, cluster or self.used, FactorTable(graph), axes, result.room, result.lowering)
 
     @cached_property
     def ratios(self) -> dict[str, tuple[float, ...]]:
@@ -212,9 +213,10 @@ class Planned(ABC):
                 "has none of them: leave it out of the run, or synthesize with leave_out=False"
             )
         graph, program, sizes, mesh = self.traced.graph, self.program, self.sizes, self.mesh
+        options = self.result.lowering
         if self.form == "switch":
-            return lower(graph, program, sizes, mesh, donate=donate)
-        return lower_staged(graph, program, sizes, mesh, donate=donate, overlap=self.overlap)
+            return lower(graph, program, sizes, mesh, donate=donate, options=options)
+        return lower_staged(graph, program, sizes, mesh, donate=donate, options=options, overlap=self.overlap)
 
     @property
     def form(self) -> Chosen:

@@ -72,7 +72,7 @@ def only_staged(graph: Graph, result: Result, cluster: Cluster) -> str:
         return ""
     used = tuple(range(cluster.n)) if result.devices is None else result.devices
     budget = replace(result.room, exact=False)
-    padded = CostModel(graph, cluster.subset(used), FactorTable(graph), result.program.axes, budget)
+    padded = CostModel(graph, cluster.subset(used), FactorTable(graph), result.program.axes, budget, result.lowering)
     needed = peak(result.program, result.sizes, padded)
     if needed <= budget.limit:
         return ""

@@ -21,6 +21,7 @@ from hapsynth.instructions.program.checker import check
 from hapsynth.instructions.program.program import Program, ProgramError
 from hapsynth.instructions.program.sizes import Classes, Sizes
 from hapsynth.instructions.rules.replicated_ops import unpriced
+from hapsynth.instructions.staging.options import DEFAULT, LoweringOptions
 from hapsynth.search.cost.network import mesh_axes
 from hapsynth.search.result import Result, Status, qualified
 
@@ -106,6 +107,7 @@ def plan_to_dict(traced: Traced, result: Result, cluster: Cluster) -> dict[str, 
         "memory_bytes": [number_of(x) for x in result.memory_bytes],
         "memory_limit_bytes": [number_of(x) for x in result.memory_limit_bytes],
         "replicated_primitives": list(result.replicated_primitives),
+        **({} if result.lowering == DEFAULT else {"lowering": result.lowering.to_dict()}),
     }
 
 
@@ -218,6 +220,7 @@ def _plan_from_dict(data: Mapping[str, Any], traced: Traced) -> tuple[Traced, Re
         with_all_s=read_number(certificate["with_all_s"]) if "with_all_s" in certificate else None,
         ratio_bound_s=read_number(certificate.get("ratio_bound_s", 0.0)),
         exact=_exact(data),
+        lowering=LoweringOptions.from_dict(data.get("lowering", {})),
     )
     return traced, result, cluster
 

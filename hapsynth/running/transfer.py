@@ -13,7 +13,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from hapsynth import _jax
 from hapsynth.lower import MeshPosition, Storage, with_weak_type
-from hapsynth.lower._reshard import Recut
+from hapsynth.lower._recut import Recut
 
 
 class Change(NamedTuple):

@@ -26,8 +26,6 @@ from hapsynth.search.sizing.ratios import Ratios, own_weights
 from hapsynth.search.solver import Ints, solve
 
 _TOLERANCE = 1e-5
-_BUDGET_S = 10.0
-"""For one question. Its answer is then the best program found, and marked as not proved."""
 
 
 @dataclass(frozen=True)
@@ -45,9 +43,11 @@ class Alternative:
 
 
 class Alternatives:
-    """Answers questions about one plan; the problem is built once."""
+    """Answers questions about one plan; the problem is built once. `budget_s`: seconds for a question, whose answer is
+    then the best program found, and marked as not proved; None for as many as it takes."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: Plan, budget_s: float | None = 10.0) -> None:
+        self._budget_s = budget_s
         self.plan, self.graph = plan, plan.traced.graph
         self.model = plan.cost_model()
         self.table = self.model.table
@@ -98,7 +98,7 @@ class Alternatives:
         # Begun from the best program of all with only this value moved: a good first bound prunes most of the search.
         starts = [self._moved(variable, int(state)) for state in np.flatnonzero(~forbidden)]
         problem = replace(self.problem, unary=tuple(unary))
-        solution = solve(problem, start=starts, tolerance=_TOLERANCE, time_budget_s=_BUDGET_S)
+        solution = solve(problem, start=starts, tolerance=_TOLERANCE, time_budget_s=self._budget_s)
         if solution.assignment is None or not np.isfinite(solution.cost):
             return None
         chosen = choices.state(int(solution.assignment[variable])).availability
@@ -114,7 +114,7 @@ class Alternatives:
 
     @cached_property
     def _best_of_all(self) -> Ints:
-        found = solve(self.problem, tolerance=_TOLERANCE, time_budget_s=_BUDGET_S).assignment
+        found = solve(self.problem, tolerance=_TOLERANCE, time_budget_s=self._budget_s).assignment
         assert found is not None
         return found
 

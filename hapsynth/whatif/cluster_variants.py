@@ -68,7 +68,7 @@ def advise(
     what is known by then.
     """
     graph = plan.traced.graph
-    options = PlanningOptions(memory_limit, time_budget_s, exact=plan.result.exact)
+    options = PlanningOptions(memory_limit, time_budget_s, exact=plan.result.exact, lowering=plan.result.lowering)
     left_out = frozenset(k.name for k in plan.cluster.kinds) - {plan.cluster.devices[d].name for d in plan.devices}
     with_all = plan.result.with_all_s
     found = [Variant("as it is", plan.cluster, plan.cost, plan.gap, left_out=left_out, with_all_s=with_all)]

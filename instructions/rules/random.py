@@ -24,7 +24,7 @@ from hapsynth.instructions.rules.registry import KEYS_ARE_WHOLE, apart, bind, el
 
 THREEFRY = "threefry2x32"
 
-_BLOCK = 1 << 16
+BLOCK = 1 << 16
 """Elements of a draw that XLA's CPU backend hashes at a time, in about four times their memory.
 
 Drawn whole, large arrays also take longer: they leave the caches.
@@ -93,14 +93,16 @@ def _counters(shape: Sequence[int], here: Sequence[int], offsets: Mapping[int, A
     return high, low
 
 
-def _in_blocks(shape: tuple[int, ...], dtype: Any, draw: Callable[[tuple[int, ...], Mapping[int, Any]], Any]) -> Any:
-    """`draw(shape, starts)` of a large shape, in blocks of at most `_BLOCK` elements, one after the other.
+def _in_blocks(
+    shape: tuple[int, ...], dtype: Any, most: int, draw: Callable[[tuple[int, ...], Mapping[int, Any]], Any]
+) -> Any:
+    """`draw(shape, starts)` of a large shape, in blocks of at most `most` elements, one after the other.
 
     A block has all of the last dimensions and a run of the one before. The last run begins early rather than be short:
     some elements are drawn twice, alike.
     """
-    cut = next(d for d in range(len(shape)) if prod(shape[d + 1 :]) <= _BLOCK)
-    run = _BLOCK // prod(shape[cut + 1 :])
+    cut = next(d for d in range(len(shape)) if prod(shape[d + 1 :]) <= most)
+    run = most // prod(shape[cut + 1 :])
     runs = -(-shape[cut] // run)
     block = (*(1 for _ in shape[:cut]), run, *shape[cut + 1 :])
 
@@ -117,13 +119,14 @@ def _in_blocks(shape: tuple[int, ...], dtype: Any, draw: Callable[[tuple[int, ..
     return lax.fori_loop(np.int32(0), np.int32(count), add, jnp.zeros(shape, dtype))
 
 
-def _bits_on_shard(local: Local, operands: Sequence[Any]) -> list[Any]:
+def bits_on_shard(local: Local, operands: Sequence[Any], block: int = BLOCK) -> list[Any]:
+    """The device's own of a draw; a large one on a CPU in parts of `block` elements."""
     op, (keys,) = local.op, operands
     batch, here = len(op.shapes[0]), local.result_shapes[0]
     keys = _batch_on_shard(local, keys)
     cuts = [local.cut(dim) for dim in local.factors.results[0][batch:]]
     offsets = {d: cut.offset() for d, cut in enumerate(cuts) if cut is not None}
-    in_blocks = local.platform == "cpu" and not batch and prod(here) > 2 * _BLOCK and max(here) < 1 << 31
+    in_blocks = local.platform == "cpu" and not batch and prod(here) > 2 * block and max(here) < 1 << 31
     if not offsets and not (in_blocks and _is_threefry(op.dtypes[0]) and _is_partitionable()):
         return bind(op.primitive, [keys], op.params)
     if not _is_partitionable():
@@ -146,10 +149,10 @@ def _bits_on_shard(local: Local, operands: Sequence[Any]) -> list[Any]:
             return (a.astype(dtype) << dtype.type(32)) | b.astype(dtype)
         return (a ^ b).astype(dtype)
 
-    return [_in_blocks(here, dtype, draw) if in_blocks else draw(here[batch:], {})]
+    return [_in_blocks(here, dtype, block, draw) if in_blocks else draw(here[batch:], {})]
 
 
-@register("random_bits", local=_bits_on_shard, flops=_hashes, fusible=True, typed_keys=True, cost="costly")
+@register("random_bits", local=bits_on_shard, flops=_hashes, fusible=True, typed_keys=True, cost="costly")
 def _random_bits(f: Factors) -> None:
     """`k -> k i j`: the draw has the batch of keys, then dimensions of its own; the keys are held whole."""
     op = f.op

@@ -6,7 +6,6 @@ from collections.abc import Hashable, Iterable, Iterator, Sequence
 from math import prod
 
 from hapsynth.graph.ir import Graph
-from hapsynth.instructions.collectives import BUNDLE
 from hapsynth.instructions.program.program import Convert
 from hapsynth.instructions.staging.stages import Step
 
@@ -17,17 +16,17 @@ def family(step: Convert, dtype: str) -> Hashable | None:
     return (collective.name, step.axis, step.source[step.axis].reduction, dtype) if collective.bundled else None
 
 
-def filled(families: Sequence[Hashable | None], nbytes: Sequence[float]) -> list[list[int]]:
+def filled(families: Sequence[Hashable | None], nbytes: Sequence[float], most: int) -> list[list[int]]:
     """Collectives that wait for the same, by number, as they go: those of one family together until a bundle is full,
-    those of none alone. `nbytes`: what each sends."""
+    those of none alone. `nbytes`: what each sends; `most`: what a bundle does."""
     groups: list[list[int]] = []
     held: dict[Hashable, tuple[list[int], float]] = {}
     for i, (name, size) in enumerate(zip(families, nbytes, strict=True)):
         if name is None:
             groups.append([i])
             continue
-        group, full = held.get(name, ([], BUNDLE))
-        if full + size > BUNDLE:
+        group, full = held.get(name, ([], most))
+        if full + size > most:
             group, full = [], 0.0
             groups.append(group)
         group.append(i)

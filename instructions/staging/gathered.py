@@ -14,13 +14,11 @@ from hapsynth.instructions.layout import R
 from hapsynth.instructions.program.program import Convert, Instruction, Program, Property, reads, region_of, writes
 from hapsynth.instructions.program.sizes import Sizes
 
-GATHERED = 1 << 17
-"""Bytes of a tensor, on all devices together, up to which it is gathered."""
 
-
-def gathered(graph: Graph, program: Program, sizes: Sizes) -> list[Instruction]:
-    """The program's instructions, where small collectives between unlike shares leave the whole, and a slice of it
-    follows. Slices wait for the next local instruction, so that collectives still follow one another."""
+def gathered(graph: Graph, program: Program, sizes: Sizes, most: int) -> list[Instruction]:
+    """The program's instructions, where collectives between unlike shares, of up to `most` bytes on all devices
+    together, leave the whole, and a slice of it follows. Slices wait for the next local instruction, so that
+    collectives still follow one another."""
     found: list[Instruction] = []
     waiting: list[Convert] = []
     whole: set[tuple[int, Property]] = set()
@@ -36,7 +34,7 @@ def gathered(graph: Graph, program: Program, sizes: Sizes) -> list[Instruction]:
         if at != region or not (isinstance(i, Convert) and i.is_collective) or not needs.isdisjoint(reads(graph, i)):
             flush()
         region = at
-        if not (isinstance(i, Convert) and _is_small(graph, program, sizes, i)):
+        if not (isinstance(i, Convert) and _is_small(graph, program, sizes, i, most)):
             found.append(i)
             continue
         middle = (R,)
@@ -48,7 +46,7 @@ def gathered(graph: Graph, program: Program, sizes: Sizes) -> list[Instruction]:
     return found
 
 
-def _is_small(graph: Graph, program: Program, sizes: Sizes, i: Convert) -> bool:
+def _is_small(graph: Graph, program: Program, sizes: Sizes, i: Convert, most: int) -> bool:
     if len(program.axes) != 1 or is_extended(graph.values[i.value].dtype):
         return False
     if not (i.is_collective and i.target[i.axis].is_sharded):
@@ -56,4 +54,4 @@ def _is_small(graph: Graph, program: Program, sizes: Sizes, i: Convert) -> bool:
     if sizes.is_even(i.value, i.source) and sizes.is_even(i.value, i.target):
         return False
     n = 1 if i.source[i.axis].is_partial else program.axes[i.axis][1]
-    return n * prod(sizes.padded_shape(i.value, i.source)) * itemsize(graph.values[i.value].dtype) <= GATHERED
+    return n * prod(sizes.padded_shape(i.value, i.source)) * itemsize(graph.values[i.value].dtype) <= most

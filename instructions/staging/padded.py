@@ -21,13 +21,7 @@ from hapsynth.instructions.program.sizes import Node, Sizes, cut_nodes, layout_n
 from hapsynth.instructions.rules.contraction import CONTRACTIONS
 from hapsynth.instructions.rules.factor_table import FactorTable
 from hapsynth.instructions.rules.registry import flops_of, is_fusible
-
-SMALL_STAGE = 1 << 19
-"""Elements that a stage may touch on the largest shards, and still be computed on these by all devices."""
-SMALL_OP = 1 << 12
-"""Elements that it may touch besides for each of its instructions, as a switch has each compiled in every branch."""
-PRODUCTS_PER_ELEMENT = 16
-"""Multiplications and additions that a contraction does in the time of an elementwise op on one element."""
+from hapsynth.instructions.staging.options import LoweringOptions
 
 MASKED = frozenset(
     (
@@ -89,13 +83,13 @@ def _can_be(graph: Graph, sizes: Sizes, table: FactorTable, i: Instruction) -> b
     return True
 
 
-def _touched(graph: Graph, sizes: Sizes, table: FactorTable, i: Instruction) -> float:
+def _touched(graph: Graph, sizes: Sizes, table: FactorTable, i: Instruction, products_per_element: int) -> float:
     """Elements of an elementwise op that takes as long as the instruction on the largest shards."""
     elements = float(max(prod(sizes.padded_shape(*p)) for p in (*reads(graph, i), *writes(graph, i))))
     if isinstance(i, Convert):
         return elements
     op = graph.ops[i.op]
-    done = flops_of(op) / (2 * PRODUCTS_PER_ELEMENT if op.name in CONTRACTIONS else 1)
+    done = flops_of(op) / (2 * products_per_element if op.name in CONTRACTIONS else 1)
     for _, nodes in cut_nodes(graph, i.op, table[i.op], i.triples):
         if nodes:
             lengths = sizes.lengths(*nodes[0])
@@ -103,8 +97,12 @@ def _touched(graph: Graph, sizes: Sizes, table: FactorTable, i: Instruction) -> 
     return max(elements, done)
 
 
-def padded(graph: Graph, sizes: Sizes, table: FactorTable, stage: Sequence[Instruction]) -> list[bool]:
+def padded(
+    graph: Graph, sizes: Sizes, table: FactorTable, stage: Sequence[Instruction], options: LoweringOptions
+) -> list[bool]:
     """Which instructions of a stage are computed on padded shards."""
     able = [_can_be(graph, sizes, table, i) for i in stage]
-    touched = [_touched(graph, sizes, table, i) for i, can in zip(stage, able) if can]
-    return able if sum(touched) <= SMALL_STAGE + SMALL_OP * len(touched) else [False] * len(stage)
+    per_element = options.products_per_element
+    touched = [_touched(graph, sizes, table, i, per_element) for i, can in zip(stage, able) if can]
+    most = options.small_stage_elements + options.small_op_elements * len(touched)
+    return able if sum(touched) <= most else [False] * len(stage)

@@ -27,6 +27,7 @@ from hapsynth.instructions.program.sizes import Node, Sizes, layout_nodes
 from hapsynth.instructions.rules.factor_table import FactorTable
 from hapsynth.instructions.rules.registry import is_fusible
 from hapsynth.instructions.staging.gathered import gathered
+from hapsynth.instructions.staging.options import LoweringOptions
 from hapsynth.instructions.staging.padded import padded
 from hapsynth.instructions.staging.rematerialize import needed_of, producers, remade
 
@@ -90,7 +91,15 @@ class Cond:
 Step = Stage | Convert | Loop | Cond
 
 
-def split(graph: Graph, program: Program, sizes: Sizes, *, switches: bool = False, near: bool = False) -> list[Step]:
+def split(
+    graph: Graph,
+    program: Program,
+    sizes: Sizes,
+    options: LoweringOptions,
+    *,
+    switches: bool = False,
+    near: bool = False,
+) -> list[Step]:
     """The program's stages and what lies between them, in its order, without what nothing needs.
 
     With `switches`, as one program for all devices: a stage makes again what is cheap rather than takes it from an
@@ -98,9 +107,10 @@ def split(graph: Graph, program: Program, sizes: Sizes, *, switches: bool = Fals
     between the devices, and small tensors are gathered.
     """
     outputs = {(v, layout) for v, layout in zip(graph.outputs, program.outputs) if isinstance(v, int) and layout}
-    instructions = gathered(graph, program, sizes) if switches and near else program.instructions
+    most = options.gathered_bytes
+    instructions = gathered(graph, program, sizes, most) if switches and near else program.instructions
     block = _live(graph, nested(graph, instructions), set(program.inputs.items()), outputs)
-    return _Splitter(graph, program, sizes, switches).steps(block, outputs)
+    return _Splitter(graph, program, sizes, options, switches).steps(block, outputs)
 
 
 def _end_needs(graph: Graph, block: Block) -> set[Property]:
@@ -160,8 +170,9 @@ def _is_boundary(i: Instruction | Block, graph: Graph) -> TypeGuard[Compute]:
 
 
 class _Splitter:
-    def __init__(self, graph: Graph, program: Program, sizes: Sizes, switches: bool) -> None:
-        self.graph, self.program, self.sizes, self.switches = graph, program, sizes, switches
+    def __init__(self, graph: Graph, program: Program, sizes: Sizes, options: LoweringOptions, switches: bool) -> None:
+        self.graph, self.program, self.sizes = graph, program, sizes
+        self.options, self.switches = options, switches
         self.table = FactorTable(graph)
 
     def steps(self, block: Block, needed: set[Property]) -> list[Step]:
@@ -191,7 +202,9 @@ class _Splitter:
             else:
                 if self.switches:
                     run = remade(graph, self.sizes, made, needed_of(graph, run, needed), n, needed)
-                alike = padded(graph, self.sizes, self.table, run) if self.switches else [False] * len(run)
+                alike = [False] * len(run)
+                if self.switches:
+                    alike = padded(graph, self.sizes, self.table, run, self.options)
                 steps.append(_stage(graph, self.program, self.sizes, run, needed, alike))
                 needed.update(p for i in run for p in reads(graph, i))
         return steps[::-1]

@@ -1,6 +1,6 @@
 """The part of a training step that brings the state forward: gradients, and what the optimizer makes of them.
 
-Conversions there wait for the same and go together (`instructions.collectives.BUNDLED`), so each is counted its part of
+Conversions there wait for the same and go together (`LoweringOptions.bundled_bytes`), so each is counted its part of
 one collective's latency.
 """
 
@@ -10,8 +10,9 @@ from functools import cached_property
 from math import ceil
 
 from hapsynth.graph.ir import Graph
-from hapsynth.instructions.collectives import BUNDLE, BUNDLED, Collective
+from hapsynth.instructions.collectives import Collective
 from hapsynth.instructions.rules.registry import is_fusible
+from hapsynth.instructions.staging.options import LoweringOptions
 
 
 def updates(graph: Graph) -> frozenset[int]:
@@ -39,8 +40,8 @@ def updates(graph: Graph) -> frozenset[int]:
 class Together:
     """Which conversions go together: those of the state, and of what brings it forward."""
 
-    def __init__(self, graph: Graph) -> None:
-        self.graph = graph
+    def __init__(self, graph: Graph, options: LoweringOptions) -> None:
+        self.graph, self.options = graph, options
         self._counts: dict[int, float] = {}
 
     @cached_property
@@ -63,9 +64,10 @@ class Together:
         """The part of a latency that a conversion among `n` devices is counted: as many parameters as are small enough
         go together, at equal shares."""
         shards = n if step.joins else 1
-        if not step.bundled or value not in self.values or self.graph.values[value].nbytes > shards * BUNDLED:
+        most, bundle = shards * self.options.bundled_bytes, self.options.bundle_bytes
+        if not step.bundled or value not in self.values or self.graph.values[value].nbytes > most:
             return 1.0
         if shards not in self._counts:
-            small = [size for size in self._parameters if size <= shards * BUNDLED]
-            self._counts[shards] = max(1, ceil(sum(small) / shards / BUNDLE)) / max(1, len(small))
+            small = [size for size in self._parameters if size <= most]
+            self._counts[shards] = max(1, ceil(sum(small) / shards / bundle)) / max(1, len(small))
         return min(1.0, self._counts[shards])

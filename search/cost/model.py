@@ -31,6 +31,7 @@ from hapsynth.instructions.layout import Layout, cut_dims, cuts_of
 from hapsynth.instructions.program.sizes import cut_nodes
 from hapsynth.instructions.rules.factor_table import FactorTable
 from hapsynth.instructions.rules.registry import is_fusible
+from hapsynth.instructions.staging.options import DEFAULT, LoweringOptions
 from hapsynth.search.analysis.fusion import FusionPlan, materialized, turned
 from hapsynth.search.analysis.liveness import Liveness
 from hapsynth.search.analysis.numbering import Numbering
@@ -48,7 +49,8 @@ Ints: TypeAlias = npt.NDArray[np.int64]
 class CostModel:
     """Costs of one graph's instructions on one cluster, over the mesh `axes`: (name, size), those of the cluster.
 
-    `room`: what its devices may hold; by default their memory, of padded shards.
+    `room`: what its devices may hold; by default their memory, of padded shards. `lowering`: as the programs will be
+    lowered, which decides what goes together and what that takes of memory.
     """
 
     def __init__(
@@ -58,8 +60,9 @@ class CostModel:
         table: FactorTable,
         axes: Sequence[tuple[str, int]] | None = None,
         room: MemoryBudget | None = None,
+        lowering: LoweringOptions = DEFAULT,
     ) -> None:
-        self.graph, self.table = graph, table
+        self.graph, self.table, self.lowering = graph, table, lowering
         self._fed = frozenset(graph.inputs) - graph.state
         self._counted: dict[
             tuple[Granularity, ...], tuple[dict[tuple[int, int], Work], dict[int, tuple[float, ...]]]
@@ -68,7 +71,7 @@ class CostModel:
         self._kinds: dict[int, int] = {}
         self._kind_number: dict[object, int] = {}
         self._materialized, self._turned = materialized(graph), turned(graph)
-        self.together = Together(graph)
+        self.together = Together(graph, lowering)
         """Which conversions share a latency."""
         self._measured = frozenset(s for kind in cluster.kinds for s in kind.ops)
         self._classes: dict[int, str] = {}
@@ -326,7 +329,7 @@ class CostModel:
     ) -> tuple[float, float]:
         """(seconds, bytes over the slowest link) of one step along an axis; an empty or a lone device's one is free.
 
-        `step`: by default the usual one. Of one that reshares the shares of all positions must be known.
+        `step`: by default the usual one. Of one whose traffic is `Moved` the shares of all positions must be known.
         """
         step = step or step_between(source[axis], target[axis])
         assert step is not None, (source, target)

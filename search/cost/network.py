@@ -13,7 +13,7 @@ import numpy as np
 from hapsynth.cluster.cluster import DEFAULT_AXIS, Cluster
 from hapsynth.cluster.curves import Curve
 from hapsynth.instructions.collectives import Block, Moved, Traffic
-from hapsynth.instructions.staging.reshard_moves import moved
+from hapsynth.instructions.staging.moved_rows import moved
 from hapsynth.search.cost.device_speed import Floats
 
 Largest = Callable[[int, tuple[int, ...], int], float]
@@ -110,12 +110,21 @@ class PriceOfMoves(Price):
     """In proportion to the rows that change their owner: a permute for each distance that some move, padded to the
     longest piece."""
 
+    def between(self, old: Floats, new: Floats, latency: float, whole: Floats | float) -> tuple[Floats, Floats]:
+        """Between shards of these fractions [..., positions]: the latencies of all permutes, of `latency` each, and the
+        part that moves of `whole`, what the dimension is all together."""
+        permutes, rows = moved(old, new)
+        return permutes * latency, rows * whole
+
     def sent(self, link: AxisLink, step: str, nbytes: float, traffic: Traffic, shares: Shares) -> Sent:
         assert isinstance(traffic, Moved)
-        permutes, rows = (float(x) for x in moved(shares.each(*traffic.old), shares.each(*traffic.new)))
-        wire = self.blocks(link) * nbytes * prod(shares.largest(*cut) for cut in traffic.around) * rows
-        return Sent(wire, permutes * link.latency, wire * link.beta)
+        whole = self.blocks(link) * nbytes * prod(shares.largest(*cut) for cut in traffic.around)
+        cuts = shares.each(*traffic.old), shares.each(*traffic.new)
+        latency, wire = (float(x) for x in self.between(*cuts, link.latency, whole))
+        return Sent(wire, latency, wire * link.beta)
 
+
+MOVES = PriceOfMoves(lambda link: 1.0)
 
 PRICES: dict[str, Price] = {
     # Rings for the first three; in an all-to-all the devices of a host share its link.
@@ -123,7 +132,7 @@ PRICES: dict[str, Price] = {
     "reduce_scatter": Price(lambda link: link.n - 1),
     "all_gather": Price(lambda link: link.n - 1),
     "all_to_all": Price(lambda link: link.swapped),
-    "reshare": PriceOfMoves(lambda link: 1.0),
+    "reshare": MOVES,
 }
 """Of every collective in `instructions.collectives.STEPS`."""
 

@@ -1,4 +1,4 @@
-"""What evaluation, sizes, memory and resharding ask of a program, found once for all of them."""
+"""What evaluation, sizes, memory and rewriting ask of a program, found once for all of them."""
 
 from __future__ import annotations
 

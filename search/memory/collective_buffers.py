@@ -8,11 +8,10 @@ another and do not depend on one another are one stage.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from hapsynth.graph.ir import Graph
-from hapsynth.instructions.collectives import BUNDLED
 from hapsynth.instructions.layout import cuts_of
 from hapsynth.instructions.program.program import Convert, Program, reads, writes
 from hapsynth.instructions.program.sizes import Node
@@ -33,14 +32,18 @@ class Buffer(NamedTuple):
     stop: int
 
 
-def wires(graph: Graph, program: Program, tensors: Sequence[Tensor]) -> tuple[list[tuple[int, int]], list[Buffer]]:
-    """The lives of the tensors in points, (start, stop), and what is sent and received besides."""
+def wires(
+    graph: Graph, program: Program, tensors: Sequence[Tensor], bundled_bytes: int
+) -> tuple[list[tuple[int, int]], list[Buffer]]:
+    """The lives of the tensors in points, (start, stop), and what is sent and received besides. `bundled_bytes`: as
+    `LoweringOptions` has them."""
+    as_it_is = lambda step: _is_sent_as_it_is(graph, step, bundled_bytes)
     stages: dict[int, tuple[int, int]] = {}
     found: list[Buffer] = []
     for first, last in _stages(graph, program):
         for i in range(first, last + 1):
             stages[i] = first, last
-            found += _sent(graph, program, i, PHASES * (first + 1), PHASES * (last + 2) - 1)
+            found += _sent(graph, program, i, as_it_is, PHASES * (first + 1), PHASES * (last + 2) - 1)
     spans: list[tuple[int, int]] = []
     for t in tensors:
         start, stop = PHASES * (t.start + 1), PHASES * (t.stop + 2)
@@ -49,7 +52,7 @@ def wires(graph: Graph, program: Program, tensors: Sequence[Tensor]) -> tuple[li
         if t.stop in stages and t.start < stages[t.stop][0]:
             i = program.instructions[t.stop]
             if isinstance(i, Convert) and (t.value, t.layout) in reads(graph, i):
-                stop = PHASES * (stages[t.stop][0] + 1) + (0 if _is_sent_as_it_is(graph, i) and t.start >= 0 else 1)
+                stop = PHASES * (stages[t.stop][0] + 1) + (0 if as_it_is(i) and t.start >= 0 else 1)
         spans.append((start, max(stop, start + 1)))
     return spans, found
 
@@ -70,14 +73,16 @@ def _stages(graph: Graph, program: Program) -> Iterator[tuple[int, int]]:
             made.add((sent.value, sent.target))
 
 
-def _is_sent_as_it_is(graph: Graph, step: Convert) -> bool:
+def _is_sent_as_it_is(graph: Graph, step: Convert, bundled_bytes: int) -> bool:
     """Whether what is sent needs no room of its own where its source ends: it is whole on every device, and too large
     to go with others."""
-    large = graph.values[step.value].nbytes > BUNDLED
+    large = graph.values[step.value].nbytes > bundled_bytes
     return large and step.collective.in_place and not cuts_of(step.source)
 
 
-def _sent(graph: Graph, program: Program, i: int, start: int, end: int) -> Iterator[Buffer]:
+def _sent(
+    graph: Graph, program: Program, i: int, as_it_is: Callable[[Convert], bool], start: int, end: int
+) -> Iterator[Buffer]:
     """What a collective sends from point `start` on and what it gives, which is there at point `end` too."""
     step = program.instructions[i]
     assert isinstance(step, Convert)
@@ -87,7 +92,7 @@ def _sent(graph: Graph, program: Program, i: int, start: int, end: int) -> Itera
         nodes = tuple((step.value, *cut) for cut in wired.cuts)
         if collective.in_place:
             # A whole target is what it gives.
-            yield Buffer(nbytes, nodes, True, start, end if _is_sent_as_it_is(graph, step) else end + 1)
+            yield Buffer(nbytes, nodes, True, start, end if as_it_is(step) else end + 1)
         else:
             yield Buffer(wired.sent * nbytes, nodes, True, start, start + 2)
             yield Buffer(wired.given * nbytes, nodes, True, start + 1, end + 1)

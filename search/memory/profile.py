@@ -87,7 +87,7 @@ class MemoryProfile:
         ]
         if not self.room.exact:
             return own
-        spans, sent = wires(self.graph, self.program, self.tensors)
+        spans, sent = wires(self.graph, self.program, self.tensors, self.costs.lowering.bundled_bytes)
         return [b._replace(start=start, stop=stop) for b, (start, stop) in zip(own, spans, strict=True)] + sent
 
     @cached_property
@@ -284,7 +284,7 @@ def _is_in_own_order(costs: CostModel) -> bool:
 
 def _scheduled(program: Program, sizes: Sizes, costs: CostModel) -> XlaSchedule:
     nbytes = lambda value, layout: padded_bytes(sizes, value, layout)
-    return XlaSchedule(XlaKernels(costs.graph, program, sizes, costs.fusing, nbytes))
+    return XlaSchedule(XlaKernels(costs.graph, program, sizes, costs.fusing, nbytes, costs.lowering))
 
 
 def peak(program: Program, sizes: Sizes, costs: CostModel) -> float:

@@ -9,12 +9,13 @@ from typing import Literal, NamedTuple
 
 from hapsynth._jax import is_extended
 from hapsynth.graph.ir import Graph
-from hapsynth.instructions.collectives import BUNDLED, Block
+from hapsynth.instructions.collectives import Block
 from hapsynth.instructions.layout import Layout, cut_alone
 from hapsynth.instructions.program.program import Compute, Convert, Instruction, Program, Property, reads, writes
 from hapsynth.instructions.program.sizes import Sizes
 from hapsynth.instructions.rules.registry import is_fusible
 from hapsynth.instructions.staging.buckets import family, filled, joined
+from hapsynth.instructions.staging.options import LoweringOptions
 from hapsynth.instructions.staging.stages import Stage, split
 from hapsynth.search.analysis.fusion import FusionPlan
 
@@ -39,7 +40,13 @@ class XlaKernels:
     """
 
     def __init__(
-        self, graph: Graph, program: Program, sizes: Sizes, fusing: FusionPlan, nbytes: Callable[[int, Layout], float]
+        self,
+        graph: Graph,
+        program: Program,
+        sizes: Sizes,
+        fusing: FusionPlan,
+        nbytes: Callable[[int, Layout], float],
+        options: LoweringOptions,
     ) -> None:
         self.graph, self.program, self.fusing = graph, program, fusing
         self._nbytes = cache(nbytes)
@@ -55,10 +62,10 @@ class XlaKernels:
         """Collectives that are part of a bundle."""
         there = {p: Tensor(*p, -1) for p in program.inputs.items()}
         self.inputs = list(there.values())
-        for item in joined(graph, split(graph, program, sizes, switches=True, near=True)):
+        for item in joined(graph, split(graph, program, sizes, options, switches=True, near=True)):
             match item:
                 case list():
-                    for bundle in bundles(graph, program, item, self._nbytes):
+                    for bundle in bundles(graph, program, item, self._nbytes, options):
                         self._collective(bundle, there)
                 case Convert():
                     # Of nothing.
@@ -177,16 +184,18 @@ class Bundle(NamedTuple):
     given: float
 
 
-def bundles(graph: Graph, program: Program, run: Sequence[Convert], nbytes: NBytes) -> Iterator[Bundle]:
+def bundles(
+    graph: Graph, program: Program, run: Sequence[Convert], nbytes: NBytes, options: LoweringOptions
+) -> Iterator[Bundle]:
     """Those of a run of collectives that need nothing of one another. `nbytes`: of a tensor on a device, as it is
     stored."""
     sent = [_sent(graph, program, step, nbytes) for step in run]
     dtypes = [graph.values[step.value].dtype for step in run]
     families = [
-        family(step, str(dtype)) if size <= BUNDLED and not is_extended(dtype) else None
+        family(step, str(dtype)) if size <= options.bundled_bytes and not is_extended(dtype) else None
         for step, size, dtype in zip(run, sent, dtypes, strict=True)
     ]
-    for group in filled(families, sent):
+    for group in filled(families, sent, options.bundle_bytes):
         given = sum(nbytes(run[n].value, run[n].target) for n in group)
         yield Bundle(tuple(run[n] for n in group), sum(sent[n] for n in group), given)
 

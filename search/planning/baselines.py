@@ -30,6 +30,7 @@ from hapsynth.instructions.program.checker import check
 from hapsynth.instructions.program.program import Program
 from hapsynth.instructions.program.sizes import Classes, Node, Sizes, cut_nodes
 from hapsynth.instructions.rules.contraction import CONTRACTIONS
+from hapsynth.instructions.staging.options import DEFAULT, LoweringOptions
 from hapsynth.search.analysis.dimension_groups import kinship
 from hapsynth.search.cost.model import CostModel, Floats
 from hapsynth.search.cost.program_cost import program_cost
@@ -66,6 +67,7 @@ class Baseline:
     cost_s: float
     held_bytes: tuple[float, ...]
     fits: bool
+    lowering: LoweringOptions = DEFAULT
 
     @property
     def memory_bytes(self) -> float:
@@ -88,6 +90,7 @@ class Baseline:
             memory_bytes=memory,
             memory_limit_bytes=tuple(limits),
             devices=devices,
+            lowering=self.lowering,
         )
 
 
@@ -112,7 +115,8 @@ class Baselines:
     def __init__(self, task: Task) -> None:
         graph, table = task.graph, task.factors
         # What people run today knows one axis over all devices.
-        self.costs = CostModel(graph, task.cluster, table, ((DEFAULT_AXIS, task.cluster.n),))
+        axes = ((DEFAULT_AXIS, task.cluster.n),)
+        self.costs = CostModel(graph, task.cluster, table, axes, lowering=task.options.lowering)
         self.graph, self.table, self.limit = graph, table, task.memory_budget.limit
         self.kin = kinship(graph, table)
         self.state = [graph.inputs[source] for source, _ in graph.carry]
@@ -294,6 +298,5 @@ class Baselines:
         sizes = Sizes(self.graph, classes, tuple(s.shares[i] for i, s in enumerate(chosen)))
         check(self.graph, program, sizes)
         fits = peak(program, sizes, self.costs) <= self.limit
-        return Baseline(
-            program, sizes, program_cost(program, sizes, self.costs), held_by(program, sizes, self.costs), fits
-        )
+        cost, held = program_cost(program, sizes, self.costs), held_by(program, sizes, self.costs)
+        return Baseline(program, sizes, cost, held, fits, self.costs.lowering)

@@ -23,7 +23,7 @@ from hapsynth.search.memory.profile import held_by
 from hapsynth.search.planning.candidate import Candidate
 from hapsynth.search.planning.effort import Clock, Effort
 from hapsynth.search.planning.infeasibility import shortage
-from hapsynth.search.planning.reshard import Resharding
+from hapsynth.search.planning.resharding import resharded
 from hapsynth.search.planning.search_at_ratios import FixedRatioSearch, Glance
 from hapsynth.search.planning.task import Task
 from hapsynth.search.result import SETTLED as _SETTLED
@@ -227,6 +227,7 @@ class Planner:
             ratio_bound_s=min(ratio_bound, best.cost),
             unpriced_primitives=unknown,
             exact=options.exact,
+            lowering=options.lowering,
         )
 
     def _infeasible(self) -> InfeasibleError:
@@ -300,7 +301,7 @@ class Planner:
         has; as they were where it was asked how classes are cut."""
         if self.task.options.fixed_ratios is not None or self.clock.late():
             return best, bound
-        return Resharding(self._search, self._tolerance).improved(best, bound)
+        return resharded(self._search, best, bound, self._tolerance)
 
     def _settled(self, best: Candidate, bound: float) -> bool:
         return best.cost - bound <= max(_SETTLED, self._tolerance) * best.cost

@@ -12,6 +12,8 @@ from hapsynth.cluster.memory_budget import MemoryBudget
 from hapsynth.graph.ir import Graph
 from hapsynth.instructions.program.sizes import Sizes
 from hapsynth.instructions.rules.factor_table import FactorTable
+from hapsynth.instructions.staging.options import DEFAULT as LOWERED_BY_DEFAULT
+from hapsynth.instructions.staging.options import LoweringOptions
 from hapsynth.search.cost.model import CostModel, Floats
 from hapsynth.search.formulation.choice_space import ChoiceSpace, Restriction
 from hapsynth.search.result import Progress
@@ -28,6 +30,7 @@ class PlanningOptions:
     how shards are stored (`MemoryBudget`). `leave_out`: whether devices that would make the step slower may be left
     out; none is with a restriction or with ratios, which are for a mesh of all devices. `devices`: the plan is for just
     these of the cluster's, and so are a restriction and ratios then. `solver`: how it goes about each problem.
+    `lowering`: the thresholds by which programs are priced, and the plan lowered.
     """
 
     memory_limit: float | None = None
@@ -39,6 +42,7 @@ class PlanningOptions:
     fixed_ratios: FixedRatios | None = None
     devices: tuple[int, ...] | None = None
     solver: SolverOptions = DEFAULT
+    lowering: LoweringOptions = LOWERED_BY_DEFAULT
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,7 +71,8 @@ class Task:
     def costs(self) -> CostModel:
         if self.kin:
             return self.kin.costs.on(self.cluster, self.memory_budget)
-        return CostModel(self.graph, self.cluster, self.factors, room=self.memory_budget)
+        room, lowering = self.memory_budget, self.options.lowering
+        return CostModel(self.graph, self.cluster, self.factors, room=room, lowering=lowering)
 
     @cached_property
     def choices(self) -> ChoiceSpace:

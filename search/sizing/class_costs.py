@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import fsum
+from typing import NamedTuple
 
 import numpy as np
 
@@ -13,8 +14,8 @@ from hapsynth.cluster.curves import Curve
 from hapsynth.instructions.collectives import Moved
 from hapsynth.instructions.program.program import Convert, Program
 from hapsynth.instructions.program.sizes import Classes, Sizes
-from hapsynth.instructions.staging.reshard_moves import moved
 from hapsynth.search.cost.model import CostModel, Floats, distinct
+from hapsynth.search.cost.network import PRICES, PriceOfMoves
 from hapsynth.search.cost.program_index import Cut, Load, ProgramIndex
 from hapsynth.search.cost.roofline import Roofline
 from hapsynth.search.cost.work import Work
@@ -60,16 +61,22 @@ class CommTerm:
         return product
 
     @property
+    def cuts(self) -> tuple[Cut, ...]:
+        return (*self.times, *self.over)
+
+    @property
     def load(self) -> object:
         """What wires with like cuts differ by."""
         return self.seconds, tuple((curve, tuple(runs.items())) for curve, runs in self.curved.items())
 
 
 @dataclass(eq=False)
-class ReshardTerm:
-    """Reshares between the same two cuts. `over`: cuts that the rest of the value is held by; `seconds`: of sending it
-    all once along a link, with everything whole; `latency`: seconds of all permutes at one distance."""
+class BoundaryTerm:
+    """Conversions between the same two cuts that send the rows which change owner: as many as the boundaries between
+    shards move by. `over`: cuts that the rest of the value is held by; `seconds`: of sending all rows once along a
+    link, with everything whole; `latency`: seconds of all permutes at one distance."""
 
+    price: PriceOfMoves
     old: Cut
     new: Cut
     over: tuple[Cut, ...]
@@ -78,11 +85,11 @@ class ReshardTerm:
 
     def at(self, old: Floats, new: Floats, largest: LargestOf) -> Floats:
         """Seconds, from each position's share of both cuts [..., positions]."""
-        permutes, rows = moved(old, new)
-        share = self.seconds
+        whole = self.seconds
         for cut in self.over:
-            share = share * largest(cut)
-        return permutes * self.latency + rows * share
+            whole = whole * largest(cut)
+        latency, moving = self.price.between(old, new, self.latency, whole)
+        return latency + moving
 
     @property
     def cuts(self) -> tuple[Cut, ...]:
@@ -97,6 +104,14 @@ class ComputeTerm:
     counts: dict[Work, float] = field(default_factory=dict)
 
 
+class ClassTerms(NamedTuple):
+    """The terms that one class's sizes decide, alone or with others."""
+
+    works: list[ComputeTerm]
+    wires: list[CommTerm]
+    boundaries: list[BoundaryTerm]
+
+
 class ClassCosts:
     """A program's works and wires by what cuts them."""
 
@@ -106,7 +121,7 @@ class ClassCosts:
         self.cut = index.cut
         self._works: dict[tuple[Cut, ...], ComputeTerm] = {}
         self._wires: dict[tuple[tuple[Cut, ...], tuple[Cut, ...]], CommTerm] = {}
-        self._reshares: dict[tuple[Cut, ...], ReshardTerm] = {}
+        self._boundaries: dict[tuple[Cut, ...], BoundaryTerm] = {}
         for load in index.feeds.values():
             self._add_work(load, 1.0)
         for i, load, runs in zip(program.instructions, index.load_of, index.runs, strict=True):
@@ -129,7 +144,9 @@ class ClassCosts:
         wire = link.wire_bytes(step, nbytes)
         if isinstance(traffic, Moved):
             old, new, *over = (self.cut((i.value, *cut)) for cut in (traffic.old, traffic.new, *traffic.around))
-            known = self._reshares.setdefault((old, new, *over), ReshardTerm(old, new, tuple(over)))
+            price = PRICES[step]
+            assert isinstance(price, PriceOfMoves)
+            known = self._boundaries.setdefault((old, new, *over), BoundaryTerm(price, old, new, tuple(over)))
             known.seconds += runs * wire * link.beta
             known.latency += runs * link.latency
             return
@@ -154,8 +171,8 @@ class ClassCosts:
         return list(self._wires.values())
 
     @property
-    def reshares(self) -> list[ReshardTerm]:
-        return list(self._reshares.values())
+    def boundaries(self) -> list[BoundaryTerm]:
+        return list(self._boundaries.values())
 
     @cached_property
     def has_products(self) -> bool:
@@ -163,7 +180,7 @@ class ClassCosts:
         return (
             any(len(w.cuts) > 1 for w in self.works)
             or any(len(w.times) > 1 for w in self.wires)
-            or any(r.over for r in self.reshares)
+            or any(b.over for b in self.boundaries)
         )
 
     @cached_property
@@ -209,24 +226,22 @@ class ClassCosts:
 
         worked = fsum(seconds(cuts, table) for cuts, table in self._tables.items())
         held = lambda cut: joined_shares(sizes, cut)
-        moving = fsum(float(r.at(held(r.old), held(r.new), largest)) for r in self.reshares)
+        moving = fsum(float(b.at(held(b.old), held(b.new), largest)) for b in self.boundaries)
         return worked + fsum(float(w.at(largest)) for w in self.wires) + moving
 
     @cached_property
-    def by_class(self) -> list[tuple[list[ComputeTerm], list[CommTerm], list[ReshardTerm]]]:
-        """Per class, what it divides, what is proportional to it, and what is moved between it and others."""
-        found: list[tuple[list[ComputeTerm], list[CommTerm], list[ReshardTerm]]] = [
-            ([], [], []) for _ in self.classes.all
-        ]
+    def by_class(self) -> list[ClassTerms]:
+        """The terms that depend on each class."""
+        found = [ClassTerms([], [], []) for _ in self.classes.all]
         for works in self.works:
             for c in dict.fromkeys(cut[0] for cut in works.cuts):
-                found[c][0].append(works)
+                found[c].works.append(works)
         for wire in self.wires:
-            for c in dict.fromkeys(cut[0] for cut in (*wire.times, *wire.over)):
-                found[c][1].append(wire)
-        for reshares in self.reshares:
-            for c in dict.fromkeys(cut[0] for cut in reshares.cuts):
-                found[c][2].append(reshares)
+            for c in dict.fromkeys(cut[0] for cut in wire.cuts):
+                found[c].wires.append(wire)
+        for boundary in self.boundaries:
+            for c in dict.fromkeys(cut[0] for cut in boundary.cuts):
+                found[c].boundaries.append(boundary)
         return found
 
     def alike(self, c: int, shares: Sequence[object]) -> object:
@@ -250,21 +265,21 @@ class ClassCosts:
         that."""
         numbers = self.numbers
         found: list[tuple[int, tuple[int, ...]]] = []
-        for cls, (works, wires, reshares) in zip(self.classes.all, self.by_class, strict=True):
+        for cls, terms in zip(self.classes.all, self.by_class, strict=True):
             place = {cls.index: 0}
             parts = lambda cuts, place=place: tuple([(place.setdefault(c, len(place)), depth) for c, depth in cuts])
-            loads = tuple([(parts(w.cuts), tuple(w.counts.items())) for w in works])
-            sent = tuple([(parts(w.times), parts(w.over), w.load) for w in wires])
-            swapped = tuple([(parts(r.cuts), r.seconds, r.latency) for r in reshares])
+            loads = tuple([(parts(w.cuts), tuple(w.counts.items())) for w in terms.works])
+            sent = tuple([(parts(w.times), parts(w.over), w.load) for w in terms.wires])
+            moved = tuple([(parts(b.cuts), b.seconds, b.latency) for b in terms.boundaries])
             kinds = tuple([(self.classes.all[c].axes, self.classes.all[c].units) for c in place])
-            number = numbers.setdefault((kinds, loads, sent, swapped), len(numbers))
+            number = numbers.setdefault((kinds, loads, sent, moved), len(numbers))
             found.append((number, tuple(place)[1:]))
         return found
 
     def lanes(self, c: int) -> set[int]:
         """The lanes over which contractions that a class divides extend."""
         found: set[int] = set()
-        for works in self.by_class[c][0]:
+        for works in self.by_class[c].works:
             for k, cut in enumerate(works.cuts):
                 found |= {w.lanes[k] for w in works.counts if cut[0] == c}
         return found - {0}

@@ -102,7 +102,7 @@ class RatioLP:
             self.equal.add({self.column[c] + j: float(n) for j, n in enumerate(self.counts)}, 1.0)
         self._add_wires()
         self._add_works()
-        self._add_reshares()
+        self._add_boundaries()
         self._add_memory(points, limit)
         # The solver's tolerances are absolute.
         unit = max(self.objective, default=0.0) or 1.0
@@ -198,16 +198,16 @@ class RatioLP:
                     self.rows.add({**{i: x * busy for i, x in share}, t: -1.0}, -start)
                     self.rows.add({**{i: x * moving for i, x in share}, t: -1.0}, -start - still)
 
-    def _add_reshares(self) -> None:
+    def _add_boundaries(self) -> None:
         """Linear in how far each boundary between shards moves: the most that rows go up, and down, past one. The
         latencies are there or not, which no linear program can tell."""
-        for r in self.loads.reshares:
-            if not {r.old[0], r.new[0]} & self.column.keys():
+        for b in self.loads.boundaries:
+            if not {b.old[0], b.new[0]} & self.column.keys():
                 continue
-            seconds = r.seconds
-            for cut in r.over:
+            seconds = b.seconds
+            for cut in b.over:
                 seconds *= largest_of(self.sizes, cut)
-            before, after = self._boundaries(r.old), self._boundaries(r.new)
+            before, after = self._ends(b.old), self._ends(b.new)
             for sign in (1.0, -1.0):
                 longest = len(self.objective)
                 self.objective.append(seconds)
@@ -217,7 +217,7 @@ class RatioLP:
                         row[column] = row.get(column, 0.0) + sign * x
                     self.rows.add({**row, longest: -1.0}, -sign * (most - least))
 
-    def _boundaries(self, cut: Cut) -> list[tuple[dict[int, float], float]]:
+    def _ends(self, cut: Cut) -> list[tuple[dict[int, float], float]]:
         """Where each shard of a cut ends but the last, as a row and a constant: that of a class that is given."""
         positions = self.loads.classes.positions(cut[0])
         if cut[0] not in self.column:

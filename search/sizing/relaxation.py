@@ -81,7 +81,7 @@ class _RelaxedLP(RatioLP):
                 self.objective[self._largest(cut)] += wire.seconds * prod(least) / least[n]
             self.constant -= (len(least) - 1) * wire.seconds * prod(least)
 
-    def _add_reshares(self) -> None:
+    def _add_boundaries(self) -> None:
         """At sizes that are alike nothing moves."""
 
     def _lines(self, roofline: Roofline, k: int, fractions: Sequence[Floats]) -> tuple[Floats, ...]:

@@ -23,6 +23,7 @@ import numpy as np
 from hapsynth.graph.ir import Graph
 from hapsynth.instructions.program.program import Program
 from hapsynth.instructions.program.sizes import Classes, Sizes
+from hapsynth.search.analysis.numbering import Numbering
 from hapsynth.search.cost.model import CostModel, Floats
 from hapsynth.search.memory.profile import MemoryProfile
 from hapsynth.search.sizing.class_costs import ClassCosts
@@ -50,8 +51,8 @@ class KnownShares:
     """As `ClassCosts.numbers`."""
     shares: dict[object, tuple[int, ...]] = field(default_factory=dict[object, tuple[int, ...]])
     """By what a class's best shares depend on, where they begin and what they may be."""
-    equal: dict[tuple[int, ...], int] = field(default_factory=dict[tuple[int, ...], int])
-    """A number for each shares."""
+    numbering: Numbering = field(default_factory=Numbering)
+    """Of shares: those of many devices take long to compare."""
 
 
 class Sizer:
@@ -173,7 +174,7 @@ class Sizer:
         sizes = self.fixed(weights)
         if not self.classes.all:
             return sizes
-        if len(self.families) > 1 or self.loads.has_products or self.loads.has_curves or self.loads.reshares:
+        if len(self.families) > 1 or self.loads.has_products or self.loads.has_curves or self.loads.boundaries:
             # The linear programs depend on these.
             sizes = self._whole_units(self._fractions(sizes), limit, patient=patient)
         points: set[int] = set()
@@ -226,14 +227,6 @@ class Sizer:
         """Sizes of less cost, each class by itself: all as if memory were no matter or, where they then hold too much,
         one after another within what the others leave."""
         known, numbers = self._known.shares, [0] * len(shares)
-        seen: dict[int, tuple[tuple[int, ...], int]] = {}
-
-        def number(shares: tuple[int, ...]) -> int:
-            """Equal ones have one. Each is hashed once, which takes long with many devices: its entry keeps it from
-            being another's."""
-            if id(shares) not in seen:
-                seen[id(shares)] = shares, self._known.equal.setdefault(shares, len(self._known.equal))
-            return seen[id(shares)][1]
 
         def found(c: int, sizes: Sizes, most: tuple[int, ...]) -> tuple[int, ...]:
             key = (self.loads.alike(c, numbers), numbers[c], most, together, patient)
@@ -246,7 +239,7 @@ class Sizer:
 
         for tight in (False, True):
             sizes = Sizes(self.graph, self.classes, tuple(shares))
-            numbers = list(map(number, shares))
+            numbers = list(map(self._known.numbering.of, shares))
             counted = self.memory.counted(sizes) if tight else np.zeros((1, 1))
             for c, mine in enumerate(shares):
                 if c in self.pinned or (self._left() <= 0 and not tight):
@@ -260,7 +253,7 @@ class Sizer:
                     if tight:
                         counted = counted + self.memory.added(sizes, moved, c)
                     sizes = moved
-                    numbers[c] = number(better)
+                    numbers[c] = self._known.numbering.of(better)
             if np.isinf(limit) or self.memory.peak(sizes) <= limit:
                 break
         return sizes

@@ -44,7 +44,7 @@ class ClassUnits:
     def __init__(self, loads: ClassCosts, c: int, sizes: Sizes) -> None:
         self.loads, self.c, self.sizes = loads, c, sizes
         self.cls = loads.classes.all[c]
-        works, self._wires, self._reshares = loads.by_class[c]
+        works, self._wires, self._boundaries = loads.by_class[c]
         self.kind_of = loads.costs.kinds_along(self.cls.axes)
         self._layers: dict[int, _Layer] = {}
         self._terms: list[tuple[int, slice, Floats]] = []
@@ -55,16 +55,17 @@ class ClassUnits:
             if depth not in self._layers:
                 self._layers[depth] = _Layer(loads.costs, self.cls.axes[:depth], self.cls.units)
             layer = self._layers[depth]
-            others = [None if cut[0] == c else loads.fraction(sizes, cut) for cut in mine.cuts]
+            others = [None if cut[0] == c else cut for cut in mine.cuts]
+            layer.fractions.update({cut: loads.fraction(sizes, cut) for cut in others if cut is not None})
             table = loads.table(mine)
             self._terms.append((depth, layer.add(table, others), table.counts))
-        cuts = [cut for w in self._wires for cut in (*w.times, *w.over)]
-        cuts += [cut for r in self._reshares for cut in r.over]
+        cuts = [cut for w in self._wires for cut in w.cuts]
+        cuts += [cut for b in self._boundaries for cut in b.over]
         self._fixed = {cut: largest_of(sizes, cut) for cut in cuts if cut[0] != c}
         self._depths = sorted({depth for other, depth in cuts if other == c})
         """Of which joined shares the largest counts."""
         # Over a largest share wires grow as it falls, and boundaries may move nearer to others' wherever a unit goes.
-        self._any_helps = any(cut[0] == c for w in self._wires for cut in w.over) or bool(self._reshares)
+        self._any_helps = any(cut[0] == c for w in self._wires for cut in w.over) or bool(self._boundaries)
         self._sent: dict[tuple[int, ...], Floats] = {}
         self.shares = np.zeros(0, dtype=np.int64)
         self.evaluated = 0
@@ -73,7 +74,7 @@ class ClassUnits:
     @property
     def decides(self) -> bool:
         """Whether it costs anything at all."""
-        return bool(self._terms or self._wires or self._reshares)
+        return bool(self._terms or self._wires or self._boundaries)
 
     def seconds(self, trials: Ints) -> Floats:
         """Of shares [trials, positions], each trial's."""
@@ -97,13 +98,13 @@ class ClassUnits:
             seconds += (terms[depth][:, rows] * counts).sum(axis=-1)
         if self._wires:
             seconds = self._with_wires(seconds, largest)
-        for r in self._reshares:
+        for b in self._boundaries:
             assert trials is not None
             of_depth = dict(zip(self._depths, largest, strict=True))
             largest_share = lambda cut, of_depth=of_depth: (
                 of_depth[cut[1]] / self.cls.units if cut[0] == self.c else np.full(count, self._fixed[cut])
             )
-            seconds += r.at(self._shards(r.old, trials), self._shards(r.new, trials), largest_share)
+            seconds += b.at(self._shards(b.old, trials), self._shards(b.new, trials), largest_share)
         return seconds
 
     def _with_wires(self, seconds: Floats, largest: Sequence[Ints]) -> Floats:
@@ -277,7 +278,7 @@ class ClassUnits:
             left = np.maximum(top.without(source // inner), joined[source // inner] - 1)
             held.append(np.where(to == source // inner, top.first, np.maximum(left, joined[to] + 1)).astype(np.int64))
         trials = None
-        if self._reshares:
+        if self._boundaries:
             trials = np.tile(self.shares, (targets.size, 1))
             trials[:, source] -= 1
             trials[np.arange(targets.size), targets] += 1
@@ -327,7 +328,9 @@ class _Layer:
         _, first = np.unique(self.kind_of, return_index=True)
         self._devices = np.argsort(costs.position(axes), kind="stable").reshape(self.kind_of.size, -1)[first]
         """int [kinds of positions, devices at one]"""
-        self._tables: list[tuple[WorkTable, list[Floats | None]]] = []
+        self._tables: list[tuple[WorkTable, list[Cut | None]]] = []
+        self.fractions: dict[Cut, Floats] = {}
+        """Of the cuts of other classes that divide these works too, each device's share."""
         self._row: dict[int, int] = {}
         """Of each kind of position and share that are known."""
         self._times = np.zeros((4 * count, 0))
@@ -338,8 +341,8 @@ class _Layer:
     def terms(self) -> int:
         return sum(table.counts.size for table, _ in self._tables)
 
-    def add(self, table: WorkTable, others: list[Floats | None]) -> slice:
-        """One more table; the rows that are its. `others`: per cut, each device's share; None for the class itself."""
+    def add(self, table: WorkTable, others: list[Cut | None]) -> slice:
+        """One more table; the rows that are its. `others`: its cuts, None for that of the class itself."""
         before = self.terms
         self._tables.append((table, others))
         return slice(before, self.terms)
@@ -442,7 +445,7 @@ class _Layer:
         held, every = np.repeat(shares, devices.shape[1]) / self.units, devices.ravel()
         found: list[Floats] = []
         for table, others in self._tables:
-            fractions = [held if other is None else other[every] for other in others]
+            fractions = [held if other is None else self.fractions[other][every] for other in others]
             busy = table.busy(self.costs.kind_of[every], fractions, whole_tiles=whole_tiles)
             found.append(busy.reshape(len(busy), *devices.shape).max(axis=2).T)
         return np.concatenate(found, axis=1)
@@ -453,7 +456,7 @@ class _Layer:
         as much of all else, the first; the same again where there are fewer."""
         if self._devices.shape[1] == 1 or len(self.costs.kinds) == self.costs.n:
             return self._devices
-        others = {id(o): o for _, every in self._tables for o in every if o is not None}
-        found = [row[distinct(self.costs.kind_of[row], [o[row] for o in others.values()])] for row in self._devices]
+        others = self.fractions.values()
+        found = [row[distinct(self.costs.kind_of[row], [other[row] for other in others])] for row in self._devices]
         most = max(len(row) for row in found)
         return np.stack([np.resize(row, most) for row in found])

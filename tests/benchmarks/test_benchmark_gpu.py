@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from argparse import Namespace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import jax
 import modelled_profile
 import numpy as np
 import pytest
-from on_gpu import profile, shares, switch
+from on_gpu import switch
 from on_gpu.one_device import OneStaged, OneSwitch, Steps, one_of, with_shares
 from on_gpu.settings import Row, Settings, fitting, parsed
 from on_gpu.shares import for_two
@@ -43,9 +44,8 @@ def test_overhead() -> None:
 
 
 def test_profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(profile, "BATCHES", (0.5,))
     modelled_profile.install(monkeypatch.setattr)
-    settings = Settings("tiny", examples=("mlp",), rounds=2, cluster=tmp_path / "cluster.toml")
+    settings = Settings("tiny", examples=("mlp",), rounds=2, cluster=tmp_path / "cluster.toml", batches=(0.5,))
     found, *others = rows("profile", settings=settings)
     assert found["kind"] == "cpu"
     assert found["bandwidth"] > 0
@@ -56,9 +56,8 @@ def test_profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert settings.kind().bandwidth == found["bandwidth"]
 
 
-def test_shares_are_what_they_say(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shares, "SHARES", (1 / 4, 1 / 2))
-    *found, line = rows("shares")
+def test_shares_are_what_they_say() -> None:
+    *found, line = rows("shares", settings=replace(TINY, shares=(1 / 4, 1 / 2)))
     assert [row["share"] for row in found] == [1 / 4, 1 / 2]
     assert len(line["ratios"]) == 2
     assert (line["what"], line["kind"]) == ("line", "slow1")

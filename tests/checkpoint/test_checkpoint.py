@@ -22,6 +22,7 @@ from random_plans import floats, make_plan, step, step_args
 from slow_devices import first_devices, thin_cluster
 
 import hapsynth
+from hapsynth import checkpoint
 from hapsynth.checkpoint import manifest, writer
 from hapsynth.checkpoint.manifest import Leaf, Manifest
 from hapsynth.checkpoint.reader import Reader
@@ -96,17 +97,14 @@ def plans() -> dict[str, Plan]:
     return {name: plan_on(name) for name in ON}
 
 
-def test_every_kind_of_leaf_comes_back_bit_for_bit(
-    plans: dict[str, Plan], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_kind_of_leaf_comes_back_bit_for_bit(plans: dict[str, Plan], tmp_path: Path) -> None:
     """From each plan to the next one; each leaf in many pieces."""
-    monkeypatch.setattr(writer, "CHUNK", 40)
     first = plans["4 skewed"].shard(kinds(), BATCH)[0]
     want = logical(plans["4 skewed"], first)
     state, cut = first, set[bool]()
     for plan, after in zip(plans.values(), [*list(plans.values())[1:], plans["4 skewed"]]):
         cut |= {isinstance(x, ShardedArray) for x in jax.tree.leaves(state)}
-        plan.save_state(tmp_path, state)
+        checkpoint.save_state(tmp_path, plan.arguments, plan.lowered, state, 0, chunk_bytes=40)
         state = after.restore_state(tmp_path)
         assert logical(after, state) == want
         for x, y in zip(jax.tree.leaves(state), jax.tree.leaves(after.shard(kinds(), BATCH)[0])):
@@ -177,8 +175,7 @@ def test_another_argument_and_a_single_leaf(tmp_path: Path) -> None:
 # ---- who writes and reads what
 
 
-def test_each_element_is_written_by_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(writer, "CHUNK", 100)
+def test_each_element_is_written_by_one_process() -> None:
     shapes = [(40, 6), (31,), (), (5, 4, 7), (0, 3)]
     whole = lambda shape: tuple((0, n) for n in shape)
     leaves = [Leaf(str(i), shape, "float32") for i, shape in enumerate(shapes)]
@@ -186,7 +183,7 @@ def test_each_element_is_written_by_one_process(monkeypatch: pytest.MonkeyPatch)
     halves = [{((0, 13), (0, 6)): [0], ((13, 40), (0, 6)): [1, 2]}, *everywhere[1:]]
     for holders in (everywhere, halves):
         ends, bytes_of = dict[str, int](), dict[str, int]()
-        for leaf, held in zip(writer.shared_out(leaves, holders), holders):
+        for leaf, held in zip(writer.shared_out(leaves, holders, 100), holders):
             times = np.zeros(leaf.shape, int)
             for p in leaf.pieces:
                 times[tuple(slice(*pair) for pair in p.box)] += 1
@@ -201,12 +198,11 @@ def test_each_element_is_written_by_one_process(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_only_what_is_needed_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(writer, "CHUNK", 256)
     x = floats(64, 48)
     boxes = [((a, a + 16), (0, 48)) for a in range(0, 64, 16)]
     made = Manifest("test", "", (Leaf("x", x.shape, "float32"),))
     fetch = lambda _, box: x[tuple(slice(*pair) for pair in box)]
-    writer.save(tmp_path, made, [{box: [0] for box in boxes}], fetch, 0, lambda work: [work()])
+    writer.save(tmp_path, made, [{box: [0] for box in boxes}], fetch, 0, lambda work: [work()], 256)
     read: list[int] = []
     once = Reader._read
     monkeypatch.setattr(

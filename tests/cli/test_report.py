@@ -353,7 +353,7 @@ def test_data_that_is_given_is_kept() -> None:
 
 
 def test_alternatives_agree_with_a_restricted_search(plan: Plan) -> None:
-    known = Alternatives(plan)
+    known = Alternatives(plan, None)
     graph = plan.traced.graph
     for value in graph.inputs:
         found = {p: known.best_with(value, p) for p in known.others(value)}
@@ -372,7 +372,7 @@ def test_alternatives_agree_with_a_restricted_search(plan: Plan) -> None:
 
 
 def test_alternatives_of_what_is_computed(plan: Plan) -> None:
-    known = Alternatives(plan)
+    known = Alternatives(plan, None)
     spent = known.spent()
     assert sum(spent.values()) == pytest.approx(plan.cost)
     for value in sorted(spent, key=lambda v: -spent[v])[:3]:

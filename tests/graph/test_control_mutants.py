@@ -207,5 +207,6 @@ def run_walk(name: str, seed: int, steps: int = STEPS) -> Walk:
 @pytest.mark.parametrize("name", CASES)
 def test_what_the_checker_accepts_computes_what_it_should(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     # What mutates may join the classes that a reshare lies between.
-    monkeypatch.setattr("hapsynth.search.planning.reshard.ReshardInserter.improved", lambda self, candidate: candidate)
+    improved = "hapsynth.search.planning.resharding.insertion.ReshardInserter.improved"
+    monkeypatch.setattr(improved, lambda self, candidate: candidate)
     assert run_walk(name, seed=0).taken > 10

@@ -27,6 +27,7 @@ from hapsynth.instructions.program.checker import check
 from hapsynth.instructions.program.program import Convert, Program, ProgramError
 from hapsynth.instructions.program.sizes import Classes, Sizes
 from hapsynth.instructions.rules.factor_table import FactorTable
+from hapsynth.instructions.staging.options import DEFAULT, LoweringOptions
 from hapsynth.lower import _interpreter, lower, lower_staged
 from hapsynth.lower._collectives import LOWERINGS, BlockLowering
 from hapsynth.plan import Form
@@ -121,7 +122,7 @@ def test_a_value_is_the_same_after_every_conversion(name: str, lengths: tuple[in
             assert isinstance(step, Convert)
             seconds, wire = conversion_cost(model, sizes, step)
             assert (seconds > 0, wire > 0) == (step.is_collective,) * 2 or step.collective.recuts
-        _, buffers = wires(graph, program, [])
+        _, buffers = wires(graph, program, [], DEFAULT.bundled_bytes)
         assert all(0 < b.nbytes <= n * 4 * prod(SHAPE) for b in buffers)
         for form in (lower, lower_staged):
             lowered = form(graph, program, sizes, mesh, donate=False)
@@ -148,14 +149,14 @@ def test_what_is_counted_is_what_is_sent(name: str, lengths: tuple[int, ...], ki
         (wired,) = step.collective.wired(source, target, step.axis, lengths[-1])
         block = 4.0 * prod(SHAPE) * prod(largest_share(sizes, 0, *cut) for cut in wired.cuts)
         assert [wired.sent * block, wired.given * block] == [pytest.approx(x) for x in nbytes]
-        (bundle,) = bundles(graph, program, [step], partial(padded_bytes, sizes))
+        (bundle,) = bundles(graph, program, [step], partial(padded_bytes, sizes), DEFAULT)
         assert bundle.sent == pytest.approx(nbytes[0]), f"{format_layout(source)} -> {format_layout(target)}"
 
 
 # ---- several that do the same
 
 
-def around(x: jax.Array, axis: str, source: Placement, target: Placement, by_gloo: bool) -> jax.Array:
+def around(x: jax.Array, axis: str, source: Placement, target: Placement, gloo: LoweringOptions | None) -> jax.Array:
     """Every device's block, passed on from neighbour to neighbour."""
     n, length = lax.axis_size(axis), x.shape[source.dim]
     made, part = lax.concatenate([x] * n, source.dim), x

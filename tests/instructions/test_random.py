@@ -21,6 +21,7 @@ from hapsynth.instructions.factors import Cut, Local
 from hapsynth.instructions.layout import S
 from hapsynth.instructions.program.program import Compute, Convert
 from hapsynth.instructions.rules import execute, factors_of
+from hapsynth.instructions.rules.random import bits_on_shard
 from hapsynth.instructions.testing import simulate
 from hapsynth.plan import Plan
 
@@ -145,19 +146,16 @@ def loops(fn: Callable[..., Any], *args: Any) -> int:
         ((16,), 0),  # not large
     ],
 )
-def test_blocks_have_the_bits_of_the_whole(
-    width: int, shape: tuple[int, ...], blocks: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("hapsynth.instructions.rules.random._BLOCK", 8)
+def test_blocks_have_the_bits_of_the_whole(width: int, shape: tuple[int, ...], blocks: int) -> None:
     with jax.enable_x64(width == 64):
         key = key_array()
         want = drawn(shape, f"uint{width}")(key)
         op = draw(drawn(shape, f"uint{width}"), key)
         f = factors_of(op)
         on = lambda platform: Local(op, f, f.triples[:1], op.shapes, (shape,), {}, lambda _: jnp.int32(0), platform)
-        run = lambda key: execute(on("cpu"), [key])[0]
+        run = lambda key: bits_on_shard(on("cpu"), [key], 8)[0]
         assert loops(run, key) == blocks
-        assert loops(lambda key: execute(on("gpu"), [key])[0], key) == 0
+        assert loops(lambda key: bits_on_shard(on("gpu"), [key], 8)[0], key) == 0
         assert run(key).dtype == want.dtype
         np.testing.assert_array_equal(jax.jit(run)(key), want)
         # A shard of a draw that is longer along the dimension, from the middle on.
@@ -165,7 +163,7 @@ def test_blocks_have_the_bits_of_the_whole(
             longer = tuple(2 * n + 1 if d == cut else n for d, n in enumerate(shape))
             op = draw(drawn(longer, f"uint{width}"), key)
             local = dataclasses.replace(part(op, cut, shape[cut], shape), platform="cpu")
-            run = lambda key, local=local: execute(local, [key])[0]
+            run = lambda key, local=local: bits_on_shard(local, [key], 8)[0]
             assert loops(run, key) == blocks
             whole = drawn(longer, f"uint{width}")(key)
             np.testing.assert_array_equal(
@@ -173,14 +171,13 @@ def test_blocks_have_the_bits_of_the_whole(
             )
 
 
-def test_what_is_no_threefry_draw_is_not_drawn_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hapsynth.instructions.rules.random._BLOCK", 8)
+def test_what_is_no_threefry_draw_is_not_drawn_in_blocks() -> None:
     for key, partitionable in ((jax.random.key(7, impl="rbg"), True), (key_array(), False)):
         with jax.threefry_partitionable(partitionable):
             op = draw(drawn((40,)), key)
             f = factors_of(op)
             local = Local(op, f, f.triples[:1], op.shapes, ((40,),), {}, lambda _: jnp.int32(0), "cpu")
-            np.testing.assert_array_equal(execute(local, [key])[0], drawn((40,))(key))
+            np.testing.assert_array_equal(bits_on_shard(local, [key], 8)[0], drawn((40,))(key))
 
 
 @pytest.mark.parametrize("on", ["one", "3:1"])

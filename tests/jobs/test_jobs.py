@@ -184,8 +184,9 @@ def test_memory_is_bounded_by_cgroups(tmp_path: Path, monkeypatch: pytest.Monkey
     (group / "memory.usage_in_bytes").write_text("700\n")
     (group / "memory.stat").write_text("cache 5\ntotal_inactive_file 60\ntotal_active_file 40\n")
     text = _device_memory._text
-    own = lambda file: ["4:memory:/job"] if file == Path("/proc/self/cgroup") else text(file)
-    monkeypatch.setattr(_device_memory, "_ROOT", tmp_path)
+    groups = Path("/sys/fs/cgroup")
+    here = lambda file: tmp_path / file.relative_to(groups) if file.is_relative_to(groups) else file
+    own = lambda file: ["4:memory:/job"] if file == Path("/proc/self/cgroup") else text(here(file))
     monkeypatch.setattr(_device_memory, "_text", own)
     assert _device_memory.free(device) == 400
     assert _device_memory.free_on_machine() > 1000
@@ -265,8 +266,6 @@ def test_output_is_labelled(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -
 
 
 def test_one_that_fails_ends_all_and_what_they_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hapsynth.jobs.launch._TELL_S", 0.1)
-    monkeypatch.setattr("hapsynth.jobs.launch._GRACE_S", 0.5)
     text = """
         if rank == "0":
             while not os.path.exists("pids"): time.sleep(0.02)
@@ -280,7 +279,7 @@ def test_one_that_fails_ends_all_and_what_they_started(tmp_path: Path, monkeypat
         time.sleep(600)
     """
     monkeypatch.chdir(tmp_path)
-    assert launch(Launch(here=2), script(tmp_path, text)) == 3
+    assert launch(Launch(here=2, tell_s=0.1, grace_s=0.5), script(tmp_path, text)) == 3
     for pid in map(int, (tmp_path / "pids").read_text().split()):
         # The grandchild is waited for by whoever took it over.
         while alive(pid):
@@ -314,7 +313,6 @@ def test_who_fails_is_named_with_a_way_out(
 
 def test_a_signal_is_passed_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("hapsynth.jobs.launch._GRACE_S", 300.0)
     text = """
         def ended(number, frame):
             open(f"got.{rank}", "w").write(str(number))
@@ -331,7 +329,7 @@ def test_a_signal_is_passed_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         os.kill(os.getpid(), signal.SIGINT)
 
     threading.Thread(target=interrupt, daemon=True).start()
-    assert launch(Launch(here=2), script(tmp_path, text)) == 128 + signal.SIGINT
+    assert launch(Launch(here=2, grace_s=300.0), script(tmp_path, text)) == 128 + signal.SIGINT
     assert [(tmp_path / f"got.{rank}").read_text() for rank in range(2)] == [str(int(signal.SIGINT))] * 2
     assert signal.getsignal(signal.SIGINT) is before
 

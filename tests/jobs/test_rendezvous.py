@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -227,10 +228,9 @@ def test_one_that_dies_behind_the_others_has_not_only_made_fewer_calls(job: Job,
     assert job.reason(0) == "process 1 was killed by signal 9"
 
 
-def test_who_failed_first_is_named_though_another_says_so_first(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_failed_first_is_named_though_another_says_so_first(job: Job) -> None:
     """A process that dies breaks the collective of another, which may be quicker to say that it failed."""
-    monkeypatch.setattr("hapsynth.rendezvous.server.SUSPECT_S", LIMIT_S)
-    port = job.serve()
+    port = job.serve(timeouts=replace(PATIENT, suspicion=LIMIT_S))
     quick = job.join(port, 0)
     connection, _ = hello(port, 1)
     leaving = threading.Thread(target=quick.leave, args=("JaxRuntimeError: connection closed",))
@@ -376,10 +376,10 @@ def test_what_is_no_message_loses_only_its_sender(job: Job) -> None:
 
 
 @pytest.fixture
-def besieged(job: Job) -> Iterator[tuple[Job, int]]:
-    """A job of two and its port; it goes on after whatever was done to it."""
+def besieged(job: Job, request: pytest.FixtureRequest) -> Iterator[tuple[Job, int]]:
+    """A job of two and its port; it goes on after whatever was done to it. A parameter is its timeouts."""
     before = set(threading.enumerate())
-    job.server = Server(("localhost", 0), 2, PATIENT, "secret")
+    job.server = Server(("localhost", 0), 2, getattr(request, "param", PATIENT), "secret")
     port, threads = job.server.port, set(threading.enumerate()) - before
     job.join(port, 0, token="secret")
     yield job, port
@@ -461,9 +461,9 @@ def test_brackets_without_end_are_no_message() -> None:
         sending.join()
 
 
-def test_a_stranger_who_takes_his_time_is_sent_off(besieged: tuple[Job, int], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("besieged", [replace(PATIENT, hello=0.5)], indirect=True)
+def test_a_stranger_who_takes_his_time_is_sent_off(besieged: tuple[Job, int]) -> None:
     """However often he says a little."""
-    monkeypatch.setattr("hapsynth.rendezvous.server.HELLO_S", 0.5)
     _, port = besieged
     with socket.create_connection(("localhost", port), timeout=LIMIT_S) as stranger, suppress(ConnectionError):
         for _ in range(600):

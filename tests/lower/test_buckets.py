@@ -9,12 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
+from lowering_options import SWITCHED, SWITCHED_ALONE
 from slow_devices import first_devices, slow_cluster
 
 import hapsynth
 from hapsynth.instructions.layout import Layout, P, R, S
 from hapsynth.instructions.program.program import Convert
-from hapsynth.lower import _buckets, _gloo
+from hapsynth.instructions.staging.options import DEFAULT, LoweringOptions
 from hapsynth.lower._buckets import Bundle, bundles
 from hapsynth.plan import Form
 
@@ -39,14 +40,14 @@ def steps_of(kind: str) -> list[tuple[Convert, jax.ShapeDtypeStruct]]:
     return [(Convert(v, 0, *pair), jax.ShapeDtypeStruct(s, F32)) for v, (pair, s) in enumerate(zip(layouts, shapes))]
 
 
-def on_mesh(found: list[Bundle], arrays: list[np.ndarray], by_gloo: bool = False) -> list[np.ndarray]:
+def on_mesh(found: list[Bundle], arrays: list[np.ndarray], gloo: LoweringOptions | None = None) -> list[np.ndarray]:
     """Every device's results, stacked; each device has its own shard of [devices, ...]."""
 
     def body(*xs: jax.Array) -> list[jax.Array]:
         made: dict[int, jax.Array] = {}
         for bundle in found:
             sent = [xs[step.value][0] for step in bundle.steps]
-            whole = bundle.exchange(SIZES, ("d",), bundle.pack(sent, (4,)), by_gloo)
+            whole = bundle.exchange(SIZES, ("d",), bundle.pack(sent, (4,)), gloo)
             made |= dict(zip((s.value for s in bundle.steps), bundle.unpack(whole, (4,)), strict=True))
         return [made[i][None] for i in range(len(xs))]
 
@@ -55,24 +56,22 @@ def on_mesh(found: list[Bundle], arrays: list[np.ndarray], by_gloo: bool = False
     return [np.asarray(x) for x in run(*arrays)]
 
 
-@pytest.mark.parametrize(("by_gloo", "small"), [(False, True), (True, True), (True, False)])
+LARGE = LoweringOptions(gloo_ring_bytes=0, gloo_gathered_bytes=0, gloo_segment_bytes=20)
+"""What is small goes as what is large does."""
+
+
+@pytest.mark.parametrize("gloo", [None, DEFAULT, LARGE], ids=["by XLA", "small", "large"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_bundle_gives_what_each_alone_gives(
-    kind: str, by_gloo: bool, small: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if not small:
-        monkeypatch.setattr(_gloo, "RING", 0)
-        monkeypatch.setattr(_gloo, "GATHERED", 0)
-        monkeypatch.setattr(_gloo, "SEGMENT", 20)
+def test_a_bundle_gives_what_each_alone_gives(kind: str, gloo: LoweringOptions | None) -> None:
     steps, sent = zip(*steps_of(kind))
     rng = np.random.default_rng(0)
     arrays = [rng.integers(-9, 9, (4, *s.shape)).astype(np.float32) for s in sent]
-    (one,) = bundles(steps, sent, "cpu")
-    alone = bundles(steps, sent, "gpu")
+    (one,) = bundles(steps, sent, "cpu", DEFAULT)
+    alone = bundles(steps, sent, "gpu", DEFAULT)
     assert (len(one.steps), len(alone)) == (len(steps), len(steps))
-    for got, wanted in zip(on_mesh([one], arrays, by_gloo), on_mesh(alone, arrays), strict=True):
+    for got, wanted in zip(on_mesh([one], arrays, gloo), on_mesh(alone, arrays), strict=True):
         np.testing.assert_array_equal(got, wanted)
-    for got, wanted in zip(on_mesh(alone, arrays, by_gloo), on_mesh(alone, arrays), strict=True):
+    for got, wanted in zip(on_mesh(alone, arrays, gloo), on_mesh(alone, arrays), strict=True):
         np.testing.assert_array_equal(got, wanted)
 
 
@@ -81,18 +80,17 @@ def test_what_goes_together() -> None:
     steps = [Convert(v, 0, *KINDS[kind][0]) for v, kind in enumerate(kinds)]
     sent = [jax.ShapeDtypeStruct((4, 4), d) for d in (F32, F32, jnp.bfloat16, F32, F32)]
     values = lambda found: [[s.value for s in b.steps] for b in found]
-    assert values(bundles(steps, sent, "cpu")) == [[0, 3], [1], [2], [4]]
+    assert values(bundles(steps, sent, "cpu", DEFAULT)) == [[0, 3], [1], [2], [4]]
     # Neither what is large, nor more than a bundle holds.
     large = jax.ShapeDtypeStruct((1 << 18, 2), F32)
-    assert values(bundles(steps[:1] * 2, [large] * 2, "cpu")) == [[0], [0]]
+    assert values(bundles(steps[:1] * 2, [large] * 2, "cpu", DEFAULT)) == [[0], [0]]
     full = jax.ShapeDtypeStruct((1 << 18,), F32)
-    many = bundles([steps[0]] * 20, [full] * 20, "cpu")
+    many = bundles([steps[0]] * 20, [full] * 20, "cpu", DEFAULT)
     assert [len(b.steps) for b in many] == [16, 4]
 
 
-@pytest.mark.usefixtures("small_stages_switch")
 @pytest.mark.parametrize("form", ["switch", "staged"])
-def test_plans_of_many_small_collectives(form: Form, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plans_of_many_small_collectives(form: Form) -> None:
     """The very bits of the program whose collectives are alone; fewer of them are compiled."""
     rng = np.random.default_rng(1)
     weights = [rng.integers(-2, 3, (8, 8)).astype(np.float32) for _ in range(6)]
@@ -107,8 +105,7 @@ def test_plans_of_many_small_collectives(form: Form, monkeypatch: pytest.MonkeyP
     ratios = (0.375, 0.375, 0.125, 0.125)
     fixed = {**{f"[0][{i}]": "R" for i in range(6)}, "[1]": "S(0)"}
     counts, results = [], []
-    for limit in (_buckets.BUNDLED, -1):
-        monkeypatch.setattr(_buckets, "BUNDLED", limit)
+    for lowering in (SWITCHED, SWITCHED_ALONE):
         plan = hapsynth.synthesize(
             step,
             (weights, x),
@@ -118,6 +115,7 @@ def test_plans_of_many_small_collectives(form: Form, monkeypatch: pytest.MonkeyP
             form=form,
             ratios=ratios,
             leave_out=False,
+            lowering=lowering,
         )
         text, planned = plan.lower().as_text(), plan.program.collectives()
         counts.append(sum(text.count(f"stablehlo.{kind}") for kind in planned))
@@ -126,3 +124,37 @@ def test_plans_of_many_small_collectives(form: Form, monkeypatch: pytest.MonkeyP
     assert counts[1] >= 6 * counts[0]
     jax.tree.map(np.testing.assert_array_equal, *results)
     jax.tree.map(np.testing.assert_array_equal, results[0], jax.jit(step)(weights, x))
+
+
+def test_uneven_parts_joined_by_a_gather() -> None:
+    """The very bits that slices and concatenations give, of several weights at once and of one alone."""
+    rng = np.random.default_rng(2)
+    weights = [rng.integers(-2, 3, (8, 8)).astype(np.float32) for _ in range(3)]
+    weights[0][3, 5], weights[1][0, 7] = -0.0, np.inf
+    x, number = rng.integers(-2, 3, (64, 8)).astype(np.float32), np.arange(16, dtype=np.int32)
+
+    def step(weights: Any, x: Any, number: Any) -> Any:
+        return [jnp.sum(jnp.abs(x @ w), 1) for w in weights], number[::-1] * jnp.arange(16)
+
+    cluster = slow_cluster((3.0, 3.0, 1.0, 1.0))
+    layouts = {"[0][0]": "S(0)", "[0][1]": "S(1)", "[0][2]": "S(1)", "[1]": "S(0)", "[2]": "S(0)"}
+    ratios = (0.375, 0.375, 0.125, 0.125)
+    texts, results = [], []
+    for lowering in (DEFAULT, LoweringOptions(indexed_bytes=0)):
+        plan = hapsynth.synthesize(
+            step,
+            (weights, x, number),
+            first_devices(4),
+            cluster=cluster,
+            fixed=layouts,
+            form="switch",
+            ratios=ratios,
+            leave_out=False,
+            lowering=lowering,
+        )
+        texts.append(plan.lower().as_text())
+        results.append(plan.unshard(plan(*plan.shard(weights, x, number))))
+    gathers = [text.count("stablehlo.gather") for text in texts]
+    assert gathers[0] >= gathers[1] + 4
+    jax.tree.map(np.testing.assert_array_equal, *results)
+    jax.tree.map(np.testing.assert_array_equal, results[0], jax.jit(step)(weights, x, number))

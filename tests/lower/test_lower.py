@@ -7,35 +7,36 @@ import random
 import jax
 import pytest
 from lowered_programs import CASES, MODES, SEEDS, assert_close, random_lowered, run
+from lowering_options import SWITCHED
 from random_programs import RandomProgram
 
 from hapsynth.graph.trace import trace
+from hapsynth.instructions.staging.options import DEFAULT, LoweringOptions
 
 N = 4
 
 TWO_AXES = ((("a", 2), ("b", 3)), (("a", 3), ("b", 2)))
 
 
-@pytest.mark.usefixtures("small_stages_switch")
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", CASES)
 def test_random_programs_compute_what_jax_computes(name: str, mode: str) -> None:
-    of_random_programs(name, mode)
+    of_random_programs(name, mode, SWITCHED)
 
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", CASES)
 def test_random_programs_on_padded_shards(name: str, mode: str) -> None:
-    of_random_programs(name, mode)
+    of_random_programs(name, mode, DEFAULT)
 
 
-def of_random_programs(name: str, mode: str) -> None:
+def of_random_programs(name: str, mode: str, options: LoweringOptions) -> None:
     fn, make = CASES[name]
     args = make()
     traced = trace(fn, args)
     want = jax.jit(fn)(*args)
     for seed in SEEDS if len(traced.graph.ops) >= 50 else range(2 * SEEDS.start, 2 * SEEDS.stop):
-        lowered = random_lowered(traced, N, seed * len(MODES) + MODES.index(mode), mode)
+        lowered = random_lowered(traced, N, seed * len(MODES) + MODES.index(mode), mode, options)
         assert_close(run(lowered, args), want)
 
 

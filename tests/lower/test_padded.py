@@ -22,7 +22,7 @@ from hapsynth.graph.trace import Traced, trace
 from hapsynth.instructions.layout import P, R, S
 from hapsynth.instructions.program.program import Compute, Convert, Program
 from hapsynth.instructions.rules.factor_table import FactorTable
-from hapsynth.instructions.staging.padded import SMALL_STAGE
+from hapsynth.instructions.staging.options import DEFAULT
 from hapsynth.instructions.staging.stages import Stage
 from hapsynth.lower import Lowered, lower
 
@@ -111,7 +111,7 @@ def test_no_number_is_left_behind_what_another_axis_has_summed() -> None:
 
 def test_large_stages_switch() -> None:
     """Exact shapes are for what takes time."""
-    rows = SMALL_STAGE
+    rows = DEFAULT.small_stage_elements
     plan = hapsynth.synthesize(
         lambda x: jnp.tanh(x) * 2,
         (jax.ShapeDtypeStruct((rows, 4), np.float32),),
@@ -134,7 +134,7 @@ def test_stages_of_many_small_ops(rows: int, expected: int) -> None:
 
     x = np.random.default_rng(0).normal(size=(rows, 6)).astype(np.float32)
     plan = hapsynth.synthesize(fn, (x,), first_devices(4), cluster=slow_cluster(SPEEDS), leave_out=False)
-    assert 300 * max(plan.sizes.shares[0]) * 6 > SMALL_STAGE
+    assert 300 * max(plan.sizes.shares[0]) * 6 > DEFAULT.small_stage_elements
     assert switches(plan) == expected
     np.testing.assert_allclose(plan.unshard(plan(plan.shard(x))), fn(x), rtol=1e-5, atol=1e-6)
 

@@ -14,6 +14,7 @@ from typing import Any
 import jax.numpy as jnp
 import pytest
 from jax import lax
+from lowering_options import SWITCHED, SWITCHED_ALONE, lowered_by
 from mixed_cases import CASES
 from slow_devices import SPEEDS, first_devices, slow_cluster
 
@@ -24,14 +25,13 @@ from hapsynth.lower import _buckets
 from hapsynth.plan import Plan
 from hapsynth.running.check import WIDENED
 
-pytestmark = pytest.mark.usefixtures("small_stages_switch")
 exchange = _buckets.exchange
 Exchange = Callable[..., Any]
 
 # ---- mutations of a collective
 
 
-def own_part(sizes: Any, name: str, step: Convert, x: Any, by_gloo: bool) -> Any:
+def own_part(sizes: Any, name: str, step: Convert, x: Any, gloo: Any) -> Any:
     """A partial sum taken for the sum."""
     if step.step == "all_reduce":
         return x
@@ -40,25 +40,25 @@ def own_part(sizes: Any, name: str, step: Convert, x: Any, by_gloo: bool) -> Any
     return lax.dynamic_slice_in_dim(x, lax.axis_index(name) * length, length, dim)
 
 
-def one_missing(sizes: Any, name: str, step: Convert, x: Any, by_gloo: bool) -> Any:
+def one_missing(sizes: Any, name: str, step: Convert, x: Any, gloo: Any) -> Any:
     """The first device's part is left out of a sum."""
-    return exchange(sizes, name, step, jnp.where(lax.axis_index(name) == 0, jnp.zeros_like(x), x), by_gloo)
+    return exchange(sizes, name, step, jnp.where(lax.axis_index(name) == 0, jnp.zeros_like(x), x), gloo)
 
 
-def scaled(sizes: Any, name: str, step: Convert, x: Any, by_gloo: bool) -> Any:
+def scaled(sizes: Any, name: str, step: Convert, x: Any, gloo: Any) -> Any:
     """The sum over four devices as if there were five."""
-    return exchange(sizes, name, step, x, by_gloo) * jnp.asarray(0.8, x.dtype)
+    return exchange(sizes, name, step, x, gloo) * jnp.asarray(0.8, x.dtype)
 
 
-def swapped(sizes: Any, name: str, step: Convert, x: Any, by_gloo: bool) -> Any:
+def swapped(sizes: Any, name: str, step: Convert, x: Any, gloo: Any) -> Any:
     """Every device sends its neighbour's slice."""
     n = lax.axis_size(name)
-    return exchange(sizes, name, step, lax.ppermute(x, name, [(i, (i + 1) % n) for i in range(n)]), by_gloo)
+    return exchange(sizes, name, step, lax.ppermute(x, name, [(i, (i + 1) % n) for i in range(n)]), gloo)
 
 
-def off_by_one(sizes: Any, name: str, step: Convert, x: Any, by_gloo: bool) -> Any:
+def off_by_one(sizes: Any, name: str, step: Convert, x: Any, gloo: Any) -> Any:
     """What arrives lies one further along the dimension that is joined."""
-    return jnp.roll(exchange(sizes, name, step, x, by_gloo), 1, step.source[step.axis].dim)
+    return jnp.roll(exchange(sizes, name, step, x, gloo), 1, step.source[step.axis].dim)
 
 
 SUMS, MOVES = ("reduce_scatter", "all_reduce"), ("all_to_all", "all_gather")
@@ -82,11 +82,11 @@ def mutate(monkeypatch: pytest.MonkeyPatch, plan: Plan, mutation: Exchange) -> l
     found = [i for i in found if jnp.issubdtype(dtype(i), jnp.floating)]
     chosen = found[(7 * list(MUTATIONS).index(mutation)) % len(found)]
 
-    def mutated(sizes: Any, name: str, step: Convert, x: Any, by_gloo: bool) -> Any:
+    def mutated(sizes: Any, name: str, step: Convert, x: Any, gloo: Any) -> Any:
         if step != chosen:
-            return exchange(sizes, name, step, x, by_gloo)
+            return exchange(sizes, name, step, x, gloo)
         changed.append(step)
-        return mutation(sizes, name, step, x, by_gloo)
+        return mutation(sizes, name, step, x, gloo)
 
     monkeypatch.setattr(_buckets, "exchange", mutated)
     return changed
@@ -97,7 +97,7 @@ def planned(name: str) -> tuple[Plan, Any]:
     fn, args = CASES[name]()
     cluster = slow_cluster(SPEEDS["3:1"])
     plan = hapsynth.synthesize(fn, args, first_devices(4), cluster=cluster, leave_out=False, form="switch")
-    return plan, args
+    return lowered_by(plan, SWITCHED, "switch"), args
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -115,11 +115,10 @@ def test_a_right_plan_passes(name: str) -> None:
 
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda m: m.__name__)
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.usefixtures("collectives_go_alone")
 def test_a_wrong_program_fails(name: str, mutation: Exchange, monkeypatch: pytest.MonkeyPatch) -> None:
     right, args = planned(name)
     changed = mutate(monkeypatch, right, mutation)
-    plan = Plan(right.traced, right.result, right.cluster, right.mesh, right.fn, form="switch")
+    plan = lowered_by(right, SWITCHED_ALONE, "switch")
     report = plan.check(*args)
     assert changed
     assert not report.ok, f"{changed}: {report}"
@@ -151,7 +150,6 @@ overhead = "0.1 ns"
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.usefixtures("collectives_go_alone")
 def test_of_the_command_line(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -161,10 +159,12 @@ def test_of_the_command_line(
     (tmp_path / "slow.toml").write_text(CLUSTER)
     model = "model.py:step"
     assert main(["search", model, "--cluster", "slow.toml", "--plan", "plan.json", "--form", "switch"]) == 0
+    found = hapsynth.load("plan.json", *CASES[name]())
+    lowered_by(found, SWITCHED_ALONE).save("plan.json")
     assert main(["run", model, "--plan", "plan.json", "--steps", "2", "--json", "run.json"]) == 0
     assert "judged by the function with its floats widened" in capsys.readouterr().out
     assert WIDENED in json.loads((tmp_path / "run.json").read_text())["yardsticks"].values()
-    changed = mutate(monkeypatch, hapsynth.load("plan.json", CASES[name]()[0], CASES[name]()[1]), scaled)
+    changed = mutate(monkeypatch, found, scaled)
     assert main(["run", model, "--plan", "plan.json", "--steps", "2"]) == 1
     assert changed
     assert "check failed" in capsys.readouterr().err

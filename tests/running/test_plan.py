@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from lowering_options import ALONE
 from random_plans import N, assert_same, floats, make_plan, mesh_of, step, step_args
 from random_programs import mlp_args, mlp_step
 
@@ -225,13 +226,12 @@ def test_device_counts(n: int) -> None:
         assert not any(isinstance(x, ShardedArray) for x in jax.tree.leaves(plan.shard(*args)))
 
 
-@pytest.mark.usefixtures("collectives_go_alone")
 def test_an_even_plan_has_no_switch_and_no_padding() -> None:
     """XLA pads what is joined to bundles, so nothing is."""
     args = ({"w": floats(8, 4), "b": floats(4)}, floats(12, 8))
     fn = lambda w, x: jax.tree.map(lambda p, g: p - g, w, jax.grad(lambda w: jnp.sum((x @ w["w"] + w["b"]) ** 2))(w))
     for seed in range(4):
-        plan = make_plan(fn, args, mode="equal", seed=seed, eager=1.0)
+        plan = make_plan(fn, args, mode="equal", seed=seed, eager=1.0, lowering=ALONE)
         text = plan.lower(*args).compile().as_text()
         assert not re.search(r" (conditional|pad)\(", text)
         assert_same(plan(*args), jax.jit(fn)(*args), plan)

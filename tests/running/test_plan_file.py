@@ -11,8 +11,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from lowering_options import SWITCHED_ALONE
 from random_plans import N, assert_same, floats, make_plan, mesh_of, step, step_args
 
+import hapsynth
 from hapsynth.plan import Plan, PlanError, load
 
 
@@ -41,6 +43,25 @@ def test_a_plan_survives_a_file(plan: Plan, tmp_path: Path) -> None:
         unplaced(*args)
     with pytest.raises(ValueError, match=r"4 devices.*mesh has 8"):
         load(file, step, args, mesh_of(8))
+
+
+def test_a_plan_is_lowered_by_what_it_was_planned_with(plan: Plan, tmp_path: Path) -> None:
+    """Its file has what is no default, and nothing where all is."""
+    file = tmp_path / "plan.json"
+    plan.save(file)
+    assert "lowering" not in json.loads(file.read_text())
+    cluster = hapsynth.Cluster.from_mesh(mesh_of())
+    hapsynth.synthesize(step, step_args(), cluster, lowering=SWITCHED_ALONE).save(file)
+    assert json.loads(file.read_text())["lowering"] == {
+        "bundled_bytes": 0,
+        "small_stage_elements": 0,
+        "small_op_elements": 0,
+        "gathered_bytes": 0,
+    }
+    again = load(file, step, step_args(), mesh_of())
+    assert again.result.lowering == again.lowered.options == again.cost_model().lowering == SWITCHED_ALONE
+    with pytest.raises(TypeError, match=r"lowering is 3; give a hapsynth\.LoweringOptions"):
+        hapsynth.synthesize(step, step_args(), cluster, lowering=3)  # type: ignore[call-overload]
 
 
 def edit(data: dict[str, Any], *path: Any, to: Any) -> None:
@@ -73,6 +94,9 @@ EDITS: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "carry": (lambda d: edit(d, "function", "carry", 0, to=[77, 0]), "names no input"),
     "kept": (lambda d: edit(d, "function", "kept", to=[77]), "keeps input 77, and there are"),
     "classes": (lambda d: d["classes"].pop(), "dimension classes"),
+    "lowering": (lambda d: edit(d, "lowering", to={"ring": 3}), "'ring' is no lowering option"),
+    "threshold": (lambda d: edit(d, "lowering", to={"bundled_bytes": 0.5}), "is 0.5; give an integer"),
+    "least": (lambda d: edit(d, "lowering", to={"products_per_element": 0}), "is 0; give at least 1"),
     "list": (lambda d: edit(d, "program", to=[]), "not a program"),
 }
 

@@ -122,7 +122,7 @@ def freeze() -> None:
     assert isinstance(target, Target)
     plan = synthesize(target.fn, target.args, Cluster.load("mixed.toml"))
     plan.save(PLAN)
-    recorder = _Recorder(Alternatives(plan))
+    recorder = _Recorder(Alternatives(plan, None))
     fed_s = [s for _, s in feed_costs(plan.program, plan.sizes, plan.cost_model())]
     explainer = Explainer(console(StringIO()), plan, recorder, fed_s, TOP, lambda text: None)
     explainer.everything()

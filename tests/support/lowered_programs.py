@@ -16,6 +16,7 @@ from random_programs import RandomProgram, floats, mlp_args, mlp_step, rng
 
 from hapsynth.graph.trace import Traced
 from hapsynth.instructions.program.checker import check
+from hapsynth.instructions.staging.options import DEFAULT, LoweringOptions
 from hapsynth.lower import Lowered, lower
 
 MODES = ("equal", "skewed", "zeros", "one")
@@ -25,13 +26,13 @@ SEEDS = range(*map(int, os.environ.get("HAPSYNTH_SEEDS", "0:1").split(":")))
 
 
 def random_lowered(
-    traced: Traced, axes: int | tuple[tuple[str, int], ...], seed: int, mode: str, eager: float = 0.85
+    traced: Traced, axes: int | tuple[tuple[str, int], ...], seed: int, mode: str, options: LoweringOptions = DEFAULT
 ) -> Lowered:
-    maker = RandomProgram(traced.graph, axes, random.Random(seed), eager)
+    maker = RandomProgram(traced.graph, axes, random.Random(seed), 0.85)
     program = maker.build()
     sizes = maker.sizes(program, mode)
     check(traced.graph, program, sizes)
-    return lower(traced.graph, program, sizes, mesh_of(prod(size for _, size in program.axes)))
+    return lower(traced.graph, program, sizes, mesh_of(prod(size for _, size in program.axes)), options=options)
 
 
 def mesh_of(n: int) -> Mesh:

@@ -15,6 +15,7 @@ from random_programs import RandomProgram
 from hapsynth.cluster.cluster import Cluster
 from hapsynth.graph.trace import trace
 from hapsynth.instructions.program.checker import check
+from hapsynth.instructions.staging.options import DEFAULT, LoweringOptions
 from hapsynth.plan import Plan
 from hapsynth.search.result import Result
 
@@ -38,6 +39,7 @@ def make_plan(
     seed: int = 0,
     eager: float = 0.85,
     with_mesh: bool = True,
+    lowering: LoweringOptions = DEFAULT,
 ) -> Plan:
     """A plan of a random program: nothing here depends on how good it is."""
     mesh = mesh or mesh_of(n)
@@ -46,9 +48,8 @@ def make_plan(
     program = maker.build()
     sizes = maker.sizes(program, mode)
     check(traced.graph, program, sizes)
-    result = Result(
-        program, sizes, 2.0, 1.5, 1.0, "gap", 7, (1e6,) * n, (float("inf"),) * n, ("weird",), {"total_s": 1.0}
-    )
+    limits, timings = (float("inf"),) * n, {"total_s": 1.0}
+    result = Result(program, sizes, 2.0, 1.5, 1.0, "gap", 7, (1e6,) * n, limits, ("weird",), timings, lowering=lowering)
     return Plan(traced, result, Cluster.from_mesh(mesh), mesh if with_mesh else None, fn)
 
 

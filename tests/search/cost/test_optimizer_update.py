@@ -7,14 +7,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from graphs import cluster
+from lowering_options import ALONE
 
 import hapsynth
 from hapsynth.cluster.cluster import Cluster, Link
 from hapsynth.graph.ir import Graph, Op
 from hapsynth.graph.trace import trace
-from hapsynth.instructions.collectives import BUNDLED, STEPS
+from hapsynth.instructions.collectives import STEPS
 from hapsynth.instructions.layout import P, R, S
 from hapsynth.instructions.rules.factor_table import FactorTable
+from hapsynth.instructions.staging.options import DEFAULT
 from hapsynth.report.cost_breakdown import Sending, cost_lines, print_costs
 from hapsynth.report.tables import console
 from hapsynth.search.analysis.optimizer_update import Together, updates
@@ -49,7 +51,7 @@ def test_gradients_and_new_state_are_updates() -> None:
 def test_a_gradient_is_summed_as_it_is_used() -> None:
     """JAX transposes the product that a weight's gradient is. Sent before that, all that reads it goes across the order
     in which it lies; too large to go together with others it would cost the same otherwise."""
-    g = graph(4 * BUNDLED // (64 * 4))
+    g = graph(4 * DEFAULT.bundled_bytes // (64 * 4))
     (product,) = (
         op.results[0] for op in g.ops if op.name == "dot_general" and g.uses[op.results[0]] and turned_by(g, op)
     )
@@ -87,16 +89,16 @@ def turned_by(g: Graph, op: Op) -> list[int]:
 
 def test_the_parts_of_a_latency_add_up_to_one() -> None:
     g = graph(32, 16, 8)
-    together = Together(g)
+    together = Together(g, DEFAULT)
     assert together.part(g.inputs[0], STEPS["all_reduce"], 4) == pytest.approx(1 / 3)
     assert together.part(g.inputs[-1], STEPS["all_reduce"], 4) == 1.0, "the batch is no state"
     # Too large to be summed with others, small enough to be gathered with them.
-    large = graph(32, 2 * BUNDLED // (64 * 4))
-    parts = [Together(large).part(large.inputs[1], STEPS[kind], 4) for kind in ("all_reduce", "all_gather")]
+    large = graph(32, 2 * DEFAULT.bundled_bytes // (64 * 4))
+    parts = [Together(large, DEFAULT).part(large.inputs[1], STEPS[kind], 4) for kind in ("all_reduce", "all_gather")]
     assert parts == [1.0, 0.5]
     # As many bundles as they fill.
-    many = graph(*[BUNDLED // (64 * 4)] * 20)
-    assert Together(many).part(many.inputs[0], STEPS["all_reduce"], 4) == pytest.approx(2 / 20)
+    many = graph(*[DEFAULT.bundled_bytes // (64 * 4)] * 20)
+    assert Together(many, DEFAULT).part(many.inputs[0], STEPS["all_reduce"], 4) == pytest.approx(2 / 20)
 
 
 def test_conversions_cost_their_part() -> None:
@@ -108,6 +110,8 @@ def test_conversions_cost_their_part() -> None:
     assert alone == pytest.approx(1e-3 + wire * 1e-9)
     part, wire = costs.conversion(grad, (P("sum"),), (R,), 0, evenly)
     assert part == pytest.approx(0.5e-3 + wire * 1e-9)
+    each = CostModel(g, costs.cluster, costs.table, lowering=ALONE)
+    assert each.conversion(grad, (P("sum"),), (R,), 0, evenly)[0] == pytest.approx(1e-3 + wire * 1e-9)
     assert costs.conversion(grad, (R,), (S(0),), 0, evenly) == (0.0, 0.0)
 
 

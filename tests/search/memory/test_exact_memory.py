@@ -14,12 +14,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from control_cases import floats
+from lowering_options import ALONE
 from slow_devices import first_devices, thin_cluster
 
 import hapsynth
 from hapsynth.cluster.cluster import Cluster
 from hapsynth.instructions.program.sizes import Sizes
-from hapsynth.lower import Shards, Staged, _buckets, parts
+from hapsynth.instructions.staging.options import DEFAULT
+from hapsynth.lower import Shards, Staged, parts
 from hapsynth.lower._host_schedule import CollectiveStage
 from hapsynth.plan import Plan
 from hapsynth.running.check import relative_error
@@ -123,15 +125,20 @@ def exchanges(w: Any, x: Any) -> Any:
 
 
 @pytest.mark.parametrize("bundled", [True, False])
-def test_wires_are_those_that_the_stages_send(bundled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wires_are_those_that_the_stages_send(bundled: bool) -> None:
     fixed = {"[0]": "S(0)", "[1]": "S(1)"}
     cluster = thin_cluster((3.0, 1.0, 2.0))
     args = floats(24, 24), floats(24, 24)
     plan = hapsynth.synthesize(
-        exchanges, args, first_devices(3), cluster=cluster, leave_out=False, fixed=fixed, form="staged"
+        exchanges,
+        args,
+        first_devices(3),
+        cluster=cluster,
+        leave_out=False,
+        fixed=fixed,
+        form="staged",
+        lowering=DEFAULT if bundled else ALONE,
     )
-    if not bundled:
-        monkeypatch.setattr(_buckets, "BUNDLED", -1)
     staged, profile = plan.lowered, profile_of(plan)
     assert isinstance(staged, Staged)
     sent: list[int] = []

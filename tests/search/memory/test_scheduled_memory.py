@@ -8,18 +8,19 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from lowering_options import ALONE
 from slow_devices import first_devices
 
 import hapsynth
 from hapsynth.cluster.cluster import Cluster
 from hapsynth.instructions.program.program import Convert
 from hapsynth.instructions.rules.factor_table import FactorTable
+from hapsynth.instructions.staging.options import DEFAULT, LoweringOptions
 from hapsynth.instructions.staging.stages import Stage
 from hapsynth.lower import Lowered
 from hapsynth.plan import Plan
 from hapsynth.search.analysis.fusion import FusionPlan
 from hapsynth.search.cost.model import CostModel
-from hapsynth.search.memory import xla_kernels
 from hapsynth.search.memory.profile import held_at_peak, held_by, padded_bytes
 from hapsynth.search.memory.xla_kernels import XlaKernels
 
@@ -33,13 +34,13 @@ def compiled_bytes(plan: Plan) -> int:
     return used.argument_size_in_bytes + made + used.temp_size_in_bytes
 
 
-def costs(plan: Plan) -> CostModel:
-    return CostModel(plan.traced.graph, plan.used, FactorTable(plan.traced.graph))
+def costs(plan: Plan, lowering: LoweringOptions = DEFAULT) -> CostModel:
+    return CostModel(plan.traced.graph, plan.used, FactorTable(plan.traced.graph), lowering=lowering)
 
 
 def kernels(plan: Plan) -> XlaKernels:
     graph, sizes = plan.traced.graph, plan.sizes
-    return XlaKernels(graph, plan.program, sizes, FusionPlan.of(graph), lambda v, l: padded_bytes(sizes, v, l))
+    return XlaKernels(graph, plan.program, sizes, FusionPlan.of(graph), lambda v, l: padded_bytes(sizes, v, l), DEFAULT)
 
 
 @cache
@@ -59,13 +60,12 @@ def test_examples_hold_what_is_predicted(name: str, on: str) -> None:
     assert sum(nbytes for _, nbytes in held) == pytest.approx(max(plan.memory))
 
 
-def test_collectives_that_go_as_one_end_what_they_wait_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_collectives_that_go_as_one_end_what_they_wait_for() -> None:
     """A weight's gradient goes with the batch statistics' that the layer below needs: it is made before, and what it is
     made of ends there."""
     plan = example_plan("cnn", "even8")
     together = max(held_by(plan.program, plan.sizes, costs(plan)))
-    monkeypatch.setattr(xla_kernels, "BUNDLED", -1)
-    alone = max(held_by(plan.program, plan.sizes, costs(plan)))
+    alone = max(held_by(plan.program, plan.sizes, costs(plan, ALONE)))
     assert alone > 1.15 * compiled_bytes(plan) > 1.1 * together
 
 

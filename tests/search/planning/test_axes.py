@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from control_cases import CASES as CONTROL
 from lowered_programs import CASES, SEEDS, assert_close, random_lowered, run
+from lowering_options import SWITCHED
 from random_programs import RandomProgram, floats, mlp_args, mlp_step
 from slow_devices import SPEEDS, first_devices, thin_cluster
 from two_axes import AXES, mesh, product, sized
@@ -124,13 +125,12 @@ def test_even_shards_take_neither_switch_nor_padding(seed: int) -> None:
     assert names.isdisjoint({"cond", "pad"})
 
 
-@pytest.mark.usefixtures("small_stages_switch")
 def test_collectives_stand_outside_of_switches() -> None:
     """A branch is taken by some devices only: a collective in it would wait for the others."""
     traced = trace(mlp_step, mlp_args())
     found: set[tuple[str, bool]] = set()
     for seed in range(3):
-        found.update(emitted(random_lowered(traced, AXES, seed, "zeros")))
+        found.update(emitted(random_lowered(traced, AXES, seed, "zeros", SWITCHED)))
     assert ("cond", False) in found
     assert ("dot_general", True) in found
     assert {inside for name, inside in found if name in COLLECTIVES} == {False}

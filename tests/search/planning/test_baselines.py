@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 from example_models import example
 from jax.sharding import AxisType, Mesh
+from lowering_options import ALONE, SWITCHED_ALONE, lowered_by
 
 from hapsynth.cluster.cluster import Cluster
 from hapsynth.graph.trace import Traced, trace
@@ -28,9 +29,7 @@ from hapsynth.instructions.program.program import Convert
 from hapsynth.plan import Plan
 from hapsynth.running.check import relative_error
 from hapsynth.search.planning.baselines import Baseline, Baselines
-from hapsynth.search.planning.task import Task
-
-pytestmark = pytest.mark.usefixtures("collectives_go_alone")
+from hapsynth.search.planning.task import PlanningOptions, Task
 
 N = 8
 CLUSTERS = Path(__file__).parents[3] / "examples" / "clusters"
@@ -80,7 +79,7 @@ def case(name: str, on: str = "even8", *, full: bool = False) -> Case:
     config = module.Config(**({} if full else SMALL[name]))
     fn, args = module.target_for(config)
     traced = trace(fn, args)
-    task = Task(traced.graph, cluster(on))
+    task = Task(traced.graph, cluster(on), PlanningOptions(lowering=ALONE))
     baselines = Baselines(task).all()
     return Case(module, config, fn, args, traced, task, baselines)
 
@@ -144,7 +143,8 @@ def without(traffic: Mapping[str, Traffic], less: Mapping[str, Traffic]) -> dict
 
 
 def as_plan(c: Case, baseline: Baseline) -> Plan:
-    return Plan(c.traced, baseline.result([baseline.memory_bytes] * N), cluster("even8"), mesh(), c.fn)
+    plan = Plan(c.traced, baseline.result([baseline.memory_bytes] * N), cluster("even8"), mesh(), c.fn)
+    return lowered_by(plan, SWITCHED_ALONE)
 
 
 def arguments(c: Case) -> tuple[Any, Any]:
@@ -216,7 +216,6 @@ def test_tensor_parallelism_is_megatrons() -> None:
 # Values, at small size
 
 
-@pytest.mark.usefixtures("small_stages_switch")
 @pytest.mark.parametrize("name", FORMS)
 @pytest.mark.parametrize("of", EXAMPLES)
 def test_by_hand_and_baseline_compute_the_step(of: str, name: str) -> None:

@@ -30,19 +30,20 @@ from hapsynth.instructions.layout import parse_layout
 from hapsynth.instructions.program.checker import check
 from hapsynth.instructions.program.program import Compute, Program, ProgramError
 from hapsynth.instructions.program.sizes import Classes, Sizes
-from hapsynth.instructions.staging.reshard_moves import moved, moves
+from hapsynth.instructions.staging.moved_rows import moved, moves
 from hapsynth.instructions.testing.example_arguments import random_arguments
 from hapsynth.instructions.testing.simulate import random_shares
 from hapsynth.lower._mesh_position import MeshPosition
-from hapsynth.lower._reshard import Recut
+from hapsynth.lower._recut import Recut
 from hapsynth.plan import Plan, PlanError
 from hapsynth.search.cost.program_cost import conversion_cost, instruction_costs, program_cost
 from hapsynth.search.formulation.emission import Emitter
 from hapsynth.search.formulation.problem_builder import ProblemBuilder
-from hapsynth.search.formulation.ratio_variants import RatioVariants
 from hapsynth.search.planning.candidate import Candidate
 from hapsynth.search.planning.planner import Planner
-from hapsynth.search.planning.reshard import Resharding, ReshardInserter
+from hapsynth.search.planning.resharding.insertion import ReshardInserter
+from hapsynth.search.planning.resharding.ratio_variants import RatioVariants
+from hapsynth.search.planning.resharding.search import Resharding
 from hapsynth.search.planning.task import Task
 from hapsynth.search.result import SETTLED, Result
 from hapsynth.search.solver import Solution, solve

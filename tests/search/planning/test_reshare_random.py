@@ -26,8 +26,8 @@ from hapsynth.running.check import Reference, compare
 from hapsynth.search.cost.model import CostModel
 from hapsynth.search.cost.program_cost import conversion_cost, program_cost
 from hapsynth.search.memory.profile import MemoryProfile
-from hapsynth.search.planning.reshard_atoms import ReshardAtoms
-from hapsynth.search.planning.reshard_rewrite import merged, relabelled
+from hapsynth.search.planning.resharding.atoms import ReshardAtoms
+from hapsynth.search.planning.resharding.rewrite import merged, relabelled
 from hapsynth.search.sizing.sizer import Sizer
 from hapsynth.search.sizing.whole_units import ClassUnits
 

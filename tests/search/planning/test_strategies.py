@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 import strategies
 from jax.sharding import Mesh
+from lowering_options import ALONE
 from strategies import Arguments, Step, gpus, hosts, shape
 
 import hapsynth
@@ -32,8 +33,6 @@ from hapsynth.search.planning.baselines import Baseline, Baselines
 from hapsynth.search.planning.planner import Planner
 from hapsynth.search.planning.task import PlanningOptions, Task
 
-pytestmark = pytest.mark.usefixtures("collectives_go_alone")
-
 N = 4
 EVEN = [1.0] * N
 AROUND = (0.25, 0.8, 1.25, 4.0)
@@ -42,10 +41,11 @@ FLIPS = [False, False, True, True]
 
 
 def planned(step: Step, args: Arguments, cluster: Cluster, **options: Any) -> Plan:
-    """The plan, on as many host devices as the cluster has; proven to be the best where memory is no matter."""
+    """The plan, on as many host devices as the cluster has; proven to be the best where memory is no matter. Small
+    tensors stand for large ones: each collective has its own latency."""
     names, lengths = zip(*cluster.axes)
     mesh = Mesh(np.array(jax.devices()[: cluster.n]).reshape(lengths), names)
-    plan = hapsynth.synthesize(step, args, mesh, cluster=cluster, **options)
+    plan = hapsynth.synthesize(step, args, mesh, cluster=cluster, lowering=ALONE, **options)
     assert "memory_limit" in options or plan.gap <= 1e-4
     return plan
 
@@ -68,7 +68,7 @@ def layouts(plan: Plan) -> list[str]:
 
 
 def baseline(plan: Plan, name: str) -> Baseline:
-    task = Task(plan.traced.graph, plan.cluster)
+    task = Task(plan.traced.graph, plan.cluster, PlanningOptions(lowering=plan.result.lowering))
     return Baselines(task).all([name])[name]
 
 
@@ -76,7 +76,7 @@ def rival(plan: Plan, stored: Sequence[str] = (), convertible: Convertible | Non
     """Seconds of the best program whose arguments lie like that, of these conversions."""
     graph = plan.traced.graph
     layouts = {v: parse_layout(text) for v, text in zip(graph.inputs, stored)}
-    options = PlanningOptions(restriction=Restriction(layouts, convertible=convertible))
+    options = PlanningOptions(restriction=Restriction(layouts, convertible=convertible), lowering=plan.result.lowering)
     return Planner(Task(graph, plan.cluster, options)).run().cost_s
 
 

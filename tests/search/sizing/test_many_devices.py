@@ -238,7 +238,7 @@ def test_a_budget_ends_every_loop(monkeypatch: pytest.MonkeyPatch) -> None:
         for module in (
             "hapsynth.search.planning.search_at_ratios",
             "hapsynth.search.planning.effort",
-            "hapsynth.search.planning.reshard",
+            "hapsynth.search.planning.resharding.search",
         ):
             monkeypatch.setattr(f"{module}.time", SimpleNamespace(perf_counter=clock))
         result = ClusterPlanner(Task(graph, unlike(32), PlanningOptions(time_budget_s=budget))).run()
@@ -265,7 +265,7 @@ def test_no_search_is_begun_that_there_is_no_time_for(monkeypatch: pytest.Monkey
     for module in (
         "hapsynth.search.planning.search_at_ratios",
         "hapsynth.search.planning.effort",
-        "hapsynth.search.planning.reshard",
+        "hapsynth.search.planning.resharding.search",
     ):
         monkeypatch.setattr(f"{module}.time", SimpleNamespace(perf_counter=clock))
     small = cluster([1.0, 2.0, 3.0, 4.0], memory=1e5)

@@ -16,7 +16,7 @@ from jax import lax
 from hapsynth.instructions.collectives import Moved
 from hapsynth.instructions.program.program import Convert
 from hapsynth.instructions.program.sizes import Sizes
-from hapsynth.instructions.staging.reshard_moves import Move, moves
+from hapsynth.instructions.staging.moved_rows import Move, moves
 from hapsynth.lower._mesh_position import MeshPosition
 from hapsynth.lower._storage import pad_to, with_length
 

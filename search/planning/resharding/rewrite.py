@@ -15,7 +15,7 @@ from hapsynth.instructions.layout import Layout
 from hapsynth.instructions.program.program import Compute, Convert, Instruction, Program, Property, region_of
 from hapsynth.instructions.program.sizes import Classes, Node, Sizes, layout_nodes, tied
 from hapsynth.instructions.rules.factor_table import FactorTable
-from hapsynth.search.planning.reshard_atoms import ReshardAtoms
+from hapsynth.search.planning.resharding.atoms import ReshardAtoms
 
 Labels = npt.NDArray[np.int64]
 _LayoutOf = Callable[[int, Property], Layout]

@@ -10,26 +10,23 @@ again.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import combinations, product
+from itertools import combinations
 
 import numpy as np
 
 from hapsynth.instructions.program.checker import check
 from hapsynth.instructions.program.program import Program, ProgramError
-from hapsynth.instructions.program.sizes import Classes, Node, Sizes
-from hapsynth.instructions.staging.reshard_moves import moved
+from hapsynth.instructions.program.sizes import Classes, Sizes
 from hapsynth.search.cost.model import CostModel, Floats
+from hapsynth.search.cost.network import MOVES
 from hapsynth.search.cost.program_cost import program_cost
-from hapsynth.search.formulation.ratio_variants import CheapestOfRatios, RatioVariants
 from hapsynth.search.planning.candidate import Candidate
-from hapsynth.search.planning.reshard_atoms import ReshardAtoms
-from hapsynth.search.planning.reshard_rewrite import Labels, merged, relabelled
-from hapsynth.search.planning.search_at_ratios import FixedRatioSearch
+from hapsynth.search.planning.resharding.atoms import ReshardAtoms
+from hapsynth.search.planning.resharding.rewrite import Labels, merged, relabelled
 from hapsynth.search.result import SETTLED
-from hapsynth.search.sizing.ratios import NOTHING, Ratios, own_weights, round_shares
+from hapsynth.search.sizing.ratios import own_weights, round_shares
 from hapsynth.search.sizing.sizer import Sizer
 from hapsynth.search.solver.min_cut import cheapest_labels
 
@@ -43,72 +40,6 @@ _RATIOS = 3
 """How many ratios are tried besides the one that a class has."""
 _ALIKE = 1 / 64
 """Of a dimension: ratios that differ by less at every position are one."""
-_COMBINATIONS = 8
-"""Of ratios of all classes, at which a bound is still sought."""
-_CUTS = 8
-"""Of a value: sets of so many are still shared conversions, each a choice."""
-_CHANGES = 6
-"""How often programs are compared at the ratios of a better one."""
-
-
-class Resharding:
-    """What becomes of a search's best program where classes may be cut at several ratios."""
-
-    def __init__(self, search: FixedRatioSearch, tolerance: float) -> None:
-        self.search, self.task, self.tolerance = search, search.task, tolerance
-        self.inserter = ReshardInserter(self.task.costs, search.limit, search.clock.left)
-
-    def improved(self, best: Candidate, bound: float | None) -> tuple[Candidate, float | None]:
-        """The best program with reshares where they pay, and the bound at the ratios that it then has; as they were
-        where none does."""
-        began = time.perf_counter()
-        found = self.inserter.improved(best)
-        self.search.effort.ratio_s += time.perf_counter() - began
-        if found is best:
-            return best, bound
-        if len(self.task.costs.axes) > 1 or self._most_cuts(found) > _CUTS:
-            return found, self._free_to_change(best, found)
-        return self._in_every_way(found)
-
-    def _most_cuts(self, best: Candidate) -> int:
-        """In how many ways some value may be cut, where every dimension may be at all ratios that a program has."""
-        ways, layouts = RatioVariants(self.task.costs, best.sizes), self.search.choices.layouts
-        return max(sum(ways.count(v, d) for d in known.dims) for v, known in enumerate(layouts))
-
-    def _free_to_change(self, before: Candidate, best: Candidate) -> float | None:
-        """The bound of programs at the best one's ratios, of which it has several where the one `before` had one, as if
-        to change from one to another were free."""
-        named = every_ratio(before, best)
-        if named is None:
-            return None
-        costs, task = self.task.costs, self.task
-        weights = own_weights(costs, before.sizes)
-        every = [Ratios(task.graph, task.factors, weights, None, costs.lengths, NOTHING, n) for n in named]
-        builder = CheapestOfRatios(self.search.choices, costs, every)
-        return self.search.bounded(builder, before.choices, self.tolerance).lower_bound
-
-    def _in_every_way(self, best: Candidate) -> tuple[Candidate, float]:
-        """The best program whose instructions are each at one of the ratios that the given one has for what they cut,
-        reshared where that pays, and the bound of these programs; where others are better at their own sizes, of
-        theirs."""
-        bound, search = 0.0, self.search
-        for rounds_left in reversed(range(_CHANGES)):
-            ways, known, bound = RatioVariants(self.task.costs, best.sizes), best, 0.0
-            choices = ways.choices(self.task.options.restriction, sparing=search.choices.sparing)
-            for ratios in (ways.ratios(), ways.ratios().strictly()):
-                builder = ways.builder(choices, ratios)
-                solution = search.bounded(builder, None, self.tolerance).solution
-                bound = max(bound, solution.lower_bound)
-                if best.cost - bound <= max(SETTLED, self.tolerance) * best.cost or search.clock.late():
-                    return best, bound
-                if rounds_left and solution.assignment is not None:
-                    candidate = self.inserter.tidied(search.maker.make(builder, solution))
-                    if candidate and self.inserter.pays(candidate, best) and self._most_cuts(candidate) <= _CUTS:
-                        best = candidate
-                        break
-            if best is known:
-                break
-        return best, bound
 
 
 @dataclass(frozen=True, eq=False)
@@ -174,7 +105,7 @@ class ReshardInserter:
             held: list[list[Floats]] = []
             suited: list[list[Floats]] = []
             ratios: list[Floats] = []
-            works = [(work, mine) for mine in loads.by_class[cls.index][0] for work in mine.counts]
+            works = [(work, mine) for mine in loads.by_class[cls.index].works for work in mine.counts]
             for work, mine in works:
                 shares = [loads.fraction(best.sizes, cut) for cut in mine.cuts]
                 k = next(k for k, cut in enumerate(mine.cuts) if cut[0] == cls.index)
@@ -229,9 +160,10 @@ class ReshardInserter:
     def _across(self, parts: ReshardAtoms, nbytes: Floats, old: tuple[int, ...], new: tuple[int, ...]) -> Floats:
         """Seconds to reshare each flow's tensor."""
         whole = max(sum(old), 1)
-        permutes, rows = moved(np.array(old) / whole, np.array(new) / whole)
         link = self.costs.links[parts.axis]
-        return permutes * link.latency + nbytes * rows * link.beta
+        cuts = np.array(old) / whole, np.array(new) / whole
+        latency, wire = MOVES.between(*cuts, link.latency, MOVES.blocks(link) * nbytes)
+        return latency + wire * link.beta
 
     def _sized(self, parts: ReshardAtoms, labels: Labels) -> Candidate | None:
         """The program with parts at their best sizes; None where it holds too much, or cannot be cut so: tensors of one
@@ -254,33 +186,3 @@ class ReshardInserter:
         if memory > self.limit:
             return None
         return Candidate(sizer, sizes, program_cost(program, sizes, self.costs), memory, None, None)
-
-
-def every_ratio(before: Candidate, after: Candidate) -> list[dict[Node, Floats]] | None:
-    """The ratios at which a candidate's program could be whose classes are those of `before`, where `after` has these
-    in parts: each time one of each class's, as dimension -> fraction per position, those of the largest classes last.
-    None where they are too many."""
-    sizes, of = before.sizes, before.sizes.classes.of
-    ratios: list[dict[bytes, Floats]] = [{} for _ in sizes.shares]
-    for cls, shares in zip(after.sizes.classes.all, after.sizes.shares, strict=True):
-        vector = np.array(shares, dtype=np.float64) / max(cls.units, 1)
-        for c in {of[value, dim, axes, 0] for value, dim, axes, _ in cls.members}:
-            ratios[c].setdefault(vector.tobytes(), vector)
-    if np.prod([len(found) for found in ratios]) > _COMBINATIONS:
-        return None
-    weight = lambda c: sum(sizes.graph.values[v].nbytes for v in {v for v, *_ in sizes.classes.all[c].members})
-    order = sorted(range(len(ratios)), key=weight)
-    return [
-        {
-            node: _joined(sizes, node, vector)
-            for c, vector in zip(order, chosen, strict=True)
-            for node in sizes.classes.all[c].members
-        }
-        for chosen in product(*(ratios[c].values() for c in order))
-    ]
-
-
-def _joined(sizes: Sizes, node: Node, vector: Floats) -> Floats:
-    """A class's fractions per position along the axes of one of its members."""
-    count = int(np.prod([sizes.classes.lengths[a] for a in node[2]]))
-    return vector.reshape(count, -1).sum(axis=1)
