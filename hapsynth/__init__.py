@@ -16,6 +16,7 @@ from hapsynth.instructions.staging.options import LoweringOptions
 from hapsynth.instructions.testing.check_rule import RuleReport, check_rule
 from hapsynth.lower import UnsupportedError
 from hapsynth.plan import CheckReport, Plan, PlanError, load
+from hapsynth.running.base import OverlapWarning
 from hapsynth.running.drift import DriftReport
 from hapsynth.running.process_local_data import LocalSlices
 from hapsynth.running.sharded_array import ShardedArray
@@ -37,6 +38,7 @@ __all__ = [
     "LocalSlices",
     "LoweringOptions",
     "Monitor",
+    "OverlapWarning",
     "Plan",
     "PlanError",
     "Plans",

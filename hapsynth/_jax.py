@@ -372,6 +372,16 @@ def _xla_flags() -> str:
         return ""
 
 
+def runs_beside() -> bool:
+    """Whether XLA's CPU backend runs two programs of this process at once: on the threads that call them, or on a pool
+    of as many threads as the process has cores, NPROC or devices."""
+    if not jax.config.read("jax_cpu_enable_async_dispatch"):
+        return True
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    threads = os.environ.get("NPROC", "")
+    return max(int(threads) if threads.isdecimal() else cores, jax.local_device_count("cpu")) > 1
+
+
 def one_device_sharding() -> Any:
     """Replication over an abstract mesh of one device."""
     mesh = jax.sharding.AbstractMesh((1,), ("a",), axis_types=(jax.sharding.AxisType.Auto,))

@@ -35,7 +35,9 @@ class Plan(Planned):
     Of a mesh of the whole cluster the plan uses its `devices`; a mesh of these alone will do, and `Plan.mesh` is one.
     `fn` is the function itself, for `check`. With `donate` (the default) a call consumes carried state that already
     lies as the plan keeps it, as `jax.jit(..., donate_argnums=...)` would; anything else is copied to the devices and
-    left alone. `form`: how it runs; `Plan.form` and `Plan.form_reason` tell what "auto" came to.
+    left alone. `form`: how it runs; `Plan.form` and `Plan.form_reason` tell what "auto" came to. `overlap`: in staged
+    form on CPUs of several processes collectives run beside computing, and the program's instructions are put in the
+    order in which that takes least; elsewhere it warns (`OverlapWarning`) with the reason and runs without.
     Raises ValueError where the mesh has another number of devices than the cluster and the program, or for a form that
     is none; warns (`ClusterWarning`) where there is a mesh and the cluster was measured on another machine or with
     another JAX.
@@ -313,14 +315,16 @@ def load(
     example_kwargs: Mapping[str, Any] | None = None,
     donate: bool = True,
     form: Form = "auto",
+    overlap: bool = False,
 ) -> Plan:
     """Read a plan of `fn` that `Plan.save` wrote; `mesh` None gives one that cannot run.
 
     `fn` is traced again and must be the function that was planned; the file is only data and must pass the checker.
-    `mesh`: of the cluster's devices, or of those alone that the plan uses. `form`: as of `synthesize`.
+    `mesh`: of the cluster's devices, or of those alone that the plan uses. `form`: as of `synthesize`. `overlap`: as of
+    `Plan`.
     Raises PlanError with the reason and the way out, ValueError where the mesh has another number of devices.
     """
     if mesh is not None:
         check_mesh(mesh)
     traced, result, cluster = read_plan(path, fn, example_args, example_kwargs)
-    return Plan(traced, result, cluster, mesh, fn, donate=donate, form=form)
+    return Plan(traced, result, cluster, mesh, fn, donate=donate, form=form, overlap=overlap)

@@ -97,14 +97,18 @@ def _taken(x: jax.Array, numbers: np.ndarray) -> jax.Array:
 def bundles(steps: Sequence[Convert], sent: Sequence[Any], platform: str, options: LoweringOptions) -> list[Bundle]:
     """Collectives that don't depend on one another, those that can go as one together; the same in all processes.
     `sent`: the shape and dtype that each takes. Where XLA joins them itself each is alone."""
-    families: list[Hashable | None] = []
-    sizes = [prod(s.shape) * itemsize(s.dtype) for s in sent]
-    for step, struct, nbytes in zip(steps, sent, sizes, strict=True):
-        alone = platform != "cpu" or is_extended(struct.dtype) or nbytes > options.bundled_bytes
-        families.append(None if alone else family(step, str(struct.dtype)))
-    groups = filled(families, sizes, options.bundle_bytes)
+    of_each = [family_of(step, struct, platform, options) for step, struct in zip(steps, sent, strict=True)]
+    groups = filled([name for name, _ in of_each], [nbytes for _, nbytes in of_each], options.bundle_bytes)
     structs = [jax.ShapeDtypeStruct(s.shape, s.dtype) for s in sent]
     return [Bundle(tuple(steps[i] for i in g), tuple(structs[i] for i in g)) for g in groups]
+
+
+def family_of(step: Convert, sent: Any, platform: str, options: LoweringOptions) -> tuple[Hashable | None, int]:
+    """What a collective has in common with those that it can go with, None where it goes alone, and the bytes that it
+    sends. `sent`: the shape and dtype."""
+    nbytes = prod(sent.shape) * itemsize(sent.dtype)
+    alone = platform != "cpu" or is_extended(sent.dtype) or nbytes > options.bundled_bytes
+    return None if alone else family(step, str(sent.dtype)), nbytes
 
 
 def _length(step: Convert, sent: jax.ShapeDtypeStruct, lengths: Sequence[int]) -> int:

@@ -31,7 +31,8 @@ class ComputeTimer:
         self._since = self._sum = 0.0
 
     @property
-    def _now(self) -> bool:
+    def now(self) -> bool:
+        """Whether processes meet in this call."""
         return self.possible and self.measured
 
     def begin(self) -> None:
@@ -40,19 +41,19 @@ class ComputeTimer:
 
     def before(self, wires: Sequence[Any]) -> None:
         """`wires`: what is about to be sent."""
-        if self._now:
+        if self.now:
             jax.block_until_ready(wires)
             self._sum += time.perf_counter() - self._since
             self.possible = met(self.mesh) is not None
 
     def after(self, wires: Sequence[Any]) -> None:
         """`wires`: what arrives."""
-        if self._now:
+        if self.now:
             jax.block_until_ready(wires)
             self._since = time.perf_counter()
 
     def end(self, outputs: Sequence[Any]) -> None:
         """A call has ended."""
-        if self._now:
+        if self.now:
             jax.block_until_ready([parts(x) for x in outputs])
             self.local_s, self.measured = self._sum + time.perf_counter() - self._since, False

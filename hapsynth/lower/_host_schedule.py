@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -64,25 +64,26 @@ Sent = Convert | HostDecision
 
 
 @dataclass(eq=False)
+class CollectiveStage:
+    """Collectives that don't depend on one another. A local stage before it hands over what they send; one after it,
+    the next where nothing overlaps, takes what arrives."""
+
+    steps: tuple[Sent, ...]
+
+
+@dataclass(eq=False)
 class LocalStage:
     """What devices do by themselves: take what `arrives`, run `steps`, hand over what `leaves`.
 
     `reads` and `writes` are what they have at hand before and after; `dead` of it nobody needs any more.
     """
 
-    arrives: tuple[Sent, ...]
+    arrives: tuple[CollectiveStage, ...]
     steps: tuple[LocalStep, ...]
-    leaves: tuple[Sent, ...]
+    leaves: tuple[CollectiveStage, ...]
     reads: tuple[Name, ...] = ()
     writes: tuple[Name, ...] = ()
     dead: tuple[Name, ...] = ()
-
-
-@dataclass(eq=False)
-class CollectiveStage:
-    """Collectives that don't depend on one another: what the local stage before hands over, the one after takes."""
-
-    steps: tuple[Sent, ...]
 
 
 @dataclass(eq=False)
@@ -108,6 +109,12 @@ class HostCond:
 
 
 Item = LocalStage | CollectiveStage | HostLoop | HostCond
+Overlap = Callable[
+    [Graph, tuple[CollectiveStage, ...], Sequence[LocalStep], tuple[CollectiveStage, ...]],
+    list["LocalStage | CollectiveStage"],
+]
+"""(graph, what arrives, steps and collectives in their order, what leaves) -> stages, in which collectives run beside
+others. What leaves is handed over by the last of them."""
 
 
 def instructions_of(stage: Stage) -> tuple[Instruction, ...]:
@@ -115,16 +122,19 @@ def instructions_of(stage: Stage) -> tuple[Instruction, ...]:
     return (*stage.before, *stage.switch, *stage.after)
 
 
-def schedule(graph: Graph, steps: Sequence[Step], last: Copies, kept: Iterable[Name]) -> list[Item]:
-    """The items of a program that ends with `last`, with what each reads, writes and leaves dead. `kept` stays."""
-    items = _Scheduler(graph).items([*steps, last])
+def schedule(
+    graph: Graph, steps: Sequence[Step], last: Copies, kept: Iterable[Name], overlap: Overlap | None = None
+) -> list[Item]:
+    """The items of a program that ends with `last`, with what each reads, writes and leaves dead. `kept` stays.
+    Loops and branches with collectives begin when all before them has arrived, also where there is `overlap`."""
+    items = _Scheduler(graph, overlap).items([*steps, last])
     _live(graph, items, {*last.targets, *kept})
     return items
 
 
 class _Scheduler:
-    def __init__(self, graph: Graph) -> None:
-        self.graph, self.slots = graph, 0
+    def __init__(self, graph: Graph, overlap: Overlap | None) -> None:
+        self.graph, self.overlap, self.slots = graph, overlap, 0
 
     def slot(self, kind: str) -> HostSlot:
         self.slots += 1
@@ -133,21 +143,27 @@ class _Scheduler:
     def items(self, steps: Sequence[LocalStep]) -> list[Item]:
         out: list[Item] = []
         run: list[LocalStep] = []
-        arrives: tuple[Sent, ...] = ()
+        arrives: tuple[CollectiveStage, ...] = ()
 
-        def close(leaves: Sequence[Sent] = ()) -> None:
+        def close(sent: Sequence[Sent] = ()) -> None:
             nonlocal arrives
-            if run or arrives or leaves:
-                out.append(LocalStage(arrives, tuple(run), tuple(leaves)))
-            if leaves:
-                out.append(CollectiveStage(tuple(leaves)))
+            leaves = (CollectiveStage(tuple(sent)),) if sent else ()
+            if self.overlap is not None:
+                out.extend(self.overlap(self.graph, arrives, run, leaves))
+            elif run or arrives or leaves:
+                out.append(LocalStage(arrives, tuple(run), leaves))
+            out.extend(leaves)
             run.clear()
-            arrives = tuple(leaves)
+            arrives = leaves
 
         waiting = list(steps)[::-1]
         while waiting:
             step = waiting.pop()
-            if is_local(self.graph, step) or not isinstance(step, Convert | HostDecision | Loop | Cond):
+            if (
+                is_local(self.graph, step)
+                or not isinstance(step, Convert | HostDecision | Loop | Cond)
+                or (isinstance(step, Convert) and self.overlap is not None)
+            ):
                 run.append(step)
             elif isinstance(step, Convert | HostDecision):
                 sent: list[Sent] = [step]
@@ -216,12 +232,12 @@ def _through(graph: Graph, steps: Iterable[LocalStep], last: Iterable[Name]) -> 
     """What a run of steps that leaves `last` needs from before it."""
     needed, made = set[Name](), set[Name]()
     for step in steps:
-        needed |= _needs(graph, step) - made
-        made |= _makes(graph, step)
+        needed |= needs(graph, step) - made
+        made |= makes(graph, step)
     return needed | (set(last) - made)
 
 
-def _needs(graph: Graph, step: LocalStep) -> set[Name]:
+def needs(graph: Graph, step: LocalStep) -> set[Name]:
     match step:
         case Stage():
             needed, made = set[Name](), set[Name]()
@@ -252,7 +268,7 @@ def _needs(graph: Graph, step: LocalStep) -> set[Name]:
             return {step.source}
 
 
-def _makes(graph: Graph, step: LocalStep) -> set[Name]:
+def makes(graph: Graph, step: LocalStep) -> set[Name]:
     match step:
         case Stage():
             return {p for i in instructions_of(step) for p in writes(graph, i)}
@@ -279,14 +295,14 @@ def _live(graph: Graph, items: Sequence[Item], needed: set[Name]) -> set[Name]:
     for item in reversed(items):
         match item:
             case LocalStage():
-                made = set[Name]().union(*(_makes(graph, s) for s in (*item.arrives, *item.steps)))
-                arrived = set[Name]().union(*(_makes(graph, s) for s in item.arrives))
-                left = [p for s in item.leaves for p in _needs(graph, s)]
+                arrived = set[Name]().union(*(makes(graph, s) for stage in item.arrives for s in stage.steps))
+                made = arrived.union(*(makes(graph, s) for s in item.steps))
+                left = [p for stage in item.leaves for s in stage.steps for p in needs(graph, s)]
                 read = _through(graph, item.steps, left) - arrived
                 after = needed
                 needed = (needed - made) | read
-                item.reads, item.writes = _ordered(read), _ordered(made & after)
-                item.dead = _ordered(needed - after)
+                item.reads, item.writes = ordered(read), ordered(made & after)
+                item.dead = ordered(needed - after)
             case CollectiveStage():
                 pass
             case HostLoop():
@@ -296,15 +312,15 @@ def _live(graph: Graph, items: Sequence[Item], needed: set[Name]) -> set[Name]:
                 around = needed | outer | set(item.own)
                 _live(graph, item.body, around)
                 _live(graph, item.test, around | decided)
-                item.dead = _ordered((around | decided) - needed)
+                item.dead = ordered((around | decided) - needed)
                 needed = around
             case HostCond():
                 before = set[Name]().union(*(_live(graph, b, needed) for b in item.branches), {item.decision})
-                item.dead = _ordered((before | set(item.writes)) - needed)
+                item.dead = ordered((before | set(item.writes)) - needed)
                 needed = before
     return needed
 
 
-def _ordered(names: Iterable[Name]) -> tuple[Name, ...]:
+def ordered(names: Iterable[Name]) -> tuple[Name, ...]:
     """The same in every process and run."""
     return tuple(sorted(names, key=lambda n: (isinstance(n, HostSlot), n)))

@@ -4,9 +4,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import jax
@@ -21,8 +21,9 @@ from hapsynth.instructions.program.program import Convert, Program
 from hapsynth.instructions.program.sizes import Sizes
 from hapsynth.instructions.staging.options import DEFAULT, LoweringOptions
 from hapsynth.instructions.staging.stages import Cond, Loop, Stage
-from hapsynth.lower._buckets import Bundle, bundles
+from hapsynth.lower._buckets import Bundle, bundles, family_of
 from hapsynth.lower._collective_order import Order
+from hapsynth.lower._collective_thread import OverlappedCall, Transfer
 from hapsynth.lower._collectives import receive, send
 from hapsynth.lower._compute_timer import ComputeTimer
 from hapsynth.lower._control_flow import run_cond, run_loop
@@ -48,6 +49,8 @@ from hapsynth.lower._host_schedule import (
 )
 from hapsynth.lower._lowered_form import LoweredProgram
 from hapsynth.lower._mesh_position import MeshPosition
+from hapsynth.lower._overlap import overlapped
+from hapsynth.lower._recorded_call import RecordedCall, Recorder
 from hapsynth.lower._storage import cut_to, own_mesh, pad_to, with_weak_type
 
 Env = dict[Any, Any]
@@ -69,13 +72,21 @@ class LoweredStages:
         return self.staged
 
 
+@dataclass(eq=False)
 class Staged(LoweredProgram):
     """A program as stages that the host runs one after another; uneven values are stored as `Shards`.
+
+    With `overlap` its collectives run on a thread of their own, in the order of the program, while local stages that
+    do not need them go on. With `recording` a call leaves in `recorded` when each collective ran and was waited for.
 
     A local stage is compiled for each group of this process's devices that are alike, on their exact shapes. A
     collective stage is one function over the whole mesh, on wire shapes that are padded to the largest shard: what is
     laid out and cut for it is so in the local stages around it, so that nothing differs where processes meet.
     """
+
+    overlap: bool = False
+    recording: bool = False
+    recorded: RecordedCall | None = None
 
     storage = ExactStorage
 
@@ -85,9 +96,14 @@ class Staged(LoweredProgram):
         with _jax.no_mesh():
             run = Run(self, [*stored, *self.placed_constants])
             self.meetings.begin()
-            run.items(self.items)
+            try:
+                run.items(self.items)
+            except BaseException:
+                run.abandon()
+                raise
             outputs = run.outputs()
             self.meetings.end(outputs)
+            self.recorded = run.ended(outputs)
             return outputs
 
     def lower(self) -> LoweredStages:
@@ -102,8 +118,8 @@ class Staged(LoweredProgram):
 
     @cached_property
     def fingerprint(self) -> str:
-        """A digest of the collective stages' text, which must be the same in all processes."""
-        digest = hashlib.sha256()
+        """A digest of the collective stages' text, which must be the same in all processes, in their order."""
+        digest = hashlib.sha256(b"overlap" if self.overlap else b"")
         for item, lowered in self.stages.items():
             if isinstance(item, CollectiveStage):
                 digest.update(lowered[0].as_text().encode())
@@ -121,7 +137,12 @@ class Staged(LoweredProgram):
             sources.append((o, layout) if isinstance(o, int) else o)
         last = Copies(tuple(sources), tuple(HostSlot("output", i) for i in range(len(sources))))
         kept = [(v, inputs[v]) for v, donated in zip(graph.inputs, self.donated) if not donated]
-        return schedule(graph, self.steps, last, [*kept, *((v, inputs[v]) for v in graph.constants)])
+        overlap = partial(overlapped, self._family, self.options.started_bytes) if self.overlap else None
+        return schedule(graph, self.steps, last, [*kept, *((v, inputs[v]) for v in graph.constants)], overlap)
+
+    def _family(self, step: Convert) -> tuple[Hashable | None, float]:
+        """Of what a step sends: as `family_of` says."""
+        return family_of(step, self._sent_of(step), self.local.platform, self.options)
 
     @cached_property
     def meetings(self) -> ComputeTimer:
@@ -172,13 +193,19 @@ class Staged(LoweredProgram):
         if steps not in self._wires:
             decided = [s for s in steps if isinstance(s, HostDecision)]
             moved = [s for s in steps if not isinstance(s, HostDecision)]
-            structs: list[Any] = []
-            for step in moved:
-                shape = self.sizes.padded_shape(step.value, step.source)
-                padded = jax.ShapeDtypeStruct(shape, self.graph.values[step.value].dtype)
-                structs.append(jax.eval_shape(lambda x, s=step: send(self.sizes, s, x, self._anyone), padded))
+            structs = list(map(self._sent_of, moved))
             self._wires[steps] = [*decided, *bundles(moved, structs, self.local.platform, self.options)]
         return self._wires[steps]
+
+    def _sent_of(self, step: Convert) -> Any:
+        """The shape and dtype that a step sends."""
+        shape = self.sizes.padded_shape(step.value, step.source)
+        padded = jax.ShapeDtypeStruct(shape, self.graph.values[step.value].dtype)
+        return jax.eval_shape(lambda x: send(self.sizes, step, x, self._anyone), padded)
+
+    def wires_of(self, stages: Sequence[CollectiveStage]) -> list[Wire]:
+        """What goes over the wire in some stages."""
+        return [wire for stage in stages for wire in self.sent(stage.steps)]
 
     def wire(self, wire: Wire) -> jax.ShapeDtypeStruct:
         """What a device sends."""
@@ -227,7 +254,7 @@ class Staged(LoweredProgram):
 
     def _lower_local(self, stage: LocalStage, group: Group) -> Any:
         coords, lengths = group.positions[0], self.mesh.devices.shape
-        arrives, leaves = self.sent(stage.arrives), self.sent(stage.leaves)
+        arrives, leaves = self.wires_of(stage.arrives), self.wires_of(stage.leaves)
         given = [*map(self.arrived, arrives), *(self.struct(p, coords) for p in stage.reads)]
         made = [*(self.struct(p, coords) for p in stage.writes), *map(self.wire, leaves)]
 
@@ -353,9 +380,11 @@ def lower_staged(
     *,
     donate: bool = True,
     options: LoweringOptions = DEFAULT,
+    overlap: bool = False,
 ) -> Staged:
-    """Lower a checked program to stages for this process's devices of `mesh`, as `lower` does."""
-    return Staged(graph, program, sizes, own_mesh(mesh, program.axes), donate, options=options)
+    """Lower a checked program to stages for this process's devices of `mesh`, as `lower` does. `overlap`: as of
+    `Staged`."""
+    return Staged(graph, program, sizes, own_mesh(mesh, program.axes), donate, options=options, overlap=overlap)
 
 
 def _is_scalar(wire: Wire) -> bool:
@@ -389,7 +418,13 @@ class Run:
             for env, group in zip(self.envs, staged.groups, strict=True):
                 env[name] = group.join([arrays[n] for n in group.numbers])
         self.consumed: dict[Name, Any] = {p: x for p, x, donated in zip(names, stored, staged.donated) if donated}
-        self.wires: list[Any] = []
+        self.leaving: dict[CollectiveStage, list[Any]] = {}
+        """What local stages have handed over."""
+        self.arrived: dict[CollectiveStage, Sequence[Any]] = {}
+        self.under_way: dict[CollectiveStage, Transfer] = {}
+        # Where processes meet at every collective, the call tells how long each computes by itself.
+        self.call = OverlappedCall() if staged.overlap and not staged.meetings.now else None
+        self.record = Recorder() if staged.recording else None
 
     def items(self, items: Sequence[Item]) -> None:
         for item in items:
@@ -397,9 +432,7 @@ class Run:
                 case LocalStage():
                     self.local(item)
                 case CollectiveStage():
-                    self.staged.meetings.before(self.wires)
-                    self.wires = self.staged.compiled[item][0](*self.wires)
-                    self.staged.meetings.after(self.wires)
+                    self.exchange(item)
                 case HostLoop():
                     self.loop(item)
                 case HostCond():
@@ -429,11 +462,49 @@ class Run:
             if name in self.consumed:
                 self.consumed.pop(name).delete()
 
+    def exchange(self, stage: CollectiveStage) -> None:
+        """Start a collective; where nothing overlaps, run it."""
+        staged, run = self.staged, self.staged.compiled[stage][0]
+        # Nobody else may hold what is sent, or what arrived: it is consumed.
+        if self.call is not None:
+            self.under_way[stage] = self.call.start(run, self.leaving.pop(stage))
+            return
+        wires: Sequence[Any] = self.leaving.pop(stage)
+        staged.meetings.before(wires)
+        began = self.record.now(wires) if self.record else 0.0
+        wires = run(*wires)
+        if self.record:
+            self.record.ran(stage, began, ended := self.record.now(wires), began, ended)
+        staged.meetings.after(wires)
+        self.arrived[stage] = wires
+
+    def take(self, stage: CollectiveStage) -> Sequence[Any]:
+        """What arrived, once it has."""
+        transfer = self.under_way.pop(stage, None)
+        if transfer is None:
+            return self.arrived.pop(stage)
+        since = self.record.now([list(env.values()) for env in self.envs]) if self.record else 0.0
+        wires = transfer.wait()
+        if self.record:
+            self.record.ran(stage, transfer.began, transfer.ended, since, self.record.now(()))
+        return wires
+
+    def abandon(self) -> None:
+        """The call has failed."""
+        if self.call is not None:
+            self.call.abandon()
+
+    def ended(self, outputs: Sequence[Any]) -> RecordedCall | None:
+        """What was recorded, once there are results."""
+        if self.record is None:
+            return None
+        return self.record.call([parts(x) for x in outputs])
+
     def local(self, stage: LocalStage) -> None:
-        arrived = [parts(x) for x in self.wires]
-        # Nobody else may hold what arrived: it is consumed.
-        self.wires = []
-        left: list[list[Any]] = [[None] * len(self.staged.mesh.local_devices) for _ in self.staged.sent(stage.leaves)]
+        staged = self.staged
+        arrived = [parts(x) for one in stage.arrives for x in self.take(one)]
+        devices = len(staged.mesh.local_devices)
+        left: list[list[Any]] = [[None] * devices for _ in staged.wires_of(stage.leaves)]
         for env, group, run in zip(self.envs, self.staged.groups, self.staged.compiled[stage], strict=True):
             arrays = [group.join([x[n] for n in group.numbers]) for x in arrived]
             made = run(*arrays, *(env[p] for p in stage.reads))
@@ -441,9 +512,13 @@ class Run:
             for wire, x in zip(left, made[len(stage.writes) :], strict=True):
                 for n, part in zip(group.numbers, group.split(x), strict=True):
                     wire[n] = part
-        for wire in left:
-            shape = self.staged.joined(wire[0].shape)
-            self.wires.append(jax.make_array_from_single_device_arrays(shape, self.staged.everyone, wire))
+        wires = iter(left)
+        for one in stage.leaves:
+            self.leaving[one] = []
+            for _ in staged.sent(one.steps):
+                wire = next(wires)
+                shape = staged.joined(wire[0].shape)
+                self.leaving[one].append(jax.make_array_from_single_device_arrays(shape, staged.everyone, wire))
 
     def outputs(self) -> list[Any]:
         """The stored outputs; arguments that were consumed and not needed are freed too."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cached_property
 from typing import Any, Self, TypeVar
 
@@ -20,13 +21,18 @@ from hapsynth.instructions.program.sizes import Sizes
 from hapsynth.instructions.rules.factor_table import FactorTable
 from hapsynth.lower import Lowered, Staged, lower, lower_staged, own_mesh
 from hapsynth.running.arguments import Arguments
-from hapsynth.running.form import Chosen, Form, check_form, chosen_form, only_staged
+from hapsynth.running.form import Chosen, Form, check_form, chosen_form, no_overlap, only_staged
 from hapsynth.search.cost.model import CostModel
 from hapsynth.search.result import Result
+from hapsynth.search.scheduling.list_schedule import in_scheduled_order
 
 
 class AbsentError(AttributeError, ValueError, RuntimeError):
     """An attribute that this plan can't have, with the reason: to `hasattr` it is not there."""
+
+
+class OverlapWarning(UserWarning):
+    """Collectives were asked to run beside computing where they can't."""
 
 
 P = TypeVar("P", bound="Planned")
@@ -48,6 +54,7 @@ class Planned(ABC):
         *,
         donate: bool = True,
         form: Form = "auto",
+        overlap: bool = False,
     ) -> None:
         check_form(form)
         self.traced, self.result, self.cluster = traced, result, cluster
@@ -55,6 +62,7 @@ class Planned(ABC):
         self.mesh = None if mesh is None else own_mesh(self._of_used(mesh), result.program.axes)
         self._donate = donate
         self._asked: Form = form
+        self._asked_overlap = overlap
         self._forms: dict[bool, Lowered | Staged] = {}
         """The compiled form by whether it consumes carried state."""
         self.arguments = Arguments(traced)
@@ -64,6 +72,12 @@ class Planned(ABC):
         elsewhere = cluster.measured_elsewhere(platform.node(), jax.__version__)
         if mesh is not None and elsewhere:
             warn_user(elsewhere, ClusterWarning)
+        if overlap and mesh is not None:
+            if not self.overlap:
+                warn_user(f"overlap is asked for, and {self.overlap_reason}: planned without", OverlapWarning)
+            else:
+                program = in_scheduled_order(self.program, self.sizes, self.cost_model())
+                self.result = replace(result, program=program)
 
     def _of_used(self, mesh: Mesh) -> Mesh:
         """The devices of a mesh of the whole cluster that take part, in a row; any other mesh as it is."""
@@ -198,9 +212,11 @@ class Planned(ABC):
                 f"the plan uses devices {list(self.devices)} of the cluster {self.cluster.name!r}, and this process "
                 "has none of them: leave it out of the run, or synthesize with leave_out=False"
             )
-        lowering = lower_staged if self.form == "staged" else lower
+        graph, program, sizes, mesh = self.traced.graph, self.program, self.sizes, self.mesh
         options = self.result.lowering
-        return lowering(self.traced.graph, self.program, self.sizes, self.mesh, donate=donate, options=options)
+        if self.form == "switch":
+            return lower(graph, program, sizes, mesh, donate=donate, options=options)
+        return lower_staged(graph, program, sizes, mesh, donate=donate, options=options, overlap=self.overlap)
 
     @property
     def form(self) -> Chosen:
@@ -220,6 +236,18 @@ class Planned(ABC):
         return chosen_form(self.traced.graph, self.result, self.mesh, needed)
 
     @property
+    def overlap(self) -> bool:
+        """Whether collectives run beside computing."""
+        return self._asked_overlap and self.mesh is not None and not self.overlap_reason
+
+    @property
+    def overlap_reason(self) -> str:
+        """Why collectives can't run beside computing here; empty where they can."""
+        if self.mesh is None:
+            return "the plan was made without its devices"
+        return no_overlap(self.form, self.mesh)
+
+    @property
     def donate(self) -> bool:
         """Whether a call consumes carried state."""
         return self._donate
@@ -235,4 +263,5 @@ class Planned(ABC):
         """This plan with another result for the same devices, described by another cluster, or for other shapes, or for
         those of another mesh."""
         mesh = self.mesh if mesh is None else mesh
-        return type(self)(traced or self.traced, result, cluster, mesh, self.fn, donate=self._donate, form=self._asked)
+        options: dict[str, Any] = {"donate": self._donate, "form": self._asked, "overlap": self._asked_overlap}
+        return type(self)(traced or self.traced, result, cluster, mesh, self.fn, **options)

@@ -7,6 +7,7 @@ from typing import Any, Literal, get_args
 
 from jax.sharding import Mesh
 
+from hapsynth import _jax
 from hapsynth._quantities import nbytes
 from hapsynth.cluster.cluster import Cluster
 from hapsynth.graph.ir import Graph
@@ -40,6 +41,24 @@ def chosen_form(graph: Graph, result: Result, mesh: Mesh | None, only_staged: st
     if _sends_in_loops(graph, result):
         return "switch", "a loop communicates in every trip, and each would be started from the host"
     return "staged", "shards are uneven among several processes: each stores and computes its own at exact size"
+
+
+def no_overlap(form: Chosen, mesh: Mesh) -> str:
+    """Why collectives of a plan can't run beside its computing; empty where they can."""
+    if form != "staged":
+        return "the plan runs as one program, in which XLA orders collectives: give form='staged'"
+    if not mesh.is_multi_process:
+        return "one process holds all devices, where collectives are copies in memory"
+    platform = mesh.devices.flat[0].platform
+    if platform != "cpu":
+        return f"collectives of the staged form run beside computing on CPUs only, and these devices are {platform}"
+    if not _jax.runs_beside():
+        return (
+            "XLA has one thread in this process, which a collective would keep: begin with "
+            'jax.config.update("jax_cpu_enable_async_dispatch", False), by which programs run on the threads that call '
+            "them, or with the environment variable NPROC=2"
+        )
+    return ""
 
 
 def _sends_in_loops(graph: Graph, result: Result) -> bool:

@@ -11,12 +11,15 @@ Willis 1992).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from heapq import heappop, heappush
 
 import numpy as np
 
-from hapsynth.search.cost.model import Floats
-from hapsynth.search.scheduling.tasks import Machine, TaskGraph
+from hapsynth.instructions.program.program import Program
+from hapsynth.instructions.program.sizes import Sizes
+from hapsynth.search.cost.model import CostModel, Floats
+from hapsynth.search.scheduling.tasks import Machine, TaskGraph, tasks_of
 from hapsynth.search.scheduling.timeline import Timeline, simulate
 
 _ROUNDS = 3
@@ -27,6 +30,13 @@ def schedule(tasks: TaskGraph, slowdown: Floats | None = None) -> Timeline:
     """The timeline of the best order found. `slowdown`: as `simulate` has it."""
     found = [simulate(tasks, order, slowdown) for order in _orders(tasks)]
     return min(found, key=lambda timeline: timeline.makespan_s)
+
+
+def in_scheduled_order(program: Program, sizes: Sizes, costs: CostModel) -> Program:
+    """The same program with its instructions in the best order found."""
+    tasks = tasks_of(program, sizes, costs)
+    order = schedule(tasks).order
+    return replace(program, instructions=tuple(program.instructions[k] for t in order for k in tasks.instructions[t]))
 
 
 def least_makespan(tasks: TaskGraph) -> float:

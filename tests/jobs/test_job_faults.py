@@ -16,6 +16,8 @@ SAYS = {
     "other_plan": dict.fromkeys((0, 1), "process 0 on .* has cluster .*, and process 1 on .* has cluster .* load one"),
     "other_versions": dict.fromkeys((0, 1), "has hapsynth 9.9: install the same.* process 1 on .* has jax 0.9"),
     "raises": dict.fromkeys((0, 1), "process 1 on .* ended with ValueError: a bad batch"),
+    "raises_beside_a_collective": dict.fromkeys((0, 1), "process 1 on .* ended with ValueError: a bad stage"),
+    "killed_beside_a_collective": {0: "process 1 on .* has died"},
     "raises_early": {0: "process 1 on .* ended with ValueError: a bad file"},
     # Whichever is noticed first: that a call is missing, or that process 0 waits for it in a meeting.
     "fewer_calls": dict.fromkeys((0, 1), "process 1 on .* has ended.*, and process 0 .*must make the same calls"),

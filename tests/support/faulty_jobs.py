@@ -27,6 +27,8 @@ from slow_devices import slow_cluster
 import hapsynth
 from hapsynth.jobs import process_facts
 from hapsynth.lower import Staged
+from hapsynth.lower._host_schedule import LocalStage
+from hapsynth.lower._staged_form import Run
 from hapsynth.rendezvous import peers
 from hapsynth.rendezvous.address import free_ports
 from hapsynth.rendezvous.meeting import meeting
@@ -44,10 +46,12 @@ def step(w, x):
     return w - 0.1 * x.T @ y, (y**2).sum()
 
 
-def run(after_one: Callable[[], object] = lambda: None, calls: int = 2, file: str = "plan.json") -> None:
+def run(
+    after_one: Callable[[], object] = lambda: None, calls: int = 2, file: str = "plan.json", overlap: bool = False
+) -> None:
     """Calls a plan and checks its results; `after_one` happens after the first call."""
     mesh = jax.sharding.Mesh(np.array(jax.devices()), ("hap",))
-    plan = hapsynth.load(file, step, (W, X), mesh)
+    plan = hapsynth.load(file, step, (W, X), mesh, form="staged" if overlap else "auto", overlap=overlap)
     w, x = plan.shard(W, X)
     for call in range(calls):
         w, loss = plan(w, x)
@@ -103,6 +107,31 @@ def raises(rank: int) -> None:
             raise ValueError("a bad batch")
 
     run(bad)
+
+
+def raises_beside_a_collective(rank: int) -> None:
+    """In a stage, while a collective is under way."""
+    local = Run.local
+
+    def bad(self: Run, stage: LocalStage) -> None:
+        if rank == 1 and self.under_way:
+            raise ValueError("a bad stage")
+        local(self, stage)
+
+    Run.local = bad
+    run(overlap=True)
+
+
+def killed_beside_a_collective(rank: int) -> None:
+    """The other hears of it on the thread that waits for it."""
+    local = Run.local
+
+    def bad(self: Run, stage: LocalStage) -> None:
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        local(self, stage)
+
+    run(lambda: setattr(Run, "local", bad), overlap=True)
 
 
 def raises_early(rank: int) -> None:
@@ -175,6 +204,8 @@ JOBS = [
     other_plan,
     other_versions,
     raises,
+    raises_beside_a_collective,
+    killed_beside_a_collective,
     raises_early,
     fewer_calls,
     exits_in_a_call,

@@ -48,7 +48,7 @@ def peaks(plan: Plan) -> dict[int, int]:
             most = max(most, sum(nbytes(compiled.struct(name, at)) for name in live) + wires + _added(used))
             if local:
                 live = (live | set(item.writes)) - set(item.dead)
-                wires = sum(nbytes(compiled.wire(wire)) for wire in compiled.sent(item.leaves))
+                wires = sum(nbytes(compiled.wire(wire)) for wire in compiled.wires_of(item.leaves))
             else:
                 wires = used.output_size_in_bytes
         found[np.ravel_multi_index(at, compiled.mesh.devices.shape).item()] = most

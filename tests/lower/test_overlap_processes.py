@@ -1,0 +1,115 @@
+"""Collectives beside computing, among two processes: one order, the same values, whoever computes how long."""
+
+import re
+
+import pytest
+from two_processes import run_two
+
+CODE = """
+    import random
+    import sys
+    import time
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+    from jax.sharding import Mesh
+    import hapsynth
+    from hapsynth.lower._collective_thread import Transfer
+    from hapsynth.lower._staged_form import Run
+    from hapsynth.plan import Plan
+    from slow_devices import slow_cluster
+
+    # Compiles in less time.
+    jax.config.update("jax_disable_most_optimizations", True)
+    jax.config.update("jax_cpu_enable_async_dispatch", sys.argv[3] == "async")
+    jax.distributed.initialize(sys.argv[1], 2, int(sys.argv[2]))
+    me = jax.process_index()
+
+    def step(state, x):
+        def loss(ws):
+            h = x
+            for w in ws:
+                h = jnp.tanh(h @ w)
+            return (h ** 2).sum()
+        value, grads = jax.value_and_grad(loss)([w for w, _ in state])
+        return [(w - 1e-4 * (0.9 * m + g), 0.9 * m + g) for (w, m), g in zip(state, grads)], value
+
+    draw = np.random.default_rng(0)
+    # Large enough not to go as one, and all unlike.
+    widths = [384, 448, 320, 512, 384]
+    w = lambda i: draw.normal(size=widths[i : i + 2]).astype(np.float32) / 20
+    state = [(w(i), np.zeros(widths[i : i + 2], np.float32)) for i in range(4)]
+    x = draw.normal(size=(48, 384)).astype(np.float32)
+    want = state
+    for _ in range(3):
+        want, value = jax.jit(step)(want, x)
+    mesh = Mesh(np.array(jax.devices()), ("hap",))
+    fixed = {f"[0][{i}][{k}]": "R" for i in range(4) for k in range(2)} | {"[1]": "S(0)"}
+    options = dict(cluster=slow_cluster((2, 1), bandwidth=1e7), fixed=fixed, form="staged")
+    plain = hapsynth.synthesize(step, (state, x), mesh, **options)
+    plan = Plan(plain.traced, plain.result, plain.cluster, mesh, step, form="staged", overlap=True)
+    assert (plain.overlap, plan.overlap) == (False, True), plan.overlap_reason
+
+    # Each computes for a while of its own, between any two stages.
+    delays = random.Random(me)
+    local, serve, order = Run.local, Transfer.serve, []
+
+    def slow(self, stage):
+        time.sleep(delays.choice([0, 0, 0.01, 0.03]))
+        local(self, stage)
+        time.sleep(delays.choice([0, 0, 0.01, 0.03]))
+
+    def noted(self):
+        order.append([(x.shape[0], str(x.dtype)) for x in self._operands])
+        serve(self)
+
+    Run.local, Transfer.serve = slow, noted
+
+    def trained(plan):
+        kept, batch = plan.shard(state, x)
+        for _ in range(3):
+            kept, value = plan(kept, batch)
+        return plan.unshard(kept), plan.unshard(value)
+
+    for each in (plan, plain):
+        got, loss = trained(each)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), got, want)
+        np.testing.assert_allclose(loss, value, rtol=1e-5)
+    stages = sum(type(item).__name__ == "CollectiveStage" for item in plan.lowered.items)
+    assert stages >= 4 and len(order) == 3 * stages, (stages, len(order))
+
+    # A call in which processes meet at every collective: nothing overlaps, so that each knows how long it computes.
+    before = len(order)
+    plan.lowered.meetings.measured = True
+    kept, batch = plan.shard(state, x)
+    kept, _ = plan(kept, batch)
+    assert len(order) == before and plan.lowered.meetings.local_s > 0
+
+    # What is recorded: one after another, and the wait is part of the call.
+    plan.lowered.recording = True
+    kept, _ = plan(kept, batch)
+    recorded = plan.lowered.recorded
+    ran = sorted((c.began_s, c.ended_s) for c in recorded.collectives)
+    assert len(ran) == stages and all(a[1] <= b[0] for a, b in zip(ran, ran[1:]))
+    assert 0 <= recorded.exposed_s < recorded.total_s and ran[-1][1] <= recorded.total_s
+
+    # As with debug_nans: nothing is consumed, and the result is looked at.
+    with jax.debug_nans(True):
+        plan(kept, batch)
+        broken = [(w * np.nan, m) for w, m in plan.unshard(kept)]
+        try:
+            plan(broken, x)
+        except FloatingPointError as error:
+            print("found", error)
+    print("right", order)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dispatch", ["async", "inline"])
+def test_one_order_and_the_same_values(dispatch: str) -> None:
+    said = run_two(CODE, lambda address, i: [address, str(i), dispatch])
+    assert all("found invalid value (nan)" in text for text in said), said
+    orders = [re.findall(r"right (.*)", text) for text in said]
+    assert orders[0] == orders[1]
+    assert orders[0]
