@@ -20,13 +20,15 @@ from hapsynth._options import (
     tell_lesser_memory,
     traced_as_asked,
 )
+from hapsynth._warn import warn_user
 from hapsynth.cluster.cluster import Cluster
 from hapsynth.graph.ir import Graph
 from hapsynth.graph.trip_counts import Expectation
 from hapsynth.instructions.staging.options import LoweringOptions
 from hapsynth.jobs import check_mesh
 from hapsynth.plan import Plan
-from hapsynth.running.form import Form, check_form
+from hapsynth.running.base import OverlapWarning
+from hapsynth.running.form import Form, check_form, no_overlap
 from hapsynth.search.cost.network import mesh_axes
 from hapsynth.search.formulation.choice_space import Restriction
 from hapsynth.search.planning.device_subsets import ClusterPlanner
@@ -134,7 +136,8 @@ def synthesize(
     `recompute`: whether values may be made again later rather than held, as with `jax.checkpoint`, where memory is
     short; the plan's `traced.graph.again` says which ops run twice, and its gap is about programs that do so.
     `overlap`: the cost of a program is the time from a common start to the last result, its collectives beside what is
-    computed, and not the sum over its instructions; the plan's instructions are in the order that takes so long.
+    computed, and not the sum over its instructions; the plan's instructions are in the order that takes so long, and it
+    runs so (`Plan`). Where the mesh's devices can't, that is said (`OverlapWarning`), and it is planned without.
 
     A dict of functions, e.g. `{"train": step, "eval": loss, "init": init}`, with a dict of their arguments, is planned
     for one state, which one's plan takes as another's leaves it; `Plans` are returned. The state is what the first of
@@ -160,6 +163,11 @@ def synthesize(
     if devices is not None:
         check_mesh(devices)
     tell_lesser_memory(cluster, memory_limit)
+    if overlap and devices is not None:
+        form = "staged" if form == "auto" and devices.is_multi_process else form
+        if why := no_overlap("staged" if form == "staged" else "switch", devices):
+            warn_user(f"overlap is asked for, and {why}: planned without", OverlapWarning)
+            overlap = False
     options = PlanningOptions(
         memory_limit,
         time_budget_s,

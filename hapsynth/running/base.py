@@ -62,7 +62,7 @@ class Planned(ABC):
         self.mesh = None if mesh is None else own_mesh(self._of_used(mesh), result.program.axes)
         self._donate = donate
         self._asked: Form = form
-        self._asked_overlap = overlap
+        self._asked_overlap = overlap or result.overlap
         self._forms: dict[bool, Lowered | Staged] = {}
         """The compiled form by whether it consumes carried state."""
         self.arguments = Arguments(traced)
@@ -72,10 +72,10 @@ class Planned(ABC):
         elsewhere = cluster.measured_elsewhere(platform.node(), jax.__version__)
         if mesh is not None and elsewhere:
             warn_user(elsewhere, ClusterWarning)
-        if overlap and mesh is not None:
+        if self._asked_overlap and mesh is not None:
             if not self.overlap:
-                warn_user(f"overlap is asked for, and {self.overlap_reason}: planned without", OverlapWarning)
-            else:
+                warn_user(f"overlap is asked for, and {self.overlap_reason}: runs without", OverlapWarning)
+            elif not result.overlap:
                 program = in_scheduled_order(self.program, self.sizes, self.cost_model())
                 self.result = replace(result, program=program)
 

@@ -45,10 +45,10 @@ def chosen_form(graph: Graph, result: Result, mesh: Mesh | None, only_staged: st
 
 def no_overlap(form: Chosen, mesh: Mesh) -> str:
     """Why collectives of a plan can't run beside its computing; empty where they can."""
-    if form != "staged":
-        return "the plan runs as one program, in which XLA orders collectives: give form='staged'"
     if not mesh.is_multi_process:
         return "one process holds all devices, where collectives are copies in memory"
+    if form != "staged":
+        return "the plan runs as one program, in which XLA orders collectives: give form='staged'"
     platform = mesh.devices.flat[0].platform
     if platform != "cpu":
         return f"collectives of the staged form run beside computing on CPUs only, and these devices are {platform}"

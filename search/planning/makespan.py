@@ -11,8 +11,7 @@ each part in which they differ what makes the longest chain the shortest.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -30,8 +29,8 @@ from hapsynth.search.planning.candidate import Candidate
 from hapsynth.search.planning.search_at_ratios import FixedRatioSearch
 from hapsynth.search.result import SETTLED
 from hapsynth.search.scheduling.critical_path import Step, critical_path, turning_ops
-from hapsynth.search.scheduling.list_schedule import schedule
-from hapsynth.search.scheduling.tasks import LINKS, Machine, TaskGraph, tasks_of
+from hapsynth.search.scheduling.list_schedule import ordered, schedule
+from hapsynth.search.scheduling.tasks import LINKS, Machine, tasks_of
 from hapsynth.search.scheduling.timeline import Timeline, simulate
 from hapsynth.search.sizing.makespan_lp import LINK
 from hapsynth.search.sizing.ratios import Ratios
@@ -258,7 +257,7 @@ def overlapped(search: FixedRatioSearch, best: Candidate, ratios: Ratios) -> Ove
             if again.best is not None and again.best.makespan_s < found.best.makespan_s:
                 found = again
     for known in sorted(found.seen, key=lambda known: known.makespan_s):
-        program = in_order(known.candidate.program, known.timeline)
+        program = ordered(known.candidate.program, known.timeline)
         if (fits := _timed(program, known.candidate.sizes, search, found.bound)) is not None:
             return fits
     return as_it_is(search, best)
@@ -320,34 +319,6 @@ def clocks(timeline: Timeline, costs: CostModel) -> dict[str, float]:
         if taken:
             found[name] = float(tasks.seconds[taken].max(axis=1).sum())
     return found
-
-
-def in_order(program: Program, timeline: Timeline) -> Program:
-    """The program with its instructions in the order of a timeline."""
-    tasks, start = timeline.tasks, timeline.start
-    place = {task: n for n, task in enumerate(timeline.order)}
-    # A collective goes where it starts, so that it is issued before what is computed beside it.
-    ranked = sorted(timeline.order, key=lambda t: (float(start[t].min(initial=np.inf)), place[t]))
-    order = [at for task in _topological(tasks, ranked) for at in tasks.instructions[task]]
-    return replace(program, instructions=tuple(program.instructions[at] for at in order))
-
-
-def _topological(tasks: TaskGraph, ranked: Sequence[int]) -> list[int]:
-    """Tasks by rank, each after its makers."""
-    found: dict[int, None] = {}
-
-    def add(task: int) -> None:
-        waiting = [task]
-        while waiting:
-            missing = [m for m in tasks.makers[waiting[-1]] if m not in found]
-            if missing:
-                waiting += missing
-            else:
-                found[waiting.pop()] = None
-
-    for task in ranked:
-        add(task)
-    return list(found)
 
 
 def links_of(costs: CostModel) -> list[Machine]:

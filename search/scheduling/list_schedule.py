@@ -34,9 +34,13 @@ def schedule(tasks: TaskGraph, slowdown: Floats | None = None) -> Timeline:
 
 def in_scheduled_order(program: Program, sizes: Sizes, costs: CostModel) -> Program:
     """The same program with its instructions in the best order found."""
-    tasks = tasks_of(program, sizes, costs)
-    order = schedule(tasks).order
-    return replace(program, instructions=tuple(program.instructions[k] for t in order for k in tasks.instructions[t]))
+    return ordered(program, schedule(tasks_of(program, sizes, costs)))
+
+
+def ordered(program: Program, timeline: Timeline) -> Program:
+    """A program with its instructions in the order of a timeline of it."""
+    places = (k for task in timeline.order for k in timeline.tasks.instructions[task])
+    return replace(program, instructions=tuple(program.instructions[k] for k in places))
 
 
 def least_makespan(tasks: TaskGraph) -> float:
