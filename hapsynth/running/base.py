@@ -74,7 +74,7 @@ class Planned(ABC):
             warn_user(elsewhere, ClusterWarning)
         if overlap and mesh is not None:
             if not self.overlap:
-                warn_user(f"overlap is asked for, and {self.overlap_reason}: planned without", OverlapWarning)
+                warn_user(f"overlap is asked for, and {self.overlap_reason}: it runs without", OverlapWarning)
             else:
                 program = in_scheduled_order(self.program, self.sizes, self.cost_model())
                 self.result = replace(result, program=program)
