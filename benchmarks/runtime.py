@@ -70,7 +70,7 @@ CLUSTERS = {
     "even4": {"quotas": "0.4:0.4:0.4:0.4"},
 }
 SYSTEMS = ("plan", "fastest", "even", "by_speed", "fsdp", "hap")
-FORMS = ("switch", "staged", "overlap")
+FORMS = ("switch", "staged")
 _WITHIN, _TRIED = 1.1, 5
 """Programs predicted to take at most so many times as long as the plan take part in the contest; steps of each turn."""
 _WARM_UP = 2
@@ -296,7 +296,7 @@ class Measuring(Worker):
 
 
 def _planned_as(system: str) -> str:
-    return "plan" if system in FORMS else system
+    return "plan" if system in (*FORMS, "overlap") else system
 
 
 def report(rows: Sequence[dict[str, Any]]) -> bool:
@@ -338,7 +338,7 @@ def arguments() -> argparse.Namespace:
     command = parser(__doc__, json_file=Path("runtime.json"))
     command.add_argument("--only", type=names(MODELS), default=list(MODELS), help=f"of {', '.join(MODELS)}")
     command.add_argument("--cluster", type=names(CLUSTERS), default=list(CLUSTERS), help=f"of {', '.join(CLUSTERS)}")
-    systems = (*SYSTEMS, "ddp", *FORMS, *NAMES)
+    systems = (*SYSTEMS, "ddp", "overlap", *FORMS, *NAMES)
     command.add_argument("--systems", type=names(systems), help=f"of {', '.join(systems)}")
     command.add_argument("--torch", metavar="PYTHON", help=f"an interpreter with PyTorch, for ddp ({ddp.VARIABLE})")
     command.add_argument("--rounds", type=int, default=10, help="steps of each system, 2 of them not counted")
