@@ -10,7 +10,9 @@ hand, by the speeds at which the processes do this very step alone. `fsdp`: stoc
 rules and costs would choose, at its one ratio. `fastest`: of the plan and what people run today as plans, the one that
 is the fastest in a short contest before (`hapsynth.autotune`). `ddp`: PyTorch's DistributedDataParallel over gloo,
 batch cut evenly, where an interpreter with PyTorch is named (`--torch`, HAPSYNTH_TORCH). To `--systems` may be added
-`switch` and `staged`, the plan in that form whichever it chose, and any name of `hapsynth.search.planning.baselines`.
+`switch` and `staged`, the plan in that form whichever it chose, `overlap`, the plan in staged form with collectives
+beside computing (all programs run on the threads that call them then, as a process has one of XLA's), and any name of
+`hapsynth.search.planning.baselines`.
 
 All systems are stepped in rounds, in random order, in the same processes, but `ddp` in children of these that sleep
 until it is their turn (`systems/ddp.py`); a step takes until its last process has its results. Predictions (of all but
@@ -119,6 +121,11 @@ class Row:
 class Measuring(Worker):
     """One process of the emulated cluster."""
 
+    def __init__(self, options: argparse.Namespace) -> None:
+        # A collective would keep the one thread that XLA has in each process.
+        jax.config.update("jax_cpu_enable_async_dispatch", "overlap" not in options.systems)
+        super().__init__(options)
+
     def run(self) -> None:
         cluster = self.profiled()
         rates = ", ".join(f"{k.flops['float32'] / 1e9:.4g}" for k in cluster.devices)
@@ -221,8 +228,9 @@ class Measuring(Worker):
             in_torch = ddp.Ddp.on_cluster(self.options.torch, self.index, self.count, number)
             return Row({**record, "predicted_s": None}, in_torch)
         file = self.folder / f"{model}-{_planned_as(system)}.json"
-        form = system if system in FORMS else self.options.form
-        plan = hapsynth.load(file, fn, shapes, self.mesh, form=form)
+        overlap = system == "overlap"
+        form = "staged" if overlap else system if system in FORMS else self.options.form
+        plan = hapsynth.load(file, fn, shapes, self.mesh, form=form, overlap=overlap)
         contest = self.contest(model, plan, arguments) if system == "fastest" else None
         plan = contest.plan if contest else plan
         runner: System
@@ -234,7 +242,8 @@ class Measuring(Worker):
                 runner = BySpeed(fn, self.mesh, rows_by_speed(rows, speeds.tolist()))
             case _:
                 runner = Planned(plan)
-        record["predicted_s"] = plan.cost
+        # The cost is of one instruction after another.
+        record["predicted_s"] = None if overlap else plan.cost
         if isinstance(runner, Planned):
             record["form"] = plan.form
         if contest:
@@ -287,7 +296,7 @@ class Measuring(Worker):
 
 
 def _planned_as(system: str) -> str:
-    return "plan" if system in FORMS else system
+    return "plan" if system in (*FORMS, "overlap") else system
 
 
 def report(rows: Sequence[dict[str, Any]]) -> bool:
@@ -329,7 +338,7 @@ def arguments() -> argparse.Namespace:
     command = parser(__doc__, json_file=Path("runtime.json"))
     command.add_argument("--only", type=names(MODELS), default=list(MODELS), help=f"of {', '.join(MODELS)}")
     command.add_argument("--cluster", type=names(CLUSTERS), default=list(CLUSTERS), help=f"of {', '.join(CLUSTERS)}")
-    systems = (*SYSTEMS, "ddp", *FORMS, *NAMES)
+    systems = (*SYSTEMS, "ddp", "overlap", *FORMS, *NAMES)
     command.add_argument("--systems", type=names(systems), help=f"of {', '.join(systems)}")
     command.add_argument("--torch", metavar="PYTHON", help=f"an interpreter with PyTorch, for ddp ({ddp.VARIABLE})")
     command.add_argument("--rounds", type=int, default=10, help="steps of each system, 2 of them not counted")

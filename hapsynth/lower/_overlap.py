@@ -1,9 +1,9 @@
 """Where the collectives of a program in staged form start and are waited for, so that devices compute meanwhile.
 
-The order of the program's instructions decides: collectives start in that order, the same in every process, each as soon
-as its operand is there and the one before it has started. What needs nothing that arrives is computed in that order too.
-What does, as an optimizer's update, waits until a collective needs it, or to the end, where it goes in the order of the
-collectives: so nothing waits for the network that need not.
+The order of the program's instructions decides: collectives start in that order, the same in every process, each as
+soon as its operand is there and the one before it has started. What needs nothing that arrives is computed in that
+order too. What does, as an optimizer's update, waits until a collective needs it, or to the end, where it goes in the
+order of the collectives: so nothing waits for the network that need not.
 """
 
 from __future__ import annotations

@@ -74,7 +74,7 @@ class Planned(ABC):
             warn_user(elsewhere, ClusterWarning)
         if self._asked_overlap and mesh is not None:
             if not self.overlap:
-                warn_user(f"overlap is asked for, and {self.overlap_reason}: runs without", OverlapWarning)
+                warn_user(f"overlap is asked for, and {self.overlap_reason}: it runs without", OverlapWarning)
             elif not result.overlap:
                 program = in_scheduled_order(self.program, self.sizes, self.cost_model())
                 self.result = replace(result, program=program)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import threading
+import time
 from typing import Any
 
 import jax
@@ -15,14 +17,22 @@ from random_programs import RandomProgram, mlp_args, mlp_step
 from slow_devices import SPEEDS, first_devices, thin_cluster
 
 import hapsynth
+from hapsynth import _jax
 from hapsynth.graph.trace import trace
 from hapsynth.instructions.program.checker import check
+from hapsynth.instructions.staging.options import LoweringOptions
 from hapsynth.lower import Staged, lower_staged
+from hapsynth.lower._collective_thread import Transfer
 from hapsynth.lower._host_schedule import CollectiveStage, HostLoop, LocalStage
+from hapsynth.lower._staged_form import Run
+
+APART = LoweringOptions(started_bytes=0)
+"""Small collectives start by themselves, as large ones do."""
 
 
 def overlapping(plan: hapsynth.Plan, *, overlap: bool = True) -> Staged:
-    return lower_staged(plan.traced.graph, plan.program, plan.sizes, plan.mesh, overlap=overlap)
+    graph, program, sizes = plan.traced.graph, plan.program, plan.sizes
+    return lower_staged(graph, program, sizes, plan.mesh, options=APART, overlap=overlap)
 
 
 def results(staged: Staged, leaves: Any) -> list[Any]:
@@ -72,7 +82,7 @@ def test_random_programs(axes: Any, seed: int, mode: str) -> None:
         program = maker.build()
         sizes = maker.sizes(program, mode)
         check(traced.graph, program, sizes)
-        staged = lower_staged(traced.graph, program, sizes, first_devices(4), overlap=True)
+        staged = lower_staged(traced.graph, program, sizes, first_devices(4), options=APART, overlap=True)
         assert_close(results(staged, jax.tree.leaves(args)), jax.jit(fn)(*args))
 
 
@@ -94,10 +104,91 @@ def test_loops_are_barriers(name: str) -> None:
     assert not under_way
 
 
+def test_where_nothing_can_overlap_it_is_said() -> None:
+    plan = data_parallel()
+    again = lambda form: hapsynth.Plan(
+        plan.traced, plan.result, plan.cluster, plan.mesh, plan.fn, form=form, overlap=True
+    )
+    for form, why in (("staged", "one process holds all devices"), ("switch", "runs as one program")):
+        with pytest.warns(hapsynth.OverlapWarning, match=f"{why}.*runs without"):
+            other = again(form)
+        assert not other.overlap
+        assert why in other.overlap_reason
+        assert other.program == plan.program
+        assert_close(jax.tree.leaves(other.unshard(other(*LAYERS))), jax.jit(layers)(*LAYERS))
+    without = hapsynth.Plan(plan.traced, plan.result, plan.cluster, overlap=True)
+    assert (without.overlap, without.overlap_reason) == (False, "the plan was made without its devices")
+
+
+@pytest.mark.parametrize(
+    ("dispatches", "threads", "beside"), [(True, "1", False), (True, "2", True), (False, "1", True)]
+)
+def test_one_thread_of_xla_is_too_few(
+    dispatches: bool, threads: str, beside: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NPROC", threads)
+    monkeypatch.setattr(jax, "local_device_count", lambda *_: 1)
+    monkeypatch.setattr(jax.config, "read", lambda _: dispatches)
+    found = _jax.runs_beside()
+    monkeypatch.undo()
+    assert found == beside
+
+
+def test_an_error_of_a_collective_is_raised_where_it_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    staged = overlapping(data_parallel())
+    leaves = jax.tree.leaves(LAYERS)
+    want = results(staged, leaves)
+    first, *others = (item for item in staged.items if isinstance(item, CollectiveStage))
+    assert others
+    ran: list[str] = []
+
+    def fails(*_: Any) -> Any:
+        ran.append(threading.current_thread().name)
+        raise ValueError("a lost connection")
+
+    noted = lambda run: lambda *operands: ran.append("another") or run(*operands)
+    compiled = {**staged.compiled, first: [fails], **{item: [noted(staged.compiled[item][0])] for item in others}}
+    monkeypatch.setattr(staged, "compiled", compiled)
+    with pytest.raises(ValueError, match="a lost connection"):
+        results(staged, leaves)
+    # None of the others starts after it.
+    assert ran == ["hapsynth-collectives"]
+    monkeypatch.undo()
+    assert_close(results(staged, leaves), want)
+
+
+def test_an_error_in_a_stage_is_raised_when_the_collective_under_way_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    staged = overlapping(data_parallel())
+    leaves = jax.tree.leaves(LAYERS)
+    want = results(staged, leaves)
+    local, serve, running, ended = Run.local, Transfer.serve, threading.Event(), list[bool]()
+
+    def fails(self: Run, stage: LocalStage) -> None:
+        if self.under_way:
+            running.wait()
+            raise ValueError("a bad stage")
+        local(self, stage)
+
+    def slowly(self: Transfer) -> None:
+        running.set()
+        time.sleep(0.2)
+        serve(self)
+
+    monkeypatch.setattr(Run, "local", fails)
+    monkeypatch.setattr(Transfer, "serve", slowly)
+    ends = Transfer.ends
+    monkeypatch.setattr(Transfer, "ends", lambda self: (ends(self), ended.append(self._done.is_set()))[0])
+    with pytest.raises(ValueError, match="a bad stage"):
+        results(staged, leaves)
+    assert ended
+    assert all(ended)
+    monkeypatch.undo()
+    assert_close(results(staged, leaves), want)
+
+
 def test_a_gradient_is_sent_before_the_next_is_computed() -> None:
     staged = overlapping(data_parallel())
-    kinds = ["".join(type(s).__name__[0] for s in [item]) for item in staged.items]
-    sent = [n for n, kind in enumerate(kinds) if kind == "C"]
+    sent = [n for n, item in enumerate(staged.items) if isinstance(item, CollectiveStage)]
     arrives = [n for n, item in enumerate(staged.items) if isinstance(item, LocalStage) and item.arrives]
     assert len(sent) >= 2
     # Something is computed between the start of the first and where it is needed.
