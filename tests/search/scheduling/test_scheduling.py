@@ -10,6 +10,7 @@ import graphs
 import numpy as np
 import pytest
 from cp_sat import exact_makespan
+from orders import random_order
 
 from hapsynth.instructions.program.program import Convert
 from hapsynth.search.cost.program_cost import instruction_costs, program_cost
@@ -38,16 +39,6 @@ def random_tasks(rng: random.Random, count: int, *, groups: int = 2, barriers: b
         makers = rng.sample(range(task), min(task, rng.choice([0, 1, 1, 2])))
         rows.append((machine, tuple(each.get(machine, alike)), tuple(sorted(makers))))
     return graph_of(rows)
-
-
-def random_order(rng: random.Random, tasks: TaskGraph) -> list[int]:
-    missing, order = [set(makers) for makers in tasks.makers], list[int]()
-    while len(order) < len(missing):
-        free = [t for t, needs in enumerate(missing) if t not in order and not needs]
-        order.append(rng.choice(free))
-        for needs in missing:
-            needs.discard(order[-1])
-    return order
 
 
 @pytest.mark.parametrize("seed", range(200))

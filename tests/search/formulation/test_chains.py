@@ -1,0 +1,84 @@
+"""Chains are lower bounds: no program is done before any of its chains, in whatever order it runs."""
+
+from __future__ import annotations
+
+import random
+from math import fsum
+
+import numpy as np
+import pytest
+from assignments import CASES, Space, case, programs, random_chain
+from orders import random_order
+
+from hapsynth.search.formulation.chains import Chain, Occupancy
+from hapsynth.search.planning.makespan import links_of
+from hapsynth.search.scheduling.list_schedule import schedule
+from hapsynth.search.scheduling.tasks import Machine, TaskGraph
+from hapsynth.search.scheduling.timeline import simulate
+
+ROUNDING = 1 + 1e-9
+
+
+@pytest.fixture(scope="module", params=CASES)
+def given(request: pytest.FixtureRequest) -> Space:
+    return case(request.param)
+
+
+def chains_of(given: Space, taken: Occupancy, rng: random.Random) -> list[Chain]:
+    every = range(len(given.task.graph.ops))
+    return [*given.chains.alone, *(random_chain(given, rng) for _ in range(12)), *given.chains.longest(taken, every)]
+
+
+def test_no_program_is_shorter_than_a_chain(given: Space) -> None:
+    rng, tight = random.Random(1), 0.0
+    for choices, _, tasks in programs(given, 4, seed=5, frugal=True):
+        taken = given.costs.occupancy(choices.tolist())
+        shortest = min(
+            schedule(tasks).makespan_s, *(simulate(tasks, random_order(rng, tasks)).makespan_s for _ in range(4))
+        )
+        for chain in chains_of(given, taken, rng):
+            assert given.chains.length(chain, taken) <= shortest * ROUNDING, chain.key
+            tight = max(tight, given.chains.length(chain, taken) / shortest)
+    assert tight > 0.5
+
+
+def test_the_longest_chain_is_no_shorter_than_others_that_alternate(given: Space) -> None:
+    rng, every = random.Random(2), range(len(given.task.graph.ops))
+    for choices, *_ in programs(given, 2, seed=6):
+        taken = given.costs.occupancy(choices.tolist())
+        longest = given.chains.longest(taken, every)
+        assert len(longest) <= given.chains.resources.kinds
+        # A shared conversion counts for the first use of a set alone; the search counts it for any.
+        if longest and not taken.values.any():
+            most = max(given.chains.length(chain, taken) for chain in longest)
+            others = [given.chains.length(random_chain(given, rng), taken) for _ in range(30)]
+            assert most * ROUNDING >= max(others)
+
+
+def busy(tasks: TaskGraph, machine: Machine, group: int) -> float:
+    """Seconds that a group of devices is taken up by a machine; what takes everything counts."""
+    on = (k for k, m in enumerate(tasks.machine) if m in (machine, Machine.EVERYTHING))
+    return fsum(float(tasks.seconds[k, group]) for k in on)
+
+
+def test_chains_of_one_resource_are_what_it_does(given: Space) -> None:
+    costs, kinds = given.task.costs, given.chains.resources.kinds
+    for choices, _, tasks in programs(given, 4, seed=7):
+        taken = given.costs.occupancy(choices.tolist())
+        lengths = [given.chains.length(chain, taken) for chain in given.chains.alone]
+        first = [int(np.flatnonzero(costs.kind_of == k)[0]) for k in range(kinds)]
+        streams = [busy(tasks, Machine.COMPUTE, tasks.group_of[device]) for device in first]
+        links = [busy(tasks, link, 0) for link in links_of(costs)]
+        assert lengths == pytest.approx([*streams, *links], rel=1e-9)
+
+
+def test_parts_add_up(given: Space) -> None:
+    rng = random.Random(3)
+    ((choices, *_),) = programs(given, 1, seed=8)
+    taken = given.costs.occupancy(choices.tolist())
+    for chain in chains_of(given, taken, rng):
+        whole = given.chains.length(chain, taken)
+        assert all((part >= 0).all() for part in given.chains.parts(chain, taken))
+        parts = fsum(float(part.sum()) for part in given.chains.parts(chain, taken))
+        block = given.chains.in_block.any() or taken.fed.any()
+        assert parts == pytest.approx(whole) if not block or chain.alone is None else parts <= whole * ROUNDING
