@@ -74,7 +74,7 @@ def test_no_program_in_any_order_is_below_the_bound(name: str, bandwidth: float)
 
 
 def test_each_op_may_go_where_it_is_fast() -> None:
-    """Two ops, each faster on another device: at once they take less than one after another, each shared at its best."""
+    """Two ops, each faster on another device: at once they take less than one after another."""
     one, other = graphs.device("computes", 1.0), graphs.device("moves", 1.0)
     one = replace(one, flops={"float32": 1e13}, bandwidth=1e11)
     other = replace(other, flops={"float32": 1e12}, bandwidth=1e12)
