@@ -142,7 +142,8 @@ class CandidateBuilder:
         needed = sizer.memory.peak(assumed) if assumed is not None else 0.0
         over = assumed if needed > self.limit else None
         if assumed is not None and over is None:
-            better = sizer.variable_cost(assumed) <= sizer.variable_cost(sizes) * (1 + SAME)
+            # What is asked for as assumed is compared with a bound that holds for these sizes alone.
+            better = as_assumed or sizer.variable_cost(assumed) <= sizer.variable_cost(sizes) * (1 + SAME)
             if better or memory > self.limit:
                 sizes, memory = assumed, needed
         cost = program_cost(program, sizes, self.costs)

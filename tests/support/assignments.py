@@ -55,7 +55,7 @@ def space(fn: Callable[..., Any], args: Sequence[Any], cluster: Cluster, carry: 
     return Space(task, search, builder, ChainCosts(builder, ChainSpace(search.choices, resources(task.costs))))
 
 
-def random_assignment(problem: Problem, begin: Sequence[int], rng: random.Random, moves: int) -> Ints:
+def random_assignment(problem: Problem, begin: Sequence[int] | Ints, rng: random.Random, moves: int) -> Ints:
     """Some finite assignment: from one, `moves` variables are moved, with those that are tied to them."""
     around: list[list[int]] = [[] for _ in problem.unary]
     for e, (u, v, *_) in enumerate(problem.edges):

@@ -1,0 +1,162 @@
+"""Plans whose collectives go beside what is computed: their bounds, and what `overlap` changes."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import graphs
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from assignments import FOUR, HOSTS, Space, layers, space
+from control_cases import CASES, floats
+from orders import random_order
+from random_programs import mlp_args, mlp_step
+from slow_devices import first_devices, slow_cluster
+
+import hapsynth
+from hapsynth.cluster.cluster import Cluster
+from hapsynth.graph.trace import trace
+from hapsynth.instructions.program.checker import check
+from hapsynth.search.cost.device_speed import DeviceFigures
+from hapsynth.search.cost.roofline import Roofline
+from hapsynth.search.planning.ideal_work import IdealWorkBound
+from hapsynth.search.planning.makespan import MakespanSearch
+from hapsynth.search.planning.planner import Planner
+from hapsynth.search.planning.task import PlanningOptions, Task
+from hapsynth.search.result import Progress, Result
+from hapsynth.search.scheduling.list_schedule import schedule
+from hapsynth.search.scheduling.tasks import tasks_of
+from hapsynth.search.scheduling.timeline import simulate
+
+TINY = {
+    "product": lambda x, w: jnp.tanh(x @ w),
+    "sum": lambda x, w: (x @ w).sum(0),
+    "two uses": lambda x, w: (jnp.sin(x), w * x.sum()),
+}
+ROUNDING = 1 + 1e-9
+_MOST = 300
+
+
+def tiny(name: str, bandwidth: float) -> Space:
+    return space(TINY[name], (floats(64, 64), floats(64, 64)), graphs.cluster([3.0, 1.0], bandwidth, 1e-7))
+
+
+def makespans(given: Space, rng: random.Random) -> list[float]:
+    """Of every program of a choice space, or of many, each in several orders."""
+    problem, found = given.builder.problem(), list[float]()
+    every = product(*(range(row.size) for row in problem.unary))
+    fine = [choices for choices in every if np.isfinite(problem.cost(choices))]
+    for choices in rng.sample(fine, min(len(fine), _MOST)):
+        candidate = given.search.maker.chosen(given.builder, np.array(choices))
+        tasks = tasks_of(candidate.program, candidate.sizes, given.task.costs)
+        found.append(min(schedule(tasks).makespan_s, simulate(tasks, random_order(rng, tasks)).makespan_s))
+    return found
+
+
+@pytest.mark.parametrize("bandwidth", [1e8, 1e11])
+@pytest.mark.parametrize("name", TINY)
+def test_no_program_in_any_order_is_below_the_bound(name: str, bandwidth: float) -> None:
+    given = tiny(name, bandwidth)
+    least = min(makespans(given, random.Random(1)))
+    search = MakespanSearch(given.search, given.builder.ratios)
+    search.run(np.array(given.search.choices.replicated()))
+    assert 0 < search.bound <= least * ROUNDING
+    assert search.best is not None
+    assert least / ROUNDING <= search.best.makespan_s <= 1.2 * least
+    ideal = IdealWorkBound(given.task.choices, given.task.costs)
+    assert 0 < ideal.makespan_on(given.task.cluster) <= least
+
+
+def test_each_op_may_go_where_it_is_fast() -> None:
+    """Two ops, each faster on another device: at once they take less than one after another."""
+    one, other = graphs.device("computes", 1.0), graphs.device("moves", 1.0)
+    one = replace(one, flops={"float32": 1e13}, bandwidth=1e11)
+    other = replace(other, flops={"float32": 1e12}, bandwidth=1e12)
+    cluster = replace(graphs.cluster([1.0, 1.0]), devices=(one, other))
+    task = Task(trace(lambda x, w: (x @ x, jnp.sin(w)), (floats(512, 512), floats(2048, 512))).graph, cluster)
+    ideal = IdealWorkBound(task.choices, task.costs)
+    alone = Roofline(DeviceFigures(list(cluster.devices)), ideal.works).least_alone() * ideal.runs[:, None]
+    assert len(alone) == 2
+    grid = np.linspace(0, 1, 201)
+    least = min(
+        max(a * alone[0, 0] + b * alone[1, 0], (1 - a) * alone[0, 1] + (1 - b) * alone[1, 1])
+        for a, b in product(grid, grid)
+    )
+    assert least * 0.98 <= ideal.makespan_on(cluster) <= least * ROUNDING
+    assert ideal.makespan_on(cluster) < ideal.on(cluster)
+
+
+def planned(fn: Callable[..., Any], args: Any, cluster: Cluster, **options: Any) -> tuple[Task, Result]:
+    task = Task(trace(fn, args).graph, cluster, PlanningOptions(**{"overlap": True, **options}))
+    return task, Planner(task).run()
+
+
+STEPS = {
+    "training": (mlp_step, mlp_args(), FOUR),
+    "layers": (layers, ({"a": floats(64, 96), "b": floats(96, 64)}, floats(80, 64)), FOUR),
+    "layers on hosts": (layers, ({"a": floats(64, 96), "b": floats(96, 64)}, floats(80, 64)), HOSTS),
+    "scan": (*CASES["scanned layers"], FOUR),
+}
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_the_cost_is_the_makespan_of_the_program_in_its_order(name: str) -> None:
+    task, found = planned(*STEPS[name])
+    _, as_a_sum = planned(*STEPS[name], overlap=False)
+    check(task.graph, found.program, found.sizes)
+    tasks = tasks_of(found.program, found.sizes, task.costs)
+    assert simulate(tasks, range(len(tasks.machine))).makespan_s == found.cost_s
+    assert 0 < found.joint_lower_bound_s <= found.lower_bound_s <= found.cost_s
+    assert found.cost_s <= schedule(tasks_of(as_a_sum.program, as_a_sum.sizes, task.costs)).makespan_s * ROUNDING
+    assert max(found.clocks_s.values()) <= found.cost_s * ROUNDING
+    assert 0 <= found.exposed_communication_s <= found.cost_s
+    _, again = planned(*STEPS[name])
+    assert again.program.instructions == found.program.instructions
+    assert again.sizes.shares == found.sizes.shares
+    assert (again.cost_s, again.lower_bound_s) == (found.cost_s, found.lower_bound_s)
+
+
+def test_a_limit_of_memory_is_kept() -> None:
+    _, free = planned(*STEPS["layers"])
+    limit = 0.8 * max(free.memory_bytes)
+    _, limited = planned(*STEPS["layers"], memory_limit=limit)
+    assert max(limited.memory_bytes) <= limit
+    assert limited.cost_s >= free.cost_s / ROUNDING
+
+
+def test_little_time_and_an_interruption() -> None:
+    _, hasty = planned(*STEPS["training"], time_budget_s=0.05)
+    assert hasty.overlap
+    assert hasty.lower_bound_s <= hasty.cost_s
+
+    def press(p: Progress) -> None:
+        if np.isfinite(p.cost_s):
+            raise KeyboardInterrupt
+
+    task, interrupted = planned(*STEPS["training"], progress=press)
+    assert interrupted.interrupted
+    tasks = tasks_of(interrupted.program, interrupted.sizes, task.costs)
+    assert simulate(tasks, range(len(tasks.machine))).makespan_s == interrupted.cost_s
+
+
+@pytest.mark.parametrize("name", ["mlp", "scan"])
+def test_it_runs_and_is_saved(name: str, tmp_path: Path) -> None:
+    fn, args = (mlp_step, mlp_args()) if name == "mlp" else CASES["scanned layers"]
+    cluster = slow_cluster((3.0,) * 4 + (1.0,) * 4, bandwidth=1e9)
+    plan = hapsynth.synthesize(fn, args, first_devices(8), cluster=cluster, overlap=True)
+    assert plan.check().ok
+    plan.save(tmp_path / "p.json")
+    loaded = hapsynth.load(tmp_path / "p.json", fn, args)
+    for field in ("overlap", "clocks_s", "exposed_communication_s", "cost_s"):
+        assert getattr(loaded.result, field) == getattr(plan.result, field)
+
+
+def test_it_is_for_one_function() -> None:
+    with pytest.raises(TypeError, match="overlap is for one function"):
+        hapsynth.synthesize({"f": mlp_step}, {"f": mlp_args()}, FOUR, overlap=True)
