@@ -53,7 +53,10 @@ def autotune_candidates(plan: P, mesh: Mesh | None = None, *, within: float = 1.
     options = PlanningOptions(least, lowering=plan.result.lowering)
     baselines = Baselines(Task(plan.traced.graph, plan.cluster.subset(devices), options))
     plans = {OURS: plan}
-    for name, b in sorted(baselines.all().items(), key=lambda item: item[1].cost_s):
+    found = baselines.all()
+    if plan.result.overlap:
+        found = {name: baselines.overlapped(b) for name, b in found.items()}
+    for name, b in sorted(found.items(), key=lambda item: item[1].cost_s):
         same = (b.program, b.sizes.shares) == (plan.program, plan.sizes.shares)
         if same or not b.fits or b.cost_s > within * plan.cost:
             continue

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Generic
 
 import numpy as np
@@ -18,10 +19,11 @@ from hapsynth.instructions.program.sizes import Sizes
 from hapsynth.running.allgather import _first, agreed
 from hapsynth.running.base import P, Planned
 from hapsynth.search.cost.model import CostModel, Floats
-from hapsynth.search.cost.program_cost import load_seconds, program_cost, shares
+from hapsynth.search.cost.program_cost import load_seconds, shares
 from hapsynth.search.cost.program_index import ProgramIndex
 from hapsynth.search.memory.profile import held_by
 from hapsynth.search.result import Result
+from hapsynth.search.scheduling.timeline import step_seconds
 from hapsynth.search.sizing.ratios import proportional
 from hapsynth.search.sizing.sizer import Sizer
 
@@ -105,23 +107,24 @@ def propose(plan: P, slowdown: Floats, threshold: float = THRESHOLD) -> Proposal
     measured = slowdown.astype(np.float64).reshape(len(slowdown), -1)
     measured = _first(plan.mesh, measured.ravel()).reshape(measured.shape)
     slowdown, program = np.median(measured, axis=1), plan.program
+    cost = partial(step_seconds, overlap=plan.result.overlap)
 
     def at(slowdown: Floats) -> tuple[Cluster, CostModel]:
         cluster = _at_speeds(plan.cluster, plan.devices, slowdown, threshold)
         return cluster, plan.cost_model(cluster.subset(plan.devices))
 
     def gains(sizes: Sizes, costs: CostModel) -> bool:
-        return program_cost(program, sizes, costs) <= program_cost(program, plan.sizes, costs) * (1 - threshold)
+        return cost(program, sizes, costs) <= cost(program, plan.sizes, costs) * (1 - threshold)
 
     cluster, costs = at(slowdown)
     sizer = Sizer(program, plan.sizes.classes, costs)
     proposed = sizer.best(proportional(costs.rate("float32")), limit=plan.memory_limit)
-    before = program_cost(program, plan.sizes, costs)
+    before = cost(program, plan.sizes, costs)
     models = [costs, *(at(one)[1] for one in measured.T if measured.shape[1] > 1)]
     if sizer.memory.peak(proposed) > plan.memory_limit or not all(gains(proposed, c) for c in models):
         proposed = plan.sizes
     sizes = agreed(plan.mesh, proposed)
-    after = program_cost(program, sizes, costs)
+    after = cost(program, sizes, costs)
     if sizes.shares == plan.sizes.shares:
         return Proposal(plan, before, after, tuple(slowdown.tolist()))
     new = plan.with_result(resized_result(plan, sizes, costs, after), cluster)
@@ -141,6 +144,8 @@ def resized_result(plan: Planned, sizes: Sizes, costs: CostModel, cost: float) -
         status="gap",
         memory_bytes=tuple(memory.tolist()),
         with_all_s=None,
+        exposed_communication_s=0.0,
+        clocks_s={},
     )
 
 

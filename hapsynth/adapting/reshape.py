@@ -22,7 +22,7 @@ from hapsynth.instructions.rules.factor_table import FactorTable
 from hapsynth.running.allgather import agreed
 from hapsynth.running.base import P, Planned
 from hapsynth.search.cost.model import CostModel
-from hapsynth.search.cost.program_cost import program_cost
+from hapsynth.search.scheduling.timeline import step_seconds
 from hapsynth.search.sizing.fixed_ratios import FixedRatios
 from hapsynth.search.sizing.ratios import proportional
 from hapsynth.search.sizing.sizer import Sizer
@@ -66,7 +66,7 @@ def for_shapes(plan: P, args: Sequence[Any], kwargs: Mapping[str, Any]) -> P:
     peak = sizer.memory.peak(sizes)
     if peak > plan.memory_limit:
         raise ShapeError(f"the program needs {nbytes(peak)} on a device that has {nbytes(plan.memory_limit)}: {_AGAIN}")
-    cost = program_cost(plan.program, sizes, costs)
+    cost = step_seconds(plan.program, sizes, costs, overlap=plan.result.overlap)
     return plan.with_result(resized_result(plan, sizes, costs, cost), plan.cluster, traced)
 
 

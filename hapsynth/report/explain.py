@@ -17,7 +17,7 @@ from hapsynth.plan import Plan
 from hapsynth.report.names import Names
 from hapsynth.report.summary import print_certificate, print_left_out, sizes_table
 from hapsynth.report.tables import heading, table
-from hapsynth.search.cost.program_cost import Cost, feed_costs
+from hapsynth.search.cost.program_cost import Cost, feed_costs, program_cost
 from hapsynth.search.memory.profile import padded_bytes
 from hapsynth.whatif.alternatives import Alternative, Alternatives
 
@@ -220,9 +220,13 @@ class Explainer:
         """Step time, difference in seconds and percent, memory, fits."""
         if other is None:
             return ["impossible", "-", "", "-", "-"]
-        more = other.cost_s - self.plan.cost
+        # Alternatives are compared as sums over instructions.
+        own = self.plan.cost
+        if self.plan.result.overlap:
+            own = program_cost(self.plan.program, self.plan.sizes, self.plan.cost_model())
+        more = other.cost_s - own
         # The search proves its results to a relative 1e-5: less than that is nothing.
-        if abs(more) <= 2e-5 * self.plan.cost:
+        if abs(more) <= 2e-5 * own:
             more = 0.0
         memory = other.memory_bytes
         sign = "+" if more >= 0 else "-"
@@ -231,7 +235,7 @@ class Explainer:
         return [
             seconds(other.cost_s),
             sign + seconds(abs(more)) if more else "no more",
-            f"{sign}{percent(abs(more) / self.plan.cost)}" if more else "",
+            f"{sign}{percent(abs(more) / own)}" if more else "",
             "-" if memory is None else nbytes(max(memory)),
             "-" if memory is None else self._fits(memory),
         ]

@@ -40,6 +40,8 @@ from hapsynth.search.formulation.problem_builder import ProblemBuilder
 from hapsynth.search.memory.profile import held_by, peak
 from hapsynth.search.planning.task import Task
 from hapsynth.search.result import Result
+from hapsynth.search.scheduling.list_schedule import ordered, schedule
+from hapsynth.search.scheduling.tasks import tasks_of
 from hapsynth.search.sizing.ratios import Ratios, proportional
 from hapsynth.search.sizing.sizer import Sizer
 from hapsynth.search.solver import solve
@@ -68,6 +70,8 @@ class Baseline:
     held_bytes: tuple[float, ...]
     fits: bool
     lowering: LoweringOptions = DEFAULT
+    overlap: bool = False
+    """Whether `cost_s` is of its collectives beside computing."""
 
     @property
     def memory_bytes(self) -> float:
@@ -87,6 +91,7 @@ class Baseline:
             joint_lower_bound_s=0.0,
             status="gap",
             expanded=0,
+            overlap=self.overlap,
             memory_bytes=memory,
             memory_limit_bytes=tuple(limits),
             devices=devices,
@@ -123,6 +128,12 @@ class Baselines:
         held = set(self.state)
         self.batch = [v for v in graph.inputs if v not in held and graph.values[v].shape]
         self.batch_roots = {r for v in self.batch if (r := self.root(v, 0)) is not None}
+
+    def overlapped(self, baseline: Baseline) -> Baseline:
+        """A baseline in the order found that takes the least with its collectives beside computing."""
+        timeline = schedule(tasks_of(baseline.program, baseline.sizes, self.costs))
+        program = ordered(baseline.program, timeline)
+        return replace(baseline, program=program, cost_s=timeline.makespan_s, overlap=True)
 
     def all(self, names: Iterable[str] | None = None) -> Mapping[str, Baseline]:
         """Baselines by name: every one, or some."""

@@ -44,6 +44,7 @@ _MIXING_NODES = 200
 _LEAST_WEIGHT = 2e-3
 """Of each resource's own chain: of what has no weight any choice would do."""
 _TOLERANCE = 2e-3
+_SAME = 1e-9
 _NODES = 500
 """Of a problem's search: close to the best weights many programs are nearly as good, and to tell them apart takes
 long."""
@@ -87,7 +88,8 @@ class MakespanSearch:
 
     def run(self, begin: Ints, rounds: int = _ROUNDS) -> None:
         """Search from the choices of a program."""
-        self._look(begin)
+        # Within limits a search has variables besides, which count what is held.
+        self._look(begin[: len(self.structure.choices)])
         if not self._weights.size:
             self._weights = self._on_critical_path(self.seen[0].timeline)
         for _ in range(rounds):
@@ -109,6 +111,12 @@ class MakespanSearch:
             at = link_of.get(tasks.machine[task], kind_of[group])
             found[at] += float(tasks.seconds[task, group]) / timeline.makespan_s
         return np.pad(found / found.sum(), (0, len(self.chains) - found.size))
+
+    def is_exact(self, known: Scheduled) -> bool:
+        """Whether a program has the sizes that the bound is about: where whole units cannot have these ratios, or not
+        within the memory, it is about others."""
+        assumed = self.builder.problem().cost(known.choices)
+        return abs(assumed - known.candidate.cost) <= _SAME * assumed
 
     def _solve(self, weights: Floats) -> None:
         """The program of the least weighted chains."""
@@ -258,7 +266,8 @@ def overlapped(search: FixedRatioSearch, best: Candidate, ratios: Ratios) -> Ove
                 found = again
     for known in sorted(found.seen, key=lambda known: known.makespan_s):
         program = ordered(known.candidate.program, known.timeline)
-        if (fits := _timed(program, known.candidate.sizes, search, found.bound)) is not None:
+        bound = found.bound if found.is_exact(known) else 0.0
+        if (fits := _timed(program, known.candidate.sizes, search, bound)) is not None:
             return fits
     return as_it_is(search, best)
 

@@ -14,8 +14,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hapsynth.search.cost.model import Floats
-from hapsynth.search.scheduling.tasks import Machine, TaskGraph
+from hapsynth.instructions.program.program import Program
+from hapsynth.instructions.program.sizes import Sizes
+from hapsynth.search.cost.model import CostModel, Floats
+from hapsynth.search.cost.program_cost import program_cost
+from hapsynth.search.scheduling.tasks import Machine, TaskGraph, tasks_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,6 +50,15 @@ def simulate(tasks: TaskGraph, order: Sequence[int], slowdown: Floats | None = N
     sent; computing alone by default.
     """
     return _Simulation(tasks, order, slowdown).run()
+
+
+def step_seconds(program: Program, sizes: Sizes, costs: CostModel, *, overlap: bool) -> float:
+    """What a step takes: with overlap the makespan of the program in its own order, else the sum over its
+    instructions."""
+    if not overlap:
+        return program_cost(program, sizes, costs)
+    tasks = tasks_of(program, sizes, costs)
+    return simulate(tasks, range(len(tasks.machine))).makespan_s
 
 
 class _Simulation:

@@ -149,12 +149,21 @@ def test_little_time_and_an_interruption() -> None:
 def test_it_runs_and_is_saved(name: str, tmp_path: Path) -> None:
     fn, args = (mlp_step, mlp_args()) if name == "mlp" else CASES["scanned layers"]
     cluster = slow_cluster((3.0,) * 4 + (1.0,) * 4, bandwidth=1e9)
-    plan = hapsynth.synthesize(fn, args, first_devices(8), cluster=cluster, overlap=True)
-    assert plan.check().ok
+    plan = hapsynth.synthesize(fn, args, cluster, overlap=True)
+    assert plan.result.overlap
     plan.save(tmp_path / "p.json")
-    loaded = hapsynth.load(tmp_path / "p.json", fn, args)
+    with pytest.warns(hapsynth.OverlapWarning, match=r"one process holds all devices.*runs without"):
+        loaded = hapsynth.load(tmp_path / "p.json", fn, args, mesh=first_devices(8))
+    assert loaded.check().ok
     for field in ("overlap", "clocks_s", "exposed_communication_s", "cost_s"):
         assert getattr(loaded.result, field) == getattr(plan.result, field)
+
+
+def test_on_devices_of_one_process_it_is_planned_without() -> None:
+    cluster = slow_cluster((3.0,) * 4 + (1.0,) * 4, bandwidth=1e9)
+    with pytest.warns(hapsynth.OverlapWarning, match=r"one process holds all devices.*planned without"):
+        plan = hapsynth.synthesize(mlp_step, mlp_args(), first_devices(8), cluster=cluster, overlap=True)
+    assert not plan.result.overlap
 
 
 def test_it_is_for_one_function() -> None:
