@@ -63,6 +63,9 @@ class ChainCosts:
 
     def feeds(self, value: int) -> Floats:
         """Seconds to put an argument where each option stores it [options, kinds + 1]."""
+        return self.builder.once(("kind feeds", value), lambda: self._feeds(value))
+
+    def _feeds(self, value: int) -> Floats:
         variable = self.structure.value_variable[value]
         options = self.structure.choices[variable].options
         ratios = self.builder.ratios

@@ -12,7 +12,7 @@ outside of only as far as one use of the set, the first, takes what comes out of
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -149,16 +149,7 @@ class ChainSpace:
 
     def length(self, chain: Chain, taken: Occupancy) -> float:
         """Seconds that a program takes at least: of what is in the chain."""
-        found = sum(
-            float(seconds[at >= 0, at[at >= 0]].sum())
-            for at, seconds in (
-                (chain.ops, taken.ops),
-                (chain.uses, taken.uses),
-                (chain.shared, taken.shared),
-                (chain.values, taken.values),
-                (chain.ends, taken.ends),
-            )
-        )
+        found = float(sum(part.sum() for part in self.parts(chain, taken)))
         return found + (0.0 if chain.alone is None else self._alone_too(chain.alone, taken))
 
     def parts(self, chain: Chain, taken: Occupancy) -> tuple[Floats, Floats, Floats]:
@@ -183,12 +174,12 @@ class ChainSpace:
             + (taken.fed[resource] if resource < self.resources.kinds else 0.0)
         )
 
-    def longest(self, taken: Occupancy, among: Sequence[int]) -> list[Chain]:
+    def longest(self, taken: Occupancy, among: Collection[int]) -> list[Chain]:
         """Per kind of device, the longest chain of a program with cuts among some ops, by dynamic programming."""
-        return [c for kind in range(self.resources.kinds) if (c := self._longest(taken, sorted(set(among)), kind))]
+        outside = sorted(op for op in among if not self.in_block[op])
+        return [c for kind in range(self.resources.kinds) if (c := self._longest(taken, outside, kind))]
 
     def _longest(self, taken: Occupancy, among: Sequence[int], kind: int) -> Chain | None:
-        among = [op for op in among if not self.in_block[op]]
         if not among:
             return None
         kinds, links = self.resources.kinds, range(len(self.resources.links))
@@ -198,8 +189,8 @@ class ChainSpace:
         hops = _Traffic(self, taken)
         since = np.array([hops.since(mask) for mask in after])
         until = np.array([hops.until(mask) for mask in before])
-        # Seconds between cut a and cut b, of the stream and of each link; row and column -1: from the beginning, to the
-        # end. Those of the cuts themselves count on the stream.
+        # Seconds between cut a and cut b, from the beginning to a cut, and from one to the end: of the stream, with
+        # those of the cuts themselves, and of each link.
         stream = (after * compute) @ before.T.astype(np.float64)
         first, last = before @ compute, after @ compute
         sent = np.stack([(since * hops.seconds[:, k]) @ until.T.astype(np.float64) for k in links])
@@ -255,8 +246,8 @@ class _Traffic:
         values = np.flatnonzero((taken.values > 0).any(axis=1) & ~space.values_in_block)
         ends = np.flatnonzero((taken.ends > 0).any(axis=1) & ~space.values_in_block)
         self.seconds = np.concatenate([taken.uses[uses], taken.values[values], taken.ends[ends]])
-        self.use_makers = np.concatenate([space.use_maker[uses], space.made_by[values], space.made_by[ends]])
-        self._space, self._uses, self.use_values, self._ends = space, uses, values, ends
+        self._makers = np.concatenate([space.use_maker[uses], space.made_by[values], space.made_by[ends]])
+        self._space, self._uses, self._values, self._ends = space, uses, values, ends
         place = np.full(space.made_by.size, -1)
         place[values] = np.arange(values.size)
         takes = np.flatnonzero((taken.shared > 0).any(axis=1))
@@ -265,11 +256,11 @@ class _Traffic:
 
     def since(self, mask: Mask) -> Mask:
         """Which wait for some ops."""
-        return ChainSpace._reached(mask, self.use_makers)
+        return ChainSpace._reached(mask, self._makers)
 
     def until(self, mask: Mask) -> Mask:
         """Which some ops wait for: of a shared one some reader does."""
-        shared = np.zeros(self.use_values.size, bool)
+        shared = np.zeros(self._values.size, bool)
         shared[self._taken[ChainSpace._reached(mask, self._space.use_reader[self._takers])]] = True
         own = ChainSpace._reached(mask, self._space.use_reader[self._uses])
         return np.concatenate([own, shared, np.zeros(self._ends.size, bool)])

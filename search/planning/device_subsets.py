@@ -18,7 +18,7 @@ The joint bound of the whole is the least over all sets, where one that was give
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -163,6 +163,34 @@ def _spread(result: Result, devices: Devices, task: Task) -> Result:
     )
 
 
+def _of_all_sets(
+    result: Result,
+    devices: Devices,
+    task: Task,
+    proved: tuple[float, float],
+    bounds: Mapping[Devices, float],
+    efforts: Sequence[Effort],
+    with_all_s: float | None,
+) -> Result:
+    """The best result, for some `devices`, as that of a search through sets of them. `proved`: the lower bound and the
+    joint one; `with_all_s`: None where all devices take part."""
+    lower_bound, joint = proved
+    effort = Effort.together(efforts)
+    return replace(
+        _spread(result, devices, task),
+        lower_bound_s=lower_bound,
+        joint_lower_bound_s=joint,
+        bounds=bounds,
+        status=proven(result.cost_s, lower_bound, joint, result.unpriced_primitives),
+        expanded=effort.expanded,
+        sweeps=effort.sweeps,
+        states=effort.states,
+        timings_s=effort.timings_s(),
+        devices=None if with_all_s is None else devices,
+        with_all_s=with_all_s,
+    )
+
+
 class _OverlappedSubsets:
     """The search through sets of devices for the least makespan, `whole` first: the planner of them all. What is known
     of a set before it is planned for is the work of its ops alone, and then its best program as a sum."""
@@ -198,20 +226,8 @@ class _OverlappedSubsets:
         if best is None:
             return self.whole.conclude()
         joint = min(*bounds.values(), best.cost_s)
-        effort = Effort.together(efforts)
-        left_out = chosen != everyone
-        return replace(
-            _spread(best, chosen, self.task),
-            joint_lower_bound_s=joint,
-            bounds=bounds,
-            status=proven(best.cost_s, best.lower_bound_s, joint, best.unpriced_primitives),
-            expanded=effort.expanded,
-            sweeps=effort.sweeps,
-            states=effort.states,
-            timings_s=effort.timings_s(),
-            devices=chosen if left_out else None,
-            with_all_s=with_all if left_out else None,
-        )
+        left_out = None if chosen == everyone else with_all
+        return _of_all_sets(best, chosen, self.task, (best.lower_bound_s, joint), bounds, efforts, left_out)
 
     def _planned(self, plan: Callable[[], Result]) -> Result | None:
         """The best plan on a set of devices; None where no program fits."""
@@ -379,18 +395,7 @@ class _SubsetSearch:
         own = min(max(result.joint_lower_bound_s, best.bound), cost)
         bounds = {e.devices: own if e is best else e.bound for e in self._entries}
         joint, lower_bound = min(bounds.values()), max(result.lower_bound_s, own)
-        effort = Effort.together([e.planner.effort for e in self._entries if e.planner])
-        return replace(
-            _spread(result, best.devices, self.task),
-            lower_bound_s=lower_bound,
-            joint_lower_bound_s=joint,
-            bounds=bounds,
-            status=proven(cost, lower_bound, joint, result.unpriced_primitives),
-            expanded=effort.expanded,
-            sweeps=effort.sweeps,
-            states=effort.states,
-            timings_s=effort.timings_s(),
-            interrupted=self._interrupted,
-            devices=None if planner is self.whole else best.devices,
-            with_all_s=None if planner is self.whole else self._with_all(glance),
-        )
+        efforts = [e.planner.effort for e in self._entries if e.planner]
+        with_all = None if planner is self.whole else self._with_all(glance)
+        found = _of_all_sets(result, best.devices, self.task, (lower_bound, joint), bounds, efforts, with_all)
+        return replace(found, interrupted=self._interrupted)

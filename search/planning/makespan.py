@@ -30,21 +30,25 @@ from hapsynth.search.planning.search_at_ratios import FixedRatioSearch
 from hapsynth.search.result import SETTLED
 from hapsynth.search.scheduling.critical_path import Step, critical_path, turning_ops
 from hapsynth.search.scheduling.list_schedule import ordered, schedule
-from hapsynth.search.scheduling.tasks import LINKS, Machine, tasks_of
+from hapsynth.search.scheduling.tasks import LINKS, Machine, TaskGraph, tasks_of
 from hapsynth.search.scheduling.timeline import Timeline, simulate
 from hapsynth.search.sizing.makespan_lp import LINK
 from hapsynth.search.sizing.ratios import Ratios
 from hapsynth.search.solver import Ints, Messages
 
 _ROUNDS = 6
+"""Of weights, at the ratios of the search by sums."""
 _ROUNDS_AGAIN = 2
+"""At the ratios that suit the best program."""
 _MIXTURES = 2
 """Of the best program and the last one, with what the schedule of the first mixture taught."""
 _MIXING_NODES = 200
+"""Of a mixture's mixed-integer program, so that it ends, at the same program each time."""
 _LEAST_WEIGHT = 2e-3
 """Of each resource's own chain: of what has no weight any choice would do."""
 _TOLERANCE = 2e-3
 _SAME = 1e-9
+"""Relative: what two ways to add up one cost may differ by."""
 _NODES = 500
 """Of a problem's search: close to the best weights many programs are nearly as good, and to tell them apart takes
 long."""
@@ -52,10 +56,11 @@ long."""
 
 @dataclass(frozen=True, eq=False)
 class Scheduled:
-    """A program in an order. `taken`: what it takes of each resource."""
+    """A program in an order. `path`: what makes it as long as it is; `taken`: what it takes of each resource."""
 
     candidate: Candidate
     timeline: Timeline
+    path: list[Step]
     choices: Ints
     taken: Occupancy
 
@@ -91,7 +96,7 @@ class MakespanSearch:
         # Within limits a search has variables besides, which count what is held.
         self._look(begin[: len(self.structure.choices)])
         if not self._weights.size:
-            self._weights = self._on_critical_path(self.seen[0].timeline)
+            self._weights = self._parts_of_path(self.seen[0])
         for _ in range(rounds):
             weights, most = self._next_weights()
             if self.search.clock.late() or most <= self.bound * (1 + _TOLERANCE):
@@ -101,15 +106,15 @@ class MakespanSearch:
             if self.best is not None and self.best.makespan_s <= self.bound * (1 + _TOLERANCE):
                 return
 
-    def _on_critical_path(self, timeline: Timeline) -> Floats:
-        """Of each resource its part of a timeline's critical path: weights from which others are soon found."""
-        tasks, kinds = timeline.tasks, self.space.resources.kinds
+    def _parts_of_path(self, known: Scheduled) -> Floats:
+        """Of each resource its part of a critical path: weights from which others are soon found."""
+        tasks, kinds = known.timeline.tasks, self.space.resources.kinds
         found = np.full(len(self.space.alone), _LEAST_WEIGHT)
-        kind_of = dict(zip(tasks.group_of.tolist(), self.costs.kind_of.tolist(), strict=True))
+        kind_of = kinds_of_groups(tasks, self.costs)
         link_of = {link: kinds + n for n, link in enumerate(links_of(self.costs))}
-        for task, group in critical_path(timeline):
+        for task, group in known.path:
             at = link_of.get(tasks.machine[task], kind_of[group])
-            found[at] += float(tasks.seconds[task, group]) / timeline.makespan_s
+            found[at] += float(tasks.seconds[task, group]) / known.makespan_s
         return np.pad(found / found.sum(), (0, len(self.chains) - found.size))
 
     def is_exact(self, known: Scheduled) -> bool:
@@ -146,23 +151,23 @@ class MakespanSearch:
         candidate = self.search.maker.chosen(self.builder, choices)
         instructions = candidate.program.instructions
         timeline = schedule(tasks_of(candidate.program, candidate.sizes, self.costs))
-        found = Scheduled(candidate, timeline, choices, self._chain_costs.occupancy(choices.tolist()))
+        path = critical_path(timeline)
+        found = Scheduled(candidate, timeline, path, choices, self._chain_costs.occupancy(choices.tolist()))
         self.seen.append(found)
         if candidate.memory <= self.search.limit and (self.best is None or found.makespan_s < self.best.makespan_s):
             self.best = found
-        path = critical_path(timeline)
-        self._paths.append(self._on_path(path, found))
+        self._paths.append(self._on_path(found))
         self._cuts.update(turning_ops(path, timeline.tasks, instructions))
         known = {chain.key for chain in self.chains}
-        self.chains += [c for c in self.space.longest(found.taken, sorted(self._cuts)) if c.key not in known]
+        self.chains += [c for c in self.space.longest(found.taken, self._cuts) if c.key not in known]
 
-    def _on_path(self, path: list[Step], found: Scheduled) -> Chain:
-        """What lies on a path, in place of a chain."""
+    def _on_path(self, found: Scheduled) -> Chain:
+        """What lies on a critical path, in place of a chain."""
         tasks, instructions = found.timeline.tasks, found.candidate.program.instructions
         ops, values = (np.full_like(x, -1) for x in (self.space.alone[0].ops, self.space.alone[0].values))
-        kind_of = dict(zip(tasks.group_of.tolist(), self.costs.kind_of.tolist(), strict=True))
+        kind_of = kinds_of_groups(tasks, self.costs)
         links = {axis: n for n, axes in enumerate(self.space.resources.links) for axis in axes}
-        for task, group in path:
+        for task, group in found.path:
             for i in (instructions[at] for at in tasks.instructions[task]):
                 if isinstance(i, Compute) and not self.space.in_block[i.op]:
                     ops[i.op] = kind_of[group]
@@ -294,7 +299,7 @@ def _balanced(found: Scheduled, costs: CostModel, limit: float) -> Sizes | None:
     """Sizes of a program that share its critical path better between devices and link; None where they gain nothing."""
     candidate, tasks = found.candidate, found.timeline.tasks
     spent = dict.fromkeys(Machine, 0.0)
-    for task, group in critical_path(found.timeline):
+    for task, group in found.path:
         spent[tasks.machine[task]] += float(tasks.seconds[task, group])
     computing, total = spent[Machine.COMPUTE], sum(spent.values())
     sizer = candidate.sizer
@@ -306,6 +311,11 @@ def _balanced(found: Scheduled, costs: CostModel, limit: float) -> Sizes | None:
     return sizes if makespan < found.makespan_s * (1 - SETTLED) else None
 
 
+def kinds_of_groups(tasks: TaskGraph, costs: CostModel) -> dict[int, int]:
+    """Group of devices -> the number of their kind: those of a group are of one."""
+    return dict(zip(tasks.group_of.tolist(), costs.kind_of.tolist(), strict=True))
+
+
 def busy_seconds(timeline: Timeline, costs: CostModel) -> dict[int, float]:
     """Of each kind of device, by its number, the seconds that the busiest of its devices computes, and those that
     collectives take together (`LINK`); of both what takes everything."""
@@ -314,7 +324,7 @@ def busy_seconds(timeline: Timeline, costs: CostModel) -> dict[int, float]:
     everything = machine == Machine.EVERYTHING
     each = tasks.seconds[(machine == Machine.COMPUTE) | everything].sum(axis=0)
     found = {LINK: float(tasks.seconds[np.isin(machine, LINKS) | everything].max(axis=1, initial=0.0).sum())}
-    for group, kind in zip(tasks.group_of.tolist(), costs.kind_of.tolist(), strict=True):
+    for group, kind in kinds_of_groups(tasks, costs).items():
         found[kind] = max(found.get(kind, 0.0), float(each[group]))
     return found
 

@@ -20,6 +20,9 @@ from hapsynth.search.memory.profile import MemoryProfile, joined_shares, largest
 from hapsynth.search.sizing.class_costs import ClassCosts, CommTerm, ComputeTerm
 from hapsynth.search.solver import Ints
 
+_WorkRow = tuple[tuple[tuple[int, float], ...], tuple[float, ...]]
+"""A share as (column, coefficient) pairs, and the seconds that a work takes a device: fixed, of computing and moving at
+a share of 1, and of moving besides."""
 _OUT_OF_TIME = 1
 """`scipy.optimize.linprog`'s status."""
 
@@ -121,6 +124,19 @@ class RatioLP:
             return None, -self.constant
         return (None, np.inf) if found.x is None else (found.x, float(found.fun) * unit)
 
+    @property
+    def _streams(self) -> Ints:
+        """int [devices]: of devices with one number a work takes as long as the slowest."""
+        return np.zeros(self.costs.n, dtype=np.int64)
+
+    def _add_computed(self, stream: int, column: int, seconds: float) -> None:
+        """A stream computes so many seconds for each unit of a variable."""
+        self.objective[column] += seconds
+
+    def _add_sent(self, column: int, seconds: float) -> None:
+        """Collectives take so many seconds for each unit of a variable."""
+        self.objective[column] += seconds
+
     def _add_objective(self) -> None:
         """What is minimized beside what has been added."""
 
@@ -172,7 +188,7 @@ class RatioLP:
                     rest *= largest_of(self.sizes, other) if m != n else 1.0
                 for other in wire.over:
                     rest /= max(largest_of(self.sizes, other), 1e-300)
-                self.objective[self._largest(cut)] += rest
+                self._add_sent(self._largest(cut), rest)
 
     def _add_works(self) -> None:
         for works in self.works:
@@ -189,18 +205,24 @@ class RatioLP:
             others = [held if n == k else self.loads.fraction(self.sizes, o) for n, o in enumerate(works.cuts)]
             some = distinct(self.costs.kind_of, [which, held, *others])
             shares = [self._share(works.cuts[k], int(p)) for p in place[some]]
+            streams = self._streams[some].tolist()
             roofline = Roofline(self.costs.figures, list(works.counts))
             lines = zip(*self._lines(roofline, k, others), strict=True)
             for count, line in zip(works.counts.values(), lines, strict=True):
                 rows = np.stack(line).T
-                t = len(self.objective)
                 unit = float(rows.max()) or 1.0
-                self.objective.append(count * self.times[c] * unit)
                 rows = (rows[some] / unit).tolist()
-                for share, row in dict.fromkeys((tuple(s.items()), tuple(r)) for s, r in zip(shares, rows) if s):
-                    start, busy, moving, still = row
-                    self.rows.add({**{i: x * busy for i, x in share}, t: -1.0}, -start)
-                    self.rows.add({**{i: x * moving for i, x in share}, t: -1.0}, -start - still)
+                of_streams: dict[int, dict[_WorkRow, None]] = {}
+                for stream, share, row in zip(streams, shares, rows, strict=True):
+                    known = of_streams.setdefault(stream, {})
+                    known.update({(tuple(share.items()), tuple(row)): None} if share else {})
+                for stream, known in of_streams.items():
+                    t = len(self.objective)
+                    self.objective.append(0.0)
+                    self._add_computed(stream, t, count * self.times[c] * unit)
+                    for share, (start, busy, moving, still) in known:
+                        self.rows.add({**{i: x * busy for i, x in share}, t: -1.0}, -start)
+                        self.rows.add({**{i: x * moving for i, x in share}, t: -1.0}, -start - still)
 
     def _add_boundaries(self) -> None:
         """Linear in how far each boundary between shards moves: the most that rows go up, and down, past one. The
