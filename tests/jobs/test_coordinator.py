@@ -16,7 +16,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the option is L
 
 
 def connected(timeout_ms: int) -> tuple[socket.socket, socket.socket, int]:
-    """Two ends of a connection whose sent bytes are to be acknowledged in time, and the port of the one that listened."""
+    """Two ends of a connection that bear so long a silence, and the port of the one that listened."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         here = socket.create_connection(server.getsockname())
         there, _ = server.accept()
