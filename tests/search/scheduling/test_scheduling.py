@@ -18,6 +18,7 @@ from hapsynth.search.cost.program_cost import instruction_costs, program_cost
 from hapsynth.search.scheduling.list_schedule import least_makespan, schedule
 from hapsynth.search.scheduling.tasks import LINKS, Machine, TaskGraph, tasks_of
 from hapsynth.search.scheduling.timeline import simulate
+from hapsynth.search.scheduling.waits import waits
 
 MACHINES = [Machine.COMPUTE] * 5 + [Machine.NETWORK] * 3 + [Machine.INTRA, Machine.LOCAL]
 
@@ -132,6 +133,7 @@ def test_work_is_done_at_the_rate_that_contention_leaves(seed: int) -> None:
             beside = np.array([sum(max(0.0, min(b, e) - max(a, s)) for a, b in windows) for s, e in zip(begun, ended)])
             assert ended - begun - beside * (1 - 1 / slow) == pytest.approx(tasks.seconds[task], abs=1e-9)
             assert all((begun >= m - 1e-9).all() for m in made)
+    assert sum(waits(found).values(), np.zeros(2)) == pytest.approx(found.exposed, abs=1e-9)
     # What no order goes below: a device's work, and what a link's collectives keep it from meanwhile.
     for link in LINKS:
         busy = sum(tasks.seconds[t, 0] for t in sent if tasks.machine[t] is link)
