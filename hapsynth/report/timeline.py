@@ -16,7 +16,7 @@ from hapsynth.search.scheduling.timeline import Timeline
 from hapsynth.search.scheduling.waits import waits
 
 _COLUMNS = 72
-_LINK_NAMES = dict(zip(LINKS, ("network", "links inside hosts"), strict=True))
+_LINK_NAMES: dict[Machine, str] = dict(zip(LINKS, ("network", "links inside hosts"), strict=True))
 
 
 def hidden(communication_s: float, exposed_s: float) -> str:

@@ -20,15 +20,12 @@ from hapsynth.instructions.program.program import (
     Program,
     ProgramError,
     Property,
-    bundles_of,
     nested,
     reads,
     writes,
 )
 from hapsynth.instructions.program.sizes import Classes, Node, Sizes, cut_nodes, layout_nodes, tied
 from hapsynth.instructions.rules.factor_table import FactorTable
-from hapsynth.instructions.staging.buckets import family, independent
-from hapsynth.instructions.staging.buckets import family, independent
 
 
 def check(graph: Graph, program: Program, sizes: Sizes | None = None) -> None:
@@ -48,8 +45,6 @@ def check(graph: Graph, program: Program, sizes: Sizes | None = None) -> None:
             raise ProgramError(f"input {graph.values[value]} cannot be partial: {format_layout(layout)}")
         state.add((value, layout))
     state = _Replay(graph, table, axes).block(nested(graph, program.instructions), state)
-    _check_bundles(graph, program)
-    _check_bundles(graph, program)
     if len(program.outputs) != len(graph.outputs):
         raise ProgramError(f"{len(program.outputs)} outputs for a function with {len(graph.outputs)}")
     for position, (operand, layout) in enumerate(zip(graph.outputs, program.outputs)):
@@ -69,32 +64,6 @@ def check(graph: Graph, program: Program, sizes: Sizes | None = None) -> None:
     if sizes is not None:
         sizes.check(program.axes)
         _check_cuts(graph, program, table, sizes.classes)
-
-
-def _check_bundles(graph: Graph, program: Program) -> None:
-    """Whether what goes as one can: collectives of one kind that stand together and need nothing of one another."""
-    for bundle, places in bundles_of(program.instructions).items():
-        steps = [i for at in places if isinstance(i := program.instructions[at], Convert)]
-        kinds = {family(step, str(graph.values[step.value].dtype)) if step.is_collective else None for step in steps}
-        if len(kinds) > 1 or None in kinds:
-            raise ProgramError(f"bundle {bundle} has steps that cannot go as one")
-        if any(step.region for step in steps) or places != [*range(places[0], places[-1] + 1)]:
-            raise ProgramError(f"the instructions of bundle {bundle} do not stand together, outside loops and branches")
-        if not all(independent(steps[:n], step) for n, step in enumerate(steps)):
-            raise ProgramError(f"bundle {bundle} has a collective that needs what another one makes")
-
-
-def _check_bundles(graph: Graph, program: Program) -> None:
-    """Whether what goes as one can: collectives of one kind that stand together and need nothing of one another."""
-    for bundle, places in bundles_of(program.instructions).items():
-        steps = [i for at in places if isinstance(i := program.instructions[at], Convert)]
-        kinds = {family(step, str(graph.values[step.value].dtype)) if step.is_collective else None for step in steps}
-        if len(kinds) > 1 or None in kinds:
-            raise ProgramError(f"bundle {bundle} has steps that cannot go as one")
-        if any(step.region for step in steps) or places != [*range(places[0], places[-1] + 1)]:
-            raise ProgramError(f"the instructions of bundle {bundle} do not stand together, outside loops and branches")
-        if not all(independent(steps[:n], step) for n, step in enumerate(steps)):
-            raise ProgramError(f"bundle {bundle} has a collective that needs what another one makes")
 
 
 def _check_cuts(graph: Graph, program: Program, table: FactorTable, classes: Classes) -> None:
