@@ -99,7 +99,7 @@ class Result:
     """Whether `cost_s` is the makespan of the program in its order, its collectives beside what is computed; else it is
     the sum over its instructions."""
     exposed_communication_s: float = 0.0
-    """With overlap: seconds in which the device that computes longest does not compute."""
+    """With overlap: seconds in which the device that computes longest computes nothing, until its last result."""
     clocks_s: Mapping[str, float] = field(default_factory=dict[str, float])
     """With overlap: by name, how long each kind of device computes, and each link is taken. No step is shorter."""
     exact: bool = False

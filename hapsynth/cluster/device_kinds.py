@@ -26,6 +26,8 @@ DEFAULT_OVERHEAD = 5e-6
 DEFAULT_EFFICIENCY = 0.5
 # What float64 costs where a kind doesn't say: the rate of the consumer chips (GA102, AD102), 1/64 of float32's.
 _FLOAT64_FRACTION = 1 / 64
+# Of a kind that says nothing: collectives take nothing of its time. Known GPUs have a default in devices.toml.
+_NO_CONTENTION = 1.0
 
 _RATES = ("float64", "float32", "tf32", "float16", "bfloat16")
 # The first rate that the kind has is the one that a dtype gets. XLA runs float32 contractions on the TF32
@@ -42,6 +44,8 @@ _FALLBACK = {
 _MEASURED = tuple(d for d in _RATES if d != "tf32")
 """A measured float32 is at whatever precision JAX gives it."""
 _DIGEST = "[0-9a-f]{12}"
+_CONTENTIONS = ("contention", "default_contention")
+_AT_LEAST_1 = "is how many times as long computing takes while a collective runs, at least 1"
 
 
 def _positive(owner: str, what: str, value: float, *, zero: bool = False) -> None:
@@ -71,8 +75,10 @@ class DeviceKind:
     signature (`hapsynth.search.analysis.op_signature`), ops of a function that were measured themselves; they go before
     `measured`. Not to be changed. `source`: where the figures stand; not compared. `price_per_hour`: of one device, in
     any currency, None where it is not known; not compared. `granularity`: below which sizes it works for nothing.
+    `contention`: how many times as long computing takes while a collective runs, measured or stated; None where it is
+    not known, and `default_contention` has to do, which is not compared.
 
-    Raises ClusterError for a figure that is not finite and positive (`overhead` may be 0).
+    Raises ClusterError for a figure that is not finite and positive (`overhead` may be 0), or a contention below 1.
     """
 
     name: str
@@ -86,6 +92,8 @@ class DeviceKind:
     source: str = field(default="", compare=False)
     price_per_hour: float | None = field(default=None, compare=False)
     granularity: Granularity = DEFAULT_GRANULARITY
+    contention: float | None = None
+    default_contention: float = field(default=_NO_CONTENTION, compare=False)
 
     def __post_init__(self) -> None:
         owner = f"device kind {self.name!r}"
@@ -106,6 +114,11 @@ class DeviceKind:
             _positive(owner, "price_per_hour", self.price_per_hour)
         if self.efficiency > 1:
             raise ClusterError(f"{owner}: efficiency = {self.efficiency!r} is a fraction of the peak, at most 1")
+        for key in _CONTENTIONS:
+            if (factor := getattr(self, key)) is not None:
+                _positive(owner, key, factor)
+                if factor < 1:
+                    raise ClusterError(f"{owner}: {key} = {factor!r} {_AT_LEAST_1}")
         for op_class, by_dtype in self.measured.items():
             if op_class not in OP_CLASSES:
                 raise ClusterError(f"{owner}: measured has no class {op_class!r}; {nearest(op_class, OP_CLASSES)}")
@@ -118,6 +131,11 @@ class DeviceKind:
 
     def __hash__(self) -> int:
         return hash((self.name, tuple(self.flops.items()), self.bandwidth, self.memory))
+
+    @property
+    def slowdown(self) -> float:
+        """How many times as long computing takes while a collective runs, as far as that is known."""
+        return self.default_contention if self.contention is None else self.contention
 
     def curve(self, op_class: str, dtype: object) -> Curve | None:
         """Seconds by FLOPs as measured for a class of ops and a dtype, or for what they count as; None where nothing
@@ -209,6 +227,7 @@ _KIND_KEYS = (
     "source",
     "price_per_hour",
     "granularity",
+    *_CONTENTIONS,
 )
 
 
@@ -236,6 +255,11 @@ def read_kind(name: str, table: Table, kinds: Mapping[str, DeviceKind]) -> Devic
     efficiency = table.number("efficiency") if "efficiency" in table else None
     if efficiency is not None and efficiency > 1:
         raise table.error("efficiency", f"= {efficiency!r} is a fraction of the peak rate, at most 1")
+    for key in _CONTENTIONS:
+        if key in table and (factor := table.number(key)) < 1:
+            raise table.error(key, f"= {factor!r} {_AT_LEAST_1}")
+    # A known GPU in full, as files have it, is still that GPU.
+    usual = (base or kinds.get(name) or _NOMINAL).default_contention
     memory = figure("memory", base and base.memory, lambda: table.quantity("memory", "MEMORY"))
     if memory < 1:
         raise table.error("memory", f"= {table.data['memory']!r} is less than one byte")
@@ -251,6 +275,8 @@ def read_kind(name: str, table: Table, kinds: Mapping[str, DeviceKind]) -> Devic
         source=table.text("source") if "source" in table else _source_on(base, table),
         price_per_hour=table.number("price_per_hour") if "price_per_hour" in table else base and base.price_per_hour,
         granularity=read_granularity(table, (base or _NOMINAL).granularity),
+        contention=table.number("contention") if "contention" in table else base and base.contention,
+        default_contention=figure("default_contention", usual, lambda: table.number("default_contention")),
     )
     return kind.faster(table.number("speed")) if "speed" in table else kind
 
@@ -290,8 +316,9 @@ def read_kinds(table: Table, known: Mapping[str, DeviceKind]) -> dict[str, Devic
     return kinds
 
 
-def write_kind(kind: DeviceKind) -> dict[str, object]:
-    """The [kinds.NAME] table that `read_kind` reads back as an equal kind."""
+def write_kind(kind: DeviceKind, *, defaults: bool = False) -> dict[str, object]:
+    """The [kinds.NAME] table that `read_kind` reads back as an equal kind; `defaults`: with what it goes by where
+    nothing was measured."""
     curves = lambda by: {dtype: write_curve(curve, _units.WORK) for dtype, curve in by.items()}
     measured = {op_class: curves(by_dtype) for op_class, by_dtype in kind.measured.items()}
     ops = {s: {"op": op.op, "seconds": write_curve(op.curve, _units.WORK)} for s, op in kind.ops.items()}
@@ -306,6 +333,8 @@ def write_kind(kind: DeviceKind) -> dict[str, object]:
         **({"ops": ops} if ops else {}),
         **({"granularity": granularity} if (granularity := write_granularity(kind.granularity)) else {}),
         **({"price_per_hour": kind.price_per_hour} if kind.price_per_hour is not None else {}),
+        **({"contention": kind.contention} if kind.contention is not None else {}),
+        **({"default_contention": kind.default_contention} if defaults and kind.slowdown != kind.contention else {}),
     }
 
 

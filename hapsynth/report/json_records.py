@@ -51,6 +51,7 @@ def search_record(plan: Plan) -> dict[str, Any]:
         "gap": finite(result.gap),
         "overlap": result.overlap,
         "exposed_communication_s": finite(result.exposed_communication_s) if result.overlap else None,
+        "communication_s": finite(plan.timeline.communication_s) if result.overlap else None,
         "clocks": dict(result.clocks_s),
         "joint_lower_bound_s": finite(result.joint_lower_bound_s),
         "joint_gap": finite(result.joint_gap),
@@ -92,7 +93,9 @@ def infeasible_record(
         **dict.fromkeys(("mesh_used", "with_all_s")),
         **{key: timings.get(key) for key in _TIMINGS},
         **dict.fromkeys(("cost_s", "lower_bound_s", "gap", "joint_lower_bound_s", "joint_gap")),
-        **dict.fromkeys(("overlap", "exposed_communication_s", "clocks", "ratio_bound_s", "rounding_gap")),
+        **dict.fromkeys(
+            ("overlap", "exposed_communication_s", "communication_s", "clocks", "ratio_bound_s", "rounding_gap")
+        ),
         **dict.fromkeys(("expanded", "sweeps", "states", "interrupted")),
         "status": "infeasible",
         "message": message,

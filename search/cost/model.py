@@ -90,6 +90,8 @@ class CostModel:
         # What devices count alike is shared.
         self._works, self._amounts = self._counted.setdefault(self.figures.granularities, ({}, {}))
         self.overhead, self.bandwidth = self.figures.overhead[self.kind_of], self.figures.bandwidth[self.kind_of]
+        self.slowdown = np.array([kind.slowdown for kind in self.kinds])[self.kind_of]
+        """float64 [devices]: how many times as long computing takes each while a collective runs."""
         self.room = room
         self.links = axis_links(cluster, self.axes)
         self._speeds: dict[tuple[str, str], Speeds] = {}

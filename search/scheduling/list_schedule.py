@@ -19,17 +19,16 @@ import numpy as np
 from hapsynth.instructions.program.program import Program
 from hapsynth.instructions.program.sizes import Sizes
 from hapsynth.search.cost.model import CostModel, Floats
-from hapsynth.search.scheduling.tasks import Machine, TaskGraph, tasks_of
+from hapsynth.search.scheduling.tasks import LINKS, Machine, TaskGraph, tasks_of
 from hapsynth.search.scheduling.timeline import Timeline, simulate
 
 _ROUNDS = 3
 _LEAST_GAIN = 1e-6
 
 
-def schedule(tasks: TaskGraph, slowdown: Floats | None = None, *, quick: bool = False) -> Timeline:
-    """The timeline of the best order found. `slowdown`: as `simulate` has it. `quick`: only the most promising of the
-    orders are looked at."""
-    found = [simulate(tasks, order, slowdown) for order in _orders(tasks, quick)]
+def schedule(tasks: TaskGraph, *, quick: bool = False) -> Timeline:
+    """The timeline of the best order found. `quick`: only the most promising of the orders are looked at."""
+    found = [simulate(tasks, order) for order in _orders(tasks, quick)]
     return min(found, key=lambda timeline: timeline.makespan_s)
 
 
@@ -45,10 +44,12 @@ def ordered(program: Program, timeline: Timeline) -> Program:
 
 
 def least_makespan(tasks: TaskGraph) -> float:
-    """Seconds below which no order of the tasks comes, with computing as fast beside a collective as alone.
+    """Seconds below which no order of the tasks comes.
 
-    The preemptive one-machine bound of each machine: a task has a head, the longest path before it, and a tail, the
-    longest path after it, and the largest tail goes first (Jackson 1955; Carlier 1982).
+    Of a device that computes c times as long beside a collective: its work and 1 - 1/c of what a link sends, as in each
+    of these seconds that much less is done. With computing as fast as alone: the preemptive one-machine bound of each
+    machine. A task has a head, the longest path before it, and a tail, the longest path after it, and the largest tail
+    goes first (Jackson 1955; Carlier 1982).
     """
     forward = range(len(tasks.machine))
     heads = _longest_paths(tasks, tasks.makers, forward)
@@ -64,6 +65,10 @@ def least_makespan(tasks: TaskGraph) -> float:
                 # A collective takes all devices.
                 head, tail = heads[mine].max(axis=1), tails[mine].max(axis=1)
             found = max(found, _preemptive_bound(head.tolist(), seconds.tolist(), tail.tolist()))
+    if tasks.slowdown is not None:
+        work = tasks.seconds[(machine == Machine.COMPUTE) | (machine == Machine.EVERYTHING)].sum(axis=0)
+        sent = max(float(tasks.seconds[machine == link].max(axis=1, initial=0.0).sum()) for link in LINKS)
+        found = max(found, float((work + (1 - 1 / tasks.slowdown) * sent).max(initial=0.0)))
     return found
 
 

@@ -8,18 +8,18 @@ goes on beside it. Slices of what is there already take no time.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import cached_property
 from math import fsum
 
 import numpy as np
 
-from hapsynth.instructions.program.program import Block, Compute, Instruction, Program, Property, nested
+from hapsynth.instructions.program.program import Block, Compute, Convert, Instruction, Program, Property, nested
 from hapsynth.instructions.program.sizes import Sizes
 from hapsynth.search.cost.model import CostModel, Floats, Ints
-from hapsynth.search.cost.program_cost import conversion_cost, instruction_costs, load_seconds, shares
+from hapsynth.search.cost.program_cost import Cost, conversion_cost, instruction_costs, load_seconds, shares
 from hapsynth.search.cost.program_index import ProgramIndex
 
 
@@ -42,7 +42,8 @@ class TaskGraph:
 
     `seconds`: float64 [tasks, groups], how long a task takes each group of devices; those of a collective are alike.
     `group_of`: int [devices]. `instructions`: per task, the program's by their places; none for an argument that is
-    fed.
+    fed. `slowdown`: float64 [groups], how many times as long computing takes each while something is sent; None for
+    as long as alone. `sent_in`: of a loop or branch, its seconds in which it sends.
     """
 
     machine: tuple[Machine, ...]
@@ -50,6 +51,8 @@ class TaskGraph:
     makers: tuple[tuple[int, ...], ...]
     instructions: tuple[tuple[int, ...], ...]
     group_of: Ints
+    slowdown: Floats | None = None
+    sent_in: Mapping[int, float] = field(default_factory=dict[int, float])
 
     @cached_property
     def users(self) -> tuple[tuple[int, ...], ...]:
@@ -85,6 +88,7 @@ class _Builder:
         self.makers: list[tuple[int, ...]] = []
         self.instructions: list[tuple[int, ...]] = []
         self.made: dict[Property, int] = {}
+        self.sent_in: dict[int, float] = {}
 
     def graph(self) -> TaskGraph:
         leader = self._leaders()
@@ -95,14 +99,17 @@ class _Builder:
         for item in nested(source, self.program.instructions).items:
             if isinstance(item, Block):
                 places = range(at, at + sum(1 for _ in item.flat()))
-                machine, seconds = Machine.EVERYTHING, fsum(self._together[places.start : places.stop])
+                inside = self._together[places.start : places.stop]
+                machine, seconds = Machine.EVERYTHING, fsum(cost.seconds for cost in inside)
+                self.sent_in[len(self.machine)] = fsum(c.seconds for c in inside if isinstance(c.instruction, Convert))
             else:
                 places = range(at, at + 1)
                 machine, seconds = self._one(at, item)
             self._run(places, machine, np.broadcast_to(seconds, self.costs.n)[alone])
             at = places.stop
         seconds = np.array(self.seconds).reshape(len(self.machine), alone.size)
-        return TaskGraph(tuple(self.machine), seconds, tuple(self.makers), tuple(self.instructions), group_of)
+        graph = tuple(self.machine), seconds, tuple(self.makers), tuple(self.instructions), group_of
+        return TaskGraph(*graph, self.costs.slowdown[alone], self.sent_in)
 
     def _one(self, at: int, i: Instruction) -> tuple[Machine, float | Floats]:
         """What an instruction in no loop or branch takes, and its seconds [devices], or on all alike."""
@@ -129,12 +136,12 @@ class _Builder:
         self.made.update((p, task) for _, written in every for p in written)
 
     @cached_property
-    def _together(self) -> list[float]:
-        """Seconds of each instruction as if all devices waited for the slowest."""
-        return [cost.seconds for cost in instruction_costs(self.program, self.sizes, self.costs)]
+    def _together(self) -> list[Cost]:
+        """Of each instruction as if all devices waited for the slowest."""
+        return list(instruction_costs(self.program, self.sizes, self.costs))
 
     def _leaders(self) -> list[int]:
         """Of each device the first that takes as long over everything."""
-        columns = np.array([*self.loads, *self.fed.values()]).reshape(-1, self.costs.n).T
+        columns = np.array([*self.loads, *self.fed.values(), self.costs.slowdown]).T
         first: dict[bytes, int] = {}
         return [first.setdefault(column.tobytes(), device) for device, column in enumerate(columns)]

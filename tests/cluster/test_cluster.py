@@ -332,3 +332,22 @@ def test_planning_starts_no_backend() -> None:
     env = {**os.environ, "JAX_PLATFORMS": "none_such"}
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (0, "8\n"), done.stderr
+
+
+def test_contention_is_measured_or_the_default_of_the_kind(tmp_path: Path) -> None:
+    text = GOOD.replace("count = 4", 'count = 3\n[[devices]]\nkind = "mine"')
+    cluster = load(tmp_path, text + '[kinds.mine]\nbase = "T4"\nspeed = 0.5')
+    known, mine = cluster.kinds
+    assert (known.contention, known.slowdown) == (None, known_kinds()["V100-16GB"].default_contention)
+    assert mine.slowdown == known_kinds()["T4"].default_contention > 1
+    # Files of plans without overlap don't have it: a kind of a known name is that one.
+    assert [k.slowdown for k in Cluster.from_dict(cluster.to_dict()).kinds] == [known.slowdown, 1.0]
+    assert not any("contention" in key for table in cluster.to_dict()["kinds"].values() for key in table)  # type: ignore[union-attr]
+    cluster.save(tmp_path / "saved.toml")
+    assert [k.slowdown for k in Cluster.load(tmp_path / "saved.toml").kinds] == [known.slowdown, mine.slowdown]
+    stated = load(tmp_path, text + '[kinds.mine]\nbase = "T4"\ncontention = 1.5')
+    stated.save(tmp_path / "saved.toml")
+    assert Cluster.load(tmp_path / "saved.toml") == stated != cluster
+    assert stated.kinds[1].slowdown == 1.5
+    with pytest.raises(ClusterError, match=r"contention = 0\.9 is how many times as long .* at least 1"):
+        replace(mine, contention=0.9)

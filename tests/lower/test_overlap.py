@@ -123,6 +123,8 @@ def test_where_nothing_can_overlap_it_is_said() -> None:
         assert why in other.overlap_reason
         assert other.program == plan.program
         assert_close(jax.tree.leaves(other.unshard(other(*LAYERS))), jax.jit(layers)(*LAYERS))
+    with pytest.raises(ValueError, match=r"runs as one program.*give form='staged'"):
+        hapsynth.Plan(plan.traced, plan.result, plan.cluster, plan.mesh, plan.fn, form="switch").recorded()
     without = hapsynth.Plan(plan.traced, plan.result, plan.cluster, overlap=True)
     assert (without.overlap, without.overlap_reason) == (False, "the plan was made without its devices")
 
