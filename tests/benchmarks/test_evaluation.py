@@ -80,6 +80,24 @@ def test_a_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.splitlines()[2].startswith("| mlp 1 | poplar_b | ")
 
 
+def test_scaling(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Even devices are an eighth of a host or whole ones, and the unlike ones a quarter fast."""
+    from scaling import cluster
+
+    assert [k.name for k in cluster("unlike", 16).devices] == ["V100-16GB"] * 4 + ["P100-16GB"] * 12
+    even = cluster("even", 64)
+    assert (even.n, len(even.kinds), len(set(even.hosts))) == (64, 1, 8)
+    file = tmp_path / "rows.json"
+    assert run_script("scaling", "--only", "mlp", "--devices", "8", "--json", str(file), "--budget", "20") == 0
+    rows = json.loads(file.read_text())
+    assert [(row["series"], row["devices"]) for row in rows] == [("unlike", 8), ("even", 8)]
+    for row in rows:
+        assert 0 < row["speed_up"] <= row["at_most"] * (1 + 1e-9)
+        assert row["speed_up"] == pytest.approx(8 * row["alone_s"][0] / row["cost_s"])
+    assert rows[1]["at_most"] == pytest.approx(8)
+    assert capsys.readouterr().out.startswith("series  devices  model")
+
+
 def test_bad_options_are_named(capsys: pytest.CaptureFixture[str]) -> None:
     for option, message in ((["--only", "gpt9"], "'gpt9' is none of"), (["--cluster", "x"], "'x' is none of")):
         assert run_script("evaluation", *option) == 2

@@ -77,6 +77,7 @@ def test_the_examples() -> None:
     assert {name: c.n for name, c in clusters.items()} == {
         "even8": 8,
         "h200_a100": 16,
+        "hap64": 64,
         "lab4": 4,
         "mixed8": 8,
         "paper64": 64,
@@ -332,3 +333,35 @@ def test_planning_starts_no_backend() -> None:
     env = {**os.environ, "JAX_PLATFORMS": "none_such"}
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (0, "8\n"), done.stderr
+
+
+def test_efficiency_of_single_rates(tmp_path: Path) -> None:
+    """What is not named is as in the base; TF32 is apart from float32's ordinary cores."""
+    text = """
+        [[devices]]
+        kind = "one"
+        [[devices]]
+        kind = "other"
+        [intra]
+        bandwidth = "12 GB/s"
+        latency = "10 us"
+        [network]
+        bandwidth = "10 Gbit/s"
+        latency = "10 us"
+        [kinds.one]
+        base = "A100-40GB"
+        efficiency = { tf32 = 0.25, float16 = 0.3 }
+        [kinds.other]
+        base = "one"
+        efficiency = { float32 = 0.75 }
+    """
+    file = tmp_path / "c.toml"
+    file.write_text(text)
+    cluster = Cluster.load(file)
+    one, other = cluster.devices
+    assert one.rate("float32") == 0.25 * one.flops["tf32"]
+    assert (one.rate("float16"), one.rate("bfloat16")) == (0.3 * 312e12, 0.5 * 312e12)
+    assert one.rate("int32") == 0.5 * 19.5e12
+    assert other.rate("int32") == 0.75 * 19.5e12
+    assert other.rate("float32") == one.rate("float32")
+    assert Cluster.from_dict(cluster.to_dict()).devices == cluster.devices
