@@ -46,7 +46,7 @@ def cluster(series: str, devices: int) -> Cluster:
         first = full.devices.index(slow)
         return full.subset((*range(devices // 4), *range(first, first + devices - devices // 4)))
     hosts = tuple(d // _PER_HOST for d in range(devices))
-    return replace(full, name=f"even{devices}", devices=(fast,) * devices, hosts=hosts, network=_FDR)
+    return replace(full, name=f"even{devices}", devices=(fast,) * devices, hosts=hosts, network=_FDR, axes=())
 
 
 def one(row: dict[str, Any], budget: float | None, *, overlap: bool) -> dict[str, Any]:
