@@ -26,9 +26,10 @@ _ROUNDS = 3
 _LEAST_GAIN = 1e-6
 
 
-def schedule(tasks: TaskGraph, slowdown: Floats | None = None) -> Timeline:
-    """The timeline of the best order found. `slowdown`: as `simulate` has it."""
-    found = [simulate(tasks, order, slowdown) for order in _orders(tasks)]
+def schedule(tasks: TaskGraph, slowdown: Floats | None = None, *, quick: bool = False) -> Timeline:
+    """The timeline of the best order found. `slowdown`: as `simulate` has it. `quick`: only the most promising of the
+    orders are looked at."""
+    found = [simulate(tasks, order, slowdown) for order in _orders(tasks, quick)]
     return min(found, key=lambda timeline: timeline.makespan_s)
 
 
@@ -101,8 +102,9 @@ def _preemptive_bound(head: Sequence[float], seconds: Sequence[float], tail: Seq
     return found
 
 
-def _orders(tasks: TaskGraph) -> list[tuple[int, ...]]:
-    """Orders worth a look, none of them twice."""
+def _orders(tasks: TaskGraph, quick: bool) -> list[tuple[int, ...]]:
+    """Orders worth a look, none of them twice; `quick`: those from the best priority, the last improvement and what it
+    began from."""
     makers, users, longest = tasks.makers, tasks.users, tasks.longest
     count = len(longest)
     to_end, from_start, first = [0.0] * count, [0.0] * count, [0.0] * count
@@ -115,12 +117,16 @@ def _orders(tasks: TaskGraph) -> list[tuple[int, ...]]:
         first[task] = float(task) if computes else min((first[u] for u in users[task]), default=float(count))
     _, ended = _greedy(tasks, users, makers, [-x for x in from_start])
     priorities = [-x for x in to_end], first, [-x for x in ended]
-    return list(dict.fromkeys(tuple(order) for priority in priorities for order in _improved(tasks, priority)))
+    begun = [_greedy(tasks, makers, users, priority) for priority in priorities]
+    if quick:
+        best = min(begun, key=lambda order_and_ends: max(order_and_ends[1], default=0.0))
+        improved = _improved(tasks, *best)
+        return [tuple(order) for order in (improved[0], *improved[1:][-1:])]
+    return list(dict.fromkeys(tuple(order) for each in begun for order in _improved(tasks, *each)))
 
 
-def _improved(tasks: TaskGraph, priority: Sequence[float]) -> list[list[int]]:
-    """The order by a priority, and what it becomes forward and backward in turn."""
-    order, ended = _greedy(tasks, tasks.makers, tasks.users, priority)
+def _improved(tasks: TaskGraph, order: list[int], ended: list[float]) -> list[list[int]]:
+    """An order in which tasks end as given, and what it becomes forward and backward in turn."""
     found, least = [order], max(ended, default=0.0)
     for _ in range(_ROUNDS):
         _, backward = _greedy(tasks, tasks.users, tasks.makers, [-x for x in ended])
