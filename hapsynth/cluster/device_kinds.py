@@ -70,7 +70,8 @@ class DeviceKind:
 
     `flops`: peak FLOP/s for each of float32 (needed), tf32, float16, bfloat16, float64; dense. Not to be changed.
     `bandwidth`: of its own memory, bytes/s. `memory`: bytes. `overhead`: seconds per launched op. `efficiency`:
-    fraction of the peak FLOP/s that is reached, in (0, 1]. `measured`: seconds by FLOPs for a class of ops
+    fraction of the peak FLOP/s that is reached, in (0, 1]; `efficiencies`: of single rates of `flops` that reach
+    another. Not to be changed. `measured`: seconds by FLOPs for a class of ops
     (`OP_CLASSES`) and a dtype, without the overhead; what it has goes before `flops`. Not to be changed. `ops`: by
     signature (`hapsynth.search.analysis.op_signature`), ops of a function that were measured themselves; they go before
     `measured`. Not to be changed. `source`: where the figures stand; not compared. `price_per_hour`: of one device, in
@@ -87,6 +88,7 @@ class DeviceKind:
     memory: int
     overhead: float = DEFAULT_OVERHEAD
     efficiency: float = DEFAULT_EFFICIENCY
+    efficiencies: Mapping[str, float] = field(default_factory=dict[str, float])
     measured: Mapping[str, Mapping[str, Curve]] = field(default_factory=dict[str, Mapping[str, Curve]])
     ops: Mapping[str, MeasuredOp] = field(default_factory=dict[str, MeasuredOp])
     source: str = field(default="", compare=False)
@@ -104,6 +106,11 @@ class DeviceKind:
             if dtype not in _RATES:
                 raise ClusterError(f"{owner}: flops has no dtype {dtype!r}; {nearest(dtype, _RATES)}")
             _positive(owner, f"flops.{dtype}", rate)
+        if self.efficiencies:
+            # All of them, so that equal kinds are equal however they were written.
+            full = {**dict.fromkeys(_RATES, self.efficiency), **self.efficiencies}
+            object.__setattr__(self, "efficiencies", full)
+            object.__setattr__(self, "efficiency", DEFAULT_EFFICIENCY)
         if "float32" not in self.flops:
             raise ClusterError(f"{owner}: flops lacks float32, which the other dtypes fall back to; add it")
         _positive(owner, "bandwidth", self.bandwidth)
@@ -112,8 +119,13 @@ class DeviceKind:
         _positive(owner, "efficiency", self.efficiency)
         if self.price_per_hour is not None:
             _positive(owner, "price_per_hour", self.price_per_hour)
-        if self.efficiency > 1:
-            raise ClusterError(f"{owner}: efficiency = {self.efficiency!r} is a fraction of the peak, at most 1")
+        for dtype, fraction in self.efficiencies.items():
+            if dtype not in _RATES:
+                raise ClusterError(f"{owner}: efficiencies has no dtype {dtype!r}; {nearest(dtype, _RATES)}")
+            _positive(owner, f"efficiencies.{dtype}", fraction)
+        for fraction in (self.efficiency, *self.efficiencies.values()):
+            if fraction > 1:
+                raise ClusterError(f"{owner}: efficiency = {fraction!r} is a fraction of the peak, at most 1")
         for key in _CONTENTIONS:
             if (factor := getattr(self, key)) is not None:
                 _positive(owner, key, factor)
@@ -160,7 +172,12 @@ class DeviceKind:
         float32; 8-bit floats count as float16; integers, bools and whatever is unknown as float32's ordinary cores.
         """
         name = self.counts_as(dtype)
-        return self.efficiency * (self.flops[name] if name else self.flops["float32"] * _FLOAT64_FRACTION)
+        peak = self.flops[name] if name else self.flops["float32"] * _FLOAT64_FRACTION
+        return self.efficiency_at(name) * peak
+
+    def efficiency_at(self, rate: str | None) -> float:
+        """The fraction of the peak that is reached at one of `flops`, as `counts_as` names it."""
+        return self.efficiencies.get(rate or "float64", self.efficiency)
 
     def counts_as(self, dtype: object) -> str | None:
         """Which of `flops` a dtype gets; None for float64 where the kind does not say."""
@@ -252,9 +269,7 @@ def read_kind(name: str, table: Table, kinds: Mapping[str, DeviceKind]) -> Devic
     def figure(key: str, default: float | None, read: Callable[[], float]) -> float:
         return read() if default is None or key in table else default
 
-    efficiency = table.number("efficiency") if "efficiency" in table else None
-    if efficiency is not None and efficiency > 1:
-        raise table.error("efficiency", f"= {efficiency!r} is a fraction of the peak rate, at most 1")
+    efficiency, efficiencies = _read_efficiency(table, base or _NOMINAL)
     for key in _CONTENTIONS:
         if key in table and (factor := table.number(key)) < 1:
             raise table.error(key, f"= {factor!r} {_AT_LEAST_1}")
@@ -269,7 +284,8 @@ def read_kind(name: str, table: Table, kinds: Mapping[str, DeviceKind]) -> Devic
         bandwidth=figure("bandwidth", base and base.bandwidth, lambda: table.quantity("bandwidth", "BANDWIDTH")),
         memory=math.floor(memory),
         overhead=figure("overhead", (base or _NOMINAL).overhead, lambda: table.quantity("overhead", "TIME")),
-        efficiency=efficiency or (base or _NOMINAL).efficiency,
+        efficiency=efficiency,
+        efficiencies=efficiencies,
         measured=_read_measured(table) if "measured" in table else (base or _NOMINAL).measured,
         ops=_read_ops(table) if "ops" in table else (base or _NOMINAL).ops,
         source=table.text("source") if "source" in table else _source_on(base, table),
@@ -279,6 +295,19 @@ def read_kind(name: str, table: Table, kinds: Mapping[str, DeviceKind]) -> Devic
         default_contention=figure("default_contention", usual, lambda: table.number("default_contention")),
     )
     return kind.faster(table.number("speed")) if "speed" in table else kind
+
+
+def _read_efficiency(table: Table, base: DeviceKind) -> tuple[float, dict[str, float]]:
+    """One fraction for all rates, which replaces all that the base has, or a table of some rates', which adds to it."""
+    if "efficiency" not in table:
+        return base.efficiency, dict(base.efficiencies)
+    of_rates = table.table("efficiency", _RATES) if isinstance(table.data["efficiency"], dict) else None
+    where, keys = (table, ["efficiency"]) if of_rates is None else (of_rates, list(of_rates.data))
+    found = {key: where.number(key) for key in keys}
+    for key, fraction in found.items():
+        if fraction > 1:
+            raise where.error(key, f"= {fraction!r} is a fraction of the peak rate, at most 1")
+    return (found["efficiency"], {}) if of_rates is None else (base.efficiency, {**base.efficiencies, **found})
 
 
 def _source_on(base: DeviceKind | None, table: Table) -> str:
@@ -327,7 +356,7 @@ def write_kind(kind: DeviceKind, *, defaults: bool = False) -> dict[str, object]
         "bandwidth": _units.format(kind.bandwidth, _units.BANDWIDTH),
         "memory": _units.format(kind.memory, _units.MEMORY),
         "overhead": _units.format(kind.overhead, _units.TIME),
-        "efficiency": kind.efficiency,
+        "efficiency": dict(kind.efficiencies) or kind.efficiency,
         **({"source": kind.source} if kind.source else {}),
         **({"measured": measured} if measured else {}),
         **({"ops": ops} if ops else {}),

@@ -109,7 +109,7 @@ class KindFit:
         if "float32" not in flops or bandwidth is None:
             return None
         overhead, bandwidth = rounded(self.overhead), rounded(bandwidth)
-        kind = DeviceKind(name, flops, bandwidth, memory, overhead, 1.0, measured, self.ops(), source)
+        kind = DeviceKind(name, flops, bandwidth, memory, overhead, 1.0, measured=measured, ops=self.ops(), source=source)
         return replace(kind, granularity=GRANULARITY)
 
     @property

@@ -9,13 +9,13 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.table import Table
 
-from hapsynth._quantities import counted, nbytes, percent, plural, seconds
+from hapsynth._quantities import counted, indices, nbytes, percent, plural, seconds
 from hapsynth.instructions.program.program import Convert
 from hapsynth.instructions.rules.replicated_ops import named, uncovered, unpriced
 from hapsynth.plan import Plan
 from hapsynth.report.names import Names
 from hapsynth.report.program_listing import brief
-from hapsynth.report.tables import device_groups, heading, indices, span, table
+from hapsynth.report.tables import device_groups, heading, span, table
 from hapsynth.report.timeline import hidden
 from hapsynth.search.cost.program_cost import Cost
 

@@ -7,10 +7,10 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 from rich.console import Console
 
-from hapsynth._quantities import percent, plural, seconds
+from hapsynth._quantities import indices, percent, plural, seconds
 from hapsynth.plan import Plan
 from hapsynth.report.names import Names
-from hapsynth.report.tables import heading, indices, table
+from hapsynth.report.tables import heading, table
 from hapsynth.search.scheduling.tasks import LINKS, Machine
 from hapsynth.search.scheduling.timeline import Timeline
 from hapsynth.search.scheduling.waits import waits

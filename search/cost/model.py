@@ -99,10 +99,12 @@ class CostModel:
         self._ideal: dict[Work, float] = {}
         self._places: dict[tuple[int, ...], np.ndarray] = {}
 
-    def on(self, cluster: Cluster, room: MemoryBudget | None = None) -> CostModel:
+    def on(
+        self, cluster: Cluster, room: MemoryBudget | None = None, axes: Sequence[tuple[str, int]] | None = None
+    ) -> CostModel:
         """The model of the same graph on another cluster, which shares what no device decides."""
         other = copy(self)
-        other._place(cluster, mesh_axes(cluster), room or MemoryBudget.of(cluster))
+        other._place(cluster, axes or mesh_axes(cluster), room or MemoryBudget.of(cluster))
         return other
 
     def rate(self, dtype: str) -> Floats:

@@ -77,6 +77,7 @@ def test_the_examples() -> None:
     assert {name: c.n for name, c in clusters.items()} == {
         "even8": 8,
         "h200_a100": 16,
+        "hap64": 64,
         "lab4": 4,
         "mixed8": 8,
         "paper64": 64,
@@ -351,3 +352,35 @@ def test_contention_is_measured_or_the_default_of_the_kind(tmp_path: Path) -> No
     assert stated.kinds[1].slowdown == 1.5
     with pytest.raises(ClusterError, match=r"contention = 0\.9 is how many times as long .* at least 1"):
         replace(mine, contention=0.9)
+
+
+def test_efficiency_of_single_rates(tmp_path: Path) -> None:
+    """What is not named is as in the base; TF32 is apart from float32's ordinary cores."""
+    text = """
+        [[devices]]
+        kind = "one"
+        [[devices]]
+        kind = "other"
+        [intra]
+        bandwidth = "12 GB/s"
+        latency = "10 us"
+        [network]
+        bandwidth = "10 Gbit/s"
+        latency = "10 us"
+        [kinds.one]
+        base = "A100-40GB"
+        efficiency = { tf32 = 0.25, float16 = 0.3 }
+        [kinds.other]
+        base = "one"
+        efficiency = { float32 = 0.75 }
+    """
+    file = tmp_path / "c.toml"
+    file.write_text(text)
+    cluster = Cluster.load(file)
+    one, other = cluster.devices
+    assert one.rate("float32") == 0.25 * one.flops["tf32"]
+    assert (one.rate("float16"), one.rate("bfloat16")) == (0.3 * 312e12, 0.5 * 312e12)
+    assert one.rate("int32") == 0.5 * 19.5e12
+    assert other.rate("int32") == 0.75 * 19.5e12
+    assert other.rate("float32") == one.rate("float32")
+    assert Cluster.from_dict(cluster.to_dict()).devices == cluster.devices
