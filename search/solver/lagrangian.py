@@ -72,7 +72,7 @@ class _Whole:
         inner = BranchAndBound(self.hunt.run, lagrangian, tolerance, self.hunt, limited=False)
         for x in starts:
             inner.offer(x)
-        inner.close(self.network.relaxed(multipliers), np.zeros(0), options.searches[:2])
+        inner.close(self.network.relaxed(multipliers), np.zeros(0), options.searches[:1])
         return inner.best, inner.lower_bound
 
 
@@ -97,7 +97,7 @@ class _Tied:
         inner = BranchAndBound(part, problem.cost, tolerance)
         for x in starts:
             inner.offer(self.ties.lower(x))
-        inner.close(ReducedProblem(problem, options=run.options), np.zeros(0), run.options.searches[:2])
+        inner.close(ReducedProblem(problem, options=run.options), np.zeros(0), run.options.searches[:1])
         run.sweeps, run.expanded = part.sweeps, part.expanded
         if inner.best is None:
             return None, inner.lower_bound

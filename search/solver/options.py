@@ -2,8 +2,6 @@
 
 from dataclasses import dataclass
 
-Searches = tuple[tuple[str, int], ...]
-
 
 @dataclass(frozen=True)
 class SolverOptions:
@@ -16,10 +14,10 @@ class SolverOptions:
     """The same within limits, which their prices and a knapsack come near to without any."""
 
     # Branch and bound
-    searches: Searches = (("layers", 64), ("astar", 2000), ("layers", 1000), ("layers", 10_000), ("astar", 10**9))
-    """(kind, width or nodes): tried in turn, the next when one no longer helps."""
+    searches: tuple[int, ...] = (2000, 20_000, 10**9)
+    """Nodes of A*: tried in turn, the next when one no longer helps."""
     dive_nodes: int = 3
-    """Per variable; A* gets so many before each layered search."""
+    """Per variable, where the heuristic leads straight to an optimum or soon nowhere."""
     worthwhile: float = 0.1
     """Of the gap: a round that closes so much is followed by another like it."""
     shrunk: float = 0.5
