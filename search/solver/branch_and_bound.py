@@ -153,17 +153,11 @@ class BranchAndBound:
         network: ReducedProblem,
         multipliers: Floats,
         searches: tuple[int, ...] | None = None,
-        thin: int = 0,
     ) -> None:
-        """Searches `network` until the bound meets the incumbent, or nothing more is allowed.
-
-        thin: with how many states per variable a quick hunt has been made already.
-        """
+        """Searches `network` until the bound meets the incumbent, or nothing more is allowed."""
         options = self.run.options
         searches = options.searches if searches is None else searches
         level = 0
-        nested = thin > 0
-        thin = thin or options.thin
         recalled = self.main is not None
         sizes = [row.size for row in self.run.problem.unary]
         while level < len(searches):
@@ -188,8 +182,7 @@ class BranchAndBound:
             dual = _dual(network, multipliers)
             before, size, cost = self.lower_bound, network.size(), self.cost
             order = cache(partial(buckets, network))
-            most = options.most_nested_sweeps if nested else options.most_sweeps
-            reached = self._dual_ascent(network, dual, multipliers, most, order)
+            reached = self._dual_ascent(network, dual, multipliers, order)
             dual.store()
             if self.main is None:
                 remember(self.run.messages, network, sizes)
@@ -201,12 +194,6 @@ class BranchAndBound:
             eliminated = self._likely(network, dual, multipliers, order())
             if eliminated and self.proved(-np.inf):
                 return
-            if not nested and not (eliminated and self.best is not None) and thin <= options.thickest:
-                if self._thinned(network, dual, multipliers, thin):
-                    if self.proved(-np.inf):
-                        return
-                else:
-                    thin *= 2
             self._prune(network, dual)
             network.reduce(self.run.late)
             if self.run.late():
@@ -239,7 +226,8 @@ class BranchAndBound:
     def _astar(self, network: ReducedProblem, space: Space, threshold: float, nodes: int, slack: float = 0.0) -> float:
         """Offers what A* finds below a threshold; returns what any assignment of the space below it costs at least."""
         left = min(nodes, self.run.max_nodes - self.run.expanded, self.run.memory_bytes // 4 // _NODE_BYTES)
-        found = astar(space, threshold, left, self.run.late, slack)
+        # A walk straight to the end is always allowed.
+        found = astar(space, threshold, max(left, len(space.depths)), self.run.late, slack)
         self.run.expanded += found.expanded
         if found.chosen is not None:
             self.offer(network.lift(found.chosen))
@@ -251,7 +239,6 @@ class BranchAndBound:
         network: ReducedProblem,
         dual: Dual,
         multipliers: Floats,
-        most: int,
         order: Callable[[], EliminationOrder],
     ) -> _Reached:
         """Sweeps until the bound meets the incumbent or has nearly stopped rising, or there is something better to do.
@@ -285,7 +272,7 @@ class BranchAndBound:
                 self.offer(assignment)
             proved = self.proved(bound)
             self.run.report("dual", self, network)
-            if proved or self.run.late() or dual.sweeps >= min(max(30, len(dual.nodes)), most):
+            if proved or self.run.late() or dual.sweeps >= min(max(30, len(dual.nodes)), options.most_sweeps):
                 return "proof" if proved else "end"
             if dual.sweeps % (2 * options.sweeps) == 0:
                 if order().cells(_counts(dual.floors(), self.threshold())) <= self._room:
@@ -317,20 +304,6 @@ class BranchAndBound:
         least = self._astar(network, space, self.cost, self.run.options.dive_nodes * len(likely))
         self.proved(min(least, float(every[kept]) if kept < every.size else np.inf))
         return True
-
-    def _thinned(self, network: ReducedProblem, dual: Dual, multipliers: Floats, states: int) -> bool:
-        """Hunts among the few states of least floor of each variable; says whether that improved the incumbent."""
-        floors, cost = dual.floors(), self.cost
-        if all(floor.size <= states for floor in floors.values()):
-            return False
-        part = network.copy()
-        for i, floor in floors.items():
-            if floor.size > states:
-                part.restrict(i, floor <= np.partition(floor, states - 1)[states - 1])
-        inner = BranchAndBound(self.run, self.value, self.tolerance, self, self.limited)
-        inner.best, inner.cost = self.best, self.cost
-        inner.close(part, multipliers, self.run.options.searches[:1], states)
-        return self.cost < cost
 
     def _prune(self, network: ReducedProblem, dual: Dual) -> None:
         threshold = self.threshold()

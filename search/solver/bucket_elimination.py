@@ -100,17 +100,17 @@ def bucket_space(
                 unary = unary - network.message(i, j)[own]
             if place[j] > k:
                 of_i, pair, of_j = network.seen_from(i, j)
-                costs = pair.T[of_j[likely[j], None], of_i[own]]
+                costs = pair[of_i[own, None], of_j[likely[j]]]
                 if most < math.inf:
-                    costs = costs + network.message(i, j)[own] + network.message(j, i)[likely[j], None]
+                    costs = costs + network.message(i, j)[own, None] + network.message(j, i)[likely[j]]
                 mine.append(_Part((j,), costs))
         mine.append(_Part((), unary))
         groups.append([mine] if most == math.inf else _split(mine, most))
         for group in groups[-1]:
             over = tuple([j for j in scope[:-1] if any(j in part.over for part in group)])
-            least = _table(group, over, [likely[j].size for j in over]).min(axis=-1)
+            least = _table(group, over, [likely[j].size for j in over]).min(axis=0)
             if over:
-                received[place[over[-1]]].append(_Part(over[:-1], least))
+                received[place[over[-1]]].append(_Part(over[:-1], np.moveaxis(least, -1, 0)))
             else:
                 root += float(least)
     first = [scope[-1] for scope in reversed(order.scopes)]
@@ -123,31 +123,32 @@ def bucket_space(
 
 
 class _Part(NamedTuple):
-    """What a variable's states cost, given those of others: [states of each of `over`, its own states]."""
+    """What a variable's states cost, given those of others: [its own states, states of each of `over`]."""
 
     over: tuple[int, ...]
     costs: Floats
 
 
 def _table(parts: Sequence[_Part], over: tuple[int, ...], sizes: list[int]) -> Floats:
-    """The sum of parts over one variable: [states of each of `over`, its own states]."""
+    """The sum of parts over one variable: [its own states, states of each of `over`]. numpy takes the least along a
+    short axis in a quarter of the time where it comes first."""
     axis = {j: a for a, j in enumerate(over)}
-    own = parts[0].costs.shape[-1]
-    table = np.zeros([*sizes, own])
+    own = parts[0].costs.shape[0]
+    table = np.zeros([own, *sizes])
     for part in parts:
         # All list variables in one order, so a part needs only new axes.
         shape = [1] * len(sizes)
-        for j, n in zip(part.over, part.costs.shape, strict=False):
+        for j, n in zip(part.over, part.costs.shape[1:], strict=True):
             shape[axis[j]] = n
-        table += part.costs.reshape(*shape, own)
+        table += part.costs.reshape(own, *shape)
     return table
 
 
 def _split(parts: Sequence[_Part], most: float) -> list[list[_Part]]:
     """Mini-buckets (Dechter and Rish, "Mini-buckets" (2003)): parts whose sum takes at most so many entries together,
     the largest first; one that takes more is by itself."""
-    sizes = {j: n for part in parts for j, n in zip(part.over, part.costs.shape, strict=False)}
-    own = parts[0].costs.shape[-1]
+    sizes = {j: n for part in parts for j, n in zip(part.over, part.costs.shape[1:], strict=True)}
+    own = parts[0].costs.shape[0]
     groups: list[tuple[set[int], list[_Part]]] = []
     for part in sorted(parts, key=lambda part: -part.costs.size):
         for over, group in groups:
@@ -170,7 +171,8 @@ class _BucketCosts:
     def __call__(self, key: Key) -> Floats:
         added: list[Floats] = []
         for group in self.groups:
-            costs = sum([costs[tuple([key[slot] for slot in slots])] for slots, costs in group], np.zeros(1))
+            rows = [costs[(slice(None), *[key[slot] for slot in slots])] for slots, costs in group]
+            costs = sum(rows[1:], rows[0])
             least = costs.min()
             added.append(costs - least if least < math.inf else costs)
-        return added[0] if len(added) == 1 else sum(added[1:], added[0])
+        return sum(added[1:], added[0])

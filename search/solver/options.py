@@ -10,8 +10,6 @@ class SolverOptions:
     # `solve`
     quotient_nodes: int = 2000
     """Of a search that proves nothing."""
-    limited_nodes: int = 20_000
-    """The same within limits, which their prices and a knapsack come near to without any."""
 
     # Branch and bound
     searches: tuple[int, ...] = (2000, 20_000, 10**9)
@@ -24,9 +22,6 @@ class SolverOptions:
     """Where dropping states leaves less than this of them, that is done before anything else."""
     droppable: int = 5000
     """With fewer states sweeps cost less than dropping some."""
-    thin: int = 6
-    """States per variable among which an assignment is looked for first; twice as many when that did not help."""
-    thickest: int = 50
     elimination_cells: float = 2.0**26
     """Table entries of an exact elimination: a second."""
 
@@ -34,7 +29,6 @@ class SolverOptions:
     sweeps: int = 5
     """Between two attempts to decode an assignment."""
     most_sweeps: int = 300
-    most_nested_sweeps: int = 60
     stalled: float = 5e-4
     """Relative rise of the bound in ten sweeps."""
     many_states: int = 60

@@ -122,30 +122,27 @@ def frontiers_of(
     `likely`: of each variable the states that it has in the space, where those are not all.
     """
     depth = {i: d for d, i in enumerate(order)}
-    later = {i: [(depth[j], link.own) for j, link in network.links[i].items() if depth[j] > depth[i]] for i in order}
-
-    def alike(i: int, at: int) -> list[int] | None:
-        groups = tuple(sorted({own for d, own in later[i] if d > at}))
-        return network.tables.first_like(groups, likely.get(i, NONE)) if groups else None
-
+    first_like = network.tables.first_like
+    left: dict[int, list[Id]] = {}  # of each assigned variable the groups towards its neighbours to come
     slots: dict[int, int] = {}
     frontiers: list[Frontier] = []
     before: list[dict[int, int]] = []
     for at, i in enumerate(order):
-        moves: list[tuple[int, list[int]]] = []
-        gone: set[int] = set()
-        for j in network.links[i]:
-            if j in slots:
-                left = alike(j, at)
-                if left is None:
-                    gone.add(j)
-                else:
-                    moves.append((slots[j], left))
-        kept = [slot for j, slot in slots.items() if j not in gone]
-        enters = alike(i, at)
-        frontiers.append(Frontier(moves, kept, enters))
         before.append(slots)
-        slots = {j: k for k, j in enumerate(j for j in slots if j not in gone)}
-        if enters is not None:
+        links = network.links[i]
+        moves: list[tuple[int, list[int]]] = []
+        gone = False
+        for j in [j for j in links if j in slots]:
+            groups = left[j]
+            groups.remove(links[j].other)
+            if groups:
+                moves.append((slots[j], first_like(tuple(groups), likely.get(j, NONE))))
+            else:
+                gone = True
+        kept = [slot for j, slot in slots.items() if left[j]] if gone else list(slots.values())
+        slots = {j: slot for slot, j in enumerate([j for j in slots if left[j]])} if gone else dict(slots)
+        groups = left[i] = [link.own for d, link in sorted([(depth[j], x) for j, x in links.items()]) if d > at]
+        if groups:
             slots[i] = len(slots)
+        frontiers.append(Frontier(moves, kept, first_like(tuple(groups), likely.get(i, NONE)) if groups else None))
     return frontiers, before

@@ -43,7 +43,7 @@ def solve(
     tolerance: the relative gap, (cost - lower_bound) / |cost|, at which a solution is called optimal.
     enough: what costs this much or more is of no interest: a bound that reaches it ends the search.
     time_budget_s: seconds after which the best so far is returned.
-    max_nodes: how many search nodes to expand in all.
+    max_nodes: how many search nodes to expand in all, besides the one per variable that leads straight to an end.
     memory_bytes: about what tables and search nodes may take in all; where that is too little the best so far is
     returned with its gap. Ctrl-C returns it too; KeyboardInterrupt is raised if there is none.
     messages: what the dual of a problem with the same variables and states came to, to begin from; replaced by what
@@ -80,7 +80,7 @@ def solve_quotient(
     were one of each. As `solve`, which does it where too few are alike or there are limits."""
     ties = None if problem.resources else VariableSymmetry.of(problem, options)
     if ties is None:
-        nodes = {"max_nodes": options.limited_nodes} if problem.resources else {}
+        nodes = {"max_nodes": options.quotient_nodes} if problem.resources else {}
         return solve(problem, start=start, messages=messages, options=options, **nodes, **how)
     begin = None if start is None else ties.lower(np.asarray(start, dtype=np.int64))
     known = ties.lower_messages(messages or {})
