@@ -11,7 +11,7 @@ class SolverOptions:
     quotient_nodes: int = 2000
     """Of a search that proves nothing."""
 
-    # Branch and bound
+    # Primal and dual
     searches: tuple[int, ...] = (2000, 20_000, 10**9)
     """Nodes of A*: tried in turn, the next when one no longer helps."""
     dive_nodes: int = 3
@@ -23,7 +23,7 @@ class SolverOptions:
     droppable: int = 5000
     """With fewer states sweeps cost less than dropping some."""
     elimination_cells: float = 2.0**26
-    """Table entries of an exact elimination: a second."""
+    """Table entries of an elimination: a second."""
 
     # The dual's ascent
     sweeps: int = 5
@@ -32,7 +32,7 @@ class SolverOptions:
     stalled: float = 5e-4
     """Relative rise of the bound in ten sweeps."""
     many_states: int = 60
-    """Per variable: with more, an assignment is looked for among few of them after `first_sweeps`."""
+    """Per variable: with more, A* goes among those of least floor after `first_sweeps`."""
     first_sweeps: int = 40
     close: float = 0.01
     """Relative gap; with a greater one a better assignment helps more than sweeps."""
@@ -73,8 +73,6 @@ class SolverOptions:
     patch_gap: float = 1e-5
     """Relative; of the knapsack over patches."""
     patch_nodes: int = 10_000
-    pareto_rounds: int = 8
-    """Of the layered search, in which assignments of one key that use more at no less cost are dropped."""
     descent_rounds: int = 10
     """Of one variable after another, from a start within limits."""
 

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from hapsynth.search.solver.branch_and_bound import BranchAndBound, SolveContext
 from hapsynth.search.solver.lagrangian import priced
 from hapsynth.search.solver.options import DEFAULT, SolverOptions
+from hapsynth.search.solver.primal_dual import PrimalDualSearch, SolveContext
 from hapsynth.search.solver.problem import Floats, Ints, Problem, Progress, Solution, padded_limits, validate
 from hapsynth.search.solver.reduction import ReducedProblem
 from hapsynth.search.solver.symmetry import VariableSymmetry
@@ -58,7 +58,7 @@ def solve(
     run = SolveContext(
         problem, tolerance, enough, time_budget_s, progress, max_nodes, memory_bytes, messages, tie, options
     )
-    hunt = BranchAndBound(run, problem.cost, run.tolerance)
+    hunt = PrimalDualSearch(run, problem.cost, run.tolerance)
     try:
         _run(hunt, list(_starts(problem, start)))
     except KeyboardInterrupt:
@@ -93,7 +93,7 @@ def solve_quotient(
     return replace(found, assignment=assignment, cost=problem.cost(assignment), lower_bound=-np.inf, status="gap")
 
 
-def _run(hunt: BranchAndBound, starts: Sequence[Ints]) -> None:
+def _run(hunt: PrimalDualSearch, starts: Sequence[Ints]) -> None:
     problem = hunt.run.problem
     for x in starts:
         hunt.offer(x)

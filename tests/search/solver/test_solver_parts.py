@@ -11,9 +11,9 @@ from pairwise_problems import TrainingLike, brute_force, knotted_problem, random
 
 from hapsynth.search.solver import Problem, SolverOptions
 from hapsynth.search.solver.astar import astar
-from hapsynth.search.solver.branch_and_bound import SolveContext
 from hapsynth.search.solver.bucket_elimination import bucket_space, buckets
 from hapsynth.search.solver.interning import NONE, InternedTables
+from hapsynth.search.solver.primal_dual import SolveContext
 from hapsynth.search.solver.reduction import ReducedProblem
 from hapsynth.search.solver.search_space import Space, dual_space
 from hapsynth.search.solver.trws import Dual, stretches

@@ -1,4 +1,8 @@
-"""One hunt for the least of a value: raise the dual bound, decode, drop states by reduced cost, search, repeat.
+"""One hunt for the least of a value: raise the dual bound, drop states by reduced cost, let A* find it, repeat.
+
+A* goes by the dual's cost to go as soon as an assignment read off the dual meets the bound; by the exact one of a
+bucket elimination among as many of the states of least floor as there is room for; and where all that is left is too
+wide for that, by mini-buckets.
 
 Lemma (what dropping costs). Let T = incumbent - tolerance / 2 * |incumbent|, or what is `enough` if that is less. Only
 states whose floor (see `trws.py`) is >= T and search nodes with f >= T are dropped, so every assignment lost costs at
@@ -57,7 +61,7 @@ class SolveContext:
     def late(self) -> bool:
         return self.time_budget_s is not None and time.monotonic() - self.began >= self.time_budget_s
 
-    def report(self, stage: str, hunt: "BranchAndBound", network: ReducedProblem) -> None:
+    def report(self, stage: str, hunt: "PrimalDualSearch", network: ReducedProblem) -> None:
         if self.progress is not None:
             while hunt.main is not None:
                 hunt = hunt.main
@@ -65,7 +69,7 @@ class SolveContext:
             size = (len(network.active()), network.size())
             self.progress(Progress(stage, seconds, hunt.cost, hunt.lower_bound, *size, self.sweeps, self.expanded))
 
-    def solution(self, hunt: "BranchAndBound") -> Solution:
+    def solution(self, hunt: "PrimalDualSearch") -> Solution:
         cost, bound = hunt.cost, hunt.lower_bound
         if np.isfinite(bound):
             bound -= _FLOAT_SAFETY * max(abs(bound), abs(cost) if np.isfinite(cost) else 0.0)
@@ -96,7 +100,7 @@ def _most(count: int, possible: Callable[[int], bool]) -> int:
 _Reached = Literal["proof", "states to drop", "end"]
 
 
-class BranchAndBound:
+class PrimalDualSearch:
     """The search for the least `value` among assignments within the limits: incumbent and lower bound.
 
     The main hunt's value is the problem's cost. Pricing opens hunts whose value is the Lagrangian and which know
@@ -108,7 +112,7 @@ class BranchAndBound:
         run: SolveContext,
         value: Callable[[Ints], float],
         tolerance: float,
-        main: "BranchAndBound | None" = None,
+        main: "PrimalDualSearch | None" = None,
         limited: bool = True,
     ):
         self.run = run
@@ -244,7 +248,7 @@ class BranchAndBound:
         """Sweeps until the bound meets the incumbent or has nearly stopped rising, or there is something better to do.
 
         A loose bound costs the searches more than sweeps cost, the more so the more variables there are. Where there
-        are many states sweeps end once half of them can go, or an assignment is to be looked for among few states.
+        are many states sweeps end once half of them can go, or A* is to look for an assignment among few states.
         """
         options = self.run.options
         many = dual.theta.size > options.many_states * len(dual.nodes)
