@@ -7,9 +7,10 @@
 `even`: V100s, eight to a host, 56 Gbit/s between hosts, 8 to 512 of them, as GradientFlow's larger cluster (Sun et al.
 2019, where AlexNet ran 410 times as fast on 512 as on one).
 
-`speed-up`: samples per second over those of one V100 with one device's batch; `at most`: the same if all devices
-computed as fast as alone; `best other`: the best of the systems of `evaluation.py`'s table but HAP, each on the devices
-that suit it best. Collectives run beside computing unless `--sum`. Each row in a process of its own.
+`speed-up`: samples per second over those of one V100 with one device's batch; `linear`: the same if all devices were as
+fast as alone, which a plan that cuts the optimizer's update can exceed; `best other`: the best of the systems of
+`evaluation.py`'s table but HAP, each on the devices that suit it best. Collectives run beside computing unless `--sum`.
+Each row in a process of its own.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from hapsynth.search.planning.baselines import Baselines
 from hapsynth.search.planning.task import Task
 
 SERIES = {"unlike": (8, 16, 32, 64), "even": (8, 16, 32, 64, 128, 256, 512)}
-HEADS = ("series", "devices", "model", "step s", "speed-up", "at most", "gap", "best other", "its speed-up", "seconds")
+HEADS = ("series", "devices", "model", "step s", "speed-up", "linear", "gap", "best other", "its speed-up", "seconds")
 _PER_HOST = 8
 _FDR = Link(bandwidth=56e9 / 8, latency=5e-6)
 """InfiniBand, nominal."""
@@ -61,14 +62,14 @@ def one(row: dict[str, Any], budget: float | None, *, overlap: bool) -> dict[str
     best = min(others, key=lambda name: others[name], default=None)
     graph = trace(*build(1)).graph
     alone = [Baselines(Task(graph, where.subset((where.devices.index(k),)))).alone().cost_s for k in where.kinds]
-    at_most = sum(where.devices.count(kind) * alone[0] / s for kind, s in zip(where.kinds, alone, strict=True))
+    linear = sum(where.devices.count(kind) * alone[0] / s for kind, s in zip(where.kinds, alone, strict=True))
     return {
         **row,
         "status": plan.result.status,
         "cost_s": plan.cost,
         "gap": plan.gap,
         "alone_s": alone,
-        "at_most": at_most,
+        "linear": linear,
         "speed_up": where.n * alone[0] / plan.cost,
         "best": best,
         "best_s": others[best] if best else None,
@@ -82,7 +83,7 @@ def cells(row: dict[str, Any]) -> list[str]:
     if "cost_s" not in row:
         return [*shown, *["-"] * (len(HEADS) - 4), row["status"]]
     other = f"{row['devices'] * row['alone_s'][0] / row['best_s']:.1f}" if row["best"] else "-"
-    shown += [f"{row['cost_s']:.4g}", f"{row['speed_up']:.1f}", f"{row['at_most']:.1f}", f"{row['gap']:.1e}"]
+    shown += [f"{row['cost_s']:.4g}", f"{row['speed_up']:.1f}", f"{row['linear']:.1f}", f"{row['gap']:.1e}"]
     return [*shown, row["best"] or "none fits", other, f"{row['seconds']:.0f}"]
 
 

@@ -92,9 +92,10 @@ def test_scaling(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = json.loads(file.read_text())
     assert [(row["series"], row["devices"]) for row in rows] == [("unlike", 8), ("even", 8)]
     for row in rows:
-        assert 0 < row["speed_up"] <= row["at_most"] * (1 + 1e-9)
+        # Beyond linear by no more than the update of all parameters, which each device does alone.
+        assert 0 < row["speed_up"] < 1.2 * row["linear"]
         assert row["speed_up"] == pytest.approx(8 * row["alone_s"][0] / row["cost_s"])
-    assert rows[1]["at_most"] == pytest.approx(8)
+    assert rows[1]["linear"] == pytest.approx(8)
     assert capsys.readouterr().out.startswith("series  devices  model")
 
 
