@@ -19,7 +19,7 @@ from harness.command import Table, in_own_process, parser, write_json
 from harness.examples import EXAMPLES
 
 from hapsynth import synthesize
-from hapsynth.search.planning.baseline_subsets import BaselinesOnSubsets
+from hapsynth.search.planning.baseline_subsets import BaselinesOnSubsets, label
 from hapsynth.search.planning.task import Task
 
 CLUSTERS = ("even8", "mixed8", "tiny_and_big", "paper64", "straggler")
@@ -82,7 +82,7 @@ def markdown(rows: Sequence[dict[str, Any]]) -> str:
         everywhere, over = row["on_all_devices"], lambda seconds, row=row: f"{seconds / row['cost_s']:.2f} x"
         cells = [over(everywhere[name]) if name in everywhere else "does not fit" for name, _ in README]
         name, best = min(row["baselines"].items(), key=lambda item: item[1])
-        cells += [over(min(everywhere.values())), over(best), name, f"{100 * row['joint_gap']:.1f}%"]
+        cells += [over(min(everywhere.values())), over(best), label(name), f"{100 * row['joint_gap']:.1f}%"]
         lines.append(f"| {row['example']} | {row['cluster']} | {row['cost_s'] * 1e3:.3f} ms | {' | '.join(cells)} |")
     return "\n".join(lines)
 
