@@ -51,7 +51,7 @@ def one(example: str, cluster_name: str, check: bool) -> dict[str, Any]:
     plan = synthesize(fn, args, mesh, cluster=cluster)
     task = Task(plan.traced.graph, cluster)
     baselines = BaselinesOnSubsets(task)
-    everywhere = {name: b.cost_s for name, b in baselines.everywhere.all().items() if b.fits}
+    costs = {name: b.cost_s for name, b in baselines.best().items() if b.fits}
     result = plan.result
     row: dict[str, Any] = {
         "example": example,
@@ -64,8 +64,8 @@ def one(example: str, cluster_name: str, check: bool) -> dict[str, Any]:
         "status": result.status,
         "uneven_classes": sum(len(set(s)) > 1 for s in result.sizes.shares),
         "classes": len(result.sizes.shares),
-        "on_all_devices": everywhere,
-        "baselines": {name: b.cost_s for name, b in baselines.best().items() if b.fits},
+        "on_all_devices": {name: costs[name] for name in baselines.names if name in costs},
+        "baselines": costs,
         "collectives": plan.program.collectives(),
     }
     if check:

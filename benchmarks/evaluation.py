@@ -31,7 +31,7 @@ from typing import Any
 
 import numpy as np
 from harness import examples
-from harness.command import RowError, in_own_process, names, parser, write_json
+from harness.command import names, parser, row_or_failure, show_rows
 from models import MODELS
 from systems.hap import Hap
 from systems.strategy import strategy
@@ -162,14 +162,6 @@ def judgement(b: Baseline) -> dict[str, Any]:
     return {"cost_s": b.cost_s, "memory_bytes": b.memory_bytes, "fits": b.fits, "devices": devices, "found": found}
 
 
-def planned(row: dict[str, Any], timeout_s: float) -> dict[str, Any]:
-    """`one` in a process of its own; its failure is a row too."""
-    try:
-        return in_own_process(row, timeout_s=timeout_s)
-    except RowError as error:
-        return error.as_row()
-
-
 def cells(row: dict[str, Any]) -> list[str]:
     """One row of the table; a dash for a missing figure."""
     name = row["model"] + (f" {row['layers']}" if row["layers"] else "")
@@ -219,16 +211,12 @@ def main() -> int:
     if options.row:
         print(json.dumps(one(options.row, options.budget)))
         return 0
-    show = lambda texts: print("| " + " | ".join(texts) + " |" if options.markdown else "  ".join(texts), flush=True)
-    show(HEADS)
-    if options.markdown:
-        show(["---"] * len(HEADS))
-    rows: list[dict[str, Any]] = []
-    for where in options.cluster:
-        for model in options.only:
-            rows.append(planned({"model": model, "cluster": where, "layers": options.layers}, options.timeout))
-            show(cells(rows[-1]))
-            write_json(options.json, rows)
+    pairs = [(where, model) for where in options.cluster for model in options.only]
+    made = (
+        row_or_failure({"model": m, "cluster": c, "layers": options.layers}, timeout_s=options.timeout)
+        for c, m in pairs
+    )
+    rows = show_rows(HEADS, made, cells, options.json, markdown=options.markdown)
     return int(any(row["status"].startswith("error") or row.get("worse_than") for row in rows))
 
 

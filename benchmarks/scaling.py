@@ -22,7 +22,7 @@ from dataclasses import replace
 from typing import Any
 
 from harness import examples
-from harness.command import RowError, in_own_process, names, parser, write_json
+from harness.command import names, parser, row_or_failure, show_rows
 from models import MODELS
 
 import hapsynth
@@ -101,21 +101,15 @@ def main() -> int:
     if options.row:
         print(json.dumps(one(options.row, options.budget, overlap=not options.sum)))
         return 0
-    show = lambda texts: print("| " + " | ".join(texts) + " |" if options.markdown else "  ".join(texts), flush=True)
-    show(HEADS)
-    if options.markdown:
-        show(["---"] * len(HEADS))
-    rows: list[dict[str, Any]] = []
-    for series in options.series:
-        for devices in [n for n in SERIES[series] if str(n) in options.devices]:
-            for model in options.only:
-                row = {"series": series, "devices": devices, "model": model}
-                try:
-                    rows.append(in_own_process(row, timeout_s=options.timeout))
-                except RowError as error:
-                    rows.append(error.as_row())
-                show(cells(rows[-1]))
-                write_json(options.json, rows)
+    wanted = [
+        {"series": series, "devices": devices, "model": model}
+        for series in options.series
+        for devices in SERIES[series]
+        if str(devices) in options.devices
+        for model in options.only
+    ]
+    made = (row_or_failure(row, timeout_s=options.timeout) for row in wanted)
+    rows = show_rows(HEADS, made, cells, options.json, markdown=options.markdown)
     return int(any(row["status"].startswith("error") for row in rows))
 
 

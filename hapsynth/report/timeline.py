@@ -11,12 +11,11 @@ from hapsynth._quantities import indices, percent, plural, seconds
 from hapsynth.plan import Plan
 from hapsynth.report.names import Names
 from hapsynth.report.tables import heading, table
-from hapsynth.search.scheduling.tasks import LINKS, Machine
+from hapsynth.search.scheduling.tasks import LINK_NAMES, LINKS, Machine
 from hapsynth.search.scheduling.timeline import Timeline
 from hapsynth.search.scheduling.waits import waits
 
 _COLUMNS = 72
-_LINK_NAMES: dict[Machine, str] = dict(zip(LINKS, ("network", "links inside hosts"), strict=True))
 
 
 def hidden(communication_s: float, exposed_s: float) -> str:
@@ -38,11 +37,11 @@ def print_timeline(out: Console, plan: Plan, top: int) -> None:
         heading("Timeline, predicted: devices compute (#) or wait (.), links send (=), loops and branches do both (@)")
     )
     shown = range(len(groups))[:top]
-    wide = max(map(len, [*names, *(_LINK_NAMES[link] for link in links)]))
+    wide = max(map(len, [*names, *(LINK_NAMES[link] for link in links)]))
     for group in shown:
         out.print(f"{names[group]:{wide}}  {_bar(timeline, (Machine.COMPUTE,), '#', '.', group)}")
     for link in links:
-        out.print(f"{_LINK_NAMES[link]:{wide}}  {_bar(timeline, (link,), '=', ' ', 0)}")
+        out.print(f"{LINK_NAMES[link]:{wide}}  {_bar(timeline, (link,), '=', ' ', 0)}")
     slower = timeline.computed - tasks.seconds[machine == Machine.COMPUTE].sum(axis=0)
     slower -= tasks.seconds[machine == Machine.EVERYTHING].sum(axis=0) - sum(tasks.sent_in.values())
     rows = [
@@ -77,7 +76,7 @@ def _print_waits(out: Console, plan: Plan, timeline: Timeline, names: Sequence[s
     for task in order[:top]:
         places, group = tasks.instructions[task], int(found[task].argmax())
         made = label.instruction(plan.program.instructions[places[0]]) if places else "an argument"
-        on = _LINK_NAMES.get(tasks.machine[task], "loop or branch")
+        on = LINK_NAMES.get(tasks.machine[task], "loop or branch")
         times = (timeline.start[task, group], timeline.end[task, group], found[task][group])
         rows.append([made, on, *map(seconds, times), names[group]])
     if len(order) > top:

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -206,21 +207,12 @@ class ChainSpace:
         before = np.array([self.reach.ancestors(op) for op in cuts])
         after = np.array([self.reach.descendants(op) for op in cuts])
         since, until = (np.array([f(mask) for mask in x]) for f, x in ((hops.since, after), (hops.until, before)))
-        kinds = range(self.resources.kinds)
-        return [self._longest(taken, cuts, before, after, kind, hops.seconds, since, until) for kind in kinds]
+        every = _Cuts(cuts, before, after, since, until)
+        return [self._longest(taken, every, kind, hops.seconds) for kind in range(self.resources.kinds)]
 
-    def _longest(
-        self,
-        taken: Occupancy,
-        among: Sequence[int],
-        before: Mask,
-        after: Mask,
-        kind: int,
-        hops: Floats,
-        since: Mask,
-        until: Mask,
-    ) -> Chain:
-        """`before`, `after`: bool [cuts, ops]; `since`, `until`: bool [cuts, hops]."""
+    def _longest(self, taken: Occupancy, cuts: _Cuts, kind: int, hops: Floats) -> Chain:
+        """`hops`: the seconds of each [hops, links]."""
+        among, before, after, since, until = cuts
         kinds, links = self.resources.kinds, range(len(self.resources.links))
         compute = np.where(self.in_block, 0.0, taken.ops[:, kind])
         # Seconds between cut a and cut b, from the beginning to a cut, and from one to the end: of the stream, with
@@ -260,6 +252,17 @@ class ChainSpace:
             resources.append(int(by[end, at]))
             end, at = 1 - end, int(cut_before[end, at])
         return self.chain(ops[::-1], resources[::-1], taken)
+
+
+class _Cuts(NamedTuple):
+    """Ops in order. Bool [cuts, ops]: which each depends on, and which depend on it, both with itself; bool [cuts,
+    hops]: which wait for it, and which it waits for."""
+
+    ops: Sequence[int]
+    before: Mask
+    after: Mask
+    since: Mask
+    until: Mask
 
 
 class _Traffic:

@@ -32,7 +32,7 @@ from hapsynth.search.planning.search_at_ratios import FixedRatioSearch
 from hapsynth.search.result import SETTLED
 from hapsynth.search.scheduling.critical_path import Step, critical_path
 from hapsynth.search.scheduling.list_schedule import ordered, schedule
-from hapsynth.search.scheduling.tasks import LINKS, Machine, TaskGraph, tasks_of
+from hapsynth.search.scheduling.tasks import LINK_NAMES, LINKS, Machine, TaskGraph, tasks_of
 from hapsynth.search.scheduling.timeline import Timeline, simulate
 from hapsynth.search.sizing.makespan_lp import LINK
 from hapsynth.search.sizing.ratios import Ratios
@@ -229,10 +229,12 @@ class MakespanSearch:
         """Look for better programs between the best ones and the last."""
         last = self.seen[-1]
         for place in range(_MIXTURES):
-            best = sorted(self.scheduled, key=lambda known: known.makespan_s)[place : place + 1]
-            for mixture in [self._mixture(known.seen, last) for known in best if known.seen is not last]:
-                if mixture is not None and not self.search.clock.late():
-                    self._look(mixture)
+            ranked = sorted(self.scheduled, key=lambda known: known.makespan_s)
+            if place >= len(ranked) or ranked[place].seen is last:
+                continue
+            mixture = self._mixture(ranked[place].seen, last)
+            if mixture is not None and not self.search.clock.late():
+                self._look(mixture)
 
     def _mixture(self, one: Seen, other: Seen) -> Ints | None:
         """Choices of either program in each part in which they differ; None where there are no two parts."""
@@ -298,8 +300,8 @@ def overlapped(search: FixedRatioSearch, best: Candidate, ratios: Ratios) -> Ove
             if again.best is not None and again.best.makespan_s < found.best.makespan_s:
                 found = again
     for known in sorted(found.scheduled, key=lambda known: known.makespan_s):
-        tasks = known.timeline.tasks
-        program = ordered(known.candidate.program, min(known.timeline, schedule(tasks), key=lambda t: t.makespan_s))
+        # Among the orders are those that were quickly looked at.
+        program = ordered(known.candidate.program, schedule(known.timeline.tasks))
         if (fits := _timed(program, known.candidate.sizes, search, found.bound_for(known))) is not None:
             return fits
     return as_it_is(search, best)
@@ -361,7 +363,7 @@ def clocks(timeline: Timeline, costs: CostModel) -> dict[str, float]:
     """By name, the seconds that each kind of device computes, and that each link is taken."""
     busy, tasks = busy_seconds(timeline, costs), timeline.tasks
     found = {f"compute {kind.name}": busy[k] for k, kind in enumerate(costs.kinds)}
-    for link, name in zip(LINKS, ("network", "links inside hosts"), strict=True):
+    for link, name in LINK_NAMES.items():
         taken = [k for k, m in enumerate(tasks.machine) if m is link]
         if taken:
             found[name] = float(tasks.seconds[taken].max(axis=1).sum())

@@ -126,8 +126,10 @@ def _orders(tasks: TaskGraph, quick: bool) -> list[tuple[int, ...]]:
     if quick:
         best = min(begun, key=lambda order_and_ends: max(order_and_ends[1], default=0.0))
         improved = _improved(tasks, *best)
-        return [tuple(order) for order in (improved[0], *improved[1:][-1:])]
-    return list(dict.fromkeys(tuple(order) for each in begun for order in _improved(tasks, *each)))
+        orders = [improved[0], improved[-1]]
+    else:
+        orders = [order for each in begun for order in _improved(tasks, *each)]
+    return list(dict.fromkeys(map(tuple, orders)))
 
 
 def _improved(tasks: TaskGraph, order: list[int], ended: list[float]) -> list[list[int]]:

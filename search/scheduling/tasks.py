@@ -34,6 +34,8 @@ class Machine(IntEnum):
 
 
 LINKS = (Machine.NETWORK, Machine.INTRA)
+LINK_NAMES = {Machine.NETWORK: "network", Machine.INTRA: "links inside hosts"}
+"""As reports say it."""
 
 
 @dataclass(frozen=True, eq=False)
