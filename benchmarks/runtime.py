@@ -10,9 +10,10 @@ hand, by the speeds at which the processes do this very step alone. `fsdp`: stoc
 rules and costs would choose, at its one ratio. `fastest`: of the plan and what people run today as plans, the one that
 is the fastest in a short contest before (`hapsynth.autotune`). `ddp`: PyTorch's DistributedDataParallel over gloo,
 batch cut evenly, where an interpreter with PyTorch is named (`--torch`, HAPSYNTH_TORCH). To `--systems` may be added
-`switch` and `staged`, the plan in that form whichever it chose, `overlap`, the plan in staged form with collectives
-beside computing (all programs run on the threads that call them then, as a process has one of XLA's; its JSON has what
-is exposed on each process, measured and predicted), and any name of `hapsynth.search.planning.baselines`.
+`switch` and `staged`, the plan in that form whichever it chose, `overlap`, a plan with collectives beside computing
+(all programs run on the threads that call them then, as a process has one of XLA's; its JSON has what is exposed on
+each process, measured and predicted), `serial`, that program with one instruction after another, and any name of
+`hapsynth.search.planning.baselines`.
 
 All systems are stepped in rounds, in random order, in the same processes, but `ddp` in children of these that sleep
 until it is their turn (`systems/ddp.py`); a step takes until its last process has its results. Predictions (of all but
@@ -44,7 +45,7 @@ from harness.command import again, names, parser, write_json
 from harness.emulated_job import Worker, add_options, check, environment, in_folder, read_json, run
 from harness.timing import KEEPS_MEMORY
 from systems import ddp
-from systems.planned import chosen
+from systems.planned import chosen, one_after_another
 from systems.stepped import (
     AGREE,
     Alone,
@@ -71,6 +72,8 @@ CLUSTERS = {
 }
 SYSTEMS = ("plan", "fastest", "even", "by_speed", "fsdp", "hap")
 FORMS = ("switch", "staged")
+OVERLAP = ("overlap", "serial")
+"""One program, whose collectives run beside computing or not."""
 _WITHIN, _TRIED = 1.1, 5
 """Programs predicted to take at most so many times as long as the plan take part in the contest; steps of each turn."""
 _WARM_UP = 2
@@ -125,7 +128,7 @@ class Measuring(Worker):
 
     def __init__(self, options: argparse.Namespace) -> None:
         # A collective would keep the one thread that XLA has in each process.
-        jax.config.update("jax_cpu_enable_async_dispatch", "overlap" not in options.systems)
+        jax.config.update("jax_cpu_enable_async_dispatch", not {*OVERLAP} & {*options.systems})
         super().__init__(options)
 
     def run(self) -> None:
@@ -155,7 +158,8 @@ class Measuring(Worker):
                 self.ready(row.system, arguments)
         self.tell(f"{name}: watching")
         for row in rows:
-            ours = _planned_as(row.record["system"]) == "plan"
+            system = row.record["system"]
+            ours = _planned_as(system) == "plan" or system == "overlap"
             if ours and isinstance(row.system, Planned) and not row.system.idle:
                 self.watched(row, arguments)
         self.meet()
@@ -230,9 +234,10 @@ class Measuring(Worker):
             in_torch = ddp.Ddp.on_cluster(self.options.torch, self.index, self.count, number)
             return Row({**record, "predicted_s": None}, in_torch)
         file = self.folder / f"{model}-{_planned_as(system)}.json"
-        overlap = system == "overlap"
-        form = "staged" if overlap else system if system in FORMS else self.options.form
-        plan = hapsynth.load(file, fn, shapes, self.mesh, form=form, overlap=overlap)
+        form = "staged" if system in OVERLAP else system if system in FORMS else self.options.form
+        plan = hapsynth.load(file, fn, shapes, self.mesh, form=form)
+        if system == "serial":
+            plan = one_after_another(plan)
         contest = self.contest(model, plan, arguments) if system == "fastest" else None
         plan = contest.plan if contest else plan
         runner: System
@@ -244,8 +249,7 @@ class Measuring(Worker):
                 runner = BySpeed(fn, self.mesh, rows_by_speed(rows, speeds.tolist()))
             case _:
                 runner = Planned(plan)
-        # The cost of a plan by sums is of one instruction after another.
-        record["predicted_s"] = plan.timeline.makespan_s if overlap else plan.cost
+        record["predicted_s"] = plan.cost
         if isinstance(runner, Planned):
             record["form"] = plan.form
         if contest:
@@ -314,7 +318,7 @@ class Measuring(Worker):
 
 
 def _planned_as(system: str) -> str:
-    return "plan" if system in (*FORMS, "overlap") else system
+    return "plan" if system in FORMS else "overlap" if system in OVERLAP else system
 
 
 def report(rows: Sequence[dict[str, Any]]) -> bool:
@@ -356,7 +360,7 @@ def arguments() -> argparse.Namespace:
     command = parser(__doc__, json_file=Path("runtime.json"))
     command.add_argument("--only", type=names(MODELS), default=list(MODELS), help=f"of {', '.join(MODELS)}")
     command.add_argument("--cluster", type=names(CLUSTERS), default=list(CLUSTERS), help=f"of {', '.join(CLUSTERS)}")
-    systems = (*SYSTEMS, "ddp", "overlap", *FORMS, *NAMES)
+    systems = (*SYSTEMS, "ddp", *OVERLAP, *FORMS, *NAMES)
     command.add_argument("--systems", type=names(systems), help=f"of {', '.join(systems)}")
     command.add_argument("--torch", metavar="PYTHON", help=f"an interpreter with PyTorch, for ddp ({ddp.VARIABLE})")
     command.add_argument("--rounds", type=int, default=10, help="steps of each system, 2 of them not counted")

@@ -117,7 +117,7 @@ class Worker:
         self.meet()
         if profiled_before:
             return hapsynth.Cluster.load(file)
-        options = Options(limit_s=0.2, window_s=0.2, longest_s=0.5)
+        options = Options(limit_s=0.2, window_s=0.2, longest_s=1.0)
         cluster = profile(self.job, options, None, force=True, note=self.tell)
         if self.job.first:
             cluster.save(file)

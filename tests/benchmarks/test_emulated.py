@@ -162,6 +162,27 @@ def test_machines_are_limited_meet_and_leave_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.root
 @root
+def test_a_machine_runs_no_longer_than_its_part_of_a_period() -> None:
+    """Else whatever runs in it stands still for several periods: between ticks Linux looks at no quota."""
+    code = """if True:
+        import statistics, time
+        begun = last = since = time.perf_counter()
+        ran = []
+        while last < begun + 1:
+            now = time.perf_counter()
+            if now > last + 1e-3:
+                ran.append(last - since)
+                since = now
+            last = now
+        print("ran", statistics.median(ran))
+    """
+    run = [sys.executable, TOOL, "--quotas", "0.2", "--", sys.executable, "-c", code]
+    done = subprocess.run(run, capture_output=True, text=True)
+    assert float(done.stdout.rpartition("ran ")[2]) < 2e-3, done.stdout + done.stderr
+
+
+@pytest.mark.root
+@root
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_however_it_ends_nothing_is_left(how: signal.Signals) -> None:
     run = [sys.executable, TOOL, "--quotas", "0.5:0.2", "--", "sh", "-c", "echo here; sleep 1000"]

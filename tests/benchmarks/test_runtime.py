@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 import runtime
 from jax.sharding import Mesh
-from systems import stepped
+from systems import planned, stepped
 
+from hapsynth.cluster.cluster import Cluster
+from hapsynth.cluster.device_kinds import DeviceKind, Link
 from hapsynth.graph.trace import trace
 
 TINY = models.Perceptron(batch=8, width=16, classes=4)
@@ -78,3 +80,14 @@ def test_the_report_refuses_values_that_differ(capsys: pytest.CaptureFixture[str
     assert "2.00 .. 2.00" in capsys.readouterr().out
     assert not runtime.report([even, {**plan, "off": 1e-3}])
     assert "VALUES DIFFER" in capsys.readouterr().out
+
+
+def test_the_program_of_a_plan_with_overlap_runs_without() -> None:
+    kind = DeviceKind("slow", {"float32": 1e9}, 1e9, 1 << 30)
+    cluster = Cluster("two", (kind,) * 2, (0, 1), Link(1e6, 1e-6))
+    fn, shapes = models.mlp(2, layers=2, config=TINY)
+    plan = planned.chosen(["overlap"], fn, shapes, trace(fn, shapes), cluster)["overlap"]
+    alone = planned.one_after_another(plan)
+    assert (plan.result.overlap, alone.result.overlap) == (True, False)
+    assert (alone.program, alone.sizes) == (plan.program, plan.sizes)
+    assert alone.cost > plan.cost
