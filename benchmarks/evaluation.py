@@ -46,7 +46,7 @@ from hapsynth.graph.ir import Graph
 from hapsynth.graph.trace import trace
 from hapsynth.plan import Plan
 from hapsynth.search.cost.program_cost import program_cost
-from hapsynth.search.planning.baseline_subsets import BaselinesOnSubsets
+from hapsynth.search.planning.baseline_subsets import BaselinesOnSubsets, label
 from hapsynth.search.planning.baselines import Baseline, Baselines
 from hapsynth.search.planning.planner import InfeasibleError
 from hapsynth.search.planning.task import Task
@@ -222,7 +222,7 @@ def overlap_cells(row: dict[str, Any]) -> list[str]:
     on = lambda devices: "all" if len(devices or ()) in (0, row["of"]) else indices(devices)
 
     def system(name: str | None) -> str:
-        return f"{ms(row['systems'][name]['cost_s'])} {name}" if name else "none fits"
+        return f"{ms(row['systems'][name]['cost_s'])} {label(name)}" if name else "none fits"
 
     cost, summed = row["cost_s"], row["of_the_sum"]
     shown += [ms(cost), on(row["devices"]), f"{row['gap']:.2%}", f"{row['joint_gap']:.1%}"]
