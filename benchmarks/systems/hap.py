@@ -28,11 +28,12 @@ from hapsynth.instructions.program.sizes import Node, cut_nodes
 from hapsynth.instructions.rules.contraction import CONTRACTIONS
 from hapsynth.search.cost.model import CostModel, Floats
 from hapsynth.search.cost.network import Largest, Shares
+from hapsynth.search.cost.program_cost import program_cost
 from hapsynth.search.cost.work import Work
 from hapsynth.search.formulation.choice_space import ChoiceSpace, Interned, Restriction
 from hapsynth.search.formulation.emission import Emitter
 from hapsynth.search.formulation.problem_builder import ProblemBuilder
-from hapsynth.search.planning.baselines import Baseline, Baselines
+from hapsynth.search.planning.baselines import Baseline, Baselines, Solved
 from hapsynth.search.sizing.ratios import Ratios, proportional
 from hapsynth.search.solver import solve
 
@@ -134,17 +135,16 @@ class Hap:
         """The update has no communication but the reduction of gradients, and weights are not moved."""
         return not source.is_sharded or value not in self._fixed
 
-    def baseline(self, *, overlap: bool = False) -> Baseline:
+    def baseline(self) -> Baseline:
         """The best of its programs at its ratio and at the devices' speeds, as our model judges it."""
         baselines = self.baselines
         best: Baseline | None = None
         weights = baselines.speed
         for _ in range(_TURNS):
-            emitter = self._solved(weights)
-            tried = [baselines.speed, self._suited(emitter)]
+            solved = self._solved(weights)
+            tried = [baselines.speed, self._suited(solved)]
             for each in tried:
-                found = baselines.sized(emitter, each, each)
-                found = baselines.overlapped(found) if overlap else found
+                found = baselines.sized(solved, each, each)
                 if best is None or (not found.fits, found.cost_s) < (not best.fits, best.cost_s):
                     best = found
             if np.allclose(weights, tried[-1], atol=1e-3):
@@ -153,15 +153,15 @@ class Hap:
         assert best is not None
         return best
 
-    def _suited(self, emitter: Emitter) -> Floats:
+    def _suited(self, solved: Solved) -> Floats:
         """The ratio at which a program takes the least."""
-        baselines = self.baselines
-        at = lambda power: proportional(baselines.speed**power)
-        took = lambda power: baselines.sized(emitter, at(power), at(power)).cost_s
+        speed, sizer = self.baselines.speed, solved.staged
+        at = lambda power: proportional(speed**power)
+        took = lambda power: program_cost(sizer.program, sizer.fixed(at(power)), sizer.costs)
         found = minimize_scalar(took, bounds=(0.0, _MOST_POWER), method="bounded", options={"maxiter": _TRIES})
         return at(min((0.0, 1.0, float(found.x)), key=took))
 
-    def _solved(self, weights: Floats) -> Emitter:
+    def _solved(self, weights: Floats) -> Solved:
         """The program that HAP would choose at a ratio."""
         baselines, graph = self.baselines, self.graph
         renewed = {v for _, target in graph.carry if isinstance(v := graph.outputs[target], int)}
@@ -172,6 +172,4 @@ class Hap:
         formulator = ProblemBuilder(structure, costs, Ratios(graph, self.table, weights))
         solution = solve(formulator.problem(), tolerance=1e-4)
         assert solution.assignment is not None, "the replicated program is always there"
-        emitter = Emitter(formulator, solution.assignment.tolist())
-        emitter.build()
-        return emitter
+        return Solved(Emitter(formulator, solution.assignment.tolist()), baselines.costs)

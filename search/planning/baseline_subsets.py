@@ -5,19 +5,25 @@ devices among which the planner chooses (`device_subsets.subclusters`): without 
 of the hosts, a quarter, and so on; not on every set there is. Beside these there is one device, the fastest that holds
 all of it.
 
-Each set is made anew: its programs are solved, sized and priced for its devices alone. One is passed over where the
-work alone, shared out ideally, takes it longer than the best that each baseline has.
+Each set is made anew: its programs are solved, sized and priced for its devices alone. What is looked for is what could
+be the best of all: a set is passed over where the work alone, shared out ideally, takes as long as the best so far, and
+a baseline on it where its own tasks do in any order.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
 
 from hapsynth._quantities import indices
 from hapsynth.search.planning.baselines import LABELS, ONE_DEVICE, Baseline, Baselines
 from hapsynth.search.planning.device_subsets import Devices, Ranking, subclusters
 from hapsynth.search.planning.ideal_work import IdealWorkBound
 from hapsynth.search.planning.task import Task
+from hapsynth.search.scheduling.list_schedule import least_makespan
+from hapsynth.search.scheduling.tasks import tasks_of
 
 FAST_KIND = "fast kind"
 """Whichever baseline is best on the devices of the fastest kind."""
@@ -37,41 +43,65 @@ class BaselinesOnSubsets:
         self._work = IdealWorkBound(task.choices, task.costs)
         self._sets = subclusters(task.cluster)
         self._on = dict[Devices, Baselines]()
-        self._found = dict[tuple[Devices, bool], dict[str, Baseline]]()
+        self._plain = dict[Devices, Mapping[str, Baseline]]()
+        self._beside = dict[tuple[Devices, str], Baseline]()
+        """With their collectives beside what is computed."""
 
     def best(self, *, overlap: bool = False) -> dict[str, Baseline]:
         """By name those on all devices; each again, as its name with the devices, on a set that is better than all
-        devices and than the other sets, where there is one; the best on the fastest kind alone; and one device.
-        `overlap`: in terms of the makespan, with collectives beside what is computed."""
+        devices and than the other sets, where one could be the best of all; the best on the fastest kind alone; and one
+        device. `overlap`: in terms of the makespan, with collectives beside what is computed."""
         cluster = self.task.cluster
-        whole = self._made(tuple(range(cluster.n)), self.names, overlap=overlap)
+        whole = self._made(tuple(range(cluster.n)), overlap=overlap)
         best = dict(whole)
         bound = self._work.makespan_on if overlap else self._work.on
         sets = {devices: bound(cluster.subset(devices)) for devices in self._sets if len(devices) > 1}
         for devices, least in sorted(sets.items(), key=lambda item: (item[1], item[0])):
-            hopeful = [name for name, b in best.items() if least < b.cost_s or not b.fits]
-            for name, b in self._made(devices, hopeful, overlap=overlap).items():
+            bar = min((b.cost_s for b in best.values() if b.fits), default=np.inf)
+            for name, b in self._made(devices, bar, overlap=overlap).items() if least < bar else ():
                 best[name] = min(best[name], b, key=_merit)
         found = dict(whole)
         found |= {name_on(name, b): b for name, b in best.items() if b is not whole[name]}
         fastest = Ranking(cluster).fastest(1)
         if 1 < len(fastest) < cluster.n:
-            alone = min(self._made(fastest, self.names, overlap=overlap).values(), key=_merit)
+            alone = self._best_on(fastest, overlap=overlap)
             found[name_on(FAST_KIND, alone)] = alone
         if cluster.n > 1:
             found[ONE_DEVICE] = self._on_one(overlap=overlap)
         return found
 
-    def _made(self, devices: Devices, names: Sequence[str], *, overlap: bool) -> dict[str, Baseline]:
-        found = self._found.setdefault((devices, overlap), {})
-        missing = [name for name in names if name not in found]
-        if missing and overlap:
-            on = self._baselines(devices)
-            plain = self._made(devices, missing, overlap=False)
-            found |= {name: on.overlapped(b) for name, b in plain.items()}
-        elif missing:
-            found |= self._make(self._baselines(devices), missing)
-        return {name: found[name] for name in names}
+    def _made(self, devices: Devices, bar: float = np.inf, *, overlap: bool) -> dict[str, Baseline]:
+        """All on some devices; with `overlap` those that may take less than `bar` seconds."""
+        if devices not in self._plain:
+            self._plain[devices] = self._make(self._baselines(devices), self.names)
+        if not overlap:
+            return dict(self._plain[devices])
+        made = {name: self._overlapped(devices, name, bar) for name in self.names}
+        return {name: b for name, b in made.items() if b is not None}
+
+    def _overlapped(self, devices: Devices, name: str, bar: float) -> Baseline | None:
+        """One whose plain program was made; None where that takes `bar` seconds in any order."""
+        key = devices, name
+        if key not in self._beside:
+            plain, on = self._plain[devices][name], self._baselines(devices)
+            tasks = tasks_of(plain.program, plain.sizes, on.costs)
+            if least_makespan(tasks) >= bar:
+                return None
+            self._beside[key] = on.overlapped(plain, tasks)
+        return self._beside[key]
+
+    def _best_on(self, devices: Devices, *, overlap: bool) -> Baseline:
+        """The best of all on some devices."""
+        found = sorted(self._made(devices, overlap=False).items(), key=lambda item: _merit(item[1]))
+        if not overlap:
+            return found[0][1]
+        best: Baseline | None = None
+        for name, _ in found:
+            bar = best.cost_s if best is not None and best.fits else np.inf
+            b = self._overlapped(devices, name, bar)
+            best = min(filter(None, (best, b)), key=_merit)
+        assert best is not None
+        return best
 
     def _baselines(self, devices: Devices) -> Baselines:
         if len(devices) == self.task.cluster.n:
@@ -81,9 +111,9 @@ class BaselinesOnSubsets:
         return self._on[devices]
 
     def _on_one(self, *, overlap: bool) -> Baseline:
-        """The fastest device that holds it all; where none does, the fastest."""
-        every = [self._baselines(devices) for devices in self._sets if len(devices) == 1]
-        return min((on.overlapped(on.alone()) if overlap else on.alone() for on in every), key=_merit)
+        """The fastest device that holds it all; where none does, the fastest. It has nothing to overlap."""
+        every = [self._baselines(devices).alone() for devices in self._sets if len(devices) == 1]
+        return replace(min(every, key=_merit), overlap=overlap)
 
 
 def name_on(name: str, baseline: Baseline) -> str:

@@ -37,7 +37,6 @@ from hapsynth.instructions.program.program import Program
 from hapsynth.instructions.program.sizes import Classes, Node, Sizes, cut_nodes
 from hapsynth.instructions.rules.contraction import CONTRACTIONS
 from hapsynth.instructions.rules.registry import flops_of
-from hapsynth.instructions.staging.options import DEFAULT, LoweringOptions
 from hapsynth.search.analysis.dimension_groups import kinship
 from hapsynth.search.cost.model import CostModel, Floats
 from hapsynth.search.cost.program_cost import program_cost
@@ -48,7 +47,7 @@ from hapsynth.search.memory.profile import held_by, peak
 from hapsynth.search.planning.task import Task
 from hapsynth.search.result import Result
 from hapsynth.search.scheduling.list_schedule import ordered, schedule
-from hapsynth.search.scheduling.tasks import tasks_of
+from hapsynth.search.scheduling.tasks import TaskGraph, tasks_of
 from hapsynth.search.scheduling.timeline import simulate
 from hapsynth.search.sizing.ratios import Ratios, proportional
 from hapsynth.search.sizing.sizer import Sizer
@@ -69,18 +68,22 @@ LABELS = {**_both(_ZERO), "tensor_parallel": "tensor parallel (Megatron), even",
 
 @dataclass(frozen=True, eq=False)
 class Baseline:
-    """A baseline's program at its sizes. `held_bytes`: predicted peak of each device."""
+    """A baseline's program at its sizes, as `costs` of its devices have it."""
 
     program: Program
     sizes: Sizes
+    costs: CostModel
     cost_s: float
-    held_bytes: tuple[float, ...]
     fits: bool
-    lowering: LoweringOptions = DEFAULT
     overlap: bool = False
     """Whether `cost_s` is of its collectives beside computing."""
     devices: tuple[int, ...] | None = None
     """Those of the cluster that it is for, where not all."""
+
+    @cached_property
+    def held_bytes(self) -> tuple[float, ...]:
+        """Predicted peak of each device. It takes longer than all else about a baseline, and few are asked for it."""
+        return held_by(self.program, self.sizes, self.costs)
 
     @property
     def memory_bytes(self) -> float:
@@ -104,8 +107,30 @@ class Baseline:
             memory_bytes=memory,
             memory_limit_bytes=tuple(limits),
             devices=devices,
-            lowering=self.lowering,
+            lowering=self.costs.lowering,
         )
+
+
+class Solved:
+    """What a search came to, as programs to be sized for the devices of some `costs`: in few and large stages, and in
+    the order that spares memory."""
+
+    def __init__(self, emitter: Emitter, costs: CostModel) -> None:
+        self._emitter, self.costs = emitter, costs
+        emitter.build()
+
+    @cached_property
+    def staged(self) -> Sizer:
+        return self._sizer(sparing=False)
+
+    @cached_property
+    def sparing(self) -> Sizer:
+        return self._sizer(sparing=True)
+
+    def _sizer(self, *, sparing: bool) -> Sizer:
+        costs = self.costs
+        program = self._emitter.ordered(costs.axes, sparing=sparing)
+        return Sizer(program, Classes.build(costs.graph, program, costs.table), costs)
 
 
 class _ReducedAtOnce(ChoiceSpace):
@@ -152,18 +177,17 @@ class Baselines:
         other.limit = other.task.memory_budget.limit
         return other
 
-    def overlapped(self, baseline: Baseline) -> Baseline:
+    def overlapped(self, baseline: Baseline, tasks: TaskGraph | None = None) -> Baseline:
         """A baseline in the order found that takes the least with its collectives beside computing; in its own where
-        only that fits."""
-        tasks = tasks_of(baseline.program, baseline.sizes, self.costs)
+        only that fits. `tasks`: its own, where they are known."""
+        tasks = tasks or tasks_of(baseline.program, baseline.sizes, self.costs)
         timeline = schedule(tasks)
         program = ordered(baseline.program, timeline)
-        held = held_by(program, baseline.sizes, self.costs)
-        fits = max(held) <= self.limit
+        fits = peak(program, baseline.sizes, self.costs) <= self.limit
         if baseline.fits and not fits:
             own = simulate(tasks, range(len(tasks.machine)))
             return replace(baseline, cost_s=own.makespan_s, overlap=True)
-        return replace(baseline, program=program, cost_s=timeline.makespan_s, held_bytes=held, fits=fits, overlap=True)
+        return replace(baseline, program=program, cost_s=timeline.makespan_s, fits=fits, overlap=True)
 
     @cached_property
     def speed(self) -> Floats:
@@ -203,9 +227,9 @@ class Baselines:
             if name not in self._structures:
                 make = _ReducedAtOnce if name == "tensor_parallel" else ChoiceSpace
                 self._structures[name] = make(self.graph, self.table, restriction())
-            emitter = self._solved(self._structures[name])
+            solved = self._solved(self._structures[name])
             experts = name in _EXPERTS
-            found |= {n: self.sized(emitter, batch, even, experts=experts) for n, batch in by.items()}
+            found |= {n: self.sized(solved, batch, even, experts=experts) for n, batch in by.items()}
         return {name: found[name] for name in asked}
 
     def alone(self) -> Baseline:
@@ -394,37 +418,32 @@ class Baselines:
                     summed.update(roots)
         return found, summed
 
-    def _solved(self, structure: ChoiceSpace) -> Emitter:
+    def _solved(self, structure: ChoiceSpace) -> Solved:
         """The best program at even sizes."""
         ratios = Ratios(self.graph, self.table, np.full(self.costs.n, 1.0 / self.costs.n))
         builder = ProblemBuilder(structure, self.costs, ratios)
         solution = solve(builder.problem(), tolerance=1e-4)
         if solution.assignment is not None:
-            emitter = Emitter(builder, solution.assignment.tolist())
-            emitter.build()
-            return emitter
+            return Solved(Emitter(builder, solution.assignment.tolist()), self.costs)
         # Some weight's cut dimension meets no op that takes it cut (a flattened image): it may be gathered.
         free = replace(structure.restriction, convertible=None)
         assert structure.restriction.convertible is not None, "with every conversion the replicated program is there"
         return self._solved(type(structure)(self.graph, self.table, free))
 
-    def sized(self, emitter: Emitter, batch: Floats, rest: Floats, *, experts: bool = False) -> Baseline:
+    def sized(self, solved: Solved, batch: Floats, rest: Floats, *, experts: bool = False) -> Baseline:
         """A program with its batch, and `experts`, and with everything else cut by these fractions; in the order that
         spares memory where it must be, as the plan is."""
         like_batch = self.batch_roots | (self._expert_roots if experts else set())
-        found = self._costed(emitter.ordered(self.costs.axes), batch, rest, like_batch)
-        if found.fits:
-            return found
-        return self._costed(emitter.ordered(self.costs.axes, sparing=True), batch, rest, like_batch)
+        found = self._costed(solved.staged, batch, rest, like_batch)
+        return found if found.fits else self._costed(solved.sparing, batch, rest, like_batch)
 
-    def _costed(self, program: Program, batch: Floats, rest: Floats, like_batch: Set[Node]) -> Baseline:
-        classes = Classes.build(self.graph, program, self.table)
-        sizer = Sizer(program, classes, self.costs)
+    def _costed(self, sizer: Sizer, batch: Floats, rest: Floats, like_batch: Set[Node]) -> Baseline:
+        program, classes = sizer.program, sizer.classes
         of_batch, of_rest = sizer.fixed(batch), sizer.fixed(rest)
         batched = [any(self.root(v, d) in like_batch for v, d, *_ in c.members) for c in classes.all]
         chosen = (of_batch if b else of_rest for b in batched)
         sizes = Sizes(self.graph, classes, tuple(s.shares[i] for i, s in enumerate(chosen)))
         check(self.graph, program, sizes)
-        fits = peak(program, sizes, self.costs) <= self.limit
-        cost, held = program_cost(program, sizes, self.costs), held_by(program, sizes, self.costs)
-        return Baseline(program, sizes, cost, held, fits, self.costs.lowering, devices=self.devices)
+        fits = sizer.memory.peak(sizes) <= self.limit
+        cost = program_cost(program, sizes, self.costs)
+        return Baseline(program, sizes, self.costs, cost, fits, devices=self.devices)
