@@ -96,7 +96,7 @@ def overlapped_row(row: dict[str, Any], fn: Any, args: Any, where: Cluster, budg
         "strategy": in_words(summed, where),
     }
     began = time.process_time()
-    systems = systems_of(plan.traced.graph, where).best(overlap=True)
+    systems = systems_of(plan.traced.graph, where).best(overlap=True, each=False)
     row["baselines_cpu_s"] = time.process_time() - began
     fitting = {name: b for name, b in systems.items() if b.fits}
     everywhere = {name: b for name, b in fitting.items() if b.devices is None}
@@ -129,7 +129,7 @@ def summed_row(row: dict[str, Any], fn: Any, args: Any, where: Cluster, budget: 
         plan, row["error"] = None, str(error)
         graph = trace(fn, args).graph
     baselines = systems_of(graph, where)
-    systems = baselines.best()
+    systems = baselines.best(each=False)
     judged = {name: judgement(b) for name, b in systems.items()}
     judged["hap"]["found"] = str(strategy(baselines.everywhere, systems["hap"].program, systems["hap"].sizes))
     row |= {"systems": judged, "ops": len(graph.ops), "devices": where.n}

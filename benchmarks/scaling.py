@@ -57,7 +57,7 @@ def one(row: dict[str, Any], budget: float | None, *, overlap: bool) -> dict[str
     began = time.perf_counter()
     plan = hapsynth.synthesize(fn, args, where, time_budget_s=budget, overlap=overlap)
     seconds = time.perf_counter() - began
-    found = BaselinesOnSubsets(Task(plan.traced.graph, where)).best(overlap=overlap)
+    found = BaselinesOnSubsets(Task(plan.traced.graph, where)).best(overlap=overlap, each=False)
     others = {name: b.cost_s for name, b in found.items() if b.fits}
     best = min(others, key=lambda name: others[name], default=None)
     graph = trace(*build(1)).graph

@@ -5,9 +5,9 @@ devices among which the planner chooses (`device_subsets.subclusters`): without 
 of the hosts, a quarter, and so on; not on every set there is. Beside these there is one device, the fastest that holds
 all of it.
 
-Each set is made anew: its programs are solved, sized and priced for its devices alone. What is looked for is what could
-be the best of all: a set is passed over where the work alone, shared out ideally, takes as long as the best so far, and
-a baseline on it where its own tasks do in any order.
+Each set is made anew: its programs are solved, sized and priced for its devices alone. A set is passed over where the
+work alone, shared out ideally, takes as long as the best so far, and a baseline on it where its own tasks do in any
+order.
 """
 
 from __future__ import annotations
@@ -47,18 +47,21 @@ class BaselinesOnSubsets:
         self._beside = dict[tuple[Devices, str], Baseline]()
         """With their collectives beside what is computed."""
 
-    def best(self, *, overlap: bool = False) -> dict[str, Baseline]:
+    def best(self, *, overlap: bool = False, each: bool = True) -> dict[str, Baseline]:
         """By name those on all devices; each again, as its name with the devices, on a set that is better than all
-        devices and than the other sets, where one could be the best of all; the best on the fastest kind alone; and one
-        device. `overlap`: in terms of the makespan, with collectives beside what is computed."""
+        devices and than the other sets; the best on the fastest kind alone; and one device. `overlap`: in terms of the
+        makespan, with collectives beside what is computed. `each`: else a baseline is given on a set only where it
+        could be the best of all there, which takes less time."""
         cluster = self.task.cluster
-        whole = self._made(tuple(range(cluster.n)), overlap=overlap)
+        whole = self._made(tuple(range(cluster.n)), {}, overlap=overlap)
         best = dict(whole)
         bound = self._work.makespan_on if overlap else self._work.on
         sets = {devices: bound(cluster.subset(devices)) for devices in self._sets if len(devices) > 1}
         for devices, least in sorted(sets.items(), key=lambda item: (item[1], item[0])):
-            bar = min((b.cost_s for b in best.values() if b.fits), default=np.inf)
-            for name, b in self._made(devices, bar, overlap=overlap).items() if least < bar else ():
+            bars = {name: b.cost_s if b.fits else np.inf for name, b in best.items()}
+            if not each:
+                bars = dict.fromkeys(bars, min(bars.values()))
+            for name, b in self._made(devices, bars, overlap=overlap).items() if least < max(bars.values()) else ():
                 best[name] = min(best[name], b, key=_merit)
         found = dict(whole)
         found |= {name_on(name, b): b for name, b in best.items() if b is not whole[name]}
@@ -70,13 +73,13 @@ class BaselinesOnSubsets:
             found[ONE_DEVICE] = self._on_one(overlap=overlap)
         return found
 
-    def _made(self, devices: Devices, bar: float = np.inf, *, overlap: bool) -> dict[str, Baseline]:
-        """All on some devices; with `overlap` those that may take less than `bar` seconds."""
+    def _made(self, devices: Devices, bars: Mapping[str, float], *, overlap: bool) -> dict[str, Baseline]:
+        """All on some devices; with `overlap` those that may take less than their `bars` of seconds."""
         if devices not in self._plain:
             self._plain[devices] = self._make(self._baselines(devices), self.names)
         if not overlap:
             return dict(self._plain[devices])
-        made = {name: self._overlapped(devices, name, bar) for name in self.names}
+        made = {name: self._overlapped(devices, name, bars.get(name, np.inf)) for name in self.names}
         return {name: b for name, b in made.items() if b is not None}
 
     def _overlapped(self, devices: Devices, name: str, bar: float) -> Baseline | None:
@@ -92,7 +95,7 @@ class BaselinesOnSubsets:
 
     def _best_on(self, devices: Devices, *, overlap: bool) -> Baseline:
         """The best of all on some devices."""
-        found = sorted(self._made(devices, overlap=False).items(), key=lambda item: _merit(item[1]))
+        found = sorted(self._made(devices, {}, overlap=False).items(), key=lambda item: _merit(item[1]))
         if not overlap:
             return found[0][1]
         best: Baseline | None = None
