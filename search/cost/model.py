@@ -351,15 +351,20 @@ class CostModel:
         self, value: int, source: Layout, target: Layout, axis: int, shares: Shares | Largest, step: Collective
     ) -> Sent:
         """What a step sends, and how long that takes: of those that go together its part of the latency."""
+        found = self.sent_alone(value, source, target, axis, shares, step)
+        return found._replace(latency_s=self.together.part(value, step, self.links[axis].n) * found.latency_s)
+
+    def sent_alone(
+        self, value: int, source: Layout, target: Layout, axis: int, shares: Shares | Largest, step: Collective
+    ) -> Sent:
+        """What a step sends, and how long that takes where it goes with no other."""
         link, nbytes = self.links[axis], float(self.graph.values[value].nbytes)
         if not step.communicates or link.n == 1 or nbytes == 0:
             return Sent()
         held = shares if isinstance(shares, Shares) else Shares(shares)
         found = PRICES[step.name].sent(link, step.name, nbytes, step.traffic(source, target, axis), held)
-        latency = self.together.part(value, step, link.n) * found.latency_s
         turning = self.turning(value, source, axis)
-        turned = turning * held_fraction(target, held.largest) if turning else 0.0
-        return found._replace(latency_s=latency, turned_s=turned)
+        return found._replace(turned_s=turning * held_fraction(target, held.largest) if turning else 0.0)
 
     def turning(self, value: int, source: Layout, axis: int) -> float:
         """Seconds that a collective of a whole value costs what reads it afterwards: partial sums that are transposed

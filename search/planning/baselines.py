@@ -40,7 +40,7 @@ from hapsynth.search.formulation.problem_builder import ProblemBuilder
 from hapsynth.search.memory.profile import held_by, peak
 from hapsynth.search.planning.task import Task
 from hapsynth.search.result import Result
-from hapsynth.search.scheduling.list_schedule import ordered, schedule
+from hapsynth.search.scheduling.list_schedule import ordered, refined, schedule
 from hapsynth.search.scheduling.tasks import tasks_of
 from hapsynth.search.sizing.ratios import Ratios, proportional
 from hapsynth.search.sizing.sizer import Sizer
@@ -131,7 +131,7 @@ class Baselines:
 
     def overlapped(self, baseline: Baseline) -> Baseline:
         """A baseline in the order found that takes the least with its collectives beside computing."""
-        timeline = schedule(tasks_of(baseline.program, baseline.sizes, self.costs))
+        timeline = refined(schedule(tasks_of(baseline.program, baseline.sizes, self.costs)))
         program = ordered(baseline.program, timeline)
         return replace(baseline, program=program, cost_s=timeline.makespan_s, overlap=True)
 

@@ -29,7 +29,7 @@ from hapsynth.search.planning.candidate import Candidate
 from hapsynth.search.planning.search_at_ratios import FixedRatioSearch
 from hapsynth.search.result import SETTLED
 from hapsynth.search.scheduling.critical_path import Step, critical_path, turning_ops
-from hapsynth.search.scheduling.list_schedule import ordered, schedule
+from hapsynth.search.scheduling.list_schedule import ordered, refined, schedule
 from hapsynth.search.scheduling.tasks import LINKS, Machine, TaskGraph, tasks_of
 from hapsynth.search.scheduling.timeline import Timeline, simulate
 from hapsynth.search.sizing.makespan_lp import LINK
@@ -270,7 +270,7 @@ def overlapped(search: FixedRatioSearch, best: Candidate, ratios: Ratios) -> Ove
             if again.best is not None and again.best.makespan_s < found.best.makespan_s:
                 found = again
     for known in sorted(found.seen, key=lambda known: known.makespan_s):
-        program = ordered(known.candidate.program, known.timeline)
+        program = ordered(known.candidate.program, refined(known.timeline))
         bound = found.bound if found.is_exact(known) else 0.0
         if (fits := _timed(program, known.candidate.sizes, search, bound)) is not None:
             return fits

@@ -1,25 +1,30 @@
 """A program at its sizes as tasks for machines: the compute stream of every device, and the links between devices.
 
 Devices of one kind that hold the same shares of everything are a group: they do the same at the same time. A collective
-takes all devices, and the link of its mesh axis, for as long as the cost model says. Axes whose groups lie inside hosts
-have a link of their own, all others share the network. A loop or a branch is one task that takes everything: nothing
-goes on beside it. Slices of what is there already take no time.
+takes all devices, and the link of its mesh axis, for as long as the cost model says; those of a bundle are one, of one
+latency. Axes whose groups lie inside hosts have a link of their own, all others share the network. A loop or a branch
+is one task that takes everything: nothing goes on beside it. Slices of what is there already take no time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
-from functools import cached_property
-from math import fsum
+from functools import cached_property, reduce
+from heapq import heapify, heappop, heappush
+from math import fsum, prod
+from typing import NamedTuple
 
 import numpy as np
 
+from hapsynth.instructions.program.bundles import bundles_of, family
 from hapsynth.instructions.program.program import Block, Compute, Instruction, Program, Property, nested
 from hapsynth.instructions.program.sizes import Sizes
+from hapsynth.instructions.staging.options import DEFAULT, LoweringOptions
 from hapsynth.search.cost.model import CostModel, Floats, Ints
-from hapsynth.search.cost.program_cost import conversion_cost, instruction_costs, load_seconds, shares
+from hapsynth.search.cost.network import AxisLink
+from hapsynth.search.cost.program_cost import instruction_costs, load_seconds, shares, shares_of
 from hapsynth.search.cost.program_index import ProgramIndex
 
 
@@ -36,13 +41,40 @@ class Machine(IntEnum):
 LINKS = (Machine.NETWORK, Machine.INTRA)
 
 
+class Transfer(NamedTuple):
+    """What a collective, or a bundle of them, sends.
+
+    `family`: what it has in common with those that it can go with. `nbytes`: that each device sends; `wire_bytes`: that
+    one group does over its slowest link. `turned_s`: as `network.Sent` has it.
+    """
+
+    family: Hashable
+    link: AxisLink
+    step: str
+    nbytes: float
+    wire_bytes: float
+    turned_s: float
+
+    @property
+    def seconds(self) -> float:
+        return float(self.link.seconds(self.step, self.wire_bytes)) + self.turned_s
+
+    def beside(self, other: Transfer) -> Transfer:
+        """Both as one."""
+        return self._replace(
+            nbytes=self.nbytes + other.nbytes,
+            wire_bytes=self.wire_bytes + other.wire_bytes,
+            turned_s=self.turned_s + other.turned_s,
+        )
+
+
 @dataclass(frozen=True, eq=False)
 class TaskGraph:
     """Tasks in an order in which each comes after its makers.
 
     `seconds`: float64 [tasks, groups], how long a task takes each group of devices; those of a collective are alike.
     `group_of`: int [devices]. `instructions`: per task, the program's by their places; none for an argument that is
-    fed.
+    fed. `transfers`: of each collective that could go with others. `lowering`: says which may.
     """
 
     machine: tuple[Machine, ...]
@@ -50,6 +82,8 @@ class TaskGraph:
     makers: tuple[tuple[int, ...], ...]
     instructions: tuple[tuple[int, ...], ...]
     group_of: Ints
+    transfers: Mapping[int, Transfer] = field(default_factory=dict[int, Transfer])
+    lowering: LoweringOptions = DEFAULT
 
     @cached_property
     def users(self) -> tuple[tuple[int, ...], ...]:
@@ -64,6 +98,53 @@ class TaskGraph:
     def longest(self) -> list[float]:
         """Seconds of each task in the group that takes longest."""
         return self.seconds.max(axis=1, initial=0.0).tolist()
+
+    def joined(self, order: Sequence[int], bundles: Iterable[Sequence[int]]) -> TaskGraph | None:
+        """The same with the collectives of each bundle as one task, numbered in an order that is nearest to the one
+        given; None where some would wait for themselves. Each bundle is in the given order."""
+        first = list(range(len(self.machine)))
+        for bundle in bundles:
+            for task in bundle:
+                first[task] = bundle[0]
+        place = [0] * len(first)
+        for k, task in enumerate(order):
+            place[task] = k
+        members: dict[int, list[int]] = {}
+        for task in order:
+            members.setdefault(first[task], []).append(task)
+        makers = {one: {first[m]: None for task in tasks for m in self.makers[task]} for one, tasks in members.items()}
+        users: dict[int, list[int]] = {one: [] for one in members}
+        for one, needed in makers.items():
+            for maker in needed:
+                users[maker].append(one)
+        missing = {one: len(needed) for one, needed in makers.items()}
+        ready = [(place[one], one) for one, count in missing.items() if not count]
+        heapify(ready)
+        number: dict[int, int] = {}
+        while ready:
+            _, one = heappop(ready)
+            number[one] = len(number)
+            for user in users[one]:
+                missing[user] -= 1
+                if not missing[user]:
+                    heappush(ready, (place[user], user))
+        if len(number) < len(members):
+            return None
+        seconds = self.seconds[list(number)]
+        transfers: dict[int, Transfer] = {}
+        for one, at in number.items():
+            if one in self.transfers:
+                transfers[at] = reduce(Transfer.beside, [self.transfers[task] for task in members[one]])
+                if len(members[one]) > 1:
+                    seconds[at] = transfers[at].seconds
+        return replace(
+            self,
+            machine=tuple(self.machine[one] for one in number),
+            seconds=seconds,
+            makers=tuple(tuple(number[m] for m in makers[one]) for one in number),
+            instructions=tuple(tuple(k for task in members[one] for k in self.instructions[task]) for one in number),
+            transfers=transfers,
+        )
 
 
 def tasks_of(program: Program, sizes: Sizes, costs: CostModel) -> TaskGraph:
@@ -84,6 +165,7 @@ class _Builder:
         self.seconds: list[Floats] = []
         self.makers: list[tuple[int, ...]] = []
         self.instructions: list[tuple[int, ...]] = []
+        self.transfers: dict[int, Transfer] = {}
         self.made: dict[Property, int] = {}
 
     def graph(self) -> TaskGraph:
@@ -102,16 +184,38 @@ class _Builder:
             self._run(places, machine, np.broadcast_to(seconds, self.costs.n)[alone])
             at = places.stop
         seconds = np.array(self.seconds).reshape(len(self.machine), alone.size)
-        return TaskGraph(tuple(self.machine), seconds, tuple(self.makers), tuple(self.instructions), group_of)
+        found = TaskGraph(
+            tuple(self.machine),
+            seconds,
+            tuple(self.makers),
+            tuple(self.instructions),
+            group_of,
+            self.transfers,
+            self.costs.lowering,
+        )
+        bundles = bundles_of(self.program.instructions)
+        if not bundles:
+            return found
+        task_of = {places[0]: task for task, places in enumerate(self.instructions) if places}
+        together = found.joined(range(len(self.machine)), [[task_of[at] for at in b] for b in bundles.values()])
+        assert together is not None, "a bundle's collectives need nothing of one another"
+        return together
 
     def _one(self, at: int, i: Instruction) -> tuple[Machine, float | Floats]:
         """What an instruction in no loop or branch takes, and its seconds [devices], or on all alike."""
         if isinstance(i, Compute):
             return Machine.COMPUTE, self.loads[self.index.load_of[at]] + self.costs.uniform_time(i.op)
-        seconds, _ = conversion_cost(self.costs, self.sizes, i)
-        if not seconds:
+        held, link = shares_of(self.sizes, i.value), self.costs.links[i.axis]
+        sent = self.costs.sent_alone(i.value, i.source, i.target, i.axis, held, i.collective)
+        if not sent.seconds:
             return Machine.LOCAL, 0.0
-        return Machine.NETWORK if self.costs.links[i.axis].crosses_hosts else Machine.INTRA, seconds
+        value = self.costs.graph.values[i.value]
+        kind = family(i, value.dtype)
+        if kind is not None:
+            wired = i.collective.wired(i.source, i.target, i.axis, link.n)
+            nbytes = sum(w.sent * value.nbytes * prod(held.largest(*cut) for cut in w.cuts) for w in wired)
+            self.transfers[len(self.machine)] = Transfer(kind, link, i.step, nbytes, sent.wire_bytes, sent.turned_s)
+        return Machine.NETWORK if link.crosses_hosts else Machine.INTRA, sent.seconds
 
     def _add(self, machine: Machine, seconds: Floats, makers: tuple[int, ...], instructions: tuple[int, ...]) -> int:
         """A task; its number."""
