@@ -6,7 +6,7 @@ its choices. The programs are those of a plain builder: conversions go the ways 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, partial
 from typing import Any
 
@@ -16,7 +16,6 @@ from hapsynth.instructions.layout import Layout, cuts_of
 from hapsynth.search.cost.model import Floats
 from hapsynth.search.formulation.chains import Chain, ChainSpace, Occupancy, Places
 from hapsynth.search.formulation.choice_space import AvailableLayouts, Interned, RequiredLayouts
-from hapsynth.search.formulation.conversions import Conversions
 from hapsynth.search.formulation.problem_builder import NO_SIZES, ProblemBuilder
 from hapsynth.search.solver import Edge, Ints, Problem
 
@@ -78,15 +77,28 @@ class ChainCosts:
                 found[n] = self.costs.kind_times([(work, held)])[0]
         return found
 
-    def along(self, ways: Conversions) -> Floats:
+    def steps(self, value: int) -> Mapping[tuple[int, int], float]:
+        """Seconds that each single step takes of its link at least: with others in a bundle, of which each pays the
+        least per byte (`CostModel.least_in_bundle`)."""
+        ways, inside = self.ways[value], self.graph.home[value] > 0
+        layouts = ways.layouts.layouts
+
+        def make() -> Mapping[tuple[int, int], float]:
+            least = self.builder.least_step_time
+            return {(a, b): least(value, layouts[a], layouts[b], ways.axis(a, b)) for a, b in ways.single}
+
+        return self.builder.once(("least steps", ways, inside), make)
+
+    def along(self, value: int) -> Floats:
         """Seconds on each link of the cheapest way between layouts [layouts, layouts, links]."""
-        make = lambda: np.stack([ways.along(axes) for axes in self.links], axis=-1)
-        return self.builder.once(("along", ways), make)
+        ways, single = self.ways[value], self.steps(value)
+        make = lambda: np.stack([ways.along(axes, single) for axes in self.links], axis=-1)
+        return self.builder.once(("along", ways, self.graph.home[value] > 0), make)
 
     def offers(self, value: int, options: Interned[AvailableLayouts]) -> tuple[Floats, Ints, Floats]:
         """Of every option: seconds of its shared conversions [options, links], the layouts there are then [options,
         most], and what lies before each [options, most, links]."""
-        ways = self.ways[value]
+        ways, single = self.ways[value], self.steps(value)
 
         def make() -> tuple[Floats, Ints, Floats]:
             _, tensors = self.builder.offers(value, options)
@@ -98,13 +110,13 @@ class ChainCosts:
                 total[n] = 0.0 if np.isfinite(seconds) else np.inf
                 so_far = {number[option.computed]: np.zeros(len(self.links))}
                 for a, b, axis in hops:
-                    hop = np.array([ways.single[a, b] if axis in axes else 0.0 for axes in self.links])
+                    hop = np.array([single[a, b] if axis in axes else 0.0 for axes in self.links])
                     so_far[b] = so_far[a] + hop
                     total[n] += hop
                 before[n] = [so_far[t] for t in tensors[n].tolist()]
             return total, tensors, before
 
-        return self.builder.once(("chain offers", ways, options), make)
+        return self.builder.once(("chain offers", ways, options, self.graph.home[value] > 0), make)
 
     def occupancy(self, assignment: Sequence[int]) -> Occupancy:
         """What an assignment's program takes."""
@@ -141,7 +153,7 @@ class ChainCosts:
         targets = [ways.layouts.number[layout] for layout in among]
         seconds = ways.seconds[tensors][:, targets]
         which, target = np.unravel_index(int(seconds.argmin()), seconds.shape)
-        return int(which), self.along(ways)[tensors[which], targets[target]]
+        return int(which), self.along(value)[tensors[which], targets[target]]
 
 
 class WeightedBuilder(ProblemBuilder):
@@ -185,7 +197,8 @@ class WeightedBuilder(ProblemBuilder):
         ):
             options = st.choices[producer].options
             home = self.graph.runs[self.graph.home[use.value]]
-            key = "weighted use", self.chain_costs.ways[use.value], kind, tuple(own), tuple(shared), home
+            inside = self.graph.home[use.value] > 0
+            key = "weighted use", self.chain_costs.ways[use.value], kind, tuple(own), tuple(shared), home, inside
             make = lambda u=use, o=options, w=own, s=shared: self._weighted_table(u.value, o, u.needs, u.runs, w, s)
             edges.append(Edge(producer, use.variable, groups, use.needs.groups, self._weighted(key, make)))
         return Problem(tuple(self._weighted_unary()), tuple(edges))
@@ -210,7 +223,7 @@ class WeightedBuilder(ProblemBuilder):
         ways = self.chain_costs.ways[value]
         _, tensors, before = self.chain_costs.offers(value, options)
         columns = [ways.layouts.number[n] for n in needs.layouts]
-        seconds = np.where(np.isfinite(ways.seconds), _times(self.chain_costs.along(ways), own), np.inf)[:, columns]
+        seconds = np.where(np.isfinite(ways.seconds), _times(self.chain_costs.along(value), own), np.inf)[:, columns]
         found = runs * seconds[tensors]
         if any(shared):
             found = found + (self.graph.runs[self.graph.home[value]] * (before @ np.array(shared)))[:, :, None]
@@ -244,7 +257,8 @@ class WeightedBuilder(ProblemBuilder):
         st, costs = self.structure, self.chain_costs
         options, runs = st.choices[st.value_variable[value]].options, self.graph.runs[self.graph.home[value]]
         ends = (tuple(self.end_weights[value].tolist()), *self.ends(value)) if value in costs.plain else ()
-        return "options", costs.ways[value], options, runs, tuple(self.value_weights[value].tolist()), ends
+        inside = self.graph.home[value] > 0
+        return "options", (costs.ways[value], inside), options, runs, tuple(self.value_weights[value].tolist()), ends
 
     def _of_states(self, value: int) -> Floats:
         """Weighted seconds of each state of a value that has a variable of its own."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from functools import cached_property, reduce
 from heapq import heapify, heappop, heappush
-from math import fsum, prod
+from math import fsum
 from typing import NamedTuple
 
 import numpy as np
@@ -209,11 +209,9 @@ class _Builder:
         sent = self.costs.sent_alone(i.value, i.source, i.target, i.axis, held, i.collective)
         if not sent.seconds:
             return Machine.LOCAL, 0.0
-        value = self.costs.graph.values[i.value]
-        kind = family(i, value.dtype)
+        kind = family(i, self.costs.graph.values[i.value].dtype)
         if kind is not None:
-            wired = i.collective.wired(i.source, i.target, i.axis, link.n)
-            nbytes = sum(w.sent * value.nbytes * prod(held.largest(*cut) for cut in w.cuts) for w in wired)
+            nbytes = self.costs.bytes_sent(i.value, i.source, i.target, i.axis, held.largest, i.collective)
             self.transfers[len(self.machine)] = Transfer(kind, link, i.step, nbytes, sent.wire_bytes, sent.turned_s)
         return Machine.NETWORK if link.crosses_hosts else Machine.INTRA, sent.seconds
 
