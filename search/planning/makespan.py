@@ -30,6 +30,7 @@ from hapsynth.search.planning.search_at_ratios import FixedRatioSearch
 from hapsynth.search.result import SETTLED
 from hapsynth.search.scheduling.critical_path import Step, critical_path, turning_ops
 from hapsynth.search.scheduling.list_schedule import ordered, refined, schedule
+from hapsynth.search.scheduling.prefetch import later
 from hapsynth.search.scheduling.tasks import LINKS, Machine, TaskGraph, tasks_of
 from hapsynth.search.scheduling.timeline import Timeline, simulate
 from hapsynth.search.sizing.makespan_lp import LINK
@@ -272,7 +273,12 @@ def overlapped(search: FixedRatioSearch, best: Candidate, ratios: Ratios) -> Ove
     for known in sorted(found.seen, key=lambda known: known.makespan_s):
         program = ordered(known.candidate.program, refined(known.timeline))
         bound = found.bound if found.is_exact(known) else 0.0
-        if (fits := _timed(program, known.candidate.sizes, search, bound)) is not None:
+        sizes, ahead = known.candidate.sizes, len(program.instructions)
+        while (fits := _timed(program, sizes, search, bound)) is None and ahead:
+            # What is gathered ahead of its use is held meanwhile.
+            ahead //= 2
+            program = later(search.task.costs.graph, program, ahead)
+        if fits is not None:
             return fits
     return as_it_is(search, best)
 
