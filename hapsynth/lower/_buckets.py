@@ -103,7 +103,7 @@ def bundles(
     send. Where XLA joins them itself each is alone."""
     of_each = [_family_of(step, struct, platform, options) for step, struct in zip(steps, sent, strict=True)]
     groups = filled([name for name, _ in of_each], [nbytes for _, nbytes in of_each], options.bundle_bytes)
-    if planned and steps[0].bundle and platform == "cpu":
+    if planned and steps and steps[0].bundle and platform == "cpu":
         groups = [[*range(len(steps))]]
     structs = [jax.ShapeDtypeStruct(s.shape, s.dtype) for s in sent]
     return [Bundle(tuple(steps[i] for i in g), tuple(structs[i] for i in g)) for g in groups]
