@@ -1,14 +1,16 @@
 """Every example on every example cluster: predicted step time beside the baselines, and the plan's values checked.
 
-    python benchmarks/bench_matrix.py [--no-check] [--json OUT]
+    python benchmarks/bench_matrix.py [--no-check] [--markdown] [--json OUT]
 
-One process per (example, cluster), with as many host devices as the cluster has. `plan.check` compares every output
-leaf with the function on one device.
+Each baseline is also made on the devices that suit it best; `win` is over the best of all of them. One process per
+(example, cluster), with as many host devices as the cluster has. `plan.check` compares every output leaf with the
+function on one device.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -17,10 +19,16 @@ from harness.command import Table, in_own_process, parser, write_json
 from harness.examples import EXAMPLES
 
 from hapsynth import synthesize
-from hapsynth.search.planning.baselines import Baselines
+from hapsynth.search.planning.baseline_subsets import BaselinesOnSubsets, label
 from hapsynth.search.planning.task import Task
 
 CLUSTERS = ("even8", "mixed8", "tiny_and_big", "paper64", "straggler")
+README = (
+    ("data_parallel", "data parallel, even"),
+    ("data_parallel_speed", "data parallel, by speed"),
+    ("zero3", "ZeRO-3"),
+    ("tensor_parallel", "Megatron"),
+)
 COLUMNS = {
     "": -26,
     "plan ms": 9,
@@ -42,7 +50,8 @@ def one(example: str, cluster_name: str, check: bool) -> dict[str, Any]:
     mesh = jax.make_mesh((cluster.n,), ("data",))
     plan = synthesize(fn, args, mesh, cluster=cluster)
     task = Task(plan.traced.graph, cluster)
-    baselines = Baselines(task).all()
+    baselines = BaselinesOnSubsets(task)
+    costs = {name: b.cost_s for name, b in baselines.best().items() if b.fits}
     result = plan.result
     row: dict[str, Any] = {
         "example": example,
@@ -55,7 +64,8 @@ def one(example: str, cluster_name: str, check: bool) -> dict[str, Any]:
         "status": result.status,
         "uneven_classes": sum(len(set(s)) > 1 for s in result.sizes.shares),
         "classes": len(result.sizes.shares),
-        "baselines": {name: b.cost_s for name, b in baselines.items() if b.fits},
+        "on_all_devices": {name: costs[name] for name in baselines.names if name in costs},
+        "baselines": costs,
         "collectives": plan.program.collectives(),
     }
     if check:
@@ -64,9 +74,23 @@ def one(example: str, cluster_name: str, check: bool) -> dict[str, Any]:
     return row
 
 
+def markdown(rows: Sequence[dict[str, Any]]) -> str:
+    """The README's table: all but the plan's own seconds over these."""
+    heads = [label for _, label in README] + ["best on all devices", "best of all", "", "joint gap"]
+    lines = ["| model | cluster | hapsynth | " + " | ".join(heads) + " |", "|---|---|" + "--:|" * 7 + "---|--:|"]
+    for row in rows:
+        everywhere, over = row["on_all_devices"], lambda seconds, row=row: f"{seconds / row['cost_s']:.2f} x"
+        cells = [over(everywhere[name]) if name in everywhere else "does not fit" for name, _ in README]
+        name, best = min(row["baselines"].items(), key=lambda item: item[1])
+        cells += [over(min(everywhere.values())), over(best), label(name), f"{100 * row['joint_gap']:.1f}%"]
+        lines.append(f"| {row['example']} | {row['cluster']} | {row['cost_s'] * 1e3:.3f} ms | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def main() -> None:
     command = parser(__doc__)
     command.add_argument("--no-check", action="store_true")
+    command.add_argument("--markdown", action="store_true", help="the table of the README as well")
     options = command.parse_args()
     if options.row:
         print(json.dumps(one(**options.row, check=not options.no_check)))
@@ -84,6 +108,8 @@ def main() -> None:
             table.show([f"{example} on {cluster}", *cells, f"{row['total_s']:.1f}"])
             assert row["cost_s"] <= best, f"{example} on {cluster} is costed above {name}"
             assert row.get("check_ok", True), f"{example} on {cluster} computes something else"
+    if options.markdown:
+        print(markdown(rows))
     write_json(options.json, rows)
 
 

@@ -4,14 +4,16 @@
                                     [--markdown] [--json OUT]
 
 Every system's program is judged by one cost model, hapsynth's; nothing is allocated or run. Systems: data parallel and
-ZeRO-1, -2, -3, each even and by speed (Poplar), Megatron's tensor parallelism (`search/planning/baselines.py`), HAP
-(`systems/hap.py`) and the plan, whose search began from none of them. `speedup`: of the plan over the best system that
-fits the memory. `one ratio`: the best program that is cut by one ratio throughout (the plan's, a baseline or HAP) over
-the plan; `even`: the same where all is cut evenly. Neither looks at memory. `rounding`: how far the plan's whole units
-are at most above the best fractions of its program (`Result.rounding_gap`). `overlapped`: the plan's step where
-collectives run beside computing, in the best order found (`search/scheduling`), beside the best system in the same
-terms: this plan minimizes the step without overlap, so that one may be ahead. `makespan`: the step of the plan that
-minimizes it with overlap (`synthesize(overlap=True)`), its gap, and `over it`: of the best system in these terms.
+ZeRO-1, -2, -3, each even and by speed (Poplar), Megatron's tensor parallelism, expert parallelism (GShard and
+DeepSpeed-MoE) where there are experts, HAP (`systems/hap.py`), each on all devices and on the set of them that suits it
+best; one device (`search/planning/baselines.py`, `baseline_subsets.py`); and the plan, whose search began from none.
+
+`speedup`: of the plan over the best system that fits the memory. `one ratio`: the best program that is cut by one ratio
+throughout (the plan's, a baseline or HAP) over the plan; `even`: the same where all is cut evenly. Neither looks at
+memory. `rounding`: how far the plan's whole units are at most above the best fractions of its program
+(`Result.rounding_gap`). `makespan`: the step of the plan that minimizes it with overlap (`synthesize(overlap=True)`),
+its gap, and `over it`: the best system whose collectives run beside computing too, in the best order found
+(`search/scheduling`). `scheduled`: the plan of the sum, its order chosen afterwards.
 Models at HAP's sizes: batch 32 x devices, 768 wide, 12 layers, sequence 128, experts 2 x devices. Each row in a process
 of its own.
 """
@@ -24,11 +26,12 @@ import json
 import sys
 import time
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from harness import examples
-from harness.command import RowError, in_own_process, names, parser, write_json
+from harness.command import names, parser, row_or_failure, show_rows
 from models import MODELS
 from systems.hap import Hap
 from systems.strategy import strategy
@@ -36,7 +39,8 @@ from systems.strategy import strategy
 import hapsynth
 from hapsynth.graph.trace import trace
 from hapsynth.search.cost.program_cost import program_cost
-from hapsynth.search.planning.baselines import Baselines
+from hapsynth.search.planning.baseline_subsets import BaselinesOnSubsets
+from hapsynth.search.planning.baselines import Baseline, Baselines
 from hapsynth.search.planning.planner import InfeasibleError
 from hapsynth.search.planning.task import Task
 from hapsynth.search.scheduling.list_schedule import least_makespan, schedule
@@ -44,6 +48,7 @@ from hapsynth.search.scheduling.tasks import tasks_of
 from hapsynth.search.sizing.ratios import own_weights, proportional
 from hapsynth.search.sizing.sizer import Sizer
 
+_EXACT = 1e-9
 MODEL_NAMES = ("vgg19", "vit_b", "bert", "bert_moe")
 CLUSTERS = ("paper64", "poplar_a", "poplar_b", "poplar_c", "lab4", "h200_a100")
 HEADS = (
@@ -52,12 +57,12 @@ HEADS = (
         "over HAP",
         "one ratio",
         "even",
-        "overlapped",
-        "best overlapped",
-        "its s",
-        "over the plan",
+        "scheduled",
         "makespan",
         "its gap",
+        "its joint gap",
+        "best overlapped",
+        "its s",
         "over it",
         "seconds",
         "strategy",
@@ -90,31 +95,28 @@ def one(row: dict[str, Any], budget: float | None) -> dict[str, Any]:
     except InfeasibleError as error:
         plan, row["error"] = None, str(error)
         graph = trace(fn, args).graph
-    task = Task(graph, where)
-    baselines = Baselines(task)
-    systems = {**baselines.all(), "hap": Hap(baselines).baseline()}
-    judged: dict[str, dict[str, Any]] = {
-        name: {"cost_s": b.cost_s, "memory_bytes": b.memory_bytes, "fits": b.fits, "found": b.program.collectives()}
-        for name, b in systems.items()
-    }
-    for name, b in systems.items():
-        timeline = schedule(tasks_of(b.program, b.sizes, baselines.costs))
-        judged[name] |= {"makespan_s": timeline.makespan_s, "exposed_s": timeline.exposed_s}
-    judged["hap"]["found"] = str(strategy(baselines, systems["hap"].program, systems["hap"].sizes))
-    row |= {"systems": judged, "ops": len(graph.ops), "devices": where.n, "status": "infeasible"}
+    baselines = BaselinesOnSubsets(Task(graph, where), made, names=(*Baselines(Task(graph, where)).names, "hap"))
+    systems = baselines.best()
+    judged = {name: judgement(b) for name, b in systems.items()}
+    judged["hap"]["found"] = str(strategy(baselines.everywhere, systems["hap"].program, systems["hap"].sizes))
+    overlapping = {name: judgement(b) for name, b in baselines.best(overlap=True).items()}
+    row |= {"systems": judged, "overlapping": overlapping, "ops": len(graph.ops), "devices": where.n}
+    row["status"] = "infeasible"
     if plan is None:
         return row
     # The plan may leave devices out.
-    if plan.used.n < where.n:
-        task = Task(graph, plan.used)
+    task = Task(graph, plan.used if plan.used.n < where.n else where)
     costs = task.costs
     weights = {"even": np.ones(costs.n), "speed": proportional(costs.rate("float32"))}
     weights["own"] = own_weights(costs, plan.sizes)
     sizer = Sizer(plan.program, plan.sizes.classes, costs)
     at = {name: program_cost(plan.program, sizer.fixed(w), costs) for name, w in weights.items()}
-    even = min(at["even"], *(b.cost_s for name, b in systems.items() if name != "hap" and not name.endswith("_speed")))
-    one_ratio = min(even, *at.values(), systems["data_parallel_speed"].cost_s, systems["hap"].cost_s)
+    cut_evenly = lambda name: "_speed" not in name and not name.startswith("hap")
+    even = min(at["even"], *(b.cost_s for name, b in systems.items() if cut_evenly(name)))
+    expert = lambda name: name.startswith("expert") and not cut_evenly(name)
+    one_ratio = min(*at.values(), *(b.cost_s for name, b in systems.items() if not expert(name)))
     fitting = {name: b.cost_s for name, b in systems.items() if b.fits}
+    beside = {name: s["cost_s"] for name, s in overlapping.items() if s["fits"]}
     tasks = tasks_of(plan.program, plan.sizes, costs)
     timeline = schedule(tasks)
     words = strategy(Baselines(task), plan.program, plan.sizes)
@@ -128,11 +130,18 @@ def one(row: dict[str, Any], budget: float | None) -> dict[str, Any]:
         "rounding_gap": plan.result.rounding_gap,
         "memory_bytes": max(plan.memory),
         "best": min(fitting, key=lambda name: fitting[name], default=None),
-        "worse_than": [name for name, cost in fitting.items() if plan.cost > cost * (1 + 1e-9)],
+        "worse_than": [
+            *(name for name, cost in fitting.items() if plan.cost > cost * (1 + _EXACT)),
+            *(
+                f"{name}, overlapped"
+                for name, cost in beside.items()
+                if row["overlap"]["makespan_s"] > cost * (1 + _EXACT)
+            ),
+        ],
         "makespan_s": timeline.makespan_s,
         "exposed_s": timeline.exposed_s,
         "least_makespan_s": least_makespan(tasks),
-        "best_overlapped": min(fitting, key=lambda name: judged[name]["makespan_s"], default=None),
+        "best_overlapped": min(beside, key=lambda name: beside[name], default=None),
         "one_ratio": one_ratio / plan.cost,
         "even": even / plan.cost,
         "strategy": "; ".join([str(words), *(f"{n} {name} left out" for name, n in Counter(idle).items())]),
@@ -140,12 +149,17 @@ def one(row: dict[str, Any], budget: float | None) -> dict[str, Any]:
     }
 
 
-def planned(row: dict[str, Any], timeout_s: float) -> dict[str, Any]:
-    """`one` in a process of its own; its failure is a row too."""
-    try:
-        return in_own_process(row, timeout_s=timeout_s)
-    except RowError as error:
-        return error.as_row()
+def made(baselines: Baselines, names: Sequence[str]) -> dict[str, Baseline]:
+    """Some of the baselines, or HAP."""
+    found = baselines.all([name for name in names if name != "hap"])
+    return {**found, "hap": Hap(baselines).baseline()} if "hap" in names else found
+
+
+def judgement(b: Baseline) -> dict[str, Any]:
+    """A system as JSON."""
+    devices = None if b.devices is None else list(b.devices)
+    found = b.program.collectives()
+    return {"cost_s": b.cost_s, "memory_bytes": b.memory_bytes, "fits": b.fits, "devices": devices, "found": found}
 
 
 def cells(row: dict[str, Any]) -> list[str]:
@@ -165,14 +179,13 @@ def cells(row: dict[str, Any]) -> list[str]:
     else:
         shown += ["none fits", "-", "-"]
     shown += [over(hap), f"{row['one_ratio']:.2f}x", f"{row['even']:.2f}x", f"{row['makespan_s']:.4g}"]
+    found = row["overlap"]
+    shown += [f"{found['makespan_s']:.4g}", f"{found['gap']:.1e}", f"{found['joint_gap']:.1e}"]
     if ahead := row["best_overlapped"]:
-        other = systems[ahead]["makespan_s"]
-        shown += [ahead, f"{other:.4g}", f"{other / row['makespan_s']:.2f}x"]
+        other = row["overlapping"][ahead]["cost_s"]
+        shown += [ahead, f"{other:.4g}", f"{other / found['makespan_s']:.2f}x"]
     else:
         shown += ["none fits", "-", "-"]
-    found = row["overlap"]
-    shown += [f"{found['makespan_s']:.4g}", f"{found['gap']:.1e}"]
-    shown.append(f"{systems[ahead]['makespan_s'] / found['makespan_s']:.2f}x" if ahead else "-")
     shown.append(f"{row['seconds']:.0f}")
     worse = f" WORSE THAN {', '.join(row['worse_than'])}" if row["worse_than"] else ""
     return [name, row["cluster"], *shown, f"{row['status']}: {row['strategy']}{worse}"]
@@ -198,16 +211,12 @@ def main() -> int:
     if options.row:
         print(json.dumps(one(options.row, options.budget)))
         return 0
-    show = lambda texts: print("| " + " | ".join(texts) + " |" if options.markdown else "  ".join(texts), flush=True)
-    show(HEADS)
-    if options.markdown:
-        show(["---"] * len(HEADS))
-    rows: list[dict[str, Any]] = []
-    for where in options.cluster:
-        for model in options.only:
-            rows.append(planned({"model": model, "cluster": where, "layers": options.layers}, options.timeout))
-            show(cells(rows[-1]))
-            write_json(options.json, rows)
+    pairs = [(where, model) for where in options.cluster for model in options.only]
+    made = (
+        row_or_failure({"model": m, "cluster": c, "layers": options.layers}, timeout_s=options.timeout)
+        for c, m in pairs
+    )
+    rows = show_rows(HEADS, made, cells, options.json, markdown=options.markdown)
     return int(any(row["status"].startswith("error") or row.get("worse_than") for row in rows))
 
 

@@ -118,11 +118,13 @@ def mean_pooled(x: jax.Array) -> jax.Array:
 
 @dataclass(frozen=True)
 class ConvNet:
-    """`batch`: images per device. `stages`: (convolutions, channels), each followed by pooling."""
+    """`batch`: images per device. `stages`: (convolutions, channels), each followed by pooling. `spread`: to how many
+    squared the last map, of one pixel, is repeated; 0: it is as it is."""
 
     batch: int = 32
     size: int = 224
     stages: tuple[tuple[int, int], ...] = ((2, 64), (2, 128), (4, 256), (4, 512), (4, 512))
+    spread: int = 0
     hidden: int = 4096
     classes: int = 1000
     activation: Callable[[jax.Array], jax.Array] = jax.nn.relu
@@ -134,7 +136,7 @@ def vgg19(devices: int, *, config: ConvNet = ConvNet()) -> Target:
     c, images = config, config.batch * devices
     channels = [3, *(width for count, width in c.stages for _ in range(count))]
     pooled_after = {sum(count for count, _ in c.stages[: n + 1]) - 1 for n in range(len(c.stages))}
-    flat = (c.size >> len(c.stages)) ** 2 * channels[-1]
+    flat = (c.spread or c.size >> len(c.stages)) ** 2 * channels[-1]
     widths = (flat, c.hidden, c.hidden, c.classes)
     pairs = list(pairwise(channels))
     convs = {f"conv{i}": dense_shapes(3, 3, a, b, bias=(b,)) for i, (a, b) in enumerate(pairs)}
@@ -148,6 +150,8 @@ def vgg19(devices: int, *, config: ConvNet = ConvNet()) -> Target:
             x = c.activation(x + p["bias"])
             if i in pooled_after:
                 x = c.pooled(x)
+        if c.spread:
+            x = jnp.broadcast_to(x, (x.shape[0], c.spread, c.spread, x.shape[-1]))
         x = x.reshape(x.shape[0], -1)
         for i in range(2):
             x = c.activation(dense(params[f"dense{i}"], "nd,de->ne", x))
@@ -180,6 +184,8 @@ class Transformer:
     causal: bool = False
     llama: bool = False
     """RMSNorm, rotary positions, SwiGLU, no biases, an untied head."""
+    untied: bool = False
+    """The head's weights are not the embedding's."""
     dtype: str = "float32"
 
 
@@ -313,13 +319,14 @@ def language_model(devices: int, layers: int, c: Transformer) -> Target:
     params = {"embed": f32(c.vocab, c.width), **blocks_shapes(c, layers, devices)}
     params |= {} if c.llama else {"position": f32(c.seq, c.width)}
     params |= {} if c.post_norm else {"norm": norm_shapes(c)}
-    params |= {"head": f32(c.vocab, c.width)} if c.llama else {}
+    untied = c.llama or c.untied
+    params |= {"head": f32(c.vocab, c.width)} if untied else {}
 
     def loss_fn(params: Params, batch: Batch) -> jax.Array:
         params = jax.tree.map(lambda p: p.astype(c.dtype), params)
         x = params["embed"][batch["tokens"]]
         x = blocks(c, params, x if c.llama else x + params["position"])
-        logits = jnp.einsum("btd,vd->btv", x, params["head" if c.llama else "embed"])
+        logits = jnp.einsum("btd,vd->btv", x, params["head" if untied else "embed"])
         losses = cross_entropy(logits, batch["targets"])
         return losses.mean() if c.causal else (losses * batch["weight"]).sum() / batch["weight"].sum()
 
@@ -388,6 +395,39 @@ def vit_b(devices: int, *, layers: int = 12, config: Vision = Vision()) -> Targe
     return training_step(loss_fn, params, {"image": f32(images, c.size, c.size, 3), "label": i32(images)})
 
 
+# As the configuration of HAP's released code has them: images of CIFAR-10, heads of their own.
+HAP_VGG = ConvNet(size=32, spread=7, classes=10)
+HAP_VIT = Vision(size=32, patch=4, classes=10)
+HAP_BERT = replace(BERT, untied=True)
+HAP_MOE = replace(BERT_MOE, untied=True)
+BERT_HALF = replace(BERT, dtype="float16")
+
+
+def hap_vgg19(devices: int, *, config: ConvNet = HAP_VGG) -> Target:
+    """VGG-19 on images of 32 x 32, whose last map of one pixel torchvision's pooling repeats to 7 x 7."""
+    return vgg19(devices, config=config)
+
+
+def hap_vit(devices: int, *, layers: int = 12, config: Vision = HAP_VIT) -> Target:
+    """A vision transformer on images of 32 x 32 in patches of 4 x 4."""
+    return vit_b(devices, layers=layers, config=config)
+
+
+def hap_bert(devices: int, *, layers: int = 12, config: Transformer = HAP_BERT) -> Target:
+    """BERT-base with a head of its own."""
+    return language_model(devices, layers, config)
+
+
+def hap_moe(devices: int, *, layers: int = 12, config: Transformer = HAP_MOE) -> Target:
+    """The same with experts, two per device, in every second layer."""
+    return language_model(devices, layers, config)
+
+
+def bert_half(devices: int, *, layers: int = 12, config: Transformer = BERT_HALF) -> Target:
+    """BERT-base computed in float16, as Poplar trains; parameters and moments are float32."""
+    return language_model(devices, layers, config)
+
+
 MODELS: dict[str, Callable[..., Target]] = {
     "mlp": mlp,
     "vgg19": vgg19,
@@ -397,4 +437,9 @@ MODELS: dict[str, Callable[..., Target]] = {
     "gpt2_xl": gpt2_xl,
     "gpt3_xl": gpt3_xl,
     "llama3_8b": llama3_8b,
+    "hap_vgg19": hap_vgg19,
+    "hap_vit": hap_vit,
+    "hap_bert": hap_bert,
+    "hap_moe": hap_moe,
+    "bert_half": bert_half,
 }

@@ -11,8 +11,8 @@ rules and costs would choose, at its one ratio. `fastest`: of the plan and what 
 is the fastest in a short contest before (`hapsynth.autotune`). `ddp`: PyTorch's DistributedDataParallel over gloo,
 batch cut evenly, where an interpreter with PyTorch is named (`--torch`, HAPSYNTH_TORCH). To `--systems` may be added
 `switch` and `staged`, the plan in that form whichever it chose, `overlap`, the plan in staged form with collectives
-beside computing (all programs run on the threads that call them then, as a process has one of XLA's), and any name of
-`hapsynth.search.planning.baselines`.
+beside computing (all programs run on the threads that call them then, as a process has one of XLA's; its JSON has what
+is exposed on each process, measured and predicted), and any name of `hapsynth.search.planning.baselines`.
 
 All systems are stepped in rounds, in random order, in the same processes, but `ddp` in children of these that sleep
 until it is their turn (`systems/ddp.py`); a step takes until its last process has its results. Predictions (of all but
@@ -74,6 +74,8 @@ FORMS = ("switch", "staged")
 _WITHIN, _TRIED = 1.1, 5
 """Programs predicted to take at most so many times as long as the plan take part in the contest; steps of each turn."""
 _WARM_UP = 2
+_RECORDED = 5
+"""Steps with overlap in which is recorded what is exposed."""
 _WATCHED, _GAIN = 3, 0.02
 """Steps in which a monitor looks at the plan, and the least gain of new sizes."""
 _ALONE, _ALONE_S = 3, 20.0
@@ -242,8 +244,8 @@ class Measuring(Worker):
                 runner = BySpeed(fn, self.mesh, rows_by_speed(rows, speeds.tolist()))
             case _:
                 runner = Planned(plan)
-        # The cost is of one instruction after another.
-        record["predicted_s"] = None if overlap else plan.cost
+        # The cost of a plan by sums is of one instruction after another.
+        record["predicted_s"] = plan.timeline.makespan_s if overlap else plan.cost
         if isinstance(runner, Planned):
             record["form"] = plan.form
         if contest:
@@ -286,6 +288,22 @@ class Measuring(Worker):
                 low, middle, high = np.quantile(of_row[_WARM_UP:], [0.25, 0.5, 0.75]).tolist()
                 row.record |= {"median_s": middle, "spread": (high - low) / middle, "times_s": of_row.tolist()}
                 self.meet()
+        self.record_exposed([row for row in rows if row.record["system"] == "overlap"])
+
+    def record_exposed(self, rows: Sequence[Row]) -> None:
+        """Adds to rows with overlap what is exposed in steps after those that are timed, and what is predicted, each of
+        every process."""
+        for row in rows:
+            assert isinstance(row.system, Planned)
+            found = np.zeros(_RECORDED)
+            for n in range(_RECORDED):
+                self.job.agree(True)
+                found[n] = row.system.exposed()
+            measured = self.job.gather(found[None])
+            row.record |= {
+                "exposed_s": np.median(measured, axis=1).tolist(),
+                "predicted_exposed_s": list(row.system.plan.exposed),
+            }
 
     def write(self, rows: Sequence[Row]) -> None:
         file = self.folder / "rows.json"

@@ -1,12 +1,15 @@
 """The search on full training steps of well-known models, for several clusters; nothing is allocated or run.
 
     python benchmarks/search.py [--only bert,gpt2_xl] [--clusters mixed8] [--layers 2,12,48] [--milp 0] [--json OUT]
+    python benchmarks/search.py --only bert --clusters mixed8 --layers "" --milp 0 --without elimination_cells=0
 
 A table of models x clusters, each row in a process of its own; then how the time grows with BERT's layers on mixed8,
 without memory limits, which only the deeper ones would meet.
 Seconds are wall-clock, but for `cpu`. `gap` is to the best program at the plan's ratios, `joint` at any ratios; `peak`
 is what a device holds, as predicted. `milp`: what HiGHS proves of the same problem, at the plan's ratios and without
 memory limits, in --milp seconds: the excess of the plan's cost over its optimum or, after a `<`, over its bound.
+`--without`: what a part of the solver is worth; one of its options and a value (`search/solver/options.py`), or
+`decoding`, assignments read off the dual.
 """
 
 from __future__ import annotations
@@ -34,6 +37,8 @@ from hapsynth.search.formulation.problem_builder import ProblemBuilder
 from hapsynth.search.planning.planner import InfeasibleError
 from hapsynth.search.planning.task import Task
 from hapsynth.search.solver import Problem
+from hapsynth.search.solver.options import DEFAULT
+from hapsynth.search.solver.trws import Dual
 
 sys.path.insert(0, str(examples.ROOT / "tests" / "support"))
 
@@ -81,6 +86,8 @@ _BOUNDLESS = 2**60
 
 def one(row: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
     """Plan one model for one cluster; the row of the table, with `search --json`'s record."""
+    if options.without:
+        go_without(options.without)
     where = cluster(row["cluster"])
     layers = {} if row.get("layers") is None else {"layers": row["layers"]}
     fn, args = MODELS[row["model"]](where.n, **layers)
@@ -112,6 +119,17 @@ def one(row: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
         print(json.dumps(row), flush=True)
         row["milp"] = beside(plan, options.milp)
     return row
+
+
+def go_without(part: str) -> None:
+    """In this process, from now on."""
+    if part == "decoding":
+        Dual.decoded = lambda self: (math.inf, None)  # pyright: ignore[reportAttributeAccessIssue]
+        return
+    name, value = part.split("=")
+    known = json.loads(value)
+    # The one instance that is everybody's default.
+    object.__setattr__(DEFAULT, name, tuple(known) if isinstance(known, list) else known)
 
 
 def unlimited(where: hapsynth.Cluster) -> hapsynth.Cluster:
@@ -211,6 +229,7 @@ def arguments() -> argparse.Namespace:
     command.add_argument("--timeout", type=float, default=1800, help="seconds per row (default: 1800)")
     command.add_argument("--milp", type=float, default=120, help="seconds for the MILP (default: 120); 0 for none")
     memory = "devices (default), unlimited, or a fraction of each kind's memory of the plan without limits"
+    command.add_argument("--without", metavar="PART", help="elimination_cells=0, or decoding")
     command.add_argument("--memory", default="devices", help=memory)
     options = command.parse_args()
     if not all(n.isdecimal() and int(n) > 0 for n in options.layers):
@@ -232,7 +251,10 @@ def main() -> int:
     print(table.heads)
     rows = [{"model": m, "cluster": c} for m in options.only for c in options.clusters]
     deeper = [{"model": "bert", "cluster": "mixed8", "layers": int(n), "memory": "unlimited"} for n in options.layers]
-    report: dict[str, Any] = {"machine": machine(), "options": {k: options.__dict__[k] for k in ("budget", "memory")}}
+    report: dict[str, Any] = {
+        "machine": machine(),
+        "options": {k: options.__dict__[k] for k in ("budget", "memory", "without")},
+    }
     for kind, wanted in (("table", rows), ("growth", deeper)):
         report[kind] = []
         for row in wanted:

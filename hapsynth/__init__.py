@@ -14,7 +14,7 @@ from hapsynth.instructions.rules.extension import register_rule
 from hapsynth.instructions.rules.notation import RuleError
 from hapsynth.instructions.staging.options import LoweringOptions
 from hapsynth.instructions.testing.check_rule import RuleReport, check_rule
-from hapsynth.lower import UnsupportedError
+from hapsynth.lower import RecordedCall, UnsupportedError
 from hapsynth.plan import CheckReport, Plan, PlanError, load
 from hapsynth.running.base import OverlapWarning
 from hapsynth.running.drift import DriftReport
@@ -43,6 +43,7 @@ __all__ = [
     "PlanError",
     "Plans",
     "Proposal",
+    "RecordedCall",
     "RuleError",
     "RuleReport",
     "ShapeError",

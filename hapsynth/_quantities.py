@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from itertools import groupby
 
 
 def seconds(value: float) -> str:
@@ -48,3 +50,9 @@ def counted(counts: dict[str, int]) -> str:
 def finite(value: float) -> float | None:
     """JSON has no infinity."""
     return float(value) if math.isfinite(value) else None
+
+
+def indices(devices: Sequence[int]) -> str:
+    """`0-3, 6`: rising numbers, runs of them as one."""
+    runs = [[d for _, d in run] for _, run in groupby(enumerate(devices), key=lambda pair: pair[1] - pair[0])]
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)

@@ -14,7 +14,7 @@ from hapsynth.adapting.rebalance import THRESHOLD, propose, slowdowns
 from hapsynth.adapting.reshape import Buckets, for_shapes
 from hapsynth.export import in_shardings, out_shardings, source_of
 from hapsynth.jobs import after_call, before_call, check_mesh
-from hapsynth.lower import Lowered, Shards, Staged, Storage, unsupported
+from hapsynth.lower import Lowered, RecordedCall, Shards, Staged, Storage, unsupported
 from hapsynth.running.arguments import wrap
 from hapsynth.running.base import Planned
 from hapsynth.running.check import CheckReport, check_plan
@@ -73,6 +73,25 @@ class Plan(Planned):
         for i, storage, x in zip(self.traced.out_array_leaves, lowered.outputs, made, strict=True):
             out[i] = wrap(storage, x)
         return jax.tree_util.tree_unflatten(self.traced.out_tree, out)
+
+    def recorded(self, *args: Any, **kwargs: Any) -> tuple[Any, RecordedCall]:
+        """A call, as any other: its results, and when each of its collectives ran on this process and was waited for.
+
+        `RecordedCall.exposed_s` is measured as `Plan.exposed` is predicted, by device: seconds in which nothing is
+        computed, as a collective is waited for. To tell one from the other it waits for what it computes before, so
+        that the call takes a little longer. Raises ValueError where the plan runs as one program, in which XLA starts
+        the collectives.
+        """
+        lowered = self.lowered_for(self._donate and not _jax.looked_for())
+        if not isinstance(lowered, Staged):
+            raise ValueError("the plan runs as one program, in which XLA starts collectives: give form='staged'")
+        lowered.recording = True
+        try:
+            results = self(*args, **kwargs)
+        finally:
+            lowered.recording = False
+        assert lowered.recorded is not None
+        return results, lowered.recorded
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any], donate: bool) -> tuple[Lowered | Staged, list[Any]]:
         """The form that ran, and the stored results that it made."""

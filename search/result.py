@@ -60,7 +60,8 @@ class Result:
     Times are seconds per step. `lower_bound_s` holds for every program at this plan's ratios (with reshares, for all
     whose instructions are each at one of those that it has for their dimensions), `joint_lower_bound_s` for every
     program at every ratio; 0 where the search was interrupted before it knew better. `memory_bytes` is the
-    predicted peak of each device in mesh order. `sweeps`: of the dual, `states`: of the largest problem.
+    predicted peak of each device in mesh order. `expanded`: nodes of A*, `sweeps`: of the dual, `states`: of the
+    largest problem.
 
     The program is for a mesh of the cluster's `devices`; the others hold and compute nothing. The first bound is about
     programs on just these devices, the second about those on any of the sets that `search/planning/device_subsets.py`
@@ -99,7 +100,7 @@ class Result:
     """Whether `cost_s` is the makespan of the program in its order, its collectives beside what is computed; else it is
     the sum over its instructions."""
     exposed_communication_s: float = 0.0
-    """With overlap: seconds in which the device that computes longest does not compute."""
+    """With overlap: seconds in which the device that computes longest computes nothing, until its last result."""
     clocks_s: Mapping[str, float] = field(default_factory=dict[str, float])
     """With overlap: by name, how long each kind of device computes, and each link is taken. No step is shorter."""
     exact: bool = False

@@ -2,12 +2,15 @@
 
 Programs run once or twice here, and compiling them took most of the time, so XLA generates code without optimizing it;
 the HLO stays the same. Tests marked `optimized` take XLA's optimizations, HAPSYNTH_OPTIMIZED=1 has all tests take them.
-Generated examples are the same in every run; HAPSYNTH_NEW_EXAMPLES=1 draws new ones.
+Generated examples are the same in every run; HAPSYNTH_NEW_EXAMPLES=1 draws new ones. Processes that tests start find
+hapsynth compiled to bytecode, and Python's collector of cyclic garbage, a quarter of the search's time, runs seldom.
 
 HAPSYNTH_GPU=1 leaves the devices to JAX, for tests/gpu (HAPSYNTH_GPU=cpu tries these tests without a GPU).
 """
 
+import gc
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -43,10 +46,20 @@ if QUICK and jax.__version_info__ < (0, 11):
     flags = "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flags}"
 
+# Where it is set, as in containers, every process compiles all of hapsynth's source: 0.4 s of each.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Slow tests first: one that is begun last is waited for by an idle core."""
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+
+
+def pytest_collection_finish() -> None:
+    """No collection walks over what was imported, and there is one per 100,000 new objects instead of per 700."""
+    gc.freeze()
+    gc.set_threshold(100_000, 10, 10)
 
 
 @pytest.fixture(scope="session", autouse=True)

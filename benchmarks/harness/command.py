@@ -71,6 +71,14 @@ def in_own_process(row: Row, *, timeout_s: float | None = None, env: Mapping[str
     return json.loads(lines[-1])
 
 
+def row_or_failure(row: Row, *, timeout_s: float | None = None) -> Row:
+    """As `in_own_process`; where that fails, the row with a `status` that says why."""
+    try:
+        return in_own_process(row, timeout_s=timeout_s)
+    except RowError as error:
+        return error.as_row()
+
+
 class Table:
     """A table of text. `columns`: heads and widths, negative where the cells stand at the left."""
 
@@ -84,6 +92,22 @@ class Table:
 
     def show(self, cells: Iterable[str]) -> None:
         print(self.line(cells), flush=True)
+
+
+def show_rows(
+    heads: Iterable[str], rows: Iterable[Row], cells: Callable[[Row], list[str]], file: Path | None, *, markdown: bool
+) -> list[Row]:
+    """Rows as they come: their `cells` as a table, `markdown` or with spaces between, and all so far in a file."""
+    texts, found = list(heads), list[Row]()
+    show = lambda texts: print("| " + " | ".join(texts) + " |" if markdown else "  ".join(texts), flush=True)
+    show(texts)
+    if markdown:
+        show(["---"] * len(texts))
+    for row in rows:
+        found.append(row)
+        show(cells(row))
+        write_json(file, found)
+    return found
 
 
 def write_json(file: Path | None, data: Any) -> None:

@@ -73,6 +73,13 @@ class Planned:
         jax.block_until_ready(jax.tree.leaves(self.state))
         return float(self.plan.unshard(loss))
 
+    def exposed(self) -> float:
+        """Seconds of one more step in which this process computes nothing (`hapsynth.RecordedCall`)."""
+        if self.idle:
+            return 0.0
+        (self.state, _), call = self.plan.recorded(self.state, self.batch)
+        return call.exposed_s
+
     def values(self) -> Any:
         return None if self.idle else self.plan.unshard(self.state)
 

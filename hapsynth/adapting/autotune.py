@@ -51,7 +51,8 @@ def autotune_candidates(plan: P, mesh: Mesh | None = None, *, within: float = 1.
         )
     least = min(limits[d] for d in devices)
     options = PlanningOptions(least, lowering=plan.result.lowering)
-    baselines = Baselines(Task(plan.traced.graph, plan.cluster.subset(devices), options))
+    of_some = None if everyone else devices
+    baselines = Baselines(Task(plan.traced.graph, plan.cluster.subset(devices), options), of_some)
     plans = {OURS: plan}
     found = baselines.all()
     if plan.result.overlap:
@@ -60,7 +61,7 @@ def autotune_candidates(plan: P, mesh: Mesh | None = None, *, within: float = 1.
         same = (b.program, b.sizes.shares) == (plan.program, plan.sizes.shares)
         if same or not b.fits or b.cost_s > within * plan.cost:
             continue
-        result = b.result(limits, None if everyone else devices)
+        result = b.result(limits)
         plans[name] = plan.with_result(result, plan.cluster, mesh=mesh)
     return plans
 

@@ -48,6 +48,7 @@ from hapsynth.report.several import print_several, several_infeasible_record, se
 from hapsynth.report.summary import print_summary
 from hapsynth.report.tables import console
 from hapsynth.report.what_if import advice_record, print_advice, print_remedies, remedies_record
+from hapsynth.running.base import OverlapWarning
 from hapsynth.search.planning.planner import InfeasibleError
 from hapsynth.search.sizing.fixed_ratios import RatioError
 from hapsynth.several.plans import FunctionsError
@@ -91,13 +92,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 @contextmanager
 def _told(name: str) -> Generator[None]:
-    """Warnings about the cluster go to standard error, a line each."""
+    """Warnings about the cluster, and that nothing can overlap, go to standard error, a line each."""
+    told = ClusterWarning, OverlapWarning
     with warnings.catch_warnings():
-        warnings.simplefilter("always", ClusterWarning)
+        for kind in told:
+            warnings.simplefilter("always", kind)
         show = warnings.showwarning
 
         def tell(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:
-            if issubclass(category, ClusterWarning):
+            if issubclass(category, told):
                 print(f"{name}: warning: {message}", file=sys.stderr)
             else:
                 show(message, category, *where, **more)

@@ -23,6 +23,7 @@ Written as TOML (`examples/clusters/`). Units are never optional:
     memory = "4 GiB"
     speed = 0.5                       # scales flops and bandwidth
     price_per_hour = 1.2              # of a device, in any currency: for `search --advise`
+    contention = 1.05                 # how many times as long computing takes while a collective runs
 
 `hapsynth profile` writes measured figures beside these, which go before them:
 
@@ -306,7 +307,7 @@ class Cluster:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the TOML that `load` reads back as an equal cluster: every kind in full, no [kinds] base."""
-        Path(path).write_text(to_toml(self.to_dict()), encoding="utf-8")
+        Path(path).write_text(to_toml(self.to_dict(defaults=True)), encoding="utf-8")
 
     @classmethod
     def from_dict(cls, data: Mapping[str, object], source: str = "cluster") -> "Cluster":
@@ -332,8 +333,11 @@ class Cluster:
         except ClusterError as error:
             raise ClusterError(f"{source}: {error}") from None
 
-    def to_dict(self) -> dict[str, object]:
-        """The document that `from_dict` reads back as an equal cluster: plain strings, numbers, lists and dicts."""
+    def to_dict(self, *, defaults: bool = False) -> dict[str, object]:
+        """The document that `from_dict` reads back as an equal cluster: plain strings, numbers, lists and dicts.
+
+        `defaults`: with those of the kinds that only a plan with overlap goes by.
+        """
         runs: list[dict[str, object]] = []
         for (kind, host), run in itertools.groupby(zip(self.devices, self.hosts, strict=True)):
             runs.append({"kind": kind.name, "per_host": len(list(run)), "host": str(host)})
@@ -349,7 +353,7 @@ class Cluster:
             "network": write_link(self.network),
             **({"intra": write_link(self.intra)} if self.intra else {}),
             "devices": runs,
-            "kinds": {kind.name: write_kind(kind) for kind in self.kinds},
+            "kinds": {kind.name: write_kind(kind, defaults=defaults) for kind in self.kinds},
             **({"collectives": collectives} if collectives else {}),
             **({"profile": dict(self.profile)} if self.profile else {}),
         }

@@ -26,6 +26,8 @@ DEFAULT_OVERHEAD = 5e-6
 DEFAULT_EFFICIENCY = 0.5
 # What float64 costs where a kind doesn't say: the rate of the consumer chips (GA102, AD102), 1/64 of float32's.
 _FLOAT64_FRACTION = 1 / 64
+# Of a kind that says nothing: collectives take nothing of its time. Known GPUs have a default in devices.toml.
+_NO_CONTENTION = 1.0
 
 _RATES = ("float64", "float32", "tf32", "float16", "bfloat16")
 # The first rate that the kind has is the one that a dtype gets. XLA runs float32 contractions on the TF32
@@ -42,6 +44,8 @@ _FALLBACK = {
 _MEASURED = tuple(d for d in _RATES if d != "tf32")
 """A measured float32 is at whatever precision JAX gives it."""
 _DIGEST = "[0-9a-f]{12}"
+_CONTENTIONS = ("contention", "default_contention")
+_AT_LEAST_1 = "is how many times as long computing takes while a collective runs, at least 1"
 
 
 def _positive(owner: str, what: str, value: float, *, zero: bool = False) -> None:
@@ -66,13 +70,16 @@ class DeviceKind:
 
     `flops`: peak FLOP/s for each of float32 (needed), tf32, float16, bfloat16, float64; dense. Not to be changed.
     `bandwidth`: of its own memory, bytes/s. `memory`: bytes. `overhead`: seconds per launched op. `efficiency`:
-    fraction of the peak FLOP/s that is reached, in (0, 1]. `measured`: seconds by FLOPs for a class of ops
+    fraction of the peak FLOP/s that is reached, in (0, 1]; `efficiencies`: of single rates of `flops` that reach
+    another. Not to be changed. `measured`: seconds by FLOPs for a class of ops
     (`OP_CLASSES`) and a dtype, without the overhead; what it has goes before `flops`. Not to be changed. `ops`: by
     signature (`hapsynth.search.analysis.op_signature`), ops of a function that were measured themselves; they go before
     `measured`. Not to be changed. `source`: where the figures stand; not compared. `price_per_hour`: of one device, in
     any currency, None where it is not known; not compared. `granularity`: below which sizes it works for nothing.
+    `contention`: how many times as long computing takes while a collective runs, measured or stated; None where it is
+    not known, and `default_contention` has to do, which is not compared.
 
-    Raises ClusterError for a figure that is not finite and positive (`overhead` may be 0).
+    Raises ClusterError for a figure that is not finite and positive (`overhead` may be 0), or a contention below 1.
     """
 
     name: str
@@ -81,11 +88,14 @@ class DeviceKind:
     memory: int
     overhead: float = DEFAULT_OVERHEAD
     efficiency: float = DEFAULT_EFFICIENCY
+    efficiencies: Mapping[str, float] = field(default_factory=dict[str, float])
     measured: Mapping[str, Mapping[str, Curve]] = field(default_factory=dict[str, Mapping[str, Curve]])
     ops: Mapping[str, MeasuredOp] = field(default_factory=dict[str, MeasuredOp])
     source: str = field(default="", compare=False)
     price_per_hour: float | None = field(default=None, compare=False)
     granularity: Granularity = DEFAULT_GRANULARITY
+    contention: float | None = None
+    default_contention: float = field(default=_NO_CONTENTION, compare=False)
 
     def __post_init__(self) -> None:
         owner = f"device kind {self.name!r}"
@@ -96,6 +106,11 @@ class DeviceKind:
             if dtype not in _RATES:
                 raise ClusterError(f"{owner}: flops has no dtype {dtype!r}; {nearest(dtype, _RATES)}")
             _positive(owner, f"flops.{dtype}", rate)
+        if self.efficiencies:
+            # All of them, so that equal kinds are equal however they were written.
+            full = {**dict.fromkeys(_RATES, self.efficiency), **self.efficiencies}
+            object.__setattr__(self, "efficiencies", full)
+            object.__setattr__(self, "efficiency", DEFAULT_EFFICIENCY)
         if "float32" not in self.flops:
             raise ClusterError(f"{owner}: flops lacks float32, which the other dtypes fall back to; add it")
         _positive(owner, "bandwidth", self.bandwidth)
@@ -104,8 +119,18 @@ class DeviceKind:
         _positive(owner, "efficiency", self.efficiency)
         if self.price_per_hour is not None:
             _positive(owner, "price_per_hour", self.price_per_hour)
-        if self.efficiency > 1:
-            raise ClusterError(f"{owner}: efficiency = {self.efficiency!r} is a fraction of the peak, at most 1")
+        for dtype, fraction in self.efficiencies.items():
+            if dtype not in _RATES:
+                raise ClusterError(f"{owner}: efficiencies has no dtype {dtype!r}; {nearest(dtype, _RATES)}")
+            _positive(owner, f"efficiencies.{dtype}", fraction)
+        for fraction in (self.efficiency, *self.efficiencies.values()):
+            if fraction > 1:
+                raise ClusterError(f"{owner}: efficiency = {fraction!r} is a fraction of the peak, at most 1")
+        for key in _CONTENTIONS:
+            if (factor := getattr(self, key)) is not None:
+                _positive(owner, key, factor)
+                if factor < 1:
+                    raise ClusterError(f"{owner}: {key} = {factor!r} {_AT_LEAST_1}")
         for op_class, by_dtype in self.measured.items():
             if op_class not in OP_CLASSES:
                 raise ClusterError(f"{owner}: measured has no class {op_class!r}; {nearest(op_class, OP_CLASSES)}")
@@ -118,6 +143,11 @@ class DeviceKind:
 
     def __hash__(self) -> int:
         return hash((self.name, tuple(self.flops.items()), self.bandwidth, self.memory))
+
+    @property
+    def slowdown(self) -> float:
+        """How many times as long computing takes while a collective runs, as far as that is known."""
+        return self.default_contention if self.contention is None else self.contention
 
     def curve(self, op_class: str, dtype: object) -> Curve | None:
         """Seconds by FLOPs as measured for a class of ops and a dtype, or for what they count as; None where nothing
@@ -142,7 +172,12 @@ class DeviceKind:
         float32; 8-bit floats count as float16; integers, bools and whatever is unknown as float32's ordinary cores.
         """
         name = self.counts_as(dtype)
-        return self.efficiency * (self.flops[name] if name else self.flops["float32"] * _FLOAT64_FRACTION)
+        peak = self.flops[name] if name else self.flops["float32"] * _FLOAT64_FRACTION
+        return self.efficiency_at(name) * peak
+
+    def efficiency_at(self, rate: str | None) -> float:
+        """The fraction of the peak that is reached at one of `flops`, as `counts_as` names it."""
+        return self.efficiencies.get(rate or "float64", self.efficiency)
 
     def counts_as(self, dtype: object) -> str | None:
         """Which of `flops` a dtype gets; None for float64 where the kind does not say."""
@@ -209,6 +244,7 @@ _KIND_KEYS = (
     "source",
     "price_per_hour",
     "granularity",
+    *_CONTENTIONS,
 )
 
 
@@ -233,9 +269,12 @@ def read_kind(name: str, table: Table, kinds: Mapping[str, DeviceKind]) -> Devic
     def figure(key: str, default: float | None, read: Callable[[], float]) -> float:
         return read() if default is None or key in table else default
 
-    efficiency = table.number("efficiency") if "efficiency" in table else None
-    if efficiency is not None and efficiency > 1:
-        raise table.error("efficiency", f"= {efficiency!r} is a fraction of the peak rate, at most 1")
+    efficiency, efficiencies = _read_efficiency(table, base or _NOMINAL)
+    for key in _CONTENTIONS:
+        if key in table and (factor := table.number(key)) < 1:
+            raise table.error(key, f"= {factor!r} {_AT_LEAST_1}")
+    # A known GPU in full, as files have it, is still that GPU.
+    usual = (base or kinds.get(name) or _NOMINAL).default_contention
     memory = figure("memory", base and base.memory, lambda: table.quantity("memory", "MEMORY"))
     if memory < 1:
         raise table.error("memory", f"= {table.data['memory']!r} is less than one byte")
@@ -245,14 +284,30 @@ def read_kind(name: str, table: Table, kinds: Mapping[str, DeviceKind]) -> Devic
         bandwidth=figure("bandwidth", base and base.bandwidth, lambda: table.quantity("bandwidth", "BANDWIDTH")),
         memory=math.floor(memory),
         overhead=figure("overhead", (base or _NOMINAL).overhead, lambda: table.quantity("overhead", "TIME")),
-        efficiency=efficiency or (base or _NOMINAL).efficiency,
+        efficiency=efficiency,
+        efficiencies=efficiencies,
         measured=_read_measured(table) if "measured" in table else (base or _NOMINAL).measured,
         ops=_read_ops(table) if "ops" in table else (base or _NOMINAL).ops,
         source=table.text("source") if "source" in table else _source_on(base, table),
         price_per_hour=table.number("price_per_hour") if "price_per_hour" in table else base and base.price_per_hour,
         granularity=read_granularity(table, (base or _NOMINAL).granularity),
+        contention=table.number("contention") if "contention" in table else base and base.contention,
+        default_contention=figure("default_contention", usual, lambda: table.number("default_contention")),
     )
     return kind.faster(table.number("speed")) if "speed" in table else kind
+
+
+def _read_efficiency(table: Table, base: DeviceKind) -> tuple[float, dict[str, float]]:
+    """One fraction for all rates, which replaces all that the base has, or a table of some rates', which adds to it."""
+    if "efficiency" not in table:
+        return base.efficiency, dict(base.efficiencies)
+    of_rates = table.table("efficiency", _RATES) if isinstance(table.data["efficiency"], dict) else None
+    where, keys = (table, ["efficiency"]) if of_rates is None else (of_rates, list(of_rates.data))
+    found = {key: where.number(key) for key in keys}
+    for key, fraction in found.items():
+        if fraction > 1:
+            raise where.error(key, f"= {fraction!r} is a fraction of the peak rate, at most 1")
+    return (found["efficiency"], {}) if of_rates is None else (base.efficiency, {**base.efficiencies, **found})
 
 
 def _source_on(base: DeviceKind | None, table: Table) -> str:
@@ -290,8 +345,9 @@ def read_kinds(table: Table, known: Mapping[str, DeviceKind]) -> dict[str, Devic
     return kinds
 
 
-def write_kind(kind: DeviceKind) -> dict[str, object]:
-    """The [kinds.NAME] table that `read_kind` reads back as an equal kind."""
+def write_kind(kind: DeviceKind, *, defaults: bool = False) -> dict[str, object]:
+    """The [kinds.NAME] table that `read_kind` reads back as an equal kind; `defaults`: with what it goes by where
+    nothing was measured."""
     curves = lambda by: {dtype: write_curve(curve, _units.WORK) for dtype, curve in by.items()}
     measured = {op_class: curves(by_dtype) for op_class, by_dtype in kind.measured.items()}
     ops = {s: {"op": op.op, "seconds": write_curve(op.curve, _units.WORK)} for s, op in kind.ops.items()}
@@ -300,12 +356,14 @@ def write_kind(kind: DeviceKind) -> dict[str, object]:
         "bandwidth": _units.format(kind.bandwidth, _units.BANDWIDTH),
         "memory": _units.format(kind.memory, _units.MEMORY),
         "overhead": _units.format(kind.overhead, _units.TIME),
-        "efficiency": kind.efficiency,
+        "efficiency": dict(kind.efficiencies) or kind.efficiency,
         **({"source": kind.source} if kind.source else {}),
         **({"measured": measured} if measured else {}),
         **({"ops": ops} if ops else {}),
         **({"granularity": granularity} if (granularity := write_granularity(kind.granularity)) else {}),
         **({"price_per_hour": kind.price_per_hour} if kind.price_per_hour is not None else {}),
+        **({"contention": kind.contention} if kind.contention is not None else {}),
+        **({"default_contention": kind.default_contention} if defaults and kind.slowdown != kind.contention else {}),
     }
 
 

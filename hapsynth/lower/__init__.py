@@ -4,6 +4,7 @@ from hapsynth.lower._exact_storage import ExactStorage, Shards, local_positions,
 from hapsynth.lower._interpreter import Interpreter
 from hapsynth.lower._isolated import IsolatedProgram, ones, waits
 from hapsynth.lower._mesh_position import MeshPosition
+from hapsynth.lower._recorded_call import RecordedCall
 from hapsynth.lower._staged_form import Staged, lower_staged
 from hapsynth.lower._storage import Storage, host_array, own_mesh, with_weak_type
 from hapsynth.lower._switch_form import Lowered, lower
@@ -15,6 +16,7 @@ __all__ = [
     "IsolatedProgram",
     "Lowered",
     "MeshPosition",
+    "RecordedCall",
     "Shards",
     "Staged",
     "Storage",

@@ -27,20 +27,25 @@ class RecordedCollective:
 
 @dataclass(frozen=True)
 class RecordedCall:
-    """`collectives`: as the process waited for them. `total_s`: until all results were there."""
+    """What one process did in a call. `collectives`: as it waited for them. `total_s`: until all results were there."""
 
     collectives: tuple[RecordedCollective, ...]
     total_s: float
 
     @property
     def communication_s(self) -> float:
-        """Seconds in which collectives ran."""
+        """Seconds in which collectives ran, and waited for other processes."""
         return fsum(c.ended_s - c.began_s for c in self.collectives)
 
     @property
     def exposed_s(self) -> float:
-        """Seconds in which the process only waited for collectives."""
+        """Seconds in which the process only waited for collectives, and in them for other processes."""
         return fsum(c.exposed_s for c in self.collectives)
+
+    @property
+    def computed_s(self) -> float:
+        """Seconds in which the process computed, with what collectives beside it slowed it down."""
+        return self.total_s - self.exposed_s
 
 
 @dataclass

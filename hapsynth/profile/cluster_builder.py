@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import jax
 import numpy as np
@@ -14,6 +15,7 @@ from hapsynth.cluster.curves import Curve
 from hapsynth.cluster.device_kinds import DeviceKind, Link, kind_of
 from hapsynth.instructions.collectives import STEPS
 from hapsynth.profile.collectives import BASE, INSIDE, Axes, Exchange, link_of
+from hapsynth.profile.contention import BESIDE
 from hapsynth.profile.job import Job
 from hapsynth.profile.kind_fit import KindFit, by_memory, groups, rounded, smooth, typical
 from hapsynth.profile.op_kernels import DISPATCH, LAUNCH, STREAM, Kernel
@@ -66,6 +68,8 @@ class Builder:
         doubts: list[Implausible] = []
         for name, fit in zip(self.names, self.fits, strict=True):
             doubts += [*unlikely(name, fit), *unsteady(name, fit.times)]
+        if BESIDE in self.figures:
+            doubts += unsteady("all devices", {BESIDE: (0.0, float(self.figures[BESIDE][:, 1].max()))})
         wires = {e.key: (t, float(self.figures[e.key][:, 1].max())) for e, t in self._waits()}
         doubts += unsteady("all devices", wires)
         for family in dict.fromkeys(e.family for e in self.sent if e.step != BASE):
@@ -113,7 +117,16 @@ class Builder:
         kind = fit.kind(name, dtypes, memory, source)
         if kind is None:
             raise ProfileError(f"{name}: float32 matmuls or memory came out as taking no time; run it again")
-        return kind
+        return replace(kind, contention=self._contention(members))
+
+    def _contention(self, devices: Sequence[int]) -> float | None:
+        """How many times as long the largest matmul takes beside a collective; None where that was not measured."""
+        rows = self.figures.get(BESIDE)
+        matmul = [k for k in self.ran if (k.family, k.dtype) == ("matmul", "float32")][-1:]
+        if rows is None or not matmul:
+            return None
+        factor = float(np.median(rows[devices, 0] / self.figures[matmul[0].key][devices, 0]))
+        return round(max(factor, 1.0), 3) if np.isfinite(factor) else None
 
     @property
     def _flat(self) -> str:

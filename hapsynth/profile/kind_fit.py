@@ -109,8 +109,8 @@ class KindFit:
         if "float32" not in flops or bandwidth is None:
             return None
         overhead, bandwidth = rounded(self.overhead), rounded(bandwidth)
-        kind = DeviceKind(name, flops, bandwidth, memory, overhead, 1.0, measured, self.ops(), source)
-        return replace(kind, granularity=GRANULARITY)
+        kind = DeviceKind(name, flops, bandwidth, memory, overhead, 1.0, granularity=GRANULARITY)
+        return replace(kind, measured=measured, ops=self.ops(), source=source)
 
     @property
     def bandwidth(self) -> float | None:

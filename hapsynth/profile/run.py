@@ -14,6 +14,7 @@ from hapsynth.cluster.cluster import Cluster
 from hapsynth.graph.ir import Graph
 from hapsynth.profile.cluster_builder import Builder
 from hapsynth.profile.collectives import Axes, Exchange, exchanges, runner
+from hapsynth.profile.contention import BESIDE, beside, can_overlap
 from hapsynth.profile.job import Job
 from hapsynth.profile.kind_fit import typical_kind
 from hapsynth.profile.measured_ops import MOST_OPS, MOST_OPS_QUICK, Ops
@@ -76,6 +77,8 @@ def profile(
     ran += measuring.kernels(_heavy(job, options, graph, ran, state.figures)) if graph is not None else []
     sent = measuring.exchanges(list(exchanges(axes, job.hosts, options.quick)) if job.n > 1 else [])
     measuring.alone(ran)
+    if not measuring.beside(ran, sent) and not job.lone:
+        note("how much collectives slow computing down can't be measured here: no contention is written")
     # Now that much has been compiled and run: a CPU's process has grown by that, and will for a plan.
     builder = Builder(job, axes, ran, sent, state.figures, job.memory())
     doubts = builder.doubts()
@@ -104,6 +107,11 @@ def _heavy(
 def _dtypes(job: Job, options: Options) -> tuple[str, ...]:
     usual = ("float32",) if job.devices[0].platform == "cpu" else ("float32", "bfloat16")
     return tuple(dict.fromkeys(("float32", *(options.dtypes or usual))))
+
+
+def _largest_matmul(ran: Iterable[Kernel]) -> list[Kernel]:
+    """It, or nothing."""
+    return [k for k in ran if (k.family, k.dtype) == ("matmul", "float32")][-1:]
 
 
 class _Measuring:
@@ -142,7 +150,7 @@ class _Measuring:
         return before is None or float(self.state.figures[before][:, 0].max()) * growth <= self.options.longest_s
 
     def alone(self, ran: Iterable[Kernel]) -> None:
-        kernel = [k for k in ran if (k.family, k.dtype) == ("matmul", "float32")][-1:]
+        kernel = _largest_matmul(ran)
         if not kernel or ALONE in self.state.figures:
             return
         self.tell(ALONE)
@@ -157,6 +165,25 @@ class _Measuring:
                 rows.append([float(seconds[0]), float(spread[0])])
             self.job.agree(True)
         self._keep(ALONE, np.array(rows))
+
+    def beside(self, ran: Iterable[Kernel], sent: Iterable[Exchange]) -> bool:
+        """Whether computing beside a collective could be measured."""
+        job, o, kernel = self.job, self.options, _largest_matmul(ran)
+        exchange = [e for e in sent if e.step == "all_reduce" and e.n == job.n][-1:]
+        if not kernel or not exchange or not can_overlap(job):
+            return False
+        figures = self.state.figures
+        alone, sent_s = figures[kernel[0].key][:, 0], float(figures[exchange[0].key][:, 0].max())
+
+        def both() -> Callable[[], Floats]:
+            compute, send = job.runner(kernel[0]), runner(job, exchange[0])
+            # Compiled and run once, before anything runs beside.
+            compute()
+            send()
+            return beside(job, compute, send, alone, sent_s, o.window_s)
+
+        self._measure(BESIDE, both)
+        return bool(np.isfinite(figures[BESIDE]).all())
 
     def _measure(self, key: str, compiled: Callable[[], Callable[[], Floats]], op: str = "") -> None:
         if key in self.state.figures:

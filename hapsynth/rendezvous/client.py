@@ -13,7 +13,8 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
-from hapsynth.rendezvous.address import TOKEN, Address, JobError, Timeouts
+from hapsynth.rendezvous.address import COORDINATOR, TOKEN, Address, JobError, Timeouts, parse_address
+from hapsynth.rendezvous.coordinator import bear_silence
 from hapsynth.rendezvous.peers import CONNECT_S, Peers, loopback
 from hapsynth.rendezvous.server import PROTOCOL, named
 from hapsynth.rendezvous.wire import HELLO_BYTES, Channel, printable
@@ -53,6 +54,8 @@ class Client:
         """Asked at each sign of life, where `doing` does not say it."""
         self._address, self._serves, self._here = address, serves, here
         self._token = os.environ.get(TOKEN, "") if token is None else token
+        coordinator = os.environ.get(COORDINATOR)
+        self._coordinator = parse_address(coordinator, COORDINATOR)[1] if coordinator else None
         self._on_over, self._note = over, note
         self._changed = threading.Condition()
         self._values: dict[str, list[Any]] = {}
@@ -206,6 +209,8 @@ class Client:
         last = time.monotonic()
         while not (self._left or self._reason):
             time.sleep(self.timeouts.beat)
+            if self._coordinator is not None:
+                bear_silence(self._coordinator, 3 * self.timeouts.silence)
             now = time.monotonic()
             if now - last > self.timeouts.silence / 2:
                 # This process was stopped itself: what the server said meanwhile is still to be read.

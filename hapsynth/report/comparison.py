@@ -11,7 +11,7 @@ from hapsynth.plan import Plan
 from hapsynth.report.json_records import Entry
 from hapsynth.report.summary import print_certificate, print_left_out
 from hapsynth.report.tables import heading, table
-from hapsynth.search.planning.baselines import LABELS
+from hapsynth.search.planning.baseline_subsets import label
 
 
 def print_comparison(out: Console, plan: Plan, entries: Mapping[str, Entry]) -> None:
@@ -28,7 +28,7 @@ def print_comparison(out: Console, plan: Plan, entries: Mapping[str, Entry]) -> 
         wire = sum(b for _, b in e.collectives.values())
         rows.append(
             [
-                LABELS.get(name, name),
+                label(name),
                 seconds(e.cost_s),
                 f"{e.cost_s / ours:.2f}x" if ours else "-",
                 nbytes(e.memory_bytes),
@@ -42,9 +42,7 @@ def print_comparison(out: Console, plan: Plan, entries: Mapping[str, Entry]) -> 
     kinds = sorted({c for e in entries.values() for c in e.collectives})
     if kinds:
         out.print(heading("Collectives: how many, and bytes over the slowest link"))
-        cells = [
-            [LABELS.get(name, name), *(_cell(e.collectives.get(kind)) for kind in kinds)] for name, e in entries.items()
-        ]
+        cells = [[label(name), *(_cell(e.collectives.get(kind)) for kind in kinds)] for name, e in entries.items()]
         out.print(table(["plan", *kinds], cells))
     out.print(heading("Certificate"))
     print_certificate(out, plan)

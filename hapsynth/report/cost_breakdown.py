@@ -208,7 +208,8 @@ def rate_source(cluster: Cluster, kind: DeviceKind, op_class: str, dtype: str) -
         return f"measured curve of {' '.join(measured)}, {source}"
     name = kind.counts_as(dtype)
     peak = f"{name} peak" if name else "float32 peak / 64"
-    return f"{peak}{f' x {kind.efficiency:g}' if kind.efficiency != 1 else ''}, {source}"
+    efficiency = kind.efficiency_at(name)
+    return f"{peak}{f' x {efficiency:g}' if efficiency != 1 else ''}, {source}"
 
 
 def link_source(model: CostModel, axis: int, step: str) -> str:

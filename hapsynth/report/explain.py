@@ -17,6 +17,7 @@ from hapsynth.plan import Plan
 from hapsynth.report.names import Names
 from hapsynth.report.summary import print_certificate, print_left_out, sizes_table
 from hapsynth.report.tables import heading, table
+from hapsynth.report.timeline import print_timeline
 from hapsynth.search.cost.program_cost import Cost, feed_costs, program_cost
 from hapsynth.search.memory.profile import padded_bytes
 from hapsynth.whatif.alternatives import Alternative, Alternatives
@@ -90,6 +91,8 @@ class Explainer:
         print_left_out(self.out, self.plan)
         self._kinds()
         self._collectives()
+        if self.plan.result.overlap:
+            print_timeline(self.out, self.plan, self.top)
         self.out.print(heading("Shard sizes, in units, of each dimension class"))
         self.out.print(sizes_table(self.plan))
         self._inputs()

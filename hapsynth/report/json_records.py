@@ -17,7 +17,7 @@ from hapsynth.plan import Plan
 from hapsynth.search.cost.model import CostModel
 from hapsynth.search.cost.network import mesh_axes
 from hapsynth.search.cost.program_cost import Cost, instruction_costs
-from hapsynth.search.planning.baselines import Baselines
+from hapsynth.search.planning.baseline_subsets import BaselinesOnSubsets
 from hapsynth.search.planning.task import PlanningOptions, Task
 
 _TIMINGS = ("trace_s", "build_s", "search_s", "ratio_s", "bound_s", "total_s")
@@ -51,6 +51,7 @@ def search_record(plan: Plan) -> dict[str, Any]:
         "gap": finite(result.gap),
         "overlap": result.overlap,
         "exposed_communication_s": finite(result.exposed_communication_s) if result.overlap else None,
+        "communication_s": finite(plan.timeline.communication_s) if result.overlap else None,
         "clocks": dict(result.clocks_s),
         "joint_lower_bound_s": finite(result.joint_lower_bound_s),
         "joint_gap": finite(result.joint_gap),
@@ -92,7 +93,9 @@ def infeasible_record(
         **dict.fromkeys(("mesh_used", "with_all_s")),
         **{key: timings.get(key) for key in _TIMINGS},
         **dict.fromkeys(("cost_s", "lower_bound_s", "gap", "joint_lower_bound_s", "joint_gap")),
-        **dict.fromkeys(("overlap", "exposed_communication_s", "clocks", "ratio_bound_s", "rounding_gap")),
+        **dict.fromkeys(
+            ("overlap", "exposed_communication_s", "communication_s", "clocks", "ratio_bound_s", "rounding_gap")
+        ),
         **dict.fromkeys(("expanded", "sweeps", "states", "interrupted")),
         "status": "infeasible",
         "message": message,
@@ -108,28 +111,29 @@ def infeasible_record(
 
 @dataclass(frozen=True)
 class Entry:
-    """One plan of a comparison. `collectives`: name -> (how many, wire bytes in all). `memory_bytes`: peak."""
+    """One plan of a comparison. `collectives`: name -> (how many, wire bytes in all). `memory_bytes`: peak. `devices`:
+    those that it uses."""
 
     cost_s: float
     memory_bytes: float
     fits: bool
     collectives: Mapping[str, tuple[int, float]]
+    devices: Sequence[int] = ()
 
 
 def comparison(plan: Plan) -> dict[str, Entry]:
-    """The plan, as `hapsynth`, and every baseline, all costed by one model; beside a plan with overlap each baseline in
-    the order found that takes the least, its collectives beside computing too."""
+    """The plan, as `hapsynth`, and the baselines (`BaselinesOnSubsets`), all costed by one model; beside a plan with
+    overlap each in the order found that takes the least, its collectives beside computing too."""
     model = plan.cost_model()
     memory, limits = plan.result.memory_bytes, plan.result.memory_limit_bytes
     peak, fits = max(memory), all(used <= limit for used, limit in zip(memory, limits, strict=True))
-    entries = {"hapsynth": Entry(plan.cost, peak, fits, traffic(plan.program, plan.sizes, model))}
-    # Today's usual systems run on all devices.
-    options = PlanningOptions(min(limits), lowering=plan.result.lowering)
-    whole, task = model.on(plan.cluster), Task(plan.traced.graph, plan.cluster, options)
-    baselines = Baselines(task)
-    for name, plain in baselines.all().items():
-        b = baselines.overlapped(plain) if plan.result.overlap else plain
-        entries[name] = Entry(b.cost_s, b.memory_bytes, b.fits, traffic(b.program, b.sizes, whole))
+    entries = {"hapsynth": Entry(plan.cost, peak, fits, traffic(plan.program, plan.sizes, model), plan.devices)}
+    options = PlanningOptions(max(limits), lowering=plan.result.lowering)
+    task = Task(plan.traced.graph, plan.cluster, options)
+    for name, b in BaselinesOnSubsets(task).best(overlap=plan.result.overlap).items():
+        devices = b.devices or tuple(range(plan.cluster.n))
+        on = model.on(plan.cluster.subset(devices))
+        entries[name] = Entry(b.cost_s, b.memory_bytes, b.fits, traffic(b.program, b.sizes, on), devices)
     return entries
 
 
@@ -154,6 +158,7 @@ def compare_record(entries: Mapping[str, Entry]) -> dict[str, Any]:
                 "cost_s": finite(e.cost_s),
                 "memory_bytes": finite(e.memory_bytes),
                 "fits": e.fits,
+                "devices": list(e.devices),
                 "speedup": finite(e.cost_s / ours) if ours else None,
                 "collectives": {c: {"count": n, "wire_bytes": wire} for c, (n, wire) in e.collectives.items()},
             }

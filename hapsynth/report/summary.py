@@ -9,13 +9,14 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.table import Table
 
-from hapsynth._quantities import counted, nbytes, percent, plural, seconds
+from hapsynth._quantities import counted, indices, nbytes, percent, plural, seconds
 from hapsynth.instructions.program.program import Convert
 from hapsynth.instructions.rules.replicated_ops import named, uncovered, unpriced
 from hapsynth.plan import Plan
 from hapsynth.report.names import Names
 from hapsynth.report.program_listing import brief
-from hapsynth.report.tables import device_groups, heading, indices, span, table
+from hapsynth.report.tables import device_groups, heading, span, table
+from hapsynth.report.timeline import hidden
 from hapsynth.search.cost.program_cost import Cost
 
 _STATUS = {
@@ -58,7 +59,11 @@ def print_summary(out: Console, plan: Plan, costs: Sequence[Cost], *, listing: b
     moving = sum(c.seconds for c in costs if isinstance(c.instruction, Convert))
     out.print(heading("Certificate"))
     print_certificate(out, plan)
-    out.print(f"communication  {seconds(moving)} of it, {nbytes(wire)} over the slowest link")
+    part = f"{seconds(moving)} of it"
+    if plan.result.overlap:
+        sent_s = plan.timeline.communication_s
+        part = f"{seconds(sent_s)}, {hidden(sent_s, plan.result.exposed_communication_s)}"
+    out.print(f"communication  {part}, {nbytes(wire)} over the slowest link")
     whole = named(plan.traced.graph)
     out.print(f"replicated     {'no primitive' if not whole else counted(whole)}")
     for row in uncovered(plan.traced.graph):
@@ -90,7 +95,9 @@ def print_certificate(out: Console, plan: Plan) -> None:
     r = plan.result
     out.print(f"step time      {seconds(r.cost_s)} predicted{', collectives beside computing' if r.overlap else ''}")
     if r.overlap:
-        out.print(f"exposed        {seconds(r.exposed_communication_s)} in which the busiest device waits")
+        out.print(
+            f"exposed        {seconds(r.exposed_communication_s)} in which the device that computes longest waits"
+        )
         out.print(f"busy           {', '.join(f'{name} {seconds(s)}' for name, s in r.clocks_s.items())}")
     for name, bound, where, gap in (
         ("lower bound", r.lower_bound_s, "at these shard sizes", r.gap),

@@ -55,12 +55,6 @@ def device_groups(cluster: Cluster) -> list[Group]:
     return groups
 
 
-def indices(devices: Sequence[int]) -> str:
-    """`0-3, 6`: rising numbers, runs of them as one."""
-    runs = [[d for _, d in run] for _, run in groupby(enumerate(devices), key=lambda pair: pair[1] - pair[0])]
-    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
-
-
 def span(values: Sequence[int]) -> str:
     """`36`, or `36..37` where the devices of a group hold unequal shares."""
     low, high = min(values), max(values)

@@ -25,6 +25,8 @@ from hapsynth.running.form import Chosen, Form, check_form, chosen_form, no_over
 from hapsynth.search.cost.model import CostModel
 from hapsynth.search.result import Result
 from hapsynth.search.scheduling.list_schedule import in_scheduled_order
+from hapsynth.search.scheduling.tasks import tasks_of
+from hapsynth.search.scheduling.timeline import Timeline, simulate
 
 
 class AbsentError(AttributeError, ValueError, RuntimeError):
@@ -153,6 +155,22 @@ class Planned(ABC):
         graph, result = self.traced.graph, self.result
         axes = self.program.axes
         return CostModel(graph, cluster or self.used, FactorTable(graph), axes, result.room, result.lowering)
+
+    @cached_property
+    def timeline(self) -> Timeline:
+        """Predicted: when each instruction runs, those that send beside those that compute, in the program's order."""
+        tasks = tasks_of(self.program, self.sizes, self.cost_model())
+        return simulate(tasks, range(len(tasks.machine)))
+
+    @property
+    def exposed(self) -> tuple[float, ...]:
+        """Predicted, where collectives run beside computing: of each device of the cluster, in mesh order, the seconds
+        until its own last result in which it computes nothing, because it waits for collectives; 0 for one that is left
+        out. `RecordedCall.exposed_s` is the same as measured."""
+        timeline, found = self.timeline, [0.0] * self.cluster.n
+        for device, group in zip(self.devices, timeline.tasks.group_of.tolist(), strict=True):
+            found[device] = float(timeline.exposed[group])
+        return tuple(found)
 
     @cached_property
     def ratios(self) -> dict[str, tuple[float, ...]]:

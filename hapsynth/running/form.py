@@ -43,15 +43,20 @@ def chosen_form(graph: Graph, result: Result, mesh: Mesh | None, only_staged: st
     return "staged", "shards are uneven among several processes: each stores and computes its own at exact size"
 
 
-def no_overlap(form: Chosen, mesh: Mesh) -> str:
-    """Why collectives of a plan can't run beside its computing; empty where they can."""
-    if not mesh.is_multi_process:
-        return "one process holds all devices, where collectives are copies in memory"
-    if form != "staged":
+def no_overlap(form: Form, mesh: Mesh | None) -> str:
+    """Why collectives of a plan can't run beside its computing, and the way out; empty where they can, or where that is
+    not known yet: without a mesh, or in the form "auto"."""
+    if mesh is not None and not mesh.is_multi_process:
+        why = "one process holds all devices, where collectives are copies in memory"
+        return f"{why}: start a process for each (hapsynth launch)"
+    if form == "switch":
         return "the plan runs as one program, in which XLA orders collectives: give form='staged'"
+    if mesh is None:
+        return ""
     platform = mesh.devices.flat[0].platform
     if platform != "cpu":
-        return f"collectives of the staged form run beside computing on CPUs only, and these devices are {platform}"
+        why = f"collectives of the staged form run beside computing on CPUs only, and these devices are {platform}"
+        return f"{why}: leave overlap out, so that plans are compared as they run"
     if not _jax.runs_beside():
         return (
             "XLA has one thread in this process, which a collective would keep: begin with "

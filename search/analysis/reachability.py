@@ -38,6 +38,14 @@ class Reachability:
         """bool [ops]: those that depend on an op, itself included."""
         return np.unpackbits(self._descendants[op], count=len(self.makers)).view(np.bool_)
 
+    def all_ancestors(self) -> Mask:
+        """bool [ops, ops]: the ancestors of each."""
+        return np.unpackbits(self._ancestors, axis=1, count=len(self.makers)).view(np.bool_)
+
+    def all_descendants(self) -> Mask:
+        """bool [ops, ops]: the descendants of each."""
+        return np.unpackbits(self._descendants, axis=1, count=len(self.makers)).view(np.bool_)
+
 
 def _closed(order: Iterable[int], before: Sequence[Sequence[int]]) -> npt.NDArray[np.uint8]:
     """Per op, as bits, itself and all that are reached by `before`, each of which comes earlier in `order`."""

@@ -90,6 +90,8 @@ class CostModel:
         # What devices count alike is shared.
         self._works, self._amounts = self._counted.setdefault(self.figures.granularities, ({}, {}))
         self.overhead, self.bandwidth = self.figures.overhead[self.kind_of], self.figures.bandwidth[self.kind_of]
+        self.slowdown = np.array([kind.slowdown for kind in self.kinds])[self.kind_of]
+        """float64 [devices]: how many times as long computing takes each while a collective runs."""
         self.room = room
         self.links = axis_links(cluster, self.axes)
         self._speeds: dict[tuple[str, str], Speeds] = {}
@@ -97,10 +99,12 @@ class CostModel:
         self._ideal: dict[Work, float] = {}
         self._places: dict[tuple[int, ...], np.ndarray] = {}
 
-    def on(self, cluster: Cluster, room: MemoryBudget | None = None) -> CostModel:
+    def on(
+        self, cluster: Cluster, room: MemoryBudget | None = None, axes: Sequence[tuple[str, int]] | None = None
+    ) -> CostModel:
         """The model of the same graph on another cluster, which shares what no device decides."""
         other = copy(self)
-        other._place(cluster, mesh_axes(cluster), room or MemoryBudget.of(cluster))
+        other._place(cluster, axes or mesh_axes(cluster), room or MemoryBudget.of(cluster))
         return other
 
     def rate(self, dtype: str) -> Floats:

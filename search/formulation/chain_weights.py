@@ -77,31 +77,34 @@ class ChainCosts:
                 found[n] = self.costs.kind_times([(work, held)])[0]
         return found
 
-    def steps(self, value: int) -> Mapping[tuple[int, int], float]:
-        """Seconds that each single step takes of its link at least: with others in a bundle, of which each pays the
-        least per byte (`CostModel.least_in_bundle`)."""
-        ways, inside = self.ways[value], self.graph.home[value] > 0
+    def steps(self, value: int, inside: bool) -> Mapping[tuple[int, int], float]:
+        """Seconds that each single step takes of its link at least. `inside`: in a loop or branch; elsewhere it may be
+        one of a bundle, of which each pays the least per byte (`CostModel.least_in_bundle`)."""
+        ways, least = self.ways[value], self.builder.least_step_time
+        if inside:
+            return ways.single
         layouts = ways.layouts.layouts
+        make = lambda: {(a, b): least(value, layouts[a], layouts[b], ways.axis(a, b)) for a, b in ways.single}
+        return self.builder.once(("least steps", ways), make)
 
-        def make() -> Mapping[tuple[int, int], float]:
-            least = self.builder.least_step_time
-            return {(a, b): least(value, layouts[a], layouts[b], ways.axis(a, b)) for a, b in ways.single}
+    def along(self, value: int, inside: bool) -> Floats:
+        """Seconds on each link of the cheapest way between layouts [layouts, layouts, links]; `inside` as for
+        `steps`."""
+        ways = self.ways[value]
 
-        return self.builder.once(("least steps", ways, inside), make)
+        def make() -> Floats:
+            single = self.steps(value, inside)
+            return np.stack([ways.along(axes, single) for axes in self.links], axis=-1)
 
-    def along(self, value: int) -> Floats:
-        """Seconds on each link of the cheapest way between layouts [layouts, layouts, links]."""
-        ways, single = self.ways[value], self.steps(value)
-        make = lambda: np.stack([ways.along(axes, single) for axes in self.links], axis=-1)
-        return self.builder.once(("along", ways, self.graph.home[value] > 0), make)
+        return self.builder.once(("along", ways, inside), make)
 
     def offers(self, value: int, options: Interned[AvailableLayouts]) -> tuple[Floats, Ints, Floats]:
         """Of every option: seconds of its shared conversions [options, links], the layouts there are then [options,
         most], and what lies before each [options, most, links]."""
-        ways, single = self.ways[value], self.steps(value)
+        ways, inside = self.ways[value], self.graph.home[value] > 0
 
         def make() -> tuple[Floats, Ints, Floats]:
-            _, tensors = self.builder.offers(value, options)
+            single, (_, tensors) = self.steps(value, inside), self.builder.offers(value, options)
             before = np.zeros((*tensors.shape, len(self.links)))
             total = np.zeros((len(options), len(self.links)))
             number = ways.layouts.number
@@ -116,7 +119,7 @@ class ChainCosts:
                 before[n] = [so_far[t] for t in tensors[n].tolist()]
             return total, tensors, before
 
-        return self.builder.once(("chain offers", ways, options, self.graph.home[value] > 0), make)
+        return self.builder.once(("chain offers", ways, options, inside), make)
 
     def occupancy(self, assignment: Sequence[int]) -> Occupancy:
         """What an assignment's program takes."""
@@ -136,24 +139,24 @@ class ChainCosts:
             if value not in graph.producer:
                 fed += self.feeds(value)[n]
             for end in self.builder.ends(value) if value in self.plain else ():
-                ends[value] += self._nearest(value, tensors[n], end.layouts)[1]
+                ends[value] += self._nearest(value, tensors[n], end.layouts, inside=False)[1]
         for at, use in enumerate(st.uses):
             n = option(use.value)
             _, tensors, before = self.offers(use.value, options(use.value))
             need = use.needs.layouts[int(use.needs.groups[assignment[use.variable]])]
-            which, seconds = self._nearest(use.value, tensors[n], (need,))
+            which, seconds = self._nearest(use.value, tensors[n], (need,), inside=use.place > 0)
             uses[at] = use.runs * seconds
             shared[at] = graph.runs[graph.home[use.value]] * before[n, which]
         return Occupancy(ops.reshape(len(graph.ops), kinds + 1), uses, shared, values, ends, fed)
 
-    def _nearest(self, value: int, tensors: Ints, among: Sequence[Layout]) -> tuple[int, Floats]:
+    def _nearest(self, value: int, tensors: Ints, among: Sequence[Layout], *, inside: bool) -> tuple[int, Floats]:
         """Of some tensors the one from which one of several layouts is reached the soonest, and the seconds on each
         link."""
         ways = self.ways[value]
         targets = [ways.layouts.number[layout] for layout in among]
         seconds = ways.seconds[tensors][:, targets]
         which, target = np.unravel_index(int(seconds.argmin()), seconds.shape)
-        return int(which), self.along(value)[tensors[which], targets[target]]
+        return int(which), self.along(value, inside)[tensors[which], targets[target]]
 
 
 class WeightedBuilder(ProblemBuilder):
@@ -197,9 +200,11 @@ class WeightedBuilder(ProblemBuilder):
         ):
             options = st.choices[producer].options
             home = self.graph.runs[self.graph.home[use.value]]
-            inside = self.graph.home[use.value] > 0
+            inside = use.place > 0
             key = "weighted use", self.chain_costs.ways[use.value], kind, tuple(own), tuple(shared), home, inside
-            make = lambda u=use, o=options, w=own, s=shared: self._weighted_table(u.value, o, u.needs, u.runs, w, s)
+            make = lambda u=use, o=options, w=own, s=shared: self._weighted_table(
+                u.value, o, u.needs, u.runs, w, s, inside=u.place > 0
+            )
             edges.append(Edge(producer, use.variable, groups, use.needs.groups, self._weighted(key, make)))
         return Problem(tuple(self._weighted_unary()), tuple(edges))
 
@@ -217,13 +222,17 @@ class WeightedBuilder(ProblemBuilder):
         runs: float,
         own: Sequence[float],
         shared: Sequence[float],
+        *,
+        inside: bool,
     ) -> Floats:
         """Weighted seconds of a use's own conversion, and of the shared ones before the tensor that it takes: of the
         least of all tensors."""
         ways = self.chain_costs.ways[value]
         _, tensors, before = self.chain_costs.offers(value, options)
         columns = [ways.layouts.number[n] for n in needs.layouts]
-        seconds = np.where(np.isfinite(ways.seconds), _times(self.chain_costs.along(value), own), np.inf)[:, columns]
+        seconds = np.where(np.isfinite(ways.seconds), _times(self.chain_costs.along(value, inside), own), np.inf)[
+            :, columns
+        ]
         found = runs * seconds[tensors]
         if any(shared):
             found = found + (self.graph.runs[self.graph.home[value]] * (before @ np.array(shared)))[:, :, None]
@@ -271,7 +280,9 @@ class WeightedBuilder(ProblemBuilder):
         def make() -> Floats:
             seconds = runs * _times(self.chain_costs.offers(value, options)[0], own)
             for end in ends[1:]:
-                seconds = seconds + self._weighted_table(value, options, end, 1.0, ends[0], ()).min(axis=1)
+                seconds = seconds + self._weighted_table(value, options, end, 1.0, ends[0], (), inside=False).min(
+                    axis=1
+                )
             return seconds
 
         return self._weighted(key, make)

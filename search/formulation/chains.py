@@ -7,14 +7,15 @@ what depends on them comes after. A chain of one set holds all that its resource
 take, beside which nothing runs.
 
 A conversion that several uses share need not precede each of them. It counts in a set that some of these uses lie
-outside of only as far as one use of the set, the first, takes what comes out of it.
+outside of only as far as one use of the set takes what comes out of it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -25,6 +26,11 @@ from hapsynth.search.formulation.choice_space import ChoiceSpace
 
 Places = npt.NDArray[np.int8]
 _NOWHERE = -1
+_LINK, _STREAM = 0, 1
+_DEPENDENT = 64
+"""Ops: of the chains of BERT with 12 layers any more make none longer."""
+_LONGEST = 16
+"""Conversions: next to those of its dense layers VGG's chains are 3 % longer."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,6 +72,12 @@ class Occupancy:
     ends: Floats
     fed: Floats
 
+    @classmethod
+    def mean(cls, taken: Sequence[tuple[Occupancy, float]]) -> Occupancy:
+        """Of several programs, each with its share; these sum to 1."""
+        each = ([share * getattr(one, f.name) for one, share in taken] for f in fields(cls))
+        return cls(*(np.sum(x, axis=0) for x in each))
+
 
 class ChainSpace:
     """The chains of a choice space's graph on some resources."""
@@ -103,9 +115,11 @@ class ChainSpace:
         shared = np.full(uses.shape, _NOWHERE, np.int8)
         return Chain((resource,), everywhere(self.in_block, kind), uses, shared, values, values, resource)
 
-    def chain(self, cuts: Sequence[int], resources: Sequence[int]) -> Chain:
+    def chain(self, cuts: Sequence[int], resources: Sequence[int], taken: Occupancy | None = None) -> Chain:
         """The chain with ops as cuts between its sets, in turn on one kind's stream and on some link. A cut is
-        the last op of the set before it, or the first of the set after it: of the one that is on the stream."""
+        the last op of the set before it, or the first of the set after it: of the one that is on the stream. Of the
+        uses of a set that may take what a shared conversion makes, the one that counts is the one for which that takes
+        the longest in a program."""
         kinds, count = self.resources.kinds, len(self.graph.ops)
         ops = np.full(count, _NOWHERE, np.int8)
         uses, values, ends = (np.full(n, _NOWHERE, np.int8) for n in (self.use_maker.size, *[self.made_by.size] * 2))
@@ -132,9 +146,11 @@ class ChainSpace:
                 inside[self._outputs] = False
             values[inside] = link
             partly = np.flatnonzero(mine & ~inside[self.use_value] & ~self.values_in_block[self.use_value])
-            _, first = np.unique(self.use_value[partly], return_index=True)
-            shared[partly[first]] = link
-        return Chain((*cuts, *resources), ops, uses, shared, values, ends, None)
+            if taken is not None:
+                partly = partly[np.argsort(-taken.shared[partly, link], kind="stable")]
+            _, one = np.unique(self.use_value[partly], return_index=True)
+            shared[partly[one]] = link
+        return Chain((*cuts, *resources, shared.tobytes()), ops, uses, shared, values, ends, None)
 
     @cached_property
     def _outputs(self) -> list[int]:
@@ -174,93 +190,116 @@ class ChainSpace:
             + (taken.fed[resource] if resource < self.resources.kinds else 0.0)
         )
 
-    def longest(self, taken: Occupancy, among: Collection[int]) -> list[Chain]:
-        """Per kind of device, the longest chain of a program with cuts among some ops, by dynamic programming."""
-        outside = sorted(op for op in among if not self.in_block[op])
-        return [c for kind in range(self.resources.kinds) if (c := self._longest(taken, outside, kind))]
+    def dependent(self, seconds: Floats) -> list[int]:
+        """Ops outside of loops and branches: those that the least work is independent of. `seconds`: of each op."""
+        each = seconds.astype(np.float32)
+        both = self.reach.all_ancestors(), self.reach.all_descendants()
+        work = np.where(self.in_block, -np.inf, sum(x.astype(np.float32) @ each for x in both))
+        return np.argsort(-work, kind="stable")[: min(_DEPENDENT, int((~self.in_block).sum()))].tolist()
 
-    def _longest(self, taken: Occupancy, among: Sequence[int], kind: int) -> Chain | None:
-        if not among:
-            return None
+    def longest(self, taken: Occupancy, dependent: Collection[int]) -> list[Chain]:
+        """Per kind of device, the longest chain of a program, by dynamic programming, with cuts among some ops and
+        those next to its longest conversions."""
+        hops = _Traffic(self, taken)
+        cuts = sorted(op for op in {*dependent, *hops.next_to_longest()} if not self.in_block[op])
+        if not cuts:
+            return []
+        before = np.array([self.reach.ancestors(op) for op in cuts])
+        after = np.array([self.reach.descendants(op) for op in cuts])
+        since, until = (np.array([f(mask) for mask in x]) for f, x in ((hops.since, after), (hops.until, before)))
+        every = _Cuts(cuts, before, after, since, until)
+        return [self._longest(taken, every, kind, hops.seconds) for kind in range(self.resources.kinds)]
+
+    def _longest(self, taken: Occupancy, cuts: _Cuts, kind: int, hops: Floats) -> Chain:
+        """`hops`: the seconds of each [hops, links]."""
+        among, before, after, since, until = cuts
         kinds, links = self.resources.kinds, range(len(self.resources.links))
         compute = np.where(self.in_block, 0.0, taken.ops[:, kind])
-        before = np.array([self.reach.ancestors(op) for op in among])
-        after = np.array([self.reach.descendants(op) for op in among])
-        hops = _Traffic(self, taken)
-        since = np.array([hops.since(mask) for mask in after])
-        until = np.array([hops.until(mask) for mask in before])
         # Seconds between cut a and cut b, from the beginning to a cut, and from one to the end: of the stream, with
         # those of the cuts themselves, and of each link.
         stream = (after * compute) @ before.T.astype(np.float64)
         first, last = before @ compute, after @ compute
-        sent = np.stack([(since * hops.seconds[:, k]) @ until.T.astype(np.float64) for k in links])
-        sent_first = np.stack([until @ hops.seconds[:, k] for k in links])
-        sent_last = np.stack([since @ hops.seconds[:, k] for k in links])
-        ordered = after[:, list(among)] & ~np.eye(len(among), dtype=bool)
-        # A node is a cut; `ends`: compute, then a link; else a link, then compute.
-        best: dict[tuple[int, bool], tuple[float, tuple[int, bool] | None, int]] = {}
-        for b in range(len(among)):
-            for ends in (False, True):
-                if ends:
-                    value, how, resource = float(first[b]), None, kind
-                else:
-                    k = int(sent_first[:, b].argmax())
-                    value, how, resource = float(sent_first[k, b]), None, kinds + k
-                # One op may begin a set and end it.
-                for a in [*np.flatnonzero(ordered[:, b]).tolist(), *([b] if ends else [])]:
-                    if ends:
-                        # The stream from a, which it begins with, to b, which it ends with.
-                        seconds, by = float(stream[a, b]), kind
-                    else:
-                        k = int(sent[:, a, b].argmax())
-                        seconds, by = float(sent[k, a, b]), kinds + k
-                    if (total := best[a, not ends][0] + seconds) > value:
-                        value, how, resource = total, (a, not ends), by
-                best[b, ends] = value, how, resource
+        sent = np.stack([(since * hops[:, k]) @ until.T.astype(np.float64) for k in links])
+        sent_first = np.stack([until @ hops[:, k] for k in links])
+        sent_last = np.stack([since @ hops[:, k] for k in links])
+        ordered = after[:, list(among)]
+        np.fill_diagonal(ordered, False)
+        # The longest to each cut, one that ends on a link and one that ends on the stream: its seconds, the cut before
+        # it, and the resource in between.
+        count = len(among)
+        best, cut_before, by = (np.full((2, count), x) for x in (0.0, _NOWHERE, kind))
+        for b in range(count):
+            k = int(sent_first[:, b].argmax())
+            best[_LINK, b], by[_LINK, b] = sent_first[k, b], kinds + k
+            before_b = np.flatnonzero(ordered[:, b])
+            if before_b.size:
+                seconds = best[_STREAM, before_b] + sent[:, before_b, b]
+                k, a = np.unravel_index(int(seconds.argmax()), seconds.shape)
+                if seconds[k, a] > best[_LINK, b]:
+                    best[_LINK, b], cut_before[_LINK, b], by[_LINK, b] = seconds[k, a], before_b[a], kinds + k
+            # One op may begin a set on the stream and end it.
+            before_b = np.append(before_b, b)
+            seconds = best[_LINK, before_b] + stream[before_b, b]
+            a = int(seconds.argmax())
+            best[_STREAM, b] = first[b]
+            if seconds[a] > first[b]:
+                best[_STREAM, b], cut_before[_STREAM, b] = seconds[a], before_b[a]
+        whole = np.stack([best[_LINK] + last, best[_STREAM] + sent_last.max(axis=0)])
+        end, at = (int(x) for x in np.unravel_index(int(whole.argmax()), whole.shape))
+        ops, resources = list[int](), [kind if end == _LINK else kinds + int(sent_last[:, at].argmax())]
+        while at != _NOWHERE:
+            ops.append(among[at])
+            resources.append(int(by[end, at]))
+            end, at = 1 - end, int(cut_before[end, at])
+        return self.chain(ops[::-1], resources[::-1], taken)
 
-        def closed(node: tuple[int, bool]) -> tuple[float, int]:
-            b, ends = node
-            if not ends:
-                return best[node][0] + float(last[b]), kind
-            k = int(sent_last[:, b].argmax())
-            return best[node][0] + float(sent_last[k, b]), kinds + k
 
-        node: tuple[int, bool] | None = max(best, key=lambda n: closed(n)[0])
-        assert node is not None
-        cuts, resources = list[int](), [closed(node)[1]]
-        while node is not None:
-            cuts.append(among[node[0]])
-            _, node, resource = best[node]
-            resources.append(resource)
-        return self.chain(cuts[::-1], resources[::-1])
+class _Cuts(NamedTuple):
+    """Ops in order. Bool [cuts, ops]: which each depends on, and which depend on it, both with itself; bool [cuts,
+    hops]: which wait for it, and which it waits for."""
+
+    ops: Sequence[int]
+    before: Mask
+    after: Mask
+    since: Mask
+    until: Mask
 
 
 class _Traffic:
     """A program's conversions outside loops and branches as hops: from the op that makes a value to those that read it.
 
-    `seconds`: float64 [hops, links]. A shared conversion is one hop, to all readers of its value.
+    `seconds`: float64 [hops, links]. Of shared conversions there is a hop per use that takes what they make, of what
+    they take longer than for the uses before: what precedes some uses is the hops up to the last of these.
     """
 
     def __init__(self, space: ChainSpace, taken: Occupancy) -> None:
         uses = np.flatnonzero((taken.uses > 0).any(axis=1) & ~space.uses_in_block)
-        values = np.flatnonzero((taken.values > 0).any(axis=1) & ~space.values_in_block)
         ends = np.flatnonzero((taken.ends > 0).any(axis=1) & ~space.values_in_block)
-        self.seconds = np.concatenate([taken.uses[uses], taken.values[values], taken.ends[ends]])
+        takers = np.flatnonzero((taken.shared > 0).any(axis=1) & ~space.values_in_block[space.use_value])
+        takers = takers[np.lexsort((taken.shared[takers].sum(axis=1), space.use_value[takers]))]
+        values, shared = space.use_value[takers], taken.shared[takers]
+        again = np.flatnonzero(values[1:] == values[:-1]) + 1
+        more = shared.copy()
+        more[again] = np.maximum(shared[again] - shared[again - 1], 0.0)
+        self.seconds = np.concatenate([taken.uses[uses], more, taken.ends[ends]])
         self._makers = np.concatenate([space.use_maker[uses], space.made_by[values], space.made_by[ends]])
-        self._space, self._uses, self._values, self._ends = space, uses, values, ends
-        place = np.full(space.made_by.size, -1)
-        place[values] = np.arange(values.size)
-        takes = np.flatnonzero((taken.shared > 0).any(axis=1))
-        self._takers = takes[place[space.use_value[takes]] >= 0]
-        self._taken = place[space.use_value[self._takers]]
+        self._space, self._uses, self._takers, self._ends = space, uses, takers, ends
+        self._first, self._of_value = np.unique(values, return_index=True, return_inverse=True)[1:]
+
+    def next_to_longest(self) -> set[int]:
+        """The ops that make and read what takes the longest to convert."""
+        longest = np.argsort(-self.seconds.sum(axis=1), kind="stable")[:_LONGEST]
+        own, taken = (self._space.use_reader[x] for x in (self._uses, self._takers))
+        readers = np.concatenate([own, taken, np.full(self._ends.size, _NOWHERE)])
+        return {*self._makers[longest].tolist(), *readers[longest].tolist()} - {_NOWHERE}
 
     def since(self, mask: Mask) -> Mask:
         """Which wait for some ops."""
         return ChainSpace._reached(mask, self._makers)
 
     def until(self, mask: Mask) -> Mask:
-        """Which some ops wait for: of a shared one some reader does."""
-        shared = np.zeros(self._values.size, bool)
-        shared[self._taken[ChainSpace._reached(mask, self._space.use_reader[self._takers])]] = True
-        own = ChainSpace._reached(mask, self._space.use_reader[self._uses])
-        return np.concatenate([own, shared, np.zeros(self._ends.size, bool)])
+        """Which some ops wait for."""
+        own, taken = (ChainSpace._reached(mask, self._space.use_reader[x]) for x in (self._uses, self._takers))
+        place = np.arange(taken.size)
+        last = np.maximum.reduceat(np.where(taken, place, _NOWHERE), self._first) if taken.size else place
+        return np.concatenate([own, place <= last[self._of_value], np.zeros(self._ends.size, bool)])

@@ -125,16 +125,14 @@ class ProblemBuilder:
         return [cost(s) if self._allows(value, s) else np.inf for s in steps_between(source[axis], target[axis])]
 
     def least_step_time(self, value: int, source: Layout, target: Layout, axis: int) -> float:
-        """Seconds that one conversion step adds at least where others may go with it; in loops and branches none do."""
+        """Seconds that one conversion step adds at least to those that go with it."""
         number = self.structure.layouts[value].number
         alone = self.conversions(value).single[number[source], number[target]]
-        if self.graph.home[value] > 0 or not np.isfinite(alone):
+        if not np.isfinite(alone):
             return alone
         shares = Shares(partial(self.largest, value), partial(self._shares_of_all, value))
         step = self.step(value, source, target, axis)
-        least = self.costs.least_in_bundle(value, source, target, axis, shares, step)
-        # Used in a loop it may stand there.
-        return least if len(self.graph.regions) == 1 else min(least, alone)
+        return self.costs.least_in_bundle(value, source, target, axis, shares, step)
 
     def _allows(self, value: int, step: Collective) -> bool:
         """Whether a value may be converted by a step."""

@@ -8,8 +8,12 @@ at fixed ratios, solved exactly, passed through the checker and costed with the 
                          2020): gradients are all-reduced, each device updates its part, new parameters are gathered
     zero2                the same with gradients reduced to where the state lies: less of both memory and bytes
     zero3                parameters cut like the state, and gathered again for every use
-    ..._speed            the four with the batch cut in proportion to the devices' speed, all else evenly: what Poplar
-                         (arXiv 2408.12596) does
+    expert_parallel      data parallel, but each device holds some of the experts whole and tokens go where theirs are
+                         (GShard: Lepikhin et al. 2020); only where there are experts
+    expert_zero2         the same with all other weights as in ZeRO-2 (DeepSpeed-MoE: Rajbhandari et al. 2022)
+    ..._speed            these with the batch, and experts, cut in proportion to the devices' speed, all else evenly:
+                         what Poplar (arXiv 2408.12596) does. The speed is that of the graph's contractions, each at
+                         its own dtype's rate
     tensor_parallel      Megatron-LM (Shoeybi et al. 2019): the batch whole, every weight cut in at most one
                          dimension, so that columns meet rows, partial sums reduced where they arise; evenly
 """
@@ -17,8 +21,10 @@ at fixed ratios, solved exactly, passed through the checker and costed with the 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence, Set
+from copy import copy
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 
@@ -30,6 +36,7 @@ from hapsynth.instructions.program.checker import check
 from hapsynth.instructions.program.program import Program
 from hapsynth.instructions.program.sizes import Classes, Node, Sizes, cut_nodes
 from hapsynth.instructions.rules.contraction import CONTRACTIONS
+from hapsynth.instructions.rules.registry import flops_of
 from hapsynth.instructions.staging.options import DEFAULT, LoweringOptions
 from hapsynth.search.analysis.dimension_groups import kinship
 from hapsynth.search.cost.model import CostModel, Floats
@@ -40,24 +47,24 @@ from hapsynth.search.formulation.problem_builder import ProblemBuilder
 from hapsynth.search.memory.profile import held_by, peak
 from hapsynth.search.planning.task import Task
 from hapsynth.search.result import Result
-from hapsynth.search.scheduling.list_schedule import ordered, refined, schedule
+from hapsynth.search.scheduling.list_schedule import ordered, schedule
 from hapsynth.search.scheduling.tasks import tasks_of
+from hapsynth.search.scheduling.timeline import simulate
 from hapsynth.search.sizing.ratios import Ratios, proportional
 from hapsynth.search.sizing.sizer import Sizer
 from hapsynth.search.solver import solve
 
 _BY_SPEED = "_speed"
-_EVENLY = {"data_parallel": "data parallel", "zero1": "ZeRO-1", "zero2": "ZeRO-2", "zero3": "ZeRO-3"}
-LABELS = {
-    **{
-        n + how: f"{label}, {said}"
-        for n, label in _EVENLY.items()
-        for how, said in (("", "even"), (_BY_SPEED, "by speed"))
-    },
-    "tensor_parallel": "tensor parallel (Megatron), even",
+ONE_DEVICE = "one device"
+_ZERO = {"data_parallel": "data parallel", "zero1": "ZeRO-1", "zero2": "ZeRO-2", "zero3": "ZeRO-3"}
+_EXPERTS = {"expert_parallel": "expert parallel (GShard)", "expert_zero2": "expert parallel, ZeRO-2 (DeepSpeed-MoE)"}
+_both = lambda labels: {
+    n + how: f"{label}, {said}" for n, label in labels.items() for how, said in (("", "even"), (_BY_SPEED, "by speed"))
 }
+NAMES = (*_both(_ZERO), "tensor_parallel")
+"""Those that there are for every graph."""
+LABELS = {**_both(_ZERO), "tensor_parallel": "tensor parallel (Megatron), even", **_both(_EXPERTS)}
 """Name -> as a report says it."""
-NAMES = tuple(LABELS)
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,15 +79,17 @@ class Baseline:
     lowering: LoweringOptions = DEFAULT
     overlap: bool = False
     """Whether `cost_s` is of its collectives beside computing."""
+    devices: tuple[int, ...] | None = None
+    """Those of the cluster that it is for, where not all."""
 
     @property
     def memory_bytes(self) -> float:
         """The largest of the devices' peaks."""
         return max(self.held_bytes)
 
-    def result(self, limits: Sequence[float], devices: tuple[int, ...] | None = None) -> Result:
-        """As a plan's, of which nothing is proved. `limits`: bytes of each device of the cluster; `devices`: those that
-        the baseline is for, where not all."""
+    def result(self, limits: Sequence[float]) -> Result:
+        """As a plan's, of which nothing is proved. `limits`: bytes of each device of the cluster."""
+        devices = self.devices
         held = dict(zip(range(len(limits)) if devices is None else devices, self.held_bytes, strict=True))
         memory = tuple(held.get(d, 0.0) for d in range(len(limits)))
         return Result(
@@ -115,45 +124,96 @@ class _ReducedAtOnce(ChoiceSpace):
 
 
 class Baselines:
-    """Builds the baselines of one task, of which they take the graph, the devices and what these may hold."""
+    """Builds the baselines of one task, of which they take the graph, the devices and what these may hold. `devices`:
+    those of a larger cluster that the task's are, where not all."""
 
-    def __init__(self, task: Task) -> None:
+    def __init__(self, task: Task, devices: tuple[int, ...] | None = None) -> None:
         graph, table = task.graph, task.factors
+        self.devices = devices
         # What people run today knows one axis over all devices.
         axes = ((DEFAULT_AXIS, task.cluster.n),)
         self.costs = CostModel(graph, task.cluster, table, axes, lowering=task.options.lowering)
-        self.graph, self.table, self.limit = graph, table, task.memory_budget.limit
+        self.graph, self.table, self.task, self.limit = graph, table, task, task.memory_budget.limit
         self.kin = kinship(graph, table)
         self.state = [graph.inputs[source] for source, _ in graph.carry]
         held = set(self.state)
         self.batch = [v for v in graph.inputs if v not in held and graph.values[v].shape]
         self.batch_roots = {r for v in self.batch if (r := self.root(v, 0)) is not None}
+        self._structures: dict[str, ChoiceSpace] = {}
+        """What each may choose, whatever the devices."""
+
+    def on(self, devices: tuple[int, ...]) -> Baselines:
+        """Those for some of the devices, with which the others share what no device decides."""
+        other, cluster = copy(self), self.task.cluster.subset(devices)
+        other.task, other.devices = self.task.on(cluster), devices
+        axes = ((DEFAULT_AXIS, cluster.n),)
+        other.costs = self.costs.on(cluster, other.task.memory_budget, axes)
+        other.__dict__.pop("speed", None)
+        other.limit = other.task.memory_budget.limit
+        return other
 
     def overlapped(self, baseline: Baseline) -> Baseline:
-        """A baseline in the order found that takes the least with its collectives beside computing."""
-        timeline = refined(schedule(tasks_of(baseline.program, baseline.sizes, self.costs)))
+        """A baseline in the order found that takes the least with its collectives beside computing; in its own where
+        only that fits."""
+        tasks = tasks_of(baseline.program, baseline.sizes, self.costs)
+        timeline = schedule(tasks)
         program = ordered(baseline.program, timeline)
-        return replace(baseline, program=program, cost_s=timeline.makespan_s, overlap=True)
+        held = held_by(program, baseline.sizes, self.costs)
+        fits = max(held) <= self.limit
+        if baseline.fits and not fits:
+            own = simulate(tasks, range(len(tasks.machine)))
+            return replace(baseline, cost_s=own.makespan_s, overlap=True)
+        return replace(baseline, program=program, cost_s=timeline.makespan_s, held_bytes=held, fits=fits, overlap=True)
 
-    def all(self, names: Iterable[str] | None = None) -> Mapping[str, Baseline]:
-        """Baselines by name: every one, or some."""
+    @cached_property
+    def speed(self) -> Floats:
+        """Fractions of the devices by how fast they run the graph's contractions, each at its own dtype's rate."""
+        seconds, flops = np.zeros(self.costs.n), dict[str, float]()
+        for op in self.graph.ops:
+            if op.name in CONTRACTIONS:
+                dtype = str(op.dtypes[0])
+                flops[dtype] = flops.get(dtype, 0.0) + self.graph.runs[op.region] * flops_of(op)
+        for dtype, count in flops.items():
+            seconds += count / self.costs.rate(dtype)
+        return proportional(1.0 / seconds if seconds.any() else self.costs.rate("float32"))
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of all that there are for the graph."""
+        return (*NAMES, *(_both(_EXPERTS) if self.expert_dims else ()))
+
+    def all(self, names: Iterable[str] | None = None) -> dict[str, Baseline]:
+        """Baselines by name: some, or every one that there is for the graph."""
         even = np.full(self.costs.n, 1.0 / self.costs.n)
-        speed = proportional(self.costs.rate("float32"))
-        structures = {
-            "data_parallel": lambda: ChoiceSpace(self.graph, self.table, self._data_parallel()),
-            "zero1": lambda: ChoiceSpace(self.graph, self.table, self._zero12(reduced_whole=True)),
-            "zero2": lambda: ChoiceSpace(self.graph, self.table, self._zero12(reduced_whole=False)),
-            "zero3": lambda: ChoiceSpace(self.graph, self.table, self._zero3()),
-            "tensor_parallel": lambda: _ReducedAtOnce(self.graph, self.table, self._tensor_parallel()),
+        restrictions = {
+            "data_parallel": self._data_parallel,
+            "zero1": lambda: self._zero12(reduced_whole=True),
+            "zero2": lambda: self._zero12(reduced_whole=False),
+            "zero3": self._zero3,
+            "tensor_parallel": self._tensor_parallel,
+            "expert_parallel": lambda: self._expert_parallel(self._data_parallel()),
+            "expert_zero2": lambda: self._expert_parallel(self._zero12(reduced_whole=False)),
         }
-        asked = NAMES if names is None else tuple(names)
+        asked = self.names if names is None else tuple(names)
         found: dict[str, Baseline] = {}
-        for name, make in structures.items():
-            by = {n: speed if n.endswith(_BY_SPEED) else even for n in (name, name + _BY_SPEED) if n in asked}
-            if by:
-                emitter = self._solved(make())
-                found |= {n: self.sized(emitter, batch, even) for n, batch in by.items()}
+        for name, restriction in restrictions.items():
+            by = {n: self.speed if n.endswith(_BY_SPEED) else even for n in (name, name + _BY_SPEED) if n in asked}
+            if not by:
+                continue
+            if name not in self._structures:
+                make = _ReducedAtOnce if name == "tensor_parallel" else ChoiceSpace
+                self._structures[name] = make(self.graph, self.table, restriction())
+            emitter = self._solved(self._structures[name])
+            experts = name in _EXPERTS
+            found |= {n: self.sized(emitter, batch, even, experts=experts) for n, batch in by.items()}
         return {name: found[name] for name in asked}
+
+    def alone(self) -> Baseline:
+        """All that there is on one device, where nothing is cut: of a task with one device."""
+        if ONE_DEVICE not in self._structures:
+            nothing = Restriction(allowed=lambda value, dim: False)
+            self._structures[ONE_DEVICE] = ChoiceSpace(self.graph, self.table, nothing)
+        return self.sized(self._solved(self._structures[ONE_DEVICE]), np.ones(1), np.ones(1))
 
     def root(self, value: int, dim: int) -> Node | None:
         """What stands for all dimensions that some op could cut together with this one; None where none cuts it."""
@@ -222,6 +282,60 @@ class Baselines:
 
         role = lambda v: (v in held, v in gradients and bool(self.graph.values[v].shape))
         return Restriction({**stored, **self._stored_batch()}, allowed, frozenset(held), convertible, role)
+
+    @cached_property
+    def expert_dims(self) -> dict[int, int]:
+        """State -> the dimension along which its experts lie: one that weights share with what they are multiplied
+        with, and that the result has too."""
+        makers = {v: op for op in self.graph.ops for v in op.results}
+
+        def origin(value: int) -> int:
+            """What a value is, but for its dtype."""
+            while (op := makers.get(value)) is not None and op.name == "convert_element_type":
+                value = op.value_operands[0][1]
+            return value
+
+        weights = set(self.state) - self.costs.together.updates
+        found: set[tuple[tuple[int, ...], int, Node]] = set()
+        for op in self.graph.ops:
+            if op.name not in CONTRACTIONS:
+                continue
+            factors, values = self.table[op.index], dict(op.value_operands)
+            inside = [{f for dim in dims for f in dim} for dims in (*factors.operands, factors.results[0])]
+            for factor in set.intersection(*inside):
+                for position, value in values.items():
+                    weight = origin(value)
+                    d = next(d for d, dim in enumerate(factors.operands[position]) if factor in dim)
+                    if weight in weights and (root := self.root(weight, d)) is not None:
+                        found.add((self.graph.values[weight].shape, d, root))
+        return {
+            v: d
+            for v in self.state
+            for d in range(len(self.graph.values[v].shape))
+            if (self.graph.values[v].shape, d, self.root(v, d)) in found
+        }
+
+    @cached_property
+    def _expert_roots(self) -> set[Node]:
+        return {r for v, d in self.expert_dims.items() if (r := self.root(v, d)) is not None}
+
+    def _expert_parallel(self, rest: Restriction) -> Restriction:
+        """`rest`: of all that is no expert's."""
+        held = set(self.state)
+        stored = {**rest.stored, **{v: (S(d),) for v, d in self.expert_dims.items()}}
+        allowed_of_rest, convertible_of_rest = rest.allowed, rest.convertible
+        assert allowed_of_rest is not None
+        assert convertible_of_rest is not None
+        allowed = lambda v, d: self.root(v, d) in self._expert_roots or allowed_of_rest(v, d)
+
+        def convertible(value: int, source: Placement, target: Placement) -> bool:
+            if value in self.expert_dims:
+                return False
+            sent = source.is_sharded and target.is_sharded and value not in held
+            return sent or convertible_of_rest(value, source, target)
+
+        role = lambda v: (v in self.expert_dims, v in held, rest.role(v))
+        return Restriction(stored, allowed, convertible=convertible, role=role)
 
     def _tensor_parallel(self) -> Restriction:
         cut = self._alternating_roots()
@@ -294,20 +408,23 @@ class Baselines:
         assert structure.restriction.convertible is not None, "with every conversion the replicated program is there"
         return self._solved(type(structure)(self.graph, self.table, free))
 
-    def sized(self, emitter: Emitter, batch: Floats, rest: Floats) -> Baseline:
-        """A program with its batch and everything else cut by these fractions; in the order that spares memory where it
-        must be, as the plan is."""
-        found = self._costed(emitter.ordered(self.costs.axes), batch, rest)
-        return found if found.fits else self._costed(emitter.ordered(self.costs.axes, sparing=True), batch, rest)
+    def sized(self, emitter: Emitter, batch: Floats, rest: Floats, *, experts: bool = False) -> Baseline:
+        """A program with its batch, and `experts`, and with everything else cut by these fractions; in the order that
+        spares memory where it must be, as the plan is."""
+        like_batch = self.batch_roots | (self._expert_roots if experts else set())
+        found = self._costed(emitter.ordered(self.costs.axes), batch, rest, like_batch)
+        if found.fits:
+            return found
+        return self._costed(emitter.ordered(self.costs.axes, sparing=True), batch, rest, like_batch)
 
-    def _costed(self, program: Program, batch: Floats, rest: Floats) -> Baseline:
+    def _costed(self, program: Program, batch: Floats, rest: Floats, like_batch: Set[Node]) -> Baseline:
         classes = Classes.build(self.graph, program, self.table)
         sizer = Sizer(program, classes, self.costs)
         of_batch, of_rest = sizer.fixed(batch), sizer.fixed(rest)
-        batched = [any(self.root(v, d) in self.batch_roots for v, d, *_ in c.members) for c in classes.all]
+        batched = [any(self.root(v, d) in like_batch for v, d, *_ in c.members) for c in classes.all]
         chosen = (of_batch if b else of_rest for b in batched)
         sizes = Sizes(self.graph, classes, tuple(s.shares[i] for i, s in enumerate(chosen)))
         check(self.graph, program, sizes)
         fits = peak(program, sizes, self.costs) <= self.limit
         cost, held = program_cost(program, sizes, self.costs), held_by(program, sizes, self.costs)
-        return Baseline(program, sizes, cost, held, fits, self.costs.lowering)
+        return Baseline(program, sizes, cost, held, fits, self.costs.lowering, devices=self.devices)

@@ -3,15 +3,17 @@
 No program ends before its longest chain does (`formulation/chains.py`), and so not before any weighted mean of its
 chains. The program with the least weighted mean is the optimum of an additive problem, which the solver finds with a
 lower bound; the weights are those at which the programs seen so far have the greatest least mean (Kelley's cutting
-planes), halfway back to those of the best bound so far, as the next ones are soon far off. Each program that comes up
-is scheduled; the critical path of its timeline tells where the next chains may be cut. Of two programs, such as one
-that gathers a weight before its use and one that gathers it at the end of the step, a mixed-integer program takes for
-each part in which they differ what makes the longest chain the shortest.
+planes), halfway back to those of the best bound so far, as the next ones are soon far off. A chain joins them where it
+is the longest in the mean of the programs that limit them (column generation). Each program that comes up is scheduled,
+unless a chain shows that it is no better. Of two programs, such as one that gathers a weight before its use and one
+that gathers it at the end of the step, a mixed-integer program takes for each part in which they differ what makes the
+longest chain the shortest.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -28,42 +30,46 @@ from hapsynth.search.memory.profile import MemoryProfile
 from hapsynth.search.planning.candidate import Candidate
 from hapsynth.search.planning.search_at_ratios import FixedRatioSearch
 from hapsynth.search.result import SETTLED
-from hapsynth.search.scheduling.critical_path import Step, critical_path, turning_ops
+from hapsynth.search.scheduling.critical_path import Step, critical_path
 from hapsynth.search.scheduling.list_schedule import ordered, refined, schedule
 from hapsynth.search.scheduling.prefetch import later
-from hapsynth.search.scheduling.tasks import LINKS, Machine, TaskGraph, tasks_of
+from hapsynth.search.scheduling.tasks import LINK_NAMES, LINKS, Machine, TaskGraph, tasks_of
 from hapsynth.search.scheduling.timeline import Timeline, simulate
 from hapsynth.search.sizing.makespan_lp import LINK
 from hapsynth.search.sizing.ratios import Ratios
 from hapsynth.search.solver import Ints, Messages
 
-_ROUNDS = 6
+_ROUNDS = 8
 """Of weights, at the ratios of the search by sums."""
 _ROUNDS_AGAIN = 2
 """At the ratios that suit the best program."""
 _MIXTURES = 2
-"""Of the best program and the last one, with what the schedule of the first mixture taught."""
+"""Of the last program with each of the best ones."""
 _MIXING_NODES = 200
 """Of a mixture's mixed-integer program, so that it ends, at the same program each time."""
-_LEAST_WEIGHT = 2e-3
-"""Of each resource's own chain: of what has no weight any choice would do."""
+_LEAST_WEIGHT = 2e-2
+"""Of each resource's own chain: of what has next to no weight any choice would do, and no dual tells them apart."""
 _TOLERANCE = 2e-3
-_SAME = 1e-9
-"""Relative: what two ways to add up one cost may differ by."""
 _NODES = 500
 """Of a problem's search: close to the best weights many programs are nearly as good, and to tell them apart takes
 long."""
 
 
+class Seen(NamedTuple):
+    """The choices of a program, and what it takes of each resource."""
+
+    choices: Ints
+    taken: Occupancy
+
+
 @dataclass(frozen=True, eq=False)
 class Scheduled:
-    """A program in an order. `path`: what makes it as long as it is; `taken`: what it takes of each resource."""
+    """A program in an order. `path`: what makes it as long as it is."""
 
+    seen: Seen
     candidate: Candidate
     timeline: Timeline
     path: list[Step]
-    choices: Ints
-    taken: Occupancy
 
     @property
     def makespan_s(self) -> float:
@@ -81,10 +87,11 @@ class MakespanSearch:
         self.space = like.space if like else ChainSpace(self.structure, resources(self.costs))
         self._chain_costs = ChainCosts(self.builder, self.space)
         self.chains: list[Chain] = list(like.chains if like else self.space.alone)
-        self.seen: list[Scheduled] = []
+        self.seen: list[Seen] = []
+        self.scheduled: list[Scheduled] = []
         self.best: Scheduled | None = None
         self.bound = 0.0
-        self._cuts: set[int] = set(like._cuts) if like else set()
+        self._like = like
         self._paths: list[Chain] = []
         """Of the programs seen, what is on the critical path: it tells what to change, and bounds nothing."""
         self._weights: Floats = like._weights if like else np.zeros(0)
@@ -97,7 +104,7 @@ class MakespanSearch:
         # Within limits a search has variables besides, which count what is held.
         self._look(begin[: len(self.structure.choices)])
         if not self._weights.size:
-            self._weights = self._parts_of_path(self.seen[0])
+            self._weights = self._parts_of_path(self.scheduled[0])
         for _ in range(rounds):
             weights, most = self._next_weights()
             if self.search.clock.late() or most <= self.bound * (1 + _TOLERANCE):
@@ -106,6 +113,11 @@ class MakespanSearch:
             self._mix()
             if self.best is not None and self.best.makespan_s <= self.bound * (1 + _TOLERANCE):
                 return
+
+    @cached_property
+    def _dependent(self) -> list[int]:
+        """Ops, among the cuts of chains."""
+        return self._like._dependent if self._like else self.space.dependent(self.seen[0].taken.ops[:, -1])
 
     def _parts_of_path(self, known: Scheduled) -> Floats:
         """Of each resource its part of a critical path: weights from which others are soon found."""
@@ -118,17 +130,21 @@ class MakespanSearch:
             found[at] += float(tasks.seconds[task, group]) / known.makespan_s
         return np.pad(found / found.sum(), (0, len(self.chains) - found.size))
 
-    def is_exact(self, known: Scheduled) -> bool:
-        """Whether a program has the sizes that the bound is about: where whole units cannot have these ratios, or not
-        within the memory, it is about others."""
-        assumed = self.builder.problem().cost(known.choices)
-        return abs(assumed - known.candidate.cost) <= _SAME * assumed
+    def bound_for(self, known: Scheduled) -> float:
+        """Seconds that all programs of a program's sizes take at least; 0 where it has others than the bound is about,
+        as whole units cannot have these ratios, or not within the memory. Where a program leaves out conversions that
+        its choices have for nothing, their seconds are not in it."""
+        candidate, ratios = known.candidate, self.builder.ratios
+        assumed = ratios.sizes_of(candidate.sizes.classes) if ratios else None
+        if assumed is None or assumed.shares != candidate.sizes.shares:
+            return 0.0
+        return self.bound - max(self.builder.problem().cost(known.seen.choices) - candidate.cost, 0.0)
 
     def _solve(self, weights: Floats) -> None:
         """The program of the least weighted chains."""
         search = self.search
         builder = WeightedBuilder(self._chain_costs, self.chains, weights)
-        begin = (self.best or self.seen[0]).choices
+        begin = (self.best or self.scheduled[0]).seen.choices
         solved = search.cheapest(
             builder,
             search.limits,
@@ -146,21 +162,23 @@ class MakespanSearch:
             self._look(solved.choices[: len(self.structure.choices)])
 
     def _look(self, choices: Ints) -> None:
-        """Schedule a program."""
-        if any(np.array_equal(choices, known.choices) for known in self.seen):
+        """Schedule a program, unless one of its chains is as long as the best so far."""
+        if self._is_known(choices):
+            return
+        seen = Seen(choices, self._chain_costs.occupancy(choices.tolist()))
+        self.seen.append(seen)
+        if self.best and max(self.space.length(c, seen.taken) for c in self.chains) >= self.best.makespan_s:
             return
         candidate = self.search.maker.chosen(self.builder, choices)
-        instructions = candidate.program.instructions
-        timeline = schedule(tasks_of(candidate.program, candidate.sizes, self.costs))
-        path = critical_path(timeline)
-        found = Scheduled(candidate, timeline, path, choices, self._chain_costs.occupancy(choices.tolist()))
-        self.seen.append(found)
+        timeline = schedule(tasks_of(candidate.program, candidate.sizes, self.costs), quick=True)
+        found = Scheduled(seen, candidate, timeline, critical_path(timeline))
+        self.scheduled.append(found)
         if candidate.memory <= self.search.limit and (self.best is None or found.makespan_s < self.best.makespan_s):
             self.best = found
         self._paths.append(self._on_path(found))
-        self._cuts.update(turning_ops(path, timeline.tasks, instructions))
-        known = {chain.key for chain in self.chains}
-        self.chains += [c for c in self.space.longest(found.taken, self._cuts) if c.key not in known]
+
+    def _is_known(self, choices: Ints) -> bool:
+        return any(np.array_equal(choices, known.choices) for known in self.seen)
 
     def _on_path(self, found: Scheduled) -> Chain:
         """What lies on a critical path, in place of a chain."""
@@ -178,8 +196,24 @@ class MakespanSearch:
         return Chain(("path", len(self._paths)), ops, uses, np.full_like(uses, -1), values, values, None)
 
     def _next_weights(self) -> tuple[Floats, float]:
-        """Weights of the chains, and the most that a bound can come to as far as the programs seen tell."""
-        lengths = np.array([[self.space.length(c, known.taken) for c in self.chains] for known in self.seen])
+        """Weights of the chains, and the most that a bound can come to as far as the programs seen tell. As long as it
+        helps, the chain that is the longest in the mean of the programs that limit them is added (column
+        generation)."""
+        while True:
+            lengths = np.array([[self.space.length(c, known.taken) for c in self.chains] for known in self.seen])
+            weights, most, shares = self._best_weights(lengths)
+            limiting = [(x.taken, share) for x, share in zip(self.seen, shares, strict=True) if share]
+            mean = Occupancy.mean(limiting)
+            known = {chain.key for chain in self.chains}
+            longest = [c for c in self.space.longest(mean, self._dependent) if c.key not in known]
+            longer = [c for c in longest if self.space.length(c, mean) > most * (1 + _TOLERANCE)]
+            if not longer:
+                return (weights + np.pad(self._weights, (0, weights.size - self._weights.size))) / 2, most
+            self.chains += longer
+
+    def _best_weights(self, lengths: Floats) -> tuple[Floats, float, Floats]:
+        """Weights at which the least weighted length of some programs is the greatest, this length, and the shares of
+        the programs that limit it. `lengths`: [programs, chains]."""
         count, unit = lengths.shape[1], float(lengths.max()) or 1.0
         found = linprog(
             np.array([0.0] * count + [-1.0]),
@@ -190,24 +224,20 @@ class MakespanSearch:
             bounds=[*[(_LEAST_WEIGHT if c.alone is not None else 0.0, None) for c in self.chains], (None, None)],
             method="highs",
         )
-        weights, known = found.x[:count], self._weights
-        if known.size:
-            weights = (weights + np.pad(known, (0, count - known.size))) / 2
-        return weights, -float(found.fun) * unit
+        return found.x[:count], -float(found.fun) * unit, np.maximum(-found.ineqlin.marginals, 0.0)
 
     def _mix(self) -> None:
-        """Look for better programs between the best and the last."""
-        for _ in range(_MIXTURES):
-            last, count = self.seen[-1], len(self.seen)
-            best = min(self.seen, key=lambda known: known.makespan_s)
-            mixture = self._mixture(best, last) if best is not last else None
-            if mixture is None or self.search.clock.late():
-                return
-            self._look(mixture)
-            if len(self.seen) == count:
-                return
+        """Look for better programs between the best ones and the last."""
+        last = self.seen[-1]
+        for place in range(_MIXTURES):
+            ranked = sorted(self.scheduled, key=lambda known: known.makespan_s)
+            if place >= len(ranked) or ranked[place].seen is last:
+                continue
+            mixture = self._mixture(ranked[place].seen, last)
+            if mixture is not None and not self.search.clock.late():
+                self._look(mixture)
 
-    def _mixture(self, one: Scheduled, other: Scheduled) -> Ints | None:
+    def _mixture(self, one: Seen, other: Seen) -> Ints | None:
         """Choices of either program in each part in which they differ; None where there are no two parts."""
         st, unlike = self.structure, one.choices != other.choices
         pairs = [(st.value_variable[use.value], use.variable) for use in st.uses]
@@ -267,14 +297,13 @@ def overlapped(search: FixedRatioSearch, best: Candidate, ratios: Ratios) -> Ove
         sizes = _balanced(found.best, search.task.costs, search.limit)
         if sizes is not None:
             again = MakespanSearch(search, search.task.own_ratios(sizes), found)
-            again.run(found.best.choices, _ROUNDS_AGAIN)
+            again.run(found.best.seen.choices, _ROUNDS_AGAIN)
             if again.best is not None and again.best.makespan_s < found.best.makespan_s:
                 found = again
-    for known in sorted(found.seen, key=lambda known: known.makespan_s):
+    for known in sorted(found.scheduled, key=lambda known: known.makespan_s):
         program = ordered(known.candidate.program, refined(known.timeline))
-        bound = found.bound if found.is_exact(known) else 0.0
         sizes, ahead = known.candidate.sizes, len(program.instructions)
-        while (fits := _timed(program, sizes, search, bound)) is None and ahead:
+        while (fits := _timed(program, sizes, search, found.bound_for(known))) is None and ahead:
             # What is gathered ahead of its use is held meanwhile.
             ahead //= 2
             program = later(search.task.costs.graph, program, ahead)
@@ -313,7 +342,7 @@ def _balanced(found: Scheduled, costs: CostModel, limit: float) -> Sizes | None:
     sizes = sizer.balanced(candidate.sizes, besides, computing / total if total else 1.0, limit)
     if sizes.shares == candidate.sizes.shares:
         return None
-    makespan = schedule(tasks_of(candidate.program, sizes, costs)).makespan_s
+    makespan = schedule(tasks_of(candidate.program, sizes, costs), quick=True).makespan_s
     return sizes if makespan < found.makespan_s * (1 - SETTLED) else None
 
 
@@ -339,7 +368,7 @@ def clocks(timeline: Timeline, costs: CostModel) -> dict[str, float]:
     """By name, the seconds that each kind of device computes, and that each link is taken."""
     busy, tasks = busy_seconds(timeline, costs), timeline.tasks
     found = {f"compute {kind.name}": busy[k] for k, kind in enumerate(costs.kinds)}
-    for link, name in zip(LINKS, ("network", "links inside hosts"), strict=True):
+    for link, name in LINK_NAMES.items():
         taken = [k for k, m in enumerate(tasks.machine) if m is link]
         if taken:
             found[name] = float(tasks.seconds[taken].max(axis=1).sum())

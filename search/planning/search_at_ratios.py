@@ -21,7 +21,7 @@ from hapsynth.search.solver import Ints, Messages, Problem, Solution, solve, sol
 
 _MEMORY_ROUNDS = 8
 _SHRINK_ROUNDS = 6
-_LIMITED_NODES = 100_000
+_LIMITED_NODES = 10_000
 """Of a search within memory limits: where prices leave a gap, ten times as many narrowed it by nothing."""
 _SHARE = 0.25
 """Of what is left of a time budget, for a search."""

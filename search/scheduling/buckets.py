@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Hashable
 from typing import NamedTuple
 
-from hapsynth.search.cost.model import Floats
 from hapsynth.search.scheduling.tasks import LINKS, Machine
 from hapsynth.search.scheduling.timeline import Timeline, simulate
 
@@ -20,13 +19,13 @@ _SAME = 1e-9
 """Relative: makespans that differ by rounding alone."""
 
 
-def bundled(timeline: Timeline, slowdown: Floats | None = None) -> Timeline:
+def bundled(timeline: Timeline) -> Timeline:
     """A timeline in which those collectives go together that wait at once for the same link, where that is better."""
     neighbours = _Neighbours(timeline)
-    return _better(timeline, neighbours.simulated(neighbours.waiting(), slowdown))
+    return _better(timeline, neighbours.simulated(neighbours.waiting()))
 
 
-def rebundled(timeline: Timeline, slowdown: Floats | None = None) -> Timeline:
+def rebundled(timeline: Timeline) -> Timeline:
     """A timeline with more collectives together, where that is better: all neighbours, else half of them, and so on."""
     neighbours = _Neighbours(timeline)
     taken: set[int] = set()
@@ -34,7 +33,7 @@ def rebundled(timeline: Timeline, slowdown: Floats | None = None) -> Timeline:
     blocks = [range(len(neighbours.pairs))] if neighbours.pairs else []
     while blocks and trials < _TRIALS:
         block, trials = blocks.pop(), trials + 1
-        found = neighbours.simulated(taken | {*block}, slowdown)
+        found = neighbours.simulated(taken | {*block})
         better = _better(best, found)
         if better is not best:
             best = better
@@ -105,11 +104,11 @@ class _Neighbours:
                     last[link] = _Sent(task, begun, begun + tasks.longest[task])
         return found
 
-    def simulated(self, together: set[int], slowdown: Floats | None) -> Timeline | None:
+    def simulated(self, together: set[int]) -> Timeline | None:
         """The timeline with these pairs together; None where none are, or it cannot be."""
         bundles = self._bundles(together)
         tasks = self.tasks.joined(self.timeline.order, bundles) if bundles else None
-        return None if tasks is None else simulate(tasks, range(len(tasks.machine)), slowdown)
+        return None if tasks is None else simulate(tasks, range(len(tasks.machine)))
 
     def _bundles(self, together: set[int]) -> list[list[int]]:
         """As long as a bundle has room."""

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
-from hapsynth.instructions.program.program import Compute, Instruction
-from hapsynth.search.scheduling.tasks import LINKS, Machine, TaskGraph
+from hapsynth.search.scheduling.tasks import LINKS, Machine
 from hapsynth.search.scheduling.timeline import Timeline
 
 _AT_ONCE_S = 1e-12
@@ -55,22 +53,3 @@ def _before(timeline: Timeline) -> list[list[int]]:
         for first, second in pairwise(queue):
             found[second].append(first)
     return found
-
-
-def turning_ops(path: Sequence[Step], tasks: TaskGraph, instructions: Sequence[Instruction]) -> list[int]:
-    """The ops between which a path goes from a device to a link, and back: those next to a collective on it, and those
-    that make and take what its collectives send."""
-    found: dict[int, None] = {}
-
-    def add(task: int) -> None:
-        found.update((i.op, None) for at in tasks.instructions[task] if isinstance(i := instructions[at], Compute))
-
-    for one, other in pairwise(step.task for step in path):
-        if (tasks.machine[one] in LINKS) != (tasks.machine[other] in LINKS):
-            add(one)
-            add(other)
-    for task in (step.task for step in path if tasks.machine[step.task] in LINKS):
-        for near in (tasks.makers, tasks.users):
-            for other in [t for t in near[task] if tasks.machine[t] is Machine.COMPUTE][:1]:
-                add(other)
-    return list(found)

@@ -29,35 +29,35 @@ _TURNS = 2
 _LEAST_GAIN = 1e-6
 
 
-def schedule(tasks: TaskGraph, slowdown: Floats | None = None) -> Timeline:
-    """The timeline of the best order found, and of the bundles that suggest themselves. `slowdown`: as `simulate` has
-    it."""
-    best = _of_best_order(tasks, slowdown)
-    found = bundled(best, slowdown)
-    return best if found is best else min(found, _of_best_order(found.tasks, slowdown), key=_makespan)
+def schedule(tasks: TaskGraph, *, quick: bool = False) -> Timeline:
+    """The timeline of the best order and bundles found. `quick`: only the most promising of the orders are looked at,
+    and the bundles that suggest themselves in the best of them."""
+    found = bundled(_of_best_order(tasks, quick=True))
+    return found if quick else refined(found)
 
 
-def refined(timeline: Timeline, slowdown: Floats | None = None) -> Timeline:
-    """The best found of more bundles and other orders in turn."""
+def refined(timeline: Timeline) -> Timeline:
+    """The best found of more orders and other bundles in turn."""
+    best = min(timeline, _of_best_order(timeline.tasks), key=_makespan)
     for _ in range(_TURNS):
-        found = rebundled(timeline, slowdown)
-        if found is timeline:
+        found = rebundled(best)
+        if found is best:
             break
-        timeline = min(found, _of_best_order(found.tasks, slowdown), key=_makespan)
-    return timeline
+        best = min(found, _of_best_order(found.tasks), key=_makespan)
+    return best
 
 
 def _makespan(timeline: Timeline) -> float:
     return timeline.makespan_s
 
 
-def _of_best_order(tasks: TaskGraph, slowdown: Floats | None) -> Timeline:
-    return min([simulate(tasks, order, slowdown) for order in _orders(tasks)], key=_makespan)
+def _of_best_order(tasks: TaskGraph, *, quick: bool = False) -> Timeline:
+    return min([simulate(tasks, order) for order in _orders(tasks, quick)], key=_makespan)
 
 
 def in_scheduled_order(program: Program, sizes: Sizes, costs: CostModel) -> Program:
     """The same program with its instructions in the best order found, and in bundles."""
-    return ordered(program, refined(schedule(tasks_of(program, sizes, costs))))
+    return ordered(program, schedule(tasks_of(program, sizes, costs)))
 
 
 def ordered(program: Program, timeline: Timeline) -> Program:
@@ -75,10 +75,12 @@ def ordered(program: Program, timeline: Timeline) -> Program:
 
 
 def least_makespan(tasks: TaskGraph) -> float:
-    """Seconds below which no order of the tasks comes, with computing as fast beside a collective as alone.
+    """Seconds below which no order of the tasks comes.
 
-    The preemptive one-machine bound of each machine: a task has a head, the longest path before it, and a tail, the
-    longest path after it, and the largest tail goes first (Jackson 1955; Carlier 1982).
+    Of a device that computes c times as long beside a collective: its work and 1 - 1/c of what a link sends, as in each
+    of these seconds that much less is done. With computing as fast as alone: the preemptive one-machine bound of each
+    machine. A task has a head, the longest path before it, and a tail, the longest path after it, and the largest tail
+    goes first (Jackson 1955; Carlier 1982).
     """
     forward = range(len(tasks.machine))
     heads = _longest_paths(tasks, tasks.makers, forward)
@@ -94,6 +96,10 @@ def least_makespan(tasks: TaskGraph) -> float:
                 # A collective takes all devices.
                 head, tail = heads[mine].max(axis=1), tails[mine].max(axis=1)
             found = max(found, _preemptive_bound(head.tolist(), seconds.tolist(), tail.tolist()))
+    if tasks.slowdown is not None:
+        work = tasks.seconds[(machine == Machine.COMPUTE) | (machine == Machine.EVERYTHING)].sum(axis=0)
+        sent = max(float(tasks.seconds[machine == link].max(axis=1, initial=0.0).sum()) for link in LINKS)
+        found = max(found, float((work + (1 - 1 / tasks.slowdown) * sent).max(initial=0.0)))
     return found
 
 
@@ -132,8 +138,9 @@ def _preemptive_bound(head: Sequence[float], seconds: Sequence[float], tail: Seq
     return found
 
 
-def _orders(tasks: TaskGraph) -> list[tuple[int, ...]]:
-    """Orders worth a look, none of them twice."""
+def _orders(tasks: TaskGraph, quick: bool) -> list[tuple[int, ...]]:
+    """Orders worth a look, none of them twice; `quick`: those from the best priority, the last improvement and what it
+    began from."""
     makers, users, longest = tasks.makers, tasks.users, tasks.longest
     count = len(longest)
     to_end, from_start, first = [0.0] * count, [0.0] * count, [0.0] * count
@@ -146,12 +153,18 @@ def _orders(tasks: TaskGraph) -> list[tuple[int, ...]]:
         first[task] = float(task) if computes else min((first[u] for u in users[task]), default=float(count))
     _, ended = _greedy(tasks, users, makers, [-x for x in from_start])
     priorities = [-x for x in to_end], first, [-x for x in ended]
-    return list(dict.fromkeys(tuple(order) for priority in priorities for order in _improved(tasks, priority)))
+    begun = [_greedy(tasks, makers, users, priority) for priority in priorities]
+    if quick:
+        best = min(begun, key=lambda order_and_ends: max(order_and_ends[1], default=0.0))
+        improved = _improved(tasks, *best)
+        orders = [improved[0], improved[-1]]
+    else:
+        orders = [order for each in begun for order in _improved(tasks, *each)]
+    return list(dict.fromkeys(map(tuple, orders)))
 
 
-def _improved(tasks: TaskGraph, priority: Sequence[float]) -> list[list[int]]:
-    """The order by a priority, and what it becomes forward and backward in turn."""
-    order, ended = _greedy(tasks, tasks.makers, tasks.users, priority)
+def _improved(tasks: TaskGraph, order: list[int], ended: list[float]) -> list[list[int]]:
+    """An order in which tasks end as given, and what it becomes forward and backward in turn."""
     found, least = [order], max(ended, default=0.0)
     for _ in range(_ROUNDS):
         _, backward = _greedy(tasks, tasks.users, tasks.makers, [-x for x in ended])

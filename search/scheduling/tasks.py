@@ -19,12 +19,12 @@ from typing import NamedTuple
 import numpy as np
 
 from hapsynth.instructions.program.bundles import bundles_of, family
-from hapsynth.instructions.program.program import Block, Compute, Instruction, Program, Property, nested
+from hapsynth.instructions.program.program import Block, Compute, Convert, Instruction, Program, Property, nested
 from hapsynth.instructions.program.sizes import Sizes
 from hapsynth.instructions.staging.options import DEFAULT, LoweringOptions
 from hapsynth.search.cost.model import CostModel, Floats, Ints
 from hapsynth.search.cost.network import AxisLink
-from hapsynth.search.cost.program_cost import instruction_costs, load_seconds, shares, shares_of
+from hapsynth.search.cost.program_cost import Cost, instruction_costs, load_seconds, shares, shares_of
 from hapsynth.search.cost.program_index import ProgramIndex
 
 
@@ -39,6 +39,8 @@ class Machine(IntEnum):
 
 
 LINKS = (Machine.NETWORK, Machine.INTRA)
+LINK_NAMES = {Machine.NETWORK: "network", Machine.INTRA: "links inside hosts"}
+"""As reports say it."""
 
 
 class Transfer(NamedTuple):
@@ -74,7 +76,9 @@ class TaskGraph:
 
     `seconds`: float64 [tasks, groups], how long a task takes each group of devices; those of a collective are alike.
     `group_of`: int [devices]. `instructions`: per task, the program's by their places; none for an argument that is
-    fed. `transfers`: of each collective that could go with others. `lowering`: says which may.
+    fed. `slowdown`: float64 [groups], how many times as long computing takes each while something is sent; None for
+    as long as alone. `sent_in`: of a loop or branch, its seconds in which it sends. `transfers`: of each collective
+    that could go with others. `lowering`: says which may.
     """
 
     machine: tuple[Machine, ...]
@@ -82,6 +86,8 @@ class TaskGraph:
     makers: tuple[tuple[int, ...], ...]
     instructions: tuple[tuple[int, ...], ...]
     group_of: Ints
+    slowdown: Floats | None = None
+    sent_in: Mapping[int, float] = field(default_factory=dict[int, float])
     transfers: Mapping[int, Transfer] = field(default_factory=dict[int, Transfer])
     lowering: LoweringOptions = DEFAULT
 
@@ -143,6 +149,7 @@ class TaskGraph:
             seconds=seconds,
             makers=tuple(tuple(number[m] for m in makers[one]) for one in number),
             instructions=tuple(tuple(k for task in members[one] for k in self.instructions[task]) for one in number),
+            sent_in={number[task]: sent for task, sent in self.sent_in.items()},
             transfers=transfers,
         )
 
@@ -167,6 +174,7 @@ class _Builder:
         self.instructions: list[tuple[int, ...]] = []
         self.transfers: dict[int, Transfer] = {}
         self.made: dict[Property, int] = {}
+        self.sent_in: dict[int, float] = {}
 
     def graph(self) -> TaskGraph:
         leader = self._leaders()
@@ -177,22 +185,17 @@ class _Builder:
         for item in nested(source, self.program.instructions).items:
             if isinstance(item, Block):
                 places = range(at, at + sum(1 for _ in item.flat()))
-                machine, seconds = Machine.EVERYTHING, fsum(self._together[places.start : places.stop])
+                inside = self._together[places.start : places.stop]
+                machine, seconds = Machine.EVERYTHING, fsum(cost.seconds for cost in inside)
+                self.sent_in[len(self.machine)] = fsum(c.seconds for c in inside if isinstance(c.instruction, Convert))
             else:
                 places = range(at, at + 1)
                 machine, seconds = self._one(at, item)
             self._run(places, machine, np.broadcast_to(seconds, self.costs.n)[alone])
             at = places.stop
         seconds = np.array(self.seconds).reshape(len(self.machine), alone.size)
-        found = TaskGraph(
-            tuple(self.machine),
-            seconds,
-            tuple(self.makers),
-            tuple(self.instructions),
-            group_of,
-            self.transfers,
-            self.costs.lowering,
-        )
+        graph = tuple(self.machine), seconds, tuple(self.makers), tuple(self.instructions), group_of
+        found = TaskGraph(*graph, self.costs.slowdown[alone], self.sent_in, self.transfers, self.costs.lowering)
         bundles = bundles_of(self.program.instructions)
         if not bundles:
             return found
@@ -231,12 +234,12 @@ class _Builder:
         self.made.update((p, task) for _, written in every for p in written)
 
     @cached_property
-    def _together(self) -> list[float]:
-        """Seconds of each instruction as if all devices waited for the slowest."""
-        return [cost.seconds for cost in instruction_costs(self.program, self.sizes, self.costs)]
+    def _together(self) -> list[Cost]:
+        """Of each instruction as if all devices waited for the slowest."""
+        return list(instruction_costs(self.program, self.sizes, self.costs))
 
     def _leaders(self) -> list[int]:
         """Of each device the first that takes as long over everything."""
-        columns = np.array([*self.loads, *self.fed.values()]).reshape(-1, self.costs.n).T
+        columns = np.array([*self.loads, *self.fed.values(), self.costs.slowdown]).T
         first: dict[bytes, int] = {}
         return [first.setdefault(column.tobytes(), device) for device, column in enumerate(columns)]

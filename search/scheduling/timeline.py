@@ -2,7 +2,8 @@
 
 Every device computes its tasks one after another in the order given. A collective starts once all devices have made its
 operand and its link is done with the one before it, in the order given: computing does not wait for it but where its
-result is used. The time counts from a common start, all arguments there, to the last result on the last device.
+result is used, and takes as much longer meanwhile as the devices' contention says. The time counts from a common start,
+all arguments there, to the last result on the last device.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from bisect import bisect_right
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -18,7 +20,7 @@ from hapsynth.instructions.program.program import Program
 from hapsynth.instructions.program.sizes import Sizes
 from hapsynth.search.cost.model import CostModel, Floats
 from hapsynth.search.cost.program_cost import program_cost
-from hapsynth.search.scheduling.tasks import Machine, TaskGraph, tasks_of
+from hapsynth.search.scheduling.tasks import LINKS, Machine, TaskGraph, tasks_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,21 +37,39 @@ class Timeline:
         """Seconds until the last task has ended."""
         return float(self.end.max(initial=0.0))
 
+    @cached_property
+    def computed(self) -> Floats:
+        """Seconds in which each group of devices computes, with what collectives beside it slow it down."""
+        machine, sent_in = self.tasks.machine, self.tasks.sent_in
+        ran = [k for k, m in enumerate(machine) if m in (Machine.COMPUTE, Machine.EVERYTHING)]
+        sent = sum(sent_in.get(k, 0.0) for k in ran)
+        return (self.end[ran] - self.start[ran]).sum(axis=0) - sent
+
+    @cached_property
+    def exposed(self) -> Floats:
+        """Seconds of each group of devices, until its own last result, in which it computes nothing: it waits for
+        collectives, and in them for other devices. So does `RecordedCall.exposed_s` count."""
+        return self.end.max(axis=0, initial=0.0) - self.computed
+
     @property
     def exposed_s(self) -> float:
-        """Seconds in which the group of devices that computes longest does not compute: waits, and the end."""
-        ran = [k for k, m in enumerate(self.tasks.machine) if m is Machine.COMPUTE]
-        computed = (self.end[ran] - self.start[ran]).sum(axis=0)
-        return self.makespan_s - float(computed.max(initial=0.0))
+        """Seconds that are exposed on the group of devices that computes longest."""
+        return float(self.exposed[self.computed.argmax()]) if self.end.size else 0.0
+
+    @property
+    def communication_s(self) -> float:
+        """Seconds in which a collective runs."""
+        tasks, found, until = self.tasks, 0.0, 0.0
+        sent = [k for k, m in enumerate(tasks.machine) if m in LINKS]
+        for start, end in sorted(zip(self.start[sent, 0].tolist(), self.end[sent, 0].tolist())):
+            found += max(end - max(start, until), 0.0)
+            until = max(until, end)
+        return found + sum(tasks.sent_in.values())
 
 
-def simulate(tasks: TaskGraph, order: Sequence[int], slowdown: Floats | None = None) -> Timeline:
-    """The timeline of an order in which each task comes after its makers; ValueError where one does not.
-
-    `slowdown`: float64 [groups], how many times as long computing takes each group of devices while something is
-    sent; computing alone by default.
-    """
-    return _Simulation(tasks, order, slowdown).run()
+def simulate(tasks: TaskGraph, order: Sequence[int]) -> Timeline:
+    """The timeline of an order in which each task comes after its makers; ValueError where one does not."""
+    return _Simulation(tasks, order).run()
 
 
 def step_seconds(program: Program, sizes: Sizes, costs: CostModel, *, overlap: bool) -> float:
@@ -62,11 +82,12 @@ def step_seconds(program: Program, sizes: Sizes, costs: CostModel, *, overlap: b
 
 
 class _Simulation:
-    def __init__(self, tasks: TaskGraph, order: Sequence[int], slowdown: Floats | None) -> None:
+    def __init__(self, tasks: TaskGraph, order: Sequence[int]) -> None:
         self.tasks, self.order = tasks, tuple(order)
         count, groups = tasks.seconds.shape
         if sorted(self.order) != list(range(count)):
             raise ValueError(f"an order of {len(self.order)} tasks, of which there are {count}")
+        slowdown = tasks.slowdown
         self.slowdown = None if slowdown is None or (slowdown == 1.0).all() else slowdown
         self.missing = [len(makers) for makers in tasks.makers]
         self.start, self.end = np.zeros((count, groups)), np.zeros((count, groups))

@@ -226,6 +226,15 @@ class InternedTables:
         return int(np.argmin(cost))
 
     @Memoized
+    def first_like(self, groups: tuple[Id, ...], states: Id) -> list[int]:
+        """Of each of some states (`NONE`: of all) the first that no grouping tells apart from it."""
+        key = np.stack(
+            [self.arrays[own] if states == NONE else self.arrays[own][self.arrays[states]] for own in groups]
+        )
+        seen: dict[tuple[int, ...], int] = {}
+        return [seen.setdefault(tuple(column), s) for s, column in enumerate(key.T.tolist())]
+
+    @Memoized
     def group_of_number(self, states: Id, groups: Id) -> dict[int, int]:
         return dict(zip(self.arrays[states].tolist(), self.arrays[groups].tolist(), strict=True))
 

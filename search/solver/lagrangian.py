@@ -15,15 +15,15 @@ from scipy.optimize import Bounds, LinearConstraint, linprog, milp
 from scipy.sparse import coo_array
 from scipy.sparse.csgraph import connected_components
 
-from hapsynth.search.solver.branch_and_bound import BranchAndBound
 from hapsynth.search.solver.options import DEFAULT, SolverOptions
+from hapsynth.search.solver.primal_dual import PrimalDualSearch
 from hapsynth.search.solver.problem import Floats, Ints, Problem, padded_limits
 from hapsynth.search.solver.reduction import ReducedProblem
 from hapsynth.search.solver.symmetry import VariableSymmetry
 from hapsynth.search.solver.warm_start import Messages
 
 
-def priced(hunt: BranchAndBound, network: ReducedProblem) -> Floats:
+def priced(hunt: PrimalDualSearch, network: ReducedProblem) -> Floats:
     """Multipliers [resources] whose Lagrangian bound is nearly the best; incumbents come up on the way.
 
     Every assignment x is a cut: the bound at mu is at most cost(x) + mu . (usage(x) - limits). Alike variables are
@@ -56,7 +56,7 @@ def priced(hunt: BranchAndBound, network: ReducedProblem) -> Floats:
 class _Whole:
     """The Lagrangian of a network."""
 
-    def __init__(self, hunt: BranchAndBound, network: ReducedProblem) -> None:
+    def __init__(self, hunt: PrimalDualSearch, network: ReducedProblem) -> None:
         self.hunt, self.network = hunt, network
 
     def least(self, multipliers: Floats, starts: Sequence[Ints]) -> tuple[Ints | None, float]:
@@ -69,17 +69,17 @@ class _Whole:
 
         options = self.hunt.run.options
         tolerance = max(self.hunt.tolerance, options.price_tolerance)
-        inner = BranchAndBound(self.hunt.run, lagrangian, tolerance, self.hunt, limited=False)
+        inner = PrimalDualSearch(self.hunt.run, lagrangian, tolerance, self.hunt, limited=False)
         for x in starts:
             inner.offer(x)
-        inner.close(self.network.relaxed(multipliers), np.zeros(0), options.searches[:2])
+        inner.close(self.network.relaxed(multipliers), np.zeros(0), options.searches[:1])
         return inner.best, inner.lower_bound
 
 
 class _Tied:
     """The Lagrangian with alike variables as one."""
 
-    def __init__(self, hunt: BranchAndBound, ties: VariableSymmetry) -> None:
+    def __init__(self, hunt: PrimalDualSearch, ties: VariableSymmetry) -> None:
         self.hunt, self.ties = hunt, ties
         self.limits = padded_limits(hunt.run.problem)
         self.usage = [ties.usage(r) for r in hunt.run.problem.resources]
@@ -94,10 +94,10 @@ class _Tied:
         # What it comes to is no cost of the problem's, nor a bound on it: it is told to nobody.
         quiet = replace(run, problem=problem, tolerance=tolerance, enough=np.inf, progress=None)
         part = replace(quiet, messages=self.messages, tie=False)
-        inner = BranchAndBound(part, problem.cost, tolerance)
+        inner = PrimalDualSearch(part, problem.cost, tolerance)
         for x in starts:
             inner.offer(self.ties.lower(x))
-        inner.close(ReducedProblem(problem, options=run.options), np.zeros(0), run.options.searches[:2])
+        inner.close(ReducedProblem(problem, options=run.options), np.zeros(0), run.options.searches[:1])
         run.sweeps, run.expanded = part.sweeps, part.expanded
         if inner.best is None:
             return None, inner.lower_bound
@@ -106,14 +106,14 @@ class _Tied:
         return found, inner.lower_bound
 
 
-def _mix(hunt: BranchAndBound, network: ReducedProblem, seen: list[Ints], multipliers: Floats) -> None:
+def _mix(hunt: PrimalDualSearch, network: ReducedProblem, seen: list[Ints], multipliers: Floats) -> None:
     """Looks for the best assignment within the limits that takes every state from one of those seen."""
     part = network.copy()
     for i in part.active():
         keep = np.isin(part.states(i), [x[i] for x in seen])
         if keep.any():
             part.restrict(i, keep)
-    inner = BranchAndBound(hunt.run, hunt.run.problem.cost, hunt.tolerance, hunt)
+    inner = PrimalDualSearch(hunt.run, hunt.run.problem.cost, hunt.tolerance, hunt)
     inner.best, inner.cost = hunt.best, hunt.cost
     inner.close(part, multipliers, hunt.run.options.searches[:1])
 

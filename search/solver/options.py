@@ -2,8 +2,6 @@
 
 from dataclasses import dataclass
 
-Searches = tuple[tuple[str, int], ...]
-
 
 @dataclass(frozen=True)
 class SolverOptions:
@@ -12,35 +10,29 @@ class SolverOptions:
     # `solve`
     quotient_nodes: int = 2000
     """Of a search that proves nothing."""
-    limited_nodes: int = 20_000
-    """The same within limits, which their prices and a knapsack come near to without any."""
 
-    # Branch and bound
-    searches: Searches = (("layers", 64), ("astar", 2000), ("layers", 1000), ("layers", 10_000), ("astar", 10**9))
-    """(kind, width or nodes): tried in turn, the next when one no longer helps."""
+    # Primal and dual
+    searches: tuple[int, ...] = (2000, 20_000, 10**9)
+    """Nodes of A*: tried in turn, the next when one no longer helps."""
     dive_nodes: int = 3
-    """Per variable; A* gets so many before each layered search."""
+    """Per variable, where the heuristic leads straight to an optimum or soon nowhere."""
     worthwhile: float = 0.1
     """Of the gap: a round that closes so much is followed by another like it."""
     shrunk: float = 0.5
     """Where dropping states leaves less than this of them, that is done before anything else."""
     droppable: int = 5000
     """With fewer states sweeps cost less than dropping some."""
-    thin: int = 6
-    """States per variable among which an assignment is looked for first; twice as many when that did not help."""
-    thickest: int = 50
     elimination_cells: float = 2.0**26
-    """Table entries of an exact elimination: a second."""
+    """Table entries of an elimination: a second."""
 
     # The dual's ascent
     sweeps: int = 5
     """Between two attempts to decode an assignment."""
     most_sweeps: int = 300
-    most_nested_sweeps: int = 60
     stalled: float = 5e-4
     """Relative rise of the bound in ten sweeps."""
     many_states: int = 60
-    """Per variable: with more, an assignment is looked for among few of them after `first_sweeps`."""
+    """Per variable: with more, A* goes among those of least floor after `first_sweeps`."""
     first_sweeps: int = 40
     close: float = 0.01
     """Relative gap; with a greater one a better assignment helps more than sweeps."""
@@ -81,8 +73,6 @@ class SolverOptions:
     patch_gap: float = 1e-5
     """Relative; of the knapsack over patches."""
     patch_nodes: int = 10_000
-    pareto_rounds: int = 8
-    """Of the layered search, in which assignments of one key that use more at no less cost are dropped."""
     descent_rounds: int = 10
     """Of one variable after another, from a start within limits."""
 

@@ -102,9 +102,9 @@ class Solution:
 
     assignment: int64 [variables], None if none is known; cost: its cost, inf if none.
     lower_bound: no assignment within the limits costs less (inf if the problem is infeasible).
-    expanded: search nodes expanded, by A* and by the layered search. sweeps: passes of the dual, forward and
-    backward counted as one. status: "optimal" when cost - lower_bound <= tolerance * |cost|, "infeasible" when
-    that is proved, else "gap". interrupted: by Ctrl-C.
+    expanded: nodes that A* expanded. sweeps: passes of the dual, forward and backward counted as one. status:
+    "optimal" when cost - lower_bound <= tolerance * |cost|, "infeasible" when that is proved, else "gap".
+    interrupted: by Ctrl-C.
     """
 
     assignment: Ints | None

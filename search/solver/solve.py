@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from hapsynth.search.solver.branch_and_bound import BranchAndBound, SolveContext
 from hapsynth.search.solver.lagrangian import priced
 from hapsynth.search.solver.options import DEFAULT, SolverOptions
+from hapsynth.search.solver.primal_dual import PrimalDualSearch, SolveContext
 from hapsynth.search.solver.problem import Floats, Ints, Problem, Progress, Solution, padded_limits, validate
 from hapsynth.search.solver.reduction import ReducedProblem
 from hapsynth.search.solver.symmetry import VariableSymmetry
@@ -43,7 +43,7 @@ def solve(
     tolerance: the relative gap, (cost - lower_bound) / |cost|, at which a solution is called optimal.
     enough: what costs this much or more is of no interest: a bound that reaches it ends the search.
     time_budget_s: seconds after which the best so far is returned.
-    max_nodes: how many search nodes to expand in all.
+    max_nodes: how many search nodes to expand in all, besides the one per variable that leads straight to an end.
     memory_bytes: about what tables and search nodes may take in all; where that is too little the best so far is
     returned with its gap. Ctrl-C returns it too; KeyboardInterrupt is raised if there is none.
     messages: what the dual of a problem with the same variables and states came to, to begin from; replaced by what
@@ -58,7 +58,7 @@ def solve(
     run = SolveContext(
         problem, tolerance, enough, time_budget_s, progress, max_nodes, memory_bytes, messages, tie, options
     )
-    hunt = BranchAndBound(run, problem.cost, run.tolerance)
+    hunt = PrimalDualSearch(run, problem.cost, run.tolerance)
     try:
         _run(hunt, list(_starts(problem, start)))
     except KeyboardInterrupt:
@@ -80,7 +80,7 @@ def solve_quotient(
     were one of each. As `solve`, which does it where too few are alike or there are limits."""
     ties = None if problem.resources else VariableSymmetry.of(problem, options)
     if ties is None:
-        nodes = {"max_nodes": options.limited_nodes} if problem.resources else {}
+        nodes = {"max_nodes": options.quotient_nodes} if problem.resources else {}
         return solve(problem, start=start, messages=messages, options=options, **nodes, **how)
     begin = None if start is None else ties.lower(np.asarray(start, dtype=np.int64))
     known = ties.lower_messages(messages or {})
@@ -93,7 +93,7 @@ def solve_quotient(
     return replace(found, assignment=assignment, cost=problem.cost(assignment), lower_bound=-np.inf, status="gap")
 
 
-def _run(hunt: BranchAndBound, starts: Sequence[Ints]) -> None:
+def _run(hunt: PrimalDualSearch, starts: Sequence[Ints]) -> None:
     problem = hunt.run.problem
     for x in starts:
         hunt.offer(x)

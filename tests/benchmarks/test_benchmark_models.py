@@ -25,6 +25,11 @@ TINY: dict[str, Any] = {
     "bert_moe": replace(TINY_BERT, experts=2),
     "gpt2_xl": replace(models.GPT2_XL, batch=2, seq=8, width=16, heads=2, ff=32, vocab=40),
     "gpt3_xl": replace(models.GPT3_XL, sequences=4, seq=8, width=16, heads=2, ff=32, vocab=40),
+    "hap_vgg19": models.ConvNet(batch=2, size=4, stages=((1, 4), (2, 8)), spread=3, hidden=16, classes=4),
+    "hap_vit": models.Vision(batch=2, size=8, patch=4, classes=4, encoder=replace(TINY_BERT, post_norm=False)),
+    "hap_bert": replace(TINY_BERT, untied=True),
+    "hap_moe": replace(TINY_BERT, untied=True, experts=2),
+    "bert_half": replace(TINY_BERT, dtype="float16"),
     "llama3_8b": replace(models.LLAMA3_8B, batch=2, seq=8, width=16, heads=4, kv_heads=2, ff=32, vocab=40),
 }
 # Of the papers' checkpoints, but BERT: the reference's vocabulary, no segments, pooler or head of its own.
@@ -32,6 +37,8 @@ PARAMETERS = {
     "vgg19": 143_667_240,
     "vit_b": 86_567_656,
     "bert": 33280 * 768 + 128 * 768 + 12 * 7_087_872,
+    "hap_vgg19": 143_667_240 - 990 * 4097,
+    "hap_bert": 2 * 33280 * 768 + 128 * 768 + 12 * 7_087_872,
     "gpt2_xl": 1_557_611_200,
     "llama3_8b": 8_030_261_248,
 }
@@ -40,7 +47,7 @@ PARAMETERS = {
 def tiny(name: str, devices: int = 2) -> models.Target:
     build = models.MODELS[name]
     # Experts are in every second layer.
-    count = 2 if name == "bert_moe" else 1
+    count = 2 if name in ("bert_moe", "hap_moe") else 1
     layers = {"layers": count} if "layers" in inspect.signature(build).parameters else {}
     return build(devices, config=TINY[name], **layers)
 

@@ -61,16 +61,42 @@ def test_a_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = ("--only", "mlp", "--cluster", "poplar_b", "--layers", "1", "--markdown", "--json", str(file))
     assert run_script("evaluation", *options) == 0
     (row,) = json.loads(file.read_text())
-    assert row["systems"].keys() == {*NAMES, "hap"}
+    whole = {name for name, s in row["systems"].items() if s["devices"] is None}
+    assert whole == {*NAMES, "hap"}
+    assert "one device" in row["systems"]
+    for name, s in row["systems"].items():
+        plain, on, _ = name.partition(", on ")
+        assert bool(on) == (s["devices"] is not None) or name == "one device"
+        assert not on or plain == "fast kind" or s["cost_s"] < row["systems"][plain]["cost_s"]
     assert row["worse_than"] == []
     fitting = [s["cost_s"] for s in row["systems"].values() if s["fits"]]
     assert row["systems"][row["best"]]["cost_s"] == min(fitting) >= row["cost_s"]
     assert row["even"] >= row["one_ratio"]
-    overlapped = [s["makespan_s"] for s in row["systems"].values() if s["fits"]]
-    assert row["systems"][row["best_overlapped"]]["makespan_s"] == min(overlapped)
+    beside = [s["cost_s"] for s in row["overlapping"].values() if s["fits"]]
+    assert row["overlapping"][row["best_overlapped"]]["cost_s"] == min(beside)
     assert row["least_makespan_s"] <= row["makespan_s"] * (1 + 1e-9) <= row["cost_s"] * (1 + 2e-9)
-    assert all(0 <= s["exposed_s"] < s["makespan_s"] <= s["cost_s"] * (1 + 1e-9) for s in row["systems"].values())
+    for name in whole:
+        assert row["overlapping"][name]["cost_s"] <= row["systems"][name]["cost_s"] * (1 + 1e-9)
     assert capsys.readouterr().out.splitlines()[2].startswith("| mlp 1 | poplar_b | ")
+
+
+def test_scaling(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Even devices are an eighth of a host or whole ones, and the unlike ones a quarter fast."""
+    from scaling import cluster
+
+    assert [k.name for k in cluster("unlike", 16).devices] == ["V100-16GB"] * 4 + ["P100-16GB"] * 12
+    even = cluster("even", 64)
+    assert (even.n, len(even.kinds), len(set(even.hosts))) == (64, 1, 8)
+    file = tmp_path / "rows.json"
+    assert run_script("scaling", "--only", "mlp", "--devices", "8", "--json", str(file), "--budget", "20") == 0
+    rows = json.loads(file.read_text())
+    assert [(row["series"], row["devices"]) for row in rows] == [("unlike", 8), ("even", 8)]
+    for row in rows:
+        # Beyond linear by no more than the update of all parameters, which each device does alone.
+        assert 0 < row["speed_up"] < 1.2 * row["linear"]
+        assert row["speed_up"] == pytest.approx(8 * row["alone_s"][0] / row["cost_s"])
+    assert rows[1]["linear"] == pytest.approx(8)
+    assert capsys.readouterr().out.startswith("series  devices  model")
 
 
 def test_bad_options_are_named(capsys: pytest.CaptureFixture[str]) -> None:

@@ -157,7 +157,13 @@ def _mask() -> int:
 def test_compare_json(files: Path) -> None:
     assert main(["compare", "model.py", "--cluster", "mixed.toml", "--json", "out.json"]) == 0
     data = json.loads((files / "out.json").read_text())
-    assert list(data["plans"]) == ["hapsynth", *NAMES]
+    names = list(data["plans"])
+    assert names[: len(NAMES) + 1] == ["hapsynth", *NAMES]
+    assert names[-2:] == ["fast kind, on 0-3", "one device"]
+    for name in names[len(NAMES) + 1 : -2]:
+        plain, _, devices = name.partition(", on ")
+        assert devices in ("0-3", "0-1", "4-7", "4-5"), "half of each kind, or a kind"
+        assert data["plans"][name]["cost_s"] < data["plans"][plain]["cost_s"]
     ours = data["plans"]["hapsynth"]
     assert ours["fits"] is True
     assert ours["memory_bytes"] > 0

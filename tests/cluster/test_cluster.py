@@ -77,6 +77,7 @@ def test_the_examples() -> None:
     assert {name: c.n for name, c in clusters.items()} == {
         "even8": 8,
         "h200_a100": 16,
+        "hap64": 64,
         "lab4": 4,
         "mixed8": 8,
         "paper64": 64,
@@ -332,3 +333,54 @@ def test_planning_starts_no_backend() -> None:
     env = {**os.environ, "JAX_PLATFORMS": "none_such"}
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (0, "8\n"), done.stderr
+
+
+def test_contention_is_measured_or_the_default_of_the_kind(tmp_path: Path) -> None:
+    text = GOOD.replace("count = 4", 'count = 3\n[[devices]]\nkind = "mine"')
+    cluster = load(tmp_path, text + '[kinds.mine]\nbase = "T4"\nspeed = 0.5')
+    known, mine = cluster.kinds
+    assert (known.contention, known.slowdown) == (None, known_kinds()["V100-16GB"].default_contention)
+    assert mine.slowdown == known_kinds()["T4"].default_contention > 1
+    # Files of plans without overlap don't have it: a kind of a known name is that one.
+    assert [k.slowdown for k in Cluster.from_dict(cluster.to_dict()).kinds] == [known.slowdown, 1.0]
+    assert not any("contention" in key for table in cluster.to_dict()["kinds"].values() for key in table)  # type: ignore[union-attr]
+    cluster.save(tmp_path / "saved.toml")
+    assert [k.slowdown for k in Cluster.load(tmp_path / "saved.toml").kinds] == [known.slowdown, mine.slowdown]
+    stated = load(tmp_path, text + '[kinds.mine]\nbase = "T4"\ncontention = 1.5')
+    stated.save(tmp_path / "saved.toml")
+    assert Cluster.load(tmp_path / "saved.toml") == stated != cluster
+    assert stated.kinds[1].slowdown == 1.5
+    with pytest.raises(ClusterError, match=r"contention = 0\.9 is how many times as long .* at least 1"):
+        replace(mine, contention=0.9)
+
+
+def test_efficiency_of_single_rates(tmp_path: Path) -> None:
+    """What is not named is as in the base; TF32 is apart from float32's ordinary cores."""
+    text = """
+        [[devices]]
+        kind = "one"
+        [[devices]]
+        kind = "other"
+        [intra]
+        bandwidth = "12 GB/s"
+        latency = "10 us"
+        [network]
+        bandwidth = "10 Gbit/s"
+        latency = "10 us"
+        [kinds.one]
+        base = "A100-40GB"
+        efficiency = { tf32 = 0.25, float16 = 0.3 }
+        [kinds.other]
+        base = "one"
+        efficiency = { float32 = 0.75 }
+    """
+    file = tmp_path / "c.toml"
+    file.write_text(text)
+    cluster = Cluster.load(file)
+    one, other = cluster.devices
+    assert one.rate("float32") == 0.25 * one.flops["tf32"]
+    assert (one.rate("float16"), one.rate("bfloat16")) == (0.3 * 312e12, 0.5 * 312e12)
+    assert one.rate("int32") == 0.5 * 19.5e12
+    assert other.rate("int32") == 0.75 * 19.5e12
+    assert other.rate("float32") == one.rate("float32")
+    assert Cluster.from_dict(cluster.to_dict()).devices == cluster.devices

@@ -78,6 +78,17 @@ BAD_KINDS = {
     "speed nan": ('base = "T4"\nspeed = nan', ["kinds.x.speed", "finite"]),
     "speed text": ('base = "T4"\nspeed = "2 x"', ["kinds.x.speed", "plain number"]),
     "efficiency": ('base = "T4"\nefficiency = 1.5', ["kinds.x.efficiency", "1.5", "at most 1"]),
+    "contention": ('base = "T4"\ncontention = 0.5', ["kinds.x.contention", "0.5", "at least 1"]),
+    "contention text": ('base = "T4"\ncontention = "2 x"', ["kinds.x.contention", "plain number"]),
+    "default contention": ('base = "T4"\ndefault_contention = 0', ["kinds.x.default_contention", "greater than zero"]),
+    "efficiency of a rate": (
+        'base = "T4"\nefficiency = { float16 = 1.5 }',
+        ["kinds.x.efficiency.float16", "1.5", "at most 1"],
+    ),
+    "efficiency of no rate": (
+        'base = "T4"\nefficiency = { half = 0.5 }',
+        ["kinds.x.efficiency.half", "not a known key"],
+    ),
     "overhead": ('base = "T4"\noverhead = 5', ["kinds.x.overhead", "no unit", "us"]),
     "jax": ('base = "T4"\njax = ["T4"]', ["kinds.x.jax", "not a known key"]),
 }

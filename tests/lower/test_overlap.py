@@ -10,10 +10,11 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from control_cases import CASES, floats
+from control_cases import CASES
 from example_models import TINY, example, start
-from lowered_programs import MODES, SEEDS, assert_close, chain
-from random_programs import RandomProgram, mlp_args, mlp_step
+from lowered_programs import CASES as PROGRAMS
+from lowered_programs import MODES, SEEDS, assert_close
+from random_programs import RandomProgram
 from slow_devices import SPEEDS, first_devices, thin_cluster
 
 import hapsynth
@@ -26,9 +27,9 @@ from hapsynth.lower._host_schedule import CollectiveStage, HostLoop, LocalStage
 from hapsynth.lower._staged_form import Run
 
 
-def overlapping(plan: hapsynth.Plan, *, overlap: bool = True) -> Staged:
+def overlapping(plan: hapsynth.Plan) -> Staged:
     graph, program, sizes = plan.traced.graph, plan.program, plan.sizes
-    return lower_staged(graph, program, sizes, plan.mesh, overlap=overlap)
+    return lower_staged(graph, program, sizes, plan.mesh, overlap=True)
 
 
 def results(staged: Staged, leaves: Any) -> list[Any]:
@@ -56,30 +57,35 @@ def data_parallel() -> hapsynth.Plan:
     return planned(layers, LAYERS, "two", fixed={"[0][0]": "R", "[0][1]": "R", "[1]": "S(0)"})
 
 
-@pytest.mark.parametrize("on", ["equal", "3:1"])
-@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n != "mlp" else n for n in TINY])
+# On equal devices all are of one shape, for which one example is enough.
+@pytest.mark.parametrize(("name", "on"), [("mlp", "equal"), *((name, "3:1") for name in TINY)])
 def test_examples(name: str, on: str) -> None:
     module = example(name)
     config = module.Config(**TINY[name] | ({"layers": 1} if name == "transformer" else {}))
     fn, _ = module.target_for(config)
     args = start(module, config)
     plan = planned(fn, args, on)
-    leaves = jax.tree.leaves(args)
-    assert_close(results(overlapping(plan), leaves), results(overlapping(plan, overlap=False), leaves))
+    assert_close(results(overlapping(plan), jax.tree.leaves(args)), jax.jit(fn)(*args))
 
 
-@pytest.mark.parametrize("mode", MODES)
+ON_TWO = (("a", 2), ("b", 2))
+# A step's programs are of hundreds of stages, each of which compiles for each shape.
+DRAWN = [("chain", axes, mode) for axes in (4, ON_TWO) for mode in MODES]
+DRAWN += [("mlp", 4, "skewed"), ("mlp", ON_TWO, "zeros")]
+
+
 @pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("axes", [4, (("a", 2), ("b", 2))])
-def test_random_programs(axes: Any, seed: int, mode: str) -> None:
-    for fn, args in ((chain, (floats(8, 5), floats(5, 3))), (mlp_step, mlp_args())):
-        traced = trace(fn, args)
-        maker = RandomProgram(traced.graph, axes, random.Random(seed))
-        program = maker.build()
-        sizes = maker.sizes(program, mode)
-        check(traced.graph, program, sizes)
-        staged = lower_staged(traced.graph, program, sizes, first_devices(4), overlap=True)
-        assert_close(results(staged, jax.tree.leaves(args)), jax.jit(fn)(*args))
+@pytest.mark.parametrize(("name", "axes", "mode"), DRAWN)
+def test_random_programs(name: str, axes: Any, mode: str, seed: int) -> None:
+    fn, make = PROGRAMS[name]
+    args = make()
+    traced = trace(fn, args)
+    maker = RandomProgram(traced.graph, axes, random.Random(seed))
+    program = maker.build()
+    sizes = maker.sizes(program, mode)
+    check(traced.graph, program, sizes)
+    staged = lower_staged(traced.graph, program, sizes, first_devices(4), overlap=True)
+    assert_close(results(staged, jax.tree.leaves(args)), jax.jit(fn)(*args))
 
 
 @pytest.mark.parametrize("name", ["nested", "while", "invariant", "swapped", "literals"])
@@ -113,6 +119,8 @@ def test_where_nothing_can_overlap_it_is_said() -> None:
         assert why in other.overlap_reason
         assert other.program == plan.program
         assert_close(jax.tree.leaves(other.unshard(other(*LAYERS))), jax.jit(layers)(*LAYERS))
+    with pytest.raises(ValueError, match=r"runs as one program.*give form='staged'"):
+        hapsynth.Plan(plan.traced, plan.result, plan.cluster, plan.mesh, plan.fn, form="switch").recorded()
     without = hapsynth.Plan(plan.traced, plan.result, plan.cluster, overlap=True)
     assert (without.overlap, without.overlap_reason) == (False, "the plan was made without its devices")
 

@@ -86,12 +86,19 @@ CODE = """
     assert len(order) == before and plan.lowered.meetings.local_s > 0
 
     # What is recorded: one after another, and the wait is part of the call.
-    plan.lowered.recording = True
-    kept, _ = plan(kept, batch)
-    recorded = plan.lowered.recorded
+    (kept, _), recorded = plan.recorded(kept, batch)
+    assert not plan.lowered.recording
     ran = sorted((c.began_s, c.ended_s) for c in recorded.collectives)
     assert len(ran) == stages and all(a[1] <= b[0] for a, b in zip(ran, ran[1:]))
     assert 0 <= recorded.exposed_s < recorded.total_s and ran[-1][1] <= recorded.total_s
+    assert recorded.computed_s == recorded.total_s - recorded.exposed_s
+    # As predicted, by the same count: of this process's device.
+    assert len(plan.exposed) == 2 and 0 < plan.exposed[me] < plan.timeline.makespan_s
+    # One collective after another is all exposed.
+    kept, batch = plain.shard(state, x)
+    (kept, _), apart = plain.recorded(kept, batch)
+    assert abs(apart.exposed_s - apart.communication_s) < 1e-6
+    kept, batch = plan.shard(plain.unshard(kept), x)
 
     # As with debug_nans: nothing is consumed, and the result is looked at.
     with jax.debug_nans(True):

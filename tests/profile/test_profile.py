@@ -19,6 +19,7 @@ from hapsynth.cluster.op_classes import OP_CLASSES
 from hapsynth.profile import run
 from hapsynth.profile.cluster_builder import Builder
 from hapsynth.profile.collectives import exchanges, fitted, link_of, rings
+from hapsynth.profile.contention import BESIDE, beside
 from hapsynth.profile.kind_fit import KindFit, groups, smooth, typical
 from hapsynth.profile.op_kernels import kernels
 from hapsynth.profile.plausibility import refusal
@@ -83,6 +84,28 @@ def test_what_is_given_is_found_again(tmp_path: Path) -> None:
     cluster.save(tmp_path / "c.toml")
     assert Cluster.load(tmp_path / "c.toml") == cluster
     assert Cluster.load(tmp_path / "c.toml").profile == cluster.profile
+
+
+def test_contention_is_what_a_matmul_takes_longer_beside_a_collective() -> None:
+    job = FakeJob([1.0, 3.0, 1.05, 3.0])
+    ran, _, figures = figures_of(job)
+    matmul = [k for k in ran if k.family == "matmul"][-1]
+    beside = figures[matmul.key] * [[1.5, 1.0], [1.1, 1.0], [1.3, 1.0], [0.9, 1.0]]
+    cluster = built(job, {BESIDE: beside}).cluster()
+    assert [kind.contention for kind in cluster.devices] == [1.4, 1.0, 1.4, 1.0]
+    assert [kind.contention for kind in built(job).cluster().kinds] == [None, None]
+    doubts = built(job, {BESIDE: np.array([[1.0, 0.9]] * 4)}).doubts()
+    assert [doubt.keys for doubt in doubts] == [(BESIDE,)]
+
+
+def test_computing_goes_on_beside_as_long_as_a_collective_runs() -> None:
+    calls: list[str] = []
+    compute = lambda: (calls.append("compute"), np.array([0.25, 0.5]))[1]
+    alone = np.array([0.01, 0.02])
+    seconds = beside(FakeJob([2.0, 1.0]), compute, lambda: calls.append("send"), alone, 0.01, 0.08)()  # type: ignore[arg-type]
+    assert seconds.tolist() == [0.25, 0.5]
+    # Eight of 0.01 s take the window; half of that is twice what the slower one takes.
+    assert (calls.count("send"), calls.count("compute")) == (8, 2)
 
 
 def test_unlike_devices_become_kinds() -> None:
@@ -296,6 +319,8 @@ def test_two_processes_profile_each_other(tmp_path: Path) -> None:
     assert set(cluster.collectives_along("hap", 2)) == {"all_reduce", "reduce_scatter", "all_gather", "all_to_all"}
     fast, slow = cluster.devices
     assert (fast.name, slow.name) == ("cpu-1", "cpu-2")
+    # Measured, in as long as alone: the model's times know no contention.
+    assert (fast.contention, slow.contention) == (1.0, 1.0)
     assert fast.bandwidth == pytest.approx(2 * slow.bandwidth, rel=1e-3)
     assert all(kind.curve("matmul", "float32") and kind.memory > 1 << 20 for kind in cluster.kinds)
     ((signature, op),) = fast.ops.items()

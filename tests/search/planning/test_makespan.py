@@ -166,6 +166,27 @@ def test_on_devices_of_one_process_it_is_planned_without() -> None:
     assert not plan.result.overlap
 
 
+def test_in_a_form_without_overlap_it_is_planned_without() -> None:
+    with pytest.warns(hapsynth.OverlapWarning, match=r"runs as one program.*give form='staged': planned without"):
+        plan = hapsynth.synthesize(*STEPS["layers"], overlap=True, form="switch")
+    assert not plan.result.overlap
+
+
+def test_the_makespan_is_with_contention_and_the_bound_without() -> None:
+    fn, args, cluster = STEPS["layers"]
+    for factor in (1.0, 1.5):
+        devices = tuple(replace(kind, contention=factor) for kind in cluster.devices)
+        task, found = planned(fn, args, replace(cluster, devices=devices))
+        tasks = tasks_of(found.program, found.sizes, task.costs)
+        assert simulate(tasks, range(len(tasks.machine))).makespan_s == found.cost_s >= found.lower_bound_s
+        assert simulate(replace(tasks, slowdown=None), range(len(tasks.machine))).makespan_s <= found.cost_s
+        if factor == 1.0:
+            _, plain = planned(fn, args, cluster)
+            for field in ("cost_s", "lower_bound_s", "exposed_communication_s", "clocks_s"):
+                assert getattr(plain, field) == getattr(found, field)
+            assert plain.program.instructions == found.program.instructions
+
+
 def test_it_is_for_one_function() -> None:
     with pytest.raises(TypeError, match="overlap is for one function"):
         hapsynth.synthesize({"f": mlp_step}, {"f": mlp_args()}, FOUR, overlap=True)

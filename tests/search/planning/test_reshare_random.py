@@ -58,12 +58,11 @@ def cut_at_random(maker: RandomProgram, program: Program, costs: CostModel, rng:
     return program
 
 
-# In staged form each is of hundreds of stages.
-DRAWN = [("switch", seed) for seed in range(4)] + [("staged", seed) for seed in range(2)]
+# In staged form each is of hundreds of stages: one on one axis, one on two, of both modes of sizes.
+DRAWN = [(axes, "switch", seed) for axes in AXES for seed in range(4)] + [("4", "staged", 0), ("2x2", "staged", 1)]
 
 
-@pytest.mark.parametrize(("form", "seed"), DRAWN)
-@pytest.mark.parametrize("axes", AXES)
+@pytest.mark.parametrize(("axes", "form", "seed"), DRAWN)
 def test_a_step_cut_at_random(axes: str, form: str, seed: int) -> None:
     found = assert_equal(mlp_step, mlp_args(), AXES[axes], form, seed)
     assert found or axes == "2x2"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+from functools import cache
 from itertools import count, product
 
 import jax
@@ -51,16 +52,19 @@ def brute_force(builder: ProblemBuilder) -> float:
         return placement.kind != "S" or placement.dim in builder.structure.layouts[value].dims
 
     best = np.inf
+    # Asked for again in thousands of states.
+    step_time = cache(lambda value, source, target: builder.step_time(value, (source,), (target,), 0))
+    op_time = cache(lambda at, triple: builder.op_time(at, (triple,)))
     stores = [[p for p in placements(v) if not p.is_partial and demanded(v, p)] for v in graph.sources]
     for stored in product(*stores):
         start = frozenset(zip(graph.sources, stored, strict=True))
         kept = dict(zip(graph.sources, stored, strict=True))
         fed = sum(builder.feed_time(v, (p,)) for v, p in kept.items())
-        best = min(best, fed + _dijkstra(builder, table, start, kept, tied, last))
+        best = min(best, fed + _dijkstra(builder, table, start, kept, tied, last, step_time, op_time))
     return best
 
 
-def _dijkstra(builder, table, start, stored, tied, last):
+def _dijkstra(builder, table, start, stored, tied, last, step_time, op_time):
     graph, tick = builder.graph, count()
     heap = [(0.0, next(tick), 0, start, frozenset(graph.sources))]
     done = set()
@@ -79,7 +83,7 @@ def _dijkstra(builder, table, start, stored, tied, last):
                 continue
             for target in (R, P("sum"), *map(S, builder.structure.layouts[value].dims)):
                 if step_between(source, target) and (value, target) not in holds:
-                    seconds = builder.step_time(value, (source,), (target,), 0)
+                    seconds = step_time(value, source, target)
                     heapq.heappush(heap, (cost + seconds, next(tick), at, holds | {(value, target)}, fresh))
         if at < len(graph.ops):
             op = graph.ops[at]
@@ -87,7 +91,7 @@ def _dijkstra(builder, table, start, stored, tied, last):
                 if all((v, triple.operands[i]) in holds for i, v in op.value_operands):
                     kept = {h for h in holds if last[h[0]] > at}
                     kept |= {(v, p) for v, p in zip(op.results, triple.results, strict=True)}
-                    seconds = builder.op_time(at, (triple,))
+                    seconds = op_time(at, triple)
                     heapq.heappush(heap, (cost + seconds, next(tick), at + 1, frozenset(kept), frozenset(op.results)))
     return np.inf
 

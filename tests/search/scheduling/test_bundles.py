@@ -23,7 +23,7 @@ from hapsynth.instructions.staging.options import LoweringOptions
 from hapsynth.lower import lower_staged
 from hapsynth.lower._host_schedule import CollectiveStage
 from hapsynth.search.cost.network import AxisLink
-from hapsynth.search.scheduling.list_schedule import refined, schedule
+from hapsynth.search.scheduling.list_schedule import schedule
 from hapsynth.search.scheduling.tasks import LINKS, Machine, TaskGraph, Transfer, tasks_of
 from hapsynth.search.scheduling.timeline import simulate
 
@@ -43,7 +43,7 @@ def graph_of(rows: Sequence[tuple[Machine, float, tuple[int, ...]]], options: Lo
     }
     seconds = np.array([[transfers[t].seconds if t in transfers else amount[t]] for t in range(len(rows))])
     instructions = tuple((task,) for task in range(len(rows)))
-    return TaskGraph(machine, seconds, makers, instructions, np.arange(1), transfers, options)
+    return TaskGraph(machine, seconds, makers, instructions, np.arange(1), transfers=transfers, lowering=options)
 
 
 def sent(tasks: TaskGraph) -> list[set[int]]:
@@ -55,15 +55,15 @@ def test_what_waits_for_the_link_goes_together() -> None:
     rows = [(COMPUTE, 1.0, ()), (NETWORK, 4.0, (0,))]
     rows += [row for k in range(2, 8, 2) for row in ((COMPUTE, 1.0, (k - 2,)), (NETWORK, 1.0, (k,)))]
     tasks = graph_of(rows)
-    assert sorted(map(sorted, sent(refined(schedule(tasks)).tasks))) == [[1], [3, 5, 7]]
-    assert refined(schedule(tasks)).makespan_s == 1 + 6 + 3 + 2
+    assert sorted(map(sorted, sent(schedule(tasks).tasks))) == [[1], [3, 5, 7]]
+    assert schedule(tasks).makespan_s == 1 + 6 + 3 + 2
 
 
 def test_what_is_waited_for_starts_at_once() -> None:
     """The second would come so late that what needs the first waits longer than a latency."""
     rows = [(COMPUTE, 1.0, ()), (NETWORK, 3.0, (0,)), (COMPUTE, 9.0, (0,)), (NETWORK, 1.0, (2,))]
     tasks = graph_of([*rows, (COMPUTE, 9.0, (1,))])
-    found = refined(schedule(tasks))
+    found = schedule(tasks)
     assert sent(found.tasks) == [{1}, {3}]
     together = tasks.joined(range(5), [[1, 3]])
     assert together is not None
@@ -72,7 +72,7 @@ def test_what_is_waited_for_starts_at_once() -> None:
 
 def test_bundles_are_as_large_as_they_may_be() -> None:
     rows = [(COMPUTE, 1.0, ()), *[(NETWORK, 4.0, (0,))] * 4]
-    limited = lambda **options: sent(refined(schedule(graph_of(rows, LoweringOptions(**options)))).tasks)
+    limited = lambda **options: sent(schedule(graph_of(rows, LoweringOptions(**options))).tasks)
     assert sorted(map(len, limited(bundled_bytes=4, bundle_bytes=8))) == [2, 2]
     assert sorted(map(len, limited(bundled_bytes=3, bundle_bytes=8))) == [1] * 4
 
@@ -80,7 +80,7 @@ def test_bundles_are_as_large_as_they_may_be() -> None:
 def test_what_waits_for_another_does_not_go_with_it() -> None:
     tasks = graph_of([(NETWORK, 1.0, ()), (COMPUTE, 1.0, (0,)), (NETWORK, 1.0, (1,))])
     assert tasks.joined(range(3), [[0, 2]]) is None
-    assert refined(schedule(tasks)).makespan_s == 3 + 1 + 3
+    assert schedule(tasks).makespan_s == 3 + 1 + 3
 
 
 def partitions(items: Sequence[int]) -> Iterator[list[list[int]]]:
@@ -105,7 +105,7 @@ def test_bundles_and_orders_are_near_the_best_of_all(seed: int) -> None:
     tasks = graph_of(rows)
     ways = (tasks.joined(range(9), blocks) for blocks in partitions(sorted(tasks.transfers)))
     least = min(exact_makespan(way) for way in ways if way is not None)
-    found = refined(schedule(tasks))
+    found = schedule(tasks)
     assert least <= found.makespan_s <= 1.25 * least
     assert found.makespan_s <= exact_makespan(tasks) * 1.25
     assert found.makespan_s == simulate(found.tasks, found.order).makespan_s

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from itertools import permutations
 from math import fsum
 
@@ -15,8 +16,9 @@ from orders import random_order
 from hapsynth.instructions.program.program import Convert
 from hapsynth.search.cost.program_cost import instruction_costs, program_cost
 from hapsynth.search.scheduling.list_schedule import least_makespan, schedule
-from hapsynth.search.scheduling.tasks import Machine, TaskGraph, tasks_of
+from hapsynth.search.scheduling.tasks import LINKS, Machine, TaskGraph, tasks_of
 from hapsynth.search.scheduling.timeline import simulate
+from hapsynth.search.scheduling.waits import waits
 
 MACHINES = [Machine.COMPUTE] * 5 + [Machine.NETWORK] * 3 + [Machine.INTRA, Machine.LOCAL]
 
@@ -103,9 +105,68 @@ def test_computing_is_slower_while_something_is_sent() -> None:
         (network, (1.0, 1.0), (1,)),
     ]
     tasks = graph_of(rows)
-    assert simulate(tasks, range(4), np.ones(2)).end[2].tolist() == [5, 2]
+    assert simulate(replace(tasks, slowdown=np.ones(2)), range(4)).end[2].tolist() == [5, 2]
     # Both are sent from 1 to 5: of the first group's 4 seconds 2 are done then.
-    assert simulate(tasks, range(4), np.array([2.0, 1.5])).end[2].tolist() == [7, 2.5]
+    beside = simulate(replace(tasks, slowdown=np.array([2.0, 1.5])), range(4))
+    assert beside.end[2].tolist() == [7, 2.5]
+    assert beside.computed.tolist() == [7, 2.5]
+    assert (beside.exposed.tolist(), beside.exposed_s, beside.communication_s) == ([0, 2.5], 0, 4)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_work_is_done_at_the_rate_that_contention_leaves(seed: int) -> None:
+    """Every task as long as its work takes, begun as soon as it can be: what a timeline is, told another way."""
+    rng = random.Random(3000 + seed)
+    tasks = random_tasks(rng, rng.randint(4, 14), groups=2)
+    slow = np.array([rng.choice([1.0, 1.25, 3.0]) for _ in range(2)])
+    order = random_order(rng, tasks)
+    found = simulate(replace(tasks, slowdown=slow), order)
+    sent = [t for t, m in enumerate(tasks.machine) if m in LINKS]
+    windows = merged([(found.start[t, 0], found.end[t, 0]) for t in sent])
+    until = np.zeros(2)
+    for task in [t for t in order if tasks.machine[t] is Machine.COMPUTE or tasks.machine[t] is Machine.EVERYTHING]:
+        begun, ended = found.start[task], found.end[task]
+        assert (begun >= until - 1e-9).all()
+        until = ended
+        if tasks.machine[task] is Machine.COMPUTE:
+            made = [found.end[m] for m in tasks.makers[task]]
+            beside = np.array([sum(max(0.0, min(b, e) - max(a, s)) for a, b in windows) for s, e in zip(begun, ended)])
+            assert ended - begun - beside * (1 - 1 / slow) == pytest.approx(tasks.seconds[task], abs=1e-9)
+            assert all((begun >= m - 1e-9).all() for m in made)
+    assert sum(waits(found).values(), np.zeros(2)) == pytest.approx(found.exposed, abs=1e-9)
+    # What no order goes below: a device's work, and what a link's collectives keep it from meanwhile.
+    for link in LINKS:
+        busy = sum(tasks.seconds[t, 0] for t in sent if tasks.machine[t] is link)
+        assert found.makespan_s >= (computing(tasks) + (1 - 1 / slow) * busy).max() - 1e-9
+    assert least_makespan(replace(tasks, slowdown=slow)) <= found.makespan_s + 1e-9
+
+
+def computing(tasks: TaskGraph) -> np.ndarray:
+    return tasks.seconds[[m in (Machine.COMPUTE, Machine.EVERYTHING) for m in tasks.machine]].sum(axis=0)
+
+
+def merged(windows: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    found: list[tuple[float, float]] = []
+    for start, end in sorted(windows):
+        if found and start <= found[-1][1]:
+            found[-1] = found[-1][0], max(end, found[-1][1])
+        else:
+            found.append((start, end))
+    return found
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_without_contention_nothing_changes(seed: int) -> None:
+    tasks = random_tasks(random.Random(4000 + seed), 12)
+    for field in ("start", "end"):
+        alike = getattr(schedule(replace(tasks, slowdown=np.ones(2))), field)
+        assert alike.tobytes() == getattr(schedule(tasks), field).tobytes()
+
+
+def test_a_loop_computes_but_for_what_it_sends() -> None:
+    rows = [(Machine.COMPUTE, (1.0,), ()), (Machine.EVERYTHING, (5.0,), (0,))]
+    timeline = simulate(replace(graph_of(rows), sent_in={1: 2.0}), range(2))
+    assert (timeline.makespan_s, timeline.exposed_s, timeline.communication_s) == (6, 2, 2)
 
 
 def test_an_order_that_cannot_be() -> None:

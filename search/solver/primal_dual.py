@@ -1,4 +1,8 @@
-"""One hunt for the least of a value: raise the dual bound, decode, drop states by reduced cost, search, repeat.
+"""One hunt for the least of a value: raise the dual bound, drop states by reduced cost, let A* find it, repeat.
+
+A* goes by the dual's cost to go as soon as an assignment read off the dual meets the bound; by the exact one of a
+bucket elimination among as many of the states of least floor as there is room for; and where all that is left is too
+wide for that, by mini-buckets.
 
 Lemma (what dropping costs). Let T = incumbent - tolerance / 2 * |incumbent|, or what is `enough` if that is less. Only
 states whose floor (see `trws.py`) is >= T and search nodes with f >= T are dropped, so every assignment lost costs at
@@ -6,6 +10,7 @@ least T; T only falls as incumbents improve. The optimum is therefore at least m
 moment.
 """
 
+import math
 import time
 from bisect import bisect_left
 from collections.abc import Callable
@@ -16,12 +21,11 @@ from typing import Literal
 import numpy as np
 
 from hapsynth.search.solver.astar import astar
-from hapsynth.search.solver.beam_search import beam_search
-from hapsynth.search.solver.bucket_elimination import EliminationOrder, buckets, eliminate
-from hapsynth.search.solver.options import Searches, SolverOptions
+from hapsynth.search.solver.bucket_elimination import EliminationOrder, bucket_space, buckets
+from hapsynth.search.solver.options import SolverOptions
 from hapsynth.search.solver.problem import Floats, Ints, Problem, Progress, Solution
 from hapsynth.search.solver.reduction import ReducedProblem
-from hapsynth.search.solver.search_space import Found, Space, build_space, search_order, space_bytes
+from hapsynth.search.solver.search_space import Space, dual_space
 from hapsynth.search.solver.symmetry import spread_messages
 from hapsynth.search.solver.trws import Dual
 from hapsynth.search.solver.warm_start import Messages, recall, remember
@@ -29,7 +33,6 @@ from hapsynth.search.solver.warm_start import Messages, recall, remember
 _FLOAT_SAFETY = 1e-12  # relative; the dual and the searches add a few thousand terms in float64
 _NODE_BYTES = 500  # of one in A*'s lists
 _CELL_BYTES = 20  # of one in an elimination's tables
-_CHILD_BYTES = 60  # of one in the layered search's arrays
 
 
 @dataclass
@@ -58,7 +61,7 @@ class SolveContext:
     def late(self) -> bool:
         return self.time_budget_s is not None and time.monotonic() - self.began >= self.time_budget_s
 
-    def report(self, stage: str, hunt: "BranchAndBound", network: ReducedProblem) -> None:
+    def report(self, stage: str, hunt: "PrimalDualSearch", network: ReducedProblem) -> None:
         if self.progress is not None:
             while hunt.main is not None:
                 hunt = hunt.main
@@ -66,7 +69,7 @@ class SolveContext:
             size = (len(network.active()), network.size())
             self.progress(Progress(stage, seconds, hunt.cost, hunt.lower_bound, *size, self.sweeps, self.expanded))
 
-    def solution(self, hunt: "BranchAndBound") -> Solution:
+    def solution(self, hunt: "PrimalDualSearch") -> Solution:
         cost, bound = hunt.cost, hunt.lower_bound
         if np.isfinite(bound):
             bound -= _FLOAT_SAFETY * max(abs(bound), abs(cost) if np.isfinite(cost) else 0.0)
@@ -97,7 +100,7 @@ def _most(count: int, possible: Callable[[int], bool]) -> int:
 _Reached = Literal["proof", "states to drop", "end"]
 
 
-class BranchAndBound:
+class PrimalDualSearch:
     """The search for the least `value` among assignments within the limits: incumbent and lower bound.
 
     The main hunt's value is the problem's cost. Pricing opens hunts whose value is the Lagrangian and which know
@@ -109,7 +112,7 @@ class BranchAndBound:
         run: SolveContext,
         value: Callable[[Ints], float],
         tolerance: float,
-        main: "BranchAndBound | None" = None,
+        main: "PrimalDualSearch | None" = None,
         limited: bool = True,
     ):
         self.run = run
@@ -125,13 +128,15 @@ class BranchAndBound:
         """Takes the assignment if it keeps the limits and is better; says whether."""
         if self.main is not None:
             self.main.offer(assignment)
-        if self.limited and not self.run.problem.fits(assignment):
-            return False
-        cost = self.value(assignment)
+        cost = self._value_within(assignment)
         if cost < self.cost:
             self.best, self.cost = assignment, cost
             return True
         return False
+
+    def _value_within(self, assignment: Ints) -> float:
+        """inf where the assignment breaks a limit."""
+        return self.value(assignment) if not self.limited or self.run.problem.fits(assignment) else np.inf
 
     @property
     def _room(self) -> float:
@@ -151,18 +156,12 @@ class BranchAndBound:
         self,
         network: ReducedProblem,
         multipliers: Floats,
-        searches: Searches | None = None,
-        thin: int = 0,
+        searches: tuple[int, ...] | None = None,
     ) -> None:
-        """Searches `network` until the bound meets the incumbent, or nothing more is allowed.
-
-        thin: with how many states per variable a quick hunt has been made already.
-        """
+        """Searches `network` until the bound meets the incumbent, or nothing more is allowed."""
         options = self.run.options
         searches = options.searches if searches is None else searches
         level = 0
-        nested = thin > 0
-        thin = thin or options.thin
         recalled = self.main is not None
         sizes = [row.size for row in self.run.problem.unary]
         while level < len(searches):
@@ -187,9 +186,7 @@ class BranchAndBound:
             dual = _dual(network, multipliers)
             before, size, cost = self.lower_bound, network.size(), self.cost
             order = cache(partial(buckets, network))
-            reached = self._dual_ascent(
-                network, dual, options.most_nested_sweeps if nested else options.most_sweeps, order
-            )
+            reached = self._dual_ascent(network, dual, multipliers, order)
             dual.store()
             if self.main is None:
                 remember(self.run.messages, network, sizes)
@@ -201,12 +198,6 @@ class BranchAndBound:
             eliminated = self._likely(network, dual, multipliers, order())
             if eliminated and self.proved(-np.inf):
                 return
-            if not nested and not (eliminated and self.best is not None) and thin <= options.thickest:
-                if self._thinned(network, dual, multipliers, thin):
-                    if self.proved(-np.inf):
-                        return
-                else:
-                    thin *= 2
             self._prune(network, dual)
             network.reduce(self.run.late)
             if self.run.late():
@@ -216,10 +207,7 @@ class BranchAndBound:
             rise, gap = self.lower_bound - before, self.cost - before
             if eliminated and not network.limits.size and rise > options.worthwhile * gap:
                 continue
-            searched = self._searched(network, multipliers, searches[level])
-            if searched is None and not nested and thin <= options.thickest:
-                continue
-            if searched is None or searched:
+            if self._searched(network, multipliers, searches[level]):
                 return
             if self.run.late() or self.run.expanded >= self.run.max_nodes:
                 return
@@ -231,31 +219,36 @@ class BranchAndBound:
             )
             level += not helped
 
-    def _searched(self, network: ReducedProblem, multipliers: Floats, search: tuple[str, int]) -> bool | None:
-        """Searches the network once; says whether that settles it, None where there is not room enough."""
-        order = search_order(network)
-        if space_bytes(network, order) > self.run.memory_bytes // 2:
-            return None
-        space = build_space(network, order, multipliers)
-        # Where the bound is tight A* walks straight to the optimum, in a fraction of the time of a beam.
-        dive = (("astar", self.run.options.dive_nodes * len(order)),) if search[0] == "layers" else ()
-        for kind, size in (*dive, search):
-            found = self._search(space, kind, size)
-            if found.chosen is not None:
-                self.offer(network.lift(found.chosen))
-            proved = self.proved(found.lower_bound)
-            self.run.report(kind, self, network)
-            if proved:
-                return True
-        return False
+    def _searched(self, network: ReducedProblem, multipliers: Floats, nodes: int) -> bool:
+        """Searches the network once, by a cost to go as exact as there is room for; says whether that settles it."""
+        order = buckets(network)
+        every = {i: np.arange(network.count(i)) for i in network.active()}
+        most = math.inf if order.cells(network.count) <= self._room else self._room / len(every)
+        space = bucket_space(network, multipliers, order, every, most)
+        return self.proved(self._astar(network, space, self.threshold(), nodes))
+
+    def _astar(self, network: ReducedProblem, space: Space, threshold: float, nodes: int, slack: float = 0.0) -> float:
+        """Offers what A* finds below a threshold; returns what any assignment of the space below it costs at least."""
+        left = min(nodes, self.run.max_nodes - self.run.expanded, self.run.memory_bytes // 4 // _NODE_BYTES)
+        # A walk straight to the end is always allowed.
+        found = astar(space, threshold, max(left, len(space.depths)), self.run.late, slack)
+        self.run.expanded += found.expanded
+        if found.chosen is not None:
+            self.offer(network.lift(found.chosen))
+        self.run.report("astar", self, network)
+        return found.lower_bound
 
     def _dual_ascent(
-        self, network: ReducedProblem, dual: Dual, most: int, order: Callable[[], EliminationOrder]
+        self,
+        network: ReducedProblem,
+        dual: Dual,
+        multipliers: Floats,
+        order: Callable[[], EliminationOrder],
     ) -> _Reached:
         """Sweeps until the bound meets the incumbent or has nearly stopped rising, or there is something better to do.
 
         A loose bound costs the searches more than sweeps cost, the more so the more variables there are. Where there
-        are many states sweeps end once half of them can go, or an assignment is to be looked for among few states.
+        are many states sweeps end once half of them can go, or A* is to look for an assignment among few states.
         """
         options = self.run.options
         many = dual.theta.size > options.many_states * len(dual.nodes)
@@ -271,10 +264,19 @@ class BranchAndBound:
             cost, chosen = dual.decoded()
             if chosen is not None and cost < tried:
                 tried = cost
-                self.offer(network.lift(chosen))
+                assignment = network.lift(chosen)
+                value = self._value_within(assignment)
+                slack = self.tolerance / 2 * abs(value)
+                if value < self.cost and value - slack <= bound:
+                    # So close to the bound the heuristic leads straight to it, and proves it.
+                    dual.store()
+                    space = dual_space(network, dual, multipliers)
+                    nodes = options.dive_nodes * len(dual.nodes)
+                    self.proved(self._astar(network, space, value + 2 * slack, nodes, slack))
+                self.offer(assignment)
             proved = self.proved(bound)
             self.run.report("dual", self, network)
-            if proved or self.run.late() or dual.sweeps >= min(max(30, len(dual.nodes)), most):
+            if proved or self.run.late() or dual.sweeps >= min(max(30, len(dual.nodes)), options.most_sweeps):
                 return "proof" if proved else "end"
             if dual.sweeps % (2 * options.sweeps) == 0:
                 if order().cells(_counts(dual.floors(), self.threshold())) <= self._room:
@@ -289,10 +291,9 @@ class BranchAndBound:
                 before = dual.bound
 
     def _likely(self, network: ReducedProblem, dual: Dual, multipliers: Floats, order: EliminationOrder) -> bool:
-        """Solves exactly for the states of least floor, as many as that is possible for; says whether it was.
+        """A* by the exact cost to go among the states of least floor, as many as there is room for; says if there was.
 
-        Whatever takes a state that was left out costs at least the least floor of those. Where resources are charged
-        what is found may not keep the limits.
+        Whatever takes a state that was left out costs at least the least floor of those.
         """
         floors = {i: floor * (1 - _FLOAT_SAFETY * np.sign(floor)) for i, floor in dual.floors().items()}
         ranked = {i: np.sort(floor) for i, floor in floors.items()}
@@ -303,37 +304,10 @@ class BranchAndBound:
             return False
         highest = float(every[kept - 1])
         likely = {i: np.flatnonzero(f <= max(highest, float(ranked[i][0]))) for i, f in floors.items()}
-        least, chosen = eliminate(network, multipliers, order, likely)
-        self.offer(network.lift(chosen))
+        space = bucket_space(network, multipliers, order, likely)
+        least = self._astar(network, space, self.cost, self.run.options.dive_nodes * len(likely))
         self.proved(min(least, float(every[kept]) if kept < every.size else np.inf))
-        self.run.report("elimination", self, network)
         return True
-
-    def _thinned(self, network: ReducedProblem, dual: Dual, multipliers: Floats, states: int) -> bool:
-        """Hunts among the few states of least floor of each variable; says whether that improved the incumbent."""
-        floors, cost = dual.floors(), self.cost
-        if all(floor.size <= states for floor in floors.values()):
-            return False
-        part = network.copy()
-        for i, floor in floors.items():
-            if floor.size > states:
-                part.restrict(i, floor <= np.partition(floor, states - 1)[states - 1])
-        inner = BranchAndBound(self.run, self.value, self.tolerance, self, self.limited)
-        inner.best, inner.cost = self.best, self.cost
-        inner.close(part, multipliers, self.run.options.searches[:1], states)
-        return self.cost < cost
-
-    def _search(self, space: Space, kind: str, size: int) -> Found:
-        left = self.run.max_nodes - self.run.expanded
-        room = self.run.memory_bytes // 4
-        if kind == "astar":
-            found = astar(space, self.threshold(), min(size, left, room // _NODE_BYTES), self.run.late)
-        else:
-            most = max(stage.base.size for stage in space.stages)
-            width = min(size, max(16, min(left // len(space.stages), room // (_CHILD_BYTES * most))))
-            found = beam_search(space, self.threshold(), width, self.run.late, self.run.options)
-        self.run.expanded += found.expanded
-        return found
 
     def _prune(self, network: ReducedProblem, dual: Dual) -> None:
         threshold = self.threshold()

@@ -1,0 +1,102 @@
+"""The timeline of a plan with overlap: what each device does when, what it waits for, and how much that hides."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+from rich.console import Console
+
+from hapsynth._quantities import indices, percent, plural, seconds
+from hapsynth.plan import Plan
+from hapsynth.report.names import Names
+from hapsynth.report.tables import heading, table
+from hapsynth.search.scheduling.tasks import LINK_NAMES, LINKS, Machine
+from hapsynth.search.scheduling.timeline import Timeline
+from hapsynth.search.scheduling.waits import waits
+
+_COLUMNS = 72
+
+
+def hidden(communication_s: float, exposed_s: float) -> str:
+    """How much of the communication goes on beside computing."""
+    beside = max(communication_s - exposed_s, 0.0)
+    part = f" ({percent(beside / communication_s)})" if communication_s else ""
+    return f"{seconds(beside)}{part} of it hidden behind computing"
+
+
+def print_timeline(out: Console, plan: Plan, top: int) -> None:
+    """The bars of devices and links, what each device does in all, the `top` longest waits, and the contention."""
+    timeline = plan.timeline
+    tasks, machine = timeline.tasks, np.array(timeline.tasks.machine, dtype=np.int64)
+    devices = np.array(plan.devices)
+    groups = [devices[tasks.group_of == g].tolist() for g in range(timeline.end.shape[1])]
+    names = [f"{indices(group)} {plan.cluster.devices[group[0]].name}" for group in groups]
+    links = [link for link in LINKS if (machine == link).any()]
+    out.print(
+        heading("Timeline, predicted: devices compute (#) or wait (.), links send (=), loops and branches do both (@)")
+    )
+    shown = range(len(groups))[:top]
+    wide = max(map(len, [*names, *(LINK_NAMES[link] for link in links)]))
+    for group in shown:
+        out.print(f"{names[group]:{wide}}  {_bar(timeline, (Machine.COMPUTE,), '#', '.', group)}")
+    for link in links:
+        out.print(f"{LINK_NAMES[link]:{wide}}  {_bar(timeline, (link,), '=', ' ', 0)}")
+    slower = timeline.computed - tasks.seconds[machine == Machine.COMPUTE].sum(axis=0)
+    slower -= tasks.seconds[machine == Machine.EVERYTHING].sum(axis=0) - sum(tasks.sent_in.values())
+    rows = [
+        [names[g], *(seconds(x[g]) for x in (timeline.computed, np.maximum(slower, 0.0), timeline.exposed))]
+        for g in shown
+    ]
+    if len(groups) > len(shown):
+        rows.append([f"{len(groups) - len(shown)} more", "", "", ""])
+    out.print(heading("What each device does until its last result"))
+    out.print(table(["devices", "computes", "slowed by sending", "exposed"], rows))
+    _print_waits(out, plan, timeline, names, top)
+    out.print(
+        f"communication  {seconds(timeline.communication_s)}, {hidden(timeline.communication_s, timeline.exposed_s)}"
+    )
+    for line in contention_lines(plan):
+        out.print(line)
+
+
+def contention_lines(plan: Plan) -> Iterable[str]:
+    """How much longer computing takes beside a collective, and where that is from."""
+    for kind in dict.fromkeys(plan.used.devices):
+        known = "as its description says" if kind.contention is not None else "a default: not measured"
+        yield f"contention     {kind.name}: computing takes {kind.slowdown:g}x as long beside a collective ({known})"
+
+
+def _print_waits(out: Console, plan: Plan, timeline: Timeline, names: Sequence[str], top: int) -> None:
+    """Collectives and, together, loops and branches, those that some device waits for the longest first."""
+    label, tasks = Names(plan.traced), timeline.tasks
+    found = waits(timeline)
+    order = sorted(found, key=lambda task: (-found[task].max(), task))
+    rows: list[list[str]] = []
+    for task in order[:top]:
+        places, group = tasks.instructions[task], int(found[task].argmax())
+        made = label.instruction(plan.program.instructions[places[0]]) if places else "an argument"
+        on = LINK_NAMES.get(tasks.machine[task], "loop or branch")
+        times = (timeline.start[task, group], timeline.end[task, group], found[task][group])
+        rows.append([made, on, *map(seconds, times), names[group]])
+    if len(order) > top:
+        left = max(float(sum(found[task][g] for task in order[top:])) for g in range(len(names)))
+        rows.append([plural(len(order) - top, "shorter wait"), "", "", "", seconds(left), "at most"])
+    if rows:
+        out.print(heading("The longest waits"))
+        out.print(table(["for", "on", "begins", "ends", "exposed", "on devices"], rows, left=2))
+
+
+def _bar(timeline: Timeline, on: tuple[Machine, ...], busy: str, idle: str, group: int) -> str:
+    """What takes most of each of so many parts of the step."""
+    machine, start, end = timeline.tasks.machine, timeline.start[:, group], timeline.end[:, group]
+    edges = np.linspace(0.0, timeline.makespan_s, _COLUMNS + 1)
+
+    def part(of: tuple[Machine, ...]) -> np.ndarray:
+        ran = [k for k, m in enumerate(machine) if m in of]
+        within = np.minimum(end[ran, None], edges[1:]) - np.maximum(start[ran, None], edges[:-1])
+        return np.clip(within, 0.0, None).sum(axis=0) / max(edges[1], 1e-300)
+
+    mine, both = part(on), part((Machine.EVERYTHING,))
+    marks = np.where(both > 0.5, "@", np.where(mine >= 0.5, busy, idle))
+    return "".join(marks.tolist()).rstrip()

@@ -1,0 +1,96 @@
+"""What reports say of a plan with overlap: its timeline, what is exposed, and what that rests on."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from random_programs import mlp_args, mlp_step
+from slow_devices import slow_cluster
+
+import hapsynth
+from hapsynth.cli.main import main
+from hapsynth.plan import Plan
+from hapsynth.report.json_records import costs_of, search_record
+from hapsynth.report.summary import print_summary
+from hapsynth.report.tables import console
+from hapsynth.report.timeline import print_timeline
+from hapsynth.search.scheduling.tasks import Machine
+from hapsynth.search.scheduling.waits import waits
+
+MODEL = """
+import jax, jax.numpy as jnp
+
+def target():
+    struct = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)
+    return (lambda x, w: jnp.tanh(x @ w).sum()), (struct(64, 32), struct(32, 64))
+"""
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    cluster = slow_cluster((3.0, 1.0), bandwidth=1e9)
+    fast, slow = cluster.devices
+    cluster = replace(cluster, devices=(replace(fast, contention=1.25), slow))
+    plan = hapsynth.synthesize(mlp_step, mlp_args(), cluster, overlap=True, leave_out=False)
+    assert {Machine.COMPUTE, Machine.NETWORK} <= {*plan.timeline.tasks.machine}
+    return plan
+
+
+def test_waits_are_what_is_exposed(plan: Plan) -> None:
+    timeline = plan.timeline
+    assert timeline.makespan_s == plan.cost
+    assert sum(waits(timeline).values()) == pytest.approx(timeline.exposed)
+    assert all(timeline.tasks.machine[task] is not Machine.COMPUTE for task in waits(timeline))
+    assert plan.exposed[int(np.argmax(timeline.computed[timeline.tasks.group_of]))] == timeline.exposed_s
+    assert timeline.exposed_s == plan.result.exposed_communication_s
+
+
+def test_the_record_has_what_overlaps(plan: Plan) -> None:
+    record = search_record(plan)
+    assert record["overlap"] is True
+    assert record["exposed_communication_s"] == plan.result.exposed_communication_s > 0
+    assert record["communication_s"] == pytest.approx(record["clocks"]["network"])
+    assert set(record["clocks"]) == {*(f"compute {kind.name}" for kind in plan.cluster.kinds), "network"}
+    json.dumps(record)
+
+
+def test_reports_say_what_is_hidden(plan: Plan, capsys: pytest.CaptureFixture[str]) -> None:
+    print_summary(console(), plan, costs_of(plan))
+    said = re.search(r"communication +([\d.]+ .?s), .* \(([\d.]+) %\) of it hidden", capsys.readouterr().out)
+    assert said is not None
+    hidden = 1 - plan.result.exposed_communication_s / plan.timeline.communication_s
+    assert float(said[2]) == pytest.approx(100 * max(hidden, 0.0), abs=0.01)
+    print_timeline(console(), plan, 3)
+    text = capsys.readouterr().out
+    for device, kind in enumerate(plan.cluster.devices):
+        bar = re.search(rf"^{device} {kind.name} +([#.]+)", text, re.M)
+        assert bar is not None
+        # The bar and the figures tell the same.
+        computed = plan.timeline.computed[plan.timeline.tasks.group_of[device]]
+        assert bar[1].count("#") / 72 == pytest.approx(computed / plan.cost, abs=0.15)
+    assert re.search(r"^network +[= ]*=", text, re.M)
+    fast, slow = plan.cluster.kinds
+    assert f"{fast.name}: computing takes 1.25x as long beside a collective (as its description says)" in text
+    assert f"{slow.name}: computing takes 1x as long beside a collective (a default: not measured)" in text
+
+
+def test_a_plan_without_devices_or_in_one_program_records_nothing(plan: Plan) -> None:
+    with pytest.raises(RuntimeError, match="made for the cluster"):
+        plan.recorded(*mlp_args())
+
+
+def test_the_command_line_says_where_nothing_overlaps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "model.py").write_text(MODEL)
+    slow_cluster((3.0, 1.0), bandwidth=1e9).save(tmp_path / "c.toml")
+    argv = ["search", str(tmp_path / "model.py"), "--cluster", str(tmp_path / "c.toml"), "--json", "-"]
+    assert main([*argv, "--overlap", "--form", "switch"]) == 0
+    said = capsys.readouterr()
+    record = json.loads(said.out)
+    assert (record["overlap"], record["clocks"], record["exposed_communication_s"]) == (False, {}, None)
+    assert said.err.startswith("hapsynth search: warning: overlap is asked for, and the plan runs as one program")
+    assert len(said.err.splitlines()) == 1

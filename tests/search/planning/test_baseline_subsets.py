@@ -1,0 +1,161 @@
+"""Baselines on sets of devices: planned for just these, shown where they are better; and expert parallelism."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import jax
+import models
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+from slow_devices import slow_cluster
+
+from hapsynth.cluster.cluster import Cluster
+from hapsynth.graph.trace import Traced, trace
+from hapsynth.instructions.layout import R, S
+from hapsynth.instructions.program.checker import check
+from hapsynth.plan import Plan
+from hapsynth.search.cost.program_cost import feed_costs, instruction_costs, program_cost
+from hapsynth.search.planning.baseline_subsets import FAST_KIND, BaselinesOnSubsets, label
+from hapsynth.search.planning.baselines import NAMES, ONE_DEVICE, Baseline, Baselines
+from hapsynth.search.planning.task import PlanningOptions, Task
+from hapsynth.search.scheduling.timeline import step_seconds
+
+CLUSTERS = Path(__file__).parents[3] / "examples" / "clusters"
+EXPERTS = ("expert_parallel", "expert_parallel_speed", "expert_zero2", "expert_zero2_speed")
+SLOW_HALF = slow_cluster((8.0, 8.0, 1.0, 1.0), bandwidth=1e9)
+MLP = models.Perceptron(batch=64, width=64, classes=16)
+TINY_MOE = replace(models.BERT_MOE, batch=2, seq=8, width=16, heads=2, ff=32, vocab=40)
+
+
+@cache
+def perceptron() -> Traced:
+    return trace(*models.mlp(4, layers=2, config=MLP))
+
+
+@cache
+def offered(overlap: bool) -> dict[str, Baseline]:
+    return BaselinesOnSubsets(Task(perceptron().graph, SLOW_HALF)).best(overlap=overlap)
+
+
+def cost(b: Baseline, cluster: Cluster) -> float:
+    """By a cost model of its own."""
+    alone = cluster if b.devices is None else cluster.subset(b.devices)
+    costs = Task(perceptron().graph, alone, PlanningOptions()).costs
+    return step_seconds(b.program, b.sizes, costs, overlap=b.overlap)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_set_of_devices_is_planned_for_by_itself(overlap: bool) -> None:
+    found = offered(overlap)
+    assert list(found)[: len(NAMES)] == list(NAMES)
+    some = {name: b for name, b in found.items() if b.devices is not None}
+    assert ONE_DEVICE in some
+    assert f"{FAST_KIND}, on 0-1" in some
+    for name, b in found.items():
+        check(perceptron().graph, b.program, b.sizes)
+        n = 4 if b.devices is None else len(b.devices)
+        assert [length for _, length in b.program.axes] == [n]
+        assert all(len(shares) == n for shares in b.sizes.shares)
+        # A list schedule may begin what is fed later than a program in that order does.
+        assert b.cost_s == pytest.approx(cost(b, SLOW_HALF), rel=1e-3 if overlap else 1e-9)
+        assert b.overlap is overlap
+        plain, on, devices = name.partition(", on ")
+        if on and plain != FAST_KIND:
+            assert b.cost_s < found[plain].cost_s, "only where it is better"
+            assert label(name) == f"{label(plain)}, on {devices}"
+    assert sum(name.endswith(", on 0-1") for name in some) > 1, "the slow half is left out"
+
+
+def test_one_device_is_the_sum_of_its_ops() -> None:
+    b = offered(False)[ONE_DEVICE]
+    assert b.devices == (0,)
+    assert b.program.collectives() == {}
+    costs = Task(perceptron().graph, SLOW_HALF.subset((0,))).costs
+    ops = sum(c.seconds for c in instruction_costs(b.program, b.sizes, costs))
+    fed = sum(s for _, s in feed_costs(b.program, b.sizes, costs))
+    assert b.cost_s == pytest.approx(ops + fed) == pytest.approx(offered(True)[ONE_DEVICE].cost_s)
+    assert program_cost(b.program, b.sizes, costs) == b.cost_s
+
+
+def test_even_devices_are_all_used_where_they_help() -> None:
+    """None of the sets is better then, and none is shown."""
+    cluster = slow_cluster((1.0, 1.0, 1.0, 1.0), bandwidth=1e12)
+    traced = trace(*models.mlp(4, layers=2, config=replace(MLP, batch=4096, width=512)))
+    found = BaselinesOnSubsets(Task(traced.graph, cluster), names=["data_parallel", "zero2"]).best()
+    assert list(found) == ["data_parallel", "zero2", ONE_DEVICE]
+
+
+def test_half_precision_is_cut_by_its_own_rate() -> None:
+    """In float16 a V100 is 8.9 times as fast as it is in float32, a P100 twice."""
+    cluster = Cluster.load(CLUSTERS / "paper64.toml").subset((0, 16))
+    at = lambda dtype: (
+        Baselines(
+            Task(trace(*models.bert(2, layers=1, config=replace(TINY_MOE, experts=0, dtype=dtype))).graph, cluster)
+        ).speed
+    )
+    assert at("float32")[0] / at("float32")[1] == pytest.approx(15.7 / 10.6)
+    assert at("float16")[0] / at("float16")[1] > 3 * 15.7 / 10.6
+
+
+# Experts
+
+
+@cache
+def experts() -> tuple[models.Target, Traced]:
+    target = models.bert_moe(4, layers=2, config=TINY_MOE)
+    return target, trace(*target)
+
+
+def test_experts_lie_apart_and_the_rest_as_in_its_system() -> None:
+    _, traced = experts()
+    known = Baselines(Task(traced.graph, slow_cluster((3.0, 3.0, 1.0, 1.0), bandwidth=1e9)))
+    paths = dict(zip(traced.graph.inputs, traced.in_paths, strict=True))
+    assert {paths[v].split("['block1']")[-1] for v in known.expert_dims} == {"['up']", "['down']"}
+    assert set(known.expert_dims.values()) == {0}
+    found = known.all()
+    assert list(found) == [*NAMES, *EXPERTS]
+    for name in EXPERTS:
+        b = found[name]
+        check(traced.graph, b.program, b.sizes)
+        layouts = {v: b.program.inputs[v] for v in known.state}
+        assert all(layouts[v] == (S(0),) for v in known.expert_dims)
+        rest = {layouts[v] for v in known.state if v not in known.expert_dims}
+        assert rest == {(R,)} if "zero2" not in name else (R,) in rest and len(rest) > 1
+        assert b.program.collectives()["all_to_all"] >= 4, "there and back, forward and backward"
+        (weight, *_) = known.expert_dims
+        held = b.sizes.lengths(weight, 0, (0,))
+        assert held == ((3, 3, 1, 1) if name.endswith("_speed") else (2, 2, 2, 2))
+
+
+def test_without_experts_there_is_no_expert_parallelism() -> None:
+    assert not Baselines(Task(perceptron().graph, SLOW_HALF)).expert_dims
+    # Heads are contracted together too, and are no experts.
+    dense = trace(*models.bert(4, layers=1, config=replace(TINY_MOE, experts=0)))
+    assert not Baselines(Task(dense.graph, SLOW_HALF)).expert_dims
+
+
+@pytest.mark.parametrize("name", EXPERTS)
+def test_expert_parallelism_computes_the_step(name: str) -> None:
+    (fn, _), traced = experts()
+    cluster = slow_cluster((3.0, 3.0, 1.0, 1.0), bandwidth=1e9)
+    b = Baselines(Task(traced.graph, cluster)).all([name])[name]
+    mesh = Mesh(np.array(jax.devices()[:4]), ("devices",))
+    plan = Plan(traced, b.result([kind.memory for kind in cluster.devices]), cluster, mesh, fn)
+    plan.check()
+
+
+def test_a_set_runs_on_its_devices() -> None:
+    (fn, _), traced = experts()
+    cluster = slow_cluster((3.0, 3.0, 1.0, 1.0), bandwidth=1e9)
+    task = Task(traced.graph, cluster)
+    b = Baselines(task).on((0, 1)).all(["expert_zero2"])["expert_zero2"]
+    limits = [float(kind.memory) for kind in cluster.devices]
+    result = b.result(limits)
+    assert result.devices == (0, 1)
+    assert result.memory_bytes[2:] == (0.0, 0.0)
+    plan = Plan(traced, result, cluster, Mesh(np.array(jax.devices()[:2]), ("devices",)), fn)
+    plan.check()
