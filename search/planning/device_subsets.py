@@ -21,6 +21,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 
@@ -29,15 +30,15 @@ from hapsynth.cluster.cluster import Cluster
 from hapsynth.search.formulation.choice_space import Restriction
 from hapsynth.search.planning.effort import Effort
 from hapsynth.search.planning.ideal_work import IdealWorkBound
-from hapsynth.search.planning.planner import InfeasibleError, Planner
+from hapsynth.search.planning.planner import Planner
 from hapsynth.search.planning.task import Task
 from hapsynth.search.result import SETTLED, Progress, Result, proven
 from hapsynth.search.sizing.leaving_out import FEW, between, ladder
 
 _NOTHING_CUT = Restriction(allowed=lambda value, dim: False)
 """For one device."""
-_WORTH = 1.15
-"""A set is planned for in earnest whose best program as a sum takes no more than this many times the best makespan."""
+_WORTH = 1.03
+"""A set is planned for in earnest where a first look comes to no more than this many times the best makespan."""
 _LEAST_LEFT = 0.3
 """Of a time budget: with less no other set is planned for."""
 _CONCLUDING = 0.15
@@ -192,8 +193,9 @@ def _of_all_sets(
 
 
 class _OverlappedSubsets:
-    """The search through sets of devices for the least makespan, `whole` first: the planner of them all. What is known
-    of a set before it is planned for is the work of its ops alone, and then its best program as a sum."""
+    """The search through sets of devices for the least makespan, `whole` first: the planner of them all. A set is
+    looked at briefly where the work of its ops alone takes less than the best makespan so far, and planned for in
+    earnest where what came up then is about as good as the best."""
 
     def __init__(self, task: Task, whole: Planner) -> None:
         self.task, self.whole = task, whole
@@ -201,45 +203,58 @@ class _OverlappedSubsets:
 
     def run(self) -> Result:
         """As `ClusterPlanner.run`."""
-        cluster, budget = self.task.cluster, self.task.options.time_budget_s
+        cluster, whole = self.task.cluster, self.whole
         everyone = tuple(range(cluster.n))
-        best, efforts = self._planned(self.whole.run), [self.whole.effort]
-        chosen, with_all = everyone, best.cost_s if best else np.inf
-        bounds = {everyone: best.joint_lower_bound_s if best else np.inf}
-        sets = {devices: self._least.makespan_on(cluster.subset(devices)) for devices in subclusters(cluster)}
-        for devices, bound in sorted(sets.items(), key=lambda item: (item[1], item[0])):
-            bounds[devices] = bound
-            left = np.inf if budget is None else budget - self.whole.clock.elapsed()
-            cost = best.cost_s if best else np.inf
-            if (
-                bound >= cost * (1 - SETTLED / 2)
-                or left <= _LEAST_LEFT * (budget or 0.0)
-                or self.whole.clock.interrupted
-            ):
+        if not np.isfinite(whole.explore()):
+            whole.shrink()
+        looks = [_Look(whole.explore_makespans(), everyone, whole)]
+        bounds = {devices: self._least.makespan_on(cluster.subset(devices)) for devices in subclusters(cluster)}
+        for devices, bound in sorted(bounds.items(), key=lambda item: (item[1], item[0])):
+            if bound < min(looks).makespan_s * (1 - SETTLED / 2) and not self._late(looks):
+                planner = self._planner(devices)
+                planner.explore()
+                looks.append(_Look(planner.explore_makespans(), devices, planner))
+        best: Result | None = None
+        chosen, with_all = everyone, looks[0].makespan_s
+        for look in sorted(looks):
+            enough = best.cost_s * (1 - SETTLED / 2) if best else np.inf
+            if best and (look.makespan_s > best.cost_s * _WORTH or look.planner.makespan_bound >= enough):
                 continue
-            planner = self._planner(devices, None if budget is None else left)
-            efforts.append(planner.effort)
-            if np.isfinite(planner.explore()) and planner.scheduled_s() < cost * _WORTH:
-                found = self._planned(planner.conclude)
-                if found is not None and found.cost_s < cost * (1 - SETTLED / 2):
-                    best, chosen = found, devices
-        if best is None:
-            return self.whole.conclude()
+            look.planner.clock.allow(self._left())
+            found = look.planner.conclude(enough)
+            if look.planner is whole:
+                with_all = found.cost_s
+            if found.cost_s < enough:
+                best, chosen = found, look.devices
+        assert best is not None
+        bounds[everyone] = min(self._least.makespan_on(cluster), with_all)
         joint = min(*bounds.values(), best.cost_s)
+        efforts = [look.planner.effort for look in looks]
         left_out = None if chosen == everyone else with_all
         return _of_all_sets(best, chosen, self.task, (best.lower_bound_s, joint), bounds, efforts, left_out)
 
-    def _planned(self, plan: Callable[[], Result]) -> Result | None:
-        """The best plan on a set of devices; None where no program fits."""
-        try:
-            return plan()
-        except InfeasibleError:
-            return None
+    def _left(self) -> float:
+        """Seconds of the time budget; inf without one."""
+        budget = self.task.options.time_budget_s
+        return np.inf if budget is None else budget - self.whole.clock.elapsed()
 
-    def _planner(self, devices: Devices, left: float | None) -> Planner:
+    def _late(self, looks: Sequence[_Look]) -> bool:
+        interrupted = any(look.planner.clock.interrupted for look in looks)
+        return interrupted or self._left() <= _LEAST_LEFT * (self.task.options.time_budget_s or 0.0)
+
+    def _planner(self, devices: Devices) -> Planner:
         restriction = _NOTHING_CUT if len(devices) == 1 else None
+        left = None if self.task.options.time_budget_s is None else self._left()
         options = {"time_budget_s": left, "restriction": restriction, "progress": None}
         return Planner(self.whole.task.on(self.task.cluster.subset(devices), **options))
+
+
+class _Look(NamedTuple):
+    """What came up in a first look at some devices; inf where no program fits."""
+
+    makespan_s: float
+    devices: Devices
+    planner: Planner
 
 
 class _SubsetSearch:

@@ -41,6 +41,8 @@ from hapsynth.search.solver import Ints, Messages
 
 _ROUNDS = 8
 """Of weights, at the ratios of the search by sums."""
+_FIRST_ROUNDS = 2
+"""Which tell how good a program there is."""
 _ROUNDS_AGAIN = 2
 """At the ratios that suit the best program."""
 _MIXTURES = 2
@@ -77,10 +79,13 @@ class Scheduled:
 
 
 class MakespanSearch:
-    """At some ratios; `like`: one at others, whose chains and weights it begins from. `best`: the program of the least
-    makespan so far that fits; `bound`: seconds that all programs take at least."""
+    """At some ratios, from the choices of a program; `like`: one at others, whose programs, chains and weights it takes
+    over. `best`: the program of the least makespan so far that fits; `bound`: seconds that every program takes at
+    least."""
 
-    def __init__(self, search: FixedRatioSearch, ratios: Ratios, like: MakespanSearch | None = None) -> None:
+    def __init__(
+        self, search: FixedRatioSearch, ratios: Ratios, begin: Ints, like: MakespanSearch | None = None
+    ) -> None:
         self.search, self.builder = search, search.builder(ratios)
         self.costs: CostModel = search.task.costs
         self.structure = search.choices
@@ -95,24 +100,29 @@ class MakespanSearch:
         self._paths: list[Chain] = []
         """Of the programs seen, what is on the critical path: it tells what to change, and bounds nothing."""
         self._weights: Floats = like._weights if like else np.zeros(0)
-        """At which the bound was found."""
+        """At which the bound was found, of the chains that there were."""
         self._messages: Messages = like._messages if like else dict(search.incumbent.messages)
         """What the dual of the last problem came to."""
-
-    def run(self, begin: Ints, rounds: int = _ROUNDS) -> None:
-        """Search from the choices of a program."""
+        self._rounds, self._ended = 0, False
         # Within limits a search has variables besides, which count what is held.
         self._look(begin[: len(self.structure.choices)])
+        for known in like.seen if like else ():
+            self._look(known.choices)
         if not self._weights.size:
             self._weights = self._parts_of_path(self.scheduled[0])
-        for _ in range(rounds):
-            weights, most = self._next_weights()
-            if self.search.clock.late() or most <= self.bound * (1 + _TOLERANCE):
+
+    def run(self, rounds: int, bar: float = np.inf) -> None:
+        """Search for so many rounds at most, counted from the first one. It ends where the bound exceeds `bar`
+        seconds."""
+        while self._rounds < rounds and not self._ended:
+            weights, most = self._next_weights() if self._rounds else (self._best_weights(), np.inf)
+            self._ended |= most <= self.bound * (1 + _TOLERANCE)
+            if self._ended or self.bound >= bar or self.search.clock.late():
                 return
             self._solve(weights)
             self._mix()
-            if self.best is not None and self.best.makespan_s <= self.bound * (1 + _TOLERANCE):
-                return
+            self._rounds += 1
+            self._ended |= self.best is not None and self.best.makespan_s <= self.bound * (1 + _TOLERANCE)
 
     @cached_property
     def _dependent(self) -> list[int]:
@@ -128,7 +138,11 @@ class MakespanSearch:
         for task, group in known.path:
             at = link_of.get(tasks.machine[task], kind_of[group])
             found[at] += float(tasks.seconds[task, group]) / known.makespan_s
-        return np.pad(found / found.sum(), (0, len(self.chains) - found.size))
+        return found / found.sum()
+
+    def _best_weights(self) -> Floats:
+        """Of all chains, those at which the bound was found."""
+        return np.pad(self._weights, (0, len(self.chains) - self._weights.size))
 
     def bound_for(self, known: Scheduled) -> float:
         """Seconds that all programs of a program's sizes take at least; 0 where it has others than the bound is about,
@@ -201,17 +215,17 @@ class MakespanSearch:
         generation)."""
         while True:
             lengths = np.array([[self.space.length(c, known.taken) for c in self.chains] for known in self.seen])
-            weights, most, shares = self._best_weights(lengths)
+            weights, most, shares = self._limiting_weights(lengths)
             limiting = [(x.taken, share) for x, share in zip(self.seen, shares, strict=True) if share]
             mean = Occupancy.mean(limiting)
             known = {chain.key for chain in self.chains}
             longest = [c for c in self.space.longest(mean, self._dependent) if c.key not in known]
             longer = [c for c in longest if self.space.length(c, mean) > most * (1 + _TOLERANCE)]
             if not longer:
-                return (weights + np.pad(self._weights, (0, weights.size - self._weights.size))) / 2, most
+                return (weights + self._best_weights()) / 2, most
             self.chains += longer
 
-    def _best_weights(self, lengths: Floats) -> tuple[Floats, float, Floats]:
+    def _limiting_weights(self, lengths: Floats) -> tuple[Floats, float, Floats]:
         """Weights at which the least weighted length of some programs is the greatest, this length, and the shares of
         the programs that limit it. `lengths`: [programs, chains]."""
         count, unit = lengths.shape[1], float(lengths.max()) or 1.0
@@ -288,16 +302,26 @@ class Overlapped(NamedTuple):
     clocks: dict[str, float]
 
 
-def overlapped(search: FixedRatioSearch, best: Candidate, ratios: Ratios) -> Overlapped:
-    """The program of the least makespan found from the best one of the search by sums, whose own ratios are given."""
-    found = MakespanSearch(search, ratios)
-    if best.choices is not None:
-        found.run(best.choices)
+def first_look(search: FixedRatioSearch, best: Candidate, ratios: Ratios) -> MakespanSearch | None:
+    """The first rounds from the best program of the search by sums, whose own ratios are given; None where it has no
+    choices of its own."""
+    if best.choices is None:
+        return None
+    found = MakespanSearch(search, ratios, best.choices)
+    found.run(_FIRST_ROUNDS)
+    return found
+
+
+def concluded(found: MakespanSearch, bar: float = np.inf) -> Overlapped | None:
+    """The program of the least makespan, found from a first look on; None where none fits in its order. What takes more
+    than `bar` seconds is of no use."""
+    search = found.search
+    found.run(_ROUNDS, bar)
     if found.best is not None and not search.clock.late():
         sizes = _balanced(found.best, search.task.costs, search.limit)
         if sizes is not None:
-            again = MakespanSearch(search, search.task.own_ratios(sizes), found)
-            again.run(found.best.seen.choices, _ROUNDS_AGAIN)
+            again = MakespanSearch(search, search.task.own_ratios(sizes), found.best.seen.choices, found)
+            again.run(_ROUNDS_AGAIN, bar)
             if again.best is not None and again.best.makespan_s < found.best.makespan_s:
                 found = again
     for known in sorted(found.scheduled, key=lambda known: known.makespan_s):
@@ -309,7 +333,7 @@ def overlapped(search: FixedRatioSearch, best: Candidate, ratios: Ratios) -> Ove
             program = later(search.task.costs.graph, program, ahead)
         if fits is not None:
             return fits
-    return as_it_is(search, best)
+    return None
 
 
 def as_it_is(search: FixedRatioSearch, best: Candidate) -> Overlapped:

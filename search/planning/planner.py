@@ -24,14 +24,12 @@ from hapsynth.search.planning.candidate import Candidate
 from hapsynth.search.planning.effort import Clock, Effort
 from hapsynth.search.planning.ideal_work import IdealWorkBound
 from hapsynth.search.planning.infeasibility import shortage
-from hapsynth.search.planning.makespan import as_it_is, overlapped
+from hapsynth.search.planning.makespan import MakespanSearch, as_it_is, concluded, first_look
 from hapsynth.search.planning.resharding import resharded
 from hapsynth.search.planning.search_at_ratios import FixedRatioSearch, Glance
 from hapsynth.search.planning.task import Task
 from hapsynth.search.result import SETTLED as _SETTLED
 from hapsynth.search.result import Result, proven
-from hapsynth.search.scheduling.list_schedule import schedule
-from hapsynth.search.scheduling.tasks import tasks_of
 from hapsynth.search.sizing.ratios import EvenDims, Ratios
 
 _T = TypeVar("_T")
@@ -99,6 +97,7 @@ class Planner:
         self._own: _OwnRatios | None = None
         """Of the last program at whose own ratios was searched."""
         self._joint: _JointBound | None = None
+        self._makespans: MakespanSearch | None = None
         self.effort.choices_s = self.clock.elapsed()
 
     @property
@@ -146,12 +145,22 @@ class Planner:
             self._unless_interrupted(self._explore, None)
         return self.cost
 
-    def scheduled_s(self) -> float:
-        """The makespan of the best program so far; inf where there is none."""
+    def explore_makespans(self) -> float:
+        """The least makespan in a first look from the best program so far; inf where there is none."""
         best = self._incumbent.best
         if best is None:
             return np.inf
-        return schedule(tasks_of(best.program, best.sizes, self.task.costs)).makespan_s
+        if self._makespans is None:
+            self._makespans = self._unless_interrupted(
+                partial(first_look, self._search, best, self._own_ratios(best.sizes)), None
+            )
+        found = self._makespans and self._makespans.best
+        return found.makespan_s if found else as_it_is(self._search, best).timeline.makespan_s
+
+    @property
+    def makespan_bound(self) -> float:
+        """Seconds that every program takes at least that has the ratios of the best one, as far as was looked."""
+        return self._makespans.bound if self._makespans else 0.0
 
     def shrink(self) -> float:
         """Search for a program that fits, where `explore` found none; as `explore`."""
@@ -197,14 +206,14 @@ class Planner:
         self._joint = _JointBound(bound, enough, limits)
         return bound
 
-    def conclude(self) -> Result:
+    def conclude(self, bar: float = np.inf) -> Result:
         """The best program so far with its bounds; raises InfeasibleError where there is none, RatioError where it
-        cannot be cut as is asked. Ctrl-C as in `run`."""
+        cannot be cut as is asked. Ctrl-C as in `run`. `bar`: a makespan that none is sought above."""
         best, options = self._incumbent.best, self.task.options
         if best is None:
             raise KeyboardInterrupt if self.clock.interrupted else self._infeasible()
         if options.overlap:
-            return self._overlapped(best)
+            return self._overlapped(best, bar)
         certified = self._unless_interrupted(partial(self._certify, best), None)
         if certified is None:
             best = self._incumbent.best or best
@@ -243,11 +252,13 @@ class Planner:
             lowering=options.lowering,
         )
 
-    def _overlapped(self, best: Candidate) -> Result:
+    def _overlapped(self, best: Candidate, bar: float) -> Result:
         """The program of the least makespan found, from the best one as a sum of its instructions."""
         task, graph = self.task, self.task.graph
-        sought = partial(overlapped, self._search, best, self._own_ratios(best.sizes))
-        found = self._unless_interrupted(sought, None) or as_it_is(self._search, best)
+        self.explore_makespans()
+        makespans = self._makespans
+        found = self._unless_interrupted(lambda: makespans and concluded(makespans, bar), None)
+        found = found or as_it_is(self._search, best)
         if task.options.fixed_ratios is not None:
             task.options.fixed_ratios.check(found.sizes)
         check(graph, found.program, found.sizes)

@@ -70,7 +70,21 @@ def _scopes(near: Mapping[int, set[int]], score: Callable[[_Graph, int], int]) -
             if (changed := score(graph, j)) != now[j]:
                 now[j] = changed
                 heapq.heappush(heap, (changed, j))
-    return tuple((*sorted(clique, key=place.__getitem__, reverse=True), i) for i, clique in cliques)
+    return _depth_first([(*sorted(clique, key=place.__getitem__, reverse=True), i) for i, clique in cliques])
+
+
+def _depth_first(scopes: Sequence[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
+    """The same elimination, each variable right after what is eliminated into it: a search in the opposite order then
+    has few variables at a time whose neighbours are yet to come."""
+    into: dict[int | None, list[tuple[int, ...]]] = {}
+    for scope in scopes:
+        into.setdefault(scope[-2] if len(scope) > 1 else None, []).append(scope)
+    found: list[tuple[int, ...]] = []
+    left = into.get(None, [])
+    while left:
+        found.append(left.pop())
+        left += into.get(found[-1][-1], ())
+    return tuple(reversed(found))
 
 
 def bucket_space(

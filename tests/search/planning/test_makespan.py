@@ -25,6 +25,7 @@ from hapsynth.graph.trace import trace
 from hapsynth.instructions.program.checker import check
 from hapsynth.search.cost.device_speed import DeviceFigures
 from hapsynth.search.cost.roofline import Roofline
+from hapsynth.search.planning.device_subsets import ClusterPlanner, subclusters
 from hapsynth.search.planning.ideal_work import IdealWorkBound
 from hapsynth.search.planning.makespan import MakespanSearch
 from hapsynth.search.planning.planner import Planner
@@ -64,8 +65,8 @@ def makespans(given: Space, rng: random.Random) -> list[float]:
 def test_no_program_in_any_order_is_below_the_bound(name: str, bandwidth: float) -> None:
     given = tiny(name, bandwidth)
     least = min(makespans(given, random.Random(1)))
-    search = MakespanSearch(given.search, given.builder.ratios)
-    search.run(np.array(given.search.choices.replicated()))
+    search = MakespanSearch(given.search, given.builder.ratios, np.array(given.search.choices.replicated()))
+    search.run(6)
     assert 0 < search.bound <= least * ROUNDING
     assert search.best is not None
     assert least / ROUNDING <= search.best.makespan_s <= 1.2 * least
@@ -120,6 +121,20 @@ def test_the_cost_is_the_makespan_of_the_program_in_its_order(name: str) -> None
     assert again.program.instructions == found.program.instructions
     assert again.sizes.shares == found.sizes.shares
     assert (again.cost_s, again.lower_bound_s) == (found.cost_s, found.lower_bound_s)
+
+
+@pytest.mark.parametrize("bandwidth", [3e7, 3e8, 3e9])
+def test_no_set_of_devices_that_is_looked_at_is_better(bandwidth: float) -> None:
+    fn, args, _ = STEPS["training"]
+    cluster = slow_cluster((3.0, 3.0, 1.0, 1.0), bandwidth=bandwidth)
+    task = Task(trace(fn, args).graph, cluster, PlanningOptions(overlap=True))
+    found = ClusterPlanner(task).run()
+    on_each = {devices: Planner(task.on(cluster.subset(devices))).run() for devices in subclusters(cluster)}
+    least = min(result.cost_s for result in on_each.values())
+    whole = Planner(task).run()
+    assert found.cost_s <= min(least, whole.cost_s) * ROUNDING
+    assert (found.devices is not None) == (least < whole.cost_s)
+    assert found.joint_lower_bound_s <= found.lower_bound_s <= found.cost_s
 
 
 def test_a_limit_of_memory_is_kept() -> None:
