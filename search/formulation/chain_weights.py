@@ -230,9 +230,8 @@ class WeightedBuilder(ProblemBuilder):
         ways = self.chain_costs.ways[value]
         _, tensors, before = self.chain_costs.offers(value, options)
         columns = [ways.layouts.number[n] for n in needs.layouts]
-        seconds = np.where(np.isfinite(ways.seconds), _times(self.chain_costs.along(value, inside), own), np.inf)[
-            :, columns
-        ]
+        along = _times(self.chain_costs.along(value, inside), own)
+        seconds = np.where(np.isfinite(ways.seconds), along, np.inf)[:, columns]
         found = runs * seconds[tensors]
         if any(shared):
             found = found + (self.graph.runs[self.graph.home[value]] * (before @ np.array(shared)))[:, :, None]
@@ -266,8 +265,8 @@ class WeightedBuilder(ProblemBuilder):
         st, costs = self.structure, self.chain_costs
         options, runs = st.choices[st.value_variable[value]].options, self.graph.runs[self.graph.home[value]]
         ends = (tuple(self.end_weights[value].tolist()), *self.ends(value)) if value in costs.plain else ()
-        inside = self.graph.home[value] > 0
-        return "options", (costs.ways[value], inside), options, runs, tuple(self.value_weights[value].tolist()), ends
+        ways = costs.ways[value], self.graph.home[value] > 0
+        return "options", ways, options, runs, tuple(self.value_weights[value].tolist()), ends
 
     def _of_states(self, value: int) -> Floats:
         """Weighted seconds of each state of a value that has a variable of its own."""
