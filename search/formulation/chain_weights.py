@@ -88,19 +88,19 @@ class ChainCosts:
         return self.builder.once(("least steps", ways), make)
 
     def along(self, value: int, inside: bool) -> Floats:
-        """Seconds on each link of the cheapest way between layouts [layouts, layouts, links]; `inside` as for
+        """Seconds of the cheapest way between layouts, where they count [layouts, layouts, columns]; `inside` as for
         `steps`."""
         ways = self.ways[value]
 
         def make() -> Floats:
             single = self.steps(value, inside)
-            return np.stack([ways.along(axes, single) for axes in self.links], axis=-1)
+            return self._counted(np.stack([ways.along(axes, single) for axes in self.links], axis=-1))
 
         return self.builder.once(("along", ways, inside), make)
 
     def offers(self, value: int, options: Interned[AvailableLayouts]) -> tuple[Floats, Ints, Floats]:
-        """Of every option: seconds of its shared conversions [options, links], the layouts there are then [options,
-        most], and what lies before each [options, most, links]."""
+        """Of every option: seconds of its shared conversions [options, columns], the layouts there are then [options,
+        most], and what lies before each [options, most, columns]."""
         ways, inside = self.ways[value], self.graph.home[value] > 0
 
         def make() -> tuple[Floats, Ints, Floats]:
@@ -117,19 +117,24 @@ class ChainCosts:
                     so_far[b] = so_far[a] + hop
                     total[n] += hop
                 before[n] = [so_far[t] for t in tensors[n].tolist()]
-            return total, tensors, before
+            return self._counted(total), tensors, self._counted(before)
 
         return self.builder.once(("chain offers", ways, options, inside), make)
 
+    def _counted(self, seconds: Floats) -> Floats:
+        """Seconds on links, where they count; infinite where some are."""
+        finite = np.isfinite(seconds).all(axis=-1, keepdims=True)
+        return np.where(finite, np.where(finite, seconds, 0.0) @ self.space.resources.counted, np.inf)
+
     def occupancy(self, assignment: Sequence[int]) -> Occupancy:
         """What an assignment's program takes."""
-        st, graph, links = self.structure, self.graph, len(self.links)
+        st, graph, columns = self.structure, self.graph, self.space.resources.counted.shape[1]
         kinds = len(self.costs.kinds)
         ops = np.array([s[st.choices[v].triple[assignment[v]]] for s, v in zip(self.op_seconds, st.op_variable)])
         option = lambda value: int(st.choices[v := st.value_variable[value]].option[assignment[v]])
         options = lambda value: st.choices[st.value_variable[value]].options
-        values, ends = (np.zeros((len(graph.values), links)) for _ in range(2))
-        uses, shared = (np.zeros((len(st.uses), links)) for _ in range(2))
+        values, ends = (np.zeros((len(graph.values), columns)) for _ in range(2))
+        uses, shared = (np.zeros((len(st.uses), columns)) for _ in range(2))
         fed = np.zeros(kinds + 1)
         for value in range(len(graph.values)):
             n = option(value)
@@ -150,8 +155,8 @@ class ChainCosts:
         return Occupancy(ops.reshape(len(graph.ops), kinds + 1), uses, shared, values, ends, fed)
 
     def _nearest(self, value: int, tensors: Ints, among: Sequence[Layout], *, inside: bool) -> tuple[int, Floats]:
-        """Of some tensors the one from which one of several layouts is reached the soonest, and the seconds on each
-        link."""
+        """Of some tensors the one from which one of several layouts is reached the soonest, and its seconds where they
+        count [columns]."""
         ways = self.ways[value]
         targets = [ways.layouts.number[layout] for layout in among]
         seconds = ways.seconds[tensors][:, targets]
@@ -169,24 +174,25 @@ class WeightedBuilder(ProblemBuilder):
         self.chain_costs = chain_costs
         self._own: dict[object, Floats] = {}
         space = chain_costs.space
-        kinds, links = space.resources.kinds, len(space.resources.links)
+        kinds, (links, columns) = space.resources.kinds, space.resources.counted.shape
         alone = float(sum(w for chain, w in zip(chains, weights) if chain.alone is not None))
 
-        def summed(of: str, width: int, first: int, block: np.ndarray | None) -> Floats:
+        def summed(of: str, width: int, block: np.ndarray | None, whole: slice) -> Floats:
             places: Sequence[Places] = [getattr(chain, of) for chain in chains]
             found = np.zeros((places[0].size, width))
             for at, weight in zip(places, weights, strict=True):
                 here = np.flatnonzero(at >= 0)
                 found[here, at[here]] += weight
             if block is not None:
-                found[block, first:] = alone
+                found[block, whole] = alone
             return np.round(found, 12)
 
-        self.op_weights = summed("ops", kinds + 1, kinds, space.in_block)
-        self.use_weights = summed("uses", links, 0, space.uses_in_block)
-        self.shared_weights = summed("shared", links, 0, None)
-        self.value_weights = summed("values", links, 0, space.values_in_block)
-        self.end_weights = summed("ends", links, 0, None)
+        on_links = slice(links)
+        self.op_weights = summed("ops", kinds + 1, space.in_block, slice(kinds, None))
+        self.use_weights = summed("uses", columns, space.uses_in_block, on_links)
+        self.shared_weights = summed("shared", columns, None, on_links)
+        self.value_weights = summed("values", columns, space.values_in_block, on_links)
+        self.end_weights = summed("ends", columns, None, on_links)
         self.fed_weights = np.array(
             [*(sum(w for c, w in zip(chains, weights) if c.alone == k) for k in range(kinds)), 0.0]
         )

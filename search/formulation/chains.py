@@ -6,6 +6,9 @@ runs. The sets are told by ops of the source graph that lie between them (`cuts`
 what depends on them comes after. A chain of one set holds all that its resource ever does, and what loops and branches
 take, beside which nothing runs.
 
+A device computes more slowly while a collective runs, so what a set on its stream takes is more by a part of what is
+sent meanwhile at any rate: of what waits for the set's beginning and what its end waits for.
+
 A conversion that several uses share need not precede each of them. It counts in a set that some of these uses lie
 outside of only as far as one use of the set takes what comes out of it.
 """
@@ -35,19 +38,32 @@ _LONGEST = 16
 
 @dataclass(frozen=True, eq=False)
 class Resources:
-    """`kinds`: of devices, each with a compute stream, that of its first device; `links`: per link the mesh axes whose
-    collectives go over it. A resource's number is a kind's, then a link's."""
+    """`slowdowns`: of each kind of device, how many times as long it computes beside a collective; each has a compute
+    stream, that of its first device. `links`: per link the mesh axes whose collectives go over it. A resource's number
+    is a kind's, then a link's."""
 
-    kinds: int
+    slowdowns: tuple[float, ...]
     links: tuple[tuple[int, ...], ...]
+
+    @property
+    def kinds(self) -> int:
+        return len(self.slowdowns)
+
+    @cached_property
+    def counted(self) -> Floats:
+        """Seconds on each link -> where they count [links, links + kinds]: on that link; and, as far as what is sent
+        on the first one slows it down, on each kind's stream."""
+        slower = np.zeros((len(self.links), self.kinds))
+        slower[:1] = 1 - 1 / np.array(self.slowdowns)
+        return np.concatenate([np.eye(len(self.links)), slower], axis=1)
 
 
 @dataclass(frozen=True, eq=False)
 class Chain:
-    """Where instructions count: per op the kind of device, or -1; per use, for its own conversion (`uses`) and for the
-    shared one that it takes (`shared`), per value for its shared conversions (`values`) and those to where it ends
-    (`ends`), the link, or -1. `alone`: the resource of a chain of one set, in which loops and branches count, and
-    arguments that are fed."""
+    """Where instructions count: per op the kind of device, or -1; the column of `Resources.counted`, or -1, per use for
+    its own conversion (`uses`) and for the shared one that it takes (`shared`), and per value for its shared
+    conversions (`values`) and those to where it ends (`ends`). `alone`: the resource of a chain of one set, in which
+    loops and branches count, and arguments that are fed."""
 
     key: tuple[object, ...]
     ops: Places
@@ -60,10 +76,10 @@ class Chain:
 
 @dataclass(frozen=True, eq=False)
 class Occupancy:
-    """What one program takes. Seconds of each op on each kind of device and, last, of the slowest [ops, kinds + 1]; on
-    each link those of each use's own conversion and of the shared one up to what it takes [uses, links], of each
-    value's shared conversions and of those to where it ends [values, links]. `fed`: to put new arguments into memory
-    [kinds + 1]."""
+    """What one program takes. Seconds of each op on each kind of device and, last, of the slowest [ops, kinds + 1]; as
+    `Resources.counted` those of each use's own conversion and of the shared one up to what it takes [uses, columns], of
+    each value's shared conversions and of those to where it ends [values, columns]. `fed`: to put new arguments into
+    memory [kinds + 1]."""
 
     ops: Floats
     uses: Floats
@@ -108,12 +124,17 @@ class ChainSpace:
         return tuple(self._alone(r) for r in range(self.resources.kinds + len(self.resources.links)))
 
     def _alone(self, resource: int) -> Chain:
-        kinds = self.resources.kinds
-        kind, link = (resource, _NOWHERE) if resource < kinds else (_NOWHERE, resource - kinds)
+        kind = resource if resource < self.resources.kinds else _NOWHERE
+        column = self._column(resource)
         everywhere = lambda block, at: np.where(block, _NOWHERE, at).astype(np.int8)
-        uses, values = everywhere(self.uses_in_block, link), everywhere(self.values_in_block, link)
+        uses, values = everywhere(self.uses_in_block, column), everywhere(self.values_in_block, column)
         shared = np.full(uses.shape, _NOWHERE, np.int8)
         return Chain((resource,), everywhere(self.in_block, kind), uses, shared, values, values, resource)
+
+    def _column(self, resource: int) -> int:
+        """Where what is sent counts, of `Resources.counted`."""
+        kinds, links = self.resources.kinds, len(self.resources.links)
+        return links + resource if resource < kinds else resource - kinds
 
     def chain(self, cuts: Sequence[int], resources: Sequence[int], taken: Occupancy | None = None) -> Chain:
         """The chain with ops as cuts between its sets, in turn on one kind's stream and on some link. A cut is
@@ -132,24 +153,23 @@ class ChainSpace:
                 for mask in (low, high):
                     inside = inside if mask is None else inside & mask
                 ops[inside] = resource
-                continue
-            link = resource - kinds
+            column = self._column(resource)
             made, until = self._reached(low, self.made_by), self._reached(high, self.use_reader)
             mine = self._reached(low, self.use_maker) & until & ~self.uses_in_block
-            uses[mine] = link
+            uses[mine] = column
             # Shared conversions go before all their uses, where all of them lie inside.
             inside = self.used & ~self.values_in_block & made
             inside[self.use_value[~until]] = False
             if high is None:
-                ends[made & ~self.values_in_block] = link
+                ends[made & ~self.values_in_block] = column
             else:
                 inside[self._outputs] = False
-            values[inside] = link
+            values[inside] = column
             partly = np.flatnonzero(mine & ~inside[self.use_value] & ~self.values_in_block[self.use_value])
             if taken is not None:
-                partly = partly[np.argsort(-taken.shared[partly, link], kind="stable")]
+                partly = partly[np.argsort(-taken.shared[partly, column], kind="stable")]
             _, one = np.unique(self.use_value[partly], return_index=True)
-            shared[partly[one]] = link
+            shared[partly[one]] = column
         return Chain((*cuts, *resources, shared.tobytes()), ops, uses, shared, values, ends, None)
 
     @cached_property
@@ -185,8 +205,8 @@ class ChainSpace:
         """Seconds of loops, branches and fed arguments."""
         return float(
             taken.ops[self.in_block, -1].sum()
-            + taken.uses[self.uses_in_block].sum()
-            + taken.values[self.values_in_block].sum()
+            + taken.uses[self.uses_in_block, : len(self.resources.links)].sum()
+            + taken.values[self.values_in_block, : len(self.resources.links)].sum()
             + (taken.fed[resource] if resource < self.resources.kinds else 0.0)
         )
 
@@ -211,15 +231,17 @@ class ChainSpace:
         return [self._longest(taken, every, kind, hops.seconds) for kind in range(self.resources.kinds)]
 
     def _longest(self, taken: Occupancy, cuts: _Cuts, kind: int, hops: Floats) -> Chain:
-        """`hops`: the seconds of each [hops, links]."""
+        """`hops`: the seconds of each [hops, columns]."""
         among, before, after, since, until = cuts
         kinds, links = self.resources.kinds, range(len(self.resources.links))
         compute = np.where(self.in_block, 0.0, taken.ops[:, kind])
         # Seconds between cut a and cut b, from the beginning to a cut, and from one to the end: of the stream, with
-        # those of the cuts themselves, and of each link.
-        stream = (after * compute) @ before.T.astype(np.float64)
-        first, last = before @ compute, after @ compute
-        sent = np.stack([(since * hops[:, k]) @ until.T.astype(np.float64) for k in links])
+        # those of the cuts themselves and what slows it down, and of each link.
+        slower = hops[:, self._column(kind)]
+        until_b = until.T.astype(np.float64)
+        stream = (after * compute) @ before.T.astype(np.float64) + (since * slower) @ until_b
+        first, last = before @ compute + until @ slower, after @ compute + since @ slower
+        sent = np.stack([(since * hops[:, k]) @ until_b for k in links])
         sent_first = np.stack([until @ hops[:, k] for k in links])
         sent_last = np.stack([since @ hops[:, k] for k in links])
         ordered = after[:, list(among)]
@@ -268,7 +290,7 @@ class _Cuts(NamedTuple):
 class _Traffic:
     """A program's conversions outside loops and branches as hops: from the op that makes a value to those that read it.
 
-    `seconds`: float64 [hops, links]. Of shared conversions there is a hop per use that takes what they make, of what
+    `seconds`: float64 [hops, columns]. Of shared conversions there is a hop per use that takes what they make, of what
     they take longer than for the uses before: what precedes some uses is the hops up to the last of these.
     """
 
@@ -288,7 +310,8 @@ class _Traffic:
 
     def next_to_longest(self) -> set[int]:
         """The ops that make and read what takes the longest to convert."""
-        longest = np.argsort(-self.seconds.sum(axis=1), kind="stable")[:_LONGEST]
+        sent = self.seconds[:, : len(self._space.resources.links)].sum(axis=1)
+        longest = np.argsort(-sent, kind="stable")[:_LONGEST]
         own, taken = (self._space.use_reader[x] for x in (self._uses, self._takers))
         readers = np.concatenate([own, taken, np.full(self._ends.size, _NOWHERE)])
         return {*self._makers[longest].tolist(), *readers[longest].tolist()} - {_NOWHERE}

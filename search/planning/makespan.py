@@ -12,6 +12,7 @@ longest chain the shortest.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -28,7 +29,7 @@ from hapsynth.search.formulation.chain_weights import ChainCosts, WeightedBuilde
 from hapsynth.search.formulation.chains import Chain, ChainSpace, Occupancy, Resources
 from hapsynth.search.memory.profile import MemoryProfile
 from hapsynth.search.planning.candidate import Candidate
-from hapsynth.search.planning.search_at_ratios import FixedRatioSearch
+from hapsynth.search.planning.search_at_ratios import AdditiveSolution, FixedRatioSearch
 from hapsynth.search.result import SETTLED
 from hapsynth.search.scheduling.critical_path import Step, critical_path
 from hapsynth.search.scheduling.list_schedule import ordered, refined, schedule
@@ -51,6 +52,11 @@ _MIXING_NODES = 200
 """Of a mixture's mixed-integer program, so that it ends, at the same program each time."""
 _LEAST_WEIGHT = 2e-2
 """Of each resource's own chain: of what has next to no weight any choice would do, and no dual tells them apart."""
+_PATHS = 4
+"""Critical paths of the best program that are made shorter in the end, as long as that helps."""
+_STEP, _LONG_STEP = 0.5, 0.8
+"""From the weights of the best bound to those that limit it as far as is known; a long one where the bound rose the
+last time and no program has come up since that limits it more."""
 _TOLERANCE = 2e-3
 _NODES = 500
 """Of a problem's search: close to the best weights many programs are nearly as good, and to tell them apart takes
@@ -104,6 +110,8 @@ class MakespanSearch:
         self._messages: Messages = like._messages if like else dict(search.incumbent.messages)
         """What the dual of the last problem came to."""
         self._rounds, self._ended = 0, False
+        self._most, self._rose = np.inf, False
+        """The most that a bound can come to, as far as was known at the last weights, and whether it rose there."""
         # Within limits a search has variables besides, which count what is held.
         self._look(begin[: len(self.structure.choices)])
         for known in like.seen if like else ():
@@ -155,25 +163,40 @@ class MakespanSearch:
         return self.bound - max(self.builder.problem().cost(known.seen.choices) - candidate.cost, 0.0)
 
     def _solve(self, weights: Floats) -> None:
-        """The program of the least weighted chains."""
+        """The program of the least weighted chains, and the bound that it is."""
+        solved = self._cheapest(self.chains, weights)
+        self._messages = solved.messages
+        self._rose = solved.lower_bound > self.bound
+        if self._rose:
+            self.bound, self._weights = solved.lower_bound, weights
+        if solved.choices is not None:
+            self._look(solved.choices[: len(self.structure.choices)])
+
+    def _cheapest(self, chains: Sequence[Chain], weights: Floats) -> AdditiveSolution:
         search = self.search
-        builder = WeightedBuilder(self._chain_costs, self.chains, weights)
-        begin = (self.best or self.scheduled[0]).seen.choices
-        solved = search.cheapest(
-            builder,
+        return search.cheapest(
+            WeightedBuilder(self._chain_costs, chains, weights),
             search.limits,
-            begin,
+            (self.best or self.scheduled[0]).seen.choices,
             at_least=True,
             tolerance=_TOLERANCE,
             seconds=search.clock.allotted,
             messages=self._messages,
             max_nodes=_NODES,
         )
-        self._messages = solved.messages
-        if solved.lower_bound > self.bound:
-            self.bound, self._weights = solved.lower_bound, weights
-        if solved.choices is not None:
-            self._look(solved.choices[: len(self.structure.choices)])
+
+    def shorten_path(self) -> None:
+        """Look for programs that take less on the critical path of the best one."""
+        for _ in range(_PATHS):
+            best = self.best
+            if best is None or self.search.clock.late():
+                return
+            solved = self._cheapest([*self.chains, self._on_path(best)], np.append(self._best_weights() / 2, 0.5))
+            if solved.choices is not None:
+                self._look(solved.choices[: len(self.structure.choices)])
+            self._mix()
+            if self.best is best:
+                return
 
     def _look(self, choices: Ints) -> None:
         """Schedule a program, unless one of its chains is as long as the best so far."""
@@ -222,7 +245,9 @@ class MakespanSearch:
             longest = [c for c in self.space.longest(mean, self._dependent) if c.key not in known]
             longer = [c for c in longest if self.space.length(c, mean) > most * (1 + _TOLERANCE)]
             if not longer:
-                return (weights + self._best_weights()) / 2, most
+                step = _LONG_STEP if self._rose and most >= self._most * (1 - _TOLERANCE) else _STEP
+                self._most = most
+                return weights * step + self._best_weights() * (1 - step), most
             self.chains += longer
 
     def _limiting_weights(self, lengths: Floats) -> tuple[Floats, float, Floats]:
@@ -238,7 +263,7 @@ class MakespanSearch:
             bounds=[*[(_LEAST_WEIGHT if c.alone is not None else 0.0, None) for c in self.chains], (None, None)],
             method="highs",
         )
-        return found.x[:count], -float(found.fun) * unit, np.maximum(-found.ineqlin.marginals, 0.0)
+        return np.maximum(found.x[:count], 0.0), -float(found.fun) * unit, np.maximum(-found.ineqlin.marginals, 0.0)
 
     def _mix(self) -> None:
         """Look for better programs between the best ones and the last."""
@@ -317,6 +342,7 @@ def concluded(found: MakespanSearch, bar: float = np.inf) -> Overlapped | None:
     than `bar` seconds is of no use."""
     search = found.search
     found.run(_ROUNDS, bar)
+    found.shorten_path()
     if found.best is not None and not search.clock.late():
         sizes = _balanced(found.best, search.task.costs, search.limit)
         if sizes is not None:
@@ -408,4 +434,4 @@ def links_of(costs: CostModel) -> list[Machine]:
 def resources(costs: CostModel) -> Resources:
     """The streams and links of a cluster; collectives along the mesh axes that cross hosts share the network."""
     on = lambda link: tuple(a for a, x in enumerate(costs.links) if x.crosses_hosts == (link is Machine.NETWORK))
-    return Resources(len(costs.kinds), tuple(map(on, links_of(costs))))
+    return Resources(tuple(kind.slowdown for kind in costs.kinds), tuple(map(on, links_of(costs))))

@@ -20,10 +20,12 @@ from slow_devices import SPEEDS, first_devices, slow_cluster
 
 import hapsynth
 from hapsynth.cli.main import main
+from hapsynth.graph.trace import Traced
 from hapsynth.instructions.program.program import Convert
 from hapsynth.lower import _buckets
 from hapsynth.plan import Plan
-from hapsynth.running.check import WIDENED
+from hapsynth.running import check
+from hapsynth.running.check import WIDENED, Reference
 
 exchange = _buckets.exchange
 Exchange = Callable[..., Any]
@@ -100,6 +102,20 @@ def planned(name: str) -> tuple[Plan, Any]:
     return lowered_by(plan, SWITCHED, "switch"), args
 
 
+REFERENCES: dict[int, Reference] = {}
+
+
+@pytest.fixture
+def one_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The function on one device, and widened, is compiled once for all programs of the same traced function."""
+
+    def made(fn: Any, traced: Traced, leaves: Any, device: Any) -> Reference:
+        return REFERENCES.setdefault(id(traced), Reference(fn, traced, leaves, device))
+
+    monkeypatch.setattr(check, "Reference", made)
+
+
+@pytest.mark.usefixtures("one_reference")
 @pytest.mark.parametrize("name", CASES)
 def test_a_right_plan_passes(name: str) -> None:
     plan, args = planned(name)
@@ -113,6 +129,7 @@ def test_a_right_plan_passes(name: str) -> None:
     assert not report.not_widened
 
 
+@pytest.mark.usefixtures("one_reference")
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda m: m.__name__)
 @pytest.mark.parametrize("name", CASES)
 def test_a_wrong_program_fails(name: str, mutation: Exchange, monkeypatch: pytest.MonkeyPatch) -> None:
