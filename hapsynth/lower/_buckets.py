@@ -18,9 +18,10 @@ import numpy as np
 from jax import lax
 
 from hapsynth._jax import is_extended, itemsize
+from hapsynth.instructions.program.bundles import family
 from hapsynth.instructions.program.program import Convert
 from hapsynth.instructions.program.sizes import Sizes
-from hapsynth.instructions.staging.buckets import family, filled
+from hapsynth.instructions.staging.buckets import filled
 from hapsynth.instructions.staging.options import LoweringOptions
 from hapsynth.lower._collectives import LOWERINGS, exchange, exchange_first, join_numbers, receive
 from hapsynth.lower._mesh_position import MeshPosition
@@ -94,21 +95,26 @@ def _taken(x: jax.Array, numbers: np.ndarray) -> jax.Array:
     return made.reshape(numbers.shape)
 
 
-def bundles(steps: Sequence[Convert], sent: Sequence[Any], platform: str, options: LoweringOptions) -> list[Bundle]:
+def bundles(
+    steps: Sequence[Convert], sent: Sequence[Any], platform: str, options: LoweringOptions, *, planned: bool = False
+) -> list[Bundle]:
     """Collectives that don't depend on one another, those that can go as one together; the same in all processes.
-    `sent`: the shape and dtype that each takes. Where XLA joins them itself each is alone."""
-    of_each = [family_of(step, struct, platform, options) for step, struct in zip(steps, sent, strict=True)]
+    `sent`: the shape and dtype that each takes. `planned`: those of a bundle of the program are one whatever they
+    send. Where XLA joins them itself each is alone."""
+    of_each = [_family_of(step, struct, platform, options) for step, struct in zip(steps, sent, strict=True)]
     groups = filled([name for name, _ in of_each], [nbytes for _, nbytes in of_each], options.bundle_bytes)
+    if planned and steps and steps[0].bundle and platform == "cpu":
+        groups = [[*range(len(steps))]]
     structs = [jax.ShapeDtypeStruct(s.shape, s.dtype) for s in sent]
     return [Bundle(tuple(steps[i] for i in g), tuple(structs[i] for i in g)) for g in groups]
 
 
-def family_of(step: Convert, sent: Any, platform: str, options: LoweringOptions) -> tuple[Hashable | None, int]:
+def _family_of(step: Convert, sent: Any, platform: str, options: LoweringOptions) -> tuple[Hashable | None, int]:
     """What a collective has in common with those that it can go with, None where it goes alone, and the bytes that it
     sends. `sent`: the shape and dtype."""
     nbytes = prod(sent.shape) * itemsize(sent.dtype)
-    alone = platform != "cpu" or is_extended(sent.dtype) or nbytes > options.bundled_bytes
-    return None if alone else family(step, str(sent.dtype)), nbytes
+    alone = platform != "cpu" or nbytes > options.bundled_bytes
+    return None if alone else family(step, sent.dtype), nbytes
 
 
 def _length(step: Convert, sent: jax.ShapeDtypeStruct, lengths: Sequence[int]) -> int:

@@ -1,17 +1,17 @@
 """Where the collectives of a program in staged form start and are waited for, so that devices compute meanwhile.
 
 The order of the program's instructions decides: collectives start in that order, the same in every process, each as
-soon as its operand is there and the one before it has started. What needs nothing that arrives is computed in that
-order too. What does, as an optimizer's update, waits until a collective needs it, or to the end, where it goes in the
-order of the collectives: so nothing waits for the network that need not.
+soon as its operand is there and the one before it has started; those of a bundle of the program are one. What needs
+nothing that arrives is computed in that order too. What does, as an optimizer's update, waits until a collective needs
+it, or to the end, where it goes in the order of the collectives: so nothing waits for the network that need not.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
 
 from hapsynth.graph.ir import Graph
+from hapsynth.instructions.program.bundles import independent
 from hapsynth.instructions.program.program import Convert
 from hapsynth.instructions.staging.stages import Cond, Loop, Stage
 from hapsynth.lower._host_schedule import (
@@ -28,23 +28,17 @@ from hapsynth.lower._host_schedule import (
     ordered,
 )
 
-Family = Callable[[Convert], tuple[Hashable | None, float]]
-"""What collectives that go as one have in common, None for one that goes alone, and the bytes that this one sends."""
-
 
 def overlapped(
-    family: Family,
-    started_bytes: int,
     graph: Graph,
     arrives: tuple[CollectiveStage, ...],
     steps: Sequence[LocalStep],
     leaves: tuple[CollectiveStage, ...],
 ) -> list[LocalStage | CollectiveStage]:
     """Local stages, and collective stages where they start, of steps in none of which a host decides. What `arrives`
-    first; all have arrived at the end, where what `leaves` is handed over. `started_bytes`: as `LoweringOptions` has
-    it."""
+    first; all have arrived at the end, where what `leaves` is handed over."""
     run = _with_results(graph, _as_needed(graph, _apart(steps)))
-    return _Stages(graph, run, _sent(family, started_bytes, graph, run), arrives).stages(leaves)
+    return _Stages(graph, run, _sent(graph, run), arrives).stages(leaves)
 
 
 def _apart(steps: Sequence[LocalStep]) -> list[LocalStep]:
@@ -129,52 +123,36 @@ def _is_output(name: Name) -> bool:
     return isinstance(name, HostSlot) and name.kind == "output"
 
 
-@dataclass
-class _Bundle:
-    """Collectives that go as one: their places, the bytes that they send, and the first place that needs one."""
-
-    members: list[int] = field(default_factory=list)
-    nbytes: float = 0.0
-    needed: int = 0
-
-
-def _sent(
-    family: Family, started_bytes: int, graph: Graph, steps: Sequence[LocalStep]
-) -> list[tuple[int, CollectiveStage]]:
-    """The collectives in their order, each with the place of the step after which it can start. Small ones of a family
-    go together, with the last of them, unless one is needed before."""
-    first_use: dict[int, int] = {}
+def _sent(graph: Graph, steps: Sequence[LocalStep]) -> list[tuple[int, CollectiveStage]]:
+    """The collectives in their order, those of a bundle as one stage, each with the place of the step after which it
+    can start. In loops and branches those that follow one another and do not depend on one another are one."""
     maker: dict[Name, int] = {}
     ready: list[int] = []
+    runs: list[dict[int, Convert]] = []
     for place, step in enumerate(steps):
         made_at = [maker[name] for name in needs(graph, step) if name in maker]
-        for at in made_at:
-            first_use.setdefault(at, place)
         # What another collective brings is handed over here, not before.
         ready.append(max((place if _is_sent(graph, steps[at]) else at for at in made_at), default=-1))
         maker.update((name, place) for name in makes(graph, step))
-    bundles: list[_Bundle] = []
-    filling: dict[Hashable, _Bundle] = {}
-    for place, step in enumerate(steps):
         if not isinstance(step, Convert) or not _is_sent(graph, step):
             continue
-        name, nbytes = family(step)
-        bundle = filling.get(name) if name is not None else None
-        if bundle is None or bundle.nbytes >= started_bytes or bundle.needed <= place:
-            bundle = _Bundle(needed=len(steps))
-            bundles.append(bundle)
-            if name is not None:
-                filling[name] = bundle
-        bundle.members.append(place)
-        bundle.nbytes += nbytes
-        bundle.needed = min(bundle.needed, first_use.get(place, len(steps)))
+        if runs and _goes_with([*runs[-1].values()], step):
+            runs[-1][place] = step
+        else:
+            runs.append({place: step})
     found: list[tuple[int, CollectiveStage]] = []
     start = -1
-    for bundle in sorted(bundles, key=lambda bundle: bundle.members[-1]):
-        start = max(start, *(ready[place] for place in bundle.members))
-        sent = [step for place in bundle.members if isinstance(step := steps[place], Convert)]
-        found.append((start, CollectiveStage(tuple(sent))))
+    for run in runs:
+        start = max(start, *(ready[place] for place in run))
+        found.append((start, CollectiveStage(tuple(run.values()))))
     return found
+
+
+def _goes_with(run: Sequence[Convert], step: Convert) -> bool:
+    """Whether a collective starts with the ones before it."""
+    if step.bundle or not step.region:
+        return step.bundle > 0 and step.bundle == run[-1].bundle
+    return not run[-1].bundle and step.region == run[-1].region and independent(run, step)
 
 
 class _Stages:

@@ -4,9 +4,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -21,7 +21,7 @@ from hapsynth.instructions.program.program import Convert, Program
 from hapsynth.instructions.program.sizes import Sizes
 from hapsynth.instructions.staging.options import DEFAULT, LoweringOptions
 from hapsynth.instructions.staging.stages import Cond, Loop, Stage
-from hapsynth.lower._buckets import Bundle, bundles, family_of
+from hapsynth.lower._buckets import Bundle, bundles
 from hapsynth.lower._collective_order import Order
 from hapsynth.lower._collective_thread import OverlappedCall, Transfer
 from hapsynth.lower._collectives import receive, send
@@ -137,12 +137,8 @@ class Staged(LoweredProgram):
             sources.append((o, layout) if isinstance(o, int) else o)
         last = Copies(tuple(sources), tuple(HostSlot("output", i) for i in range(len(sources))))
         kept = [(v, inputs[v]) for v, donated in zip(graph.inputs, self.donated) if not donated]
-        overlap = partial(overlapped, self._family, self.options.started_bytes) if self.overlap else None
+        overlap = overlapped if self.overlap else None
         return schedule(graph, self.steps, last, [*kept, *((v, inputs[v]) for v in graph.constants)], overlap)
-
-    def _family(self, step: Convert) -> tuple[Hashable | None, float]:
-        """Of what a step sends: as `family_of` says."""
-        return family_of(step, self._sent_of(step), self.local.platform, self.options)
 
     @cached_property
     def meetings(self) -> ComputeTimer:
@@ -194,7 +190,8 @@ class Staged(LoweredProgram):
             decided = [s for s in steps if isinstance(s, HostDecision)]
             moved = [s for s in steps if not isinstance(s, HostDecision)]
             structs = list(map(self._sent_of, moved))
-            self._wires[steps] = [*decided, *bundles(moved, structs, self.local.platform, self.options)]
+            made = bundles(moved, structs, self.local.platform, self.options, planned=self.overlap)
+            self._wires[steps] = [*decided, *made]
         return self._wires[steps]
 
     def _sent_of(self, step: Convert) -> Any:

@@ -76,6 +76,8 @@ def _print_waits(out: Console, plan: Plan, timeline: Timeline, names: Sequence[s
     for task in order[:top]:
         places, group = tasks.instructions[task], int(found[task].argmax())
         made = label.instruction(plan.program.instructions[places[0]]) if places else "an argument"
+        if tasks.machine[task] in LINKS and len(places) > 1:
+            made += f", with {len(places) - 1} more"
         on = LINK_NAMES.get(tasks.machine[task], "loop or branch")
         times = (timeline.start[task, group], timeline.end[task, group], found[task][group])
         rows.append([made, on, *map(seconds, times), names[group]])

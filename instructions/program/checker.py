@@ -12,6 +12,7 @@ from hapsynth.graph.ir import COND_JOIN, LOOP_CARRY, LOOP_TEST, SCAN_SLICE, SCAN
 from hapsynth.instructions.collectives import Moved, axis_between
 from hapsynth.instructions.factors import can_be, ruled
 from hapsynth.instructions.layout import format_layout, is_consistent, is_partial
+from hapsynth.instructions.program.bundles import bundles_of, family, independent
 from hapsynth.instructions.program.program import (
     Block,
     Compute,
@@ -45,6 +46,7 @@ def check(graph: Graph, program: Program, sizes: Sizes | None = None) -> None:
             raise ProgramError(f"input {graph.values[value]} cannot be partial: {format_layout(layout)}")
         state.add((value, layout))
     state = _Replay(graph, table, axes).block(nested(graph, program.instructions), state)
+    _check_bundles(graph, program)
     if len(program.outputs) != len(graph.outputs):
         raise ProgramError(f"{len(program.outputs)} outputs for a function with {len(graph.outputs)}")
     for position, (operand, layout) in enumerate(zip(graph.outputs, program.outputs)):
@@ -64,6 +66,19 @@ def check(graph: Graph, program: Program, sizes: Sizes | None = None) -> None:
     if sizes is not None:
         sizes.check(program.axes)
         _check_cuts(graph, program, table, sizes.classes)
+
+
+def _check_bundles(graph: Graph, program: Program) -> None:
+    """Whether what goes as one can: collectives of one kind that stand together and need nothing of one another."""
+    for bundle, places in bundles_of(program.instructions).items():
+        steps = [i for at in places if isinstance(i := program.instructions[at], Convert)]
+        kinds = {family(step, graph.values[step.value].dtype) for step in steps}
+        if len(kinds) > 1 or None in kinds:
+            raise ProgramError(f"bundle {bundle} has steps that cannot go as one")
+        if any(step.region for step in steps) or places != [*range(places[0], places[-1] + 1)]:
+            raise ProgramError(f"the instructions of bundle {bundle} do not stand together, outside loops and branches")
+        if not all(independent(steps[:n], step) for n, step in enumerate(steps)):
+            raise ProgramError(f"bundle {bundle} has a collective that needs what another one makes")
 
 
 def _check_cuts(graph: Graph, program: Program, table: FactorTable, classes: Classes) -> None:

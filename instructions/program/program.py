@@ -33,7 +33,8 @@ class Compute(NamedTuple):
 class Convert(NamedTuple):
     """{value | source} step {value | target}: the placement along one mesh axis changes, in a region.
 
-    `by`: the name of the step, where it is not the usual one of those that do the same.
+    `by`: the name of the step, where it is not the usual one of those that do the same. `bundle`: collectives of one
+    number go as one, where they run beside computing; 0: alone.
     """
 
     value: int
@@ -42,6 +43,7 @@ class Convert(NamedTuple):
     target: Layout
     region: int = 0
     by: str = ""
+    bundle: int = 0
 
     @property
     def collective(self) -> Collective:
@@ -205,6 +207,7 @@ class Program:
             after = ", ".join(named(v, layout) for v, layout in writes(graph, i))
             name = graph.ops[i.op].name if isinstance(i, Compute) else i.step
             where = f"  # {graph.ops[i.op].source}" if isinstance(i, Compute) and graph.ops[i.op].source else ""
+            where = f"  # bundle {i.bundle}" if isinstance(i, Convert) and i.bundle else where
             mark = "*" if isinstance(i, Convert) and i.is_collective else " "
             indent = "  " * (len(opened) - 1)
             lines.append(f" {indent}{mark}{{{before}}} {name} {{{after}}}{where}")
@@ -230,6 +233,7 @@ class Program:
                         "source": format_layout(i.source),
                         "target": format_layout(i.target),
                         **({"region": i.region} if i.region else {}),
+                        **({"bundle": i.bundle} if i.bundle else {}),
                     }
                 )
         return {
@@ -262,6 +266,7 @@ class Program:
                         parse_layout(entry["source"]),
                         parse_layout(entry["target"]),
                         int(entry.get("region", 0)),
+                        bundle=int(entry.get("bundle", 0)),
                     )
                     if convert.step != entry["step"]:
                         convert = convert._replace(by=str(entry["step"]))

@@ -6,14 +6,9 @@ from collections.abc import Hashable, Iterable, Iterator, Sequence
 from math import prod
 
 from hapsynth.graph.ir import Graph
+from hapsynth.instructions.program.bundles import independent
 from hapsynth.instructions.program.program import Convert
 from hapsynth.instructions.staging.stages import Step
-
-
-def family(step: Convert, dtype: str) -> Hashable | None:
-    """What collectives that go as one have in common; None for one that always goes alone."""
-    collective = step.collective
-    return (collective.name, step.axis, step.source[step.axis].reduction, dtype) if collective.bundled else None
 
 
 def filled(families: Sequence[Hashable | None], nbytes: Sequence[float], most: int) -> list[list[int]]:
@@ -32,12 +27,6 @@ def filled(families: Sequence[Hashable | None], nbytes: Sequence[float], most: i
         group.append(i)
         held[name] = group, full + size
     return groups
-
-
-def independent(run: Iterable[Convert], step: Convert) -> bool:
-    """Whether a collective needs nothing that others make, and makes nothing else."""
-    made = {(s.value, s.target) for s in run}
-    return made.isdisjoint(((step.value, step.source), (step.value, step.target)))
 
 
 def is_empty(graph: Graph, step: Convert) -> bool:

@@ -22,9 +22,6 @@ class LoweringOptions:
     same: as XLA's compilers for GPUs join them, and the lowering for CPUs."""
     bundle_bytes: int = 16 << 20
     """Bytes that go together at most, per device."""
-    started_bytes: int = 1 << 18
-    """Bytes from which on collectives that run beside computing start, and wait for no others to go with: most of their
-    time is no longer latency (`lower/_overlap.py`)."""
 
     # What arrives (`lower/_buckets.py`)
     indexed_bytes: int = 1 << 17

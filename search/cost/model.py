@@ -355,15 +355,42 @@ class CostModel:
         self, value: int, source: Layout, target: Layout, axis: int, shares: Shares | Largest, step: Collective
     ) -> Sent:
         """What a step sends, and how long that takes: of those that go together its part of the latency."""
+        found = self.sent_alone(value, source, target, axis, shares, step)
+        return found._replace(latency_s=self.together.part(value, step, self.links[axis].n) * found.latency_s)
+
+    def sent_alone(
+        self, value: int, source: Layout, target: Layout, axis: int, shares: Shares | Largest, step: Collective
+    ) -> Sent:
+        """What a step sends, and how long that takes where it goes with no other."""
         link, nbytes = self.links[axis], float(self.graph.values[value].nbytes)
         if not step.communicates or link.n == 1 or nbytes == 0:
             return Sent()
         held = shares if isinstance(shares, Shares) else Shares(shares)
         found = PRICES[step.name].sent(link, step.name, nbytes, step.traffic(source, target, axis), held)
-        latency = self.together.part(value, step, link.n) * found.latency_s
         turning = self.turning(value, source, axis)
-        turned = turning * held_fraction(target, held.largest) if turning else 0.0
-        return found._replace(latency_s=latency, turned_s=turned)
+        return found._replace(turned_s=turning * held_fraction(target, held.largest) if turning else 0.0)
+
+    def bytes_sent(
+        self, value: int, source: Layout, target: Layout, axis: int, largest: Largest, step: Collective
+    ) -> float:
+        """What each device sends in a step, padding included."""
+        wired = step.wired(source, target, axis, self.links[axis].n)
+        nbytes = self.graph.values[value].nbytes
+        return sum(each.sent * nbytes * prod(largest(*cut) for cut in each.cuts) for each in wired)
+
+    def least_in_bundle(
+        self, value: int, source: Layout, target: Layout, axis: int, shares: Shares, step: Collective
+    ) -> float:
+        """Seconds that a step adds at least to those that it goes with: its bytes at the least that a byte takes in any
+        bundle; alone where it goes with none."""
+        sent = self.sent_alone(value, source, target, axis, shares, step)
+        if not (step.communicates and step.bundled and sent.seconds):
+            return sent.seconds
+        nbytes = self.bytes_sent(value, source, target, axis, shares.largest, step)
+        if not 0 < nbytes <= self.lowering.bundled_bytes:
+            return sent.seconds
+        most = sent.wire_bytes * max(1.0, self.lowering.bundle_bytes / nbytes)
+        return sent.wire_bytes * self.links[axis].least_per_byte(step.name, most) + sent.turned_s
 
     def turning(self, value: int, source: Layout, axis: int) -> float:
         """Seconds that a collective of a whole value costs what reads it afterwards: partial sums that are transposed

@@ -53,6 +53,12 @@ class AxisLink:
             return float(curve.seconds(wire))
         return PRICES[step].messages(self) * self.latency + wire * self.beta
 
+    def least_per_byte(self, step: str, most: float) -> float:
+        """The least seconds per byte of one that sends up to `most`: at a measured point, or at that many."""
+        curve = self.curves.get(step)
+        amounts = [] if curve is None else [amount for amount, _ in curve.points if 0 < amount < most]
+        return min(self.seconds(step, amount) / amount for amount in (*amounts, most))
+
     def wire_bytes(self, step: str, block: float) -> float:
         """Bytes that one group sends over its slowest link, padding included. `block`: of what a device sends at once
         (`instructions.collectives.Block`), or of all rows that may move."""

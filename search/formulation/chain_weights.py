@@ -6,7 +6,7 @@ its choices. The programs are those of a plain builder: conversions go the ways 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, partial
 from typing import Any
 
@@ -16,7 +16,6 @@ from hapsynth.instructions.layout import Layout, cuts_of
 from hapsynth.search.cost.model import Floats
 from hapsynth.search.formulation.chains import Chain, ChainSpace, Occupancy, Places
 from hapsynth.search.formulation.choice_space import AvailableLayouts, Interned, RequiredLayouts
-from hapsynth.search.formulation.conversions import Conversions
 from hapsynth.search.formulation.problem_builder import NO_SIZES, ProblemBuilder
 from hapsynth.search.solver import Edge, Ints, Problem
 
@@ -78,18 +77,34 @@ class ChainCosts:
                 found[n] = self.costs.kind_times([(work, held)])[0]
         return found
 
-    def along(self, ways: Conversions) -> Floats:
-        """Seconds of the cheapest way between layouts, where they count [layouts, layouts, columns]."""
-        make = lambda: self._counted(np.stack([ways.along(axes) for axes in self.links], axis=-1))
-        return self.builder.once(("along", ways), make)
+    def steps(self, value: int, inside: bool) -> Mapping[tuple[int, int], float]:
+        """Seconds that each single step takes of its link at least. `inside`: in a loop or branch; elsewhere it may be
+        one of a bundle, of which each pays the least per byte (`CostModel.least_in_bundle`)."""
+        ways, least = self.ways[value], self.builder.least_step_time
+        if inside:
+            return ways.single
+        layouts = ways.layouts.layouts
+        make = lambda: {(a, b): least(value, layouts[a], layouts[b], ways.axis(a, b)) for a, b in ways.single}
+        return self.builder.once(("least steps", ways), make)
+
+    def along(self, value: int, inside: bool) -> Floats:
+        """Seconds of the cheapest way between layouts, where they count [layouts, layouts, columns]; `inside` as for
+        `steps`."""
+        ways = self.ways[value]
+
+        def make() -> Floats:
+            single = self.steps(value, inside)
+            return self._counted(np.stack([ways.along(axes, single) for axes in self.links], axis=-1))
+
+        return self.builder.once(("along", ways, inside), make)
 
     def offers(self, value: int, options: Interned[AvailableLayouts]) -> tuple[Floats, Ints, Floats]:
         """Of every option: seconds of its shared conversions [options, columns], the layouts there are then [options,
         most], and what lies before each [options, most, columns]."""
-        ways = self.ways[value]
+        ways, inside = self.ways[value], self.graph.home[value] > 0
 
         def make() -> tuple[Floats, Ints, Floats]:
-            _, tensors = self.builder.offers(value, options)
+            single, (_, tensors) = self.steps(value, inside), self.builder.offers(value, options)
             before = np.zeros((*tensors.shape, len(self.links)))
             total = np.zeros((len(options), len(self.links)))
             number = ways.layouts.number
@@ -98,13 +113,13 @@ class ChainCosts:
                 total[n] = 0.0 if np.isfinite(seconds) else np.inf
                 so_far = {number[option.computed]: np.zeros(len(self.links))}
                 for a, b, axis in hops:
-                    hop = np.array([ways.single[a, b] if axis in axes else 0.0 for axes in self.links])
+                    hop = np.array([single[a, b] if axis in axes else 0.0 for axes in self.links])
                     so_far[b] = so_far[a] + hop
                     total[n] += hop
                 before[n] = [so_far[t] for t in tensors[n].tolist()]
             return self._counted(total), tensors, self._counted(before)
 
-        return self.builder.once(("chain offers", ways, options), make)
+        return self.builder.once(("chain offers", ways, options, inside), make)
 
     def _counted(self, seconds: Floats) -> Floats:
         """Seconds on links, where they count; infinite where some are."""
@@ -129,24 +144,24 @@ class ChainCosts:
             if value not in graph.producer:
                 fed += self.feeds(value)[n]
             for end in self.builder.ends(value) if value in self.plain else ():
-                ends[value] += self._nearest(value, tensors[n], end.layouts)[1]
+                ends[value] += self._nearest(value, tensors[n], end.layouts, inside=False)[1]
         for at, use in enumerate(st.uses):
             n = option(use.value)
             _, tensors, before = self.offers(use.value, options(use.value))
             need = use.needs.layouts[int(use.needs.groups[assignment[use.variable]])]
-            which, seconds = self._nearest(use.value, tensors[n], (need,))
+            which, seconds = self._nearest(use.value, tensors[n], (need,), inside=use.place > 0)
             uses[at] = use.runs * seconds
             shared[at] = graph.runs[graph.home[use.value]] * before[n, which]
         return Occupancy(ops.reshape(len(graph.ops), kinds + 1), uses, shared, values, ends, fed)
 
-    def _nearest(self, value: int, tensors: Ints, among: Sequence[Layout]) -> tuple[int, Floats]:
+    def _nearest(self, value: int, tensors: Ints, among: Sequence[Layout], *, inside: bool) -> tuple[int, Floats]:
         """Of some tensors the one from which one of several layouts is reached the soonest, and its seconds where they
         count [columns]."""
         ways = self.ways[value]
         targets = [ways.layouts.number[layout] for layout in among]
         seconds = ways.seconds[tensors][:, targets]
         which, target = np.unravel_index(int(seconds.argmin()), seconds.shape)
-        return int(which), self.along(ways)[tensors[which], targets[target]]
+        return int(which), self.along(value, inside)[tensors[which], targets[target]]
 
 
 class WeightedBuilder(ProblemBuilder):
@@ -191,8 +206,11 @@ class WeightedBuilder(ProblemBuilder):
         ):
             options = st.choices[producer].options
             home = self.graph.runs[self.graph.home[use.value]]
-            key = "weighted use", self.chain_costs.ways[use.value], kind, tuple(own), tuple(shared), home
-            make = lambda u=use, o=options, w=own, s=shared: self._weighted_table(u.value, o, u.needs, u.runs, w, s)
+            inside = use.place > 0
+            key = "weighted use", self.chain_costs.ways[use.value], kind, tuple(own), tuple(shared), home, inside
+            make = lambda u=use, o=options, w=own, s=shared: self._weighted_table(
+                u.value, o, u.needs, u.runs, w, s, inside=u.place > 0
+            )
             edges.append(Edge(producer, use.variable, groups, use.needs.groups, self._weighted(key, make)))
         return Problem(tuple(self._weighted_unary()), tuple(edges))
 
@@ -210,13 +228,16 @@ class WeightedBuilder(ProblemBuilder):
         runs: float,
         own: Sequence[float],
         shared: Sequence[float],
+        *,
+        inside: bool,
     ) -> Floats:
         """Weighted seconds of a use's own conversion, and of the shared ones before the tensor that it takes: of the
         least of all tensors."""
         ways = self.chain_costs.ways[value]
         _, tensors, before = self.chain_costs.offers(value, options)
         columns = [ways.layouts.number[n] for n in needs.layouts]
-        seconds = np.where(np.isfinite(ways.seconds), _times(self.chain_costs.along(ways), own), np.inf)[:, columns]
+        along = _times(self.chain_costs.along(value, inside), own)
+        seconds = np.where(np.isfinite(ways.seconds), along, np.inf)[:, columns]
         found = runs * seconds[tensors]
         if any(shared):
             found = found + (self.graph.runs[self.graph.home[value]] * (before @ np.array(shared)))[:, :, None]
@@ -250,7 +271,8 @@ class WeightedBuilder(ProblemBuilder):
         st, costs = self.structure, self.chain_costs
         options, runs = st.choices[st.value_variable[value]].options, self.graph.runs[self.graph.home[value]]
         ends = (tuple(self.end_weights[value].tolist()), *self.ends(value)) if value in costs.plain else ()
-        return "options", costs.ways[value], options, runs, tuple(self.value_weights[value].tolist()), ends
+        ways = costs.ways[value], self.graph.home[value] > 0
+        return "options", ways, options, runs, tuple(self.value_weights[value].tolist()), ends
 
     def _of_states(self, value: int) -> Floats:
         """Weighted seconds of each state of a value that has a variable of its own."""
@@ -263,7 +285,9 @@ class WeightedBuilder(ProblemBuilder):
         def make() -> Floats:
             seconds = runs * _times(self.chain_costs.offers(value, options)[0], own)
             for end in ends[1:]:
-                seconds = seconds + self._weighted_table(value, options, end, 1.0, ends[0], ()).min(axis=1)
+                seconds = seconds + self._weighted_table(value, options, end, 1.0, ends[0], (), inside=False).min(
+                    axis=1
+                )
             return seconds
 
         return self._weighted(key, make)

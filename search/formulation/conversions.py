@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from itertools import permutations, product
 
@@ -105,15 +105,16 @@ class Conversions:
             at = after
         return found
 
-    def along(self, axes: Sequence[int]) -> Floats:
-        """float64 [layouts, layouts]: the seconds of those steps of each cheapest way that go along some axes."""
+    def along(self, axes: Sequence[int], single: Mapping[tuple[int, int], float]) -> Floats:
+        """float64 [layouts, layouts]: the seconds of those steps of each cheapest way that go along some axes, given
+        those of each step."""
         found = np.where(np.isfinite(self.seconds), 0.0, np.inf)
         for i, j in np.argwhere(np.isfinite(self.seconds)).tolist():
             at = i
             while at != j:
                 after = int(self._next[at, j])
                 if self._axis[at, after] in axes:
-                    found[i, j] += self.single[at, after]
+                    found[i, j] += single[at, after]
                 at = after
         return found
 

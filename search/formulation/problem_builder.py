@@ -124,6 +124,16 @@ class ProblemBuilder:
         cost = lambda step: self.costs.conversion(value, source, target, axis, shares, step)[0]
         return [cost(s) if self._allows(value, s) else np.inf for s in steps_between(source[axis], target[axis])]
 
+    def least_step_time(self, value: int, source: Layout, target: Layout, axis: int) -> float:
+        """Seconds that one conversion step adds at least to those that go with it."""
+        number = self.structure.layouts[value].number
+        alone = self.conversions(value).single[number[source], number[target]]
+        if not np.isfinite(alone):
+            return alone
+        shares = Shares(partial(self.largest, value), partial(self._shares_of_all, value))
+        step = self.step(value, source, target, axis)
+        return self.costs.least_in_bundle(value, source, target, axis, shares, step)
+
     def _allows(self, value: int, step: Collective) -> bool:
         """Whether a value may be converted by a step."""
         return not step.recuts

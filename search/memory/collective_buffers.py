@@ -58,18 +58,18 @@ def wires(
 
 
 def _stages(graph: Graph, program: Program) -> Iterator[tuple[int, int]]:
-    """The first and the last instruction of each run of collectives."""
-    first, made = -1, set[object]()
+    """The first and the last instruction of each run of collectives; a bundle is one of its own."""
+    first, bundle, made = -1, 0, set[object]()
     for i, step in enumerate((*program.instructions, None)):
         sent = step if isinstance(step, Convert) and step.is_collective else None
         sent = sent if sent and graph.values[sent.value].nbytes > 0 else None
         joins = sent is not None and made.isdisjoint(((sent.value, sent.source), (sent.value, sent.target)))
-        if first >= 0 and not joins:
+        if first >= 0 and not (joins and sent is not None and sent.bundle == bundle):
             yield first, i - 1
             first = -1
         if sent is not None:
             if first < 0:
-                first, made = i, set[object]()
+                first, bundle, made = i, sent.bundle, set[object]()
             made.add((sent.value, sent.target))
 
 

@@ -7,14 +7,14 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from typing import Literal, NamedTuple
 
-from hapsynth._jax import is_extended
 from hapsynth.graph.ir import Graph
 from hapsynth.instructions.collectives import Block
 from hapsynth.instructions.layout import Layout, cut_alone
+from hapsynth.instructions.program.bundles import family
 from hapsynth.instructions.program.program import Compute, Convert, Instruction, Program, Property, reads, writes
 from hapsynth.instructions.program.sizes import Sizes
 from hapsynth.instructions.rules.registry import is_fusible
-from hapsynth.instructions.staging.buckets import family, filled, joined
+from hapsynth.instructions.staging.buckets import filled, joined
 from hapsynth.instructions.staging.options import LoweringOptions
 from hapsynth.instructions.staging.stages import Stage, split
 from hapsynth.search.analysis.fusion import FusionPlan
@@ -192,7 +192,7 @@ def bundles(
     sent = [_sent(graph, program, step, nbytes) for step in run]
     dtypes = [graph.values[step.value].dtype for step in run]
     families = [
-        family(step, str(dtype)) if size <= options.bundled_bytes and not is_extended(dtype) else None
+        family(step, dtype) if size <= options.bundled_bytes else None
         for step, size, dtype in zip(run, sent, dtypes, strict=True)
     ]
     for group in filled(families, sent, options.bundle_bytes):

@@ -32,7 +32,8 @@ from hapsynth.search.planning.candidate import Candidate
 from hapsynth.search.planning.search_at_ratios import AdditiveSolution, FixedRatioSearch
 from hapsynth.search.result import SETTLED
 from hapsynth.search.scheduling.critical_path import Step, critical_path
-from hapsynth.search.scheduling.list_schedule import ordered, schedule
+from hapsynth.search.scheduling.list_schedule import ordered, refined, schedule
+from hapsynth.search.scheduling.prefetch import later
 from hapsynth.search.scheduling.tasks import LINK_NAMES, LINKS, Machine, TaskGraph, tasks_of
 from hapsynth.search.scheduling.timeline import Timeline, simulate
 from hapsynth.search.sizing.makespan_lp import LINK
@@ -350,9 +351,13 @@ def concluded(found: MakespanSearch, bar: float = np.inf) -> Overlapped | None:
             if again.best is not None and again.best.makespan_s < found.best.makespan_s:
                 found = again
     for known in sorted(found.scheduled, key=lambda known: known.makespan_s):
-        # Among the orders are those that were quickly looked at.
-        program = ordered(known.candidate.program, schedule(known.timeline.tasks))
-        if (fits := _timed(program, known.candidate.sizes, search, found.bound_for(known))) is not None:
+        program = ordered(known.candidate.program, refined(known.timeline))
+        sizes, ahead = known.candidate.sizes, len(program.instructions)
+        while (fits := _timed(program, sizes, search, found.bound_for(known))) is None and ahead:
+            # What is gathered ahead of its use is held meanwhile.
+            ahead //= 2
+            program = later(search.task.costs.graph, program, ahead)
+        if fits is not None:
             return fits
     return None
 
@@ -387,7 +392,7 @@ def _balanced(found: Scheduled, costs: CostModel, limit: float) -> Sizes | None:
     sizes = sizer.balanced(candidate.sizes, besides, computing / total if total else 1.0, limit)
     if sizes.shares == candidate.sizes.shares:
         return None
-    makespan = schedule(tasks_of(candidate.program, sizes, costs)).makespan_s
+    makespan = schedule(tasks_of(candidate.program, sizes, costs), quick=True).makespan_s
     return sizes if makespan < found.makespan_s * (1 - SETTLED) else None
 
 

@@ -1,4 +1,5 @@
-"""Orders of tasks: list schedules by several priorities, each improved forward and backward, and a bound on all orders.
+"""Orders of tasks and their bundles: list schedules by several priorities, each improved forward and backward, and a
+bound on all orders.
 
 A list schedule starts, whenever a machine is free, the task of highest priority that can start (Graham 1966). No one
 priority suits all programs. By the longest path to the end, the chain of a backward pass goes first, and the gradients
@@ -16,31 +17,61 @@ from heapq import heappop, heappush
 
 import numpy as np
 
-from hapsynth.instructions.program.program import Program
+from hapsynth.instructions.program.program import Convert, Instruction, Program
 from hapsynth.instructions.program.sizes import Sizes
 from hapsynth.search.cost.model import CostModel, Floats
+from hapsynth.search.scheduling.buckets import bundled, rebundled
 from hapsynth.search.scheduling.tasks import LINKS, Machine, TaskGraph, tasks_of
 from hapsynth.search.scheduling.timeline import Timeline, simulate
 
 _ROUNDS = 3
+_TURNS = 2
 _LEAST_GAIN = 1e-6
 
 
 def schedule(tasks: TaskGraph, *, quick: bool = False) -> Timeline:
-    """The timeline of the best order found. `quick`: only the most promising of the orders are looked at."""
-    found = [simulate(tasks, order) for order in _orders(tasks, quick)]
-    return min(found, key=lambda timeline: timeline.makespan_s)
+    """The timeline of the best order and bundles found. `quick`: only the most promising of the orders are looked at,
+    and the bundles that suggest themselves in the best of them."""
+    found = bundled(_of_best_order(tasks, quick=True))
+    return found if quick else refined(found)
+
+
+def refined(timeline: Timeline) -> Timeline:
+    """The best found of more orders and other bundles in turn."""
+    best = min(timeline, _of_best_order(timeline.tasks), key=_makespan)
+    for _ in range(_TURNS):
+        found = rebundled(best)
+        if found is best:
+            break
+        best = min(found, _of_best_order(found.tasks), key=_makespan)
+    return best
+
+
+def _makespan(timeline: Timeline) -> float:
+    return timeline.makespan_s
+
+
+def _of_best_order(tasks: TaskGraph, *, quick: bool = False) -> Timeline:
+    return min([simulate(tasks, order) for order in _orders(tasks, quick)], key=_makespan)
 
 
 def in_scheduled_order(program: Program, sizes: Sizes, costs: CostModel) -> Program:
-    """The same program with its instructions in the best order found."""
+    """The same program with its instructions in the best order found, and in bundles."""
     return ordered(program, schedule(tasks_of(program, sizes, costs)))
 
 
 def ordered(program: Program, timeline: Timeline) -> Program:
-    """A program with its instructions in the order of a timeline of it."""
-    places = (k for task in timeline.order for k in timeline.tasks.instructions[task])
-    return replace(program, instructions=tuple(program.instructions[k] for k in places))
+    """A program with its instructions in the order of a timeline of it, and bundles as there."""
+    found: list[Instruction] = []
+    bundles, tasks = 0, timeline.tasks
+    for task in timeline.order:
+        mine = [program.instructions[k] for k in tasks.instructions[task]]
+        if tasks.machine[task] in LINKS:
+            bundles += len(mine) > 1
+            bundle = bundles if len(mine) > 1 else 0
+            mine = [i._replace(bundle=bundle) if isinstance(i, Convert) else i for i in mine]
+        found += mine
+    return replace(program, instructions=tuple(found))
 
 
 def least_makespan(tasks: TaskGraph) -> float:

@@ -1,25 +1,30 @@
 """A program at its sizes as tasks for machines: the compute stream of every device, and the links between devices.
 
 Devices of one kind that hold the same shares of everything are a group: they do the same at the same time. A collective
-takes all devices, and the link of its mesh axis, for as long as the cost model says. Axes whose groups lie inside hosts
-have a link of their own, all others share the network. A loop or a branch is one task that takes everything: nothing
-goes on beside it. Slices of what is there already take no time.
+takes all devices, and the link of its mesh axis, for as long as the cost model says; those of a bundle are one, of one
+latency. Axes whose groups lie inside hosts have a link of their own, all others share the network. A loop or a branch
+is one task that takes everything: nothing goes on beside it. Slices of what is there already take no time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
-from functools import cached_property
+from functools import cached_property, reduce
+from heapq import heapify, heappop, heappush
 from math import fsum
+from typing import NamedTuple
 
 import numpy as np
 
+from hapsynth.instructions.program.bundles import bundles_of, family
 from hapsynth.instructions.program.program import Block, Compute, Convert, Instruction, Program, Property, nested
 from hapsynth.instructions.program.sizes import Sizes
+from hapsynth.instructions.staging.options import DEFAULT, LoweringOptions
 from hapsynth.search.cost.model import CostModel, Floats, Ints
-from hapsynth.search.cost.program_cost import Cost, conversion_cost, instruction_costs, load_seconds, shares
+from hapsynth.search.cost.network import AxisLink
+from hapsynth.search.cost.program_cost import Cost, instruction_costs, load_seconds, shares, shares_of
 from hapsynth.search.cost.program_index import ProgramIndex
 
 
@@ -38,6 +43,33 @@ LINK_NAMES = {Machine.NETWORK: "network", Machine.INTRA: "links inside hosts"}
 """As reports say it."""
 
 
+class Transfer(NamedTuple):
+    """What a collective, or a bundle of them, sends.
+
+    `family`: what it has in common with those that it can go with. `nbytes`: that each device sends; `wire_bytes`: that
+    one group does over its slowest link. `turned_s`: as `network.Sent` has it.
+    """
+
+    family: Hashable
+    link: AxisLink
+    step: str
+    nbytes: float
+    wire_bytes: float
+    turned_s: float
+
+    @property
+    def seconds(self) -> float:
+        return float(self.link.seconds(self.step, self.wire_bytes)) + self.turned_s
+
+    def beside(self, other: Transfer) -> Transfer:
+        """Both as one."""
+        return self._replace(
+            nbytes=self.nbytes + other.nbytes,
+            wire_bytes=self.wire_bytes + other.wire_bytes,
+            turned_s=self.turned_s + other.turned_s,
+        )
+
+
 @dataclass(frozen=True, eq=False)
 class TaskGraph:
     """Tasks in an order in which each comes after its makers.
@@ -45,7 +77,8 @@ class TaskGraph:
     `seconds`: float64 [tasks, groups], how long a task takes each group of devices; those of a collective are alike.
     `group_of`: int [devices]. `instructions`: per task, the program's by their places; none for an argument that is
     fed. `slowdown`: float64 [groups], how many times as long computing takes each while something is sent; None for
-    as long as alone. `sent_in`: of a loop or branch, its seconds in which it sends.
+    as long as alone. `sent_in`: of a loop or branch, its seconds in which it sends. `transfers`: of each collective
+    that could go with others. `lowering`: says which may.
     """
 
     machine: tuple[Machine, ...]
@@ -55,6 +88,8 @@ class TaskGraph:
     group_of: Ints
     slowdown: Floats | None = None
     sent_in: Mapping[int, float] = field(default_factory=dict[int, float])
+    transfers: Mapping[int, Transfer] = field(default_factory=dict[int, Transfer])
+    lowering: LoweringOptions = DEFAULT
 
     @cached_property
     def users(self) -> tuple[tuple[int, ...], ...]:
@@ -69,6 +104,54 @@ class TaskGraph:
     def longest(self) -> list[float]:
         """Seconds of each task in the group that takes longest."""
         return self.seconds.max(axis=1, initial=0.0).tolist()
+
+    def joined(self, order: Sequence[int], bundles: Iterable[Sequence[int]]) -> TaskGraph | None:
+        """The same with the collectives of each bundle as one task, numbered in an order that is nearest to the one
+        given; None where some would wait for themselves. Each bundle is in the given order."""
+        first = list(range(len(self.machine)))
+        for bundle in bundles:
+            for task in bundle:
+                first[task] = bundle[0]
+        place = [0] * len(first)
+        for k, task in enumerate(order):
+            place[task] = k
+        members: dict[int, list[int]] = {}
+        for task in order:
+            members.setdefault(first[task], []).append(task)
+        makers = {one: {first[m]: None for task in tasks for m in self.makers[task]} for one, tasks in members.items()}
+        users: dict[int, list[int]] = {one: [] for one in members}
+        for one, needed in makers.items():
+            for maker in needed:
+                users[maker].append(one)
+        missing = {one: len(needed) for one, needed in makers.items()}
+        ready = [(place[one], one) for one, count in missing.items() if not count]
+        heapify(ready)
+        number: dict[int, int] = {}
+        while ready:
+            _, one = heappop(ready)
+            number[one] = len(number)
+            for user in users[one]:
+                missing[user] -= 1
+                if not missing[user]:
+                    heappush(ready, (place[user], user))
+        if len(number) < len(members):
+            return None
+        seconds = self.seconds[list(number)]
+        transfers: dict[int, Transfer] = {}
+        for one, at in number.items():
+            if one in self.transfers:
+                transfers[at] = reduce(Transfer.beside, [self.transfers[task] for task in members[one]])
+                if len(members[one]) > 1:
+                    seconds[at] = transfers[at].seconds
+        return replace(
+            self,
+            machine=tuple(self.machine[one] for one in number),
+            seconds=seconds,
+            makers=tuple(tuple(number[m] for m in makers[one]) for one in number),
+            instructions=tuple(tuple(k for task in members[one] for k in self.instructions[task]) for one in number),
+            sent_in={number[task]: sent for task, sent in self.sent_in.items()},
+            transfers=transfers,
+        )
 
 
 def tasks_of(program: Program, sizes: Sizes, costs: CostModel) -> TaskGraph:
@@ -89,6 +172,7 @@ class _Builder:
         self.seconds: list[Floats] = []
         self.makers: list[tuple[int, ...]] = []
         self.instructions: list[tuple[int, ...]] = []
+        self.transfers: dict[int, Transfer] = {}
         self.made: dict[Property, int] = {}
         self.sent_in: dict[int, float] = {}
 
@@ -111,16 +195,28 @@ class _Builder:
             at = places.stop
         seconds = np.array(self.seconds).reshape(len(self.machine), alone.size)
         graph = tuple(self.machine), seconds, tuple(self.makers), tuple(self.instructions), group_of
-        return TaskGraph(*graph, self.costs.slowdown[alone], self.sent_in)
+        found = TaskGraph(*graph, self.costs.slowdown[alone], self.sent_in, self.transfers, self.costs.lowering)
+        bundles = bundles_of(self.program.instructions)
+        if not bundles:
+            return found
+        task_of = {places[0]: task for task, places in enumerate(self.instructions) if places}
+        together = found.joined(range(len(self.machine)), [[task_of[at] for at in b] for b in bundles.values()])
+        assert together is not None, "a bundle's collectives need nothing of one another"
+        return together
 
     def _one(self, at: int, i: Instruction) -> tuple[Machine, float | Floats]:
         """What an instruction in no loop or branch takes, and its seconds [devices], or on all alike."""
         if isinstance(i, Compute):
             return Machine.COMPUTE, self.loads[self.index.load_of[at]] + self.costs.uniform_time(i.op)
-        seconds, _ = conversion_cost(self.costs, self.sizes, i)
-        if not seconds:
+        held, link = shares_of(self.sizes, i.value), self.costs.links[i.axis]
+        sent = self.costs.sent_alone(i.value, i.source, i.target, i.axis, held, i.collective)
+        if not sent.seconds:
             return Machine.LOCAL, 0.0
-        return Machine.NETWORK if self.costs.links[i.axis].crosses_hosts else Machine.INTRA, seconds
+        kind = family(i, self.costs.graph.values[i.value].dtype)
+        if kind is not None:
+            nbytes = self.costs.bytes_sent(i.value, i.source, i.target, i.axis, held.largest, i.collective)
+            self.transfers[len(self.machine)] = Transfer(kind, link, i.step, nbytes, sent.wire_bytes, sent.turned_s)
+        return Machine.NETWORK if link.crosses_hosts else Machine.INTRA, sent.seconds
 
     def _add(self, machine: Machine, seconds: Floats, makers: tuple[int, ...], instructions: tuple[int, ...]) -> int:
         """A task; its number."""

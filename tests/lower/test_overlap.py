@@ -21,19 +21,15 @@ import hapsynth
 from hapsynth import _jax
 from hapsynth.graph.trace import trace
 from hapsynth.instructions.program.checker import check
-from hapsynth.instructions.staging.options import LoweringOptions
 from hapsynth.lower import Staged, lower_staged
 from hapsynth.lower._collective_thread import Transfer
 from hapsynth.lower._host_schedule import CollectiveStage, HostLoop, LocalStage
 from hapsynth.lower._staged_form import Run
 
-APART = LoweringOptions(started_bytes=0)
-"""Small collectives start by themselves, as large ones do."""
-
 
 def overlapping(plan: hapsynth.Plan) -> Staged:
     graph, program, sizes = plan.traced.graph, plan.program, plan.sizes
-    return lower_staged(graph, program, sizes, plan.mesh, options=APART, overlap=True)
+    return lower_staged(graph, program, sizes, plan.mesh, overlap=True)
 
 
 def results(staged: Staged, leaves: Any) -> list[Any]:
@@ -88,7 +84,7 @@ def test_random_programs(name: str, axes: Any, mode: str, seed: int) -> None:
     program = maker.build()
     sizes = maker.sizes(program, mode)
     check(traced.graph, program, sizes)
-    staged = lower_staged(traced.graph, program, sizes, first_devices(4), options=APART, overlap=True)
+    staged = lower_staged(traced.graph, program, sizes, first_devices(4), overlap=True)
     assert_close(results(staged, jax.tree.leaves(args)), jax.jit(fn)(*args))
 
 

@@ -33,13 +33,15 @@ def test_no_program_is_shorter_than_a_chain(given: Space) -> None:
     rng, tight = random.Random(1), 0.0
     for choices, _, tasks in programs(given, 4, seed=5, frugal=True):
         taken = given.costs.occupancy(choices.tolist())
-        shortest = min(
-            schedule(tasks).makespan_s, *(simulate(tasks, random_order(rng, tasks)).makespan_s for _ in range(4))
-        )
+        best = schedule(tasks)
+        drawn = [simulate(tasks, random_order(rng, tasks)).makespan_s for _ in range(4)]
+        shortest = min(best.makespan_s, *drawn)
+        # Of what may go with more, chains have next to no latency, as that may be a bundle's.
+        saved = fsum(t.link.seconds(t.step, 0.0) for t in best.tasks.transfers.values())
         for chain in chains_of(given, taken, rng):
             assert given.chains.length(chain, taken) <= shortest * ROUNDING, chain.key
-            tight = max(tight, given.chains.length(chain, taken) / shortest)
-    assert tight > 0.5
+            tight = max(tight, given.chains.length(chain, taken) / (shortest - saved))
+    assert tight > 0.75
 
 
 def test_the_longest_chain_is_no_shorter_than_others_that_alternate(given: Space) -> None:
@@ -69,7 +71,14 @@ def test_chains_of_one_resource_are_what_it_does(given: Space) -> None:
         first = [int(np.flatnonzero(costs.kind_of == k)[0]) for k in range(kinds)]
         streams = [busy(tasks, Machine.COMPUTE, tasks.group_of[device]) for device in first]
         links = [busy(tasks, link, 0) for link in links_of(costs)]
-        assert lengths == pytest.approx([*streams, *links], rel=1e-9)
+        # Where they go together most latencies are saved.
+        saved = [
+            fsum(t.link.seconds(t.step, 0.0) for k, t in tasks.transfers.items() if tasks.machine[k] is link)
+            for link in links_of(costs)
+        ]
+        assert lengths[:kinds] == pytest.approx(streams, rel=1e-9)
+        for length, seconds, latency in zip(lengths[kinds:], links, saved, strict=True):
+            assert (seconds - latency) / ROUNDING <= length <= seconds * ROUNDING
 
 
 def test_parts_add_up(given: Space) -> None:

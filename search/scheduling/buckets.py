@@ -1,0 +1,126 @@
+"""Which collectives go as one: those that save latency where the start that waits for the last of them costs nothing.
+
+Two neighbours among the collectives of one family, in their order, go together or apart, and the simulated makespan
+decides, not their size (GradientFlow's lazy all-reduce, arXiv 1902.06855, takes all that wait until there are enough
+bytes). Of two that take as long the one that keeps the links busy for less time is taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import NamedTuple
+
+from hapsynth.search.scheduling.tasks import LINKS, Machine
+from hapsynth.search.scheduling.timeline import Timeline, simulate
+
+_TRIALS = 64
+"""Simulations of one timeline's bundles."""
+_SAME = 1e-9
+"""Relative: makespans that differ by rounding alone."""
+
+
+def bundled(timeline: Timeline) -> Timeline:
+    """A timeline in which those collectives go together that wait at once for the same link, where that is better."""
+    neighbours = _Neighbours(timeline)
+    return _better(timeline, neighbours.simulated(neighbours.waiting()))
+
+
+def rebundled(timeline: Timeline) -> Timeline:
+    """A timeline with more collectives together, where that is better: all neighbours, else half of them, and so on."""
+    neighbours = _Neighbours(timeline)
+    taken: set[int] = set()
+    best, trials = timeline, 0
+    blocks = [range(len(neighbours.pairs))] if neighbours.pairs else []
+    while blocks and trials < _TRIALS:
+        block, trials = blocks.pop(), trials + 1
+        found = neighbours.simulated(taken | {*block})
+        better = _better(best, found)
+        if better is not best:
+            best = better
+            taken |= {*block}
+        elif len(block) > 1:
+            middle = len(block) // 2
+            blocks += [block[middle:], block[:middle]]
+    return best
+
+
+def _better(one: Timeline, other: Timeline | None) -> Timeline:
+    if other is None:
+        return one
+    shorter, longer = other.makespan_s < one.makespan_s * (1 - _SAME), other.makespan_s > one.makespan_s * (1 + _SAME)
+    return other if shorter or (not longer and _sending_s(other) < _sending_s(one) * (1 - _SAME)) else one
+
+
+def _sending_s(timeline: Timeline) -> float:
+    tasks = timeline.tasks
+    return sum(seconds for machine, seconds in zip(tasks.machine, tasks.longest, strict=True) if machine in LINKS)
+
+
+class _Sent(NamedTuple):
+    """The last collective of a link, with those that it goes with."""
+
+    task: int
+    begun: float
+    ended: float
+
+
+class _Neighbours:
+    """Each two collectives of a family that follow one another in a timeline's order (`pairs`)."""
+
+    def __init__(self, timeline: Timeline) -> None:
+        self.timeline, self.tasks = timeline, timeline.tasks
+        most = self.tasks.lowering.bundled_bytes
+        last: dict[Hashable, int] = {}
+        self.pairs: list[tuple[int, int]] = []
+        for task in timeline.order:
+            transfer = self.tasks.transfers.get(task)
+            if transfer is None or (transfer.nbytes > most and len(self.tasks.instructions[task]) == 1):
+                continue
+            if transfer.family in last:
+                self.pairs.append((last[transfer.family], task))
+            last[transfer.family] = task
+
+    def waiting(self) -> set[int]:
+        """Pairs of which the second waits for its link as the first starts."""
+        tasks, end = self.tasks, self.timeline.end
+        number = {pair: n for n, pair in enumerate(self.pairs)}
+        found: set[int] = set()
+        last = {link: _Sent(-1, 0.0, 0.0) for link in LINKS}
+        for task in self.timeline.order:
+            ready = max((float(end[m].max()) for m in tasks.makers[task]), default=0.0)
+            for link in LINKS:
+                if tasks.machine[task] is Machine.EVERYTHING:
+                    last[link] = _Sent(-1, 0.0, float(end[task].max()))
+                if tasks.machine[task] is not link:
+                    continue
+                before, pair = last[link], number.get((last[link].task, task))
+                if pair is not None and ready <= before.begun:
+                    found.add(pair)
+                    transfer = tasks.transfers[task]
+                    saved = float(transfer.link.seconds(transfer.step, 0.0))
+                    last[link] = _Sent(task, before.begun, before.ended + tasks.longest[task] - saved)
+                else:
+                    begun = max(before.ended, ready)
+                    last[link] = _Sent(task, begun, begun + tasks.longest[task])
+        return found
+
+    def simulated(self, together: set[int]) -> Timeline | None:
+        """The timeline with these pairs together; None where none are, or it cannot be."""
+        bundles = self._bundles(together)
+        tasks = self.tasks.joined(self.timeline.order, bundles) if bundles else None
+        return None if tasks is None else simulate(tasks, range(len(tasks.machine)))
+
+    def _bundles(self, together: set[int]) -> list[list[int]]:
+        """As long as a bundle has room."""
+        most, transfers = self.tasks.lowering.bundle_bytes, self.tasks.transfers
+        of: dict[int, list[int]] = {}
+        held: dict[int, float] = {}
+        for n in sorted(together):
+            one, other = self.pairs[n]
+            bundle = of.get(one, [one])
+            total = held.get(bundle[0], transfers[one].nbytes) + transfers[other].nbytes
+            if total <= most:
+                bundle.append(other)
+                of[one] = of[other] = bundle
+                held[bundle[0]] = total
+        return [bundle for first, bundle in of.items() if bundle[0] == first]

@@ -1,0 +1,186 @@
+"""Collectives that go as one: by hand, against every way to bundle small task graphs, and in programs."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from cp_sat import exact_makespan
+from slow_devices import SPEEDS, first_devices, thin_cluster
+
+import hapsynth
+from hapsynth.cluster.cluster import Link
+from hapsynth.instructions.layout import R, S
+from hapsynth.instructions.program.bundles import bundles_of
+from hapsynth.instructions.program.checker import check
+from hapsynth.instructions.program.program import Convert, Program, ProgramError
+from hapsynth.instructions.staging.options import LoweringOptions
+from hapsynth.lower import lower_staged
+from hapsynth.lower._host_schedule import CollectiveStage
+from hapsynth.search.cost.network import AxisLink
+from hapsynth.search.scheduling.list_schedule import schedule
+from hapsynth.search.scheduling.tasks import LINKS, Machine, TaskGraph, Transfer, tasks_of
+from hapsynth.search.scheduling.timeline import simulate
+
+LATENCY = 2.0
+LINK = AxisLink(2, LATENCY, 1.0, 1.0, True)
+COMPUTE, NETWORK = Machine.COMPUTE, Machine.NETWORK
+SMALL = LoweringOptions(bundled_bytes=100, bundle_bytes=100)
+
+
+def graph_of(rows: Sequence[tuple[Machine, float, tuple[int, ...]]], options: LoweringOptions = SMALL) -> TaskGraph:
+    """Tasks from (machine, seconds or bytes, makers): a byte takes a second, a collective two more."""
+    machine, amount, makers = zip(*rows, strict=True)
+    transfers = {
+        task: Transfer("all", LINK, "all_reduce", amount[task], amount[task], 0.0)
+        for task, each in enumerate(machine)
+        if each in LINKS
+    }
+    seconds = np.array([[transfers[t].seconds if t in transfers else amount[t]] for t in range(len(rows))])
+    instructions = tuple((task,) for task in range(len(rows)))
+    return TaskGraph(machine, seconds, makers, instructions, np.arange(1), transfers=transfers, lowering=options)
+
+
+def sent(tasks: TaskGraph) -> list[set[int]]:
+    return [set(i) for i, machine in zip(tasks.instructions, tasks.machine, strict=True) if machine in LINKS]
+
+
+def test_what_waits_for_the_link_goes_together() -> None:
+    """The first is sent while the others are made, which then share a latency."""
+    rows = [(COMPUTE, 1.0, ()), (NETWORK, 4.0, (0,))]
+    rows += [row for k in range(2, 8, 2) for row in ((COMPUTE, 1.0, (k - 2,)), (NETWORK, 1.0, (k,)))]
+    tasks = graph_of(rows)
+    assert sorted(map(sorted, sent(schedule(tasks).tasks))) == [[1], [3, 5, 7]]
+    assert schedule(tasks).makespan_s == 1 + 6 + 3 + 2
+
+
+def test_what_is_waited_for_starts_at_once() -> None:
+    """The second would come so late that what needs the first waits longer than a latency."""
+    rows = [(COMPUTE, 1.0, ()), (NETWORK, 3.0, (0,)), (COMPUTE, 9.0, (0,)), (NETWORK, 1.0, (2,))]
+    tasks = graph_of([*rows, (COMPUTE, 9.0, (1,))])
+    found = schedule(tasks)
+    assert sent(found.tasks) == [{1}, {3}]
+    together = tasks.joined(range(5), [[1, 3]])
+    assert together is not None
+    assert simulate(together, range(4)).makespan_s > found.makespan_s == 19
+
+
+def test_bundles_are_as_large_as_they_may_be() -> None:
+    rows = [(COMPUTE, 1.0, ()), *[(NETWORK, 4.0, (0,))] * 4]
+    limited = lambda **options: sent(schedule(graph_of(rows, LoweringOptions(**options))).tasks)
+    assert sorted(map(len, limited(bundled_bytes=4, bundle_bytes=8))) == [2, 2]
+    assert sorted(map(len, limited(bundled_bytes=3, bundle_bytes=8))) == [1] * 4
+
+
+def test_what_waits_for_another_does_not_go_with_it() -> None:
+    tasks = graph_of([(NETWORK, 1.0, ()), (COMPUTE, 1.0, (0,)), (NETWORK, 1.0, (1,))])
+    assert tasks.joined(range(3), [[0, 2]]) is None
+    assert schedule(tasks).makespan_s == 3 + 1 + 3
+
+
+def partitions(items: Sequence[int]) -> Iterator[list[list[int]]]:
+    if not items:
+        yield []
+        return
+    for rest in partitions(items[1:]):
+        yield [[items[0]], *rest]
+        for k, block in enumerate(rest):
+            yield [*rest[:k], [items[0], *block], *rest[k + 1 :]]
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_bundles_and_orders_are_near_the_best_of_all(seed: int) -> None:
+    """CP-SAT orders every way to bundle four collectives."""
+    rng = random.Random(seed)
+    rows, machines = list[tuple[Machine, float, tuple[int, ...]]](), [COMPUTE] * 5 + [NETWORK] * 4
+    rng.shuffle(machines)
+    for task, machine in enumerate(machines):
+        makers = tuple(sorted(rng.sample(range(task), min(task, rng.choice([0, 1, 1])))))
+        rows.append((machine, float(rng.randint(1, 5)), makers))
+    tasks = graph_of(rows)
+    ways = (tasks.joined(range(9), blocks) for blocks in partitions(sorted(tasks.transfers)))
+    least = min(exact_makespan(way) for way in ways if way is not None)
+    found = schedule(tasks)
+    assert least <= found.makespan_s <= 1.25 * least
+    assert found.makespan_s <= exact_makespan(tasks) * 1.25
+    assert found.makespan_s == simulate(found.tasks, found.order).makespan_s
+
+
+def layers(ws: Any, x: Any) -> Any:
+    """The gradients of all layers are partial sums, in whole numbers."""
+
+    def forward(ws: Any) -> Any:
+        y = x
+        for w in ws:
+            y = y @ w
+        return (y**2).sum()
+
+    return [w - g for w, g in zip(ws, jax.grad(forward)(ws), strict=True)], forward(ws)
+
+
+ARGS = [np.eye(8, dtype=np.float32)] * 5, np.arange(96, dtype=np.float32).reshape(12, 8)
+CLUSTER = replace(thin_cluster(SPEEDS["3:1"]), network=Link(1e9, 1e-6))
+FIXED = {f"[0][{k}]": "R" for k in range(5)} | {"[1]": "S(0)"}
+
+
+@pytest.fixture(scope="module")
+def plan() -> hapsynth.Plan:
+    """Data parallel where latency is most of what a collective takes."""
+    return hapsynth.synthesize(layers, ARGS, CLUSTER, leave_out=False, fixed=FIXED, overlap=True)
+
+
+def test_a_program_says_what_goes_together(plan: hapsynth.Plan) -> None:
+    program, sizes, costs = plan.program, plan.sizes, plan.cost_model()
+    bundles = bundles_of(program.instructions)
+    assert max(map(len, bundles.values())) > 1
+    tasks = tasks_of(program, sizes, costs)
+    assert simulate(tasks, range(len(tasks.machine))).makespan_s == plan.cost
+    assert {frozenset(b) for b in bundles.values()} == {frozenset(b) for b in sent(tasks) if len(b) > 1}
+    alone = [i._replace(bundle=0) if isinstance(i, Convert) else i for i in program.instructions]
+    apart = tasks_of(replace(program, instructions=tuple(alone)), sizes, costs)
+    assert schedule(replace(apart, transfers={})).makespan_s > plan.cost
+    again = Program.from_dict(program.to_dict())
+    assert (again.instructions, again.text(plan.traced.graph)) == (
+        program.instructions,
+        program.text(plan.traced.graph),
+    )
+
+
+def test_bundles_that_cannot_be(plan: hapsynth.Plan) -> None:
+    graph, program = plan.traced.graph, plan.program
+    x = graph.inputs[-1]
+    gather = Convert(x, 0, (S(0),), (R,), bundle=99)
+
+    def broken(*inserted: tuple[int, Convert]) -> str:
+        instructions = list(program.instructions)
+        for at, step in inserted:
+            instructions.insert(at, step)
+        with pytest.raises(ProgramError) as error:
+            check(graph, replace(program, instructions=tuple(instructions)))
+        return str(error.value)
+
+    check(graph, replace(program, instructions=(gather, *program.instructions)))
+    bundle, places = next(iter(bundles_of(program.instructions).items()))
+    assert "cannot go as one" in broken((places[-1] + 1, gather._replace(bundle=bundle)))
+    assert "cannot go as one" in broken((0, Convert(x, 0, (R,), (S(0),), bundle=99)), (0, gather))
+    assert "do not stand together" in broken((0, gather), (2, gather))
+    assert "needs what another one makes" in broken((0, gather), (0, gather))
+
+
+def test_devices_send_as_the_program_says(plan: hapsynth.Plan) -> None:
+    graph, program, sizes = plan.traced.graph, plan.program, plan.sizes
+    staged = lower_staged(graph, program, sizes, first_devices(4), overlap=True)
+    stages = [item.steps for item in staged.items if isinstance(item, CollectiveStage)]
+    numbers = [tuple(step.bundle for step in steps if isinstance(step, Convert)) for steps in stages]
+    assert all(len(set(n)) == 1 and (len(n) == 1) == (n[0] == 0) for n in numbers)
+    assert sorted(n[0] for n in numbers if n[0]) == sorted(bundles_of(program.instructions))
+    assert all(len(staged.sent(steps)) == 1 for steps in stages)
+    stored = [s.put(x, copy=True) for s, x in zip(staged.inputs, jax.tree.leaves(ARGS), strict=True)]
+    given = [x if s is None else s.fetch(x) for s, x in zip(staged.outputs, staged(stored), strict=True)]
+    for x, expected in zip(given, jax.tree.leaves(jax.jit(layers)(*ARGS)), strict=True):
+        np.testing.assert_array_equal(x, expected)
