@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import NamedTuple
 
 import numpy as np
@@ -33,7 +33,7 @@ from hapsynth.search.planning.search_at_ratios import AdditiveSolution, FixedRat
 from hapsynth.search.result import SETTLED
 from hapsynth.search.scheduling.critical_path import Step, critical_path
 from hapsynth.search.scheduling.list_schedule import ordered, refined, schedule
-from hapsynth.search.scheduling.prefetch import later
+from hapsynth.search.scheduling.prefetch import prefetched
 from hapsynth.search.scheduling.tasks import LINK_NAMES, LINKS, Machine, TaskGraph, tasks_of
 from hapsynth.search.scheduling.timeline import Timeline, simulate
 from hapsynth.search.sizing.makespan_lp import LINK
@@ -115,7 +115,8 @@ class MakespanSearch:
         # Within limits a search has variables besides, which count what is held.
         self._look(begin[: len(self.structure.choices)])
         for known in like.seen if like else ():
-            self._look(known.choices)
+            if not self._is_known(known.choices):
+                self._see(known.choices)
         if not self._weights.size:
             self._weights = self._parts_of_path(self.scheduled[0])
 
@@ -202,8 +203,7 @@ class MakespanSearch:
         """Schedule a program, unless one of its chains is as long as the best so far."""
         if self._is_known(choices):
             return
-        seen = Seen(choices, self._chain_costs.occupancy(choices.tolist()))
-        self.seen.append(seen)
+        seen = self._see(choices)
         if self.best and max(self.space.length(c, seen.taken) for c in self.chains) >= self.best.makespan_s:
             return
         candidate = self.search.maker.chosen(self.builder, choices)
@@ -213,6 +213,10 @@ class MakespanSearch:
         if candidate.memory <= self.search.limit and (self.best is None or found.makespan_s < self.best.makespan_s):
             self.best = found
         self._paths.append(self._on_path(found))
+
+    def _see(self, choices: Ints) -> Seen:
+        self.seen.append(Seen(choices, self._chain_costs.occupancy(choices.tolist())))
+        return self.seen[-1]
 
     def _is_known(self, choices: Ints) -> bool:
         return any(np.array_equal(choices, known.choices) for known in self.seen)
@@ -351,14 +355,16 @@ def concluded(found: MakespanSearch, bar: float = np.inf) -> Overlapped | None:
             if again.best is not None and again.best.makespan_s < found.best.makespan_s:
                 found = again
     for known in sorted(found.scheduled, key=lambda known: known.makespan_s):
-        program = ordered(known.candidate.program, refined(known.timeline))
-        sizes, ahead = known.candidate.sizes, len(program.instructions)
-        while (fits := _timed(program, sizes, search, found.bound_for(known))) is None and ahead:
-            # What is gathered ahead of its use is held meanwhile.
-            ahead //= 2
-            program = later(search.task.costs.graph, program, ahead)
-        if fits is not None:
+        candidate, bound = known.candidate, found.bound_for(known)
+        timed = partial(_timed, sizes=candidate.sizes, search=search, bound=bound)
+        if (fits := timed(ordered(candidate.program, refined(known.timeline)))) is not None:
             return fits
+        # In the order of its own it may hold less, and what is gathered ahead of its use is held meanwhile.
+        ahead = len(candidate.program.instructions)
+        while ahead and candidate.memory <= search.limit:
+            if (fits := timed(prefetched(search.task.costs.graph, candidate.program, ahead))) is not None:
+                return fits
+            ahead //= 2
     return None
 
 

@@ -258,7 +258,9 @@ class Planner:
         self.explore_makespans()
         makespans = self._makespans
         found = self._unless_interrupted(lambda: makespans and concluded(makespans, bar), None)
-        found = found or as_it_is(self._search, best)
+        own = as_it_is(self._search, best)
+        # Where memory is short, what is found may have to wait for its gathers longer than the sum's program does.
+        found = own if found is None or own.timeline.makespan_s < found.timeline.makespan_s else found
         if task.options.fixed_ratios is not None:
             task.options.fixed_ratios.check(found.sizes)
         check(graph, found.program, found.sizes)

@@ -7,13 +7,14 @@ bytes). Of two that take as long the one that keeps the links busy for less time
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Hashable
 from typing import NamedTuple
 
 from hapsynth.search.scheduling.tasks import LINKS, Machine
 from hapsynth.search.scheduling.timeline import Timeline, simulate
 
-_TRIALS = 64
+_TRIALS = 16
 """Simulations of one timeline's bundles."""
 _SAME = 1e-9
 """Relative: makespans that differ by rounding alone."""
@@ -30,9 +31,9 @@ def rebundled(timeline: Timeline) -> Timeline:
     neighbours = _Neighbours(timeline)
     taken: set[int] = set()
     best, trials = timeline, 0
-    blocks = [range(len(neighbours.pairs))] if neighbours.pairs else []
+    blocks = deque([range(len(neighbours.pairs))] if neighbours.pairs else [])
     while blocks and trials < _TRIALS:
-        block, trials = blocks.pop(), trials + 1
+        block, trials = blocks.popleft(), trials + 1
         found = neighbours.simulated(taken | {*block})
         better = _better(best, found)
         if better is not best:
@@ -40,7 +41,7 @@ def rebundled(timeline: Timeline) -> Timeline:
             taken |= {*block}
         elif len(block) > 1:
             middle = len(block) // 2
-            blocks += [block[middle:], block[:middle]]
+            blocks += [block[:middle], block[middle:]]
     return best
 
 
