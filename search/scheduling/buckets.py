@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Hashable
 from typing import NamedTuple
 
-from hapsynth.search.scheduling.tasks import LINKS, Machine
+from hapsynth.search.scheduling.tasks import LINKS, Machine, Transfer
 from hapsynth.search.scheduling.timeline import Timeline, simulate
 
 _TRIALS = 16
@@ -112,16 +112,16 @@ class _Neighbours:
         return None if tasks is None else simulate(tasks, range(len(tasks.machine)))
 
     def _bundles(self, together: set[int]) -> list[list[int]]:
-        """As long as a bundle has room."""
+        """As long as a bundle has room. What is gathered twice, dropped between, one bundle cannot gather twice."""
         most, transfers = self.tasks.lowering.bundle_bytes, self.tasks.transfers
         of: dict[int, list[int]] = {}
-        held: dict[int, float] = {}
+        held: dict[int, Transfer] = {}
         for n in sorted(together):
             one, other = self.pairs[n]
             bundle = of.get(one, [one])
-            total = held.get(bundle[0], transfers[one].nbytes) + transfers[other].nbytes
-            if total <= most:
+            before, more = held.get(bundle[0], transfers[one]), transfers[other]
+            if before.nbytes + more.nbytes <= most and before.made.isdisjoint(more.made):
                 bundle.append(other)
                 of[one] = of[other] = bundle
-                held[bundle[0]] = total
+                held[bundle[0]] = before.beside(more)
         return [bundle for first, bundle in of.items() if bundle[0] == first]

@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from hapsynth.instructions.layout import Layout
 from hapsynth.instructions.program.bundles import bundles_of, family
 from hapsynth.instructions.program.program import Block, Compute, Convert, Instruction, Program, Property, nested
 from hapsynth.instructions.program.sizes import Sizes
@@ -46,11 +47,13 @@ LINK_NAMES = {Machine.NETWORK: "network", Machine.INTRA: "links inside hosts"}
 class Transfer(NamedTuple):
     """What a collective, or a bundle of them, sends.
 
-    `family`: what it has in common with those that it can go with. `nbytes`: that each device sends; `wire_bytes`: that
-    one group does over its slowest link. `turned_s`: as `network.Sent` has it.
+    `family`: what it has in common with those that it can go with. `made`: the values and layouts that it makes; a
+    bundle makes each of them once. `nbytes`: that each device sends; `wire_bytes`: that one group does over its slowest
+    link. `turned_s`: as `network.Sent` has it.
     """
 
     family: Hashable
+    made: frozenset[tuple[int, Layout]]
     link: AxisLink
     step: str
     nbytes: float
@@ -64,6 +67,7 @@ class Transfer(NamedTuple):
     def beside(self, other: Transfer) -> Transfer:
         """Both as one."""
         return self._replace(
+            made=self.made | other.made,
             nbytes=self.nbytes + other.nbytes,
             wire_bytes=self.wire_bytes + other.wire_bytes,
             turned_s=self.turned_s + other.turned_s,
@@ -215,7 +219,9 @@ class _Builder:
         kind = family(i, self.costs.graph.values[i.value].dtype)
         if kind is not None:
             nbytes = self.costs.bytes_sent(i.value, i.source, i.target, i.axis, held.largest, i.collective)
-            self.transfers[len(self.machine)] = Transfer(kind, link, i.step, nbytes, sent.wire_bytes, sent.turned_s)
+            made = frozenset({(i.value, i.target)})
+            transfer = Transfer(kind, made, link, i.step, nbytes, sent.wire_bytes, sent.turned_s)
+            self.transfers[len(self.machine)] = transfer
         return Machine.NETWORK if link.crosses_hosts else Machine.INTRA, sent.seconds
 
     def _add(self, machine: Machine, seconds: Floats, makers: tuple[int, ...], instructions: tuple[int, ...]) -> int:

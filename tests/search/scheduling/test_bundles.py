@@ -37,7 +37,7 @@ def graph_of(rows: Sequence[tuple[Machine, float, tuple[int, ...]]], options: Lo
     """Tasks from (machine, seconds or bytes, makers): a byte takes a second, a collective two more."""
     machine, amount, makers = zip(*rows, strict=True)
     transfers = {
-        task: Transfer("all", LINK, "all_reduce", amount[task], amount[task], 0.0)
+        task: Transfer("all", frozenset({(task, R)}), LINK, "all_reduce", amount[task], amount[task], 0.0)
         for task, each in enumerate(machine)
         if each in LINKS
     }
@@ -81,6 +81,16 @@ def test_what_waits_for_another_does_not_go_with_it() -> None:
     tasks = graph_of([(NETWORK, 1.0, ()), (COMPUTE, 1.0, (0,)), (NETWORK, 1.0, (1,))])
     assert tasks.joined(range(3), [[0, 2]]) is None
     assert schedule(tasks).makespan_s == 3 + 1 + 3
+
+
+def test_what_makes_the_same_does_not_go_together() -> None:
+    """A program may gather a value, drop it and gather it again."""
+    tasks = graph_of([(COMPUTE, 1.0, ()), *[(NETWORK, 4.0, (0,))] * 3])
+    again = replace(tasks, transfers=tasks.transfers | {3: tasks.transfers[1]})
+    assert sent(schedule(tasks).tasks) == [{1, 2, 3}]
+    found = sent(schedule(again).tasks)
+    assert sorted(map(len, found)) == [1, 2]
+    assert {1, 3} not in found
 
 
 def partitions(items: Sequence[int]) -> Iterator[list[list[int]]]:
