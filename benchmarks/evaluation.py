@@ -56,6 +56,8 @@ from hapsynth.search.sizing.ratios import own_weights, proportional
 from hapsynth.search.sizing.sizer import Sizer
 
 _EXACT = 1e-9
+_UNDECIDED = 2e-3
+"""Relative: makespans that a search within its tolerance does not tell apart."""
 MODEL_NAMES = ("vgg19", "vit_b", "bert", "bert_moe")
 CLUSTERS = ("paper64", "poplar_a", "poplar_b", "poplar_c", "lab4", "h200_a100")
 HEADS = (
@@ -114,7 +116,7 @@ def overlapped_row(row: dict[str, Any], fn: Any, args: Any, where: Cluster, budg
         "systems": {name: judgement(b) for name, b in systems.items()},
         "best_everywhere": least(everywhere),
         "best": least(fitting),
-        "worse_than": [name for name, b in fitting.items() if plan.cost > b.cost_s * (1 + _EXACT)],
+        "worse_than": [name for name, b in fitting.items() if plan.cost > b.cost_s * (1 + _UNDECIDED)],
         "strategy": in_words(plan, where),
     }
 

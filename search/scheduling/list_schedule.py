@@ -6,7 +6,7 @@ priority suits all programs. By the longest path to the end, the chain of a back
 of weights wait, with their collectives; in the order of the source these start early. A schedule of the reversed graph
 orders the collectives at the end of a step by their release times. Scheduling the reversed graph in the order in which
 tasks ended, and so on in turn, rarely makes a schedule longer and often shorter (forward-backward improvement: Li and
-Willis 1992).
+Willis 1992). What remains is left to constraint programming (`constraint_programming.py`).
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from hapsynth.instructions.program.program import Convert, Instruction, Program
 from hapsynth.instructions.program.sizes import Sizes
 from hapsynth.search.cost.model import CostModel, Floats
 from hapsynth.search.scheduling.buckets import bundled, rebundled
+from hapsynth.search.scheduling.constraint_programming import polished
 from hapsynth.search.scheduling.tasks import LINKS, Machine, TaskGraph, tasks_of
 from hapsynth.search.scheduling.timeline import Timeline, simulate
 
@@ -32,7 +33,7 @@ _LEAST_GAIN = 1e-6
 def schedule(tasks: TaskGraph, *, quick: bool = False) -> Timeline:
     """The timeline of the best order and bundles found. `quick`: only the most promising of the orders are looked at,
     and the bundles that suggest themselves in the best of them."""
-    found = bundled(_of_best_order(tasks, quick=True))
+    found = bundled(_of_best_order(tasks.contracted(), quick=True))
     return found if quick else refined(found)
 
 
@@ -44,7 +45,8 @@ def refined(timeline: Timeline) -> Timeline:
         if found is best:
             break
         best = min(found, _of_best_order(found.tasks), key=_makespan)
-    return best
+    proved = best.makespan_s <= least_makespan(best.tasks) * (1 + _LEAST_GAIN)
+    return best if proved else polished(best)
 
 
 def _makespan(timeline: Timeline) -> float:

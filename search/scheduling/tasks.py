@@ -42,6 +42,10 @@ class Machine(IntEnum):
 LINKS = (Machine.NETWORK, Machine.INTRA)
 LINK_NAMES = {Machine.NETWORK: "network", Machine.INTRA: "links inside hosts"}
 """As reports say it."""
+_FEW = 300
+"""Tasks that are scheduled each by itself."""
+_LARGEST_PART = 2e-3
+"""Of a step: what is computed as one in schedules of more."""
 
 
 class Transfer(NamedTuple):
@@ -110,8 +114,8 @@ class TaskGraph:
         return self.seconds.max(axis=1, initial=0.0).tolist()
 
     def joined(self, order: Sequence[int], bundles: Iterable[Sequence[int]]) -> TaskGraph | None:
-        """The same with the collectives of each bundle as one task, numbered in an order that is nearest to the one
-        given; None where some would wait for themselves. Each bundle is in the given order."""
+        """The same with the tasks of each bundle, all collectives or all computed, as one, numbered in an order that is
+        nearest to the one given; None where some would wait for themselves. Each bundle is in the given order."""
         first = list(range(len(self.machine)))
         for bundle in bundles:
             for task in bundle:
@@ -123,6 +127,9 @@ class TaskGraph:
         for task in order:
             members.setdefault(first[task], []).append(task)
         makers = {one: {first[m]: None for task in tasks for m in self.makers[task]} for one, tasks in members.items()}
+        for one, needed in makers.items():
+            if self.machine[one] not in LINKS:
+                needed.pop(one, None)
         users: dict[int, list[int]] = {one: [] for one in members}
         for one, needed in makers.items():
             for maker in needed:
@@ -145,8 +152,8 @@ class TaskGraph:
         for one, at in number.items():
             if one in self.transfers:
                 transfers[at] = reduce(Transfer.beside, [self.transfers[task] for task in members[one]])
-                if len(members[one]) > 1:
-                    seconds[at] = transfers[at].seconds
+            if len(members[one]) > 1:
+                seconds[at] = transfers[at].seconds if one in self.transfers else self.seconds[members[one]].sum(axis=0)
         return replace(
             self,
             machine=tuple(self.machine[one] for one in number),
@@ -156,6 +163,39 @@ class TaskGraph:
             sent_in={number[task]: sent for task, sent in self.sent_in.items()},
             transfers=transfers,
         )
+
+    def contracted(self) -> TaskGraph:
+        """The same with what is computed after the same collectives and before the same ones in few tasks: not in one,
+        as what a collective makes ready need not wait for all of it. Few tasks stay as they are."""
+        count, computed = len(self.machine), (Machine.COMPUTE, Machine.LOCAL)
+        if count <= _FEW:
+            return self
+        bit = {task: 1 << n for n, task in enumerate(t for t in range(count) if self.machine[t] not in computed)}
+        before, after = [0] * count, [0] * count
+        for found, near, tasks in ((before, self.makers, range(count)), (after, self.users, reversed(range(count)))):
+            for task in tasks:
+                for other in near[task]:
+                    found[task] |= found[other] | bit.get(other, 0)
+        blocks: dict[tuple[int, int], list[int]] = {}
+        for task in range(count):
+            if task not in bit:
+                blocks.setdefault((before[task], after[task]), []).append(task)
+        most = _LARGEST_PART * sum(self.longest)
+        parts: list[list[int]] = []
+        for block in blocks.values():
+            held = np.inf
+            for task in block:
+                held += self.longest[task]
+                if held > most:
+                    parts.append([])
+                    held = self.longest[task]
+                parts[-1].append(task)
+        for part in parts:
+            # The first says what all of them take.
+            part.sort(key=lambda task: -self.machine[task])
+        found = self.joined(range(count), parts)
+        assert found is not None, "nothing lies between the tasks of a part"
+        return found
 
 
 def tasks_of(program: Program, sizes: Sizes, costs: CostModel) -> TaskGraph:

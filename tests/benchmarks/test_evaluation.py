@@ -84,7 +84,8 @@ def test_a_row_of_makespans(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     costs = {name: s["cost_s"] for name, s in row["systems"].items() if s["fits"]}
     whole = {name for name in costs if row["systems"][name]["devices"] is None}
     assert whole == {*NAMES, "hap"}
-    assert costs[row["best"]] == min(costs.values()) >= row["cost_s"] * (1 - 1e-9)
+    # The search leaves 0.2 % undecided.
+    assert costs[row["best"]] == min(costs.values()) >= row["cost_s"] * (1 - 2e-3)
     assert costs[row["best_everywhere"]] == min(costs[name] for name in whole)
     assert row["of_the_sum"]["makespan_s"] <= row["of_the_sum"]["cost_s"] * (1 + 1e-9)
     assert row["cost_s"] <= row["of_the_sum"]["makespan_s"] * (1 + 1e-9)

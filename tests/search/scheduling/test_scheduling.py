@@ -52,12 +52,46 @@ def test_the_simulator_is_exact(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_the_optimum_lies_between_the_bound_and_the_schedule(seed: int) -> None:
+def test_few_tasks_are_scheduled_at_the_optimum(seed: int) -> None:
     rng = random.Random(1000 + seed)
     tasks = random_tasks(rng, rng.randint(4, 9), groups=rng.randint(1, 2))
     least = exact_makespan(tasks)
     assert least_makespan(tasks) <= least + 1e-9
-    assert least <= schedule(tasks).makespan_s <= 1.5 * least
+    assert least <= schedule(tasks, quick=True).makespan_s <= 1.5 * least
+    found = schedule(tasks).makespan_s
+    # The optimum may have another order in each group, which a program has not.
+    assert found == least if tasks.seconds.shape[1] == 1 else least <= found <= 1.1 * least
+
+
+def test_where_list_schedules_fall_short() -> None:
+    """Of 60 graphs of 24 tasks some are scheduled better by constraint programming, and none worse."""
+    better = 0
+    for seed in range(60):
+        tasks = random_tasks(random.Random(5000 + seed), 24)
+        listed, found = schedule(tasks, quick=True).makespan_s, schedule(tasks).makespan_s
+        assert least_makespan(tasks) - 1e-9 <= found <= listed
+        better += found < listed
+    assert better >= 5
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_tasks_that_are_computed_as_one(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever their order, each by itself takes no longer than together."""
+    monkeypatch.setattr("hapsynth.search.scheduling.tasks._FEW", 0)
+    monkeypatch.setattr("hapsynth.search.scheduling.tasks._LARGEST_PART", 0.2)
+    rng = random.Random(6000 + seed)
+    whole = random_tasks(rng, 30)
+    whole = replace(whole, instructions=tuple((task,) for task in range(30)))
+    tasks = whole.contracted()
+    assert sorted(k for places in tasks.instructions for k in places) == list(range(30))
+    assert len(tasks.machine) < 30
+    for machine, seconds, places in zip(tasks.machine, tasks.seconds, tasks.instructions, strict=True):
+        assert seconds == pytest.approx(whole.seconds[list(places)].sum(axis=0))
+        assert len(places) == 1 or {whole.machine[k] for k in places} <= {machine, Machine.LOCAL}
+        assert len(places) == 1 or seconds.max() <= 0.2 * sum(whole.longest) + 1e-9
+    order = random_order(rng, tasks)
+    apart = [k for task in order for k in tasks.instructions[task]]
+    assert simulate(whole, apart).makespan_s <= simulate(tasks, order).makespan_s + 1e-9
 
 
 @pytest.mark.parametrize("seed", range(12))

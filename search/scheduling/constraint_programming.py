@@ -1,0 +1,118 @@
+"""Orders of few tasks by constraint programming: OR-Tools' CP-SAT begins from a timeline and improves it for as long as
+it may, which is counted in steps of its own, so that the same tasks get the same order each time.
+
+It knows no contention: what it finds is simulated, and kept where it is better.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from heapq import heapify, heappop, heappush
+
+import numpy as np
+
+from hapsynth.search.scheduling.tasks import Machine, TaskGraph
+from hapsynth.search.scheduling.timeline import Timeline, simulate
+
+_MOST_TASKS = 300
+"""With more it finds next to nothing in its time."""
+_EFFORT = 2.0
+"""In CP-SAT's deterministic time, about seconds."""
+_TICKS = 100_000
+"""Of the makespan so far."""
+
+
+def polished(timeline: Timeline) -> Timeline:
+    """A timeline of the same tasks, in a better order where one is found."""
+    if not 1 < len(timeline.order) <= _MOST_TASKS:
+        return timeline
+    starts = _improved_starts(timeline)
+    if starts is None:
+        return timeline
+    return min(timeline, simulate(timeline.tasks, _in_order(timeline.tasks, starts)), key=lambda t: t.makespan_s)
+
+
+def _improved_starts(timeline: Timeline) -> Sequence[int] | None:
+    """When each task starts at the earliest on any group, in an order that is at least as good without contention; None
+    where there is none."""
+    from ortools.sat.python import cp_model
+
+    tasks = timeline.tasks
+    groups = range(tasks.seconds.shape[1])
+    ticks = np.round(tasks.seconds * (_TICKS / timeline.makespan_s)).astype(int)
+    known = _starts_in_order(tasks, ticks, timeline.order)
+    latest = int((known + ticks).max())
+    model = cp_model.CpModel()
+    variable = lambda: model.new_int_var(0, latest, "")
+    # Each group of devices computes at its own times; what takes all devices begins on all at once.
+    own = Machine.COMPUTE, Machine.LOCAL
+    start = [[variable() for _ in groups] if m in own else [variable()] * len(groups) for m in tasks.machine]
+    used: dict[object, list[cp_model.IntervalVar]] = {}
+    makespan = variable()
+    for task, machine in enumerate(tasks.machine):
+        intervals = [model.new_fixed_size_interval_var(s, int(n), "") for s, n in zip(start[task], ticks[task])]
+        if machine in (Machine.COMPUTE, Machine.EVERYTHING):
+            for group in groups:
+                used.setdefault(("stream", group), []).append(intervals[group])
+        for link in (Machine.NETWORK, Machine.INTRA):
+            if machine in (link, Machine.EVERYTHING):
+                used.setdefault(link, []).append(intervals[0])
+        for group in groups:
+            model.add(makespan >= start[task][group] + int(ticks[task, group]))
+            for maker in tasks.makers[task]:
+                model.add(start[task][group] >= start[maker][group] + int(ticks[maker, group]))
+        for group in groups if machine in own else groups[:1]:
+            model.add_hint(start[task][group], int(known[task, group]))
+    for intervals in used.values():
+        model.add_no_overlap(intervals)
+    model.add_hint(makespan, latest)
+    model.minimize(makespan)
+    solver = cp_model.CpSolver()
+    solver.parameters.num_workers = 1
+    solver.parameters.max_deterministic_time = _EFFORT
+    if solver.solve(model) not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
+        return None
+    return [min(solver.value(s) for s in starts) for starts in start]
+
+
+def _starts_in_order(tasks: TaskGraph, ticks: np.ndarray, order: Sequence[int]) -> np.ndarray:
+    """When tasks of whole ticks start in an order, without contention: int [tasks, groups]."""
+    start = np.zeros_like(ticks)
+    stream = np.zeros(ticks.shape[1], int)
+    free = {Machine.NETWORK: 0, Machine.INTRA: 0}
+    for task in order:
+        machine = tasks.machine[task]
+        ready = np.zeros_like(stream)
+        for maker in tasks.makers[task]:
+            ready = np.maximum(ready, start[maker] + ticks[maker])
+        if machine is Machine.LOCAL:
+            start[task] = ready
+            continue
+        if machine is Machine.COMPUTE:
+            start[task] = np.maximum(ready, stream)
+            stream = start[task] + ticks[task]
+            continue
+        taken = [*free.values(), int(stream.max())] if machine is Machine.EVERYTHING else [free[machine]]
+        start[task] = max(int(ready.max()), *taken)
+        end = int((start[task] + ticks[task]).max())
+        if machine is Machine.EVERYTHING:
+            stream[:], free = end, dict.fromkeys(free, end)
+        else:
+            free[machine] = end
+    return start
+
+
+def _in_order(tasks: TaskGraph, starts: Sequence[int]) -> list[int]:
+    """Tasks by their starts, each after its makers."""
+    missing = [len(makers) for makers in tasks.makers]
+    ready = [(starts[task], task) for task, count in enumerate(missing) if not count]
+    heapify(ready)
+    order: list[int] = []
+    while ready:
+        _, task = heappop(ready)
+        order.append(task)
+        for user in tasks.users[task]:
+            missing[user] -= 1
+            if not missing[user]:
+                heappush(ready, (starts[user], user))
+    return order
