@@ -10,6 +10,8 @@ import numpy.typing as npt
 from hapsynth.graph.ir import Graph
 
 Mask = npt.NDArray[np.bool_]
+Floats = npt.NDArray[np.float64]
+_ROWS = 32
 
 
 class Reachability:
@@ -38,13 +40,15 @@ class Reachability:
         """bool [ops]: those that depend on an op, itself included."""
         return np.unpackbits(self._descendants[op], count=len(self.makers)).view(np.bool_)
 
-    def all_ancestors(self) -> Mask:
-        """bool [ops, ops]: the ancestors of each."""
-        return np.unpackbits(self._ancestors, axis=1, count=len(self.makers)).view(np.bool_)
-
-    def all_descendants(self) -> Mask:
-        """bool [ops, ops]: the descendants of each."""
-        return np.unpackbits(self._descendants, axis=1, count=len(self.makers)).view(np.bool_)
+    def related(self, of_each: Floats) -> Floats:
+        """Per op, the sum over those that it depends on and those that depend on it, itself twice: float64 [ops]."""
+        found = np.zeros(len(self.makers))
+        for masks in (self._ancestors, self._descendants):
+            # A few rows at a time stay in the cache.
+            for first in range(0, len(masks), _ROWS):
+                rows = slice(first, first + _ROWS)
+                found[rows] += np.unpackbits(masks[rows], axis=1, count=len(self.makers)).astype(np.float64) @ of_each
+        return found
 
 
 def _closed(order: Iterable[int], before: Sequence[Sequence[int]]) -> npt.NDArray[np.uint8]:

@@ -261,6 +261,14 @@ class CostModel:
         first = np.searchsorted(some, np.unique(self.kind_of, return_index=True)[1])
         return np.column_stack([seconds[:, first], seconds.max(axis=1, initial=0.0)])
 
+    def each_device_times(self, works: Sequence[tuple[Work, Sequence[Floats]]]) -> Floats:
+        """`device_times` of many works, each with its fractions: float64 [works, devices]."""
+        some, seconds = self._device_times(works)
+        vectors = {f.tobytes(): f for _, fractions in works for f in fractions}
+        columns = np.array([self.kind_of, *vectors.values()], dtype=np.float64)
+        place = {columns[:, device].tobytes(): k for k, device in enumerate(some)}
+        return seconds[:, [place[column.tobytes()] for column in columns.T]]
+
     def _device_times(self, works: Sequence[tuple[Work, Sequence[Floats]]]) -> tuple[Ints, Floats]:
         """The first of the devices that are alike in all, rising, and what each takes over works [works, devices].
         Works that are alike in form are one array."""

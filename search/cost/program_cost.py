@@ -46,8 +46,15 @@ def device_seconds(costs: CostModel, sizes: Sizes, instruction: Compute) -> Floa
 
 def load_seconds(index: ProgramIndex, sizes: Sizes) -> list[Floats]:
     """What each device takes over each of a program's loads, one run: float64 [devices]."""
-    costs = index.costs
-    return [costs.device_times(load.work, shares(costs, sizes, load.nodes)) for load in index.loads]
+    costs, of_class = index.costs, dict[object, list[Floats]]()
+
+    def held(load: Load) -> list[Floats]:
+        alike = tuple((sizes.classes.of[node], node[2]) for node in load.nodes)
+        if alike not in of_class:
+            of_class[alike] = shares(costs, sizes, load.nodes)
+        return of_class[alike]
+
+    return list(costs.each_device_times([(load.work, held(load)) for load in index.loads]))
 
 
 def conversion_cost(costs: CostModel, sizes: Sizes, i: Convert) -> tuple[float, float]:

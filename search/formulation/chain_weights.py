@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from hapsynth.instructions.layout import Layout, cuts_of
+from hapsynth.instructions.layout import cuts_of
 from hapsynth.search.cost.model import Floats
 from hapsynth.search.formulation.chains import Chain, ChainSpace, Occupancy, Places
 from hapsynth.search.formulation.choice_space import AvailableLayouts, Interned, RequiredLayouts
@@ -128,40 +128,59 @@ class ChainCosts:
 
     def occupancy(self, assignment: Sequence[int]) -> Occupancy:
         """What an assignment's program takes."""
-        st, graph, columns = self.structure, self.graph, self.space.resources.counted.shape[1]
-        kinds = len(self.costs.kinds)
+        st, graph, kinds = self.structure, self.graph, len(self.costs.kinds)
         ops = np.array([s[st.choices[v].triple[assignment[v]]] for s, v in zip(self.op_seconds, st.op_variable)])
-        option = lambda value: int(st.choices[v := st.value_variable[value]].option[assignment[v]])
-        options = lambda value: st.choices[st.value_variable[value]].options
-        values, ends = (np.zeros((len(graph.values), columns)) for _ in range(2))
-        uses, shared = (np.zeros((len(st.uses), columns)) for _ in range(2))
+        variables = [(st.choices[v], assignment[v]) for v in st.value_variable]
+        stored = [(choice.options, int(choice.option[at])) for choice, at in variables]
+        rows = lambda found: np.array(found, dtype=np.float64).reshape(-1, self.space.resources.counted.shape[1])
+        runs = np.array([graph.runs[home] for home in graph.home])[:, None]
+        values = rows([self.offers(value, options)[0][n] for value, (options, n) in enumerate(stored)])
+        ends = np.zeros_like(values)
+        for value in self.plain:
+            for end in self.builder.ends(value):
+                ends[value] += self._nearest(value, *stored[value], end, None, inside=False)[0]
+        nearest = [
+            self._nearest(
+                use.value, *stored[use.value], use.needs, groups[assignment[use.variable]], inside=use.place > 0
+            )
+            for use, groups in zip(st.uses, self._groups, strict=True)
+        ]
+        uses = rows([seconds for seconds, _ in nearest]) * np.array([use.runs for use in st.uses])[:, None]
+        shared = rows([before for _, before in nearest]) * runs[[use.value for use in st.uses]]
         fed = np.zeros(kinds + 1)
-        for value in range(len(graph.values)):
-            n = option(value)
-            runs = graph.runs[graph.home[value]]
-            total, tensors, _ = self.offers(value, options(value))
-            values[value] = runs * total[n]
+        for value, (_, n) in enumerate(stored):
             if value not in graph.producer:
                 fed += self.feeds(value)[n]
-            for end in self.builder.ends(value) if value in self.plain else ():
-                ends[value] += self._nearest(value, tensors[n], end.layouts, inside=False)[1]
-        for at, use in enumerate(st.uses):
-            n = option(use.value)
-            _, tensors, before = self.offers(use.value, options(use.value))
-            need = use.needs.layouts[int(use.needs.groups[assignment[use.variable]])]
-            which, seconds = self._nearest(use.value, tensors[n], (need,), inside=use.place > 0)
-            uses[at] = use.runs * seconds
-            shared[at] = graph.runs[graph.home[use.value]] * before[n, which]
-        return Occupancy(ops.reshape(len(graph.ops), kinds + 1), uses, shared, values, ends, fed)
+        return Occupancy(ops.reshape(len(graph.ops), kinds + 1), uses, shared, values * runs, ends, fed)
 
-    def _nearest(self, value: int, tensors: Ints, among: Sequence[Layout], *, inside: bool) -> tuple[int, Floats]:
-        """Of some tensors the one from which one of several layouts is reached the soonest, and its seconds where they
-        count [columns]."""
-        ways = self.ways[value]
-        targets = [ways.layouts.number[layout] for layout in among]
-        seconds = ways.seconds[tensors][:, targets]
-        which, target = np.unravel_index(int(seconds.argmin()), seconds.shape)
-        return int(which), self.along(value, inside)[tensors[which], targets[target]]
+    @cached_property
+    def _groups(self) -> list[list[int]]:
+        """Of each use, the layout that each state of its variable asks for."""
+        return [use.needs.groups.tolist() for use in self.structure.uses]
+
+    def _nearest(
+        self,
+        value: int,
+        options: Interned[AvailableLayouts],
+        n: int,
+        needs: RequiredLayouts,
+        group: int | None,
+        *,
+        inside: bool,
+    ) -> tuple[Row, Row]:
+        """From the tensor of an option from which what is needed is reached the soonest: seconds to there, and of what
+        lies before the tensor, where they count [columns]. `group`: the layout that it must be; any where None."""
+        ways, home = self.ways[value], self.graph.home[value] > 0
+
+        def make() -> tuple[Row, Row]:
+            _, tensors, before = self.offers(value, options)
+            among = needs.layouts if group is None else (needs.layouts[group],)
+            targets = [ways.layouts.number[layout] for layout in among]
+            seconds = ways.seconds[tensors[n]][:, targets]
+            which, target = np.unravel_index(int(seconds.argmin()), seconds.shape)
+            return tuple(self.along(value, inside)[tensors[n][which], targets[target]]), tuple(before[n, which])
+
+        return self.builder.once(("nearest", ways, options, n, needs, group, inside, home), make)
 
 
 class WeightedBuilder(ProblemBuilder):

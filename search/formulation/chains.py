@@ -212,9 +212,7 @@ class ChainSpace:
 
     def dependent(self, seconds: Floats) -> list[int]:
         """Ops outside of loops and branches: those that the least work is independent of. `seconds`: of each op."""
-        each = seconds.astype(np.float32)
-        both = self.reach.all_ancestors(), self.reach.all_descendants()
-        work = np.where(self.in_block, -np.inf, sum(x.astype(np.float32) @ each for x in both))
+        work = np.where(self.in_block, -np.inf, self.reach.related(seconds))
         return np.argsort(-work, kind="stable")[: min(_DEPENDENT, int((~self.in_block).sum()))].tolist()
 
     def longest(self, taken: Occupancy, dependent: Collection[int]) -> list[Chain]:

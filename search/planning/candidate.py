@@ -132,20 +132,22 @@ class CandidateBuilder:
         assert builder.ratios is not None
         classes = Classes.build(self.costs.graph, program, self.costs.table)
         sizer = Sizer(program, classes, self.costs, self.fixed_ratios, self.left, self.known)
-        weights = builder.ratios.weights
-        sizes = sizer.fixed(weights) if as_assumed else sizer.best(weights, limit=self.limit)
-        memory = sizer.memory.peak(sizes)
         # The sizes that the search assumed are a candidate too, and they are what its bound holds for.
         assumed = builder.ratios.sizes_of(classes)
         if assumed is not None and any(assumed.shares[c] != held for c, held in sizer.pinned.items()):
             assumed = None
         needed = sizer.memory.peak(assumed) if assumed is not None else 0.0
         over = assumed if needed > self.limit else None
-        if assumed is not None and over is None:
-            # What is asked for as assumed is compared with a bound that holds for these sizes alone.
-            better = as_assumed or sizer.variable_cost(assumed) <= sizer.variable_cost(sizes) * (1 + SAME)
-            if better or memory > self.limit:
-                sizes, memory = assumed, needed
+        if as_assumed and assumed is not None and over is None:
+            sizes, memory = assumed, needed
+        else:
+            weights = builder.ratios.weights
+            sizes = sizer.fixed(weights) if as_assumed else sizer.best(weights, limit=self.limit)
+            memory = sizer.memory.peak(sizes)
+            if assumed is not None and over is None:
+                better = sizer.variable_cost(assumed) <= sizer.variable_cost(sizes) * (1 + SAME)
+                if better or memory > self.limit:
+                    sizes, memory = assumed, needed
         cost = program_cost(program, sizes, self.costs)
         bound = bound_at(cost, solution)
         over = over or (sizes if memory > self.limit else None)

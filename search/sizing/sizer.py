@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import product
 
 import numpy as np
@@ -71,14 +72,21 @@ class Sizer:
     ) -> None:
         self.program, self.classes, self.costs, self._left = program, classes, costs, left
         self.graph: Graph = costs.graph
-        self.memory = MemoryProfile(self.graph, program, classes, costs)
-        self.loads = ClassCosts(program, classes, costs)
         self.pinned = fixed_ratios.shares(classes) if fixed_ratios else {}
         self.families = sorted({c.axes for c in classes.all}, key=lambda axes: (-len(axes), axes))
         """The mesh axes that classes are cut along; each is one linear program's."""
         self.kinds = {axes: costs.kinds_along(axes) for axes in self.families}
         self._known = known or KnownShares()
-        self.loads.numbers = self._known.numbers
+
+    @cached_property
+    def memory(self) -> MemoryProfile:
+        return MemoryProfile(self.graph, self.program, self.classes, self.costs)
+
+    @cached_property
+    def loads(self) -> ClassCosts:
+        found = ClassCosts(self.program, self.classes, self.costs)
+        found.numbers = self._known.numbers
+        return found
 
     def fixed(self, weights: Floats) -> Sizes:
         """Every class in proportion to the devices' weights, in whole units nearest to them."""
