@@ -44,11 +44,12 @@ from hapsynth.search.formulation.choice_space import Allowed, ChoiceSpace, Inter
 from hapsynth.search.formulation.emission import Emitter
 from hapsynth.search.formulation.problem_builder import ProblemBuilder
 from hapsynth.search.memory.profile import held_by, peak
+from hapsynth.search.planning.memory_bound_schedules import schedules_holding_less
 from hapsynth.search.planning.task import Task
 from hapsynth.search.result import Result
 from hapsynth.search.scheduling.list_schedule import ordered, schedule
 from hapsynth.search.scheduling.tasks import TaskGraph, tasks_of
-from hapsynth.search.scheduling.timeline import simulate
+from hapsynth.search.scheduling.timeline import step_seconds
 from hapsynth.search.sizing.ratios import Ratios, proportional
 from hapsynth.search.sizing.sizer import Sizer
 from hapsynth.search.solver import solve
@@ -178,16 +179,20 @@ class Baselines:
         return other
 
     def overlapped(self, baseline: Baseline, tasks: TaskGraph | None = None) -> Baseline:
-        """A baseline in the order found that takes the least with its collectives beside computing; in its own where
-        only that fits. `tasks`: its own, where they are known."""
+        """A baseline in the order found that takes the least with its collectives beside computing, of those in which
+        it fits. `tasks`: its own, where they are known."""
         tasks = tasks or tasks_of(baseline.program, baseline.sizes, self.costs)
         timeline = schedule(tasks)
-        program = ordered(baseline.program, timeline)
-        fits = peak(program, baseline.sizes, self.costs) <= self.limit
+        program, cost = ordered(baseline.program, timeline), timeline.makespan_s
+        fits = self._fits(program, baseline.sizes)
         if baseline.fits and not fits:
-            own = simulate(tasks, range(len(tasks.machine)))
-            return replace(baseline, cost_s=own.makespan_s, overlap=True)
-        return replace(baseline, program=program, cost_s=timeline.makespan_s, fits=fits, overlap=True)
+            less = schedules_holding_less(baseline.program, baseline.sizes, self.costs)
+            program = next((p for p in less if self._fits(p, baseline.sizes)), baseline.program)
+            fits, cost = True, step_seconds(program, baseline.sizes, self.costs, overlap=True)
+        return replace(baseline, program=program, cost_s=cost, fits=fits, overlap=True)
+
+    def _fits(self, program: Program, sizes: Sizes) -> bool:
+        return peak(program, sizes, self.costs) <= self.limit
 
     @cached_property
     def speed(self) -> Floats:

@@ -29,11 +29,11 @@ from hapsynth.search.formulation.chain_weights import ChainCosts, WeightedBuilde
 from hapsynth.search.formulation.chains import Chain, ChainSpace, Occupancy, Resources
 from hapsynth.search.memory.profile import MemoryProfile
 from hapsynth.search.planning.candidate import Candidate
+from hapsynth.search.planning.memory_bound_schedules import schedules_holding_less
 from hapsynth.search.planning.search_at_ratios import AdditiveSolution, FixedRatioSearch
 from hapsynth.search.result import SETTLED
 from hapsynth.search.scheduling.critical_path import Step, critical_path
 from hapsynth.search.scheduling.list_schedule import ordered, refined, schedule
-from hapsynth.search.scheduling.prefetch import prefetched
 from hapsynth.search.scheduling.tasks import LINK_NAMES, LINKS, Machine, TaskGraph, tasks_of
 from hapsynth.search.scheduling.timeline import Timeline, simulate
 from hapsynth.search.sizing.makespan_lp import LINK
@@ -57,6 +57,8 @@ _PATHS = 4
 _STEP, _LONG_STEP = 0.5, 0.8
 """From the weights of the best bound to those that limit it as far as is known; a long one where the bound rose the
 last time and no program has come up since that limits it more."""
+_TRIED = 3
+"""Programs, the best as they are scheduled, of which one fits: others may fit in a better order."""
 _TOLERANCE = 2e-3
 _NODES = 500
 """Of a problem's search: close to the best weights many programs are nearly as good, and to tell them apart takes
@@ -354,18 +356,25 @@ def concluded(found: MakespanSearch, bar: float = np.inf) -> Overlapped | None:
             again.run(_ROUNDS_AGAIN, bar)
             if again.best is not None and again.best.makespan_s < found.best.makespan_s:
                 found = again
-    for known in sorted(found.scheduled, key=lambda known: known.makespan_s):
-        candidate, bound = known.candidate, found.bound_for(known)
-        timed = partial(_timed, sizes=candidate.sizes, search=search, bound=bound)
-        if (fits := timed(ordered(candidate.program, refined(known.timeline)))) is not None:
-            return fits
-        # In the order of its own it may hold less, and what is gathered ahead of its use is held meanwhile.
-        ahead = len(candidate.program.instructions)
-        while ahead and candidate.memory <= search.limit:
-            if (fits := timed(prefetched(search.task.costs.graph, candidate.program, ahead))) is not None:
-                return fits
-            ahead //= 2
-    return None
+    best: Overlapped | None = None
+    for tried, known in enumerate(sorted(found.scheduled, key=lambda known: known.makespan_s)):
+        if best is not None and (tried >= _TRIED or known.makespan_s >= best.timeline.makespan_s):
+            break
+        fits = _within_limit(known, search, found.bound_for(known))
+        if fits is not None and (best is None or fits.timeline.makespan_s < best.timeline.makespan_s):
+            best = fits
+    return best
+
+
+def _within_limit(known: Scheduled, search: FixedRatioSearch, bound: float) -> Overlapped | None:
+    """A program in an order in which it fits; None where there is none."""
+    candidate = known.candidate
+    timed = partial(_timed, sizes=candidate.sizes, search=search, bound=bound)
+    found = timed(ordered(candidate.program, refined(known.timeline)))
+    if found is not None or candidate.memory > search.limit:
+        return found
+    less = schedules_holding_less(candidate.program, candidate.sizes, search.task.costs)
+    return next(filter(None, map(timed, less)), None) or timed(candidate.program)
 
 
 def as_it_is(search: FixedRatioSearch, best: Candidate) -> Overlapped:

@@ -285,7 +285,7 @@ class _Builder:
         return list(instruction_costs(self.program, self.sizes, self.costs))
 
     def _leaders(self) -> list[int]:
-        """Of each device the first that takes as long over everything."""
-        columns = np.array([*self.loads, *self.fed.values(), self.costs.slowdown]).T
+        """Of each device the first of its kind that takes as long over everything."""
+        columns = np.array([*self.loads, *self.fed.values(), self.costs.slowdown, self.costs.kind_of]).T
         first: dict[bytes, int] = {}
         return [first.setdefault(column.tobytes(), device) for device, column in enumerate(columns)]

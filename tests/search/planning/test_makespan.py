@@ -126,6 +126,15 @@ def test_the_cost_is_the_makespan_of_the_program_in_its_order(name: str) -> None
     assert (again.cost_s, again.lower_bound_s) == (found.cost_s, found.lower_bound_s)
 
 
+def test_kinds_that_differ_in_memory_alone() -> None:
+    """They take equally long over equal shares, and are two kinds all the same."""
+    plain = slow_cluster((1.0, 1.0), bandwidth=3e9)
+    larger = replace(plain.devices[0], name="larger", memory=2 * plain.devices[0].memory)
+    cluster = replace(plain, devices=(plain.devices[0], larger))
+    _, found = planned(lambda x, w: jnp.tanh(x @ w), (floats(64, 64), floats(64, 64)), cluster)
+    assert found.clocks_s["compute larger"] == found.clocks_s["compute x1.0"] > 0
+
+
 @pytest.mark.parametrize("bandwidth", [3e7, 3e8, 3e9])
 def test_no_set_of_devices_that_is_looked_at_is_better(bandwidth: float) -> None:
     fn, args, _ = STEPS["training"]

@@ -1,0 +1,76 @@
+"""Orders in which a program holds less."""
+
+from __future__ import annotations
+
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from example_models import example
+from slow_devices import SPEEDS, thin_cluster
+
+import hapsynth
+from hapsynth.instructions.program.checker import check
+from hapsynth.instructions.program.program import Compute, Program
+from hapsynth.search.memory.profile import peak
+from hapsynth.search.planning.memory_bound_schedules import schedules_holding_less
+from hapsynth.search.scheduling.timeline import step_seconds
+
+
+def forward(ws: list[jax.Array], x: jax.Array) -> jax.Array:
+    for w in ws:
+        x = jax.numpy.tanh(x @ w)
+    return x
+
+
+def planned(**options: Any) -> hapsynth.Plan:
+    """Weights of falling size, stored cut and used whole: gathers, which nothing keeps from starting at once."""
+    widths = (256, 256, 128, 128, 64, 64, 32)
+    args = [np.zeros(shape, np.float32) for shape in pairwise(widths)], np.zeros((512, 256), np.float32)
+    fixed = {f"[0][{k}]": "S(0)" for k in range(6)} | {"[1]": "S(0)"}
+    cluster = thin_cluster(SPEEDS["two"], bandwidth=1e8)
+    return hapsynth.synthesize(forward, args, cluster, leave_out=False, fixed=fixed, **options)
+
+
+def ops(program: Program) -> list[int]:
+    return sorted(i.op for i in program.instructions if isinstance(i, Compute))
+
+
+def seconds(plan: hapsynth.Plan) -> float:
+    """With overlap, in a plan's own order."""
+    return step_seconds(plan.program, plan.sizes, plan.cost_model(), overlap=True)
+
+
+def test_less_is_held_the_more_tensors_stay_in_order() -> None:
+    plan = planned(memory_limit=3 << 19)
+    costs, held = plan.cost_model(), list[float]()
+    for program in schedules_holding_less(plan.program, plan.sizes, costs):
+        check(plan.traced.graph, program, plan.sizes)
+        assert ops(program) == ops(plan.program)
+        held.append(peak(program, plan.sizes, costs))
+    assert held == sorted(held, reverse=True)
+    assert held[0] > held[-1] == peak(plan.program, plan.sizes, costs)
+
+
+def test_gathers_wait_where_memory_is_short() -> None:
+    plan = planned(overlap=True)
+    limit = int(0.9 * plan.memory[0])
+    limited = planned(overlap=True, memory_limit=limit)
+    assert max(limited.memory) <= limit
+    assert limited.memory[0] == peak(limited.program, limited.sizes, limited.cost_model())
+    assert plan.cost <= limited.cost <= seconds(planned(memory_limit=limit))
+
+
+def test_a_training_step_within_nine_tenths_of_the_memory() -> None:
+    """It takes less than the sum's program in its own order."""
+    fn, args = example("cnn").target()
+    cluster = hapsynth.Cluster.load(Path(__file__).parents[3] / "examples/clusters/poplar_b.toml")
+    synthesize = partial(hapsynth.synthesize, fn, args, cluster, leave_out=False)
+    as_a_sum, plan = synthesize(), synthesize(overlap=True)
+    limit = int(0.9 * max(plan.memory))
+    limited = synthesize(overlap=True, memory_limit=limit)
+    assert max(limited.memory) <= limit
+    assert limited.cost < 0.98 * seconds(as_a_sum)
