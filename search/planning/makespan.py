@@ -44,7 +44,7 @@ _ROUNDS = 8
 """Of weights, at the ratios of the search by sums."""
 _FIRST_ROUNDS = 2
 """Which tell how good a program there is."""
-_ROUNDS_AGAIN = 2
+_ROUNDS_AGAIN = 6
 """At the ratios that suit the best program."""
 _MIXTURES = 2
 """Of the last program with each of the best ones."""
@@ -403,7 +403,11 @@ def _balanced(found: Scheduled, costs: CostModel, limit: float) -> Sizes | None:
         spent[tasks.machine[task]] += float(tasks.seconds[task, group])
     computing, total = spent[Machine.COMPUTE], sum(spent.values())
     sizer = candidate.sizer
-    besides = sizer.besides(candidate.sizes, busy_seconds(found.timeline, costs))
+    busy = busy_seconds(found.timeline, costs)
+    # With what contention takes, as far as it is the same at other sizes.
+    for group, kind in kinds_of_groups(tasks, costs).items():
+        busy[kind] = max(busy[kind], float(found.timeline.computed[group]))
+    besides = sizer.besides(candidate.sizes, busy)
     sizes = sizer.balanced(candidate.sizes, besides, computing / total if total else 1.0, limit)
     if sizes.shares == candidate.sizes.shares:
         return None
