@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, ClassVar
@@ -23,7 +24,7 @@ from hapsynth.lower._storage import Storage
 
 
 @dataclass(eq=False)
-class LoweredProgram:
+class LoweredProgram(ABC):
     """A program on stored arrays.
 
     `inputs`, `constants` and `outputs` say how each is stored (an output that is a literal has None); `donated` says
@@ -83,6 +84,16 @@ class LoweredProgram:
     def compiler_options(self) -> dict[str, str]:
         """What `jax.jit` takes so that a call holds about what the search counted."""
         return _jax.memory_first(self.mesh.devices.flat[0].platform)
+
+    @abstractmethod
+    def prepare(self) -> str:
+        """Compile now, not at the first call; a fingerprint of what must be lowered the same in every process."""
+
+    @property
+    @abstractmethod
+    def compiled_collectives(self) -> list[str]:
+        """The collectives as XLA has compiled them, in the order in which they start: the same in every process of a
+        job, or it hangs. Compiles what is not compiled yet. Raises HloError where XLA's text can't be read."""
 
     @property
     def table(self) -> FactorTable:

@@ -17,6 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from hapsynth import _jax
 from hapsynth.graph.ir import Graph, Literal
+from hapsynth.hlo.collectives import collectives_of
 from hapsynth.instructions.program.program import Convert, Program
 from hapsynth.instructions.program.sizes import Sizes
 from hapsynth.instructions.staging.options import DEFAULT, LoweringOptions
@@ -112,17 +113,21 @@ class Staged(LoweredProgram):
         return LoweredStages(self)
 
     def prepare(self) -> str:
-        """Compile now, not at the first call; a fingerprint of what must be the same in every process."""
         _ = self.compiled
         return self.fingerprint
+
+    @property
+    def compiled_collectives(self) -> list[str]:
+        stages = [compiled[0] for item, compiled in self.compiled.items() if isinstance(item, CollectiveStage)]
+        said = {stage: [str(c) for c in collectives_of(stage.as_text())] for stage in dict.fromkeys(stages)}
+        return [text for stage in stages for text in said[stage]]
 
     @cached_property
     def fingerprint(self) -> str:
         """A digest of the collective stages' text, which must be the same in all processes, in their order."""
         digest = hashlib.sha256(b"overlap" if self.overlap else b"")
-        for item, lowered in self.stages.items():
-            if isinstance(item, CollectiveStage):
-                digest.update(lowered[0].as_text().encode())
+        for lowered in self.collective_stages:
+            digest.update(lowered.as_text().encode())
         return digest.hexdigest()[:16]
 
     @cached_property
@@ -164,6 +169,16 @@ class Staged(LoweredProgram):
         with _jax.no_mesh():
             compiled = {x: x.compile() for x in dict.fromkeys(x for lowered in self.stages.values() for x in lowered)}
         return {item: [compiled[x] for x in lowered] for item, lowered in self.stages.items()}
+
+    @property
+    def collective_stages(self) -> list[Any]:
+        """JAX's lowered functions of the collective stages, in their order; alike in all processes."""
+        return [lowered[0] for item, lowered in self.stages.items() if isinstance(item, CollectiveStage)]
+
+    @property
+    def local_stages(self) -> list[list[Any]]:
+        """Those of the local stages, each for each of `groups`."""
+        return [lowered for item, lowered in self.stages.items() if isinstance(item, LocalStage)]
 
     # Local stages
 

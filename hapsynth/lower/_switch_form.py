@@ -16,6 +16,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from hapsynth import _jax
 from hapsynth.graph.ir import Boundary, Graph, Literal
+from hapsynth.hlo.collectives import collectives_of
 from hapsynth.instructions.layout import Layout
 from hapsynth.instructions.program.program import Convert, Program
 from hapsynth.instructions.program.sizes import Sizes
@@ -43,10 +44,16 @@ class Lowered(LoweredProgram):
             return (self.compiled or self.function)(*stored, *self.placed_constants)
 
     def prepare(self) -> str:
-        """Compile now, not at the first call; a fingerprint of what must be the same in every process."""
         lowered = self.lower()
         self.compiled = lowered.compile()
         return hashlib.sha256(lowered.as_text().encode()).hexdigest()[:16]
+
+    @property
+    def compiled_collectives(self) -> list[str]:
+        if self.compiled is None:
+            self.prepare()
+        compiled: Any = self.compiled
+        return [str(c) for c in collectives_of(compiled.as_text())]
 
     def lower(self) -> Any:
         """JAX's `Lowered` of the function: `.as_text()`, `.compile()`."""
