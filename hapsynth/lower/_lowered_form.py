@@ -20,6 +20,7 @@ from hapsynth.instructions.staging.options import DEFAULT, LoweringOptions
 from hapsynth.instructions.staging.stages import Step, split
 from hapsynth.lower import _gloo
 from hapsynth.lower._interpreter import Interpreter
+from hapsynth.lower._pinned import OPTIONS, is_pinned
 from hapsynth.lower._storage import Storage
 
 
@@ -84,6 +85,16 @@ class LoweredProgram(ABC):
     def compiler_options(self) -> dict[str, str]:
         """What `jax.jit` takes so that a call holds about what the search counted."""
         return _jax.memory_first(self.mesh.devices.flat[0].platform)
+
+    @property
+    def is_pinned(self) -> bool:
+        """Whether its collectives are to keep their order whatever device it is compiled for."""
+        return is_pinned(self.local.platform)
+
+    @property
+    def communicating_options(self) -> dict[str, str | bool]:
+        """What `jax.jit` takes for a program with collectives."""
+        return {**self.compiler_options, **(OPTIONS if self.is_pinned else {})}
 
     @abstractmethod
     def prepare(self) -> str:

@@ -23,7 +23,7 @@ from hapsynth.instructions.program.sizes import Sizes
 from hapsynth.instructions.staging.options import DEFAULT, LoweringOptions
 from hapsynth.instructions.staging.stages import Cond, Loop, Stage
 from hapsynth.lower._buckets import Bundle, bundles
-from hapsynth.lower._collective_order import Order
+from hapsynth.lower._collective_order import Order, as_it_is
 from hapsynth.lower._collective_thread import OverlappedCall, Transfer
 from hapsynth.lower._collectives import receive, send
 from hapsynth.lower._compute_timer import ComputeTimer
@@ -51,6 +51,7 @@ from hapsynth.lower._host_schedule import (
 from hapsynth.lower._lowered_form import LoweredProgram
 from hapsynth.lower._mesh_position import MeshPosition
 from hapsynth.lower._overlap import overlapped
+from hapsynth.lower._pinned import PinnedOrder
 from hapsynth.lower._recorded_call import RecordedCall, Recorder
 from hapsynth.lower._storage import cut_to, own_mesh, pad_to, with_weak_type
 
@@ -361,10 +362,10 @@ class Staged(LoweredProgram):
 
         def hapsynth_exchange(*arrays: Any) -> list[Any]:
             out: list[Any] = []
+            each = PinnedOrder().each if self.is_pinned else as_it_is
             for wire, x in zip(wires, arrays, strict=True):
                 decides = isinstance(wire, HostDecision)
-                x = self.uniform(x) if decides else wire.exchange(self.sizes, names, x, self.gloo)
-                out.append(x)
+                out.append(each(self.uniform, x) if decides else wire.exchange(self.sizes, names, x, self.gloo, each))
             return out
 
         spec = self.everyone.spec
@@ -379,7 +380,7 @@ class Staged(LoweredProgram):
         if key not in known:
             fn = self._exchanging(sent)
             donated = reused(wires, jax.eval_shape(fn, *wires), set(range(len(wires))))
-            jitted = jax.jit(fn, donate_argnums=tuple(donated), compiler_options=self.compiler_options)
+            jitted = jax.jit(fn, donate_argnums=tuple(donated), compiler_options=self.communicating_options)
             known[key] = jitted.lower(*wires)
         return known[key]
 
@@ -401,7 +402,7 @@ def lower_staged(
 
 def _is_scalar(wire: Wire) -> bool:
     """Whether a device sends a single number, which is given a dimension: all devices' lie one after another."""
-    return isinstance(wire, HostDecision) or (len(wire.sent) == 1 and not wire.sent[0].shape)
+    return isinstance(wire, HostDecision) or (not wire.flat and len(wire.sent) == 1 and not wire.sent[0].shape)
 
 
 def _flat(items: Sequence[Item]) -> list[LocalStage | CollectiveStage]:
