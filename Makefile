@@ -45,5 +45,5 @@ docs: .venv/.docs
 	@touch $@
 
 clean:
-	rm -rf out build dist *.egg-info .pytest_cache .ruff_cache .hypothesis .venv .venv313
+	rm -rf out build dist *.egg-info .pytest_cache .ruff_cache .hypothesis .venv .venv313 .venvaot
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

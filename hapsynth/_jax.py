@@ -22,6 +22,17 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import ShapedArray
 
+NUMERICS = (
+    "jax_enable_x64",
+    "jax_default_matmul_precision",
+    "jax_default_prng_impl",
+    "jax_threefry_partitionable",
+    "jax_numpy_dtype_promotion",
+    "jax_numpy_rank_promotion",
+    "jax_debug_nans",
+)
+"""Of JAX's configuration what decides which numbers a function computes, beside its code."""
+
 # Primitives that only wrap a jaxpr: name -> where that jaxpr is kept, newest spelling first.
 _CALLS: dict[str, tuple[str, ...]] = {
     "jit": ("jaxpr",),

@@ -24,6 +24,7 @@ from hapsynth.running.form import Form
 from hapsynth.running.plan_file import PlanError, read_plan, write_plan, write_text
 from hapsynth.running.process_local_data import ProcessLocalLoader
 from hapsynth.running.sharded_array import mapped, whole
+from hapsynth.targets import CompiledTarget, compile_for
 
 __all__ = ["CheckReport", "Form", "Plan", "PlanError", "load"]
 
@@ -279,6 +280,20 @@ class Plan(Planned):
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan as JSON, whole or not at all; OSError where that cannot be done."""
         write_plan(path, self.traced, self.result, self.cluster)
+
+    # Without its devices
+
+    def compile_for(self, targets: Sequence[str] = (), *, form: Form = "auto") -> list[CompiledTarget]:
+        """Compile the plan for GPUs that need not be here, names such as "V100-16GB", each as if it were the only kind;
+        by default for the plan's own: whether XLA takes it, what it holds, and its collectives, which must be the same
+        on all cards of a job (`CompiledTarget.fingerprint`).
+
+        The function is found by a new process for each card: it must be one that pickle takes. `form`: as of
+        `synthesize`. Takes seconds per card, and the wheels of `hapsynth[aot12]` or `[aot13]`.
+        Raises `hapsynth.targets.TargetError` where these are missing or the function can't be found, ClusterError for
+        a card that is not known.
+        """
+        return compile_for(self, targets, form=form)
 
     # Without hapsynth
 

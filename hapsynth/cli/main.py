@@ -1,4 +1,4 @@
-"""The command line: `hapsynth search | run | compare | explain | export | profile | launch | preflight`.
+"""The command line: `hapsynth search | run | compare | compile | explain | export | profile | launch | preflight`.
 
 The same as `python -m hapsynth`. Exit status: 0 done; 1 nothing fits, or a check failed; 2 bad usage or input, with one
 line on standard error and nothing written; 130 interrupted before there was any plan; that of `launch` is that of the
@@ -28,7 +28,7 @@ from hapsynth.cli.model_file import Target, Targets, holds_json, load_target
 from hapsynth.cli.options import MISUSED, asked, parser
 from hapsynth.cli.output_files import STDOUT, Outputs
 from hapsynth.cli.profile import profile_command
-from hapsynth.cli.selection import loaded, picked
+from hapsynth.cli.selection import loaded, picked, source_of
 from hapsynth.cluster.cluster import Cluster, ClusterError, ClusterWarning
 from hapsynth.export import SourceError
 from hapsynth.graph.trace import TraceError, trace
@@ -47,18 +47,20 @@ from hapsynth.report.progress import activity, progress
 from hapsynth.report.several import print_several, several_infeasible_record, several_record
 from hapsynth.report.summary import print_summary
 from hapsynth.report.tables import console
+from hapsynth.report.targets import print_targets, targets_record
 from hapsynth.report.what_if import advice_record, print_advice, print_remedies, remedies_record
 from hapsynth.running.base import OverlapWarning
 from hapsynth.search.planning.planner import InfeasibleError
 from hapsynth.search.sizing.fixed_ratios import RatioError
 from hapsynth.several.plans import FunctionsError
+from hapsynth.targets import TargetError, collectives_differ, compile_for
 from hapsynth.whatif.cluster_variants import advise
 from hapsynth.whatif.remedies import Shortage, remedies
 
 DONE, FAILED, INTERRUPTED = 0, 1, 130
 _MISUSES = (
     *(UsageError, JobError, ClusterError, PlanError, ProfileError, RatioError, SourceError),
-    *(FunctionsError, TraceError, RuleError, UnsupportedError),
+    *(FunctionsError, TargetError, TraceError, RuleError, UnsupportedError),
 )
 
 
@@ -141,7 +143,11 @@ class _Session(ExitStack):
 
 def _in_order(options: argparse.Namespace) -> None:
     """Some commands have the plan first, some the model file: either order does."""
-    if options.command in ("run", "explain", "export") and holds_json(options.file) and not holds_json(options.plan):
+    if (
+        options.command in ("compile", "run", "explain", "export")
+        and holds_json(options.file)
+        and not holds_json(options.plan)
+    ):
         options.plan, options.file = options.file, options.plan
 
 
@@ -231,6 +237,22 @@ def _compare(options: argparse.Namespace, session: _Session) -> int:
     return DONE
 
 
+def _compile(options: argparse.Namespace, session: _Session) -> int:
+    # Tracing needs no device, and looking for a GPU that is not there is told of on standard error.
+    jax.config.update("jax_platforms", "cpu")
+    plan, _ = loaded(options.plan, options.file, options.function)
+    source = source_of(options.file, options.function)
+    with activity() as tell:
+        targets = compile_for(plan, options.targets, form=options.form, source=source, tell=tell)
+    session.files.write_json(options.json, targets_record(targets))
+    if session.out is not None:
+        print_targets(session.out, targets)
+    difference = collectives_differ(targets)
+    if difference:
+        print(f"hapsynth compile: these cards can't run together: {difference}", file=sys.stderr)
+    return FAILED if difference or any(t.error for t in targets) else DONE
+
+
 def _run(options: argparse.Namespace, session: _Session) -> int:
     devices = run.devices_of(options.plan)
     if devices is not None:
@@ -303,6 +325,7 @@ _COMMANDS = {
     "search": _search,
     "run": _run,
     "compare": _compare,
+    "compile": _compile,
     "explain": _explain,
     "export": _export,
     "profile": _profile,

@@ -70,6 +70,19 @@ def parser() -> argparse.ArgumentParser:
     _add_planning(compare)
     _add_json(compare)
 
+    compile_ = commands.add_parser("compile", help="compile a plan for GPUs that need not be here, and compare them")
+    _add_file(compile_)
+    compile_.add_argument("--plan", metavar="PLAN.json", required=True, help="a plan that `search --plan` wrote")
+    compile_.add_argument(
+        "--targets",
+        metavar="KIND,...",
+        type=lambda text: [name.strip() for name in text.split(",") if name.strip()],
+        default=[],
+        help="GPUs as cluster files name them, like V100-16GB,H100-80GB; by default those of the plan's cluster",
+    )
+    compile_.add_argument("--form", choices=get_args(Form), default="auto", help="how the plan runs (default auto)")
+    _add_json(compile_)
+
     explain = commands.add_parser("explain", help="where the seconds go, and why each value lies as it does")
     explain.add_argument("plan", metavar="PLAN.json", help="a plan that `search --plan` wrote")
     _add_file(explain)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 from hapsynth._errors import UsageError
 from hapsynth.cli.model_file import Target, Targets, load_target
@@ -33,3 +36,13 @@ def loaded(path: str, file: str, function: str | None) -> tuple[Plan, Target]:
     if function is None or not isinstance(functions, Targets) or not holds_several(path):
         return load(path, target.fn, target.args, example_kwargs=target.kwargs), target
     return load_plans(path, functions.functions, functions.args, example_kwargs=functions.kwargs)[function], target
+
+
+def source_of(file: str, function: str | None) -> Callable[[], tuple[Any, Any, Any]]:
+    """Gives the function, its arguments and keyword arguments, in another process too."""
+    return partial(_function_of, file, function)
+
+
+def _function_of(file: str, function: str | None) -> tuple[Any, Any, Any]:
+    target = picked(load_target(file), function)
+    return target.fn, target.args, target.kwargs

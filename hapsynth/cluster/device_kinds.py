@@ -382,14 +382,19 @@ _NOMINAL = DeviceKind("nominal", {"float32": 1e12}, 1e11, 1 << 30)
 
 
 @functools.cache
+def _table() -> Table:
+    file = resources.files("hapsynth.cluster") / "devices.toml"
+    return Table(tomllib.loads(file.read_text(encoding="utf-8")), "devices.toml")
+
+
+@functools.cache
 def _known() -> tuple[dict[str, DeviceKind], dict[str, str]]:
     """devices.toml: kinds by name, and names by what `jax.Device.device_kind` says."""
-    file = resources.files("hapsynth.cluster") / "devices.toml"
-    table = Table(tomllib.loads(file.read_text(encoding="utf-8")), "devices.toml")
+    table = _table()
     kinds: dict[str, DeviceKind] = {}
     names: dict[str, str] = {}
     for name in table.data:
-        entry = table.table(name, (*_KIND_KEYS, "jax"))
+        entry = table.table(name, (*_KIND_KEYS, "jax", "target"))
         kinds[name] = read_kind(name, entry, kinds)
         names |= dict.fromkeys(cast(list[str], entry.data["jax"]), name)
     return kinds, names
@@ -398,6 +403,15 @@ def _known() -> tuple[dict[str, DeviceKind], dict[str, str]]:
 def known_kinds() -> Mapping[str, DeviceKind]:
     """The known GPUs by name (`hapsynth/cluster/devices.toml`, where the source of every figure stands)."""
     return dict(_known()[0])
+
+
+def target_entry(kind: str) -> tuple[Table, list[str]]:
+    """The `target` of a known GPU in devices.toml, and what JAX calls it. Raises ClusterError with the nearest name."""
+    kinds, _ = _known()
+    if kind not in kinds:
+        raise ClusterError(f"{kind!r} is no GPU of the table of known ones (devices.toml); {nearest(kind, kinds)}")
+    entry = _table().table(kind)
+    return entry.table("target", ("capability", "sms", "clock_ghz", "l2")), cast(list[str], entry.data["jax"])
 
 
 def kind_of(device_kind: str) -> DeviceKind:

@@ -32,6 +32,15 @@ class Traced:
     out_array_leaves: tuple[int, ...]
     out_static_leaves: dict[int, Any]
 
+    def example(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Arguments and keyword arguments for which this is the trace, arrays as ShapeDtypeStructs."""
+        leaves: list[Any] = [None] * self.in_tree.num_leaves
+        for at, value in zip(self.array_leaves, map(self.graph.values.__getitem__, self.graph.inputs), strict=True):
+            leaves[at] = jax.ShapeDtypeStruct(value.shape, value.dtype, weak_type=value.weak_type)
+        for at, leaf in self.static_leaves.items():
+            leaves[at] = leaf
+        return jax.tree_util.tree_unflatten(self.in_tree, leaves)
+
 
 def is_array_like(leaf: Any) -> bool:
     """The leaves that `jax.jit` would trace: arrays, NumPy and Python numbers, ShapeDtypeStructs."""

@@ -14,7 +14,7 @@ from weakref import WeakSet
 import jax
 from jax.sharding import Mesh
 
-from hapsynth.jobs.process_facts import Facts, left_out, of_plan, problems, software
+from hapsynth.jobs.process_facts import Facts, compiled_facts, left_out, of_plan, problems, software
 from hapsynth.rendezvous.address import JobError
 from hapsynth.rendezvous.cpu_scheduling import as_batch_work
 from hapsynth.rendezvous.meeting import meeting, ranks_of, wanted
@@ -76,7 +76,7 @@ def preflight(mesh: Mesh, plan: Planned | None = None, arguments: Iterable[Any] 
     _meet(said, ranks)
     try:
         with meeting.doing("compiling"):
-            said |= {} if plan is None else {"lowered": plan.lowered.prepare()}
+            said |= {} if plan is None else compiled_facts(plan)
     except Exception as error:
         meeting.fail(f"{type(error).__name__} in compiling the plan")
         raise

@@ -14,9 +14,12 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from hapsynth import _device_memory
+from hapsynth import _device_memory, _jax
 from hapsynth._quantities import nbytes
 from hapsynth._version import __version__
+from hapsynth._warn import warn_user
+from hapsynth.hlo.collectives import first_difference
+from hapsynth.hlo.text import HloError
 from hapsynth.lower import parts
 from hapsynth.rendezvous.server import listed
 from hapsynth.running.base import Planned
@@ -31,18 +34,10 @@ _CACHE = (
     "jax_persistent_cache_min_entry_size_bytes",
     "jax_persistent_cache_enable_xla_caches",
 )
-_NUMERICS = (
-    "jax_enable_x64",
-    "jax_default_matmul_precision",
-    "jax_default_prng_impl",
-    "jax_threefry_partitionable",
-    "jax_numpy_dtype_promotion",
-    "jax_numpy_rank_promotion",
-    "jax_debug_nans",
-)
-"""What decides which numbers a function computes, beside its code."""
 _AUTOTUNING = "--xla_gpu_shard_autotuning"
 _MOST_TYPES = 64
+_LONGEST = 200
+"""Characters of a collective that are told."""
 # What the runs depend on; how long a plan took to find differs between processes that each found it.
 _OF_PLAN = ("function", "cluster", "devices", "program", "classes", "shares")
 
@@ -110,7 +105,7 @@ def software(process: str, host: str, mesh: Mesh) -> Facts:
         "platform": mesh.devices.flat[0].platform,
         "kinds": sorted({d.device_kind for d in mesh.local_devices}),
         "shards_autotuning": not flags or flags[-1].lower() not in ("false", "0"),
-        "numerics": {name: getattr(jax.config, name, None) for name in _NUMERICS},
+        "numerics": {name: getattr(jax.config, name, None) for name in _jax.NUMERICS},
         "cache": {**cache, "a folder": bool(getattr(jax.config, "jax_compilation_cache_dir", None))},
     }
 
@@ -135,6 +130,16 @@ def of_plan(plan: Planned, arguments: Iterable[Any]) -> Facts:
     return {"plan": plan_fingerprint(plan), **of_function(plan), "memory": rows, "machine": machine}
 
 
+def compiled_facts(plan: Planned) -> Facts:
+    """What came of compiling a plan here: which collectives were lowered, and which XLA made of them."""
+    said: Facts = {"lowered": plan.lowered.prepare()}
+    try:
+        return {**said, "collectives": plan.lowered.compiled_collectives}
+    except HloError as error:
+        warn_user(f"the collectives that XLA compiled are not compared between processes: {error}", RuntimeWarning)
+        return said
+
+
 def problems(facts: Sequence[Facts]) -> list[str]:
     """What is wrong in a job whose processes say `facts`: each names the processes and the way out."""
     found: list[str] = []
@@ -155,6 +160,7 @@ def problems(facts: Sequence[Facts]) -> list[str]:
         "collectives {} in the lowered program",
         "the same function, JAX configuration and XLA_FLAGS must be used everywhere",
     )
+    found += _of_collectives(facts)
     return found + _of_links(facts) + _of_kinds(facts) + _of_memory(facts)
 
 
@@ -211,6 +217,25 @@ def _arguments(said: dict[str, Any]) -> str:
 def _code(said: dict[str, Any]) -> str:
     ops = [f"{n or 'no'} {name.removeprefix('ops ')}" for name, n in said.items() if name.startswith("ops ")]
     return ", ".join(ops[:4]) if ops else f"digest {said['digest']}"
+
+
+def _of_collectives(facts: Sequence[Facts]) -> list[str]:
+    """The first collective that XLA did not compile the same in all: there they would wait for each other forever."""
+    said = [f for f in facts if "collectives" in f]
+    different = first_difference([f["collectives"] for f in said])
+    if different is None:
+        return []
+    number, texts = different
+    each = [{"process": f["process"], "text": text} for f, text in zip(said, texts, strict=True)]
+    way_out = (
+        "XLA would start another in each, and they would wait forever: set XLA_FLAGS and JAX's configuration the same "
+        "everywhere; `hapsynth compile` shows what GPUs of other kinds get"
+    )
+    return _alike(each, "text", f"compiled its collective {number + 1} as {{}}", way_out, _shortened)
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]} ..."
 
 
 def _of_links(facts: Sequence[Facts]) -> list[str]:

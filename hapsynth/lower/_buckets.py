@@ -1,7 +1,8 @@
-"""Small collectives that do not depend on one another go as one, on CPUs (GradientFlow's fusion, arXiv 1902.06855).
+"""Small collectives that do not depend on one another go as one (GradientFlow's fusion, arXiv 1902.06855).
 
-Each has a latency of its own, and XLA joins them for GPUs only: between two processes, one with 30 % of a core, 20
-all-reduces of 1 KiB took 161 ms with gloo, one of 20 KiB 5 ms. What a large one would save is not worth the copy.
+Each has a latency of its own, and XLA does not join them on CPUs, nor those that are pinned on GPUs: between two
+processes, one with 30 % of a core, 20 all-reduces of 1 KiB took 161 ms with gloo, one of 20 KiB 5 ms. What a large one
+would save is not worth the copy.
 """
 
 from __future__ import annotations
@@ -23,46 +24,64 @@ from hapsynth.instructions.program.program import Convert
 from hapsynth.instructions.program.sizes import Sizes
 from hapsynth.instructions.staging.buckets import filled
 from hapsynth.instructions.staging.options import LoweringOptions
+from hapsynth.lower._collective_order import Each, as_it_is
 from hapsynth.lower._collectives import LOWERINGS, exchange, exchange_first, join_numbers, receive
 from hapsynth.lower._mesh_position import MeshPosition
+from hapsynth.lower._pinned import is_pinned
 
 
 @dataclass(frozen=True)
 class Bundle:
-    """Collectives of one kind that run as one; a single one as it is. `sent`: what each takes, of equal shapes on all
-    devices."""
+    """Collectives of one kind that run as one; a single one as it is, or `flat`, of one dimension. `sent`: what each
+    takes, of equal shapes on all devices."""
 
     steps: tuple[Convert, ...]
     sent: tuple[jax.ShapeDtypeStruct, ...]
+    flat: bool = False
+
+    @property
+    def _as_it_is(self) -> bool:
+        return len(self.steps) == 1 and (not self.flat or LOWERINGS[self.steps[0].step].in_parts)
 
     def key(self, sizes: Sizes) -> Hashable:
         """What decides the collective, whatever the values are."""
-        return tuple(
+        return self.flat, *(
             (LOWERINGS[step.step].key(sizes, step), s.shape, str(s.dtype))
             for step, s in zip(self.steps, self.sent, strict=True)
         )
 
     def pack(self, xs: Sequence[jax.Array], lengths: Sequence[int]) -> jax.Array:
         """One array of all that is sent. `lengths`: of the mesh axes."""
-        if len(xs) == 1:
+        if self._as_it_is:
             return xs[0]
         parts = [_blocks(step, x, lengths[step.axis]) for step, x in zip(self.steps, xs, strict=True)]
-        return lax.concatenate(parts, parts[0].ndim - 1)
+        packed = parts[0] if len(parts) == 1 else lax.concatenate(parts, parts[0].ndim - 1)
+        return packed.reshape(-1) if self.flat else packed
 
-    def exchange(self, sizes: Sizes, names: Sequence[str], x: jax.Array, gloo: LoweringOptions | None) -> jax.Array:
-        """The collective itself. `names`: of the mesh axes. `gloo`: the thresholds where devices send by gloo."""
+    def exchange(
+        self,
+        sizes: Sizes,
+        names: Sequence[str],
+        x: jax.Array,
+        gloo: LoweringOptions | None,
+        each: Each = as_it_is,
+    ) -> jax.Array:
+        """The collective itself. `names`: of the mesh axes. `gloo`: the thresholds where devices send by gloo. `each`:
+        runs one of XLA's collectives."""
         step = self.steps[0]
         name = names[step.axis]
-        if len(self.steps) == 1:
-            return exchange(sizes, name, step, x, gloo)
+        if self._as_it_is:
+            return exchange(sizes, name, step, x, gloo, each)
         collective = step.collective
-        x = x[None] if collective.joins and not collective.splits else x
-        return exchange_first(collective, name, x, step.source[step.axis].reduction, gloo)
+        x = x[None] if collective.joins and not collective.splits and not self.flat else x
+        return exchange_first(collective, name, x, step.source[step.axis].reduction, gloo, each)
 
     def unpack(self, x: Any, lengths: Sequence[int]) -> list[Any]:
         """What each collective alone would have given, of JAX's array or NumPy's."""
-        if len(self.steps) == 1:
+        if self._as_it_is:
             return [x]
+        if self.flat and self.steps[0].collective.joins:
+            x = x.reshape(lengths[self.steps[0].axis], -1)
         found: list[jax.Array] = []
         sizes = [_length(step, s, lengths) for step, s in zip(self.steps, self.sent, strict=True)]
         for step, sent, begin, size in zip(self.steps, self.sent, accumulate([0, *sizes]), sizes):
@@ -106,14 +125,15 @@ def bundles(
     if planned and steps and steps[0].bundle and platform == "cpu":
         groups = [[*range(len(steps))]]
     structs = [jax.ShapeDtypeStruct(s.shape, s.dtype) for s in sent]
-    return [Bundle(tuple(steps[i] for i in g), tuple(structs[i] for i in g)) for g in groups]
+    flat = is_pinned(platform)
+    return [Bundle(tuple(steps[i] for i in g), tuple(structs[i] for i in g), flat) for g in groups]
 
 
 def _family_of(step: Convert, sent: Any, platform: str, options: LoweringOptions) -> tuple[Hashable | None, int]:
     """What a collective has in common with those that it can go with, None where it goes alone, and the bytes that it
     sends. `sent`: the shape and dtype."""
     nbytes = prod(sent.shape) * itemsize(sent.dtype)
-    alone = platform != "cpu" or nbytes > options.bundled_bytes
+    alone = not (platform == "cpu" or is_pinned(platform)) or nbytes > options.bundled_bytes
     return None if alone else family(step, sent.dtype), nbytes
 
 

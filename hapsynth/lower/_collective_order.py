@@ -10,7 +10,7 @@ made of what the loop or branch before it made; and that takes one made of all r
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -22,13 +22,34 @@ from hapsynth.graph.ir import Graph
 from hapsynth.instructions.staging.buckets import joined
 from hapsynth.instructions.staging.stages import Cond, Loop, Step
 
+Each = Callable[[Callable[[Any], Any], Any], Any]
+"""Runs one of XLA's collectives on what is sent."""
+
+
+def as_it_is(run: Callable[[Any], Any], x: Any) -> Any:
+    """A collective that waits for nothing but its operand."""
+    return run(x)
+
 
 class Order:
-    """Where tracing stands: the token that collectives now wait for, and those of the collectives since."""
+    """Where tracing stands: the token that collectives now wait for, and those of the collectives since. `kept`:
+    whether a loop or a branch communicates, so that XLA alone would not keep them in order."""
 
-    def __init__(self) -> None:
+    def __init__(self, kept: bool = True) -> None:
+        self.kept = kept
         self.after: Any = None
         self.since: list[Any] = []
+
+    def collective(self, run: Callable[[Any], Any], x: Any, whole: bool = False) -> Any:
+        """What a collective makes of `x`, in order. `whole`: it is several of XLA's, each its part."""
+        made = run(self.wait(x))
+        if self.kept:
+            self.done(made, whole)
+        return made
+
+    def each(self, run: Callable[[Any], Any], x: Any) -> Any:
+        """One of XLA's collectives, of those that a collective is."""
+        return run(x)
 
     def wait(self, x: Any) -> Any:
         """What a collective is to send, not before the loop or branch before it has ended."""

@@ -21,6 +21,7 @@ from hapsynth.instructions.program.program import Convert
 from hapsynth.instructions.program.sizes import Sizes
 from hapsynth.instructions.staging.options import LoweringOptions
 from hapsynth.lower import _gloo
+from hapsynth.lower._collective_order import Each
 from hapsynth.lower._mesh_position import MeshPosition
 from hapsynth.lower._recut import Recut
 from hapsynth.lower._storage import pad_to, with_length
@@ -127,8 +128,10 @@ class Lowering(ABC):
         """A shard as the collective takes it."""
 
     @abstractmethod
-    def exchange(self, sizes: Sizes, name: str, step: Convert, x: jax.Array, gloo: LoweringOptions | None) -> jax.Array:
-        """The collective itself, of the same shapes on all devices."""
+    def exchange(
+        self, sizes: Sizes, name: str, step: Convert, x: jax.Array, gloo: LoweringOptions | None, each: Each
+    ) -> jax.Array:
+        """The collective itself, of the same shapes on all devices; `each` runs one of XLA's."""
 
     def join_numbers(self, sizes: Sizes, step: Convert, x: np.ndarray) -> np.ndarray | None:
         """As `receive`, of NumPy's, where pieces that are uneven alike for all devices are joined; None elsewhere."""
@@ -155,8 +158,10 @@ class BlockLowering(Lowering):
             return x
         return _Blocks.of(sizes, step.value, step.target, step.target[step.axis].dim).split(here, x)
 
-    def exchange(self, sizes: Sizes, name: str, step: Convert, x: jax.Array, gloo: LoweringOptions | None) -> jax.Array:
-        return self.run(x, name, step.source[step.axis], step.target[step.axis], gloo)
+    def exchange(
+        self, sizes: Sizes, name: str, step: Convert, x: jax.Array, gloo: LoweringOptions | None, each: Each
+    ) -> jax.Array:
+        return each(lambda x: self.run(x, name, step.source[step.axis], step.target[step.axis], gloo), x)
 
     def receive(self, sizes: Sizes, step: Convert, x: jax.Array, here: MeshPosition) -> jax.Array:
         if not step.collective.joins:
@@ -181,8 +186,10 @@ class ReshareLowering(Lowering):
     def send(self, sizes: Sizes, step: Convert, x: jax.Array, here: MeshPosition) -> jax.Array:
         return Recut.of(sizes, step).send(x, here)
 
-    def exchange(self, sizes: Sizes, name: str, step: Convert, x: jax.Array, gloo: LoweringOptions | None) -> jax.Array:
-        return Recut.of(sizes, step).exchange(name, x)
+    def exchange(
+        self, sizes: Sizes, name: str, step: Convert, x: jax.Array, gloo: LoweringOptions | None, each: Each
+    ) -> jax.Array:
+        return Recut.of(sizes, step).exchange(name, x, each=each)
 
     def receive(self, sizes: Sizes, step: Convert, x: jax.Array, here: MeshPosition) -> jax.Array:
         return Recut.of(sizes, step).receive(x, here)
@@ -203,9 +210,11 @@ def send(sizes: Sizes, step: Convert, x: jax.Array, here: MeshPosition) -> jax.A
     return LOWERINGS[step.step].send(sizes, step, x, here)
 
 
-def exchange(sizes: Sizes, name: str, step: Convert, x: jax.Array, gloo: LoweringOptions | None) -> jax.Array:
-    """The collective itself, of the same shapes on all devices."""
-    return LOWERINGS[step.step].exchange(sizes, name, step, x, gloo)
+def exchange(
+    sizes: Sizes, name: str, step: Convert, x: jax.Array, gloo: LoweringOptions | None, each: Each
+) -> jax.Array:
+    """The collective itself, of the same shapes on all devices; `each` runs one of XLA's."""
+    return LOWERINGS[step.step].exchange(sizes, name, step, x, gloo, each)
 
 
 def receive(sizes: Sizes, step: Convert, x: jax.Array, here: MeshPosition) -> jax.Array:
@@ -219,10 +228,10 @@ def join_numbers(sizes: Sizes, step: Convert, x: np.ndarray) -> np.ndarray | Non
 
 
 def exchange_first(
-    step: Collective, name: str, x: jax.Array, reduction: Reduction, gloo: LoweringOptions | None
+    step: Collective, name: str, x: jax.Array, reduction: Reduction, gloo: LoweringOptions | None, each: Each
 ) -> jax.Array:
     """A collective of blocks that splits and joins the first dimension, whatever it is of."""
     lowering = LOWERINGS[step.name]
     assert isinstance(lowering, BlockLowering), f"{step.name} sends no blocks"
     source, target = S(0) if step.joins else Placement("P", reduction=reduction), S(0) if step.splits else R
-    return lowering.run(x, name, source, target, gloo)
+    return each(lambda x: lowering.run(x, name, source, target, gloo), x)

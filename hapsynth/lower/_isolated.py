@@ -15,6 +15,7 @@ from jax import lax
 from hapsynth import _jax
 from hapsynth.graph.ir import Graph
 from hapsynth.lower._buckets import Bundle
+from hapsynth.lower._collective_order import Each
 from hapsynth.lower._device_groups import Group, groups_of
 from hapsynth.lower._switch_form import Lowered
 
@@ -39,15 +40,20 @@ class IsolatedProgram(Lowered):
                 found.append((compiled, partial(_operands, group, given)))
         return found
 
-    def _exchange(self, bundle: Bundle, lengths: Sequence[int], x: jax.Array) -> jax.Array:
-        step, joined = bundle.steps[0], len(bundle.steps) > 1
+    def _exchange(self, bundle: Bundle, each: Each, x: jax.Array) -> jax.Array:
+        step, joined = bundle.steps[0], len(bundle.steps) > 1 or bundle.flat
+        lengths = [size for _, size in self.program.axes]
         n, source, target = lengths[step.axis], step.source[step.axis].dim, step.target[step.axis].dim
         blocks = lambda dim: lax.split(x, [x.shape[dim] // n] * n, dim)
         collective = step.collective
         if collective.splits and not collective.joins:
             return reduce(operator.add, blocks(0 if joined else target))
         if collective.joins and not collective.splits:
-            return jnp.stack([x] * n) if joined else lax.concatenate([x] * n, source)
+            return (
+                jnp.stack([x] * n)
+                if joined and not bundle.flat
+                else lax.concatenate([x] * n, 0 if bundle.flat else source)
+            )
         return lax.concatenate(blocks(target), source) if collective.joins and not joined else x
 
 

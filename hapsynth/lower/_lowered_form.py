@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, ClassVar
@@ -19,11 +20,12 @@ from hapsynth.instructions.staging.options import DEFAULT, LoweringOptions
 from hapsynth.instructions.staging.stages import Step, split
 from hapsynth.lower import _gloo
 from hapsynth.lower._interpreter import Interpreter
+from hapsynth.lower._pinned import OPTIONS, is_pinned
 from hapsynth.lower._storage import Storage
 
 
 @dataclass(eq=False)
-class LoweredProgram:
+class LoweredProgram(ABC):
     """A program on stored arrays.
 
     `inputs`, `constants` and `outputs` say how each is stored (an output that is a literal has None); `donated` says
@@ -83,6 +85,26 @@ class LoweredProgram:
     def compiler_options(self) -> dict[str, str]:
         """What `jax.jit` takes so that a call holds about what the search counted."""
         return _jax.memory_first(self.mesh.devices.flat[0].platform)
+
+    @property
+    def is_pinned(self) -> bool:
+        """Whether its collectives are to keep their order whatever device it is compiled for."""
+        return is_pinned(self.local.platform)
+
+    @property
+    def communicating_options(self) -> dict[str, str | bool]:
+        """What `jax.jit` takes for a program with collectives."""
+        return {**self.compiler_options, **(OPTIONS if self.is_pinned else {})}
+
+    @abstractmethod
+    def prepare(self) -> str:
+        """Compile now, not at the first call; a fingerprint of what must be lowered the same in every process."""
+
+    @property
+    @abstractmethod
+    def compiled_collectives(self) -> list[str]:
+        """The collectives as XLA has compiled them, in the order in which they start: the same in every process of a
+        job, or it hangs. Compiles what is not compiled yet. Raises HloError where XLA's text can't be read."""
 
     @property
     def table(self) -> FactorTable:

@@ -17,6 +17,7 @@ from hapsynth.instructions.collectives import Moved
 from hapsynth.instructions.program.program import Convert
 from hapsynth.instructions.program.sizes import Sizes
 from hapsynth.instructions.staging.moved_rows import Move, moves
+from hapsynth.lower._collective_order import Each, as_it_is
 from hapsynth.lower._mesh_position import MeshPosition
 from hapsynth.lower._storage import pad_to, with_length
 
@@ -52,15 +53,23 @@ class Recut(NamedTuple):
         pieces = [self._taken(x, move, here) for move in self.moves if move.distance]
         return lax.concatenate([x, *pieces], self.dim) if pieces else x
 
-    def exchange(self, name: str | tuple[str, ...], x: jax.Array, number: Sequence[int] | None = None) -> jax.Array:
+    def exchange(
+        self,
+        name: str | tuple[str, ...],
+        x: jax.Array,
+        number: Sequence[int] | None = None,
+        each: Each = as_it_is,
+    ) -> jax.Array:
         """Each piece to its new owner; the same shapes on all devices. `name`: of the axis, or of several as they come
         in the mesh, by which a permute numbers devices; `number`: that of each position, where they cut the dimension
-        in another order."""
+        in another order; `each`: runs a permute of a piece that is flat."""
         _, *pieces = self._parts(x)
         at = number or range(len(self.moves[0].rows))
         start = self.before
         for piece, m in zip(pieces, (m for m in self.moves if m.distance), strict=True):
-            arrived = lax.ppermute(piece, name, [(at[i], at[i + m.distance]) for i, rows in enumerate(m.rows) if rows])
+            pairs = [(at[i], at[i + m.distance]) for i, rows in enumerate(m.rows) if rows]
+            flat = each(lambda piece, pairs=pairs: lax.ppermute(piece, name, pairs), piece.reshape(-1))
+            arrived = flat.reshape(piece.shape)
             # In its place, so that what is kept is not copied.
             x = lax.dynamic_update_slice_in_dim(x, arrived, start, self.dim)
             start += m.longest

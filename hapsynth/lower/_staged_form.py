@@ -17,12 +17,13 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from hapsynth import _jax
 from hapsynth.graph.ir import Graph, Literal
+from hapsynth.hlo.collectives import collectives_of
 from hapsynth.instructions.program.program import Convert, Program
 from hapsynth.instructions.program.sizes import Sizes
 from hapsynth.instructions.staging.options import DEFAULT, LoweringOptions
 from hapsynth.instructions.staging.stages import Cond, Loop, Stage
 from hapsynth.lower._buckets import Bundle, bundles
-from hapsynth.lower._collective_order import Order
+from hapsynth.lower._collective_order import Order, as_it_is
 from hapsynth.lower._collective_thread import OverlappedCall, Transfer
 from hapsynth.lower._collectives import receive, send
 from hapsynth.lower._compute_timer import ComputeTimer
@@ -50,6 +51,7 @@ from hapsynth.lower._host_schedule import (
 from hapsynth.lower._lowered_form import LoweredProgram
 from hapsynth.lower._mesh_position import MeshPosition
 from hapsynth.lower._overlap import overlapped
+from hapsynth.lower._pinned import PinnedOrder
 from hapsynth.lower._recorded_call import RecordedCall, Recorder
 from hapsynth.lower._storage import cut_to, own_mesh, pad_to, with_weak_type
 
@@ -112,17 +114,21 @@ class Staged(LoweredProgram):
         return LoweredStages(self)
 
     def prepare(self) -> str:
-        """Compile now, not at the first call; a fingerprint of what must be the same in every process."""
         _ = self.compiled
         return self.fingerprint
+
+    @property
+    def compiled_collectives(self) -> list[str]:
+        stages = [compiled[0] for item, compiled in self.compiled.items() if isinstance(item, CollectiveStage)]
+        said = {stage: [str(c) for c in collectives_of(stage.as_text())] for stage in dict.fromkeys(stages)}
+        return [text for stage in stages for text in said[stage]]
 
     @cached_property
     def fingerprint(self) -> str:
         """A digest of the collective stages' text, which must be the same in all processes, in their order."""
         digest = hashlib.sha256(b"overlap" if self.overlap else b"")
-        for item, lowered in self.stages.items():
-            if isinstance(item, CollectiveStage):
-                digest.update(lowered[0].as_text().encode())
+        for lowered in self.collective_stages:
+            digest.update(lowered.as_text().encode())
         return digest.hexdigest()[:16]
 
     @cached_property
@@ -164,6 +170,16 @@ class Staged(LoweredProgram):
         with _jax.no_mesh():
             compiled = {x: x.compile() for x in dict.fromkeys(x for lowered in self.stages.values() for x in lowered)}
         return {item: [compiled[x] for x in lowered] for item, lowered in self.stages.items()}
+
+    @property
+    def collective_stages(self) -> list[Any]:
+        """JAX's lowered functions of the collective stages, in their order; alike in all processes."""
+        return [lowered[0] for item, lowered in self.stages.items() if isinstance(item, CollectiveStage)]
+
+    @property
+    def local_stages(self) -> list[list[Any]]:
+        """Those of the local stages, each for each of `groups`."""
+        return [lowered for item, lowered in self.stages.items() if isinstance(item, LocalStage)]
 
     # Local stages
 
@@ -346,10 +362,10 @@ class Staged(LoweredProgram):
 
         def hapsynth_exchange(*arrays: Any) -> list[Any]:
             out: list[Any] = []
+            each = PinnedOrder().each if self.is_pinned else as_it_is
             for wire, x in zip(wires, arrays, strict=True):
                 decides = isinstance(wire, HostDecision)
-                x = self.uniform(x) if decides else wire.exchange(self.sizes, names, x, self.gloo)
-                out.append(x)
+                out.append(each(self.uniform, x) if decides else wire.exchange(self.sizes, names, x, self.gloo, each))
             return out
 
         spec = self.everyone.spec
@@ -364,7 +380,7 @@ class Staged(LoweredProgram):
         if key not in known:
             fn = self._exchanging(sent)
             donated = reused(wires, jax.eval_shape(fn, *wires), set(range(len(wires))))
-            jitted = jax.jit(fn, donate_argnums=tuple(donated), compiler_options=self.compiler_options)
+            jitted = jax.jit(fn, donate_argnums=tuple(donated), compiler_options=self.communicating_options)
             known[key] = jitted.lower(*wires)
         return known[key]
 
@@ -386,7 +402,7 @@ def lower_staged(
 
 def _is_scalar(wire: Wire) -> bool:
     """Whether a device sends a single number, which is given a dimension: all devices' lie one after another."""
-    return isinstance(wire, HostDecision) or (len(wire.sent) == 1 and not wire.sent[0].shape)
+    return isinstance(wire, HostDecision) or (not wire.flat and len(wire.sent) == 1 and not wire.sent[0].shape)
 
 
 def _flat(items: Sequence[Item]) -> list[LocalStage | CollectiveStage]:

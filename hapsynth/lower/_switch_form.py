@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, ClassVar
 
 import jax
@@ -16,6 +16,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from hapsynth import _jax
 from hapsynth.graph.ir import Boundary, Graph, Literal
+from hapsynth.hlo.collectives import collectives_of
 from hapsynth.instructions.layout import Layout
 from hapsynth.instructions.program.program import Convert, Program
 from hapsynth.instructions.program.sizes import Sizes
@@ -23,11 +24,12 @@ from hapsynth.instructions.staging.buckets import joined
 from hapsynth.instructions.staging.options import DEFAULT, LoweringOptions
 from hapsynth.instructions.staging.stages import Cond, Loop, Stage, Step
 from hapsynth.lower._buckets import Bundle, bundles
-from hapsynth.lower._collective_order import Order, region_communicates
+from hapsynth.lower._collective_order import Each, Order, region_communicates
 from hapsynth.lower._collectives import LOWERINGS, send
 from hapsynth.lower._control_flow import Env, Run, run_cond, run_loop
 from hapsynth.lower._lowered_form import LoweredProgram
 from hapsynth.lower._mesh_position import MeshPosition
+from hapsynth.lower._pinned import PinnedOrder
 from hapsynth.lower._storage import cut_to, own_mesh, pad_to, with_weak_type
 
 
@@ -43,10 +45,16 @@ class Lowered(LoweredProgram):
             return (self.compiled or self.function)(*stored, *self.placed_constants)
 
     def prepare(self) -> str:
-        """Compile now, not at the first call; a fingerprint of what must be the same in every process."""
         lowered = self.lower()
         self.compiled = lowered.compile()
         return hashlib.sha256(lowered.as_text().encode()).hexdigest()[:16]
+
+    @property
+    def compiled_collectives(self) -> list[str]:
+        if self.compiled is None:
+            self.prepare()
+        compiled: Any = self.compiled
+        return [str(c) for c in collectives_of(compiled.as_text())]
 
     def lower(self) -> Any:
         """JAX's `Lowered` of the function: `.as_text()`, `.compile()`."""
@@ -77,7 +85,7 @@ class Lowered(LoweredProgram):
             out_shardings=[everywhere if s is None else s.sharding for s in self.outputs],
             donate_argnums=tuple(i for i, donated in enumerate(self.donated) if donated),
             keep_unused=True,
-            compiler_options=self.compiler_options,
+            compiler_options=self.communicating_options,
         )
 
     @property
@@ -100,7 +108,7 @@ class Lowered(LoweredProgram):
         lengths = tuple(size for _, size in self.program.axes)
         everyone = MeshPosition(lengths, tuple(np.ndindex(*lengths)), tuple(index), padded=True)
         env: Env = dict(zip(((v, self.program.inputs[v]) for v in self.graph.sources), stored, strict=True))
-        self._steps(self.steps, env, everyone, Order())
+        self._steps(self.steps, env, everyone, PinnedOrder() if self.is_pinned else Order(self._ordered))
         outputs = zip(self.graph.outputs, self.program.outputs)
         return tuple(
             self._left(v, layout, env, everyone) for v, layout in outputs if isinstance(v, int) and layout is not None
@@ -123,9 +131,7 @@ class Lowered(LoweredProgram):
         inside: Run = lambda steps, env: self._steps(steps, env, everyone, order)
 
         def uniform(decision: Any) -> Any:
-            made = self.uniform(order.wait(decision))
-            order.done(made, whole=False)
-            return made
+            return order.collective(lambda x: order.each(self.uniform, x), decision)
 
         for step in joined(self.graph, steps):
             if isinstance(step, list):
@@ -158,10 +164,10 @@ class Lowered(LoweredProgram):
         arrays = dict(zip(steps, sent, strict=True))
         for bundle in bundles(steps, sent, self.local.platform, self.options):
             with scope(bundle.steps[0]):
-                packed = order.wait(bundle.pack([arrays[s] for s in bundle.steps], lengths))
-                made = self._exchange(bundle, lengths, packed)
-                if self._ordered:
-                    order.done(made, whole=self.gloo is not None or LOWERINGS[bundle.steps[0].step].in_parts)
+                packed = bundle.pack([arrays[s] for s in bundle.steps], lengths)
+                run = partial(self._exchange, bundle, order.each)
+                whole = self.gloo is not None or LOWERINGS[bundle.steps[0].step].in_parts
+                made = order.collective(run, packed, whole)
             with scope(bundle.steps[0]):
                 received = bundle.receive(self.sizes, made, lengths, here, self.most_indexed)
             for step, x in zip(bundle.steps, received, strict=True):
@@ -178,9 +184,8 @@ class Lowered(LoweredProgram):
         mesh: Any = self.mesh
         return self.options.indexed_bytes if self.local.platform == "cpu" and isinstance(mesh, Mesh) else -1
 
-    def _exchange(self, bundle: Bundle, lengths: Sequence[int], x: jax.Array) -> jax.Array:
-        """`lengths`: of the mesh axes."""
-        return bundle.exchange(self.sizes, [name for name, _ in self.program.axes], x, self.gloo)
+    def _exchange(self, bundle: Bundle, each: Each, x: jax.Array) -> jax.Array:
+        return bundle.exchange(self.sizes, [name for name, _ in self.program.axes], x, self.gloo, each)
 
     def _switch(self, stage: Stage, env: Env, everyone: MeshPosition) -> None:
         """Run the uneven part of a stage: one branch per distinct tuple of shares, each on its exact shapes."""

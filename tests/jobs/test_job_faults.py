@@ -15,6 +15,11 @@ SAYS = {
     "stopped": {0: "process 1 on .* has not been heard of for 4 s: it is stopped.*continue or restart it"},
     "other_plan": dict.fromkeys((0, 1), "process 0 on .* has cluster .*, and process 1 on .* has cluster .* load one"),
     "other_versions": dict.fromkeys((0, 1), "has hapsynth 9.9: install the same.* process 1 on .* has jax 0.9"),
+    "other_flags": dict.fromkeys(
+        (0, 1),
+        r"PreflightError: process 0 on .* has compiled its collective 1 as all-.*f32.*, "
+        r"and process 1 on .* has compiled its collective 1 as all-.*f32.*set XLA_FLAGS",
+    ),
     "raises": dict.fromkeys((0, 1), "process 1 on .* ended with ValueError: a bad batch"),
     "raises_beside_a_collective": dict.fromkeys((0, 1), "process 1 on .* ended with ValueError: a bad stage"),
     "killed_beside_a_collective": {0: "process 1 on .* has died"},

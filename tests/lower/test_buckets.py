@@ -67,8 +67,13 @@ def test_a_bundle_gives_what_each_alone_gives(kind: str, gloo: LoweringOptions |
     rng = np.random.default_rng(0)
     arrays = [rng.integers(-9, 9, (4, *s.shape)).astype(np.float32) for s in sent]
     (one,) = bundles(steps, sent, "cpu", DEFAULT)
-    alone = bundles(steps, sent, "gpu", DEFAULT)
-    assert (len(one.steps), len(alone)) == (len(steps), len(steps))
+    alone = bundles(steps, sent, "tpu", DEFAULT)
+    (flat,) = bundles(steps, sent, "gpu", DEFAULT)
+    assert (len(one.steps), len(alone), len(flat.steps)) == (len(steps), len(steps), len(steps))
+    each_flat = [Bundle((step,), (struct,), flat=True) for step, struct in zip(steps, sent, strict=True)]
+    for pinned in ([flat], each_flat):
+        for got, wanted in zip(on_mesh(pinned, arrays), on_mesh(alone, arrays), strict=True):
+            np.testing.assert_array_equal(got, wanted)
     for got, wanted in zip(on_mesh([one], arrays, gloo), on_mesh(alone, arrays), strict=True):
         np.testing.assert_array_equal(got, wanted)
     for got, wanted in zip(on_mesh(alone, arrays, gloo), on_mesh(alone, arrays), strict=True):

@@ -18,6 +18,7 @@ import time
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -25,10 +26,12 @@ import numpy as np
 from slow_devices import slow_cluster
 
 import hapsynth
+from hapsynth.instructions.staging.options import LoweringOptions
 from hapsynth.jobs import process_facts
 from hapsynth.lower import Staged
 from hapsynth.lower._host_schedule import LocalStage
 from hapsynth.lower._staged_form import Run
+from hapsynth.plan import Plan
 from hapsynth.rendezvous import peers
 from hapsynth.rendezvous.address import free_ports
 from hapsynth.rendezvous.meeting import meeting
@@ -99,6 +102,19 @@ def other_versions(rank: int) -> None:
     if rank == 1:
         process_facts.__version__, jax.__version__ = "9.9", "0.9"
     run()
+
+
+def sums(w, x):
+    return (x @ w).sum(), (x * x).sum()
+
+
+def other_flags(rank: int) -> None:
+    """What is lowered is the same in both, what XLA makes of it is not."""
+    if rank == 1:
+        passes = "all-reduce-combiner,cpu-all-reduce-combiner"
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_disable_hlo_passes={passes}"
+    mesh = jax.sharding.Mesh(np.array(jax.devices()), ("hap",))
+    hapsynth.load("sums.json", sums, (W, X), mesh, form="switch")(W, X)
 
 
 def raises(rank: int) -> None:
@@ -203,6 +219,7 @@ JOBS = [
     stopped,
     other_plan,
     other_versions,
+    other_flags,
     raises,
     raises_beside_a_collective,
     killed_beside_a_collective,
@@ -265,6 +282,10 @@ class Child(BaseException):
 def main() -> None:
     for file, speeds in (("plan.json", (3.0, 1.0)), ("other.json", (2.0, 1.0))):
         hapsynth.synthesize(step, (W, X), slow_cluster(speeds), leave_out=False).save(file)
+    # Each sum is sent alone, so that it is XLA that combines them.
+    plan = hapsynth.synthesize(sums, (W, X), slow_cluster((2.0, 1.0)), leave_out=False)
+    alone = LoweringOptions(bundled_bytes=0, gloo_gathered_bytes=0)
+    Plan(plan.traced, replace(plan.result, lowering=alone), plan.cluster).save("sums.json")
     statuses = {job.__name__: [0, 0] for job in JOBS}
     waiting = list(JOBS)
     running: dict[int, tuple[Job, int]] = {}

@@ -1,0 +1,1 @@
+"""What XLA made of a program, read from the text of its compiled module."""

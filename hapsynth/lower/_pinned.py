@@ -1,0 +1,63 @@
+"""What keeps the collectives of a program for GPUs in the plan's order, whatever card it is compiled for.
+
+XLA's GPU compiler orders, combines and lays out collectives by what it takes the card to be: the same program has other
+collectives on a V100 than on an H100, and unlike cards would wait for each other forever. What it leaves alone:
+
+- What is sent is flat. Of several dimensions each card may choose another memory layout.
+- A barrier stands on both sides of every collective, and what is sent waits for what the collective before it gave. So
+  none is combined, moved or replaced. A barrier around an element of the result alone is pruned.
+- Options (`OPTIONS`): collectives run beside what does not need them on all cards; small sums are taken by NCCL
+  everywhere, not by a kernel of XLA's own where the card is new; processes do not share out autotuning, in which those
+  with another program would wait for one another.
+
+Found by compiling for P4, V100, A100 and H100 with JAX 0.10.2 and 0.12; `hapsynth compile` tells whether it holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from hapsynth._jax import is_extended
+from hapsynth.lower._collective_order import Order
+
+OPTIONS: Mapping[str, bool] = MappingProxyType(
+    {
+        "xla_gpu_enable_latency_hiding_scheduler": True,
+        "xla_gpu_unsupported_use_all_reduce_one_shot_kernel": False,
+        "xla_gpu_shard_autotuning": False,
+    }
+)
+"""`compiler_options` of `jax.jit` for programs with collectives on GPUs."""
+
+
+def is_pinned(platform: str) -> bool:
+    """Whether collectives between devices of a platform are pinned: on GPUs, of which there may be several kinds."""
+    return platform in ("gpu", "cuda", "rocm")
+
+
+class PinnedOrder(Order):
+    """Where tracing stands: what the next collective waits for is all that the last one gave."""
+
+    def collective(self, run: Callable[[Any], Any], x: Any, whole: bool = False) -> Any:
+        return run(x)
+
+    def each(self, run: Callable[[Any], Any], x: Any) -> Any:
+        key = is_extended(x.dtype)
+        x = x if self.after is None else lax.optimization_barrier((x, self.after))[0]
+        made = lax.optimization_barrier(run(x if self.after is not None else lax.optimization_barrier(x)))
+        self.after = jax.random.key_data(made) if key else made
+        return made
+
+    def token(self) -> Any:
+        if self.after is None:
+            return jnp.zeros((), jnp.int32)
+        if self.after.dtype == jnp.int32 and not self.after.shape:
+            return self.after
+        first = lax.slice(self.after, (0,) * self.after.ndim, (1,) * self.after.ndim)
+        return (first != 0).astype(jnp.int32).reshape(())

@@ -1,0 +1,82 @@
+"""The report of `hapsynth compile`: what came of each card, and whether cards can run together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Console
+
+from hapsynth._quantities import nbytes, percent
+from hapsynth.report.tables import heading, table
+from hapsynth.targets import CompiledTarget, collectives_differ
+
+COMPILE_SCHEMA = "hapsynth-compile-1"
+
+
+def print_targets(out: Console, targets: Sequence[CompiledTarget]) -> None:
+    """A row for each card that compiled, a line for each other; then the first collective that is not the same."""
+    rows = [
+        [
+            t.target,
+            t.form,
+            nbytes(t.peak_bytes),
+            nbytes(t.predicted_bytes),
+            str(len(t.collectives)),
+            str(t.asynchronous),
+            percent(t.overlapped),
+            t.fingerprint,
+            f"{t.seconds:.1f} s",
+        ]
+        for t in targets
+        if not t.error
+    ]
+    if rows:
+        columns = ["target", "form", "peak", "predicted", "collectives", "asynchronous", "overlapped", "fingerprint"]
+        out.print(table([*columns, "compiled in"], rows, left=2))
+    for t in targets:
+        if t.error:
+            out.print(f"{t.target}: not compiled: {t.error}")
+    if len(rows) > 1:
+        out.print(heading("Collectives"))
+        out.print(collectives_differ(targets) or "the same on all, in the same order")
+
+
+def targets_record(targets: Sequence[CompiledTarget]) -> dict[str, Any]:
+    """The document of `compile --json`."""
+    return {
+        "schema": COMPILE_SCHEMA,
+        "difference": collectives_differ(targets) or None,
+        "targets": [_record(t) for t in targets],
+    }
+
+
+def _record(t: CompiledTarget) -> dict[str, Any]:
+    if t.error:
+        return {"target": t.target, "compiled": False, "error": t.error}
+    return {
+        "target": t.target,
+        "compiled": True,
+        "form": t.form,
+        "seconds": t.seconds,
+        "peak_bytes": t.peak_bytes,
+        "predicted_bytes": t.predicted_bytes,
+        "fingerprint": t.fingerprint,
+        "asynchronous": t.asynchronous,
+        "overlapped": t.overlapped,
+        "collectives": [
+            {
+                "op": c.op,
+                "reduction": c.reduction or None,
+                "operands": list(c.operands),
+                "groups": c.groups,
+                "detail": c.detail or None,
+                "inside": c.inside or None,
+                "trips": c.trips,
+                "wire_bytes": c.wire_bytes,
+                "asynchronous": c.asynchronous,
+                "overlapped": c.overlapped,
+            }
+            for c in t.collectives
+        ],
+    }

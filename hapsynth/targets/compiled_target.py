@@ -1,0 +1,55 @@
+"""What came of compiling a plan for one card."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from hapsynth.hlo.collectives import Collective, fingerprint, first_difference, overlapped_share
+
+
+@dataclass(frozen=True)
+class CompiledTarget:
+    """A plan compiled for a card. `target`: the card's name in devices.toml; `error`: why it could not be compiled,
+    else empty. `seconds` to lower and compile. `peak_bytes`: of a device, as XLA plans its buffers (in staged form of
+    the stage that takes most, as what is held between stages is not in it); `predicted_bytes`: by the plan, of its
+    devices of this kind, or of all. `collectives`: in the order in which they start."""
+
+    target: str
+    form: str = ""
+    error: str = ""
+    seconds: float = 0.0
+    peak_bytes: int = 0
+    predicted_bytes: float = 0.0
+    collectives: tuple[Collective, ...] = ()
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """A digest of the collectives: the same for cards that can run together."""
+        return fingerprint(self.collectives)
+
+    @property
+    def asynchronous(self) -> int:
+        """How many collectives run beside the program, of those that `collectives` lists."""
+        return sum(c.asynchronous for c in self.collectives)
+
+    @property
+    def overlapped(self) -> float:
+        """The share of the bytes on the wire beside which something is computed."""
+        return overlapped_share(self.collectives)
+
+
+def collectives_differ(targets: Sequence[CompiledTarget]) -> str:
+    """Which collective is the first that is not the same for all that compiled, and what it is for each; empty where
+    all are the same."""
+    compiled = [t for t in targets if not t.error]
+    found = first_difference([t.collectives for t in compiled])
+    if found is None:
+        return ""
+    number, texts = found
+    cards: dict[str, list[str]] = {}
+    for target, text in zip(compiled, texts, strict=True):
+        cards.setdefault(text, []).append(target.target)
+    said = "; ".join(f"{', '.join(names)}: {text}" for text, names in cards.items())
+    return f"collective {number + 1} is not the same: {said}"

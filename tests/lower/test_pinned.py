@@ -1,0 +1,111 @@
+"""Collectives of programs for GPUs: in the plan's order, flat, between barriers; the values stay the same."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from slow_devices import first_devices, thin_cluster
+
+import hapsynth
+from hapsynth import _jax
+from hapsynth.lower import Lowered
+from hapsynth.lower._pinned import OPTIONS, is_pinned
+
+COLLECTIVES = ("psum", "pmax", "pmin", "all_gather", "reduce_scatter", "all_to_all", "ppermute")
+UNEVEN = (3.0, 3.0, 1.0, 1.0)
+
+
+def step(weights: Any, x: jax.Array) -> Any:
+    """Two layers, and a norm that all gradients go into."""
+
+    def loss(weights: Any) -> jax.Array:
+        hidden = jnp.tanh(x @ weights[0])
+        return jnp.mean((hidden @ weights[1]) ** 2)
+
+    value, grads = jax.value_and_grad(loss)(weights)
+    norm = jnp.sqrt(sum(jnp.sum(g * g) for g in grads))
+    return [w - 0.1 * g / norm for w, g in zip(weights, grads)], value
+
+
+def scanned(x: jax.Array, v: jax.Array) -> Any:
+    halved = lax.scan(lambda s, _: (jnp.sin(s) - jnp.sum(jnp.sin(s)) / 64, None), x, None, length=5)[0]
+    return halved, jnp.sum(jnp.sin(v))
+
+
+def looped(x: jax.Array, v: jax.Array) -> Any:
+    halved = lax.while_loop(lambda s: jnp.sum(s * s) > 1.0, lambda s: jnp.sin(s) * 0.5, x)
+    return halved, jnp.min(jnp.sin(v))
+
+
+def branched(x: jax.Array, v: jax.Array) -> Any:
+    return lax.cond(v[0] > 0, lambda: jnp.sum(jnp.sin(x)), lambda: jnp.sum(x * x)), jnp.sum(jnp.sin(v))
+
+
+def arguments(fn: Callable[..., Any]) -> tuple[Any, ...]:
+    rng = np.random.default_rng(0)
+    made = lambda *shape: rng.normal(size=shape).astype(np.float32)
+    return ([made(16, 24), made(24, 8)], made(64, 16)) if fn is step else (made(64), made(64))
+
+
+def lowered_for_gpus(plan: hapsynth.Plan, platform: str = "gpu") -> Lowered:
+    """As for GPUs, on this machine's CPUs."""
+    assert plan.mesh is not None
+    return Lowered(plan.traced.graph, plan.program, plan.sizes, plan.mesh, donate=False, platform=platform)
+
+
+@pytest.mark.parametrize("speeds", [UNEVEN, (1.0,) * 4], ids=["uneven", "even"])
+@pytest.mark.parametrize("fn", [step, scanned, looped, branched])
+def test_the_values_stay_the_same(fn: Callable[..., Any], speeds: tuple[float, ...]) -> None:
+    args = arguments(fn)
+    plan = hapsynth.synthesize(fn, args, first_devices(4), cluster=thin_cluster(speeds), leave_out=False)
+    results: list[list[np.ndarray]] = []
+    for platform in ("cpu", "gpu"):
+        lowered = lowered_for_gpus(plan, platform)
+        stored = plan.arguments.place(lowered, plan.arguments.flatten(args, {}))
+        results.append([np.asarray(x) for x in lowered(stored)])
+    for got, wanted in zip(*results, strict=True):
+        np.testing.assert_allclose(got, wanted, rtol=1e-6, atol=1e-6)
+
+
+def collective_chain(jaxpr: Any, after: Any = None) -> list[tuple[str, bool, bool]]:
+    """(name, sends one dimension from behind a barrier, waits there for the collective before) of the collectives of a
+    jaxpr itself, in order."""
+    found: list[tuple[str, bool, bool]] = []
+    maker = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
+    for eqn in jaxpr.eqns:
+        if not any(eqn.primitive.name.startswith(name) for name in COLLECTIVES):
+            continue
+        (sent,), (made,) = eqn.invars, eqn.outvars
+        before = maker.get(sent)
+        barrier = before is not None and before.primitive is _jax.barrier_primitive()
+        found.append((eqn.primitive.name, barrier and len(sent.aval.shape) <= 1, barrier and after in before.invars))
+        closing = [e for e in jaxpr.eqns if e.primitive is _jax.barrier_primitive() and made in e.invars]
+        after = closing[0].outvars[0] if closing else None
+    return found
+
+
+def test_each_waits_for_the_one_before() -> None:
+    plan = hapsynth.synthesize(step, arguments(step), first_devices(4), cluster=thin_cluster(UNEVEN), leave_out=False)
+    bodies = []
+    for platform in ("gpu", "cpu"):
+        lowered = lowered_for_gpus(plan, platform)
+        structs = [s.struct() for s in (*lowered.inputs, *lowered.constants)]
+        closed = jax.make_jaxpr(lowered.on_mesh)(*structs)
+        (mapped,) = (e for e in closed.jaxpr.eqns if e.primitive.name == "shard_map")
+        bodies.append(collective_chain(_jax.open_jaxpr(mapped.params["jaxpr"])[0]))
+    pinned, free = bodies
+    assert len(pinned) > 2
+    assert all(flat for _, flat, _ in pinned)
+    assert [waits for _, _, waits in pinned] == [False] + [True] * (len(pinned) - 1)
+    assert not any(waits for _, _, waits in free)
+
+
+def test_where_collectives_are_pinned() -> None:
+    assert [is_pinned(p) for p in ("cpu", "tpu", "gpu", "cuda", "rocm")] == [False, False, True, True, True]
+    plan = hapsynth.synthesize(step, arguments(step), first_devices(4), cluster=thin_cluster(UNEVEN), leave_out=False)
+    assert OPTIONS.items() <= lowered_for_gpus(plan).communicating_options.items()
+    assert not OPTIONS.keys() & lowered_for_gpus(plan, "cpu").communicating_options.keys()

@@ -1,0 +1,137 @@
+"""Plans compiled for cards that are not here; what needs XLA's CUDA compiler is skipped by name where there is none."""
+
+import json
+import os
+from collections.abc import Callable
+from functools import partial
+from importlib import metadata, util
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import hapsynth
+from hapsynth.cli.main import main
+from hapsynth.cluster.cluster import Cluster, ClusterError, Link
+from hapsynth.cluster.compiler_target import compiler_target
+from hapsynth.cluster.device_kinds import known_kinds
+from hapsynth.hlo.collectives import Collective
+from hapsynth.targets import CompiledTarget, TargetError, collectives_differ, compile_for, compiling, wheels
+
+CUDA = [name for name in ("jax_cuda12_plugin", "jax_cuda13_plugin") if util.find_spec(name)]
+needs_wheels = pytest.mark.skipif(not CUDA, reason="XLA's CUDA compiler is not installed: hapsynth[aot12] or [aot13]")
+CARDS = ["A100-80GB", "H100-80GB"]
+W, X = jax.ShapeDtypeStruct((512, 512), jnp.float32), jax.ShapeDtypeStruct((4096, 512), jnp.float32)
+
+
+def step(w: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    loss, gradient = jax.value_and_grad(lambda w: (jnp.tanh(x @ w) ** 2).mean())(w)
+    return w - 0.1 * gradient, loss
+
+
+def planned(fn: Callable[..., Any] = step) -> hapsynth.Plan:
+    kinds = tuple(known_kinds()[name] for name in CARDS)
+    cluster = Cluster("cards", kinds, (0, 1), Link(1e12, 1e-6))
+    return hapsynth.synthesize(fn, (W, X), cluster, leave_out=False, fixed={"[1]": "S(0)"})
+
+
+@pytest.mark.parametrize("kind", known_kinds())
+def test_every_known_gpu_has_a_description(kind: str) -> None:
+    target, card = compiler_target(kind), known_kinds()[kind]
+    text = target.text()
+    fields = dict(line.strip().split(": ", 1) for line in text.splitlines() if line.count(": ") == 1)
+    assert float(fields["memory_bandwidth"]) == card.bandwidth
+    assert int(fields["device_memory_size"]) == card.memory
+    assert fields["device_description_str"] == f'"{target.name}"'
+    # The rate of the ordinary cores is what units and clock make: two FLOPs a cycle each.
+    rate = 2 * target.sms * int(fields["fpus_per_core"]) * target.clock_ghz * 1e9
+    assert rate == pytest.approx(card.flops["float32"], rel=0.04)
+    assert card.default_contention == pytest.approx(target.sms / (target.sms - 2), abs=6e-4)
+
+
+def test_unknown_cards_are_refused() -> None:
+    with pytest.raises(ClusterError, match="did you mean 'H100-80GB'"):
+        compiler_target("H100")
+
+
+def test_missing_wheels_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none(name: str) -> str:
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(wheels.metadata, "version", none)
+    with pytest.raises(TargetError, match=r"pip install 'hapsynth\[aot12\]'"):
+        planned().compile_for(CARDS)
+
+
+def test_cards_that_a_compiler_does_not_serve() -> None:
+    assert "V100-16GB has compute capability 7.0, and jax-cuda13-plugin 0.12" in wheels.not_served(
+        compiler_target("V100-16GB"), "jax-cuda13-plugin 0.12"
+    )
+    assert not wheels.not_served(compiler_target("V100-16GB"), "jax-cuda12-plugin 0.10.2")
+
+
+def dies() -> Any:
+    os.write(2, b"a fatal check\n")
+    os.abort()
+
+
+def test_a_compiler_that_dies_takes_nothing_along(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiling, "installed_plugin", lambda: "jax-cuda12-plugin 0")
+    found = compile_for(planned(), CARDS, source=dies)
+    assert [t.target for t in found] == CARDS
+    assert all("died of SIGABRT" in t.error and "a fatal check" in t.error for t in found)
+
+
+def test_a_function_that_no_other_process_finds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiling, "installed_plugin", lambda: "jax-cuda12-plugin 0")
+    with pytest.raises(TargetError, match="top level of a module"):
+        planned(lambda w, x: step(w, x)).compile_for(CARDS)
+
+
+def test_the_first_collective_that_differs_is_named() -> None:
+    one = partial(Collective, groups="{{0,1}}", detail="", inside="", trips=1, group=2)
+    a, b, c = (one(op, "add", ("f32[8]",)) for op in ("all-reduce", "all-gather", "reduce-scatter"))
+    cards = [
+        CompiledTarget("V", collectives=(a, b)),
+        CompiledTarget("H", collectives=(a, c)),
+        CompiledTarget("A", "", "no"),
+    ]
+    said = collectives_differ(cards)
+    assert said == (
+        "collective 2 is not the same: V: all-gather add f32[8] {{0,1}}; H: reduce-scatter add f32[8] {{0,1}}"
+    )
+    assert not collectives_differ([cards[0], cards[2]])
+
+
+@needs_wheels
+@pytest.mark.parametrize("form", ["switch", "staged"])
+def test_compiled_for_two_cards(form: Any) -> None:
+    found = planned().compile_for(CARDS, form=form)
+    assert [(t.target, t.form, t.error) for t in found] == [(card, form, "") for card in CARDS]
+    assert found[0].collectives
+    assert not collectives_differ(found)
+    assert found[0].fingerprint == found[1].fingerprint
+    for t in found:
+        assert t.peak_bytes > 0 < t.predicted_bytes
+
+
+@needs_wheels
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = tmp_path / "model.py"
+    model.write_text(
+        "import jax, jax.numpy as jnp\n"
+        "def f(w, x):\n    return w - 0.1 * jax.grad(lambda w: (jnp.tanh(x @ w) ** 2).mean())(w)\n"
+        "def target():\n"
+        "    s = lambda *d: jax.ShapeDtypeStruct(d, jnp.float32)\n"
+        "    return f, (s(512, 512), s(4096, 512))\n"
+    )
+    planned_file, out = str(tmp_path / "plan.json"), tmp_path / "out.json"
+    cluster = str(Path(__file__).parents[2] / "examples" / "clusters" / "h200_a100.toml")
+    assert main(["search", str(model), "--cluster", cluster, "--plan", planned_file]) == 0
+    assert main(["compile", str(model), "--plan", planned_file, "--targets", ",".join(CARDS), "--json", str(out)]) == 0
+    record = json.loads(out.read_text())
+    assert [t["target"] for t in record["targets"]] == CARDS
+    assert len({t["fingerprint"] for t in record["targets"]}) == 1
+    assert "the same on all" in capsys.readouterr().out or not record["targets"][0]["collectives"]
