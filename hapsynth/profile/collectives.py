@@ -18,6 +18,7 @@ from hapsynth.cluster.device_kinds import Link
 from hapsynth.instructions.collectives import STEPS
 from hapsynth.instructions.staging.options import DEFAULT, LoweringOptions
 from hapsynth.lower import _gloo
+from hapsynth.lower._collective_order import as_it_is
 from hapsynth.lower._collectives import exchange_first
 from hapsynth.profile.job import Job
 from hapsynth.profile.sampling import Floats
@@ -125,7 +126,7 @@ def _step(exchange: Exchange, hosts: Sequence[int], gloo: LoweringOptions | None
 
     def one(x: jax.Array) -> jax.Array:
         sent = jnp.tile(x, n) if step.splits and not step.joins else x
-        made = exchange_first(step, axis, sent, "sum", gloo)
+        made = exchange_first(step, axis, sent, "sum", gloo, as_it_is)
         if not step.joins:
             return made * (1 / n)
         # The neighbour's part: one's own would need no gathering.

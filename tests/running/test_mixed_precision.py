@@ -33,7 +33,7 @@ Exchange = Callable[..., Any]
 # ---- mutations of a collective
 
 
-def own_part(sizes: Any, name: str, step: Convert, x: Any, gloo: Any) -> Any:
+def own_part(sizes: Any, name: str, step: Convert, x: Any, *how: Any) -> Any:
     """A partial sum taken for the sum."""
     if step.step == "all_reduce":
         return x
@@ -42,25 +42,25 @@ def own_part(sizes: Any, name: str, step: Convert, x: Any, gloo: Any) -> Any:
     return lax.dynamic_slice_in_dim(x, lax.axis_index(name) * length, length, dim)
 
 
-def one_missing(sizes: Any, name: str, step: Convert, x: Any, gloo: Any) -> Any:
+def one_missing(sizes: Any, name: str, step: Convert, x: Any, *how: Any) -> Any:
     """The first device's part is left out of a sum."""
-    return exchange(sizes, name, step, jnp.where(lax.axis_index(name) == 0, jnp.zeros_like(x), x), gloo)
+    return exchange(sizes, name, step, jnp.where(lax.axis_index(name) == 0, jnp.zeros_like(x), x), *how)
 
 
-def scaled(sizes: Any, name: str, step: Convert, x: Any, gloo: Any) -> Any:
+def scaled(sizes: Any, name: str, step: Convert, x: Any, *how: Any) -> Any:
     """The sum over four devices as if there were five."""
-    return exchange(sizes, name, step, x, gloo) * jnp.asarray(0.8, x.dtype)
+    return exchange(sizes, name, step, x, *how) * jnp.asarray(0.8, x.dtype)
 
 
-def swapped(sizes: Any, name: str, step: Convert, x: Any, gloo: Any) -> Any:
+def swapped(sizes: Any, name: str, step: Convert, x: Any, *how: Any) -> Any:
     """Every device sends its neighbour's slice."""
     n = lax.axis_size(name)
-    return exchange(sizes, name, step, lax.ppermute(x, name, [(i, (i + 1) % n) for i in range(n)]), gloo)
+    return exchange(sizes, name, step, lax.ppermute(x, name, [(i, (i + 1) % n) for i in range(n)]), *how)
 
 
-def off_by_one(sizes: Any, name: str, step: Convert, x: Any, gloo: Any) -> Any:
+def off_by_one(sizes: Any, name: str, step: Convert, x: Any, *how: Any) -> Any:
     """What arrives lies one further along the dimension that is joined."""
-    return jnp.roll(exchange(sizes, name, step, x, gloo), 1, step.source[step.axis].dim)
+    return jnp.roll(exchange(sizes, name, step, x, *how), 1, step.source[step.axis].dim)
 
 
 SUMS, MOVES = ("reduce_scatter", "all_reduce"), ("all_to_all", "all_gather")
@@ -84,11 +84,11 @@ def mutate(monkeypatch: pytest.MonkeyPatch, plan: Plan, mutation: Exchange) -> l
     found = [i for i in found if jnp.issubdtype(dtype(i), jnp.floating)]
     chosen = found[(7 * list(MUTATIONS).index(mutation)) % len(found)]
 
-    def mutated(sizes: Any, name: str, step: Convert, x: Any, gloo: Any) -> Any:
+    def mutated(sizes: Any, name: str, step: Convert, x: Any, *how: Any) -> Any:
         if step != chosen:
-            return exchange(sizes, name, step, x, gloo)
+            return exchange(sizes, name, step, x, *how)
         changed.append(step)
-        return mutation(sizes, name, step, x, gloo)
+        return mutation(sizes, name, step, x, *how)
 
     monkeypatch.setattr(_buckets, "exchange", mutated)
     return changed
