@@ -17,8 +17,8 @@ SAYS = {
     "other_versions": dict.fromkeys((0, 1), "has hapsynth 9.9: install the same.* process 1 on .* has jax 0.9"),
     "other_flags": dict.fromkeys(
         (0, 1),
-        r"PreflightError: process 0 on .* has compiled its collective \d as all-.*f32.*, "
-        r"and process 1 on .* has compiled its collective \d as all-.*f32.*set XLA_FLAGS",
+        r"PreflightError: process 0 on .* has compiled its collective (\d) as all-reduce add f32\[\] f32\[\] .*, "
+        r"and process 1 on .* has compiled its collective \1 as all-reduce add f32\[\] \{.*set XLA_FLAGS",
     ),
     "raises": dict.fromkeys((0, 1), "process 1 on .* ended with ValueError: a bad batch"),
     "raises_beside_a_collective": dict.fromkeys((0, 1), "process 1 on .* ended with ValueError: a bad stage"),
