@@ -346,11 +346,14 @@ class Staged(LoweredProgram):
         at = int(loop.region.count) - 1 - env[trip] if scans and loop.region.reverse else env.get(trip)
         if isinstance(step, Slice):
             for p, whole in zip(loop.parts, loop.whole, strict=True):
-                env[p] = lax.dynamic_index_in_dim(env[whole], at, keepdims=False)
+                x = env[whole]
+                # The body of a scan without iterations is compiled, too.
+                env[p] = lax.dynamic_index_in_dim(x, at, keepdims=False) if len(x) else jnp.zeros(x.shape[1:], x.dtype)
             return
         onward = [self._strong(p, env[q]) for p, q in zip(loop.carried, loop.onward, strict=True)]
         for p, piece in zip(loop.stacked, loop.pieces, strict=True):
-            env[p] = lax.dynamic_update_index_in_dim(env[p], self._strong(p, env[piece]), at, 0)
+            if len(env[p]):
+                env[p] = lax.dynamic_update_index_in_dim(env[p], self._strong(p, env[piece]), at, 0)
         env.update(zip(loop.carried, onward, strict=True))
         if scans:
             env[trip] = env[trip] + 1

@@ -8,11 +8,12 @@ is one task that takes everything: nothing goes on beside it. Slices of what is 
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from functools import cached_property, reduce
 from heapq import heapify, heappop, heappush
+from itertools import chain
 from math import fsum
 from typing import NamedTuple
 
@@ -275,9 +276,18 @@ class _Builder:
     def _run(self, places: Sequence[int], machine: Machine, seconds: Floats) -> None:
         """A task of some of the program's instructions."""
         every = [self.index.accesses[k] for k in places]
-        needs = dict.fromkeys(self.made[p] for read, _ in every for p in read if p in self.made)
+        needed = [*chain.from_iterable(read for read, _ in every), *self._carried_on(places)]
+        needs = dict.fromkeys(self.made[p] for p in needed if p in self.made)
         task = self._add(machine, seconds, tuple(needs), tuple(places))
         self.made.update((p, task) for _, written in every for p in written)
+
+    def _carried_on(self, places: Sequence[int]) -> Iterator[Property]:
+        """What loops find carried on at the end of an iteration: no instruction reads it, and it may have been made
+        before them."""
+        graph = self.costs.graph
+        for i in (self.program.instructions[k] for k in places):
+            if isinstance(i, Compute) and i.op in graph.ties:
+                yield graph.ties[i.op], i.result_layout(0)
 
     @cached_property
     def _together(self) -> list[Cost]:

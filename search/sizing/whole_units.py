@@ -84,8 +84,10 @@ class ClassUnits:
         return np.concatenate([self._seconds(trials[i : i + step]) for i in range(0, len(trials), step)])
 
     def _seconds(self, trials: Ints) -> Floats:
-        found = {d: layer.largest(self._joined(trials, d)) for d, layer in self._layers.items()}
-        largest = [self._joined(trials, d).max(axis=1) for d in self._depths]
+        # In the middle of a move positions along the minor axes may hold more than all units together.
+        joined = lambda d: np.minimum(self._joined(trials, d), self.cls.units)
+        found = {d: layer.largest(joined(d)) for d, layer in self._layers.items()}
+        largest = [joined(d).max(axis=1) for d in self._depths]
         return self._summed(len(trials), found, largest, trials)
 
     def _summed(

@@ -180,6 +180,19 @@ def test_a_random_program_of_two_axes() -> None:
     assert_close([s.fetch(x) for s, x in zip(staged.outputs, made, strict=True) if s], jax.jit(chain)(*args))
 
 
+def test_a_scan_without_iterations_that_the_host_runs() -> None:
+    fn, args = CASES["no iterations"]
+    traced = trace(fn, args)
+    maker = RandomProgram(traced.graph, 4, random.Random(0))
+    program = maker.build()
+    sizes = maker.sizes(program, "skewed")
+    staged = lower_staged(traced.graph, program, sizes, first_devices(4))
+    assert any(isinstance(item, HostLoop) for item in staged.items)
+    made = staged([s.put(x, copy=True) for s, x in zip(staged.inputs, args, strict=True)])
+    got = [x if s is None else s.fetch(x) for s, x in zip(staged.outputs, made, strict=True)]
+    assert_close(got, jax.jit(fn)(*args))
+
+
 def pairs(x: Any) -> Any:
     """Sums that are equal, and no function of the loop, where there are no rows."""
     c = lax.fori_loop(0, 3, lambda i, c: c + (x * c).sum() * 0.1, 1.0)

@@ -10,12 +10,17 @@ from math import fsum
 import graphs
 import numpy as np
 import pytest
+from control_cases import CASES
 from cp_sat import exact_makespan
 from orders import random_order
+from random_programs import RandomProgram
 
+from hapsynth.graph.trace import trace
+from hapsynth.instructions.program.checker import check
 from hapsynth.instructions.program.program import Convert
 from hapsynth.search.cost.program_cost import instruction_costs, program_cost
-from hapsynth.search.scheduling.list_schedule import least_makespan, schedule
+from hapsynth.search.planning.task import Task
+from hapsynth.search.scheduling.list_schedule import least_makespan, ordered, schedule
 from hapsynth.search.scheduling.tasks import LINKS, Machine, TaskGraph, tasks_of
 from hapsynth.search.scheduling.timeline import simulate
 from hapsynth.search.scheduling.waits import waits
@@ -247,3 +252,15 @@ def test_devices_of_a_kind_with_like_shares_are_one_group(planned) -> None:
         for b in range(4):
             alike = costs.kind_of[a] == costs.kind_of[b] and all(s[a] == s[b] for s in result.sizes.shares)
             assert not alike or tasks.group_of[a] == tasks.group_of[b]
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("name", ["carries on the outside", "invariant", "nested", "switch"])
+def test_a_program_with_loops_is_sound_in_every_order_of_its_tasks(name: str, seed: int) -> None:
+    task = Task(trace(*CASES[name]).graph, graphs.cluster([3.0, 3.0, 1.0, 1.0]))
+    maker = RandomProgram(task.graph, task.costs.axes, random.Random(seed))
+    program = maker.build()
+    sizes = maker.sizes(program, "skewed")
+    tasks = tasks_of(program, sizes, task.costs)
+    for order in [random_order(random.Random(k), tasks) for k in range(10)]:
+        check(task.graph, ordered(program, simulate(tasks, order)), sizes)

@@ -163,6 +163,27 @@ def test_group_moves_that_are_left_out_cannot_pay(axes: dict[str, int]) -> None:
     assert evaluated[True] < evaluated[False], evaluated
 
 
+def test_groups_move_where_one_position_of_the_major_axis_holds_all_units() -> None:
+    """While units are taken and not given back yet, it holds more than there are."""
+    axes = {"a": 2, "b": 3}
+    graph = trace(three_layers, ({"a": STRUCT(9, 40), "b": STRUCT(40, 24), "c": STRUCT(24, 7)}, STRUCT(64, 9))).graph
+    of = Task(graph, replace(cluster([1.0, 1.0, 1.0, 3.0, 3.0, 3.0]), axes=tuple(axes.items())))
+    moved = 0
+    for seed in range(6):
+        program = RandomProgram(graph, tuple(axes.items()), random.Random(seed)).build()
+        found = Sizer(program, Classes.build(graph, program, of.factors), of.costs)
+        sizes = found.fixed(np.full(6, 1 / 6))
+        for c, cls in enumerate(sizes.classes.all):
+            units = ClassUnits(found.loads, c, sizes)
+            if cls.axes == (0, 1) and units.decides:
+                shares = np.array([0, 0, 0, 0, 0, cls.units])
+                for trial in group_moves(shares, units.kind_of, units.seconds):
+                    assert trial.sum() == cls.units
+                    assert np.isfinite(units.seconds(trial[None])).all()
+                    moved += 1
+    assert moved
+
+
 def test_what_was_found_for_a_class_is_known_in_other_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     where, known = cluster([1.0, 1.0, 2.0, 2.0]), KnownShares()
     graph = trace(three_layers, ({"a": STRUCT(9, 40), "b": STRUCT(40, 24), "c": STRUCT(24, 7)}, STRUCT(64, 9))).graph
