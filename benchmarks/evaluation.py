@@ -48,6 +48,7 @@ from hapsynth.plan import Plan
 from hapsynth.search.cost.program_cost import program_cost
 from hapsynth.search.planning.baseline_subsets import BaselinesOnSubsets, label
 from hapsynth.search.planning.baselines import Baseline, Baselines
+from hapsynth.search.planning.makespan import TOLERANCE
 from hapsynth.search.planning.planner import InfeasibleError
 from hapsynth.search.planning.task import Task
 from hapsynth.search.scheduling.list_schedule import schedule
@@ -56,8 +57,6 @@ from hapsynth.search.sizing.ratios import own_weights, proportional
 from hapsynth.search.sizing.sizer import Sizer
 
 _EXACT = 1e-9
-_UNDECIDED = 2e-3
-"""Relative: makespans that a search within its tolerance does not tell apart."""
 MODEL_NAMES = ("vgg19", "vit_b", "bert", "bert_moe")
 CLUSTERS = ("paper64", "poplar_a", "poplar_b", "poplar_c", "lab4", "h200_a100")
 HEADS = (
@@ -116,7 +115,7 @@ def overlapped_row(row: dict[str, Any], fn: Any, args: Any, where: Cluster, budg
         "systems": {name: judgement(b) for name, b in systems.items()},
         "best_everywhere": least(everywhere),
         "best": least(fitting),
-        "worse_than": [name for name, b in fitting.items() if plan.cost > b.cost_s * (1 + _UNDECIDED)],
+        "worse_than": [name for name, b in fitting.items() if plan.cost > b.cost_s * (1 + TOLERANCE)],
         "strategy": in_words(plan, where),
     }
 

@@ -105,7 +105,7 @@ class _Walk:
         types = {i.name: i.type for i in instructions}
         beside = _computed_beside(self.module, instructions)
         for i in instructions:
-            found = self.at(i)
+            found = _started(self.module, i)
             if found is not None:
                 # A wrapper of what XLA starts so has the operands that count.
                 held = types if found is i else {o.name: o.type for o in self.module.computations[i.computations()[0]]}
@@ -115,10 +115,6 @@ class _Walk:
                 yield one
             elif i.opcode in ("while", "conditional", "call"):
                 yield from self.region(i, inside, trips)
-
-    def at(self, i: Instruction) -> Instruction | None:
-        """The collective that an instruction is or starts."""
-        return _started(self.module, i)
 
     def region(self, i: Instruction, inside: str, trips: int) -> Iterator[Collective]:
         names = [name for name in i.computations() if self.communicates(name)]
@@ -138,7 +134,7 @@ class _Walk:
 
     def communicates(self, name: str) -> bool:
         return any(
-            self.at(i) is not None
+            _started(self.module, i) is not None
             or (i.opcode in ("while", "conditional", "call") and any(map(self.communicates, i.computations())))
             for i in self.module.computations.get(name, [])
         )

@@ -49,11 +49,9 @@ class IsolatedProgram(Lowered):
         if collective.splits and not collective.joins:
             return reduce(operator.add, blocks(0 if joined else target))
         if collective.joins and not collective.splits:
-            return (
-                jnp.stack([x] * n)
-                if joined and not bundle.flat
-                else lax.concatenate([x] * n, 0 if bundle.flat else source)
-            )
+            if joined and not bundle.flat:
+                return jnp.stack([x] * n)
+            return lax.concatenate([x] * n, 0 if bundle.flat else source)
         return lax.concatenate(blocks(target), source) if collective.joins and not joined else x
 
 

@@ -2,6 +2,6 @@
 
 from hapsynth.targets.compiled_target import CompiledTarget, collectives_differ
 from hapsynth.targets.compiling import compile_for
-from hapsynth.targets.wheels import TargetError
+from hapsynth.targets.cuda_plugin import TargetError
 
 __all__ = ["CompiledTarget", "TargetError", "collectives_differ", "compile_for"]

@@ -27,8 +27,8 @@ from hapsynth.running.base import Planned
 from hapsynth.running.form import Form, check_form
 from hapsynth.running.plan_file import write_plan
 from hapsynth.targets.compiled_target import CompiledTarget
+from hapsynth.targets.cuda_plugin import TargetError, installed_plugin, not_served
 from hapsynth.targets.target_process import compile_in_this_process
-from hapsynth.targets.wheels import TargetError, installed_plugin, not_served
 
 Source = Callable[[], tuple[Callable[..., Any], Sequence[Any], Mapping[str, Any]]]
 """Gives the function, its arguments and keyword arguments, in another process too: what pickle takes."""

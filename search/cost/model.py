@@ -252,29 +252,26 @@ class CostModel:
 
     def times(self, works: Sequence[tuple[Work, Sequence[Floats]]]) -> Floats:
         """`time` of many works, each with its fractions: float64 [works]."""
-        return self._device_times(works)[1].max(axis=1, initial=0.0)
+        return self._device_times(works)[2].max(axis=1, initial=0.0)
 
     def kind_times(self, works: Sequence[tuple[Work, Sequence[Floats]]]) -> Floats:
         """Seconds of many works, each with its fractions, on the first device of each kind and, last, on the slowest of
         all: float64 [works, kinds + 1]."""
-        some, seconds = self._device_times(works)
+        some, _, seconds = self._device_times(works)
         first = np.searchsorted(some, np.unique(self.kind_of, return_index=True)[1])
         return np.column_stack([seconds[:, first], seconds.max(axis=1, initial=0.0)])
 
     def each_device_times(self, works: Sequence[tuple[Work, Sequence[Floats]]]) -> Floats:
         """`device_times` of many works, each with its fractions: float64 [works, devices]."""
-        some, seconds = self._device_times(works)
-        vectors = {f.tobytes(): f for _, fractions in works for f in fractions}
-        columns = np.array([self.kind_of, *vectors.values()], dtype=np.float64)
-        place = {columns[:, device].tobytes(): k for k, device in enumerate(some)}
-        return seconds[:, [place[column.tobytes()] for column in columns.T]]
+        _, place, seconds = self._device_times(works)
+        return seconds[:, place]
 
-    def _device_times(self, works: Sequence[tuple[Work, Sequence[Floats]]]) -> tuple[Ints, Floats]:
-        """The first of the devices that are alike in all, rising, and what each takes over works [works, devices].
-        Works that are alike in form are one array."""
+    def _device_times(self, works: Sequence[tuple[Work, Sequence[Floats]]]) -> tuple[Ints, Ints, Floats]:
+        """As `alike_devices`, of devices that are alike in all, and what each first one takes over works [works,
+        firsts]. Works that are alike in form are one array."""
         vectors = [[f.tobytes() for f in fractions] for _, fractions in works]
         unlike = {key: f for keys, (_, mine) in zip(vectors, works, strict=True) for key, f in zip(keys, mine)}
-        some = distinct(self.kind_of, list(unlike.values()))
+        some, place = alike_devices(self.kind_of, list(unlike.values()))
         kinds, held = self.kind_of[some], {key: f[some] for key, f in unlike.items()}
         found = np.zeros((len(works), some.size))
         alike: dict[object, list[int]] = {}
@@ -284,7 +281,7 @@ class CostModel:
             mine = [works[i][0] for i in rows]
             fractions = [np.array([held[vectors[i][k]] for i in rows]) for k in range(len(mine[0].lanes))]
             found[rows] = Roofline(self.figures, mine).seconds(kinds, fractions)
-        return some, found
+        return some, place, found
 
     def feed_work(self, value: int, layout: Layout) -> Work | None:
         """What it takes to put an argument that is new at every step into the devices' memory; None for a value that
@@ -418,13 +415,19 @@ class CostModel:
 
 def distinct(kinds: Ints, vectors: Sequence[npt.NDArray[np.generic]]) -> Ints:
     """The first of the devices that are of one kind, and have the same in all vectors [devices], of each such set."""
+    return alike_devices(kinds, vectors)[0]
+
+
+def alike_devices(kinds: Ints, vectors: Sequence[npt.NDArray[np.generic]]) -> tuple[Ints, Ints]:
+    """As `distinct`, rising, and of each device the place of its set there: int [sets], [devices]."""
     _, first, code = np.unique(kinds, return_index=True, return_inverse=True)
     for vector in vectors:
         if first.size == kinds.size:
             break
         values, which = np.unique(vector, return_inverse=True)
         _, first, code = np.unique(code * values.size + which, return_index=True, return_inverse=True)
-    return np.sort(first)
+    rising = np.argsort(first)
+    return first[rising], np.argsort(rising)[code]
 
 
 _Held = TypeVar("_Held", bound=float | Floats)

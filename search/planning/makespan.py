@@ -59,7 +59,8 @@ _STEP, _LONG_STEP = 0.5, 0.8
 last time and no program has come up since that limits it more."""
 _TRIED = 3
 """Programs, the best as they are scheduled, of which one fits: others may fit in a better order."""
-_TOLERANCE = 2e-3
+TOLERANCE = 2e-3
+"""Relative: what a search leaves undecided, of bounds and of makespans."""
 _NODES = 500
 """Of a problem's search: close to the best weights many programs are nearly as good, and to tell them apart takes
 long."""
@@ -127,13 +128,13 @@ class MakespanSearch:
         seconds."""
         while self._rounds < rounds and not self._ended:
             weights, most = self._next_weights() if self._rounds else (self._best_weights(), np.inf)
-            self._ended |= most <= self.bound * (1 + _TOLERANCE)
+            self._ended |= most <= self.bound * (1 + TOLERANCE)
             if self._ended or self.bound >= bar or self.search.clock.late():
                 return
             self._solve(weights)
             self._mix()
             self._rounds += 1
-            self._ended |= self.best is not None and self.best.makespan_s <= self.bound * (1 + _TOLERANCE)
+            self._ended |= self.best is not None and self.best.makespan_s <= self.bound * (1 + TOLERANCE)
 
     @cached_property
     def _dependent(self) -> list[int]:
@@ -182,7 +183,7 @@ class MakespanSearch:
             search.limits,
             (self.best or self.scheduled[0]).seen.choices,
             at_least=True,
-            tolerance=_TOLERANCE,
+            tolerance=TOLERANCE,
             seconds=search.clock.allotted,
             messages=self._messages,
             max_nodes=_NODES,
@@ -249,9 +250,9 @@ class MakespanSearch:
             mean = Occupancy.mean(limiting)
             known = {chain.key for chain in self.chains}
             longest = [c for c in self.space.longest(mean, self._dependent) if c.key not in known]
-            longer = [c for c in longest if self.space.length(c, mean) > most * (1 + _TOLERANCE)]
+            longer = [c for c in longest if self.space.length(c, mean) > most * (1 + TOLERANCE)]
             if not longer:
-                step = _LONG_STEP if self._rose and most >= self._most * (1 - _TOLERANCE) else _STEP
+                step = _LONG_STEP if self._rose and most >= self._most * (1 - TOLERANCE) else _STEP
                 self._most = most
                 return weights * step + self._best_weights() * (1 - step), most
             self.chains += longer
@@ -312,7 +313,7 @@ class MakespanSearch:
             constraints=LinearConstraint(rows, -np.inf, -base / unit),  # pyright: ignore[reportArgumentType]
             integrality=np.array([1] * count + [0]),
             bounds=Bounds(np.zeros(count + 1), np.array([1.0] * count + [np.inf])),  # pyright: ignore[reportArgumentType]
-            options={"node_limit": _MIXING_NODES, "mip_rel_gap": _TOLERANCE},
+            options={"node_limit": _MIXING_NODES, "mip_rel_gap": TOLERANCE},
         )
         if found.x is None:
             return None
@@ -403,11 +404,8 @@ def _balanced(found: Scheduled, costs: CostModel, limit: float) -> Sizes | None:
         spent[tasks.machine[task]] += float(tasks.seconds[task, group])
     computing, total = spent[Machine.COMPUTE], sum(spent.values())
     sizer = candidate.sizer
-    busy = busy_seconds(found.timeline, costs)
-    # With what contention takes, as far as it is the same at other sizes.
-    for group, kind in kinds_of_groups(tasks, costs).items():
-        busy[kind] = max(busy[kind], float(found.timeline.computed[group]))
-    besides = sizer.besides(candidate.sizes, busy)
+    # What contention takes counts as if it were the same at other sizes.
+    besides = sizer.besides(candidate.sizes, busy_seconds(found.timeline, costs, contention=True))
     sizes = sizer.balanced(candidate.sizes, besides, computing / total if total else 1.0, limit)
     if sizes.shares == candidate.sizes.shares:
         return None
@@ -420,13 +418,16 @@ def kinds_of_groups(tasks: TaskGraph, costs: CostModel) -> dict[int, int]:
     return dict(zip(tasks.group_of.tolist(), costs.kind_of.tolist(), strict=True))
 
 
-def busy_seconds(timeline: Timeline, costs: CostModel) -> dict[int, float]:
+def busy_seconds(timeline: Timeline, costs: CostModel, *, contention: bool = False) -> dict[int, float]:
     """Of each kind of device, by its number, the seconds that the busiest of its devices computes, and those that
-    collectives take together (`LINK`); of both what takes everything."""
+    collectives take together (`LINK`); of both what takes everything. `contention`: with what collectives beside it
+    slow computing down."""
     tasks = timeline.tasks
     machine = np.array(tasks.machine, dtype=np.int64)
     everything = machine == Machine.EVERYTHING
     each = tasks.seconds[(machine == Machine.COMPUTE) | everything].sum(axis=0)
+    if contention:
+        each = np.maximum(each, timeline.computed)
     found = {LINK: float(tasks.seconds[np.isin(machine, LINKS) | everything].max(axis=1, initial=0.0).sum())}
     for group, kind in kinds_of_groups(tasks, costs).items():
         found[kind] = max(found.get(kind, 0.0), float(each[group]))

@@ -7,11 +7,11 @@ It knows no contention: what it finds is simulated, and kept where it is better.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from heapq import heapify, heappop, heappush
+from dataclasses import replace
 
 import numpy as np
 
-from hapsynth.search.scheduling.tasks import Machine, TaskGraph
+from hapsynth.search.scheduling.tasks import Machine
 from hapsynth.search.scheduling.timeline import Timeline, simulate
 
 _MOST_TASKS = 300
@@ -29,7 +29,9 @@ def polished(timeline: Timeline) -> Timeline:
     starts = _improved_starts(timeline)
     if starts is None:
         return timeline
-    return min(timeline, simulate(timeline.tasks, _in_order(timeline.tasks, starts)), key=lambda t: t.makespan_s)
+    # No task starts before its makers, which have lower numbers.
+    order = sorted(range(len(starts)), key=lambda task: (starts[task], task))
+    return min(timeline, simulate(timeline.tasks, order), key=lambda t: t.makespan_s)
 
 
 def _improved_starts(timeline: Timeline) -> Sequence[int] | None:
@@ -40,7 +42,7 @@ def _improved_starts(timeline: Timeline) -> Sequence[int] | None:
     tasks = timeline.tasks
     groups = range(tasks.seconds.shape[1])
     ticks = np.round(tasks.seconds * (_TICKS / timeline.makespan_s)).astype(int)
-    known = _starts_in_order(tasks, ticks, timeline.order)
+    known = simulate(replace(tasks, seconds=ticks, slowdown=None), timeline.order).start.astype(int)
     latest = int((known + ticks).max())
     model = cp_model.CpModel()
     variable = lambda: model.new_int_var(0, latest, "")
@@ -73,46 +75,3 @@ def _improved_starts(timeline: Timeline) -> Sequence[int] | None:
     if solver.solve(model) not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
         return None
     return [min(solver.value(s) for s in starts) for starts in start]
-
-
-def _starts_in_order(tasks: TaskGraph, ticks: np.ndarray, order: Sequence[int]) -> np.ndarray:
-    """When tasks of whole ticks start in an order, without contention: int [tasks, groups]."""
-    start = np.zeros_like(ticks)
-    stream = np.zeros(ticks.shape[1], int)
-    free = {Machine.NETWORK: 0, Machine.INTRA: 0}
-    for task in order:
-        machine = tasks.machine[task]
-        ready = np.zeros_like(stream)
-        for maker in tasks.makers[task]:
-            ready = np.maximum(ready, start[maker] + ticks[maker])
-        if machine is Machine.LOCAL:
-            start[task] = ready
-            continue
-        if machine is Machine.COMPUTE:
-            start[task] = np.maximum(ready, stream)
-            stream = start[task] + ticks[task]
-            continue
-        taken = [*free.values(), int(stream.max())] if machine is Machine.EVERYTHING else [free[machine]]
-        start[task] = max(int(ready.max()), *taken)
-        end = int((start[task] + ticks[task]).max())
-        if machine is Machine.EVERYTHING:
-            stream[:], free = end, dict.fromkeys(free, end)
-        else:
-            free[machine] = end
-    return start
-
-
-def _in_order(tasks: TaskGraph, starts: Sequence[int]) -> list[int]:
-    """Tasks by their starts, each after its makers."""
-    missing = [len(makers) for makers in tasks.makers]
-    ready = [(starts[task], task) for task, count in enumerate(missing) if not count]
-    heapify(ready)
-    order: list[int] = []
-    while ready:
-        _, task = heappop(ready)
-        order.append(task)
-        for user in tasks.users[task]:
-            missing[user] -= 1
-            if not missing[user]:
-                heappush(ready, (starts[user], user))
-    return order

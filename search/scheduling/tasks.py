@@ -165,11 +165,12 @@ class TaskGraph:
             transfers=transfers,
         )
 
-    def contracted(self) -> TaskGraph:
+    def contracted(self, *, few: int = _FEW, largest_part: float = _LARGEST_PART) -> TaskGraph:
         """The same with what is computed after the same collectives and before the same ones in few tasks: not in one,
-        as what a collective makes ready need not wait for all of it. Few tasks stay as they are."""
+        as what a collective makes ready need not wait for all of it. A task takes at most `largest_part` of all
+        seconds; `few` tasks stay as they are."""
         count, computed = len(self.machine), (Machine.COMPUTE, Machine.LOCAL)
-        if count <= _FEW:
+        if count <= few:
             return self
         bit = {task: 1 << n for n, task in enumerate(t for t in range(count) if self.machine[t] not in computed)}
         before, after = [0] * count, [0] * count
@@ -181,7 +182,7 @@ class TaskGraph:
         for task in range(count):
             if task not in bit:
                 blocks.setdefault((before[task], after[task]), []).append(task)
-        most = _LARGEST_PART * sum(self.longest)
+        most = largest_part * sum(self.longest)
         parts: list[list[int]] = []
         for block in blocks.values():
             held = np.inf

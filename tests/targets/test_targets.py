@@ -18,7 +18,7 @@ from hapsynth.cluster.cluster import Cluster, ClusterError, Link
 from hapsynth.cluster.compiler_target import compiler_target
 from hapsynth.cluster.device_kinds import known_kinds
 from hapsynth.hlo.collectives import Collective
-from hapsynth.targets import CompiledTarget, TargetError, collectives_differ, compile_for, compiling, wheels
+from hapsynth.targets import CompiledTarget, TargetError, collectives_differ, compile_for, compiling, cuda_plugin
 
 CUDA = [name for name in ("jax_cuda12_plugin", "jax_cuda13_plugin") if util.find_spec(name)]
 needs_wheels = pytest.mark.skipif(not CUDA, reason="XLA's CUDA compiler is not installed: hapsynth[aot12] or [aot13]")
@@ -60,16 +60,16 @@ def test_missing_wheels_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     def none(name: str) -> str:
         raise metadata.PackageNotFoundError(name)
 
-    monkeypatch.setattr(wheels.metadata, "version", none)
+    monkeypatch.setattr(cuda_plugin.metadata, "version", none)
     with pytest.raises(TargetError, match=r"pip install 'hapsynth\[aot12\]'"):
         planned().compile_for(CARDS)
 
 
 def test_cards_that_a_compiler_does_not_serve() -> None:
-    assert "V100-16GB has compute capability 7.0, and jax-cuda13-plugin 0.12" in wheels.not_served(
+    assert "V100-16GB has compute capability 7.0, and jax-cuda13-plugin 0.12" in cuda_plugin.not_served(
         compiler_target("V100-16GB"), "jax-cuda13-plugin 0.12"
     )
-    assert not wheels.not_served(compiler_target("V100-16GB"), "jax-cuda12-plugin 0.10.2")
+    assert not cuda_plugin.not_served(compiler_target("V100-16GB"), "jax-cuda12-plugin 0.10.2")
 
 
 def dies() -> Any:

@@ -80,14 +80,12 @@ def test_where_list_schedules_fall_short() -> None:
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_tasks_that_are_computed_as_one(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tasks_that_are_computed_as_one(seed: int) -> None:
     """Whatever their order, each by itself takes no longer than together."""
-    monkeypatch.setattr("hapsynth.search.scheduling.tasks._FEW", 0)
-    monkeypatch.setattr("hapsynth.search.scheduling.tasks._LARGEST_PART", 0.2)
     rng = random.Random(6000 + seed)
     whole = random_tasks(rng, 30)
     whole = replace(whole, instructions=tuple((task,) for task in range(30)))
-    tasks = whole.contracted()
+    tasks = whole.contracted(few=0, largest_part=0.2)
     assert sorted(k for places in tasks.instructions for k in places) == list(range(30))
     assert len(tasks.machine) < 30
     for machine, seconds, places in zip(tasks.machine, tasks.seconds, tasks.instructions, strict=True):
