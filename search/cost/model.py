@@ -254,12 +254,11 @@ class CostModel:
         """`time` of many works, each with its fractions: float64 [works]."""
         return self._device_times(works)[2].max(axis=1, initial=0.0)
 
-    def kind_times(self, works: Sequence[tuple[Work, Sequence[Floats]]]) -> Floats:
-        """Seconds of many works, each with its fractions, on the first device of each kind and, last, on the slowest of
-        all: float64 [works, kinds + 1]."""
-        some, _, seconds = self._device_times(works)
-        first = np.searchsorted(some, np.unique(self.kind_of, return_index=True)[1])
-        return np.column_stack([seconds[:, first], seconds.max(axis=1, initial=0.0)])
+    def times_on(self, devices: Ints, works: Sequence[tuple[Work, Sequence[Floats]]]) -> Floats:
+        """Seconds of many works, each with its fractions, on some devices and, last, on the slowest of all: float64
+        [works, devices + 1]."""
+        _, place, seconds = self._device_times(works)
+        return np.column_stack([seconds[:, place[devices]], seconds.max(axis=1, initial=0.0)])
 
     def each_device_times(self, works: Sequence[tuple[Work, Sequence[Floats]]]) -> Floats:
         """`device_times` of many works, each with its fractions: float64 [works, devices]."""
@@ -307,6 +306,24 @@ class CostModel:
             found = self._ideal_times(mine) if mine[0].divided else self.times([(work, ()) for work in mine])
             self._ideal.update(zip(mine, found.tolist(), strict=True))
         return [self._ideal[work] for work in works]
+
+    def least_weighted(self, works: Sequence[Work], weights: Floats) -> Floats:
+        """The least weighted sum of the seconds of all kinds over all ratios, a kind's being the mean over its devices:
+        float64 [works]. `weights`: float64 [kinds].
+
+        A device takes at least its share of the seconds of a whole work, so what is cut weighs no less than all of it
+        on the kind on which it weighs the least; what is not, all devices do.
+        """
+        found = np.zeros(len(works))
+        count = np.bincount(self.kind_of, minlength=len(self.kinds))
+        alike: dict[object, list[int]] = {}
+        for i, work in enumerate(works):
+            alike.setdefault(work.form, []).append(i)
+        for mine in alike.values():
+            weighted = Roofline(self.figures, [works[i] for i in mine]).least_alone() * weights
+            cut = works[mine[0]].divided
+            found[mine] = (weighted / count).min(axis=1) if cut else weighted.sum(axis=1)
+        return found
 
     def _ideal_times(self, works: Sequence[Work]) -> Floats:
         """Of works of one form, cut along the same axes: float64 [works].

@@ -14,6 +14,7 @@ import numpy as np
 
 from hapsynth.instructions.layout import cuts_of
 from hapsynth.search.cost.model import Floats
+from hapsynth.search.cost.work import Work
 from hapsynth.search.formulation.chains import Chain, ChainSpace, Occupancy, Places
 from hapsynth.search.formulation.choice_space import AvailableLayouts, Interned, RequiredLayouts
 from hapsynth.search.formulation.problem_builder import NO_SIZES, ProblemBuilder
@@ -23,10 +24,11 @@ Row = tuple[float, ...]
 
 
 class ChainCosts:
-    """What the choices of a plain `builder` come to on each resource of a `ChainSpace`."""
+    """What the choices of a plain `builder` come to on each resource of a `ChainSpace`; the stream of a kind is that of
+    one of its `devices` [kinds]."""
 
-    def __init__(self, builder: ProblemBuilder, space: ChainSpace) -> None:
-        self.builder, self.space = builder, space
+    def __init__(self, builder: ProblemBuilder, space: ChainSpace, devices: Ints) -> None:
+        self.builder, self.space, self.devices = builder, space, devices
         self.graph, self.structure, self.costs = builder.graph, builder.structure, builder.costs
         self.links = space.resources.links
         self.plain = builder.plain_outputs()
@@ -54,11 +56,24 @@ class ChainCosts:
         assert ratios is not None
         held = [tuple(vectors[c] for c in cuts) if vectors else () for cuts in builder.cuts(op).groups]
         works = [self.costs.work(op, triples) for triples in self.structure.triples[op]]
-        seconds = self.costs.kind_times(
-            [(w, [ratios.devices[v] for v in at]) for w, at in zip(works, held, strict=True)]
+        seconds = self.costs.times_on(
+            self.devices, [(w, [ratios.devices[v] for v in at]) for w, at in zip(works, held, strict=True)]
         )
         seconds[[NO_SIZES in at for at in held]] = np.inf
         return seconds
+
+    def weighted_op(self, op: int, weights: Row) -> Floats:
+        """Of an op under each of its triples [triples]; `weights`: of its seconds on each kind of device, and on the
+        slowest."""
+        return _times(self.op_seconds[op], weights)
+
+    def weighted_feeds(self, value: int, weights: Floats) -> Floats:
+        """Of putting an argument where each option stores it [options]; `weights`: as of ops."""
+        return _times(self.feeds(value), weights)
+
+    def on_streams(self, weights: Floats) -> Floats:
+        """Weights of the kinds' streams [..., kinds] of something, as they count."""
+        return weights
 
     def feeds(self, value: int) -> Floats:
         """Seconds to put an argument where each option stores it [options, kinds + 1]."""
@@ -74,7 +89,7 @@ class ChainCosts:
             work = self.costs.feed_work(value, option.computed)
             if work is not None:
                 held = [ratios.devices[ratios.of(value, *cut)] for cut in cuts_of(option.computed)]
-                found[n] = self.costs.kind_times([(work, held)])[0]
+                found[n] = self.costs.times_on(self.devices, [(work, held)])[0]
         return found
 
     def steps(self, value: int, inside: bool) -> Mapping[tuple[int, int], float]:
@@ -183,6 +198,38 @@ class ChainCosts:
         return self.builder.once(("nearest", ways, options, n, needs, group, inside, home), make)
 
 
+class IdealChainCosts(ChainCosts):
+    """What the choices of a `builder` without ratios come to at least, each instruction at the ratios that suit it.
+
+    A chain is on one device. Of those on all devices the mean is taken, `parts` of it of each kind's: of what is cut,
+    the least in this mean is to leave it all to the kind on which it weighs the least.
+    """
+
+    def __init__(self, builder: ProblemBuilder, space: ChainSpace, parts: Floats) -> None:
+        super().__init__(builder, space, np.zeros(0, dtype=np.int64))
+        self.parts = parts
+
+    def weighted_op(self, op: int, weights: Row) -> Floats:
+        works = [self.costs.work(op, triples) for triples in self.structure.triples[op]]
+        seconds = self._least(works, weights) + sum(weights) * self.costs.uniform_time(op)
+        return self.graph.runs[self.graph.ops[op].region] * seconds
+
+    def weighted_feeds(self, value: int, weights: Floats) -> Floats:
+        options = self.structure.choices[self.structure.value_variable[value]].options
+        works = [self.costs.feed_work(value, option.computed) for option in options]
+        if not works or works[0] is None:
+            return np.zeros(len(options))
+        return self._least([w for w in works if w is not None], weights)
+
+    def on_streams(self, weights: Floats) -> Floats:
+        return weights.sum(axis=-1, keepdims=True) * self.parts
+
+    def _least(self, works: Sequence[Work], weights: Sequence[float] | Floats) -> Floats:
+        *streams, slowest = weights
+        found = self.costs.least_weighted(works, np.array(streams))
+        return found + slowest * np.array(self.costs.ideal_times(works)) if slowest else found
+
+
 class WeightedBuilder(ProblemBuilder):
     """Problems of a plain builder's choices by the lengths of `chains`, each times its weight."""
 
@@ -204,6 +251,8 @@ class WeightedBuilder(ProblemBuilder):
                 found[here, at[here]] += weight
             if block is not None:
                 found[block, whole] = alone
+            streams = slice(0, kinds) if of == "ops" else slice(links, None)
+            found[:, streams] = chain_costs.on_streams(found[:, streams])
             return np.round(found, 12)
 
         on_links = slice(links)
@@ -212,9 +261,8 @@ class WeightedBuilder(ProblemBuilder):
         self.shared_weights = summed("shared", columns, None, on_links)
         self.value_weights = summed("values", columns, space.values_in_block, on_links)
         self.end_weights = summed("ends", columns, None, on_links)
-        self.fed_weights = np.array(
-            [*(sum(w for c, w in zip(chains, weights) if c.alone == k) for k in range(kinds)), 0.0]
-        )
+        fed = [float(sum(w for c, w in zip(chains, weights) if c.alone == k)) for k in range(kinds)]
+        self.fed_weights = np.append(chain_costs.on_streams(np.array(fed)), 0.0)
 
     @cached_property
     def _problem(self) -> Problem:
@@ -273,7 +321,7 @@ class WeightedBuilder(ProblemBuilder):
             def make(
                 at: int = op.index, v: int = variable, w: Row = tuple(weights), value: int | None = lone
             ) -> Floats:
-                found = _times(costs.op_seconds[at], w)[st.choices[v].triple]
+                found = costs.weighted_op(at, w)[st.choices[v].triple]
                 return found if value is None else found + self._of_options(value)[st.choices[v].option]
 
             unary[variable] = self._weighted(key, make)
@@ -281,8 +329,8 @@ class WeightedBuilder(ProblemBuilder):
             if unary[variable] is None:
                 choices = st.choices[variable]
                 alike = self._weighted(("states", choices, self._option_key(value)), partial(self._of_states, value))
-                feeds = costs.feeds(value) if value not in graph.producer else np.zeros((0, 0))
-                unary[variable] = alike + _times(feeds, self.fed_weights)[choices.option] if feeds.any() else alike
+                feeds = costs.weighted_feeds(value, self.fed_weights) if value not in graph.producer else np.zeros(0)
+                unary[variable] = alike + feeds[choices.option] if feeds.any() else alike
         return [u for u in unary if u is not None]
 
     def _option_key(self, value: int) -> tuple[Any, ...]:

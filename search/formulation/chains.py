@@ -39,7 +39,7 @@ _LONGEST = 16
 @dataclass(frozen=True, eq=False)
 class Resources:
     """`slowdowns`: of each kind of device, how many times as long it computes beside a collective; each has a compute
-    stream, that of its first device. `links`: per link the mesh axes whose collectives go over it. A resource's number
+    stream, that of one device. `links`: per link the mesh axes whose collectives go over it. A resource's number
     is a kind's, then a link's."""
 
     slowdowns: tuple[float, ...]

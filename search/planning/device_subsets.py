@@ -227,7 +227,11 @@ class _OverlappedSubsets:
             if found.cost_s < enough:
                 best, chosen = found, look.devices
         assert best is not None
-        bounds[everyone] = min(self._least.makespan_on(cluster), with_all)
+        bounds[chosen] = best.joint_lower_bound_s
+        for look in looks:
+            if look.devices != chosen:
+                bounds[look.devices] = look.planner.joint_makespan_bound()
+        bounds[everyone] = min(bounds[everyone], with_all)
         joint = min(*bounds.values(), best.cost_s)
         efforts = [look.planner.effort for look in looks]
         left_out = None if chosen == everyone else with_all

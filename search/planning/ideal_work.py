@@ -9,7 +9,7 @@ from scipy.optimize import linprog
 from scipy.sparse import coo_array
 
 from hapsynth.cluster.cluster import Cluster
-from hapsynth.search.cost.device_speed import DeviceFigures
+from hapsynth.search.cost.device_speed import DeviceFigures, Floats
 from hapsynth.search.cost.model import CostModel
 from hapsynth.search.cost.roofline import Roofline
 from hapsynth.search.cost.work import Work
@@ -54,10 +54,15 @@ class IdealWorkBound:
         return float(self.runs @ np.where(self.cut, shared, roofline.least_alone().max(axis=1)))
 
     def makespan_on(self, cluster: Cluster) -> float:
-        """Seconds per step where devices compute at once, each at its own op: by a linear program over weights of the
-        kinds, as no step is shorter than a weighted mean of its devices' times."""
+        """Seconds per step where devices compute at once, each at its own op."""
+        return self.weighted_on(cluster)[0]
+
+    def weighted_on(self, cluster: Cluster) -> tuple[float, Floats]:
+        """As `makespan_on`, and the weights of the kinds [kinds] that show it: no step is shorter than a weighted mean
+        of its devices' times, and a linear program finds the greatest."""
         if not self.works:
-            return 0.0
+            kinds = len(cluster.kinds)
+            return 0.0, np.full(kinds, 1.0 / kinds)
         counts = Counter(cluster.devices)
         alone = Roofline(DeviceFigures(list(counts)), self.works).least_alone() * self.runs[:, None]
         number, kinds = np.array(list(counts.values()), dtype=np.float64), len(counts)
@@ -75,4 +80,4 @@ class IdealWorkBound:
             b_eq=np.ones(1),
             method="highs",
         )
-        return -float(found.fun) * unit * (1 - _SAFETY)
+        return -float(found.fun) * unit * (1 - _SAFETY), np.maximum(found.x[:kinds], 0.0)

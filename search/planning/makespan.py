@@ -25,7 +25,7 @@ from scipy.sparse.csgraph import connected_components
 from hapsynth.instructions.program.program import Compute, Program
 from hapsynth.instructions.program.sizes import Sizes
 from hapsynth.search.cost.model import CostModel, Floats
-from hapsynth.search.formulation.chain_weights import ChainCosts, WeightedBuilder
+from hapsynth.search.formulation.chain_weights import ChainCosts, IdealChainCosts, WeightedBuilder
 from hapsynth.search.formulation.chains import Chain, ChainSpace, Occupancy, Resources
 from hapsynth.search.memory.profile import MemoryProfile
 from hapsynth.search.planning.candidate import Candidate
@@ -99,7 +99,11 @@ class MakespanSearch:
         self.costs: CostModel = search.task.costs
         self.structure = search.choices
         self.space = like.space if like else ChainSpace(self.structure, resources(self.costs))
-        self._chain_costs = ChainCosts(self.builder, self.space)
+        # Within limits a search has variables besides, which count what is held.
+        begin = begin[: len(self.structure.choices)]
+        first = search.maker.chosen(self.builder, begin)
+        tasks = tasks_of(first.program, first.sizes, self.costs)
+        self._chain_costs = ChainCosts(self.builder, self.space, busiest_devices(tasks, self.costs))
         self.chains: list[Chain] = list(like.chains if like else self.space.alone)
         self.seen: list[Seen] = []
         self.scheduled: list[Scheduled] = []
@@ -115,8 +119,7 @@ class MakespanSearch:
         self._rounds, self._ended = 0, False
         self._most, self._rose = np.inf, False
         """The most that a bound can come to, as far as was known at the last weights, and whether it rose there."""
-        # Within limits a search has variables besides, which count what is held.
-        self._look(begin[: len(self.structure.choices)])
+        self._schedule(self._see(begin), first, tasks)
         for known in like.seen if like else ():
             if not self._is_known(known.choices):
                 self._see(known.choices)
@@ -166,9 +169,15 @@ class MakespanSearch:
             return 0.0
         return self.bound - max(self.builder.problem().cost(known.seen.choices) - candidate.cost, 0.0)
 
+    def joint_bound(self, parts: Floats) -> float:
+        """Seconds that every program takes at least at any ratios, by the chains and weights of the best bound.
+        `parts`: of the weight of streams, each kind's [kinds]."""
+        ideal = IdealChainCosts(self.search.builder(None), self.space, parts)
+        return self._cheapest(ideal, self.chains, self._best_weights()).lower_bound
+
     def _solve(self, weights: Floats) -> None:
         """The program of the least weighted chains, and the bound that it is."""
-        solved = self._cheapest(self.chains, weights)
+        solved = self._cheapest(self._chain_costs, self.chains, weights)
         self._messages = solved.messages
         self._rose = solved.lower_bound > self.bound
         if self._rose:
@@ -176,10 +185,10 @@ class MakespanSearch:
         if solved.choices is not None:
             self._look(solved.choices[: len(self.structure.choices)])
 
-    def _cheapest(self, chains: Sequence[Chain], weights: Floats) -> AdditiveSolution:
+    def _cheapest(self, costs: ChainCosts, chains: Sequence[Chain], weights: Floats) -> AdditiveSolution:
         search = self.search
         return search.cheapest(
-            WeightedBuilder(self._chain_costs, chains, weights),
+            WeightedBuilder(costs, chains, weights),
             search.limits,
             (self.best or self.scheduled[0]).seen.choices,
             at_least=True,
@@ -195,7 +204,8 @@ class MakespanSearch:
             best = self.best
             if best is None or self.search.clock.late():
                 return
-            solved = self._cheapest([*self.chains, self._on_path(best)], np.append(self._best_weights() / 2, 0.5))
+            chains, weights = [*self.chains, self._on_path(best)], np.append(self._best_weights() / 2, 0.5)
+            solved = self._cheapest(self._chain_costs, chains, weights)
             if solved.choices is not None:
                 self._look(solved.choices[: len(self.structure.choices)])
             self._mix()
@@ -210,7 +220,10 @@ class MakespanSearch:
         if self.best and max(self.space.length(c, seen.taken) for c in self.chains) >= self.best.makespan_s:
             return
         candidate = self.search.maker.chosen(self.builder, choices)
-        timeline = schedule(tasks_of(candidate.program, candidate.sizes, self.costs), quick=True)
+        self._schedule(seen, candidate, tasks_of(candidate.program, candidate.sizes, self.costs))
+
+    def _schedule(self, seen: Seen, candidate: Candidate, tasks: TaskGraph) -> None:
+        timeline = schedule(tasks, quick=True)
         found = Scheduled(seen, candidate, timeline, critical_path(timeline))
         self.scheduled.append(found)
         if candidate.memory <= self.search.limit and (self.best is None or found.makespan_s < self.best.makespan_s):
@@ -416,6 +429,14 @@ def _balanced(found: Scheduled, costs: CostModel, limit: float) -> Sizes | None:
 def kinds_of_groups(tasks: TaskGraph, costs: CostModel) -> dict[int, int]:
     """Group of devices -> the number of their kind: those of a group are of one."""
     return dict(zip(tasks.group_of.tolist(), costs.kind_of.tolist(), strict=True))
+
+
+def busiest_devices(tasks: TaskGraph, costs: CostModel) -> Ints:
+    """Of each kind the device that computes longest [kinds]."""
+    computes = np.array(tasks.machine, dtype=np.int64) == Machine.COMPUTE
+    seconds = tasks.seconds[computes].sum(axis=0)[tasks.group_of]
+    of_kind = [np.flatnonzero(costs.kind_of == kind) for kind in range(len(costs.kinds))]
+    return np.array([devices[seconds[devices].argmax()] for devices in of_kind])
 
 
 def busy_seconds(timeline: Timeline, costs: CostModel, *, contention: bool = False) -> dict[int, float]:

@@ -162,6 +162,15 @@ class Planner:
         """Seconds that every program takes at least that has the ratios of the best one, as far as was looked."""
         return self._makespans.bound if self._makespans else 0.0
 
+    def joint_makespan_bound(self) -> float:
+        """Seconds that every program on these devices takes at least, whatever its ratios; Ctrl-C as in `run`."""
+        work = IdealWorkBound(self.task.choices, self.task.costs)
+        least, parts = work.weighted_on(self.task.cluster)
+        # Along several axes conversions go the ways that are the cheapest at the best ratios, which these are not.
+        if self._makespans is None or self._several_axes:
+            return least
+        return max(least, self._unless_interrupted(partial(self._makespans.joint_bound, parts), 0.0))
+
     def shrink(self) -> float:
         """Search for a program that fits, where `explore` found none; as `explore`."""
         self._unless_interrupted(self._shrink, None)
@@ -265,7 +274,7 @@ class Planner:
             task.options.fixed_ratios.check(found.sizes)
         check(graph, found.program, found.sizes)
         cost, unknown = found.timeline.makespan_s, tuple(unpriced(graph))
-        joint = min(IdealWorkBound(task.choices, task.costs).makespan_on(task.cluster), cost)
+        joint = min(self.joint_makespan_bound(), cost)
         bound = min(max(found.lower_bound_s, joint), cost)
         return Result(
             found.program,

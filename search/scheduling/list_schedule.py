@@ -27,6 +27,7 @@ from hapsynth.search.scheduling.timeline import Timeline, simulate
 
 _ROUNDS = 3
 _TURNS = 2
+_LINK_ROUNDS = 6
 _LEAST_GAIN = 1e-6
 
 
@@ -54,7 +55,8 @@ def _makespan(timeline: Timeline) -> float:
 
 
 def _of_best_order(tasks: TaskGraph, *, quick: bool = False) -> Timeline:
-    return min([simulate(tasks, order) for order in _orders(tasks, quick)], key=_makespan)
+    found = [simulate(tasks, order) for order in _orders(tasks, quick)]
+    return min(found if quick else map(_for_links, found), key=_makespan)
 
 
 def in_scheduled_order(program: Program, sizes: Sizes, costs: CostModel) -> Program:
@@ -176,6 +178,32 @@ def _improved(tasks: TaskGraph, order: list[int], ended: list[float]) -> list[li
             break
         found.append(order)
         least = length
+    return found
+
+
+def _for_links(timeline: Timeline) -> Timeline:
+    """A timeline in which links wait less, where one is found: in turn the list schedule that computes what the
+    collectives of the last one need first, were they sent without a pause in their order, and to the end as late as
+    that allows."""
+    tasks, best, order = timeline.tasks, timeline, timeline.order
+    for _ in range(_LINK_ROUNDS):
+        order, ended = _greedy(tasks, tasks.makers, tasks.users, _latest_starts(tasks, order))
+        if max(ended, default=0.0) < best.makespan_s * (1 - _LEAST_GAIN):
+            best = min(best, simulate(tasks, order), key=_makespan)
+    return best
+
+
+def _latest_starts(tasks: TaskGraph, order: Sequence[int]) -> list[float]:
+    """Seconds from the end, negative, at which each task must begin so that the links send in an order without a
+    pause."""
+    found = [0.0] * len(order)
+    next_of = dict.fromkeys(LINKS, 0.0)
+    for task in reversed(order):
+        latest = min((found[user] for user in tasks.users[task]), default=0.0)
+        machine = tasks.machine[task]
+        taken = LINKS if machine is Machine.EVERYTHING else (machine,) if machine in LINKS else ()
+        found[task] = min([latest, *(next_of[link] for link in taken)]) - tasks.longest[task]
+        next_of.update(dict.fromkeys(taken, found[task]))
     return found
 
 

@@ -52,7 +52,11 @@ def space(fn: Callable[..., Any], args: Sequence[Any], cluster: Cluster, carry: 
     task = Task(trace(fn, tuple(args), carry=carry).graph, cluster, PlanningOptions(**options))
     search = FixedRatioSearch(task, Clock(None), Effort())
     builder = search.builder(task.ratios(*task.starts()[0]))
-    return Space(task, search, builder, ChainCosts(builder, ChainSpace(search.choices, resources(task.costs))))
+    chains, first = (
+        ChainSpace(search.choices, resources(task.costs)),
+        np.unique(task.costs.kind_of, return_index=True)[1],
+    )
+    return Space(task, search, builder, ChainCosts(builder, chains, first))
 
 
 def random_assignment(problem: Problem, begin: Sequence[int] | Ints, rng: random.Random, moves: int) -> Ints:

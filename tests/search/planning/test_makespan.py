@@ -77,6 +77,23 @@ def test_no_program_in_any_order_is_below_the_bound(name: str, bandwidth: float,
     assert 0 < ideal.makespan_on(given.task.cluster) <= least
 
 
+@pytest.mark.parametrize("contention", [1.0, 1.5])
+@pytest.mark.parametrize("bandwidth", [1e8, 1e10, 1e11])
+@pytest.mark.parametrize("name", TINY)
+def test_no_program_at_any_ratios_is_below_the_joint_bound(name: str, bandwidth: float, contention: float) -> None:
+    given = tiny(name, bandwidth, contention)
+    search = MakespanSearch(given.search, given.builder.ratios, np.array(given.search.choices.replicated()))
+    search.run(6)
+    work, parts = IdealWorkBound(given.task.choices, given.task.costs).weighted_on(given.task.cluster)
+    joint = search.joint_bound(parts)
+    assert 0 < joint <= search.bound * ROUNDING
+    rng, (_, evenly) = random.Random(2), given.task.starts()[0]
+    for part in (0.0, 0.25, 0.5, 0.625, 0.75, 0.875, 1.0):
+        ratios = given.task.ratios(np.array([part, 1 - part]), evenly)
+        least = min(makespans(given._replace(builder=given.search.builder(ratios)), rng))
+        assert max(joint, work) <= least * ROUNDING
+
+
 def test_each_op_may_go_where_it_is_fast() -> None:
     """Two ops, each faster on another device: at once they take less than one after another."""
     one, other = graphs.device("computes", 1.0), graphs.device("moves", 1.0)
