@@ -366,10 +366,11 @@ def concluded(found: MakespanSearch, bar: float = np.inf) -> Overlapped | None:
     if found.best is not None and not search.clock.late():
         sizes = _balanced(found.best, search.task.costs, search.limit)
         if sizes is not None:
-            again = MakespanSearch(search, search.task.own_ratios(sizes), found.best.seen.choices, found)
-            again.run(_ROUNDS_AGAIN, bar)
-            if again.best is not None and again.best.makespan_s < found.best.makespan_s:
-                found = again
+            found = min(found, _at(sizes, found, _ROUNDS_AGAIN, bar), key=_least_makespan)
+    best_known = found.best
+    if best_known and found.bound_for(best_known) < found.bound * (1 - TOLERANCE) and not search.clock.late():
+        # Other programs' ratios.
+        found = min(_at(best_known.candidate.sizes, found, _FIRST_ROUNDS, bar), found, key=_least_makespan)
     best: Overlapped | None = None
     for tried, known in enumerate(sorted(found.scheduled, key=lambda known: known.makespan_s)):
         if best is not None and (tried >= _TRIED or known.makespan_s >= best.timeline.makespan_s):
@@ -378,6 +379,18 @@ def concluded(found: MakespanSearch, bar: float = np.inf) -> Overlapped | None:
         if fits is not None and (best is None or fits.timeline.makespan_s < best.timeline.makespan_s):
             best = fits
     return best
+
+
+def _at(sizes: Sizes, found: MakespanSearch, rounds: int, bar: float) -> MakespanSearch:
+    """A search at these ratios, from the best program of one at others."""
+    assert found.best is not None
+    again = MakespanSearch(found.search, found.search.task.own_ratios(sizes), found.best.seen.choices, found)
+    again.run(rounds, bar)
+    return again
+
+
+def _least_makespan(found: MakespanSearch) -> float:
+    return found.best.makespan_s if found.best else np.inf
 
 
 def _within_limit(known: Scheduled, search: FixedRatioSearch, bound: float) -> Overlapped | None:

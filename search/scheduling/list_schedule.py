@@ -197,11 +197,11 @@ def _latest_starts(tasks: TaskGraph, order: Sequence[int]) -> list[float]:
     """Seconds from the end, negative, at which each task must begin so that the links send in an order without a
     pause."""
     found = [0.0] * len(order)
-    next_of = dict.fromkeys(LINKS, 0.0)
+    next_of = dict.fromkeys(Machine, 0.0)
     for task in reversed(order):
         latest = min((found[user] for user in tasks.users[task]), default=0.0)
         machine = tasks.machine[task]
-        taken = LINKS if machine is Machine.EVERYTHING else (machine,) if machine in LINKS else ()
+        taken = (*LINKS,) if machine is Machine.EVERYTHING else (machine,) if machine in LINKS else ()
         found[task] = min([latest, *(next_of[link] for link in taken)]) - tasks.longest[task]
         next_of.update(dict.fromkeys(taken, found[task]))
     return found
