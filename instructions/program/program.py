@@ -184,6 +184,10 @@ class Program:
             self._accesses[graph] = tuple([(reads(graph, i), writes(graph, i)) for i in self.instructions])
         return self._accesses[graph]
 
+    def know(self, graph: Graph, accesses: tuple[Access, ...]) -> None:
+        """As `accesses` are, where whoever makes the program has them."""
+        self._accesses[graph] = accesses
+
     def collectives(self) -> dict[str, int]:
         """How often each collective occurs."""
         found = Counter(i.step for i in self.instructions if isinstance(i, Convert) and i.is_collective)

@@ -125,10 +125,9 @@ class Classes:
                 cut(value, layout)
         for i in program.instructions:
             if isinstance(i, Compute):
-                factors = table[i.op]
-                for factor, nodes in cut_nodes(graph, i.op, factors, i.triples):
+                for size, nodes in table.cut(i.op, i.triples):
                     for node in nodes:
-                        sets.add(node, factors.sizes[factor])
+                        sets.add(node, size)
                     for node in nodes[1:]:
                         sets.union(nodes[0], node)
         for a, b, layout in tied(graph, program):

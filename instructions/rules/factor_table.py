@@ -8,8 +8,12 @@ from typing import Any
 import numpy as np
 
 from hapsynth.graph.ir import Graph, Literal, Op
-from hapsynth.instructions.factors import Factors
+from hapsynth.instructions.factors import Factors, Triples
 from hapsynth.instructions.rules import factors_of
+
+Cut = tuple[tuple[int, tuple[tuple[int, int, tuple[int, ...], int], ...]], ...]
+"""Of every factor that an op's triples cut: its size, and the dimensions that it cuts, operands first: (value,
+dimension, the mesh axes that cut it, which way) of each."""
 
 
 class FactorTable:
@@ -19,6 +23,7 @@ class FactorTable:
         self.graph = graph
         self._known: dict[int, Factors] = {}
         self._alike: dict[object, Factors] = {}
+        self._cut: dict[tuple[int, int], tuple[Triples, Cut]] = {}
 
     def __getitem__(self, op: int) -> Factors:
         found = self._known.get(op)
@@ -31,6 +36,20 @@ class FactorTable:
                     self._alike[key] = found
             self._known[op] = found
         return found
+
+    def cut(self, op: int, triples: Triples) -> Cut:
+        """What the triples of an op cut; found once for each."""
+        # By identity, as in `Factors.cuts`.
+        key = op, id(triples)
+        found = self._cut.get(key)
+        if found is None:
+            factors, tensors = self[op], (*self.graph.ops[op].operands, *self.graph.ops[op].results)
+            cut: list[tuple[int, tuple[tuple[int, int, tuple[int, ...], int], ...]]] = []
+            for factor, axes, places, ways in factors.cuts(triples):
+                held = [(tensors[place], dim, axes, way) for (place, dim), way in zip(places, ways, strict=True)]
+                cut.append((factors.sizes[factor], tuple([(v, *at) for v, *at in held if isinstance(v, int)])))
+            found = self._cut[key] = triples, tuple(cut)
+        return found[1]
 
 
 @cache

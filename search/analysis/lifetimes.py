@@ -37,7 +37,7 @@ def lifetimes(graph: Graph, program: Program) -> list[Tensor]:
 
     accesses = program.accesses(graph)
     for i, (instruction, (needs, results)) in enumerate(zip(program.instructions, accesses, strict=True)):
-        place = region_of(graph, instruction)
+        place = region_of(graph, instruction) if spans else 0
         for need in needs:
             if spans:
                 read(need, i, place)
@@ -47,8 +47,9 @@ def lifetimes(graph: Graph, program: Program) -> list[Tensor]:
             if made in born:
                 done.append(Tensor(*made, born[made], last[made]))
             born[made], last[made] = i, i
-            region[made] = graph.home[made[0]] if isinstance(instruction, Compute) else place
-        if isinstance(instruction, Compute) and isinstance(graph.ops[instruction.op].primitive, Boundary):
+            if spans:
+                region[made] = graph.home[made[0]] if isinstance(instruction, Compute) else place
+        if spans and isinstance(instruction, Compute) and isinstance(graph.ops[instruction.op].primitive, Boundary):
             _boundary(graph, instruction, spans, born, last)
     for instruction in program.instructions if graph.ties else ():
         if isinstance(instruction, Compute) and instruction.op in graph.ties:
@@ -95,17 +96,18 @@ def stored_tensors(
     """The tensors that lie in memory, as values that are stored do. What a fused chain reads lives until the chain
     runs, in whatever op stores its end."""
     made: dict[Property, list[int]] = {}
-    for n, t in sorted(enumerate(tensors), key=lambda t: t[1].start):
-        made.setdefault((t.value, t.layout), []).append(n)
-    stop = [t.stop for t in tensors]
-    # What a loop leaves is born at the instruction after it.
-    before = lambda need, i: [n for n in made[need] if tensors[n].start <= i][-1]
+    start, stop = [t.start for t in tensors], [t.stop for t in tensors]
+    for n in sorted(range(len(tensors)), key=start.__getitem__):
+        made.setdefault(tensors[n][:2], []).append(n)
     for i in range(len(accesses) - 1, -1, -1):
         needs, results = accesses[i]
         if not results or any(is_stored(v) for v, _ in results):
             continue
-        last = max(stop[n] for r in results for n in made[r] if tensors[n].start >= i)
+        last = max([stop[n] for r in results for n in made[r] if start[n] >= i])
         for need in needs:
-            n = before(need, i)
-            stop[n] = max(stop[n], last)
-    return [t._replace(stop=s) for t, s in zip(tensors, stop, strict=True) if is_stored(t.value)]
+            every = made[need]
+            # What a loop leaves is born at the instruction after it.
+            n = every[0] if len(every) == 1 else [n for n in every if start[n] <= i][-1]
+            if stop[n] < last:
+                stop[n] = last
+    return [Tensor(t.value, t.layout, t.start, s) for t, s in zip(tensors, stop, strict=True) if is_stored(t.value)]

@@ -15,7 +15,7 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from copy import copy
 from functools import cached_property
 from math import prod
-from typing import TypeAlias, TypeVar
+from typing import NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -28,7 +28,7 @@ from hapsynth.graph.ir import Boundary, Graph, Op
 from hapsynth.instructions.collectives import Collective, step_between
 from hapsynth.instructions.factors import Triples
 from hapsynth.instructions.layout import Layout, cut_dims, cuts_of
-from hapsynth.instructions.program.sizes import cut_nodes
+from hapsynth.instructions.program.sizes import Node, cut_nodes
 from hapsynth.instructions.rules.factor_table import FactorTable
 from hapsynth.instructions.rules.registry import is_fusible
 from hapsynth.instructions.staging.options import DEFAULT, LoweringOptions
@@ -44,6 +44,15 @@ from hapsynth.search.cost.roofline import Roofline
 from hapsynth.search.cost.work import Work, lanes_of
 
 Ints: TypeAlias = npt.NDArray[np.int64]
+
+
+class CutWork(NamedTuple):
+    """A work, its number (equal works have one), and one dimension of each factor that is cut, in the order of its
+    `lanes`."""
+
+    work: Work
+    number: int
+    nodes: tuple[Node, ...]
 
 
 class CostModel:
@@ -67,7 +76,7 @@ class CostModel:
         self._counted: dict[
             tuple[Granularity, ...], tuple[dict[tuple[int, int], Work], dict[int, tuple[float, ...]]]
         ] = {}
-        self._triples = Numbering()
+        self._triples, self._work_numbers = Numbering(), Numbering()
         self._kinds: dict[int, int] = {}
         self._kind_number: dict[object, int] = {}
         self._materialized, self._turned = materialized(graph), turned(graph)
@@ -97,6 +106,7 @@ class CostModel:
         self._speeds: dict[tuple[str, str], Speeds] = {}
         self._kinds_along: dict[tuple[int, ...], Ints] = {}
         self._ideal: dict[Work, float] = {}
+        self._cut_works: dict[tuple[int, int], tuple[Triples, CutWork]] = {}
         self._places: dict[tuple[int, ...], np.ndarray] = {}
 
     def on(
@@ -148,6 +158,17 @@ class CostModel:
         if known is None:
             known = self._works[key] = self._work(op_index, triples)
         return known
+
+    def cut_work(self, op_index: int, triples: Triples) -> CutWork:
+        """What an op costs under its triples, and what they cut."""
+        # By identity, as in `Factors.cuts`.
+        key = op_index, id(triples)
+        found = self._cut_works.get(key)
+        if found is None:
+            work = self.work(op_index, triples)
+            nodes = tuple([nodes[0] for _, nodes in self.table.cut(op_index, triples) if nodes])
+            found = self._cut_works[key] = triples, CutWork(work, self._work_numbers.of(work), nodes)
+        return found[1]
 
     def kind(self, op_index: int) -> int:
         """Ops of one kind cost the same under the same triples."""

@@ -80,18 +80,18 @@ class ProgramIndex:
 
     @cached_property
     def _loads(self) -> tuple[list[Load], list[int]]:
-        costs, number = self.costs, dict[tuple[Work, tuple[Cut, ...]], int]()
+        costs, number, of = self.costs, dict[tuple[int, tuple[Cut, ...]], int](), self.classes.of
         loads: list[Load] = []
         places: list[int] = []
         for i in self.program.instructions:
             if isinstance(i, Convert):
                 places.append(-1)
                 continue
-            work, nodes = costs.work(i.op, i.triples), cut_nodes_of(costs, i)
-            cuts = tuple(map(self.cut, nodes))
-            place = number.setdefault((work, cuts), len(loads))
+            work, numbered, nodes = costs.cut_work(i.op, i.triples)
+            cuts = tuple([(of[node], len(node[2])) for node in nodes])
+            place = number.setdefault((numbered, cuts), len(loads))
             if place == len(loads):
-                loads.append(Load(work, tuple(nodes), cuts))
+                loads.append(Load(work, nodes, cuts))
             places.append(place)
         return loads, places
 
@@ -127,12 +127,4 @@ _INDICES: WeakKeyDictionary[CostModel, WeakValueDictionary[Program, ProgramIndex
 
 def cut_nodes_of(costs: CostModel, instruction: Compute) -> list[Node]:
     """One dimension of each factor that an op's triples cut, in the order of its work's `lanes`."""
-    op = costs.graph.ops[instruction.op]
-    tensors = (*op.operands, *op.results)
-    found: list[Node] = []
-    for _, axes, places, ways in costs.table[instruction.op].cuts(instruction.triples):
-        for (place, dim), way in zip(places, ways, strict=True):
-            if isinstance(value := tensors[place], int):
-                found.append((value, dim, axes, way))
-                break
-    return found
+    return list(costs.cut_work(instruction.op, instruction.triples).nodes)

@@ -145,38 +145,56 @@ class ChainCosts:
         """What an assignment's program takes."""
         st, graph, kinds = self.structure, self.graph, len(self.costs.kinds)
         ops = np.array([s[st.choices[v].triple[assignment[v]]] for s, v in zip(self.op_seconds, st.op_variable)])
-        variables = [(st.choices[v], assignment[v]) for v in st.value_variable]
-        stored = [(choice.options, int(choice.option[at])) for choice, at in variables]
+        option = [int(st.choices[v].option[assignment[v]]) for v in st.value_variable]
         rows = lambda found: np.array(found, dtype=np.float64).reshape(-1, self.space.resources.counted.shape[1])
         runs = np.array([graph.runs[home] for home in graph.home])[:, None]
-        values = rows([self.offers(value, options)[0][n] for value, (options, n) in enumerate(stored)])
+        values = rows([seconds[n] for seconds, n in zip(self._offered, option, strict=True)])
         ends = np.zeros_like(values)
         for value in self.plain:
             for end in self.builder.ends(value):
-                ends[value] += self._nearest(value, *stored[value], end, None, inside=False)[0]
-        nearest = [
-            self._nearest(
-                use.value, *stored[use.value], use.needs, groups[assignment[use.variable]], inside=use.place > 0
-            )
-            for use, groups in zip(st.uses, self._groups, strict=True)
-        ]
+                ends[value] += self._nearest(value, option[value], end, None, inside=False)[0]
+        nearest: list[tuple[Row, Row]] = []
+        for use, (groups, known) in zip(st.uses, self._use_rows, strict=True):
+            key = option[use.value], groups[assignment[use.variable]]
+            found = known.get(key)
+            if found is None:
+                found = known[key] = self._nearest(use.value, key[0], use.needs, key[1], inside=use.place > 0)
+            nearest.append(found)
         uses = rows([seconds for seconds, _ in nearest]) * np.array([use.runs for use in st.uses])[:, None]
         shared = rows([before for _, before in nearest]) * runs[[use.value for use in st.uses]]
         fed = np.zeros(kinds + 1)
-        for value, (_, n) in enumerate(stored):
+        for value, n in enumerate(option):
             if value not in graph.producer:
                 fed += self.feeds(value)[n]
         return Occupancy(ops.reshape(len(graph.ops), kinds + 1), uses, shared, values * runs, ends, fed)
 
     @cached_property
-    def _groups(self) -> list[list[int]]:
-        """Of each use, the layout that each state of its variable asks for."""
-        return [use.needs.groups.tolist() for use in self.structure.uses]
+    def _offered(self) -> list[list[Row]]:
+        """Per value the seconds of each option's shared conversions, where they count; what is alike shares them."""
+        st = self.structure
+        every = [self.offers(value, st.choices[v].options)[0] for value, v in enumerate(st.value_variable)]
+        rows = {id(seconds): seconds.tolist() for seconds in every}
+        return [rows[id(seconds)] for seconds in every]
+
+    @cached_property
+    def _use_rows(self) -> list[tuple[list[int], dict[tuple[int, int], tuple[Row, Row]]]]:
+        """Of each use, the layout that each state of its variable asks for, and what is known of `_nearest` by option
+        and layout; uses that are alike share both."""
+        st, home = self.structure, self.graph.home
+        groups: dict[RequiredLayouts, list[int]] = {}
+        known: dict[object, dict[tuple[int, int], tuple[Row, Row]]] = {}
+        found: list[tuple[list[int], dict[tuple[int, int], tuple[Row, Row]]]] = []
+        for use in st.uses:
+            options = st.choices[st.value_variable[use.value]].options
+            key = self.ways[use.value], options, use.needs, use.place > 0, home[use.value] > 0
+            if use.needs not in groups:
+                groups[use.needs] = use.needs.groups.tolist()
+            found.append((groups[use.needs], known.setdefault(key, {})))
+        return found
 
     def _nearest(
         self,
         value: int,
-        options: Interned[AvailableLayouts],
         n: int,
         needs: RequiredLayouts,
         group: int | None,
@@ -186,6 +204,7 @@ class ChainCosts:
         """From the tensor of an option from which what is needed is reached the soonest: seconds to there, and of what
         lies before the tensor, where they count [columns]. `group`: the layout that it must be; any where None."""
         ways, home = self.ways[value], self.graph.home[value] > 0
+        options = self.structure.choices[self.structure.value_variable[value]].options
 
         def make() -> tuple[Row, Row]:
             _, tensors, before = self.offers(value, options)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import combinations
 from typing import Any, NamedTuple, TypeVar
 
@@ -23,8 +24,10 @@ from hapsynth.graph.ir import Graph
 from hapsynth.instructions.collectives import step_between
 from hapsynth.instructions.factors import Triples
 from hapsynth.instructions.layout import Layout, Placement, R, Reduction, S
+from hapsynth.instructions.program.program import Access, Compute, reads, writes
 from hapsynth.instructions.program.sizes import cut_nodes
 from hapsynth.instructions.rules.factor_table import FactorTable
+from hapsynth.instructions.staging.fusion import widens
 from hapsynth.search.formulation.conversions import LayoutSet
 from hapsynth.search.solver import Ints
 
@@ -144,6 +147,7 @@ class ChoiceSpace:
         self.graph, self.table, self.axes, self.sparing = graph, table, axes, sparing
         self.restriction = restriction or Restriction()
         self._interned: dict[object, Any] = {}
+        self._computes: dict[tuple[int, int], tuple[Compute, Access]] = {}
         self.triples = [self._triples(op.index) for op in graph.ops]
         self.layouts = self._layout_sets()
         number: dict[object, int] = {}
@@ -359,6 +363,19 @@ class ChoiceSpace:
         """The assignment in which every device runs the whole function: there is always one."""
         whole = (R,) * self.axes
         return [self.once(("whole", c), lambda c=c: _whole_state(c, whole)) for c in self.choices]
+
+    def compute(self, op: int, triple: int) -> tuple[Compute, Access]:
+        """An op under one of its triples, by their number, and what it reads and writes: one for all programs."""
+        key = op, triple
+        if key not in self._computes:
+            made = Compute(op, self.choices[self.op_variable[op]].triples[triple])
+            self._computes[key] = made, (reads(self.graph, made), writes(self.graph, made))
+        return self._computes[key]
+
+    @cached_property
+    def widening(self) -> list[bool]:
+        """Of each op whether it makes much out of little (`widens`)."""
+        return [widens(self.graph, op) for op in self.graph.ops]
 
     def needs(self, op: int, position: int) -> RequiredLayouts:
         """The layouts that an op's states ask of an operand."""

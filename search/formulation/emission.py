@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from hapsynth.instructions.factors import Triples
 from hapsynth.instructions.layout import Layout, R, is_partial
-from hapsynth.instructions.program.program import Compute, Convert, Instruction, Program, reads, region_of
+from hapsynth.instructions.program.program import Access, Convert, Instruction, Program, region_of
 from hapsynth.search.formulation.choice_space import AvailableLayouts
 from hapsynth.search.formulation.instruction_order import Step, schedule
 from hapsynth.search.formulation.problem_builder import Hop, ProblemBuilder
@@ -18,7 +17,7 @@ class Emitter:
     def __init__(self, builder: ProblemBuilder, assignment: Sequence[int]) -> None:
         self.builder, self.graph = builder, builder.graph
         self.structure = builder.structure
-        self.states = [c.state(s) for c, s in zip(self.structure.choices, assignment)]
+        self.assignment = assignment
         self.steps: list[Step] = []
         self.op_steps: dict[int, int] = {}
         self.tensors: dict[int, dict[Layout, int]] = {}
@@ -32,24 +31,27 @@ class Emitter:
     def ordered(self, axes: tuple[tuple[str, int], ...], *, sparing: bool = False) -> Program:
         """What was built as a program, in few and large stages or in the order that spares memory."""
         inputs = {v: self.available(v).computed for v in self.graph.sources}
-        order = schedule(self.graph, self.steps, sparing=sparing)
-        return Program(axes, inputs, tuple(self.steps[i].instruction for i in order), self.ends)
+        order = schedule(self.graph, self.steps, self.structure.widening, sparing=sparing)
+        program = Program(axes, inputs, tuple([self.steps[i].instruction for i in order]), self.ends)
+        program.know(self.graph, tuple([self.steps[i].access for i in order]))
+        return program
 
     def build(self) -> None:
         graph = self.graph
         for value in graph.sources:
             self.make(value, -1)
         for op in graph.ops:
-            compute = Compute(op.index, self.triples(op.index))
-            needs = [
-                self.tensor(value, layout, graph.read_in(op, position))
-                for (value, layout), (position, _) in zip(reads(graph, compute), op.value_operands, strict=True)
-            ]
-            self.add(compute, needs)
+            compute, access = self.structure.compute(op.index, self._triple(op.index))
+            needs: list[int] = []
+            for (value, layout), (position, _) in zip(access[0], op.value_operands, strict=True):
+                there = self.tensors[value].get(layout)
+                needs.append(self.tensor(value, layout, graph.read_in(op, position)) if there is None else there)
+            self.op_steps[op.index] = self.add(compute, needs, access)
             for value in op.results:
                 self.make(value, self.op_steps[op.index])
         for op, value in graph.ties.items():
-            carried, loop = Compute(op, self.triples(op)).result_layout(0), graph.ops[op].region
+            compute, _ = self.structure.compute(op, self._triple(op))
+            carried, loop = compute.result_layout(0), graph.ops[op].region
             made_by = self.tensor(value, carried, loop)
             if made_by < 0:
                 continue
@@ -62,26 +64,25 @@ class Emitter:
                 self.steps[at] = self.steps[at]._replace(needs=(*self.steps[at].needs, made_by))
         self.ends = self.outputs()
 
-    def triples(self, op: int) -> Triples:
-        triples = self.states[self.structure.op_variable[op]].triples
-        assert triples is not None
-        return triples
+    def _triple(self, op: int) -> int:
+        """The number of an op's triples."""
+        variable = self.structure.op_variable[op]
+        return int(self.structure.choices[variable].triple[self.assignment[variable]])
 
     def available(self, value: int) -> AvailableLayouts:
-        available = self.states[self.structure.value_variable[value]].availability
-        assert available is not None
-        return available
+        variable = self.structure.value_variable[value]
+        choices = self.structure.choices[variable]
+        return choices.options[choices.option[self.assignment[variable]]]
 
-    def add(self, instruction: Instruction, needs: Iterable[int]) -> int:
-        self.steps.append(Step(instruction, tuple([n for n in needs if n >= 0])))
-        if isinstance(instruction, Compute):
-            self.op_steps[instruction.op] = len(self.steps) - 1
+    def add(self, instruction: Instruction, needs: Iterable[int], access: Access) -> int:
+        self.steps.append(Step(instruction, tuple([n for n in needs if n >= 0]), access))
         return len(self.steps) - 1
 
     def convert(self, value: int, hop: Hop, made_by: int, region: int) -> int:
         source, target, axis = hop
         step = self.builder.step(value, source, target, axis)
-        return self.add(Convert(value, axis, source, target, region).with_step(step), (made_by,))
+        access: Access = ((value, source),), ((value, target),)
+        return self.add(Convert(value, axis, source, target, region).with_step(step), (made_by,), access)
 
     def make(self, value: int, step: int) -> None:
         """A value exists: its shared conversions follow."""

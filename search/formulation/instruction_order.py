@@ -8,20 +8,21 @@ from heapq import heapify, heappop, heappush
 from typing import NamedTuple
 
 from hapsynth.graph.ir import Boundary, Graph
-from hapsynth.instructions.program.program import Compute, Convert, Instruction, region_of
-from hapsynth.instructions.staging.fusion import widens as makes_much
+from hapsynth.instructions.program.program import Access, Compute, Convert, Instruction, region_of
 
 
 class Step(NamedTuple):
-    """An instruction and the steps whose results it reads."""
+    """An instruction, the steps whose results it reads, and what it reads and writes."""
 
     instruction: Instruction
     needs: tuple[int, ...]
+    access: Access
 
 
-def schedule(graph: Graph, steps: Sequence[Step], *, sparing: bool = False) -> list[int]:
-    """An order of the steps with few, large stages, or that spares memory; those of a region stand together."""
-    return _Scheduler(graph, steps, sparing).order(0)
+def schedule(graph: Graph, steps: Sequence[Step], widening: Sequence[bool], *, sparing: bool = False) -> list[int]:
+    """An order of the steps with few, large stages, or that spares memory; those of a region stand together.
+    `widening`: as `ChoiceSpace` has it."""
+    return _Scheduler(graph, steps, widening, sparing).order(0)
 
 
 class _Node(NamedTuple):
@@ -44,8 +45,8 @@ class _Node(NamedTuple):
 
 
 class _Scheduler:
-    def __init__(self, graph: Graph, steps: Sequence[Step], sparing: bool) -> None:
-        self.graph, self.steps, self.sparing = graph, steps, sparing
+    def __init__(self, graph: Graph, steps: Sequence[Step], widening: Sequence[bool], sparing: bool) -> None:
+        self.graph, self.steps, self.widening, self.sparing = graph, steps, widening, sparing
         self.members: dict[int, list[int]] = {r.index: [] for r in graph.regions}
         self.inside: dict[int, list[int]] = {r.index: [] for r in graph.regions}
         for r in graph.regions[1:]:
@@ -93,26 +94,28 @@ class _Scheduler:
         stage = [0] * n
         early = [False] * n
         in_order = self._sorted(nodes)
+        collective = [node.collective for node in nodes]
         for i in in_order:
             node = nodes[i]
             early[i] = node.movable and all(early[j] for j in node.needs)
             for j in node.needs:
                 users[j].append(i)
-                stage[i] = max(stage[i], stage[j] + (1 if nodes[j].collective and not node.collective else 0))
+                after = stage[j] + (1 if collective[j] and not collective[i] else 0)
+                if after > stage[i]:
+                    stage[i] = after
         for i in reversed(in_order):
             node = nodes[i]
             if users[i] and (early[i] or node.gathers or node.widens):
-                stage[i] = max(
-                    stage[i],
-                    min(stage[j] - (1 if node.collective and not nodes[j].collective else 0) for j in users[i]),
-                )
+                before = [stage[j] - (1 if collective[i] and not collective[j] else 0) for j in users[i]]
+                stage[i] = max(stage[i], min(before))
         position = {i: p for p, i in enumerate(in_order)}
         # Of collectives that wait for others of their stage, those that wait for as many run together.
         depth = [0] * n
         for i in in_order:
-            before = (j for j in nodes[i].needs if nodes[j].collective and stage[j] == stage[i])
-            depth[i] = max((depth[j] + 1 for j in before), default=0)
-        return sorted(range(n), key=lambda i: (stage[i], nodes[i].collective, depth[i], position[i]))
+            for j in nodes[i].needs:
+                if collective[j] and stage[j] == stage[i] and depth[j] >= depth[i]:
+                    depth[i] = depth[j] + 1
+        return sorted(range(n), key=lambda i: (stage[i], collective[i], depth[i], position[i]))
 
     def _nodes(self, region: int) -> list[_Node]:
         groups: list[tuple[int, ...]] = [(i,) for i in self.members[region]]
@@ -126,14 +129,16 @@ class _Scheduler:
             if several:
                 needs = {of[j] for s in group for j in self.steps[s].needs if j in of} - {n}
             i = self.steps[group[0]].instruction
-            block = region_of(self.graph, i) != region
-            collective = block or (isinstance(i, Convert) and i.is_collective)
-            converts = not block and isinstance(i, Convert)
-            reduces = converts and isinstance(i, Convert) and i.source[i.axis].is_partial
-            gathers = converts and not reduces
-            enters = isinstance(i, Compute) and isinstance(self.graph.ops[i.op].primitive, Boundary)
-            movable = not collective and not enters
-            widens = movable and isinstance(i, Compute) and makes_much(self.graph, self.graph.ops[i.op])
+            block = several and region_of(self.graph, i) != region
+            gathers = reduces = widens = False
+            collective, movable = block, not block
+            if not block and isinstance(i, Convert):
+                reduces = i.source[i.axis].is_partial
+                gathers, collective, movable = not reduces, i.is_collective, not i.is_collective
+            elif isinstance(i, Compute):
+                enters = several and isinstance(self.graph.ops[i.op].primitive, Boundary)
+                movable = not block and not enters
+                widens = movable and self.widening[i.op]
             nodes.append(_Node(group, tuple(sorted(needs)), collective, gathers, reduces, movable, widens))
         return nodes
 

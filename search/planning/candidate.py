@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import numpy as np
 
@@ -31,7 +32,8 @@ class Candidate:
 
     sizer: Sizer
     sizes: Sizes
-    cost: float
+    known_cost: float | None
+    """Seconds of all instructions together, where they have been counted."""
     memory: float
     """What is counted of the device that comes nearest to its limit (`MemoryBudget`)."""
     choices: Ints | None
@@ -44,6 +46,12 @@ class Candidate:
     @property
     def program(self) -> Program:
         return self.sizer.program
+
+    @cached_property
+    def cost(self) -> float:
+        """Seconds of all instructions together."""
+        known = self.known_cost
+        return program_cost(self.program, self.sizes, self.sizer.costs) if known is None else known
 
     def held(self) -> tuple[float, ...]:
         """Bytes of each device at its fullest point."""
@@ -114,10 +122,14 @@ class CandidateBuilder:
         the formulator's."""
         assert solution.assignment is not None
         emitter = Emitter(builder, solution.assignment.tolist())
-        staged = self._sized(emitter.run(self.costs.axes), builder, solution, as_assumed)
+        program = emitter.run(self.costs.axes)
+        classes = Classes.build(self.costs.graph, program, self.costs.table)
+        staged = self._sized(program, classes, builder, solution, as_assumed)
         if staged.over is None:
             return staged
-        sparing = self._sized(emitter.ordered(self.costs.axes, sparing=True), builder, solution, as_assumed)
+        # The same instructions, so the same classes.
+        program = emitter.ordered(self.costs.axes, sparing=True)
+        sparing = self._sized(program, classes, builder, solution, as_assumed)
         if sparing.over is None:
             return sparing
         fitting = [c for c in (staged, sparing) if c.memory <= self.limit]
@@ -127,10 +139,11 @@ class CandidateBuilder:
         """Choices as a program at the ratios that a builder assumes."""
         return self.make(builder, Solution(choices, np.inf, 0.0, 0, 0, "gap"), as_assumed=True)
 
-    def _sized(self, program: Program, builder: ProblemBuilder, solution: Solution, as_assumed: bool) -> Candidate:
+    def _sized(
+        self, program: Program, classes: Classes, builder: ProblemBuilder, solution: Solution, as_assumed: bool
+    ) -> Candidate:
         assert solution.assignment is not None
         assert builder.ratios is not None
-        classes = Classes.build(self.costs.graph, program, self.costs.table)
         sizer = Sizer(program, classes, self.costs, self.fixed_ratios, self.left, self.known)
         # The sizes that the search assumed are a candidate too, and they are what its bound holds for.
         assumed = builder.ratios.sizes_of(classes)
@@ -148,10 +161,12 @@ class CandidateBuilder:
                 better = sizer.variable_cost(assumed) <= sizer.variable_cost(sizes) * (1 + SAME)
                 if better or memory > self.limit:
                     sizes, memory = assumed, needed
-        cost = program_cost(program, sizes, self.costs)
-        bound = bound_at(cost, solution)
         over = over or (sizes if memory > self.limit else None)
-        return Candidate(sizer, sizes, cost, memory, solution.assignment, bound, over)
+        if as_assumed:
+            # What is chosen for its makespan need not have its sum counted.
+            return Candidate(sizer, sizes, None, memory, solution.assignment, None, over)
+        cost = program_cost(program, sizes, self.costs)
+        return Candidate(sizer, sizes, cost, memory, solution.assignment, bound_at(cost, solution), over)
 
     def bound(self, candidate: Candidate) -> float:
         """Seconds that a candidate's program takes at least at any sizes that fit."""

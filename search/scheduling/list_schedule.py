@@ -29,6 +29,8 @@ _ROUNDS = 3
 _TURNS = 2
 _LINK_ROUNDS = 6
 _LEAST_GAIN = 1e-6
+_QUEUES = {Machine.NETWORK: 0, Machine.INTRA: 1, Machine.COMPUTE: 2, Machine.EVERYTHING: 2, Machine.LOCAL: -1}
+"""Of tasks that wait for one machine; the first goes first where several are free at once."""
 
 
 def schedule(tasks: TaskGraph, *, quick: bool = False) -> Timeline:
@@ -213,11 +215,13 @@ def _greedy(
     """The list schedule of a graph given both ways, least `priority` first, as if all devices took as long as the
     slowest: an order, and when each task ends."""
     machine, longest = tasks.machine, tasks.longest
+    count = len(longest)
+    queue_of = [_QUEUES[m] for m in machine]
     missing = [len(each) for each in before]
-    end = [0.0] * len(longest)
-    free = {Machine.NETWORK: 0.0, Machine.INTRA: 0.0, Machine.COMPUTE: 0.0}
-    coming: dict[Machine, list[tuple[float, float, int]]] = {m: [] for m in free}
-    ready: dict[Machine, list[tuple[float, int]]] = {m: [] for m in free}
+    since, end = [0.0] * count, [0.0] * count
+    free = [0.0] * 3
+    coming: list[list[tuple[float, float, int]]] = [[], [], []]
+    ready: list[list[tuple[float, int]]] = [[], [], []]
     order: list[int] = []
 
     def release(task: int) -> None:
@@ -225,42 +229,44 @@ def _greedy(
         waiting = [task]
         while waiting:
             at = waiting.pop()
-            since = max((end[m] for m in before[at]), default=0.0)
-            if machine[at] is not Machine.LOCAL:
-                on = Machine.COMPUTE if machine[at] is Machine.EVERYTHING else machine[at]
-                heappush(coming[on], (since, priority[at], at))
-                continue
-            end[at] = since
-            order.append(at)
-            waiting += done(at)
+            queue, begun = queue_of[at], since[at]
+            if queue < 0:
+                end[at] = begun
+                order.append(at)
+                waiting += done(at, begun)
+            elif begun <= free[queue]:
+                heappush(ready[queue], (priority[at], at))
+            else:
+                heappush(coming[queue], (begun, priority[at], at))
 
-    def done(task: int) -> list[int]:
+    def done(task: int, ended: float) -> list[int]:
         found: list[int] = []
         for user in after[task]:
+            if since[user] < ended:
+                since[user] = ended
             missing[user] -= 1
             if not missing[user]:
                 found.append(user)
         return found
 
-    for task, count in enumerate(list(missing)):
-        if not count:
+    for task, makers in enumerate(list(missing)):
+        if not makers:
             release(task)
-    while len(order) < len(longest):
-        starts: dict[Machine, float] = {}
-        for m in free:
-            while coming[m] and coming[m][0][0] <= free[m]:
-                _, rank, task = heappop(coming[m])
-                heappush(ready[m], (rank, task))
-            if ready[m] or coming[m]:
-                starts[m] = free[m] if ready[m] else coming[m][0][0]
-        m = min(starts, key=starts.__getitem__)
-        task = heappop(ready[m])[1] if ready[m] else heappop(coming[m])[2]
-        begun = starts[m]
+    while len(order) < count:
+        at, begun = 0, np.inf
+        for queue, now in enumerate(free):
+            waiting, can = coming[queue], ready[queue]
+            while waiting and waiting[0][0] <= now:
+                _, rank, task = heappop(waiting)
+                heappush(can, (rank, task))
+            if (can or waiting) and (start := now if can else waiting[0][0]) < begun:
+                at, begun = queue, start
+        task = heappop(ready[at])[1] if ready[at] else heappop(coming[at])[2]
         if machine[task] is Machine.EVERYTHING:
-            begun = max(begun, *free.values())
-            free = dict.fromkeys(free, begun + longest[task])
-        end[task] = free[m] = begun + longest[task]
+            begun = max(begun, *free)
+            free = [begun + longest[task]] * 3
+        end[task] = free[at] = begun + longest[task]
         order.append(task)
-        for user in done(task):
+        for user in done(task, end[task]):
             release(user)
     return order, end

@@ -21,7 +21,7 @@ import numpy as np
 
 from hapsynth.instructions.layout import Layout
 from hapsynth.instructions.program.bundles import bundles_of, family
-from hapsynth.instructions.program.program import Block, Compute, Convert, Instruction, Program, Property, nested
+from hapsynth.instructions.program.program import Block, Compute, Convert, Program, Property, nested
 from hapsynth.instructions.program.sizes import Sizes
 from hapsynth.instructions.staging.options import DEFAULT, LoweringOptions
 from hapsynth.search.cost.model import CostModel, Floats, Ints
@@ -209,13 +209,14 @@ class _Builder:
     def __init__(self, program: Program, sizes: Sizes, costs: CostModel) -> None:
         self.program, self.sizes, self.costs = program, sizes, costs
         self.index = ProgramIndex.of(program, sizes.classes, costs)
+        self.accesses = self.index.accesses
         self.loads = load_seconds(self.index, sizes)
         self.fed = {
             value: costs.device_times(load.work, shares(costs, sizes, load.nodes))
             for value, load in self.index.feeds.items()
         }
         self.machine: list[Machine] = []
-        self.seconds: list[Floats] = []
+        self.seconds: list[list[float]] = []
         self.makers: list[tuple[int, ...]] = []
         self.instructions: list[tuple[int, ...]] = []
         self.transfers: dict[int, Transfer] = {}
@@ -225,19 +226,26 @@ class _Builder:
     def graph(self) -> TaskGraph:
         leader = self._leaders()
         alone, group_of = np.unique(leader, return_inverse=True)
+        computing = [seconds[alone].tolist() for seconds in self.loads]
         for value, seconds in self.fed.items():
-            self.made[value, self.program.inputs[value]] = self._add(Machine.COMPUTE, seconds[alone], (), ())
+            self.made[value, self.program.inputs[value]] = self._add(Machine.COMPUTE, seconds[alone].tolist(), (), ())
         at, source = 0, self.costs.graph
         for item in nested(source, self.program.instructions).items:
             if isinstance(item, Block):
                 places = range(at, at + sum(1 for _ in item.flat()))
                 inside = self._together[places.start : places.stop]
-                machine, seconds = Machine.EVERYTHING, fsum(cost.seconds for cost in inside)
+                machine, seconds = Machine.EVERYTHING, [fsum(cost.seconds for cost in inside)] * alone.size
                 self.sent_in[len(self.machine)] = fsum(c.seconds for c in inside if isinstance(c.instruction, Convert))
             else:
                 places = range(at, at + 1)
-                machine, seconds = self._one(at, item)
-            self._run(places, machine, np.broadcast_to(seconds, self.costs.n)[alone])
+                if isinstance(item, Compute):
+                    machine, seconds = Machine.COMPUTE, computing[self.index.load_of[at]]
+                    if uniform := self.costs.uniform_time(item.op):
+                        seconds = [s + uniform for s in seconds]
+                else:
+                    machine, sent = self._sent(item)
+                    seconds = [sent] * alone.size
+            self._run(places, machine, seconds)
             at = places.stop
         seconds = np.array(self.seconds).reshape(len(self.machine), alone.size)
         graph = tuple(self.machine), seconds, tuple(self.makers), tuple(self.instructions), group_of
@@ -250,10 +258,8 @@ class _Builder:
         assert together is not None, "a bundle's collectives need nothing of one another"
         return together
 
-    def _one(self, at: int, i: Instruction) -> tuple[Machine, float | Floats]:
-        """What an instruction in no loop or branch takes, and its seconds [devices], or on all alike."""
-        if isinstance(i, Compute):
-            return Machine.COMPUTE, self.loads[self.index.load_of[at]] + self.costs.uniform_time(i.op)
+    def _sent(self, i: Convert) -> tuple[Machine, float]:
+        """What a conversion in no loop or branch takes, and its seconds."""
         held, link = shares_of(self.sizes, i.value), self.costs.links[i.axis]
         sent = self.costs.sent_alone(i.value, i.source, i.target, i.axis, held, i.collective)
         if not sent.seconds:
@@ -266,7 +272,9 @@ class _Builder:
             self.transfers[len(self.machine)] = transfer
         return Machine.NETWORK if link.crosses_hosts else Machine.INTRA, sent.seconds
 
-    def _add(self, machine: Machine, seconds: Floats, makers: tuple[int, ...], instructions: tuple[int, ...]) -> int:
+    def _add(
+        self, machine: Machine, seconds: list[float], makers: tuple[int, ...], instructions: tuple[int, ...]
+    ) -> int:
         """A task; its number."""
         self.machine.append(machine)
         self.seconds.append(seconds)
@@ -274,13 +282,17 @@ class _Builder:
         self.instructions.append(instructions)
         return len(self.machine) - 1
 
-    def _run(self, places: Sequence[int], machine: Machine, seconds: Floats) -> None:
+    def _run(self, places: Sequence[int], machine: Machine, seconds: list[float]) -> None:
         """A task of some of the program's instructions."""
-        every = [self.index.accesses[k] for k in places]
-        needed = [*chain.from_iterable(read for read, _ in every), *self._carried_on(places)]
-        needs = dict.fromkeys(self.made[p] for p in needed if p in self.made)
+        every, made = [self.accesses[k] for k in places], self.made
+        needed = chain.from_iterable([read for read, _ in every])
+        if self.costs.graph.ties:
+            needed = chain(needed, self._carried_on(places))
+        needs = dict.fromkeys([made[p] for p in needed if p in made])
         task = self._add(machine, seconds, tuple(needs), tuple(places))
-        self.made.update((p, task) for _, written in every for p in written)
+        for _, written in every:
+            for p in written:
+                made[p] = task
 
     def _carried_on(self, places: Sequence[int]) -> Iterator[Property]:
         """What loops find carried on at the end of an iteration: no instruction reads it, and it may have been made

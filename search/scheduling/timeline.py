@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from operator import add
 
 import numpy as np
 
@@ -82,16 +83,21 @@ def step_seconds(program: Program, sizes: Sizes, costs: CostModel, *, overlap: b
 
 
 class _Simulation:
+    """In plain floats: groups are few, and arrays of so few numbers take longer to make than to compute."""
+
     def __init__(self, tasks: TaskGraph, order: Sequence[int]) -> None:
         self.tasks, self.order = tasks, tuple(order)
         count, groups = tasks.seconds.shape
         if sorted(self.order) != list(range(count)):
             raise ValueError(f"an order of {len(self.order)} tasks, of which there are {count}")
         slowdown = tasks.slowdown
-        self.slowdown = None if slowdown is None or (slowdown == 1.0).all() else slowdown
+        self.slowdown = None if slowdown is None or (slowdown == 1.0).all() else slowdown.tolist()
+        self.seconds: list[list[float]] = tasks.seconds.tolist()
         self.missing = [len(makers) for makers in tasks.makers]
-        self.start, self.end = np.zeros((count, groups)), np.zeros((count, groups))
-        self.stream = np.zeros(groups)
+        self.start, self.end = ([[0.0] * groups] * count for _ in range(2))
+        self.last = [0.0] * count
+        """Of each task, when it ends in the last group."""
+        self.stream = [0.0] * groups
         self.free = {Machine.NETWORK: 0.0, Machine.INTRA: 0.0}
         takes = lambda link: (t for t in self.order if tasks.machine[t] in (link, Machine.EVERYTHING))
         self.waiting = {link: deque(takes(link)) for link in self.free}
@@ -108,22 +114,31 @@ class _Simulation:
                 continue
             if self.missing[task]:
                 raise ValueError(f"task {task} comes before one that it waits for")
-            ready = self.stream
-            for maker in makers[task]:
-                ready = np.maximum(ready, self.end[maker])
-            if machine[task] is Machine.EVERYTHING:
-                ready = np.full_like(ready, max(float(ready.max()), *self.free.values()))
-            self.start[task] = ready
+            ready = self._ready(task, self.stream)
             computes = machine[task] is Machine.COMPUTE
-            self.stream = self._computed(ready, task) if computes else ready + self.tasks.seconds[task]
-            self.end[task] = self.stream
             if not computes:
-                self.free = dict.fromkeys(self.free, float(self.stream.max()))
+                ready = [max(*ready, *self.free.values())] * len(ready)
+            seconds = self.seconds[task]
+            self.stream = self._computed(ready, seconds) if computes else list(map(add, ready, seconds))
+            self._ran(task, ready, self.stream)
+            if not computes:
+                self.free = dict.fromkeys(self.free, self.last[task])
                 for waiting in self.waiting.values():
                     waiting.popleft()
             self._done(task)
             self._send()
-        return Timeline(self.tasks, self.order, self.start, self.end)
+        shape = self.tasks.seconds.shape
+        start, end = (np.array(rows, dtype=np.float64).reshape(shape) for rows in (self.start, self.end))
+        return Timeline(self.tasks, self.order, start, end)
+
+    def _ready(self, task: int, since: list[float]) -> list[float]:
+        """When each group has what a task is made of."""
+        for maker in self.tasks.makers[task]:
+            since = list(map(max, since, self.end[maker]))
+        return since
+
+    def _ran(self, task: int, start: list[float], end: list[float]) -> None:
+        self.start[task], self.end[task], self.last[task] = start, end, max(end, default=0.0)
 
     def _done(self, task: int) -> None:
         """Those that waited for a task alone can go; what takes no time is done at once."""
@@ -132,8 +147,8 @@ class _Simulation:
             for user in self.tasks.users[finished.pop()]:
                 self.missing[user] -= 1
                 if not self.missing[user] and self.tasks.machine[user] is Machine.LOCAL:
-                    made = np.array([self.end[m] for m in self.tasks.makers[user]])
-                    self.start[user] = self.end[user] = made.max(axis=0)
+                    made = self._ready(user, [0.0] * len(self.stream))
+                    self._ran(user, made, made)
                     finished.append(user)
 
     def _send(self) -> None:
@@ -144,12 +159,12 @@ class _Simulation:
             for link, waiting in self.waiting.items():
                 while waiting and self.tasks.machine[waiting[0]] is link and not self.missing[waiting[0]]:
                     task, sent = waiting.popleft(), True
-                    ready = max((float(self.end[m].max()) for m in self.tasks.makers[task]), default=0.0)
+                    ready = max((self.last[m] for m in self.tasks.makers[task]), default=0.0)
                     begun = max(ready, self.free[link])
-                    self.free[link] = begun + float(self.tasks.seconds[task, 0])
-                    self.start[task], self.end[task] = begun, self.free[link]
+                    until = self.free[link] = begun + self.seconds[task][0]
+                    self._ran(task, [begun] * len(self.stream), [until] * len(self.stream))
                     if self.slowdown is not None:
-                        self._occupy(begun, self.free[link])
+                        self._occupy(begun, until)
                     self._done(task)
 
     def _occupy(self, start: float, end: float) -> None:
@@ -163,14 +178,13 @@ class _Simulation:
             end, last = max(end, ends[last]), last + 1
         starts[at:last], ends[at:last] = [start], [end]
 
-    def _computed(self, begun: Floats, task: int) -> Floats:
-        """When a task has been computed that is begun then."""
+    def _computed(self, begun: list[float], seconds: list[float]) -> list[float]:
+        """When each group has computed so many seconds that are begun then."""
         if self.slowdown is None:
-            return begun + self.tasks.seconds[task]
+            return list(map(add, begun, seconds))
         starts, ends = self.windows
-        found = begun.copy()
-        for group, left in enumerate(self.tasks.seconds[task].tolist()):
-            now, slow = float(begun[group]), float(self.slowdown[group])
+        found: list[float] = []
+        for now, left, slow in zip(begun, seconds, self.slowdown, strict=True):
             at = max(bisect_right(starts, now) - 1, 0)
             while left > 0 and at < len(starts):
                 if ends[at] <= now:
@@ -182,5 +196,5 @@ class _Simulation:
                 beside = min(left - alone, (ends[at] - max(starts[at], now)) / slow)
                 now = max(starts[at], now) + beside * slow
                 left -= alone + beside
-            found[group] = now + left
+            found.append(now + left)
         return found

@@ -56,11 +56,13 @@ def astar(space: Space, threshold: float, max_nodes: int, stop: Callable[[], boo
         at = depths[depth]
         rest, costs = at.frontier.rest(key), f + at.added(key)
         for s in _candidates(at, costs, threshold, bool(usage)):
-            used = tuple([u + float(row[s]) for u, row in zip(usage, at.usage, strict=True)])
-            if any(u > limit for u, limit in zip(used, limits, strict=True)):
-                continue
+            used, charge = usage, 0.0
+            if limits:
+                used = tuple([u + float(row[s]) for u, row in zip(usage, at.usage, strict=True)])
+                if any(u > limit for u, limit in zip(used, limits, strict=True)):
+                    continue
+                charge = math.fsum([m * u for m, u in zip(space.multipliers.tolist(), used, strict=True)])
             child = float(costs[s])
-            charge = math.fsum([m * u for m, u in zip(space.multipliers.tolist(), used, strict=True)])
             cost = child - charge
             if depth + 1 == len(depths):
                 child = max(child, cost + float(space.multipliers @ space.limits))

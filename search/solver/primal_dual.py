@@ -124,11 +124,12 @@ class PrimalDualSearch:
         self.cost = np.inf
         self.lower_bound = -np.inf
 
-    def offer(self, assignment: Ints) -> bool:
-        """Takes the assignment if it keeps the limits and is better; says whether."""
+    def offer(self, assignment: Ints, value: float | None = None) -> bool:
+        """Takes the assignment if it keeps the limits and is better; says whether. `value`: as `_value_within`, where
+        that is known."""
         if self.main is not None:
             self.main.offer(assignment)
-        cost = self._value_within(assignment)
+        cost = self._value_within(assignment) if value is None else value
         if cost < self.cost:
             self.best, self.cost = assignment, cost
             return True
@@ -273,7 +274,7 @@ class PrimalDualSearch:
                     space = dual_space(network, dual, multipliers)
                     nodes = options.dive_nodes * len(dual.nodes)
                     self.proved(self._astar(network, space, value + 2 * slack, nodes, slack))
-                self.offer(assignment)
+                self.offer(assignment, value)
             proved = self.proved(bound)
             self.run.report("dual", self, network)
             if proved or self.run.late() or dual.sweeps >= min(max(30, len(dual.nodes)), options.most_sweeps):

@@ -127,7 +127,7 @@ class Dual:
         options = network.options if options is None else options
         self.network = network
         self.bound = network.offset + constant
-        self.sweeps = 0
+        self.sweeps, self._stored = 0, -1
         order = stretches(network, options) if order is None else order
         members = _levels(network, order)
         self.nodes = list(chain.from_iterable(members))
@@ -211,6 +211,9 @@ class Dual:
 
     def store(self) -> None:
         """Writes the messages back to the network, where reductions keep them and searches read them."""
+        if self._stored == self.sweeps:
+            return
+        self._stored = self.sweeps
         tables, links = self.network.tables, self.network.links
         for end in (self._early, self._late):
             at = 0
