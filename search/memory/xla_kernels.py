@@ -47,6 +47,9 @@ class XlaKernels:
         fusing: FusionPlan,
         nbytes: Callable[[int, Layout], float],
         options: LoweringOptions,
+        *,
+        switches: bool = True,
+        near: bool = True,
     ) -> None:
         self.graph, self.program, self.fusing = graph, program, fusing
         self._nbytes = cache(nbytes)
@@ -60,9 +63,11 @@ class XlaKernels:
         """Step of a bundle -> bytes of what it makes."""
         self._parts: set[int] = set()
         """Collectives that are part of a bundle."""
+        self.sent: list[int] = []
+        """The steps that send something, in the program's order."""
         there = {p: Tensor(*p, -1) for p in program.inputs.items()}
         self.inputs = list(there.values())
-        for item in joined(graph, split(graph, program, sizes, options, switches=True, near=True)):
+        for item in joined(graph, split(graph, program, sizes, options, switches=switches, near=near)):
             match item:
                 case list():
                     for bundle in bundles(graph, program, item, self._nbytes, options):
@@ -132,6 +137,9 @@ class XlaKernels:
                 self._bundled[k] = nbytes
                 self._append(None, taken, [Tensor(-1, (), k)])
                 taken = self.made[k]
+            self.sent.append(len(self.steps) - 1)
+        else:
+            self.sent.append(len(self.steps))
         for step in bundle.steps:
             k = len(self.steps)
             if len(bundle.steps) > 1:
