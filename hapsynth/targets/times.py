@@ -14,6 +14,7 @@ from hapsynth.graph.ir import Graph
 from hapsynth.hlo.collectives import Collective
 from hapsynth.instructions.program.program import Convert
 from hapsynth.instructions.rules.contraction import CONTRACTIONS
+from hapsynth.instructions.rules.registry import flops_of
 from hapsynth.instructions.staging.stages import Cond, Loop, Stage, Step
 from hapsynth.search.cost.model import CostModel
 from hapsynth.search.cost.network import AxisLink, axis_links
@@ -83,9 +84,8 @@ def predicted(graph: Graph, result: Result, costs: CostModel, device: int) -> Pr
             found = found._replace(sending_s=found.sending_s + runs * conversion_cost(costs, sizes, i)[0])
             continue
         work, nodes, _ = index.loads[number]
-        flops = runs * work.flops[costs.kind_of[device] if len(work.flops) > 1 else 0]
-        if graph.ops[i.op].name not in CONTRACTIONS:
-            flops = 0.0
+        op = graph.ops[i.op]
+        flops = runs * flops_of(op) if op.name in CONTRACTIONS else 0.0
         held = [float(share[device]) for share in shares(costs, sizes, nodes)]
         found = Predicted(
             found.products + flops * prod(held),
