@@ -67,7 +67,7 @@ def built(model: str) -> tuple[Callable[..., Any], Sequence[Any], Mapping[str, A
     return fn, args, {}
 
 
-def planned(model: str, path: Path) -> None:
+def planned(model: str, path: Path, overlap: bool) -> None:
     """A model's plan as a file."""
     import hapsynth
     from hapsynth.cluster.cluster import Cluster, Link
@@ -78,13 +78,13 @@ def planned(model: str, path: Path) -> None:
     kinds = [known_kinds()[name] for name in ("H100-80GB", "V100-16GB") for _ in range(2)]
     four = Cluster("four", tuple(kinds), (0, 1, 2, 3), Link(50e9, 10e-6))
     if model in ("mlp", "transformer", "cnn"):
-        plan = hapsynth.synthesize(fn, args, cluster("mixed8"))
+        plan = hapsynth.synthesize(fn, args, cluster("mixed8"), overlap=overlap)
     elif model in ZOO:
         slow = replace(four, devices=tuple(_slow(kind, 3.0 if n < 2 else 1.0) for n, kind in enumerate(kinds)))
         slow = replace(slow, network=Link(1e12, 1e-10))
-        plan = hapsynth.synthesize(fn, args, slow, leave_out=False)
+        plan = hapsynth.synthesize(fn, args, slow, leave_out=False, overlap=overlap)
     else:
-        plan = hapsynth.synthesize(fn, args, four, leave_out=False)
+        plan = hapsynth.synthesize(fn, args, four, leave_out=False, overlap=overlap)
     write_plan(path, plan.traced, plan.result, four if model in ZOO else plan.cluster)
 
 
@@ -250,13 +250,16 @@ def main() -> None:
     command.add_argument("--models", type=names(MODELS), default=list(MODELS))
     command.add_argument("--forms", type=names(FORMS), default=["switch", "jit", "jit_lhs"])
     command.add_argument("--targets", type=lambda text: text.split(","), default=list(TARGETS))
+    command.add_argument(
+        "--overlap", action="store_true", help="plans of the least makespan, collectives beside computing"
+    )
     command.add_argument("--plans", type=Path, help="a folder in which plans are kept")
     command.add_argument("--rows", type=Path, help="a file that has a row a line")
     command.add_argument("--hlo", type=Path, help="a folder for the compiled programs")
     options = command.parse_args()
     if row := options.row:
         if "plan" in row:
-            planned(row["plan"], Path(row["path"]))
+            planned(row["plan"], Path(row["path"]), options.overlap)
             print("{}")
         else:
             print(json.dumps(one(row["model"], row["form"], row["target"], Path(row["plans"]), options.hlo)))

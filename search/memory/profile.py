@@ -286,7 +286,7 @@ def held_pinned(program: Program, sizes: Sizes, costs: CostModel, device: int, l
         return whole.nbytes * prod(sizes.local_shape(value, layout, at)) / max(prod(whole.shape), 1)
 
     one = not costs.room.exact
-    fusing = FusionPlan.of(costs.graph, on_gpu=True)
+    fusing = FusionPlan.of(costs.graph, on_gpu=True, triton=not library.apart)
     kernels = XlaKernels(costs.graph, program, sizes, fusing, nbytes, costs.lowering, switches=one, near=False)
     orders = (XlaSchedule(kernels, pinned=True, library=library), XlaSchedule(kernels, early=True, library=library))
     return max(order.peak() for order in orders) + SMALL

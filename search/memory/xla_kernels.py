@@ -51,7 +51,7 @@ class XlaKernels:
         switches: bool = True,
         near: bool = True,
     ) -> None:
-        self.graph, self.program, self.fusing = graph, program, fusing
+        self.graph, self.program, self.fusing, self._switches = graph, program, fusing, switches
         self._nbytes = cache(nbytes)
         self.steps: list[Instruction | None] = []
         """None: of a bundle."""
@@ -103,8 +103,8 @@ class XlaKernels:
     def _stage(self, stage: Stage, there: dict[Property, Tensor]) -> None:
         for step in stage.before:
             self._add(step, there, there)
-        inside = {p: there[p] for p in stage.reads}
-        first = len(self.steps)
+        inside = {p: there[p] for p in stage.reads} if self._switches else there
+        first = len(self.steps) if self._switches else -1
         for step in stage.switch:
             self._add(step, inside, inside, first)
         for p in stage.writes:
