@@ -31,6 +31,8 @@ from hapsynth.search.memory.xla_schedule import Library, XlaSchedule
 
 SMALL = 1 << 20
 """Bytes of a program for GPUs beside all tensors: padding of each buffer to 256, counters, indices of switches."""
+_GAPS = 0.01
+"""Of all bytes: what XLA leaves free between buffers of unlike sizes and lives."""
 Held = tuple[Cut, bool]
 """(cut, whether its largest share counts on all devices)"""
 
@@ -276,7 +278,7 @@ def held_pinned(program: Program, sizes: Sizes, costs: CostModel, device: int, l
     program's order. `library`: of the card's contractions."""
     if len(costs.graph.regions) > 1:
         profile = MemoryProfile(costs.graph, program, sizes.classes, costs)
-        return profile.peaks(sizes)[device] + library.workspace + SMALL
+        return (1 + _GAPS) * profile.peaks(sizes)[device] + library.workspace + SMALL
     at = tuple(map(int, np.unravel_index(device, [n for _, n in program.axes])))
 
     def nbytes(value: int, layout: Layout) -> float:
@@ -289,7 +291,7 @@ def held_pinned(program: Program, sizes: Sizes, costs: CostModel, device: int, l
     fusing = FusionPlan.of(costs.graph, on_gpu=True, triton=not library.apart)
     kernels = XlaKernels(costs.graph, program, sizes, fusing, nbytes, costs.lowering, switches=one, near=False)
     orders = (XlaSchedule(kernels, pinned=True, library=library), XlaSchedule(kernels, early=True, library=library))
-    return max(order.peak() for order in orders) + SMALL
+    return (1 + _GAPS) * max(order.peak() for order in orders) + SMALL
 
 
 def held_at_peak(program: Program, sizes: Sizes, costs: CostModel) -> list[tuple[int, float]]:

@@ -4,6 +4,7 @@ slices that are summed, switches over unlike shares."""
 from __future__ import annotations
 
 import importlib
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -24,7 +25,7 @@ from hapsynth.lower import Lowered
 from hapsynth.plan import Plan
 from hapsynth.search.analysis.fusion import FusionPlan
 from hapsynth.search.cost.model import CostModel
-from hapsynth.search.memory.profile import held_at_peak, held_by, padded_bytes
+from hapsynth.search.memory.profile import held_at_peak, held_by, held_pinned, padded_bytes
 from hapsynth.search.memory.xla_kernels import XlaKernels
 from hapsynth.search.memory.xla_schedule import Library, XlaSchedule
 
@@ -133,3 +134,16 @@ def test_on_gpus_whole_chains_are_part_of_reductions() -> None:
     cpu, gpu = FusionPlan.of(graph), FusionPlan.of(graph, on_gpu=True)
     assert any(cpu.stored[v] for v in inside)
     assert not any(gpu.stored[v] for v in inside)
+
+
+def test_pinned_programs_of_exact_shards_hold_each_devices_own() -> None:
+    plan = example_plan("mlp", "mixed8")
+    model = costs(plan)
+    model.room = replace(model.room, exact=False)
+    padded = [held_pinned(plan.program, plan.sizes, model, d, Library()) for d in range(plan.used.n)]
+    assert len(set(padded)) == 1
+    model.room = replace(model.room, exact=True)
+    exact = [held_pinned(plan.program, plan.sizes, model, d, Library()) for d in range(plan.used.n)]
+    assert max(exact) <= padded[0]
+    workspace = held_pinned(plan.program, plan.sizes, model, 0, Library(4 << 20))
+    assert exact[0] < workspace <= exact[0] + 1.01 * (4 << 20)
