@@ -200,6 +200,12 @@ def partitioned(params: Mapping[str, Any]) -> Partitioned:
     return Partitioned(params.get("sharding_rule"), partition)
 
 
+def gpus_schedule_around_barriers() -> bool:
+    """Whether XLA's compiler for GPUs keeps `lax.optimization_barrier` until it has scheduled, as that of 0.10 does;
+    that of 0.12 drops them before, and may schedule in any order what only they order. 0.11 is taken to."""
+    return tuple(map(int, jax.__version__.split(".")[:2])) < (0, 11)
+
+
 @functools.cache
 def barrier_primitive() -> Any:
     """`lax.optimization_barrier`'s primitive, which `jax.extend` does not list."""

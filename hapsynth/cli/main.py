@@ -242,8 +242,10 @@ def _compile(options: argparse.Namespace, session: _Session) -> int:
     jax.config.update("jax_platforms", "cpu")
     plan, _ = loaded(options.plan, options.file, options.function)
     source = source_of(options.file, options.function)
+    if options.hlo is not None:
+        options.hlo.mkdir(parents=True, exist_ok=True)
     with activity() as tell:
-        targets = compile_for(plan, options.targets, form=options.form, source=source, tell=tell)
+        targets = compile_for(plan, options.targets, form=options.form, source=source, tell=tell, texts=options.hlo)
     session.files.write_json(options.json, targets_record(targets))
     if session.out is not None:
         print_targets(session.out, targets)

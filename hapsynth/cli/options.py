@@ -6,6 +6,7 @@ import argparse
 import math
 from collections.abc import Sequence
 from importlib import metadata
+from pathlib import Path
 from typing import Any, NoReturn, TypeVar, get_args
 
 from hapsynth._errors import UsageError
@@ -81,6 +82,7 @@ def parser() -> argparse.ArgumentParser:
         help="GPUs as cluster files name them, like V100-16GB,H100-80GB; by default those of the plan's cluster",
     )
     compile_.add_argument("--form", choices=get_args(Form), default="auto", help="how the plan runs (default auto)")
+    compile_.add_argument("--hlo", type=Path, metavar="DIR", help="a folder for the programs as XLA schedules them")
     _add_json(compile_)
 
     explain = commands.add_parser("explain", help="where the seconds go, and why each value lies as it does")

@@ -1,4 +1,4 @@
-"""The collectives of a compiled program in the order in which they start, and whether something is computed meanwhile.
+"""The collectives of a compiled program in the order in which they start.
 
 Processes that compile for unlike devices must come to the same sequence: where one waits in another collective than
 its peers, they wait forever, or take one another's numbers. What two ends must agree on is in a collective's text, and
@@ -10,25 +10,18 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import count, zip_longest
 from math import prod
 
 from hapsynth.hlo.text import Instruction, Module, parse
+from hapsynth.hlo.work import nbytes
 
 _OPS = (
     *("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "ragged-all-to-all"),
     *("collective-permute", "collective-broadcast"),
 )
-_FREE = frozenset(
-    (
-        *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id", "replica-id"),
-        *("copy", "copy-start", "copy-done", "opt-barrier", "iota"),
-    )
-)
-"""What keeps no core busy between the start of a transfer and its end: copies are no computing."""
-_BITS = {"pred": 8, "token": 0, "c64": 64, "c128": 128}
 
 
 @dataclass(frozen=True)
@@ -36,7 +29,7 @@ class Collective:
     """One collective of XLA's. `operands`: types as "f32[1024]", with the layout where it is not row-major. `groups`:
     which devices, or the pairs of a permute. `detail`: the dimensions, and the kernel where it is not the usual one.
     `inside`: the loops and branches around it. `trips`: how often it runs, as far as XLA knows. `group`: devices in a
-    group. `asynchronous`: it has a start and an end; `overlapped`: in between something is computed."""
+    group. `asynchronous`: it has a start and an end, with room for other work between them."""
 
     op: str
     reduction: str
@@ -47,7 +40,6 @@ class Collective:
     trips: int
     group: int
     asynchronous: bool = False
-    overlapped: bool = False
 
     def __str__(self) -> str:
         """What two ends must agree on."""
@@ -57,9 +49,14 @@ class Collective:
     @property
     def wire_bytes(self) -> float:
         """Bytes that a device sends in all trips, by the usual algorithms around a ring."""
-        held, n = sum(map(_nbytes, self.operands)), self.group
+        n = self.group
         times = {"all-reduce": 2 * (n - 1) / n, "all-gather": n - 1, "collective-permute": 1}
-        return self.trips * held * times.get(self.op, (n - 1) / n)
+        return self.trips * self.held_bytes * times.get(self.op, (n - 1) / n)
+
+    @property
+    def held_bytes(self) -> float:
+        """Bytes of what a device puts into one run."""
+        return sum(map(nbytes, self.operands))
 
 
 def collectives_of(text: str) -> tuple[Collective, ...]:
@@ -85,12 +82,6 @@ def first_difference(sequences: Sequence[Sequence[object]]) -> tuple[int, list[s
     return None
 
 
-def overlapped_share(collectives: Sequence[Collective]) -> float:
-    """Of the bytes on the wire, those of collectives beside which something is computed; 1 where there are none."""
-    total = sum(c.wire_bytes for c in collectives)
-    return sum(c.wire_bytes for c in collectives if c.overlapped) / total if total else 1.0
-
-
 class _Walk:
     """Through a module, computations where they are used."""
 
@@ -103,16 +94,10 @@ class _Walk:
     def computation(self, name: str, inside: str, trips: int) -> Iterator[Collective]:
         instructions = self.module.computations.get(name, [])
         types = {i.name: i.type for i in instructions}
-        beside = _computed_beside(self.module, instructions)
         for i in instructions:
-            found = _started(self.module, i)
-            if found is not None:
-                # A wrapper of what XLA starts so has the operands that count.
-                held = types if found is i else {o.name: o.type for o in self.module.computations[i.computations()[0]]}
-                one = _collective(self.module, found, held, inside, trips)
-                if i.opcode.endswith("-start") and '"is_sync":true' not in i.attributes:
-                    one = replace(one, asynchronous=True, overlapped=i.name in beside)
-                yield one
+            one = started(self.module, i, types)
+            if one is not None:
+                yield replace(one, inside=inside, trips=trips)
             elif i.opcode in ("while", "conditional", "call"):
                 yield from self.region(i, inside, trips)
 
@@ -125,9 +110,9 @@ class _Walk:
             return
         number = next(self.numbers)
         if i.opcode == "while":
-            known = re.search(r'"known_trip_count":\{"n":"?(\d+)', i.attributes)
-            label = f"in loop {number} of {known[1] if known else 'unknown'} trips"
-            yield from self.computation(names[0], f"{inside} {label}".strip(), trips * (int(known[1]) if known else 1))
+            known = trips_of(i)
+            label = f"in loop {number} of {'unknown' if known is None else known} trips"
+            yield from self.computation(names[0], f"{inside} {label}".strip(), trips * (1 if known is None else known))
             return
         for at, name in enumerate(i.computations()):
             yield from self.computation(name, f"{inside} in branch {at} of switch {number}".strip(), trips)
@@ -150,22 +135,25 @@ def _started(module: Module, i: Instruction) -> Instruction | None:
     return inner[0] if inner else None
 
 
-def _computed_beside(module: Module, instructions: Sequence[Instruction]) -> set[str]:
-    """The names of collectives between whose start and end something is computed."""
-    under_way: set[str] = set()
-    found: set[str] = set()
-    for i in instructions:
-        if _started(module, i) is not None:
-            if i.opcode.endswith("-start"):
-                under_way.add(i.name)
-        elif i.opcode.endswith(("-done", "-update")):
-            under_way -= {*i.operands}
-        elif i.opcode not in _FREE:
-            found |= under_way
-    return found
+def started(module: Module, i: Instruction, types: Mapping[str, str]) -> Collective | None:
+    """One run of the collective that an instruction is or starts. `types`: of the instructions around it."""
+    found = _started(module, i)
+    if found is None:
+        return None
+    if found is not i:
+        # A wrapper of what XLA starts so has the operands that count.
+        types = {o.name: o.type for o in module.computations[i.computations()[0]]}
+    asynchronous = i.opcode.endswith("-start") and '"is_sync":true' not in i.attributes
+    return _collective(module, found, types, asynchronous)
 
 
-def _collective(module: Module, i: Instruction, types: dict[str, str], inside: str, trips: int) -> Collective:
+def trips_of(loop: Instruction) -> int | None:
+    """How often a loop runs, where XLA knows it."""
+    known = re.search(r'"known_trip_count":\{"n":"?(\d+)', loop.attributes)
+    return int(known[1]) if known else None
+
+
+def _collective(module: Module, i: Instruction, types: Mapping[str, str], asynchronous: bool) -> Collective:
     applied = module.computations.get(i.attribute("to_apply").lstrip("%"), [])
     groups = i.attribute("replica_groups") or i.attribute("source_target_pairs")
     strategy = re.search(r'"kernel_strategy":"(\w+)"', i.attributes)
@@ -180,9 +168,10 @@ def _collective(module: Module, i: Instruction, types: dict[str, str], inside: s
         operands=tuple(_plain(types.get(name, "?")) for name in i.operands),
         groups=groups,
         detail=" ".join([*([f"dimensions={dimensions}"] if dimensions else []), *(s for s in said if s not in usual)]),
-        inside=inside,
-        trips=trips,
-        group=_group_size(groups),
+        inside="",
+        trips=1,
+        group=_group_size(groups, module.devices),
+        asynchronous=asynchronous,
     )
 
 
@@ -197,19 +186,14 @@ def _plain(type_text: str) -> str:
     return re.sub(r"\{([^}]*)\}", layout, type_text)
 
 
-def _group_size(groups: str) -> int:
-    """Devices in a group of "{{0,1},{2,3}}", or of "[2,4]<=[8]", which are two of four."""
+def _group_size(groups: str, devices: int) -> int:
+    """Devices in a group of "{{0,1},{2,3}}", or of "[2,4]<=[8]", which are two of four, or along the last axis of
+    "mesh['x'=2,'y'=4] {'y'}"; without groups all that there are."""
     if listed := re.match(r"\{\{([\d,]*)\}", groups):
         return len(listed[1].split(","))
-    rows = re.match(r"\[(\d+),(\d+)\]", groups)
-    return int(rows[2]) if rows else 1
-
-
-def _nbytes(type_text: str) -> float:
-    """Of "f32[2,3]", or of a tuple of such."""
-    total = 0.0
-    for name, shape in re.findall(r"([a-z]\w*)\[([\d,]*)\]", type_text):
-        digits = re.search(r"\d+", name)
-        bits = _BITS.get(name, int(digits[0]) if digits else 0)
-        total += bits / 8 * prod(int(n) for n in shape.split(",") if n)
-    return total
+    if rows := re.match(r"\[(\d+),(\d+)\]", groups):
+        return int(rows[2])
+    if named := re.match(r"mesh\[([^\]]*)\]\s*\{([^}]*)\}", groups):
+        sizes = dict(re.findall(r"'([^']*)'=(\d+)", named[1]))
+        return prod(int(sizes.get(axis, 1)) for axis in re.findall(r"'([^']*)'", named[2]))
+    return devices

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+_DEVICES = re.compile(r"\b(?:num_partitions|replica_count)=(\d+)")
 _COMPUTATION = re.compile(r"(ENTRY )?%?([\w.\-]+) (?:\(.*\) -> .*)?\{$")
 _INSTRUCTION = re.compile(r"\s+(?:ROOT )?%?([\w.\-]+) = (.*)$")
 _OPCODE = re.compile(r"\s*([a-z][\w\-]*)\(")
@@ -44,28 +45,31 @@ class Instruction:
 
 @dataclass(frozen=True)
 class Module:
-    """Computations by name; `entry` is the name of the one that is run."""
+    """Computations by name; `entry` is the name of the one that is run, `devices` how many run it together."""
 
     computations: dict[str, list[Instruction]]
     entry: str
+    devices: int = 1
 
 
 def parse(text: str) -> Module:
     """The module that `compiled.as_text()` prints. Raises HloError for any other text."""
     computations: dict[str, list[Instruction]] = {}
-    entry, current = "", None
+    entry, current, devices = "", None, 1
     for line in text.splitlines():
         if current is not None:
             if line.startswith("}"):
                 current = None
             elif found := _INSTRUCTION.match(line):
                 current.append(_instruction(found[1], _COMMENT.sub("", found[2])))
+        elif line.startswith("HloModule"):
+            devices = max(map(int, _DEVICES.findall(line)), default=1)
         elif not line[:1].isspace() and (found := _COMPUTATION.match(line.rstrip())):
             current = computations.setdefault(found[2], [])
             entry = found[2] if found[1] else entry
     if not entry:
         raise HloError("no entry computation: this is no text of a compiled HLO module")
-    return Module(computations, entry)
+    return Module(computations, entry, devices)
 
 
 def _instruction(name: str, text: str) -> Instruction:

@@ -5,7 +5,10 @@ collectives on a V100 than on an H100, and unlike cards would wait for each othe
 
 - What is sent is flat. Of several dimensions each card may choose another memory layout.
 - A barrier stands on both sides of every collective, and what is sent waits for what the collective before it gave. So
-  none is combined, moved or replaced. A barrier around an element of the result alone is pruned.
+  none is combined, moved or replaced. A barrier around an element of the result alone is pruned. Where XLA drops
+  barriers before it schedules (`_jax.gpus_schedule_around_barriers`), what is sent is made of a number besides that the
+  result before it gives, always zero, which XLA does not know: a scanned GPT had two pairs of collectives the other way
+  round on an A100 than on an H100.
 - Options (`OPTIONS`): collectives run beside what does not need them on all cards; small sums are taken by NCCL
   everywhere, not by a kernel of XLA's own where the card is new; processes do not share out autotuning, in which those
   with another program would wait for one another.
@@ -23,7 +26,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from hapsynth._jax import is_extended
+from hapsynth._jax import gpus_schedule_around_barriers, is_extended
 from hapsynth.lower._collective_order import Order
 
 OPTIONS: Mapping[str, bool] = MappingProxyType(
@@ -39,6 +42,24 @@ OPTIONS: Mapping[str, bool] = MappingProxyType(
 def is_pinned(platform: str) -> bool:
     """Whether collectives between devices of a platform are pinned: on GPUs, of which there may be several kinds."""
     return platform in ("gpu", "cuda", "rocm")
+
+
+def pinned_order() -> Order:
+    """For one of the devices' programs."""
+    return PinnedOrder() if gpus_schedule_around_barriers() else DataOrder()
+
+
+class DataOrder(Order):
+    """Where tracing stands: what the next collective sends depends on what the last one gave."""
+
+    def collective(self, run: Callable[[Any], Any], x: Any, whole: bool = False) -> Any:
+        return run(x)
+
+    def each(self, run: Callable[[Any], Any], x: Any) -> Any:
+        made = lax.optimization_barrier(run(lax.optimization_barrier(self.wait(x))))
+        self.done(made, whole=False)
+        self.start(self.token())
+        return made
 
 
 class PinnedOrder(Order):

@@ -51,7 +51,7 @@ from hapsynth.lower._host_schedule import (
 from hapsynth.lower._lowered_form import LoweredProgram
 from hapsynth.lower._mesh_position import MeshPosition
 from hapsynth.lower._overlap import overlapped
-from hapsynth.lower._pinned import PinnedOrder
+from hapsynth.lower._pinned import pinned_order
 from hapsynth.lower._recorded_call import RecordedCall, Recorder
 from hapsynth.lower._storage import cut_to, own_mesh, pad_to, with_weak_type
 
@@ -365,7 +365,7 @@ class Staged(LoweredProgram):
 
         def hapsynth_exchange(*arrays: Any) -> list[Any]:
             out: list[Any] = []
-            each = PinnedOrder().each if self.is_pinned else as_it_is
+            each = pinned_order().each if self.is_pinned else as_it_is
             for wire, x in zip(wires, arrays, strict=True):
                 decides = isinstance(wire, HostDecision)
                 out.append(each(self.uniform, x) if decides else wire.exchange(self.sizes, names, x, self.gloo, each))

@@ -29,7 +29,7 @@ from hapsynth.lower._collectives import LOWERINGS, send
 from hapsynth.lower._control_flow import Env, Run, run_cond, run_loop
 from hapsynth.lower._lowered_form import LoweredProgram
 from hapsynth.lower._mesh_position import MeshPosition
-from hapsynth.lower._pinned import PinnedOrder
+from hapsynth.lower._pinned import pinned_order
 from hapsynth.lower._storage import cut_to, own_mesh, pad_to, with_weak_type
 
 
@@ -108,7 +108,7 @@ class Lowered(LoweredProgram):
         lengths = tuple(size for _, size in self.program.axes)
         everyone = MeshPosition(lengths, tuple(np.ndindex(*lengths)), tuple(index), padded=True)
         env: Env = dict(zip(((v, self.program.inputs[v]) for v in self.graph.sources), stored, strict=True))
-        self._steps(self.steps, env, everyone, PinnedOrder() if self.is_pinned else Order(self._ordered))
+        self._steps(self.steps, env, everyone, pinned_order() if self.is_pinned else Order(self._ordered))
         outputs = zip(self.graph.outputs, self.program.outputs)
         return tuple(
             self._left(v, layout, env, everyone) for v, layout in outputs if isinstance(v, int) and layout is not None

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 from rich.console import Console
 
-from hapsynth._quantities import nbytes, percent
+from hapsynth._quantities import nbytes, percent, seconds
 from hapsynth.report.tables import heading, table
 from hapsynth.targets import CompiledTarget, collectives_differ
 
@@ -24,7 +25,8 @@ def print_targets(out: Console, targets: Sequence[CompiledTarget]) -> None:
             nbytes(t.predicted_bytes),
             str(len(t.collectives)),
             str(t.asynchronous),
-            percent(t.overlapped),
+            percent(t.replay.hidden),
+            seconds(t.replay.exposed_s),
             t.fingerprint,
             f"{t.seconds:.1f} s",
         ]
@@ -32,11 +34,15 @@ def print_targets(out: Console, targets: Sequence[CompiledTarget]) -> None:
         if not t.error
     ]
     if rows:
-        columns = ["target", "form", "peak", "predicted", "collectives", "asynchronous", "overlapped", "fingerprint"]
-        out.print(table([*columns, "compiled in"], rows, left=2))
+        columns = ["target", "form", "peak", "predicted", "collectives", "asynchronous", "hidden", "exposed"]
+        out.print(table([*columns, "fingerprint", "compiled in"], rows, left=2))
     for t in targets:
         if t.error:
             out.print(f"{t.target}: not compiled: {t.error}")
+    if plain := [t.target for t in targets if t.without_triton]:
+        out.print(
+            f"{', '.join(plain)}: contractions by cuBLAS, as XLA has no tiles for some of them without autotuning"
+        )
     if len(rows) > 1:
         out.print(heading("Collectives"))
         out.print(collectives_differ(targets) or "the same on all, in the same order")
@@ -62,8 +68,10 @@ def _record(t: CompiledTarget) -> dict[str, Any]:
         "peak_bytes": t.peak_bytes,
         "predicted_bytes": t.predicted_bytes,
         "fingerprint": t.fingerprint,
+        "without_triton": t.without_triton,
         "asynchronous": t.asynchronous,
-        "overlapped": t.overlapped,
+        "replay": {**asdict(t.replay), "hidden": t.replay.hidden, "hidden_of_time": t.replay.hidden_of_time},
+        "predicted": t.predicted._asdict(),
         "collectives": [
             {
                 "op": c.op,
@@ -75,7 +83,6 @@ def _record(t: CompiledTarget) -> dict[str, Any]:
                 "trips": c.trips,
                 "wire_bytes": c.wire_bytes,
                 "asynchronous": c.asynchronous,
-                "overlapped": c.overlapped,
             }
             for c in t.collectives
         ],

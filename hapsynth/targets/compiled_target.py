@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
-from hapsynth.hlo.collectives import Collective, fingerprint, first_difference, overlapped_share
+from hapsynth.hlo.collectives import Collective, fingerprint, first_difference
+from hapsynth.hlo.replay import Replay
+from hapsynth.targets.times import Predicted
 
 
 @dataclass(frozen=True)
@@ -14,7 +16,9 @@ class CompiledTarget:
     """A plan compiled for a card. `target`: the card's name in devices.toml; `error`: why it could not be compiled,
     else empty. `seconds` to lower and compile. `peak_bytes`: of a device, as XLA plans its buffers (in staged form of
     the stage that takes most, as what is held between stages is not in it); `predicted_bytes`: by the plan, of its
-    devices of this kind, or of all. `collectives`: in the order in which they start."""
+    devices of this kind, or of all. `collectives`: in the order in which they start. `replay`: of a call on a device of
+    this kind, as XLA has scheduled it; `predicted`: the same as the plan has it. `without_triton`: XLA found
+    no tiles for a contraction, and has taken cuBLAS's kernels for all."""
 
     target: str
     form: str = ""
@@ -23,6 +27,9 @@ class CompiledTarget:
     peak_bytes: int = 0
     predicted_bytes: float = 0.0
     collectives: tuple[Collective, ...] = ()
+    replay: Replay = field(default_factory=Replay)
+    predicted: Predicted = field(default_factory=Predicted)
+    without_triton: bool = False
 
     @cached_property
     def fingerprint(self) -> str:
@@ -33,11 +40,6 @@ class CompiledTarget:
     def asynchronous(self) -> int:
         """How many collectives run beside the program, of those that `collectives` lists."""
         return sum(c.asynchronous for c in self.collectives)
-
-    @property
-    def overlapped(self) -> float:
-        """The share of the bytes on the wire beside which something is computed."""
-        return overlapped_share(self.collectives)
 
 
 def collectives_differ(targets: Sequence[CompiledTarget]) -> str:

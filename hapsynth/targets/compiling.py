@@ -40,7 +40,8 @@ _ENVIRONMENT = {"JAX_PLATFORMS": "cpu", "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}
 
 @dataclass(frozen=True)
 class _Request:
-    """What a process compiles. `settings`: of JAX's configuration, as here. `log`: what it prints, as compilers do."""
+    """What a process compiles. `settings`: of JAX's configuration, as here. `log`: what it prints, as compilers do.
+    `texts`: a folder for the compiled programs, or none."""
 
     plan: str
     log: str
@@ -48,6 +49,7 @@ class _Request:
     form: Form
     target: CompilerTarget
     settings: Mapping[str, Any]
+    texts: str
 
 
 def compile_for(
@@ -57,12 +59,13 @@ def compile_for(
     form: Form = "auto",
     source: Source | None = None,
     tell: Callable[[str], object] = lambda text: None,
+    texts: Path | None = None,
 ) -> list[CompiledTarget]:
     """Compile a plan for each of the cards `targets`, names of devices.toml; none: those of its own devices.
 
     Every card is taken to be the only kind that there is: what comes out is what each process of a job of unlike cards
     compiles for itself. `form`: as of `synthesize`. `source`: where the plan's function can't be pickled. `tell`: is
-    told of each card before it is compiled for.
+    told of each card before it is compiled for. `texts`: a folder for what XLA makes of it, CARD-FORM-NUMBER.txt.
     Raises TargetError where XLA's compiler for GPUs is not installed, or where a new process can't find the function,
     ClusterError for a card that is not known.
     """
@@ -80,7 +83,8 @@ def compile_for(
                 found.append(CompiledTarget(card.kind, error=error))
             else:
                 log = Path(folder) / f"{card.kind}.log"
-                request = _Request(str(path), str(log), source or _source_of(plan), form, card, settings)
+                kept = "" if texts is None else str(texts.resolve())
+                request = _Request(str(path), str(log), source or _source_of(plan), form, card, settings, kept)
                 found.append(_apart(request))
         return found
 
@@ -168,7 +172,9 @@ def _serve(request: _Request, sends: Connection) -> None:
     for name, value in request.settings.items():
         jax.config.update(name, value)
     try:
-        result: Any = compile_in_this_process(request.plan, *request.source(), request.form, request.target)
+        result: Any = compile_in_this_process(
+            request.plan, *request.source(), request.form, request.target, request.texts
+        )
     except Exception as error:  # of the plan or the function, told where it was asked for
         result = error
     sends.send(result)

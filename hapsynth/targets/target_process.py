@@ -4,26 +4,39 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 from jax.experimental import topologies
 from jax.sharding import Mesh
 
 from hapsynth.cluster.cluster import Cluster
 from hapsynth.cluster.compiler_target import CompilerTarget
+from hapsynth.cluster.device_kinds import DeviceKind, known_kinds
 from hapsynth.graph.trace import Traced
-from hapsynth.hlo.collectives import Collective, collectives_of
+from hapsynth.hlo.collectives import collectives_of
+from hapsynth.hlo.replay import Replay, replay
+from hapsynth.instructions.rules.factor_table import FactorTable
 from hapsynth.lower import Lowered, Staged, lower, lower_staged, own_mesh
 from hapsynth.running.form import Chosen, Form, chosen_form, only_staged
 from hapsynth.running.plan_file import read_plan
+from hapsynth.search.cost.model import CostModel
+from hapsynth.search.memory.profile import SMALL, held_pinned
+from hapsynth.search.memory.xla_schedule import Library
 from hapsynth.search.result import Result
 from hapsynth.targets.compiled_target import CompiledTarget
+from hapsynth.targets.times import NetworkPrice, Predicted, branches_of, predicted
 
 _LONGEST = 400
 """Characters of a compiler's message that are told."""
+_WORKSPACE, _WORKSPACE_OF_HOPPER = 4 << 20, 32 << 20
+"""Bytes, as NVIDIA recommends them for cuBLAS (`GemmConfig` in XLA's matmul_utils.h)."""
 
 
 def compile_in_this_process(
@@ -33,8 +46,10 @@ def compile_in_this_process(
     kwargs: Mapping[str, Any],
     form: Form,
     target: CompilerTarget,
+    texts: str = "",
 ) -> CompiledTarget:
-    """Compile the plan of a file for a card; what the compiler refuses is the result's `error`.
+    """Compile the plan of a file for a card; what the compiler refuses is the result's `error`. `texts`: a folder for
+    the programs as they are compiled.
 
     Raises PlanError for a file that is no plan of the function.
     """
@@ -42,12 +57,36 @@ def compile_in_this_process(
     began = time.perf_counter()
     chosen = plan.form(form)
     try:
-        peak, collectives = plan.switch() if chosen == "switch" else plan.staged()
+        compiled = plan.switch() if chosen == "switch" else plan.staged()
     except Exception as error:  # whatever JAX, XLA or ptxas raises for a program or a card
         text = " ".join(re.sub(r"\n-{5,}.*", "", str(error), flags=re.DOTALL).split())
         return CompiledTarget(target.kind, chosen, f"{type(error).__name__}: {text[:_LONGEST]}")
     seconds = time.perf_counter() - began
-    return CompiledTarget(target.kind, chosen, "", seconds, peak, plan.predicted, tuple(collectives))
+    if texts:
+        for number, text in enumerate(compiled.texts):
+            Path(texts, f"{target.kind}-{chosen}-{number}.txt").write_text(text, encoding="utf-8")
+    return CompiledTarget(
+        target=target.kind,
+        form=chosen,
+        seconds=seconds,
+        peak_bytes=compiled.peak,
+        predicted_bytes=plan.held(chosen, without_triton=compiled.without_triton),
+        collectives=tuple(c for text in compiled.sent for c in collectives_of(text)),
+        replay=plan.replayed(compiled),
+        predicted=plan.call,
+        without_triton=compiled.without_triton,
+    )
+
+
+class _Compiled(NamedTuple):
+    """`texts`: of all programs that a device of this kind runs in a call, of which `sent` communicate.
+    `without_triton`: as `CompiledTarget` has it. `branches`: as `replay` takes them."""
+
+    peak: int
+    texts: Sequence[str]
+    sent: Sequence[str]
+    without_triton: bool
+    branches: Mapping[int, int] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -70,9 +109,19 @@ class _Saved:
         alike = [i for i, d in enumerate(self.used) if self.cluster.devices[d].name == self.target.kind]
         return alike or [*range(len(self.used))]
 
-    @property
-    def predicted(self) -> float:
-        return max(self.result.memory_bytes[self.used[i]] for i in self.own)
+    def held(self, form: Chosen, *, without_triton: bool) -> float:
+        """Predicted bytes of the device of this kind that holds most. Staged: as the plan has them, and a workspace."""
+        if form == "staged":
+            workspace = self._library(without_triton).workspace
+            return max(self.result.memory_bytes[self.used[i]] for i in self.own) + workspace + SMALL
+        costs, program, sizes = self._costs(exact=False), self.result.program, self.result.sizes
+        return held_pinned(program, sizes, costs, self.own[0], self._library(without_triton))
+
+    def _library(self, without_triton: bool) -> Library:
+        """XLA gives a contraction of cuBLAS a workspace, and writes contractions itself on tensor cores that Triton
+        knows, where autotuning may still take cuBLAS's (`GemmConfig` and `GemmFusion` of XLA)."""
+        hopper, ampere = (self.target.capability >= least for least in ((9, 0), (8, 0)))
+        return Library(_WORKSPACE_OF_HOPPER if hopper else _WORKSPACE, apart=not ampere or without_triton)
 
     def mesh(self, *, processes: bool) -> Mesh:
         """As many devices, each with a process of its own, or all in this one."""
@@ -88,29 +137,77 @@ class _Saved:
         mesh = own_mesh(self.mesh(processes=True), self.result.program.axes)
         return chosen_form(self.traced.graph, self.result, mesh, needed)[0]
 
-    def switch(self) -> tuple[int, Iterable[Collective]]:
-        """Peak bytes and collectives of the one program."""
+    def switch(self) -> _Compiled:
+        """The one program."""
         lowered = self._lowered(lower, processes=True)
         assert isinstance(lowered, Lowered)
-        compiled = lowered.lower().compile()
-        return _peak(compiled), collectives_of(compiled.as_text())
+        compiled, without = compiled_of(lowered.lower())
+        text = compiled.as_text()
+        return _Compiled(_peak(compiled), [text], [text], without, branches_of(lowered.steps, self.own[0]))
 
-    def staged(self) -> tuple[int, Iterable[Collective]]:
-        """Peak bytes of the largest stage of a device of this kind; collectives of all collective stages, in order."""
+    def staged(self) -> _Compiled:
+        """The stages of a device of this kind, and the collective stages, in order; the peak of the largest."""
         of_all, of_one = self._lowered(lower_staged, processes=False), self._lowered(lower_staged, processes=True)
         assert isinstance(of_all, Staged)
         assert isinstance(of_one, Staged)
         groups = [k for k, group in enumerate(of_all.groups) if {*self.own} & {*group.numbers}]
+        mine = next(k for k, group in enumerate(of_all.groups) if self.own[0] in group.numbers)
         local = [x for lowered in of_all.local_stages for k, x in enumerate(lowered) if k in groups]
+        own = [lowered[mine] for lowered in of_all.local_stages if mine < len(lowered)]
         sent = of_one.collective_stages
-        compiled = {x: x.compile() for x in dict.fromkeys([*local, *sent])}
-        collectives = [c for x in sent for c in collectives_of(compiled[x].as_text())]
-        return max(map(_peak, compiled.values()), default=0), collectives
+        compiled = {x: compiled_of(x) for x in dict.fromkeys([*local, *sent])}
+        text = {x: made.as_text() for x, (made, _) in compiled.items()}
+        peak = max((_peak(made) for made, _ in compiled.values()), default=0)
+        without = any(each for _, each in compiled.values())
+        return _Compiled(peak, [text[x] for x in (*own, *sent)], [text[x] for x in sent], without)
+
+    def replayed(self, compiled: _Compiled) -> Replay:
+        """One call of a device of this kind: of several programs one after the other."""
+        price = NetworkPrice(self.costs.cluster, self.result.program.axes)
+        each = [replay(text, self.kind, price, compiled.branches) for text in compiled.texts]
+        return sum(each, Replay())
+
+    @property
+    def kind(self) -> DeviceKind:
+        """The cluster's, which may be measured, or where it has none the known one."""
+        own = self.cluster.devices[self.used[self.own[0]]]
+        return own if own.name == self.target.kind else known_kinds()[self.target.kind]
+
+    @cached_property
+    def costs(self) -> CostModel:
+        return self._costs(self.result.exact)
+
+    def _costs(self, exact: bool) -> CostModel:
+        cluster, result = self.cluster.subset(self.used), self.result
+        devices = [self.kind if i in self.own else kind for i, kind in enumerate(cluster.devices)]
+        cluster, table = replace(cluster, devices=tuple(devices)), FactorTable(self.traced.graph)
+        room = replace(result.room, exact=exact)
+        return CostModel(self.traced.graph, cluster, table, result.program.axes, room, result.lowering)
+
+    @property
+    def call(self) -> Predicted:
+        """What the plan says of a device of this kind."""
+        return predicted(self.traced.graph, self.result, self.costs, self.own[0])
 
     def _lowered(self, form: Callable[..., Lowered | Staged], *, processes: bool) -> Lowered | Staged:
         traced, result = self.traced, self.result
         mesh = self.mesh(processes=processes)
         return form(traced.graph, result.program, result.sizes, mesh, options=result.lowering)
+
+
+def compiled_of(lowered: Any) -> tuple[Any, bool]:
+    """What XLA makes of a lowered program, and whether it had to do without Triton's contractions.
+
+    XLA writes a contraction of new cards in Triton by a configuration that on the card autotuning would have tried;
+    here it is the usual one, which some shapes have no tiles for (jax-ml/jax#34010). Then cuBLAS computes them: as
+    collectives are none of its business, these stay the same.
+    """
+    try:
+        return lowered.compile(), False
+    except jax.errors.JaxRuntimeError as error:
+        if " tile" not in str(error):
+            raise
+        return lowered.compile(compiler_options={"xla_gpu_enable_triton_gemm": False}), True
 
 
 def _peak(compiled: Any) -> int:

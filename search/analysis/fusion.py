@@ -52,13 +52,14 @@ class FusionPlan(NamedTuple):
     """Whether elementwise kernels make a stored value again."""
     reads_stored: list[bool]
     """Whether an op finds its operands in memory: what is no part of an elementwise kernel. A reduction does, and of a
-    product that it sums up both factors (the CPU backend; on GPUs whole chains are part of reductions)."""
+    product that it sums up both factors; on GPUs whole chains are part of reductions."""
     overwritten: list[tuple[int, ...]]
     """Per op, the stored values in whose place its result may be written."""
 
     @staticmethod
-    def of(graph: Graph) -> FusionPlan:
-        stored, reads_stored = _stored(graph)
+    def of(graph: Graph, *, on_gpu: bool = False, triton: bool = False) -> FusionPlan:
+        """`triton`: of GPUs whose contractions are kernels of XLA's, of which elementwise operands are part."""
+        stored, reads_stored = _stored(graph, on_gpu, triton)
         again = [False] * len(graph.values)
         outputs = {v for v in graph.outputs if isinstance(v, int)}
         for op in filter(is_fusible, graph.ops):
@@ -67,14 +68,15 @@ class FusionPlan(NamedTuple):
         return FusionPlan(stored, again, reads_stored, overwritten(graph, stored))
 
 
-def _stored(graph: Graph) -> tuple[list[bool], list[bool]]:
+def _stored(graph: Graph, on_gpu: bool, triton: bool) -> tuple[list[bool], list[bool]]:
     """Per value, whether it is held; per op, whether it finds its operands in memory."""
     found = [True] * len(graph.values)
     outputs = {v for v in graph.outputs if isinstance(v, int)}.union(graph.ties.values())
     # The kernels that an op is part of: one, or two of several.
     kernels: list[frozenset[int]] = [frozenset((op.index,)) for op in graph.ops]
     reduces = [op.name in _REDUCTIONS for op in graph.ops]
-    reads_stored = [not is_fusible(op) for op in graph.ops]
+    joins = (*(_REDUCTIONS if on_gpu else ()), *(("dot_general",) if triton else ()))
+    reads_stored = [not is_fusible(op) and op.name not in joins for op in graph.ops]
     for op in reversed(graph.ops):
         if not is_fusible(op):
             continue
@@ -82,7 +84,7 @@ def _stored(graph: Graph) -> tuple[list[bool], list[bool]]:
             takers = {o for o, _ in graph.uses[value]}
             if value in outputs:
                 continue
-            if takers and all(reduces[o] for o in takers) and _is_reduced_with(op):
+            if not on_gpu and takers and all(reduces[o] for o in takers) and _is_reduced_with(op):
                 found[value] = False
                 reads_stored[op.index], reduces[op.index] = True, op.name == "neg"
             elif not any(reads_stored[o] for o in takers):

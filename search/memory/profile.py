@@ -20,14 +20,19 @@ from hapsynth.graph.ir import Graph
 from hapsynth.instructions.layout import Layout
 from hapsynth.instructions.program.program import Program
 from hapsynth.instructions.program.sizes import Classes, Sizes
+from hapsynth.search.analysis.fusion import FusionPlan
 from hapsynth.search.analysis.lifetimes import Tensor
 from hapsynth.search.cost.model import CostModel, Floats, held_fraction
 from hapsynth.search.cost.program_cost import largest_share
 from hapsynth.search.cost.program_index import Cut, ProgramIndex
 from hapsynth.search.memory.collective_buffers import PHASES, Buffer, wires
 from hapsynth.search.memory.xla_kernels import XlaKernels
-from hapsynth.search.memory.xla_schedule import XlaSchedule
+from hapsynth.search.memory.xla_schedule import Library, XlaSchedule
 
+SMALL = 1 << 20
+"""Bytes of a program for GPUs beside all tensors: padding of each buffer to 256, counters, indices of switches."""
+_GAPS = 0.01
+"""Of all bytes: what XLA leaves free between buffers of unlike sizes and lives."""
 Held = tuple[Cut, bool]
 """(cut, whether its largest share counts on all devices)"""
 
@@ -264,6 +269,29 @@ def held_by(program: Program, sizes: Sizes, costs: CostModel) -> tuple[float, ..
     if _is_in_own_order(costs):
         return MemoryProfile(costs.graph, program, sizes.classes, costs).peaks(sizes)
     return (_scheduled(program, sizes, costs).peak(),) * costs.n
+
+
+def held_pinned(program: Program, sizes: Sizes, costs: CostModel, device: int, library: Library) -> float:
+    """Bytes of a device, by its place, at the fullest point of one program whose collectives are pinned, as those for
+    GPUs are (`lower/_pinned.py`): of its own shards where room counts exactly, else of padded ones. The more of two
+    orders, XLA's by depth and the one in which collectives come as early as they can; with loops or branches in the
+    program's order. `library`: of the card's contractions."""
+    if len(costs.graph.regions) > 1:
+        profile = MemoryProfile(costs.graph, program, sizes.classes, costs)
+        return (1 + _GAPS) * profile.peaks(sizes)[device] + library.workspace + SMALL
+    at = tuple(map(int, np.unravel_index(device, [n for _, n in program.axes])))
+
+    def nbytes(value: int, layout: Layout) -> float:
+        if not costs.room.exact:
+            return padded_bytes(sizes, value, layout)
+        whole = sizes.graph.values[value]
+        return whole.nbytes * prod(sizes.local_shape(value, layout, at)) / max(prod(whole.shape), 1)
+
+    one = not costs.room.exact
+    fusing = FusionPlan.of(costs.graph, on_gpu=True, triton=not library.apart)
+    kernels = XlaKernels(costs.graph, program, sizes, fusing, nbytes, costs.lowering, switches=one, near=False)
+    orders = (XlaSchedule(kernels, pinned=True, library=library), XlaSchedule(kernels, early=True, library=library))
+    return (1 + _GAPS) * max(order.peak() for order in orders) + SMALL
 
 
 def held_at_peak(program: Program, sizes: Sizes, costs: CostModel) -> list[tuple[int, float]]:

@@ -47,8 +47,11 @@ class XlaKernels:
         fusing: FusionPlan,
         nbytes: Callable[[int, Layout], float],
         options: LoweringOptions,
+        *,
+        switches: bool = True,
+        near: bool = True,
     ) -> None:
-        self.graph, self.program, self.fusing = graph, program, fusing
+        self.graph, self.program, self.fusing, self._switches = graph, program, fusing, switches
         self._nbytes = cache(nbytes)
         self.steps: list[Instruction | None] = []
         """None: of a bundle."""
@@ -60,9 +63,11 @@ class XlaKernels:
         """Step of a bundle -> bytes of what it makes."""
         self._parts: set[int] = set()
         """Collectives that are part of a bundle."""
+        self.sent: list[int] = []
+        """The steps that send something, in the program's order."""
         there = {p: Tensor(*p, -1) for p in program.inputs.items()}
         self.inputs = list(there.values())
-        for item in joined(graph, split(graph, program, sizes, options, switches=True, near=True)):
+        for item in joined(graph, split(graph, program, sizes, options, switches=switches, near=near)):
             match item:
                 case list():
                     for bundle in bundles(graph, program, item, self._nbytes, options):
@@ -98,8 +103,8 @@ class XlaKernels:
     def _stage(self, stage: Stage, there: dict[Property, Tensor]) -> None:
         for step in stage.before:
             self._add(step, there, there)
-        inside = {p: there[p] for p in stage.reads}
-        first = len(self.steps)
+        inside = {p: there[p] for p in stage.reads} if self._switches else there
+        first = len(self.steps) if self._switches else -1
         for step in stage.switch:
             self._add(step, inside, inside, first)
         for p in stage.writes:
@@ -132,6 +137,9 @@ class XlaKernels:
                 self._bundled[k] = nbytes
                 self._append(None, taken, [Tensor(-1, (), k)])
                 taken = self.made[k]
+            self.sent.append(len(self.steps) - 1)
+        else:
+            self.sent.append(len(self.steps))
         for step in bundle.steps:
             k = len(self.steps)
             if len(bundle.steps) > 1:

@@ -4,16 +4,24 @@ XLA fuses, then orders by itself: each kernel right before the first that reads 
 them and larger ones first (`DFSMemoryScheduler`). So it puts the gradients of weights last where one op reads them all,
 as the clip by a global norm or a combined all-reduce, with what they are made of. A switch is one kernel to what is
 around it. GPUs take the best of three such orders: no more than this one by XLA's own count.
+
+Where collectives are pinned (`lower/_pinned.py`) each waits for what the one before it gave, and XLA's latency-hiding
+scheduler moves kernels that a collective does not need behind its start, as far as that takes to hide it. How far is
+XLA's secret; `early` is the end of it: every collective as early as it can be, all that none of them needs after the
+last.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
+from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 
 from hapsynth.instructions.program.program import Compute
+from hapsynth.instructions.rules.contraction import CONTRACTIONS
 from hapsynth.search.analysis.buffer_aliasing import cut_of
 from hapsynth.search.memory.xla_kernels import Tensor, XlaKernels
 
@@ -21,25 +29,64 @@ Rank = tuple[float, float, int]
 """What of several kernels is run first: the least."""
 
 
-class XlaSchedule:
-    """The order of a program's kernels, and what is held along it."""
+class Library(NamedTuple):
+    """What is not as with XLA's own kernels where contractions are a library's: `workspace`: bytes that each has while
+    it runs; `apart`: no kernel writes its result over theirs."""
 
-    def __init__(self, kernels: XlaKernels) -> None:
+    workspace: int = 0
+    apart: bool = False
+
+
+class XlaSchedule:
+    """The order of a program's kernels, and what is held along it. `pinned`: its collectives keep the program's order;
+    `early`: and come as early as they can. `library`: of contractions that are calls of a library."""
+
+    def __init__(
+        self, kernels: XlaKernels, *, pinned: bool = False, early: bool = False, library: Library | None = None
+    ) -> None:
         self.kernels, self.graph = kernels, kernels.graph
+        self.library = library or Library()
         self.needs: dict[int, list[Tensor]] = {}
-        self.order = self._ordered(_depth_first(_makers(kernels.outputs), self._needed_by))
+        self._before = dict(pairwise(kernels.sent[::-1])) if pinned or early else {}
+        """Of each collective the one whose result it waits for."""
+        self._first = kernels.sent if early else []
+        self.order = self._ordered(_depth_first([_makers(kernels.outputs)], self._needed_by))
 
     def nbytes(self, tensor: Tensor) -> float:
         return self.kernels.nbytes(tensor)
 
     def peak(self) -> float:
         """Bytes at the fullest point."""
-        return sum(map(self.nbytes, self.held))
+        beside = self.library.workspace * self._contracts(self.order[self._fullest]) if self.order else 0
+        return sum(map(self.nbytes, self.held)) + beside
 
-    @cached_property
+    @property
     def held(self) -> list[Tensor]:
         """What there is at the fullest point. Arguments are there throughout; what a step leaves of its state takes the
         place of what it found."""
+        return self.kernels.inputs + [t for t, (start, stop) in self._own.items() if start <= self._fullest <= stop]
+
+    @cached_property
+    def _fullest(self) -> int:
+        """The place in the order at which most is held."""
+        change = np.zeros(len(self.order) + 2)
+        for t, (start, stop) in self._own.items():
+            change[start] += self.nbytes(t)
+            change[stop + 1] -= self.nbytes(t)
+        held = np.cumsum(change)[: len(self.order)]
+        return (
+            int((held + [self.library.workspace * self._contracts(k) for k in self.order]).argmax())
+            if self.order
+            else 0
+        )
+
+    def _contracts(self, k: int) -> bool:
+        step = self.kernels.steps[k]
+        return isinstance(step, Compute) and self.graph.ops[step.op].name in CONTRACTIONS
+
+    @cached_property
+    def _own(self) -> dict[Tensor, list[int]]:
+        """Where in the order each tensor that has memory of its own is made and read last."""
         made, outputs, switch = self.kernels.made, self.kernels.outputs, self.kernels.switch
         place = {k: n for n, k in enumerate(self.order)}
         ends = {switch[k]: n for k, n in place.items()}
@@ -56,19 +103,15 @@ class XlaSchedule:
         for k in self.order:
             self._write_over(k, place[k], life)
         carried = {self.graph.outputs[target] for _, target in self.graph.carry}
-        own = {t: span for t, span in life.items() if not (t.value in carried and span[1] == len(self.order))}
-        change = np.zeros(len(self.order) + 2)
-        for t, (start, stop) in own.items():
-            change[start] += self.nbytes(t)
-            change[stop + 1] -= self.nbytes(t)
-        fullest = int(np.cumsum(change).argmax())
-        return self.kernels.inputs + [t for t, (start, stop) in own.items() if start <= fullest <= stop]
+        return {t: span for t, span in life.items() if not (t.value in carried and span[1] == len(self.order))}
 
     def _write_over(self, k: int, at: int, life: Mapping[Tensor, list[int]]) -> None:
         """The result takes the place of an operand that is read for the last time."""
         step, switch = self.kernels.steps[k], self.kernels.switch
         for v in self.kernels.fusing.overwritten[step.op] if isinstance(step, Compute) else ():
             for t in self.needs[k]:
+                if self.library.apart and self._contracts(t.maker):
+                    continue
                 last = t.value == v and t in life and life[t][1] == at > life[t][0] and switch[t.maker] == switch[k]
                 if last and cut_of(t.layout) == cut_of(self.kernels.made[k][0].layout):
                     life[t][1] = at - 1
@@ -76,7 +119,9 @@ class XlaSchedule:
 
     def _needed_by(self, k: int) -> list[int]:
         if k not in self.needs:
-            self.needs[k] = self.kernels.reads(k)
+            before = self._before.get(k)
+            waits = [] if before is None else self.kernels.made[before]
+            self.needs[k] = list(dict.fromkeys([*self.kernels.reads(k), *waits]))
         return _makers(self.needs[k])
 
     def _ordered(self, found: Sequence[int]) -> list[int]:
@@ -92,7 +137,8 @@ class XlaSchedule:
         made = {n: [t for k in ks for t in self.kernels.made[k]] for n, ks in members.items()}
         made = {n: [t for t in ts if t in leave] if len(members[n]) > 1 else ts for n, ts in made.items()}
         order: list[int] = []
-        for n in self._by_rank(map(node, self.kernels.outputs), needs, made, node):
+        ends = [*([node_of(k)] for k in self._first if k in self.needs), map(node, self.kernels.outputs)]
+        for n in self._by_rank(ends, needs, made, node):
             order += members[n] if len(members[n]) == 1 else self._inside(members[n], made[n])
         return order
 
@@ -101,16 +147,16 @@ class XlaSchedule:
         mine = set(members)
         maker = lambda t: t.maker if t.maker in mine else -1
         needs, made = ({k: of[k] for k in members} for of in (self.needs, self.kernels.made))
-        return self._by_rank(sorted(t.maker for t in leave), needs, made, maker)
+        return self._by_rank([sorted(t.maker for t in leave)], needs, made, maker)
 
     def _by_rank(
         self,
-        ends: Iterable[int],
+        ends: Iterable[Iterable[int]],
         needs: Mapping[int, Sequence[Tensor]],
         made: Mapping[int, Sequence[Tensor]],
         maker: Callable[[Tensor], int],
     ) -> list[int]:
-        ends, before = _distinct(ends), {k: _distinct(map(maker, ts)) for k, ts in needs.items()}
+        ends, before = [*map(_distinct, ends)], {k: _distinct(map(maker, ts)) for k, ts in needs.items()}
         in_order = _depth_first(ends, before.__getitem__)
         return _depth_first(ends, before.__getitem__, self._ranks(in_order, needs, made, maker))
 
@@ -150,22 +196,24 @@ def _distinct(kernels: Iterable[int]) -> list[int]:
 
 
 def _depth_first(
-    ends: Iterable[int],
+    ends: Iterable[Iterable[int]],
     needs: Callable[[int], Sequence[int]],
     ranks: Mapping[int, Rank] | None = None,
 ) -> list[int]:
-    """Everything that the ends need and they, each after what it needs, in the order of the ranks."""
+    """Everything that the ends need and they, each after what it needs, in the order of the ranks; of several groups of
+    ends the first before the others."""
     rank = ranks.__getitem__ if ranks else lambda k: (0.0, 0.0, 0)
     ordered = lambda kernels: sorted(kernels, key=rank)
     found: dict[int, None] = {}
     seen: set[int] = set()
-    waiting = [(k, False) for k in ordered(list(ends))[::-1]]
-    while waiting:
-        k, done = waiting.pop()
-        if done:
-            found[k] = None
-        elif k not in seen:
-            seen.add(k)
-            waiting.append((k, True))
-            waiting += [(n, False) for n in ordered(list(needs(k)))[::-1] if n not in seen]
+    for group in ends:
+        waiting = [(k, False) for k in ordered(list(group))[::-1]]
+        while waiting:
+            k, done = waiting.pop()
+            if done:
+                found[k] = None
+            elif k not in seen:
+                seen.add(k)
+                waiting.append((k, True))
+                waiting += [(n, False) for n in ordered(list(needs(k)))[::-1] if n not in seen]
     return list(found)

@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from hapsynth.hlo.collectives import collectives_of, fingerprint, first_difference, overlapped_share
+from hapsynth.hlo.collectives import collectives_of, fingerprint, first_difference
 from hapsynth.hlo.text import HloError, parse
 
 RING = [(i, (i + 1) % 4) for i in range(4)]
@@ -40,8 +40,6 @@ def test_the_collectives_of_a_program_in_order() -> None:
     assert found[2].op == "all-to-all"
     assert [c.wire_bytes for c in found] == [3 * 128, 3 / 4 * 512, 3 / 4 * 128, 2 * 3 / 4 * 32]
     assert not any(c.asynchronous for c in found)
-    assert overlapped_share(found) == 0
-    assert overlapped_share([]) == 1
 
 
 def test_loops_and_branches_around_collectives() -> None:
@@ -104,10 +102,8 @@ def test_what_runs_beside_the_program_on_a_gpu() -> None:
     reduce, scatter = collectives_of(gpu())
     assert str(reduce) == "all-reduce add f32[8] {{0,1},{2,3}}"
     assert str(scatter) == "reduce-scatter add f32[64,2]{0,1} [2,4]<=[8] dimensions={0}"
-    assert [c.asynchronous and c.overlapped for c in (reduce, scatter)] == [True, True]
+    assert [c.asynchronous for c in (reduce, scatter)] == [True, True]
     assert [c.group for c in (reduce, scatter)] == [2, 4]
-    alone = gpu().replace("  %product = f32[8]{0:T(128)} fusion(%x, /*index=1*/%y), kind=kLoop, calls=%add\n", "")
-    assert [c.overlapped for c in collectives_of(alone)] == [False, False]
     waited = collectives_of(gpu(sync="true"))
     assert [c.asynchronous for c in waited] == [False, True]
     assert fingerprint(waited) == fingerprint(collectives_of(gpu()))

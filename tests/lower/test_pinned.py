@@ -12,7 +12,7 @@ from slow_devices import first_devices, thin_cluster
 
 import hapsynth
 from hapsynth import _jax
-from hapsynth.lower import Lowered
+from hapsynth.lower import Lowered, _pinned
 from hapsynth.lower._pinned import OPTIONS, is_pinned
 
 COLLECTIVES = ("psum", "pmax", "pmin", "all_gather", "reduce_scatter", "all_to_all", "ppermute")
@@ -57,6 +57,14 @@ def lowered_for_gpus(plan: hapsynth.Plan, platform: str = "gpu") -> Lowered:
     return Lowered(plan.traced.graph, plan.program, plan.sizes, plan.mesh, donate=False, platform=platform)
 
 
+@pytest.fixture(params=[True, False], ids=["barriers", "data"])
+def by_barriers(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether XLA is taken to schedule around barriers, whichever JAX this is."""
+    monkeypatch.setattr(_pinned, "gpus_schedule_around_barriers", lambda: request.param)
+    return request.param
+
+
+@pytest.mark.usefixtures("by_barriers")
 @pytest.mark.parametrize("speeds", [UNEVEN, (1.0,) * 4], ids=["uneven", "even"])
 @pytest.mark.parametrize("fn", [step, scanned, looped, branched])
 def test_the_values_stay_the_same(fn: Callable[..., Any], speeds: tuple[float, ...]) -> None:
@@ -88,7 +96,28 @@ def collective_chain(jaxpr: Any, after: Any = None) -> list[tuple[str, bool, boo
     return found
 
 
-def test_each_waits_for_the_one_before() -> None:
+def depend(jaxpr: Any) -> list[bool]:
+    """Whether what a collective of a jaxpr sends is made of what the one before it gave: barriers make nothing."""
+    maker = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
+    found: list[bool] = []
+    before: Any = None
+    for eqn in jaxpr.eqns:
+        if not any(eqn.primitive.name.startswith(name) for name in COLLECTIVES):
+            continue
+        seen, waiting = set[int](), [*eqn.invars]
+        while waiting:
+            operand = waiting.pop()
+            made = None if hasattr(operand, "val") else maker.get(operand)
+            if made is not None and id(made) not in seen:
+                seen.add(id(made))
+                barrier = made.primitive is _jax.barrier_primitive()
+                waiting += [made.invars[made.outvars.index(operand)]] if barrier else made.invars
+        found.append(id(before) in seen)
+        before = eqn
+    return found
+
+
+def test_each_waits_for_the_one_before(by_barriers: bool) -> None:
     plan = hapsynth.synthesize(step, arguments(step), first_devices(4), cluster=thin_cluster(UNEVEN), leave_out=False)
     bodies = []
     for platform in ("gpu", "cpu"):
@@ -100,8 +129,18 @@ def test_each_waits_for_the_one_before() -> None:
     pinned, free = bodies
     assert len(pinned) > 2
     assert all(flat for _, flat, _ in pinned)
-    assert [waits for _, _, waits in pinned] == [False] + [True] * (len(pinned) - 1)
+    assert [waits for _, _, waits in pinned] == [False] + [by_barriers] * (len(pinned) - 1)
     assert not any(waits for _, _, waits in free)
+
+
+def test_data_orders_what_nothing_else_does(by_barriers: bool) -> None:
+    apart = lambda x, v: (jnp.sum(jnp.sin(x)), jnp.min(jnp.sin(v)))
+    args = arguments(apart)
+    plan = hapsynth.synthesize(apart, args, first_devices(4), cluster=thin_cluster(UNEVEN), leave_out=False)
+    lowered = lowered_for_gpus(plan)
+    closed = jax.make_jaxpr(lowered.on_mesh)(*(s.struct() for s in (*lowered.inputs, *lowered.constants)))
+    (mapped,) = (e for e in closed.jaxpr.eqns if e.primitive.name == "shard_map")
+    assert depend(_jax.open_jaxpr(mapped.params["jaxpr"])[0]) == [False, not by_barriers]
 
 
 def test_where_collectives_are_pinned() -> None:

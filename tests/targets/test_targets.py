@@ -19,6 +19,7 @@ from hapsynth.cluster.compiler_target import compiler_target
 from hapsynth.cluster.device_kinds import known_kinds
 from hapsynth.hlo.collectives import Collective
 from hapsynth.targets import CompiledTarget, TargetError, collectives_differ, compile_for, compiling, cuda_plugin
+from hapsynth.targets.target_process import compiled_of
 
 CUDA = [name for name in ("jax_cuda12_plugin", "jax_cuda13_plugin") if util.find_spec(name)]
 needs_wheels = pytest.mark.skipif(not CUDA, reason="XLA's CUDA compiler is not installed: hapsynth[aot12] or [aot13]")
@@ -105,6 +106,27 @@ def test_the_first_collective_that_differs_is_named() -> None:
     assert not collectives_differ([cards[0], cards[2]])
 
 
+class Refusing:
+    """A lowered program that is not compiled unless options are given."""
+
+    def __init__(self, message: str) -> None:
+        self.message, self.asked = message, list[Any]()
+
+    def compile(self, compiler_options: Any = None) -> str:
+        self.asked.append(compiler_options)
+        if compiler_options is None:
+            raise jax.errors.JaxRuntimeError(self.message)
+        return "compiled"
+
+
+def test_without_tiles_contractions_are_cublas() -> None:
+    lowered = Refusing("INTERNAL: Couldn't find output tile sizes that satisfy dot.1")
+    assert compiled_of(lowered) == ("compiled", True)
+    assert lowered.asked == [None, {"xla_gpu_enable_triton_gemm": False}]
+    with pytest.raises(jax.errors.JaxRuntimeError, match="memory"):
+        compiled_of(Refusing("RESOURCE_EXHAUSTED: out of memory"))
+
+
 @needs_wheels
 @pytest.mark.parametrize("form", ["switch", "staged"])
 def test_compiled_for_two_cards(form: Any) -> None:
@@ -114,7 +136,11 @@ def test_compiled_for_two_cards(form: Any) -> None:
     assert not collectives_differ(found)
     assert found[0].fingerprint == found[1].fingerprint
     for t in found:
-        assert t.peak_bytes > 0 < t.predicted_bytes
+        assert 0 < t.peak_bytes <= t.predicted_bytes
+        assert t.replay.products == pytest.approx(t.predicted.products, rel=0.02)
+        assert t.replay.seconds == pytest.approx(t.replay.computing_s + t.replay.exposed_s)
+        assert t.replay.sending_s > 0
+        assert form == "switch" or t.replay.hidden == 0.0
 
 
 @needs_wheels
@@ -130,7 +156,10 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     planned_file, out = str(tmp_path / "plan.json"), tmp_path / "out.json"
     cluster = str(Path(__file__).parents[2] / "examples" / "clusters" / "h200_a100.toml")
     assert main(["search", str(model), "--cluster", cluster, "--plan", planned_file]) == 0
-    assert main(["compile", str(model), "--plan", planned_file, "--targets", ",".join(CARDS), "--json", str(out)]) == 0
+    hlo = tmp_path / "hlo"
+    asked = ["--targets", ",".join(CARDS), "--json", str(out), "--hlo", str(hlo)]
+    assert main(["compile", str(model), "--plan", planned_file, *asked]) == 0
+    assert {path.name.rsplit("-", 2)[0] for path in hlo.iterdir()} == {*CARDS}
     record = json.loads(out.read_text())
     assert [t["target"] for t in record["targets"]] == CARDS
     assert len({t["fingerprint"] for t in record["targets"]}) == 1

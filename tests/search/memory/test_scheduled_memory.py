@@ -4,15 +4,19 @@ slices that are summed, switches over unlike shares."""
 from __future__ import annotations
 
 import importlib
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import pytest
 from lowering_options import ALONE
 from slow_devices import first_devices
 
 import hapsynth
 from hapsynth.cluster.cluster import Cluster
+from hapsynth.graph.trace import trace
 from hapsynth.instructions.program.program import Convert
 from hapsynth.instructions.rules.factor_table import FactorTable
 from hapsynth.instructions.staging.options import DEFAULT, LoweringOptions
@@ -21,8 +25,9 @@ from hapsynth.lower import Lowered
 from hapsynth.plan import Plan
 from hapsynth.search.analysis.fusion import FusionPlan
 from hapsynth.search.cost.model import CostModel
-from hapsynth.search.memory.profile import held_at_peak, held_by, padded_bytes
+from hapsynth.search.memory.profile import held_at_peak, held_by, held_pinned, padded_bytes
 from hapsynth.search.memory.xla_kernels import XlaKernels
+from hapsynth.search.memory.xla_schedule import Library, XlaSchedule
 
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 CLUSTERS = Path(__file__).parents[3] / "examples" / "clusters"
@@ -92,3 +97,53 @@ def test_a_switch_keeps_what_it_takes() -> None:
     for k, switch in enumerate(found.switch):
         around = {t for t in found.taken[k] if t.maker >= 0 and found.switch[t.maker] != switch}
         assert around <= set(found.reads(k))
+
+
+@pytest.mark.parametrize(("name", "on"), [("mlp", "mixed8"), ("cnn", "mixed8"), ("transformer", "mixed8")])
+def test_pinned_collectives_come_in_the_programs_order(name: str, on: str) -> None:
+    """In each order kernels come after what they read; the early one has its collectives no later."""
+    made = kernels(example_plan(name, on))
+    last: list[int] = []
+    for options in ({"pinned": True}, {"early": True}):
+        schedule = XlaSchedule(made, **options)
+        place = {k: n for n, k in enumerate(schedule.order)}
+        sent = [place[k] for k in made.sent if k in place]
+        assert sent == sorted(sent)
+        for k in schedule.order:
+            assert all(place[t.maker] < place[k] for t in schedule.needs[k] if t.maker >= 0)
+        last.append(sent[-1])
+    pinned, early = last
+    assert early <= pinned
+
+
+def test_kernels_of_a_library_take_a_workspace_and_keep_their_results() -> None:
+    made = kernels(example_plan("mlp", "mixed8"))
+    plain, beside = XlaSchedule(made, early=True), XlaSchedule(made, early=True, library=Library(1 << 40))
+    # So much that it is fullest at a contraction.
+    assert 1 << 40 < beside.peak() <= plain.peak() + (1 << 40)
+    apart = XlaSchedule(made, early=True, library=Library(apart=True))
+    assert apart.peak() > plain.peak() == XlaSchedule(made, early=True, library=Library()).peak()
+
+
+def test_on_gpus_whole_chains_are_part_of_reductions() -> None:
+    def fn(x: jax.Array) -> jax.Array:
+        return jnp.sum(jnp.tanh(x) * 3.0 - 1.0)
+
+    graph = trace(fn, (jax.ShapeDtypeStruct((64, 64), jnp.float32),)).graph
+    inside = [n for n, v in enumerate(graph.values) if v.shape == (64, 64)][1:]
+    cpu, gpu = FusionPlan.of(graph), FusionPlan.of(graph, on_gpu=True)
+    assert any(cpu.stored[v] for v in inside)
+    assert not any(gpu.stored[v] for v in inside)
+
+
+def test_pinned_programs_of_exact_shards_hold_each_devices_own() -> None:
+    plan = example_plan("mlp", "mixed8")
+    model = costs(plan)
+    model.room = replace(model.room, exact=False)
+    padded = [held_pinned(plan.program, plan.sizes, model, d, Library()) for d in range(plan.used.n)]
+    assert len(set(padded)) == 1
+    model.room = replace(model.room, exact=True)
+    exact = [held_pinned(plan.program, plan.sizes, model, d, Library()) for d in range(plan.used.n)]
+    assert max(exact) <= padded[0]
+    workspace = held_pinned(plan.program, plan.sizes, model, 0, Library(4 << 20))
+    assert exact[0] < workspace <= exact[0] + 1.01 * (4 << 20)
