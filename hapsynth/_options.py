@@ -22,7 +22,7 @@ from hapsynth.graph.trip_counts import Expectation, expecting
 from hapsynth.instructions.layout import Layout, is_consistent, parse_layout
 from hapsynth.instructions.program.sizes import Node
 from hapsynth.instructions.staging.options import LoweringOptions
-from hapsynth.running.form import Form
+from hapsynth.running.form import Form, holds_exact
 from hapsynth.search.cost.model import Floats
 from hapsynth.search.sizing.fixed_ratios import FixedRatios, RatioError, check_granule
 
@@ -81,9 +81,9 @@ def check_dict(name: str, value: Any, of: str = "") -> None:
         raise TypeError(f"{name}{where} is {value!r}; give a dict")
 
 
-def holds_exact(form: Form, devices: jax.sharding.Mesh | None) -> bool:
+def planned_exact(form: Form, devices: jax.sharding.Mesh | None) -> bool:
     """Whether a plan is made for shards of exact size in memory (`synthesize`)."""
-    return form == "staged" or (form == "auto" and devices is not None and devices.is_multi_process)
+    return holds_exact(form) or (form == "auto" and devices is not None and devices.is_multi_process)
 
 
 def traced_as_asked(

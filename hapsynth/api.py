@@ -15,8 +15,8 @@ from hapsynth._options import (
     check_positive,
     devices_of,
     fixed_ratios_of,
-    holds_exact,
     layouts_of,
+    planned_exact,
     tell_lesser_memory,
     traced_as_asked,
 )
@@ -127,9 +127,10 @@ def synthesize(
     `time_budget_s`: seconds, tracing included, after which the best plan so far is returned with its gap. `progress`:
     called now and then with the stage, the best cost, the bound, the nodes and the seconds so far. `form`: "switch",
     one compiled function that runs on any mesh, uneven shards padded in memory; "staged", functions that each process
-    compiles for its own shards of exact size, with collectives between them; "auto" takes the second for uneven shards
-    among processes.
-    A plan for "staged", or for a mesh of several processes, keeps each device within its own memory, of exact shards;
+    compiles for its own shards of exact size, with collectives between them; "fused", one function that each process
+    compiles for its own shards of exact size, with the same collectives in all, which is compared before the first
+    call. For uneven shards among processes "auto" takes "fused" on GPUs and "staged" elsewhere.
+    A plan for these two, or for a mesh of several processes, keeps each device within its own memory, of exact shards;
     any other keeps the smallest device, of shards padded to the largest.
     `lowering`: the thresholds (`hapsynth.LoweringOptions`) by which collectives go together and stages are padded; the
     plan is priced and lowered by them, and its file has those that are not the default.
@@ -174,7 +175,7 @@ def synthesize(
         time_budget_s,
         progress,
         leave_out=leave_out,
-        exact=holds_exact(form, devices),
+        exact=planned_exact(form, devices),
         lowering=lowering,
         overlap=overlap,
     )

@@ -100,6 +100,8 @@ class Plan(Planned):
         leaves = self.arguments.flatten(args, kwargs)
         stored = self.arguments.place(lowered, leaves)
         before_call(self, stored)
+        # What was found there may have changed the form, not how things are stored.
+        lowered = self.lowered_for(donate)
         try:
             made = lowered(stored)
         except Exception as error:

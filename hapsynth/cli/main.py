@@ -50,6 +50,7 @@ from hapsynth.report.tables import console
 from hapsynth.report.targets import print_targets, targets_record
 from hapsynth.report.what_if import advice_record, print_advice, print_remedies, remedies_record
 from hapsynth.running.base import OverlapWarning
+from hapsynth.running.form import holds_exact
 from hapsynth.search.planning.planner import InfeasibleError
 from hapsynth.search.sizing.fixed_ratios import RatioError
 from hapsynth.several.plans import FunctionsError
@@ -213,7 +214,7 @@ def _infeasible(
     began = time.perf_counter()
     traced = trace(target.fn, target.args, dict(target.kwargs))
     timings = {"trace_s": time.perf_counter() - began}
-    exact = options.form == "staged"
+    exact = holds_exact(options.form)
     return json_records.infeasible_record(traced, cluster, options.memory_limit, str(error), timings, exact=exact)
 
 
@@ -262,7 +263,7 @@ def _run(options: argparse.Namespace, session: _Session) -> int:
     # Read and checked before any device is asked for.
     saved, target = loaded(options.plan, options.file, options.function)
     mesh = run.first_devices(saved.cluster.n)
-    plan = Plan(saved.traced, saved.result, saved.cluster, mesh, target.fn)
+    plan = run.on_mesh(saved, mesh, options.form)
     args, kwargs = example_arguments(plan.traced, target.args, target.kwargs, options.seed)
     try:
         with activity() as tell:

@@ -51,7 +51,7 @@ def parser() -> argparse.ArgumentParser:
         "--form",
         choices=get_args(Form),
         default="auto",
-        help="staged: each device within its own memory, of exact shards; else the smallest device's, of padded ones",
+        help="staged, fused: each device within its own memory, of exact shards; else the smallest's, of padded ones",
     )
     search.add_argument(
         "--advise",
@@ -63,6 +63,7 @@ def parser() -> argparse.ArgumentParser:
     _add_file(run)
     run.add_argument("--plan", metavar="PLAN.json", required=True, help="a plan that `search --plan` wrote")
     run.add_argument("--steps", metavar="N", type=whole_number, default=1, help="steps to run and check (default 1)")
+    run.add_argument("--form", choices=get_args(Form), default="auto", help="how the plan runs (default auto)")
     run.add_argument("--seed", metavar="N", type=int, default=0, help="of the random arguments (default 0)")
     run.add_argument("--json", metavar="OUT|-", nargs="?", const=STDOUT, help="write the errors and times as JSON")
 

@@ -22,6 +22,7 @@ from hapsynth._quantities import plural, seconds
 from hapsynth.plan import Plan
 from hapsynth.report.tables import heading, table
 from hapsynth.running.check import PLAIN, Judged, Reference, compare, explained
+from hapsynth.running.form import Form
 
 TOLERANCE = 1e-4
 """Largest relative error in float32, per leaf (`hapsynth.running.check.CheckReport`)."""
@@ -81,6 +82,14 @@ def first_devices(n: int) -> Mesh:
         )
         raise UsageError(f"the plan is for {n} devices, and here are {len(devices)} ({platform}); {way_out}")
     return Mesh(np.array(devices[:n]), ("hap",))
+
+
+def on_mesh(saved: Plan, mesh: Mesh, form: Form) -> Plan:
+    """A plan without devices, with them; UsageError where it can't run so on them."""
+    try:
+        return Plan(saved.traced, saved.result, saved.cluster, mesh, saved.fn, form=form)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
 
 
 def run_trial(

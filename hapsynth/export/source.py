@@ -22,7 +22,7 @@ from hapsynth.export._pytree_printer import results_text
 from hapsynth.instructions.layout import format_layout
 from hapsynth.lower import Lowered, Storage
 from hapsynth.running.base import Planned
-from hapsynth.running.form import only_staged
+from hapsynth.running.form import only_exact
 
 _MARK = "# ---- copied from here on\n"
 _HEAD = '''"""A program that hapsynth planned for the cluster {cluster!r}, on {sizes}. It needs nothing but JAX.
@@ -48,7 +48,7 @@ class SourceError(ValueError):
 
 def source_of(plan: Planned) -> str:
     """The module's text. Raises SourceError naming the op that cannot be written, or why the plan has no such form."""
-    too_large = only_staged(plan.traced.graph, plan.result, plan.cluster)
+    too_large = only_exact(plan.traced.graph, plan.result, plan.cluster)
     if too_large:
         raise SourceError(f"the plan has no single program that could be written: {too_large}")
     try:

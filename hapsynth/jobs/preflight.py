@@ -14,8 +14,17 @@ from weakref import WeakSet
 import jax
 from jax.sharding import Mesh
 
-from hapsynth.jobs.process_facts import Facts, compiled_facts, left_out, of_plan, problems, software
-from hapsynth.rendezvous.address import JobError
+from hapsynth._warn import warn_user
+from hapsynth.jobs.process_facts import (
+    Facts,
+    compiled_facts,
+    left_out,
+    of_collectives,
+    of_plan,
+    problems,
+    software,
+)
+from hapsynth.rendezvous.address import PREFLIGHT, JobError
 from hapsynth.rendezvous.cpu_scheduling import as_batch_work
 from hapsynth.rendezvous.meeting import meeting, ranks_of, wanted
 from hapsynth.running.base import Planned
@@ -41,13 +50,16 @@ def check_mesh(mesh: Mesh) -> None:
 def before_call(plan: Planned, arguments: Sequence[Any]) -> None:
     """Called by a plan before each run: checks its job before the first one. Does nothing within one process.
 
-    `arguments`: as they are stored. Raises PreflightError where the processes do not fit together, JobError where they
-    do not find each other; the process ends where another one died, stalls or never comes.
+    `arguments`: as they are stored. A plan in fused form whose collectives differ, as compiled, runs staged from now
+    on, unless that form was asked for. Raises PreflightError where the processes do not fit together, JobError where
+    they do not find each other; the process ends where another one died, stalls or never comes.
     """
     if plan.mesh is None or not plan.mesh.is_multi_process:
         return
     as_batch_work()
     if not wanted():
+        if plan.form == "fused":
+            _not_fused(plan, f"{PREFLIGHT}=off leaves the collectives of its processes' programs uncompared")
         return
     meeting.join()
     if plan not in _checked:
@@ -73,21 +85,39 @@ def preflight(mesh: Mesh, plan: Planned | None = None, arguments: Iterable[Any] 
     said = software(str(client), client.host, mesh)
     if plan is not None:
         said |= of_plan(plan, arguments)
-    _meet(said, ranks)
-    try:
-        with meeting.doing("compiling"):
-            said |= {} if plan is None else compiled_facts(plan)
-    except Exception as error:
-        meeting.fail(f"{type(error).__name__} in compiling the plan")
-        raise
+    _checked_together(meeting.gather(said, ranks))
+    said |= {} if plan is None else _compiled(plan)
     if said["platform"] == "cpu":
         # Of gloo's network; those between accelerators may be others.
         said["links"] = {"rank": client.rank, "never": client.unreachable(ranks)}
-    return _meet(said, ranks)
-
-
-def _meet(said: Facts, ranks: tuple[int, ...]) -> list[Facts]:
     found = meeting.gather(said, ranks)
+    unlike = of_collectives(found)
+    if plan is not None and unlike and plan.may_run_staged:
+        # In all processes, as all have found the same.
+        _not_fused(plan, unlike[0])
+        found = meeting.gather(said | _compiled(plan), ranks)
+    return _checked_together(found)
+
+
+def _compiled(plan: Planned) -> Facts:
+    try:
+        with meeting.doing("compiling"):
+            return compiled_facts(plan)
+    except Exception as error:
+        meeting.fail(f"{type(error).__name__} in compiling the plan")
+        raise
+
+
+def _not_fused(plan: Planned, why: str) -> None:
+    """Run a plan staged in place of fused. Raises PreflightError where the form was asked for."""
+    if not plan.may_run_staged:
+        raise PreflightError(f"the plan can't run in fused form, as {why}; or give form='staged'")
+    plan.run_staged(why)
+    warn_user(f"the plan runs in staged form, not fused, as {why}", RuntimeWarning)
+
+
+def _checked_together(found: list[Facts]) -> list[Facts]:
+    """What the processes say; PreflightError where they do not fit together."""
     wrong = problems(found)
     if wrong:
         # All have found the same.

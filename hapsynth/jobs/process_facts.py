@@ -136,6 +136,9 @@ def compiled_facts(plan: Planned) -> Facts:
     try:
         return {**said, "collectives": plan.lowered.compiled_collectives}
     except HloError as error:
+        if plan.form == "fused":
+            # Nothing else says that the processes' programs fit together.
+            raise
         warn_user(f"the collectives that XLA compiled are not compared between processes: {error}", RuntimeWarning)
         return said
 
@@ -160,7 +163,7 @@ def problems(facts: Sequence[Facts]) -> list[str]:
         "collectives {} in the lowered program",
         "the same function, JAX configuration and XLA_FLAGS must be used everywhere",
     )
-    found += _of_collectives(facts)
+    found += of_collectives(facts)
     return found + _of_links(facts) + _of_kinds(facts) + _of_memory(facts)
 
 
@@ -219,7 +222,7 @@ def _code(said: dict[str, Any]) -> str:
     return ", ".join(ops[:4]) if ops else f"digest {said['digest']}"
 
 
-def _of_collectives(facts: Sequence[Facts]) -> list[str]:
+def of_collectives(facts: Sequence[Facts]) -> list[str]:
     """The first collective that XLA did not compile the same in all: there they would wait for each other forever."""
     said = [f for f in facts if "collectives" in f]
     different = first_difference([f["collectives"] for f in said])

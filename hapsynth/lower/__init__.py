@@ -1,9 +1,12 @@
-"""A program to a function of stored arrays (DESIGN D1, D2): in switch form or in staged form."""
+"""A program to a function of stored arrays (DESIGN D1, D2): in switch form, in staged form or in fused form."""
 
+from hapsynth.lower._device_groups import Positions, alike, unlike_in_process
 from hapsynth.lower._exact_storage import ExactStorage, Shards, local_positions, parts
+from hapsynth.lower._fused_form import Fused, lower_fused
 from hapsynth.lower._interpreter import Interpreter
 from hapsynth.lower._isolated import IsolatedProgram, ones, waits
 from hapsynth.lower._mesh_position import MeshPosition
+from hapsynth.lower._pinned import is_pinned
 from hapsynth.lower._recorded_call import RecordedCall
 from hapsynth.lower._staged_form import Staged, lower_staged
 from hapsynth.lower._storage import Storage, host_array, own_mesh, with_weak_type
@@ -12,22 +15,28 @@ from hapsynth.lower._unsupported import UnsupportedError, unsupported
 
 __all__ = [
     "ExactStorage",
+    "Fused",
     "Interpreter",
     "IsolatedProgram",
     "Lowered",
     "MeshPosition",
+    "Positions",
     "RecordedCall",
     "Shards",
     "Staged",
     "Storage",
     "UnsupportedError",
+    "alike",
     "host_array",
+    "is_pinned",
     "local_positions",
     "lower",
+    "lower_fused",
     "lower_staged",
     "ones",
     "own_mesh",
     "parts",
+    "unlike_in_process",
     "unsupported",
     "waits",
     "with_weak_type",

@@ -115,17 +115,22 @@ def _taken(x: jax.Array, numbers: np.ndarray) -> jax.Array:
 
 
 def bundles(
-    steps: Sequence[Convert], sent: Sequence[Any], platform: str, options: LoweringOptions, *, planned: bool = False
+    steps: Sequence[Convert],
+    sent: Sequence[Any],
+    platform: str,
+    options: LoweringOptions,
+    *,
+    flat: bool = False,
+    planned: bool = False,
 ) -> list[Bundle]:
     """Collectives that don't depend on one another, those that can go as one together; the same in all processes.
-    `sent`: the shape and dtype that each takes. `planned`: those of a bundle of the program are one whatever they
-    send. Where XLA joins them itself each is alone."""
+    `sent`: the shape and dtype that each takes. `flat`: as of `Bundle`. `planned`: those of a bundle of the program are
+    one whatever they send. Where XLA joins them itself each is alone."""
     of_each = [_family_of(step, struct, platform, options) for step, struct in zip(steps, sent, strict=True)]
     groups = filled([name for name, _ in of_each], [nbytes for _, nbytes in of_each], options.bundle_bytes)
     if planned and steps and steps[0].bundle and platform == "cpu":
         groups = [[*range(len(steps))]]
     structs = [jax.ShapeDtypeStruct(s.shape, s.dtype) for s in sent]
-    flat = is_pinned(platform)
     return [Bundle(tuple(steps[i] for i in g), tuple(structs[i] for i in g), flat) for g in groups]
 
 

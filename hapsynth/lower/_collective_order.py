@@ -57,7 +57,9 @@ class Order:
             return x
         if is_extended(x.dtype):
             return jax.random.wrap_key_data(self.wait(jax.random.key_data(x)), impl=jax.random.key_impl(x))
-        return lax.select(jnp.broadcast_to(self.after == 0, x.shape), x, jnp.zeros_like(x))
+        # Of nothing that is known: between a constant and the same XLA would not choose.
+        never = jnp.broadcast_to(lax.convert_element_type(self.after, x.dtype), x.shape)
+        return lax.select(jnp.broadcast_to(self.after == 0, x.shape), x, never)
 
     def done(self, x: Any, whole: bool) -> None:
         """A collective gave `x`; `whole`: by several of XLA's, each its part."""

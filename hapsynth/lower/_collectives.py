@@ -108,9 +108,9 @@ class _Blocks:
         return lax.switch(kind, [partial(fn, lengths) for lengths in kinds], x)
 
 
-Run = Callable[[jax.Array, str, Placement, Placement, LoweringOptions | None], jax.Array]
-"""(x, axis, source, target, gloo's thresholds where devices send by it) -> what one of JAX's collectives gives, tiled
-along the dimensions that the placements cut."""
+Run = Callable[[jax.Array, str, Placement, Placement, LoweringOptions | None, Each], jax.Array]
+"""(x, axis, source, target, gloo's thresholds where devices send by it, what runs each of XLA's) -> what one of JAX's
+collectives gives, tiled along the dimensions that the placements cut."""
 
 
 class Lowering(ABC):
@@ -161,7 +161,7 @@ class BlockLowering(Lowering):
     def exchange(
         self, sizes: Sizes, name: str, step: Convert, x: jax.Array, gloo: LoweringOptions | None, each: Each
     ) -> jax.Array:
-        return each(lambda x: self.run(x, name, step.source[step.axis], step.target[step.axis], gloo), x)
+        return self.run(x, name, step.source[step.axis], step.target[step.axis], gloo, each)
 
     def receive(self, sizes: Sizes, step: Convert, x: jax.Array, here: MeshPosition) -> jax.Array:
         if not step.collective.joins:
@@ -196,10 +196,10 @@ class ReshareLowering(Lowering):
 
 
 LOWERINGS: dict[str, Lowering] = {
-    "all_reduce": BlockLowering(lambda x, axis, p, q, gloo: _gloo.all_reduce(x, axis, p.reduction, gloo)),
-    "reduce_scatter": BlockLowering(lambda x, axis, p, q, gloo: _gloo.psum_scatter(x, axis, q.dim, gloo)),
-    "all_gather": BlockLowering(lambda x, axis, p, q, gloo: _gloo.all_gather(x, axis, p.dim, gloo)),
-    "all_to_all": BlockLowering(lambda x, axis, p, q, gloo: _gloo.all_to_all(x, axis, q.dim, p.dim, gloo)),
+    "all_reduce": BlockLowering(lambda x, axis, p, q, *how: _gloo.all_reduce(x, axis, p.reduction, *how)),
+    "reduce_scatter": BlockLowering(lambda x, axis, p, q, *how: _gloo.psum_scatter(x, axis, q.dim, *how)),
+    "all_gather": BlockLowering(lambda x, axis, p, q, *how: _gloo.all_gather(x, axis, p.dim, *how)),
+    "all_to_all": BlockLowering(lambda x, axis, p, q, *how: _gloo.all_to_all(x, axis, q.dim, p.dim, *how)),
     "reshare": ReshareLowering(),
 }
 """Of every collective in `instructions.collectives.STEPS`."""
@@ -234,4 +234,4 @@ def exchange_first(
     lowering = LOWERINGS[step.name]
     assert isinstance(lowering, BlockLowering), f"{step.name} sends no blocks"
     source, target = S(0) if step.joins else Placement("P", reduction=reduction), S(0) if step.splits else R
-    return each(lambda x: lowering.run(x, name, source, target, gloo), x)
+    return lowering.run(x, name, source, target, gloo, each)

@@ -99,12 +99,29 @@ class Group:
         return jitted.lower(*map(struct, given))
 
 
-def groups_of(sizes: Sizes, mesh: Mesh) -> list[Group]:
-    """This process's devices, those together whose shards are alike, and the blocks of what they take part in."""
-    alike: dict[Any, list[int]] = {}
-    positions = local_positions(mesh)
+Positions = tuple[tuple[int, ...], ...]
+"""Places of devices in a mesh."""
+
+
+def alike(sizes: Sizes, positions: Sequence[tuple[int, ...]]) -> list[list[int]]:
+    """Numbers of `positions`, those together whose shards are alike, and the blocks of what they take part in."""
+    found: dict[Any, list[int]] = {}
     for number, at in enumerate(positions):
-        alike.setdefault(tuple(_lengths(sizes, c, at) for c in range(len(sizes.shares))), []).append(number)
+        found.setdefault(tuple(_lengths(sizes, c, at) for c in range(len(sizes.shares))), []).append(number)
+    return [*found.values()]
+
+
+def unlike_in_process(sizes: Sizes, mesh: Mesh) -> int | None:
+    """The first process that holds devices of a mesh whose shares are not alike; None where there is none."""
+    places: dict[int, list[tuple[int, ...]]] = {}
+    for at, device in zip(np.ndindex(*mesh.devices.shape), mesh.devices.flat, strict=True):
+        places.setdefault(device.process_index, []).append(at)
+    return next((number for number in sorted(places) if len(alike(sizes, places[number])) > 1), None)
+
+
+def groups_of(sizes: Sizes, mesh: Mesh) -> list[Group]:
+    """This process's devices, those together whose shards are alike."""
+    positions = local_positions(mesh)
     return [
         Group(
             tuple(numbers),
@@ -112,7 +129,7 @@ def groups_of(sizes: Sizes, mesh: Mesh) -> list[Group]:
             tuple(mesh.devices[positions[n]] for n in numbers),
             mesh.devices.shape,
         )
-        for numbers in alike.values()
+        for numbers in alike(sizes, positions)
     ]
 
 

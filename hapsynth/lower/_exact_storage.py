@@ -39,22 +39,36 @@ def parts(x: Any) -> list[Any]:
 
 
 class Shards:
-    """An unevenly stored value: one array of exact shape for each device of this process, in mesh order."""
+    """An unevenly stored value: one array of exact shape for each device of this process, in mesh order.
 
-    __slots__ = ("__weakref__", "arrays")
+    `joined`: where a program of this process's own shapes takes or made it (`ExactStorage.joined`), these as one array.
+    """
 
-    def __init__(self, arrays: Sequence[jax.Array]) -> None:
-        self.arrays = tuple(arrays)
+    __slots__ = ("__weakref__", "_arrays", "joined")
+
+    def __init__(self, arrays: Sequence[jax.Array] = (), joined: jax.Array | None = None) -> None:
+        self._arrays = tuple(arrays)
+        self.joined = joined
+
+    @property
+    def arrays(self) -> tuple[jax.Array, ...]:
+        if not self._arrays:
+            self._arrays = tuple(parts(self.joined))
+        return self._arrays
+
+    @property
+    def _held(self) -> tuple[jax.Array, ...]:
+        return self._arrays if self.joined is None else (self.joined, *self._arrays)
 
     def is_deleted(self) -> bool:
-        return any(x.is_deleted() for x in self.arrays)
+        return any(x.is_deleted() for x in self._held)
 
     def delete(self) -> None:
-        for x in self.arrays:
+        for x in self._held:
             x.delete()
 
     def block_until_ready(self) -> Shards:
-        for x in self.arrays:
+        for x in self._held:
             x.block_until_ready()
         return self
 
@@ -102,6 +116,27 @@ class ExactStorage(Storage):
         with _jax.no_mesh():
             pieces = zip(parts(padded), self.positions, strict=True)
             return Shards([cut_to(x, self.shard_shape(at)) for x, at in pieces])
+
+    def joined_shape(self, coords: Sequence[int]) -> tuple[int, ...]:
+        """The global shape of an array whose shards are all as long as that of the device at `coords`."""
+        shape = list(self.shard_shape(coords))
+        for dim, (_, lengths) in self.cuts.items():
+            shape[dim] *= len(lengths)
+        return tuple(shape)
+
+    def joined(self, stored: Any) -> jax.Array:
+        """What is stored, where this process's shards are alike, as a part of an array whose shards all are so: in the
+        same memory. Other processes think of other arrays."""
+        if self.is_even:
+            return stored
+        if stored.joined is None:
+            shape = self.joined_shape(self.positions[0])
+            stored.joined = jax.make_array_from_single_device_arrays(shape, self.sharding, list(stored.arrays))
+        return stored.joined
+
+    def apart(self, joined: jax.Array) -> Any:
+        """The inverse of `joined`."""
+        return joined if self.is_even else Shards(joined=joined)
 
     def duplicate(self, stored: Any) -> Any:
         if self.is_even:

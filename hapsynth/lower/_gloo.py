@@ -33,6 +33,7 @@ from jax import lax
 from jax.sharding import AbstractMesh, Mesh
 
 from hapsynth.instructions.staging.options import LoweringOptions
+from hapsynth.lower._collective_order import Each, as_it_is
 from hapsynth.lower._ordered_floats import from_ordered, to_ordered
 
 _REDUCE: dict[str, tuple[Any, Any]] = {
@@ -47,59 +48,68 @@ def joins(mesh: Mesh | AbstractMesh) -> bool:
     return isinstance(mesh, Mesh) and mesh.is_multi_process and mesh.devices.flat[0].platform == "cpu"
 
 
-def all_reduce(x: jax.Array, axis: str | tuple[str, ...], reduction: str, gloo: LoweringOptions | None) -> jax.Array:
+def all_reduce(
+    x: jax.Array,
+    axis: str | tuple[str, ...],
+    reduction: str,
+    gloo: LoweringOptions | None,
+    each: Each = as_it_is,
+) -> jax.Array:
     """As JAX's psum, pmax or pmin, by a `reduction` of "sum", "max" or "min", but that a NaN on any device is the
     largest and the smallest. `gloo`: the thresholds where the devices send by gloo (`joins`), else None; what is small
-    is then reduced in one order of the devices."""
+    is then reduced in one order of the devices. `each` runs every one of XLA's collectives, here and below."""
     collective, pair = _REDUCE[reduction]
     n = lax.axis_size(axis)
     if gloo is not None and x.nbytes * n <= gloo.gloo_gathered_bytes:
-        each = lax.all_gather(x, axis)
-        return reduce(pair, [each[i] for i in range(n)])
+        gathered = each(lambda x: lax.all_gather(x, axis), x)
+        return reduce(pair, [gathered[i] for i in range(n)])
     if reduction != "sum" and jnp.issubdtype(x.dtype, jnp.floating):
-        return from_ordered(collective(to_ordered(x, reduction), axis), x.dtype)
-    return collective(x, axis)
+        return from_ordered(each(lambda x: collective(x, axis), to_ordered(x, reduction)), x.dtype)
+    return each(lambda x: collective(x, axis), x)
 
 
-def psum_scatter(x: jax.Array, axis: str, dim: int, gloo: LoweringOptions | None) -> jax.Array:
+def psum_scatter(x: jax.Array, axis: str, dim: int, gloo: LoweringOptions | None, each: Each = as_it_is) -> jax.Array:
     """As JAX's, tiled along `dim`. `gloo`: as for `all_reduce`; every block is then summed in one order of the devices,
     whoever comes first."""
     if gloo is None:
-        return lax.psum_scatter(x, axis, scatter_dimension=dim, tiled=True)
+        return each(lambda x: lax.psum_scatter(x, axis, scatter_dimension=dim, tiled=True), x)
     n = lax.axis_size(axis)
     if x.nbytes < gloo.gloo_ring_bytes * n:
-        blocks = all_to_all(x, axis, dim, dim, gloo)
+        blocks = all_to_all(x, axis, dim, dim, gloo, each)
         return reduce(lax.add, lax.split(blocks, [x.shape[dim] // n] * n, dim))
     me = lax.axis_index(axis)
     part = _block(x, me - 1, n, dim)
     for away in range(2, n + 1):
-        part = _sent_on(part, axis, 1, gloo) + _block(x, me - away, n, dim)
+        part = _sent_on(part, axis, 1, gloo, each) + _block(x, me - away, n, dim)
     return part
 
 
-def all_gather(x: jax.Array, axis: str, dim: int, gloo: LoweringOptions | None) -> jax.Array:
+def all_gather(x: jax.Array, axis: str, dim: int, gloo: LoweringOptions | None, each: Each = as_it_is) -> jax.Array:
     """As JAX's, tiled along `dim`. `gloo`: as for `all_reduce`; of more than two devices each sends to one and receives
     from another."""
     n = lax.axis_size(axis)
     if gloo is None or n != 2 or x.nbytes <= gloo.gloo_segment_bytes:
-        return lax.all_gather(x, axis, axis=dim, tiled=True)
-    each = lax.concatenate([lax.all_gather(part, axis) for part in _segments(x, gloo)], 1).reshape(n, *x.shape)
-    return lax.collapse(lax.transpose(each, [*range(1, dim + 1), 0, *range(dim + 1, x.ndim + 1)]), dim, dim + 2)
+        return each(lambda x: lax.all_gather(x, axis, axis=dim, tiled=True), x)
+    parts = [each(lambda part: lax.all_gather(part, axis), part) for part in _segments(x, gloo)]
+    joined = lax.concatenate(parts, 1).reshape(n, *x.shape)
+    return lax.collapse(lax.transpose(joined, [*range(1, dim + 1), 0, *range(dim + 1, x.ndim + 1)]), dim, dim + 2)
 
 
-def all_to_all(x: jax.Array, axis: str, split: int, concat: int, gloo: LoweringOptions | None) -> jax.Array:
+def all_to_all(
+    x: jax.Array, axis: str, split: int, concat: int, gloo: LoweringOptions | None, each: Each = as_it_is
+) -> jax.Array:
     """As JAX's, tiled. `gloo`: as for `all_reduce`; large blocks then go in rounds, to one device at a time."""
     n = lax.axis_size(axis)
     if gloo is None or x.nbytes <= gloo.gloo_segment_bytes * n:
         # XLA splits the operand again and takes the blocks' producers as they are; where their memory layouts
         # differ its verifier then refuses the program ("operands with different shapes", JAX 0.10.2, CPU).
         x = lax.optimization_barrier(x)
-        return lax.all_to_all(x, axis, split_axis=split, concat_axis=concat, tiled=True)
+        return each(lambda x: lax.all_to_all(x, axis, split_axis=split, concat_axis=concat, tiled=True), x)
     me = lax.axis_index(axis)
     mine = _block(x, me, n, split)
     made = lax.concatenate([mine] * n, concat)
     for away in range(1, n):
-        part = _sent_on(_block(x, me + away, n, split), axis, away, gloo)
+        part = _sent_on(_block(x, me + away, n, split), axis, away, gloo, each)
         made = lax.dynamic_update_slice_in_dim(made, part, (me - away) % n * mine.shape[concat], concat)
     return made
 
@@ -110,14 +120,15 @@ def _block(x: jax.Array, index: jax.Array, n: int, dim: int) -> jax.Array:
     return lax.dynamic_slice_in_dim(x, index % n * length, length, dim)
 
 
-def _sent_on(x: jax.Array, axis: str, away: int, gloo: LoweringOptions) -> jax.Array:
+def _sent_on(x: jax.Array, axis: str, away: int, gloo: LoweringOptions, each: Each) -> jax.Array:
     """What the device that is so many before this one has."""
     n = lax.axis_size(axis)
     onward = [(i, (i + away) % n) for i in range(n)]
+    sent = lambda part: lax.ppermute(part, axis, onward)
     if 2 * away % n:
-        return lax.ppermute(x, axis, onward)
+        return each(sent, x)
     # Two devices send one another.
-    return lax.concatenate([lax.ppermute(part, axis, onward) for part in _segments(x, gloo)], 0).reshape(x.shape)
+    return lax.concatenate([each(sent, part) for part in _segments(x, gloo)], 0).reshape(x.shape)
 
 
 def _segments(x: jax.Array, gloo: LoweringOptions) -> list[jax.Array]:

@@ -47,7 +47,7 @@ class Interpreter:
     def run(self, instructions: Sequence[Instruction], env: Env, here: MeshPosition) -> None:
         """Run local instructions in order on exact shards, adding their results to `env`."""
         for i in instructions:
-            due = [self._shape(p, here) for p in writes(self.graph, i)]
+            due = [self.shape(p, here) for p in writes(self.graph, i)]
             dtypes = [self.graph.values[v].dtype for v, _ in writes(self.graph, i)]
             if due and not any(map(prod, due)) and not any(map(is_extended, dtypes)):
                 # Nothing to compute; XLA's CPU compiler of JAX 0.11.2 dies of reducing a dynamic slice of nothing.
@@ -60,7 +60,8 @@ class Interpreter:
                 if here.padded and not self.sizes.is_even(v, layout):
                     self.loose.add((v, layout))
 
-    def _shape(self, p: Property, here: MeshPosition) -> tuple[int, ...]:
+    def shape(self, p: Property, here: MeshPosition) -> tuple[int, ...]:
+        """Of a property's tensor on the devices there."""
         return self.sizes.padded_shape(*p) if here.padded else self.sizes.local_shape(*p, here.coords)
 
     def _local_step(self, i: Convert, env: Env, here: MeshPosition) -> list[Any]:
@@ -103,7 +104,7 @@ class Interpreter:
         given = dict(zip((position for position, _ in op.value_operands), reads(graph, i)))
         operands = [o.value if isinstance(o, Literal) else env[given[n]] for n, o in enumerate(op.operands)]
         shapes = tuple(
-            o.shape if isinstance(o, Literal) else self._shape(given[n], here) for n, o in enumerate(op.operands)
+            o.shape if isinstance(o, Literal) else self.shape(given[n], here) for n, o in enumerate(op.operands)
         )
         cuts: dict[int, Cut] = {}
         for factor, (node, *_) in cut_nodes(graph, i.op, factors, i.triples):
@@ -118,7 +119,7 @@ class Interpreter:
             factors=factors,
             triples=ruled(i.triples),
             shapes=shapes,
-            result_shapes=tuple(self._shape(p, here) for p in writes(graph, i)),
+            result_shapes=tuple(self.shape(p, here) for p in writes(graph, i)),
             cuts=cuts,
             axis_index=lambda axis: here.index[axis],
             platform=self.platform,

@@ -19,6 +19,7 @@ from hapsynth.instructions.rules.factor_table import FactorTable
 from hapsynth.instructions.staging.options import DEFAULT, LoweringOptions
 from hapsynth.instructions.staging.stages import Step, split
 from hapsynth.lower import _gloo
+from hapsynth.lower._collective_order import Each, as_it_is
 from hapsynth.lower._interpreter import Interpreter
 from hapsynth.lower._pinned import OPTIONS, is_pinned
 from hapsynth.lower._storage import Storage
@@ -76,9 +77,10 @@ class LoweredProgram(ABC):
         """The thresholds of what its devices send to one another by gloo; None where they don't."""
         return self.options if _gloo.joins(self.mesh) else None
 
-    def uniform(self, decision: Any) -> Any:
-        """A decision that unlike devices may have rounded apart, the same on all: the largest."""
-        largest = _gloo.all_reduce(decision.astype(jnp.int32), self.mesh.axis_names, "max", self.gloo)
+    def uniform(self, decision: Any, each: Each = as_it_is) -> Any:
+        """A decision that unlike devices may have rounded apart, the same on all: the largest. `each` runs one of XLA's
+        collectives."""
+        largest = _gloo.all_reduce(decision.astype(jnp.int32), self.mesh.axis_names, "max", self.gloo, each)
         return largest.astype(decision.dtype)
 
     @cached_property
@@ -90,6 +92,11 @@ class LoweredProgram(ABC):
     def is_pinned(self) -> bool:
         """Whether its collectives are to keep their order whatever device it is compiled for."""
         return is_pinned(self.local.platform)
+
+    @property
+    def flat(self) -> bool:
+        """Whether what is sent is of one dimension: of several, programs that differ may have other memory layouts."""
+        return self.is_pinned
 
     @property
     def communicating_options(self) -> dict[str, str | bool]:

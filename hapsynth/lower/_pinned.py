@@ -14,6 +14,10 @@ collectives on a V100 than on an H100, and unlike cards would wait for each othe
   with another program would wait for one another.
 
 Found by compiling for P4, V100, A100 and H100 with JAX 0.10.2 and 0.12; `hapsynth compile` tells whether it holds.
+
+Where the programs themselves differ between processes (fused form), XLA knows other things of each: that a result is
+of no use to whom it leaves no rows, that what is sent is a constant, or the same in all trips of a loop. There what
+orders collectives is a number that each makes and the next waits for, and the program returns the last (`Chain`).
 """
 
 from __future__ import annotations
@@ -24,6 +28,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from hapsynth._jax import gpus_schedule_around_barriers, is_extended
@@ -82,3 +87,42 @@ class PinnedOrder(Order):
             return self.after
         first = lax.slice(self.after, (0,) * self.after.ndim, (1,) * self.after.ndim)
         return (first != 0).astype(jnp.int32).reshape(())
+
+
+class Chain(Order):
+    """Where tracing stands in a program that other processes have with other shapes: a token that an element of every
+    result goes into, so that none is without use. `names`: of the mesh axes.
+
+    With `by_data` what is sent depends on the token, where XLA drops barriers before it schedules: on CPUs, where it
+    also runs in any order what only they order, and on GPUs from some version on. Else barriers tie it to the result before, whose element goes into the token beside it: no
+    kernel stands between two collectives, and no more than two results wait.
+    """
+
+    def __init__(self, names: tuple[str, ...], by_data: bool) -> None:
+        super().__init__()
+        self.by_data = by_data
+        # Zero, as no mesh has so many devices; XLA does not know it.
+        self.start(lax.axis_index(names) & np.int32(1 << 30))
+
+    def start(self, token: Any) -> None:
+        self.after = self.previous = token
+
+    def collective(self, run: Callable[[Any], Any], x: Any, whole: bool = False) -> Any:
+        return run(x)
+
+    def each(self, run: Callable[[Any], Any], x: Any) -> Any:
+        if self.by_data:
+            x = lax.optimization_barrier(self.wait(x))
+        else:
+            x, self.previous, self.after = lax.optimization_barrier((x, self.previous, self.after))
+            self.after = self.token()
+        made = lax.optimization_barrier(run(x))
+        self.previous = jax.random.key_data(made) if is_extended(made.dtype) else made
+        if self.by_data:
+            self.after = self.token()
+        return made
+
+    def token(self) -> Any:
+        x = self.previous
+        first = lax.slice(x, (0,) * x.ndim, tuple(min(1, n) for n in x.shape))
+        return self.after | (jnp.any(first != 0).astype(jnp.int32) & 2)

@@ -206,7 +206,8 @@ class Staged(LoweredProgram):
             decided = [s for s in steps if isinstance(s, HostDecision)]
             moved = [s for s in steps if not isinstance(s, HostDecision)]
             structs = list(map(self._sent_of, moved))
-            made = bundles(moved, structs, self.local.platform, self.options, planned=self.overlap)
+            how = {"flat": self.flat, "planned": self.overlap}
+            made = bundles(moved, structs, self.local.platform, self.options, **how)
             self._wires[steps] = [*decided, *made]
         return self._wires[steps]
 
@@ -368,7 +369,8 @@ class Staged(LoweredProgram):
             each = pinned_order().each if self.is_pinned else as_it_is
             for wire, x in zip(wires, arrays, strict=True):
                 decides = isinstance(wire, HostDecision)
-                out.append(each(self.uniform, x) if decides else wire.exchange(self.sizes, names, x, self.gloo, each))
+                exchanged = self.uniform(x, each) if decides else wire.exchange(self.sizes, names, x, self.gloo, each)
+                out.append(exchanged)
             return out
 
         spec = self.everyone.spec

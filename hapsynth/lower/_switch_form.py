@@ -30,7 +30,7 @@ from hapsynth.lower._control_flow import Env, Run, run_cond, run_loop
 from hapsynth.lower._lowered_form import LoweredProgram
 from hapsynth.lower._mesh_position import MeshPosition
 from hapsynth.lower._pinned import pinned_order
-from hapsynth.lower._storage import cut_to, own_mesh, pad_to, with_weak_type
+from hapsynth.lower._storage import Storage, cut_to, own_mesh, pad_to, with_weak_type
 
 
 class Lowered(LoweredProgram):
@@ -38,6 +38,8 @@ class Lowered(LoweredProgram):
 
     compiled: Any = None
     switches: ClassVar[bool] = True
+    sinks: ClassVar[int] = 0
+    """How many more results it has, which keep collectives alive."""
 
     def __call__(self, stored: Sequence[jax.Array]) -> list[jax.Array]:
         """Run on the stored inputs; the stored outputs. Arguments that are `donated` are consumed."""
@@ -59,7 +61,11 @@ class Lowered(LoweredProgram):
     def lower(self) -> Any:
         """JAX's `Lowered` of the function: `.as_text()`, `.compile()`."""
         with _jax.on_mesh(self.mesh):
-            return self.function.lower(*(s.struct() for s in (*self.inputs, *self.constants)))
+            return self.function.lower(*map(self.struct, (*self.inputs, *self.constants)))
+
+    def struct(self, storage: Storage) -> jax.ShapeDtypeStruct:
+        """A stored array as the function takes it."""
+        return storage.struct()
 
     @cached_property
     def function(self) -> Any:
@@ -75,14 +81,17 @@ class Lowered(LoweredProgram):
                     assert isinstance(operand, Literal)
                     out.append(jnp.asarray(operand.value))
                 else:
-                    out.append(with_weak_type(next(made), storage.dtype, storage.weak_type))
-            return out
+                    out.append(with_weak_type(next(made), storage.dtype, self.struct(storage).weak_type))
+            return [*out, *made]
 
         everywhere = jax.sharding.NamedSharding(self.mesh, PartitionSpec())
         return jax.jit(
             hapsynth_plan,
             in_shardings=tuple(s.sharding for s in sources),
-            out_shardings=[everywhere if s is None else s.sharding for s in self.outputs],
+            out_shardings=[
+                *(everywhere if s is None else s.sharding for s in self.outputs),
+                *[everywhere] * self.sinks,
+            ],
             donate_argnums=tuple(i for i, donated in enumerate(self.donated) if donated),
             keep_unused=True,
             compiler_options=self.communicating_options,
@@ -90,12 +99,12 @@ class Lowered(LoweredProgram):
 
     @property
     def on_mesh(self) -> Callable[..., tuple[Any, ...]]:
-        """The function of stored inputs, then constants, to those stored outputs that are no literals."""
+        """The function of stored inputs, then constants, to those stored outputs that are no literals, then `sinks`."""
         return jax.shard_map(
             self._body,
             mesh=self.mesh,
             in_specs=tuple(s.spec for s in (*self.inputs, *self.constants)),
-            out_specs=tuple(s.spec for s in self.outputs if s is not None),
+            out_specs=(*(s.spec for s in self.outputs if s is not None), *[PartitionSpec()] * self.sinks),
             check_vma=False,
         )
 
@@ -104,18 +113,28 @@ class Lowered(LoweredProgram):
         return self.at([lax.axis_index(name) for name, _ in self.program.axes], stored)
 
     def at(self, index: Sequence[Any], stored: Sequence[Any]) -> tuple[Any, ...]:
-        """What the device at a traced position along each mesh axis runs: its stored outputs that are no literals."""
-        lengths = tuple(size for _, size in self.program.axes)
-        everyone = MeshPosition(lengths, tuple(np.ndindex(*lengths)), tuple(index), padded=True)
+        """What the device at a traced position along each mesh axis runs: its stored outputs that are no literals, then
+        `sinks`."""
+        here, order = self._here(index), self._order()
         env: Env = dict(zip(((v, self.program.inputs[v]) for v in self.graph.sources), stored, strict=True))
-        self._steps(self.steps, env, everyone, pinned_order() if self.is_pinned else Order(self._ordered))
+        self._steps(self.steps, env, here, order)
         outputs = zip(self.graph.outputs, self.program.outputs)
-        return tuple(
-            self._left(v, layout, env, everyone) for v, layout in outputs if isinstance(v, int) and layout is not None
-        )
+        left = [self._left(v, layout, env, here) for v, layout in outputs if isinstance(v, int) and layout is not None]
+        return *left, *[order.token() for _ in range(self.sinks)]
+
+    def _here(self, index: Sequence[Any]) -> MeshPosition:
+        """The devices that run it, of which one is at a traced position along each mesh axis."""
+        lengths = tuple(size for _, size in self.program.axes)
+        return MeshPosition(lengths, tuple(np.ndindex(*lengths)), tuple(index), padded=True)
+
+    def _order(self) -> Order:
+        """What keeps the collectives in order."""
+        return pinned_order() if self.is_pinned else Order(self._ordered)
 
     def _left(self, value: int, layout: Layout, env: Env, here: MeshPosition) -> Any:
         """An output: what was computed of padding, which may be no number, doesn't leave."""
+        if not here.padded:
+            return env[value, layout]
         producer = self.graph.producer.get(value)
         of_loop = producer is not None and isinstance(self.graph.ops[producer].primitive, Boundary)
         x = env[value, layout]
@@ -126,28 +145,28 @@ class Lowered(LoweredProgram):
         """Whether a loop or a branch communicates, so that XLA alone would not keep the collectives in order."""
         return any(region_communicates(self.graph, step) for step in self.steps)
 
-    def _steps(self, steps: Sequence[Step], env: Env, everyone: MeshPosition, order: Order) -> None:
+    def _steps(self, steps: Sequence[Step], env: Env, here: MeshPosition, order: Order) -> None:
         """Run the steps of a region, adding what they make to `env`."""
-        inside: Run = lambda steps, env: self._steps(steps, env, everyone, order)
+        inside: Run = lambda steps, env: self._steps(steps, env, here, order)
 
         def uniform(decision: Any) -> Any:
-            return order.collective(lambda x: order.each(self.uniform, x), decision)
+            return order.collective(lambda x: self.uniform(x, order.each), decision)
 
         for step in joined(self.graph, steps):
             if isinstance(step, list):
-                self._communicate(step, env, everyone, order)
+                self._communicate(step, env, here, order)
             elif isinstance(step, Convert):
-                shape, dtype = self.sizes.padded_shape(step.value, step.target), env[step.value, step.source].dtype
-                env[step.value, step.target] = jnp.zeros(shape, dtype)
+                shape = self.local.shape((step.value, step.target), here)
+                env[step.value, step.target] = jnp.zeros(shape, env[step.value, step.source].dtype)
             elif isinstance(step, Loop):
                 run_loop(self.graph, uniform, step, env, inside, order)
             elif isinstance(step, Cond):
                 run_cond(self.graph, uniform, step, env, inside, order)
             else:
-                self.local.run(step.before, env, everyone)
+                self.local.run(step.before, env, here)
                 if step.switch:
-                    self._switch(step, env, everyone)
-                self.local.run(step.after, env, everyone)
+                    self._switch(step, env, here)
+                self.local.run(step.after, env, here)
 
     def _communicate(self, steps: Sequence[Convert], env: Env, here: MeshPosition, order: Order) -> None:
         """Run collectives that don't depend on one another."""
@@ -156,13 +175,13 @@ class Lowered(LoweredProgram):
         sent: list[Any] = []
         for step in steps:
             with scope(step):
-                x = env[step.value, step.source]
+                x = pad_to(env[step.value, step.source], self.sizes.padded_shape(step.value, step.source))
                 if (step.value, step.target) in env:
                     # Gathered again so that the first copy need not live: XLA must not merge the two.
                     x = lax.optimization_barrier(x)
                 sent.append(send(self.sizes, step, x, here))
         arrays = dict(zip(steps, sent, strict=True))
-        for bundle in bundles(steps, sent, self.local.platform, self.options):
+        for bundle in bundles(steps, sent, self.local.platform, self.options, flat=self.flat):
             with scope(bundle.steps[0]):
                 packed = bundle.pack([arrays[s] for s in bundle.steps], lengths)
                 run = partial(self._exchange, bundle, order.each)
@@ -172,6 +191,7 @@ class Lowered(LoweredProgram):
                 received = bundle.receive(self.sizes, made, lengths, here, self.most_indexed)
             for step, x in zip(bundle.steps, received, strict=True):
                 with scope(step):
+                    x = cut_to(x, self.local.shape((step.value, step.target), here))
                     env[step.value, step.target] = self.local.named((step.value, step.target), x)
                     if (step.value, step.source) in self.local.loose:
                         # Along another axis it may still be padded.

@@ -19,9 +19,9 @@ from hapsynth.instructions.layout import format_layout
 from hapsynth.instructions.program.program import Program
 from hapsynth.instructions.program.sizes import Sizes
 from hapsynth.instructions.rules.factor_table import FactorTable
-from hapsynth.lower import Lowered, Staged, lower, lower_staged, own_mesh
+from hapsynth.lower import Lowered, Staged, lower, lower_fused, lower_staged, own_mesh
 from hapsynth.running.arguments import Arguments
-from hapsynth.running.form import Chosen, Form, check_form, chosen_form, no_overlap, only_staged
+from hapsynth.running.form import Chosen, Form, check_form, chosen_form, no_overlap, not_fused, only_exact
 from hapsynth.search.cost.model import CostModel
 from hapsynth.search.result import Result
 from hapsynth.search.scheduling.list_schedule import in_scheduled_order
@@ -68,9 +68,11 @@ class Planned(ABC):
         self._forms: dict[bool, Lowered | Staged] = {}
         """The compiled form by whether it consumes carried state."""
         self.arguments = Arguments(traced)
-        too_large = only_staged(traced.graph, result, cluster) if form == "switch" else ""
+        too_large = only_exact(traced.graph, result, cluster) if form == "switch" else ""
         if too_large:
             raise ValueError(f"form is 'switch', but {too_large}; give 'auto' or 'staged'")
+        if form == "fused" and self.mesh is not None and (why := not_fused(result.sizes, self.mesh)):
+            raise ValueError(f"form is 'fused', but {why}")
         elsewhere = cluster.measured_elsewhere(platform.node(), jax.__version__)
         if mesh is not None and elsewhere:
             warn_user(elsewhere, ClusterWarning)
@@ -131,7 +133,7 @@ class Planned(ABC):
     def memory(self) -> tuple[float, ...]:
         """Predicted peak bytes of each device of the cluster, in mesh order; 0 for one that is left out.
 
-        `result.exact`: in staged form, each device's own shards; else in switch form, which pads them.
+        `result.exact`: in staged and fused form, each device's own shards; else in switch form, which pads them.
         """
         return self.result.memory_bytes
 
@@ -234,6 +236,8 @@ class Planned(ABC):
         options = self.result.lowering
         if self.form == "switch":
             return lower(graph, program, sizes, mesh, donate=donate, options=options)
+        if self.form == "fused":
+            return lower_fused(graph, program, sizes, mesh, donate=donate, options=options)
         return lower_staged(graph, program, sizes, mesh, donate=donate, options=options, overlap=self.overlap)
 
     @property
@@ -250,8 +254,19 @@ class Planned(ABC):
     def _form(self) -> tuple[Chosen, str]:
         if self._asked != "auto":
             return self._asked, "it was asked for"
-        needed = only_staged(self.traced.graph, self.result, self.cluster)
+        needed = only_exact(self.traced.graph, self.result, self.cluster)
         return chosen_form(self.traced.graph, self.result, self.mesh, needed)
+
+    @property
+    def may_run_staged(self) -> bool:
+        """Whether it is in fused form as that fits, and not as it was asked for."""
+        return self.form == "fused" and self._asked == "auto"
+
+    def run_staged(self, reason: str) -> None:
+        """From now on in staged form, which stores what the fused form does. In a run of several processes all must
+        call."""
+        self._form = "staged", reason
+        self._forms.clear()
 
     @property
     def overlap(self) -> bool:

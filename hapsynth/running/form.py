@@ -12,29 +12,52 @@ from hapsynth._quantities import nbytes
 from hapsynth.cluster.cluster import Cluster
 from hapsynth.graph.ir import Graph
 from hapsynth.instructions.program.program import Convert
+from hapsynth.instructions.program.sizes import Sizes
 from hapsynth.instructions.rules.factor_table import FactorTable
+from hapsynth.lower import is_pinned, unlike_in_process
 from hapsynth.search.cost.model import CostModel
 from hapsynth.search.memory.profile import peak
 from hapsynth.search.result import Result
 
-Chosen = Literal["switch", "staged"]
-Form = Literal["auto", "switch", "staged"]
-"""How a program runs: as one compiled function, as stages that each process compiles for its own shards, or as fits."""
+Chosen = Literal["switch", "staged", "fused"]
+Form = Literal["auto", "switch", "staged", "fused"]
+"""How a program runs: as one compiled function for all, as stages that each process compiles for its own shards, as one
+function that each compiles for its own, or as fits."""
 
 
 def check_form(form: Any) -> None:
     """ValueError for an unknown form."""
     if form not in get_args(Form):
-        raise ValueError(f"form is {form!r}; give 'auto', 'switch' or 'staged'")
+        raise ValueError(f"form is {form!r}; give 'auto', 'switch', 'staged' or 'fused'")
 
 
-def chosen_form(graph: Graph, result: Result, mesh: Mesh | None, only_staged: str) -> tuple[Chosen, str]:
-    """The form that "auto" chooses, and why. `only_staged`: as the function says."""
-    if only_staged:
-        return "staged", only_staged
+def holds_exact(form: Form) -> bool:
+    """Whether a form that is asked for stores shards at their exact size."""
+    return form in ("staged", "fused")
+
+
+def not_fused(sizes: Sizes, mesh: Mesh) -> str:
+    """Why a plan can't run in fused form on a mesh, and the way out; empty where it can."""
+    process = unlike_in_process(sizes, mesh)
+    if process is None:
+        return ""
+    return (
+        f"process {process} holds devices of unlike shares, which have no program in common: start a process for each "
+        "kind of device (hapsynth launch), or give form='switch', or 'staged'"
+    )
+
+
+def chosen_form(graph: Graph, result: Result, mesh: Mesh | None, only_exact: str) -> tuple[Chosen, str]:
+    """The form that "auto" chooses, and why. `only_exact`: as the function says."""
+    uneven = any(len(set(shares)) > 1 for shares in result.sizes.shares)
+    on_gpus = mesh is not None and mesh.is_multi_process and is_pinned(mesh.devices.flat[0].platform)
+    if on_gpus and uneven and not not_fused(result.sizes, mesh):
+        return "fused", "shards are uneven among processes with GPUs: each compiles a program of its own exact sizes"
+    if only_exact:
+        return "staged", only_exact
     if mesh is None:
         return "switch", "the plan was made without its devices"
-    if all(len(set(shares)) == 1 for shares in result.sizes.shares):
+    if not uneven:
         return "switch", "all shards are alike, so one program is exact on every device"
     if not mesh.is_multi_process:
         return "switch", "one process holds all devices"
@@ -49,7 +72,7 @@ def no_overlap(form: Form, mesh: Mesh | None) -> str:
     if mesh is not None and not mesh.is_multi_process:
         why = "one process holds all devices, where collectives are copies in memory"
         return f"{why}: start a process for each (hapsynth launch)"
-    if form == "switch":
+    if form in ("switch", "fused"):
         return "the plan runs as one program, in which XLA orders collectives: give form='staged'"
     if mesh is None:
         return ""
@@ -71,8 +94,8 @@ def _sends_in_loops(graph: Graph, result: Result) -> bool:
     return any(graph.runs[i.region] > 1 for i in sent)
 
 
-def only_staged(graph: Graph, result: Result, cluster: Cluster) -> str:
-    """Why a plan fits in staged form alone; empty where padded shards fit too."""
+def only_exact(graph: Graph, result: Result, cluster: Cluster) -> str:
+    """Why a plan fits with shards at their exact size alone; empty where padded shards fit too."""
     if not result.exact:
         return ""
     used = tuple(range(cluster.n)) if result.devices is None else result.devices

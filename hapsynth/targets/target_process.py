@@ -6,7 +6,7 @@ import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -20,11 +20,11 @@ from hapsynth.cluster.cluster import Cluster
 from hapsynth.cluster.compiler_target import CompilerTarget
 from hapsynth.cluster.device_kinds import DeviceKind, known_kinds
 from hapsynth.graph.trace import Traced
-from hapsynth.hlo.collectives import collectives_of
+from hapsynth.hlo.collectives import collectives_of, first_difference
 from hapsynth.hlo.replay import Replay, replay
 from hapsynth.instructions.rules.factor_table import FactorTable
-from hapsynth.lower import Lowered, Staged, lower, lower_staged, own_mesh
-from hapsynth.running.form import Chosen, Form, chosen_form, only_staged
+from hapsynth.lower import Lowered, Staged, alike, lower, lower_fused, lower_staged, own_mesh
+from hapsynth.running.form import Chosen, Form, chosen_form, only_exact
 from hapsynth.running.plan_file import read_plan
 from hapsynth.search.cost.model import CostModel
 from hapsynth.search.memory.profile import SMALL, held_pinned
@@ -57,7 +57,7 @@ def compile_in_this_process(
     began = time.perf_counter()
     chosen = plan.form(form)
     try:
-        compiled = plan.switch() if chosen == "switch" else plan.staged()
+        compiled = {"switch": plan.switch, "staged": plan.staged, "fused": plan.fused}[chosen]()
     except Exception as error:  # whatever JAX, XLA or ptxas raises for a program or a card
         text = " ".join(re.sub(r"\n-{5,}.*", "", str(error), flags=re.DOTALL).split())
         return CompiledTarget(target.kind, chosen, f"{type(error).__name__}: {text[:_LONGEST]}")
@@ -106,15 +106,15 @@ class _Saved:
     @property
     def own(self) -> list[int]:
         """Of `used` those of this kind, by their places in it; all where there are none."""
-        alike = [i for i, d in enumerate(self.used) if self.cluster.devices[d].name == self.target.kind]
-        return alike or [*range(len(self.used))]
+        of_kind = [i for i, d in enumerate(self.used) if self.cluster.devices[d].name == self.target.kind]
+        return of_kind or [*range(len(self.used))]
 
     def held(self, form: Chosen, *, without_triton: bool) -> float:
         """Predicted bytes of the device of this kind that holds most. Staged: as the plan has them, and a workspace."""
         if form == "staged":
             workspace = self._library(without_triton).workspace
             return max(self.result.memory_bytes[self.used[i]] for i in self.own) + workspace + SMALL
-        costs, program, sizes = self._costs(exact=False), self.result.program, self.result.sizes
+        costs, program, sizes = self._costs(exact=form == "fused"), self.result.program, self.result.sizes
         return held_pinned(program, sizes, costs, self.own[0], self._library(without_triton))
 
     def _library(self, without_triton: bool) -> Library:
@@ -133,7 +133,7 @@ class _Saved:
     def form(self, asked: Form) -> Chosen:
         if asked != "auto":
             return asked
-        needed = only_staged(self.traced.graph, self.result, self.cluster)
+        needed = only_exact(self.traced.graph, self.result, self.cluster)
         mesh = own_mesh(self.mesh(processes=True), self.result.program.axes)
         return chosen_form(self.traced.graph, self.result, mesh, needed)[0]
 
@@ -144,6 +144,26 @@ class _Saved:
         compiled, without = compiled_of(lowered.lower())
         text = compiled.as_text()
         return _Compiled(_peak(compiled), [text], [text], without, branches_of(lowered.steps, self.own[0]))
+
+    def fused(self) -> _Compiled:
+        """The programs of the devices of this kind, one for each share that they have; the largest peak. Raises
+        RuntimeError where these have unlike collectives."""
+        places = [*np.ndindex(*(size for _, size in self.result.program.axes))]
+        own = [places[i] for i in self.own]
+        peaks, texts, without = list[int](), list[str](), False
+        for numbers in alike(self.result.sizes, own):
+            of_these = partial(lower_fused, own=tuple(own[n] for n in numbers))
+            compiled, each = compiled_of(self._lowered(of_these, processes=True).lower())
+            peaks.append(_peak(compiled))
+            texts.append(compiled.as_text())
+            without |= each
+        if (different := first_difference([collectives_of(text) for text in texts])) is not None:
+            number, said = different
+            each_of = "; ".join(dict.fromkeys(said))
+            raise RuntimeError(
+                f"devices of this kind have unlike shares and another collective {number + 1}: {each_of}"
+            )
+        return _Compiled(max(peaks), texts[:1], texts[:1], without)
 
     def staged(self) -> _Compiled:
         """The stages of a device of this kind, and the collective stages, in order; the peak of the largest."""

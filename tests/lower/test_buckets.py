@@ -68,7 +68,7 @@ def test_a_bundle_gives_what_each_alone_gives(kind: str, gloo: LoweringOptions |
     arrays = [rng.integers(-9, 9, (4, *s.shape)).astype(np.float32) for s in sent]
     (one,) = bundles(steps, sent, "cpu", DEFAULT)
     alone = bundles(steps, sent, "tpu", DEFAULT)
-    (flat,) = bundles(steps, sent, "gpu", DEFAULT)
+    (flat,) = bundles(steps, sent, "gpu", DEFAULT, flat=True)
     assert (len(one.steps), len(alone), len(flat.steps)) == (len(steps), len(steps), len(steps))
     each_flat = [Bundle((step,), (struct,), flat=True) for step, struct in zip(steps, sent, strict=True)]
     for pinned in ([flat], each_flat):

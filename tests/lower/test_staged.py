@@ -283,13 +283,13 @@ def test_the_form_and_its_reason() -> None:
     assert (plan.form, in_form(plan, "auto").form) == ("staged", "switch")
     assert "asked" in plan.form_reason
     assert "one process" in in_form(plan, "auto").form_reason
-    with pytest.raises(ValueError, match="'auto', 'switch' or 'staged'"):
-        in_form(plan, "fused")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="'auto', 'switch', 'staged' or 'fused'"):
+        in_form(plan, "whole")  # type: ignore[arg-type]
 
 
 def test_the_form_among_processes() -> None:
     """Stages, but where a loop would start them in every trip."""
-    among: Any = SimpleNamespace(is_multi_process=True)
+    among: Any = SimpleNamespace(is_multi_process=True, devices=np.array(jax.devices()))
     chosen = lambda plan: chosen_form(plan.traced.graph, plan.result, among, "")
     assert chosen(cut_step("3:1"))[0] == "staged"
 

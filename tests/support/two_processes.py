@@ -7,19 +7,22 @@ import os
 import subprocess
 import sys
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 from hapsynth.rendezvous.address import COORDINATOR, free_ports
 
 ROOT = Path(__file__).parents[2]
 
 
-def run_two(code: str, arguments: Callable[[str, int], list[str]]) -> list[str]:
+def run_two(
+    code: str, arguments: Callable[[str, int], list[str]], environment: Mapping[str, str] = MappingProxyType({})
+) -> list[str]:
     """The output of each, which ran `code` with `arguments(coordinator, number)`; both have to end well."""
     address = f"localhost:{free_ports(2)[0]}"
-    paths = os.pathsep.join([str(ROOT), str(ROOT / "tests" / "support")])
-    env = {**os.environ, "JAX_PLATFORMS": "cpu", COORDINATOR: address, "PYTHONPATH": paths}
+    paths = os.pathsep.join([str(ROOT), str(ROOT / "tests" / "support"), str(ROOT / "tests")])
+    env = {**os.environ, "JAX_PLATFORMS": "cpu", COORDINATOR: address, "PYTHONPATH": paths, **environment}
     run = [sys.executable, "-c", textwrap.dedent(code)]
     processes: list[subprocess.Popen[str]] = []
     try:

@@ -3,6 +3,7 @@
 import json
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from importlib import metadata, util
 from pathlib import Path
@@ -11,6 +12,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from fused_cases import APART, CASES, arguments
+from slow_devices import thin_cluster
 
 import hapsynth
 from hapsynth.cli.main import main
@@ -128,7 +131,7 @@ def test_without_tiles_contractions_are_cublas() -> None:
 
 
 @needs_wheels
-@pytest.mark.parametrize("form", ["switch", "staged"])
+@pytest.mark.parametrize("form", ["switch", "staged", "fused"])
 def test_compiled_for_two_cards(form: Any) -> None:
     found = planned().compile_for(CARDS, form=form)
     assert [(t.target, t.form, t.error) for t in found] == [(card, form, "") for card in CARDS]
@@ -141,6 +144,21 @@ def test_compiled_for_two_cards(form: Any) -> None:
         assert t.replay.seconds == pytest.approx(t.replay.computing_s + t.replay.exposed_s)
         assert t.replay.sending_s > 0
         assert form == "switch" or t.replay.hidden == 0.0
+
+
+@needs_wheels
+@pytest.mark.parametrize("name", ["combined as independent", "a while loop"])
+def test_each_card_has_a_program_of_its_own_shares(name: str) -> None:
+    """The second has no rows: what the first sums is a constant there, and of no use."""
+    case, cluster = CASES[name], thin_cluster((1000.0,) * 2, bandwidth=1e8)
+    kinds = tuple(replace(kind, name=card) for kind, card in zip(cluster.devices, CARDS, strict=True))
+    options: dict[str, Any] = {"ratios": {"[1].0": (1.0, 0.0)}, "fixed": {"[0]": case.weights, "[1]": "S(0)"}}
+    on = replace(cluster, devices=kinds)
+    plan = hapsynth.synthesize(case.fn, arguments(), on, leave_out=False, form="fused", lowering=APART, **options)
+    first, second = plan.compile_for(CARDS, form="fused")
+    assert (first.error, second.error) == ("", "")
+    assert len(first.collectives) >= sum(plan.program.collectives().values()) > 1
+    assert not collectives_differ([first, second])
 
 
 @needs_wheels

@@ -1,0 +1,107 @@
+"""The fused form: each process lowers the whole program on the exact shapes of its own devices, all with the same
+collectives on the same wires (DESIGN D2)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, ClassVar
+
+import jax
+from jax.sharding import Mesh
+
+from hapsynth import _jax
+from hapsynth.graph.ir import Graph
+from hapsynth.instructions.program.program import Program
+from hapsynth.instructions.program.sizes import Sizes
+from hapsynth.instructions.staging.options import DEFAULT, LoweringOptions
+from hapsynth.instructions.staging.stages import Stage
+from hapsynth.lower._collective_order import Order
+from hapsynth.lower._control_flow import Env
+from hapsynth.lower._device_groups import Positions, alike
+from hapsynth.lower._exact_storage import ExactStorage, Shards, local_positions
+from hapsynth.lower._mesh_position import MeshPosition
+from hapsynth.lower._pinned import Chain
+from hapsynth.lower._storage import Storage, own_mesh
+from hapsynth.lower._switch_form import Lowered
+
+
+@dataclass(eq=False)
+class Fused(Lowered):
+    """A program as one compiled function for devices whose shares are alike, those of this process: their shards at
+    their exact size, as if all devices of the mesh had such. Uneven values are stored as `Shards`.
+
+    JAX and XLA are told of arrays whose every shard is as long as this process's. Nothing compares that with what other
+    processes say: what must be the same in all are the collectives, which are padded to the largest shard.
+    `own`: the places of the devices in the mesh, where they are not this process's.
+    """
+
+    own: Positions = ()
+
+    storage = ExactStorage
+    switches: ClassVar[bool] = False
+    sinks: ClassVar[int] = 1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.own = self.own or tuple(local_positions(self.mesh))
+        assert len(alike(self.sizes, self.own)) == 1, "devices of unlike shares have no program in common"
+
+    def __call__(self, stored: Sequence[Any]) -> list[Any]:
+        kept = zip((*self.inputs, *self.constants), (*stored, *self.placed_constants), strict=True)
+        with _jax.on_mesh(self.mesh):
+            made = (self.compiled or self.function)(*(_exact(storage).joined(x) for storage, x in kept))
+        for x, donated in zip(stored, self.donated, strict=True):
+            if donated and isinstance(x, Shards):
+                # What was consumed is the joined array.
+                x.delete()
+        return [x if storage is None else _exact(storage).apart(x) for storage, x in zip(self.outputs, made)]
+
+    def prepare(self) -> str:
+        super().prepare()
+        # The programs differ, and only the collectives are compared.
+        return "fused"
+
+    def struct(self, storage: Storage) -> jax.ShapeDtypeStruct:
+        shape = _exact(storage).joined_shape(self.own[0])
+        weak = storage.weak_type and storage.is_even
+        return jax.ShapeDtypeStruct(shape, storage.dtype, sharding=storage.sharding, weak_type=weak)
+
+    @property
+    def flat(self) -> bool:
+        return True
+
+    @cached_property
+    def _names(self) -> tuple[str, ...]:
+        return tuple(name for name, _ in self.program.axes)
+
+    def _here(self, index: Sequence[Any]) -> MeshPosition:
+        return MeshPosition(tuple(size for _, size in self.program.axes), self.own, tuple(index))
+
+    def _order(self) -> Order:
+        by_barriers = self.is_pinned and _jax.gpus_schedule_around_barriers()
+        return Chain(self._names, by_data=not by_barriers)
+
+    def _switch(self, stage: Stage, env: Env, here: MeshPosition) -> None:
+        self.local.run(stage.switch, env, here)
+
+
+def lower_fused(
+    graph: Graph,
+    program: Program,
+    sizes: Sizes,
+    mesh: Mesh,
+    *,
+    donate: bool = True,
+    options: LoweringOptions = DEFAULT,
+    own: Positions = (),
+) -> Fused:
+    """Lower a checked program for this process's devices of `mesh`, or for those at `own`, whose shares are alike
+    (`alike`), as `lower` does."""
+    return Fused(graph, program, sizes, own_mesh(mesh, program.axes), donate, options=options, own=own)
+
+
+def _exact(storage: Storage) -> ExactStorage:
+    assert isinstance(storage, ExactStorage)
+    return storage
