@@ -138,8 +138,8 @@ def synthesize(
     short; the plan's `traced.graph.again` says which ops run twice, and its gap is about programs that do so.
     `overlap`: the cost of a program is the time from a common start to the last result, its collectives beside what is
     computed, and not the sum over its instructions; the plan's instructions are in the order that takes so long, and it
-    runs so (`Plan`). Where the mesh's devices can't, or the form that is asked for, that is said (`OverlapWarning`),
-    and it is planned without.
+    runs so: between CPUs in staged form (`Plan`), between GPUs in fused form. Where the mesh's devices can't, or the
+    form that is asked for, that is said (`OverlapWarning`), and it is planned without.
 
     A dict of functions, e.g. `{"train": step, "eval": loss, "init": init}`, with a dict of their arguments, is planned
     for one state, which one's plan takes as another's leaves it; `Plans` are returned. The state is what the first of

@@ -21,7 +21,7 @@ from hapsynth.instructions.program.sizes import Sizes
 from hapsynth.instructions.rules.factor_table import FactorTable
 from hapsynth.lower import Lowered, Staged, lower, lower_fused, lower_staged, own_mesh
 from hapsynth.running.arguments import Arguments
-from hapsynth.running.form import Chosen, Form, check_form, chosen_form, no_overlap, not_fused, only_exact
+from hapsynth.running.form import Chosen, Form, check_form, chosen_form, is_even, no_overlap, not_fused, only_exact
 from hapsynth.search.cost.model import CostModel
 from hapsynth.search.result import Result
 from hapsynth.search.scheduling.list_schedule import in_scheduled_order
@@ -278,7 +278,7 @@ class Planned(ABC):
         """Why collectives can't run beside computing here; empty where they can."""
         if self.mesh is None:
             return "the plan was made without its devices"
-        return no_overlap(self.form, self.mesh)
+        return no_overlap(self.form, self.mesh, even=is_even(self.sizes))
 
     @property
     def donate(self) -> bool:

@@ -47,9 +47,14 @@ def not_fused(sizes: Sizes, mesh: Mesh) -> str:
     )
 
 
+def is_even(sizes: Sizes) -> bool:
+    """Whether all devices hold alike shares of everything."""
+    return all(len(set(shares)) <= 1 for shares in sizes.shares)
+
+
 def chosen_form(graph: Graph, result: Result, mesh: Mesh | None, only_exact: str) -> tuple[Chosen, str]:
     """The form that "auto" chooses, and why. `only_exact`: as the function says."""
-    uneven = any(len(set(shares)) > 1 for shares in result.sizes.shares)
+    uneven = not is_even(result.sizes)
     on_gpus = mesh is not None and mesh.is_multi_process and is_pinned(mesh.devices.flat[0].platform)
     if on_gpus and uneven and not not_fused(result.sizes, mesh):
         return "fused", "shards are uneven among processes with GPUs: each compiles a program of its own exact sizes"
@@ -66,17 +71,22 @@ def chosen_form(graph: Graph, result: Result, mesh: Mesh | None, only_exact: str
     return "staged", "shards are uneven among several processes: each stores and computes its own at exact size"
 
 
-def no_overlap(form: Form, mesh: Mesh | None) -> str:
+def no_overlap(form: Form, mesh: Mesh | None, *, even: bool = False) -> str:
     """Why collectives of a plan can't run beside its computing, and the way out; empty where they can, or where that is
-    not known yet: without a mesh, or in the form "auto"."""
+    not known yet: without a mesh, or in the form "auto". `even`: all its shards are alike."""
     if mesh is not None and not mesh.is_multi_process:
         why = "one process holds all devices, where collectives are copies in memory"
         return f"{why}: start a process for each (hapsynth launch)"
+    platform = None if mesh is None else mesh.devices.flat[0].platform
+    if platform is not None and is_pinned(platform):
+        # XLA's scheduler overlaps what stands in one function, and a switch has all computing in one conditional.
+        if form in ("auto", "fused") or (form == "switch" and even):
+            return ""
+        return f"on {platform} XLA overlaps collectives within one program alone: give form='fused'"
     if form in ("switch", "fused"):
         return "the plan runs as one program, in which XLA orders collectives: give form='staged'"
-    if mesh is None:
+    if platform is None:
         return ""
-    platform = mesh.devices.flat[0].platform
     if platform != "cpu":
         why = f"collectives of the staged form run beside computing on CPUs only, and these devices are {platform}"
         return f"{why}: leave overlap out, so that plans are compared as they run"

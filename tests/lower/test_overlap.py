@@ -5,13 +5,15 @@ from __future__ import annotations
 import random
 import threading
 import time
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import jax
 import numpy as np
 import pytest
 from control_cases import CASES
 from example_models import TINY, example, start
+from jax.sharding import Mesh
 from lowered_programs import CASES as PROGRAMS
 from lowered_programs import MODES, SEEDS, assert_close
 from random_programs import RandomProgram
@@ -25,6 +27,7 @@ from hapsynth.lower import Staged, lower_staged
 from hapsynth.lower._collective_thread import Transfer
 from hapsynth.lower._host_schedule import CollectiveStage, HostLoop, LocalStage
 from hapsynth.lower._staged_form import Run
+from hapsynth.running.form import Form, no_overlap
 
 
 def overlapping(plan: hapsynth.Plan) -> Staged:
@@ -123,6 +126,26 @@ def test_where_nothing_can_overlap_it_is_said() -> None:
         hapsynth.Plan(plan.traced, plan.result, plan.cluster, plan.mesh, plan.fn, form="switch").recorded()
     without = hapsynth.Plan(plan.traced, plan.result, plan.cluster, overlap=True)
     assert (without.overlap, without.overlap_reason) == (False, "the plan was made without its devices")
+
+
+@pytest.mark.parametrize(
+    ("platform", "form", "even", "why"),
+    [
+        ("cuda", "auto", False, ""),
+        ("cuda", "fused", False, ""),
+        ("cuda", "switch", True, ""),
+        ("cuda", "switch", False, "within one program alone: give form='fused'"),
+        ("cuda", "staged", True, "within one program alone: give form='fused'"),
+        ("tpu", "auto", False, "on CPUs only, and these devices are tpu"),
+        ("cpu", "fused", False, "as one program, in which XLA orders collectives: give form='staged'"),
+    ],
+)
+def test_in_which_form_collectives_run_beside_computing(platform: str, form: Form, even: bool, why: str) -> None:
+    """Of a mesh of several processes."""
+    devices = np.array([SimpleNamespace(platform=platform)], dtype=object)
+    mesh = cast("Mesh", SimpleNamespace(devices=devices, is_multi_process=True))
+    found = no_overlap(form, mesh, even=even)
+    assert why in found if why else not found
 
 
 @pytest.mark.parametrize(
