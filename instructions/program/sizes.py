@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, repeat
 from math import gcd, prod
@@ -42,6 +42,17 @@ class UnionFind:
             root = self.find(node)
             if self.units[root] != units:
                 self.units[root] = gcd(self.units[root], units)
+
+    def join(self, nodes: Iterable[Node], units: int) -> None:
+        """Add some nodes of so many units, all in one set."""
+        joined: Node | None = None
+        for node in nodes:
+            self.add(node, units)
+            root = self.find(node)
+            if joined is not None and root is not joined:
+                self.union(joined, root)
+                root = min(joined, root)
+            joined = root
 
     def union(self, a: Node, b: Node) -> None:
         a, b = self.find(a), self.find(b)
@@ -126,10 +137,7 @@ class Classes:
         for i in program.instructions:
             if isinstance(i, Compute):
                 for size, nodes in table.cut(i.op, i.triples):
-                    for node in nodes:
-                        sets.add(node, size)
-                    for node in nodes[1:]:
-                        sets.union(nodes[0], node)
+                    sets.join(nodes, size)
         for a, b, layout in tied(graph, program):
             cut(a, layout)
             cut(b, layout)

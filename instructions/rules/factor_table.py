@@ -46,8 +46,9 @@ class FactorTable:
             factors, tensors = self[op], (*self.graph.ops[op].operands, *self.graph.ops[op].results)
             cut: list[tuple[int, tuple[tuple[int, int, tuple[int, ...], int], ...]]] = []
             for factor, axes, places, ways in factors.cuts(triples):
-                held = [(tensors[place], dim, axes, way) for (place, dim), way in zip(places, ways, strict=True)]
-                cut.append((factors.sizes[factor], tuple([(v, *at) for v, *at in held if isinstance(v, int)])))
+                held = [(tensors[place], dim, way) for (place, dim), way in zip(places, ways, strict=True)]
+                nodes = tuple([(v, dim, axes, way) for v, dim, way in held if isinstance(v, int)])
+                cut.append((factors.sizes[factor], nodes))
             found = self._cut[key] = triples, tuple(cut)
         return found[1]
 

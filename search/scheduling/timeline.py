@@ -117,7 +117,7 @@ class _Simulation:
             ready = self._ready(task, self.stream)
             computes = machine[task] is Machine.COMPUTE
             if not computes:
-                ready = [max(*ready, *self.free.values())] * len(ready)
+                ready = [max([*ready, *self.free.values()])] * len(ready)
             seconds = self.seconds[task]
             self.stream = self._computed(ready, seconds) if computes else list(map(add, ready, seconds))
             self._ran(task, ready, self.stream)
