@@ -95,7 +95,7 @@ class _Simulation:
         self.seconds: list[list[float]] = tasks.seconds.tolist()
         self.missing = [len(makers) for makers in tasks.makers]
         self.start, self.end = ([[0.0] * groups] * count for _ in range(2))
-        self.last = [0.0] * count
+        self.last: list[float] = [0.0] * count
         """Of each task, when it ends in the last group."""
         self.stream = [0.0] * groups
         self.free = {Machine.NETWORK: 0.0, Machine.INTRA: 0.0}
@@ -122,7 +122,7 @@ class _Simulation:
             self.stream = self._computed(ready, seconds) if computes else list(map(add, ready, seconds))
             self._ran(task, ready, self.stream)
             if not computes:
-                self.free = dict.fromkeys(self.free, self.last[task])
+                self.free = dict.fromkeys(self.free, float(self.last[task]))
                 for waiting in self.waiting.values():
                     waiting.popleft()
             self._done(task)
