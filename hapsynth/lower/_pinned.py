@@ -94,8 +94,9 @@ class Chain(Order):
     result goes into, so that none is without use. `names`: of the mesh axes.
 
     With `by_data` what is sent depends on the token, where XLA drops barriers before it schedules: on CPUs, where it
-    also runs in any order what only they order, and on GPUs from some version on. Else barriers tie it to the result before, whose element goes into the token beside it: no
-    kernel stands between two collectives, and no more than two results wait.
+    also runs in any order what only they order, and on GPUs from some version on. Else barriers tie it to the result
+    before, whose element goes into the token beside it: no kernel stands between two collectives, and no more than two
+    results wait.
     """
 
     def __init__(self, names: tuple[str, ...], by_data: bool) -> None:
