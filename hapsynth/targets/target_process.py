@@ -114,8 +114,10 @@ class _Saved:
         if form == "staged":
             workspace = self._library(without_triton).workspace
             return max(self.result.memory_bytes[self.used[i]] for i in self.own) + workspace + SMALL
-        costs, program, sizes = self._costs(exact=form == "fused"), self.result.program, self.result.sizes
-        return held_pinned(program, sizes, costs, self.own[0], self._library(without_triton))
+        fused, library = form == "fused", self._library(without_triton)
+        costs, program, sizes = self._costs(exact=fused), self.result.program, self.result.sizes
+        # Padded shards are alike on all.
+        return max(held_pinned(program, sizes, costs, i, library) for i in (self.own if fused else self.own[:1]))
 
     def _library(self, without_triton: bool) -> Library:
         """XLA gives a contraction of cuBLAS a workspace, and writes contractions itself on tensor cores that Triton
