@@ -8,6 +8,7 @@ for it to say that it has. `at` and `made` in FOLDER are such signs, `began.RANK
 from __future__ import annotations
 
 import errno
+import functools
 import os
 import signal
 import sys
@@ -107,7 +108,8 @@ def main() -> None:
         for speed in (2, 1, 1)
     ]
     cluster = hapsynth.Cluster("unlike", tuple(kinds), (0, 1, 2), hapsynth.Link(1e12, 1e-10))
-    plan = hapsynth.synthesize(step, (given, x), mesh, cluster=cluster, fixed={"[1]": "S(0)"}, leave_out=False)
+    asked = functools.partial(hapsynth.synthesize, fixed={"[1]": "S(0)"}, leave_out=False, cache=False)
+    plan = asked(step, (given, x), mesh, cluster=cluster)
 
     def hooked(owner: Any, name: str, phase: str) -> None:
         inner = getattr(owner, name)

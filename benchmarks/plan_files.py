@@ -39,10 +39,10 @@ def write(case: str, to: Path) -> None:
     else:
         fn, args = importlib.import_module(model).target()
     if not mesh:
-        hapsynth.synthesize(fn, args, cluster).save(to)
+        hapsynth.synthesize(fn, args, cluster, cache=False).save(to)
         return
     sizes = tuple(int(n) for n in mesh[0].split("x"))
-    hapsynth.synthesize(fn, args, jax.make_mesh(sizes, ("x", "y")), cluster=cluster).save(to)
+    hapsynth.synthesize(fn, args, jax.make_mesh(sizes, ("x", "y")), cluster=cluster, cache=False).save(to)
 
 
 def first_difference(a: str, b: str) -> str | None:

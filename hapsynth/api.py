@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -29,6 +30,7 @@ from hapsynth.jobs import check_mesh
 from hapsynth.plan import Plan
 from hapsynth.running.base import OverlapWarning
 from hapsynth.running.form import Form, check_form, no_overlap
+from hapsynth.running.plan_cache import CachedPlan
 from hapsynth.search.cost.network import mesh_axes
 from hapsynth.search.formulation.choice_space import Restriction
 from hapsynth.search.planning.device_subsets import ClusterPlanner
@@ -38,6 +40,7 @@ from hapsynth.search.planning.task import PlanningOptions, Task
 from hapsynth.search.result import Progress, Result
 from hapsynth.several.plans import Functions, Plans, RatiosOfEach, synthesize_several
 
+logger = logging.getLogger(__name__)
 _LEAST_S = 0.05
 """Of a time budget, for planning, where tracing has taken all."""
 
@@ -62,6 +65,7 @@ def synthesize(
     lowering: LoweringOptions = ...,
     recompute: bool = ...,
     overlap: bool = ...,
+    cache: bool = ...,
 ) -> Plan: ...
 
 
@@ -107,6 +111,7 @@ def synthesize(
     lowering: LoweringOptions = PlanningOptions.lowering,
     recompute: bool = False,
     overlap: bool = PlanningOptions.overlap,
+    cache: bool = True,
     frequency: Mapping[str, float] | None = None,
     state: Mapping[str, Mapping[str, str]] | None = None,
 ) -> Plan | Plans:
@@ -140,6 +145,9 @@ def synthesize(
     computed, and not the sum over its instructions; the plan's instructions are in the order that takes so long, and it
     runs so: between CPUs in staged form (`Plan`), between GPUs in fused form. Where the mesh's devices can't, or the
     form that is asked for, that is said (`OverlapWarning`), and it is planned without.
+    `cache`: whether the plan is looked for in the plan cache first (in HAPSYNTH_CACHE_DIR, or the user's cache;
+    HAPSYNTH_CACHE_DIR=off switches it off), and kept there if the search ended by itself. What was planned before, by
+    this very version, for the same function, shapes, cluster and options, then takes no search.
 
     A dict of functions, e.g. `{"train": step, "eval": loss, "init": init}`, with a dict of their arguments, is planned
     for one state, which one's plan takes as another's leaves it; `Plans` are returned. The state is what the first of
@@ -204,6 +212,7 @@ def synthesize(
         raise TypeError(f"{what} is for several functions; give a dict of functions, e.g. {{'train': fn}}")
     traced = traced_as_asked(fn, example_args, example_kwargs, carry, expect)
     trace_s = time.perf_counter() - began
+    logger.info("traced in %.1f s: %d ops, to be planned for %r", trace_s, len(traced.graph.ops), cluster.name)
     restriction = None
     if fixed is not None:
         arguments = {path: traced.graph.values[v] for path, v in zip(traced.in_paths, traced.graph.inputs, strict=True)}
@@ -215,13 +224,37 @@ def synthesize(
         fixed_ratios = None if ratios is None else fixed_ratios_of(of, cast(Ratios, ratios), mesh_axes(cluster))
         return Task(graph, cluster, replace(options, time_budget_s=budget, fixed_ratios=fixed_ratios))
 
+    kept = None
+    # With a budget several processes might find different plans, some here and some by a search.
+    if cache and (time_budget_s is None or devices is None or not devices.is_multi_process):
+        asked = {
+            "fixed": fixed,
+            "ratios": ratios,
+            "memory_limit": memory_limit,
+            "leave_out": leave_out,
+            "exact": options.exact,
+            "lowering": lowering.to_dict(),
+            "overlap": overlap,
+            "recompute": recompute,
+        }
+        kept = CachedPlan.of(traced, cluster, asked)
+        if kept is not None and (found := kept.find(traced)) is not None:
+            traced, result = found
+            total_s = time.perf_counter() - began
+            timings = {"trace_s": trace_s, "cache_s": total_s - trace_s, "total_s": total_s}
+            return Plan(traced, replace(result, timings_s=timings), cluster, devices, fn=fn, form=form)
+
     left = None if time_budget_s is None else max(_LEAST_S, time_budget_s - trace_s)
     if recompute:
         graph, result = planned_to_fit(traced.graph, task, left)
     else:
         graph, result = traced.graph, _or_hint(ClusterPlanner(task(traced.graph, left)))
     timings = {"trace_s": trace_s, **result.timings_s, "total_s": time.perf_counter() - began}
-    return Plan(replace(traced, graph=graph), replace(result, timings_s=timings), cluster, devices, fn=fn, form=form)
+    traced, result = replace(traced, graph=graph), replace(result, timings_s=timings)
+    logger.info("planned in %.1f s: %.4g s a step, gap %.2g", timings["total_s"], result.cost_s, result.gap)
+    if kept is not None and time_budget_s is None and not result.interrupted:
+        kept.keep(traced, result, cluster)
+    return Plan(traced, result, cluster, devices, fn=fn, form=form)
 
 
 def _or_hint(planner: ClusterPlanner) -> Result:

@@ -25,6 +25,7 @@ from hapsynth.running.plan_file import PlanError, read_plan, write_plan, write_t
 from hapsynth.running.process_local_data import ProcessLocalLoader
 from hapsynth.running.sharded_array import mapped, whole
 from hapsynth.targets import CompiledTarget, compile_for
+from hapsynth.view import notebook_html, page, trace_events
 
 __all__ = ["CheckReport", "Form", "Plan", "PlanError", "load"]
 
@@ -297,6 +298,23 @@ class Plan(Planned):
         """
         return compile_for(self, targets, form=form)
 
+    # To look at
+
+    def to_html(self, path: str | os.PathLike[str] | None = None, *, beside: Plan | None = None) -> str:
+        """A page about the plan, or about it and another of the same function and how they differ: what each device
+        does when, what is exposed, memory over the step, every argument's layout, bounds, the program with source
+        lines. One file that needs no network; written to `path` where there is one. OSError where that can't be."""
+        plans = [(self.cluster.name, self)] if beside is None else [("this plan", self), ("the other", beside)]
+        return _written(path, page(plans))
+
+    def to_trace(self, path: str | os.PathLike[str] | None = None) -> str:
+        """The predicted step in Chrome's trace event format, for ui.perfetto.dev; else as `to_html`."""
+        return _written(path, trace_events(self))
+
+    def _repr_html_(self) -> str:
+        """What notebooks show."""
+        return notebook_html(self)
+
     # Without hapsynth
 
     def to_source(self, path: str | os.PathLike[str] | None = None) -> str:
@@ -307,10 +325,7 @@ class Plan(Planned):
         instruction. SourceError naming the op that cannot be written (a Python callback, a Pallas kernel), or why the
         plan has no such form; OSError where `path` cannot be written.
         """
-        text = source_of(self)
-        if path is not None:
-            write_text(path, text)
-        return text
+        return _written(path, source_of(self))
 
     @property
     def in_shardings(self) -> tuple[Any, ...]:
@@ -340,6 +355,12 @@ class Plan(Planned):
     def __repr__(self) -> str:
         some = f"{len(self.devices)} of {self.cluster.n} devices of " if len(self.devices) < self.cluster.n else ""
         return f"Plan({len(self.traced.graph.ops)} ops on {some}{self.cluster.name!r}, {self.cost:.4g} s per call)"
+
+
+def _written(path: str | os.PathLike[str] | None, text: str) -> str:
+    if path is not None:
+        write_text(path, text)
+    return text
 
 
 def load(

@@ -46,6 +46,9 @@ if QUICK and jax.__version_info__ < (0, 11):
     flags = "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flags}"
 
+# Tests of planning plan.
+os.environ["HAPSYNTH_CACHE_DIR"] = "off"
+
 # Where it is set, as in containers, every process compiles all of hapsynth's source: 0.4 s of each.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False

@@ -10,6 +10,7 @@ that. Else the monitor stops now and then, and this process's devices do by them
 
 from __future__ import annotations
 
+import logging
 import statistics
 from collections import deque
 from functools import cached_property
@@ -24,6 +25,8 @@ from hapsynth.lower import Staged
 from hapsynth.lower._compute_timer import ComputeTimer
 from hapsynth.running.allgather import gathered
 from hapsynth.running.base import P
+
+logger = logging.getLogger(__name__)
 
 
 class Monitor(Generic[P]):
@@ -64,8 +67,22 @@ class Monitor(Generic[P]):
         self._steps = 0
         self._watch(plan)
 
+    @property
+    def scalars(self) -> dict[str, float]:
+        """What is known now, for whatever logs a training run (TensorBoard, Weights & Biases): name -> figure.
+
+        `hapsynth/predicted_step_s`: of the plan that is watched. `hapsynth/slowdown`: of this process, as it was last
+        measured; `hapsynth/slowdown/D`: of device D of the cluster, the median of the window, once that is full.
+        """
+        known = {"hapsynth/predicted_step_s": self.plan.cost}
+        if self._measured:
+            known["hapsynth/slowdown"] = self._measured[-1]
+        of_devices = dict(zip(self.plan.devices, self._slowdowns))
+        return known | {f"hapsynth/slowdown/{device}": s for device, s in of_devices.items()}
+
     def _watch(self, plan: P) -> None:
         self.plan = plan
+        self._slowdowns: tuple[float, ...] = ()
         self.__dict__.pop("_probe", None)
         self._measured.clear()
         self._ask()
@@ -107,8 +124,11 @@ class Monitor(Generic[P]):
             return None
         assert self.plan.mesh is not None
         proposal = propose(self.plan, gathered(self.plan.mesh, np.array(self._measured)), self.threshold)
+        self._slowdowns = proposal.slowdown
+        logger.info("slowdown of each device: %s", ", ".join(f"{s:.3g}" for s in proposal.slowdown))
         if proposal.plan is self.plan:
             return None
+        logger.info("other sizes: %.4g s a step instead of %.4g s", proposal.after_s, proposal.before_s)
         self._watch(proposal.plan)
         return proposal
 

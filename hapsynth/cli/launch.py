@@ -1,4 +1,4 @@
-"""`hapsynth launch` and `hapsynth preflight`: their options and output; and how any command joins a job."""
+"""`hapsynth launch` and `hapsynth preflight`; and how any command joins a job."""
 
 from __future__ import annotations
 
@@ -25,17 +25,6 @@ from hapsynth.rendezvous.address import COORDINATOR, JobError
 from hapsynth.report.tables import table
 
 
-def add_launch_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("-n", metavar="N", type=whole_number, default=1, help="processes on this host (default 1)")
-    parser.add_argument("--processes", metavar="N", type=whole_number, default=0, help="of the whole job (default: -n)")
-    parser.add_argument("--rank", metavar="I", type=int, default=0, help="number of the first process here (default 0)")
-    parser.add_argument(
-        "--coordinator", metavar="HOST:PORT", default="", help="of a job on several hosts, where process 0 is to listen"
-    )
-    parser.add_argument("-m", dest="module", nargs=argparse.REMAINDER, help="a Python module and its arguments")
-    parser.add_argument("script", nargs=argparse.REMAINDER, help="SCRIPT.py, or a program, and its arguments")
-
-
 def launch_command(options: argparse.Namespace) -> int:
     """Start the processes and wait for them; their exit status."""
     if bool(options.module) == bool(options.script):
@@ -48,19 +37,6 @@ def launch_command(options: argparse.Namespace) -> int:
     # Modules imported till now are not looked through at exit: seconds on a machine that is busy, while others wait.
     gc.freeze()
     return launch(Launch(options.n, options.processes, options.rank, options.coordinator), command)
-
-
-def add_preflight_arguments(parser: argparse.ArgumentParser) -> None:
-    text = "a model file that defines target() -> (fn, example_args); with --plan"
-    parser.add_argument("file", metavar="FILE", nargs="?", help=text)
-    parser.add_argument(
-        "--plan", metavar="PLAN.json", help="a plan that the job is to run: compared, compiled, not run"
-    )
-    parser.add_argument("--function", metavar="NAME", help="only this one, where target() returns a dict of functions")
-    parser.add_argument(
-        "--devices", metavar="N", type=whole_number, help="of each process; so many CPU devices are made"
-    )
-    add_job_arguments(parser)
 
 
 def preflight_command(options: argparse.Namespace, out: Console | None, tell: Callable[[str], None]) -> None:
@@ -94,14 +70,6 @@ def preflight_command(options: argparse.Namespace, out: Console | None, tell: Ca
         out.print(f"\npreflight passed: {len(report)} processes, {plural(mesh.size, 'device')}{checked}")
 
 
-def add_job_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--coordinator", metavar="HOST:PORT", help="of a job of many processes, where the first listens"
-    )
-    parser.add_argument("--processes", metavar="N", type=whole_number, help="how many processes the job has")
-    parser.add_argument("--process", metavar="I", type=int, help="which of them this is, from 0, which reports")
-
-
 def join_job(options: argparse.Namespace) -> None:
     """The other processes of the job, where there are any: as the options say, or as `hapsynth launch` does."""
     address = (options.coordinator, options.processes, options.process)
@@ -118,9 +86,3 @@ def join_job(options: argparse.Namespace) -> None:
     except (RuntimeError, ValueError) as error:
         where = options.coordinator or os.environ.get(COORDINATOR)
         raise JobError(f"the processes did not find each other at {where}: {error}") from None
-
-
-def whole_number(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
-    return int(text)

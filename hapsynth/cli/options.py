@@ -1,27 +1,34 @@
-"""The options of the command line, and how their texts are read."""
+"""The options of the command line, and how their texts are read. Importing this does not import JAX."""
 
 from __future__ import annotations
 
 import argparse
 import math
 from collections.abc import Sequence
-from importlib import metadata
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
+
+import shtab
 
 from hapsynth._errors import UsageError
-from hapsynth._options import Ratios
-from hapsynth.cli.launch import add_launch_arguments, add_preflight_arguments, whole_number
-from hapsynth.cli.output_files import STDOUT
-from hapsynth.cli.profile import add_arguments
+from hapsynth._version import __version__
 from hapsynth.cluster import _units
-from hapsynth.running.form import Form
-from hapsynth.several.plans import RatiosOfEach
+
+if TYPE_CHECKING:
+    from hapsynth._options import Ratios
+    from hapsynth.profile.collectives import Axes
+    from hapsynth.several.plans import RatiosOfEach
 
 _T = TypeVar("_T")
 
+STDOUT = "-"
+"""In place of a file's name."""
 MISUSED = 2
 """Exit status of bad usage or input."""
+FORMS = ("auto", "switch", "staged", "fused")
+"""Those of `hapsynth.running.form.Form`."""
+DTYPES = ("float32", "bfloat16", "float16", "float64")
+"""That `profile` measures."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -34,22 +41,31 @@ class _Parser(argparse.ArgumentParser):
 def parser() -> argparse.ArgumentParser:
     """Of the whole command line; it exits with MISUSED."""
     command = _Parser(
-        prog="hapsynth", description="Finds the distributed program for a JAX function on unlike devices."
+        prog="hapsynth", description="Finds the distributed program for a JAX function on heterogeneous devices."
     )
-    command.add_argument("--version", action="version", version=f"hapsynth {_version()}")
+    command.add_argument("--version", action="version", version=f"hapsynth {__version__}")
+    shtab.add_argument_to(command, ["--print-completion"], help="print the completion script of a shell")
     commands = command.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    common = _Parser(add_help=False)
+    common.add_argument("-q", "--quiet", action="store_true", help="no report and no progress; files are written")
+    common.add_argument(
+        "-v", "--verbose", action="count", default=0, help="say on standard error what is done; -vv says more"
+    )
 
-    search = commands.add_parser("search", help="find the cheapest program and its shard sizes")
+    def add(name: str, text: str) -> argparse.ArgumentParser:
+        about = f"{text[0].upper()}{text[1:]}."
+        return commands.add_parser(name, help=text, description=about, parents=[common])
+
+    search = add("search", "find the cheapest program and its shard sizes")
     _add_file(search)
     _add_planning(search)
     _add_together(search)
-    search.add_argument("--plan", metavar="OUT.json", help="write the plan, for `run`, `explain` and hapsynth.load")
+    _path(search, "--plan", metavar="OUT.json", help="write the plan, for `run`, `explain` and hapsynth.load")
     _add_json(search)
     search.add_argument("--program", action="store_true", help="print every instruction, not the program in brief")
-
     search.add_argument(
         "--form",
-        choices=get_args(Form),
+        choices=FORMS,
         default="auto",
         help="staged, fused: each device within its own memory, of exact shards; else the smallest's, of padded ones",
     )
@@ -59,22 +75,22 @@ def parser() -> argparse.ArgumentParser:
         help="plan for other clusters too: without each kind, with more of it, other networks; which is worth it",
     )
 
-    run = commands.add_parser("run", help="run a plan and check it against the function on one device")
+    run = add("run", "run a plan and check it against the function on one device")
     _add_file(run)
-    run.add_argument("--plan", metavar="PLAN.json", required=True, help="a plan that `search --plan` wrote")
+    _add_plan(run)
     run.add_argument("--steps", metavar="N", type=whole_number, default=1, help="steps to run and check (default 1)")
-    run.add_argument("--form", choices=get_args(Form), default="auto", help="how the plan runs (default auto)")
+    run.add_argument("--form", choices=FORMS, default="auto", help="how the plan runs (default auto)")
     run.add_argument("--seed", metavar="N", type=int, default=0, help="of the random arguments (default 0)")
-    run.add_argument("--json", metavar="OUT|-", nargs="?", const=STDOUT, help="write the errors and times as JSON")
+    _path(run, "--json", metavar="OUT|-", nargs="?", const=STDOUT, help="write the errors and times as JSON")
 
-    compare = commands.add_parser("compare", help="predicted step time beside data parallel, ZeRO-3, tensor parallel")
+    compare = add("compare", "predicted step time beside data parallel, ZeRO-3, tensor parallel")
     _add_file(compare)
     _add_planning(compare)
     _add_json(compare)
 
-    compile_ = commands.add_parser("compile", help="compile a plan for GPUs that need not be here, and compare them")
+    compile_ = add("compile", "compile a plan for GPUs that need not be here, and compare them")
     _add_file(compile_)
-    compile_.add_argument("--plan", metavar="PLAN.json", required=True, help="a plan that `search --plan` wrote")
+    _add_plan(compile_)
     compile_.add_argument(
         "--targets",
         metavar="KIND,...",
@@ -82,39 +98,103 @@ def parser() -> argparse.ArgumentParser:
         default=[],
         help="GPUs as cluster files name them, like V100-16GB,H100-80GB; by default those of the plan's cluster",
     )
-    compile_.add_argument("--form", choices=get_args(Form), default="auto", help="how the plan runs (default auto)")
-    compile_.add_argument("--hlo", type=Path, metavar="DIR", help="a folder for the programs as XLA schedules them")
+    compile_.add_argument("--form", choices=FORMS, default="auto", help="how the plan runs (default auto)")
+    _path(compile_, "--hlo", type=Path, metavar="DIR", help="a folder for the programs as XLA schedules them")
     _add_json(compile_)
 
-    explain = commands.add_parser("explain", help="where the seconds go, and why each value lies as it does")
-    explain.add_argument("plan", metavar="PLAN.json", help="a plan that `search --plan` wrote")
+    explain = add("explain", "where the seconds go, and why each value lies as it does")
+    _path(explain, "plan", metavar="PLAN.json", help="a plan that `search --plan` wrote")
     _add_file(explain)
-    export = commands.add_parser("export", help="write a plan's program as a Python module that needs JAX alone")
-    export.add_argument("plan", metavar="PLAN.json", help="a plan that `search --plan` wrote")
-    _add_file(export)
-    export.add_argument("-o", "--output", metavar="OUT.py", required=True, help="the module")
     subject = explain.add_mutually_exclusive_group()
     subject.add_argument("--value", metavar="NAME", help="one value: an argument path such as [0]['w'], or v80")
     subject.add_argument("--cost", action="store_true", help="every second as FLOPs / rate, bytes / bandwidth, latency")
     explain.add_argument("--top", metavar="N", type=whole_number, default=5, help="how many of each (default 5)")
     _add_json(explain)
 
-    add_arguments(commands.add_parser("profile", help="measure the devices of this job and write a cluster file"))
-    add_launch_arguments(commands.add_parser("launch", help="start the processes of a job, and end them together"))
-    add_preflight_arguments(commands.add_parser("preflight", help="check that the processes of a job fit together"))
+    view = add("view", "write a page about a plan, or about two side by side, and a trace of the predicted step")
+    _path(
+        view,
+        "files",
+        metavar="PLAN.json [OTHER.json] FILE",
+        nargs="+",
+        help="plans that `search --plan` wrote, and the model file of their function",
+    )
+    view.add_argument("--function", metavar="NAME", help="only this one, where target() returns a dict of functions")
+    _path(view, "-o", "--output", metavar="OUT.html", help="the page: one file, which needs no network")
+    _path(view, "--trace", metavar="OUT.json", help="of the first plan, for ui.perfetto.dev or chrome://tracing")
+
+    export = add("export", "write a plan's program as a Python module that needs JAX alone")
+    _path(export, "plan", metavar="PLAN.json", help="a plan that `search --plan` wrote")
+    _add_file(export)
+    _path(export, "-o", "--output", metavar="OUT.py", required=True, help="the module")
+
+    _add_profile(add("profile", "measure the devices of this job and write a cluster file"))
+    _add_launch(add("launch", "start the processes of a job, and end them together"))
+    _add_preflight(add("preflight", "check that the processes of a job fit together"))
     return command
 
 
-def _version() -> str:
-    try:
-        return metadata.version("hapsynth")
-    except metadata.PackageNotFoundError:
-        return "(not installed)"
+def _path(parser: argparse.ArgumentParser, *names: str, **options: Any) -> None:
+    """An argument that a shell completes as a file's name."""
+    cast(Any, parser.add_argument(*names, **options)).complete = shtab.FILE
+
+
+def _add_plan(parser: argparse.ArgumentParser) -> None:
+    _path(parser, "--plan", metavar="PLAN.json", required=True, help="a plan that `search --plan` wrote")
+
+
+def _add_launch(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("-n", metavar="N", type=whole_number, default=1, help="processes on this host (default 1)")
+    parser.add_argument("--processes", metavar="N", type=whole_number, default=0, help="of the whole job (default: -n)")
+    parser.add_argument("--rank", metavar="I", type=int, default=0, help="number of the first process here (default 0)")
+    parser.add_argument(
+        "--coordinator", metavar="HOST:PORT", default="", help="of a job on several hosts, where process 0 is to listen"
+    )
+    parser.add_argument("-m", dest="module", nargs=argparse.REMAINDER, help="a Python module and its arguments")
+    _path(parser, "script", nargs=argparse.REMAINDER, help="SCRIPT.py, or a program, and its arguments")
+
+
+def _add_preflight(parser: argparse.ArgumentParser) -> None:
+    text = "a model file that defines target() -> (fn, example_args); with --plan"
+    _path(parser, "file", metavar="FILE", nargs="?", help=text)
+    _path(parser, "--plan", metavar="PLAN.json", help="a plan that the job is to run: compared, compiled, not run")
+    parser.add_argument("--function", metavar="NAME", help="only this one, where target() returns a dict of functions")
+    _add_job(parser)
+
+
+def _add_profile(parser: argparse.ArgumentParser) -> None:
+    _path(parser, "-o", dest="output", metavar="C.toml", required=True, help="the cluster file to write")
+    parser.add_argument(
+        "--mesh", metavar="SHAPE", type=_mesh, default=(), help="data=2,model=4 or 2x4 (default: one axis over all)"
+    )
+    parser.add_argument("--dtypes", metavar="A,B", type=_dtypes, default=(), help=f"of {', '.join(DTYPES)}")
+    _path(
+        parser,
+        "--model",
+        metavar="FILE",
+        help="measure the heavy ops of a function too, the one of a model file that defines target() -> (fn, "
+        "example_args), or dicts of both; FILE:name picks another",
+    )
+    parser.add_argument("--function", metavar="NAME", help="of --model, where target() returns a dict of functions")
+    parser.add_argument("--quick", action="store_true", help="fewer sizes and less time for each: a rough picture")
+    parser.add_argument("--force", action="store_true", help="save figures that can't be relied on too")
+    _add_job(parser)
+
+
+def _add_job(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--devices", metavar="N", type=whole_number, help="of each process; so many CPU devices are made"
+    )
+    parser.add_argument(
+        "--coordinator", metavar="HOST:PORT", help="of a job of many processes, where the first listens"
+    )
+    parser.add_argument("--processes", metavar="N", type=whole_number, help="how many processes the job has")
+    parser.add_argument("--process", metavar="I", type=int, help="which of them this is, from 0, which reports")
 
 
 def _add_file(parser: argparse.ArgumentParser) -> None:
     text = "a model file that defines target() -> (fn, example_args), or dicts of both; FILE:name picks another"
-    parser.add_argument("file", metavar="FILE", help=text)
+    _path(parser, "file", metavar="FILE", help=text)
     parser.add_argument("--function", metavar="NAME", help="only this one, where target() returns a dict of functions")
 
 
@@ -141,7 +221,7 @@ def _add_together(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_planning(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--cluster", metavar="C.toml", required=True, help="the devices and links to plan for")
+    _path(parser, "--cluster", metavar="C.toml", required=True, help="the devices and links to plan for")
     parser.add_argument("--time-budget", metavar="S", type=_seconds, help="seconds; then the best so far, with its gap")
     parser.add_argument("--memory-limit", metavar="SIZE", type=_memory, help='per device that has more, e.g. "12 GiB"')
     parser.add_argument(
@@ -173,6 +253,12 @@ def _add_planning(parser: argparse.ArgumentParser) -> None:
         "(of a switch: train.py:40=0.7,0.2,0.1)",
     )
     parser.add_argument(
+        "--no-cache",
+        dest="cache",
+        action="store_false",
+        help="search even if the same was planned before, and do not keep the plan for the next time",
+    )
+    parser.add_argument(
         "--progress",
         action=argparse.BooleanOptionalAction,
         help="on standard error; by default where that is a terminal",
@@ -180,7 +266,7 @@ def _add_planning(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_json(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", metavar="OUT|-", help="write the figures as JSON; - for standard output, alone")
+    _path(parser, "--json", metavar="OUT|-", help="write the figures as JSON; - for standard output, alone")
 
 
 def _frequency(text: str) -> tuple[str, float]:
@@ -237,7 +323,7 @@ def asked(options: argparse.Namespace, functions: Sequence[str] | None = None) -
     alike = {"time_budget_s": options.time_budget, "form": getattr(options, "form", "auto")}
     if functions is None:
         expect = dict(_of_one("--expect", options.expect))
-        alike |= {"recompute": options.recompute, "overlap": options.overlap}
+        alike |= {"recompute": options.recompute, "overlap": options.overlap, "cache": options.cache}
         return {**alike, "expect": expect, "ratios": _ratios_of(_of_one("--ratios", options.ratios))}
     if options.overlap:
         raise UsageError("--overlap is for one function: pick it with --function")
@@ -306,3 +392,28 @@ def _memory(text: str) -> float:
         return _units.parse(text, _units.MEMORY)
     except ValueError as error:
         raise argparse.ArgumentTypeError(f"{text!r} {error}") from None
+
+
+def whole_number(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return int(text)
+
+
+def _mesh(text: str) -> Axes:
+    parts = text.split(",") if "=" in text else [f"{'xyzuvw'[i : i + 1]}={n}" for i, n in enumerate(text.split("x"))]
+    axes: list[tuple[str, int]] = []
+    for part in parts:
+        name, _, size = part.partition("=")
+        if not name.strip() or not size.isdecimal() or int(size) < 1 or name in dict(axes):
+            raise argparse.ArgumentTypeError(f"{text!r} is not a mesh, as data=2,model=4 or 2x4")
+        axes.append((name.strip(), int(size)))
+    return tuple(axes)
+
+
+def _dtypes(text: str) -> tuple[str, ...]:
+    names = tuple(text.split(","))
+    for name in names:
+        if name not in DTYPES:
+            raise argparse.ArgumentTypeError(f"{name!r} is not one of {', '.join(DTYPES)}")
+    return names

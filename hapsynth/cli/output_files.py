@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import IO, Any
 
 from hapsynth._errors import UsageError
-
-STDOUT = "-"
+from hapsynth.cli.options import STDOUT
+from hapsynth.report.tables import discard_stdout
 
 
 class Outputs:
@@ -76,8 +76,11 @@ class Outputs:
         """A JSON document to a file, or to standard output for `-`."""
         text = json.dumps(document, indent=2, allow_nan=False) + "\n"
         if name == STDOUT:
-            self._stdout.write(text)
-            self._stdout.flush()
+            try:
+                self._stdout.write(text)
+                self._stdout.flush()
+            except BrokenPipeError:
+                discard_stdout()
         else:
             self.write(name, lambda path: path.write_text(text, encoding="utf-8"))
 

@@ -1,4 +1,4 @@
-"""`hapsynth profile`: its options, files and report."""
+"""`hapsynth profile`: its files and report."""
 
 from __future__ import annotations
 
@@ -13,40 +13,16 @@ from rich.console import Console
 from hapsynth._errors import UsageError
 from hapsynth._quantities import nbytes, plural, seconds
 from hapsynth.cli import run
-from hapsynth.cli.launch import add_job_arguments, join_job, whole_number
+from hapsynth.cli.launch import join_job
 from hapsynth.cli.model_file import load_target
 from hapsynth.cli.output_files import Outputs
 from hapsynth.cli.selection import picked
 from hapsynth.cluster.cluster import Cluster
 from hapsynth.graph.ir import Graph
 from hapsynth.graph.trace import trace
-from hapsynth.profile.collectives import Axes
 from hapsynth.profile.job import Job
 from hapsynth.profile.run import Options, profile
 from hapsynth.report.tables import heading, table
-
-_DTYPES = ("float32", "bfloat16", "float16", "float64")
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("-o", dest="output", metavar="C.toml", required=True, help="the cluster file to write")
-    parser.add_argument(
-        "--mesh", metavar="SHAPE", type=_mesh, default=(), help="data=2,model=4 or 2x4 (default: one axis over all)"
-    )
-    parser.add_argument("--dtypes", metavar="A,B", type=_dtypes, default=(), help=f"of {', '.join(_DTYPES)}")
-    parser.add_argument(
-        "--devices", metavar="N", type=whole_number, help="of each process; so many CPU devices are made"
-    )
-    parser.add_argument(
-        "--model",
-        metavar="FILE",
-        help="measure the heavy ops of a function too, the one of a model file that defines target() -> (fn, "
-        "example_args), or dicts of both; FILE:name picks another",
-    )
-    parser.add_argument("--function", metavar="NAME", help="of --model, where target() returns a dict of functions")
-    parser.add_argument("--quick", action="store_true", help="fewer sizes and less time for each: a rough picture")
-    parser.add_argument("--force", action="store_true", help="save figures that can't be relied on too")
-    add_job_arguments(parser)
 
 
 def profile_command(
@@ -55,6 +31,8 @@ def profile_command(
     """Measure, write and report. Raises ProfileError, TraceError, UsageError; KeyboardInterrupt names the file."""
     if options.function is not None and options.model is None:
         raise UsageError("--function picks one of the functions of --model: give that too")
+    if "float64" in options.dtypes and not getattr(jax.config, "jax_enable_x64", False):
+        raise UsageError("--dtypes: float64 needs JAX_ENABLE_X64=1")
     if options.devices is not None:
         run.ask_for_host_devices(options.devices)
     join_job(options)
@@ -120,24 +98,3 @@ def _print(out: Console, cluster: Cluster, name: str) -> None:
         ]
         out.print(table(["axis", "collective", "latency", "at the largest size"], found, left=2))
     out.print(f"\ncluster        {name}")
-
-
-def _mesh(text: str) -> Axes:
-    parts = text.split(",") if "=" in text else [f"{'xyzuvw'[i : i + 1]}={n}" for i, n in enumerate(text.split("x"))]
-    axes: list[tuple[str, int]] = []
-    for part in parts:
-        name, _, size = part.partition("=")
-        if not name.strip() or not size.isdecimal() or int(size) < 1 or name in dict(axes):
-            raise argparse.ArgumentTypeError(f"{text!r} is not a mesh, as data=2,model=4 or 2x4")
-        axes.append((name.strip(), int(size)))
-    return tuple(axes)
-
-
-def _dtypes(text: str) -> tuple[str, ...]:
-    names = tuple(text.split(","))
-    for name in names:
-        if name not in _DTYPES:
-            raise argparse.ArgumentTypeError(f"{name!r} is not one of {', '.join(_DTYPES)}")
-        if name == "float64" and not getattr(jax.config, "jax_enable_x64", False):
-            raise argparse.ArgumentTypeError("float64 needs JAX_ENABLE_X64=1")
-    return names

@@ -8,7 +8,7 @@ from rich.console import Console
 
 from hapsynth._quantities import nbytes, plural, seconds
 from hapsynth.plan import Plan
-from hapsynth.report.json_records import Entry
+from hapsynth.report.json_records import OURS, Entry
 from hapsynth.report.summary import print_certificate, print_left_out
 from hapsynth.report.tables import heading, table
 from hapsynth.search.planning.baseline_subsets import label
@@ -16,7 +16,7 @@ from hapsynth.search.planning.baseline_subsets import label
 
 def print_comparison(out: Console, plan: Plan, entries: Mapping[str, Entry]) -> None:
     """Step time, memory and communication of every plan; then by how much this one wins."""
-    ours = entries["hapsynth"].cost_s
+    ours = entries[OURS].cost_s
     out.print(
         f"{plural(len(plan.traced.graph.ops), 'op')} on {plan.cluster.name}, {plural(plan.cluster.n, 'device')}; "
         "predicted by one cost model"

@@ -22,9 +22,9 @@ from hapsynth.cluster.device_kinds import DeviceKind
 from hapsynth.instructions.program.program import Compute, Convert
 from hapsynth.instructions.program.sizes import layout_nodes
 from hapsynth.plan import Plan
-from hapsynth.report.names import Names
 from hapsynth.report.summary import print_left_out
 from hapsynth.report.tables import heading, table
+from hapsynth.running.names import Names
 from hapsynth.search.cost.model import CostModel, Floats
 from hapsynth.search.cost.program_cost import shares, shares_of
 from hapsynth.search.cost.program_index import cut_nodes_of

@@ -14,10 +14,10 @@ from hapsynth._quantities import nbytes, percent, plural, seconds
 from hapsynth.instructions.layout import Layout, format_layout
 from hapsynth.instructions.program.program import Convert, reads, writes
 from hapsynth.plan import Plan
-from hapsynth.report.names import Names
 from hapsynth.report.summary import print_certificate, print_left_out, sizes_table
 from hapsynth.report.tables import heading, table
 from hapsynth.report.timeline import print_timeline
+from hapsynth.running.names import Names
 from hapsynth.search.cost.program_cost import Cost, feed_costs, program_cost
 from hapsynth.search.memory.profile import padded_bytes
 from hapsynth.whatif.alternatives import Alternative, Alternatives
@@ -197,7 +197,7 @@ class Explainer:
             rows.append([f"{plural(left, 'more input')} (--value PATH asks about one)", *[""] * 7])
         self.out.print(heading("Inputs: layout, bytes on a device, and the best program that stores it otherwise"))
         headers = ["input", "alike", "shape", "layout", "per device", "otherwise", "costs", ""]
-        self.out.print(table(headers, rows))
+        self.out.print(table(headers, rows, minor=["alike", "shape", "per device"]))
 
     def _values(self) -> None:
         spent = self.answers.spent()

@@ -18,6 +18,7 @@ from hapsynth.search.cost.model import CostModel
 from hapsynth.search.cost.network import mesh_axes
 from hapsynth.search.cost.program_cost import Cost, instruction_costs
 from hapsynth.search.planning.baseline_subsets import BaselinesOnSubsets
+from hapsynth.search.planning.baselines import ONE_DEVICE
 from hapsynth.search.planning.task import PlanningOptions, Task
 
 _TIMINGS = ("trace_s", "build_s", "search_s", "ratio_s", "bound_s", "total_s")
@@ -33,9 +34,10 @@ def costs_of(plan: Plan, model: CostModel | None = None) -> list[Cost]:
     return list(instruction_costs(plan.program, plan.sizes, model or plan.cost_model()))
 
 
-def search_record(plan: Plan) -> dict[str, Any]:
-    """The document of `search --json`."""
+def search_record(plan: Plan, entries: Mapping[str, Entry] | None = None) -> dict[str, Any]:
+    """The document of `search --json`. `entries`: the plan and baselines, where these were planned."""
     result = plan.result
+    best, alone = best_baseline(entries), (entries or {}).get(ONE_DEVICE)
     timings = result.timings_s
     return {
         "schema": SEARCH_SCHEMA,
@@ -47,6 +49,9 @@ def search_record(plan: Plan) -> dict[str, Any]:
         "with_all_s": None if result.with_all_s is None else finite(result.with_all_s),
         **{key: timings.get(key, 0.0) for key in _TIMINGS},
         "cost_s": finite(result.cost_s),
+        "best_baseline": best and best[0],
+        "best_baseline_s": best and finite(best[1].cost_s),
+        "one_device_s": finite(alone.cost_s) if alone and alone.fits else None,
         "lower_bound_s": finite(result.lower_bound_s),
         "gap": finite(result.gap),
         "overlap": result.overlap,
@@ -93,6 +98,7 @@ def infeasible_record(
         **dict.fromkeys(("mesh_used", "with_all_s")),
         **{key: timings.get(key) for key in _TIMINGS},
         **dict.fromkeys(("cost_s", "lower_bound_s", "gap", "joint_lower_bound_s", "joint_gap")),
+        **dict.fromkeys(("best_baseline", "best_baseline_s", "one_device_s")),
         **dict.fromkeys(
             ("overlap", "exposed_communication_s", "communication_s", "clocks", "ratio_bound_s", "rounding_gap")
         ),
@@ -121,16 +127,26 @@ class Entry:
     devices: Sequence[int] = ()
 
 
-def comparison(plan: Plan) -> dict[str, Entry]:
+OURS = "hapsynth"
+
+
+def best_baseline(entries: Mapping[str, Entry] | None) -> tuple[str, Entry] | None:
+    """The fastest that fits, one device alone apart, with its name; None where none does."""
+    others = [(name, e) for name, e in (entries or {}).items() if name not in (OURS, ONE_DEVICE) and e.fits]
+    return min(others, key=lambda one: one[1].cost_s, default=None)
+
+
+def comparison(plan: Plan, *, each: bool = True) -> dict[str, Entry]:
     """The plan, as `hapsynth`, and the baselines (`BaselinesOnSubsets`), all costed by one model; beside a plan with
-    overlap each in the order found that takes the least, its collectives beside computing too."""
+    overlap each in the order found that takes the least, its collectives beside computing too. `each`: on the devices
+    that suit each; else only those that may be the best of all."""
     model = plan.cost_model()
     memory, limits = plan.result.memory_bytes, plan.result.memory_limit_bytes
     peak, fits = max(memory), all(used <= limit for used, limit in zip(memory, limits, strict=True))
-    entries = {"hapsynth": Entry(plan.cost, peak, fits, traffic(plan.program, plan.sizes, model), plan.devices)}
+    entries = {OURS: Entry(plan.cost, peak, fits, traffic(plan.program, plan.sizes, model), plan.devices)}
     options = PlanningOptions(max(limits), lowering=plan.result.lowering)
     task = Task(plan.traced.graph, plan.cluster, options)
-    for name, b in BaselinesOnSubsets(task).best(overlap=plan.result.overlap).items():
+    for name, b in BaselinesOnSubsets(task).best(overlap=plan.result.overlap, each=each).items():
         devices = b.devices or tuple(range(plan.cluster.n))
         on = model.on(plan.cluster.subset(devices))
         entries[name] = Entry(b.cost_s, b.memory_bytes, b.fits, traffic(b.program, b.sizes, on), devices)
@@ -150,7 +166,7 @@ def traffic(program: Program, sizes: Sizes, model: CostModel) -> dict[str, tuple
 
 def compare_record(entries: Mapping[str, Entry]) -> dict[str, Any]:
     """The document of `compare --json`. `speedup`: of the plan over this one."""
-    ours = entries["hapsynth"].cost_s
+    ours = entries[OURS].cost_s
     return {
         "schema": COMPARE_SCHEMA,
         "plans": {

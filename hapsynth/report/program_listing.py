@@ -9,7 +9,7 @@ from hapsynth._quantities import nbytes, plural, seconds
 from hapsynth.instructions.layout import format_layout
 from hapsynth.instructions.program.program import Convert
 from hapsynth.plan import Plan
-from hapsynth.report.names import Names
+from hapsynth.running.names import Names
 from hapsynth.search.cost.program_cost import Cost
 
 _NAMED = 4

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 
 from rich.console import Console
+from rich.text import Text
 
 from hapsynth._quantities import percent, plural, seconds
 from hapsynth.search.result import Progress
+
+_SPINNER = 2
+"""Columns before the line."""
 
 
 @contextmanager
@@ -23,38 +27,66 @@ def progress(wanted: bool | None) -> Generator[Callable[[Progress], None] | None
     if not (terminal if wanted is None else wanted):
         yield None
     elif terminal:
-        console = Console(file=sys.stderr, markup=False, emoji=False, highlight=False)
-        with console.status("tracing") as status:
-            yield lambda p: status.update(line(p))
+        best = Best()
+        with _live("tracing") as update:
+            yield lambda p: update(best.line(p))
     else:
         yield _Lines().show
 
 
 @contextmanager
-def activity() -> Generator[Callable[[str], None]]:
+def activity(quiet: bool = False) -> Generator[Callable[[str], None]]:
     """Shows the current activity, as one line on a terminal; does nothing where standard error is none."""
-    if not sys.stderr.isatty():
+    if quiet or not sys.stderr.isatty():
         yield lambda _: None
         return
+    with _live("working") as update:
+        yield update
+
+
+@contextmanager
+def _live(first: str) -> Generator[Callable[[str | Sequence[str]], None]]:
+    """Shows one line, the latest: a text, cut off where it is too long, or the first of several that is not."""
     console = Console(file=sys.stderr, markup=False, emoji=False, highlight=False)
-    with console.status("working") as status:
-        yield status.update
+
+    def update(text: str | Sequence[str]) -> None:
+        room = console.width - _SPINNER
+        if not isinstance(text, str):
+            text = next((t for t in text if len(t) <= room), text[-1])
+        status.update(Text(text, no_wrap=True, overflow="ellipsis"))
+
+    with console.status(first) as status:
+        yield update
 
 
 class _Lines:
-    """Plain lines for a log: only when the best cost has changed."""
+    """Plain lines for a log: only when there is a new best."""
 
     def __init__(self) -> None:
-        self.best = math.nan
+        self.best = Best()
 
     def show(self, p: Progress) -> None:
-        if p.cost_s != self.best:
-            self.best = p.cost_s
-            print(line(p), file=sys.stderr, flush=True)
+        before = self.best.cost_s
+        line = self.best.line(p)[0]
+        if self.best.cost_s != before:
+            print(line, file=sys.stderr, flush=True)
 
 
-def line(p: Progress) -> str:
-    """`astar: best 17.475 ms, bound 17.470 ms, gap 0.03 %, 1203 nodes, 4.2 s`"""
-    gap = percent(p.gap) if math.isfinite(p.gap) else "-"
-    best, bound = seconds(p.cost_s), seconds(p.lower_bound_s)
-    return f"{p.stage}: best {best}, bound {bound}, gap {gap}, {plural(p.expanded, 'node')}, {p.seconds:.1f} s"
+class Best:
+    """What a search is told to have found so far. It goes on with other shard sizes and other sets of devices, and
+    tells of the best program for these."""
+
+    def __init__(self) -> None:
+        self.cost_s = math.inf
+
+    def line(self, p: Progress) -> list[str]:
+        """`astar: best 17.475 ms, gap 0.03 %, 4.2 s, bound 17.470 ms, 1203 nodes`, and shorter ones.
+
+        The gap is that of the best program: it is left out while the bound is about others.
+        """
+        self.cost_s = min(self.cost_s, p.cost_s)
+        said = [f"{p.stage}: best {seconds(self.cost_s)}", f"{p.seconds:.1f} s"]
+        if p.cost_s <= self.cost_s and math.isfinite(p.gap):
+            said = [said[0], f"gap {percent(p.gap)}", said[1], f"bound {seconds(p.lower_bound_s)}"]
+        said.append(plural(p.expanded, "node"))
+        return [", ".join(said[:count]) for count in range(len(said), 0, -1)]

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from rich.console import Console
-from rich.table import Table
 
 from hapsynth._quantities import counted, indices, nbytes, percent, plural, seconds
 from hapsynth.instructions.program.program import Convert
 from hapsynth.instructions.rules.replicated_ops import named, uncovered, unpriced
 from hapsynth.plan import Plan
-from hapsynth.report.names import Names
+from hapsynth.report.json_records import Entry, best_baseline
 from hapsynth.report.program_listing import brief
-from hapsynth.report.tables import device_groups, heading, span, table
+from hapsynth.report.tables import Table, device_groups, heading, span, table
 from hapsynth.report.timeline import hidden
+from hapsynth.running.names import Names
 from hapsynth.search.cost.program_cost import Cost
+from hapsynth.search.planning.baseline_subsets import label
+from hapsynth.search.planning.baselines import ONE_DEVICE
 
 _STATUS = {
     "optimal": "optimal: no program at any shard sizes is cheaper",
@@ -27,11 +29,20 @@ _STATUS = {
     "infeasible": "infeasible",
 }
 _ROWS = 12
+_WORTHWHILE = 1.05
+"""Times as fast: a plan that is less is no reason to give up something simpler."""
 
 
-def print_summary(out: Console, plan: Plan, costs: Sequence[Cost], *, listing: bool = False) -> None:
-    """The whole report of one plan. `costs`: of its instructions, in order (`costs_of`); `listing`: every instruction
-    instead of the program in brief."""
+def print_summary(
+    out: Console,
+    plan: Plan,
+    costs: Sequence[Cost],
+    entries: Mapping[str, Entry] | None = None,
+    *,
+    listing: bool = False,
+) -> None:
+    """The whole report of one plan. `costs`: of its instructions, in order (`costs_of`); `entries`: the plan and the
+    baselines (`comparison`), where these were planned; `listing`: every instruction instead of the program in brief."""
     graph = plan.traced.graph
     collectives = sum(isinstance(i, Convert) and i.is_collective for i in plan.program.instructions)
     out.print(
@@ -59,6 +70,8 @@ def print_summary(out: Console, plan: Plan, costs: Sequence[Cost], *, listing: b
     moving = sum(c.seconds for c in costs if isinstance(c.instruction, Convert))
     out.print(heading("Certificate"))
     print_certificate(out, plan)
+    for line in _gain(plan, entries):
+        out.print(line)
     part = f"{seconds(moving)} of it"
     if plan.result.overlap:
         sent_s = plan.timeline.communication_s
@@ -72,6 +85,21 @@ def print_summary(out: Console, plan: Plan, costs: Sequence[Cost], *, listing: b
     timings = plan.result.timings_s
     spent = ", ".join(f"{key[:-2]} {timings[key]:.1f} s" for key in timings if key != "total_s")
     out.print(f"planned in     {timings.get('total_s', 0.0):.1f} s ({spent}), {plan.result.expanded} nodes expanded")
+
+
+def _gain(plan: Plan, entries: Mapping[str, Entry] | None) -> Iterator[str]:
+    """What the plan gains over the best baseline and over one device, and that it is next to nothing where it is."""
+    best, alone = best_baseline(entries), (entries or {}).get(ONE_DEVICE)
+    others = [] if best is None else [(f"the best baseline ({label(best[0])})", best[1])]
+    if alone is not None:
+        others.append((f"one device ({plan.cluster.devices[alone.devices[0]].name})", alone))
+    if not others or not plan.cost:
+        return
+    said = [f"{e.cost_s / plan.cost:.2f}x over {name}" if e.fits else f"{name} is too small" for name, e in others]
+    yield f"gain           {', '.join(said)}"
+    for name, e in others:
+        if e.fits and e.cost_s < _WORTHWHILE * plan.cost:
+            yield f"               next to nothing over {name}, which takes {seconds(e.cost_s)} and no plan"
 
 
 def print_left_out(out: Console, plan: Plan) -> None:
@@ -138,7 +166,8 @@ def sizes_table(plan: Plan) -> Table:
         rows = [*rows[:_ROWS], [f"... {plural(left, 'more kind')} of cut", *[""] * (3 + len(groups))]]
     if not rows:
         rows = [["nothing is cut: every device computes everything", *[""] * (3 + len(groups))]]
-    return table(["class, by its largest tensor", "alike", "tensors", "units", *(name for name, _ in groups)], rows)
+    counts = ["alike", "tensors", "units"]
+    return table(["class, by its largest tensor", *counts, *(name for name, _ in groups)], rows, minor=counts)
 
 
 def memory_table(plan: Plan) -> Table:

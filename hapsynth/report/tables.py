@@ -2,41 +2,88 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import sys
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from itertools import groupby
 from typing import IO
 
-from rich.console import Console
-from rich.table import Table
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.table import Table as RichTable
 from rich.text import Text
 
 from hapsynth.cluster.cluster import Cluster
 
-WIDTH = 120
-"""Columns of a report that is not written to a terminal: fixed, so that the text is the same everywhere."""
+WIDE = 10_000
+"""Columns of a report that is not written to a terminal: whatever reads it gets every column, in whole lines."""
+_GAP = 2
+"""Spaces between two columns."""
 
 Group = tuple[str, range]
 """A heading and the devices under it: a run of equal kinds in mesh order."""
 
 
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        """The reader has gone, as `| head` does: the rest of the report is for nobody, but there are files to write and
+        an exit status to give."""
+        self.quiet = True
+        discard_stdout()
+
+
+def discard_stdout() -> None:
+    """What is written to standard output from now on goes nowhere."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, sys.stdout.fileno())
+    os.close(nowhere)
+
+
 def console(file: IO[str] | None = None) -> Console:
-    """A console for reports: as wide as the terminal, or WIDTH where there is none."""
+    """A console for reports: as wide as the terminal, if it is one."""
     out = file or sys.stdout
-    width = shutil.get_terminal_size((WIDTH, 24)).columns if out.isatty() else WIDTH
-    return Console(file=out, width=width, highlight=False, markup=False, emoji=False, soft_wrap=True)
+    width = shutil.get_terminal_size((WIDE, 24)).columns if out.isatty() else WIDE
+    return _Console(file=out, width=width, highlight=False, markup=False, emoji=False, soft_wrap=True)
 
 
-def table(headers: Sequence[str], rows: Iterable[Sequence[str]], *, left: int = 1) -> Table:
-    """A borderless table; the first `left` columns are names, the others figures."""
-    columns = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold", show_edge=False)
-    for i, header in enumerate(headers):
-        name = i < left
-        columns.add_column(header, justify="left" if name else "right", overflow="fold", no_wrap=not name)
-    for row in rows:
-        columns.add_row(*map(Text, row))
-    return columns
+@dataclass(frozen=True)
+class Table:
+    """A borderless table; the first `left` columns are names, the others figures.
+
+    On a console that is too narrow it leaves out columns and says which, rather than break a word: those of `minor`
+    first, then the last ones. The first column stays, whole.
+    """
+
+    headers: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    left: int = 1
+    minor: Sequence[str] = ()
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        widths = [max(map(cell_len, cells)) for cells in zip(self.headers, *self.rows, strict=True)]
+        width = lambda kept: sum(widths[i] + _GAP for i in kept) - _GAP
+        kept = list(range(len(widths)))
+        last = kept[:0:-1]
+        for i in (*sorted((i for i in last if self.headers[i] in self.minor), reverse=True), *last):
+            if width(kept) <= options.max_width:
+                break
+            if i in kept:
+                kept.remove(i)
+        columns = RichTable(box=None, pad_edge=False, padding=(0, _GAP, 0, 0), header_style="bold", show_edge=False)
+        for i in kept:
+            columns.add_column(self.headers[i], justify="left" if i < self.left else "right", no_wrap=True)
+        for row in self.rows:
+            columns.add_row(*(Text(row[i]) for i in kept))
+        yield from console.render(columns, options.update(width=max(options.max_width, width(kept))))
+        if left_out := [header for i, header in enumerate(self.headers) if header and i not in kept]:
+            yield Text(f"(not in {options.max_width} columns: {', '.join(left_out)})", style="dim")
+
+
+def table(headers: Sequence[str], rows: Iterable[Sequence[str]], *, left: int = 1, minor: Sequence[str] = ()) -> Table:
+    """As `Table` says, which it makes."""
+    return Table(headers, tuple(rows), left, minor)
 
 
 def heading(title: str) -> Text:

@@ -1,4 +1,4 @@
-"""The timeline of a plan with overlap: what each device does when, what it waits for, and how much that hides."""
+"""The predicted step as text: what each device does when; with overlap what it waits for, and how much that hides."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from rich.console import Console
 
 from hapsynth._quantities import indices, percent, plural, seconds
 from hapsynth.plan import Plan
-from hapsynth.report.names import Names
 from hapsynth.report.tables import heading, table
+from hapsynth.running.names import Names
 from hapsynth.search.scheduling.tasks import LINK_NAMES, LINKS, Machine
 from hapsynth.search.scheduling.timeline import Timeline
 from hapsynth.search.scheduling.waits import waits
+from hapsynth.view.step import BOTH, COMPUTES, SENDS, Lane, Step
 
 _COLUMNS = 72
 
@@ -32,16 +33,8 @@ def print_timeline(out: Console, plan: Plan, top: int) -> None:
     devices = np.array(plan.devices)
     groups = [devices[tasks.group_of == g].tolist() for g in range(timeline.end.shape[1])]
     names = [f"{indices(group)} {plan.cluster.devices[group[0]].name}" for group in groups]
-    links = [link for link in LINKS if (machine == link).any()]
-    out.print(
-        heading("Timeline, predicted: devices compute (#) or wait (.), links send (=), loops and branches do both (@)")
-    )
     shown = range(len(groups))[:top]
-    wide = max(map(len, [*names, *(LINK_NAMES[link] for link in links)]))
-    for group in shown:
-        out.print(f"{names[group]:{wide}}  {_bar(timeline, (Machine.COMPUTE,), '#', '.', group)}")
-    for link in links:
-        out.print(f"{LINK_NAMES[link]:{wide}}  {_bar(timeline, (link,), '=', ' ', 0)}")
+    print_step(out, Step(plan), top)
     slower = timeline.computed - tasks.seconds[machine == Machine.COMPUTE].sum(axis=0)
     slower -= tasks.seconds[machine == Machine.EVERYTHING].sum(axis=0) - sum(tasks.sent_in.values())
     rows = [
@@ -89,16 +82,30 @@ def _print_waits(out: Console, plan: Plan, timeline: Timeline, names: Sequence[s
         out.print(table(["for", "on", "begins", "ends", "exposed", "on devices"], rows, left=2))
 
 
-def _bar(timeline: Timeline, on: tuple[Machine, ...], busy: str, idle: str, group: int) -> str:
-    """What takes most of each of so many parts of the step."""
-    machine, start, end = timeline.tasks.machine, timeline.start[:, group], timeline.end[:, group]
-    edges = np.linspace(0.0, timeline.makespan_s, _COLUMNS + 1)
+def print_step(out: Console, step: Step, top: int) -> None:
+    """A bar for each of the first `top` groups of devices that do the same, and for each link."""
+    devices = [lane for lane in step.lanes if lane.devices]
+    lanes = [*devices[:top], *(lane for lane in step.lanes if not lane.devices)]
+    wide = max((len(lane.name) for lane in lanes), default=0)
+    columns = max(min(_COLUMNS, out.width - wide - 2), 1)
+    out.print(
+        heading("Timeline, predicted: devices compute (#) or wait (.), links send (=), loops and branches do both (@)")
+    )
+    for lane in lanes:
+        busy, idle = ("#", ".") if lane.devices else ("=", " ")
+        out.print(f"{lane.name:{wide}}  {_bar(lane, step.makespan_s, columns, busy, idle)}")
+    if len(devices) > top:
+        out.print(f"{plural(len(devices) - top, 'more group')} of devices")
 
-    def part(of: tuple[Machine, ...]) -> np.ndarray:
-        ran = [k for k, m in enumerate(machine) if m in of]
-        within = np.minimum(end[ran, None], edges[1:]) - np.maximum(start[ran, None], edges[:-1])
+
+def _bar(lane: Lane, makespan_s: float, columns: int, busy: str, idle: str) -> str:
+    """What takes most of each of so many parts of the step."""
+    edges = np.linspace(0.0, makespan_s, columns + 1)
+
+    def part(*does: str) -> np.ndarray:
+        ran = np.array([(bar.start, bar.end) for bar in lane.bars if bar.does in does]).reshape(-1, 2, 1)
+        within = np.minimum(ran[:, 1], edges[1:]) - np.maximum(ran[:, 0], edges[:-1])
         return np.clip(within, 0.0, None).sum(axis=0) / max(edges[1], 1e-300)
 
-    mine, both = part(on), part((Machine.EVERYTHING,))
-    marks = np.where(both > 0.5, "@", np.where(mine >= 0.5, busy, idle))
+    marks = np.where(part(BOTH) > 0.5, "@", np.where(part(COMPUTES, SENDS) >= 0.5, busy, idle))
     return "".join(marks.tolist()).rstrip()

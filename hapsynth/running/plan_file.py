@@ -72,22 +72,27 @@ def write_text(path: str | os.PathLike[str], text: str) -> None:
         raise
 
 
+def function_to_dict(traced: Traced) -> dict[str, Any]:
+    """What a plan says of its function."""
+    graph = traced.graph
+    return {
+        "fingerprint": graph.fingerprint,
+        "inputs": _inputs(traced),
+        "outputs": list(traced.out_paths),
+        "ops": [op.name for op in graph.ops],
+        "carry": [list(pair) for pair in graph.carry],
+        "kept": list(graph.kept),
+        "runs": [r.count for r in graph.regions[1:]],
+        **({} if graph.again is None else {"again": {"at": graph.again.at, "ops": list(graph.again.ops)}}),
+    }
+
+
 def plan_to_dict(traced: Traced, result: Result, cluster: Cluster) -> dict[str, Any]:
     """A plan as plain strings, numbers, lists and dicts. Infinite numbers are strings. Nothing in it is of the run that
     made it, so that the same plan is the same file."""
-    graph = traced.graph
     return {
         "schema": SCHEMA,
-        "function": {
-            "fingerprint": graph.fingerprint,
-            "inputs": _inputs(traced),
-            "outputs": list(traced.out_paths),
-            "ops": [op.name for op in graph.ops],
-            "carry": [list(pair) for pair in graph.carry],
-            "kept": list(graph.kept),
-            "runs": [r.count for r in graph.regions[1:]],
-            **({} if graph.again is None else {"again": {"at": graph.again.at, "ops": list(graph.again.ops)}}),
-        },
+        "function": function_to_dict(traced),
         "cluster": cluster.to_dict(defaults=result.overlap),
         "devices": list(range(cluster.n) if result.devices is None else result.devices),
         "program": result.program.to_dict(),
@@ -188,7 +193,11 @@ def plan_from(
     example_kwargs: Mapping[str, Any] | None = None,
 ) -> tuple[Traced, Result, Cluster]:
     """As `read_plan`, of the contents of a file `where`."""
-    traced = trace(fn, example_args, dict(example_kwargs or {}))
+    return plan_from_dict(where, data, trace(fn, example_args, dict(example_kwargs or {})))
+
+
+def plan_from_dict(where: str, data: Mapping[str, Any], traced: Traced) -> tuple[Traced, Result, Cluster]:
+    """As `plan_from`, of a function that is traced already."""
     with blamed_on(where):
         return _plan_from_dict(data, traced)
 

@@ -280,13 +280,17 @@ def test_a_monitor_takes_the_median_of_its_window(plan: Plan, monkeypatch: pytes
     monkeypatch.setattr("hapsynth.adapting.monitor.gathered", lambda mesh, mine: np.outer(slow, mine))
     predicted = float(busy_seconds(plan).max())
     monitor = Monitor(plan, every=2, window=3)
-    said = [monitor.step(seconds=predicted * t) for t in (1, 1, 1.2, 1.2, 1, 1)]
+    assert monitor.scalars == {"hapsynth/predicted_step_s": plan.cost}
+    said = [monitor.step(seconds=predicted * t) for t in (1, 1, 1.2, 1.2, 1)]
+    assert monitor.scalars["hapsynth/slowdown"] == pytest.approx(1.2)
+    said.append(monitor.step(seconds=predicted))
     assert said[:5] == [None] * 5
     assert said[5] is not None
     assert said[5].slowdown == pytest.approx(slow)
     assert said[5].gain > 1.3
     # It goes on with the plan that it proposed, on which nothing was measured yet.
     assert monitor.plan is said[5].plan
+    assert monitor.scalars == {"hapsynth/predicted_step_s": monitor.plan.cost}
     assert [monitor.step(seconds=predicted) for _ in range(5)] == [None] * 5
 
 

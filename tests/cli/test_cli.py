@@ -1,24 +1,29 @@
 """The command line: its reports, golden ones of a frozen plan among them, and the JSON documents."""
 
 import json
+import logging
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
+import jax.numpy as jnp
 import pytest
 from cli_model import MODEL
 from frozen import GOLDEN, TOP, VALUE, Frozen
 
 from hapsynth._quantities import seconds
 from hapsynth.cli.main import main
+from hapsynth.cli.options import DTYPES, FORMS
 from hapsynth.plan import Plan
 from hapsynth.report.comparison import print_comparison
 from hapsynth.report.explain import Explainer, find_value
 from hapsynth.report.summary import print_summary
 from hapsynth.report.tables import console
+from hapsynth.running.form import Form
 from hapsynth.search.planning.baselines import NAMES
 
 ROOT = Path(__file__).parents[2]
@@ -54,7 +59,7 @@ def fixed(files: Path, monkeypatch: pytest.MonkeyPatch) -> Frozen:
 
 
 def test_golden_search(fixed: Frozen, capsys: pytest.CaptureFixture[str]) -> None:
-    print_summary(console(), fixed.plan, fixed.answers.costs)
+    print_summary(console(), fixed.plan, fixed.answers.costs, fixed.entries)
     golden("cli_search.txt", capsys.readouterr().out)
 
 
@@ -264,6 +269,84 @@ def command_line(*argv: str, cwd: Path, **env: str) -> subprocess.CompletedProce
     environment |= {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT), **env}
     command = [sys.executable, "-m", "hapsynth", *argv]
     return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize("argv", [["--version"], ["--help"], ["search", "--help"], ["--print-completion", "bash"]])
+def test_what_needs_no_jax_does_not_import_it(argv: list[str], tmp_path: Path) -> None:
+    code = "import sys; from hapsynth.cli.main import main; main(sys.argv[1:]); sys.exit('jax' in sys.modules)"
+    command = [sys.executable, "-c", code, *argv]
+    found = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (found.returncode, found.stderr) == (0, "")
+    assert found.stdout
+
+
+def test_importing_hapsynth_imports_nothing_else_until_asked() -> None:
+    code = (
+        "import sys, hapsynth; assert 'jax' not in sys.modules; assert 'synthesize' in dir(hapsynth); "
+        "missing = [name for name in hapsynth.__all__ if not hasattr(hapsynth, name)]; assert not missing, missing; "
+        "assert hapsynth.jobs.initialize and hapsynth.checkpoint.CheckpointError and hapsynth.targets.TargetError"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_forms_and_dtypes_are_those_of_the_library() -> None:
+    assert get_args(Form) == FORMS
+    assert [jnp.dtype(name).name for name in DTYPES] == list(DTYPES)
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="no bash")
+def test_a_shell_completes_commands_options_and_choices() -> None:
+    script = subprocess.run(
+        [sys.executable, "-m", "hapsynth", "--print-completion", "bash"], capture_output=True, text=True, check=True
+    ).stdout
+    ask = (
+        script
+        + """
+        COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1)); _shtab_hapsynth; printf '%s\\n' "${COMPREPLY[@]}"
+        """
+    )
+
+    def completed(*words: str) -> set[str]:
+        found = subprocess.run(["bash", "-c", ask, "_", "hapsynth", *words], capture_output=True, text=True, check=True)
+        return set(found.stdout.split())
+
+    assert completed("se") == {"search"}
+    assert completed("search", "--mem") == {"--memory-limit"}
+    assert completed("search", "--form", "s") == {"switch", "staged"}
+
+
+@pytest.mark.parametrize("extra", [[], ["--json", "-"]])
+def test_whoever_reads_the_report_may_leave(extra: list[str], files: Path) -> None:
+    """As `| head` does: what is to be written is, and the exit status is the command's own."""
+    argv = ["search", "model.py", "--cluster", "mixed.toml", "--plan", "p.json", *extra]
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "hapsynth", *argv]
+    read, write = os.pipe()
+    os.close(read)
+    found = subprocess.run(command, cwd=files, env=environment, stdout=write, stderr=subprocess.PIPE, check=False)
+    os.close(write)
+    assert (found.returncode, found.stderr) == (0, b"")
+    assert (files / "p.json").exists()
+
+
+def test_quiet_and_verbose(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    search = ["search", "model.py", "--cluster", "mixed.toml", "--memory-limit", "10 GiB", "--plan", "p.json"]
+    assert main([*search, "-q"]) == 0
+    assert capsys.readouterr() == ("", "")
+    assert json.loads((files / "p.json").read_text())
+    assert main(search) == 0
+    text, errors = capsys.readouterr()
+    assert text
+    (warning,) = errors.splitlines()
+    assert warning.startswith("hapsynth search: warning: memory_limit is ")
+    assert main([*search, "-v"]) == 0
+    assert [line.split(" in ")[0] for line in capsys.readouterr().err.splitlines() if "warning" not in line] == [
+        "hapsynth search: traced",
+        "hapsynth search: planned",
+    ]
+    assert not logging.getLogger("hapsynth").handlers
+    assert main(["search", "nowhere.py", "--cluster", "mixed.toml", "-q"]) == 2
+    assert capsys.readouterr().err == "hapsynth search: error: nowhere.py: no such model file\n"
 
 
 def test_a_process_of_its_own_makes_its_devices(plan_file: Path) -> None:

@@ -3,6 +3,7 @@
 import importlib
 import math
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +29,11 @@ from hapsynth.instructions.testing.example_arguments import example_arguments, i
 from hapsynth.plan import Plan
 from hapsynth.report import progress as progress_module
 from hapsynth.report.json_records import costs_of
-from hapsynth.report.names import Names
 from hapsynth.report.program_listing import brief
-from hapsynth.report.progress import line, progress
+from hapsynth.report.progress import Best, activity, progress
 from hapsynth.report.summary import print_summary
-from hapsynth.report.tables import console, device_groups, span
+from hapsynth.report.tables import console, device_groups, span, table
+from hapsynth.running.names import Names
 from hapsynth.search.formulation.choice_space import ChoiceSpace, Restriction
 from hapsynth.search.formulation.problem_builder import ProblemBuilder
 from hapsynth.search.result import Progress
@@ -190,10 +191,19 @@ def test_what_is_kept_whole_is_named_with_its_reason(capsys: pytest.CaptureFixtu
 
 
 def test_progress_line() -> None:
-    assert line(Progress("astar", 4.21, 0.02, 0.0199, 7)) == (
-        "astar: best 20.000 ms, bound 19.900 ms, gap 0.50 %, 7 nodes, 4.2 s"
-    )
-    assert line(Progress("dual", 0.0, math.inf, -math.inf, 0)) == "dual: best -, bound -, gap -, 0 nodes, 0.0 s"
+    assert Best().line(Progress("astar", 4.21, 0.02, 0.0199, 7))[:2] == [
+        "astar: best 20.000 ms, gap 0.50 %, 4.2 s, bound 19.900 ms, 7 nodes",
+        "astar: best 20.000 ms, gap 0.50 %, 4.2 s, bound 19.900 ms",
+    ]
+    assert Best().line(Progress("dual", 0.0, math.inf, -math.inf, 0))[0] == "dual: best -, 0.0 s, 0 nodes"
+
+
+def test_progress_never_tells_of_a_worse_program() -> None:
+    """Another set of devices has a worse best program, with a bound and a gap that are not the best one's."""
+    best = Best()
+    best.line(Progress("search", 1.0, 0.02, 0.0199, 7))
+    assert best.line(Progress("search", 2.0, 0.03, 0.0299, 9))[0] == "search: best 20.000 ms, 2.0 s, 9 nodes"
+    assert best.line(Progress("search", 3.0, 0.01, 0.009, 9))[0].startswith("search: best 10.000 ms, gap 10.00 %, ")
 
 
 def test_progress_is_silent_without_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
@@ -208,14 +218,50 @@ def test_progress_is_silent_without_a_terminal(capsys: pytest.CaptureFixture[str
     assert errors.count("\n") == 2
 
 
-def test_progress_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("columns", [80, 40, 20])
+def test_progress_on_a_terminal(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One line, however narrow the terminal is."""
+    monkeypatch.setenv("COLUMNS", str(columns))
     terminal = Terminal()
     monkeypatch.setattr(progress_module.sys, "stderr", terminal)
     with progress(False) as show:
         assert show is None
+    with activity(quiet=True) as tell:
+        tell("nothing")
+    assert terminal.text == ""
     with progress(None) as show:
         assert show is not None
-        show(Progress("search", 1.0, 0.2, 0.1, 1))
+        show(Progress("4 of 8 devices: joint bound", 1234.5, 0.2, 0.1, 123456))
+    with activity() as tell:
+        tell("searching without the layout of a value with a very long name, which takes more than a line to say")
+    drawn = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", terminal.text)
+    assert max(map(len, re.split(r"[\r\n]+", drawn))) <= columns
+    assert "4 of 8 devices" in drawn
+
+
+# Tables.
+
+
+@pytest.mark.parametrize(
+    ("columns", "headers", "left_out"),
+    [
+        (200, ["name", "alike", "seconds", "share"], []),
+        (34, ["name", "seconds", "share"], ["alike"]),
+        (27, ["name", "seconds"], ["alike", "share"]),
+        (10, ["name"], ["alike", "seconds", "share"]),
+    ],
+)
+def test_a_narrow_table_leaves_out_columns(
+    columns: int, headers: list[str], left_out: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    terminal = Terminal()
+    rows = [["[0]['param / s']", "12", "1.2 s", "99 %"], ["[0]['other']", "1", "0.1 s", "1 %"]]
+    console(terminal).print(table(["name", "alike", "seconds", "share"], rows, minor=["alike"]))
+    lines = re.sub(r"\x1b\[[0-9;]*m", "", terminal.text).splitlines()
+    assert lines[0].split() == headers
+    assert lines[1].startswith("[0]['param / s']"), "no word is broken"
+    assert lines[3:] == ([f"(not in {columns} columns: {', '.join(left_out)})"] if left_out else [])
 
 
 # Output files.

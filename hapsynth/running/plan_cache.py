@@ -1,0 +1,176 @@
+"""Plans on disk by everything that decides them: what was planned before takes no search.
+
+An entry is a file named after the digest of its key: the function's ops, shapes and constants of the code, the cluster,
+what was asked for, hapsynth's own source, and the versions of what it computes with. It holds the key in full and a
+digest of its own contents, and the plan passes the checker as that of a plan file does; whatever is not as it should
+be is as if it were not there. Entries are written aside and renamed, so that processes may write one at the same time.
+Not kept are plans that depend on more: on a time budget, on Ctrl-C, or on a rule that is the user's own code.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import logging
+import os
+import platform
+import sys
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from hapsynth import _jax
+from hapsynth.cluster.cluster import Cluster
+from hapsynth.graph.trace import Traced
+from hapsynth.instructions.rules.extension import is_users
+from hapsynth.running.plan_file import (
+    PlanError,
+    function_to_dict,
+    number_of,
+    plan_from_dict,
+    plan_to_dict,
+    read_number,
+    write_text,
+)
+from hapsynth.search.result import Result
+
+CACHE_DIR = "HAPSYNTH_CACHE_DIR"
+"""The folder; `off` for none."""
+_ENTRIES = 512
+"""That a folder keeps: those used last."""
+_COMPUTING = ("jaxlib", "numpy", "ortools", "scipy")
+logger = logging.getLogger(__name__)
+
+
+def cache_folder(environment: Mapping[str, str] = os.environ) -> Path | None:
+    """Where plans are kept: as HAPSYNTH_CACHE_DIR says, or in the user's cache; None where that is off."""
+    asked = environment.get(CACHE_DIR)
+    if asked is not None:
+        return None if asked in ("", "off") else Path(asked)
+    base = environment.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return Path(base, "hapsynth", "plans") if os.path.isabs(base) else None
+
+
+@dataclass(frozen=True)
+class CachedPlan:
+    """Where the plan of one task is kept, if it was planned before. `key`: as JSON."""
+
+    file: Path
+    key: str
+
+    @staticmethod
+    def of(traced: Traced, cluster: Cluster, asked: Mapping[str, Any]) -> CachedPlan | None:
+        """Of a traced function, a cluster and the options that decide a plan, as JSON has them; None where the cache is
+        off, or the plan depends on rules of the user's own."""
+        folder = cache_folder()
+        if folder is None:
+            return None
+        own = next((op for op in traced.graph.ops if is_users(op)), None)
+        if own is not None:
+            logger.info("not kept in the plan cache: the rule of %s is the user's own code", own.name)
+            return None
+        key = {
+            "function": function_to_dict(traced),
+            "cluster": cluster.to_dict(defaults=True),
+            "asked": dict(asked),
+            "numerics": {name: str(getattr(jax.config, name, None)) for name in _jax.NUMERICS},
+            "versions": {"hapsynth": _source(), "jax": jax.__version__, "python": sys.version, **_versions()},
+            "machine": platform.machine(),
+        }
+        text = json.dumps(key, sort_keys=True, default=_plain)
+        return CachedPlan(folder / f"{hashlib.sha256(text.encode()).hexdigest()[:32]}.json", text)
+
+    def find(self, traced: Traced) -> tuple[Traced, Result] | None:
+        """The traced function and the result as they were planned; None where they are not there, or damaged."""
+        try:
+            text = self.file.read_text(encoding="utf-8")
+        except FileNotFoundError:
+            logger.info("not in the plan cache: %s", self.file)
+            return None
+        except (OSError, ValueError) as error:
+            return self._lost(str(error))
+        digest, _, content = text.partition("\n")
+        if digest != hashlib.sha256(content.encode()).hexdigest():
+            return self._lost("its contents are not what was written")
+        entry = json.loads(content)
+        if entry["key"] != self.key:
+            return self._lost("it is of another task")
+        try:
+            found, result, _ = plan_from_dict(str(self.file), entry["plan"], traced)
+        except PlanError as error:
+            return self._lost(str(error))
+        search = entry["search"]
+        bounds = {tuple(devices): read_number(bound) for devices, bound in search["bounds"]}
+        with suppress(OSError):
+            os.utime(self.file)
+        logger.info("found in the plan cache: %s", self.file)
+        return found, replace(result, bounds=bounds, sweeps=search["sweeps"], states=search["states"])
+
+    def keep(self, traced: Traced, result: Result, cluster: Cluster) -> None:
+        """Write an entry; where that can't be done it is logged, and there is none."""
+        bounds = [[list(devices), number_of(bound)] for devices, bound in result.bounds.items()]
+        content = json.dumps(
+            {
+                "key": self.key,
+                "plan": plan_to_dict(traced, result, cluster),
+                "search": {"bounds": bounds, "sweeps": result.sweeps, "states": result.states},
+            },
+            allow_nan=False,
+        )
+        try:
+            self.file.parent.mkdir(parents=True, exist_ok=True)
+            write_text(self.file, f"{hashlib.sha256(content.encode()).hexdigest()}\n{content}")
+            _drop_oldest(self.file.parent)
+        except OSError as error:
+            logger.warning("the plan can't be kept in the plan cache: %s; %s=off does without", error, CACHE_DIR)
+
+    def _lost(self, why: str) -> None:
+        logger.warning("%s in the plan cache can't be used, and its plan is searched for anew: %s", self.file, why)
+
+
+def _drop_oldest(folder: Path) -> None:
+    entries = list(folder.glob("*.json"))
+    if len(entries) <= _ENTRIES:
+        return
+    age: dict[Path, float] = {}
+    for entry in entries:
+        # Others may drop it at the same time.
+        with suppress(FileNotFoundError):
+            age[entry] = entry.stat().st_mtime
+    for entry in sorted(age, key=age.__getitem__)[:-_ENTRIES]:
+        entry.unlink(missing_ok=True)
+
+
+def _plain(value: Any) -> Any:
+    """What JSON does not know: NumPy's numbers and arrays, mappings and sequences that are neither dict nor list."""
+    if isinstance(value, (np.ndarray, np.generic)):
+        return value.tolist()
+    return dict(value) if isinstance(value, Mapping) else list(value)
+
+
+@functools.cache
+def _source() -> str:
+    """A digest of hapsynth's source: any of it may decide a plan."""
+    digest = hashlib.sha256()
+    package = Path(__file__).parents[1]
+    # In a checkout two rooms are links.
+    for folder, below, files in os.walk(package, followlinks=True):
+        below.sort()
+        for name in sorted(files):
+            if name.endswith((".py", ".toml")):
+                file = Path(folder, name)
+                digest.update(f"{file.relative_to(package)}\n".encode())
+                digest.update(file.read_bytes())
+    return digest.hexdigest()[:32]
+
+
+@functools.cache
+def _versions() -> dict[str, str]:
+    return {name: metadata.version(name) for name in _COMPUTING}

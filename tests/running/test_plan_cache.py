@@ -1,0 +1,273 @@
+"""Plans that are kept on disk: found again for the same task alone, never wrong, safe among processes."""
+
+import json
+import logging
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import graphs
+import jax
+import jax.numpy as jnp
+import pytest
+
+import hapsynth
+from hapsynth.cluster.cluster import Cluster
+from hapsynth.running import plan_cache
+from hapsynth.running.plan_cache import CACHE_DIR, cache_folder
+from hapsynth.search.planning.device_subsets import ClusterPlanner
+
+
+def step(w: Any, x: Any) -> Any:
+    return w - 0.1 * jax.grad(lambda w: jnp.sum(jnp.tanh(x @ w) ** 2))(w)
+
+
+def arguments(rows: int = 4096) -> tuple[Any, Any]:
+    return jax.ShapeDtypeStruct((64, 32), jnp.float32), jax.ShapeDtypeStruct((rows, 64), jnp.float32)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv(CACHE_DIR, str(tmp_path / "plans"))
+    return tmp_path / "plans"
+
+
+@pytest.fixture
+def searches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Grows by one for each search."""
+    made: list[int] = []
+    run = ClusterPlanner.run
+
+    def counted(self: ClusterPlanner) -> Any:
+        made.append(1)
+        return run(self)
+
+    monkeypatch.setattr(ClusterPlanner, "run", counted)
+    return made
+
+
+def entries(folder: Path) -> list[Path]:
+    return sorted(folder.glob("*")) if folder.is_dir() else []
+
+
+def test_the_same_takes_no_search(folder: Path, searches: list[int], unequal: Cluster, tmp_path: Path) -> None:
+    first = hapsynth.synthesize(step, arguments(), unequal)
+    again = hapsynth.synthesize(step, arguments(), unequal)
+    assert len(searches) == len(entries(folder)) == 1
+    first.save(tmp_path / "first.json")
+    again.save(tmp_path / "again.json")
+    assert (tmp_path / "first.json").read_text() == (tmp_path / "again.json").read_text()
+    of = lambda plan: replace(plan.result, program=None, sizes=None, timings_s={})
+    for field in ("bounds", "sweeps", "states", "expanded", "status", "memory_bytes", "devices"):
+        assert getattr(of(again), field) == getattr(of(first), field), field
+    assert set(again.result.timings_s) == {"trace_s", "cache_s", "total_s"}
+
+
+def test_a_found_plan_runs(folder: Path, searches: list[int], unequal: Cluster) -> None:
+    mesh = jax.make_mesh((8,), ("data",))
+    for _ in range(2):
+        plan = hapsynth.synthesize(step, arguments(), mesh, cluster=unequal)
+        assert plan.check().ok
+    assert len(searches) == 1
+
+
+def tied(w: Any, x: Any) -> Any:
+    return w + step(w, x)
+
+
+def looped(w: Any, x: Any) -> Any:
+    return jax.lax.while_loop(lambda s: s[1] < 9, lambda s: (step(s[0], x), s[1] + 1), (w, 0))[0]
+
+
+OTHERS: dict[str, dict[str, Any]] = {
+    "another function": {"fn": tied},
+    "another constant of the code": {"fn": lambda w, x: 2.0 * step(w, x)},
+    "other shapes": {"args": arguments(2048)},
+    "another dtype": {"args": (arguments()[0], jax.ShapeDtypeStruct((4096, 64), jnp.bfloat16))},
+    "another cluster": {"mesh": graphs.cluster([3.0] * 4 + [2.0] * 4)},
+    "fewer devices": {"mesh": graphs.cluster([3.0] * 4 + [1.0] * 3)},
+    "no carry": {"carry": []},
+    "a memory limit": {"memory_limit": 1e6},
+    "all devices": {"leave_out": False},
+    "fixed layouts": {"fixed": {"[1]": "S(0)"}},
+    "ratios": {"ratios": [0.125] * 8},
+    "exact shards": {"form": "staged"},
+    "recomputing": {"recompute": True},
+    "overlap": {"overlap": True},
+    "lowering": {"lowering": hapsynth.LoweringOptions(bundled_bytes=0)},
+}
+
+
+@pytest.mark.parametrize("what", OTHERS)
+def test_anything_that_decides_a_plan_is_in_its_key(
+    what: str, folder: Path, searches: list[int], unequal: Cluster
+) -> None:
+    asked: dict[str, Any] = {"fn": step, "args": arguments(), "mesh": unequal}
+    plan = lambda given: hapsynth.synthesize(given.pop("fn"), given.pop("args"), given.pop("mesh"), **given)
+    plan(dict(asked))
+    plan(asked | OTHERS[what])
+    assert len(entries(folder)) == 2
+    before = len(searches)
+    assert before >= 1
+    plan(asked | OTHERS[what])
+    assert len(searches) == before
+
+
+def test_how_often_a_loop_runs_is_in_the_key(folder: Path, searches: list[int], unequal: Cluster) -> None:
+    line = f"test_plan_cache.py:{looped.__code__.co_firstlineno + 1}"
+    for trips in (3.0, 30.0, 3.0):
+        hapsynth.synthesize(looped, arguments(), unequal, expect={line: trips})
+    assert len(searches) == len(entries(folder)) == 2
+
+
+@pytest.mark.parametrize("what", ["numerics", "version", "source"])
+def test_so_is_what_it_computes_with(
+    what: str, folder: Path, searches: list[int], unequal: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hapsynth.synthesize(step, arguments(), unequal)
+    match what:
+        case "numerics":
+            with jax.numpy_rank_promotion("raise"):
+                hapsynth.synthesize(step, arguments(), unequal)
+        case "version":
+            monkeypatch.setattr(jax, "__version__", "0.0.1")
+            hapsynth.synthesize(step, arguments(), unequal)
+        case _:
+            monkeypatch.setattr(plan_cache, "_source", lambda: "edited")
+            hapsynth.synthesize(step, arguments(), unequal)
+    assert len(searches) == len(entries(folder)) == 2
+
+
+def flipped(text: str) -> str:
+    """A digit of the cost is another."""
+    at = text.index('"cost_s": ') + len('"cost_s": 0.00')
+    return text[:at] + ("1" if text[at] != "1" else "2") + text[at + 1 :]
+
+
+def edited(text: str) -> str:
+    """Contents and digest that fit together, of a program that does not pass the checker."""
+    entry = json.loads(text.partition("\n")[2])
+    entry["plan"]["program"]["instructions"].pop()
+    return signed(entry)
+
+
+def of_another_task(text: str) -> str:
+    entry = json.loads(text.partition("\n")[2])
+    entry["key"] = "{}"
+    return signed(entry)
+
+
+def signed(entry: Any) -> str:
+    content = json.dumps(entry)
+    return f"{plan_cache.hashlib.sha256(content.encode()).hexdigest()}\n{content}"
+
+
+@pytest.mark.parametrize("damage", [lambda text: "", lambda text: text[:-9], flipped, edited, of_another_task])
+def test_a_damaged_entry_is_named_and_replaced(
+    damage: Any, folder: Path, searches: list[int], unequal: Cluster, caplog: pytest.LogCaptureFixture
+) -> None:
+    cost = hapsynth.synthesize(step, arguments(), unequal).cost
+    (entry,) = entries(folder)
+    whole = entry.read_text()
+    entry.write_text(damage(whole))
+    with caplog.at_level(logging.WARNING):
+        assert hapsynth.synthesize(step, arguments(), unequal).cost == cost
+    assert str(entry) in caplog.text
+    assert "searched for anew" in caplog.text
+    assert len(searches) == 2
+    assert entry.read_text() == whole
+    hapsynth.synthesize(step, arguments(), unequal)
+    assert len(searches) == 2
+
+
+def test_bytes_that_are_no_text(folder: Path, unequal: Cluster, caplog: pytest.LogCaptureFixture) -> None:
+    hapsynth.synthesize(step, arguments(), unequal)
+    (entry,) = entries(folder)
+    entry.write_bytes(b"\xff\xfe\x00")
+    hapsynth.synthesize(step, arguments(), unequal)
+    assert str(entry) in caplog.text
+
+
+def test_writers_at_the_same_time(folder: Path, searches: list[int], unequal: Cluster) -> None:
+    """Whoever reads meanwhile finds nothing or a whole entry."""
+    with ThreadPoolExecutor(4) as pool:
+        plans = list(pool.map(lambda _: hapsynth.synthesize(step, arguments(), unequal), range(8)))
+    assert len({plan.cost for plan in plans}) == len(entries(folder)) == 1
+    before = len(searches)
+    hapsynth.synthesize(step, arguments(), unequal)
+    assert len(searches) == before
+
+
+def test_what_more_decides_is_not_kept(folder: Path, searches: list[int], unequal: Cluster) -> None:
+    """A plan of a time budget; one that was asked for without the cache. What is kept does for a budget."""
+    hapsynth.synthesize(step, arguments(), unequal, time_budget_s=30.0)
+    hapsynth.synthesize(step, arguments(), unequal, cache=False)
+    assert not entries(folder)
+    hapsynth.synthesize(step, arguments(), unequal)
+    assert len(searches) == 3
+    hapsynth.synthesize(step, arguments(), unequal, time_budget_s=30.0)
+    assert len(searches) == 3
+
+
+@pytest.mark.usefixtures("rules_of_this_test_only")
+def test_rules_of_the_users_own_are_not_known_by_a_key(folder: Path, unequal: Cluster) -> None:
+    hapsynth.register_rule("tanh", "... -> ...", replace=True)
+    hapsynth.synthesize(step, arguments(), unequal)
+    assert not entries(folder)
+
+
+def test_a_folder_that_cant_be_written(
+    tmp_path: Path, unequal: Cluster, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv(CACHE_DIR, str(tmp_path / "file" / "plans"))
+    assert hapsynth.synthesize(step, arguments(), unequal).cost > 0
+    assert "can't be kept" in caplog.text
+    assert "HAPSYNTH_CACHE_DIR=off" in caplog.text
+
+
+def test_those_used_last_stay(folder: Path, unequal: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan_cache, "_ENTRIES", 2)
+    plan = lambda rows: hapsynth.synthesize(step, arguments(rows), unequal)
+    plan(1024)
+    (first,) = entries(folder)
+    plan(2048)
+    (second,) = [e for e in entries(folder) if e != first]
+    for entry, age in ((first, 100), (second, 50)):
+        plan_cache.os.utime(entry, (age, age))
+    plan(1024)
+    plan(4096)
+    assert first in entries(folder)
+    assert second not in entries(folder)
+
+
+@pytest.mark.parametrize(
+    ("environment", "where"),
+    [
+        ({CACHE_DIR: "/x/y"}, Path("/x/y")),
+        ({CACHE_DIR: "off", "XDG_CACHE_HOME": "/c"}, None),
+        ({CACHE_DIR: ""}, None),
+        ({"XDG_CACHE_HOME": "/c"}, Path("/c/hapsynth/plans")),
+        ({}, Path("~/.cache/hapsynth/plans").expanduser()),
+    ],
+)
+def test_where_plans_are_kept(environment: dict[str, str], where: Path | None) -> None:
+    assert cache_folder(environment) == where
+
+
+def test_the_command_line(files: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """In processes of their own, as users plan: a second search finds what the first has kept."""
+    search = [sys.executable, "-m", "hapsynth", "search", "model.py", "--cluster", "mixed.toml", "-v"]
+    environment = {**plan_cache.os.environ, CACHE_DIR: str(tmp_path / "plans"), "JAX_PLATFORMS": "cpu"}
+    run = lambda *more: subprocess.run(
+        [*search, *more], cwd=files, env=environment, capture_output=True, text=True, check=True
+    )
+    first, second, third = run(), run(), run("--no-cache")
+    assert "hapsynth search: not in the plan cache: " in first.stderr
+    assert "hapsynth search: found in the plan cache: " in second.stderr
+    assert "cache" not in third.stderr
+    certificate = lambda text: [line for line in text.splitlines() if not line.startswith("planned in")]
+    assert certificate(first.stdout) == certificate(second.stdout) == certificate(third.stdout)
