@@ -7,13 +7,15 @@ BIN := .venv/bin
 PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3.14 python3 python; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 && { echo $$p; break; }; done)
 
-# Plans the transformer for four fast and four slow devices, runs the plan on eight host devices, checks every output
-# against one device, and sets the predicted step time beside the baselines'.
+# Plans a transformer that one device can't hold for four fast and four slow GPUs, and a small one that runs here: on eight
+# host devices, unevenly, every output beside one device's. Ends with a picture of each.
 demo: .venv
 	@mkdir -p out
-	$(BIN)/python -m hapsynth search examples/transformer.py --cluster examples/clusters/mixed8.toml --plan out/plan.json
-	$(BIN)/python -m hapsynth run examples/transformer.py --plan out/plan.json
-	$(BIN)/python -m hapsynth compare examples/transformer.py --cluster examples/clusters/mixed8.toml
+	$(BIN)/python -m hapsynth search examples/transformer.py --cluster examples/clusters/mixed8_100gbit.toml --plan out/small.json
+	$(BIN)/python -m hapsynth run examples/transformer.py --plan out/small.json
+	$(BIN)/python -m hapsynth view out/small.json examples/transformer.py -o out/small.html
+	$(BIN)/python -m hapsynth search examples/transformer.py:six_layers --cluster examples/clusters/mixed8.toml --plan out/plan.json
+	$(BIN)/python -m hapsynth view out/plan.json examples/transformer.py:six_layers -o out/plan.html
 
 test: lint
 	$(BIN)/python -m pytest -n 2 --dist worksteal

@@ -142,5 +142,5 @@ def target() -> tuple[Callable[..., Any], tuple[Any, Any]]:
 
 
 def six_layers() -> tuple[Callable[..., Any], tuple[Any, Any]]:
-    """Of a size that is worth more than one device: 43 million parameters, 32,768 tokens a step."""
-    return target_for(Config(batch=64, seq=512, layers=6, width=768, heads=12, ff=3072))
+    """Of a size that is worth more than one device: 93 million parameters, 32,768 tokens a step."""
+    return target_for(Config(batch=64, seq=512, vocab=32768, layers=6, width=768, heads=12, ff=3072))

@@ -165,6 +165,11 @@ class _Session(ExitStack):
         self.files.claim("--json", getattr(options, "json", None))
 
     @property
+    def reports(self) -> bool:
+        """Whether anything is written about a plan."""
+        return self.json or not self.quiet
+
+    @property
     def out(self) -> Console | None:
         return None if self.json or self.quiet else console(self.stdout)
 
@@ -203,11 +208,12 @@ def _search(options: argparse.Namespace, session: _Session) -> int:
         raise
     session.files.write(options.plan, plan.save)
     baselines = None
-    # Whoever limits the time, or ends the search, does not wait for more: `compare` says it.
-    if options.time_budget is None and not plan.result.interrupted and (options.json or session.out is not None):
+    timings = plan.result.timings_s
+    # Whoever limits the time, ends the search or has planned this before does not wait for more: `compare` says it.
+    if options.time_budget is None and not plan.result.interrupted and "cache_s" not in timings and session.reports:
         with activity(options.quiet) as tell:
-            tell("the plan is there; planning the baselines beside it")
-            baselines = json_records.comparison(plan, each=False)
+            tell("planned; beside it data parallel, ZeRO-2, one device")
+            baselines = json_records.comparison(plan, json_records.COMMON, each=False)
     if session.out is not None:
         print_summary(session.out, plan, json_records.costs_of(plan), baselines, listing=options.program)
         if options.plan:

@@ -128,6 +128,8 @@ class Entry:
 
 
 OURS = "hapsynth"
+COMMON = ("data_parallel", "data_parallel_speed", "zero2", "zero2_speed")
+"""The baselines that nearly always have the best among them, which are planned in about the time of the plan."""
 
 
 def best_baseline(entries: Mapping[str, Entry] | None) -> tuple[str, Entry] | None:
@@ -136,17 +138,18 @@ def best_baseline(entries: Mapping[str, Entry] | None) -> tuple[str, Entry] | No
     return min(others, key=lambda one: one[1].cost_s, default=None)
 
 
-def comparison(plan: Plan, *, each: bool = True) -> dict[str, Entry]:
+def comparison(plan: Plan, names: Sequence[str] = (), *, each: bool = True) -> dict[str, Entry]:
     """The plan, as `hapsynth`, and the baselines (`BaselinesOnSubsets`), all costed by one model; beside a plan with
-    overlap each in the order found that takes the least, its collectives beside computing too. `each`: on the devices
-    that suit each; else only those that may be the best of all."""
+    overlap each in the order found that takes the least, its collectives beside computing too. `names`: only
+    these baselines, and one device. `each`: on the devices that suit each; else only where it may be the best of
+    all."""
     model = plan.cost_model()
     memory, limits = plan.result.memory_bytes, plan.result.memory_limit_bytes
     peak, fits = max(memory), all(used <= limit for used, limit in zip(memory, limits, strict=True))
     entries = {OURS: Entry(plan.cost, peak, fits, traffic(plan.program, plan.sizes, model), plan.devices)}
     options = PlanningOptions(max(limits), lowering=plan.result.lowering)
     task = Task(plan.traced.graph, plan.cluster, options)
-    for name, b in BaselinesOnSubsets(task).best(overlap=plan.result.overlap, each=each).items():
+    for name, b in BaselinesOnSubsets(task, names=names).best(overlap=plan.result.overlap, each=each).items():
         devices = b.devices or tuple(range(plan.cluster.n))
         on = model.on(plan.cluster.subset(devices))
         entries[name] = Entry(b.cost_s, b.memory_bytes, b.fits, traffic(b.program, b.sizes, on), devices)

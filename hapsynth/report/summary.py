@@ -99,7 +99,7 @@ def _gain(plan: Plan, entries: Mapping[str, Entry] | None) -> Iterator[str]:
     yield f"gain           {', '.join(said)}"
     for name, e in others:
         if e.fits and e.cost_s < _WORTHWHILE * plan.cost:
-            yield f"               next to nothing over {name}, which takes {seconds(e.cost_s)} and no plan"
+            yield f"               next to nothing over {name}: {seconds(e.cost_s)}"
 
 
 def print_left_out(out: Console, plan: Plan) -> None:

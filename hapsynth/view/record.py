@@ -114,7 +114,7 @@ def figures(plan: Planned, step: Step) -> list[list[str]]:
         [
             "exposed",
             percent(exposed / step.makespan_s) if step.makespan_s else "-",
-            f"of the step {busiest.name} waits",
+            f"of the step, in which {busiest.name} waits",
         ],
         ["communication", seconds(step.communication_s), f"{counted(collectives)} collectives"],
         [

@@ -28,7 +28,7 @@ from hapsynth.instructions.rules.replicated_ops import named, uncovered
 from hapsynth.instructions.testing.example_arguments import example_arguments, index_bound, is_not_negative
 from hapsynth.plan import Plan
 from hapsynth.report import progress as progress_module
-from hapsynth.report.json_records import costs_of
+from hapsynth.report.json_records import Entry, best_baseline, costs_of
 from hapsynth.report.program_listing import brief
 from hapsynth.report.progress import Best, activity, progress
 from hapsynth.report.summary import print_summary
@@ -113,6 +113,29 @@ def test_brief_listing_leaves_out_the_middle(plan: Plan) -> None:
     assert len(short) == min(len(everything), 4)
     if len(everything) > 3:
         assert "(--program prints everything)" in short[2]
+
+
+def test_a_gain_of_next_to_nothing_is_said(plan: Plan, capsys: pytest.CaptureFixture[str]) -> None:
+    entry = lambda times, *, fits=True: Entry(times * plan.cost, 1e9, fits, {}, (0,))
+    ours = {"hapsynth": entry(1.0)}
+
+    def said(entries: dict[str, Entry]) -> list[str]:
+        print_summary(console(), plan, [], ours | entries)
+        lines = capsys.readouterr().out.splitlines()
+        at = next((n for n, line in enumerate(lines) if line.startswith("gain")), None)
+        return [] if at is None else [line for line in lines[at : at + 3] if line.startswith(("gain", "      "))]
+
+    assert said({}) == []
+    worth = said({"zero2, on 0-3": entry(1.5), "data_parallel": entry(1.7), "one device": entry(3.0)})
+    assert worth == [
+        "gain           1.50x over the best baseline (ZeRO-2, even, on 0-3), 3.00x over one device (V100-16GB)"
+    ]
+    small = said({"zero2": entry(1.04), "data_parallel": entry(1.01, fits=False), "one device": entry(9.0, fits=False)})
+    assert small == [
+        "gain           1.04x over the best baseline (ZeRO-2, even), one device (V100-16GB) is too small",
+        f"               next to nothing over the best baseline (ZeRO-2, even): {seconds(1.04 * plan.cost)}",
+    ]
+    assert best_baseline(ours | {"zero2": entry(1.0, fits=False)}) is None
 
 
 def test_one_device_and_nothing_cut(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
