@@ -83,8 +83,8 @@ class Fused(Lowered):
         by_barriers = self.is_pinned and _jax.gpus_schedule_around_barriers()
         return Chain(self._names, by_data=not by_barriers)
 
-    def _switch(self, stage: Stage, env: Env, here: MeshPosition) -> None:
-        self.local.run(stage.switch, env, here)
+    def _switch(self, stage: Stage, env: Env, everyone: MeshPosition) -> None:
+        self.local.run(stage.switch, env, everyone)
 
 
 def lower_fused(

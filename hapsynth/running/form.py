@@ -55,8 +55,8 @@ def is_even(sizes: Sizes) -> bool:
 def chosen_form(graph: Graph, result: Result, mesh: Mesh | None, only_exact: str) -> tuple[Chosen, str]:
     """The form that "auto" chooses, and why. `only_exact`: as the function says."""
     uneven = not is_even(result.sizes)
-    on_gpus = mesh is not None and mesh.is_multi_process and is_pinned(mesh.devices.flat[0].platform)
-    if on_gpus and uneven and not not_fused(result.sizes, mesh):
+    among = mesh if uneven and mesh is not None and mesh.is_multi_process else None
+    if among and is_pinned(among.devices.flat[0].platform) and not not_fused(result.sizes, among):
         return "fused", "shards are uneven among processes with GPUs: each compiles a program of its own exact sizes"
     if only_exact:
         return "staged", only_exact
