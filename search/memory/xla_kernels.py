@@ -203,7 +203,8 @@ def bundles(
         family(step, dtype) if size <= options.bundled_bytes else None
         for step, size, dtype in zip(run, sent, dtypes, strict=True)
     ]
-    for group in filled(families, sent, options.bundle_bytes):
+    # A device of exact shards may send nothing, and takes part.
+    for group in filled(families, [max(size, 1.0) for size in sent], options.bundle_bytes):
         given = sum(nbytes(run[n].value, run[n].target) for n in group)
         yield Bundle(tuple(run[n] for n in group), sum(sent[n] for n in group), given)
 
