@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hapsynth.cluster.curves import Curve
+from hapsynth.cluster.curves import Curve, Lines
 from hapsynth.instructions.collectives import Moved
 from hapsynth.instructions.program.program import Convert, Program
 from hapsynth.instructions.program.sizes import Classes, Sizes
@@ -28,16 +28,17 @@ LargestOf = Callable[[Cut], float | Floats]
 
 @dataclass(eq=False)
 class CommTerm:
-    """Conversions whose bytes are a product of largest shares: those that take seconds in proportion to it, at 1; those
-    with a measured curve, as bytes at 1 and how often; and the cuts multiplied and divided by."""
+    """Conversions whose bytes are a product of largest shares: what takes seconds in proportion to it, at 1; what does
+    not, as measured or by one of several algorithms, as bytes at 1 and how often; and the cuts multiplied and divided
+    by."""
 
     times: tuple[Cut, ...]
     over: tuple[Cut, ...]
     seconds: float = 0.0
-    curved: dict[Curve, dict[float, float]] = field(default_factory=dict)
+    curved: dict[Curve | Lines, dict[float, float]] = field(default_factory=dict)
 
     def at(self, largest: LargestOf) -> Floats:
-        """Seconds, without the latencies of those that have no curve."""
+        """Seconds, without the latencies of what is in proportion."""
         share = self.share(largest)
         seconds = self.seconds * share
         for curve, runs in self.curved.items():
@@ -156,11 +157,12 @@ class ClassCosts:
             return
         known = self._wires.setdefault(key, CommTerm(*key))
         known.seconds += runs * self.costs.turning(i.value, i.source, i.axis)
-        if curve := link.curves.get(step):
+        pace = link.pace(step)
+        per_byte, curve = pace.parted() if isinstance(pace, Lines) else (0.0, pace)
+        known.seconds += runs * wire * per_byte
+        if curve is not None:
             counts = known.curved.setdefault(curve, {})
             counts[wire] = counts.get(wire, 0.0) + runs
-        else:
-            known.seconds += runs * wire * link.beta
 
     @property
     def works(self) -> list[ComputeTerm]:

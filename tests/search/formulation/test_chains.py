@@ -71,10 +71,10 @@ def test_chains_of_one_resource_are_what_it_does(given: Space) -> None:
         first = [int(np.flatnonzero(costs.kind_of == k)[0]) for k in range(kinds)]
         streams = [busy(tasks, Machine.COMPUTE, tasks.group_of[device]) for device in first]
         links = [busy(tasks, link, 0) for link in links_of(costs)]
-        # Where they go together most latencies are saved.
+        # Where they go together most of what is no byte's at the best rate is saved.
+        beside = lambda t: t.link.seconds(t.step, t.wire_bytes) - t.wire_bytes * t.link.beta
         saved = [
-            fsum(t.link.seconds(t.step, 0.0) for k, t in tasks.transfers.items() if tasks.machine[k] is link)
-            for link in links_of(costs)
+            fsum(beside(t) for k, t in tasks.transfers.items() if tasks.machine[k] is link) for link in links_of(costs)
         ]
         assert lengths[:kinds] == pytest.approx(streams, rel=1e-9)
         for length, seconds, latency in zip(lengths[kinds:], links, saved, strict=True):
