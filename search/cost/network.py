@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import pairwise
 from math import prod
 from typing import NamedTuple
@@ -14,8 +15,8 @@ import numpy as np
 from hapsynth.cluster.cluster import DEFAULT_AXIS, Cluster
 from hapsynth.cluster.curves import Curve, Lines
 from hapsynth.cluster.links import HostLinks, Link
-from hapsynth.instructions.collectives import Block, Moved, Traffic
-from hapsynth.instructions.staging.moved_rows import moved
+from hapsynth.instructions.collectives import EVEN, Block, Moved, Traffic
+from hapsynth.instructions.staging.moved_rows import even_rows, moved
 from hapsynth.search.cost.device_speed import Floats
 
 Largest = Callable[[int, tuple[int, ...], int], float]
@@ -96,6 +97,10 @@ class Sent(NamedTuple):
     def seconds(self) -> float:
         return self.moving_s + self.latency_s + self.turned_s
 
+    def then(self, other: Sent) -> Sent:
+        """Both, one after the other."""
+        return Sent(*(mine + its for mine, its in zip(self, other, strict=True)))
+
 
 def _unknown(dim: int, axes: tuple[int, ...], way: int) -> Floats:
     raise AssertionError(f"what all positions hold of dimension {dim} is not known")
@@ -107,6 +112,23 @@ class Shares:
 
     largest: Largest
     each: Callable[[int, tuple[int, ...], int], Floats] = _unknown
+
+    def evened(self, rows: Sequence[int], lengths: Sequence[int]) -> Shares:
+        """With those of even cuts too, of a value of these `rows` by dimension; `lengths`: of the mesh axes."""
+
+        def evenly(dim: int, axes: tuple[int, ...]) -> Floats:
+            return even_fractions(rows[dim], prod(lengths[a] for a in axes))
+
+        return Shares(
+            lambda dim, axes, way: float(evenly(dim, axes)[0]) if way == EVEN else self.largest(dim, axes, way),
+            lambda dim, axes, way: evenly(dim, axes) if way == EVEN else self.each(dim, axes, way),
+        )
+
+
+@cache
+def even_fractions(rows: int, n: int) -> Floats:
+    """The fraction of a dimension that each of `n` shards has that are as even as can be."""
+    return np.array(even_rows(rows, n), dtype=np.float64) / max(rows, 1)
 
 
 @dataclass(frozen=True)
@@ -178,7 +200,7 @@ PRICES: dict[str, Price] = {
     "all_to_all": Price(lambda link: link.swapped, (TO_EACH,)),
     "reshare": MOVES,
 }
-"""Of every collective in `instructions.collectives.STEPS`."""
+"""Of every collective in `instructions.collectives.STEPS` that is not made of others."""
 
 
 def axis_links(cluster: Cluster, axes: Sequence[tuple[str, int]]) -> tuple[AxisLink, ...]:

@@ -49,7 +49,10 @@ SHARES: dict[str, Callable[[int, int], tuple[int, ...]]] = {
 
 def test_every_collective_has_a_price_and_a_lowering() -> None:
     sent = {name for name, step in STEPS.items() if step.communicates}
-    assert sent == set(PRICES) == set(LOWERINGS)
+    assert sent == set(LOWERINGS)
+    made_of = {n: {part for part, _ in STEPS[n].sends(*next(conversions(STEPS[n], 1)), 0)} for n in sent}
+    assert set().union(*made_of.values()) == set(PRICES)
+    assert {name for name, parts in made_of.items() if parts != {name}} == {n for n in sent if STEPS[n].balances}
     assert set(STEPS) - sent == set(_interpreter._LOCAL_STEPS)
     assert set(COLLECTIVES) <= sent, "curves are of collectives"
     assert all(isinstance(LOWERINGS[name], BlockLowering) for name in sent if STEPS[name].bundled)
@@ -151,6 +154,21 @@ def test_what_is_counted_is_what_is_sent(name: str, lengths: tuple[int, ...], ki
         assert [wired.sent * block, wired.given * block] == [pytest.approx(x) for x in nbytes]
         (bundle,) = bundles(graph, program, [step], partial(padded_bytes, sizes), DEFAULT)
         assert bundle.sent == pytest.approx(nbytes[0]), f"{format_layout(source)} -> {format_layout(target)}"
+
+
+@pytest.mark.parametrize("kind", SHARES)
+@pytest.mark.parametrize("name", [name for name, step in STEPS.items() if step.balances])
+def test_a_device_by_itself_gets_what_it_would_of_others(name: str, kind: str) -> None:
+    """In shape, as `IsolatedProgram` times it."""
+    mesh = Mesh(np.array(jax.devices()[:4]), ("a",))
+    for source, target in conversions(STEPS[name], 1):
+        graph, program = program_of(STEPS[name], source, target, (4,))
+        sizes = sized(graph, program, kind)
+        (step,) = (i for i in program.instructions if isinstance(i, Convert) and i.step == name)
+        staged = lower_staged(graph, program, sizes, mesh, donate=False)
+        (wire,) = staged.sent((step,))
+        alone = jax.eval_shape(partial(LOWERINGS[name].alone, sizes, step), staged.wire(wire))
+        assert alone.shape == staged.arrived(wire).shape
 
 
 # ---- several that do the same
