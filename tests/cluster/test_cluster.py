@@ -80,6 +80,7 @@ def test_the_examples() -> None:
         "hap64": 64,
         "lab4": 4,
         "mixed8": 8,
+        "mixed8_100gbit": 8,
         "paper64": 64,
         "poplar_a": 8,
         "poplar_b": 4,

@@ -29,6 +29,7 @@ from hapsynth.instructions.program.sizes import Classes, Sizes
 from hapsynth.instructions.rules.factor_table import FactorTable
 from hapsynth.instructions.staging.options import DEFAULT, LoweringOptions
 from hapsynth.lower import _interpreter, lower, lower_staged
+from hapsynth.lower._collective_order import Each
 from hapsynth.lower._collectives import LOWERINGS, BlockLowering
 from hapsynth.plan import Form
 from hapsynth.search.cost.model import CostModel
@@ -156,14 +157,16 @@ def test_what_is_counted_is_what_is_sent(name: str, lengths: tuple[int, ...], ki
 # ---- several that do the same
 
 
-def around(x: jax.Array, axis: str, source: Placement, target: Placement, gloo: LoweringOptions | None) -> jax.Array:
+def around(
+    x: jax.Array, axis: str, source: Placement, target: Placement, gloo: LoweringOptions | None, each: Each
+) -> jax.Array:
     """Every device's block, passed on from neighbour to neighbour."""
     n, length = lax.axis_size(axis), x.shape[source.dim]
     made, part = lax.concatenate([x] * n, source.dim), x
     for away in range(n):
         at = (lax.axis_index(axis) - away) % n * length
         made = lax.dynamic_update_slice_in_dim(made, part, at, source.dim)
-        part = lax.ppermute(part, axis, [(i, (i + 1) % n) for i in range(n)])
+        part = each(lambda part: lax.ppermute(part, axis, [(i, (i + 1) % n) for i in range(n)]), part)
     return made
 
 

@@ -17,7 +17,7 @@ from random_programs import mlp_args, mlp_step
 from slow_devices import first_devices, slow_cluster
 
 import hapsynth
-from hapsynth.cli import main
+from hapsynth.cli import commands, main
 from hapsynth.plan import Plan
 from hapsynth.search.formulation.problem_builder import ProblemBuilder
 from hapsynth.search.planning import search_at_ratios
@@ -124,14 +124,14 @@ def test_on_the_command_line(
     (tmp_path / "model.py").write_text(MODEL)
     (tmp_path / "mixed.toml").write_text(CLUSTER)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(main, "progress", lambda wanted: nullcontext(pressing(PRESSED["in the dual"], [])))
+    monkeypatch.setattr(commands, "progress", lambda wanted: nullcontext(pressing(PRESSED["in the dual"], [])))
     options = ["--cluster", "mixed.toml"]
-    assert main.main(["search", "model.py", *options, "--plan", "p.json", "--json", "s.json"]) == main.DONE
+    assert main.main(["search", "model.py", *options, "--plan", "p.json", "--json", "s.json"]) == commands.DONE
     text, errors = capsys.readouterr()
     assert re.fullmatch(r"hapsynth search: interrupted: this is the best plan so far, gap [\d.]+ %\n", errors)
     assert "interrupted    the best plan so far" in text
     assert json.loads(Path("s.json").read_text())["interrupted"] is True
-    assert main.main(["explain", "p.json", "model.py"]) == main.DONE
+    assert main.main(["explain", "p.json", "model.py"]) == commands.DONE
     monkeypatch.setattr(ProblemBuilder, "problem", pressed)
-    assert main.main(["search", "model.py", *options, "--plan", "none.json"]) == main.INTERRUPTED
+    assert main.main(["search", "model.py", *options, "--plan", "none.json"]) == commands.INTERRUPTED
     assert not Path("none.json").exists()
