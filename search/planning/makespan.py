@@ -376,10 +376,10 @@ def concluded(found: MakespanSearch, bar: float = np.inf) -> Overlapped | None:
         sizes = _balanced(found.best, search.task.costs, search.limit)
         if sizes is not None:
             found = min(found, _at(sizes, found, _ROUNDS_AGAIN, bar), key=_least_makespan)
-    best_known = found.best
-    if best_known and found.bound_for(best_known) < found.bound * (1 - TOLERANCE) and not search.clock.late():
-        # Other programs' ratios.
-        found = min(_at(best_known.candidate.sizes, found, _FIRST_ROUNDS, bar), found, key=_least_makespan)
+    best_so_far = found.best
+    if best_so_far and found.bound_for(best_so_far) < found.bound * (1 - TOLERANCE) and not search.clock.late():
+        # The bound was found at ratios that this program does not have: once more at its own.
+        found = min(_at(best_so_far.candidate.sizes, found, _FIRST_ROUNDS, bar), found, key=_least_makespan)
     best: Overlapped | None = None
     for tried, known in enumerate(sorted(found.scheduled, key=lambda known: known.makespan_s)):
         if best is not None and (tried >= _TRIED or known.makespan_s >= best.timeline.makespan_s):
