@@ -30,8 +30,8 @@ class Peers:
         self.rank, self.host, self.answer = rank, host, secrets.token_hex(8)
         self._listener = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
         self.port: int = self._listener.getsockname()[1]
-        self._others: list[Peer] = []
-        self._reached: set[int] = set()
+        # Others, and who of them was reached, change together: a round of asking that is under way keeps its own.
+        self._known: tuple[list[Peer], set[int]] = [], set()
         self._until = 0.0
         self._closed = threading.Event()
         threading.Thread(target=self._serve, name="hapsynth peers", daemon=True).start()
@@ -44,22 +44,21 @@ class Peers:
             (p for p in others if p[0] != self.rank and loopback(p[1]) == inside),
             key=lambda p: (p[0] - self.rank) % (1 << 32),
         )
-        self._others = order[:_MOST]
-        self._reached, self._until = set(), time.monotonic() + seconds
+        self._known, self._until = (order[:_MOST], set()), time.monotonic() + seconds
 
     def never(self) -> list[int]:
         """Those that have not been reached in the time that they have, nor are now."""
-        missing = lambda: [p[0] for p in self._others if p[0] not in self._reached]
-        while missing():
+        while missing := [p[0] for p in self._known[0] if p[0] not in self._known[1]]:
             self.unreached()
             if time.monotonic() > self._until:
-                break
+                return [rank for rank in missing if rank not in self._known[1]]
             time.sleep(0.1)
-        return missing()
+        return []
 
     def unreached(self) -> tuple[list[int], list[int]]:
         """Those that were reached before and are not now; and those that never were, where some were."""
-        left, failed = list(self._others), list[int]()
+        others, reached = self._known
+        left, failed = list(others), list[int]()
 
         def work() -> None:
             while left:
@@ -68,7 +67,7 @@ class Peers:
                 except IndexError:
                     return
                 if _answers(host, port, answer):
-                    self._reached.add(rank)
+                    reached.add(rank)
                 else:
                     failed.append(rank)
 
@@ -77,8 +76,8 @@ class Peers:
             thread.start()
         for thread in threads:
             thread.join()
-        known = sorted(r for r in failed if r in self._reached)
-        return known, sorted({*failed} - {*known}) if self._reached else []
+        known = sorted(r for r in failed if r in reached)
+        return known, sorted({*failed} - {*known}) if reached else []
 
     def close(self) -> None:
         self._closed.set()

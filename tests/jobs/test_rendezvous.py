@@ -268,15 +268,15 @@ def test_two_that_do_not_reach_each_other(job: Job, before: bool) -> None:
     job.clients.append(Client(("localhost", port), 1, 3, timeouts, lambda _: None, job.notes.append, here=1))
     clients = [job.join(port, rank, 3, timeouts) for rank in range(3)]
     peers = [c._peers for c in clients if c._peers is not None]
-    while any(len(found._reached) < 2 for found in peers):
+    while any(len(found._known[1]) < 2 for found in peers):
         time.sleep(0.01)
     with job.told:
         # Calls stand still for long: whoever computes for minutes answers all the same.
         assert not job.told.wait_for(lambda: job.reasons, 2 * timeouts.silence)
     for a, b in ((1, 2), (2, 1)):
-        peers[a]._others = [(r, host, 1 if r == b else at, said) for r, host, at, said in peers[a]._others]
-        if not before:
-            peers[a]._reached = {0}
+        others, reached = peers[a]._known
+        cut = [(r, host, 1 if r == b else at, said) for r, host, at, said in others]
+        peers[a]._known = cut, reached if before else {0}
     if not before:
         with job.told:
             assert not job.told.wait_for(lambda: job.reasons, timeouts.silence)
@@ -307,7 +307,7 @@ def test_another_machines_loopback_address_is_nobodys() -> None:
     try:
         peers.host = "192.0.2.7"
         peers.know([(0, "127.0.1.1", peers.port, peers.answer), (2, "192.0.2.8", 1, "x")], 0.0)
-        assert [p[0] for p in peers._others] == [2]
+        assert [p[0] for p in peers._known[0]] == [2]
         assert peers.unreached() == ([], [])
     finally:
         peers.close()
