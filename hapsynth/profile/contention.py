@@ -1,10 +1,11 @@
-"""How long devices compute while a collective runs: both at once, in processes that can do both."""
+"""How much of the time of a collective is lost for computing: both at once, in processes that can do both."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from math import ceil
+from time import perf_counter
 
 import numpy as np
 
@@ -13,9 +14,11 @@ from hapsynth.profile.job import Job
 from hapsynth.profile.sampling import Floats
 
 BESIDE = "beside"
-"""The figure: the largest matmul that was measured, while the largest all-reduce of all devices runs."""
+"""The figure: the largest matmul that was measured, beside the largest all-reduce of all devices."""
 _PART = 0.5
-"""Of a collective's time, that computing beside it takes alone: it is to end first."""
+"""Of the time that is computed alone, that the collectives beside it take alone: they are to end first."""
+_MOST_LOST = 0.9
+"""Of a collective's time: as much as this is lost where both need the whole of a core."""
 
 
 def can_overlap(job: Job) -> bool:
@@ -26,14 +29,17 @@ def can_overlap(job: Job) -> bool:
 def beside(
     job: Job, compute: Callable[[], Floats], send: Callable[[], Floats], alone: Floats, sent_s: float, window_s: float
 ) -> Callable[[], Floats]:
-    """Runs `compute` while `send` runs on another thread: seconds of one `compute` on each local device.
+    """Runs `compute` while `send` runs on another thread: seconds that one `compute` takes on each local device while
+    a collective runs, were that to take no longer than alone.
 
-    alone: seconds that `compute` takes each device of the job without, float64 [devices]; sent_s: and `send`.
-    window_s: that all should take at least.
+    What both take together beyond computing alone is lost to the collectives: slower computing, and slower sending,
+    which lets computing be slow for longer. alone: seconds that `compute` takes each device of the job without, float64
+    [devices]; sent_s: and `send`. window_s: that all should take at least.
     """
-    # The same in all processes, which send together; each computes as often as fits beside.
-    times = ceil(max(window_s, float(alone.max()) / _PART) / sent_s)
-    runs = max(1, int(_PART * times * sent_s / float(alone[job.local].max())))
+    own = alone[job.local]
+    # The same in all processes, which send together; each computes for longer than that.
+    times = max(1, round(window_s / sent_s))
+    runs = ceil(times * sent_s / _PART / float(own.min()))
     thread = ThreadPoolExecutor(1, "hapsynth-collectives")
 
     def sending() -> None:
@@ -43,8 +49,11 @@ def beside(
     def once() -> Floats:
         job.agree(True)
         sent = thread.submit(sending)
-        computed = np.mean([compute() for _ in range(runs)], axis=0)
+        computed = np.sum([compute() for _ in range(runs)], axis=0)
+        began = perf_counter()
         sent.result()
-        return computed
+        together = computed + perf_counter() - began
+        lost = np.clip((together - runs * own) / (times * sent_s), 0.0, _MOST_LOST)
+        return own / (1 - lost)
 
     return once

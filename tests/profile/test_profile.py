@@ -98,14 +98,19 @@ def test_contention_is_what_a_matmul_takes_longer_beside_a_collective() -> None:
     assert [doubt.keys for doubt in doubts] == [(BESIDE,)]
 
 
-def test_computing_goes_on_beside_as_long_as_a_collective_runs() -> None:
+@pytest.mark.parametrize(("sends_s", "lost"), [(0.0, 0.25), (0.5, 1.0)])
+def test_contention_is_of_what_both_take_together(monkeypatch: pytest.MonkeyPatch, sends_s: float, lost: float) -> None:
+    """Sixteen products of 0.01 s beside eight collectives of 0.01 s take 0.02 s longer, and others that go on after
+    that."""
     calls: list[str] = []
-    compute = lambda: (calls.append("compute"), np.array([0.25, 0.5]))[1]
+    compute = lambda: (calls.append("compute"), np.array([0.01 + 0.02 / 16, 0.02 + 0.02 / 16]))[1]
+    clock = iter([0.0, sends_s])
+    monkeypatch.setattr("hapsynth.profile.contention.perf_counter", lambda: next(clock))
     alone = np.array([0.01, 0.02])
     seconds = beside(FakeJob([2.0, 1.0]), compute, lambda: calls.append("send"), alone, 0.01, 0.08)()  # type: ignore[arg-type]
-    assert seconds.tolist() == [0.25, 0.5]
-    # Eight of 0.01 s take the window; half of that is twice what the slower one takes.
-    assert (calls.count("send"), calls.count("compute")) == (8, 2)
+    assert (calls.count("send"), calls.count("compute")) == (8, 16)
+    # Of the slower one's 0.32 s as much is lost; what is lost beyond nine tenths is not told apart.
+    assert seconds == pytest.approx(alone / (1 - min(lost, 0.9)))
 
 
 def test_unlike_devices_become_kinds() -> None:
