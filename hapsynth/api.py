@@ -87,6 +87,7 @@ def synthesize(
     progress: Callable[[Progress], None] | None = None,
     form: Form = ...,
     lowering: LoweringOptions = ...,
+    overlap: bool = ...,
     frequency: Mapping[str, float] | None = None,
     state: Mapping[str, Mapping[str, str]] | None = None,
 ) -> Plans: ...
@@ -188,8 +189,6 @@ def synthesize(
         overlap=overlap,
     )
     if isinstance(fn, Mapping):
-        if overlap:
-            raise TypeError("overlap is for one function: plan these one by one, or without it")
         if recompute:
             raise TypeError("recompute is for one function: use jax.checkpoint in these, or plan one by itself")
         return synthesize_several(

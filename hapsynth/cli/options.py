@@ -320,13 +320,15 @@ def _ratio(text: str) -> tuple[str, tuple[str, tuple[float, ...]]]:
 def asked(options: argparse.Namespace, functions: Sequence[str] | None = None) -> dict[str, Any]:
     """Keyword arguments of `synthesize` for the only function, or for several, by their names; UsageError for what is
     given for others."""
-    alike = {"time_budget_s": options.time_budget, "form": getattr(options, "form", "auto")}
+    alike = {
+        "time_budget_s": options.time_budget,
+        "form": getattr(options, "form", "auto"),
+        "overlap": options.overlap,
+    }
     if functions is None:
         expect = dict(_of_one("--expect", options.expect))
-        alike |= {"recompute": options.recompute, "overlap": options.overlap, "cache": options.cache}
+        alike |= {"recompute": options.recompute, "cache": options.cache}
         return {**alike, "expect": expect, "ratios": _ratios_of(_of_one("--ratios", options.ratios))}
-    if options.overlap:
-        raise UsageError("--overlap is for one function: pick it with --function")
     if options.recompute:
         raise UsageError("--recompute is for one function: pick it with --function, or use jax.checkpoint in these")
     each = lambda option, given: {name: dict(of) for name, of in _of_each(option, given, functions).items()}

@@ -143,7 +143,8 @@ class JointPlanner:
         if not self._found:
             return None
         cost, _, best = min(self._found)
-        for devices, bound in self._bounds.items():
+        # What is weighed are sums over instructions, which take longer than beside each other: no bound on makespans.
+        for devices, bound in self._bounds.items() if not self.options.overlap else ():
             if len(devices) > 1 and bound < cost * (1 - SETTLED) and not self._late():
                 enough = cost * (1 - SETTLED / 2)
                 self._bounds[devices] = max(
@@ -154,7 +155,8 @@ class JointPlanner:
             return None
         devices = _devices(self.cluster, best[called[0]])
         sizes = {name: result.sizes for name, result in best.items()}
-        layouts = self._weighing.layouts(self.cluster.subset(devices), sizes, cost, self._left())
+        worth = np.inf if self.options.overlap else cost
+        layouts = self._weighing.layouts(self.cluster.subset(devices), sizes, worth, self._left())
         self._interrupted |= self._weighing.interrupted
         if not layouts:
             return None

@@ -229,8 +229,3 @@ def test_makespan_and_bound_are_with_contention() -> None:
             for field in ("cost_s", "lower_bound_s", "exposed_communication_s", "clocks_s"):
                 assert getattr(plain, field) == getattr(found, field)
             assert plain.program.instructions == found.program.instructions
-
-
-def test_it_is_for_one_function() -> None:
-    with pytest.raises(TypeError, match="overlap is for one function"):
-        hapsynth.synthesize({"f": mlp_step}, {"f": mlp_args()}, FOUR, overlap=True)
