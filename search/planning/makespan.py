@@ -8,6 +8,9 @@ is the longest in the mean of the programs that limit them (column generation). 
 unless a chain shows that it is no better. Of two programs, such as one that gathers a weight before its use and one
 that gathers it at the end of the step, a mixed-integer program takes for each part in which they differ what makes the
 longest chain the shortest.
+
+Far weights bring up other programs, near ones raise the bound: in the end it is raised at the nearest weights at which
+it may rise halfway to what the programs seen allow (the level bundle method: Lemarechal, Nemirovskii, Nesterov 1995).
 """
 
 from __future__ import annotations
@@ -46,19 +49,25 @@ _FIRST_ROUNDS = 2
 """Which tell how good a program there is."""
 _ROUNDS_AGAIN = 6
 """At the ratios that suit the best program."""
+_ROUNDS_OF_BOUND = 3
+"""In the end, for the bound alone."""
 _MIXTURES = 2
 """Of the last program with each of the best ones."""
 _MIXING_NODES = 200
 """Of a mixture's mixed-integer program, so that it ends, at the same program each time."""
-_LEAST_WEIGHT = 2e-2
-"""Of each resource's own chain: of what has next to no weight any choice would do, and no dual tells them apart."""
+_LEAST_WEIGHT, _LEAST_IN_THE_END = 2e-2, 4e-3
+"""Of each resource's own chain: of what has next to no weight any choice would do, and no dual tells them apart. It
+costs the bound as much, so that there is less of it where a dual goes on from one nearby."""
 _PATHS = 4
 """Critical paths of the best program that are made shorter in the end, as long as that helps."""
 _STEP, _LONG_STEP = 0.5, 0.8
 """From the weights of the best bound to those that limit it as far as is known; a long one where the bound rose the
 last time and no program has come up since that limits it more."""
-_TRIED = 3
-"""Programs, the best as they are scheduled, of which one fits: others may fit in a better order."""
+_LEVEL = 0.5
+"""From the best bound to the most that it may come to: where the next one is sought in the end."""
+_TRIED, _NEARLY = 3, 1.02
+"""Programs, the best as they are scheduled, of which one fits: others may fit in a better order, or come to one that is
+better, where they are nearly as good."""
 TOLERANCE = 2e-3
 """Relative: what a search leaves undecided, of bounds and of makespans."""
 _NODES = 500
@@ -103,7 +112,7 @@ class MakespanSearch:
         begin = begin[: len(self.structure.choices)]
         first = search.maker.chosen(self.builder, begin)
         tasks = tasks_of(first.program, first.sizes, self.costs)
-        self._chain_costs = ChainCosts(self.builder, self.space, busiest_devices(tasks, self.costs))
+        self._chain_costs = ChainCosts(self.builder, self.space, first_devices(self.costs))
         self.chains: list[Chain] = list(like.chains if like else self.space.alone)
         self.seen: list[Seen] = []
         self.scheduled: list[Scheduled] = []
@@ -119,6 +128,7 @@ class MakespanSearch:
         self._messages: Messages = like._messages if like else dict(search.incumbent.messages)
         """What the dual of the last problem came to."""
         self._rounds, self._ended = 0, False
+        self._least_weight, self._tolerance = _LEAST_WEIGHT, TOLERANCE
         self._most, self._rose = np.inf, False
         """The most that a bound can come to, as far as was known at the last weights, and whether it rose there."""
         self._schedule(self._see(begin), first, tasks)
@@ -161,6 +171,15 @@ class MakespanSearch:
         """Of all chains, those at which the bound was found."""
         return np.pad(self._weights, (0, len(self.chains) - self._weights.size))
 
+    def raise_bound(self) -> None:
+        """Some rounds more for the bound, as long as it rises."""
+        self._least_weight, self._tolerance, self._ended = _LEAST_IN_THE_END, TOLERANCE / 10, False
+        for _ in range(_ROUNDS_OF_BOUND):
+            before = self.bound
+            self.run(self._rounds + 1)
+            if self.bound <= before:
+                return
+
     def bound_for(self, known: Scheduled) -> float:
         """Seconds that all programs of a program's sizes take at least; 0 where it has others than the bound is about,
         as whole units cannot have these ratios, or not within the memory. Where a program leaves out conversions that
@@ -194,7 +213,7 @@ class MakespanSearch:
             search.limits,
             (self.best or self.scheduled[0]).seen.choices,
             at_least=True,
-            tolerance=TOLERANCE,
+            tolerance=self._tolerance,
             seconds=search.clock.allotted,
             messages=self._messages,
             max_nodes=_NODES,
@@ -274,6 +293,8 @@ class MakespanSearch:
             longest = [c for c in self.space.longest(mean, self._dependent) if c.key not in known]
             longer = [c for c in longest if self.space.length(c, mean) > most * (1 + TOLERANCE)]
             if not longer:
+                if self._least_weight < _LEAST_WEIGHT:
+                    return self._nearest_weights(lengths, self.bound + _LEVEL * (most - self.bound)), most
                 step = _LONG_STEP if self._rose and most >= self._most * (1 - TOLERANCE) else _STEP
                 self._most = most
                 return weights * step + self._best_weights() * (1 - step), most
@@ -289,10 +310,32 @@ class MakespanSearch:
             b_ub=np.zeros(len(lengths)),
             A_eq=np.array([[1.0] * count + [0.0]]),
             b_eq=np.ones(1),
-            bounds=[*[(_LEAST_WEIGHT if c.alone is not None else 0.0, None) for c in self.chains], (None, None)],
+            bounds=[*[(floor, None) for floor in self._floors], (None, None)],
             method="highs",
         )
         return np.maximum(found.x[:count], 0.0), -float(found.fun) * unit, np.maximum(-found.ineqlin.marginals, 0.0)
+
+    def _nearest_weights(self, lengths: Floats, level: float) -> Floats:
+        """The weights nearest to the best ones, in the sum of what differs, at which each program's weighted lengths
+        are `level` or more."""
+        best, unit = self._best_weights(), float(lengths.max()) or 1.0
+        count = best.size
+        more = [(max(floor - weight, 0.0), None) for floor, weight in zip(self._floors, best, strict=True)]
+        found = linprog(
+            np.ones(2 * count),
+            A_ub=np.column_stack([-lengths, lengths]) / unit,
+            b_ub=(lengths @ best - level) / unit,
+            A_eq=np.array([[1.0] * count + [-1.0] * count]),
+            b_eq=np.array([1.0 - best.sum()]),
+            bounds=[*more, *[(0.0, weight) for weight in best]],
+            method="highs",
+        )
+        return best if found.x is None else np.maximum(best + found.x[:count] - found.x[count:], 0.0)
+
+    @property
+    def _floors(self) -> list[float]:
+        """The least weight of each chain."""
+        return [self._least_weight if chain.alone is not None else 0.0 for chain in self.chains]
 
     def _mix(self) -> None:
         """Look for better programs between the best ones and the last."""
@@ -380,9 +423,11 @@ def concluded(found: MakespanSearch, bar: float = np.inf) -> Overlapped | None:
     if best_so_far and found.bound_for(best_so_far) < found.bound * (1 - TOLERANCE) and not search.clock.late():
         # The bound was found at ratios that this program does not have: once more at its own.
         found = min(_at(best_so_far.candidate.sizes, found, _FIRST_ROUNDS, bar), found, key=_least_makespan)
+    if not search.clock.late() and found.bound < bar:
+        found.raise_bound()
     best: Overlapped | None = None
     for tried, known in enumerate(sorted(found.scheduled, key=lambda known: known.makespan_s)):
-        if best is not None and (tried >= _TRIED or known.makespan_s >= best.timeline.makespan_s):
+        if best is not None and (tried >= _TRIED or known.makespan_s >= best.timeline.makespan_s * _NEARLY):
             break
         fits = _within_limit(known, search, found.bound_for(known))
         if fits is not None and (best is None or fits.timeline.makespan_s < best.timeline.makespan_s):
@@ -453,12 +498,9 @@ def kinds_of_groups(tasks: TaskGraph, costs: CostModel) -> dict[int, int]:
     return dict(zip(tasks.group_of.tolist(), costs.kind_of.tolist(), strict=True))
 
 
-def busiest_devices(tasks: TaskGraph, costs: CostModel) -> Ints:
-    """Of each kind the device that computes longest [kinds]."""
-    computes = np.array(tasks.machine, dtype=np.int64) == Machine.COMPUTE
-    seconds = tasks.seconds[computes].sum(axis=0)[tasks.group_of]
-    of_kind = [np.flatnonzero(costs.kind_of == kind) for kind in range(len(costs.kinds))]
-    return np.array([devices[seconds[devices].argmax()] for devices in of_kind])
+def first_devices(costs: CostModel) -> Ints:
+    """Of each kind its first device [kinds]."""
+    return np.unique(costs.kind_of, return_index=True)[1]
 
 
 def busy_seconds(timeline: Timeline, costs: CostModel, *, contention: bool = False) -> dict[int, float]:
