@@ -278,7 +278,7 @@ _LIBRARIES = (
     "/lineax/",
     "/optimistix/",
     "/diffrax/",
-    "/hapsynth/trace.py",
+    "/hapsynth/graph/trace.py",
     "/hapsynth/_jax.py",
 )
 
@@ -294,15 +294,21 @@ def source_line(eqn: Any) -> str:
 
 
 def raised_at(error: BaseException) -> str:
-    """`file:line` of the user's code, innermost, that an exception came through; '' when it is not known."""
-    found = ""
+    """`file:line` of the user's code, innermost, that an exception came through; of an installed package where it came
+    through no other; '' when it is not known."""
+    own, installed = "", ""
     library = sysconfig.get_path("stdlib").replace("\\", "/")
     for frame, line in traceback.walk_tb(error.__traceback__):
         name = frame.f_code.co_filename.replace("\\", "/")
-        ours = any(part in name for part in _LIBRARIES)
-        if not ours and (not name.startswith(library) or "/site-packages/" in name):
-            found = f"{name.rsplit('/', 1)[-1]}:{line}"
-    return found
+        hapsynth = str(frame.f_globals.get("__name__", "")).startswith("hapsynth.")
+        if hapsynth or name.startswith("<frozen ") or any(part in name for part in _LIBRARIES):
+            continue
+        at = f"{name.rsplit('/', 1)[-1]}:{line}"
+        if "/site-packages/" in name:
+            installed = at
+        elif not name.startswith(library):
+            own = at
+    return own or installed
 
 
 def scope_name(eqn: Any) -> str:
