@@ -70,6 +70,16 @@ def open_jaxpr(jaxpr: Any) -> tuple[Any, list[Any]]:
     return inner, consts
 
 
+def unused_results(jaxpr: Any, last: int) -> list[bool]:
+    """Of each of the last results, whether it is computed and the others do not depend on it."""
+    inner, _ = open_jaxpr(jaxpr)
+    needed = {v for v in inner.outvars[:-last] if not is_literal(v)}
+    for eqn in reversed(inner.eqns):
+        if any(v in needed for v in eqn.outvars):
+            needed.update(v for v in eqn.invars if not is_literal(v))
+    return [not is_literal(v) and v not in needed and v not in inner.invars for v in inner.outvars[-last:]]
+
+
 def called_jaxpr(eqn: Any) -> Any | None:
     """The jaxpr of a call that can be inlined, or None; its arguments are `called_operands`."""
     if is_foreign(eqn.primitive):
