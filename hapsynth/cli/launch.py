@@ -83,8 +83,20 @@ def preflight_command(options: argparse.Namespace, out: Console | None, tell: Ca
     if out is not None and not report:
         out.print(f"process {jax.process_index()} has none of the plan's devices: nothing is checked here")
     elif out is not None and jax.process_index() == report[0]["mesh"][0][0]:
-        rows = [[f["process"], f["hapsynth"], f["jax"], f["jaxlib"], ", ".join(f["kinds"])] for f in report]
-        out.print(table(["process", "hapsynth", "jax", "jaxlib", "kind of device"], rows, left=5))
+        of_gpus = [key for key in ("nccl", "driver") if any(key in f for f in report)]
+        rows = [
+            [
+                f["process"],
+                f["hapsynth"],
+                f["jax"],
+                f["jaxlib"],
+                *(f.get(key, "?") for key in of_gpus),
+                ", ".join(f["kinds"]),
+            ]
+            for f in report
+        ]
+        header = ["process", "hapsynth", "jax", "jaxlib", *of_gpus, "kind of device"]
+        out.print(table(header, rows, left=len(header)))
         checked = "" if plan is None else f"; {options.plan} compiles to the same collectives in all"
         out.print(f"\npreflight passed: {len(report)} processes, {plural(mesh.size, 'device')}{checked}")
 

@@ -19,6 +19,7 @@ from hapsynth.jobs.process_facts import (
     Facts,
     compiled_facts,
     left_out,
+    notices,
     of_collectives,
     of_plan,
     problems,
@@ -91,7 +92,10 @@ def preflight(mesh: Mesh, plan: Planned | None = None, arguments: Iterable[Any] 
     said = software(str(client), client.host, mesh)
     if plan is not None:
         said |= of_plan(plan, arguments)
-    _checked_together(meeting.gather(said, ranks))
+    together = _checked_together(meeting.gather(said, ranks))
+    if client.rank == ranks[0]:
+        for text in notices(together):
+            warn_user(text, RuntimeWarning)
     said |= {} if plan is None else _compiled(plan)
     if said["platform"] == "cpu":
         # Of gloo's network; those between accelerators may be others.

@@ -24,10 +24,10 @@ from hapsynth import _device_memory
 from hapsynth.cli.launch import place
 from hapsynth.cli.main import main
 from hapsynth.cli.options import parser
-from hapsynth.jobs import preflight
+from hapsynth.jobs import preflight, process_facts
 from hapsynth.jobs.batch_system import Task, started_by
 from hapsynth.jobs.launch import Launch, launch, launched
-from hapsynth.jobs.process_facts import left_out, of_function, plan_fingerprint, problems, software
+from hapsynth.jobs.process_facts import left_out, notices, of_function, plan_fingerprint, problems, software
 from hapsynth.jobs.supervisor import Supervisor
 from hapsynth.rendezvous import meeting
 from hapsynth.rendezvous.address import JobError, Timeouts, free_ports, parse_address
@@ -99,6 +99,53 @@ def test_processes_that_fit_together() -> None:
 )
 def test_what_does_not_fit_is_named(change: dict[str, Any], says: str) -> None:
     assert any(says in problem for problem in problems([FACTS, {**OTHER, **change}]))
+
+
+@pytest.mark.parametrize(
+    ("key", "one", "other", "says"),
+    [
+        (
+            "cuda",
+            "cuda 12090",
+            "cuda 13000",
+            "p0 has plugin for CUDA cuda 12090, and p1 has plugin for CUDA cuda 13000",
+        ),
+        ("nccl", "2.27.3", "2.26.2", "p0 has NCCL 2.27.3, and p1 has NCCL 2.26.2: install the same NCCL everywhere"),
+    ],
+)
+def test_unlike_software_of_gpus_is_refused(key: str, one: str, other: str, says: str) -> None:
+    assert problems([FACTS | {key: one}, OTHER | {key: one}]) == []
+    assert says in problems([FACTS | {key: one}, OTHER | {key: other}])[0]
+    # What is not known differs from nothing.
+    assert problems([FACTS | {key: one}, OTHER]) == []
+
+
+def test_unlike_drivers_are_said() -> None:
+    facts = [FACTS | {"driver": "535.104.05"}, OTHER | {"driver": "570.86"}]
+    assert problems(facts) == []
+    assert notices(facts)[0].startswith("p0 has NVIDIA's driver 535.104.05, and p1 has NVIDIA's driver 570.86: where")
+    assert notices([FACTS, OTHER]) == []
+
+
+@pytest.mark.parametrize(
+    "module", ["Kernel Module  535.104.05  Sat", "Open Kernel Module for x86_64  570.86.15  Release"]
+)
+def test_the_software_of_gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, module: str) -> None:
+    (tmp_path / "version").write_text(f"NVRM version: NVIDIA UNIX x86_64 {module} Build\nGCC version: gcc 12.2.0\n")
+    monkeypatch.setattr(process_facts, "_DRIVER", tmp_path / "version")
+    backend = SimpleNamespace(platform_version="PJRT C API\ncuda 12090")
+    monkeypatch.setattr(jax.extend.backend, "get_backend", lambda platform: backend)
+
+    def version(package: str) -> str:
+        if package == "nvidia-nccl-cu12":
+            return "2.27.3"
+        raise process_facts.metadata.PackageNotFoundError
+
+    monkeypatch.setattr(process_facts.metadata, "version", version)
+    said = process_facts.gpu_software("gpu")
+    assert (said["cuda"], said["nccl"]) == ("PJRT C API cuda 12090", "2.27.3")
+    assert said["driver"] in ("535.104.05", "570.86.15")
+    assert process_facts.gpu_software("cpu") == {}
 
 
 @pytest.mark.parametrize(
