@@ -11,7 +11,7 @@ import os
 import sysconfig
 import traceback
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -21,6 +21,7 @@ import jax.extend.core as jex
 import jax.numpy as jnp
 import numpy as np
 from jax.core import ShapedArray
+from jax.extend.source_info_util import user_context
 
 NUMERICS = (
     "jax_enable_x64",
@@ -322,7 +323,18 @@ def raised_at(error: BaseException) -> str:
 
 
 def scope_name(eqn: Any) -> str:
+    """The scopes of `jax.named_scope` and the transformations around an equation, within its own jaxpr."""
     return str(getattr(eqn.source_info, "name_stack", "") or "")
+
+
+def traceback_of(eqn: Any) -> Any:
+    """Where the user's code made an equation, for `made_at`; None where that is not known."""
+    return getattr(eqn.source_info, "traceback", None) if source_line(eqn) else None
+
+
+def made_at(where: Any) -> AbstractContextManager[None]:
+    """What is traced inside has the source lines of `where`, a `traceback_of`, if there is one."""
+    return nullcontext() if where is None else user_context(where)
 
 
 NOT_INSIDE = (
