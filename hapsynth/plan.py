@@ -9,6 +9,7 @@ from typing import Any, Generic, NoReturn, ParamSpec, TypeVar
 import jax
 from jax.sharding import Mesh
 
+import hapsynth
 from hapsynth import _jax, checkpoint
 from hapsynth.adapting.rebalance import THRESHOLD, propose, slowdowns
 from hapsynth.adapting.reshape import Buckets, for_shapes
@@ -303,6 +304,11 @@ class Plan(Planned, Generic[P, R]):
         return compile_for(self, targets, form=form)
 
     # To look at
+
+    def explain(self, value: str | None = None, *, cost: bool = False, top: int = 5) -> str:
+        """Where the seconds go and why values lie as they do: `hapsynth.explain`."""
+        # What reports on plans is made of them, so it is called as users call it.
+        return hapsynth.explain(self, value, cost=cost, top=top)
 
     def to_html(self, path: str | os.PathLike[str] | None = None, *, beside: Plan[..., Any] | None = None) -> str:
         """A page about the plan, or about it and another of the same function and how they differ: what each device
