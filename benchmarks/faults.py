@@ -184,7 +184,7 @@ class Run:
         for i in range(N):
             enter = ["ip", "netns", "exec", f"{self.name}-{i}", "unshare", "--uts", "--mount", "sh", "-c"]
             host = [f'mount --bind {hosts} /etc/hosts; echo m{i} > /proc/sys/kernel/hostname; exec "$@"', "sh"]
-            options = ["--coordinator", where, "--processes", str(N), "--rank", str(i)]
+            options = ["--coordinator", where, "--processes", str(N), "--process", str(i)]
             self._start([*enter, *host, *launch, *options, job])
 
     def _start(self, command: Sequence[str]) -> None:

@@ -17,12 +17,14 @@ from .instructions.staging.options import LoweringOptions
 from .instructions.testing.check_rule import RuleReport, check_rule
 from .lower import RecordedCall, UnsupportedError
 from .plan import CheckReport, Plan, PlanError, load
+from .report.explain import explain
 from .running.base import OverlapWarning
 from .running.drift import DriftReport
 from .running.process_local_data import LocalSlices
 from .running.sharded_array import ShardedArray
 from .search.planning.planner import InfeasibleError
 from .several.plans import Plans, load_plans
+from .view.sharding_picture import visualize_sharding
 
 __all__ = [
     "AutotuneResult",
@@ -57,6 +59,7 @@ __all__ = [
     "autotune_candidates",
     "check_rule",
     "checkpoint",
+    "explain",
     "jobs",
     "load",
     "load_plans",
@@ -64,4 +67,5 @@ __all__ = [
     "register_rule",
     "synthesize",
     "targets",
+    "visualize_sharding",
 ]

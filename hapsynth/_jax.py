@@ -11,7 +11,7 @@ import os
 import sysconfig
 import traceback
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -21,6 +21,7 @@ import jax.extend.core as jex
 import jax.numpy as jnp
 import numpy as np
 from jax.core import ShapedArray
+from jax.extend.source_info_util import user_context
 
 NUMERICS = (
     "jax_enable_x64",
@@ -68,6 +69,16 @@ def open_jaxpr(jaxpr: Any) -> tuple[Any, list[Any]]:
     consts = list(getattr(jaxpr, "consts", ()))
     inner = jaxpr.jaxpr if hasattr(jaxpr, "jaxpr") else jaxpr
     return inner, consts
+
+
+def unused_results(jaxpr: Any, last: int) -> list[bool]:
+    """Of each of the last results, whether it is computed and the others do not depend on it."""
+    inner, _ = open_jaxpr(jaxpr)
+    needed = {v for v in inner.outvars[:-last] if not is_literal(v)}
+    for eqn in reversed(inner.eqns):
+        if any(v in needed for v in eqn.outvars):
+            needed.update(v for v in eqn.invars if not is_literal(v))
+    return [not is_literal(v) and v not in needed and v not in inner.invars for v in inner.outvars[-last:]]
 
 
 def called_jaxpr(eqn: Any) -> Any | None:
@@ -278,7 +289,7 @@ _LIBRARIES = (
     "/lineax/",
     "/optimistix/",
     "/diffrax/",
-    "/hapsynth/trace.py",
+    "/hapsynth/graph/trace.py",
     "/hapsynth/_jax.py",
 )
 
@@ -294,19 +305,36 @@ def source_line(eqn: Any) -> str:
 
 
 def raised_at(error: BaseException) -> str:
-    """`file:line` of the user's code, innermost, that an exception came through; '' when it is not known."""
-    found = ""
+    """`file:line` of the user's code, innermost, that an exception came through; of an installed package where it came
+    through no other; '' when it is not known."""
+    own, installed = "", ""
     library = sysconfig.get_path("stdlib").replace("\\", "/")
     for frame, line in traceback.walk_tb(error.__traceback__):
         name = frame.f_code.co_filename.replace("\\", "/")
-        ours = any(part in name for part in _LIBRARIES)
-        if not ours and (not name.startswith(library) or "/site-packages/" in name):
-            found = f"{name.rsplit('/', 1)[-1]}:{line}"
-    return found
+        hapsynth = str(frame.f_globals.get("__name__", "")).startswith("hapsynth.")
+        if hapsynth or name.startswith("<frozen ") or any(part in name for part in _LIBRARIES):
+            continue
+        at = f"{name.rsplit('/', 1)[-1]}:{line}"
+        if "/site-packages/" in name:
+            installed = at
+        elif not name.startswith(library):
+            own = at
+    return own or installed
 
 
 def scope_name(eqn: Any) -> str:
+    """The scopes of `jax.named_scope` and the transformations around an equation, within its own jaxpr."""
     return str(getattr(eqn.source_info, "name_stack", "") or "")
+
+
+def traceback_of(eqn: Any) -> Any:
+    """Where the user's code made an equation, for `made_at`; None where that is not known."""
+    return getattr(eqn.source_info, "traceback", None) if source_line(eqn) else None
+
+
+def made_at(where: Any) -> AbstractContextManager[None]:
+    """What is traced inside has the source lines of `where`, a `traceback_of`, if there is one."""
+    return nullcontext() if where is None else user_context(where)
 
 
 NOT_INSIDE = (

@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, cast, overload
+from typing import Any, ParamSpec, TypeVar, cast, overload
 
 import jax
 
@@ -41,13 +41,15 @@ from hapsynth.search.result import Progress, Result
 from hapsynth.several.plans import Functions, Plans, RatiosOfEach, synthesize_several
 
 logger = logging.getLogger(__name__)
+P = ParamSpec("P")
+R = TypeVar("R")
 _LEAST_S = 0.05
 """Of a time budget, for planning, where tracing has taken all."""
 
 
 @overload
 def synthesize(
-    fn: Callable[..., Any],
+    fn: Callable[P, R],
     example_args: Sequence[Any],
     mesh: jax.sharding.Mesh | Cluster,
     *,
@@ -66,7 +68,7 @@ def synthesize(
     recompute: bool = ...,
     overlap: bool = ...,
     cache: bool = ...,
-) -> Plan: ...
+) -> Plan[P, R]: ...
 
 
 @overload
@@ -115,7 +117,7 @@ def synthesize(
     cache: bool = True,
     frequency: Mapping[str, float] | None = None,
     state: Mapping[str, Mapping[str, str]] | None = None,
-) -> Plan | Plans:
+) -> Plan[..., Any] | Plans:
     """Find the cheapest distributed program of `fn` on a cluster (HAP, EuroSys'24, with a proof of optimality).
 
     `example_args`, `example_kwargs`: pytrees of arrays or `jax.ShapeDtypeStruct`s, as `fn` is called. `mesh`: the

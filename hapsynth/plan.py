@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any, Generic, NoReturn, ParamSpec, TypeVar
 
 import jax
 from jax.sharding import Mesh
 
+import hapsynth
 from hapsynth import _jax, checkpoint
 from hapsynth.adapting.rebalance import THRESHOLD, propose, slowdowns
 from hapsynth.adapting.reshape import Buckets, for_shapes
@@ -29,9 +30,13 @@ from hapsynth.view import notebook_html, page, trace_events
 
 __all__ = ["CheckReport", "Form", "Plan", "PlanError", "load"]
 
+P = ParamSpec("P")
+R = TypeVar("R")
+T = TypeVar("T")
 
-class Plan(Planned):
-    """A distributed program for one function: call it like the function.
+
+class Plan(Planned, Generic[P, R]):
+    """A distributed program for one function: call it like the function, with the function's own types.
 
     `mesh` None: planned without devices; everything but running works, and `load` with a mesh gives a plan that runs.
     Of a mesh of the whole cluster the plan uses its `devices`; a mesh of these alone will do, and `Plan.mesh` is one.
@@ -47,7 +52,7 @@ class Plan(Planned):
 
     # Running
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """The function's results, in its own pytree.
 
         Arguments are those of the example: same structure, shapes and dtypes; NumPy arrays, Python numbers, arrays
@@ -76,7 +81,7 @@ class Plan(Planned):
             out[i] = wrap(storage, x)
         return jax.tree_util.tree_unflatten(self.traced.out_tree, out)
 
-    def recorded(self, *args: Any, **kwargs: Any) -> tuple[Any, RecordedCall]:
+    def recorded(self, *args: P.args, **kwargs: P.kwargs) -> tuple[R, RecordedCall]:
         """A call, as any other: its results, and when each of its collectives ran on this process and was waited for.
 
         `RecordedCall.exposed_s` is measured as `Plan.exposed` is predicted, by device: seconds in which nothing is
@@ -178,7 +183,7 @@ class Plan(Planned):
         """
         return jax.tree.map(whole, tree)
 
-    def adopt(self, argument: Any, old_plan: Plan, arg: int | str = 0) -> Any:
+    def adopt(self, argument: T, old_plan: Plan[..., Any], arg: int | str = 0) -> T:
         """Carried state, or any argument, as `old_plan` kept it, in the way that this plan does, bit for bit.
 
         Where only sizes differ (`rebalance`) just the rows that change their owner are sent, from device to device;
@@ -239,7 +244,7 @@ class Plan(Planned):
         copied = self._copied(argument, arg)
         return DriftReport(tuple(leaf_drift(path, storage, x) for _, path, storage, x in copied))
 
-    def resync(self, argument: Any, arg: int | str = 0) -> Any:
+    def resync(self, argument: T, arg: int | str = 0) -> T:
         """The state with the first device's copy of each such leaf on all devices; as `drift`. The rest is passed on as
         it is, and nothing is consumed."""
         leaves, tree = jax.tree_util.tree_flatten(argument)
@@ -253,7 +258,7 @@ class Plan(Planned):
         held = self.arguments.held(self.lowered, argument, arg)
         return [leaf for leaf in held if leaf[0] in carried and copied_along(leaf[2])]
 
-    def rebalance(self, measured_times: Sequence[float], *, threshold: float = THRESHOLD) -> Plan:
+    def rebalance(self, measured_times: Sequence[float], *, threshold: float = THRESHOLD) -> Plan[P, R]:
         """A plan of the same program with sizes for devices that are faster or slower than they were taken to be.
 
         `measured_times`: seconds per step in which each device that takes part computes, in mesh order, or one for each
@@ -264,7 +269,7 @@ class Plan(Planned):
         """
         return propose(self, slowdowns(self, measured_times), threshold).plan
 
-    def for_shapes(self, *example_args: Any, **example_kwargs: Any) -> Plan:
+    def for_shapes(self, *example_args: Any, **example_kwargs: Any) -> Plan[P, R]:
         """A plan of the same program, without a search, for other sizes: a short last batch, longer sequences.
 
         The arguments, or their structs, as the function takes them. It is traced again and must differ in sizes only;
@@ -275,7 +280,7 @@ class Plan(Planned):
         """
         return for_shapes(self, example_args, example_kwargs)
 
-    def bucketed(self, examples: Iterable[Sequence[Any]]) -> Buckets[Plan]:
+    def bucketed(self, examples: Iterable[Sequence[Any]]) -> Buckets[Plan[P, R]]:
         """This plan and one `for_shapes` of each of the examples, tuples of positional arguments: what a call takes is
         chosen by its arguments' shapes, and any others are refused."""
         return Buckets([self, *(self.for_shapes(*args) for args in examples)])
@@ -300,7 +305,12 @@ class Plan(Planned):
 
     # To look at
 
-    def to_html(self, path: str | os.PathLike[str] | None = None, *, beside: Plan | None = None) -> str:
+    def explain(self, value: str | None = None, *, cost: bool = False, top: int = 5) -> str:
+        """Where the seconds go and why values lie as they do: `hapsynth.explain`."""
+        # What reports on plans is made of them, so it is called as users call it.
+        return hapsynth.explain(self, value, cost=cost, top=top)
+
+    def to_html(self, path: str | os.PathLike[str] | None = None, *, beside: Plan[..., Any] | None = None) -> str:
         """A page about the plan, or about it and another of the same function and how they differ: what each device
         does when, what is exposed, memory over the step, every argument's layout, bounds, the program with source
         lines. One file that needs no network; written to `path` where there is one. OSError where that can't be."""
@@ -339,11 +349,11 @@ class Plan(Planned):
         """The results' `NamedSharding`s, as `in_shardings`."""
         return out_shardings(self)
 
-    def __copy__(self) -> Plan:
+    def __copy__(self) -> Plan[P, R]:
         """Itself: a plan does not change."""
         return self
 
-    def __deepcopy__(self, memo: object) -> Plan:
+    def __deepcopy__(self, memo: object) -> Plan[P, R]:
         return self
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
@@ -365,7 +375,7 @@ def _written(path: str | os.PathLike[str] | None, text: str) -> str:
 
 def load(
     path: str | os.PathLike[str],
-    fn: Callable[..., Any],
+    fn: Callable[P, R],
     example_args: Sequence[Any],
     mesh: Mesh | None = None,
     *,
@@ -373,7 +383,7 @@ def load(
     donate: bool = True,
     form: Form = "auto",
     overlap: bool = False,
-) -> Plan:
+) -> Plan[P, R]:
     """Read a plan of `fn` that `Plan.save` wrote; `mesh` None gives one that cannot run.
 
     `fn` is traced again and must be the function that was planned; the file is only data and must pass the checker.

@@ -6,7 +6,7 @@ import argparse
 import gc
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import jax
 import numpy as np
@@ -18,6 +18,7 @@ from hapsynth._quantities import plural
 from hapsynth.cli import run
 from hapsynth.cli.selection import loaded
 from hapsynth.jobs import initialize
+from hapsynth.jobs.batch_system import started_by
 from hapsynth.jobs.launch import Launch, launch, launched
 from hapsynth.jobs.preflight import check_mesh, preflight
 from hapsynth.plan import Plan
@@ -36,7 +37,25 @@ def launch_command(options: argparse.Namespace) -> int:
         command = [sys.executable, *command]
     # Modules imported till now are not looked through at exit: seconds on a machine that is busy, while others wait.
     gc.freeze()
-    return launch(Launch(options.n, options.processes, options.rank, options.coordinator), command)
+    return launch(place(options, os.environ), command)
+
+
+def place(options: argparse.Namespace, environment: Mapping[str, str]) -> Launch:
+    """Where this launcher stands among those of the job: as its options say, or the batch system that started it.
+    UsageError, JobError."""
+    here, coordinator = options.n, options.coordinator or ""
+    hosts, processes = (options.nnodes, options.node_rank), (options.processes, options.process)
+    if hosts != (None, None) and processes != (None, None):
+        raise UsageError("say which host this is (--nnodes, --node-rank) or which processes (--processes, --process)")
+    if processes != (None, None):
+        return Launch(here, processes[0] or 0, processes[1] or 0, coordinator)
+    if hosts == (None, None) and (task := started_by(environment)) is not None:
+        hosts, coordinator = (task.count, task.index), coordinator or task.coordinator
+    if hosts == (None, None):
+        return Launch(here, coordinator=coordinator)
+    if None in hosts or not 0 <= hosts[1] < hosts[0]:
+        raise UsageError(f"--nnodes {hosts[0]}, --node-rank {hosts[1]}: give both, the second below the first")
+    return Launch(here, hosts[0] * here, hosts[1] * here, coordinator)
 
 
 def preflight_command(options: argparse.Namespace, out: Console | None, tell: Callable[[str], None]) -> None:
@@ -64,16 +83,28 @@ def preflight_command(options: argparse.Namespace, out: Console | None, tell: Ca
     if out is not None and not report:
         out.print(f"process {jax.process_index()} has none of the plan's devices: nothing is checked here")
     elif out is not None and jax.process_index() == report[0]["mesh"][0][0]:
-        rows = [[f["process"], f["hapsynth"], f["jax"], f["jaxlib"], ", ".join(f["kinds"])] for f in report]
-        out.print(table(["process", "hapsynth", "jax", "jaxlib", "kind of device"], rows, left=5))
+        of_gpus = [key for key in ("nccl", "driver") if any(key in f for f in report)]
+        rows = [
+            [
+                f["process"],
+                f["hapsynth"],
+                f["jax"],
+                f["jaxlib"],
+                *(f.get(key, "?") for key in of_gpus),
+                ", ".join(f["kinds"]),
+            ]
+            for f in report
+        ]
+        header = ["process", "hapsynth", "jax", "jaxlib", *of_gpus, "kind of device"]
+        out.print(table(header, rows, left=len(header)))
         checked = "" if plan is None else f"; {options.plan} compiles to the same collectives in all"
         out.print(f"\npreflight passed: {len(report)} processes, {plural(mesh.size, 'device')}{checked}")
 
 
 def join_job(options: argparse.Namespace) -> None:
-    """The other processes of the job, where there are any: as the options say, or as `hapsynth launch` does."""
+    """The other processes of the job, where there are any: as the options say, or whoever started this one."""
     address = (options.coordinator, options.processes, options.process)
-    if address == (None, None, None) and not launched():
+    if address == (None, None, None) and not launched() and started_by(os.environ) is None:
         return
     if None in address and address != (None, None, None):
         raise UsageError("a job of many processes needs --coordinator, --processes and --process, all three")

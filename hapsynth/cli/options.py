@@ -144,11 +144,17 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_launch(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("-n", metavar="N", type=whole_number, default=1, help="processes on this host (default 1)")
-    parser.add_argument("--processes", metavar="N", type=whole_number, default=0, help="of the whole job (default: -n)")
-    parser.add_argument("--rank", metavar="I", type=int, default=0, help="number of the first process here (default 0)")
     parser.add_argument(
-        "--coordinator", metavar="HOST:PORT", default="", help="of a job on several hosts, where process 0 is to listen"
+        "-n", "--nproc-per-node", dest="n", metavar="N", type=whole_number, default=1, help="processes here (default 1)"
+    )
+    parser.add_argument("--nnodes", metavar="N", type=whole_number, help="hosts that run this command, each with -n")
+    parser.add_argument("--node-rank", metavar="I", type=int, help="which of these hosts this is, from 0")
+    parser.add_argument(
+        "--processes", metavar="N", type=whole_number, help="of the whole job, where hosts have unlike numbers"
+    )
+    parser.add_argument("--process", metavar="I", type=int, help="with --processes: number of the first process here")
+    parser.add_argument(
+        "--coordinator", metavar="HOST:PORT", help="of a job on several hosts, where process 0 is to listen"
     )
     parser.add_argument("-m", dest="module", nargs=argparse.REMAINDER, help="a Python module and its arguments")
     _path(parser, "script", nargs=argparse.REMAINDER, help="SCRIPT.py, or a program, and its arguments")

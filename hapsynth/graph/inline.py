@@ -80,6 +80,7 @@ class _Raw(NamedTuple):
     source: str
     scope: str
     region: int
+    traceback: Any
 
 
 class _Inliner:
@@ -90,6 +91,8 @@ class _Inliner:
         self.constants: dict[int, Any] = {}
         self.regions: list[Region] = [Region(0, "program", -1, 1.0)]
         self.region = 0
+        self.scope, self.traceback = "", None
+        """Of the equation that is walked, with those that call it."""
         self.ties: dict[int, Any] = {}
         """Key of a carried value -> its successor in the next iteration."""
         self.shown: list[tuple[Any, list[Any], dict[str, Any], str, str]] = []
@@ -136,19 +139,24 @@ class _Inliner:
         avals: Sequence[Any],
         source: str,
         params: dict[str, Any] | None = None,
-        scope: str = "",
+        scope: str | None = None,
     ) -> list[int]:
         """Append an op of the current region; the keys of its results."""
         results = [self.fresh(a) for a in avals]
-        self.raw.append(_Raw(primitive, operands, results, params or {}, source, scope, self.region))
+        scope = self.scope if scope is None else scope
+        self.raw.append(_Raw(primitive, operands, results, params or {}, source, scope, self.region, self.traceback))
         return results
 
     def walk(self, jaxpr: Any, env: dict[Any, Any], outer: str) -> list[Any]:
         for eqn in jaxpr.eqns:
             operands = [self.read(env, a) for a in eqn.invars]
             source = _jax.source_line(eqn) or outer
+            around = self.scope, self.traceback
+            self.scope = "/".join(filter(None, (self.scope, _jax.scope_name(eqn))))
+            self.traceback = _jax.traceback_of(eqn) or self.traceback
             for var, result in zip(eqn.outvars, self.equation(eqn, operands, source)):
                 env[var] = result
+            self.scope, self.traceback = around
         return [self.read(env, a) for a in jaxpr.outvars]
 
     def equation(self, eqn: Any, operands: list[Any], source: str) -> list[Any]:
@@ -181,10 +189,10 @@ class _Inliner:
             over = partial(_OVER_VMAP[name], axes=eqn.params["axes"])
             return [self.call(over, [operand], source) for operand in operands]
         if _jax.shows(eqn):
-            self.shown.append((eqn.primitive, operands, dict(eqn.params), source, _jax.scope_name(eqn)))
+            self.shown.append((eqn.primitive, operands, dict(eqn.params), source, self.scope))
             return []
         avals = [v.aval for v in eqn.outvars]
-        return self.add(eqn.primitive, operands, avals, source, dict(eqn.params), _jax.scope_name(eqn))
+        return self.add(eqn.primitive, operands, avals, source, dict(eqn.params))
 
     def barrier(self, operand: Any, source: str) -> Any:
         if isinstance(operand, Literal):
@@ -359,6 +367,7 @@ class _Inliner:
                     source=raw.source,
                     scope=raw.scope,
                     region=regions[raw.region].index,
+                    traceback=raw.traceback,
                 )
             )
         return Graph(

@@ -128,8 +128,11 @@ class Op:
     result_dtypes: tuple[Any, ...]
     source: str = ""
     scope: str = ""
+    """The user's scopes (`jax.named_scope`) and JAX's transformations, as `transpose(jvp(mlp))/attention`."""
     region: int = 0
     """A boundary op belongs to the region that it leads into or out of."""
+    traceback: Any = None
+    """Where the user's code made it, for the compiled program's metadata."""
 
     @property
     def name(self) -> str:
@@ -203,6 +206,11 @@ class Graph:
             for position, v in op.value_operands:
                 uses[v].append((op.index, position))
         return {v: tuple(u) for v, u in uses.items()}
+
+    def op_behind(self, value: int) -> Op | None:
+        """The op that makes a value; of one that none makes, the first that uses it."""
+        at = self.producer.get(value, min((op for op, _ in self.uses[value]), default=None))
+        return None if at is None else self.ops[at]
 
     @cached_property
     def state(self) -> frozenset[int]:

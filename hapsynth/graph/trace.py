@@ -81,7 +81,8 @@ def trace(
 
     `carry`: pairs (argument path, output path) as `jax.tree_util.keystr` prints them, e.g. `("[0]", "[0]")`; a
     pair of prefixes ties every leaf below. None finds them by matching tree structure, shapes and dtypes.
-    Raises TraceError for leaves without shape, effects, or a carry that names nothing.
+    Raises TraceError for leaves without shape, effects, a carry that names nothing, or an object among the arguments
+    that the function changes in place without returning what it became.
     """
     kwargs = kwargs or {}
     flat, in_tree = jax.tree_util.tree_flatten((tuple(args), kwargs))
@@ -96,6 +97,8 @@ def trace(
         else:
             static[i] = leaf
     out_info: dict[str, Any] = {}
+    changed: dict[str, Any] = {}
+    """What the function left in objects among its arguments, by path."""
 
     def flat_fn(*leaves: Any) -> list[Any]:
         full: list[Any] = [None] * len(flat)
@@ -104,7 +107,14 @@ def trace(
         for i, leaf in static.items():
             full[i] = leaf
         call_args, call_kwargs = jax.tree_util.tree_unflatten(in_tree, full)
+        given = _in_objects((call_args, call_kwargs))
         out = fn(*call_args, **call_kwargs)
+        changed.clear()
+        changed.update(
+            (path, x)
+            for path, x in _in_objects((call_args, call_kwargs)).items()
+            if path in given and x is not given[path] and is_array_like(x)
+        )
         # JAX warns of an iterator that it takes for a leaf.
         once = lambda leaf: isinstance(leaf, Iterator)
         out_flat, out_tree = jax.tree_util.tree_flatten(out, is_leaf=once)
@@ -124,6 +134,12 @@ def trace(
 
     try:
         closed, _ = _jax.make_jaxpr(flat_fn, *structs)
+        if changed:
+            # Once more, with what it left as further results: it may be returned in another form.
+            both, _ = _jax.make_jaxpr(lambda *leaves: [*flat_fn(*leaves), *changed.values()], *structs)
+            lost = [path for path, is_lost in zip(changed, _jax.unused_results(both, len(changed))) if is_lost]
+            if lost:
+                raise TraceError(_changed_in_place(lost))
     except NEEDS_VALUE as error:
         raise TraceError(needs_value(error)) from error
     except RuntimeError as error:
@@ -149,6 +165,28 @@ def trace(
     )
     pairs = _given_carry(traced, carry) if carry is not None else _find_carry(traced)
     return replace(traced, graph=replace(graph, carry=tuple(pairs)))
+
+
+def _in_objects(arguments: Any) -> dict[str, Any]:
+    """The leaves that are held by an object of a class of its own, such as an nnx module's variables, by path.
+
+    Not those of dicts and lists: a function may use one of these, given to it, as it likes.
+    """
+    found: dict[str, Any] = {}
+    for path, leaf in jax.tree_util.tree_flatten_with_path(arguments)[0]:
+        if not isinstance(path[-1], (jax.tree_util.DictKey, jax.tree_util.SequenceKey)):
+            found[_argument_path(path)] = leaf
+    return found
+
+
+def _changed_in_place(paths: Sequence[str]) -> str:
+    more = f" and {len(paths) - 1} more" if len(paths) > 1 else ""
+    return (
+        f"the function changes {paths[0]}{more} in place and does not return what became of it, so a plan, as jax.jit, "
+        "would lose it and train nothing: return it. With flax nnx: graph, state = nnx.split((model, optimizer)) "
+        "before, model, optimizer = nnx.merge(graph, state) first and nnx.state((model, optimizer)) as a result in the "
+        "function of state (examples/gallery/flax_nnx.py)"
+    )
 
 
 def _argument_path(path: Any) -> str:

@@ -22,9 +22,10 @@ from hapsynth.rendezvous.address import COORDINATOR, RENDEZVOUS, JobError, free_
 from hapsynth.rendezvous.server import named
 from hapsynth.rendezvous.wire import printable
 
-_POLL_S = 0.05
-_LAST = 8
-"""Lines of the process that failed that are shown again."""
+_POLL_S, _READ_S = 0.05, 0.5
+_KEPT, _SHOWN, _LAST = 500, 60, 8
+"""Lines of each process that are kept; of the one that failed, those that are shown again: of its last traceback, else
+the last."""
 FAILED = 1
 """Exit status where a job is over though no process failed here: one was stopped, lost, or is on another host."""
 _SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
@@ -52,8 +53,8 @@ class Launch:
         if not 0 <= self.rank <= self.processes - self.here:
             last = self.rank + self.here - 1
             raise JobError(
-                f"processes {self.rank} to {last} are to run here, and the job has 0 to {self.processes - 1}: --rank "
-                "is the first one here, -n how many there are here, --processes how many in all"
+                f"processes {self.rank} to {last} are to run here, and the job has 0 to {self.processes - 1}: "
+                "--process is the first one here, -n how many there are here, --processes how many in all"
             )
         if not self.coordinator and self.here < self.processes:
             raise JobError("a job on several hosts needs --coordinator HOST:PORT, HOST being that of process 0")
@@ -113,7 +114,8 @@ class _Process:
     def __init__(self, rank: int, popen: subprocess.Popen[str]) -> None:
         self.rank, self.popen, self.pid = rank, popen, popen.pid
         self.name = named(rank, socket.gethostname(), popen.pid)
-        self.last: deque[str] = deque(maxlen=_LAST)
+        self.last: deque[str] = deque(maxlen=_KEPT)
+        self.readers: list[threading.Thread] = []
         self.stopped = False
         self.ended = False
 
@@ -123,11 +125,34 @@ class _Process:
 
     @property
     def how(self) -> str:
-        """It ended, as a person says it."""
+        """It ended, as a person says it, of which error and where."""
         code = self.code or 0
         if code >= 0:
-            return f"{self.name} ended with exit code {code}"
+            return f"{self.name} ended with exit code {code}{self._error() if code else ''}"
         return f"{self.name} was killed by signal {-code} ({_signal(-code)})"
+
+    def last_words(self) -> tuple[str, list[str]]:
+        """What is shown of its output, and those lines: its last traceback with what follows, or its last lines."""
+        lines = self._traceback()
+        if not lines:
+            return "its last lines", list(self.last)[-_LAST:]
+        # Its end says what and where.
+        return "its traceback", lines if len(lines) <= _SHOWN else [lines[0], "  ...", *lines[2 - _SHOWN :]]
+
+    def _traceback(self) -> list[str]:
+        """Its last one, and what follows; none where it printed none."""
+        lines = list(self.last)
+        at = max((i for i, line in enumerate(lines) if line.startswith("Traceback (most")), default=len(lines))
+        return lines[at:]
+
+    def _error(self) -> str:
+        """Of its last traceback the error, and the line of its own code."""
+        lines = self._traceback()[1:]
+        error = next((line for line in lines if line and not line[0].isspace()), "")
+        places = [found for line in lines if (found := re.match(r'  File "(.+)", line (\d+)', line))]
+        own = [p for p in places if not re.search(r"<frozen |/site-packages/|/lib/python\d", p[1])] or places
+        at = f" ({Path(own[-1][1]).name}:{own[-1][2]})" if own else ""
+        return f", {printable(error, 200)}{at}" if error else ""
 
     @property
     def why(self) -> str:
@@ -145,7 +170,6 @@ class _Running:
         self._plan = plan
         self.processes: list[_Process] = []
         self._received, self._supervisor = received, supervisor
-        self._readers: list[threading.Thread] = []
         self._began = time.monotonic()
         self._first: _Process | None = None
         self._reaper = Reaper(f"the launcher on {socket.gethostname()} (pid {os.getpid()})", plan.grace_s)
@@ -173,7 +197,7 @@ class _Running:
             arguments = (f"[{rank}] ", source, target, process.last)
             reader = threading.Thread(target=_label, args=arguments, daemon=True)
             reader.start()
-            self._readers.append(reader)
+            process.readers.append(reader)
 
     def wait(self) -> int:
         """Until all have ended, or the job is over, or a signal has come, and what still ran has been ended; the exit
@@ -229,6 +253,9 @@ class _Running:
         # Of several at once that which a signal ended: others may have failed for want of it.
         for process in sorted(new, key=lambda p: ((p.code or 0) >= 0, p.rank)):
             failed = bool(process.code)
+            for reader in process.readers if failed else ():
+                # Its last words; what it started may keep its output open.
+                reader.join(_READ_S)
             if failed and self._first is None and not self._supervisor.over:
                 self._first = process
             self._supervisor.say({"ended": process.rank, "how": process.why, "failed": failed})
@@ -256,7 +283,7 @@ class _Running:
         for process in self.processes:
             process.popen.wait()
         self._look()
-        for reader in self._readers:
+        for reader in (reader for process in self.processes for reader in process.readers):
             reader.join(self._plan.grace_s)
 
     def close(self) -> None:
@@ -278,8 +305,9 @@ class _Running:
         lines += [f"  {process.how}" for process in self.processes]
         shown = next((p for p in self.processes if f"{p.name} " in f"{why} "), self._first)
         if shown is not None and shown.last:
-            lines.append(f"the last lines of process {shown.rank}:")
-            lines += [f"  {printable(line, 300)}" for line in shown.last]
+            what, last = shown.last_words()
+            lines.append(f"root cause: process {shown.rank}, {what}:")
+            lines += [f"  {printable(line, 300)}" for line in last]
         with suppress(OSError, ValueError):
             for line in lines:
                 print(f"hapsynth launch: {line}", file=sys.stderr)
@@ -352,7 +380,7 @@ def _gpu_shares(processes: int) -> list[str]:
     if gpus % processes:
         raise JobError(
             f"{gpus} GPUs can't be shared evenly by {processes} processes: choose some with CUDA_VISIBLE_DEVICES, or "
-            "start processes one by one with --rank, each with its own JAX_LOCAL_DEVICE_IDS"
+            "start processes one by one with --process, each with its own JAX_LOCAL_DEVICE_IDS"
         )
     each = gpus // processes
     return [",".join(str(i * each + j) for j in range(each)) for i in range(processes)] if gpus else []

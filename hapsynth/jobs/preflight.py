@@ -19,6 +19,7 @@ from hapsynth.jobs.process_facts import (
     Facts,
     compiled_facts,
     left_out,
+    notices,
     of_collectives,
     of_plan,
     problems,
@@ -26,7 +27,7 @@ from hapsynth.jobs.process_facts import (
 )
 from hapsynth.rendezvous.address import PREFLIGHT, JobError
 from hapsynth.rendezvous.cpu_scheduling import as_batch_work
-from hapsynth.rendezvous.meeting import meeting, ranks_of, wanted
+from hapsynth.rendezvous.meeting import connect, meeting, ranks_of, wanted
 from hapsynth.running.base import Planned
 
 _checked: WeakSet[Planned] = WeakSet()
@@ -37,14 +38,20 @@ class PreflightError(JobError):
 
 
 def check_mesh(mesh: Mesh) -> None:
-    """Called with the mesh to plan for. Raises PreflightError, in all processes and before anything is sent, where it
-    leaves out a process for another's second device."""
+    """Called with the mesh to plan for: the processes of a mesh of several join, so that all hear of one that fails
+    from here on.
+
+    Raises PreflightError, in all processes and before anything is sent, where the mesh leaves out a process for
+    another's second device; JobError where the processes do not find each other.
+    """
     if jax.process_count() == 1 or not wanted():
         return
     place = lambda devices: [(d.process_index, d.id) for d in devices]
     wrong = left_out(place(mesh.devices.flat), place(jax.devices(mesh.devices.flat[0].platform)))
     if wrong:
         raise PreflightError(wrong)
+    if mesh.is_multi_process:
+        connect()
 
 
 def before_call(plan: Planned, arguments: Sequence[Any]) -> None:
@@ -85,7 +92,10 @@ def preflight(mesh: Mesh, plan: Planned | None = None, arguments: Iterable[Any] 
     said = software(str(client), client.host, mesh)
     if plan is not None:
         said |= of_plan(plan, arguments)
-    _checked_together(meeting.gather(said, ranks))
+    together = _checked_together(meeting.gather(said, ranks))
+    if client.rank == ranks[0]:
+        for text in notices(together):
+            warn_user(text, RuntimeWarning)
     said |= {} if plan is None else _compiled(plan)
     if said["platform"] == "cpu":
         # Of gloo's network; those between accelerators may be others.

@@ -8,10 +8,13 @@ import os
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 import jax
+import jax.extend
 from jax.sharding import Mesh
 
 from hapsynth import _device_memory, _jax
@@ -34,6 +37,7 @@ _CACHE = (
     "jax_persistent_cache_min_entry_size_bytes",
     "jax_persistent_cache_enable_xla_caches",
 )
+_DRIVER = Path("/proc/driver/nvidia/version")
 _AUTOTUNING = "--xla_gpu_shard_autotuning"
 _MOST_TYPES = 64
 _LONGEST = 200
@@ -96,6 +100,7 @@ def software(process: str, host: str, mesh: Mesh) -> Facts:
     cache = {name: getattr(jax.config, name, None) for name in _CACHE}
     flags = re.findall(rf"{_AUTOTUNING}(?:=(\w+))?(?=\s|$)", os.environ.get("XLA_FLAGS", ""))
     return {
+        **gpu_software(mesh.devices.flat[0].platform),
         "process": process,
         "host": host,
         "hapsynth": __version__,
@@ -108,6 +113,20 @@ def software(process: str, host: str, mesh: Mesh) -> Facts:
         "numerics": {name: getattr(jax.config, name, None) for name in _jax.NUMERICS},
         "cache": {**cache, "a folder": bool(getattr(jax.config, "jax_compilation_cache_dir", None))},
     }
+
+
+def gpu_software(platform: str) -> Facts:
+    """Versions of what runs NVIDIA GPUs here, as far as they are known; nothing of other devices."""
+    if platform not in ("gpu", "cuda"):
+        return {}
+    said: Facts = {"cuda": " ".join(jax.extend.backend.get_backend(platform).platform_version.split())}
+    for package in ("nvidia-nccl-cu13", "nvidia-nccl-cu12"):
+        with suppress(metadata.PackageNotFoundError):
+            said.setdefault("nccl", metadata.version(package))
+    with suppress(OSError):
+        if found := re.search(r"Module\S*\s+(?:for \S+\s+)?([\d.]+)", _DRIVER.read_text()):
+            said["driver"] = found[1]
+    return said
 
 
 def of_plan(plan: Planned, arguments: Iterable[Any]) -> Facts:
@@ -143,11 +162,21 @@ def compiled_facts(plan: Planned) -> Facts:
         return said
 
 
+_VERSIONS = {"hapsynth": "hapsynth", "jax": "jax", "jaxlib": "jaxlib", "cuda": "plugin for CUDA", "nccl": "NCCL"}
+"""What must be the same everywhere, and how it is called."""
+
+
+def notices(facts: Sequence[Facts]) -> list[str]:
+    """What may differ in a job and is worth knowing: drivers are made to work with older software, not with newer."""
+    way_out = "where collectives fail or hang, update the older one first"
+    return _alike(facts, "driver", "NVIDIA's driver {}", way_out)
+
+
 def problems(facts: Sequence[Facts]) -> list[str]:
     """What is wrong in a job whose processes say `facts`: each names the processes and the way out."""
     found: list[str] = []
-    for name, install in (("hapsynth", "hapsynth"), ("jax", "jax"), ("jaxlib", "jaxlib")):
-        found += _alike(facts, name, f"{name} {{}}", f"install the same {install} everywhere")
+    for key, name in _VERSIONS.items():
+        found += _alike(facts, key, f"{name} {{}}", f"install the same {name} everywhere")
     found += _of_plans(facts)
     found += _alike(
         facts,

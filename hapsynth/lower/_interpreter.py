@@ -8,7 +8,6 @@ from functools import partial
 from math import prod
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -25,6 +24,7 @@ from hapsynth.instructions.staging.padded import behind, is_uneven
 from hapsynth.instructions.staging.stages import CHEAP, factor_shares
 from hapsynth.lower._control_flow import Env
 from hapsynth.lower._mesh_position import MeshPosition
+from hapsynth.lower._scopes import scope_of, scope_of_step
 from hapsynth.lower._storage import pad_to, with_length
 
 
@@ -78,7 +78,7 @@ class Interpreter:
         n = here.lengths[i.axis]
         start = here.lookup(axes, [start - starts[at - at % n] for at, start in enumerate(starts)])
         length = max(lengths) if here.padded else lengths[self.sizes.position(axes, here.coords)]
-        with jax.named_scope(f"hap/slice_{self.graph.values[i.value].name}"):
+        with scope_of_step(self.graph, i):
             if self._is_window(i.value):
                 whole = apart(whole)
             if here.padded:
@@ -124,7 +124,7 @@ class Interpreter:
             axis_index=lambda axis: here.index[axis],
             platform=self.platform,
         )
-        with jax.named_scope(f"hap/{op.name}_{op.index}"):
+        with scope_of(op, f"{op.name}_{op.index}"):
             for b in behind(graph, sizes, factors, i) if here.padded else ():
                 nothing = identity(b.reduction, operands[b.operand].dtype)
                 operands[b.operand] = self._fill(operands[b.operand], b.node, nothing, here)

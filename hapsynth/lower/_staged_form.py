@@ -53,6 +53,7 @@ from hapsynth.lower._mesh_position import MeshPosition
 from hapsynth.lower._overlap import overlapped
 from hapsynth.lower._pinned import pinned_order
 from hapsynth.lower._recorded_call import RecordedCall, Recorder
+from hapsynth.lower._scopes import scope_of, scope_of_step
 from hapsynth.lower._storage import cut_to, own_mesh, pad_to, with_weak_type
 
 Env = dict[Any, Any]
@@ -281,7 +282,8 @@ class Staged(LoweredProgram):
                     continue
                 for step, part in zip(wire.steps, wire.unpack(x, lengths), strict=True):
                     due = self.sizes.local_shape(step.value, step.target, here.coords)
-                    env[step.value, step.target] = cut_to(receive(self.sizes, step, part, here), due)
+                    with scope_of_step(self.graph, step):
+                        env[step.value, step.target] = cut_to(receive(self.sizes, step, part, here), due)
             self._steps(stage.steps, env, here)
             out = [self._strong(p, env[p]) for p in stage.writes]
             for wire in leaves:
@@ -297,8 +299,9 @@ class Staged(LoweredProgram):
         return group.lower(run, given, made, donated, self.compiler_options)
 
     def _sent(self, step: Convert, env: Env, here: MeshPosition) -> Any:
-        x = pad_to(env[step.value, step.source], self.sizes.padded_shape(step.value, step.source))
-        return send(self.sizes, step, x, here)
+        with scope_of_step(self.graph, step):
+            x = pad_to(env[step.value, step.source], self.sizes.padded_shape(step.value, step.source))
+            return send(self.sizes, step, x, here)
 
     def _strong(self, name: Name, x: Any) -> Any:
         if isinstance(name, HostSlot):
@@ -368,9 +371,12 @@ class Staged(LoweredProgram):
             out: list[Any] = []
             each = pinned_order().each if self.is_pinned else as_it_is
             for wire, x in zip(wires, arrays, strict=True):
-                decides = isinstance(wire, HostDecision)
-                exchanged = self.uniform(x, each) if decides else wire.exchange(self.sizes, names, x, self.gloo, each)
-                out.append(exchanged)
+                if isinstance(wire, HostDecision):
+                    out.append(self.uniform(x, each))
+                    continue
+                # One program for all that send alike: of no single op.
+                with scope_of(None, wire.steps[0].step):
+                    out.append(wire.exchange(self.sizes, names, x, self.gloo, each))
             return out
 
         spec = self.everyone.spec

@@ -30,6 +30,7 @@ from hapsynth.lower._control_flow import Env, Run, run_cond, run_loop
 from hapsynth.lower._lowered_form import LoweredProgram
 from hapsynth.lower._mesh_position import MeshPosition
 from hapsynth.lower._pinned import pinned_order
+from hapsynth.lower._scopes import scope_of_step
 from hapsynth.lower._storage import Storage, cut_to, own_mesh, pad_to, with_weak_type
 
 
@@ -170,7 +171,7 @@ class Lowered(LoweredProgram):
 
     def _communicate(self, steps: Sequence[Convert], env: Env, here: MeshPosition, order: Order) -> None:
         """Run collectives that don't depend on one another."""
-        scope = lambda step: jax.named_scope(f"hap/{step.step}_{self.graph.values[step.value].name}")
+        scope = partial(scope_of_step, self.graph)
         lengths = [size for _, size in self.program.axes]
         sent: list[Any] = []
         for step in steps:

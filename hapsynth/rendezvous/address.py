@@ -36,6 +36,11 @@ def parse_address(text: str, name: str) -> Address:
     return host.strip("[]"), int(port)
 
 
+def says_where(environment: Mapping[str, str]) -> bool:
+    """Whether the environment has what `find_address` needs."""
+    return bool(environment.get(RENDEZVOUS) or environment.get(COORDINATOR))
+
+
 def find_address(given: str | None = None, environment: Mapping[str, str] = os.environ) -> Address:
     """Where process 0 serves the rendezvous: as given, as HAPSYNTH_RENDEZVOUS says, or beside JAX's coordinator."""
     if given is not None:

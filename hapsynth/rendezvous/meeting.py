@@ -20,6 +20,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from hapsynth import _jax
 from hapsynth.rendezvous.address import (
     COORDINATOR,
     LAUNCHER,
@@ -31,6 +32,7 @@ from hapsynth.rendezvous.address import (
     Timeouts,
     find_address,
     parse_address,
+    says_where,
 )
 from hapsynth.rendezvous.client import PROCESS_0, Client
 from hapsynth.rendezvous.cpu_scheduling import as_batch_work
@@ -85,6 +87,8 @@ class Meeting:
             if (self._client.rank, self._client.processes) == here:
                 return
             self._client.close()
+        if address is None and self._address is None and not says_where(os.environ):
+            self.agree(None)
         try:
             where = self._address if self._address and address is None else find_address(address)
             timeouts = Timeouts.of()
@@ -96,8 +100,9 @@ class Meeting:
             raise
 
     def agree(self, coordinator: str | None) -> None:
-        """All processes of the job, which JAX has just brought together, agree where the rendezvous is and on a token.
-        Process 0 draws them, unless the environment has them, and JAX's first collective carries them."""
+        """All processes of the job agree where the rendezvous is and on a token. Process 0 draws them, unless the
+        environment has them, and JAX's first collective carries them: all must come to it, gloo gives them 30 s.
+        JobError where they don't."""
         rank, processes = jax.process_index(), jax.process_count()
         given = coordinator or os.environ.get(COORDINATOR)
         host = parse_address(given, COORDINATOR)[0] if given else ""
@@ -111,7 +116,16 @@ class Meeting:
                 said = {"host": where[0], "port": server.port, "token": self._token, "fixed": bool(asked)}
         except JobError as error:
             said = {"error": str(error)[:1000]}
-        said = _from_process_0(said)
+        try:
+            said = _from_process_0(said)
+        except (RuntimeError, ValueError) as error:
+            self._failed = True
+            reason = next(iter(str(error).splitlines()), "")
+            raise JobError(
+                f"process {rank} of {processes} did not meet the others, so where they meet could not be agreed on "
+                f"({reason[:200]}): see the output of the process that failed; where one only comes later, call "
+                "hapsynth.jobs.initialize() in place of jax.distributed.initialize()"
+            ) from error
         if "error" in said:
             self._failed = True
             raise JobError(said["error"])
@@ -206,8 +220,7 @@ class Meeting:
             if self._in_call:
                 # It exits out of a call, in which the others wait for it.
                 self._client.calls[self._in_call] -= 1
-            said = "" if error is None else f"{type(error).__name__}: {' '.join(str(error).split())}"[:500]
-            self._client.leave(said)
+            self._client.leave("" if error is None else _described(error))
         if self._failed or lost or (error is not None and self._client is not None):
             self.exit()
 
@@ -243,10 +256,11 @@ def initialize(
 
 
 def connect(address: str | None = None) -> None:
-    """Join the processes of this job now; otherwise the first call of a plan does.
+    """Join the processes of this job now; otherwise `synthesize` or `load` does, with a mesh of several processes.
 
     All processes that run a plan, and process 0, which serves the rendezvous, must come. `address`: HOST:PORT on
-    process 0's host; by default as HAPSYNTH_RENDEZVOUS says, or JAX_COORDINATOR_ADDRESS with the next port.
+    process 0's host; by default as HAPSYNTH_RENDEZVOUS says, or JAX_COORDINATOR_ADDRESS with the next port. Where none
+    says it, as under srun or mpirun, process 0 draws address and secret, and JAX carries them: then all must come.
     Raises JobError where they do not find each other.
     """
     as_batch_work()
@@ -284,6 +298,12 @@ def _from_process_0(said: Mapping[str, Any]) -> dict[str, Any]:
     sent = jax.make_array_from_single_device_arrays((mesh.size, _SAID), rows, [jax.device_put(mine, here)])
     add = jax.jit(lambda rows: rows.sum(0, dtype=rows.dtype), out_shardings=NamedSharding(mesh, PartitionSpec()))
     return json.loads(bytes(np.asarray(add(sent).addressable_data(0))).rstrip(b"\0"))
+
+
+def _described(error: BaseException) -> str:
+    """An error and the line of the user's code that it came from, for the other processes."""
+    at = _jax.raised_at(error)
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:500]}{f' ({at})' if at else ''}"
 
 
 def _initializing() -> str:

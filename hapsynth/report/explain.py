@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from io import StringIO
 from typing import Protocol, Self
 
 from rich.console import Console
@@ -14,8 +15,9 @@ from hapsynth._quantities import nbytes, percent, plural, seconds
 from hapsynth.instructions.layout import Layout, format_layout
 from hapsynth.instructions.program.program import Convert, reads, writes
 from hapsynth.plan import Plan
+from hapsynth.report.cost_breakdown import cost_lines, print_costs
 from hapsynth.report.summary import print_certificate, print_left_out, sizes_table
-from hapsynth.report.tables import heading, table
+from hapsynth.report.tables import console, heading, table
 from hapsynth.report.timeline import print_timeline
 from hapsynth.running.names import Names
 from hapsynth.search.cost.program_cost import Cost, feed_costs, program_cost
@@ -34,6 +36,34 @@ def find_value(plan: Plan, name: str) -> int:
         hint = f"; did you mean {' or '.join(near)}?" if near else "; name an argument path, or a value as in a listing"
         raise UsageError(f"--value {name}: the function has no such value{hint}")
     return value
+
+
+def explain(plan: Plan, value: str | None = None, *, cost: bool = False, top: int = 5) -> str:
+    """Where a plan's seconds go and why its values lie as they do: what the command `hapsynth explain` prints.
+
+    `value`: about one alone, an argument's path such as `[0]['w']` or a name as in `plan.program`'s listing. `cost`:
+    every second as FLOPs / rate, bytes / bandwidth and latency. `top`: how many of each are listed. Takes seconds, as
+    it searches for the best programs with other layouts. Raises ValueError for a value that there is not.
+    """
+    text = StringIO()
+    out = console(text)
+    if cost:
+        print_costs(out, plan, cost_lines(plan), top)
+        return _plain(text)
+    explainer = Explainer.of(out, plan, top, lambda _: None)
+    if value is None:
+        explainer.everything()
+        return _plain(text)
+    try:
+        number = find_value(plan, value)
+    except UsageError as error:
+        raise ValueError(str(error).removeprefix("--value ")) from None
+    explainer.one(number)
+    return _plain(text)
+
+
+def _plain(text: StringIO) -> str:
+    return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
 
 
 class Answers(Protocol):

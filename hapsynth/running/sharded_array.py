@@ -30,8 +30,9 @@ class ShardedArray:
     """One value cut into shards of unlike length, one per device: a single pytree leaf.
 
     It has the value's logical `shape` and `dtype`, but no arithmetic: no JAX sharding describes unequal shards. A plan
-    takes it and returns it; `plan.unshard` gives the whole array, `plan.map` applies a function to it, and what is to
-    be computed with it goes into the function given to `synthesize`. Everything else raises `ShardedArrayError`.
+    takes it and returns it; `plan.unshard` gives the whole array, as do `np.asarray` and `jax.device_get` within one
+    process, `plan.map` applies a function to it, and what is to be computed with it goes into the function given to
+    `synthesize`. Everything else raises `ShardedArrayError`.
     """
 
     __slots__ = ("__weakref__", "_data", "_storage")
@@ -119,6 +120,10 @@ class ShardedArray:
         where = f"{self.layout} as {sizes} on {', '.join(map(repr, self.sharding.mesh.axis_names))}"
         return f"ShardedArray({self.dtype}{list(self.shape)}, {where}{', deleted' if self.is_deleted() else ''})"
 
+    def __str__(self) -> str:
+        # Where others put it into their messages, too.
+        return f"{self!r}, whole as plan.unshard(x)"
+
     def __copy__(self) -> ShardedArray:
         """In memory of its own, as of any array."""
         return ShardedArray(self._storage, self._storage.duplicate(alive(self)._data))
@@ -136,7 +141,8 @@ class ShardedArray:
         return (
             f"{what} {self!r} is not possible: its shards are of unlike length, which no JAX array can be. "
             "Use plan.unshard(x) for the whole array, plan.map(fn, x) to apply a function and keep it sharded, or "
-            "compute inside the function given to hapsynth.synthesize"
+            "compute inside the function given to hapsynth.synthesize; plan.save_state saves it, and so does orbax "
+            "with hapsynth.checkpoint.orbax.registry()"
         )
 
     @property
@@ -146,8 +152,13 @@ class ShardedArray:
     # NumPy leaves the operator to this class then.
     __array_ufunc__ = None
 
-    def __array__(self, *args: Any, **kwargs: Any) -> NoReturn:
-        raise ShardedArrayTypeError(self._explain("a NumPy array of"))
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        """The whole array. ShardedArrayTypeError among several processes, all of which must call `plan.unshard`."""
+        if not self.sharding.is_fully_addressable:
+            raise ShardedArrayTypeError(self._explain("a NumPy array, in one process, of"))
+        if copy is False:
+            raise ValueError(f"{self!r} is put together from its shards: there is no NumPy array of it without a copy")
+        return np.asarray(whole(self), dtype)
 
     def __getattr__(self, name: str) -> NoReturn:
         if name.startswith("_"):

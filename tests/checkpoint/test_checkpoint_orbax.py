@@ -41,3 +41,14 @@ def test_plain_orbax_reads_what_was_saved(name: str, tmp_path: Path) -> None:
         data = lambda x: jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
         want: Any = np.asarray(x, np.float32) if isinstance(x, float) else data(x)
         assert (found[k].shape, np.asarray(data(found[k])).tobytes()) == (np.shape(x), np.asarray(want).tobytes())
+
+
+def test_orbax_alone_saves_it_whole_within_one_process(tmp_path: Path) -> None:
+    given, plan = kinds(), plan_on("8 skewed")
+    state = {k: x for k, x in plan.shard(given, BATCH)[0].items() if isinstance(x, ShardedArray)}
+    with ocp.StandardCheckpointer() as saver:
+        saver.save(tmp_path / "ck", state)
+        saver.wait_until_finished()
+        found = saver.restore(tmp_path / "ck", plan.unshard(state))
+    for k, x in plan.unshard(state).items():
+        assert np.asarray(found[k]).tobytes() == x.tobytes()

@@ -37,6 +37,11 @@ SAYS = {
     "walled": dict.fromkeys(
         (0, 1), r"PreflightError: process 0 on .* and process 1 on .* do not reach each other.*open"
     ),
+    # Each in seconds, with the file and the line: faulty_jobs.py prints when.
+    "srun_loading": dict.fromkeys((0, 1), r"process 1 on .* ended with ValueError: a bad disk \(faulty_jobs.py:\d+\)"),
+    "srun_planning": dict.fromkeys((0, 1), r"process 1 on .* ended with .*a bad model.* \(faulty_jobs.py:\d+\)"),
+    "srun_first_step": dict.fromkeys((0, 1), r"process 1 .* ended with .*a bad batch in call 0 \(faulty_jobs.py:\d+\)"),
+    "srun_tenth_step": dict.fromkeys((0, 1), r"process 1 .* ended with .*a bad batch in call 9 \(faulty_jobs.py:\d+\)"),
     # With process 0 goes JAX's own service, which may be the first to say so.
     "first_killed": {1: "process 0, which serves the rendezvous, has died|JAX distributed service detected fatal"},
 }
@@ -78,6 +83,14 @@ def test_a_process_may_come_and_compile_late(folder: Path) -> None:
 def test_the_secret_of_a_job_without_a_launcher_travels_through_jax(folder: Path) -> None:
     said = [(folder / f"drawn.{rank}").read_text() for rank in range(2)]
     assert ended(folder, "drawn") == [0, 0], said
+    assert all("right" in text and "HAPSYNTH_TOKEN is not set" not in text for text in said)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("job", ["srun_trains", "mpirun_trains"])
+def test_a_batch_systems_variables_are_enough(folder: Path, job: str) -> None:
+    said = [(folder / f"{job}.{rank}").read_text() for rank in range(2)]
+    assert ended(folder, job) == [0, 0], said
     assert all("right" in text and "HAPSYNTH_TOKEN is not set" not in text for text in said)
 
 

@@ -21,13 +21,16 @@ from slow_devices import slow_cluster
 
 import hapsynth
 from hapsynth import _device_memory
+from hapsynth.cli.launch import place
 from hapsynth.cli.main import main
-from hapsynth.jobs import preflight
+from hapsynth.cli.options import parser
+from hapsynth.jobs import preflight, process_facts
+from hapsynth.jobs.batch_system import Task, started_by
 from hapsynth.jobs.launch import Launch, launch, launched
-from hapsynth.jobs.process_facts import left_out, of_function, plan_fingerprint, problems, software
+from hapsynth.jobs.process_facts import left_out, notices, of_function, plan_fingerprint, problems, software
 from hapsynth.jobs.supervisor import Supervisor
 from hapsynth.rendezvous import meeting
-from hapsynth.rendezvous.address import JobError, Timeouts, free_ports
+from hapsynth.rendezvous.address import JobError, Timeouts, free_ports, parse_address
 from hapsynth.rendezvous.server import INITIALIZING
 
 ROOT = Path(__file__).parents[2]
@@ -96,6 +99,53 @@ def test_processes_that_fit_together() -> None:
 )
 def test_what_does_not_fit_is_named(change: dict[str, Any], says: str) -> None:
     assert any(says in problem for problem in problems([FACTS, {**OTHER, **change}]))
+
+
+@pytest.mark.parametrize(
+    ("key", "one", "other", "says"),
+    [
+        (
+            "cuda",
+            "cuda 12090",
+            "cuda 13000",
+            "p0 has plugin for CUDA cuda 12090, and p1 has plugin for CUDA cuda 13000",
+        ),
+        ("nccl", "2.27.3", "2.26.2", "p0 has NCCL 2.27.3, and p1 has NCCL 2.26.2: install the same NCCL everywhere"),
+    ],
+)
+def test_unlike_software_of_gpus_is_refused(key: str, one: str, other: str, says: str) -> None:
+    assert problems([FACTS | {key: one}, OTHER | {key: one}]) == []
+    assert says in problems([FACTS | {key: one}, OTHER | {key: other}])[0]
+    # What is not known differs from nothing.
+    assert problems([FACTS | {key: one}, OTHER]) == []
+
+
+def test_unlike_drivers_are_said() -> None:
+    facts = [FACTS | {"driver": "535.104.05"}, OTHER | {"driver": "570.86"}]
+    assert problems(facts) == []
+    assert notices(facts)[0].startswith("p0 has NVIDIA's driver 535.104.05, and p1 has NVIDIA's driver 570.86: where")
+    assert notices([FACTS, OTHER]) == []
+
+
+@pytest.mark.parametrize(
+    "module", ["Kernel Module  535.104.05  Sat", "Open Kernel Module for x86_64  570.86.15  Release"]
+)
+def test_the_software_of_gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, module: str) -> None:
+    (tmp_path / "version").write_text(f"NVRM version: NVIDIA UNIX x86_64 {module} Build\nGCC version: gcc 12.2.0\n")
+    monkeypatch.setattr(process_facts, "_DRIVER", tmp_path / "version")
+    backend = SimpleNamespace(platform_version="PJRT C API\ncuda 12090")
+    monkeypatch.setattr(jax.extend.backend, "get_backend", lambda platform: backend)
+
+    def version(package: str) -> str:
+        if package == "nvidia-nccl-cu12":
+            return "2.27.3"
+        raise process_facts.metadata.PackageNotFoundError
+
+    monkeypatch.setattr(process_facts.metadata, "version", version)
+    said = process_facts.gpu_software("gpu")
+    assert (said["cuda"], said["nccl"]) == ("PJRT C API cuda 12090", "2.27.3")
+    assert said["driver"] in ("535.104.05", "570.86.15")
+    assert process_facts.gpu_software("cpu") == {}
 
 
 @pytest.mark.parametrize(
@@ -226,11 +276,68 @@ def test_the_environment_of_each_process(monkeypatch: pytest.MonkeyPatch) -> Non
         Launch(here=3).environments()
 
 
+SRUN = {
+    "SLURM_JOB_ID": "77",
+    "SLURM_STEP_NODELIST": "gpu[001-004,9],far",
+    "SLURM_NTASKS": "4",
+    "SLURM_PROCID": "3",
+    "SLURM_LOCALID": "0",
+}
+MPIRUN = {
+    "OMPI_MCA_orte_hnp_uri": "1531576320.0;tcp://10.96.0.1,10.148.0.1:34911",
+    "OMPI_COMM_WORLD_SIZE": "2",
+    "OMPI_COMM_WORLD_RANK": "1",
+}
+
+
+@pytest.mark.parametrize(
+    ("environment", "task"),
+    [
+        (SRUN, Task(4, 3, "gpu001", 31 * 77)),
+        (SRUN | {"SLURM_STEP_NODELIST": "a1,b2", "SLURM_STEP_ID": "2"}, Task(4, 3, "a1", 31 * 77 + 2)),
+        (SRUN | {"SLURM_NTASKS": "1"}, None),
+        # A batch script itself, outside of srun.
+        ({name: SRUN[name] for name in ("SLURM_JOB_ID", "SLURM_NTASKS", "SLURM_PROCID")}, None),
+        (MPIRUN, Task(2, 1, "10.96.0.1", 1531576320 >> 12)),
+        (MPIRUN | {"OMPI_MCA_orte_hnp_uri": "4096.0;tcp6://[fe80::b9b,2620::2]:43370"}, Task(2, 1, "[fe80::b9b]", 1)),
+        # Of `hapsynth launch`.
+        (MPIRUN | {"OMPI_MCA_orte_hnp_uri": "hapsynth-launch"}, None),
+        ({}, None),
+    ],
+)
+def test_what_a_batch_system_says(environment: dict[str, str], task: Task | None) -> None:
+    assert started_by(environment) == task
+    if task is not None:
+        host, port = parse_address(task.coordinator, "it")
+        assert host == task.host.strip("[]")
+        assert port in range(20_000, 30_000, 2)
+
+
+@pytest.mark.parametrize(
+    ("argv", "environment", "stands"),
+    [
+        ("-n 4", {}, Launch(4)),
+        ("--nproc-per-node 4 --nnodes 3 --node-rank 2 --coordinator a:1", {}, Launch(4, 12, 8, "a:1")),
+        ("-n 2 --processes 6 --process 1 --coordinator a:1", {}, Launch(2, 6, 1, "a:1")),
+        # Of a launcher on each host, which a batch system started.
+        ("-n 8", SRUN, Launch(8, 32, 24, f"gpu001:{20_000 + 2 * 2387}")),
+        ("-n 8 --coordinator a:1", MPIRUN, Launch(8, 16, 8, "a:1")),
+        ("--nnodes 2 --node-rank 0 --coordinator a:1", SRUN, Launch(1, 2, 0, "a:1")),
+    ],
+)
+def test_where_a_launcher_stands(argv: str, environment: dict[str, str], stands: Launch) -> None:
+    assert place(parser().parse_args(["launch", *argv.split(), "train.py"]), environment) == stands
+
+
 @pytest.mark.parametrize(
     ("argv", "says"),
     [
         (["-n", "2"], "give what to start"),
-        (["-n", "2", "--rank", "1", "true"], "processes 1 to 2 are to run here, and the job has 0 to 1"),
+        (["--nnodes", "2", "--coordinator", "a:1", "true"], "--nnodes 2, --node-rank None: give both"),
+        (["--nnodes", "2", "--node-rank", "2", "--coordinator", "a:1", "true"], "the second below the first"),
+        (["--nnodes", "2", "--node-rank", "0", "true"], "needs --coordinator HOST:PORT"),
+        (["--nnodes", "2", "--process", "1", "true"], "say which host this is"),
+        (["-n", "2", "--process", "1", "true"], "processes 1 to 2 are to run here, and the job has 0 to 1"),
         (["-n", "2", "--processes", "4", "true"], "needs --coordinator HOST:PORT"),
         (["--coordinator", "node1", "true"], "--coordinator is 'node1'; give HOST:PORT"),
         (["-n", "none", "true"], "'none' is not a whole number"),
@@ -349,7 +456,7 @@ def test_one_that_fails_is_seen_while_those_before_it_run(tmp_path: Path, capfd:
     who = rf"process 1 on {re.escape(socket.gethostname())} \(pid {pid}\)"
     assert re.search(rf"hapsynth launch: the job is over after [\d.]+ s: {who} ended with exit code 3", error)
     assert re.search(r"process 0 on .* was killed by signal 15 \(SIGTERM\)", error)
-    last = error.partition("the last lines of process 1:\n")[2].splitlines()
+    last = error.partition("root cause: process 1, its last lines:\n")[2].splitlines()
     # As a terminal would not take it for its own.
     assert sorted(last) == [r"hapsynth launch:   \x1b[2Jgone", f"hapsynth launch:   my pid is {pid}"]
 
@@ -460,7 +567,7 @@ def test_a_job_of_several_hosts_without_a_secret_says_so(
                 where,
                 "--processes",
                 "2",
-                "--rank",
+                "--process",
                 "1",
                 "true",
             ],
@@ -473,7 +580,7 @@ def test_a_job_of_several_hosts_without_a_secret_says_so(
 
 def test_a_process_that_fails_on_one_host_ends_those_of_another(capfd: pytest.CaptureFixture[str]) -> None:
     where = f"localhost:{free_ports(2)[0]}"
-    run = [sys.executable, "-m", "hapsynth", "launch", "--coordinator", where, "--processes", "2", "--rank", "1"]
+    run = [sys.executable, "-m", "hapsynth", "launch", "--coordinator", where, "--processes", "2", "--process", "1"]
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     other = subprocess.Popen([*run, "sh", "-c", "exit 7"], env=env, stderr=subprocess.DEVNULL)
     assert launch(Launch(here=1, processes=2, coordinator=where), ["sleep", "600"]) == 1
@@ -482,6 +589,40 @@ def test_a_process_that_fails_on_one_host_ends_those_of_another(capfd: pytest.Ca
     assert re.search(
         r"the job is over after .*: process 1 on .* \(pid \d+\) ended with exit code 7: what it printed .*\n", error
     )
+
+
+@pytest.mark.slow
+def test_a_crash_at_import_ends_launchers_of_srun(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Of `srun hapsynth launch`, with srun's variables alone: both say what failed, and where."""
+    train = tmp_path / "train.py"
+    train.write_text(
+        "import os\n"
+        "if os.environ['SLURM_PROCID'] == '1':\n"
+        "    import no_such_module\n"
+        "import jax, hapsynth\n"
+        "jax.distributed.initialize()\n"
+    )
+    job = next(n for n in range(os.getpid(), 1 << 30) if is_free(Task(2, 0, "localhost", 31 * n).coordinator))
+    step = SRUN | {"SLURM_NTASKS": "2", "SLURM_JOB_ID": str(job), "SLURM_STEP_NODELIST": "localhost"}
+    run = [sys.executable, "-m", "hapsynth", "launch", str(train)]
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", **step}
+    both = [subprocess.Popen(run, env=env | {"SLURM_PROCID": str(i)}) for i in range(2)]
+    assert [launcher.wait() for launcher in both] == [1, 1]
+    error = capfd.readouterr().err
+    why = r"process 1 on .* exit code 1, ModuleNotFoundError: No module named 'no_such_module' \(train.py:3\)"
+    assert len(re.findall(rf"hapsynth launch: the job is over after .*{why}", error)) == 2, error
+    assert "hapsynth launch: root cause: process 1, its traceback:\nhapsynth launch:   Traceback (most" in error
+
+
+def is_free(address: str) -> bool:
+    """Whether a coordinator and a rendezvous can be served there."""
+    _, port = parse_address(address, "it")
+    try:
+        for number in (port, port + 1):
+            socket.create_server(("", number)).close()
+    except OSError:
+        return False
+    return True
 
 
 def test_the_port_of_jaxs_coordinator_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:

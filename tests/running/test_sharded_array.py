@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax.sharding import AxisType, Mesh
 
@@ -101,7 +102,7 @@ USES: dict[str, Callable[[Any], Any]] = {
     "bool": bool,
     "float": float,
     "int": int,
-    "asarray": np.asarray,
+    "optax": lambda x: optax.tree.norm({"a": x}),
     "jnp.asarray": jnp.asarray,
     "sin": jnp.sin,
     "sum": jnp.sum,
@@ -116,15 +117,33 @@ USES: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.parametrize("use", USES)
 def test_using_it_names_the_ways_out(array: ShardedArray, use: str) -> None:
-    with pytest.raises((ShardedArrayError, AttributeError, TypeError)) as caught:
+    with pytest.raises((ShardedArrayError, AttributeError, TypeError, ValueError)) as caught:
         USES[use](array)
-    if use in ("grad",):
-        return  # JAX says only that its argument is no array, with its repr.
+    if use in ("grad", "optax"):
+        # They say only that it is no array, and which.
+        assert use == "grad" or "plan.unshard" in str(caught.value)
+        return
     for way in ("plan.unshard", "plan.map", "hapsynth.synthesize", "float32[6, 2]"):
         assert way in str(caught.value)
 
 
+def test_numpy_and_jax_fetch_it_whole(array: ShardedArray) -> None:
+    for fetched in (np.asarray(array), jax.device_get({"a": array})["a"], jax.tree.map(np.asarray, [array])[0]):
+        assert type(fetched) is np.ndarray
+        np.testing.assert_array_equal(fetched, VALUE)
+    assert np.asarray(array, np.float64).dtype == np.float64
+    with pytest.raises(ValueError, match="without a copy"):
+        np.asarray(array, copy=False)
+    array.delete()
+    with pytest.raises(RuntimeError, match="deleted"):
+        np.asarray(array)
+
+
+def test_a_message_of_others_names_the_way_out(array: ShardedArray) -> None:
+    assert f"got {array}".endswith("whole as plan.unshard(x)")
+
+
 def test_operators_raise_a_type_error(array: ShardedArray) -> None:
-    for use in ("add", "eq", "index", "bool", "len", "asarray", "numpy"):
+    for use in ("add", "eq", "index", "bool", "len", "numpy"):
         with pytest.raises(TypeError, match="unshard"):
             USES[use](array)

@@ -11,6 +11,7 @@ has the delays of real jobs, five minutes of them: 40 s to start, 60 s to compil
 
 import json
 import os
+import random
 import signal
 import socket
 import sys
@@ -212,6 +213,53 @@ def port_taken(rank: int) -> None:
     run()
 
 
+def srun_trains(_: int) -> None:
+    """The variables of a batch system are set, and no others: JAX finds its own way by them, and carries ours."""
+    assert "HAPSYNTH_RENDEZVOUS" not in os.environ
+    run()
+
+
+def mpirun_trains(_: int) -> None:
+    run()
+
+
+def srun_loading(rank: int) -> None:
+    """Between JAX's initialization and planning, while the other loads its data."""
+    if rank == 1:
+        raise ValueError("a bad disk")
+    run()
+
+
+def srun_planning(rank: int) -> None:
+    def bad(w, x):
+        if rank == 1:
+            raise ValueError("a bad model")
+        return step(w, x)
+
+    mesh = jax.make_mesh((2,), ("hap",))
+    plan = hapsynth.synthesize(bad, (W, X), mesh, cluster=slow_cluster((3.0, 1.0)))
+    plan(*plan.shard(W, X))
+
+
+def srun_first_step(rank: int) -> None:
+    """In what the first call is given."""
+    if rank == 1:
+        Plan.shard = lambda *_: data_of_call(0)
+    run()
+
+
+def srun_tenth_step(rank: int) -> None:
+    calls = iter(range(10))
+    if rank == 1:
+        call = Plan.__call__
+        Plan.__call__ = lambda plan, *xs: call(plan, *xs) if next(calls) < 9 else data_of_call(9)
+    run(calls=12)
+
+
+def data_of_call(call: int) -> None:
+    raise ValueError(f"a bad batch in call {call}")
+
+
 JOBS = [
     late,
     killed,
@@ -231,6 +279,12 @@ JOBS = [
     two_devices,
     walled,
     drawn,
+    srun_trains,
+    srun_loading,
+    srun_planning,
+    srun_first_step,
+    srun_tenth_step,
+    mpirun_trains,
 ]
 
 
@@ -246,9 +300,30 @@ COORDINATORS: dict[Job, str] = {}
 """Of jobs that begin themselves."""
 
 
+def of_batch_system(job: Job, number: int, rank: int) -> dict[str, str]:
+    """The variables of two processes on this machine that `srun` or `mpirun` started; none for other jobs."""
+    if job.__name__.startswith("srun"):
+        step = {"JOB_ID": number, "STEP_NODELIST": "localhost", "STEP_NUM_NODES": 1, "NTASKS": 2}
+        return {f"SLURM_{name}": str(value) for name, value in {**step, "PROCID": rank, "LOCALID": rank}.items()}
+    if job.__name__.startswith("mpirun"):
+        world = {"SIZE": 2, "RANK": rank, "LOCAL_RANK": rank}
+        uri = {"OMPI_MCA_orte_hnp_uri": f"{number << 12}.0;tcp://127.0.0.1:34911"}
+        return {**uri, **{f"OMPI_COMM_WORLD_{name}": str(value) for name, value in world.items()}}
+    return {}
+
+
+def free_job_number() -> int:
+    """Of a batch system, by which JAX chooses its port."""
+    while True:
+        number = random.SystemRandom().randrange(1 << 12, 1 << 18)
+        with suppress(OSError), socket.create_server(("", number % (1 << 12) + (1 << 16) - (1 << 12))):
+            return number
+
+
 def start(job: Job) -> dict[int, int]:
     """Fork the job's processes: pid -> number. These leave by raising Child."""
     coordinator, rendezvous = free_ports(2)
+    number = free_job_number()
     if job is port_taken:
         TAKEN.append(socket.create_server(("localhost", rendezvous)))
     if job is drawn:
@@ -260,7 +335,9 @@ def start(job: Job) -> dict[int, int]:
             output = os.open(f"{job.__name__}.{rank}", os.O_WRONLY | os.O_CREAT)
             os.dup2(output, 1)
             os.dup2(output, 2)
-            if job not in COORDINATORS:
+            batch = of_batch_system(job, number, rank)
+            os.environ |= batch
+            if job not in COORDINATORS and not batch:
                 os.environ["HAPSYNTH_RENDEZVOUS"] = f"localhost:{rendezvous}"
             waits = {} if REAL else {"SILENCE": LIMIT_S, "JOIN": LIMIT_S, **SOON.get(job, {})}
             os.environ |= {f"HAPSYNTH_{name}_S": str(seconds) for name, seconds in waits.items()}
@@ -268,7 +345,9 @@ def start(job: Job) -> dict[int, int]:
                 time.sleep(rank * STARTS_S)
             if job is two_devices and rank == 0:
                 jax.config.update("jax_num_cpu_devices", 2)
-            if job not in COORDINATORS:
+            if batch:
+                jax.distributed.initialize()
+            elif job not in COORDINATORS:
                 jax.distributed.initialize(f"localhost:{coordinator}", 2, rank)
             raise Child(job, rank)
         pids[pid] = rank
