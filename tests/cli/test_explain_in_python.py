@@ -24,5 +24,5 @@ def test_as_the_command(plan_file: Path, capsys: pytest.CaptureFixture[str], abo
 
 def test_an_unknown_value(plan_file: Path) -> None:
     fn, args = runpy.run_path("model.py")["target"]()
-    with pytest.raises(ValueError, match="^nothing: the function has no such value"):
+    with pytest.raises(ValueError, match=r"^nothing: the function has no such value"):
         hapsynth.load("plan.json", fn, args).explain("nothing")
