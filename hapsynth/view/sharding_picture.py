@@ -64,7 +64,7 @@ def sharding_picture(array: Any, width: int) -> str:
     )
 
 
-def _held(array: Any) -> dict[jax.Device, Slices]:
+def _held(array: Any) -> dict[Any, Slices]:
     """What each device holds of the logical array, in mesh order."""
     if isinstance(array, ShardedArray):
         devices = array.storage.mesh.devices
@@ -87,7 +87,7 @@ def _is(part: slice, span: tuple[int, int]) -> bool:
     return (part.start, part.stop) == span
 
 
-def _names(devices: Sequence[jax.Device]) -> list[str]:
+def _names(devices: Sequence[Any]) -> list[str]:
     """`CPU 0-3`, a line for each platform."""
     lines: list[str] = []
     for platform, some in groupby(devices, key=lambda d: d.platform.upper()):
