@@ -5,6 +5,7 @@ reduce_scatter  {x | P(sum)} -> {x | S(d)}
 all_gather      {x | S(d)} -> {x | R}
 all_to_all      {x | S(d)} -> {x | S(e)}
 reshare         {x | S(d)} -> {x | S(d)~1}     to shards of other sizes: rows that change owner move
+balanced_reduce_scatter, balanced_all_gather   the same by way of even shards: no device sends blocks of the largest
 slice           {x | R} -> {x | S(d)}          local, no communication
 partial         {x | R} -> {x | P(sum)}        local: the first device keeps the value, the others hold zero
 
@@ -28,6 +29,8 @@ from hapsynth.instructions.layout import Layout, Placement, cut_axes, cuts_of, i
 
 Cut = tuple[int, tuple[int, ...], int]
 """(dimension, the mesh axes that cut it, which way) of a layout, as in `cuts_of`."""
+EVEN = -1
+"""In place of the way that a dimension is cut: in shards that are as even as its rows allow, whatever the sizes are."""
 
 
 class Block(NamedTuple):
@@ -100,6 +103,8 @@ class Collective:
 
     recuts: ClassVar[bool] = False
     """Whether it is between two cuts of one dimension; what it sends is then `Moved`."""
+    balances: ClassVar[bool] = False
+    """Whether it goes by way of even shards."""
 
     def traffic(self, source: Layout, target: Layout, axis: int) -> Traffic:
         """What is sent, in the units that its costs count."""
@@ -110,6 +115,10 @@ class Collective:
         dim = target[axis].dim
         axes, way = cut_axes(target, dim), way_of(target, dim)
         return Block(source, (dim, axes, way), (dim, axes[:-1], way) if len(axes) > 1 else None)
+
+    def sends(self, source: Layout, target: Layout, axis: int) -> tuple[tuple[str, Traffic], ...]:
+        """What is sent, part by part, each at the price of the collective that it is named after."""
+        return ((self.name, self.traffic(source, target, axis)),)
 
     def wired(self, source: Layout, target: Layout, axis: int, n: int) -> tuple[Wired, ...]:
         """The arrays on the wire along an axis of `n` devices."""
@@ -125,9 +134,7 @@ class Reshare(Collective):
     recuts: ClassVar[bool] = True
 
     def traffic(self, source: Layout, target: Layout, axis: int) -> Moved:
-        dim = source[axis].dim
-        old, new = (next(cut for cut in cuts_of(layout) if cut[0] == dim) for layout in (source, target))
-        return Moved(old, new, tuple(cut for cut in cuts_of(source) if cut != old))
+        return _moved(source, target, axis)
 
     def wired(self, source: Layout, target: Layout, axis: int, n: int) -> tuple[Wired, ...]:
         moved = self.traffic(source, target, axis)
@@ -135,11 +142,48 @@ class Reshare(Collective):
         return Wired(cuts_of(source), 1, 1), Wired((*moved.around, moved.new), 1, 1)
 
 
+@dataclass(frozen=True, eq=False)
+class Balanced(Collective):
+    """A collective of even shards, and before or after it rows that change their owner: what it takes grows with the
+    largest shard once, where each device sends blocks of that size otherwise. `even`: the name of that collective."""
+
+    balances: ClassVar[bool] = True
+    even: str = ""
+    bundled: bool = False
+
+    def sends(self, source: Layout, target: Layout, axis: int) -> tuple[tuple[str, Traffic], ...]:
+        gathers = source[axis].is_sharded
+        layout = source if gathers else target
+        evenly = (*layout[:axis], layout[axis]._replace(way=EVEN), *layout[axis + 1 :])
+        moved = _moved(evenly, layout, axis)
+        ends = (evenly, target) if gathers else (source, evenly)
+        return (RESHARE, moved), (self.even, STEPS[self.even].traffic(*ends, axis))
+
+    def wired(self, source: Layout, target: Layout, axis: int, n: int) -> tuple[Wired, ...]:
+        # As a reshare: the shard, the pieces of it that go elsewhere, at most as much again, and what the other has.
+        if source[axis].is_sharded:
+            return Wired(cuts_of(source), 2, 0), Wired(cuts_of(target), 0, 1)
+        return Wired(cuts_of(source), 1, 0), Wired(cuts_of(target), 0, 2)
+
+
+def _moved(source: Layout, target: Layout, axis: int) -> Moved:
+    """Between two layouts that cut a dimension in unlike shards."""
+    dim = source[axis].dim
+    old, new = (next(cut for cut in cuts_of(layout) if cut[0] == dim) for layout in (source, target))
+    return Moved(old, new, tuple(cut for cut in cuts_of(source) if cut != old))
+
+
+def _is_alone(p: Placement) -> bool:
+    """Whether one axis cuts the dimension alone, where a step along that axis is to be done."""
+    return p.is_sharded and not p.minor
+
+
 def _of(source: str, target: str) -> Callable[[Placement, Placement], bool]:
     """Whether placements are of these kinds."""
     return lambda p, q: (p.kind, q.kind) == (source, target)
 
 
+RESHARE = "reshare"
 STEPS: dict[str, Collective] = {
     step.name: step
     for step in (
@@ -147,7 +191,13 @@ STEPS: dict[str, Collective] = {
         Collective("reduce_scatter", lambda p, q: _of("P", "S")(p, q) and p.reduction == "sum", splits=True),
         Collective("all_gather", _of("S", "R"), joins=True),
         Collective("all_to_all", lambda p, q: _of("S", "S")(p, q) and p.dim != q.dim, splits=True, joins=True),
-        Reshare("reshare", lambda p, q: p.is_sharded and q == p._replace(way=q.way) != p, bundled=False),
+        Reshare(RESHARE, lambda p, q: p.is_sharded and q == p._replace(way=q.way) != p, bundled=False),
+        Balanced(
+            "balanced_reduce_scatter",
+            lambda p, q: p.is_partial and p.reduction == "sum" and _is_alone(q),
+            even="reduce_scatter",
+        ),
+        Balanced("balanced_all_gather", lambda p, q: _is_alone(p) and q.kind == "R", even="all_gather"),
         Collective("slice", _of("R", "S"), communicates=False),
         Collective("partial", lambda p, q: _of("R", "P")(p, q) and q.reduction == "sum", communicates=False),
     )

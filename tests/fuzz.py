@@ -102,6 +102,7 @@ def tried(seed: int, nonfinite: float = 0.5) -> Outcome:
     cluster = replace(thin_cluster(speeds.tolist(), bandwidth=1e18), axes=tuple(zip(names, axes, strict=True)))
     if late:
         cluster = replace(cluster, network=replace(cluster.network, latency=float(10.0 ** rng.uniform(*LATENCIES))))
+    cluster = with_links(cluster, np.random.default_rng([seed, 5]))
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:n]).reshape(axes), names)
     try:
         if form == "random":
@@ -117,6 +118,24 @@ def tried(seed: int, nonfinite: float = 0.5) -> Outcome:
     except Exception as error:
         verdict, note = FAILED, f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
     return replace(outcome, verdict=verdict, note=note, cpu_s=time.process_time() - began)
+
+
+def with_links(cluster: Any, rng: Any) -> Any:
+    """In hosts of some devices each, some of which have links of their own, as have some pairs of them; every other
+    time as it is."""
+    import numpy as np
+
+    from hapsynth.cluster.links import HostLinks, Link
+
+    if rng.random() < 0.5:
+        return cluster
+    link = lambda: Link(float(10.0 ** rng.uniform(8, 18)), float(10.0 ** rng.uniform(-12, -5)))
+    some = lambda: link() if rng.random() < 0.5 else None
+    hosts = tuple(np.sort(rng.integers(0, cluster.n, cluster.n)).tolist())
+    present = sorted(set(hosts))
+    pairs = {(a, b): link() for a in present for b in present if a < b and rng.random() < 0.3}
+    own = {host: HostLinks(some(), some()) for host in present}
+    return replace(cluster, hosts=hosts, intra=some(), host_links=own, pairs=pairs)
 
 
 def with_nonfinite(rng: Any, args: Any) -> Any:

@@ -17,6 +17,14 @@ Written as TOML (`examples/clusters/`). Units are never optional:
     kind = "V100-16GB"                # a known GPU (hapsynth/cluster/devices.toml) or a name under [kinds]
     hosts = 2                         # or count = N: one in each of N hosts
     per_host = 4
+    host = "fast"                     # their label; of several hosts "fast0", "fast1" and so on
+    network = { bandwidth = "25 Gbit/s", latency = "10 us" }     # these hosts' own links, where not as above;
+    intra = { bandwidth = "150 GB/s", latency = "2 us" }         # between unlike hosts the slower counts
+
+    [[links]]                         # what joins two hosts, whatever their own
+    between = ["fast0", "fast1"]
+    bandwidth = "100 Gbit/s"
+    latency = "2 us"
 
     [kinds.small]                     # either on a base, or flops, bandwidth and memory
     base = "V100-16GB"
@@ -52,6 +60,7 @@ import tomllib
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import reduce
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, cast
 
@@ -59,15 +68,18 @@ import numpy as np
 
 from hapsynth.cluster import _units
 from hapsynth.cluster.curves import Curve, write_curve
-from hapsynth.cluster.device_kinds import (
-    DeviceKind,
+from hapsynth.cluster.device_kinds import DeviceKind, kind_of, known_kinds, read_kinds, write_kind
+from hapsynth.cluster.links import (
+    LINK_KEYS,
+    HostLinks,
     Link,
-    kind_of,
-    known_kinds,
-    read_kinds,
+    Pair,
     read_link,
-    write_kind,
+    read_pairs,
+    slower,
+    write_host_links,
     write_link,
+    write_pairs,
 )
 from hapsynth.cluster.toml_format import COLLECTIVES, read_collectives, read_devices, read_profile, to_toml
 from hapsynth.cluster.toml_reader import ClusterError, Table
@@ -109,6 +121,8 @@ class Cluster:
     `devices`: one kind per device. `hosts`: the host of each device, renumbered 0, 1, ... in order of appearance.
     `network`: between hosts. `intra`: inside a host, None where it is no better than the network. `axes`: (name,
     size) of each mesh axis; () stands for one axis "hap" over all devices. One kind name means one kind.
+    `host_links`: the links of hosts that have some of their own; `pairs`: of two hosts that are joined by another one
+    than theirs.
     `collectives`: by axis ("hap": all devices as one) and collective, measured seconds by the bytes that one group
     sends over its slowest link, padding included. `profile`: where figures were measured and with what; not compared.
 
@@ -123,6 +137,8 @@ class Cluster:
     axes: tuple[tuple[str, int], ...] = ()
     collectives: Mapping[str, Mapping[str, Curve]] = field(default_factory=dict[str, Mapping[str, Curve]], hash=False)
     profile: Mapping[str, object] = field(default_factory=dict[str, object], compare=False)
+    host_links: Mapping[int, HostLinks] = field(default_factory=dict[int, HostLinks], hash=False)
+    pairs: Mapping[Pair, Link] = field(default_factory=dict[Pair, Link], hash=False)
 
     def __post_init__(self) -> None:
         def error(problem: str) -> ClusterError:
@@ -134,6 +150,14 @@ class Cluster:
             raise error(f"hosts has {len(self.hosts)} entries for {self.n} devices; give one host per device")
         number = {host: i for i, host in enumerate(dict.fromkeys(self.hosts))}
         object.__setattr__(self, "hosts", tuple(number[host] for host in self.hosts))
+        own = {number[host]: links for host, links in self.host_links.items() if host in number and any(links)}
+        object.__setattr__(self, "host_links", dict(sorted(own.items())))
+        between = {
+            (min(number[a], number[b]), max(number[a], number[b])): link
+            for (a, b), link in self.pairs.items()
+            if a in number and b in number
+        }
+        object.__setattr__(self, "pairs", dict(sorted(between.items())))
         object.__setattr__(self, "axes", tuple((a, s) for a, s in self.axes) or ((DEFAULT_AXIS, self.n),))
         names = [axis for axis, _ in self.axes]
         if len(set(names)) < len(names):
@@ -159,6 +183,21 @@ class Cluster:
         """The distinct kinds, in order of appearance."""
         return tuple(dict.fromkeys(self.devices))
 
+    def inside(self, host: int) -> Link:
+        """What joins the devices of a host."""
+        return self._own(host).intra or self.intra or self.nic(host)
+
+    def between(self, a: int, b: int) -> Link:
+        """What joins two hosts; of one, it and another like it."""
+        return self.pairs.get((min(a, b), max(a, b))) or slower(self.nic(a), self.nic(b))
+
+    def nic(self, host: int) -> Link:
+        """What joins a host to those with which it is no pair."""
+        return self._own(host).network or self.network
+
+    def _own(self, host: int) -> HostLinks:
+        return self.host_links.get(host, HostLinks())
+
     def collectives_along(self, axis: str, size: int) -> Mapping[str, Curve]:
         """The measured collectives along an axis of `size` devices; none where only other axes were measured."""
         sizes = dict(self.axes)
@@ -177,24 +216,30 @@ class Cluster:
 
     def plus(self, kind: str, n: int) -> "Cluster":
         """The cluster with `n` more devices of one kind, after those there are, in new hosts as full as the fullest
-        with that kind. Raises ClusterError where there are none of that kind."""
+        with that kind, with its links. Raises ClusterError where there are none of that kind."""
         here = self._of_kind(kind)
-        per_host = max(Counter(self.hosts[i] for i in here).values())
+        ((fullest, per_host),) = Counter(self.hosts[i] for i in here).most_common(1)
         order = [*range(here[-1] + 1), *[here[-1]] * n, *range(here[-1] + 1, self.n)]
         new = [len(self.hosts) + i // per_host for i in range(n)]
+        own = {**self.host_links, **(dict.fromkeys(new, self._own(fullest)) if fullest in self.host_links else {})}
         hosts = [*self.hosts[: here[-1] + 1], *new, *self.hosts[here[-1] + 1 :]]
         devices = tuple(self.devices[i] for i in order)
         axes = ((self.axes[0][0] if len(self.axes) == 1 else DEFAULT_AXIS, len(order)),)
         name = f"{self.name} plus {n} {kind}"
         # What was measured among fewer devices says nothing of these.
-        return replace(self, name=name, devices=devices, hosts=tuple(hosts), axes=axes, collectives={})
+        changed = {"devices": devices, "hosts": tuple(hosts), "axes": axes, "host_links": own}
+        return replace(self, name=name, collectives={}, **changed)
 
     def scaled_network(self, factor: float) -> "Cluster":
         """The cluster with `factor` times the bandwidth between its hosts; inside where there is only one host."""
-        several, intra = len(set(self.hosts)) > 1, self.intra or self.network
-        link = self.network if several else intra
-        scaled = replace(link, bandwidth=link.bandwidth * factor)
-        changed = {"network": scaled} if several else {"intra": scaled}
+        if len(set(self.hosts)) > 1:
+            changed: dict[str, object] = {
+                "network": self.network.wider(factor),
+                "host_links": {host: links.wider(factor) for host, links in self.host_links.items()},
+                "pairs": {pair: link.wider(factor) for pair, link in self.pairs.items()},
+            }
+        else:
+            changed = {"intra": self.inside(0).wider(factor), "host_links": {}}
         curves = {
             axis: {step: curve.wider(factor) for step, curve in by_step.items()} if self._crosses(axis) else by_step
             for axis, by_step in self.collectives.items()
@@ -314,22 +359,28 @@ class Cluster:
         """The cluster of a parsed TOML or JSON document; `source` is what errors call it. Raises ClusterError."""
         top = Table(data, source, keys=_KEYS)
         kinds = read_kinds(top.table("kinds"), known_kinds()) if "kinds" in top else known_kinds()
-        devices, hosts = read_devices(top, kinds)
-        intra = read_link(top.table("intra", ("bandwidth", "latency"))) if "intra" in top else None
-        # A single host has no network to describe, as long as it says what joins its devices.
-        if "network" in top or intra is None or len(set(hosts)) > 1:
+        devices, hosts, labels, own = read_devices(top, kinds)
+        several = len(set(hosts)) > 1
+        intra = read_link(top.table("intra", LINK_KEYS)) if "intra" in top else None
+        # A single host has no network to describe, as long as it says what joins its devices; nor have hosts that each
+        # say what joins them to others.
+        every = [own.get(host, HostLinks()) for host in dict.fromkeys(hosts)]
+        given = [links.network if several else intra or links.intra or links.network for links in every]
+        stated = [link for link in given if link is not None]
+        if "network" in top or len(stated) < len(every):
             names = ", ".join(dict.fromkeys(kind.name for kind in devices))
-            joined = f" for what joins the {max(hosts) + 1} hosts ({names})" if max(hosts) else ""
+            joined = f" for what joins the {len(every)} hosts ({names})" if several else ""
             top.need("network", f'a table [network] with bandwidth = "10 Gbit/s" and latency = "20 us"{joined}')
-            network = read_link(top.table("network", ("bandwidth", "latency")))
+            network = read_link(top.table("network", LINK_KEYS))
         else:
-            network = intra
+            network = reduce(slower, stated)
         axes = top.table("axes") if "axes" in top else None
         sizes = tuple((axis, axes.count(axis)) for axis in axes.data) if axes else ()
         collectives = read_collectives(top.table("collectives")) if "collectives" in top else {}
         profile = read_profile(top.table("profile")) if "profile" in top else {}
         try:
-            return cls(top.text("name", "a name"), devices, hosts, network, intra, sizes, collectives, profile)
+            name, pairs = top.text("name", "a name"), read_pairs(top, labels)
+            return cls(name, devices, hosts, network, intra, sizes, collectives, profile, own, pairs)
         except ClusterError as error:
             raise ClusterError(f"{source}: {error}") from None
 
@@ -340,11 +391,12 @@ class Cluster:
         """
         runs: list[dict[str, object]] = []
         for (kind, host), run in itertools.groupby(zip(self.devices, self.hosts, strict=True)):
-            runs.append({"kind": kind.name, "per_host": len(list(run)), "host": str(host)})
-        # Where each run is a host of its own, labels say nothing, and like hosts in a row are one entry.
-        if len(runs) == len(set(self.hosts)):
-            groups = itertools.groupby(runs, key=lambda run: (run["kind"], run["per_host"]))
-            runs = [{"kind": k, "hosts": len(list(group)), "per_host": c} for (k, c), group in groups]
+            links = write_host_links(self._own(host))
+            runs.append({"kind": kind.name, "per_host": len(list(run)), "host": str(host), **links})
+        # Where each run is a host of its own, labels say nothing but to pairs, and like hosts in a row are one entry.
+        if len(runs) == len(set(self.hosts)) and not self.pairs:
+            groups = itertools.groupby([{k: v for k, v in run.items() if k != "host"} for run in runs])
+            runs = [{"kind": one["kind"], "hosts": len(list(like)), **one} for one, like in groups]
         curves = lambda by: {step: write_curve(curve, _units.MEMORY) for step, curve in by.items()}
         collectives = {axis: curves(by_step) for axis, by_step in self.collectives.items()}
         return {
@@ -353,6 +405,7 @@ class Cluster:
             "network": write_link(self.network),
             **({"intra": write_link(self.intra)} if self.intra else {}),
             "devices": runs,
+            **({"links": write_pairs(self.pairs)} if self.pairs else {}),
             "kinds": {kind.name: write_kind(kind, defaults=defaults) for kind in self.kinds},
             **({"collectives": collectives} if collectives else {}),
             **({"profile": dict(self.profile)} if self.profile else {}),
@@ -376,7 +429,7 @@ class Cluster:
         return cls(name, kinds, tuple(d.process_index for d in devices), NOMINAL_NETWORK, intra, axes)
 
 
-_KEYS = ("name", "axes", "network", "intra", "devices", "kinds", "collectives", "profile")
+_KEYS = ("name", "axes", "network", "intra", "devices", "links", "kinds", "collectives", "profile")
 
 
 def _bare(curves: Mapping[str, Mapping[str, Curve]]) -> dict[str, dict[str, Curve]]:

@@ -1,6 +1,6 @@
-"""Measured times by amount of work or of bytes, as a profile keeps them (`Curve`)."""
+"""Times by amount of work or of bytes: measured, as a profile keeps them (`Curve`), and modelled (`Lines`)."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from decimal import Decimal
 from functools import cached_property
@@ -77,6 +77,43 @@ class Curve:
     def wider(self, factor: float) -> "Curve":
         """The same latency, and `factor` times the amount in the time beyond it."""
         return replace(self, points=tuple((a * factor, t) for a, t in self.points))
+
+
+@dataclass(frozen=True)
+class Lines:
+    """Seconds by amount: the least of some straight lines, each of which is it somewhere or might be.
+
+    `lines`: (seconds at amount 0, seconds per unit); the first rise, the second fall.
+    """
+
+    lines: tuple[tuple[float, float], ...]
+
+    @staticmethod
+    def least(lines: Iterable[tuple[float, float]]) -> "Lines":
+        """Of any lines: without those that others are nowhere above."""
+        kept: list[tuple[float, float]] = []
+        for start, slope in sorted(lines):
+            if not kept or slope < kept[-1][1]:
+                kept.append((start, slope))
+        return Lines(tuple(kept))
+
+    def seconds(self, amount: _Floats | float) -> _Floats | float:
+        """Of any array of amounts."""
+        (start, slope), *others = self.lines
+        found = start + slope * amount
+        for start, slope in others:
+            found = np.minimum(found, start + slope * amount)
+        return found
+
+    def slope(self, amount: float) -> float:
+        """Seconds per unit of amount, from a given amount on."""
+        return min((start + slope * amount, slope) for start, slope in self.lines)[1]
+
+    def parted(self) -> "tuple[float, Lines | None]":
+        """As a straight line through 0, of the least slope, and what comes on top of it; None where that is the same
+        for all amounts."""
+        least = self.lines[-1][1]
+        return least, Lines(tuple((s, k - least) for s, k in self.lines)) if len(self.lines) > 1 else None
 
 
 def read_curve(data: object, units: Mapping[str, Decimal]) -> Curve:

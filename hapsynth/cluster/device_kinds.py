@@ -1,4 +1,4 @@
-"""What one device and one link can do, read from tables with strict units; the table of known GPUs.
+"""What one device can do, read from tables with strict units; the table of known GPUs.
 
 Nothing here touches a backend. `hapsynth.cluster.cluster` puts devices and links together.
 """
@@ -216,21 +216,6 @@ def _counts_as(dtype: object) -> tuple[str, ...]:
     return _FALLBACK["float16"] if name.startswith("float8") else _FALLBACK.get(name, ("float32",))
 
 
-@dataclass(frozen=True)
-class Link:
-    """What joins two devices: `bandwidth` in bytes/s each way, `latency` in seconds per message (may be 0).
-
-    Raises ClusterError for a figure that is not finite and positive.
-    """
-
-    bandwidth: float
-    latency: float
-
-    def __post_init__(self) -> None:
-        _positive("link", "bandwidth", self.bandwidth)
-        _positive("link", "latency", self.latency, zero=True)
-
-
 _KIND_KEYS = (
     "base",
     "flops",
@@ -364,17 +349,6 @@ def write_kind(kind: DeviceKind, *, defaults: bool = False) -> dict[str, object]
         **({"price_per_hour": kind.price_per_hour} if kind.price_per_hour is not None else {}),
         **({"contention": kind.contention} if kind.contention is not None else {}),
         **({"default_contention": kind.default_contention} if defaults and kind.slowdown != kind.contention else {}),
-    }
-
-
-def read_link(table: Table) -> Link:
-    return Link(table.quantity("bandwidth", "BANDWIDTH"), table.quantity("latency", "TIME"))
-
-
-def write_link(link: Link) -> dict[str, object]:
-    return {
-        "bandwidth": _units.format(link.bandwidth, _units.BANDWIDTH),
-        "latency": _units.format(link.latency, _units.TIME),
     }
 
 

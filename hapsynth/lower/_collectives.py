@@ -6,12 +6,15 @@ static slices, and blocks that arrive are joined the same way.
 
 from __future__ import annotations
 
+import operator
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, reduce
+from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
@@ -19,6 +22,7 @@ from hapsynth.instructions.collectives import Collective
 from hapsynth.instructions.layout import Layout, Placement, R, Reduction, S, cut_axes, way_of
 from hapsynth.instructions.program.program import Convert
 from hapsynth.instructions.program.sizes import Sizes
+from hapsynth.instructions.staging.moved_rows import even_rows
 from hapsynth.instructions.staging.options import LoweringOptions
 from hapsynth.lower import _gloo
 from hapsynth.lower._collective_order import Each
@@ -137,6 +141,10 @@ class Lowering(ABC):
         """As `receive`, of NumPy's, where pieces that are uneven alike for all devices are joined; None elsewhere."""
         return None
 
+    def alone(self, sizes: Sizes, step: Convert, x: jax.Array) -> jax.Array | None:
+        """What `exchange` gives where all devices send what this one does; None where the table's entry tells it."""
+        return None
+
     @abstractmethod
     def receive(self, sizes: Sizes, step: Convert, x: jax.Array, here: MeshPosition) -> jax.Array:
         """What it gave as a shard under the target layout."""
@@ -195,12 +203,113 @@ class ReshareLowering(Lowering):
         return Recut.of(sizes, step).receive(x, here)
 
 
+class _Evenly(NamedTuple):
+    """Even shards of a dimension that the axis of a step cuts, and unlike ones, and what moves between them."""
+
+    dim: int
+    lengths: tuple[int, ...]
+    recut: Recut
+    everyone: tuple[int, ...]
+    """The lengths of the mesh axes."""
+
+    @staticmethod
+    def of(sizes: Sizes, step: Convert) -> _Evenly:
+        gathers = step.source[step.axis].is_sharded
+        placement = (step.source if gathers else step.target)[step.axis]
+        unlike = sizes.lengths(step.value, placement.dim, (step.axis,), placement.way)
+        even = even_rows(sum(unlike), len(unlike))
+        ends = (unlike, even) if gathers else (even, unlike)
+        recut = Recut.between(placement.dim, (step.axis,), *ends)
+        return _Evenly(placement.dim, even, recut, sizes.classes.lengths)
+
+    def here(self, name: str) -> MeshPosition:
+        """All devices, told apart by their places along the axis alone."""
+        (axis,) = self.recut.axes
+        index = tuple(lax.axis_index(name) if a == axis else 0 for a in range(len(self.everyone)))
+        return MeshPosition(self.everyone, tuple(np.ndindex(*self.everyone)), index, padded=True)
+
+
+@dataclass(frozen=True)
+class BalancedGatherLowering(Lowering):
+    """Rows go to even shards, which are gathered."""
+
+    in_parts: bool = True
+
+    def key(self, sizes: Sizes, step: Convert) -> Hashable:
+        return step.step, _Evenly.of(sizes, step)
+
+    def send(self, sizes: Sizes, step: Convert, x: jax.Array, here: MeshPosition) -> jax.Array:
+        return _Evenly.of(sizes, step).recut.send(x, here)
+
+    def exchange(
+        self, sizes: Sizes, name: str, step: Convert, x: jax.Array, gloo: LoweringOptions | None, each: Each
+    ) -> jax.Array:
+        evenly = _Evenly.of(sizes, step)
+        shard = evenly.recut.receive(evenly.recut.exchange(name, x, each=each), evenly.here(name))
+        flat = each(lambda flat: _gloo.all_gather(flat, name, 0, gloo), shard.reshape(-1))
+        return _along(flat.reshape(-1, *shard.shape), evenly.dim)
+
+    def alone(self, sizes: Sizes, step: Convert, x: jax.Array) -> jax.Array:
+        evenly = _Evenly.of(sizes, step)
+        shard = lax.slice_in_dim(x, 0, evenly.lengths[0], axis=evenly.dim)
+        return lax.concatenate([shard] * len(evenly.lengths), evenly.dim)
+
+    def receive(self, sizes: Sizes, step: Convert, x: jax.Array, here: MeshPosition) -> jax.Array:
+        dim, lengths, *_ = _Evenly.of(sizes, step)
+        return from_blocks(x, dim, lengths, lengths[0], sum(lengths))
+
+
+@dataclass(frozen=True)
+class BalancedScatterLowering(Lowering):
+    """Even shards are reduced, and their rows go to their owners."""
+
+    in_parts: bool = True
+
+    def key(self, sizes: Sizes, step: Convert) -> Hashable:
+        return step.step, _Evenly.of(sizes, step)
+
+    def send(self, sizes: Sizes, step: Convert, x: jax.Array, here: MeshPosition) -> jax.Array:
+        dim, lengths, *_ = _Evenly.of(sizes, step)
+        return to_blocks(x, dim, lengths, lengths[0])
+
+    def exchange(
+        self, sizes: Sizes, name: str, step: Convert, x: jax.Array, gloo: LoweringOptions | None, each: Each
+    ) -> jax.Array:
+        evenly = _Evenly.of(sizes, step)
+        blocks = _apart(x, evenly.dim, len(evenly.lengths))
+        flat = each(lambda flat: _gloo.psum_scatter(flat, name, 0, gloo), blocks.reshape(-1))
+        shard = flat.reshape(blocks.shape[1:])
+        return evenly.recut.exchange(name, evenly.recut.send(shard, evenly.here(name)), each=each)
+
+    def alone(self, sizes: Sizes, step: Convert, x: jax.Array) -> jax.Array:
+        evenly = _Evenly.of(sizes, step)
+        shard = reduce(operator.add, _apart(x, evenly.dim, len(evenly.lengths)))
+        return pad_to(shard, with_length(shard, evenly.dim, sum(evenly.recut.lengths)))
+
+    def receive(self, sizes: Sizes, step: Convert, x: jax.Array, here: MeshPosition) -> jax.Array:
+        return _Evenly.of(sizes, step).recut.receive(x, here)
+
+
+def _apart(x: jax.Array, dim: int, n: int) -> jax.Array:
+    """The `n` equal blocks of a dimension, along one of their own before all others."""
+    return jnp.moveaxis(x.reshape(*x.shape[:dim], n, x.shape[dim] // n, *x.shape[dim + 1 :]), dim, 0)
+
+
+def _along(x: jax.Array, dim: int) -> jax.Array:
+    """The inverse of `_apart`."""
+    n, *block = x.shape
+    block[dim] *= n
+    return jnp.moveaxis(x, 0, dim).reshape(block)
+
+
 LOWERINGS: dict[str, Lowering] = {
     "all_reduce": BlockLowering(lambda x, axis, p, q, *how: _gloo.all_reduce(x, axis, p.reduction, *how)),
     "reduce_scatter": BlockLowering(lambda x, axis, p, q, *how: _gloo.psum_scatter(x, axis, q.dim, *how)),
     "all_gather": BlockLowering(lambda x, axis, p, q, *how: _gloo.all_gather(x, axis, p.dim, *how)),
     "all_to_all": BlockLowering(lambda x, axis, p, q, *how: _gloo.all_to_all(x, axis, q.dim, p.dim, *how)),
     "reshare": ReshareLowering(),
+    "balanced_reduce_scatter": BalancedScatterLowering(),
+    "balanced_all_gather": BalancedGatherLowering(),
 }
 """Of every collective in `instructions.collectives.STEPS`."""
 

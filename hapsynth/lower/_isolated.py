@@ -16,6 +16,7 @@ from hapsynth import _jax
 from hapsynth.graph.ir import Graph
 from hapsynth.lower._buckets import Bundle
 from hapsynth.lower._collective_order import Each
+from hapsynth.lower._collectives import LOWERINGS
 from hapsynth.lower._device_groups import Group, groups_of
 from hapsynth.lower._switch_form import Lowered
 
@@ -46,6 +47,9 @@ class IsolatedProgram(Lowered):
         n, source, target = lengths[step.axis], step.source[step.axis].dim, step.target[step.axis].dim
         blocks = lambda dim: lax.split(x, [x.shape[dim] // n] * n, dim)
         collective = step.collective
+        made = LOWERINGS[step.step].alone(self.sizes, step, x)
+        if made is not None:
+            return made
         if collective.splits and not collective.joins:
             return reduce(operator.add, blocks(0 if joined else target))
         if collective.joins and not collective.splits:

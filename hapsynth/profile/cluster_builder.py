@@ -12,16 +12,17 @@ import numpy as np
 
 from hapsynth.cluster.cluster import COLLECTIVES, DEFAULT_AXIS, NOMINAL_CPU_LINK, NOMINAL_INTRA, Cluster, ClusterError
 from hapsynth.cluster.curves import Curve
-from hapsynth.cluster.device_kinds import DeviceKind, Link, kind_of
+from hapsynth.cluster.device_kinds import DeviceKind, kind_of
+from hapsynth.cluster.links import Link
 from hapsynth.instructions.collectives import STEPS
-from hapsynth.profile.collectives import BASE, INSIDE, Axes, Exchange, link_of
+from hapsynth.profile.collectives import BASE, INSIDE, Axes, Exchange, Point, Points, link_of
 from hapsynth.profile.contention import BESIDE
 from hapsynth.profile.job import Job
 from hapsynth.profile.kind_fit import KindFit, by_memory, groups, rounded, smooth, typical
 from hapsynth.profile.op_kernels import DISPATCH, LAUNCH, STREAM, Kernel
 from hapsynth.profile.plausibility import Implausible, ProfileError, falling, unlikely, unsteady
 from hapsynth.profile.sampling import Floats
-from hapsynth.search.cost.network import axis_links
+from hapsynth.search.cost.network import PRICES, axis_links
 
 _LATENCY = 0.98
 """The time of a collective of no bytes, as a part of that of the smallest that was measured."""
@@ -100,7 +101,7 @@ class Builder:
         bare = Cluster(name, tuple(devices), job.hosts, nominal, None, self.axes)
         collectives, lines = self._collectives(bare)
         network = self._link(lines.get(self._flat, [])) if job.n > 1 else nominal
-        inside = [(float(4 * e.words), t) for e, t in self._waits() if e.step == INSIDE and t > 0]
+        inside = [(1.0, float(4 * e.words), t) for e, t in self._waits() if e.step == INSIDE and t > 0]
         intra = self._link(inside) if inside else None
         return Cluster(name, tuple(devices), job.hosts, network, intra, self.axes, collectives, self._told())
 
@@ -133,12 +134,11 @@ class Builder:
         """The axis over all devices."""
         return next((name for name, size in self.axes if size == self.job.n), DEFAULT_AXIS)
 
-    def _collectives(self, bare: Cluster) -> tuple[dict[str, dict[str, Curve]], dict[str, list[tuple[float, float]]]]:
-        """The curves by axis and collective, and by axis all points of the rings: (bytes over the slowest link,
-        seconds)."""
+    def _collectives(self, bare: Cluster) -> tuple[dict[str, dict[str, Curve]], dict[str, list[Point]]]:
+        """The curves by axis and collective, and by axis all points of the rings."""
         waits = [(e, t) for e, t in self._waits() if e.step in COLLECTIVES and t > 0]
         curves: dict[str, dict[str, Curve]] = {}
-        lines: dict[str, list[tuple[float, float]]] = {}
+        lines: dict[str, list[Point]] = {}
         for axes, axis in dict.fromkeys((e.axes, e.axis) for e, _ in waits):
             link = axis_links(bare, axes)[[a for a, _ in axes].index(axis)]
             for step in COLLECTIVES:
@@ -153,10 +153,12 @@ class Builder:
                     start = (0.0, rounded(first * _LATENCY))
                     curves.setdefault(axis, {})[step] = Curve((start, *curve.points), (spread, *curve.spread))
                 if not (STEPS[step].splits and STEPS[step].joins):
-                    lines.setdefault(axis, []).extend((a, t) for a, t, _ in points)
+                    # All links of a bare cluster are alike.
+                    messages = PRICES[step].algorithms[0].latency(link) / link.latency
+                    lines.setdefault(axis, []).extend((messages, a, t) for a, t, _ in points)
         return curves, lines
 
-    def _link(self, points: Sequence[tuple[float, float]]) -> Link:
+    def _link(self, points: Points) -> Link:
         if not points:
             raise ProfileError("collectives came out as taking no time at all; run it again")
         link = link_of(points)

@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from scipy.optimize import linprog
 
 from hapsynth.cluster.cluster import COLLECTIVES, DEFAULT_AXIS
-from hapsynth.cluster.device_kinds import Link
+from hapsynth.cluster.links import Link
 from hapsynth.instructions.collectives import STEPS
 from hapsynth.instructions.staging.options import DEFAULT, LoweringOptions
 from hapsynth.lower import _gloo
@@ -23,8 +23,9 @@ from hapsynth.lower._collectives import exchange_first
 from hapsynth.profile.job import Job
 from hapsynth.profile.sampling import Floats
 
-Points = Sequence[tuple[float, float]]
-"""(bytes, seconds)."""
+Point = tuple[float, float, float]
+Points = Sequence[Point]
+"""(messages that wait for one another, bytes, seconds)."""
 Axes = tuple[tuple[str, int], ...]
 INSIDE = "inside"
 """Rings within each host, where an axis over all devices tells of the network only."""
@@ -145,11 +146,11 @@ def rings(hosts: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def fitted(points: Points) -> tuple[float, float]:
-    """(latency, seconds per byte), neither negative, of a line through (bytes, seconds) that misses the points by the
-    least sum of fractions: a few wild points don't move it."""
-    x, t = np.array(points, dtype=np.float64).T
+    """(seconds per message, seconds per byte), neither negative, that miss the points by the least sum of fractions: a
+    few wild points don't move them."""
+    messages, x, t = np.array(points, dtype=np.float64).T
     k = len(x)
-    lines = np.stack([1 / t, x / t], axis=1)
+    lines = np.stack([messages / t, x / t], axis=1)
     solution = linprog(
         np.r_[0.0, 0.0, np.ones(k)],
         A_ub=np.block([[lines, -np.eye(k)], [-lines, -np.eye(k)]]),
@@ -161,7 +162,8 @@ def fitted(points: Points) -> tuple[float, float]:
 
 
 def link_of(points: Points) -> Link:
-    """The link of seconds by bytes over it. Where time does not grow with the bytes, that of the largest alone."""
+    """The link of seconds by messages and bytes over it. Where time does not grow with the bytes, that of the largest
+    alone."""
     latency, beta = fitted(points)
-    largest, seconds = max(points)
-    return Link(1 / beta, latency) if beta > 0 else Link(largest / seconds, min(t for _, t in points))
+    largest, seconds = max((nbytes, t) for _, nbytes, t in points)
+    return Link(1 / beta, latency) if beta > 0 else Link(largest / seconds, min(t / count for count, _, t in points))

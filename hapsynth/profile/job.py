@@ -9,6 +9,7 @@ import platform
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -34,26 +35,21 @@ class Job:
         as_batch_work()
         own_devices = jax.local_devices()[:per_process]
         self.first, self.lone = jax.process_index() == 0, jax.process_count() == 1
-        described = json.dumps([platform.node(), [d.id for d in own_devices]])
+        described = json.dumps([platform.node(), _place(), [d.id for d in own_devices]])
         rows = [json.loads(text) for text in self._texts(described)]
         by_id = {d.id: d for d in jax.devices()}
-        self.devices: list[Any] = [by_id[i] for _, ids in rows for i in ids]
-        self.machines: list[str] = [machine for machine, ids in rows for _ in ids]
+        self.devices: list[Any] = [by_id[i] for _, _, ids in rows for i in ids]
+        self.machines: list[str] = [machine for machine, _, ids in rows for _ in ids]
+        places = [place for _, place, ids in rows for _ in ids]
+        number = {place: i for i, place in enumerate(dict.fromkeys(places))}
+        self.hosts = tuple(number[place] for place in places)
+        """Of each device, whatever process has it."""
         self.local = [i for i, d in enumerate(self.devices) if d.process_index == jax.process_index()]
         self._pool = ThreadPoolExecutor(len(self.local))
 
     @property
     def n(self) -> int:
         return len(self.devices)
-
-    @property
-    def hosts(self) -> tuple[int, ...]:
-        """A machine is a host; of XLA's host devices a process is, as only within one they share memory."""
-        names = [
-            f"{machine}/{d.process_index}" if d.platform == "cpu" else machine
-            for machine, d in zip(self.machines, self.devices, strict=True)
-        ]
-        return tuple(list(dict.fromkeys(names)).index(name) for name in names)
 
     def fingerprint(self, options: object) -> str:
         """Changes with the devices, the versions and the options."""
@@ -128,6 +124,16 @@ class Job:
         own_bytes = [m // sharing if self.devices[i].platform == "cpu" else m for i, m in most.items()]
         # In MiB: numbers cross between processes as float32.
         return [int(m) << 20 for m in self.gather(np.array([[m >> 20] for m in own_bytes], np.float64))[:, 0]]
+
+
+def _place() -> str:
+    """The host of this process: processes that share a running kernel and the loopback of a network namespace reach one
+    another without a network. Containers have a namespace each, and NCCL takes them for hosts too."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        return f"{boot}/{Path('/proc/self/ns/net').stat().st_ino}"
+    except OSError:
+        return platform.node()
 
 
 def _filled(mesh: Mesh, spec: PartitionSpec, shape: tuple[int, ...], value: float, dtype: str) -> jax.Array:

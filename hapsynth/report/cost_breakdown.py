@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from math import fsum, isclose
+from math import fsum
 from typing import Any, TypeVar
 
 import numpy as np
@@ -165,7 +165,7 @@ class _Lines:
         at = i.value, i.source, i.target, i.axis
         sent = model.sent(*at, shares_of(self.plan.sizes, i.value), i.collective)
         # Between cuts that are both even nothing moves, so of what is moved nothing counts as padding.
-        even = sent if i.collective.recuts else model.sent(*at, model.evenly, i.collective)
+        even = sent if i.collective.recuts or i.collective.balances else model.sent(*at, model.evenly, i.collective)
         runs = self.graph.runs[i.region]
         what, padding = self.names.instruction(i), max(sent.wire_bytes - even.wire_bytes, 0.0)
         took = sent.seconds, sent.latency_s, sent.turned_s
@@ -218,12 +218,7 @@ def link_source(model: CostModel, axis: int, step: str) -> str:
     if step in link.curves:
         told = [f"{cluster.profile[key]}" for key in ("machines", "when") if key in cluster.profile]
         return ", ".join([f"measured curve of {step}", *told])
-    groups = np.moveaxis(np.array(cluster.hosts).reshape(model.lengths), axis, -1).reshape(-1, link.n)
-    inside = cluster.intra or cluster.network
-    if cluster.intra and ((groups == groups[:, :1]).all() or isclose(link.beta, 1 / inside.bandwidth)):
-        return "[intra] of the cluster file"
-    sharing = round(link.beta * cluster.network.bandwidth)
-    return f"[network] of the cluster file{f', shared by {sharing} groups' if sharing > 1 else ''}"
+    return link.slowest
 
 
 _L = TypeVar("_L", Computing, Sending)

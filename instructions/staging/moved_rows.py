@@ -51,6 +51,11 @@ def moves(old: Sequence[int], new: Sequence[int]) -> list[Move]:
     return found
 
 
+def even_rows(rows: int, n: int) -> tuple[int, ...]:
+    """Shards of a dimension that are as even as can be, the larger ones first."""
+    return tuple(rows // n + (i < rows % n) for i in range(n))
+
+
 def moved(old: Floats, new: Floats) -> tuple[Floats, Floats]:
     """(how many permutes, the sum of their longest pieces) between shards of these fractions [..., positions]."""
     before, after = (np.concatenate([np.zeros((*x.shape[:-1], 1)), np.cumsum(x, axis=-1)], axis=-1) for x in (old, new))
@@ -58,8 +63,11 @@ def moved(old: Floats, new: Floats) -> tuple[Floats, Floats]:
     high = np.minimum(before[..., 1:, None], after[..., None, 1:])
     rows = np.where(high - low > _NOTHING, high - low, 0.0)
     n = rows.shape[-1]
-    longest = [np.diagonal(rows, distance, -2, -1).max(axis=-1) for distance in range(1 - n, n) if distance]
-    pieces = np.stack(longest, axis=-1) if longest else np.zeros((*rows.shape[:-2], 0))
+    # One element more in a row of memory, and what is as far from its owner stands in one column: d + n - 1.
+    wide = np.concatenate([rows[..., ::-1], np.zeros_like(rows)], axis=-1)
+    skewed = wide.reshape(*rows.shape[:-2], -1)[..., : n * (2 * n - 1)].reshape(*rows.shape[:-1], 2 * n - 1)
+    longest = skewed.max(axis=-2)[..., ::-1]
+    pieces = np.concatenate([longest[..., : n - 1], longest[..., n:]], axis=-1)
     return (pieces > 0).sum(axis=-1).astype(np.float64), pieces.sum(axis=-1)
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from copy import copy
-from functools import cached_property
+from functools import cached_property, reduce
 from math import prod
 from typing import NamedTuple, TypeAlias, TypeVar
 
@@ -409,7 +409,10 @@ class CostModel:
         if not step.communicates or link.n == 1 or nbytes == 0:
             return Sent()
         held = shares if isinstance(shares, Shares) else Shares(shares)
-        found = PRICES[step.name].sent(link, step.name, nbytes, step.traffic(source, target, axis), held)
+        if step.balances:
+            held = held.evened(self.graph.values[value].shape, self.lengths)
+        parts = step.sends(source, target, axis)
+        found = reduce(Sent.then, (PRICES[name].sent(link, name, nbytes, sent, held) for name, sent in parts))
         turning = self.turning(value, source, axis)
         return found._replace(turned_s=turning * held_fraction(target, held.largest) if turning else 0.0)
 

@@ -5,15 +5,18 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
+from itertools import pairwise
 from math import prod
 from typing import NamedTuple
 
 import numpy as np
 
 from hapsynth.cluster.cluster import DEFAULT_AXIS, Cluster
-from hapsynth.cluster.curves import Curve
-from hapsynth.instructions.collectives import Block, Moved, Traffic
-from hapsynth.instructions.staging.moved_rows import moved
+from hapsynth.cluster.curves import Curve, Lines
+from hapsynth.cluster.links import HostLinks, Link
+from hapsynth.instructions.collectives import EVEN, Block, Moved, Traffic
+from hapsynth.instructions.staging.moved_rows import even_rows, moved
 from hapsynth.search.cost.device_speed import Floats
 
 Largest = Callable[[int, tuple[int, ...], int], float]
@@ -33,10 +36,13 @@ def mesh_axes(cluster: Cluster) -> tuple[tuple[str, int], ...]:
 class AxisLink:
     """One mesh axis of `n` positions. Every device is in one group of them, and all groups communicate at once.
 
-    `latency`: seconds per collective. `beta`: seconds per byte that a ring of each group passes on, where groups share
-    a host's link that of all of them. `swapped`: how many blocks of an all-to-all cross the slowest link, in units of
-    what `beta` counts. `crosses_hosts`: whether some group has devices on several hosts. `curves`: seconds by wire
-    bytes of the collectives that were measured, which go before these.
+    `latency`: seconds of a message over the slowest link. `beta`: seconds per byte that a ring of each group passes on,
+    where groups share a host's link that of all of them. `swapped`: how many blocks of an all-to-all cross the slowest
+    link, in units of what `beta` counts. `crosses_hosts`: whether some group has devices on several hosts. `ring_s`:
+    seconds of a message around a ring, from one device through all others; `tree_s`: up a tree, a chain inside hosts
+    and binary between them; `direct_s`: of messages from one device to each other, one after the other. `slowest`: the
+    link with the most to send for its bandwidth. `curves`: seconds by wire bytes of the collectives that were
+    measured, which go before these.
     """
 
     n: int
@@ -44,14 +50,24 @@ class AxisLink:
     beta: float
     swapped: float
     crosses_hosts: bool
+    ring_s: float
+    tree_s: float
+    direct_s: float
+    slowest: str = "[network]"
     curves: Mapping[str, Curve] = field(default_factory=dict[str, Curve])
+    _paces: dict[str, Curve | Lines] = field(
+        init=False, default_factory=dict[str, "Curve | Lines"], compare=False, repr=False
+    )
+
+    def pace(self, step: str) -> Curve | Lines:
+        """Seconds of one collective by the bytes that `wire_bytes` says."""
+        if step not in self._paces:
+            self._paces[step] = self.curves.get(step) or PRICES[step].lines(self)
+        return self._paces[step]
 
     def seconds(self, step: str, wire: float) -> float:
         """Of one collective that sends `wire` bytes; never falls as they grow."""
-        curve = self.curves.get(step)
-        if curve is not None:
-            return float(curve.seconds(wire))
-        return PRICES[step].messages(self) * self.latency + wire * self.beta
+        return float(self.pace(step).seconds(wire))
 
     def least_per_byte(self, step: str, most: float) -> float:
         """The least seconds per byte of one that sends up to `most`: at a measured point, or at that many."""
@@ -60,8 +76,8 @@ class AxisLink:
         return min(self.seconds(step, amount) / amount for amount in (*amounts, most))
 
     def wire_bytes(self, step: str, block: float) -> float:
-        """Bytes that one group sends over its slowest link, padding included. `block`: of what a device sends at once
-        (`instructions.collectives.Block`), or of all rows that may move."""
+        """Bytes that one group sends over its slowest link, padding included, by the algorithm that sends the fewest.
+        `block`: of what a device sends at once (`instructions.collectives.Block`), or of all rows that may move."""
         return PRICES[step].blocks(self) * block
 
 
@@ -81,6 +97,10 @@ class Sent(NamedTuple):
     def seconds(self) -> float:
         return self.moving_s + self.latency_s + self.turned_s
 
+    def then(self, other: Sent) -> Sent:
+        """Both, one after the other."""
+        return Sent(*(mine + its for mine, its in zip(self, other, strict=True)))
+
 
 def _unknown(dim: int, axes: tuple[int, ...], way: int) -> Floats:
     raise AssertionError(f"what all positions hold of dimension {dim} is not known")
@@ -93,16 +113,47 @@ class Shares:
     largest: Largest
     each: Callable[[int, tuple[int, ...], int], Floats] = _unknown
 
+    def evened(self, rows: Sequence[int], lengths: Sequence[int]) -> Shares:
+        """With those of even cuts too, of a value of these `rows` by dimension; `lengths`: of the mesh axes."""
+
+        def evenly(dim: int, axes: tuple[int, ...]) -> Floats:
+            return even_fractions(rows[dim], prod(lengths[a] for a in axes))
+
+        return Shares(
+            lambda dim, axes, way: float(evenly(dim, axes)[0]) if way == EVEN else self.largest(dim, axes, way),
+            lambda dim, axes, way: evenly(dim, axes) if way == EVEN else self.each(dim, axes, way),
+        )
+
+
+@cache
+def even_fractions(rows: int, n: int) -> Floats:
+    """The fraction of a dimension that each of `n` shards has that are as even as can be."""
+    return np.array(even_rows(rows, n), dtype=np.float64) / max(rows, 1)
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    """One way to run a collective, alpha-beta: `latency`, seconds of the messages that wait for one another, however
+    little they hold; `sent`, bytes over the slowest link for each byte of the algorithm that sends the fewest."""
+
+    latency: Callable[[AxisLink], float]
+    sent: Callable[[AxisLink], float] = lambda link: 1.0
+
 
 @dataclass(frozen=True)
 class Price:
     """What a collective costs along an axis, in proportion to the largest block that a device sends.
 
-    `blocks`: how many of these one group sends over its slowest link; `messages`: how many wait for one another.
+    `blocks`: how many of these one group sends over its slowest link, by the first of the `algorithms`. Of these the
+    one that takes the least is run.
     """
 
     blocks: Callable[[AxisLink], float]
-    messages: Callable[[AxisLink], float] = lambda link: 1.0
+    algorithms: tuple[Algorithm, ...]
+
+    def lines(self, link: AxisLink) -> Lines:
+        """Seconds by the bytes that one group sends over its slowest link by the first algorithm."""
+        return Lines.least((a.latency(link), a.sent(link) * link.beta) for a in self.algorithms)
 
     def sent(self, link: AxisLink, step: str, nbytes: float, traffic: Traffic, shares: Shares) -> Sent:
         """Of a value of `nbytes`."""
@@ -130,17 +181,26 @@ class PriceOfMoves(Price):
         return Sent(wire, latency, wire * link.beta)
 
 
-MOVES = PriceOfMoves(lambda link: 1.0)
+# Each begins with a message's latency, in which all devices come to it: in NCCL's model 6.6 to 14 us, where a hop takes
+# up to 14. So an all-reduce takes less than its halves.
+ROUND = Algorithm(lambda link: link.latency + link.ring_s)
+"""Once around a ring."""
+TWICE_ROUND = Algorithm(lambda link: link.latency + 2.0 * link.ring_s)
+UP_AND_DOWN = Algorithm(lambda link: link.latency + 2.0 * link.tree_s, lambda link: link.n / max(link.n - 1, 1))
+"""Up a tree and down again, all of it. Two trees, of which each has the other's leaves inside, take half each."""
+TO_EACH = Algorithm(lambda link: link.latency + link.direct_s)
+MOVES = PriceOfMoves(lambda link: 1.0, (Algorithm(lambda link: link.latency),))
 
 PRICES: dict[str, Price] = {
-    # Rings for the first three; in an all-to-all the devices of a host share its link.
-    "all_reduce": Price(lambda link: 2.0 * (link.n - 1) / link.n),
-    "reduce_scatter": Price(lambda link: link.n - 1),
-    "all_gather": Price(lambda link: link.n - 1),
-    "all_to_all": Price(lambda link: link.swapped),
+    # As NCCL has them (src/graph/tuning.cc): rings, and for all-reduce trees; in an all-to-all the devices of a host
+    # share its link.
+    "all_reduce": Price(lambda link: 2.0 * (link.n - 1) / link.n, (TWICE_ROUND, UP_AND_DOWN)),
+    "reduce_scatter": Price(lambda link: link.n - 1, (ROUND,)),
+    "all_gather": Price(lambda link: link.n - 1, (ROUND,)),
+    "all_to_all": Price(lambda link: link.swapped, (TO_EACH,)),
     "reshare": MOVES,
 }
-"""Of every collective in `instructions.collectives.STEPS`."""
+"""Of every collective in `instructions.collectives.STEPS` that is not made of others."""
 
 
 def axis_links(cluster: Cluster, axes: Sequence[tuple[str, int]]) -> tuple[AxisLink, ...]:
@@ -152,24 +212,136 @@ def axis_links(cluster: Cluster, axes: Sequence[tuple[str, int]]) -> tuple[AxisL
 def _link(cluster: Cluster, axis: str, groups: np.ndarray) -> AxisLink:
     """groups: int [groups, n], the host of each member."""
     n = groups.shape[1]
-    rings: Counter[int] = Counter()
-    swaps: Counter[int] = Counter()
-    together = False
-    for group in groups.tolist():
-        members = Counter[int](group)
-        together |= max(members.values()) > 1
-        for host, inside in members.items():
-            if inside < n:
-                rings[host] += 1
-                swaps[host] += inside * (n - inside)
-    used = [cluster.network] if rings else []
-    if together or not used:
-        used.append(cluster.intra or cluster.network)
-    share = max(rings.values(), default=1)
-    beta = max(share / cluster.network.bandwidth if rings else 0.0, max(1.0 / link.bandwidth for link in used))
-    swapped = max(swaps.values()) / share if swaps else n - 1
-    curves = cluster.collectives_along(axis, n)
-    return AxisLink(n, max(link.latency for link in used), beta, swapped, bool(rings), curves)
+    paths = [_Paths(cluster, group) for group in groups.tolist()]
+    rings, swaps = Counter[_Medium](), Counter[_Medium]()
+    for path in paths:
+        rings.update(path.ring)
+        swaps.update(path.swaps)
+    bandwidth = {medium: medium.link.bandwidth for medium in rings}
+    slowest = min(bandwidth.values(), default=1.0)
+    # In units of the slowest of these: exact where all are alike.
+    load = {medium: count * (slowest / bandwidth[medium]) for medium, count in rings.items()}
+    share = max(load.values(), default=1.0)
+    inside = {host for path in paths for host in path.inside} if rings else set(groups.ravel().tolist())
+    between = max(load, key=lambda medium: load[medium], default=None)
+    within = min((_Medium(host, host, cluster.inside(host)) for host in inside), key=_speed, default=None)
+    over_network = share / slowest if between else 0.0
+    inside_host = 1.0 / within.link.bandwidth if within else 0.0
+    most = within if within and inside_host >= over_network else between
+    assert most is not None
+    used = [x / share for x in (count * (slowest / medium.link.bandwidth) for medium, count in swaps.items())]
+    return AxisLink(
+        n,
+        max(path.message_s for path in paths),
+        max(over_network, inside_host),
+        max(used) if rings else n - 1,
+        bool(rings),
+        max(path.ring_s for path in paths),
+        max(path.tree_s for path in paths),
+        max(path.direct_s for path in paths),
+        most.told(cluster, rings[most]),
+        cluster.collectives_along(axis, n),
+    )
+
+
+class _Medium(NamedTuple):
+    """What bytes go through: what joins the devices of a host (a, a), a host's way out (a, -1), or the link of a pair
+    of hosts."""
+
+    a: int
+    b: int
+    link: Link
+
+    def told(self, cluster: Cluster, groups: int) -> str:
+        """As reports say it."""
+        own = cluster.host_links.get(self.a, HostLinks())
+        sharing = f", shared by {groups} groups" if groups > 1 else ""
+        if self.b not in (self.a, _OUT):
+            return f"[[links]] between hosts {self.a} and {self.b} of the cluster file{sharing}"
+        if self.b == _OUT:
+            of = f"network of host {self.a}" if own.network else "[network]"
+        elif own.intra or (own.network and not cluster.intra):
+            of = f"intra of host {self.a}"
+        else:
+            of = "[intra]" if cluster.intra else "[network]"
+        return f"{of} of the cluster file{sharing}"
+
+
+_OUT = -1
+
+
+def _speed(medium: _Medium) -> float:
+    return medium.link.bandwidth
+
+
+class _Paths:
+    """What one group passes in its collectives. `ring`, `swaps`: how often a block of a ring, and how many blocks of an
+    all-to-all, go through each way out of a host; `inside`: the hosts with several of its members. A ring enters each
+    host once, in the order in which the mesh has them."""
+
+    def __init__(self, cluster: Cluster, group: Sequence[int]) -> None:
+        n, members = len(group), Counter[int](group)
+        hosts = list(members)
+        self.inside = [host for host, count in members.items() if count > 1]
+        within = {host: cluster.inside(host).latency for host in hosts}
+        hops, ways = Counter[float](), set[_Medium]()
+        for host, count in members.items():
+            hops[within[host]] += count - 1
+        for a, b in zip(hosts, [*hosts[1:], hosts[0]], strict=True) if len(hosts) > 1 else ():
+            hops[cluster.between(a, b).latency] += 1
+            ways.update(_ways(cluster, a, b))
+        crossed = max((cluster.between(a, b).latency for a, b in pairwise(hosts)), default=0.0)
+        if len(hosts) == 1:
+            hops[within[hosts[0]]] += 1
+        self.ring = Counter(ways)
+        # Through all hops but one, the least.
+        least = min((seconds for seconds, count in hops.items() if count), default=0.0)
+        self.ring_s = sum((count - (seconds == least)) * seconds for seconds, count in hops.items())
+        chain = max((count - 1) * within[host] for host, count in members.items())
+        self.tree_s = chain + (len(hosts) - 1).bit_length() * crossed
+        self._all_to_all(cluster, members, n, within)
+
+    def _all_to_all(self, cluster: Cluster, members: Counter[int], n: int, within: Mapping[int, float]) -> None:
+        """Hosts that are like others stand for them."""
+        paired = {host for pair in cluster.pairs for host in pair}
+        kind = {host: host if host in paired else cluster.host_links.get(host) for host in members}
+        alike: dict[object, list[int]] = {}
+        for host in members:
+            alike.setdefault(kind[host], []).append(host)
+        there = {key: (like[0], sum(members[host] for host in like)) for key, like in alike.items()}
+        self.swaps = Counter[_Medium]()
+        self.direct_s, self.message_s = 0.0, max((within[host] for host in self.inside), default=0.0)
+        for host, count in members.items():
+            seconds = (count - 1) * within[host]
+            out = n - count
+            for key, (like, together) in there.items():
+                others = together - (count if key == kind[host] else 0)
+                if not others:
+                    continue
+                latency = cluster.between(host, like).latency
+                seconds += others * latency
+                self.message_s = max(self.message_s, latency)
+                if way := _pair(cluster, host, like):
+                    self.swaps[way] += count * others
+                    out -= others
+            self.direct_s = max(self.direct_s, seconds)
+            if out:
+                self.swaps[_Medium(host, _OUT, cluster.nic(host))] += count * out
+        if len(members) == 1:
+            (only,) = members
+            self.message_s = within[only]
+
+
+def _pair(cluster: Cluster, a: int, b: int) -> _Medium | None:
+    """The link of two hosts that are a pair, in the direction from one to the other."""
+    link = cluster.pairs.get((min(a, b), max(a, b)))
+    return _Medium(a, b, link) if link else None
+
+
+def _ways(cluster: Cluster, a: int, b: int) -> list[_Medium]:
+    """What a block from one host to another goes through."""
+    pair = _pair(cluster, a, b)
+    return [pair] if pair else [_Medium(host, _OUT, cluster.nic(host)) for host in (a, b)]
 
 
 def devices_of(lengths: Sequence[int], axes: Sequence[int]) -> np.ndarray:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from math import fsum
 from typing import NamedTuple
 
 import numpy as np
 
+from hapsynth.instructions.collectives import steps_between
 from hapsynth.instructions.program.program import Compute, Convert, Instruction, Program
 from hapsynth.instructions.program.sizes import Node, Sizes
 from hapsynth.search.cost.model import CostModel, Floats
@@ -95,6 +97,20 @@ def instruction_costs(program: Program, sizes: Sizes, costs: CostModel) -> Itera
             yield Cost(i, runs * seconds, runs * wire)
         else:
             yield Cost(i, runs * (times[load] + (costs.uniform_time(i.op) if i.op in unsure else 0.0)), 0.0)
+
+
+def by_cheapest_steps(program: Program, sizes: Sizes, costs: CostModel) -> Program:
+    """The program with each conversion by the step that costs the least at these sizes, the first of those that cost
+    the same; itself where they are those that it has."""
+
+    def cheapest(i: Convert) -> Convert:
+        steps = steps_between(i.source[i.axis], i.target[i.axis])
+        if len(steps) == 1:
+            return i
+        return i.with_step(min(steps, key=lambda step: conversion_cost(costs, sizes, i.with_step(step))[0]))
+
+    instructions = tuple([cheapest(i) if isinstance(i, Convert) else i for i in program.instructions])
+    return program if instructions == program.instructions else replace(program, instructions=instructions)
 
 
 def feed_costs(program: Program, sizes: Sizes, costs: CostModel) -> Iterator[tuple[int, float]]:

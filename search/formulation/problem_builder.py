@@ -131,12 +131,12 @@ class ProblemBuilder:
         if not np.isfinite(alone):
             return alone
         shares = Shares(partial(self.largest, value), partial(self._shares_of_all, value))
-        step = self.step(value, source, target, axis)
-        return self.costs.least_in_bundle(value, source, target, axis, shares, step)
+        least = lambda step: self.costs.least_in_bundle(value, source, target, axis, shares, step)
+        return min(least(s) for s in steps_between(source[axis], target[axis]) if self._allows(value, s))
 
     def _allows(self, value: int, step: Collective) -> bool:
-        """Whether a value may be converted by a step."""
-        return not step.recuts
+        """Whether a value may be converted by a step. At the best ratios there is nothing to balance."""
+        return not step.recuts and not (step.balances and self.ratios is None)
 
     def _shares_of_all(self, value: int, dim: int, axes: tuple[int, ...], way: int) -> Floats:
         """The fraction of a dimension that each position along the axes holds."""

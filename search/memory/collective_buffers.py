@@ -94,5 +94,7 @@ def _sent(
             # A whole target is what it gives.
             yield Buffer(nbytes, nodes, True, start, end if as_it_is(step) else end + 1)
         else:
-            yield Buffer(wired.sent * nbytes, nodes, True, start, start + 2)
-            yield Buffer(wired.given * nbytes, nodes, True, start + 1, end + 1)
+            if wired.sent:
+                yield Buffer(wired.sent * nbytes, nodes, True, start, start + 2)
+            if wired.given:
+                yield Buffer(wired.given * nbytes, nodes, True, start + 1, end + 1)

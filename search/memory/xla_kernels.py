@@ -212,7 +212,7 @@ def bundles(
 def _sent(graph: Graph, program: Program, step: Convert, nbytes: NBytes) -> float:
     """Bytes of the array that a collective takes: whole blocks of the largest shard."""
     traffic = step.traffic
-    if not isinstance(traffic, Block):
+    if not isinstance(traffic, Block) or step.collective.balances:
         return nbytes(step.value, step.source)
     alone = lambda cut: nbytes(step.value, cut_alone(cut, len(step.source)))
     sent = (program.axes[step.axis][1] if step.collective.splits else 1) * nbytes(step.value, traffic.layout)

@@ -11,7 +11,7 @@ import numpy as np
 from hapsynth.instructions.program.program import Compute, Program
 from hapsynth.instructions.program.sizes import Classes, Sizes
 from hapsynth.search.cost.model import CostModel
-from hapsynth.search.cost.program_cost import program_cost
+from hapsynth.search.cost.program_cost import by_cheapest_steps, program_cost
 from hapsynth.search.formulation.emission import Emitter
 from hapsynth.search.formulation.problem_builder import ProblemBuilder
 from hapsynth.search.sizing.fixed_ratios import FixedRatios
@@ -161,6 +161,12 @@ class CandidateBuilder:
                 better = sizer.variable_cost(assumed) <= sizer.variable_cost(sizes) * (1 + SAME)
                 if better or memory > self.limit:
                     sizes, memory = assumed, needed
+        cheapest = program if as_assumed else by_cheapest_steps(program, sizes, self.costs)
+        if cheapest is not program:
+            by_these = Sizer(cheapest, classes, self.costs, self.fixed_ratios, self.left, self.known)
+            held = by_these.memory.peak(sizes)
+            if held <= max(memory, self.limit):
+                program, sizer, memory = cheapest, by_these, held
         over = over or (sizes if memory > self.limit else None)
         if as_assumed:
             # What is chosen for its makespan need not have its sum counted.

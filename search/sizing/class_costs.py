@@ -10,12 +10,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hapsynth.cluster.curves import Curve
-from hapsynth.instructions.collectives import Moved
+from hapsynth.cluster.curves import Curve, Lines
+from hapsynth.instructions.collectives import EVEN, Block, Moved
 from hapsynth.instructions.program.program import Convert, Program
 from hapsynth.instructions.program.sizes import Classes, Sizes
 from hapsynth.search.cost.model import CostModel, Floats, distinct
-from hapsynth.search.cost.network import PRICES, PriceOfMoves
+from hapsynth.search.cost.network import PRICES, PriceOfMoves, even_fractions
 from hapsynth.search.cost.program_index import Cut, Load, ProgramIndex
 from hapsynth.search.cost.roofline import Roofline
 from hapsynth.search.cost.work import Work
@@ -28,16 +28,17 @@ LargestOf = Callable[[Cut], float | Floats]
 
 @dataclass(eq=False)
 class CommTerm:
-    """Conversions whose bytes are a product of largest shares: those that take seconds in proportion to it, at 1; those
-    with a measured curve, as bytes at 1 and how often; and the cuts multiplied and divided by."""
+    """Conversions whose bytes are a product of largest shares: what takes seconds in proportion to it, at 1; what does
+    not, as measured or by one of several algorithms, as bytes at 1 and how often; and the cuts multiplied and divided
+    by."""
 
     times: tuple[Cut, ...]
     over: tuple[Cut, ...]
     seconds: float = 0.0
-    curved: dict[Curve, dict[float, float]] = field(default_factory=dict)
+    curved: dict[Curve | Lines, dict[float, float]] = field(default_factory=dict)
 
     def at(self, largest: LargestOf) -> Floats:
-        """Seconds, without the latencies of those that have no curve."""
+        """Seconds, without the latencies of what is in proportion."""
         share = self.share(largest)
         seconds = self.seconds * share
         for curve, runs in self.curved.items():
@@ -70,15 +71,33 @@ class CommTerm:
         return self.seconds, tuple((curve, tuple(runs.items())) for curve, runs in self.curved.items())
 
 
+@dataclass(frozen=True)
+class Even:
+    """A dimension of some rows in as many shards as there are positions, as even as can be."""
+
+    rows: int
+    positions: int
+
+    @staticmethod
+    def of(rows: int, positions: int) -> Even:
+        """One for all whose shards are the same fractions."""
+        return Even(rows if rows % positions else positions, positions)
+
+    @property
+    def shares(self) -> Floats:
+        return even_fractions(self.rows, self.positions)
+
+
 @dataclass(eq=False)
 class BoundaryTerm:
     """Conversions between the same two cuts that send the rows which change owner: as many as the boundaries between
-    shards move by. `over`: cuts that the rest of the value is held by; `seconds`: of sending all rows once along a
-    link, with everything whole; `latency`: seconds of all permutes at one distance."""
+    shards move by. `new`: of a class, or the shares that each position has whatever the sizes; `over`: cuts that the
+    rest of the value is held by; `seconds`: of sending all rows once along a link, with everything whole; `latency`:
+    seconds of all permutes at one distance."""
 
     price: PriceOfMoves
     old: Cut
-    new: Cut
+    new: Cut | Even
     over: tuple[Cut, ...]
     seconds: float = 0.0
     latency: float = 0.0
@@ -93,7 +112,12 @@ class BoundaryTerm:
 
     @property
     def cuts(self) -> tuple[Cut, ...]:
-        return (self.old, self.new, *self.over)
+        return (self.old, *(() if isinstance(self.new, Even) else (self.new,)), *self.over)
+
+    @property
+    def load(self) -> object:
+        """What those with like cuts differ by."""
+        return self.new if isinstance(self.new, Even) else None, self.seconds, self.latency
 
 
 @dataclass(eq=False)
@@ -121,7 +145,7 @@ class ClassCosts:
         self.cut = index.cut
         self._works: dict[tuple[Cut, ...], ComputeTerm] = {}
         self._wires: dict[tuple[tuple[Cut, ...], tuple[Cut, ...]], CommTerm] = {}
-        self._boundaries: dict[tuple[Cut, ...], BoundaryTerm] = {}
+        self._boundaries: dict[tuple[Cut | Even, ...], BoundaryTerm] = {}
         for load in index.feeds.values():
             self._add_work(load, 1.0)
         for i, load, runs in zip(program.instructions, index.load_of, index.runs, strict=True):
@@ -137,30 +161,47 @@ class ClassCosts:
 
     def _add_wire(self, i: Convert, runs: float) -> None:
         """What a collective sends with every largest share 1, and the shares that it is proportional to."""
-        link, step, traffic = self.costs.links[i.axis], i.step, i.traffic
-        nbytes = float(self.costs.graph.values[i.value].nbytes) if i.is_collective and link.n > 1 else 0.0
-        if not nbytes:
+        link = self.costs.links[i.axis]
+        if not i.is_collective or link.n == 1 or not self.costs.graph.values[i.value].nbytes:
             return
-        wire = link.wire_bytes(step, nbytes)
-        if isinstance(traffic, Moved):
-            old, new, *over = (self.cut((i.value, *cut)) for cut in (traffic.old, traffic.new, *traffic.around))
-            price = PRICES[step]
-            assert isinstance(price, PriceOfMoves)
-            known = self._boundaries.setdefault((old, new, *over), BoundaryTerm(price, old, new, tuple(over)))
-            known.seconds += runs * wire * link.beta
-            known.latency += runs * link.latency
-            return
-        times, over = ([self.cut((i.value, *cut)) for cut in cuts] for cuts in (traffic.times, traffic.over))
+        for step, traffic in i.collective.sends(i.source, i.target, i.axis):
+            if isinstance(traffic, Moved):
+                self._add_moved(i, step, traffic, runs)
+            else:
+                self._add_block(i, step, traffic, runs)
+
+    def _add_moved(self, i: Convert, step: str, traffic: Moved, runs: float) -> None:
+        link, price, value = self.costs.links[i.axis], PRICES[step], self.costs.graph.values[i.value]
+        assert isinstance(price, PriceOfMoves)
+        # As many rows move from even shards as to them.
+        dim, axes, way = traffic.old
+        first, second = (traffic.new, traffic.old) if way == EVEN else (traffic.old, traffic.new)
+        old, *over = (self.cut((i.value, *cut)) for cut in (first, *traffic.around))
+        is_even = second[2] == EVEN
+        new = Even.of(value.shape[dim], self.classes.along(axes)) if is_even else self.cut((i.value, *second))
+        known = self._boundaries.setdefault((old, new, *over), BoundaryTerm(price, old, new, tuple(over)))
+        known.seconds += runs * link.wire_bytes(step, float(value.nbytes)) * link.beta
+        known.latency += runs * link.latency
+
+    def _add_block(self, i: Convert, step: str, traffic: Block, runs: float) -> None:
+        link, value = self.costs.links[i.axis], self.costs.graph.values[i.value]
+        wire = link.wire_bytes(step, float(value.nbytes))
+        for dim, axes, way in traffic.times:
+            if way == EVEN:
+                wire *= float(even_fractions(value.shape[dim], self.classes.along(axes))[0])
+        decided = lambda cuts: [self.cut((i.value, *cut)) for cut in cuts if cut[2] != EVEN]
+        times, over = decided(traffic.times), decided(traffic.over)
         key = tuple(sorted(times)), tuple(sorted(over))
         if not key[0]:
             return
         known = self._wires.setdefault(key, CommTerm(*key))
         known.seconds += runs * self.costs.turning(i.value, i.source, i.axis)
-        if curve := link.curves.get(step):
+        pace = link.pace(step)
+        per_byte, curve = pace.parted() if isinstance(pace, Lines) else (0.0, pace)
+        known.seconds += runs * wire * per_byte
+        if curve is not None:
             counts = known.curved.setdefault(curve, {})
             counts[wire] = counts.get(wire, 0.0) + runs
-        else:
-            known.seconds += runs * wire * link.beta
 
     @property
     def works(self) -> list[ComputeTerm]:
@@ -215,7 +256,6 @@ class ClassCosts:
     def cost(self, sizes: Sizes) -> float:
         """Seconds of all that is cut."""
         # `sum` rounds otherwise from Python 3.12 on, and sizes are chosen by these.
-        largest = lambda cut: largest_of(sizes, cut)
         known: dict[object, float] = {}
 
         def seconds(cuts: tuple[Cut, ...], table: WorkTable) -> float:
@@ -225,9 +265,14 @@ class ClassCosts:
             return known[key]
 
         worked = fsum(seconds(cuts, table) for cuts, table in self._tables.items())
-        held = lambda cut: joined_shares(sizes, cut)
+        return worked + self.sent_seconds(sizes)
+
+    def sent_seconds(self, sizes: Sizes) -> float:
+        """Of these, what collectives take."""
+        largest = lambda cut: largest_of(sizes, cut)
+        held = lambda cut: cut.shares if isinstance(cut, Even) else joined_shares(sizes, cut)
         moving = fsum(float(b.at(held(b.old), held(b.new), largest)) for b in self.boundaries)
-        return worked + fsum(float(w.at(largest)) for w in self.wires) + moving
+        return fsum(float(w.at(largest)) for w in self.wires) + moving
 
     @cached_property
     def by_class(self) -> list[ClassTerms]:
@@ -270,7 +315,7 @@ class ClassCosts:
             parts = lambda cuts, place=place: tuple([(place.setdefault(c, len(place)), depth) for c, depth in cuts])
             loads = tuple([(parts(w.cuts), tuple(w.counts.items())) for w in terms.works])
             sent = tuple([(parts(w.times), parts(w.over), w.load) for w in terms.wires])
-            moved = tuple([(parts(b.cuts), b.seconds, b.latency) for b in terms.boundaries])
+            moved = tuple([(parts(b.cuts), b.load) for b in terms.boundaries])
             kinds = tuple([(self.classes.all[c].axes, self.classes.all[c].units) for c in place])
             number = numbers.setdefault((kinds, loads, sent, moved), len(numbers))
             found.append((number, tuple(place)[1:]))

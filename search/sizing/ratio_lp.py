@@ -17,7 +17,7 @@ from hapsynth.search.cost.model import Floats, distinct
 from hapsynth.search.cost.program_index import Cut
 from hapsynth.search.cost.roofline import Roofline
 from hapsynth.search.memory.profile import MemoryProfile, joined_shares, largest_of
-from hapsynth.search.sizing.class_costs import ClassCosts, CommTerm, ComputeTerm
+from hapsynth.search.sizing.class_costs import ClassCosts, CommTerm, ComputeTerm, Even
 from hapsynth.search.solver import Ints
 
 _WorkRow = tuple[tuple[tuple[int, float], ...], tuple[float, ...]]
@@ -227,27 +227,38 @@ class RatioLP:
     def _add_boundaries(self) -> None:
         """Linear in how far each boundary between shards moves: the most that rows go up, and down, past one. The
         latencies are there or not, which no linear program can tell."""
+
+        def alike(cut: Cut | Even) -> Cut | Even:
+            return cut if isinstance(cut, Even) else (self.leader.get(cut[0], cut[0]), cut[1])
+
+        together: dict[tuple[Cut | Even, Cut | Even], float] = {}
         for b in self.loads.boundaries:
-            if not {b.old[0], b.new[0]} & self.column.keys():
+            decided = {cut[0] for cut in (b.old, b.new) if not isinstance(cut, Even)}
+            if not decided & self.column.keys():
                 continue
             seconds = b.seconds
             for cut in b.over:
                 seconds *= largest_of(self.sizes, cut)
-            before, after = self._ends(b.old), self._ends(b.new)
+            key = alike(b.old), alike(b.new)
+            together[key] = together.get(key, 0.0) + seconds
+        for (old, new), seconds in together.items():
+            before, after = self._ends(old), self._ends(new)
             for sign in (1.0, -1.0):
                 longest = len(self.objective)
-                self.objective.append(seconds)
+                self.objective.append(0.0)
+                self._add_sent(longest, seconds)
                 for (low, least), (high, most) in zip(before, after, strict=True):
                     row = {column: -sign * x for column, x in low.items()}
                     for column, x in high.items():
                         row[column] = row.get(column, 0.0) + sign * x
                     self.rows.add({**row, longest: -1.0}, -sign * (most - least))
 
-    def _ends(self, cut: Cut) -> list[tuple[dict[int, float], float]]:
+    def _ends(self, cut: Cut | Even) -> list[tuple[dict[int, float], float]]:
         """Where each shard of a cut ends but the last, as a row and a constant: that of a class that is given."""
-        positions = self.loads.classes.positions(cut[0])
-        if cut[0] not in self.column:
-            return [({}, float(x)) for x in np.cumsum(joined_shares(self.sizes, cut))[:-1]]
+        if isinstance(cut, Even) or cut[0] not in self.column:
+            given = cut.shares if isinstance(cut, Even) else joined_shares(self.sizes, cut)
+            return [({}, float(x)) for x in np.cumsum(given)[:-1]]
+        positions = self.loads.classes.along(self.axes[: cut[1]])
         found: list[tuple[dict[int, float], float]] = []
         row: dict[int, float] = {}
         for p in range(positions - 1):

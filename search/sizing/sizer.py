@@ -26,7 +26,7 @@ from hapsynth.instructions.program.program import Program
 from hapsynth.instructions.program.sizes import Classes, Sizes
 from hapsynth.search.analysis.numbering import Numbering
 from hapsynth.search.cost.model import CostModel, Floats
-from hapsynth.search.memory.profile import MemoryProfile, largest_of
+from hapsynth.search.memory.profile import MemoryProfile
 from hapsynth.search.sizing.class_costs import ClassCosts
 from hapsynth.search.sizing.fixed_ratios import FixedRatios
 from hapsynth.search.sizing.leaving_out import FEW, ladder, least_at
@@ -228,7 +228,7 @@ class Sizer:
             seconds = table.counts @ table.busy(kind_of, [loads.fraction(sizes, cut) for cut in works.cuts])
             for kind in range(len(self.costs.kinds)):
                 found[kind] -= float(seconds[kind_of == kind].max())
-        found[LINK] -= sum(float(wire.at(lambda cut: largest_of(sizes, cut))) for wire in loads.wires)
+        found[LINK] -= loads.sent_seconds(sizes)
         return {resource: max(0.0, seconds) for resource, seconds in found.items()}
 
     def balanced(self, sizes: Sizes, besides: Mapping[int, float], exposed: float, limit: float = np.inf) -> Sizes:

@@ -19,7 +19,7 @@ from hapsynth.instructions.program.sizes import Sizes
 from hapsynth.search.cost.model import CostModel, Floats, distinct
 from hapsynth.search.cost.program_index import Cut
 from hapsynth.search.memory.profile import joined_shares, largest_of
-from hapsynth.search.sizing.class_costs import ClassCosts, WorkTable
+from hapsynth.search.sizing.class_costs import ClassCosts, Even, WorkTable
 from hapsynth.search.solver import Ints
 
 _AHEAD = 2
@@ -134,10 +134,13 @@ class ClassUnits:
             return shares
         return shares.reshape(*shares.shape[:-1], self.loads.classes.along(self.cls.axes[:depth]), -1).sum(axis=-1)
 
-    def _shards(self, cut: Cut, trials: Ints) -> Floats:
+    def _shards(self, cut: Cut | Even, trials: Ints) -> Floats:
+        if isinstance(cut, Even):
+            return np.broadcast_to(cut.shares, (len(trials), cut.positions))
         if cut[0] == self.c:
             return self._joined(trials, cut[1]) / self.cls.units
-        return np.broadcast_to(joined_shares(self.sizes, cut), (len(trials), self.loads.classes.positions(cut[0])))
+        held = joined_shares(self.sizes, cut)
+        return np.broadcast_to(held, (len(trials), held.size))
 
     def allotted(self, shares: Ints, most: Ints) -> Ints | None:
         """Units given one by one to the position where the slowest of its works then is the least over what it takes at

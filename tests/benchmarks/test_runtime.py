@@ -13,7 +13,8 @@ from jax.sharding import Mesh
 from systems import planned, stepped
 
 from hapsynth.cluster.cluster import Cluster
-from hapsynth.cluster.device_kinds import DeviceKind, Link
+from hapsynth.cluster.device_kinds import DeviceKind
+from hapsynth.cluster.links import Link
 from hapsynth.graph.trace import trace
 
 TINY = models.Perceptron(batch=8, width=16, classes=4)

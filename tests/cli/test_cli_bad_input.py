@@ -86,7 +86,7 @@ def test_bad_model_paths(files: Path, capsys: pytest.CaptureFixture[str]) -> Non
         (None, r"c\.toml: can't be read: No such file or directory; .*"),
         ("[[devices", r"c\.toml: is not valid TOML: .*"),
         (CLUSTER.replace("P4-8GB", "P4-9GB"), r"c\.toml: .*P4-9GB.*P4-8GB.*"),
-        (CLUSTER.replace('"20 us"', "20"), r"c\.toml: .*latency.*has no unit.*"),
+        (CLUSTER.replace('"4 us"', "4"), r"c\.toml: .*latency.*has no unit.*"),
         (CLUSTER.replace('"10 Gbit/s"', '"-10 Gbit/s"'), r"c\.toml: .*bandwidth.*"),
         (CLUSTER.partition("[[")[0], r"c\.toml: .*lists no device.*"),
         ("axes = { data = 4 }\n" + CLUSTER, r"c\.toml: .*mesh of 4, but there are 8 devices"),

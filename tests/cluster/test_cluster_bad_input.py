@@ -41,7 +41,6 @@ BAD = {
     "count not whole": ("count = 4", "count = 4.0", ["devices[0].count", "whole"]),
     "count true": ("count = 4", "count = true", ["devices[0].count", "whole"]),
     "count and hosts": ("count = 4", "count = 4\nhosts = 2", ["devices[0].count", "hosts"]),
-    "host and hosts": ("count = 4", 'host = "a"\nhosts = 2', ["devices[0].host", "per_host"]),
     "far too many": ("count = 4", "hosts = 60000\nper_host = 60000", ["devices[0]", "65536"]),
     "axes": ("[network]", "axes = { data = 8 }\n[network]", ["axes", "8", "4 devices"]),
     "axis zero": ("[network]", "axes = { data = 0 }\n[network]", ["axes.data", "0"]),

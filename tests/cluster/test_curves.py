@@ -146,7 +146,7 @@ def test_the_axes_of_measured_collectives() -> None:
     assert replace(square, collectives={"hap": curves}).collectives_along("hap", 4) == curves
     link = axis_links(named, (("hap", 4),))[0]
     assert link.seconds("all_reduce", 1e5) == pytest.approx(3e-5)
-    assert link.seconds("all_to_all", 1e5) == pytest.approx(link.latency + 1e5 * link.beta)
+    assert link.seconds("all_to_all", 1e5) == pytest.approx(4 * link.latency + 1e5 * link.beta)
 
 
 @pytest.mark.parametrize("lanes", [0, 64, 1024])

@@ -40,7 +40,7 @@ def with_keywords():
 CLUSTER = """
 [network]
 bandwidth = "10 Gbit/s"
-latency = "20 us"
+latency = "4 us"
 
 [[devices]]
 kind = "V100-16GB"

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from hapsynth.profile import contention, run
-from hapsynth.profile.collectives import BASE, Exchange
+from hapsynth.profile.collectives import BASE, INSIDE, Exchange
 from hapsynth.profile.job import Job
 from hapsynth.profile.op_kernels import DISPATCH, LAUNCH, STREAM, Kernel
 
@@ -29,7 +29,8 @@ def kernel_seconds(kernel: Kernel, speed: Any = 1.0) -> Any:
 
 def exchange_seconds(e: Exchange) -> float:
     wire = 4 * e.words * {"all_reduce": 2 / e.n, "all_to_all": 1 / e.n}.get(e.step, 1.0) * (e.n - 1)
-    return START + (0.0 if e.step == BASE else e.repeats * (LATENCY + wire * BETA))
+    messages = {"all_reduce": 2 * e.n - 1, INSIDE: 1}.get(e.step, e.n)
+    return START + (0.0 if e.step == BASE else e.repeats * (messages * LATENCY + wire * BETA))
 
 
 def install(patch: Callable[[Any, str, Any], None], speeds: Sequence[float] = (1.0,)) -> None:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from hapsynth.graph.ir import COND_JOIN, LOOP_CARRY, SCAN_SLICE, SCAN_STACK, Graph, Op
-from hapsynth.instructions.collectives import axis_between
+from hapsynth.instructions.collectives import axis_between, steps_between
 from hapsynth.instructions.factors import Triples, can_be
 from hapsynth.instructions.layout import Layout, P, Placement, R, S, is_consistent
 from hapsynth.instructions.program.program import Compute, Convert, Instruction, Program
@@ -108,7 +108,10 @@ class RandomProgram:
                 if layout not in self.available(value, region):
                     axis = axis_between(source, layout)
                     assert axis is not None
-                    self.instructions.append(Convert(value, axis, source, layout, region))
+                    steps = steps_between(source[axis], layout[axis])
+                    # Those that do the same, in turn.
+                    step = steps[len(self.instructions) % len(steps)]
+                    self.instructions.append(Convert(value, axis, source, layout, region).with_step(step))
                     self.held[value].append((layout, region))
 
     def can_have(self, value: int, target: Layout, region: int) -> bool:

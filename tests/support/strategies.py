@@ -20,7 +20,7 @@ Arguments = tuple[Any, Any]
 
 
 def gpus(
-    speeds: list[float], *, bandwidth: float = 3e10, latency: float = 1e-6, memory_bandwidth: float = 1e13
+    speeds: list[float], *, bandwidth: float = 3e10, latency: float = 5e-7, memory_bandwidth: float = 1e13
 ) -> Cluster:
     """One device per speed (x 10 TFLOP/s), each on a host of its own; bytes/s and seconds.
 
@@ -40,7 +40,7 @@ def hosts(
     speed: float = 1.0,
     network: float = 1e9,
     intra: float = 3e10,
-    latency: float = 1e-6,
+    latency: float = 5e-7,
 ) -> Cluster:
     """Equal hosts of several devices, a mesh axis over the hosts and one inside them; the links in bytes/s.
 

@@ -21,7 +21,7 @@ from hapsynth.instructions.program.program import Program, ProgramError
 from hapsynth.instructions.program.sizes import Classes, Sizes
 from hapsynth.search.cost.model import CostModel, Floats
 from hapsynth.search.cost.network import MOVES
-from hapsynth.search.cost.program_cost import program_cost
+from hapsynth.search.cost.program_cost import by_cheapest_steps, program_cost
 from hapsynth.search.planning.candidate import Candidate
 from hapsynth.search.planning.resharding.atoms import ReshardAtoms
 from hapsynth.search.planning.resharding.rewrite import Labels, merged, relabelled
@@ -181,6 +181,7 @@ class ReshardInserter:
     def _merged(self, program: Program, sizes: Sizes) -> Candidate | None:
         """A program without reshares between parts that are alike; None where it holds too much."""
         program, sizes = merged(self.costs.graph, program, sizes, self.costs.table)
+        program = by_cheapest_steps(program, sizes, self.costs)
         sizer = Sizer(program, sizes.classes, self.costs, left=self.left)
         memory = sizer.memory.peak(sizes)
         if memory > self.limit:

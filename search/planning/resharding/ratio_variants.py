@@ -112,7 +112,7 @@ class _VariantBuilder(ProblemBuilder):
     """Knows what it takes to change from one way of being cut to another."""
 
     def _allows(self, value: int, step: Collective) -> bool:
-        return not (step.recuts and self._is_whole(value))
+        return not (step.balances and self.ratios is None) and not (step.recuts and self._is_whole(value))
 
     def _profile(self, value: int) -> object:
         several = any(way for *_, way in self.structure.layouts[value].cuts)

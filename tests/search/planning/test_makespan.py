@@ -51,11 +51,11 @@ def tiny(name: str, bandwidth: float, contention: float) -> Space:
 
 
 def makespans(given: Space, rng: random.Random) -> list[float]:
-    """Of every program of a choice space, or of many, each in several orders."""
+    """Of every program of a choice space, or of many and the one that sends nothing, each in several orders."""
     problem, found = given.builder.problem(), list[float]()
     every = product(*(range(row.size) for row in problem.unary))
     fine = [choices for choices in every if np.isfinite(problem.cost(choices))]
-    for choices in rng.sample(fine, min(len(fine), _MOST)):
+    for choices in (*rng.sample(fine, min(len(fine), _MOST)), given.search.choices.replicated()):
         candidate = given.search.maker.chosen(given.builder, np.array(choices))
         tasks = tasks_of(candidate.program, candidate.sizes, given.task.costs)
         found.append(min(schedule(tasks).makespan_s, simulate(tasks, random_order(rng, tasks)).makespan_s))

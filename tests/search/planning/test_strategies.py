@@ -202,9 +202,9 @@ def test_the_vocabulary_is_cut_from_twice_as_many_words_as_tokens() -> None:
     after the embedding and before the head in the backward pass, 4 tokens x width, and two numbers per token of the
     softmax. (The block in between costs as much either way.)"""
     tokens, width, hidden = 512, 64, 256
+    cluster, sizes = gpus(EVEN, latency=1e-7), [int(x * 2 * tokens) for x in AROUND]
     plans = [
-        planned(strategies.language, strategies.language_args(tokens, int(x * 2 * tokens), width, hidden), gpus(EVEN))
-        for x in AROUND
+        planned(strategies.language, strategies.language_args(tokens, vocab, width, hidden), cluster) for vocab in sizes
     ]
     softmax = f"all_reduce {(tokens,)}"
     assert [layouts(p)[1] == "S(0)" and traffic(p).get(softmax) == 2 for p in plans] == FLIPS
@@ -222,7 +222,7 @@ def test_experts_are_cut_from_as_many_as_their_weights_outgrow_their_tokens() ->
     both passes, 4 times 2 groups x tokens x width / n."""
     groups, tokens, width, hidden = 16, 128, 64, 64
     flip = 2 * groups * tokens // (N * hidden)
-    slow = gpus([0.1] * N, bandwidth=5e10, latency=2e-7)
+    slow = gpus([0.1] * N, bandwidth=5e10, latency=4e-8)
     counts = [int(x * flip) for x in (0.25, 0.5, 2, 4)]
     plans = [
         planned(strategies.experts, strategies.experts_args(groups, tokens, width, c, hidden), slow) for c in counts
@@ -244,13 +244,15 @@ def test_experts_are_cut_from_as_many_as_their_weights_outgrow_their_tokens() ->
 # ---- sequence-sharded norms
 
 
-def test_norms_between_tensor_parallel_blocks_are_cut_where_that_is_worth_a_second_latency() -> None:
+def test_norms_between_tensor_parallel_blocks_are_cut_where_that_is_worth_three_latencies() -> None:
     """A reduce-scatter and an all-gather move what an all-reduce does (Korthikanti et al. 2022). Between them each
-    device adds up and normalizes its own tokens: for one latency more, (n - 1) / n of about eight passes over the
-    activations (the sum, the centred and the scaled one are written and read, also for the backward pass) are saved."""
+    device adds up and normalizes its own tokens: (n - 1) / n of about eight passes over the activations (the sum, the
+    centred and the scaled one are written and read, also for the backward pass) are saved. An all-reduce is a tree
+    here: of four devices 5 messages in place of 8, for half of the activations' bytes more."""
     tokens, width, hidden = 512, 256, 1024
     memory = 3e11
-    flip = 8 * 4 * tokens * width / memory * (N - 1) / N
+    nbytes = 4 * tokens * width
+    flip = (8 * nbytes / memory * (N - 1) / N + nbytes / 2 / 1e11) / 3
     args = strategies.residual_args(tokens, width, hidden, 2)
     clusters = [gpus(EVEN, bandwidth=1e11, latency=x * flip, memory_bandwidth=memory) for x in (0.25, 0.6, 1.4, 2.0)]
     plans = [planned(strategies.residual, args, c) for c in clusters]
@@ -281,11 +283,13 @@ def with_adam(memory_limit: float | None = None) -> Plan:
 
 
 def test_zero_1_one_weight_at_a_time_as_memory_tightens() -> None:
-    """Reducing a gradient in parts, updating a part of the weight and gathering it moves what an all-reduce does, one
-    latency later; (n - 1) / n of both its moments is saved (Rajbhandari et al. 2020)."""
-    width, layers, latency = WIDTH, LAYERS, LATENCY
+    """Reducing a gradient in parts, updating a part of the weight and gathering it takes 8 messages and 3/2 of the
+    weight, an all-reduce by a tree 5 and twice the weight; (n - 1) / n of both its moments is saved (Rajbhandari et al.
+    2020)."""
+    width, layers = WIDTH, LAYERS
     free = with_adam()
     weight = 4 * width * width
+    later = 3 * LATENCY - weight / 2 / 1e11
     assert traffic(free) == {f"all_reduce {(width, width)}": layers}
     assert layouts(free) == ["R"] * 3 * layers + ["S(0)"] * 2
     plan = free
@@ -298,8 +302,8 @@ def test_zero_1_one_weight_at_a_time_as_memory_tightens() -> None:
         assert moments[:layers].count("R") == layers - cut
         assert traffic(plan).get(f"all_reduce {(width, width)}", 0) == layers - cut
         assert traffic(plan)[f"reduce_scatter {(width, width)}"] == cut == traffic(plan)[f"all_gather {(width, width)}"]
-        # What the update of a part saves is less than the latency.
-        assert free.cost + 0.7 * cut * latency < plan.cost < free.cost + 1.01 * cut * latency
+        # What the update of a part saves is less than that.
+        assert free.cost + 0.7 * cut * later < plan.cost < free.cost + 1.01 * cut * later
     # Parameters gathered for every use: in both passes over both batches.
     assert baseline(plan, "zero3").cost_s > 1.3 * plan.cost
     assert plan.check().ok
@@ -329,7 +333,7 @@ def test_zero_2_and_3_as_memory_tightens_further() -> None:
     for plan in (one, two, three):
         assert "R" not in layouts(plan)[layers : 3 * layers], "the moments are cut"
     # A reduce-scatter each: half of what an all-reduce of a weight takes.
-    assert two.cost == pytest.approx(one.cost + layers * (LATENCY + weight * (N - 1) / N / 1e11), rel=0.01)
+    assert two.cost == pytest.approx(one.cost + layers * (N * LATENCY + weight * (N - 1) / N / 1e11), rel=0.01)
     assert three.cost > two.cost
     assert max(three.memory) < max(two.memory) < max(one.memory) < max(free.memory)
     assert three.check().ok
@@ -360,7 +364,7 @@ def test_gradients_are_reduced_between_hosts_in_parts_where_that_is_worth_a_thir
     whole = lambda value, source, target: not (source.is_sharded or (source.is_partial and target.is_sharded))
     saved = sum(flip - latencies[0] for flip in flips.values())
     assert rival(plans[0], convertible=whole) == pytest.approx(plans[0].cost + saved, rel=1e-3)
-    assert saved > 0.03 * plans[0].cost
+    assert saved > 0.025 * plans[0].cost
     # Devices 256 times as slow divide a batch that this machine can compute, too.
     slow = hosts(2, 4, network=network, latency=4e-6, speed=2**-8)
     small = planned(strategies.mlp, (args[0], shape(1 << 13, 128)), slow)

@@ -28,7 +28,7 @@ from hapsynth.search.scheduling.tasks import LINKS, Machine, TaskGraph, Transfer
 from hapsynth.search.scheduling.timeline import simulate
 
 LATENCY = 2.0
-LINK = AxisLink(2, LATENCY, 1.0, 1.0, True)
+LINK = AxisLink(2, LATENCY, 1.0, 1.0, True, ring_s=0.0, tree_s=0.0, direct_s=0.0)
 COMPUTE, NETWORK = Machine.COMPUTE, Machine.NETWORK
 SMALL = LoweringOptions(bundled_bytes=100, bundle_bytes=100)
 

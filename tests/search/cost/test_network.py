@@ -1,0 +1,164 @@
+"""What collectives pass along an axis, derived by hand: alpha-beta of rings, trees and direct messages."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from cluster_files import CARD
+
+from hapsynth.cluster.cluster import Cluster
+from hapsynth.cluster.curves import Curve, Lines
+from hapsynth.cluster.links import HostLinks, Link
+from hapsynth.search.cost.network import AxisLink, axis_links
+
+NETWORK, INTRA = Link(1e9, 20e-6), Link(10e9, 5e-6)
+US = 1e-6
+
+
+def cluster_of(*per_host: int, intra: Link | None = INTRA, **links: object) -> Cluster:
+    hosts = tuple(h for h, count in enumerate(per_host) for _ in range(count))
+    return replace(Cluster("c", (CARD,) * len(hosts), hosts, NETWORK, intra), **links)
+
+
+def along(cluster: Cluster) -> AxisLink:
+    """All devices as one axis."""
+    (link,) = axis_links(cluster, (("hap", cluster.n),))
+    return link
+
+
+def test_one_device_in_each_of_64_hosts() -> None:
+    """After one latency to begin, a ring all-reduce waits for 2 x 63 messages, a tree for 2 x 6 (64 = 2^6), of 20 us
+    each; the ring sends 126 / 64 of the tensor over each link, the tree twice the tensor."""
+    link = along(cluster_of(*[1] * 64))
+    small = 4096.0
+    wire = link.wire_bytes("all_reduce", small)
+    assert wire == pytest.approx(126 / 64 * small)
+    assert link.seconds("all_reduce", wire) == pytest.approx(13 * 20 * US + 2 * small / 1e9)
+    # Not what it takes two: 1 + 2 x 1 messages.
+    two = along(cluster_of(1, 1))
+    assert two.seconds("all_reduce", two.wire_bytes("all_reduce", small)) == pytest.approx(3 * 20 * US + small / 1e9)
+    # The other rings go round once, and messages to each other device come one after the other.
+    for step in ("all_gather", "reduce_scatter", "all_to_all"):
+        assert link.seconds(step, 0.0) == pytest.approx(64 * 20 * US)
+        assert link.seconds(step, 63e6) == pytest.approx(64 * 20 * US + 63e-3)
+
+
+@pytest.mark.parametrize(("n", "depth"), [(4, 2), (5, 3), (8, 3), (9, 4), (64, 6)])
+def test_from_a_size_on_all_reduce_is_a_ring(n: int, depth: int) -> None:
+    """2 (n - 1) messages and 2 (n - 1) / n of the bytes against 2 x depth and twice the bytes: equal where the bytes
+    are (n - 1 - depth) n x latency x bandwidth."""
+    link = along(cluster_of(*[1] * n))
+    flip = (n - 1 - depth) * n * 20 * US * 1e9
+    ring = lambda nbytes: (1 + 2 * (n - 1)) * 20 * US + 2 * (n - 1) / n * nbytes / 1e9
+    tree = lambda nbytes: (1 + 2 * depth) * 20 * US + 2 * nbytes / 1e9
+    for factor, cheaper in ((0.95, tree), (1.05, ring)):
+        nbytes = factor * flip
+        found = link.seconds("all_reduce", link.wire_bytes("all_reduce", nbytes))
+        assert found == pytest.approx(cheaper(nbytes))
+        assert found <= min(ring(nbytes), tree(nbytes)) * (1 + 1e-12)
+
+
+def test_hosts_of_several_devices() -> None:
+    """Hosts of 8, 8 and 4: a ring has 7 + 7 + 3 hops inside them and 3 between, and a message makes all but one inside.
+    The tree is a chain of 8 in each host and two levels of hosts."""
+    link = along(cluster_of(8, 8, 4))
+    assert link.ring_s == pytest.approx((16 * 5 + 3 * 20) * US)
+    assert link.tree_s == pytest.approx((7 * 5 + 2 * 20) * US)
+    # From a device of the last host, 3 messages inside it and 16 to others.
+    assert link.direct_s == pytest.approx((3 * 5 + 16 * 20) * US)
+    assert (link.beta, link.crosses_hosts, link.latency) == (1e-9, True, 20e-6)
+    # Eight devices of a host have a block for each of the 12 others.
+    assert link.swapped == 8 * 12
+
+
+def test_inside_one_host() -> None:
+    link = along(cluster_of(8))
+    assert (link.ring_s, link.tree_s, link.direct_s) == tuple(pytest.approx(7 * 5 * US) for _ in range(3))
+    assert (link.beta, link.crosses_hosts, link.swapped) == (1e-10, False, 7)
+    # A chain of 8 is as far as around the ring, and sends more.
+    assert link.pace("all_reduce") == Lines(((pytest.approx(75 * US), pytest.approx(1e-10)),))
+    assert along(cluster_of(8, intra=None)).beta == 1e-9
+
+
+def test_groups_share_the_way_out_of_a_host() -> None:
+    cluster = cluster_of(4, 4)
+    across, within = axis_links(cluster, (("host", 2), ("device", 4)))
+    assert (across.beta, within.beta) == (4e-9, 1e-10)
+    assert (across.ring_s, within.ring_s) == (pytest.approx(20 * US), pytest.approx(3 * 5 * US))
+    assert across.slowest == "[network] of the cluster file, shared by 4 groups"
+    assert within.slowest == "[intra] of the cluster file"
+
+
+def test_the_slowest_link_that_it_passes() -> None:
+    slow, fast = HostLinks(Link(0.25e9, 50e-6)), HostLinks(Link(4e9, 2e-6), Link(40e9, 1e-6))
+    mixed = along(cluster_of(2, 2, 2, host_links={0: fast, 2: slow}))
+    assert mixed.beta == 4e-9
+    assert mixed.slowest == "network of host 2 of the cluster file"
+    # Hops in order: inside 1, 5, 5 us; from 0 to 1 20, from 1 to 2 and back to 0 50. A message spares the least.
+    assert mixed.ring_s == pytest.approx((5 + 5 + 20 + 50 + 50) * US)
+    assert mixed.tree_s == pytest.approx((5 + 2 * 50) * US)
+    assert mixed.direct_s == pytest.approx((5 + 4 * 50) * US)
+    # All of 0 to 1 alone is as fast as 1.
+    assert along(cluster_of(2, 2, host_links={0: fast})).beta == 1e-9
+    # PCIe beside NVLink: the ring goes through both.
+    pcie = along(cluster_of(4, 4, network=Link(100e9, 2e-6), host_links={1: HostLinks(intra=Link(2e9, 9e-6))}))
+    assert (pcie.beta, pcie.slowest) == (5e-10, "intra of host 1 of the cluster file")
+    assert (along(cluster_of(4, 4, network=Link(100e9, 2e-6))).slowest) == "[intra] of the cluster file"
+
+
+def test_a_pair_of_hosts_with_a_link_of_its_own() -> None:
+    """Around 0, 1, 2: from 0 to 1 by the pair's link, from 1 to 2 and from 2 to 0 by the network. All of an all-to-all
+    from host 2 goes through its way out: 2 devices with 4 blocks each; from 0, 2 devices with 2 each."""
+    pair = {(0, 1): Link(8e9, 1e-6)}
+    link = along(cluster_of(2, 2, 2, pairs=pair))
+    assert (link.beta, link.swapped) == (1e-9, 8)
+    assert link.ring_s == pytest.approx((3 * 5 + 20 + 20) * US)
+    assert along(cluster_of(2, 2, pairs=pair)).beta == 1 / 8e9
+    slow = along(cluster_of(2, 2, 2, pairs={(0, 1): Link(0.1e9, 1e-6)}))
+    assert slow.beta == pytest.approx(1e-8)
+    assert slow.slowest == "[[links]] between hosts 0 and 1 of the cluster file"
+    # 2 x 2 blocks over a link of a tenth: as 4 of the 10 ns units that beta counts.
+    assert slow.swapped == pytest.approx(4)
+
+
+def test_a_message_around_any_ring(rng: np.random.Generator) -> None:
+    """From whichever device it comes: the longest of all ways around but one hop."""
+    for _ in range(50):
+        per_host = rng.integers(1, 5, int(rng.integers(2, 6))).tolist()
+        own = {h: HostLinks(*(Link(1e9, float(x) * US) for x in rng.integers(1, 60, 2))) for h in range(len(per_host))}
+        pairs = {(a, b): Link(1e9, 3e-6) for a, b in pairwise(range(len(per_host))) if rng.random() < 0.3}
+        cluster = cluster_of(*per_host, host_links=own, pairs=pairs)
+        n, hosts = cluster.n, cluster.hosts
+        hop = [
+            (cluster.inside(a) if a == b else cluster.between(a, b)).latency
+            for a, b in zip(hosts, [*hosts[1:], hosts[0]], strict=True)
+        ]
+        longest = max(sum(hop[(first + k) % n] for k in range(n - 1)) for first in range(n))
+        assert along(cluster).ring_s == pytest.approx(longest)
+
+
+def test_what_was_measured_goes_before() -> None:
+    curve = Curve(((0.0, 1e-5), (1e6, 2e-3)))
+    link = along(cluster_of(1, 1, 1, collectives={"hap": {"all_reduce": curve}}))
+    assert link.pace("all_reduce") is curve
+    assert link.seconds("all_gather", 0.0) == pytest.approx(60 * US)
+
+
+def test_lines() -> None:
+    lines = Lines.least([(1.0, 3.0), (2.0, 5.0), (4.0, 1.0), (1.0, 4.0)])
+    assert lines.lines == ((1.0, 3.0), (4.0, 1.0))
+    amounts = np.array([0.0, 1.0, 1.5, 2.0, 5.0])
+    np.testing.assert_allclose(lines.seconds(amounts), [1.0, 4.0, 5.5, 6.0, 9.0])
+    assert [lines.slope(x) for x in (0.0, 1.4, 1.5, 2.0)] == [3.0, 3.0, 1.0, 1.0]
+    least, rest = lines.parted()
+    assert rest is not None
+    np.testing.assert_allclose(least * amounts + rest.seconds(amounts), lines.seconds(amounts))
+    assert Lines.least([(1.0, 3.0)]).parted() == (3.0, None)
+
+
+@pytest.fixture
+def rng() -> np.random.Generator:
+    return np.random.default_rng(0)
