@@ -246,7 +246,7 @@ class BalancedGatherLowering(Lowering):
     ) -> jax.Array:
         evenly = _Evenly.of(sizes, step)
         shard = evenly.recut.receive(evenly.recut.exchange(name, x, each=each), evenly.here(name))
-        flat = each(lambda flat: _gloo.all_gather(flat, name, 0, gloo), shard.reshape(-1))
+        flat = _gloo.all_gather(shard.reshape(-1), name, 0, gloo, each)
         return _along(flat.reshape(-1, *shard.shape), evenly.dim)
 
     def alone(self, sizes: Sizes, step: Convert, x: jax.Array) -> jax.Array:
@@ -277,7 +277,7 @@ class BalancedScatterLowering(Lowering):
     ) -> jax.Array:
         evenly = _Evenly.of(sizes, step)
         blocks = _apart(x, evenly.dim, len(evenly.lengths))
-        flat = each(lambda flat: _gloo.psum_scatter(flat, name, 0, gloo), blocks.reshape(-1))
+        flat = _gloo.psum_scatter(blocks.reshape(-1), name, 0, gloo, each)
         shard = flat.reshape(blocks.shape[1:])
         return evenly.recut.exchange(name, evenly.recut.send(shard, evenly.here(name)), each=each)
 

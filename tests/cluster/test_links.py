@@ -127,7 +127,9 @@ own = st.builds(HostLinks, st.none() | links, st.none() | links)
     of_hosts=st.dictionaries(st.integers(0, 4), own),
     pairs=st.dictionaries(st.tuples(st.integers(0, 4), st.integers(0, 4)).filter(lambda p: p[0] < p[1]), links),
 )
-def test_round_trip_of_any_links(hosts, of_hosts, pairs) -> None:
+def test_round_trip_of_any_links(
+    hosts: list[int], of_hosts: dict[int, HostLinks], pairs: dict[tuple[int, int], Link]
+) -> None:
     cluster = Cluster("c", (CARD,) * len(hosts), tuple(hosts), WIRE, None, (), {}, {}, of_hosts, pairs)
     assert Cluster.from_dict(cluster.to_dict()) == cluster
     assert Cluster.from_dict(tomllib.loads(to_toml(cluster.to_dict()))) == cluster

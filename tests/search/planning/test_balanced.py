@@ -101,7 +101,7 @@ def gathering(latency: float, skew: float, **options: Any) -> hapsynth.Plan:
     n, where = 4, cluster([1.0] * 4, bandwidth=1e9, latency=latency)
     where = replace(where, devices=tuple(replace(d, overhead=1e-12) for d in where.devices))
     ratios = [skew / n, *[(1 - skew / n) / (n - 1)] * (n - 1)]
-    asked = {"fixed": {"[0]": "S(0)"}, "ratios": ratios, "leave_out": False, **options}
+    asked: dict[str, Any] = {"fixed": {"[0]": "S(0)"}, "ratios": ratios, "leave_out": False, **options}
     return hapsynth.synthesize(lambda x: x @ x.T, (X,), first_devices(n), cluster=where, **asked)
 
 
