@@ -77,11 +77,13 @@ Traffic = Block | Moved
 
 class Wired(NamedTuple):
     """An array that a collective takes and gives, padded to the largest block: how a block is cut, how many a device
-    sends, and how many it then has."""
+    sends, and how many it then has. `moved`: two cuts of another dimension, of which it has the rows that change owner,
+    the longest piece at each distance."""
 
     cuts: tuple[Cut, ...]
     sent: int
     given: int
+    moved: tuple[Cut, Cut] | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -138,8 +140,8 @@ class Reshare(Collective):
 
     def wired(self, source: Layout, target: Layout, axis: int, n: int) -> tuple[Wired, ...]:
         moved = self.traffic(source, target, axis)
-        # The shard itself goes with the pieces: at most as much again.
-        return Wired(cuts_of(source), 1, 1), Wired((*moved.around, moved.new), 1, 1)
+        # The shard, which stays, and the pieces of it that go elsewhere.
+        return Wired(cuts_of(source), 1, 1), Wired(moved.around, 1, 1, (moved.old, moved.new))
 
 
 @dataclass(frozen=True, eq=False)
@@ -152,18 +154,28 @@ class Balanced(Collective):
     bundled: bool = False
 
     def sends(self, source: Layout, target: Layout, axis: int) -> tuple[tuple[str, Traffic], ...]:
-        gathers = source[axis].is_sharded
-        layout = source if gathers else target
-        evenly = (*layout[:axis], layout[axis]._replace(way=EVEN), *layout[axis + 1 :])
-        moved = _moved(evenly, layout, axis)
-        ends = (evenly, target) if gathers else (source, evenly)
-        return (RESHARE, moved), (self.even, STEPS[self.even].traffic(*ends, axis))
+        evenly = _evenly(source if source[axis].is_sharded else target, axis)
+        ends = (evenly, target) if source[axis].is_sharded else (source, evenly)
+        return (RESHARE, self._moved(source, target, axis)), (self.even, STEPS[self.even].traffic(*ends, axis))
 
     def wired(self, source: Layout, target: Layout, axis: int, n: int) -> tuple[Wired, ...]:
-        # As a reshare: the shard, the pieces of it that go elsewhere, at most as much again, and what the other has.
+        moved = self._moved(source, target, axis)
+        # As of a reshare, and on the other side all even shards.
         if source[axis].is_sharded:
-            return Wired(cuts_of(source), 2, 0), Wired(cuts_of(target), 0, 1)
-        return Wired(cuts_of(source), 1, 0), Wired(cuts_of(target), 0, 2)
+            pieces = Wired(moved.around, 1, 0, (moved.old, moved.new))
+            return Wired(cuts_of(source), 1, 0), pieces, Wired(cuts_of(_evenly(source, axis)), 0, n)
+        evenly = cuts_of(_evenly(target, axis))
+        return Wired(evenly, n, 0), Wired(evenly, 0, 1), Wired(moved.around, 0, 1, (moved.old, moved.new))
+
+    def _moved(self, source: Layout, target: Layout, axis: int) -> Moved:
+        if source[axis].is_sharded:
+            return _moved(source, _evenly(source, axis), axis)
+        return _moved(_evenly(target, axis), target, axis)
+
+
+def _evenly(layout: Layout, axis: int) -> Layout:
+    """With what an axis cuts in even shards."""
+    return (*layout[:axis], layout[axis]._replace(way=EVEN), *layout[axis + 1 :])
 
 
 def _moved(source: Layout, target: Layout, axis: int) -> Moved:

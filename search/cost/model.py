@@ -419,7 +419,8 @@ class CostModel:
     def bytes_sent(
         self, value: int, source: Layout, target: Layout, axis: int, largest: Largest, step: Collective
     ) -> float:
-        """What each device sends in a step, padding included."""
+        """What each device sends in a step that may go with others, padding included."""
+        assert step.bundled
         wired = step.wired(source, target, axis, self.links[axis].n)
         nbytes = self.graph.values[value].nbytes
         return sum(each.sent * nbytes * prod(largest(*cut) for cut in each.cuts) for each in wired)

@@ -132,6 +132,23 @@ def even_fractions(rows: int, n: int) -> Floats:
 
 
 @dataclass(frozen=True)
+class Even:
+    """A dimension of some rows in as many shards as there are positions, as even as can be."""
+
+    rows: int
+    positions: int
+
+    @staticmethod
+    def of(rows: int, positions: int) -> Even:
+        """One for all whose shards are the same fractions."""
+        return Even(rows if rows % positions else positions, positions)
+
+    @property
+    def shares(self) -> Floats:
+        return even_fractions(self.rows, self.positions)
+
+
+@dataclass(frozen=True)
 class Algorithm:
     """One way to run a collective, alpha-beta: `latency`, seconds of the messages that wait for one another, however
     little they hold; `sent`, bytes over the slowest link for each byte of the algorithm that sends the fewest."""

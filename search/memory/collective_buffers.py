@@ -12,10 +12,12 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from hapsynth.graph.ir import Graph
+from hapsynth.instructions.collectives import EVEN
 from hapsynth.instructions.layout import cuts_of
 from hapsynth.instructions.program.program import Convert, Program, reads, writes
 from hapsynth.instructions.program.sizes import Node
 from hapsynth.search.analysis.lifetimes import Tensor
+from hapsynth.search.cost.network import even_fractions
 
 PHASES = 3
 """Points of an instruction."""
@@ -23,13 +25,15 @@ PHASES = 3
 
 class Buffer(NamedTuple):
     """Something in memory from point `start` until before `stop`: `nbytes`, divided as `nodes` are cut. `padded`: to
-    the largest shard, on every device."""
+    the largest shard, on every device. `moved`: of a dimension that is cut as the first, and then as the second, the
+    rows that change owner, the longest piece at each distance; one cut may be `EVEN`."""
 
     nbytes: float
     nodes: tuple[Node, ...]
     padded: bool
     start: int
     stop: int
+    moved: tuple[Node, Node] | None = None
 
 
 def wires(
@@ -89,12 +93,20 @@ def _sent(
     nbytes, n = float(graph.values[step.value].nbytes), program.axes[step.axis][1]
     collective = step.collective
     for wired in collective.wired(step.source, step.target, step.axis, n):
-        nodes = tuple((step.value, *cut) for cut in wired.cuts)
+        whole, nodes = nbytes, list[Node]()
+        for dim, axes, way in wired.cuts:
+            if way == EVEN:
+                whole *= float(even_fractions(graph.values[step.value].shape[dim], n)[0])
+            else:
+                nodes.append((step.value, dim, axes, way))
+        old, new = wired.moved or (None, None)
+        moved = ((step.value, *old), (step.value, *new)) if old and new else None
+        made = Buffer(whole, tuple(nodes), True, start, end + 1, moved)
         if collective.in_place:
             # A whole target is what it gives.
-            yield Buffer(nbytes, nodes, True, start, end if as_it_is(step) else end + 1)
-        else:
-            if wired.sent:
-                yield Buffer(wired.sent * nbytes, nodes, True, start, start + 2)
-            if wired.given:
-                yield Buffer(wired.given * nbytes, nodes, True, start + 1, end + 1)
+            yield made._replace(stop=end) if as_it_is(step) else made
+            continue
+        if wired.sent:
+            yield made._replace(nbytes=wired.sent * whole, stop=start + 2)
+        if wired.given:
+            yield made._replace(nbytes=wired.given * whole, start=start + 1)

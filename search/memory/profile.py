@@ -12,17 +12,21 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
+from typing import NamedTuple
 
 import numpy as np
 
 from hapsynth.cluster.memory_budget import MemoryBudget
 from hapsynth.graph.ir import Graph
+from hapsynth.instructions.collectives import EVEN
 from hapsynth.instructions.layout import Layout
 from hapsynth.instructions.program.program import Program
-from hapsynth.instructions.program.sizes import Classes, Sizes
+from hapsynth.instructions.program.sizes import Classes, Node, Sizes
+from hapsynth.instructions.staging.moved_rows import moved
 from hapsynth.search.analysis.fusion import FusionPlan
 from hapsynth.search.analysis.lifetimes import Tensor
 from hapsynth.search.cost.model import CostModel, Floats, held_fraction
+from hapsynth.search.cost.network import Even
 from hapsynth.search.cost.program_cost import largest_share
 from hapsynth.search.cost.program_index import Cut, ProgramIndex
 from hapsynth.search.memory.collective_buffers import PHASES, Buffer, wires
@@ -33,8 +37,21 @@ SMALL = 1 << 20
 """Bytes of a program for GPUs beside all tensors: padding of each buffer to 256, counters, indices of switches."""
 _GAPS = 0.01
 """Of all bytes: what XLA leaves free between buffers of unlike sizes and lives."""
-Held = tuple[Cut, bool]
-"""(cut, whether its largest share counts on all devices)"""
+
+
+class Change(NamedTuple):
+    """The rows of a dimension that change owner between two cuts, as a part of all of them."""
+
+    old: Cut | Even
+    new: Cut | Even
+
+    @property
+    def classes(self) -> set[int]:
+        return {cut[0] for cut in self if not isinstance(cut, Even)}
+
+
+Held = tuple[Cut | Change, bool]
+"""(cut, whether its largest share counts on all devices), or what moves, which does"""
 
 
 _Some = np.ndarray | slice
@@ -111,7 +128,15 @@ class MemoryProfile:
         for n, b in enumerate(self.buffers):
             for node in b.nodes:
                 cut.setdefault((self.index.cut(node), b.padded), []).append(n)
+            if b.moved:
+                cut.setdefault((Change(*map(self._end, b.moved)), b.padded), []).append(n)
         return {c: np.array(members) for c, members in cut.items()}
+
+    def _end(self, node: Node) -> Cut | Even:
+        value, dim, axes, way = node
+        if way == EVEN:
+            return Even.of(self.graph.values[value].shape[dim], self.classes.along(axes))
+        return self.index.cut(node)
 
     @cached_property
     def _ways(self) -> list[Held]:
@@ -135,6 +160,8 @@ class MemoryProfile:
     def _share(self, sizes: Sizes, held: Held) -> float | Floats:
         """What a cut leaves of a tensor, on each device or, padded, on all alike."""
         cut, padded = held
+        if isinstance(cut, Change):
+            return self._moved(sizes, cut)
         # By identity, as hashing the shares of many devices costs more than all else; the entry keeps them from being
         # another's.
         shares = sizes.shares[cut[0]]
@@ -142,6 +169,11 @@ class MemoryProfile:
         if key not in self._shares:
             self._shares[key] = shares, largest_of(sizes, cut) if padded else self._own(sizes, cut)
         return self._shares[key][1]
+
+    @staticmethod
+    def _moved(sizes: Sizes, change: Change) -> float:
+        old, new = (cut.shares if isinstance(cut, Even) else joined_shares(sizes, cut) for cut in change)
+        return float(moved(old, new)[1])
 
     def alive(self, nbytes: Floats, some: _Some = _ALL, points: np.ndarray | None = None) -> Floats:
         """Bytes alive at each point, or at some, given those of all buffers or of some: [rows, points] of [rows,
@@ -176,7 +208,11 @@ class MemoryProfile:
 
     def added(self, before: Sizes, after: Sizes, c: int) -> Floats:
         """What counts more at other sizes of one class: as `counted`."""
-        cut = [members for (held, _), members in self._cuts.items() if held[0] == c]
+        cut = [
+            members
+            for (held, _), members in self._cuts.items()
+            if (c in held.classes if isinstance(held, Change) else held[0] == c)
+        ]
         some = np.unique(np.concatenate([np.zeros(0, dtype=np.int64), *cut]))
         nbytes = self.bytes_of(after, some=some) - self.bytes_of(before, some=some)
         return self.room.weights[:, None] * self.alive(nbytes, some)
@@ -200,11 +236,18 @@ class MemoryProfile:
         everything else at `sizes`: [rows, points], a row for each device or, padded, one.
 
         No tensor may have two of them. What an all-to-all sends has: it counts with the second at even shares, the
-        least that its largest can be. `counted`: in all at these points, where that is known.
+        least that its largest can be. Nor is what moves of one in proportion: it counts as nothing. `counted`: in all
+        at these points, where that is known.
         """
-        some = [held for c in cuts for padded in (False, True) if (held := (c, padded)) in self._cuts]
-        touched = np.unique(np.concatenate([np.zeros(0, dtype=np.int64), *(self._cuts[held] for held in some)]))
+        some: list[tuple[Cut, bool]] = [
+            held for c in cuts for padded in (False, True) if (held := (c, padded)) in self._cuts
+        ]
+        free = {c for c, _ in cuts}
+        moving = [m for (held, _), m in self._cuts.items() if isinstance(held, Change) and held.classes & free]
+        every = [np.zeros(0, dtype=np.int64), *moving, *(self._cuts[held] for held in some)]
+        touched = np.unique(np.concatenate(every))
         nbytes = self.bytes_of(sizes, some, touched)
+        nbytes[:, np.isin(touched, np.concatenate(every[: 1 + len(moving)]))] = 0.0
         owned = np.zeros(touched.size, dtype=bool)
         mine: dict[Held, np.ndarray] = {}
         for held in some:

@@ -131,7 +131,7 @@ class XlaKernels:
 
     def _collective(self, bundle: Bundle, there: dict[Property, Tensor]) -> None:
         taken = [there[step.value, step.source] for step in bundle.steps]
-        if len(bundle.steps) > 1:
+        if bundle.is_packed:
             for nbytes in (bundle.sent, bundle.given):
                 k = len(self.steps)
                 self._bundled[k] = nbytes
@@ -142,7 +142,8 @@ class XlaKernels:
             self.sent.append(len(self.steps))
         for step in bundle.steps:
             k = len(self.steps)
-            if len(bundle.steps) > 1:
+            # The blocks of an all-to-all are joined by a kernel of its own.
+            if bundle.is_packed and not (step.collective.splits and step.collective.joins):
                 self._parts.add(k)
             self._append(step, taken, [Tensor(step.value, step.target, k)])
             there[step.value, step.target] = self.made[k][0]
@@ -190,6 +191,13 @@ class Bundle(NamedTuple):
     steps: tuple[Convert, ...]
     sent: float
     given: float
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether what is sent is written anew, and what is given is a part of one array: of several; of one whose
+        blocks do not lie one after the other, as those of a dimension that is not the first."""
+        ends = [p.dim for step in self.steps for p in (step.source[step.axis], step.target[step.axis])]
+        return len(self.steps) > 1 or max(ends) > 0
 
 
 def bundles(

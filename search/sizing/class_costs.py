@@ -15,7 +15,7 @@ from hapsynth.instructions.collectives import EVEN, Block, Moved
 from hapsynth.instructions.program.program import Convert, Program
 from hapsynth.instructions.program.sizes import Classes, Sizes
 from hapsynth.search.cost.model import CostModel, Floats, distinct
-from hapsynth.search.cost.network import PRICES, PriceOfMoves, even_fractions
+from hapsynth.search.cost.network import PRICES, Even, PriceOfMoves, even_fractions
 from hapsynth.search.cost.program_index import Cut, Load, ProgramIndex
 from hapsynth.search.cost.roofline import Roofline
 from hapsynth.search.cost.work import Work
@@ -69,23 +69,6 @@ class CommTerm:
     def load(self) -> object:
         """What wires with like cuts differ by."""
         return self.seconds, tuple((curve, tuple(runs.items())) for curve, runs in self.curved.items())
-
-
-@dataclass(frozen=True)
-class Even:
-    """A dimension of some rows in as many shards as there are positions, as even as can be."""
-
-    rows: int
-    positions: int
-
-    @staticmethod
-    def of(rows: int, positions: int) -> Even:
-        """One for all whose shards are the same fractions."""
-        return Even(rows if rows % positions else positions, positions)
-
-    @property
-    def shares(self) -> Floats:
-        return even_fractions(self.rows, self.positions)
 
 
 @dataclass(eq=False)

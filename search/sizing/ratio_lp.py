@@ -14,10 +14,11 @@ from scipy.sparse import coo_array
 
 from hapsynth.instructions.program.sizes import Sizes
 from hapsynth.search.cost.model import Floats, distinct
+from hapsynth.search.cost.network import Even
 from hapsynth.search.cost.program_index import Cut
 from hapsynth.search.cost.roofline import Roofline
 from hapsynth.search.memory.profile import MemoryProfile, joined_shares, largest_of
-from hapsynth.search.sizing.class_costs import ClassCosts, CommTerm, ComputeTerm, Even
+from hapsynth.search.sizing.class_costs import ClassCosts, CommTerm, ComputeTerm
 from hapsynth.search.solver import Ints
 
 _WorkRow = tuple[tuple[tuple[int, float], ...], tuple[float, ...]]

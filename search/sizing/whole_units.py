@@ -17,9 +17,10 @@ import numpy.typing as npt
 
 from hapsynth.instructions.program.sizes import Sizes
 from hapsynth.search.cost.model import CostModel, Floats, distinct
+from hapsynth.search.cost.network import Even
 from hapsynth.search.cost.program_index import Cut
 from hapsynth.search.memory.profile import joined_shares, largest_of
-from hapsynth.search.sizing.class_costs import ClassCosts, Even, WorkTable
+from hapsynth.search.sizing.class_costs import ClassCosts, WorkTable
 from hapsynth.search.solver import Ints
 
 _AHEAD = 2

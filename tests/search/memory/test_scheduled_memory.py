@@ -4,6 +4,7 @@ slices that are summed, switches over unlike shares."""
 from __future__ import annotations
 
 import importlib
+from collections import Counter
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -29,6 +30,8 @@ from hapsynth.search.memory.profile import held_at_peak, held_by, held_pinned, p
 from hapsynth.search.memory.xla_kernels import XlaKernels
 from hapsynth.search.memory.xla_schedule import Library, XlaSchedule
 
+QUICK = 3e-7
+"""A latency with which the CNN reduces each gradient by itself, over all devices."""
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 CLUSTERS = Path(__file__).parents[3] / "examples" / "clusters"
 
@@ -49,8 +52,12 @@ def kernels(plan: Plan) -> XlaKernels:
 
 
 @cache
-def example_plan(name: str, on: str) -> Plan:
+def example_plan(name: str, on: str, latency: float | None = None) -> Plan:
+    """`latency`: of a message, seconds; None: the cluster's own."""
     cluster = Cluster.load(CLUSTERS / f"{on}.toml")
+    if latency is not None:
+        network, intra = (link and replace(link, latency=latency) for link in (cluster.network, cluster.intra))
+        cluster = replace(cluster, network=network, intra=intra)
     fn, args = importlib.import_module(name).target()
     return hapsynth.synthesize(fn, args, first_devices(8), cluster=cluster)
 
@@ -68,7 +75,7 @@ def test_examples_hold_what_is_predicted(name: str, on: str) -> None:
 def test_collectives_that_go_as_one_end_what_they_wait_for() -> None:
     """A weight's gradient goes with the batch statistics' that the layer below needs: it is made before, and what it is
     made of ends there."""
-    plan = example_plan("cnn", "even8")
+    plan = example_plan("cnn", "even8", QUICK)
     together = max(held_by(plan.program, plan.sizes, costs(plan)))
     alone = max(held_by(plan.program, plan.sizes, costs(plan, ALONE)))
     assert alone > 1.15 * compiled_bytes(plan) > 1.1 * together
@@ -76,20 +83,20 @@ def test_collectives_that_go_as_one_end_what_they_wait_for() -> None:
 
 @pytest.mark.parametrize("on", ["even8", "mixed8"])
 def test_bundles_are_those_that_are_lowered(on: str) -> None:
-    plan = example_plan("cnn", on)
+    plan = example_plan("cnn", on, QUICK)
     found = kernels(plan)
     joined = {k for k, step in enumerate(found.steps) if step is None}
     collectives = [k for k, step in enumerate(found.steps) if isinstance(step, Convert) and step.is_collective]
-    alone = [k for k in collectives if found.taken[k][0].maker not in joined]
-    assert len(collectives) - len(alone) > len(joined) > 0
+    sent_by = Counter(maker if (maker := found.taken[k][0].maker) in joined else k for k in collectives)
+    assert max(sent_by.values()) > 1
     text = plan.lower().as_text()
     lowered = sum(text.count(f'"stablehlo.{kind}"') for kind in KINDS)
-    assert lowered == len(joined) // 2 + len(alone)
+    assert lowered == len(sent_by)
 
 
 def test_a_switch_keeps_what_it_takes() -> None:
     """As many switches as are lowered; what comes from around one is in memory, even if it is cheap."""
-    plan = example_plan("cnn", "mixed8")
+    plan = example_plan("cnn", "mixed8", QUICK)
     found = kernels(plan)
     assert isinstance(plan.lowered, Lowered)
     switches = [step for step in plan.lowered.steps if isinstance(step, Stage) and step.switch]

@@ -28,9 +28,9 @@ from hapsynth.instructions.rules.factor_table import FactorTable
 from hapsynth.instructions.staging.moved_rows import even_rows, moves
 from hapsynth.plan import Form
 from hapsynth.search.cost.model import CostModel
-from hapsynth.search.cost.network import Shares
+from hapsynth.search.cost.network import Even, Shares
 from hapsynth.search.cost.program_cost import program_cost
-from hapsynth.search.sizing.class_costs import ClassCosts, Even
+from hapsynth.search.sizing.class_costs import ClassCosts
 
 NBYTES, BANDWIDTH = 64 << 20, 1.25e9
 
