@@ -166,7 +166,8 @@ class ProblemBuilder:
         cuts = self.structure.layouts[value].cuts
         vectors = () if ratios is None else tuple(ratios.of(value, *cut) for cut in cuts)
         role = None if restriction.convertible is None else restriction.role(value)
-        return self.graph.values[value].nbytes, vectors, role, self.costs.conversion_kind(value)
+        shape = () if ratios is None else self.graph.values[value].shape
+        return self.graph.values[value].nbytes, shape, vectors, role, self.costs.conversion_kind(value)
 
     def offer(self, value: int, availability: AvailableLayouts) -> ConversionPlan:
         """The conversions that an availability stands for."""
