@@ -87,7 +87,7 @@ def optimizations(request: pytest.FixtureRequest) -> Iterator[None]:
 @pytest.fixture
 def unequal() -> Cluster:
     """Four fast devices and four at a third of their speed, joined well."""
-    return graphs.cluster([3.0] * 4 + [1.0] * 4)
+    return graphs.cluster([3.0] * 4 + [1.0] * 4, latency=1e-7)
 
 
 @pytest.fixture

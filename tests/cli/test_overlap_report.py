@@ -33,7 +33,7 @@ def target():
 
 @pytest.fixture(scope="module")
 def plan() -> Plan:
-    cluster = slow_cluster((3.0, 1.0), bandwidth=1e9)
+    cluster = slow_cluster((3.0, 1.0), bandwidth=1e8)
     fast, slow = cluster.devices
     cluster = replace(cluster, devices=(replace(fast, contention=1.25), slow))
     plan = hapsynth.synthesize(mlp_step, mlp_args(), cluster, overlap=True, leave_out=False)

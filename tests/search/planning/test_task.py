@@ -90,7 +90,7 @@ def test_an_additive_problem_comes_to_a_choice_its_cost_and_a_bound(graph: Graph
 
 
 def test_a_planner_goes_about_problems_as_its_options_say(graph: Graph) -> None:
-    where = cluster([3.0, 1.0, 1.0])
+    where = cluster([3.0, 1.0, 1.0], latency=2e-7)
     usual = Planner(Task(graph, where)).run()
     searching = SolverOptions(elimination_cells=0, cheap_work=0, joined_entries=0)
     searched = Planner(Task(graph, where, PlanningOptions(solver=searching))).run()
