@@ -19,6 +19,7 @@ from rich.console import Console
 from hapsynth._quantities import percent, plural, seconds, si
 from hapsynth.cluster.cluster import Cluster
 from hapsynth.cluster.device_kinds import DeviceKind
+from hapsynth.instructions.collectives import STEPS, Balanced
 from hapsynth.instructions.program.program import Compute, Convert
 from hapsynth.instructions.program.sizes import layout_nodes
 from hapsynth.plan import Plan
@@ -214,10 +215,11 @@ def rate_source(cluster: Cluster, kind: DeviceKind, op_class: str, dtype: str) -
 
 def link_source(model: CostModel, axis: int, step: str) -> str:
     """Where the latency and the bandwidth of a collective along an axis come from."""
-    cluster, link = model.cluster, model.links[axis]
-    if step in link.curves:
+    cluster, link, collective = model.cluster, model.links[axis], STEPS[step]
+    priced_as = collective.even if isinstance(collective, Balanced) else step
+    if priced_as in link.curves:
         told = [f"{cluster.profile[key]}" for key in ("machines", "when") if key in cluster.profile]
-        return ", ".join([f"measured curve of {step}", *told])
+        return ", ".join([f"measured curve of {priced_as}", *told])
     return link.slowest
 
 

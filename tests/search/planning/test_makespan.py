@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -25,6 +25,7 @@ from hapsynth.graph.trace import trace
 from hapsynth.instructions.program.checker import check
 from hapsynth.search.cost.device_speed import DeviceFigures
 from hapsynth.search.cost.roofline import Roofline
+from hapsynth.search.planning.candidate import Candidate
 from hapsynth.search.planning.device_subsets import ClusterPlanner, subclusters
 from hapsynth.search.planning.ideal_work import IdealWorkBound
 from hapsynth.search.planning.makespan import MakespanSearch
@@ -44,19 +45,25 @@ ROUNDING = 1 + 1e-9
 _MOST = 300
 
 
-def tiny(name: str, bandwidth: float, contention: float) -> Space:
-    cluster = graphs.cluster([3.0, 1.0], bandwidth, 1e-7)
+def tiny(name: str, bandwidth: float, contention: float, speeds: Sequence[float] = (3.0, 1.0)) -> Space:
+    cluster = graphs.cluster([*speeds], bandwidth, 1e-7)
     cluster = replace(cluster, devices=tuple(replace(kind, contention=contention) for kind in cluster.devices))
     return space(TINY[name], (floats(64, 64), floats(64, 64)), cluster)
 
 
-def makespans(given: Space, rng: random.Random) -> list[float]:
-    """Of every program of a choice space, or of many and the one that sends nothing, each in several orders."""
-    problem, found = given.builder.problem(), list[float]()
+def candidates(given: Space, rng: random.Random) -> Iterator[Candidate]:
+    """Every program of a choice space, or many and the one that sends nothing."""
+    problem = given.builder.problem()
     every = product(*(range(row.size) for row in problem.unary))
     fine = [choices for choices in every if np.isfinite(problem.cost(choices))]
     for choices in (*rng.sample(fine, min(len(fine), _MOST)), given.search.choices.replicated()):
-        candidate = given.search.maker.chosen(given.builder, np.array(choices))
+        yield given.search.maker.chosen(given.builder, np.array(choices))
+
+
+def makespans(given: Space, rng: random.Random) -> list[float]:
+    """Of these programs, each in several orders."""
+    found: list[float] = []
+    for candidate in candidates(given, rng):
         tasks = tasks_of(candidate.program, candidate.sizes, given.task.costs)
         found.append(min(schedule(tasks).makespan_s, simulate(tasks, random_order(rng, tasks)).makespan_s))
     return found
@@ -87,11 +94,32 @@ def test_no_program_at_any_ratios_is_below_the_joint_bound(name: str, bandwidth:
     work, parts = IdealWorkBound(given.task.choices, given.task.costs).weighted_on(given.task.cluster)
     joint = search.joint_bound(parts)
     assert 0 < joint <= search.bound * ROUNDING
-    rng, (_, evenly) = random.Random(2), given.task.starts()[0]
+    rng = random.Random(2)
     for part in (0.0, 0.25, 0.5, 0.625, 0.75, 0.875, 1.0):
-        ratios = given.task.ratios(np.array([part, 1 - part]), evenly)
+        ratios = given.task.ratios(np.array([part, 1 - part]), frozenset())
         least = min(makespans(given._replace(builder=given.search.builder(ratios)), rng))
         assert max(joint, work) <= least * ROUNDING
+
+
+def test_nor_is_one_with_balanced_collectives() -> None:
+    """Of two devices a balanced gather takes as long as a padded one: there have to be three."""
+    given = tiny("product", 1e8, 1.5, (3.0, 1.0, 1.0))
+    at = lambda *parts: given._replace(builder=given.search.builder(given.task.ratios(np.array(parts), frozenset())))
+    search = MakespanSearch(given.search, given.builder.ratios, np.array(given.search.choices.replicated()))
+    search.run(6)
+    work, parts = IdealWorkBound(given.task.choices, given.task.costs).weighted_on(given.task.cluster)
+    joint = search.joint_bound(parts)
+    for part in (0.0, 0.25, 1 / 3, 0.5, 0.6, 0.75, 0.9):
+        there = at(part, (1 - part) / 2, (1 - part) / 2)
+        made = list(candidates(there, random.Random(3)))
+        steps = {step for candidate in made for step in candidate.program.collectives()}
+        assert ({"balanced_all_gather", "balanced_reduce_scatter"} <= steps) == (part > 1 / 3)
+        least = min(makespans(there, random.Random(3)))
+        assert max(joint, work) <= least * ROUNDING
+        if part == 0.6:
+            uneven = MakespanSearch(there.search, there.builder.ratios, np.array(there.search.choices.replicated()))
+            uneven.run(6)
+            assert 0 < uneven.bound <= least * ROUNDING
 
 
 def test_each_op_may_go_where_it_is_fast() -> None:
