@@ -114,6 +114,14 @@ def test_the_search_takes_the_cheaper_one(skew: float) -> None:
     assert gathering(0.0, 1.0).program.collectives() == {"all_gather": 1}
 
 
+@pytest.mark.parametrize("flip", [1.4, 1.8])
+def test_the_search_changes_at_the_predicted_skew(flip: float) -> None:
+    """At one latency: padded up to `flip` times the mean on one device, balanced from there on."""
+    latency = 2 * (flip - 1) / 4 * 480 * 64 * 4 / 1e9
+    for factor, name in ((0.95, "all_gather"), (1.05, "balanced_all_gather")):
+        assert gathering(latency, factor * flip).program.collectives() == {name: 1}
+
+
 @pytest.mark.parametrize("form", ["switch", "staged"])
 def test_it_gives_the_same(form: Form) -> None:
     plan = gathering(0.0, 2.0, form=form)
