@@ -8,7 +8,7 @@ padded, besides (`wires.py`). An input that is carried lives until its last use 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -50,8 +50,8 @@ class Change(NamedTuple):
         return {cut[0] for cut in self if not isinstance(cut, Even)}
 
 
-Held = tuple[Cut | Change, bool]
-"""(cut, whether its largest share counts on all devices), or what moves, which does"""
+Held = tuple[Cut, bool]
+"""(cut, whether its largest share counts on all devices)"""
 
 
 _Some = np.ndarray | slice
@@ -122,14 +122,14 @@ class MemoryProfile:
         return np.array(starts, dtype=np.int64), np.array(stops, dtype=np.int64)
 
     @cached_property
-    def _cuts(self) -> dict[Held, np.ndarray]:
+    def _cuts(self) -> dict[Held | Change, np.ndarray]:
         """The buffers that are cut so."""
-        cut: dict[Held, list[int]] = {}
+        cut: dict[Held | Change, list[int]] = {}
         for n, b in enumerate(self.buffers):
             for node in b.nodes:
                 cut.setdefault((self.index.cut(node), b.padded), []).append(n)
             if b.moved:
-                cut.setdefault((Change(*map(self._end, b.moved)), b.padded), []).append(n)
+                cut.setdefault(Change(*map(self._end, b.moved)), []).append(n)
         return {c: np.array(members) for c, members in cut.items()}
 
     def _end(self, node: Node) -> Cut | Even:
@@ -139,7 +139,7 @@ class MemoryProfile:
         return self.index.cut(node)
 
     @cached_property
-    def _ways(self) -> list[Held]:
+    def _ways(self) -> list[Held | Change]:
         return list(self._cuts)
 
     @cached_property
@@ -157,11 +157,11 @@ class MemoryProfile:
     def _shares(self) -> dict[tuple[Held, int], tuple[tuple[int, ...], float | Floats]]:
         return {}
 
-    def _share(self, sizes: Sizes, held: Held) -> float | Floats:
+    def _share(self, sizes: Sizes, held: Held | Change) -> float | Floats:
         """What a cut leaves of a tensor, on each device or, padded, on all alike."""
+        if isinstance(held, Change):
+            return self._moved(sizes, held)
         cut, padded = held
-        if isinstance(cut, Change):
-            return self._moved(sizes, cut)
         # By identity, as hashing the shares of many devices costs more than all else; the entry keeps them from being
         # another's.
         shares = sizes.shares[cut[0]]
@@ -196,8 +196,8 @@ class MemoryProfile:
         there = np.zeros(len(self._cuts) + 1, dtype=bool)
         there[cuts_of] = True
         for k in np.flatnonzero(there[:-1]).tolist():
-            if self._ways[k] not in without:
-                shares[:, k] = self._share(sizes, self._ways[k])
+            if isinstance(way := self._ways[k], Change) or way not in without:
+                shares[:, k] = self._share(sizes, way)
         for cuts in cuts_of:
             nbytes *= shares[:, cuts]
         return nbytes
@@ -210,8 +210,8 @@ class MemoryProfile:
         """What counts more at other sizes of one class: as `counted`."""
         cut = [
             members
-            for (held, _), members in self._cuts.items()
-            if (c in held.classes if isinstance(held, Change) else held[0] == c)
+            for held, members in self._cuts.items()
+            if (c in held.classes if isinstance(held, Change) else held[0][0] == c)
         ]
         some = np.unique(np.concatenate([np.zeros(0, dtype=np.int64), *cut]))
         nbytes = self.bytes_of(after, some=some) - self.bytes_of(before, some=some)
@@ -230,7 +230,7 @@ class MemoryProfile:
         return self.alive(self.bytes_of(sizes))
 
     def by_cut(
-        self, sizes: Sizes, cuts: Iterable[Cut], counted: Floats | None = None, points: np.ndarray | None = None
+        self, sizes: Sizes, cuts: Collection[Cut], counted: Floats | None = None, points: np.ndarray | None = None
     ) -> tuple[Floats, dict[Held, Floats]]:
         """What counts at each point, or at some, of what none of `cuts` divides, and what each of them divides, whole,
         everything else at `sizes`: [rows, points], a row for each device or, padded, one.
@@ -239,11 +239,9 @@ class MemoryProfile:
         least that its largest can be. Nor is what moves of one in proportion: it counts as nothing. `counted`: in all
         at these points, where that is known.
         """
-        some: list[tuple[Cut, bool]] = [
-            held for c in cuts for padded in (False, True) if (held := (c, padded)) in self._cuts
-        ]
+        some = [held for c in cuts for padded in (False, True) if (held := (c, padded)) in self._cuts]
         free = {c for c, _ in cuts}
-        moving = [m for (held, _), m in self._cuts.items() if isinstance(held, Change) and held.classes & free]
+        moving = [m for held, m in self._cuts.items() if isinstance(held, Change) and held.classes & free]
         every = [np.zeros(0, dtype=np.int64), *moving, *(self._cuts[held] for held in some)]
         touched = np.unique(np.concatenate(every))
         nbytes = self.bytes_of(sizes, some, touched)
