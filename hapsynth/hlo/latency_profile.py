@@ -1,7 +1,7 @@
 """How long the kernels and collectives of a compiled program take, as XLA's latency-hiding scheduler reads it.
 
-By itself the scheduler takes all collectives to last alike, and all kernels but the largest: it ends a transfer of half
-a millisecond after five kernels of a microsecond. A profile by name, which is meant to be measured, tells it better
+By itself the scheduler takes all collectives to last alike, and a kernel by its kind: it ends a transfer of half a
+millisecond after five kernels of some microseconds. A profile by name, which is meant to be measured, tells it better
 (`ProfiledInstructionsProto`, as text); here it says what the plan goes by.
 """
 
@@ -16,8 +16,8 @@ from hapsynth.hlo.text import Module, parse
 
 _UNITS = 1e8
 """To a second. The profile counts microseconds, but for what it does not name the scheduler takes numbers of its own,
-1,000 for a kernel and 5,000 for a collective: with these units they are 10 and 50 us, which is usual. XLA does not
-name all kernels the same when it compiles a program again."""
+5,000 for a collective, 1,000 for a loop's fusion, 1 for the rest and between two kernels: 50 us, 10 us, 10 ns. XLA does
+not name all of Triton's kernels the same when it compiles a program again."""
 
 
 def latency_profile(text: str, kind: DeviceKind, price: Price) -> bytes:
