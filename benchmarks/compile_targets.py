@@ -139,8 +139,9 @@ def of_jit(model: str, form: str, card: str, path: Path, texts: Path | None) -> 
     from hapsynth.hlo.collectives import collectives_of, fingerprint
     from hapsynth.hlo.replay import replay
     from hapsynth.plan import load
+    from hapsynth.search.cost.collective_price import NetworkPrice
     from hapsynth.targets.target_process import compiled_of
-    from hapsynth.targets.times import NetworkPrice, predicted
+    from hapsynth.targets.times import predicted
 
     fn, args, _ = built(model)
     plan = load(path, fn, args)

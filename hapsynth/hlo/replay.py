@@ -12,7 +12,7 @@ the second stands for all that follow.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 
 from hapsynth.cluster.device_kinds import DeviceKind
@@ -22,6 +22,8 @@ from hapsynth.hlo.work import FREE, Computation, Work
 
 Price = Callable[[Collective], float]
 """Seconds of one run of a collective."""
+RUN_OTHERS = ("while", "conditional", "call", "async-start")
+"""Instructions that run computations."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,16 @@ def replay(text: str, kind: DeviceKind, price: Price, branches: Mapping[int, int
     clock = _Clock(parse(text), kind, price, branches or {})
     clock.run(clock.module.entry)
     return replace(clock.done, seconds=clock.now)
+
+
+def steps_of(module: Module, computation: str) -> Iterator[tuple[Instruction, Collective | None, Work | None]]:
+    """What each instruction starts, or does; neither for what takes no time, and for what runs others."""
+    inside = Computation(module, computation)
+    types = {i.name: i.type for i in inside.instructions}
+    for i in inside.instructions:
+        start = started(module, i, types)
+        idle = start is not None or i.opcode in RUN_OTHERS or i.opcode in FREE or i.opcode.endswith("-done")
+        yield i, start, None if idle else inside.work(i)
 
 
 def kernel_seconds(work: Work, kind: DeviceKind) -> float:
@@ -120,17 +132,8 @@ class _Clock:
                 under_way[i.name] = under_way.pop(i.operands[0])
 
     def _instructions(self, name: str) -> list[tuple[Instruction, Collective | None, Work | None]]:
-        """What each instruction starts, or does; neither for what takes no time, and for what runs others."""
         if name not in self._works:
-            inside = Computation(self.module, name)
-            types = {i.name: i.type for i in inside.instructions}
-            found: list[tuple[Instruction, Collective | None, Work | None]] = []
-            for i in inside.instructions:
-                start = started(self.module, i, types)
-                runs = i.opcode in ("while", "conditional", "call", "async-start")
-                idle = start is not None or runs or i.opcode in FREE or i.opcode.endswith("-done")
-                found.append((i, start, None if idle else inside.work(i)))
-            self._works[name] = found
+            self._works[name] = [*steps_of(self.module, name)]
         return self._works[name]
 
     def _send(self, one: Collective) -> _Transfer:

@@ -6,7 +6,7 @@ from hapsynth.lower._fused_form import Fused, lower_fused
 from hapsynth.lower._interpreter import Interpreter
 from hapsynth.lower._isolated import IsolatedProgram, ones, waits
 from hapsynth.lower._mesh_position import MeshPosition
-from hapsynth.lower._pinned import is_pinned
+from hapsynth.lower._pinned import Latencies, compile_with, is_pinned
 from hapsynth.lower._recorded_call import RecordedCall
 from hapsynth.lower._staged_form import Staged, lower_staged
 from hapsynth.lower._storage import Storage, host_array, own_mesh, with_weak_type
@@ -18,6 +18,7 @@ __all__ = [
     "Fused",
     "Interpreter",
     "IsolatedProgram",
+    "Latencies",
     "Lowered",
     "MeshPosition",
     "Positions",
@@ -27,6 +28,7 @@ __all__ = [
     "Storage",
     "UnsupportedError",
     "alike",
+    "compile_with",
     "host_array",
     "is_pinned",
     "local_positions",

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, ClassVar
 
 import jax
@@ -17,12 +16,11 @@ from hapsynth.instructions.program.program import Program
 from hapsynth.instructions.program.sizes import Sizes
 from hapsynth.instructions.staging.options import DEFAULT, LoweringOptions
 from hapsynth.instructions.staging.stages import Stage
-from hapsynth.lower._collective_order import Order
 from hapsynth.lower._control_flow import Env
 from hapsynth.lower._device_groups import Positions, alike
 from hapsynth.lower._exact_storage import ExactStorage, Shards, local_positions
 from hapsynth.lower._mesh_position import MeshPosition
-from hapsynth.lower._pinned import Chain
+from hapsynth.lower._pinned import Latencies
 from hapsynth.lower._storage import Storage, own_mesh
 from hapsynth.lower._switch_form import Lowered
 
@@ -72,16 +70,8 @@ class Fused(Lowered):
     def flat(self) -> bool:
         return True
 
-    @cached_property
-    def _names(self) -> tuple[str, ...]:
-        return tuple(name for name, _ in self.program.axes)
-
     def _here(self, index: Sequence[Any]) -> MeshPosition:
         return MeshPosition(tuple(size for _, size in self.program.axes), self.own, tuple(index))
-
-    def _order(self) -> Order:
-        by_barriers = self.is_pinned and _jax.gpus_schedule_around_barriers()
-        return Chain(self._names, by_data=not by_barriers)
 
     def _switch(self, stage: Stage, env: Env, everyone: MeshPosition) -> None:
         self.local.run(stage.switch, env, everyone)
@@ -95,11 +85,13 @@ def lower_fused(
     *,
     donate: bool = True,
     options: LoweringOptions = DEFAULT,
+    latencies: Latencies | None = None,
     own: Positions = (),
 ) -> Fused:
     """Lower a checked program for this process's devices of `mesh`, or for those at `own`, whose shares are alike
     (`alike`), as `lower` does."""
-    return Fused(graph, program, sizes, own_mesh(mesh, program.axes), donate, options=options, own=own)
+    of = own_mesh(mesh, program.axes)
+    return Fused(graph, program, sizes, of, donate, options=options, latencies=latencies, own=own)
 
 
 def _exact(storage: Storage) -> ExactStorage:

@@ -21,7 +21,7 @@ from hapsynth.instructions.staging.stages import Step, split
 from hapsynth.lower import _gloo
 from hapsynth.lower._collective_order import Each, as_it_is
 from hapsynth.lower._interpreter import Interpreter
-from hapsynth.lower._pinned import OPTIONS, is_pinned
+from hapsynth.lower._pinned import OPTIONS, Latencies, is_pinned
 from hapsynth.lower._storage import Storage
 
 
@@ -30,7 +30,8 @@ class LoweredProgram(ABC):
     """A program on stored arrays.
 
     `inputs`, `constants` and `outputs` say how each is stored (an output that is a literal has None); `donated` says
-    which inputs a call consumes. `platform` is by default that of the mesh's devices. `traces` counts how often the
+    which inputs a call consumes. `platform` is by default that of the mesh's devices. `latencies`: by which XLA is to
+    schedule it, where it is prepared. `traces` counts how often the
     program was traced: once, however often it is called.
     """
 
@@ -41,6 +42,7 @@ class LoweredProgram(ABC):
     donate: bool = True
     platform: str | None = None
     options: LoweringOptions = DEFAULT
+    latencies: Latencies | None = None
     traces: int = 0
     inputs: tuple[Storage, ...] = field(init=False)
     constants: tuple[Storage, ...] = field(init=False)

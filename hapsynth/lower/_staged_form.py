@@ -51,7 +51,7 @@ from hapsynth.lower._host_schedule import (
 from hapsynth.lower._lowered_form import LoweredProgram
 from hapsynth.lower._mesh_position import MeshPosition
 from hapsynth.lower._overlap import overlapped
-from hapsynth.lower._pinned import pinned_order
+from hapsynth.lower._pinned import Chain
 from hapsynth.lower._recorded_call import RecordedCall, Recorder
 from hapsynth.lower._scopes import scope_of, scope_of_step
 from hapsynth.lower._storage import cut_to, own_mesh, pad_to, with_weak_type
@@ -369,7 +369,7 @@ class Staged(LoweredProgram):
 
         def hapsynth_exchange(*arrays: Any) -> list[Any]:
             out: list[Any] = []
-            each = pinned_order().each if self.is_pinned else as_it_is
+            each = Chain(names, self.local.platform).each if self.is_pinned else as_it_is
             for wire, x in zip(wires, arrays, strict=True):
                 if isinstance(wire, HostDecision):
                     out.append(self.uniform(x, each))

@@ -29,7 +29,7 @@ from hapsynth.lower._collectives import LOWERINGS, send
 from hapsynth.lower._control_flow import Env, Run, run_cond, run_loop
 from hapsynth.lower._lowered_form import LoweredProgram
 from hapsynth.lower._mesh_position import MeshPosition
-from hapsynth.lower._pinned import pinned_order
+from hapsynth.lower._pinned import Chain, Latencies, compile_with
 from hapsynth.lower._scopes import scope_of_step
 from hapsynth.lower._storage import Storage, cut_to, own_mesh, pad_to, with_weak_type
 
@@ -49,7 +49,7 @@ class Lowered(LoweredProgram):
 
     def prepare(self) -> str:
         lowered = self.lower()
-        self.compiled = lowered.compile()
+        self.compiled = compile_with(lowered, self.latencies)
         return hashlib.sha256(lowered.as_text().encode()).hexdigest()[:16]
 
     @property
@@ -130,7 +130,7 @@ class Lowered(LoweredProgram):
 
     def _order(self) -> Order:
         """What keeps the collectives in order."""
-        return pinned_order() if self.is_pinned else Order(self._ordered)
+        return Chain(self.mesh.axis_names, self.local.platform) if self.flat else Order(self._ordered)
 
     def _left(self, value: int, layout: Layout, env: Env, here: MeshPosition) -> Any:
         """An output: what was computed of padding, which may be no number, doesn't leave."""
@@ -242,10 +242,12 @@ def lower(
     *,
     donate: bool = True,
     options: LoweringOptions = DEFAULT,
+    latencies: Latencies | None = None,
 ) -> Lowered:
     """Lower a checked program for the devices of `mesh`, whatever its axes are.
 
     With `donate` the arguments of carried state are consumed by a call, so that the new state can take their memory.
+    `latencies`: as of `LoweredProgram`.
     Raises ValueError where the mesh has another number of devices than the program.
     """
-    return Lowered(graph, program, sizes, own_mesh(mesh, program.axes), donate, options=options)
+    return Lowered(graph, program, sizes, own_mesh(mesh, program.axes), donate, options=options, latencies=latencies)

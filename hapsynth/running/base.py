@@ -6,22 +6,35 @@ import platform
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Self, TypeVar
 
 import jax
+import numpy as np
 from jax.sharding import Mesh
 
 from hapsynth._warn import warn_user
 from hapsynth.cluster.cluster import Cluster, ClusterWarning
 from hapsynth.graph.trace import Traced
+from hapsynth.hlo.latency_profile import latency_profile
 from hapsynth.instructions.layout import format_layout
 from hapsynth.instructions.program.program import Program
 from hapsynth.instructions.program.sizes import Sizes
 from hapsynth.instructions.rules.factor_table import FactorTable
-from hapsynth.lower import Lowered, Staged, lower, lower_fused, lower_staged, own_mesh
+from hapsynth.lower import (
+    Latencies,
+    Lowered,
+    Staged,
+    is_pinned,
+    local_positions,
+    lower,
+    lower_fused,
+    lower_staged,
+    own_mesh,
+)
 from hapsynth.running.arguments import Arguments
 from hapsynth.running.form import Chosen, Form, check_form, chosen_form, is_even, no_overlap, not_fused, only_exact
+from hapsynth.search.cost.collective_price import NetworkPrice
 from hapsynth.search.cost.model import CostModel
 from hapsynth.search.result import Result
 from hapsynth.search.scheduling.list_schedule import in_scheduled_order
@@ -235,10 +248,20 @@ class Planned(ABC):
         graph, program, sizes, mesh = self.traced.graph, self.program, self.sizes, self.mesh
         options = self.result.lowering
         if self.form == "switch":
-            return lower(graph, program, sizes, mesh, donate=donate, options=options)
+            return lower(graph, program, sizes, mesh, donate=donate, options=options, latencies=self.latencies)
         if self.form == "fused":
-            return lower_fused(graph, program, sizes, mesh, donate=donate, options=options)
+            return lower_fused(graph, program, sizes, mesh, donate=donate, options=options, latencies=self.latencies)
         return lower_staged(graph, program, sizes, mesh, donate=donate, options=options, overlap=self.overlap)
+
+    @property
+    def latencies(self) -> Latencies | None:
+        """By which XLA is to schedule collectives beside computing; None where it does not."""
+        mesh = self.mesh
+        if mesh is None or not (mesh.is_multi_process and is_pinned(mesh.devices.flat[0].platform)):
+            return None
+        (place, *_) = local_positions(mesh)
+        kind = self.used.devices[int(np.ravel_multi_index(place, mesh.devices.shape))]
+        return partial(latency_profile, kind=kind, price=NetworkPrice(self.used, self.program.axes))
 
     @property
     def form(self) -> Chosen:

@@ -21,17 +21,19 @@ from hapsynth.cluster.compiler_target import CompilerTarget
 from hapsynth.cluster.device_kinds import DeviceKind, known_kinds
 from hapsynth.graph.trace import Traced
 from hapsynth.hlo.collectives import collectives_of, first_difference
+from hapsynth.hlo.latency_profile import latency_profile
 from hapsynth.hlo.replay import Replay, replay
 from hapsynth.instructions.rules.factor_table import FactorTable
-from hapsynth.lower import Lowered, Staged, alike, lower, lower_fused, lower_staged, own_mesh
+from hapsynth.lower import Latencies, Lowered, Staged, alike, compile_with, lower, lower_fused, lower_staged, own_mesh
 from hapsynth.running.form import Chosen, Form, chosen_form, only_exact
 from hapsynth.running.plan_file import read_plan
+from hapsynth.search.cost.collective_price import NetworkPrice
 from hapsynth.search.cost.model import CostModel
 from hapsynth.search.memory.profile import SMALL, held_pinned
 from hapsynth.search.memory.xla_schedule import Library
 from hapsynth.search.result import Result
 from hapsynth.targets.compiled_target import CompiledTarget
-from hapsynth.targets.times import NetworkPrice, Predicted, branches_of, predicted
+from hapsynth.targets.times import Predicted, branches_of, predicted
 
 _LONGEST = 400
 """Characters of a compiler's message that are told."""
@@ -143,9 +145,9 @@ class _Saved:
         """The one program."""
         lowered = self._lowered(lower, processes=True)
         assert isinstance(lowered, Lowered)
-        compiled, without = compiled_of(lowered.lower())
-        text = compiled.as_text()
-        return _Compiled(_peak(compiled), [text], [text], without, branches_of(lowered.steps, self.own[0]))
+        made, without = compiled_of(lowered.lower(), self.latencies)
+        text = made.as_text()
+        return _Compiled(_peak(made), [text], [text], without, branches_of(lowered.steps, self.own[0]))
 
     def fused(self) -> _Compiled:
         """The programs of the devices of this kind, one for each share that they have; the largest peak. Raises
@@ -155,9 +157,9 @@ class _Saved:
         peaks, texts, without = list[int](), list[str](), False
         for numbers in alike(self.result.sizes, own):
             of_these = partial(lower_fused, own=tuple(own[n] for n in numbers))
-            compiled, each = compiled_of(self._lowered(of_these, processes=True).lower())
-            peaks.append(_peak(compiled))
-            texts.append(compiled.as_text())
+            made, each = compiled_of(self._lowered(of_these, processes=True).lower(), self.latencies)
+            peaks.append(_peak(made))
+            texts.append(made.as_text())
             without |= each
         if (different := first_difference([collectives_of(text) for text in texts])) is not None:
             number, said = different
@@ -185,9 +187,17 @@ class _Saved:
 
     def replayed(self, compiled: _Compiled) -> Replay:
         """One call of a device of this kind: of several programs one after the other."""
-        price = NetworkPrice(self.costs.cluster, self.result.program.axes)
-        each = [replay(text, self.kind, price, compiled.branches) for text in compiled.texts]
+        each = [replay(text, self.kind, self.price, compiled.branches) for text in compiled.texts]
         return sum(each, Replay())
+
+    @property
+    def price(self) -> NetworkPrice:
+        return NetworkPrice(self.costs.cluster, self.result.program.axes)
+
+    @property
+    def latencies(self) -> Latencies:
+        """By which XLA schedules on this card, as a process of a job has them."""
+        return partial(latency_profile, kind=self.kind, price=self.price)
 
     @property
     def kind(self) -> DeviceKind:
@@ -217,7 +227,7 @@ class _Saved:
         return form(traced.graph, result.program, result.sizes, mesh, options=result.lowering)
 
 
-def compiled_of(lowered: Any) -> tuple[Any, bool]:
+def compiled_of(lowered: Any, latencies: Latencies | None = None) -> tuple[Any, bool]:
     """What XLA makes of a lowered program, and whether it had to do without Triton's contractions.
 
     XLA writes a contraction of new cards in Triton by a configuration that on the card autotuning would have tried;
@@ -225,11 +235,11 @@ def compiled_of(lowered: Any) -> tuple[Any, bool]:
     collectives are none of its business, these stay the same.
     """
     try:
-        return lowered.compile(), False
+        return compile_with(lowered, latencies), False
     except jax.errors.JaxRuntimeError as error:
         if " tile" not in str(error):
             raise
-        return lowered.compile(compiler_options={"xla_gpu_enable_triton_gemm": False}), True
+        return compile_with(lowered, latencies, {"xla_gpu_enable_triton_gemm": False}), True
 
 
 def _peak(compiled: Any) -> int:

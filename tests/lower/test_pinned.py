@@ -12,8 +12,11 @@ from slow_devices import first_devices, thin_cluster
 
 import hapsynth
 from hapsynth import _jax
-from hapsynth.lower import Lowered, _pinned
+from hapsynth.hlo.latency_profile import latency_profile
+from hapsynth.hlo.text import HloError
+from hapsynth.lower import Lowered, _pinned, compile_with
 from hapsynth.lower._pinned import OPTIONS, is_pinned
+from hapsynth.search.cost.collective_price import NetworkPrice
 
 COLLECTIVES = ("psum", "pmax", "pmin", "all_gather", "reduce_scatter", "all_to_all", "ppermute")
 UNEVEN = (3.0, 3.0, 1.0, 1.0)
@@ -148,3 +151,46 @@ def test_where_collectives_are_pinned() -> None:
     plan = hapsynth.synthesize(step, arguments(step), first_devices(4), cluster=thin_cluster(UNEVEN), leave_out=False)
     assert OPTIONS.items() <= lowered_for_gpus(plan).communicating_options.items()
     assert not OPTIONS.keys() & lowered_for_gpus(plan, "cpu").communicating_options.keys()
+
+
+class Scheduled:
+    """A lowered program that says by which options it is compiled."""
+
+    def __init__(self) -> None:
+        self.asked: list[Any] = []
+
+    def compile(self, compiler_options: Any = None) -> Any:
+        self.asked.append(compiler_options)
+        return self
+
+    def as_text(self) -> str:
+        return "its text"
+
+
+def test_xla_is_told_what_takes_how_long() -> None:
+    def unknown(text: str) -> bytes:
+        raise HloError(text)
+
+    one: Any
+    for latencies, again in ((str.encode, [b"its text"]), (lambda _: b"", []), (unknown, []), (None, [])):
+        one = Scheduled()
+        assert compile_with(one, latencies, {"an_option": True}) is one
+        options = [{"an_option": True}, *({"an_option": True, "fdo_profile": text} for text in again)]
+        assert one.asked == options
+
+
+def test_latencies_are_the_plans_own() -> None:
+    """Those of this process's device, wherever processes with GPUs run one program each."""
+    plan = hapsynth.synthesize(step, arguments(step), first_devices(4), cluster=thin_cluster(UNEVEN), leave_out=False)
+    assert plan.mesh is not None
+    assert plan.latencies is None
+    device = lambda process: type("Device", (), {"platform": "gpu", "process_index": process})()
+    mesh: Any = type("Mesh", (), {"devices": np.array([*map(device, (1, 1, 0, 2))]), "is_multi_process": True})()
+    plan.mesh = mesh
+    with_gpus = plan.latencies
+    assert with_gpus is not None
+    fast, slow = plan.used.devices[0], plan.used.devices[2]
+    text = "HloModule f\n\nENTRY %main (z: f32[8]) -> f32[8] {\n  %z = f32[8]{0} parameter(0)\n"
+    text += "  %n = f32[8]{0} negate(%z)\n  ROOT %a = f32[8]{0} all-gather(%n), replica_groups={{0,1,2,3}}\n}\n"
+    price = NetworkPrice(plan.used, plan.program.axes)
+    assert with_gpus(text) == latency_profile(text, slow, price) != latency_profile(text, fast, price)

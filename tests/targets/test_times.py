@@ -13,8 +13,9 @@ from hapsynth.cluster.cluster import Cluster, Link
 from hapsynth.cluster.device_kinds import known_kinds
 from hapsynth.hlo.collectives import Collective
 from hapsynth.instructions.staging.stages import Stage, split
+from hapsynth.search.cost.collective_price import NetworkPrice
 from hapsynth.search.cost.network import axis_links
-from hapsynth.targets.times import NetworkPrice, branches_of, predicted
+from hapsynth.targets.times import branches_of, predicted
 
 FOUR = Cluster("four", (known_kinds()["V100-16GB"],) * 4, (0, 0, 1, 1), Link(1e9, 1e-5), Link(1e11, 1e-6))
 

@@ -1,0 +1,58 @@
+"""What XLA's scheduler is told that kernels and collectives of a compiled program take."""
+
+import re
+
+import pytest
+
+from hapsynth.cluster.device_kinds import DeviceKind
+from hapsynth.hlo.latency_profile import latency_profile
+from hapsynth.hlo.text import HloError
+
+# A byte takes a microsecond, and computing nothing.
+KIND = DeviceKind("x", {"float32": 1e30}, 1e6, 1, overhead=0.0)
+LOOP = """HloModule f, is_scheduled=true, num_partitions=2
+
+%add (a: f32[], b: f32[]) -> f32[] {
+  %a = f32[] parameter(0)
+  %b = f32[] parameter(1)
+  ROOT %s = f32[] add(%a, %b)
+}
+
+%negated (p: f32[8]) -> f32[8] {
+  %p = f32[8]{0} parameter(0)
+  ROOT %n = f32[8]{0} negate(%p)
+}
+
+%body (x: f32[8]) -> f32[8] {
+  %x = f32[8]{0} parameter(0)
+  %k.1 = f32[8]{0} fusion(%x), kind=kLoop, calls=%negated
+  %start = f32[8]{0} all-reduce-start(%k.1), replica_groups={{0,1}}, to_apply=%add
+  ROOT %done = f32[8]{0} all-reduce-done(%start)
+}
+
+%test (x: f32[8]) -> pred[] {
+  %y = f32[8]{0} parameter(0)
+  ROOT %t = pred[] constant(true)
+}
+
+ENTRY %main (z: f32[8]) -> f32[8] {
+  %z = f32[8]{0} parameter(0)
+  %k.2 = f32[8]{0} fusion(%z), kind=kLoop, calls=%negated
+  ROOT %w = f32[8]{0} while(%k.2), condition=%test, body=%body
+}
+"""
+
+
+def test_all_that_takes_time_is_named_once() -> None:
+    text = latency_profile(LOOP, KIND, lambda one: 2e-3).decode()
+    found = {name: float(cost) for name, cost in re.findall(r'costs \{ name: "(.*?)" cost_us: (\S+) \}', text)}
+    # 32 bytes read and 32 written, in hundredths of a microsecond.
+    assert found == {"k.1": 6400.0, "k.2": 6400.0, "start": 200000.0}
+    assert len(text.splitlines()) == len(found)
+
+
+def test_what_sends_nothing_needs_none() -> None:
+    alone = "HloModule f\n\nENTRY %main (z: f32[8]) -> f32[8] {\n  ROOT %z = f32[8]{0} parameter(0)\n}\n"
+    assert latency_profile(alone, KIND, lambda one: 1.0) == b""
+    with pytest.raises(HloError):
+        latency_profile("nothing", KIND, lambda one: 1.0)
