@@ -27,7 +27,8 @@ def test_a_training_step_on_unequal_devices(unequal):
     batch = (draw(4096, 32), draw(4096, 8))
 
     mesh = jax.make_mesh((8,), ("data",))
-    plan = hapsynth.synthesize(train_step, (weights, batch), mesh, cluster=unequal)
+    # Whether the slow ones are worth their latency is a matter of nanoseconds, and of how JAX traces the step.
+    plan = hapsynth.synthesize(train_step, (weights, batch), mesh, cluster=unequal, leave_out=False)
 
     # Four devices are three times as fast as the others, so the batch is cut unevenly.
     sizes = {shares for shares in plan.sizes.shares if len(set(shares)) > 1}
