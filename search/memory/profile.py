@@ -2,8 +2,8 @@
 
 Switch form: sharded tensors count at the size of the largest shard, as one HLO serves all devices and stores shards
 padded. Staged form: every device stores its own shards at exact size, and what collectives send and give, which is
-padded, besides (`wires.py`). An input that is carried lives until its last use and its output takes its place
-(donation); other inputs and constants live through the whole step. Fused chains hold no memory inside.
+padded, besides (`collective_buffers.py`). An input that is carried lives until its last use and its output takes its
+place (donation); other inputs and constants live through the whole step. Fused chains hold no memory inside.
 """
 
 from __future__ import annotations

@@ -128,7 +128,8 @@ class MakespanSearch:
         self._messages: Messages = like._messages if like else dict(search.incumbent.messages)
         """What the dual of the last problem came to."""
         self._rounds, self._ended = 0, False
-        self._least_weight, self._tolerance = _LEAST_WEIGHT, TOLERANCE
+        self._raising = False
+        """Whether the rounds are for the bound alone."""
         self._most, self._rose = np.inf, False
         """The most that a bound can come to, as far as was known at the last weights, and whether it rose there."""
         self._schedule(self._see(begin), first, tasks)
@@ -173,7 +174,7 @@ class MakespanSearch:
 
     def raise_bound(self) -> None:
         """Some rounds more for the bound, as long as it rises."""
-        self._least_weight, self._tolerance, self._ended = _LEAST_IN_THE_END, TOLERANCE / 10, False
+        self._raising, self._ended = True, False
         for _ in range(_ROUNDS_OF_BOUND):
             before = self.bound
             self.run(self._rounds + 1)
@@ -213,7 +214,7 @@ class MakespanSearch:
             search.limits,
             (self.best or self.scheduled[0]).seen.choices,
             at_least=True,
-            tolerance=self._tolerance,
+            tolerance=TOLERANCE / 10 if self._raising else TOLERANCE,
             seconds=search.clock.allotted,
             messages=self._messages,
             max_nodes=_NODES,
@@ -293,7 +294,7 @@ class MakespanSearch:
             longest = [c for c in self.space.longest(mean, self._dependent) if c.key not in known]
             longer = [c for c in longest if self.space.length(c, mean) > most * (1 + TOLERANCE)]
             if not longer:
-                if self._least_weight < _LEAST_WEIGHT:
+                if self._raising:
                     return self._nearest_weights(lengths, self.bound + _LEVEL * (most - self.bound)), most
                 step = _LONG_STEP if self._rose and most >= self._most * (1 - TOLERANCE) else _STEP
                 self._most = most
@@ -335,7 +336,8 @@ class MakespanSearch:
     @property
     def _floors(self) -> list[float]:
         """The least weight of each chain."""
-        return [self._least_weight if chain.alone is not None else 0.0 for chain in self.chains]
+        least = _LEAST_IN_THE_END if self._raising else _LEAST_WEIGHT
+        return [least if chain.alone is not None else 0.0 for chain in self.chains]
 
     def _mix(self) -> None:
         """Look for better programs between the best ones and the last."""
