@@ -6,7 +6,9 @@ all_gather      {x | S(d)} -> {x | R}
 all_to_all      {x | S(d)} -> {x | S(e)}
 reshare         {x | S(d)} -> {x | S(d)~1}     to shards of other sizes: rows that change owner move
 balanced_reduce_scatter, balanced_all_gather   the same by way of even shards: no device sends blocks of the largest
-slice           {x | R} -> {x | S(d)}          local, no communication
+reduce          {x | P(sum)} -> {x | O(i)}     the sum on one device: up a tree
+broadcast       {x | O(i)} -> {x | R}          from one device to all: down a tree
+slice           {x | R} -> {x | S(d), O(i)}    local, no communication
 partial         {x | R} -> {x | P(sum)}        local: the first device keeps the value, the others hold zero
 
 Where several mesh axes cut one dimension, a step adds or removes its minor axis only: what other axes hold stays
@@ -25,7 +27,7 @@ from functools import cache
 from math import prod
 from typing import ClassVar, NamedTuple
 
-from hapsynth.instructions.layout import Layout, Placement, cut_axes, cuts_of, is_consistent, way_of
+from hapsynth.instructions.layout import Layout, P, Placement, R, cut_axes, cuts_of, is_consistent, way_of
 
 Cut = tuple[int, tuple[int, ...], int]
 """(dimension, the mesh axes that cut it, which way) of a layout, as in `cuts_of`."""
@@ -185,9 +187,14 @@ def _moved(source: Layout, target: Layout, axis: int) -> Moved:
     return Moved(old, new, tuple(cut for cut in cuts_of(source) if cut != old))
 
 
+def _is_cut(p: Placement) -> bool:
+    """Whether each position has a part: what one owns is brought there and from there by steps of its own."""
+    return p.is_sharded and p.owner is None
+
+
 def _is_alone(p: Placement) -> bool:
     """Whether one axis cuts the dimension alone, where a step along that axis is to be done."""
-    return p.is_sharded and not p.minor
+    return _is_cut(p) and not p.minor
 
 
 def _of(source: str, target: str) -> Callable[[Placement, Placement], bool]:
@@ -200,16 +207,18 @@ STEPS: dict[str, Collective] = {
     step.name: step
     for step in (
         Collective("all_reduce", _of("P", "R"), in_place=True),
-        Collective("reduce_scatter", lambda p, q: _of("P", "S")(p, q) and p.reduction == "sum", splits=True),
-        Collective("all_gather", _of("S", "R"), joins=True),
-        Collective("all_to_all", lambda p, q: _of("S", "S")(p, q) and p.dim != q.dim, splits=True, joins=True),
-        Reshare(RESHARE, lambda p, q: p.is_sharded and q == p._replace(way=q.way) != p, bundled=False),
+        Collective("reduce_scatter", lambda p, q: p == P("sum") and _is_cut(q), splits=True),
+        Collective("all_gather", lambda p, q: _is_cut(p) and q == R, joins=True),
+        Collective("all_to_all", lambda p, q: _is_cut(p) and _is_cut(q) and p.dim != q.dim, splits=True, joins=True),
+        Reshare(RESHARE, lambda p, q: _is_cut(p) and _is_cut(q) and q == p._replace(way=q.way) != p, bundled=False),
         Balanced(
             "balanced_reduce_scatter",
-            lambda p, q: p.is_partial and p.reduction == "sum" and _is_alone(q),
+            lambda p, q: p == P("sum") and _is_alone(q),
             even="reduce_scatter",
         ),
         Balanced("balanced_all_gather", lambda p, q: _is_alone(p) and q.kind == "R", even="all_gather"),
+        Collective("reduce", lambda p, q: p == P("sum") and q.owner is not None),
+        Collective("broadcast", lambda p, q: p.owner is not None and q == R),
         Collective("slice", _of("R", "S"), communicates=False),
         Collective("partial", lambda p, q: _of("R", "P")(p, q) and q.reduction == "sum", communicates=False),
     )

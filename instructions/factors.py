@@ -19,9 +19,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from hapsynth._jax import is_extended, is_inexact
-from hapsynth.graph.ir import Literal, Op
-from hapsynth.instructions.layout import Layout, P, Placement, R, Reduction, S, is_consistent, minors, plain
+from hapsynth.graph.ir import Boundary, Literal, Op
+from hapsynth.instructions.layout import Layout, O, P, Placement, R, Reduction, S, is_consistent, minors, plain
 
+_EVERYBODYS = ("debug_print", "debug_callback", "pure_callback", "io_callback")
+"""Ops of which the host sees how often they run."""
 Dim = tuple[int, ...]
 """The factors of one dimension, major to minor; a dimension of size 1 has none."""
 
@@ -132,6 +134,8 @@ class Factors:
 
     def position(self, dims: tuple[Dim, ...], factor: int) -> int | None:
         """The dimension that is cut when `factor` is; None where the tensor does not have it."""
+        if factor == self.__dict__.get("whole"):
+            return 0 if dims else None
         for d, dim in enumerate(dims):
             if factor in dim:
                 return d if dim[0] == factor else -1
@@ -148,6 +152,27 @@ class Factors:
             if -1 not in places and any(p is not None for p in places):
                 found.append(factor)
         return tuple(found)
+
+    @cached_property
+    def whole(self) -> int:
+        """A factor of one unit, which all of the op is: cut, one device runs the op, the owner of what it takes and
+        makes."""
+        return self.new(1)
+
+    @cached_property
+    def owned(self) -> Triple | None:
+        """The triple that cuts `whole`, whoever the owner is: scalars are taken whole, and what is made of them is
+        partial, as the owner alone has them. None where there is none: typed keys and what has effects are everybody's,
+        and what is carried around loops and branches is what its body says."""
+        op = self.op
+        if isinstance(op.primitive, Boundary) or op.name in _EVERYBODYS or not any(op.result_shapes):
+            return None
+        if any(map(is_extended, (*op.dtypes, *op.result_dtypes))):
+            return None
+        held = (R if isinstance(o, Literal) or not shape else S(0) for o, shape in zip(op.operands, op.shapes))
+        combined = lambda dtype: P("max" if dtype == np.bool_ else "sum")
+        made = (S(0) if shape else combined(dtype) for shape, dtype in zip(op.result_shapes, op.result_dtypes))
+        return Triple(tuple(held), tuple(made), self.whole)
 
     def triple(self, factor: int) -> Triple:
         ins = [_cut(self.position(t, factor)) for t in self.operands]
@@ -182,10 +207,10 @@ class Factors:
         found += self.extra
         return tuple(dict.fromkeys(filter(self._dtypes_fit, found)))
 
-    def joint(self, axes: int) -> tuple[Triples, ...]:
+    def joint(self, axes: int, owned: bool = False) -> tuple[Triples, ...]:
         """Every way of running the op on a mesh of that many axes: a triple per axis, a factor that several axes cut
-        in every order of theirs. The replicated one first."""
-        return tuple(self._known(axes))
+        in every order of theirs. The replicated one first. `owned`: those too in which it has an owner along one."""
+        return tuple(self._known(axes, owned))
 
     def cuts(self, triples: Triples) -> Cuts:
         """Every factor that is cut, the mesh axes that cut it, (place among operands and results, dimension) of each
@@ -212,23 +237,40 @@ class Factors:
         return {}
 
     def allows(self, triples: Triples) -> bool:
-        """Whether the op can be run so."""
-        return triples in self._known(len(triples))
+        """Whether the op can be run so, whichever way what its triples cut is cut; as a whole by an owner alone."""
+        bare = ruled(triples)
+        if not any(self.is_whole(t) for t in bare):
+            return bare in self._known(len(bare), False)
+        owners = {p.owner for t in triples if self.is_whole(t) for p in (*t.operands, *t.results) if p.is_sharded}
+        return len(owners) == 1 and None not in owners and bare in self._known(len(bare), True)
 
-    def _known(self, axes: int) -> dict[Triples, None]:
-        if axes not in self._joint:
-            found = (p for chosen in product(self.triples, repeat=axes) for p in _orders(chosen))
-            self._joint[axes] = dict.fromkeys(filter(self._agree, found))
-        return self._joint[axes]
+    def is_whole(self, triple: Triple) -> bool:
+        """Whether a triple has an owner run the op as a whole."""
+        return triple.factor == self.whole
+
+    def owned_by(self, triples: Triples, owner: int) -> Triples:
+        """The triples with a position along its axis as the owner, which `owned` leaves open."""
+        return tuple(t.along(O(owner).way) if self.is_whole(t) else t for t in triples)
+
+    def _known(self, axes: int, owned: bool) -> dict[Triples, None]:
+        key = axes, owned
+        if key not in self._joint:
+            also = (self.owned,) if owned and self.owned is not None else ()
+            found = (p for chosen in product((*self.triples, *also), repeat=axes) for p in _orders(chosen))
+            self._joint[key] = dict.fromkeys(filter(self._agree, found))
+        return self._joint[key]
 
     @cached_property
-    def _joint(self) -> dict[int, dict[Triples, None]]:
+    def _joint(self) -> dict[tuple[int, bool], dict[Triples, None]]:
         return {}
 
     def _agree(self, triples: Triples) -> bool:
-        """Whether the triples can hold together: placements that fit, and no two factors that must be cut alone."""
+        """Whether the triples can hold together: placements that fit, an owner along one axis only, and no two factors
+        that must be cut alone."""
         tensors = (*zip(*(t.operands for t in triples)), *zip(*(t.results for t in triples)))
-        return all(map(is_consistent, tensors)) and len({t.factor for t in triples} & self.alone) <= 1
+        if sum(map(self.is_whole, triples)) > 1 or not all(map(is_consistent, tensors)):
+            return False
+        return len({t.factor for t in triples} & self.alone) <= 1
 
     def _literals_fit(self, t: Triple) -> bool:
         """A literal is the same on all devices; only zero is a partial sum of itself."""

@@ -13,11 +13,12 @@ Reduction = OneOf["", "sum", "max", "min"]
 
 
 class Placement(NamedTuple):
-    """How a value lies along one mesh axis: `R`, `S(d)` or `P(sum|max|min)`.
+    """How a value lies along one mesh axis: `R`, `S(d)`, `O(i)` or `P(sum|max|min)`.
 
     `minor`: how many other mesh axes cut the dimension before this one does. 0 is the major axis, whose shards the
     axis with 1 cuts again; written `S(d)` and `S(d)/1`. `way`: which of the value's ways of being cut along the
-    dimension, in shards of unlike sizes; 0 mostly is the only one, others are written `S(d)~1`.
+    dimension, in shards of unlike sizes; 0 mostly is the only one, others are written `S(d)~1`. `O(i)` is a way to cut
+    the first dimension: position i, the value's owner, has all of it.
     """
 
     kind: OneOf["R", "S", "P"]
@@ -31,6 +32,8 @@ class Placement(NamedTuple):
             case "R":
                 return "R"
             case "S":
+                if self.owner is not None:
+                    return f"O({self.owner})"
                 text = f"S({self.dim})/{self.minor}" if self.minor else f"S({self.dim})"
                 return f"{text}~{self.way}" if self.way else text
             case "P":
@@ -44,6 +47,20 @@ class Placement(NamedTuple):
     def is_partial(self) -> bool:
         return self.kind == "P"
 
+    @property
+    def owner(self) -> int | None:
+        """The position along the axis that has all of the value; None where there is none."""
+        return owner_of(self.way)
+
+
+_FIRST_OWNER = -2
+"""The way in which position 0 has all of a dimension; the next position's is one less."""
+
+
+def owner_of(way: int) -> int | None:
+    """The position that has all of what is cut so; None where that is said elsewhere."""
+    return _FIRST_OWNER - way if way <= _FIRST_OWNER else None
+
 
 R = Placement("R")
 _MOST_AXES = 4
@@ -53,6 +70,11 @@ _SHARDED = tuple(tuple(Placement("S", d, "", k) for d in range(32)) for k in ran
 def S(dim: int, minor: int = 0) -> Placement:
     """Sharded along dimension `dim`, which `minor` other mesh axes cut before."""
     return _SHARDED[minor][dim]
+
+
+def O(owner: int) -> Placement:  # noqa: E743
+    """Whole on the device at one position of the axis, and nowhere else."""
+    return Placement("S", 0, way=_FIRST_OWNER - owner)
 
 
 def P(reduction: Reduction = "sum") -> Placement:
@@ -122,9 +144,11 @@ def reduction_of(layout: Layout) -> Reduction:
 
 @cache
 def is_consistent(layout: Layout) -> bool:
-    """Whether the axes that cut one dimension say in which order and cut it the same way, and all partial ones combine
-    by the same reduction: a sum of maxima is no maximum of sums."""
+    """Whether the axes that cut one dimension say in which order and cut it the same way, one alone where it has an
+    owner, and all partial ones combine by the same reduction: a sum of maxima is no maximum of sums."""
     for dim in cut_dims(layout):
+        if len(cut_axes(layout, dim)) > 1 and any(p.owner is not None for p in layout if p.dim == dim):
+            return False
         if len({p.way for p in layout if p.is_sharded and p.dim == dim}) > 1:
             return False
         minors = sorted(p.minor for p in layout if p.is_sharded and p.dim == dim)
@@ -141,9 +165,11 @@ def parse_placement(text: str) -> Placement:
         dim, minor, way = int(match[1]), int(match[2] or 0), int(match[3] or 0)
         if minor < _MOST_AXES and dim < len(_SHARDED[minor]):
             return S(dim, minor)._replace(way=way) if way else S(dim, minor)
+    if match := re.fullmatch(r"O\((\d{1,6})\)", text):
+        return O(int(match[1]))
     if (match := re.fullmatch(r"P\((sum|max|min)\)", text)) and match[1] in _PARTIAL:
         return _PARTIAL[match[1]]
-    raise ValueError(f"{text!r} is no placement; expected R, S(<dim>)[/<minor>][~<way>] or P(sum|max|min)")
+    raise ValueError(f"{text!r} is no placement; expected R, S(<dim>)[/<minor>][~<way>], O(<owner>) or P(sum|max|min)")
 
 
 def format_layout(layout: Layout) -> str:

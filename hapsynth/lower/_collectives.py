@@ -19,12 +19,12 @@ import numpy as np
 from jax import lax
 
 from hapsynth.instructions.collectives import Collective
-from hapsynth.instructions.layout import Layout, Placement, R, Reduction, S, cut_axes, way_of
+from hapsynth.instructions.layout import Layout, Placement, S, cut_axes, way_of
 from hapsynth.instructions.program.program import Convert
 from hapsynth.instructions.program.sizes import Sizes
 from hapsynth.instructions.staging.moved_rows import even_rows
 from hapsynth.instructions.staging.options import LoweringOptions
-from hapsynth.lower import _gloo
+from hapsynth.lower import _gloo, _tree
 from hapsynth.lower._collective_order import Each
 from hapsynth.lower._mesh_position import MeshPosition
 from hapsynth.lower._recut import Recut
@@ -307,6 +307,8 @@ LOWERINGS: dict[str, Lowering] = {
     "reduce_scatter": BlockLowering(lambda x, axis, p, q, *how: _gloo.psum_scatter(x, axis, q.dim, *how)),
     "all_gather": BlockLowering(lambda x, axis, p, q, *how: _gloo.all_gather(x, axis, p.dim, *how)),
     "all_to_all": BlockLowering(lambda x, axis, p, q, *how: _gloo.all_to_all(x, axis, q.dim, p.dim, *how)),
+    "reduce": BlockLowering(lambda x, axis, p, q, *how: _tree.reduce_to(x, axis, q.owner, how[-1]), in_parts=True),
+    "broadcast": BlockLowering(lambda x, axis, p, q, *how: _tree.broadcast(x, axis, p.owner, how[-1]), in_parts=True),
     "reshare": ReshareLowering(),
     "balanced_reduce_scatter": BalancedScatterLowering(),
     "balanced_all_gather": BalancedGatherLowering(),
@@ -337,10 +339,17 @@ def join_numbers(sizes: Sizes, step: Convert, x: np.ndarray) -> np.ndarray | Non
 
 
 def exchange_first(
-    step: Collective, name: str, x: jax.Array, reduction: Reduction, gloo: LoweringOptions | None, each: Each
+    step: Collective,
+    name: str,
+    x: jax.Array,
+    source: Placement,
+    target: Placement,
+    gloo: LoweringOptions | None,
+    each: Each,
 ) -> jax.Array:
-    """A collective of blocks that splits and joins the first dimension, whatever it is of."""
+    """A collective of blocks that splits and joins the first dimension, whatever it is of, between two placements that
+    it turns one into the other."""
     lowering = LOWERINGS[step.name]
     assert isinstance(lowering, BlockLowering), f"{step.name} sends no blocks"
-    source, target = S(0) if step.joins else Placement("P", reduction=reduction), S(0) if step.splits else R
+    source, target = S(0) if step.joins else source, S(0) if step.splits else target
     return lowering.run(x, name, source, target, gloo, each)

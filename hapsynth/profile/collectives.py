@@ -16,6 +16,7 @@ from scipy.optimize import linprog
 from hapsynth.cluster.cluster import COLLECTIVES, DEFAULT_AXIS
 from hapsynth.cluster.links import Link
 from hapsynth.instructions.collectives import STEPS
+from hapsynth.instructions.layout import P, R
 from hapsynth.instructions.staging.options import DEFAULT, LoweringOptions
 from hapsynth.lower import _gloo
 from hapsynth.lower._collective_order import as_it_is
@@ -127,7 +128,7 @@ def _step(exchange: Exchange, hosts: Sequence[int], gloo: LoweringOptions | None
 
     def one(x: jax.Array) -> jax.Array:
         sent = jnp.tile(x, n) if step.splits and not step.joins else x
-        made = exchange_first(step, axis, sent, "sum", gloo, as_it_is)
+        made = exchange_first(step, axis, sent, P("sum"), R, gloo, as_it_is)
         if not step.joins:
             return made * (1 / n)
         # The neighbour's part: one's own would need no gathering.

@@ -14,7 +14,9 @@ def family(step: Convert, dtype: Any) -> Hashable | None:
     collective = step.collective
     if not (collective.communicates and collective.bundled) or is_extended(dtype):
         return None
-    return collective.name, step.axis, step.source[step.axis].reduction, str(dtype)
+    source, target = step.source[step.axis], step.target[step.axis]
+    # What comes from a device that owns it, or goes there, goes with what has the same owner.
+    return collective.name, step.axis, source.reduction, source.owner, target.owner, str(dtype)
 
 
 def independent(run: Iterable[Convert], step: Convert) -> bool:

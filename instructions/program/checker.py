@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from hapsynth.graph.ir import COND_JOIN, LOOP_CARRY, LOOP_TEST, SCAN_SLICE, SCAN_STACK, Boundary, Graph, Literal
 from hapsynth.instructions.collectives import Moved, axis_between
-from hapsynth.instructions.factors import can_be, ruled
+from hapsynth.instructions.factors import can_be
 from hapsynth.instructions.layout import format_layout, is_consistent, is_partial
 from hapsynth.instructions.program.bundles import bundles_of, family, independent
 from hapsynth.instructions.program.program import (
@@ -25,8 +25,11 @@ from hapsynth.instructions.program.program import (
     reads,
     writes,
 )
-from hapsynth.instructions.program.sizes import Classes, Node, Sizes, cut_nodes, layout_nodes, tied
+from hapsynth.instructions.program.sizes import Classes, Node, Sizes, cut_name, cut_nodes, layout_nodes, tied
 from hapsynth.instructions.rules.factor_table import FactorTable
+
+Axes = tuple[tuple[str, int], ...]
+"""(name, length) of the axes of a mesh."""
 
 
 def check(graph: Graph, program: Program, sizes: Sizes | None = None) -> None:
@@ -35,7 +38,7 @@ def check(graph: Graph, program: Program, sizes: Sizes | None = None) -> None:
     Every instruction's precondition must hold, every triple must be one of its op's rules, every conversion a
     single step, carried layouts must agree, and the sizes must cut every class completely.
     """
-    axes = len(program.axes)
+    axes = program.axes
     table = FactorTable(graph)
     if set(program.inputs) != set(graph.sources):
         raise ProgramError("the program's inputs are not those of the function")
@@ -87,7 +90,7 @@ def _check_cuts(graph: Graph, program: Program, table: FactorTable, classes: Cla
     def alike(nodes: Sequence[Node], what: str) -> None:
         found = dict.fromkeys(classes.of.get(node, -1) for node in nodes)
         if len(found) > 1 or -1 in found:
-            named = ", ".join(f"{graph.values[v].name}.{d}" + (f"~{way}" if way else "") for v, d, _, way in nodes)
+            named = ", ".join(f"{graph.values[v].name}{cut_name(d, way)}" for v, d, _, way in nodes)
             raise ProgramError(f"{what} cuts {named} alike, and the sizes are of classes in which they are not")
 
     for number, i in enumerate(program.instructions):
@@ -108,7 +111,7 @@ def _check_cuts(graph: Graph, program: Program, table: FactorTable, classes: Cla
 class _Replay:
     """Runs a program's triples over a set of properties."""
 
-    def __init__(self, graph: Graph, table: FactorTable, axes: int) -> None:
+    def __init__(self, graph: Graph, table: FactorTable, axes: Axes) -> None:
         self.graph, self.table, self.axes = graph, table, axes
         self.number = 0
         self._allowed: set[tuple[int, int]] = set()
@@ -187,25 +190,27 @@ def _boundary(graph: Graph, item: Instruction) -> Boundary | None:
     return primitive if isinstance(primitive, Boundary) else None
 
 
-def _check_layout(graph: Graph, value: int, layout: object, axes: int, where: str) -> None:
+def _check_layout(graph: Graph, value: int, layout: object, axes: Axes, where: str) -> None:
     assert isinstance(layout, tuple)
-    if len(layout) != axes:
-        raise ProgramError(f"{where}: a layout of {len(layout)} placements on a mesh of {axes} axes")
+    if len(layout) != len(axes):
+        raise ProgramError(f"{where}: a layout of {len(layout)} placements on a mesh of {len(axes)} axes")
     if not is_consistent(layout):
         raise ProgramError(f"{where}: no value can lie as {format_layout(layout)}")
     rank = len(graph.values[value].shape)
-    for placement in layout:
+    for placement, (name, length) in zip(layout, axes, strict=True):
+        if placement.owner is not None and placement.owner >= length:
+            raise ProgramError(f"{where}: {graph.values[value]} is {placement}, and {name} has {length} positions")
         if placement.is_sharded and not 0 <= placement.dim < rank:
             raise ProgramError(f"{where}: {graph.values[value]} has no dimension {placement.dim}")
         if not can_be(placement, graph.values[value].dtype):
             raise ProgramError(f"{where}: {graph.values[value]} cannot be {placement}")
 
 
-def _check_instruction(graph: Graph, table: FactorTable, instruction: Instruction, axes: int, where: str) -> None:
+def _check_instruction(graph: Graph, table: FactorTable, instruction: Instruction, axes: Axes, where: str) -> None:
     if isinstance(instruction, Compute):
-        if len(instruction.triples) != axes:
-            raise ProgramError(f"{where}: {len(instruction.triples)} triples on a mesh of {axes} axes")
-        if not table[instruction.op].allows(ruled(instruction.triples)):
+        if len(instruction.triples) != len(axes):
+            raise ProgramError(f"{where}: {len(instruction.triples)} triples on a mesh of {len(axes)} axes")
+        if not table[instruction.op].allows(instruction.triples):
             triples = ", ".join(map(str, instruction.triples))
             raise ProgramError(f"{where}: {graph.ops[instruction.op].name} has no rule {triples}")
         return
@@ -213,7 +218,7 @@ def _check_instruction(graph: Graph, table: FactorTable, instruction: Instructio
         raise ProgramError(f"{where}: the function has no value {instruction.value}")
     _check_layout(graph, instruction.value, instruction.source, axes, where)
     _check_layout(graph, instruction.value, instruction.target, axes, where)
-    if not 0 <= instruction.axis < axes:
+    if not 0 <= instruction.axis < len(axes):
         raise ProgramError(f"{where}: the mesh has no axis {instruction.axis}")
     if axis_between(instruction.source, instruction.target) != instruction.axis:
         raise ProgramError(f"{where}: no single step turns {instruction.source} into {instruction.target}")

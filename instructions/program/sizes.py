@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import accumulate, repeat
 from math import gcd, prod
 
@@ -11,7 +12,7 @@ import numpy as np
 
 from hapsynth.graph.ir import Graph
 from hapsynth.instructions.factors import Factors, Triples
-from hapsynth.instructions.layout import Layout, cuts_of
+from hapsynth.instructions.layout import Layout, cuts_of, owner_of
 from hapsynth.instructions.program.program import Compute, Program, ProgramError
 from hapsynth.instructions.rules.factor_table import FactorTable
 
@@ -71,6 +72,12 @@ def cut_nodes(graph: Graph, op: int, factors: Factors, triples: Triples) -> Iter
         yield factor, [(v, dim, axes, way) for (place, dim), way in held if isinstance(v := tensors[place], int)]
 
 
+def cut_name(dim: int, way: int) -> str:
+    """What comes behind a value's name where one of its dimensions is cut some way."""
+    owner = owner_of(way)
+    return f".{dim}" + (f"~{way}" if way else "") if owner is None else f" at {owner}"
+
+
 def layout_nodes(value: int, layout: Layout) -> list[Node]:
     """The dimensions of a value that a layout cuts."""
     return [(value, dim, axes, way) for dim, axes, way in cuts_of(layout)]
@@ -100,6 +107,11 @@ class DimensionClass:
     units: int
     members: tuple[Node, ...]
 
+    @cached_property
+    def owner(self) -> int | None:
+        """The position along its axis that has all of it; None where there is none."""
+        return next((owner for m in self.members if (owner := owner_of(m[3])) is not None), None)
+
 
 @dataclass(frozen=True, eq=False)
 class Classes:
@@ -108,6 +120,15 @@ class Classes:
     all: tuple[DimensionClass, ...]
     of: Mapping[Node, int]
     lengths: tuple[int, ...]
+
+    @cached_property
+    def owned(self) -> dict[int, tuple[int, ...]]:
+        """Class -> the shares that it has to have, of those that one position owns."""
+        return {
+            c.index: tuple([c.units if at == owner else 0 for at in range(self.positions(c.index))])
+            for c in self.all
+            if (owner := c.owner) is not None
+        }
 
     def positions(self, c: int) -> int:
         """How many shards a class has."""
@@ -125,7 +146,10 @@ class Classes:
 
         def cut(value: int, layout: Layout) -> None:
             for node in layout_nodes(value, layout):
-                sets.add(node, graph.values[value].shape[node[1]])
+                sets.add(node, units(value, node))
+
+        # What one device has is not cut into units.
+        units = lambda v, node: 1 if owner_of(node[3]) is not None else graph.values[v].shape[node[1]]
 
         properties = dict.fromkeys(program.inputs.items())
         for needs, results in program.accesses(graph):
@@ -159,7 +183,7 @@ class Classes:
             if any(m[2] != axes[: len(m[2])] for m in members):
                 cuts = sorted({m[2] for m in members})
                 raise ProgramError(f"{graph.values[value].name}.{dim} is cut alike along the mesh axes {cuts}")
-            name = f"{graph.values[value].name}.{dim}" + (f"~{way}" if way else "")
+            name = f"{graph.values[value].name}{cut_name(dim, way)}"
             if len(program.axes) > 1:
                 name += "@" + ",".join(program.axes[a][0] for a in axes)
             classes.append(DimensionClass(len(classes), name, axes, sets.units[root], tuple(members)))
@@ -187,6 +211,9 @@ class Sizes:
                 raise ProgramError(
                     f"class {cls.name} has {cls.units} units for {positions} devices; its sizes are {list(shares)}"
                 )
+            owners = {owner for m in cls.members if (owner := owner_of(m[3])) is not None}
+            if any(shares[owner] != cls.units for owner in owners):
+                raise ProgramError(f"class {cls.name} is owned by {sorted(owners)}, and its sizes are {list(shares)}")
 
     def units(self, value: int, dim: int, axes: tuple[int, ...], way: int = 0) -> tuple[int, tuple[int, ...]]:
         """(elements per unit, shares) of a dimension that is cut along mesh axes, positions row-major."""

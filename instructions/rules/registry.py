@@ -7,7 +7,7 @@ A primitive without an entry is replicated and reported by name.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 from typing import Literal as OneOf
@@ -18,7 +18,7 @@ from jax import lax
 
 from hapsynth import _jax
 from hapsynth.graph.ir import Op
-from hapsynth.instructions.factors import Factors, Local
+from hapsynth.instructions.factors import Factors, Local, Triple
 from hapsynth.instructions.layout import Layout, R, reduction_of
 
 FactorsOf = Callable[[Factors], None]
@@ -159,6 +159,8 @@ def factors_of(op: Op) -> Factors:
     else:
         entry.factors(f)
     assert (len(f.operands), len(f.results)) == (len(op.operands), len(op.results)), op
+    # The last of its factors.
+    _ = f.whole
     if f.lost:
         raise ValueError(f"the rule of {op.name!r} loses the factors {f.lost} of {f}: block or reduce them")
     return f
@@ -243,6 +245,11 @@ def execute(local: Local, operands: Sequence[Any]) -> list[Any]:
             _nothing(shape, dtype, local.result_layout(r)) if accumulated is None else operands[accumulated]
             for r, (shape, dtype) in enumerate(zip(local.result_shapes, op.result_dtypes))
         ]
+    if any(map(f.is_whole, local.triples)):
+        # The owner has all of it: as if no axis had cut anything.
+        alone = Triple((R,) * len(op.operands), (R,) * len(op.result_shapes))
+        triples = tuple(alone if f.is_whole(t) else t for t in local.triples)
+        local = replace(local, triples=triples, cuts={k: cut for k, cut in local.cuts.items() if k != f.whole})
     entry = entry_of(op)
     if entry is not None and entry.local is not None:
         return entry.local(local, operands)

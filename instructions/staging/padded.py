@@ -70,6 +70,9 @@ def _can_be(graph: Graph, sizes: Sizes, table: FactorTable, i: Instruction) -> b
     if isinstance(i, Convert):
         return True
     op, factors = graph.ops[i.op], table[i.op]
+    if any(map(factors.is_whole, i.triples)):
+        # All devices would run what one is to.
+        return False
     if not (is_fusible(op) or op.name in _ALONG_AN_INDEX):
         return False
     # The batch of keys is sliced, and a slice that went over the end would begin elsewhere.

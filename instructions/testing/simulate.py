@@ -214,7 +214,9 @@ class Trial:
         found: dict[int, tuple[int, int]] = {}
         for placement, triple in zip(layout, self.triples):
             if placement.is_sharded and triple.factor is not None:
-                granule = self.factors.granule(dims[placement.dim])
+                dim = dims[placement.dim]
+                owned = self.factors.is_whole(triple)
+                granule = prod(self.factors.sizes[f] for f in dim) if owned else self.factors.granule(dim)
                 start, units = self._part(triple.factor, coords)
                 found[placement.dim] = start * granule, units * granule
         return found
@@ -261,11 +263,14 @@ class Trial:
 
 
 def trials(op: Op, f: Factors, operands: Sequence[Array]) -> list[Trial]:
-    """Every triple of an op with every pattern of shares (two devices where nothing is cut)."""
+    """Every triple of an op with every pattern of shares (two devices where nothing is cut), and each of three devices
+    as the owner of the whole."""
     found: list[Trial] = []
-    for seed, t in enumerate(f.triples):
+    for seed, (t,) in enumerate(f.joint(1, owned=True)):
         patterns = ((1, 1),) if any(p.is_partial for p in t.results) else ((1,),)
-        if t.factor is not None:
+        if f.is_whole(t):
+            patterns = ((1, 0, 0), (0, 1, 0), (0, 0, 1))
+        elif t.factor is not None:
             patterns = share_patterns(f.sizes[t.factor])
         for n in patterns:
             cut = {} if t.factor is None else {t.factor: n}
@@ -279,7 +284,7 @@ MESHES = ((2, 2), (2, 3))
 def joint_trials(op: Op, f: Factors, operands: Sequence[Array], most: int, seed: int = 0) -> list[Trial]:
     """At most `most` of the op's triples on two mesh axes, chosen at random, each on one mesh with random shares."""
     rng = np.random.default_rng([seed, len(f.triples)])
-    joint = f.joint(2)[1:]
+    joint = f.joint(2, owned=True)[1:]
     chosen = rng.permutation(len(joint))[:most]
     found: list[Trial] = []
     for n in sorted(chosen):

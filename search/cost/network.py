@@ -16,7 +16,7 @@ from hapsynth.cluster.cluster import DEFAULT_AXIS, Cluster
 from hapsynth.cluster.curves import Curve, Lines
 from hapsynth.cluster.links import HostLinks, Link
 from hapsynth.instructions.collectives import EVEN, Block, Moved, Traffic
-from hapsynth.instructions.staging.moved_rows import even_rows, moved
+from hapsynth.instructions.staging.moved_rows import even_rows, moved, rounds
 from hapsynth.search.cost.device_speed import Floats
 
 Largest = Callable[[int, tuple[int, ...], int], float]
@@ -205,6 +205,8 @@ ROUND = Algorithm(lambda link: link.latency + link.ring_s)
 TWICE_ROUND = Algorithm(lambda link: link.latency + 2.0 * link.ring_s)
 UP_AND_DOWN = Algorithm(lambda link: link.latency + 2.0 * link.tree_s, lambda link: link.n / max(link.n - 1, 1))
 """Up a tree and down again, all of it. Two trees, of which each has the other's leaves inside, take half each."""
+ONE_WAY = Algorithm(lambda link: (1 + rounds(link.n)) * link.latency)
+"""Up a binary tree of devices or down it, whole messages one after the other."""
 TO_EACH = Algorithm(lambda link: link.latency + link.direct_s)
 MOVES = PriceOfMoves(lambda link: 1.0, (Algorithm(lambda link: link.latency),))
 
@@ -215,6 +217,8 @@ PRICES: dict[str, Price] = {
     "reduce_scatter": Price(lambda link: link.n - 1, (ROUND,)),
     "all_gather": Price(lambda link: link.n - 1, (ROUND,)),
     "all_to_all": Price(lambda link: link.swapped, (TO_EACH,)),
+    "reduce": Price(lambda link: rounds(link.n), (ONE_WAY,)),
+    "broadcast": Price(lambda link: rounds(link.n), (ONE_WAY,)),
     "reshare": MOVES,
 }
 """Of every collective in `instructions.collectives.STEPS` that is not made of others."""

@@ -22,7 +22,7 @@ from hapsynth.cluster.cluster import COLLECTIVES
 from hapsynth.graph.ir import Graph
 from hapsynth.graph.trace import trace
 from hapsynth.instructions.collectives import STEPS, Collective, axis_between, step_between, steps_between
-from hapsynth.instructions.layout import Layout, P, Placement, R, S, format_layout
+from hapsynth.instructions.layout import Layout, O, P, Placement, R, S, format_layout
 from hapsynth.instructions.program.checker import check
 from hapsynth.instructions.program.program import Convert, Program, ProgramError
 from hapsynth.instructions.program.sizes import Classes, Sizes
@@ -40,7 +40,7 @@ from hapsynth.search.memory.profile import padded_bytes
 from hapsynth.search.memory.xla_kernels import bundles
 
 SHAPE = (12, 8)
-PLACEMENTS = (R, S(0), S(1), S(0)._replace(way=1), P("sum"))
+PLACEMENTS = (R, S(0), S(1), S(0)._replace(way=1), O(1), P("sum"))
 SHARES: dict[str, Callable[[int, int], tuple[int, ...]]] = {
     "equal": lambda units, n: (units // n,) * n,
     "skewed": lambda units, n: (units - n + 1, *[1] * (n - 1)),
@@ -100,7 +100,8 @@ def sized(graph: Graph, program: Program, kind: str) -> Sizes:
     """What is reshared is cut equally once."""
     classes = Classes.build(graph, program)
     shares = [
-        SHARES["equal" if any(node[3] for node in c.members) else kind](c.units, classes.positions(c.index))
+        classes.owned.get(c.index)
+        or SHARES["equal" if any(node[3] for node in c.members) else kind](c.units, classes.positions(c.index))
         for c in classes.all
     ]
     sizes = Sizes(graph, classes, tuple(shares))

@@ -14,7 +14,7 @@ import numpy as np
 from hapsynth.graph.ir import COND_JOIN, LOOP_CARRY, SCAN_SLICE, SCAN_STACK, Graph, Op
 from hapsynth.instructions.collectives import axis_between, steps_between
 from hapsynth.instructions.factors import Triples, can_be
-from hapsynth.instructions.layout import Layout, P, Placement, R, S, is_consistent
+from hapsynth.instructions.layout import Layout, O, P, Placement, R, S, is_consistent
 from hapsynth.instructions.program.program import Compute, Convert, Instruction, Program
 from hapsynth.instructions.program.sizes import Classes, Sizes
 from hapsynth.instructions.rules.factor_table import FactorTable
@@ -26,7 +26,8 @@ class RandomProgram:
     """Draws a valid program: any triples of each op whose operands can be had, converted by any valid steps.
 
     `axes`: those of the mesh, or the length of its only one. Which part of the ops are `eager` to be cut, and which to
-    make or take on partial results (`late`).
+    make or take on partial results (`late`). `owned`: values and ops may have owners, by far the most of those that
+    can.
     """
 
     def __init__(
@@ -36,8 +37,10 @@ class RandomProgram:
         rng: random.Random,
         eager: float = 0.85,
         late: float = 0.0,
+        owned: bool = False,
     ) -> None:
         self.graph, self.rng, self.eager, self.late = graph, rng, eager, late
+        self.owned = owned
         self.axes = (("hap", axes),) if isinstance(axes, int) else axes
         self.whole: Layout = (R,) * len(self.axes)
         self.table = FactorTable(graph)
@@ -51,7 +54,8 @@ class RandomProgram:
         v = self.graph.values[value]
         plain = not jax.dtypes.issubdtype(v.dtype, jax.dtypes.extended)
         cuts = [S(d, k) for d, size in enumerate(v.shape) if size > 1 and plain for k in range(len(self.axes))]
-        return [R, *cuts, *([P("sum")] if can_be(P("sum"), v.dtype) else [])]
+        owners = min(n for _, n in self.axes) if self.owned and v.shape and plain else 0
+        return [R, *cuts, *map(O, range(owners)), *([P("sum")] if can_be(P("sum"), v.dtype) else [])]
 
     def draw(self, value: int) -> Layout:
         """A layout in which a value can be stored."""
@@ -122,7 +126,9 @@ class RandomProgram:
 
     def choose(self, op: Op) -> Compute:
         """Any triples whose operands can be had; none that are partial where they are not made yet."""
-        known = list(self.table[op.index].joint(len(self.axes)))
+        factors = self.table[op.index]
+        known = list(factors.joint(len(self.axes), self.owned))
+        owner = self.rng.randrange(min(n for _, n in self.axes)) if self.owned else 0
         self.rng.shuffle(known)
         cuts = lambda ts: sum(t.factor is not None or any(p.is_partial for p in t.operands) for t in ts)
         if self.rng.random() < self.eager:
@@ -135,7 +141,8 @@ class RandomProgram:
                 return not any(p.is_partial for t in ts for p in t.operands)
             return all(self.can_have(v, tuple(t.operands[p] for t in ts), op.region) for p, v in op.value_operands)
 
-        return Compute(op.index, next(filter(fits, known)))
+        asked = (factors.owned_by(ts, owner) for ts in known) if self.owned else iter(known)
+        return Compute(op.index, next(filter(fits, asked)))
 
     def read(self, compute: Compute, regions: Collection[int]) -> None:
         """Have the operands that are read in some regions."""
@@ -204,7 +211,8 @@ class RandomProgram:
 
     def sizes(self, program: Program, mode: str) -> Sizes:
         classes = Classes.build(self.graph, program, self.table)
-        shares = (self.share(c.units, classes.positions(c.index), mode) for c in classes.all)
+        owned, of = classes.owned, classes.positions
+        shares = (owned.get(c.index) or self.share(c.units, of(c.index), mode) for c in classes.all)
         return Sizes(self.graph, classes, tuple(shares))
 
     def share(self, units: int, n: int, mode: str) -> tuple[int, ...]:
