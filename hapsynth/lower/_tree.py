@@ -10,22 +10,30 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from hapsynth.instructions.layout import Placement
 from hapsynth.instructions.staging.moved_rows import rounds
 from hapsynth.lower._collective_order import Each, as_it_is
 
 
-def reduce_to(x: jax.Array, axis: str, owner: int, each: Each = as_it_is) -> jax.Array:
-    """The sum of what the devices along an axis have, on the one at `owner`; zeros on the others."""
+def reduce_to(x: jax.Array, axis: str, target: Placement, each: Each = as_it_is) -> jax.Array:
+    """The sum of what the devices along an axis have, on the owner that `target` names; zeros on the others."""
+    owner = _owner(target)
     return _at(owner, axis, _up(x, axis, owner, each), jnp.zeros_like(x))
 
 
-def broadcast(x: jax.Array, axis: str, owner: int, each: Each = as_it_is) -> jax.Array:
-    """What the device at `owner` along an axis has, on all of them."""
+def broadcast(x: jax.Array, axis: str, source: Placement, each: Each = as_it_is) -> jax.Array:
+    """What the owner that `source` names has, on all devices along an axis."""
+    owner = _owner(source)
     n = lax.axis_size(axis)
     for level in reversed(range(rounds(n))):
-        pairs = [(to, source) for source, to in _senders(n, owner, level)]
+        pairs = [(to, one) for one, to in _senders(n, owner, level)]
         x = _at([to for _, to in pairs], axis, _sent(x, axis, pairs, each), x)
     return x
+
+
+def _owner(placement: Placement) -> int:
+    assert placement.owner is not None, placement
+    return placement.owner
 
 
 def _up(x: jax.Array, axis: str, owner: int, each: Each) -> jax.Array:
