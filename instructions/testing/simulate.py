@@ -262,11 +262,11 @@ class Trial:
                     raise Unsound(f"{what}: result {r} {problem}")
 
 
-def trials(op: Op, f: Factors, operands: Sequence[Array]) -> list[Trial]:
-    """Every triple of an op with every pattern of shares (two devices where nothing is cut), and each of three devices
-    as the owner of the whole."""
+def trials(op: Op, f: Factors, operands: Sequence[Array], *, owned: bool = False) -> list[Trial]:
+    """Every triple of an op with every pattern of shares (two devices where nothing is cut). `owned`: and with each of
+    three devices as the owner of the whole, which no rule has a say in."""
     found: list[Trial] = []
-    for seed, (t,) in enumerate(f.joint(1, owned=True)):
+    for seed, (t,) in enumerate(f.joint(1, owned)):
         patterns = ((1, 1),) if any(p.is_partial for p in t.results) else ((1,),)
         if f.is_whole(t):
             patterns = ((1, 0, 0), (0, 1, 0), (0, 0, 1))
@@ -281,10 +281,13 @@ def trials(op: Op, f: Factors, operands: Sequence[Array]) -> list[Trial]:
 MESHES = ((2, 2), (2, 3))
 
 
-def joint_trials(op: Op, f: Factors, operands: Sequence[Array], most: int, seed: int = 0) -> list[Trial]:
-    """At most `most` of the op's triples on two mesh axes, chosen at random, each on one mesh with random shares."""
+def joint_trials(
+    op: Op, f: Factors, operands: Sequence[Array], most: int, seed: int = 0, *, owned: bool = False
+) -> list[Trial]:
+    """At most `most` of the op's triples on two mesh axes, chosen at random, each on one mesh with random shares.
+    `owned`: as for `trials`."""
     rng = np.random.default_rng([seed, len(f.triples)])
-    joint = f.joint(2, owned=True)[1:]
+    joint = f.joint(2, owned)[1:]
     chosen = rng.permutation(len(joint))[:most]
     found: list[Trial] = []
     for n in sorted(chosen):

@@ -43,7 +43,7 @@ def test_every_triple_is_sound(case: Case):
             continue
         if key(op) not in SEEN or op.name == "gather" or op.name.startswith("scatter"):
             SEEN.add(key(op))
-            tried += simulate.trials(op, factors_of(op), operands)
+            tried += simulate.trials(op, factors_of(op), operands, owned=True)
     simulate.check(tried)
 
 
@@ -57,7 +57,7 @@ def test_triples_of_two_axes_are_sound(case: Case):
     for seed, (op, operands) in enumerate(case.ops()):
         if op.name in REGISTRY and (key(op) not in SEEN_JOINT or op.name in ("gather", "scatter-add")):
             SEEN_JOINT.add(key(op))
-            tried += simulate.joint_trials(op, factors_of(op), operands, JOINT, seed)
+            tried += simulate.joint_trials(op, factors_of(op), operands, JOINT, seed, owned=True)
     simulate.check(tried, samples=2)
 
 
