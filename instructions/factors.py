@@ -185,7 +185,10 @@ class Factors:
     def joint(self, axes: int) -> tuple[Triples, ...]:
         """Every way of running the op on a mesh of that many axes: a triple per axis, a factor that several axes cut
         in every order of theirs. The replicated one first."""
-        return tuple(self._known(axes))
+        if axes not in self._joint:
+            found = (p for chosen in product(self.triples, repeat=axes) for p in _orders(chosen))
+            self._joint[axes] = tuple(dict.fromkeys(filter(self._agree, found)))
+        return self._joint[axes]
 
     def cuts(self, triples: Triples) -> Cuts:
         """Every factor that is cut, the mesh axes that cut it, (place among operands and results, dimension) of each
@@ -212,17 +215,20 @@ class Factors:
         return {}
 
     def allows(self, triples: Triples) -> bool:
-        """Whether the op can be run so."""
-        return triples in self._known(len(triples))
-
-    def _known(self, axes: int) -> dict[Triples, None]:
-        if axes not in self._joint:
-            found = (p for chosen in product(self.triples, repeat=axes) for p in _orders(chosen))
-            self._joint[axes] = dict.fromkeys(filter(self._agree, found))
-        return self._joint[axes]
+        """Whether the op can be run so: as if they were looked for in `joint`, which has very many for several axes."""
+        minor = {axis: k for axes in cutting(triples).values() for k, axis in enumerate(axes)}
+        for axis, t in enumerate(triples):
+            alone = t if not t.minor else Triple(_major(t.operands), _major(t.results), t.factor)
+            if alone not in self._alone or t != alone.at(minor.get(axis, 0)):
+                return False
+        return self._agree(triples)
 
     @cached_property
-    def _joint(self) -> dict[int, dict[Triples, None]]:
+    def _alone(self) -> frozenset[Triple]:
+        return frozenset(self.triples)
+
+    @cached_property
+    def _joint(self) -> dict[int, tuple[Triples, ...]]:
         return {}
 
     def _agree(self, triples: Triples) -> bool:
@@ -304,6 +310,10 @@ def can_be(placement: Placement, dtype: Any) -> bool:
     if placement == P("sum"):
         return dtype != np.bool_
     return not np.issubdtype(dtype, np.complexfloating)
+
+
+def _major(placements: Iterable[Placement]) -> tuple[Placement, ...]:
+    return tuple([p._replace(minor=0) if p.minor else p for p in placements])
 
 
 def _cut(position: int | None) -> Placement:

@@ -150,6 +150,9 @@ def nested(graph: Graph, instructions: Sequence[Instruction]) -> Block:
         region = region_of(graph, i)
         if not 0 <= region < len(graph.regions):
             raise ProgramError(f"the function has no region {region}")
+        if region == opened[-1][0]:
+            opened[-1][1].append(i)
+            continue
         around = graph.around(region)
         while opened[-1][0] not in around:
             close()
@@ -252,17 +255,21 @@ class Program:
         """Read what `to_dict` wrote; ProgramError where it is no program. It must still pass the checker."""
         try:
             instructions: list[Instruction] = []
+            # Ops that are alike share their triples, as in a program that was searched for.
+            known: dict[Any, Triple] = {}
+            shared: dict[tuple[Triple, ...], tuple[Triple, ...]] = {}
+
+            def triple(entry: Mapping[str, Any]) -> Triple:
+                operands, results, factor = key = tuple(entry["operands"]), tuple(entry["results"]), entry["factor"]
+                if key not in known:
+                    parsed = tuple(map(parse_placement, operands)), tuple(map(parse_placement, results))
+                    known[key] = Triple(*parsed, None if factor is None else int(factor))
+                return known[key]
+
             for entry in data["instructions"]:
                 if "op" in entry:
-                    triples = tuple(
-                        Triple(
-                            tuple(map(parse_placement, t["operands"])),
-                            tuple(map(parse_placement, t["results"])),
-                            None if t["factor"] is None else int(t["factor"]),
-                        )
-                        for t in entry["triples"]
-                    )
-                    instructions.append(Compute(int(entry["op"]), triples))
+                    triples = tuple(map(triple, entry["triples"]))
+                    instructions.append(Compute(int(entry["op"]), shared.setdefault(triples, triples)))
                 else:
                     convert = Convert(
                         int(entry["value"]),
