@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,11 @@ import jax
 import numpy as np
 import pytest
 from graphs import device
+from rich.console import Console
 from slow_devices import first_devices
 
 import hapsynth
+from hapsynth._quantities import seconds as quantity
 from hapsynth.cluster.cluster import Cluster, Link
 from hapsynth.cluster.curves import Curve
 from hapsynth.instructions.collectives import STEPS, hosts_along
@@ -20,6 +23,7 @@ from hapsynth.instructions.layout import P, R
 from hapsynth.instructions.program.checker import check
 from hapsynth.instructions.program.program import ProgramError
 from hapsynth.plan import Form
+from hapsynth.report.cost_breakdown import Sending, cost_lines, print_costs
 from hapsynth.search.cost.network import AxisLink, axis_links
 from hapsynth.search.scheduling.tasks import LINKS, Machine, tasks_of
 
@@ -169,6 +173,20 @@ def test_in_a_schedule_it_takes_the_network_for_all_of_its_time() -> None:
     assert tasks.machine[sent] is Machine.NETWORK
     assert tasks.longest[sent] == pytest.approx(seconds(along(cluster), name, tasks.transfers[sent].nbytes))
     assert tasks.transfers[sent].nbytes in (4.0, 64 * 64 * 4.0)
+
+
+def test_why_this_one() -> None:
+    """The others' seconds stand beside it, each of all runs."""
+    cluster = cluster_of(2, 2, ratio=10.0)
+    plan = planned(gathered, cluster, ratios=[0.4, 0.2, 0.2, 0.2])
+    (line,) = [line for line in cost_lines(plan) if isinstance(line, Sending)]
+    every = {line.step: line.seconds, **line.others}
+    assert set(every) == {"all_gather", "balanced_all_gather", "hierarchical_all_gather"}
+    assert line.seconds == min(every.values())
+    assert every["all_gather"] == pytest.approx(seconds(along(cluster), "all_gather", 0.4 * X.nbytes))
+    out = StringIO()
+    print_costs(Console(file=out, width=200), plan, cost_lines(plan), 5)
+    assert f", by all_gather {quantity(every['all_gather'])}" in out.getvalue()
 
 
 def test_hosts_that_are_not_there_are_refused() -> None:
