@@ -54,6 +54,7 @@ def check_program(graph: Graph, program: Program, table: FactorTable) -> None:
         state.add((value, layout))
     state = _Replay(graph, table, axes).block(nested(graph, program.instructions), state)
     _check_bundles(graph, program)
+    _check_hosts(program)
     if len(program.outputs) != len(graph.outputs):
         raise ProgramError(f"{len(program.outputs)} outputs for a function with {len(graph.outputs)}")
     for position, (operand, layout) in enumerate(zip(graph.outputs, program.outputs)):
@@ -89,6 +90,21 @@ def _check_bundles(graph: Graph, program: Program) -> None:
             raise ProgramError(f"the instructions of bundle {bundle} do not stand together, outside loops and branches")
         if not all(independent(steps[:n], step) for n, step in enumerate(steps)):
             raise ProgramError(f"bundle {bundle} has a collective that needs what another one makes")
+
+
+def _check_hosts(program: Program) -> None:
+    """Whether the hosts of each axis are its positions, each once, and what goes over hosts can."""
+    if program.hosts and len(program.hosts) != len(program.axes):
+        raise ProgramError(f"the program tells of the hosts of {len(program.hosts)} axes, and has {len(program.axes)}")
+    for (name, size), hosts in zip(program.axes, program.hosts):
+        if hosts and (sorted(p for host in hosts for p in host) != [*range(size)] or not all(hosts)):
+            raise ProgramError(
+                f"the hosts of axis {name} have positions {list(map(list, hosts))}, not each of {size} once"
+            )
+    for number, i in enumerate(program.instructions):
+        if isinstance(i, Convert) and not i.collective.goes_over(program.hosts_along(i.axis)):
+            where = f"instruction {number}: {i.step} along {program.axes[i.axis][0]}"
+            raise ProgramError(f"{where} is for {i.collective.over}, and there are none, or not such, along that axis")
 
 
 def _check_cuts(graph: Graph, program: Program, table: FactorTable, classes: Classes) -> None:
