@@ -36,15 +36,16 @@ _QUEUES = {Machine.NETWORK: 0, Machine.INTRA: 1, Machine.COMPUTE: 2, Machine.EVE
 def schedule(tasks: TaskGraph, *, quick: bool = False) -> Timeline:
     """The timeline of the best order and bundles found. `quick`: only the most promising of the orders are looked at,
     and the bundles that suggest themselves in the best of them."""
-    found = _of_best_order(tasks.contracted(), quick=True)
-    together = bundled(found)
-    if together is not None:
-        # Bundles are formed in an order that was chosen without them.
-        found = better(better(found, together), _of_best_order(together.tasks, quick=True))
-    return found if quick else refined(found)
+    alone = _of_best_order(tasks.contracted(), quick=True)
+    together = bundled(alone)
+    begun = [better(alone, together)]
+    if together is not None and not quick:
+        # These bundles suggested themselves in an order that was chosen without them.
+        begun.append(_of_best_order(together.tasks, quick=True))
+    return min(begun if quick else map(_refined, begun), key=_makespan)
 
 
-def refined(timeline: Timeline) -> Timeline:
+def _refined(timeline: Timeline) -> Timeline:
     """The best found of more orders and other bundles in turn."""
     best = min(timeline, _of_best_order(timeline.tasks), key=_makespan)
     for _ in range(_TURNS):
@@ -151,13 +152,13 @@ def _preemptive_bound(head: Sequence[float], seconds: Sequence[float], tail: Seq
 def _orders(tasks: TaskGraph, quick: bool) -> list[tuple[int, ...]]:
     """Orders worth a look, none of them twice; `quick`: those from the best priority, the last improvement and what it
     began from."""
-    makers, users, longest = tasks.makers, tasks.users, tasks.typical
-    count = len(longest)
+    makers, users, typical = tasks.makers, tasks.users, tasks.typical
+    count = len(typical)
     to_end, from_start, first = [0.0] * count, [0.0] * count, [0.0] * count
     for task in range(count):
-        from_start[task] = longest[task] + max((from_start[m] for m in makers[task]), default=0.0)
+        from_start[task] = typical[task] + max((from_start[m] for m in makers[task]), default=0.0)
     for task in reversed(range(count)):
-        to_end[task] = longest[task] + max((to_end[u] for u in users[task]), default=0.0)
+        to_end[task] = typical[task] + max((to_end[u] for u in users[task]), default=0.0)
         computes = tasks.machine[task] in (Machine.COMPUTE, Machine.EVERYTHING)
         # A collective goes with the first that needs it.
         first[task] = float(task) if computes else min((first[u] for u in users[task]), default=float(count))
