@@ -296,7 +296,13 @@ _LIBRARIES = (
 
 def source_line(eqn: Any) -> str:
     """`file:line` of the user's code that made the equation, or '' when it is not known."""
-    frames: Sequence[Any] = getattr(getattr(eqn.source_info, "traceback", None), "frames", None) or ()
+    return _line_of(getattr(eqn.source_info, "traceback", None))
+
+
+# Many equations are made by one line, and tracebacks compare by what they hold.
+@functools.lru_cache(4096)
+def _line_of(where: Any) -> str:
+    frames: Sequence[Any] = getattr(where, "frames", None) or ()
     for frame in frames:
         name = frame.file_name.replace("\\", "/")
         if not any(part in name for part in _LIBRARIES):

@@ -6,6 +6,7 @@ all_gather      {x | S(d)} -> {x | R}
 all_to_all      {x | S(d)} -> {x | S(e)}
 reshare         {x | S(d)} -> {x | S(d)~1}     to shards of other sizes: rows that change owner move
 balanced_reduce_scatter, balanced_all_gather   the same by way of even shards: no device sends blocks of the largest
+hierarchical_all_reduce, hierarchical_reduce_scatter, hierarchical_all_gather   the same within hosts and between them
 reduce          {x | P(sum)} -> {x | O(i)}     the sum on one device: up a tree
 broadcast       {x | O(i)} -> {x | R}          from one device to all: down a tree
 slice           {x | R} -> {x | S(d), O(i)}    local, no communication
@@ -21,11 +22,11 @@ do the same: the first is what a conversion is by default.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from math import prod
-from typing import ClassVar, NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
 from hapsynth.instructions.layout import Layout, P, Placement, R, cut_axes, cuts_of, is_consistent, way_of
 
@@ -33,6 +34,28 @@ Cut = tuple[int, tuple[int, ...], int]
 """(dimension, the mesh axes that cut it, which way) of a layout, as in `cuts_of`."""
 EVEN = -1
 """In place of the way that a dimension is cut: in shards that are as even as its rows allow, whatever the sizes are."""
+
+Hosts = tuple[tuple[int, ...], ...]
+"""The positions along a mesh axis on each host that it goes over, in order; () where it is one host, or each position
+is another, or they are grouped otherwise elsewhere in the mesh: what goes over hosts is nothing of its own there."""
+
+
+def hosts_along(lines: Sequence[Sequence[int]]) -> Hosts:
+    """`lines`: the host of each position, for every line of devices along an axis."""
+    found: set[Hosts] = set()
+    for line in lines:
+        members: dict[int, list[int]] = {}
+        for position, host in enumerate(line):
+            members.setdefault(host, []).append(position)
+        found.add(tuple(map(tuple, members.values())))
+    hosts = found.pop()
+    return hosts if not found and 1 < len(hosts) < sum(map(len, hosts)) else ()
+
+
+def groups_between(hosts: Hosts) -> tuple[tuple[int, ...], ...]:
+    """One position of each host: where these have equally many, those at each place; else the first."""
+    least, most = min(map(len, hosts)), max(map(len, hosts))
+    return tuple(tuple(host[place] for host in hosts) for place in range(least if least == most else 1))
 
 
 class Block(NamedTuple):
@@ -104,11 +127,20 @@ class Collective:
     """Whether what it gives takes the memory of what it takes."""
     bundled: bool = True
     """Whether small ones that wait for the same go as one: what each sends is laid out flat, whatever its shape."""
+    over: Literal["positions", "hosts", "equal hosts"] = "positions"
+    """What it goes over: all positions alike, or hosts, first within them and then between them or the other way, which
+    may have to have equally many of the positions."""
 
     recuts: ClassVar[bool] = False
     """Whether it is between two cuts of one dimension; what it sends is then `Moved`."""
     balances: ClassVar[bool] = False
     """Whether it goes by way of even shards."""
+
+    def goes_over(self, hosts: Hosts) -> bool:
+        """Whether it can be run along an axis over these hosts."""
+        if self.over == "positions":
+            return True
+        return len(hosts) > 0 and (self.over == "hosts" or len({len(host) for host in hosts}) == 1)
 
     def traffic(self, source: Layout, target: Layout, axis: int) -> Traffic:
         """What is sent, in the units that its costs count."""
@@ -217,6 +249,11 @@ STEPS: dict[str, Collective] = {
             even="reduce_scatter",
         ),
         Balanced("balanced_all_gather", lambda p, q: _is_alone(p) and q.kind == "R", even="all_gather"),
+        Collective("hierarchical_all_reduce", lambda p, q: p == P("sum") and q == R, over="hosts"),
+        Collective(
+            "hierarchical_reduce_scatter", lambda p, q: p == P("sum") and _is_cut(q), splits=True, over="equal hosts"
+        ),
+        Collective("hierarchical_all_gather", lambda p, q: _is_cut(p) and q == R, joins=True, over="equal hosts"),
         Collective("reduce", lambda p, q: p == P("sum") and q.owner is not None),
         Collective("broadcast", lambda p, q: p.owner is not None and q == R),
         Collective("slice", _of("R", "S"), communicates=False),

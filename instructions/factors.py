@@ -210,7 +210,12 @@ class Factors:
     def joint(self, axes: int, owned: bool = False) -> tuple[Triples, ...]:
         """Every way of running the op on a mesh of that many axes: a triple per axis, a factor that several axes cut
         in every order of theirs. The replicated one first. `owned`: those too in which it has an owner along one."""
-        return tuple(self._known(axes, owned))
+        key = axes, owned
+        if key not in self._joint:
+            also = (self.owned,) if owned and self.owned is not None else ()
+            found = (p for chosen in product((*self.triples, *also), repeat=axes) for p in _orders(chosen))
+            self._joint[key] = tuple(dict.fromkeys(filter(self._agree, found)))
+        return self._joint[key]
 
     def cuts(self, triples: Triples) -> Cuts:
         """Every factor that is cut, the mesh axes that cut it, (place among operands and results, dimension) of each
@@ -237,12 +242,18 @@ class Factors:
         return {}
 
     def allows(self, triples: Triples) -> bool:
-        """Whether the op can be run so, whichever way what its triples cut is cut; as a whole by an owner alone."""
-        bare = ruled(triples)
-        if not any(self.is_whole(t) for t in bare):
-            return bare in self._known(len(bare), False)
+        """Whether the op can be run so, whichever way what its triples cut is cut, as a whole by an owner alone: as if
+        they were looked for in `joint`, which has very many for several axes."""
         owners = {p.owner for t in triples if self.is_whole(t) for p in (*t.operands, *t.results) if p.is_sharded}
-        return len(owners) == 1 and None not in owners and bare in self._known(len(bare), True)
+        if any(map(self.is_whole, triples)) and (len(owners) != 1 or None in owners):
+            return False
+        bare = ruled(triples)
+        minor = {axis: k for axes in cutting(bare).values() for k, axis in enumerate(axes)}
+        for axis, t in enumerate(bare):
+            alone = t if not t.minor else Triple(_major(t.operands), _major(t.results), t.factor)
+            if alone not in self._alone or t != alone.at(minor.get(axis, 0)):
+                return False
+        return self._agree(bare)
 
     def is_whole(self, triple: Triple) -> bool:
         """Whether a triple has an owner run the op as a whole."""
@@ -252,16 +263,12 @@ class Factors:
         """The triples with a position along its axis as the owner, which `owned` leaves open."""
         return tuple(t.along(O(owner).way) if self.is_whole(t) else t for t in triples)
 
-    def _known(self, axes: int, owned: bool) -> dict[Triples, None]:
-        key = axes, owned
-        if key not in self._joint:
-            also = (self.owned,) if owned and self.owned is not None else ()
-            found = (p for chosen in product((*self.triples, *also), repeat=axes) for p in _orders(chosen))
-            self._joint[key] = dict.fromkeys(filter(self._agree, found))
-        return self._joint[key]
+    @cached_property
+    def _alone(self) -> frozenset[Triple]:
+        return frozenset((*self.triples, *((self.owned,) if self.owned is not None else ())))
 
     @cached_property
-    def _joint(self) -> dict[tuple[int, bool], dict[Triples, None]]:
+    def _joint(self) -> dict[tuple[int, bool], tuple[Triples, ...]]:
         return {}
 
     def _agree(self, triples: Triples) -> bool:
@@ -346,6 +353,10 @@ def can_be(placement: Placement, dtype: Any) -> bool:
     if placement == P("sum"):
         return dtype != np.bool_
     return not np.issubdtype(dtype, np.complexfloating)
+
+
+def _major(placements: Iterable[Placement]) -> tuple[Placement, ...]:
+    return tuple([p._replace(minor=0) if p.minor else p for p in placements])
 
 
 def _cut(position: int | None) -> Placement:

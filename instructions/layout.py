@@ -157,6 +157,7 @@ def is_consistent(layout: Layout) -> bool:
     return len({p.reduction for p in layout if p.is_partial}) <= 1
 
 
+@cache
 def parse_placement(text: str) -> Placement:
     """The inverse of `str(placement)`; ValueError names what is not one."""
     if text == "R":
@@ -176,5 +177,6 @@ def format_layout(layout: Layout) -> str:
     return ",".join(map(str, layout))
 
 
+@cache
 def parse_layout(text: str) -> Layout:
     return tuple(parse_placement(part) for part in text.split(","))

@@ -14,7 +14,6 @@ from hapsynth.adapting.rebalance import resized_result
 from hapsynth.graph.ir import Graph, Literal, Op, Operand
 from hapsynth.graph.rematerialize import recomputed
 from hapsynth.graph.trace import Traced, trace
-from hapsynth.instructions.factors import ruled
 from hapsynth.instructions.program.checker import check
 from hapsynth.instructions.program.program import Compute, ProgramError
 from hapsynth.instructions.program.sizes import Classes, Node, Sizes, layout_nodes
@@ -42,7 +41,7 @@ def for_shapes(plan: P, args: Sequence[Any], kwargs: Mapping[str, Any]) -> P:
         return plan
     table = FactorTable(graph)
     for i in plan.program.instructions:
-        if isinstance(i, Compute) and not table[i.op].allows(ruled(i.triples)):
+        if isinstance(i, Compute) and not table[i.op].allows(i.triples):
             raise ShapeError(f"{_named(graph.ops[i.op])} cannot be divided as it is in the plan: {_AGAIN}")
     axes, result = plan.program.axes, plan.result
     costs = CostModel(graph, plan.used, table, axes, result.room, result.lowering)

@@ -7,7 +7,7 @@ that it runs in, and boundary ops (`Boundary`) carry values into a region and ou
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from math import prod
 from typing import Any
 from typing import Literal as OneOf
@@ -310,11 +310,13 @@ class Graph:
         """A digest of everything that decides what the program computes, but not of large constants' values."""
         import hashlib
 
-        digest = hashlib.sha256()
+        digest, name = hashlib.sha256(), cache(str)
         for v in self.values:
-            digest.update(f"{v.shape}{v.dtype}".encode())
+            digest.update(f"{v.shape}{name(v.dtype)}".encode())
         for op in self.ops:
-            params = sorted((k, str(p)) for k, p in op.params.items() if _is_plain(p))
+            printed = ((k, str(p)) for k, p in op.params.items())
+            # Functions and meshes print an address, which differs between processes.
+            params = sorted((k, text) for k, text in printed if " at 0x" not in text)
             operands = [o if isinstance(o, int) else f"lit{np.asarray(o.value).tolist()}" for o in op.operands]
             digest.update(f"{op.name}{operands}{op.results}{params}{op.region or ''}".encode())
         for r in self.regions[1:]:
@@ -323,8 +325,3 @@ class Graph:
         outputs = [o if isinstance(o, int) else "lit" for o in self.outputs]
         digest.update(f"{self.inputs}{outputs}{self.carry}{self.ties or ''}".encode())
         return digest.hexdigest()[:16]
-
-
-def _is_plain(param: Any) -> bool:
-    """Functions and meshes print an address, which differs between processes."""
-    return " at 0x" not in str(param)

@@ -74,7 +74,8 @@ class Bundle:
             return exchange(sizes, name, step, x, gloo, each)
         collective = step.collective
         x = x[None] if collective.joins and not collective.splits and not self.flat else x
-        return exchange_first(collective, name, x, step.source[step.axis], step.target[step.axis], gloo, each)
+        hosts = sizes.classes.hosts_along(step.axis)
+        return exchange_first(collective, name, x, step.source[step.axis], step.target[step.axis], gloo, each, hosts)
 
     def unpack(self, x: Any, lengths: Sequence[int]) -> list[Any]:
         """What each collective alone would have given, of JAX's array or NumPy's."""

@@ -18,13 +18,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from hapsynth.instructions.collectives import Collective
+from hapsynth.instructions.collectives import Collective, Hosts
 from hapsynth.instructions.layout import Layout, Placement, S, cut_axes, way_of
 from hapsynth.instructions.program.program import Convert
 from hapsynth.instructions.program.sizes import Sizes
 from hapsynth.instructions.staging.moved_rows import even_rows
 from hapsynth.instructions.staging.options import LoweringOptions
-from hapsynth.lower import _gloo, _tree
+from hapsynth.lower import _gloo, _hierarchical, _tree
 from hapsynth.lower._collective_order import Each
 from hapsynth.lower._mesh_position import MeshPosition
 from hapsynth.lower._recut import Recut
@@ -112,9 +112,9 @@ class _Blocks:
         return lax.switch(kind, [partial(fn, lengths) for lengths in kinds], x)
 
 
-Run = Callable[[jax.Array, str, Placement, Placement, LoweringOptions | None, Each], jax.Array]
-"""(x, axis, source, target, gloo's thresholds where devices send by it, what runs each of XLA's) -> what one of JAX's
-collectives gives, tiled along the dimensions that the placements cut."""
+Run = Callable[[jax.Array, str, Placement, Placement, LoweringOptions | None, Each, Hosts], jax.Array]
+"""(x, axis, source, target, gloo's thresholds where devices send by it, what runs each of XLA's, the hosts along the
+axis) -> what one of JAX's collectives gives, tiled along the dimensions that the placements cut."""
 
 
 class Lowering(ABC):
@@ -169,7 +169,8 @@ class BlockLowering(Lowering):
     def exchange(
         self, sizes: Sizes, name: str, step: Convert, x: jax.Array, gloo: LoweringOptions | None, each: Each
     ) -> jax.Array:
-        return self.run(x, name, step.source[step.axis], step.target[step.axis], gloo, each)
+        hosts = sizes.classes.hosts_along(step.axis)
+        return self.run(x, name, step.source[step.axis], step.target[step.axis], gloo, each, hosts)
 
     def receive(self, sizes: Sizes, step: Convert, x: jax.Array, here: MeshPosition) -> jax.Array:
         if not step.collective.joins:
@@ -303,15 +304,32 @@ def _along(x: jax.Array, dim: int) -> jax.Array:
 
 
 LOWERINGS: dict[str, Lowering] = {
-    "all_reduce": BlockLowering(lambda x, axis, p, q, *how: _gloo.all_reduce(x, axis, p.reduction, *how)),
-    "reduce_scatter": BlockLowering(lambda x, axis, p, q, *how: _gloo.psum_scatter(x, axis, q.dim, *how)),
-    "all_gather": BlockLowering(lambda x, axis, p, q, *how: _gloo.all_gather(x, axis, p.dim, *how)),
-    "all_to_all": BlockLowering(lambda x, axis, p, q, *how: _gloo.all_to_all(x, axis, q.dim, p.dim, *how)),
-    "reduce": BlockLowering(lambda x, axis, p, q, *how: _tree.reduce_to(x, axis, q, how[-1]), in_parts=True),
-    "broadcast": BlockLowering(lambda x, axis, p, q, *how: _tree.broadcast(x, axis, p, how[-1]), in_parts=True),
+    "all_reduce": BlockLowering(
+        lambda x, axis, p, q, gloo, each, hosts: _gloo.all_reduce(x, axis, p.reduction, gloo, each)
+    ),
+    "reduce_scatter": BlockLowering(
+        lambda x, axis, p, q, gloo, each, hosts: _gloo.psum_scatter(x, axis, q.dim, gloo, each)
+    ),
+    "all_gather": BlockLowering(lambda x, axis, p, q, gloo, each, hosts: _gloo.all_gather(x, axis, p.dim, gloo, each)),
+    "all_to_all": BlockLowering(
+        lambda x, axis, p, q, gloo, each, hosts: _gloo.all_to_all(x, axis, q.dim, p.dim, gloo, each)
+    ),
+    "reduce": BlockLowering(lambda x, axis, p, q, gloo, each, hosts: _tree.reduce_to(x, axis, q, each), in_parts=True),
+    "broadcast": BlockLowering(
+        lambda x, axis, p, q, gloo, each, hosts: _tree.broadcast(x, axis, p, each), in_parts=True
+    ),
     "reshare": ReshareLowering(),
     "balanced_reduce_scatter": BalancedScatterLowering(),
     "balanced_all_gather": BalancedGatherLowering(),
+    "hierarchical_all_reduce": BlockLowering(
+        lambda x, axis, p, q, gloo, each, hosts: _hierarchical.all_reduce(x, axis, hosts, gloo, each)
+    ),
+    "hierarchical_reduce_scatter": BlockLowering(
+        lambda x, axis, p, q, gloo, each, hosts: _hierarchical.psum_scatter(x, axis, q.dim, hosts, gloo, each)
+    ),
+    "hierarchical_all_gather": BlockLowering(
+        lambda x, axis, p, q, gloo, each, hosts: _hierarchical.all_gather(x, axis, p.dim, hosts, gloo, each)
+    ),
 }
 """Of every collective in `instructions.collectives.STEPS`."""
 
@@ -346,10 +364,11 @@ def exchange_first(
     target: Placement,
     gloo: LoweringOptions | None,
     each: Each,
+    hosts: Hosts = (),
 ) -> jax.Array:
     """A collective of blocks that splits and joins the first dimension, whatever it is of, between two placements that
     it turns one into the other."""
     lowering = LOWERINGS[step.name]
     assert isinstance(lowering, BlockLowering), f"{step.name} sends no blocks"
     source, target = S(0) if step.joins else source, S(0) if step.splits else target
-    return lowering.run(x, name, source, target, gloo, each)
+    return lowering.run(x, name, source, target, gloo, each, hosts)

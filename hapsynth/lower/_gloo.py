@@ -24,17 +24,23 @@ What it sends is lowered so that less is waited for:
 
 from __future__ import annotations
 
-from functools import reduce
+from collections.abc import Sequence
+from functools import partial, reduce
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import AbstractMesh, Mesh
 
 from hapsynth.instructions.staging.options import LoweringOptions
 from hapsynth.lower._collective_order import Each, as_it_is
 from hapsynth.lower._ordered_floats import from_ordered, to_ordered
+
+Groups = Sequence[Sequence[int]] | None
+"""Of positions along an axis, each of which communicates by itself; None for all as one."""
+
 
 _REDUCE: dict[str, tuple[Any, Any]] = {
     "sum": (lax.psum, lax.add),
@@ -54,64 +60,109 @@ def all_reduce(
     reduction: str,
     gloo: LoweringOptions | None,
     each: Each = as_it_is,
+    groups: Groups = None,
 ) -> jax.Array:
     """As JAX's psum, pmax or pmin, by a `reduction` of "sum", "max" or "min", but that a NaN on any device is the
     largest and the smallest. `gloo`: the thresholds where the devices send by gloo (`joins`), else None; what is small
-    is then reduced in one order of the devices. `each` runs every one of XLA's collectives, here and below."""
+    is then reduced in one order of the devices. `each` runs every one of XLA's collectives, here and below, where
+    `groups` are equally large."""
     collective, pair = _REDUCE[reduction]
-    n = lax.axis_size(axis)
-    if gloo is not None and x.nbytes * n <= gloo.gloo_gathered_bytes:
-        gathered = each(lambda x: lax.all_gather(x, axis), x)
+    n = _size(axis, groups)
+    if gloo is not None and x.nbytes * n <= gloo.gloo_gathered_bytes and _are_equal(groups):
+        gathered = each(lambda x: lax.all_gather(x, axis, axis_index_groups=groups), x)
         return reduce(pair, [gathered[i] for i in range(n)])
+    run = lambda x: collective(x, axis, axis_index_groups=groups)
     if reduction != "sum" and jnp.issubdtype(x.dtype, jnp.floating):
-        return from_ordered(each(lambda x: collective(x, axis), to_ordered(x, reduction)), x.dtype)
-    return each(lambda x: collective(x, axis), x)
+        return from_ordered(each(run, to_ordered(x, reduction)), x.dtype)
+    return each(run, x)
 
 
-def psum_scatter(x: jax.Array, axis: str, dim: int, gloo: LoweringOptions | None, each: Each = as_it_is) -> jax.Array:
+def psum_scatter(
+    x: jax.Array,
+    axis: str,
+    dim: int,
+    gloo: LoweringOptions | None,
+    each: Each = as_it_is,
+    groups: Groups = None,
+) -> jax.Array:
     """As JAX's, tiled along `dim`. `gloo`: as for `all_reduce`; every block is then summed in one order of the devices,
     whoever comes first."""
     if gloo is None:
-        return each(lambda x: lax.psum_scatter(x, axis, scatter_dimension=dim, tiled=True), x)
-    n = lax.axis_size(axis)
+        scatter = partial(lax.psum_scatter, axis_name=axis, axis_index_groups=groups, tiled=True)
+        return each(lambda x: scatter(x, scatter_dimension=dim), x)
+    n = _size(axis, groups)
     if x.nbytes < gloo.gloo_ring_bytes * n:
-        blocks = all_to_all(x, axis, dim, dim, gloo, each)
+        blocks = all_to_all(x, axis, dim, dim, gloo, each, groups)
         return reduce(lax.add, lax.split(blocks, [x.shape[dim] // n] * n, dim))
-    me = lax.axis_index(axis)
+    me = _place(axis, groups)
     part = _block(x, me - 1, n, dim)
     for away in range(2, n + 1):
-        part = _sent_on(part, axis, 1, gloo, each) + _block(x, me - away, n, dim)
+        part = _sent_on(part, axis, 1, gloo, each, groups) + _block(x, me - away, n, dim)
     return part
 
 
-def all_gather(x: jax.Array, axis: str, dim: int, gloo: LoweringOptions | None, each: Each = as_it_is) -> jax.Array:
+def all_gather(
+    x: jax.Array,
+    axis: str,
+    dim: int,
+    gloo: LoweringOptions | None,
+    each: Each = as_it_is,
+    groups: Groups = None,
+) -> jax.Array:
     """As JAX's, tiled along `dim`. `gloo`: as for `all_reduce`; of more than two devices each sends to one and receives
     from another."""
-    n = lax.axis_size(axis)
+    n = _size(axis, groups)
+    gather = partial(lax.all_gather, axis_name=axis, axis_index_groups=groups)
     if gloo is None or n != 2 or x.nbytes <= gloo.gloo_segment_bytes:
-        return each(lambda x: lax.all_gather(x, axis, axis=dim, tiled=True), x)
-    parts = [each(lambda part: lax.all_gather(part, axis), part) for part in _segments(x, gloo)]
+        return each(lambda x: gather(x, axis=dim, tiled=True), x)
+    parts = [each(gather, part) for part in _segments(x, gloo)]
     joined = lax.concatenate(parts, 1).reshape(n, *x.shape)
     return lax.collapse(lax.transpose(joined, [*range(1, dim + 1), 0, *range(dim + 1, x.ndim + 1)]), dim, dim + 2)
 
 
 def all_to_all(
-    x: jax.Array, axis: str, split: int, concat: int, gloo: LoweringOptions | None, each: Each = as_it_is
+    x: jax.Array,
+    axis: str,
+    split: int,
+    concat: int,
+    gloo: LoweringOptions | None,
+    each: Each = as_it_is,
+    groups: Groups = None,
 ) -> jax.Array:
     """As JAX's, tiled. `gloo`: as for `all_reduce`; large blocks then go in rounds, to one device at a time."""
-    n = lax.axis_size(axis)
+    n = _size(axis, groups)
     if gloo is None or x.nbytes <= gloo.gloo_segment_bytes * n:
         # XLA splits the operand again and takes the blocks' producers as they are; where their memory layouts
         # differ its verifier then refuses the program ("operands with different shapes", JAX 0.10.2, CPU).
         x = lax.optimization_barrier(x)
-        return each(lambda x: lax.all_to_all(x, axis, split_axis=split, concat_axis=concat, tiled=True), x)
-    me = lax.axis_index(axis)
+        swap = partial(lax.all_to_all, axis_name=axis, axis_index_groups=groups, tiled=True)
+        return each(lambda x: swap(x, split_axis=split, concat_axis=concat), x)
+    me = _place(axis, groups)
     mine = _block(x, me, n, split)
     made = lax.concatenate([mine] * n, concat)
     for away in range(1, n):
-        part = _sent_on(_block(x, me + away, n, split), axis, away, gloo, each)
+        part = _sent_on(_block(x, me + away, n, split), axis, away, gloo, each, groups)
         made = lax.dynamic_update_slice_in_dim(made, part, (me - away) % n * mine.shape[concat], concat)
     return made
+
+
+def _size(axis: str | tuple[str, ...], groups: Groups) -> int:
+    return max(map(len, groups)) if groups else lax.axis_size(axis)
+
+
+def _are_equal(groups: Groups) -> bool:
+    return groups is None or len({len(group) for group in groups}) == 1
+
+
+def _place(axis: str, groups: Groups) -> jax.Array:
+    """Of this device in its group."""
+    here = lax.axis_index(axis)
+    if groups is None:
+        return here
+    places = np.zeros(sum(map(len, groups)), np.int32)
+    for group in groups:
+        places[[*group]] = range(len(group))
+    return lax.dynamic_index_in_dim(jnp.asarray(places), here, keepdims=False)
 
 
 def _block(x: jax.Array, index: jax.Array, n: int, dim: int) -> jax.Array:
@@ -120,10 +171,10 @@ def _block(x: jax.Array, index: jax.Array, n: int, dim: int) -> jax.Array:
     return lax.dynamic_slice_in_dim(x, index % n * length, length, dim)
 
 
-def _sent_on(x: jax.Array, axis: str, away: int, gloo: LoweringOptions, each: Each) -> jax.Array:
-    """What the device that is so many before this one has."""
-    n = lax.axis_size(axis)
-    onward = [(i, (i + away) % n) for i in range(n)]
+def _sent_on(x: jax.Array, axis: str, away: int, gloo: LoweringOptions, each: Each, groups: Groups) -> jax.Array:
+    """What the device that is so many before this one in its group has."""
+    n = _size(axis, groups)
+    onward = [(group[i], group[(i + away) % n]) for group in groups or [range(n)] for i in range(n)]
     sent = lambda part: lax.ppermute(part, axis, onward)
     if 2 * away % n:
         return each(sent, x)

@@ -8,7 +8,7 @@ explain --cost` prints them in groups, the most expensive one by one, with the s
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from math import fsum
 from typing import Any, TypeVar
@@ -75,6 +75,7 @@ class Sending:
 
     `wire_bytes`: that one group sends over its slowest link, of which `padding_bytes` would be spared if all shards
     were of one size. `turned_s`: what it costs that what it sends is transposed only afterwards (`CostModel.turning`).
+    `others`: the seconds of each step that could do the same along the axis.
     """
 
     what: str
@@ -88,6 +89,7 @@ class Sending:
     s_per_byte: float
     turned_s: float
     link_from: str
+    others: dict[str, float] = field(default_factory=dict[str, float])
 
 
 Line = Computing | Sending
@@ -170,7 +172,10 @@ class _Lines:
         runs = self.graph.runs[i.region]
         what, padding = self.names.instruction(i), max(sent.wire_bytes - even.wire_bytes, 0.0)
         took = sent.seconds, sent.latency_s, sent.turned_s
-        return self._sending(what, i.step, i.axis, took, (sent.wire_bytes, padding), runs)
+        line = self._sending(what, i.step, i.axis, took, (sent.wire_bytes, padding), runs)
+        steps = model.steps(i.source, i.target, i.axis)
+        by = {step.name: model.sent(*at, shares_of(self.plan.sizes, i.value), step) for step in steps}
+        return replace(line, others={name: runs * s.seconds for name, s in by.items() if name != i.step})
 
     def _agreeing(self, i: Compute) -> Iterator[Sending]:
         """`CostModel.uniform_time`, axis by axis."""
@@ -220,6 +225,8 @@ def link_source(model: CostModel, axis: int, step: str) -> str:
     if priced_as in link.curves:
         told = [f"{cluster.profile[key]}" for key in ("machines", "when") if key in cluster.profile]
         return ", ".join([f"measured curve of {priced_as}", *told])
+    if collective.over != "positions" and link.levels:
+        return f"{link.levels.between.slowest}, and within hosts {link.levels.inside.slowest}"
     return link.slowest
 
 
@@ -300,7 +307,8 @@ def _formula(line: Line) -> str:
         spent = f" + {si(line.wire_bytes, 'B')} / {si(1 / line.s_per_byte, 'B/s')}" if line.s_per_byte else ""
         spent += f" + {seconds(line.turned_s)} to transpose afterwards" if line.turned_s else ""
         padding = f", {si(line.padding_bytes, 'B')} of it padding" if line.padding_bytes else ""
-        return f"{line.what}: {_sum(runs, seconds(line.latency_s) + spent)} = {seconds(line.seconds)}{padding}"
+        instead = "".join(f", by {name} {seconds(spent)}" for name, spent in line.others.items())
+        return f"{line.what}: {_sum(runs, seconds(line.latency_s) + spent)} = {seconds(line.seconds)}{padding}{instead}"
     launched = f"{line.launches} x " if line.launches > 1 else ""
     terms = [f"{launched}{seconds(line.overhead_s)}"] if line.launches and line.overhead_s else []
     if line.computes and line.rate:

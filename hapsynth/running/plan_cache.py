@@ -27,6 +27,7 @@ import jax
 import numpy as np
 
 from hapsynth import _jax
+from hapsynth._gc import gc_paused
 from hapsynth.cluster.cluster import Cluster
 from hapsynth.graph.trace import Traced
 from hapsynth.instructions.rules.extension import is_users
@@ -99,13 +100,14 @@ class CachedPlan:
         digest, _, content = text.partition("\n")
         if digest != hashlib.sha256(content.encode()).hexdigest():
             return self._lost("its contents are not what was written")
-        entry = json.loads(content)
-        if entry["key"] != self.key:
-            return self._lost("it is of another task")
-        try:
-            found, result, _ = plan_from_dict(str(self.file), entry["plan"], traced)
-        except PlanError as error:
-            return self._lost(str(error))
+        with gc_paused():
+            entry = json.loads(content)
+            if entry["key"] != self.key:
+                return self._lost("it is of another task")
+            try:
+                found, result, _ = plan_from_dict(str(self.file), entry["plan"], traced)
+            except PlanError as error:
+                return self._lost(str(error))
         search = entry["search"]
         bounds = {tuple(devices): read_number(bound) for devices, bound in search["bounds"]}
         with suppress(OSError):

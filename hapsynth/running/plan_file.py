@@ -17,9 +17,10 @@ from hapsynth.graph.ir import Rematerialized
 from hapsynth.graph.rematerialize import recomputed
 from hapsynth.graph.trace import Traced, trace
 from hapsynth.graph.trip_counts import with_counts
-from hapsynth.instructions.program.checker import check
+from hapsynth.instructions.program.checker import check_program, check_sizes
 from hapsynth.instructions.program.program import Program, ProgramError
 from hapsynth.instructions.program.sizes import Classes, Sizes
+from hapsynth.instructions.rules.factor_table import FactorTable
 from hapsynth.instructions.rules.replicated_ops import unpriced
 from hapsynth.instructions.staging.options import DEFAULT, LoweringOptions
 from hapsynth.search.cost.network import mesh_axes
@@ -208,13 +209,14 @@ def _plan_from_dict(data: Mapping[str, Any], traced: Traced) -> tuple[Traced, Re
     cluster = Cluster.from_dict(data["cluster"])
     program = Program.from_dict(data["program"])
     devices = _devices(data, cluster, program)
-    check(graph, program)
-    classes = Classes.build(graph, program)
+    table = FactorTable(graph)
+    check_program(graph, program, table)
+    classes = Classes.build(graph, program, table)
     if list(data["classes"]) != [c.name for c in classes.all]:
         raise PlanError(f"the dimension classes are not those of the program; {_AGAIN}")
     shares = tuple(tuple(_integer(s) for s in row) for row in data["shares"])
     sizes = Sizes(graph, classes, shares)
-    check(graph, program, sizes)
+    check_sizes(graph, program, sizes, table)
     certificate = data["certificate"]
     if certificate["status"] not in get_args(Status):
         raise PlanError(f"{certificate['status']!r} is no status; {_AGAIN}")
@@ -298,7 +300,8 @@ def _same_function(saved: Mapping[str, Any], traced: Traced) -> Traced:
     for i in persistent:
         if not 0 <= i < len(graph.inputs):
             raise PlanError(f"it keeps input {i}, and there are {len(graph.inputs)}; {_AGAIN}")
-    graph = dataclasses.replace(graph, carry=carry, kept=persistent)
+    if (carry, persistent) != (graph.carry, graph.kept):
+        graph = dataclasses.replace(graph, carry=carry, kept=persistent)
     if graph.fingerprint != saved["fingerprint"]:
         raise PlanError(
             f"this plan is of another function: fingerprint {saved['fingerprint']}, and this one's is "

@@ -23,6 +23,7 @@ def page(plans: Sequence[tuple[str, Planned]]) -> str:
         "plans": [plan_record(plan, name) for name, plan in plans],
         "difference": difference(plans[0][1], plans[1][1]) if len(plans) == 2 else [],
         "sameFunction": len({plan.traced.graph.fingerprint for _, plan in plans}) == 1,
+        "sameAxes": len({len(plan.program.axes) for _, plan in plans}) == 1,
     }
     # So that no text of the user's ends the script.
     text = json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")

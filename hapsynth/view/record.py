@@ -54,9 +54,10 @@ def plan_record(plan: Planned, name: str) -> dict[str, Any]:
 
 def difference(plan: Planned, other: Planned) -> list[list[str]]:
     """Where two plans of one function differ: [what, source line, in the first, in the second] for every op that is
-    made of others or makes others, and every value that is converted otherwise."""
+    made of others or makes others, and every value that is converted otherwise. Their meshes may be of unlike lengths;
+    none where they have unlike numbers of axes, or run other ops twice."""
     graph = plan.traced.graph
-    if graph.fingerprint != other.traced.graph.fingerprint or plan.program.axes != other.program.axes:
+    if graph.fingerprint != other.traced.graph.fingerprint or len(plan.program.axes) != len(other.program.axes):
         return []
     names = Names(plan.traced)
     ops = [_ops(p) for p in (plan, other)]

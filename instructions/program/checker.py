@@ -25,7 +25,7 @@ from hapsynth.instructions.program.program import (
     reads,
     writes,
 )
-from hapsynth.instructions.program.sizes import Classes, Node, Sizes, cut_name, cut_nodes, layout_nodes, tied
+from hapsynth.instructions.program.sizes import Classes, Node, Sizes, cut_name, layout_nodes, tied
 from hapsynth.instructions.rules.factor_table import FactorTable
 
 Axes = tuple[tuple[str, int], ...]
@@ -38,8 +38,15 @@ def check(graph: Graph, program: Program, sizes: Sizes | None = None) -> None:
     Every instruction's precondition must hold, every triple must be one of its op's rules, every conversion a
     single step, carried layouts must agree, and the sizes must cut every class completely.
     """
-    axes = program.axes
     table = FactorTable(graph)
+    check_program(graph, program, table)
+    if sizes is not None:
+        check_sizes(graph, program, sizes, table)
+
+
+def check_program(graph: Graph, program: Program, table: FactorTable) -> None:
+    """`check` without sizes; `table`: made of the graph by whoever trusts nobody else's."""
+    axes = program.axes
     if set(program.inputs) != set(graph.sources):
         raise ProgramError("the program's inputs are not those of the function")
     state: set[Property] = set()
@@ -50,6 +57,7 @@ def check(graph: Graph, program: Program, sizes: Sizes | None = None) -> None:
         state.add((value, layout))
     state = _Replay(graph, table, axes).block(nested(graph, program.instructions), state)
     _check_bundles(graph, program)
+    _check_hosts(program)
     if len(program.outputs) != len(graph.outputs):
         raise ProgramError(f"{len(program.outputs)} outputs for a function with {len(graph.outputs)}")
     for position, (operand, layout) in enumerate(zip(graph.outputs, program.outputs)):
@@ -66,9 +74,12 @@ def check(graph: Graph, program: Program, sizes: Sizes | None = None) -> None:
             and program.inputs[graph.inputs[source]] != program.outputs[target]
         ):
             raise ProgramError(f"carried input {source} and output {target} have different layouts")
-    if sizes is not None:
-        sizes.check(program.axes)
-        _check_cuts(graph, program, table, sizes.classes)
+
+
+def check_sizes(graph: Graph, program: Program, sizes: Sizes, table: FactorTable) -> None:
+    """The rest of `check`, of a program that has passed `check_program`."""
+    sizes.check(program.axes)
+    _check_cuts(graph, program, table, sizes.classes)
 
 
 def _check_bundles(graph: Graph, program: Program) -> None:
@@ -84,6 +95,21 @@ def _check_bundles(graph: Graph, program: Program) -> None:
             raise ProgramError(f"bundle {bundle} has a collective that needs what another one makes")
 
 
+def _check_hosts(program: Program) -> None:
+    """Whether the hosts of each axis are its positions, each once, and what goes over hosts can."""
+    if program.hosts and len(program.hosts) != len(program.axes):
+        raise ProgramError(f"the program tells of the hosts of {len(program.hosts)} axes, and has {len(program.axes)}")
+    for (name, size), hosts in zip(program.axes, program.hosts):
+        if hosts and (sorted(p for host in hosts for p in host) != [*range(size)] or not all(hosts)):
+            raise ProgramError(
+                f"the hosts of axis {name} have positions {list(map(list, hosts))}, not each of {size} once"
+            )
+    for number, i in enumerate(program.instructions):
+        if isinstance(i, Convert) and not i.collective.goes_over(program.hosts_along(i.axis)):
+            where = f"instruction {number}: {i.step} along {program.axes[i.axis][0]}"
+            raise ProgramError(f"{where} is for {i.collective.over}, and there are none, or not such, along that axis")
+
+
 def _check_cuts(graph: Graph, program: Program, table: FactorTable, classes: Classes) -> None:
     """Whether what an op, or a tie, takes to be cut alike is of one class, and what is reshared of two."""
 
@@ -96,7 +122,7 @@ def _check_cuts(graph: Graph, program: Program, table: FactorTable, classes: Cla
     for number, i in enumerate(program.instructions):
         where = f"instruction {number}"
         if isinstance(i, Compute):
-            for _, nodes in cut_nodes(graph, i.op, table[i.op], i.triples):
+            for _, nodes in table.cut(i.op, i.triples):
                 alike(nodes, f"{where}, {graph.ops[i.op].name},")
         elif isinstance(moved := i.traffic, Moved):
             old, new = (classes.of.get((i.value, *cut), -1) for cut in (moved.old, moved.new))
@@ -115,8 +141,8 @@ class _Replay:
         self.graph, self.table, self.axes = graph, table, axes
         self.number = 0
         self._allowed: set[tuple[int, int]] = set()
-        """Factors and triples that were found to be a rule's, by identity: ops that are alike share both, and the
-        program at hand holds them."""
+        """Factors and triples that were found to be a rule's, and to leave results as these can lie, by identity: ops
+        that are alike share both, and the program at hand holds them."""
         self.left: dict[int, set[Property]] = {}
         """Region -> what held at its end, for branches."""
 
@@ -139,7 +165,6 @@ class _Replay:
             self.needs(item, outside, inside, where)
             primitive = _boundary(graph, item)
             for position, (value, layout) in enumerate(writes(graph, item)):
-                _check_layout(graph, value, layout, self.axes, where)
                 leaves = primitive in (SCAN_STACK, COND_JOIN) or (primitive == LOOP_CARRY and position == 1)
                 looks = primitive == LOOP_CARRY and position == 2
                 (leaving if leaves else tested if looks else inside).add((value, layout))
@@ -213,6 +238,8 @@ def _check_instruction(graph: Graph, table: FactorTable, instruction: Instructio
         if not table[instruction.op].allows(instruction.triples):
             triples = ", ".join(map(str, instruction.triples))
             raise ProgramError(f"{where}: {graph.ops[instruction.op].name} has no rule {triples}")
+        for value, layout in writes(graph, instruction):
+            _check_layout(graph, value, layout, axes, where)
         return
     if not 0 <= instruction.value < len(graph.values):
         raise ProgramError(f"{where}: the function has no value {instruction.value}")

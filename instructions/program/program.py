@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from hapsynth.graph.ir import Graph
-from hapsynth.instructions.collectives import Collective, Traffic, steps_between
+from hapsynth.instructions.collectives import Collective, Hosts, Traffic, steps_between
 from hapsynth.instructions.factors import Triple, Triples
 from hapsynth.instructions.layout import Layout, format_layout, parse_layout, parse_placement
 
@@ -150,6 +150,9 @@ def nested(graph: Graph, instructions: Sequence[Instruction]) -> Block:
         region = region_of(graph, i)
         if not 0 <= region < len(graph.regions):
             raise ProgramError(f"the function has no region {region}")
+        if region == opened[-1][0]:
+            opened[-1][1].append(i)
+            continue
         around = graph.around(region)
         while opened[-1][0] not in around:
             close()
@@ -167,13 +170,14 @@ def nested(graph: Graph, instructions: Sequence[Instruction]) -> Block:
 class Program:
     """Instructions over a mesh of `axes`; `inputs` holds the layout of every source value, `outputs` of every output.
 
-    An output that is a literal has no layout (None).
+    An output that is a literal has no layout (None). `hosts`: of each axis; () for none of any.
     """
 
     axes: tuple[tuple[str, int], ...]
     inputs: Mapping[int, Layout]
     instructions: tuple[Instruction, ...]
     outputs: tuple[Layout | None, ...]
+    hosts: tuple[Hosts, ...] = ()
     _accesses: dict[Graph, tuple[Access, ...]] = field(
         init=False, repr=False, default_factory=dict[Graph, "tuple[Access, ...]"]
     )
@@ -187,6 +191,10 @@ class Program:
     def know(self, graph: Graph, accesses: tuple[Access, ...]) -> None:
         """As `accesses` are, where whoever makes the program has them."""
         self._accesses[graph] = accesses
+
+    def hosts_along(self, axis: int) -> Hosts:
+        """Those that a mesh axis goes over."""
+        return self.hosts[axis] if self.hosts else ()
 
     def collectives(self) -> dict[str, int]:
         """How often each collective occurs."""
@@ -242,6 +250,7 @@ class Program:
                 )
         return {
             "axes": [[name, size] for name, size in self.axes],
+            **({"hosts": [[list(host) for host in hosts] for hosts in self.hosts]} if any(self.hosts) else {}),
             "inputs": {str(v): format_layout(layout) for v, layout in self.inputs.items()},
             "instructions": steps,
             "outputs": [None if layout is None else format_layout(layout) for layout in self.outputs],
@@ -252,17 +261,21 @@ class Program:
         """Read what `to_dict` wrote; ProgramError where it is no program. It must still pass the checker."""
         try:
             instructions: list[Instruction] = []
+            # Ops that are alike share their triples, as in a program that was searched for.
+            known: dict[Any, Triple] = {}
+            shared: dict[tuple[Triple, ...], tuple[Triple, ...]] = {}
+
+            def triple(entry: Mapping[str, Any]) -> Triple:
+                operands, results, factor = key = tuple(entry["operands"]), tuple(entry["results"]), entry["factor"]
+                if key not in known:
+                    parsed = tuple(map(parse_placement, operands)), tuple(map(parse_placement, results))
+                    known[key] = Triple(*parsed, None if factor is None else int(factor))
+                return known[key]
+
             for entry in data["instructions"]:
                 if "op" in entry:
-                    triples = tuple(
-                        Triple(
-                            tuple(map(parse_placement, t["operands"])),
-                            tuple(map(parse_placement, t["results"])),
-                            None if t["factor"] is None else int(t["factor"]),
-                        )
-                        for t in entry["triples"]
-                    )
-                    instructions.append(Compute(int(entry["op"]), triples))
+                    triples = tuple(map(triple, entry["triples"]))
+                    instructions.append(Compute(int(entry["op"]), shared.setdefault(triples, triples)))
                 else:
                     convert = Convert(
                         int(entry["value"]),
@@ -281,6 +294,7 @@ class Program:
                 {int(v): parse_layout(layout) for v, layout in data["inputs"].items()},
                 tuple(instructions),
                 tuple(None if layout is None else parse_layout(layout) for layout in data["outputs"]),
+                tuple(tuple(tuple(map(int, host)) for host in hosts) for hosts in data.get("hosts", ())),
             )
         except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
             raise ProgramError(f"not a program: {type(error).__name__}: {error}") from error

@@ -11,6 +11,7 @@ from math import gcd, prod
 import numpy as np
 
 from hapsynth.graph.ir import Graph
+from hapsynth.instructions.collectives import Hosts
 from hapsynth.instructions.factors import Factors, Triples
 from hapsynth.instructions.layout import Layout, cuts_of, owner_of
 from hapsynth.instructions.program.program import Compute, Program, ProgramError
@@ -115,11 +116,16 @@ class DimensionClass:
 
 @dataclass(frozen=True, eq=False)
 class Classes:
-    """The dimension classes of a program on a mesh of `lengths`."""
+    """The dimension classes of a program on a mesh of `lengths`. `hosts`: as of `Program`."""
 
     all: tuple[DimensionClass, ...]
     of: Mapping[Node, int]
     lengths: tuple[int, ...]
+    hosts: tuple[Hosts, ...] = ()
+
+    def hosts_along(self, axis: int) -> Hosts:
+        """Those that a mesh axis goes over."""
+        return self.hosts[axis] if self.hosts else ()
 
     @cached_property
     def owned(self) -> dict[int, tuple[int, ...]]:
@@ -188,7 +194,7 @@ class Classes:
                 name += "@" + ",".join(program.axes[a][0] for a in axes)
             classes.append(DimensionClass(len(classes), name, axes, sets.units[root], tuple(members)))
             of.update(dict.fromkeys(members, len(classes) - 1))
-        return Classes(tuple(classes), of, tuple(size for _, size in program.axes))
+        return Classes(tuple(classes), of, tuple(size for _, size in program.axes), program.hosts)
 
 
 @dataclass(frozen=True, eq=False)

@@ -21,7 +21,8 @@ _STEPS = {
 @dataclass(frozen=True)
 class NetworkPrice:
     """Seconds of XLA's collectives between the devices of a cluster, on a mesh of `axes` (name, size). One whose groups
-    are as large as several axes is priced by the slowest of these; as large as none, by all devices in a row."""
+    are as large as several axes, or their parts within hosts or between them, is priced by the slowest of these; as
+    large as none, by all devices in a row."""
 
     cluster: Cluster
     axes: Sequence[tuple[str, int]]
@@ -33,7 +34,8 @@ class NetworkPrice:
     def _links(self) -> dict[int, list[AxisLink]]:
         found: dict[int, list[AxisLink]] = {}
         for link in axis_links(self.cluster, self.axes):
-            found.setdefault(link.n, []).append(link)
+            for one in (link, *((link.levels.inside, link.levels.between) if link.levels else ())):
+                found.setdefault(one.n, []).append(one)
         return found
 
     @cached_property

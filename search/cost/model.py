@@ -25,7 +25,7 @@ from hapsynth.cluster.device_kinds import DeviceKind
 from hapsynth.cluster.granularity import Granularity
 from hapsynth.cluster.memory_budget import MemoryBudget
 from hapsynth.graph.ir import Boundary, Graph, Op
-from hapsynth.instructions.collectives import Collective, step_between
+from hapsynth.instructions.collectives import Collective, Hosts, step_between, steps_between
 from hapsynth.instructions.factors import Triples
 from hapsynth.instructions.layout import Layout, cut_dims, cuts_of
 from hapsynth.instructions.program.sizes import Node, cut_nodes
@@ -375,6 +375,16 @@ class CostModel:
             enough = covered(middle) >= 1.0
             low, high = np.where(enough, low, middle), np.where(enough, middle, high)
         return np.where(short, alone, low)
+
+    @property
+    def hosts(self) -> tuple[Hosts, ...]:
+        """Those that each axis goes over; () where none goes over several."""
+        found = tuple(link.hosts for link in self.links)
+        return found if any(found) else ()
+
+    def steps(self, source: Layout, target: Layout, axis: int) -> tuple[Collective, ...]:
+        """Every single step that turns one layout into another along an axis, the usual one first."""
+        return tuple([step for step in steps_between(source[axis], target[axis]) if self.links[axis].offers(step)])
 
     def conversion(
         self,

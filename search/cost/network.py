@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
-from itertools import pairwise
-from math import prod
+from itertools import pairwise, product
+from math import fsum, prod
 from typing import NamedTuple
 
 import numpy as np
@@ -15,7 +15,16 @@ import numpy as np
 from hapsynth.cluster.cluster import DEFAULT_AXIS, Cluster
 from hapsynth.cluster.curves import Curve, Lines
 from hapsynth.cluster.links import HostLinks, Link
-from hapsynth.instructions.collectives import EVEN, Block, Moved, Traffic
+from hapsynth.instructions.collectives import (
+    EVEN,
+    Block,
+    Collective,
+    Hosts,
+    Moved,
+    Traffic,
+    groups_between,
+    hosts_along,
+)
 from hapsynth.instructions.staging.moved_rows import even_rows, moved, rounds
 from hapsynth.search.cost.device_speed import Floats
 
@@ -42,7 +51,7 @@ class AxisLink:
     seconds of a message around a ring, from one device through all others; `tree_s`: up a tree, a chain inside hosts
     and binary between them; `direct_s`: of messages from one device to each other, one after the other. `slowest`: the
     link with the most to send for its bandwidth. `curves`: seconds by wire bytes of the collectives that were
-    measured, which go before these.
+    measured, which go before these. `levels`: of its hosts, where it goes over several.
     """
 
     n: int
@@ -55,9 +64,21 @@ class AxisLink:
     direct_s: float
     slowest: str = "[network]"
     curves: Mapping[str, Curve] = field(default_factory=dict[str, Curve])
+    levels: Levels | None = None
     _paces: dict[str, Curve | Lines] = field(
         init=False, default_factory=dict[str, "Curve | Lines"], compare=False, repr=False
     )
+
+    @property
+    def hosts(self) -> Hosts:
+        """Those that it goes over."""
+        return self.levels.hosts if self.levels else ()
+
+    def offers(self, step: Collective) -> bool:
+        """Whether a step can be run along it. Where the usual ones were measured, what goes over hosts has to be, too:
+        no measured time is compared with a modelled one."""
+        measured = not self.curves or step.over == "positions" or step.name in self.curves
+        return measured and step.goes_over(self.hosts)
 
     def pace(self, step: str) -> Curve | Lines:
         """Seconds of one collective by the bytes that `wire_bytes` says."""
@@ -79,6 +100,25 @@ class AxisLink:
         """Bytes that one group sends over its slowest link, padding included, by the algorithm that sends the fewest.
         `block`: of what a device sends at once (`instructions.collectives.Block`), or of all rows that may move."""
         return PRICES[step].blocks(self) * block
+
+
+class Levels(NamedTuple):
+    """The hosts along an axis. `inside`: the link of the devices of each, all hosts at once. `between`: of those at one
+    place in their hosts, where hosts have equally many all such groups at once; else of the first of each host."""
+
+    hosts: Hosts
+    inside: AxisLink
+    between: AxisLink
+
+    @property
+    def equal(self) -> bool:
+        """Whether all hosts have equally many positions."""
+        return len({len(host) for host in self.hosts}) == 1
+
+    @property
+    def groups_between(self) -> tuple[tuple[int, ...], ...]:
+        """Positions."""
+        return groups_between(self.hosts)
 
 
 class Sent(NamedTuple):
@@ -198,6 +238,50 @@ class PriceOfMoves(Price):
         return Sent(wire, latency, wire * link.beta)
 
 
+Stage = tuple[str, AxisLink, float]
+"""(collective, what it goes over, the part of what a device has that it counts as a block)"""
+
+
+@dataclass(frozen=True)
+class PriceOfLevels(Price):
+    """One within hosts and one between them, after one another: what these cost, each by its own links. Its bytes are
+    those that leave a host."""
+
+    stages: Callable[[Levels], Sequence[Stage]] = lambda levels: ()
+
+    def lines(self, link: AxisLink) -> Lines:
+        assert link.levels is not None, "the axis goes over no hosts"
+        blocks, ways = self.blocks(link), list[list[tuple[float, float]]]()
+        for step, over, part in self.stages(link.levels):
+            price = PRICES[step]
+            times = price.blocks(over) * part / blocks
+            ways.append([(start, slope * times) for start, slope in price.lines(over).lines])
+        return Lines.least((fsum(s for s, _ in way), fsum(k for _, k in way)) for way in product(*ways))
+
+
+def _reduced(levels: Levels) -> Sequence[Stage]:
+    """Where hosts have equally many devices, each has its part between them; else the first of each has all."""
+    inside, between = levels.inside, levels.between
+    if levels.equal:
+        part = 1.0 / inside.n
+        return ("reduce_scatter", inside, part), ("all_reduce", between, part), ("all_gather", inside, part)
+    return ("all_reduce", inside, 1.0), ("all_reduce", between, 1.0), ("all_reduce", inside, 1.0)
+
+
+def _scattered(levels: Levels) -> Sequence[Stage]:
+    return ("reduce_scatter", levels.inside, len(levels.hosts)), ("reduce_scatter", levels.between, 1.0)
+
+
+def _gathered(levels: Levels) -> Sequence[Stage]:
+    return ("all_gather", levels.between, 1.0), ("all_gather", levels.inside, len(levels.hosts))
+
+
+def _leaving(link: AxisLink) -> float:
+    """How many blocks of all devices of a host those of others are sent, around a ring of hosts."""
+    assert link.levels is not None
+    return (len(link.levels.hosts) - 1) * link.levels.inside.n
+
+
 # Each begins with a message's latency, in which all devices come to it: in NCCL's model 6.6 to 14 us, where a hop takes
 # up to 14. So an all-reduce takes less than its halves.
 ROUND = Algorithm(lambda link: link.latency + link.ring_s)
@@ -220,6 +304,11 @@ PRICES: dict[str, Price] = {
     "reduce": Price(lambda link: rounds(link.n), (ONE_WAY,)),
     "broadcast": Price(lambda link: rounds(link.n), (ONE_WAY,)),
     "reshare": MOVES,
+    "hierarchical_all_reduce": PriceOfLevels(
+        lambda link: 2.0 * (len(link.hosts) - 1) / len(link.hosts), (), stages=_reduced
+    ),
+    "hierarchical_reduce_scatter": PriceOfLevels(_leaving, (), stages=_scattered),
+    "hierarchical_all_gather": PriceOfLevels(_leaving, (), stages=_gathered),
 }
 """Of every collective in `instructions.collectives.STEPS` that is not made of others."""
 
@@ -227,13 +316,28 @@ PRICES: dict[str, Price] = {
 def axis_links(cluster: Cluster, axes: Sequence[tuple[str, int]]) -> tuple[AxisLink, ...]:
     """The link of each axis (name, size) of a mesh, devices row-major."""
     hosts = np.array(cluster.hosts).reshape([n for _, n in axes])
-    return tuple(_link(cluster, name, np.moveaxis(hosts, a, -1).reshape(-1, n)) for a, (name, n) in enumerate(axes))
+    found: list[AxisLink] = []
+    for a, (name, n) in enumerate(axes):
+        lines: list[list[int]] = np.moveaxis(hosts, a, -1).reshape(-1, n).tolist()
+        curves, levels = cluster.collectives_along(name, n), _levels(cluster, lines)
+        found.append(replace(_link(cluster, lines), curves=curves, levels=levels))
+    return tuple(found)
 
 
-def _link(cluster: Cluster, axis: str, groups: np.ndarray) -> AxisLink:
-    """groups: int [groups, n], the host of each member."""
-    n = groups.shape[1]
-    paths = [_Paths(cluster, group) for group in groups.tolist()]
+def _levels(cluster: Cluster, lines: Sequence[Sequence[int]]) -> Levels | None:
+    """`lines`: the host of each position along an axis, for each of its groups."""
+    if not (hosts := hosts_along(lines)):
+        return None
+    of = lambda line, groups: [[line[p] for p in group] for group in groups]
+    inside = [group for line in lines for group in of(line, hosts)]
+    between = [group for line in lines for group in of(line, groups_between(hosts))]
+    return Levels(hosts, _link(cluster, inside), _link(cluster, between))
+
+
+def _link(cluster: Cluster, groups: Sequence[Sequence[int]]) -> AxisLink:
+    """`groups`: the host of each member, of all that communicate at once."""
+    n = max(map(len, groups))
+    paths = [_Paths(cluster, group) for group in groups]
     rings, swaps = Counter[_Medium](), Counter[_Medium]()
     for path in paths:
         rings.update(path.ring)
@@ -243,7 +347,7 @@ def _link(cluster: Cluster, axis: str, groups: np.ndarray) -> AxisLink:
     # In units of the slowest of these: exact where all are alike.
     load = {medium: count * (slowest / bandwidth[medium]) for medium, count in rings.items()}
     share = max(load.values(), default=1.0)
-    inside = {host for path in paths for host in path.inside} if rings else set(groups.ravel().tolist())
+    inside = {host for path in paths for host in path.inside} if rings else {h for group in groups for h in group}
     between = max(load, key=lambda medium: load[medium], default=None)
     within = min((_Medium(host, host, cluster.inside(host)) for host in inside), key=_speed, default=None)
     over_network = share / slowest if between else 0.0
@@ -261,7 +365,6 @@ def _link(cluster: Cluster, axis: str, groups: np.ndarray) -> AxisLink:
         max(path.tree_s for path in paths),
         max(path.direct_s for path in paths),
         most.told(cluster, rings[most]),
-        cluster.collectives_along(axis, n),
     )
 
 

@@ -9,7 +9,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hapsynth.instructions.collectives import steps_between
 from hapsynth.instructions.program.program import Compute, Convert, Instruction, Program
 from hapsynth.instructions.program.sizes import Node, Sizes
 from hapsynth.search.cost.model import CostModel, Floats
@@ -104,13 +103,17 @@ def by_cheapest_steps(program: Program, sizes: Sizes, costs: CostModel) -> Progr
     the same; itself where they are those that it has."""
 
     def cheapest(i: Convert) -> Convert:
-        steps = steps_between(i.source[i.axis], i.target[i.axis])
+        steps = costs.steps(i.source, i.target, i.axis)
         if len(steps) == 1:
             return i
         return i.with_step(min(steps, key=lambda step: conversion_cost(costs, sizes, i.with_step(step))[0]))
 
     instructions = tuple([cheapest(i) if isinstance(i, Convert) else i for i in program.instructions])
-    return program if instructions == program.instructions else replace(program, instructions=instructions)
+    return (
+        program
+        if instructions == program.instructions
+        else replace(program, instructions=instructions, hosts=costs.hosts)
+    )
 
 
 def feed_costs(program: Program, sizes: Sizes, costs: CostModel) -> Iterator[tuple[int, float]]:

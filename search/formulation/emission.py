@@ -32,7 +32,8 @@ class Emitter:
         """What was built as a program, in few and large stages or in the order that spares memory."""
         inputs = {v: self.available(v).computed for v in self.graph.sources}
         order = schedule(self.graph, self.steps, self.structure.widening, sparing=sparing)
-        program = Program(axes, inputs, tuple([self.steps[i].instruction for i in order]), self.ends)
+        instructions = tuple([self.steps[i].instruction for i in order])
+        program = Program(axes, inputs, instructions, self.ends, self.builder.costs.hosts)
         program.know(self.graph, tuple([self.steps[i].access for i in order]))
         return program
 

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from hapsynth.graph.ir import Graph
-from hapsynth.instructions.collectives import Collective, steps_between
+from hapsynth.instructions.collectives import Collective
 from hapsynth.instructions.factors import Factors, Triples
 from hapsynth.instructions.layout import Layout, cuts_of
 from hapsynth.instructions.program.sizes import Node, cut_nodes
@@ -112,7 +112,7 @@ class ProblemBuilder:
 
     def step(self, value: int, source: Layout, target: Layout, axis: int) -> Collective:
         """The cheapest of the steps that do it, and of those that cost the same the first."""
-        steps = steps_between(source[axis], target[axis])
+        steps = self.costs.steps(source, target, axis)
         if len(steps) == 1:
             return steps[0]
         times = self._step_times(value, source, target, axis)
@@ -122,7 +122,7 @@ class ProblemBuilder:
         """Of each step that does it; infinite for one that may not."""
         shares = Shares(partial(self.largest, value), partial(self._shares_of_all, value))
         cost = lambda step: self.costs.conversion(value, source, target, axis, shares, step)[0]
-        return [cost(s) if self._allows(value, s) else np.inf for s in steps_between(source[axis], target[axis])]
+        return [cost(s) if self._allows(value, s) else np.inf for s in self.costs.steps(source, target, axis)]
 
     def least_step_time(self, value: int, source: Layout, target: Layout, axis: int) -> float:
         """Seconds that one conversion step adds at least to those that go with it."""
@@ -132,7 +132,7 @@ class ProblemBuilder:
             return alone
         shares = Shares(partial(self.largest, value), partial(self._shares_of_all, value))
         least = lambda step: self.costs.least_in_bundle(value, source, target, axis, shares, step)
-        return min(least(s) for s in steps_between(source[axis], target[axis]) if self._allows(value, s))
+        return min(least(s) for s in self.costs.steps(source, target, axis) if self._allows(value, s))
 
     def _allows(self, value: int, step: Collective) -> bool:
         """Whether a value may be converted by a step. At the best ratios there is nothing to balance."""

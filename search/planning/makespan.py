@@ -36,7 +36,7 @@ from hapsynth.search.planning.memory_bound_schedules import schedules_holding_le
 from hapsynth.search.planning.search_at_ratios import AdditiveSolution, FixedRatioSearch
 from hapsynth.search.result import SETTLED
 from hapsynth.search.scheduling.critical_path import Step, critical_path
-from hapsynth.search.scheduling.list_schedule import ordered, refined, schedule
+from hapsynth.search.scheduling.list_schedule import ordered, schedule
 from hapsynth.search.scheduling.tasks import LINK_NAMES, LINKS, Machine, TaskGraph, tasks_of
 from hapsynth.search.scheduling.timeline import Timeline, simulate
 from hapsynth.search.sizing.makespan_lp import LINK
@@ -414,7 +414,7 @@ def first_look(search: FixedRatioSearch, best: Candidate, ratios: Ratios) -> Mak
 def concluded(found: MakespanSearch, bar: float = np.inf) -> Overlapped | None:
     """The program of the least makespan, found from a first look on; None where none fits in its order. What takes more
     than `bar` seconds is of no use."""
-    search = found.search
+    search, least_sum = found.search, found.scheduled[0]
     found.run(_ROUNDS, bar)
     found.shorten_path()
     if found.best is not None and not search.clock.late():
@@ -428,13 +428,19 @@ def concluded(found: MakespanSearch, bar: float = np.inf) -> Overlapped | None:
     if not search.clock.late() and found.bound < bar:
         found.raise_bound()
     best: Overlapped | None = None
-    for tried, known in enumerate(sorted(found.scheduled, key=lambda known: known.makespan_s)):
+    ranked = sorted(found.scheduled, key=lambda known: known.makespan_s)
+    for tried, known in enumerate(ranked):
         if best is not None and (tried >= _TRIED or known.makespan_s >= best.timeline.makespan_s * _NEARLY):
             break
-        fits = _within_limit(known, search, found.bound_for(known))
-        if fits is not None and (best is None or fits.timeline.makespan_s < best.timeline.makespan_s):
-            best = fits
-    return best
+        best = _shorter(best, _within_limit(known, search, found.bound_for(known)))
+    # Quick schedules find few bundles, without which a program of many small collectives seems longer than it is.
+    return _shorter(best, _within_limit(least_sum, search, found.bound_for(least_sum)))
+
+
+def _shorter(one: Overlapped | None, other: Overlapped | None) -> Overlapped | None:
+    if one is None or other is None:
+        return one or other
+    return other if other.timeline.makespan_s < one.timeline.makespan_s else one
 
 
 def _at(sizes: Sizes, found: MakespanSearch, rounds: int, bar: float) -> MakespanSearch:
@@ -453,7 +459,8 @@ def _within_limit(known: Scheduled, search: FixedRatioSearch, bound: float) -> O
     """A program in an order in which it fits; None where there is none."""
     candidate = known.candidate
     timed = partial(_timed, sizes=candidate.sizes, search=search, bound=bound)
-    found = timed(ordered(candidate.program, refined(known.timeline)))
+    tasks = tasks_of(candidate.program, candidate.sizes, search.task.costs)
+    found = timed(ordered(candidate.program, schedule(tasks)))
     if found is not None or candidate.memory > search.limit:
         return found
     less = schedules_holding_less(candidate.program, candidate.sizes, search.task.costs)

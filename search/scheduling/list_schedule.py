@@ -20,7 +20,7 @@ import numpy as np
 from hapsynth.instructions.program.program import Convert, Instruction, Program
 from hapsynth.instructions.program.sizes import Sizes
 from hapsynth.search.cost.model import CostModel, Floats
-from hapsynth.search.scheduling.buckets import bundled, rebundled
+from hapsynth.search.scheduling.buckets import better, bundled, rebundled
 from hapsynth.search.scheduling.constraint_programming import polished
 from hapsynth.search.scheduling.tasks import LINKS, Machine, TaskGraph, tasks_of
 from hapsynth.search.scheduling.timeline import Timeline, simulate
@@ -36,11 +36,16 @@ _QUEUES = {Machine.NETWORK: 0, Machine.INTRA: 1, Machine.COMPUTE: 2, Machine.EVE
 def schedule(tasks: TaskGraph, *, quick: bool = False) -> Timeline:
     """The timeline of the best order and bundles found. `quick`: only the most promising of the orders are looked at,
     and the bundles that suggest themselves in the best of them."""
-    found = bundled(_of_best_order(tasks.contracted(), quick=True))
-    return found if quick else refined(found)
+    alone = _of_best_order(tasks.contracted(), quick=True)
+    together = bundled(alone)
+    begun = [better(alone, together)]
+    if together is not None and not quick:
+        # These bundles suggested themselves in an order that was chosen without them.
+        begun.append(_of_best_order(together.tasks, quick=True))
+    return min(begun if quick else map(_refined, begun), key=_makespan)
 
 
-def refined(timeline: Timeline) -> Timeline:
+def _refined(timeline: Timeline) -> Timeline:
     """The best found of more orders and other bundles in turn."""
     best = min(timeline, _of_best_order(timeline.tasks), key=_makespan)
     for _ in range(_TURNS):
@@ -147,13 +152,13 @@ def _preemptive_bound(head: Sequence[float], seconds: Sequence[float], tail: Seq
 def _orders(tasks: TaskGraph, quick: bool) -> list[tuple[int, ...]]:
     """Orders worth a look, none of them twice; `quick`: those from the best priority, the last improvement and what it
     began from."""
-    makers, users, longest = tasks.makers, tasks.users, tasks.longest
-    count = len(longest)
+    makers, users, typical = tasks.makers, tasks.users, tasks.typical
+    count = len(typical)
     to_end, from_start, first = [0.0] * count, [0.0] * count, [0.0] * count
     for task in range(count):
-        from_start[task] = longest[task] + max((from_start[m] for m in makers[task]), default=0.0)
+        from_start[task] = typical[task] + max((from_start[m] for m in makers[task]), default=0.0)
     for task in reversed(range(count)):
-        to_end[task] = longest[task] + max((to_end[u] for u in users[task]), default=0.0)
+        to_end[task] = typical[task] + max((to_end[u] for u in users[task]), default=0.0)
         computes = tasks.machine[task] in (Machine.COMPUTE, Machine.EVERYTHING)
         # A collective goes with the first that needs it.
         first[task] = float(task) if computes else min((first[u] for u in users[task]), default=float(count))
@@ -204,7 +209,7 @@ def _latest_starts(tasks: TaskGraph, order: Sequence[int]) -> list[float]:
         latest = min((found[user] for user in tasks.users[task]), default=0.0)
         machine = tasks.machine[task]
         taken = (*LINKS,) if machine is Machine.EVERYTHING else (machine,) if machine in LINKS else ()
-        found[task] = min([latest, *(next_of[link] for link in taken)]) - tasks.longest[task]
+        found[task] = min([latest, *(next_of[link] for link in taken)]) - tasks.typical[task]
         next_of.update(dict.fromkeys(taken, found[task]))
     return found
 
@@ -212,14 +217,15 @@ def _latest_starts(tasks: TaskGraph, order: Sequence[int]) -> list[float]:
 def _greedy(
     tasks: TaskGraph, before: Sequence[Sequence[int]], after: Sequence[Sequence[int]], priority: Sequence[float]
 ) -> tuple[list[int], list[float]]:
-    """The list schedule of a graph given both ways, least `priority` first, as if all devices took as long as the
-    slowest: an order, and when each task ends."""
-    machine, longest = tasks.machine, tasks.longest
-    count = len(longest)
+    """The list schedule of a graph given both ways, least `priority` first: an order, and when each task ends in the
+    last group of devices. A task is computed once no group has to wait for it, if there is such a one."""
+    machine, longest, seconds = tasks.machine, tasks.longest, tasks.seconds.tolist()
+    count, nothing = len(longest), [0.0] * tasks.seconds.shape[1]
     queue_of = [_QUEUES[m] for m in machine]
     missing = [len(each) for each in before]
-    since, end = [0.0] * count, [0.0] * count
-    free = [0.0] * 3
+    since, end = [nothing] * count, [0.0] * count
+    # Of the links, and of the groups that compute.
+    free, stream = [0.0] * 2, nothing
     coming: list[list[tuple[float, float, int]]] = [[], [], []]
     ready: list[list[tuple[float, int]]] = [[], [], []]
     order: list[int] = []
@@ -229,21 +235,28 @@ def _greedy(
         waiting = [task]
         while waiting:
             at = waiting.pop()
-            queue, begun = queue_of[at], since[at]
+            queue = queue_of[at]
             if queue < 0:
-                end[at] = begun
+                end[at] = max(since[at], default=0.0)
                 order.append(at)
-                waiting += done(at, begun)
-            elif begun <= free[queue]:
-                heappush(ready[queue], (priority[at], at))
+                waiting += done(at, since[at])
+                continue
+            if queue < 2:
+                begun = max(since[at], default=0.0)
+                waits = begun > free[queue]
             else:
+                begun = max((made for made, now in zip(since[at], stream) if made > now), default=0.0)
+                waits = begun > 0.0
+            if waits:
                 heappush(coming[queue], (begun, priority[at], at))
+            else:
+                heappush(ready[queue], (priority[at], at))
 
-    def done(task: int, ended: float) -> list[int]:
+    def done(task: int, ended: list[float]) -> list[int]:
         found: list[int] = []
         for user in after[task]:
-            if since[user] < ended:
-                since[user] = ended
+            known = since[user]
+            since[user] = ended if known is nothing else list(map(max, known, ended))
             missing[user] -= 1
             if not missing[user]:
                 found.append(user)
@@ -254,7 +267,7 @@ def _greedy(
             release(task)
     while len(order) < count:
         at, begun = 0, np.inf
-        for queue, now in enumerate(free):
+        for queue, now in enumerate((*free, min(stream, default=0.0))):
             waiting, can = coming[queue], ready[queue]
             while waiting and waiting[0][0] <= now:
                 _, rank, task = heappop(waiting)
@@ -262,11 +275,17 @@ def _greedy(
             if (can or waiting) and (start := now if can else waiting[0][0]) < begun:
                 at, begun = queue, start
         task = heappop(ready[at])[1] if ready[at] else heappop(coming[at])[2]
-        if machine[task] is Machine.EVERYTHING:
-            begun = max(begun, *free)
-            free = [begun + longest[task]] * 3
-        end[task] = free[at] = begun + longest[task]
+        if at < 2:
+            free[at] = begun + longest[task]
+            ended = [free[at]] * len(stream)
+        elif machine[task] is Machine.EVERYTHING:
+            until = max(begun, *free, *stream, *since[task]) + longest[task]
+            free, stream = [until] * 2, [until] * len(stream)
+            ended = stream
+        else:
+            stream = ended = [max(now, made) + s for now, made, s in zip(stream, since[task], seconds[task])]
+        end[task] = max(ended, default=0.0)
         order.append(task)
-        for user in done(task, end[task]):
+        for user in done(task, ended):
             release(user)
     return order, end

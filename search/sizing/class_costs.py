@@ -12,6 +12,7 @@ import numpy as np
 
 from hapsynth.cluster.curves import Curve, Lines
 from hapsynth.instructions.collectives import EVEN, Block, Moved
+from hapsynth.instructions.layout import cuts_of
 from hapsynth.instructions.program.program import Convert, Program
 from hapsynth.instructions.program.sizes import Classes, Sizes
 from hapsynth.search.cost.model import CostModel, Floats, distinct
@@ -152,6 +153,10 @@ class ClassCosts:
                 self._add_moved(i, step, traffic, runs)
             else:
                 self._add_block(i, step, traffic, runs)
+        # By what it comes to hold, whatever is sent on the way.
+        turned = tuple(sorted(self.cut((i.value, *cut)) for cut in cuts_of(i.target)))
+        if turned and (turning := self.costs.turning(i.value, i.source, i.axis)):
+            self._wires.setdefault((turned, ()), CommTerm(turned, ())).seconds += runs * turning
 
     def _add_moved(self, i: Convert, step: str, traffic: Moved, runs: float) -> None:
         link, price, value = self.costs.links[i.axis], PRICES[step], self.costs.graph.values[i.value]
@@ -178,7 +183,6 @@ class ClassCosts:
         if not key[0]:
             return
         known = self._wires.setdefault(key, CommTerm(*key))
-        known.seconds += runs * self.costs.turning(i.value, i.source, i.axis)
         pace = link.pace(step)
         per_byte, curve = pace.parted() if isinstance(pace, Lines) else (0.0, pace)
         known.seconds += runs * wire * per_byte

@@ -18,10 +18,10 @@ from jax.sharding import Mesh
 from slow_devices import first_devices
 
 import hapsynth
-from hapsynth.cluster.cluster import COLLECTIVES
+from hapsynth.cluster.cluster import COLLECTIVES, Cluster
 from hapsynth.graph.ir import Graph
 from hapsynth.graph.trace import trace
-from hapsynth.instructions.collectives import STEPS, Collective, axis_between, step_between, steps_between
+from hapsynth.instructions.collectives import STEPS, Collective, Hosts, axis_between, step_between, steps_between
 from hapsynth.instructions.layout import Layout, O, P, Placement, R, S, format_layout
 from hapsynth.instructions.program.checker import check
 from hapsynth.instructions.program.program import Convert, Program, ProgramError
@@ -33,13 +33,13 @@ from hapsynth.lower._collective_order import Each
 from hapsynth.lower._collectives import LOWERINGS, BlockLowering
 from hapsynth.plan import Form
 from hapsynth.search.cost.model import CostModel
-from hapsynth.search.cost.network import PRICES, ROUND, TWICE_ROUND, Price
+from hapsynth.search.cost.network import PRICES, ROUND, TWICE_ROUND, Price, PriceOfLevels, axis_links
 from hapsynth.search.cost.program_cost import conversion_cost, largest_share
 from hapsynth.search.memory.collective_buffers import wires
 from hapsynth.search.memory.profile import padded_bytes
 from hapsynth.search.memory.xla_kernels import bundles
 
-SHAPE = (12, 8)
+SHAPE = (24, 8)
 PLACEMENTS = (R, S(0), S(1), S(0)._replace(way=1), O(1), P("sum"))
 SHARES: dict[str, Callable[[int, int], tuple[int, ...]]] = {
     "equal": lambda units, n: (units // n,) * n,
@@ -51,6 +51,9 @@ SHARES: dict[str, Callable[[int, int], tuple[int, ...]]] = {
 def test_every_collective_has_a_price_and_a_lowering() -> None:
     sent = {name for name, step in STEPS.items() if step.communicates}
     assert sent == set(LOWERINGS)
+    assert {name for name, price in PRICES.items() if isinstance(price, PriceOfLevels)} == {
+        name for name, step in STEPS.items() if step.over != "positions"
+    }
     made_of = {n: {part for part, _ in STEPS[n].sends(*next(conversions(STEPS[n], 1)), 0)} for n in sent}
     assert set().union(*made_of.values()) == set(PRICES)
     assert {name for name, parts in made_of.items() if parts != {name}} == {n for n in sent if STEPS[n].balances}
@@ -93,7 +96,21 @@ def program_of(step: Collective, source: Layout, target: Layout, lengths: tuple[
         made = Convert(x, axis, before, after)
         instructions.append(made.with_step(step) if (before, after) == (source, target) else made)
     axes = tuple(zip("ab", lengths, strict=False))
-    return graph, Program(axes, {x: ways[0]}, tuple(instructions), (ways[-1],))
+    hosts = tuple(link.hosts for link in axis_links(on_hosts(lengths, step), axes))
+    return graph, Program(axes, {x: ways[0]}, tuple(instructions), (ways[-1],), hosts)
+
+
+def on_hosts(lengths: tuple[int, ...], step: Collective) -> Cluster:
+    """Where the last axis goes over two hosts, whose devices take turns along it, for what goes over hosts; of unlike
+    many where it may."""
+    n, along = prod(lengths), {"positions": range(lengths[-1]), "hosts": [0, 0, 1, 0], "equal hosts": [0, 1, 0, 1]}
+    hosts = [n * (d // lengths[-1]) + along[step.over][d % lengths[-1]] for d in range(n)]
+    return replace(cluster([1.0] * n), hosts=tuple(hosts))
+
+
+def along(step: Collective, lengths: tuple[int, ...]) -> tuple[int, ...]:
+    """Of a mesh for a step: long enough for several devices in a host."""
+    return lengths if step.over == "positions" else (*lengths[:-1], 4)
 
 
 def sized(graph: Graph, program: Program, kind: str) -> Sizes:
@@ -114,6 +131,7 @@ def sized(graph: Graph, program: Program, kind: str) -> Sizes:
 @pytest.mark.parametrize("name", [name for name, step in STEPS.items() if step.communicates])
 def test_a_value_is_the_same_after_every_conversion(name: str, lengths: tuple[int, ...], kind: str) -> None:
     """In both forms, with a price and with room for what is sent."""
+    lengths = along(STEPS[name], lengths)
     n, x = prod(lengths), np.arange(prod(SHAPE), dtype=np.float32).reshape(SHAPE)
     mesh = Mesh(np.array(jax.devices()[:n]).reshape(lengths), tuple("ab"[: len(lengths)]))
     found = list(conversions(STEPS[name], len(lengths)))
@@ -122,7 +140,7 @@ def test_a_value_is_the_same_after_every_conversion(name: str, lengths: tuple[in
         graph, program = program_of(STEPS[name], source, target, lengths)
         sizes = sized(graph, program, kind)
         assert Program.from_dict(program.to_dict()).instructions == program.instructions
-        model = CostModel(graph, cluster([1.0] * n), FactorTable(graph), program.axes)
+        model = CostModel(graph, on_hosts(lengths, STEPS[name]), FactorTable(graph), program.axes)
         for step in program.instructions:
             assert isinstance(step, Convert)
             seconds, wire = conversion_cost(model, sizes, step)
@@ -143,6 +161,7 @@ def test_a_value_is_the_same_after_every_conversion(name: str, lengths: tuple[in
 @pytest.mark.parametrize("name", [name for name, step in STEPS.items() if step.bundled and step.communicates])
 def test_what_is_counted_is_what_is_sent(name: str, lengths: tuple[int, ...], kind: str) -> None:
     """The bytes of the arrays that a stage sends and gets, as both forms' memory counts them."""
+    lengths = along(STEPS[name], lengths)
     mesh = Mesh(np.array(jax.devices()[: prod(lengths)]).reshape(lengths), tuple("ab"[: len(lengths)]))
     for source, target in conversions(STEPS[name], len(lengths)):
         graph, program = program_of(STEPS[name], source, target, lengths)
@@ -177,7 +196,13 @@ def test_a_device_by_itself_gets_what_it_would_of_others(name: str, kind: str) -
 
 
 def around(
-    x: jax.Array, axis: str, source: Placement, target: Placement, gloo: LoweringOptions | None, each: Each
+    x: jax.Array,
+    axis: str,
+    source: Placement,
+    target: Placement,
+    gloo: LoweringOptions | None,
+    each: Each,
+    hosts: Hosts,
 ) -> jax.Array:
     """Every device's block, passed on from neighbour to neighbour."""
     n, length = lax.axis_size(axis), x.shape[source.dim]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
 from pathlib import Path
 
@@ -365,6 +366,23 @@ def test_a_wrong_local_execution_is_caught(monkeypatch, case, primitive, damage)
     damage(monkeypatch, primitive)
     with pytest.raises((simulate.Unsound, TypeError, ValueError)):
         simulate.check(tried)
+
+
+# ---- what an op can do on several axes
+
+
+@pytest.mark.parametrize("primitive", ["dot_general", "transpose", "reduce_max", "reshape", "gather", "add", "sort"])
+def test_what_is_allowed_is_what_is_listed(primitive):
+    """On one axis and on two: all that is listed, and of other orders of a factor's axes none."""
+    ops = [op for case in CASES for op in case.graph.ops if op.name == primitive][:8]
+    assert ops
+    for f in map(factors_of, ops):
+        some = [t.at(k) for t in f.triples[:6] for k in range(2)]
+        for axes in (1, 2):
+            listed = set(f.joint(axes))
+            assert all(map(f.allows, listed))
+            assert all(f.allows(ts) == (ts in listed) for ts in itertools.product(some, repeat=axes))
+        assert not f.allows((Triple((), ()),))
 
 
 # ---- wrong executions on two axes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -13,6 +14,7 @@ from lowering_options import SWITCHED, SWITCHED_ALONE
 from slow_devices import first_devices, slow_cluster
 
 import hapsynth
+from hapsynth.instructions.collectives import STEPS, Hosts
 from hapsynth.instructions.layout import Layout, P, R, S
 from hapsynth.instructions.program.program import Convert
 from hapsynth.instructions.staging.options import DEFAULT, LoweringOptions
@@ -26,28 +28,40 @@ KINDS: dict[str, tuple[tuple[Layout, Layout], ...]] = {
     "reduce_scatter": (((P("sum"),), (S(0),)), ((P("sum"),), (S(1),))),
     "all_gather": (((S(0),), (R,)), ((S(1),), (R,))),
     "all_to_all": (((S(0),), (S(1),)), ((S(1),), (S(0),))),
+    "hierarchical_all_reduce": (((P("sum"),), (R,)),),
+    "hierarchical_reduce_scatter": (((P("sum"),), (S(0),)), ((P("sum"),), (S(1),))),
+    "hierarchical_all_gather": (((S(0),), (R,)), ((S(1),), (R,))),
 }
 SHAPES = ((4, 8), (12, 4), (8, 8, 3))
 F32 = jnp.float32
-SIZES: Any = None
-"""Only reshares ask for them."""
+HOSTS: dict[str, Hosts] = {"equal": ((0, 2), (1, 3)), "unequal": ((0, 1, 3), (2,))}
+
+
+def sizes_of(hosts: str) -> Any:
+    """All that is asked of sizes but by reshares."""
+    return SimpleNamespace(classes=SimpleNamespace(hosts_along=lambda axis: HOSTS[hosts]))
 
 
 def steps_of(kind: str) -> list[tuple[Convert, jax.ShapeDtypeStruct]]:
     """Several of a kind, over every dimension and of unlike shapes."""
     layouts = [pair for pair in KINDS[kind] for _ in SHAPES]
     shapes = SHAPES * len(KINDS[kind])
-    return [(Convert(v, 0, *pair), jax.ShapeDtypeStruct(s, F32)) for v, (pair, s) in enumerate(zip(layouts, shapes))]
+    by = kind if kind in STEPS and STEPS[kind].over != "positions" else ""
+    return [
+        (Convert(v, 0, *pair, by=by), jax.ShapeDtypeStruct(s, F32)) for v, (pair, s) in enumerate(zip(layouts, shapes))
+    ]
 
 
-def on_mesh(found: list[Bundle], arrays: list[np.ndarray], gloo: LoweringOptions | None = None) -> list[np.ndarray]:
+def on_mesh(
+    found: list[Bundle], arrays: list[np.ndarray], gloo: LoweringOptions | None = None, hosts: str = "equal"
+) -> list[np.ndarray]:
     """Every device's results, stacked; each device has its own shard of [devices, ...]."""
 
     def body(*xs: jax.Array) -> list[jax.Array]:
         made: dict[int, jax.Array] = {}
         for bundle in found:
             sent = [xs[step.value][0] for step in bundle.steps]
-            whole = bundle.exchange(SIZES, ("d",), bundle.pack(sent, (4,)), gloo)
+            whole = bundle.exchange(sizes_of(hosts), ("d",), bundle.pack(sent, (4,)), gloo)
             made |= dict(zip((s.value for s in bundle.steps), bundle.unpack(whole, (4,)), strict=True))
         return [made[i][None] for i in range(len(xs))]
 
@@ -78,6 +92,25 @@ def test_a_bundle_gives_what_each_alone_gives(kind: str, gloo: LoweringOptions |
         np.testing.assert_array_equal(got, wanted)
     for got, wanted in zip(on_mesh(alone, arrays, gloo), on_mesh(alone, arrays), strict=True):
         np.testing.assert_array_equal(got, wanted)
+
+
+@pytest.mark.parametrize("gloo", [None, DEFAULT, LARGE], ids=["by XLA", "small", "large"])
+@pytest.mark.parametrize("hosts", HOSTS)
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if "hierarchical" in kind])
+def test_over_hosts_it_is_the_same(kind: str, hosts: str, gloo: LoweringOptions | None) -> None:
+    """As the collective that goes over all devices alike."""
+    if not STEPS[kind].goes_over(HOSTS[hosts]):
+        assert (hosts, STEPS[kind].over) == ("unequal", "equal hosts")
+        return
+    steps, sent = zip(*steps_of(kind))
+    usual = tuple(step._replace(by="") for step in steps)
+    assert {step.step for step in usual} == {kind.removeprefix("hierarchical_")}
+    rng = np.random.default_rng(0)
+    arrays = [rng.integers(-9, 9, (4, *s.shape)).astype(np.float32) for s in sent]
+    wanted = on_mesh(bundles(usual, sent, "cpu", DEFAULT), arrays)
+    for found in (bundles(steps, sent, "cpu", DEFAULT), bundles(steps, sent, "gpu", DEFAULT, flat=True)):
+        for got, want in zip(on_mesh(found, arrays, gloo, hosts), wanted, strict=True):
+            np.testing.assert_array_equal(got, want)
 
 
 def test_what_goes_together() -> None:

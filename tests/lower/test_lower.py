@@ -6,7 +6,7 @@ import random
 
 import jax
 import pytest
-from lowered_programs import CASES, MODES, SEEDS, assert_close, random_lowered, run
+from lowered_programs import CASES, MODES, SEEDS, assert_close, random_lowered, run, some_hosts
 from lowering_options import SWITCHED
 from random_programs import RandomProgram
 
@@ -62,7 +62,8 @@ def test_the_random_programs_hold_every_collective() -> None:
     for name, (fn, make) in CASES.items():
         graph = trace(fn, make()).graph
         for seed in range(3 if name != "chain" else 8):
-            program = RandomProgram(graph, N, random.Random(seed), owned=seed % 2 == 1).build()
+            hosts = (some_hosts(N, equal=True),)
+            program = RandomProgram(graph, N, random.Random(seed), hosts=hosts, owned=seed % 2 == 1).build()
             for step, count in program.collectives().items():
                 found[step] = found.get(step, 0) + count
     # All but a reshare: there dimensions are cut one way.

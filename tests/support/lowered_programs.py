@@ -15,6 +15,7 @@ from jax.sharding import AxisType, Mesh
 from random_programs import RandomProgram, floats, mlp_args, mlp_step, rng
 
 from hapsynth.graph.trace import Traced
+from hapsynth.instructions.collectives import Hosts
 from hapsynth.instructions.program.checker import check
 from hapsynth.instructions.staging.options import DEFAULT, LoweringOptions
 from hapsynth.lower import Lowered, lower
@@ -28,11 +29,21 @@ SEEDS = range(*map(int, os.environ.get("HAPSYNTH_SEEDS", "0:1").split(":")))
 def random_lowered(
     traced: Traced, axes: int | tuple[tuple[str, int], ...], seed: int, mode: str, options: LoweringOptions = DEFAULT
 ) -> Lowered:
-    maker = RandomProgram(traced.graph, axes, random.Random(seed), 0.85)
+    lengths = [axes] if isinstance(axes, int) else [size for _, size in axes]
+    hosts = tuple(some_hosts(n, equal=seed % 2 == 0) for n in lengths)
+    maker = RandomProgram(traced.graph, axes, random.Random(seed), 0.85, hosts=hosts)
     program = maker.build()
     sizes = maker.sizes(program, mode)
     check(traced.graph, program, sizes)
     return lower(traced.graph, program, sizes, mesh_of(prod(size for _, size in program.axes)), options=options)
+
+
+def some_hosts(n: int, *, equal: bool) -> Hosts:
+    """Two hosts whose positions along an axis of `n` take turns, or of which one has a single position; none where
+    there are too few."""
+    if n < 3 or (equal and n % 2):
+        return ()
+    return (tuple(range(0, n, 2)), tuple(range(1, n, 2))) if equal else ((0, *range(2, n)), (1,))
 
 
 def mesh_of(n: int) -> Mesh:

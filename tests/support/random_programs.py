@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from hapsynth.graph.ir import COND_JOIN, LOOP_CARRY, SCAN_SLICE, SCAN_STACK, Graph, Op
-from hapsynth.instructions.collectives import axis_between, steps_between
+from hapsynth.instructions.collectives import Hosts, axis_between, steps_between
 from hapsynth.instructions.factors import Triples, can_be
 from hapsynth.instructions.layout import Layout, O, P, Placement, R, S, is_consistent
 from hapsynth.instructions.program.program import Compute, Convert, Instruction, Program
@@ -27,7 +27,7 @@ class RandomProgram:
 
     `axes`: those of the mesh, or the length of its only one. Which part of the ops are `eager` to be cut, and which to
     make or take on partial results (`late`). `owned`: values and ops may have owners, by far the most of those that
-    can.
+    can. make or take on partial results (`late`). `hosts`: as of `Program`; without any nothing goes over hosts.
     """
 
     def __init__(
@@ -38,10 +38,12 @@ class RandomProgram:
         eager: float = 0.85,
         late: float = 0.0,
         owned: bool = False,
+        hosts: tuple[Hosts, ...] = (),
     ) -> None:
         self.graph, self.rng, self.eager, self.late = graph, rng, eager, late
         self.owned = owned
         self.axes = (("hap", axes),) if isinstance(axes, int) else axes
+        self.hosts = hosts
         self.whole: Layout = (R,) * len(self.axes)
         self.table = FactorTable(graph)
         self.held: dict[int, list[tuple[Layout, int]]] = {}
@@ -112,7 +114,8 @@ class RandomProgram:
                 if layout not in self.available(value, region):
                     axis = axis_between(source, layout)
                     assert axis is not None
-                    steps = steps_between(source[axis], layout[axis])
+                    there = self.hosts[axis] if self.hosts else ()
+                    steps = [step for step in steps_between(source[axis], layout[axis]) if step.goes_over(there)]
                     # Those that do the same, in turn.
                     step = steps[len(self.instructions) % len(steps)]
                     self.instructions.append(Convert(value, axis, source, layout, region).with_step(step))
@@ -207,7 +210,7 @@ class RandomProgram:
             target = carried.get(position, self.rng.choice(whole) if keep else self.draw(v))
             self.want(v, target)
             outputs.append(target)
-        return Program(self.axes, inputs, tuple(self.instructions), tuple(outputs))
+        return Program(self.axes, inputs, tuple(self.instructions), tuple(outputs), self.hosts)
 
     def sizes(self, program: Program, mode: str) -> Sizes:
         classes = Classes.build(self.graph, program, self.table)

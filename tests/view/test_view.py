@@ -161,6 +161,19 @@ def test_a_plan_differs_from_another_in_what_it_does_otherwise(plan: Plan, mixed
             assert all(not line or line in text for line, text in zip((first, second), texts)), what
 
 
+@pytest.mark.parametrize("layout", ["R", "S(0)"])
+def test_plans_for_unlike_numbers_of_devices_are_set_side_by_side(layout: str, mixed8: Cluster) -> None:
+    """Of an argument that must lie otherwise on two devices, what is done with it is listed; of the same, nothing."""
+    asked = {"[1]['x']": layout, "[1]['y']": layout, "[0]['a']": "R", "[0]['b']": "R"}
+    eight = hapsynth.synthesize(step, arguments(), mixed8, fixed={**asked, "[1]['x']": "R", "[1]['y']": "R"})
+    two = hapsynth.synthesize(step, arguments(), mixed8.subset((0, 1)), fixed=asked)
+    assert eight.program.axes != two.program.axes
+    rows = difference(eight, two)
+    cut = ["[1]['x']", "", "slice R → S(0)", ""]
+    assert (cut in rows) == (layout == "S(0)")
+    assert all(first != second for _, _, first, second in rows)
+
+
 class Reader(HTMLParser):
     def __init__(self) -> None:
         super().__init__()

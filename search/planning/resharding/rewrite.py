@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from itertools import count
 
 import numpy as np
@@ -66,7 +67,7 @@ def merged(graph: Graph, program: Program, sizes: Sizes, table: FactorTable) -> 
         new = {n[1]: renamed[n] for n in layout_nodes(*p) if n in renamed}
         return tuple(q._replace(way=new[q.dim]) if q.is_sharded and q.dim in new else q for q in p[1])
 
-    fewer = Program(program.axes, program.inputs, tuple(kept), program.outputs)
+    fewer = replace(program, instructions=tuple(kept))
     after = _rewritten(graph, fewer, layout_of, {})
     classes = Classes.build(graph, after, table)
     shares: list[tuple[int, ...]] = []
@@ -177,4 +178,4 @@ def _rewritten(
         layout_of(k, (v, layout)) if isinstance(v, int) and layout is not None else layout
         for k, (v, layout) in enumerate(zip(graph.outputs, program.outputs, strict=True), n + len(inputs))
     )
-    return Program(program.axes, inputs, tuple(made), outputs)
+    return replace(program, inputs=inputs, instructions=tuple(made), outputs=outputs)

@@ -80,6 +80,19 @@ def test_where_one_device_has_more(n: int, skew: float, kind: str) -> None:
         assert balanced - padded == pytest.approx((factor - 1) * flip, rel=1e-6)
 
 
+CURVE = {1.0: (47, 47), 1.25: (59, 49), 1.5: (70, 50), 2.0: (94, 54), 3.0: (141, 60), 4.0: (188, 67), 6.0: (282, 81)}
+
+
+@pytest.mark.parametrize("skew", CURVE)
+def test_the_curve_over_skew(skew: float) -> None:
+    """As docs/design/lowering.md has it: one device of eight with `skew` times the mean. Padded 7 blocks of skew / 8 of
+    64 MiB; balanced what that device has too much, (skew - 1) / 8, and 7 blocks of 1 / 8."""
+    costs, shares, whole = model(8), [skew, *[(8 - skew) / 7] * 7], 1e3 * NBYTES / BANDWIDTH
+    found = [1e3 * seconds(costs, shares, step) for step in ("all_gather", "balanced_all_gather")]
+    assert found == pytest.approx([7 * skew / 8 * whole, (skew - 1 + 7) / 8 * whole], rel=1e-3)
+    assert tuple(map(round, found)) == CURVE[skew]
+
+
 @given(st.lists(st.integers(0, 40), min_size=2, max_size=9).filter(lambda x: sum(x) > 0))
 def test_what_the_pieces_come_to(rows: list[int]) -> None:
     """The price counts the permutes that the lowering makes, and their longest pieces."""
@@ -179,4 +192,4 @@ def test_what_sizes_decide_of_its_cost() -> None:
 def test_an_axis_that_cuts_a_dimension_with_another_has_no_balanced_one() -> None:
     layouts: tuple[Layout, Layout] = (S(0), S(0, 1)), (S(0), R)
     names = [step.name for step in STEPS.values() if step.turns(layouts[0][1], layouts[1][1])]
-    assert names == ["all_gather"]
+    assert names == ["all_gather", "hierarchical_all_gather"]
