@@ -152,13 +152,13 @@ def _preemptive_bound(head: Sequence[float], seconds: Sequence[float], tail: Seq
 def _orders(tasks: TaskGraph, quick: bool) -> list[tuple[int, ...]]:
     """Orders worth a look, none of them twice; `quick`: those from the best priority, the last improvement and what it
     began from."""
-    makers, users, typical = tasks.makers, tasks.users, tasks.typical
-    count = len(typical)
+    makers, users, longest = tasks.makers, tasks.users, tasks.longest
+    count = len(longest)
     to_end, from_start, first = [0.0] * count, [0.0] * count, [0.0] * count
     for task in range(count):
-        from_start[task] = typical[task] + max((from_start[m] for m in makers[task]), default=0.0)
+        from_start[task] = longest[task] + max((from_start[m] for m in makers[task]), default=0.0)
     for task in reversed(range(count)):
-        to_end[task] = typical[task] + max((to_end[u] for u in users[task]), default=0.0)
+        to_end[task] = longest[task] + max((to_end[u] for u in users[task]), default=0.0)
         computes = tasks.machine[task] in (Machine.COMPUTE, Machine.EVERYTHING)
         # A collective goes with the first that needs it.
         first[task] = float(task) if computes else min((first[u] for u in users[task]), default=float(count))
@@ -209,7 +209,7 @@ def _latest_starts(tasks: TaskGraph, order: Sequence[int]) -> list[float]:
         latest = min((found[user] for user in tasks.users[task]), default=0.0)
         machine = tasks.machine[task]
         taken = (*LINKS,) if machine is Machine.EVERYTHING else (machine,) if machine in LINKS else ()
-        found[task] = min([latest, *(next_of[link] for link in taken)]) - tasks.typical[task]
+        found[task] = min([latest, *(next_of[link] for link in taken)]) - tasks.longest[task]
         next_of.update(dict.fromkeys(taken, found[task]))
     return found
 
@@ -217,15 +217,14 @@ def _latest_starts(tasks: TaskGraph, order: Sequence[int]) -> list[float]:
 def _greedy(
     tasks: TaskGraph, before: Sequence[Sequence[int]], after: Sequence[Sequence[int]], priority: Sequence[float]
 ) -> tuple[list[int], list[float]]:
-    """The list schedule of a graph given both ways, least `priority` first: an order, and when each task ends in the
-    last group of devices. A task is computed once no group has to wait for it, if there is such a one."""
-    machine, longest, seconds = tasks.machine, tasks.longest, tasks.seconds.tolist()
-    count, nothing = len(longest), [0.0] * tasks.seconds.shape[1]
+    """The list schedule of a graph given both ways, least `priority` first, as if all devices took as long as the
+    slowest: an order, and when each task ends."""
+    machine, longest = tasks.machine, tasks.longest
+    count = len(longest)
     queue_of = [_QUEUES[m] for m in machine]
     missing = [len(each) for each in before]
-    since, end = [nothing] * count, [0.0] * count
-    # Of the links, and of the groups that compute.
-    free, stream = [0.0] * 2, nothing
+    since, end = [0.0] * count, [0.0] * count
+    free = [0.0] * 3
     coming: list[list[tuple[float, float, int]]] = [[], [], []]
     ready: list[list[tuple[float, int]]] = [[], [], []]
     order: list[int] = []
@@ -235,28 +234,21 @@ def _greedy(
         waiting = [task]
         while waiting:
             at = waiting.pop()
-            queue = queue_of[at]
+            queue, begun = queue_of[at], since[at]
             if queue < 0:
-                end[at] = max(since[at], default=0.0)
+                end[at] = begun
                 order.append(at)
-                waiting += done(at, since[at])
-                continue
-            if queue < 2:
-                begun = max(since[at], default=0.0)
-                waits = begun > free[queue]
-            else:
-                begun = max((made for made, now in zip(since[at], stream) if made > now), default=0.0)
-                waits = begun > 0.0
-            if waits:
-                heappush(coming[queue], (begun, priority[at], at))
-            else:
+                waiting += done(at, begun)
+            elif begun <= free[queue]:
                 heappush(ready[queue], (priority[at], at))
+            else:
+                heappush(coming[queue], (begun, priority[at], at))
 
-    def done(task: int, ended: list[float]) -> list[int]:
+    def done(task: int, ended: float) -> list[int]:
         found: list[int] = []
         for user in after[task]:
-            known = since[user]
-            since[user] = ended if known is nothing else list(map(max, known, ended))
+            if since[user] < ended:
+                since[user] = ended
             missing[user] -= 1
             if not missing[user]:
                 found.append(user)
@@ -267,7 +259,7 @@ def _greedy(
             release(task)
     while len(order) < count:
         at, begun = 0, np.inf
-        for queue, now in enumerate((*free, min(stream, default=0.0))):
+        for queue, now in enumerate(free):
             waiting, can = coming[queue], ready[queue]
             while waiting and waiting[0][0] <= now:
                 _, rank, task = heappop(waiting)
@@ -275,17 +267,11 @@ def _greedy(
             if (can or waiting) and (start := now if can else waiting[0][0]) < begun:
                 at, begun = queue, start
         task = heappop(ready[at])[1] if ready[at] else heappop(coming[at])[2]
-        if at < 2:
-            free[at] = begun + longest[task]
-            ended = [free[at]] * len(stream)
-        elif machine[task] is Machine.EVERYTHING:
-            until = max(begun, *free, *stream, *since[task]) + longest[task]
-            free, stream = [until] * 2, [until] * len(stream)
-            ended = stream
-        else:
-            stream = ended = [max(now, made) + s for now, made, s in zip(stream, since[task], seconds[task])]
-        end[task] = max(ended, default=0.0)
+        if machine[task] is Machine.EVERYTHING:
+            begun = max(begun, *free)
+            free = [begun + longest[task]] * 3
+        end[task] = free[at] = begun + longest[task]
         order.append(task)
-        for user in done(task, ended):
+        for user in done(task, end[task]):
             release(user)
     return order, end

@@ -114,12 +114,6 @@ class TaskGraph:
         """Seconds of each task in the group that takes longest."""
         return self.seconds.max(axis=1, initial=0.0).tolist()
 
-    @cached_property
-    def typical(self) -> list[float]:
-        """Seconds of each task in the mean of the groups. Where unlike groups are busy for as long, each is the slower
-        one at some of the tasks: a path of what takes longest anywhere is longer than any group's."""
-        return (self.seconds.mean(axis=1) if self.seconds.size else self.seconds.sum(axis=1)).tolist()
-
     def joined(self, order: Sequence[int], bundles: Iterable[Sequence[int]]) -> TaskGraph | None:
         """The same with the tasks of each bundle, all collectives or all computed, as one, numbered in an order that is
         nearest to the one given; None where some would wait for themselves. Each bundle is in the given order."""
