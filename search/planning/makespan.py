@@ -36,7 +36,7 @@ from hapsynth.search.planning.memory_bound_schedules import schedules_holding_le
 from hapsynth.search.planning.search_at_ratios import AdditiveSolution, FixedRatioSearch
 from hapsynth.search.result import SETTLED
 from hapsynth.search.scheduling.critical_path import Step, critical_path
-from hapsynth.search.scheduling.list_schedule import ordered, schedule
+from hapsynth.search.scheduling.list_schedule import ordered, refined, schedule
 from hapsynth.search.scheduling.tasks import LINK_NAMES, LINKS, Machine, TaskGraph, tasks_of
 from hapsynth.search.scheduling.timeline import Timeline, simulate
 from hapsynth.search.sizing.makespan_lp import LINK
@@ -459,8 +459,7 @@ def _within_limit(known: Scheduled, search: FixedRatioSearch, bound: float) -> O
     """A program in an order in which it fits; None where there is none."""
     candidate = known.candidate
     timed = partial(_timed, sizes=candidate.sizes, search=search, bound=bound)
-    tasks = tasks_of(candidate.program, candidate.sizes, search.task.costs)
-    found = timed(ordered(candidate.program, schedule(tasks)))
+    found = timed(ordered(candidate.program, refined(known.timeline)))
     if found is not None or candidate.memory > search.limit:
         return found
     less = schedules_holding_less(candidate.program, candidate.sizes, search.task.costs)

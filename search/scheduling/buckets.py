@@ -20,10 +20,10 @@ _SAME = 1e-9
 """Relative: makespans that differ by rounding alone."""
 
 
-def bundled(timeline: Timeline) -> Timeline | None:
-    """A timeline in which those collectives go together that wait at once for the same link; None where none do."""
+def bundled(timeline: Timeline) -> Timeline:
+    """A timeline in which those collectives go together that wait at once for the same link, where that is better."""
     neighbours = _Neighbours(timeline)
-    return neighbours.simulated(neighbours.waiting())
+    return _better(timeline, neighbours.simulated(neighbours.waiting()))
 
 
 def rebundled(timeline: Timeline) -> Timeline:
@@ -35,9 +35,9 @@ def rebundled(timeline: Timeline) -> Timeline:
     while blocks and trials < _TRIALS:
         block, trials = blocks.popleft(), trials + 1
         found = neighbours.simulated(taken | {*block})
-        chosen = better(best, found)
-        if chosen is not best:
-            best = chosen
+        better = _better(best, found)
+        if better is not best:
+            best = better
             taken |= {*block}
         elif len(block) > 1:
             middle = len(block) // 2
@@ -45,8 +45,7 @@ def rebundled(timeline: Timeline) -> Timeline:
     return best
 
 
-def better(one: Timeline, other: Timeline | None) -> Timeline:
-    """The shorter one, and of those as long the one whose links are busy for less time."""
+def _better(one: Timeline, other: Timeline | None) -> Timeline:
     if other is None:
         return one
     shorter, longer = other.makespan_s < one.makespan_s * (1 - _SAME), other.makespan_s > one.makespan_s * (1 + _SAME)

@@ -20,7 +20,7 @@ import numpy as np
 from hapsynth.instructions.program.program import Convert, Instruction, Program
 from hapsynth.instructions.program.sizes import Sizes
 from hapsynth.search.cost.model import CostModel, Floats
-from hapsynth.search.scheduling.buckets import better, bundled, rebundled
+from hapsynth.search.scheduling.buckets import bundled, rebundled
 from hapsynth.search.scheduling.constraint_programming import polished
 from hapsynth.search.scheduling.tasks import LINKS, Machine, TaskGraph, tasks_of
 from hapsynth.search.scheduling.timeline import Timeline, simulate
@@ -36,16 +36,11 @@ _QUEUES = {Machine.NETWORK: 0, Machine.INTRA: 1, Machine.COMPUTE: 2, Machine.EVE
 def schedule(tasks: TaskGraph, *, quick: bool = False) -> Timeline:
     """The timeline of the best order and bundles found. `quick`: only the most promising of the orders are looked at,
     and the bundles that suggest themselves in the best of them."""
-    alone = _of_best_order(tasks.contracted(), quick=True)
-    together = bundled(alone)
-    begun = [better(alone, together)]
-    if together is not None and not quick:
-        # These bundles suggested themselves in an order that was chosen without them.
-        begun.append(_of_best_order(together.tasks, quick=True))
-    return min(begun if quick else map(_refined, begun), key=_makespan)
+    found = bundled(_of_best_order(tasks.contracted(), quick=True))
+    return found if quick else refined(found)
 
 
-def _refined(timeline: Timeline) -> Timeline:
+def refined(timeline: Timeline) -> Timeline:
     """The best found of more orders and other bundles in turn."""
     best = min(timeline, _of_best_order(timeline.tasks), key=_makespan)
     for _ in range(_TURNS):
