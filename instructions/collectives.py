@@ -52,10 +52,20 @@ def hosts_along(lines: Sequence[Sequence[int]]) -> Hosts:
     return hosts if not found and 1 < len(hosts) < sum(map(len, hosts)) else ()
 
 
+def are_equal(groups: Sequence[Sequence[int]]) -> bool:
+    """Whether all groups, as of the positions of each host, have equally many members."""
+    return len(set(map(len, groups))) == 1
+
+
 def groups_between(hosts: Hosts) -> tuple[tuple[int, ...], ...]:
     """One position of each host: where these have equally many, those at each place; else the first."""
-    least, most = min(map(len, hosts)), max(map(len, hosts))
-    return tuple(tuple(host[place] for host in hosts) for place in range(least if least == most else 1))
+    places = len(hosts[0]) if are_equal(hosts) else 1
+    return tuple(tuple(host[place] for host in hosts) for place in range(places))
+
+
+def tree_rounds(n: int) -> int:
+    """Levels of a binary tree of `n` devices: in each, every other one that has something sends it on."""
+    return (n - 1).bit_length()
 
 
 class Block(NamedTuple):
@@ -140,7 +150,7 @@ class Collective:
         """Whether it can be run along an axis over these hosts."""
         if self.over == "positions":
             return True
-        return len(hosts) > 0 and (self.over == "hosts" or len({len(host) for host in hosts}) == 1)
+        return len(hosts) > 0 and (self.over == "hosts" or are_equal(hosts))
 
     def traffic(self, source: Layout, target: Layout, axis: int) -> Traffic:
         """What is sent, in the units that its costs count."""

@@ -22,8 +22,8 @@ from hapsynth._jax import is_extended, is_inexact
 from hapsynth.graph.ir import Boundary, Literal, Op
 from hapsynth.instructions.layout import Layout, O, P, Placement, R, Reduction, S, is_consistent, minors, plain
 
-_EVERYBODYS = ("debug_print", "debug_callback", "pure_callback", "io_callback")
-"""Ops of which the host sees how often they run."""
+_HOST_CALLBACKS = ("debug_print", "debug_callback", "pure_callback", "io_callback")
+"""Ops that call a function on the host, which sees how often they run."""
 Dim = tuple[int, ...]
 """The factors of one dimension, major to minor; a dimension of size 1 has none."""
 
@@ -92,6 +92,9 @@ class Factors:
     """Why the rule holds only of finite operands; empty where it holds of all."""
     alone: set[int] = field(default_factory=set)
     """Factors of which only one can be cut at a time: their shards have to know where they are."""
+    whole: int | None = None
+    """The last factor, of one unit, which all of the op is: cut, one device runs the op, the owner of what it takes and
+    makes."""
 
     def new(self, size: int) -> int:
         self.sizes.append(size)
@@ -134,7 +137,7 @@ class Factors:
 
     def position(self, dims: tuple[Dim, ...], factor: int) -> int | None:
         """The dimension that is cut when `factor` is; None where the tensor does not have it."""
-        if factor == self.__dict__.get("whole"):
+        if factor == self.whole:
             return 0 if dims else None
         for d, dim in enumerate(dims):
             if factor in dim:
@@ -154,18 +157,12 @@ class Factors:
         return tuple(found)
 
     @cached_property
-    def whole(self) -> int:
-        """A factor of one unit, which all of the op is: cut, one device runs the op, the owner of what it takes and
-        makes."""
-        return self.new(1)
-
-    @cached_property
     def owned(self) -> Triple | None:
         """The triple that cuts `whole`, whoever the owner is: scalars are taken whole, and what is made of them is
-        partial, as the owner alone has them. None where there is none: typed keys and what has effects are everybody's,
+        partial, as the owner alone has them. None where there is none: every device has typed keys and calls the host,
         and what is carried around loops and branches is what its body says."""
         op = self.op
-        if isinstance(op.primitive, Boundary) or op.name in _EVERYBODYS or not any(op.result_shapes):
+        if isinstance(op.primitive, Boundary) or op.name in _HOST_CALLBACKS or not any(op.result_shapes):
             return None
         if any(map(is_extended, (*op.dtypes, *op.result_dtypes))):
             return None
@@ -257,7 +254,7 @@ class Factors:
 
     def is_whole(self, triple: Triple) -> bool:
         """Whether a triple has an owner run the op as a whole."""
-        return triple.factor == self.whole
+        return triple.factor is not None and triple.factor == self.whole
 
     def owned_by(self, triples: Triples, owner: int) -> Triples:
         """The triples with a position along its axis as the owner, which `owned` leaves open."""

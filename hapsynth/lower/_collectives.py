@@ -112,9 +112,9 @@ class _Blocks:
         return lax.switch(kind, [partial(fn, lengths) for lengths in kinds], x)
 
 
-Run = Callable[[jax.Array, str, Placement, Placement, LoweringOptions | None, Each, Hosts], jax.Array]
-"""(x, axis, source, target, gloo's thresholds where devices send by it, what runs each of XLA's, the hosts along the
-axis) -> what one of JAX's collectives gives, tiled along the dimensions that the placements cut."""
+Run = Callable[[jax.Array, str, Placement, Placement, Hosts, LoweringOptions | None, Each], jax.Array]
+"""(x, axis, source, target, the hosts along the axis, gloo's thresholds where devices send by it, what runs each of
+XLA's) -> what one of JAX's collectives gives, tiled along the dimensions that the placements cut."""
 
 
 class Lowering(ABC):
@@ -170,7 +170,7 @@ class BlockLowering(Lowering):
         self, sizes: Sizes, name: str, step: Convert, x: jax.Array, gloo: LoweringOptions | None, each: Each
     ) -> jax.Array:
         hosts = sizes.classes.hosts_along(step.axis)
-        return self.run(x, name, step.source[step.axis], step.target[step.axis], gloo, each, hosts)
+        return self.run(x, name, step.source[step.axis], step.target[step.axis], hosts, gloo, each)
 
     def receive(self, sizes: Sizes, step: Convert, x: jax.Array, here: MeshPosition) -> jax.Array:
         if not step.collective.joins:
@@ -304,31 +304,23 @@ def _along(x: jax.Array, dim: int) -> jax.Array:
 
 
 LOWERINGS: dict[str, Lowering] = {
-    "all_reduce": BlockLowering(
-        lambda x, axis, p, q, gloo, each, hosts: _gloo.all_reduce(x, axis, p.reduction, gloo, each)
-    ),
-    "reduce_scatter": BlockLowering(
-        lambda x, axis, p, q, gloo, each, hosts: _gloo.psum_scatter(x, axis, q.dim, gloo, each)
-    ),
-    "all_gather": BlockLowering(lambda x, axis, p, q, gloo, each, hosts: _gloo.all_gather(x, axis, p.dim, gloo, each)),
-    "all_to_all": BlockLowering(
-        lambda x, axis, p, q, gloo, each, hosts: _gloo.all_to_all(x, axis, q.dim, p.dim, gloo, each)
-    ),
-    "reduce": BlockLowering(lambda x, axis, p, q, gloo, each, hosts: _tree.reduce_to(x, axis, q, each), in_parts=True),
+    "all_reduce": BlockLowering(lambda x, axis, p, q, hosts, *how: _gloo.all_reduce(x, axis, p.reduction, *how)),
+    "reduce_scatter": BlockLowering(lambda x, axis, p, q, hosts, *how: _gloo.psum_scatter(x, axis, q.dim, *how)),
+    "all_gather": BlockLowering(lambda x, axis, p, q, hosts, *how: _gloo.all_gather(x, axis, p.dim, *how)),
+    "all_to_all": BlockLowering(lambda x, axis, p, q, hosts, *how: _gloo.all_to_all(x, axis, q.dim, p.dim, *how)),
+    "reduce": BlockLowering(lambda x, axis, p, q, hosts, gloo, each: _tree.reduce_to(x, axis, q, each), in_parts=True),
     "broadcast": BlockLowering(
-        lambda x, axis, p, q, gloo, each, hosts: _tree.broadcast(x, axis, p, each), in_parts=True
+        lambda x, axis, p, q, hosts, gloo, each: _tree.broadcast(x, axis, p, each), in_parts=True
     ),
     "reshare": ReshareLowering(),
     "balanced_reduce_scatter": BalancedScatterLowering(),
     "balanced_all_gather": BalancedGatherLowering(),
-    "hierarchical_all_reduce": BlockLowering(
-        lambda x, axis, p, q, gloo, each, hosts: _hierarchical.all_reduce(x, axis, hosts, gloo, each)
-    ),
+    "hierarchical_all_reduce": BlockLowering(lambda x, axis, p, q, *how: _hierarchical.all_reduce(x, axis, *how)),
     "hierarchical_reduce_scatter": BlockLowering(
-        lambda x, axis, p, q, gloo, each, hosts: _hierarchical.psum_scatter(x, axis, q.dim, hosts, gloo, each)
+        lambda x, axis, p, q, *how: _hierarchical.psum_scatter(x, axis, q.dim, *how)
     ),
     "hierarchical_all_gather": BlockLowering(
-        lambda x, axis, p, q, gloo, each, hosts: _hierarchical.all_gather(x, axis, p.dim, hosts, gloo, each)
+        lambda x, axis, p, q, *how: _hierarchical.all_gather(x, axis, p.dim, *how)
     ),
 }
 """Of every collective in `instructions.collectives.STEPS`."""
@@ -371,4 +363,4 @@ def exchange_first(
     lowering = LOWERINGS[step.name]
     assert isinstance(lowering, BlockLowering), f"{step.name} sends no blocks"
     source, target = S(0) if step.joins else source, S(0) if step.splits else target
-    return lowering.run(x, name, source, target, gloo, each, hosts)
+    return lowering.run(x, name, source, target, hosts, gloo, each)

@@ -34,6 +34,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import AbstractMesh, Mesh
 
+from hapsynth.instructions.collectives import are_equal
 from hapsynth.instructions.staging.options import LoweringOptions
 from hapsynth.lower._collective_order import Each, as_it_is
 from hapsynth.lower._ordered_floats import from_ordered, to_ordered
@@ -68,7 +69,7 @@ def all_reduce(
     `groups` are equally large."""
     collective, pair = _REDUCE[reduction]
     n = _size(axis, groups)
-    if gloo is not None and x.nbytes * n <= gloo.gloo_gathered_bytes and _are_equal(groups):
+    if gloo is not None and x.nbytes * n <= gloo.gloo_gathered_bytes and (groups is None or are_equal(groups)):
         gathered = each(lambda x: lax.all_gather(x, axis, axis_index_groups=groups), x)
         return reduce(pair, [gathered[i] for i in range(n)])
     run = lambda x: collective(x, axis, axis_index_groups=groups)
@@ -148,10 +149,6 @@ def all_to_all(
 
 def _size(axis: str | tuple[str, ...], groups: Groups) -> int:
     return max(map(len, groups)) if groups else lax.axis_size(axis)
-
-
-def _are_equal(groups: Groups) -> bool:
-    return groups is None or len({len(group) for group in groups}) == 1
 
 
 def _place(axis: str, groups: Groups) -> jax.Array:

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from hapsynth.instructions.collectives import Hosts, groups_between
+from hapsynth.instructions.collectives import Hosts, are_equal, groups_between
 from hapsynth.instructions.staging.options import LoweringOptions
 from hapsynth.lower import _gloo
 from hapsynth.lower._collective_order import Each
@@ -25,7 +25,7 @@ from hapsynth.lower._storage import pad_to
 def all_reduce(x: jax.Array, axis: str, hosts: Hosts, gloo: LoweringOptions | None, each: Each) -> jax.Array:
     """The sum."""
     between, flat = groups_between(hosts), x.reshape(-1)
-    if len(between) == len(hosts[0]):
+    if are_equal(hosts):
         part = pad_to(flat, (-(-flat.size // len(between)) * len(between),))
         part = _gloo.psum_scatter(part, axis, 0, gloo, each, hosts)
         part = _gloo.all_reduce(part, axis, "sum", gloo, each, between)

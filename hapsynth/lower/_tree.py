@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from hapsynth.instructions.collectives import tree_rounds
 from hapsynth.instructions.layout import Placement
-from hapsynth.instructions.staging.moved_rows import rounds
 from hapsynth.lower._collective_order import Each, as_it_is
 
 
@@ -25,7 +25,7 @@ def broadcast(x: jax.Array, axis: str, source: Placement, each: Each = as_it_is)
     """What the owner that `source` names has, on all devices along an axis."""
     owner = _owner(source)
     n = lax.axis_size(axis)
-    for level in reversed(range(rounds(n))):
+    for level in reversed(range(tree_rounds(n))):
         pairs = [(to, one) for one, to in _senders(n, owner, level)]
         x = _at([to for _, to in pairs], axis, _sent(x, axis, pairs, each), x)
     return x
@@ -38,7 +38,7 @@ def _owner(placement: Placement) -> int:
 
 def _up(x: jax.Array, axis: str, owner: int, each: Each) -> jax.Array:
     n = lax.axis_size(axis)
-    for level in range(rounds(n)):
+    for level in range(tree_rounds(n)):
         # Whom nothing is sent gets zeros.
         x = x + _sent(x, axis, _senders(n, owner, level), each)
     return x

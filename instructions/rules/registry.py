@@ -159,8 +159,7 @@ def factors_of(op: Op) -> Factors:
     else:
         entry.factors(f)
     assert (len(f.operands), len(f.results)) == (len(op.operands), len(op.results)), op
-    # The last of its factors.
-    _ = f.whole
+    f.whole = f.new(1)
     if f.lost:
         raise ValueError(f"the rule of {op.name!r} loses the factors {f.lost} of {f}: block or reduce them")
     return f

@@ -51,11 +51,6 @@ def moves(old: Sequence[int], new: Sequence[int]) -> list[Move]:
     return found
 
 
-def rounds(n: int) -> int:
-    """Levels of a binary tree of `n` devices: in each, every other one that has something sends it on."""
-    return (n - 1).bit_length()
-
-
 def even_rows(rows: int, n: int) -> tuple[int, ...]:
     """Shards of a dimension that are as even as can be, the larger ones first."""
     return tuple(rows // n + (i < rows % n) for i in range(n))

@@ -22,10 +22,12 @@ from hapsynth.instructions.collectives import (
     Hosts,
     Moved,
     Traffic,
+    are_equal,
     groups_between,
     hosts_along,
+    tree_rounds,
 )
-from hapsynth.instructions.staging.moved_rows import even_rows, moved, rounds
+from hapsynth.instructions.staging.moved_rows import even_rows, moved
 from hapsynth.search.cost.device_speed import Floats
 
 Largest = Callable[[int, tuple[int, ...], int], float]
@@ -109,16 +111,6 @@ class Levels(NamedTuple):
     hosts: Hosts
     inside: AxisLink
     between: AxisLink
-
-    @property
-    def equal(self) -> bool:
-        """Whether all hosts have equally many positions."""
-        return len({len(host) for host in self.hosts}) == 1
-
-    @property
-    def groups_between(self) -> tuple[tuple[int, ...], ...]:
-        """Positions."""
-        return groups_between(self.hosts)
 
 
 class Sent(NamedTuple):
@@ -262,7 +254,7 @@ class PriceOfLevels(Price):
 def _reduced(levels: Levels) -> Sequence[Stage]:
     """Where hosts have equally many devices, each has its part between them; else the first of each has all."""
     inside, between = levels.inside, levels.between
-    if levels.equal:
+    if are_equal(levels.hosts):
         part = 1.0 / inside.n
         return ("reduce_scatter", inside, part), ("all_reduce", between, part), ("all_gather", inside, part)
     return ("all_reduce", inside, 1.0), ("all_reduce", between, 1.0), ("all_reduce", inside, 1.0)
@@ -289,7 +281,7 @@ ROUND = Algorithm(lambda link: link.latency + link.ring_s)
 TWICE_ROUND = Algorithm(lambda link: link.latency + 2.0 * link.ring_s)
 UP_AND_DOWN = Algorithm(lambda link: link.latency + 2.0 * link.tree_s, lambda link: link.n / max(link.n - 1, 1))
 """Up a tree and down again, all of it. Two trees, of which each has the other's leaves inside, take half each."""
-ONE_WAY = Algorithm(lambda link: (1 + rounds(link.n)) * link.latency)
+ONE_WAY = Algorithm(lambda link: (1 + tree_rounds(link.n)) * link.latency)
 """Up a binary tree of devices or down it, whole messages one after the other."""
 TO_EACH = Algorithm(lambda link: link.latency + link.direct_s)
 MOVES = PriceOfMoves(lambda link: 1.0, (Algorithm(lambda link: link.latency),))
@@ -301,8 +293,8 @@ PRICES: dict[str, Price] = {
     "reduce_scatter": Price(lambda link: link.n - 1, (ROUND,)),
     "all_gather": Price(lambda link: link.n - 1, (ROUND,)),
     "all_to_all": Price(lambda link: link.swapped, (TO_EACH,)),
-    "reduce": Price(lambda link: rounds(link.n), (ONE_WAY,)),
-    "broadcast": Price(lambda link: rounds(link.n), (ONE_WAY,)),
+    "reduce": Price(lambda link: tree_rounds(link.n), (ONE_WAY,)),
+    "broadcast": Price(lambda link: tree_rounds(link.n), (ONE_WAY,)),
     "reshare": MOVES,
     "hierarchical_all_reduce": PriceOfLevels(
         lambda link: 2.0 * (len(link.hosts) - 1) / len(link.hosts), (), stages=_reduced

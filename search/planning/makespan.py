@@ -428,11 +428,14 @@ def concluded(found: MakespanSearch, bar: float = np.inf) -> Overlapped | None:
     if not search.clock.late() and found.bound < bar:
         found.raise_bound()
     best: Overlapped | None = None
-    ranked = sorted(found.scheduled, key=lambda known: known.makespan_s)
-    for tried, known in enumerate(ranked):
-        if best is not None and (tried >= _TRIED or known.makespan_s >= best.timeline.makespan_s * _NEARLY):
+    tried: list[Scheduled] = []
+    for known in sorted(found.scheduled, key=lambda known: known.makespan_s):
+        if best is not None and (len(tried) >= _TRIED or known.makespan_s >= best.timeline.makespan_s * _NEARLY):
             break
         best = _shorter(best, _within_limit(known, search, found.bound_for(known)))
+        tried.append(known)
+    if least_sum in tried:
+        return best
     # Quick schedules find few bundles, without which a program of many small collectives seems longer than it is.
     return _shorter(best, _within_limit(least_sum, search, found.bound_for(least_sum)))
 

@@ -200,9 +200,9 @@ def around(
     axis: str,
     source: Placement,
     target: Placement,
+    hosts: Hosts,
     gloo: LoweringOptions | None,
     each: Each,
-    hosts: Hosts,
 ) -> jax.Array:
     """Every device's block, passed on from neighbour to neighbour."""
     n, length = lax.axis_size(axis), x.shape[source.dim]
