@@ -87,7 +87,7 @@ def main() -> None:
     from hapsynth.checkpoint import state as saving
     from hapsynth.checkpoint import writer
     from hapsynth.jobs import preflight
-    from hapsynth.lower import Lowered, Staged
+    from hapsynth.lower import Fused, Lowered, Staged
 
     jax.config.update("jax_disable_most_optimizations", True)
     at("initialize")
@@ -121,7 +121,7 @@ def main() -> None:
         setattr(owner, name, outer)
 
     hooked(preflight, "software", "preflight")
-    for form in (Lowered, Staged):
+    for form in (Lowered, Staged, Fused):
         hooked(form, "prepare", "compile")
         hooked(form, "__call__", "first")
 

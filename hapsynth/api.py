@@ -137,7 +137,7 @@ def synthesize(
     one compiled function that runs on any mesh, uneven shards padded in memory; "staged", functions that each process
     compiles for its own shards of exact size, with collectives between them; "fused", one function that each process
     compiles for its own shards of exact size, with the same collectives in all, which is compared before the first
-    call. For uneven shards among processes "auto" takes "fused" on GPUs and "staged" elsewhere.
+    call. For uneven shards among processes "auto" takes "fused", between CPUs with `overlap` "staged".
     A plan for these two, or for a mesh of several processes, keeps each device within its own memory, of exact shards;
     any other keeps the smallest device, of shards padded to the largest.
     `lowering`: the thresholds (`hapsynth.LoweringOptions`) by which collectives go together and stages are padded; the
@@ -177,7 +177,6 @@ def synthesize(
         check_mesh(devices)
     tell_lesser_memory(cluster, memory_limit)
     if overlap:
-        form = "staged" if form == "auto" and devices is not None and devices.is_multi_process else form
         if why := no_overlap(form, devices):
             warn_user(f"overlap is asked for, and {why}: planned without", OverlapWarning)
             overlap = False

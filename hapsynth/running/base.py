@@ -39,7 +39,7 @@ from hapsynth.search.cost.model import CostModel
 from hapsynth.search.result import Result
 from hapsynth.search.scheduling.list_schedule import in_scheduled_order
 from hapsynth.search.scheduling.tasks import tasks_of
-from hapsynth.search.scheduling.timeline import Timeline, simulate
+from hapsynth.search.scheduling.timeline import Timeline, simulate, step_seconds
 
 
 class AbsentError(AttributeError, ValueError, RuntimeError):
@@ -278,7 +278,7 @@ class Planned(ABC):
         if self._asked != "auto":
             return self._asked, "it was asked for"
         needed = only_exact(self.traced.graph, self.result, self.cluster)
-        return chosen_form(self.traced.graph, self.result, self.mesh, needed)
+        return chosen_form(self.traced.graph, self.result, self.mesh, needed, overlap=self._asked_overlap)
 
     @property
     def may_run_staged(self) -> bool:
@@ -312,6 +312,12 @@ class Planned(ABC):
     def argument_paths(self) -> list[str]:
         """The path of every leaf of the arguments, of those too that are no arrays."""
         return self.arguments.paths
+
+    def without_overlap(self) -> Self:
+        """The same program with one instruction after another, in the form that suits that unless one was asked for."""
+        cost = step_seconds(self.program, self.sizes, self.cost_model(), overlap=False)
+        result = replace(self.result, overlap=False, cost_s=cost)
+        return type(self)(self.traced, result, self.cluster, self.mesh, self.fn, donate=self._donate, form=self._asked)
 
     def with_result(
         self, result: Result, cluster: Cluster, traced: Traced | None = None, mesh: Mesh | None = None

@@ -52,12 +52,18 @@ def is_even(sizes: Sizes) -> bool:
     return all(len(set(shares)) <= 1 for shares in sizes.shares)
 
 
-def chosen_form(graph: Graph, result: Result, mesh: Mesh | None, only_exact: str) -> tuple[Chosen, str]:
-    """The form that "auto" chooses, and why. `only_exact`: as the function says."""
+def chosen_form(
+    graph: Graph, result: Result, mesh: Mesh | None, only_exact: str, *, overlap: bool = False
+) -> tuple[Chosen, str]:
+    """The form that "auto" chooses, and why. `only_exact`: as the function says; `overlap`: whether collectives are to
+    run beside computing."""
     uneven = not is_even(result.sizes)
     among = mesh if uneven and mesh is not None and mesh.is_multi_process else None
-    if among and is_pinned(among.devices.flat[0].platform) and not not_fused(result.sizes, among):
-        return "fused", "shards are uneven among processes with GPUs: each compiles a program of its own exact sizes"
+    if among is not None:
+        # Between CPUs nothing that one program sends runs beside its computing.
+        stages = overlap and not is_pinned(among.devices.flat[0].platform)
+        if not stages and not not_fused(result.sizes, among):
+            return "fused", "shards are uneven among processes: each compiles a program of its own exact sizes"
     if only_exact:
         return "staged", only_exact
     if mesh is None:

@@ -42,6 +42,20 @@ def plan(mesh: Mesh) -> Plan:
     return hapsynth.synthesize(step, (STATE, BATCH), mesh, cluster=cluster, example_kwargs=GIVEN, leave_out=False)
 
 
+def test_a_plan_with_overlap_is_tried_without(plan: Plan, mesh: Mesh) -> None:
+    cluster = graphs.cluster([3.0, 3.0, 1.0, 1.0])
+    planned = hapsynth.synthesize(step, (STATE, BATCH), cluster, example_kwargs=GIVEN, leave_out=False, overlap=True)
+    with pytest.warns(hapsynth.OverlapWarning, match="one process holds all devices"):
+        beside = Plan(planned.traced, planned.result, cluster, mesh, step)
+    with pytest.warns(hapsynth.OverlapWarning):
+        found = hapsynth.autotune_candidates(beside, within=100.0)
+    alone = found["hapsynth without overlap"]
+    assert list(found)[:2] == ["hapsynth", "hapsynth without overlap"]
+    assert alone.program == beside.program
+    assert alone.cost >= beside.cost and not alone.result.overlap
+    assert "hapsynth without overlap" not in hapsynth.autotune_candidates(plan, within=100.0)
+
+
 class Clock:
     """Moves by what the running plan's step takes: the first one of each turn takes long, as compiling does."""
 

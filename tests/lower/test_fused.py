@@ -86,17 +86,19 @@ class Processes:
 
 
 @pytest.mark.parametrize(
-    ("platform", "processes", "form"),
+    ("platform", "processes", "overlap", "form"),
     [
-        ("gpu", (0, 1), "fused"),
-        ("cpu", (0, 1), "staged"),
-        ("gpu", (0, 0), "switch"),
+        ("gpu", (0, 1), False, "fused"),
+        ("gpu", (0, 1), True, "fused"),
+        ("cpu", (0, 1), False, "fused"),
+        ("cpu", (0, 1), True, "staged"),
+        ("gpu", (0, 0), False, "switch"),
     ],
 )
-def test_gpus_of_several_processes_are_fused(platform: str, processes: tuple[int, ...], form: str) -> None:
+def test_several_processes_are_fused(platform: str, processes: tuple[int, ...], overlap: bool, form: str) -> None:
     plan = planned(CASES["equal operands"], first_devices(2), "switch")
     mesh: Any = Processes(platform, processes)
-    assert chosen_form(plan.traced.graph, plan.result, mesh, "")[0] == form
+    assert chosen_form(plan.traced.graph, plan.result, mesh, "", overlap=overlap)[0] == form
     even = planned(CASES["equal operands"], first_devices(2), "switch", (0.5, 0.5))
     assert chosen_form(even.traced.graph, even.result, mesh, "")[0] == "switch"
 

@@ -42,15 +42,16 @@ CODE = """
             # What was given is nobody else's.
             assert np.array_equal(given[0], np.eye(64))
         uneven = any(len(set(s)) > 1 for s in plan.sizes.shares)
-        assert plan.form == ("staged" if uneven else "switch"), plan.form_reason
+        assert plan.form == ("fused" if uneven else "switch"), plan.form_reason
         threads = list(map(int, os.listdir("/proc/self/task"))) if hasattr(os, "SCHED_BATCH") else []
         assert {os.sched_getscheduler(t) for t in threads} <= {os.SCHED_BATCH}
-        # The other form as well, which is not what "auto" came to.
-        other = Plan(plan.traced, plan.result, plan.cluster, mesh, step, form="switch" if uneven else "staged")
-        state, batch = other.shard((w, jax.random.key(3)), x)
-        got = plain(other.unshard(other(state, batch)))
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), got, plain(want))
-        staged, switch = (plan, other) if uneven else (other, plan)
+        # The other forms as well, which are not what "auto" came to.
+        forms = {f: Plan(plan.traced, plan.result, plan.cluster, mesh, step, form=f) for f in ("switch", "staged")}
+        for other in forms.values():
+            state, batch = other.shard((w, jax.random.key(3)), x)
+            got = plain(other.unshard(other(state, batch)))
+            jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), got, plain(want))
+        switch, staged = forms.values()
         kept = staged.shard((w, jax.random.key(3)), x)
         held = sum(a.nbytes for a in kept[1].data.arrays) if uneven else kept[1].addressable_data(0).nbytes
         assert staged.check((w, jax.random.key(3)), x).ok

@@ -29,7 +29,7 @@ from slow_devices import slow_cluster
 import hapsynth
 from hapsynth.instructions.staging.options import LoweringOptions
 from hapsynth.jobs import process_facts
-from hapsynth.lower import Staged
+from hapsynth.lower import Fused
 from hapsynth.lower._host_schedule import LocalStage
 from hapsynth.lower._staged_form import Run
 from hapsynth.plan import Plan
@@ -71,15 +71,15 @@ def run(
 
 def late(rank: int) -> None:
     """Process 1 starts and compiles later than the others wait for a sign of life."""
-    prepare = Staged.prepare
+    prepare = Fused.prepare
 
-    def slow(lowered: Staged) -> str:
+    def slow(lowered: Fused) -> str:
         if rank == 1:
             time.sleep(COMPILES_S)
             print("compiled late", flush=True)
         return prepare(lowered)
 
-    Staged.prepare = slow
+    Fused.prepare = slow
     run()
 
 
@@ -168,7 +168,7 @@ def fewer_calls(rank: int) -> None:
 
 def exits_in_a_call(rank: int) -> None:
     if rank == 1:
-        Staged.__call__ = lambda *_: sys.exit()
+        Fused.__call__ = lambda *_: sys.exit()
     run()
 
 
