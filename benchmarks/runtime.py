@@ -10,7 +10,7 @@ hand, by the speeds at which the processes do this very step alone. `fsdp`: stoc
 rules and costs would choose, at its one ratio. `fastest`: of the plan and what people run today as plans, the one that
 is the fastest in a short contest before (`hapsynth.autotune`). `ddp`: PyTorch's DistributedDataParallel over gloo,
 batch cut evenly, where an interpreter with PyTorch is named (`--torch`, HAPSYNTH_TORCH). To `--systems` may be added
-`switch` and `staged`, the plan in that form whichever it chose, `overlap`, a plan with collectives beside computing
+`switch`, `staged` and `fused`, the plan in that form whichever it chose, `overlap`, a plan with collectives beside computing
 (all programs run on the threads that call them then, as a process has one of XLA's; its JSON has what is exposed on
 each process, measured and predicted), `serial`, that program with one instruction after another, and any name of
 `hapsynth.search.planning.baselines`.
@@ -71,7 +71,7 @@ CLUSTERS = {
     "even4": {"quotas": "0.4:0.4:0.4:0.4"},
 }
 SYSTEMS = ("plan", "fastest", "even", "by_speed", "fsdp", "hap")
-FORMS = ("switch", "staged")
+FORMS = ("switch", "staged", "fused")
 OVERLAP = ("overlap", "serial")
 """One program, whose collectives run beside computing or not."""
 _WITHIN, _TRIED = 1.1, 5
@@ -364,7 +364,7 @@ def arguments() -> argparse.Namespace:
     command.add_argument("--systems", type=names(systems), help=f"of {', '.join(systems)}")
     command.add_argument("--torch", metavar="PYTHON", help=f"an interpreter with PyTorch, for ddp ({ddp.VARIABLE})")
     command.add_argument("--rounds", type=int, default=10, help="steps of each system, 2 of them not counted")
-    command.add_argument("--form", choices=("auto", "switch", "staged"), default="auto", help="how plans run")
+    command.add_argument("--form", choices=("auto", *FORMS), default="auto", help="how plans run")
     command.add_argument("--seed", type=int, default=0, help="of the order in each round")
     add_options(command, "where profiles and plans are kept, and profiles taken from", 1800, "per cluster")
     options = command.parse_args()
