@@ -10,7 +10,7 @@ hand, by the speeds at which the processes do this very step alone. `fsdp`: stoc
 rules and costs would choose, at its one ratio. `fastest`: of the plan and what people run today as plans, the one that
 is the fastest in a short contest before (`hapsynth.autotune`). `ddp`: PyTorch's DistributedDataParallel over gloo,
 batch cut evenly, where an interpreter with PyTorch is named (`--torch`, HAPSYNTH_TORCH). To `--systems` may be added
-`switch`, `staged` and `fused`, the plan in that form whichever it chose, `overlap`, a plan with collectives beside computing
+`switch`, `staged` and `fused`, the plan in that form, `overlap`, a plan with collectives beside computing
 (all programs run on the threads that call them then, as a process has one of XLA's; its JSON has what is exposed on
 each process, measured and predicted), `serial`, that program with one instruction after another, and any name of
 `hapsynth.search.planning.baselines`.

@@ -176,10 +176,9 @@ def synthesize(
     if devices is not None:
         check_mesh(devices)
     tell_lesser_memory(cluster, memory_limit)
-    if overlap:
-        if why := no_overlap(form, devices):
-            warn_user(f"overlap is asked for, and {why}: planned without", OverlapWarning)
-            overlap = False
+    if overlap and (why := no_overlap(form, devices)):
+        warn_user(f"overlap is asked for, and {why}: planned without", OverlapWarning)
+        overlap = False
     options = PlanningOptions(
         memory_limit,
         time_budget_s,

@@ -52,7 +52,8 @@ def test_a_plan_with_overlap_is_tried_without(plan: Plan, mesh: Mesh) -> None:
     alone = found["hapsynth without overlap"]
     assert list(found)[:2] == ["hapsynth", "hapsynth without overlap"]
     assert alone.program == beside.program
-    assert alone.cost >= beside.cost and not alone.result.overlap
+    assert alone.cost >= beside.cost
+    assert not alone.result.overlap
     assert "hapsynth without overlap" not in hapsynth.autotune_candidates(plan, within=100.0)
 
 
