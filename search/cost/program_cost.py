@@ -98,15 +98,19 @@ def instruction_costs(program: Program, sizes: Sizes, costs: CostModel) -> Itera
             yield Cost(i, runs * (times[load] + (costs.uniform_time(i.op) if i.op in unsure else 0.0)), 0.0)
 
 
-def by_cheapest_steps(program: Program, sizes: Sizes, costs: CostModel) -> Program:
+def by_cheapest_steps(program: Program, sizes: Sizes, costs: CostModel, *, bundled: bool = False) -> Program:
     """The program with each conversion by the step that costs the least at these sizes, the first of those that cost
-    the same; itself where they are those that it has."""
+    the same; itself where they are those that it has. `bundled`: by the one that adds the least to those that it can go
+    with, so that alike conversions take the same one and do go together."""
+
+    def cost(i: Convert) -> float:
+        if bundled:
+            return costs.least_in_bundle(i.value, i.source, i.target, i.axis, shares_of(sizes, i.value), i.collective)
+        return conversion_cost(costs, sizes, i)[0]
 
     def cheapest(i: Convert) -> Convert:
         steps = costs.steps(i.source, i.target, i.axis)
-        if len(steps) == 1:
-            return i
-        return i.with_step(min(steps, key=lambda step: conversion_cost(costs, sizes, i.with_step(step))[0]))
+        return min((i.with_step(step) for step in steps), key=cost) if len(steps) > 1 else i
 
     instructions = tuple([cheapest(i) if isinstance(i, Convert) else i for i in program.instructions])
     return (

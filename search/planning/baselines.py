@@ -39,7 +39,7 @@ from hapsynth.instructions.rules.contraction import CONTRACTIONS
 from hapsynth.instructions.rules.registry import flops_of
 from hapsynth.search.analysis.dimension_groups import kinship
 from hapsynth.search.cost.model import CostModel, Floats
-from hapsynth.search.cost.program_cost import program_cost
+from hapsynth.search.cost.program_cost import by_cheapest_steps, program_cost
 from hapsynth.search.formulation.choice_space import Allowed, ChoiceSpace, Interned, Restriction
 from hapsynth.search.formulation.emission import Emitter
 from hapsynth.search.formulation.problem_builder import ProblemBuilder
@@ -180,7 +180,15 @@ class Baselines:
 
     def overlapped(self, baseline: Baseline, tasks: TaskGraph | None = None) -> Baseline:
         """A baseline in the order found that takes the least with its collectives beside computing, of those in which
-        it fits. `tasks`: its own, where they are known."""
+        it fits: by the steps that it has, or those that go together. `tasks`: its own, where they are known."""
+        found, plain = self._scheduled(baseline, tasks), baseline.program
+        together = by_cheapest_steps(plain, baseline.sizes, self.costs, bundled=True)
+        if together is plain:
+            return found
+        other = replace(baseline, program=together, fits=self._fits(together, baseline.sizes))
+        return min(found, self._scheduled(other), key=lambda b: (not b.fits, b.cost_s))
+
+    def _scheduled(self, baseline: Baseline, tasks: TaskGraph | None = None) -> Baseline:
         tasks = tasks or tasks_of(baseline.program, baseline.sizes, self.costs)
         timeline = schedule(tasks)
         program, cost = ordered(baseline.program, timeline), timeline.makespan_s
