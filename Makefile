@@ -30,21 +30,19 @@ bench: .venv
 	@mkdir -p out
 	for file in benchmarks/bench_*.py; do $(BIN)/python $$file || exit 1; done
 
-docs: .venv/.docs
+docs: .venv
 	$(BIN)/mkdocs build --strict --site-dir out/site
 
-# The folder is made once; the stamps say that what pyproject.toml asks for is in it.
-.venv: .venv/.test
+# The folder is made once; the stamp says that what pyproject.toml asks for is in it.
+.venv: .venv/.installed
 
-.venv/.test: pyproject.toml
+.venv/.installed: pyproject.toml | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[test,docs]'
+	@touch $@
+
+$(BIN)/python:
 	@test -n "$(PYTHON)" || { echo "make: no Python >= 3.11 here; install one, or run make PYTHON=/path/to/python"; exit 1; }
-	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[test]'
-	@touch $@
-
-.venv/.docs: .venv/.test
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[docs]'
-	@touch $@
+	$(PYTHON) -m venv .venv
 
 clean:
 	rm -rf out build dist *.egg-info .pytest_cache .ruff_cache .hypothesis .venv .venv313 .venvaot

@@ -53,6 +53,7 @@ EVEN64 = {
 }
 GRID = (("host", 8), ("gpu", 8))
 CLUSTERS = ("mixed8", "paper64", "paper64_8x8", "even64_8x8")
+_KNOWN = (*CLUSTERS, "even64")
 COLUMNS = {
     "": -30,
     "ops": 7,
@@ -221,8 +222,8 @@ def arguments() -> argparse.Namespace:
     command = parser(__doc__)
     listed = ", ".join(MODELS)
     command.add_argument("--only", type=names(MODELS), default=list(MODELS), help=f"of {listed}; empty for none")
-    listed = ", ".join(CLUSTERS)
-    command.add_argument("--clusters", type=names(CLUSTERS), default=list(CLUSTERS), help=f"of {listed}")
+    listed = f"of {', '.join(_KNOWN)} (default: {', '.join(CLUSTERS)})"
+    command.add_argument("--clusters", type=names(_KNOWN), default=list(CLUSTERS), help=listed)
     layers = lambda text: [n for n in text.split(",") if n]
     command.add_argument("--layers", type=layers, default="2,4,8,12,24,48", help="of the growth; empty for none")
     command.add_argument("--budget", type=float, help="seconds per plan (default: until proved)")

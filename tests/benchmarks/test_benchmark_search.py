@@ -43,7 +43,7 @@ def test_growth_with_layers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
 def test_what_does_not_fit_is_a_row_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "rows.json"
     # Of one kind: what a plan without limits leaves out keeps its memory.
-    options = ("--only", "mlp", "--clusters", "even64_8x8", "--layers", "", "--milp", "0", "--memory", "1e-3")
+    options = ("--only", "mlp", "--clusters", "even64", "--layers", "", "--milp", "0", "--memory", "1e-3")
     assert run(*options, "--json", str(file)) == 0
     (row,) = json.loads(file.read_text())["table"]
     assert row["status"] == "infeasible"

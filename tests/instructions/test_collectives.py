@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise, product
@@ -15,6 +15,7 @@ import pytest
 from graphs import cluster
 from jax import lax
 from jax.sharding import Mesh
+from lowering_options import ALONE
 from slow_devices import first_devices
 
 import hapsynth
@@ -84,20 +85,26 @@ def path_to(layout: Layout) -> list[Layout]:
     return [whole, layout] if whole != layout else [layout]
 
 
-def program_of(step: Collective, source: Layout, target: Layout, lengths: tuple[int, ...]) -> tuple[Graph, Program]:
-    """An argument brought to a layout, by the step to another, and to one in which it can be left; it is no state."""
-    graph = replace(trace(lambda x: x, (np.zeros(SHAPE, np.float32),)).graph, carry=())
-    (x,) = graph.inputs
-    ways = [*path_to(source), *reversed(path_to(target))]
-    instructions: list[Convert] = []
-    for before, after in pairwise(ways):
-        axis = axis_between(before, after)
-        assert axis is not None
-        made = Convert(x, axis, before, after)
-        instructions.append(made.with_step(step) if (before, after) == (source, target) else made)
+def program_of(
+    step: Collective, pairs: Sequence[tuple[Layout, Layout]], lengths: tuple[int, ...]
+) -> tuple[Graph, Program]:
+    """For each pair an argument, which is no state, brought to a layout, by the step to another, and to one in which it
+    can be left."""
+    structs = (jax.ShapeDtypeStruct(SHAPE, np.float32),) * len(pairs)
+    graph = replace(trace(lambda *xs: xs, structs).graph, carry=())
     axes = tuple(zip("ab", lengths, strict=False))
     hosts = tuple(link.hosts for link in axis_links(on_hosts(lengths, step), axes))
-    return graph, Program(axes, {x: ways[0]}, tuple(instructions), (ways[-1],), hosts)
+    to, by, fro = list[Convert](), list[Convert](), list[Convert]()
+    for x, (source, target) in zip(graph.inputs, pairs, strict=True):
+        for ways, made in ((path_to(source), to), ([source, target], by), (path_to(target)[::-1], fro)):
+            for before, after in pairwise(ways):
+                axis = axis_between(before, after)
+                assert axis is not None
+                made.append(Convert(x, axis, before, after))
+    by = [convert.with_step(step) for convert in by]
+    inputs = {x: path_to(source)[0] for x, (source, _) in zip(graph.inputs, pairs, strict=True)}
+    outputs = tuple(path_to(target)[0] for _, target in pairs)
+    return graph, Program(axes, inputs, (*to, *by, *fro), outputs, hosts)
 
 
 def on_hosts(lengths: tuple[int, ...], step: Collective) -> Cluster:
@@ -130,30 +137,30 @@ def sized(graph: Graph, program: Program, kind: str) -> Sizes:
 @pytest.mark.parametrize("lengths", [(4,), (2, 2)])
 @pytest.mark.parametrize("name", [name for name, step in STEPS.items() if step.communicates])
 def test_a_value_is_the_same_after_every_conversion(name: str, lengths: tuple[int, ...], kind: str) -> None:
-    """In both forms, with a price and with room for what is sent."""
+    """In both forms, with a price and with room for what is sent, each alone."""
     lengths = along(STEPS[name], lengths)
-    n, x = prod(lengths), np.arange(prod(SHAPE), dtype=np.float32).reshape(SHAPE)
+    n = prod(lengths)
     mesh = Mesh(np.array(jax.devices()[:n]).reshape(lengths), tuple("ab"[: len(lengths)]))
     found = list(conversions(STEPS[name], len(lengths)))
     assert found, f"no two of the placements here are {name}'s"
-    for source, target in found:
-        graph, program = program_of(STEPS[name], source, target, lengths)
-        sizes = sized(graph, program, kind)
-        assert Program.from_dict(program.to_dict()).instructions == program.instructions
-        model = CostModel(graph, on_hosts(lengths, STEPS[name]), FactorTable(graph), program.axes)
-        for step in program.instructions:
-            assert isinstance(step, Convert)
-            seconds, wire = conversion_cost(model, sizes, step)
-            assert (seconds > 0, wire > 0) == (step.is_collective,) * 2 or step.collective.recuts
-        _, buffers = wires(graph, program, [], DEFAULT.bundled_bytes)
-        assert all(0 < b.nbytes <= n * 4 * prod(SHAPE) for b in buffers)
-        for form in (lower, lower_staged):
-            lowered = form(graph, program, sizes, mesh, donate=False)
-            (made,) = lowered([lowered.inputs[0].put(x, copy=True)])
-            (storage,) = lowered.outputs
+    graph, program = program_of(STEPS[name], found, lengths)
+    sizes = sized(graph, program, kind)
+    assert Program.from_dict(program.to_dict()).instructions == program.instructions
+    model = CostModel(graph, on_hosts(lengths, STEPS[name]), FactorTable(graph), program.axes)
+    for step in program.instructions:
+        assert isinstance(step, Convert)
+        seconds, wire = conversion_cost(model, sizes, step)
+        assert (seconds > 0, wire > 0) == (step.is_collective,) * 2 or step.collective.recuts
+    _, buffers = wires(graph, program, [], ALONE.bundled_bytes)
+    assert all(0 < b.nbytes <= n * 4 * prod(SHAPE) for b in buffers)
+    xs = [i + np.arange(prod(SHAPE), dtype=np.float32).reshape(SHAPE) for i in range(len(found))]
+    for form in (lower, lower_staged):
+        lowered = form(graph, program, sizes, mesh, donate=False, options=ALONE)
+        made = lowered([s.put(x, copy=True) for s, x in zip(lowered.inputs, xs, strict=True)])
+        for (source, target), storage, x, y in zip(found, lowered.outputs, xs, made, strict=True):
             assert storage is not None
             message = f"{name}: {format_layout(source)} -> {format_layout(target)}"
-            np.testing.assert_array_equal(storage.fetch(made), x, err_msg=message)
+            np.testing.assert_array_equal(storage.fetch(y), x, err_msg=message)
 
 
 @pytest.mark.parametrize("kind", SHARES)
@@ -164,7 +171,7 @@ def test_what_is_counted_is_what_is_sent(name: str, lengths: tuple[int, ...], ki
     lengths = along(STEPS[name], lengths)
     mesh = Mesh(np.array(jax.devices()[: prod(lengths)]).reshape(lengths), tuple("ab"[: len(lengths)]))
     for source, target in conversions(STEPS[name], len(lengths)):
-        graph, program = program_of(STEPS[name], source, target, lengths)
+        graph, program = program_of(STEPS[name], [(source, target)], lengths)
         sizes = sized(graph, program, kind)
         (step,) = (i for i in program.instructions if isinstance(i, Convert) and i.source == source)
         staged = lower_staged(graph, program, sizes, mesh, donate=False)
@@ -183,7 +190,7 @@ def test_a_device_by_itself_gets_what_it_would_of_others(name: str, kind: str) -
     """In shape, as `IsolatedProgram` times it."""
     mesh = Mesh(np.array(jax.devices()[:4]), ("a",))
     for source, target in conversions(STEPS[name], 1):
-        graph, program = program_of(STEPS[name], source, target, (4,))
+        graph, program = program_of(STEPS[name], [(source, target)], (4,))
         sizes = sized(graph, program, kind)
         (step,) = (i for i in program.instructions if isinstance(i, Convert) and i.step == name)
         staged = lower_staged(graph, program, sizes, mesh, donate=False)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from functools import cache
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -74,24 +75,44 @@ LARGE = LoweringOptions(gloo_ring_bytes=0, gloo_gathered_bytes=0, gloo_segment_b
 """What is small goes as what is large does."""
 
 
-@pytest.mark.parametrize("gloo", [None, DEFAULT, LARGE], ids=["by XLA", "small", "large"])
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_bundle_gives_what_each_alone_gives(kind: str, gloo: LoweringOptions | None) -> None:
+class Several(NamedTuple):
+    """Steps of a kind, what they send, and what becomes of it where XLA sends each alone."""
+
+    steps: tuple[Convert, ...]
+    sent: tuple[jax.ShapeDtypeStruct, ...]
+    arrays: list[np.ndarray]
+    wanted: list[np.ndarray]
+
+
+@cache
+def several(kind: str) -> Several:
     steps, sent = zip(*steps_of(kind))
     rng = np.random.default_rng(0)
     arrays = [rng.integers(-9, 9, (4, *s.shape)).astype(np.float32) for s in sent]
-    (one,) = bundles(steps, sent, "cpu", DEFAULT)
-    alone = bundles(steps, sent, "tpu", DEFAULT)
+    return Several(steps, sent, arrays, on_mesh(bundles(steps, sent, "tpu", DEFAULT), arrays))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_bundle_gives_what_each_alone_gives(kind: str) -> None:
+    steps, sent, arrays, wanted = several(kind)
     (flat,) = bundles(steps, sent, "gpu", DEFAULT, flat=True)
-    assert (len(one.steps), len(alone), len(flat.steps)) == (len(steps), len(steps), len(steps))
+    assert len(flat.steps) == len(steps)
     each_flat = [Bundle((step,), (struct,), flat=True) for step, struct in zip(steps, sent, strict=True)]
     for pinned in ([flat], each_flat):
-        for got, wanted in zip(on_mesh(pinned, arrays), on_mesh(alone, arrays), strict=True):
-            np.testing.assert_array_equal(got, wanted)
-    for got, wanted in zip(on_mesh([one], arrays, gloo), on_mesh(alone, arrays), strict=True):
-        np.testing.assert_array_equal(got, wanted)
-    for got, wanted in zip(on_mesh(alone, arrays, gloo), on_mesh(alone, arrays), strict=True):
-        np.testing.assert_array_equal(got, wanted)
+        for got, want in zip(on_mesh(pinned, arrays), wanted, strict=True):
+            np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.parametrize("gloo", [None, DEFAULT, LARGE], ids=["by XLA", "small", "large"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_so_it_does_by_gloo(kind: str, gloo: LoweringOptions | None) -> None:
+    steps, sent, arrays, wanted = several(kind)
+    (one,) = bundles(steps, sent, "cpu", DEFAULT)
+    alone = bundles(steps, sent, "tpu", DEFAULT)
+    assert (len(one.steps), len(alone)) == (len(steps), len(steps))
+    for found in ([one], alone) if gloo else ([one],):
+        for got, want in zip(on_mesh(found, arrays, gloo), wanted, strict=True):
+            np.testing.assert_array_equal(got, want)
 
 
 @pytest.mark.parametrize("gloo", [None, DEFAULT, LARGE], ids=["by XLA", "small", "large"])
@@ -102,12 +123,11 @@ def test_over_hosts_it_is_the_same(kind: str, hosts: str, gloo: LoweringOptions 
     if not STEPS[kind].goes_over(HOSTS[hosts]):
         assert (hosts, STEPS[kind].over) == ("unequal", "equal hosts")
         return
-    steps, sent = zip(*steps_of(kind))
-    usual = tuple(step._replace(by="") for step in steps)
-    assert {step.step for step in usual} == {kind.removeprefix("hierarchical_")}
-    rng = np.random.default_rng(0)
-    arrays = [rng.integers(-9, 9, (4, *s.shape)).astype(np.float32) for s in sent]
-    wanted = on_mesh(bundles(usual, sent, "cpu", DEFAULT), arrays)
+    steps, sent, arrays, _ = several(kind)
+    usual, _, same, wanted = several(kind.removeprefix("hierarchical_"))
+    assert usual == tuple(step._replace(by="") for step in steps)
+    for array, other in zip(arrays, same, strict=True):
+        np.testing.assert_array_equal(array, other)
     for found in (bundles(steps, sent, "cpu", DEFAULT), bundles(steps, sent, "gpu", DEFAULT, flat=True)):
         for got, want in zip(on_mesh(found, arrays, gloo, hosts), wanted, strict=True):
             np.testing.assert_array_equal(got, want)

@@ -22,8 +22,6 @@ HEAD = """
     from fused_cases import CASES, arguments, assert_right, planned
     from slow_devices import slow_cluster, thin_cluster
 
-    # Compiles in less time.
-    jax.config.update("jax_disable_most_optimizations", True)
     jax.config.update("jax_num_cpu_devices", int(os.environ.get("DEVICES", "1")))
     jax.distributed.initialize(sys.argv[1], 2, int(sys.argv[2]))
     me = jax.process_index()

@@ -72,16 +72,15 @@ def test_examples(name: str, on: str) -> None:
 
 
 ON_TWO = (("a", 2), ("b", 2))
-# A step's programs are of hundreds of stages, each of which compiles for each shape.
+# A larger step's programs are of hundreds of stages, each of which compiles for each shape.
 DRAWN = [("chain", axes, mode) for axes in (4, ON_TWO) for mode in MODES]
-DRAWN += [("mlp", 4, "skewed"), ("mlp", ON_TWO, "zeros")]
+DRAWN += [("layers", 4, "skewed"), ("layers", ON_TWO, "zeros")]
 
 
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize(("name", "axes", "mode"), DRAWN)
 def test_random_programs(name: str, axes: Any, mode: str, seed: int) -> None:
-    fn, make = PROGRAMS[name]
-    args = make()
+    fn, args = (layers, LAYERS) if name == "layers" else (PROGRAMS[name][0], PROGRAMS[name][1]())
     traced = trace(fn, args)
     maker = RandomProgram(traced.graph, axes, random.Random(seed))
     program = maker.build()

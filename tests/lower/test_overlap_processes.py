@@ -19,8 +19,6 @@ CODE = """
     from hapsynth.plan import Plan
     from slow_devices import slow_cluster
 
-    # Compiles in less time.
-    jax.config.update("jax_disable_most_optimizations", True)
     jax.config.update("jax_cpu_enable_async_dispatch", sys.argv[3] == "async")
     jax.distributed.initialize(sys.argv[1], 2, int(sys.argv[2]))
     me = jax.process_index()

@@ -80,8 +80,6 @@ FED = """
     from hapsynth.adapting.rebalance import busy_seconds
     from slow_devices import slow_cluster
 
-    # Compiles in less time.
-    jax.config.update("jax_disable_most_optimizations", True)
     jax.distributed.initialize(sys.argv[1], 2, int(sys.argv[2]))
     me = jax.process_index()
 
@@ -158,8 +156,6 @@ SEVERAL = """
     import hapsynth
     from slow_devices import slow_cluster
 
-    # Compiles in less time.
-    jax.config.update("jax_disable_most_optimizations", True)
     jax.distributed.initialize(sys.argv[1], 2, int(sys.argv[2]))
 
     def evaluate(state, x):

@@ -32,7 +32,7 @@ from hapsynth.search.planning.makespan import MakespanSearch
 from hapsynth.search.planning.planner import Planner
 from hapsynth.search.planning.task import PlanningOptions, Task
 from hapsynth.search.result import Progress, Result
-from hapsynth.search.scheduling.list_schedule import schedule
+from hapsynth.search.scheduling.list_schedule import least_makespan, schedule
 from hapsynth.search.scheduling.tasks import tasks_of
 from hapsynth.search.scheduling.timeline import simulate
 
@@ -60,12 +60,14 @@ def candidates(given: Space, rng: random.Random) -> Iterator[Candidate]:
         yield given.search.maker.chosen(given.builder, np.array(choices))
 
 
-def makespans(given: Space, rng: random.Random) -> list[float]:
-    """Of these programs, each in several orders."""
-    found: list[float] = []
+def least_makespan_of(given: Space, rng: random.Random) -> float:
+    """Of these programs, each in several orders; not of those that some order of another is below any order of."""
+    found = np.inf
     for candidate in candidates(given, rng):
         tasks = tasks_of(candidate.program, candidate.sizes, given.task.costs)
-        found.append(min(schedule(tasks).makespan_s, simulate(tasks, random_order(rng, tasks)).makespan_s))
+        found = min(found, simulate(tasks, random_order(rng, tasks)).makespan_s)
+        if least_makespan(tasks) < found:
+            found = min(found, schedule(tasks).makespan_s)
     return found
 
 
@@ -74,7 +76,7 @@ def makespans(given: Space, rng: random.Random) -> list[float]:
 @pytest.mark.parametrize("name", TINY)
 def test_no_program_in_any_order_is_below_the_bound(name: str, bandwidth: float, contention: float) -> None:
     given = tiny(name, bandwidth, contention)
-    least = min(makespans(given, random.Random(1)))
+    least = least_makespan_of(given, random.Random(1))
     search = MakespanSearch(given.search, given.builder.ratios, np.array(given.search.choices.replicated()))
     search.run(6)
     assert 0 < search.bound <= least * ROUNDING
@@ -84,8 +86,8 @@ def test_no_program_in_any_order_is_below_the_bound(name: str, bandwidth: float,
     assert 0 < ideal.makespan_on(given.task.cluster) <= least
 
 
-@pytest.mark.parametrize("contention", [1.0, 1.5])
-@pytest.mark.parametrize("bandwidth", [1e8, 1e10, 1e11])
+# Without contention at one bandwidth: the test above has it at others.
+@pytest.mark.parametrize(("bandwidth", "contention"), [(1e8, 1.5), (1e10, 1.0), (1e10, 1.5), (1e11, 1.5)])
 @pytest.mark.parametrize("name", TINY)
 def test_no_program_at_any_ratios_is_below_the_joint_bound(name: str, bandwidth: float, contention: float) -> None:
     given = tiny(name, bandwidth, contention)
@@ -97,7 +99,7 @@ def test_no_program_at_any_ratios_is_below_the_joint_bound(name: str, bandwidth:
     rng = random.Random(2)
     for part in (0.0, 0.25, 0.5, 0.625, 0.75, 0.875, 1.0):
         ratios = given.task.ratios(np.array([part, 1 - part]), frozenset())
-        least = min(makespans(given._replace(builder=given.search.builder(ratios)), rng))
+        least = least_makespan_of(given._replace(builder=given.search.builder(ratios)), rng)
         assert max(joint, work) <= least * ROUNDING
 
 
@@ -114,7 +116,7 @@ def test_nor_is_one_with_balanced_collectives() -> None:
         made = list(candidates(there, random.Random(3)))
         steps = {step for candidate in made for step in candidate.program.collectives()}
         assert ({"balanced_all_gather", "balanced_reduce_scatter"} <= steps) == (part > 1 / 3)
-        least = min(makespans(there, random.Random(3)))
+        least = least_makespan_of(there, random.Random(3))
         assert max(joint, work) <= least * ROUNDING
         if part == 0.6:
             uneven = MakespanSearch(there.search, there.builder.ratios, np.array(there.search.choices.replicated()))
