@@ -14,7 +14,13 @@ from typing import cast
 
 from hapsynth.cluster import _units
 from hapsynth.cluster.curves import Curve, write_curve
-from hapsynth.cluster.granularity import DEFAULT_GRANULARITY, Granularity, read_granularity, write_granularity
+from hapsynth.cluster.granularity import (
+    DEFAULT_GRANULARITY,
+    GPU_GRANULARITY,
+    Granularity,
+    read_granularity,
+    write_granularity,
+)
 from hapsynth.cluster.op_classes import OP_CLASSES
 from hapsynth.cluster.toml_reader import ClusterError, Table, nearest
 
@@ -259,7 +265,7 @@ def read_kind(name: str, table: Table, kinds: Mapping[str, DeviceKind]) -> Devic
         if key in table and (factor := table.number(key)) < 1:
             raise table.error(key, f"= {factor!r} {_AT_LEAST_1}")
     # A known GPU in full, as files have it, is still that GPU.
-    usual = (base or kinds.get(name) or _NOMINAL).default_contention
+    usual = base or kinds.get(name) or _NOMINAL
     memory = figure("memory", base and base.memory, lambda: table.quantity("memory", "MEMORY"))
     if memory < 1:
         raise table.error("memory", f"= {table.data['memory']!r} is less than one byte")
@@ -275,9 +281,11 @@ def read_kind(name: str, table: Table, kinds: Mapping[str, DeviceKind]) -> Devic
         ops=_read_ops(table) if "ops" in table else (base or _NOMINAL).ops,
         source=table.text("source") if "source" in table else _source_on(base, table),
         price_per_hour=table.number("price_per_hour") if "price_per_hour" in table else base and base.price_per_hour,
-        granularity=read_granularity(table, (base or _NOMINAL).granularity),
+        granularity=read_granularity(table, usual.granularity),
         contention=table.number("contention") if "contention" in table else base and base.contention,
-        default_contention=figure("default_contention", usual, lambda: table.number("default_contention")),
+        default_contention=figure(
+            "default_contention", usual.default_contention, lambda: table.number("default_contention")
+        ),
     )
     return kind.faster(table.number("speed")) if "speed" in table else kind
 
@@ -336,6 +344,7 @@ def write_kind(kind: DeviceKind, *, defaults: bool = False) -> dict[str, object]
     curves = lambda by: {dtype: write_curve(curve, _units.WORK) for dtype, curve in by.items()}
     measured = {op_class: curves(by_dtype) for op_class, by_dtype in kind.measured.items()}
     ops = {s: {"op": op.op, "seconds": write_curve(op.curve, _units.WORK)} for s, op in kind.ops.items()}
+    base = _known()[0].get(kind.name, _NOMINAL).granularity
     return {
         "flops": {dtype: _units.format(rate, _units.RATE) for dtype, rate in kind.flops.items()},
         "bandwidth": _units.format(kind.bandwidth, _units.BANDWIDTH),
@@ -345,7 +354,7 @@ def write_kind(kind: DeviceKind, *, defaults: bool = False) -> dict[str, object]
         **({"source": kind.source} if kind.source else {}),
         **({"measured": measured} if measured else {}),
         **({"ops": ops} if ops else {}),
-        **({"granularity": granularity} if (granularity := write_granularity(kind.granularity)) else {}),
+        **({"granularity": granularity} if (granularity := write_granularity(kind.granularity, base)) else {}),
         **({"price_per_hour": kind.price_per_hour} if kind.price_per_hour is not None else {}),
         **({"contention": kind.contention} if kind.contention is not None else {}),
         **({"default_contention": kind.default_contention} if defaults and kind.slowdown != kind.contention else {}),
@@ -369,7 +378,7 @@ def _known() -> tuple[dict[str, DeviceKind], dict[str, str]]:
     names: dict[str, str] = {}
     for name in table.data:
         entry = table.table(name, (*_KIND_KEYS, "jax", "target"))
-        kinds[name] = read_kind(name, entry, kinds)
+        kinds[name] = replace(read_kind(name, entry, kinds), granularity=GPU_GRANULARITY)
         names |= dict.fromkeys(cast(list[str], entry.data["jax"]), name)
     return kinds, names
 

@@ -38,6 +38,9 @@ class Granularity:
     element for 2 to 15 of them, 3.0 for 16, 1.9 for 64."""
     singly: float = 8.0
     """How much slower it is then."""
+    outputs: int = 1
+    """Results that one kernel may write: what stores several of one size, as an optimizer's update of a parameter, is
+    launched once."""
 
     def __post_init__(self) -> None:
         for f in fields(self):
@@ -48,6 +51,8 @@ class Granularity:
 
 
 DEFAULT_GRANULARITY = Granularity()
+GPU_GRANULARITY = Granularity(outputs=96)
+"""Of GPUs by XLA: what a kernel of its GPU backend takes and gives at most (`MaxOperandsAndOutputsPerFusion`)."""
 
 
 def read_granularity(table: Table, base: Granularity) -> Granularity:
@@ -66,12 +71,12 @@ def read_granularity(table: Table, base: Granularity) -> Granularity:
     return replace(base, **found)
 
 
-def write_granularity(granularity: Granularity) -> dict[str, object]:
-    """The table that `read_granularity` reads back on the defaults: what differs from these."""
+def write_granularity(granularity: Granularity, base: Granularity) -> dict[str, object]:
+    """The table that `read_granularity` reads back on a base: what differs from that."""
     found: dict[str, object] = {}
     for f in fields(Granularity):
         value = getattr(granularity, f.name)
-        if value != f.default:
+        if value != getattr(base, f.name):
             units = f.metadata.get("units")
             found[f.name] = _units.format(value, cast(Mapping[str, Any], getattr(_units, units))) if units else value
     return found

@@ -13,6 +13,7 @@ import numpy as np
 from hapsynth.cluster.cluster import COLLECTIVES, DEFAULT_AXIS, NOMINAL_CPU_LINK, NOMINAL_INTRA, Cluster, ClusterError
 from hapsynth.cluster.curves import Curve
 from hapsynth.cluster.device_kinds import DeviceKind, kind_of
+from hapsynth.cluster.granularity import GPU_GRANULARITY
 from hapsynth.cluster.links import Link
 from hapsynth.instructions.collectives import STEPS
 from hapsynth.profile.collectives import BASE, INSIDE, Axes, Exchange, Point, Points, link_of
@@ -118,7 +119,9 @@ class Builder:
         kind = fit.kind(name, dtypes, memory, source)
         if kind is None:
             raise ProfileError(f"{name}: float32 matmuls or memory came out as taking no time; run it again")
-        return replace(kind, contention=self._contention(members))
+        on_cpu = self.job.devices[members[0]].platform == "cpu"
+        granularity = kind.granularity if on_cpu else replace(kind.granularity, outputs=GPU_GRANULARITY.outputs)
+        return replace(kind, contention=self._contention(members), granularity=granularity)
 
     def _contention(self, devices: Sequence[int]) -> float | None:
         """How many times as long the largest matmul takes beside a collective; None where that was not measured."""

@@ -6,6 +6,7 @@ XLA's kernels are.
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from hapsynth.graph.ir import Graph, Op
@@ -13,6 +14,7 @@ from hapsynth.instructions.rules.contraction import CONTRACTIONS
 from hapsynth.instructions.rules.registry import is_costly, is_fusible
 from hapsynth.instructions.staging.fusion import SMALL, made_again
 from hapsynth.search.analysis.buffer_aliasing import overwritten
+from hapsynth.search.analysis.reachability import Reachability
 
 
 def materialized(graph: Graph) -> list[bool]:
@@ -36,6 +38,50 @@ def materialized(graph: Graph) -> list[bool]:
             again = not large or (not is_costly(op) and len(large) == 1 and stored[large[0]])
             stored[value] = len(takers) > 1 and not again
     return stored
+
+
+def launches(graph: Graph, stored: Sequence[bool], outputs: int) -> list[bool]:
+    """Whether each op is launched by itself, as what ends a kernel. `stored`: what lies in memory (`materialized`).
+
+    Where a kernel may write several results (`outputs` at most; XLA's GPU backend), elementwise chains are part of the
+    reductions that read them, and what is stored is one more result of an elementwise kernel or reduction of its size
+    that reads it, unless something else that reads it leads there: of Adam's update both moments and the parameter.
+    """
+    found = [not is_fusible(op) or any(stored[v] for v in op.results) for op in graph.ops]
+    if outputs == 1:
+        return found
+    stored, reach = _stored(graph, True, False)[0], Reachability(graph)
+    ends, written = list(range(len(graph.ops))), [0] * len(graph.ops)
+    """Of each op the one that ends its kernel; of that the results that the kernel writes."""
+    for op in reversed(graph.ops):
+        here, takers = op.index, {o for v in op.results for o, _ in graph.uses[v]}
+        found[here] = not is_fusible(op) or any(stored[v] for v in op.results)
+        if found[here]:
+            written[here] = len(op.results)
+            joined = _reader_that_stores(graph, op, takers, ends, reach) if is_fusible(op) else None
+            if joined is None or written[joined] >= outputs:
+                continue
+            found[here], ends[here] = False, joined
+            written[joined] += 1
+        elif takers:
+            ends[here] = ends[min(takers)]
+    return found
+
+
+def _reader_that_stores(
+    graph: Graph, op: Op, takers: Collection[int], ends: Sequence[int], reach: Reachability
+) -> int | None:
+    """The end of a kernel that may write an elementwise op's result besides its own."""
+    for taker in sorted(takers):
+        last = graph.ops[ends[taker]]
+        # A reduction goes over what it takes, an elementwise kernel over what it gives.
+        extents = last.result_shapes[:1] if is_fusible(last) else last.shapes if last.name in _REDUCTIONS else ()
+        chained = taker == last.index or is_fusible(graph.ops[taker])
+        if not chained or last.region != op.region or op.result_shapes[0] not in extents:
+            continue
+        if not any(ends[other] != last.index and reach.descendants(other)[last.index] for other in takers):
+            return last.index
+    return None
 
 
 _REDUCTIONS = ("reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or", "reduce_xor")

@@ -77,6 +77,8 @@ class DeviceFigures:
         """Rows, columns or terms that a contraction works on at once."""
         self.line = np.array([k.granularity.line for k in kinds])
         """Bytes that the memory gives at once."""
+        self.outputs = min((k.granularity.outputs for k in kinds), default=1)
+        """Results that a kernel may write on all of them."""
         self._speeds: dict[tuple[str, str], Speeds] = {}
 
     def speeds(self, op_class: str, dtype: str) -> Speeds:

@@ -32,7 +32,7 @@ from hapsynth.instructions.program.sizes import Node, cut_nodes
 from hapsynth.instructions.rules.factor_table import FactorTable
 from hapsynth.instructions.rules.registry import is_fusible
 from hapsynth.instructions.staging.options import DEFAULT, LoweringOptions
-from hapsynth.search.analysis.fusion import FusionPlan, materialized, turned
+from hapsynth.search.analysis.fusion import FusionPlan, launches, materialized, turned
 from hapsynth.search.analysis.liveness import Liveness
 from hapsynth.search.analysis.numbering import Numbering
 from hapsynth.search.analysis.op_class import amount_of, class_of
@@ -74,10 +74,10 @@ class CostModel:
         self.graph, self.table, self.lowering = graph, table, lowering
         self._fed = frozenset(graph.inputs) - graph.state
         self._counted: dict[
-            tuple[Granularity, ...], tuple[dict[tuple[int, int], Work], dict[int, tuple[float, ...]]]
+            tuple[Granularity, ...],
+            tuple[dict[tuple[int, int], Work], dict[int, tuple[float, ...]], dict[int, int], Sequence[bool]],
         ] = {}
         self._triples, self._work_numbers = Numbering(), Numbering()
-        self._kinds: dict[int, int] = {}
         self._kind_number: dict[object, int] = {}
         self._materialized, self._turned = materialized(graph), turned(graph)
         self.together = Together(graph, lowering)
@@ -97,7 +97,11 @@ class CostModel:
         """int [devices]: of each its kind."""
         self.figures = DeviceFigures(self.kinds)
         # What devices count alike is shared.
-        self._works, self._amounts = self._counted.setdefault(self.figures.granularities, ({}, {}))
+        counted = self._counted.get(self.figures.granularities)
+        if counted is None:
+            launched = launches(self.graph, self._materialized, self.figures.outputs)
+            counted = self._counted[self.figures.granularities] = ({}, {}, {}, launched)
+        self._works, self._amounts, self._kinds, self._launched = counted
         self.overhead, self.bandwidth = self.figures.overhead[self.kind_of], self.figures.bandwidth[self.kind_of]
         self.slowdown = np.array([kind.slowdown for kind in self.kinds])[self.kind_of]
         """float64 [devices]: how many times as long computing takes each while a collective runs."""
@@ -175,7 +179,14 @@ class CostModel:
         if op_index not in self._kinds:
             op, at = self.graph.ops[op_index], self._materialized
             operands = tuple(at[o] if isinstance(o, int) else None for o in op.operands)
-            key = (self.table[op_index], op.primitive, operands, tuple(at[v] for v in op.results), self._turns(op))
+            key = (
+                self.table[op_index],
+                op.primitive,
+                operands,
+                tuple(at[v] for v in op.results),
+                self._turns(op),
+                self._launched[op_index],
+            )
             self._kinds[op_index] = self._kind_number.setdefault(key, len(self._kind_number))
         return self._kinds[op_index]
 
@@ -227,7 +238,7 @@ class CostModel:
         read = [(i, nbytes(v)) for i, v in op.value_operands if not fusible or self._materialized[v]]
         first = len(op.operands)
         written = [(first + i, nbytes(v)) for i, v in enumerate(op.results) if self._materialized[v]]
-        return [*read, *written], 1 if written or not fusible else 0
+        return [*read, *written], int(self._launched[op.index])
 
     def _turns(self, op: Op) -> bool:
         """Whether an op is a transpose that the contraction before it does."""

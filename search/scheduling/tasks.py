@@ -3,7 +3,8 @@
 Devices of one kind that hold the same shares of everything are a group: they do the same at the same time. A collective
 takes all devices, and the link of its mesh axis, for as long as the cost model says; those of a bundle are one, of one
 latency. Axes whose groups lie inside hosts have a link of their own, all others share the network. A loop or a branch
-is one task that takes everything: nothing goes on beside it. Slices of what is there already take no time.
+is one task that takes everything: nothing goes on beside it. Slices of what is there already take no time. An op whose
+result one other op alone reads, and which lies nowhere in memory, is one task with that: XLA makes one kernel of both.
 """
 
 from __future__ import annotations
@@ -250,13 +251,36 @@ class _Builder:
         seconds = np.array(self.seconds).reshape(len(self.machine), alone.size)
         graph = tuple(self.machine), seconds, tuple(self.makers), tuple(self.instructions), group_of
         found = TaskGraph(*graph, self.costs.slowdown[alone], self.sent_in, self.transfers, self.costs.lowering)
-        bundles = bundles_of(self.program.instructions)
-        if not bundles:
-            return found
         task_of = {places[0]: task for task, places in enumerate(self.instructions) if places}
-        together = found.joined(range(len(self.machine)), [[task_of[at] for at in b] for b in bundles.values()])
-        assert together is not None, "a bundle's collectives need nothing of one another"
+        bundles = [[task_of[at] for at in places] for places in bundles_of(self.program.instructions).values()]
+        together = found.joined(range(len(self.machine)), [*self._kernels(found), *bundles])
+        assert together is not None, "nothing lies between the ops of a kernel, nor between the collectives of a bundle"
         return together
+
+    def _kernels(self, tasks: TaskGraph) -> Iterator[list[int]]:
+        """Tasks that are one kernel, with slices between them, the one that ends it first."""
+        count = len(tasks.machine)
+        end = list(range(count))
+        for task in filter(self._is_inside_a_kernel, reversed(range(count))):
+            inside, at = list[int](), task
+            while len(tasks.users[at]) == 1 and (at == task or tasks.machine[at] is Machine.LOCAL):
+                inside.append(at)
+                (at,) = tasks.users[at]
+            if tasks.machine[at] is Machine.COMPUTE:
+                for each in inside:
+                    end[each] = end[at]
+        members: dict[int, list[int]] = {}
+        for task in range(count):
+            if end[task] != task:
+                members.setdefault(end[task], [end[task]]).append(task)
+        return iter(members.values())
+
+    def _is_inside_a_kernel(self, task: int) -> bool:
+        """Whether a task is an op of which nothing lies in memory."""
+        if self.machine[task] is not Machine.COMPUTE or not self.instructions[task]:
+            return False
+        written = [made for at in self.instructions[task] for made in self.accesses[at][1]]
+        return not any(self.costs.is_materialized(value) for value, _ in written)
 
     def _sent(self, i: Convert) -> tuple[Machine, float]:
         """What a conversion in no loop or branch takes, and its seconds."""

@@ -11,7 +11,7 @@ import pytest
 from hapsynth import Cluster
 from hapsynth.cluster.cluster import ClusterError
 from hapsynth.cluster.device_kinds import known_kinds
-from hapsynth.cluster.granularity import Granularity
+from hapsynth.cluster.granularity import GPU_GRANULARITY, Granularity
 from hapsynth.cluster.op_classes import OP_CLASSES
 from hapsynth.cluster.toml_format import to_toml
 from hapsynth.profile.op_kernels import GRANULARITY
@@ -42,7 +42,7 @@ def load(tmp_path: Path, text: str) -> Cluster:
 
 def test_a_file_gives_what_differs(tmp_path: Path) -> None:
     fine, finer = load(tmp_path, FILE).devices
-    assert fine.granularity == replace(Granularity(), tile=8, line=32.0, position=1500.0)
+    assert fine.granularity == replace(GPU_GRANULARITY, tile=8, line=32.0, position=1500.0)
     assert finer.granularity == replace(fine.granularity, tile=4, lanes=0.5)
 
 
@@ -61,10 +61,26 @@ def fine_of(cluster: Cluster) -> Granularity:
 
 
 def test_what_nobody_gives_is_not_written() -> None:
-    assert all(kind.granularity == Granularity() == GRANULARITY for kind in known_kinds().values())
+    assert Granularity() == GRANULARITY
+    assert all(
+        kind.granularity == GPU_GRANULARITY == replace(GRANULARITY, outputs=96) for kind in known_kinds().values()
+    )
     here = Path(__file__).parents[2] / "examples" / "clusters"
     for file in sorted(here.glob("*.toml")):
-        assert "granularity" not in str(Cluster.load(file).to_dict())
+        # A kind that is built on a known GPU is written in full.
+        text = str(Cluster.load(file).to_dict()).replace("'granularity': {'outputs': 96}", "")
+        assert "granularity" not in text
+
+
+def test_a_known_gpu_is_one_in_full_too(tmp_path: Path) -> None:
+    cluster = load(tmp_path, FILE)
+    known = known_kinds()["V100-16GB"]
+    for granularity in (GPU_GRANULARITY, Granularity()):
+        kinds = replace(known, granularity=granularity), replace(known, name="own", granularity=granularity)
+        mine = replace(cluster, devices=kinds)
+        text = to_toml(mine.to_dict())
+        assert Cluster.from_dict(tomllib.loads(text)) == mine
+        assert text.count("granularity") == 1
 
 
 BAD = {

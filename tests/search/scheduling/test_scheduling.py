@@ -8,17 +8,22 @@ from itertools import permutations
 from math import fsum
 
 import graphs
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from control_cases import CASES
 from cp_sat import exact_makespan
 from orders import random_order
 from random_programs import RandomProgram
+from slow_devices import thin_cluster
 
+import hapsynth
 from hapsynth.graph.trace import trace
 from hapsynth.instructions.program.checker import check
-from hapsynth.instructions.program.program import Convert
-from hapsynth.search.cost.program_cost import instruction_costs, program_cost
+from hapsynth.instructions.program.program import Compute, Convert
+from hapsynth.search.cost.program_cost import instruction_costs, load_seconds, program_cost
+from hapsynth.search.cost.program_index import ProgramIndex
 from hapsynth.search.planning.task import Task
 from hapsynth.search.scheduling.list_schedule import least_makespan, ordered, schedule
 from hapsynth.search.scheduling.tasks import LINKS, Machine, TaskGraph, tasks_of
@@ -95,6 +100,33 @@ def test_tasks_that_are_computed_as_one(seed: int) -> None:
     order = random_order(rng, tasks)
     apart = [k for task in order for k in tasks.instructions[task]]
     assert simulate(whole, apart).makespan_s <= simulate(tasks, order).makespan_s + 1e-9
+
+
+def test_what_only_the_next_op_reads_is_made_where_that_runs() -> None:
+    """Half of a moment's update needs no gradient, but XLA makes one kernel of both: it can't hide a transfer."""
+
+    def step(moment: jax.Array, w: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        gradient = jax.grad(lambda w: ((x @ w) ** 2).sum())(w)
+        moment = 0.9 * moment + gradient
+        return moment, w - 0.1 * moment
+
+    w, x = jax.ShapeDtypeStruct((64, 64), jnp.float32), jax.ShapeDtypeStruct((256, 64), jnp.float32)
+    plan = hapsynth.synthesize(step, (w, w, x), thin_cluster((3.0, 1.0)), leave_out=False, overlap=True)
+    graph, instructions = plan.traced.graph, plan.program.instructions
+    tasks = tasks_of(plan.program, plan.sizes, plan.cost_model())
+    assert sorted(k for places in tasks.instructions for k in places) == list(range(len(instructions)))
+    kernel = {k: task for task, places in enumerate(tasks.instructions) for k in places}
+    (decayed,) = [op for op in graph.ops if op.name == "mul" and graph.inputs[0] in op.operands]
+    (reader,) = {o for o, _ in graph.uses[decayed.results[0]]}
+    place = {i.op: k for k, i in enumerate(instructions) if isinstance(i, Compute)}
+    assert kernel[place[decayed.index]] == kernel[place[reader]]
+    # The gradient lies in memory, and so is a task of its own.
+    assert kernel[place[reader]] != kernel[place[graph.producer[graph.ops[reader].operands[1]]]]
+    index = ProgramIndex.of(plan.program, plan.sizes.classes, plan.cost_model())
+    seconds = [load_seconds(index, plan.sizes)[n] for n in index.load_of if n >= 0]
+    computed = [k for k, m in enumerate(tasks.machine) if m is Machine.COMPUTE and tasks.instructions[k]]
+    alone = [np.flatnonzero(tasks.group_of == g)[0] for g in range(tasks.seconds.shape[1])]
+    assert tasks.seconds[computed].sum(axis=0) == pytest.approx(sum(seconds)[alone])
 
 
 @pytest.mark.parametrize("seed", range(12))
