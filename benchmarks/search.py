@@ -2,6 +2,7 @@
 
     python benchmarks/search.py [--only bert,gpt2_xl] [--clusters mixed8] [--layers 2,12,48] [--milp 0] [--json OUT]
     python benchmarks/search.py --only bert --clusters mixed8 --layers "" --milp 0 --without elimination_cells=0
+    python benchmarks/search.py --only bert_moe --depth 2 --clusters paper64,paper64_8x8 --layers "" --milp 0
 
 A table of models x clusters, each row in a process of its own; then how the time grows with BERT's layers on mixed8,
 without memory limits, which only the deeper ones would meet.
@@ -51,9 +52,9 @@ EVEN64 = {
     "intra": {"bandwidth": "450 GB/s", "latency": "5 us"},
     "devices": [{"kind": "H100-80GB", "hosts": 8, "per_host": 8}],
 }
-GRID = (("host", 8), ("gpu", 8))
 CLUSTERS = ("mixed8", "paper64", "paper64_8x8", "even64_8x8")
-_KNOWN = (*CLUSTERS, "even64")
+MESHES = (*CLUSTERS, "even64", "mixed8_2x4", "mixed8_2x2x2", "paper64_4x2x8", "even64_2x4x8")
+"""Those that may be asked for."""
 COLUMNS = {
     "": -30,
     "ops": 7,
@@ -76,10 +77,10 @@ COLUMNS = {
 
 
 def cluster(name: str) -> hapsynth.Cluster:
-    """One of the clusters in examples/, or `even64`; with `_8x8`, as a mesh of hosts and devices within."""
+    """One of the clusters in examples/, or `even64`; with `_8x8`, as a mesh of hosts and devices within, and so on."""
     base, _, grid = name.partition("_")
     flat = examples.cluster(base) if base != "even64" else hapsynth.Cluster.from_dict(EVEN64)
-    return replace(flat, axes=GRID) if grid else flat
+    return replace(flat, axes=tuple(zip("abcd", map(int, grid.split("x"))))) if grid else flat
 
 
 _BOUNDLESS = 2**60
@@ -111,9 +112,7 @@ def one(row: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
     del row["ratios"]
     if row["ops_twice"]:
         row["status"] += f", {row['ops_twice']} ops twice"
-    if plan.program.axes != plan.used.axes:
-        row["status"] += f", planned flat: {len(where.axes)} axes not supported"
-    elif "reshare" in plan.program.collectives():
+    if "reshare" in plan.program.collectives():
         row["status"] += ", with reshares: no MILP"
     elif options.milp:
         # HiGHS may need more memory than there is, and end with the process: the plan's row is printed before.
@@ -222,8 +221,9 @@ def arguments() -> argparse.Namespace:
     command = parser(__doc__)
     listed = ", ".join(MODELS)
     command.add_argument("--only", type=names(MODELS), default=list(MODELS), help=f"of {listed}; empty for none")
-    listed = f"of {', '.join(_KNOWN)} (default: {', '.join(CLUSTERS)})"
-    command.add_argument("--clusters", type=names(_KNOWN), default=list(CLUSTERS), help=listed)
+    listed = ", ".join(MESHES)
+    command.add_argument("--clusters", type=names(MESHES), default=list(CLUSTERS), help=f"of {listed}")
+    command.add_argument("--depth", type=int, help="layers of the table's models (default: their own)")
     layers = lambda text: [n for n in text.split(",") if n]
     command.add_argument("--layers", type=layers, default="2,4,8,12,24,48", help="of the growth; empty for none")
     command.add_argument("--budget", type=float, help="seconds per plan (default: until proved)")
@@ -250,7 +250,8 @@ def main() -> int:
         return 0
     table = Table(COLUMNS)
     print(table.heads)
-    rows = [{"model": m, "cluster": c} for m in options.only for c in options.clusters]
+    depth = {} if options.depth is None else {"layers": options.depth}
+    rows = [{"model": m, "cluster": c, **depth} for m in options.only for c in options.clusters]
     deeper = [{"model": "bert", "cluster": "mixed8", "layers": int(n), "memory": "unlimited"} for n in options.layers]
     report: dict[str, Any] = {
         "machine": machine(),

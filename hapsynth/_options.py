@@ -19,7 +19,15 @@ from hapsynth.cluster.cluster import Cluster, ClusterWarning
 from hapsynth.graph.ir import Value
 from hapsynth.graph.trace import Traced, trace
 from hapsynth.graph.trip_counts import Expectation, expecting
-from hapsynth.instructions.layout import Layout, is_consistent, parse_layout
+from hapsynth.instructions.layout import (
+    Layout,
+    cut_alone,
+    cuts_of,
+    format_layout,
+    is_consistent,
+    orders,
+    parse_layout,
+)
 from hapsynth.instructions.program.sizes import Node
 from hapsynth.instructions.staging.options import LoweringOptions
 from hapsynth.running.form import Form, holds_exact
@@ -125,6 +133,14 @@ def layouts_of(arguments: Mapping[str, Value], fixed: Mapping[str, str], axes: i
         partial = any(p.is_partial or p.way or p.dim >= len(value.shape) for p in layout)
         if len(layout) != axes or partial or not is_consistent(layout):
             raise ValueError(why)
+        for dim, by, _ in cuts_of(layout):
+            if by not in (known := orders(tuple(sorted(by)), axes)):
+                others = ", ".join(format_layout(cut_alone((dim, order, 0), axes)) for order in known)
+                raise ValueError(
+                    f"fixed asks for {text!r} of {path}, but of {axes} mesh axes what one cuts is cut again by the one "
+                    f"before it in the mesh alone, and what the first cuts by the last: give dimension {dim} "
+                    + (f"as one of {others}" if others else "to axes beside one another")
+                )
         if any(p.is_sharded and (value.shape[p.dim] == 0 or is_extended(value.dtype)) for p in layout):
             raise ValueError(f"fixed asks for {text!r} of {path}, but {value} cannot be cut there; expected R")
         stored[value.index] = layout

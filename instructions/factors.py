@@ -205,8 +205,9 @@ class Factors:
         return tuple(dict.fromkeys(filter(self._dtypes_fit, found)))
 
     def joint(self, axes: int, owned: bool = False) -> tuple[Triples, ...]:
-        """Every way of running the op on a mesh of that many axes: a triple per axis, a factor that several axes cut
-        in every order of theirs. The replicated one first. `owned`: those too in which it has an owner along one."""
+        """Every way of running the op that is searched on a mesh of that many axes: a triple per axis, a factor that
+        several axes cut in each of their `orders`. The replicated one first. `owned`: those too in which it has an
+        owner along one."""
         key = axes, owned
         if key not in self._joint:
             also = (self.owned,) if owned and self.owned is not None else ()
@@ -336,8 +337,8 @@ def cutting(triples: Triples) -> dict[int, tuple[int, ...]]:
 
 
 def _orders(triples: Triples) -> Iterable[Triples]:
-    """The triples with each factor's axes in every order, major to minor."""
-    for minor in minors(cutting(triples).values()):
+    """The triples with each factor's axes in each of their `orders`."""
+    for minor in minors(cutting(triples).values(), len(triples)):
         yield tuple(t.at(minor.get(axis, 0)) for axis, t in enumerate(triples))
 
 

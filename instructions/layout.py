@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
-from itertools import permutations, product
+from itertools import pairwise, permutations, product
 from typing import Literal as OneOf
 from typing import NamedTuple
 
@@ -63,8 +63,9 @@ def owner_of(way: int) -> int | None:
 
 
 R = Placement("R")
-_MOST_AXES = 4
-_SHARDED = tuple(tuple(Placement("S", d, "", k) for d in range(32)) for k in range(_MOST_AXES))
+MOST_AXES = 4
+"""Mesh axes that a layout may have."""
+_SHARDED = tuple(tuple(Placement("S", d, "", k) for d in range(32)) for k in range(MOST_AXES))
 
 
 def S(dim: int, minor: int = 0) -> Placement:
@@ -123,10 +124,25 @@ def cut_dims(layout: Layout) -> tuple[int, ...]:
     return tuple(sorted({p.dim for p in layout if p.is_sharded}))
 
 
-def minors(groups: Iterable[Sequence[int]]) -> Iterator[dict[int, int]]:
-    """The mesh axes of each group in every order, major to minor: each time axis -> its place in its group."""
-    for orders in product(*map(permutations, groups)):
-        yield {axis: k for axes in orders for k, axis in enumerate(axes)}
+@cache
+def orders(axes: tuple[int, ...], of: int) -> tuple[tuple[int, ...], ...]:
+    """The orders, major to minor, in which programs that are searched for have some of the `of` mesh axes cut one
+    dimension: the shards of each axis are cut again by the one before it in the mesh, those of the first by the last.
+
+    So there is one axis that may cut what another one did, and all shards of a class nest. Of two axes both orders.
+    """
+    return tuple(o for o in permutations(axes) if all((a - b) % of == 1 for a, b in pairwise(o)))
+
+
+def nests(layout: Layout) -> bool:
+    """Whether the axes that cut each dimension do so in one of their `orders`."""
+    return all(by in orders(tuple(sorted(by)), len(layout)) for _, by, _ in cuts_of(layout))
+
+
+def minors(groups: Iterable[Sequence[int]], of: int) -> Iterator[dict[int, int]]:
+    """The mesh axes of each group in each of their `orders`: each time axis -> its place in its group."""
+    for chosen in product(*(orders(tuple(axes), of) for axes in groups)):
+        yield {axis: k for axes in chosen for k, axis in enumerate(axes)}
 
 
 def is_partial(layout: Layout) -> bool:
@@ -164,7 +180,7 @@ def parse_placement(text: str) -> Placement:
         return R
     if match := re.fullmatch(r"S\((\d+)\)(?:/(\d+))?(?:~(\d+))?", text):
         dim, minor, way = int(match[1]), int(match[2] or 0), int(match[3] or 0)
-        if minor < _MOST_AXES and dim < len(_SHARDED[minor]):
+        if minor < MOST_AXES and dim < len(_SHARDED[minor]):
             return S(dim, minor)._replace(way=way) if way else S(dim, minor)
     if match := re.fullmatch(r"O\((\d{1,6})\)", text):
         return O(int(match[1]))

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hapsynth.cluster.cluster import DEFAULT_AXIS, Cluster
+from hapsynth.cluster.cluster import DEFAULT_AXIS, Cluster, ClusterError
 from hapsynth.cluster.curves import Curve, Lines
 from hapsynth.cluster.links import HostLinks, Link
 from hapsynth.instructions.collectives import (
@@ -27,20 +27,25 @@ from hapsynth.instructions.collectives import (
     hosts_along,
     tree_rounds,
 )
+from hapsynth.instructions.layout import MOST_AXES
 from hapsynth.instructions.staging.moved_rows import even_rows, moved
 from hapsynth.search.cost.device_speed import Floats
 
 Largest = Callable[[int, tuple[int, ...], int], float]
 """(dimension, the axes that cut it, which way) -> the fraction that its largest shard holds."""
 
-_MOST_AXES = 2
-
 
 def mesh_axes(cluster: Cluster) -> tuple[tuple[str, int], ...]:
-    """(name, size) of the mesh axes that are planned for: those longer than 1, or where that leaves one, or more than
-    two, a single one over all devices."""
+    """(name, size) of the mesh axes that are planned for: those longer than 1, or where that leaves at most one a
+    single one over all devices. ClusterError where there are more than a layout may have."""
     axes = tuple((name, size) for name, size in cluster.axes if size > 1)
-    return axes if 2 <= len(axes) <= _MOST_AXES else ((DEFAULT_AXIS, cluster.n),)
+    if len(axes) > MOST_AXES:
+        raise ClusterError(
+            f"cluster {cluster.name!r}: {len(axes)} mesh axes are longer than 1 ({dict(axes)}), and plans are made "
+            f"along {MOST_AXES} at most; make one of those that you would cut alike, e.g. "
+            f"{{{axes[0][0]!r}: {axes[0][1] * axes[1][1]}, ...}}, or give a mesh of one axis"
+        )
+    return axes if len(axes) > 1 else ((DEFAULT_AXIS, cluster.n),)
 
 
 @dataclass(frozen=True)

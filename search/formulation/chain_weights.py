@@ -334,7 +334,7 @@ class WeightedBuilder(ProblemBuilder):
         unary: list[Floats | None] = [None] * len(st.choices)
         for op, own_key, weights in zip(graph.ops, costs.op_keys, self.op_weights.tolist(), strict=True):
             variable = st.op_variable[op.index]
-            lone = op.results[0] if len(op.results) == 1 else None
+            lone = st.made_with(op.index)
             key = "op", st.choices[variable], own_key, tuple(weights), None if lone is None else self._option_key(lone)
 
             def make(

@@ -1,7 +1,8 @@
 """What a plan may choose: which triples every op takes, and which conversions of every value are shared.
 
 Variables: one per source value (how it is stored, which conversions are made once for all its uses), one per op
-(its triples, and the same for its result). An op of several results has a variable of its own and one per result.
+(its triples, and the same for its result). An op of several results has a variable of its own and one per result, as
+has along several axes one whose result is used more than once.
 Edges: a use costs nothing where the layout it needs is among the producer's tensors, else the cheapest private
 conversion; carried outputs must be brought to the layout in which their input is stored. So every assignment that is
 not contradictory is a program.
@@ -158,7 +159,7 @@ class ChoiceSpace:
         self.value_variable = [-1] * len(graph.values)
         self.op_variable = [-1] * len(graph.ops)
         self.links: list[tuple[int, int]] = []
-        """(op, result) of ops with several results."""
+        """(op, result) where that has a variable of its own."""
         self._uses_of = self._counted_uses()
         self._add_variables()
         self.uses = [*self._op_uses(), *self._carry_uses()]
@@ -262,7 +263,9 @@ class ChoiceSpace:
             self.value_variable[value] = self._add_alone(options)
         for op in self.graph.ops:
             triples = self.triples[op.index]
-            if len(op.results) == 1:
+            if len(op.results) == 1 and not (self.axes > 1 and self._option_key(op.results[0])[1]):
+                # Along several axes the triples of an op and what may be available of its result are few, and all
+                # pairs of them are many.
                 (value,) = op.results
                 self.op_variable[op.index] = self.value_variable[value] = self._add_made(value, triples, 0)
                 continue
@@ -271,8 +274,13 @@ class ChoiceSpace:
                 self.links.append((op.index, value))
                 self.value_variable[value] = self._add_alone(self._made_options(value, triples, position))
 
+    def made_with(self, op: int) -> int | None:
+        """The result whose variable is the op's; None where each has one of its own."""
+        (first, *_) = self.graph.ops[op].results or (None,)
+        return first if first is not None and self.value_variable[first] == self.op_variable[op] else None
+
     def _made_options(self, value: int, triples: Interned[Triples], position: int) -> Interned[AvailableLayouts]:
-        """What can be available of one of several results."""
+        """What can be available of a result with a variable of its own."""
 
         def make() -> Interned[AvailableLayouts]:
             computed = dict.fromkeys(tuple(t.results[position] for t in ts) for ts in triples)
@@ -335,10 +343,11 @@ class ChoiceSpace:
         return self.once(("shared", key, computed), lambda: (AvailableLayouts(computed), *several(known, computed)))
 
     def _target_options(self, known: LayoutSet, computed: Layout) -> Iterable[AvailableLayouts]:
-        """One layout that is not there for nothing; what lies on the way to it is there too."""
+        """One layout that is not there for nothing; what lies on the way to it is there too. Along more than two axes
+        there are too many to offer those that are hardly of use."""
         free = known.free[known.number[computed]]
         for target in known.storable:
-            if not free[known.number[target]]:
+            if not free[known.number[target]] and (self.axes == 2 or _is_worth_sharing(computed, target)):
                 yield AvailableLayouts(computed, (target,))
 
     def _cut_options(self, known: LayoutSet, computed: Layout) -> Iterable[AvailableLayouts]:
@@ -411,6 +420,21 @@ class ChoiceSpace:
             )
             place = self.graph.place_of_conversion(value, self.graph.ops[op].region)
             yield Use(value, variable, needs, op, place, self.graph.runs[place])
+
+
+def _is_worth_sharing(made: Layout, target: Layout) -> bool:
+    """Whether a value may be brought to another layout for all its uses at once, along more than two axes.
+
+    Partial sums are summed, each whole or cut on the way, all along one dimension. What axes cut stays so or is
+    gathered, or one of them comes to cut another dimension, beside one sum. A slice is everybody's own.
+    """
+    changed = [(p, q) for p, q in zip(made, target, strict=True) if (p.kind, p.dim) != (q.kind, q.dim)]
+    scattered = {q.dim for p, q in changed if p.is_partial and q.is_sharded}
+    moved = sum(p.is_sharded and q.is_sharded for p, q in changed)
+    beside = [p for p, q in changed if not (p.is_sharded and q.is_sharded)]
+    if any(p == R for p, _ in changed) or len(scattered) > 1 or moved > 1:
+        return False
+    return not moved or (len(beside) <= 1 and all(p.is_partial for p in beside))
 
 
 def _needs(layouts: list[Layout], index: Ints) -> RequiredLayouts:

@@ -4,16 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
-from itertools import permutations, product
+from itertools import combinations, product
 
 import numpy as np
 
 from hapsynth.instructions.collectives import axis_between, steps_between
-from hapsynth.instructions.layout import Layout, P, Placement, R, Reduction, S, is_consistent, is_partial, minors
+from hapsynth.instructions.layout import (
+    Layout,
+    P,
+    Placement,
+    R,
+    Reduction,
+    S,
+    is_consistent,
+    is_partial,
+    minors,
+    orders,
+)
 from hapsynth.search.cost.model import Floats
 
 Hop = tuple[int, int, int]
 """(layout before, layout after, mesh axis) of a single step; layouts by number."""
+_AT_ONCE = 64
+"""Layouts, to which ways are looked for."""
 
 
 class LayoutSet:
@@ -35,7 +48,11 @@ class LayoutSet:
         self.storable = tuple(layout for layout in self.layouts if not is_partial(layout))
         """How a value can be given and left."""
         self.cuts: tuple[tuple[int, tuple[int, ...], int], ...] = tuple(
-            (d, by, way) for d, way in every for k in range(1, axes + 1) for by in permutations(range(axes), k)
+            (d, by, way)
+            for d, way in every
+            for k in range(1, axes + 1)
+            for some in combinations(range(axes), k)
+            for by in orders(some, axes)
         )
         """Every (dimension, axes that cut it, major to minor, way)."""
 
@@ -43,11 +60,12 @@ class LayoutSet:
     def hops(self) -> tuple[Hop, ...]:
         """Every single step between two of the layouts."""
         found: list[Hop] = []
+        along = [tuple(dict.fromkeys(layout[a] for layout in self.layouts)) for a in range(len(self.layouts[0]))]
         for i, source in enumerate(self.layouts):
-            for j, target in enumerate(self.layouts):
-                axis = axis_between(source, target)
-                if axis is not None:
-                    found.append((i, j, axis))
+            others = ((*source[:a], p, *source[a + 1 :]) for a, every in enumerate(along) for p in every)
+            near = sorted(self.number[t] for t in others if t in self.number)
+            axes = ((j, axis_between(source, self.layouts[j])) for j in near)
+            found += [(i, j, axis) for j, axis in axes if axis is not None]
         return tuple(found)
 
     @cached_property
@@ -71,26 +89,40 @@ class Conversions:
     def __init__(self, layouts: LayoutSet, time: Callable[[Layout, Layout, int], float]) -> None:
         self.layouts = layouts
         n = len(layouts.layouts)
-        self.seconds: Floats = np.full((n, n), np.inf)
-        np.fill_diagonal(self.seconds, 0.0)
-        self.steps = np.where(np.eye(n, dtype=bool), 0, n)
-        self._next = np.full((n, n), -1)
-        self._axis: dict[tuple[int, int], int] = {}
         self.single: dict[tuple[int, int], float] = {}
         """(layout before, layout after) -> seconds of the one step between them."""
+        self._axis: dict[tuple[int, int], int] = {}
         for i, j, axis in layouts.hops:
-            self.single[i, j] = self.seconds[i, j] = time(layouts.layouts[i], layouts.layouts[j], axis)
-            self.steps[i, j], self._next[i, j], self._axis[i, j] = 1, j, axis
-        # Floyd and Warshall; of equally long ways the one of fewest steps, of those the first found.
-        for k in range(n):
-            through = self.seconds[:, k, None] + self.seconds[None, k, :]
-            steps = self.steps[:, k, None] + self.steps[None, k, :]
-            ties = (through == self.seconds) & (steps < self.steps) & np.isfinite(through)
-            better = (through < self.seconds) | ties
-            if better.any():
-                self.seconds = np.where(better, through, self.seconds)
-                self.steps = np.where(better, steps, self.steps)
-                self._next = np.where(better, self._next[:, k, None], self._next)
+            self.single[i, j] = time(layouts.layouts[i], layouts.layouts[j], axis)
+            self._axis[i, j] = axis
+        self.seconds: Floats = np.where(np.eye(n, dtype=bool), 0.0, np.inf)
+        self.steps = np.where(np.eye(n, dtype=bool), 0, n)
+        self._next = np.full((n, n), -1)
+        for first in range(0, n if layouts.hops else 0, _AT_ONCE):
+            self._find(slice(first, first + _AT_ONCE))
+
+    def _find(self, some: slice) -> None:
+        """The ways to some layouts: of equally long ones the one of fewest steps, of those the first (Bellman and
+        Ford; no way has many steps)."""
+        before, after = np.array(list(self.single)).T
+        alone = np.array(list(self.single.values()))[:, None]
+        starts = np.flatnonzero(np.diff(before, prepend=-1))
+        from_, count = before[starts], np.diff(np.append(starts, before.size))
+        least = lambda entries: np.minimum.reduceat(entries, starts, axis=0)
+        spread = lambda rows: np.repeat(rows, count, axis=0)
+        seconds, steps, n = self.seconds[:, some], self.steps[:, some], len(self.seconds)
+        while True:
+            through, hops = alone + seconds[after], 1 + steps[after]
+            best = least(through)
+            fewest = least(np.where(through == spread(best), hops, n))
+            known, taken = seconds[from_], steps[from_]
+            better = np.isfinite(best) & ((best < known) | ((best == known) & (fewest < taken)))
+            if not better.any():
+                break
+            seconds[from_], steps[from_] = np.where(better, best, known), np.where(better, fewest, taken)
+        shortest = (through == spread(known)) & (hops == spread(taken)) & np.isfinite(through)
+        nearest = least(np.where(shortest, after[:, None], n))
+        self._next[from_, some] = np.where(nearest < n, nearest, -1)
 
     def path(self, source: Layout, target: Layout) -> list[tuple[Layout, Layout, int]] | None:
         """The single steps of the cheapest way, each with its mesh axis; None where there is no way."""
@@ -159,10 +191,10 @@ class Conversions:
 
 
 def _orders(layout: Layout) -> Iterable[Layout]:
-    """A layout of major cuts, with the axes of each dimension in every order."""
+    """A layout of major cuts, with the axes of each dimension in each of their `orders`."""
     axes_of: dict[int, list[int]] = {}
     for axis, p in enumerate(layout):
         if p.is_sharded:
             axes_of.setdefault(p.dim, []).append(axis)
-    for minor in minors(axes_of.values()):
+    for minor in minors(axes_of.values(), len(layout)):
         yield tuple(p._replace(minor=minor[a]) if minor.get(a) else p for a, p in enumerate(layout))

@@ -16,7 +16,7 @@ import numpy as np
 from hapsynth.graph.ir import Graph
 from hapsynth.instructions.collectives import Collective
 from hapsynth.instructions.factors import Factors, Triples
-from hapsynth.instructions.layout import Layout, cuts_of
+from hapsynth.instructions.layout import Layout, cut_axes, cuts_of
 from hapsynth.instructions.program.sizes import Node, cut_nodes
 from hapsynth.search.cost.model import CostModel, Floats
 from hapsynth.search.cost.network import Shares
@@ -100,8 +100,35 @@ class ProblemBuilder:
 
     def _made_conversions(self, value: int) -> Conversions:
         layouts = self.structure.layouts[value]
-        time = lambda source, target, axis: self.step_time(value, source, target, axis)
+        several = self.structure.axes > 1 and self.structure.restriction.convertible is None
+        seconds, ends = dict[object, float](), dict[tuple[Layout, int], object]()
+
+        def end(layout: Layout, axis: int) -> object:
+            if (layout, axis) not in ends:
+                ends[layout, axis] = self._end(value, layout, axis)
+            return ends[layout, axis]
+
+        def time(source: Layout, target: Layout, axis: int) -> float:
+            if not several:
+                return self.step_time(value, source, target, axis)
+            key = axis, end(source, axis), end(target, axis)
+            if key not in seconds:
+                seconds[key] = self.step_time(value, source, target, axis)
+            return seconds[key]
+
         return self.once(("conversions", layouts, self._profile(value)), lambda: Conversions(layouts, time))
+
+    def _end(self, value: int, layout: Layout, axis: int) -> object:
+        """What steps along an axis to or from a layout depend on: of many layouts it is the same."""
+        whole = lambda cut: cut[1] if self.ratios is None else self.ratios.of(value, *cut)
+        held = {cut[0]: whole(cut) for cut in cuts_of(layout)}
+        along = layout[axis]
+        own: tuple[object, ...] = ()
+        if along.is_sharded:
+            by = cut_axes(layout, along.dim)
+            major = whole((along.dim, by[:-1], along.way)) if by[:-1] else None
+            own = held[along.dim], major, by[-1] == axis, self.graph.values[value].shape[along.dim]
+        return along.kind, along.reduction, own, tuple(sorted(held.values(), key=str))
 
     def step_time(self, value: int, source: Layout, target: Layout, axis: int) -> float:
         """Seconds of one conversion step at the current ratios, or at the best ones for the joint bound."""
@@ -277,9 +304,9 @@ class ProblemBuilder:
         st, o = self.structure, self.graph.ops[op]
         choices, runs, uniform = st.choices[st.op_variable[op]], self.graph.runs[o.region], self.costs.uniform_time(op)
         own = ("unary", choices, self._seconds_key(op), runs, uniform)
-        if len(o.results) != 1:
+        value = st.made_with(op)
+        if value is None:
             return self.once(own, lambda: runs * (times + uniform)[choices.triple])
-        (value,) = o.results
         make = lambda: runs * (times + uniform)[choices.triple] + self._kept(value, plain)[choices.option]
         return self.once((own, self._kept_key(value, plain)), make)
 
@@ -326,7 +353,12 @@ class ProblemBuilder:
         table = self._use_tables.get(key)
         if table is None:
             columns = ways.seconds[:, [ways.layouts.number[n] for n in needs.layouts]]
-            table = self._use_tables[key] = columns[self.offers(value, options)[1]].min(axis=1) * runs
+            first, *others = self.offers(value, options)[1].T
+            table = columns[first]
+            for tensors in others:
+                more = np.flatnonzero(tensors != first)
+                table[more] = np.minimum(table[more], columns[tensors[more]])
+            self._use_tables[key] = table = table * runs
         return table
 
     def offers(self, value: int, options: Interned[AvailableLayouts]) -> tuple[Floats, Ints]:
@@ -348,7 +380,7 @@ class ProblemBuilder:
         return self.once(("offers", ways, options), make)
 
     def _link(self, op: int, value: int) -> Edge:
-        """The result of an op with several is made as the op's triples say."""
+        """A result with a variable of its own is made as the op's triples say."""
         st = self.structure
         position = self.graph.ops[op].results.index(value)
         by, made = st.choices[st.op_variable[op]], st.choices[st.value_variable[value]]

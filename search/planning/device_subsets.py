@@ -26,11 +26,11 @@ from typing import NamedTuple
 import numpy as np
 
 from hapsynth._gc import gc_paused
-from hapsynth.cluster.cluster import Cluster
+from hapsynth.cluster.cluster import DEFAULT_AXIS, Cluster
 from hapsynth.search.formulation.choice_space import Restriction
 from hapsynth.search.planning.effort import Effort
 from hapsynth.search.planning.ideal_work import IdealWorkBound
-from hapsynth.search.planning.planner import Planner
+from hapsynth.search.planning.planner import InfeasibleError, Planner
 from hapsynth.search.planning.task import Task
 from hapsynth.search.result import SETTLED, Progress, Result, proven
 from hapsynth.search.sizing.leaving_out import FEW, between, ladder
@@ -43,6 +43,8 @@ _LEAST_LEFT = 0.3
 """Of a time budget: with less no other set is planned for."""
 _CONCLUDING = 0.15
 """Of a time budget, for the bounds of the best plan."""
+_ONE_AXIS = 0.15
+"""Of a time budget, for a plan on one axis first."""
 Devices = tuple[int, ...]
 """Positions in mesh order, rising."""
 
@@ -282,6 +284,9 @@ class _SubsetSearch:
         whole, budget = self.whole, self.task.options.time_budget_s
         # Before all devices are planned for in earnest, as a better plan on some of them makes that short.
         self._glance = glance = self._attempt(whole.glance)
+        all_first = len(whole.task.costs.axes) > 1 and self._attempt(self._devices_on_one_axis, 0) == self.cluster.n
+        if all_first:
+            self._attempt(whole.explore)
         if budget is not None:
             # The last bounds take two more problems.
             self._concluding = min(max(2 * whole.effort.problems_s, _CONCLUDING * budget), budget / 2)
@@ -290,7 +295,7 @@ class _SubsetSearch:
             whole.clock.allow(self._left() - self._concluding)
             bound = self._attempt(lambda: whole.joint_bound(self._cost()), 0.0)
             self._all.bound = max(self._all.bound, bound)
-        if self._all.bound < self._cost():
+        if self._all.bound < self._cost() and not all_first:
             self._attempt(lambda: whole.explore(np.inf if self._best is self._all else self._cost()))
             self._best = self._all if whole.cost < self._cost() else self._best
         self._glance = np.inf
@@ -299,6 +304,20 @@ class _SubsetSearch:
         if not np.isfinite(self._cost()):
             self._squeeze()
         return self._concluded(glance)
+
+    def _devices_on_one_axis(self) -> int:
+        """How many devices the plan for one axis over all of them uses, which is soon known: where all, several axes
+        are likely to use all too, and what they come to then is a bar for every other set."""
+        task, cluster = self.task, self.cluster
+        measured = {axis: curves for axis, curves in cluster.collectives.items() if axis == DEFAULT_AXIS}
+        budget = task.options.time_budget_s
+        left = None if budget is None else max(0.05, min(self._left(), _ONE_AXIS * budget))
+        flat = replace(cluster, axes=(), collectives=measured)
+        try:
+            result = ClusterPlanner(task.on(flat, time_budget_s=left, progress=None)).run()
+        except InfeasibleError:
+            return 0
+        return self.cluster.n if result.devices is None else len(result.devices)
 
     def _entry(self, devices: Devices) -> _Entry:
         cluster = self.cluster.subset(devices)

@@ -26,7 +26,7 @@ from hapsynth.search.planning.ideal_work import IdealWorkBound
 from hapsynth.search.planning.infeasibility import shortage
 from hapsynth.search.planning.makespan import MakespanSearch, as_it_is, concluded, first_look
 from hapsynth.search.planning.resharding import resharded
-from hapsynth.search.planning.search_at_ratios import FixedRatioSearch, Glance
+from hapsynth.search.planning.search_at_ratios import MANY_AXES_NODES, FixedRatioSearch, Glance
 from hapsynth.search.planning.task import Task
 from hapsynth.search.result import SETTLED as _SETTLED
 from hapsynth.search.result import Result, proven
@@ -208,6 +208,7 @@ class Planner:
             enough=enough * (1 + _SAFETY),
             stage="joint bound",
             despite_interrupt=True,
+            max_nodes=MANY_AXES_NODES if self._several_axes else None,
         )
         self.effort.bound_s += self.effort.solver_s - before
         # No bound at all is had where time has run out.

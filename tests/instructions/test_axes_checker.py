@@ -11,7 +11,7 @@ import pytest
 from random_programs import floats
 from two_axes import AXES, product, sized
 
-from hapsynth.graph.trace import trace
+from hapsynth.graph.trace import Traced, trace
 from hapsynth.instructions.factors import Triple
 from hapsynth.instructions.layout import P, R, S
 from hapsynth.instructions.program.checker import check
@@ -96,3 +96,66 @@ def test_shares_that_do_not_cut_a_class(shares: Any) -> None:
     traced, program = product()
     with pytest.raises(ProgramError, match=r"units for . devices; its sizes are"):
         sized(traced, program, *shares)
+
+
+# ---- three axes
+
+THREE = (("a", 2), ("b", 2), ("c", 2))
+
+
+def product_of_three() -> tuple[Traced, Program]:
+    """Reduce-scatter along the last axis, all-reduce along both others, all-gather along the last."""
+    traced = trace(lambda x, y: x @ y, (floats(8, 16), floats(16, 24)))
+    x, y = traced.graph.inputs
+    (z,) = traced.graph.ops[0].results
+    partial = P("sum")
+    ways = [(partial,) * 3, (partial, partial, S(0)), (partial, R, S(0)), (R, R, S(0)), (R, R, R)]
+    converts = [Convert(z, axis, *ways[n : n + 2]) for n, axis in enumerate((2, 1, 0, 2))]
+    nested = lambda dim: (S(dim), S(dim, 2), S(dim, 1))
+    compute = Compute(0, (CUT, CUT.at(2), CUT.at(1)))
+    return traced, Program(THREE, {x: nested(1), y: nested(0)}, (compute, *converts), (ways[-1],))
+
+
+WRONG_OF_THREE: dict[str, tuple[Callable[[Program], Program], str]] = {
+    "two axes in one place": (with_input(S(1), S(1, 1), S(1, 1)), "no value can lie as S(1),S(1)/1,S(1)/1"),
+    "an order with a gap": (with_input(S(1), S(1, 3), S(1, 1)), "no value can lie as S(1),S(1)/3,S(1)/1"),
+    "the minor axes the other way": (with_input(S(1), S(1, 1), S(1, 2)), "needs"),
+    "the triples' minor axes the other way": (with_triples(CUT, CUT.at(1), CUT.at(2)), "needs"),
+    "two axes only": (with_triples(CUT, CUT.at(1)), "2 triples on a mesh of 3 axes"),
+    "a factor twice in one place": (with_triples(CUT, CUT.at(1), CUT.at(1)), "has no rule"),
+    "one axis left out": (lambda p: replace(p, instructions=(*p.instructions[:2], *p.instructions[3:])), "needs"),
+    "two axes at once": (with_step(lambda s: s._replace(target=(R, R, S(0))), 2), "no single step"),
+    "along another axis": (with_step(lambda s: s._replace(axis=0), 2), "no single step"),
+    "the last axis gathered before its sum": (
+        with_step(lambda s: s._replace(source=(P("sum"), R, S(0)), target=(P("sum"), R, R)), 3),
+        "needs|no single step",
+    ),
+}
+
+
+@pytest.mark.parametrize(("change", "why"), WRONG_OF_THREE.values(), ids=WRONG_OF_THREE)
+def test_what_the_checker_refuses_on_three_axes(change: Callable[[Program], Program], why: str) -> None:
+    traced, program = product_of_three()
+    check(traced.graph, program)
+    with pytest.raises(ProgramError, match=why if "|" in why else re.escape(why)):
+        check(traced.graph, change(program))
+
+
+@pytest.mark.parametrize("shares", [((2,) * 8, (4, 4)), ((1, 0, 5, 2, 3, 0, 4, 1), (8, 0))])
+def test_shares_along_three_axes(shares: Any) -> None:
+    traced, program = product_of_three()
+    sized(traced, program, *shares)
+    with pytest.raises(ProgramError, match=r"units for . devices; its sizes are"):
+        sized(traced, program, shares[0], (1, *shares[1]))
+    with pytest.raises(ProgramError, match=r"units for . devices; its sizes are"):
+        sized(traced, program, (shares[0][0] + 1, *shares[0][1:]), shares[1])
+
+
+def test_only_the_minor_axis_of_three_comes_and_goes() -> None:
+    """The one in the middle of a nest is gathered."""
+    traced = trace(lambda x: x * 2, (floats(8, 8),))
+    (x,) = traced.graph.inputs
+    source = (S(0), S(0, 2), S(0, 1))
+    program = Program(THREE, {x: source}, (Convert(x, 2, source, (S(0), S(0, 1), R)),), (source,))
+    with pytest.raises(ProgramError, match=r"no single step"):
+        check(traced.graph, program)

@@ -17,6 +17,7 @@ from hapsynth.instructions.staging.options import DEFAULT, LoweringOptions
 N = 4
 
 TWO_AXES = ((("a", 2), ("b", 3)), (("a", 3), ("b", 2)))
+THREE_AXES = (("a", 2), ("b", 2), ("c", 2))
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -55,6 +56,16 @@ def test_random_programs_of_two_axes(name: str, mode: str) -> None:
         seed = seed * len(MODES) + MODES.index(mode)
         lowered = random_lowered(traced, TWO_AXES[seed % 2], seed, mode)
         assert_close(run(lowered, args), want)
+
+
+@pytest.mark.parametrize(("name", "mode"), [(n, MODES[k % len(MODES)]) for k, n in enumerate(CASES, 1)])
+def test_random_programs_of_three_axes(name: str, mode: str) -> None:
+    fn, make = CASES[name]
+    args = make()
+    traced = trace(fn, args)
+    for seed in SEEDS:
+        lowered = random_lowered(traced, THREE_AXES, seed, mode)
+        assert_close(run(lowered, args), jax.jit(fn)(*args))
 
 
 def test_the_random_programs_hold_every_collective() -> None:

@@ -14,7 +14,7 @@ import numpy as np
 from hapsynth.graph.ir import COND_JOIN, LOOP_CARRY, SCAN_SLICE, SCAN_STACK, Graph, Op
 from hapsynth.instructions.collectives import Hosts, axis_between, steps_between
 from hapsynth.instructions.factors import Triples, can_be
-from hapsynth.instructions.layout import Layout, O, P, Placement, R, S, is_consistent
+from hapsynth.instructions.layout import Layout, O, P, Placement, R, S, is_consistent, nests
 from hapsynth.instructions.program.program import Compute, Convert, Instruction, Program
 from hapsynth.instructions.program.sizes import Classes, Sizes
 from hapsynth.instructions.rules.factor_table import FactorTable
@@ -64,12 +64,12 @@ class RandomProgram:
         kinds = [p for p in self.placements(value) if p.is_sharded]
         while True:
             drawn = tuple(self.rng.choice(kinds) if kinds and self.rng.random() < self.eager else R for _ in self.axes)
-            if is_consistent(drawn):
+            if is_consistent(drawn) and nests(drawn):
                 return drawn
 
     def neighbours(self, value: int, layout: Layout) -> list[Layout]:
         found = [(*layout[:a], p, *layout[a + 1 :]) for a in range(len(layout)) for p in self.placements(value)]
-        found = [other for other in found if axis_between(layout, other) is not None]
+        found = [other for other in found if axis_between(layout, other) is not None and nests(other)]
         self.rng.shuffle(found)
         return found
 

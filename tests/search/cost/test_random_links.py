@@ -28,7 +28,7 @@ from hapsynth.search.scheduling.tasks import tasks_of
 from hapsynth.search.sizing.sizer import Sizer
 
 COUNT = int(os.environ.get("HAPSYNTH_RANDOM_LINKS", "12"))
-AXES = ((("a", 8),), (("a", 2), ("b", 4)), (("a", 7),), (("a", 4), ("b", 2)))
+AXES = ((("a", 8),), (("a", 2), ("b", 4)), (("a", 7),), (("a", 4), ("b", 2)), (("a", 2), ("b", 2), ("c", 2)))
 
 
 def link(rng: random.Random) -> Link:

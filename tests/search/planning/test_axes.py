@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import random
 import re
 from collections.abc import Callable, Iterator
@@ -15,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from control_cases import CASES as CONTROL
-from lowered_programs import CASES, SEEDS, assert_close, random_lowered, run
+from lowered_programs import SEEDS, assert_close, random_lowered, run
 from lowering_options import SWITCHED
 from random_programs import RandomProgram, floats, mlp_args, mlp_step
 from slow_devices import SPEEDS, first_devices, thin_cluster
@@ -29,7 +28,7 @@ from hapsynth.graph.ir import Op
 from hapsynth.graph.trace import trace
 from hapsynth.instructions.factors import cutting
 from hapsynth.instructions.program.checker import check
-from hapsynth.instructions.program.program import Compute, ProgramError
+from hapsynth.instructions.program.program import Compute
 from hapsynth.lower import lower
 from hapsynth.lower._mesh_position import MeshPosition
 from hapsynth.plan import Plan
@@ -294,18 +293,3 @@ def test_random_programs_with_loops_and_branches(name: str) -> None:
         got = run(random_lowered(traced, AXES, seed, "zeros"), args)
         for a, b in zip(got, want, strict=True):
             assert relative_error(a, b) <= 1e-5
-
-
-@pytest.mark.parametrize("name", ["chain", "batched"])
-def test_three_axes(name: str) -> None:
-    fn, make = CASES[name]
-    args = make()
-    traced, axes = trace(fn, args), (("a", 2), ("b", 2), ("c", 2))
-    lowered = None
-    for seed in range(20):
-        # Of shards of the first axis, the second may cut those here and the third those there: that is refused.
-        with contextlib.suppress(ProgramError):
-            lowered = random_lowered(traced, axes, seed, "skewed")
-            break
-    assert lowered is not None
-    assert_close(run(lowered, args), jax.jit(fn)(*args))
