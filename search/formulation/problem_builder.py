@@ -151,13 +151,16 @@ class ProblemBuilder:
     def largest(self, value: int, dim: int, axes: tuple[int, ...], way: int = 0) -> float:
         """The fraction of a dimension that the largest shard holds."""
         if self.ratios is None:
-            return self.costs.evenly(dim, axes)
+            return self.costs.evenly(dim, axes, way)
         return self.ratios.largest[self.ratios.of(value, dim, axes, way)]
 
     def held(self, value: int, dim: int, axes: tuple[int, ...], way: int = 0) -> float | Floats:
         """The fraction of a dimension that each device holds or, padded or at the best ratios, all alike."""
-        if self.ratios is None or not self.costs.room.exact:
+        if not self.costs.room.exact:
             return self.largest(value, dim, axes, way)
+        if self.ratios is None:
+            # In the mean over devices, whoever has it.
+            return self.costs.evenly(dim, axes)
         return self.ratios.devices[self.ratios.of(value, dim, axes, way)]
 
     def _profile(self, value: int) -> object:

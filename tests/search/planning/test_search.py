@@ -45,11 +45,13 @@ def brute_force(builder: ProblemBuilder) -> float:
         last[v] = len(graph.ops)
 
     def placements(value):
-        return [R, P("sum"), *(S(d) for d in range(len(graph.values[value].shape)))]
+        cut = (S(d) for d in range(len(graph.values[value].shape)))
+        return [R, P("sum"), *cut, *builder.structure.layouts[value].owned]
 
     def demanded(value, placement):
         # A dimension no op cuts has no ratio to be stored at: only cuts that the formulation knows exist in both.
-        return placement.kind != "S" or placement.dim in builder.structure.layouts[value].dims
+        is_cut = placement.is_sharded and placement.owner is None
+        return not is_cut or placement.dim in builder.structure.layouts[value].dims
 
     best = np.inf
     # Asked for again in thousands of states.
@@ -62,6 +64,11 @@ def brute_force(builder: ProblemBuilder) -> float:
         fed = sum(builder.feed_time(v, (p,)) for v, p in kept.items())
         best = min(best, fed + _dijkstra(builder, table, start, kept, tied, last, step_time, op_time))
     return best
+
+
+def owned_triples(builder, at):
+    factors = builder.table[at]
+    return [factors.owned_by((factors.owned,), i)[0] for i in builder.structure.owners.get(at, ()) if factors.owned]
 
 
 def _dijkstra(builder, table, start, stored, tied, last, step_time, op_time):
@@ -81,13 +88,14 @@ def _dijkstra(builder, table, start, stored, tied, last, step_time, op_time):
         for value, source in holds:
             if value not in fresh:
                 continue
-            for target in (R, P("sum"), *map(S, builder.structure.layouts[value].dims)):
+            layouts = builder.structure.layouts[value]
+            for target in (R, P("sum"), *map(S, layouts.dims), *layouts.owned):
                 if step_between(source, target) and (value, target) not in holds:
                     seconds = step_time(value, source, target)
                     heapq.heappush(heap, (cost + seconds, next(tick), at, holds | {(value, target)}, fresh))
         if at < len(graph.ops):
             op = graph.ops[at]
-            for triple in table[at].triples:
+            for triple in (*table[at].triples, *owned_triples(builder, at)):
                 if all((v, triple.operands[i]) in holds for i, v in op.value_operands):
                     kept = {h for h in holds if last[h[0]] > at}
                     kept |= {(v, p) for v, p in zip(op.results, triple.results, strict=True)}
@@ -115,6 +123,33 @@ def test_search_equals_brute_force_over_all_programs(seed):
         assert solution.cost == pytest.approx(wanted, rel=1e-6)
         assert solution.lower_bound <= wanted * (1 + 1e-9)
         assert joint <= wanted * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_with_owners_too(seed):
+    """Each op may be one device's alone, or some; below no bound at any ratios, nor at the best ones."""
+    graph = random_graph(200 + seed, ops=2 + seed % 2).graph
+    speeds = [[1.0, 1.0], [3.0, 1.0, 1.0], [1.0, 0.05]][seed % 3]
+    unequal = cluster(speeds, bandwidth=[1e9, 1e10, 1e11][seed // 3 % 3], latency=[1e-6, 1e-4][seed % 2])
+    table = FactorTable(graph)
+    costs = CostModel(graph, unequal, table)
+    last = len(speeds) - 1
+    owners = {op.index: (last * (seed % 2),) for op in graph.ops}
+    structure = ChoiceSpace(graph, table, owners=owners)
+    joint = solve(ProblemBuilder(structure, costs, None).problem()).lower_bound
+    for fractions in (proportional(np.array(speeds)), np.full(len(speeds), 1 / len(speeds)), _spike(len(speeds))):
+        builder = ProblemBuilder(structure, costs, Ratios(graph, table, fractions))
+        solution = solve(builder.problem())
+        wanted = brute_force(builder)
+        assert solution.status == "optimal"
+        assert solution.cost == pytest.approx(wanted, rel=1e-6)
+        assert joint <= wanted * (1 + 1e-9)
+        program = Emitter(builder, solution.assignment.tolist()).run(costs.axes)
+        check(graph, program)
+        sizes = builder.ratios.sizes_of(Classes.build(graph, program, table))
+        if sizes is not None:
+            check(graph, program, sizes)
+            assert program_cost(program, sizes, costs) == pytest.approx(solution.cost, rel=1e-9)
 
 
 def _spike(n):
