@@ -189,8 +189,8 @@ class Planned(ABC):
 
     @cached_property
     def ratios(self) -> dict[str, tuple[float, ...]]:
-        """Dimension class -> the fraction of each shard, in mesh order; 0 for devices that are left out. What one device
-        has alone is not cut (`layouts`).
+        """Dimension class -> the fraction of each shard, in mesh order; 0 for devices that are left out. What has an
+        owner is not cut.
 
         There are as many shards as positions along the mesh axes that cut the class, which its name tells, major first:
         axes of the cluster, or one over all its devices.

@@ -10,15 +10,19 @@ update. So an owner is offered where it takes less than both; the problems of al
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
+from hapsynth.instructions.collectives import STEPS
 from hapsynth.instructions.layout import Layout, O, P, Placement, R, S
 from hapsynth.search.analysis.optimizer_update import UpdateGroup
 from hapsynth.search.cost.model import CostModel, Floats
 from hapsynth.search.cost.network import Shares
+from hapsynth.search.cost.roofline import Roofline
+from hapsynth.search.cost.work import Work
 from hapsynth.search.formulation.choice_space import Owners
+from hapsynth.search.result import SETTLED
 from hapsynth.search.sizing.ratios import round_shares
 
 _AXIS = 0
@@ -30,41 +34,81 @@ def owners(costs: CostModel, weights: Floats | None = None, *, sparing: bool = F
     less than cutting it, the one with the most room that is left by those before. `weights`: of the devices, by which
     all is cut that is; None where it may be cut as suits.
 
-    None along an axis whose collectives were measured, as what a tree takes would be modelled, and on one of two axes.
+    None where all of them together gain next to nothing; none along an axis whose collectives were measured, as what a
+    tree takes would be modelled; none along one of two axes.
     """
     if len(costs.axes) > 1 or costs.n == 1 or costs.links[_AXIS].curves:
         return {}
     known: dict[object, _Update | None] = {}
-    found: dict[int, tuple[int, ...]] = {}
+    fastest, roomiest = _Offer(), _Offer()
     limits, taken = np.array(costs.room.limits), np.zeros(costs.n)
     for group in costs.together.groups:
         key = _kind(costs, group)
         update = known[key] if key in known else known.setdefault(key, _update(costs, group, weights))
         if update is None:
             continue
-        positions = [update.fastest] if update.pays else []
-        if sparing and costs.room.exact:
-            # Small ones go together, and so to one.
-            apart = update.nbytes if update.nbytes > costs.lowering.bundled_bytes else 0.0
-            at = int(np.argmin((taken + apart) / limits)) if apart else int(np.argmax(limits))
-            if update.spares[at]:
-                positions.append(at)
-                taken[at] += apart
-        if positions:
-            found |= dict.fromkeys(group.ops, tuple(dict.fromkeys(positions)))
+        fastest.add(group, update.fastest, update.gain, update.part)
+        # Small ones go together, and so to one.
+        apart = update.nbytes if update.nbytes > costs.lowering.bundled_bytes else 0.0
+        at = int(np.argmin((taken + apart) / limits)) if apart else int(np.argmax(limits))
+        if roomiest.add(group, at, update.spared[at], update.part):
+            taken[at] += apart
+    found: dict[int, tuple[int, ...]] = {}
+    least = SETTLED * _least_step(costs)
+    for offer in (fastest, roomiest) if sparing and costs.room.exact else (fastest,):
+        if offer.gain(costs) > least:
+            for op, position in offer.positions.items():
+                found[op] = tuple(dict.fromkeys((*found.get(op, ()), position)))
     return found
+
+
+@dataclass(eq=False)
+class _Offer:
+    """Updates that may have an owner, op by op, and the seconds that they gain. `parts`: of a latency that they are
+    counted."""
+
+    positions: dict[int, int] = field(default_factory=dict[int, int])
+    gains: list[float] = field(default_factory=list[float])
+    parts: list[float] = field(default_factory=list[float])
+
+    def add(self, group: UpdateGroup, position: int, gain: float, part: float) -> bool:
+        """Where it gains something."""
+        if gain > 0:
+            self.positions |= dict.fromkeys(group.ops, position)
+            self.gains.append(gain)
+            self.parts.append(part)
+        return gain > 0
+
+    def gain(self, costs: CostModel) -> float:
+        """Of all: they share a latency among themselves, and no longer with the others that went with them."""
+        link = costs.links[_AXIS]
+        alone = max(0.0, 1.0 - sum(self.parts)) * (link.seconds("reduce", 0.0) + link.seconds("broadcast", 0.0))
+        return sum(self.gains) - alone
 
 
 @dataclass(frozen=True, eq=False)
 class _Update:
-    """What a part of an optimizer's update takes. `fastest`: the position that runs all of it the soonest; `pays`:
-    whether that takes less than to cut the update, and than to have all run it. `spares`: of each position, whether
-    less than cut as devices have room. `nbytes`: of what it keeps."""
+    """What a part of an optimizer's update takes. `fastest`: the position that runs all of it the soonest; `gain`:
+    seconds that it takes less there than cut, and than by all. `spared`: at each position, those less than cut as
+    devices have room. `nbytes`: of what it keeps; `part`: of a latency that its collectives are counted."""
 
     fastest: int
-    pays: bool
-    spares: list[bool]
+    gain: float
+    spared: list[float]
     nbytes: float
+    part: float
+
+
+def _least_step(costs: CostModel) -> float:
+    """Seconds that a graph's ops take at least, however devices share them."""
+    graph, runs, works = costs.graph, dict[int, float](), list[Work]()
+    for op in graph.ops:
+        kind = costs.kind(op.index)
+        if kind not in runs:
+            works.append(costs.work(op.index, costs.table[op.index].joint(1)[0]))
+        runs[kind] = runs.get(kind, 0.0) + graph.runs[op.region]
+    count = np.bincount(costs.kind_of, minlength=len(costs.kinds)).astype(np.float64)
+    return float(Roofline(costs.figures, works).least_shared(count) @ np.array(list(runs.values()))) if works else 0.0
 
 
 def _kind(costs: CostModel, group: UpdateGroup) -> object:
@@ -100,12 +144,13 @@ def _update(costs: CostModel, group: UpdateGroup, weights: Floats | None) -> _Up
     fastest = int(by_one.argmin())
     owned = float(by_one[fastest]) + down
     # Gradients are partial, or all devices have them.
-    pays = up + owned < min(reduced + by_all, min(reduced, scattered) + cut + gathered)
-    pays |= owned < min(by_all, cut + gathered)
-    room = costs.room.proportions if weights is None else weights
-    spares = up + by_one + down < sum(in_parts(room))
-    kept = sum(graph.values[v].nbytes for op in group.ops for _, v in graph.ops[op].value_operands if v in graph.state)
-    return _Update(fastest, pays, spares.tolist(), float(kept))
+    gain = min(reduced + by_all, min(reduced, scattered) + cut + gathered) - up - owned
+    gain = max(gain, min(by_all, cut + gathered) - owned)
+    spared = sum(in_parts(costs.room.proportions if weights is None else weights)) - (up + by_one + down)
+    kept = {v for op in group.ops for _, v in graph.ops[op].value_operands if v in graph.state}
+    part = costs.together.part(group.parameters[0], STEPS["broadcast"], costs.n)
+    nbytes = float(sum(graph.values[v].nbytes for v in kept))
+    return _Update(fastest, gain, spared.tolist(), nbytes, part)
 
 
 def _cut_seconds(costs: CostModel, op: int, weights: Floats | None) -> float:

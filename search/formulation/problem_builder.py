@@ -16,7 +16,7 @@ import numpy as np
 from hapsynth.graph.ir import Graph
 from hapsynth.instructions.collectives import Collective
 from hapsynth.instructions.factors import Factors, Triples
-from hapsynth.instructions.layout import Layout, cuts_of
+from hapsynth.instructions.layout import Layout, cuts_of, owner_of
 from hapsynth.instructions.program.sizes import Node, cut_nodes
 from hapsynth.search.cost.model import CostModel, Floats
 from hapsynth.search.cost.network import Shares
@@ -155,12 +155,13 @@ class ProblemBuilder:
         return self.ratios.largest[self.ratios.of(value, dim, axes, way)]
 
     def held(self, value: int, dim: int, axes: tuple[int, ...], way: int = 0) -> float | Floats:
-        """The fraction of a dimension that each device holds or, padded or at the best ratios, all alike."""
+        """The fraction of a dimension that each device holds or, padded or at the best ratios, all alike, where nobody
+        owns it."""
         if not self.costs.room.exact:
             return self.largest(value, dim, axes, way)
         if self.ratios is None:
-            # In the mean over devices, whoever has it.
-            return self.costs.evenly(dim, axes)
+            owner = owner_of(way)
+            return self.costs.evenly(dim, axes) if owner is None else (self.costs.position(axes) == owner) * 1.0
         return self.ratios.devices[self.ratios.of(value, dim, axes, way)]
 
     def _profile(self, value: int) -> object:
