@@ -80,7 +80,7 @@ class Weighing:
     def _structure(self, name: str, task: Task) -> ChoiceSpace:
         """Of a function's task on some devices, in which a leaf may lie in every way in which some function would have
         it."""
-        owners = task.owners()
+        owners = task.owners
         key = name, len(task.costs.axes), tuple(owners.items())
         if key not in self._structures:
             cuttable: dict[int, frozenset[int]] = {}

@@ -39,12 +39,13 @@ def owners(costs: CostModel, weights: Floats | None = None, *, sparing: bool = F
     """
     if len(costs.axes) > 1 or costs.n == 1 or costs.links[_AXIS].curves:
         return {}
+    sparing = sparing and costs.room.exact
     known: dict[object, _Update | None] = {}
     fastest, roomiest = _Offer(), _Offer()
     limits, taken = np.array(costs.room.limits), np.zeros(costs.n)
     for group in costs.together.groups:
         key = _kind(costs, group)
-        update = known[key] if key in known else known.setdefault(key, _update(costs, group, weights))
+        update = known[key] if key in known else known.setdefault(key, _update(costs, group, weights, sparing))
         if update is None:
             continue
         fastest.add(group, update.fastest, update.gain, update.part)
@@ -54,9 +55,9 @@ def owners(costs: CostModel, weights: Floats | None = None, *, sparing: bool = F
         if roomiest.add(group, at, update.spared[at], update.part):
             taken[at] += apart
     found: dict[int, tuple[int, ...]] = {}
-    least = SETTLED * _least_step(costs)
-    for offer in (fastest, roomiest) if sparing and costs.room.exact else (fastest,):
-        if offer.gain(costs) > least:
+    for offer in (fastest, roomiest):
+        gain = offer.gain(costs)
+        if gain > 0 and gain > SETTLED * _least_step(costs):
             for op, position in offer.positions.items():
                 found[op] = tuple(dict.fromkeys((*found.get(op, ()), position)))
     return found
@@ -119,7 +120,7 @@ def _kind(costs: CostModel, group: UpdateGroup) -> object:
     return tuple(map(costs.kind, group.ops)), *sent
 
 
-def _update(costs: CostModel, group: UpdateGroup, weights: Floats | None) -> _Update | None:
+def _update(costs: CostModel, group: UpdateGroup, weights: Floats | None, sparing: bool) -> _Update | None:
     """None where some op of it can have no owner."""
     table, graph = costs.table, costs.graph
     whole = [table[op].owned for op in group.ops]
@@ -140,13 +141,17 @@ def _update(costs: CostModel, group: UpdateGroup, weights: Floats | None) -> _Up
         return sent(gradients, P(), S(0), shares), cut, sent(group.parameters, S(0), R, shares)
 
     up, down, reduced = sent(gradients, P(), O(0)), sent(group.parameters, O(0), R), sent(gradients, P(), R)
-    scattered, cut, gathered = in_parts(weights)
     fastest = int(by_one.argmin())
     owned = float(by_one[fastest]) + down
     # Gradients are partial, or all devices have them.
-    gain = min(reduced + by_all, min(reduced, scattered) + cut + gathered) - up - owned
-    gain = max(gain, min(by_all, cut + gathered) - owned)
-    spared = sum(in_parts(costs.room.proportions if weights is None else weights)) - (up + by_one + down)
+    gain = max(reduced + by_all - up, by_all) - owned
+    if gain > 0:
+        scattered, cut, gathered = in_parts(weights)
+        partial = min(reduced + by_all, min(reduced, scattered) + cut + gathered) - up - owned
+        gain = max(partial, min(by_all, cut + gathered) - owned)
+    spared = np.zeros(costs.n)
+    if sparing:
+        spared = sum(in_parts(costs.room.proportions if weights is None else weights)) - (up + by_one + down)
     kept = {v for op in group.ops for _, v in graph.ops[op].value_operands if v in graph.state}
     part = costs.together.part(group.parameters[0], STEPS["broadcast"], costs.n)
     nbytes = float(sum(graph.values[v].nbytes for v in kept))

@@ -80,7 +80,7 @@ class Task:
     @cached_property
     def choices(self) -> ChoiceSpace:
         """What a program may choose, at any ratios, where memory is not short."""
-        key = self.options.restriction, len(self.costs.axes), tuple(self.owners().items())
+        key = self.options.restriction, len(self.costs.axes), tuple(self.owners.items())
         if key not in self._choices:
             self._choices[key] = self.choice_space()
         return self._choices[key]
@@ -92,10 +92,16 @@ class Task:
     def choice_space(self, *, sparing: bool = False) -> ChoiceSpace:
         """A choice space of the task's own; `sparing` where memory is short."""
         given = self.graph, self.factors, self.options.restriction, len(self.costs.axes)
-        return ChoiceSpace(*given, sparing=sparing, owners=self.owners(sparing=sparing))
+        owners = self._owners(sparing=True) if sparing else self.owners
+        return ChoiceSpace(*given, sparing=sparing, owners=owners)
 
-    def owners(self, *, sparing: bool = False) -> Owners:
-        """The ops that may have an owner, and the positions that may be it; none where it is said what may be cut."""
+    @cached_property
+    def owners(self) -> Owners:
+        """The ops that may have an owner where memory is not short, and the positions that may be it; none where it is
+        said what may be cut."""
+        return self._owners(sparing=False)
+
+    def _owners(self, *, sparing: bool) -> Owners:
         asked, restriction = self.options.fixed_ratios, self.options.restriction
         if restriction is not None and restriction.allowed is not None:
             return {}

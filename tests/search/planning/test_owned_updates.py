@@ -266,7 +266,7 @@ def test_devices_that_are_left_out_own_nothing() -> None:
     """Each set of devices has an owner of its own; one axis of two has none."""
     graph = trace(step, (WEIGHTS, BATCH)).graph
     cluster = cluster_of(1e13, 3e8, 2e-5, first=2)
-    owners = lambda cluster: {at for ats in Task(graph, cluster).owners().values() for at in ats}
+    owners = lambda cluster: {at for ats in Task(graph, cluster).owners.values() for at in ats}
     assert owners(cluster) == {2}
     assert owners(cluster.subset((1, 2, 3, 4, 5, 6, 7))) == {1}
     assert owners(cluster.subset((0, 1, 3, 4, 5, 6, 7))) == set()
@@ -278,5 +278,5 @@ def test_devices_that_are_left_out_own_nothing() -> None:
 def test_problems_in_which_no_owner_pays_are_as_they_were() -> None:
     task = Task(trace(strategies.mlp, strategies.mlp_args(2048, 64, 256)).graph, strategies.gpus([3.0, 1.0] * 4))
     assert task.costs.together.groups
-    assert task.owners() == {}
+    assert task.owners == {}
     assert all(not known.owned for known in task.choices.layouts)
