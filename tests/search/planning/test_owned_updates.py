@@ -280,3 +280,31 @@ def test_problems_in_which_no_owner_pays_are_as_they_were() -> None:
     assert task.costs.together.groups
     assert task.owners == {}
     assert all(not known.owned for known in task.choices.layouts)
+
+
+def evaluate(state: Any, x: jax.Array) -> jax.Array:
+    return jnp.square(x @ state[0]).mean()
+
+
+def test_functions_of_one_state_leave_it_to_its_owner() -> None:
+    functions = {"train": adam, "evaluate": evaluate}
+    args = dict.fromkeys(functions, (STATE, BATCH))
+    asked: dict[str, Any] = {"leave_out": False, "ratios": dict.fromkeys(functions, [1 / N] * N), "form": "staged"}
+    cluster = cluster_of(1e13, 3e8, 1e-4, first=1)
+    plans = hapsynth.synthesize(functions, args, first_devices(N), cluster=cluster, frequency={"train": 10}, **asked)
+    assert [plans.layouts[f"[0][{k}]"] for k in (1, 2)] == ["O(1)", "O(1)"]
+    assert plans.lower_bound <= plans.cost
+    train = plans["train"]
+    state = train(*train.shard(STATE, BATCH))
+    one = plans["evaluate"]
+    got = one.unshard(one(state, one.shard(STATE, BATCH)[1]))
+    np.testing.assert_allclose(got, evaluate(adam(STATE, jnp.asarray(BATCH)), jnp.asarray(BATCH)), rtol=1e-4)
+
+
+def test_at_other_speeds_the_owner_stays() -> None:
+    plan = planned(cluster_of(1e13, 3e8, 2e-5, first=2)).rebalance([1.0] * 3 + [3.0] * 5)
+    assert plan.program.collectives() == OWNER
+    (shares,) = plan.ratios.values()
+    assert min(shares[:3]) > max(shares[3:])
+    assert plan.check()
+    assert "[0] at 2" in plan.explain()
