@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import strategies
+from exported import module
 from graphs import device
 from rich.console import Console
 from slow_devices import first_devices
@@ -158,6 +159,10 @@ def test_a_report_names_the_owner_and_what_it_spares() -> None:
 
 def test_an_exported_program_sends_up_a_tree() -> None:
     plan = planned(cluster_of(1e13, 3e8, 2e-5))
+    made = module(plan)
+    mesh = made.make_mesh()
+    got = made.unshard(made.make_step(mesh)(*made.shard(mesh, WEIGHTS, BATCH)))
+    np.testing.assert_allclose(got, plan.unshard(plan(*plan.shard(WEIGHTS, BATCH))), rtol=1e-6)
     assert "ppermute" in plan.to_source()
 
 
