@@ -63,19 +63,18 @@ def update_groups(graph: Graph, updated: Set[int]) -> tuple[UpdateGroup, ...]:
     mine: list[Op] = []
     casts: set[int] = set()
     for op in graph.ops:
-        if op.region or not tensors(op):
-            continue
         read = {v for _, v in op.value_operands if graph.values[v].shape}
+        brings, norms = not held.isdisjoint(op.results), bool(read) and read <= held
+        cast = op.name == "convert_element_type" and read <= graph.state
+        if op.region or not (brings or norms or cast) or not tensors(op):
+            continue
         shapes = {graph.values[v].shape for v in read}
         alike = is_fusible(op) and (not shapes or shapes == set(op.result_shapes))
-        if alike and not held.isdisjoint(op.results):
-            pass
-        elif read and read <= held and (alike or not any(op.result_shapes)):
-            # A norm.
+        if norms and (alike or not any(op.result_shapes)):
             held.update(op.results)
-        elif alike and op.name == "convert_element_type" and read <= graph.state:
+        elif cast and alike and not brings:
             casts.update(op.results)
-        else:
+        elif not (alike and brings):
             continue
         mine.append(op)
         first, *others = map(find, tensors(op))
