@@ -141,6 +141,8 @@ def _update(costs: CostModel, group: UpdateGroup, weights: Floats | None, sparin
         return sent(gradients, P(), S(0), shares), cut, sent(group.parameters, S(0), R, shares)
 
     up, down, reduced = sent(gradients, P(), O(0)), sent(group.parameters, O(0), R), sent(gradients, P(), R)
+    # Within a host an all-reduce is priced around all devices, a tree of permutes is not: nobody owns for that alone.
+    reduced = min(reduced, up + down)
     fastest = int(by_one.argmin())
     owned = float(by_one[fastest]) + down
     # Gradients are partial, or all devices have them.
