@@ -159,10 +159,12 @@ class Factors:
     @cached_property
     def owned(self) -> Triple | None:
         """The triple that cuts `whole`, whoever the owner is: scalars are taken whole, and what is made of them is
-        partial, as the owner alone has them. None where there is none: every device has typed keys and calls the host,
-        and what is carried around loops and branches is what its body says."""
+        partial, as the owner alone has them. None where there is none: every device has scalars, typed keys and calls
+        the host, and what is carried around loops and branches is what its body says."""
         op = self.op
-        if isinstance(op.primitive, Boundary) or op.name in _HOST_CALLBACKS or not any(op.result_shapes):
+        if isinstance(op.primitive, Boundary) or op.name in _HOST_CALLBACKS:
+            return None
+        if not any((*op.result_shapes, *(shape for o, shape in zip(op.operands, op.shapes) if isinstance(o, int)))):
             return None
         if any(map(is_extended, (*op.dtypes, *op.result_dtypes))):
             return None

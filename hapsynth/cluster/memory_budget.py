@@ -48,25 +48,33 @@ class MemoryBudget:
         limits = np.array(self.limits)
         return limits / limits.sum() if self.exact and limits.min() < limits.max() else None
 
-    @cached_property
-    def _alike(self) -> list[npt.NDArray[np.int64]]:
-        """Devices with like limits."""
-        limits = np.array(self.limits)
-        return [np.flatnonzero(limits == limit) for limit in dict.fromkeys(self.limits)]
+    def _alike(self, alone: tuple[int, ...]) -> list[npt.NDArray[np.int64]]:
+        """Devices with like limits, but for those that are alone."""
+        if alone not in self._groups:
+            kinds = [(limit, d if d in alone else -1) for d, limit in enumerate(self.limits)]
+            found = [[d for d, kind in enumerate(kinds) if kind == one] for one in dict.fromkeys(kinds)]
+            self._groups[alone] = [np.array(devices) for devices in found]
+        return self._groups[alone]
 
-    def counted(self, held: float | Floats, *, free: bool) -> Floats:
+    @cached_property
+    def _groups(self) -> dict[tuple[int, ...], list[npt.NDArray[np.int64]]]:
+        return {}
+
+    def counted(self, held: float | Floats, *, free: bool, alone: tuple[int, ...] = ()) -> Floats:
         """What the fraction of a tensor that is held counts, for each of a few sums that are to keep to the limit.
 
         `held`: by each device or, padded, by all alike. Exact, the sums are of the means over devices with like limits,
-        which are within the limit where all devices are. `free`: ratios may be any, and `held` is what they would
-        hold at even ones. Then there is one mean, over all devices, which is the same at any ratios; and what the
-        smallest device holds whole.
+        which are within the limit where all devices are; each of those `alone`, as the owners of tensors may be, has a
+        sum of its own. `free`: ratios may be any, and `held` is what they would
+        hold at even ones. Then there is one mean, over all devices, which is the same at any ratios; what the smallest
+        device holds whole; and what those `alone` do, or own.
         """
         if not self.exact:
             return np.array([held])
         if not free:
             each = np.broadcast_to(held, len(self.limits)) * self.weights
-            return np.array([each[some].mean() for some in self._alike])
-        if self.proportions is None:
-            return np.array([held])
-        return np.array([held * self.limit / np.mean(self.limits), 1.0 if held == 1.0 else 0.0])
+            return np.array([each[some].mean() for some in self._alike(alone)])
+        mean, whole = np.mean(held) * self.limit / np.mean(self.limits), 1.0 if np.min(held) == 1.0 else 0.0
+        owned = whole if isinstance(held, float) else held
+        smallest = [] if self.proportions is None else [whole]
+        return np.array([mean, *smallest, *(np.broadcast_to(owned, len(self.limits)) * self.weights)[list(alone)]])

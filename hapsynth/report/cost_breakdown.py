@@ -20,6 +20,7 @@ from hapsynth._quantities import percent, plural, seconds, si
 from hapsynth.cluster.cluster import Cluster
 from hapsynth.cluster.device_kinds import DeviceKind
 from hapsynth.instructions.collectives import STEPS, Balanced
+from hapsynth.instructions.layout import R, S
 from hapsynth.instructions.program.program import Compute, Convert
 from hapsynth.instructions.program.sizes import layout_nodes
 from hapsynth.plan import Plan
@@ -27,6 +28,7 @@ from hapsynth.report.summary import print_left_out
 from hapsynth.report.tables import heading, table
 from hapsynth.running.names import Names
 from hapsynth.search.cost.model import CostModel, Floats
+from hapsynth.search.cost.network import Sent, Shares, even_fractions
 from hapsynth.search.cost.program_cost import shares, shares_of
 from hapsynth.search.cost.program_index import cut_nodes_of
 from hapsynth.search.cost.work import Work
@@ -75,7 +77,8 @@ class Sending:
 
     `wire_bytes`: that one group sends over its slowest link, of which `padding_bytes` would be spared if all shards
     were of one size. `turned_s`: what it costs that what it sends is transposed only afterwards (`CostModel.turning`).
-    `others`: the seconds of each step that could do the same along the axis.
+    `others`: the seconds of each step that could do the same along the axis; of what goes to an owner or comes from
+    it, those of what would stand there without, between even shards or to all.
     """
 
     what: str
@@ -175,7 +178,25 @@ class _Lines:
         line = self._sending(what, i.step, i.axis, took, (sent.wire_bytes, padding), runs)
         steps = model.steps(i.source, i.target, i.axis)
         by = {step.name: model.sent(*at, shares_of(self.plan.sizes, i.value), step) for step in steps}
+        by |= self._without_owner(i)
         return replace(line, others={name: runs * s.seconds for name, s in by.items() if name != i.step})
+
+    def _without_owner(self, i: Convert) -> dict[str, Sent]:
+        """What stands for a step to an owner, or from one, where all devices have the value or a part of it."""
+        source, target = i.source[i.axis], i.target[i.axis]
+        shape, n = self.graph.values[i.value].shape, self.model.lengths[i.axis]
+        if source.owner is None and target.owner is None:
+            return {}
+        dim = max(range(len(shape)), key=lambda d: shape[d])
+        part = even_fractions(shape[dim], n)
+        shares = Shares(lambda *cut: float(part.max()), lambda *cut: part)
+        ends = [(S(dim), R)] if target == R else [(source, R), (source, S(dim))]
+        found: dict[str, Sent] = {}
+        for before, after in ends:
+            changed = [(*old[: i.axis], p, *old[i.axis + 1 :]) for old, p in ((i.source, before), (i.target, after))]
+            for step in self.model.steps(changed[0], changed[1], i.axis):
+                found[step.name] = self.model.sent(i.value, changed[0], changed[1], i.axis, shares, step)
+        return found
 
     def _agreeing(self, i: Compute) -> Iterator[Sending]:
         """`CostModel.uniform_time`, axis by axis."""

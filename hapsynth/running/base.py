@@ -189,7 +189,8 @@ class Planned(ABC):
 
     @cached_property
     def ratios(self) -> dict[str, tuple[float, ...]]:
-        """Dimension class -> the fraction of each shard, in mesh order; 0 for devices that are left out.
+        """Dimension class -> the fraction of each shard, in mesh order; 0 for devices that are left out. What has an
+        owner is not cut.
 
         There are as many shards as positions along the mesh axes that cut the class, which its name tells, major first:
         axes of the cluster, or one over all its devices.
@@ -199,6 +200,7 @@ class Planned(ABC):
         return {
             c.name: self.cluster.spread(self.devices, along(c.axes), [s / c.units for s in shares])
             for c, shares in zip(self.sizes.classes.all, self.sizes.shares)
+            if c.owner is None
         }
 
     @cached_property

@@ -51,9 +51,10 @@ class Names:
         return [*self.by_path, *(v.name for v in self.graph.values)]
 
     def cut(self, cls: DimensionClass) -> str:
-        """A class by its largest member, an argument where it has one: `[1]['x'] dim 0`."""
+        """A class by its largest member, an argument where it has one: `[1]['x'] dim 0`; what position 2 has alone:
+        `[0]['w'] at 2`."""
         value, dim, *_ = max(cls.members, key=lambda m: (m[0] in self.paths, self._weight(m[0]), -m[0], -m[1]))
-        return f"{self.value(value)} dim {dim}"
+        return f"{self.value(value)} dim {dim}" if cls.owner is None else f"{self.value(value)} at {cls.owner}"
 
     def weight(self, cls: DimensionClass) -> float:
         """Bytes of all tensors that a class cuts."""

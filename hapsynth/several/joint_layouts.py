@@ -30,9 +30,7 @@ class Weighing:
     fixed: Mapping[int, Layout]
     interrupted: bool = field(init=False, default=False)
     """By Ctrl-C."""
-    _structures: dict[tuple[str, int], ChoiceSpace] = field(
-        init=False, default_factory=dict[tuple[str, int], ChoiceSpace]
-    )
+    _structures: dict[object, ChoiceSpace] = field(init=False, default_factory=dict[object, ChoiceSpace])
 
     def bound(self, cluster: Cluster, enough: float, seconds: float | None) -> float:
         """Seconds, weighed, that no plans for all devices of a cluster take less than, at any ratios; nothing beyond
@@ -64,12 +62,13 @@ class Weighing:
     def _together(self, cluster: Cluster, sizes: Mapping[str, Sizes] | None) -> Together:
         parts: list[Part] = []
         for name, task in self.tasks.items():
-            costs = task.on(cluster).costs
+            here = task.on(cluster)
+            costs = here.costs
             ratios = None
             if sizes is not None:
                 weights = own_weights(costs, sizes[name])
                 ratios = Ratios(task.graph, task.factors, weights, sizes[name], costs.lengths)
-            builder = ProblemBuilder(self._structure(name, len(costs.axes)), costs, ratios)
+            builder = ProblemBuilder(self._structure(name, here), costs, ratios)
             parts.append(Part(builder, self.weights[name], self._given(name)))
         return Together(parts)
 
@@ -78,19 +77,21 @@ class Weighing:
         role = self.state.roles[name]
         return {leaf: role.traced.graph.inputs[position] for leaf, position in role.inputs.items()}
 
-    def _structure(self, name: str, axes: int) -> ChoiceSpace:
-        """In which a leaf may lie in every way in which some function would have it."""
-        if (name, axes) not in self._structures:
+    def _structure(self, name: str, task: Task) -> ChoiceSpace:
+        """Of a function's task on some devices, in which a leaf may lie in every way in which some function would have
+        it."""
+        owners = task.owners
+        key = name, len(task.costs.axes), tuple(owners.items())
+        if key not in self._structures:
             cuttable: dict[int, frozenset[int]] = {}
             stored: dict[int, Layout] = {}
             for leaf, value in self._given(name).items():
                 cuttable[value] = self._dims(leaf)
                 if leaf in self.fixed:
                     stored[value] = self.fixed[leaf]
-            task = self.tasks[name]
             restriction = Restriction(stored, cuttable=cuttable)
-            self._structures[name, axes] = ChoiceSpace(task.graph, task.factors, restriction, axes)
-        return self._structures[name, axes]
+            self._structures[key] = ChoiceSpace(task.graph, task.factors, restriction, key[1], owners=owners)
+        return self._structures[key]
 
     def _dims(self, leaf: int) -> frozenset[int]:
         """The dimensions by which some function would cut a leaf."""

@@ -332,7 +332,9 @@ class _Asked:
                 ends[role.outputs[leaf]] = how.layout
             else:
                 continue
-            cuts += [((value, dim, axes, 0), lengths) for (dim, axes), lengths in how.lengths.items()]
+            # What has an owner is said by its layout.
+            cut = (at for at in how.lengths.items() if how.layout[at[0][1][0]].owner is None)
+            cuts += [((value, dim, axes, 0), lengths) for (dim, axes), lengths in cut]
         return _Asked(stored, ends, cuts)
 
     @property

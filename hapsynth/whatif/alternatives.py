@@ -18,8 +18,9 @@ from hapsynth.instructions.program.program import Compute, Convert
 from hapsynth.instructions.program.sizes import Classes
 from hapsynth.plan import Plan
 from hapsynth.search.cost.program_cost import Cost, feed_costs, instruction_costs
-from hapsynth.search.formulation.choice_space import ChoiceSpace
+from hapsynth.search.formulation.choice_space import ChoiceSpace, Owners
 from hapsynth.search.formulation.emission import Emitter
+from hapsynth.search.formulation.owners import owners
 from hapsynth.search.formulation.problem_builder import ProblemBuilder
 from hapsynth.search.memory.profile import held_by
 from hapsynth.search.sizing.ratios import Ratios, own_weights
@@ -56,12 +57,20 @@ class Alternatives:
         for i in plan.program.instructions:
             if isinstance(i, Compute):
                 self.layouts.update((v, i.result_layout(n)) for n, v in enumerate(self.graph.ops[i.op].results))
-        structure = ChoiceSpace(self.graph, self.table, axes=len(self.model.axes))
+        structure = ChoiceSpace(self.graph, self.table, axes=len(self.model.axes), owners=self._owners())
         weights = own_weights(self.model, plan.sizes)
         ratios = Ratios(self.graph, self.table, weights, plan.sizes, self.model.lengths)
         self.ratios = ratios
         self.formulator = ProblemBuilder(structure, self.model, ratios)
         self.problem = self.formulator.problem()
+
+    def _owners(self) -> Owners:
+        """Those that the plan has, and those that the search would have offered it."""
+        found = {**owners(self.model)}
+        for i in self.plan.program.instructions if len(self.model.axes) == 1 else ():
+            if isinstance(i, Compute) and (its := {p.owner for p in i.triples[0].operands} - {None}):
+                found[i.op] = tuple(dict.fromkeys((*found.get(i.op, ()), *(at for at in its if at is not None))))
+        return found
 
     def spent(self) -> dict[int, float]:
         """Seconds that go into each value: the op that makes it or its feeding, and its conversions."""

@@ -6,10 +6,12 @@ one collective's latency.
 
 from __future__ import annotations
 
+from collections.abc import Set
 from functools import cached_property
 from math import ceil
+from typing import NamedTuple
 
-from hapsynth.graph.ir import Graph
+from hapsynth.graph.ir import Graph, Op
 from hapsynth.instructions.collectives import Collective
 from hapsynth.instructions.rules.registry import is_fusible
 from hapsynth.instructions.staging.options import LoweringOptions
@@ -37,6 +39,61 @@ def updates(graph: Graph) -> frozenset[int]:
     return frozenset(found)
 
 
+class UpdateGroup(NamedTuple):
+    """What brings one parameter forward, or several that are brought forward together: ops that are no part of a loop
+    or branch, norms of the update among them and what casts a parameter for the model. `gradients`: what they begin
+    from; `parameters`: what the model reads of them. Values."""
+
+    ops: tuple[int, ...]
+    gradients: tuple[int, ...]
+    parameters: tuple[int, ...]
+
+
+def update_groups(graph: Graph, updated: Set[int]) -> tuple[UpdateGroup, ...]:
+    """The parts of an optimizer's update that have no tensor in common, `updated` being the values of all of it."""
+    tensors = lambda op: [v for v in (*(v for _, v in op.value_operands), *op.results) if graph.values[v].shape]
+    leader: dict[int, int] = {}
+
+    def find(value: int) -> int:
+        while leader.setdefault(value, value) != value:
+            leader[value] = value = leader[leader[value]]
+        return value
+
+    held = set(updated)
+    mine: list[Op] = []
+    casts: set[int] = set()
+    for op in graph.ops:
+        read = {v for _, v in op.value_operands if graph.values[v].shape}
+        brings, norms = not held.isdisjoint(op.results), bool(read) and read <= held
+        cast = op.name == "convert_element_type" and read <= graph.state
+        if op.region or not (brings or norms or cast) or not tensors(op):
+            continue
+        shapes = {graph.values[v].shape for v in read}
+        alike = is_fusible(op) and (not shapes or shapes == set(op.result_shapes))
+        if norms and (alike or not any(op.result_shapes)):
+            held.update(op.results)
+        elif cast and alike and not brings:
+            casts.update(op.results)
+        elif not (alike and brings):
+            continue
+        mine.append(op)
+        first, *others = map(find, tensors(op))
+        leader.update(dict.fromkeys(others, first))
+    parts: dict[int, list[Op]] = {}
+    for op in mine:
+        parts.setdefault(find(tensors(op)[0]), []).append(op)
+    groups: list[UpdateGroup] = []
+    for ops in parts.values():
+        inside, made = {op.index for op in ops}, {v for op in ops for v in op.results}
+        read = dict.fromkeys(v for op in ops for v in tensors(op) if v not in made)
+        elsewhere = lambda v, inside=inside: any(op not in inside for op, _ in graph.uses[v])
+        parameters = tuple(v for v in (*read, *made) if v in graph.state | casts and elsewhere(v))
+        gradients = tuple(v for v in read if v in updated and v not in graph.state)
+        if parameters and gradients:
+            groups.append(UpdateGroup(tuple(op.index for op in ops), gradients, parameters))
+    return tuple(groups)
+
+
 class Together:
     """Which conversions go together: those of the state, and of what brings it forward."""
 
@@ -53,6 +110,11 @@ class Together:
     def updates(self) -> frozenset[int]:
         """The gradients and what the optimizer makes of them."""
         return updates(self.graph)
+
+    @cached_property
+    def groups(self) -> tuple[UpdateGroup, ...]:
+        """The parts of the optimizer's update."""
+        return update_groups(self.graph, self.updates)
 
     @cached_property
     def _parameters(self) -> list[int]:

@@ -27,7 +27,7 @@ from hapsynth.cluster.memory_budget import MemoryBudget
 from hapsynth.graph.ir import Boundary, Graph, Op
 from hapsynth.instructions.collectives import Collective, Hosts, step_between, steps_between
 from hapsynth.instructions.factors import Triples
-from hapsynth.instructions.layout import Layout, cut_dims, cuts_of
+from hapsynth.instructions.layout import Layout, cut_dims, cuts_of, owner_of
 from hapsynth.instructions.program.sizes import Node, cut_nodes
 from hapsynth.instructions.rules.factor_table import FactorTable
 from hapsynth.instructions.rules.registry import is_fusible
@@ -202,12 +202,13 @@ class CostModel:
             # What a scan moves is one iteration's part, so the place may be a result's that has fewer dimensions.
             divided = tuple(k for k, (f, _) in enumerate(cut) if factors.position(dims[place], f) is not None)
             moved[divided] = moved.get(divided, 0.0) + nbytes
+        owned = any(map(factors.is_whole, triples))
         if isinstance(op.primitive, Boundary):
             return Work((0.0,), tuple(sorted(moved.items())), 0, "float32", (0,) * len(cut), axes)
         dtype = str(op.dtypes[0] if op.dtypes else op.result_dtypes[0])
         lanes = tuple(lanes_of(op.name, factors, f) for f, _ in cut)
         op_class = self._op_class(op_index)
-        return Work(self._amount(op_index), tuple(sorted(moved.items())), launches, dtype, lanes, axes, op_class)
+        return Work(self._amount(op_index), tuple(sorted(moved.items())), launches, dtype, lanes, axes, op_class, owned)
 
     def _amount(self, op_index: int) -> tuple[float, ...]:
         """What an op comes to on each kind of device, or on all."""
@@ -322,7 +323,8 @@ class CostModel:
         cuts = len(cut_dims(layout))
         axes = tuple(a for a, p in enumerate(layout) if p.is_sharded)
         moved = ((tuple(range(cuts)), float(self.graph.values[value].nbytes)),)
-        return Work((0.0,), moved, 0, "float32", (0,) * cuts, axes)
+        owned = any(p.owner is not None for p in layout)
+        return Work((0.0,), moved, 0, "float32", (0,) * cuts, axes, owned=owned)
 
     def ideal_time(self, work: Work) -> float:
         """The least time over all ratios: no program at any ratio runs this op faster."""
@@ -363,7 +365,7 @@ class CostModel:
         At time t a device can take a share of at most r = min over its compute and memory budget, and the devices at
         one position along the cut axes take the same, so the least t is where the positions' shares sum to 1. A
         device that takes part pays its overhead and its whole bytes. Its computing time never falls as its share
-        grows.
+        grows. What has an owner, one position does all of: the one that takes the least over it.
         """
         form, figures = works[0], self.figures
         # Positions with the same kinds of devices have the same shares, and devices of a kind at one the same budget.
@@ -380,6 +382,8 @@ class CostModel:
 
         busy = roofline.seconds(every, [np.ones((len(works), every.size))] * len(form.lanes))
         low, high = np.zeros(len(works)), np.maximum.reduceat(busy[:, columns], first, axis=1).min(axis=1)
+        if form.owned and len(form.lanes) == 1:
+            return high
         alone, short = high, covered(high) < 1.0
         for _ in range(60):
             middle = 0.5 * (low + high)
@@ -472,8 +476,8 @@ class CostModel:
         return value in self.together.values, value in self._turned
 
     def evenly(self, dim: int, axes: tuple[int, ...], way: int = 0) -> float:
-        """The least that the largest shard can be."""
-        return 1.0 / prod(self.lengths[a] for a in axes)
+        """The least that the largest shard can be: an owner's is all."""
+        return 1.0 / prod(self.lengths[a] for a in axes) if owner_of(way) is None else 1.0
 
 
 def distinct(kinds: Ints, vectors: Sequence[npt.NDArray[np.generic]]) -> Ints:

@@ -20,6 +20,7 @@ class Work(NamedTuple):
     factors divide them, summed over tensors; () for what every device moves itself. `lanes`, per cut factor: how many
     rows, columns or terms of a contraction it is one of, 0 where that does not matter. `axes`: those that some factor
     is cut along. `op_class`: what a profile counts the op to; its signature where some device was measured at just it.
+    `owned`: whether what is cut is all of it, so that one position has everything.
     """
 
     flops: tuple[float, ...]
@@ -29,6 +30,7 @@ class Work(NamedTuple):
     lanes: tuple[int, ...] = ()
     axes: tuple[int, ...] = ()
     op_class: str = ""
+    owned: bool = False
 
     @property
     def divided(self) -> bool:
@@ -37,7 +39,7 @@ class Work(NamedTuple):
     @property
     def form(self) -> object:
         """What works have in common whose times are one array."""
-        return len(self.lanes), tuple(divided for divided, _ in self.moved), self.dtype, self.op_class
+        return len(self.lanes), tuple(divided for divided, _ in self.moved), self.dtype, self.op_class, self.owned
 
 
 def tiled(fractions: Floats, lanes: int | np.ndarray, tile: int | np.ndarray) -> Floats:

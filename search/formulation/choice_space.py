@@ -33,10 +33,11 @@ from hapsynth.search.formulation.conversions import LayoutSet
 from hapsynth.search.solver import Ints
 
 _T = TypeVar("_T")
-_Touched = tuple[set[int], set[Reduction]]
-"""(dimensions cut, reductions)"""
+
 Allowed = Callable[[int, int], bool]
 """Whether (value, dimension) may be cut: baselines restrict it."""
+Owners = Mapping[int, tuple[int, ...]]
+"""Op -> the positions along the mesh axis of which each may run it alone, for all."""
 Convertible = Callable[[int, Placement, Placement], bool]
 """Whether a value may be converted by a step between two placements along one axis."""
 
@@ -55,6 +56,31 @@ class Interned(tuple[_T, ...]):
 
 
 _NONE: Interned[Any] = Interned()
+
+
+class _Touched(NamedTuple):
+    """What some layouts do to a value: the dimensions that they cut, by what they combine, who owns it."""
+
+    dims: set[int]
+    reductions: set[Reduction]
+    owners: set[int]
+
+    @classmethod
+    def by(cls, placements: Iterable[Placement]) -> _Touched:
+        found = cls(set(), set(), set())
+        for p in placements:
+            if p.owner is not None:
+                found.owners.add(p.owner)
+            elif p.is_sharded:
+                found.dims.add(p.dim)
+            elif p.is_partial:
+                found.reductions.add(p.reduction)
+        return found
+
+    def add(self, other: _Touched) -> None:
+        self.dims.update(other.dims)
+        self.reductions.update(other.reductions)
+        self.owners.update(other.owners)
 
 
 class AvailableLayouts(NamedTuple):
@@ -142,10 +168,13 @@ class ChoiceSpace:
         axes: int = 1,
         *,
         sparing: bool = False,
+        owners: Owners | None = None,
     ) -> None:
         """`sparing`: what a value is held as between its op and its only use is a choice too, which matters where
-        memory does."""
+        memory does. `owners`: the positions along the one axis that may run an op alone."""
+        assert axes == 1 or not owners
         self.graph, self.table, self.axes, self.sparing = graph, table, axes, sparing
+        self.owners = owners or {}
         self.restriction = restriction or Restriction()
         self._interned: dict[object, Any] = {}
         self._computes: dict[tuple[int, int], tuple[Compute, Access]] = {}
@@ -167,6 +196,10 @@ class ChoiceSpace:
     def _triples(self, op: int) -> Interned[Triples]:
         factors = self.table[op]
         every = self.once((factors, self.axes), lambda: Interned(factors.joint(self.axes)))
+        owners, whole = self.owners.get(op, ()), factors.owned
+        if owners and whole is not None:
+            alone = lambda: Interned((*every, *(factors.owned_by((whole,), owner) for owner in owners)))
+            every = self.once((factors, owners), alone)
         allowed = self.restriction.allowed
         if allowed is None:
             return every
@@ -183,63 +216,55 @@ class ChoiceSpace:
     def _layout_sets(self) -> list[LayoutSet]:
         """Per value, the layouts that some use asks for, or that its op makes, and what lies between."""
         graph = self.graph
-        dims: list[set[int]] = [set() for _ in graph.values]
-        reductions: list[set[Reduction]] = [set() for _ in graph.values]
+        touched = [_Touched.by(()) for _ in graph.values]
         for op in graph.ops:
             needs, makes = self._touched(self.triples[op.index])
             for position, value in op.value_operands:
-                dims[value] |= needs[position][0]
-                reductions[value] |= needs[position][1]
-            for value, (_, partial) in zip(op.results, makes, strict=True):
-                reductions[value] |= partial
+                touched[value].add(needs[position])
+            for value, made in zip(op.results, makes, strict=True):
+                touched[value].add(made)
         for value, layout in self.restriction.stored.items():
-            dims[value].update(p.dim for p in layout if p.is_sharded)
+            touched[value].add(_Touched.by(layout))
         for value in (graph.values[v] for v in graph.inputs):
             if not graph.uses[value.index] and not is_extended(value.dtype):
                 # Nothing asks for it, so it may lie in any way.
-                dims[value.index].update(d for d, n in enumerate(value.shape) if n)
+                touched[value.index].dims.update(d for d, n in enumerate(value.shape) if n)
         for value, also in self.restriction.cuttable.items():
-            dims[value] |= also
+            touched[value].dims.update(also)
         for position, layout in self.restriction.ends.items():
             value = graph.outputs[position]
             if isinstance(value, int):
-                dims[value].update(p.dim for p in layout if p.is_sharded)
+                touched[value].add(_Touched.by(p for p in layout if p.is_sharded))
         for source, target in graph.carry:
             a, b = graph.inputs[source], graph.outputs[target]
             if isinstance(b, int):
-                dims[b] |= dims[a]
+                touched[b].add(touched[a]._replace(reductions=set()))
         for op, value in graph.ties.items():
-            carried = self._touched(self.triples[op])[1][0]
-            dims[value] |= carried[0]
-            reductions[value] |= carried[1]
-        found: list[LayoutSet] = []
-        for value, cut, partial in zip(graph.values, dims, reductions, strict=True):
-            for op in [graph.producer[value.index]] if value.index in graph.producer else []:
-                cut = cut | self._touched(self.triples[op])[1][graph.ops[op].results.index(value.index)][0]
-            if self.axes > 1 and value.shape and max(value.shape) > 1 and self.restriction.allowed is None:
-                # What is reduced along several axes is best cut on the way, even where nobody needs it cut.
-                cut = cut | {value.shape.index(max(value.shape))}
-            over, kinds = tuple(sorted(cut)), tuple(sorted(partial))
-            found.append(self._layout_set(value.index, over, kinds))
-        return found
+            touched[value].add(self._touched(self.triples[op])[1][0])
+        if self.axes > 1 and self.restriction.allowed is None:
+            for value in graph.values:
+                if value.shape and max(value.shape) > 1:
+                    # What is reduced along several axes is best cut on the way, even where nobody needs it cut.
+                    touched[value.index].dims.add(value.shape.index(max(value.shape)))
+        in_order = ((tuple(sorted(t.dims)), tuple(sorted(t.reductions)), tuple(sorted(t.owners))) for t in touched)
+        return [self._layout_set(value, *parts) for value, parts in enumerate(in_order)]
 
-    def _layout_set(self, value: int, dims: tuple[int, ...], reductions: tuple[Reduction, ...]) -> LayoutSet:
-        """The layouts of a value that cut these dimensions, and combine so."""
-        return self.once(("layouts", dims, reductions), lambda: LayoutSet(self.axes, dims, reductions))
+    def _layout_set(
+        self, value: int, dims: tuple[int, ...], reductions: tuple[Reduction, ...], owners: tuple[int, ...]
+    ) -> LayoutSet:
+        """The layouts of a value that cut these dimensions, combine so, and have these owners."""
+        key = ("layouts", dims, reductions, owners)
+        return self.once(key, lambda: LayoutSet(self.axes, dims, reductions, owners=owners))
 
     def _touched(self, triples: Interned[Triples]) -> tuple[list[_Touched], list[_Touched]]:
-        """(dimensions cut, reductions) of every operand and result, over all triples."""
-
-        def collect(places: Iterable[Iterable[Placement]]) -> _Touched:
-            flat = [p for placements in places for p in placements]
-            return {p.dim for p in flat if p.is_sharded}, {p.reduction for p in flat if p.is_partial}
+        """What all triples do to every operand and result."""
 
         def make() -> tuple[list[_Touched], list[_Touched]]:
             single = [t for ts in triples for t in ts]
             operands, results = range(len(single[0].operands)), range(len(single[0].results))
             return (
-                [collect([[t.operands[i] for t in single]]) for i in operands],
-                [collect([[t.results[i] for t in single]]) for i in results],
+                [_Touched.by(t.operands[i] for t in single) for i in operands],
+                [_Touched.by(t.results[i] for t in single) for i in results],
             )
 
         return self.once(("touched", triples), make)
@@ -351,13 +376,15 @@ class ChoiceSpace:
                 yield AvailableLayouts(computed, (target,))
 
     def _cut_options(self, known: LayoutSet, computed: Layout) -> Iterable[AvailableLayouts]:
-        """To R, which gives every slice for nothing, or to a set of cuts."""
+        """To R, which gives every slice for nothing, to an owner, or to a set of cuts."""
         (made,) = computed
         if made == R:
             return
         yield AvailableLayouts(computed, ((R,),))
-        if made.is_partial and step_between(made, S(0)) is None:
+        if made.owner is not None or (made.is_partial and step_between(made, S(0)) is None):
             return
+        for owner in known.owned if made.is_partial else ():
+            yield AvailableLayouts(computed, ((owner,),))
         others = [(shard,) for shard in known.shards if shard != made]
         for count in range(1, len(others) + 1):
             for chosen in combinations(others, count):

@@ -11,6 +11,7 @@ import numpy as np
 from hapsynth.instructions.collectives import axis_between, steps_between
 from hapsynth.instructions.layout import (
     Layout,
+    O,
     P,
     Placement,
     R,
@@ -31,16 +32,23 @@ _AT_ONCE = 64
 
 class LayoutSet:
     """All layouts over a number of mesh axes that cut no dimensions but `dims`, each in so many `ways` (one by
-    default), and combine by `reductions`."""
+    default), combine by `reductions`, and lie on no position alone but on `owners`."""
 
     def __init__(
-        self, axes: int, dims: Sequence[int], reductions: Sequence[Reduction], ways: Sequence[int] | None = None
+        self,
+        axes: int,
+        dims: Sequence[int],
+        reductions: Sequence[Reduction],
+        ways: Sequence[int] | None = None,
+        owners: Sequence[int] = (),
     ) -> None:
         self.dims = tuple(dims)
         every = [(d, way) for d, count in zip(self.dims, ways or [1] * len(self.dims)) for way in range(count)]
         self.shards = tuple(S(d)._replace(way=way) if way else S(d) for d, way in every)
         """How one axis alone may cut it."""
-        placements: list[Placement] = [R, *self.shards, *(P(r) for r in reductions)]
+        self.owned = tuple(map(O, owners))
+        """How one position may have all of it."""
+        placements: list[Placement] = [R, *self.shards, *self.owned, *(P(r) for r in reductions)]
         self.layouts: tuple[Layout, ...] = tuple(
             layout for chosen in product(placements, repeat=axes) for layout in _orders(chosen) if is_consistent(layout)
         )

@@ -37,6 +37,7 @@ class MemoryConstraints:
         self.builder, self.at_least = builder, at_least
         self.graph, self.structure = builder.graph, builder.structure
         self.room = builder.costs.room
+        self._owners = tuple(sorted({at for positions in self.structure.owners.values() for at in positions}))
 
     def problem(self, limits: Mapping[int, float]) -> Problem:
         """The formulator's problem with a limit, in bytes, at each of some ops: on each of the sums that are counted
@@ -74,7 +75,7 @@ class MemoryConstraints:
         return self._counted(1.0).size
 
     def _counted(self, held: float | Floats) -> Floats:
-        return self.room.counted(held, free=self.builder.ratios is None)
+        return self.room.counted(held, free=self.builder.ratios is None, alone=self._owners)
 
     def _alive(self, op: int) -> LiveSet:
         return self.liveness.in_any_order(op) if self.at_least else self.liveness.at(op)

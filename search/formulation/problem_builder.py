@@ -16,7 +16,7 @@ import numpy as np
 from hapsynth.graph.ir import Graph
 from hapsynth.instructions.collectives import Collective
 from hapsynth.instructions.factors import Factors, Triples
-from hapsynth.instructions.layout import Layout, cut_axes, cuts_of
+from hapsynth.instructions.layout import Layout, cut_axes, cuts_of, owner_of
 from hapsynth.instructions.program.sizes import Node, cut_nodes
 from hapsynth.search.cost.model import CostModel, Floats
 from hapsynth.search.cost.network import Shares
@@ -178,13 +178,17 @@ class ProblemBuilder:
     def largest(self, value: int, dim: int, axes: tuple[int, ...], way: int = 0) -> float:
         """The fraction of a dimension that the largest shard holds."""
         if self.ratios is None:
-            return self.costs.evenly(dim, axes)
+            return self.costs.evenly(dim, axes, way)
         return self.ratios.largest[self.ratios.of(value, dim, axes, way)]
 
     def held(self, value: int, dim: int, axes: tuple[int, ...], way: int = 0) -> float | Floats:
-        """The fraction of a dimension that each device holds or, padded or at the best ratios, all alike."""
-        if self.ratios is None or not self.costs.room.exact:
+        """The fraction of a dimension that each device holds or, padded or at the best ratios, all alike, where nobody
+        owns it."""
+        if not self.costs.room.exact:
             return self.largest(value, dim, axes, way)
+        if self.ratios is None:
+            owner = owner_of(way)
+            return self.costs.evenly(dim, axes) if owner is None else (self.costs.position(axes) == owner) * 1.0
         return self.ratios.devices[self.ratios.of(value, dim, axes, way)]
 
     def _profile(self, value: int) -> object:

@@ -24,23 +24,25 @@ class IdealWorkBound:
 
     A device with a fraction of an op's work takes at least that fraction of its roofline's seconds, at the highest rate
     that was measured, and the fractions sum to 1; bytes that are not divided are moved once at least. An
-    op that cannot be cut waits for the slowest device.
+    op that can neither be cut nor have an owner waits for the slowest device.
     """
 
     def __init__(self, structure: ChoiceSpace, costs: CostModel) -> None:
         graph, number = structure.graph, dict[object, int]()
+        # On some set of devices one may run it alone.
+        owned = {op for group in costs.together.groups for op in group.ops}
         runs: list[float] = []
         self.works: list[Work] = []
         cut: list[bool] = []
         for op in graph.ops:
-            key = (costs.kind(op.index), structure.triples[op.index])
+            key = (costs.kind(op.index), structure.triples[op.index], op.index in owned)
             if key not in number:
                 number[key] = len(self.works)
                 runs.append(0.0)
                 found = [costs.work(op.index, triples) for triples in structure.triples[op.index]]
                 # By the kind that counts it the least, and whatever divides it.
                 self.works.append(found[0]._replace(flops=(min(found[0].flops),), lanes=()))
-                cut.append(any(w.divided for w in found))
+                cut.append(op.index in owned or any(w.divided for w in found))
             runs[number[key]] += graph.runs[op.region]
         self.runs, self.cut = np.array(runs), np.array(cut, bool)
 

@@ -15,7 +15,8 @@ from hapsynth.instructions.rules.factor_table import FactorTable
 from hapsynth.instructions.staging.options import DEFAULT as LOWERED_BY_DEFAULT
 from hapsynth.instructions.staging.options import LoweringOptions
 from hapsynth.search.cost.model import CostModel, Floats
-from hapsynth.search.formulation.choice_space import ChoiceSpace, Restriction
+from hapsynth.search.formulation.choice_space import ChoiceSpace, Owners, Restriction
+from hapsynth.search.formulation.owners import owners
 from hapsynth.search.result import Progress
 from hapsynth.search.sizing.fixed_ratios import FixedRatios
 from hapsynth.search.sizing.ratios import NOTHING, EvenDims, Ratios, own_weights, starts
@@ -79,19 +80,32 @@ class Task:
     @cached_property
     def choices(self) -> ChoiceSpace:
         """What a program may choose, at any ratios, where memory is not short."""
-        key = self.options.restriction, len(self.costs.axes)
+        key = self.options.restriction, len(self.costs.axes), tuple(self.owners.items())
         if key not in self._choices:
             self._choices[key] = self.choice_space()
         return self._choices[key]
 
     @cached_property
-    def _choices(self) -> dict[tuple[Restriction | None, int], ChoiceSpace]:
+    def _choices(self) -> dict[object, ChoiceSpace]:
         return self.kin._choices if self.kin else {}
 
     def choice_space(self, *, sparing: bool = False) -> ChoiceSpace:
         """A choice space of the task's own; `sparing` where memory is short."""
-        axes = len(self.costs.axes)
-        return ChoiceSpace(self.graph, self.factors, self.options.restriction, axes, sparing=sparing)
+        given = self.graph, self.factors, self.options.restriction, len(self.costs.axes)
+        owners = self._owners(sparing=True) if sparing else self.owners
+        return ChoiceSpace(*given, sparing=sparing, owners=owners)
+
+    @cached_property
+    def owners(self) -> Owners:
+        """The ops that may have an owner where memory is not short, and the positions that may be it; none where it is
+        said what may be cut."""
+        return self._owners(sparing=False)
+
+    def _owners(self, *, sparing: bool) -> Owners:
+        asked, restriction = self.options.fixed_ratios, self.options.restriction
+        if restriction is not None and restriction.allowed is not None:
+            return {}
+        return owners(self.costs, None if asked is None else asked.weights, sparing=sparing)
 
     def ratios(self, weights: Floats, evenly: EvenDims = NOTHING, sizes: Sizes | None = None) -> Ratios:
         """Those of sizes, and by weights where these cut nothing, but for what is asked for."""

@@ -30,7 +30,7 @@ class RatioError(ValueError):
 class FixedRatios:
     """What is asked for: `weights`, a fraction per device that every class is cut by (along some of the mesh axes, by
     the sums of its positions), or `named`, a fraction per position of single classes, by one of their members. None
-    of the fractions is negative, and they sum to 1.
+    of the fractions is negative, and they sum to 1. What has an owner is not cut.
     """
 
     weights: Floats | None = None
@@ -41,7 +41,7 @@ class FixedRatios:
         found: dict[int, tuple[int, ...]] = {}
         for cls in classes.all:
             vector = self._vector(cls, classes.lengths)
-            if vector is not None:
+            if vector is not None and cls.owner is None:
                 found[cls.index] = nested_shares(vector.reshape([classes.lengths[a] for a in cls.axes]), cls.units)
         return found
 
@@ -67,8 +67,9 @@ class FixedRatios:
                     "by the same: give those of one of them",
                     [(value, dim) for value, dim, *_ in asked],
                 )
-        everywhere = gcd(*(c.units for c in sizes.classes.all))
-        for cls in sizes.classes.all:
+        cut = [c for c in sizes.classes.all if c.owner is None]
+        everywhere = gcd(*(c.units for c in cut))
+        for cls in cut:
             vector = self._vector(cls, sizes.classes.lengths)
             if vector is None or _is_whole(vector, cls.units):
                 continue

@@ -6,10 +6,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence, Set
 from copy import copy
 from functools import cached_property
+from math import prod
 
 import numpy as np
 
 from hapsynth.graph.ir import Graph
+from hapsynth.instructions.layout import owner_of
 from hapsynth.instructions.program.sizes import Classes, Node, Sizes, UnionFind
 from hapsynth.instructions.rules.factor_table import FactorTable
 from hapsynth.search.analysis.dimension_groups import kinship, of_state
@@ -50,7 +52,7 @@ class Ratios:
     Dimensions that the current plan cuts have that plan's exact sizes. Every other dimension is cut by `weights`, one
     per device, rounded to what its length allows, or like a dimension that some op cuts alike, where the plan cuts one.
     `evenly`: (value, dimension) that are cut evenly instead of by `weights`. `named`: the vectors of some dimensions,
-    and so of those cut alike, whatever the sizes and weights are.
+    and so of those cut alike, whatever the sizes and weights are. What has an owner is all at one position.
     """
 
     def __init__(
@@ -90,6 +92,8 @@ class Ratios:
                 weight[root], self._kin[root] = np.inf, self._intern(axes, vector)
         for cls in sizes.classes.all if sizes is not None else ():
             assert sizes is not None
+            if cls.owner is not None:
+                continue
             nbytes = sum(self.graph.values[v].nbytes for v in {v for v, *_ in cls.members})
             # Of all members that the same axes cut.
             vectors: dict[tuple[int, ...], int] = {}
@@ -172,6 +176,8 @@ class Ratios:
 
     def of(self, value: int, dim: int, axes: tuple[int, ...], way: int = 0, units: int | None = None) -> int:
         """The index of the vector for a dimension cut in `units` (its length by default) along some axes, one way."""
+        if (owner := owner_of(way)) is not None:
+            return self._owned(axes, owner)
         node = (value, dim, axes, way)
         if node in self._exact:
             return self._exact[node]
@@ -187,6 +193,15 @@ class Ratios:
                 nested_shares(self._weights(axes, base), units) if base < 0 else round_shares(self.vectors[base], units)
             )
             self._rounded[key] = self._intern(axes, np.array(shares) / units)
+        return self._rounded[key]
+
+    def _owned(self, axes: tuple[int, ...], owner: int) -> int:
+        """The vector of what one position has all of."""
+        key = (_EVEN - 1 - owner, axes, 1)
+        if key not in self._rounded:
+            whole = np.zeros(prod(self.lengths[a] for a in axes))
+            whole[owner] = 1.0
+            self._rounded[key] = self._intern(axes, whole)
         return self._rounded[key]
 
     def _weights(self, axes: tuple[int, ...], base: int) -> Floats:
@@ -221,13 +236,12 @@ def starts(costs: CostModel) -> list[tuple[Floats, EvenDims]]:
 
 
 def own_weights(costs: CostModel, sizes: Sizes) -> Floats:
-    """Weights of the devices by which a plan's largest class is cut; by speed where it cuts nothing."""
+    """Weights of the devices by which a plan's largest class is cut, of those that nobody owns; by speed where it cuts
+    nothing."""
     speed = proportional(costs.rate("float32"))
-    if not sizes.shares:
-        return speed
     weigh = lambda c: (len(c.axes), sum(costs.graph.values[v].nbytes for v in {v for v, *_ in c.members}))
-    cls = max(sizes.classes.all, key=weigh)
-    if not cls.units:
+    cls = max((c for c in sizes.classes.all if c.owner is None), key=weigh, default=None)
+    if cls is None or not cls.units:
         return speed
     held = np.array(sizes.shares[cls.index], dtype=np.float64)[costs.position(cls.axes)]
     return held / held.sum()

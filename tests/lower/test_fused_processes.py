@@ -41,6 +41,44 @@ RIGHT = """
     print("right")
 """
 
+OWNER = """
+    from dataclasses import replace
+    from graphs import device
+    from hapsynth.cluster.cluster import Cluster, Link
+
+    def step(state, x):
+        w, m = state
+        m = 0.9 * m + jax.grad(lambda w: jnp.square(x @ w).sum())(w)
+        return w - 0.001 * m, m
+
+    rows = 4096
+    given = np.linspace(1, 2, rows, dtype=np.float32), np.zeros(rows, np.float32)
+    x = np.linspace(-1, 1, 512 * rows, dtype=np.float32).reshape(512, rows)
+    want = given
+    for _ in range(4):
+        want = jax.jit(step)(want, x)
+    # The second device is the one that is fast over the update; the batch is cut evenly all the same.
+    kinds = [replace(device(name, 1.0), overhead=1e-12, bandwidth=pace) for name, pace in (("a", 3e8), ("b", 1e13))]
+    cluster = Cluster("c", tuple(kinds), (0, 1), Link(1e9, 2e-5))
+    asked = {"fixed": {"[1]": "S(0)"}, "ratios": [0.5, 0.5], "leave_out": False}
+    plan = hapsynth.synthesize(step, (given, x), mesh, cluster=cluster, form="fused", **asked)
+    assert plan.form == "fused"
+    assert plan.program.collectives() == {"reduce": 1, "broadcast": 1}, plan.program.collectives()
+    assert plan.layouts["[0][1]"] == "O(1)"
+    state, batch = plan.shard(given, x)
+    assert [a.shape[0] for a in state[1].data.arrays] == [rows * me]
+    state = plan(state, batch)
+    plan.save_state(sys.argv[3], state)
+    state = plan(plan.restore_state(sys.argv[3]), batch)
+    staged = Plan(plan.traced, plan.result, plan.cluster, mesh, step, form="staged")
+    state = staged(staged.adopt(state, plan), batch)
+    state = staged(state, batch)
+    for a, b in zip(staged.unshard(state), want, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4)
+    assert plan.check(given, x).ok
+    print("right")
+"""
+
 STATE = """
     def step(state, x):
         w, m, key = state
@@ -143,6 +181,12 @@ def two(code: str, *options: str, **environment: str) -> list[str]:
 def test_values_where_xla_knows_other_things(devices: str) -> None:
     for said in two(RIGHT, DEVICES=devices):
         assert said.splitlines()[-1] == "right"
+
+
+@pytest.mark.slow
+def test_an_owners_state_is_in_its_process_alone(tmp_path_factory: pytest.TempPathFactory) -> None:
+    folder = str(tmp_path_factory.mktemp("owner") / "state")
+    assert ["right" in said for said in two(OWNER, folder)] == [True, True]
 
 
 @pytest.mark.slow

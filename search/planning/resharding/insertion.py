@@ -92,12 +92,14 @@ class ReshardInserter:
         return None
 
     def _losses(self, best: Candidate) -> Iterator[tuple[int, list[tuple[float, Floats]]]]:
-        """Classes that one axis cuts, over unlike devices; of each work of theirs, the seconds that it would save at
-        the ratio that suits it, and this. Of classes that are alike, the first."""
+        """Classes that one axis cuts and nobody owns, over unlike devices; of each work of theirs, the seconds that it
+        would save at the ratio that suits it, and this. Of classes that are alike, the first."""
         loads, classes = best.sizer.loads, best.sizer.classes
         alike = {(loads.alike(c.index, best.sizes.shares), best.sizes.shares[c.index]): c for c in classes.all[::-1]}
         for cls in alike.values():
-            if any(len(m[2]) > 1 for m in cls.members) or not best.sizer.kinds[cls.axes].any() or not cls.units:
+            if cls.owner is not None or not cls.units or any(len(m[2]) > 1 for m in cls.members):
+                continue
+            if not best.sizer.kinds[cls.axes].any():
                 continue
             cost = self.costs
             place = cost.position(cls.axes)

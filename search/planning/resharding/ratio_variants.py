@@ -19,7 +19,7 @@ from hapsynth.instructions.layout import Layout, Reduction
 from hapsynth.instructions.program.sizes import Node, Sizes, cut_nodes
 from hapsynth.search.analysis.dimension_groups import kinship
 from hapsynth.search.cost.model import CostModel, Floats
-from hapsynth.search.formulation.choice_space import ChoiceSpace, Interned, Restriction
+from hapsynth.search.formulation.choice_space import ChoiceSpace, Interned, Owners, Restriction
 from hapsynth.search.formulation.conversions import LayoutSet
 from hapsynth.search.formulation.problem_builder import ProblemBuilder
 from hapsynth.search.sizing.ratios import Ratios, own_weights
@@ -40,7 +40,7 @@ class RatioVariants:
         self.named: dict[Node, Floats] = {}
         values = sizes.graph.values
         weight = lambda c: sum(values[v].nbytes for v in {v for v, *_ in c.members})
-        for cls in sorted(sizes.classes.all, key=weight):
+        for cls in sorted((c for c in sizes.classes.all if c.owner is None), key=weight):
             vector = np.array(sizes.shares[cls.index], dtype=np.float64) / max(cls.units, 1)
             way: dict[_Kin, int] = {}
             for value, dim, axes, _ in cls.members:
@@ -58,9 +58,11 @@ class RatioVariants:
         costs, weights = self.costs, own_weights(self.costs, self.sizes)
         return Ratios(costs.graph, costs.table, weights, None, costs.lengths, named=self.named)
 
-    def choices(self, restriction: Restriction | None = None, *, sparing: bool = False) -> ChoiceSpace:
-        """What may be chosen where everything may be cut in each of its ways."""
-        return _VariantChoices(self, restriction, sparing)
+    def choices(
+        self, restriction: Restriction | None = None, *, sparing: bool = False, owners: Owners | None = None
+    ) -> ChoiceSpace:
+        """What may be chosen where everything may be cut in each of its ways, and some ops be run by `owners`."""
+        return _VariantChoices(self, restriction, sparing, owners)
 
     def builder(self, choices: ChoiceSpace, ratios: Ratios) -> ProblemBuilder:
         """Of problems of such choices at `ratios`, or strictly these."""
@@ -86,16 +88,21 @@ class RatioVariants:
 class _VariantChoices(ChoiceSpace):
     """Along one mesh axis."""
 
-    def __init__(self, variants: RatioVariants, restriction: Restriction | None, sparing: bool) -> None:
+    def __init__(
+        self, variants: RatioVariants, restriction: Restriction | None, sparing: bool, owners: Owners | None
+    ) -> None:
         assert len(variants.costs.axes) == 1
         self._count = variants.count
-        super().__init__(variants.costs.graph, variants.costs.table, restriction, sparing=sparing)
+        super().__init__(variants.costs.graph, variants.costs.table, restriction, sparing=sparing, owners=owners)
 
     def _triples(self, op: int) -> Interned[Triples]:
         """Each in every way in which what it cuts may be cut."""
         every, factors = super()._triples(op), self.table[op]
         counts: list[int] = []
         for triples in every:
+            if any(map(factors.is_whole, triples)):
+                counts.append(1)
+                continue
             cut = (self._count(v, d) for _, nodes in cut_nodes(self.graph, op, factors, triples) for v, d, *_ in nodes)
             counts.append(max(cut, default=1))
         in_ways = lambda t, count: (t, *((t[0].along(way),) for way in range(1, count)))
@@ -103,9 +110,11 @@ class _VariantChoices(ChoiceSpace):
         make = lambda: Interned(t for triples, count in each() for t in in_ways(triples, count))
         return self.once(("ways", every, *counts), make)
 
-    def _layout_set(self, value: int, dims: tuple[int, ...], reductions: tuple[Reduction, ...]) -> LayoutSet:
-        ways = tuple(self._count(value, d) for d in dims)
-        return self.once(("layouts", dims, reductions, ways), lambda: LayoutSet(self.axes, dims, reductions, ways))
+    def _layout_set(
+        self, value: int, dims: tuple[int, ...], reductions: tuple[Reduction, ...], owners: tuple[int, ...]
+    ) -> LayoutSet:
+        key = dims, reductions, tuple(self._count(value, d) for d in dims), owners
+        return self.once(("layouts", *key), lambda: LayoutSet(self.axes, *key))
 
 
 class _VariantBuilder(ProblemBuilder):

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from hapsynth.graph.ir import Graph, Operand
 from hapsynth.instructions.collectives import Moved
 from hapsynth.instructions.factors import Triple, Triples
-from hapsynth.instructions.layout import Layout
+from hapsynth.instructions.layout import Layout, owner_of
 from hapsynth.instructions.program.program import Compute, Convert, Instruction, Program, Property, region_of
 from hapsynth.instructions.program.sizes import Classes, Node, Sizes, layout_nodes, tied
 from hapsynth.instructions.rules.factor_table import FactorTable
@@ -57,11 +57,12 @@ def merged(graph: Graph, program: Program, sizes: Sizes, table: FactorTable) -> 
         for x, y in zip(layout_nodes(a, layout), layout_nodes(b, layout), strict=True):
             join(x, y)
     arguments = {n for property in program.inputs.items() for n in layout_nodes(*property)}
-    ways = _numbered(sorted(sizes.classes.of, key=lambda n: (n not in arguments, n[3], n)), root)
+    cut = [n for n in sizes.classes.of if owner_of(n[3]) is None]
+    ways = _numbered(sorted(cut, key=lambda n: (n not in arguments, n[3], n)), root)
     renamed = {n: way for n, way in ways.items() if way != n[3]}
     if len(kept) == len(program.instructions) and not renamed:
         return program, sizes
-    before = {(*n[:3], way): n for n, way in ways.items()}
+    before = {(*n[:3], way): n for n, way in ways.items()} | {n: n for n in sizes.classes.of if n not in ways}
 
     def layout_of(_: int, p: Property) -> Layout:
         new = {n[1]: renamed[n] for n in layout_nodes(*p) if n in renamed}

@@ -79,7 +79,10 @@ class Resharding:
         bound, search = 0.0, self.search
         for rounds_left in reversed(range(_CHANGES)):
             ways, known, bound = RatioVariants(self.task.costs, best.sizes), best, 0.0
-            choices = ways.choices(self.task.options.restriction, sparing=search.choices.sparing)
+            known_choices = search.choices
+            choices = ways.choices(
+                self.task.options.restriction, sparing=known_choices.sparing, owners=known_choices.owners
+            )
             for ratios in (ways.ratios(), ways.ratios().strictly()):
                 builder = ways.builder(choices, ratios)
                 solution = search.bounded(builder, None, self.tolerance).solution
@@ -101,15 +104,17 @@ def every_ratio(before: Candidate, after: Candidate) -> list[dict[Node, Floats]]
     in parts: each time one of each class's, as dimension -> fraction per position, those of the largest classes last.
     None where they are too many."""
     sizes, of = before.sizes, before.sizes.classes.of
-    ratios: list[dict[bytes, Floats]] = [{} for _ in sizes.shares]
+    ratios: dict[int, dict[bytes, Floats]] = {c.index: {} for c in sizes.classes.all if c.owner is None}
     for cls, shares in zip(after.sizes.classes.all, after.sizes.shares, strict=True):
+        if cls.owner is not None:
+            continue
         vector = np.array(shares, dtype=np.float64) / max(cls.units, 1)
         for c in {of[value, dim, axes, 0] for value, dim, axes, _ in cls.members}:
             ratios[c].setdefault(vector.tobytes(), vector)
-    if np.prod([len(found) for found in ratios]) > _COMBINATIONS:
+    if np.prod([len(found) for found in ratios.values()]) > _COMBINATIONS:
         return None
     weight = lambda c: sum(sizes.graph.values[v].nbytes for v in {v for v, *_ in sizes.classes.all[c].members})
-    order = sorted(range(len(ratios)), key=weight)
+    order = sorted(ratios, key=weight)
     return [
         {
             node: _joined(sizes, node, vector)

@@ -19,7 +19,7 @@ from hapsynth.instructions.rules.factor_table import FactorTable
 from hapsynth.instructions.staging.options import DEFAULT
 from hapsynth.report.cost_breakdown import Sending, cost_lines, print_costs
 from hapsynth.report.tables import console
-from hapsynth.search.analysis.optimizer_update import Together, updates
+from hapsynth.search.analysis.optimizer_update import Together, update_groups, updates
 from hapsynth.search.cost.model import CostModel
 
 
@@ -46,6 +46,34 @@ def test_gradients_and_new_state_are_updates() -> None:
     # The gradient itself, or what turns it around.
     assert made & {"dot_general", "transpose"}
     assert all(g.values[v].shape in ((64, 32), (64, 16)) for v in found)
+
+
+def test_each_parameter_is_brought_forward_by_itself() -> None:
+    g = graph(32, 16)
+    one, two = update_groups(g, updates(g))
+    assert {g.values[v].shape for v in one.gradients} == {g.values[v].shape for v in one.parameters}
+    assert {v for group in (one, two) for v in group.parameters} == {g.inputs[source] for source, _ in g.carry}
+    assert {g.ops[op].name for op in one.ops} == {"mul", "sub"}
+    assert set(one.ops).isdisjoint(two.ops)
+
+
+def test_what_brings_a_parameter_forward_has_its_norm_and_its_cast() -> None:
+    """The model reads the cast; what sums squares is as good on one device."""
+
+    def mixed(state, x):
+        w, m = state
+        grad = jax.grad(lambda v: jnp.square(x @ v).sum())(w.astype(jnp.bfloat16)).astype(jnp.float32)
+        m = 0.9 * m + grad / jnp.sqrt(jnp.square(grad).sum())
+        return w - 0.1 * m, m
+
+    state = struct(64, 32), struct(64, 32)
+    g = trace(mixed, (state, jax.ShapeDtypeStruct((256, 64), jnp.bfloat16))).graph
+    (group,) = update_groups(g, updates(g))
+    assert {g.ops[op].name for op in group.ops} >= {"convert_element_type", "square", "reduce_sum", "sub"}
+    (cast,) = group.parameters
+    assert g.values[cast].dtype == jnp.bfloat16
+    (gradient,) = group.gradients
+    assert g.values[gradient].dtype == jnp.bfloat16
 
 
 def test_a_gradient_is_summed_as_it_is_used() -> None:

@@ -64,13 +64,16 @@ def test_what_a_program_costs_is_what_its_parts_do(axes: tuple[tuple[str, int], 
         rng = random.Random(seed)
         where = random_cluster(rng, int(np.prod([size for _, size in axes])))
         costs = CostModel(graph, where, table, axes)
-        maker = RandomProgram(graph, axes, rng, hosts=costs.hosts)
+        maker = RandomProgram(graph, axes, rng, hosts=costs.hosts, owned=seed % 3 == 2)
         program = maker.build()
         one, other = (maker.sizes(program, "skewed") for _ in range(2))
         whole = program_cost(program, one, costs)
         sizer = Sizer(program, one.classes, costs)
         apart = whole - program_cost(program, other, costs)
         assert apart == pytest.approx(sizer.variable_cost(one) - sizer.variable_cost(other), abs=1e-9 * whole), seed
+        if one.classes.owned and len(axes) == 1:
+            # Whatever is best for the others, an owner has all.
+            sizer.best(np.ones(costs.n)).check(program.axes)
         assert sum(tasks_of(program, one, costs).longest) == pytest.approx(whole, rel=1e-9), seed
         for i in program.instructions:
             if isinstance(i, Convert) and i.is_collective:

@@ -50,7 +50,9 @@ def brute_force(builder: ProblemBuilder) -> float:
     @cache
     def layouts(value):
         # A dimension no op cuts has no ratio to be stored at: only cuts that the formulation knows exist in both.
-        return LayoutSet(structure.axes, structure.layouts[value].dims, ("sum", "max", "min"))
+        known = structure.layouts[value]
+        owners = [placement.owner for placement in known.owned]
+        return LayoutSet(structure.axes, known.dims, ("sum", "max", "min"), owners=owners)
 
     @cache
     def with_slices(value, layout):
@@ -156,6 +158,33 @@ def test_no_program_of_several_axes_is_below_a_bound(seed, axes):
     assert joint <= wanted * (1 + 1e-9)
     assert solution.lower_bound <= wanted * (1 + 1e-9)
     assert wanted <= solution.cost * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_with_owners_too(seed):
+    """Each op may be one device's alone, or some; below no bound at any ratios, nor at the best ones."""
+    graph = random_graph(200 + seed, ops=2 + seed % 2).graph
+    speeds = [[1.0, 1.0], [3.0, 1.0, 1.0], [1.0, 0.05]][seed % 3]
+    unequal = cluster(speeds, bandwidth=[1e9, 1e10, 1e11][seed // 3 % 3], latency=[1e-6, 1e-4][seed % 2])
+    table = FactorTable(graph)
+    costs = CostModel(graph, unequal, table)
+    last = len(speeds) - 1
+    owners = {op.index: (last * (seed % 2),) for op in graph.ops}
+    structure = ChoiceSpace(graph, table, owners=owners)
+    joint = solve(ProblemBuilder(structure, costs, None).problem()).lower_bound
+    for fractions in (proportional(np.array(speeds)), np.full(len(speeds), 1 / len(speeds)), _spike(len(speeds))):
+        builder = ProblemBuilder(structure, costs, Ratios(graph, table, fractions))
+        solution = solve(builder.problem())
+        wanted = brute_force(builder)
+        assert solution.status == "optimal"
+        assert solution.cost == pytest.approx(wanted, rel=1e-6)
+        assert joint <= wanted * (1 + 1e-9)
+        program = Emitter(builder, solution.assignment.tolist()).run(costs.axes)
+        check(graph, program)
+        sizes = builder.ratios.sizes_of(Classes.build(graph, program, table))
+        if sizes is not None:
+            check(graph, program, sizes)
+            assert program_cost(program, sizes, costs) == pytest.approx(solution.cost, rel=1e-9)
 
 
 def _spike(n):
