@@ -58,19 +58,22 @@ def assert_right(plan: Plan, *args: Any) -> None:
 # ---- what three axes are for
 
 
+PRODUCTS = 3
+
+
 def chained(x: Any) -> Any:
     """Products of the matrices of two experts, two samples, two heads: what is made of one needs all of its rows."""
-    for _ in range(6):
+    for _ in range(PRODUCTS):
         x = x @ x
     return x
 
 
 def test_each_of_three_axes_cuts_a_dimension_of_its_own() -> None:
     """Along a dimension of two only two devices are busy, and on this network rows are not worth a gather: two axes use
-    four of eight devices, and one axis two. Nothing but the products takes time: 6 x 8 matrices x 2 x 256^3 FLOPs."""
+    four of eight devices, and one axis two. Nothing but the products takes time: 3 x 8 matrices x 2 x 256^3 FLOPs."""
     cluster, n = strategies.gpus([1.0] * 8, bandwidth=1e8), 256
     args = (strategies.shape(2, 2, 2, n, n),)
-    flops = 6 * 8 * 2 * n**3
+    flops = PRODUCTS * 8 * 2 * n**3
     meshes = {8: AXES, 4: (("data", 2), ("rest", 4)), 2: (("all", 8),)}
     for busy, axes in meshes.items():
         plan = planned(chained, args, cluster, axes)
@@ -107,7 +110,6 @@ def test_data_expert_and_tensor() -> None:
 
 
 SPEEDS: dict[str, tuple[float, ...]] = {
-    "equal": (1.0,) * 8,
     "unlike along the first": (3.0,) * 4 + (1.0,) * 4,
     "all unlike": (4.0, 1.0, 2.5, 0.7, 1.8, 3.1, 0.9, 1.4),
 }
@@ -121,7 +123,7 @@ def test_values_are_those_of_one_device(speeds: str, tmp_path: Path) -> None:
     plan = planned(mlp_step, (state, batch), cluster, leave_out=False)
     assert plan.program.axes == AXES
     assert {a for c in plan.sizes.classes.all for a in c.axes} == {0, 1, 2}
-    assert any(max(shares) > min(shares) + 1 for shares in plan.sizes.shares) == (speeds != "equal")
+    assert any(max(shares) > min(shares) + 1 for shares in plan.sizes.shares)
     plan.save(tmp_path / "plan.json")
     loaded = hapsynth.load(tmp_path / "plan.json", mlp_step, (state, batch), on(cluster, AXES)[0])
     assert loaded.program.text(loaded.traced.graph) == plan.program.text(plan.traced.graph)
@@ -192,11 +194,11 @@ def test_the_command_line_takes_them(command: str, tmp_path: Path, capsys: pytes
 
 def test_four_axes() -> None:
     axes = (("pod", 1), ("a", 2), ("b", 2), ("c", 1), ("d", 2))
-    x = floats(2, 2, 2, 8, 8)
-    plan = planned(chained, (x / 3,), strategies.gpus([1e-6] * 8, bandwidth=1e6), axes)
+    fn = lambda x: jnp.tanh(x) * 2
+    plan = planned(fn, (floats(2, 2, 2),), strategies.gpus([1e-6] * 8, bandwidth=1e6), axes)
     assert plan.program.axes == (("a", 2), ("b", 2), ("d", 2)), "those longer than 1"
     mesh = replace(thin_cluster([1.0] * 16), axes=tuple((n, 2) for n in "abcd"))
-    small = hapsynth.synthesize(lambda x: jnp.tanh(x) * 2, (strategies.shape(2, 2, 2, 2),), mesh)
+    small = hapsynth.synthesize(fn, (strategies.shape(2, 2, 2, 2),), mesh)
     assert len(small.program.axes) == 4
     assert sorted(next(iter(small.layouts.values())).split(",")) == ["S(0)", "S(1)", "S(2)", "S(3)"]
     with pytest.raises(ClusterError, match=r"5 mesh axes .* along 4 at most; make one of those"):
