@@ -161,8 +161,7 @@ class CandidateBuilder:
                 better = sizer.variable_cost(assumed) <= sizer.variable_cost(sizes) * (1 + SAME)
                 if better or memory > self.limit:
                     sizes, memory = assumed, needed
-        # What is chosen for its makespan has collectives that go together.
-        cheapest = by_cheapest_steps(program, sizes, self.costs, bundled=as_assumed)
+        cheapest = program if as_assumed else by_cheapest_steps(program, sizes, self.costs)
         if cheapest is not program:
             by_these = Sizer(cheapest, classes, self.costs, self.fixed_ratios, self.left, self.known)
             held = by_these.memory.peak(sizes)

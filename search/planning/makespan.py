@@ -28,6 +28,7 @@ from scipy.sparse.csgraph import connected_components
 from hapsynth.instructions.program.program import Compute, Program
 from hapsynth.instructions.program.sizes import Sizes
 from hapsynth.search.cost.model import CostModel, Floats
+from hapsynth.search.cost.program_cost import by_cheapest_steps
 from hapsynth.search.formulation.chain_weights import ChainCosts, IdealChainCosts, WeightedBuilder
 from hapsynth.search.formulation.chains import Chain, ChainSpace, Occupancy, Resources
 from hapsynth.search.memory.profile import MemoryProfile
@@ -459,13 +460,18 @@ def _least_makespan(found: MakespanSearch) -> float:
 
 
 def _within_limit(known: Scheduled, search: FixedRatioSearch, bound: float) -> Overlapped | None:
-    """A program in an order in which it fits; None where there is none."""
-    candidate = known.candidate
+    """A program in an order in which it fits, by the steps that it has or those that go together; None where there is
+    none."""
+    candidate, costs = known.candidate, search.task.costs
     timed = partial(_timed, sizes=candidate.sizes, search=search, bound=bound)
     found = timed(ordered(candidate.program, refined(known.timeline)))
+    together = by_cheapest_steps(candidate.program, candidate.sizes, costs, bundled=True)
+    if together is not candidate.program:
+        other = ordered(together, schedule(tasks_of(together, candidate.sizes, costs)))
+        found = _shorter(found, timed(other))
     if found is not None or candidate.memory > search.limit:
         return found
-    less = schedules_holding_less(candidate.program, candidate.sizes, search.task.costs)
+    less = schedules_holding_less(candidate.program, candidate.sizes, costs)
     return next(filter(None, map(timed, less)), None) or timed(candidate.program)
 
 
