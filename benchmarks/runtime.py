@@ -45,7 +45,7 @@ from harness.command import again, names, parser, write_json
 from harness.emulated_job import Worker, add_options, check, environment, in_folder, read_json, run
 from harness.timing import KEEPS_MEMORY
 from systems import ddp
-from systems.planned import chosen, one_after_another
+from systems.planned import chosen
 from systems.stepped import (
     AGREE,
     Alone,
@@ -237,7 +237,7 @@ class Measuring(Worker):
         form = "staged" if system in OVERLAP else system if system in FORMS else self.options.form
         plan = hapsynth.load(file, fn, shapes, self.mesh, form=form)
         if system == "serial":
-            plan = one_after_another(plan)
+            plan = plan.without_overlap()
         contest = self.contest(model, plan, arguments) if system == "fastest" else None
         plan = contest.plan if contest else plan
         runner: System

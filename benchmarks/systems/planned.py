@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import hapsynth
@@ -11,7 +10,6 @@ from hapsynth.graph.trace import Traced
 from hapsynth.plan import Form
 from hapsynth.search.planning.baselines import NAMES, Baseline, Baselines
 from hapsynth.search.planning.task import Task
-from hapsynth.search.scheduling.timeline import step_seconds
 from systems.hap import Hap
 
 TWIN = {"fastest": "plan", "even": "data_parallel", "by_speed": "data_parallel_speed", "fsdp": "zero3"}
@@ -35,13 +33,6 @@ def chosen(
             same = Hap(baselines).baseline() if system == "hap" else by_name[twin]
             plans[system] = as_plan(same, fn, traced, cluster)
     return plans
-
-
-def one_after_another(plan: hapsynth.Plan) -> hapsynth.Plan:
-    """The program of a plan with overlap, without."""
-    cost = step_seconds(plan.program, plan.sizes, plan.cost_model(), overlap=False)
-    result = replace(plan.result, overlap=False, cost_s=cost)
-    return hapsynth.Plan(plan.traced, result, plan.cluster, plan.mesh, plan.fn, form="staged")
 
 
 def as_plan(b: Baseline, fn: Any, traced: Traced, cluster: hapsynth.Cluster) -> hapsynth.Plan:

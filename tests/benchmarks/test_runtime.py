@@ -88,7 +88,7 @@ def test_the_program_of_a_plan_with_overlap_runs_without() -> None:
     cluster = Cluster("two", (kind,) * 2, (0, 1), Link(1e6, 1e-6))
     fn, shapes = models.mlp(2, layers=2, config=TINY)
     plan = planned.chosen(["overlap"], fn, shapes, trace(fn, shapes), cluster)["overlap"]
-    alone = planned.one_after_another(plan)
+    alone = plan.without_overlap()
     assert (plan.result.overlap, alone.result.overlap) == (True, False)
     assert (alone.program, alone.sizes) == (plan.program, plan.sizes)
     assert alone.cost > plan.cost

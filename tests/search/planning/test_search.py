@@ -120,25 +120,36 @@ def _dijkstra(ways, stored, enough):
     return np.inf
 
 
-@pytest.mark.parametrize("seed", range(24))
-def test_search_equals_brute_force_over_all_programs(seed):
-    traced = random_graph(seed, ops=2 + seed % 6)
-    graph = traced.graph
-    assert len(graph.ops) <= 8
+def unequal(seed, **links):
+    """Two or three devices, of some speeds, behind a network of some bandwidth."""
     speeds = [[1.0, 1.0], [3.0, 1.0, 1.0], [1.0, 0.05]][seed % 3]
-    unequal = cluster(speeds, bandwidth=[1e9, 1e10, 1e11][seed // 3 % 3])
-    table = FactorTable(graph)
-    costs = CostModel(graph, unequal, table)
-    structure = ChoiceSpace(graph, table)
+    return np.array(speeds), cluster(speeds, bandwidth=[1e9, 1e10, 1e11][seed // 3 % 3], **links)
+
+
+def assert_equal_to_brute_force(costs, structure, speeds):
+    """At ratios by speed, at even ones, and with all on one device: what the search comes to costs as much as the least
+    of all programs, which neither its bound nor the joint one is above. (builder, solution) of each."""
     joint = solve(ProblemBuilder(structure, costs, None).problem()).lower_bound
-    for fractions in (proportional(np.array(speeds)), np.full(len(speeds), 1 / len(speeds)), _spike(len(speeds))):
-        builder = ProblemBuilder(structure, costs, Ratios(graph, table, fractions))
+    found = []
+    for fractions in (proportional(speeds), np.full(len(speeds), 1 / len(speeds)), _spike(len(speeds))):
+        builder = ProblemBuilder(structure, costs, Ratios(costs.graph, costs.table, fractions))
         solution = solve(builder.problem())
         wanted = brute_force(builder)
         assert solution.status == "optimal"
         assert solution.cost == pytest.approx(wanted, rel=1e-6)
         assert solution.lower_bound <= wanted * (1 + 1e-9)
         assert joint <= wanted * (1 + 1e-9)
+        found.append((builder, solution))
+    return found
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_search_equals_brute_force_over_all_programs(seed):
+    graph = random_graph(seed, ops=2 + seed % 6).graph
+    assert len(graph.ops) <= 8
+    speeds, devices = unequal(seed)
+    costs = CostModel(graph, devices, FactorTable(graph))
+    assert_equal_to_brute_force(costs, ChoiceSpace(graph, costs.table), speeds)
 
 
 @pytest.mark.parametrize("axes", [(("a", 2), ("b", 2)), (("a", 2), ("b", 2), ("c", 2))], ids=["two axes", "three axes"])
@@ -164,21 +175,12 @@ def test_no_program_of_several_axes_is_below_a_bound(seed, axes):
 def test_with_owners_too(seed):
     """Each op may be one device's alone, or some; below no bound at any ratios, nor at the best ones."""
     graph = random_graph(200 + seed, ops=2 + seed % 2).graph
-    speeds = [[1.0, 1.0], [3.0, 1.0, 1.0], [1.0, 0.05]][seed % 3]
-    unequal = cluster(speeds, bandwidth=[1e9, 1e10, 1e11][seed // 3 % 3], latency=[1e-6, 1e-4][seed % 2])
+    speeds, devices = unequal(seed, latency=[1e-6, 1e-4][seed % 2])
     table = FactorTable(graph)
-    costs = CostModel(graph, unequal, table)
+    costs = CostModel(graph, devices, table)
     last = len(speeds) - 1
     owners = {op.index: (last * (seed % 2),) for op in graph.ops}
-    structure = ChoiceSpace(graph, table, owners=owners)
-    joint = solve(ProblemBuilder(structure, costs, None).problem()).lower_bound
-    for fractions in (proportional(np.array(speeds)), np.full(len(speeds), 1 / len(speeds)), _spike(len(speeds))):
-        builder = ProblemBuilder(structure, costs, Ratios(graph, table, fractions))
-        solution = solve(builder.problem())
-        wanted = brute_force(builder)
-        assert solution.status == "optimal"
-        assert solution.cost == pytest.approx(wanted, rel=1e-6)
-        assert joint <= wanted * (1 + 1e-9)
+    for builder, solution in assert_equal_to_brute_force(costs, ChoiceSpace(graph, table, owners=owners), speeds):
         program = Emitter(builder, solution.assignment.tolist()).run(costs.axes)
         check(graph, program)
         sizes = builder.ratios.sizes_of(Classes.build(graph, program, table))
