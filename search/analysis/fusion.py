@@ -47,15 +47,16 @@ def launches(graph: Graph, stored: Sequence[bool], outputs: int) -> list[bool]:
     reductions that read them, and what is stored is one more result of an elementwise kernel or reduction of its size
     that reads it, unless something else that reads it leads there: of Adam's update both moments and the parameter.
     """
+    if outputs > 1:
+        stored = _stored(graph, True, False)[0]
     found = [not is_fusible(op) or any(stored[v] for v in op.results) for op in graph.ops]
     if outputs == 1:
         return found
-    stored, reach = _stored(graph, True, False)[0], Reachability(graph)
+    reach = Reachability(graph)
     ends, written = list(range(len(graph.ops))), [0] * len(graph.ops)
     """Of each op the one that ends its kernel; of that the results that the kernel writes."""
     for op in reversed(graph.ops):
         here, takers = op.index, {o for v in op.results for o, _ in graph.uses[v]}
-        found[here] = not is_fusible(op) or any(stored[v] for v in op.results)
         if found[here]:
             written[here] = len(op.results)
             joined = _reader_that_stores(graph, op, takers, ends, reach) if is_fusible(op) else None

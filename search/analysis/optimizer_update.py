@@ -11,6 +11,10 @@ from functools import cached_property
 from math import ceil
 from typing import NamedTuple
 
+import numpy as np
+from scipy.sparse import coo_array
+from scipy.sparse.csgraph import connected_components
+
 from hapsynth.graph.ir import Graph, Op
 from hapsynth.instructions.collectives import Collective
 from hapsynth.instructions.rules.registry import is_fusible
@@ -52,13 +56,6 @@ class UpdateGroup(NamedTuple):
 def update_groups(graph: Graph, updated: Set[int]) -> tuple[UpdateGroup, ...]:
     """The parts of an optimizer's update that have no tensor in common, `updated` being the values of all of it."""
     tensors = lambda op: [v for v in (*(v for _, v in op.value_operands), *op.results) if graph.values[v].shape]
-    leader: dict[int, int] = {}
-
-    def find(value: int) -> int:
-        while leader.setdefault(value, value) != value:
-            leader[value] = value = leader[leader[value]]
-        return value
-
     held = set(updated)
     mine: list[Op] = []
     casts: set[int] = set()
@@ -77,11 +74,14 @@ def update_groups(graph: Graph, updated: Set[int]) -> tuple[UpdateGroup, ...]:
         elif not (alike and brings):
             continue
         mine.append(op)
-        first, *others = map(find, tensors(op))
-        leader.update(dict.fromkeys(others, first))
+    ends = np.array([(tensors(op)[0], v) for op in mine for v in tensors(op)], dtype=np.int64).reshape(-1, 2).T
+    count = len(graph.values)
+    _, part = connected_components(
+        coo_array((np.ones(ends.shape[1]), tuple(ends)), shape=(count, count)), directed=False
+    )
     parts: dict[int, list[Op]] = {}
     for op in mine:
-        parts.setdefault(find(tensors(op)[0]), []).append(op)
+        parts.setdefault(int(part[tensors(op)[0]]), []).append(op)
     groups: list[UpdateGroup] = []
     for ops in parts.values():
         inside, made = {op.index for op in ops}, {v for op in ops for v in op.results}
