@@ -28,6 +28,8 @@ from functools import cache
 from math import prod
 from typing import ClassVar, Literal, NamedTuple
 
+import numpy as np
+
 from hapsynth.instructions.layout import Layout, P, Placement, R, cut_axes, cuts_of, is_consistent, way_of
 
 Cut = tuple[int, tuple[int, ...], int]
@@ -38,6 +40,12 @@ EVEN = -1
 Hosts = tuple[tuple[int, ...], ...]
 """The positions along a mesh axis on each host that it goes over, in order; () where it is one host, or each position
 is another, or they are grouped otherwise elsewhere in the mesh: what goes over hosts is nothing of its own there."""
+
+
+def lines_along(hosts: Sequence[int], lengths: Sequence[int], axis: int) -> list[list[int]]:
+    """The host of each position along a mesh axis, for every line of devices along it. `hosts`: of all devices,
+    row-major over axes of these `lengths`."""
+    return np.moveaxis(np.reshape(hosts, lengths), axis, -1).reshape(-1, lengths[axis]).tolist()
 
 
 def hosts_along(lines: Sequence[Sequence[int]]) -> Hosts:

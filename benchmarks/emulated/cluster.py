@@ -51,14 +51,16 @@ class EmulatedCluster:
         with EmulatedCluster(machines("1.0:0.3", rate="1Gbit")) as cluster:
             codes = cluster.run(["python", "train.py"])
 
-    Every machine is a process (and its children) in control groups, a network namespace and under a host name of its
-    own, which all machines resolve to its address there. On leaving, and when this process ends in whatever way, all
+    Every process (with its children) is in control groups of its own, every machine's in a network namespace and under
+    a host name, which all machines resolve to its address there. On leaving, and when this process ends in whatever way, all
     that runs in it is killed and all of it taken away; so is, on entering, what an earlier run left.
     Raises MissingError without root, tools, controllers or queues.
     """
 
     def __init__(self, machines: Sequence[Machine]) -> None:
         self.machines = list(machines)
+        self.members = [machine for machine in self.machines for _ in range(machine.processes)]
+        """The machine of each process."""
         self.name = f"{PREFIX}{os.getpid()}"
         self._lock = -1
         self._reaper: subprocess.Popen[bytes] | None = None
@@ -84,7 +86,7 @@ class EmulatedCluster:
             hosts = [f"{network.address(i)} {m.name}" for i, m in enumerate(self.machines)]
             (folder / "hosts").write_text("\n".join(["127.0.0.1 localhost", *hosts]) + "\n")
             hierarchies = Hierarchies.here()
-            self._folders = [hierarchies.make(f"{self.name}-{i}", m) for i, m in enumerate(self.machines)]
+            self._folders = [hierarchies.make(f"{self.name}-{i}", m) for i, m in enumerate(self.members)]
             network.make(self.name, self.machines)
         except BaseException as error:
             self.close()
@@ -110,13 +112,14 @@ class EmulatedCluster:
             self._reaper.communicate()
 
     def start(self, i: int, command: Sequence[str], env: Mapping[str, str] | None = None) -> subprocess.Popen[str]:
-        """A process on machine i, with its output and errors piped.
+        """Process i, on its machine, with its output and errors piped.
 
-        `{i}`, `{n}`, `{name}` and `{coordinator}` stand for the machine's number and name, how many there are, and
+        `{i}`, `{n}`, `{name}` and `{coordinator}` stand for its number, how many there are, the machine's name, and
         `coordinator`. The environment has them too, where `jax.distributed.initialize()` looks for them.
         """
-        machine, group = self.machines[i], f"{self.name}-{i}"
-        fields = {"i": str(i), "n": str(len(self.machines)), "name": machine.name, "coordinator": self.coordinator}
+        machine = self.members[i]
+        space = f"{self.name}-{self.machines.index(machine)}"
+        fields = {"i": str(i), "n": str(len(self.members)), "name": machine.name, "coordinator": self.coordinator}
         filled = [re.sub(r"\{(i|n|name|coordinator)\}", lambda m: fields[m[1]], part) for part in command]
         environment = {
             **(os.environ if env is None else env),
@@ -125,12 +128,12 @@ class EmulatedCluster:
             "EMULATED_QUOTA": str(machine.quota),
             "PYTHON": sys.executable,
             "PACE": _PACE.format(cgroup.PERIOD_US * 1e-6 * machine.quota / 2) if machine.quota < 1 else "",
-            **Launch(1, len(self.machines), i, self.coordinator).environments()[0],
+            **Launch(1, len(self.members), i, self.coordinator).environments()[0],
         }
-        cores = cores_of(self.machines, sorted(os.sched_getaffinity(0)))[i]
+        cores = cores_of([m.quota for m in self.members], sorted(os.sched_getaffinity(0)))[i]
         hosts = str(_folder(self.name) / "hosts")
         process = subprocess.Popen(
-            ["taskset", "-c", ",".join(map(str, cores)), "sh", "-c", _ENTER, "sh", group, machine.name, hosts, *filled],
+            ["taskset", "-c", ",".join(map(str, cores)), "sh", "-c", _ENTER, "sh", space, machine.name, hosts, *filled],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -148,16 +151,16 @@ class EmulatedCluster:
         timeout_s: float | None = None,
         show: Callable[[str, str], None] | None = None,
     ) -> list[int]:
-        """The command on every machine, to its end; exit codes, minus the signal of one that was killed.
+        """The command as every process, to its end; exit codes, minus the signal of one that was killed.
 
         When one fails, or time is up, the others are ended. `show(machine, line)` gets the output, lines after
         `[machine] ` on standard output if not given.
         """
         shown = show or (lambda name, line: print(f"[{name}] {line}", flush=True))
-        processes = [self.start(i, command, env) for i in range(len(self.machines))]
+        processes = [self.start(i, command, env) for i in range(len(self.members))]
         threads = [
-            threading.Thread(target=_read, args=(process, machine.name, shown), daemon=True)
-            for machine, process in zip(self.machines, processes)
+            threading.Thread(target=_read, args=(process, self._label(i), shown), daemon=True)
+            for i, process in enumerate(processes)
         ]
         for thread in threads:
             thread.start()
@@ -177,10 +180,15 @@ class EmulatedCluster:
             thread.join(timeout=5)
         return [process.wait() for process in processes]
 
+    def _label(self, i: int) -> str:
+        """The machine's name; of several processes with the number that each has there."""
+        machine = self.members[i]
+        return machine.name if machine.processes == 1 else f"{machine.name}.{i - self.members.index(machine)}"
+
     def _why(self, i: int, processes: Sequence[subprocess.Popen[str]]) -> str:
-        code, name = processes[i].wait(), self.machines[i].name
+        code, name = processes[i].wait(), self._label(i)
         if code == -9 and cgroup.out_of_memory(self._folders[i]):
-            return f"{name} was killed at its memory limit of {self.machines[i].memory} bytes"
+            return f"{name} was killed at its memory limit of {self.members[i].memory} bytes"
         return f"{name} was killed by signal {-code}" if code < 0 else f"{name} failed with exit code {code}"
 
 

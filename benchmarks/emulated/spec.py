@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -21,8 +21,9 @@ class SpecError(ValueError):
 
 @dataclass(frozen=True)
 class Machine:
-    """`name`: its host name and its output's label. `quota`: cores. `rate`: bits per second of its link, each way, None
-    for as fast as it goes; `delay`: seconds that each packet waits on its way out. `memory`: bytes, None for no limit.
+    """`name`: its host name and its output's label. `rate`: bits per second of its link, each way, None for as fast as it
+    goes; `delay`: seconds that each packet waits on its way out. `processes`: how many run on it, which reach one another
+    by its loopback, and all others by that one link; of each `quota` cores, and `memory` bytes, None for no limit.
     """
 
     name: str
@@ -30,6 +31,7 @@ class Machine:
     rate: float | None = None
     delay: float = 0.0
     memory: int | None = None
+    processes: int = 1
 
     def __post_init__(self) -> None:
         if not re.fullmatch(r"[a-z0-9][a-z0-9-]{0,31}", self.name):
@@ -42,6 +44,8 @@ class Machine:
             raise SpecError(f"machine {self.name}: a delay of {self.delay:g} s; give 0 or more")
         if self.memory is not None and self.memory < 1 << 20:
             raise SpecError(f"machine {self.name}: {self.memory} bytes of memory; give at least 1MiB")
+        if self.processes < 1:
+            raise SpecError(f"machine {self.name}: {self.processes} processes; give at least 1")
 
 
 def number(text: Any, what: str, suffix: str) -> float:
@@ -67,11 +71,19 @@ def _memory(x: Any) -> int | None:
     return None if x in (None, "none", "") else int(number(x, "memory", "B"))
 
 
+def _processes(x: Any) -> int:
+    try:
+        return int(str(x))
+    except ValueError:
+        raise SpecError(f"processes is {x!r}; give a whole number, as 3") from None
+
+
 _READ: Mapping[str, Callable[[Any], Any]] = {
     "quota": lambda x: number(x, "quota", "B"),
     "rate": _rate,
     "delay": lambda x: number(x, "delay", "s"),
     "memory": _memory,
+    "processes": _processes,
 }
 
 
@@ -122,7 +134,7 @@ def checked(cluster: list[Machine]) -> list[Machine]:
         raise SpecError(f"{len(cluster)} machines; give 1 to 250")
     if len({m.name for m in cluster}) < len(cluster):
         raise SpecError(f"two machines have one name: {', '.join(m.name for m in cluster)}")
-    cores, quotas = len(os.sched_getaffinity(0)), sum(m.quota for m in cluster)
+    cores, quotas = len(os.sched_getaffinity(0)), sum(m.quota * m.processes for m in cluster)
     if quotas > MOST_USED * cores:
         raise SpecError(
             f"the quotas are {quotas:g} cores together, and of the {cores} here at most {MOST_USED * cores:g} can be "
@@ -131,14 +143,14 @@ def checked(cluster: list[Machine]) -> list[Machine]:
     return cluster
 
 
-def cores_of(cluster: list[Machine], cores: list[int]) -> list[list[int]]:
-    """The cores that each machine is held to: one, where the quotas can be packed so, for steadier times; else all."""
+def cores_of(quotas: Sequence[float], cores: list[int]) -> list[list[int]]:
+    """The cores that each process is held to: one, where the quotas can be packed so, for steadier times; else all."""
     free = dict.fromkeys(cores, 1.0)
     chosen: dict[int, int] = {}
-    for i in sorted(range(len(cluster)), key=lambda i: (-cluster[i].quota, i)):
+    for i in sorted(range(len(quotas)), key=lambda i: (-quotas[i], i)):
         core = max(free, key=lambda c: free[c])
-        if cluster[i].quota > free[core] + 1e-9:
-            return [cores] * len(cluster)
-        free[core] -= cluster[i].quota
+        if quotas[i] > free[core] + 1e-9:
+            return [cores] * len(quotas)
+        free[core] -= quotas[i]
         chosen[i] = core
-    return [[chosen[i]] for i in range(len(cluster))]
+    return [[chosen[i]] for i in range(len(quotas))]

@@ -81,7 +81,7 @@ from hapsynth.cluster.links import (
     write_link,
     write_pairs,
 )
-from hapsynth.cluster.toml_format import COLLECTIVES, read_collectives, read_devices, read_profile, to_toml
+from hapsynth.cluster.toml_format import COLLECTIVES, OVER_HOSTS, read_collectives, read_devices, read_profile, to_toml
 from hapsynth.cluster.toml_reader import ClusterError, Table
 
 __all__ = ["Cluster", "ClusterError", "ClusterWarning", "DeviceKind", "Link", "known_kinds"]
@@ -231,7 +231,8 @@ class Cluster:
         return replace(self, name=name, collectives={}, **changed)
 
     def scaled_network(self, factor: float) -> "Cluster":
-        """The cluster with `factor` times the bandwidth between its hosts; inside where there is only one host."""
+        """The cluster with `factor` times the bandwidth between its hosts; inside where there is only one host. Of what
+        was measured all time beyond the latency is taken for that of these links."""
         if len(set(self.hosts)) > 1:
             changed: dict[str, object] = {
                 "network": self.network.wider(factor),
@@ -290,7 +291,7 @@ class Cluster:
         """The cluster of some of the devices, given by their positions in mesh order, rising; all of them: the cluster
         itself. It has the same mesh axes where the devices are a mesh of these, and one over all where they are not.
         Collectives that were measured along an axis count for a part of it too, unless it is inside one host and the
-        whole is not. Raises ClusterError for positions that are not rising or that no device has."""
+        whole is not; those over hosts with equally many devices only for others such. Raises ClusterError for positions that are not rising or that no device has."""
         rising = all(a < b for a, b in itertools.pairwise(devices))
         if not devices or not rising or devices[0] < 0 or devices[-1] >= self.n:
             what = f"{list(devices)} are not positions of its {self.n} devices, each once and rising"
@@ -304,6 +305,9 @@ class Cluster:
         whole = {a for a, size in axes if dict(self.axes)[a] == size}
         alike = {a for a, _ in axes} | {DEFAULT_AXIS} if (len(set(hosts)) > 1) == (len(set(self.hosts)) > 1) else set()
         measured = {a: curves for a, curves in self.collectives.items() if a in whole | alike}
+        if _equally_full(hosts) != _equally_full(self.hosts):
+            # Over these hosts they go otherwise.
+            measured = {a: {k: c for k, c in by.items() if k not in OVER_HOSTS} for a, by in measured.items()}
         return replace(self, devices=pick(self.devices), hosts=hosts, axes=axes, collectives=measured)
 
     def measured_elsewhere(self, machine: str, jax_version: str) -> str | None:
@@ -430,6 +434,10 @@ class Cluster:
 
 
 _KEYS = ("name", "axes", "network", "intra", "devices", "links", "kinds", "collectives", "profile")
+
+
+def _equally_full(hosts: Sequence[int]) -> bool:
+    return len(set(Counter(hosts).values())) == 1
 
 
 def _bare(curves: Mapping[str, Mapping[str, Curve]]) -> dict[str, dict[str, Curve]]:

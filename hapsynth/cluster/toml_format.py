@@ -11,7 +11,8 @@ from hapsynth.cluster.device_kinds import DeviceKind, find_kind
 from hapsynth.cluster.links import HostLinks, read_host_links
 from hapsynth.cluster.toml_reader import Table
 
-COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all")
+OVER_HOSTS = ("hierarchical_all_reduce", "hierarchical_reduce_scatter", "hierarchical_all_gather")
+COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", *OVER_HOSTS)
 _MOST_DEVICES = 1 << 16
 
 

@@ -155,7 +155,7 @@ class Builder:
                     first, spread = curve.points[0][1], curve.spread[0]
                     start = (0.0, rounded(first * _LATENCY))
                     curves.setdefault(axis, {})[step] = Curve((start, *curve.points), (spread, *curve.spread))
-                if not (STEPS[step].splits and STEPS[step].joins):
+                if STEPS[step].over == "positions" and not (STEPS[step].splits and STEPS[step].joins):
                     # All links of a bare cluster are alike.
                     messages = PRICES[step].algorithms[0].latency(link) / link.latency
                     lines.setdefault(axis, []).extend((messages, a, t) for a, t, _ in points)

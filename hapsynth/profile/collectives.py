@@ -15,7 +15,7 @@ from scipy.optimize import linprog
 
 from hapsynth.cluster.cluster import COLLECTIVES, DEFAULT_AXIS
 from hapsynth.cluster.links import Link
-from hapsynth.instructions.collectives import STEPS
+from hapsynth.instructions.collectives import STEPS, Hosts, hosts_along, lines_along
 from hapsynth.instructions.layout import P, R
 from hapsynth.instructions.staging.options import DEFAULT, LoweringOptions
 from hapsynth.lower import _gloo
@@ -41,6 +41,8 @@ class Exchange:
     axis: str
     nbytes: int
     repeats: int
+    hosts: Hosts = ()
+    """Those that the axis goes over."""
 
     @property
     def family(self) -> str:
@@ -71,8 +73,8 @@ BASE = "none"
 
 
 def exchanges(axes: Axes, hosts: Sequence[int], quick: bool) -> Iterator[Exchange]:
-    """All that is measured: every collective along every axis and along all devices as one axis, from small to
-    large."""
+    """All that is measured: every collective that can be run along every axis and along all devices as one axis, from
+    small to large."""
     n = len(hosts)
     meshes = [(axes, axis) for axis, size in axes if size > 1]
     if len(meshes) > 1:
@@ -80,9 +82,11 @@ def exchanges(axes: Axes, hosts: Sequence[int], quick: bool) -> Iterator[Exchang
     sizes = (1 << 12, 1 << 20) if quick else (1 << 10, 1 << 13, 1 << 16, 1 << 19, 1 << 22, 1 << 24, 1 << 26)
     for mesh, axis in meshes:
         yield Exchange(BASE, mesh, axis, sizes[0], 1)
+        names, lengths = zip(*mesh, strict=True)
+        along = hosts_along(lines_along(hosts, lengths, names.index(axis)))
         for step in COLLECTIVES:
-            for nbytes in sizes:
-                yield Exchange(step, mesh, axis, nbytes, 8 if nbytes < 1 << 17 else 2)
+            for nbytes in sizes if STEPS[step].goes_over(along) else ():
+                yield Exchange(step, mesh, axis, nbytes, 8 if nbytes < 1 << 17 else 2, along)
     if 1 < len(set(hosts)) < n:
         for nbytes in sizes:
             yield Exchange(INSIDE, (((DEFAULT_AXIS, n),)), DEFAULT_AXIS, nbytes, 8 if nbytes < 1 << 17 else 2)
@@ -128,7 +132,7 @@ def _step(exchange: Exchange, hosts: Sequence[int], gloo: LoweringOptions | None
 
     def one(x: jax.Array) -> jax.Array:
         sent = jnp.tile(x, n) if step.splits and not step.joins else x
-        made = exchange_first(step, axis, sent, P("sum"), R, gloo, as_it_is)
+        made = exchange_first(step, axis, sent, P("sum"), R, gloo, as_it_is, exchange.hosts)
         if not step.joins:
             return made * (1 / n)
         # The neighbour's part: one's own would need no gathering.

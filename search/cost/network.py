@@ -25,6 +25,7 @@ from hapsynth.instructions.collectives import (
     are_equal,
     groups_between,
     hosts_along,
+    lines_along,
     tree_rounds,
 )
 from hapsynth.instructions.layout import MOST_AXES
@@ -312,10 +313,10 @@ PRICES: dict[str, Price] = {
 
 def axis_links(cluster: Cluster, axes: Sequence[tuple[str, int]]) -> tuple[AxisLink, ...]:
     """The link of each axis (name, size) of a mesh, devices row-major."""
-    hosts = np.array(cluster.hosts).reshape([n for _, n in axes])
+    lengths = [n for _, n in axes]
     found: list[AxisLink] = []
     for a, (name, n) in enumerate(axes):
-        lines: list[list[int]] = np.moveaxis(hosts, a, -1).reshape(-1, n).tolist()
+        lines = lines_along(cluster.hosts, lengths, a)
         curves, levels = cluster.collectives_along(name, n), _levels(cluster, lines)
         found.append(replace(_link(cluster, lines), curves=curves, levels=levels))
     return tuple(found)

@@ -46,6 +46,9 @@ def test_machines_are_read_from_toml(tmp_path: Path) -> None:
         ("1:1", {"rate": "9"}, "9 bit/s; give at least 100kbit"),
         ("1:1", {"delay": "1min"}, "delay is '1min'; give a number with its unit, as 1ms"),
         ("1:1", {"memory": "7"}, "7 bytes of memory"),
+        ("1:1", {"processes": "2:0"}, "m1: 0 processes; give at least 1"),
+        ("1:1", {"processes": "2:some"}, "processes is 'some'; give a whole number"),
+        ("1:1", {"processes": "3:1"}, "4 cores together, and of the 4 here at most 3.92"),
     ],
 )
 def test_what_can_not_be_is_refused(quotas: str, more: dict[str, str], said: str) -> None:
@@ -70,10 +73,10 @@ def test_a_wrong_file_is_refused(tmp_path: Path, text: str, said: str) -> None:
         load(tmp_path / "c.toml")
 
 
-def test_each_machine_has_one_core_where_the_quotas_can_be_packed() -> None:
-    assert cores_of(machines("0.6:0.6:0.2:0.2"), [4, 7]) == [[4], [7], [4], [7]]
-    assert cores_of(machines("0.7:0.7:0.5"), [4, 7]) == [[4, 7]] * 3
-    assert cores_of(machines("1.9"), [4, 7]) == [[4, 7]]
+def test_each_process_has_one_core_where_the_quotas_can_be_packed() -> None:
+    assert cores_of([0.6, 0.6, 0.2, 0.2], [4, 7]) == [[4], [7], [4], [7]]
+    assert cores_of([0.7, 0.7, 0.5], [4, 7]) == [[4, 7]] * 3
+    assert cores_of([1.9], [4, 7]) == [[4, 7]]
 
 
 def test_version_2_limits(tmp_path: Path) -> None:

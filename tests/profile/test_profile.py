@@ -16,16 +16,19 @@ from hapsynth import _device_memory
 from hapsynth.cli.main import main
 from hapsynth.cluster.cluster import Cluster
 from hapsynth.cluster.op_classes import OP_CLASSES
+from hapsynth.instructions.collectives import STEPS
 from hapsynth.profile import run
 from hapsynth.profile.cluster_builder import Builder
-from hapsynth.profile.collectives import exchanges, fitted, link_of, rings
+from hapsynth.profile.collectives import exchanges, fitted, link_of, rings, runner
 from hapsynth.profile.contention import BESIDE, beside
+from hapsynth.profile.job import Job
 from hapsynth.profile.kind_fit import KindFit, groups, smooth, typical
 from hapsynth.profile.op_kernels import kernels
 from hapsynth.profile.plausibility import refusal
 from hapsynth.profile.resume import State
 from hapsynth.profile.run import Options, _Measuring
 from hapsynth.profile.sampling import sampled
+from hapsynth.search.cost.network import axis_links
 
 
 class FakeJob:
@@ -46,6 +49,63 @@ class FakeJob:
         self.ran.append(kernel.key)
         seconds = np.broadcast_to(kernel_seconds(kernel, self.speeds), self.n)
         return lambda: seconds if only is None else seconds[only]
+
+
+OVER_HOSTS = {f"hierarchical_{step}" for step in ("all_reduce", "reduce_scatter", "all_gather")}
+
+
+@pytest.mark.parametrize(
+    ("axes", "hosts", "over"),
+    [
+        ({"hap": 4}, (0, 0, 0, 1), {"hap": {"hierarchical_all_reduce"}}),
+        ({"hap": 4}, (0, 1, 0, 1), {"hap": OVER_HOSTS}),
+        ({"hap": 4}, (0, 0, 0, 0), {}),
+        ({"hap": 4}, (0, 1, 2, 3), {}),
+        # Neither axis of two goes over several hosts with several devices in one; both as one do.
+        ({"a": 2, "b": 2}, (0, 0, 1, 1), {"hap": OVER_HOSTS}),
+        ({"a": 2, "b": 4}, (0, 0, 1, 1, 2, 2, 3, 3), {"b": OVER_HOSTS, "hap": OVER_HOSTS}),
+    ],
+)
+def test_what_goes_over_hosts_is_measured_where_it_can_be_run(
+    axes: dict[str, int], hosts: tuple[int, ...], over: dict[str, set[str]]
+) -> None:
+    found: dict[str, set[str]] = {}
+    for e in exchanges(tuple(axes.items()), hosts, quick=True):
+        if e.step.startswith("hierarchical"):
+            found.setdefault(e.axis, set()).add(e.step)
+    assert found == over
+
+
+def test_a_cluster_of_several_hosts_has_curves_of_what_goes_over_them(tmp_path: Path) -> None:
+    """By the bytes that leave a host: of 3 + 1 devices those of all, and in modelled figures they take what one of four
+    alone does."""
+    builder = built(FakeJob([1.0] * 4, (0, 0, 0, 1)))
+    assert builder.doubts() == []
+    cluster = builder.cluster()
+    (link,) = axis_links(cluster, (("hap", 4),))
+    (e,) = [e for e in builder.sent if e.key == f"hierarchical_all_reduce/hap/{1 << 20}"]
+    alone = (exchange_seconds(e) - START) / e.repeats
+    assert link.offers(STEPS["hierarchical_all_reduce"])
+    wire = link.wire_bytes("hierarchical_all_reduce", 4.0 * e.words)
+    assert wire == 4.0 * e.words
+    assert link.seconds("hierarchical_all_reduce", wire) == pytest.approx(alone, rel=1e-4)
+    # The links are told by what goes round all devices alone.
+    assert cluster.network == built(FakeJob([1.0] * 4, (0, 1, 2, 3))).cluster().network
+    cluster.save(tmp_path / "c.toml")
+    assert Cluster.load(tmp_path / "c.toml") == cluster
+    # Of equally many in each host they go otherwise.
+    assert "hierarchical_all_reduce" in cluster.subset([0, 1, 3]).collectives["hap"]
+    assert set(cluster.subset([0, 3]).collectives["hap"]) == set(cluster.collectives["hap"]) - OVER_HOSTS
+
+
+@pytest.mark.parametrize("hosts", [(0, 0, 0, 1), (0, 1, 0, 1)])
+def test_what_goes_over_hosts_runs(hosts: tuple[int, ...]) -> None:
+    job = Job(4)
+    job.hosts = hosts
+    over = [e for e in exchanges((("hap", 4),), hosts, quick=True) if e.step.startswith("hierarchical")]
+    assert over
+    for e in over:
+        assert (runner(job, e)() > 0).all()
 
 
 def figures_of(job: FakeJob, quick: bool = True) -> tuple[list[Any], list[Any], dict[str, Any]]:

@@ -98,6 +98,16 @@ def test_where_there_are_hosts() -> None:
     assert measured.offers(STEPS["all_reduce"])
 
 
+def test_of_a_measured_cluster_the_search_takes_what_was_measured_to_be_faster() -> None:
+    """Seconds by wire bytes, of which a flat sum sends 2 x 7/8 of the tensor, one over hosts the whole: the flip is
+    where that takes 7/4 times as long for each byte."""
+    for factor, name in ((1.05, "all_reduce"), (0.95, "hierarchical_all_reduce")):
+        per_byte = {"all_reduce": 1e-9, "hierarchical_all_reduce": 7 / 4 * factor * 1e-9}
+        curves = {step: Curve(((0.0, 1e-12), (1e6, 1e6 * seconds))) for step, seconds in per_byte.items()}
+        cluster = cluster_of(4, 4, ratio=1.0, collectives={"hap": curves})
+        assert planned(summed, cluster).program.collectives() == {name: 1}
+
+
 X = np.arange(480 * 64, dtype=np.float32).reshape(480, 64) % 7
 
 
