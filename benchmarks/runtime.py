@@ -69,7 +69,6 @@ CLUSTERS = {
     "4-1gbit": {"quotas": "0.6:0.6:0.2:0.2", "rate": "1Gbit"},
     "4-100mbit": {"quotas": "0.6:0.6:0.2:0.2", "rate": "100Mbit"},
     "even4": {"quotas": "0.4:0.4:0.4:0.4"},
-    "4-20mbit": {"quotas": "0.96:0.48:0.16:0.16", "rate": "100Mbit:100Mbit:100Mbit:20Mbit"},
 }
 SYSTEMS = ("plan", "fastest", "even", "by_speed", "fsdp", "hap")
 FORMS = ("switch", "staged", "fused")

@@ -4,8 +4,8 @@
     python benchmarks/emulated cluster.toml -- hapsynth profile -o profiled.toml
         --coordinator {coordinator} --processes {n} --process {i}
 
-The command runs on every machine, as often as `--processes` says, each line of its output after the machine's name. `jax.distributed.initialize()`
-finds the others without arguments. In Python: `EmulatedCluster`.
+The command runs on every machine, as often as `--processes` says, each line of its output after the machine's name.
+`jax.distributed.initialize()` finds the others without arguments. In Python: `EmulatedCluster`.
 """
 
 from emulated.cgroup import hold_to, unlimited

@@ -18,7 +18,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         prog="emulated", description=emulated.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("spec", nargs="?", help="a TOML file of [[machine]] tables: name, quota, rate, delay, memory, processes")
+    parser.add_argument(
+        "spec", nargs="?", help="a TOML file of [[machine]] tables: name, quota, rate, delay, memory, processes"
+    )
     parser.add_argument("--quotas", help="cores of each process on each machine, as 1.0:0.3")
     each = "one for all machines, or one for each, as "
     parser.add_argument("--rate", help=f"of its link, {each}1Gbit:100Mbit")
@@ -35,9 +37,7 @@ def main() -> int:
         return 0
     if (options.spec is None) == (options.quotas is None):
         parser.error("give a TOML file or --quotas, one of them")
-    if options.spec is not None and (
-        options.rate or options.delay or options.memory or options.processes
-    ):
+    if options.spec is not None and (options.rate or options.delay or options.memory or options.processes):
         parser.error("--rate, --delay, --memory and --processes go with --quotas; the TOML file has its own")
     if not command:
         parser.error("give the command to run on every machine after --")

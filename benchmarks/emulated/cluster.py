@@ -52,8 +52,8 @@ class EmulatedCluster:
             codes = cluster.run(["python", "train.py"])
 
     Every process (with its children) is in control groups of its own, every machine's in a network namespace and under
-    a host name, which all machines resolve to its address there. On leaving, and when this process ends in whatever way, all
-    that runs in it is killed and all of it taken away; so is, on entering, what an earlier run left.
+    a host name, which all machines resolve to its address there. On leaving, and when this process ends in whatever
+    way, all that runs in it is killed and all of it taken away; so is, on entering, what an earlier run left.
     Raises MissingError without root, tools, controllers or queues.
     """
 

@@ -21,9 +21,9 @@ class SpecError(ValueError):
 
 @dataclass(frozen=True)
 class Machine:
-    """`name`: its host name and its output's label. `rate`: bits per second of its link, each way, None for as fast as it
-    goes; `delay`: seconds that each packet waits on its way out. `processes`: how many run on it, which reach one another
-    by its loopback, and all others by that one link; of each `quota` cores, and `memory` bytes, None for no limit.
+    """`name`: its host name and its output's label. `rate`: bits per second of its link, each way, None for as fast as
+    it goes; `delay`: seconds that each packet waits on its way out. `processes`: how many run on it, which reach one
+    another by its loopback, and all others by that link; each has `quota` cores, and `memory` bytes, None for no limit.
     """
 
     name: str

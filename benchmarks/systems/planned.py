@@ -5,11 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 import hapsynth
 from hapsynth.graph.trace import Traced
+from hapsynth.instructions.collectives import STEPS
+from hapsynth.instructions.layout import S
 from hapsynth.plan import Form
+from hapsynth.search.formulation.choice_space import Restriction
 from hapsynth.search.planning.baselines import NAMES, Baseline, Baselines
-from hapsynth.search.planning.task import Task
+from hapsynth.search.planning.device_subsets import ClusterPlanner
+from hapsynth.search.planning.task import PlanningOptions, Task
+from hapsynth.search.sizing.fixed_ratios import FixedRatios
 from systems.hap import Hap
 
 TWIN = {"fastest": "plan", "even": "data_parallel", "by_speed": "data_parallel_speed", "fsdp": "zero3"}
@@ -33,6 +40,28 @@ def chosen(
             same = Hap(baselines).baseline() if system == "hap" else by_name[twin]
             plans[system] = as_plan(same, fn, traced, cluster)
     return plans
+
+
+FLAT = frozenset(name for name, step in STEPS.items() if step.over == "positions" and not step.balances)
+"""Collectives of all devices, padded to the largest shard where it moves shards of unlike sizes."""
+
+
+def by_shares(
+    fn: Any, traced: Traced, cluster: hapsynth.Cluster, parts: Sequence[int], offered: frozenset[str]
+) -> hapsynth.Plan:
+    """The best plan by collectives that are `offered` in which all arguments, and whatever else is cut, lie by these
+    parts, one for each device: along the first dimension that they divide."""
+    graph, whole = traced.graph, sum(parts)
+    shapes = {v: graph.values[v].shape for v in graph.inputs}
+    stored = {v: (S(next(d for d, n in enumerate(shape) if n % whole == 0)),) for v, shape in shapes.items() if shape}
+    options = PlanningOptions(
+        exact=True,
+        restriction=Restriction(stored=stored),
+        fixed_ratios=FixedRatios(np.array(parts) / whole),
+        collectives=offered,
+    )
+    result = ClusterPlanner(Task(graph, cluster, options)).run()
+    return hapsynth.Plan(traced, result, cluster, fn=fn)
 
 
 def as_plan(b: Baseline, fn: Any, traced: Traced, cluster: hapsynth.Cluster) -> hapsynth.Plan:

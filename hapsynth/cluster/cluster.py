@@ -291,7 +291,8 @@ class Cluster:
         """The cluster of some of the devices, given by their positions in mesh order, rising; all of them: the cluster
         itself. It has the same mesh axes where the devices are a mesh of these, and one over all where they are not.
         Collectives that were measured along an axis count for a part of it too, unless it is inside one host and the
-        whole is not; those over hosts with equally many devices only for others such. Raises ClusterError for positions that are not rising or that no device has."""
+        whole is not; those over hosts with equally many devices only for others such. Raises ClusterError for
+        positions that are not rising or that no device has."""
         rising = all(a < b for a, b in itertools.pairwise(devices))
         if not devices or not rising or devices[0] < 0 or devices[-1] >= self.n:
             what = f"{list(devices)} are not positions of its {self.n} devices, each once and rising"

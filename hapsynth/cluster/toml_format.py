@@ -12,7 +12,8 @@ from hapsynth.cluster.links import HostLinks, read_host_links
 from hapsynth.cluster.toml_reader import Table
 
 OVER_HOSTS = ("hierarchical_all_reduce", "hierarchical_reduce_scatter", "hierarchical_all_gather")
-COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", *OVER_HOSTS)
+COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "reshare", *OVER_HOSTS)
+"""Those of which a cluster may have measured times; of `reshare` a permute's."""
 _MOST_DEVICES = 1 << 16
 
 

@@ -15,7 +15,7 @@ from scipy.optimize import linprog
 
 from hapsynth.cluster.cluster import COLLECTIVES, DEFAULT_AXIS
 from hapsynth.cluster.links import Link
-from hapsynth.instructions.collectives import STEPS, Hosts, hosts_along, lines_along
+from hapsynth.instructions.collectives import RESHARE, STEPS, Hosts, hosts_along, lines_along
 from hapsynth.instructions.layout import P, R
 from hapsynth.instructions.staging.options import DEFAULT, LoweringOptions
 from hapsynth.lower import _gloo
@@ -126,8 +126,9 @@ def _step(exchange: Exchange, hosts: Sequence[int], gloo: LoweringOptions | None
     axis, n, words = exchange.axis, exchange.n, exchange.words
     if exchange.step == BASE:
         return lambda x: x
-    if exchange.step == INSIDE:
-        return lambda x: lax.ppermute(x, axis, rings(hosts))
+    if exchange.step in (INSIDE, RESHARE):
+        around = rings(hosts if exchange.step == INSIDE else [0] * n)
+        return lambda x: lax.ppermute(x, axis, around)
     step = STEPS[exchange.step]
 
     def one(x: jax.Array) -> jax.Array:

@@ -11,7 +11,7 @@ mesh order.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from copy import copy
 from functools import cached_property, reduce
 from math import prod
@@ -25,7 +25,7 @@ from hapsynth.cluster.device_kinds import DeviceKind
 from hapsynth.cluster.granularity import Granularity
 from hapsynth.cluster.memory_budget import MemoryBudget
 from hapsynth.graph.ir import Boundary, Graph, Op
-from hapsynth.instructions.collectives import Collective, Hosts, step_between, steps_between
+from hapsynth.instructions.collectives import STEPS, Collective, Hosts, step_between, steps_between
 from hapsynth.instructions.factors import Triples
 from hapsynth.instructions.layout import Layout, cut_dims, cuts_of, owner_of
 from hapsynth.instructions.program.sizes import Node, cut_nodes
@@ -59,7 +59,8 @@ class CostModel:
     """Costs of one graph's instructions on one cluster, over the mesh `axes`: (name, size), those of the cluster.
 
     `room`: what its devices may hold; by default their memory, of padded shards. `lowering`: as the programs will be
-    lowered, which decides what goes together and what that takes of memory.
+    lowered, which decides what goes together and what that takes of memory. `offered`: the names of the steps that
+    programs may take.
     """
 
     def __init__(
@@ -70,8 +71,9 @@ class CostModel:
         axes: Sequence[tuple[str, int]] | None = None,
         room: MemoryBudget | None = None,
         lowering: LoweringOptions = DEFAULT,
+        offered: Collection[str] = frozenset(STEPS),
     ) -> None:
-        self.graph, self.table, self.lowering = graph, table, lowering
+        self.graph, self.table, self.lowering, self._offered = graph, table, lowering, offered
         self._fed = frozenset(graph.inputs) - graph.state
         self._counted: dict[
             tuple[Granularity, ...],
@@ -399,7 +401,11 @@ class CostModel:
 
     def steps(self, source: Layout, target: Layout, axis: int) -> tuple[Collective, ...]:
         """Every single step that turns one layout into another along an axis, the usual one first."""
-        return tuple([step for step in steps_between(source[axis], target[axis]) if self.links[axis].offers(step)])
+        return tuple([step for step in steps_between(source[axis], target[axis]) if self.offers(step, axis)])
+
+    def offers(self, step: Collective, axis: int) -> bool:
+        """Whether programs may take a step along an axis."""
+        return step.name in self._offered and self.links[axis].offers(step)
 
     def conversion(
         self,

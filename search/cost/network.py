@@ -88,6 +88,15 @@ class AxisLink:
         measured = not self.curves or step.over == "positions" or step.name in self.curves
         return measured and step.goes_over(self.hosts)
 
+    @property
+    def permute(self) -> tuple[float, float]:
+        """Seconds of a permute however little it sends, and of each byte; where it was measured, by the straight line
+        from none to the most."""
+        if (curve := self.curves.get("reshare")) is None:
+            return self.latency, self.beta
+        start, (most, end) = float(curve.seconds(0.0)), curve.points[-1]
+        return start, (end - start) / most
+
     def pace(self, step: str) -> Curve | Lines:
         """Seconds of one collective by the bytes that `wire_bytes` says."""
         if step not in self._paces:
@@ -232,8 +241,9 @@ class PriceOfMoves(Price):
         assert isinstance(traffic, Moved)
         whole = self.blocks(link) * nbytes * prod(shares.largest(*cut) for cut in traffic.around)
         cuts = shares.each(*traffic.old), shares.each(*traffic.new)
-        latency, wire = (float(x) for x in self.between(*cuts, link.latency, whole))
-        return Sent(wire, latency, wire * link.beta)
+        start, per_byte = link.permute
+        latency, wire = (float(x) for x in self.between(*cuts, start, whole))
+        return Sent(wire, latency, wire * per_byte)
 
 
 Stage = tuple[str, AxisLink, float]

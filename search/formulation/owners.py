@@ -35,9 +35,11 @@ def owners(costs: CostModel, weights: Floats | None = None, *, sparing: bool = F
     all is cut that is; None where it may be cut as suits.
 
     None where all of them together gain next to nothing; none along an axis whose collectives were measured, as what a
-    tree takes would be modelled; none along one of two axes.
+    tree takes would be modelled; none along one of two axes, nor where programs may not take what brings a value to its
+    owner and back.
     """
-    if len(costs.axes) > 1 or costs.n == 1 or costs.links[_AXIS].curves:
+    offered = all(costs.offers(STEPS[name], _AXIS) for name in ("reduce", "broadcast"))
+    if len(costs.axes) > 1 or costs.n == 1 or costs.links[_AXIS].curves or not offered:
         return {}
     sparing = sparing and costs.room.exact
     known: dict[object, _Update | None] = {}

@@ -10,6 +10,7 @@ from typing import Any
 from hapsynth.cluster.cluster import Cluster
 from hapsynth.cluster.memory_budget import MemoryBudget
 from hapsynth.graph.ir import Graph
+from hapsynth.instructions.collectives import STEPS
 from hapsynth.instructions.program.sizes import Sizes
 from hapsynth.instructions.rules.factor_table import FactorTable
 from hapsynth.instructions.staging.options import DEFAULT as LOWERED_BY_DEFAULT
@@ -29,10 +30,12 @@ class PlanningOptions:
 
     `memory_limit`: bytes per device, None for what they have. `time_budget_s`: from where a planner is made. `exact`:
     how shards are stored (`MemoryBudget`). `leave_out`: whether devices that would make the step slower may be left
-    out; none is with a restriction or with ratios, which are for a mesh of all devices. `devices`: the plan is for just
-    these of the cluster's, and so are a restriction and ratios then. `overlap`: the cost of a program is its makespan,
-    with collectives beside what is computed, and the plan's order is that of its timeline. `solver`: how it goes about
-    each problem. `lowering`: the thresholds by which programs are priced, and the plan lowered.
+    out; none is with a restriction or with ratios, which are for a mesh of all devices. `devices`: the plan is for
+    just these of the cluster's, and so are a restriction and ratios then. `overlap`: the cost of a program is its
+    makespan, with collectives beside what is computed, and the plan's order is that of its timeline. `solver`: how it
+    goes about each problem. `lowering`: the thresholds by which programs are priced, and the plan lowered.
+    `collectives`: the names of the steps that a program may take (`instructions.collectives.STEPS`), all by default;
+    the usual ones, the first between any two placements, must be among them.
     """
 
     memory_limit: float | None = None
@@ -46,6 +49,7 @@ class PlanningOptions:
     overlap: bool = False
     solver: SolverOptions = DEFAULT
     lowering: LoweringOptions = LOWERED_BY_DEFAULT
+    collectives: frozenset[str] = frozenset(STEPS)
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,7 +79,9 @@ class Task:
         if self.kin:
             return self.kin.costs.on(self.cluster, self.memory_budget)
         room, lowering = self.memory_budget, self.options.lowering
-        return CostModel(self.graph, self.cluster, self.factors, room=room, lowering=lowering)
+        return CostModel(
+            self.graph, self.cluster, self.factors, room=room, lowering=lowering, offered=self.options.collectives
+        )
 
     @cached_property
     def choices(self) -> ChoiceSpace:

@@ -168,8 +168,9 @@ class ClassCosts:
         is_even = second[2] == EVEN
         new = Even.of(value.shape[dim], self.classes.along(axes)) if is_even else self.cut((i.value, *second))
         known = self._boundaries.setdefault((old, new, *over), BoundaryTerm(price, old, new, tuple(over)))
-        known.seconds += runs * link.wire_bytes(step, float(value.nbytes)) * link.beta
-        known.latency += runs * link.latency
+        latency, per_byte = link.permute
+        known.seconds += runs * link.wire_bytes(step, float(value.nbytes)) * per_byte
+        known.latency += runs * latency
 
     def _add_block(self, i: Convert, step: str, traffic: Block, runs: float) -> None:
         link, value = self.costs.links[i.axis], self.costs.graph.values[i.value]

@@ -14,7 +14,7 @@ from two_processes import run_two
 
 from hapsynth import _device_memory
 from hapsynth.cli.main import main
-from hapsynth.cluster.cluster import Cluster
+from hapsynth.cluster.cluster import COLLECTIVES, Cluster
 from hapsynth.cluster.op_classes import OP_CLASSES
 from hapsynth.instructions.collectives import STEPS
 from hapsynth.profile import run
@@ -138,7 +138,7 @@ def test_what_is_given_is_found_again(tmp_path: Path) -> None:
     assert cluster.network.bandwidth == pytest.approx(1 / BETA, rel=1e-3)
     assert cluster.network.latency == pytest.approx(LATENCY, rel=1e-2)
     along = cluster.collectives_along("hap", 4)
-    assert set(along) == {"all_reduce", "reduce_scatter", "all_gather", "all_to_all"}
+    assert set(along) == set(COLLECTIVES) - OVER_HOSTS
     assert all(c.points[0][0] == 0 for c in along.values())
     assert float(along["all_reduce"].seconds(1e6)) == pytest.approx(7 * LATENCY + 1e-3, rel=1e-2)
     cluster.save(tmp_path / "c.toml")
@@ -381,7 +381,7 @@ def test_two_processes_profile_each_other(tmp_path: Path) -> None:
     cluster = Cluster.load(tmp_path / "c.toml")
     assert cluster.n == 2
     assert cluster.hosts == (0, 0), "what they share is the machine, not the process"
-    assert set(cluster.collectives_along("hap", 2)) == {"all_reduce", "reduce_scatter", "all_gather", "all_to_all"}
+    assert set(cluster.collectives_along("hap", 2)) == set(COLLECTIVES) - OVER_HOSTS
     fast, slow = cluster.devices
     assert (fast.name, slow.name) == ("cpu-1", "cpu-2")
     # Measured, in as long as alone: the model's times know no contention.

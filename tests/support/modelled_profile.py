@@ -28,8 +28,9 @@ def kernel_seconds(kernel: Kernel, speed: Any = 1.0) -> Any:
 
 
 def exchange_seconds(e: Exchange) -> float:
-    wire = 4 * e.words * {"all_reduce": 2 / e.n, "all_to_all": 1 / e.n}.get(e.step, 1.0) * (e.n - 1)
-    messages = {"all_reduce": 2 * e.n - 1, INSIDE: 1}.get(e.step, e.n)
+    wire = 4 * e.words * (1 if e.step == "reshare" else (e.n - 1))
+    wire *= {"all_reduce": 2 / e.n, "all_to_all": 1 / e.n}.get(e.step, 1.0)
+    messages = {"all_reduce": 2 * e.n - 1, INSIDE: 1, "reshare": 1}.get(e.step, e.n)
     return START + (0.0 if e.step == BASE else e.repeats * (messages * LATENCY + wire * BETA))
 
 

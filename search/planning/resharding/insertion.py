@@ -164,8 +164,9 @@ class ReshardInserter:
         whole = max(sum(old), 1)
         link = self.costs.links[parts.axis]
         cuts = np.array(old) / whole, np.array(new) / whole
-        latency, wire = MOVES.between(*cuts, link.latency, MOVES.blocks(link) * nbytes)
-        return latency + wire * link.beta
+        start, per_byte = link.permute
+        latency, wire = MOVES.between(*cuts, start, MOVES.blocks(link) * nbytes)
+        return latency + wire * per_byte
 
     def _sized(self, parts: ReshardAtoms, labels: Labels) -> Candidate | None:
         """The program with parts at their best sizes; None where it holds too much, or cannot be cut so: tensors of one

@@ -20,6 +20,7 @@ from slow_devices import first_devices, untiled
 
 import hapsynth
 from hapsynth.cluster.cluster import Link
+from hapsynth.cluster.curves import Curve
 from hapsynth.graph.trace import trace
 from hapsynth.instructions.collectives import STEPS
 from hapsynth.instructions.layout import Layout, P, R, S
@@ -30,7 +31,11 @@ from hapsynth.plan import Form
 from hapsynth.search.cost.model import CostModel
 from hapsynth.search.cost.network import Even, Shares
 from hapsynth.search.cost.program_cost import program_cost
+from hapsynth.search.formulation.choice_space import Restriction
+from hapsynth.search.planning.device_subsets import ClusterPlanner
+from hapsynth.search.planning.task import PlanningOptions, Task
 from hapsynth.search.sizing.class_costs import ClassCosts
+from hapsynth.search.sizing.fixed_ratios import FixedRatios
 
 NBYTES, BANDWIDTH = 64 << 20, 1.25e9
 
@@ -109,10 +114,13 @@ def test_what_the_pieces_come_to(rows: list[int]) -> None:
 X = np.arange(480 * 64, dtype=np.float32).reshape(480, 64) % 7
 
 
-def gathering(latency: float, skew: float, **options: Any) -> hapsynth.Plan:
-    """A product of two batches, one of which must be whole: with this network, the gather is what a plan pays for."""
+def gathering(latency: float, skew: float, *, collectives: Any = None, **options: Any) -> hapsynth.Plan:
+    """A product of two batches, one of which must be whole: with this network, or these measured `collectives`, the
+    gather is what a plan pays for."""
     n, where = 4, cluster([1.0] * 4, bandwidth=1e9, latency=latency)
-    where = replace(where, devices=tuple(replace(d, overhead=1e-12) for d in where.devices))
+    where = replace(
+        where, collectives=collectives or {}, devices=tuple(replace(d, overhead=1e-12) for d in where.devices)
+    )
     ratios = [skew / n, *[(1 - skew / n) / (n - 1)] * (n - 1)]
     asked: dict[str, Any] = {"fixed": {"[0]": "S(0)"}, "ratios": ratios, "leave_out": False, **options}
     return hapsynth.synthesize(lambda x: x @ x.T, (X,), first_devices(n), cluster=where, **asked)
@@ -125,6 +133,30 @@ def test_the_search_takes_the_cheaper_one(skew: float) -> None:
     for factor, name in ((0.95, "balanced_all_gather"), (1.05, "all_gather")):
         assert gathering(factor * flip, skew).program.collectives() == {name: 1}
     assert gathering(0.0, 1.0).program.collectives() == {"all_gather": 1}
+
+
+def test_a_measured_permute_counts_for_what_it_took() -> None:
+    """The even gather takes as long for a byte as the padded one, which sends 2 (skew - 1) / 4 of the tensor more; the
+    permute in between takes (skew - 1) / 4 of it, and so long on top that both are even at `flip`."""
+    skew, nbytes = 2.0, 480 * 64 * 4
+    flip = (skew - 1) / 4 * nbytes * 1e-9
+    for factor, name in ((0.95, "balanced_all_gather"), (1.05, "all_gather")):
+        line = lambda start: Curve(((0.0, start), (1e6, start + 1e-3)))
+        curves = {"all_gather": line(1e-9), "reshare": line(factor * 2 * flip)}
+        assert gathering(0.1, skew, collectives={"hap": curves}).program.collectives() == {name: 1}
+
+
+def test_a_program_may_take_those_collectives_alone_that_are_asked_for() -> None:
+    plan = gathering(0.0, 2.0)
+    assert plan.program.collectives() == {"balanced_all_gather": 1}
+    options = PlanningOptions(
+        restriction=Restriction({plan.traced.graph.inputs[0]: (S(0),)}),
+        fixed_ratios=FixedRatios(np.array([0.5, *[1 / 6] * 3])),
+        collectives=frozenset(STEPS) - {"balanced_all_gather"},
+    )
+    result = ClusterPlanner(Task(plan.traced.graph, plan.cluster, options)).run()
+    assert result.program.collectives() == {"all_gather": 1}
+    assert result.cost_s > plan.cost
 
 
 @pytest.mark.parametrize("rows", [168, 216])
@@ -175,9 +207,10 @@ def test_ratios_follow_what_they_cost() -> None:
         assert plan.program.collectives() == {name: 1}
 
 
-def test_what_sizes_decide_of_its_cost() -> None:
+@pytest.mark.parametrize("measured", [{}, {"reshare": Curve(((0.0, 1e-5), (1e5, 3e-5), (1e6, 2e-4)))}])
+def test_what_sizes_decide_of_its_cost(measured: dict[str, Curve]) -> None:
     """All but what even shards take is counted where sizes are chosen."""
-    plan = gathering(0.0, 2.0)
+    plan = gathering(0.0, 2.0, collectives={"hap": measured})
     costs, classes = plan.cost_model(), plan.sizes.classes
     loads = ClassCosts(plan.program, classes, costs)
     assert [b.new for b in loads.boundaries] == [Even(4, 4)]
