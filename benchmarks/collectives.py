@@ -37,13 +37,12 @@ from harness.command import again, names, parser, write_json
 from harness.emulated_job import Worker, add_options, check, environment, in_folder, read_json, run
 from harness.timing import KEEPS_MEMORY, gain
 from runtime import SMALL
-from systems.planned import FLAT, by_shares
+from systems.planned import by_shares
 from systems.stepped import AGREE, Alone, Planned, begun, differences
 
 import hapsynth
 from hapsynth.cluster.cluster import NOMINAL_NETWORK, Cluster
 from hapsynth.graph.trace import trace
-from hapsynth.instructions.collectives import STEPS
 from hapsynth.profile.collectives import Exchange, exchanges, runner
 from hapsynth.search.cost.network import axis_links
 
@@ -52,7 +51,7 @@ SHARES = {"quotas": "0.96:0.48:0.16:0.16", "rate": "100Mbit:100Mbit:100Mbit:20Mb
 PARTS = (6, 3, 1, 1)
 TENSOR = 16_000_000
 """Bytes on each device of the sum over hosts."""
-SYSTEMS = {"flat": FLAT, "free": frozenset(STEPS)}
+SYSTEMS = {"flat": frozenset[str](), "free": None}
 OVER = {"flat": "all_reduce", "free": "hierarchical_all_reduce"}
 _WARM_UP = 2
 

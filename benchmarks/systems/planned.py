@@ -9,7 +9,6 @@ import numpy as np
 
 import hapsynth
 from hapsynth.graph.trace import Traced
-from hapsynth.instructions.collectives import STEPS
 from hapsynth.instructions.layout import S
 from hapsynth.plan import Form
 from hapsynth.search.formulation.choice_space import Restriction
@@ -42,15 +41,11 @@ def chosen(
     return plans
 
 
-FLAT = frozenset(name for name, step in STEPS.items() if step.over == "positions" and not step.balances)
-"""Collectives of all devices, padded to the largest shard where it moves shards of unlike sizes."""
-
-
 def by_shares(
-    fn: Any, traced: Traced, cluster: hapsynth.Cluster, parts: Sequence[int], offered: frozenset[str]
+    fn: Any, traced: Traced, cluster: hapsynth.Cluster, parts: Sequence[int], offered: frozenset[str] | None
 ) -> hapsynth.Plan:
-    """The best plan by collectives that are `offered` in which all arguments, and whatever else is cut, lie by these
-    parts, one for each device: along the first dimension that they divide."""
+    """The best plan by the usual collectives and those that are `offered` (None: any) in which all arguments, and
+    whatever else is cut, lie by these parts, one for each device: along the first dimension that they divide."""
     graph, whole = traced.graph, sum(parts)
     shapes = {v: graph.values[v].shape for v in graph.inputs}
     stored = {v: (S(next(d for d, n in enumerate(shape) if n % whole == 0)),) for v, shape in shapes.items() if shape}

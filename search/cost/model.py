@@ -25,7 +25,7 @@ from hapsynth.cluster.device_kinds import DeviceKind
 from hapsynth.cluster.granularity import Granularity
 from hapsynth.cluster.memory_budget import MemoryBudget
 from hapsynth.graph.ir import Boundary, Graph, Op
-from hapsynth.instructions.collectives import STEPS, Collective, Hosts, step_between, steps_between
+from hapsynth.instructions.collectives import Collective, Hosts, step_between, steps_between
 from hapsynth.instructions.factors import Triples
 from hapsynth.instructions.layout import Layout, cut_dims, cuts_of, owner_of
 from hapsynth.instructions.program.sizes import Node, cut_nodes
@@ -60,7 +60,7 @@ class CostModel:
 
     `room`: what its devices may hold; by default their memory, of padded shards. `lowering`: as the programs will be
     lowered, which decides what goes together and what that takes of memory. `offered`: the names of the steps that
-    programs may take.
+    programs may take beside the usual ones; None: all.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class CostModel:
         axes: Sequence[tuple[str, int]] | None = None,
         room: MemoryBudget | None = None,
         lowering: LoweringOptions = DEFAULT,
-        offered: Collection[str] = frozenset(STEPS),
+        offered: Collection[str] | None = None,
     ) -> None:
         self.graph, self.table, self.lowering, self._offered = graph, table, lowering, offered
         self._fed = frozenset(graph.inputs) - graph.state
@@ -401,11 +401,12 @@ class CostModel:
 
     def steps(self, source: Layout, target: Layout, axis: int) -> tuple[Collective, ...]:
         """Every single step that turns one layout into another along an axis, the usual one first."""
-        return tuple([step for step in steps_between(source[axis], target[axis]) if self.offers(step, axis)])
+        every = steps_between(source[axis], target[axis])
+        return tuple([step for step in every if step is every[0] or self.offers(step, axis)])
 
     def offers(self, step: Collective, axis: int) -> bool:
-        """Whether programs may take a step along an axis."""
-        return step.name in self._offered and self.links[axis].offers(step)
+        """Whether programs may take a step along an axis where it is not the usual one."""
+        return (self._offered is None or step.name in self._offered) and self.links[axis].offers(step)
 
     def conversion(
         self,

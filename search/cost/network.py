@@ -83,9 +83,9 @@ class AxisLink:
         return self.levels.hosts if self.levels else ()
 
     def offers(self, step: Collective) -> bool:
-        """Whether a step can be run along it. Where the usual ones were measured, what goes over hosts has to be, too:
-        no measured time is compared with a modelled one."""
-        measured = not self.curves or step.over == "positions" or step.name in self.curves
+        """Whether a step that is not the usual one can be run along it. Where collectives were measured, what has a
+        price of its own has to be, too: no measured time is compared with a modelled one."""
+        measured = not self.curves or step.name in self.curves or step.name not in PRICES
         return measured and step.goes_over(self.hosts)
 
     @property

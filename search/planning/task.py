@@ -10,7 +10,6 @@ from typing import Any
 from hapsynth.cluster.cluster import Cluster
 from hapsynth.cluster.memory_budget import MemoryBudget
 from hapsynth.graph.ir import Graph
-from hapsynth.instructions.collectives import STEPS
 from hapsynth.instructions.program.sizes import Sizes
 from hapsynth.instructions.rules.factor_table import FactorTable
 from hapsynth.instructions.staging.options import DEFAULT as LOWERED_BY_DEFAULT
@@ -34,8 +33,8 @@ class PlanningOptions:
     just these of the cluster's, and so are a restriction and ratios then. `overlap`: the cost of a program is its
     makespan, with collectives beside what is computed, and the plan's order is that of its timeline. `solver`: how it
     goes about each problem. `lowering`: the thresholds by which programs are priced, and the plan lowered.
-    `collectives`: the names of the steps that a program may take (`instructions.collectives.STEPS`), all by default;
-    the usual ones, the first between any two placements, must be among them.
+    `collectives`: the names of the steps (`instructions.collectives.STEPS`) that a program may take beside the usual
+    ones; None: all.
     """
 
     memory_limit: float | None = None
@@ -49,7 +48,7 @@ class PlanningOptions:
     overlap: bool = False
     solver: SolverOptions = DEFAULT
     lowering: LoweringOptions = LOWERED_BY_DEFAULT
-    collectives: frozenset[str] = frozenset(STEPS)
+    collectives: frozenset[str] | None = None
 
 
 @dataclass(frozen=True, eq=False)

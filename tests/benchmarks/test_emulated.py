@@ -165,6 +165,25 @@ def test_machines_are_limited_meet_and_leave_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.root
 @root
+def test_processes_of_a_machine_share_its_network() -> None:
+    run = [sys.executable, TOOL, "--quotas", "0.2:0.2", "--processes", "2:1", "--", "sh", "-c"]
+    code = "echo {i} of {n} on $(hostname) in $(readlink /proc/self/ns/net), $(cat /proc/self/cgroup | md5sum)"
+    done = subprocess.run([*run, code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    said = dict(line.split(" ", 1) for line in sorted(done.stdout.splitlines()))
+    words = {label: text.replace(",", "").split() for label, text in said.items()}
+    assert {label: (w[0], w[2], w[4]) for label, w in words.items()} == {
+        "[m0.0]": ("0", "3", "m0"),
+        "[m0.1]": ("1", "3", "m0"),
+        "[m1]": ("2", "3", "m1"),
+    }
+    spaces = [w[6] for w in words.values()]
+    assert spaces[0] == spaces[1] != spaces[2]
+    assert len({w[7] for w in words.values()}) == 3, "each has a control group of its own"
+
+
+@pytest.mark.root
+@root
 def test_a_machine_runs_no_longer_than_its_part_of_a_period() -> None:
     """Else whatever runs in it stands still for several periods: between ticks Linux looks at no quota."""
     code = """if True:

@@ -146,13 +146,13 @@ def test_a_measured_permute_counts_for_what_it_took() -> None:
         assert gathering(0.1, skew, collectives={"hap": curves}).program.collectives() == {name: 1}
 
 
-def test_a_program_may_take_those_collectives_alone_that_are_asked_for() -> None:
+def test_a_program_may_be_held_to_the_usual_collectives() -> None:
     plan = gathering(0.0, 2.0)
     assert plan.program.collectives() == {"balanced_all_gather": 1}
     options = PlanningOptions(
         restriction=Restriction({plan.traced.graph.inputs[0]: (S(0),)}),
         fixed_ratios=FixedRatios(np.array([0.5, *[1 / 6] * 3])),
-        collectives=frozenset(STEPS) - {"balanced_all_gather"},
+        collectives=frozenset(),
     )
     result = ClusterPlanner(Task(plan.traced.graph, plan.cluster, options)).run()
     assert result.program.collectives() == {"all_gather": 1}
