@@ -25,13 +25,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from math import prod
+from math import gcd, prod
 from typing import ClassVar, Literal, NamedTuple
 
 import numpy as np
 
 from hapsynth.instructions.layout import Layout, P, Placement, R, cut_axes, cuts_of, is_consistent, way_of
 
+Over = Literal["positions", "hosts", "equal hosts"]
+"""What a collective goes over: all positions alike; hosts, within them and between them; or hosts in parts of equally
+many positions each, as XLA takes groups."""
 Cut = tuple[int, tuple[int, ...], int]
 """(dimension, the mesh axes that cut it, which way) of a layout, as in `cuts_of`."""
 EVEN = -1
@@ -63,6 +66,14 @@ def hosts_along(lines: Sequence[Sequence[int]]) -> Hosts:
 def are_equal(groups: Sequence[Sequence[int]]) -> bool:
     """Whether all groups, as of the positions of each host, have equally many members."""
     return len(set(map(len, groups))) == 1
+
+
+def over_parts(hosts: Hosts, over: Over) -> Hosts:
+    """Hosts as what goes over them takes them. Parts of equally many are as large as can be: of 8, 8 and 4 of 4."""
+    if over == "hosts":
+        return hosts
+    size = gcd(*map(len, hosts))
+    return tuple(host[at : at + size] for host in hosts for at in range(0, len(host), size))
 
 
 def groups_between(hosts: Hosts) -> tuple[tuple[int, ...], ...]:
@@ -145,9 +156,7 @@ class Collective:
     """Whether what it gives takes the memory of what it takes."""
     bundled: bool = True
     """Whether small ones that wait for the same go as one: what each sends is laid out flat, whatever its shape."""
-    over: Literal["positions", "hosts", "equal hosts"] = "positions"
-    """What it goes over: all positions alike, or hosts, first within them and then between them or the other way, which
-    may have to have equally many of the positions."""
+    over: Over = "positions"
 
     recuts: ClassVar[bool] = False
     """Whether it is between two cuts of one dimension; what it sends is then `Moved`."""
@@ -158,7 +167,7 @@ class Collective:
         """Whether it can be run along an axis over these hosts."""
         if self.over == "positions":
             return True
-        return len(hosts) > 0 and (self.over == "hosts" or are_equal(hosts))
+        return len(over_parts(hosts, self.over)) < sum(map(len, hosts))
 
     def traffic(self, source: Layout, target: Layout, axis: int) -> Traffic:
         """What is sent, in the units that its costs count."""

@@ -3,8 +3,9 @@
 Around one ring all that is sent passes every host's link: with two hosts of four devices 7 blocks of 8 of an
 all-gather, of which the other host has 4 to give. Between hosts first, or after sums within them, these 4 pass alone.
 
-Where hosts have equally many devices, each has its part to send between them, and all do so at once. Elsewhere a sum
-goes by way of the first device of each host. XLA takes groups that are unequal for sums only, so the others give it
+Where hosts have equally many devices, each has its part to send between them, and all do so at once. Elsewhere a gather
+or reduce-scatter takes hosts in parts of equally many, as far as there are such, and a sum goes by way of the first
+device of each host. XLA takes groups that are unequal for sums only, so the others give it
 zeros when it hands the whole on.
 """
 
@@ -15,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from hapsynth.instructions.collectives import Hosts, are_equal, groups_between
+from hapsynth.instructions.collectives import Hosts, are_equal, groups_between, over_parts
 from hapsynth.instructions.staging.options import LoweringOptions
 from hapsynth.lower import _gloo
 from hapsynth.lower._collective_order import Each
@@ -45,8 +46,8 @@ def all_reduce(x: jax.Array, axis: str, hosts: Hosts, gloo: LoweringOptions | No
 def psum_scatter(
     x: jax.Array, axis: str, dim: int, hosts: Hosts, gloo: LoweringOptions | None, each: Each
 ) -> jax.Array:
-    """As JAX's, tiled along `dim`, of hosts with equally many devices."""
-    n = sum(map(len, hosts))
+    """As JAX's, tiled along `dim`, over parts of hosts with equally many devices."""
+    hosts, n = over_parts(hosts, "equal hosts"), sum(map(len, hosts))
     blocks = jnp.moveaxis(x.reshape(*x.shape[:dim], n, x.shape[dim] // n, *x.shape[dim + 1 :]), dim, 0)
     block, (at, _) = blocks.shape[1:], _by_place(hosts)
     flat = _taken(blocks, at).reshape(-1)
@@ -55,7 +56,8 @@ def psum_scatter(
 
 
 def all_gather(x: jax.Array, axis: str, dim: int, hosts: Hosts, gloo: LoweringOptions | None, each: Each) -> jax.Array:
-    """As JAX's, tiled along `dim`, of hosts with equally many devices."""
+    """As JAX's, tiled along `dim`, over parts of hosts with equally many devices."""
+    hosts = over_parts(hosts, "equal hosts")
     flat = _gloo.all_gather(x.reshape(-1), axis, 0, gloo, each, groups_between(hosts))
     flat = _gloo.all_gather(flat, axis, 0, gloo, each, hosts)
     _, back = _by_place(hosts)

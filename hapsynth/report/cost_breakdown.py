@@ -246,8 +246,8 @@ def link_source(model: CostModel, axis: int, step: str) -> str:
     if priced_as in link.curves:
         told = [f"{cluster.profile[key]}" for key in ("machines", "when") if key in cluster.profile]
         return ", ".join([f"measured curve of {priced_as}", *told])
-    if collective.over != "positions" and link.levels:
-        return f"{link.levels.between.slowest}, and within hosts {link.levels.inside.slowest}"
+    if (levels := link.levels.get(collective.over)) is not None:
+        return f"{levels.between.slowest}, and within hosts {levels.inside.slowest}"
     return link.slowest
 
 

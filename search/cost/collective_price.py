@@ -34,7 +34,7 @@ class NetworkPrice:
     def _links(self) -> dict[int, list[AxisLink]]:
         found: dict[int, list[AxisLink]] = {}
         for link in axis_links(self.cluster, self.axes):
-            for one in (link, *((link.levels.inside, link.levels.between) if link.levels else ())):
+            for one in (link, *(one for levels in link.levels.values() for one in (levels.inside, levels.between))):
                 found.setdefault(one.n, []).append(one)
         return found
 

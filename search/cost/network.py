@@ -21,11 +21,13 @@ from hapsynth.instructions.collectives import (
     Collective,
     Hosts,
     Moved,
+    Over,
     Traffic,
     are_equal,
     groups_between,
     hosts_along,
     lines_along,
+    over_parts,
     tree_rounds,
 )
 from hapsynth.instructions.layout import MOST_AXES
@@ -59,7 +61,7 @@ class AxisLink:
     seconds of a message around a ring, from one device through all others; `tree_s`: up a tree, a chain inside hosts
     and binary between them; `direct_s`: of messages from one device to each other, one after the other. `slowest`: the
     link with the most to send for its bandwidth. `curves`: seconds by wire bytes of the collectives that were
-    measured, which go before these. `levels`: of its hosts, where it goes over several.
+    measured, which go before these. `levels`: of its hosts, where it goes over several, by what goes over them.
     """
 
     n: int
@@ -72,7 +74,7 @@ class AxisLink:
     direct_s: float
     slowest: str = "[network]"
     curves: Mapping[str, Curve] = field(default_factory=dict[str, Curve])
-    levels: Levels | None = None
+    levels: Mapping[Over, Levels] = field(default_factory=dict[Over, "Levels"])
     _paces: dict[str, Curve | Lines] = field(
         init=False, default_factory=dict[str, "Curve | Lines"], compare=False, repr=False
     )
@@ -80,7 +82,7 @@ class AxisLink:
     @property
     def hosts(self) -> Hosts:
         """Those that it goes over."""
-        return self.levels.hosts if self.levels else ()
+        return self.levels["hosts"].hosts if self.levels else ()
 
     def offers(self, step: Collective) -> bool:
         """Whether a step that is not the usual one can be run along it. Where collectives were measured, what has a
@@ -120,8 +122,9 @@ class AxisLink:
 
 
 class Levels(NamedTuple):
-    """The hosts along an axis. `inside`: the link of the devices of each, all hosts at once. `between`: of those at one
-    place in their hosts, where hosts have equally many all such groups at once; else of the first of each host."""
+    """The hosts along an axis, or their parts. `inside`: the link of the devices of each, all hosts at once. `between`:
+    of those at one place in their hosts, where hosts have equally many all such groups at once; else of the first of
+    each host."""
 
     hosts: Hosts
     inside: AxisLink
@@ -255,12 +258,12 @@ class PriceOfLevels(Price):
     """One within hosts and one between them, after one another: what these cost, each by its own links. Its bytes are
     those that leave a host."""
 
+    over: Over = "hosts"
     stages: Callable[[Levels], Sequence[Stage]] = lambda levels: ()
 
     def lines(self, link: AxisLink) -> Lines:
-        assert link.levels is not None, "the axis goes over no hosts"
         blocks, ways = self.blocks(link), list[list[tuple[float, float]]]()
-        for step, over, part in self.stages(link.levels):
+        for step, over, part in self.stages(link.levels[self.over]):
             price = PRICES[step]
             times = price.blocks(over) * part / blocks
             ways.append([(start, slope * times) for start, slope in price.lines(over).lines])
@@ -285,9 +288,9 @@ def _gathered(levels: Levels) -> Sequence[Stage]:
 
 
 def _leaving(link: AxisLink) -> float:
-    """How many blocks of all devices of a host those of others are sent, around a ring of hosts."""
-    assert link.levels is not None
-    return (len(link.levels.hosts) - 1) * link.levels.inside.n
+    """How many blocks of all devices of a host, or part of one, those of others are sent, around a ring of these."""
+    levels = link.levels["equal hosts"]
+    return (len(levels.hosts) - 1) * levels.inside.n
 
 
 # Each begins with a message's latency, in which all devices come to it: in NCCL's model 6.6 to 14 us, where a hop takes
@@ -315,8 +318,8 @@ PRICES: dict[str, Price] = {
     "hierarchical_all_reduce": PriceOfLevels(
         lambda link: 2.0 * (len(link.hosts) - 1) / len(link.hosts), (), stages=_reduced
     ),
-    "hierarchical_reduce_scatter": PriceOfLevels(_leaving, (), stages=_scattered),
-    "hierarchical_all_gather": PriceOfLevels(_leaving, (), stages=_gathered),
+    "hierarchical_reduce_scatter": PriceOfLevels(_leaving, (), "equal hosts", _scattered),
+    "hierarchical_all_gather": PriceOfLevels(_leaving, (), "equal hosts", _gathered),
 }
 """Of every collective in `instructions.collectives.STEPS` that is not made of others."""
 
@@ -332,14 +335,17 @@ def axis_links(cluster: Cluster, axes: Sequence[tuple[str, int]]) -> tuple[AxisL
     return tuple(found)
 
 
-def _levels(cluster: Cluster, lines: Sequence[Sequence[int]]) -> Levels | None:
+def _levels(cluster: Cluster, lines: Sequence[Sequence[int]]) -> dict[Over, Levels]:
     """`lines`: the host of each position along an axis, for each of its groups."""
     if not (hosts := hosts_along(lines)):
-        return None
-    of = lambda line, groups: [[line[p] for p in group] for group in groups]
-    inside = [group for line in lines for group in of(line, hosts)]
-    between = [group for line in lines for group in of(line, groups_between(hosts))]
-    return Levels(hosts, _link(cluster, inside), _link(cluster, between))
+        return {}
+    link = lambda groups: _link(cluster, [[line[p] for p in group] for line in lines for group in groups])
+    found: dict[Over, Levels] = {}
+    for over in ("hosts", "equal hosts"):
+        parts = over_parts(hosts, over)
+        if len(parts) < sum(map(len, hosts)):
+            found[over] = Levels(parts, link(parts), link(groups_between(parts)))
+    return found
 
 
 def _link(cluster: Cluster, groups: Sequence[Sequence[int]]) -> AxisLink:

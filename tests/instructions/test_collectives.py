@@ -110,7 +110,9 @@ def program_of(
 def on_hosts(lengths: tuple[int, ...], step: Collective) -> Cluster:
     """Where the last axis goes over two hosts, whose devices take turns along it, for what goes over hosts; of unlike
     many where it may."""
-    n, along = prod(lengths), {"positions": range(lengths[-1]), "hosts": [0, 0, 1, 0], "equal hosts": [0, 1, 0, 1]}
+    on_six = {"hosts": [0, 0, 1, 0, 1, 0], "equal hosts": [0, 1, 0, 0, 1, 0]}
+    on_four = {"hosts": [0, 0, 1, 0], "equal hosts": [0, 1, 0, 1]}
+    n, along = prod(lengths), {"positions": range(lengths[-1]), **(on_six if lengths[-1] == 6 else on_four)}
     hosts = [n * (d // lengths[-1]) + along[step.over][d % lengths[-1]] for d in range(n)]
     return replace(cluster([1.0] * n), hosts=tuple(hosts))
 
@@ -137,8 +139,17 @@ def sized(graph: Graph, program: Program, kind: str) -> Sizes:
 @pytest.mark.parametrize("lengths", [(4,), (2, 2)])
 @pytest.mark.parametrize("name", [name for name, step in STEPS.items() if step.communicates])
 def test_a_value_is_the_same_after_every_conversion(name: str, lengths: tuple[int, ...], kind: str) -> None:
+    assert_the_same(name, along(STEPS[name], lengths), kind)
+
+
+@pytest.mark.parametrize("kind", ["skewed", "zeros"])
+@pytest.mark.parametrize("name", [name for name, step in STEPS.items() if step.over != "positions"])
+def test_hosts_of_four_and_two(name: str, kind: str) -> None:
+    assert_the_same(name, (6,), kind)
+
+
+def assert_the_same(name: str, lengths: tuple[int, ...], kind: str) -> None:
     """In both forms, with a price and with room for what is sent, each alone."""
-    lengths = along(STEPS[name], lengths)
     n = prod(lengths)
     mesh = Mesh(np.array(jax.devices()[:n]).reshape(lengths), tuple("ab"[: len(lengths)]))
     found = list(conversions(STEPS[name], len(lengths)))
@@ -302,7 +313,7 @@ def test_another_is_tried_like_those_of_the_table(
 ) -> None:
     priced(DEAR)
     assert step_between(S(0), R) is STEPS["all_gather"]
-    test_a_value_is_the_same_after_every_conversion(RING.name, lengths, kind)
+    assert_the_same(RING.name, lengths, kind)
 
 
 def test_one_latency_for_each_message() -> None:

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import strategies
 from control_cases import CASES as CONTROL
 from lowered_programs import SEEDS, assert_close, random_lowered, run
 from lowering_options import SWITCHED
@@ -23,7 +24,7 @@ from unflatten import unflattened
 
 import hapsynth
 from hapsynth.cli.main import main
-from hapsynth.cluster.cluster import Cluster
+from hapsynth.cluster.cluster import Cluster, Link
 from hapsynth.graph.ir import Op
 from hapsynth.graph.trace import trace
 from hapsynth.instructions.factors import cutting
@@ -49,6 +50,19 @@ def test_a_reduction_over_two_axes_is_three_collectives() -> None:
     assert steps == [("reduce_scatter", "b"), ("all_reduce", "a"), ("all_gather", "b")]
     x, y = floats(8, 16), floats(16, 24)
     assert_close(run(lowered, (x, y)), x @ y)
+
+
+@pytest.mark.parametrize(("speeds", "bandwidth"), [([0.1] * 8, 1e9), ([0.15] * 4 + [0.1] * 4, 1e11)])
+def test_experts_on_two_axes_take_no_longer_than_on_one(speeds: list[float], bandwidth: float) -> None:
+    """Two hosts of four as rows of a mesh, where links are what a step waits for and where computing is: each axis cuts
+    something of its own, and what one axis over all can do the two do after one another."""
+    links = Link(bandwidth, 1e-6), Link(8 * bandwidth, 1e-6)
+    hosts = replace(strategies.gpus(speeds), hosts=(0,) * 4 + (1,) * 4, network=links[0], intra=links[1])
+    args = strategies.experts_args(groups=8, tokens=64, width=256, count=4, hidden=1024)
+    on = lambda *axes: hapsynth.synthesize(strategies.experts, args, replace(hosts, axes=axes), leave_out=False)
+    flat, grid = on(("all", 8)), on(("hosts", 2), ("within", 4))
+    assert grid.gap <= 1e-3
+    assert grid.cost <= flat.cost
 
 
 def test_its_shares_may_be_of_any_lengths() -> None:

@@ -18,7 +18,7 @@ import hapsynth
 from hapsynth._quantities import seconds as quantity
 from hapsynth.cluster.cluster import Cluster, Link
 from hapsynth.cluster.curves import Curve
-from hapsynth.instructions.collectives import STEPS, hosts_along
+from hapsynth.instructions.collectives import STEPS, hosts_along, over_parts
 from hapsynth.instructions.layout import P, R
 from hapsynth.instructions.program.checker import check
 from hapsynth.instructions.program.program import ProgramError
@@ -68,6 +68,19 @@ def test_hosts_of_three_and_one() -> None:
     assert [step.name for step in STEPS.values() if step.over != "positions" and link.offers(step)] == [
         "hierarchical_all_reduce"
     ]
+
+
+def test_hosts_of_eight_eight_and_four() -> None:
+    """A gather and a reduce-scatter go over five parts of four: 4 rings of 4 blocks each pass a host's link, flat 19
+    blocks; and each device is sent 3 times 5 blocks within its part. A sum goes by the first device of each host."""
+    assert over_parts(((0, 1, 4, 5), (2, 3)), "equal hosts") == ((0, 1), (4, 5), (2, 3))
+    assert over_parts(((0, 1, 2), (3,)), "hosts") == ((0, 1, 2), (3,))
+    link = along(cluster_of(8, 8, 4, ratio=10.0))
+    for step in ("all_gather", "reduce_scatter"):
+        assert link.offers(STEPS[f"hierarchical_{step}"])
+        assert seconds(link, step, 1e9 / 20) == pytest.approx(19 / 20)
+        assert seconds(link, f"hierarchical_{step}", 1e9 / 20) == pytest.approx(16 / 20 + 3 * 5 / 20 / 10)
+    assert seconds(link, "hierarchical_all_reduce", 1e9) == pytest.approx(2 * 2 / 3 + 4 * 7 / 8 / 10)
 
 
 def test_messages() -> None:
@@ -143,6 +156,8 @@ def gathered(x: jax.Array) -> jax.Array:
         (gathered, (4, 4), 2, "all_gather"),
         # 7 - 6 for 4.
         (gathered, (2, 2, 2, 2), 4, "all_gather"),
+        # 5 - 4 for 3, over three parts of two.
+        (gathered, (4, 2), 3, "all_gather"),
     ],
 )
 def test_the_search_changes_at_the_predicted_ratio_of_links(
@@ -154,7 +169,9 @@ def test_the_search_changes_at_the_predicted_ratio_of_links(
 
 
 @pytest.mark.parametrize("form", ["switch", "staged", "fused"])
-@pytest.mark.parametrize(("fn", "per_host"), [(summed, (4, 4)), (summed, (3, 1)), (gathered, (2, 2))])
+@pytest.mark.parametrize(
+    ("fn", "per_host"), [(summed, (4, 4)), (summed, (3, 1)), (gathered, (2, 2)), (gathered, (4, 2))]
+)
 def test_it_gives_the_same(fn: Any, per_host: tuple[int, ...], form: Form, tmp_path: Path) -> None:
     cluster = cluster_of(*per_host, ratio=100.0)
     plan = planned(fn, cluster, form=form)
