@@ -176,8 +176,8 @@ class Lowered(LoweredProgram):
         """Of a program in a schedule's order, for each run of collectives, by its place among the joined steps, what is
         computed between those before and these, and read after. XLA's scheduler goes back from the end and hides each
         transfer behind whatever there is left: without this the first find nothing. Only of collectives of arguments,
-        which nothing else keeps from starting at once, and of what lies in memory: what is elementwise, and read by what
-        is, stays with its readers."""
+        which nothing else keeps from starting at once, and of what lies in memory: what is elementwise, and read by
+        what is, stays with its readers."""
         if not (self.scheduled and self.is_pinned) or len(self.graph.regions) > 1:
             return {}
         steps = [*joined(self.graph, self.steps)]

@@ -17,7 +17,7 @@ from hapsynth.search.scheduling.waits import waits
 
 _TRIALS = 16
 """Simulations of one timeline's bundles."""
-_CUTS, _CUT_AT_ONCE, _ENDS = 4, 2, 4
+_CUTS, _CUT_AT_ONCE, _ENDS = 3, 1, 4
 """Bundles that are cut, one after the other; of how many each time, and at how many places."""
 _SAME = 1e-9
 """Relative: makespans that differ by rounding alone."""
