@@ -2,10 +2,10 @@
 
     pip install -e '.[aot12]' optax flax equinox     # or '.[aot13]', in an environment of its own
     python benchmarks/compile_targets.py [--models mlp,...] [--forms switch,staged,jit] [--targets V100-16GB,...]
-                                         [--rows FILE] [--hlo FOLDER] [--json OUT]
+                                         [--gbits 400] [--rows FILE] [--hlo FOLDER] [--json OUT]
 
 Models: the examples at their own size, planned for `mixed8`; wide ones (width 1024, 4 layers), for two V100 and two
-H100 at 400 Gbit/s, as a bfloat16 GPT; and six of tests/zoo, cut 3:3:1:1 as if the devices were so slow that even they
+H100 at `--gbits`, as a bfloat16 GPT; and six of tests/zoo, cut 3:3:1:1 as if the devices were so slow that even they
 are worth dividing, on the same four cards. Forms: those of `hapsynth compile`; `jit` is `jax.jit` of the same step with
 batches cut evenly, as JAX compiles it, `jit_lhs` with XLA's latency-hiding scheduler.
 
@@ -67,8 +67,8 @@ def built(model: str) -> tuple[Callable[..., Any], Sequence[Any], Mapping[str, A
     return fn, args, {}
 
 
-def planned(model: str, path: Path, overlap: bool) -> None:
-    """A model's plan as a file."""
+def planned(model: str, path: Path, overlap: bool, gbits: float) -> None:
+    """A model's plan as a file. `gbits`: of the wide ones' link."""
     import hapsynth
     from hapsynth.cluster.cluster import Cluster, Link
     from hapsynth.cluster.device_kinds import known_kinds
@@ -76,7 +76,7 @@ def planned(model: str, path: Path, overlap: bool) -> None:
 
     fn, args, _ = built(model)
     kinds = [known_kinds()[name] for name in ("H100-80GB", "V100-16GB") for _ in range(2)]
-    four = Cluster("four", tuple(kinds), (0, 1, 2, 3), Link(50e9, 10e-6))
+    four = Cluster("four", tuple(kinds), (0, 1, 2, 3), Link(gbits * 1e9 / 8, 10e-6))
     if model in ("mlp", "transformer", "cnn"):
         plan = hapsynth.synthesize(fn, args, cluster("mixed8"), overlap=overlap)
     elif model in ZOO:
@@ -254,13 +254,14 @@ def main() -> None:
     command.add_argument(
         "--overlap", action="store_true", help="plans of the least makespan, collectives beside computing"
     )
+    command.add_argument("--gbits", type=float, default=400, help="the link of the wide models' cluster, Gbit/s")
     command.add_argument("--plans", type=Path, help="a folder in which plans are kept")
     command.add_argument("--rows", type=Path, help="a file that has a row a line")
     command.add_argument("--hlo", type=Path, help="a folder for the compiled programs")
     options = command.parse_args()
     if row := options.row:
         if "plan" in row:
-            planned(row["plan"], Path(row["path"]), options.overlap)
+            planned(row["plan"], Path(row["path"]), options.overlap, options.gbits)
             print("{}")
         else:
             print(json.dumps(one(row["model"], row["form"], row["target"], Path(row["plans"]), options.hlo)))

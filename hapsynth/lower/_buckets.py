@@ -22,7 +22,7 @@ from hapsynth._jax import is_extended, itemsize
 from hapsynth.instructions.program.bundles import family
 from hapsynth.instructions.program.program import Convert
 from hapsynth.instructions.program.sizes import Sizes
-from hapsynth.instructions.staging.buckets import filled
+from hapsynth.instructions.staging.buckets import as_planned, filled
 from hapsynth.instructions.staging.options import LoweringOptions
 from hapsynth.lower._collective_order import Each, as_it_is
 from hapsynth.lower._collectives import LOWERINGS, exchange, exchange_first, join_numbers, receive
@@ -126,11 +126,11 @@ def bundles(
 ) -> list[Bundle]:
     """Collectives that don't depend on one another, those that can go as one together; the same in all processes.
     `sent`: the shape and dtype that each takes. `flat`: as of `Bundle`. `planned`: those of a bundle of the program are
-    one whatever they send. Where XLA joins them itself each is alone."""
+    one whatever they send, and no others but in loops and branches. Where XLA joins them itself each is alone."""
     of_each = [_family_of(step, struct, platform, options) for step, struct in zip(steps, sent, strict=True)]
     groups = filled([name for name, _ in of_each], [nbytes for _, nbytes in of_each], options.bundle_bytes)
-    if planned and steps and steps[0].bundle and platform == "cpu":
-        groups = [[*range(len(steps))]]
+    if planned and steps and not steps[0].region and (platform == "cpu" or is_pinned(platform)):
+        groups = as_planned(steps)
     structs = [jax.ShapeDtypeStruct(s.shape, s.dtype) for s in sent]
     return [Bundle(tuple(steps[i] for i in g), tuple(structs[i] for i in g), flat) for g in groups]
 

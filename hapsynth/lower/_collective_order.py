@@ -51,6 +51,10 @@ class Order:
         """One of XLA's collectives, of those that a collective is."""
         return run(x)
 
+    def after_computing(self, x: Any, made: Sequence[Any]) -> tuple[Any, list[Any]]:
+        """What a collective is to send, not before the others are made, and these."""
+        return x, [*made]
+
     def wait(self, x: Any) -> Any:
         """What a collective is to send, not before the loop or branch before it has ended."""
         if self.after is None:

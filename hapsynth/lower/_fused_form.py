@@ -86,12 +86,13 @@ def lower_fused(
     donate: bool = True,
     options: LoweringOptions = DEFAULT,
     latencies: Latencies | None = None,
+    scheduled: bool = False,
     own: Positions = (),
 ) -> Fused:
     """Lower a checked program for this process's devices of `mesh`, or for those at `own`, whose shares are alike
     (`alike`), as `lower` does."""
     of = own_mesh(mesh, program.axes)
-    return Fused(graph, program, sizes, of, donate, options=options, latencies=latencies, own=own)
+    return Fused(graph, program, sizes, of, donate, options=options, latencies=latencies, scheduled=scheduled, own=own)
 
 
 def _exact(storage: Storage) -> ExactStorage:

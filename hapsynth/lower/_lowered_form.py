@@ -31,8 +31,9 @@ class LoweredProgram(ABC):
 
     `inputs`, `constants` and `outputs` say how each is stored (an output that is a literal has None); `donated` says
     which inputs a call consumes. `platform` is by default that of the mesh's devices. `latencies`: by which XLA is to
-    schedule it, where it is prepared. `traces` counts how often the
-    program was traced: once, however often it is called.
+    schedule it, where it is prepared. `scheduled`: the program's order is a schedule of what is computed beside its
+    collectives, which XLA is held to where these are pinned. `traces` counts how often the program was traced: once,
+    however often it is called.
     """
 
     graph: Graph
@@ -43,6 +44,7 @@ class LoweredProgram(ABC):
     platform: str | None = None
     options: LoweringOptions = DEFAULT
     latencies: Latencies | None = None
+    scheduled: bool = False
     traces: int = 0
     inputs: tuple[Storage, ...] = field(init=False)
     constants: tuple[Storage, ...] = field(init=False)

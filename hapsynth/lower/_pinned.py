@@ -105,7 +105,21 @@ class Chain(Order):
             self.after = self.token()
         return made
 
+    def after_computing(self, x: Any, made: Sequence[Any]) -> tuple[Any, list[Any]]:
+        if not made:
+            return x, []
+        if self.by_data:
+            for one in made:
+                self.after = self.after | _zero_of(one)
+            return x, [*made]
+        x, *made = lax.optimization_barrier((x, *made))
+        return x, made
+
     def token(self) -> Any:
-        x = self.previous
-        first = lax.slice(x, (0,) * x.ndim, tuple(min(1, n) for n in x.shape))
-        return self.after | (jnp.any(first != 0).astype(jnp.int32) & 2)
+        return self.after | _zero_of(self.previous)
+
+
+def _zero_of(x: Any) -> Any:
+    """Zero, which waits for `x`, and of which XLA does not know it."""
+    first = lax.slice(x, (0,) * x.ndim, tuple(min(1, n) for n in x.shape))
+    return jnp.any(first != 0).astype(jnp.int32) & 2

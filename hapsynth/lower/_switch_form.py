@@ -18,8 +18,9 @@ from hapsynth import _jax
 from hapsynth.graph.ir import Boundary, Graph, Literal
 from hapsynth.hlo.collectives import collectives_of
 from hapsynth.instructions.layout import Layout
-from hapsynth.instructions.program.program import Convert, Program
+from hapsynth.instructions.program.program import Compute, Convert, Instruction, Program, Property, reads, writes
 from hapsynth.instructions.program.sizes import Sizes
+from hapsynth.instructions.rules.registry import is_fusible
 from hapsynth.instructions.staging.buckets import joined
 from hapsynth.instructions.staging.options import DEFAULT, LoweringOptions
 from hapsynth.instructions.staging.stages import Cond, Loop, Stage, Step
@@ -153,9 +154,10 @@ class Lowered(LoweredProgram):
         def uniform(decision: Any) -> Any:
             return order.collective(lambda x: self.uniform(x, order.each), decision)
 
-        for step in joined(self.graph, steps):
+        computed = self._computed_before if steps is self.steps else {}
+        for n, step in enumerate(joined(self.graph, steps)):
             if isinstance(step, list):
-                self._communicate(step, env, here, order)
+                self._communicate(step, env, here, order, computed.get(n, ()))
             elif isinstance(step, Convert):
                 shape = self.local.shape((step.value, step.target), here)
                 env[step.value, step.target] = jnp.zeros(shape, env[step.value, step.source].dtype)
@@ -169,8 +171,39 @@ class Lowered(LoweredProgram):
                     self._switch(step, env, here)
                 self.local.run(step.after, env, here)
 
-    def _communicate(self, steps: Sequence[Convert], env: Env, here: MeshPosition, order: Order) -> None:
-        """Run collectives that don't depend on one another."""
+    @cached_property
+    def _computed_before(self) -> dict[int, list[Property]]:
+        """Of a program in a schedule's order, for each run of collectives, by its place among the joined steps, what is
+        computed between those before and these, and read after. XLA's scheduler goes back from the end and hides each
+        transfer behind whatever there is left: without this the first find nothing. Only of collectives of arguments,
+        which nothing else keeps from starting at once, and of what lies in memory: what is elementwise, and read by
+        what is, stays with its readers."""
+        if not (self.scheduled and self.is_pinned) or len(self.graph.regions) > 1:
+            return {}
+        steps = [*joined(self.graph, self.steps)]
+        read = {p: n for n, step in enumerate(steps) for i in _instructions(step) for p in reads(self.graph, i)}
+        leave = zip(self.graph.outputs, self.program.outputs, strict=True)
+        read.update(((v, layout), len(steps)) for v, layout in leave if isinstance(v, int) and layout is not None)
+        found: dict[int, list[Property]] = {}
+        made: list[Property] = []
+        given = set(self.program.inputs.items())
+        ends = lambda i: isinstance(i, Compute) and not is_fusible(self.graph.ops[i.op])
+        taken = {p for step in steps for i in _instructions(step) if ends(i) for p in reads(self.graph, i)}
+        for n, step in enumerate(steps):
+            if isinstance(step, list):
+                if all(p in given for i in step for p in reads(self.graph, i)):
+                    found[n] = [p for p in made if read.get(p, -1) >= n]
+                    made = []
+                continue
+            for i in _instructions(step):
+                made += [p for p in writes(self.graph, i) if ends(i) or p in taken]
+        return found
+
+    def _communicate(
+        self, steps: Sequence[Convert], env: Env, here: MeshPosition, order: Order, computed: Sequence[Property] = ()
+    ) -> None:
+        """Run collectives that don't depend on one another, not before what is `computed`."""
+        computed = [p for p in computed if p in env and not _jax.is_extended(env[p].dtype)]
         scope = partial(scope_of_step, self.graph)
         lengths = [size for _, size in self.program.axes]
         sent: list[Any] = []
@@ -182,9 +215,12 @@ class Lowered(LoweredProgram):
                     x = lax.optimization_barrier(x)
                 sent.append(send(self.sizes, step, x, here))
         arrays = dict(zip(steps, sent, strict=True))
-        for bundle in bundles(steps, sent, self.local.platform, self.options, flat=self.flat):
+        for bundle in self._bundles(steps, sent):
             with scope(bundle.steps[0]):
                 packed = bundle.pack([arrays[s] for s in bundle.steps], lengths)
+                packed, made_before = order.after_computing(packed, [env[p] for p in computed])
+                env.update(zip(computed, made_before, strict=True))
+                computed = ()
                 run = partial(self._exchange, bundle, order.each)
                 whole = self.gloo is not None or LOWERINGS[bundle.steps[0].step].in_parts
                 made = order.collective(run, packed, whole)
@@ -197,6 +233,10 @@ class Lowered(LoweredProgram):
                     if (step.value, step.source) in self.local.loose:
                         # Along another axis it may still be padded.
                         self.local.loose.add((step.value, step.target))
+
+    def _bundles(self, steps: Sequence[Convert], sent: Sequence[Any]) -> list[Bundle]:
+        planned = self.scheduled and self.is_pinned
+        return bundles(steps, sent, self.local.platform, self.options, flat=self.flat, planned=planned)
 
     @property
     def most_indexed(self) -> int:
@@ -243,11 +283,26 @@ def lower(
     donate: bool = True,
     options: LoweringOptions = DEFAULT,
     latencies: Latencies | None = None,
+    scheduled: bool = False,
 ) -> Lowered:
     """Lower a checked program for the devices of `mesh`, whatever its axes are.
 
     With `donate` the arguments of carried state are consumed by a call, so that the new state can take their memory.
-    `latencies`: as of `LoweredProgram`.
+    `latencies`, `scheduled`: as of `LoweredProgram`.
     Raises ValueError where the mesh has another number of devices than the program.
     """
-    return Lowered(graph, program, sizes, own_mesh(mesh, program.axes), donate, options=options, latencies=latencies)
+    of = own_mesh(mesh, program.axes)
+    return Lowered(graph, program, sizes, of, donate, options=options, latencies=latencies, scheduled=scheduled)
+
+
+def _instructions(step: Step | list[Convert]) -> Sequence[Instruction]:
+    """Of a step that is no loop and no branch."""
+    match step:
+        case list():
+            return step
+        case Convert():
+            return [step]
+        case Stage():
+            return [*step.before, *step.switch, *step.after]
+        case _:
+            raise AssertionError(f"control flow: {step}")

@@ -249,11 +249,19 @@ class Planned(ABC):
             )
         graph, program, sizes, mesh = self.traced.graph, self.program, self.sizes, self.mesh
         options = self.result.lowering
-        if self.form == "switch":
-            return lower(graph, program, sizes, mesh, donate=donate, options=options, latencies=self.latencies)
-        if self.form == "fused":
-            return lower_fused(graph, program, sizes, mesh, donate=donate, options=options, latencies=self.latencies)
-        return lower_staged(graph, program, sizes, mesh, donate=donate, options=options, overlap=self.overlap)
+        if self.form == "staged":
+            return lower_staged(graph, program, sizes, mesh, donate=donate, options=options, overlap=self.overlap)
+        whole = lower if self.form == "switch" else lower_fused
+        return whole(
+            graph,
+            program,
+            sizes,
+            mesh,
+            donate=donate,
+            options=options,
+            latencies=self.latencies,
+            scheduled=self.result.overlap,
+        )
 
     @property
     def latencies(self) -> Latencies | None:

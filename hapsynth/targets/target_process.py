@@ -119,13 +119,17 @@ class _Saved:
         fused, library = form == "fused", self._library(without_triton)
         costs, program, sizes = self._costs(exact=fused), self.result.program, self.result.sizes
         # Padded shards are alike on all.
-        return max(held_pinned(program, sizes, costs, i, library) for i in (self.own if fused else self.own[:1]))
+        own = self.own if fused else self.own[:1]
+        return max(held_pinned(program, sizes, costs, i, library, scheduled=self.result.overlap) for i in own)
 
     def _library(self, without_triton: bool) -> Library:
         """XLA gives a contraction of cuBLAS a workspace, and writes contractions itself on tensor cores that Triton
-        knows, where autotuning may still take cuBLAS's (`GemmConfig` and `GemmFusion` of XLA)."""
-        hopper, ampere = (self.target.capability >= least for least in ((9, 0), (8, 0)))
-        return Library(_WORKSPACE_OF_HOPPER if hopper else _WORKSPACE, apart=not ampere or without_triton)
+        knows, where autotuning may still take cuBLAS's (`GemmConfig` and `GemmFusion` of XLA). Before Hopper cuDNN
+        gets channels first (`HeuristicLayoutAssignment`)."""
+        hopper, ampere, volta = (self.target.capability >= least for least in ((9, 0), (8, 0), (7, 0)))
+        positions_last = lambda dtype: not hopper and not (volta and dtype in ("float16", "bfloat16"))
+        workspace = _WORKSPACE_OF_HOPPER if hopper else _WORKSPACE
+        return Library(workspace, apart=not ampere or without_triton, positions_last=positions_last)
 
     def mesh(self, *, processes: bool) -> Mesh:
         """As many devices, each with a process of its own, or all in this one."""
@@ -143,7 +147,7 @@ class _Saved:
 
     def switch(self) -> _Compiled:
         """The one program."""
-        lowered = self._lowered(lower, processes=True)
+        lowered = self._lowered(partial(lower, scheduled=self.result.overlap), processes=True)
         assert isinstance(lowered, Lowered)
         made, without = compiled_of(lowered.lower(), self.latencies)
         text = made.as_text()
@@ -156,7 +160,7 @@ class _Saved:
         own = [places[i] for i in self.own]
         peaks, texts, without = list[int](), list[str](), False
         for numbers in alike(self.result.sizes, own):
-            of_these = partial(lower_fused, own=tuple(own[n] for n in numbers))
+            of_these = partial(lower_fused, own=tuple(own[n] for n in numbers), scheduled=self.result.overlap)
             made, each = compiled_of(self._lowered(of_these, processes=True).lower(), self.latencies)
             peaks.append(_peak(made))
             texts.append(made.as_text())

@@ -29,6 +29,14 @@ def filled(families: Sequence[Hashable | None], nbytes: Sequence[float], most: i
     return groups
 
 
+def as_planned(steps: Sequence[Convert]) -> list[list[int]]:
+    """Collectives that wait for the same, by number, those of a bundle of the program together."""
+    groups: dict[tuple[int, int], list[int]] = {}
+    for i, step in enumerate(steps):
+        groups.setdefault((step.bundle, 0 if step.bundle else i), []).append(i)
+    return [*groups.values()]
+
+
 def is_empty(graph: Graph, step: Convert) -> bool:
     """Whether there is nothing to exchange."""
     return prod(graph.values[step.value].shape) == 0

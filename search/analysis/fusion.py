@@ -87,6 +87,9 @@ def _reader_that_stores(
 
 _REDUCTIONS = ("reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or", "reduce_xor")
 _PRODUCTS = ("mul", "square")
+_TOLERATED = 1024
+"""Bytes (`kIoToleranceBytes` there)."""
+_WINDOWED = ("reduce_window_sum", "reduce_window_max", "reduce_window_min", "select_and_scatter_add")
 
 
 class FusionPlan(NamedTuple):
@@ -111,7 +114,7 @@ class FusionPlan(NamedTuple):
         outputs = {v for v in graph.outputs if isinstance(v, int)}
         for op in filter(is_fusible, graph.ops):
             for v in op.results:
-                again[v] = stored[v] and v not in outputs and made_again(graph, op, v)
+                again[v] = stored[v] and v not in outputs and _made_again(graph, op, v, triton)
         return FusionPlan(stored, again, reads_stored, overwritten(graph, stored))
 
 
@@ -123,7 +126,9 @@ def _stored(graph: Graph, on_gpu: bool, triton: bool) -> tuple[list[bool], list[
     kernels: list[frozenset[int]] = [frozenset((op.index,)) for op in graph.ops]
     reduces = [op.name in _REDUCTIONS for op in graph.ops]
     joins = (*(_REDUCTIONS if on_gpu else ()), *(("dot_general",) if triton else ()))
-    reads_stored = [not is_fusible(op) and op.name not in joins for op in graph.ops]
+    reads_stored = [
+        not (is_fusible(op) or op.name in joins or (on_gpu and _reads_windows_apart(op))) for op in graph.ops
+    ]
     for op in reversed(graph.ops):
         if not is_fusible(op):
             continue
@@ -136,10 +141,28 @@ def _stored(graph: Graph, on_gpu: bool, triton: bool) -> tuple[list[bool], list[
                 reads_stored[op.index], reduces[op.index] = True, op.name == "neg"
             elif not any(reads_stored[o] for o in takers):
                 reach = frozenset[int]().union(*(kernels[o] for o in takers))
-                found[value] = len(reach) > 1 and not made_again(graph, op, value)
+                found[value] = len(reach) > 1 and not _made_again(graph, op, value, triton)
                 if len(op.results) == 1 and not found[value]:
                     kernels[op.index] = frozenset(sorted(reach)[:2])
     return found, reads_stored
+
+
+def _reads_windows_apart(op: Op) -> bool:
+    """Whether an op goes over windows of which none has an element of another: pooling, and its gradient."""
+    windows = op.params.get("window_dimensions", ()) if op.name in _WINDOWED else ()
+    return bool(windows) and all(n <= step for n, step in zip(windows, op.params["window_strides"], strict=True))
+
+
+def _made_again(graph: Graph, op: Op, value: int, triton: bool) -> bool:
+    """Whether each kernel that reads the result of a fusible op makes it itself. A contraction of Triton's that others
+    read beside does not where the op reads more than it gives (`IsInputWorthFusing` in XLA's
+    triton_tiling_propagation.cc)."""
+    if not made_again(graph, op, value):
+        return False
+    takers = {o for o, _ in graph.uses[value]}
+    taken = sum(graph.values[v].nbytes for _, v in op.value_operands)
+    contracted = triton and len(takers) > 1 and any(graph.ops[o].name == "dot_general" for o in takers)
+    return not (contracted and taken > graph.values[value].nbytes + _TOLERATED)
 
 
 def _is_reduced_with(op: Op) -> bool:

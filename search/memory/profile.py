@@ -312,11 +312,14 @@ def held_by(program: Program, sizes: Sizes, costs: CostModel) -> tuple[float, ..
     return (_scheduled(program, sizes, costs).peak(),) * costs.n
 
 
-def held_pinned(program: Program, sizes: Sizes, costs: CostModel, device: int, library: Library) -> float:
+def held_pinned(
+    program: Program, sizes: Sizes, costs: CostModel, device: int, library: Library, *, scheduled: bool = False
+) -> float:
     """Bytes of a device, by its place, at the fullest point of one program whose collectives are pinned, as those for
     GPUs are (`lower/_pinned.py`): of its own shards where room counts exactly, else of padded ones. The more of two
     orders, XLA's by depth and the one in which collectives come as early as they can; with loops or branches in the
-    program's order. `library`: of the card's contractions."""
+    program's order. `library`: of the card's contractions and convolutions. `scheduled`: its collectives are in
+    bundles of a schedule."""
     if len(costs.graph.regions) > 1:
         profile = MemoryProfile(costs.graph, program, sizes.classes, costs)
         return (1 + _GAPS) * profile.peaks(sizes)[device] + library.workspace + SMALL
@@ -330,7 +333,18 @@ def held_pinned(program: Program, sizes: Sizes, costs: CostModel, device: int, l
 
     one = not costs.room.exact
     fusing = FusionPlan.of(costs.graph, on_gpu=True, triton=not library.apart)
-    kernels = XlaKernels(costs.graph, program, sizes, fusing, nbytes, costs.lowering, switches=one, near=False)
+    kernels = XlaKernels(
+        costs.graph,
+        program,
+        sizes,
+        fusing,
+        nbytes,
+        costs.lowering,
+        switches=one,
+        near=False,
+        planned=scheduled,
+        positions_last=library.positions_last,
+    )
     orders = (XlaSchedule(kernels, pinned=True, library=library), XlaSchedule(kernels, early=True, library=library))
     return (1 + _GAPS) * max(order.peak() for order in orders) + SMALL
 

@@ -14,7 +14,7 @@ from hapsynth.instructions.program.bundles import family
 from hapsynth.instructions.program.program import Compute, Convert, Instruction, Program, Property, reads, writes
 from hapsynth.instructions.program.sizes import Sizes
 from hapsynth.instructions.rules.registry import is_fusible
-from hapsynth.instructions.staging.buckets import filled, joined
+from hapsynth.instructions.staging.buckets import as_planned, filled, joined
 from hapsynth.instructions.staging.options import LoweringOptions
 from hapsynth.instructions.staging.stages import Stage, split
 from hapsynth.search.analysis.fusion import FusionPlan
@@ -37,6 +37,10 @@ class XlaKernels:
     A step is an instruction as it is lowered: a switch makes some again, what nothing needs is none. Small collectives
     that go as one are two steps more, which join what they send and send it; what each gives is a part of one array,
     as cheap to any elementwise reader as a slice.
+
+    `positions_last`: whether convolutions of a dtype want their operands with positions as the last dimensions, or with
+    channels as the last; None: as they come. What is given or arrives otherwise is copied for them, once, filters for
+    both directions; what they make is copied before it is sent.
     """
 
     def __init__(
@@ -50,9 +54,14 @@ class XlaKernels:
         *,
         switches: bool = True,
         near: bool = True,
+        planned: bool = False,
+        positions_last: Callable[[str], bool] | None = None,
     ) -> None:
         self.graph, self.program, self.fusing, self._switches = graph, program, fusing, switches
         self._nbytes = cache(nbytes)
+        self._positions_last = positions_last
+        self._turned: dict[Tensor, Tensor] = {}
+        """What convolutions take or make -> its copy."""
         self.steps: list[Instruction | None] = []
         """None: of a bundle."""
         self.taken: list[list[Tensor]] = []
@@ -70,7 +79,7 @@ class XlaKernels:
         for item in joined(graph, split(graph, program, sizes, options, switches=switches, near=near)):
             match item:
                 case list():
-                    for bundle in bundles(graph, program, item, self._nbytes, options):
+                    for bundle in bundles(graph, program, item, self._nbytes, options, planned=planned):
                         self._collective(bundle, there)
                 case Convert():
                     # Of nothing.
@@ -115,10 +124,11 @@ class XlaKernels:
     def _add(
         self, step: Instruction, given: dict[Property, Tensor], found: dict[Property, Tensor], switch: int = -1
     ) -> None:
+        taken = [given[p] for p in reads(self.graph, step)]
+        if specs := self._convolved(step):
+            taken = [self._as_wanted(t, spec) for t, spec in zip(taken, specs)]
         k = len(self.steps)
-        self._append(
-            step, [given[p] for p in reads(self.graph, step)], [Tensor(*p, k) for p in writes(self.graph, step)]
-        )
+        self._append(step, taken, [Tensor(*p, k) for p in writes(self.graph, step)])
         self.switch[k] = switch
         for t in self.made[k]:
             found.setdefault((t.value, t.layout), t)
@@ -129,8 +139,47 @@ class XlaKernels:
         self.taken.append(list(taken))
         self.made.append(list(made))
 
+    def _convolved(self, step: Instruction | None) -> Sequence[Sequence[int]]:
+        """Of a convolution, where the dimensions of its operands and its result are."""
+        if self._positions_last is None or not isinstance(step, Compute):
+            return ()
+        op = self.graph.ops[step.op]
+        return op.params["dimension_numbers"] if op.name == "conv_general_dilated" else ()
+
+    def _is_wanted(self, value: int, spec: Sequence[int]) -> bool:
+        """Whether a convolution takes or makes a tensor as it lies: with the positions where it wants them."""
+        assert self._positions_last is not None
+        first = 2 if self._positions_last(str(self.graph.values[value].dtype)) else 1
+        return sorted(spec[2:]) == [*range(first, first + len(spec) - 2)]
+
+    def _as_wanted(self, t: Tensor, spec: Sequence[int]) -> Tensor:
+        """What a convolution finds in place of an operand. The gradient of its input takes the filter itself, not what
+        is turned round in the program."""
+        step = self.steps[t.maker] if t.maker >= 0 else None
+        if isinstance(step, Compute) and self.graph.ops[step.op].name == "rev":
+            (t,) = self.taken[t.maker]
+            step = self.steps[t.maker] if t.maker >= 0 else None
+        arrives = t.maker < 0 or (isinstance(step, Convert) and step.is_collective and t.maker not in self._parts)
+        # What a kernel makes it makes in the form that its readers want.
+        return self._copied(t) if arrives and not self._is_wanted(t.value, spec) else t
+
+    def _copied(self, t: Tensor) -> Tensor:
+        if t not in self._turned:
+            k = len(self.steps)
+            self._bundled[k] = self.nbytes(t)
+            self._append(None, [t], [Tensor(-1, (), k)])
+            self._turned[t] = self.made[k][0]
+        return self._turned[t]
+
+    def _is_turned(self, t: Tensor) -> bool:
+        """Whether a convolution makes it in another form than the program's."""
+        specs = self._convolved(self.steps[t.maker]) if t.maker >= 0 else ()
+        return bool(specs) and not self._is_wanted(t.value, specs[2])
+
     def _collective(self, bundle: Bundle, there: dict[Property, Tensor]) -> None:
         taken = [there[step.value, step.source] for step in bundle.steps]
+        if not bundle.is_packed:
+            taken = [self._copied(t) if self._is_turned(t) else t for t in taken]
         if bundle.is_packed:
             for nbytes in (bundle.sent, bundle.given):
                 k = len(self.steps)
@@ -201,10 +250,16 @@ class Bundle(NamedTuple):
 
 
 def bundles(
-    graph: Graph, program: Program, run: Sequence[Convert], nbytes: NBytes, options: LoweringOptions
+    graph: Graph,
+    program: Program,
+    run: Sequence[Convert],
+    nbytes: NBytes,
+    options: LoweringOptions,
+    *,
+    planned: bool = False,
 ) -> Iterator[Bundle]:
     """Those of a run of collectives that need nothing of one another. `nbytes`: of a tensor on a device, as it is
-    stored."""
+    stored. `planned`: as the program has them."""
     sent = [_sent(graph, program, step, nbytes) for step in run]
     dtypes = [graph.values[step.value].dtype for step in run]
     families = [
@@ -212,7 +267,8 @@ def bundles(
         for step, size, dtype in zip(run, sent, dtypes, strict=True)
     ]
     # A device of exact shards may send nothing, and takes part.
-    for group in filled(families, [max(size, 1.0) for size in sent], options.bundle_bytes):
+    groups = as_planned(run) if planned else filled(families, [max(size, 1.0) for size in sent], options.bundle_bytes)
+    for group in groups:
         given = sum(nbytes(run[n].value, run[n].target) for n in group)
         yield Bundle(tuple(run[n] for n in group), sum(sent[n] for n in group), given)
 

@@ -31,10 +31,12 @@ Rank = tuple[float, float, int]
 
 class Library(NamedTuple):
     """What is not as with XLA's own kernels where contractions are a library's: `workspace`: bytes that each has while
-    it runs; `apart`: no kernel writes its result over theirs."""
+    it runs; `apart`: no kernel writes its result over theirs. `positions_last`: of which
+    dtypes its convolutions want positions as the last dimensions; of others channels."""
 
     workspace: int = 0
     apart: bool = False
+    positions_last: Callable[[str], bool] = lambda dtype: False
 
 
 class XlaSchedule:
@@ -120,7 +122,10 @@ class XlaSchedule:
     def _needed_by(self, k: int) -> list[int]:
         if k not in self.needs:
             before = self._before.get(k)
-            waits = [] if before is None else self.kernels.made[before]
+            waits = [] if before is None else list(self.kernels.made[before])
+            if before in self._before:
+                # The token, made of the result before, is taken by the next but one.
+                waits += self.kernels.made[self._before[before]]
             self.needs[k] = list(dict.fromkeys([*self.kernels.reads(k), *waits]))
         return _makers(self.needs[k])
 

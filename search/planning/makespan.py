@@ -36,6 +36,7 @@ from hapsynth.search.planning.candidate import Candidate
 from hapsynth.search.planning.memory_bound_schedules import schedules_holding_less
 from hapsynth.search.planning.search_at_ratios import AdditiveSolution, FixedRatioSearch
 from hapsynth.search.result import SETTLED
+from hapsynth.search.scheduling.buckets import rebundled
 from hapsynth.search.scheduling.critical_path import Step, critical_path
 from hapsynth.search.scheduling.list_schedule import ordered, refined, schedule
 from hapsynth.search.scheduling.tasks import LINK_NAMES, LINKS, Machine, TaskGraph, tasks_of
@@ -473,6 +474,19 @@ def _within_limit(known: Scheduled, search: FixedRatioSearch, bound: float) -> O
         return found
     less = schedules_holding_less(candidate.program, candidate.sizes, costs)
     return next(filter(None, map(timed, less)), None) or timed(candidate.program)
+
+
+def in_larger_bundles(found: Overlapped, search: FixedRatioSearch) -> Overlapped:
+    """The same with more collectives together than the thresholds say, where copying them takes less time than their
+    latencies, and it takes no longer. Bounds know nothing of that: none is undercut. It costs GPUs less than a schedule
+    says, as XLA waits for the end of a kernel before each collective, and before what follows one."""
+    timeline = rebundled(found.timeline, large=True)
+    if timeline is found.timeline:
+        return found
+    other = _timed(ordered(found.program, timeline), found.sizes, search, found.lower_bound_s)
+    if other is None or not found.lower_bound_s <= other.timeline.makespan_s <= found.timeline.makespan_s:
+        return found
+    return other
 
 
 def as_it_is(search: FixedRatioSearch, best: Candidate) -> Overlapped:

@@ -8,14 +8,17 @@ bytes). Of two that take as long the one that keeps the links busy for less time
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator, Sequence
 from typing import NamedTuple
 
-from hapsynth.search.scheduling.tasks import LINKS, Machine, Transfer
+from hapsynth.search.scheduling.tasks import LINKS, Machine, TaskGraph, Transfer
 from hapsynth.search.scheduling.timeline import Timeline, simulate
+from hapsynth.search.scheduling.waits import waits
 
 _TRIALS = 16
 """Simulations of one timeline's bundles."""
+_CUTS, _CUT_AT_ONCE, _ENDS = 3, 1, 4
+"""Bundles that are cut, one after the other; of how many each time, and at how many places."""
 _SAME = 1e-9
 """Relative: makespans that differ by rounding alone."""
 
@@ -26,9 +29,10 @@ def bundled(timeline: Timeline) -> Timeline:
     return _better(timeline, neighbours.simulated(neighbours.waiting()))
 
 
-def rebundled(timeline: Timeline) -> Timeline:
-    """A timeline with more collectives together, where that is better: all neighbours, else half of them, and so on."""
-    neighbours = _Neighbours(timeline)
+def rebundled(timeline: Timeline, *, large: bool = False) -> Timeline:
+    """A timeline with more collectives together, where that is better: all neighbours, else half of them, and so on.
+    `large`: also of those that are copied in less time than their latency."""
+    neighbours = _Neighbours(timeline, large=large)
     taken: set[int] = set()
     best, trials = timeline, 0
     blocks = deque([range(len(neighbours.pairs))] if neighbours.pairs else [])
@@ -43,6 +47,59 @@ def rebundled(timeline: Timeline) -> Timeline:
             middle = len(block) // 2
             blocks += [block[:middle], block[middle:]]
     return best
+
+
+def cut(timeline: Timeline) -> Timeline:
+    """A timeline in which bundles that computing waits for are cut in two, what is needed first before the rest, where
+    that is better."""
+    best = timeline
+    for _ in range(_CUTS):
+        better = best
+        for found in _cuts(best):
+            better = _better(better, found)
+        if better is best:
+            break
+        best = better
+    return best
+
+
+def _cuts(timeline: Timeline) -> Iterator[Timeline]:
+    """With one bundle cut, of those that are waited for longest."""
+    tasks, whole = timeline.tasks, timeline.tasks.unbundled
+    if whole is None:
+        return
+    task_of = {at: task for task, places in enumerate(whole.instructions) for at in places}
+    parts = [sorted({task_of[at] for at in places}) for places in tasks.instructions]
+    place = [0] * len(whole.machine)
+    for n, task in enumerate(timeline.order):
+        for part in parts[task]:
+            place[part] = n
+    order = sorted(range(len(whole.machine)), key=lambda task: (place[task], task))
+    bundles = {task: parts[task] for task in timeline.order if tasks.machine[task] in LINKS and len(parts[task]) > 1}
+    waited = waits(timeline)
+    longest = sorted((task for task in bundles if task in waited), key=lambda task: -float(waited[task].max()))
+    for task in longest[:_CUT_AT_ONCE]:
+        needed = [(_needed_at(whole, part, place), part) for part in bundles[task]]
+        needed.sort()
+        ends = [n for n in range(1, len(needed)) if needed[n][0] > needed[n - 1][0]]
+        for end in ends[:: max(1, -(-len(ends) // _ENDS))]:
+            mine = [part for _, part in needed]
+            others = [bundle for other, bundle in bundles.items() if other != task]
+            found = whole.joined(order, [*others, mine[:end], mine[end:]])
+            if found is not None:
+                yield simulate(found, range(len(found.machine)))
+
+
+def _needed_at(tasks: TaskGraph, task: int, place: Sequence[int]) -> tuple[int, int]:
+    """Places of the first that needs a collective, and of the last that it needs."""
+    first, waiting = len(place), [task]
+    while waiting:
+        for user in tasks.users[waiting.pop()]:
+            if tasks.machine[user] is Machine.LOCAL:
+                waiting.append(user)
+            else:
+                first = min(first, place[user])
+    return first, max((place[maker] for maker in tasks.makers[task]), default=-1)
 
 
 def _better(one: Timeline, other: Timeline | None) -> Timeline:
@@ -68,18 +125,25 @@ class _Sent(NamedTuple):
 class _Neighbours:
     """Each two collectives of a family that follow one another in a timeline's order (`pairs`)."""
 
-    def __init__(self, timeline: Timeline) -> None:
+    def __init__(self, timeline: Timeline, *, large: bool = False) -> None:
         self.timeline, self.tasks = timeline, timeline.tasks
-        most = self.tasks.lowering.bundled_bytes
+        least = self.tasks.lowering.bundled_bytes
         last: dict[Hashable, int] = {}
         self.pairs: list[tuple[int, int]] = []
         for task in timeline.order:
             transfer = self.tasks.transfers.get(task)
-            if transfer is None or (transfer.nbytes > most and len(self.tasks.instructions[task]) == 1):
+            if transfer is None:
+                continue
+            most = max(least, self._copied_in_a_latency(transfer)) if large else least
+            if transfer.nbytes > most and len(self.tasks.instructions[task]) == 1:
                 continue
             if transfer.family in last:
                 self.pairs.append((last[transfer.family], task))
             last[transfer.family] = task
+
+    def _copied_in_a_latency(self, transfer: Transfer) -> float:
+        """Bytes that every device copies into a bundle, and out of it, in the time that one collective less saves."""
+        return float(transfer.link.seconds(transfer.step, 0.0)) * self.tasks.copied_per_s
 
     def waiting(self) -> set[int]:
         """Pairs of which the second waits for its link as the first starts."""

@@ -20,7 +20,7 @@ import numpy as np
 from hapsynth.instructions.program.program import Convert, Instruction, Program
 from hapsynth.instructions.program.sizes import Sizes
 from hapsynth.search.cost.model import CostModel, Floats
-from hapsynth.search.scheduling.buckets import bundled, rebundled
+from hapsynth.search.scheduling.buckets import bundled, cut, rebundled
 from hapsynth.search.scheduling.constraint_programming import polished
 from hapsynth.search.scheduling.tasks import LINKS, Machine, TaskGraph, tasks_of
 from hapsynth.search.scheduling.timeline import Timeline, simulate
@@ -48,6 +48,9 @@ def refined(timeline: Timeline) -> Timeline:
         if found is best:
             break
         best = min(found, _of_best_order(found.tasks), key=_makespan)
+    found = cut(best)
+    if found is not best:
+        best = min(found, _of_best_order(found.tasks), key=_makespan)
     proved = best.makespan_s <= least_makespan(best.tasks) * (1 + _LEAST_GAIN)
     return best if proved else polished(best)
 
@@ -67,10 +70,12 @@ def in_scheduled_order(program: Program, sizes: Sizes, costs: CostModel) -> Prog
 
 
 def ordered(program: Program, timeline: Timeline) -> Program:
-    """A program with its instructions in the order of a timeline of it, and bundles as there."""
+    """A program with its instructions in the order of a timeline of it, and bundles as there. A collective stands
+    behind what all devices have computed when it starts, and before the rest: XLA's compiler for GPUs is held to that
+    (`lower/_switch_form.py`)."""
     found: list[Instruction] = []
     bundles, tasks = 0, timeline.tasks
-    for task in timeline.order:
+    for task in _by_time(timeline):
         mine = [program.instructions[k] for k in tasks.instructions[task]]
         if tasks.machine[task] in LINKS:
             bundles += len(mine) > 1
@@ -78,6 +83,18 @@ def ordered(program: Program, timeline: Timeline) -> Program:
             mine = [i._replace(bundle=bundle) if isinstance(i, Convert) else i for i in mine]
         found += mine
     return replace(program, instructions=tuple(found))
+
+
+def _by_time(timeline: Timeline) -> list[int]:
+    """The tasks in an order of the same makespan: collectives by their start, what is computed by its end."""
+    machine, place = timeline.tasks.machine, {task: n for n, task in enumerate(timeline.order)}
+    start, end = timeline.start.max(axis=1, initial=0.0).tolist(), timeline.end.max(axis=1, initial=0.0).tolist()
+
+    def key(task: int) -> tuple[float, bool, int]:
+        sent = machine[task] in LINKS
+        return start[task] if sent else end[task], sent, place[task]
+
+    return sorted(timeline.order, key=key)
 
 
 def least_makespan(tasks: TaskGraph) -> float:

@@ -88,7 +88,8 @@ class TaskGraph:
     `group_of`: int [devices]. `instructions`: per task, the program's by their places; none for an argument that is
     fed. `slowdown`: float64 [groups], how many times as long computing takes each while something is sent; None for
     as long as alone. `sent_in`: of a loop or branch, its seconds in which it sends. `transfers`: of each collective
-    that could go with others. `lowering`: says which may.
+    that could go with others. `lowering`: says which may. `unbundled`: the same tasks before collectives were joined;
+    None where none are. `copied_per_s`: bytes that every device copies, twice.
     """
 
     machine: tuple[Machine, ...]
@@ -100,6 +101,8 @@ class TaskGraph:
     sent_in: Mapping[int, float] = field(default_factory=dict[int, float])
     transfers: Mapping[int, Transfer] = field(default_factory=dict[int, Transfer])
     lowering: LoweringOptions = DEFAULT
+    unbundled: TaskGraph | None = None
+    copied_per_s: float = 0.0
 
     @cached_property
     def users(self) -> tuple[tuple[int, ...], ...]:
@@ -164,7 +167,22 @@ class TaskGraph:
             instructions=tuple(tuple(k for task in members[one] for k in self.instructions[task]) for one in number),
             sent_in={number[task]: sent for task, sent in self.sent_in.items()},
             transfers=transfers,
+            unbundled=self._unbundled(members.values()),
         )
+
+    def _unbundled(self, joined: Iterable[Sequence[int]]) -> TaskGraph | None:
+        """What `joined` has to keep of these tasks."""
+        sent = any(len(tasks) > 1 and self.machine[tasks[0]] in LINKS for tasks in joined)
+        return self if sent and self.unbundled is None else self.unbundled
+
+    def bundled(self, bundles: Iterable[Sequence[int]]) -> TaskGraph:
+        """The same with bundles of collectives, of instructions by their places, that do not depend on one another."""
+        if not (bundles := [*bundles]):
+            return self
+        task_of = {places[0]: task for task, places in enumerate(self.instructions) if places}
+        found = self.joined(range(len(self.machine)), [[task_of[at] for at in places] for places in bundles])
+        assert found is not None, "nothing lies between the collectives of a bundle"
+        return found
 
     def contracted(self, *, few: int = _FEW, largest_part: float = _LARGEST_PART) -> TaskGraph:
         """The same with what is computed after the same collectives and before the same ones in few tasks: not in one,
@@ -250,12 +268,19 @@ class _Builder:
             at = places.stop
         seconds = np.array(self.seconds).reshape(len(self.machine), alone.size)
         graph = tuple(self.machine), seconds, tuple(self.makers), tuple(self.instructions), group_of
-        found = TaskGraph(*graph, self.costs.slowdown[alone], self.sent_in, self.transfers, self.costs.lowering)
-        task_of = {places[0]: task for task, places in enumerate(self.instructions) if places}
-        bundles = [[task_of[at] for at in places] for places in bundles_of(self.program.instructions).values()]
-        together = found.joined(range(len(self.machine)), [*self._kernels(found), *bundles])
-        assert together is not None, "nothing lies between the ops of a kernel, nor between the collectives of a bundle"
-        return together
+        found = TaskGraph(
+            *graph,
+            self.costs.slowdown[alone],
+            self.sent_in,
+            self.transfers,
+            self.costs.lowering,
+            # What is copied is read and written.
+            copied_per_s=float(self.costs.bandwidth.min(initial=np.inf)) / 4,
+        )
+        bundles = bundles_of(self.program.instructions).values()
+        kernels = found.joined(range(len(self.machine)), self._kernels(found))
+        assert kernels is not None, "nothing lies between the ops of a kernel"
+        return kernels.bundled(bundles)
 
     def _kernels(self, tasks: TaskGraph) -> Iterator[list[int]]:
         """Tasks that are one kernel, with slices between them, the one that ends it first."""

@@ -1,6 +1,7 @@
 """Collectives of programs for GPUs: in the plan's order, flat, between barriers; the values stay the same."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -8,12 +9,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from lowering_options import ALONE
 from slow_devices import first_devices, thin_cluster
 
 import hapsynth
 from hapsynth import _jax
+from hapsynth.graph.ir import Graph
 from hapsynth.hlo.latency_profile import latency_profile
 from hapsynth.hlo.text import HloError
+from hapsynth.instructions.program.program import Convert, Instruction, Program, reads
 from hapsynth.lower import Lowered, _pinned, compile_with
 from hapsynth.lower._pinned import OPTIONS, is_pinned
 from hapsynth.search.cost.collective_price import NetworkPrice
@@ -144,6 +148,64 @@ def test_data_orders_what_nothing_else_does(by_barriers: bool) -> None:
     closed = jax.make_jaxpr(lowered.on_mesh)(*(s.struct() for s in (*lowered.inputs, *lowered.constants)))
     (mapped,) = (e for e in closed.jaxpr.eqns if e.primitive.name == "shard_map")
     assert depend(_jax.open_jaxpr(mapped.params["jaxpr"])[0]) == [False, not by_barriers]
+
+
+def ancestors(jaxpr: Any, eqn: Any) -> set[str]:
+    """Primitives of what an equation of a jaxpr waits for: at a barrier for all that it takes."""
+    maker = {v: e for e in jaxpr.eqns for v in e.outvars}
+    seen, waiting = dict[int, Any](), [eqn]
+    while waiting:
+        for operand in waiting.pop().invars:
+            made = None if hasattr(operand, "val") else maker.get(operand)
+            if made is not None and id(made) not in seen:
+                seen[id(made)] = made
+                waiting.append(made)
+    return {e.primitive.name for e in seen.values()}
+
+
+def just_in_time(graph: Graph, program: Program) -> Program:
+    """Each collective of an argument right before the first that needs it."""
+    found: list[Instruction] = []
+    given = {*program.inputs.items()}
+    waiting = {
+        (i.value, i.target): i
+        for i in program.instructions
+        if isinstance(i, Convert) and i.is_collective and (i.value, i.source) in given
+    }
+    for i in program.instructions:
+        found += [made for p in reads(graph, i) if (made := waiting.pop(p, None)) is not None]
+        if not (isinstance(i, Convert) and (i.value, i.target) in waiting) and i not in found:
+            found.append(i)
+    return replace(program, instructions=tuple(found))
+
+
+@pytest.mark.usefixtures("by_barriers")
+def test_what_is_computed_before_a_gather_stays_before_it() -> None:
+    """In a schedule's order, as XLA hides the last transfers behind whatever it finds; elsewhere it may."""
+    args = arguments(step)
+    fixed = {"[0][0]": "S(0)", "[0][1]": "S(0)", "[1]": "S(0)"}
+    cluster = thin_cluster(UNEVEN)
+    plan = hapsynth.synthesize(step, args, first_devices(4), cluster=cluster, leave_out=False, fixed=fixed)
+    graph, mesh = plan.traced.graph, plan.mesh
+    assert mesh is not None
+    program = just_in_time(graph, plan.program)
+    waits: dict[bool, list[bool]] = {}
+    results: list[list[np.ndarray]] = []
+    for scheduled in (True, False):
+        lowered = Lowered(
+            graph, program, plan.sizes, mesh, donate=False, platform="gpu", options=ALONE, scheduled=scheduled
+        )
+        closed = jax.make_jaxpr(lowered.on_mesh)(*(s.struct() for s in (*lowered.inputs, *lowered.constants)))
+        (mapped,) = (e for e in closed.jaxpr.eqns if e.primitive.name == "shard_map")
+        body = _jax.open_jaxpr(mapped.params["jaxpr"])[0]
+        gathers = [e for e in body.eqns if e.primitive.name.startswith("all_gather")][:2]
+        computing = {"dot_general", "cond"}
+        waits[scheduled] = [not computing.isdisjoint(ancestors(body, e)) for e in gathers]
+        stored = plan.arguments.place(lowered, plan.arguments.flatten(args, {}))
+        results.append([np.asarray(x) for x in lowered(stored)])
+    assert waits == {True: [False, True], False: [False, False]}
+    for got, wanted in zip(*results, strict=True):
+        np.testing.assert_allclose(got, wanted, rtol=1e-6, atol=1e-6)
 
 
 def test_where_collectives_are_pinned() -> None:

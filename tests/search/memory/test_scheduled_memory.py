@@ -6,14 +6,16 @@ from __future__ import annotations
 import importlib
 from collections import Counter
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import pytest
+from jax import lax
 from lowering_options import ALONE
-from slow_devices import first_devices
+from slow_devices import first_devices, thin_cluster
 
 import hapsynth
 from hapsynth.cluster.cluster import Cluster
@@ -141,6 +143,82 @@ def test_on_gpus_whole_chains_are_part_of_reductions() -> None:
     cpu, gpu = FusionPlan.of(graph), FusionPlan.of(graph, on_gpu=True)
     assert any(cpu.stored[v] for v in inside)
     assert not any(gpu.stored[v] for v in inside)
+
+
+def pooled(x: jax.Array, *, window: int) -> jax.Array:
+    """Its gradient too: of what is normed, cut off and pooled."""
+
+    def loss(x: jax.Array) -> jax.Array:
+        y = jnp.maximum((x - x.mean(0)) * 3.0, 0.0)
+        y = lax.reduce_window(y, -jnp.inf, lax.max, (1, window, window, 1), (1, 2, 2, 1), "VALID")
+        return jnp.sum(y * y)
+
+    return jax.grad(loss)(x)
+
+
+@pytest.mark.parametrize(("window", "made"), [(2, True), (3, False)])
+def test_on_gpus_chains_are_part_of_pooling_where_windows_lie_apart(window: int, made: bool) -> None:
+    graph = trace(partial(pooled, window=window), (jax.ShapeDtypeStruct((8, 17, 17, 4), jnp.float32),)).graph
+    (cut_off,) = (op.results[0] for op in graph.ops if op.name == "max")
+    assert {graph.ops[o].name for o, _ in graph.uses[cut_off]} >= {"reduce_window_max", "select_and_scatter_add"}
+    assert FusionPlan.of(graph).stored[cut_off]
+    assert FusionPlan.of(graph, on_gpu=True).stored[cut_off] is not made
+
+
+def test_contractions_of_triton_find_what_took_more_in_memory() -> None:
+    """A norm's result is made of what it is of and a bias besides, and read by two contractions."""
+
+    def fn(x: jax.Array, bias: jax.Array, a: jax.Array, b: jax.Array) -> Any:
+        made = jnp.tanh(x) + bias
+        return made @ a, made @ b
+
+    for width, stored in ((512, True), (128, False)):
+        shapes = [(64, width), (width,), (width, 64), (width, 64)]
+        graph = trace(fn, tuple(jax.ShapeDtypeStruct(s, jnp.float32) for s in shapes)).graph
+        (shifted,) = (op.results[0] for op in graph.ops if op.name == "add")
+        fusing = FusionPlan.of(graph, on_gpu=True, triton=True)
+        assert fusing.stored[shifted] is stored
+        assert not fusing.again[shifted]
+
+
+def convolved(w: jax.Array, x: jax.Array) -> Any:
+    def loss(w: jax.Array) -> jax.Array:
+        y = jnp.tanh(lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")))
+        y = lax.conv_general_dilated(y, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+        return jnp.sum(y * y)
+
+    gradient = jax.grad(loss)(w)
+    return w - 0.1 * gradient
+
+
+def test_convolutions_copy_what_is_given_in_another_form() -> None:
+    """The filter, once for both directions; images where channels come first; nothing on CPUs."""
+    args = jax.ShapeDtypeStruct((3, 3, 8, 8), jnp.float32), jax.ShapeDtypeStruct((16, 8, 8, 8), jnp.float32)
+    cluster = thin_cluster((3.0, 1.0))
+    fixed = {"[0]": "R", "[1]": "S(0)"}
+    plan = hapsynth.synthesize(convolved, args, first_devices(2), cluster=cluster, leave_out=False, fixed=fixed)
+    graph, sizes = plan.traced.graph, plan.sizes
+    nbytes = lambda v, l: padded_bytes(sizes, v, l)
+    fusing = FusionPlan.of(graph, on_gpu=True)
+
+    def copied(positions_last: Any) -> list[str]:
+        options = {"switches": False, "near": False, "positions_last": positions_last}
+        found = XlaKernels(graph, plan.program, sizes, fusing, nbytes, DEFAULT, **options)
+        copies = [found.taken[k][0] for k, step in enumerate(found.steps) if step is None]
+        return sorted("x" if graph.values[t.value].shape[0] == 16 else "w" for t in copies if t.maker < 0)
+
+    assert copied(None) == []
+    assert copied(lambda dtype: False) == ["w"]
+    assert copied(lambda dtype: True) == ["w", "x"]
+
+
+def test_a_result_waits_for_the_next_collective_but_one() -> None:
+    """The token that is made of it is taken there."""
+    made = kernels(example_plan("cnn", "mixed8", QUICK))
+    schedule = XlaSchedule(made, pinned=True)
+    sent = [k for k in made.sent if k in schedule.needs]
+    for before, after in zip(sent, sent[2:]):
+        assert {*made.made[before]} <= {*schedule.needs[after]}
 
 
 def test_pinned_programs_of_exact_shards_hold_each_devices_own() -> None:

@@ -11,6 +11,7 @@ import jax
 import numpy as np
 import pytest
 from cp_sat import exact_makespan
+from lowering_options import ALONE
 from slow_devices import SPEEDS, first_devices, thin_cluster
 
 import hapsynth
@@ -20,9 +21,10 @@ from hapsynth.instructions.program.bundles import bundles_of
 from hapsynth.instructions.program.checker import check
 from hapsynth.instructions.program.program import Convert, Program, ProgramError
 from hapsynth.instructions.staging.options import LoweringOptions
-from hapsynth.lower import lower_staged
+from hapsynth.lower import Lowered, lower_staged, own_mesh
 from hapsynth.lower._host_schedule import CollectiveStage
 from hapsynth.search.cost.network import AxisLink
+from hapsynth.search.scheduling.buckets import cut, rebundled
 from hapsynth.search.scheduling.list_schedule import schedule
 from hapsynth.search.scheduling.tasks import LINKS, Machine, TaskGraph, Transfer, tasks_of
 from hapsynth.search.scheduling.timeline import simulate
@@ -93,6 +95,32 @@ def test_what_makes_the_same_does_not_go_together() -> None:
     assert {1, 3} not in found
 
 
+def test_a_bundle_that_is_waited_for_is_cut() -> None:
+    """Two are needed at once, and one at the end, which would hold them up if it went with them."""
+    rows = [(NETWORK, 1.0, ()), (NETWORK, 20.0, ()), (NETWORK, 1.0, ())]
+    tasks = graph_of([*rows, (COMPUTE, 30.0, (0, 2)), (COMPUTE, 1.0, (1, 3))])
+    together = tasks.joined(range(5), [[0, 1, 2]])
+    assert together is not None
+    whole = simulate(together, range(3))
+    found = cut(whole)
+    assert whole.makespan_s == 24 + 31
+    assert sorted(map(sorted, sent(found.tasks))) == [[0, 2], [1]]
+    assert found.makespan_s == 4 + 31
+    assert cut(found) is found
+    assert cut(simulate(tasks, range(5))).tasks is tasks
+
+
+def test_larger_ones_go_together_where_copies_take_less_than_a_latency() -> None:
+    rows = [(COMPUTE, 1.0, ()), *[(NETWORK, 4.0, (0,))] * 2, (COMPUTE, 1.0, (1, 2))]
+    for copied_per_s, count in ((2.0, 1), (1.9, 2)):
+        small = LoweringOptions(bundled_bytes=3, bundle_bytes=8)
+        found = schedule(replace(graph_of(rows, small), copied_per_s=copied_per_s))
+        assert len(sent(found.tasks)) == 2
+        found = rebundled(found, large=True)
+        assert len(sent(found.tasks)) == count
+        assert found.makespan_s == 1 + 4 + 4 + 2 * count + 1
+
+
 def partitions(items: Sequence[int]) -> Iterator[list[list[int]]]:
     if not items:
         yield []
@@ -159,6 +187,35 @@ def test_a_program_says_what_goes_together(plan: hapsynth.Plan) -> None:
         program.instructions,
         program.text(plan.traced.graph),
     )
+
+
+def test_collectives_stand_where_they_start(plan: hapsynth.Plan) -> None:
+    """Behind what has been computed then, before the rest."""
+    tasks = tasks_of(plan.program, plan.sizes, plan.cost_model())
+    order = range(len(tasks.machine))
+    found = simulate(tasks, order)
+    ended = found.end.max(axis=1)
+    computes = [task for task in order if tasks.machine[task] is COMPUTE]
+    transfers = [task for task in order if tasks.machine[task] in LINKS]
+    assert transfers
+    for task in transfers:
+        start = float(found.start[task].max())
+        assert all(ended[c] <= start for c in computes if c < task)
+        assert all(ended[c] > start for c in computes if c > task)
+
+
+def test_programs_for_gpus_send_as_the_schedule_says(plan: hapsynth.Plan) -> None:
+    """Whatever the thresholds say; without a schedule by these."""
+    graph, program, sizes = plan.traced.graph, plan.program, plan.sizes
+    mesh = own_mesh(first_devices(4), program.axes)
+    count: dict[bool, int] = {}
+    for scheduled in (True, False):
+        lowered = Lowered(graph, program, sizes, mesh, platform="gpu", options=ALONE, scheduled=scheduled, donate=False)
+        count[scheduled] = lowered.lower().as_text().count('"stablehlo.all_reduce"')
+    sent = [i for i in program.instructions if isinstance(i, Convert) and i.is_collective]
+    assert {i.step for i in sent} == {"all_reduce"}
+    together = bundles_of(program.instructions).values()
+    assert count == {True: len(sent) - sum(len(b) - 1 for b in together), False: len(sent)}
 
 
 def test_bundles_that_cannot_be(plan: hapsynth.Plan) -> None:
