@@ -103,7 +103,12 @@ class MakespanSearch:
     least."""
 
     def __init__(
-        self, search: FixedRatioSearch, ratios: Ratios, begin: Ints, like: MakespanSearch | None = None
+        self,
+        search: FixedRatioSearch,
+        ratios: Ratios,
+        begin: Ints,
+        like: MakespanSearch | None = None,
+        known: Candidate | None = None,
     ) -> None:
         self.search, self.builder = search, search.builder(ratios)
         self.costs: CostModel = search.task.costs
@@ -134,9 +139,11 @@ class MakespanSearch:
         self._most, self._rose = np.inf, False
         """The most that a bound can come to, as far as was known at the last weights, and whether it rose there."""
         self._schedule(self._see(begin), first, tasks)
-        for known in like.seen if like else ():
-            if not self._is_known(known.choices):
-                self._see(known.choices)
+        if known is not None:
+            self._schedule(self.seen[0], known, tasks_of(known.program, known.sizes, self.costs))
+        for other in like.seen if like else ():
+            if not self._is_known(other.choices):
+                self._see(other.choices)
         if not self._weights.size:
             self._weights = self._parts_of_path(self.scheduled[0])
 
@@ -249,9 +256,17 @@ class MakespanSearch:
         timeline = schedule(tasks, quick=True)
         found = Scheduled(seen, candidate, timeline, critical_path(timeline))
         self.scheduled.append(found)
-        if candidate.memory <= self.search.limit and (self.best is None or found.makespan_s < self.best.makespan_s):
+        if (self.best is None or found.makespan_s < self.best.makespan_s) and self._fits(found):
             self.best = found
         self._paths.append(self._on_path(found))
+
+    def _fits(self, found: Scheduled) -> bool:
+        """Whether a program fits in its own order, or as it is scheduled."""
+        candidate, limit = found.candidate, self.search.limit
+        if candidate.memory <= limit:
+            return True
+        memory = MemoryProfile(self.costs.graph, ordered(candidate.program, found.timeline), candidate.sizes.classes, self.costs)
+        return memory.peak(candidate.sizes) <= limit
 
     def _see(self, choices: Ints) -> Seen:
         self.seen.append(Seen(choices, self._chain_costs.occupancy(choices.tolist())))
@@ -418,10 +433,7 @@ def concluded(found: MakespanSearch, bar: float = np.inf) -> Overlapped | None:
     search, least_sum = found.search, found.scheduled[0]
     found.run(_ROUNDS, bar)
     found.shorten_path()
-    if found.best is not None and not search.clock.late():
-        sizes = _balanced(found.best, search.task.costs, search.limit)
-        if sizes is not None:
-            found = min(found, _at(sizes, found, _ROUNDS_AGAIN, bar), key=_least_makespan)
+    found = _at_other_ratios(found, bar)
     best_so_far = found.best
     if best_so_far and found.bound_for(best_so_far) < found.bound * (1 - TOLERANCE) and not search.clock.late():
         # The bound was found at ratios that this program does not have: once more at its own.
@@ -447,10 +459,41 @@ def _shorter(one: Overlapped | None, other: Overlapped | None) -> Overlapped | N
     return other if other.timeline.makespan_s < one.timeline.makespan_s else one
 
 
+def _at_other_ratios(found: MakespanSearch, bar: float) -> MakespanSearch:
+    """A search at the ratios that suit overlap the best, of those that balance the best program so far and those by
+    speed."""
+    search = found.search
+    for _ in range(_TURNS):
+        before, looked = found.best, [found]
+        if before is None or search.clock.late():
+            break
+        sizes = _balanced(before, search.task.costs, search.limit)
+        if sizes is not None:
+            looked.append(_at(sizes, found, _FIRST_ROUNDS, bar))
+        if found._like is None:
+            weights, _ = search.task.starts()[0]
+            looked.append(MakespanSearch(search, search.task.ratios(weights), before.seen.choices, found))
+            looked[-1].run(_FIRST_ROUNDS, bar)
+        if DEBUG: print("turn",[(round(_least_makespan(x)*1e3,2),round(x.bound*1e3,2)) for x in looked],flush=True)
+        found = min(looked, key=_least_makespan)
+        if _least_makespan(found) >= before.makespan_s * (1 - TOLERANCE):
+            break
+        found.run(_ROUNDS_AGAIN, bar)
+        found.shorten_path()
+        if DEBUG: print("   then",(round(_least_makespan(found)*1e3,2),round(found.bound*1e3,2)),flush=True)
+    return found
+
+
+DEBUG = False
+_TURNS = 3
+
+
 def _at(sizes: Sizes, found: MakespanSearch, rounds: int, bar: float) -> MakespanSearch:
     """A search at these ratios, from the best program of one at others."""
-    assert found.best is not None
-    again = MakespanSearch(found.search, found.search.task.own_ratios(sizes), found.best.seen.choices, found)
+    best, search = found.best, found.search
+    assert best is not None
+    known = best.candidate.at(sizes, search.limit)
+    again = MakespanSearch(search, search.task.own_ratios(sizes), best.seen.choices, found, known)
     again.run(rounds, bar)
     return again
 
@@ -504,10 +547,7 @@ def _balanced(found: Scheduled, costs: CostModel, limit: float) -> Sizes | None:
     # What contention takes counts as if it were the same at other sizes.
     besides = sizer.besides(candidate.sizes, busy_seconds(found.timeline, costs, contention=True))
     sizes = sizer.balanced(candidate.sizes, besides, computing / total if total else 1.0, limit)
-    if sizes.shares == candidate.sizes.shares:
-        return None
-    makespan = schedule(tasks_of(candidate.program, sizes, costs), quick=True).makespan_s
-    return sizes if makespan < found.makespan_s * (1 - SETTLED) else None
+    return None if sizes.shares == candidate.sizes.shares else sizes
 
 
 def kinds_of_groups(tasks: TaskGraph, costs: CostModel) -> dict[int, int]:

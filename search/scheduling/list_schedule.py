@@ -34,9 +34,13 @@ _QUEUES = {Machine.NETWORK: 0, Machine.INTRA: 1, Machine.COMPUTE: 2, Machine.EVE
 
 
 def schedule(tasks: TaskGraph, *, quick: bool = False) -> Timeline:
-    """The timeline of the best order and bundles found. `quick`: only the most promising of the orders are looked at,
-    and the bundles that suggest themselves in the best of them."""
-    found = bundled(_of_best_order(tasks.contracted(), quick=True))
+    """The timeline of the best order and bundles found. `quick`: only the most promising of the orders are looked
+    at."""
+    found = rebundled(bundled(_of_best_order(tasks.contracted(), quick=True)))
+    again = min(found, _of_best_order(found.tasks, quick=True), key=_makespan)
+    if again is not found:
+        again = rebundled(again)
+    found = min(again, _for_links(again), key=_makespan)
     return found if quick else refined(found)
 
 
