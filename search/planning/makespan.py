@@ -35,7 +35,6 @@ from hapsynth.search.memory.profile import MemoryProfile
 from hapsynth.search.planning.candidate import Candidate
 from hapsynth.search.planning.memory_bound_schedules import schedules_holding_less
 from hapsynth.search.planning.search_at_ratios import AdditiveSolution, FixedRatioSearch
-from hapsynth.search.result import SETTLED
 from hapsynth.search.scheduling.critical_path import Step, critical_path
 from hapsynth.search.scheduling.list_schedule import ordered, refined, schedule
 from hapsynth.search.scheduling.tasks import LINK_NAMES, LINKS, Machine, TaskGraph, tasks_of
@@ -44,12 +43,12 @@ from hapsynth.search.sizing.makespan_lp import LINK
 from hapsynth.search.sizing.ratios import Ratios
 from hapsynth.search.solver import Ints, Messages
 
-_ROUNDS = 8
+_ROUNDS = 4
 """Of weights, at the ratios of the search by sums."""
 _FIRST_ROUNDS = 2
 """Which tell how good a program there is."""
-_ROUNDS_AGAIN = 6
-"""At the ratios that suit the best program."""
+_TURNS, _ROUNDS_AGAIN = 5, 3
+"""Of ratios that suit the best program so far, and rounds at the best of each turn's."""
 _ROUNDS_OF_BOUND = 3
 """In the end, for the bound alone."""
 _MIXTURES = 2
@@ -66,6 +65,8 @@ _STEP, _LONG_STEP = 0.5, 0.8
 last time and no program has come up since that limits it more."""
 _LEVEL = 0.5
 """From the best bound to the most that it may come to: where the next one is sought in the end."""
+_PROMISING = 1.08
+"""Times as long as the best program so far: what takes longer before its collectives are bundled is no better then."""
 _TRIED, _NEARLY = 3, 1.02
 """Programs, the best as they are scheduled, of which one fits: others may fit in a better order, or come to one that is
 better, where they are nearly as good."""
@@ -99,8 +100,9 @@ class Scheduled:
 
 class MakespanSearch:
     """At some ratios, from the choices of a program; `like`: one at others, whose programs, chains and weights it takes
-    over. `best`: the program of the least makespan so far that fits; `bound`: seconds that every program takes at
-    least."""
+    over; `known`: a program of these choices at these ratios, whose conversions may go other ways than are the cheapest
+    there. `best`: the program of the least makespan so far that fits; `bound`: seconds that every program takes at
+    least; `rounds`: so far."""
 
     def __init__(
         self,
@@ -133,7 +135,7 @@ class MakespanSearch:
         """At which the bound was found, of the chains that there were."""
         self._messages: Messages = like._messages if like else dict(search.incumbent.messages)
         """What the dual of the last problem came to."""
-        self._rounds, self._ended = 0, False
+        self.rounds, self._ended = 0, False
         self._raising = False
         """Whether the rounds are for the bound alone."""
         self._most, self._rose = np.inf, False
@@ -150,14 +152,14 @@ class MakespanSearch:
     def run(self, rounds: int, bar: float = np.inf) -> None:
         """Search for so many rounds at most, counted from the first one. It ends where the bound exceeds `bar`
         seconds."""
-        while self._rounds < rounds and not self._ended:
-            weights, most = self._next_weights() if self._rounds else (self._best_weights(), np.inf)
+        while self.rounds < rounds and not self._ended:
+            weights, most = self._next_weights() if self.rounds else (self._best_weights(), np.inf)
             self._ended |= most <= self.bound * (1 + TOLERANCE)
             if self._ended or self.bound >= bar or self.search.clock.late():
                 return
             self._solve(weights)
             self._mix()
-            self._rounds += 1
+            self.rounds += 1
             self._ended |= self.best is not None and self.best.makespan_s <= self.bound * (1 + TOLERANCE)
 
     @cached_property
@@ -185,7 +187,7 @@ class MakespanSearch:
         self._raising, self._ended = True, False
         for _ in range(_ROUNDS_OF_BOUND):
             before = self.bound
-            self.run(self._rounds + 1)
+            self.run(self.rounds + 1)
             if self.bound <= before:
                 return
 
@@ -253,7 +255,8 @@ class MakespanSearch:
         self._schedule(seen, candidate, tasks_of(candidate.program, candidate.sizes, self.costs))
 
     def _schedule(self, seen: Seen, candidate: Candidate, tasks: TaskGraph) -> None:
-        timeline = schedule(tasks, quick=True)
+        bar = self.best.makespan_s * _PROMISING if self.best else np.inf
+        timeline = schedule(tasks, quick=True, bar=bar)
         found = Scheduled(seen, candidate, timeline, critical_path(timeline))
         self.scheduled.append(found)
         if (self.best is None or found.makespan_s < self.best.makespan_s) and self._fits(found):
@@ -265,8 +268,11 @@ class MakespanSearch:
         candidate, limit = found.candidate, self.search.limit
         if candidate.memory <= limit:
             return True
-        memory = MemoryProfile(self.costs.graph, ordered(candidate.program, found.timeline), candidate.sizes.classes, self.costs)
-        return memory.peak(candidate.sizes) <= limit
+        in_order = ordered(candidate.program, found.timeline)
+        return (
+            MemoryProfile(self.costs.graph, in_order, candidate.sizes.classes, self.costs).peak(candidate.sizes)
+            <= limit
+        )
 
     def _see(self, choices: Ints) -> Seen:
         self.seen.append(Seen(choices, self._chain_costs.occupancy(choices.tolist())))
@@ -463,29 +469,23 @@ def _at_other_ratios(found: MakespanSearch, bar: float) -> MakespanSearch:
     """A search at the ratios that suit overlap the best, of those that balance the best program so far and those by
     speed."""
     search = found.search
-    for _ in range(_TURNS):
+    for turn in range(_TURNS):
         before, looked = found.best, [found]
         if before is None or search.clock.late():
             break
         sizes = _balanced(before, search.task.costs, search.limit)
         if sizes is not None:
             looked.append(_at(sizes, found, _FIRST_ROUNDS, bar))
-        if found._like is None:
+        if not turn:
             weights, _ = search.task.starts()[0]
             looked.append(MakespanSearch(search, search.task.ratios(weights), before.seen.choices, found))
             looked[-1].run(_FIRST_ROUNDS, bar)
-        if DEBUG: print("turn",[(round(_least_makespan(x)*1e3,2),round(x.bound*1e3,2)) for x in looked],flush=True)
         found = min(looked, key=_least_makespan)
-        if _least_makespan(found) >= before.makespan_s * (1 - TOLERANCE):
-            break
-        found.run(_ROUNDS_AGAIN, bar)
+        found.run(found.rounds + _ROUNDS_AGAIN, bar)
         found.shorten_path()
-        if DEBUG: print("   then",(round(_least_makespan(found)*1e3,2),round(found.bound*1e3,2)),flush=True)
+        if turn and _least_makespan(found) >= before.makespan_s * (1 - TOLERANCE):
+            break
     return found
-
-
-DEBUG = False
-_TURNS = 3
 
 
 def _at(sizes: Sizes, found: MakespanSearch, rounds: int, bar: float) -> MakespanSearch:
