@@ -53,6 +53,12 @@ class Candidate:
         known = self.known_cost
         return program_cost(self.program, self.sizes, self.sizer.costs) if known is None else known
 
+    def at(self, sizes: Sizes, limit: float) -> Candidate:
+        """The same program at other sizes; `limit`: bytes that a device may hold."""
+        memory = self.sizer.memory.peak(sizes)
+        over = sizes if memory > limit else None
+        return replace(self, sizes=sizes, known_cost=None, memory=memory, bound=None, over=over)
+
     def held(self) -> tuple[float, ...]:
         """Bytes of each device at its fullest point."""
         return self.sizer.memory.peaks(self.sizes)

@@ -35,7 +35,6 @@ from hapsynth.search.memory.profile import MemoryProfile
 from hapsynth.search.planning.candidate import Candidate
 from hapsynth.search.planning.memory_bound_schedules import schedules_holding_less
 from hapsynth.search.planning.search_at_ratios import AdditiveSolution, FixedRatioSearch
-from hapsynth.search.result import SETTLED
 from hapsynth.search.scheduling.buckets import rebundled
 from hapsynth.search.scheduling.critical_path import Step, critical_path
 from hapsynth.search.scheduling.list_schedule import ordered, refined, schedule
@@ -45,12 +44,12 @@ from hapsynth.search.sizing.makespan_lp import LINK
 from hapsynth.search.sizing.ratios import Ratios
 from hapsynth.search.solver import Ints, Messages
 
-_ROUNDS = 8
+_ROUNDS = 4
 """Of weights, at the ratios of the search by sums."""
 _FIRST_ROUNDS = 2
 """Which tell how good a program there is."""
-_ROUNDS_AGAIN = 6
-"""At the ratios that suit the best program."""
+_TURNS, _ROUNDS_AGAIN = 5, 3
+"""Of ratios that suit the best program so far, and rounds at the best of each turn's."""
 _ROUNDS_OF_BOUND = 3
 """In the end, for the bound alone."""
 _MIXTURES = 2
@@ -67,6 +66,8 @@ _STEP, _LONG_STEP = 0.5, 0.8
 last time and no program has come up since that limits it more."""
 _LEVEL = 0.5
 """From the best bound to the most that it may come to: where the next one is sought in the end."""
+_PROMISING = 1.08
+"""Times as long as the best program so far: what takes longer before its collectives are bundled is no better then."""
 _TRIED, _NEARLY = 3, 1.02
 """Programs, the best as they are scheduled, of which one fits: others may fit in a better order, or come to one that is
 better, where they are nearly as good."""
@@ -100,11 +101,17 @@ class Scheduled:
 
 class MakespanSearch:
     """At some ratios, from the choices of a program; `like`: one at others, whose programs, chains and weights it takes
-    over. `best`: the program of the least makespan so far that fits; `bound`: seconds that every program takes at
-    least."""
+    over; `known`: a program of these choices at these ratios, whose conversions may go other ways than are the cheapest
+    there. `best`: the program of the least makespan so far that fits; `bound`: seconds that every program takes at
+    least; `rounds`: so far."""
 
     def __init__(
-        self, search: FixedRatioSearch, ratios: Ratios, begin: Ints, like: MakespanSearch | None = None
+        self,
+        search: FixedRatioSearch,
+        ratios: Ratios,
+        begin: Ints,
+        like: MakespanSearch | None = None,
+        known: Candidate | None = None,
     ) -> None:
         self.search, self.builder = search, search.builder(ratios)
         self.costs: CostModel = search.task.costs
@@ -129,29 +136,31 @@ class MakespanSearch:
         """At which the bound was found, of the chains that there were."""
         self._messages: Messages = like._messages if like else dict(search.incumbent.messages)
         """What the dual of the last problem came to."""
-        self._rounds, self._ended = 0, False
+        self.rounds, self._ended = 0, False
         self._raising = False
         """Whether the rounds are for the bound alone."""
         self._most, self._rose = np.inf, False
         """The most that a bound can come to, as far as was known at the last weights, and whether it rose there."""
         self._schedule(self._see(begin), first, tasks)
-        for known in like.seen if like else ():
-            if not self._is_known(known.choices):
-                self._see(known.choices)
+        if known is not None:
+            self._schedule(self.seen[0], known, tasks_of(known.program, known.sizes, self.costs))
+        for other in like.seen if like else ():
+            if not self._is_known(other.choices):
+                self._see(other.choices)
         if not self._weights.size:
             self._weights = self._parts_of_path(self.scheduled[0])
 
     def run(self, rounds: int, bar: float = np.inf) -> None:
         """Search for so many rounds at most, counted from the first one. It ends where the bound exceeds `bar`
         seconds."""
-        while self._rounds < rounds and not self._ended:
-            weights, most = self._next_weights() if self._rounds else (self._best_weights(), np.inf)
+        while self.rounds < rounds and not self._ended:
+            weights, most = self._next_weights() if self.rounds else (self._best_weights(), np.inf)
             self._ended |= most <= self.bound * (1 + TOLERANCE)
             if self._ended or self.bound >= bar or self.search.clock.late():
                 return
             self._solve(weights)
             self._mix()
-            self._rounds += 1
+            self.rounds += 1
             self._ended |= self.best is not None and self.best.makespan_s <= self.bound * (1 + TOLERANCE)
 
     @cached_property
@@ -179,7 +188,7 @@ class MakespanSearch:
         self._raising, self._ended = True, False
         for _ in range(_ROUNDS_OF_BOUND):
             before = self.bound
-            self.run(self._rounds + 1)
+            self.run(self.rounds + 1)
             if self.bound <= before:
                 return
 
@@ -247,12 +256,24 @@ class MakespanSearch:
         self._schedule(seen, candidate, tasks_of(candidate.program, candidate.sizes, self.costs))
 
     def _schedule(self, seen: Seen, candidate: Candidate, tasks: TaskGraph) -> None:
-        timeline = schedule(tasks, quick=True)
+        bar = self.best.makespan_s * _PROMISING if self.best else np.inf
+        timeline = schedule(tasks, quick=True, bar=bar)
         found = Scheduled(seen, candidate, timeline, critical_path(timeline))
         self.scheduled.append(found)
-        if candidate.memory <= self.search.limit and (self.best is None or found.makespan_s < self.best.makespan_s):
+        if (self.best is None or found.makespan_s < self.best.makespan_s) and self._fits(found):
             self.best = found
         self._paths.append(self._on_path(found))
+
+    def _fits(self, found: Scheduled) -> bool:
+        """Whether a program fits in its own order, or as it is scheduled."""
+        candidate, limit = found.candidate, self.search.limit
+        if candidate.memory <= limit:
+            return True
+        in_order = ordered(candidate.program, found.timeline)
+        return (
+            MemoryProfile(self.costs.graph, in_order, candidate.sizes.classes, self.costs).peak(candidate.sizes)
+            <= limit
+        )
 
     def _see(self, choices: Ints) -> Seen:
         self.seen.append(Seen(choices, self._chain_costs.occupancy(choices.tolist())))
@@ -419,10 +440,7 @@ def concluded(found: MakespanSearch, bar: float = np.inf) -> Overlapped | None:
     search, least_sum = found.search, found.scheduled[0]
     found.run(_ROUNDS, bar)
     found.shorten_path()
-    if found.best is not None and not search.clock.late():
-        sizes = _balanced(found.best, search.task.costs, search.limit)
-        if sizes is not None:
-            found = min(found, _at(sizes, found, _ROUNDS_AGAIN, bar), key=_least_makespan)
+    found = _at_other_ratios(found, bar)
     best_so_far = found.best
     if best_so_far and found.bound_for(best_so_far) < found.bound * (1 - TOLERANCE) and not search.clock.late():
         # The bound was found at ratios that this program does not have: once more at its own.
@@ -448,10 +466,35 @@ def _shorter(one: Overlapped | None, other: Overlapped | None) -> Overlapped | N
     return other if other.timeline.makespan_s < one.timeline.makespan_s else one
 
 
+def _at_other_ratios(found: MakespanSearch, bar: float) -> MakespanSearch:
+    """A search at the ratios that suit overlap the best, of those that balance the best program so far and those by
+    speed."""
+    search = found.search
+    for turn in range(_TURNS):
+        before, looked = found.best, [found]
+        if before is None or search.clock.late():
+            break
+        sizes = _balanced(before, search.task.costs, search.limit)
+        if sizes is not None:
+            looked.append(_at(sizes, found, _FIRST_ROUNDS, bar))
+        if not turn:
+            weights, _ = search.task.starts()[0]
+            looked.append(MakespanSearch(search, search.task.ratios(weights), before.seen.choices, found))
+            looked[-1].run(_FIRST_ROUNDS, bar)
+        found = min(looked, key=_least_makespan)
+        found.run(found.rounds + _ROUNDS_AGAIN, bar)
+        found.shorten_path()
+        if turn and _least_makespan(found) >= before.makespan_s * (1 - TOLERANCE):
+            break
+    return found
+
+
 def _at(sizes: Sizes, found: MakespanSearch, rounds: int, bar: float) -> MakespanSearch:
     """A search at these ratios, from the best program of one at others."""
-    assert found.best is not None
-    again = MakespanSearch(found.search, found.search.task.own_ratios(sizes), found.best.seen.choices, found)
+    best, search = found.best, found.search
+    assert best is not None
+    known = best.candidate.at(sizes, search.limit)
+    again = MakespanSearch(search, search.task.own_ratios(sizes), best.seen.choices, found, known)
     again.run(rounds, bar)
     return again
 
@@ -518,10 +561,7 @@ def _balanced(found: Scheduled, costs: CostModel, limit: float) -> Sizes | None:
     # What contention takes counts as if it were the same at other sizes.
     besides = sizer.besides(candidate.sizes, busy_seconds(found.timeline, costs, contention=True))
     sizes = sizer.balanced(candidate.sizes, besides, computing / total if total else 1.0, limit)
-    if sizes.shares == candidate.sizes.shares:
-        return None
-    makespan = schedule(tasks_of(candidate.program, sizes, costs), quick=True).makespan_s
-    return sizes if makespan < found.makespan_s * (1 - SETTLED) else None
+    return None if sizes.shares == candidate.sizes.shares else sizes
 
 
 def kinds_of_groups(tasks: TaskGraph, costs: CostModel) -> dict[int, int]:

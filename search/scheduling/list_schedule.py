@@ -33,10 +33,15 @@ _QUEUES = {Machine.NETWORK: 0, Machine.INTRA: 1, Machine.COMPUTE: 2, Machine.EVE
 """Of tasks that wait for one machine; the first goes first where several are free at once."""
 
 
-def schedule(tasks: TaskGraph, *, quick: bool = False) -> Timeline:
+def schedule(tasks: TaskGraph, *, quick: bool = False, bar: float = np.inf) -> Timeline:
     """The timeline of the best order and bundles found. `quick`: only the most promising of the orders are looked at,
-    and the bundles that suggest themselves in the best of them."""
+    and no other bundles than those that suggest themselves where it takes longer than `bar` seconds with them."""
     found = bundled(_of_best_order(tasks.contracted(), quick=True))
+    if found.makespan_s <= bar:
+        found = rebundled(found)
+        # With latencies gone others may be better.
+        found = min(found, _of_best_order(found.tasks, quick=True), key=_makespan)
+        found = min(found, _for_links(found), key=_makespan)
     return found if quick else refined(found)
 
 

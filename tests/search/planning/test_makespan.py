@@ -23,6 +23,7 @@ import hapsynth
 from hapsynth.cluster.cluster import Cluster
 from hapsynth.graph.trace import trace
 from hapsynth.instructions.program.checker import check
+from hapsynth.instructions.program.sizes import Sizes
 from hapsynth.search.cost.device_speed import DeviceFigures
 from hapsynth.search.cost.roofline import Roofline
 from hapsynth.search.planning.candidate import Candidate
@@ -122,6 +123,24 @@ def test_nor_is_one_with_balanced_collectives() -> None:
             uneven = MakespanSearch(there.search, there.builder.ratios, np.array(there.search.choices.replicated()))
             uneven.run(6)
             assert 0 < uneven.bound <= least * ROUNDING
+
+
+def test_a_search_at_other_ratios_knows_the_program_at_its_sizes() -> None:
+    """As its choices may come to other conversions there, which may take longer."""
+    given = tiny("product", 1e10, 1.0)
+    search = MakespanSearch(given.search, given.builder.ratios, np.array(given.search.choices.replicated()))
+    search.run(6)
+    best = search.best
+    assert best is not None
+    sizes = best.candidate.sizes
+    assert sizes.shares
+    even = Sizes(given.task.graph, sizes.classes, tuple((32, 32) for _ in sizes.shares))
+    known = best.candidate.at(even, np.inf)
+    assert known.over is None
+    again = MakespanSearch(given.search, given.task.own_ratios(even), best.seen.choices, search, known)
+    assert [found.candidate for found in again.scheduled[1:]] == [known]
+    assert again.best is min(again.scheduled, key=lambda found: found.makespan_s)
+    assert best.candidate.at(even, 1.0).over is even
 
 
 def test_each_op_may_go_where_it_is_fast() -> None:
