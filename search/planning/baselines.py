@@ -47,6 +47,7 @@ from hapsynth.search.memory.profile import held_by, peak
 from hapsynth.search.planning.memory_bound_schedules import schedules_holding_less
 from hapsynth.search.planning.task import Task
 from hapsynth.search.result import Result
+from hapsynth.search.scheduling.buckets import rebundled
 from hapsynth.search.scheduling.list_schedule import ordered, schedule
 from hapsynth.search.scheduling.tasks import TaskGraph, tasks_of
 from hapsynth.search.scheduling.timeline import step_seconds
@@ -191,6 +192,9 @@ class Baselines:
     def _scheduled(self, baseline: Baseline, tasks: TaskGraph | None = None) -> Baseline:
         tasks = tasks or tasks_of(baseline.program, baseline.sizes, self.costs)
         timeline = schedule(tasks)
+        larger = rebundled(timeline, large=True)
+        if larger is not timeline and self._fits(ordered(baseline.program, larger), baseline.sizes):
+            timeline = larger
         program, cost = ordered(baseline.program, timeline), timeline.makespan_s
         fits = self._fits(program, baseline.sizes)
         if baseline.fits and not fits:
