@@ -78,7 +78,7 @@ def one(row: dict[str, Any], budget: float | None, joint_gap: float | None, *, o
     fn, args = build(where.n, **deep)
     if overlap:
         return overlapped_row(row, fn, args, where, budget)
-    return summed_row(row, fn, args, where, {"time_budget_s": budget, "joint_gap": joint_gap})
+    return summed_row(row, fn, args, where, budget, joint_gap)
 
 
 def overlapped_row(row: dict[str, Any], fn: Any, args: Any, where: Cluster, budget: float | None) -> dict[str, Any]:
@@ -123,11 +123,11 @@ def overlapped_row(row: dict[str, Any], fn: Any, args: Any, where: Cluster, budg
 
 
 def summed_row(
-    row: dict[str, Any], fn: Any, args: Any, where: Cluster, options: dict[str, float | None]
+    row: dict[str, Any], fn: Any, args: Any, where: Cluster, budget: float | None, joint_gap: float | None
 ) -> dict[str, Any]:
     try:
         began = time.process_time()
-        plan = hapsynth.synthesize(fn, args, where, **options)
+        plan = hapsynth.synthesize(fn, args, where, time_budget_s=budget, joint_gap=joint_gap)
         row["plan_cpu_s"] = time.process_time() - began
         graph = plan.traced.graph
     except InfeasibleError as error:
@@ -240,7 +240,9 @@ def on(row: dict[str, Any]) -> str:
 
 
 def of_system(row: dict[str, Any], name: str | None) -> str:
-    return f"{ms(row['systems'][name]['cost_s'])} {label(name)}" if name else "none fits"
+    if name is None:
+        return "none fits"
+    return f"{ms(row['systems'][name]['cost_s'])} {label(name).replace('hap', 'HAP')}"
 
 
 def worse(row: dict[str, Any]) -> str:

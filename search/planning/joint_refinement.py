@@ -8,7 +8,6 @@ are what dividing the range can gain, and it is divided just so finely that with
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -55,7 +54,7 @@ class _InRange:
     """What a solution cuts in one range. `works`: runs of each; `sent_s`: seconds of its conversions; `moved_s`: those
     that moving all rows would take of what comes to the range from another, or from it to another."""
 
-    works: Counter[Work] = field(default_factory=Counter[Work])
+    works: dict[Work, float] = field(default_factory=dict[Work, float])
     sent_s: float = 0.0
     moved_s: float = 0.0
 
@@ -130,12 +129,12 @@ class JointRefinement:
 
     def _possible(self, root: Node) -> Floats:
         """Largest shares at which a dimension's range may be divided, rising."""
-        n, units = self.costs.n, self._shortest[root]
+        n, units = self.costs.n, max(self._shortest[root], 1)
         least = 1.0 / n
         if units <= _FEW:
             halves = (np.arange(units) + 0.5) / units
             return halves[(halves > -(-units // n) / units) & (halves < 1)]
-        return least * _STEP ** np.arange(1, int(np.log(n) / np.log(_STEP)))
+        return np.array([least * _STEP**k for k in range(1, int(np.log(n) / np.log(_STEP)))])
 
     def _ends_within(self, within: Range, possible: Floats, held: _InRange, worth: float) -> list[float]:
         """Where a range is divided for what lies in it; nowhere where less than `worth` seconds could be gained."""
@@ -193,7 +192,8 @@ def _in_ranges(builder: RangeBuilder, choices: Ints) -> dict[tuple[Node, int], _
                 continue
             value, dim = next((v, d) for n, d in divided if isinstance(v := (*op.operands, *op.results)[n], int))
             mine = found.setdefault((ranges.root(value, dim), way), _InRange())
-            mine.works[costs.work(op.index, domain.triples[place])] += graph.runs[op.region]
+            work = costs.work(op.index, domain.triples[place])
+            mine.works[work] = mine.works.get(work, 0.0) + graph.runs[op.region]
     for value, source, target, runs in _converted(builder, states):
         ways = builder.conversions(value)
         assert isinstance(ways, ConversionsWithMoves)
