@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
-from itertools import combinations, groupby, product
+from itertools import combinations, groupby, permutations, product
 from math import ceil, floor
 
 import numpy as np
@@ -93,10 +93,7 @@ class RangeChoices(ChoicesInWays):
         again = [(layout,) for layout in ranges.pop(made.dim, []) if layout != computed] if made.is_sharded else []
         others: list[tuple[Layout, ...]] = [(layout,) for every in ranges.values() for layout in every]
         for count in range(2, len(ranges) + 1):
-            for dims in combinations(ranges, count):
-                for first in dims if made.is_partial else dims[:1]:
-                    in_turn = (first, *(d for d in dims if d != first))
-                    others.append(tuple(layout for d in in_turn for layout in ranges[d]))
+            others += [tuple(layout for d in dims for layout in ranges[d]) for dims in combinations(ranges, count)]
         for mine, more in product([(), *again], [(), *others]):
             if mine or more:
                 yield AvailableLayouts(computed, (*mine, *more))
@@ -224,20 +221,19 @@ class ConversionsWithMoves(Conversions):
 
     def reached(self, source: int, targets: Sequence[int]) -> tuple[float, list[Hop]]:
         """As of all conversions, but that of a dimension's ranges that stand together only the cheapest is paid, and
-        what lies on the way is not there then, as it may be one of the targets."""
+        targets are made in whichever order is the best: what lies on a way is not there then, as it may be a target."""
+        layouts = self.layouts.layouts
+        together = [[*every] for _, every in groupby(targets, lambda target: layouts[target][0].dim)]
+        return min(self._made_in_order(source, order) for order in permutations(together))
+
+    def _made_in_order(self, source: int, groups: Sequence[Sequence[int]]) -> tuple[float, list[Hop]]:
+        seconds, _, _ = self._rows
         there, total, hops = [source], 0.0, list[Hop]()
-        dim = lambda layout: self.layouts.layouts[layout][0].dim
-        for _, together in groupby((t for t in targets if t not in there), dim):
-            ways = [
-                (float(self.seconds[at, target]), at, target)
-                for target in together
-                for at in (self._nearest(there, target),)
-            ]
-            total += min(ways)[0]
-            if total == np.inf:
-                break
+        for group in groups:
+            ways = sorted(min((seconds[at][target], at, target) for at in there) for target in group)
+            total += ways[0][0]
             there += [target for *_, target in ways]
-            hops += [(at, target, 0) for _, at, target in sorted(ways)]
+            hops += [(at, target, 0) for _, at, target in ways]
         return total, hops
 
     def moves_between(self, source: int, target: int) -> tuple[int, int] | None:
