@@ -63,6 +63,19 @@ def check_positive(name: str, value: Any, unit: str) -> None:
         raise ValueError(f"{name} is {value!r}; give a positive number of {unit}")
 
 
+def check_joint_gap(value: Any, *, overlap: bool) -> None:
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise TypeError(f"joint_gap is {value!r}; give a fraction of the plan's cost, e.g. 0.03, or None")
+    if not 0 < float(value) < 1:
+        raise ValueError(f"joint_gap is {value!r}; give a fraction of the plan's cost between 0 and 1, e.g. 0.03")
+    if overlap:
+        raise ValueError(
+            "joint_gap is given with overlap, for which there is no closer bound at any ratios; leave one of them out"
+        )
+
+
 def check_lowering(lowering: Any) -> None:
     if not isinstance(lowering, LoweringOptions):
         raise TypeError(f"lowering is {lowering!r}; give a hapsynth.LoweringOptions")

@@ -12,6 +12,7 @@ import jax
 
 from hapsynth._options import (
     Ratios,
+    check_joint_gap,
     check_lowering,
     check_positive,
     devices_of,
@@ -67,6 +68,7 @@ def synthesize(
     lowering: LoweringOptions = ...,
     recompute: bool = ...,
     overlap: bool = ...,
+    joint_gap: float | None = ...,
     cache: bool = ...,
 ) -> Plan[P, R]: ...
 
@@ -90,6 +92,7 @@ def synthesize(
     form: Form = ...,
     lowering: LoweringOptions = ...,
     overlap: bool = ...,
+    joint_gap: float | None = ...,
     frequency: Mapping[str, float] | None = None,
     state: Mapping[str, Mapping[str, str]] | None = None,
 ) -> Plans: ...
@@ -114,6 +117,7 @@ def synthesize(
     lowering: LoweringOptions = PlanningOptions.lowering,
     recompute: bool = False,
     overlap: bool = PlanningOptions.overlap,
+    joint_gap: float | None = PlanningOptions.joint_gap,
     cache: bool = True,
     frequency: Mapping[str, float] | None = None,
     state: Mapping[str, Mapping[str, str]] | None = None,
@@ -148,6 +152,10 @@ def synthesize(
     computed, and not the sum over its instructions; the plan's instructions are in the order that takes so long, and it
     runs so: between CPUs in staged form (`Plan`), between GPUs in fused form. Where the mesh's devices can't, or the
     form that is asked for, that is said (`OverlapWarning`), and it is planned without.
+    `joint_gap`: the `Plan.joint_gap` sought, e.g. 0.03: the bound on programs of any ratios is brought so close to the
+    plan's cost if it can be, which takes about as long again as planning, and several times as long with experts. It is
+    for plans without `overlap`, and gains nothing on several mesh axes, where `fixed` says how things lie, or over
+    devices of one kind. By default that bound is what one more problem gives.
     `cache`: whether the plan is looked for in the plan cache first (in HAPSYNTH_CACHE_DIR, or the user's cache;
     HAPSYNTH_CACHE_DIR=off switches it off), and kept there if the search ended by itself. What was planned before, by
     this very version, for the same function, shapes, cluster and options, then takes no search.
@@ -172,6 +180,7 @@ def synthesize(
     check_positive("time_budget_s", time_budget_s, "seconds")
     check_form(form)
     check_lowering(lowering)
+    check_joint_gap(joint_gap, overlap=overlap)
     devices, cluster = devices_of(mesh, cluster)
     if devices is not None:
         check_mesh(devices)
@@ -187,6 +196,7 @@ def synthesize(
         exact=planned_exact(form, devices),
         lowering=lowering,
         overlap=overlap,
+        joint_gap=joint_gap,
     )
     if isinstance(fn, Mapping):
         if recompute:
@@ -234,6 +244,7 @@ def synthesize(
             "exact": options.exact,
             "lowering": lowering.to_dict(),
             "overlap": overlap,
+            "joint_gap": joint_gap,
             "recompute": recompute,
         }
         kept = CachedPlan.of(traced, cluster, asked)

@@ -241,6 +241,13 @@ def _add_planning(parser: argparse.ArgumentParser) -> None:
         help="plan for a step in which collectives run beside computing: the least makespan, in its order",
     )
     parser.add_argument(
+        "--joint-gap",
+        metavar="P%",
+        type=_percent,
+        help="bound programs of any ratios so close to the plan's cost if that can be done, e.g. 3%%: planning takes "
+        "about twice as long, with experts several times",
+    )
+    parser.add_argument(
         "--ratios",
         metavar="[FUNCTION:][CLASS=]R,R,...",
         action="append",
@@ -330,6 +337,7 @@ def asked(options: argparse.Namespace, functions: Sequence[str] | None = None) -
         "time_budget_s": options.time_budget,
         "form": getattr(options, "form", "auto"),
         "overlap": options.overlap,
+        "joint_gap": options.joint_gap,
     }
     if functions is None:
         expect = dict(_of_one("--expect", options.expect))
@@ -392,6 +400,16 @@ def _seconds(text: str) -> float:
         value = math.nan
     if not (math.isfinite(value) and value > 0):
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds above 0")
+    return value
+
+
+def _percent(text: str) -> float:
+    try:
+        value = float(text.removesuffix("%")) / 100
+    except ValueError:
+        value = math.nan
+    if not (text.endswith("%") and 0 < value < 1):
+        raise argparse.ArgumentTypeError(f"{text!r} is no percentage between 0% and 100%, as in 3%")
     return value
 
 

@@ -44,6 +44,8 @@ from hapsynth.search.cost.roofline import Roofline
 from hapsynth.search.cost.work import Work, lanes_of
 
 Ints: TypeAlias = npt.NDArray[np.int64]
+Range: TypeAlias = tuple[float, float]
+"""The least and the most that a share may be; none where the least is the greater."""
 
 
 class CutWork(NamedTuple):
@@ -343,6 +345,23 @@ class CostModel:
             self._ideal.update(zip(mine, found.tolist(), strict=True))
         return [self._ideal[work] for work in works]
 
+    def times_within(self, works: Sequence[tuple[Work, Range]]) -> Floats:
+        """The least time of each work over all ratios at which its largest share lies in a range, inf where none can:
+        float64 [works]. Along one mesh axis, and of what has no owner or is not divided as `ideal_time`."""
+        found = np.zeros(len(works))
+        alike: dict[object, list[int]] = {}
+        for i, (work, _) in enumerate(works):
+            alike.setdefault((work.form, work.axes), []).append(i)
+        for rows in alike.values():
+            mine, ranges = [works[i][0] for i in rows], np.array([works[i][1] for i in rows])
+            if not mine[0].divided or mine[0].owned:
+                found[rows] = self.ideal_times(mine)
+                continue
+            some = ranges[:, 0] <= ranges[:, 1]
+            ranges[~some] = 1.0
+            found[rows] = np.where(some, self._ideal_times(mine, ranges), np.inf)
+        return found
+
     def least_weighted(self, works: Sequence[Work], weights: Floats) -> Floats:
         """The least weighted sum of the seconds of all kinds over all ratios, a kind's being the mean over its devices:
         float64 [works]. `weights`: float64 [kinds].
@@ -361,8 +380,9 @@ class CostModel:
             found[mine] = (weighted / count).min(axis=1) if cut else weighted.sum(axis=1)
         return found
 
-    def _ideal_times(self, works: Sequence[Work]) -> Floats:
-        """Of works of one form, cut along the same axes: float64 [works].
+    def _ideal_times(self, works: Sequence[Work], ranges: Floats | None = None) -> Floats:
+        """Of works of one form, cut along the same axes: float64 [works]. `ranges`: the least and the most that the
+        largest share of each may be, of works that one cut divides [works, 2].
 
         At time t a device can take a share of at most r = min over its compute and memory budget, and the devices at
         one position along the cut axes take the same, so the least t is where the positions' shares sum to 1. A
@@ -377,21 +397,32 @@ class CostModel:
         at = [np.unique(kinds) for kinds in there]
         columns, first = np.concatenate(at), np.cumsum([0, *[kinds.size for kinds in at[:-1]]])
         roofline = Roofline(figures, works)
+        most = np.ones((len(works), 1)) if ranges is None else ranges[:, 1:]
 
         def covered(t: Floats) -> Floats:
-            share = roofline.within(t)
-            return np.clip(np.minimum.reduceat(share[:, columns], first, axis=1), 0.0, 1.0) @ counts.astype(np.float64)
+            share = np.minimum.reduceat(roofline.within(t)[:, columns], first, axis=1)
+            return np.clip(share, 0.0, most) @ counts.astype(np.float64)
 
-        busy = roofline.seconds(every, [np.ones((len(works), every.size))] * len(form.lanes))
-        low, high = np.zeros(len(works)), np.maximum.reduceat(busy[:, columns], first, axis=1).min(axis=1)
+        def busy(share: Floats) -> Floats:
+            """Of positions, where each has a share [works, 1] of every cut."""
+            every_share = np.broadcast_to(share, (len(works), every.size))
+            seconds = roofline.seconds(every, [every_share] * len(form.lanes))
+            return np.maximum.reduceat(seconds[:, columns], first, axis=1)
+
+        low, high = np.zeros(len(works)), busy(most).min(axis=1)
         if form.owned and len(form.lanes) == 1:
             return high
-        alone, short = high, covered(high) < 1.0
+        whole = 1.0
+        if ranges is not None:
+            # One alone may not have all of it, and as many shares as there are positions may come to it just about.
+            high, whole = busy(most).max(axis=1), 1.0 - 1e-9
+        alone, short = high, covered(high) < whole
         for _ in range(60):
             middle = 0.5 * (low + high)
-            enough = covered(middle) >= 1.0
+            enough = covered(middle) >= whole
             low, high = np.where(enough, low, middle), np.where(enough, middle, high)
-        return np.where(short, alone, low)
+        found = np.where(short, alone, low)
+        return found if ranges is None else np.maximum(found, busy(ranges[:, :1]).min(axis=1))
 
     @property
     def hosts(self) -> tuple[Hosts, ...]:

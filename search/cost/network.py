@@ -240,6 +240,11 @@ class PriceOfMoves(Price):
         permutes, rows = moved(old, new)
         return permutes * latency, rows * whole
 
+    def least(self, link: AxisLink, nbytes: float, part: float) -> float:
+        """Seconds, at least, where some position's share of `nbytes` becomes the greater or smaller by a part: it has
+        that to send or to receive."""
+        return link.latency + self.blocks(link) * nbytes * part * link.beta
+
     def sent(self, link: AxisLink, step: str, nbytes: float, traffic: Traffic, shares: Shares) -> Sent:
         assert isinstance(traffic, Moved)
         whole = self.blocks(link) * nbytes * prod(shares.largest(*cut) for cut in traffic.around)

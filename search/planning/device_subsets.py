@@ -420,6 +420,14 @@ class _SubsetSearch:
                 self._best = entry
                 return
 
+    def _seek_closer(self, cost: float) -> None:
+        """The joint bounds of all sets but the best, whose plan has that cost, as close as was asked for."""
+        for entry in self._entries:
+            if entry is not self._best and entry.bound < cost and not self._late():
+                entry.planner = entry.planner or self._planner(entry)
+                closer = self._attempt(lambda p=entry.planner: p.joint_bound_below(cost), 0.0)
+                entry.bound = max(entry.bound, closer)
+
     def _concluded(self, glance: float) -> Result:
         best, planner = self._best, self._best.planner
         assert planner is not None
@@ -429,6 +437,8 @@ class _SubsetSearch:
         result = planner.conclude()
         self._interrupted |= result.interrupted
         cost = result.cost_s
+        if self.task.options.joint_gap is not None:
+            self._seek_closer(cost)
         # Where there was no time for the joint bound, that of the work alone.
         own = min(max(result.joint_lower_bound_s, best.bound), cost)
         bounds = {e.devices: own if e is best else e.bound for e in self._entries}

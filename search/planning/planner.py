@@ -24,6 +24,7 @@ from hapsynth.search.planning.candidate import Candidate
 from hapsynth.search.planning.effort import Clock, Effort
 from hapsynth.search.planning.ideal_work import IdealWorkBound
 from hapsynth.search.planning.infeasibility import shortage
+from hapsynth.search.planning.joint_refinement import JointRefinement
 from hapsynth.search.planning.makespan import MakespanSearch, as_it_is, concluded, first_look, in_larger_bundles
 from hapsynth.search.planning.resharding import resharded
 from hapsynth.search.planning.search_at_ratios import MANY_AXES_NODES, FixedRatioSearch, Glance
@@ -216,6 +217,17 @@ class Planner:
         self._joint = _JointBound(bound, enough, limits)
         return bound
 
+    def joint_bound_below(self, cost: float) -> float:
+        """The joint bound, sought closer to a plan's cost where that was asked for."""
+        bound, asked = self.joint_bound(), self.task.options.joint_gap
+        enough = cost if asked is None else cost * (1 - asked)
+        if asked is None or bound >= enough or not JointRefinement.suits(self.task):
+            return bound
+        before = self.effort.solver_s
+        closer = self._unless_interrupted(lambda: JointRefinement(self._search).bound(bound, enough), bound)
+        self.effort.bound_s += self.effort.solver_s - before
+        return closer
+
     def conclude(self, bar: float = np.inf) -> Result:
         """The best program so far with its bounds; raises InfeasibleError where there is none, RatioError where it
         cannot be cut as is asked. Ctrl-C as in `run`. `bar`: a makespan that none is sought above."""
@@ -230,7 +242,7 @@ class Planner:
         best, bound = certified or (best, best.bound)
         best, bound = self._unless_interrupted(partial(self._reshared, best, bound), (best, bound))
         try:
-            joint = min(self.joint_bound(), best.cost)
+            joint = min(self.joint_bound_below(best.cost), best.cost)
         except KeyboardInterrupt:
             self.clock.interrupted, joint = True, 0.0
         bound = min(joint if bound is None else bound, best.cost)

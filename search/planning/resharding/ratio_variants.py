@@ -1,9 +1,8 @@
 """The ratios of a plan with reshares, as the ways in which each dimension may be cut while programs are compared.
 
 A class that the plan has in parts has a ratio for each of them. What ops can cut together is cut in the same ways, so
-an op takes one way for all that it cuts; conversions lead from one to another, at what a reshare costs. All that the
-formulation knows of several ratios within a class is here: `RatioVariants` gives the choices and the builder that have
-them, `CheapestOfRatios` a bound without the cost of changing.
+an op takes one way for all that it cuts; conversions lead from one to another, at what a reshare costs. `RatioVariants`
+gives the choices and the builder that have them, `CheapestOfRatios` a bound without the cost of changing.
 """
 
 from __future__ import annotations
@@ -14,14 +13,13 @@ from functools import cached_property, reduce
 import numpy as np
 
 from hapsynth.instructions.collectives import Collective
-from hapsynth.instructions.factors import Triples
-from hapsynth.instructions.layout import Layout, Reduction
-from hapsynth.instructions.program.sizes import Node, Sizes, cut_nodes
+from hapsynth.instructions.layout import Layout
+from hapsynth.instructions.program.sizes import Node, Sizes
 from hapsynth.search.analysis.dimension_groups import kinship
 from hapsynth.search.cost.model import CostModel, Floats
-from hapsynth.search.formulation.choice_space import ChoiceSpace, Interned, Owners, Restriction
-from hapsynth.search.formulation.conversions import LayoutSet
+from hapsynth.search.formulation.choice_space import ChoiceSpace, Owners, Restriction
 from hapsynth.search.formulation.problem_builder import ProblemBuilder
+from hapsynth.search.formulation.ways import BuilderOfWays, ChoicesInWays
 from hapsynth.search.sizing.ratios import Ratios, own_weights
 
 _Kin = tuple[Node, tuple[int, ...]]
@@ -62,7 +60,7 @@ class RatioVariants:
         self, restriction: Restriction | None = None, *, sparing: bool = False, owners: Owners | None = None
     ) -> ChoiceSpace:
         """What may be chosen where everything may be cut in each of its ways, and some ops be run by `owners`."""
-        return _VariantChoices(self, restriction, sparing, owners)
+        return ChoicesInWays(self.costs, self.count, restriction, sparing=sparing, owners=owners)
 
     def builder(self, choices: ChoiceSpace, ratios: Ratios) -> ProblemBuilder:
         """Of problems of such choices at `ratios`, or strictly these."""
@@ -85,51 +83,11 @@ class RatioVariants:
         return len(known) - 1
 
 
-class _VariantChoices(ChoiceSpace):
-    """Along one mesh axis."""
-
-    def __init__(
-        self, variants: RatioVariants, restriction: Restriction | None, sparing: bool, owners: Owners | None
-    ) -> None:
-        assert len(variants.costs.axes) == 1
-        self._count = variants.count
-        super().__init__(variants.costs.graph, variants.costs.table, restriction, sparing=sparing, owners=owners)
-
-    def _triples(self, op: int) -> Interned[Triples]:
-        """Each in every way in which what it cuts may be cut."""
-        every, factors = super()._triples(op), self.table[op]
-        counts: list[int] = []
-        for triples in every:
-            if any(map(factors.is_whole, triples)):
-                counts.append(1)
-                continue
-            cut = (self._count(v, d) for _, nodes in cut_nodes(self.graph, op, factors, triples) for v, d, *_ in nodes)
-            counts.append(max(cut, default=1))
-        in_ways = lambda t, count: (t, *((t[0].along(way),) for way in range(1, count)))
-        each = lambda: zip(every, counts, strict=True)
-        make = lambda: Interned(t for triples, count in each() for t in in_ways(triples, count))
-        return self.once(("ways", every, *counts), make)
-
-    def _layout_set(
-        self, value: int, dims: tuple[int, ...], reductions: tuple[Reduction, ...], owners: tuple[int, ...]
-    ) -> LayoutSet:
-        key = dims, reductions, tuple(self._count(value, d) for d in dims), owners
-        return self.once(("layouts", *key), lambda: LayoutSet(self.axes, *key))
-
-
-class _VariantBuilder(ProblemBuilder):
+class _VariantBuilder(BuilderOfWays):
     """Knows what it takes to change from one way of being cut to another."""
 
     def _allows(self, value: int, step: Collective) -> bool:
-        return not (step.balances and self.ratios is None) and not (step.recuts and self._is_whole(value))
-
-    def _profile(self, value: int) -> object:
-        several = any(way for *_, way in self.structure.layouts[value].cuts)
-        return super()._profile(value), several and self._is_whole(value)
-
-    def _is_whole(self, value: int) -> bool:
-        """Whether it may not be cut apart, as `ReshardAtoms` has it: inside a fused chain, a loop or a branch."""
-        return self.graph.home[value] > 0 or not self.costs.is_materialized(value)
+        return not (step.recuts and self.whole[value])
 
 
 class CheapestOfRatios(ProblemBuilder):

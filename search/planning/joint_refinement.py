@@ -1,0 +1,237 @@
+"""A closer joint bound: the ranges in which the largest shares lie are divided where the bound gains by it.
+
+Each round bounds all programs by the ranges so far (`share_ranges.py`) and looks at the choices that come out the
+cheapest. Of what these cut together in one range, some suit its least and some its most; their seconds at any one share
+are what dividing the range can gain, and it is divided just so finely that within no part they take much less.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from hapsynth.instructions.layout import cuts_of, owner_of
+from hapsynth.instructions.program.sizes import Node
+from hapsynth.search.cost.model import Floats, Range
+from hapsynth.search.cost.network import MOVES
+from hapsynth.search.cost.work import Work
+from hapsynth.search.formulation.choice_space import AvailableLayouts, Domain
+from hapsynth.search.formulation.share_ranges import (
+    ConversionsWithMoves,
+    RangeBuilder,
+    RangeChoices,
+    ShareRanges,
+)
+from hapsynth.search.planning.search_at_ratios import FixedRatioSearch
+from hapsynth.search.planning.task import Task
+from hapsynth.search.solver import Ints
+
+_ROUNDS = 8
+_MOST_STATES = 3_000_000
+"""Of a problem: more take minutes."""
+_TOLERANCE = 0.02
+"""Of what the bound still lacks."""
+_SAFETY = 1e-9
+_WORTH = 0.02
+"""Of what the bound still lacks: ranges that can gain less are left as they are."""
+_CLOSER = 0.25
+"""What is left of what a range can gain once it is divided."""
+_PARTS = 8
+"""Of a range, in one round."""
+_STEP = 1.01
+"""Between two largest shares at which ranges are divided, unless there are few: their ratio."""
+_FEW = 64
+"""Units of a dimension: of so few each largest share is told from the next."""
+_POINTS = 33
+"""Shares at which what cuts a range is compared."""
+
+
+@dataclass
+class _InRange:
+    """What a solution cuts in one range. `works`: runs of each; `sent_s`: seconds of its conversions; `moved_s`: those
+    that moving all rows would take of what comes to the range from another, or from it to another."""
+
+    works: dict[Work, float] = field(default_factory=dict[Work, float])
+    sent_s: float = 0.0
+    moved_s: float = 0.0
+
+
+class JointRefinement:
+    """Of the task of a search, one that it `suits`."""
+
+    @staticmethod
+    def suits(task: Task) -> bool:
+        """Whether there are ranges to divide: along one mesh axis, over unlike devices, where nothing says how values
+        lie. With overlap bounds are others'."""
+        options, costs = task.options, task.costs
+        return len(costs.axes) == 1 and len(costs.kinds) > 1 and options.restriction is None and not options.overlap
+
+    def __init__(self, search: FixedRatioSearch) -> None:
+        self.search, self.costs = search, search.task.costs
+        self.graph = self.costs.graph
+        self._shortest = self._shortest_dims()
+
+    def bound(self, known: float, enough: float) -> float:
+        """Seconds that no program of any ratios goes below, `known` to be at least so many; sought until `enough`."""
+        ranges, clock = ShareRanges(self.costs, {}), self.search.clock
+        for _ in range(_ROUNDS):
+            choices = self._choices(ranges)
+            if clock.late() or clock.interrupted or sum(map(len, choices.choices)) > _MOST_STATES:
+                break
+            builder = RangeBuilder(choices, self.costs, ranges)
+            solved = self.search.cheapest(
+                builder,
+                self.search.limits,
+                None,
+                at_least=True,
+                tolerance=max(_TOLERANCE * (1 - known / enough), 1e-6),
+                seconds=clock.allotted,
+                warm=False,
+                # A little more, as the solver states its bounds less what rounding may have added.
+                enough=enough * (1 + _SAFETY),
+                stage="joint bound",
+            )
+            known = max(known, solved.lower_bound)
+            if known >= enough or solved.choices is None:
+                break
+            finer = self._divided(builder, solved.choices, enough - known)
+            if finer is None:
+                break
+            ranges = finer
+        return known
+
+    def _choices(self, ranges: ShareRanges) -> RangeChoices:
+        known = self.search.choices
+        return RangeChoices(self.costs, ranges.count, sparing=known.sparing, owners=known.owners)
+
+    def _shortest_dims(self) -> dict[Node, int]:
+        """Of what ops can cut together, the length of the shortest dimension."""
+        ranges, found = ShareRanges(self.costs, {}), dict[Node, int]()
+        for v in self.graph.values:
+            for dim, units in enumerate(v.shape):
+                root = ranges.root(v.index, dim)
+                found[root] = min(found.get(root, units), units)
+        return found
+
+    def _divided(self, builder: RangeBuilder, choices: Ints, lacking: float) -> ShareRanges | None:
+        """Finer ranges where the choices may gain by it, if there are any, the bound being `lacking` seconds."""
+        ranges = builder.ranges
+        ends = {root: set(inner) for root, inner in ranges.ends.items()}
+        found = False
+        for (root, way), held in _in_ranges(builder, choices).items():
+            more = self._ends_within(ranges.between(root, way), self._possible(root), held, _WORTH * lacking)
+            ends.setdefault(root, set()).update(more)
+            found |= bool(more)
+        return ShareRanges(self.costs, {root: tuple(sorted(inner)) for root, inner in ends.items()}) if found else None
+
+    def _possible(self, root: Node) -> Floats:
+        """Largest shares at which a dimension's range may be divided, rising."""
+        n, units = self.costs.n, max(self._shortest[root], 1)
+        least = 1.0 / n
+        if units <= _FEW:
+            halves = (np.arange(units) + 0.5) / units
+            return halves[(halves > -(-units // n) / units) & (halves < 1)]
+        return np.array([least * _STEP**k for k in range(1, int(np.log(n) / np.log(_STEP)))])
+
+    def _ends_within(self, within: Range, possible: Floats, held: _InRange, worth: float) -> list[float]:
+        """Where a range is divided for what lies in it; nowhere where less than `worth` seconds could be gained."""
+        low, high = within
+        inside = possible[(possible > low) & (possible < high)].tolist()
+        if not inside:
+            return []
+        points = np.unique(np.quantile([low, *inside, high], np.linspace(0, 1, _POINTS)))
+        whole = self._seconds(held, [within], low)[0]
+        alike = self._seconds(held, [(p, p) for p in points.tolist()], low).min()
+        found: list[float] = []
+        if (gain := alike - whole) >= worth:
+            left = max(_CLOSER * gain, worth)
+            while len(found := self._parted(held, within, inside, alike - left)) >= _PARTS:
+                left *= 1.5
+        if not found and held.moved_s * (high - low) >= worth:
+            # What moves to the range from others, or from it, may count as nothing where these lie beside it.
+            found = [inside[bisect_right(inside, (low * high) ** 0.5) - 1]]
+        return found
+
+    def _parted(self, held: _InRange, within: Range, inside: Sequence[float], least: float) -> list[float]:
+        """The fewest ends of parts in which all takes `least` seconds, but for parts that cannot be divided."""
+        (low, high), found = within, list[float]()
+        begin, first = low, 0
+        while self._seconds(held, [(begin, high)], low)[0] < least and first < len(inside):
+            # The more there is in a part, the less it takes.
+            few, most = first, len(inside) - 1
+            while few < most:
+                middle = (few + most + 1) // 2
+                enough = self._seconds(held, [(begin, inside[middle])], low)[0] >= least
+                few, most = (middle, most) if enough else (few, middle - 1)
+            begin, first = inside[few], few + 1
+            found.append(begin)
+        return found
+
+    def _seconds(self, held: _InRange, ranges: Sequence[Range], low: float) -> Floats:
+        """What lies in a range from `low` on takes where it lies in each of some parts of it."""
+        runs = np.array(list(held.works.values()))
+        times = self.costs.times_within([(work, part) for part in ranges for work in held.works])
+        sent = held.sent_s * np.array([least for least, _ in ranges]) / low
+        return times.reshape(len(ranges), -1) @ runs + sent
+
+
+def _in_ranges(builder: RangeBuilder, choices: Ints) -> dict[tuple[Node, int], _InRange]:
+    """What an assignment cuts, by what ops can cut together and in which of its ranges."""
+    st, graph, costs, ranges = builder.structure, builder.graph, builder.costs, builder.ranges
+    found: dict[tuple[Node, int], _InRange] = {}
+    states = [(st.choices[k], int(choices[k])) for k in range(len(st.choices))]
+    for op in graph.ops:
+        domain, state = states[st.op_variable[op.index]]
+        place, cuts = int(domain.triple[state]), builder.cuts(op.index)
+        for cut in cuts.groups[place]:
+            divided, _, way, _ = cuts.all[cut]
+            if owner_of(way) is not None:
+                continue
+            value, dim = next((v, d) for n, d in divided if isinstance(v := (*op.operands, *op.results)[n], int))
+            mine = found.setdefault((ranges.root(value, dim), way), _InRange())
+            work = costs.work(op.index, domain.triples[place])
+            mine.works[work] = mine.works.get(work, 0.0) + graph.runs[op.region]
+    for value, source, target, runs in _converted(builder, states):
+        ways = builder.conversions(value)
+        assert isinstance(ways, ConversionsWithMoves)
+        layouts = ways.layouts.layouts
+        cuts_at = lambda place, v=value, layouts=layouts: [
+            found.setdefault((ranges.root(v, dim), way), _InRange())
+            for dim, _, way in cuts_of(layouts[place])
+            if owner_of(way) is None
+        ]
+        moves = ways.moves_between(source, target)
+        for place in (source, target):
+            for mine in cuts_at(place):
+                mine.sent_s += 0.0 if moves else runs * float(ways.seconds[source, target])
+        for place in moves or ():
+            for mine in cuts_at(place):
+                mine.moved_s += runs * (MOVES.least(costs.links[0], float(graph.values[value].nbytes), 1.0))
+    return found
+
+
+def _converted(builder: RangeBuilder, states: Sequence[tuple[Domain, int]]) -> Iterator[tuple[int, int, int, float]]:
+    """(value, layout before, layout after, runs) of all conversions of an assignment, layouts by number."""
+    st, graph = builder.structure, builder.graph
+
+    def offered(value: int) -> AvailableLayouts:
+        domain, state = states[st.value_variable[value]]
+        return domain.options[int(domain.option[state])]
+
+    for value in range(len(graph.values)):
+        ways, option = builder.conversions(value), offered(value)
+        number = ways.layouts.number
+        _, hops = ways.reached(number[option.computed], [number[t] for t in option.targets])
+        # Of ranges that stand together the first is the cheapest.
+        paid = {ways.layouts.layouts[after][0].dim: (before, after) for before, after, _ in reversed(hops)}
+        yield from ((value, before, after, graph.runs[graph.home[value]]) for before, after in paid.values())
+    for use in st.uses:
+        ways, option = builder.conversions(use.value), offered(use.value)
+        number = ways.layouts.number
+        target = number[use.needs.layouts[use.needs.groups[states[use.variable][1]]]]
+        there = [number[layout] for layout in (option.computed, *option.targets)]
+        if target not in there:
+            yield use.value, min(there, key=lambda at: ways.seconds[at, target]), target, use.runs

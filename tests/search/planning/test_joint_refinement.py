@@ -1,0 +1,342 @@
+"""Bounds by ranges of shares: never above a program, at whatever ratios; and as close as is asked for."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from itertools import product
+from typing import Any
+
+import hypothesis
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from graphs import cluster, random_graph
+from hypothesis import strategies as st
+from resharing import arguments, pooled, running_step, step_arguments
+from resharing import cluster as new_and_old
+from test_search import brute_force
+
+import hapsynth
+from hapsynth.cluster.cluster import Cluster
+from hapsynth.graph.ir import Graph
+from hapsynth.graph.trace import trace
+from hapsynth.instructions.layout import Layout, R
+from hapsynth.instructions.program.sizes import Node
+from hapsynth.instructions.rules.factor_table import FactorTable
+from hapsynth.search.cost.model import CostModel, Floats
+from hapsynth.search.cost.network import MOVES
+from hapsynth.search.cost.work import Work
+from hapsynth.search.formulation.choice_space import AvailableLayouts, ChoiceSpace, Owners
+from hapsynth.search.formulation.conversions import LayoutSet
+from hapsynth.search.formulation.problem_builder import ProblemBuilder
+from hapsynth.search.formulation.share_ranges import ConversionsWithMoves, RangeBuilder, RangeChoices, ShareRanges
+from hapsynth.search.formulation.ways import BuilderOfWays, ChoicesInWays
+from hapsynth.search.planning.planner import Planner
+from hapsynth.search.planning.task import PlanningOptions, Task
+from hapsynth.search.sizing.ratios import Ratios, round_shares
+from hapsynth.search.solver import solve
+
+MIXED = cluster([3.0, 1.0, 1.0], bandwidth=1e10)
+
+
+def random_ranges(costs: CostModel, rng: np.random.Generator, most: int = 3) -> ShareRanges:
+    """Up to `most` ends for each set of dimensions, some at shares that whole units have."""
+    found: dict[Node, tuple[float, ...]] = {}
+    for root, units in shortest(costs).items():
+        shares = rng.integers(1, max(units, 2), most) / max(units, 2)
+        either = np.where(rng.random(most) < 0.5, shares, rng.uniform(1 / costs.n, 1, most))
+        ends = sorted({x for x in either.tolist() if 1 / costs.n < x < 1})
+        found[root] = tuple(ends[: int(rng.integers(most + 1))])
+    return ShareRanges(costs, found)
+
+
+def ranges_around(costs: CostModel, *ratios: Floats) -> ShareRanges:
+    """Ends right beside the largest shares that dimensions have at some ratios: nearly all that is left of a bound is
+    what these cost."""
+    found: dict[Node, tuple[float, ...]] = {}
+    for root, units in shortest(costs).items():
+        largest = [float(rounded(r, units).max()) for r in ratios]
+        ends = {m + side for m in largest for side in (-1e-3, 1e-3)}
+        found[root] = tuple(sorted(x for x in ends if 1 / costs.n < x < 1))
+    return ShareRanges(costs, found)
+
+
+def shortest(costs: CostModel) -> dict[Node, int]:
+    """Of what ops can cut together, the length of the shortest dimension."""
+    kin, found = ShareRanges(costs, {}), dict[Node, int]()
+    for v in costs.graph.values:
+        for dim, units in enumerate(v.shape):
+            root = kin.root(v.index, dim)
+            found[root] = min(found.get(root, units), units)
+    return found
+
+
+def named(costs: CostModel, *ratios: Floats) -> Ratios:
+    """Each a way to cut everything, in whole units of the shortest dimension that ops can cut with one."""
+    kin, units, nodes = ShareRanges(costs, {}), shortest(costs), dict[Node, Floats]()
+    for v in costs.graph.values:
+        for dim, (way, fractions) in product(range(len(v.shape)), enumerate(ratios)):
+            nodes[v.index, dim, (0,), way] = rounded(fractions, units[kin.root(v.index, dim)])
+    return Ratios(costs.graph, costs.table, ratios[0], None, costs.lengths, named=nodes).strictly()
+
+
+def rounded(fractions: Floats, units: int) -> Floats:
+    return np.array(round_shares(fractions, units)) / units if units else fractions
+
+
+def bound_by(ranges: ShareRanges, owners: Owners | None = None) -> float:
+    choices = RangeChoices(ranges.costs, ranges.count, owners=owners)
+    problem = RangeBuilder(choices, ranges.costs, ranges).problem()
+    found = solve(problem, start=np.array(choices.replicated()))
+    assert found.status == "optimal"
+    return found.lower_bound
+
+
+def model(graph: Graph, devices: Cluster) -> CostModel:
+    return CostModel(graph, devices, FactorTable(graph))
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_no_program_at_any_ratios_is_below_the_bound(seed: int) -> None:
+    """All sequences of instructions, at a grid of ratios."""
+    graph = random_graph(300 + seed, ops=4).graph
+    speeds = [[2.0, 1.0], [3.0, 1.0, 1.0]][seed % 2]
+    costs = model(graph, cluster(speeds, bandwidth=[1e9, 1e10, 1e11][seed % 3]))
+    structure, rng = ChoiceSpace(graph, costs.table), np.random.default_rng(seed)
+    bound = max(bound_by(random_ranges(costs, rng)) for _ in range(4))
+    whole = solve(ProblemBuilder(structure, costs, None).problem()).lower_bound
+    # Balanced collectives are in this bound, and not in that one.
+    assert bound >= 0.9 * whole
+    for first in np.linspace(0, 1, 9):
+        weights = np.array([first, *[(1 - first) / (len(speeds) - 1)] * (len(speeds) - 1)])
+        least = brute_force(ProblemBuilder(structure, costs, named(costs, weights)))
+        assert max(bound, bound_by(ranges_around(costs, weights))) <= least * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_whoever_may_own_an_update(seed: int) -> None:
+    graph = random_graph(400 + seed, ops=2).graph
+    costs = model(graph, cluster([2.0, 1.0], bandwidth=1e9, latency=[1e-6, 1e-4][seed % 2]))
+    owners = {op.index: (seed % 2,) for op in graph.ops}
+    structure, rng = ChoiceSpace(graph, costs.table, owners=owners), np.random.default_rng(seed)
+    bound = max(bound_by(random_ranges(costs, rng), owners) for _ in range(3))
+    for first in (0.0, 0.4, 0.5, 0.8):
+        weights = np.array([first, 1 - first])
+        least = brute_force(ProblemBuilder(structure, costs, named(costs, weights)))
+        assert max(bound, bound_by(ranges_around(costs, weights), owners)) <= least * (1 + 1e-9)
+
+
+F32 = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)
+
+
+def deep(weights: Any, x: Any) -> Any:
+    """Contractions, which suit shares by FLOP/s, and what reads memory between them."""
+    for w in weights:
+        x = jnp.tanh(x @ w)
+        x = x - x.mean(axis=1, keepdims=True)
+        x = x / jnp.sqrt((x**2).mean(axis=1, keepdims=True) + 1e-5)
+    return x.sum(axis=0)
+
+
+def again(x: Any, w: Any) -> Any:
+    """What is made by rows is read by columns and by rows, several times."""
+    y = jnp.tanh(x @ w)
+    z = jnp.sort(y, axis=0)
+    return jnp.tanh(jnp.sort(y, axis=1) @ w) + z, jnp.tanh(y @ w).sum(), jnp.sort(z @ w, axis=1)
+
+
+ARGS = ([F32(256, 256)] * 4, F32(4096, 256))
+SLOW = new_and_old("100 MB/s")
+TASKS: dict[str, tuple[Any, Any]] = {
+    "deep": (deep, ARGS),
+    "again": (again, (F32(512, 256), F32(256, 256))),
+    "pooled": (pooled, arguments(layers=2)),
+    "step": (running_step, step_arguments(layers=2)),
+}
+
+
+@pytest.mark.parametrize("bandwidth", ["100 MB/s", "400 MB/s", "2 GB/s", "20 GB/s"])
+@pytest.mark.parametrize("name", TASKS)
+def test_no_program_that_communicates_or_changes_its_ratio_is_below_the_bound(name: str, bandwidth: str) -> None:
+    """The best program whose instructions are each at one of two ratios, resharing between them where that pays."""
+    fn, args = TASKS[name]
+    graph, rng = trace(fn, args).graph, np.random.default_rng(len(name))
+    costs = model(graph, new_and_old(bandwidth))
+    whole = bound_by(ShareRanges(costs, {}))
+    gained: list[float] = []
+    for fast in ((5.0, 5.0), (10.0, 1.0), (10.0, 1.5), (4.0, 1.0), tuple(rng.uniform(0, 4, 2).tolist())):
+        two = [np.array([f, f, 1, 1]) / (2 * f + 2) for f in fast]
+        choices = ChoicesInWays(costs, lambda value, dim: 2)
+        found = solve(_TwoRatios(choices, costs, named(costs, *two)).problem(), start=np.array(choices.replicated()))
+        assert found.status == "optimal"
+        bound = bound_by(ranges_around(costs, *two))
+        assert bound <= found.cost * (1 + 1e-9)
+        gained.append(bound / whole)
+    assert max(gained) > 1
+
+
+@pytest.mark.parametrize("bandwidth", ["100 MB/s", "2 GB/s"])
+@pytest.mark.parametrize("name", TASKS)
+def test_nothing_costs_more_than_at_ratios_in_its_ranges(name: str, bandwidth: str) -> None:
+    """Ops, conversions and what is shared of every value, at two ratios, in the ranges that these lie in."""
+    fn, args = TASKS[name]
+    graph, rng = trace(fn, args).graph, np.random.default_rng(len(name))
+    costs = model(graph, new_and_old(bandwidth))
+    counts = {"moved": 0, "shared": 0}
+    for _ in range(4):
+        two = [np.array([f, f, 1, 1]) / (2 * f + 2) for f in rng.uniform(0.2, 9, 2)]
+        ratios, ranges = named(costs, *two), random_ranges(costs, rng)
+        there = _TwoRatios(ChoicesInWays(costs, lambda value, dim: 2), costs, ratios)
+        here = RangeBuilder(RangeChoices(costs, ranges.count), costs, ranges)
+
+        def within(value: int, layout: Layout, ratios: Ratios = ratios, ranges: ShareRanges = ranges) -> Layout:
+            (p,) = layout
+            if not p.is_sharded:
+                return layout
+            largest = ratios.largest[ratios.of(value, p.dim, (0,), p.way)]
+            return (p._replace(way=bisect_right(ranges.ends_of(value, p.dim), largest)),)
+
+        for op in graph.ops:
+            times, known = here.op_times((op.index,))[0], {t: n for n, t in enumerate(here.structure.triples[op.index])}
+            for triples, seconds in zip(there.structure.triples[op.index], there.op_times((op.index,))[0], strict=True):
+                cut = [(v, p) for v, p in zip(op.operands, triples[0].operands, strict=True) if p.is_sharded]
+                cut += [(v, p) for v, p in zip(op.results, triples[0].results, strict=True) if p.is_sharded]
+                way = within(cut[0][0], (cut[0][1],))[0].way if cut else 0
+                assert times[known[(triples[0].along(way),)]] <= seconds * (1 + 1e-9)
+        for value in range(len(graph.values)):
+            before, after = there.conversions(value), here.conversions(value)
+            number = after.layouts.number
+            for i, source in enumerate(before.layouts.layouts):
+                for j, target in enumerate(before.layouts.layouts):
+                    s, t = within(value, source), within(value, target)
+                    assert after.seconds[number[s], number[t]] <= before.seconds[i, j] * (1 + 1e-9)
+                    moved = source[0].is_sharded and target[0].is_sharded and source[0].dim == target[0].dim
+                    counts["moved"] += moved and s != t and np.isfinite(before.seconds[i, j])
+            mine = [(o, here.offer(value, o).seconds) for o in _options(here, value)]
+            for option in _options(there, value):
+                made, targets = within(value, option.computed), {within(value, t) for t in option.targets}
+                again = {t for t in targets if t[0].dim == made[0].dim} - {made}
+                others = targets - again - {made}
+                if len(again) > 1 or (len({t[0].dim for t in others}) == 1 < len(others)):
+                    continue
+                # A slice of what is whole is everybody's.
+                holds = lambda o, targets=targets, made=made: (R,) in o.targets or targets - {made} <= {*o.targets}
+                enough = [s for o, s in mine if o.computed == made and holds(o)]
+                assert min(enough) <= there.offer(value, option).seconds * (1 + 1e-9)
+                counts["shared"] += len(targets) > 1
+    assert counts["moved"] > 0
+    # There every value is used once.
+    assert counts["shared"] > 0 or name == "pooled"
+
+
+def _options(builder: ProblemBuilder, value: int) -> tuple[AvailableLayouts, ...]:
+    return builder.structure.choices[builder.structure.value_variable[value]].options
+
+
+class _TwoRatios(BuilderOfWays):
+    def _allows(self, value: int, step: Any) -> bool:
+        return not (step.recuts and self.whole[value])
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_ranges_hold_what_works_take_at_their_shares(seed: int) -> None:
+    """Random works and shares: each takes at least as long as the range says in which its largest share lies, and some
+    shares in it take just that."""
+    rng, costs = np.random.default_rng(seed), model(random_graph(1, ops=1).graph, MIXED)
+    works = [
+        Work(
+            (float(10 ** rng.uniform(4, 9)),),
+            (((), 1e3), ((0,), float(10 ** rng.uniform(4, 9)))),
+            1,
+            "float32",
+            (lanes,),
+            (0,),
+        )
+        for lanes in (0, 100, 4096) * 4
+    ]
+    for work in works:
+        shares = rng.dirichlet(np.ones(3), 2000)
+        shares[:200, 1] = 0.0
+        shares /= shares.sum(axis=1, keepdims=True)
+        times = np.array([costs.time(work, [s]) for s in shares])
+        for low, high in ((1 / 3, 0.4), (0.4, 0.6), (0.5, 0.51), (0.7, 1.0), (1 / 3, 1.0)):
+            (least,) = costs.times_within([(work, (low, high))])
+            inside = (shares.max(axis=1) >= low) & (shares.max(axis=1) <= high)
+            assert least <= times[inside].min() * (1 + 1e-9)
+            assert least >= 0.8 * times[inside].min() or work.lanes[0] == 100
+    assert costs.times_within([(works[0], (0.6, 0.5))])[0] == np.inf
+    assert costs.times_within([(works[0], (1 / 3, 1.0))])[0] == pytest.approx(costs.ideal_time(works[0]), rel=1e-6)
+
+
+@hypothesis.given(
+    st.integers(2, 5).flatmap(lambda n: st.tuples(*[st.lists(st.integers(0, 20), min_size=n, max_size=n)] * 2))
+)
+def test_what_moves_is_at_least_what_the_largest_share_loses(units: tuple[list[int], list[int]]) -> None:
+    hypothesis.assume(all(map(sum, units)))
+    old, new = (np.array(u) / sum(u) for u in units)
+    link = model(random_graph(1, ops=1).graph, MIXED).links[0]
+    latency, rows = MOVES.between(old, new, link.latency, 1e6)
+    if latency:
+        assert MOVES.least(link, 1e6, abs(old.max() - new.max())) <= (latency + rows * link.beta) * (1 + 1e-9)
+    else:
+        assert np.allclose(old, new)
+
+
+def test_no_way_is_shorter_for_going_in_small_steps() -> None:
+    """From one end of five ranges to the other, neighbours being next to nothing apart."""
+    layouts = LayoutSet(1, (0, 1), ("sum",), (5, 1))
+    (first, *_, last) = [layouts.number[(p,)] for p in layouts.shards[:5]]
+    apart = lambda i, j: 1.0 + 10.0 * max(0, abs(i - j) - 1)
+    moves = {
+        (i, j): apart(p[0].way, q[0].way)
+        for i, p in enumerate(layouts.layouts)
+        for j, q in enumerate(layouts.layouts)
+        if i != j and p[0].is_sharded and q[0].is_sharded and p[0].dim == q[0].dim == 0
+    }
+    step = lambda p, q, _: np.inf if p[0].dim == q[0].dim >= 0 else 100.0
+    ways = ConversionsWithMoves(layouts, step, moves)
+    assert ways.seconds[first, last] == 31.0
+    assert ways.moves_between(first, last) == (first, last)
+    # Between other steps they may move, before and after.
+    other = layouts.number[(layouts.shards[5],)]
+    assert ways.seconds[first, other] == 100.0
+    assert ways.moves_between(first, other) is None
+    assert ways.reached(first, [last, other]) == (131.0, [(first, last, 0), (last, other, 0)]) or ways.reached(
+        first, [last, other]
+    ) == (131.0, [(first, last, 0), (first, other, 0)])
+
+
+def test_a_gap_is_brought_down_as_asked() -> None:
+    plain = hapsynth.synthesize(deep, ARGS, SLOW, cache=False)
+    assert plain.joint_gap > 0.15
+    closer = hapsynth.synthesize(deep, ARGS, SLOW, joint_gap=0.02, cache=False)
+    assert closer.joint_gap <= 0.02
+    assert closer.joint_lower_bound <= closer.lower_bound <= closer.cost
+    assert closer.program.instructions == plain.program.instructions
+    assert (closer.ratios, closer.cost) == (plain.ratios, plain.cost)
+    # Of every set of devices that was considered.
+    assert min(closer.result.bounds.values()) == closer.joint_lower_bound
+    assert all(closer.result.bounds[devices] >= bound * (1 - 1e-9) for devices, bound in plain.result.bounds.items())
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_within_limits_of_memory_too(exact: bool) -> None:
+    graph = trace(deep, ARGS).graph
+    free = Planner(Task(graph, SLOW)).run()
+    limit = 0.7 * max(free.memory_bytes)
+    options = PlanningOptions(memory_limit=limit, exact=exact, joint_gap=1e-6)
+    found = Planner(Task(graph, SLOW, options)).run()
+    assert max(found.memory_bytes) <= limit
+    assert 0 < found.joint_lower_bound_s <= found.lower_bound_s <= found.cost_s
+
+
+def test_what_is_asked_for_is_checked() -> None:
+    for wrong in (0, 1, -0.5, 3):
+        with pytest.raises(ValueError, match="between 0 and 1"):
+            hapsynth.synthesize(deep, ARGS, SLOW, joint_gap=wrong)
+    for wrong in ("3%", True):
+        with pytest.raises(TypeError, match="a fraction of the plan's cost"):
+            hapsynth.synthesize(deep, ARGS, SLOW, joint_gap=wrong)
+    with pytest.raises(ValueError, match="joint_gap is given with overlap"):
+        hapsynth.synthesize(deep, ARGS, SLOW, joint_gap=0.03, overlap=True)
