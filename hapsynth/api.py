@@ -155,8 +155,8 @@ def synthesize(
     `joint_gap`: the `Plan.joint_gap` sought, e.g. 0.03: the bound on programs of any ratios is brought so close to the
     plan's cost if it can be, which takes about as long again as planning, and several times as long with experts. What
     is bounded then are programs that hold no value at more than two ratios of a dimension at once (docs/design/search).
-    It is for plans without `overlap`, and gains nothing on several mesh axes, where `fixed` says how things lie, or over
-    devices of one kind. By default that bound is what one more problem gives.
+    It is for plans without `overlap`, and gains nothing on several mesh axes, where `fixed` says how things lie, or
+    over devices of one kind. By default that bound is what one more problem gives.
     `cache`: whether the plan is looked for in the plan cache first (in HAPSYNTH_CACHE_DIR, or the user's cache;
     HAPSYNTH_CACHE_DIR=off switches it off), and kept there if the search ended by itself. What was planned before, by
     this very version, for the same function, shapes, cluster and options, then takes no search.
