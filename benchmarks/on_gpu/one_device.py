@@ -19,7 +19,7 @@ from jax import lax
 from jax.sharding import SingleDeviceSharding
 
 from hapsynth.graph.ir import Literal
-from hapsynth.instructions.program.program import Convert
+from hapsynth.instructions.program.program import Convert, Property
 from hapsynth.instructions.program.sizes import Sizes
 from hapsynth.instructions.staging.stages import Stage
 from hapsynth.lower import Lowered, Staged, own_mesh
@@ -164,7 +164,9 @@ class OneSwitch(Lowered):
         """As `OneStaged` does, on padded shards."""
         return self.function(self._place, *stored)
 
-    def _communicate(self, steps: Sequence[Convert], env: Env, here: MeshPosition, order: Order) -> None:
+    def _communicate(
+        self, steps: Sequence[Convert], env: Env, here: MeshPosition, order: Order, computed: Sequence[Property] = ()
+    ) -> None:
         for step in steps:
             wire = lax.optimization_barrier(send(self.sizes, step, env[step.value, step.source], here))
             # Between barriers, so that XLA does not see that nothing is sent.
