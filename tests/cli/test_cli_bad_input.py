@@ -189,6 +189,7 @@ def test_two_outputs_in_one_file(files: Path, capsys: pytest.CaptureFixture[str]
         (["search", "model.py"], r"hapsynth search: error: .*--cluster.*"),
         (["search", "model.py", "--cluster", "c", "--time-budget", "0"], r".*'0' is not a number of seconds.*"),
         (["search", "model.py", "--cluster", "c", "--time-budget", "nan"], r".*'nan' is not a number of seconds.*"),
+        (["search", "model.py", "--cluster", "c", "--joint-gap", "0.03"], r".*'0.03' is no percentage.*"),
         (["search", "model.py", "--cluster", "c", "--memory-limit", "12"], r".*'12' has no unit.*"),
         (["search", "model.py", "--cluster", "c", "--memory-limit", "-1 GiB"], r".*--memory-limit.*"),
         (["run", "model.py", "--plan", "p", "--steps", "0"], r".*'0' is not a whole number of at least 1.*"),

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
+import json
 from bisect import bisect_right
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import hypothesis
@@ -18,6 +21,7 @@ from resharing import cluster as new_and_old
 from test_search import brute_force
 
 import hapsynth
+from hapsynth.cli.main import main
 from hapsynth.cluster.cluster import Cluster
 from hapsynth.graph.ir import Graph
 from hapsynth.graph.trace import trace
@@ -318,6 +322,17 @@ def test_a_gap_is_brought_down_as_asked() -> None:
     # Of every set of devices that was considered.
     assert min(closer.result.bounds.values()) == closer.joint_lower_bound
     assert all(closer.result.bounds[devices] >= bound * (1 - 1e-9) for devices, bound in plain.result.bounds.items())
+
+
+def test_so_does_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    shapes = "[jax.ShapeDtypeStruct((256, 256), 'float32')] * 4, jax.ShapeDtypeStruct((4096, 256), 'float32')"
+    function = f"import jax\nimport jax.numpy as jnp\nfrom typing import Any\n\n{inspect.getsource(deep)}"
+    Path("model.py").write_text(f"{function}\n\ndef target():\n    return deep, ({shapes})\n")
+    SLOW.save(Path("slow.toml"))
+    asked = ["search", "model.py", "--cluster", "slow.toml", "--json", "out.json", "--joint-gap", "2%"]
+    assert main(asked) == 0
+    assert json.loads(Path("out.json").read_text())["joint_gap"] <= 0.02
 
 
 @pytest.mark.parametrize("exact", [False, True])
