@@ -44,11 +44,11 @@ from hapsynth.search.sizing.makespan_lp import LINK
 from hapsynth.search.sizing.ratios import Ratios
 from hapsynth.search.solver import Ints, Messages
 
-_ROUNDS = 6
+_ROUNDS = 4
 """Of weights, at the ratios of the search by sums."""
 _FIRST_ROUNDS = 2
 """Which tell how good a program there is."""
-_TURNS, _ROUNDS_AGAIN = 5, 4
+_TURNS, _ROUNDS_AGAIN = 5, 3
 """Of ratios that suit the best program so far, and rounds at the best of each turn's."""
 _ROUNDS_OF_BOUND = 3
 """In the end, for the bound alone."""
