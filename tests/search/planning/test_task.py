@@ -62,7 +62,8 @@ def test_a_plan_on_other_devices_is_that_of_a_task_of_its_own(graph: Graph) -> N
 def test_defaults_of_options_stand_in_one_place() -> None:
     signature = inspect.signature(hapsynth.synthesize).parameters
     same = [f.name for f in fields(PlanningOptions) if f.name in signature]
-    assert set(same) == {"memory_limit", "time_budget_s", "progress", "leave_out", "lowering", "overlap"}
+    named = {"memory_limit", "time_budget_s", "progress", "leave_out", "lowering", "overlap", "joint_gap"}
+    assert set(same) == named
     for name in same:
         assert signature[name].default == getattr(PlanningOptions, name)
 
