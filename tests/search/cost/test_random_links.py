@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import random
 from dataclasses import replace
+from math import fsum
 from typing import Any
 
 import jax
@@ -23,8 +24,8 @@ from hapsynth.graph.trace import trace
 from hapsynth.instructions.program.program import Convert
 from hapsynth.instructions.rules.factor_table import FactorTable
 from hapsynth.search.cost.model import CostModel
-from hapsynth.search.cost.program_cost import by_cheapest_steps, conversion_cost, program_cost
-from hapsynth.search.scheduling.tasks import tasks_of
+from hapsynth.search.cost.program_cost import by_cheapest_steps, conversion_cost, instruction_costs, program_cost
+from hapsynth.search.scheduling.tasks import TaskGraph, tasks_of
 from hapsynth.search.sizing.sizer import Sizer
 
 COUNT = int(os.environ.get("HAPSYNTH_RANDOM_LINKS", "12"))
@@ -55,6 +56,20 @@ def random_cluster(rng: random.Random, n: int) -> Cluster:
     )
 
 
+def assert_tasks_take_as_long(tasks: TaskGraph, each: list[float], fed: float) -> None:
+    """As their instructions, each on its slowest device, and as arguments that are `fed`; the ops of a kernel may be
+    slowest on several."""
+    assert sorted(k for places in tasks.instructions for k in places) == [*range(len(each))]
+    feeding = [longest for longest, places in zip(tasks.longest, tasks.instructions) if not places]
+    assert fsum(feeding) == pytest.approx(fed, abs=1e-9 * (fsum(each) + fed))
+    for longest, places in zip(tasks.longest, tasks.instructions, strict=True):
+        mine = [each[k] for k in places]
+        if len(mine) == 1:
+            assert longest == pytest.approx(mine[0], rel=1e-9)
+        elif mine:
+            assert max(mine) * (1 - 1e-9) <= longest <= sum(mine) * (1 + 1e-9)
+
+
 @pytest.mark.parametrize("axes", AXES)
 def test_what_a_program_costs_is_what_its_parts_do(axes: tuple[tuple[str, int], ...]) -> None:
     fn: Any = lambda *args: [x * 2.0 for x in jax.tree.leaves(mlp_step(*args))]
@@ -74,7 +89,8 @@ def test_what_a_program_costs_is_what_its_parts_do(axes: tuple[tuple[str, int], 
         if one.classes.owned and len(axes) == 1:
             # Whatever is best for the others, an owner has all.
             sizer.best(np.ones(costs.n)).check(program.axes)
-        assert sum(tasks_of(program, one, costs).longest) == pytest.approx(whole, rel=1e-9), seed
+        each = [c.seconds for c in instruction_costs(program, one, costs)]
+        assert_tasks_take_as_long(tasks_of(program, one, costs), each, whole - fsum(each))
         for i in program.instructions:
             if isinstance(i, Convert) and i.is_collective:
                 steps = costs.steps(i.source, i.target, i.axis)
