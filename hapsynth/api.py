@@ -154,7 +154,7 @@ def synthesize(
     form that is asked for, that is said (`OverlapWarning`), and it is planned without.
     `joint_gap`: the `Plan.joint_gap` sought, e.g. 0.03: the bound on programs of any ratios is brought so close to the
     plan's cost if it can be, which takes about as long again as planning, and several times as long with experts. What
-    is bounded then are programs that hold no value at more than two ratios of a dimension at once (docs/design/search).
+    is bounded then are programs that hold no value at more than two ratios of a dimension at once.
     It is for plans without `overlap`, and gains nothing on several mesh axes, where `fixed` says how things lie, or
     over devices of one kind. By default that bound is what one more problem gives.
     `cache`: whether the plan is looked for in the plan cache first (in HAPSYNTH_CACHE_DIR, or the user's cache;

@@ -385,6 +385,11 @@ class ChoiceSpace:
             return
         for owner in known.owned if made.is_partial else ():
             yield AvailableLayouts(computed, ((owner,),))
+        yield from self._sets_of_cuts(known, computed)
+
+    def _sets_of_cuts(self, known: LayoutSet, computed: Layout) -> Iterable[AvailableLayouts]:
+        """The cuts in which a value may be besides that in which it is made."""
+        (made,) = computed
         others = [(shard,) for shard in known.shards if shard != made]
         for count in range(1, len(others) + 1):
             for chosen in combinations(others, count):

@@ -20,9 +20,9 @@ from math import ceil, floor
 
 import numpy as np
 
-from hapsynth.instructions.collectives import STEPS, Balanced, step_between
+from hapsynth.instructions.collectives import STEPS, Balanced
 from hapsynth.instructions.factors import Triples
-from hapsynth.instructions.layout import Layout, R, S, cuts_of, owner_of
+from hapsynth.instructions.layout import Layout, cuts_of, owner_of
 from hapsynth.instructions.program.sizes import Node
 from hapsynth.search.analysis.dimension_groups import kinship
 from hapsynth.search.cost.model import CostModel, Floats, Range
@@ -76,17 +76,10 @@ class ShareRanges:
 class RangeChoices(ChoicesInWays):
     """What may be chosen where every dimension may be in each of its ranges."""
 
-    def _cut_options(self, known: LayoutSet, computed: Layout) -> Iterable[AvailableLayouts]:
-        """To R, to an owner, to another range of the dimension in which it is made, and to one of another dimension, or
-        several dimensions in any of their ranges."""
+    def _sets_of_cuts(self, known: LayoutSet, computed: Layout) -> Iterable[AvailableLayouts]:
+        """Another range of the dimension in which it is made, and one of another dimension, or several dimensions in
+        any of their ranges."""
         (made,) = computed
-        if made == R:
-            return
-        yield AvailableLayouts(computed, ((R,),))
-        if made.owner is not None or (made.is_partial and step_between(made, S(0)) is None):
-            return
-        for owner in known.owned if made.is_partial else ():
-            yield AvailableLayouts(computed, ((owner,),))
         ranges: dict[int, list[Layout]] = {}
         for shard in known.shards:
             ranges.setdefault(shard.dim, []).append((shard,))
@@ -100,7 +93,8 @@ class RangeChoices(ChoicesInWays):
 
 
 class RangeBuilder(BuilderOfWays):
-    """The problem of `RangeChoices`: no program of any ratios costs less than its optimum."""
+    """The problem of `RangeChoices`: of the programs that are bounded none costs less than its optimum, at any
+    ratios."""
 
     def __init__(self, structure: RangeChoices, costs: CostModel, ranges: ShareRanges) -> None:
         super().__init__(structure, costs, None)

@@ -50,7 +50,7 @@ from hapsynth.search.result import Result
 from hapsynth.search.scheduling.buckets import rebundled
 from hapsynth.search.scheduling.list_schedule import ordered, schedule
 from hapsynth.search.scheduling.tasks import TaskGraph, tasks_of
-from hapsynth.search.scheduling.timeline import step_seconds
+from hapsynth.search.scheduling.timeline import Timeline, step_seconds
 from hapsynth.search.sizing.ratios import Ratios, proportional
 from hapsynth.search.sizing.sizer import Sizer
 from hapsynth.search.solver import solve
@@ -190,18 +190,21 @@ class Baselines:
         return min(found, self._scheduled(other), key=lambda b: (not b.fits, b.cost_s))
 
     def _scheduled(self, baseline: Baseline, tasks: TaskGraph | None = None) -> Baseline:
-        tasks = tasks or tasks_of(baseline.program, baseline.sizes, self.costs)
-        timeline = schedule(tasks)
-        larger = rebundled(timeline, large=True)
-        if larger is not timeline and self._fits(ordered(baseline.program, larger), baseline.sizes):
-            timeline = larger
-        program, cost = ordered(baseline.program, timeline), timeline.makespan_s
+        timeline = schedule(tasks or tasks_of(baseline.program, baseline.sizes, self.costs))
+        found = self._in_order_of(rebundled(timeline, large=True), baseline)
+        if not found.fits:
+            found = self._in_order_of(timeline, baseline)
+        if found.fits or not baseline.fits:
+            return found
+        less = schedules_holding_less(baseline.program, baseline.sizes, self.costs)
+        program = next((p for p in less if self._fits(p, baseline.sizes)), baseline.program)
+        cost = step_seconds(program, baseline.sizes, self.costs, overlap=True)
+        return replace(found, program=program, cost_s=cost, fits=True)
+
+    def _in_order_of(self, timeline: Timeline, baseline: Baseline) -> Baseline:
+        program = ordered(baseline.program, timeline)
         fits = self._fits(program, baseline.sizes)
-        if baseline.fits and not fits:
-            less = schedules_holding_less(baseline.program, baseline.sizes, self.costs)
-            program = next((p for p in less if self._fits(p, baseline.sizes)), baseline.program)
-            fits, cost = True, step_seconds(program, baseline.sizes, self.costs, overlap=True)
-        return replace(baseline, program=program, cost_s=cost, fits=fits, overlap=True)
+        return replace(baseline, program=program, cost_s=timeline.makespan_s, fits=fits, overlap=True)
 
     def _fits(self, program: Program, sizes: Sizes) -> bool:
         return peak(program, sizes, self.costs) <= self.limit

@@ -75,7 +75,8 @@ class JointRefinement:
         self._shortest = self._shortest_dims()
 
     def bound(self, known: float, enough: float) -> float:
-        """Seconds that no program of any ratios goes below, `known` to be at least so many; sought until `enough`."""
+        """Seconds that no program goes below, at any ratios, of those that `share_ranges.py` bounds: `known` ones or
+        more, sought until `enough`."""
         ranges, clock = ShareRanges(self.costs, {}), self.search.clock
         for _ in range(_ROUNDS):
             choices = self._choices(ranges)
@@ -209,7 +210,7 @@ def _in_ranges(builder: RangeBuilder, choices: Ints) -> dict[tuple[Node, int], _
                 mine.sent_s += 0.0 if moves else runs * float(ways.seconds[source, target])
         for place in moves or ():
             for mine in cuts_at(place):
-                mine.moved_s += runs * (MOVES.least(costs.links[0], float(graph.values[value].nbytes), 1.0))
+                mine.moved_s += runs * MOVES.least(costs.links[0], float(graph.values[value].nbytes), 1.0)
     return found
 
 

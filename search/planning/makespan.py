@@ -31,7 +31,7 @@ from hapsynth.search.cost.model import CostModel, Floats
 from hapsynth.search.cost.program_cost import by_cheapest_steps
 from hapsynth.search.formulation.chain_weights import ChainCosts, IdealChainCosts, WeightedBuilder
 from hapsynth.search.formulation.chains import Chain, ChainSpace, Occupancy, Resources
-from hapsynth.search.memory.profile import MemoryProfile
+from hapsynth.search.memory.profile import MemoryProfile, peak
 from hapsynth.search.planning.candidate import Candidate
 from hapsynth.search.planning.memory_bound_schedules import schedules_holding_less
 from hapsynth.search.planning.search_at_ratios import AdditiveSolution, FixedRatioSearch
@@ -44,10 +44,10 @@ from hapsynth.search.sizing.makespan_lp import LINK
 from hapsynth.search.sizing.ratios import Ratios
 from hapsynth.search.solver import Ints, Messages
 
-_ROUNDS = 4
-"""Of weights, at the ratios of the search by sums."""
 _FIRST_ROUNDS = 2
-"""Which tell how good a program there is."""
+"""Of weights, which tell how good a program there is at some ratios."""
+_ROUNDS = 2
+"""More, at the ratios of the search by sums."""
 _TURNS, _ROUNDS_AGAIN = 5, 3
 """Of ratios that suit the best program so far, and rounds at the best of each turn's."""
 _ROUNDS_OF_BOUND = 3
@@ -103,7 +103,7 @@ class MakespanSearch:
     """At some ratios, from the choices of a program; `like`: one at others, whose programs, chains and weights it takes
     over; `known`: a program of these choices at these ratios, whose conversions may go other ways than are the cheapest
     there. `best`: the program of the least makespan so far that fits; `bound`: seconds that every program takes at
-    least; `rounds`: so far."""
+    least."""
 
     def __init__(
         self,
@@ -136,7 +136,7 @@ class MakespanSearch:
         """At which the bound was found, of the chains that there were."""
         self._messages: Messages = like._messages if like else dict(search.incumbent.messages)
         """What the dual of the last problem came to."""
-        self.rounds, self._ended = 0, False
+        self._begun, self._ended = False, False
         self._raising = False
         """Whether the rounds are for the bound alone."""
         self._most, self._rose = np.inf, False
@@ -151,16 +151,17 @@ class MakespanSearch:
             self._weights = self._parts_of_path(self.scheduled[0])
 
     def run(self, rounds: int, bar: float = np.inf) -> None:
-        """Search for so many rounds at most, counted from the first one. It ends where the bound exceeds `bar`
-        seconds."""
-        while self.rounds < rounds and not self._ended:
-            weights, most = self._next_weights() if self.rounds else (self._best_weights(), np.inf)
+        """Search for so many more rounds at most. It ends where the bound exceeds `bar` seconds."""
+        for _ in range(rounds):
+            if self._ended:
+                return
+            weights, most = self._next_weights() if self._begun else (self._best_weights(), np.inf)
             self._ended |= most <= self.bound * (1 + TOLERANCE)
             if self._ended or self.bound >= bar or self.search.clock.late():
                 return
             self._solve(weights)
             self._mix()
-            self.rounds += 1
+            self._begun = True
             self._ended |= self.best is not None and self.best.makespan_s <= self.bound * (1 + TOLERANCE)
 
     @cached_property
@@ -188,7 +189,7 @@ class MakespanSearch:
         self._raising, self._ended = True, False
         for _ in range(_ROUNDS_OF_BOUND):
             before = self.bound
-            self.run(self.rounds + 1)
+            self.run(1)
             if self.bound <= before:
                 return
 
@@ -269,11 +270,7 @@ class MakespanSearch:
         candidate, limit = found.candidate, self.search.limit
         if candidate.memory <= limit:
             return True
-        in_order = ordered(candidate.program, found.timeline)
-        return (
-            MemoryProfile(self.costs.graph, in_order, candidate.sizes.classes, self.costs).peak(candidate.sizes)
-            <= limit
-        )
+        return peak(ordered(candidate.program, found.timeline), candidate.sizes, self.costs) <= limit
 
     def _see(self, choices: Ints) -> Seen:
         self.seen.append(Seen(choices, self._chain_costs.occupancy(choices.tolist())))
@@ -444,7 +441,7 @@ def concluded(found: MakespanSearch, bar: float = np.inf) -> Overlapped | None:
     best_so_far = found.best
     if best_so_far and found.bound_for(best_so_far) < found.bound * (1 - TOLERANCE) and not search.clock.late():
         # The bound was found at ratios that this program does not have: once more at its own.
-        found = min(_at(best_so_far.candidate.sizes, found, _FIRST_ROUNDS, bar), found, key=_least_makespan)
+        found = min(_at(best_so_far.candidate.sizes, found, bar), found, key=_least_makespan)
     if not search.clock.late() and found.bound < bar:
         found.raise_bound()
     best: Overlapped | None = None
@@ -456,7 +453,7 @@ def concluded(found: MakespanSearch, bar: float = np.inf) -> Overlapped | None:
         tried.append(known)
     if least_sum in tried:
         return best
-    # Quick schedules find few bundles, without which a program of many small collectives seems longer than it is.
+    # Quick schedules may rank it too low.
     return _shorter(best, _within_limit(least_sum, search, found.bound_for(least_sum)))
 
 
@@ -476,26 +473,30 @@ def _at_other_ratios(found: MakespanSearch, bar: float) -> MakespanSearch:
             break
         sizes = _balanced(before, search.task.costs, search.limit)
         if sizes is not None:
-            looked.append(_at(sizes, found, _FIRST_ROUNDS, bar))
+            looked.append(_at(sizes, found, bar))
         if not turn:
             weights, _ = search.task.starts()[0]
-            looked.append(MakespanSearch(search, search.task.ratios(weights), before.seen.choices, found))
-            looked[-1].run(_FIRST_ROUNDS, bar)
+            looked.append(_begun_at(search.task.ratios(weights), found, bar))
         found = min(looked, key=_least_makespan)
-        found.run(found.rounds + _ROUNDS_AGAIN, bar)
+        found.run(_ROUNDS_AGAIN, bar)
         found.shorten_path()
         if turn and _least_makespan(found) >= before.makespan_s * (1 - TOLERANCE):
             break
     return found
 
 
-def _at(sizes: Sizes, found: MakespanSearch, rounds: int, bar: float) -> MakespanSearch:
-    """A search at these ratios, from the best program of one at others."""
-    best, search = found.best, found.search
-    assert best is not None
-    known = best.candidate.at(sizes, search.limit)
-    again = MakespanSearch(search, search.task.own_ratios(sizes), best.seen.choices, found, known)
-    again.run(rounds, bar)
+def _at(sizes: Sizes, found: MakespanSearch, bar: float) -> MakespanSearch:
+    """The first rounds at the ratios of these sizes, which the best program has there too."""
+    assert found.best is not None
+    known = found.best.candidate.at(sizes, found.search.limit)
+    return _begun_at(found.search.task.own_ratios(sizes), found, bar, known)
+
+
+def _begun_at(ratios: Ratios, found: MakespanSearch, bar: float, known: Candidate | None = None) -> MakespanSearch:
+    """The first rounds at some ratios, from the best program of a search at others."""
+    assert found.best is not None
+    again = MakespanSearch(found.search, ratios, found.best.seen.choices, found, known)
+    again.run(_FIRST_ROUNDS, bar)
     return again
 
 
