@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from hapsynth.graph.ir import Graph, Literal
 from hapsynth.instructions.program.bundles import independent
-from hapsynth.instructions.program.program import Convert, Instruction, Property, reads, writes
+from hapsynth.instructions.program.program import Convert, Property, reads, writes
 from hapsynth.instructions.staging.buckets import is_empty
 from hapsynth.instructions.staging.stages import Cond, Loop, Stage, Step
 
@@ -116,11 +116,6 @@ Overlap = Callable[
 ]
 """(graph, what arrives, steps and collectives in their order, what leaves) -> stages, in which collectives run beside
 others. What leaves is handed over by the last of them."""
-
-
-def instructions_of(stage: Stage) -> tuple[Instruction, ...]:
-    """A stage's instructions in an order in which they can run."""
-    return (*stage.before, *stage.switch, *stage.after)
 
 
 def schedule(
@@ -242,7 +237,7 @@ def needs(graph: Graph, step: LocalStep) -> set[Name]:
     match step:
         case Stage():
             needed, made = set[Name](), set[Name]()
-            for i in instructions_of(step):
+            for i in step.instructions:
                 needed |= set(reads(graph, i)) - made
                 made.update(writes(graph, i))
             return needed
@@ -272,7 +267,7 @@ def needs(graph: Graph, step: LocalStep) -> set[Name]:
 def makes(graph: Graph, step: LocalStep) -> set[Name]:
     match step:
         case Stage():
-            return {p for i in instructions_of(step) for p in writes(graph, i)}
+            return {p for i in step.instructions for p in writes(graph, i)}
         case Convert():
             return set(writes(graph, step))
         case Loop():

@@ -21,7 +21,6 @@ from hapsynth.lower._host_schedule import (
     LocalStage,
     LocalStep,
     Name,
-    instructions_of,
     is_local,
     makes,
     needs,
@@ -46,7 +45,7 @@ def _apart(steps: Sequence[LocalStep]) -> list[LocalStep]:
     return [
         one
         for step in steps
-        for one in ([Stage((i,)) for i in instructions_of(step)] if isinstance(step, Stage) else [step])
+        for one in ([Stage((i,)) for i in step.instructions] if isinstance(step, Stage) else [step])
     ]
 
 

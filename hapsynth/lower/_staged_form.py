@@ -45,7 +45,6 @@ from hapsynth.lower._host_schedule import (
     Name,
     Sent,
     Slice,
-    instructions_of,
     schedule,
 )
 from hapsynth.lower._lowered_form import LoweredProgram
@@ -314,7 +313,7 @@ class Staged(LoweredProgram):
         for step in steps:
             match step:
                 case Stage():
-                    self.local.run(instructions_of(step), env, here)
+                    self.local.run(step.instructions, env, here)
                 case Loop():
                     run_loop(self.graph, self.uniform, step, env, inside, Order())
                 case Cond():

@@ -303,6 +303,6 @@ def _instructions(step: Step | list[Convert]) -> Sequence[Instruction]:
         case Convert():
             return [step]
         case Stage():
-            return [*step.before, *step.switch, *step.after]
+            return step.instructions
         case _:
             raise AssertionError(f"control flow: {step}")

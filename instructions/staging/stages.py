@@ -53,6 +53,11 @@ class Stage:
     branch_of: tuple[int, ...] = ()
     members: tuple[tuple[int, ...], ...] = ()
 
+    @property
+    def instructions(self) -> tuple[Instruction, ...]:
+        """All of them, in an order in which they can run."""
+        return (*self.before, *self.switch, *self.after)
+
 
 @dataclass(frozen=True, eq=False)
 class Loop:
