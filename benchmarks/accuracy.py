@@ -20,11 +20,9 @@ from __future__ import annotations
 
 import argparse
 import os
-import random
 import statistics
 import subprocess
 import sys
-import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -37,7 +35,7 @@ import jax.numpy as jnp
 import numpy as np
 from harness.breakdown import where
 from harness.command import again, parser, write_json
-from harness.timing import KEEPS_MEMORY
+from harness.timing import KEEPS_MEMORY, together
 from jax import lax
 from jax.sharding import Mesh
 
@@ -183,16 +181,7 @@ def measured(rows: list[Row], rounds: int, job: Job, seed: int = 0) -> None:
     """Adds the median and the quartiles of `rounds` calls to each row: seconds until the last process had its
     results."""
     steps = [row.stepper() for row in rows]
-    order = random.Random(seed)
-    times = np.zeros((len(rows), _WARM_UP + rounds))
-    for r in range(_WARM_UP + rounds):
-        for i in order.sample(range(len(rows)), len(rows)):
-            # All begin together.
-            job.agree(True)
-            began = time.perf_counter()
-            steps[i]()
-            times[i, r] = time.perf_counter() - began
-    longest = job.gather(times.reshape(1, -1)).max(axis=0).reshape(times.shape)
+    longest = together(job, steps, _WARM_UP + rounds, seed)
     for row, of_row in zip(rows, longest[:, _WARM_UP:], strict=True):
         low, middle, high = np.quantile(of_row, [0.25, 0.5, 0.75]).tolist()
         row.record |= {"measured": middle, "quartiles": [low, high], "off": log(row.record["predicted"] / middle)}

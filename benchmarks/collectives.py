@@ -19,9 +19,7 @@ steps in one process.
 from __future__ import annotations
 
 import argparse
-import random
 import sys
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -35,7 +33,7 @@ import numpy as np
 from emulated import machines
 from harness.command import again, names, parser, write_json
 from harness.emulated_job import Worker, add_options, check, environment, in_folder, read_json, run
-from harness.timing import KEEPS_MEMORY, gain
+from harness.timing import KEEPS_MEMORY, gain, together
 from runtime import SMALL
 from systems.planned import by_shares
 from systems.stepped import AGREE, Alone, Planned, begun, differences
@@ -144,16 +142,8 @@ class Measuring(Worker):
 
     def measured(self, steps: Mapping[str, Callable[[], Any]]) -> dict[str, Any]:
         """Seconds of each round of each until the last process had its results."""
-        order, found = random.Random(self.options.seed), np.zeros((len(steps), self.options.rounds))
-        for r in range(self.options.rounds):
-            for i, step in order.sample([*enumerate(steps.values())], len(steps)):
-                # All begin together.
-                self.job.agree(True)
-                began = time.perf_counter()
-                step()
-                found[i, r] = time.perf_counter() - began
-        longest = self.job.gather(found.reshape(1, -1)).max(axis=0).reshape(found.shape)
-        return {"times_s": dict(zip(steps, longest.tolist(), strict=True))}
+        times = together(self.job, [*steps.values()], self.options.rounds, self.options.seed)
+        return {"times_s": dict(zip(steps, times.tolist(), strict=True))}
 
 
 def ceiling(hosts: tuple[int, ...]) -> float:

@@ -206,7 +206,11 @@ def cells(row: dict[str, Any]) -> list[str]:
         return [*shown, *["-"] * (len(HEADS) - 3), words]
     cost = row["cost_s"]
     over = lambda s: f"{s['cost_s'] / cost:.3f}x" + ("" if s["fits"] else ", does not fit")
-    shown += [ms(cost), on(row), *(f"{row[gap]:.1%}" for gap in ("gap", "joint_gap", "rounding_gap"))]
+    shown += [
+        ms(cost),
+        on(row["devices"], row["of"]),
+        *(f"{row[gap]:.1%}" for gap in ("gap", "joint_gap", "rounding_gap")),
+    ]
     shown += [of_system(row, best), over(systems[best]) if best else "-", over(systems["hap"])]
     shown += [f"{row['one_ratio']:.2f}x", f"{row['even']:.2f}x", f"{row['plan_cpu_s']:.0f}"]
     return [*shown, row["strategy"] + worse(row)]
@@ -218,8 +222,8 @@ def overlap_cells(row: dict[str, Any]) -> list[str]:
     if "cost_s" not in row:
         return [*shown, *["-"] * (len(OVERLAP_HEADS) - 3), row["status"]]
     cost, summed = row["cost_s"], row["of_the_sum"]
-    shown += [ms(cost), on(row), f"{row['gap']:.2%}", f"{row['joint_gap']:.1%}"]
-    shown.append(f"{ms(summed['makespan_s'])} on {on({**row, 'devices': summed['devices']})}")
+    shown += [ms(cost), on(row["devices"], row["of"]), f"{row['gap']:.2%}", f"{row['joint_gap']:.1%}"]
+    shown.append(f"{ms(summed['makespan_s'])} on {on(summed['devices'], row['of'])}")
     shown += [of_system(row, row["best_everywhere"]), of_system(row, row["best"])]
     shown.append(f"{row['systems'][row['best']]['cost_s'] / cost:.3f}x" if row["best"] else "-")
     shown += [f"{row['plan_cpu_s']:.0f}", f"{row['baselines_cpu_s']:.0f}"]
@@ -234,9 +238,9 @@ def ms(seconds: float) -> str:
     return f"{seconds * 1e3:.4g} ms"
 
 
-def on(row: dict[str, Any]) -> str:
-    """The devices of a plan."""
-    return "all" if len(row["devices"]) in (0, row["of"]) else indices(row["devices"])
+def on(devices: Sequence[int], of: int) -> str:
+    """The devices of a plan, of so many."""
+    return "all" if len(devices) in (0, of) else indices(devices)
 
 
 def of_system(row: dict[str, Any], name: str | None) -> str:

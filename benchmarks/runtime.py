@@ -27,7 +27,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import random
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -43,7 +42,7 @@ import numpy as np
 from emulated import machines
 from harness.command import again, names, parser, write_json
 from harness.emulated_job import Worker, add_options, check, environment, in_folder, read_json, run
-from harness.timing import KEEPS_MEMORY
+from harness.timing import KEEPS_MEMORY, together
 from systems import ddp
 from systems.planned import chosen
 from systems.stepped import (
@@ -271,19 +270,11 @@ class Measuring(Worker):
 
     def measure(self, rows: list[Row], losses: list[float], wanted: Any) -> None:
         """Adds the times, and how far off the values are, to the record of each row."""
-        order = random.Random(self.options.seed)
-        rounds = self.options.rounds
-        times, off = np.zeros((len(rows), rounds)), [0.0] * len(rows)
-        for r in range(rounds):
-            for i in order.sample(range(len(rows)), len(rows)):
-                # All begin together.
-                self.job.agree(True)
-                began = time.perf_counter()
-                loss = rows[i].system.step()
-                times[i, r] = time.perf_counter() - began
-                if self.job.first and not np.isnan(loss):
-                    off[i] = max(off[i], abs(loss - losses[r]) / abs(losses[r]))
-        longest = self.job.gather(times.reshape(1, -1)).max(axis=0).reshape(times.shape)
+        found: list[list[float]] = [[] for _ in rows]
+        steps = [lambda row=row, mine=mine: mine.append(row.system.step()) for row, mine in zip(rows, found)]
+        longest = together(self.job, steps, self.options.rounds, self.options.seed)
+        apart = lambda mine: [abs(a - b) / abs(b) for a, b in zip(mine, losses) if not np.isnan(a)]
+        off = [max(apart(mine), default=0.0) if self.job.first else 0.0 for mine in found]
         with emulated.unlimited():
             for row, of_row, of_loss in zip(rows, longest, off, strict=True):
                 got = row.system.values()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -9,6 +10,9 @@ from typing import Any
 
 import jax
 import numpy as np
+
+from hapsynth.profile.job import Job
+from hapsynth.profile.sampling import Floats
 
 KEEPS_MEMORY = {
     "MALLOC_ARENA_MAX": "1",
@@ -31,6 +35,19 @@ def interleaved(steps: Mapping[str, Callable[[], Any]], rounds: int, warmup: int
             if r >= warmup:
                 times[name].append(time.perf_counter() - began)
     return times
+
+
+def together(job: Job, steps: Sequence[Callable[[], Any]], rounds: int, seed: int) -> Floats:
+    """Seconds of rounds over all steps, in random order, that all processes of a job begin together and that end with
+    the last one's results [steps, rounds]."""
+    order, times = random.Random(seed), np.zeros((len(steps), rounds))
+    for r in range(rounds):
+        for i in order.sample(range(len(steps)), len(steps)):
+            job.agree(True)
+            began = time.perf_counter()
+            steps[i]()
+            times[i, r] = time.perf_counter() - began
+    return job.gather(times.reshape(1, -1)).max(axis=0).reshape(times.shape)
 
 
 def gain(base: Sequence[float], other: Sequence[float]) -> tuple[float, float, float]:
