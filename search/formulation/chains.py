@@ -6,8 +6,11 @@ runs. The sets are told by ops of the source graph that lie between them (`cuts`
 what depends on them comes after. A chain of one set holds all that its resource ever does, and what loops and branches
 take, beside which nothing runs.
 
-A device computes more slowly while a collective runs, so what a set on its stream takes is more by a part of what is
-sent meanwhile at any rate: of what waits for the set's beginning and what its end waits for.
+A device computes more slowly while a collective runs. Where all links of a chain are the first one, everything sent on
+it counts: in a set on the link if it is of that, else by the part by which it slows computing down, as it is sent while
+some set on the stream runs, which takes that much longer, or beside a set on the link, after one another. With other
+links it is what is sent while a set on the stream runs at any rate: what waits for the set's beginning and what its end
+waits for.
 
 A conversion that several uses share need not precede each of them. It counts in a set that some of these uses lie
 outside of only as far as one use of the set takes what comes out of it.
@@ -145,6 +148,11 @@ class ChainSpace:
         ops = np.full(count, _NOWHERE, np.int8)
         uses, values, ends = (np.full(n, _NOWHERE, np.int8) for n in (self.use_maker.size, *[self.made_by.size] * 2))
         shared = uses.copy()
+        slowing = self._slowing(resources)
+        if slowing is not None:
+            uses[~self.uses_in_block] = slowing
+            values[self.used & ~self.values_in_block] = slowing
+            ends[~self.values_in_block] = slowing
         for n, resource in enumerate(resources):
             low = self.reach.descendants(cuts[n - 1]) if n else None
             high = self.reach.ancestors(cuts[n]) if n < len(cuts) else None
@@ -154,6 +162,8 @@ class ChainSpace:
                     inside = inside if mask is None else inside & mask
                 ops[inside] = resource
             column = self._column(resource)
+            if column == slowing:
+                continue
             made, until = self._reached(low, self.made_by), self._reached(high, self.use_reader)
             mine = self._reached(low, self.use_maker) & until & ~self.uses_in_block
             uses[mine] = column
@@ -170,7 +180,17 @@ class ChainSpace:
                 partly = partly[np.argsort(-taken.shared[partly, column], kind="stable")]
             _, one = np.unique(self.use_value[partly], return_index=True)
             shared[partly[one]] = column
+            if slowing is not None:
+                # No conversion counts twice.
+                values[[v for v in self.use_value[partly] if values[v] == slowing]] = _NOWHERE
         return Chain((*cuts, *resources, shared.tobytes()), ops, uses, shared, values, ends, None)
+
+    def _slowing(self, resources: Sequence[int]) -> int | None:
+        """The column in which everything counts that is not in a set on a link; None where there is no such column."""
+        kinds = self.resources.kinds
+        (kind, *others) = {r for r in resources if r < kinds} or (_NOWHERE,)
+        on_first = not others and kind != _NOWHERE and all(r <= kinds for r in resources)
+        return self._column(kind) if on_first else None
 
     @cached_property
     def _outputs(self) -> list[int]:
@@ -216,8 +236,8 @@ class ChainSpace:
         return np.argsort(-work, kind="stable")[: min(_DEPENDENT, int((~self.in_block).sum()))].tolist()
 
     def longest(self, taken: Occupancy, dependent: Collection[int]) -> list[Chain]:
-        """Per kind of device, the longest chain of a program, by dynamic programming, with cuts among some ops and
-        those next to its longest conversions."""
+        """Per kind of device, the longest chain of a program with sets on the first link, and on any, by dynamic
+        programming, with cuts among some ops and those next to its longest conversions."""
         hops = _Traffic(self, taken)
         cuts = sorted(op for op in {*dependent, *hops.next_to_longest()} if not self.in_block[op])
         if not cuts:
@@ -226,16 +246,23 @@ class ChainSpace:
         after = np.array([self.reach.descendants(op) for op in cuts])
         since, until = (np.array([f(mask) for mask in x]) for f, x in ((hops.since, after), (hops.until, before)))
         every = _Cuts(cuts, before, after, since, until)
-        return [self._longest(taken, every, kind, hops.seconds) for kind in range(self.resources.kinds)]
+        links = len(self.resources.links)
+        return [
+            self._longest(taken, every, kind, range(among), hops.seconds)
+            for kind in range(self.resources.kinds)
+            for among in sorted({1, links})
+        ]
 
-    def _longest(self, taken: Occupancy, cuts: _Cuts, kind: int, hops: Floats) -> Chain:
-        """`hops`: the seconds of each [hops, columns]."""
+    def _longest(self, taken: Occupancy, cuts: _Cuts, kind: int, links: range, hops: Floats) -> Chain:
+        """With sets on some links. `hops`: the seconds of each [hops, columns]."""
         among, before, after, since, until = cuts
-        kinds, links = self.resources.kinds, range(len(self.resources.links))
-        compute = np.where(self.in_block, 0.0, taken.ops[:, kind])
+        kinds, compute = self.resources.kinds, np.where(self.in_block, 0.0, taken.ops[:, kind])
+        slower = hops[:, self._column(kind)]
+        if len(links) == 1:
+            # Whatever is sent slows computing down: a set on the link counts the rest of it.
+            hops, slower = hops - slower[:, None], np.zeros_like(slower)
         # Seconds between cut a and cut b, from the beginning to a cut, and from one to the end: of the stream, with
         # those of the cuts themselves and what slows it down, and of each link.
-        slower = hops[:, self._column(kind)]
         until_b = until.T.astype(np.float64)
         stream = (after * compute) @ before.T.astype(np.float64) + (since * slower) @ until_b
         first, last = before @ compute + until @ slower, after @ compute + since @ slower

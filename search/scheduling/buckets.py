@@ -8,7 +8,7 @@ bytes). Of two that take as long the one that keeps the links busy for less time
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import NamedTuple
 
 from hapsynth.search.scheduling.tasks import LINKS, Machine, TaskGraph, Transfer
@@ -49,14 +49,14 @@ def rebundled(timeline: Timeline, *, large: bool = False) -> Timeline:
     return best
 
 
-def cut(timeline: Timeline) -> Timeline:
+def cut(timeline: Timeline, scheduled: Callable[[TaskGraph], Timeline]) -> Timeline:
     """A timeline in which bundles that computing waits for are cut in two, what is needed first before the rest, where
-    that is better."""
+    that is better: the rest next to it, or wherever it goes as it is `scheduled`."""
     best = timeline
     for _ in range(_CUTS):
         better = best
         for found in _cuts(best):
-            better = _better(better, found)
+            better = _better(_better(better, found), scheduled(found.tasks))
         if better is best:
             break
         best = better

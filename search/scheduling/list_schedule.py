@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from heapq import heappop, heappush
 
 import numpy as np
@@ -47,17 +48,22 @@ def schedule(tasks: TaskGraph, *, quick: bool = False, bar: float = np.inf) -> T
 
 def refined(timeline: Timeline) -> Timeline:
     """The best found of more orders and other bundles in turn."""
+    best = _rebundled_in_turn(timeline)
+    found = cut(best, partial(_of_best_order, quick=True))
+    if found is not best:
+        best = _rebundled_in_turn(found)
+    proved = best.makespan_s <= least_makespan(best.tasks) * (1 + _LEAST_GAIN)
+    return best if proved else polished(best)
+
+
+def _rebundled_in_turn(timeline: Timeline) -> Timeline:
     best = min(timeline, _of_best_order(timeline.tasks), key=_makespan)
     for _ in range(_TURNS):
         found = rebundled(best)
         if found is best:
             break
         best = min(found, _of_best_order(found.tasks), key=_makespan)
-    found = cut(best)
-    if found is not best:
-        best = min(found, _of_best_order(found.tasks), key=_makespan)
-    proved = best.makespan_s <= least_makespan(best.tasks) * (1 + _LEAST_GAIN)
-    return best if proved else polished(best)
+    return best
 
 
 def _makespan(timeline: Timeline) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import control_cases
@@ -156,6 +157,14 @@ def again(x: Any, w: Any) -> Any:
 
 FOUR = graphs.cluster([3.0, 3.0, 1.0, 1.0], bandwidth=1e9)
 HOSTS = strategies.hosts(2, 2, network=1e8, intra=1e9)
+
+
+def slowed(cluster: Cluster) -> Cluster:
+    """With devices that compute more slowly beside a collective, some much more than others."""
+    factors = {kind: 1.2 + n for n, kind in enumerate(dict.fromkeys(cluster.devices))}
+    return replace(cluster, devices=tuple(replace(kind, contention=factors[kind]) for kind in cluster.devices))
+
+
 f = control_cases.floats
 CASES: dict[str, tuple[Callable[..., Any], Any, Cluster]] = {
     "training": (mlp_step, mlp_args(), FOUR),
@@ -165,6 +174,10 @@ CASES: dict[str, tuple[Callable[..., Any], Any, Cluster]] = {
     "several results on hosts": (several, (f(24, 24), f(24, 24)), HOSTS),
     "taken again": (again, (f(64, 64), f(64, 64)), FOUR),
     "taken again on hosts": (again, (f(64, 64), f(64, 64)), HOSTS),
+    "training, slowed": (mlp_step, mlp_args(), slowed(FOUR)),
+    "several results, slowed": (several, (f(24, 24), f(24, 24)), slowed(FOUR)),
+    "taken again, slowed": (again, (f(64, 64), f(64, 64)), slowed(FOUR)),
+    "taken again on hosts, slowed": (again, (f(64, 64), f(64, 64)), slowed(HOSTS)),
     **{
         name: (*control_cases.CASES[name], FOUR)
         for name in ("scanned layers", "nested", "cond", "cond of floats", "swapped", "while of floats")

@@ -54,7 +54,8 @@ def test_the_longest_chain_is_no_shorter_than_others_that_alternate(given: Space
     for choices, *_ in programs(given, 2, seed=6):
         taken = given.costs.occupancy(choices.tolist())
         longest = given.chains.longest(taken, every)
-        assert len(longest) <= given.chains.resources.kinds
+        resources = given.chains.resources
+        assert len(longest) <= resources.kinds * len({1, len(resources.links)})
         # A shared conversion counts for the first use of a set alone; the search counts it for any.
         if longest and not taken.values.any():
             most = max(given.chains.length(chain, taken) for chain in longest)
@@ -92,7 +93,8 @@ def test_chains_of_one_resource_are_what_it_does(given: Space) -> None:
         saved = [
             fsum(beside(t) for k, t in tasks.transfers.items() if tasks.machine[k] is link) for link in links_of(costs)
         ]
-        assert lengths[:kinds] == pytest.approx(streams, rel=1e-9)
+        slower = [(1 - 1 / factor) * lengths[kinds] for factor in given.chains.resources.slowdowns]
+        assert lengths[:kinds] == pytest.approx([a + b for a, b in zip(streams, slower, strict=True)], rel=1e-9)
         for length, seconds, latency in zip(lengths[kinds:], links, saved, strict=True):
             assert (seconds - latency - spared(costs, candidate)) / ROUNDING <= length <= seconds * ROUNDING
 
