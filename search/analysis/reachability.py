@@ -42,13 +42,20 @@ class Reachability:
 
     def related(self, of_each: Floats) -> Floats:
         """Per op, the sum over those that it depends on and those that depend on it, itself twice: float64 [ops]."""
-        found = np.zeros(len(self.makers))
-        for masks in (self._ancestors, self._descendants):
-            # A few rows at a time stay in the cache.
-            for first in range(0, len(masks), _ROWS):
-                rows = slice(first, first + _ROWS)
-                found[rows] += np.unpackbits(masks[rows], axis=1, count=len(self.makers)).astype(np.float64) @ of_each
-        return found
+        return self.before(of_each) + _summed(self._descendants, of_each)
+
+    def before(self, of_each: Floats) -> Floats:
+        """Per op, the sum over those that it depends on, itself included: float64 [ops]."""
+        return _summed(self._ancestors, of_each)
+
+
+def _summed(masks: npt.NDArray[np.uint8], of_each: Floats) -> Floats:
+    found = np.zeros(len(masks))
+    # A few rows at a time stay in the cache.
+    for first in range(0, len(masks), _ROWS):
+        rows = slice(first, first + _ROWS)
+        found[rows] = np.unpackbits(masks[rows], axis=1, count=len(masks)).astype(np.float64) @ of_each
+    return found
 
 
 def _closed(order: Iterable[int], before: Sequence[Sequence[int]]) -> npt.NDArray[np.uint8]:

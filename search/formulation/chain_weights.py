@@ -17,6 +17,7 @@ from hapsynth.search.cost.model import Floats
 from hapsynth.search.cost.work import Work
 from hapsynth.search.formulation.chains import Chain, ChainSpace, Occupancy, Places
 from hapsynth.search.formulation.choice_space import AvailableLayouts, Interned, RequiredLayouts
+from hapsynth.search.formulation.deferral import SentAfter
 from hapsynth.search.formulation.problem_builder import NO_SIZES, ProblemBuilder
 from hapsynth.search.solver import Edge, Ints, Problem
 
@@ -66,6 +67,23 @@ class ChainCosts:
         """Of an op under each of its triples [triples]; `weights`: of its seconds on each kind of device, and on the
         slowest."""
         return _times(self.op_seconds[op], weights)
+
+    @cached_property
+    def deferred_seconds(self) -> dict[int, Floats]:
+        """Of each deferrable op, under each of its triples and for each layout that its use needs, its seconds on each
+        kind of device or those that it sends after itself, whichever is less [triples, layouts or 1, kinds]. Of what it
+        sends it counts what does not slow computing down: that counts at any rate."""
+        sent_after, slowdowns = SentAfter(self.space.deferral, self), np.array(self.space.resources.slowdowns)
+        found: dict[int, Floats] = {}
+        for deferrable in self.space.deferral.ops:
+            sent = sent_after.seconds(deferrable)[:, :, None] / slowdowns
+            found[deferrable.op] = np.minimum(self.op_seconds[deferrable.op][:, None, :-1], sent)
+        return found
+
+    def weighted_deferred(self, op: int, weights: Row) -> Floats:
+        """Of an op under each of its triples and for each layout that its use needs [triples, layouts or 1], as far as
+        it counts where it may be put off; `weights`: of each kind of device."""
+        return _times(self.deferred_seconds[op], weights)
 
     def weighted_feeds(self, value: int, weights: Floats) -> Floats:
         """Of putting an argument where each option stores it [options]; `weights`: as of ops."""
@@ -145,6 +163,11 @@ class ChainCosts:
         """What an assignment's program takes."""
         st, graph, kinds = self.structure, self.graph, len(self.costs.kinds)
         ops = np.array([s[st.choices[v].triple[assignment[v]]] for s, v in zip(self.op_seconds, st.op_variable)])
+        deferred = np.zeros((len(graph.ops), kinds))
+        for op, _, use in self.space.deferral.ops:
+            variable = st.op_variable[op]
+            group = 0 if use is None else use.needs.groups[assignment[use.variable]]
+            deferred[op] = self.deferred_seconds[op][st.choices[variable].triple[assignment[variable]], group]
         option = [int(st.choices[v].option[assignment[v]]) for v in st.value_variable]
         rows = lambda found: np.array(found, dtype=np.float64).reshape(-1, self.space.resources.counted.shape[1])
         runs = np.array([graph.runs[home] for home in graph.home])[:, None]
@@ -166,7 +189,7 @@ class ChainCosts:
         for value, n in enumerate(option):
             if value not in graph.producer:
                 fed += self.feeds(value)[n]
-        return Occupancy(ops.reshape(len(graph.ops), kinds + 1), uses, shared, values * runs, ends, fed)
+        return Occupancy(ops.reshape(len(graph.ops), kinds + 1), deferred, uses, shared, values * runs, ends, fed)
 
     @cached_property
     def _offered(self) -> list[list[Row]]:
@@ -228,6 +251,12 @@ class IdealChainCosts(ChainCosts):
         super().__init__(builder, space, np.zeros(0, dtype=np.int64))
         self.parts = parts
 
+    @cached_property
+    def deferred_seconds(self) -> dict[int, Floats]:
+        # The ratios that suit an op and those that suit what it sends are others.
+        kinds, triples = self.space.resources.kinds, self.structure.triples
+        return {d.op: np.zeros((len(triples[d.op]), 1, kinds)) for d in self.space.deferral.ops}
+
     def weighted_op(self, op: int, weights: Row) -> Floats:
         works = [self.costs.work(op, triples) for triples in self.structure.triples[op]]
         seconds = self._least(works, weights) + sum(weights) * self.costs.uniform_time(op)
@@ -270,11 +299,12 @@ class WeightedBuilder(ProblemBuilder):
                 found[here, at[here]] += weight
             if block is not None:
                 found[block, whole] = alone
-            streams = slice(0, kinds) if of == "ops" else slice(links, None)
+            streams = slice(0, kinds) if of in ("ops", "deferred") else slice(links, None)
             found[:, streams] = chain_costs.on_streams(found[:, streams])
             return np.round(found, 12)
 
         on_links = slice(links)
+        self.deferred_weights = summed("deferred", kinds, None, slice(0))
         self.op_weights = summed("ops", kinds + 1, space.in_block, slice(kinds, None))
         self.use_weights = summed("uses", columns, space.uses_in_block, on_links)
         self.shared_weights = summed("shared", columns, None, on_links)
@@ -298,6 +328,13 @@ class WeightedBuilder(ProblemBuilder):
                 u.value, o, u.needs, u.runs, w, s, inside=u.place > 0
             )
             edges.append(Edge(producer, use.variable, groups, use.needs.groups, self._weighted(key, make)))
+        for op, _, use in self.chain_costs.space.deferral.ops:
+            weights = self.deferred_weights[op].tolist()
+            if use is not None and any(weights):
+                variable = st.op_variable[op]
+                seconds = self.chain_costs.weighted_deferred(op, weights)
+                if seconds.any():
+                    edges.append(Edge(variable, use.variable, st.choices[variable].triple, use.needs.groups, seconds))
         return Problem(tuple(self._weighted_unary()), tuple(edges))
 
     def _weighted(self, key: object, make: Callable[[], Floats]) -> Floats:
@@ -332,15 +369,26 @@ class WeightedBuilder(ProblemBuilder):
     def _weighted_unary(self) -> list[Floats]:
         graph, st, costs = self.graph, self.structure, self.chain_costs
         unary: list[Floats | None] = [None] * len(st.choices)
-        for op, own_key, weights in zip(graph.ops, costs.op_keys, self.op_weights.tolist(), strict=True):
+        by_use = {d.op for d in costs.space.deferral.ops if d.use is not None}
+        for op, own_key, weights, deferred in zip(
+            graph.ops, costs.op_keys, self.op_weights.tolist(), self.deferred_weights.tolist(), strict=True
+        ):
             variable = st.op_variable[op.index]
             lone = st.made_with(op.index)
-            key = "op", st.choices[variable], own_key, tuple(weights), None if lone is None else self._option_key(lone)
+            of_results = None if lone is None else self._option_key(lone)
+            off = any(deferred) and op.index not in by_use
+            put_off = (costs.deferred_seconds[op.index].tobytes(), *deferred) if off else ()
+            key = "op", st.choices[variable], own_key, tuple(weights), put_off, of_results
 
             def make(
-                at: int = op.index, v: int = variable, w: Row = tuple(weights), value: int | None = lone
+                at: int = op.index,
+                v: int = variable,
+                w: Row = tuple(weights),
+                off: Row = tuple(deferred) if put_off else (),
+                value: int | None = lone,
             ) -> Floats:
-                found = costs.weighted_op(at, w)[st.choices[v].triple]
+                seconds = costs.weighted_op(at, w)
+                found = (seconds + costs.weighted_deferred(at, off)[:, 0] if off else seconds)[st.choices[v].triple]
                 return found if value is None else found + self._of_options(value)[st.choices[v].option]
 
             unary[variable] = self._weighted(key, make)

@@ -29,10 +29,11 @@ import numpy.typing as npt
 from hapsynth.search.analysis.reachability import Mask, Reachability
 from hapsynth.search.cost.model import Floats
 from hapsynth.search.formulation.choice_space import ChoiceSpace
+from hapsynth.search.formulation.deferral import Deferral
 
 Places = npt.NDArray[np.int8]
 _NOWHERE = -1
-_LINK, _STREAM = 0, 1
+_LINK, _STREAM, _LAST_ON_STREAM = 0, 1, 2
 _DEPENDENT = 64
 """Ops: of the chains of BERT with 12 layers any more make none longer."""
 _LONGEST = 16
@@ -63,13 +64,15 @@ class Resources:
 
 @dataclass(frozen=True, eq=False)
 class Chain:
-    """Where instructions count: per op the kind of device, or -1; the column of `Resources.counted`, or -1, per use for
+    """Where instructions count: per op the kind of device, or -1, where it counts itself (`ops`) and where that or what
+    it sends after itself does, whichever is less (`deferred`); the column of `Resources.counted`, or -1, per use for
     its own conversion (`uses`) and for the shared one that it takes (`shared`), and per value for its shared
     conversions (`values`) and those to where it ends (`ends`). `alone`: the resource of a chain of one set, in which
     loops and branches count, and arguments that are fed."""
 
     key: tuple[object, ...]
     ops: Places
+    deferred: Places
     uses: Places
     shared: Places
     values: Places
@@ -79,12 +82,14 @@ class Chain:
 
 @dataclass(frozen=True, eq=False)
 class Occupancy:
-    """What one program takes. Seconds of each op on each kind of device and, last, of the slowest [ops, kinds + 1]; as
+    """What one program takes. Seconds of each op on each kind of device and, last, of the slowest [ops, kinds + 1]; of
+    each on a kind of device or what it sends after itself, whichever is less (`deferred` [ops, kinds]); as
     `Resources.counted` those of each use's own conversion and of the shared one up to what it takes [uses, columns], of
     each value's shared conversions and of those to where it ends [values, columns]. `fed`: to put new arguments into
     memory [kinds + 1]."""
 
     ops: Floats
+    deferred: Floats
     uses: Floats
     shared: Floats
     values: Floats
@@ -101,8 +106,10 @@ class Occupancy:
 class ChainSpace:
     """The chains of a choice space's graph on some resources."""
 
-    def __init__(self, structure: ChoiceSpace, resources: Resources) -> None:
+    def __init__(self, structure: ChoiceSpace, resources: Resources, seconds: Floats) -> None:
+        """`seconds`: about what each op takes."""
         graph = self.graph = structure.graph
+        self._seconds = seconds
         self.structure, self.resources = structure, resources
         made_by = graph.producer
         self.in_block = np.array([op.region > 0 for op in graph.ops], bool)
@@ -122,6 +129,10 @@ class ChainSpace:
         return Reachability(self.graph)
 
     @cached_property
+    def deferral(self) -> Deferral:
+        return Deferral(self.structure, self.reach, self.in_block, self._seconds)
+
+    @cached_property
     def alone(self) -> tuple[Chain, ...]:
         """The chain of each resource with all that it does."""
         return tuple(self._alone(r) for r in range(self.resources.kinds + len(self.resources.links)))
@@ -132,7 +143,8 @@ class ChainSpace:
         everywhere = lambda block, at: np.where(block, _NOWHERE, at).astype(np.int8)
         uses, values = everywhere(self.uses_in_block, column), everywhere(self.values_in_block, column)
         shared = np.full(uses.shape, _NOWHERE, np.int8)
-        return Chain((resource,), everywhere(self.in_block, kind), uses, shared, values, values, resource)
+        ops = everywhere(self.in_block, kind)
+        return Chain((resource,), ops, np.full_like(ops, _NOWHERE), uses, shared, values, values, resource)
 
     def _column(self, resource: int) -> int:
         """Where what is sent counts, of `Resources.counted`."""
@@ -183,7 +195,20 @@ class ChainSpace:
             if slowing is not None:
                 # No conversion counts twice.
                 values[[v for v in self.use_value[partly] if values[v] == slowing]] = _NOWHERE
-        return Chain((*cuts, *resources, shared.tobytes()), ops, uses, shared, values, ends, None)
+        deferred = np.full_like(ops, _NOWHERE)
+        if slowing is not None and len(resources) > 1 and resources[-1] >= kinds:
+            deferred[self.deferred(cuts)] = resources[-2]
+        return Chain((*cuts, *resources, shared.tobytes()), ops, deferred, uses, shared, values, ends, None)
+
+    def deferred(self, cuts: Sequence[int]) -> list[int]:
+        """The ops that may run before the last of some cuts or after it, after the one before that."""
+        last, reach = cuts[-1], self.reach
+        if not self.deferral.is_cut[last]:
+            return []
+        possible = ~(reach.ancestors(last) | reach.descendants(last))
+        if len(cuts) > 1:
+            possible &= reach.descendants(cuts[-2])
+        return [d.op for d in self.deferral.ops if possible[d.op]]
 
     def _slowing(self, resources: Sequence[int]) -> int | None:
         """The column in which everything counts that is not in a set on a link; None where there is no such column."""
@@ -219,7 +244,7 @@ class ChainSpace:
 
         uses = counted(chain.uses, taken.uses) + counted(chain.shared, taken.shared)
         values = counted(chain.values, taken.values) + counted(chain.ends, taken.ends)
-        return counted(chain.ops, taken.ops), uses, values
+        return counted(chain.ops, taken.ops) + counted(chain.deferred, taken.deferred), uses, values
 
     def _alone_too(self, resource: int, taken: Occupancy) -> float:
         """Seconds of loops, branches and fed arguments."""
@@ -271,10 +296,10 @@ class ChainSpace:
         sent_last = np.stack([since @ hops[:, k] for k in links])
         ordered = after[:, list(among)]
         np.fill_diagonal(ordered, False)
-        # The longest to each cut, one that ends on a link and one that ends on the stream: its seconds, the cut before
-        # it, and the resource in between.
+        # The longest to each cut, one that ends on a link, one that ends on the stream, and one for which the stream
+        # is of no more use: its seconds, the cut before it, and the resource in between.
         count = len(among)
-        best, cut_before, by = (np.full((2, count), x) for x in (0.0, _NOWHERE, kind))
+        best, cut_before, by = (np.full((3, count), x) for x in (0.0, _NOWHERE, kind))
         for b in range(count):
             k = int(sent_first[:, b].argmax())
             best[_LINK, b], by[_LINK, b] = sent_first[k, b], kinds + k
@@ -291,13 +316,25 @@ class ChainSpace:
             best[_STREAM, b] = first[b]
             if seconds[a] > first[b]:
                 best[_STREAM, b], cut_before[_STREAM, b] = seconds[a], before_b[a]
-        whole = np.stack([best[_LINK] + last, best[_STREAM] + sent_last.max(axis=0)])
+        put_off = np.zeros((count, len(self.graph.ops)))
+        if len(links) == 1:
+            for b, cut in enumerate(among):
+                mine = self.deferred([cut])
+                put_off[b, mine] = taken.deferred[mine, kind]
+        # What is put off counts if it comes after the cut before.
+        seconds = best[_LINK][:, None] + stream + after @ put_off.T
+        seconds[~(ordered | np.eye(count, dtype=bool))] = -np.inf
+        begun = first + put_off.sum(axis=1)
+        best[_LAST_ON_STREAM] = np.maximum(begun, seconds.max(axis=0))
+        cut_before[_LAST_ON_STREAM] = np.where(seconds.max(axis=0) > begun, seconds.argmax(axis=0), _NOWHERE)
+        whole = np.stack([best[_LINK] + last, best[_LAST_ON_STREAM] + sent_last.max(axis=0)])
         end, at = (int(x) for x in np.unravel_index(int(whole.argmax()), whole.shape))
+        end = _LAST_ON_STREAM if end else _LINK
         ops, resources = list[int](), [kind if end == _LINK else kinds + int(sent_last[:, at].argmax())]
         while at != _NOWHERE:
             ops.append(among[at])
             resources.append(int(by[end, at]))
-            end, at = 1 - end, int(cut_before[end, at])
+            end, at = _STREAM if end == _LINK else _LINK, int(cut_before[end, at])
         return self.chain(ops[::-1], resources[::-1], taken)
 
 

@@ -31,6 +31,7 @@ from hapsynth.search.cost.model import CostModel, Floats
 from hapsynth.search.cost.program_cost import by_cheapest_steps
 from hapsynth.search.formulation.chain_weights import ChainCosts, IdealChainCosts, WeightedBuilder
 from hapsynth.search.formulation.chains import Chain, ChainSpace, Occupancy, Resources
+from hapsynth.search.formulation.problem_builder import ProblemBuilder
 from hapsynth.search.memory.profile import MemoryProfile, peak
 from hapsynth.search.planning.candidate import Candidate
 from hapsynth.search.planning.memory_bound_schedules import schedules_holding_less
@@ -116,7 +117,7 @@ class MakespanSearch:
         self.search, self.builder = search, search.builder(ratios)
         self.costs: CostModel = search.task.costs
         self.structure = search.choices
-        self.space = like.space if like else ChainSpace(self.structure, resources(self.costs))
+        self.space = like.space if like else ChainSpace(self.structure, resources(self.costs), least_seconds(self.builder))
         # Within limits a search has variables besides, which count what is held.
         begin = begin[: len(self.structure.choices)]
         first = search.maker.chosen(self.builder, begin)
@@ -299,7 +300,8 @@ class MakespanSearch:
                 elif not isinstance(i, Compute) and tasks.machine[task] in LINKS:
                     values[i.value] = links[i.axis]
         uses = np.where(self.space.uses_in_block, -1, values[self.space.use_value]).astype(np.int8)
-        return Chain(("path", len(self._paths)), ops, uses, np.full_like(uses, -1), values, values, None)
+        nowhere = np.full_like(ops, -1), np.full_like(uses, -1)
+        return Chain(("path", len(self._paths)), ops, nowhere[0], uses, nowhere[1], values, values, None)
 
     def _next_weights(self) -> tuple[Floats, float]:
         """Weights of the chains, and the most that a bound can come to as far as the programs seen tell. As long as it
@@ -606,6 +608,17 @@ def links_of(costs: CostModel) -> list[Machine]:
     """The links that some mesh axis goes over."""
     crossing = {link.crosses_hosts for link in costs.links}
     return [link for link, crosses in ((Machine.NETWORK, True), (Machine.INTRA, False)) if crosses in crossing]
+
+
+def least_seconds(builder: ProblemBuilder) -> Floats:
+    """Of each op, at the ratios and under the triples that suit it [ops]."""
+    costs, triples = builder.costs, builder.structure.triples
+    alike: dict[object, float] = {}
+    found = [(costs.kind(op), triples[op]) for op in range(len(triples))]
+    for op, key in enumerate(found):
+        if key not in alike:
+            alike[key] = min(costs.ideal_times(costs.work(op, ts) for ts in triples[op]))
+    return np.array([alike[key] for key in found])
 
 
 def resources(costs: CostModel) -> Resources:

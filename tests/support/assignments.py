@@ -26,7 +26,7 @@ from hapsynth.search.formulation.chains import Chain, ChainSpace
 from hapsynth.search.formulation.problem_builder import ProblemBuilder
 from hapsynth.search.planning.candidate import Candidate
 from hapsynth.search.planning.effort import Clock, Effort
-from hapsynth.search.planning.makespan import resources
+from hapsynth.search.planning.makespan import least_seconds, resources
 from hapsynth.search.planning.search_at_ratios import FixedRatioSearch
 from hapsynth.search.planning.task import PlanningOptions, Task
 from hapsynth.search.scheduling.tasks import TaskGraph, tasks_of
@@ -54,7 +54,7 @@ def space(fn: Callable[..., Any], args: Sequence[Any], cluster: Cluster, carry: 
     search = FixedRatioSearch(task, Clock(None), Effort())
     builder = search.builder(task.ratios(*task.starts()[0]))
     chains, first = (
-        ChainSpace(search.choices, resources(task.costs)),
+        ChainSpace(search.choices, resources(task.costs), least_seconds(builder)),
         np.unique(task.costs.kind_of, return_index=True)[1],
     )
     return Space(task, search, builder, ChainCosts(builder, chains, first))

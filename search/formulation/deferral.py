@@ -1,0 +1,153 @@
+"""What ops send after themselves at least, wherever they run: whoever puts one off puts that off too.
+
+The gradients of weights need not wait for one another, nor does the rest of the backward pass for them. So they may run
+beside what the pass sends last; but then what they send follows it on the same link. After each of these ops come some
+that only depend on it: whatever its layout, on the way through them to where its result is used, or stays, it is
+converted at a least cost, the shortest path over layouts and triples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from hapsynth.search.analysis.reachability import Mask, Reachability
+from hapsynth.search.cost.model import Floats
+from hapsynth.search.formulation.choice_space import ChoiceSpace, Interned, Use
+from hapsynth.search.solver import Ints
+
+if TYPE_CHECKING:
+    from hapsynth.search.formulation.chain_weights import ChainCosts
+
+_LEAST_WORK = 1e-3
+"""Of all, that of an op worth putting off."""
+_LEAST_BESIDE = 2e-2
+"""Of all, the work that does not depend on an op worth putting off, nor it on that."""
+_NEXT_TO_NONE = 1e-2
+"""Of all, work that other ops may wait for too: a chain is not cut there."""
+
+
+class Deferrable(NamedTuple):
+    """An op, and the values that depend on it alone, its own results first; each is of one such op. `use`: the one in
+    which it ends, where it has but one and other ops are waited for there: what is sent for it depends on the two."""
+
+    op: int
+    values: tuple[int, ...]
+    use: Use | None
+
+
+class Deferral:
+    """The deferrable ops of a choice space's graph. `seconds`: of each op, about."""
+
+    def __init__(self, structure: ChoiceSpace, reach: Reachability, in_block: Mask, seconds: Floats) -> None:
+        self.structure, self.reach, self.in_block = structure, reach, in_block
+        self._work = np.where(in_block, 0.0, seconds)
+        self._whole = float(self._work.sum())
+        self.is_cut: Mask = reach.before(self._work) > _NEXT_TO_NONE * self._whole
+        """bool [ops]: where chains may be cut before what is put off."""
+
+    @cached_property
+    def ops(self) -> tuple[Deferrable, ...]:
+        beside = self._whole - self.reach.related(self._work) + self._work
+        worth = (self._work >= _LEAST_WORK * self._whole) & (beside >= _LEAST_BESIDE * self._whole) & ~self.in_block
+        uses: dict[int, list[Use]] = {}
+        for use in self.structure.uses:
+            uses.setdefault(use.value, []).append(use)
+        taken: set[int] = set()
+        found: list[Deferrable] = []
+        # The last ones first: what depends on two in a row is of the second.
+        for op in np.flatnonzero(worth)[::-1].tolist():
+            values = self._after(op, taken)
+            taken.update(values)
+            only = uses.get(values[0], []) if len(values) == 1 else []
+            ends = len(only) == 1 and only[0].reader >= 0 and only[0].place == 0
+            found.append(Deferrable(op, tuple(values), only[0] if ends else None))
+        return tuple(found)
+
+    def _after(self, op: int, taken: set[int]) -> list[int]:
+        """Its results, and those of ops that depend on it and on no other that may be a cut beside it."""
+        graph, reach = self.structure.graph, self.reach
+        related = reach.ancestors(op) | reach.descendants(op)
+        elsewhere = self.is_cut & ~related
+        found = [v for v in graph.ops[op].results if v not in taken]
+        for value in found:
+            for user in dict.fromkeys(user for user, _ in graph.uses[value]):
+                results = graph.ops[user].results
+                if self.in_block[user] or (elsewhere & reach.ancestors(user)).any():
+                    continue
+                found += [v for v in results if v not in taken and v not in found]
+        return found
+
+
+class SentAfter:
+    """What deferrable ops send after themselves on the first link, as the choices of a `ChainCosts` come to."""
+
+    def __init__(self, deferral: Deferral, costs: ChainCosts) -> None:
+        self.deferral, self.costs, self.structure = deferral, costs, deferral.structure
+        self._uses: dict[int, list[Use]] = {}
+        for use in self.structure.uses:
+            if use.place == 0:
+                self._uses.setdefault(use.value, []).append(use)
+
+    def seconds(self, deferrable: Deferrable) -> Floats:
+        """At least, after an op under each of its triples, and for each layout that its use needs where it ends in that
+        [triples, layouts or 1]."""
+        graph, mine, use = self.structure.graph, set(deferrable.values), deferrable.use
+        if use is not None:
+            number = self.costs.ways[use.value].layouts.number
+            made = self._made(use.value, self.structure.triples[deferrable.op], 0)
+            return self._sent(use.value)[made][:, [number[layout] for layout in use.needs.layouts]]
+        from_layouts: dict[int, Floats] = {}
+        for value in sorted(mine, key=lambda v: graph.producer[v], reverse=True):
+            from_layouts[value] = self._from_layouts(value, mine, from_layouts)
+        return self._after_op(deferrable.op, from_layouts)[:, None]
+
+    def _from_layouts(self, value: int, mine: set[int], known: dict[int, Floats]) -> Floats:
+        """At least, for a value made in each of its layouts [layouts]: for the use for which that is the most."""
+        to = self._sent(value)
+        number = self.costs.ways[value].layouts.number
+        found = np.zeros(len(to))
+        for use in self._uses.get(value, ()):
+            layouts = [number[layout] for layout in use.needs.layouts]
+            then = np.zeros(len(layouts))
+            if use.reader >= 0 and mine.intersection(self.structure.graph.ops[use.reader].results):
+                after = self._after_op(use.reader, known)[self.structure.choices[use.variable].triple]
+                then = np.full(len(layouts), np.inf)
+                np.minimum.at(then, use.needs.groups, after)
+            np.maximum(found, (to[:, layouts] + then).min(axis=1), out=found)
+        for end in self.costs.builder.ends(value) if value in self.costs.plain else ():
+            np.maximum(found, to[:, [number[layout] for layout in end.layouts]].min(axis=1), out=found)
+        return found
+
+    def _after_op(self, op: int, known: dict[int, Floats]) -> Floats:
+        """At least, after an op under each of its triples [triples]: for the result for which that is the most."""
+        triples = self.structure.triples[op]
+        found = np.zeros(len(triples))
+        for position, value in enumerate(self.structure.graph.ops[op].results):
+            if value in known:
+                np.maximum(found, known[value][self._made(value, triples, position)], out=found)
+        return found
+
+    def _made(self, value: int, triples: Interned[Sequence[object]], position: int) -> Ints:
+        """The layout, by number, in which each triple makes a value."""
+        layouts = self.costs.ways[value].layouts
+        make = lambda: np.array([layouts.number[tuple(t.results[position] for t in ts)] for ts in triples])
+        return self.costs.builder.once(("made", layouts, triples, position), make)
+
+    def _sent(self, value: int) -> Floats:
+        """Seconds that the first link takes at least from one layout of a value to another [layouts, layouts]."""
+        ways, first = self.costs.ways[value], self.costs.links[0]
+
+        def make() -> Floats:
+            count = len(ways.layouts.layouts)
+            found = np.where(np.eye(count, dtype=bool), 0.0, np.inf)
+            for (a, b), seconds in self.costs.steps(value, inside=False).items():
+                found[a, b] = seconds if ways.axis(a, b) in first or not np.isfinite(seconds) else 0.0
+            for k in range(count):
+                np.minimum(found, found[:, k, None] + found[None, k, :], out=found)
+            return found
+
+        return self.costs.builder.once(("sent at least", ways), make)
