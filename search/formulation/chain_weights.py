@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from hapsynth.instructions.layout import cuts_of
+from hapsynth.search.analysis.reachability import Mask
 from hapsynth.search.cost.model import Floats
 from hapsynth.search.cost.work import Work
 from hapsynth.search.formulation.chains import Chain, ChainSpace, Occupancy, Places
@@ -279,13 +280,16 @@ class IdealChainCosts(ChainCosts):
 
 
 class WeightedBuilder(ProblemBuilder):
-    """Problems of a plain builder's choices by the lengths of `chains`, each times its weight."""
+    """Problems of a plain builder's choices by the lengths of `chains`, each times its weight. `allowed`: of some
+    variables the states that they may take, bool [states]."""
 
-    def __init__(self, chain_costs: ChainCosts, chains: Sequence[Chain], weights: Floats) -> None:
+    def __init__(
+        self, chain_costs: ChainCosts, chains: Sequence[Chain], weights: Floats, allowed: Mapping[int, Mask] | None = None
+    ) -> None:
         plain = chain_costs.builder
         super().__init__(plain.structure, plain.costs, plain.ratios)
         self._made, self._ways, self._times = plain._made, plain._ways, plain._times
-        self.chain_costs = chain_costs
+        self.chain_costs, self.allowed = chain_costs, allowed or {}
         self._own: dict[object, Floats] = {}
         space = chain_costs.space
         kinds, (links, columns) = space.resources.kinds, space.resources.counted.shape
@@ -335,7 +339,10 @@ class WeightedBuilder(ProblemBuilder):
                 seconds = self.chain_costs.weighted_deferred(op, weights)
                 if seconds.any():
                     edges.append(Edge(variable, use.variable, st.choices[variable].triple, use.needs.groups, seconds))
-        return Problem(tuple(self._weighted_unary()), tuple(edges))
+        unary = self._weighted_unary()
+        for variable, states in self.allowed.items():
+            unary[variable] = np.where(states, unary[variable], np.inf)
+        return Problem(tuple(unary), tuple(edges))
 
     def _weighted(self, key: object, make: Callable[[], Floats]) -> Floats:
         """As `once`, but of this builder's weights: no other has use for it."""

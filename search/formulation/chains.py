@@ -233,6 +233,12 @@ class ChainSpace:
         found = float(sum(part.sum() for part in self.parts(chain, taken)))
         return found + (0.0 if chain.alone is None else self._alone_too(chain.alone, taken))
 
+    def sent_of_each(self, taken: Occupancy) -> Floats:
+        """Seconds that links take for each value [values]."""
+        links = slice(len(self.resources.links))
+        by_use = np.bincount(self.use_value, taken.uses[:, links].sum(axis=1), minlength=self.made_by.size)
+        return by_use + (taken.values + taken.ends)[:, links].sum(axis=1)
+
     def parts(self, chain: Chain, taken: Occupancy) -> tuple[Floats, Floats, Floats]:
         """A chain's seconds by op, by use and by value; without what is in loops and branches, or is fed."""
 

@@ -15,8 +15,8 @@ it may rise halfway to what the programs seen allow (the level bundle method: Le
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import NamedTuple
 
@@ -27,6 +27,7 @@ from scipy.sparse.csgraph import connected_components
 
 from hapsynth.instructions.program.program import Compute, Program
 from hapsynth.instructions.program.sizes import Sizes
+from hapsynth.search.analysis.reachability import Mask
 from hapsynth.search.cost.model import CostModel, Floats
 from hapsynth.search.cost.program_cost import by_cheapest_steps
 from hapsynth.search.formulation.chain_weights import ChainCosts, IdealChainCosts, WeightedBuilder
@@ -49,12 +50,17 @@ _FIRST_ROUNDS = 2
 """Of weights, which tell how good a program there is at some ratios."""
 _ROUNDS = 2
 """More, at the ratios of the search by sums."""
-_TURNS, _ROUNDS_AGAIN = 5, 3
+_TURNS, _ROUNDS_AGAIN = (int(x) for x in __import__("os").environ.get("TR", "5,2").split(","))
+_NEAR = int(__import__("os").environ.get("NEAR", "1"))
 """Of ratios that suit the best program so far, and rounds at the best of each turn's."""
 _ROUNDS_OF_BOUND = 3
 """In the end, for the bound alone."""
+_BRANCHINGS = int(__import__("os").environ.get("NB", "4"))
+"""After them, of the programs that the bound is about."""
 _MIXTURES = 2
 """Of the last program with each of the best ones."""
+_TENSORS = 8
+"""At which a branch may be parted: those that its programs convert the most differently."""
 _MIXING_NODES = 200
 """Of a mixture's mixed-integer program, so that it ends, at the same program each time."""
 _LEAST_WEIGHT, _LEAST_IN_THE_END = 2e-2, 4e-3
@@ -84,6 +90,32 @@ class Seen(NamedTuple):
 
     choices: Ints
     taken: Occupancy
+
+
+@dataclass(eq=False)
+class Branch:
+    """The programs that take only some states of some variables, bool [states], and what is known of them: `bound`
+    seconds that they take at least, found at `weights` of the chains that there were. `messages`: what the dual of the
+    last problem came to. `most`: that a bound can come to, as far as was known at the last weights; `rose`: whether it
+    did there. `ended`: no round would change anything."""
+
+    weights: Floats
+    messages: Messages
+    allowed: Mapping[int, Mask] = field(default_factory=dict)
+    bound: float = 0.0
+    begun: bool = False
+    ended: bool = False
+    most: float = np.inf
+    rose: bool = False
+
+    def has(self, choices: Ints) -> bool:
+        return all(states[choices[variable]] for variable, states in self.allowed.items())
+
+    def parted(self, variable: int, states: Mask) -> tuple[Branch, Branch]:
+        """Those that take some states of a variable, and the others."""
+        within = self.allowed.get(variable, np.ones_like(states))
+        some, others = ({**self.allowed, variable: within & of} for of in (states, ~states))
+        return tuple(Branch(self.weights, dict(self.messages), each, self.bound) for each in (some, others))
 
 
 @dataclass(frozen=True, eq=False)
@@ -127,43 +159,50 @@ class MakespanSearch:
         self.seen: list[Seen] = []
         self.scheduled: list[Scheduled] = []
         self.best: Scheduled | None = None
-        self.bound = 0.0
         self._like = like
         self._lengths: dict[tuple[object, int], float] = {}
         """Of chains in the programs seen."""
         self._paths: list[Chain] = []
         """Of the programs seen, what is on the critical path: it tells what to change, and bounds nothing."""
-        self._weights: Floats = like._weights if like else np.zeros(0)
-        """At which the bound was found, of the chains that there were."""
-        self._messages: Messages = like._messages if like else dict(search.incumbent.messages)
-        """What the dual of the last problem came to."""
-        self._begun, self._ended = False, False
+        self._whole = Branch(np.zeros(0), dict(search.incumbent.messages))
+        """All programs."""
+        if like:
+            self._whole = Branch(like._whole.weights, like._whole.messages)
+        self.branches = [self._whole]
+        """Which together have all programs."""
+        self._at = self._whole
+        """Where rounds are made."""
         self._raising = False
         """Whether the rounds are for the bound alone."""
-        self._most, self._rose = np.inf, False
-        """The most that a bound can come to, as far as was known at the last weights, and whether it rose there."""
         self._schedule(self._see(begin), first, tasks)
         if known is not None:
             self._schedule(self.seen[0], known, tasks_of(known.program, known.sizes, self.costs))
         for other in like.seen if like else ():
             if not self._is_known(other.choices):
                 self._see(other.choices)
-        if not self._weights.size:
-            self._weights = self._parts_of_path(self.scheduled[0])
+        if not self._whole.weights.size:
+            self._whole.weights = self._parts_of_path(self.scheduled[0])
+
+    @property
+    def bound(self) -> float:
+        """Seconds that every program takes at least."""
+        return min(branch.bound for branch in self.branches)
 
     def run(self, rounds: int, bar: float = np.inf) -> None:
         """Search for so many more rounds at most. It ends where the bound exceeds `bar` seconds."""
+        at = self._at
         for _ in range(rounds):
-            if self._ended:
+            if at.ended:
                 return
-            weights, most = self._next_weights() if self._begun else (self._best_weights(), np.inf)
-            self._ended |= most <= self.bound * (1 + TOLERANCE)
-            if self._ended or self.bound >= bar or self.search.clock.late():
+            weights, most = self._next_weights() if at.begun else (self._best_weights(), np.inf)
+            at.ended |= most <= at.bound * (1 + TOLERANCE)
+            if at.ended or at.bound >= bar or self.search.clock.late():
                 return
             self._solve(weights)
-            self._mix()
-            self._begun = True
-            self._ended |= self.best is not None and self.best.makespan_s <= self.bound * (1 + TOLERANCE)
+            if at is self._whole:
+                self._mix()
+            at.begun = True
+            at.ended |= self.best is not None and self.best.makespan_s <= at.bound * (1 + TOLERANCE)
 
     @cached_property
     def _dependent(self) -> list[int]:
@@ -183,16 +222,73 @@ class MakespanSearch:
 
     def _best_weights(self) -> Floats:
         """Of all chains, those at which the bound was found."""
-        return np.pad(self._weights, (0, len(self.chains) - self._weights.size))
+        weights = self._at.weights
+        return np.pad(weights, (0, len(self.chains) - weights.size))
 
     def raise_bound(self) -> None:
-        """Some rounds more for the bound, as long as it rises."""
-        self._raising, self._ended = True, False
+        """Some rounds more for the bound, as long as it rises; then some for the programs that do with a tensor what
+        they have in common that the bound is of, and for the others: what no program has is the mean of two that
+        have it."""
+        self._raising, self._whole.ended = True, False
+        self._rounds_of_bound()
+        for _ in range(_BRANCHINGS):
+            least = min(self.branches, key=lambda branch: branch.bound)
+            if self.best is None or self.best.makespan_s <= least.bound * (1 + TOLERANCE) or self.search.clock.late():
+                break
+            self._at = least
+            parts = self._parts_of(least)
+            if parts is None:
+                break
+            self.branches.remove(least)
+            self.branches += parts
+            for self._at in parts:
+                self._rounds_of_bound()
+        self._at = self._whole
+
+    def go_on(self, bar: float) -> None:
+        """Some rounds more, far weights and near ones."""
+        self.run(_ROUNDS_AGAIN, bar)
+        self.shorten_path()
+        self._raising = True
+        self.run(_NEAR, bar)
+        self._raising = False
+
+    def _rounds_of_bound(self) -> None:
+        if not self._at.begun:
+            self.run(int(__import__("os").environ.get("RB", "8")))
+            return
         for _ in range(_ROUNDS_OF_BOUND):
-            before = self.bound
+            before = self._at.bound
             self.run(1)
-            if self.bound <= before:
+            if self._at.bound <= before:
                 return
+
+    def _parts_of(self, branch: Branch) -> tuple[Branch, Branch] | None:
+        """Of a branch, by how its programs that limit the bound use the tensor that they convert the most differently;
+        None where all of them use each alike."""
+        mine = [known for known in self.seen if branch.has(known.choices)]
+        lengths = np.array([[self._length(chain, known) for chain in self.chains] for known in mine])
+        if not mine:
+            return None
+        _, _, shares = self._limiting_weights(lengths)
+        limiting = [(known, share) for known, share in zip(mine, shares.tolist(), strict=True) if share]
+        sent = np.array([self.space.sent_of_each(known.taken) for known, _ in limiting])
+        weights = np.array([share for _, share in limiting])
+        spread = weights @ np.abs(sent - weights @ sent)
+        for value in np.argsort(-spread)[:_TENSORS].tolist():
+            best: tuple[float, int, Mask] | None = None
+            for use in self.structure.uses:
+                if use.value != value or use.reader < 0:
+                    continue
+                groups = np.array([use.needs.groups[known.choices[use.variable]] for known, _ in limiting])
+                first = groups[int(weights.argmax())]
+                share = float(weights[groups == first].sum())
+                even = share * (1 - share)
+                if even > 0 and (best is None or even > best[0]):
+                    best = even, use.variable, use.needs.groups == first
+            if best is not None:
+                return branch.parted(*best[1:])
+        return None
 
     def bound_for(self, known: Scheduled) -> float:
         """Seconds that all programs of a program's sizes take at least; 0 where it has others than the bound is about,
@@ -212,24 +308,25 @@ class MakespanSearch:
 
     def _solve(self, weights: Floats) -> None:
         """The program of the least weighted chains, and the bound that it is."""
+        at = self._at
         solved = self._cheapest(self._chain_costs, self.chains, weights)
-        self._messages = solved.messages
-        self._rose = solved.lower_bound > self.bound
-        if self._rose:
-            self.bound, self._weights = solved.lower_bound, weights
+        at.messages = solved.messages
+        at.rose = solved.lower_bound > at.bound
+        if at.rose:
+            at.bound, at.weights = solved.lower_bound, weights
         if solved.choices is not None:
             self._look(solved.choices[: len(self.structure.choices)])
 
     def _cheapest(self, costs: ChainCosts, chains: Sequence[Chain], weights: Floats) -> AdditiveSolution:
         search = self.search
         return search.cheapest(
-            WeightedBuilder(costs, chains, weights),
+            WeightedBuilder(costs, chains, weights, self._at.allowed),
             search.limits,
             (self.best or self.scheduled[0]).seen.choices,
             at_least=True,
             tolerance=TOLERANCE / 10 if self._raising else TOLERANCE,
             seconds=search.clock.allotted,
-            messages=self._messages,
+            messages=self._at.messages,
             max_nodes=_NODES,
         )
 
@@ -307,19 +404,21 @@ class MakespanSearch:
         """Weights of the chains, and the most that a bound can come to as far as the programs seen tell. As long as it
         helps, the chain that is the longest in the mean of the programs that limit them is added (column
         generation)."""
+        at = self._at
+        mine = [known for known in self.seen if at.has(known.choices)]
         while True:
-            lengths = np.array([[self._length(chain, known) for chain in self.chains] for known in self.seen])
+            lengths = np.array([[self._length(chain, known) for chain in self.chains] for known in mine])
             weights, most, shares = self._limiting_weights(lengths)
-            limiting = [(x.taken, share) for x, share in zip(self.seen, shares, strict=True) if share]
+            limiting = [(x.taken, share) for x, share in zip(mine, shares, strict=True) if share]
             mean = Occupancy.mean(limiting)
             known = {chain.key for chain in self.chains}
             longest = [c for c in self.space.longest(mean, self._dependent) if c.key not in known]
             longer = [c for c in longest if self.space.length(c, mean) > most * (1 + TOLERANCE)]
             if not longer:
                 if self._raising:
-                    return self._nearest_weights(lengths, self.bound + _LEVEL * (most - self.bound)), most
-                step = _LONG_STEP if self._rose and most >= self._most * (1 - TOLERANCE) else _STEP
-                self._most = most
+                    return self._nearest_weights(lengths, at.bound + _LEVEL * (most - at.bound)), most
+                step = _LONG_STEP if at.rose and most >= at.most * (1 - TOLERANCE) else _STEP
+                at.most = most
                 return weights * step + self._best_weights() * (1 - step), most
             self.chains += longer
 
@@ -466,25 +565,28 @@ def _shorter(one: Overlapped | None, other: Overlapped | None) -> Overlapped | N
 
 
 def _at_other_ratios(found: MakespanSearch, bar: float) -> MakespanSearch:
-    """A search at the ratios that suit overlap the best, of those that balance the best program so far and those by
-    speed."""
+    """A search at the ratios that suit overlap the best: those of the search by sums, those by speed, and those that
+    balance each best program. In turn the one with the least bound goes on, which says the least of what is there."""
     search = found.search
-    for turn in range(_TURNS):
-        before, looked = found.best, [found]
-        if before is None or search.clock.late():
+    weights, _ = search.task.starts()[0]
+    pool, balanced = [found], list[Scheduled]()
+    if found.best is not None:
+        pool.append(_begun_at(search.task.ratios(weights), found, bar))
+    for _ in range(_TURNS):
+        best = min(pool, key=_least_makespan)
+        known = best.best
+        if known is None or search.clock.late():
             break
-        sizes = _balanced(before, search.task.costs, search.limit)
-        if sizes is not None:
-            looked.append(_at(sizes, found, bar))
-        if not turn:
-            weights, _ = search.task.starts()[0]
-            looked.append(_begun_at(search.task.ratios(weights), found, bar))
-        found = min(looked, key=_least_makespan)
-        found.run(_ROUNDS_AGAIN, bar)
-        found.shorten_path()
-        if turn and _least_makespan(found) >= before.makespan_s * (1 - TOLERANCE):
+        if known not in balanced:
+            balanced.append(known)
+            sizes = _balanced(known, search.task.costs, search.limit)
+            if sizes is not None:
+                pool.append(_at(sizes, best, bar))
+        at = min(pool, key=lambda each: each.bound)
+        if at.bound >= _least_makespan(min(pool, key=_least_makespan)) * (1 - TOLERANCE):
             break
-    return found
+        at.go_on(bar)
+    return min(pool, key=_least_makespan)
 
 
 def _at(sizes: Sizes, found: MakespanSearch, bar: float) -> MakespanSearch:

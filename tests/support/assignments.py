@@ -141,6 +141,13 @@ def layers(p: Any, batch: Any) -> Any:
     return jax.tree.map(lambda p, g: p - 0.1 * g, p, jax.grad(loss)(p))
 
 
+def tied(p: Any, batch: Any) -> Any:
+    """A step whose first weight is also its last, and that ends with what its other gradients do not wait for."""
+    hidden = lambda p: jnp.tanh(jnp.tanh(batch @ p["a"]) @ p["b"])
+    loss = lambda p: jnp.mean((hidden(p) @ p["a"]) ** 2)
+    return jax.tree.map(lambda p, g: p - 0.1 * g / jnp.sum(g * g), p, jax.grad(loss)(p))
+
+
 def several(x: Any, w: Any) -> Any:
     """Ops of several results, some of which are taken twice, some never."""
     a, b = lax.top_k(x @ w, 4)
@@ -174,6 +181,8 @@ CASES: dict[str, tuple[Callable[..., Any], Any, Cluster]] = {
     "several results on hosts": (several, (f(24, 24), f(24, 24)), HOSTS),
     "taken again": (again, (f(64, 64), f(64, 64)), FOUR),
     "taken again on hosts": (again, (f(64, 64), f(64, 64)), HOSTS),
+    "tied": (tied, ({"a": f(64, 64), "b": f(64, 64)}, f(960, 64)), FOUR),
+    "tied, slowed": (tied, ({"a": f(64, 64), "b": f(64, 64)}, f(960, 64)), slowed(FOUR)),
     "training, slowed": (mlp_step, mlp_args(), slowed(FOUR)),
     "several results, slowed": (several, (f(24, 24), f(24, 24)), slowed(FOUR)),
     "taken again, slowed": (again, (f(64, 64), f(64, 64)), slowed(FOUR)),

@@ -13,7 +13,7 @@ import graphs
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from assignments import FOUR, HOSTS, Space, layers, space
+from assignments import FOUR, HOSTS, Space, case, layers, programs, space
 from control_cases import CASES, floats
 from orders import random_order
 from random_programs import mlp_args, mlp_step
@@ -36,6 +36,7 @@ from hapsynth.search.result import Progress, Result
 from hapsynth.search.scheduling.list_schedule import least_makespan, schedule
 from hapsynth.search.scheduling.tasks import tasks_of
 from hapsynth.search.scheduling.timeline import simulate
+from hapsynth.search.solver import Ints
 
 TINY = {
     "product": lambda x, w: jnp.tanh(x @ w),
@@ -52,13 +53,19 @@ def tiny(name: str, bandwidth: float, contention: float, speeds: Sequence[float]
     return space(TINY[name], (floats(64, 64), floats(64, 64)), cluster)
 
 
-def candidates(given: Space, rng: random.Random) -> Iterator[Candidate]:
-    """Every program of a choice space, or many and the one that sends nothing."""
+def choices_of(given: Space, rng: random.Random) -> Iterator[Ints]:
+    """All choices of a choice space, or many and those that send nothing."""
     problem = given.builder.problem()
     every = product(*(range(row.size) for row in problem.unary))
     fine = [choices for choices in every if np.isfinite(problem.cost(choices))]
     for choices in (*rng.sample(fine, min(len(fine), _MOST)), given.search.choices.replicated()):
-        yield given.search.maker.chosen(given.builder, np.array(choices))
+        yield np.array(choices)
+
+
+def candidates(given: Space, rng: random.Random) -> Iterator[Candidate]:
+    """Of these choices."""
+    for choices in choices_of(given, rng):
+        yield given.search.maker.chosen(given.builder, choices)
 
 
 def least_makespan_of(given: Space, rng: random.Random) -> float:
@@ -85,6 +92,25 @@ def test_no_program_in_any_order_is_below_the_bound(name: str, bandwidth: float,
     assert least / ROUNDING <= search.best.makespan_s <= 1.2 * least
     ideal = IdealWorkBound(given.task.choices, given.task.costs)
     assert 0 < ideal.makespan_on(given.task.cluster) <= least
+
+
+@pytest.mark.parametrize("name", ["layers", "several results", "taken again on hosts, slowed", "tied"])
+def test_no_program_of_a_branch_is_below_its_bound(name: str) -> None:
+    given = case(name)
+    search = MakespanSearch(given.search, given.builder.ratios, np.array(given.search.choices.replicated()))
+    search.run(1)
+    search.raise_bound()
+    assert len(search.branches) > 1
+    assert search.bound == min(branch.bound for branch in search.branches)
+    least = dict.fromkeys(search.branches, np.inf)
+    found = [(x.seen.choices, x.makespan_s) for x in search.scheduled]
+    found += [(x, schedule(tasks).makespan_s) for x, _, tasks in programs(given, 20, seed=1, frugal=True)]
+    for choices, makespan_s in found:
+        (of,) = (branch for branch in search.branches if branch.has(choices))
+        least[of] = min(least[of], makespan_s)
+    for branch, makespan_s in least.items():
+        assert 0 < branch.bound <= makespan_s * ROUNDING
+    assert sum(map(np.isfinite, least.values())) > 1
 
 
 # Without contention at one bandwidth: the test above has it at others.

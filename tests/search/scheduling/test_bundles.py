@@ -25,7 +25,7 @@ from hapsynth.lower import Lowered, lower_staged, own_mesh
 from hapsynth.lower._host_schedule import CollectiveStage
 from hapsynth.search.cost.network import AxisLink
 from hapsynth.search.scheduling.buckets import cut, rebundled
-from hapsynth.search.scheduling.list_schedule import schedule
+from hapsynth.search.scheduling.list_schedule import refined, schedule
 from hapsynth.search.scheduling.tasks import LINKS, Machine, TaskGraph, Transfer, tasks_of
 from hapsynth.search.scheduling.timeline import simulate
 
@@ -102,12 +102,27 @@ def test_a_bundle_that_is_waited_for_is_cut() -> None:
     together = tasks.joined(range(5), [[0, 1, 2]])
     assert together is not None
     whole = simulate(together, range(3))
-    found = cut(whole)
+    as_it_is = lambda tasks: simulate(tasks, range(len(tasks.machine)))
+    found = cut(whole, as_it_is)
     assert whole.makespan_s == 24 + 31
     assert sorted(map(sorted, sent(found.tasks))) == [[0, 2], [1]]
     assert found.makespan_s == 4 + 31
-    assert cut(found) is found
-    assert cut(simulate(tasks, range(5))).tasks is tasks
+    assert cut(found, as_it_is) is found
+    assert cut(as_it_is(tasks), as_it_is).tasks is tasks
+
+
+def test_what_is_cut_off_goes_where_it_is_needed() -> None:
+    """One is needed at once, the other at the end; next to one another they would hold up what comes between."""
+    rows = [(NETWORK, 1.0, ()), (NETWORK, 20.0, ()), (COMPUTE, 3.0, ()), (NETWORK, 6.0, (2,))]
+    tasks = graph_of([*rows, (COMPUTE, 2.0, (0,)), (COMPUTE, 30.0, (3, 4)), (COMPUTE, 1.0, (1, 5))])
+    together = tasks.joined(range(7), [[0, 1]])
+    assert together is not None
+    whole = simulate(together, range(6))
+    assert whole.makespan_s == 23 + 8 + 31
+    assert cut(whole, lambda tasks: simulate(tasks, range(len(tasks.machine)))).makespan_s == whole.makespan_s
+    found = refined(whole)
+    assert sorted(map(sorted, sent(found.tasks))) == [[0], [1], [3]]
+    assert found.makespan_s == 3 + 8 + 31
 
 
 def test_larger_ones_go_together_where_copies_take_less_than_a_latency() -> None:
