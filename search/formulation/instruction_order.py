@@ -118,29 +118,34 @@ class _Scheduler:
         return sorted(range(n), key=lambda i: (stage[i], collective[i], depth[i], position[i]))
 
     def _nodes(self, region: int) -> list[_Node]:
+        if len(self.members) == 1:
+            return [self._node((n,), set(step.needs)) for n, step in enumerate(self.steps)]
         groups: list[tuple[int, ...]] = [(i,) for i in self.members[region]]
         groups += [tuple(b) for r in self.inside[region] if (b := self.order(r))]
         groups.sort(key=min)
         of = {s: n for n, group in enumerate(groups) for s in group}
-        several = len(self.members) > 1
         nodes: list[_Node] = []
         for n, group in enumerate(groups):
-            needs = set(self.steps[n].needs)
-            if several:
-                needs = {of[j] for s in group for j in self.steps[s].needs if j in of} - {n}
+            needs = {of[j] for s in group for j in self.steps[s].needs if j in of} - {n}
             i = self.steps[group[0]].instruction
-            block = several and region_of(self.graph, i) != region
-            gathers = reduces = widens = False
-            collective, movable = block, not block
-            if not block and isinstance(i, Convert):
-                reduces = i.source[i.axis].is_partial
-                gathers, collective, movable = not reduces, i.is_collective, not i.is_collective
-            elif isinstance(i, Compute):
-                enters = several and isinstance(self.graph.ops[i.op].primitive, Boundary)
-                movable = not block and not enters
-                widens = movable and self.widening[i.op]
-            nodes.append(_Node(group, tuple(sorted(needs)), collective, gathers, reduces, movable, widens))
+            if region_of(self.graph, i) != region:
+                nodes.append(_Node(group, tuple(sorted(needs)), True, False, False, False, False))
+            else:
+                nodes.append(self._node(group, needs))
         return nodes
+
+    def _node(self, group: tuple[int, ...], needs: set[int]) -> _Node:
+        """Of a step that stands in the region itself."""
+        i = self.steps[group[0]].instruction
+        gathers = reduces = widens = collective = False
+        if isinstance(i, Convert):
+            reduces = i.source[i.axis].is_partial
+            collective = i.is_collective
+            gathers, movable = not reduces, not collective
+        else:
+            movable = not isinstance(self.graph.ops[i.op].primitive, Boundary)
+            widens = movable and self.widening[i.op]
+        return _Node(group, tuple(sorted(needs)), collective, gathers, reduces, movable, widens)
 
     @staticmethod
     def _sorted(nodes: Sequence[_Node]) -> list[int]:

@@ -8,13 +8,12 @@ bytes). Of two that take as long the one that keeps the links busy for less time
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
-from heapq import heappop, heappush
 from typing import NamedTuple
 
-from hapsynth.search.scheduling.tasks import LINKS, Machine, TaskGraph, Transfer
+from hapsynth.search.scheduling.tasks import LINKS, Machine, TaskGraph, Transfer, nearest_order
 from hapsynth.search.scheduling.timeline import Simulation, Timeline, simulate
 from hapsynth.search.scheduling.waits import waits
 
@@ -206,7 +205,7 @@ class _Neighbours:
                 each[one] = transfer.seconds
         for one in {first.get(maker, maker) for task in first for maker in makers[task]}:
             users[one] = [first.get(user, user) for user in users[one]]
-        order = self._ordered(users, missing, first)
+        order = nearest_order([task for task in self.timeline.order if task not in first], users, missing)
         if order is None:
             return None
         _, end = replace(plain, seconds=seconds, users=users, missing=missing).run(order)
@@ -214,38 +213,9 @@ class _Neighbours:
         sending = sum([max(each[task] for each in seconds) for task in order if machine[task] in LINKS])
         return _Trial(max(max(each) for each in end), sending)
 
-    def _ordered(
-        self, users: Sequence[Sequence[int]], missing: Sequence[int], first: Mapping[int, int]
-    ) -> list[int] | None:
-        """The order nearest to the timeline's, without those that went to the `first` of their bundle; None where some
-        would wait for themselves."""
-        order, place, missing = self.timeline.order, self._place, [*missing]
-        found: list[int] = []
-        late: list[int] = []
-        for at, task in enumerate(order):
-            if missing[task] or task in first:
-                continue
-            late.append(at)
-            while late:
-                one = order[heappop(late)]
-                found.append(one)
-                for user in users[one]:
-                    missing[user] -= 1
-                    # What comes after this place is yet to come.
-                    if not missing[user] and place[user] < at:
-                        heappush(late, place[user])
-        return found if len(found) == len(order) - len(first) else None
-
     @cached_property
     def _simulation(self) -> Simulation:
         return Simulation.of(self.tasks)
-
-    @cached_property
-    def _place(self) -> list[int]:
-        found = [0] * len(self.timeline.order)
-        for at, task in enumerate(self.timeline.order):
-            found[task] = at
-        return found
 
     def _bundles(self, together: set[int]) -> list[tuple[list[int], Transfer]]:
         """As long as a bundle has room; with what each sends. What is gathered twice, dropped between, one bundle
