@@ -27,10 +27,10 @@ _SAME = 1e-9
 
 def bundled(timeline: Timeline) -> Timeline:
     """A timeline in which those collectives go together that wait at once for the same link, where that is better."""
-    neighbours = _Neighbours(timeline)
+    neighbours = Neighbours(timeline)
     together = neighbours.waiting()
     found = neighbours.tried(together)
-    if found is None or not found.is_better_than(_Trial.of(timeline)):
+    if found is None or not found.is_better_than(Trial.of(timeline)):
         return timeline
     return neighbours.simulated(together)
 
@@ -38,9 +38,9 @@ def bundled(timeline: Timeline) -> Timeline:
 def rebundled(timeline: Timeline, *, large: bool = False) -> Timeline:
     """A timeline with more collectives together, where that is better: all neighbours, else half of them, and so on.
     `large`: also of those that are copied in less time than their latency."""
-    neighbours = _Neighbours(timeline, large=large)
+    neighbours = Neighbours(timeline, large=large)
     taken: set[int] = set()
-    best, trials = _Trial.of(timeline), 0
+    best, trials = Trial.of(timeline), 0
     blocks = deque([range(len(neighbours.pairs))] if neighbours.pairs else [])
     while blocks and trials < _TRIALS:
         block, trials = blocks.popleft(), trials + 1
@@ -61,7 +61,7 @@ def cut(timeline: Timeline) -> Timeline:
     for _ in range(_CUTS):
         better = best
         for found in _cuts(best):
-            better = found if _Trial.of(found).is_better_than(_Trial.of(better)) else better
+            better = found if Trial.of(found).is_better_than(Trial.of(better)) else better
         if better is best:
             break
         best = better
@@ -107,19 +107,19 @@ def _needed_at(tasks: TaskGraph, task: int, place: Sequence[int]) -> tuple[int, 
     return first, max((place[maker] for maker in tasks.makers[task]), default=-1)
 
 
-class _Trial(NamedTuple):
+class Trial(NamedTuple):
     """What a timeline comes to: its makespan, and seconds in which links send, all together."""
 
     makespan_s: float
     sending_s: float
 
     @classmethod
-    def of(cls, timeline: Timeline) -> _Trial:
+    def of(cls, timeline: Timeline) -> Trial:
         tasks = timeline.tasks
         sending = (seconds for machine, seconds in zip(tasks.machine, tasks.longest, strict=True) if machine in LINKS)
         return cls(timeline.makespan_s, sum(sending))
 
-    def is_better_than(self, other: _Trial) -> bool:
+    def is_better_than(self, other: Trial) -> bool:
         if self.makespan_s < other.makespan_s * (1 - _SAME):
             return True
         longer = self.makespan_s > other.makespan_s * (1 + _SAME)
@@ -134,7 +134,7 @@ class _Sent(NamedTuple):
     ended: float
 
 
-class _Neighbours:
+class Neighbours:
     """Each two collectives of a family that follow one another in a timeline's order (`pairs`)."""
 
     def __init__(self, timeline: Timeline, *, large: bool = False) -> None:
@@ -183,14 +183,14 @@ class _Neighbours:
 
     def simulated(self, together: set[int]) -> Timeline:
         """The timeline with these pairs together, which is one (`tried`)."""
-        tasks = self.tasks.joined(self.timeline.order, [bundle for bundle, _ in self._bundles(together)])
+        tasks = self.tasks.joined(self.timeline.order, [bundle for bundle, _ in self.bundles(together)])
         assert tasks is not None, "pairs that can be together"
         return simulate(tasks, range(len(tasks.machine)))
 
-    def tried(self, together: set[int]) -> _Trial | None:
+    def tried(self, together: set[int]) -> Trial | None:
         """What that would come to; None where none are together, or they cannot be. Without the tasks as such, which
         take longer to make."""
-        bundles = self._bundles(together)
+        bundles = self.bundles(together)
         if not bundles:
             return None
         plain, makers = self._simulation, self.tasks.makers
@@ -211,13 +211,13 @@ class _Neighbours:
         _, end = replace(plain, seconds=seconds, users=users, missing=missing).run(order)
         machine = plain.machine
         sending = sum([max(each[task] for each in seconds) for task in order if machine[task] in LINKS])
-        return _Trial(max(max(each) for each in end), sending)
+        return Trial(max(max(each) for each in end), sending)
 
     @cached_property
     def _simulation(self) -> Simulation:
         return Simulation.of(self.tasks)
 
-    def _bundles(self, together: set[int]) -> list[tuple[list[int], Transfer]]:
+    def bundles(self, together: set[int]) -> list[tuple[list[int], Transfer]]:
         """As long as a bundle has room; with what each sends. What is gathered twice, dropped between, one bundle
         cannot gather twice."""
         most, transfers = self.tasks.lowering.bundle_bytes, self.tasks.transfers

@@ -328,15 +328,9 @@ class _Builder:
     def _inside_kernels(self) -> list[int]:
         """Tasks that are an op of which nothing lies in memory, rising."""
         stored = self.costs.is_materialized
-        found: list[int] = []
-        for task, (machine, places) in enumerate(zip(self.machine, self.instructions, strict=True)):
-            if machine is Machine.COMPUTE and places:
-                for value, _ in self.accesses[places[0]][1]:
-                    if stored(value):
-                        break
-                else:
-                    found.append(task)
-        return found
+        computed = [t for t, m in enumerate(self.machine) if m is Machine.COMPUTE and self.instructions[t]]
+        written = [self.accesses[self.instructions[task][0]][1] for task in computed]
+        return [t for t, made in zip(computed, written, strict=True) if not any(stored(v) for v, _ in made)]
 
     def _sent(self, i: Convert) -> tuple[Machine, float]:
         """What a conversion in no loop or branch takes, and its seconds."""

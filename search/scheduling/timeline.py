@@ -109,7 +109,7 @@ class Simulation:
         count, groups = len(machine), range(len(self.seconds))
         compute, everything, local = Machine.COMPUTE, Machine.EVERYTHING, Machine.LOCAL
         start, end, since = ([[0.0] * count for _ in groups] for _ in range(3))
-        # Of each group its seconds, when its tasks have what they are made of, start and end, and how much slower it is.
+        # Of each group its seconds, when its tasks have what they are made of, start and end, and its slowdown.
         slowdown = self.slowdown or [1.0] * len(groups)
         columns = [*zip(self.seconds, since, start, end, slowdown, strict=True)]
         pairs = [*zip(since, end, strict=True)]
