@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import accumulate, repeat
+from itertools import accumulate
 from math import gcd, prod
 
 import numpy as np
@@ -47,10 +47,19 @@ class UnionFind:
 
     def join(self, nodes: Iterable[Node], units: int) -> None:
         """Add some nodes of so many units, all in one set."""
+        parent, count = self.parent, self.units
         joined: Node | None = None
         for node in nodes:
-            self.add(node, units)
-            root = self.find(node)
+            if node not in parent:
+                root = parent[node] = node
+                count[node] = units
+            else:
+                # Mostly its root is next to it.
+                root = parent[node]
+                if parent[root] is not root:
+                    root = self.find(node)
+                if count[root] != units:
+                    count[root] = gcd(count[root], units)
             if joined is not None and root is not joined:
                 self.union(joined, root)
                 root = min(joined, root)
@@ -149,20 +158,26 @@ class Classes:
         """Union over the factors that the program really shards (D4)."""
         table = table or FactorTable(graph)
         sets = UnionFind()
+        parent = sets.parent
 
         def cut(value: int, layout: Layout) -> None:
             for node in layout_nodes(value, layout):
-                sets.add(node, units(value, node))
+                # It has as many units each time, until it is joined with others.
+                if node not in parent:
+                    sets.add(node, units(value, node))
 
         # What one device has is not cut into units.
         units = lambda v, node: 1 if owner_of(node[3]) is not None else graph.values[v].shape[node[1]]
 
         properties = dict.fromkeys(program.inputs.items())
         for needs, results in program.accesses(graph):
-            properties.update(zip(needs, repeat(None)))
-            properties.update(zip(results, repeat(None)))
+            for held in needs:
+                properties[held] = None
+            for held in results:
+                properties[held] = None
+        is_cut = {layout: bool(cuts_of(layout)) for layout in {layout for _, layout in properties}}
         for value, layout in properties:
-            if cuts_of(layout):
+            if is_cut[layout]:
                 cut(value, layout)
         for i in program.instructions:
             if isinstance(i, Compute):

@@ -98,16 +98,25 @@ def stored_tensors(
     made: dict[Property, list[int]] = {}
     start, stop = [t.start for t in tensors], [t.stop for t in tensors]
     for n in sorted(range(len(tensors)), key=start.__getitem__):
-        made.setdefault(tensors[n][:2], []).append(n)
+        value, layout, *_ = tensors[n]
+        made.setdefault((value, layout), []).append(n)
     for i in range(len(accesses) - 1, -1, -1):
         needs, results = accesses[i]
-        if not results or any(is_stored(v) for v, _ in results):
-            continue
-        last = max([stop[n] for r in results for n in made[r] if start[n] >= i])
-        for need in needs:
-            every = made[need]
-            # What a loop leaves is born at the instruction after it.
-            n = every[0] if len(every) == 1 else [n for n in every if start[n] <= i][-1]
-            if stop[n] < last:
-                stop[n] = last
-    return [Tensor(t.value, t.layout, t.start, s) for t, s in zip(tensors, stop, strict=True) if is_stored(t.value)]
+        for value, _ in results:
+            if is_stored(value):
+                break
+        else:
+            if not results:
+                continue
+            last = max([stop[n] for r in results for n in made[r] if start[n] >= i])
+            for need in needs:
+                every = made[need]
+                # What a loop leaves is born at the instruction after it.
+                n = every[0] if len(every) == 1 else [n for n in every if start[n] <= i][-1]
+                if stop[n] < last:
+                    stop[n] = last
+    return [
+        t if t.stop == last else t._replace(stop=last)
+        for t, last in zip(tensors, stop, strict=True)
+        if is_stored(t.value)
+    ]

@@ -163,29 +163,31 @@ class ChainCosts:
     def occupancy(self, assignment: Sequence[int]) -> Occupancy:
         """What an assignment's program takes."""
         st, graph, kinds = self.structure, self.graph, len(self.costs.kinds)
-        ops = np.array([s[st.choices[v].triple[assignment[v]]] for s, v in zip(self.op_seconds, st.op_variable)])
+        states, columns = st.listed, self.space.resources.counted.shape[1]
+        triple = np.array([states[v][0][assignment[v]] for v in st.op_variable], dtype=np.int64)
+        option = [states[v][1][assignment[v]] for v in st.value_variable]
+        (of_ops, op_begin), (offered, value_begin) = self._op_rows, self._offered
+        ops, values = of_ops[op_begin + triple], offered[value_begin + np.array(option, dtype=np.int64)]
         deferred = np.zeros((len(graph.ops), kinds))
         for op, _, use in self.space.deferral.ops:
-            variable = st.op_variable[op]
             group = 0 if use is None else use.needs.groups[assignment[use.variable]]
-            deferred[op] = self.deferred_seconds[op][st.choices[variable].triple[assignment[variable]], group]
-        option = [int(st.choices[v].option[assignment[v]]) for v in st.value_variable]
-        rows = lambda found: np.array(found, dtype=np.float64).reshape(-1, self.space.resources.counted.shape[1])
+            deferred[op] = self.deferred_seconds[op][triple[op], group]
         runs = np.array([graph.runs[home] for home in graph.home])[:, None]
-        values = rows([seconds[n] for seconds, n in zip(self._offered, option, strict=True)])
         ends = np.zeros_like(values)
         for value in self.plain:
             for end in self.builder.ends(value):
                 ends[value] += self._nearest(value, option[value], end, None, inside=False)[0]
-        nearest: list[tuple[Row, Row]] = []
+        row: list[int] = []
         for use, (groups, known) in zip(st.uses, self._use_rows, strict=True):
             key = option[use.value], groups[assignment[use.variable]]
             found = known.get(key)
             if found is None:
-                found = known[key] = self._nearest(use.value, key[0], use.needs, key[1], inside=use.place > 0)
-            nearest.append(found)
-        uses = rows([seconds for seconds, _ in nearest]) * np.array([use.runs for use in st.uses])[:, None]
-        shared = rows([before for _, before in nearest]) * runs[[use.value for use in st.uses]]
+                found = known[key] = len(self._known_rows)
+                self._known_rows.append(self._nearest(use.value, key[0], use.needs, key[1], inside=use.place > 0))
+            row.append(found)
+        nearest = np.array(self._known_rows, dtype=np.float64).reshape(-1, 2, columns)[np.array(row, dtype=np.int64)]
+        uses = nearest[:, 0] * np.array([use.runs for use in st.uses])[:, None]
+        shared = nearest[:, 1] * runs[[use.value for use in st.uses]]
         fed = np.zeros(kinds + 1)
         for value, n in enumerate(option):
             if value not in graph.producer:
@@ -193,21 +195,30 @@ class ChainCosts:
         return Occupancy(ops.reshape(len(graph.ops), kinds + 1), deferred, uses, shared, values * runs, ends, fed)
 
     @cached_property
-    def _offered(self) -> list[list[Row]]:
-        """Per value the seconds of each option's shared conversions, where they count; what is alike shares them."""
-        st = self.structure
-        every = [self.offers(value, st.choices[v].options)[0] for value, v in enumerate(st.value_variable)]
-        rows = {id(seconds): seconds.tolist() for seconds in every}
-        return [rows[id(seconds)] for seconds in every]
+    def _op_rows(self) -> tuple[Floats, Ints]:
+        """The seconds of all ops' triples, and where each op's begin."""
+        return _stacked(self.op_seconds, len(self.costs.kinds) + 1)
 
     @cached_property
-    def _use_rows(self) -> list[tuple[list[int], dict[tuple[int, int], tuple[Row, Row]]]]:
-        """Of each use, the layout that each state of its variable asks for, and what is known of `_nearest` by option
-        and layout; uses that are alike share both."""
+    def _offered(self) -> tuple[Floats, Ints]:
+        """Seconds of the shared conversions of all values' options, where they count, and where each value's begin."""
+        st = self.structure
+        every = [self.offers(value, st.choices[v].options)[0] for value, v in enumerate(st.value_variable)]
+        return _stacked(every, self.space.resources.counted.shape[1])
+
+    @cached_property
+    def _known_rows(self) -> list[tuple[Row, Row]]:
+        """What `_nearest` gave, by its place in `_use_rows`."""
+        return []
+
+    @cached_property
+    def _use_rows(self) -> list[tuple[list[int], dict[tuple[int, int], int]]]:
+        """Of each use, the layout that each state of its variable asks for, and where in `_known_rows` that is which is
+        known by option and layout; uses that are alike share both."""
         st, home = self.structure, self.graph.home
         groups: dict[RequiredLayouts, list[int]] = {}
-        known: dict[object, dict[tuple[int, int], tuple[Row, Row]]] = {}
-        found: list[tuple[list[int], dict[tuple[int, int], tuple[Row, Row]]]] = []
+        known: dict[object, dict[tuple[int, int], int]] = {}
+        found: list[tuple[list[int], dict[tuple[int, int], int]]] = []
         for use in st.uses:
             options = st.choices[st.value_variable[use.value]].options
             key = self.ways[use.value], options, use.needs, use.place > 0, home[use.value] > 0
@@ -439,3 +450,11 @@ def _times(seconds: Floats, weights: Sequence[float] | Floats) -> Floats:
     finite = np.isfinite(seconds)
     weighted = np.where(finite, seconds, 0.0) @ np.asarray(weights, dtype=np.float64)
     return np.where(finite.all(axis=-1), weighted, np.inf)
+
+
+def _stacked(rows: Sequence[Floats], columns: int) -> tuple[Floats, Ints]:
+    """Arrays [.., columns] in one, the same array once, and where each begins there."""
+    apart = {id(each): each for each in rows}
+    end = dict(zip(apart, np.cumsum([len(each) for each in apart.values()]).tolist(), strict=True))
+    begin = np.array([end[id(each)] - len(each) for each in rows], dtype=np.int64)
+    return np.concatenate([np.zeros((0, columns)), *apart.values()]), begin

@@ -414,6 +414,12 @@ class ChoiceSpace:
         return self._computes[key]
 
     @cached_property
+    def listed(self) -> list[tuple[list[int], list[int]]]:
+        """Of each variable, the triple and the option of each of its states, by their numbers: as plain lists, for what
+        looks at one state after another."""
+        return [self.once(("listed", c), lambda c=c: (c.triple.tolist(), c.option.tolist())) for c in self.choices]
+
+    @cached_property
     def widening(self) -> list[bool]:
         """Of each op whether it makes much out of little (`widens`)."""
         return [widens(self.graph, op) for op in self.graph.ops]

@@ -41,15 +41,20 @@ class Emitter:
         graph = self.graph
         for value in graph.sources:
             self.make(value, -1)
+        tensors, steps, made_by = self.tensors, self.steps, self.op_steps
         for op in graph.ops:
             compute, access = self.structure.compute(op.index, self._triple(op.index))
             needs: list[int] = []
-            for (value, layout), (position, _) in zip(access[0], op.value_operands, strict=True):
-                there = self.tensors[value].get(layout)
-                needs.append(self.tensor(value, layout, graph.read_in(op, position)) if there is None else there)
-            self.op_steps[op.index] = self.add(compute, needs, access)
+            for n, (value, layout) in enumerate(access[0]):
+                there = tensors[value].get(layout)
+                if there is None:
+                    there = self.tensor(value, layout, graph.read_in(op, op.value_operands[n][0]))
+                if there >= 0:
+                    needs.append(there)
+            step = made_by[op.index] = len(steps)
+            steps.append(Step(compute, tuple(needs), access))
             for value in op.results:
-                self.make(value, self.op_steps[op.index])
+                self.make(value, step)
         for op, value in graph.ties.items():
             compute, _ = self.structure.compute(op, self._triple(op))
             carried, loop = compute.result_layout(0), graph.ops[op].region
@@ -68,12 +73,12 @@ class Emitter:
     def _triple(self, op: int) -> int:
         """The number of an op's triples."""
         variable = self.structure.op_variable[op]
-        return int(self.structure.choices[variable].triple[self.assignment[variable]])
+        return self.structure.listed[variable][0][self.assignment[variable]]
 
     def available(self, value: int) -> AvailableLayouts:
-        variable = self.structure.value_variable[value]
-        choices = self.structure.choices[variable]
-        return choices.options[choices.option[self.assignment[variable]]]
+        st = self.structure
+        variable = st.value_variable[value]
+        return st.choices[variable].options[st.listed[variable][1][self.assignment[variable]]]
 
     def add(self, instruction: Instruction, needs: Iterable[int], access: Access) -> int:
         self.steps.append(Step(instruction, tuple([n for n in needs if n >= 0]), access))

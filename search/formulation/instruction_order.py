@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from graphlib import TopologicalSorter
 from heapq import heapify, heappop, heappush
 from typing import NamedTuple
 
 from hapsynth.graph.ir import Boundary, Graph
-from hapsynth.instructions.program.program import Access, Compute, Convert, Instruction, region_of
+from hapsynth.instructions.program.program import Access, Convert, Instruction, region_of
 
 
 class Step(NamedTuple):
@@ -51,6 +51,9 @@ class _Scheduler:
         self.inside: dict[int, list[int]] = {r.index: [] for r in graph.regions}
         for r in graph.regions[1:]:
             self.inside[r.parent].append(r.index)
+        if len(self.members) == 1:
+            self.members[0] += range(len(steps))
+            return
         for i, step in enumerate(steps):
             self.members[region_of(graph, step.instruction)].append(i)
 
@@ -97,50 +100,55 @@ class _Scheduler:
         collective = [node.collective for node in nodes]
         for i in in_order:
             node = nodes[i]
-            early[i] = node.movable and all(early[j] for j in node.needs)
+            waits, movable, first = collective[i], node.movable, 0
             for j in node.needs:
                 users[j].append(i)
-                after = stage[j] + (1 if collective[j] and not collective[i] else 0)
-                if after > stage[i]:
-                    stage[i] = after
+                after = stage[j] + 1 if collective[j] and not waits else stage[j]
+                if after > first:
+                    first = after
+                movable = movable and early[j]
+            stage[i], early[i] = first, movable
         for i in reversed(in_order):
-            node = nodes[i]
-            if users[i] and (early[i] or node.gathers or node.widens):
+            if users[i] and (early[i] or nodes[i].gathers or nodes[i].widens):
                 before = [stage[j] - (1 if collective[i] and not collective[j] else 0) for j in users[i]]
                 stage[i] = max(stage[i], min(before))
-        position = {i: p for p, i in enumerate(in_order)}
+        position = [0] * n
         # Of collectives that wait for others of their stage, those that wait for as many run together.
         depth = [0] * n
-        for i in in_order:
+        for place, i in enumerate(in_order):
+            position[i] = place
             for j in nodes[i].needs:
                 if collective[j] and stage[j] == stage[i] and depth[j] >= depth[i]:
                     depth[i] = depth[j] + 1
-        return sorted(range(n), key=lambda i: (stage[i], collective[i], depth[i], position[i]))
+        keys = [*zip(stage, collective, depth, position, strict=True)]
+        return sorted(range(n), key=keys.__getitem__)
 
     def _nodes(self, region: int) -> list[_Node]:
+        if len(self.members) == 1:
+            return [self._node((n,), set(step.needs)) for n, step in enumerate(self.steps)]
         groups: list[tuple[int, ...]] = [(i,) for i in self.members[region]]
         groups += [tuple(b) for r in self.inside[region] if (b := self.order(r))]
         groups.sort(key=min)
         of = {s: n for n, group in enumerate(groups) for s in group}
-        several = len(self.members) > 1
         nodes: list[_Node] = []
         for n, group in enumerate(groups):
-            needs = set(self.steps[n].needs)
-            if several:
-                needs = {of[j] for s in group for j in self.steps[s].needs if j in of} - {n}
+            needs = {of[j] for s in group for j in self.steps[s].needs if j in of} - {n}
             i = self.steps[group[0]].instruction
-            block = several and region_of(self.graph, i) != region
-            gathers = reduces = widens = False
-            collective, movable = block, not block
-            if not block and isinstance(i, Convert):
-                reduces = i.source[i.axis].is_partial
-                gathers, collective, movable = not reduces, i.is_collective, not i.is_collective
-            elif isinstance(i, Compute):
-                enters = several and isinstance(self.graph.ops[i.op].primitive, Boundary)
-                movable = not block and not enters
-                widens = movable and self.widening[i.op]
-            nodes.append(_Node(group, tuple(sorted(needs)), collective, gathers, reduces, movable, widens))
+            if region_of(self.graph, i) != region:
+                nodes.append(_Node(group, tuple(sorted(needs)), True, False, False, False, False))
+            else:
+                nodes.append(self._node(group, needs))
         return nodes
+
+    def _node(self, group: tuple[int, ...], needs: Collection[int]) -> _Node:
+        """Of a step that stands in the region itself."""
+        i = self.steps[group[0]].instruction
+        ranked = tuple(needs if len(needs) < 2 else sorted(needs))
+        if isinstance(i, Convert):
+            reduces, collective = i.source[i.axis].is_partial, i.is_collective
+            return _Node(group, ranked, collective, not reduces, reduces, not collective, False)
+        movable = not isinstance(self.graph.ops[i.op].primitive, Boundary)
+        return _Node(group, ranked, False, False, False, movable, movable and self.widening[i.op])
 
     @staticmethod
     def _sorted(nodes: Sequence[_Node]) -> list[int]:

@@ -142,8 +142,12 @@ class ProblemBuilder:
         steps = self.costs.steps(source, target, axis)
         if len(steps) == 1:
             return steps[0]
-        times = self._step_times(value, source, target, axis)
-        return steps[times.index(min(times))]
+
+        def make() -> Collective:
+            times = self._step_times(value, source, target, axis)
+            return steps[times.index(min(times))]
+
+        return self.once(("step", self.conversions(value), source, target, axis), make)
 
     def _step_times(self, value: int, source: Layout, target: Layout, axis: int) -> list[float]:
         """Of each step that does it; infinite for one that may not."""

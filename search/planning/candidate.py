@@ -59,6 +59,11 @@ class Candidate:
         over = sizes if memory > limit else None
         return replace(self, sizes=sizes, known_cost=None, memory=memory, bound=None, over=over)
 
+    def is_like(self, other: Candidate) -> bool:
+        """Whether it is the same program at the same sizes."""
+        same = self.program.instructions == other.program.instructions and self.program.inputs == other.program.inputs
+        return same and self.sizes.shares == other.sizes.shares
+
     def held(self) -> tuple[float, ...]:
         """Bytes of each device at its fullest point."""
         return self.sizer.memory.peaks(self.sizes)

@@ -550,9 +550,10 @@ def concluded(found: MakespanSearch, bar: float = np.inf) -> Overlapped | None:
     for known in sorted(found.scheduled, key=lambda known: known.makespan_s):
         if best is not None and (len(tried) >= _TRIED or known.makespan_s >= best.timeline.makespan_s * _NEARLY):
             break
-        best = _shorter(best, _within_limit(known, search, found.bound_for(known)))
-        tried.append(known)
-    if least_sum in tried:
+        if not any(known.candidate.is_like(other.candidate) for other in tried):
+            best = _shorter(best, _within_limit(known, search, found.bound_for(known)))
+            tried.append(known)
+    if any(least_sum.candidate.is_like(other.candidate) for other in tried):
         return best
     # Quick schedules may rank it too low.
     return _shorter(best, _within_limit(least_sum, search, found.bound_for(least_sum)))

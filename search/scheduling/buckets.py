@@ -9,10 +9,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import replace
+from functools import cached_property
 from typing import NamedTuple
 
-from hapsynth.search.scheduling.tasks import LINKS, Machine, TaskGraph, Transfer
-from hapsynth.search.scheduling.timeline import Timeline, simulate
+from hapsynth.search.scheduling.tasks import LINKS, Machine, TaskGraph, Transfer, nearest_order
+from hapsynth.search.scheduling.timeline import Simulation, Timeline, simulate
 from hapsynth.search.scheduling.waits import waits
 
 _TRIALS = 16
@@ -25,28 +27,31 @@ _SAME = 1e-9
 
 def bundled(timeline: Timeline) -> Timeline:
     """A timeline in which those collectives go together that wait at once for the same link, where that is better."""
-    neighbours = _Neighbours(timeline)
-    return _better(timeline, neighbours.simulated(neighbours.waiting()))
+    neighbours = Neighbours(timeline)
+    together = neighbours.waiting()
+    found = neighbours.tried(together)
+    if found is None or not found.is_better_than(Trial.of(timeline)):
+        return timeline
+    return neighbours.simulated(together)
 
 
 def rebundled(timeline: Timeline, *, large: bool = False) -> Timeline:
     """A timeline with more collectives together, where that is better: all neighbours, else half of them, and so on.
     `large`: also of those that are copied in less time than their latency."""
-    neighbours = _Neighbours(timeline, large=large)
+    neighbours = Neighbours(timeline, large=large)
     taken: set[int] = set()
-    best, trials = timeline, 0
+    best, trials = Trial.of(timeline), 0
     blocks = deque([range(len(neighbours.pairs))] if neighbours.pairs else [])
     while blocks and trials < _TRIALS:
         block, trials = blocks.popleft(), trials + 1
-        found = neighbours.simulated(taken | {*block})
-        better = _better(best, found)
-        if better is not best:
-            best = better
+        found = neighbours.tried(taken | {*block})
+        if found is not None and found.is_better_than(best):
+            best = found
             taken |= {*block}
         elif len(block) > 1:
             middle = len(block) // 2
             blocks += [block[:middle], block[middle:]]
-    return best
+    return neighbours.simulated(taken) if taken else timeline
 
 
 def cut(timeline: Timeline, scheduled: Callable[[TaskGraph], Timeline]) -> Timeline:
@@ -56,7 +61,8 @@ def cut(timeline: Timeline, scheduled: Callable[[TaskGraph], Timeline]) -> Timel
     for _ in range(_CUTS):
         better = best
         for found in _cuts(best):
-            better = _better(_better(better, found), scheduled(found.tasks))
+            for other in (found, scheduled(found.tasks)):
+                better = other if Trial.of(other).is_better_than(Trial.of(better)) else better
         if better is best:
             break
         best = better
@@ -102,16 +108,23 @@ def _needed_at(tasks: TaskGraph, task: int, place: Sequence[int]) -> tuple[int, 
     return first, max((place[maker] for maker in tasks.makers[task]), default=-1)
 
 
-def _better(one: Timeline, other: Timeline | None) -> Timeline:
-    if other is None:
-        return one
-    shorter, longer = other.makespan_s < one.makespan_s * (1 - _SAME), other.makespan_s > one.makespan_s * (1 + _SAME)
-    return other if shorter or (not longer and _sending_s(other) < _sending_s(one) * (1 - _SAME)) else one
+class Trial(NamedTuple):
+    """What a timeline comes to: its makespan, and seconds in which links send, all together."""
 
+    makespan_s: float
+    sending_s: float
 
-def _sending_s(timeline: Timeline) -> float:
-    tasks = timeline.tasks
-    return sum(seconds for machine, seconds in zip(tasks.machine, tasks.longest, strict=True) if machine in LINKS)
+    @classmethod
+    def of(cls, timeline: Timeline) -> Trial:
+        tasks = timeline.tasks
+        sending = (seconds for machine, seconds in zip(tasks.machine, tasks.longest, strict=True) if machine in LINKS)
+        return cls(timeline.makespan_s, sum(sending))
+
+    def is_better_than(self, other: Trial) -> bool:
+        if self.makespan_s < other.makespan_s * (1 - _SAME):
+            return True
+        longer = self.makespan_s > other.makespan_s * (1 + _SAME)
+        return not longer and self.sending_s < other.sending_s * (1 - _SAME)
 
 
 class _Sent(NamedTuple):
@@ -122,7 +135,7 @@ class _Sent(NamedTuple):
     ended: float
 
 
-class _Neighbours:
+class Neighbours:
     """Each two collectives of a family that follow one another in a timeline's order (`pairs`)."""
 
     def __init__(self, timeline: Timeline, *, large: bool = False) -> None:
@@ -169,14 +182,45 @@ class _Neighbours:
                     last[link] = _Sent(task, begun, begun + tasks.longest[task])
         return found
 
-    def simulated(self, together: set[int]) -> Timeline | None:
-        """The timeline with these pairs together; None where none are, or it cannot be."""
-        bundles = self._bundles(together)
-        tasks = self.tasks.joined(self.timeline.order, bundles) if bundles else None
-        return None if tasks is None else simulate(tasks, range(len(tasks.machine)))
+    def simulated(self, together: set[int]) -> Timeline:
+        """The timeline with these pairs together, which is one (`tried`)."""
+        tasks = self.tasks.joined(self.timeline.order, [bundle for bundle, _ in self.bundles(together)])
+        assert tasks is not None, "pairs that can be together"
+        return simulate(tasks, range(len(tasks.machine)))
 
-    def _bundles(self, together: set[int]) -> list[list[int]]:
-        """As long as a bundle has room. What is gathered twice, dropped between, one bundle cannot gather twice."""
+    def tried(self, together: set[int]) -> Trial | None:
+        """What that would come to; None where none are together, or they cannot be. Without the tasks as such, which
+        take longer to make."""
+        bundles = self.bundles(together)
+        if not bundles:
+            return None
+        plain, makers = self._simulation, self.tasks.makers
+        users, missing, seconds = [*plain.users], [*plain.missing], [[*each] for each in plain.seconds]
+        first: dict[int, int] = {}
+        for bundle, transfer in bundles:
+            one = bundle[0]
+            first.update(dict.fromkeys(bundle[1:], one))
+            users[one] = [user for task in bundle for user in plain.users[task]]
+            missing[one] = sum(plain.missing[task] for task in bundle)
+            for each in seconds:
+                each[one] = transfer.seconds
+        for one in {first.get(maker, maker) for task in first for maker in makers[task]}:
+            users[one] = [first.get(user, user) for user in users[one]]
+        order = nearest_order([task for task in self.timeline.order if task not in first], users, missing)
+        if order is None:
+            return None
+        _, end = replace(plain, seconds=seconds, users=users, missing=missing).run(order)
+        machine = plain.machine
+        sending = sum([max(each[task] for each in seconds) for task in order if machine[task] in LINKS])
+        return Trial(max(max(each) for each in end), sending)
+
+    @cached_property
+    def _simulation(self) -> Simulation:
+        return Simulation.of(self.tasks)
+
+    def bundles(self, together: set[int]) -> list[tuple[list[int], Transfer]]:
+        """As long as a bundle has room; with what each sends. What is gathered twice, dropped between, one bundle
+        cannot gather twice."""
         most, transfers = self.tasks.lowering.bundle_bytes, self.tasks.transfers
         of: dict[int, list[int]] = {}
         held: dict[int, Transfer] = {}
@@ -188,4 +232,4 @@ class _Neighbours:
                 bundle.append(other)
                 of[one] = of[other] = bundle
                 held[bundle[0]] = before.beside(more)
-        return [bundle for first, bundle in of.items() if bundle[0] == first]
+        return [(bundle, held[first]) for first, bundle in of.items() if bundle[0] == first]

@@ -215,9 +215,12 @@ def _for_links(timeline: Timeline) -> Timeline:
     """A timeline in which links wait less, where one is found: in turn the list schedule that computes what the
     collectives of the last one need first, were they sent without a pause in their order, and to the end as late as
     that allows."""
-    tasks, best, order = timeline.tasks, timeline, timeline.order
+    tasks, best, order = timeline.tasks, timeline, [*timeline.order]
     for _ in range(_LINK_ROUNDS):
+        before = order
         order, ended = _greedy(tasks, tasks.makers, tasks.users, _latest_starts(tasks, order))
+        if order == before:
+            break
         if max(ended, default=0.0) < best.makespan_s * (1 - _LEAST_GAIN):
             best = min(best, simulate(tasks, order), key=_makespan)
     return best
@@ -226,13 +229,20 @@ def _for_links(timeline: Timeline) -> Timeline:
 def _latest_starts(tasks: TaskGraph, order: Sequence[int]) -> list[float]:
     """Seconds from the end, negative, at which each task must begin so that the links send in an order without a
     pause."""
+    machine, users, longest = tasks.machine, tasks.users, tasks.longest
     found = [0.0] * len(order)
-    next_of = dict.fromkeys(Machine, 0.0)
+    next_of = dict.fromkeys(LINKS, 0.0)
     for task in reversed(order):
-        latest = min((found[user] for user in tasks.users[task]), default=0.0)
-        machine = tasks.machine[task]
-        taken = (*LINKS,) if machine is Machine.EVERYTHING else (machine,) if machine in LINKS else ()
-        found[task] = min([latest, *(next_of[link] for link in taken)]) - tasks.longest[task]
+        latest = 0.0
+        for user in users[task]:
+            if found[user] < latest:
+                latest = found[user]
+        on = machine[task]
+        if on is Machine.COMPUTE or on is Machine.LOCAL:
+            found[task] = latest - longest[task]
+            continue
+        taken = LINKS if on is Machine.EVERYTHING else (on,)
+        found[task] = min([latest, *(next_of[link] for link in taken)]) - longest[task]
         next_of.update(dict.fromkeys(taken, found[task]))
     return found
 
@@ -245,56 +255,58 @@ def _greedy(
     machine, longest = tasks.machine, tasks.longest
     count = len(longest)
     queue_of = [_QUEUES[m] for m in machine]
+    ranked = sorted(range(count), key=priority.__getitem__)
+    rank = [0] * count
+    for place, task in enumerate(ranked):
+        rank[task] = place
     missing = [len(each) for each in before]
     since, end = [0.0] * count, [0.0] * count
     free = [0.0] * 3
-    coming: list[list[tuple[float, float, int]]] = [[], [], []]
-    ready: list[list[tuple[float, int]]] = [[], [], []]
+    coming: list[list[tuple[float, int]]] = [[], [], []]
+    ready: list[list[int]] = [[], [], []]
+    queues = [*enumerate(zip(coming, ready, strict=True))]
     order: list[int] = []
-
-    def release(task: int) -> None:
-        """Its last maker is done."""
-        waiting = [task]
-        while waiting:
-            at = waiting.pop()
+    released = [task for task in reversed(range(count)) if not missing[task]]
+    while True:
+        # Those whose last maker is done, and what takes no time.
+        while released:
+            at = released.pop()
             queue, begun = queue_of[at], since[at]
             if queue < 0:
                 end[at] = begun
                 order.append(at)
-                waiting += done(at, begun)
+                for user in after[at]:
+                    if since[user] < begun:
+                        since[user] = begun
+                    missing[user] -= 1
+                    if not missing[user]:
+                        released.append(user)
             elif begun <= free[queue]:
-                heappush(ready[queue], (priority[at], at))
+                heappush(ready[queue], rank[at])
             else:
-                heappush(coming[queue], (begun, priority[at], at))
-
-    def done(task: int, ended: float) -> list[int]:
-        found: list[int] = []
+                heappush(coming[queue], (begun, rank[at]))
+        if len(order) == count:
+            return order, end
+        at, begun = 0, np.inf
+        for queue, (waiting, can) in queues:
+            now = free[queue]
+            while waiting and waiting[0][0] <= now:
+                heappush(can, heappop(waiting)[1])
+            if can:
+                if now < begun:
+                    at, begun = queue, now
+            elif waiting and waiting[0][0] < begun:
+                at, begun = queue, waiting[0][0]
+        task = ranked[heappop(ready[at]) if ready[at] else heappop(coming[at])[1]]
+        if machine[task] is Machine.EVERYTHING:
+            begun = max(begun, *free)
+            free = [begun + longest[task]] * 3
+        ended = end[task] = free[at] = begun + longest[task]
+        order.append(task)
         for user in after[task]:
             if since[user] < ended:
                 since[user] = ended
             missing[user] -= 1
             if not missing[user]:
-                found.append(user)
-        return found
-
-    for task, makers in enumerate(list(missing)):
-        if not makers:
-            release(task)
-    while len(order) < count:
-        at, begun = 0, np.inf
-        for queue, now in enumerate(free):
-            waiting, can = coming[queue], ready[queue]
-            while waiting and waiting[0][0] <= now:
-                _, rank, task = heappop(waiting)
-                heappush(can, (rank, task))
-            if (can or waiting) and (start := now if can else waiting[0][0]) < begun:
-                at, begun = queue, start
-        task = heappop(ready[at])[1] if ready[at] else heappop(coming[at])[2]
-        if machine[task] is Machine.EVERYTHING:
-            begun = max(begun, *free)
-            free = [begun + longest[task]] * 3
-        end[task] = free[at] = begun + longest[task]
-        order.append(task)
-        for user in done(task, end[task]):
-            release(user)
-    return order, end
+                released.append(user)
+        released.reverse()

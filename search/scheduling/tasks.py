@@ -13,8 +13,7 @@ from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from functools import cached_property, reduce
-from heapq import heapify, heappop, heappush
-from itertools import chain
+from heapq import heappop, heappush
 from math import fsum
 from typing import NamedTuple
 
@@ -121,50 +120,53 @@ class TaskGraph:
     def joined(self, order: Sequence[int], bundles: Iterable[Sequence[int]]) -> TaskGraph | None:
         """The same with the tasks of each bundle, all collectives or all computed, as one, numbered in an order that is
         nearest to the one given; None where some would wait for themselves. Each bundle is in the given order."""
-        first = list(range(len(self.machine)))
+        count = len(self.machine)
+        first, place = list(range(count)), [0] * count
+        for at, task in enumerate(order):
+            place[task] = at
+        members: dict[int, list[int]] = {}
         for bundle in bundles:
             for task in bundle:
                 first[task] = bundle[0]
-        place = [0] * len(first)
-        for k, task in enumerate(order):
-            place[task] = k
-        members: dict[int, list[int]] = {}
-        for task in order:
-            members.setdefault(first[task], []).append(task)
-        makers = {one: {first[m]: None for task in tasks for m in self.makers[task]} for one, tasks in members.items()}
-        for one, needed in makers.items():
+            members[bundle[0]] = sorted(bundle, key=place.__getitem__)
+        inside = {task for bundle in members.values() for task in bundle}
+        makers: list[Iterable[int]] = [*self.makers]
+        for task in {user for one in inside for user in self.users[one]} - inside:
+            makers[task] = dict.fromkeys([first[m] for m in self.makers[task]])
+        for one, bundle in members.items():
+            needed = dict.fromkeys([first[m] for task in bundle for m in self.makers[task]])
             if self.machine[one] not in LINKS:
                 needed.pop(one, None)
-        users: dict[int, list[int]] = {one: [] for one in members}
-        for one, needed in makers.items():
-            for maker in needed:
-                users[maker].append(one)
-        missing = {one: len(needed) for one, needed in makers.items()}
-        ready = [(place[one], one) for one, count in missing.items() if not count]
-        heapify(ready)
-        number: dict[int, int] = {}
-        while ready:
-            _, one = heappop(ready)
-            number[one] = len(number)
-            for user in users[one]:
-                missing[user] -= 1
-                if not missing[user]:
-                    heappush(ready, (place[user], user))
-        if len(number) < len(members):
+            makers[one] = needed
+        users: list[list[int]] = [[] for _ in range(count)]
+        missing = [0] * count
+        for task in order:
+            if first[task] == task:
+                for maker in makers[task]:
+                    users[maker].append(task)
+                    missing[task] += 1
+        found = nearest_order([task for task in order if first[task] == task], users, missing)
+        if found is None:
             return None
-        seconds = self.seconds[list(number)]
-        transfers: dict[int, Transfer] = {}
-        for one, at in number.items():
-            if one in self.transfers:
-                transfers[at] = reduce(Transfer.beside, [self.transfers[task] for task in members[one]])
-            if len(members[one]) > 1:
-                seconds[at] = transfers[at].seconds if one in self.transfers else self.seconds[members[one]].sum(axis=0)
+        number = [0] * count
+        for at, one in enumerate(found):
+            number[one] = at
+        seconds = self.seconds[found]
+        instructions = [self.instructions[one] for one in found]
+        transfers = {number[one]: self.transfers[one] for one in found if one in self.transfers}
+        for one, bundle in members.items():
+            at = number[one]
+            instructions[at] = tuple([k for task in bundle for k in self.instructions[task]])
+            if at in transfers:
+                transfers[at] = reduce(Transfer.beside, [self.transfers[task] for task in bundle])
+            if len(bundle) > 1:
+                seconds[at] = transfers[at].seconds if at in transfers else self.seconds[bundle].sum(axis=0)
         return replace(
             self,
-            machine=tuple(self.machine[one] for one in number),
+            machine=tuple([self.machine[one] for one in found]),
             seconds=seconds,
-            makers=tuple(tuple(number[m] for m in makers[one]) for one in number),
-            instructions=tuple(tuple(k for task in members[one] for k in self.instructions[task]) for one in number),
+            makers=tuple([tuple([number[m] for m in makers[one]]) for one in found]),
+            instructions=tuple(instructions),
             sent_in={number[task]: sent for task, sent in self.sent_in.items()},
             transfers=transfers,
             unbundled=self._unbundled(members.values()),
@@ -219,6 +221,29 @@ class TaskGraph:
         return found
 
 
+def nearest_order(order: Sequence[int], users: Sequence[Sequence[int]], missing: Sequence[int]) -> list[int] | None:
+    """Tasks with each after those that it waits for, in the order that is nearest to the one given; None where some
+    would wait for themselves. `users`, `missing`: of each task, those that wait for it and for how many it does."""
+    place, missing = [-1] * len(missing), [*missing]
+    for at, task in enumerate(order):
+        place[task] = at
+    found: list[int] = []
+    late: list[int] = []
+    for at, task in enumerate(order):
+        if missing[task]:
+            continue
+        late.append(at)
+        while late:
+            one = order[heappop(late)]
+            found.append(one)
+            for user in users[one]:
+                missing[user] -= 1
+                # What comes after this place is yet to come.
+                if not missing[user] and place[user] < at:
+                    heappush(late, place[user])
+    return found if len(found) == len(order) else None
+
+
 def tasks_of(program: Program, sizes: Sizes, costs: CostModel) -> TaskGraph:
     """The tasks of a program."""
     return _Builder(program, sizes, costs).graph()
@@ -248,24 +273,26 @@ class _Builder:
         computing = [seconds[alone].tolist() for seconds in self.loads]
         for value, seconds in self.fed.items():
             self.made[value, self.program.inputs[value]] = self._add(Machine.COMPUTE, seconds[alone].tolist(), (), ())
-        at, source = 0, self.costs.graph
-        for item in nested(source, self.program.instructions).items:
+        at, source, load_of = 0, self.costs.graph, self.index.load_of
+        instructions = self.program.instructions
+        for item in instructions if len(source.regions) == 1 else nested(source, instructions).items:
             if isinstance(item, Block):
                 places = range(at, at + sum(1 for _ in item.flat()))
                 inside = self._together[places.start : places.stop]
                 machine, seconds = Machine.EVERYTHING, [fsum(cost.seconds for cost in inside)] * alone.size
                 self.sent_in[len(self.machine)] = fsum(c.seconds for c in inside if isinstance(c.instruction, Convert))
             else:
-                places = range(at, at + 1)
+                places = (at,)
                 if isinstance(item, Compute):
-                    machine, seconds = Machine.COMPUTE, computing[self.index.load_of[at]]
-                    if uniform := self.costs.uniform_time(item.op):
+                    machine, seconds = Machine.COMPUTE, computing[load_of[at]]
+                    if item.op in source.unsure:
+                        uniform = self.costs.uniform_time(item.op)
                         seconds = [s + uniform for s in seconds]
                 else:
                     machine, sent = self._sent(item)
                     seconds = [sent] * alone.size
             self._run(places, machine, seconds)
-            at = places.stop
+            at += len(places)
         seconds = np.array(self.seconds).reshape(len(self.machine), alone.size)
         graph = tuple(self.machine), seconds, tuple(self.makers), tuple(self.instructions), group_of
         found = TaskGraph(
@@ -284,28 +311,26 @@ class _Builder:
 
     def _kernels(self, tasks: TaskGraph) -> Iterator[list[int]]:
         """Tasks that are one kernel, with slices between them, the one that ends it first."""
-        count = len(tasks.machine)
-        end = list(range(count))
-        for task in filter(self._is_inside_a_kernel, reversed(range(count))):
+        machine, users = tasks.machine, tasks.users
+        end: dict[int, int] = {}
+        for task in reversed(self._inside_kernels()):
             inside, at = list[int](), task
-            while len(tasks.users[at]) == 1 and (at == task or tasks.machine[at] is Machine.LOCAL):
+            while len(users[at]) == 1 and (at == task or machine[at] is Machine.LOCAL):
                 inside.append(at)
-                (at,) = tasks.users[at]
-            if tasks.machine[at] is Machine.COMPUTE:
-                for each in inside:
-                    end[each] = end[at]
+                (at,) = users[at]
+            if machine[at] is Machine.COMPUTE:
+                end.update(dict.fromkeys(inside, end.get(at, at)))
         members: dict[int, list[int]] = {}
-        for task in range(count):
-            if end[task] != task:
-                members.setdefault(end[task], [end[task]]).append(task)
+        for task in sorted(end):
+            members.setdefault(end[task], [end[task]]).append(task)
         return iter(members.values())
 
-    def _is_inside_a_kernel(self, task: int) -> bool:
-        """Whether a task is an op of which nothing lies in memory."""
-        if self.machine[task] is not Machine.COMPUTE or not self.instructions[task]:
-            return False
-        written = [made for at in self.instructions[task] for made in self.accesses[at][1]]
-        return not any(self.costs.is_materialized(value) for value, _ in written)
+    def _inside_kernels(self) -> list[int]:
+        """Tasks that are an op of which nothing lies in memory, rising."""
+        stored = self.costs.is_materialized
+        computed = [t for t, m in enumerate(self.machine) if m is Machine.COMPUTE and self.instructions[t]]
+        written = [self.accesses[self.instructions[task][0]][1] for task in computed]
+        return [t for t, made in zip(computed, written, strict=True) if not any(stored(v) for v, _ in made)]
 
     def _sent(self, i: Convert) -> tuple[Machine, float]:
         """What a conversion in no loop or branch takes, and its seconds."""
@@ -333,15 +358,19 @@ class _Builder:
 
     def _run(self, places: Sequence[int], machine: Machine, seconds: list[float]) -> None:
         """A task of some of the program's instructions."""
-        every, made = [self.accesses[k] for k in places], self.made
-        needed = chain.from_iterable([read for read, _ in every])
+        accesses, made = self.accesses, self.made
+        needs: dict[int, None] = {}
+        for k in places:
+            for held in accesses[k][0]:
+                maker = made.get(held)
+                if maker is not None:
+                    needs[maker] = None
         if self.costs.graph.ties:
-            needed = chain(needed, self._carried_on(places))
-        needs = dict.fromkeys([made[p] for p in needed if p in made])
+            needs.update(dict.fromkeys([made[p] for p in self._carried_on(places) if p in made]))
         task = self._add(machine, seconds, tuple(needs), tuple(places))
-        for _, written in every:
-            for p in written:
-                made[p] = task
+        for k in places:
+            for held in accesses[k][1]:
+                made[held] = task
 
     def _carried_on(self, places: Sequence[int]) -> Iterator[Property]:
         """What loops find carried on at the end of an iteration: no instruction reads it, and it may have been made

@@ -9,11 +9,9 @@ all arguments there, to the last result on the last device.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from operator import add
 
 import numpy as np
 
@@ -70,7 +68,12 @@ class Timeline:
 
 def simulate(tasks: TaskGraph, order: Sequence[int]) -> Timeline:
     """The timeline of an order in which each task comes after its makers; ValueError where one does not."""
-    return _Simulation(tasks, order).run()
+    order, count = tuple(order), len(tasks.machine)
+    if sorted(order) != list(range(count)):
+        raise ValueError(f"an order of {len(order)} tasks, of which there are {count}")
+    start, end = Simulation.of(tasks).run(order)
+    start, end = (np.array(each, dtype=np.float64).reshape(tasks.seconds.shape[::-1]).T.copy() for each in (start, end))
+    return Timeline(tasks, order, start, end)
 
 
 def step_seconds(program: Program, sizes: Sizes, costs: CostModel, *, overlap: bool) -> float:
@@ -82,93 +85,113 @@ def step_seconds(program: Program, sizes: Sizes, costs: CostModel, *, overlap: b
     return simulate(tasks, range(len(tasks.machine))).makespan_s
 
 
-class _Simulation:
-    """In plain floats: groups are few, and arrays of so few numbers take longer to make than to compute."""
+@dataclass(frozen=True, eq=False)
+class Simulation:
+    """Tasks by their machines. In plain floats: groups are few, and arrays of so few numbers take longer to make than
+    to compute. `seconds`: [groups][tasks]; `users`: those that wait for each, one that takes several of its results as
+    often as `missing` counts it."""
 
-    def __init__(self, tasks: TaskGraph, order: Sequence[int]) -> None:
-        self.tasks, self.order = tasks, tuple(order)
-        count, groups = tasks.seconds.shape
-        if sorted(self.order) != list(range(count)):
-            raise ValueError(f"an order of {len(self.order)} tasks, of which there are {count}")
+    machine: Sequence[Machine]
+    seconds: Sequence[Sequence[float]]
+    users: Sequence[Sequence[int]]
+    missing: Sequence[int]
+    slowdown: Sequence[float] | None
+
+    @classmethod
+    def of(cls, tasks: TaskGraph) -> Simulation:
         slowdown = tasks.slowdown
-        self.slowdown = None if slowdown is None or (slowdown == 1.0).all() else slowdown.tolist()
-        self.seconds: list[list[float]] = tasks.seconds.tolist()
-        self.missing = [len(makers) for makers in tasks.makers]
-        self.start, self.end = ([[0.0] * groups] * count for _ in range(2))
-        self.last: list[float] = [0.0] * count
-        """Of each task, when it ends in the last group."""
-        self.stream = [0.0] * groups
-        self.free = {Machine.NETWORK: 0.0, Machine.INTRA: 0.0}
-        takes = lambda link: (t for t in self.order if tasks.machine[t] in (link, Machine.EVERYTHING))
-        self.waiting = {link: deque(takes(link)) for link in self.free}
-        self.windows: tuple[list[float], list[float]] = [], []
-        """When something is sent: starts and ends, in order and apart."""
+        slower = None if slowdown is None or (slowdown == 1.0).all() else slowdown.tolist()
+        return cls(tasks.machine, tasks.seconds.T.tolist(), tasks.users, [len(m) for m in tasks.makers], slower)
 
-    def run(self) -> Timeline:
-        machine, makers = self.tasks.machine, self.tasks.makers
-        for task in [t for t, made_by in enumerate(makers) if not made_by and machine[t] is Machine.LOCAL]:
-            self._done(task)
-        self._send()
-        for task in self.order:
-            if machine[task] not in (Machine.COMPUTE, Machine.EVERYTHING):
-                continue
-            if self.missing[task]:
-                raise ValueError(f"task {task} comes before one that it waits for")
-            ready = self._ready(task, self.stream)
-            computes = machine[task] is Machine.COMPUTE
-            if not computes:
-                ready = [max([*ready, *self.free.values()])] * len(ready)
-            seconds = self.seconds[task]
-            self.stream = self._computed(ready, seconds) if computes else list(map(add, ready, seconds))
-            self._ran(task, ready, self.stream)
-            if not computes:
-                self.free = dict.fromkeys(self.free, float(self.last[task]))
-                for waiting in self.waiting.values():
-                    waiting.popleft()
-            self._done(task)
-            self._send()
-        shape = self.tasks.seconds.shape
-        start, end = (np.array(rows, dtype=np.float64).reshape(shape) for rows in (self.start, self.end))
-        return Timeline(self.tasks, self.order, start, end)
+    def run(self, order: Sequence[int]) -> tuple[list[list[float]], list[list[float]]]:
+        """When each task starts and ends [groups][tasks], in an order that may leave some out."""
+        machine, users, missing = self.machine, self.users, list(self.missing)
+        count, groups = len(machine), range(len(self.seconds))
+        compute, everything, local = Machine.COMPUTE, Machine.EVERYTHING, Machine.LOCAL
+        start, end, since = ([[0.0] * count for _ in groups] for _ in range(3))
+        # Of each group its seconds, when its tasks have what they are made of, start and end, and its slowdown.
+        slowdown = self.slowdown or [1.0] * len(groups)
+        columns = [*zip(self.seconds, since, start, end, slowdown, strict=True)]
+        pairs = [*zip(since, end, strict=True)]
+        stream = [0.0] * len(groups)
+        sent = _Sent()
+        queues = [iter([t for t in order if machine[t] in (link, everything)]) for link in LINKS]
+        heads = [next(queue, None) for queue in queues]
+        free = [0.0] * len(LINKS)
+        finished = [t for t in order if not missing[t] and machine[t] is local]
+        computed = [t for t in order if machine[t] is compute or machine[t] is everything]
+        # Before the first is computed, what waits for nothing is sent.
+        for task in (None, *computed):
+            can_send = task is None or machine[task] is everything
+            if task is not None:
+                if missing[task]:
+                    raise ValueError(f"task {task} comes before one that it waits for")
+                at_once = None
+                if machine[task] is everything:
+                    at_once = max([*stream, *free, *(ready[task] for ready in since)])
+                for group, (seconds, ready, began, ended, slow) in enumerate(columns):
+                    now = stream[group]
+                    if ready[task] > now:
+                        now = ready[task]
+                    if at_once is not None:
+                        now = at_once
+                    began[task] = now
+                    if at_once is not None or sent.until <= now:
+                        now += seconds[task]
+                    else:
+                        now = sent.computed(now, seconds[task], slow)
+                    stream[group] = ended[task] = now
+                if at_once is not None:
+                    free = [max(stream)] * len(free)
+                    heads = [next(queue, None) for queue in queues]
+                finished.append(task)
+            while True:
+                # Those that waited for a task alone can go; what takes no time is done at once.
+                while finished:
+                    done = finished.pop()
+                    for user in users[done]:
+                        for ready, ended in pairs:
+                            if ready[user] < ended[done]:
+                                ready[user] = ended[done]
+                        missing[user] -= 1
+                        if not missing[user]:
+                            kind = machine[user]
+                            if kind is local:
+                                for _, ready, began, ended, _ in columns:
+                                    began[user] = ended[user] = ready[user]
+                                finished.append(user)
+                            elif kind is not compute:
+                                can_send = True
+                if not can_send:
+                    break
+                can_send = False
+                # Whatever is next on its link and has its operand.
+                for at, (link, queue) in enumerate(zip(LINKS, queues, strict=True)):
+                    while (task := heads[at]) is not None and machine[task] is link and not missing[task]:
+                        begun = free[at]
+                        for ready in since:
+                            if ready[task] > begun:
+                                begun = ready[task]
+                        until = free[at] = begun + self.seconds[0][task]
+                        for _, _, began, ended, _ in columns:
+                            began[task], ended[task] = begun, until
+                        if self.slowdown is not None:
+                            sent.occupy(begun, until)
+                        finished.append(task)
+                        heads[at] = next(queue, None)
+        return start, end
 
-    def _ready(self, task: int, since: list[float]) -> list[float]:
-        """When each group has what a task is made of."""
-        for maker in self.tasks.makers[task]:
-            since = list(map(max, since, self.end[maker]))
-        return since
 
-    def _ran(self, task: int, start: list[float], end: list[float]) -> None:
-        self.start[task], self.end[task], self.last[task] = start, end, max(end, default=0.0)
+class _Sent:
+    """When something is sent: starts and ends, in order and apart. `until`: the last end."""
 
-    def _done(self, task: int) -> None:
-        """Those that waited for a task alone can go; what takes no time is done at once."""
-        finished = [task]
-        while finished:
-            for user in self.tasks.users[finished.pop()]:
-                self.missing[user] -= 1
-                if not self.missing[user] and self.tasks.machine[user] is Machine.LOCAL:
-                    made = self._ready(user, [0.0] * len(self.stream))
-                    self._ran(user, made, made)
-                    finished.append(user)
+    def __init__(self) -> None:
+        self.starts: list[float] = []
+        self.ends: list[float] = []
+        self.until = 0.0
 
-    def _send(self) -> None:
-        """Start whatever is next on its link and has its operand."""
-        sent = True
-        while sent:
-            sent = False
-            for link, waiting in self.waiting.items():
-                while waiting and self.tasks.machine[waiting[0]] is link and not self.missing[waiting[0]]:
-                    task, sent = waiting.popleft(), True
-                    ready = max((self.last[m] for m in self.tasks.makers[task]), default=0.0)
-                    begun = max(ready, self.free[link])
-                    until = self.free[link] = begun + self.seconds[task][0]
-                    self._ran(task, [begun] * len(self.stream), [until] * len(self.stream))
-                    if self.slowdown is not None:
-                        self._occupy(begun, until)
-                    self._done(task)
-
-    def _occupy(self, start: float, end: float) -> None:
-        starts, ends = self.windows
+    def occupy(self, start: float, end: float) -> None:
+        starts, ends = self.starts, self.ends
         at = bisect_right(starts, start)
         if at and ends[at - 1] >= start:
             at -= 1
@@ -177,24 +200,20 @@ class _Simulation:
         while last < len(starts) and starts[last] <= end:
             end, last = max(end, ends[last]), last + 1
         starts[at:last], ends[at:last] = [start], [end]
+        self.until = ends[-1]
 
-    def _computed(self, begun: list[float], seconds: list[float]) -> list[float]:
-        """When each group has computed so many seconds that are begun then."""
-        if self.slowdown is None:
-            return list(map(add, begun, seconds))
-        starts, ends = self.windows
-        found: list[float] = []
-        for now, left, slow in zip(begun, seconds, self.slowdown, strict=True):
-            at = max(bisect_right(starts, now) - 1, 0)
-            while left > 0 and at < len(starts):
-                if ends[at] <= now:
-                    at += 1
-                    continue
-                alone = max(starts[at] - now, 0.0)
-                if left <= alone:
-                    break
-                beside = min(left - alone, (ends[at] - max(starts[at], now)) / slow)
-                now = max(starts[at], now) + beside * slow
-                left -= alone + beside
-            found.append(now + left)
-        return found
+    def computed(self, now: float, left: float, slow: float) -> float:
+        """When so many seconds are computed that are begun now and take `slow` times as long beside what is sent."""
+        starts, ends = self.starts, self.ends
+        at = max(bisect_right(starts, now) - 1, 0)
+        while left > 0 and at < len(starts):
+            if ends[at] <= now:
+                at += 1
+                continue
+            alone = max(starts[at] - now, 0.0)
+            if left <= alone:
+                break
+            beside = min(left - alone, (ends[at] - max(starts[at], now)) / slow)
+            now = max(starts[at], now) + beside * slow
+            left -= alone + beside
+        return now + left

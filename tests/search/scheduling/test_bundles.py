@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from cp_sat import exact_makespan
 from lowering_options import ALONE
+from orders import random_order
 from slow_devices import SPEEDS, first_devices, thin_cluster
 
 import hapsynth
@@ -24,7 +25,7 @@ from hapsynth.instructions.staging.options import LoweringOptions
 from hapsynth.lower import Lowered, lower_staged, own_mesh
 from hapsynth.lower._host_schedule import CollectiveStage
 from hapsynth.search.cost.network import AxisLink
-from hapsynth.search.scheduling.buckets import cut, rebundled
+from hapsynth.search.scheduling.buckets import Neighbours, Trial, cut, rebundled
 from hapsynth.search.scheduling.list_schedule import refined, schedule
 from hapsynth.search.scheduling.tasks import LINKS, Machine, TaskGraph, Transfer, tasks_of
 from hapsynth.search.scheduling.timeline import simulate
@@ -134,6 +135,29 @@ def test_larger_ones_go_together_where_copies_take_less_than_a_latency() -> None
         found = rebundled(found, large=True)
         assert len(sent(found.tasks)) == count
         assert found.makespan_s == 1 + 4 + 4 + 2 * count + 1
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_what_pairs_come_to_is_told_without_their_tasks(seed: int) -> None:
+    """Of random tasks in random orders, also of pairs that would wait for themselves."""
+    rng, slower = random.Random(seed), np.array([1.0, 1.5])
+    rows = list[tuple[Machine, float, tuple[int, ...]]]()
+    for task in range(14):
+        machine = rng.choice([COMPUTE, NETWORK, NETWORK, Machine.LOCAL])
+        makers = tuple(sorted(rng.sample(range(task), min(task, rng.choice([0, 1, 1, 2])))))
+        rows.append((machine, 0.0 if machine is Machine.LOCAL else float(rng.randint(1, 5)), makers))
+    alone = graph_of(rows)
+    groups = rng.choice([1, 2])
+    tasks = replace(alone, seconds=np.repeat(alone.seconds, groups, axis=1), slowdown=slower[2 - groups :])
+    timeline = simulate(tasks, random_order(rng, tasks))
+    neighbours = Neighbours(timeline)
+    for together in (set(range(k)) for k in range(len(neighbours.pairs) + 1)):
+        found = neighbours.tried(together)
+        if found is not None:
+            assert found == Trial.of(neighbours.simulated(together))
+        elif together:
+            joined = neighbours.tasks.joined(timeline.order, [bundle for bundle, _ in neighbours.bundles(together)])
+            assert joined is None
 
 
 def partitions(items: Sequence[int]) -> Iterator[list[list[int]]]:
