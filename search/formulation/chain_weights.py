@@ -295,7 +295,11 @@ class WeightedBuilder(ProblemBuilder):
     variables the states that they may take, bool [states]."""
 
     def __init__(
-        self, chain_costs: ChainCosts, chains: Sequence[Chain], weights: Floats, allowed: Mapping[int, Mask] | None = None
+        self,
+        chain_costs: ChainCosts,
+        chains: Sequence[Chain],
+        weights: Floats,
+        allowed: Mapping[int, Mask] | None = None,
     ) -> None:
         plain = chain_costs.builder
         super().__init__(plain.structure, plain.costs, plain.ratios)

@@ -11,12 +11,13 @@ longest chain the shortest.
 
 Far weights bring up other programs, near ones raise the bound: in the end it is raised at the nearest weights at which
 it may rise halfway to what the programs seen allow (the level bundle method: Lemarechal, Nemirovskii, Nesterov 1995).
+No weights bound it by more than a mean of programs takes, so it is raised in branches (`branches.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import NamedTuple
 
@@ -27,13 +28,13 @@ from scipy.sparse.csgraph import connected_components
 
 from hapsynth.instructions.program.program import Compute, Program
 from hapsynth.instructions.program.sizes import Sizes
-from hapsynth.search.analysis.reachability import Mask
 from hapsynth.search.cost.model import CostModel, Floats
 from hapsynth.search.cost.program_cost import by_cheapest_steps
 from hapsynth.search.formulation.chain_weights import ChainCosts, IdealChainCosts, WeightedBuilder
 from hapsynth.search.formulation.chains import Chain, ChainSpace, Occupancy, Resources
 from hapsynth.search.formulation.problem_builder import ProblemBuilder
 from hapsynth.search.memory.profile import MemoryProfile, peak
+from hapsynth.search.planning.branches import Branch, Seen
 from hapsynth.search.planning.candidate import Candidate
 from hapsynth.search.planning.memory_bound_schedules import schedules_holding_less
 from hapsynth.search.planning.search_at_ratios import AdditiveSolution, FixedRatioSearch
@@ -44,23 +45,20 @@ from hapsynth.search.scheduling.tasks import LINK_NAMES, LINKS, Machine, TaskGra
 from hapsynth.search.scheduling.timeline import Timeline, simulate
 from hapsynth.search.sizing.makespan_lp import LINK
 from hapsynth.search.sizing.ratios import Ratios
-from hapsynth.search.solver import Ints, Messages
+from hapsynth.search.solver import Ints
 
 _FIRST_ROUNDS = 2
 """Of weights, which tell how good a program there is at some ratios."""
 _ROUNDS = 2
 """More, at the ratios of the search by sums."""
-_TURNS, _ROUNDS_AGAIN = (int(x) for x in __import__("os").environ.get("TR", "5,2").split(","))
-_NEAR = int(__import__("os").environ.get("NEAR", "1"))
-"""Of ratios that suit the best program so far, and rounds at the best of each turn's."""
+_TURNS, _ROUNDS_AGAIN, _NEAR_ROUNDS = 5, 2, 1
+"""At the ratios of each turn: rounds at far weights and at near ones."""
 _ROUNDS_OF_BOUND = 3
 """In the end, for the bound alone."""
-_BRANCHINGS = int(__import__("os").environ.get("NB", "4"))
-"""After them, of the programs that the bound is about."""
+_BRANCHINGS, _ROUNDS_OF_BRANCH = 3, 4
+"""After them: of a branch into two, and rounds in each."""
 _MIXTURES = 2
 """Of the last program with each of the best ones."""
-_TENSORS = 8
-"""At which a branch may be parted: those that its programs convert the most differently."""
 _MIXING_NODES = 200
 """Of a mixture's mixed-integer program, so that it ends, at the same program each time."""
 _LEAST_WEIGHT, _LEAST_IN_THE_END = 2e-2, 4e-3
@@ -83,39 +81,6 @@ TOLERANCE = 2e-3
 _NODES = 500
 """Of a problem's search: close to the best weights many programs are nearly as good, and to tell them apart takes
 long."""
-
-
-class Seen(NamedTuple):
-    """The choices of a program, and what it takes of each resource."""
-
-    choices: Ints
-    taken: Occupancy
-
-
-@dataclass(eq=False)
-class Branch:
-    """The programs that take only some states of some variables, bool [states], and what is known of them: `bound`
-    seconds that they take at least, found at `weights` of the chains that there were. `messages`: what the dual of the
-    last problem came to. `most`: that a bound can come to, as far as was known at the last weights; `rose`: whether it
-    did there. `ended`: no round would change anything."""
-
-    weights: Floats
-    messages: Messages
-    allowed: Mapping[int, Mask] = field(default_factory=dict)
-    bound: float = 0.0
-    begun: bool = False
-    ended: bool = False
-    most: float = np.inf
-    rose: bool = False
-
-    def has(self, choices: Ints) -> bool:
-        return all(states[choices[variable]] for variable, states in self.allowed.items())
-
-    def parted(self, variable: int, states: Mask) -> tuple[Branch, Branch]:
-        """Those that take some states of a variable, and the others."""
-        within = self.allowed.get(variable, np.ones_like(states))
-        some, others = ({**self.allowed, variable: within & of} for of in (states, ~states))
-        return tuple(Branch(self.weights, dict(self.messages), each, self.bound) for each in (some, others))
 
 
 @dataclass(frozen=True, eq=False)
@@ -149,7 +114,9 @@ class MakespanSearch:
         self.search, self.builder = search, search.builder(ratios)
         self.costs: CostModel = search.task.costs
         self.structure = search.choices
-        self.space = like.space if like else ChainSpace(self.structure, resources(self.costs), least_seconds(self.builder))
+        self.space = (
+            like.space if like else ChainSpace(self.structure, resources(self.costs), least_seconds(self.builder))
+        )
         # Within limits a search has variables besides, which count what is held.
         begin = begin[: len(self.structure.choices)]
         first = search.maker.chosen(self.builder, begin)
@@ -225,70 +192,47 @@ class MakespanSearch:
         weights = self._at.weights
         return np.pad(weights, (0, len(self.chains) - weights.size))
 
+    def go_on(self, bar: float) -> None:
+        """Some rounds more, at far weights and at near ones."""
+        self.run(_ROUNDS_AGAIN, bar)
+        self.shorten_path()
+        self._raising = True
+        self.run(_NEAR_ROUNDS, bar)
+        self._raising = False
+
     def raise_bound(self) -> None:
-        """Some rounds more for the bound, as long as it rises; then some for the programs that do with a tensor what
-        they have in common that the bound is of, and for the others: what no program has is the mean of two that
-        have it."""
+        """Some rounds more for the bound, as long as it rises, then in branches, each time of the one with the least
+        bound."""
         self._raising, self._whole.ended = True, False
-        self._rounds_of_bound()
+        for _ in range(_ROUNDS_OF_BOUND):
+            before = self.bound
+            self.run(1)
+            if self.bound <= before:
+                break
         for _ in range(_BRANCHINGS):
             least = min(self.branches, key=lambda branch: branch.bound)
             if self.best is None or self.best.makespan_s <= least.bound * (1 + TOLERANCE) or self.search.clock.late():
                 break
-            self._at = least
-            parts = self._parts_of(least)
+            parts = least.parted(self._limiting(least), self.space)
             if parts is None:
                 break
             self.branches.remove(least)
             self.branches += parts
             for self._at in parts:
-                self._rounds_of_bound()
+                self.run(_ROUNDS_OF_BRANCH)
         self._at = self._whole
 
-    def go_on(self, bar: float) -> None:
-        """Some rounds more, far weights and near ones."""
-        self.run(_ROUNDS_AGAIN, bar)
-        self.shorten_path()
-        self._raising = True
-        self.run(_NEAR, bar)
-        self._raising = False
-
-    def _rounds_of_bound(self) -> None:
-        if not self._at.begun:
-            self.run(int(__import__("os").environ.get("RB", "8")))
-            return
-        for _ in range(_ROUNDS_OF_BOUND):
-            before = self._at.bound
-            self.run(1)
-            if self._at.bound <= before:
-                return
-
-    def _parts_of(self, branch: Branch) -> tuple[Branch, Branch] | None:
-        """Of a branch, by how its programs that limit the bound use the tensor that they convert the most differently;
-        None where all of them use each alike."""
+    def _limiting(self, branch: Branch) -> list[tuple[Seen, float]]:
+        """The programs of a branch that limit its bound, each with its share."""
         mine = [known for known in self.seen if branch.has(known.choices)]
-        lengths = np.array([[self._length(chain, known) for chain in self.chains] for known in mine])
         if not mine:
-            return None
-        _, _, shares = self._limiting_weights(lengths)
-        limiting = [(known, share) for known, share in zip(mine, shares.tolist(), strict=True) if share]
-        sent = np.array([self.space.sent_of_each(known.taken) for known, _ in limiting])
-        weights = np.array([share for _, share in limiting])
-        spread = weights @ np.abs(sent - weights @ sent)
-        for value in np.argsort(-spread)[:_TENSORS].tolist():
-            best: tuple[float, int, Mask] | None = None
-            for use in self.structure.uses:
-                if use.value != value or use.reader < 0:
-                    continue
-                groups = np.array([use.needs.groups[known.choices[use.variable]] for known, _ in limiting])
-                first = groups[int(weights.argmax())]
-                share = float(weights[groups == first].sum())
-                even = share * (1 - share)
-                if even > 0 and (best is None or even > best[0]):
-                    best = even, use.variable, use.needs.groups == first
-            if best is not None:
-                return branch.parted(*best[1:])
-        return None
+            return []
+        _, _, shares = self._limiting_weights(self._lengths_of(mine))
+        return [(known, share) for known, share in zip(mine, shares.tolist(), strict=True) if share]
+
+    def _lengths_of(self, programs: Sequence[Seen]) -> Floats:
+        """Of all chains in some programs [programs, chains]."""
+        return np.array([[self._length(chain, known) for chain in self.chains] for known in programs])
 
     def bound_for(self, known: Scheduled) -> float:
         """Seconds that all programs of a program's sizes take at least; 0 where it has others than the bound is about,
@@ -407,7 +351,7 @@ class MakespanSearch:
         at = self._at
         mine = [known for known in self.seen if at.has(known.choices)]
         while True:
-            lengths = np.array([[self._length(chain, known) for chain in self.chains] for known in mine])
+            lengths = self._lengths_of(mine)
             weights, most, shares = self._limiting_weights(lengths)
             limiting = [(x.taken, share) for x, share in zip(mine, shares, strict=True) if share]
             mean = Occupancy.mean(limiting)
