@@ -70,14 +70,19 @@ class ChainCosts:
         return _times(self.op_seconds[op], weights)
 
     @cached_property
+    def sent_after(self) -> SentAfter:
+        """What deferrable ops send after themselves on the first link."""
+        return SentAfter(self.space.deferral, self.builder, partial(self.steps, inside=False), self.links[0])
+
+    @cached_property
     def deferred_seconds(self) -> dict[int, Floats]:
         """Of each deferrable op, under each of its triples and for each layout that its use needs, its seconds on each
         kind of device or those that it sends after itself, whichever is less [triples, layouts or 1, kinds]. Of what it
         sends it counts what does not slow computing down: that counts at any rate."""
-        sent_after, slowdowns = SentAfter(self.space.deferral, self), np.array(self.space.resources.slowdowns)
+        slowdowns = np.array(self.space.resources.slowdowns)
         found: dict[int, Floats] = {}
         for deferrable in self.space.deferral.ops:
-            sent = sent_after.seconds(deferrable)[:, :, None] / slowdowns
+            sent = self.sent_after.seconds(deferrable)[:, :, None] / slowdowns
             found[deferrable.op] = np.minimum(self.op_seconds[deferrable.op][:, None, :-1], sent)
         return found
 

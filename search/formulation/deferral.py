@@ -8,19 +8,18 @@ converted at a least cost, the shortest path over layouts and triples.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
+from hapsynth.instructions.factors import Triples
 from hapsynth.search.analysis.reachability import Mask, Reachability
 from hapsynth.search.cost.model import Floats
 from hapsynth.search.formulation.choice_space import ChoiceSpace, Interned, Use
+from hapsynth.search.formulation.problem_builder import ProblemBuilder
 from hapsynth.search.solver import Ints
-
-if TYPE_CHECKING:
-    from hapsynth.search.formulation.chain_weights import ChainCosts
 
 _LEAST_WORK = 1e-3
 """Of all, that of an op worth putting off."""
@@ -83,10 +82,20 @@ class Deferral:
 
 
 class SentAfter:
-    """What deferrable ops send after themselves on the first link, as the choices of a `ChainCosts` come to."""
+    """What deferrable ops send after themselves along some mesh `axes`, as the choices of a plain `builder` come to.
+    `steps`: of a value, the seconds that each single step of its conversions takes at least."""
 
-    def __init__(self, deferral: Deferral, costs: ChainCosts) -> None:
-        self.deferral, self.costs, self.structure = deferral, costs, deferral.structure
+    def __init__(
+        self,
+        deferral: Deferral,
+        builder: ProblemBuilder,
+        steps: Callable[[int], Mapping[tuple[int, int], float]],
+        axes: Sequence[int],
+    ) -> None:
+        self.deferral, self.structure = deferral, deferral.structure
+        self.builder, self.steps, self.axes = builder, steps, axes
+        self.ways = [builder.conversions(value) for value in range(len(self.structure.graph.values))]
+        self.plain = builder.plain_outputs()
         self._uses: dict[int, list[Use]] = {}
         for use in self.structure.uses:
             if use.place == 0:
@@ -97,7 +106,7 @@ class SentAfter:
         [triples, layouts or 1]."""
         graph, mine, use = self.structure.graph, set(deferrable.values), deferrable.use
         if use is not None:
-            number = self.costs.ways[use.value].layouts.number
+            number = self.ways[use.value].layouts.number
             made = self._made(use.value, self.structure.triples[deferrable.op], 0)
             return self._sent(use.value)[made][:, [number[layout] for layout in use.needs.layouts]]
         from_layouts: dict[int, Floats] = {}
@@ -108,7 +117,7 @@ class SentAfter:
     def _from_layouts(self, value: int, mine: set[int], known: dict[int, Floats]) -> Floats:
         """At least, for a value made in each of its layouts [layouts]: for the use for which that is the most."""
         to = self._sent(value)
-        number = self.costs.ways[value].layouts.number
+        number = self.ways[value].layouts.number
         found = np.zeros(len(to))
         for use in self._uses.get(value, ()):
             layouts = [number[layout] for layout in use.needs.layouts]
@@ -118,7 +127,7 @@ class SentAfter:
                 then = np.full(len(layouts), np.inf)
                 np.minimum.at(then, use.needs.groups, after)
             np.maximum(found, (to[:, layouts] + then).min(axis=1), out=found)
-        for end in self.costs.builder.ends(value) if value in self.costs.plain else ():
+        for end in self.builder.ends(value) if value in self.plain else ():
             np.maximum(found, to[:, [number[layout] for layout in end.layouts]].min(axis=1), out=found)
         return found
 
@@ -131,23 +140,23 @@ class SentAfter:
                 np.maximum(found, known[value][self._made(value, triples, position)], out=found)
         return found
 
-    def _made(self, value: int, triples: Interned[Sequence[object]], position: int) -> Ints:
+    def _made(self, value: int, triples: Interned[Triples], position: int) -> Ints:
         """The layout, by number, in which each triple makes a value."""
-        layouts = self.costs.ways[value].layouts
+        layouts = self.ways[value].layouts
         make = lambda: np.array([layouts.number[tuple(t.results[position] for t in ts)] for ts in triples])
-        return self.costs.builder.once(("made", layouts, triples, position), make)
+        return self.builder.once(("made", layouts, triples, position), make)
 
     def _sent(self, value: int) -> Floats:
-        """Seconds that the first link takes at least from one layout of a value to another [layouts, layouts]."""
-        ways, first = self.costs.ways[value], self.costs.links[0]
+        """Seconds from one layout of a value to another at least [layouts, layouts]."""
+        ways = self.ways[value]
 
         def make() -> Floats:
             count = len(ways.layouts.layouts)
             found = np.where(np.eye(count, dtype=bool), 0.0, np.inf)
-            for (a, b), seconds in self.costs.steps(value, inside=False).items():
-                found[a, b] = seconds if ways.axis(a, b) in first or not np.isfinite(seconds) else 0.0
+            for (a, b), seconds in self.steps(value).items():
+                found[a, b] = seconds if ways.axis(a, b) in self.axes or not np.isfinite(seconds) else 0.0
             for k in range(count):
                 np.minimum(found, found[:, k, None] + found[None, k, :], out=found)
             return found
 
-        return self.costs.builder.once(("sent at least", ways), make)
+        return self.builder.once(("sent at least", ways), make)

@@ -12,7 +12,6 @@ from assignments import CASES, FOUR, Space, case, layers, programs, space, tied
 from control_cases import floats
 from jax import numpy as jnp
 
-from hapsynth.search.formulation.deferral import SentAfter
 from hapsynth.search.planning.makespan import MakespanSearch
 
 ROUNDING = 1 + 1e-9
@@ -24,8 +23,7 @@ def given(request: pytest.FixtureRequest) -> Space:
 
 
 def test_no_program_sends_less_after_an_op(given: Space) -> None:
-    structure, deferral = given.search.choices, given.chains.deferral
-    sent_after = SentAfter(deferral, given.costs)
+    structure, deferral, sent_after = given.search.choices, given.chains.deferral, given.costs.sent_after
     least = {deferrable: sent_after.seconds(deferrable) for deferrable in deferral.ops}
     for choices, *_ in programs(given, 6, seed=9):
         taken = given.costs.occupancy(choices.tolist())
@@ -59,7 +57,7 @@ def test_a_gradient_counts_itself_or_what_it_sends() -> None:
     graph, costs = given.task.graph, given.costs
     gradient = next(op.index for op in graph.ops if op.name == "dot_general")
     (mine,) = (deferrable for deferrable in given.chains.deferral.ops if deferrable.op == gradient)
-    sent = SentAfter(given.chains.deferral, costs).seconds(mine)[:, 0]
+    sent = costs.sent_after.seconds(mine)[:, 0]
     partial = [ts[0].results[0].is_partial for ts in given.search.choices.triples[gradient]]
     (value,) = graph.ops[gradient].results
     layouts, steps = costs.ways[value].layouts.layouts, costs.steps(value, inside=False)
