@@ -130,6 +130,8 @@ class MakespanSearch:
         self._like = like
         self._lengths: dict[tuple[object, int], float] = {}
         """Of chains in the programs seen."""
+        self._rows: list[list[float]] = []
+        """The same of each program seen, of the first chains."""
         self._paths: list[Chain] = []
         """Of the programs seen, what is on the critical path: it tells what to change, and bounds nothing."""
         self._weights: Floats = like._weights if like else np.zeros(0)
@@ -283,6 +285,13 @@ class MakespanSearch:
             self._lengths[key] = self.space.length(chain, seen.taken)
         return self._lengths[key]
 
+    def _lengths_seen(self) -> Floats:
+        """Seconds of all chains in the programs seen [programs, chains]: neither become fewer."""
+        self._rows += [[] for _ in self.seen[len(self._rows) :]]
+        for row, seen in zip(self._rows, self.seen, strict=True):
+            row += [self._length(chain, seen) for chain in self.chains[len(row) :]]
+        return np.array(self._rows)
+
     def _is_known(self, choices: Ints) -> bool:
         return any(np.array_equal(choices, known.choices) for known in self.seen)
 
@@ -306,7 +315,7 @@ class MakespanSearch:
         helps, the chain that is the longest in the mean of the programs that limit them is added (column
         generation)."""
         while True:
-            lengths = np.array([[self._length(chain, known) for chain in self.chains] for known in self.seen])
+            lengths = self._lengths_seen()
             weights, most, shares = self._limiting_weights(lengths)
             limiting = [(x.taken, share) for x, share in zip(self.seen, shares, strict=True) if share]
             mean = Occupancy.mean(limiting)
