@@ -129,6 +129,8 @@ class MakespanSearch:
         self._like = like
         self._lengths: dict[tuple[object, int], float] = {}
         """Of chains in the programs seen."""
+        self._rows: list[list[float]] = []
+        """The same of each program seen, of the first chains."""
         self._paths: list[Chain] = []
         """Of the programs seen, what is on the critical path: it tells what to change, and bounds nothing."""
         self._whole = Branch(np.zeros(0), dict(search.incumbent.messages))
@@ -224,15 +226,15 @@ class MakespanSearch:
 
     def _limiting(self, branch: Branch) -> list[tuple[Seen, float]]:
         """The programs of a branch that limit its bound, each with its share."""
-        mine = [known for known in self.seen if branch.has(known.choices)]
+        mine = self._seen_in(branch)
         if not mine:
             return []
-        _, _, shares = self._limiting_weights(self._lengths_of(mine))
-        return [(known, share) for known, share in zip(mine, shares.tolist(), strict=True) if share]
+        _, _, shares = self._limiting_weights(self._lengths_seen()[mine])
+        return [(self.seen[n], share) for n, share in zip(mine, shares.tolist(), strict=True) if share]
 
-    def _lengths_of(self, programs: Sequence[Seen]) -> Floats:
-        """Of all chains in some programs [programs, chains]."""
-        return np.array([[self._length(chain, known) for chain in self.chains] for known in programs])
+    def _seen_in(self, branch: Branch) -> list[int]:
+        """The places of the programs seen that a branch has."""
+        return [n for n, known in enumerate(self.seen) if branch.has(known.choices)]
 
     def bound_for(self, known: Scheduled) -> float:
         """Seconds that all programs of a program's sizes take at least; 0 where it has others than the bound is about,
@@ -325,6 +327,13 @@ class MakespanSearch:
             self._lengths[key] = self.space.length(chain, seen.taken)
         return self._lengths[key]
 
+    def _lengths_seen(self) -> Floats:
+        """Seconds of all chains in the programs seen [programs, chains]: neither become fewer."""
+        self._rows += [[] for _ in self.seen[len(self._rows) :]]
+        for row, seen in zip(self._rows, self.seen, strict=True):
+            row += [self._length(chain, seen) for chain in self.chains[len(row) :]]
+        return np.array(self._rows)
+
     def _is_known(self, choices: Ints) -> bool:
         return any(np.array_equal(choices, known.choices) for known in self.seen)
 
@@ -349,11 +358,11 @@ class MakespanSearch:
         helps, the chain that is the longest in the mean of the programs that limit them is added (column
         generation)."""
         at = self._at
-        mine = [known for known in self.seen if at.has(known.choices)]
+        mine = self._seen_in(at)
         while True:
-            lengths = self._lengths_of(mine)
+            lengths = self._lengths_seen()[mine]
             weights, most, shares = self._limiting_weights(lengths)
-            limiting = [(x.taken, share) for x, share in zip(mine, shares, strict=True) if share]
+            limiting = [(self.seen[n].taken, share) for n, share in zip(mine, shares, strict=True) if share]
             mean = Occupancy.mean(limiting)
             known = {chain.key for chain in self.chains}
             longest = [c for c in self.space.longest(mean, self._dependent) if c.key not in known]
