@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import product
 from typing import TypeAlias
 
 import numpy as np
@@ -147,18 +146,27 @@ class MemoryConstraints:
         return np.array(full, dtype=np.int64)
 
     def _read_bytes(self, value: int, alive: LiveSet, variable: int) -> tuple[Floats, list[Edge]]:
-        """Bytes of an operand that an op finds, for every option and layout needed, and what ties them to both."""
+        """Bytes of an operand that an op finds, for every kind of option and layout needed, and what ties them to both:
+        options of one kind hold as much whatever is needed."""
         st = self.structure
-        options = st.choices[st.value_variable[value]].options
+        made = st.choices[st.value_variable[value]]
         needs = self._needs(value, alive.op)
         stays = value in alive.kept or (not self.at_least and value not in self.graph.producer)
         held = self._held(value, not self.at_least and self.liveness.is_used_around(value, alive.op))
-        nbytes: list[Floats] = []
-        for i, j in product(range(len(options)), range(len(needs.layouts))):
-            there = needs.layouts[j] in self.builder.offer(value, options[i]).tensors
-            copy = self.tensor_bytes(value, needs.layouts[j])
-            nbytes.append(np.maximum(held[:, i], copy) if there else copy + (held[:, i] if stays else 0.0))
-        return np.stack(nbytes, axis=1), self._ties(value, [(alive.op, needs)], variable)
+        copies = np.stack([self.tensor_bytes(value, layout) for layout in needs.layouts], axis=1)
+        kinds: dict[tuple[float, ...], int] = {}
+        of: list[int] = []
+        for i, option in enumerate(made.options):
+            tensors = self.builder.offer(value, option).tensors
+            there = np.array([layout in tensors for layout in needs.layouts])
+            own = held[:, i : i + 1]
+            nbytes = np.where(there, np.maximum(own, copies), copies + (own if stays else 0.0))
+            of.append(kinds.setdefault(tuple(nbytes.ravel().tolist()), len(kinds)))
+        every = np.array([*kinds]).reshape(len(kinds), -1, len(needs.layouts))
+        kind = self.builder.once(("read", made, *of), lambda: np.array(of)[made.option])
+        ends = [(st.value_variable[value], kind, len(kinds))]
+        ends.append((st.op_variable[alive.op], needs.groups, len(needs.layouts)))
+        return every.transpose(1, 0, 2).reshape(every.shape[1], -1), self._ties(ends, variable)
 
     def _between(self, value: int, before: int, after: int, variable: int) -> tuple[Floats, list[Edge]] | None:
         """Bytes of a value between two ops that take it, by its choice and whether both need one large tensor of it,
@@ -220,12 +228,8 @@ class MemoryConstraints:
     def _needs(self, value: int, op: int) -> RequiredLayouts:
         return self.structure.needs(op, next(i for i, v in self.graph.ops[op].value_operands if v == value))
 
-    def _ties(self, value: int, takers: Sequence[tuple[int, RequiredLayouts]], variable: int) -> list[Edge]:
-        """What makes a variable say a value's option and the layouts needed by ops, in row-major order."""
-        st = self.structure
-        made = st.choices[st.value_variable[value]]
-        ends = [(st.value_variable[value], made.option, len(made.options))]
-        ends += [(st.op_variable[op], needs.groups, len(needs.layouts)) for op, needs in takers]
+    def _ties(self, ends: Sequence[tuple[int, Ints, int]], variable: int) -> list[Edge]:
+        """What makes a variable say the groups of others' states, (variable, groups, how many), in row-major order."""
         counts = tuple(count for *_, count in ends)
         rows = self.builder.once(("rows", counts), lambda: tuple(np.indices(counts).reshape(len(counts), -1)))
         match = lambda n: self.builder.once(("match", n), lambda: _forbidding(~np.eye(n, dtype=bool)))

@@ -34,6 +34,8 @@ from hapsynth.search.solver import Ints
 _ROUNDS = 8
 _MOST_STATES = 3_000_000
 """Of a problem: more take minutes."""
+_MOST_STATES_LIMITED = 1_000_000
+"""The same within limits of memory, where one is solved at many prices."""
 _TOLERANCE = 0.02
 """Of what the bound still lacks."""
 _SAFETY = 1e-9
@@ -42,6 +44,8 @@ _WORTH = 0.02
 _MOST = 0.2
 """Where memory is short: of what the ranges that can gain the most can gain, with all that are alike. States are dear
 there."""
+_PROGRESS = 0.1
+"""Of what the bound still lacks where memory is short: a round that gains less is the last."""
 _NEAR = 0.5
 """Of the room: a plan that holds less is not dearer for want of memory."""
 _CLOSER = 0.25
@@ -90,10 +94,11 @@ class JointRefinement:
         """Seconds that no program goes below, at any ratios, of those that `share_ranges.py` bounds: `known` ones or
         more, sought until `enough`."""
         ranges, clock = ShareRanges(self.costs, {}), self.search.clock
-        limits = dict(self.search.limits)
+        limits, lacked = dict(self.search.limits), np.inf
         for _ in range(_ROUNDS):
             choices = self._choices(ranges)
-            if clock.late() or clock.interrupted or sum(map(len, choices.choices)) > _MOST_STATES:
+            most = _MOST_STATES_LIMITED if limits else _MOST_STATES
+            if clock.late() or clock.interrupted or sum(map(len, choices.choices)) > most:
                 break
             builder = RangeBuilder(choices, self.costs, ranges)
             solved = self.search.cheapest(
@@ -118,7 +123,9 @@ class JointRefinement:
             ops, lacking = memory.limited(limits), enough - known
             finer = None
             if solved.solution.prices.any() and not self.costs.room.exact:
-                finer = self._divided_within_memory(memory, solved.choices, ops, lacking)
+                if lacking > lacked * (1 - _PROGRESS):
+                    break
+                finer, lacked = self._divided_within_memory(memory, solved.choices, ops, lacking), lacking
             finer = finer or self._divided(builder, solved.choices, lacking)
             if finer is None:
                 break
@@ -189,7 +196,9 @@ class JointRefinement:
             root, least = first[kind], worth / alike[kind]
             if gain >= least:
                 left = max(_CLOSER * gain, least)
-                more = self._stepped(works[root], ranges.between(root, way), self._possible(root), left)
+                within, possible = ranges.between(root, way), self._possible(root)
+                while len(more := self._stepped(works[root], within, possible, left)) >= _PARTS:
+                    left *= 1.5
                 ends.setdefault(kind, []).extend(more)
         return self._with(ranges, ((root, ends.get(kind, [])) for root, kind in kinds.items()))
 

@@ -345,7 +345,7 @@ def test_within_limits_of_memory_too(exact: bool) -> None:
     graph = trace(deep, ARGS).graph
     free = Planner(Task(graph, SLOW)).run()
     limit = 0.7 * max(free.memory_bytes)
-    options = PlanningOptions(memory_limit=limit, exact=exact, joint_gap=1e-6)
+    options = PlanningOptions(memory_limit=limit, exact=exact, joint_gap=0.02)
     found = Planner(Task(graph, SLOW, options)).run()
     assert max(found.memory_bytes) <= limit
     assert 0 < found.joint_lower_bound_s <= found.lower_bound_s <= found.cost_s
