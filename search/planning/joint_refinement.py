@@ -157,7 +157,8 @@ class JointRefinement:
     def _divided(self, builder: RangeBuilder, choices: Ints, lacking: float) -> ShareRanges | None:
         """Finer ranges where the choices may gain by it, if there are any, the bound being `lacking` seconds."""
         found = _in_ranges(builder, choices)
-        kinds = {at: (at[1], self._shape(builder.ranges, at[0]), held.kind) for at, held in found.items()}
+        kind_of = lambda root, way, held: (way, self._shape(builder.ranges, root), held.kind)
+        kinds: dict[tuple[Node, int], object] = {at: kind_of(*at, held) for at, held in found.items()}
         # Of those that are alike, as layers' are, all can be divided.
         alike, worth = Counter(kinds.values()), _WORTH * lacking
         ends: dict[object, list[float]] = {}
@@ -182,7 +183,7 @@ class JointRefinement:
                 mine = works.setdefault(root, _InRange()).works
                 for work, runs in held.works.items():
                     mine[work] = mine.get(work, 0.0) + runs
-        kinds = {root: (self._shape(ranges, root), held.kind) for root, held in works.items()}
+        kinds: dict[Node, object] = {root: (self._shape(ranges, root), held.kind) for root, held in works.items()}
         alike, first = Counter(kinds.values()), {kind: root for root, kind in kinds.items()}
         gains: dict[tuple[object, int], float] = {}
         for kind, root in first.items():
