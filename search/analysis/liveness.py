@@ -28,7 +28,7 @@ class LiveSet:
     kept: frozenset[int]
     """Of those it reads, the ones that something else takes later."""
     around: Mapping[int, tuple[int, int]] = field(default_factory=dict)
-    """Sources among the bystanders -> two ops that take it, one that always runs before this one, one after."""
+    """Some bystanders -> two ops that take it, one that always runs before this one, one after."""
 
 
 class Liveness:
@@ -101,8 +101,6 @@ class Liveness:
         live_through = tuple(v for v in found.live_through if certain(v))
         around: dict[int, tuple[int, int]] = {}
         for v in live_through if not loops else ():
-            if v in self.graph.producer:
-                continue
             takers = [o for o, _ in self.graph.uses[v] if not is_fusible(self.graph.ops[o])]
             earlier = [o for o in takers if any(before[r] for r in self.graph.ops[o].results)]
             later = [o for o in takers if any(follows[r] for r in self.graph.ops[o].results)]

@@ -2,28 +2,31 @@
 
 A value that an op only passes by holds what its choice says. An operand that is needed in a layout of which there is
 no tensor is copied for the op, which is known from its choice and the op's together: a variable of its own, tied to
-both, counts it. So does one for a source that is taken before and after: a tensor that both take is held in between.
+both, counts it. So does one for a value that is taken before and after: a tensor that both take is held in between.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import product
+from typing import TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 
 from hapsynth.instructions.layout import Layout, is_partial
 from hapsynth.instructions.program.program import Compute
 from hapsynth.search.analysis.liveness import Liveness, LiveSet
 from hapsynth.search.cost.model import Floats, held_fraction
-from hapsynth.search.formulation.choice_space import Domain, RequiredLayouts
+from hapsynth.search.formulation.choice_space import AvailableLayouts, Domain, RequiredLayouts
 from hapsynth.search.formulation.problem_builder import ProblemBuilder
 from hapsynth.search.solver import Edge, Ints, Problem, Resource
 
+_Tie: TypeAlias = tuple[Ints, Floats]
+"""The columns of a variable's states in a table with those of another, and the table."""
 _TAKERS = 2
 _MOST_STATES = 1000
-"""Of a variable that counts what is held of a source between two uses; with more it is counted by its choice alone."""
+"""Of a variable that counts what is held of a value between two uses; with more it is counted by its choice alone."""
 
 
 class MemoryConstraints:
@@ -42,9 +45,7 @@ class MemoryConstraints:
     def problem(self, limits: Mapping[int, float]) -> Problem:
         """The formulator's problem with a limit, in bytes, at each of some ops: on each of the sums that are counted
         there (`MemoryBudget.counted`), those of one op together."""
-        free = self.builder.problem()
-        if self.at_least:
-            limits = {self.fullest_near(op): limit for op, limit in limits.items()}
+        free, limits = self.builder.problem(), self.limited(limits)
         if not limits:
             return free
         unary, edges, usages = list(free.unary), list(free.edges), list[dict[int, Floats]]()
@@ -64,6 +65,10 @@ class MemoryConstraints:
             for k in range(self.sums)
         ]
         return Problem(tuple(unary), tuple(edges), tuple(resources))
+
+    def limited(self, limits: Mapping[int, float]) -> Mapping[int, float]:
+        """The ops at which bytes are counted for some limits, and these."""
+        return {self.fullest_near(op): limit for op, limit in limits.items()} if self.at_least else limits
 
     @property
     def liveness(self) -> Liveness:
@@ -103,6 +108,16 @@ class MemoryConstraints:
                 yield added, *self._read_bytes(value, alive, added)
                 added += 1
 
+    def smallest_at(self, op: int, choices: Ints) -> Iterator[tuple[int, Layout]]:
+        """Values that an op only passes by, and the smallest tensor there is of each under some choices."""
+        st = self.structure
+        for value in self._alive(op).live_through:
+            variable = st.value_variable[value]
+            domain = st.choices[variable]
+            option = domain.options[int(domain.option[choices[variable]])]
+            tensors = self.builder.offer(value, option).tensors
+            yield value, min(tensors, key=lambda t, v=value: float(self.tensor_bytes(v, t).max()))
+
     def least_at(self, op: int) -> float:
         """Bytes that a device holds at least while an op runs, whatever is chosen."""
         st, alive = self.structure, self._alive(op)
@@ -131,53 +146,93 @@ class MemoryConstraints:
         return np.array(full, dtype=np.int64)
 
     def _read_bytes(self, value: int, alive: LiveSet, variable: int) -> tuple[Floats, list[Edge]]:
-        """Bytes of an operand that an op finds, for every option and layout needed, and what ties them to both."""
+        """Bytes of an operand that an op finds, for every kind of option and layout needed, and what ties them to both:
+        options of one kind hold as much whatever is needed."""
         st = self.structure
-        options = st.choices[st.value_variable[value]].options
+        made = st.choices[st.value_variable[value]]
         needs = self._needs(value, alive.op)
         stays = value in alive.kept or (not self.at_least and value not in self.graph.producer)
         held = self._held(value, not self.at_least and self.liveness.is_used_around(value, alive.op))
-        nbytes: list[Floats] = []
-        for i, j in product(range(len(options)), range(len(needs.layouts))):
-            there = needs.layouts[j] in self.builder.offer(value, options[i]).tensors
-            copy = self.tensor_bytes(value, needs.layouts[j])
-            nbytes.append(np.maximum(held[:, i], copy) if there else copy + (held[:, i] if stays else 0.0))
-        return np.stack(nbytes, axis=1), self._ties(value, [(alive.op, needs)], variable)
+        copies = np.stack([self.tensor_bytes(value, layout) for layout in needs.layouts], axis=1)
+        kinds: dict[tuple[float, ...], int] = {}
+        of: list[int] = []
+        for i, option in enumerate(made.options):
+            tensors = self.builder.offer(value, option).tensors
+            there = np.array([layout in tensors for layout in needs.layouts])
+            own = held[:, i : i + 1]
+            nbytes = np.where(there, np.maximum(own, copies), copies + (own if stays else 0.0))
+            of.append(kinds.setdefault(tuple(nbytes.ravel().tolist()), len(kinds)))
+        every = np.array([*kinds]).reshape(len(kinds), -1, len(needs.layouts))
+        kind = self.builder.once(("read", made, *of), lambda: np.array(of)[made.option])
+        ends = [(st.value_variable[value], kind, len(kinds))]
+        ends.append((st.op_variable[alive.op], needs.groups, len(needs.layouts)))
+        return every.transpose(1, 0, 2).reshape(every.shape[1], -1), self._ties(ends, variable)
 
     def _between(self, value: int, before: int, after: int, variable: int) -> tuple[Floats, list[Edge]] | None:
-        """Bytes of a source between two ops that take it, for every option and layouts needed, and what ties them;
-        None where there are too many to count."""
+        """Bytes of a value between two ops that take it, by its choice and whether both need one large tensor of it,
+        which is held then; what ties them. None where they are those of its choice, or too many to count."""
         st = self.structure
-        options = st.choices[st.value_variable[value]].options
+        made = st.choices[st.value_variable[value]]
         first, second = self._needs(value, before), self._needs(value, after)
-        if len(options) * len(first.layouts) * len(second.layouts) > _MOST_STATES:
+        key = ("between", self.builder.conversions(value), made.options, first, second)
+        known = self.builder.once(key, lambda: self._held_between(value, made.options, first, second))
+        if known is None:
             return None
+        nbytes, kinds, *ties = known
+        # What is alike is one array, by which the solver knows it.
+        kind = self.builder.once((*key, made), lambda: kinds[made.option])
+        others = (st.value_variable[value], kind), (st.op_variable[before], first.groups)
+        others = *others, (st.op_variable[after], second.groups)
+        tied = zip(others, ties, strict=True)
+        return nbytes, [Edge(u, variable, groups, states, table) for (u, groups), (states, table) in tied]
 
-        def make() -> Floats:
-            held = self._held(value, False)
-            nbytes: list[Floats] = []
-            for i, one, other in product(range(len(options)), first.layouts, second.layouts):
+    def _held_between(
+        self, value: int, options: Sequence[AvailableLayouts], first: RequiredLayouts, second: RequiredLayouts
+    ) -> tuple[Floats, Ints, _Tie, _Tie, _Tie] | None:
+        """Bytes of each state of a value between two ops that take it; the kind of each option; what ties the states
+        to that and to what the ops need.
+
+        Options that are held alike have states together: the first op needs none of the large tensors; or one, and the
+        second another layout; or both one. Where ratios may be any, one layout may be two tensors if it is cut."""
+        held, any_ratio = self._held(value, False), self.builder.ratios is None
+        kinds: dict[tuple[tuple[float, ...], tuple[Layout, ...]], int] = {}
+        sizes: dict[Layout, Floats] = {}
+        of: list[int] = []
+        for i, option in enumerate(options):
+            tensors = [t for t in self.builder.offer(value, option).tensors if t in first.layouts]
+            tensors = [t for t in tensors if not (any_ratio and any(p.is_sharded and p.owner is None for p in t))]
+            sizes |= {t: self.tensor_bytes(value, t) for t in tensors if t not in sizes}
+            large = tuple(t for t in tensors if t in second.layouts and np.any(sizes[t] > held[:, i]))
+            of.append(kinds.setdefault((tuple(held[:, i].tolist()), large), len(kinds)))
+        nbytes, states = list[Floats](), list[tuple[int, tuple[bool, ...], tuple[bool, ...]]]()
+        for (least, large), kind in kinds.items():
+            without = np.array(least)
+            nbytes.append(without)
+            states.append((kind, tuple(t not in large for t in first.layouts), (True,) * len(second.layouts)))
+            for tensor in large:
+                begins, ends = (tuple(t == tensor for t in needs.layouts) for needs in (first, second))
                 # What is stored may have been read for the last time when it was brought to the other layout.
-                shared = one == other and one in self.builder.offer(value, options[i]).tensors
-                nbytes.append(np.maximum(held[:, i], self.tensor_bytes(value, one)) if shared else held[:, i])
-            return np.stack(nbytes, axis=1)
-
-        key = ("between", self.builder.conversions(value), options, first, second)
-        nbytes = self.builder.once(key, make)
-        return nbytes, self._ties(value, [(before, first), (after, second)], variable)
+                nbytes += [without, np.maximum(without, sizes[tensor])]
+                states += [(kind, begins, tuple(not end for end in ends)), (kind, begins, ends)]
+        if len(states) == len(kinds) or len(states) > _MOST_STATES:
+            return None
+        by_kind = np.array([kind for kind, *_ in states])
+        return (
+            np.stack(nbytes, axis=1),
+            np.array(of),
+            (by_kind, _forbidding(~np.eye(len(kinds), dtype=bool))),
+            _tie([begins for _, begins, _ in states]),
+            _tie([ends for *_, ends in states]),
+        )
 
     def _needs(self, value: int, op: int) -> RequiredLayouts:
         return self.structure.needs(op, next(i for i, v in self.graph.ops[op].value_operands if v == value))
 
-    def _ties(self, value: int, takers: Sequence[tuple[int, RequiredLayouts]], variable: int) -> list[Edge]:
-        """What makes a variable say a value's option and the layouts needed by ops, in row-major order."""
-        st = self.structure
-        made = st.choices[st.value_variable[value]]
-        ends = [(st.value_variable[value], made.option, len(made.options))]
-        ends += [(st.op_variable[op], needs.groups, len(needs.layouts)) for op, needs in takers]
+    def _ties(self, ends: Sequence[tuple[int, Ints, int]], variable: int) -> list[Edge]:
+        """What makes a variable say the groups of others' states, (variable, groups, how many), in row-major order."""
         counts = tuple(count for *_, count in ends)
         rows = self.builder.once(("rows", counts), lambda: tuple(np.indices(counts).reshape(len(counts), -1)))
-        match = lambda n: self.builder.once(("match", n), lambda: np.where(np.eye(n, dtype=bool), 0.0, np.inf))
+        match = lambda n: self.builder.once(("match", n), lambda: _forbidding(~np.eye(n, dtype=bool)))
         return [Edge(u, variable, groups, rows[k], match(count)) for k, (u, groups, count) in enumerate(ends)]
 
     def _held(self, value: int, used: bool) -> Floats:
@@ -215,3 +270,15 @@ class MemoryConstraints:
         """What one tensor counts in each sum [sums]."""
         held = held_fraction(layout, lambda *cut: self.builder.held(value, *cut))
         return self.graph.values[value].nbytes * self._counted(held)
+
+
+def _tie(allowed: Sequence[tuple[bool, ...]]) -> _Tie:
+    """Of states, each with the layouts that it allows."""
+    number: dict[tuple[bool, ...], int] = {}
+    rows = np.array([number.setdefault(mine, len(number)) for mine in allowed])
+    return rows, _forbidding(~np.array([*number]).T)
+
+
+def _forbidding(pairs: npt.NDArray[np.bool_]) -> Floats:
+    """A table that allows all but some pairs."""
+    return np.where(pairs, np.inf, 0.0)

@@ -8,7 +8,8 @@ are what dividing the range can gain, and it is divided just so finely that with
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -19,6 +20,7 @@ from hapsynth.search.cost.model import Floats, Range
 from hapsynth.search.cost.network import MOVES
 from hapsynth.search.cost.work import Work
 from hapsynth.search.formulation.choice_space import AvailableLayouts, Domain
+from hapsynth.search.formulation.memory_constraints import MemoryConstraints
 from hapsynth.search.formulation.share_ranges import (
     ConversionsWithMoves,
     RangeBuilder,
@@ -32,11 +34,20 @@ from hapsynth.search.solver import Ints
 _ROUNDS = 8
 _MOST_STATES = 3_000_000
 """Of a problem: more take minutes."""
+_MOST_STATES_LIMITED = 1_000_000
+"""The same within limits of memory, where one is solved at many prices."""
 _TOLERANCE = 0.02
 """Of what the bound still lacks."""
 _SAFETY = 1e-9
 _WORTH = 0.02
-"""Of what the bound still lacks: ranges that can gain less are left as they are."""
+"""Of what the bound still lacks: ranges that can gain less, with all that are alike, are left as they are."""
+_MOST = 0.2
+"""Where memory is short: of what the ranges that can gain the most can gain, with all that are alike. States are dear
+there."""
+_PROGRESS = 0.1
+"""Of what the bound still lacks where memory is short: a round that gains less is the last."""
+_NEAR = 0.5
+"""Of the room: a plan that holds less is not dearer for want of memory."""
 _CLOSER = 0.25
 """What is left of what a range can gain once it is divided."""
 _PARTS = 8
@@ -58,6 +69,11 @@ class _InRange:
     sent_s: float = 0.0
     moved_s: float = 0.0
 
+    @property
+    def kind(self) -> object:
+        """Equal for what is alike."""
+        return frozenset(self.works.items()), f"{self.sent_s:.6g}", f"{self.moved_s:.6g}"
+
 
 class JointRefinement:
     """Of the task of a search, one that it `suits`."""
@@ -78,14 +94,16 @@ class JointRefinement:
         """Seconds that no program goes below, at any ratios, of those that `share_ranges.py` bounds: `known` ones or
         more, sought until `enough`."""
         ranges, clock = ShareRanges(self.costs, {}), self.search.clock
+        limits, lacked = dict(self.search.limits), np.inf
         for _ in range(_ROUNDS):
             choices = self._choices(ranges)
-            if clock.late() or clock.interrupted or sum(map(len, choices.choices)) > _MOST_STATES:
+            most = _MOST_STATES_LIMITED if limits else _MOST_STATES
+            if clock.late() or clock.interrupted or sum(map(len, choices.choices)) > most:
                 break
             builder = RangeBuilder(choices, self.costs, ranges)
             solved = self.search.cheapest(
                 builder,
-                self.search.limits,
+                limits,
                 None,
                 at_least=True,
                 tolerance=max(_TOLERANCE * (1 - known / enough), 1e-6),
@@ -98,11 +116,30 @@ class JointRefinement:
             known = max(known, solved.lower_bound)
             if known >= enough or solved.choices is None:
                 break
-            finer = self._divided(builder, solved.choices, enough - known)
+            memory = MemoryConstraints(builder, at_least=True)
+            if not limits and (found := self._exceeded(memory, solved.choices)):
+                limits = found
+                continue
+            ops, lacking = memory.limited(limits), enough - known
+            finer = None
+            if solved.solution.prices.any() and not self.costs.room.exact:
+                if lacking > lacked * (1 - _PROGRESS):
+                    break
+                finer, lacked = self._divided_within_memory(memory, solved.choices, ops, lacking), lacking
+            finer = finer or self._divided(builder, solved.choices, lacking)
             if finer is None:
                 break
             ranges = finer
         return known
+
+    def _exceeded(self, memory: MemoryConstraints, choices: Ints) -> dict[int, float]:
+        """The limits, where the best program holds the most, if the choices hold more there."""
+        best, limit = self.search.incumbent.best, self.search.limit
+        if best is None or best.memory <= _NEAR * limit:
+            return {}
+        limits = dict.fromkeys(self.search.maker.full_ops(best), limit)
+        problem = memory.problem(limits)
+        return {} if problem.fits(memory.extended(problem, choices)) else limits
 
     def _choices(self, ranges: ShareRanges) -> RangeChoices:
         known = self.search.choices
@@ -119,14 +156,78 @@ class JointRefinement:
 
     def _divided(self, builder: RangeBuilder, choices: Ints, lacking: float) -> ShareRanges | None:
         """Finer ranges where the choices may gain by it, if there are any, the bound being `lacking` seconds."""
-        ranges = builder.ranges
-        ends = {root: set(inner) for root, inner in ranges.ends.items()}
-        found = False
-        for (root, way), held in _in_ranges(builder, choices).items():
-            more = self._ends_within(ranges.between(root, way), self._possible(root), held, _WORTH * lacking)
-            ends.setdefault(root, set()).update(more)
-            found |= bool(more)
+        found = _in_ranges(builder, choices)
+        kind_of = lambda root, way, held: (way, self._shape(builder.ranges, root), held.kind)
+        kinds: dict[tuple[Node, int], object] = {at: kind_of(*at, held) for at, held in found.items()}
+        # Of those that are alike, as layers' are, all can be divided.
+        alike, worth = Counter(kinds.values()), _WORTH * lacking
+        ends: dict[object, list[float]] = {}
+        for (root, way), held in found.items():
+            if (kind := kinds[root, way]) not in ends:
+                within = builder.ranges.between(root, way)
+                ends[kind] = self._ends_within(within, self._possible(root), held, worth / alike[kind])
+        return self._with(builder.ranges, ((root, ends[kind]) for (root, _), kind in kinds.items()))
+
+    def _divided_within_memory(
+        self, memory: MemoryConstraints, choices: Ints, ops: Iterable[int], lacking: float
+    ) -> ShareRanges | None:
+        """As `_divided`, where the bound is short of memory at some ops: what is held there counts at a range's first
+        share, while works take what they do at its best. It is divided until they do not take much less there."""
+        builder = memory.builder
+        assert isinstance(builder, RangeBuilder)
+        ranges, works = builder.ranges, dict[Node, _InRange]()
+        layouts = [found for op in ops for found in memory.smallest_at(op, choices)]
+        cut = {ranges.root(v, dim) for v, layout in layouts for dim, _, way in cuts_of(layout) if owner_of(way) is None}
+        for (root, _), held in _in_ranges(builder, choices).items():
+            if root in cut:
+                mine = works.setdefault(root, _InRange()).works
+                for work, runs in held.works.items():
+                    mine[work] = mine.get(work, 0.0) + runs
+        kinds: dict[Node, object] = {root: (self._shape(ranges, root), held.kind) for root, held in works.items()}
+        alike, first = Counter(kinds.values()), {kind: root for root, kind in kinds.items()}
+        gains: dict[tuple[object, int], float] = {}
+        for kind, root in first.items():
+            for way in range(len(ranges.ends.get(root, ())) + 1):
+                low, high = ranges.between(root, way)
+                at_first, at_best = self._seconds(works[root], [(low, low), (low, high)], low)
+                gains[kind, way] = float(at_first - at_best)
+        most = max((alike[kind] * gain for (kind, _), gain in gains.items()), default=0.0)
+        worth, ends = max(_WORTH * lacking, _MOST * most), dict[object, list[float]]()
+        for (kind, way), gain in gains.items():
+            root, least = first[kind], worth / alike[kind]
+            if gain >= least:
+                left = max(_CLOSER * gain, least)
+                within, possible = ranges.between(root, way), self._possible(root)
+                while len(more := self._stepped(works[root], within, possible, left)) >= _PARTS:
+                    left *= 1.5
+                ends.setdefault(kind, []).extend(more)
+        return self._with(ranges, ((root, ends.get(kind, [])) for root, kind in kinds.items()))
+
+    def _stepped(self, held: _InRange, within: Range, possible: Floats, most: float) -> list[float]:
+        """The fewest ends of parts at whose first share all takes at most so many seconds more than in the part."""
+        (low, high), found = within, list[float]()
+        inside = possible[(possible > low) & (possible < high)].tolist()
+        begin, first = low, 0
+        while first < len(inside):
+            spread = lambda end, begin=begin: -np.diff(self._seconds(held, [(begin, begin), (begin, end)], low))[0]
+            if spread(high) <= most:
+                break
+            first = max(bisect_right(inside, most, first, key=spread), first + 1)
+            begin = inside[first - 1]
+            found.append(begin)
+        return found
+
+    def _with(self, ranges: ShareRanges, more: Iterable[tuple[Node, Sequence[float]]]) -> ShareRanges | None:
+        """Ranges with more ends, if there are any."""
+        ends, found = {root: set(inner) for root, inner in ranges.ends.items()}, False
+        for root, some in more:
+            ends.setdefault(root, set()).update(some)
+            found |= bool(some)
         return ShareRanges(self.costs, {root: tuple(sorted(inner)) for root, inner in ends.items()}) if found else None
+
+    def _shape(self, ranges: ShareRanges, root: Node) -> object:
+        """Equal for what can be cut and is divided alike."""
+        return self._shortest[root], ranges.ends.get(root, ())
 
     def _possible(self, root: Node) -> Floats:
         """Largest shares at which a dimension's range may be divided, rising."""

@@ -53,6 +53,8 @@ class SolveContext:
     began: float = field(init=False)
     expanded: int = 0
     sweeps: int = 0
+    prices: Floats = field(default_factory=lambda: np.zeros(0))
+    """Of the resources."""
 
     def __post_init__(self) -> None:
         # By the clock as it then is: a benchmark may count CPU seconds.
@@ -78,7 +80,7 @@ class SolveContext:
             status = "infeasible" if bound == np.inf else "gap"
         else:
             status = "optimal" if cost - bound <= self.tolerance * abs(cost) + 1e-300 else "gap"
-        return Solution(hunt.best, cost, bound, self.expanded, self.sweeps, status)
+        return Solution(hunt.best, cost, bound, self.expanded, self.sweeps, status, prices=self.prices)
 
 
 def _dual(network: ReducedProblem, multipliers: Floats) -> Dual:

@@ -23,23 +23,28 @@ from test_search import brute_force
 import hapsynth
 from hapsynth.cli.main import main
 from hapsynth.cluster.cluster import Cluster
+from hapsynth.cluster.memory_budget import MemoryBudget
 from hapsynth.graph.ir import Graph
 from hapsynth.graph.trace import trace
 from hapsynth.instructions.layout import Layout, R
-from hapsynth.instructions.program.sizes import Node
+from hapsynth.instructions.program.sizes import Classes, Node
 from hapsynth.instructions.rules.factor_table import FactorTable
 from hapsynth.search.cost.model import CostModel, Floats
 from hapsynth.search.cost.network import MOVES
+from hapsynth.search.cost.program_cost import program_cost
 from hapsynth.search.cost.work import Work
 from hapsynth.search.formulation.choice_space import AvailableLayouts, ChoiceSpace, Owners
 from hapsynth.search.formulation.conversions import LayoutSet
+from hapsynth.search.formulation.emission import Emitter
+from hapsynth.search.formulation.memory_constraints import MemoryConstraints
 from hapsynth.search.formulation.problem_builder import ProblemBuilder
 from hapsynth.search.formulation.share_ranges import ConversionsWithMoves, RangeBuilder, RangeChoices, ShareRanges
 from hapsynth.search.formulation.ways import BuilderOfWays, ChoicesInWays
+from hapsynth.search.memory.profile import MemoryProfile
 from hapsynth.search.planning.planner import Planner
 from hapsynth.search.planning.task import PlanningOptions, Task
 from hapsynth.search.sizing.ratios import Ratios, round_shares
-from hapsynth.search.solver import solve
+from hapsynth.search.solver import Problem, solve
 
 MIXED = cluster([3.0, 1.0, 1.0], bandwidth=1e10)
 
@@ -340,10 +345,67 @@ def test_within_limits_of_memory_too(exact: bool) -> None:
     graph = trace(deep, ARGS).graph
     free = Planner(Task(graph, SLOW)).run()
     limit = 0.7 * max(free.memory_bytes)
-    options = PlanningOptions(memory_limit=limit, exact=exact, joint_gap=1e-6)
+    options = PlanningOptions(memory_limit=limit, exact=exact, joint_gap=0.02)
     found = Planner(Task(graph, SLOW, options)).run()
     assert max(found.memory_bytes) <= limit
     assert 0 < found.joint_lower_bound_s <= found.lower_bound_s <= found.cost_s
+
+
+def short_of_memory(width: int = 64, rows: int = 512) -> Graph:
+    """What is made before the loss and read again after it takes most of the memory."""
+
+    def loss(w: Any, x: Any) -> Any:
+        y = jnp.tanh(jnp.tanh(x @ w[0]) @ w[1])
+        return ((y @ w[2]) ** 2).mean()
+
+    return trace(jax.grad(loss), ([F32(width, width)] * 3, F32(rows, width))).graph
+
+
+def least_within(ranges: ShareRanges, limits: dict[int, float]) -> float:
+    choices = RangeChoices(ranges.costs, ranges.count, sparing=True)
+    memory = MemoryConstraints(RangeBuilder(choices, ranges.costs, ranges), at_least=True)
+    problem = memory.problem(limits)
+    start = memory.extended(problem, np.array(choices.replicated()))
+    return solve(problem, start=start, tolerance=1e-3, max_nodes=2000).lower_bound
+
+
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("bandwidth", [3e8, 3e9])
+def test_no_program_that_fits_is_below_the_bound(bandwidth: float, exact: bool) -> None:
+    """Programs at a grid of ratios, the cheapest at many prices of what is held at some op: those within a limit are no
+    cheaper than the bound within it, in any ranges and in ones around their ratios."""
+    graph, devices = short_of_memory(), cluster([3.0, 1.0], bandwidth=bandwidth)
+    costs = CostModel(graph, devices, FactorTable(graph), room=MemoryBudget((1e9, 1e9), exact=exact))
+    structure, rng = ChoiceSpace(graph, costs.table, sparing=True), np.random.default_rng(7)
+    programs: list[tuple[float, float, float]] = []
+    for first in (0.25, 0.5, 0.625, 0.75, 0.875):
+        ratios = named(costs, np.array([first, 1 - first]))
+        builder = ProblemBuilder(structure, costs, ratios)
+        for price in 10.0 ** rng.uniform(-12, -7, 12):
+            counted = MemoryConstraints(builder, at_least=False).problem({int(rng.integers(len(graph.ops))): np.inf})
+            used = counted.resources[0].usage
+            priced = Problem(tuple(u + price * b for u, b in zip(counted.unary, used, strict=True)), counted.edges)
+            found = solve(priced, tolerance=1e-3, max_nodes=2000).assignment
+            assert found is not None
+            emitter = Emitter(builder, found.tolist()[: len(structure.choices)])
+            for program in (emitter.run(costs.axes), emitter.ordered(costs.axes, sparing=True)):
+                classes = Classes.build(graph, program, costs.table)
+                sizes = ratios.sizes_of(classes)
+                assert sizes is not None
+                held = MemoryProfile(graph, program, classes, costs).peak(sizes)
+                programs.append((first, program_cost(program, sizes, costs), held))
+    joint = MemoryConstraints(ProblemBuilder(structure, costs, None), at_least=True)
+    op = max(range(len(graph.ops)), key=joint.least_at)
+    raised = 0.0
+    for limit in np.quantile([held for *_, held in programs], [0.0, 0.2, 0.5]).tolist():
+        anywhere = random_ranges(costs, rng)
+        bound = least_within(anywhere, {op: limit})
+        raised = max(raised, bound / least_within(anywhere, {}))
+        for first in dict.fromkeys(at for at, *_ in programs):
+            around = least_within(ranges_around(costs, np.array([first, 1 - first])), {op: limit})
+            fitting = [cost for at, cost, held in programs if at == first and held <= limit]
+            assert max(bound, around) <= min(fitting, default=np.inf) * (1 + 1e-9)
+    assert raised > 1.01, "limits that bind nowhere show nothing"
 
 
 def test_what_is_asked_for_is_checked() -> None:
