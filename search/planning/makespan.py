@@ -53,6 +53,8 @@ _ROUNDS = 2
 """More, at the ratios of the search by sums."""
 _TURNS, _ROUNDS_AGAIN, _NEAR_ROUNDS = 5, 2, 1
 """At the ratios of each turn: rounds at far weights and at near ones."""
+_FRUITLESS = 2
+"""Turns in a row that gain nothing, the last ones."""
 _ROUNDS_OF_BOUND = 3
 """In the end, for the bound alone."""
 _BRANCHINGS, _ROUNDS_OF_BRANCH = 3, 4
@@ -520,10 +522,11 @@ def _shorter(one: Overlapped | None, other: Overlapped | None) -> Overlapped | N
 
 def _at_other_ratios(found: MakespanSearch, bar: float) -> MakespanSearch:
     """A search at the ratios that suit overlap the best: those of the search by sums, those by speed, and those that
-    balance each best program. In turn the one with the least bound goes on, which says the least of what is there."""
+    balance each best program. In turn the one with the least bound goes on, which says the least of what is there,
+    until two turns in a row gain nothing."""
     search = found.search
     weights, _ = search.task.starts()[0]
-    pool, balanced = [found], list[Scheduled]()
+    pool, balanced, fruitless = [found], list[Scheduled](), 0
     if found.best is not None:
         pool.append(_begun_at(search.task.ratios(weights), found, bar))
     for _ in range(_TURNS):
@@ -540,6 +543,10 @@ def _at_other_ratios(found: MakespanSearch, bar: float) -> MakespanSearch:
         if at.bound >= _least_makespan(min(pool, key=_least_makespan)) * (1 - TOLERANCE):
             break
         at.go_on(bar)
+        gained = min(map(_least_makespan, pool)) < known.makespan_s * (1 - TOLERANCE)
+        fruitless = 0 if gained else fruitless + 1
+        if fruitless == _FRUITLESS:
+            break
     return min(pool, key=_least_makespan)
 
 
