@@ -490,7 +490,7 @@ def first_look(search: FixedRatioSearch, best: Candidate, ratios: Ratios) -> Mak
 def concluded(found: MakespanSearch, bar: float = np.inf) -> Overlapped | None:
     """The program of the least makespan, found from a first look on; None where none fits in its order. What takes more
     than `bar` seconds is of no use."""
-    search, least_sum = found.search, found.scheduled[0]
+    search, first, least_sum = found.search, found, found.scheduled[0]
     found.run(_ROUNDS, bar)
     found.shorten_path()
     found = _at_other_ratios(found, bar)
@@ -510,8 +510,9 @@ def concluded(found: MakespanSearch, bar: float = np.inf) -> Overlapped | None:
             tried.append(known)
     if any(least_sum.candidate.is_like(other.candidate) for other in tried):
         return best
-    # Quick schedules may rank it too low.
-    return _shorter(best, _within_limit(least_sum, search, found.bound_for(least_sum)))
+    # Quick schedules may rank it too low. Its ratios may be those of the first search alone.
+    bound = max(each.bound_for(least_sum) for each in (first, found))
+    return _shorter(best, _within_limit(least_sum, search, bound))
 
 
 def _shorter(one: Overlapped | None, other: Overlapped | None) -> Overlapped | None:
