@@ -403,19 +403,22 @@ class WeightedBuilder(ProblemBuilder):
             variable = st.op_variable[op.index]
             lone = st.made_with(op.index)
             of_results = None if lone is None else self._option_key(lone)
-            off = any(deferred) and op.index not in by_use
-            put_off = (costs.deferred_seconds[op.index].tobytes(), *deferred) if off else ()
-            key = "op", st.choices[variable], own_key, tuple(weights), put_off, of_results
+            # What counts with a use is an edge's.
+            deferred = () if op.index in by_use or not any(deferred) else tuple(deferred)
+            deferred_key = (costs.deferred_seconds[op.index].tobytes(), *deferred) if deferred else ()
+            key = "op", st.choices[variable], own_key, tuple(weights), deferred_key, of_results
 
             def make(
                 at: int = op.index,
                 v: int = variable,
                 w: Row = tuple(weights),
-                off: Row = tuple(deferred) if put_off else (),
+                later: Row = deferred,
                 value: int | None = lone,
             ) -> Floats:
                 seconds = costs.weighted_op(at, w)
-                found = (seconds + costs.weighted_deferred(at, off)[:, 0] if off else seconds)[st.choices[v].triple]
+                if later:
+                    seconds = seconds + costs.weighted_deferred(at, later)[:, 0]
+                found = seconds[st.choices[v].triple]
                 return found if value is None else found + self._of_options(value)[st.choices[v].option]
 
             unary[variable] = self._weighted(key, make)

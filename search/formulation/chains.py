@@ -213,9 +213,8 @@ class ChainSpace:
     def _slowing(self, resources: Sequence[int]) -> int | None:
         """The column in which everything counts that is not in a set on a link; None where there is no such column."""
         kinds = self.resources.kinds
-        (kind, *others) = {r for r in resources if r < kinds} or (_NOWHERE,)
-        on_first = not others and kind != _NOWHERE and all(r <= kinds for r in resources)
-        return self._column(kind) if on_first else None
+        streams, links = {r for r in resources if r < kinds}, {r for r in resources if r >= kinds}
+        return self._column(*streams) if len(streams) == 1 and links <= {kinds} else None
 
     @cached_property
     def _outputs(self) -> list[int]:
@@ -322,15 +321,15 @@ class ChainSpace:
             best[_STREAM, b] = first[b]
             if seconds[a] > first[b]:
                 best[_STREAM, b], cut_before[_STREAM, b] = seconds[a], before_b[a]
-        put_off = np.zeros((count, len(self.graph.ops)))
+        deferred = np.zeros((count, len(self.graph.ops)))
         if len(links) == 1:
             for b, cut in enumerate(among):
                 mine = self.deferred([cut])
-                put_off[b, mine] = taken.deferred[mine, kind]
-        # What is put off counts if it comes after the cut before.
-        seconds = best[_LINK][:, None] + stream + after @ put_off.T
+                deferred[b, mine] = taken.deferred[mine, kind]
+        # What is deferred counts if it comes after the cut before.
+        seconds = best[_LINK][:, None] + stream + after @ deferred.T
         seconds[~(ordered | np.eye(count, dtype=bool))] = -np.inf
-        begun = first + put_off.sum(axis=1)
+        begun = first + deferred.sum(axis=1)
         best[_LAST_ON_STREAM] = np.maximum(begun, seconds.max(axis=0))
         cut_before[_LAST_ON_STREAM] = np.where(seconds.max(axis=0) > begun, seconds.argmax(axis=0), _NOWHERE)
         whole = np.stack([best[_LINK] + last, best[_LAST_ON_STREAM] + sent_last.max(axis=0)])

@@ -135,10 +135,11 @@ class MakespanSearch:
         """The same of each program seen, of the first chains."""
         self._paths: list[Chain] = []
         """Of the programs seen, what is on the critical path: it tells what to change, and bounds nothing."""
-        self._whole = Branch(np.zeros(0), dict(search.incumbent.messages))
+        begun_from = (
+            (like._whole.weights, like._whole.messages) if like else (np.zeros(0), dict(search.incumbent.messages))
+        )
+        self._whole = Branch(*begun_from)
         """All programs."""
-        if like:
-            self._whole = Branch(like._whole.weights, like._whole.messages)
         self.branches = [self._whole]
         """Which together have all programs."""
         self._at = self._whole
@@ -541,7 +542,7 @@ def _at_other_ratios(found: MakespanSearch, bar: float) -> MakespanSearch:
             if sizes is not None:
                 pool.append(_at(sizes, best, bar))
         at = min(pool, key=lambda each: each.bound)
-        if at.bound >= _least_makespan(min(pool, key=_least_makespan)) * (1 - TOLERANCE):
+        if at.bound >= min(map(_least_makespan, pool)) * (1 - TOLERANCE):
             break
         at.go_on(bar)
         gained = min(map(_least_makespan, pool)) < known.makespan_s * (1 - TOLERANCE)

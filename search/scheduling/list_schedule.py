@@ -267,6 +267,17 @@ def _greedy(
     queues = [*enumerate(zip(coming, ready, strict=True))]
     order: list[int] = []
     released = [task for task in reversed(range(count)) if not missing[task]]
+
+    def release_users(task: int) -> None:
+        """Those of which it is the last maker."""
+        ended = end[task]
+        for user in after[task]:
+            if since[user] < ended:
+                since[user] = ended
+            missing[user] -= 1
+            if not missing[user]:
+                released.append(user)
+
     while True:
         # Those whose last maker is done, and what takes no time.
         while released:
@@ -275,12 +286,7 @@ def _greedy(
             if queue < 0:
                 end[at] = begun
                 order.append(at)
-                for user in after[at]:
-                    if since[user] < begun:
-                        since[user] = begun
-                    missing[user] -= 1
-                    if not missing[user]:
-                        released.append(user)
+                release_users(at)
             elif begun <= free[queue]:
                 heappush(ready[queue], rank[at])
             else:
@@ -301,12 +307,7 @@ def _greedy(
         if machine[task] is Machine.EVERYTHING:
             begun = max(begun, *free)
             free = [begun + longest[task]] * 3
-        ended = end[task] = free[at] = begun + longest[task]
+        end[task] = free[at] = begun + longest[task]
         order.append(task)
-        for user in after[task]:
-            if since[user] < ended:
-                since[user] = ended
-            missing[user] -= 1
-            if not missing[user]:
-                released.append(user)
+        release_users(task)
         released.reverse()
