@@ -228,9 +228,7 @@ class Pairwise(Collective):
     bundled: bool = False
 
     def traffic(self, source: Layout, target: Layout, axis: int) -> Exchanged:
-        old, new = (
-            next(cut for cut in cuts_of(layout) if cut[0] == layout[axis].dim) for layout in (source, target)
-        )
+        old, new = (next(cut for cut in cuts_of(layout) if cut[0] == layout[axis].dim) for layout in (source, target))
         return Exchanged(old, new, tuple(cut for cut in cuts_of(source) if cut[0] not in (old[0], new[0])))
 
     def wired(self, source: Layout, target: Layout, axis: int, n: int) -> tuple[Wired, ...]:

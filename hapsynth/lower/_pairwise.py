@@ -1,8 +1,8 @@
-"""All-to-alls in rounds on padded shards: one permute for every distance around the axis, as wide as its largest piece.
+"""All-to-alls in rounds on padded shards: a permute for every distance around the axis, as wide as its largest piece.
 
-What is sent is flat: the piece that stays, and behind it one for each round, each padded to the largest of its round. So
-it has one shape on all devices, and each lays out and joins what it has in shapes of its own, in a switch where devices
-that share a program have unlike places.
+What is sent is flat: the piece that stays, and behind it one for each round, each padded to the largest of its round.
+So it has one shape on all devices, and each lays out and joins what it has in shapes of its own, in a switch where
+devices that share a program have unlike places; where all pieces are alike, by where each begins.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from math import prod
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 
 from hapsynth.instructions.collectives import Exchanged
@@ -84,7 +85,7 @@ class Pairwise(NamedTuple):
 
     def send(self, x: jax.Array, here: MeshPosition) -> jax.Array:
         """A padded shard as pieces, the one that stays first."""
-        return self._switch(here, self._apart, x)
+        return self._evenly_apart(here, x) if self._is_even else self._switch(here, self._apart, x)
 
     def exchange(self, name: str, x: jax.Array, each: Each) -> jax.Array:
         """Every piece to who gets it; the same shapes on all devices."""
@@ -100,7 +101,29 @@ class Pairwise(NamedTuple):
 
     def receive(self, x: jax.Array, here: MeshPosition) -> jax.Array:
         """The pieces that arrived as a padded shard."""
-        return self._switch(here, self._joined, x)
+        return self._evenly_joined(here, x) if self._is_even else self._switch(here, self._joined, x)
+
+    @property
+    def _is_even(self) -> bool:
+        return all(len(set().union(*cut.rows)) == 1 for cut in (self.old, self.new))
+
+    def _evenly_apart(self, here: MeshPosition, x: jax.Array) -> jax.Array:
+        dim, width = self.new.dim, self.new.largest[0]
+        at = (self._placed(here, width, away) for away in range(self.n))
+        pieces = [lax.dynamic_slice_in_dim(x, start, width, dim) for start in at]
+        return lax.concatenate([piece.reshape(-1) for piece in pieces], 0)
+
+    def _evenly_joined(self, here: MeshPosition, x: jax.Array) -> jax.Array:
+        dim, rows = self.old.dim, self.old.largest[0]
+        made, pieces = jnp.zeros(self.target, x.dtype), lax.split(x, self.lengths)
+        for away, piece in enumerate(pieces):
+            piece = piece.reshape(self._shape(self.target, rows, self.new.largest[0]))
+            made = lax.dynamic_update_slice_in_dim(made, piece, self._placed(here, rows, -away), dim)
+        return made
+
+    def _placed(self, here: MeshPosition, length: int, away: int) -> jax.Array:
+        """Where the block of the device so far away begins, of blocks of one length."""
+        return here.lookup(self.old.axes[-1:], [(at + away) % self.n * length for at in range(self.n)])
 
     def _apart(self, place: _Place, x: jax.Array) -> jax.Array:
         starts, pieces = [0, *accumulate(place.new)], list[jax.Array]()
@@ -123,18 +146,14 @@ class Pairwise(NamedTuple):
         lengths = {self.old.dim: old, self.new.dim: new}
         return tuple(lengths.get(dim, n) for dim, n in enumerate(stored))
 
-    def _switch(
-        self, here: MeshPosition, fn: Callable[[_Place, jax.Array], jax.Array], x: jax.Array
-    ) -> jax.Array:
+    def _switch(self, here: MeshPosition, fn: Callable[[_Place, jax.Array], jax.Array], x: jax.Array) -> jax.Array:
         majors, minor = (self.old.axes[:-1], self.new.axes[:-1]), self.old.axes[-1]
         positions = zip(here.positions(majors[0]), here.positions(majors[1]), here.positions((minor,)), strict=True)
         places = [_Place(at, self.old.rows[p], self.new.rows[q]) for p, q, at in positions]
         kinds = list(dict.fromkeys(places))
         if len(kinds) == 1:
             return fn(kinds[0], x)
-        every = [
-            _Place(at, old, new) for old in self.old.rows for new in self.new.rows for at in range(self.n)
-        ]
+        every = [_Place(at, old, new) for old in self.old.rows for new in self.new.rows for at in range(self.n)]
         table = [kinds.index(place) if place in kinds else 0 for place in every]
         kind = here.lookup((*majors[0], *majors[1], minor), table)
         return lax.switch(kind, [partial(fn, place) for place in kinds], x)

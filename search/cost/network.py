@@ -62,9 +62,9 @@ class AxisLink:
     seconds of a message around a ring, from one device through all others; `tree_s`: up a tree, a chain inside hosts
     and binary between them; `direct_s`: of messages from one device to each other, one after the other. `slowest`: the
     link with the most to send for its bandwidth. `curves`: seconds by wire bytes of the collectives that were
-    measured, which go before these. `levels`: of its hosts, where it goes over several, by what goes over them. `shifts`:
-    seconds per byte of a permute in which every device sends to the one that is 1, 2, ... n - 1 places further on, around
-    the axis: of a host several may cross its link at once.
+    measured, which go before these. `levels`: of its hosts, where it goes over several, by what goes over them.
+    `shifts`: seconds per byte of a permute in which every device sends to the one that is 1, 2, ... n - 1 places
+    further on, around the axis: of a host several may cross its link at once.
     """
 
     n: int
@@ -107,8 +107,9 @@ class AxisLink:
 
     @property
     def rounds(self) -> tuple[float, Floats]:
-        """Seconds of each permute of `shifts` however little it sends, and of each byte [n - 1]. As all devices take part
-        in all, each begins with a latency in which they come to it, as a collective does; in what was measured they did."""
+        """Seconds of each permute of `shifts` however little it sends, and of each byte [n - 1]. All devices take part
+        in each, so that it begins with a latency in which they come to it, as a collective does; as they did where it
+        was measured."""
         per_byte = np.array(self.shifts)
         if "reshare" not in self.curves:
             return 2.0 * self.latency, per_byte
@@ -274,9 +275,11 @@ class PriceOfMoves(Price):
 
 
 class PriceOfRounds(Price):
-    """Of each round a permute, in proportion to its largest piece. In all it takes no less than the collective of even
-    blocks would: only where a device has more than all but one even share of both dimensions does it send less, and there
-    what a program takes at least, whatever its ratios, would be known no more."""
+    """Of each round a permute, in proportion to its largest piece.
+
+    In all it counts no less than the collective of even blocks would take. Less is sent only where one device has more
+    than all but an even share of both dimensions; without that floor, nothing would be known of what an all-to-all
+    takes at least, whatever the ratios."""
 
     measured_as: ClassVar[tuple[str, ...]] = ("reshare", "all_to_all")
 

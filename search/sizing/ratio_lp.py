@@ -256,8 +256,8 @@ class RatioLP:
                     self.rows.add({**row, longest: -1.0}, -sign * (most - least))
 
     def _add_rounds(self) -> None:
-        """Of what is exchanged in rounds, with one cut free and the other as it is: each round's largest piece, and that
-        all take no less than even ones. The latencies are there or not, which no linear program can tell."""
+        """Of what is exchanged in rounds, with one cut free and the other as it is: each round's largest piece, and
+        that all take no less than even ones. The latencies are there or not, which no linear program can tell."""
         together: dict[tuple[object, ...], float] = {}
         shown: dict[tuple[object, ...], tuple[RoundsTerm, Cut, Floats, bool]] = {}
         for term in self.loads.rounds:
