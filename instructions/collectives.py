@@ -225,6 +225,7 @@ class Pairwise(Collective):
     in_rounds: ClassVar[bool] = True
     splits: bool = True
     joins: bool = True
+    in_place: bool = True
     bundled: bool = False
 
     def traffic(self, source: Layout, target: Layout, axis: int) -> Exchanged:

@@ -63,8 +63,8 @@ _POINTS = 33
 @dataclass
 class _InRange:
     """What a solution cuts in one range. `works`: runs of each; `sent_s`: seconds of its conversions but all-to-alls,
-    `swapped_s` of these, `evenly_s` of as many of even blocks, where they may go in rounds; `moved_s`: those that moving
-    all rows would take of what comes to the range from another, or from it to another."""
+    `swapped_s` of these, `evenly_s` of as many of even blocks, where they may go in rounds; `moved_s`: those that
+    moving all rows would take of what comes to the range from another, or from it to another."""
 
     works: dict[Work, float] = field(default_factory=dict[Work, float])
     sent_s: float = 0.0
