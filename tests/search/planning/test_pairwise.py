@@ -157,7 +157,7 @@ def test_where_even_blocks_are_less(n: int, first: float, second: float) -> None
 X = np.arange(480 * 480, dtype=np.float32).reshape(480, 480) % 7
 
 
-def sums(x: jax.Array) -> jax.Array:
+def sums(x: Any) -> Any:
     """Along the one dimension, and then along the other: each is whole where the other is cut."""
     return jnp.cumsum(jnp.cumsum(x, axis=1), axis=0).astype(jnp.int32)
 
@@ -296,11 +296,11 @@ def crossed(speeds: list[float], sent: float, **options: Any) -> tuple[hapsynth.
     computing = 2 * 480 * 480 * 240 / where.devices[-1].rate("float32")
     bandwidth = 480 * 240 * 4 / (sent * computing)
     devices = tuple(replace(d, overhead=1e-15, bandwidth=1e18) for d in where.devices)
-    fixed = {"[0]": "S(0)", "[1]": "R", "[2]": "R"}
+    asked: dict[str, Any] = {"fixed": {"[0]": "S(0)", "[1]": "R", "[2]": "R"}, "leave_out": False, **options}
     where = replace(where, devices=devices, network=Link(bandwidth, 0.0))
     u = np.eye(480, dtype=np.float32)
     fn = lambda x, w, u: (u @ jnp.cumsum(x @ w, axis=1)).astype(jnp.bfloat16)
-    plan = hapsynth.synthesize(fn, (X, u[:, :240], u), where, leave_out=False, **{"fixed": fixed, **options})
+    plan = hapsynth.synthesize(fn, (X, u[:, :240], u), where, **asked)
     return plan, {round(shares[0] / sum(shares), 3) for shares in plan.sizes.shares}
 
 
@@ -341,7 +341,7 @@ def test_two_axes() -> None:
     )
     source: Layout = (S(0), S(0, 1))
     rows, columns = np.array([6, 2, 2, 2]) / 12, np.array([6, 2]) / 8
-    each = {(0, (0, 1)): rows, (1, (1,)): columns}
+    each: dict[tuple[int, tuple[int, ...]], Any] = {(0, (0, 1)): rows, (1, (1,)): columns}
     shares = Shares(lambda dim, axes, way: each[dim, axes].max(), lambda dim, axes, way: each[dim, axes])
     found = costs.conversion(0, source, (S(0), S(1)), 1, shares, STEPS[STEP])[0]
     assert found == pytest.approx(12 / 96)
