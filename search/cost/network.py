@@ -301,11 +301,10 @@ class PriceOfRounds(Price):
         return np.asarray(link.pace(_USUAL).seconds(PRICES[_USUAL].blocks(link) * np.asarray(nbytes) / blocks))
 
     def least(self, link: AxisLink, nbytes: float, old: tuple[float, float], new: tuple[float, float]) -> float:
-        """Seconds, at least, where the largest share of each dimension is from the first to the second. Of what the
-        devices don't keep, at most the smaller of the largest shares, a round has an n-th in its largest piece; and who
-        has the largest share of one dimension sends, or gets, all of that but what the other leaves it."""
+        """Seconds, at least, where the largest share of each dimension is from the first to the second: who has the
+        largest share of one sends, or gets, all of that but what the other leaves it."""
         (low, high), (least, most) = old, new
-        part = max((1.0 - min(high, most)) / link.n, least * (1.0 - high), low * (1.0 - most), 0.0)
+        part = max(least * (1.0 - high), low * (1.0 - most))
         start, per_byte = link.rounds
         seconds = start + nbytes * part * float(per_byte.min()) if part > _NOTHING else 0.0
         return max(seconds, float(self.evenly(link, nbytes, link.n**2)))

@@ -274,9 +274,11 @@ class RatioLP:
             nbytes, n = key[2], term.link.n
             assert isinstance(nbytes, float)
             start, per_byte = term.link.rounds
+            # The solver's tolerances are absolute: variables are shares of what the whole would take.
+            whole = float(per_byte.max()) * nbytes
             seconds = len(self.objective)
             self.objective.append(0.0)
-            self._add_sent(seconds, runs * nbytes)
+            self._add_sent(seconds, runs * whole)
             total: dict[int, float] = {}
             shares = [(p % n, self._share(cut, p)) for p in range(self.loads.classes.along(self.axes[: cut[1]]))]
             for away in range(1, n):
@@ -287,12 +289,12 @@ class RatioLP:
                     if of_other[at] > 0 and share
                 }
                 if rows:
-                    total[len(self.objective)] = float(per_byte[away - 1])
+                    total[len(self.objective)] = float(per_byte[away - 1]) * nbytes / whole
                     for row in rows:
                         self.rows.add({**dict(row), len(self.objective): -1.0}, 0.0)
                     self.objective.append(0.0)
             self.rows.add({**total, seconds: -1.0}, 0.0)
-            self.rows.add({seconds: -1.0}, -max(term.evenly(nbytes) - (n - 1) * start, 0.0) / nbytes)
+            self.rows.add({seconds: -1.0}, -max(term.evenly(nbytes) - (n - 1) * start, 0.0) / whole)
 
     def _ends(self, cut: Cut | Even) -> list[tuple[dict[int, float], float]]:
         """Where each shard of a cut ends but the last, as a row and a constant: that of a class that is given."""

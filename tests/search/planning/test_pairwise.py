@@ -36,10 +36,13 @@ from hapsynth.search.cost.model import CostModel
 from hapsynth.search.cost.network import PRICES, AxisLink, PriceOfRounds, Shares, axis_links
 from hapsynth.search.cost.program_cost import program_cost
 from hapsynth.search.formulation.choice_space import Restriction
+from hapsynth.search.memory.profile import MemoryProfile
 from hapsynth.search.planning.device_subsets import ClusterPlanner
 from hapsynth.search.planning.task import PlanningOptions, Task
 from hapsynth.search.scheduling.tasks import LINKS, Machine, tasks_of
 from hapsynth.search.sizing.class_costs import ClassCosts
+from hapsynth.search.sizing.ratio_lp import RatioLP
+from hapsynth.search.sizing.relaxation import relaxation_bound
 from hapsynth.search.sizing.whole_units import ClassUnits
 
 STEP, PADDED = "pairwise_all_to_all", "all_to_all"
@@ -328,6 +331,45 @@ def test_what_sizes_decide_of_its_cost() -> None:
         units = ClassUnits(loads, 0, plan.sizes).seconds(np.array([shares, plan.sizes.shares[0]]))
         assert units[0] - units[1] == pytest.approx(loads.cost(sizes) - loads.cost(plan.sizes))
     assert found == pytest.approx([found[0]] * len(found))
+
+
+def test_a_linear_program_knows_each_round() -> None:
+    """With the shares of one dimension given, those of the other are the best that there are."""
+    plan = planned(4, 0.5, 0.0)
+    costs, classes = plan.cost_model(), plan.sizes.classes
+    loads, memory = (
+        ClassCosts(plan.program, classes, costs),
+        MemoryProfile(plan.traced.graph, plan.program, classes, costs),
+    )
+    (term,) = loads.rounds
+    draw, given = np.random.default_rng(0), np.array([0.45, 0.25, 0.2, 0.1])
+    for free, pinned in ((term.old[0], term.new[0]), (term.new[0], term.old[0])):
+        shares = [
+            tuple(int(x) for x in given * c.units) if c.index == pinned else plan.sizes.shares[c.index]
+            for c in classes.all
+        ]
+        sizes = Sizes(plan.traced.graph, classes, tuple(shares))
+        lp = RatioLP(loads, memory, (0,), np.arange(4), np.ones(4), sizes, {pinned})
+        found = lp.solve([], np.inf)
+        assert found is not None
+        both = lambda x, free=free: (x, given) if free == term.old[0] else (given, x)
+        at = lambda x, both=both: float(term.at(*both(x), lambda cut: 1.0))
+        others = np.concatenate([draw.dirichlet(np.full(4, spread), 200) for spread in (0.3, 1.0, 10.0)])
+        # What is computed is a hundredth.
+        assert at(found[free]) <= 1.01 * min(map(at, others))
+        assert at(found[free]) < 0.95 * at(np.full(4, 0.25))
+
+
+def test_bounds_of_sizes_hold_at_all_sizes() -> None:
+    plan = planned(4, 0.5, 0.0)
+    costs, classes = plan.cost_model(), plan.sizes.classes
+    loads, memory = (
+        ClassCosts(plan.program, classes, costs),
+        MemoryProfile(plan.traced.graph, plan.program, classes, costs),
+    )
+    bound = relaxation_bound(loads, memory, {(0,): np.zeros(4, np.int64)}, {}, plan.sizes, np.inf, lambda: np.inf)
+    even = Sizes(plan.traced.graph, classes, tuple((c.units // 4,) * 4 for c in classes.all))
+    assert 0.9 * loads.cost(even) < bound <= loads.cost(even) < loads.cost(plan.sizes)
 
 
 def test_two_axes() -> None:
