@@ -352,8 +352,11 @@ def test_a_linear_program_knows_each_round() -> None:
         lp = RatioLP(loads, memory, (0,), np.arange(4), np.ones(4), sizes, {pinned})
         found = lp.solve([], np.inf)
         assert found is not None
-        both = lambda x, free=free: (x, given) if free == term.old[0] else (given, x)
-        at = lambda x, both=both: float(term.at(*both(x), lambda cut: 1.0))
+
+        def at(x: Any, free: int = free) -> float:
+            old, new = (x, given) if free == term.old[0] else (given, x)
+            return float(term.at(old, new, lambda cut: 1.0))
+
         others = np.concatenate([draw.dirichlet(np.full(4, spread), 200) for spread in (0.3, 1.0, 10.0)])
         # What is computed is a hundredth.
         assert at(found[free]) <= 1.01 * min(map(at, others))
