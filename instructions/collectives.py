@@ -4,6 +4,7 @@ all_reduce      {x | P(op)} -> {x | R}
 reduce_scatter  {x | P(sum)} -> {x | S(d)}
 all_gather      {x | S(d)} -> {x | R}
 all_to_all      {x | S(d)} -> {x | S(e)}
+pairwise_all_to_all     the same in rounds: in each a device sends one other its piece, as wide as the round's largest
 reshare         {x | S(d)} -> {x | S(d)~1}     to shards of other sizes: rows that change owner move
 balanced_reduce_scatter, balanced_all_gather   the same by way of even shards: no device sends blocks of the largest
 hierarchical_all_reduce, hierarchical_reduce_scatter, hierarchical_all_gather   the same within hosts and between them
@@ -126,13 +127,22 @@ class Moved(NamedTuple):
     around: tuple[Cut, ...]
 
 
-Traffic = Block | Moved
+class Exchanged(NamedTuple):
+    """The pieces that a cut of one dimension makes of the shards of another, of what the cuts `around` leave: from each
+    position to each, those that are equally far apart at once."""
+
+    old: Cut
+    new: Cut
+    around: tuple[Cut, ...]
+
+
+Traffic = Block | Moved | Exchanged
 
 
 class Wired(NamedTuple):
     """An array that a collective takes and gives, padded to the largest block: how a block is cut, how many a device
     sends, and how many it then has. `moved`: two cuts of another dimension, of which it has the rows that change owner,
-    the longest piece at each distance."""
+    the longest piece at each distance; or of two others, of which it has the pieces, the largest at each distance."""
 
     cuts: tuple[Cut, ...]
     sent: int
@@ -162,6 +172,8 @@ class Collective:
     """Whether it is between two cuts of one dimension; what it sends is then `Moved`."""
     balances: ClassVar[bool] = False
     """Whether it goes by way of even shards."""
+    in_rounds: ClassVar[bool] = False
+    """Whether it sends each piece by itself; what it sends is then `Exchanged`."""
 
     def goes_over(self, hosts: Hosts) -> bool:
         """Whether it can be run along an axis over these hosts."""
@@ -203,6 +215,26 @@ class Reshare(Collective):
         moved = self.traffic(source, target, axis)
         # The shard, which stays, and the pieces of it that go elsewhere.
         return Wired(cuts_of(source), 1, 1), Wired(moved.around, 1, 1, (moved.old, moved.new))
+
+
+@dataclass(frozen=True, eq=False)
+class Pairwise(Collective):
+    """An all-to-all in rounds of permutes, round k between devices that are k places apart (MPI's pairwise exchange): a
+    round is as wide as its own largest piece, where all blocks are as wide as the largest of all otherwise."""
+
+    in_rounds: ClassVar[bool] = True
+    splits: bool = True
+    joins: bool = True
+    in_place: bool = True
+    bundled: bool = False
+
+    def traffic(self, source: Layout, target: Layout, axis: int) -> Exchanged:
+        old, new = (next(cut for cut in cuts_of(layout) if cut[0] == layout[axis].dim) for layout in (source, target))
+        return Exchanged(old, new, tuple(cut for cut in cuts_of(source) if cut[0] not in (old[0], new[0])))
+
+    def wired(self, source: Layout, target: Layout, axis: int, n: int) -> tuple[Wired, ...]:
+        pieces = self.traffic(source, target, axis)
+        return (Wired(pieces.around, 1, 1, (pieces.old, pieces.new)),)
 
 
 @dataclass(frozen=True, eq=False)
@@ -269,6 +301,7 @@ STEPS: dict[str, Collective] = {
         Collective("reduce_scatter", lambda p, q: p == P("sum") and _is_cut(q), splits=True),
         Collective("all_gather", lambda p, q: _is_cut(p) and q == R, joins=True),
         Collective("all_to_all", lambda p, q: _is_cut(p) and _is_cut(q) and p.dim != q.dim, splits=True, joins=True),
+        Pairwise("pairwise_all_to_all", lambda p, q: _is_cut(p) and _is_cut(q) and p.dim != q.dim),
         Reshare(RESHARE, lambda p, q: _is_cut(p) and _is_cut(q) and q == p._replace(way=q.way) != p, bundled=False),
         Balanced(
             "balanced_reduce_scatter",

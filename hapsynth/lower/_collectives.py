@@ -27,6 +27,7 @@ from hapsynth.instructions.staging.options import LoweringOptions
 from hapsynth.lower import _gloo, _hierarchical, _tree
 from hapsynth.lower._collective_order import Each
 from hapsynth.lower._mesh_position import MeshPosition
+from hapsynth.lower._pairwise import Pairwise
 from hapsynth.lower._recut import Recut
 from hapsynth.lower._storage import pad_to, with_length
 
@@ -204,6 +205,30 @@ class ReshareLowering(Lowering):
         return Recut.of(sizes, step).receive(x, here)
 
 
+@dataclass(frozen=True)
+class PairwiseLowering(Lowering):
+    """Each piece goes straight to who gets it, those of one round together."""
+
+    in_parts: bool = True
+
+    def key(self, sizes: Sizes, step: Convert) -> Hashable:
+        return step.axis, Pairwise.of(sizes, step)
+
+    def send(self, sizes: Sizes, step: Convert, x: jax.Array, here: MeshPosition) -> jax.Array:
+        return Pairwise.of(sizes, step).send(x, here)
+
+    def exchange(
+        self, sizes: Sizes, name: str, step: Convert, x: jax.Array, gloo: LoweringOptions | None, each: Each
+    ) -> jax.Array:
+        return Pairwise.of(sizes, step).exchange(name, x, each)
+
+    def alone(self, sizes: Sizes, step: Convert, x: jax.Array) -> jax.Array:
+        return x
+
+    def receive(self, sizes: Sizes, step: Convert, x: jax.Array, here: MeshPosition) -> jax.Array:
+        return Pairwise.of(sizes, step).receive(x, here)
+
+
 class _Evenly(NamedTuple):
     """Even shards of a dimension that the axis of a step cuts, and unlike ones, and what moves between them."""
 
@@ -312,6 +337,7 @@ LOWERINGS: dict[str, Lowering] = {
     "broadcast": BlockLowering(
         lambda x, axis, p, q, hosts, gloo, each: _tree.broadcast(x, axis, p, each), in_parts=True
     ),
+    "pairwise_all_to_all": PairwiseLowering(),
     "reshare": ReshareLowering(),
     "balanced_reduce_scatter": BalancedScatterLowering(),
     "balanced_all_gather": BalancedGatherLowering(),

@@ -170,8 +170,10 @@ class _Lines:
         model = self.model
         at = i.value, i.source, i.target, i.axis
         sent = model.sent(*at, shares_of(self.plan.sizes, i.value), i.collective)
-        # Between cuts that are both even nothing moves, so of what is moved nothing counts as padding.
-        even = sent if i.collective.recuts or i.collective.balances else model.sent(*at, model.evenly, i.collective)
+        # Between cuts that are both even nothing moves, so of what is moved nothing counts as padding; nor of what goes
+        # piece by piece.
+        unpadded = i.collective.recuts or i.collective.balances or i.collective.in_rounds
+        even = sent if unpadded else model.sent(*at, model.evenly, i.collective)
         runs = self.graph.runs[i.region]
         what, padding = self.names.instruction(i), max(sent.wire_bytes - even.wire_bytes, 0.0)
         took = sent.seconds, sent.latency_s, sent.turned_s

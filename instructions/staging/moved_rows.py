@@ -1,4 +1,5 @@
-"""Which rows of a dimension move where, when contiguous shards of some lengths become shards of others.
+"""Which rows of a dimension move where, when contiguous shards of some lengths become shards of others; and how large
+the pieces are that shards of one dimension are cut into along another.
 
 A row goes straight to its new owner: one permute for every distance at which some row moves, padded to the longest
 piece at that distance. No row that keeps its owner is sent.
@@ -69,6 +70,15 @@ def moved(old: Floats, new: Floats) -> tuple[Floats, Floats]:
     longest = skewed.max(axis=-2)[..., ::-1]
     pieces = np.concatenate([longest[..., : n - 1], longest[..., n:]], axis=-1)
     return (pieces > 0).sum(axis=-1).astype(np.float64), pieces.sum(axis=-1)
+
+
+def rounds(old: Floats, new: Floats, n: int) -> Floats:
+    """The largest piece of each round [..., n] in which shards of `old` fractions of one dimension become shards of
+    `new` ones of another [..., positions]: in round k every device's for the one k places further on, around the `n` of
+    an axis; its own in round 0. Positions row-major, that axis the minor one: rounds are the same along all others."""
+    held, wanted = (x.reshape(*x.shape[:-1], -1, n).max(axis=-2) for x in (old, new))
+    to = (np.arange(n)[:, None] + np.arange(n)) % n
+    return (held[..., None, :] * wanted[..., to]).max(axis=-1)
 
 
 _NOTHING = 1e-9

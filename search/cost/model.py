@@ -450,7 +450,7 @@ class CostModel:
     ) -> tuple[float, float]:
         """(seconds, bytes over the slowest link) of one step along an axis; an empty or a lone device's one is free.
 
-        `step`: by default the usual one. Of one whose traffic is `Moved` the shares of all positions must be known.
+        `step`: by default the usual one. Of one that sends no `Block` the shares of all positions must be known.
         """
         step = step or step_between(source[axis], target[axis])
         assert step is not None, (source, target)

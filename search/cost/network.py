@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import pairwise, product
 from math import fsum, prod
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 
@@ -19,6 +19,7 @@ from hapsynth.instructions.collectives import (
     EVEN,
     Block,
     Collective,
+    Exchanged,
     Hosts,
     Moved,
     Over,
@@ -31,7 +32,7 @@ from hapsynth.instructions.collectives import (
     tree_rounds,
 )
 from hapsynth.instructions.layout import MOST_AXES
-from hapsynth.instructions.staging.moved_rows import even_rows, moved
+from hapsynth.instructions.staging.moved_rows import even_rows, moved, rounds
 from hapsynth.search.cost.device_speed import Floats
 
 Largest = Callable[[int, tuple[int, ...], int], float]
@@ -62,6 +63,8 @@ class AxisLink:
     and binary between them; `direct_s`: of messages from one device to each other, one after the other. `slowest`: the
     link with the most to send for its bandwidth. `curves`: seconds by wire bytes of the collectives that were
     measured, which go before these. `levels`: of its hosts, where it goes over several, by what goes over them.
+    `shifts`: seconds per byte of a permute in which every device sends to the one that is 1, 2, ... n - 1 places
+    further on, around the axis: of a host several may cross its link at once.
     """
 
     n: int
@@ -75,6 +78,7 @@ class AxisLink:
     slowest: str = "[network]"
     curves: Mapping[str, Curve] = field(default_factory=dict[str, Curve])
     levels: Mapping[Over, Levels] = field(default_factory=dict[Over, "Levels"])
+    shifts: tuple[float, ...] = ()
     _paces: dict[str, Curve | Lines] = field(
         init=False, default_factory=dict[str, "Curve | Lines"], compare=False, repr=False
     )
@@ -87,7 +91,9 @@ class AxisLink:
     def offers(self, step: Collective) -> bool:
         """Whether a step that is not the usual one can be run along it. Where collectives were measured, what has a
         price of its own has to be, too: no measured time is compared with a modelled one."""
-        measured = not self.curves or step.name in self.curves or step.name not in PRICES
+        price = PRICES.get(step.name)
+        needed = () if price is None else price.measured_as or (step.name,)
+        measured = not self.curves or self.curves.keys() >= {*needed}
         return measured and step.goes_over(self.hosts)
 
     @property
@@ -98,6 +104,17 @@ class AxisLink:
             return self.latency, self.beta
         start, (most, end) = float(curve.seconds(0.0)), curve.points[-1]
         return start, (end - start) / most
+
+    @property
+    def rounds(self) -> tuple[float, Floats]:
+        """Seconds of each permute of `shifts` however little it sends, and of each byte [n - 1]. All devices take part
+        in each, so that it begins with a latency in which they come to it, as a collective does; as they did where it
+        was measured."""
+        per_byte = np.array(self.shifts)
+        if "reshare" not in self.curves:
+            return 2.0 * self.latency, per_byte
+        start, slope = self.permute
+        return start, per_byte * (slope / per_byte[0])
 
     def pace(self, step: str) -> Curve | Lines:
         """Seconds of one collective by the bytes that `wire_bytes` says."""
@@ -218,6 +235,9 @@ class Price:
     blocks: Callable[[AxisLink], float]
     algorithms: tuple[Algorithm, ...]
 
+    measured_as: ClassVar[tuple[str, ...]] = ()
+    """What says how long it takes where collectives were measured; () for itself."""
+
     def lines(self, link: AxisLink) -> Lines:
         """Seconds by the bytes that one group sends over its slowest link by the first algorithm."""
         return Lines.least((a.latency(link), a.sent(link) * link.beta) for a in self.algorithms)
@@ -253,6 +273,51 @@ class PriceOfMoves(Price):
         latency, wire = (float(x) for x in self.between(*cuts, start, whole))
         return Sent(wire, latency, wire * per_byte)
 
+
+class PriceOfRounds(Price):
+    """Of each round a permute, in proportion to its largest piece.
+
+    In all it counts no less than the collective of even blocks would take. Less is sent only where one device has more
+    than all but an even share of both dimensions; without that floor, nothing would be known of what an all-to-all
+    takes at least, whatever the ratios."""
+
+    measured_as: ClassVar[tuple[str, ...]] = ("reshare", "all_to_all")
+
+    def between(
+        self, link: AxisLink, old: Floats, new: Floats, nbytes: Floats | float
+    ) -> tuple[Floats, Floats, Floats]:
+        """(bytes of all rounds in those of the slowest link, seconds of latency, of sending) of `nbytes` with the two
+        dimensions whole, cut in these fractions [..., positions]."""
+        start, per_byte = link.rounds
+        pieces = rounds(old, new, link.n)[..., 1:]
+        pieces = np.where(pieces > _NOTHING, pieces, 0.0)
+        latency = start * (pieces > 0).sum(axis=-1)
+        seconds = (pieces @ per_byte) * nbytes
+        least = self.evenly(link, nbytes, old.shape[-1] * new.shape[-1])
+        return (pieces @ np.array(link.shifts)) / link.beta * nbytes, latency, np.maximum(seconds, least - latency)
+
+    def evenly(self, link: AxisLink, nbytes: Floats | float, blocks: int) -> Floats:
+        """Seconds of as many even blocks, padded or not."""
+        return np.asarray(link.pace(_USUAL).seconds(PRICES[_USUAL].blocks(link) * np.asarray(nbytes) / blocks))
+
+    def least(self, link: AxisLink, nbytes: float, old: tuple[float, float], new: tuple[float, float]) -> float:
+        """Seconds, at least, where the largest share of each dimension is from the first to the second: who has the
+        largest share of one sends, or gets, all of that but what the other leaves it."""
+        (low, high), (least, most) = old, new
+        part = max(least * (1.0 - high), low * (1.0 - most))
+        start, per_byte = link.rounds
+        seconds = start + nbytes * part * float(per_byte.min()) if part > _NOTHING else 0.0
+        return max(seconds, float(self.evenly(link, nbytes, link.n**2)))
+
+    def sent(self, link: AxisLink, step: str, nbytes: float, traffic: Traffic, shares: Shares) -> Sent:
+        assert isinstance(traffic, Exchanged)
+        whole = nbytes * prod(shares.largest(*cut) for cut in traffic.around)
+        return Sent(*map(float, self.between(link, shares.each(*traffic.old), shares.each(*traffic.new), whole)))
+
+
+_USUAL = "all_to_all"
+_NOTHING = 1e-9
+"""The fraction of a tensor that is rounding, and no piece."""
 
 Stage = tuple[str, AxisLink, float]
 """(collective, what it goes over, the part of what a device has that it counts as a block)"""
@@ -317,6 +382,7 @@ PRICES: dict[str, Price] = {
     "reduce_scatter": Price(lambda link: link.n - 1, (ROUND,)),
     "all_gather": Price(lambda link: link.n - 1, (ROUND,)),
     "all_to_all": Price(lambda link: link.swapped, (TO_EACH,)),
+    "pairwise_all_to_all": PriceOfRounds(lambda link: 1.0, ()),
     "reduce": Price(lambda link: tree_rounds(link.n), (ONE_WAY,)),
     "broadcast": Price(lambda link: tree_rounds(link.n), (ONE_WAY,)),
     "reshare": MOVES,
@@ -336,7 +402,29 @@ def axis_links(cluster: Cluster, axes: Sequence[tuple[str, int]]) -> tuple[AxisL
     for a, (name, n) in enumerate(axes):
         lines = lines_along(cluster.hosts, lengths, a)
         curves, levels = cluster.collectives_along(name, n), _levels(cluster, lines)
-        found.append(replace(_link(cluster, lines), curves=curves, levels=levels))
+        found.append(replace(_link(cluster, lines), curves=curves, levels=levels, shifts=_shifts(cluster, lines)))
+    return tuple(found)
+
+
+def _shifts(cluster: Cluster, lines: Sequence[Sequence[int]]) -> tuple[float, ...]:
+    """As of `AxisLink`. `lines`: the host of each position along an axis, for each of its groups."""
+    hosts, line = np.unique(np.array(lines), return_inverse=True)
+    line = line.reshape(len(lines), -1)
+    inside = np.array([1.0 / cluster.inside(host).bandwidth for host in hosts.tolist()])
+    out = np.array([1.0 / cluster.nic(host).bandwidth for host in hosts.tolist()])
+    found: list[float] = []
+    for away in range(1, line.shape[1]):
+        to = np.roll(line, -away, axis=1)
+        crosses = line != to
+        seconds = [float(inside[line[~crosses]].max(initial=0.0))]
+        ways, counts = np.unique(line[crosses] * hosts.size + to[crosses], return_counts=True)
+        by_host = np.zeros(hosts.size)
+        for way, count in zip(ways.tolist(), counts.tolist(), strict=True) if cluster.pairs else ():
+            if pair := _pair(cluster, *hosts[[*divmod(way, hosts.size)]].tolist()):
+                seconds.append(count / pair.link.bandwidth)
+                counts[ways == way] = 0
+        np.add.at(by_host, ways // hosts.size, counts)
+        found.append(max(*seconds, float((by_host * out).max(initial=0.0))))
     return tuple(found)
 
 

@@ -166,8 +166,9 @@ class ProblemBuilder:
         return min(least(s) for s in self.costs.steps(source, target, axis) if self._allows(value, s))
 
     def _allows(self, value: int, step: Collective) -> bool:
-        """Whether a value may be converted by a step. At the best ratios there is nothing to balance."""
-        return not step.recuts and not (step.balances and self.ratios is None)
+        """Whether a value may be converted by a step. At the best ratios there is nothing to balance, and even blocks
+        take no longer than rounds of any pieces."""
+        return not step.recuts and not ((step.balances or step.in_rounds) and self.ratios is None)
 
     def _shares_of_all(self, value: int, dim: int, axes: tuple[int, ...], way: int) -> Floats:
         """The fraction of a dimension that each position along the axes holds."""

@@ -26,7 +26,7 @@ from hapsynth.instructions.layout import Layout, cuts_of, owner_of
 from hapsynth.instructions.program.sizes import Node
 from hapsynth.search.analysis.dimension_groups import kinship
 from hapsynth.search.cost.model import CostModel, Floats, Range
-from hapsynth.search.cost.network import MOVES, Shares, even_fractions
+from hapsynth.search.cost.network import MOVES, PRICES, PriceOfRounds, Shares, even_fractions
 from hapsynth.search.cost.work import Work
 from hapsynth.search.formulation.choice_space import AvailableLayouts, Interned
 from hapsynth.search.formulation.conversions import Conversions, Hop, LayoutSet
@@ -156,6 +156,9 @@ class RangeBuilder(BuilderOfWays):
                 moved = self.ranges.of(value, dim, way)[0] - even
                 between = self._least_moved(value, moved) if moved > 0 else 0.0
                 found.append(cost(STEPS[step.even], Shares(lambda *_, even=even: even)) + between)
+            elif isinstance(price := PRICES.get(step.name), PriceOfRounds):
+                ends = (self.ranges.of(value, *cut) for cut in every)
+                found.append(price.least(self.costs.links[0], float(self.graph.values[value].nbytes), *ends))
             else:
                 found.append(np.inf if step.recuts else cost(step, shares))
         return found

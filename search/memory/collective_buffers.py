@@ -26,7 +26,8 @@ PHASES = 3
 class Buffer(NamedTuple):
     """Something in memory from point `start` until before `stop`: `nbytes`, divided as `nodes` are cut. `padded`: to
     the largest shard, on every device. `moved`: of a dimension that is cut as the first, and then as the second, the
-    rows that change owner, the longest piece at each distance; one cut may be `EVEN`."""
+    rows that change owner, the longest piece at each distance; one cut may be `EVEN`. Of two dimensions: the pieces
+    that are exchanged, the largest of each round."""
 
     nbytes: float
     nodes: tuple[Node, ...]

@@ -22,7 +22,7 @@ from hapsynth.instructions.collectives import EVEN
 from hapsynth.instructions.layout import Layout
 from hapsynth.instructions.program.program import Program
 from hapsynth.instructions.program.sizes import Classes, Node, Sizes
-from hapsynth.instructions.staging.moved_rows import moved
+from hapsynth.instructions.staging.moved_rows import moved, rounds
 from hapsynth.search.analysis.fusion import FusionPlan
 from hapsynth.search.analysis.lifetimes import Tensor
 from hapsynth.search.cost.model import CostModel, Floats, held_fraction
@@ -39,7 +39,7 @@ _GAPS = 0.01
 """Of all bytes: what XLA leaves free between buffers of unlike sizes and lives."""
 
 
-class Change(NamedTuple):
+class Reshared(NamedTuple):
     """The rows of a dimension that change owner between two cuts, as a part of all of them."""
 
     old: Cut | Even
@@ -50,6 +50,20 @@ class Change(NamedTuple):
         return {cut[0] for cut in self if not isinstance(cut, Even)}
 
 
+class Pieces(NamedTuple):
+    """The largest piece of each round in which what one cut holds comes to be cut by another, as a part of all. `n`: of
+    the axis that both are along."""
+
+    old: Cut
+    new: Cut
+    n: int
+
+    @property
+    def classes(self) -> set[int]:
+        return {self.old[0], self.new[0]}
+
+
+Change = Reshared | Pieces
 Held = tuple[Cut, bool]
 """(cut, whether its largest share counts on all devices)"""
 
@@ -129,8 +143,13 @@ class MemoryProfile:
             for node in b.nodes:
                 cut.setdefault((self.index.cut(node), b.padded), []).append(n)
             if b.moved:
-                cut.setdefault(Change(*map(self._end, b.moved)), []).append(n)
+                cut.setdefault(self._change(*b.moved), []).append(n)
         return {c: np.array(members) for c, members in cut.items()}
+
+    def _change(self, old: Node, new: Node) -> Change:
+        if old[1] == new[1]:
+            return Reshared(self._end(old), self._end(new))
+        return Pieces(self.index.cut(old), self.index.cut(new), self.classes.lengths[old[2][-1]])
 
     def _end(self, node: Node) -> Cut | Even:
         value, dim, axes, way = node
@@ -172,6 +191,8 @@ class MemoryProfile:
 
     @staticmethod
     def _moved(sizes: Sizes, change: Change) -> float:
+        if isinstance(change, Pieces):
+            return float(rounds(joined_shares(sizes, change.old), joined_shares(sizes, change.new), change.n).sum())
         old, new = (cut.shares if isinstance(cut, Even) else joined_shares(sizes, cut) for cut in change)
         return float(moved(old, new)[1])
 

@@ -5,16 +5,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
+from math import prod
 from typing import Literal, NamedTuple
 
+import numpy as np
+
 from hapsynth.graph.ir import Graph
-from hapsynth.instructions.collectives import Block
+from hapsynth.instructions.collectives import Block, Exchanged
 from hapsynth.instructions.layout import Layout, cut_alone
 from hapsynth.instructions.program.bundles import family
 from hapsynth.instructions.program.program import Compute, Convert, Instruction, Program, Property, reads, writes
 from hapsynth.instructions.program.sizes import Sizes
 from hapsynth.instructions.rules.registry import is_fusible
 from hapsynth.instructions.staging.buckets import as_planned, filled, joined
+from hapsynth.instructions.staging.moved_rows import rounds
 from hapsynth.instructions.staging.options import LoweringOptions
 from hapsynth.instructions.staging.stages import Stage, split
 from hapsynth.search.analysis.fusion import FusionPlan
@@ -79,7 +83,7 @@ class XlaKernels:
         for item in joined(graph, split(graph, program, sizes, options, switches=switches, near=near)):
             match item:
                 case list():
-                    for bundle in bundles(graph, program, item, self._nbytes, options, planned=planned):
+                    for bundle in bundles(graph, program, item, sizes, self._nbytes, options, planned=planned):
                         self._collective(bundle, there)
                 case Convert():
                     # Of nothing.
@@ -253,6 +257,7 @@ def bundles(
     graph: Graph,
     program: Program,
     run: Sequence[Convert],
+    sizes: Sizes,
     nbytes: NBytes,
     options: LoweringOptions,
     *,
@@ -260,7 +265,7 @@ def bundles(
 ) -> Iterator[Bundle]:
     """Those of a run of collectives that need nothing of one another. `nbytes`: of a tensor on a device, as it is
     stored. `planned`: as the program has them."""
-    sent = [_sent(graph, program, step, nbytes) for step in run]
+    sent = [_sent(program, step, sizes, nbytes) for step in run]
     dtypes = [graph.values[step.value].dtype for step in run]
     families = [
         family(step, dtype) if size <= options.bundled_bytes else None
@@ -269,17 +274,24 @@ def bundles(
     # A device of exact shards may send nothing, and takes part.
     groups = as_planned(run) if planned else filled(families, [max(size, 1.0) for size in sent], options.bundle_bytes)
     for group in groups:
-        given = sum(nbytes(run[n].value, run[n].target) for n in group)
+        # Rounds give what they take, to be joined.
+        given = sum(sent[n] if run[n].collective.in_rounds else nbytes(run[n].value, run[n].target) for n in group)
         yield Bundle(tuple(run[n] for n in group), sum(sent[n] for n in group), given)
 
 
-def _sent(graph: Graph, program: Program, step: Convert, nbytes: NBytes) -> float:
-    """Bytes of the array that a collective takes: whole blocks of the largest shard."""
-    traffic = step.traffic
+def _sent(program: Program, step: Convert, sizes: Sizes, nbytes: NBytes) -> float:
+    """Bytes of the array that a collective takes: whole blocks of the largest shard, or the largest piece of each
+    round."""
+    traffic, whole = step.traffic, float(sizes.graph.values[step.value].nbytes)
+    if isinstance(traffic, Exchanged) and whole:
+        old, new = (np.array(sizes.lengths(step.value, *cut)) for cut in (traffic.old, traffic.new))
+        around = prod(nbytes(step.value, cut_alone(cut, len(step.source))) / whole for cut in traffic.around)
+        pieces = rounds(old / old.sum(), new / new.sum(), program.axes[step.axis][1])
+        return whole * around * float(pieces.sum())
     if not isinstance(traffic, Block) or step.collective.balances:
         return nbytes(step.value, step.source)
     alone = lambda cut: nbytes(step.value, cut_alone(cut, len(step.source)))
     sent = (program.axes[step.axis][1] if step.collective.splits else 1) * nbytes(step.value, traffic.layout)
     if traffic.part is None:
         return sent
-    return sent * alone(traffic.part) / (alone(traffic.of) if traffic.of else graph.values[step.value].nbytes)
+    return sent * alone(traffic.part) / (alone(traffic.of) if traffic.of else whole)

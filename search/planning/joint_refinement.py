@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from hapsynth.instructions.layout import cuts_of, owner_of
+from hapsynth.instructions.layout import Layout, cuts_of, owner_of
 from hapsynth.instructions.program.sizes import Node
-from hapsynth.search.cost.model import Floats, Range
-from hapsynth.search.cost.network import MOVES
+from hapsynth.search.cost.model import CostModel, Floats, Range
+from hapsynth.search.cost.network import MOVES, PRICES, PriceOfRounds
 from hapsynth.search.cost.work import Work
 from hapsynth.search.formulation.choice_space import AvailableLayouts, Domain
 from hapsynth.search.formulation.memory_constraints import MemoryConstraints
@@ -62,17 +62,21 @@ _POINTS = 33
 
 @dataclass
 class _InRange:
-    """What a solution cuts in one range. `works`: runs of each; `sent_s`: seconds of its conversions; `moved_s`: those
-    that moving all rows would take of what comes to the range from another, or from it to another."""
+    """What a solution cuts in one range. `works`: runs of each; `sent_s`: seconds of its conversions but all-to-alls,
+    `swapped_s` of these, `evenly_s` of as many of even blocks, where they may go in rounds; `moved_s`: those that
+    moving all rows would take of what comes to the range from another, or from it to another."""
 
     works: dict[Work, float] = field(default_factory=dict[Work, float])
     sent_s: float = 0.0
+    swapped_s: float = 0.0
+    evenly_s: float = 0.0
     moved_s: float = 0.0
 
     @property
     def kind(self) -> object:
         """Equal for what is alike."""
-        return frozenset(self.works.items()), f"{self.sent_s:.6g}", f"{self.moved_s:.6g}"
+        sent = (f"{x:.6g}" for x in (self.sent_s, self.swapped_s, self.evenly_s, self.moved_s))
+        return frozenset(self.works.items()), *sent
 
 
 class JointRefinement:
@@ -276,8 +280,12 @@ class JointRefinement:
         """What lies in a range from `low` on takes where it lies in each of some parts of it."""
         runs = np.array(list(held.works.values()))
         times = self.costs.times_within([(work, part) for part in ranges for work in held.works])
-        sent = held.sent_s * np.array([least for least, _ in ranges]) / low
-        return times.reshape(len(ranges), -1) @ runs + sent
+        least, most = np.array(ranges).T
+        n = self.costs.n
+        # Of two dimensions that are cut alike.
+        rounds = np.maximum(np.maximum(least, 1 / n) * (1 - most) * n**2 / max(n - 1, 1), 1.0)
+        swapped = np.minimum(held.swapped_s * least / low, held.evenly_s * rounds)
+        return times.reshape(len(ranges), -1) @ runs + held.sent_s * least / low + swapped
 
 
 def _in_ranges(builder: RangeBuilder, choices: Ints) -> dict[tuple[Node, int], _InRange]:
@@ -306,13 +314,24 @@ def _in_ranges(builder: RangeBuilder, choices: Ints) -> dict[tuple[Node, int], _
             if owner_of(way) is None
         ]
         moves = ways.moves_between(source, target)
+        ends, spent = [layouts[place] for place in (source, target)], runs * float(ways.seconds[source, target])
+        evenly = 0.0 if moves else runs * _evenly(costs, float(graph.values[value].nbytes), *ends)
         for place in (source, target):
             for mine in cuts_at(place):
-                mine.sent_s += 0.0 if moves else runs * float(ways.seconds[source, target])
+                mine.sent_s += 0.0 if moves or evenly else spent
+                mine.swapped_s += spent if evenly else 0.0
+                mine.evenly_s += evenly
         for place in moves or ():
             for mine in cuts_at(place):
                 mine.moved_s += runs * MOVES.least(costs.links[0], float(graph.values[value].nbytes), 1.0)
     return found
+
+
+def _evenly(costs: CostModel, nbytes: float, source: Layout, target: Layout) -> float:
+    """Seconds of an all-to-all of even blocks where one may go in rounds; 0 of all else."""
+    step = next((step for step in costs.steps(source, target, 0) if step.in_rounds), None)
+    price = step and PRICES[step.name]
+    return float(price.evenly(costs.links[0], nbytes, costs.n**2)) if isinstance(price, PriceOfRounds) else 0.0
 
 
 def _converted(builder: RangeBuilder, states: Sequence[tuple[Domain, int]]) -> Iterator[tuple[int, int, int, float]]:

@@ -11,12 +11,12 @@ from typing import NamedTuple
 import numpy as np
 
 from hapsynth.cluster.curves import Curve, Lines
-from hapsynth.instructions.collectives import EVEN, Block, Moved
+from hapsynth.instructions.collectives import EVEN, Block, Exchanged, Moved
 from hapsynth.instructions.layout import cuts_of
 from hapsynth.instructions.program.program import Convert, Program
 from hapsynth.instructions.program.sizes import Classes, Sizes
 from hapsynth.search.cost.model import CostModel, Floats, distinct
-from hapsynth.search.cost.network import PRICES, Even, PriceOfMoves, even_fractions
+from hapsynth.search.cost.network import PRICES, AxisLink, Even, PriceOfMoves, PriceOfRounds, even_fractions
 from hapsynth.search.cost.program_index import Cut, Load, ProgramIndex
 from hapsynth.search.cost.roofline import Roofline
 from hapsynth.search.cost.work import Work
@@ -105,6 +105,50 @@ class BoundaryTerm:
 
 
 @dataclass(eq=False)
+class RoundsTerm:
+    """Conversions of as many bytes in rounds, between two cuts of unlike dimensions along one link. `over`: cuts that
+    the rest of the value is held by; `blocks`: how many the two cuts make of it; `runs`: of all of them."""
+
+    price: PriceOfRounds
+    link: AxisLink
+    old: Cut
+    new: Cut
+    over: tuple[Cut, ...]
+    nbytes: float
+    axis: int
+    blocks: int
+    runs: float = 0.0
+
+    def at(self, old: Floats, new: Floats, largest: LargestOf) -> Floats:
+        """Seconds, from each position's share of both cuts [..., positions]."""
+        _, latency, moving = self.price.between(self.link, old, new, self.held(largest))
+        return self.runs * (latency + moving)
+
+    def held(self, largest: LargestOf) -> float | Floats:
+        """Bytes that other dimensions leave."""
+        whole: float | Floats = self.nbytes
+        for cut in self.over:
+            whole = whole * largest(cut)
+        return whole
+
+    def evenly(self, nbytes: float) -> float:
+        """Seconds of one conversion, at least, of so many held bytes."""
+        return float(self.price.evenly(self.link, nbytes, self.blocks))
+
+    @property
+    def cuts(self) -> tuple[Cut, ...]:
+        return self.old, self.new, *self.over
+
+    @property
+    def load(self) -> object:
+        """What those with like cuts differ by."""
+        return self.axis, self.nbytes, self.runs
+
+
+MoveTerm = BoundaryTerm | RoundsTerm
+
+
+@dataclass(eq=False)
 class ComputeTerm:
     """All works that the same cuts divide, with how often each runs."""
 
@@ -117,7 +161,7 @@ class ClassTerms(NamedTuple):
 
     works: list[ComputeTerm]
     wires: list[CommTerm]
-    boundaries: list[BoundaryTerm]
+    moves: list[MoveTerm]
 
 
 class ClassCosts:
@@ -130,6 +174,7 @@ class ClassCosts:
         self._works: dict[tuple[Cut, ...], ComputeTerm] = {}
         self._wires: dict[tuple[tuple[Cut, ...], tuple[Cut, ...]], CommTerm] = {}
         self._boundaries: dict[tuple[Cut | Even, ...], BoundaryTerm] = {}
+        self._rounds: dict[tuple[object, ...], RoundsTerm] = {}
         for load in index.feeds.values():
             self._add_work(load, 1.0)
         for i, load, runs in zip(program.instructions, index.load_of, index.runs, strict=True):
@@ -151,6 +196,8 @@ class ClassCosts:
         for step, traffic in i.collective.sends(i.source, i.target, i.axis):
             if isinstance(traffic, Moved):
                 self._add_moved(i, step, traffic, runs)
+            elif isinstance(traffic, Exchanged):
+                self._add_rounds(i, step, traffic, runs)
             else:
                 self._add_block(i, step, traffic, runs)
         # By what it comes to hold, whatever is sent on the way.
@@ -171,6 +218,15 @@ class ClassCosts:
         latency, per_byte = link.permute
         known.seconds += runs * link.wire_bytes(step, float(value.nbytes)) * per_byte
         known.latency += runs * latency
+
+    def _add_rounds(self, i: Convert, step: str, traffic: Exchanged, runs: float) -> None:
+        link, price, nbytes = self.costs.links[i.axis], PRICES[step], float(self.costs.graph.values[i.value].nbytes)
+        assert isinstance(price, PriceOfRounds)
+        old, new, *over = (self.cut((i.value, *cut)) for cut in (traffic.old, traffic.new, *traffic.around))
+        key = old, new, *sorted(over), i.axis, nbytes
+        blocks = self.classes.along(traffic.old[1]) * self.classes.along(traffic.new[1])
+        term = RoundsTerm(price, link, old, new, tuple(sorted(over)), nbytes, i.axis, blocks)
+        self._rounds.setdefault(key, term).runs += runs
 
     def _add_block(self, i: Convert, step: str, traffic: Block, runs: float) -> None:
         link, value = self.costs.links[i.axis], self.costs.graph.values[i.value]
@@ -203,6 +259,14 @@ class ClassCosts:
     def boundaries(self) -> list[BoundaryTerm]:
         return list(self._boundaries.values())
 
+    @property
+    def rounds(self) -> list[RoundsTerm]:
+        return list(self._rounds.values())
+
+    @property
+    def moves(self) -> list[MoveTerm]:
+        return [*self.boundaries, *self.rounds]
+
     @cached_property
     def has_products(self) -> bool:
         """Whether some cost is a product of two classes' sizes, so that one linear program is not the last word."""
@@ -210,6 +274,7 @@ class ClassCosts:
             any(len(w.cuts) > 1 for w in self.works)
             or any(len(w.times) > 1 for w in self.wires)
             or any(b.over for b in self.boundaries)
+            or bool(self.rounds)
         )
 
     @cached_property
@@ -259,7 +324,7 @@ class ClassCosts:
         """Of these, what collectives take."""
         largest = lambda cut: largest_of(sizes, cut)
         held = lambda cut: cut.shares if isinstance(cut, Even) else joined_shares(sizes, cut)
-        moving = fsum(float(b.at(held(b.old), held(b.new), largest)) for b in self.boundaries)
+        moving = fsum(float(b.at(held(b.old), held(b.new), largest)) for b in self.moves)
         return fsum(float(w.at(largest)) for w in self.wires) + moving
 
     @cached_property
@@ -272,9 +337,9 @@ class ClassCosts:
         for wire in self.wires:
             for c in dict.fromkeys(cut[0] for cut in wire.cuts):
                 found[c].wires.append(wire)
-        for boundary in self.boundaries:
-            for c in dict.fromkeys(cut[0] for cut in boundary.cuts):
-                found[c].boundaries.append(boundary)
+        for move in self.moves:
+            for c in dict.fromkeys(cut[0] for cut in move.cuts):
+                found[c].moves.append(move)
         return found
 
     def alike(self, c: int, shares: Sequence[object]) -> object:
@@ -303,7 +368,7 @@ class ClassCosts:
             parts = lambda cuts, place=place: tuple([(place.setdefault(c, len(place)), depth) for c, depth in cuts])
             loads = tuple([(parts(w.cuts), tuple(w.counts.items())) for w in terms.works])
             sent = tuple([(parts(w.times), parts(w.over), w.load) for w in terms.wires])
-            moved = tuple([(parts(b.cuts), b.load) for b in terms.boundaries])
+            moved = tuple([(parts(b.cuts), b.load) for b in terms.moves])
             kinds = tuple([(self.classes.all[c].axes, self.classes.all[c].units) for c in place])
             number = numbers.setdefault((kinds, loads, sent, moved), len(numbers))
             found.append((number, tuple(place)[1:]))

@@ -18,7 +18,7 @@ from hapsynth.search.cost.network import Even
 from hapsynth.search.cost.program_index import Cut
 from hapsynth.search.cost.roofline import Roofline
 from hapsynth.search.memory.profile import MemoryProfile, joined_shares, largest_of
-from hapsynth.search.sizing.class_costs import ClassCosts, CommTerm, ComputeTerm
+from hapsynth.search.sizing.class_costs import ClassCosts, CommTerm, ComputeTerm, RoundsTerm
 from hapsynth.search.solver import Ints
 
 _WorkRow = tuple[tuple[tuple[int, float], ...], tuple[float, ...]]
@@ -107,6 +107,7 @@ class RatioLP:
         self._add_wires()
         self._add_works()
         self._add_boundaries()
+        self._add_rounds()
         self._add_objective()
         self._add_memory(points, limit)
         # The solver's tolerances are absolute.
@@ -253,6 +254,47 @@ class RatioLP:
                     for column, x in high.items():
                         row[column] = row.get(column, 0.0) + sign * x
                     self.rows.add({**row, longest: -1.0}, -sign * (most - least))
+
+    def _add_rounds(self) -> None:
+        """Of what is exchanged in rounds, with one cut free and the other as it is: each round's largest piece, and
+        that all take no less than even ones. The latencies are there or not, which no linear program can tell."""
+        together: dict[tuple[object, ...], float] = {}
+        shown: dict[tuple[object, ...], tuple[RoundsTerm, Cut, Floats, bool]] = {}
+        for term in self.loads.rounds:
+            nbytes = float(term.held(lambda c: largest_of(self.sizes, c)))
+            for cut, other, sends in ((term.old, term.new, True), (term.new, term.old, False)):
+                if cut[0] in self.column:
+                    given, mine = joined_shares(self.sizes, other), (self.leader[cut[0]], cut[1])
+                    given = given.reshape(-1, term.link.n).max(axis=0)
+                    key = mine, term.axis, nbytes, sends, given.tobytes()
+                    together[key] = together.get(key, 0.0) + term.runs
+                    shown[key] = term, mine, given, sends
+        for key, runs in together.items():
+            term, cut, given, sends = shown[key]
+            nbytes, n = key[2], term.link.n
+            assert isinstance(nbytes, float)
+            start, per_byte = term.link.rounds
+            # The solver's tolerances are absolute: variables are shares of what the whole would take.
+            whole = float(per_byte.max()) * nbytes
+            seconds = len(self.objective)
+            self.objective.append(0.0)
+            self._add_sent(seconds, runs * whole)
+            total: dict[int, float] = {}
+            shares = [(p % n, self._share(cut, p)) for p in range(self.loads.classes.along(self.axes[: cut[1]]))]
+            for away in range(1, n):
+                of_other = np.roll(given, -away if sends else away)
+                rows = {
+                    tuple(sorted((column, x * float(of_other[at])) for column, x in share.items()))
+                    for at, share in shares
+                    if of_other[at] > 0 and share
+                }
+                if rows:
+                    total[len(self.objective)] = float(per_byte[away - 1]) * nbytes / whole
+                    for row in rows:
+                        self.rows.add({**dict(row), len(self.objective): -1.0}, 0.0)
+                    self.objective.append(0.0)
+            self.rows.add({**total, seconds: -1.0}, 0.0)
+            self.rows.add({seconds: -1.0}, -max(term.evenly(nbytes) - (n - 1) * start, 0.0) / whole)
 
     def _ends(self, cut: Cut | Even) -> list[tuple[dict[int, float], float]]:
         """Where each shard of a cut ends but the last, as a row and a constant: that of a class that is given."""

@@ -19,7 +19,7 @@ from hapsynth.search.cost.model import Floats
 from hapsynth.search.cost.program_index import Cut
 from hapsynth.search.cost.roofline import Roofline
 from hapsynth.search.memory.profile import MemoryProfile, largest_of
-from hapsynth.search.sizing.class_costs import ClassCosts, CommTerm, ComputeTerm
+from hapsynth.search.sizing.class_costs import ClassCosts, CommTerm, ComputeTerm, RoundsTerm
 from hapsynth.search.sizing.ratio_lp import RatioLP
 
 
@@ -48,6 +48,7 @@ def relaxation_bound(
     floor = _UncoveredTerms(loads, sizes, pinned)
     found = [lp.least(points, limit, left()) + lp.constant for lp in lps]
     found += [floor.of_works(works) for works in loads.works if works not in covered]
+    found += [floor.of_rounds(term) for term in loads.rounds]
     found += [floor.of_wire(replace(wire, seconds=0.0) if wire in covered else wire) for wire in loads.wires]
     return fsum(found)
 
@@ -84,6 +85,9 @@ class _RelaxedLP(RatioLP):
     def _add_boundaries(self) -> None:
         """At sizes that are alike nothing moves."""
 
+    def _add_rounds(self) -> None:
+        """They are products of two classes' sizes."""
+
     def _lines(self, roofline: Roofline, k: int, fractions: Sequence[Floats]) -> tuple[Floats, ...]:
         """Of what does not depend on the share the least device's; computing at the highest rate."""
         fixed, compute, cut, whole = roofline.line(self.costs.kind_of, k, fractions, None)
@@ -106,8 +110,14 @@ class _UncoveredTerms:
         return fsum(count * seconds for count, seconds in zip(works.counts.values(), ideal, strict=True))
 
     def of_wire(self, wire: CommTerm) -> float:
-        least = lambda cut: largest_of(self.sizes, cut) if cut[0] in self.pinned else _even(self.loads, cut)
-        return float(wire.at(least))
+        return float(wire.at(self._least))
+
+    def of_rounds(self, term: RoundsTerm) -> float:
+        return term.runs * term.evenly(float(term.held(self._least)))
+
+    def _least(self, cut: Cut) -> float:
+        """The least that the largest share of a cut can be."""
+        return largest_of(self.sizes, cut) if cut[0] in self.pinned else _even(self.loads, cut)
 
 
 def _even(loads: ClassCosts, cut: Cut) -> float:

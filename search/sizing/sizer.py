@@ -183,7 +183,7 @@ class Sizer:
         sizes = self.fixed(weights)
         if not self.classes.all:
             return sizes
-        if len(self.families) > 1 or self.loads.has_products or self.loads.has_curves or self.loads.boundaries:
+        if len(self.families) > 1 or self.loads.has_products or self.loads.has_curves or self.loads.moves:
             # The linear programs depend on these.
             sizes = self._whole_units(self._fractions(sizes), limit, patient=patient)
         points: set[int] = set()

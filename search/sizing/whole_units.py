@@ -45,7 +45,7 @@ class ClassUnits:
     def __init__(self, loads: ClassCosts, c: int, sizes: Sizes) -> None:
         self.loads, self.c, self.sizes = loads, c, sizes
         self.cls = loads.classes.all[c]
-        works, self._wires, self._boundaries = loads.by_class[c]
+        works, self._wires, self._moves = loads.by_class[c]
         self.kind_of = loads.costs.kinds_along(self.cls.axes)
         self._layers: dict[int, _Layer] = {}
         self._terms: list[tuple[int, slice, Floats]] = []
@@ -61,12 +61,12 @@ class ClassUnits:
             table = loads.table(mine)
             self._terms.append((depth, layer.add(table, others), table.counts))
         cuts = [cut for w in self._wires for cut in w.cuts]
-        cuts += [cut for b in self._boundaries for cut in b.over]
+        cuts += [cut for b in self._moves for cut in b.over]
         self._fixed = {cut: largest_of(sizes, cut) for cut in cuts if cut[0] != c}
         self._depths = sorted({depth for other, depth in cuts if other == c})
         """Of which joined shares the largest counts."""
-        # Over a largest share wires grow as it falls, and boundaries may move nearer to others' wherever a unit goes.
-        self._any_helps = any(cut[0] == c for w in self._wires for cut in w.over) or bool(self._boundaries)
+        # Over a largest share wires grow as it falls, and what moves may be less wherever a unit goes.
+        self._any_helps = any(cut[0] == c for w in self._wires for cut in w.over) or bool(self._moves)
         self._sent: dict[tuple[int, ...], Floats] = {}
         self.shares = np.zeros(0, dtype=np.int64)
         self.evaluated = 0
@@ -75,7 +75,7 @@ class ClassUnits:
     @property
     def decides(self) -> bool:
         """Whether it costs anything at all."""
-        return bool(self._terms or self._wires or self._boundaries)
+        return bool(self._terms or self._wires or self._moves)
 
     def seconds(self, trials: Ints) -> Floats:
         """Of shares [trials, positions], each trial's."""
@@ -101,7 +101,7 @@ class ClassUnits:
             seconds += (terms[depth][:, rows] * counts).sum(axis=-1)
         if self._wires:
             seconds = self._with_wires(seconds, largest)
-        for b in self._boundaries:
+        for b in self._moves:
             assert trials is not None
             of_depth = dict(zip(self._depths, largest, strict=True))
             largest_share = lambda cut, of_depth=of_depth: (
@@ -284,7 +284,7 @@ class ClassUnits:
             left = np.maximum(top.without(source // inner), joined[source // inner] - 1)
             held.append(np.where(to == source // inner, top.first, np.maximum(left, joined[to] + 1)).astype(np.int64))
         trials = None
-        if self._boundaries:
+        if self._moves:
             trials = np.tile(self.shares, (targets.size, 1))
             trials[:, source] -= 1
             trials[np.arange(targets.size), targets] += 1

@@ -14,12 +14,13 @@ import numpy as np
 import pytest
 from graphs import cluster
 from jax import lax
-from jax.sharding import Mesh
+from jax.sharding import Mesh, PartitionSpec
 from lowering_options import ALONE
 from slow_devices import first_devices
 
 import hapsynth
 from hapsynth.cluster.cluster import COLLECTIVES, Cluster
+from hapsynth.cluster.memory_budget import MemoryBudget
 from hapsynth.graph.ir import Graph
 from hapsynth.graph.trace import trace
 from hapsynth.instructions.collectives import STEPS, Collective, Hosts, axis_between, step_between, steps_between
@@ -30,14 +31,14 @@ from hapsynth.instructions.program.sizes import Classes, Sizes
 from hapsynth.instructions.rules.factor_table import FactorTable
 from hapsynth.instructions.staging.options import DEFAULT, LoweringOptions
 from hapsynth.lower import _interpreter, lower, lower_staged
-from hapsynth.lower._collective_order import Each
+from hapsynth.lower._collective_order import Each, as_it_is
 from hapsynth.lower._collectives import LOWERINGS, BlockLowering
 from hapsynth.plan import Form
 from hapsynth.search.cost.model import CostModel
 from hapsynth.search.cost.network import PRICES, ROUND, TWICE_ROUND, Price, PriceOfLevels, axis_links
-from hapsynth.search.cost.program_cost import conversion_cost, largest_share
+from hapsynth.search.cost.program_cost import conversion_cost, largest_share, shares_of
 from hapsynth.search.memory.collective_buffers import wires
-from hapsynth.search.memory.profile import padded_bytes
+from hapsynth.search.memory.profile import MemoryProfile, padded_bytes
 from hapsynth.search.memory.xla_kernels import bundles
 
 SHAPE = (24, 8)
@@ -191,8 +192,40 @@ def test_what_is_counted_is_what_is_sent(name: str, lengths: tuple[int, ...], ki
         (wired,) = step.collective.wired(source, target, step.axis, lengths[-1])
         block = 4.0 * prod(SHAPE) * prod(largest_share(sizes, 0, *cut) for cut in wired.cuts)
         assert [wired.sent * block, wired.given * block] == [pytest.approx(x) for x in nbytes]
-        (bundle,) = bundles(graph, program, [step], partial(padded_bytes, sizes), DEFAULT)
+        (bundle,) = bundles(graph, program, [step], sizes, partial(padded_bytes, sizes), DEFAULT)
         assert bundle.sent == pytest.approx(nbytes[0]), f"{format_layout(source)} -> {format_layout(target)}"
+
+
+@pytest.mark.parametrize("kind", SHARES)
+@pytest.mark.parametrize("lengths", [(4,), (2, 2)])
+@pytest.mark.parametrize("name", [name for name, step in STEPS.items() if step.in_rounds])
+def test_what_rounds_send_is_counted(name: str, lengths: tuple[int, ...], kind: str) -> None:
+    """As above, by both counts; and as many permutes as rounds in which something moves."""
+    mesh = Mesh(np.array(jax.devices()[: prod(lengths)]).reshape(lengths), tuple("ab"[: len(lengths)]))
+    where = cluster([1.0] * prod(lengths))
+    for source, target in conversions(STEPS[name], len(lengths)):
+        graph, program = program_of(STEPS[name], [(source, target)], lengths)
+        sizes = sized(graph, program, kind)
+        (step,) = (i for i in program.instructions if isinstance(i, Convert) and i.step == name)
+        staged = lower_staged(graph, program, sizes, mesh, donate=False)
+        (wire,) = staged.sent((step,))
+        nbytes = [4.0 * prod(x.shape) for x in (staged.wire(wire), staged.arrived(wire))]
+        (bundle,) = bundles(graph, program, [step], sizes, partial(padded_bytes, sizes), DEFAULT)
+        assert [bundle.sent, bundle.given] == [pytest.approx(x) for x in nbytes]
+        costs = CostModel(graph, where, FactorTable(graph), program.axes, MemoryBudget.of(where, exact=True))
+        profile = MemoryProfile(graph, program, sizes.classes, costs)
+        counted = profile.bytes_of(sizes)[0, [k for k, b in enumerate(profile.buffers) if b.moved]]
+        assert counted.tolist() == [pytest.approx(x) for x in set(nbytes)], "in place"
+        moves = str(jax.make_jaxpr(partial(exchanged, mesh, sizes, step))(np.zeros(staged.wire(wire).shape)))
+        latency = costs.sent(step.value, source, target, step.axis, shares_of(sizes, step.value), STEPS[name]).latency_s
+        assert moves.count("ppermute") == round(latency / costs.links[step.axis].rounds[0])
+
+
+def exchanged(mesh: Mesh, sizes: Sizes, step: Convert, x: Any) -> Any:
+    """What one collective gives, inside its mesh."""
+    axis = mesh.axis_names[step.axis]
+    run = lambda x: LOWERINGS[step.step].exchange(sizes, axis, step, x, None, as_it_is)
+    return jax.shard_map(run, mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec(), check_vma=False)(x)
 
 
 @pytest.mark.parametrize("kind", SHARES)

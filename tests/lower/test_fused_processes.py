@@ -79,6 +79,20 @@ OWNER = """
     print("right")
 """
 
+ROUNDS = """
+    sums = lambda x: jnp.cumsum(jnp.cumsum(x, axis=1), axis=0).astype(jnp.int32)
+    x = np.arange(48 * 32, dtype=np.float32).reshape(48, 32) % 7
+    for ratios in ([0.75, 0.25], [0.25, 0.75]):
+        for form in ("fused", "staged"):
+            asked = {"fixed": {"[0]": "S(0)"}, "ratios": ratios, "leave_out": False, "form": form}
+            plan = hapsynth.synthesize(sums, (x,), mesh, cluster=thin_cluster((1.0, 1.0), bandwidth=1e6), **asked)
+            assert plan.form == form
+            assert plan.program.collectives() == {"pairwise_all_to_all": 1}, plan.program.collectives()
+            np.testing.assert_array_equal(plan.unshard(plan(plan.shard(x))), sums(x))
+            assert plan.check(x).ok
+    print("right")
+"""
+
 STATE = """
     def step(state, x):
         w, m, key = state
@@ -187,6 +201,11 @@ def test_values_where_xla_knows_other_things(devices: str) -> None:
 def test_an_owners_state_is_in_its_process_alone(tmp_path_factory: pytest.TempPathFactory) -> None:
     folder = str(tmp_path_factory.mktemp("owner") / "state")
     assert ["right" in said for said in two(OWNER, folder)] == [True, True]
+
+
+@pytest.mark.slow
+def test_an_all_to_all_in_rounds() -> None:
+    assert all(out.splitlines()[-1] == "right" for out in two(ROUNDS))
 
 
 @pytest.mark.slow

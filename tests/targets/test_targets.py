@@ -161,6 +161,29 @@ def test_each_card_has_a_program_of_its_own_shares(name: str) -> None:
     assert not collectives_differ([first, second])
 
 
+def sums(x: Any) -> Any:
+    """Along the one dimension, and then along the other."""
+    return jnp.cumsum(jnp.cumsum(x, axis=1), axis=0).astype(jnp.int32)
+
+
+@needs_wheels
+@pytest.mark.parametrize("form", ["switch", "fused"])
+def test_an_all_to_all_in_rounds_is_the_same_on_all_cards(form: Any) -> None:
+    kinds = tuple(known_kinds()[name] for name in CARDS for _ in range(2))
+    cluster = Cluster("cards", kinds, (0, 1, 2, 3), Link(1e9, 1e-6))
+    asked: dict[str, Any] = {"leave_out": False, "fixed": {"[0]": "S(0)"}, "ratios": (0.375, 0.375, 0.125, 0.125)}
+    plan = hapsynth.synthesize(sums, (X,), cluster, **asked)
+    assert plan.program.collectives() == {"pairwise_all_to_all": 1}
+    found = plan.compile_for(CARDS, form=form)
+    assert [t.error for t in found] == ["", ""]
+    # One place on and back between the two large ones, two places on between a large and a small one, to 1 / 3 as much.
+    nbytes = [[c.held_bytes for c in t.collectives] for t in found]
+    assert nbytes == [[float(X.size * 4 * share) for share in (9 / 64, 3 / 64, 9 / 64)]] * 2
+    assert {c.op for t in found for c in t.collectives} == {"collective-permute"}
+    assert not collectives_differ(found)
+    assert found[0].fingerprint == found[1].fingerprint
+
+
 @needs_wheels
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = tmp_path / "model.py"

@@ -155,7 +155,7 @@ def test_wires_are_those_that_the_stages_send(bundled: bool) -> None:
     assert bundled or {*sent} <= {*buffers, *(one + other for one, other in pairwise(buffers))}
     balanced = {"balanced_all_gather", "balanced_reduce_scatter"}
     assert balanced & set(plan.program.collectives())
-    assert {"all_to_all", "all_reduce"} <= set(plan.program.collectives())
+    assert {"pairwise_all_to_all", "all_reduce"} <= set(plan.program.collectives())
 
 
 def test_sizes_within_exact_memory_are_near_the_best_of_all() -> None:
