@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import TypeAlias
 
 import numpy as np
@@ -64,7 +65,20 @@ class MemoryConstraints:
             for (op, limit), used in zip(limits.items(), usages, strict=True)
             for k in range(self.sums)
         ]
-        return Problem(tuple(unary), tuple(edges), tuple(resources))
+        return Problem(tuple(unary), tuple(edges), tuple(resources), free.offset)
+
+    def priced(self, limits: Mapping[int, float], prices: Sequence[float] | Floats) -> Problem:
+        """`problem`, with a price per byte beyond each of its limits in place of these."""
+        problem, known = self.problem(limits), dict[tuple[int, ...], Floats]()
+        unary: list[Floats] = []
+        for i, costs in enumerate(problem.unary):
+            used = [r.usage[i] for r in problem.resources]
+            key = id(costs), *map(id, used)
+            if key not in known:
+                known[key] = costs + sum(price * row for price, row in zip(prices, used, strict=True))
+            unary.append(known[key])
+        owed = sum(price * r.limit for price, r in zip(prices, problem.resources, strict=True))
+        return replace(problem, unary=tuple(unary), resources=(), offset=problem.offset - owed)
 
     def limited(self, limits: Mapping[int, float]) -> Mapping[int, float]:
         """The ops at which bytes are counted for some limits, and these."""
@@ -117,6 +131,12 @@ class MemoryConstraints:
             option = domain.options[int(domain.option[choices[variable]])]
             tensors = self.builder.offer(value, option).tensors
             yield value, min(tensors, key=lambda t, v=value: float(self.tensor_bytes(v, t).max()))
+
+    def held_at(self, op: int) -> list[int]:
+        """Values that an op only passes by and that count as their smallest tensor."""
+        alive = self._alive(op)
+        between = lambda v: v in alive.around and self._between(v, *alive.around[v], 0) is not None
+        return [v for v in alive.live_through if not between(v)]
 
     def least_at(self, op: int) -> float:
         """Bytes that a device holds at least while an op runs, whatever is chosen."""

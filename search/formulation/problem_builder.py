@@ -21,7 +21,7 @@ from hapsynth.instructions.program.sizes import Node, cut_nodes
 from hapsynth.search.cost.model import CostModel, Floats
 from hapsynth.search.cost.network import Shares
 from hapsynth.search.cost.work import Work
-from hapsynth.search.formulation.choice_space import AvailableLayouts, ChoiceSpace, Interned, RequiredLayouts
+from hapsynth.search.formulation.choice_space import AvailableLayouts, ChoiceSpace, Interned, RequiredLayouts, Use
 from hapsynth.search.formulation.conversions import Conversions
 from hapsynth.search.sizing.ratios import Ratios
 from hapsynth.search.solver import Edge, Ints, Problem
@@ -79,12 +79,12 @@ class ProblemBuilder:
         st = self.structure
         edges = [self._link(op, value) for op, value in st.links]
         ways = [self.conversions(v) for v in range(len(self.graph.values))]
-        tables: dict[tuple[Conversions, int], Floats] = {}
+        tables: dict[tuple[Conversions, int, object], Floats] = {}
         for use, (kind, producer, groups) in zip(st.uses, self.kinds.uses, strict=True):
-            key = ways[use.value], kind
+            key = ways[use.value], kind, self._use_key(use)
             table = tables.get(key)
             if table is None:
-                table = tables[key] = self._use_table(use.value, st.choices[producer].options, use.needs, use.runs)
+                table = tables[key] = self._table(use, st.choices[producer].options)
             edges.append(Edge(producer, use.variable, groups, use.needs.groups, table))
         return Problem(tuple(self._unary()), tuple(edges))
 
@@ -352,6 +352,14 @@ class ProblemBuilder:
         graph, fixed = self.graph, self.structure.restriction.ends
         tied = {graph.outputs[target] for _, target in graph.carry}
         return frozenset(v for i, v in enumerate(graph.outputs) if isinstance(v, int) and (v not in tied or i in fixed))
+
+    def _use_key(self, use: Use) -> object:
+        """What decides a use's table besides the conversions and its kind."""
+        return None
+
+    def _table(self, use: Use, options: Interned[AvailableLayouts]) -> Floats:
+        """Seconds of a use, of each option and each need."""
+        return self._use_table(use.value, options, use.needs, use.runs)
 
     def _use_table(
         self, value: int, options: Interned[AvailableLayouts], needs: RequiredLayouts, runs: float

@@ -134,8 +134,12 @@ class RangeBuilder(BuilderOfWays):
             (p,), (q,) = layouts.layouts[i], layouts.layouts[j]
             if p.is_sharded and q.is_sharded and p.dim == q.dim and p.owner is None and q.owner is None:
                 a, b = self.ranges.of(value, p.dim, p.way), self.ranges.of(value, q.dim, q.way)
-                found[i, j] = self._least_moved(value, max(a[0] - b[1], b[0] - a[1]))
+                found[i, j] = self._move(value, p.dim, max(a[0] - b[1], b[0] - a[1]))
         return found
+
+    def _move(self, value: int, dim: int, part: float) -> float:
+        """Seconds, at least, to bring a value to another share of a dimension, where these are `part` apart."""
+        return self._least_moved(value, part)
 
     def _least_moved(self, value: int, part: float) -> float:
         return MOVES.least(self.costs.links[0], float(self.graph.values[value].nbytes), max(part, 0.0))
@@ -209,12 +213,21 @@ class ConversionsWithMoves(Conversions):
             self.moved[at] = seconds
         if not moves:
             return
-        changing = np.where(np.eye(n, dtype=bool), np.inf, self.steps_alone)
+        changing = self._changing
         then = _through(self.moved, self.steps_alone)
         found = _through(self.steps_alone, then)
         while not np.array_equal(more := np.minimum(found, _through(_through(found, changing), then)), found):
             found = more
         self.seconds = found
+
+    @property
+    def _changing(self) -> Floats:
+        return np.where(np.eye(len(self.steps_alone), dtype=bool), np.inf, self.steps_alone)
+
+    @cached_property
+    def seconds_with_steps(self) -> Floats:
+        """Seconds of the cheapest ways that are not moves alone."""
+        return _through(_through(self.seconds, self._changing), self.seconds)
 
     def reached(self, source: int, targets: Sequence[int]) -> tuple[float, list[Hop]]:
         """As of all conversions, but that of a dimension's ranges that stand together only the cheapest is paid, and

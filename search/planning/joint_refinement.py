@@ -11,6 +11,7 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -21,6 +22,7 @@ from hapsynth.search.cost.network import MOVES, PRICES, PriceOfRounds
 from hapsynth.search.cost.work import Work
 from hapsynth.search.formulation.choice_space import AvailableLayouts, Domain
 from hapsynth.search.formulation.memory_constraints import MemoryConstraints
+from hapsynth.search.formulation.share_prices import PricedRangeBuilder, ShareCurves
 from hapsynth.search.formulation.share_ranges import (
     ConversionsWithMoves,
     RangeBuilder,
@@ -28,14 +30,13 @@ from hapsynth.search.formulation.share_ranges import (
     ShareRanges,
 )
 from hapsynth.search.planning.search_at_ratios import FixedRatioSearch
+from hapsynth.search.planning.share_price_lp import SharePriceLP
 from hapsynth.search.planning.task import Task
-from hapsynth.search.solver import Ints
+from hapsynth.search.solver import Ints, Problem
 
 _ROUNDS = 8
 _MOST_STATES = 3_000_000
 """Of a problem: more take minutes."""
-_MOST_STATES_LIMITED = 1_000_000
-"""The same within limits of memory, where one is solved at many prices."""
 _TOLERANCE = 0.02
 """Of what the bound still lacks."""
 _SAFETY = 1e-9
@@ -45,7 +46,11 @@ _MOST = 0.2
 """Where memory is short: of what the ranges that can gain the most can gain, with all that are alike. States are dear
 there."""
 _PROGRESS = 0.1
-"""Of what the bound still lacks where memory is short: a round that gains less is the last."""
+"""Of what the bound still lacks where memory is short: a round that gains less is fruitless."""
+_FRUITLESS = 1
+"""Rounds in a row, once a price of memory is known to be too high; one more is the last."""
+_DEARER = 4.0
+"""The price of memory that is tried next, over one that is too low, until one is too high."""
 _NEAR = 0.5
 """Of the room: a plan that holds less is not dearer for want of memory."""
 _CLOSER = 0.25
@@ -79,6 +84,34 @@ class _InRange:
         return frozenset(self.works.items()), *sent
 
 
+@dataclass
+class _MemoryPrices:
+    """Seconds per byte at each limited op, between `low`, at which more is held than the limits are, and `high`, at
+    which less is: None as long as no such are known. `per_byte`: to be tried next."""
+
+    low: Floats
+    per_byte: Floats
+    high: Floats | None = None
+
+    @staticmethod
+    def begin(low: Floats, fixed: Floats | None) -> _MemoryPrices:
+        """`low`: where nothing ties shares to one another; `fixed`: by which fixed choices keep to the limits, mostly
+        too high."""
+        guess = low if fixed is None else (low + fixed) / 2
+        return _MemoryPrices(low, guess if (guess > low).all() else _DEARER * low)
+
+    def learn(self, problem: Problem, choices: Ints) -> bool:
+        """From the choices that came out the cheapest at `per_byte`; whether these are low."""
+        used = problem.usage(choices)
+        owed = sum(p * (u - r.limit) for p, u, r in zip(self.per_byte, used, problem.resources, strict=True))
+        if owed > 0:
+            self.low = self.per_byte
+        else:
+            self.high = self.per_byte
+        self.per_byte = _DEARER * self.low if self.high is None else (self.low + self.high) / 2
+        return owed > 0
+
+
 class JointRefinement:
     """Of the task of a search, one that it `suits`."""
 
@@ -93,48 +126,76 @@ class JointRefinement:
         self.search, self.costs = search, search.task.costs
         self.graph = self.costs.graph
         self._shortest = self._shortest_dims()
+        self._curves = ShareCurves(self.costs)
 
     def bound(self, known: float, enough: float) -> float:
         """Seconds that no program goes below, at any ratios, of those that `share_ranges.py` bounds: `known` ones or
         more, sought until `enough`."""
         ranges, clock = ShareRanges(self.costs, {}), self.search.clock
-        limits, lacked = dict(self.search.limits), np.inf
+        limits, lacked, fruitless = dict(self.search.limits), np.inf, 0
+        memory_prices: _MemoryPrices | None = None
+        tied: SharePriceLP | None = None
+        may_price, unpriced = not self.costs.room.exact, known
         for _ in range(_ROUNDS):
             choices = self._choices(ranges)
-            most = _MOST_STATES_LIMITED if limits else _MOST_STATES
-            if clock.late() or clock.interrupted or sum(map(len, choices.choices)) > most:
+            if clock.late() or clock.interrupted or sum(map(len, choices.choices)) > _MOST_STATES:
                 break
             builder = RangeBuilder(choices, self.costs, ranges)
-            solved = self.search.cheapest(
-                builder,
-                limits,
-                None,
-                at_least=True,
-                tolerance=max(_TOLERANCE * (1 - known / enough), 1e-6),
-                seconds=clock.allotted,
-                warm=False,
+            how: dict[str, Any] = {
+                "tolerance": max(_TOLERANCE * (1 - known / enough), 1e-6),
+                "seconds": clock.allotted,
+                "warm": False,
                 # A little more, as the solver states its bounds less what rounding may have added.
-                enough=enough * (1 + _SAFETY),
-                stage="joint bound",
-            )
+                "enough": enough * (1 + _SAFETY),
+                "stage": "joint bound",
+            }
+            per_byte = None if memory_prices is None else memory_prices.per_byte
+            prices = None if tied is None or per_byte is None else tied.prices(per_byte)
+            if prices is None or per_byte is None:
+                solved = self.search.cheapest(builder, limits, None, at_least=True, **how)
+            else:
+                builder = PricedRangeBuilder(choices, self.costs, ranges, prices, self._curves)
+                solved = self.search.at_price(builder, limits, per_byte, **how)
+                if solved.lower_bound <= unpriced:
+                    # That shares are not tied is not what the bound lacks.
+                    memory_prices, tied, may_price = None, None, False
+                    continue
+                unpriced = -np.inf
             known = max(known, solved.lower_bound)
             if known >= enough or solved.choices is None:
                 break
-            memory = MemoryConstraints(builder, at_least=True)
+            memory, lacking = MemoryConstraints(builder, at_least=True), enough - known
             if not limits and (found := self._exceeded(memory, solved.choices)):
                 limits = found
                 continue
-            ops, lacking = memory.limited(limits), enough - known
-            finer = None
-            if solved.solution.prices.any() and not self.costs.room.exact:
-                if lacking > lacked * (1 - _PROGRESS):
+            short, dear = prices is not None or (solved.solution.prices.any() and not self.costs.room.exact), False
+            if short:
+                fruitless = 0 if lacking < lacked * (1 - _PROGRESS) else fruitless + 1
+                lacked = lacking
+                if prices is not None and memory_prices is not None:
+                    dear = not memory_prices.learn(memory.problem(limits), solved.choices)
+                    fruitless = 0 if memory_prices.high is None else fruitless
+                if fruitless > (_FRUITLESS if prices is not None else 0):
                     break
-                finer, lacked = self._divided_within_memory(memory, solved.choices, ops, lacking), lacking
+            if short and may_price:
+                tied = SharePriceLP(builder, solved.choices, limits, self._curves, self._is_fine)
+                if memory_prices is None:
+                    unpriced, fixed = known, tied.memory_prices()
+                    memory_prices = _MemoryPrices.begin(solved.solution.prices, fixed)
+            if dear:
+                # That says little of what ranges lack.
+                continue
+            ops = memory.limited(limits)
+            finer = self._divided_within_memory(memory, solved.choices, ops, lacking) if short else None
             finer = finer or self._divided(builder, solved.choices, lacking)
-            if finer is None:
+            if finer is None and not short:
                 break
-            ranges = finer
+            ranges = finer or ranges
         return known
+
+    def _is_fine(self, value: int, dim: int) -> bool:
+        """Whether a dimension's largest share may be nearly any; of few each is a range of its own."""
+        return self._shortest[ShareRanges(self.costs, {}).root(value, dim)] > _FEW
 
     def _exceeded(self, memory: MemoryConstraints, choices: Ints) -> dict[int, float]:
         """The limits, where the best program holds the most, if the choices hold more there."""

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from hapsynth.search.cost.model import Floats
 from hapsynth.search.formulation.memory_constraints import MemoryConstraints
 from hapsynth.search.formulation.problem_builder import ProblemBuilder
 from hapsynth.search.planning.candidate import Candidate, CandidateBuilder, Incumbent, bound_at
@@ -171,6 +172,23 @@ class FixedRatioSearch:
         self.clock.built(began)
         start = constraints.extended(problem, np.array(builder.structure.replicated()) if begin is None else begin)
         solved = self.solve(problem, start=start, tolerance=tolerance, seconds=seconds(), **how)
+        self.effort.problems_s += time.perf_counter() - began
+        return solved
+
+    def at_price(
+        self,
+        builder: ProblemBuilder,
+        limits: Mapping[int, float],
+        per_byte: Sequence[float] | Floats,
+        *,
+        seconds: Callable[[], float | None],
+        **how: Any,
+    ) -> AdditiveSolution:
+        """As `cheapest`, with prices per byte beyond the limits, at least, in place of these."""
+        began = time.perf_counter()
+        problem = MemoryConstraints(builder, at_least=True).priced(limits, per_byte)
+        self.clock.built(began)
+        solved = self.solve(problem, seconds=seconds(), max_nodes=_LIMITED_NODES, **how)
         self.effort.problems_s += time.perf_counter() - began
         return solved
 

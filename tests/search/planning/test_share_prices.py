@@ -1,0 +1,267 @@
+"""Prices on largest shares: whatever they are, no program at any ratios is below the bound; those of the linear program
+raise it."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+from graphs import cluster, random_graph
+from resharing import cluster as new_and_old
+from test_joint_refinement import (
+    ARGS,
+    TASKS,
+    _TwoRatios,
+    deep,
+    model,
+    named,
+    random_ranges,
+    ranges_around,
+    short_of_memory,
+    shortest,
+)
+from test_search import brute_force
+
+from hapsynth.cluster.memory_budget import MemoryBudget
+from hapsynth.graph.trace import trace
+from hapsynth.instructions.layout import Layout
+from hapsynth.instructions.program.sizes import Node
+from hapsynth.instructions.rules.factor_table import FactorTable
+from hapsynth.search.cost.model import CostModel
+from hapsynth.search.formulation.choice_space import ChoiceSpace
+from hapsynth.search.formulation.memory_constraints import MemoryConstraints
+from hapsynth.search.formulation.problem_builder import ProblemBuilder
+from hapsynth.search.formulation.share_prices import (
+    Place,
+    PricedRangeBuilder,
+    ShareCurves,
+    SharePrices,
+    seconds_of_moving,
+)
+from hapsynth.search.formulation.share_ranges import RangeBuilder, RangeChoices, ShareRanges
+from hapsynth.search.formulation.ways import ChoicesInWays
+from hapsynth.search.planning.planner import Planner
+from hapsynth.search.planning.share_price_lp import SharePriceLP
+from hapsynth.search.planning.task import PlanningOptions, Task
+from hapsynth.search.sizing.ratios import Ratios
+from hapsynth.search.solver import Ints, solve
+
+
+def movable(costs: CostModel, value: int) -> float:
+    inside = costs.graph.home[value] > 0 or not costs.is_materialized(value)
+    return np.inf if inside else seconds_of_moving(costs, costs.graph, value)
+
+
+def random_prices(
+    costs: CostModel, rng: np.random.Generator, scale: float, stored: Mapping[int, float] | None = None
+) -> SharePrices:
+    """Of half of all that takes or makes a value, as high as may be or far below; on every second kind of dimension up
+    to a share."""
+    graph, asked = costs.graph, dict[tuple[int, int], dict[Place, float]]()
+    for v in graph.values:
+        places: list[Place] = [*graph.uses[v.index]]
+        if v.index in graph.producer:
+            places.append((-1, v.index))
+        most = min(movable(costs, v.index), scale) * 10 ** rng.uniform(-2, 1)
+        for dim in range(len(v.shape)):
+            asked[v.index, dim] = {p: most * rng.normal() for p in places if rng.random() < 0.5}
+    upper: dict[Node, float] = {root: rng.uniform(1 / costs.n, 1) for root in shortest(costs) if rng.random() < 0.5}
+    return SharePrices.within_reason(asked, stored or {}, upper, lambda v: movable(costs, v))
+
+
+def priced(ranges: ShareRanges, prices: SharePrices, **how: Any) -> PricedRangeBuilder:
+    costs = ranges.costs
+    return PricedRangeBuilder(RangeChoices(costs, ranges.count, **how), costs, ranges, prices, ShareCurves(costs))
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_no_program_at_any_ratios_is_below_the_bound(seed: int) -> None:
+    """All sequences of instructions, at a grid of ratios."""
+    graph = random_graph(300 + seed, ops=4).graph
+    speeds = [[2.0, 1.0], [3.0, 1.0, 1.0]][seed % 2]
+    costs = model(graph, cluster(speeds, bandwidth=[1e9, 1e10, 1e11][seed % 3]))
+    structure, rng = ChoiceSpace(graph, costs.table), np.random.default_rng(seed)
+    scale = solve(ProblemBuilder(structure, costs, None).problem()).cost
+    for first in np.linspace(0, 1, 9):
+        weights = np.array([first, *[(1 - first) / (len(speeds) - 1)] * (len(speeds) - 1)])
+        least = brute_force(ProblemBuilder(structure, costs, named(costs, weights)))
+        for ranges in (ranges_around(costs, weights), random_ranges(costs, rng), ShareRanges(costs, {})):
+            bound = solve(priced(ranges, random_prices(costs, rng, scale)).problem()).lower_bound
+            assert bound <= least * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("bandwidth", ["100 MB/s", "2 GB/s", "20 GB/s"])
+@pytest.mark.parametrize("name", TASKS)
+def test_no_program_that_moves_rows_is_below_it_at_a_price_of_memory(name: str, bandwidth: str) -> None:
+    """The best program whose instructions are each at one of two ratios, with what it holds at some op."""
+    fn, args = TASKS[name]
+    graph, rng = trace(fn, args).graph, np.random.default_rng(len(name))
+    costs = model(graph, new_and_old(bandwidth))
+    spent = 0
+    for fast in ((5.0, 5.0), (10.0, 1.0), (4.0, 1.0), *rng.uniform(0.5, 9, (3, 2)).tolist()):
+        two = [np.array([f, f, 1, 1]) / (2 * f + 2) for f in fast]
+        choices = ChoicesInWays(costs, lambda value, dim: 2, sparing=True)
+        memory = MemoryConstraints(_TwoRatios(choices, costs, named(costs, *two)), at_least=True)
+        op = memory.fullest_near(int(rng.integers(len(graph.ops))))
+        free = solve(memory.problem({}), start=np.array(choices.replicated())).cost
+        per_byte = free / (sum(v.nbytes for v in graph.values)) * 10 ** rng.uniform(-1, 1)
+        problem = memory.priced({op: 0.0}, [per_byte])
+        best = solve(problem, start=memory.extended(problem, np.array(choices.replicated())), tolerance=1e-4)
+        for ranges in (ranges_around(costs, *two), random_ranges(costs, rng)):
+            plain = RangeBuilder(RangeChoices(costs, ranges.count, sparing=True), costs, ranges)
+            if MemoryConstraints(plain, at_least=True).fullest_near(op) != memory.fullest_near(op):
+                continue
+            held = MemoryConstraints(plain, at_least=True).held_at(memory.fullest_near(op))
+            stored = {v: per_byte * float(graph.values[v].nbytes) for v in held}
+            prices = random_prices(costs, rng, free, stored)
+            spent += sum(p.held > 0 for dims in prices.of.values() for p in dims.values())
+            here = MemoryConstraints(priced(ranges, prices, sparing=True), at_least=True)
+            bound = solve(here.priced({op: 0.0}, [per_byte]), tolerance=1e-4).lower_bound
+            assert bound <= best.cost * (1 + 1e-9)
+    assert spent > 0
+
+
+def test_what_is_asked_comes_within_reason() -> None:
+    """More than holding a value costs is not paid out, and more than moving all rows takes is not claimed."""
+    asked = {(0, 0): {(1, 0): 3.0, (2, 0): -1.0}, (0, 1): {(1, 0): 1.0}, (1, 0): {(3, 0): 8.0, (-1, 1): -8.0}}
+    found = SharePrices.within_reason(asked, {0: 1.5}, {}, lambda value: 4.0)
+    assert found.of[0][0].ops == {(1, 0): 2.5, (2, 0): -1.0}
+    assert (found.of[0][0].held, found.of[0][0].claimed) == (1.5, 2.5)
+    assert found.of[0][1].held == 1.0
+    assert found.of[1][0].ops == {(3, 0): 4.0, (-1, 1): -4.0}
+    assert all(p.held == pytest.approx(sum(p.ops.values())) for dims in found.of.values() for p in dims.values())
+
+
+def test_prices_of_the_linear_program_raise_the_bound() -> None:
+    """At every price of memory, in ranges that are not divided."""
+    graph, devices = short_of_memory(width=1024, rows=4096), cluster([3.0, 1.0], bandwidth=3e10)
+    costs = CostModel(graph, devices, FactorTable(graph), room=MemoryBudget((1e12, 1e12), exact=False))
+    ranges = ShareRanges(costs, {})
+    plain = RangeBuilder(RangeChoices(costs, ranges.count, sparing=True), costs, ranges)
+    memory = MemoryConstraints(plain, at_least=True)
+    op = max(range(len(graph.ops)), key=memory.least_at)
+    free = solve(memory.problem({}))
+    assert free.assignment is not None
+    counted = memory.problem({op: 0.0})
+    limit = 0.75 * float(counted.usage(memory.extended(counted, free.assignment))[0])
+    curves = ShareCurves(costs)
+    gained: list[float] = []
+    for share in (0.1, 0.3, 1.0):
+        per_byte = [share * free.cost / limit]
+        found = solve(memory.priced({op: limit}, per_byte))
+        assert found.assignment is not None
+        tied = SharePriceLP(plain, found.assignment, {op: limit}, curves, lambda value, dim: True)
+        prices = tied.prices(per_byte)
+        assert prices is not None
+        here = MemoryConstraints(priced(ranges, prices, sparing=True), at_least=True)
+        bound = solve(here.priced({op: limit}, per_byte)).lower_bound
+        gained.append((bound - found.lower_bound) / free.cost)
+    assert min(gained) > -1e-6
+    assert max(gained) > 0.02
+
+
+def test_a_gap_is_brought_down_where_memory_is_short() -> None:
+    graph, devices = trace(deep, ARGS).graph, new_and_old("20 GB/s")
+    limit = 0.7 * max(Planner(Task(graph, devices)).run().memory_bytes)
+    plain = Planner(Task(graph, devices, PlanningOptions(memory_limit=limit))).run()
+    closer = Planner(Task(graph, devices, PlanningOptions(memory_limit=limit, joint_gap=0.6))).run()
+    assert closer.cost_s == plain.cost_s
+    assert closer.joint_gap <= 0.6 < 0.7 < plain.joint_gap
+
+
+@pytest.mark.parametrize("bandwidth", ["100 MB/s", "2 GB/s", "20 GB/s"])
+@pytest.mark.parametrize("name", TASKS)
+def test_no_choices_cost_more_than_at_ratios_in_their_ranges(name: str, bandwidth: str) -> None:
+    """Choices at random, at two ratios, with what is held at some op at its price; and the same in the ranges that the
+    ratios lie in."""
+    fn, args = TASKS[name]
+    graph, rng = trace(fn, args).graph, np.random.default_rng(len(name))
+    costs, compared = model(graph, new_and_old(bandwidth)), 0
+    for _ in range(4):
+        two = [np.array([f, f, 1, 1]) / (2 * f + 2) for f in rng.uniform(0.2, 9, 2)]
+        ratios = named(costs, *two)
+        there = _TwoRatios(ChoicesInWays(costs, lambda value, dim: 2, sparing=True), costs, ratios)
+        known = MemoryConstraints(there, at_least=True)
+        op = known.fullest_near(int(rng.integers(len(graph.ops))))
+        assignments = [_random_choices(there, rng) for _ in range(150)]
+        free = solve(known.problem({}), tolerance=0.01).cost
+        for ranges in (ranges_around(costs, *two), random_ranges(costs, rng), ShareRanges(costs, {})):
+            plain = MemoryConstraints(
+                RangeBuilder(RangeChoices(costs, ranges.count, sparing=True), costs, ranges), at_least=True
+            )
+            if plain.fullest_near(op) != known.fullest_near(op):
+                continue
+            per_byte = float(free) / sum(v.nbytes for v in graph.values) * 10 ** rng.uniform(-1, 1)
+            stored = {v: per_byte * float(graph.values[v].nbytes) for v in plain.held_at(plain.fullest_near(op))}
+            here = priced(ranges, random_prices(costs, rng, float(free), stored), sparing=True)
+            memory = MemoryConstraints(here, at_least=True)
+            mine, theirs = memory.priced({op: 0.0}, [per_byte]), known.priced({op: 0.0}, [per_byte])
+            for x in assignments:
+                y = _within(there, here, ratios, x)
+                cost = theirs.cost(known.extended(theirs, x))
+                if y is not None and np.isfinite(cost):
+                    compared += 1
+                    assert mine.cost(memory.extended(mine, y)) <= cost + 1e-9 * abs(float(free))
+    assert compared > 50
+
+
+def _random_choices(builder: ProblemBuilder, rng: np.random.Generator) -> Ints:
+    """Of every variable some state; of results with variables of their own as their op makes them."""
+    st, graph = builder.structure, builder.graph
+    found = [int(rng.integers(len(domain))) for domain in st.choices]
+    for op, value in st.links:
+        domain, own = st.choices[st.op_variable[op]], st.choices[st.value_variable[value]]
+        triples = domain.triples[int(domain.triple[found[st.op_variable[op]]])]
+        made = tuple(t.results[graph.ops[op].results.index(value)] for t in triples)
+        fitting = [k for k, s in enumerate(own.states) if s.availability and s.availability.computed == made]
+        found[st.value_variable[value]] = int(rng.choice(fitting))
+    return np.array(found)
+
+
+def _within(there: ProblemBuilder, here: RangeBuilder, ratios: Ratios, choices: Ints) -> Ints | None:
+    """The choices in the ranges in which their shares lie; None where these are not among those that are bounded."""
+    graph, ranges, a, b = there.graph, here.ranges, there.structure, here.structure
+
+    def moved(value: int, layout: Layout) -> Layout:
+        (p,) = layout
+        if not p.is_sharded:
+            return layout
+        return (
+            p._replace(
+                way=bisect_right(ranges.ends_of(value, p.dim), ratios.largest[ratios.of(value, p.dim, (0,), p.way)])
+            ),
+        )
+
+    values, found = {v: k for k, v in enumerate(a.value_variable)}, list[int]()
+    ops = {v: k for k, v in enumerate(a.op_variable)}
+    for variable, domain in enumerate(a.choices):
+        state, triples, option = domain.state(int(choices[variable])), None, None
+        if state.triples is not None:
+            o, (t,) = graph.ops[ops[variable]], state.triples
+            cut = [
+                (v, p)
+                for v, p in zip((*o.operands, *o.results), (*t.operands, *t.results), strict=True)
+                if p.is_sharded
+            ]
+            triples = (t.along(moved(cut[0][0], (cut[0][1],))[0].way if cut else 0),)
+        if state.availability is not None:
+            value = values[variable]
+            made = moved(value, state.availability.computed)
+            targets = {moved(value, t) for t in state.availability.targets} - {made}
+            again = {t for t in targets if t[0].is_sharded and t[0].dim == made[0].dim}
+            others = {t for t in targets - again if t[0].is_sharded}
+            if len({t[0].dim for t in others}) > 1:
+                others = {(s,) for s in b.layouts[value].shards if any(s.dim == t[0].dim for t in others)}
+            option = made, (targets - {t for t in targets if t[0].is_sharded}) | again | others
+        fits = lambda s, triples=triples, option=option: (
+            s.triples == triples
+            and (None if s.availability is None else (s.availability.computed, {*s.availability.targets})) == option
+        )
+        state_there = next((k for k, s in enumerate(b.choices[variable].states) if fits(s)), None)
+        if state_there is None:
+            return None
+        found.append(state_there)
+    return np.array(found)
