@@ -27,7 +27,7 @@ from test_search import brute_force
 
 from hapsynth.cluster.memory_budget import MemoryBudget
 from hapsynth.graph.trace import trace
-from hapsynth.instructions.layout import Layout
+from hapsynth.instructions.layout import Layout, R
 from hapsynth.instructions.program.sizes import Node
 from hapsynth.instructions.rules.factor_table import FactorTable
 from hapsynth.search.cost.model import CostModel
@@ -47,7 +47,7 @@ from hapsynth.search.planning.planner import Planner
 from hapsynth.search.planning.share_price_lp import SharePriceLP
 from hapsynth.search.planning.task import PlanningOptions, Task
 from hapsynth.search.sizing.ratios import Ratios
-from hapsynth.search.solver import Ints, solve
+from hapsynth.search.solver import Edge, Ints, Problem, solve
 
 
 def movable(costs: CostModel, value: int) -> float:
@@ -93,8 +93,8 @@ def test_no_program_at_any_ratios_is_below_the_bound(seed: int) -> None:
             assert bound <= least * (1 + 1e-9)
 
 
-@pytest.mark.parametrize("bandwidth", ["100 MB/s", "2 GB/s", "20 GB/s"])
-@pytest.mark.parametrize("name", TASKS)
+@pytest.mark.parametrize("bandwidth", ["100 MB/s", "20 GB/s"])
+@pytest.mark.parametrize("name", ["deep", "again", "pooled"])
 def test_no_program_that_moves_rows_is_below_it_at_a_price_of_memory(name: str, bandwidth: str) -> None:
     """The best program whose instructions are each at one of two ratios, with what it holds at some op."""
     fn, args = TASKS[name]
@@ -172,96 +172,94 @@ def test_a_gap_is_brought_down_where_memory_is_short() -> None:
     assert closer.joint_gap <= 0.6 < 0.7 < plain.joint_gap
 
 
-@pytest.mark.parametrize("bandwidth", ["100 MB/s", "2 GB/s", "20 GB/s"])
-@pytest.mark.parametrize("name", TASKS)
-def test_no_choices_cost_more_than_at_ratios_in_their_ranges(name: str, bandwidth: str) -> None:
-    """Choices at random, at two ratios, with what is held at some op at its price; and the same in the ranges that the
-    ratios lie in."""
-    fn, args = TASKS[name]
-    graph, rng = trace(fn, args).graph, np.random.default_rng(len(name))
-    costs, compared = model(graph, new_and_old(bandwidth)), 0
-    for _ in range(4):
+@pytest.mark.parametrize("seed", range(16))
+def test_no_choices_cost_more_than_at_ratios_in_their_ranges(seed: int) -> None:
+    """Those of all choices at two ratios, with what is held at some op at its price, that cost the least more than the
+    same in the ranges that the ratios lie in."""
+    graph, rng = random_graph(500 + seed, ops=4).graph, np.random.default_rng(seed)
+    devices = new_and_old(["10 MB/s", "100 MB/s", "2 GB/s"][seed % 3])
+    costs, priced_ones = model(graph, devices), 0
+    for _ in range(3):
         two = [np.array([f, f, 1, 1]) / (2 * f + 2) for f in rng.uniform(0.2, 9, 2)]
         ratios = named(costs, *two)
         there = _TwoRatios(ChoicesInWays(costs, lambda value, dim: 2, sparing=True), costs, ratios)
         known = MemoryConstraints(there, at_least=True)
         op = known.fullest_near(int(rng.integers(len(graph.ops))))
-        assignments = [_random_choices(there, rng) for _ in range(150)]
         free = solve(known.problem({}), tolerance=0.01).cost
         for ranges in (ranges_around(costs, *two), random_ranges(costs, rng), ShareRanges(costs, {})):
-            plain = MemoryConstraints(
-                RangeBuilder(RangeChoices(costs, ranges.count, sparing=True), costs, ranges), at_least=True
-            )
-            if plain.fullest_near(op) != known.fullest_near(op):
-                continue
-            per_byte = float(free) / sum(v.nbytes for v in graph.values) * 10 ** rng.uniform(-1, 1)
-            stored = {v: per_byte * float(graph.values[v].nbytes) for v in plain.held_at(plain.fullest_near(op))}
-            here = priced(ranges, random_prices(costs, rng, float(free), stored), sparing=True)
-            memory = MemoryConstraints(here, at_least=True)
-            mine, theirs = memory.priced({op: 0.0}, [per_byte]), known.priced({op: 0.0}, [per_byte])
-            for x in assignments:
-                y = _within(there, here, ratios, x)
-                cost = theirs.cost(known.extended(theirs, x))
-                if y is not None and np.isfinite(cost):
-                    compared += 1
-                    assert mine.cost(memory.extended(mine, y)) <= cost + 1e-9 * abs(float(free))
-    assert compared > 50
+            plain = RangeBuilder(RangeChoices(costs, ranges.count, sparing=True), costs, ranges)
+            counted = MemoryConstraints(plain, at_least=True)
+            limits = {op: 0.0} if counted.fullest_near(op) == known.fullest_near(op) else {}
+            if len(known.problem(limits).unary) > len(there.structure.choices):
+                limits = {}
+            per_byte = [free / sum(v.nbytes for v in graph.values) * 10 ** rng.uniform(-1, 1)] * len(limits)
+            held = [v for at in limits for v in counted.held_at(counted.fullest_near(at))]
+            stored = {v: per_byte[0] * float(graph.values[v].nbytes) for v in held}
+            prices = random_prices(costs, rng, free, stored)
+            priced_ones += len(prices.of)
+            memory = MemoryConstraints(priced(ranges, prices, sparing=True), at_least=True)
+            mine, theirs = memory.priced(limits, per_byte), known.priced(limits, per_byte)
+            states = [_states_within(there, plain, ratios, k) for k in range(len(theirs.unary))]
+            assert _least_difference(theirs, mine, states) >= -1e-9 * free
+    assert priced_ones > 0
 
 
-def _random_choices(builder: ProblemBuilder, rng: np.random.Generator) -> Ints:
-    """Of every variable some state; of results with variables of their own as their op makes them."""
-    st, graph = builder.structure, builder.graph
-    found = [int(rng.integers(len(domain))) for domain in st.choices]
-    for op, value in st.links:
-        domain, own = st.choices[st.op_variable[op]], st.choices[st.value_variable[value]]
-        triples = domain.triples[int(domain.triple[found[st.op_variable[op]]])]
-        made = tuple(t.results[graph.ops[op].results.index(value)] for t in triples)
-        fitting = [k for k, s in enumerate(own.states) if s.availability and s.availability.computed == made]
-        found[st.value_variable[value]] = int(rng.choice(fitting))
-    return np.array(found)
+def _least_difference(more: Problem, less: Problem, states: list[Ints]) -> float:
+    """The least that an assignment costs more than another problem's, which takes `states` [states] of each of its
+    variables in place of each; -1 where there is none."""
+    minus = lambda a, b: np.where(np.isfinite(a), a - np.where(np.isfinite(b), b, 0.0), np.inf)
+    unary = [
+        np.where(s < 0, np.inf, minus(u, v[np.maximum(s, 0)]))
+        for u, v, s in zip(more.unary, less.unary, states, strict=True)
+    ]
+    edges, offset = list[Edge](), more.offset - less.offset
+    for e, f in zip(more.edges, less.edges, strict=True):
+        assert (e.u, e.v) == (f.u, f.v)
+        at = np.ix_(f.gu[states[e.u]], f.gv[states[e.v]])
+        table = minus(e.table[np.ix_(e.gu, e.gv)], f.table[at])
+        least = float(table[np.isfinite(table)].min(initial=0.0))
+        offset += least
+        edges.append(Edge(e.u, e.v, np.arange(e.gu.size), np.arange(e.gv.size), table - least))
+    found = solve(Problem(tuple(unary), tuple(edges), (), offset), tolerance=1e-3, max_nodes=5000)
+    return found.cost if found.assignment is not None else np.inf
 
 
-def _within(there: ProblemBuilder, here: RangeBuilder, ratios: Ratios, choices: Ints) -> Ints | None:
-    """The choices in the ranges in which their shares lie; None where these are not among those that are bounded."""
+def _states_within(there: ProblemBuilder, here: RangeBuilder, ratios: Ratios, variable: int) -> Ints:
+    """Of each state of a variable, its number in the ranges in which its shares lie; -1 where it is none of those that
+    are bounded."""
     graph, ranges, a, b = there.graph, here.ranges, there.structure, here.structure
 
     def moved(value: int, layout: Layout) -> Layout:
         (p,) = layout
         if not p.is_sharded:
             return layout
-        return (
-            p._replace(
-                way=bisect_right(ranges.ends_of(value, p.dim), ratios.largest[ratios.of(value, p.dim, (0,), p.way)])
-            ),
-        )
+        largest = ratios.largest[ratios.of(value, p.dim, (0,), p.way)]
+        return (p._replace(way=bisect_right(ranges.ends_of(value, p.dim), largest)),)
 
-    values, found = {v: k for k, v in enumerate(a.value_variable)}, list[int]()
-    ops = {v: k for k, v in enumerate(a.op_variable)}
-    for variable, domain in enumerate(a.choices):
-        state, triples, option = domain.state(int(choices[variable])), None, None
+    key = lambda triples, option: (triples, None if option is None else (option[0], frozenset(option[1])))
+    number = {
+        key(s.triples, s.availability and (s.availability.computed, s.availability.targets)): k
+        for k, s in enumerate(b.choices[variable].states)
+    }
+    found: list[int] = []
+    for state in a.choices[variable].states:
+        triples = option = None
         if state.triples is not None:
-            o, (t,) = graph.ops[ops[variable]], state.triples
-            cut = [
-                (v, p)
-                for v, p in zip((*o.operands, *o.results), (*t.operands, *t.results), strict=True)
-                if p.is_sharded
-            ]
-            triples = (t.along(moved(cut[0][0], (cut[0][1],))[0].way if cut else 0),)
+            o, (t,) = graph.ops[a.op_variable.index(variable)], state.triples
+            tensors = zip((*o.operands, *o.results), (*t.operands, *t.results), strict=True)
+            cut = next(((v, p) for v, p in tensors if p.is_sharded and isinstance(v, int)), None)
+            triples = (t.along(moved(cut[0], (cut[1],))[0].way if cut else 0),)
         if state.availability is not None:
-            value = values[variable]
+            value = a.value_variable.index(variable)
             made = moved(value, state.availability.computed)
-            targets = {moved(value, t) for t in state.availability.targets} - {made}
-            again = {t for t in targets if t[0].is_sharded and t[0].dim == made[0].dim}
-            others = {t for t in targets - again if t[0].is_sharded}
+            # What is made on the way is there too.
+            targets = {moved(value, t) for t in there.offer(value, state.availability).tensors} - {made}
+            others = {t for t in targets if t[0].is_sharded and t[0].dim != made[0].dim}
             if len({t[0].dim for t in others}) > 1:
                 others = {(s,) for s in b.layouts[value].shards if any(s.dim == t[0].dim for t in others)}
-            option = made, (targets - {t for t in targets if t[0].is_sharded}) | again | others
-        fits = lambda s, triples=triples, option=option: (
-            s.triples == triples
-            and (None if s.availability is None else (s.availability.computed, {*s.availability.targets})) == option
-        )
-        state_there = next((k for k, s in enumerate(b.choices[variable].states) if fits(s)), None)
-        if state_there is None:
-            return None
-        found.append(state_there)
+            if (R,) in targets:
+                # All else is a slice of that.
+                targets = others = {(R,)}
+            option = made, {t for t in targets if not t[0].is_sharded or t[0].dim == made[0].dim} | others
+        found.append(number.get(key(triples, option), -1))
     return np.array(found)
