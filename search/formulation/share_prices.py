@@ -281,7 +281,7 @@ class PricedRangeBuilder(RangeBuilder):
             if not _is_cut_along(option.computed, dim):
                 makes = mine.ops.get((-1, value), 0.0)
                 found += makes * (low if makes > 0 else high)
-            if len(cut) == 2 and not self.whole[value]:
+            if len(cut) == 2:
                 found += self._unclaimed(value, option, cut, mine)
         return found
 
@@ -306,10 +306,12 @@ class PricedRangeBuilder(RangeBuilder):
         _, there = self.offers(value, options)
         # Of each option and need, seconds of the cheapest way that is not moves alone.
         otherwise = use.runs * ways.seconds_with_steps[there][:, :, number].min(axis=1)
+        apart = np.zeros(table.shape)
         for dim, price in prices.items():
-            along = [j for j, need in enumerate(use.needs.layouts) if _is_cut_along(need, dim)]
-            apart = [j for j in range(len(number)) if j not in along]
-            needed = np.array([self._range(value, use.needs.layouts[j]) for j in along]).reshape(-1, 2)
+            along = np.array([_is_cut_along(need, dim) for need in use.needs.layouts])
+            needed = np.array([self._range(value, n) for n in use.needs.layouts if _is_cut_along(n, dim)]).reshape(
+                -1, 2
+            )
             # What an op pays for its own share, where nothing is known of what it comes from.
             lost = -price * needed[:, 1 if price > 0 else 0]
             for i, option in enumerate(options):
@@ -319,9 +321,10 @@ class PricedRangeBuilder(RangeBuilder):
                     continue
                 low, high = min(self._range(value, t) for t in cut)
                 own = price * (low if price > 0 else high)
-                table[i, apart] += own
-                moved = np.min([ways.moved[ways.layouts.number[t]][[number[j] for j in along]] for t in cut], axis=0)
+                apart[i, ~along] += own
+                moved = ways.moved[[ways.layouts.number[t] for t in cut]][:, number].min(axis=0)[along]
                 table[i, along] = np.minimum(use.runs * moved, otherwise[i, along] + own + lost)
+        table += apart
         return table
 
     @cached_property
