@@ -4,7 +4,7 @@ raise it."""
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -30,7 +30,8 @@ from hapsynth.graph.trace import trace
 from hapsynth.instructions.layout import Layout, R
 from hapsynth.instructions.program.sizes import Node
 from hapsynth.instructions.rules.factor_table import FactorTable
-from hapsynth.search.cost.model import CostModel
+from hapsynth.search.analysis.liveness import LiveSet
+from hapsynth.search.cost.model import CostModel, Floats
 from hapsynth.search.formulation.choice_space import ChoiceSpace
 from hapsynth.search.formulation.memory_constraints import MemoryConstraints
 from hapsynth.search.formulation.problem_builder import ProblemBuilder
@@ -178,30 +179,43 @@ def test_no_choices_cost_more_than_at_ratios_in_their_ranges(seed: int) -> None:
     same in the ranges that the ratios lie in."""
     graph, rng = random_graph(500 + seed, ops=4).graph, np.random.default_rng(seed)
     devices = new_and_old(["10 MB/s", "100 MB/s", "2 GB/s"][seed % 3])
-    costs, priced_ones = model(graph, devices), 0
+    costs, held_ones = model(graph, devices), 0
     for _ in range(3):
         two = [np.array([f, f, 1, 1]) / (2 * f + 2) for f in rng.uniform(0.2, 9, 2)]
         ratios = named(costs, *two)
         there = _TwoRatios(ChoicesInWays(costs, lambda value, dim: 2, sparing=True), costs, ratios)
         known = MemoryConstraints(there, at_least=True)
-        op = known.fullest_near(int(rng.integers(len(graph.ops))))
+        op = int(rng.integers(len(graph.ops) + 1))
         free = solve(known.problem({}), tolerance=0.01).cost
         for ranges in (ranges_around(costs, *two), random_ranges(costs, rng), ShareRanges(costs, {})):
             plain = RangeBuilder(RangeChoices(costs, ranges.count, sparing=True), costs, ranges)
-            counted = MemoryConstraints(plain, at_least=True)
-            limits = {op: 0.0} if counted.fullest_near(op) == known.fullest_near(op) else {}
-            if len(known.problem(limits).unary) > len(there.structure.choices):
-                limits = {}
-            per_byte = [free / sum(v.nbytes for v in graph.values) * 10 ** rng.uniform(-1, 1)] * len(limits)
-            held = [v for at in limits for v in counted.held_at(counted.fullest_near(at))]
+            held = MemoryConstraints(plain, at_least=True).held_at(op)
+            held_ones += len(held)
+            per_byte = [free / sum(v.nbytes for v in graph.values) * 10 ** rng.uniform(-1, 1)]
             stored = {v: per_byte[0] * float(graph.values[v].nbytes) for v in held}
-            prices = random_prices(costs, rng, free, stored)
-            priced_ones += len(prices.of)
-            memory = MemoryConstraints(priced(ranges, prices, sparing=True), at_least=True)
-            mine, theirs = memory.priced(limits, per_byte), known.priced(limits, per_byte)
+            here = priced(ranges, random_prices(costs, rng, free, stored), sparing=True)
+            mine, theirs = (_ByChoice(b, op, held).priced({op: 0.0}, per_byte) for b in (here, there))
             states = [_states_within(there, plain, ratios, k) for k in range(len(theirs.unary))]
             assert _least_difference(theirs, mine, states) >= -1e-9 * free
-    assert priced_ones > 0
+    assert held_ones > 0
+
+
+class _ByChoice(MemoryConstraints):
+    """Counts some values at an op alone, each as its smallest tensor."""
+
+    def __init__(self, builder: ProblemBuilder, op: int, values: list[int]) -> None:
+        super().__init__(builder, at_least=True)
+        self._op, self._values = op, values
+
+    def limited(self, limits: Mapping[int, float]) -> Mapping[int, float]:
+        return limits
+
+    def _found_at(self, alive: LiveSet, added: int) -> Iterator[tuple[int, Floats, list[Edge]]]:
+        assert alive.op == self._op
+        st = self.structure
+        for value in self._values:
+            variable = st.value_variable[value]
+            yield variable, self._held(value, False)[:, st.choices[variable].option], []
 
 
 def _least_difference(more: Problem, less: Problem, states: list[Ints]) -> float:
