@@ -278,14 +278,9 @@ def _moved(source: Layout, target: Layout, axis: int) -> Moved:
     return Moved(old, new, tuple(cut for cut in cuts_of(source) if cut != old))
 
 
-def _is_cut(p: Placement) -> bool:
-    """Whether each position has a part: what one owns is brought there and from there by steps of its own."""
-    return p.is_sharded and p.owner is None
-
-
 def _is_alone(p: Placement) -> bool:
     """Whether one axis cuts the dimension alone, where a step along that axis is to be done."""
-    return _is_cut(p) and not p.minor
+    return p.is_cut and not p.minor
 
 
 def _of(source: str, target: str) -> Callable[[Placement, Placement], bool]:
@@ -298,11 +293,11 @@ STEPS: dict[str, Collective] = {
     step.name: step
     for step in (
         Collective("all_reduce", _of("P", "R"), in_place=True),
-        Collective("reduce_scatter", lambda p, q: p == P("sum") and _is_cut(q), splits=True),
-        Collective("all_gather", lambda p, q: _is_cut(p) and q == R, joins=True),
-        Collective("all_to_all", lambda p, q: _is_cut(p) and _is_cut(q) and p.dim != q.dim, splits=True, joins=True),
-        Pairwise("pairwise_all_to_all", lambda p, q: _is_cut(p) and _is_cut(q) and p.dim != q.dim),
-        Reshare(RESHARE, lambda p, q: _is_cut(p) and _is_cut(q) and q == p._replace(way=q.way) != p, bundled=False),
+        Collective("reduce_scatter", lambda p, q: p == P("sum") and q.is_cut, splits=True),
+        Collective("all_gather", lambda p, q: p.is_cut and q == R, joins=True),
+        Collective("all_to_all", lambda p, q: p.is_cut and q.is_cut and p.dim != q.dim, splits=True, joins=True),
+        Pairwise("pairwise_all_to_all", lambda p, q: p.is_cut and q.is_cut and p.dim != q.dim),
+        Reshare(RESHARE, lambda p, q: p.is_cut and q.is_cut and q == p._replace(way=q.way) != p, bundled=False),
         Balanced(
             "balanced_reduce_scatter",
             lambda p, q: p == P("sum") and _is_alone(q),
@@ -311,9 +306,9 @@ STEPS: dict[str, Collective] = {
         Balanced("balanced_all_gather", lambda p, q: _is_alone(p) and q.kind == "R", even="all_gather"),
         Collective("hierarchical_all_reduce", lambda p, q: p == P("sum") and q == R, over="hosts"),
         Collective(
-            "hierarchical_reduce_scatter", lambda p, q: p == P("sum") and _is_cut(q), splits=True, over="equal hosts"
+            "hierarchical_reduce_scatter", lambda p, q: p == P("sum") and q.is_cut, splits=True, over="equal hosts"
         ),
-        Collective("hierarchical_all_gather", lambda p, q: _is_cut(p) and q == R, joins=True, over="equal hosts"),
+        Collective("hierarchical_all_gather", lambda p, q: p.is_cut and q == R, joins=True, over="equal hosts"),
         Collective("reduce", lambda p, q: p == P("sum") and q.owner is not None),
         Collective("broadcast", lambda p, q: p.owner is not None and q == R),
         Collective("slice", _of("R", "S"), communicates=False),

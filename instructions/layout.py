@@ -48,6 +48,11 @@ class Placement(NamedTuple):
         return self.kind == "P"
 
     @property
+    def is_cut(self) -> bool:
+        """Whether each position has a part: sharded, and owned by none."""
+        return self.is_sharded and self.owner is None
+
+    @property
     def owner(self) -> int | None:
         """The position along the axis that has all of the value; None where there is none."""
         return owner_of(self.way)

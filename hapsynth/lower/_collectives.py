@@ -80,8 +80,7 @@ class _Blocks:
     @staticmethod
     def of(sizes: Sizes, value: int, layout: Layout, dim: int) -> _Blocks:
         axes = cut_axes(layout, dim)
-        n, lengths = sizes.classes.lengths[axes[-1]], sizes.lengths(value, dim, axes, way_of(layout, dim))
-        return _Blocks(dim, axes, tuple(lengths[i : i + n] for i in range(0, len(lengths), n)))
+        return _Blocks(dim, axes, sizes.rows(value, dim, axes, way_of(layout, dim)))
 
     @property
     def largest(self) -> int:
@@ -185,48 +184,34 @@ class BlockLowering(Lowering):
 
 
 @dataclass(frozen=True)
-class ReshareLowering(Lowering):
-    """Each piece goes straight to its new owner."""
+class PiecesLowering(Lowering):
+    """Each piece goes straight to who gets it."""
 
+    of: Callable[[Sizes, Convert], Recut | Pairwise]
+    """What moves in a step."""
     in_parts: bool = True
 
     def key(self, sizes: Sizes, step: Convert) -> Hashable:
-        return Recut.of(sizes, step)
+        return self.of(sizes, step)
 
     def send(self, sizes: Sizes, step: Convert, x: jax.Array, here: MeshPosition) -> jax.Array:
-        return Recut.of(sizes, step).send(x, here)
+        return self.of(sizes, step).send(x, here)
 
     def exchange(
         self, sizes: Sizes, name: str, step: Convert, x: jax.Array, gloo: LoweringOptions | None, each: Each
     ) -> jax.Array:
-        return Recut.of(sizes, step).exchange(name, x, each=each)
+        return self.of(sizes, step).exchange(name, x, each=each)
 
     def receive(self, sizes: Sizes, step: Convert, x: jax.Array, here: MeshPosition) -> jax.Array:
-        return Recut.of(sizes, step).receive(x, here)
+        return self.of(sizes, step).receive(x, here)
 
 
 @dataclass(frozen=True)
-class PairwiseLowering(Lowering):
-    """Each piece goes straight to who gets it, those of one round together."""
-
-    in_parts: bool = True
-
-    def key(self, sizes: Sizes, step: Convert) -> Hashable:
-        return step.axis, Pairwise.of(sizes, step)
-
-    def send(self, sizes: Sizes, step: Convert, x: jax.Array, here: MeshPosition) -> jax.Array:
-        return Pairwise.of(sizes, step).send(x, here)
-
-    def exchange(
-        self, sizes: Sizes, name: str, step: Convert, x: jax.Array, gloo: LoweringOptions | None, each: Each
-    ) -> jax.Array:
-        return Pairwise.of(sizes, step).exchange(name, x, each)
+class PairwiseLowering(PiecesLowering):
+    """Those of one round go together, in as many bytes as arrive."""
 
     def alone(self, sizes: Sizes, step: Convert, x: jax.Array) -> jax.Array:
         return x
-
-    def receive(self, sizes: Sizes, step: Convert, x: jax.Array, here: MeshPosition) -> jax.Array:
-        return Pairwise.of(sizes, step).receive(x, here)
 
 
 class _Evenly(NamedTuple):
@@ -337,8 +322,8 @@ LOWERINGS: dict[str, Lowering] = {
     "broadcast": BlockLowering(
         lambda x, axis, p, q, hosts, gloo, each: _tree.broadcast(x, axis, p, each), in_parts=True
     ),
-    "pairwise_all_to_all": PairwiseLowering(),
-    "reshare": ReshareLowering(),
+    "pairwise_all_to_all": PairwiseLowering(Pairwise.of),
+    "reshare": PiecesLowering(Recut.of),
     "balanced_reduce_scatter": BalancedScatterLowering(),
     "balanced_all_gather": BalancedGatherLowering(),
     "hierarchical_all_reduce": BlockLowering(lambda x, axis, p, q, *how: _hierarchical.all_reduce(x, axis, *how)),

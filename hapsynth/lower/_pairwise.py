@@ -35,8 +35,7 @@ class _Cut(NamedTuple):
 
     @staticmethod
     def of(sizes: Sizes, value: int, dim: int, axes: tuple[int, ...], way: int) -> _Cut:
-        n, lengths = sizes.classes.lengths[axes[-1]], sizes.lengths(value, dim, axes, way)
-        return _Cut(dim, axes, tuple(lengths[i : i + n] for i in range(0, len(lengths), n)))
+        return _Cut(dim, axes, sizes.rows(value, dim, axes, way))
 
     @property
     def largest(self) -> list[int]:

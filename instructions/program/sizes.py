@@ -253,6 +253,11 @@ class Sizes:
             self._known[node] = tuple(granule * s for s in shares)
         return self._known[node]
 
+    def rows(self, value: int, dim: int, axes: tuple[int, ...], way: int = 0) -> tuple[tuple[int, ...], ...]:
+        """As `lengths`, of those along the minor axis, for each position along the major ones."""
+        n, lengths = self.classes.lengths[axes[-1]], self.lengths(value, dim, axes, way)
+        return tuple(lengths[i : i + n] for i in range(0, len(lengths), n))
+
     def starts(self, value: int, dim: int, axes: tuple[int, ...], way: int = 0) -> tuple[int, ...]:
         """First element of each position's shard."""
         lengths = self.lengths(value, dim, axes, way)

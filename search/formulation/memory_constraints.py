@@ -220,7 +220,7 @@ class MemoryConstraints:
         of: list[int] = []
         for i, option in enumerate(options):
             tensors = [t for t in self.builder.offer(value, option).tensors if t in first.layouts]
-            tensors = [t for t in tensors if not (any_ratio and any(p.is_sharded and p.owner is None for p in t))]
+            tensors = [t for t in tensors if not (any_ratio and any(p.is_cut for p in t))]
             sizes |= {t: self.tensor_bytes(value, t) for t in tensors if t not in sizes}
             large = tuple(t for t in tensors if t in second.layouts and np.any(sizes[t] > held[:, i]))
             of.append(kinds.setdefault((tuple(held[:, i].tolist()), large), len(kinds)))

@@ -26,7 +26,7 @@ import numpy as np
 
 from hapsynth.graph.ir import Graph
 from hapsynth.instructions.factors import Triples
-from hapsynth.instructions.layout import Layout, Placement
+from hapsynth.instructions.layout import Layout
 from hapsynth.instructions.program.sizes import Node
 from hapsynth.search.cost.model import CostModel, Floats, Range
 from hapsynth.search.cost.network import MOVES
@@ -216,7 +216,7 @@ class PricedRangeBuilder(RangeBuilder):
         for (triple,) in self.structure.triples[op]:
             taken = (((op, position), p) for position, p in enumerate(triple.operands))
             made = (((-1, value), p) for value, p in zip(o.results, triple.results, strict=True))
-            paid = (self._paid.get(place, {}).get(p.dim, 0.0) for place, p in (*taken, *made) if _is_cut(p))
+            paid = (self._paid.get(place, {}).get(p.dim, 0.0) for place, p in (*taken, *made) if p.is_cut)
             found.append(sum(paid) / runs)
         return tuple(found)
 
@@ -244,7 +244,7 @@ class PricedRangeBuilder(RangeBuilder):
         """Up to which share the prices of what an op cuts rise, under one of its triples."""
         o, (triple,) = self.graph.ops[op], self.structure.triples[op][at]
         tensors = zip((*o.operands, *o.results), (*triple.operands, *triple.results), strict=True)
-        return next(self._most(v, p.dim) for v, p in tensors if isinstance(v, int) and _is_cut(p))
+        return next(self._most(v, p.dim) for v, p in tensors if isinstance(v, int) and p.is_cut)
 
     # Values
 
@@ -266,24 +266,22 @@ class PricedRangeBuilder(RangeBuilder):
 
     def _paid_out(self, value: int, option: AvailableLayouts) -> float:
         """Seconds that an option counts more or less for the prices, at the shares that bound the least."""
-        tensors, found = (option.computed, *option.targets), 0.0
+        tensors, whole, found = (option.computed, *option.targets), self.prices.stored.get(value, 0.0), 0.0
+        held = [whole * (self.ranges.of(value, t[0].dim, t[0].way)[0] if t[0].is_cut else 1.0) for t in tensors]
+        paid = held.copy()
         for dim, mine in self.prices.of[value].items():
             cut = _in_shares(option, dim)
             if not cut:
                 continue
             low, high = min(self._range(value, t) for t in cut)
-            if mine.held:
-                # It may be held as another tensor, which knows nothing of this dimension's share.
-                whole, held = self.prices.stored[value], lambda t: self.ranges.of(value, t[0].dim, t[0].way)[0]
-                counted = [(whole * min(map(held, cut)), low)]
-                counted += [(whole * (held(t) if _is_cut(t[0]) else 1.0), high) for t in tensors if t not in cut]
-                found += min(cost - mine.held * share for cost, share in counted) - min(counted)[0]
+            # Held as another tensor, it knows nothing of this dimension's share.
+            paid = [seconds - mine.held * (low if t in cut else high) for seconds, t in zip(paid, tensors, strict=True)]
             if not _is_cut_along(option.computed, dim):
                 makes = mine.ops.get((-1, value), 0.0)
                 found += makes * (low if makes > 0 else high)
             if len(cut) == 2:
                 found += self._unclaimed(value, option, cut, mine)
-        return found
+        return found + min(paid) - min(held)
 
     def _unclaimed(self, value: int, option: AvailableLayouts, cut: Sequence[Layout], mine: DimensionPrices) -> float:
         """Seconds that prices claim of moves between two shares, less where the second may come in another way."""
@@ -342,13 +340,9 @@ class PricedRangeBuilder(RangeBuilder):
         return replace(found, edges=tuple(edges), offset=offset)
 
 
-def _is_cut(p: Placement) -> bool:
-    return p.is_sharded and p.owner is None
-
-
 def _is_cut_along(layout: Layout, dim: int) -> bool:
     (p,) = layout
-    return _is_cut(p) and p.dim == dim
+    return p.is_cut and p.dim == dim
 
 
 def _in_shares(option: AvailableLayouts, dim: int) -> list[Layout]:

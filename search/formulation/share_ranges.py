@@ -132,7 +132,7 @@ class RangeBuilder(BuilderOfWays):
         found: dict[tuple[int, int], float] = {}
         for i, j, _ in layouts.hops:
             (p,), (q,) = layouts.layouts[i], layouts.layouts[j]
-            if p.is_sharded and q.is_sharded and p.dim == q.dim and p.owner is None and q.owner is None:
+            if p.is_cut and q.is_cut and p.dim == q.dim:
                 a, b = self.ranges.of(value, p.dim, p.way), self.ranges.of(value, q.dim, q.way)
                 found[i, j] = self._move(value, p.dim, max(a[0] - b[1], b[0] - a[1]))
         return found

@@ -125,13 +125,14 @@ class JointRefinement:
     def __init__(self, search: FixedRatioSearch) -> None:
         self.search, self.costs = search, search.task.costs
         self.graph = self.costs.graph
+        self._undivided = ShareRanges(self.costs, {})
         self._shortest = self._shortest_dims()
         self._curves = ShareCurves(self.costs)
 
     def bound(self, known: float, enough: float) -> float:
         """Seconds that no program goes below, at any ratios, of those that `share_ranges.py` bounds: `known` ones or
         more, sought until `enough`."""
-        ranges, clock = ShareRanges(self.costs, {}), self.search.clock
+        ranges, clock = self._undivided, self.search.clock
         limits, lacked, fruitless = dict(self.search.limits), np.inf, 0
         memory_prices: _MemoryPrices | None = None
         tied: SharePriceLP | None = None
@@ -169,19 +170,19 @@ class JointRefinement:
                 limits = found
                 continue
             short, dear = prices is not None or (solved.solution.prices.any() and not self.costs.room.exact), False
+            if short and may_price:
+                tied = SharePriceLP(builder, solved.choices, limits, self._curves, self._is_fine)
             if short:
                 fruitless = 0 if lacking < lacked * (1 - _PROGRESS) else fruitless + 1
                 lacked = lacking
-                if prices is not None and memory_prices is not None:
-                    dear = not memory_prices.learn(memory.problem(limits), solved.choices)
+                if prices is not None and memory_prices is not None and tied is not None:
+                    dear = not memory_prices.learn(tied.problem, tied.choices)
                     fruitless = 0 if memory_prices.high is None else fruitless
                 if fruitless > (_FRUITLESS if prices is not None else 0):
                     break
-            if short and may_price:
-                tied = SharePriceLP(builder, solved.choices, limits, self._curves, self._is_fine)
-                if memory_prices is None:
-                    unpriced, fixed = known, tied.memory_prices()
-                    memory_prices = _MemoryPrices.begin(solved.solution.prices, fixed)
+            if tied is not None and memory_prices is None:
+                unpriced, fixed = known, tied.memory_prices()
+                memory_prices = _MemoryPrices.begin(solved.solution.prices, fixed)
             if dear:
                 # That says little of what ranges lack.
                 continue
@@ -195,7 +196,7 @@ class JointRefinement:
 
     def _is_fine(self, value: int, dim: int) -> bool:
         """Whether a dimension's largest share may be nearly any; of few each is a range of its own."""
-        return self._shortest[ShareRanges(self.costs, {}).root(value, dim)] > _FEW
+        return self._shortest[self._undivided.root(value, dim)] > _FEW
 
     def _exceeded(self, memory: MemoryConstraints, choices: Ints) -> dict[int, float]:
         """The limits, where the best program holds the most, if the choices hold more there."""
@@ -212,10 +213,10 @@ class JointRefinement:
 
     def _shortest_dims(self) -> dict[Node, int]:
         """Of what ops can cut together, the length of the shortest dimension."""
-        ranges, found = ShareRanges(self.costs, {}), dict[Node, int]()
+        found: dict[Node, int] = {}
         for v in self.graph.values:
             for dim, units in enumerate(v.shape):
-                root = ranges.root(v.index, dim)
+                root = self._undivided.root(v.index, dim)
                 found[root] = min(found.get(root, units), units)
         return found
 

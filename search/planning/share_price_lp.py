@@ -15,6 +15,7 @@ import numpy as np
 from scipy.optimize import linprog
 from scipy.sparse import coo_array
 
+from hapsynth.instructions.factors import Triple
 from hapsynth.instructions.layout import Placement
 from hapsynth.instructions.program.sizes import Node
 from hapsynth.search.cost.model import Floats
@@ -75,11 +76,10 @@ class SharePriceLP:
     ) -> None:
         self.builder, self.limits, self.curves, self.priced = builder, limits, curves, priced
         self.graph, self.structure, self.costs = builder.graph, builder.structure, builder.costs
-        st = self.structure
         self.memory = MemoryConstraints(builder, at_least=True)
         self.problem: Problem = self.memory.problem(limits)
         self.choices = self.memory.extended(self.problem, choices)
-        self._states = [(c, int(s)) for c, s in zip(st.choices, self.choices)]
+        self._states = [(c, int(s)) for c, s in zip(self.structure.choices, self.choices)]
         self._held = [self.memory.held_at(op) for op in self.memory.limited(limits)]
         self._works = self._cut_works()
         curves.add([work for work, _ in self._works.values()])
@@ -87,13 +87,12 @@ class SharePriceLP:
     def memory_prices(self) -> Floats | None:
         """Seconds per byte at each limited op, by which these choices keep to the limits [ops]."""
         rows, shares, _ = self._rows(np.zeros(len(self.limits)))
-        used = self.problem.usage(self.choices)
         at: list[int] = []
-        for k, (resource, values) in enumerate(zip(self.problem.resources, self._held, strict=True)):
-            mine = [(float(self.graph.values[v].nbytes), shares[v]) for v in values if v in shares]
-            first = sum(nbytes * self._first(v) for v, (nbytes, _) in zip((v for v in values if v in shares), mine))
-            terms = [(nbytes / _GB, variable) for nbytes, variable in mine]
-            at.append(rows.at_most((resource.limit - (float(used[k]) - first)) / _GB, *terms))
+        used = self.problem.usage(self.choices)
+        for resource, most, values in zip(self.problem.resources, used, self._held, strict=True):
+            nbytes = {v: float(self.graph.values[v].nbytes) for v in values if v in shares}
+            rest = float(most) - sum(n * self._first(v) for v, n in nbytes.items())
+            at.append(rows.at_most((resource.limit - rest) / _GB, *((n / _GB, shares[v]) for v, n in nbytes.items())))
         found = rows.multipliers()
         return None if found is None else found[at] / _GB
 
@@ -121,20 +120,24 @@ class SharePriceLP:
 
     # What is cut
 
-    def _cut_works(self) -> dict[int, tuple[Work, int]]:
-        """op -> what it does under the choices, where that has a price, and its triples."""
-        found: dict[int, tuple[Work, int]] = {}
+    def _cut_works(self) -> dict[int, tuple[Work, Triple]]:
+        """op -> what it does under the choices, where that has a price, and its triple."""
+        found: dict[int, tuple[Work, Triple]] = {}
         for op in self.graph.ops:
             domain, state = self._states[self.structure.op_variable[op.index]]
-            at = int(domain.triple[state])
-            (triple,) = domain.triples[at]
-            tensors = zip((*op.operands, *op.results), (*triple.operands, *triple.results), strict=True)
-            if any(isinstance(v, int) and self._is_priced(v, p) for v, p in tensors):
-                found[op.index] = self.costs.work(op.index, domain.triples[at]), at
+            triples = domain.triples[int(domain.triple[state])]
+            if self._priced_cut(op.index, triples[0]) is not None:
+                found[op.index] = self.costs.work(op.index, triples), triples[0]
         return found
 
+    def _priced_cut(self, op: int, triple: Triple) -> tuple[int, int] | None:
+        """A (value, dimension) that an op cuts, where that has a price."""
+        o = self.graph.ops[op]
+        tensors = zip((*o.operands, *o.results), (*triple.operands, *triple.results), strict=True)
+        return next(((v, p.dim) for v, p in tensors if isinstance(v, int) and self._is_priced(v, p)), None)
+
     def _is_priced(self, value: int, p: Placement) -> bool:
-        return p.is_sharded and p.owner is None and self.priced(value, p.dim)
+        return p.is_cut and self.priced(value, p.dim)
 
     def _smallest(self, value: int) -> Placement:
         """How the smallest tensor of a value lies."""
@@ -149,18 +152,17 @@ class SharePriceLP:
 
     def _tied(self, value: int) -> dict[int, list[tuple[int, Place]]]:
         """By dimension, the ops that take or make a value cut along it: (op, how)."""
-        st, found = self.structure, dict[int, list[tuple[int, Place]]]()
-        producer = self.graph.producer.get(value)
-        users = [(op, position) for op, position in self.graph.uses[value]]
-        for op, position in [*users, *([(producer, -1)] if producer is not None else [])]:
-            if op not in self._works:
-                continue
-            domain, _ = self._states[st.op_variable[op]]
-            (triple,) = domain.triples[self._works[op][1]]
-            made = position < 0
-            p = triple.results[self.graph.ops[op].results.index(value)] if made else triple.operands[position]
-            if self._is_priced(value, p):
-                found.setdefault(p.dim, []).append((op, (-1, value) if made else (op, position)))
+        found: dict[int, list[tuple[int, Place]]] = {}
+
+        def add(op: int, place: Place, cut: Callable[[Triple], Placement]) -> None:
+            if op in self._works and self._is_priced(value, p := cut(self._works[op][1])):
+                found.setdefault(p.dim, []).append((op, place))
+
+        for op, position in self.graph.uses[value]:
+            add(op, (op, position), lambda triple, at=position: triple.operands[at])
+        if (op := self.graph.producer.get(value)) is not None:
+            at = self.graph.ops[op].results.index(value)
+            add(op, (-1, value), lambda triple, at=at: triple.results[at])
         return found
 
     def _movable(self, value: int) -> float:
@@ -231,13 +233,10 @@ class SharePriceLP:
     def _most(self) -> dict[Node, float]:
         """By what ops can cut together, the largest share at which one of them takes the least."""
         found: dict[Node, float] = {}
-        for op, (work, _) in self._works.items():
-            o = self.graph.ops[op]
-            domain, _ = self._states[self.structure.op_variable[op]]
-            (triple,) = domain.triples[self._works[op][1]]
-            tensors = zip((*o.operands, *o.results), (*triple.operands, *triple.results), strict=True)
-            value, dim = next((v, p.dim) for v, p in tensors if isinstance(v, int) and self._is_priced(v, p))
-            root = self.builder.ranges.root(value, dim)
+        for op, (work, triple) in self._works.items():
+            cut = self._priced_cut(op, triple)
+            assert cut is not None
+            root = self.builder.ranges.root(*cut)
             found[root] = max(found.get(root, 0.0), self.curves.best(work))
         return found
 
