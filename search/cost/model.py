@@ -41,11 +41,10 @@ from hapsynth.search.analysis.optimizer_update import Together
 from hapsynth.search.cost.device_speed import DeviceFigures, Floats, Speeds
 from hapsynth.search.cost.network import PRICES, Largest, Sent, Shares, axis_links, devices_of, mesh_axes
 from hapsynth.search.cost.roofline import Roofline
+from hapsynth.search.cost.share_range import Mask, ShareRange
 from hapsynth.search.cost.work import Work, lanes_of
 
 Ints: TypeAlias = npt.NDArray[np.int64]
-Range: TypeAlias = tuple[float, float]
-"""The least and the most that a share may be; none where the least is the greater."""
 
 
 class CutWork(NamedTuple):
@@ -128,6 +127,12 @@ class CostModel:
     def rate(self, dtype: str) -> Floats:
         """FLOP/s of each device for a dtype."""
         return self.speeds("", dtype).rate
+
+    @cached_property
+    def fastest(self) -> Mask:
+        """Which devices are of the kind with the greatest rate, the first such."""
+        rates = self.rate("float32")
+        return self.kind_of == self.kind_of[int(np.argmax(rates))]
 
     def speeds(self, op_class: str, dtype: str) -> Speeds:
         """How long each device takes over the flops of ops of a class and dtype."""
@@ -345,19 +350,23 @@ class CostModel:
             self._ideal.update(zip(mine, found.tolist(), strict=True))
         return [self._ideal[work] for work in works]
 
-    def times_within(self, works: Sequence[tuple[Work, Range]]) -> Floats:
-        """The least time of each work over all ratios at which its largest share lies in a range, inf where none can:
-        float64 [works]. Along one mesh axis, and of what has no owner or is not divided as `ideal_time`."""
+    def times_within(self, works: Sequence[tuple[Work, ShareRange]]) -> Floats:
+        """The least time of each work over all ratios at which its shares lie in a range, inf where none can: float64
+        [works]. Along one mesh axis, and of what has no owner or is not divided as `ideal_time`."""
         found = np.zeros(len(works))
         alike: dict[object, list[int]] = {}
         for i, (work, _) in enumerate(works):
             alike.setdefault((work.form, work.axes), []).append(i)
         for rows in alike.values():
-            mine, ranges = [works[i][0] for i in rows], np.array([works[i][1] for i in rows])
+            mine = [works[i][0] for i in rows]
             if not mine[0].divided or mine[0].owned:
                 found[rows] = self.ideal_times(mine)
                 continue
-            some = ranges[:, 0] <= ranges[:, 1]
+            ranges = np.array([(*works[i][1].largest, *works[i][1].slow) for i in rows])
+            ranges[:, 3] = np.minimum(ranges[:, 3], ranges[:, 1])
+            fast = np.count_nonzero(self.fastest)
+            some = (ranges[:, 0] <= ranges[:, 1]) & (ranges[:, 2] <= ranges[:, 3])
+            some &= ranges[:, 1] * fast + ranges[:, 3] * (self.n - fast) >= 1.0 - 1e-9
             ranges[~some] = 1.0
             found[rows] = np.where(some, self._ideal_times(mine, ranges), np.inf)
         return found
@@ -381,8 +390,8 @@ class CostModel:
         return found
 
     def _ideal_times(self, works: Sequence[Work], ranges: Floats | None = None) -> Floats:
-        """Of works of one form, cut along the same axes: float64 [works]. `ranges`: the least and the most that the
-        largest share of each may be, of works that one cut divides [works, 2].
+        """Of works of one form, cut along the same axes: float64 [works]. `ranges`: of each a `ShareRange`, of works
+        that one cut divides [works, 4].
 
         At time t a device can take a share of at most r = min over its compute and memory budget, and the devices at
         one position along the cut axes take the same, so the least t is where the positions' shares sum to 1. A
@@ -397,7 +406,8 @@ class CostModel:
         at = [np.unique(kinds) for kinds in there]
         columns, first = np.concatenate(at), np.cumsum([0, *[kinds.size for kinds in at[:-1]]])
         roofline = Roofline(figures, works)
-        most = np.ones((len(works), 1)) if ranges is None else ranges[:, 1:]
+        fast = kind_of[some] == kind_of[np.argmax(self.fastest)]
+        most = np.ones((len(works), 1)) if ranges is None else np.where(fast, ranges[:, 1:2], ranges[:, 3:])
 
         def covered(t: Floats) -> Floats:
             share = np.minimum.reduceat(roofline.within(t)[:, columns], first, axis=1)
@@ -409,20 +419,24 @@ class CostModel:
             seconds = roofline.seconds(every, [every_share] * len(form.lanes))
             return np.maximum.reduceat(seconds[:, columns], first, axis=1)
 
-        low, high = np.zeros(len(works)), busy(most).min(axis=1)
+        low, high = np.zeros(len(works)), busy(most[:, :1]).min(axis=1)
         if form.owned and len(form.lanes) == 1:
             return high
         whole = 1.0
         if ranges is not None:
             # One alone may not have all of it, and as many shares as there are positions may come to it just about.
-            high, whole = busy(most).max(axis=1), 1.0 - 1e-9
+            high, whole = busy(ranges[:, 1:2]).max(axis=1), 1.0 - 1e-9
         alone, short = high, covered(high) < whole
         for _ in range(60):
             middle = 0.5 * (low + high)
             enough = covered(middle) >= whole
             low, high = np.where(enough, low, middle), np.where(enough, middle, high)
         found = np.where(short, alone, low)
-        return found if ranges is None else np.maximum(found, busy(ranges[:, :1]).min(axis=1))
+        if ranges is None:
+            return found
+        found = np.maximum(found, busy(ranges[:, :1]).min(axis=1))
+        slow = busy(ranges[:, 2:3])[:, ~fast].min(axis=1, initial=np.inf)
+        return np.where(ranges[:, 2] > 0, np.maximum(found, slow), found)
 
     @property
     def hosts(self) -> tuple[Hosts, ...]:

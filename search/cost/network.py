@@ -34,6 +34,8 @@ from hapsynth.instructions.collectives import (
 from hapsynth.instructions.layout import MOST_AXES
 from hapsynth.instructions.staging.moved_rows import even_rows, moved, rounds
 from hapsynth.search.cost.device_speed import Floats
+from hapsynth.search.cost.least_rounds import least_rounds
+from hapsynth.search.cost.share_range import Mask, ShareRange
 
 Largest = Callable[[int, tuple[int, ...], int], float]
 """(dimension, the axes that cut it, which way) -> the fraction that its largest shard holds."""
@@ -300,14 +302,12 @@ class PriceOfRounds(Price):
         """Seconds of as many even blocks, padded or not."""
         return np.asarray(link.pace(_USUAL).seconds(PRICES[_USUAL].blocks(link) * np.asarray(nbytes) / blocks))
 
-    def least(self, link: AxisLink, nbytes: float, old: tuple[float, float], new: tuple[float, float]) -> float:
-        """Seconds, at least, where the largest share of each dimension is from the first to the second: who has the
-        largest share of one sends, or gets, all of that but what the other leaves it."""
-        (low, high), (least, most) = old, new
-        part = max(least * (1.0 - high), low * (1.0 - most))
+    def least(self, link: AxisLink, nbytes: float, old: ShareRange, new: ShareRange, fast: Mask) -> float:
+        """Seconds, at least, where the shares of the two dimensions are in these ranges. `fast`: which positions are
+        the fastest."""
         start, per_byte = link.rounds
-        seconds = start + nbytes * part * float(per_byte.min()) if part > _NOTHING else 0.0
-        return max(seconds, float(self.evenly(link, nbytes, link.n**2)))
+        number, sent = least_rounds(old, new, fast, per_byte.tolist())
+        return max(start * number + nbytes * sent, float(self.evenly(link, nbytes, link.n**2)))
 
     def sent(self, link: AxisLink, step: str, nbytes: float, traffic: Traffic, shares: Shares) -> Sent:
         assert isinstance(traffic, Exchanged)

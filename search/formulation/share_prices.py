@@ -28,8 +28,9 @@ from hapsynth.graph.ir import Graph
 from hapsynth.instructions.factors import Triples
 from hapsynth.instructions.layout import Layout
 from hapsynth.instructions.program.sizes import Node
-from hapsynth.search.cost.model import CostModel, Floats, Range
+from hapsynth.search.cost.model import CostModel, Floats
 from hapsynth.search.cost.network import MOVES
+from hapsynth.search.cost.share_range import Range, ShareRange
 from hapsynth.search.cost.work import Work
 from hapsynth.search.formulation.choice_space import AvailableLayouts, Interned, Use
 from hapsynth.search.formulation.share_ranges import ConversionsWithMoves, RangeBuilder, RangeChoices, ShareRanges
@@ -118,7 +119,7 @@ class ShareCurves:
         """Find those of all at once."""
         missing = [work for work in dict.fromkeys(works) if work not in self._seconds]
         parts = list(pairwise(self.ends.tolist()))
-        seconds = self.costs.times_within([(work, part) for work in missing for part in parts])
+        seconds = self.costs.times_within([(work, ShareRange(part)) for work in missing for part in parts])
         self._seconds.update(zip(missing, seconds.reshape(len(missing), len(parts)), strict=True))
 
     def seconds(self, work: Work) -> Floats:
@@ -199,7 +200,7 @@ class PricedRangeBuilder(RangeBuilder):
     def _range(self, value: int, layout: Layout) -> Range:
         """What a layout's largest share may be, as prices count it: above even ones, up to the most."""
         (p,), most = layout, self._most(value, layout[0].dim)
-        low, high = self.ranges.of(value, p.dim, p.way)
+        low, high = self.ranges.of(value, p.dim, p.way).largest
         return min(low, most) - self._even, min(high, most) - self._even
 
     # Ops
@@ -231,7 +232,7 @@ class PricedRangeBuilder(RangeBuilder):
                 if price and np.isfinite(times[at]):
                     (cut,) = self.cuts(op).groups[at]
                     work = self.costs.work(op, self.structure.triples[op][at])
-                    terms = work, ranges[key[2][cut]], price, self._most_of(op, at)
+                    terms = work, ranges[key[2][cut]].largest, price, self._most_of(op, at)
                     asked.setdefault(terms, []).append((times, at))
         self.curves.add([work for work, *_ in asked])
         for (work, within, price, most), places in asked.items():
@@ -267,7 +268,7 @@ class PricedRangeBuilder(RangeBuilder):
     def _paid_out(self, value: int, option: AvailableLayouts) -> float:
         """Seconds that an option counts more or less for the prices, at the shares that bound the least."""
         tensors, whole, found = (option.computed, *option.targets), self.prices.stored.get(value, 0.0), 0.0
-        held = [whole * (self.ranges.of(value, t[0].dim, t[0].way)[0] if t[0].is_cut else 1.0) for t in tensors]
+        held = [whole * (self.largest(value, t[0].dim, (), t[0].way) if t[0].is_cut else 1.0) for t in tensors]
         paid = held.copy()
         for dim, mine in self.prices.of[value].items():
             cut = _in_shares(option, dim)

@@ -1,10 +1,10 @@
 """Bounds on programs of all ratios that have each dimension in a range of them: the joint bound's, but closer.
 
 At its own best ratio each instruction takes less than any program can have it: a contraction suits shares by speed, an
-elementwise op beside it shares by bandwidth, a collective even ones, and all cut one dimension. So the largest share of
-a dimension is divided into ranges, each a way in which it may be cut (`ChoicesInWays`). Within a range an op takes what
-it takes at the best shares of which the largest lies there, a collective what it takes at the range's least; from one
-range to another rows have to move, as many as lie between the two at least.
+elementwise op beside it shares by bandwidth, a collective even ones, and all cut one dimension. So the shares of a
+dimension are divided into ranges (`ShareRange`), each a way in which it may be cut (`ChoicesInWays`). Within a range an
+op takes what it takes at the best shares there, a collective what it takes at the range's least; from one range to
+another rows have to move, as many as lie between the two at least.
 
 What is bounded are programs whose values each lie, for all their uses together, in at most two ranges of the dimension
 in which they are made and one of one other, or in any of several others (which bounds less, of fewer states); for a use
@@ -15,8 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
-from itertools import combinations, groupby, permutations, product
-from math import ceil, floor
+from itertools import chain, combinations, groupby, permutations, product
 
 import numpy as np
 
@@ -25,8 +24,9 @@ from hapsynth.instructions.factors import Triples
 from hapsynth.instructions.layout import Layout, cuts_of, owner_of
 from hapsynth.instructions.program.sizes import Node
 from hapsynth.search.analysis.dimension_groups import kinship
-from hapsynth.search.cost.model import CostModel, Floats, Range
+from hapsynth.search.cost.model import CostModel, Floats
 from hapsynth.search.cost.network import MOVES, PRICES, PriceOfRounds, Shares, even_fractions
+from hapsynth.search.cost.share_range import ShareRange
 from hapsynth.search.cost.work import Work
 from hapsynth.search.formulation.choice_space import AvailableLayouts, Interned
 from hapsynth.search.formulation.conversions import Conversions, Hop, LayoutSet
@@ -34,12 +34,13 @@ from hapsynth.search.formulation.ways import BuilderOfWays, ChoicesInWays
 
 
 class ShareRanges:
-    """Where the largest shares along one mesh axis are divided. `ends`: of what ops can cut together (`kinship`), by
-    its root, the largest shares between one range and the next, rising; of all else there is one range."""
+    """How the shares along one mesh axis are divided. `ranges`: of what ops can cut together (`kinship`), by its root;
+    of all else there is one."""
 
-    def __init__(self, costs: CostModel, ends: Mapping[Node, tuple[float, ...]]) -> None:
+    def __init__(self, costs: CostModel, ranges: Mapping[Node, tuple[ShareRange, ...]]) -> None:
         assert len(costs.axes) == 1
-        self.costs, self.ends = costs, ends
+        self.costs, self.ranges = costs, ranges
+        self._whole = (ShareRange((1.0 / costs.n, 1.0)),)
         self._kin = kinship(costs.graph, costs.table)
 
     def root(self, value: int, dim: int) -> Node:
@@ -47,30 +48,28 @@ class ShareRanges:
         node = (value, dim, (), 0)
         return self._kin.find(node) if node in self._kin.parent else node
 
+    def at(self, root: Node) -> tuple[ShareRange, ...]:
+        """All ranges of what is cut together, whatever is cut."""
+        return self.ranges.get(root, self._whole)
+
     def count(self, value: int, dim: int) -> int:
-        """In how many ranges a dimension's largest share may lie."""
-        return len(self.ends_of(value, dim)) + 1
+        """In how many ranges a dimension's shares may lie."""
+        return len(self.at(self.root(value, dim)))
 
-    def ends_of(self, value: int, dim: int) -> tuple[float, ...]:
-        """The largest shares between a dimension's ranges."""
-        return self.ends.get(self.root(value, dim), ())
-
-    def between(self, root: Node, way: int) -> Range:
-        """A range, whatever is cut."""
-        inner = self.ends.get(root, ())
-        return (
-            inner[way - 1] if way else 1.0 / self.costs.n,
-            inner[way] if way < len(inner) else 1.0,
-        )
-
-    def of(self, value: int, dim: int, way: int, units: int | None = None) -> Range:
-        """What the largest share of a dimension cut in `units` (its length by default) may be, in whole units."""
+    def of(self, value: int, dim: int, way: int, units: int | None = None) -> ShareRange:
+        """What the shares of a dimension cut in `units` (its length by default) may be, in whole units."""
         if owner_of(way) is not None:
-            return 1.0, 1.0
-        least, most = self.between(self.root(value, dim), way)
-        units = units or self.costs.graph.values[value].shape[dim]
-        # One more than rounding makes of a whole number is a looser bound, and one less would be none.
-        return ceil(least * units - 1e-9) / max(units, 1), floor(most * units + 1e-9) / max(units, 1)
+            return ShareRange((1.0, 1.0))
+        mine = self.at(self.root(value, dim))[way]
+        return mine.in_units(units or self.costs.graph.values[value].shape[dim])
+
+    def divided(self, parts: Mapping[tuple[Node, int], Sequence[ShareRange]]) -> ShareRanges:
+        """With parts in place of some ranges, by what is cut together and their numbers."""
+        found = dict(self.ranges)
+        for root in {root for root, _ in parts}:
+            every = (parts.get((root, way), (mine,)) for way, mine in enumerate(self.at(root)))
+            found[root] = tuple(part.closed(self.costs.fastest) for part in chain.from_iterable(every))
+        return ShareRanges(self.costs, found)
 
 
 class RangeChoices(ChoicesInWays):
@@ -99,13 +98,14 @@ class RangeBuilder(BuilderOfWays):
     def __init__(self, structure: RangeChoices, costs: CostModel, ranges: ShareRanges) -> None:
         super().__init__(structure, costs, None)
         self.ranges = ranges
-        self._number: dict[Range, int] = {}
+        self._number: dict[ShareRange, int] = {}
 
     @cached_property
     def _roles(self) -> Sequence[int]:
         number: dict[object, int] = {}
-        ends = [tuple(self.ranges.ends_of(v.index, d) for d in range(len(v.shape))) for v in self.graph.values]
-        return [number.setdefault(role, len(number)) for role in zip(super()._roles, ends, strict=True)]
+        at = lambda v, dim: self.ranges.at(self.ranges.root(v, dim))
+        every = [tuple(at(v.index, dim) for dim in range(len(v.shape))) for v in self.graph.values]
+        return [number.setdefault(role, len(number)) for role in zip(super()._roles, every, strict=True)]
 
     def _profile(self, value: int) -> object:
         cuts = self.structure.layouts[value].cuts
@@ -113,7 +113,7 @@ class RangeBuilder(BuilderOfWays):
         return super()._profile(value), self.graph.values[value].shape, ranges
 
     def largest(self, value: int, dim: int, axes: tuple[int, ...], way: int = 0) -> float:
-        return self.ranges.of(value, dim, way)[0]
+        return self.ranges.of(value, dim, way).largest[0]
 
     # Conversions
 
@@ -133,8 +133,9 @@ class RangeBuilder(BuilderOfWays):
         for i, j, _ in layouts.hops:
             (p,), (q,) = layouts.layouts[i], layouts.layouts[j]
             if p.is_cut and q.is_cut and p.dim == q.dim:
-                a, b = self.ranges.of(value, p.dim, p.way), self.ranges.of(value, q.dim, q.way)
-                found[i, j] = self._move(value, p.dim, max(a[0] - b[1], b[0] - a[1]))
+                old, new = self.ranges.of(value, p.dim, p.way), self.ranges.of(value, q.dim, q.way)
+                apart = max(max(a[0] - b[1], b[0] - a[1]) for a, b in zip(old, new, strict=True))
+                found[i, j] = self._move(value, p.dim, apart)
         return found
 
     def _move(self, value: int, dim: int, part: float) -> float:
@@ -148,7 +149,8 @@ class RangeBuilder(BuilderOfWays):
         """Of each step, at the least that the largest shares may be. What changes a range is counted apart."""
         every = [(dim, way) for layout in (source, target) for dim, _, way in cuts_of(layout)]
         steps = self.costs.steps(source, target, axis)
-        if any(least > most for least, most in (self.ranges.of(value, *cut) for cut in every)):
+        ends = [self.ranges.of(value, *cut) for cut in every]
+        if any(least > most for end in ends for least, most in end):
             return [np.inf] * len(steps)
         shares = Shares(lambda *cut: self.largest(value, *cut))
         cost = lambda step, shares: self.costs.conversion(value, source, target, axis, shares, step)[0]
@@ -157,12 +159,12 @@ class RangeBuilder(BuilderOfWays):
             if isinstance(step, Balanced):
                 ((dim, way),) = every
                 even = float(even_fractions(self.graph.values[value].shape[dim], self.costs.n)[0])
-                moved = self.ranges.of(value, dim, way)[0] - even
+                moved = self.largest(value, dim, (), way) - even
                 between = self._least_moved(value, moved) if moved > 0 else 0.0
                 found.append(cost(STEPS[step.even], Shares(lambda *_, even=even: even)) + between)
             elif isinstance(price := PRICES.get(step.name), PriceOfRounds):
-                ends = (self.ranges.of(value, *cut) for cut in every)
-                found.append(price.least(self.costs.links[0], float(self.graph.values[value].nbytes), *ends))
+                nbytes = float(self.graph.values[value].nbytes)
+                found.append(price.least(self.costs.links[0], nbytes, ends[0], ends[1], self.costs.fastest))
             else:
                 found.append(np.inf if step.recuts else cost(step, shares))
         return found
@@ -190,7 +192,8 @@ class RangeBuilder(BuilderOfWays):
             works = [self.costs.work(op, triples) for triples in self.structure.triples[op]]
             places.append([number.setdefault(key, len(number)) for key in zip(works, held, strict=True)])
         ranges = [*self._number]
-        seconds = self.costs.times_within([(work, ranges[held[0]] if held else (1.0, 1.0)) for work, held in number])
+        whole = ShareRange((1.0, 1.0))
+        seconds = self.costs.times_within([(work, ranges[held[0]] if held else whole) for work, held in number])
         self._times.update({key: seconds[at] for key, at in zip(missing, places, strict=True)})
 
 

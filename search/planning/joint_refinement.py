@@ -9,26 +9,25 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise, product
 from typing import Any
 
 import numpy as np
 
-from hapsynth.instructions.layout import Layout, cuts_of, owner_of
+from hapsynth.instructions.layout import cuts_of, owner_of
 from hapsynth.instructions.program.sizes import Node
-from hapsynth.search.cost.model import CostModel, Floats, Range
-from hapsynth.search.cost.network import MOVES, PRICES, PriceOfRounds
-from hapsynth.search.cost.work import Work
-from hapsynth.search.formulation.choice_space import AvailableLayouts, Domain
+from hapsynth.search.cost.model import Floats
+from hapsynth.search.cost.share_range import Range, ShareRange
 from hapsynth.search.formulation.memory_constraints import MemoryConstraints
 from hapsynth.search.formulation.share_prices import PricedRangeBuilder, ShareCurves
 from hapsynth.search.formulation.share_ranges import (
-    ConversionsWithMoves,
     RangeBuilder,
     RangeChoices,
     ShareRanges,
 )
+from hapsynth.search.planning.cut_in_ranges import InRange, in_ranges, over_even
 from hapsynth.search.planning.search_at_ratios import FixedRatioSearch
 from hapsynth.search.planning.share_price_lp import SharePriceLP
 from hapsynth.search.planning.task import Task
@@ -43,8 +42,8 @@ _SAFETY = 1e-9
 _WORTH = 0.02
 """Of what the bound still lacks: ranges that can gain less, with all that are alike, are left as they are."""
 _MOST = 0.2
-"""Where memory is short: of what the ranges that can gain the most can gain, with all that are alike. States are dear
-there."""
+"""Of what the ranges that can gain the most can gain, with all that are alike: of what is cut together, or of all where
+memory is short, as states are dear there. Others are left as they are."""
 _PROGRESS = 0.1
 """Of what the bound still lacks where memory is short: a round that gains less is fruitless."""
 _FRUITLESS = 1
@@ -58,30 +57,13 @@ _CLOSER = 0.25
 _PARTS = 8
 """Of a range, in one round."""
 _STEP = 1.01
-"""Between two largest shares at which ranges are divided, unless there are few: their ratio."""
+"""Between two shares at which ranges are divided, unless there are few: their ratio."""
 _FEW = 64
-"""Units of a dimension: of so few each largest share is told from the next."""
+"""Units of a dimension: of so few each share is told from the next."""
+_LEAST = 0.25
+"""Of an even share: smaller ones are not told apart."""
 _POINTS = 33
 """Shares at which what cuts a range is compared."""
-
-
-@dataclass
-class _InRange:
-    """What a solution cuts in one range. `works`: runs of each; `sent_s`: seconds of its conversions but all-to-alls,
-    `swapped_s` of these, `evenly_s` of as many of even blocks, where they may go in rounds; `moved_s`: those that
-    moving all rows would take of what comes to the range from another, or from it to another."""
-
-    works: dict[Work, float] = field(default_factory=dict[Work, float])
-    sent_s: float = 0.0
-    swapped_s: float = 0.0
-    evenly_s: float = 0.0
-    moved_s: float = 0.0
-
-    @property
-    def kind(self) -> object:
-        """Equal for what is alike."""
-        sent = (f"{x:.6g}" for x in (self.sent_s, self.swapped_s, self.evenly_s, self.moved_s))
-        return frozenset(self.works.items()), *sent
 
 
 @dataclass
@@ -222,17 +204,30 @@ class JointRefinement:
 
     def _divided(self, builder: RangeBuilder, choices: Ints, lacking: float) -> ShareRanges | None:
         """Finer ranges where the choices may gain by it, if there are any, the bound being `lacking` seconds."""
-        found = _in_ranges(builder, choices)
+        found = in_ranges(builder, choices)
         kind_of = lambda root, way, held: (way, self._shape(builder.ranges, root), held.kind)
         kinds: dict[tuple[Node, int], object] = {at: kind_of(*at, held) for at, held in found.items()}
         # Of those that are alike, as layers' are, all can be divided.
         alike, worth = Counter(kinds.values()), _WORTH * lacking
-        ends: dict[object, list[float]] = {}
+        parts: dict[object, tuple[float, list[ShareRange]]] = {}
         for (root, way), held in found.items():
-            if (kind := kinds[root, way]) not in ends:
-                within = builder.ranges.between(root, way)
-                ends[kind] = self._ends_within(within, self._possible(root), held, worth / alike[kind])
-        return self._with(builder.ranges, ((root, ends[kind]) for (root, _), kind in kinds.items()))
+            if (kind := kinds[root, way]) not in parts:
+                parts[kind] = self._parts(builder.ranges.at(root)[way], root, held, worth / alike[kind])
+        gains = {at: alike[kind] * parts[kind][0] if parts[kind][1] else 0.0 for at, kind in kinds.items()}
+        most: dict[Node, float] = {}
+        for (root, _), gain in gains.items():
+            most[root] = max(most.get(root, 0.0), gain)
+        some = {at: parts[kinds[at]][1] for at, gain in gains.items() if gain >= max(worth, _MOST * most[at[0]])}
+        return _with(builder.ranges, some)
+
+    def _parts(self, whole: ShareRange, root: Node, held: InRange, worth: float) -> tuple[float, list[ShareRange]]:
+        """(seconds gained, parts) of a range for what lies in it, by the largest share or, where rounds are sent, by
+        that of slow devices, whichever gains more; no parts where less than `worth` seconds could be gained."""
+        ways = [(whole.largest, lambda part: whole._replace(largest=part))]
+        if held.swapped_s:
+            ways.append((whole.slow, lambda part: whole._replace(slow=part)))
+        found = [self._parts_between(ends, part, root, held, worth) for ends, part in ways]
+        return max(found, key=lambda gained: (bool(gained[1]), gained[0]))
 
     def _divided_within_memory(
         self, memory: MemoryConstraints, choices: Ints, ops: Iterable[int], lacking: float
@@ -241,41 +236,43 @@ class JointRefinement:
         share, while works take what they do at its best. It is divided until they do not take much less there."""
         builder = memory.builder
         assert isinstance(builder, RangeBuilder)
-        ranges, works = builder.ranges, dict[Node, _InRange]()
+        ranges, works = builder.ranges, dict[Node, InRange]()
         layouts = [found for op in ops for found in memory.smallest_at(op, choices)]
         cut = {ranges.root(v, dim) for v, layout in layouts for dim, _, way in cuts_of(layout) if owner_of(way) is None}
-        for (root, _), held in _in_ranges(builder, choices).items():
+        for (root, _), held in in_ranges(builder, choices).items():
             if root in cut:
-                mine = works.setdefault(root, _InRange()).works
+                mine = works.setdefault(root, InRange()).works
                 for work, runs in held.works.items():
                     mine[work] = mine.get(work, 0.0) + runs
         kinds: dict[Node, object] = {root: (self._shape(ranges, root), held.kind) for root, held in works.items()}
         alike, first = Counter(kinds.values()), {kind: root for root, kind in kinds.items()}
         gains: dict[tuple[object, int], float] = {}
         for kind, root in first.items():
-            for way in range(len(ranges.ends.get(root, ())) + 1):
-                low, high = ranges.between(root, way)
-                at_first, at_best = self._seconds(works[root], [(low, low), (low, high)], low)
+            for way, whole in enumerate(ranges.at(root)):
+                low = whole.largest[0]
+                at_first, at_best = self._seconds(works[root], [whole._replace(largest=(low, low)), whole], low)
                 gains[kind, way] = float(at_first - at_best)
         most = max((alike[kind] * gain for (kind, _), gain in gains.items()), default=0.0)
-        worth, ends = max(_WORTH * lacking, _MOST * most), dict[object, list[float]]()
+        worth, parts = max(_WORTH * lacking, _MOST * most), dict[tuple[object, int], list[ShareRange]]()
         for (kind, way), gain in gains.items():
             root, least = first[kind], worth / alike[kind]
             if gain >= least:
                 left = max(_CLOSER * gain, least)
-                within, possible = ranges.between(root, way), self._possible(root)
-                while len(more := self._stepped(works[root], within, possible, left)) >= _PARTS:
+                whole, possible = ranges.at(root)[way], self._possible(root)
+                while len(more := self._stepped(works[root], whole, possible, left)) >= _PARTS:
                     left *= 1.5
-                ends.setdefault(kind, []).extend(more)
-        return self._with(ranges, ((root, ends.get(kind, [])) for root, kind in kinds.items()))
+                parts[kind, way] = [whole._replace(largest=part) for part in pairwise(_with_ends(whole.largest, more))]
+        every = product(kinds.items(), range(max(map(len, map(ranges.at, kinds)), default=0)))
+        return _with(ranges, {(root, way): parts.get((kind, way), []) for (root, kind), way in every})
 
-    def _stepped(self, held: _InRange, within: Range, possible: Floats, most: float) -> list[float]:
+    def _stepped(self, held: InRange, whole: ShareRange, possible: Floats, most: float) -> list[float]:
         """The fewest ends of parts at whose first share all takes at most so many seconds more than in the part."""
-        (low, high), found = within, list[float]()
+        (low, high), found = whole.largest, list[float]()
         inside = possible[(possible > low) & (possible < high)].tolist()
         begin, first = low, 0
         while first < len(inside):
-            spread = lambda end, begin=begin: -np.diff(self._seconds(held, [(begin, begin), (begin, end)], low))[0]
+            parts = lambda end, begin=begin: [whole._replace(largest=(begin, x)) for x in (begin, end)]
+            spread = lambda end, parts=parts: -np.diff(self._seconds(held, parts(end), low))[0]
             if spread(high) <= most:
                 break
             first = max(bisect_right(inside, most, first, key=spread), first + 1)
@@ -283,138 +280,76 @@ class JointRefinement:
             found.append(begin)
         return found
 
-    def _with(self, ranges: ShareRanges, more: Iterable[tuple[Node, Sequence[float]]]) -> ShareRanges | None:
-        """Ranges with more ends, if there are any."""
-        ends, found = {root: set(inner) for root, inner in ranges.ends.items()}, False
-        for root, some in more:
-            ends.setdefault(root, set()).update(some)
-            found |= bool(some)
-        return ShareRanges(self.costs, {root: tuple(sorted(inner)) for root, inner in ends.items()}) if found else None
-
     def _shape(self, ranges: ShareRanges, root: Node) -> object:
         """Equal for what can be cut and is divided alike."""
-        return self._shortest[root], ranges.ends.get(root, ())
+        return self._shortest[root], ranges.at(root)
 
     def _possible(self, root: Node) -> Floats:
-        """Largest shares at which a dimension's range may be divided, rising."""
-        n, units = self.costs.n, max(self._shortest[root], 1)
-        least = 1.0 / n
+        """Shares at which a dimension's ranges may be divided, rising."""
+        units = max(self._shortest[root], 1)
         if units <= _FEW:
-            halves = (np.arange(units) + 0.5) / units
-            return halves[(halves > -(-units // n) / units) & (halves < 1)]
-        return np.array([least * _STEP**k for k in range(1, int(np.log(n) / np.log(_STEP)))])
+            return (np.arange(units) + 0.5) / units
+        n, steps = self.costs.n, lambda ratio: int(np.log(ratio) / np.log(_STEP))
+        return _STEP ** np.arange(-steps(1 / _LEAST), steps(n)) / n
 
-    def _ends_within(self, within: Range, possible: Floats, held: _InRange, worth: float) -> list[float]:
-        """Where a range is divided for what lies in it; nowhere where less than `worth` seconds could be gained."""
-        low, high = within
+    def _parts_between(
+        self, ends: Range, part: Callable[[Range], ShareRange], root: Node, held: InRange, worth: float
+    ) -> tuple[float, list[ShareRange]]:
+        """(seconds gained, parts) of a range that is divided at shares between two ends."""
+        (low, high), possible = ends, self._possible(root)
         inside = possible[(possible > low) & (possible < high)].tolist()
         if not inside:
-            return []
+            return 0.0, []
+        first = part(ends).largest[0]
+        seconds = lambda *within: self._seconds(held, [part(x) for x in within], first)
         points = np.unique(np.quantile([low, *inside, high], np.linspace(0, 1, _POINTS)))
-        whole = self._seconds(held, [within], low)[0]
-        alike = self._seconds(held, [(p, p) for p in points.tolist()], low).min()
+        whole = seconds(ends)[0]
+        alike = seconds(*((p, p) for p in points.tolist())).min()
         found: list[float] = []
         if (gain := alike - whole) >= worth:
             left = max(_CLOSER * gain, worth)
-            while len(found := self._parted(held, within, inside, alike - left)) >= _PARTS:
+            while len(found := _parted(seconds, ends, inside, alike - left)) >= _PARTS:
                 left *= 1.5
-        if not found and held.moved_s * (high - low) >= worth:
-            # What moves to the range from others, or from it, may count as nothing where these lie beside it.
-            found = [inside[bisect_right(inside, (low * high) ** 0.5) - 1]]
-        return found
+        if not found and (gain := min(held.moved_s * (high - low), float(whole))) >= worth:
+            # What moves to the range from others, or from it, may count as nothing where these lie beside it; at most
+            # it could be elsewhere.
+            found = [inside[bisect_right(inside, (max(low, inside[0]) * high) ** 0.5) - 1]]
+        return gain, [part(within) for within in pairwise(_with_ends(ends, found))] if found else []
 
-    def _parted(self, held: _InRange, within: Range, inside: Sequence[float], least: float) -> list[float]:
-        """The fewest ends of parts in which all takes `least` seconds, but for parts that cannot be divided."""
-        (low, high), found = within, list[float]()
-        begin, first = low, 0
-        while self._seconds(held, [(begin, high)], low)[0] < least and first < len(inside):
-            # The more there is in a part, the less it takes.
-            few, most = first, len(inside) - 1
-            while few < most:
-                middle = (few + most + 1) // 2
-                enough = self._seconds(held, [(begin, inside[middle])], low)[0] >= least
-                few, most = (middle, most) if enough else (few, middle - 1)
-            begin, first = inside[few], few + 1
-            found.append(begin)
-        return found
-
-    def _seconds(self, held: _InRange, ranges: Sequence[Range], low: float) -> Floats:
-        """What lies in a range from `low` on takes where it lies in each of some parts of it."""
+    def _seconds(self, held: InRange, parts: Sequence[ShareRange], low: float) -> Floats:
+        """What lies in a range whose largest share is `low` or more takes where it lies in each of some parts of it."""
         runs = np.array(list(held.works.values()))
-        times = self.costs.times_within([(work, part) for part in ranges for work in held.works])
-        least, most = np.array(ranges).T
-        n = self.costs.n
+        times = self.costs.times_within([(work, part) for part in parts for work in held.works])
+        parts = [part.closed(self.costs.fastest) for part in parts]
+        least = np.array([part.largest[0] for part in parts]) / low
         # Of two dimensions that are cut alike.
-        rounds = np.maximum(np.maximum(least, 1 / n) * (1 - most) * n**2 / max(n - 1, 1), 1.0)
-        swapped = np.minimum(held.swapped_s * least / low, held.evenly_s * rounds)
-        return times.reshape(len(ranges), -1) @ runs + held.sent_s * least / low + swapped
+        swapped = np.array(
+            [held.swapped_s * over_even(self.costs, part, part) if held.swapped_s else 0.0 for part in parts]
+        )
+        return times.reshape(len(parts), -1) @ runs + held.sent_s * least + np.array(swapped)
 
 
-def _in_ranges(builder: RangeBuilder, choices: Ints) -> dict[tuple[Node, int], _InRange]:
-    """What an assignment cuts, by what ops can cut together and in which of its ranges."""
-    st, graph, costs, ranges = builder.structure, builder.graph, builder.costs, builder.ranges
-    found: dict[tuple[Node, int], _InRange] = {}
-    states = [(st.choices[k], int(choices[k])) for k in range(len(st.choices))]
-    for op in graph.ops:
-        domain, state = states[st.op_variable[op.index]]
-        place, cuts = int(domain.triple[state]), builder.cuts(op.index)
-        for cut in cuts.groups[place]:
-            divided, _, way, _ = cuts.all[cut]
-            if owner_of(way) is not None:
-                continue
-            value, dim = next((v, d) for n, d in divided if isinstance(v := (*op.operands, *op.results)[n], int))
-            mine = found.setdefault((ranges.root(value, dim), way), _InRange())
-            work = costs.work(op.index, domain.triples[place])
-            mine.works[work] = mine.works.get(work, 0.0) + graph.runs[op.region]
-    for value, source, target, runs in _converted(builder, states):
-        ways = builder.conversions(value)
-        assert isinstance(ways, ConversionsWithMoves)
-        layouts = ways.layouts.layouts
-        cuts_at = lambda place, v=value, layouts=layouts: [
-            found.setdefault((ranges.root(v, dim), way), _InRange())
-            for dim, _, way in cuts_of(layouts[place])
-            if owner_of(way) is None
-        ]
-        moves = ways.moves_between(source, target)
-        ends, spent = [layouts[place] for place in (source, target)], runs * float(ways.seconds[source, target])
-        evenly = 0.0 if moves else runs * _evenly(costs, float(graph.values[value].nbytes), *ends)
-        for place in (source, target):
-            for mine in cuts_at(place):
-                mine.sent_s += 0.0 if moves or evenly else spent
-                mine.swapped_s += spent if evenly else 0.0
-                mine.evenly_s += evenly
-        for place in moves or ():
-            for mine in cuts_at(place):
-                mine.moved_s += runs * MOVES.least(costs.links[0], float(graph.values[value].nbytes), 1.0)
+def _parted(seconds: Callable[[Range], Floats], ends: Range, inside: Sequence[float], least: float) -> list[float]:
+    """The fewest ends of parts in which all takes `least` seconds, but for parts that cannot be divided."""
+    (low, high), found = ends, list[float]()
+    begin, first = low, 0
+    while seconds((begin, high))[0] < least and first < len(inside):
+        # The more there is in a part, the less it takes.
+        few, most = first, len(inside) - 1
+        while few < most:
+            middle = (few + most + 1) // 2
+            enough = seconds((begin, inside[middle]))[0] >= least
+            few, most = (middle, most) if enough else (few, middle - 1)
+        begin, first = inside[few], few + 1
+        found.append(begin)
     return found
 
 
-def _evenly(costs: CostModel, nbytes: float, source: Layout, target: Layout) -> float:
-    """Seconds of an all-to-all of even blocks where one may go in rounds; 0 of all else."""
-    step = next((step for step in costs.steps(source, target, 0) if step.in_rounds), None)
-    price = step and PRICES[step.name]
-    return float(price.evenly(costs.links[0], nbytes, costs.n**2)) if isinstance(price, PriceOfRounds) else 0.0
+def _with_ends(ends: Range, inside: Sequence[float]) -> list[float]:
+    return [ends[0], *inside, ends[1]]
 
 
-def _converted(builder: RangeBuilder, states: Sequence[tuple[Domain, int]]) -> Iterator[tuple[int, int, int, float]]:
-    """(value, layout before, layout after, runs) of all conversions of an assignment, layouts by number."""
-    st, graph = builder.structure, builder.graph
-
-    def offered(value: int) -> AvailableLayouts:
-        domain, state = states[st.value_variable[value]]
-        return domain.options[int(domain.option[state])]
-
-    for value in range(len(graph.values)):
-        ways, option = builder.conversions(value), offered(value)
-        number = ways.layouts.number
-        _, hops = ways.reached(number[option.computed], [number[t] for t in option.targets])
-        # Of ranges that stand together the first is the cheapest.
-        paid = {ways.layouts.layouts[after][0].dim: (before, after) for before, after, _ in reversed(hops)}
-        yield from ((value, before, after, graph.runs[graph.home[value]]) for before, after in paid.values())
-    for use in st.uses:
-        ways, option = builder.conversions(use.value), offered(use.value)
-        number = ways.layouts.number
-        target = number[use.needs.layouts[use.needs.groups[states[use.variable][1]]]]
-        there = [number[layout] for layout in (option.computed, *option.targets)]
-        if target not in there:
-            yield use.value, min(there, key=lambda at: ways.seconds[at, target]), target, use.runs
+def _with(ranges: ShareRanges, parts: Mapping[tuple[Node, int], Sequence[ShareRange]]) -> ShareRanges | None:
+    """Ranges with parts in place of those that have some, if there are any."""
+    some = {at: mine for at, mine in parts.items() if mine}
+    return ranges.divided(some) if some else None

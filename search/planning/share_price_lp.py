@@ -19,6 +19,7 @@ from hapsynth.instructions.factors import Triple
 from hapsynth.instructions.layout import Placement
 from hapsynth.instructions.program.sizes import Node
 from hapsynth.search.cost.model import Floats
+from hapsynth.search.cost.share_range import ShareRange
 from hapsynth.search.cost.work import Work
 from hapsynth.search.formulation.memory_constraints import MemoryConstraints
 from hapsynth.search.formulation.share_prices import Place, ShareCurves, SharePrices, seconds_of_moving
@@ -148,7 +149,7 @@ class SharePriceLP:
 
     def _first(self, value: int) -> float:
         p = self._smallest(value)
-        return self.builder.ranges.of(value, p.dim, p.way)[0]
+        return self.builder.ranges.of(value, p.dim, p.way).largest[0]
 
     def _tied(self, value: int) -> dict[int, list[tuple[int, Place]]]:
         """By dimension, the ops that take or make a value cut along it: (op, how)."""
@@ -219,7 +220,7 @@ class SharePriceLP:
         """(slope, start) of lines whose maximum is the convex hull of an op's seconds over its largest share."""
         even, best = 1.0 / self.costs.n, self.curves.best(work)
         shares = np.unique([*np.geomspace(even, max(best, even), _POINTS), *np.geomspace(max(best, even), 1.0, 4)])
-        seconds = self.costs.times_within([(work, (share, share)) for share in shares.tolist()])
+        seconds = self.costs.times_within([(work, ShareRange((share, share))) for share in shares.tolist()])
         hull: list[tuple[float, float]] = []
         steeper = lambda a, b, c: (b[1] - a[1]) * (c[0] - a[0]) >= (c[1] - a[1]) * (b[0] - a[0])
         for point in zip(shares.tolist(), seconds.tolist(), strict=True):

@@ -5,7 +5,8 @@ from __future__ import annotations
 import inspect
 import json
 from bisect import bisect_right
-from itertools import product
+from collections.abc import Sequence
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from hapsynth.instructions.rules.factor_table import FactorTable
 from hapsynth.search.cost.model import CostModel, Floats
 from hapsynth.search.cost.network import MOVES
 from hapsynth.search.cost.program_cost import program_cost
+from hapsynth.search.cost.share_range import ShareRange
 from hapsynth.search.cost.work import Work
 from hapsynth.search.formulation.choice_space import AvailableLayouts, ChoiceSpace, Owners
 from hapsynth.search.formulation.conversions import LayoutSet
@@ -50,25 +52,45 @@ MIXED = cluster([3.0, 1.0, 1.0], bandwidth=1e10)
 
 
 def random_ranges(costs: CostModel, rng: np.random.Generator, most: int = 3) -> ShareRanges:
-    """Up to `most` ends for each set of dimensions, some at shares that whole units have."""
-    found: dict[Node, tuple[float, ...]] = {}
+    """Up to `most` ends for each set of dimensions, some at shares that whole units have; every second range is divided
+    by the slow devices' share, too."""
+    found: dict[Node, tuple[ShareRange, ...]] = {}
     for root, units in shortest(costs).items():
         shares = rng.integers(1, max(units, 2), most) / max(units, 2)
         either = np.where(rng.random(most) < 0.5, shares, rng.uniform(1 / costs.n, 1, most))
-        ends = sorted({x for x in either.tolist() if 1 / costs.n < x < 1})
-        found[root] = tuple(ends[: int(rng.integers(most + 1))])
+        ends = sorted({x for x in either.tolist() if 1 / costs.n < x < 1})[: int(rng.integers(most + 1))]
+        slow = [[float(rng.uniform(0, 0.6))] if rng.random() < 0.5 else [] for _ in range(len(ends) + 1)]
+        found[root] = divided_at(costs, ends, slow)
     return ShareRanges(costs, found)
 
 
 def ranges_around(costs: CostModel, *ratios: Floats) -> ShareRanges:
-    """Ends right beside the largest shares that dimensions have at some ratios: nearly all that is left of a bound is
-    what these cost."""
-    found: dict[Node, tuple[float, ...]] = {}
+    """Ends right beside the shares that dimensions have at some ratios: nearly all that is left of a bound is what
+    these cost."""
+    found: dict[Node, tuple[ShareRange, ...]] = {}
     for root, units in shortest(costs).items():
-        largest = [float(rounded(r, units).max()) for r in ratios]
-        ends = {m + side for m in largest for side in (-1e-3, 1e-3)}
-        found[root] = tuple(sorted(x for x in ends if 1 / costs.n < x < 1))
+        cut = [rounded(r, units) for r in ratios]
+        ends = sorted(x for x in {float(c.max()) + side for c in cut for side in (-1e-3, 1e-3)} if 1 / costs.n < x < 1)
+        slow: list[list[float]] = [[] for _ in range(len(ends) + 1)]
+        for c in cut:
+            slow[bisect_right(ends, float(c.max()))].append(float(c[~costs.fastest].max(initial=0.0)) + 1e-3)
+        found[root] = divided_at(costs, ends, slow)
     return ShareRanges(costs, found)
+
+
+def divided_at(costs: CostModel, ends: Sequence[float], slow: Sequence[Sequence[float]]) -> tuple[ShareRange, ...]:
+    """At largest shares, and each of these ranges at shares of slow devices."""
+    every = zip(pairwise([1 / costs.n, *ends, 1.0]), slow, strict=True)
+    parts = ((within, part) for within, some in every for part in pairwise([0.0, *sorted({*some}), 1.0]))
+    return tuple(ShareRange(within, part).closed(costs.fastest) for within, part in parts)
+
+
+def way_of(ranges: ShareRanges, value: int, dim: int, shares: Floats) -> int:
+    """The first range that has these shares of a dimension."""
+    largest, slow = float(shares.max()), float(shares[~ranges.costs.fastest].max(initial=0.0))
+    inside = lambda x, ends: ends[0] - 1e-9 <= x <= ends[1] + 1e-9
+    every = enumerate(ranges.at(ranges.root(value, dim)))
+    return next(way for way, r in every if inside(largest, r.largest) and inside(slow, r.slow))
 
 
 def shortest(costs: CostModel) -> dict[Node, int]:
@@ -203,8 +225,8 @@ def test_nothing_costs_more_than_at_ratios_in_its_ranges(name: str, bandwidth: s
             (p,) = layout
             if not p.is_sharded:
                 return layout
-            largest = ratios.largest[ratios.of(value, p.dim, (0,), p.way)]
-            return (p._replace(way=bisect_right(ranges.ends_of(value, p.dim), largest)),)
+            shares = ratios.vectors[ratios.of(value, p.dim, (0,), p.way)]
+            return (p._replace(way=way_of(ranges, value, p.dim, shares)),)
 
         for op in graph.ops:
             times, known = here.op_times((op.index,))[0], {t: n for n, t in enumerate(here.structure.triples[op.index])}
@@ -269,13 +291,21 @@ def test_ranges_hold_what_works_take_at_their_shares(seed: int) -> None:
         shares[:200, 1] = 0.0
         shares /= shares.sum(axis=1, keepdims=True)
         times = np.array([costs.time(work, [s]) for s in shares])
+        largest, slow = shares.max(axis=1), shares[:, ~costs.fastest].max(axis=1)
         for low, high in ((1 / 3, 0.4), (0.4, 0.6), (0.5, 0.51), (0.7, 1.0), (1 / 3, 1.0)):
-            (least,) = costs.times_within([(work, (low, high))])
-            inside = (shares.max(axis=1) >= low) & (shares.max(axis=1) <= high)
-            assert least <= times[inside].min() * (1 + 1e-9)
-            assert least >= 0.8 * times[inside].min() or work.lanes[0] == 100
-    assert costs.times_within([(works[0], (0.6, 0.5))])[0] == np.inf
-    assert costs.times_within([(works[0], (1 / 3, 1.0))])[0] == pytest.approx(costs.ideal_time(works[0]), rel=1e-6)
+            for least_slow, most_slow in ((0.0, 1.0), (0.1, 0.2), (0.3, 0.34), (0.45, 0.5)):
+                within = ShareRange((low, high), (least_slow, most_slow))
+                inside = (largest >= low) & (largest <= high) & (slow >= least_slow) & (slow <= most_slow)
+                if not inside.any():
+                    continue
+                for mine in (within, within.closed(costs.fastest)):
+                    (least,) = costs.times_within([(work, mine)])
+                    assert least <= times[inside].min() * (1 + 1e-9)
+                    assert least >= 0.7 * times[inside].min() or work.lanes[0] == 100 or np.count_nonzero(inside) < 20
+    within = lambda *ends: costs.times_within([(works[0], ShareRange(*ends))])[0]
+    for none in (((0.6, 0.5),), ((0.5, 1.0), (0.6, 0.5)), ((1 / 3, 0.5), (0.0, 0.2)), ((1 / 3, 0.4), (0.5, 0.6))):
+        assert within(*none) == np.inf
+    assert within((1 / 3, 1.0)) == pytest.approx(costs.ideal_time(works[0]), rel=1e-6)
 
 
 @hypothesis.given(

@@ -32,9 +32,11 @@ from hapsynth.instructions.rules.factor_table import FactorTable
 from hapsynth.instructions.staging.moved_rows import rounds
 from hapsynth.plan import Form
 from hapsynth.report.cost_breakdown import Sending, cost_lines, print_costs
-from hapsynth.search.cost.model import CostModel
+from hapsynth.search.cost.least_rounds import least_rounds
+from hapsynth.search.cost.model import CostModel, Floats
 from hapsynth.search.cost.network import PRICES, AxisLink, PriceOfRounds, Shares, axis_links
 from hapsynth.search.cost.program_cost import program_cost
+from hapsynth.search.cost.share_range import ShareRange
 from hapsynth.search.formulation.choice_space import Restriction
 from hapsynth.search.memory.profile import MemoryProfile
 from hapsynth.search.planning.device_subsets import ClusterPlanner
@@ -138,15 +140,21 @@ def test_least_of_a_range_is_no_more_than_any_in_it_takes(data: st.DataObject) -
     price = PRICES[STEP]
     assert isinstance(price, PriceOfRounds)
     _, latency, moving = price.between(link, old, new, 1e6)
-    spread = [data.draw(st.floats(0, 1)) for _ in range(4)]
-    ends = [
-        (1 / n + (x.max() - 1 / n) * (1 - low), x.max() + (1 - x.max()) * high)
-        for x, low, high in ((old, *spread[:2]), (new, *spread[2:]))
-    ]
-    for within in (ends, [(x.max(), x.max()) for x in (old, new)]):
-        assert price.least(link, 1e6, *within) <= (latency + moving) * (1 + 1e-9)
+    fast = np.array(data.draw(st.lists(st.booleans(), min_size=n, max_size=n)))
+    assume(fast.any() and not fast.all())
+
+    def around(shares: Floats) -> ShareRange:
+        low, high, less, more = (data.draw(st.floats(0, 1)) for _ in range(4))
+        largest, slow = shares.max(), shares[~fast].max()
+        ends = 1 / n + (largest - 1 / n) * (1 - low), largest + (1 - largest) * high
+        return ShareRange(ends, (slow * (1 - less), slow + (1 - slow) * more)).closed(fast)
+
+    exactly = [ShareRange((x.max(), x.max()), (x[~fast].max(), x[~fast].max())) for x in (old, new)]
+    for within in (exactly, [around(old), around(new)]):
+        assert price.least(link, 1e6, *within, fast) <= (latency + moving) * (1 + 1e-9)
     even = link.seconds(PADDED, link.wire_bytes(PADDED, 1e6 / n**2))
-    assert price.least(link, 1e6, (1 / n, 1.0), (1 / n, 1.0)) == pytest.approx(even)
+    whole = ShareRange((1 / n, 1.0))
+    assert price.least(link, 1e6, whole, whole, fast) == pytest.approx(even)
 
 
 @given(st.integers(2, 7), st.floats(0, 1), st.floats(0, 1))
@@ -390,3 +398,17 @@ def test_two_axes() -> None:
     shares = Shares(lambda dim, axes, way: each[dim, axes].max(), lambda dim, axes, way: each[dim, axes])
     found = costs.conversion(0, source, (S(0), S(1)), 1, shares, STEPS[STEP])[0]
     assert found == pytest.approx(12 / 96)
+
+
+def test_what_rounds_send_at_least_is_nearly_what_they_send() -> None:
+    """Two devices of 0.35 of the rows and 3 of 8 experts, two slower ones: of the experts all is known, of the rows how
+    much slow devices have at most. The rounds send 0.319 of the tensor: 0.131 between the fast ones, twice, 0.056."""
+    fast = np.array([True, True, False, False])
+    experts = ShareRange((3 / 8, 3 / 8), (1 / 8, 1 / 8))
+    rows = ShareRange((0.25, 1.0), (0.0, 0.15)).closed(fast)
+    assert rows.largest[0] == pytest.approx(0.35)
+    sent = rounds(np.array([0.35, 0.35, 0.15, 0.15]), np.array([3, 3, 1, 1]) / 8, 4)[1:]
+    assert sent.tolist() == pytest.approx([0.13125, 0.05625, 0.13125])
+    # Both fast ones may not have 0.35 each, but together no less than 0.7.
+    assert least_rounds(rows, experts, fast, [1.0] * 3).sent == pytest.approx(sent.sum(), rel=1e-6)
+    assert least_rounds(ShareRange((0.34, 0.36)), experts, fast, [1.0] * 3).sent == pytest.approx(0.28125, rel=1e-6)

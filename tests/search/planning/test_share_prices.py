@@ -3,7 +3,6 @@ raise it."""
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -22,6 +21,7 @@ from test_joint_refinement import (
     ranges_around,
     short_of_memory,
     shortest,
+    way_of,
 )
 from test_search import brute_force
 
@@ -185,7 +185,8 @@ def test_no_choices_cost_more_than_at_ratios_in_their_ranges(seed: int) -> None:
         ratios = named(costs, *two)
         there = _TwoRatios(ChoicesInWays(costs, lambda value, dim: 2, sparing=True), costs, ratios)
         known = MemoryConstraints(there, at_least=True)
-        op = int(rng.integers(len(graph.ops) + 1))
+        holding = [op for op in range(len(graph.ops) + 1) if known.held_at(op)]
+        op = int(rng.choice(holding))
         free = solve(known.problem({}), tolerance=0.01).cost
         for ranges in (ranges_around(costs, *two), random_ranges(costs, rng), ShareRanges(costs, {})):
             plain = RangeBuilder(RangeChoices(costs, ranges.count, sparing=True), costs, ranges)
@@ -194,18 +195,19 @@ def test_no_choices_cost_more_than_at_ratios_in_their_ranges(seed: int) -> None:
             per_byte = [free / sum(v.nbytes for v in graph.values) * 10 ** rng.uniform(-1, 1)]
             stored = {v: per_byte[0] * float(graph.values[v].nbytes) for v in held}
             here = priced(ranges, random_prices(costs, rng, free, stored), sparing=True)
-            mine, theirs = (_ByChoice(b, op, held).priced({op: 0.0}, per_byte) for b in (here, there))
+            mine, theirs = (_ByChoice(b, op, held, b is there).priced({op: 0.0}, per_byte) for b in (here, there))
             states = [_states_within(there, plain, ratios, k) for k in range(len(theirs.unary))]
             assert _least_difference(theirs, mine, states) >= -1e-9 * free
     assert held_ones > 0
 
 
 class _ByChoice(MemoryConstraints):
-    """Counts some values at an op alone, each as its smallest tensor."""
+    """Counts some values at an op alone, each as its smallest tensor. `named`: of those that a choice names, and not of
+    those on the way to them: where such a one is held, there is a choice that names it."""
 
-    def __init__(self, builder: ProblemBuilder, op: int, values: list[int]) -> None:
+    def __init__(self, builder: ProblemBuilder, op: int, values: list[int], named: bool) -> None:
         super().__init__(builder, at_least=True)
-        self._op, self._values = op, values
+        self._op, self._values, self._named = op, values, named
 
     def limited(self, limits: Mapping[int, float]) -> Mapping[int, float]:
         return limits
@@ -215,7 +217,13 @@ class _ByChoice(MemoryConstraints):
         st = self.structure
         for value in self._values:
             variable = st.value_variable[value]
-            yield variable, self._held(value, False)[:, st.choices[variable].option], []
+            held = self._held(value, False)
+            if self._named:
+                tensors = ((a.computed, *a.targets) for a in st.choices[variable].options)
+                held = np.stack(
+                    [np.min([self.tensor_bytes(value, t) for t in some], axis=0) for some in tensors], axis=1
+                )
+            yield variable, held[:, st.choices[variable].option], []
 
 
 def _least_difference(more: Problem, less: Problem, states: list[Ints]) -> float:
@@ -247,8 +255,7 @@ def _states_within(there: ProblemBuilder, here: RangeBuilder, ratios: Ratios, va
         (p,) = layout
         if not p.is_sharded:
             return layout
-        largest = ratios.largest[ratios.of(value, p.dim, (0,), p.way)]
-        return (p._replace(way=bisect_right(ranges.ends_of(value, p.dim), largest)),)
+        return (p._replace(way=way_of(ranges, value, p.dim, ratios.vectors[ratios.of(value, p.dim, (0,), p.way)])),)
 
     key = lambda triples, option: (triples, None if option is None else (option[0], frozenset(option[1])))
     number = {

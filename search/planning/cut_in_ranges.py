@@ -1,0 +1,130 @@
+"""What an assignment cuts and converts, by what ops can cut together and the range in which its shares lie."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from hapsynth.instructions.layout import Layout, cuts_of, owner_of
+from hapsynth.instructions.program.sizes import Node
+from hapsynth.search.cost.least_rounds import least_rounds
+from hapsynth.search.cost.model import CostModel
+from hapsynth.search.cost.network import MOVES, PRICES, PriceOfRounds
+from hapsynth.search.cost.share_range import ShareRange
+from hapsynth.search.cost.work import Work
+from hapsynth.search.formulation.choice_space import AvailableLayouts, Domain
+from hapsynth.search.formulation.share_ranges import ConversionsWithMoves, RangeBuilder, ShareRanges
+from hapsynth.search.solver import Ints
+
+
+@dataclass
+class InRange:
+    """What a solution cuts in one range. `works`: runs of each; `sent_s`: seconds of its conversions but all-to-alls
+    that may go in rounds, `swapped_s` of as many of even blocks; `moved_s`: those that moving all rows would take of
+    what comes to the range from another, or from it to another."""
+
+    works: dict[Work, float] = field(default_factory=dict[Work, float])
+    sent_s: float = 0.0
+    swapped_s: float = 0.0
+    moved_s: float = 0.0
+
+    @property
+    def kind(self) -> object:
+        """Equal for what is alike."""
+        sent = (f"{x:.6g}" for x in (self.sent_s, self.swapped_s, self.moved_s))
+        return frozenset(self.works.items()), *sent
+
+
+def in_ranges(builder: RangeBuilder, choices: Ints) -> dict[tuple[Node, int], InRange]:
+    """What an assignment cuts, by what ops can cut together and in which of its ranges."""
+    st, graph, costs, ranges = builder.structure, builder.graph, builder.costs, builder.ranges
+    found: dict[tuple[Node, int], InRange] = {}
+    states = [(st.choices[k], int(choices[k])) for k in range(len(st.choices))]
+    for op in graph.ops:
+        domain, state = states[st.op_variable[op.index]]
+        place, cuts = int(domain.triple[state]), builder.cuts(op.index)
+        for cut in cuts.groups[place]:
+            divided, _, way, _ = cuts.all[cut]
+            if owner_of(way) is not None:
+                continue
+            value, dim = next((v, d) for n, d in divided if isinstance(v := (*op.operands, *op.results)[n], int))
+            mine = found.setdefault((ranges.root(value, dim), way), InRange())
+            work = costs.work(op.index, domain.triples[place])
+            mine.works[work] = mine.works.get(work, 0.0) + graph.runs[op.region]
+    for made in converted(builder, states):
+        nbytes = float(graph.values[made.value].nbytes)
+        even_s = made.runs * even_seconds(costs, nbytes, made) if not made.moves else 0.0
+        for at in (*cuts_at(made.value, made.source, ranges), *cuts_at(made.value, made.target, ranges)):
+            mine = found.setdefault(at, InRange())
+            mine.sent_s += 0.0 if made.moves or even_s else made.seconds
+            mine.swapped_s += even_s
+        for layout in made.moves:
+            for at in cuts_at(made.value, layout, ranges):
+                found.setdefault(at, InRange()).moved_s += made.runs * MOVES.least(costs.links[0], nbytes, 1.0)
+    return found
+
+
+def cuts_at(value: int, layout: Layout, ranges: ShareRanges) -> list[tuple[Node, int]]:
+    """What a layout cuts, by what ops can cut together and in which of its ranges."""
+    return [(ranges.root(value, dim), way) for dim, _, way in cuts_of(layout) if owner_of(way) is None]
+
+
+class Conversion(NamedTuple):
+    """Of a value from one layout to another. `seconds`: of all runs; `moves`: the layouts between which rows are moved
+    on the way, if they are."""
+
+    value: int
+    source: Layout
+    target: Layout
+    runs: float
+    seconds: float
+    moves: tuple[Layout, ...]
+
+
+def even_seconds(costs: CostModel, nbytes: float, made: Conversion) -> float:
+    """Of an all-to-all of even blocks, where a conversion may be one in rounds; 0 of all else."""
+    step = next((step for step in costs.steps(made.source, made.target, 0) if step.in_rounds), None)
+    price = step and PRICES[step.name]
+    return float(price.evenly(costs.links[0], nbytes, costs.n**2)) if isinstance(price, PriceOfRounds) else 0.0
+
+
+def over_even(costs: CostModel, one: ShareRange, other: ShareRange) -> float:
+    """How many times as long as of even blocks an all-to-all takes at least, in rounds or padded, between dimensions
+    with their shares in these ranges."""
+    n = costs.n
+    padded = one.largest[0] * other.largest[0] * n**2
+    rounds = least_rounds(one, other, costs.fastest, [1.0] * (n - 1)).sent * n**2 / (n - 1)
+    return max(min(padded, rounds), 1.0)
+
+
+def converted(builder: RangeBuilder, states: Sequence[tuple[Domain, int]]) -> Iterator[Conversion]:
+    """All conversions of an assignment."""
+    st, graph = builder.structure, builder.graph
+
+    def offered(value: int) -> AvailableLayouts:
+        domain, state = states[st.value_variable[value]]
+        return domain.options[int(domain.option[state])]
+
+    def conversion(value: int, source: int, target: int, runs: float) -> Conversion:
+        ways = builder.conversions(value)
+        assert isinstance(ways, ConversionsWithMoves)
+        at, moves = ways.layouts.layouts, ways.moves_between(source, target) or ()
+        spent = runs * float(ways.seconds[source, target])
+        return Conversion(value, at[source], at[target], runs, spent, tuple(at[place] for place in moves))
+
+    for value in range(len(graph.values)):
+        ways, option = builder.conversions(value), offered(value)
+        number = ways.layouts.number
+        _, hops = ways.reached(number[option.computed], [number[t] for t in option.targets])
+        # Of ranges that stand together the first is the cheapest.
+        paid = {ways.layouts.layouts[after][0].dim: (before, after) for before, after, _ in reversed(hops)}
+        yield from (conversion(value, *hop, graph.runs[graph.home[value]]) for hop in paid.values())
+    for use in st.uses:
+        ways, option = builder.conversions(use.value), offered(use.value)
+        number = ways.layouts.number
+        target = number[use.needs.layouts[use.needs.groups[states[use.variable][1]]]]
+        there = [number[layout] for layout in (option.computed, *option.targets)]
+        if target not in there:
+            nearest = min(there, key=lambda at: ways.seconds[at, target])
+            yield conversion(use.value, nearest, target, use.runs)
