@@ -14,8 +14,6 @@ from hapsynth.search.cost.share_range import Floats, Mask, ShareRange
 
 _NOTHING = 1e-9
 """The fraction of a tensor that is rounding, and no piece."""
-_SAFETY = 1 - 1e-7
-"""Of what the linear program says."""
 
 
 class LeastRounds(NamedTuple):
@@ -48,7 +46,7 @@ def _found(old: ShareRange, new: ShareRange, fast: tuple[bool, ...], weights: tu
     # Who has the largest share of one sends, or gets, all of that but what the other leaves it.
     (low, high), (least, most) = old.largest, new.largest
     part = max(least * (1.0 - high), low * (1.0 - most))
-    return LeastRounds(max(number, int(part > _NOTHING)), max(max(sent) * _SAFETY, part * min(weights)))
+    return LeastRounds(max(number, int(part > _NOTHING)), max(*sent, part * min(weights)))
 
 
 def _sent(shares: tuple[Floats, Floats], others: Floats, weights: tuple[float, ...]) -> float:
@@ -69,4 +67,18 @@ def _sent(shares: tuple[Floats, Floats], others: Floats, weights: tuple[float, .
         bounds=bounds,
         method="highs",
     )
-    return float(found.fun) if found.status == 0 else 0.0
+    if found.x is None:
+        return 0.0
+    # Whatever the multipliers are, a mean over positions is no more than the largest: so no tolerance of the solver
+    # counts.
+    means = np.maximum(-found.ineqlin.marginals.reshape(rounds, n), 0.0)
+    total = np.maximum(means.sum(axis=1), _NOTHING)
+    return _least((means * (np.array(weights) / np.maximum(total, weights))[:, None] * others).sum(axis=0), *shares)
+
+
+def _least(slopes: Floats, least: Floats, most: Floats) -> float:
+    """The least sum of slope times share, of shares that sum to one."""
+    rising = np.argsort(slopes, kind="stable")
+    room = (most - least)[rising]
+    more = np.clip(max(1.0 - least.sum(), 0.0) - (np.cumsum(room) - room), 0.0, room)
+    return float(slopes @ least + slopes[rising] @ more)

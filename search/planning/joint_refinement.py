@@ -11,7 +11,7 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise, product
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -262,8 +262,10 @@ class JointRefinement:
                 while len(more := self._stepped(works[root], whole, possible, left)) >= _PARTS:
                     left *= 1.5
                 parts[kind, way] = [whole._replace(largest=part) for part in pairwise(_with_ends(whole.largest, more))]
-        every = product(kinds.items(), range(max(map(len, map(ranges.at, kinds)), default=0)))
-        return _with(ranges, {(root, way): parts.get((kind, way), []) for (root, kind), way in every})
+        return _with(
+            ranges,
+            {(root, way): mine for root, of in kinds.items() for (kind, way), mine in parts.items() if kind == of},
+        )
 
     def _stepped(self, held: InRange, whole: ShareRange, possible: Floats, most: float) -> list[float]:
         """The fewest ends of parts at whose first share all takes at most so many seconds more than in the part."""
@@ -326,7 +328,7 @@ class JointRefinement:
         swapped = np.array(
             [held.swapped_s * over_even(self.costs, part, part) if held.swapped_s else 0.0 for part in parts]
         )
-        return times.reshape(len(parts), -1) @ runs + held.sent_s * least + np.array(swapped)
+        return times.reshape(len(parts), -1) @ runs + held.sent_s * least + swapped
 
 
 def _parted(seconds: Callable[[Range], Floats], ends: Range, inside: Sequence[float], least: float) -> list[float]:
