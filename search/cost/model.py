@@ -406,8 +406,12 @@ class CostModel:
         at = [np.unique(kinds) for kinds in there]
         columns, first = np.concatenate(at), np.cumsum([0, *[kinds.size for kinds in at[:-1]]])
         roofline = Roofline(figures, works)
-        fast = kind_of[some] == kind_of[np.argmax(self.fastest)]
-        most = np.ones((len(works), 1)) if ranges is None else np.where(fast, ranges[:, 1:2], ranges[:, 3:])
+        most = np.ones((len(works), 1))
+        fast = np.ones(some.size, dtype=bool)
+        if ranges is not None:
+            # Along the only axis positions are devices.
+            fast = kind_of[some] == kind_of[np.argmax(self.fastest)]
+            most = np.where(fast, ranges[:, 1:2], ranges[:, 3:])
 
         def covered(t: Floats) -> Floats:
             share = np.minimum.reduceat(roofline.within(t)[:, columns], first, axis=1)
