@@ -10,7 +10,8 @@ import numpy as np
 from scipy.optimize import linprog
 from scipy.sparse import coo_array
 
-from hapsynth.search.cost.share_range import Floats, Mask, ShareRange
+from hapsynth.search.cost.device_speed import Floats
+from hapsynth.search.cost.share_range import Mask, ShareRange
 
 _NOTHING = 1e-9
 """The fraction of a tensor that is rounding, and no piece."""
@@ -28,7 +29,8 @@ def least_rounds(old: ShareRange, new: ShareRange, fast: Mask, weights: Sequence
     share of the one times the share of i + k of the other (`moved_rows.rounds`). `weights`: of rounds 1 to n - 1.
 
     The shares of one of the two are taken at the least that each can be, those of the other are the variables of a
-    linear program; and then the other way around. And whoever has the largest share of one sends most of it.
+    linear program; and then the other way around. And whoever has the largest share of one sends, or gets, all of it
+    but what its share of the other leaves it.
     """
     # The solver's tolerances are absolute ones.
     most = max(weights)
@@ -38,7 +40,7 @@ def least_rounds(old: ShareRange, new: ShareRange, fast: Mask, weights: Sequence
 
 @lru_cache(maxsize=1 << 16)
 def _found(old: ShareRange, new: ShareRange, fast: tuple[bool, ...], weights: tuple[float, ...]) -> LeastRounds:
-    here, there = old.each(np.array(fast)), new.each(np.array(fast))
+    here, there = old.bounds(np.array(fast)), new.bounds(np.array(fast))
     n = len(fast)
     places, by = np.arange(n), np.arange(1, n)[:, None]
     number = int(np.count_nonzero((here[0] * there[0][(places + by) % n]).max(axis=1) > _NOTHING))

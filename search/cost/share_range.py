@@ -8,7 +8,8 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-Floats: TypeAlias = npt.NDArray[np.float64]
+from hapsynth.search.cost.device_speed import Floats
+
 Mask: TypeAlias = npt.NDArray[np.bool_]
 Range: TypeAlias = tuple[float, float]
 """The least and the most that a share may be; none where the least is the greater."""
@@ -21,7 +22,7 @@ class ShareRange(NamedTuple):
     largest: Range
     slow: Range = (0.0, 1.0)
 
-    def closed(self, fast: Mask) -> ShareRange:
+    def tightened(self, fast: Mask) -> ShareRange:
         """The same with the ends that each of the two leaves the other."""
         (low, high), (least, most) = self
         some = int(np.count_nonzero(fast))
@@ -37,7 +38,7 @@ class ShareRange(NamedTuple):
         whole = lambda x: (ceil(x[0] * units - 1e-9) / max(units, 1), floor(x[1] * units + 1e-9) / max(units, 1))
         return ShareRange(whole(self.largest), whole(self.slow))
 
-    def each(self, fast: Mask) -> tuple[Floats, Floats]:
+    def bounds(self, fast: Mask) -> tuple[Floats, Floats]:
         """(the least, the most) that the share of each position may be."""
         most = np.where(fast, self.largest[1], min(self.largest[1], self.slow[1]))
         return np.maximum(1.0 - (most.sum() - most), 0.0), most

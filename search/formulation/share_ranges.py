@@ -68,7 +68,7 @@ class ShareRanges:
         found = dict(self.ranges)
         for root in {root for root, _ in parts}:
             every = (parts.get((root, way), (mine,)) for way, mine in enumerate(self.at(root)))
-            found[root] = tuple(part.closed(self.costs.fastest) for part in chain.from_iterable(every))
+            found[root] = tuple(part.tightened(self.costs.fastest) for part in chain.from_iterable(every))
         return ShareRanges(self.costs, found)
 
 

@@ -322,7 +322,7 @@ class JointRefinement:
         """What lies in a range whose largest share is `low` or more takes where it lies in each of some parts of it."""
         runs = np.array(list(held.works.values()))
         times = self.costs.times_within([(work, part) for part in parts for work in held.works])
-        parts = [part.closed(self.costs.fastest) for part in parts]
+        parts = [part.tightened(self.costs.fastest) for part in parts]
         least = np.array([part.largest[0] for part in parts]) / low
         # Of two dimensions that are cut alike.
         swapped = np.array(

@@ -82,7 +82,7 @@ def divided_at(costs: CostModel, ends: Sequence[float], slow: Sequence[Sequence[
     """At largest shares, and each of these ranges at shares of slow devices."""
     every = zip(pairwise([1 / costs.n, *ends, 1.0]), slow, strict=True)
     parts = ((within, part) for within, some in every for part in pairwise([0.0, *sorted({*some}), 1.0]))
-    return tuple(ShareRange(within, part).closed(costs.fastest) for within, part in parts)
+    return tuple(ShareRange(within, part).tightened(costs.fastest) for within, part in parts)
 
 
 def way_of(ranges: ShareRanges, value: int, dim: int, shares: Floats) -> int:
@@ -298,10 +298,11 @@ def test_ranges_hold_what_works_take_at_their_shares(seed: int) -> None:
                 inside = (largest >= low) & (largest <= high) & (slow >= least_slow) & (slow <= most_slow)
                 if not inside.any():
                     continue
-                for mine in (within, within.closed(costs.fastest)):
+                for mine in (within, within.tightened(costs.fastest)):
                     (least,) = costs.times_within([(work, mine)])
                     assert least <= times[inside].min() * (1 + 1e-9)
-                    assert least >= 0.7 * times[inside].min() or work.lanes[0] == 100 or np.count_nonzero(inside) < 20
+                    few = most_slow < 1 and np.count_nonzero(inside) < 20
+                    assert least >= 0.8 * times[inside].min() or work.lanes[0] == 100 or few
     within = lambda *ends: costs.times_within([(works[0], ShareRange(*ends))])[0]
     for none in (((0.6, 0.5),), ((0.5, 1.0), (0.6, 0.5)), ((1 / 3, 0.5), (0.0, 0.2)), ((1 / 3, 0.4), (0.5, 0.6))):
         assert within(*none) == np.inf

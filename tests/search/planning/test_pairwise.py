@@ -147,7 +147,7 @@ def test_least_of_a_range_is_no_more_than_any_in_it_takes(data: st.DataObject) -
         low, high, less, more = (data.draw(st.floats(0, 1)) for _ in range(4))
         largest, slow = shares.max(), shares[~fast].max()
         ends = 1 / n + (largest - 1 / n) * (1 - low), largest + (1 - largest) * high
-        return ShareRange(ends, (slow * (1 - less), slow + (1 - slow) * more)).closed(fast)
+        return ShareRange(ends, (slow * (1 - less), slow + (1 - slow) * more)).tightened(fast)
 
     exactly = [ShareRange((x.max(), x.max()), (x[~fast].max(), x[~fast].max())) for x in (old, new)]
     for within in (exactly, [around(old), around(new)]):
@@ -405,7 +405,7 @@ def test_what_rounds_send_at_least_is_nearly_what_they_send() -> None:
     much slow devices have at most. The rounds send 0.319 of the tensor: 0.131 between the fast ones, twice, 0.056."""
     fast = np.array([True, True, False, False])
     experts = ShareRange((3 / 8, 3 / 8), (1 / 8, 1 / 8))
-    rows = ShareRange((0.25, 1.0), (0.0, 0.15)).closed(fast)
+    rows = ShareRange((0.25, 1.0), (0.0, 0.15)).tightened(fast)
     assert rows.largest[0] == pytest.approx(0.35)
     sent = rounds(np.array([0.35, 0.35, 0.15, 0.15]), np.array([3, 3, 1, 1]) / 8, 4)[1:]
     assert sent.tolist() == pytest.approx([0.13125, 0.05625, 0.13125])
