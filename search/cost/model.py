@@ -47,6 +47,11 @@ from hapsynth.search.cost.work import Work, lanes_of
 Ints: TypeAlias = npt.NDArray[np.int64]
 
 
+_NEARLY = 1e-9
+"""Shares that so much is missing of come to what is asked for just about."""
+_ALL = 1.0 - _NEARLY
+
+
 class CutWork(NamedTuple):
     """A work, its number (equal works have one), and one dimension of each factor that is cut, in the order of its
     `lanes`."""
@@ -362,12 +367,13 @@ class CostModel:
             if not mine[0].divided or mine[0].owned:
                 found[rows] = self.ideal_times(mine)
                 continue
-            ranges = np.array([(*works[i][1].largest, *works[i][1].slow) for i in rows])
-            ranges[:, 3] = np.minimum(ranges[:, 3], ranges[:, 1])
+            ranges = np.array([works[i][1] for i in rows])
+            ranges[:, 1, 1] = np.minimum(ranges[:, 1, 1], ranges[:, 0, 1])
             fast = np.count_nonzero(self.fastest)
-            some = (ranges[:, 0] <= ranges[:, 1]) & (ranges[:, 2] <= ranges[:, 3])
-            some &= ranges[:, 1] * fast + ranges[:, 3] * (self.n - fast) >= 1.0 - 1e-9
-            ranges[~some] = 1.0
+            most = np.stack([ranges[:, 0, 1] * fast, ranges[:, 1, 1] * (self.n - fast)], axis=1)
+            some = (ranges[:, :, 0] <= ranges[:, :, 1]).all(axis=1) & (most.sum(axis=1) >= 1.0 - 1e-9)
+            some &= (most[:, 0] >= ranges[:, 2, 0] - 1e-9) & (most[:, 1] >= 1.0 - ranges[:, 2, 1] - 1e-9)
+            ranges[~some] = ((1.0, 1.0), (1.0, 1.0), (0.0, 1.0))
             found[rows] = np.where(some, self._ideal_times(mine, ranges), np.inf)
         return found
 
@@ -391,7 +397,7 @@ class CostModel:
 
     def _ideal_times(self, works: Sequence[Work], ranges: Floats | None = None) -> Floats:
         """Of works of one form, cut along the same axes: float64 [works]. `ranges`: of each a `ShareRange`, of works
-        that one cut divides [works, 4].
+        that one cut divides [works, 3, 2].
 
         At time t a device can take a share of at most r = min over its compute and memory budget, and the devices at
         one position along the cut axes take the same, so the least t is where the positions' shares sum to 1. A
@@ -411,11 +417,18 @@ class CostModel:
         if ranges is not None:
             # Along the only axis positions are devices.
             fast = kind_of[some] == kind_of[np.argmax(self.fastest)]
-            most = np.where(fast, ranges[:, 1:2], ranges[:, 3:])
+            most = np.where(fast, ranges[:, 0, 1:], ranges[:, 1, 1:])
 
-        def covered(t: Floats) -> Floats:
+        def enough(t: Floats) -> npt.NDArray[np.bool_]:
+            """Whether all of it is done within some seconds."""
             share = np.minimum.reduceat(roofline.within(t)[:, columns], first, axis=1)
-            return np.clip(share, 0.0, most) @ counts.astype(np.float64)
+            shares = np.clip(share, 0.0, most) * counts
+            if ranges is None:
+                return shares.sum(axis=1) >= 1.0
+            # As many shares as there are positions may come to it just about.
+            few, many = ranges[:, 2].T
+            by_fast, by_slow = shares[:, fast].sum(axis=1), shares[:, ~fast].sum(axis=1)
+            return (by_fast + by_slow >= _ALL) & (by_fast >= few - _NEARLY) & (by_slow >= 1.0 - many - _NEARLY)
 
         def busy(share: Floats) -> Floats:
             """Of positions, where each has a share [works, 1] of every cut."""
@@ -426,21 +439,20 @@ class CostModel:
         low, high = np.zeros(len(works)), busy(most[:, :1]).min(axis=1)
         if form.owned and len(form.lanes) == 1:
             return high
-        whole = 1.0
         if ranges is not None:
-            # One alone may not have all of it, and as many shares as there are positions may come to it just about.
-            high, whole = busy(ranges[:, 1:2]).max(axis=1), 1.0 - 1e-9
-        alone, short = high, covered(high) < whole
+            # One alone may not have all of it.
+            high = busy(ranges[:, 0, 1:]).max(axis=1)
+        alone, short = high, ~enough(high)
         for _ in range(60):
             middle = 0.5 * (low + high)
-            enough = covered(middle) >= whole
-            low, high = np.where(enough, low, middle), np.where(enough, middle, high)
+            done = enough(middle)
+            low, high = np.where(done, low, middle), np.where(done, middle, high)
         found = np.where(short, alone, low)
         if ranges is None:
             return found
-        found = np.maximum(found, busy(ranges[:, :1]).min(axis=1))
-        slow = busy(ranges[:, 2:3])[:, ~fast].min(axis=1, initial=np.inf)
-        return np.where(ranges[:, 2] > 0, np.maximum(found, slow), found)
+        found = np.maximum(found, busy(ranges[:, 0, :1]).min(axis=1))
+        slow = busy(ranges[:, 1, :1])[:, ~fast].min(axis=1, initial=np.inf)
+        return np.where(ranges[:, 1, 0] > 0, np.maximum(found, slow), found)
 
     @property
     def hosts(self) -> tuple[Hosts, ...]:

@@ -16,29 +16,38 @@ Range: TypeAlias = tuple[float, float]
 
 
 class ShareRange(NamedTuple):
-    """From the least to the most that the largest of all shares may be, and the largest of the slow devices: of all but
-    those of the fastest kind."""
+    """From the least to the most that the largest of all shares may be; the largest of the slow devices, of all but
+    those of the fastest kind; and what the fast ones have in all."""
 
     largest: Range
     slow: Range = (0.0, 1.0)
+    fast: Range = (0.0, 1.0)
 
     def tightened(self, fast: Mask) -> ShareRange:
-        """The same with the ends that each of the two leaves the other."""
-        (low, high), (least, most) = self
+        """The same with the ends that each of the three leaves the others. `fast`: which devices are."""
+        (low, high), (least, most), (few, many) = self
         some = int(np.count_nonzero(fast))
         others = fast.size - some
-        most = min(most, high)
-        low = max(low, least, (1.0 - others * most) / some)
-        least = max(least, (1.0 - some * high) / others) if others else least
-        return ShareRange((low, high), (least, most))
+        most = min(most, high, 1.0 - few)
+        few, many = max(few, 1.0 - others * most), min(many, some * high)
+        low = max(low, least, few / some)
+        if others:
+            least = max(least, (1.0 - many) / others)
+            low = max(low, least)
+        many = min(many, 1.0 - least)
+        high = min(high, max(most, many))
+        return ShareRange((low, high), (least, most), (few, many))
 
     def in_units(self, units: int) -> ShareRange:
         """The same of a dimension that is cut in so many whole units."""
         # One more than rounding makes of a whole number is a looser bound, and one less would be none.
         whole = lambda x: (ceil(x[0] * units - 1e-9) / max(units, 1), floor(x[1] * units + 1e-9) / max(units, 1))
-        return ShareRange(whole(self.largest), whole(self.slow))
+        return ShareRange(*map(whole, self))
 
     def bounds(self, fast: Mask) -> tuple[Floats, Floats]:
         """(the least, the most) that the share of each position may be."""
-        most = np.where(fast, self.largest[1], min(self.largest[1], self.slow[1]))
-        return np.maximum(1.0 - (most.sum() - most), 0.0), most
+        (few, many), most = self.fast, np.where(fast, self.largest[1], min(self.largest[1], self.slow[1]))
+        most = np.minimum(most, np.where(fast, many, 1.0 - few))
+        together = np.where(fast, most[fast].sum(), most[~fast].sum())
+        least = np.where(fast, few, 1.0 - many) - (together - most)
+        return np.maximum(np.maximum(least, 1.0 - (most.sum() - most)), 0.0), most

@@ -79,9 +79,9 @@ class ProblemBuilder:
         st = self.structure
         edges = [self._link(op, value) for op, value in st.links]
         ways = [self.conversions(v) for v in range(len(self.graph.values))]
-        tables: dict[tuple[Conversions, int, object], Floats] = {}
+        tables: dict[tuple[Conversions, int], Floats] = {}
         for use, (kind, producer, groups) in zip(st.uses, self.kinds.uses, strict=True):
-            key = ways[use.value], kind, self._use_key(use)
+            key = ways[use.value], kind
             table = tables.get(key)
             if table is None:
                 table = tables[key] = self._table(use, st.choices[producer].options)
@@ -352,10 +352,6 @@ class ProblemBuilder:
         graph, fixed = self.graph, self.structure.restriction.ends
         tied = {graph.outputs[target] for _, target in graph.carry}
         return frozenset(v for i, v in enumerate(graph.outputs) if isinstance(v, int) and (v not in tied or i in fixed))
-
-    def _use_key(self, use: Use) -> object:
-        """What decides a use's table besides the conversions and its kind."""
-        return None
 
     def _table(self, use: Use, options: Interned[AvailableLayouts]) -> Floats:
         """Seconds of a use, of each option and each need."""

@@ -14,6 +14,7 @@ by itself they come to lie in any.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from itertools import chain, combinations, groupby, permutations, product
 
@@ -30,16 +31,28 @@ from hapsynth.search.cost.share_range import ShareRange
 from hapsynth.search.cost.work import Work
 from hapsynth.search.formulation.choice_space import AvailableLayouts, Interned
 from hapsynth.search.formulation.conversions import Conversions, Hop, LayoutSet
+from hapsynth.search.formulation.share_nodes import ShareNodes
 from hapsynth.search.formulation.ways import BuilderOfWays, ChoicesInWays
+
+_CELLS_OF_TWO = 48
+"""Of each of two dimensions between which rounds go."""
 
 
 class ShareRanges:
-    """How the shares along one mesh axis are divided. `ranges`: of what ops can cut together (`kinship`), by its root;
-    of all else there is one."""
+    """How the shares along one mesh axis are told apart: of what ops can cut together (`kinship`), by its root, in
+    `ranges`, or by `nodes` to which they are rounded; of all else there is one range."""
 
-    def __init__(self, costs: CostModel, ranges: Mapping[Node, tuple[ShareRange, ...]]) -> None:
+    def __init__(
+        self,
+        costs: CostModel,
+        ranges: Mapping[Node, tuple[ShareRange, ...]],
+        nodes: Mapping[Node, ShareNodes] | None = None,
+        known: dict[tuple[Work, int], Floats] | None = None,
+    ) -> None:
         assert len(costs.axes) == 1
-        self.costs, self.ranges = costs, ranges
+        self.costs, self.ranges, self.nodes = costs, ranges, nodes or {}
+        self._at_nodes = {root: mine.ranges() for root, mine in self.nodes.items()}
+        self._known = {} if known is None else known
         self._whole = (ShareRange((1.0 / costs.n, 1.0)),)
         self._kin = kinship(costs.graph, costs.table)
 
@@ -49,27 +62,55 @@ class ShareRanges:
         return self._kin.find(node) if node in self._kin.parent else node
 
     def at(self, root: Node) -> tuple[ShareRange, ...]:
-        """All ranges of what is cut together, whatever is cut."""
-        return self.ranges.get(root, self._whole)
+        """All ranges of what is cut together, or what nodes stand for by themselves, whatever is cut."""
+        return self._at_nodes.get(root) or self.ranges.get(root, self._whole)
+
+    def nodes_of(self, value: int, dim: int) -> ShareNodes | None:
+        return self.nodes.get(self.root(value, dim))
 
     def count(self, value: int, dim: int) -> int:
         """In how many ranges a dimension's shares may lie."""
         return len(self.at(self.root(value, dim)))
 
     def of(self, value: int, dim: int, way: int, units: int | None = None) -> ShareRange:
-        """What the shares of a dimension cut in `units` (its length by default) may be, in whole units."""
+        """What the shares of a dimension cut in `units` (its length by default) may be, in whole units, or what a node
+        stands for by itself."""
         if owner_of(way) is not None:
             return ShareRange((1.0, 1.0))
-        mine = self.at(self.root(value, dim))[way]
-        return mine.in_units(units or self.costs.graph.values[value].shape[dim])
+        root = self.root(value, dim)
+        mine = self.at(root)[way]
+        return mine if root in self.nodes else mine.in_units(units or self.costs.graph.values[value].shape[dim])
 
-    def divided(self, parts: Mapping[tuple[Node, int], Sequence[ShareRange]]) -> ShareRanges:
-        """With parts in place of some ranges, by what is cut together and their numbers."""
+    def seconds_at(self, works: Sequence[tuple[Work, ShareNodes]]) -> list[Floats]:
+        """What works may count at nodes: of each [nodes]."""
+        by_nodes: dict[ShareNodes, list[Work]] = {}
+        for work, nodes in dict.fromkeys(works):
+            by_nodes.setdefault(nodes, []).append(work)
+        found: dict[tuple[Work, ShareNodes], Floats] = {}
+        for nodes, some in by_nodes.items():
+            below = nodes.below(self.least_in_cells(nodes, some))
+            found.update(zip(((work, nodes) for work in some), below, strict=True))
+        return [found[at] for at in works]
+
+    def least_in_cells(self, nodes: ShareNodes, works: Sequence[Work]) -> Floats:
+        """Seconds of works at least within each cell [works, cells]."""
+        cells, units = nodes.cell_ranges, nodes.units
+        missing = [work for work in dict.fromkeys(works) if (work, units) not in self._known]
+        least = self.costs.times_within([(work, cell) for work in missing for cell in cells])
+        self._known.update(zip(((w, units) for w in missing), least.reshape(len(missing), len(cells)), strict=True))
+        return np.array([self._known[work, units] for work in works]).reshape(len(works), len(cells))
+
+    def divided(
+        self,
+        parts: Mapping[tuple[Node, int], Sequence[ShareRange]],
+        nodes: Mapping[Node, ShareNodes] | None = None,
+    ) -> ShareRanges:
+        """With parts in place of some ranges, by what is cut together and their numbers, and some other nodes."""
         found = dict(self.ranges)
         for root in {root for root, _ in parts}:
             every = (parts.get((root, way), (mine,)) for way, mine in enumerate(self.at(root)))
             found[root] = tuple(part.tightened(self.costs.fastest) for part in chain.from_iterable(every))
-        return ShareRanges(self.costs, found)
+        return ShareRanges(self.costs, found, {**self.nodes, **(nodes or {})}, self._known)
 
 
 class RangeChoices(ChoicesInWays):
@@ -98,18 +139,18 @@ class RangeBuilder(BuilderOfWays):
     def __init__(self, structure: RangeChoices, costs: CostModel, ranges: ShareRanges) -> None:
         super().__init__(structure, costs, None)
         self.ranges = ranges
-        self._number: dict[ShareRange, int] = {}
+        self._number: dict[tuple[ShareRange, ShareNodes | None, int], int] = {}
 
     @cached_property
     def _roles(self) -> Sequence[int]:
         number: dict[object, int] = {}
-        at = lambda v, dim: self.ranges.at(self.ranges.root(v, dim))
+        at = lambda v, dim: (self.ranges.at(self.ranges.root(v, dim)), self.ranges.nodes_of(v, dim))
         every = [tuple(at(v.index, dim) for dim in range(len(v.shape))) for v in self.graph.values]
         return [number.setdefault(role, len(number)) for role in zip(super()._roles, every, strict=True)]
 
     def _profile(self, value: int) -> object:
         cuts = self.structure.layouts[value].cuts
-        ranges = tuple(self.ranges.of(value, dim, way) for dim, _, way in cuts)
+        ranges = tuple((self.ranges.of(value, dim, way), self.ranges.nodes_of(value, dim)) for dim, _, way in cuts)
         return super()._profile(value), self.graph.values[value].shape, ranges
 
     def largest(self, value: int, dim: int, axes: tuple[int, ...], way: int = 0) -> float:
@@ -129,45 +170,91 @@ class RangeBuilder(BuilderOfWays):
 
     def _moves(self, value: int, layouts: LayoutSet) -> dict[tuple[int, int], float]:
         """Seconds, at least, from one range of a dimension to another."""
-        found: dict[tuple[int, int], float] = {}
+        found, nbytes = dict[tuple[int, int], float](), float(self.graph.values[value].nbytes)
+        # What devices have in all that others gain, or lose, the larger part of, if they are fewer.
+        fast = int(np.count_nonzero(self.costs.fastest))
+        group = min(fast, self.costs.n - fast) or 1
         for i, j, _ in layouts.hops:
             (p,), (q,) = layouts.layouts[i], layouts.layouts[j]
             if p.is_cut and q.is_cut and p.dim == q.dim:
                 old, new = self.ranges.of(value, p.dim, p.way), self.ranges.of(value, q.dim, q.way)
-                apart = max(max(a[0] - b[1], b[0] - a[1]) for a, b in zip(old, new, strict=True))
-                found[i, j] = self._move(value, p.dim, apart)
+                gaps = [max(a[0] - b[1], b[0] - a[1]) for a, b in zip(old, new, strict=True)]
+                apart = max(*gaps[:2], gaps[2] / group)
+                found[i, j] = MOVES.least(self.costs.links[0], nbytes, max(apart, 0.0))
         return found
 
-    def _move(self, value: int, dim: int, part: float) -> float:
-        """Seconds, at least, to bring a value to another share of a dimension, where these are `part` apart."""
-        return self._least_moved(value, part)
-
     def _least_moved(self, value: int, part: float) -> float:
-        return MOVES.least(self.costs.links[0], float(self.graph.values[value].nbytes), max(part, 0.0))
+        """Seconds, at least, of what changes its owner where shares are so far apart."""
+        link, nbytes = self.costs.links[0], float(self.graph.values[value].nbytes)
+        least = MOVES.least(link, nbytes, part)
+        return least if part > 0 else least - MOVES.least(link, nbytes, 0.0)
 
     def _step_times(self, value: int, source: Layout, target: Layout, axis: int) -> list[float]:
-        """Of each step, at the least that the largest shares may be. What changes a range is counted apart."""
+        """Of each step, at the least that the shares may be. What changes a range is counted apart."""
         every = [(dim, way) for layout in (source, target) for dim, _, way in cuts_of(layout)]
         steps = self.costs.steps(source, target, axis)
         ends = [self.ranges.of(value, *cut) for cut in every]
         if any(least > most for end in ends for least, most in end):
             return [np.inf] * len(steps)
-        shares = Shares(lambda *cut: self.largest(value, *cut))
+        shares = Shares(lambda dim, axes, way: self._largest_sent(value, dim, way, [dim for dim, _ in every]))
         cost = lambda step, shares: self.costs.conversion(value, source, target, axis, shares, step)[0]
         found: list[float] = []
         for step in steps:
             if isinstance(step, Balanced):
                 ((dim, way),) = every
                 even = float(even_fractions(self.graph.values[value].shape[dim], self.costs.n)[0])
-                moved = self.largest(value, dim, (), way) - even
-                between = self._least_moved(value, moved) if moved > 0 else 0.0
+                # At nodes it may be less than nothing, as an even share may be no whole number of rows.
+                between = self._least_moved(value, self.largest(value, dim, (), way) - even)
                 found.append(cost(STEPS[step.even], Shares(lambda *_, even=even: even)) + between)
             elif isinstance(price := PRICES.get(step.name), PriceOfRounds):
-                nbytes = float(self.graph.values[value].nbytes)
-                found.append(price.least(self.costs.links[0], nbytes, ends[0], ends[1], self.costs.fastest))
+                found.append(self._least_of_rounds(value, price, every))
             else:
                 found.append(np.inf if step.recuts else cost(step, shares))
         return found
+
+    def _largest_sent(self, value: int, dim: int, way: int, dims: Sequence[int]) -> float:
+        """The largest share of a dimension as collectives count it that cut all of `dims`. Where what they take is no
+        straight line in it between nodes: the least of all that may be rounded to it."""
+        nodes = self.ranges.nodes_of(value, dim)
+        roots = {self.ranges.root(value, d) for d in dims}
+        if nodes is None or owner_of(way) is not None or (len(roots) == len(dims) and not self.costs.links[0].curves):
+            return self.largest(value, dim, (), way)
+        return nodes.beside(way).largest[0]
+
+    def _least_of_rounds(self, value: int, price: PriceOfRounds, cuts: Sequence[tuple[int, int]]) -> float:
+        """Seconds of an all-to-all in rounds from the first of two cuts to the second."""
+        nbytes = float(self.graph.values[value].nbytes)
+        every = [None if owner_of(way) is not None else self.ranges.nodes_of(value, dim) for dim, way in cuts]
+        within = [
+            self.ranges.of(value, *cut) if nodes is None else nodes.beside(cut[1])
+            for cut, nodes in zip(cuts, every, strict=True)
+        ]
+        if not any(every) or len({self.ranges.root(value, dim) for dim, _ in cuts}) == 1:
+            # Of one root the same threshold rounds both.
+            return price.least(self.costs.links[0], nbytes, within[0], within[1], self.costs.fastest)
+        sides = [nodes or at for nodes, at in zip(every, within, strict=True)]
+        found = self.once(("rounds", nbytes, *sides), lambda: self._rounds_at(price, nbytes, *sides))
+        old, new = (way if nodes else 0 for (_, way), nodes in zip(cuts, every, strict=True))
+        return float(found[old, new])
+
+    def _rounds_at(
+        self, price: PriceOfRounds, nbytes: float, old: ShareNodes | ShareRange, new: ShareNodes | ShareRange
+    ) -> Floats:
+        """Seconds at least between all nodes of two dimensions, or those of one and a range of the other [nodes or 1,
+        nodes or 1]. Both are rounded by thresholds of their own: first the one, wherever the other is, then that."""
+        link, fast = self.costs.links[0], self.costs.fastest
+        if isinstance(old, ShareNodes) and isinstance(new, ShareNodes):
+            old, new = (replace(nodes, finest=_CELLS_OF_TWO) for nodes in (old, new))
+        rows, columns = ((side,) if isinstance(side, ShareRange) else side.cell_ranges for side in (old, new))
+        each = lambda varied, other, backward: price.least_of_each(link, nbytes, varied, other, fast, backward=backward)
+        found = np.zeros((len(rows), len(columns)))
+        if isinstance(old, ShareNodes):
+            found = np.maximum(found, np.stack([each(rows, other, False) for other in columns], axis=1))
+        if isinstance(new, ShareNodes):
+            found = np.maximum(found, np.stack([each(columns, other, True) for other in rows]))
+        if isinstance(old, ShareNodes):
+            found = old.below(found.T).T
+        return new.below(found) if isinstance(new, ShareNodes) else found
 
     # Ops
 
@@ -176,12 +263,14 @@ class RangeBuilder(BuilderOfWays):
         return self.costs.kind(op), self.structure.triples[op], vectors
 
     def _vectors(self, op: int) -> tuple[int, ...]:
-        """The numbers of the ranges of everything that some triples of an op cut."""
+        """The numbers of the ranges, or nodes, of everything that some triples of an op cut."""
         o, found = self.graph.ops[op], list[int]()
         tensors = (*o.operands, *o.results)
         for places, _, way, units in self.cuts(op).all:
             value, dim = next((v, d) for place, d in places if isinstance(v := tensors[place], int))
-            found.append(self._number.setdefault(self.ranges.of(value, dim, way, units), len(self._number)))
+            nodes = None if owner_of(way) is not None else self.ranges.nodes_of(value, dim)
+            key = self.ranges.of(value, dim, way, units), nodes, way if nodes else 0
+            found.append(self._number.setdefault(key, len(self._number)))
         return tuple(found)
 
     def _find_times(self, missing: Mapping[tuple[int, Interned[Triples], tuple[int, ...]], int]) -> None:
@@ -191,9 +280,14 @@ class RangeBuilder(BuilderOfWays):
             held = [tuple(vectors[c] for c in cuts) for cuts in self.cuts(op).groups]
             works = [self.costs.work(op, triples) for triples in self.structure.triples[op]]
             places.append([number.setdefault(key, len(number)) for key in zip(works, held, strict=True)])
-        ranges = [*self._number]
-        whole = ShareRange((1.0, 1.0))
-        seconds = self.costs.times_within([(work, ranges[held[0]] if held else whole) for work, held in number])
+        every = [*self._number]
+        anywhere = ShareRange((1.0, 1.0)), None, 0
+        at = [(work, every[held[0]] if held else anywhere) for work, held in number]
+        seconds = self.costs.times_within([(work, within) for work, (within, *_) in at])
+        rounded = [(i, work, nodes, way) for i, (work, (_, nodes, way)) in enumerate(at) if nodes is not None]
+        found = self.ranges.seconds_at([(work, nodes) for _, work, nodes, _ in rounded])
+        for (i, _, _, way), mine in zip(rounded, found, strict=True):
+            seconds[i] = mine[way]
         self._times.update({key: seconds[at] for key, at in zip(missing, places, strict=True)})
 
 
@@ -226,11 +320,6 @@ class ConversionsWithMoves(Conversions):
     @property
     def _changing(self) -> Floats:
         return np.where(np.eye(len(self.steps_alone), dtype=bool), np.inf, self.steps_alone)
-
-    @cached_property
-    def seconds_with_steps(self) -> Floats:
-        """Seconds of the cheapest ways that are not moves alone."""
-        return _through(_through(self.seconds, self._changing), self.seconds)
 
     def reached(self, source: int, targets: Sequence[int]) -> tuple[float, list[Hop]]:
         """As of all conversions, but that of a dimension's ranges that stand together only the cheapest is paid, and

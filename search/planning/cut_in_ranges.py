@@ -6,10 +6,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import numpy as np
+
 from hapsynth.instructions.layout import Layout, cuts_of, owner_of
 from hapsynth.instructions.program.sizes import Node
-from hapsynth.search.cost.least_rounds import least_rounds
-from hapsynth.search.cost.model import CostModel
+from hapsynth.search.cost.least_rounds import least_rounds, least_rounds_of_each
+from hapsynth.search.cost.model import CostModel, Floats
 from hapsynth.search.cost.network import MOVES, PRICES, PriceOfRounds
 from hapsynth.search.cost.share_range import ShareRange
 from hapsynth.search.cost.work import Work
@@ -21,19 +23,22 @@ from hapsynth.search.solver import Ints
 @dataclass
 class InRange:
     """What a solution cuts in one range. `works`: runs of each; `sent_s`: seconds of its conversions but all-to-alls
-    that may go in rounds, `swapped_s` of as many of even blocks; `moved_s`: those that moving all rows would take of
-    what comes to the range from another, or from it to another."""
+    that may go in rounds; `swapped_s`: of these; `evenly_s`: those that they would take if all shares were even, by the
+    range, or the node, of the other dimension; `moved_s`: seconds that moving all rows would take of what comes to the
+    range from another, or from it to another."""
 
     works: dict[Work, float] = field(default_factory=dict[Work, float])
     sent_s: float = 0.0
     swapped_s: float = 0.0
+    evenly_s: dict[ShareRange, float] = field(default_factory=dict[ShareRange, float])
     moved_s: float = 0.0
 
     @property
     def kind(self) -> object:
         """Equal for what is alike."""
+        evenly = frozenset((other, f"{seconds:.6g}") for other, seconds in self.evenly_s.items())
         sent = (f"{x:.6g}" for x in (self.sent_s, self.swapped_s, self.moved_s))
-        return frozenset(self.works.items()), *sent
+        return frozenset(self.works.items()), evenly, *sent
 
 
 def in_ranges(builder: RangeBuilder, choices: Ints) -> dict[tuple[Node, int], InRange]:
@@ -55,10 +60,17 @@ def in_ranges(builder: RangeBuilder, choices: Ints) -> dict[tuple[Node, int], In
     for made in converted(builder, states):
         nbytes = float(graph.values[made.value].nbytes)
         even_s = made.runs * even_seconds(costs, nbytes, made) if not made.moves else 0.0
-        for at in (*cuts_at(made.value, made.source, ranges), *cuts_at(made.value, made.target, ranges)):
-            mine = found.setdefault(at, InRange())
-            mine.sent_s += 0.0 if made.moves or even_s else made.seconds
-            mine.swapped_s += even_s
+        for layout, other in ((made.source, made.target), (made.target, made.source)):
+            for at in cuts_at(made.value, layout, ranges):
+                mine = found.setdefault(at, InRange())
+                if not even_s:
+                    mine.sent_s += 0.0 if made.moves else made.seconds
+                    continue
+                ((dim, _, way),) = cuts_of(other)
+                nodes = ranges.nodes_of(made.value, dim)
+                within = nodes.point(way) if nodes else ranges.of(made.value, dim, way)
+                mine.swapped_s += made.seconds
+                mine.evenly_s[within] = mine.evenly_s.get(within, 0.0) + even_s
         for layout in made.moves:
             for at in cuts_at(made.value, layout, ranges):
                 found.setdefault(at, InRange()).moved_s += made.runs * MOVES.least(costs.links[0], nbytes, 1.0)
@@ -89,13 +101,15 @@ def even_seconds(costs: CostModel, nbytes: float, made: Conversion) -> float:
     return float(price.evenly(costs.links[0], nbytes, costs.n**2)) if isinstance(price, PriceOfRounds) else 0.0
 
 
-def over_even(costs: CostModel, one: ShareRange, other: ShareRange) -> float:
-    """How many times as long as of even blocks an all-to-all takes at least, in rounds or padded, between dimensions
-    with their shares in these ranges."""
-    n = costs.n
-    padded = one.largest[0] * other.largest[0] * n**2
-    rounds = least_rounds(one, other, costs.fastest, [1.0] * (n - 1)).sent * n**2 / (n - 1)
-    return max(min(padded, rounds), 1.0)
+def over_even(costs: CostModel, each: Sequence[ShareRange], other: ShareRange, *, roughly: bool = False) -> Floats:
+    """How many times as long as of even blocks an all-to-all takes at least, in rounds or padded, between a dimension
+    with its shares in each of some ranges and another one [ranges]. `roughly`: by the other's least shares alone."""
+    n, fast, ones = costs.n, costs.fastest, [1.0] * (costs.n - 1)
+    padded = np.array([one.largest[0] * other.largest[0] * n**2 for one in each])
+    sent = [rounds.sent for rounds in least_rounds_of_each(each, other, fast, ones)]
+    if not roughly:
+        sent = [max(mine, least_rounds(one, other, fast, ones).sent) for mine, one in zip(sent, each, strict=True)]
+    return np.maximum(np.minimum(padded, np.array(sent) * n**2 / (n - 1)), 1.0)
 
 
 def converted(builder: RangeBuilder, states: Sequence[tuple[Domain, int]]) -> Iterator[Conversion]:

@@ -1,39 +1,36 @@
-"""A closer joint bound: the ranges in which the largest shares lie are divided where the bound gains by it.
+"""A closer joint bound: shares of long dimensions are rounded to nodes (`share_nodes.py`), those of short ones lie in
+ranges (`share_ranges.py`), and there are more of both where the bound gains by it.
 
-Each round bounds all programs by the ranges so far (`share_ranges.py`) and looks at the choices that come out the
-cheapest. Of what these cut together in one range, some suit its least and some its most; their seconds at any one share
-are what dividing the range can gain, and it is divided just so finely that within no part they take much less.
+Each round bounds all programs by the nodes and ranges so far and looks at the choices that come out the cheapest. What
+these take at a node less than they would at its share is what one beside it can gain. Of what they cut together in one
+range, some suit its least and some its most; their seconds at any one share are what dividing it can gain, and it
+is divided just so finely that within no part they take much less.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from hapsynth.instructions.layout import cuts_of, owner_of
 from hapsynth.instructions.program.sizes import Node
 from hapsynth.search.cost.model import Floats
 from hapsynth.search.cost.share_range import Range, ShareRange
+from hapsynth.search.cost.work import Work
 from hapsynth.search.formulation.memory_constraints import MemoryConstraints
-from hapsynth.search.formulation.share_prices import PricedRangeBuilder, ShareCurves
-from hapsynth.search.formulation.share_ranges import (
-    RangeBuilder,
-    RangeChoices,
-    ShareRanges,
-)
+from hapsynth.search.formulation.share_nodes import ShareNodes
+from hapsynth.search.formulation.share_ranges import RangeBuilder, RangeChoices, ShareRanges
 from hapsynth.search.planning.cut_in_ranges import InRange, in_ranges, over_even
 from hapsynth.search.planning.search_at_ratios import FixedRatioSearch
-from hapsynth.search.planning.share_price_lp import SharePriceLP
 from hapsynth.search.planning.task import Task
-from hapsynth.search.solver import Ints, Problem
+from hapsynth.search.solver import Ints
 
-_ROUNDS = 8
+_ROUNDS = 12
 _MOST_STATES = 3_000_000
 """Of a problem: more take minutes."""
 _TOLERANCE = 0.02
@@ -42,56 +39,58 @@ _SAFETY = 1e-9
 _WORTH = 0.02
 """Of what the bound still lacks: ranges that can gain less, with all that are alike, are left as they are."""
 _MOST = 0.2
-"""Of what the ranges that can gain the most can gain, with all that are alike: of what is cut together, or of all where
-memory is short, as states are dear there. Others are left as they are."""
-_PROGRESS = 0.1
-"""Of what the bound still lacks where memory is short: a round that gains less is fruitless."""
-_FRUITLESS = 1
-"""Rounds in a row, once a price of memory is known to be too high; one more is the last."""
-_DEARER = 4.0
-"""The price of memory that is tried next, over one that is too low, until one is too high."""
+"""Of what the ranges can gain the most of that are cut together: others are left as they are."""
 _NEAR = 0.5
 """Of the room: a plan that holds less is not dearer for want of memory."""
 _CLOSER = 0.25
 """What is left of what a range can gain once it is divided."""
 _PARTS = 8
 """Of a range, in one round."""
-_STEP = 1.01
-"""Between two shares at which ranges are divided, unless there are few: their ratio."""
-_FEW = 64
-"""Units of a dimension: of so few each share is told from the next."""
-_LEAST = 0.25
-"""Of an even share: smaller ones are not told apart."""
+_FEW = 16, 4
+"""Units of a dimension, and of each device's even share of it: of fewer each share is told from the next, in ranges."""
+_SUITED = 121
+"""Shares of which works are asked which suits them best."""
+_HEAVY = 0.05
+"""Of all works' seconds: a share that suits works of less is no node to begin with."""
+_APART = 0.02
+"""Of an even share: two nodes to begin with."""
 _POINTS = 33
 """Shares at which what cuts a range is compared."""
 
 
+class _Priced(NamedTuple):
+    """A bound at a price of memory, and by how many bytes more is held there than the limits are."""
+
+    price: float
+    bound: float
+    excess: float
+
+
 @dataclass
-class _MemoryPrices:
-    """Seconds per byte at each limited op, between `low`, at which more is held than the limits are, and `high`, at
-    which less is: None as long as no such are known. `per_byte`: to be tried next."""
+class _MemoryPrice:
+    """Seconds per byte beyond the limits. The bound is a concave function of it, and what is held beyond them is its
+    slope: where the lines through the nearest on both sides meet it may be the greatest.
 
-    low: Floats
-    per_byte: Floats
-    high: Floats | None = None
+    Rounded shares keep to a limit on the mean only, so there is no other way to know of one."""
 
-    @staticmethod
-    def begin(low: Floats, fixed: Floats | None) -> _MemoryPrices:
-        """`low`: where nothing ties shares to one another; `fixed`: by which fixed choices keep to the limits, mostly
-        too high."""
-        guess = low if fixed is None else (low + fixed) / 2
-        return _MemoryPrices(low, guess if (guess > low).all() else _DEARER * low)
+    low: _Priced
+    high: _Priced | None = None
 
-    def learn(self, problem: Problem, choices: Ints) -> bool:
-        """From the choices that came out the cheapest at `per_byte`; whether these are low."""
-        used = problem.usage(choices)
-        owed = sum(p * (u - r.limit) for p, u, r in zip(self.per_byte, used, problem.resources, strict=True))
-        if owed > 0:
-            self.low = self.per_byte
+    def next(self, enough: float) -> float:
+        low, high = self.low, self.high
+        if high is None:
+            most = low.price + 1.1 * max(enough - low.bound, _SAFETY * enough) / low.excess
+            return most if low.price == 0 else min(max(most, 1.2 * low.price), 4 * low.price)
+        start = lambda at: at.bound - at.excess * at.price
+        meet = (start(high) - start(low)) / (low.excess - high.excess)
+        margin = 0.1 * (high.price - low.price)
+        return min(max(meet, low.price + margin), high.price - margin)
+
+    def learn(self, found: _Priced) -> None:
+        if found.excess > 0:
+            self.low = found
         else:
-            self.high = self.per_byte
-        self.per_byte = _DEARER * self.low if self.high is None else (self.low + self.high) / 2
-        return owed > 0
+            self.high = found
 
 
 class JointRefinement:
@@ -107,18 +106,13 @@ class JointRefinement:
     def __init__(self, search: FixedRatioSearch) -> None:
         self.search, self.costs = search, search.task.costs
         self.graph = self.costs.graph
-        self._undivided = ShareRanges(self.costs, {})
         self._shortest = self._shortest_dims()
-        self._curves = ShareCurves(self.costs)
 
     def bound(self, known: float, enough: float) -> float:
         """Seconds that no program goes below, at any ratios, of those that `share_ranges.py` bounds: `known` ones or
         more, sought until `enough`."""
-        ranges, clock = self._undivided, self.search.clock
-        limits, lacked, fruitless = dict(self.search.limits), np.inf, 0
-        memory_prices: _MemoryPrices | None = None
-        tied: SharePriceLP | None = None
-        may_price, unpriced = not self.costs.room.exact, known
+        ranges, clock, limits = ShareRanges(self.costs, {}), self.search.clock, dict(self.search.limits)
+        price: _MemoryPrice | None = None
         for _ in range(_ROUNDS):
             choices = self._choices(ranges)
             if clock.late() or clock.interrupted or sum(map(len, choices.choices)) > _MOST_STATES:
@@ -132,53 +126,28 @@ class JointRefinement:
                 "enough": enough * (1 + _SAFETY),
                 "stage": "joint bound",
             }
-            per_byte = None if memory_prices is None else memory_prices.per_byte
-            prices = None if tied is None or per_byte is None else tied.prices(per_byte)
-            if prices is None or per_byte is None:
-                solved = self.search.cheapest(builder, limits, None, at_least=True, **how)
+            per_byte = 0.0 if price is None else price.next(enough)
+            rounded = bool(ranges.nodes) and not self.costs.room.exact
+            if rounded:
+                solved = self.search.at_price(builder, limits, [per_byte] * len(limits), **how)
             else:
-                builder = PricedRangeBuilder(choices, self.costs, ranges, prices, self._curves)
-                solved = self.search.at_price(builder, limits, per_byte, **how)
-                if solved.lower_bound <= unpriced:
-                    # That shares are not tied is not what the bound lacks.
-                    memory_prices, tied, may_price = None, None, False
-                    continue
-                unpriced = -np.inf
+                solved = self.search.cheapest(builder, limits, None, at_least=True, **how)
             known = max(known, solved.lower_bound)
             if known >= enough or solved.choices is None:
                 break
-            memory, lacking = MemoryConstraints(builder, at_least=True), enough - known
-            if not limits and (found := self._exceeded(memory, solved.choices)):
-                limits = found
-                continue
-            short, dear = prices is not None or (solved.solution.prices.any() and not self.costs.room.exact), False
-            if short and may_price:
-                tied = SharePriceLP(builder, solved.choices, limits, self._curves, self._is_fine)
-            if short:
-                fruitless = 0 if lacking < lacked * (1 - _PROGRESS) else fruitless + 1
-                lacked = lacking
-                if prices is not None and memory_prices is not None and tied is not None:
-                    dear = not memory_prices.learn(tied.problem, tied.choices)
-                    fruitless = 0 if memory_prices.high is None else fruitless
-                if fruitless > (_FRUITLESS if prices is not None else 0):
-                    break
-            if tied is not None and memory_prices is None:
-                unpriced, fixed = known, tied.memory_prices()
-                memory_prices = _MemoryPrices.begin(solved.solution.prices, fixed)
-            if dear:
-                # That says little of what ranges lack.
-                continue
-            ops = memory.limited(limits)
-            finer = self._divided_within_memory(memory, solved.choices, ops, lacking) if short else None
-            finer = finer or self._divided(builder, solved.choices, lacking)
-            if finer is None and not short:
+            memory = MemoryConstraints(builder, at_least=True)
+            limits = limits or self._exceeded(memory, solved.choices)
+            if rounded and limits:
+                found = _Priced(per_byte, solved.lower_bound, _excess(memory, limits, solved.choices))
+                if price is not None:
+                    price.learn(found)
+                elif found.excess > 0:
+                    price = _MemoryPrice(found)
+            finer = self._finer(builder, solved.choices, enough - known)
+            if finer is None and price is None:
                 break
             ranges = finer or ranges
         return known
-
-    def _is_fine(self, value: int, dim: int) -> bool:
-        """Whether a dimension's largest share may be nearly any; of few each is a range of its own."""
-        return self._shortest[self._undivided.root(value, dim)] > _FEW
 
     def _exceeded(self, memory: MemoryConstraints, choices: Ints) -> dict[int, float]:
         """The limits, where the best program holds the most, if the choices hold more there."""
@@ -186,8 +155,7 @@ class JointRefinement:
         if best is None or best.memory <= _NEAR * limit:
             return {}
         limits = dict.fromkeys(self.search.maker.full_ops(best), limit)
-        problem = memory.problem(limits)
-        return {} if problem.fits(memory.extended(problem, choices)) else limits
+        return limits if _excess(memory, limits, choices) > 0 else {}
 
     def _choices(self, ranges: ShareRanges) -> RangeChoices:
         known = self.search.choices
@@ -195,104 +163,109 @@ class JointRefinement:
 
     def _shortest_dims(self) -> dict[Node, int]:
         """Of what ops can cut together, the length of the shortest dimension."""
-        found: dict[Node, int] = {}
+        kin, found = ShareRanges(self.costs, {}), dict[Node, int]()
         for v in self.graph.values:
             for dim, units in enumerate(v.shape):
-                root = self._undivided.root(v.index, dim)
+                root = kin.root(v.index, dim)
                 found[root] = min(found.get(root, units), units)
         return found
 
-    def _divided(self, builder: RangeBuilder, choices: Ints, lacking: float) -> ShareRanges | None:
-        """Finer ranges where the choices may gain by it, if there are any, the bound being `lacking` seconds."""
-        found = in_ranges(builder, choices)
-        kind_of = lambda root, way, held: (way, self._shape(builder.ranges, root), held.kind)
-        kinds: dict[tuple[Node, int], object] = {at: kind_of(*at, held) for at, held in found.items()}
+    # Which nodes and ranges
+
+    def _finer(self, builder: RangeBuilder, choices: Ints, lacking: float) -> ShareRanges | None:
+        """More nodes and finer ranges where the choices may gain by it, if there are any, the bound being `lacking`
+        seconds."""
+        ranges, found = builder.ranges, in_ranges(builder, choices)
+        first = {} if ranges.nodes else self._first_nodes(found)
+        if first:
+            return ranges.divided({}, first)
+        kinds: dict[tuple[Node, int], object] = {
+            (root, way): (way, self._shape(ranges, root), held.kind) for (root, way), held in found.items()
+        }
         # Of those that are alike, as layers' are, all can be divided.
         alike, worth = Counter(kinds.values()), _WORTH * lacking
         parts: dict[object, tuple[float, list[ShareRange]]] = {}
+        more: dict[object, tuple[float, Sequence[float]]] = {}
         for (root, way), held in found.items():
-            if (kind := kinds[root, way]) not in parts:
-                parts[kind] = self._parts(builder.ranges.at(root)[way], root, held, worth / alike[kind])
-        gains = {at: alike[kind] * parts[kind][0] if parts[kind][1] else 0.0 for at, kind in kinds.items()}
+            if (kind := kinds[root, way]) in parts or kind in more:
+                continue
+            if (nodes := ranges.nodes.get(root)) is not None:
+                more[kind] = self._beside(ranges, nodes, way, held)
+            else:
+                parts[kind] = self._parts(ranges.at(root)[way], root, held, worth / alike[kind])
+        gains = {
+            at: alike[kind] * (parts[kind][0] if kind in parts and parts[kind][1] else more.get(kind, (0.0, ()))[0])
+            for at, kind in kinds.items()
+        }
         most: dict[Node, float] = {}
         for (root, _), gain in gains.items():
             most[root] = max(most.get(root, 0.0), gain)
-        some = {at: parts[kinds[at]][1] for at, gain in gains.items() if gain >= max(worth, _MOST * most[at[0]])}
-        return _with(builder.ranges, some)
+        some = [at for at, gain in gains.items() if gain >= max(worth, _MOST * most[at[0]])]
+        divided = {at: mine[1] for at in some if (mine := parts.get(kinds[at])) and mine[1]}
+        added: dict[Node, list[float]] = {}
+        for at in some:
+            if shares := more.get(kinds[at], (0.0, ()))[1]:
+                added.setdefault(at[0], []).extend(shares)
+        nodes = {root: ranges.nodes[root].with_more(shares) for root, shares in added.items()}
+        return ranges.divided(divided, nodes) if divided or nodes else None
+
+    def _first_nodes(self, found: Mapping[tuple[Node, int], InRange]) -> dict[Node, ShareNodes]:
+        """Of all that has many units: at the shares of slow devices that suit most of what is cut."""
+        n, fast, works = self.costs.n, self.costs.fastest.tolist(), Counter[Work]()
+        for held in found.values():
+            works.update(held.works)
+        even = (n - sum(fast)) / n
+        shares = np.linspace(0.0, even, _SUITED)
+        at = [ShareRange((1.0 / n, 1.0), (0.0, 1.0), (1.0 - s, 1.0 - s)) for s in shares.tolist()]
+        seconds = self.costs.times_within([(work, within) for work in works for within in at])
+        heavy: dict[float, float] = {}
+        for runs, mine in zip(works.values(), seconds.reshape(len(works), len(at)), strict=True):
+            suited = float(shares[np.argmin(mine)])
+            heavy[suited] = heavy.get(suited, 0.0) + runs * float(mine.min())
+        chosen = [even]
+        total = sum(heavy.values())
+        for share, weight in sorted(heavy.items(), key=lambda item: -item[1]):
+            if weight >= _HEAVY * total and min(abs(share - x) for x in chosen) >= _APART * even:
+                chosen.append(share)
+        few, each = _FEW
+        many = {root: units for root, units in self._shortest.items() if units >= max(few, each * n)}
+        return {root: ShareNodes.near(units, fast, chosen) for root, units in many.items()}
+
+    def _beside(self, ranges: ShareRanges, nodes: ShareNodes, way: int, held: InRange) -> tuple[float, Sequence[float]]:
+        """(seconds gained, shares) of more nodes beside one at which something lies."""
+        costs, each = self.costs, np.zeros((0, len(nodes.cells)))
+        if held.works:
+            each = ranges.least_in_cells(nodes, [*held.works])
+        runs, lost = np.array([*held.works.values()]), -held.swapped_s
+        seconds = runs @ each
+        for other, even_s in held.evenly_s.items():
+            seconds += even_s * over_even(costs, nodes.cell_ranges, other, roughly=True)
+            lost += even_s * float(over_even(costs, [nodes.point(way)], other)[0])
+        lost += float(runs @ (nodes.at(each) - nodes.below(each))[:, way])
+        share, gain = nodes.worst(seconds, way)
+        if gain < _CLOSER * lost or nodes.with_more([share]) == nodes:
+            more = nodes.with_more(nodes.halfway(way))
+        else:
+            more = nodes.with_more([share])
+        return (max(gain, lost), more.shares) if more != nodes else (0.0, ())
 
     def _parts(self, whole: ShareRange, root: Node, held: InRange, worth: float) -> tuple[float, list[ShareRange]]:
         """(seconds gained, parts) of a range for what lies in it, by the largest share or, where rounds are sent, by
         that of slow devices, whichever gains more; no parts where less than `worth` seconds could be gained."""
         ways = [(whole.largest, lambda part: whole._replace(largest=part))]
-        if held.swapped_s:
+        if held.evenly_s:
             ways.append((whole.slow, lambda part: whole._replace(slow=part)))
         found = [self._parts_between(ends, part, root, held, worth) for ends, part in ways]
         return max(found, key=lambda gained: (bool(gained[1]), gained[0]))
 
-    def _divided_within_memory(
-        self, memory: MemoryConstraints, choices: Ints, ops: Iterable[int], lacking: float
-    ) -> ShareRanges | None:
-        """As `_divided`, where the bound is short of memory at some ops: what is held there counts at a range's first
-        share, while works take what they do at its best. It is divided until they do not take much less there."""
-        builder = memory.builder
-        assert isinstance(builder, RangeBuilder)
-        ranges, works = builder.ranges, dict[Node, InRange]()
-        layouts = [found for op in ops for found in memory.smallest_at(op, choices)]
-        cut = {ranges.root(v, dim) for v, layout in layouts for dim, _, way in cuts_of(layout) if owner_of(way) is None}
-        for (root, _), held in in_ranges(builder, choices).items():
-            if root in cut:
-                mine = works.setdefault(root, InRange()).works
-                for work, runs in held.works.items():
-                    mine[work] = mine.get(work, 0.0) + runs
-        kinds: dict[Node, object] = {root: (self._shape(ranges, root), held.kind) for root, held in works.items()}
-        alike, first = Counter(kinds.values()), {kind: root for root, kind in kinds.items()}
-        gains: dict[tuple[object, int], float] = {}
-        for kind, root in first.items():
-            for way, whole in enumerate(ranges.at(root)):
-                low = whole.largest[0]
-                at_first, at_best = self._seconds(works[root], [whole._replace(largest=(low, low)), whole], low)
-                gains[kind, way] = float(at_first - at_best)
-        most = max((alike[kind] * gain for (kind, _), gain in gains.items()), default=0.0)
-        worth, parts = max(_WORTH * lacking, _MOST * most), dict[tuple[object, int], list[ShareRange]]()
-        for (kind, way), gain in gains.items():
-            root, least = first[kind], worth / alike[kind]
-            if gain >= least:
-                left = max(_CLOSER * gain, least)
-                whole, possible = ranges.at(root)[way], self._possible(root)
-                while len(more := self._stepped(works[root], whole, possible, left)) >= _PARTS:
-                    left *= 1.5
-                parts[kind, way] = [whole._replace(largest=part) for part in pairwise(_with_ends(whole.largest, more))]
-        return _with(
-            ranges,
-            {(root, way): mine for root, of in kinds.items() for (kind, way), mine in parts.items() if kind == of},
-        )
-
-    def _stepped(self, held: InRange, whole: ShareRange, possible: Floats, most: float) -> list[float]:
-        """The fewest ends of parts at whose first share all takes at most so many seconds more than in the part."""
-        (low, high), found = whole.largest, list[float]()
-        inside = possible[(possible > low) & (possible < high)].tolist()
-        begin, first = low, 0
-        while first < len(inside):
-            parts = lambda end, begin=begin: [whole._replace(largest=(begin, x)) for x in (begin, end)]
-            spread = lambda end, parts=parts: -np.diff(self._seconds(held, parts(end), low))[0]
-            if spread(high) <= most:
-                break
-            first = max(bisect_right(inside, most, first, key=spread), first + 1)
-            begin = inside[first - 1]
-            found.append(begin)
-        return found
-
     def _shape(self, ranges: ShareRanges, root: Node) -> object:
         """Equal for what can be cut and is divided alike."""
-        return self._shortest[root], ranges.at(root)
+        return self._shortest[root], ranges.at(root), ranges.nodes.get(root)
 
     def _possible(self, root: Node) -> Floats:
-        """Shares at which a dimension's ranges may be divided, rising."""
+        """Shares at which a dimension's ranges may be divided, rising: between each two that it can have."""
         units = max(self._shortest[root], 1)
-        if units <= _FEW:
-            return (np.arange(units) + 0.5) / units
-        n, steps = self.costs.n, lambda ratio: int(np.log(ratio) / np.log(_STEP))
-        return _STEP ** np.arange(-steps(1 / _LEAST), steps(n)) / n
+        return (np.arange(units) + 0.5) / units
 
     def _parts_between(
         self, ends: Range, part: Callable[[Range], ShareRange], root: Node, held: InRange, worth: float
@@ -303,7 +276,8 @@ class JointRefinement:
         if not inside:
             return 0.0, []
         first = part(ends).largest[0]
-        seconds = lambda *within: self._seconds(held, [part(x) for x in within], first)
+        units = max(self._shortest[root], 1)
+        seconds = lambda *within: self._seconds(held, [part(x) for x in within], units, first)
         points = np.unique(np.quantile([low, *inside, high], np.linspace(0, 1, _POINTS)))
         whole = seconds(ends)[0]
         alike = seconds(*((p, p) for p in points.tolist())).min()
@@ -318,17 +292,22 @@ class JointRefinement:
             found = [inside[bisect_right(inside, (max(low, inside[0]) * high) ** 0.5) - 1]]
         return gain, [part(within) for within in pairwise(_with_ends(ends, found))] if found else []
 
-    def _seconds(self, held: InRange, parts: Sequence[ShareRange], low: float) -> Floats:
-        """What lies in a range whose largest share is `low` or more takes where it lies in each of some parts of it."""
+    def _seconds(self, held: InRange, parts: Sequence[ShareRange], units: int, low: float) -> Floats:
+        """What lies in a range whose largest share is `low` or more takes where it lies in each of some parts of it, in
+        whole units."""
         runs = np.array(list(held.works.values()))
+        parts = [part.tightened(self.costs.fastest).in_units(units) for part in parts]
         times = self.costs.times_within([(work, part) for part in parts for work in held.works])
-        parts = [part.tightened(self.costs.fastest) for part in parts]
         least = np.array([part.largest[0] for part in parts]) / low
-        # Of two dimensions that are cut alike.
-        swapped = np.array(
-            [held.swapped_s * over_even(self.costs, part, part) if held.swapped_s else 0.0 for part in parts]
-        )
-        return times.reshape(len(parts), -1) @ runs + held.sent_s * least + swapped
+        swapped = [even_s * over_even(self.costs, parts, other) for other, even_s in held.evenly_s.items()]
+        return times.reshape(len(parts), -1) @ runs + held.sent_s * least + sum(swapped, np.zeros(len(parts)))
+
+
+def _excess(memory: MemoryConstraints, limits: Mapping[int, float], choices: Ints) -> float:
+    """Bytes that the choices hold beyond the limits, in all."""
+    problem = memory.problem(limits)
+    used = problem.usage(memory.extended(problem, choices))
+    return float(sum(u - r.limit for u, r in zip(used, problem.resources, strict=True)))
 
 
 def _parted(seconds: Callable[[Range], Floats], ends: Range, inside: Sequence[float], least: float) -> list[float]:
@@ -349,9 +328,3 @@ def _parted(seconds: Callable[[Range], Floats], ends: Range, inside: Sequence[fl
 
 def _with_ends(ends: Range, inside: Sequence[float]) -> list[float]:
     return [ends[0], *inside, ends[1]]
-
-
-def _with(ranges: ShareRanges, parts: Mapping[tuple[Node, int], Sequence[ShareRange]]) -> ShareRanges | None:
-    """Ranges with parts in place of those that have some, if there are any."""
-    some = {at: mine for at, mine in parts.items() if mine}
-    return ranges.divided(some) if some else None
