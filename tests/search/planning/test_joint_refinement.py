@@ -292,6 +292,12 @@ def test_ranges_hold_what_works_take_at_their_shares(seed: int) -> None:
         shares /= shares.sum(axis=1, keepdims=True)
         times = np.array([costs.time(work, [s]) for s in shares])
         largest, slow = shares.max(axis=1), shares[:, ~costs.fastest].max(axis=1)
+        together = shares[:, costs.fastest].sum(axis=1)
+        for few, many in ((0.0, 0.3), (0.4, 0.5), (0.2, 0.9), (0.95, 1.0)):
+            within = ShareRange((1 / 3, 1.0), (0.0, 1.0), (few, many))
+            least = costs.times_within([(work, within), (work, within.tightened(costs.fastest))])
+            assert (least <= times[(together >= few) & (together <= many)].min() * (1 + 1e-9)).all()
+            assert least[1] >= 0.8 * times[(together >= few) & (together <= many)].min() or work.lanes[0] == 100
         for low, high in ((1 / 3, 0.4), (0.4, 0.6), (0.5, 0.51), (0.7, 1.0), (1 / 3, 1.0)):
             for least_slow, most_slow in ((0.0, 1.0), (0.1, 0.2), (0.3, 0.34), (0.45, 0.5)):
                 within = ShareRange((low, high), (least_slow, most_slow))

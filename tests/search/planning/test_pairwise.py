@@ -144,14 +144,20 @@ def test_least_of_a_range_is_no_more_than_any_in_it_takes(data: st.DataObject) -
     assume(fast.any() and not fast.all())
 
     def around(shares: Floats) -> ShareRange:
-        low, high, less, more = (data.draw(st.floats(0, 1)) for _ in range(4))
-        largest, slow = shares.max(), shares[~fast].max()
-        ends = 1 / n + (largest - 1 / n) * (1 - low), largest + (1 - largest) * high
-        return ShareRange(ends, (slow * (1 - less), slow + (1 - slow) * more)).tightened(fast)
+        low, high, *ends = (data.draw(st.floats(0, 1)) for _ in range(6))
+        largest, slow, together = shares.max(), shares[~fast].max(), min(shares[fast].sum(), 1.0)
+        wide = lambda x, less, more: (x * (1 - less), x + (1 - x) * more)
+        between = 1 / n + (largest - 1 / n) * (1 - low), largest + (1 - largest) * high
+        return ShareRange(between, wide(slow, *ends[:2]), wide(together, *ends[2:])).tightened(fast)
 
-    exactly = [ShareRange((x.max(), x.max()), (x[~fast].max(), x[~fast].max())) for x in (old, new)]
-    for within in (exactly, [around(old), around(new)]):
+    exactly = [ShareRange(*((y, y) for y in (x.max(), x[~fast].max(), min(x[fast].sum(), 1.0)))) for x in (old, new)]
+    around_them = [around(old), around(new)]
+    for within in (exactly, around_them):
         assert price.least(link, 1e6, *within, fast) <= (latency + moving) * (1 + 1e-9)
+        for varied, other, backward in ((within, within[1], False), (within[::-1], within[0], True)):
+            # Of several ranges that were asked for at once, that of the first.
+            each = price.least_of_each(link, 1e6, [varied[0], *around_them], other, fast, backward=backward)
+            assert each[0] <= (latency + moving) * (1 + 1e-9)
     even = link.seconds(PADDED, link.wire_bytes(PADDED, 1e6 / n**2))
     whole = ShareRange((1 / n, 1.0))
     assert price.least(link, 1e6, whole, whole, fast) == pytest.approx(even)
@@ -243,7 +249,7 @@ def test_the_joint_bound_is_what_it_was_without_rounds(speeds: tuple[float, ...]
 
 @pytest.mark.parametrize("sent", [0.5, 2.0])
 def test_closer_joint_bounds_hold_at_all_ratios(sent: float) -> None:
-    """As ranges of the largest shares are divided, however its arguments lie."""
+    """As there are more nodes, however its arguments lie."""
     free = lambda **options: crossed([3.0, 1.0, 1.0, 1.0], sent, fixed=None, **options)[0]
     plan, closer = free(), free(joint_gap=1e-3)
     costs = [free(ratios=[m, *[(1 - m) / 3] * 3]).cost for m in SHARES]
@@ -411,4 +417,8 @@ def test_what_rounds_send_at_least_is_nearly_what_they_send() -> None:
     assert sent.tolist() == pytest.approx([0.13125, 0.05625, 0.13125])
     # Both fast ones may not have 0.35 each, but together no less than 0.7.
     assert least_rounds(rows, experts, fast, [1.0] * 3).sent == pytest.approx(sent.sum(), rel=1e-6)
+    # As of the slow ones together.
+    together = ShareRange((0.25, 1.0), (0.0, 1.0), (0.7, 0.7)).tightened(fast)
+    assert together.slow == pytest.approx((0.15, 0.3))
+    assert least_rounds(together, experts, fast, [1.0] * 3).sent == pytest.approx(0.9875 * sent.sum(), rel=0.02)
     assert least_rounds(ShareRange((0.34, 0.36)), experts, fast, [1.0] * 3).sent == pytest.approx(0.28125, rel=1e-6)
