@@ -56,6 +56,8 @@ _APART = 0.02
 """Of an even share: two nodes to begin with."""
 _POINTS = 33
 """Shares at which what cuts a range is compared."""
+_POINTS_OF_TWO = 9
+"""The same of each of two shares at once."""
 
 
 class _Priced(NamedTuple):
@@ -64,6 +66,10 @@ class _Priced(NamedTuple):
     price: float
     bound: float
     excess: float
+
+    def at(self, price: float) -> float:
+        """The most that the bound may be at another price."""
+        return self.bound + self.excess * (price - self.price)
 
 
 @dataclass
@@ -77,14 +83,19 @@ class _MemoryPrice:
     high: _Priced | None = None
 
     def next(self, enough: float) -> float:
-        low, high = self.low, self.high
-        if high is None:
-            most = low.price + 1.1 * max(enough - low.bound, _SAFETY * enough) / low.excess
-            return most if low.price == 0 else min(max(most, 1.2 * low.price), 4 * low.price)
-        start = lambda at: at.bound - at.excess * at.price
-        meet = (start(high) - start(low)) / (low.excess - high.excess)
-        margin = 0.1 * (high.price - low.price)
-        return min(max(meet, low.price + margin), high.price - margin)
+        if self.high is None:
+            most = self.low.price + 1.1 * max(enough - self.low.bound, _SAFETY * enough) / self.low.excess
+            return most if self.low.price == 0 else min(max(most, 1.2 * self.low.price), 4 * self.low.price)
+        margin = 0.1 * (self.high.price - self.low.price)
+        return min(max(self._meet(self.high), self.low.price + margin), self.high.price - margin)
+
+    def most(self) -> float:
+        """The greatest that the bound may be at any price."""
+        return np.inf if self.high is None else self.low.at(self._meet(self.high))
+
+    def _meet(self, high: _Priced) -> float:
+        """The price where both lines do."""
+        return (high.at(0.0) - self.low.at(0.0)) / (self.low.excess - high.excess)
 
     def learn(self, found: _Priced) -> None:
         if found.excess > 0:
@@ -144,7 +155,7 @@ class JointRefinement:
                 elif found.excess > 0:
                     price = _MemoryPrice(found)
             finer = self._finer(builder, solved.choices, enough - known)
-            if finer is None and price is None:
+            if finer is None and (price is None or price.most() < known + _WORTH * (enough - known)):
                 break
             ranges = finer or ranges
         return known
@@ -184,30 +195,29 @@ class JointRefinement:
         }
         # Of those that are alike, as layers' are, all can be divided.
         alike, worth = Counter(kinds.values()), _WORTH * lacking
-        parts: dict[object, tuple[float, list[ShareRange]]] = {}
-        more: dict[object, tuple[float, Sequence[float]]] = {}
+        gained: dict[object, tuple[float, ShareNodes | list[ShareRange]]] = {}
         for (root, way), held in found.items():
-            if (kind := kinds[root, way]) in parts or kind in more:
+            kind, nodes = kinds[root, way], ranges.nodes.get(root)
+            if kind in gained:
                 continue
-            if (nodes := ranges.nodes.get(root)) is not None:
-                more[kind] = self._beside(ranges, nodes, way, held)
+            if nodes is None:
+                gained[kind] = self._parts(ranges.at(root)[way], root, held, worth / alike[kind])
             else:
-                parts[kind] = self._parts(ranges.at(root)[way], root, held, worth / alike[kind])
-        gains = {
-            at: alike[kind] * (parts[kind][0] if kind in parts and parts[kind][1] else more.get(kind, (0.0, ()))[0])
-            for at, kind in kinds.items()
-        }
+                gained[kind] = self._beside(ranges, nodes, way, held)
+        gains = {at: alike[kind] * gained[kind][0] for at, kind in kinds.items()}
         most: dict[Node, float] = {}
         for (root, _), gain in gains.items():
             most[root] = max(most.get(root, 0.0), gain)
-        some = [at for at, gain in gains.items() if gain >= max(worth, _MOST * most[at[0]])]
-        divided = {at: mine[1] for at in some if (mine := parts.get(kinds[at])) and mine[1]}
-        added: dict[Node, list[float]] = {}
-        for at in some:
-            if shares := more.get(kinds[at], (0.0, ()))[1]:
-                added.setdefault(at[0], []).extend(shares)
-        nodes = {root: ranges.nodes[root].with_more(shares) for root, shares in added.items()}
-        return ranges.divided(divided, nodes) if divided or nodes else None
+        parts, more = dict[tuple[Node, int], list[ShareRange]](), dict[Node, ShareNodes]()
+        for at, gain in gains.items():
+            _, finer = gained[kinds[at]]
+            if gain < max(worth, _MOST * most[at[0]]):
+                continue
+            if isinstance(finer, ShareNodes):
+                more[at[0]] = more.get(at[0], finer).with_more(finer.shares)
+            else:
+                parts[at] = finer
+        return ranges.divided(parts, more) if parts or more else None
 
     def _first_nodes(self, found: Mapping[tuple[Node, int], InRange]) -> dict[Node, ShareNodes]:
         """Of all that has many units: at the shares of slow devices that suit most of what is cut."""
@@ -231,8 +241,8 @@ class JointRefinement:
         many = {root: units for root, units in self._shortest.items() if units >= max(few, each * n)}
         return {root: ShareNodes.near(units, fast, chosen) for root, units in many.items()}
 
-    def _beside(self, ranges: ShareRanges, nodes: ShareNodes, way: int, held: InRange) -> tuple[float, Sequence[float]]:
-        """(seconds gained, shares) of more nodes beside one at which something lies."""
+    def _beside(self, ranges: ShareRanges, nodes: ShareNodes, way: int, held: InRange) -> tuple[float, ShareNodes]:
+        """(seconds gained, nodes) with more beside one at which something lies; none gained where there are no more."""
         costs, each = self.costs, np.zeros((0, len(nodes.cells)))
         if held.works:
             each = ranges.least_in_cells(nodes, [*held.works])
@@ -243,44 +253,57 @@ class JointRefinement:
             lost += even_s * float(over_even(costs, [nodes.point(way)], other)[0])
         lost += float(runs @ (nodes.at(each) - nodes.below(each))[:, way])
         share, gain = nodes.worst(seconds, way)
-        if gain < _CLOSER * lost or nodes.with_more([share]) == nodes:
+        more = nodes.with_more([share])
+        if gain < _CLOSER * lost or more == nodes:
             more = nodes.with_more(nodes.halfway(way))
-        else:
-            more = nodes.with_more([share])
-        return (max(gain, lost), more.shares) if more != nodes else (0.0, ())
+        return max(gain, lost) if more != nodes else 0.0, more
 
     def _parts(self, whole: ShareRange, root: Node, held: InRange, worth: float) -> tuple[float, list[ShareRange]]:
         """(seconds gained, parts) of a range for what lies in it, by the largest share or, where rounds are sent, by
-        that of slow devices, whichever gains more; no parts where less than `worth` seconds could be gained."""
-        ways = [(whole.largest, lambda part: whole._replace(largest=part))]
-        if held.evenly_s:
-            ways.append((whole.slow, lambda part: whole._replace(slow=part)))
-        found = [self._parts_between(ends, part, root, held, worth) for ends, part in ways]
-        return max(found, key=lambda gained: (bool(gained[1]), gained[0]))
+        that of slow devices, whichever gains more; none where less than `worth` seconds could be gained."""
+        by_largest = lambda part: whole._replace(largest=part)
+        if not held.evenly_s:
+            return self._parts_between(whole.largest, by_largest, root, held, worth)
+        ways = [(whole.largest, by_largest), (whole.slow, lambda part: whole._replace(slow=part))]
+        gain, parts = max((self._parts_between(*way, root, held, worth) for way in ways), key=lambda gained: gained[0])
+        if not parts:
+            gain, parts = self._around_the_best(whole, root, held)
+            parts = parts if gain >= worth else []
+        return (gain, parts) if parts else (0.0, [])
+
+    def _around_the_best(self, whole: ShareRange, root: Node, held: InRange) -> tuple[float, list[ShareRange]]:
+        """(seconds gained, parts) of a range that leave the shares by themselves at which what lies in it takes the
+        least: rounds may send more only where both are known."""
+        units = max(self._shortest[root], 1)
+        largest, slow = (_some(_whole_units(ends, units), _POINTS_OF_TWO) for ends in (whole.largest, whole.slow))
+        points = [ShareRange((x, x), (y, y)) for x in largest for y in slow]
+        first, *each = self._seconds(held, [whole, *points], units, whole.largest[0]).tolist()
+        at = int(np.argmin(each))
+        apart = lambda ends, x: [x + side for side in (-0.5 / units, 0.5 / units) if ends[0] < x + side < ends[1]]
+        parts: list[ShareRange] = []
+        for within in pairwise([whole.largest[0], *apart(whole.largest, points[at].largest[0]), whole.largest[1]]):
+            inside = within[0] <= points[at].largest[0] <= within[1]
+            ends = apart(whole.slow, points[at].slow[0]) if inside else []
+            slow_parts = pairwise([whole.slow[0], *ends, whole.slow[1]])
+            parts += [whole._replace(largest=within, slow=part) for part in slow_parts]
+        return (each[at] - first, parts) if len(parts) > 1 else (0.0, [])
 
     def _shape(self, ranges: ShareRanges, root: Node) -> object:
         """Equal for what can be cut and is divided alike."""
         return self._shortest[root], ranges.at(root), ranges.nodes.get(root)
 
-    def _possible(self, root: Node) -> Floats:
-        """Shares at which a dimension's ranges may be divided, rising: between each two that it can have."""
-        units = max(self._shortest[root], 1)
-        return (np.arange(units) + 0.5) / units
-
     def _parts_between(
         self, ends: Range, part: Callable[[Range], ShareRange], root: Node, held: InRange, worth: float
     ) -> tuple[float, list[ShareRange]]:
-        """(seconds gained, parts) of a range that is divided at shares between two ends."""
-        (low, high), possible = ends, self._possible(root)
-        inside = possible[(possible > low) & (possible < high)].tolist()
+        """(seconds gained, parts) of a range that is divided between two ends."""
+        (low, high), units = ends, max(self._shortest[root], 1)
+        inside = _between(ends, units).tolist()
         if not inside:
             return 0.0, []
         first = part(ends).largest[0]
-        units = max(self._shortest[root], 1)
         seconds = lambda *within: self._seconds(held, [part(x) for x in within], units, first)
-        points = np.unique(np.quantile([low, *inside, high], np.linspace(0, 1, _POINTS)))
         whole = seconds(ends)[0]
-        alike = seconds(*((p, p) for p in points.tolist())).min()
+        alike = seconds(*((x, x) for x in _some(_whole_units(ends, units), _POINTS))).min()
         found: list[float] = []
         if (gain := alike - whole) >= worth:
             left = max(_CLOSER * gain, worth)
@@ -290,7 +313,7 @@ class JointRefinement:
             # What moves to the range from others, or from it, may count as nothing where these lie beside it; at most
             # it could be elsewhere.
             found = [inside[bisect_right(inside, (max(low, inside[0]) * high) ** 0.5) - 1]]
-        return gain, [part(within) for within in pairwise(_with_ends(ends, found))] if found else []
+        return (gain, [part(within) for within in pairwise([low, *found, high])]) if found else (0.0, [])
 
     def _seconds(self, held: InRange, parts: Sequence[ShareRange], units: int, low: float) -> Floats:
         """What lies in a range whose largest share is `low` or more takes where it lies in each of some parts of it, in
@@ -310,6 +333,21 @@ def _excess(memory: MemoryConstraints, limits: Mapping[int, float], choices: Int
     return float(sum(u - r.limit for u, r in zip(used, problem.resources, strict=True)))
 
 
+def _whole_units(ends: Range, units: int) -> Floats:
+    """Shares of so many units that lie between two, rising."""
+    return np.arange(np.ceil(ends[0] * units - _SAFETY), np.floor(ends[1] * units + _SAFETY) + 1) / units
+
+
+def _between(ends: Range, units: int) -> Floats:
+    """Shares between each two of these, at which a range may be divided."""
+    return _whole_units(ends, units)[:-1] + 0.5 / units
+
+
+def _some(shares: Floats, most: int) -> list[float]:
+    """So many at most, from the first to the last."""
+    return shares[np.unique(np.linspace(0, len(shares) - 1, most).round().astype(int))].tolist()
+
+
 def _parted(seconds: Callable[[Range], Floats], ends: Range, inside: Sequence[float], least: float) -> list[float]:
     """The fewest ends of parts in which all takes `least` seconds, but for parts that cannot be divided."""
     (low, high), found = ends, list[float]()
@@ -324,7 +362,3 @@ def _parted(seconds: Callable[[Range], Floats], ends: Range, inside: Sequence[fl
         begin, first = inside[few], few + 1
         found.append(begin)
     return found
-
-
-def _with_ends(ends: Range, inside: Sequence[float]) -> list[float]:
-    return [ends[0], *inside, ends[1]]
