@@ -63,21 +63,28 @@ def _found(
     mask, n = np.array(fast), len(fast)
     places, by = np.arange(n), np.arange(1, n)[:, None]
     others = other.bounds(mask)[0][(places - by if backward else places + by) % n]
-    least, most = (np.stack(ends) for ends in zip(*(mine.bounds(mask) for mine in varied), strict=True))
-    together = np.array([mine.fast for mine in varied])
+    least, most, together, (low, high) = _bounds(varied, fast)
     # A round sends something if someone who has a share sends of it; and someone has one.
     some = (others[None] > _NOTHING).all(axis=2) | (least[:, None] * others > _NOTHING).any(axis=2)
     sent = np.zeros(len(varied))
-    if others.any():
+    if (others > _NOTHING).any():
         at = np.unique(np.linspace(0, len(varied) - 1, min(len(varied), _SOLVED)).round().astype(int))
         for i in at.tolist():
             slopes = _slopes((least[i], most[i]), (mask, together[i]), others, weights)
             sent = np.maximum(sent, _least(slopes, (least, most), (mask, together)))
     # Who has the largest share of one sends, or gets, all of that but what the other leaves it.
-    (first, last), low, high = other.largest, *np.array([mine.largest for mine in varied]).T
+    first, last = other.largest
     part = np.maximum(first * (1.0 - high), low * (1.0 - last))
     number = np.maximum(some.sum(axis=1), part > _NOTHING)
     return list(map(LeastRounds, number.tolist(), np.maximum(sent, part * min(weights)).tolist()))
+
+
+@lru_cache(maxsize=1 << 10)
+def _bounds(varied: tuple[ShareRange, ...], fast: tuple[bool, ...]) -> tuple[Floats, Floats, Floats, Floats]:
+    """Of ranges: the least and the most that each position has [ranges, n], what fast ones have in all [ranges, 2], and
+    the largest shares [2, ranges]."""
+    least, most = (np.stack(ends) for ends in zip(*(mine.bounds(np.array(fast)) for mine in varied), strict=True))
+    return least, most, np.array([mine.fast for mine in varied]), np.array([mine.largest for mine in varied]).T
 
 
 def _slopes(
