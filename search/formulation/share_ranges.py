@@ -1,14 +1,15 @@
-"""Bounds on programs of all ratios that have each dimension in a range of them: the joint bound's, but closer.
+"""Bounds on programs of all ratios that have each dimension in a range of them, or rounded to nodes: the joint bound's,
+but closer.
 
 At its own best ratio each instruction takes less than any program can have it: a contraction suits shares by speed, an
 elementwise op beside it shares by bandwidth, a collective even ones, and all cut one dimension. So the shares of a
-dimension are divided into ranges (`ShareRange`), each a way in which it may be cut (`ChoicesInWays`). Within a range an
-op takes what it takes at the best shares there, a collective what it takes at the range's least; from one range to
-another rows have to move, as many as lie between the two at least.
+dimension are told apart, by ranges (`ShareRange`) or nodes (`share_nodes.py`), each a way in which it may be cut
+(`ChoicesInWays`). Within a range an op takes what it takes at the best shares there, a collective what it takes at the
+range's least; from one range to another rows have to move, as many as lie between the two at least.
 
-What is bounded are programs whose values each lie, for all their uses together, in at most two ranges of the dimension
-in which they are made and one of one other, or in any of several others (which bounds less, of fewer states); for a use
-by itself they come to lie in any.
+What is bounded are programs whose values each lie, for all their uses together, in at most two ranges, or at two
+shares, of the dimension in which they are made and one of one other, or in any of several others (which bounds less, of
+fewer states); for a use by itself they come to lie in any.
 """
 
 from __future__ import annotations
