@@ -31,6 +31,8 @@ _CELLS = 2048
 """Of the shares up to an even one: of so many whole rows each has a cell of its own."""
 _SAFETY = 1 - 1e-9
 _ROUNDING = 1e-9
+_LOWER = 0.01
+"""How far below the least of all a node may stand, as a fraction."""
 
 
 @dataclass(frozen=True)
@@ -163,31 +165,34 @@ class ShareNodes:
         """What may stand at the nodes [rows, nodes] for functions that take at least so many seconds within each cell
         [rows, cells]: straight lines between exceed them nowhere.
 
-        Of what they take at the nodes all is lowered alike where a line lies above something; then what may be raised
-        again is, first where the least stands. A constant is below, too."""
+        What they take at the nodes is lowered alike where a line lies above something, or to the least of all if that
+        leaves less than it; then the nodes are raised again as far as may be, one by one, where the least stands first,
+        as there programs will be."""
         most, between = self.above(seconds), self.between(seconds)
+        least = seconds.min(axis=1, keepdims=True)
         over = np.zeros((len(most), len(between) + 2))
         for k, (along, values) in enumerate(between):
             line = most[:, k : k + 1] * (1 - along) + most[:, k + 1 : k + 2] * along
             over[:, k + 1] = (line - values).max(axis=1, initial=0.0)
-        found = most - np.maximum(over[:, :-1], over[:, 1:])
-        order = np.argsort(most, axis=1, kind="stable")
+        found = self._raised(most - np.maximum(over[:, :-1], over[:, 1:]), most, between)
+        low = (found < least * (1 - _LOWER)).any(axis=1)
+        if low.any():
+            start, some = np.repeat(least[low], found.shape[1], axis=1), [(t, values[low]) for t, values in between]
+            found[low] = self._raised(start, most[low], some)
+        return found * _SAFETY
+
+    def _raised(self, found: Floats, most: Floats, between: Sequence[tuple[Floats, Floats]]) -> Floats:
+        """As far as may be, between what lies below and the most."""
+        found, order = found.copy(), np.argsort(most, axis=1, kind="stable")
         for rank, k in np.ndindex(order.shape[1], order.shape[1]):
             rows = np.flatnonzero(order[:, rank] == k)
-            if rows.size and over[rows].any():
-                raised = self._raised(k, found[rows], [(along, values[rows]) for along, values in between])
-                found[rows, k] = np.minimum(raised, most[rows, k])
-        negative = (found < 0).any(axis=1, keepdims=True)
-        return np.where(negative, seconds.min(axis=1, keepdims=True), found) * _SAFETY
-
-    def _raised(self, k: int, at: Floats, between: Sequence[tuple[Floats, Floats]]) -> Floats:
-        """The most that may stand at a node, with the others as they are [rows]."""
-        most = np.full(len(at), np.inf)
-        for place, other in ((k - 1, k - 1), (k, k + 1)):
-            if 0 <= place < len(between):
-                along, values = between[place]
-                near = along if other < k else 1 - along
-                some = near > _ROUNDING
-                rest = values[:, some] - at[:, other : other + 1] * (1 - near[some])
-                most = np.minimum(most, (rest / near[some]).min(axis=1, initial=np.inf))
-        return most
+            room = most[rows, k]
+            for place, other in ((k - 1, k - 1), (k, k + 1)):
+                if rows.size and 0 <= place < len(between):
+                    along, values = between[place]
+                    near = along if other < k else 1 - along
+                    some = near > _ROUNDING
+                    rest = values[np.ix_(rows, some)] - found[rows, other][:, None] * (1 - near[some])
+                    room = np.minimum(room, (rest / near[some]).min(axis=1, initial=np.inf))
+            found[rows, k] = room
+        return found
