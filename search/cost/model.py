@@ -466,7 +466,10 @@ class CostModel:
         return tuple([step for step in every if step is every[0] or self.offers(step, axis)])
 
     def offers(self, step: Collective, axis: int) -> bool:
-        """Whether programs may take a step along an axis where it is not the usual one."""
+        """Whether programs may take a step along an axis where it is not the usual one. One in rounds not along several
+        axes: of so many more layouts the search then finds no good one in time (`docs/design/search.md`)."""
+        if step.in_rounds and len(self.axes) > 1:
+            return False
         return (self._offered is None or step.name in self._offered) and self.links[axis].offers(step)
 
     def conversion(
