@@ -110,7 +110,7 @@ def by_cheapest_steps(program: Program, sizes: Sizes, costs: CostModel, *, bundl
 
     def cheapest(i: Convert) -> Convert:
         steps = costs.steps(i.source, i.target, i.axis)
-        return min((i.with_step(step) for step in steps), key=cost) if len(steps) > 1 else i
+        return i if steps == (i.collective,) else min((i.with_step(step) for step in steps), key=cost)
 
     instructions = tuple([cheapest(i) if isinstance(i, Convert) else i for i in program.instructions])
     return (
