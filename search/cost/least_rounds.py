@@ -11,7 +11,7 @@ from scipy.optimize import linprog
 from scipy.sparse import coo_array, vstack
 
 from hapsynth.search.cost.device_speed import Floats
-from hapsynth.search.cost.share_range import Mask, ShareRange
+from hapsynth.search.cost.share_range import Mask, ShareRange, spread
 
 _NOTHING = 1e-9
 """The fraction of a tensor that is rounding, and no piece."""
@@ -68,8 +68,7 @@ def _found(
     some = (others[None] > _NOTHING).all(axis=2) | (least[:, None] * others > _NOTHING).any(axis=2)
     sent = np.zeros(len(varied))
     if (others > _NOTHING).any():
-        at = np.unique(np.linspace(0, len(varied) - 1, min(len(varied), _SOLVED)).round().astype(int))
-        for i in at.tolist():
+        for i in spread(len(varied), _SOLVED):
             slopes = _slopes((least[i], most[i]), (mask, together[i]), others, weights)
             sent = np.maximum(sent, _least(slopes, (least, most), (mask, together)))
     # Who has the largest share of one sends, or gets, all of that but what the other leaves it.

@@ -48,8 +48,7 @@ Ints: TypeAlias = npt.NDArray[np.int64]
 
 
 _NEARLY = 1e-9
-"""Shares that so much is missing of come to what is asked for just about."""
-_ALL = 1.0 - _NEARLY
+"""Shares of which so little is missing come to what is asked for, as rounding has it."""
 
 
 class CutWork(NamedTuple):
@@ -371,8 +370,8 @@ class CostModel:
             ranges[:, 1, 1] = np.minimum(ranges[:, 1, 1], ranges[:, 0, 1])
             fast = np.count_nonzero(self.fastest)
             most = np.stack([ranges[:, 0, 1] * fast, ranges[:, 1, 1] * (self.n - fast)], axis=1)
-            some = (ranges[:, :, 0] <= ranges[:, :, 1]).all(axis=1) & (most.sum(axis=1) >= 1.0 - 1e-9)
-            some &= (most[:, 0] >= ranges[:, 2, 0] - 1e-9) & (most[:, 1] >= 1.0 - ranges[:, 2, 1] - 1e-9)
+            some = (ranges[:, :, 0] <= ranges[:, :, 1]).all(axis=1) & (most.sum(axis=1) >= 1.0 - _NEARLY)
+            some &= (most[:, 0] >= ranges[:, 2, 0] - _NEARLY) & (most[:, 1] >= 1.0 - ranges[:, 2, 1] - _NEARLY)
             ranges[~some] = ((1.0, 1.0), (1.0, 1.0), (0.0, 1.0))
             found[rows] = np.where(some, self._ideal_times(mine, ranges), np.inf)
         return found
@@ -428,7 +427,8 @@ class CostModel:
             # As many shares as there are positions may come to it just about.
             few, many = ranges[:, 2].T
             by_fast, by_slow = shares[:, fast].sum(axis=1), shares[:, ~fast].sum(axis=1)
-            return (by_fast + by_slow >= _ALL) & (by_fast >= few - _NEARLY) & (by_slow >= 1.0 - many - _NEARLY)
+            together = by_fast + by_slow >= 1.0 - _NEARLY
+            return together & (by_fast >= few - _NEARLY) & (by_slow >= 1.0 - many - _NEARLY)
 
         def busy(share: Floats) -> Floats:
             """Of positions, where each has a share [works, 1] of every cut."""

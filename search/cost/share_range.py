@@ -15,6 +15,11 @@ Range: TypeAlias = tuple[float, float]
 """The least and the most that a share may be; none where the least is the greater."""
 
 
+def spread(count: int, most: int) -> list[int]:
+    """Places of at most so many of `count`, the first and the last and as far apart as may be between."""
+    return np.unique(np.linspace(0, count - 1, min(count, most)).round().astype(int)).tolist()
+
+
 class ShareRange(NamedTuple):
     """From the least to the most that the largest of all shares may be; the largest of the slow devices, of all but
     those of the fastest kind; and what the fast ones have in all."""
@@ -30,10 +35,8 @@ class ShareRange(NamedTuple):
         others = fast.size - some
         most = min(most, high, 1.0 - few)
         few, many = max(few, 1.0 - others * most), min(many, some * high)
+        least = max(least, (1.0 - many) / others) if others else least
         low = max(low, least, few / some)
-        if others:
-            least = max(least, (1.0 - many) / others)
-            low = max(low, least)
         many = min(many, 1.0 - least)
         high = min(high, max(most, many))
         return ShareRange((low, high), (least, most), (few, many))

@@ -122,22 +122,6 @@ class MemoryConstraints:
                 yield added, *self._read_bytes(value, alive, added)
                 added += 1
 
-    def smallest_at(self, op: int, choices: Ints) -> Iterator[tuple[int, Layout]]:
-        """Values that an op only passes by, and the smallest tensor there is of each under some choices."""
-        st = self.structure
-        for value in self._alive(op).live_through:
-            variable = st.value_variable[value]
-            domain = st.choices[variable]
-            option = domain.options[int(domain.option[choices[variable]])]
-            tensors = self.builder.offer(value, option).tensors
-            yield value, min(tensors, key=lambda t, v=value: float(self.tensor_bytes(v, t).max()))
-
-    def held_at(self, op: int) -> list[int]:
-        """Values that an op only passes by and that count as their smallest tensor."""
-        alive = self._alive(op)
-        between = lambda v: v in alive.around and self._between(v, *alive.around[v], 0) is not None
-        return [v for v in alive.live_through if not between(v)]
-
     def least_at(self, op: int) -> float:
         """Bytes that a device holds at least while an op runs, whatever is chosen."""
         st, alive = self.structure, self._alive(op)

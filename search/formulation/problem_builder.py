@@ -21,7 +21,7 @@ from hapsynth.instructions.program.sizes import Node, cut_nodes
 from hapsynth.search.cost.model import CostModel, Floats
 from hapsynth.search.cost.network import Shares
 from hapsynth.search.cost.work import Work
-from hapsynth.search.formulation.choice_space import AvailableLayouts, ChoiceSpace, Interned, RequiredLayouts, Use
+from hapsynth.search.formulation.choice_space import AvailableLayouts, ChoiceSpace, Interned, RequiredLayouts
 from hapsynth.search.formulation.conversions import Conversions
 from hapsynth.search.sizing.ratios import Ratios
 from hapsynth.search.solver import Edge, Ints, Problem
@@ -84,7 +84,7 @@ class ProblemBuilder:
             key = ways[use.value], kind
             table = tables.get(key)
             if table is None:
-                table = tables[key] = self._table(use, st.choices[producer].options)
+                table = tables[key] = self._use_table(use.value, st.choices[producer].options, use.needs, use.runs)
             edges.append(Edge(producer, use.variable, groups, use.needs.groups, table))
         return Problem(tuple(self._unary()), tuple(edges))
 
@@ -352,10 +352,6 @@ class ProblemBuilder:
         graph, fixed = self.graph, self.structure.restriction.ends
         tied = {graph.outputs[target] for _, target in graph.carry}
         return frozenset(v for i, v in enumerate(graph.outputs) if isinstance(v, int) and (v not in tied or i in fixed))
-
-    def _table(self, use: Use, options: Interned[AvailableLayouts]) -> Floats:
-        """Seconds of a use, of each option and each need."""
-        return self._use_table(use.value, options, use.needs, use.runs)
 
     def _use_table(
         self, value: int, options: Interned[AvailableLayouts], needs: RequiredLayouts, runs: float

@@ -30,7 +30,9 @@ from hapsynth.search.cost.share_range import Range, ShareRange
 _CELLS = 2048
 """Of the shares up to an even one: of so many whole rows each has a cell of its own."""
 _SAFETY = 1 - 1e-9
+"""Of what stands at a node: what rounding may have added is less."""
 _ROUNDING = 1e-9
+"""Shares that lie no farther apart are one."""
 _LOWER = 0.01
 """How far below the least of all a node may stand, as a fraction."""
 

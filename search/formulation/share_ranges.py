@@ -284,7 +284,8 @@ class RangeBuilder(BuilderOfWays):
         every = [*self._number]
         anywhere = ShareRange((1.0, 1.0)), None, 0
         at = [(work, every[held[0]] if held else anywhere) for work, held in number]
-        seconds = self.costs.times_within([(work, within) for work, (within, *_) in at])
+        seconds, inside = np.zeros(len(at)), [i for i, (_, (_, nodes, _)) in enumerate(at) if nodes is None]
+        seconds[inside] = self.costs.times_within([(at[i][0], at[i][1][0]) for i in inside])
         rounded = [(i, work, nodes, way) for i, (work, (_, nodes, way)) in enumerate(at) if nodes is not None]
         found = self.ranges.seconds_at([(work, nodes) for _, work, nodes, _ in rounded])
         for (i, _, _, way), mine in zip(rounded, found, strict=True):

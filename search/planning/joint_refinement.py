@@ -20,7 +20,7 @@ import numpy as np
 
 from hapsynth.instructions.program.sizes import Node
 from hapsynth.search.cost.model import Floats
-from hapsynth.search.cost.share_range import Range, ShareRange
+from hapsynth.search.cost.share_range import Range, ShareRange, spread
 from hapsynth.search.cost.work import Work
 from hapsynth.search.formulation.memory_constraints import MemoryConstraints
 from hapsynth.search.formulation.share_nodes import ShareNodes
@@ -61,7 +61,8 @@ _POINTS_OF_TWO = 9
 
 
 class _Priced(NamedTuple):
-    """A bound at a price of memory, and by how many bytes more is held there than the limits are."""
+    """A Lagrangian bound at a price of memory, and by how many bytes more is held there than the limits are: a
+    subgradient of the bound."""
 
     price: float
     bound: float
@@ -74,10 +75,10 @@ class _Priced(NamedTuple):
 
 @dataclass
 class _MemoryPrice:
-    """Seconds per byte beyond the limits. The bound is a concave function of it, and what is held beyond them is its
-    slope: where the lines through the nearest on both sides meet it may be the greatest.
+    """The multiplier of memory limits, seconds per byte beyond them. The Lagrangian bound is concave in it: where the
+    tangents at the nearest prices on both sides meet it may be the greatest (Kelley's cutting planes, 1960).
 
-    Rounded shares keep to a limit on the mean only, so there is no other way to know of one."""
+    Rounded shares keep to a limit on the mean only, so it cannot be a constraint."""
 
     low: _Priced
     high: _Priced | None = None
@@ -94,7 +95,7 @@ class _MemoryPrice:
         return np.inf if self.high is None else self.low.at(self._meet(self.high))
 
     def _meet(self, high: _Priced) -> float:
-        """The price where both lines do."""
+        """The price where both tangents do."""
         return (high.at(0.0) - self.low.at(0.0)) / (self.low.excess - high.excess)
 
     def learn(self, found: _Priced) -> None:
@@ -275,7 +276,7 @@ class JointRefinement:
         """(seconds gained, parts) of a range that leave the shares by themselves at which what lies in it takes the
         least: rounds may send more only where both are known."""
         units = max(self._shortest[root], 1)
-        largest, slow = (_some(_whole_units(ends, units), _POINTS_OF_TWO) for ends in (whole.largest, whole.slow))
+        largest, slow = (_some_units(ends, units, _POINTS_OF_TWO) for ends in (whole.largest, whole.slow))
         points = [ShareRange((x, x), (y, y)) for x in largest for y in slow]
         first, *each = self._seconds(held, [whole, *points], units, whole.largest[0]).tolist()
         at = int(np.argmin(each))
@@ -303,7 +304,7 @@ class JointRefinement:
         first = part(ends).largest[0]
         seconds = lambda *within: self._seconds(held, [part(x) for x in within], units, first)
         whole = seconds(ends)[0]
-        alike = seconds(*((x, x) for x in _some(_whole_units(ends, units), _POINTS))).min()
+        alike = seconds(*((x, x) for x in _some_units(ends, units, _POINTS))).min()
         found: list[float] = []
         if (gain := alike - whole) >= worth:
             left = max(_CLOSER * gain, worth)
@@ -335,17 +336,19 @@ def _excess(memory: MemoryConstraints, limits: Mapping[int, float], choices: Int
 
 def _whole_units(ends: Range, units: int) -> Floats:
     """Shares of so many units that lie between two, rising."""
-    return np.arange(np.ceil(ends[0] * units - _SAFETY), np.floor(ends[1] * units + _SAFETY) + 1) / units
+    low, high = ShareRange(ends).in_units(units).largest
+    return np.arange(round(low * units), round(high * units) + 1) / units
+
+
+def _some_units(ends: Range, units: int, most: int) -> list[float]:
+    """As many of these at most."""
+    every = _whole_units(ends, units)
+    return every[spread(len(every), most)].tolist()
 
 
 def _between(ends: Range, units: int) -> Floats:
     """Shares between each two of these, at which a range may be divided."""
     return _whole_units(ends, units)[:-1] + 0.5 / units
-
-
-def _some(shares: Floats, most: int) -> list[float]:
-    """So many at most, from the first to the last."""
-    return shares[np.unique(np.linspace(0, len(shares) - 1, most).round().astype(int))].tolist()
 
 
 def _parted(seconds: Callable[[Range], Floats], ends: Range, inside: Sequence[float], least: float) -> list[float]:

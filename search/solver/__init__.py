@@ -6,7 +6,6 @@ The types are in `problem.py`, the pipeline in `solve.py`, what it weighs its st
 from hapsynth.search.solver.options import SolverOptions
 from hapsynth.search.solver.problem import Edge, Ints, Problem, Progress, Resource, Solution, validate
 from hapsynth.search.solver.solve import solve, solve_quotient
-from hapsynth.search.solver.symmetry import VariableSymmetry
 from hapsynth.search.solver.warm_start import Messages
 
 __all__ = [
@@ -18,7 +17,6 @@ __all__ = [
     "Resource",
     "Solution",
     "SolverOptions",
-    "VariableSymmetry",
     "solve",
     "solve_quotient",
     "validate",

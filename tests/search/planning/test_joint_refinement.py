@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
@@ -128,20 +128,29 @@ def model(graph: Graph, devices: Cluster) -> CostModel:
     return CostModel(graph, devices, FactorTable(graph))
 
 
+def random_costs(seed: int) -> CostModel:
+    """Of a few ops on one fast device and one or two slow ones."""
+    speeds = [[2.0, 1.0], [3.0, 1.0, 1.0]][seed % 2]
+    return model(random_graph(300 + seed, ops=4).graph, cluster(speeds, bandwidth=[1e9, 1e10, 1e11][seed % 3]))
+
+
+def least_at_ratios(costs: CostModel) -> Iterator[tuple[Floats, float]]:
+    """(ratios, the least of all sequences of instructions) at a grid of ratios of the first device and the others."""
+    structure, others = ChoiceSpace(costs.graph, costs.table), costs.n - 1
+    for first in np.linspace(0, 1, 9):
+        weights = np.array([first, *[(1 - first) / others] * others])
+        yield weights, brute_force(ProblemBuilder(structure, costs, named(costs, weights)))
+
+
 @pytest.mark.parametrize("seed", range(10))
 def test_no_program_at_any_ratios_is_below_the_bound(seed: int) -> None:
     """All sequences of instructions, at a grid of ratios."""
-    graph = random_graph(300 + seed, ops=4).graph
-    speeds = [[2.0, 1.0], [3.0, 1.0, 1.0]][seed % 2]
-    costs = model(graph, cluster(speeds, bandwidth=[1e9, 1e10, 1e11][seed % 3]))
-    structure, rng = ChoiceSpace(graph, costs.table), np.random.default_rng(seed)
+    costs, rng = random_costs(seed), np.random.default_rng(seed)
     bound = max(bound_by(random_ranges(costs, rng)) for _ in range(4))
-    whole = solve(ProblemBuilder(structure, costs, None).problem()).lower_bound
+    whole = solve(ProblemBuilder(ChoiceSpace(costs.graph, costs.table), costs, None).problem()).lower_bound
     # Balanced collectives are in this bound, and not in that one.
     assert bound >= 0.9 * whole
-    for first in np.linspace(0, 1, 9):
-        weights = np.array([first, *[(1 - first) / (len(speeds) - 1)] * (len(speeds) - 1)])
-        least = brute_force(ProblemBuilder(structure, costs, named(costs, weights)))
+    for weights, least in least_at_ratios(costs):
         assert max(bound, bound_by(ranges_around(costs, weights))) <= least * (1 + 1e-9)
 
 

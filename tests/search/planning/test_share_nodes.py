@@ -8,7 +8,7 @@ from itertools import pairwise, product
 import hypothesis
 import numpy as np
 import pytest
-from graphs import cluster, random_graph
+from graphs import random_graph
 from hypothesis import strategies as st
 from resharing import cluster as new_and_old
 from test_joint_refinement import (
@@ -16,20 +16,20 @@ from test_joint_refinement import (
     TASKS,
     _TwoRatios,
     deep,
+    least_at_ratios,
     model,
     named,
+    random_costs,
     random_ranges,
     shortest,
     way_of,
 )
-from test_search import brute_force
 
 from hapsynth.graph.trace import trace
 from hapsynth.instructions.layout import Layout, R
 from hapsynth.instructions.program.sizes import Node
 from hapsynth.search.analysis.liveness import LiveSet
 from hapsynth.search.cost.model import CostModel, Floats
-from hapsynth.search.formulation.choice_space import ChoiceSpace
 from hapsynth.search.formulation.memory_constraints import MemoryConstraints
 from hapsynth.search.formulation.problem_builder import ProblemBuilder
 from hapsynth.search.formulation.share_nodes import ShareNodes
@@ -130,15 +130,9 @@ def builder_of(ranges: ShareRanges) -> RangeBuilder:
 
 @pytest.mark.parametrize("seed", range(8))
 def test_no_program_at_any_ratios_is_below_the_bound(seed: int) -> None:
-    """All sequences of instructions, at a grid of ratios."""
-    graph = random_graph(300 + seed, ops=4).graph
-    speeds = [[2.0, 1.0], [3.0, 1.0, 1.0]][seed % 2]
-    costs = model(graph, cluster(speeds, bandwidth=[1e9, 1e10, 1e11][seed % 3]))
-    structure, rng = ChoiceSpace(graph, costs.table), np.random.default_rng(seed)
+    costs, rng = random_costs(seed), np.random.default_rng(seed)
     bound = max(solve(builder_of(random_nodes(costs, rng, 9)).problem()).lower_bound for _ in range(6))
-    for first in np.linspace(0, 1, 9):
-        weights = np.array([first, *[(1 - first) / (len(speeds) - 1)] * (len(speeds) - 1)])
-        least = brute_force(ProblemBuilder(structure, costs, named(costs, weights)))
+    for _, least in least_at_ratios(costs):
         assert bound <= least * (1 + 1e-9)
 
 
@@ -196,13 +190,13 @@ def test_no_choices_cost_less_than_rounded_on_the_mean(seed: int) -> None:
         two = [np.array([f, f, 1, 1]) / (2 * f + 2) for f in rng.uniform(0.2, 9, 2)]
         ratios = named(costs, *two)
         there = _TwoRatios(ChoicesInWays(costs, lambda value, dim: 2, sparing=True), costs, ratios)
-        known = MemoryConstraints(there, at_least=True)
+        known = _Held(there)
         op = int(rng.choice([op for op in range(len(graph.ops) + 1) if known.held_at(op)]))
         free = solve(known.problem({}), tolerance=0.01).cost
         per_byte = [free / sum(v.nbytes for v in graph.values) * 10 ** rng.uniform(-1, 1)]
         for ranges in (random_nodes(costs, rng), random_nodes(costs, rng), random_nodes(costs, rng)):
             here = builder_of(ranges)
-            held = MemoryConstraints(here, at_least=True).held_at(op)
+            held = _Held(here).held_at(op)
             mine, theirs = (_ByChoice(b, op, held, b is there).priced({op: 0.0}, per_byte) for b in (here, there))
             ways = [(chance, at) for chance, at in _thresholds(ranges, ratios)]
             rounded += len(ways) > 1
@@ -249,12 +243,23 @@ def _thresholds(ranges: ShareRanges, ratios: Ratios) -> Iterator[tuple[float, Wa
         yield float(np.prod([chance for chance, _ in combined])), rounded
 
 
-class _ByChoice(MemoryConstraints):
+class _Held(MemoryConstraints):
+    def __init__(self, builder: ProblemBuilder) -> None:
+        super().__init__(builder, at_least=True)
+
+    def held_at(self, op: int) -> list[int]:
+        """Values that an op only passes by and that count as their smallest tensor."""
+        alive = self._alive(op)
+        between = lambda v: v in alive.around and self._between(v, *alive.around[v], 0) is not None
+        return [v for v in alive.live_through if not between(v)]
+
+
+class _ByChoice(_Held):
     """Counts some values at an op alone, each as its smallest tensor. `named`: of those that a choice names, and not of
     those on the way to them: where such a one is held, there is a choice that names it."""
 
     def __init__(self, builder: ProblemBuilder, op: int, values: list[int], named: bool) -> None:
-        super().__init__(builder, at_least=True)
+        super().__init__(builder)
         self._op, self._values, self._named = op, values, named
 
     def limited(self, limits: Mapping[int, float]) -> Mapping[int, float]:
