@@ -132,6 +132,8 @@ def test_least_of_a_range_is_no_more_than_any_in_it_takes(data: st.DataObject) -
     n = data.draw(st.integers(2, 6))
     some = st.lists(st.integers(0, 20), min_size=n, max_size=n)
     old, new = (np.array(data.draw(some), dtype=np.float64) for _ in range(2))
+    # Of a byte only the number of rounds counts.
+    nbytes = data.draw(st.sampled_from([1e6, 1.0]))
     assume(old.sum() > 0 and new.sum() > 0)
     old, new = old / old.sum(), new / new.sum()
     hosts = tuple(sorted(data.draw(st.lists(st.integers(0, 2), min_size=n, max_size=n))))
@@ -139,7 +141,7 @@ def test_least_of_a_range_is_no_more_than_any_in_it_takes(data: st.DataObject) -
     (link,) = axis_links(where, (("hap", n),))
     price = PRICES[STEP]
     assert isinstance(price, PriceOfRounds)
-    _, latency, moving = price.between(link, old, new, 1e6)
+    _, latency, moving = price.between(link, old, new, nbytes)
     fast = np.array(data.draw(st.lists(st.booleans(), min_size=n, max_size=n)))
     assume(fast.any() and not fast.all())
 
@@ -153,14 +155,14 @@ def test_least_of_a_range_is_no_more_than_any_in_it_takes(data: st.DataObject) -
     exactly = [ShareRange(*((y, y) for y in (x.max(), x[~fast].max(), min(x[fast].sum(), 1.0)))) for x in (old, new)]
     around_them = [around(old), around(new)]
     for within in (exactly, around_them):
-        assert price.least(link, 1e6, *within, fast) <= (latency + moving) * (1 + 1e-9)
+        assert price.least(link, nbytes, *within, fast) <= (latency + moving) * (1 + 1e-9)
         for varied, other, backward in ((within, within[1], False), (within[::-1], within[0], True)):
             # Of several ranges that were asked for at once, that of the first.
-            each = price.least_of_each(link, 1e6, [varied[0], *around_them], other, fast, backward=backward)
+            each = price.least_of_each(link, nbytes, [varied[0], *around_them], other, fast, backward=backward)
             assert each[0] <= (latency + moving) * (1 + 1e-9)
-    even = link.seconds(PADDED, link.wire_bytes(PADDED, 1e6 / n**2))
+    even = link.seconds(PADDED, link.wire_bytes(PADDED, nbytes / n**2))
     whole = ShareRange((1 / n, 1.0))
-    assert price.least(link, 1e6, whole, whole, fast) == pytest.approx(even)
+    assert price.least(link, nbytes, whole, whole, fast) == pytest.approx(even)
 
 
 @given(st.integers(2, 7), st.floats(0, 1), st.floats(0, 1))
@@ -404,6 +406,16 @@ def test_two_axes() -> None:
     shares = Shares(lambda dim, axes, way: each[dim, axes].max(), lambda dim, axes, way: each[dim, axes])
     found = costs.conversion(0, source, (S(0), S(1)), 1, shares, STEPS[STEP])[0]
     assert found == pytest.approx(12 / 96)
+
+
+def test_rounds_that_send_something() -> None:
+    """Two devices have half of one dimension each. Of four shares of the other all but one may be nothing, so in only
+    one round something must be sent; where all have some, in all three."""
+    fast = np.array([True, True, False, False])
+    halves = ShareRange((0.5, 0.5), (0.0, 0.0), (1.0, 1.0))
+    number = lambda other: least_rounds(halves, other, fast, [1.0] * 3).number
+    assert number(ShareRange((0.25, 1.0))) == 1
+    assert number(ShareRange((0.25, 0.3), (0.2, 0.25), (0.5, 0.6)).tightened(fast)) == 3
 
 
 def test_what_rounds_send_at_least_is_nearly_what_they_send() -> None:
