@@ -184,11 +184,16 @@ class RangeBuilder(BuilderOfWays):
                 found[i, j] = MOVES.least(self.costs.links[0], nbytes, max(apart, 0.0))
         return found
 
-    def _least_moved(self, value: int, part: float) -> float:
-        """Seconds, at least, of what changes its owner where shares are so far apart."""
+    def _least_evened(self, value: int, dim: int, way: int, even: float) -> float:
+        """Seconds, at least, of what changes its owner from a dimension's shares to even ones, or back. At nodes it may
+        be less than nothing, as an even share may be no whole number of rows."""
         link, nbytes = self.costs.links[0], float(self.graph.values[value].nbytes)
-        least = MOVES.least(link, nbytes, part)
-        return least if part > 0 else least - MOVES.least(link, nbytes, 0.0)
+        nodes = None if owner_of(way) is not None else self.ranges.nodes_of(value, dim)
+        largest = self.largest(value, dim, (), way)
+        found = MOVES.least(link, nbytes, largest - even)
+        # Where nothing need move there is no message; of shares at a node it may be where nothing does beside it.
+        surely = (largest if nodes is None else nodes.beside(way).largest[0]) > even
+        return found if surely else found - MOVES.least(link, nbytes, 0.0)
 
     def _step_times(self, value: int, source: Layout, target: Layout, axis: int) -> list[float]:
         """Of each step, at the least that the shares may be. What changes a range is counted apart."""
@@ -204,9 +209,8 @@ class RangeBuilder(BuilderOfWays):
             if isinstance(step, Balanced):
                 ((dim, way),) = every
                 even = float(even_fractions(self.graph.values[value].shape[dim], self.costs.n)[0])
-                # At nodes it may be less than nothing, as an even share may be no whole number of rows.
-                between = self._least_moved(value, self.largest(value, dim, (), way) - even)
-                found.append(cost(STEPS[step.even], Shares(lambda *_, even=even: even)) + between)
+                evenly = cost(STEPS[step.even], Shares(lambda *_, even=even: even))
+                found.append(evenly + self._least_evened(value, dim, way, even))
             elif isinstance(price := PRICES.get(step.name), PriceOfRounds):
                 found.append(self._least_of_rounds(value, price, every))
             else:

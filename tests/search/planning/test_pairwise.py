@@ -418,6 +418,12 @@ def test_rounds_that_send_something() -> None:
     assert number(ShareRange((0.25, 0.3), (0.2, 0.25), (0.5, 0.6)).tightened(fast)) == 3
 
 
+def test_who_has_most_of_one_dimension_gets_nearly_all_of_it() -> None:
+    """All of nine tenths or more, but what its share of the other, of 0.6 at most, leaves it."""
+    fast = np.array([True, True, False, False])
+    assert least_rounds(ShareRange((0.25, 0.6)), ShareRange((0.9, 1.0)), fast, [1.0] * 3).sent == pytest.approx(0.36)
+
+
 def test_what_rounds_send_at_least_is_nearly_what_they_send() -> None:
     """Two devices of 0.35 of the rows and 3 of 8 experts, two slower ones: of the experts all is known, of the rows how
     much slow devices have at most. The rounds send 0.319 of the tensor: 0.131 between the fast ones, twice, 0.056."""

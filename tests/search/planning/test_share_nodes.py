@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from itertools import pairwise, product
 
 import hypothesis
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from graphs import random_graph
@@ -26,10 +29,13 @@ from test_joint_refinement import (
 )
 
 from hapsynth.graph.trace import trace
-from hapsynth.instructions.layout import Layout, R
+from hapsynth.instructions.layout import Layout, R, S
 from hapsynth.instructions.program.sizes import Node
 from hapsynth.search.analysis.liveness import LiveSet
 from hapsynth.search.cost.model import CostModel, Floats
+from hapsynth.search.cost.network import MOVES, Shares
+from hapsynth.search.cost.share_range import Mask, ShareRange
+from hapsynth.search.formulation.choice_space import ChoiceSpace
 from hapsynth.search.formulation.memory_constraints import MemoryConstraints
 from hapsynth.search.formulation.problem_builder import ProblemBuilder
 from hapsynth.search.formulation.share_nodes import ShareNodes
@@ -179,6 +185,100 @@ def test_a_gap_is_brought_down_where_memory_is_short() -> None:
 # What is there on the mean
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_conversions_take_no_longer_rounded_on_the_mean(seed: int) -> None:
+    """Each step between random shares of a tensor, and what moves rows; of `x @ x.T` one threshold rounds both
+    dimensions, of `x` each has its own."""
+    x = jax.ShapeDtypeStruct((26, 38), jnp.float32)
+    graph, rng = trace(lambda x: (x @ x.T, x + 1.0), (x,)).graph, np.random.default_rng(seed)
+    devices = new_and_old(["1 kB/s", "1 MB/s"][seed % 2])
+    if seed == 2:
+        devices = replace(devices, devices=tuple(devices.devices[i] for i in (0, 2, 1, 3)))
+    costs, near = model(graph, devices), list[float]()
+    columns, of_itself = ShareRanges(costs, {}).root(graph.inputs[0], 1), graph.outputs[0]
+    assert isinstance(of_itself, int)
+    for n in range(12):
+        # Every second time all is known of how columns are cut.
+        known = {columns: _random_shares(38, costs.fastest, rng)} if n % 2 else {}
+        nodes = {
+            root: ShareNodes.near(units, costs.fastest.tolist(), rng.uniform(0, 0.5, 2))
+            for root, units in shortest(costs).items()
+            if root not in known
+        }
+        here = builder_of(ShareRanges(costs, {root: (_just(s, costs.fastest),) for root, s in known.items()}, nodes))
+        for value in (of_itself, graph.inputs[0]) * 3:
+            near += list(_times_on_the_mean(here, value, known, rng))
+    assert max(near) <= 1 + 1e-9
+    assert np.mean(near) > 0.6
+    assert max(near) > 0.999
+
+
+def _random_shares(units: int, fast: Mask, rng: np.random.Generator) -> Floats:
+    """Of two fast devices and two slow ones; of every second draw both of a kind have as much."""
+    if rng.random() < 0.5:
+        return rng.multinomial(units, rng.dirichlet(np.full(4, 2.0))) / units
+    few = int(rng.integers(units // 4 + 1))
+    return np.where(fast, units // 2 - few, few) / units
+
+
+def _just(shares: Floats, fast: Mask) -> ShareRange:
+    """All that a range may say of some shares."""
+    return ShareRange(*((x, x) for x in map(float, (shares.max(), shares[~fast].max(), shares[fast].sum()))))
+
+
+def _times_on_the_mean(
+    here: RangeBuilder, value: int, known: Mapping[Node, Floats], rng: np.random.Generator
+) -> Iterator[float]:
+    """Of steps between random shares of a tensor's dimensions, or known ones, seconds at the nodes over those that they
+    take."""
+    costs, ranges, shape = here.costs, here.ranges, here.graph.values[value].shape
+    link, nbytes, conversions = costs.links[0], float(here.graph.values[value].nbytes), here.conversions(value)
+    roots = [ranges.root(value, dim) for dim in range(len(shape))]
+    draw = lambda root, units: known[root] if root in known else _random_shares(units, costs.fastest, rng)
+    shares = [draw(root, units) for root, units in zip(roots, shape, strict=True)]
+    slow = lambda *each: [float(x[~costs.fastest].sum()) for x in each]
+    rounded_to = lambda root, *each: (
+        roundings(ranges.nodes[root], slow(*each)) if root not in known else [(1.0, (0, 0))]
+    )
+    if roots[0] == roots[1]:
+        ways = rounded_to(roots[0], *shares)
+    else:
+        each = [rounded_to(root, s) for root, s in zip(roots, shares, strict=True)]
+        ways = [(a * b, (i, j)) for (a, (i, *_)), (b, (j, *_)) in product(*each)]
+    there = Shares(lambda dim, axes, way: float(shares[dim].max()), lambda dim, axes, way: shares[dim])
+
+    def at(layout: Layout, way: tuple[int, ...]) -> Layout:
+        (p,) = layout
+        return (p._replace(way=way[p.dim]),) if p.is_sharded else layout
+
+    plain = ChoiceSpace(costs.graph, costs.table).layouts[value]
+    for i, j, axis in plain.hops:
+        source, target = plain.layouts[i], plain.layouts[j]
+        rounded = [(chance, here._step_times(value, at(source, way), at(target, way), axis)) for chance, way in ways]
+        for n, step in enumerate(costs.steps(source, target, axis)):
+            takes = float(costs.conversion(value, source, target, axis, there, step)[0])
+            if takes > 0:
+                yield sum(chance * seconds[n] for chance, seconds in rounded) / takes
+    for dim, (root, old) in enumerate(zip(roots, shares, strict=True)):
+        new = draw(root, shape[dim])
+        latency, moved = MOVES.between(old, new, link.latency, nbytes)
+        number = conversions.layouts.number
+        if latency:
+            ends = [(c, *(number[S(dim)._replace(way=k),] for k in way)) for c, way in rounded_to(root, old, new)]
+            mean = float(sum(chance * conversions.seconds[a, b] for chance, a, b in ends))
+            yield mean / (latency + moved * link.beta)
+
+
+def test_ops_that_are_alike_but_for_their_nodes_are_told_apart() -> None:
+    x = jax.ShapeDtypeStruct((24,), jnp.float32)
+    costs = model(trace(lambda x, y: (jnp.sin(x), jnp.sin(y)), (x, x)).graph, new_and_old())
+    fast = costs.fastest.tolist()
+    nodes = {root: ShareNodes.near(24, fast, [k / 24]) for k, root in enumerate(shortest(costs), 1)}
+    builder = builder_of(ShareRanges(costs, {}, nodes))
+    assert len(nodes) == 2
+    assert builder.times_key(0) != builder.times_key(1)
+
+
 @pytest.mark.parametrize("seed", range(16))
 def test_no_choices_cost_less_than_rounded_on_the_mean(seed: int) -> None:
     """Those of all choices at two ratios, with what is held at some op at its price, that cost the least more than the
@@ -222,16 +322,8 @@ def _thresholds(ranges: ShareRanges, ratios: Ratios) -> Iterator[tuple[float, Wa
     roots = [root for root in ranges.nodes if root in first]
     every: list[list[tuple[float, tuple[int, ...]]]] = []
     for root in roots:
-        nodes, places = ranges.nodes[root], list[tuple[int, float]]()
-        for way in range(2):
-            slow = float(shares(*first[root], way)[~costs.fastest].sum())
-            k = int(np.searchsorted(nodes.shares, slow + 1e-12, side="right")) - 1
-            inside = 0 <= k < len(nodes.shares) - 1
-            along = (slow - nodes.shares[k]) / (nodes.shares[k + 1] - nodes.shares[k]) if inside else 0.0
-            places.append((max(k, 0), max(along, 0.0)))
-        ends = sorted({0.0, 1.0, *(along for _, along in places)})
-        at = [((a + b) / 2, b - a) for a, b in pairwise(ends)]
-        every.append([(chance, tuple(k + (along > t) for k, along in places)) for t, chance in at])
+        slow = (float(shares(*first[root], way)[~costs.fastest].sum()) for way in range(2))
+        every.append(roundings(ranges.nodes[root], slow))
 
     for combined in product(*every):
         found = dict(zip(roots, (at for _, at in combined), strict=True))
@@ -241,6 +333,19 @@ def _thresholds(ranges: ShareRanges, ratios: Ratios) -> Iterator[tuple[float, Wa
             return found[root][way] if root in found else way_of(ranges, value, dim, shares(value, dim, way))
 
         yield float(np.prod([chance for chance, _ in combined])), rounded
+
+
+def roundings(nodes: ShareNodes, slow: Iterable[float]) -> list[tuple[float, tuple[int, ...]]]:
+    """(chance, the nodes that these shares become) for every way in which the threshold may fall."""
+    places = list[tuple[int, float]]()
+    for share in slow:
+        k = int(np.searchsorted(nodes.shares, share + 1e-12, side="right")) - 1
+        inside = 0 <= k < len(nodes.shares) - 1
+        along = (share - nodes.shares[k]) / (nodes.shares[k + 1] - nodes.shares[k]) if inside else 0.0
+        places.append((max(k, 0), max(along, 0.0)))
+    ends = sorted({0.0, 1.0, *(along for _, along in places)})
+    at = [((a + b) / 2, b - a) for a, b in pairwise(ends)]
+    return [(chance, tuple(k + (along > t) for k, along in places)) for t, chance in at]
 
 
 class _Held(MemoryConstraints):
