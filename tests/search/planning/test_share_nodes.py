@@ -258,7 +258,7 @@ def _times_on_the_mean(
         for n, step in enumerate(costs.steps(source, target, axis)):
             takes = float(costs.conversion(value, source, target, axis, there, step)[0])
             if takes > 0:
-                yield sum(chance * seconds[n] for chance, seconds in rounded) / takes
+                yield float(sum(chance * seconds[n] for chance, seconds in rounded)) / takes
     for dim, (root, old) in enumerate(zip(roots, shares, strict=True)):
         new = draw(root, shape[dim])
         latency, moved = MOVES.between(old, new, link.latency, nbytes)
@@ -266,7 +266,7 @@ def _times_on_the_mean(
         if latency:
             ends = [(c, *(number[S(dim)._replace(way=k),] for k in way)) for c, way in rounded_to(root, old, new)]
             mean = float(sum(chance * conversions.seconds[a, b] for chance, a, b in ends))
-            yield mean / (latency + moved * link.beta)
+            yield mean / float(latency + moved * link.beta)
 
 
 def test_ops_that_are_alike_but_for_their_nodes_are_told_apart() -> None:
