@@ -18,7 +18,7 @@ outside of only as far as one use of the set takes what comes out of it.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import NamedTuple
@@ -34,10 +34,9 @@ from hapsynth.search.formulation.deferral import Deferral
 Places = npt.NDArray[np.int8]
 _NOWHERE = -1
 _LINK, _STREAM, _LAST_ON_STREAM = 0, 1, 2
-_DEPENDENT = 64
-"""Ops: of the chains of BERT with 12 layers any more make none longer."""
-_LONGEST = 16
-"""Conversions: next to those of its dense layers VGG's chains are 3 % longer."""
+_LONGEST = 32
+"""Ops, and conversions, of a program that its cuts tell apart: with twice or eight times as many no chain of BERT with
+12 layers is longer."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -260,22 +259,37 @@ class ChainSpace:
             + (taken.fed[resource] if resource < self.resources.kinds else 0.0)
         )
 
-    def dependent(self, seconds: Floats) -> list[int]:
-        """Ops outside of loops and branches: those that the least work is independent of. `seconds`: of each op."""
-        work = np.where(self.in_block, -np.inf, self.reach.related(seconds))
-        return np.argsort(-work, kind="stable")[: min(_DEPENDENT, int((~self.in_block).sum()))].tolist()
-
-    def longest(self, taken: Occupancy, dependent: Collection[int]) -> list[Chain]:
-        """Per kind of device, the longest chain of a program with sets on the first link, and on any, by dynamic
-        programming, with cuts among some ops and those next to its longest conversions."""
-        hops = _Traffic(self, taken)
-        cuts = sorted(op for op in {*dependent, *hops.next_to_longest()} if not self.in_block[op])
-        if not cuts:
+    def _parting(self, taken: Occupancy, hops: _Traffic) -> list[int]:
+        """Ops outside of loops and branches that part a program's longest ops and conversions unlike: of those that
+        have the same of them before and after themselves the one that the most work depends on, or it on that."""
+        seconds = np.where(self.in_block, 0.0, taken.ops[:, -1])
+        ends = {*np.argsort(-seconds, kind="stable")[:_LONGEST].tolist(), *hops.next_to_longest()}
+        ends = [op for op in ends if not self.in_block[op]]
+        if not ends:
             return []
-        before = np.array([self.reach.ancestors(op) for op in cuts])
-        after = np.array([self.reach.descendants(op) for op in cuts])
+        of_each = np.packbits([f(op) for op in ends for f in (self.reach.ancestors, self.reach.descendants)], axis=0).T
+        mine = np.flatnonzero(~self.in_block & of_each.any(axis=1))
+        mine = mine[np.argsort(-self._related[mine], kind="stable")]
+        _, first = np.unique(of_each[mine], axis=0, return_index=True)
+        return sorted(mine[first].tolist())
+
+    @cached_property
+    def _related(self) -> Floats:
+        """Per op, about the seconds of what it depends on and what depends on it [ops]."""
+        return self.reach.related(np.where(self.in_block, 0.0, self._seconds))
+
+    def longest(self, taken: Occupancy, cuts: Sequence[int] | None = None) -> list[Chain]:
+        """Per kind of device, the longest chain of a program with sets on the first link, and on any, by dynamic
+        programming, with cuts among some ops; by default those that part its longest ops and
+        conversions unlike."""
+        hops = _Traffic(self, taken)
+        among = self._parting(taken, hops) if cuts is None else [op for op in cuts if not self.in_block[op]]
+        if not among:
+            return []
+        before = np.array([self.reach.ancestors(op) for op in among])
+        after = np.array([self.reach.descendants(op) for op in among])
         since, until = (np.array([f(mask) for mask in x]) for f, x in ((hops.since, after), (hops.until, before)))
-        every = _Cuts(cuts, before, after, since, until)
+        every = _Cuts(among, before, after, since, until)
         links = len(self.resources.links)
         return [
             self._longest(taken, every, kind, range(among), hops.seconds)

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -175,11 +175,6 @@ class MakespanSearch:
                 self._mix()
             at.begun = True
             at.ended |= self.best is not None and self.best.makespan_s <= at.bound * (1 + TOLERANCE)
-
-    @cached_property
-    def _dependent(self) -> list[int]:
-        """Ops, among the cuts of chains."""
-        return self._like._dependent if self._like else self.space.dependent(self.seen[0].taken.ops[:, -1])
 
     def _parts_of_path(self, known: Scheduled) -> Floats:
         """Of each resource its part of a critical path: weights from which others are soon found."""
@@ -368,7 +363,7 @@ class MakespanSearch:
             limiting = [(self.seen[n].taken, share) for n, share in zip(mine, shares, strict=True) if share]
             mean = Occupancy.mean(limiting)
             known = {chain.key for chain in self.chains}
-            longest = [c for c in self.space.longest(mean, self._dependent) if c.key not in known]
+            longest = [c for c in self.space.longest(mean) if c.key not in known]
             longer = [c for c in longest if self.space.length(c, mean) > most * (1 + TOLERANCE)]
             if not longer:
                 if self._raising:
