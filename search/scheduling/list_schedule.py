@@ -21,7 +21,7 @@ import numpy as np
 from hapsynth.instructions.program.program import Convert, Instruction, Program
 from hapsynth.instructions.program.sizes import Sizes
 from hapsynth.search.cost.model import CostModel, Floats
-from hapsynth.search.scheduling.buckets import bundled, cut, rebundled
+from hapsynth.search.scheduling.buckets import MORE_TRIALS, bundled, cut, rebundled
 from hapsynth.search.scheduling.constraint_programming import polished
 from hapsynth.search.scheduling.tasks import LINKS, Machine, TaskGraph, tasks_of
 from hapsynth.search.scheduling.timeline import Timeline, simulate
@@ -59,7 +59,7 @@ def refined(timeline: Timeline) -> Timeline:
 def _rebundled_in_turn(timeline: Timeline) -> Timeline:
     best = min(timeline, _of_best_order(timeline.tasks), key=_makespan)
     for _ in range(_TURNS):
-        found = rebundled(best)
+        found = rebundled(best, trials=MORE_TRIALS)
         if found is best:
             break
         best = min(found, _of_best_order(found.tasks), key=_makespan)
