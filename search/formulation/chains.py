@@ -35,8 +35,8 @@ Places = npt.NDArray[np.int8]
 _NOWHERE = -1
 _LINK, _STREAM, _LAST_ON_STREAM = 0, 1, 2
 _LONGEST = 32
-"""Ops, and conversions, of a program that its cuts tell apart: with twice or eight times as many no chain of BERT with
-12 layers is longer."""
+"""Ops, and conversions, of a program, by which ops are classes of which one is a cut: by twice or eight times as many
+no chain of BERT with 12 layers is longer."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -259,9 +259,10 @@ class ChainSpace:
             + (taken.fed[resource] if resource < self.resources.kinds else 0.0)
         )
 
-    def _parting(self, taken: Occupancy, hops: _Traffic) -> list[int]:
-        """Ops outside of loops and branches that part a program's longest ops and conversions unlike: of those that
-        have the same of them before and after themselves the one that the most work depends on, or it on that."""
+    def _representatives(self, taken: Occupancy, hops: _Traffic) -> list[int]:
+        """One op of each class outside of loops and branches, the one with the most work among its ancestors and
+        descendants. Of a class are ops with the same ancestors and descendants among a program's longest ops and those
+        that make and read its longest conversions."""
         seconds = np.where(self.in_block, 0.0, taken.ops[:, -1])
         ends = {*np.argsort(-seconds, kind="stable")[:_LONGEST].tolist(), *hops.next_to_longest()}
         ends = [op for op in ends if not self.in_block[op]]
@@ -275,15 +276,14 @@ class ChainSpace:
 
     @cached_property
     def _related(self) -> Floats:
-        """Per op, about the seconds of what it depends on and what depends on it [ops]."""
+        """Per op, about the seconds of its ancestors and descendants [ops]."""
         return self.reach.related(np.where(self.in_block, 0.0, self._seconds))
 
     def longest(self, taken: Occupancy, cuts: Sequence[int] | None = None) -> list[Chain]:
         """Per kind of device, the longest chain of a program with sets on the first link, and on any, by dynamic
-        programming, with cuts among some ops; by default those that part its longest ops and
-        conversions unlike."""
+        programming, with cuts among some ops, by default one of each class (`_representatives`)."""
         hops = _Traffic(self, taken)
-        among = self._parting(taken, hops) if cuts is None else [op for op in cuts if not self.in_block[op]]
+        among = self._representatives(taken, hops) if cuts is None else [op for op in cuts if not self.in_block[op]]
         if not among:
             return []
         before = np.array([self.reach.ancestors(op) for op in among])

@@ -66,8 +66,9 @@ class ShareRanges:
         """All ranges of what is cut together, or what nodes stand for by themselves, whatever is cut."""
         return self._at_nodes.get(root) or self.ranges.get(root, self._whole)
 
-    def nodes_of(self, value: int, dim: int) -> ShareNodes | None:
-        return self.nodes.get(self.root(value, dim))
+    def nodes_of(self, value: int, dim: int, way: int = 0) -> ShareNodes | None:
+        """Those to which a dimension's shares are rounded, unless they lie in ranges, or a device owns it whole."""
+        return None if owner_of(way) is not None else self.nodes.get(self.root(value, dim))
 
     def count(self, value: int, dim: int) -> int:
         """In how many ranges a dimension's shares may lie."""
@@ -81,6 +82,11 @@ class ShareRanges:
         root = self.root(value, dim)
         mine = self.at(root)[way]
         return mine if root in self.nodes else mine.in_units(units or self.costs.graph.values[value].shape[dim])
+
+    def beside(self, value: int, dim: int, way: int) -> ShareRange:
+        """As `of`, or all shares that may be rounded to a node."""
+        nodes = self.nodes_of(value, dim, way)
+        return self.of(value, dim, way) if nodes is None else nodes.beside(way)
 
     def seconds_at(self, works: Sequence[tuple[Work, ShareNodes]]) -> list[Floats]:
         """What works may count at nodes: of each [nodes]."""
@@ -188,12 +194,10 @@ class RangeBuilder(BuilderOfWays):
         """Seconds, at least, of what changes its owner from a dimension's shares to even ones, or back. At nodes it may
         be less than nothing, as an even share may be no whole number of rows."""
         link, nbytes = self.costs.links[0], float(self.graph.values[value].nbytes)
-        nodes = None if owner_of(way) is not None else self.ranges.nodes_of(value, dim)
-        largest = self.largest(value, dim, (), way)
-        found = MOVES.least(link, nbytes, largest - even)
-        # Where nothing need move there is no message; of shares at a node it may be where nothing does beside it.
-        surely = (largest if nodes is None else nodes.beside(way).largest[0]) > even
-        return found if surely else found - MOVES.least(link, nbytes, 0.0)
+        found = MOVES.least(link, nbytes, self.largest(value, dim, (), way) - even)
+        # Unless all shares that may be rounded there move rows, there may be no message.
+        moves = self.ranges.beside(value, dim, way).largest[0] > even
+        return found if moves else found - MOVES.least(link, nbytes, 0.0)
 
     def _step_times(self, value: int, source: Layout, target: Layout, axis: int) -> list[float]:
         """Of each step, at the least that the shares may be. What changes a range is counted apart."""
@@ -220,20 +224,16 @@ class RangeBuilder(BuilderOfWays):
     def _largest_sent(self, value: int, dim: int, way: int, dims: Sequence[int]) -> float:
         """The largest share of a dimension as collectives count it that cut all of `dims`. Where what they take is no
         straight line in it between nodes: the least of all that may be rounded to it."""
-        nodes = self.ranges.nodes_of(value, dim)
         roots = {self.ranges.root(value, d) for d in dims}
-        if nodes is None or owner_of(way) is not None or (len(roots) == len(dims) and not self.costs.links[0].curves):
+        if len(roots) == len(dims) and not self.costs.links[0].curves:
             return self.largest(value, dim, (), way)
-        return nodes.beside(way).largest[0]
+        return self.ranges.beside(value, dim, way).largest[0]
 
     def _least_of_rounds(self, value: int, price: PriceOfRounds, cuts: Sequence[tuple[int, int]]) -> float:
         """Seconds of an all-to-all in rounds from the first of two cuts to the second."""
         nbytes = float(self.graph.values[value].nbytes)
-        every = [None if owner_of(way) is not None else self.ranges.nodes_of(value, dim) for dim, way in cuts]
-        within = [
-            self.ranges.of(value, *cut) if nodes is None else nodes.beside(cut[1])
-            for cut, nodes in zip(cuts, every, strict=True)
-        ]
+        every = [self.ranges.nodes_of(value, *cut) for cut in cuts]
+        within = [self.ranges.beside(value, *cut) for cut in cuts]
         if not any(every) or len({self.ranges.root(value, dim) for dim, _ in cuts}) == 1:
             # Of one root the same threshold rounds both.
             return price.least(self.costs.links[0], nbytes, within[0], within[1], self.costs.fastest)
@@ -273,7 +273,7 @@ class RangeBuilder(BuilderOfWays):
         tensors = (*o.operands, *o.results)
         for places, _, way, units in self.cuts(op).all:
             value, dim = next((v, d) for place, d in places if isinstance(v := tensors[place], int))
-            nodes = None if owner_of(way) is not None else self.ranges.nodes_of(value, dim)
+            nodes = self.ranges.nodes_of(value, dim, way)
             key = self.ranges.of(value, dim, way, units), nodes, way if nodes else 0
             found.append(self._number.setdefault(key, len(self._number)))
         return tuple(found)

@@ -56,8 +56,8 @@ _TURNS, _ROUNDS_AGAIN, _NEAR_ROUNDS = 5, 2, 1
 _FRUITLESS = 2
 """Turns in a row that gain nothing, the last ones."""
 _ROUNDS_OF_BOUND, _NULL_STEPS = 8, 2
-"""In the end, for the bound alone; and how many in a row that do not raise it, but tell of other programs, the last
-ones."""
+"""At most so many in the end, for the bound alone; after so many null steps in a row, which bring up programs and do
+not raise it, none."""
 _BRANCHINGS, _ROUNDS_OF_BRANCH = 3, 4
 """After them: of a branch into two, and rounds in each."""
 _MIXTURES = 2
@@ -203,7 +203,7 @@ class MakespanSearch:
         self._raising = False
 
     def raise_bound(self) -> None:
-        """Some rounds more for the bound, as long as it rises, then in branches, each time of the one with the least
+        """Some rounds more for the bound, until it stands still, then in branches, each time of the one with the least
         bound."""
         self._raising, self._whole.ended = True, False
         null_steps = 0

@@ -18,8 +18,8 @@ from hapsynth.search.scheduling.timeline import Simulation, Timeline, simulate
 from hapsynth.search.scheduling.waits import waits
 
 TRIALS, MORE_TRIALS = 16, 256
-"""Simulations of one timeline's bundles; of one that is a plan's: ViT's last sends on `paper64` go together only then
-(667.0 ms for 672.2)."""
+"""At most so many simulations to choose a timeline's bundles, and those of one that is refined: only so are ViT's last
+sends on `paper64` bundled (667.0 ms for 672.2)."""
 _CUTS, _CUT_AT_ONCE, _ENDS = 3, 1, 4
 """Bundles that are cut, one after the other; of how many each time, and at how many places."""
 _SAME = 1e-9

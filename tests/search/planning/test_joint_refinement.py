@@ -33,7 +33,7 @@ from hapsynth.instructions.rules.factor_table import FactorTable
 from hapsynth.search.cost.model import CostModel, Floats
 from hapsynth.search.cost.network import MOVES
 from hapsynth.search.cost.program_cost import program_cost
-from hapsynth.search.cost.share_range import ShareRange
+from hapsynth.search.cost.share_range import Mask, ShareRange
 from hapsynth.search.cost.work import Work
 from hapsynth.search.formulation.choice_space import AvailableLayouts, ChoiceSpace, Owners
 from hapsynth.search.formulation.conversions import LayoutSet
@@ -91,6 +91,12 @@ def way_of(ranges: ShareRanges, value: int, dim: int, shares: Floats) -> int:
     inside = lambda x, ends: ends[0] - 1e-9 <= x <= ends[1] + 1e-9
     every = enumerate(ranges.at(ranges.root(value, dim)))
     return next(way for way, r in every if inside(largest, r.largest) and inside(slow, r.slow))
+
+
+def just(shares: Floats, fast: Mask) -> ShareRange:
+    """All that a range may say of some shares."""
+    ends = shares.max(), shares[~fast].max(), min(shares[fast].sum(), 1.0)
+    return ShareRange(*((x, x) for x in map(float, ends)))
 
 
 def shortest(costs: CostModel) -> dict[Node, int]:

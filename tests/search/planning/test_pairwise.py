@@ -19,6 +19,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from rich.console import Console
 from slow_devices import first_devices, untiled
+from test_joint_refinement import just
 
 import hapsynth
 from hapsynth._quantities import seconds as quantity
@@ -152,7 +153,7 @@ def test_least_of_a_range_is_no_more_than_any_in_it_takes(data: st.DataObject) -
         between = 1 / n + (largest - 1 / n) * (1 - low), largest + (1 - largest) * high
         return ShareRange(between, wide(slow, *ends[:2]), wide(together, *ends[2:])).tightened(fast)
 
-    exactly = [ShareRange(*((y, y) for y in (x.max(), x[~fast].max(), min(x[fast].sum(), 1.0)))) for x in (old, new)]
+    exactly = [just(old, fast), just(new, fast)]
     around_them = [around(old), around(new)]
     for within in (exactly, around_them):
         assert price.least(link, nbytes, *within, fast) <= (latency + moving) * (1 + 1e-9)

@@ -19,6 +19,7 @@ from test_joint_refinement import (
     TASKS,
     _TwoRatios,
     deep,
+    just,
     least_at_ratios,
     model,
     named,
@@ -34,7 +35,7 @@ from hapsynth.instructions.program.sizes import Node
 from hapsynth.search.analysis.liveness import LiveSet
 from hapsynth.search.cost.model import CostModel, Floats
 from hapsynth.search.cost.network import MOVES, Shares
-from hapsynth.search.cost.share_range import Mask, ShareRange
+from hapsynth.search.cost.share_range import Mask
 from hapsynth.search.formulation.choice_space import ChoiceSpace
 from hapsynth.search.formulation.memory_constraints import MemoryConstraints
 from hapsynth.search.formulation.problem_builder import ProblemBuilder
@@ -205,7 +206,7 @@ def test_conversions_take_no_longer_rounded_on_the_mean(seed: int) -> None:
             for root, units in shortest(costs).items()
             if root not in known
         }
-        here = builder_of(ShareRanges(costs, {root: (_just(s, costs.fastest),) for root, s in known.items()}, nodes))
+        here = builder_of(ShareRanges(costs, {root: (just(s, costs.fastest),) for root, s in known.items()}, nodes))
         for value in (of_itself, graph.inputs[0]) * 3:
             near += list(_times_on_the_mean(here, value, known, rng))
     assert max(near) <= 1 + 1e-9
@@ -219,11 +220,6 @@ def _random_shares(units: int, fast: Mask, rng: np.random.Generator) -> Floats:
         return rng.multinomial(units, rng.dirichlet(np.full(4, 2.0))) / units
     few = int(rng.integers(units // 4 + 1))
     return np.where(fast, units // 2 - few, few) / units
-
-
-def _just(shares: Floats, fast: Mask) -> ShareRange:
-    """All that a range may say of some shares."""
-    return ShareRange(*((x, x) for x in map(float, (shares.max(), shares[~fast].max(), shares[fast].sum()))))
 
 
 def _times_on_the_mean(
