@@ -77,18 +77,24 @@ class ChainCosts:
     @cached_property
     def deferred_seconds(self) -> dict[int, Floats]:
         """Of each deferrable op, under each of its triples and for each layout that its use needs, its seconds on each
-        kind of device or those that it sends after itself, whichever is less [triples, layouts or 1, kinds]. Of what it
-        sends it counts what does not slow computing down: that counts at any rate."""
-        slowdowns = np.array(self.space.resources.slowdowns)
+        kind of device or those that it sends after itself, whichever is less; then with those that it sends before the
+        join [triples, layouts or 1, 2 kinds]. Of what it sends it counts what does not slow computing down: that counts
+        at any rate."""
+        deferral, slowdowns = self.space.deferral, np.array(self.space.resources.slowdowns)
         found: dict[int, Floats] = {}
-        for deferrable in self.space.deferral.ops:
-            sent = self.sent_after.seconds(deferrable)[:, :, None] / slowdowns
-            found[deferrable.op] = np.minimum(self.op_seconds[deferrable.op][:, None, :-1], sent)
+        for deferrable in deferral.ops:
+            sent = self.sent_after.seconds(deferrable)
+            joined = np.zeros_like(sent)
+            if deferral.before_join[deferrable.op]:
+                joined = self.sent_after.seconds(deferrable, deferral.join)
+            seconds = self.op_seconds[deferrable.op][:, None, :-1]
+            least = [np.minimum(seconds, each[:, :, None] / slowdowns) for each in (sent, joined)]
+            found[deferrable.op] = np.concatenate(least, axis=-1)
         return found
 
     def weighted_deferred(self, op: int, weights: Row) -> Floats:
         """Of an op under each of its triples and for each layout that its use needs [triples, layouts or 1], as far as
-        it counts where it may be put off; `weights`: of each kind of device."""
+        it counts where it may be put off; `weights`: of each kind of device, and of each where it precedes the join."""
         return _times(self.deferred_seconds[op], weights)
 
     def weighted_feeds(self, value: int, weights: Floats) -> Floats:
@@ -173,7 +179,7 @@ class ChainCosts:
         option = [states[v][1][assignment[v]] for v in st.value_variable]
         (of_ops, op_begin), (offered, value_begin) = self._op_rows, self._offered
         ops, values = of_ops[op_begin + triple], offered[value_begin + np.array(option, dtype=np.int64)]
-        deferred = np.zeros((len(graph.ops), kinds))
+        deferred = np.zeros((len(graph.ops), 2 * kinds))
         for op, _, use in self.space.deferral.ops:
             group = 0 if use is None else use.needs.groups[assignment[use.variable]]
             deferred[op] = self.deferred_seconds[op][triple[op], group]
@@ -272,7 +278,7 @@ class IdealChainCosts(ChainCosts):
     def deferred_seconds(self) -> dict[int, Floats]:
         # The ratios that suit an op and those that suit what it sends are others.
         kinds, triples = self.space.resources.kinds, self.structure.triples
-        return {d.op: np.zeros((len(triples[d.op]), 1, kinds)) for d in self.space.deferral.ops}
+        return {d.op: np.zeros((len(triples[d.op]), 1, 2 * kinds)) for d in self.space.deferral.ops}
 
     def weighted_op(self, op: int, weights: Row) -> Floats:
         works = [self.costs.work(op, triples) for triples in self.structure.triples[op]]
@@ -323,12 +329,13 @@ class WeightedBuilder(ProblemBuilder):
                 found[here, at[here]] += weight
             if block is not None:
                 found[block, whole] = alone
-            streams = slice(0, kinds) if of in ("ops", "deferred") else slice(links, None)
-            found[:, streams] = chain_costs.on_streams(found[:, streams])
+            streams = {"ops": slice(0, kinds), "deferred": slice(None)}.get(of, slice(links, None))
+            by_kind = found[:, streams].reshape(len(found), -1, kinds)
+            found[:, streams] = chain_costs.on_streams(by_kind).reshape(len(found), -1)
             return np.round(found, 12)
 
         on_links = slice(links)
-        self.deferred_weights = summed("deferred", kinds, None, slice(0))
+        self.deferred_weights = summed("deferred", 2 * kinds, None, slice(0))
         self.op_weights = summed("ops", kinds + 1, space.in_block, slice(kinds, None))
         self.use_weights = summed("uses", columns, space.uses_in_block, on_links)
         self.shared_weights = summed("shared", columns, None, on_links)

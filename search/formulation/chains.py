@@ -21,6 +21,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -33,7 +34,7 @@ from hapsynth.search.formulation.deferral import Deferral
 
 Places = npt.NDArray[np.int8]
 _NOWHERE = -1
-_LINK, _STREAM, _LAST_ON_STREAM = 0, 1, 2
+_LINK, _STREAM, _LAST_ON_STREAM, _BEFORE_JOIN = range(4)
 _LONGEST = 32
 """Ops, and conversions, of a program, by which ops are classes of which one is a cut: by twice or eight times as many
 no chain of BERT with 12 layers is longer."""
@@ -63,11 +64,11 @@ class Resources:
 
 @dataclass(frozen=True, eq=False)
 class Chain:
-    """Where instructions count: per op the kind of device, or -1, where it counts itself (`ops`) and where that or what
-    it sends after itself does, whichever is less (`deferred`); the column of `Resources.counted`, or -1, per use for
-    its own conversion (`uses`) and for the shared one that it takes (`shared`), and per value for its shared
-    conversions (`values`) and those to where it ends (`ends`). `alone`: the resource of a chain of one set, in which
-    loops and branches count, and arguments that are fed."""
+    """Where instructions count: per op the kind of device, or -1, where it counts itself (`ops`), and the column of
+    `Occupancy.deferred`, or -1, where that or what it sends after itself does, whichever is less; the column of
+    `Resources.counted`, or -1, per use for its own conversion (`uses`) and for the shared one that it takes (`shared`),
+    and per value for its shared conversions (`values`) and those to where it ends (`ends`). `alone`: the resource of a
+    chain of one set, in which loops and branches count, and arguments that are fed."""
 
     key: tuple[object, ...]
     ops: Places
@@ -82,7 +83,8 @@ class Chain:
 @dataclass(frozen=True, eq=False)
 class Occupancy:
     """What one program takes. Seconds of each op on each kind of device and, last, of the slowest [ops, kinds + 1]; of
-    each on a kind of device or what it sends after itself, whichever is less (`deferred` [ops, kinds]); as
+    each on a kind of device or what it sends after itself, whichever is less, then with what it sends before
+    `Deferral.join` (`deferred` [ops, 2 kinds]); as
     `Resources.counted` those of each use's own conversion and of the shared one up to what it takes [uses, columns], of
     each value's shared conversions and of those to where it ends [values, columns]. `fed`: to put new arguments into
     memory [kinds + 1]."""
@@ -195,18 +197,23 @@ class ChainSpace:
                 # No conversion counts twice.
                 values[[v for v in self.use_value[partly] if values[v] == slowing]] = _NOWHERE
         deferred = np.full_like(ops, _NOWHERE)
-        if slowing is not None and len(resources) > 1 and resources[-1] >= kinds:
-            deferred[self.deferred(cuts)] = resources[-2]
+        for n, (resource, then) in enumerate(pairwise(resources) if slowing is not None else ()):
+            last = n + 2 == len(resources)
+            if resource < kinds <= then and (last or cuts[n + 1] == self.deferral.join):
+                deferred[self.deferred(cuts[: n + 1], joined=not last)] = resource if last else kinds + resource
         return Chain((*cuts, *resources, shared.tobytes()), ops, deferred, uses, shared, values, ends, None)
 
-    def deferred(self, cuts: Sequence[int]) -> list[int]:
-        """The ops that may run before the last of some cuts or after it, after the one before that."""
+    def deferred(self, cuts: Sequence[int], *, joined: bool) -> list[int]:
+        """The ops that may run before the last of some cuts or after it, after the one before that; `joined`: before
+        the join."""
         last, reach = cuts[-1], self.reach
         if not self.deferral.is_cut[last]:
             return []
         possible = ~(reach.ancestors(last) | reach.descendants(last))
         if len(cuts) > 1:
             possible &= reach.descendants(cuts[-2])
+        if joined:
+            possible &= self.deferral.before_join
         return [d.op for d in self.deferral.ops if possible[d.op]]
 
     def _slowing(self, resources: Sequence[int]) -> int | None:
@@ -265,6 +272,8 @@ class ChainSpace:
         that make and read its longest conversions."""
         seconds = np.where(self.in_block, 0.0, taken.ops[:, -1])
         ends = {*np.argsort(-seconds, kind="stable")[:_LONGEST].tolist(), *hops.next_to_longest()}
+        if self.deferral.join is not None:
+            ends.add(self.deferral.join)
         ends = [op for op in ends if not self.in_block[op]]
         if not ends:
             return []
@@ -272,7 +281,7 @@ class ChainSpace:
         mine = np.flatnonzero(~self.in_block & of_each.any(axis=1))
         mine = mine[np.argsort(-self._related[mine], kind="stable")]
         _, first = np.unique(of_each[mine], axis=0, return_index=True)
-        return sorted(mine[first].tolist())
+        return sorted({*mine[first].tolist(), *([] if self.deferral.join is None else [self.deferral.join])})
 
     @cached_property
     def _related(self) -> Floats:
@@ -315,16 +324,34 @@ class ChainSpace:
         sent_last = np.stack([since @ hops[:, k] for k in links])
         ordered = after[:, list(among)]
         np.fill_diagonal(ordered, False)
-        # The longest to each cut, one that ends on a link, one that ends on the stream, and one for which the stream
-        # is of no more use: its seconds, the cut before it, and the resource in between.
+        # The longest to each cut, one that ends on a link, one that ends on the stream, and those that what is put off
+        # counts in, as a last set or one before the join's follows on the link: its seconds, the cut before it, and the
+        # resource in between.
         count = len(among)
-        best, cut_before, by = (np.full((3, count), x) for x in (0.0, _NOWHERE, kind))
+        best, cut_before, by = (np.full((4, count), x) for x in (0.0, _NOWHERE, kind))
+        join = self.deferral.join if len(links) == 1 else None
+
+        def put_off(joined: bool) -> None:
+            """The longest that end on the stream where more than its own counts."""
+            deferred = np.zeros((count, len(self.graph.ops)))
+            for b, cut in enumerate(among if len(links) == 1 else ()):
+                mine = self.deferred([cut], joined=joined)
+                deferred[b, mine] = taken.deferred[mine, joined * kinds + kind]
+            # It counts if it comes after the cut before.
+            seconds = best[_LINK][:, None] + stream + after @ deferred.T
+            seconds[~(ordered | np.eye(count, dtype=bool))] = -np.inf
+            begun, end = first + deferred.sum(axis=1), _BEFORE_JOIN if joined else _LAST_ON_STREAM
+            best[end] = np.maximum(begun, seconds.max(axis=0))
+            cut_before[end] = np.where(seconds.max(axis=0) > begun, seconds.argmax(axis=0), _NOWHERE)
+
         for b in range(count):
             k = int(sent_first[:, b].argmax())
             best[_LINK, b], by[_LINK, b] = sent_first[k, b], kinds + k
             before_b = np.flatnonzero(ordered[:, b])
             if before_b.size:
-                seconds = best[_STREAM, before_b] + sent[:, before_b, b]
+                if among[b] == join:
+                    put_off(joined=True)
+                seconds = best[_BEFORE_JOIN if among[b] == join else _STREAM, before_b] + sent[:, before_b, b]
                 k, a = np.unravel_index(int(seconds.argmax()), seconds.shape)
                 if seconds[k, a] > best[_LINK, b]:
                     best[_LINK, b], cut_before[_LINK, b], by[_LINK, b] = seconds[k, a], before_b[a], kinds + k
@@ -335,17 +362,7 @@ class ChainSpace:
             best[_STREAM, b] = first[b]
             if seconds[a] > first[b]:
                 best[_STREAM, b], cut_before[_STREAM, b] = seconds[a], before_b[a]
-        deferred = np.zeros((count, len(self.graph.ops)))
-        if len(links) == 1:
-            for b, cut in enumerate(among):
-                mine = self.deferred([cut])
-                deferred[b, mine] = taken.deferred[mine, kind]
-        # What is deferred counts if it comes after the cut before.
-        seconds = best[_LINK][:, None] + stream + after @ deferred.T
-        seconds[~(ordered | np.eye(count, dtype=bool))] = -np.inf
-        begun = first + deferred.sum(axis=1)
-        best[_LAST_ON_STREAM] = np.maximum(begun, seconds.max(axis=0))
-        cut_before[_LAST_ON_STREAM] = np.where(seconds.max(axis=0) > begun, seconds.argmax(axis=0), _NOWHERE)
+        put_off(joined=False)
         whole = np.stack([best[_LINK] + last, best[_LAST_ON_STREAM] + sent_last.max(axis=0)])
         end, at = (int(x) for x in np.unravel_index(int(whole.argmax()), whole.shape))
         end = _LAST_ON_STREAM if end else _LINK
@@ -353,7 +370,8 @@ class ChainSpace:
         while at != _NOWHERE:
             ops.append(among[at])
             resources.append(int(by[end, at]))
-            end, at = _STREAM if end == _LINK else _LINK, int(cut_before[end, at])
+            on_stream = _BEFORE_JOIN if among[at] == join else _STREAM
+            end, at = on_stream if end == _LINK else _LINK, int(cut_before[end, at])
         return self.chain(ops[::-1], resources[::-1], taken)
 
 

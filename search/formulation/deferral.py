@@ -1,9 +1,10 @@
 """What ops send after themselves at least, wherever they run: whoever puts one off puts that off too.
 
 The gradients of weights need not wait for one another, nor does the rest of the backward pass for them. So they may run
-beside what the pass sends last; but then what they send follows it on the same link. After each of these ops come some
-that only depend on it: whatever its layout, on the way through them to where its result is used, or stays, it is
-converted at a least cost, the shortest path over layouts and triples.
+beside what the pass sends last; but then what they send follows it on the same link, and precedes an op that all of
+them are waited for by, such as the norm to which they are clipped. After each of these ops come some that only depend
+on it: whatever its layout, on the way through them to where its result is used, or stays, it is converted at a least
+cost, the shortest path over layouts and triples.
 """
 
 from __future__ import annotations
@@ -66,6 +67,24 @@ class Deferral:
             found.append(Deferrable(op, tuple(values), only[0] if ends else None))
         return tuple(found)
 
+    @cached_property
+    def join(self) -> int | None:
+        """The first op that waits for the most deferrable work; None where nothing is deferrable."""
+        work = np.zeros_like(self._work)
+        mine = [d.op for d in self.ops]
+        work[mine] = self._work[mine]
+        waiting = np.where(self.in_block, 0.0, self.reach.before(work) - work)
+        return int(np.argmax(waiting >= waiting.max() * (1 - 1e-9))) if waiting.any() else None
+
+    @cached_property
+    def before_join(self) -> Mask:
+        """bool [ops]: those that the join waits for."""
+        found = np.zeros_like(self.in_block)
+        if self.join is not None:
+            found |= self.reach.ancestors(self.join)
+            found[self.join] = False
+        return found
+
     def _after(self, op: int, taken: set[int]) -> list[int]:
         """Its results, and those of ops that depend on it and on no other that may be a cut beside it."""
         graph, reach = self.structure.graph, self.reach
@@ -101,9 +120,10 @@ class SentAfter:
             if use.place == 0:
                 self._uses.setdefault(use.value, []).append(use)
 
-    def seconds(self, deferrable: Deferrable) -> Floats:
+    def seconds(self, deferrable: Deferrable, before: int | None = None) -> Floats:
         """At least, after an op under each of its triples, and for each layout that its use needs where it ends in that
-        [triples, layouts or 1]."""
+        [triples, layouts or 1]. `before`: the op that precedes; None for whatever is sent."""
+        waited_for = None if before is None else self.deferral.reach.ancestors(before)
         graph, mine, use = self.structure.graph, set(deferrable.values), deferrable.use
         if use is not None:
             number = self.ways[use.value].layouts.number
@@ -111,15 +131,18 @@ class SentAfter:
             return self._sent(use.value)[made][:, [number[layout] for layout in use.needs.layouts]]
         from_layouts: dict[int, Floats] = {}
         for value in sorted(mine, key=lambda v: graph.producer[v], reverse=True):
-            from_layouts[value] = self._from_layouts(value, mine, from_layouts)
+            from_layouts[value] = self._from_layouts(value, mine, from_layouts, waited_for)
         return self._after_op(deferrable.op, from_layouts)[:, None]
 
-    def _from_layouts(self, value: int, mine: set[int], known: dict[int, Floats]) -> Floats:
-        """At least, for a value made in each of its layouts [layouts]: for the use for which that is the most."""
+    def _from_layouts(self, value: int, mine: set[int], known: dict[int, Floats], waited_for: Mask | None) -> Floats:
+        """At least, for a value made in each of its layouts [layouts]: for the use for which that is the most, of those
+        of some ops (`waited_for`)."""
         to = self._sent(value)
         number = self.ways[value].layouts.number
         found = np.zeros(len(to))
         for use in self._uses.get(value, ()):
+            if waited_for is not None and not (use.reader >= 0 and waited_for[use.reader]):
+                continue
             layouts = [number[layout] for layout in use.needs.layouts]
             then = np.zeros(len(layouts))
             if use.reader >= 0 and mine.intersection(self.structure.graph.ops[use.reader].results):
@@ -127,7 +150,7 @@ class SentAfter:
                 then = np.full(len(layouts), np.inf)
                 np.minimum.at(then, use.needs.groups, after)
             np.maximum(found, (to[:, layouts] + then).min(axis=1), out=found)
-        for end in self.builder.ends(value) if value in self.plain else ():
+        for end in self.builder.ends(value) if value in self.plain and waited_for is None else ():
             np.maximum(found, to[:, [number[layout] for layout in end.layouts]].min(axis=1), out=found)
         return found
 

@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from math import isclose
 from typing import NamedTuple
 
 import numpy as np
@@ -58,8 +59,8 @@ _FRUITLESS = 2
 _ROUNDS_OF_BOUND, _NULL_STEPS = 8, 2
 """At most so many in the end, for the bound alone; after so many null steps in a row, which bring up programs and do
 not raise it, none."""
-_BRANCHINGS, _ROUNDS_OF_BRANCH = 3, 4
-"""After them: of a branch into two, and rounds in each."""
+_STATES_OF_BRANCHES, _ROUNDS_OF_BRANCH = 1_000_000, 4
+"""After them, in branches: what the problems of all rounds together may have, and rounds in each."""
 _MIXTURES = 2
 """Of the last program with each of the best ones."""
 _MIXING_NODES = 200
@@ -76,9 +77,9 @@ _LEVEL = 0.5
 """From the best bound to the most that it may come to: where the next one is sought in the end."""
 _PROMISING = 1.08
 """Times as long as the best program so far: what takes longer before its collectives are bundled is no better then."""
-_TRIED, _NEARLY = 3, 1.02
-"""Programs, the best as they are scheduled, of which one fits: others may fit in a better order, or come to one that is
-better, where they are nearly as good."""
+_TRIED, _NEARLY = 3, 1.05
+"""Programs, the best as they are scheduled and those with the shortest chains, where quick schedules may be to blame,
+of which one fits: others may fit in a better order, or come to one that is better, where they are nearly as good."""
 TOLERANCE = 2e-3
 """Relative: what a search leaves undecided, of bounds and of makespans."""
 _NODES = 5000
@@ -213,7 +214,8 @@ class MakespanSearch:
             null_steps = 0 if self.bound > before else null_steps + 1
             if null_steps == _NULL_STEPS:
                 break
-        for _ in range(_BRANCHINGS):
+        rounds = _STATES_OF_BRANCHES // sum(map(len, self.structure.choices))
+        for _ in range(max(1, rounds // (2 * _ROUNDS_OF_BRANCH))):
             least = min(self.branches, key=lambda branch: branch.bound)
             if self.best is None or self.best.makespan_s <= least.bound * (1 + TOLERANCE) or self.search.clock.late():
                 break
@@ -297,7 +299,7 @@ class MakespanSearch:
         if self._is_known(choices):
             return
         seen = self._see(choices)
-        if self.best and max(self._length(chain, seen) for chain in self.chains) >= self.best.makespan_s:
+        if self.best and self.longest_chain(seen) >= self.best.makespan_s:
             return
         candidate = self.search.maker.chosen(self.builder, choices)
         self._schedule(seen, candidate, tasks_of(candidate.program, candidate.sizes, self.costs))
@@ -321,6 +323,10 @@ class MakespanSearch:
     def _see(self, choices: Ints) -> Seen:
         self.seen.append(Seen(choices, self._chain_costs.occupancy(choices.tolist())))
         return self.seen[-1]
+
+    def longest_chain(self, seen: Seen) -> float:
+        """Seconds of the longest of the chains so far in a program seen."""
+        return max(self._length(chain, seen) for chain in self.chains)
 
     def _length(self, chain: Chain, seen: Seen) -> float:
         """Seconds of a chain in a program seen."""
@@ -500,19 +506,43 @@ def concluded(found: MakespanSearch, bar: float = np.inf) -> Overlapped | None:
         found = min(_at(best_so_far.candidate.sizes, found, bar), found, key=_least_makespan)
     if not search.clock.late() and found.bound < bar:
         found.raise_bound()
-    best: Overlapped | None = None
+    tried = _refined(found, least_sum)
+    if not tried:
+        return None
+    known, best = min(tried, key=lambda pair: pair[1].timeline.makespan_s)
+    # The ratios of the program of the least sum may be those of the first search alone.
+    bound = max(each.bound_for(known) for each in ((first, found) if known is least_sum else (found,)))
+    return best._replace(lower_bound_s=bound)
+
+
+def _refined(found: MakespanSearch, least_sum: Scheduled) -> list[tuple[Scheduled, Overlapped]]:
+    """The best programs of a search, and that of the least sum, in orders in which they fit: the best as they are
+    scheduled, and those with the shortest chains, as quick schedules may be to blame."""
     tried: list[Scheduled] = []
-    for known in sorted(found.scheduled, key=lambda known: known.makespan_s):
-        if best is not None and (len(tried) >= _TRIED or known.makespan_s >= best.timeline.makespan_s * _NEARLY):
-            break
-        if not any(known.candidate.is_like(other.candidate) for other in tried):
-            best = _shorter(best, _within_limit(known, search, found.bound_for(known)))
-            tried.append(known)
-    if any(least_sum.candidate.is_like(other.candidate) for other in tried):
-        return best
-    # Quick schedules may rank it too low. Its ratios may be those of the first search alone.
-    bound = max(each.bound_for(least_sum) for each in (first, found))
-    return _shorter(best, _within_limit(least_sum, search, bound))
+    fitting: list[tuple[Scheduled, Overlapped]] = []
+    least = np.inf
+
+    def refine(known: Scheduled) -> bool:
+        nonlocal least
+        if any(isclose(known.makespan_s, o.makespan_s) or known.candidate.is_like(o.candidate) for o in tried):
+            return False
+        tried.append(known)
+        refined = _within_limit(known, found.search)
+        if refined is not None:
+            fitting.append((known, refined))
+            least = min(least, refined.timeline.makespan_s)
+        return True
+
+    by_chains = sorted(found.scheduled, key=lambda known: found.longest_chain(known.seen))
+    for ranked in (sorted(found.scheduled, key=lambda known: known.makespan_s), by_chains):
+        count = 0
+        for known in ranked:
+            if count >= _TRIED and fitting:
+                break
+            if known.makespan_s < least * _NEARLY and found.longest_chain(known.seen) < least:
+                count += refine(known)
+    refine(least_sum)
+    return fitting
 
 
 def _shorter(one: Overlapped | None, other: Overlapped | None) -> Overlapped | None:
@@ -570,11 +600,11 @@ def _least_makespan(found: MakespanSearch) -> float:
     return found.best.makespan_s if found.best else np.inf
 
 
-def _within_limit(known: Scheduled, search: FixedRatioSearch, bound: float) -> Overlapped | None:
+def _within_limit(known: Scheduled, search: FixedRatioSearch) -> Overlapped | None:
     """A program in an order in which it fits, by the steps that it has or those that go together; None where there is
     none."""
     candidate, costs = known.candidate, search.task.costs
-    timed = partial(_timed, sizes=candidate.sizes, search=search, bound=bound)
+    timed = partial(_timed, sizes=candidate.sizes, search=search)
     found = timed(ordered(candidate.program, refined(known.timeline)))
     together = by_cheapest_steps(candidate.program, candidate.sizes, costs, bundled=True)
     if together is not candidate.program:
@@ -601,12 +631,12 @@ def in_larger_bundles(found: Overlapped, search: FixedRatioSearch) -> Overlapped
 
 def as_it_is(search: FixedRatioSearch, best: Candidate) -> Overlapped:
     """The best program of the search by sums, in its own order."""
-    found = _timed(best.program, best.sizes, search, 0.0)
+    found = _timed(best.program, best.sizes, search)
     assert found is not None
     return found
 
 
-def _timed(program: Program, sizes: Sizes, search: FixedRatioSearch, bound: float) -> Overlapped | None:
+def _timed(program: Program, sizes: Sizes, search: FixedRatioSearch, bound: float = 0.0) -> Overlapped | None:
     """A program in its own order; None where it holds too much."""
     costs = search.task.costs
     memory = MemoryProfile(costs.graph, program, sizes.classes, costs)

@@ -20,7 +20,7 @@ from hapsynth.search.scheduling.waits import waits
 TRIALS, MORE_TRIALS = 16, 256
 """At most so many simulations to choose a timeline's bundles, and those of one that is refined: only so are ViT's last
 sends on `paper64` bundled (667.0 ms for 672.2)."""
-_CUTS, _CUT_AT_ONCE, _ENDS = 3, 1, 4
+_CUTS, _CUT_AT_ONCE, _ENDS = 3, 8, 4
 """Bundles that are cut, one after the other; of how many each time, and at how many places."""
 _SAME = 1e-9
 """Relative: makespans that differ by rounding alone."""

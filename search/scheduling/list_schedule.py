@@ -29,6 +29,8 @@ from hapsynth.search.scheduling.timeline import Timeline, simulate
 _ROUNDS = 3
 _TURNS = 2
 _LINK_ROUNDS = 6
+_PUT_OFF = 0.5, 0.7
+"""Of a task's slack."""
 _LEAST_GAIN = 1e-6
 _QUEUES = {Machine.NETWORK: 0, Machine.INTRA: 1, Machine.COMPUTE: 2, Machine.EVERYTHING: 2, Machine.LOCAL: -1}
 """Of tasks that wait for one machine; the first goes first where several are free at once."""
@@ -173,8 +175,8 @@ def _preemptive_bound(head: Sequence[float], seconds: Sequence[float], tail: Seq
 
 
 def _orders(tasks: TaskGraph, quick: bool) -> list[tuple[int, ...]]:
-    """Orders worth a look, none of them twice; `quick`: those from the best priority, the last improvement and what it
-    began from."""
+    """Orders worth a look, none of them twice; `quick`: those from the best of three priorities, the last improvement
+    and what it began from."""
     makers, users, longest = tasks.makers, tasks.users, tasks.longest
     count = len(longest)
     to_end, from_start, first = [0.0] * count, [0.0] * count, [0.0] * count
@@ -193,8 +195,33 @@ def _orders(tasks: TaskGraph, quick: bool) -> list[tuple[int, ...]]:
         improved = _improved(tasks, *best)
         orders = [improved[0], improved[-1]]
     else:
+        _, ended = begun[1]
+        begun += [_greedy(tasks, makers, users, each) for each in _put_off(tasks, to_end, ended)]
         orders = [order for each in begun for order in _improved(tasks, *each)]
     return list(dict.fromkeys(map(tuple, orders)))
+
+
+def _put_off(tasks: TaskGraph, to_end: Sequence[float], ended: Sequence[float]) -> list[list[float]]:
+    """Priorities by which what can wait begins later than in the order of the source, in which tasks end as given: all
+    of it by a part of its slack, and to its latest start what computes for longer than what it computes is sent (of
+    two machines in a row, the first has such jobs last: Johnson 1954)."""
+    machine, users, longest, whole = tasks.machine, tasks.users, tasks.longest, max(ended, default=0.0)
+    begun = [end - seconds for end, seconds in zip(ended, longest, strict=True)]
+    slack = [max(0.0, whole - rest - start) for rest, start in zip(to_end, begun, strict=True)]
+    # Which collective alone waits for a task, and what is computed for each.
+    sent: list[int | None] = [None] * len(begun)
+    computed = dict.fromkeys((k for k, m in enumerate(machine) if m in LINKS), 0.0)
+    for task in reversed(range(len(begun))):
+        waiting = {task} if machine[task] in LINKS else {sent[user] for user in users[task]}
+        one = sent[task] = waiting.pop() if len(waiting) == 1 else None
+        if one is not None and machine[task] is Machine.COMPUTE and slack[task] > 0:
+            computed[one] += longest[task]
+    waits = [
+        at * (machine[k] is Machine.COMPUTE and one is not None and longest[one] <= computed[one])
+        for k, (one, at) in enumerate(zip(sent, slack, strict=True))
+    ]
+    parts = [[start + part * at for start, at in zip(begun, slack, strict=True)] for part in _PUT_OFF]
+    return [*parts, [start + at for start, at in zip(begun, waits, strict=True)]]
 
 
 def _improved(tasks: TaskGraph, order: list[int], ended: list[float]) -> list[list[int]]:

@@ -36,6 +36,10 @@ class SolverOptions:
     first_sweeps: int = 40
     close: float = 0.01
     """Relative gap; with a greater one a better assignment helps more than sweeps."""
+    loose: float = 5e-3
+    """Relative gap; with a greater one the linear relaxation is solved before A* searches all that is left."""
+    relaxed_cells: int = 200_000
+    """Table entries of the largest network for which it is: some seconds."""
     stretch: int = 50
     """Nodes; about what a layer of a transformer has."""
     entries_per_level: int = 4000

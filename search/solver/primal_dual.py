@@ -22,6 +22,7 @@ import numpy as np
 
 from hapsynth.search.solver.astar import astar
 from hapsynth.search.solver.bucket_elimination import EliminationOrder, bucket_space, buckets
+from hapsynth.search.solver.local_polytope import cells, relax
 from hapsynth.search.solver.options import SolverOptions
 from hapsynth.search.solver.problem import Floats, Ints, Problem, Progress, Solution
 from hapsynth.search.solver.reduction import ReducedProblem
@@ -84,8 +85,11 @@ class SolveContext:
 
 
 def _dual(network: ReducedProblem, multipliers: Floats) -> Dual:
-    extra = {i: multipliers @ network.usage(i) for i in network.active()} if multipliers.any() else {}
-    return Dual(network, extra, -float(multipliers @ network.limits))
+    return Dual(network, _charges(network, multipliers), -float(multipliers @ network.limits))
+
+
+def _charges(network: ReducedProblem, multipliers: Floats) -> dict[int, Floats]:
+    return {i: multipliers @ network.usage(i) for i in network.active()} if multipliers.any() else {}
 
 
 def _counts(floors: dict[int, Floats], highest: float) -> Callable[[int], int]:
@@ -164,7 +168,7 @@ class PrimalDualSearch:
         """Searches `network` until the bound meets the incumbent, or nothing more is allowed."""
         options = self.run.options
         searches = options.searches if searches is None else searches
-        level = 0
+        level, relaxed = 0, False
         recalled = self.main is not None
         sizes = [row.size for row in self.run.problem.unary]
         while level < len(searches):
@@ -210,6 +214,10 @@ class PrimalDualSearch:
             rise, gap = self.lower_bound - before, self.cost - before
             if eliminated and not network.limits.size and rise > options.worthwhile * gap:
                 continue
+            if not relaxed and self._is_loose(network):
+                relaxed = True
+                if relax(network, _charges(network, multipliers)):
+                    continue
             if self._searched(network, multipliers, searches[level]):
                 return
             if self.run.late() or self.run.expanded >= self.run.max_nodes:
@@ -221,6 +229,13 @@ class PrimalDualSearch:
                 or (np.isfinite(gap) and self.lower_bound - before > options.worthwhile * gap)
             )
             level += not helped
+
+    def _is_loose(self, network: ReducedProblem) -> bool:
+        """Whether the bound is so far below what is sought that a linear program pays, and there is room for one."""
+        options, threshold = self.run.options, self.threshold()
+        if not self.lower_bound < threshold - options.loose * abs(threshold) < np.inf:
+            return False
+        return network.size() <= options.relaxed_cells and cells(network) <= options.relaxed_cells
 
     def _searched(self, network: ReducedProblem, multipliers: Floats, nodes: int) -> bool:
         """Searches the network once, by a cost to go as exact as there is room for; says whether that settles it."""
