@@ -190,13 +190,12 @@ def _orders(tasks: TaskGraph, quick: bool) -> list[tuple[int, ...]]:
     _, ended = _greedy(tasks, users, makers, [-x for x in from_start])
     priorities = [-x for x in to_end], first, [-x for x in ended]
     begun = [_greedy(tasks, makers, users, priority) for priority in priorities]
+    begun += [_greedy(tasks, makers, users, each) for each in _put_off(tasks, to_end, begun[1][1])]
     if quick:
         best = min(begun, key=lambda order_and_ends: max(order_and_ends[1], default=0.0))
         improved = _improved(tasks, *best)
         orders = [improved[0], improved[-1]]
     else:
-        _, ended = begun[1]
-        begun += [_greedy(tasks, makers, users, each) for each in _put_off(tasks, to_end, ended)]
         orders = [order for each in begun for order in _improved(tasks, *each)]
     return list(dict.fromkeys(map(tuple, orders)))
 

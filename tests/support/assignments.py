@@ -135,6 +135,21 @@ def random_chain(given: Space, rng: random.Random, longest: int = 4) -> Chain:
     return chains.chain(cuts, turns)
 
 
+def joined_chain(given: Space, rng: random.Random) -> Chain | None:
+    """A chain in which something is sent between a random op on a stream and the op that gradients are waited for by;
+    None where there is no such op."""
+    chains, join = given.chains, given.chains.deferral.join
+    if join is None:
+        return None
+    among = np.flatnonzero(chains.reach.ancestors(join) & ~chains.in_block & chains.deferral.is_cut).tolist()
+    cuts = sorted(rng.choices([op for op in among if op != join], k=rng.randint(1, 2))) if len(among) > 1 else []
+    if not cuts or not chains.reach.descendants(cuts[0])[cuts[-1]]:
+        return None
+    kinds = chains.resources.kinds
+    stream = rng.randrange(kinds)
+    return chains.chain([*cuts, join], [kinds, stream, kinds, stream][-len(cuts) - 2 :])
+
+
 def layers(p: Any, batch: Any) -> Any:
     """A step of two layers that begins and ends with their weights."""
     loss = lambda p: jnp.mean((jnp.tanh(batch @ p["a"]) @ p["b"]) ** 2)
@@ -146,6 +161,14 @@ def tied(p: Any, batch: Any) -> Any:
     hidden = lambda p: jnp.tanh(jnp.tanh(batch @ p["a"]) @ p["b"])
     loss = lambda p: jnp.mean((hidden(p) @ p["a"]) ** 2)
     return jax.tree.map(lambda p, g: p - 0.1 * g / jnp.sum(g * g), p, jax.grad(loss)(p))
+
+
+def clipped(p: Any, batch: Any) -> Any:
+    """A step whose updates all wait for all gradients."""
+    loss = lambda p: jnp.mean((jnp.tanh(batch @ p["a"]) @ p["b"]) ** 2)
+    gradients = jax.grad(loss)(p)
+    norm = jnp.sqrt(sum(jnp.sum(g * g) for g in jax.tree.leaves(gradients)))
+    return jax.tree.map(lambda p, g: p - g / norm, p, gradients)
 
 
 def several(x: Any, w: Any) -> Any:
@@ -183,6 +206,8 @@ CASES: dict[str, tuple[Callable[..., Any], Any, Cluster]] = {
     "taken again on hosts": (again, (f(64, 64), f(64, 64)), HOSTS),
     "tied": (tied, ({"a": f(64, 64), "b": f(64, 64)}, f(960, 64)), FOUR),
     "tied, slowed": (tied, ({"a": f(64, 64), "b": f(64, 64)}, f(960, 64)), slowed(FOUR)),
+    "clipped": (clipped, ({"a": f(64, 96), "b": f(96, 64)}, f(960, 64)), FOUR),
+    "clipped, slowed": (clipped, ({"a": f(64, 96), "b": f(96, 64)}, f(960, 64)), slowed(FOUR)),
     "training, slowed": (mlp_step, mlp_args(), slowed(FOUR)),
     "several results, slowed": (several, (f(24, 24), f(24, 24)), slowed(FOUR)),
     "taken again, slowed": (again, (f(64, 64), f(64, 64)), slowed(FOUR)),

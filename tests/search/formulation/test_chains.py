@@ -7,7 +7,7 @@ from math import fsum
 
 import numpy as np
 import pytest
-from assignments import CASES, Space, case, programs, random_chain
+from assignments import CASES, Space, case, joined_chain, programs, random_chain
 from orders import random_order
 
 from hapsynth.instructions.collectives import steps_between
@@ -31,7 +31,8 @@ def given(request: pytest.FixtureRequest) -> Space:
 
 def chains_of(given: Space, taken: Occupancy, rng: random.Random) -> list[Chain]:
     every = range(len(given.task.graph.ops))
-    return [*given.chains.alone, *(random_chain(given, rng) for _ in range(12)), *given.chains.longest(taken, every)]
+    drawn = [draw(given, rng) for draw in (random_chain, joined_chain) for _ in range(12)]
+    return [*given.chains.alone, *filter(None, drawn), *given.chains.longest(taken, every)]
 
 
 def test_no_program_is_shorter_than_a_chain(given: Space) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import graphs
 import numpy as np
 import pytest
-from assignments import CASES, FOUR, Space, case, layers, programs, space, tied
+from assignments import CASES, FOUR, Space, case, clipped, layers, programs, space, tied
 from control_cases import floats
 from jax import numpy as jnp
 
@@ -25,6 +25,11 @@ def given(request: pytest.FixtureRequest) -> Space:
 def test_no_program_sends_less_after_an_op(given: Space) -> None:
     structure, deferral, sent_after = given.search.choices, given.chains.deferral, given.costs.sent_after
     least = {deferrable: sent_after.seconds(deferrable) for deferrable in deferral.ops}
+    for deferrable in deferral.ops if deferral.join is not None else ():
+        before = sent_after.seconds(deferrable, deferral.join)
+        assert (before <= least[deferrable]).all()
+        if not deferral.before_join[deferrable.op] and deferrable.use is None:
+            assert not before.any()
     for choices, *_ in programs(given, 6, seed=9):
         taken = given.costs.occupancy(choices.tolist())
         by_value = given.chains.sent_of_each(taken)
@@ -80,3 +85,20 @@ def test_chains_are_longer_for_what_may_be_put_off(fn: Any, width: int, batch: i
     longest = lambda taken: max(given.chains.length(chain, taken) for chain in given.chains.longest(taken, every))
     without = longest(replace(taken, deferred=np.zeros_like(taken.deferred)))
     assert 1.03 * without < longest(taken) <= search.best.makespan_s
+
+
+def test_what_is_sent_before_a_norm_counts_before_what_follows_it() -> None:
+    """The updates follow the norm, which waits for every gradient's reduction, whenever that gradient is computed."""
+    args = {"a": floats(512, 512), "b": floats(512, 512)}, floats(16384, 512)
+    given = space(clipped, args, graphs.cluster([3.0, 3.0, 1.0, 1.0], bandwidth=1e10))
+    search = MakespanSearch(given.search, given.builder.ratios, np.array(given.search.choices.replicated()))
+    search.run(4)
+    assert search.best is not None
+    deferral, kinds = given.chains.deferral, given.chains.resources.kinds
+    assert deferral.join is not None
+    assert [deferral.before_join[d.op] for d in deferral.ops].count(True) >= 2
+    taken, every = search.best.seen.taken, range(len(given.task.graph.ops))
+    longest = lambda taken: max(given.chains.length(chain, taken) for chain in given.chains.longest(taken, every))
+    at_the_end = taken.deferred.copy()
+    at_the_end[:, kinds:] = 0
+    assert longest(replace(taken, deferred=at_the_end)) < longest(taken) <= search.best.makespan_s

@@ -13,6 +13,7 @@ from hapsynth.search.solver import Problem, SolverOptions
 from hapsynth.search.solver.astar import astar
 from hapsynth.search.solver.bucket_elimination import bucket_space, buckets
 from hapsynth.search.solver.interning import NONE, InternedTables
+from hapsynth.search.solver.local_polytope import relax
 from hapsynth.search.solver.primal_dual import SolveContext
 from hapsynth.search.solver.reduction import ReducedProblem
 from hapsynth.search.solver.search_space import Space, dual_space
@@ -141,6 +142,36 @@ def test_the_dual_bound_rises_below_the_optimum_and_no_floor_is_above_its_state(
             for s, bound in zip(network.states(i), floor, strict=True):
                 assert bound <= brute_force(fixed(problem, i, int(s))) + 1e-12
     assert tried > 20
+
+
+@pytest.mark.parametrize("resources", [0, 1])
+def test_the_linear_relaxation_is_the_best_that_messages_can_do(resources: int):
+    tried = better = 0
+    for seed in range(40):
+        if (case := reduced(seed, resources)) is None:
+            continue
+        tried += 1
+        _, network, _ = case
+        extra = {i: 0.3 * network.usage(i).sum(axis=0) for i in network.active()} if resources else {}
+        swept = Dual(network, extra)
+        for _ in range(200):
+            swept.sweep()
+        assert relax(network, extra)
+        relaxed = Dual(network, extra)
+        assert relaxed.bound >= swept.bound - 1e-9
+        better += relaxed.bound > swept.bound + 1e-6
+        lowest = relaxed.bound
+        for _ in range(20):
+            relaxed.sweep()
+        assert relaxed.bound == pytest.approx(lowest, abs=1e-9)
+        optimum = min(
+            reduced_cost(network, dict(zip(network.active(), states, strict=True)))
+            + sum(float(extra[i][s]) for i, s in zip(network.active(), states, strict=True) if extra)
+            for states in itertools.product(*(range(network.count(i)) for i in network.active()))
+        )
+        assert lowest <= optimum + 1e-9
+    assert tried > 20
+    assert better > 2
 
 
 def test_large_tables_and_stretches_make_no_difference_to_what_a_sweep_may_do():
