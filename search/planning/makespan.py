@@ -59,7 +59,7 @@ _FRUITLESS = 2
 _ROUNDS_OF_BOUND, _NULL_STEPS = 8, 2
 """At most so many in the end, for the bound alone; after so many null steps in a row, which bring up programs and do
 not raise it, none."""
-_STATES_OF_BRANCHES, _ROUNDS_OF_BRANCH = 1_000_000, 4
+_STATES_OF_BRANCHES, _ROUNDS_OF_BRANCH = 1_500_000, 4
 """After them, in branches: what the problems of all rounds together may have, and rounds in each."""
 _MIXTURES = 2
 """Of the last program with each of the best ones."""

@@ -3,8 +3,9 @@ bound on all orders.
 
 A list schedule starts, whenever a machine is free, the task of highest priority that can start (Graham 1966). No one
 priority suits all programs. By the longest path to the end, the chain of a backward pass goes first, and the gradients
-of weights wait, with their collectives; in the order of the source these start early. A schedule of the reversed graph
-orders the collectives at the end of a step by their release times. Scheduling the reversed graph in the order in which
+of weights wait, with their collectives; in the order of the source these start early; in between part of them waits,
+for what is sent last to have something computed beside it. A schedule of the reversed graph orders the collectives at
+the end of a step by their release times. Scheduling the reversed graph in the order in which
 tasks ended, and so on in turn, rarely makes a schedule longer and often shorter (forward-backward improvement: Li and
 Willis 1992). What remains is left to constraint programming (`constraint_programming.py`).
 """
@@ -175,8 +176,8 @@ def _preemptive_bound(head: Sequence[float], seconds: Sequence[float], tail: Seq
 
 
 def _orders(tasks: TaskGraph, quick: bool) -> list[tuple[int, ...]]:
-    """Orders worth a look, none of them twice; `quick`: those from the best of three priorities, the last improvement
-    and what it began from."""
+    """Orders worth a look, none of them twice; `quick`: those from the best priority, the last improvement and what it
+    began from."""
     makers, users, longest = tasks.makers, tasks.users, tasks.longest
     count = len(longest)
     to_end, from_start, first = [0.0] * count, [0.0] * count, [0.0] * count

@@ -22,8 +22,9 @@ def cells(network: ReducedProblem) -> int:
     return sum(network.seen_from(i, j)[1].size for i, j in ends)
 
 
-def relax(network: ReducedProblem, extra: dict[int, Floats]) -> bool:
-    """Gives all links the messages of an optimal dual; says whether one was found. extra: as of `Dual`."""
+def relax(network: ReducedProblem, extra: dict[int, Floats], seconds: float = np.inf) -> bool:
+    """Gives all links the messages of an optimal dual; says whether one was found in so many seconds. extra: as of
+    `Dual`."""
     active = network.active()
     links = [(i, j) for i in active for j in network.links[i] if i < j]
     sizes = [network.count(i) for i in active]
@@ -55,8 +56,9 @@ def relax(network: ReducedProblem, extra: dict[int, Floats]) -> bool:
         b_eq=np.concatenate([np.ones(len(active)), np.zeros(row - len(active))]),
         bounds=(0, None),
         method="highs",
+        options={"time_limit": max(0.0, seconds)} if np.isfinite(seconds) else {},
     )
-    if found.x is None:
+    if found.status:
         return False
     prices = -unit * np.asarray(found.eqlin.marginals)
     for i, j in links:

@@ -61,8 +61,12 @@ class SolveContext:
         # By the clock as it then is: a benchmark may count CPU seconds.
         self.began = time.monotonic()
 
+    def seconds_left(self) -> float:
+        """inf without a budget."""
+        return math.inf if self.time_budget_s is None else self.time_budget_s - (time.monotonic() - self.began)
+
     def late(self) -> bool:
-        return self.time_budget_s is not None and time.monotonic() - self.began >= self.time_budget_s
+        return self.seconds_left() <= 0
 
     def report(self, stage: str, hunt: "PrimalDualSearch", network: ReducedProblem) -> None:
         if self.progress is not None:
@@ -216,7 +220,7 @@ class PrimalDualSearch:
                 continue
             if not relaxed and self._is_loose(network):
                 relaxed = True
-                if relax(network, _charges(network, multipliers)):
+                if relax(network, _charges(network, multipliers), self.run.seconds_left()):
                     continue
             if self._searched(network, multipliers, searches[level]):
                 return
