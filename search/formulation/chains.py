@@ -83,11 +83,10 @@ class Chain:
 @dataclass(frozen=True, eq=False)
 class Occupancy:
     """What one program takes. Seconds of each op on each kind of device and, last, of the slowest [ops, kinds + 1]; of
-    each on a kind of device or what it sends after itself, whichever is less, then with what it sends before
-    `Deferral.join` (`deferred` [ops, 2 kinds]); as
-    `Resources.counted` those of each use's own conversion and of the shared one up to what it takes [uses, columns], of
-    each value's shared conversions and of those to where it ends [values, columns]. `fed`: to put new arguments into
-    memory [kinds + 1]."""
+    each on a kind of device or what it sends after itself, whichever is less, then the same with what it sends before
+    `Deferral.join` alone (`deferred` [ops, 2 kinds]); as `Resources.counted` those of each use's own conversion and of
+    the shared one up to what it takes [uses, columns], of each value's shared conversions and of those to where it ends
+    [values, columns]. `fed`: to put new arguments into memory [kinds + 1]."""
 
     ops: Floats
     deferred: Floats
@@ -204,8 +203,8 @@ class ChainSpace:
         return Chain((*cuts, *resources, shared.tobytes()), ops, deferred, uses, shared, values, ends, None)
 
     def deferred(self, cuts: Sequence[int], *, joined: bool) -> list[int]:
-        """The ops that may run before the last of some cuts or after it, after the one before that; `joined`: before
-        the join."""
+        """The deferrable ops that may run before the last of some cuts or after it, and run after the one before that;
+        `joined`: those that `Deferral.join` waits for alone."""
         last, reach = cuts[-1], self.reach
         if not self.deferral.is_cut[last]:
             return []

@@ -122,7 +122,7 @@ class SentAfter:
 
     def seconds(self, deferrable: Deferrable, before: int | None = None) -> Floats:
         """At least, after an op under each of its triples, and for each layout that its use needs where it ends in that
-        [triples, layouts or 1]. `before`: the op that precedes; None for whatever is sent."""
+        [triples, layouts or 1]. `before`: an op, for what has to be sent before it alone; None for whatever is sent."""
         waited_for = None if before is None else self.deferral.reach.ancestors(before)
         graph, mine, use = self.structure.graph, set(deferrable.values), deferrable.use
         if use is not None:
