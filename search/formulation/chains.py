@@ -272,6 +272,7 @@ class ChainSpace:
         seconds = np.where(self.in_block, 0.0, taken.ops[:, -1])
         ends = {*np.argsort(-seconds, kind="stable")[:_LONGEST].tolist(), *hops.next_to_longest()}
         if self.deferral.join is not None:
+            # As each of these it is alone in its class.
             ends.add(self.deferral.join)
         ends = [op for op in ends if not self.in_block[op]]
         if not ends:
@@ -280,7 +281,7 @@ class ChainSpace:
         mine = np.flatnonzero(~self.in_block & of_each.any(axis=1))
         mine = mine[np.argsort(-self._related[mine], kind="stable")]
         _, first = np.unique(of_each[mine], axis=0, return_index=True)
-        return sorted({*mine[first].tolist(), *([] if self.deferral.join is None else [self.deferral.join])})
+        return sorted(mine[first].tolist())
 
     @cached_property
     def _related(self) -> Floats:
@@ -323,15 +324,15 @@ class ChainSpace:
         sent_last = np.stack([since @ hops[:, k] for k in links])
         ordered = after[:, list(among)]
         np.fill_diagonal(ordered, False)
-        # The longest to each cut, one that ends on a link, one that ends on the stream, and those that what is put off
-        # counts in, as a last set or one before the join's follows on the link: its seconds, the cut before it, and the
-        # resource in between.
+        # The longest to each cut by its last set: on a link, on the stream, and on the stream with the deferred ops,
+        # which count there if the chain's last set follows on the link, or one that ends at the join. Its seconds, the
+        # cut before it, and the resource in between.
         count = len(among)
         best, cut_before, by = (np.full((4, count), x) for x in (0.0, _NOWHERE, kind))
         join = self.deferral.join if len(links) == 1 else None
 
         def put_off(joined: bool) -> None:
-            """The longest that end on the stream where more than its own counts."""
+            """The longest to each cut on the stream with the deferred ops."""
             deferred = np.zeros((count, len(self.graph.ops)))
             for b, cut in enumerate(among if len(links) == 1 else ()):
                 mine = self.deferred([cut], joined=joined)

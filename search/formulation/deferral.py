@@ -1,10 +1,10 @@
 """What ops send after themselves at least, wherever they run: whoever puts one off puts that off too.
 
 The gradients of weights need not wait for one another, nor does the rest of the backward pass for them. So they may run
-beside what the pass sends last; but then what they send follows it on the same link, and precedes an op that all of
-them are waited for by, such as the norm to which they are clipped. After each of these ops come some that only depend
-on it: whatever its layout, on the way through them to where its result is used, or stays, it is converted at a least
-cost, the shortest path over layouts and triples.
+beside what the pass sends last; but then what they send follows it on the same link, and precedes the op that waits
+for all of them (`Deferral.join`), such as the norm to which they are clipped. After each of these ops come some that
+only depend on it: whatever its layout, on the way through them to where its result is used, or stays, it is converted
+at a least cost, the shortest path over layouts and triples.
 """
 
 from __future__ import annotations

@@ -214,8 +214,8 @@ class MakespanSearch:
             null_steps = 0 if self.bound > before else null_steps + 1
             if null_steps == _NULL_STEPS:
                 break
-        rounds = _STATES_OF_BRANCHES // sum(map(len, self.structure.choices))
-        for _ in range(max(1, rounds // (2 * _ROUNDS_OF_BRANCH))):
+        states_of_two = 2 * _ROUNDS_OF_BRANCH * sum(map(len, self.structure.choices))
+        for _ in range(max(1, _STATES_OF_BRANCHES // states_of_two)):
             least = min(self.branches, key=lambda branch: branch.bound)
             if self.best is None or self.best.makespan_s <= least.bound * (1 + TOLERANCE) or self.search.clock.late():
                 break
@@ -506,32 +506,33 @@ def concluded(found: MakespanSearch, bar: float = np.inf) -> Overlapped | None:
         found = min(_at(best_so_far.candidate.sizes, found, bar), found, key=_least_makespan)
     if not search.clock.late() and found.bound < bar:
         found.raise_bound()
-    tried = _refined(found, least_sum)
-    if not tried:
+    fitting = _best_within_limit(found, least_sum)
+    if not fitting:
         return None
-    known, best = min(tried, key=lambda pair: pair[1].timeline.makespan_s)
+    known, best = min(fitting, key=lambda pair: pair[1].timeline.makespan_s)
     # The ratios of the program of the least sum may be those of the first search alone.
     bound = max(each.bound_for(known) for each in ((first, found) if known is least_sum else (found,)))
     return best._replace(lower_bound_s=bound)
 
 
-def _refined(found: MakespanSearch, least_sum: Scheduled) -> list[tuple[Scheduled, Overlapped]]:
+def _best_within_limit(found: MakespanSearch, least_sum: Scheduled) -> list[tuple[Scheduled, Overlapped]]:
     """The best programs of a search, and that of the least sum, in orders in which they fit: the best as they are
     scheduled, and those with the shortest chains, as quick schedules may be to blame."""
     tried: list[Scheduled] = []
     fitting: list[tuple[Scheduled, Overlapped]] = []
     least = np.inf
 
-    def refine(known: Scheduled) -> bool:
+    def is_tried(known: Scheduled) -> bool:
+        same = lambda other: isclose(known.makespan_s, other.makespan_s) or known.candidate.is_like(other.candidate)
+        return any(map(same, tried))
+
+    def fit(known: Scheduled) -> None:
         nonlocal least
-        if any(isclose(known.makespan_s, o.makespan_s) or known.candidate.is_like(o.candidate) for o in tried):
-            return False
         tried.append(known)
-        refined = _within_limit(known, found.search)
-        if refined is not None:
-            fitting.append((known, refined))
-            least = min(least, refined.timeline.makespan_s)
-        return True
+        overlapped = _within_limit(known, found.search)
+        if overlapped is not None:
+            fitting.append((known, overlapped))
+            least = min(least, overlapped.timeline.makespan_s)
 
     by_chains = sorted(found.scheduled, key=lambda known: found.longest_chain(known.seen))
     for ranked in (sorted(found.scheduled, key=lambda known: known.makespan_s), by_chains):
@@ -539,9 +540,11 @@ def _refined(found: MakespanSearch, least_sum: Scheduled) -> list[tuple[Schedule
         for known in ranked:
             if count >= _TRIED and fitting:
                 break
-            if known.makespan_s < least * _NEARLY and found.longest_chain(known.seen) < least:
-                count += refine(known)
-    refine(least_sum)
+            if known.makespan_s < least * _NEARLY and found.longest_chain(known.seen) < least and not is_tried(known):
+                fit(known)
+                count += 1
+    if not is_tried(least_sum):
+        fit(least_sum)
     return fitting
 
 

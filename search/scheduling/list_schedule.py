@@ -216,12 +216,12 @@ def _put_off(tasks: TaskGraph, to_end: Sequence[float], ended: Sequence[float]) 
         one = sent[task] = waiting.pop() if len(waiting) == 1 else None
         if one is not None and machine[task] is Machine.COMPUTE and slack[task] > 0:
             computed[one] += longest[task]
-    waits = [
-        at * (machine[k] is Machine.COMPUTE and one is not None and longest[one] <= computed[one])
-        for k, (one, at) in enumerate(zip(sent, slack, strict=True))
+    last = [
+        machine[task] is Machine.COMPUTE and one is not None and longest[one] <= computed[one]
+        for task, one in enumerate(sent)
     ]
     parts = [[start + part * at for start, at in zip(begun, slack, strict=True)] for part in _PUT_OFF]
-    return [*parts, [start + at for start, at in zip(begun, waits, strict=True)]]
+    return [*parts, [start + at if late else start for start, at, late in zip(begun, slack, last, strict=True)]]
 
 
 def _improved(tasks: TaskGraph, order: list[int], ended: list[float]) -> list[list[int]]:

@@ -42,8 +42,9 @@ def relax(network: ReducedProblem, extra: dict[int, Floats], seconds: float = np
         costs.append(table[possible])
         here = column + np.arange(possible[0].size)
         column += here.size
-        for end, groups, at, count in ((i, own, possible[0], len(table)), (j, others, possible[1], table.shape[1])):
-            row_of[i + j - end, end] = row
+        ends = (i, j, own, possible[0], table.shape[0]), (j, i, others, possible[1], table.shape[1])
+        for end, other, groups, at, count in ends:
+            row_of[end, other] = row
             rows += [row + at, row + groups]
             columns += [here, first[end] + np.arange(groups.size)]
             signs += [np.ones(here.size), -np.ones(groups.size)]
@@ -63,6 +64,6 @@ def relax(network: ReducedProblem, extra: dict[int, Floats], seconds: float = np
     prices = -unit * np.asarray(found.eqlin.marginals)
     for i, j in links:
         own, _, others = network.seen_from(i, j)
-        network.messages[i, j] = prices[row_of[j, i] + own]
-        network.messages[j, i] = prices[row_of[i, j] + others]
+        network.messages[i, j] = prices[row_of[i, j] + own]
+        network.messages[j, i] = prices[row_of[j, i] + others]
     return True

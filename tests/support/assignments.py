@@ -136,8 +136,8 @@ def random_chain(given: Space, rng: random.Random, longest: int = 4) -> Chain:
 
 
 def joined_chain(given: Space, rng: random.Random) -> Chain | None:
-    """A chain in which something is sent between a random op on a stream and the op that gradients are waited for by;
-    None where there is no such op."""
+    """A chain with a set on the link between a random op on a stream and `Deferral.join`; None where that is None, or
+    random ops lie on no path to it."""
     chains, join = given.chains, given.chains.deferral.join
     if join is None:
         return None

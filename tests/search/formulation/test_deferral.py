@@ -70,7 +70,7 @@ def test_a_gradient_counts_itself_or_what_it_sends() -> None:
     reduced = min(seconds for (a, _), seconds in steps.items() if layouts[a][0].is_partial)
     assert sent.tolist() == [reduced if is_partial else 0.0 for is_partial in partial]
     least = np.minimum(costs.op_seconds[gradient][:, :-1], sent[:, None])
-    # So does the sum of squares, for which every gradient is waited.
+    # The sum of squares waits for all of it.
     np.testing.assert_array_equal(costs.deferred_seconds[gradient][:, 0], np.hstack([least, least]))
 
 
