@@ -3,17 +3,17 @@
     python benchmarks/runtime.py [--only mlp,lm] [--cluster 2] [--rounds 10] [--keep DIR] [--json runtime.json]
                                  [--systems plan,even] [--torch PYTHON]
 
-Same function, global batch, first state and arguments for all; float32, one thread per process, donation, and memory
-that is kept (malloc). `plan`: hapsynth's, on the cluster that `hapsynth profile` measures here, at the sizes that
-a `hapsynth.Monitor` proposes in its first steps. `even`: stock `jax.jit`, data parallel. `by_speed`: uneven batch by
+Same function, global batch, first state and arguments for all; float32, two threads of XLA's per process, so that one
+may wait for a collective (stock JAX overlaps so too), donation, and memory that is kept. `plan`: hapsynth's, on
+the cluster that `hapsynth profile` measures here, at the sizes that a `hapsynth.Monitor` proposes in its first steps.
+`even`: stock `jax.jit`, data parallel. `by_speed`: uneven batch by
 hand, by the speeds at which the processes do this very step alone. `fsdp`: stock `jax.jit`, ZeRO-3. `hap`: what HAP's
 rules and costs would choose, at its one ratio. `fastest`: of the plan and what people run today as plans, the one that
 is the fastest in a short contest before (`hapsynth.autotune`). `ddp`: PyTorch's DistributedDataParallel over gloo,
 batch cut evenly, where an interpreter with PyTorch is named (`--torch`, HAPSYNTH_TORCH). To `--systems` may be added
-`switch`, `staged` and `fused`, the plan in that form, `overlap`, a plan with collectives beside computing
-(all programs run on the threads that call them then, as a process has one of XLA's; its JSON has what is exposed on
-each process, measured and predicted), `serial`, that program with one instruction after another, and any name of
-`hapsynth.search.planning.baselines`.
+`switch`, `staged` and `fused`, the plan in that form, `overlap`, a plan with collectives beside computing (its JSON has
+what is exposed on each process, measured and predicted), `overlap_staged`, the same in stages, `serial`, that program
+with one instruction after another, and any name of `hapsynth.search.planning.baselines`.
 
 All systems are stepped in rounds, in random order, in the same processes, but `ddp` in children of these that sleep
 until it is their turn (`systems/ddp.py`); a step takes until its last process has its results. Predictions (of all but
@@ -71,8 +71,8 @@ CLUSTERS = {
 }
 SYSTEMS = ("plan", "fastest", "even", "by_speed", "fsdp", "hap")
 FORMS = ("switch", "staged", "fused")
-OVERLAP = ("overlap", "serial")
-"""One program, whose collectives run beside computing or not."""
+OVERLAP = ("overlap", "overlap_staged", "serial")
+"""One plan, whose collectives run beside computing, in stages, or not."""
 _WITHIN, _TRIED = 1.1, 5
 """Programs predicted to take at most so many times as long as the plan take part in the contest; steps of each turn."""
 _WARM_UP = 2
@@ -125,11 +125,6 @@ class Row:
 class Measuring(Worker):
     """One process of the emulated cluster."""
 
-    def __init__(self, options: argparse.Namespace) -> None:
-        # A collective would keep the one thread that XLA has in each process.
-        jax.config.update("jax_cpu_enable_async_dispatch", not {*OVERLAP} & {*options.systems})
-        super().__init__(options)
-
     def run(self) -> None:
         cluster = self.profiled()
         rates = ", ".join(f"{k.flops['float32'] / 1e9:.4g}" for k in cluster.devices)
@@ -158,7 +153,7 @@ class Measuring(Worker):
         self.tell(f"{name}: watching")
         for row in rows:
             system = row.record["system"]
-            ours = _planned_as(system) == "plan" or system == "overlap"
+            ours = _planned_as(system) == "plan" or system.startswith("overlap")
             if ours and isinstance(row.system, Planned) and not row.system.idle:
                 self.watched(row, arguments)
         self.meet()
@@ -233,7 +228,7 @@ class Measuring(Worker):
             in_torch = ddp.Ddp.on_cluster(self.options.torch, self.index, self.count, number)
             return Row({**record, "predicted_s": None}, in_torch)
         file = self.folder / f"{model}-{_planned_as(system)}.json"
-        form = "staged" if system in OVERLAP else system if system in FORMS else self.options.form
+        form = "staged" if system == "overlap_staged" else system if system in FORMS else self.options.form
         plan = hapsynth.load(file, fn, shapes, self.mesh, form=form)
         if system == "serial":
             plan = plan.without_overlap()
@@ -283,7 +278,7 @@ class Measuring(Worker):
                 low, middle, high = np.quantile(of_row[_WARM_UP:], [0.25, 0.5, 0.75]).tolist()
                 row.record |= {"median_s": middle, "spread": (high - low) / middle, "times_s": of_row.tolist()}
                 self.meet()
-        self.record_exposed([row for row in rows if row.record["system"] == "overlap"])
+        self.record_exposed([row for row in rows if row.record["system"].startswith("overlap")])
 
     def record_exposed(self, rows: Sequence[Row]) -> None:
         """Adds to rows with overlap what is exposed in steps after those that are timed, and what is predicted, each of

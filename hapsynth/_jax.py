@@ -424,13 +424,17 @@ def _xla_flags() -> str:
 
 
 def runs_beside() -> bool:
-    """Whether XLA's CPU backend runs two programs of this process at once: on the threads that call them, or on a pool
-    of as many threads as the process has cores, NPROC or devices."""
-    if not jax.config.read("jax_cpu_enable_async_dispatch"):
-        return True
+    """Whether XLA's CPU backend runs two programs of this process at once: on the threads that call them, or on its
+    pool."""
+    return not jax.config.read("jax_cpu_enable_async_dispatch") or cpu_threads() > 1
+
+
+def cpu_threads() -> int:
+    """Threads of the pool on which XLA's CPU backend runs what is ready of a program, one that waits for a collective
+    among them: as many as the process has cores, NPROC or devices."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     threads = os.environ.get("NPROC", "")
-    return max(int(threads) if threads.isdecimal() else cores, jax.local_device_count("cpu")) > 1
+    return max(int(threads) if threads.isdecimal() else cores, jax.local_device_count("cpu"))
 
 
 def one_device_sharding() -> Any:

@@ -7,6 +7,11 @@ import os
 import warnings
 from pathlib import Path
 
+
+class OverlapWarning(UserWarning):
+    """Collectives were asked to run beside computing where they can't, or not as much as was planned."""
+
+
 _OWN = str(Path(__file__).parent) + os.sep
 
 

@@ -22,14 +22,13 @@ from hapsynth._options import (
     tell_lesser_memory,
     traced_as_asked,
 )
-from hapsynth._warn import warn_user
+from hapsynth._warn import OverlapWarning, warn_user
 from hapsynth.cluster.cluster import Cluster
 from hapsynth.graph.ir import Graph
 from hapsynth.graph.trip_counts import Expectation
 from hapsynth.instructions.staging.options import LoweringOptions
 from hapsynth.jobs import check_mesh
 from hapsynth.plan import Plan
-from hapsynth.running.base import OverlapWarning
 from hapsynth.running.form import Form, check_form, no_overlap
 from hapsynth.running.plan_cache import CachedPlan
 from hapsynth.search.cost.network import mesh_axes

@@ -86,12 +86,13 @@ class Plan(Planned, Generic[P, R]):
 
         `RecordedCall.exposed_s` is measured as `Plan.exposed` is predicted, by device: seconds in which nothing is
         computed, as a collective is waited for. To tell one from the other it waits for what it computes before, so
-        that the call takes a little longer. Raises ValueError where the plan runs as one program, in which XLA starts
-        the collectives.
+        that the call takes a little longer; of one program JAX's profiler tells when XLA ran what. Raises ValueError
+        where that runs on no CPUs, and RuntimeError where the profiler is in use.
         """
         lowered = self.lowered_for(self._donate and not _jax.looked_for())
-        if not isinstance(lowered, Staged):
-            raise ValueError("the plan runs as one program, in which XLA starts collectives: give form='staged'")
+        platform = lowered.local.platform
+        if not isinstance(lowered, Staged) and platform != "cpu":
+            raise ValueError(f"on {platform} a program's collectives are in what jax.profiler.trace writes: use that")
         lowered.recording = True
         try:
             results = self(*args, **kwargs)

@@ -51,9 +51,10 @@ def in_folder(name: str, keep: Path | None, measure: Callable[[Path], int]) -> i
 
 
 def environment(own: Mapping[str, str]) -> dict[str, str]:
-    """Of the processes of a benchmark: the benchmarks' modules, the CPU and one thread each, and `own` variables."""
+    """Of the processes of a benchmark: the benchmarks' modules, the CPU and two threads of XLA's each, of which one may
+    wait for a collective, and `own` variables."""
     paths = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
-    return {**os.environ, "NPROC": "1", "JAX_PLATFORMS": "cpu", "PYTHONPATH": paths, **own}
+    return {**os.environ, "NPROC": "2", "JAX_PLATFORMS": "cpu", "PYTHONPATH": paths, **own}
 
 
 def run(

@@ -17,11 +17,13 @@ from jax.sharding import Mesh
 
 from hapsynth.running.allgather import gathered
 from hapsynth.running.base import P, Planned
+from hapsynth.running.form import no_overlap
 from hapsynth.search.planning.baselines import Baselines
 from hapsynth.search.planning.task import PlanningOptions, Task
 
 OURS = "hapsynth"
 WITHOUT_OVERLAP = "hapsynth without overlap"
+IN_STAGES = "hapsynth in stages"
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,9 +37,10 @@ class AutotuneResult(Generic[P]):
 
 
 def autotune_candidates(plan: P, mesh: Mesh | None = None, *, within: float = 1.5) -> dict[str, P]:
-    """The plan, as "hapsynth", its program with one instruction after another where it has overlap, as "hapsynth
-    without overlap", and the baselines (`hapsynth.search.planning.baselines`) as plans of the same function: those
-    that fit into memory and are predicted to take at most `within` times as long, by rising prediction.
+    """The plan, as "hapsynth", and where it has overlap its program with one instruction after another, as "hapsynth
+    without overlap", and between CPUs in the other form that hides collectives, as "hapsynth in stages"; then the
+    baselines (`hapsynth.search.planning.baselines`) as plans of the same function: those that fit into memory and are
+    predicted to take at most `within` times as long, by rising prediction.
 
     `mesh`: of all devices of the plan's cluster. By default the plan's: where it leaves devices out, so do they.
     Raises RuntimeError for a plan without devices, ValueError for a mesh of another number of them.
@@ -58,7 +61,9 @@ def autotune_candidates(plan: P, mesh: Mesh | None = None, *, within: float = 1.
     plans = {OURS: plan}
     found = baselines.all()
     if plan.result.overlap:
-        # Between CPUs stages pay where they hide enough; one program has none of their meetings.
+        if plan.form != "staged" and not no_overlap("staged", plan.mesh):
+            # They keep to the plan's order, and take longer to start.
+            plans[IN_STAGES] = plan.in_form("staged")
         alone = plan.without_overlap()
         plans |= {WITHOUT_OVERLAP: alone} if alone.cost <= within * plan.cost else {}
         found = {name: baselines.overlapped(b) for name, b in found.items()}

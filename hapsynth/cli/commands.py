@@ -17,6 +17,7 @@ from rich.console import Console
 
 from hapsynth._errors import UsageError
 from hapsynth._quantities import percent, plural, seconds
+from hapsynth._warn import OverlapWarning
 from hapsynth.api import synthesize
 from hapsynth.cli import run
 from hapsynth.cli.launch import launch_command, preflight_command
@@ -46,7 +47,6 @@ from hapsynth.report.tables import console, discard_stdout
 from hapsynth.report.targets import print_targets, targets_record
 from hapsynth.report.timeline import print_step
 from hapsynth.report.what_if import advice_record, print_advice, print_remedies, remedies_record
-from hapsynth.running.base import OverlapWarning
 from hapsynth.running.form import holds_exact
 from hapsynth.search.planning.planner import InfeasibleError
 from hapsynth.search.sizing.fixed_ratios import RatioError

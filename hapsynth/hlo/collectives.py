@@ -24,6 +24,10 @@ _OPS = (
 )
 
 
+def is_collective(opcode: str) -> bool:
+    return opcode in _OPS
+
+
 @dataclass(frozen=True)
 class Collective:
     """One collective of XLA's. `operands`: types as "f32[1024]", with the layout where it is not row-major. `groups`:

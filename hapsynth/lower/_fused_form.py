@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import inf
 from typing import Any, ClassVar
 
 import jax
@@ -49,7 +50,7 @@ class Fused(Lowered):
     def __call__(self, stored: Sequence[Any]) -> list[Any]:
         kept = zip((*self.inputs, *self.constants), (*stored, *self.placed_constants), strict=True)
         with _jax.on_mesh(self.mesh):
-            made = (self.compiled or self.function)(*(_exact(storage).joined(x) for storage, x in kept))
+            made = self.run([_exact(storage).joined(x) for storage, x in kept])
         for x, donated in zip(stored, self.donated, strict=True):
             if donated and isinstance(x, Shards):
                 # What was consumed is the joined array.
@@ -87,12 +88,14 @@ def lower_fused(
     options: LoweringOptions = DEFAULT,
     latencies: Latencies | None = None,
     scheduled: bool = False,
+    most_bytes: float = inf,
     own: Positions = (),
 ) -> Fused:
     """Lower a checked program for this process's devices of `mesh`, or for those at `own`, whose shares are alike
     (`alike`), as `lower` does."""
     of = own_mesh(mesh, program.axes)
-    return Fused(graph, program, sizes, of, donate, options=options, latencies=latencies, scheduled=scheduled, own=own)
+    how: dict[str, Any] = {"options": options, "latencies": latencies, "scheduled": scheduled, "most_bytes": most_bytes}
+    return Fused(graph, program, sizes, of, donate, own=own, **how)
 
 
 def _exact(storage: Storage) -> ExactStorage:

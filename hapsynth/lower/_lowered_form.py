@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from functools import cached_property
+from math import inf
 from typing import Any, ClassVar
 
 import jax.numpy as jnp
@@ -22,6 +23,7 @@ from hapsynth.lower import _gloo
 from hapsynth.lower._collective_order import Each, as_it_is
 from hapsynth.lower._interpreter import Interpreter
 from hapsynth.lower._pinned import OPTIONS, Latencies, is_pinned
+from hapsynth.lower._recorded_call import RecordedCall
 from hapsynth.lower._storage import Storage
 
 
@@ -32,8 +34,9 @@ class LoweredProgram(ABC):
     `inputs`, `constants` and `outputs` say how each is stored (an output that is a literal has None); `donated` says
     which inputs a call consumes. `platform` is by default that of the mesh's devices. `latencies`: by which XLA is to
     schedule it, where it is prepared. `scheduled`: the program's order is a schedule of what is computed beside its
-    collectives, which XLA is held to where these are pinned. `traces` counts how often the program was traced: once,
-    however often it is called.
+    collectives, which XLA is held to where these are pinned. `most_bytes`: that a device of this process may hold.
+    `traces` counts how often the program was traced: once, however often it is called. With `recording` a call leaves
+    in `recorded` when each collective ran and was waited for.
     """
 
     graph: Graph
@@ -45,7 +48,10 @@ class LoweredProgram(ABC):
     options: LoweringOptions = DEFAULT
     latencies: Latencies | None = None
     scheduled: bool = False
+    most_bytes: float = inf
     traces: int = 0
+    recording: bool = False
+    recorded: RecordedCall | None = None
     inputs: tuple[Storage, ...] = field(init=False)
     constants: tuple[Storage, ...] = field(init=False)
     outputs: tuple[Storage | None, ...] = field(init=False)
@@ -105,7 +111,13 @@ class LoweredProgram(ABC):
     @property
     def communicating_options(self) -> dict[str, str | bool]:
         """What `jax.jit` takes for a program with collectives."""
-        return {**self.compiler_options, **(OPTIONS if self.is_pinned else {})}
+        return {**({} if self.is_beside else self.compiler_options), **(OPTIONS if self.is_pinned else {})}
+
+    @property
+    def is_beside(self) -> bool:
+        """Whether XLA's CPU backend is to run what is ready beside a collective. Where it holds as little as it can,
+        what is computed has the memory of what is sent, or of what arrives, and waits for it."""
+        return self.scheduled and self.gloo is not None and _jax.cpu_threads() > 1
 
     @abstractmethod
     def prepare(self) -> str:

@@ -2,32 +2,46 @@
 
 from __future__ import annotations
 
+import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from math import fsum
+from pathlib import Path
 from typing import Any
 
 import jax
+from jax.profiler import ProfileData, ProfileOptions
 
+from hapsynth.hlo.collectives import is_collective
+from hapsynth.hlo.text import parse
 from hapsynth.lower._host_schedule import CollectiveStage, Sent
+
+Span = tuple[float, float]
+"""From when to when, in seconds."""
+_CONTROL = ("while", "conditional", "call")
 
 
 @dataclass(frozen=True)
 class RecordedCollective:
-    """Seconds since the call began: from `began_s` to `ended_s` it ran, and from `awaited_s` on the process waited for
-    it, until `exposed_s` seconds later."""
+    """Seconds since the call began: from `began_s` to `ended_s` it ran. From `awaited_s` on the process waited for it,
+    `exposed_s` seconds in all: in stages without a break; in one program until something else is ready.
+
+    `steps`: the program's, in stages. `op`: what XLA calls it, in one program.
+    """
 
     steps: tuple[Sent, ...]
     began_s: float
     ended_s: float
     awaited_s: float
     exposed_s: float
+    op: str = ""
 
 
 @dataclass(frozen=True)
 class RecordedCall:
-    """What one process did in a call. `collectives`: as it waited for them. `total_s`: until all results were there."""
+    """What one process did in a call. `collectives`: as it waited for them, in one program as they began. `total_s`:
+    until all results were there."""
 
     collectives: tuple[RecordedCollective, ...]
     total_s: float
@@ -68,3 +82,77 @@ class Recorder:
     def call(self, outputs: Sequence[Any]) -> RecordedCall:
         """All of it, once there are results."""
         return RecordedCall(tuple(self.found), self.now(outputs) - self.since)
+
+
+def record_program(compiled: Any, arrays: Sequence[jax.Array]) -> tuple[Any, RecordedCall]:
+    """What one compiled program makes of these on CPUs, and when each of its collectives ran, by JAX's profiler. Raises
+    RuntimeError where the profiler is in use already."""
+    # Until then calls before this one run.
+    jax.block_until_ready(arrays)
+    module = parse(compiled.as_text())
+    opcodes = {i.name: i.opcode for computation in module.computations.values() for i in computation}
+    options = ProfileOptions()
+    options.python_tracer_level = 0
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder, profiler_options=options):
+            began = time.perf_counter()
+            made = jax.block_until_ready(compiled(*arrays))
+            total = time.perf_counter() - began
+        (file,) = Path(folder).rglob("*.xplane.pb")
+        spans = _spans(ProfileData.from_file(str(file)))
+    first = min((begin for _, (begin, _) in spans), default=0.0)
+    shifted = [(opcodes[op], op, (begin - first, end - first)) for op, (begin, end) in spans if op in opcodes]
+    computing = _merged(span for opcode, _, span in shifted if not is_collective(opcode) and opcode not in _CONTROL)
+    found: list[RecordedCollective] = []
+    for opcode, op, (begin, end) in sorted(shifted, key=lambda of: of[2]):
+        if is_collective(opcode):
+            idle = list(_outside((begin, end), computing))
+            awaited = idle[0][0] if idle else end
+            exposed = fsum(until - since for since, until in idle)
+            found.append(RecordedCollective((), begin, end, awaited, exposed, op))
+    return made, RecordedCall(tuple(found), total)
+
+
+def _spans(profile: ProfileData) -> list[tuple[str, Span]]:
+    """Of each op that XLA ran on this host's CPU from when to when it did, by its name. One that others go on with has
+    ended when XLA says so, not when the thread that began it is free."""
+    found: list[tuple[str, Span]] = []
+    begun: dict[Any, int] = {}
+    ended: list[tuple[Any, float]] = []
+    lines = (line for plane in profile.planes if plane.name == "/host:CPU" for line in plane.lines)
+    for event in (event for line in lines for event in line.events):
+        stats = dict(event.stats)
+        if op := stats.get("hlo_op"):
+            begun[stats.get("_p")] = len(found)
+            found.append((str(op), (event.start_ns * 1e-9, (event.start_ns + event.duration_ns) * 1e-9)))
+        elif event.name.startswith("end: "):
+            ended.append((stats.get("_c"), event.start_ns * 1e-9))
+    for of, at in ended:
+        if of in begun:
+            op, (begin, end) = found[begun[of]]
+            found[begun[of]] = op, (begin, max(end, at))
+    return found
+
+
+def _merged(spans: Iterable[Span]) -> list[Span]:
+    """What any of them covers, in order, apart from one another."""
+    out: list[Span] = []
+    for begin, end in sorted(spans):
+        if out and begin <= out[-1][1]:
+            out[-1] = out[-1][0], max(out[-1][1], end)
+        else:
+            out.append((begin, end))
+    return out
+
+
+def _outside(span: Span, covered: Sequence[Span]) -> Iterable[Span]:
+    """The parts of a span that none of these, which are in order, covers."""
+    since, until = span
+    for begin, end in covered:
+        if end <= since or begin >= until:
+            continue
+        if begin > since:
+            yield since, begin
+        since = max(since, end)
+    if since < until:
+        yield since, until

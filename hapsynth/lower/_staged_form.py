@@ -79,7 +79,7 @@ class Staged(LoweredProgram):
     """A program as stages that the host runs one after another; uneven values are stored as `Shards`.
 
     With `overlap` its collectives run on a thread of their own, in the order of the program, while local stages that
-    do not need them go on. With `recording` a call leaves in `recorded` when each collective ran and was waited for.
+    do not need them go on.
 
     A local stage is compiled for each group of this process's devices that are alike, on their exact shapes. A
     collective stage is one function over the whole mesh, on wire shapes that are padded to the largest shard: what is
@@ -87,8 +87,6 @@ class Staged(LoweredProgram):
     """
 
     overlap: bool = False
-    recording: bool = False
-    recorded: RecordedCall | None = None
 
     storage = ExactStorage
 

@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
+from math import inf
 from typing import Any, ClassVar
 
 import jax
@@ -15,6 +16,8 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
 from hapsynth import _jax
+from hapsynth._quantities import nbytes
+from hapsynth._warn import OverlapWarning, warn_user
 from hapsynth.graph.ir import Boundary, Graph, Literal
 from hapsynth.hlo.collectives import collectives_of
 from hapsynth.instructions.layout import Layout
@@ -31,6 +34,7 @@ from hapsynth.lower._control_flow import Env, Run, run_cond, run_loop
 from hapsynth.lower._lowered_form import LoweredProgram
 from hapsynth.lower._mesh_position import MeshPosition
 from hapsynth.lower._pinned import Chain, Latencies, compile_with
+from hapsynth.lower._recorded_call import record_program
 from hapsynth.lower._scopes import scope_of_step
 from hapsynth.lower._storage import Storage, cut_to, own_mesh, pad_to, with_weak_type
 
@@ -46,11 +50,27 @@ class Lowered(LoweredProgram):
     def __call__(self, stored: Sequence[jax.Array]) -> list[jax.Array]:
         """Run on the stored inputs; the stored outputs. Arguments that are `donated` are consumed."""
         with _jax.on_mesh(self.mesh):
-            return (self.compiled or self.function)(*stored, *self.placed_constants)
+            return self.run([*stored, *self.placed_constants])
+
+    def run(self, arrays: Sequence[jax.Array]) -> list[jax.Array]:
+        """The function's results."""
+        if not self.recording:
+            return (self.compiled or self.function)(*arrays)
+        if self.compiled is None:
+            self.prepare()
+        made, self.recorded = record_program(self.compiled, arrays)
+        return made
 
     def prepare(self) -> str:
         lowered = self.lower()
         self.compiled = compile_with(lowered, self.latencies)
+        if self.is_beside and (held := _held(self.compiled)) > self.most_bytes:
+            warn_user(
+                f"with its collectives beside computing this process would hold {nbytes(held)}, and it has "
+                f"{nbytes(self.most_bytes)}: it computes in the order that holds least, and hides less of them",
+                OverlapWarning,
+            )
+            self.compiled = compile_with(lowered, self.latencies, self.compiler_options)
         return hashlib.sha256(lowered.as_text().encode()).hexdigest()[:16]
 
     @property
@@ -235,7 +255,7 @@ class Lowered(LoweredProgram):
                         self.local.loose.add((step.value, step.target))
 
     def _bundles(self, steps: Sequence[Convert], sent: Sequence[Any]) -> list[Bundle]:
-        planned = self.scheduled and self.is_pinned
+        planned = self.scheduled and (self.is_pinned or self.is_beside)
         return bundles(steps, sent, self.local.platform, self.options, flat=self.flat, planned=planned)
 
     @property
@@ -284,15 +304,24 @@ def lower(
     options: LoweringOptions = DEFAULT,
     latencies: Latencies | None = None,
     scheduled: bool = False,
+    most_bytes: float = inf,
 ) -> Lowered:
     """Lower a checked program for the devices of `mesh`, whatever its axes are.
 
     With `donate` the arguments of carried state are consumed by a call, so that the new state can take their memory.
-    `latencies`, `scheduled`: as of `LoweredProgram`.
+    `latencies`, `scheduled`, `most_bytes`: as of `LoweredProgram`.
     Raises ValueError where the mesh has another number of devices than the program.
     """
     of = own_mesh(mesh, program.axes)
-    return Lowered(graph, program, sizes, of, donate, options=options, latencies=latencies, scheduled=scheduled)
+    how: dict[str, Any] = {"options": options, "latencies": latencies, "scheduled": scheduled, "most_bytes": most_bytes}
+    return Lowered(graph, program, sizes, of, donate, **how)
+
+
+def _held(compiled: Any) -> int:
+    """Bytes that a call of a compiled program holds at most, on one device."""
+    memory = compiled.memory_analysis()
+    results = memory.output_size_in_bytes - memory.alias_size_in_bytes
+    return memory.argument_size_in_bytes + results + memory.temp_size_in_bytes
 
 
 def _instructions(step: Step | list[Convert]) -> Sequence[Instruction]:

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from hapsynth._warn import warn_user
+from hapsynth._warn import OverlapWarning, warn_user
 from hapsynth.cluster.cluster import Cluster, ClusterWarning
 from hapsynth.graph.trace import Traced
 from hapsynth.hlo.latency_profile import latency_profile
@@ -44,10 +44,6 @@ from hapsynth.search.scheduling.timeline import Timeline, simulate, step_seconds
 
 class AbsentError(AttributeError, ValueError, RuntimeError):
     """An attribute that this plan can't have, with the reason: to `hasattr` it is not there."""
-
-
-class OverlapWarning(UserWarning):
-    """Collectives were asked to run beside computing where they can't."""
 
 
 P = TypeVar("P", bound="Planned")
@@ -260,8 +256,16 @@ class Planned(ABC):
             donate=donate,
             options=options,
             latencies=self.latencies,
-            scheduled=self.result.overlap,
+            scheduled=self.overlap or self.result.overlap,
+            most_bytes=self._most_bytes,
         )
+
+    @property
+    def _most_bytes(self) -> float:
+        """That every device of this process may hold."""
+        assert self.mesh is not None
+        shape = self.mesh.devices.shape
+        return min(self.result.room.limits[np.ravel_multi_index(p, shape)] for p in local_positions(self.mesh))
 
     @property
     def latencies(self) -> Latencies | None:
@@ -328,6 +332,11 @@ class Planned(ABC):
         cost = step_seconds(self.program, self.sizes, self.cost_model(), overlap=False)
         result = replace(self.result, overlap=False, cost_s=cost)
         return type(self)(self.traced, result, self.cluster, self.mesh, self.fn, donate=self._donate, form=self._asked)
+
+    def in_form(self, form: Form) -> Self:
+        """This plan in another form."""
+        options: dict[str, Any] = {"donate": self._donate, "form": form, "overlap": self._asked_overlap}
+        return type(self)(self.traced, self.result, self.cluster, self.mesh, self.fn, **options)
 
     def with_result(
         self, result: Result, cluster: Cluster, traced: Traced | None = None, mesh: Mesh | None = None

@@ -60,8 +60,8 @@ def chosen_form(
     uneven = not is_even(result.sizes)
     among = mesh if uneven and mesh is not None and mesh.is_multi_process else None
     if among is not None:
-        # Between CPUs nothing that one program sends runs beside its computing.
-        stages = overlap and not is_pinned(among.devices.flat[0].platform)
+        # With one thread of XLA's nothing that one program sends runs beside its computing.
+        stages = overlap and not is_pinned(among.devices.flat[0].platform) and _jax.cpu_threads() == 1
         if not stages and not not_fused(result.sizes, among):
             return "fused", "shards are uneven among processes: each compiles a program of its own exact sizes"
     if only_exact:
@@ -83,26 +83,22 @@ def no_overlap(form: Form, mesh: Mesh | None, *, even: bool = False) -> str:
     if mesh is not None and not mesh.is_multi_process:
         why = "one process holds all devices, where collectives are copies in memory"
         return f"{why}: start a process for each (hapsynth launch)"
+    if form == "switch" and not even:
+        return "the plan runs as one program with its computing in conditionals, which run alone: give form='fused'"
     platform = None if mesh is None else mesh.devices.flat[0].platform
-    if platform is not None and is_pinned(platform):
-        # XLA's scheduler overlaps what stands in one function, and a switch has all computing in one conditional.
-        if form in ("auto", "fused") or (form == "switch" and even):
-            return ""
-        return f"on {platform} XLA overlaps collectives within one program alone: give form='fused'"
-    if form in ("switch", "fused"):
-        return "the plan runs as one program, in which XLA orders collectives: give form='staged'"
-    if platform is None:
+    if platform is None or (is_pinned(platform) and form != "staged"):
         return ""
+    if is_pinned(platform):
+        return f"on {platform} XLA overlaps collectives within one program alone: give form='fused'"
     if platform != "cpu":
-        why = f"collectives of the staged form run beside computing on CPUs only, and these devices are {platform}"
+        why = f"collectives run beside computing on CPUs and GPUs, and these devices are {platform}"
         return f"{why}: leave overlap out, so that plans are compared as they run"
-    if not _jax.runs_beside():
-        return (
-            "XLA has one thread in this process, which a collective would keep: begin with "
-            'jax.config.update("jax_cpu_enable_async_dispatch", False), by which programs run on the threads that call '
-            "them, or with the environment variable NPROC=2"
-        )
-    return ""
+    # A form that is chosen may be stages.
+    if _jax.cpu_threads() > 1 or (form in ("auto", "staged") and _jax.runs_beside()):
+        return ""
+    return (
+        "XLA has one thread in this process, which a collective would keep: begin with the environment variable NPROC=2"
+    )
 
 
 def _sends_in_loops(graph: Graph, result: Result) -> bool:

@@ -11,6 +11,7 @@ from fused_cases import CASES, WAYS, Case, arguments, assert_right, planned
 from slow_devices import first_devices, thin_cluster
 
 import hapsynth
+from hapsynth import _jax
 from hapsynth.hlo.collectives import collectives_of
 from hapsynth.instructions.program.program import Convert
 from hapsynth.lower import Fused, Lowered, alike, lower_fused
@@ -86,16 +87,20 @@ class Processes:
 
 
 @pytest.mark.parametrize(
-    ("platform", "processes", "overlap", "form"),
+    ("platform", "processes", "overlap", "threads", "form"),
     [
-        ("gpu", (0, 1), False, "fused"),
-        ("gpu", (0, 1), True, "fused"),
-        ("cpu", (0, 1), False, "fused"),
-        ("cpu", (0, 1), True, "staged"),
-        ("gpu", (0, 0), False, "switch"),
+        ("gpu", (0, 1), False, 1, "fused"),
+        ("gpu", (0, 1), True, 1, "fused"),
+        ("cpu", (0, 1), False, 1, "fused"),
+        ("cpu", (0, 1), True, 2, "fused"),
+        ("cpu", (0, 1), True, 1, "staged"),
+        ("gpu", (0, 0), False, 1, "switch"),
     ],
 )
-def test_several_processes_are_fused(platform: str, processes: tuple[int, ...], overlap: bool, form: str) -> None:
+def test_several_processes_are_fused(
+    platform: str, processes: tuple[int, ...], overlap: bool, threads: int, form: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_jax, "cpu_threads", lambda: threads)
     plan = planned(CASES["equal operands"], first_devices(2), "switch")
     mesh: Any = Processes(platform, processes)
     assert chosen_form(plan.traced.graph, plan.result, mesh, "", overlap=overlap)[0] == form
