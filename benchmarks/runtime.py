@@ -6,14 +6,14 @@
 Same function, global batch, first state and arguments for all; float32, two threads of XLA's per process, so that one
 may wait for a collective (stock JAX overlaps so too), donation, and memory that is kept. `plan`: hapsynth's, on
 the cluster that `hapsynth profile` measures here, at the sizes that a `hapsynth.Monitor` proposes in its first steps.
-`even`: stock `jax.jit`, data parallel. `by_speed`: uneven batch by
-hand, by the speeds at which the processes do this very step alone. `fsdp`: stock `jax.jit`, ZeRO-3. `hap`: what HAP's
-rules and costs would choose, at its one ratio. `fastest`: of the plan and what people run today as plans, the one that
-is the fastest in a short contest before (`hapsynth.autotune`). `ddp`: PyTorch's DistributedDataParallel over gloo,
-batch cut evenly, where an interpreter with PyTorch is named (`--torch`, HAPSYNTH_TORCH). To `--systems` may be added
-`switch`, `staged` and `fused`, the plan in that form, `overlap`, a plan with collectives beside computing (its JSON has
-what is exposed on each process, measured and predicted), `overlap_staged`, the same in stages, `serial`, that program
-with one instruction after another, and any name of `hapsynth.search.planning.baselines`.
+`even`: stock `jax.jit`, data parallel. `by_speed`: uneven batch by hand, by the speeds at which the processes do this
+very step alone. `fsdp`: stock `jax.jit`, ZeRO-3. `hap`: what HAP's rules and costs would choose, at its one ratio.
+`fastest`: of the plan and what people run today as plans, the one that is the fastest in a short contest before
+(`hapsynth.autotune`). `ddp`: PyTorch's DistributedDataParallel over gloo, batch cut evenly, where an interpreter with
+PyTorch is named (`--torch`, HAPSYNTH_TORCH). To `--systems` may be added `switch`, `staged` and `fused`, the plan in
+that form, `overlap`, a plan with collectives beside computing (its JSON has what is exposed on each process, measured
+and predicted), `overlap_staged` and `overlap_fused`, the same in that form, `serial`, that program with one instruction
+after another, and any name of `hapsynth.search.planning.baselines`.
 
 All systems are stepped in rounds, in random order, in the same processes, but `ddp` in children of these that sleep
 until it is their turn (`systems/ddp.py`); a step takes until its last process has its results. Predictions (of all but
@@ -71,8 +71,8 @@ CLUSTERS = {
 }
 SYSTEMS = ("plan", "fastest", "even", "by_speed", "fsdp", "hap")
 FORMS = ("switch", "staged", "fused")
-OVERLAP = ("overlap", "overlap_staged", "serial")
-"""One plan, whose collectives run beside computing, in stages, or not."""
+OVERLAP = ("overlap", "overlap_staged", "overlap_fused", "serial")
+"""One plan, whose collectives run beside computing, in the form that it chooses, or another, or not."""
 _WITHIN, _TRIED = 1.1, 5
 """Programs predicted to take at most so many times as long as the plan take part in the contest; steps of each turn."""
 _WARM_UP = 2
@@ -228,7 +228,8 @@ class Measuring(Worker):
             in_torch = ddp.Ddp.on_cluster(self.options.torch, self.index, self.count, number)
             return Row({**record, "predicted_s": None}, in_torch)
         file = self.folder / f"{model}-{_planned_as(system)}.json"
-        form = "staged" if system == "overlap_staged" else system if system in FORMS else self.options.form
+        form = system.removeprefix("overlap_")
+        form = form if form in FORMS else self.options.form
         plan = hapsynth.load(file, fn, shapes, self.mesh, form=form)
         if system == "serial":
             plan = plan.without_overlap()

@@ -140,7 +140,7 @@ def synthesize(
     one compiled function that runs on any mesh, uneven shards padded in memory; "staged", functions that each process
     compiles for its own shards of exact size, with collectives between them; "fused", one function that each process
     compiles for its own shards of exact size, with the same collectives in all, which is compared before the first
-    call. For uneven shards among processes "auto" takes "fused", between CPUs with `overlap` "staged".
+    call. For uneven shards among processes "auto" takes "fused", between CPUs "staged" where `overlap` gains a fifth.
     A plan for these two, or for a mesh of several processes, keeps each device within its own memory, of exact shards;
     any other keeps the smallest device, of shards padded to the largest.
     `lowering`: the thresholds (`hapsynth.LoweringOptions`) by which collectives go together and stages are padded; the
@@ -149,7 +149,7 @@ def synthesize(
     short; the plan's `traced.graph.again` says which ops run twice, and its gap is about programs that do so.
     `overlap`: the cost of a program is the time from a common start to the last result, its collectives beside what is
     computed, and not the sum over its instructions; the plan's instructions are in the order that takes so long, and it
-    runs so: between CPUs in staged form (`Plan`), between GPUs in fused form. Where the mesh's devices can't, or the
+    runs so between processes, in one program or, between CPUs, in stages too. Where the mesh's devices can't, or the
     form that is asked for, that is said (`OverlapWarning`), and it is planned without.
     `joint_gap`: the `Plan.joint_gap` sought, e.g. 0.03: the bound on programs of any ratios is brought so close to the
     plan's cost if it can be, which takes about as long again as planning, and several times as long with experts. What

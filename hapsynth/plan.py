@@ -42,9 +42,9 @@ class Plan(Planned, Generic[P, R]):
     Of a mesh of the whole cluster the plan uses its `devices`; a mesh of these alone will do, and `Plan.mesh` is one.
     `fn` is the function itself, for `check`. With `donate` (the default) a call consumes carried state that already
     lies as the plan keeps it, as `jax.jit(..., donate_argnums=...)` would; anything else is copied to the devices and
-    left alone. `form`: how it runs; `Plan.form` and `Plan.form_reason` tell what "auto" came to. `overlap`: in staged
-    form on CPUs of several processes collectives run beside computing, and the program's instructions are put in the
-    order in which that takes least; elsewhere it warns (`OverlapWarning`) with the reason and runs without.
+    left alone. `form`: how it runs; `Plan.form` and `Plan.form_reason` tell what "auto" came to. `overlap`: between
+    processes collectives run beside computing, and the program's instructions are put in the order in which that takes
+    least; where they can't it warns (`OverlapWarning`) with the reason and runs without.
     Raises ValueError where the mesh has another number of devices than the cluster and the program, or for a form that
     is none; warns (`ClusterWarning`) where there is a mesh and the cluster was measured on another machine or with
     another JAX.
@@ -85,9 +85,9 @@ class Plan(Planned, Generic[P, R]):
         """A call, as any other: its results, and when each of its collectives ran on this process and was waited for.
 
         `RecordedCall.exposed_s` is measured as `Plan.exposed` is predicted, by device: seconds in which nothing is
-        computed, as a collective is waited for. To tell one from the other it waits for what it computes before, so
-        that the call takes a little longer; of one program JAX's profiler tells when XLA ran what. Raises ValueError
-        where that runs on no CPUs, and RuntimeError where the profiler is in use.
+        computed, as a collective is waited for. Of one program JAX's profiler tells when XLA ran what; in stages what
+        is computed before is waited for, to tell one from the other, and the call takes a little longer. Raises
+        ValueError for one program on other devices than CPUs, and RuntimeError where the profiler is in use.
         """
         lowered = self.lowered_for(self._donate and not _jax.looked_for())
         platform = lowered.local.platform

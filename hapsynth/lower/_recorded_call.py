@@ -85,8 +85,8 @@ class Recorder:
 
 
 def record_program(compiled: Any, arrays: Sequence[jax.Array]) -> tuple[Any, RecordedCall]:
-    """What one compiled program makes of these on CPUs, and when each of its collectives ran, by JAX's profiler. Raises
-    RuntimeError where the profiler is in use already."""
+    """What one compiled program makes of these on CPUs, and when each of its collectives ran, by JAX's profiler. That
+    begins late on slow processes, for which others then wait. Raises RuntimeError where it is in use already."""
     # Until then calls before this one run.
     jax.block_until_ready(arrays)
     module = parse(compiled.as_text())
@@ -113,7 +113,7 @@ def record_program(compiled: Any, arrays: Sequence[jax.Array]) -> tuple[Any, Rec
     return made, RecordedCall(tuple(found), total)
 
 
-def _spans(profile: ProfileData) -> list[tuple[str, Span]]:
+def _spans(profile: Any) -> list[tuple[str, Span]]:
     """Of each op that XLA ran on this host's CPU from when to when it did, by its name. One that others go on with has
     ended when XLA says so, not when the thread that began it is free."""
     found: list[tuple[str, Span]] = []

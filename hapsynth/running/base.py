@@ -292,7 +292,12 @@ class Planned(ABC):
         if self._asked != "auto":
             return self._asked, "it was asked for"
         needed = only_exact(self.traced.graph, self.result, self.cluster)
-        return chosen_form(self.traced.graph, self.result, self.mesh, needed, overlap=self._asked_overlap)
+        gain = None
+        if self._asked_overlap and self.mesh is not None:
+            seconds = partial(step_seconds, self.program, self.sizes, self.cost_model())
+            makespan = seconds(overlap=True)
+            gain = seconds(overlap=False) / makespan if makespan > 0 else 1.0
+        return chosen_form(self.traced.graph, self.result, self.mesh, needed, gain=gain)
 
     @property
     def may_run_staged(self) -> bool:

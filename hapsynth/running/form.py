@@ -19,6 +19,11 @@ from hapsynth.search.cost.model import CostModel
 from hapsynth.search.memory.profile import peak
 from hapsynth.search.result import Result
 
+_STAGES_FROM = 1.2
+"""Between CPUs: the least gain of collectives beside computing for which a plan runs in stages. One program starts
+nothing from the host, and lets some of its computing wait for collectives that it does not need (docs/measurements.md,
+Overlap)."""
+
 Chosen = Literal["switch", "staged", "fused"]
 Form = Literal["auto", "switch", "staged", "fused"]
 """How a program runs: as one compiled function for all, as stages that each process compiles for its own shards, as one
@@ -53,17 +58,18 @@ def is_even(sizes: Sizes) -> bool:
 
 
 def chosen_form(
-    graph: Graph, result: Result, mesh: Mesh | None, only_exact: str, *, overlap: bool = False
+    graph: Graph, result: Result, mesh: Mesh | None, only_exact: str, *, gain: float | None = None
 ) -> tuple[Chosen, str]:
-    """The form that "auto" chooses, and why. `only_exact`: as the function says; `overlap`: whether collectives are to
-    run beside computing."""
+    """The form that "auto" chooses, and why. `only_exact`: as the function says. `gain`: where collectives are to run
+    beside computing, how many times as long the step would take without, as predicted."""
     uneven = not is_even(result.sizes)
-    among = mesh if uneven and mesh is not None and mesh.is_multi_process else None
-    if among is not None:
-        # With one thread of XLA's nothing that one program sends runs beside its computing.
-        stages = overlap and not is_pinned(among.devices.flat[0].platform) and _jax.cpu_threads() == 1
-        if not stages and not not_fused(result.sizes, among):
-            return "fused", "shards are uneven among processes: each compiles a program of its own exact sizes"
+    if gain is not None and not no_overlap("staged", mesh):
+        if gain >= _STAGES_FROM:
+            return "staged", f"collectives beside computing gain {gain:.2f}, and stages keep to the plan's order"
+        if _jax.cpu_threads() == 1:
+            return "staged", "XLA has one thread in this process, and nothing that one program sends is hidden"
+    if uneven and mesh is not None and mesh.is_multi_process and not not_fused(result.sizes, mesh):
+        return "fused", "shards are uneven among processes: each compiles a program of its own exact sizes"
     if only_exact:
         return "staged", only_exact
     if mesh is None:

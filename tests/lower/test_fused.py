@@ -87,25 +87,34 @@ class Processes:
 
 
 @pytest.mark.parametrize(
-    ("platform", "processes", "overlap", "threads", "form"),
+    ("platform", "processes", "gain", "threads", "form"),
     [
-        ("gpu", (0, 1), False, 1, "fused"),
-        ("gpu", (0, 1), True, 1, "fused"),
-        ("cpu", (0, 1), False, 1, "fused"),
-        ("cpu", (0, 1), True, 2, "fused"),
-        ("cpu", (0, 1), True, 1, "staged"),
-        ("gpu", (0, 0), False, 1, "switch"),
+        ("gpu", (0, 1), None, 1, "fused"),
+        ("gpu", (0, 1), 1.5, 1, "fused"),
+        ("cpu", (0, 1), None, 1, "fused"),
+        ("cpu", (0, 1), 1.1, 2, "fused"),
+        ("cpu", (0, 1), 1.1, 1, "staged"),
+        ("cpu", (0, 1), 1.3, 2, "staged"),
+        ("cpu", (0, 0), 1.3, 2, "switch"),
+        ("gpu", (0, 0), None, 1, "switch"),
     ],
 )
 def test_several_processes_are_fused(
-    platform: str, processes: tuple[int, ...], overlap: bool, threads: int, form: str, monkeypatch: pytest.MonkeyPatch
+    platform: str,
+    processes: tuple[int, ...],
+    gain: float | None,
+    threads: int,
+    form: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(_jax, "runs_beside", lambda: True)
     monkeypatch.setattr(_jax, "cpu_threads", lambda: threads)
     plan = planned(CASES["equal operands"], first_devices(2), "switch")
     mesh: Any = Processes(platform, processes)
-    assert chosen_form(plan.traced.graph, plan.result, mesh, "", overlap=overlap)[0] == form
+    assert chosen_form(plan.traced.graph, plan.result, mesh, "", gain=gain)[0] == form
     even = planned(CASES["equal operands"], first_devices(2), "switch", (0.5, 0.5))
-    assert chosen_form(even.traced.graph, even.result, mesh, "")[0] == "switch"
+    of_even = "staged" if form == "staged" else "switch"
+    assert chosen_form(even.traced.graph, even.result, mesh, "", gain=gain)[0] == of_even
 
 
 def test_devices_that_are_alike() -> None:

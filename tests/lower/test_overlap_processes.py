@@ -156,8 +156,8 @@ ONE_PROGRAM = """
     mesh = Mesh(np.array(jax.devices()), ("hap",))
     fixed = {f"[0][{i}][{k}]": "R" for i in range(4) for k in range(2)} | {"[1]": "S(0)"}
     plain = hapsynth.synthesize(step, (state, x), mesh, cluster=slow_cluster((2, 1), bandwidth=1e7), fixed=fixed)
-    plan = Plan(plain.traced, plain.result, plain.cluster, mesh, step, overlap=True)
-    assert (plan.form, plan.overlap) == ("fused", True), plan.overlap_reason
+    plan = Plan(plain.traced, plain.result, plain.cluster, mesh, step, form="fused", overlap=True)
+    assert plan.overlap, plan.overlap_reason
     kept, batch = plan.shard(state, x)
     for _ in range(2):
         kept, value = plan(kept, batch)

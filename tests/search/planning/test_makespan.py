@@ -286,7 +286,9 @@ def test_on_devices_of_one_process_it_is_planned_without() -> None:
 
 
 def test_in_a_form_without_overlap_it_is_planned_without() -> None:
-    with pytest.warns(hapsynth.OverlapWarning, match=r"runs as one program.*give form='staged': planned without"):
+    with pytest.warns(
+        hapsynth.OverlapWarning, match=r"in conditionals, which run alone: give form='fused': planned without"
+    ):
         plan = hapsynth.synthesize(*STEPS["layers"], overlap=True, form="switch")
     assert not plan.result.overlap
 
