@@ -257,15 +257,8 @@ class Planned(ABC):
             options=options,
             latencies=self.latencies,
             scheduled=self.overlap or self.result.overlap,
-            most_bytes=self._most_bytes,
+            most_bytes=min(self.result.room.limits[d] for d in _local_devices(mesh)),
         )
-
-    @property
-    def _most_bytes(self) -> float:
-        """That every device of this process may hold."""
-        assert self.mesh is not None
-        shape = self.mesh.devices.shape
-        return min(self.result.room.limits[np.ravel_multi_index(p, shape)] for p in local_positions(self.mesh))
 
     @property
     def latencies(self) -> Latencies | None:
@@ -273,8 +266,7 @@ class Planned(ABC):
         mesh = self.mesh
         if mesh is None or not (mesh.is_multi_process and is_pinned(mesh.devices.flat[0].platform)):
             return None
-        (place, *_) = local_positions(mesh)
-        kind = self.used.devices[int(np.ravel_multi_index(place, mesh.devices.shape))]
+        kind = self.used.devices[_local_devices(mesh)[0]]
         return partial(latency_profile, kind=kind, price=NetworkPrice(self.used, self.program.axes))
 
     @property
@@ -351,3 +343,8 @@ class Planned(ABC):
         mesh = self.mesh if mesh is None else mesh
         options: dict[str, Any] = {"donate": self._donate, "form": self._asked, "overlap": self._asked_overlap}
         return type(self)(traced or self.traced, result, cluster, mesh, self.fn, **options)
+
+
+def _local_devices(mesh: Mesh) -> list[int]:
+    """This process's devices, by their places in a mesh, row-major."""
+    return [int(np.ravel_multi_index(place, mesh.devices.shape)) for place in local_positions(mesh)]
