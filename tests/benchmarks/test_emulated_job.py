@@ -56,7 +56,7 @@ def test_every_process_finds_the_modules_here(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("PYTHONPATH", "/theirs")
     env = emulated_job.environment({"OWN": "1"})
     assert env["PYTHONPATH"].split(os.pathsep) == [str(Path(emulated_job.__file__).parents[1]), "/theirs"]
-    assert (env["OWN"], env["NPROC"], env["JAX_PLATFORMS"]) == ("1", "1", "cpu")
+    assert (env["OWN"], env["NPROC"], env["JAX_PLATFORMS"]) == ("1", "2", "cpu")
 
 
 def test_a_failed_process_ends_it() -> None:
