@@ -255,7 +255,8 @@ class Lowered(LoweredProgram):
                         self.local.loose.add((step.value, step.target))
 
     def _bundles(self, steps: Sequence[Convert], sent: Sequence[Any]) -> list[Bundle]:
-        planned = self.scheduled and (self.is_pinned or self.is_beside)
+        # Whatever threads this process has: all have the same collectives.
+        planned = self.scheduled and (self.is_pinned or self.gloo is not None)
         return bundles(steps, sent, self.local.platform, self.options, flat=self.flat, planned=planned)
 
     @property
