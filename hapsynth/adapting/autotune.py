@@ -63,7 +63,7 @@ def autotune_candidates(plan: P, mesh: Mesh | None = None, *, within: float = 1.
     if plan.result.overlap:
         if plan.form != "staged" and not no_overlap("staged", plan.mesh):
             # They keep to the plan's order, and take longer to start.
-            plans[IN_STAGES] = plan.in_form("staged")
+            plans[IN_STAGES] = plan.with_result(plan.result, plan.cluster, form="staged")
         alone = plan.without_overlap()
         plans |= {WITHOUT_OVERLAP: alone} if alone.cost <= within * plan.cost else {}
         found = {name: baselines.overlapped(b) for name, b in found.items()}

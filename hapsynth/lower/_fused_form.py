@@ -88,14 +88,24 @@ def lower_fused(
     options: LoweringOptions = DEFAULT,
     latencies: Latencies | None = None,
     scheduled: bool = False,
-    most_bytes: float = inf,
+    memory_limit_bytes: float = inf,
     own: Positions = (),
 ) -> Fused:
     """Lower a checked program for this process's devices of `mesh`, or for those at `own`, whose shares are alike
     (`alike`), as `lower` does."""
     of = own_mesh(mesh, program.axes)
-    how: dict[str, Any] = {"options": options, "latencies": latencies, "scheduled": scheduled, "most_bytes": most_bytes}
-    return Fused(graph, program, sizes, of, donate, own=own, **how)
+    return Fused(
+        graph,
+        program,
+        sizes,
+        of,
+        donate,
+        options=options,
+        latencies=latencies,
+        scheduled=scheduled,
+        memory_limit_bytes=memory_limit_bytes,
+        own=own,
+    )
 
 
 def _exact(storage: Storage) -> ExactStorage:

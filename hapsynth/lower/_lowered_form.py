@@ -34,9 +34,9 @@ class LoweredProgram(ABC):
     `inputs`, `constants` and `outputs` say how each is stored (an output that is a literal has None); `donated` says
     which inputs a call consumes. `platform` is by default that of the mesh's devices. `latencies`: by which XLA is to
     schedule it, where it is prepared. `scheduled`: the program's order is a schedule of what is computed beside its
-    collectives, which XLA is held to where these are pinned. `most_bytes`: that a device of this process may hold.
-    `traces` counts how often the program was traced: once, however often it is called. With `recording` a call leaves
-    in `recorded` when each collective ran and was waited for.
+    collectives, which XLA is held to where these are pinned. `memory_limit_bytes`: of the device of this process that
+    has the least. `traces` counts how often the program was traced: once, however often it is called. With `recording`
+    a call leaves in `recorded` when each collective ran and was waited for.
     """
 
     graph: Graph
@@ -48,7 +48,7 @@ class LoweredProgram(ABC):
     options: LoweringOptions = DEFAULT
     latencies: Latencies | None = None
     scheduled: bool = False
-    most_bytes: float = inf
+    memory_limit_bytes: float = inf
     traces: int = 0
     recording: bool = False
     recorded: RecordedCall | None = None
@@ -111,12 +111,12 @@ class LoweredProgram(ABC):
     @property
     def communicating_options(self) -> dict[str, str | bool]:
         """What `jax.jit` takes for a program with collectives."""
-        return {**({} if self.is_beside else self.compiler_options), **(OPTIONS if self.is_pinned else {})}
+        return {**({} if self.overlaps else self.compiler_options), **(OPTIONS if self.is_pinned else {})}
 
     @property
-    def is_beside(self) -> bool:
-        """Whether XLA's CPU backend is to run what is ready beside a collective. Where it holds as little as it can,
-        what is computed has the memory of what is sent, or of what arrives, and waits for it."""
+    def overlaps(self) -> bool:
+        """Whether XLA's CPU backend is to run ready ops while a collective blocks. Under its memory-optimized scheduler
+        ops reuse the buffers of collectives, and wait for them."""
         return self.scheduled and self.gloo is not None and _jax.cpu_threads() > 1
 
     @abstractmethod

@@ -14,12 +14,12 @@ import jax
 from jax.profiler import ProfileData, ProfileOptions
 
 from hapsynth.hlo.collectives import is_collective
+from hapsynth.hlo.replay import RUN_OTHERS
 from hapsynth.hlo.text import parse
 from hapsynth.lower._host_schedule import CollectiveStage, Sent
 
 Span = tuple[float, float]
-"""From when to when, in seconds."""
-_CONTROL = ("while", "conditional", "call")
+"""Start and end, in seconds."""
 
 
 @dataclass(frozen=True)
@@ -99,23 +99,23 @@ def record_program(compiled: Any, arrays: Sequence[jax.Array]) -> tuple[Any, Rec
             made = jax.block_until_ready(compiled(*arrays))
             total = time.perf_counter() - began
         (file,) = Path(folder).rglob("*.xplane.pb")
-        spans = _spans(ProfileData.from_file(str(file)))
+        spans = [(op, span) for op, span in _spans(ProfileData.from_file(str(file))) if op in opcodes]
     first = min((begin for _, (begin, _) in spans), default=0.0)
-    shifted = [(opcodes[op], op, (begin - first, end - first)) for op, (begin, end) in spans if op in opcodes]
-    computing = _merged(span for opcode, _, span in shifted if not is_collective(opcode) and opcode not in _CONTROL)
+    computes = lambda op: not is_collective(opcodes[op]) and opcodes[op] not in RUN_OTHERS
+    computing = _union((begin - first, end - first) for op, (begin, end) in spans if computes(op))
     found: list[RecordedCollective] = []
-    for opcode, op, (begin, end) in sorted(shifted, key=lambda of: of[2]):
-        if is_collective(opcode):
-            idle = list(_outside((begin, end), computing))
-            awaited = idle[0][0] if idle else end
+    for op, (begin, end) in sorted(spans, key=lambda of: of[1]):
+        if is_collective(opcodes[op]):
+            idle = list(_gaps((begin - first, end - first), computing))
+            awaited = idle[0][0] if idle else end - first
             exposed = fsum(until - since for since, until in idle)
-            found.append(RecordedCollective((), begin, end, awaited, exposed, op))
+            found.append(RecordedCollective((), begin - first, end - first, awaited, exposed, op))
     return made, RecordedCall(tuple(found), total)
 
 
 def _spans(profile: Any) -> list[tuple[str, Span]]:
-    """Of each op that XLA ran on this host's CPU from when to when it did, by its name. One that others go on with has
-    ended when XLA says so, not when the thread that began it is free."""
+    """When XLA ran each op on this host's CPU, by the op's name. An asynchronous op ends with its event "end: ", not
+    when the thread that started it is free."""
     found: list[tuple[str, Span]] = []
     begun: dict[Any, int] = {}
     ended: list[tuple[Any, float]] = []
@@ -134,8 +134,8 @@ def _spans(profile: Any) -> list[tuple[str, Span]]:
     return found
 
 
-def _merged(spans: Iterable[Span]) -> list[Span]:
-    """What any of them covers, in order, apart from one another."""
+def _union(spans: Iterable[Span]) -> list[Span]:
+    """Disjoint spans that cover the same time, in order."""
     out: list[Span] = []
     for begin, end in sorted(spans):
         if out and begin <= out[-1][1]:
@@ -145,8 +145,8 @@ def _merged(spans: Iterable[Span]) -> list[Span]:
     return out
 
 
-def _outside(span: Span, covered: Sequence[Span]) -> Iterable[Span]:
-    """The parts of a span that none of these, which are in order, covers."""
+def _gaps(span: Span, covered: Sequence[Span]) -> Iterable[Span]:
+    """The parts of a span outside these disjoint ones, which are in order."""
     since, until = span
     for begin, end in covered:
         if end <= since or begin >= until:

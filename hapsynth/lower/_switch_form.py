@@ -64,10 +64,10 @@ class Lowered(LoweredProgram):
     def prepare(self) -> str:
         lowered = self.lower()
         self.compiled = compile_with(lowered, self.latencies)
-        if self.is_beside and (held := _held(self.compiled)) > self.most_bytes:
+        if self.overlaps and (held := _held(self.compiled)) > self.memory_limit_bytes:
             warn_user(
                 f"with its collectives beside computing this process would hold {nbytes(held)}, and it has "
-                f"{nbytes(self.most_bytes)}: it computes in the order that holds least, and hides less of them",
+                f"{nbytes(self.memory_limit_bytes)}: it computes in the order that holds least, and hides less of them",
                 OverlapWarning,
             )
             self.compiled = compile_with(lowered, self.latencies, self.compiler_options)
@@ -305,17 +305,26 @@ def lower(
     options: LoweringOptions = DEFAULT,
     latencies: Latencies | None = None,
     scheduled: bool = False,
-    most_bytes: float = inf,
+    memory_limit_bytes: float = inf,
 ) -> Lowered:
     """Lower a checked program for the devices of `mesh`, whatever its axes are.
 
     With `donate` the arguments of carried state are consumed by a call, so that the new state can take their memory.
-    `latencies`, `scheduled`, `most_bytes`: as of `LoweredProgram`.
+    `latencies`, `scheduled`, `memory_limit_bytes`: as of `LoweredProgram`.
     Raises ValueError where the mesh has another number of devices than the program.
     """
     of = own_mesh(mesh, program.axes)
-    how: dict[str, Any] = {"options": options, "latencies": latencies, "scheduled": scheduled, "most_bytes": most_bytes}
-    return Lowered(graph, program, sizes, of, donate, **how)
+    return Lowered(
+        graph,
+        program,
+        sizes,
+        of,
+        donate,
+        options=options,
+        latencies=latencies,
+        scheduled=scheduled,
+        memory_limit_bytes=memory_limit_bytes,
+    )
 
 
 def _held(compiled: Any) -> int:

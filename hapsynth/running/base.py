@@ -257,7 +257,7 @@ class Planned(ABC):
             options=options,
             latencies=self.latencies,
             scheduled=self.overlap or self.result.overlap,
-            most_bytes=min(self.result.room.limits[d] for d in _local_devices(mesh)),
+            memory_limit_bytes=min(self.result.room.limits[d] for d in _local_devices(mesh)),
         )
 
     @property
@@ -284,12 +284,14 @@ class Planned(ABC):
         if self._asked != "auto":
             return self._asked, "it was asked for"
         needed = only_exact(self.traced.graph, self.result, self.cluster)
-        gain = None
-        if self._asked_overlap and self.mesh is not None:
-            seconds = partial(step_seconds, self.program, self.sizes, self.cost_model())
-            makespan = seconds(overlap=True)
-            gain = seconds(overlap=False) / makespan if makespan > 0 else 1.0
-        return chosen_form(self.traced.graph, self.result, self.mesh, needed, gain=gain)
+        speedup = self._overlap_speedup if self._asked_overlap and self.mesh is not None else None
+        return chosen_form(self.traced.graph, self.result, self.mesh, needed, overlap_speedup=speedup)
+
+    def _overlap_speedup(self) -> float:
+        """How many times as long a step takes without overlap, as predicted."""
+        seconds = partial(step_seconds, self.program, self.sizes, self.cost_model())
+        makespan = seconds(overlap=True)
+        return seconds(overlap=False) / makespan if makespan > 0 else 1.0
 
     @property
     def may_run_staged(self) -> bool:
@@ -330,18 +332,18 @@ class Planned(ABC):
         result = replace(self.result, overlap=False, cost_s=cost)
         return type(self)(self.traced, result, self.cluster, self.mesh, self.fn, donate=self._donate, form=self._asked)
 
-    def in_form(self, form: Form) -> Self:
-        """This plan in another form."""
-        options: dict[str, Any] = {"donate": self._donate, "form": form, "overlap": self._asked_overlap}
-        return type(self)(self.traced, self.result, self.cluster, self.mesh, self.fn, **options)
-
     def with_result(
-        self, result: Result, cluster: Cluster, traced: Traced | None = None, mesh: Mesh | None = None
+        self,
+        result: Result,
+        cluster: Cluster,
+        traced: Traced | None = None,
+        mesh: Mesh | None = None,
+        form: Form | None = None,
     ) -> Self:
         """This plan with another result for the same devices, described by another cluster, or for other shapes, or for
-        those of another mesh."""
+        those of another mesh, or in another form."""
         mesh = self.mesh if mesh is None else mesh
-        options: dict[str, Any] = {"donate": self._donate, "form": self._asked, "overlap": self._asked_overlap}
+        options: dict[str, Any] = {"donate": self._donate, "form": form or self._asked, "overlap": self._asked_overlap}
         return type(self)(traced or self.traced, result, cluster, mesh, self.fn, **options)
 
 

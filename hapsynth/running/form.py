@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Literal, get_args
 
@@ -19,10 +20,9 @@ from hapsynth.search.cost.model import CostModel
 from hapsynth.search.memory.profile import peak
 from hapsynth.search.result import Result
 
-_STAGES_FROM = 1.2
-"""Between CPUs: the least gain of collectives beside computing for which a plan runs in stages. One program starts
-nothing from the host, and lets some of its computing wait for collectives that it does not need (docs/measurements.md,
-Overlap)."""
+_LEAST_SPEEDUP_OF_STAGES = 1.2
+"""Between CPUs: the predicted speedup by overlap from which a plan runs in stages. One program has no stages to start,
+but some of its computing waits for collectives whose results it does not need (docs/measurements.md, Overlap)."""
 
 Chosen = Literal["switch", "staged", "fused"]
 Form = Literal["auto", "switch", "staged", "fused"]
@@ -58,14 +58,20 @@ def is_even(sizes: Sizes) -> bool:
 
 
 def chosen_form(
-    graph: Graph, result: Result, mesh: Mesh | None, only_exact: str, *, gain: float | None = None
+    graph: Graph,
+    result: Result,
+    mesh: Mesh | None,
+    only_exact: str,
+    *,
+    overlap_speedup: Callable[[], float] | None = None,
 ) -> tuple[Chosen, str]:
-    """The form that "auto" chooses, and why. `only_exact`: as the function says. `gain`: where collectives are to run
-    beside computing, how many times as long the step would take without, as predicted."""
+    """The form that "auto" chooses, and why. `only_exact`: as the function says. `overlap_speedup`: where collectives
+    are to run beside computing, how many times as long the step would take without, as predicted."""
     uneven = not is_even(result.sizes)
-    if gain is not None and not no_overlap("staged", mesh):
-        if gain >= _STAGES_FROM:
-            return "staged", f"collectives beside computing gain {gain:.2f}, and stages keep to the plan's order"
+    if overlap_speedup is not None and not no_overlap("staged", mesh):
+        speedup = overlap_speedup()
+        if speedup >= _LEAST_SPEEDUP_OF_STAGES:
+            return "staged", f"overlap makes a step {speedup:.2f} times as fast, and stages keep to the plan's order"
         if _jax.cpu_threads() == 1:
             return "staged", "XLA has one thread in this process, and nothing that one program sends is hidden"
     if uneven and mesh is not None and mesh.is_multi_process and not not_fused(result.sizes, mesh):

@@ -87,7 +87,7 @@ class Processes:
 
 
 @pytest.mark.parametrize(
-    ("platform", "processes", "gain", "threads", "form"),
+    ("platform", "processes", "speedup", "threads", "form"),
     [
         ("gpu", (0, 1), None, 1, "fused"),
         ("gpu", (0, 1), 1.5, 1, "fused"),
@@ -102,7 +102,7 @@ class Processes:
 def test_several_processes_are_fused(
     platform: str,
     processes: tuple[int, ...],
-    gain: float | None,
+    speedup: float | None,
     threads: int,
     form: str,
     monkeypatch: pytest.MonkeyPatch,
@@ -111,10 +111,11 @@ def test_several_processes_are_fused(
     monkeypatch.setattr(_jax, "cpu_threads", lambda: threads)
     plan = planned(CASES["equal operands"], first_devices(2), "switch")
     mesh: Any = Processes(platform, processes)
-    assert chosen_form(plan.traced.graph, plan.result, mesh, "", gain=gain)[0] == form
+    predicted = None if speedup is None else lambda: speedup
+    assert chosen_form(plan.traced.graph, plan.result, mesh, "", overlap_speedup=predicted)[0] == form
     even = planned(CASES["equal operands"], first_devices(2), "switch", (0.5, 0.5))
     of_even = "staged" if form == "staged" else "switch"
-    assert chosen_form(even.traced.graph, even.result, mesh, "", gain=gain)[0] == of_even
+    assert chosen_form(even.traced.graph, even.result, mesh, "", overlap_speedup=predicted)[0] == of_even
 
 
 def test_devices_that_are_alike() -> None:

@@ -5,7 +5,32 @@ import re
 import pytest
 from two_processes import run_two
 
-CODE = """
+STEP = """
+    def step(state, x):
+        def loss(ws):
+            h = x
+            for w in ws:
+                h = jnp.tanh(h @ w)
+            return (h ** 2).sum()
+        value, grads = jax.value_and_grad(loss)([w for w, _ in state])
+        return [(w - 1e-4 * (0.9 * m + g), 0.9 * m + g) for (w, m), g in zip(state, grads)], value
+
+    draw = np.random.default_rng(0)
+    # Large enough not to go as one, and all unlike.
+    widths = [384, 448, 320, 512, 384]
+    w = lambda i: draw.normal(size=widths[i : i + 2]).astype(np.float32) / 20
+    state = [(w(i), np.zeros(widths[i : i + 2], np.float32)) for i in range(4)]
+    x = draw.normal(size=(rows, 384)).astype(np.float32)
+    want = state
+    for _ in range(3):
+        want, value = jax.jit(step)(want, x)
+    mesh = Mesh(np.array(jax.devices()), ("hap",))
+    fixed = {f"[0][{i}][{k}]": "R" for i in range(4) for k in range(2)} | {"[1]": "S(0)"}
+"""
+"""A training step, of so many `rows`, and what three steps make on one device."""
+
+CODE = (
+    """
     import random
     import sys
     import time
@@ -23,26 +48,10 @@ CODE = """
     jax.distributed.initialize(sys.argv[1], 2, int(sys.argv[2]))
     me = jax.process_index()
 
-    def step(state, x):
-        def loss(ws):
-            h = x
-            for w in ws:
-                h = jnp.tanh(h @ w)
-            return (h ** 2).sum()
-        value, grads = jax.value_and_grad(loss)([w for w, _ in state])
-        return [(w - 1e-4 * (0.9 * m + g), 0.9 * m + g) for (w, m), g in zip(state, grads)], value
-
-    draw = np.random.default_rng(0)
-    # Large enough not to go as one, and all unlike.
-    widths = [384, 448, 320, 512, 384]
-    w = lambda i: draw.normal(size=widths[i : i + 2]).astype(np.float32) / 20
-    state = [(w(i), np.zeros(widths[i : i + 2], np.float32)) for i in range(4)]
-    x = draw.normal(size=(48, 384)).astype(np.float32)
-    want = state
-    for _ in range(3):
-        want, value = jax.jit(step)(want, x)
-    mesh = Mesh(np.array(jax.devices()), ("hap",))
-    fixed = {f"[0][{i}][{k}]": "R" for i in range(4) for k in range(2)} | {"[1]": "S(0)"}
+    rows = 48
+"""
+    + STEP
+    + """
     options = dict(cluster=slow_cluster((2, 1), bandwidth=1e7), fixed=fixed, form="staged")
     plain = hapsynth.synthesize(step, (state, x), mesh, **options)
     plan = Plan(plain.traced, plain.result, plain.cluster, mesh, step, form="staged", overlap=True)
@@ -108,6 +117,7 @@ CODE = """
             print("found", error)
     print("right", order)
 """
+)
 
 
 @pytest.mark.slow
@@ -120,7 +130,8 @@ def test_one_order_and_the_same_values(dispatch: str) -> None:
     assert orders[0]
 
 
-ONE_PROGRAM = """
+ONE_PROGRAM = (
+    """
     import sys
     import time
     import warnings
@@ -135,26 +146,10 @@ ONE_PROGRAM = """
     jax.distributed.initialize(sys.argv[1], 2, int(sys.argv[2]))
     me = jax.process_index()
 
-    def step(state, x):
-        def loss(ws):
-            h = x
-            for w in ws:
-                h = jnp.tanh(h @ w)
-            return (h ** 2).sum()
-        value, grads = jax.value_and_grad(loss)([w for w, _ in state])
-        return [(w - 1e-4 * (0.9 * m + g), 0.9 * m + g) for (w, m), g in zip(state, grads)], value
-
-    draw = np.random.default_rng(0)
-    # Large enough not to go as one, and all unlike.
-    widths = [384, 448, 320, 512, 384]
-    w = lambda i: draw.normal(size=widths[i : i + 2]).astype(np.float32) / 20
-    state = [(w(i), np.zeros(widths[i : i + 2], np.float32)) for i in range(4)]
-    x = draw.normal(size=(1024, 384)).astype(np.float32)
-    want = state
-    for _ in range(3):
-        want, value = jax.jit(step)(want, x)
-    mesh = Mesh(np.array(jax.devices()), ("hap",))
-    fixed = {f"[0][{i}][{k}]": "R" for i in range(4) for k in range(2)} | {"[1]": "S(0)"}
+    rows = 1024
+"""
+    + STEP
+    + """
     plain = hapsynth.synthesize(step, (state, x), mesh, cluster=slow_cluster((2, 1), bandwidth=1e7), fixed=fixed)
     plan = Plan(plain.traced, plain.result, plain.cluster, mesh, step, form="fused", overlap=True)
     assert plan.overlap, plan.overlap_reason
@@ -176,7 +171,7 @@ ONE_PROGRAM = """
 
     # More than the process has: in the order that holds least, with the same collectives.
     before = plan.lowered.compiled_collectives
-    plan.lowered.most_bytes = 1
+    plan.lowered.memory_limit_bytes = 1
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         plan.lowered.prepare()
@@ -187,6 +182,7 @@ ONE_PROGRAM = """
     plan(kept, batch)
     print("right", before)
 """
+)
 
 
 @pytest.mark.slow
