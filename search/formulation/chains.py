@@ -295,10 +295,7 @@ class ChainSpace:
         among = self._representatives(taken, hops) if cuts is None else [op for op in cuts if not self.in_block[op]]
         if not among:
             return []
-        before = np.array([self.reach.ancestors(op) for op in among])
-        after = np.array([self.reach.descendants(op) for op in among])
-        since, until = (np.array([f(mask) for mask in x]) for f, x in ((hops.since, after), (hops.until, before)))
-        every = _Cuts(among, before, after, since, until)
+        every = _Cuts.of(among, self.reach, hops)
         links = len(self.resources.links)
         return [
             self._longest(taken, every, kind, range(among), hops.seconds)
@@ -316,13 +313,12 @@ class ChainSpace:
             hops, slower = hops - slower[:, None], np.zeros_like(slower)
         # Seconds between cut a and cut b, from the beginning to a cut, and from one to the end: of the stream, with
         # those of the cuts themselves and what slows it down, and of each link.
-        until_b = until.T.astype(np.float64)
-        stream = (after * compute) @ before.T.astype(np.float64) + (since * slower) @ until_b
+        stream = (after * compute) @ before.T + (since * slower) @ until.T
         first, last = before @ compute + until @ slower, after @ compute + since @ slower
-        sent = np.stack([(since * hops[:, k]) @ until_b for k in links])
+        sent = np.stack([(since * hops[:, k]) @ until.T for k in links])
         sent_first = np.stack([until @ hops[:, k] for k in links])
         sent_last = np.stack([since @ hops[:, k] for k in links])
-        ordered = after[:, list(among)]
+        ordered = after[:, list(among)] > 0
         np.fill_diagonal(ordered, False)
         # The longest to each cut by its last set: on a link, on the stream, and on the stream with the deferred ops,
         # which count there if the chain's last set follows on the link, or one that ends at the join. Its seconds, the
@@ -333,14 +329,17 @@ class ChainSpace:
 
         def put_off(joined: bool) -> None:
             """The longest to each cut on the stream with the deferred ops."""
-            deferred = np.zeros((count, len(self.graph.ops)))
-            for b, cut in enumerate(among if len(links) == 1 else ()):
-                mine = self.deferred([cut], joined=joined)
-                deferred[b, mine] = taken.deferred[mine, joined * kinds + kind]
-            # It counts if it comes after the cut before.
-            seconds = best[_LINK][:, None] + stream + after @ deferred.T
+            seconds, begun = best[_LINK][:, None] + stream, first
+            if len(links) == 1:
+                ops = self.deferral.places
+                beside = (before[:, ops] + after[:, ops] == 0) & self.deferral.is_cut[among][:, None]
+                if joined:
+                    beside &= self.deferral.before_join[ops]
+                deferred = beside * taken.deferred[ops, joined * kinds + kind]
+                # It counts if it comes after the cut before.
+                seconds, begun = seconds + after[:, ops] @ deferred.T, first + deferred.sum(axis=1)
             seconds[~(ordered | np.eye(count, dtype=bool))] = -np.inf
-            begun, end = first + deferred.sum(axis=1), _BEFORE_JOIN if joined else _LAST_ON_STREAM
+            end = _BEFORE_JOIN if joined else _LAST_ON_STREAM
             best[end] = np.maximum(begun, seconds.max(axis=0))
             cut_before[end] = np.where(seconds.max(axis=0) > begun, seconds.argmax(axis=0), _NOWHERE)
 
@@ -376,14 +375,20 @@ class ChainSpace:
 
 
 class _Cuts(NamedTuple):
-    """Ops in order. Bool [cuts, ops]: which each depends on, and which depend on it, both with itself; bool [cuts,
-    hops]: which wait for it, and which it waits for."""
+    """Ops in order. 1 or 0 [cuts, ops]: which each depends on, and which depend on it, both with itself; [cuts, hops]:
+    which wait for it, and which it waits for. Floats, as sums over them are products of matrices."""
 
-    ops: Sequence[int]
-    before: Mask
-    after: Mask
-    since: Mask
-    until: Mask
+    ops: list[int]
+    before: Floats
+    after: Floats
+    since: Floats
+    until: Floats
+
+    @classmethod
+    def of(cls, ops: list[int], reach: Reachability, hops: _Traffic) -> _Cuts:
+        before, after = ([f(op) for op in ops] for f in (reach.ancestors, reach.descendants))
+        masks = before, after, map(hops.since, after), map(hops.until, before)
+        return cls(ops, *(np.array([*each], dtype=np.float64) for each in masks))
 
 
 class _Traffic:

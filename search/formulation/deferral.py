@@ -68,11 +68,15 @@ class Deferral:
         return tuple(found)
 
     @cached_property
+    def places(self) -> list[int]:
+        """The deferrable ops."""
+        return [d.op for d in self.ops]
+
+    @cached_property
     def join(self) -> int | None:
         """The first op that waits for the most deferrable work; None where nothing is deferrable."""
         work = np.zeros_like(self._work)
-        mine = [d.op for d in self.ops]
-        work[mine] = self._work[mine]
+        work[self.places] = self._work[self.places]
         waiting = np.where(self.in_block, 0.0, self.reach.before(work) - work)
         return int(np.argmax(waiting >= waiting.max() * (1 - 1e-9))) if waiting.any() else None
 
