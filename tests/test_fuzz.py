@@ -19,6 +19,7 @@ from lowered_programs import MODES, run
 from random_functions import RandomFunction, pick
 from random_programs import RandomProgram
 from slow_devices import SPEEDS, first_devices, thin_cluster
+from thoroughness import THOROUGH
 
 import hapsynth
 from hapsynth.instructions.factors import Factors
@@ -47,7 +48,7 @@ def with_other_shares(plan: Plan, seed: int) -> Lowered:
     return lower(graph, plan.program, sizes, plan.mesh)
 
 
-FIRST, LAST = map(int, os.environ.get("HAPSYNTH_FUZZ", "0:25").split(":"))
+FIRST, LAST = map(int, os.environ.get("HAPSYNTH_FUZZ", "0:25" if THOROUGH else "0:10").split(":"))
 
 
 @pytest.mark.parametrize("seed", range(FIRST, LAST))

@@ -139,8 +139,8 @@ class Server:
             try:
                 connection, _ = self._listener.accept()
             except OSError:
-                # None to be had: this process has as many files open as it may. What strangers hold of them goes.
-                self._drop_strangers(_STRANGERS // 2)
+                # None to be had: this process has as many files open as it may. Half of what strangers hold goes.
+                self._drop_strangers(len(self._strangers) // 2)
                 self._closed.wait(0.1)
                 continue
             channel = Channel(connection)
@@ -156,7 +156,8 @@ class Server:
 
     def _drop_strangers(self, most: int) -> None:
         with self._lock:
-            oldest, self._strangers = self._strangers[:-most], self._strangers[-most:]
+            over = max(len(self._strangers) - most, 0)
+            oldest, self._strangers = self._strangers[:over], self._strangers[over:]
         for channel in oldest:
             channel.hang_up()
 

@@ -17,6 +17,7 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 from lowering_options import ALONE
 from slow_devices import first_devices
+from thoroughness import some
 
 import hapsynth
 from hapsynth.cluster.cluster import COLLECTIVES, Cluster
@@ -136,9 +137,10 @@ def sized(graph: Graph, program: Program, kind: str) -> Sizes:
     return sizes
 
 
-@pytest.mark.parametrize("kind", SHARES)
-@pytest.mark.parametrize("lengths", [(4,), (2, 2)])
-@pytest.mark.parametrize("name", [name for name, step in STEPS.items() if step.communicates])
+@pytest.mark.parametrize(
+    ("name", "lengths", "kind"),
+    some(product((name for name, step in STEPS.items() if step.communicates), [(4,), (2, 2)], SHARES), 40),
+)
 def test_a_value_is_the_same_after_every_conversion(name: str, lengths: tuple[int, ...], kind: str) -> None:
     assert_the_same(name, along(STEPS[name], lengths), kind)
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import random
+from itertools import product
 
 import jax
 import pytest
 from lowered_programs import CASES, MODES, SEEDS, assert_close, random_lowered, run, some_hosts
 from lowering_options import SWITCHED
 from random_programs import RandomProgram
+from thoroughness import some
 
 from hapsynth.graph.trace import trace
 from hapsynth.instructions.collectives import STEPS
@@ -20,14 +22,12 @@ TWO_AXES = ((("a", 2), ("b", 3)), (("a", 3), ("b", 2)))
 THREE_AXES = (("a", 2), ("b", 2), ("c", 2))
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("name", "mode"), some(product(CASES, MODES), 16))
 def test_random_programs_compute_what_jax_computes(name: str, mode: str) -> None:
     of_random_programs(name, mode, SWITCHED)
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("name", "mode"), some(product(CASES, MODES), 16))
 def test_random_programs_on_padded_shards(name: str, mode: str) -> None:
     of_random_programs(name, mode, DEFAULT)
 
@@ -46,7 +46,7 @@ def of_random_programs(name: str, mode: str, options: LoweringOptions) -> None:
 ON_TWO_AXES = [(n, m) for n in CASES for m in MODES if n not in ("mlp", "embedding") or m in ("skewed", "zeros")]
 
 
-@pytest.mark.parametrize(("name", "mode"), ON_TWO_AXES)
+@pytest.mark.parametrize(("name", "mode"), some(ON_TWO_AXES, 12))
 def test_random_programs_of_two_axes(name: str, mode: str) -> None:
     fn, make = CASES[name]
     args = make()
@@ -58,7 +58,7 @@ def test_random_programs_of_two_axes(name: str, mode: str) -> None:
         assert_close(run(lowered, args), want)
 
 
-@pytest.mark.parametrize(("name", "mode"), [(n, MODES[k % len(MODES)]) for k, n in enumerate(CASES, 1)])
+@pytest.mark.parametrize(("name", "mode"), some([(n, MODES[k % len(MODES)]) for k, n in enumerate(CASES, 1)], 4))
 def test_random_programs_of_three_axes(name: str, mode: str) -> None:
     fn, make = CASES[name]
     args = make()

@@ -18,6 +18,7 @@ from lowered_programs import CASES as PROGRAMS
 from lowered_programs import MODES, SEEDS, assert_close
 from random_programs import RandomProgram
 from slow_devices import SPEEDS, first_devices, thin_cluster
+from thoroughness import some
 
 import hapsynth
 from hapsynth import _jax
@@ -78,7 +79,7 @@ DRAWN += [("layers", 4, "skewed"), ("layers", ON_TWO, "zeros")]
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize(("name", "axes", "mode"), DRAWN)
+@pytest.mark.parametrize(("name", "axes", "mode"), some(DRAWN, 5))
 def test_random_programs(name: str, axes: Any, mode: str, seed: int) -> None:
     fn, args = (layers, LAYERS) if name == "layers" else (PROGRAMS[name][0], PROGRAMS[name][1]())
     traced = trace(fn, args)

@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from resharing import arguments, pooled, running_step, step_arguments
 from resharing import cluster as new_and_old
 from test_search import brute_force
+from thoroughness import some
 
 import hapsynth
 from hapsynth.cli.main import main
@@ -202,8 +203,7 @@ TASKS: dict[str, tuple[Any, Any]] = {
 }
 
 
-@pytest.mark.parametrize("bandwidth", ["100 MB/s", "400 MB/s", "2 GB/s", "20 GB/s"])
-@pytest.mark.parametrize("name", TASKS)
+@pytest.mark.parametrize(("name", "bandwidth"), some(product(TASKS, ["100 MB/s", "400 MB/s", "2 GB/s", "20 GB/s"]), 6))
 def test_no_program_that_communicates_or_changes_its_ratio_is_below_the_bound(name: str, bandwidth: str) -> None:
     """The best program whose instructions are each at one of two ratios, resharing between them where that pays."""
     fn, args = TASKS[name]
@@ -421,8 +421,7 @@ def least_within(ranges: ShareRanges, limits: dict[int, float]) -> float:
     return solve(problem, start=start, tolerance=1e-3, max_nodes=2000).lower_bound
 
 
-@pytest.mark.parametrize("exact", [False, True])
-@pytest.mark.parametrize("bandwidth", [3e8, 3e9])
+@pytest.mark.parametrize(("bandwidth", "exact"), some(product([3e8, 3e9], [False, True]), 2))
 def test_no_program_that_fits_is_below_the_bound(bandwidth: float, exact: bool) -> None:
     """Programs at a grid of ratios, the cheapest at many prices of what is held at some op: those within a limit are no
     cheaper than the bound within it, in any ranges and in ones around their ratios."""
