@@ -2,8 +2,10 @@
 
 Programs run once or twice here, and compiling them took most of the time, so XLA generates code without optimizing it;
 the HLO stays the same. Tests marked `optimized` take XLA's optimizations, HAPSYNTH_OPTIMIZED=1 has all tests take them.
-Generated examples are the same in every run; HAPSYNTH_NEW_EXAMPLES=1 draws new ones. Processes that tests start find
-hapsynth compiled to bytecode, and Python's collector of cyclic garbage, a quarter of the search's time, runs seldom.
+Generated examples are the same in every run; HAPSYNTH_NEW_EXAMPLES=1 draws new ones. Of cases that are drawn or
+combined a few are gone through, with HAPSYNTH_THOROUGH=1 all (`support/thoroughness.py`). Processes that tests start
+find hapsynth compiled to bytecode, and Python's collector of cyclic garbage, a quarter of the search's time, runs
+seldom.
 
 HAPSYNTH_GPU=1 leaves the devices to JAX, for tests/gpu (HAPSYNTH_GPU=cpu tries these tests without a GPU).
 """

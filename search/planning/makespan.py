@@ -6,8 +6,7 @@ lower bound; the weights are those at which the programs seen so far have the gr
 planes), halfway back to those of the best bound so far, as the next ones are soon far off. A chain joins them where it
 is the longest in the mean of the programs that limit them (column generation). Each program that comes up is scheduled,
 unless a chain shows that it is no better. Of two programs, such as one that gathers a weight before its use and one
-that gathers it at the end of the step, a mixed-integer program takes for each part in which they differ what makes the
-longest chain the shortest.
+that gathers it at the end of the step, or of all that limit a bound, others are put together (`mixtures.py`).
 
 Far weights bring up other programs, near ones raise the bound: in the end it is raised at the nearest weights at which
 it may rise halfway to what the programs seen allow (the level bundle method: Lemarechal, Nemirovskii, Nesterov 1995).
@@ -23,9 +22,7 @@ from math import isclose
 from typing import NamedTuple
 
 import numpy as np
-from scipy.optimize import Bounds, LinearConstraint, linprog, milp
-from scipy.sparse import coo_array
-from scipy.sparse.csgraph import connected_components
+from scipy.optimize import linprog
 
 from hapsynth.instructions.program.program import Compute, Program
 from hapsynth.instructions.program.sizes import Sizes
@@ -38,6 +35,7 @@ from hapsynth.search.memory.profile import MemoryProfile, peak
 from hapsynth.search.planning.branches import Branch, Seen
 from hapsynth.search.planning.candidate import Candidate
 from hapsynth.search.planning.memory_bound_schedules import schedules_holding_less
+from hapsynth.search.planning.mixtures import mixture
 from hapsynth.search.planning.search_at_ratios import AdditiveSolution, FixedRatioSearch
 from hapsynth.search.scheduling.buckets import rebundled
 from hapsynth.search.scheduling.critical_path import Step, critical_path
@@ -66,8 +64,8 @@ _PARTINGS, _LEAST_CLOSED = 3, 0.03
 examples/ went from 36 % to 21 in eight, in 14 s, and to 15 in sixty, in 95."""
 _MIXTURES = 2
 """Of the last program with each of the best ones."""
-_MIXING_NODES = 200
-"""Of a mixture's mixed-integer program, so that it ends, at the same program each time."""
+_BASES = 4
+"""Of the programs that limit a bound, those that the others are mixed into."""
 _LEAST_WEIGHT, _LEAST_IN_THE_END = 2e-2, 4e-3
 """Of each resource's own chain: of what has next to no weight any choice would do, and no dual tells them apart. It
 costs the bound as much, so that there is less of it where a dual goes on from one nearby."""
@@ -201,6 +199,7 @@ class MakespanSearch:
     def go_on(self, bar: float) -> None:
         """Some rounds more, at far weights and at near ones."""
         self.run(_ROUNDS_AGAIN, bar)
+        self._mix_limiting()
         self.shorten_path()
         self._raising = True
         self.run(_NEAR_ROUNDS, bar)
@@ -209,6 +208,7 @@ class MakespanSearch:
     def raise_bound(self) -> None:
         """Some rounds more for the bound, until it stands still, then in branches, each time of the one with the least
         bound."""
+        self._mix_limiting()
         self._raising, self._whole.ended = True, False
         null_steps = 0
         for _ in range(_ROUNDS_OF_BOUND):
@@ -217,6 +217,7 @@ class MakespanSearch:
             null_steps = 0 if self.bound > before else null_steps + 1
             if null_steps == _NULL_STEPS:
                 break
+        self._mix_limiting()
         states_of_two = 2 * _ROUNDS_OF_BRANCH * sum(map(len, self.structure.choices))
         bounds = [self.bound]
         for _ in range(max(1, _STATES_OF_BRANCHES // states_of_two)):
@@ -235,6 +236,7 @@ class MakespanSearch:
                 self.run(_ROUNDS_OF_BRANCH)
             bounds.append(self.bound)
         self._at = self._whole
+        self._mix_limiting()
 
     def _limiting(self, branch: Branch) -> list[tuple[Seen, float]]:
         """The programs of a branch that limit its bound, each with its share."""
@@ -434,48 +436,24 @@ class MakespanSearch:
         last = self.seen[-1]
         for place in range(_MIXTURES):
             ranked = sorted(self.scheduled, key=lambda known: known.makespan_s)
-            if place >= len(ranked) or ranked[place].seen is last:
-                continue
-            mixture = self._mixture(ranked[place].seen, last)
-            if mixture is not None and not self.search.clock.late():
-                self._look(mixture)
+            if place < len(ranked) and ranked[place].seen is not last:
+                self._look_at_mixture(ranked[place].seen, [last], [*self.chains, *self._paths])
 
-    def _mixture(self, one: Seen, other: Seen) -> Ints | None:
-        """Choices of either program in each part in which they differ; None where there are no two parts."""
-        st, unlike = self.structure, one.choices != other.choices
-        pairs = [(st.value_variable[use.value], use.variable) for use in st.uses]
-        ends = np.array([*pairs, *((st.op_variable[op], st.value_variable[v]) for op, v in st.links)]).reshape(-1, 2)
-        joined = ends[unlike[ends].all(axis=1)]
-        edges = coo_array((np.ones(len(joined)), (joined[:, 0], joined[:, 1])), shape=(unlike.size, unlike.size))
-        _, part = connected_components(edges, directed=False)
-        names = np.unique(part[unlike])
-        count = names.size
-        if count < 2:
-            return None
-        # What is the same in both is part `count`.
-        part = np.where(unlike, np.searchsorted(names, part), count)
-        by_use = part[ends[: len(st.uses)]].min(axis=1)
-        places = part[st.op_variable], by_use, part[st.value_variable]
-        chains = [*self.chains, *self._paths]
-        base, change = np.zeros(len(chains)), np.zeros((len(chains), count + 1))
-        for n, chain in enumerate(chains):
-            base[n] = self._length(chain, one)
-            parts = zip(places, *(self.space.parts(chain, x.taken) for x in (one, other)), strict=True)
-            for where, before, after in parts:
-                np.add.at(change[n], where, after - before)
-        unit = float(base.max()) or 1.0
-        rows = np.column_stack([change[:, :count] / unit, -np.ones(base.size)])
-        found = milp(
-            np.array([0.0] * count + [1.0]),
-            constraints=LinearConstraint(rows, -np.inf, -base / unit),  # pyright: ignore[reportArgumentType]
-            integrality=np.array([1] * count + [0]),
-            bounds=Bounds(np.zeros(count + 1), np.array([1.0] * count + [np.inf])),  # pyright: ignore[reportArgumentType]
-            options={"node_limit": _MIXING_NODES, "mip_rel_gap": TOLERANCE},
-        )
-        if found.x is None:
-            return None
-        taken = np.append(found.x[:count] > 0.5, False)
-        return np.where(taken[part], other.choices, one.choices)
+    def _mix_limiting(self) -> None:
+        """Look for better programs among the mixtures of those that limit the bound."""
+        limiting = sorted(self._limiting(self._at), key=lambda known_and_share: -known_and_share[1])
+        for base, _ in limiting[:_BASES]:
+            count = len(self.seen)
+            self._look_at_mixture(base, [known for known, _ in limiting if known is not base], self.chains)
+            if len(self.seen) > count:
+                self._mix()
+
+    def _look_at_mixture(self, base: Seen, others: Sequence[Seen], chains: Sequence[Chain]) -> None:
+        if self.search.clock.late():
+            return
+        choices = mixture(self.space, chains, base, others, TOLERANCE)
+        if choices is not None:
+            self._look(choices)
 
 
 class Overlapped(NamedTuple):

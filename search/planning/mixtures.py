@@ -1,0 +1,98 @@
+"""Programs put together from parts of others: the shortest, as far as chains tell.
+
+Where two programs differ, their variables fall into parts that no edge joins, each of which may be taken from either.
+Of several programs, parts that overlap or touch exclude each other. A mixed-integer program takes those with which the
+longest chain is the shortest. Of the programs that limit a bound it is the restricted master problem of column
+generation in whole numbers: their weighted mean is as short as the bound allows, and a mixture of them is often nearly
+so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from scipy.optimize import Bounds, LinearConstraint, milp
+from scipy.sparse import coo_array, csr_array
+from scipy.sparse.csgraph import connected_components
+
+from hapsynth.search.cost.model import Floats
+from hapsynth.search.formulation.chains import Chain, ChainSpace
+from hapsynth.search.planning.branches import Seen
+from hapsynth.search.solver import Ints
+
+_NODES = 200
+"""Of a mixed-integer program, so that it ends, at the same mixture each time."""
+
+
+def mixture(
+    space: ChainSpace, chains: Sequence[Chain], base: Seen, others: Sequence[Seen], tolerance: float
+) -> Ints | None:
+    """The choices of a program with parts of others in its own place; None where it has the shortest of all."""
+    st, size = space.structure, base.choices.size
+    pairs = [(st.value_variable[use.value], use.variable) for use in st.uses]
+    ends = np.array([*pairs, *((st.op_variable[op], st.value_variable[v]) for op, v in st.links)]).reshape(-1, 2)
+    lengths = np.array([space.length(chain, base.taken) for chain in chains])
+    of_base = [space.parts(chain, base.taken) for chain in chains]
+    found: dict[tuple[bytes, bytes], tuple[Ints, Ints, Floats]] = {}
+    for other in others:
+        unlike = base.choices != other.choices
+        joined = ends[unlike[ends].all(axis=1)]
+        _, part = connected_components(_adjacent(joined, size), directed=False)
+        names = np.unique(part[unlike])
+        # What is the same in both is the part after the last.
+        part = np.where(unlike, np.searchsorted(names, part), names.size)
+        places = part[st.op_variable], part[ends[: len(st.uses)]].min(axis=1), part[st.value_variable]
+        changes = np.zeros((len(chains), names.size + 1))
+        for change, chain, before in zip(changes, chains, of_base, strict=True):
+            for where, old, new in zip(places, before, space.parts(chain, other.taken), strict=True):
+                change += np.bincount(where, new - old, minlength=names.size + 1)
+        for k in range(names.size):
+            variables = np.flatnonzero(part == k)
+            states = other.choices[variables]
+            found.setdefault((variables.tobytes(), states.tobytes()), (variables, states, changes[:, k]))
+    parts = [*found.values()]
+    if len(parts) < 2:
+        return None
+    taken = _shortest(lengths, np.array([changes for *_, changes in parts]).T, _exclusive(parts, ends, size), tolerance)
+    choices = base.choices.copy()
+    for k in taken:
+        variables, states, _ = parts[k]
+        choices[variables] = states
+    return choices if taken else None
+
+
+def _adjacent(ends: Ints, size: int) -> csr_array:
+    """Which variables edges join [size, size]."""
+    return coo_array((np.ones(len(ends)), (ends[:, 0], ends[:, 1])), shape=(size, size)).tocsr()
+
+
+def _exclusive(parts: Sequence[tuple[Ints, Ints, Floats]], ends: Ints, size: int) -> Ints:
+    """Pairs of parts that overlap, or that an edge joins [pairs, 2]."""
+    rows = np.repeat(np.arange(len(parts)), [variables.size for variables, *_ in parts])
+    columns = np.concatenate([variables for variables, *_ in parts])
+    inside = coo_array((np.ones(rows.size), (rows, columns)), shape=(len(parts), size)).tocsr()
+    near = _adjacent(ends, size)
+    both = (inside @ (inside + inside @ (near + near.T)).T).tocoo()
+    return np.stack(both.coords, axis=1)[both.coords[0] < both.coords[1]]
+
+
+def _shortest(lengths: Floats, changes: Floats, exclusive: Ints, tolerance: float) -> list[int]:
+    """The parts with which the longest of some chains is the shortest. `lengths`: [chains] without parts; `changes`:
+    [chains, parts]."""
+    chains, count = changes.shape
+    unit = float(lengths.max()) or 1.0
+    rows = np.column_stack([changes / unit, -np.ones(chains)])
+    limits = [LinearConstraint(rows, -np.inf, -lengths / unit)]  # pyright: ignore[reportArgumentType]
+    if exclusive.size:
+        at = np.repeat(np.arange(len(exclusive)), 2), exclusive.ravel()
+        either = coo_array((np.ones(exclusive.size), at), shape=(len(exclusive), count + 1)).tocsr()
+        limits.append(LinearConstraint(either, -np.inf, 1.0))  # pyright: ignore[reportArgumentType]
+    found = milp(
+        np.array([0.0] * count + [1.0]),
+        constraints=limits,
+        integrality=np.array([1] * count + [0]),
+        bounds=Bounds(np.zeros(count + 1), np.array([1.0] * count + [np.inf])),  # pyright: ignore[reportArgumentType]
+        options={"node_limit": _NODES, "mip_rel_gap": tolerance},
+    )
+    return [] if found.x is None else np.flatnonzero(found.x[:count] > 0.5).tolist()
