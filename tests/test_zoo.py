@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
@@ -14,6 +13,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 from slow_devices import first_devices, thin_cluster
+from thoroughness import THOROUGH
 from zoo import functional, language, solvers, vision
 from zoo.kinds import Model
 
@@ -57,8 +57,8 @@ FUNCTIONS: tuple[Callable[[], Model], ...] = (
 MODELS = {fn.__name__: fn for fn in FUNCTIONS}
 QUICK = ("greedy_decoding", "mlp_accumulated", "hessian", "lineax_cg")
 AXES = (("data", 2), ("model", 4))
-ON_TWO_AXES = tuple(MODELS) if os.environ.get("HAPSYNTH_ZOO") else QUICK
-"""With HAPSYNTH_ZOO=1 all of them: five minutes."""
+ON_TWO_AXES = tuple(MODELS) if THOROUGH else QUICK
+"""With HAPSYNTH_THOROUGH=1 all of them: five minutes."""
 
 
 @cache

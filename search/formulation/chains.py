@@ -205,15 +205,12 @@ class ChainSpace:
     def deferred(self, cuts: Sequence[int], *, joined: bool) -> list[int]:
         """The deferrable ops that may run before the last of some cuts or after it, and run after the one before that;
         `joined`: those that `Deferral.join` waits for alone."""
-        last, reach = cuts[-1], self.reach
-        if not self.deferral.is_cut[last]:
-            return []
-        possible = ~(reach.ancestors(last) | reach.descendants(last))
+        last, reach, ops = cuts[-1], self.reach, np.array(self.deferral.op_indices, dtype=np.int64)
+        related = (reach.ancestors(last) | reach.descendants(last))[ops]
+        (possible,) = self.deferral.beside([last], related[None], joined=joined)
         if len(cuts) > 1:
-            possible &= reach.descendants(cuts[-2])
-        if joined:
-            possible &= self.deferral.before_join
-        return [d.op for d in self.deferral.ops if possible[d.op]]
+            possible &= reach.descendants(cuts[-2])[ops]
+        return ops[possible].tolist()
 
     def _slowing(self, resources: Sequence[int]) -> int | None:
         """The column in which everything counts that is not in a set on a link; None where there is no such column."""
@@ -318,7 +315,7 @@ class ChainSpace:
         sent = np.stack([(since * hops[:, k]) @ until.T for k in links])
         sent_first = np.stack([until @ hops[:, k] for k in links])
         sent_last = np.stack([since @ hops[:, k] for k in links])
-        ordered = after[:, list(among)] > 0
+        ordered = after[:, among] > 0
         np.fill_diagonal(ordered, False)
         # The longest to each cut by its last set: on a link, on the stream, and on the stream with the deferred ops,
         # which count there if the chain's last set follows on the link, or one that ends at the join. Its seconds, the
@@ -331,10 +328,8 @@ class ChainSpace:
             """The longest to each cut on the stream with the deferred ops."""
             seconds, begun = best[_LINK][:, None] + stream, first
             if len(links) == 1:
-                ops = self.deferral.places
-                beside = (before[:, ops] + after[:, ops] == 0) & self.deferral.is_cut[among][:, None]
-                if joined:
-                    beside &= self.deferral.before_join[ops]
+                ops = self.deferral.op_indices
+                beside = self.deferral.beside(among, before[:, ops] + after[:, ops] > 0, joined=joined)
                 deferred = beside * taken.deferred[ops, joined * kinds + kind]
                 # It counts if it comes after the cut before.
                 seconds, begun = seconds + after[:, ops] @ deferred.T, first + deferred.sum(axis=1)

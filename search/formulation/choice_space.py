@@ -414,6 +414,13 @@ class ChoiceSpace:
         return self._computes[key]
 
     @cached_property
+    def joined_variables(self) -> Ints:
+        """The pairs of variables of each use, a value's and its reader's, and then of each link [pairs, 2]."""
+        uses = [(self.value_variable[use.value], use.variable) for use in self.uses]
+        links = [(self.op_variable[op], self.value_variable[value]) for op, value in self.links]
+        return np.array([*uses, *links], dtype=np.int64).reshape(-1, 2)
+
+    @cached_property
     def listed(self) -> list[tuple[list[int], list[int]]]:
         """Of each variable, the triple and the option of each of its states, by their numbers: as plain lists, for what
         looks at one state after another."""

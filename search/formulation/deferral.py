@@ -68,15 +68,21 @@ class Deferral:
         return tuple(found)
 
     @cached_property
-    def places(self) -> list[int]:
-        """The deferrable ops."""
+    def op_indices(self) -> list[int]:
+        """The deferrable ops, by their indices."""
         return [d.op for d in self.ops]
+
+    def beside(self, cuts: Sequence[int], related: Mask, *, joined: bool) -> Mask:
+        """bool [cuts, deferrable ops]: which may run before each of some ops or after it; none where it is no cut.
+        `related`: which it depends on, or depend on it, alike. `joined`: only those that the join waits for."""
+        found = ~related & self.is_cut[cuts][:, None]
+        return found & self.before_join[self.op_indices] if joined else found
 
     @cached_property
     def join(self) -> int | None:
         """The first op that waits for the most deferrable work; None where nothing is deferrable."""
         work = np.zeros_like(self._work)
-        work[self.places] = self._work[self.places]
+        work[self.op_indices] = self._work[self.op_indices]
         waiting = np.where(self.in_block, 0.0, self.reach.before(work) - work)
         return int(np.argmax(waiting >= waiting.max() * (1 - 1e-9))) if waiting.any() else None
 

@@ -1,15 +1,16 @@
 """Programs put together from parts of others: the shortest, as far as chains tell.
 
 Where two programs differ, their variables fall into parts that no edge joins, each of which may be taken from either.
-Of several programs, parts that overlap or touch exclude each other. A mixed-integer program takes those with which the
-longest chain is the shortest. Of the programs that limit a bound it is the restricted master problem of column
-generation in whole numbers: their weighted mean is as short as the bound allows, and a mixture of them is often nearly
-so.
+Parts of several programs that share a variable or an edge exclude each other. A mixed-integer program takes those with
+which the longest chain is the shortest. Of the programs that limit a bound it is the restricted master problem of
+column generation, with integers (price and branch): the convex combination of them that the linear program finds is as
+short as the bound allows, and a mixture of them is often nearly so.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
@@ -25,16 +26,27 @@ _NODES = 200
 """Of a mixed-integer program, so that it ends, at the same mixture each time."""
 
 
+class _Part(NamedTuple):
+    """States that another program gives some variables, and by how much each chain is longer with them [chains]."""
+
+    variables: Ints
+    states: Ints
+    changes: Floats
+
+
 def mixture(
-    space: ChainSpace, chains: Sequence[Chain], base: Seen, others: Sequence[Seen], tolerance: float
+    space: ChainSpace,
+    chains: Sequence[Chain],
+    lengths: Floats,
+    base: Seen,
+    others: Sequence[Seen],
+    tolerance: float,
 ) -> Ints | None:
-    """The choices of a program with parts of others in its own place; None where it has the shortest of all."""
-    st, size = space.structure, base.choices.size
-    pairs = [(st.value_variable[use.value], use.variable) for use in st.uses]
-    ends = np.array([*pairs, *((st.op_variable[op], st.value_variable[v]) for op, v in st.links)]).reshape(-1, 2)
-    lengths = np.array([space.length(chain, base.taken) for chain in chains])
+    """The choices of a program, `base`, with parts of others; None where there are fewer than two parts, or it is the
+    shortest as it is. `lengths`: seconds of each chain in it [chains]."""
+    st, ends, size = space.structure, space.structure.joined_variables, base.choices.size
     of_base = [space.parts(chain, base.taken) for chain in chains]
-    found: dict[tuple[bytes, bytes], tuple[Ints, Ints, Floats]] = {}
+    found: dict[tuple[bytes, bytes], _Part] = {}
     for other in others:
         unlike = base.choices != other.choices
         joined = ends[unlike[ends].all(axis=1)]
@@ -50,15 +62,15 @@ def mixture(
         for k in range(names.size):
             variables = np.flatnonzero(part == k)
             states = other.choices[variables]
-            found.setdefault((variables.tobytes(), states.tobytes()), (variables, states, changes[:, k]))
+            found.setdefault((variables.tobytes(), states.tobytes()), _Part(variables, states, changes[:, k]))
     parts = [*found.values()]
     if len(parts) < 2:
         return None
-    taken = _shortest(lengths, np.array([changes for *_, changes in parts]).T, _exclusive(parts, ends, size), tolerance)
+    changes = np.array([part.changes for part in parts]).T
+    taken = _shortest(lengths, changes, _exclusive(parts, ends, size), tolerance)
     choices = base.choices.copy()
-    for k in taken:
-        variables, states, _ = parts[k]
-        choices[variables] = states
+    for part in (parts[k] for k in taken):
+        choices[part.variables] = part.states
     return choices if taken else None
 
 
@@ -67,10 +79,10 @@ def _adjacent(ends: Ints, size: int) -> csr_array:
     return coo_array((np.ones(len(ends)), (ends[:, 0], ends[:, 1])), shape=(size, size)).tocsr()
 
 
-def _exclusive(parts: Sequence[tuple[Ints, Ints, Floats]], ends: Ints, size: int) -> Ints:
-    """Pairs of parts that overlap, or that an edge joins [pairs, 2]."""
-    rows = np.repeat(np.arange(len(parts)), [variables.size for variables, *_ in parts])
-    columns = np.concatenate([variables for variables, *_ in parts])
+def _exclusive(parts: Sequence[_Part], ends: Ints, size: int) -> Ints:
+    """Pairs of parts that share a variable, or that an edge joins [pairs, 2]."""
+    rows = np.repeat(np.arange(len(parts)), [part.variables.size for part in parts])
+    columns = np.concatenate([part.variables for part in parts])
     inside = coo_array((np.ones(rows.size), (rows, columns)), shape=(len(parts), size)).tocsr()
     near = _adjacent(ends, size)
     both = (inside @ (inside + inside @ (near + near.T)).T).tocoo()

@@ -1,9 +1,9 @@
 """Plans in fused form on two processes joined by gloo: each runs a program of its own."""
 
-import os
 import re
 
 import pytest
+from thoroughness import THOROUGH
 from two_processes import run_two
 
 HEAD = """
@@ -158,7 +158,7 @@ MORE = (
     *("jvp", "lineax_lu", "lineax_qr", "lineax_auto", "lineax_cg", "optimistix_newton", "optimistix_fixed_point"),
     *("optimistix_levenberg_marquardt", "optimistix_bfgs", "diffrax_kvaerno3", "diffrax_tsit5"),
 )
-"""With HAPSYNTH_ZOO=1."""
+"""With HAPSYNTH_THOROUGH=1."""
 
 PLANTED = """
     from hapsynth.jobs import PreflightError
@@ -216,7 +216,7 @@ def test_state_is_carried_saved_and_moved(tmp_path_factory: pytest.TempPathFacto
 
 @pytest.mark.slow
 def test_models_of_the_zoo() -> None:
-    models = (*MODELS, *MORE) if os.environ.get("HAPSYNTH_ZOO") else MODELS
+    models = (*MODELS, *MORE) if THOROUGH else MODELS
     for said in two(ZOO, *models):
         assert re.findall(r"right (\w+) ([1-9]\d*)", said), said
         assert [name for name, _ in re.findall(r"right (\w+) ([1-9]\d*)", said)] == [*models]
