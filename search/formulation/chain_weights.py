@@ -16,7 +16,7 @@ from hapsynth.instructions.layout import cuts_of
 from hapsynth.search.analysis.reachability import Mask
 from hapsynth.search.cost.model import Floats
 from hapsynth.search.cost.work import Work
-from hapsynth.search.formulation.chains import Chain, ChainSpace, Occupancy, Places
+from hapsynth.search.formulation.chains import Chain, ChainSpace, Occupancy
 from hapsynth.search.formulation.choice_space import AvailableLayouts, Interned, RequiredLayouts
 from hapsynth.search.formulation.deferral import SentAfter
 from hapsynth.search.formulation.problem_builder import NO_SIZES, ProblemBuilder
@@ -203,7 +203,7 @@ class ChainCosts:
         for value, n in enumerate(option):
             if value not in graph.producer:
                 fed += self.feeds(value)[n]
-        return Occupancy(ops.reshape(len(graph.ops), kinds + 1), deferred, uses, shared, values * runs, ends, fed)
+        return Occupancy(ops.reshape(len(graph.ops), kinds + 1), deferred, uses, shared, values * runs, ends, fed[None])
 
     @cached_property
     def _op_rows(self) -> tuple[Floats, Ints]:
@@ -318,31 +318,20 @@ class WeightedBuilder(ProblemBuilder):
         self.chain_costs, self.allowed = chain_costs, allowed or {}
         self._own: dict[object, Floats] = {}
         space = chain_costs.space
-        kinds, (links, columns) = space.resources.kinds, space.resources.counted.shape
-        alone = float(sum(w for chain, w in zip(chains, weights) if chain.alone is not None))
-
-        def summed(of: str, width: int, block: np.ndarray | None, whole: slice) -> Floats:
-            places: Sequence[Places] = [getattr(chain, of) for chain in chains]
-            found = np.zeros((places[0].size, width))
-            for at, weight in zip(places, weights, strict=True):
-                here = np.flatnonzero(at >= 0)
-                found[here, at[here]] += weight
-            if block is not None:
-                found[block, whole] = alone
-            streams = {"ops": slice(0, kinds), "deferred": slice(None)}.get(of, slice(links, None))
-            by_kind = found[:, streams].reshape(len(found), -1, kinds)
-            found[:, streams] = chain_costs.on_streams(by_kind).reshape(len(found), -1)
-            return np.round(found, 12)
-
-        on_links = slice(links)
-        self.deferred_weights = summed("deferred", 2 * kinds, None, slice(0))
-        self.op_weights = summed("ops", kinds + 1, space.in_block, slice(kinds, None))
-        self.use_weights = summed("uses", columns, space.uses_in_block, on_links)
-        self.shared_weights = summed("shared", columns, None, on_links)
-        self.value_weights = summed("values", columns, space.values_in_block, on_links)
-        self.end_weights = summed("ends", columns, None, on_links)
-        fed = [float(sum(w for c, w in zip(chains, weights) if c.alone == k)) for k in range(kinds)]
-        self.fed_weights = np.append(chain_costs.on_streams(np.array(fed)), 0.0)
+        kinds, links = space.resources.kinds, len(space.resources.links)
+        places = [chain.places for chain in chains]
+        each = np.repeat(weights, [at.size for at in places])
+        on_each = np.bincount(np.concatenate(places), each, minlength=space.count)
+        found = space.by_field(np.asarray(on_each, dtype=np.float64))
+        for name, rows in found.items():
+            streams = {"ops": slice(kinds), "deferred": slice(None), "fed": slice(kinds)}.get(name, slice(links, None))
+            by_kind = rows[:, streams].reshape(len(rows), -1, kinds)
+            rows[:, streams] = chain_costs.on_streams(by_kind).reshape(len(rows), -1)
+        weights_of = {name: np.round(rows, 12) for name, rows in found.items()}
+        self.op_weights, self.deferred_weights = weights_of["ops"], weights_of["deferred"]
+        self.use_weights, self.shared_weights = weights_of["uses"], weights_of["shared"]
+        self.value_weights, self.end_weights = weights_of["values"], weights_of["ends"]
+        (self.fed_weights,) = weights_of["fed"]
 
     @cached_property
     def _problem(self) -> Problem:

@@ -18,7 +18,7 @@ outside of only as far as one use of the set takes what comes out of it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 from itertools import pairwise
@@ -31,6 +31,7 @@ from hapsynth.search.analysis.reachability import Mask, Reachability
 from hapsynth.search.cost.model import Floats
 from hapsynth.search.formulation.choice_space import ChoiceSpace
 from hapsynth.search.formulation.deferral import Deferral
+from hapsynth.search.solver import Ints
 
 Places = npt.NDArray[np.int8]
 _NOWHERE = -1
@@ -64,20 +65,15 @@ class Resources:
 
 @dataclass(frozen=True, eq=False)
 class Chain:
-    """Where instructions count: per op the kind of device, or -1, where it counts itself (`ops`), and the column of
-    `Occupancy.deferred`, or -1, where that or what it sends after itself does, whichever is less; the column of
-    `Resources.counted`, or -1, per use for its own conversion (`uses`) and for the shared one that it takes (`shared`),
-    and per value for its shared conversions (`values`) and those to where it ends (`ends`). `alone`: the resource of a
-    chain of one set, in which loops and branches count, and arguments that are fed."""
+    """`places`: of `Occupancy.flat`, the seconds that count in it. `alone`: the resource of a chain of one set."""
 
     key: tuple[object, ...]
-    ops: Places
-    deferred: Places
-    uses: Places
-    shared: Places
-    values: Places
-    ends: Places
-    alone: int | None
+    places: Ints
+    alone: int | None = None
+
+    def length(self, taken: Occupancy) -> float:
+        """Seconds that a program takes at least."""
+        return float(taken.flat[self.places].sum())
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,7 +82,7 @@ class Occupancy:
     each on a kind of device or what it sends after itself, whichever is less, then the same with what it sends before
     `Deferral.join` alone (`deferred` [ops, 2 kinds]); as `Resources.counted` those of each use's own conversion and of
     the shared one up to what it takes [uses, columns], of each value's shared conversions and of those to where it ends
-    [values, columns]. `fed`: to put new arguments into memory [kinds + 1]."""
+    [values, columns]. `fed`: to put new arguments into memory [1, kinds + 1]."""
 
     ops: Floats
     deferred: Floats
@@ -101,6 +97,11 @@ class Occupancy:
         """Of several programs, each with its share; these sum to 1."""
         each = ([share * getattr(one, f.name) for one, share in taken] for f in fields(cls))
         return cls(*(np.sum(x, axis=0) for x in each))
+
+    @cached_property
+    def flat(self) -> Floats:
+        """All of it, field after field."""
+        return np.concatenate([getattr(self, f.name).ravel() for f in fields(self)])
 
 
 class ChainSpace:
@@ -138,13 +139,56 @@ class ChainSpace:
         return tuple(self._alone(r) for r in range(self.resources.kinds + len(self.resources.links)))
 
     def _alone(self, resource: int) -> Chain:
-        kind = resource if resource < self.resources.kinds else _NOWHERE
+        """Loops, branches and fed arguments count only here."""
+        kinds = self.resources.kinds
+        kind = resource if resource < kinds else _NOWHERE
         column = self._column(resource)
-        everywhere = lambda block, at: np.where(block, _NOWHERE, at).astype(np.int8)
-        uses, values = everywhere(self.uses_in_block, column), everywhere(self.values_in_block, column)
-        shared = np.full(uses.shape, _NOWHERE, np.int8)
-        ops = everywhere(self.in_block, kind)
-        return Chain((resource,), ops, np.full_like(ops, _NOWHERE), uses, shared, values, values, resource)
+        uses, values = np.where(self.uses_in_block, _NOWHERE, column), np.where(self.values_in_block, _NOWHERE, column)
+        places = [
+            self.places("ops", np.where(self.in_block, kinds, kind)),
+            *(self.places(name, at) for name, at in (("uses", uses), ("values", values), ("ends", values))),
+            self.places("fed", np.array([kind])),
+        ]
+        for link in range(len(self.resources.links)):
+            places.append(self.places("uses", np.where(self.uses_in_block, link, _NOWHERE)))
+            places.append(self.places("values", np.where(self.values_in_block, link, _NOWHERE)))
+        return Chain((resource,), np.concatenate(places), resource)
+
+    @cached_property
+    def _shapes(self) -> dict[str, tuple[int, int]]:
+        """Of each field of what a program takes."""
+        ops, uses, values = self.in_block.size, self.use_value.size, self.made_by.size
+        kinds, columns = self.resources.kinds, self.resources.counted.shape[1]
+        counted = {"uses": uses, "shared": uses, "values": values, "ends": values}
+        conversions = {name: (rows, columns) for name, rows in counted.items()}
+        return {"ops": (ops, kinds + 1), "deferred": (ops, 2 * kinds), **conversions, "fed": (1, kinds + 1)}
+
+    @cached_property
+    def count(self) -> int:
+        """Of places in `Occupancy.flat`."""
+        return sum(rows * width for rows, width in self._shapes.values())
+
+    def places(self, field: str, columns: npt.NDArray[np.integer]) -> Ints:
+        """Of one column per row of a field of `Occupancy`, where it lies in `flat`; of none where that is -1."""
+        begin = 0
+        for name, (rows, width) in self._shapes.items():
+            if name == field:
+                here = np.flatnonzero(columns >= 0)
+                return begin + here * width + columns[here]
+            begin += rows * width
+        raise KeyError(field)
+
+    def by_field(self, flat: Floats) -> dict[str, Floats]:
+        """The fields of what is laid out as `Occupancy.flat`."""
+        ends = np.cumsum([rows * width for rows, width in self._shapes.values()])
+        each = np.split(flat, ends[:-1])
+        return {name: x.reshape(shape) for (name, shape), x in zip(self._shapes.items(), each, strict=True)}
+
+    def in_each_place(self, ops: Ints, uses: Ints, values: Ints, fed: int) -> Ints:
+        """Laid out as `Occupancy.flat`, what is given of each op, use and value, and of what is fed."""
+        of = {"ops": ops, "deferred": ops, "uses": uses, "shared": uses, "values": values, "ends": values}
+        of["fed"] = np.array([fed])
+        return np.concatenate([np.repeat(of[name], width) for name, (_, width) in self._shapes.items()])
 
     def _column(self, resource: int) -> int:
         """Where what is sent counts, of `Resources.counted`."""
@@ -200,7 +244,19 @@ class ChainSpace:
             last = n + 2 == len(resources)
             if resource < kinds <= then and (last or cuts[n + 1] == self.deferral.join):
                 deferred[self.deferred(cuts[: n + 1], joined=not last)] = resource if last else kinds + resource
-        return Chain((*cuts, *resources, shared.tobytes()), ops, deferred, uses, shared, values, ends, None)
+        columns = {
+            "ops": ops,
+            "deferred": deferred,
+            "uses": uses,
+            "shared": shared,
+            "values": values,
+            "ends": ends,
+        }
+        return self.counting((*cuts, *resources, shared.tobytes()), columns)
+
+    def counting(self, key: tuple[object, ...], columns: Mapping[str, Places]) -> Chain:
+        """Where instructions count, by field of `Occupancy`: per op, use or value the column, or -1."""
+        return Chain(key, np.concatenate([self.places(name, at) for name, at in columns.items()]))
 
     def deferred(self, cuts: Sequence[int], *, joined: bool) -> list[int]:
         """The deferrable ops that may run before the last of some cuts or after it, and run after the one before that;
@@ -229,38 +285,11 @@ class ChainSpace:
             return np.ones(ops.shape, bool)
         return (ops >= 0) & mask[ops]
 
-    def length(self, chain: Chain, taken: Occupancy) -> float:
-        """Seconds that a program takes at least: of what is in the chain."""
-        found = float(sum(part.sum() for part in self.parts(chain, taken)))
-        return found + (0.0 if chain.alone is None else self._alone_too(chain.alone, taken))
-
     def sent_of_each(self, taken: Occupancy) -> Floats:
         """Seconds that links take for each value [values]."""
         links = slice(len(self.resources.links))
         by_use = np.bincount(self.use_value, taken.uses[:, links].sum(axis=1), minlength=self.made_by.size)
         return by_use + (taken.values + taken.ends)[:, links].sum(axis=1)
-
-    def parts(self, chain: Chain, taken: Occupancy) -> tuple[Floats, Floats, Floats]:
-        """A chain's seconds by op, by use and by value; without what is in loops and branches, or is fed."""
-
-        def counted(at: Places, seconds: Floats) -> Floats:
-            here = np.flatnonzero(at >= 0)
-            found = np.zeros(at.size)
-            found[here] = seconds[here, at[here]]
-            return found
-
-        uses = counted(chain.uses, taken.uses) + counted(chain.shared, taken.shared)
-        values = counted(chain.values, taken.values) + counted(chain.ends, taken.ends)
-        return counted(chain.ops, taken.ops) + counted(chain.deferred, taken.deferred), uses, values
-
-    def _alone_too(self, resource: int, taken: Occupancy) -> float:
-        """Seconds of loops, branches and fed arguments."""
-        return float(
-            taken.ops[self.in_block, -1].sum()
-            + taken.uses[self.uses_in_block, : len(self.resources.links)].sum()
-            + taken.values[self.values_in_block, : len(self.resources.links)].sum()
-            + (taken.fed[resource] if resource < self.resources.kinds else 0.0)
-        )
 
     def _representatives(self, taken: Occupancy, hops: _Traffic) -> list[int]:
         """One op of each class outside of loops and branches, the one with the most work among its ancestors and

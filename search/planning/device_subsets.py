@@ -220,9 +220,9 @@ class _OverlappedSubsets:
         chosen, with_all = everyone, looks[0].makespan_s
         for look in sorted(looks):
             enough = best.cost_s * (1 - SETTLED / 2) if best else np.inf
-            if best and (look.makespan_s > best.cost_s * _WORTH or look.planner.makespan_bound >= enough):
-                continue
             look.planner.clock.allow(self._left())
+            if best and (look.planner.makespan_bound >= enough or not look.comes_near(best.cost_s * _WORTH, enough)):
+                continue
             found = look.planner.conclude(enough)
             if look.planner is whole:
                 with_all = found.cost_s
@@ -261,6 +261,10 @@ class _Look(NamedTuple):
     makespan_s: float
     devices: Devices
     planner: Planner
+
+    def comes_near(self, seconds: float, bar: float) -> bool:
+        """Whether some program takes no longer than that, as far as it is worth looking on: all may take `bar`."""
+        return self.makespan_s <= seconds or self.planner.explore_makespans_on(seconds, bar) <= seconds
 
 
 class _SubsetSearch:

@@ -5,8 +5,8 @@ chains. The program with the least weighted mean is the optimum of an additive p
 lower bound; the weights are those at which the programs seen so far have the greatest least mean (Kelley's cutting
 planes), halfway back to those of the best bound so far, as the next ones are soon far off. A chain joins them where it
 is the longest in the mean of the programs that limit them (column generation). Each program that comes up is scheduled,
-unless a chain shows that it is no better. Of two programs, such as one that gathers a weight before its use and one
-that gathers it at the end of the step, or of all that limit a bound, others are put together (`mixtures.py`).
+unless a chain shows that it is no better. Of those that limit the bound, such as one that gathers a weight before its
+use and one that gathers it at the end of the step, others are put together each time (`mixtures.py`).
 
 Far weights bring up other programs, near ones raise the bound: in the end it is raised at the nearest weights at which
 it may rise halfway to what the programs seen allow (the level bundle method: Lemarechal, Nemirovskii, Nesterov 1995).
@@ -24,7 +24,7 @@ from typing import NamedTuple
 import numpy as np
 from scipy.optimize import linprog
 
-from hapsynth.instructions.program.program import Compute, Program
+from hapsynth.instructions.program.program import Program
 from hapsynth.instructions.program.sizes import Sizes
 from hapsynth.search.cost.model import CostModel, Floats
 from hapsynth.search.cost.program_cost import by_cheapest_steps
@@ -48,29 +48,24 @@ from hapsynth.search.solver import Ints
 
 _FIRST_ROUNDS = 2
 """Of weights, which tell how good a program there is at some ratios."""
+_MORE_ROUNDS = 4
+"""Where that was not so good, and yet the bound allows better ones."""
 _ROUNDS = 2
 """More, at the ratios of the search by sums."""
 _TURNS, _ROUNDS_AGAIN, _NEAR_ROUNDS = 5, 2, 1
 """At the ratios of each turn: rounds at far weights and at near ones."""
-_FRUITLESS = 2
-"""Turns in a row that gain nothing, the last ones."""
-_ROUNDS_OF_BOUND, _NULL_STEPS = 8, 2
-"""At most so many in the end, for the bound alone; after so many null steps in a row, which bring up programs and do
-not raise it, none."""
+_ROUNDS_OF_BOUND, _SETTLED = 16, 0.2
+"""At most so many in the end, for the bound alone, as long as it may rise by more than this part of the gap."""
 _STATES_OF_BRANCHES, _ROUNDS_OF_BRANCH = 1_500_000, 4
 """After them, in branches: what the problems of all rounds together may have, and rounds in each."""
 _PARTINGS, _LEAST_CLOSED = 3, 0.03
 """Branching ends when the last so many partings together closed less than this part of the gap. The gap of the MLP of
 examples/ fell from 36 to 21 % in eight partings, in 14 s, and to 15 % in sixty, in 95 s."""
-_MIXTURES = 2
-"""Of the last program with each of the best ones."""
 _BASES = 4
 """Of the programs that limit a bound, those that the others are mixed into."""
 _LEAST_WEIGHT, _LEAST_IN_THE_END = 2e-2, 4e-3
 """Of each resource's own chain: of what has next to no weight any choice would do, and no dual tells them apart. It
 costs the bound as much, so that there is less of it where a dual goes on from one nearby."""
-_PATHS = 4
-"""Critical paths of the best program that are made shorter in the end, as long as that helps."""
 _STEP, _LONG_STEP = 0.5, 0.8
 """From the weights of the best bound to those that limit it as far as is known; a long one where the bound rose the
 last time and no program has come up since that limits it more."""
@@ -133,12 +128,8 @@ class MakespanSearch:
         self.scheduled: list[Scheduled] = []
         self.best: Scheduled | None = None
         self._like = like
-        self._lengths: dict[tuple[object, int], float] = {}
-        """Of chains in the programs seen."""
-        self._rows: list[list[float]] = []
-        """The same of each program seen, of the first chains."""
-        self._paths: list[Chain] = []
-        """Of the programs seen, what is on the critical path: it tells what to change, and bounds nothing."""
+        self._lengths: list[list[float]] = []
+        """Seconds of the first chains in each program seen."""
         begun_from = (
             (like._whole.weights, like._whole.messages) if like else (np.zeros(0), dict(search.incumbent.messages))
         )
@@ -164,15 +155,16 @@ class MakespanSearch:
         """Seconds that every program takes at least."""
         return min(branch.bound for branch in self.branches)
 
-    def run(self, rounds: int, bar: float = np.inf) -> None:
-        """Search for so many more rounds at most. It ends where the bound exceeds `bar` seconds."""
+    def run(self, rounds: int, bar: float = np.inf, near: float = 0.0) -> None:
+        """Search for so many more rounds at most. It ends where the bound exceeds `bar` seconds, or the best program
+        takes `near` seconds or less."""
         at = self._at
         for _ in range(rounds):
             if at.ended:
                 return
             weights, most = self._next_weights() if at.begun else (self._best_weights(), np.inf)
             at.ended |= most <= at.bound * (1 + TOLERANCE)
-            if at.ended or at.bound >= bar or self.search.clock.late():
+            if at.ended or at.bound >= bar or self.search.clock.late() or (self.best and self.best.makespan_s <= near):
                 return
             self._solve(weights)
             if at is self._whole:
@@ -199,26 +191,19 @@ class MakespanSearch:
     def go_on(self, bar: float) -> None:
         """Some rounds more, at far weights and at near ones."""
         self.run(_ROUNDS_AGAIN, bar)
-        self._mix_limiting()
-        self.shorten_path()
         self._raising = True
         self.run(_NEAR_ROUNDS, bar)
         self._raising = False
 
     def raise_bound(self) -> None:
         """Some rounds more for the bound, until it stands still, then in branches."""
-        self._mix_limiting()
         self._raising, self._whole.ended = True, False
-        null_steps = 0
         for _ in range(_ROUNDS_OF_BOUND):
-            before = self.bound
             self.run(1)
-            null_steps = 0 if self.bound > before else null_steps + 1
-            if null_steps == _NULL_STEPS:
+            if self.best and self._whole.most - self.bound < _SETTLED * (self.best.makespan_s - self.bound):
                 break
-        self._mix_limiting()
         self._branch()
-        self._mix_limiting()
+        self._mix()
 
     def _branch(self) -> None:
         """Part the branch with the least bound, as long as that closes enough of the gap."""
@@ -294,20 +279,6 @@ class MakespanSearch:
             max_nodes=_NODES,
         )
 
-    def shorten_path(self) -> None:
-        """Look for programs that take less on the critical path of the best one."""
-        for _ in range(_PATHS):
-            best = self.best
-            if best is None or self.search.clock.late():
-                return
-            chains, weights = [*self.chains, self._on_path(best)], np.append(self._best_weights() / 2, 0.5)
-            solved = self._cheapest(self._chain_costs, chains, weights)
-            if solved.choices is not None:
-                self._look(solved.choices[: len(self.structure.choices)])
-            self._mix()
-            if self.best is best:
-                return
-
     def _look(self, choices: Ints) -> None:
         """Schedule a program, unless one of its chains is as long as the best so far."""
         if self._is_known(choices):
@@ -325,7 +296,6 @@ class MakespanSearch:
         self.scheduled.append(found)
         if (self.best is None or found.makespan_s < self.best.makespan_s) and self._fits(found):
             self.best = found
-        self._paths.append(self._on_path(found))
 
     def _fits(self, found: Scheduled) -> bool:
         """Whether a program fits in its own order, or as it is scheduled."""
@@ -340,40 +310,17 @@ class MakespanSearch:
 
     def longest_chain(self, seen: Seen) -> float:
         """Seconds of the longest of the chains so far in a program seen."""
-        return max(self._length(chain, seen) for chain in self.chains)
-
-    def _length(self, chain: Chain, seen: Seen) -> float:
-        """Seconds of a chain in a program seen."""
-        key = chain.key, id(seen)
-        if key not in self._lengths:
-            self._lengths[key] = self.space.length(chain, seen.taken)
-        return self._lengths[key]
+        return max(chain.length(seen.taken) for chain in self.chains)
 
     def _lengths_seen(self) -> Floats:
         """Seconds of all chains in the programs seen [programs, chains]: neither become fewer."""
-        self._rows += [[] for _ in self.seen[len(self._rows) :]]
-        for row, seen in zip(self._rows, self.seen, strict=True):
-            row += [self._length(chain, seen) for chain in self.chains[len(row) :]]
-        return np.array(self._rows)
+        self._lengths += [[] for _ in self.seen[len(self._lengths) :]]
+        for row, seen in zip(self._lengths, self.seen, strict=True):
+            row += [chain.length(seen.taken) for chain in self.chains[len(row) :]]
+        return np.array(self._lengths)
 
     def _is_known(self, choices: Ints) -> bool:
         return any(np.array_equal(choices, known.choices) for known in self.seen)
-
-    def _on_path(self, found: Scheduled) -> Chain:
-        """What lies on a critical path, in place of a chain."""
-        tasks, instructions = found.timeline.tasks, found.candidate.program.instructions
-        ops, values = (np.full_like(x, -1) for x in (self.space.alone[0].ops, self.space.alone[0].values))
-        kind_of = kinds_of_groups(tasks, self.costs)
-        links = {axis: n for n, axes in enumerate(self.space.resources.links) for axis in axes}
-        for task, group in found.path:
-            for i in (instructions[at] for at in tasks.instructions[task]):
-                if isinstance(i, Compute) and not self.space.in_block[i.op]:
-                    ops[i.op] = kind_of[group]
-                elif not isinstance(i, Compute) and tasks.machine[task] in LINKS:
-                    values[i.value] = links[i.axis]
-        uses = np.where(self.space.uses_in_block, -1, values[self.space.use_value]).astype(np.int8)
-        nowhere = np.full_like(ops, -1), np.full_like(uses, -1)
-        return Chain(("path", len(self._paths)), ops, nowhere[0], uses, nowhere[1], values, values, None)
 
     def _next_weights(self) -> tuple[Floats, float]:
         """Weights of the chains, and the most that a bound can come to as far as the programs seen tell. As long as it
@@ -388,12 +335,12 @@ class MakespanSearch:
             mean = Occupancy.mean(limiting)
             known = {chain.key for chain in self.chains}
             longest = [c for c in self.space.longest(mean) if c.key not in known]
-            longer = [c for c in longest if self.space.length(c, mean) > most * (1 + TOLERANCE)]
+            longer = [c for c in longest if c.length(mean) > most * (1 + TOLERANCE)]
             if not longer:
+                known, at.most = at.most, most
                 if self._raising:
                     return self._nearest_weights(lengths, at.bound + _LEVEL * (most - at.bound)), most
-                step = _LONG_STEP if at.rose and most >= at.most * (1 - TOLERANCE) else _STEP
-                at.most = most
+                step = _LONG_STEP if at.rose and most >= known * (1 - TOLERANCE) else _STEP
                 return weights * step + self._best_weights() * (1 - step), most
             self.chains += longer
 
@@ -436,29 +383,15 @@ class MakespanSearch:
         return [least if chain.alone is not None else 0.0 for chain in self.chains]
 
     def _mix(self) -> None:
-        """Look for better programs between the best ones and the last."""
-        last = self.seen[-1]
-        for place in range(_MIXTURES):
-            ranked = sorted(self.scheduled, key=lambda known: known.makespan_s)
-            if place < len(ranked) and ranked[place].seen is not last:
-                self._look_at_mixture(ranked[place].seen, [last], [*self.chains, *self._paths])
-
-    def _mix_limiting(self) -> None:
         """Look for better programs among the mixtures of those that limit the bound."""
         limiting = sorted(self._limiting(self._at), key=lambda known_and_share: -known_and_share[1])
         for base, _ in limiting[:_BASES]:
-            count = len(self.seen)
-            self._look_at_mixture(base, [known for known, _ in limiting if known is not base], self.chains)
-            if len(self.seen) > count:
-                self._mix()
-
-    def _look_at_mixture(self, base: Seen, others: Sequence[Seen], chains: Sequence[Chain]) -> None:
-        if self.search.clock.late():
-            return
-        lengths = np.array([self._length(chain, base) for chain in chains])
-        choices = mixture(self.space, chains, lengths, base, others, TOLERANCE)
-        if choices is not None:
-            self._look(choices)
+            if self.search.clock.late():
+                return
+            others = [known for known, _ in limiting if known is not base]
+            choices = mixture(self.space, self.chains, base, others, TOLERANCE)
+            if choices is not None:
+                self._look(choices)
 
 
 class Overlapped(NamedTuple):
@@ -484,12 +417,16 @@ def first_look(search: FixedRatioSearch, best: Candidate, ratios: Ratios) -> Mak
     return found
 
 
+def second_look(found: MakespanSearch, near: float, bar: float) -> None:
+    """Some rounds more, as long as no program takes `near` seconds or less and the bound is below `bar`."""
+    found.run(_MORE_ROUNDS, bar, near)
+
+
 def concluded(found: MakespanSearch, bar: float = np.inf) -> Overlapped | None:
     """The program of the least makespan, found from a first look on; None where none fits in its order. What takes more
     than `bar` seconds is of no use."""
     search, first, least_sum = found.search, found, found.scheduled[0]
     found.run(_ROUNDS, bar)
-    found.shorten_path()
     found = _at_other_ratios(found, bar)
     best_so_far = found.best
     if best_so_far and found.bound_for(best_so_far) < found.bound * (1 - TOLERANCE) and not search.clock.late():
@@ -548,10 +485,10 @@ def _shorter(one: Overlapped | None, other: Overlapped | None) -> Overlapped | N
 def _at_other_ratios(found: MakespanSearch, bar: float) -> MakespanSearch:
     """A search at the ratios that suit overlap the best: those of the search by sums, those by speed, and those that
     balance each best program. In turn the one with the least bound goes on, which says the least of what is there,
-    until two turns in a row gain nothing."""
+    until a turn gains nothing."""
     search = found.search
     weights, _ = search.task.starts()[0]
-    pool, balanced, fruitless = [found], list[Scheduled](), 0
+    pool, balanced = [found], list[Scheduled]()
     if found.best is not None:
         pool.append(_begun_at(search.task.ratios(weights), found, bar))
     for _ in range(_TURNS):
@@ -568,9 +505,7 @@ def _at_other_ratios(found: MakespanSearch, bar: float) -> MakespanSearch:
         if at.bound >= min(map(_least_makespan, pool)) * (1 - TOLERANCE):
             break
         at.go_on(bar)
-        gained = min(map(_least_makespan, pool)) < known.makespan_s * (1 - TOLERANCE)
-        fruitless = 0 if gained else fruitless + 1
-        if fruitless == _FRUITLESS:
+        if min(map(_least_makespan, pool)) >= known.makespan_s * (1 - TOLERANCE):
             break
     return min(pool, key=_least_makespan)
 

@@ -37,15 +37,15 @@ class _Part(NamedTuple):
 def mixture(
     space: ChainSpace,
     chains: Sequence[Chain],
-    lengths: Floats,
     base: Seen,
     others: Sequence[Seen],
     tolerance: float,
 ) -> Ints | None:
     """The choices of a program, `base`, with parts of others; None where there are fewer than two parts, or it is the
-    shortest as it is. `lengths`: seconds of each chain in it [chains]."""
+    shortest as it is."""
     st, ends, size = space.structure, space.structure.joined_variables, base.choices.size
-    of_base = [space.parts(chain, base.taken) for chain in chains]
+    places = np.concatenate([chain.places for chain in chains])
+    of_chain = np.repeat(np.arange(len(chains)), [chain.places.size for chain in chains])
     found: dict[tuple[bytes, bytes], _Part] = {}
     for other in others:
         unlike = base.choices != other.choices
@@ -54,11 +54,11 @@ def mixture(
         names = np.unique(part[unlike])
         # What is the same in both is the part after the last.
         part = np.where(unlike, np.searchsorted(names, part), names.size)
-        places = part[st.op_variable], part[ends[: len(st.uses)]].min(axis=1), part[st.value_variable]
-        changes = np.zeros((len(chains), names.size + 1))
-        for change, chain, before in zip(changes, chains, of_base, strict=True):
-            for where, old, new in zip(places, before, space.parts(chain, other.taken), strict=True):
-                change += np.bincount(where, new - old, minlength=names.size + 1)
+        of_uses = part[ends[: len(st.uses)]].min(axis=1)
+        of_place = space.in_each_place(part[st.op_variable], of_uses, part[st.value_variable], names.size)
+        longer, columns = (other.taken.flat - base.taken.flat)[places], names.size + 1
+        sums = np.bincount(of_chain * columns + of_place[places], longer, minlength=len(chains) * columns)
+        changes = np.asarray(sums, dtype=np.float64).reshape(len(chains), columns)
         for k in range(names.size):
             variables = np.flatnonzero(part == k)
             states = other.choices[variables]
@@ -67,6 +67,7 @@ def mixture(
     if len(parts) < 2:
         return None
     changes = np.array([part.changes for part in parts]).T
+    lengths = np.array([chain.length(base.taken) for chain in chains])
     taken = _shortest(lengths, changes, _exclusive(parts, ends, size), tolerance)
     choices = base.choices.copy()
     for part in (parts[k] for k in taken):

@@ -25,7 +25,14 @@ from hapsynth.search.planning.effort import Clock, Effort
 from hapsynth.search.planning.ideal_work import IdealWorkBound
 from hapsynth.search.planning.infeasibility import shortage
 from hapsynth.search.planning.joint_refinement import JointRefinement
-from hapsynth.search.planning.makespan import MakespanSearch, as_it_is, concluded, first_look, in_larger_bundles
+from hapsynth.search.planning.makespan import (
+    MakespanSearch,
+    as_it_is,
+    concluded,
+    first_look,
+    second_look,
+    in_larger_bundles,
+)
 from hapsynth.search.planning.resharding import resharded
 from hapsynth.search.planning.search_at_ratios import MANY_AXES_NODES, FixedRatioSearch, Glance
 from hapsynth.search.planning.task import Task
@@ -157,6 +164,13 @@ class Planner:
             )
         found = self._makespans and self._makespans.best
         return found.makespan_s if found else as_it_is(self._search, best).timeline.makespan_s
+
+    def explore_makespans_on(self, near: float, bar: float) -> float:
+        """As `explore_makespans`, from where that ended, until a program takes `near` seconds or less, or all take
+        `bar`."""
+        if self._makespans is not None:
+            self._unless_interrupted(partial(second_look, self._makespans, near, bar), None)
+        return self.explore_makespans()
 
     @property
     def makespan_bound(self) -> float:

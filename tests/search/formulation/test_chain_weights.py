@@ -25,7 +25,7 @@ def weighed(given: Space, chains: list[Chain], weights: np.ndarray, choices: Int
 
 
 def lengths(given: Space, chains: list[Chain], taken: Occupancy) -> np.ndarray:
-    return np.array([given.chains.length(chain, taken) for chain in chains])
+    return np.array([chain.length(taken) for chain in chains])
 
 
 def drawn(given: Space, rng: random.Random, count: int) -> tuple[list[Chain], np.ndarray]:
@@ -64,7 +64,7 @@ def test_what_goes_before_and_after_shared_conversions_is_the_least_of_all_tenso
     for n in range(len(alone)):
         weights = np.eye(len(alone))[n]
         for choices, *_ in programs(given, 2, seed=3):
-            want = given.chains.length(alone[n], given.costs.occupancy(choices.tolist()))
+            want = alone[n].length(given.costs.occupancy(choices.tolist()))
             got = weighed(given, alone, weights, choices)
             exact = n < given.chains.resources.kinds or len(given.task.costs.axes) == 1
             assert got == pytest.approx(want, rel=1e-9) if exact else got <= want * (1 + 1e-9)

@@ -45,8 +45,8 @@ def test_no_program_is_shorter_than_a_chain(given: Space) -> None:
         # Of what may go with more, chains have next to no latency, as that may be a bundle's.
         saved = fsum(t.link.seconds(t.step, 0.0) for t in best.tasks.transfers.values())
         for chain in chains_of(given, taken, rng):
-            assert given.chains.length(chain, taken) <= shortest * ROUNDING, chain.key
-            tight = max(tight, given.chains.length(chain, taken) / (shortest - saved))
+            assert chain.length(taken) <= shortest * ROUNDING, chain.key
+            tight = max(tight, chain.length(taken) / (shortest - saved))
     assert tight > 0.75
 
 
@@ -59,8 +59,8 @@ def test_the_longest_chain_is_no_shorter_than_others_that_alternate(given: Space
         assert len(longest) <= resources.kinds * len({1, len(resources.links)})
         # A shared conversion counts for the first use of a set alone; the search counts it for any.
         if longest and not taken.values.any():
-            most = max(given.chains.length(chain, taken) for chain in longest)
-            others = [given.chains.length(random_chain(given, rng), taken) for _ in range(30)]
+            most = max(chain.length(taken) for chain in longest)
+            others = [random_chain(given, rng).length(taken) for _ in range(30)]
             assert most * ROUNDING >= max(others)
 
 
@@ -85,7 +85,7 @@ def test_chains_of_one_resource_are_what_it_does(given: Space) -> None:
     costs, kinds = given.task.costs, given.chains.resources.kinds
     for choices, candidate, tasks in programs(given, 4, seed=7):
         taken = given.costs.occupancy(choices.tolist())
-        lengths = [given.chains.length(chain, taken) for chain in given.chains.alone]
+        lengths = [chain.length(taken) for chain in given.chains.alone]
         first = [int(np.flatnonzero(costs.kind_of == k)[0]) for k in range(kinds)]
         streams = [busy(tasks, Machine.COMPUTE, tasks.group_of[device]) for device in first]
         links = [busy(tasks, link, 0) for link in links_of(costs)]
@@ -100,13 +100,28 @@ def test_chains_of_one_resource_are_what_it_does(given: Space) -> None:
             assert (seconds - latency - spared(costs, candidate)) / ROUNDING <= length <= seconds * ROUNDING
 
 
-def test_parts_add_up(given: Space) -> None:
+def test_nothing_counts_twice_in_a_chain(given: Space) -> None:
     rng = random.Random(3)
     ((choices, *_),) = programs(given, 1, seed=8)
     taken = given.costs.occupancy(choices.tolist())
     for chain in chains_of(given, taken, rng):
-        whole = given.chains.length(chain, taken)
-        assert all((part >= 0).all() for part in given.chains.parts(chain, taken))
-        parts = fsum(float(part.sum()) for part in given.chains.parts(chain, taken))
-        block = given.chains.in_block.any() or taken.fed.any()
-        assert parts == pytest.approx(whole) if not block or chain.alone is None else parts <= whole * ROUNDING
+        assert np.unique(chain.places).size == chain.places.size
+        assert (taken.flat[chain.places] >= 0).all()
+
+
+def test_places_are_those_of_the_fields(given: Space) -> None:
+    ((choices, *_),) = programs(given, 1, seed=8)
+    taken, chains = given.costs.occupancy(choices.tolist()), given.chains
+    fields = chains.by_field(taken.flat)
+    assert taken.flat.size == chains.count
+    for name, rows in fields.items():
+        np.testing.assert_array_equal(rows, getattr(taken, name))
+        last = rows.shape[1] - 1
+        columns = np.where(np.arange(len(rows)) % 2, last, -1)
+        np.testing.assert_array_equal(taken.flat[chains.places(name, columns)], rows[1::2, last])
+    numbers = {name: np.arange(len(fields[name])) for name in ("ops", "uses", "values")}
+    numbered = chains.by_field(chains.in_each_place(**numbers, fed=7))
+    assert (numbered.pop("fed") == 7).all()
+    for name, rows in numbered.items():
+        alike = {"deferred": "ops", "shared": "uses", "ends": "values"}.get(name, name)
+        assert (rows == numbers[alike][:, None]).all()

@@ -82,7 +82,7 @@ def test_chains_are_longer_for_what_may_be_put_off(fn: Any, width: int, batch: i
     search.run(4)
     assert search.best is not None
     taken, every = search.best.seen.taken, range(len(given.task.graph.ops))
-    longest = lambda taken: max(given.chains.length(chain, taken) for chain in given.chains.longest(taken, every))
+    longest = lambda taken: max(chain.length(taken) for chain in given.chains.longest(taken, every))
     without = longest(replace(taken, deferred=np.zeros_like(taken.deferred)))
     assert 1.03 * without < longest(taken) <= search.best.makespan_s
 
@@ -98,7 +98,7 @@ def test_what_is_sent_before_a_norm_counts_before_what_follows_it() -> None:
     assert deferral.join is not None
     assert [deferral.before_join[d.op] for d in deferral.ops].count(True) >= 2
     taken, every = search.best.seen.taken, range(len(given.task.graph.ops))
-    longest = lambda taken: max(given.chains.length(chain, taken) for chain in given.chains.longest(taken, every))
+    longest = lambda taken: max(chain.length(taken) for chain in given.chains.longest(taken, every))
     at_the_end = taken.deferred.copy()
     at_the_end[:, kinds:] = 0
     assert longest(replace(taken, deferred=at_the_end)) < longest(taken) <= search.best.makespan_s

@@ -24,14 +24,12 @@ def seen(given: Space, choices: Ints) -> Seen:
 
 
 def mixed_into(given: Space, chains: Sequence[Chain], base: Ints, others: Sequence[Ints]) -> Ints | None:
-    of_base = seen(given, base)
-    lengths = np.array([given.chains.length(chain, of_base.taken) for chain in chains])
-    return mixture(given.chains, chains, lengths, of_base, [seen(given, x) for x in others], TOLERANCE)
+    return mixture(given.chains, chains, seen(given, base), [seen(given, x) for x in others], TOLERANCE)
 
 
 def longest(given: Space, chains: Sequence[Chain], choices: Ints) -> float:
     taken = given.costs.occupancy(choices.tolist())
-    return max(given.chains.length(chain, taken) for chain in chains)
+    return max(chain.length(taken) for chain in chains)
 
 
 def parts_of(given: Space, base: Ints, other: Ints) -> list[list[int]]:
