@@ -6,7 +6,8 @@ lower bound; the weights are those at which the programs seen so far have the gr
 planes), halfway back to those of the best bound so far, as the next ones are soon far off. A chain joins them where it
 is the longest in the mean of the programs that limit them (column generation). Each program that comes up is scheduled,
 unless a chain shows that it is no better. Of those that limit the bound, such as one that gathers a weight before its
-use and one that gathers it at the end of the step, others are put together each time (`mixtures.py`).
+use and one that gathers it at the end of the step, and of the last one and the best, others are put together each time
+(`mixtures.py`).
 
 Far weights bring up other programs, near ones raise the bound: in the end it is raised at the nearest weights at which
 it may rise halfway to what the programs seen allow (the level bundle method: Lemarechal, Nemirovskii, Nesterov 1995).
@@ -24,7 +25,7 @@ from typing import NamedTuple
 import numpy as np
 from scipy.optimize import linprog
 
-from hapsynth.instructions.program.program import Program
+from hapsynth.instructions.program.program import Compute, Program
 from hapsynth.instructions.program.sizes import Sizes
 from hapsynth.search.cost.model import CostModel, Floats
 from hapsynth.search.cost.program_cost import by_cheapest_steps
@@ -58,9 +59,11 @@ _ROUNDS_OF_BOUND, _SETTLED = 16, 0.2
 """At most so many in the end, for the bound alone, as long as it may rise by more than this part of the gap."""
 _STATES_OF_BRANCHES, _ROUNDS_OF_BRANCH = 1_500_000, 4
 """After them, in branches: what the problems of all rounds together may have, and rounds in each."""
-_PARTINGS, _LEAST_CLOSED = 3, 0.03
+_PARTINGS, _LEAST_CLOSED = 5, 0.03
 """Branching ends when the last so many partings together closed less than this part of the gap. The gap of the MLP of
 examples/ fell from 36 to 21 % in eight partings, in 14 s, and to 15 % in sixty, in 95 s."""
+_MIXTURES = 2
+"""Of the last program with each of the best ones."""
 _BASES = 4
 """Of the programs that limit a bound, those that the others are mixed into."""
 _LEAST_WEIGHT, _LEAST_IN_THE_END = 2e-2, 4e-3
@@ -133,6 +136,8 @@ class MakespanSearch:
         begun_from = (
             (like._whole.weights, like._whole.messages) if like else (np.zeros(0), dict(search.incumbent.messages))
         )
+        self._paths: list[Chain] = []
+        """Of the programs scheduled, what is on the critical path: it tells what to change, and bounds nothing."""
         self._whole = Branch(*begun_from)
         """All programs."""
         self.branches = [self._whole]
@@ -296,6 +301,7 @@ class MakespanSearch:
         self.scheduled.append(found)
         if (self.best is None or found.makespan_s < self.best.makespan_s) and self._fits(found):
             self.best = found
+        self._paths.append(self._on_path(found))
 
     def _fits(self, found: Scheduled) -> bool:
         """Whether a program fits in its own order, or as it is scheduled."""
@@ -321,6 +327,22 @@ class MakespanSearch:
 
     def _is_known(self, choices: Ints) -> bool:
         return any(np.array_equal(choices, known.choices) for known in self.seen)
+
+    def _on_path(self, found: Scheduled) -> Chain:
+        """What lies on a critical path, in place of a chain."""
+        tasks, instructions = found.timeline.tasks, found.candidate.program.instructions
+        ops, values = (np.full(len(x), -1) for x in (self.space.graph.ops, self.space.graph.values))
+        kind_of = kinds_of_groups(tasks, self.costs)
+        links = {axis: n for n, axes in enumerate(self.space.resources.links) for axis in axes}
+        for task, group in found.path:
+            for i in (instructions[at] for at in tasks.instructions[task]):
+                if isinstance(i, Compute) and not self.space.in_block[i.op]:
+                    ops[i.op] = kind_of[group]
+                elif not isinstance(i, Compute) and tasks.machine[task] in LINKS:
+                    values[i.value] = links[i.axis]
+        uses = np.where(self.space.uses_in_block, -1, values[self.space.use_value])
+        columns = {"ops": ops, "uses": uses, "values": values, "ends": values}
+        return self.space.counting(("path", len(self._paths)), columns)
 
     def _next_weights(self) -> tuple[Floats, float]:
         """Weights of the chains, and the most that a bound can come to as far as the programs seen tell. As long as it
@@ -383,15 +405,23 @@ class MakespanSearch:
         return [least if chain.alone is not None else 0.0 for chain in self.chains]
 
     def _mix(self) -> None:
-        """Look for better programs among the mixtures of those that limit the bound."""
+        """Look for better programs among the mixtures of the last one with the best, and of those that limit the
+        bound."""
+        last = self.seen[-1]
+        for place in range(_MIXTURES):
+            ranked = sorted(self.scheduled, key=lambda known: known.makespan_s)
+            if place < len(ranked) and ranked[place].seen is not last:
+                self._look_at_mixture(ranked[place].seen, [last], [*self.chains, *self._paths])
         limiting = sorted(self._limiting(self._at), key=lambda known_and_share: -known_and_share[1])
         for base, _ in limiting[:_BASES]:
-            if self.search.clock.late():
-                return
-            others = [known for known, _ in limiting if known is not base]
-            choices = mixture(self.space, self.chains, base, others, TOLERANCE)
-            if choices is not None:
-                self._look(choices)
+            self._look_at_mixture(base, [known for known, _ in limiting if known is not base], self.chains)
+
+    def _look_at_mixture(self, base: Seen, others: Sequence[Seen], chains: Sequence[Chain]) -> None:
+        if self.search.clock.late():
+            return
+        choices = mixture(self.space, chains, base, others, TOLERANCE)
+        if choices is not None:
+            self._look(choices)
 
 
 class Overlapped(NamedTuple):

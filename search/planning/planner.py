@@ -30,8 +30,8 @@ from hapsynth.search.planning.makespan import (
     as_it_is,
     concluded,
     first_look,
-    second_look,
     in_larger_bundles,
+    second_look,
 )
 from hapsynth.search.planning.resharding import resharded
 from hapsynth.search.planning.search_at_ratios import MANY_AXES_NODES, FixedRatioSearch, Glance
