@@ -241,6 +241,19 @@ def test_no_set_of_devices_that_is_looked_at_is_better(bandwidth: float) -> None
     assert found.joint_lower_bound_s <= found.lower_bound_s <= found.cost_s
 
 
+def test_a_look_goes_on_until_a_program_is_near_or_the_bound_is_reached() -> None:
+    fn, args, _ = STEPS["training"]
+    cluster = slow_cluster((3.0, 3.0, 1.0, 1.0), bandwidth=3e8)
+    planner = Planner(Task(trace(fn, args).graph, cluster, PlanningOptions(overlap=True)))
+    planner.explore()
+    first, bound = planner.explore_makespans(), planner.makespan_bound
+    assert planner.explore_makespans_on(first, np.inf) == first
+    assert planner.explore_makespans_on(0.0, bound) == first
+    assert planner.makespan_bound == bound
+    assert planner.explore_makespans_on(0.0, np.inf) <= first
+    assert planner.makespan_bound > bound
+
+
 def test_a_limit_of_memory_is_kept() -> None:
     _, free = planned(*STEPS["layers"])
     limit = 0.8 * max(free.memory_bytes)
