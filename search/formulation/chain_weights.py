@@ -321,7 +321,7 @@ class WeightedBuilder(ProblemBuilder):
         kinds, links = space.resources.kinds, len(space.resources.links)
         places = [chain.places for chain in chains]
         each = np.repeat(weights, [at.size for at in places])
-        on_each = np.bincount(np.concatenate(places), each, minlength=space.count)
+        on_each = np.bincount(np.concatenate(places), each, minlength=space.place_count)
         found = space.by_field(np.asarray(on_each, dtype=np.float64))
         for name, rows in found.items():
             streams = {"ops": slice(kinds), "deferred": slice(None), "fed": slice(kinds)}.get(name, slice(links, None))

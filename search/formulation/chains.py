@@ -18,7 +18,7 @@ outside of only as far as one use of the set takes what comes out of it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 from itertools import pairwise
@@ -33,7 +33,8 @@ from hapsynth.search.formulation.choice_space import ChoiceSpace
 from hapsynth.search.formulation.deferral import Deferral
 from hapsynth.search.solver import Ints
 
-Places = npt.NDArray[np.int8]
+Columns = npt.NDArray[np.integer]
+"""One per row of a field of `Occupancy`, or -1."""
 _NOWHERE = -1
 _LINK, _STREAM, _LAST_ON_STREAM, _BEFORE_JOIN = range(4)
 _LONGEST = 32
@@ -156,7 +157,7 @@ class ChainSpace:
 
     @cached_property
     def _shapes(self) -> dict[str, tuple[int, int]]:
-        """Of each field of what a program takes."""
+        """Rows and columns of each field of `Occupancy`."""
         ops, uses, values = self.in_block.size, self.use_value.size, self.made_by.size
         kinds, columns = self.resources.kinds, self.resources.counted.shape[1]
         counted = {"uses": uses, "shared": uses, "values": values, "ends": values}
@@ -164,12 +165,12 @@ class ChainSpace:
         return {"ops": (ops, kinds + 1), "deferred": (ops, 2 * kinds), **conversions, "fed": (1, kinds + 1)}
 
     @cached_property
-    def count(self) -> int:
-        """Of places in `Occupancy.flat`."""
+    def place_count(self) -> int:
+        """The length of `Occupancy.flat`."""
         return sum(rows * width for rows, width in self._shapes.values())
 
-    def places(self, field: str, columns: npt.NDArray[np.integer]) -> Ints:
-        """Of one column per row of a field of `Occupancy`, where it lies in `flat`; of none where that is -1."""
+    def places(self, field: str, columns: Columns) -> Ints:
+        """Where a field's columns lie in `Occupancy.flat`, of each row the one that is given."""
         begin = 0
         for name, (rows, width) in self._shapes.items():
             if name == field:
@@ -185,7 +186,7 @@ class ChainSpace:
         return {name: x.reshape(shape) for (name, shape), x in zip(self._shapes.items(), each, strict=True)}
 
     def in_each_place(self, ops: Ints, uses: Ints, values: Ints, fed: int) -> Ints:
-        """Laid out as `Occupancy.flat`, what is given of each op, use and value, and of what is fed."""
+        """A number for each place of `Occupancy.flat`: that of its op, use or value, or `fed`."""
         of = {"ops": ops, "deferred": ops, "uses": uses, "shared": uses, "values": values, "ends": values}
         of["fed"] = np.array([fed])
         return np.concatenate([np.repeat(of[name], width) for name, (_, width) in self._shapes.items()])
@@ -244,18 +245,11 @@ class ChainSpace:
             last = n + 2 == len(resources)
             if resource < kinds <= then and (last or cuts[n + 1] == self.deferral.join):
                 deferred[self.deferred(cuts[: n + 1], joined=not last)] = resource if last else kinds + resource
-        columns = {
-            "ops": ops,
-            "deferred": deferred,
-            "uses": uses,
-            "shared": shared,
-            "values": values,
-            "ends": ends,
-        }
-        return self.counting((*cuts, *resources, shared.tobytes()), columns)
+        key = (*cuts, *resources, shared.tobytes())
+        return self.chain_of(key, ops=ops, deferred=deferred, uses=uses, shared=shared, values=values, ends=ends)
 
-    def counting(self, key: tuple[object, ...], columns: Mapping[str, Places]) -> Chain:
-        """Where instructions count, by field of `Occupancy`: per op, use or value the column, or -1."""
+    def chain_of(self, key: tuple[object, ...], **columns: Columns) -> Chain:
+        """The chain of some columns of fields of `Occupancy`, which are named."""
         return Chain(key, np.concatenate([self.places(name, at) for name, at in columns.items()]))
 
     def deferred(self, cuts: Sequence[int], *, joined: bool) -> list[int]:

@@ -55,7 +55,7 @@ _ROUNDS = 2
 """More, at the ratios of the search by sums."""
 _TURNS, _ROUNDS_AGAIN, _NEAR_ROUNDS = 5, 2, 1
 """At the ratios of each turn: rounds at far weights and at near ones."""
-_ROUNDS_OF_BOUND, _SETTLED = 16, 0.2
+_ROUNDS_OF_BOUND, _LEAST_RISE = 16, 0.2
 """At most so many in the end, for the bound alone, as long as it may rise by more than this part of the gap."""
 _STATES_OF_BRANCHES, _ROUNDS_OF_BRANCH = 1_500_000, 4
 """After them, in branches: what the problems of all rounds together may have, and rounds in each."""
@@ -193,6 +193,10 @@ class MakespanSearch:
         weights = self._at.weights
         return np.pad(weights, (0, len(self.chains) - weights.size))
 
+    def look_again(self, near: float, bar: float) -> None:
+        """After a first look, some rounds more until a program takes `near` seconds or less, or all take `bar`."""
+        self.run(_MORE_ROUNDS, bar, near)
+
     def go_on(self, bar: float) -> None:
         """Some rounds more, at far weights and at near ones."""
         self.run(_ROUNDS_AGAIN, bar)
@@ -205,7 +209,7 @@ class MakespanSearch:
         self._raising, self._whole.ended = True, False
         for _ in range(_ROUNDS_OF_BOUND):
             self.run(1)
-            if self.best and self._whole.most - self.bound < _SETTLED * (self.best.makespan_s - self.bound):
+            if self.best and self._whole.most - self.bound < _LEAST_RISE * (self.best.makespan_s - self.bound):
                 break
         self._branch()
         self._mix()
@@ -341,8 +345,7 @@ class MakespanSearch:
                 elif not isinstance(i, Compute) and tasks.machine[task] in LINKS:
                     values[i.value] = links[i.axis]
         uses = np.where(self.space.uses_in_block, -1, values[self.space.use_value])
-        columns = {"ops": ops, "uses": uses, "values": values, "ends": values}
-        return self.space.counting(("path", len(self._paths)), columns)
+        return self.space.chain_of(("path", len(self._paths)), ops=ops, uses=uses, values=values, ends=values)
 
     def _next_weights(self) -> tuple[Floats, float]:
         """Weights of the chains, and the most that a bound can come to as far as the programs seen tell. As long as it
@@ -445,11 +448,6 @@ def first_look(search: FixedRatioSearch, best: Candidate, ratios: Ratios) -> Mak
     found = MakespanSearch(search, ratios, best.choices)
     found.run(_FIRST_ROUNDS)
     return found
-
-
-def second_look(found: MakespanSearch, near: float, bar: float) -> None:
-    """Some rounds more, as long as no program takes `near` seconds or less and the bound is below `bar`."""
-    found.run(_MORE_ROUNDS, bar, near)
 
 
 def concluded(found: MakespanSearch, bar: float = np.inf) -> Overlapped | None:

@@ -35,11 +35,7 @@ class _Part(NamedTuple):
 
 
 def mixture(
-    space: ChainSpace,
-    chains: Sequence[Chain],
-    base: Seen,
-    others: Sequence[Seen],
-    tolerance: float,
+    space: ChainSpace, chains: Sequence[Chain], base: Seen, others: Sequence[Seen], tolerance: float
 ) -> Ints | None:
     """The choices of a program, `base`, with parts of others; None where there are fewer than two parts, or it is the
     shortest as it is."""

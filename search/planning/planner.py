@@ -25,14 +25,7 @@ from hapsynth.search.planning.effort import Clock, Effort
 from hapsynth.search.planning.ideal_work import IdealWorkBound
 from hapsynth.search.planning.infeasibility import shortage
 from hapsynth.search.planning.joint_refinement import JointRefinement
-from hapsynth.search.planning.makespan import (
-    MakespanSearch,
-    as_it_is,
-    concluded,
-    first_look,
-    in_larger_bundles,
-    second_look,
-)
+from hapsynth.search.planning.makespan import MakespanSearch, as_it_is, concluded, first_look, in_larger_bundles
 from hapsynth.search.planning.resharding import resharded
 from hapsynth.search.planning.search_at_ratios import MANY_AXES_NODES, FixedRatioSearch, Glance
 from hapsynth.search.planning.task import Task
@@ -169,7 +162,7 @@ class Planner:
         """As `explore_makespans`, from where that ended, until a program takes `near` seconds or less, or all take
         `bar`."""
         if self._makespans is not None:
-            self._unless_interrupted(partial(second_look, self._makespans, near, bar), None)
+            self._unless_interrupted(partial(self._makespans.look_again, near, bar), None)
         return self.explore_makespans()
 
     @property

@@ -113,7 +113,7 @@ def test_places_are_those_of_the_fields(given: Space) -> None:
     ((choices, *_),) = programs(given, 1, seed=8)
     taken, chains = given.costs.occupancy(choices.tolist()), given.chains
     fields = chains.by_field(taken.flat)
-    assert taken.flat.size == chains.count
+    assert taken.flat.size == chains.place_count
     for name, rows in fields.items():
         np.testing.assert_array_equal(rows, getattr(taken, name))
         last = rows.shape[1] - 1
