@@ -38,6 +38,8 @@ _LESS = 0.98
 """What a choice holds, at most, of what the one before does."""
 _NEXT_TO_NOTHING = 0.02
 """Of a step, what second runs may take without a look at whether the graph itself is cheaper."""
+_LEAST_LOOK_S = 30.0
+"""Seconds for that look, at least: a small graph's search ends long before, however busy the machine is."""
 
 
 class Choice(NamedTuple):
@@ -150,7 +152,7 @@ def planned_to_fit(graph: Graph, task: TaskFor, time_budget_s: float | None) -> 
     Those that hold too much, by what the graph's cheapest program without limits holds and by what did not fit, are
     left out. The first that fits without paying for it ends the search among them. The graph itself, which can be
     cheaper by about what the second runs take, is planned where that is not next to nothing, and given as long as all
-    that took. Raises InfeasibleError where nothing fits. Ctrl-C returns the best so far, or raises KeyboardInterrupt.
+    that took, at least half a minute. Raises InfeasibleError where nothing fits. Ctrl-C returns the best so far, or raises KeyboardInterrupt.
     """
     began = time.perf_counter()
     left = lambda: None if time_budget_s is None else max(0.05, time_budget_s - (time.perf_counter() - began))
@@ -188,7 +190,8 @@ def planned_to_fit(graph: Graph, task: TaskFor, time_budget_s: float | None) -> 
     if best[1].interrupted or gain < _NEXT_TO_NOTHING * best[1].cost_s:
         return best
     try:
-        plain = ClusterPlanner(task(graph, min(left() or np.inf, time.perf_counter() - began))).run()
+        look = max(_LEAST_LOOK_S, time.perf_counter() - began)
+        plain = ClusterPlanner(task(graph, min(left() or np.inf, look))).run()
     except (InfeasibleError, KeyboardInterrupt):
         return best
     return best if best[1].cost_s <= plain.cost_s else (graph, plain)
