@@ -82,10 +82,15 @@ _FEW = 32
 
 def _select_and_scatter_add_on_shard(local: Local, operands: Sequence[Any]) -> list[Any]:
     params, (source, operand) = local.op.params, operands
-    few = prod(source.shape) > 0 and prod(params["window_dimensions"]) <= _FEW
-    if few and jnp.issubdtype(operand.dtype, jnp.floating) and operand.dtype.itemsize > 1:
+    if prod(source.shape) > 0 and is_written_out(params, operand.dtype):
         return [chosen_given(source, operand, params)]
     return bind(local.op.primitive, operands, params)
+
+
+def is_written_out(params: Mapping[str, Any], dtype: Any) -> bool:
+    """Whether `select_and_scatter_add` is lowered as `chosen_given`."""
+    few = prod(params["window_dimensions"]) <= _FEW
+    return few and jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize > 1
 
 
 def chosen_given(source: Any, operand: Any, params: Mapping[str, Any]) -> Any:

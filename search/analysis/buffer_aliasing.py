@@ -9,7 +9,7 @@ from hapsynth.graph.ir import Graph, Op, Operand
 from hapsynth.instructions.layout import Layout
 from hapsynth.instructions.rules.registry import is_fusible
 
-_MOVES = ("transpose", "tile", "rev")
+_MOVES = ("transpose", "tile", "rev", "select_and_scatter_add")
 _UPDATES = (
     "dynamic_update_slice",
     "scatter",

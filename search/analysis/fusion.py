@@ -12,6 +12,7 @@ from typing import NamedTuple
 from hapsynth.graph.ir import Graph, Op
 from hapsynth.instructions.rules.contraction import CONTRACTIONS
 from hapsynth.instructions.rules.registry import is_costly, is_fusible
+from hapsynth.instructions.rules.window import is_written_out
 from hapsynth.instructions.staging.fusion import SMALL, made_again
 from hapsynth.search.analysis.buffer_aliasing import overwritten
 from hapsynth.search.analysis.reachability import Reachability
@@ -47,26 +48,33 @@ def launches(graph: Graph, stored: Sequence[bool], outputs: int) -> list[bool]:
     reductions that read them, and what is stored is one more result of an elementwise kernel or reduction of its size
     that reads it, unless something else that reads it leads there: of Adam's update both moments and the parameter.
     """
-    if outputs > 1:
-        stored = _stored(graph, True, False)[0]
-    found = [not is_fusible(op) or any(stored[v] for v in op.results) for op in graph.ops]
     if outputs == 1:
-        return found
-    reach = Reachability(graph)
+        return _storing(graph, stored)
+    stored = _stored(graph, True, False)[0]
+    ends = _ends(graph, stored, outputs)
+    return [each and ends[n] == n for n, each in enumerate(_storing(graph, stored))]
+
+
+def _storing(graph: Graph, stored: Sequence[bool]) -> list[bool]:
+    """Per op, whether a kernel writes its result."""
+    return [not is_fusible(op) or any(stored[v] for v in op.results) for op in graph.ops]
+
+
+def _ends(graph: Graph, stored: Sequence[bool], outputs: int) -> list[int]:
+    """Of each op the one that ends its kernel, which may write `outputs` results."""
+    storing, reach = _storing(graph, stored), Reachability(graph)
     ends, written = list(range(len(graph.ops))), [0] * len(graph.ops)
-    """Of each op the one that ends its kernel; of that the results that the kernel writes."""
     for op in reversed(graph.ops):
         here, takers = op.index, {o for v in op.results for o, _ in graph.uses[v]}
-        if found[here]:
+        if storing[here]:
             written[here] = len(op.results)
             joined = _reader_that_stores(graph, op, takers, ends, reach) if is_fusible(op) else None
-            if joined is None or written[joined] >= outputs:
-                continue
-            found[here], ends[here] = False, joined
-            written[joined] += 1
+            if joined is not None and written[joined] < outputs:
+                ends[here] = joined
+                written[joined] += 1
         elif takers:
             ends[here] = ends[min(takers)]
-    return found
+    return ends
 
 
 def _reader_that_stores(
@@ -115,7 +123,11 @@ class FusionPlan(NamedTuple):
         for op in filter(is_fusible, graph.ops):
             for v in op.results:
                 again[v] = stored[v] and v not in outputs and _made_again(graph, op, v, triton)
-        return FusionPlan(stored, again, reads_stored, overwritten(graph, stored))
+        over = overwritten(graph, stored)
+        if on_gpu:
+            reducing = _reducing(graph, stored)
+            over = [() if n in reducing else values for n, values in enumerate(over)]
+        return FusionPlan(stored, again, reads_stored, over)
 
 
 def _stored(graph: Graph, on_gpu: bool, triton: bool) -> tuple[list[bool], list[bool]]:
@@ -130,7 +142,7 @@ def _stored(graph: Graph, on_gpu: bool, triton: bool) -> tuple[list[bool], list[
         not (is_fusible(op) or op.name in joins or (on_gpu and _reads_windows_apart(op))) for op in graph.ops
     ]
     for op in reversed(graph.ops):
-        if not is_fusible(op):
+        if not (is_fusible(op) or (on_gpu and _scatters_apart(op))):
             continue
         for value in op.results:
             takers = {o for o, _ in graph.uses[value]}
@@ -147,10 +159,26 @@ def _stored(graph: Graph, on_gpu: bool, triton: bool) -> tuple[list[bool], list[
     return found, reads_stored
 
 
+def _reducing(graph: Graph, stored: Sequence[bool]) -> set[int]:
+    """Elementwise ops whose results are written by a kernel that reduces, which XLA writes over no operand, as it goes
+    through them in another order. A convolution wants its operand in a layout of its own, and so from a kernel of its
+    own."""
+    convolved = {v for op in graph.ops if op.name.startswith("conv_") for _, v in op.value_operands}
+    ends = _ends(graph, stored, len(graph.ops))
+    apart = lambda op: convolved.intersection(op.results)
+    return {op.index for op in graph.ops if graph.ops[ends[op.index]].name in _REDUCTIONS and not apart(op)}
+
+
 def _reads_windows_apart(op: Op) -> bool:
     """Whether an op goes over windows of which none has an element of another: pooling, and its gradient."""
     windows = op.params.get("window_dimensions", ()) if op.name in _WINDOWED else ()
     return bool(windows) and all(n <= step for n, step in zip(windows, op.params["window_strides"], strict=True))
+
+
+def _scatters_apart(op: Op) -> bool:
+    """Whether an op gives each window's element to where it was from, which each position can tell by itself."""
+    chooses = op.name == "select_and_scatter_add" and is_written_out(op.params, op.dtypes[1])
+    return chooses and _reads_windows_apart(op)
 
 
 def _made_again(graph: Graph, op: Op, value: int, triton: bool) -> bool:

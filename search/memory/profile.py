@@ -30,6 +30,7 @@ from hapsynth.search.cost.network import Even
 from hapsynth.search.cost.program_cost import largest_share
 from hapsynth.search.cost.program_index import Cut, ProgramIndex
 from hapsynth.search.memory.collective_buffers import PHASES, Buffer, wires
+from hapsynth.search.memory.merged_contractions import merge_contractions
 from hapsynth.search.memory.xla_kernels import XlaKernels
 from hapsynth.search.memory.xla_schedule import Library, XlaSchedule
 
@@ -366,6 +367,8 @@ def held_pinned(
         planned=scheduled,
         positions_last=library.positions_last,
     )
+    if not one:
+        merge_contractions(kernels)
     orders = (XlaSchedule(kernels, pinned=True, library=library), XlaSchedule(kernels, early=True, library=library))
     return (1 + _GAPS) * max(order.peak() for order in orders) + SMALL
 

@@ -67,15 +67,17 @@ class XlaKernels:
         self._turned: dict[Tensor, Tensor] = {}
         """What convolutions take or make -> its copy."""
         self.steps: list[Instruction | None] = []
-        """None: of a bundle."""
+        """None: makes no value of the program's."""
         self.taken: list[list[Tensor]] = []
         self.made: list[list[Tensor]] = []
         self.switch: list[int] = []
         """The switch that a step is part of, known by its first step; -1: none."""
         self._bundled: dict[int, float] = {}
-        """Step of a bundle -> bytes of what it makes."""
+        """Step that makes no value of the program's -> bytes of what it makes."""
+        self._like: dict[int, int] = {}
+        """Such a step -> an op that it is of the kind of."""
         self._parts: set[int] = set()
-        """Collectives that are part of a bundle."""
+        """Collectives that are part of a bundle, and what else is part of an array."""
         self.sent: list[int] = []
         """The steps that send something, in the program's order."""
         there = {p: Tensor(*p, -1) for p in program.inputs.items()}
@@ -99,6 +101,11 @@ class XlaKernels:
     def nbytes(self, tensor: Tensor) -> float:
         return self._nbytes(tensor.value, tensor.layout) if tensor.value >= 0 else self._bundled[tensor.maker]
 
+    def op_of(self, k: int) -> int | None:
+        """The op that a step computes, or one that its kernel is of the kind of."""
+        step = self.steps[k]
+        return step.op if isinstance(step, Compute) else self._like.get(k)
+
     def reads(self, k: int) -> list[Tensor]:
         """What the kernel that ends in a step finds in memory."""
         found: dict[Tensor, None] = {}
@@ -112,6 +119,29 @@ class XlaKernels:
                     seen.add(t.maker)
                     waiting.append(t.maker)
         return list(found)
+
+    def readers(self) -> dict[Tensor, list[int]]:
+        """The steps that take each tensor."""
+        found: dict[Tensor, list[int]] = {}
+        for k, taken in enumerate(self.taken):
+            for t in dict.fromkeys(taken):
+                found.setdefault(t, []).append(k)
+        return found
+
+    def array(self, taken: Sequence[Tensor], nbytes: float, like: int | None = None) -> Tensor:
+        """What a kernel makes of others, no value of the program's. `like`: an op that it is of the kind of; None: a
+        copy."""
+        k = len(self.steps)
+        self._bundled[k] = nbytes
+        if like is not None:
+            self._like[k] = like
+        self._append(None, taken, [Tensor(-1, (), k)])
+        return self.made[k][0]
+
+    def is_part_of(self, k: int, whole: Tensor) -> None:
+        """Have a step's result lie in another array: elementwise kernels find it there, others in a copy."""
+        self.taken[k] = [whole]
+        self._parts.add(k)
 
     def _stage(self, stage: Stage, there: dict[Property, Tensor]) -> None:
         for step in stage.before:
@@ -169,10 +199,7 @@ class XlaKernels:
 
     def _copied(self, t: Tensor) -> Tensor:
         if t not in self._turned:
-            k = len(self.steps)
-            self._bundled[k] = self.nbytes(t)
-            self._append(None, [t], [Tensor(-1, (), k)])
-            self._turned[t] = self.made[k][0]
+            self._turned[t] = self.array([t], self.nbytes(t))
         return self._turned[t]
 
     def _is_turned(self, t: Tensor) -> bool:
@@ -186,10 +213,7 @@ class XlaKernels:
             taken = [self._copied(t) if self._is_turned(t) else t for t in taken]
         if bundle.is_packed:
             for nbytes in (bundle.sent, bundle.given):
-                k = len(self.steps)
-                self._bundled[k] = nbytes
-                self._append(None, taken, [Tensor(-1, (), k)])
-                taken = self.made[k]
+                taken = [self.array(taken, nbytes)]
             self.sent.append(len(self.steps) - 1)
         else:
             self.sent.append(len(self.steps))
@@ -206,18 +230,20 @@ class XlaKernels:
         step, by = self.steps[tensor.maker], self._reader(reader)
         if step is None or by == "collective" or self.switch[tensor.maker] != self.switch[reader]:
             return True
-        if isinstance(step, Convert):
+        if tensor.maker in self._parts or (isinstance(step, Convert) and not step.is_collective):
             # A slice, or a part of what a bundle gives, is made by each elementwise kernel that reads it.
-            return (step.is_collective and tensor.maker not in self._parts) or by == "own"
+            return by == "own"
+        if isinstance(step, Convert):
+            return True
         if by == "slice" and is_fusible(self.graph.ops[step.op]) and tensor not in self._found_whole:
             return False
         return self.fusing.stored[tensor.value] and not (self.fusing.again[tensor.value] and by != "own")
 
     def _reader(self, k: int) -> Reader:
-        step = self.steps[k]
-        if isinstance(step, Compute):
-            return "own" if self.fusing.reads_stored[step.op] else "elementwise"
-        if step is None or k in self._parts:
+        step, op = self.steps[k], self.op_of(k)
+        if op is not None:
+            return "own" if self.fusing.reads_stored[op] else "elementwise"
+        if not isinstance(step, Convert) or k in self._parts:
             return "elementwise"
         return "collective" if step.is_collective else "slice"
 

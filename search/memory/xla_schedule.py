@@ -83,8 +83,8 @@ class XlaSchedule:
         )
 
     def _contracts(self, k: int) -> bool:
-        step = self.kernels.steps[k]
-        return isinstance(step, Compute) and self.graph.ops[step.op].name in CONTRACTIONS
+        op = self.kernels.op_of(k)
+        return op is not None and self.graph.ops[op].name in CONTRACTIONS
 
     @cached_property
     def _own(self) -> dict[Tensor, list[int]]:

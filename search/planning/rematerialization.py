@@ -152,7 +152,8 @@ def planned_to_fit(graph: Graph, task: TaskFor, time_budget_s: float | None) -> 
     Those that hold too much, by what the graph's cheapest program without limits holds and by what did not fit, are
     left out. The first that fits without paying for it ends the search among them. The graph itself, which can be
     cheaper by about what the second runs take, is planned where that is not next to nothing, and given as long as all
-    that took, at least half a minute. Raises InfeasibleError where nothing fits. Ctrl-C returns the best so far, or raises KeyboardInterrupt.
+    that took, at least half a minute. Raises InfeasibleError where nothing fits. Ctrl-C returns the best so far, or
+    raises KeyboardInterrupt.
     """
     began = time.perf_counter()
     left = lambda: None if time_budget_s is None else max(0.05, time_budget_s - (time.perf_counter() - began))
