@@ -24,6 +24,7 @@ from hapsynth.instructions.program.sizes import Sizes
 from hapsynth.search.cost.model import CostModel, Floats
 from hapsynth.search.scheduling.buckets import MORE_TRIALS, bundled, cut, rebundled
 from hapsynth.search.scheduling.constraint_programming import polished
+from hapsynth.search.scheduling.idle_time import filled
 from hapsynth.search.scheduling.tasks import LINKS, Machine, TaskGraph, tasks_of
 from hapsynth.search.scheduling.timeline import Timeline, simulate
 
@@ -50,11 +51,12 @@ def schedule(tasks: TaskGraph, *, quick: bool = False, bar: float = np.inf) -> T
 
 
 def refined(timeline: Timeline) -> Timeline:
-    """The best found of more orders and other bundles in turn."""
+    """The best found of more orders and other bundles in turn, with idle time filled."""
     best = _rebundled_in_turn(timeline)
     found = cut(best, partial(_of_best_order, quick=True))
     if found is not best:
         best = _rebundled_in_turn(found)
+    best = filled(best)
     proved = best.makespan_s <= least_makespan(best.tasks) * (1 + _LEAST_GAIN)
     return best if proved else polished(best)
 

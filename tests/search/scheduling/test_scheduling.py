@@ -26,6 +26,7 @@ from hapsynth.search.cost.program_cost import instruction_costs, load_seconds, p
 from hapsynth.search.cost.program_index import ProgramIndex
 from hapsynth.search.planning.task import Task
 from hapsynth.search.scheduling import list_schedule
+from hapsynth.search.scheduling.idle_time import filled
 from hapsynth.search.scheduling.list_schedule import least_makespan, ordered, schedule
 from hapsynth.search.scheduling.tasks import LINKS, Machine, TaskGraph, tasks_of
 from hapsynth.search.scheduling.timeline import simulate
@@ -189,6 +190,38 @@ def test_part_of_what_can_wait_is_put_off(monkeypatch: pytest.MonkeyPatch) -> No
             better += found < 0.995 * schedule(tasks).makespan_s
         assert found < 1.06 * least_makespan(tasks)
     assert better >= 3
+
+
+def test_a_wait_is_filled_with_what_fits() -> None:
+    """Of what is ready then and computed later, not with what takes longer, nor with what needs the result."""
+    compute, network = Machine.COMPUTE, Machine.NETWORK
+    tasks = graph_of(
+        [
+            (compute, (1.0, 2.0), ()),
+            (network, (4.0, 4.0), (0,)),
+            (compute, (1.0, 1.0), (1,)),
+            (compute, (6.0, 6.0), ()),
+            (compute, (2.0, 2.0), ()),
+            (compute, (1.0, 1.0), (2,)),
+        ]
+    )
+    waiting = simulate(tasks, range(6))
+    found = filled(waiting)
+    assert waiting.makespan_s == 16
+    assert found.makespan_s == 14
+    assert found.order.index(4) < found.order.index(2) < found.order.index(3)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_filled_waits_make_no_schedule_longer(seed: int) -> None:
+    rng = random.Random(seed)
+    tasks = random_tasks(rng, rng.randint(4, 40), groups=rng.randint(1, 3))
+    slower = np.array([rng.choice([1.0, 1.3]) for _ in range(tasks.seconds.shape[1])])
+    for each in (tasks, replace(tasks, slowdown=slower)):
+        timeline = simulate(each, random_order(rng, each))
+        found = filled(timeline)
+        assert found.makespan_s <= timeline.makespan_s
+        np.testing.assert_array_equal(simulate(each, found.order).end, found.end)
 
 
 def test_computing_is_slower_while_something_is_sent() -> None:
