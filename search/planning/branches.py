@@ -33,7 +33,8 @@ class Branch:
     """The programs that take only some states of some variables (`allowed`, bool [states]), and what is known of them:
     `bound` seconds that they take at least, found at `weights` of the chains that there were. `messages`: what the dual
     of the last problem came to. `most`: that a bound can come to, as far as was known at the last weights; `rose`:
-    whether it did there. `begun`: some round was made; `ended`: no other would change anything."""
+    whether it did there. `in_vain`: how many rounds have told nothing new since, as what a program takes is more than
+    its choices cost in the weighted problem. `begun`: some round was made; `ended`: no other would change anything."""
 
     weights: Floats
     messages: Messages
@@ -43,6 +44,7 @@ class Branch:
     ended: bool = False
     most: float = np.inf
     rose: bool = False
+    in_vain: int = 0
 
     def has(self, choices: Ints) -> bool:
         return all(states[choices[variable]] for variable, states in self.allowed.items())

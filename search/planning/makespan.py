@@ -55,13 +55,15 @@ _ROUNDS = 2
 """More, at the ratios of the search by sums."""
 _TURNS, _ROUNDS_AGAIN, _NEAR_ROUNDS = 5, 2, 1
 """At the ratios of each turn: rounds at far weights and at near ones."""
-_ROUNDS_OF_BOUND, _LEAST_RISE = 16, 0.2
-"""At most so many in the end, for the bound alone, as long as it may rise by more than this part of the gap."""
-_STATES_OF_BRANCHES, _ROUNDS_OF_BRANCH = 1_500_000, 4
-"""After them, in branches: what the problems of all rounds together may have, and rounds in each."""
-_PARTINGS, _LEAST_CLOSED = 5, 0.03
-"""Branching ends when the last so many partings together closed less than this part of the gap. The gap of the MLP of
-examples/ fell from 36 to 21 % in eight partings, in 14 s, and to 15 % in sixty, in 95 s."""
+_ROUNDS_OF_BOUND, _STATES_OF_BOUND = (16, 128), 3_000_000
+"""In the end, for the bound alone: as many rounds as come to so many states of their problems, within these."""
+_LEAST_RISE = 0.08
+"""Of the gap: where the bound of a branch may rise by less, the branch is parted."""
+_MOST_IN_VAIN = 5
+"""Rounds that tell nothing new, each halfway from the one before to the best weights, until a branch is parted."""
+_PATIENCE, _LEAST_CLOSED = 40, 0.03
+"""They end when the last so many rounds together closed less than this part of the gap, as far as each counts for all
+branches. The gap of the MLP of examples/ fell from 36 to 21 % in the first 64 rounds, in 14 s, and to 15 % in 480."""
 _MIXTURES = 2
 """Of the last program with each of the best ones."""
 _BASES = 4
@@ -205,36 +207,39 @@ class MakespanSearch:
         self._raising = False
 
     def raise_bound(self) -> None:
-        """Some rounds more for the bound, until it stands still, then in branches."""
-        self._raising, self._whole.ended = True, False
-        for _ in range(_ROUNDS_OF_BOUND):
-            self.run(1)
-            if self.best and self._whole.most - self.bound < _LEAST_RISE * (self.best.makespan_s - self.bound):
+        """Some rounds more for the bound: in the branch that has the least, as long as that may rise, else in its parts
+        (branch and bound, least bound first)."""
+        self._raising, self._whole.ended, self._whole.most = True, False, np.inf
+        rounds = int(np.clip(_STATES_OF_BOUND // sum(map(len, self.structure.choices)), *_ROUNDS_OF_BOUND))
+        rises: list[float] = []
+        while len(rises) < rounds and self.best and not self.search.clock.late():
+            gap, lately = self.best.makespan_s - self.bound, rises[-_PATIENCE:]
+            if self.best.makespan_s <= self.bound * (1 + TOLERANCE):
                 break
-        self._branch()
+            if len(lately) == _PATIENCE and sum(lately) < gap * _LEAST_CLOSED * len(self.branches):
+                break
+            self._at = min(self.branches, key=lambda branch: branch.bound)
+            stands = self._at.ended or self._at.in_vain > _MOST_IN_VAIN
+            stands |= self._at.most - self._at.bound < _LEAST_RISE * gap
+            if stands and not self._part():
+                break
+            before = self._at.bound
+            self.run(1)
+            rises.append(min(self._at.bound, self.best.makespan_s) - before)
+        self._at = self._whole
         self._mix()
 
-    def _branch(self) -> None:
-        """Part the branch with the least bound, as long as that closes enough of the gap."""
-        states_of_two = 2 * _ROUNDS_OF_BRANCH * sum(map(len, self.structure.choices))
-        bounds = [self.bound]
-        for _ in range(max(1, _STATES_OF_BRANCHES // states_of_two)):
-            if self.best is None or self.best.makespan_s <= self.bound * (1 + TOLERANCE) or self.search.clock.late():
-                break
-            if len(bounds) > _PARTINGS:
-                before = bounds[-_PARTINGS - 1]
-                if self.bound - before < (self.best.makespan_s - before) * _LEAST_CLOSED:
-                    break
-            least = min(self.branches, key=lambda branch: branch.bound)
-            parts = least.parted(self._limiting(least), self.space)
-            if parts is None:
-                break
-            self.branches.remove(least)
+    def _part(self) -> bool:
+        """Put its parts in the place of the branch where rounds are made, and go on in one of them; says whether it has
+        any."""
+        whole = self._at
+        self._mix()
+        parts = whole.parted(self._limiting(whole), self.space)
+        if parts is not None:
+            self.branches.remove(whole)
             self.branches += parts
-            for self._at in parts:
-                self.run(_ROUNDS_OF_BRANCH)
-            bounds.append(self.bound)
-        self._at = self._whole
+            self._at = parts[0]
+        return parts is not None
 
     def _limiting(self, branch: Branch) -> list[tuple[Seen, float]]:
         """The programs of a branch that limit its bound, each with its share."""
@@ -272,8 +277,11 @@ class MakespanSearch:
         at.rose = solved.lower_bound > at.bound
         if at.rose:
             at.bound, at.weights = solved.lower_bound, weights
-        if solved.choices is not None:
-            self._look(solved.choices[: len(self.structure.choices)])
+        choices = None if solved.choices is None else solved.choices[: len(self.structure.choices)]
+        is_new = choices is not None and not self._is_known(choices)
+        at.in_vain = 0 if at.rose or is_new else at.in_vain + 1
+        if choices is not None:
+            self._look(choices)
 
     def _cheapest(self, costs: ChainCosts, chains: Sequence[Chain], weights: Floats) -> AdditiveSolution:
         search = self.search
@@ -286,6 +294,8 @@ class MakespanSearch:
             seconds=search.clock.allotted,
             messages=self._at.messages,
             max_nodes=_NODES,
+            # The bound rises no more then.
+            beneath=self._at.bound if self._raising else -np.inf,
         )
 
     def _look(self, choices: Ints) -> None:
@@ -364,7 +374,9 @@ class MakespanSearch:
             if not longer:
                 known, at.most = at.most, most
                 if self._raising:
-                    return self._nearest_weights(lengths, at.bound + _LEVEL * (most - at.bound)), most
+                    nearest = self._nearest_weights(lengths, at.bound + _LEVEL * (most - at.bound))
+                    step = 0.5**at.in_vain
+                    return nearest * step + self._best_weights() * (1 - step), most
                 step = _LONG_STEP if at.rose and most >= known * (1 - TOLERANCE) else _STEP
                 return weights * step + self._best_weights() * (1 - step), most
             self.chains += longer

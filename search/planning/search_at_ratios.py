@@ -107,17 +107,18 @@ class FixedRatioSearch:
         max_nodes: int | None = None,
         tied: bool = False,
         enough: float = np.inf,
+        beneath: float = -np.inf,
         stage: str | None = None,
         despite_interrupt: bool = False,
     ) -> AdditiveSolution:
         """The least of an additive problem; KeyboardInterrupt where Ctrl-C was pressed before, unless it is solved
         `despite_interrupt`.
 
-        `tolerance`: the relative gap that will do; `enough`: a bound that reaches it will do as well; `seconds`: what
-        it may take; `max_nodes`: nodes that it may expand. `start`: an assignment to begin from; where it is `warm` the
-        dual begins from `messages`, or from those of the best program's search. `tied`: alike variables take the same
-        state, which is soon found and gives no bound. `stage`: what progress is told of instead of the solver's stages,
-        where its costs are of no program.
+        `tolerance`: the relative gap that will do; `enough`: a bound that reaches it will do as well; `beneath`: a
+        program that costs no more will do; `seconds`: what it may take; `max_nodes`: nodes that it may expand. `start`:
+        an assignment to begin from; where it is `warm` the dual begins from `messages`, or from those of the best
+        program's search. `tied`: alike variables take the same state, which is soon found and gives no bound. `stage`:
+        what progress is told of instead of the solver's stages, where its costs are of no program.
         """
         if self.clock.interrupted and not despite_interrupt:
             raise KeyboardInterrupt
@@ -136,6 +137,7 @@ class FixedRatioSearch:
             messages=self._tied_messages if tied else messages if warm else None,
             tolerance=tolerance,
             enough=enough,
+            beneath=beneath,
             time_budget_s=seconds,
             progress=tell,
             options=self.task.options.solver,

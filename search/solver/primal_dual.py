@@ -43,6 +43,7 @@ class SolveContext:
     problem: Problem
     tolerance: float
     enough: float
+    beneath: float
     time_budget_s: float | None
     progress: Callable[[Progress], None] | None
     max_nodes: int
@@ -52,6 +53,8 @@ class SolveContext:
     """Begin from alike variables as one."""
     options: SolverOptions
     began: float = field(init=False)
+    found: bool = False
+    """What costs `beneath` or less."""
     expanded: int = 0
     sweeps: int = 0
     prices: Floats = field(default_factory=lambda: np.zeros(0))
@@ -66,7 +69,8 @@ class SolveContext:
         return math.inf if self.time_budget_s is None else self.time_budget_s - (time.monotonic() - self.began)
 
     def late(self) -> bool:
-        return self.seconds_left() <= 0
+        """Out of time, or done: with an assignment that costs no more than was asked for."""
+        return self.found or self.seconds_left() <= 0
 
     def report(self, stage: str, hunt: "PrimalDualSearch", network: ReducedProblem) -> None:
         if self.progress is not None:
@@ -142,6 +146,7 @@ class PrimalDualSearch:
         cost = self._value_within(assignment) if value is None else value
         if cost < self.cost:
             self.best, self.cost = assignment, cost
+            self.run.found |= self.main is None and cost <= self.run.beneath
             return True
         return False
 

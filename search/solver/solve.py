@@ -30,6 +30,7 @@ def solve(
     start: Assignment | Sequence[Assignment] | None = None,
     tolerance: float = 1e-6,
     enough: float = np.inf,
+    beneath: float = -np.inf,
     time_budget_s: float | None = None,
     progress: Callable[[Progress], None] | None = None,
     max_nodes: int = 500_000,
@@ -42,6 +43,7 @@ def solve(
     start: an assignment or several (int [variables]) to begin from; feasible ones are never made worse.
     tolerance: the relative gap, (cost - lower_bound) / |cost|, at which a solution is called optimal.
     enough: what costs this much or more is of no interest: a bound that reaches it ends the search.
+    beneath: an assignment that costs this much or less ends it too.
     time_budget_s: seconds after which the best so far is returned.
     max_nodes: how many search nodes to expand in all, besides the one per variable that leads straight to an end.
     memory_bytes: about what tables and search nodes may take in all; where that is too little the best so far is
@@ -56,7 +58,7 @@ def solve(
     tie, messages = messages is None, {} if messages is None else messages
     tolerance = max(tolerance, _LEAST_TOLERANCE)
     run = SolveContext(
-        problem, tolerance, enough, time_budget_s, progress, max_nodes, memory_bytes, messages, tie, options
+        problem, tolerance, enough, beneath, time_budget_s, progress, max_nodes, memory_bytes, messages, tie, options
     )
     hunt = PrimalDualSearch(run, problem.cost, run.tolerance)
     try:

@@ -232,3 +232,19 @@ def test_the_hash_seed_changes_nothing():
     }  # fmt: skip
     assert len(found) == 1
     assert len(found.pop().split()) == 20
+
+
+def test_what_costs_little_enough_ends_a_search() -> None:
+    """With a bound that holds all the same; where nothing costs so little it goes on to the optimum."""
+    early = 0
+    for seed in SEEDS:
+        problem = knotted_problem(seed)
+        least = brute_force(problem)
+        if least == INF:
+            continue
+        assert_solved(problem, solve(problem, tolerance=1e-9, beneath=least - 1e-3), least)
+        found = solve(problem, tolerance=1e-9, beneath=1.5 * least)
+        assert problem.cost(found.assignment) == found.cost <= 1.5 * least
+        assert found.lower_bound <= least + 1e-13 * abs(least)
+        early += found.status == "gap"
+    assert early
