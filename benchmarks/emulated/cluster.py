@@ -156,7 +156,8 @@ class EmulatedCluster:
         When one fails, or time is up, the others are ended. `show(machine, line)` gets the output, lines after
         `[machine] ` on standard output if not given.
         """
-        shown = show or (lambda name, line: print(f"[{name}] {line}", flush=True))
+        # With the line's end in one piece: each process has a thread that shows what it says.
+        shown = show or (lambda name, line: print(f"[{name}] {line}\n", end="", flush=True))
         processes = [self.start(i, command, env) for i in range(len(self.members))]
         threads = [
             threading.Thread(target=_read, args=(process, self._label(i), shown), daemon=True)
