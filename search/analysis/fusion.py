@@ -50,9 +50,9 @@ def launches(graph: Graph, stored: Sequence[bool], outputs: int) -> list[bool]:
     """
     if outputs == 1:
         return _storing(graph, stored)
-    stored = _stored(graph, True, False)[0]
-    ends = _ends(graph, stored, outputs)
-    return [each and ends[n] == n for n, each in enumerate(_storing(graph, stored))]
+    storing = _storing(graph, _stored(graph, True, False)[0])
+    ends = _ends(graph, storing, outputs)
+    return [each and ends[n] == n for n, each in enumerate(storing)]
 
 
 def _storing(graph: Graph, stored: Sequence[bool]) -> list[bool]:
@@ -60,9 +60,9 @@ def _storing(graph: Graph, stored: Sequence[bool]) -> list[bool]:
     return [not is_fusible(op) or any(stored[v] for v in op.results) for op in graph.ops]
 
 
-def _ends(graph: Graph, stored: Sequence[bool], outputs: int) -> list[int]:
-    """Of each op the one that ends its kernel, which may write `outputs` results."""
-    storing, reach = _storing(graph, stored), Reachability(graph)
+def _ends(graph: Graph, storing: Sequence[bool], outputs: int) -> list[int]:
+    """Of each op the one that ends its kernel, which may write `outputs` results. `storing`: as `_storing` has it."""
+    reach = Reachability(graph)
     ends, written = list(range(len(graph.ops))), [0] * len(graph.ops)
     for op in reversed(graph.ops):
         here, takers = op.index, {o for v in op.results for o, _ in graph.uses[v]}
@@ -125,8 +125,9 @@ class FusionPlan(NamedTuple):
                 again[v] = stored[v] and v not in outputs and _made_again(graph, op, v, triton)
         over = overwritten(graph, stored)
         if on_gpu:
-            reducing = _reducing(graph, stored)
-            over = [() if n in reducing else values for n, values in enumerate(over)]
+            # A kernel that reduces goes through its operands in another order than it writes.
+            ends = _ends(graph, _storing(graph, stored), len(graph.ops))
+            over = [() if graph.ops[end].name in _REDUCTIONS else vs for end, vs in zip(ends, over, strict=True)]
         return FusionPlan(stored, again, reads_stored, over)
 
 
@@ -157,16 +158,6 @@ def _stored(graph: Graph, on_gpu: bool, triton: bool) -> tuple[list[bool], list[
                 if len(op.results) == 1 and not found[value]:
                     kernels[op.index] = frozenset(sorted(reach)[:2])
     return found, reads_stored
-
-
-def _reducing(graph: Graph, stored: Sequence[bool]) -> set[int]:
-    """Elementwise ops whose results are written by a kernel that reduces, which XLA writes over no operand, as it goes
-    through them in another order. A convolution wants its operand in a layout of its own, and so from a kernel of its
-    own."""
-    convolved = {v for op in graph.ops if op.name.startswith("conv_") for _, v in op.value_operands}
-    ends = _ends(graph, stored, len(graph.ops))
-    apart = lambda op: convolved.intersection(op.results)
-    return {op.index for op in graph.ops if graph.ops[ends[op.index]].name in _REDUCTIONS and not apart(op)}
 
 
 def _reads_windows_apart(op: Op) -> bool:

@@ -5,7 +5,6 @@ parts is read; a contraction that reads a part has it copied, in the order of di
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import permutations
 
 from hapsynth.graph.ir import Op
 from hapsynth.search.analysis.reachability import Reachability
@@ -24,7 +23,7 @@ def merge_contractions(kernels: XlaKernels) -> None:
         nbytes = sum(kernels.nbytes(kernels.made[k][0]) for k in steps)
         whole = kernels.array([*taken], nbytes, like=kernels.op_of(steps[0]))
         for k in steps:
-            kernels.is_part_of(k, whole)
+            kernels.lay_into(k, whole)
             wholes[k] = whole
     readers = kernels.readers()
     for k, whole in wholes.items():
@@ -51,29 +50,30 @@ def _contraction(kernels: XlaKernels, k: int) -> Op | None:
 def _merged(kernels: XlaKernels) -> Iterator[list[int]]:
     """The steps of each merged contraction."""
     reach = Reachability(kernels.graph)
+    ops = {k: op for k in range(len(kernels.steps)) if (op := _contraction(kernels, k))}
     alike: dict[object, list[int]] = {}
-    for k in range(len(kernels.steps)):
-        if op := _contraction(kernels, k):
-            (contracting, batch) = op.params["dimension_numbers"]
-            for n in _OPERANDS:
-                key = kernels.taken[k][n], n, contracting[n], batch, op.result_dtypes[0]
-                alike.setdefault(key, []).append(k)
+    for k, op in ops.items():
+        contracting, batch = op.params["dimension_numbers"]
+        for n in _OPERANDS:
+            key = kernels.taken[k][n], n, contracting[n], batch, op.result_dtypes[0]
+            alike.setdefault(key, []).append(k)
+
+    def may_merge(a: int, b: int) -> bool:
+        """Whether none needs the other, and not both are large."""
+        nbytes = (sum(map(kernels.nbytes, [*kernels.taken[k], *kernels.made[k]])) for k in (a, b))
+        first, second = ops[a].index, ops[b].index
+        needed = reach.descendants(first)[second] or reach.descendants(second)[first]
+        return min(nbytes) <= _SMALL and not needed
+
     done = set[int]()
     for steps in alike.values():
         group: list[int] = []
         for k in steps:
-            if k not in done and all(_may_merge(kernels, reach, k, other) for other in group):
+            if k not in done and all(may_merge(k, other) for other in group):
                 group.append(k)
         if len(group) > 1:
             done.update(group)
             yield group
-
-
-def _may_merge(kernels: XlaKernels, reach: Reachability, a: int, b: int) -> bool:
-    """Whether none needs the other, and not both are large."""
-    nbytes = [sum(map(kernels.nbytes, [*kernels.taken[k], *kernels.made[k]])) for k in (a, b)]
-    ops = [op.index for k in (a, b) if (op := _contraction(kernels, k))]
-    return min(nbytes) <= _SMALL and not any(reach.descendants(first)[second] for first, second in permutations(ops, 2))
 
 
 def _wanted(op: Op, n: int) -> tuple[int, ...]:

@@ -138,7 +138,7 @@ class XlaKernels:
         self._append(None, taken, [Tensor(-1, (), k)])
         return self.made[k][0]
 
-    def is_part_of(self, k: int, whole: Tensor) -> None:
+    def lay_into(self, k: int, whole: Tensor) -> None:
         """Have a step's result lie in another array: elementwise kernels find it there, others in a copy."""
         self.taken[k] = [whole]
         self._parts.add(k)

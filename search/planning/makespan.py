@@ -232,11 +232,11 @@ class MakespanSearch:
     def _part(self) -> bool:
         """Put its parts in the place of the branch where rounds are made, and go on in one of them; says whether it has
         any."""
-        whole = self._at
+        parted = self._at
         self._mix()
-        parts = whole.parted(self._limiting(whole), self.space)
+        parts = parted.parted(self._limiting(parted), self.space)
         if parts is not None:
-            self.branches.remove(whole)
+            self.branches.remove(parted)
             self.branches += parts
             self._at = parts[0]
         return parts is not None
@@ -277,11 +277,8 @@ class MakespanSearch:
         at.rose = solved.lower_bound > at.bound
         if at.rose:
             at.bound, at.weights = solved.lower_bound, weights
-        choices = None if solved.choices is None else solved.choices[: len(self.structure.choices)]
-        is_new = choices is not None and not self._is_known(choices)
+        is_new = solved.choices is not None and self._look(solved.choices[: len(self.structure.choices)])
         at.in_vain = 0 if at.rose or is_new else at.in_vain + 1
-        if choices is not None:
-            self._look(choices)
 
     def _cheapest(self, costs: ChainCosts, chains: Sequence[Chain], weights: Floats) -> AdditiveSolution:
         search = self.search
@@ -298,15 +295,15 @@ class MakespanSearch:
             beneath=self._at.bound if self._raising else -np.inf,
         )
 
-    def _look(self, choices: Ints) -> None:
-        """Schedule a program, unless one of its chains is as long as the best so far."""
+    def _look(self, choices: Ints) -> bool:
+        """Schedule a program, unless one of its chains is as long as the best so far; says whether it was not known."""
         if self._is_known(choices):
-            return
+            return False
         seen = self._see(choices)
-        if self.best and self.longest_chain(seen) >= self.best.makespan_s:
-            return
-        candidate = self.search.maker.chosen(self.builder, choices)
-        self._schedule(seen, candidate, tasks_of(candidate.program, candidate.sizes, self.costs))
+        if self.best is None or self.longest_chain(seen) < self.best.makespan_s:
+            candidate = self.search.maker.chosen(self.builder, choices)
+            self._schedule(seen, candidate, tasks_of(candidate.program, candidate.sizes, self.costs))
+        return True
 
     def _schedule(self, seen: Seen, candidate: Candidate, tasks: TaskGraph) -> None:
         bar = self.best.makespan_s * _PROMISING if self.best else np.inf
@@ -372,12 +369,12 @@ class MakespanSearch:
             longest = [c for c in self.space.longest(mean) if c.key not in known]
             longer = [c for c in longest if c.length(mean) > most * (1 + TOLERANCE)]
             if not longer:
-                known, at.most = at.most, most
+                before, at.most = at.most, most
                 if self._raising:
                     nearest = self._nearest_weights(lengths, at.bound + _LEVEL * (most - at.bound))
                     step = 0.5**at.in_vain
                     return nearest * step + self._best_weights() * (1 - step), most
-                step = _LONG_STEP if at.rose and most >= known * (1 - TOLERANCE) else _STEP
+                step = _LONG_STEP if at.rose and most >= before * (1 - TOLERANCE) else _STEP
                 return weights * step + self._best_weights() * (1 - step), most
             self.chains += longer
 
