@@ -78,7 +78,7 @@ _LEVEL = 0.5
 """From the best bound to the most that it may come to: where the next one is sought in the end."""
 _PROMISING = 1.08
 """Times as long as the best program so far: what takes longer before its collectives are bundled is no better then."""
-_TRIED, _NEARLY = 3, 1.05
+_TRIED, _NEARLY = 4, 1.05
 """Programs, the best as they are scheduled and those with the shortest chains, where quick schedules may be to blame,
 of which one fits: others may fit in a better order, or come to one that is better, where they are nearly as good."""
 TOLERANCE = 2e-3

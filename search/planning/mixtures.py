@@ -52,8 +52,11 @@ def mixture(
         part = np.where(unlike, np.searchsorted(names, part), names.size)
         of_uses = part[ends[: len(st.uses)]].min(axis=1)
         of_place = space.in_each_place(part[st.op_variable], of_uses, part[st.value_variable], names.size)
-        longer, columns = (other.taken.flat - base.taken.flat)[places], names.size + 1
-        sums = np.bincount(of_chain * columns + of_place[places], longer, minlength=len(chains) * columns)
+        longer, columns = other.taken.flat - base.taken.flat, names.size + 1
+        # Few of the many seconds differ.
+        differs = (longer != 0)[places]
+        at = places[differs]
+        sums = np.bincount(of_chain[differs] * columns + of_place[at], longer[at], minlength=len(chains) * columns)
         changes = np.asarray(sums, dtype=np.float64).reshape(len(chains), columns)
         for k in range(names.size):
             variables = np.flatnonzero(part == k)
