@@ -53,7 +53,7 @@ def mixture(
         of_uses = part[ends[: len(st.uses)]].min(axis=1)
         of_place = space.in_each_place(part[st.op_variable], of_uses, part[st.value_variable], names.size)
         longer, columns = other.taken.flat - base.taken.flat, names.size + 1
-        # Few of the many seconds differ.
+        # Most seconds are the same in both programs.
         differs = (longer != 0)[places]
         at = places[differs]
         sums = np.bincount(of_chain[differs] * columns + of_place[at], longer[at], minlength=len(chains) * columns)
