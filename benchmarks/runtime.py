@@ -11,9 +11,10 @@ very step alone. `fsdp`: stock `jax.jit`, ZeRO-3. `hap`: what HAP's rules and co
 `fastest`: of the plan and what people run today as plans, the one that is the fastest in a short contest before
 (`hapsynth.autotune`). `ddp`: PyTorch's DistributedDataParallel over gloo, batch cut evenly, where an interpreter with
 PyTorch is named (`--torch`, HAPSYNTH_TORCH). To `--systems` may be added `switch`, `staged` and `fused`, the plan in
-that form, `overlap`, a plan with collectives beside computing (its JSON has what is exposed on each process, measured
-and predicted), `overlap_staged` and `overlap_fused`, the same in that form, `serial`, that program with one instruction
-after another, and any name of `hapsynth.search.planning.baselines`.
+that form, `overlap`, planned with collectives beside computing where that gains enough, `overlap_staged` and
+`overlap_fused`, planned so however little it gains, in that form (the JSON of these has what is exposed on each
+process, measured and predicted), `serial`, the program of these two with one instruction after another, and any name of
+`hapsynth.search.planning.baselines`.
 
 All systems are stepped in rounds, in random order, in the same processes, but `ddp` in children of these that sleep
 until it is their turn (`systems/ddp.py`); a step takes until its last process has its results. Predictions (of all but
@@ -71,8 +72,8 @@ CLUSTERS = {
 }
 SYSTEMS = ("plan", "fastest", "even", "by_speed", "fsdp", "hap")
 FORMS = ("switch", "staged", "fused")
-OVERLAP = ("overlap", "overlap_staged", "overlap_fused", "serial")
-"""One plan, whose collectives run beside computing, in the form that it chooses, or another, or not."""
+ALWAYS_OVERLAP = ("overlap_staged", "overlap_fused", "serial")
+"""One plan, whose collectives run beside computing, little as that may gain: in some form, or in order after all."""
 _WITHIN, _TRIED = 1.1, 5
 """Programs predicted to take at most so many times as long as the plan take part in the contest; steps of each turn."""
 _WARM_UP = 2
@@ -141,7 +142,9 @@ class Measuring(Worker):
             self.tell(f"{name}: planning")
             if self.job.first:
                 planned = [_planned_as(system) for system in self.options.systems if system != "ddp"]
-                for system, plan in chosen(list(dict.fromkeys(planned)), fn, shapes, traced, cluster).items():
+                for system, plan in chosen(
+                    list(dict.fromkeys(planned)), fn, shapes, traced, cluster, mesh=self.mesh
+                ).items():
                     plan.save(self.folder / f"{name}-{system}.json")
             self.meet()
         each, losses, wanted = self.alone(name, fn, arguments)
@@ -279,7 +282,7 @@ class Measuring(Worker):
                 low, middle, high = np.quantile(of_row[_WARM_UP:], [0.25, 0.5, 0.75]).tolist()
                 row.record |= {"median_s": middle, "spread": (high - low) / middle, "times_s": of_row.tolist()}
                 self.meet()
-        self.record_exposed([row for row in rows if row.record["system"].startswith("overlap")])
+        self.record_exposed([row for row in rows if isinstance(row.system, Planned) and row.system.plan.overlap])
 
     def record_exposed(self, rows: Sequence[Row]) -> None:
         """Adds to rows with overlap what is exposed in steps after those that are timed, and what is predicted, each of
@@ -305,7 +308,7 @@ class Measuring(Worker):
 
 
 def _planned_as(system: str) -> str:
-    return "plan" if system in FORMS else "overlap" if system in OVERLAP else system
+    return "plan" if system in FORMS else "always_overlap" if system in ALWAYS_OVERLAP else system
 
 
 def report(rows: Sequence[dict[str, Any]]) -> bool:
@@ -347,7 +350,7 @@ def arguments() -> argparse.Namespace:
     command = parser(__doc__, json_file=Path("runtime.json"))
     command.add_argument("--only", type=names(MODELS), default=list(MODELS), help=f"of {', '.join(MODELS)}")
     command.add_argument("--cluster", type=names(CLUSTERS), default=list(CLUSTERS), help=f"of {', '.join(CLUSTERS)}")
-    systems = (*SYSTEMS, "ddp", *OVERLAP, *FORMS, *NAMES)
+    systems = (*SYSTEMS, "ddp", "overlap", *ALWAYS_OVERLAP, *FORMS, *NAMES)
     command.add_argument("--systems", type=names(systems), help=f"of {', '.join(systems)}")
     command.add_argument("--torch", metavar="PYTHON", help=f"an interpreter with PyTorch, for ddp ({ddp.VARIABLE})")
     command.add_argument("--rounds", type=int, default=10, help="steps of each system, 2 of them not counted")

@@ -29,7 +29,7 @@ from hapsynth.graph.trip_counts import Expectation
 from hapsynth.instructions.staging.options import LoweringOptions
 from hapsynth.jobs import check_mesh
 from hapsynth.plan import Plan
-from hapsynth.running.form import Form, check_form, no_overlap
+from hapsynth.running.form import Form, check_form, least_speedup, no_overlap
 from hapsynth.running.plan_cache import CachedPlan
 from hapsynth.search.cost.network import mesh_axes
 from hapsynth.search.formulation.choice_space import Restriction
@@ -150,7 +150,8 @@ def synthesize(
     `overlap`: the cost of a program is the time from a common start to the last result, its collectives beside what is
     computed, and not the sum over its instructions; the plan's instructions are in the order that takes so long, and it
     runs so between processes, in one program or, between CPUs, in stages too. Where the mesh's devices can't, or the
-    form that is asked for, that is said (`OverlapWarning`), and it is planned without.
+    form that is asked for, that is said (`OverlapWarning`), and it is planned without; between CPUs of a mesh also
+    where it gains less than a fifth, if the form is left to choose.
     `joint_gap`: the `Plan.joint_gap` sought, e.g. 0.03: the bound on programs of any ratios is brought so close to the
     plan's cost if it can be, which takes about as long again as planning, and several times as long with experts. What
     is bounded then are programs that hold no value at more than two ratios of a dimension at once.
@@ -226,7 +227,7 @@ def synthesize(
     if fixed is not None:
         arguments = {path: traced.graph.values[v] for path, v in zip(traced.in_paths, traced.graph.inputs, strict=True)}
         restriction = Restriction(stored=layouts_of(arguments, fixed, len(mesh_axes(cluster)), "argument"))
-    options = replace(options, restriction=restriction)
+    options = replace(options, restriction=restriction, least_speedup=least_speedup(form, devices))
 
     def task(graph: Graph, budget: float | None) -> Task:
         of = replace(traced, graph=graph)
@@ -243,13 +244,14 @@ def synthesize(
             "leave_out": leave_out,
             "exact": options.exact,
             "lowering": lowering.to_dict(),
-            "overlap": overlap,
+            "overlap": options.least_speedup if overlap else None,
             "joint_gap": joint_gap,
             "recompute": recompute,
         }
         kept = CachedPlan.of(traced, cluster, asked)
         if kept is not None and (found := kept.find(traced)) is not None:
             traced, result = found
+            _tell_gain(options, result)
             total_s = time.perf_counter() - began
             timings = {"trace_s": trace_s, "cache_s": total_s - trace_s, "total_s": total_s}
             return Plan(traced, replace(result, timings_s=timings), cluster, devices, fn=fn, form=form)
@@ -264,7 +266,18 @@ def synthesize(
     logger.info("planned in %.1f s: %.4g s a step, gap %.2g", timings["total_s"], result.cost_s, result.gap)
     if kept is not None and time_budget_s is None and not result.interrupted:
         kept.keep(traced, result, cluster)
+    _tell_gain(options, result)
     return Plan(traced, result, cluster, devices, fn=fn, form=form)
+
+
+def _tell_gain(options: PlanningOptions, result: Result) -> None:
+    """Says where overlap is asked for and gains too little."""
+    if options.overlap and not result.overlap:
+        text = (
+            f"overlap is asked for, and no step was found that it makes {options.least_speedup:g} times as fast, from "
+            "where it pays between CPUs: planned without; give form='staged' or 'fused' to have it all the same"
+        )
+        warn_user(text, OverlapWarning)
 
 
 def _or_hint(planner: ClusterPlanner) -> Result:

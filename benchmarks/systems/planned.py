@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from jax.sharding import Mesh
 
 import hapsynth
 from hapsynth.graph.trace import Traced
@@ -23,9 +24,15 @@ TWIN = {"fastest": "plan", "even": "data_parallel", "by_speed": "data_parallel_s
 
 
 def chosen(
-    systems: Sequence[str], fn: Any, shapes: Any, traced: Traced, cluster: hapsynth.Cluster, form: Form = "auto"
+    systems: Sequence[str],
+    fn: Any,
+    shapes: Any,
+    traced: Traced,
+    cluster: hapsynth.Cluster,
+    form: Form = "auto",
+    mesh: Mesh | None = None,
 ) -> dict[str, hapsynth.Plan]:
-    """The program and sizes of each system; `form`: of hapsynth's own."""
+    """The program and sizes of each system; `form`: of hapsynth's own. `mesh`: where overlap is planned for."""
     baselines = Baselines(Task(traced.graph, cluster))
     twins = {system: TWIN.get(system, system) for system in systems}
     by_name = baselines.all([name for name in dict.fromkeys(twins.values()) if name in NAMES])
@@ -34,6 +41,8 @@ def chosen(
         if twin == "plan":
             plans[system] = plans.get("plan") or hapsynth.synthesize(fn, shapes, cluster, form=form)
         elif twin == "overlap":
+            plans[system] = hapsynth.synthesize(fn, shapes, mesh or cluster, cluster=mesh and cluster, overlap=True)
+        elif twin == "always_overlap":
             plans[system] = hapsynth.synthesize(fn, shapes, cluster, form="staged", overlap=True)
         else:
             same = Hap(baselines).baseline() if system == "hap" else by_name[twin]

@@ -89,6 +89,13 @@ def chosen_form(
     return "staged", "shards are uneven among several processes: each stores and computes its own at exact size"
 
 
+def least_speedup(form: Form, mesh: Mesh | None) -> float:
+    """The predicted speedup by overlap from which a plan has it; 1 where any gain is one. Between CPUs it runs in
+    stages, if that is left to choose, or is not worth it."""
+    stages = form == "auto" and mesh is not None and mesh.devices.flat[0].platform == "cpu"
+    return _LEAST_SPEEDUP_OF_STAGES if stages else 1.0
+
+
 def no_overlap(form: Form, mesh: Mesh | None, *, even: bool = False) -> str:
     """Why collectives of a plan can't run beside its computing, and the way out; empty where they can, or where that is
     not known yet: without a mesh, or in the form "auto". `even`: all its shards are alike."""

@@ -136,15 +136,34 @@ class ClusterPlanner:
     def run(self) -> Result:
         """Plan; InfeasibleError and Ctrl-C as with `Planner.run`. The time budget counts from `glance`, if that was
         called."""
+        options = self.task.options
+        return self._run() if not options.overlap or options.least_speedup <= 1.0 else self._where_it_gains()
+
+    def _where_it_gains(self) -> Result:
+        """With overlap where that is enough times as fast."""
+        options, clock = self.task.options, self._whole.clock
+        half = None if options.time_budget_s is None else options.time_budget_s / 2
+        plain = ClusterPlanner(self.task.on(self.task.cluster, overlap=False, time_budget_s=half)).run()
+        if plain.interrupted or clock.no_time():
+            return plain
+        bar = plain.cost_s / options.least_speedup
+        try:
+            found = self._run(bar)
+        except InfeasibleError:
+            return plain  # what fits without was not found in the time that was left
+        return found if found.cost_s <= bar else plain
+
+    def _run(self, bar: float = np.inf) -> Result:
+        """`bar`: a makespan that none is sought above."""
         options, n = self.task.options, self.task.cluster.n
         if options.devices is not None:
-            result = self._whole.run()
+            result = self._whole.run(bar)
             return result if len(options.devices) == n else _spread(result, options.devices, self.task)
         asked = options.restriction is not None or options.fixed_ratios is not None
         if not options.leave_out or asked or n == 1:
-            return self._whole.run()
+            return self._whole.run(bar)
         if options.overlap:
-            return _OverlappedSubsets(self.task, self._whole).run()
+            return _OverlappedSubsets(self.task, self._whole, bar).run()
         return _SubsetSearch(self.task, self._whole).run()
 
     @cached_property
@@ -197,10 +216,10 @@ def _of_all_sets(
 class _OverlappedSubsets:
     """The search through sets of devices for the least makespan, `whole` first: the planner of them all. A set is
     looked at briefly where the work of its ops alone takes less than the best makespan so far, and planned for in
-    earnest where what came up then is about as good as the best."""
+    earnest where what came up then is about as good as the best. `bar`: a makespan that none is sought above."""
 
-    def __init__(self, task: Task, whole: Planner) -> None:
-        self.task, self.whole = task, whole
+    def __init__(self, task: Task, whole: Planner, bar: float) -> None:
+        self.task, self.whole, self.bar = task, whole, bar
         self._least = IdealWorkBound(whole.task.choices, whole.task.costs)
 
     def run(self) -> Result:
@@ -219,14 +238,14 @@ class _OverlappedSubsets:
         best: Result | None = None
         chosen, with_all = everyone, looks[0].makespan_s
         for look in sorted(looks):
-            enough = best.cost_s * (1 - SETTLED / 2) if best else np.inf
+            enough = min(best.cost_s * (1 - SETTLED / 2) if best else np.inf, self.bar)
             look.planner.clock.allow(self._left())
             if best and (look.planner.makespan_bound >= enough or not look.comes_near(best.cost_s * _WORTH, enough)):
                 continue
             found = look.planner.conclude(enough)
             if look.planner is whole:
                 with_all = found.cost_s
-            if found.cost_s < enough:
+            if best is None or found.cost_s < enough:
                 best, chosen = found, look.devices
         assert best is not None
         bounds[chosen] = best.joint_lower_bound_s

@@ -118,15 +118,15 @@ class Planner:
         return least.memory / self.limit if least else 1.0
 
     @gc_paused()
-    def run(self) -> Result:
-        """Plan; raises InfeasibleError when nothing fits.
+    def run(self, bar: float = np.inf) -> Result:
+        """Plan; raises InfeasibleError when nothing fits. `bar`: as of `conclude`.
 
         Ctrl-C ends the search with the best program so far, or raises KeyboardInterrupt if there is none. Only a joint
         bound is looked for then, so that there is a gap to tell, until Ctrl-C is pressed again.
         """
         if not np.isfinite(self.explore()):
             self.shrink()
-        return self.conclude()
+        return self.conclude(bar)
 
     def glance(self) -> float:
         """The cost of the first program that `explore` will come across, whether it fits or not."""

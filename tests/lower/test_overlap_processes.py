@@ -151,6 +151,13 @@ ONE_PROGRAM = (
     + STEP
     + """
     plain = hapsynth.synthesize(step, (state, x), mesh, cluster=slow_cluster((2, 1), bandwidth=1e7), fixed=fixed)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        links = slow_cluster((2, 1), bandwidth=1e12)
+        without = hapsynth.synthesize(step, (state, x), mesh, cluster=links, fixed=fixed, overlap=True)
+    (one,) = [w for w in told if w.category is hapsynth.OverlapWarning]
+    assert "it makes 1.2 times as fast" in str(one.message), one.message
+    assert not without.overlap and without.form == "fused"
     plan = Plan(plain.traced, plain.result, plain.cluster, mesh, step, form="fused", overlap=True)
     assert plan.overlap, plan.overlap_reason
     kept, batch = plan.shard(state, x)

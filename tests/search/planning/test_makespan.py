@@ -241,6 +241,32 @@ def test_no_set_of_devices_that_is_looked_at_is_better(bandwidth: float) -> None
     assert found.joint_lower_bound_s <= found.lower_bound_s <= found.cost_s
 
 
+@pytest.mark.parametrize("leave_out", [True, False])
+def test_overlap_that_gains_too_little_is_not_planned(leave_out: bool) -> None:
+    fn, args, _ = STEPS["training"]
+    task = Task(trace(fn, args).graph, slow_cluster((3.0, 3.0, 2.0, 2.0), bandwidth=3e8))
+
+    def found(**options: Any) -> Result:
+        return ClusterPlanner(task.on(task.cluster, leave_out=leave_out, **options)).run()
+
+    plain, any_gain = found(), found(overlap=True)
+    gain = plain.cost_s / any_gain.cost_s
+    assert gain > 1.05
+    enough, less = (found(overlap=True, least_speedup=least) for least in (gain / 1.02, gain * 1.02))
+    assert enough.overlap
+    assert plain.cost_s / enough.cost_s >= gain / 1.02
+    assert not less.overlap
+    assert (less.program.instructions, less.sizes.shares) == (plain.program.instructions, plain.sizes.shares)
+    assert less.cost_s == plain.cost_s
+
+
+def test_overlap_of_too_little_gain_in_little_time() -> None:
+    fn, args, cluster = STEPS["training"]
+    options = PlanningOptions(overlap=True, least_speedup=1.2, time_budget_s=0.05)
+    found = ClusterPlanner(Task(trace(fn, args).graph, cluster, options)).run()
+    assert found.lower_bound_s <= found.cost_s
+
+
 def test_a_look_goes_on_until_a_program_is_near_or_the_bound_is_reached() -> None:
     fn, args, _ = STEPS["training"]
     cluster = slow_cluster((3.0, 3.0, 1.0, 1.0), bandwidth=3e8)
