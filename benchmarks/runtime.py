@@ -73,7 +73,7 @@ CLUSTERS = {
 SYSTEMS = ("plan", "fastest", "even", "by_speed", "fsdp", "hap")
 FORMS = ("switch", "staged", "fused")
 ALWAYS_OVERLAP = ("overlap_staged", "overlap_fused", "serial")
-"""One plan, whose collectives run beside computing, little as that may gain: in some form, or in order after all."""
+"""One plan, whose collectives run beside computing, little as that may gain: in some form, or one after another."""
 _WITHIN, _TRIED = 1.1, 5
 """Programs predicted to take at most so many times as long as the plan take part in the contest; steps of each turn."""
 _WARM_UP = 2

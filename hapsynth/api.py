@@ -251,7 +251,7 @@ def synthesize(
         kept = CachedPlan.of(traced, cluster, asked)
         if kept is not None and (found := kept.find(traced)) is not None:
             traced, result = found
-            _tell_gain(options, result)
+            _tell_small_gain(options, result)
             total_s = time.perf_counter() - began
             timings = {"trace_s": trace_s, "cache_s": total_s - trace_s, "total_s": total_s}
             return Plan(traced, replace(result, timings_s=timings), cluster, devices, fn=fn, form=form)
@@ -266,11 +266,11 @@ def synthesize(
     logger.info("planned in %.1f s: %.4g s a step, gap %.2g", timings["total_s"], result.cost_s, result.gap)
     if kept is not None and time_budget_s is None and not result.interrupted:
         kept.keep(traced, result, cluster)
-    _tell_gain(options, result)
+    _tell_small_gain(options, result)
     return Plan(traced, result, cluster, devices, fn=fn, form=form)
 
 
-def _tell_gain(options: PlanningOptions, result: Result) -> None:
+def _tell_small_gain(options: PlanningOptions, result: Result) -> None:
     """Says where overlap is asked for and gains too little."""
     if options.overlap and not result.overlap:
         text = (

@@ -32,7 +32,8 @@ def chosen(
     form: Form = "auto",
     mesh: Mesh | None = None,
 ) -> dict[str, hapsynth.Plan]:
-    """The program and sizes of each system; `form`: of hapsynth's own. `mesh`: where overlap is planned for."""
+    """The program and sizes of each system; `form`: of hapsynth's own. `mesh`: of the devices that `overlap` is planned
+    for."""
     baselines = Baselines(Task(traced.graph, cluster))
     twins = {system: TWIN.get(system, system) for system in systems}
     by_name = baselines.all([name for name in dict.fromkeys(twins.values()) if name in NAMES])

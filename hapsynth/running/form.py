@@ -90,8 +90,8 @@ def chosen_form(
 
 
 def least_speedup(form: Form, mesh: Mesh | None) -> float:
-    """The predicted speedup by overlap from which a plan has it; 1 where any gain is one. Between CPUs it runs in
-    stages, if that is left to choose, or is not worth it."""
+    """The predicted speedup from which a plan is made with overlap; 1 where any gain will do. Between CPUs stages alone
+    reach it (docs/measurements.md, Overlap), so where the form is left to choose, it is that from which they run."""
     stages = form == "auto" and mesh is not None and mesh.devices.flat[0].platform == "cpu"
     return _LEAST_SPEEDUP_OF_STAGES if stages else 1.0
 

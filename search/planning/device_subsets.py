@@ -140,18 +140,19 @@ class ClusterPlanner:
         return self._run() if not options.overlap or options.least_speedup <= 1.0 else self._where_it_gains()
 
     def _where_it_gains(self) -> Result:
-        """With overlap where that is enough times as fast."""
-        options, clock = self.task.options, self._whole.clock
-        half = None if options.time_budget_s is None else options.time_budget_s / 2
-        plain = ClusterPlanner(self.task.on(self.task.cluster, overlap=False, time_budget_s=half)).run()
+        """With overlap if a step is `least_speedup` times as fast then, else without."""
+        task, clock = self.task, self._whole.clock
+        plain = ClusterPlanner(task.on(task.cluster, overlap=False, time_budget_s=clock.allotted(0.5))).run()
         if plain.interrupted or clock.no_time():
             return plain
-        bar = plain.cost_s / options.least_speedup
+        bar = plain.cost_s / task.options.least_speedup
         try:
             found = self._run(bar)
         except InfeasibleError:
-            return plain  # what fits without was not found in the time that was left
-        return found if found.cost_s <= bar else plain
+            return plain  # there was no time left to find a program that fits once more
+        except KeyboardInterrupt:
+            return replace(plain, interrupted=True)
+        return found if found.cost_s <= bar else replace(plain, interrupted=found.interrupted)
 
     def _run(self, bar: float = np.inf) -> Result:
         """`bar`: a makespan that none is sought above."""

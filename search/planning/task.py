@@ -31,9 +31,10 @@ class PlanningOptions:
     how shards are stored (`MemoryBudget`). `leave_out`: whether devices that would make the step slower may be left
     out; none is with a restriction or with ratios, which are for a mesh of all devices. `devices`: the plan is for just
     these of the cluster's, and so are a restriction and ratios then. `overlap`: the cost of a program is its makespan,
-    with collectives beside what is computed, and the plan's order is that of its timeline; where the step is not
-    `least_speedup` times as fast then as the best plan without, that is the plan. `joint_gap`: the joint bound
-    is sought closer until it is within so much of the plan's cost (`JointRefinement`); None for that of one problem.
+    with collectives beside what is computed, and the plan's order is that of its timeline. `least_speedup`: where no
+    step with overlap is so many times as fast as the best without, the plan is the one without. `joint_gap`: the joint
+    bound is sought closer until it is within so much of the plan's cost (`JointRefinement`); None for that of one
+    problem.
     `solver`: how it goes about each problem. `lowering`: the thresholds by which programs are priced, and the plan
     lowered. `collectives`: the names of the steps (`instructions.collectives.STEPS`) that a program may take beside the
     usual ones; None: all.

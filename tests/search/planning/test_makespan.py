@@ -267,6 +267,22 @@ def test_overlap_of_too_little_gain_in_little_time() -> None:
     assert found.lower_bound_s <= found.cost_s
 
 
+def test_ctrl_c_while_overlap_is_planned_keeps_the_plan_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    fn, args, cluster = STEPS["training"]
+    run = ClusterPlanner._run
+
+    def pressed(self: ClusterPlanner, bar: float = np.inf) -> Result:
+        if self.task.options.overlap:
+            raise KeyboardInterrupt
+        return run(self, bar)
+
+    monkeypatch.setattr(ClusterPlanner, "_run", pressed)
+    options = PlanningOptions(overlap=True, least_speedup=1.2)
+    found = ClusterPlanner(Task(trace(fn, args).graph, cluster, options)).run()
+    assert found.interrupted
+    assert not found.overlap
+
+
 def test_a_look_goes_on_until_a_program_is_near_or_the_bound_is_reached() -> None:
     fn, args, _ = STEPS["training"]
     cluster = slow_cluster((3.0, 3.0, 1.0, 1.0), bandwidth=3e8)
