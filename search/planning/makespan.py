@@ -53,8 +53,8 @@ _MORE_ROUNDS = 4
 """Where that was not so good, and yet the bound allows better ones."""
 _ROUNDS = 2
 """More, at the ratios of the search by sums."""
-_TURNS, _ROUNDS_AGAIN, _NEAR_ROUNDS = 5, 2, 1
-"""At the ratios of each turn: rounds at far weights and at near ones."""
+_TURNS, _ROUNDS_AGAIN = 5, 3
+"""At the ratios that each turn goes on with: rounds at near weights."""
 _ROUNDS_OF_BOUND, _STATES_OF_BOUND = (16, 128), 3_000_000
 """In the end, for the bound alone: as many rounds as come to so many states of their problems, within these."""
 _LEAST_RISE = 0.08
@@ -78,9 +78,9 @@ _LEVEL = 0.5
 """From the best bound to the most that it may come to: where the next one is sought in the end."""
 _PROMISING = 1.08
 """Times as long as the best program so far: what takes longer before its collectives are bundled is no better then."""
-_TRIED, _NEARLY = 4, 1.05
-"""Programs, the best as they are scheduled and those with the shortest chains, where quick schedules may be to blame,
-of which one fits: others may fit in a better order, or come to one that is better, where they are nearly as good."""
+_TRIED, _NEARLY = 8, 1.05
+"""Programs, of which one fits: others may fit in a better order, or come to one that is better, where they are nearly
+as good."""
 TOLERANCE = 2e-3
 """Relative: what a search leaves undecided, of bounds and of makespans."""
 _NODES = 5000
@@ -146,8 +146,8 @@ class MakespanSearch:
         """Which together have all programs."""
         self._at = self._whole
         """Where rounds are made."""
-        self._raising = False
-        """Whether the rounds are for the bound alone."""
+        self._near = False
+        """Whether rounds are at the weights nearest to the best, for the bound."""
         self._schedule(self._see(begin), first, tasks)
         if known is not None:
             self._schedule(self.seen[0], known, tasks_of(known.program, known.sizes, self.costs))
@@ -200,16 +200,15 @@ class MakespanSearch:
         self.run(_MORE_ROUNDS, bar, near)
 
     def go_on(self, bar: float) -> None:
-        """Some rounds more, at far weights and at near ones."""
+        """Some rounds more, at near weights."""
+        self._near = True
         self.run(_ROUNDS_AGAIN, bar)
-        self._raising = True
-        self.run(_NEAR_ROUNDS, bar)
-        self._raising = False
+        self._near = False
 
     def raise_bound(self) -> None:
         """Some rounds more for the bound: in the branch that has the least, as long as that may rise, else in its parts
         (branch and bound, least bound first)."""
-        self._raising, self._whole.ended, self._whole.most = True, False, np.inf
+        self._near, self._whole.ended, self._whole.most = True, False, np.inf
         rounds = int(np.clip(_STATES_OF_BOUND // sum(map(len, self.structure.choices)), *_ROUNDS_OF_BOUND))
         rises: list[float] = []
         while len(rises) < rounds and self.best and not self.search.clock.late():
@@ -287,12 +286,12 @@ class MakespanSearch:
             search.limits,
             (self.best or self.scheduled[0]).seen.choices,
             at_least=True,
-            tolerance=TOLERANCE / 10 if self._raising else TOLERANCE,
+            tolerance=TOLERANCE / 10 if self._near else TOLERANCE,
             seconds=search.clock.allotted,
             messages=self._at.messages,
             max_nodes=_NODES,
             # The bound rises no more then.
-            beneath=self._at.bound if self._raising else -np.inf,
+            beneath=self._at.bound if self._near else -np.inf,
         )
 
     def _look(self, choices: Ints) -> bool:
@@ -370,7 +369,7 @@ class MakespanSearch:
             longer = [c for c in longest if c.length(mean) > most * (1 + TOLERANCE)]
             if not longer:
                 before, at.most = at.most, most
-                if self._raising:
+                if self._near:
                     nearest = self._nearest_weights(lengths, at.bound + _LEVEL * (most - at.bound))
                     step = 0.5**at.in_vain
                     return nearest * step + self._best_weights() * (1 - step), most
@@ -413,7 +412,7 @@ class MakespanSearch:
     @property
     def _floors(self) -> list[float]:
         """The least weight of each chain."""
-        least = _LEAST_IN_THE_END if self._raising else _LEAST_WEIGHT
+        least = _LEAST_IN_THE_END if self._near else _LEAST_WEIGHT
         return [least if chain.alone is not None else 0.0 for chain in self.chains]
 
     def _mix(self) -> None:
@@ -481,8 +480,8 @@ def concluded(found: MakespanSearch, bar: float = np.inf) -> Overlapped | None:
 
 
 def _best_within_limit(found: MakespanSearch, least_sum: Scheduled) -> list[tuple[Scheduled, Overlapped]]:
-    """The best programs of a search, and that of the least sum, in orders in which they fit: the best as they are
-    scheduled, and those with the shortest chains, as quick schedules may be to blame."""
+    """The best programs of a search, and that of the least sum, in orders in which they fit: those that take the least
+    midway between their quick schedules, which may be to blame, and their longest chains."""
     tried: list[Scheduled] = []
     fitting: list[tuple[Scheduled, Overlapped]] = []
     least = np.inf
@@ -499,15 +498,12 @@ def _best_within_limit(found: MakespanSearch, least_sum: Scheduled) -> list[tupl
             fitting.append((known, overlapped))
             least = min(least, overlapped.timeline.makespan_s)
 
-    by_chains = sorted(found.scheduled, key=lambda known: found.longest_chain(known.seen))
-    for ranked in (sorted(found.scheduled, key=lambda known: known.makespan_s), by_chains):
-        count = 0
-        for known in ranked:
-            if count >= _TRIED and fitting:
-                break
-            if known.makespan_s < least * _NEARLY and found.longest_chain(known.seen) < least and not is_tried(known):
-                fit(known)
-                count += 1
+    chain = {known: found.longest_chain(known.seen) for known in found.scheduled}
+    for known in sorted(found.scheduled, key=lambda known: known.makespan_s + chain[known]):
+        if len(tried) >= _TRIED and fitting:
+            break
+        if known.makespan_s < least * _NEARLY and chain[known] < least and not is_tried(known):
+            fit(known)
     if not is_tried(least_sum):
         fit(least_sum)
     return fitting
