@@ -9,8 +9,9 @@ unless a chain shows that it is no better. Of those that limit the bound, such a
 use and one that gathers it at the end of the step, and of the last one and the best, others are put together each time
 (`mixtures.py`).
 
-Far weights bring up other programs, near ones raise the bound: in the end it is raised at the nearest weights at which
-it may rise halfway to what the programs seen allow (the level bundle method: Lemarechal, Nemirovskii, Nesterov 1995).
+These far weights bring up other programs, near ones raise the bound: once ratios have been looked at it is sought at
+the nearest weights at which it may rise halfway to what the programs seen allow (the level bundle method: Lemarechal,
+Nemirovskii, Nesterov 1995).
 No weights bound it by more than a mean of programs takes, so it is raised in branches (`branches.py`).
 """
 
@@ -68,14 +69,14 @@ _MIXTURES = 2
 """Of the last program with each of the best ones."""
 _BASES = 4
 """Of the programs that limit a bound, those that the others are mixed into."""
-_LEAST_WEIGHT, _LEAST_IN_THE_END = 2e-2, 4e-3
+_LEAST_WEIGHT, _LEAST_NEAR = 2e-2, 4e-3
 """Of each resource's own chain: of what has next to no weight any choice would do, and no dual tells them apart. It
 costs the bound as much, so that there is less of it where a dual goes on from one nearby."""
 _STEP, _LONG_STEP = 0.5, 0.8
 """From the weights of the best bound to those that limit it as far as is known; a long one where the bound rose the
 last time and no program has come up since that limits it more."""
 _LEVEL = 0.5
-"""From the best bound to the most that it may come to: where the next one is sought in the end."""
+"""From the best bound to the most that it may come to: where the next one is sought at near weights."""
 _PROMISING = 1.08
 """Times as long as the best program so far: what takes longer before its collectives are bundled is no better then."""
 _TRIED, _NEARLY = 8, 1.05
@@ -412,7 +413,7 @@ class MakespanSearch:
     @property
     def _floors(self) -> list[float]:
         """The least weight of each chain."""
-        least = _LEAST_IN_THE_END if self._near else _LEAST_WEIGHT
+        least = _LEAST_NEAR if self._near else _LEAST_WEIGHT
         return [least if chain.alone is not None else 0.0 for chain in self.chains]
 
     def _mix(self) -> None:
