@@ -69,7 +69,7 @@ _MIXTURES = 2
 """Of the last program with each of the best ones."""
 _BASES = 4
 """Of the programs that limit a bound, those that the others are mixed into."""
-_LEAST_WEIGHT, _LEAST_NEAR = 2e-2, 4e-3
+_LEAST_WEIGHT, _LEAST_BY_LEVEL = 2e-2, 4e-3
 """Of each resource's own chain: of what has next to no weight any choice would do, and no dual tells them apart. It
 costs the bound as much, so that there is less of it where a dual goes on from one nearby."""
 _STEP, _LONG_STEP = 0.5, 0.8
@@ -80,8 +80,8 @@ _LEVEL = 0.5
 _PROMISING = 1.08
 """Times as long as the best program so far: what takes longer before its collectives are bundled is no better then."""
 _TRIED, _NEARLY = 8, 1.05
-"""Programs, of which one fits: others may fit in a better order, or come to one that is better, where they are nearly
-as good."""
+"""Programs that are scheduled again, or more until one fits, and how many times as long as the best their quick
+schedules are at most."""
 TOLERANCE = 2e-3
 """Relative: what a search leaves undecided, of bounds and of makespans."""
 _NODES = 5000
@@ -147,8 +147,8 @@ class MakespanSearch:
         """Which together have all programs."""
         self._at = self._whole
         """Where rounds are made."""
-        self._near = False
-        """Whether rounds are at the weights nearest to the best, for the bound."""
+        self._by_level = False
+        """Whether rounds are at near weights (the level method), for the bound."""
         self._schedule(self._see(begin), first, tasks)
         if known is not None:
             self._schedule(self.seen[0], known, tasks_of(known.program, known.sizes, self.costs))
@@ -202,14 +202,14 @@ class MakespanSearch:
 
     def go_on(self, bar: float) -> None:
         """Some rounds more, at near weights."""
-        self._near = True
+        self._by_level = True
         self.run(_ROUNDS_AGAIN, bar)
-        self._near = False
+        self._by_level = False
 
     def raise_bound(self) -> None:
         """Some rounds more for the bound: in the branch that has the least, as long as that may rise, else in its parts
         (branch and bound, least bound first)."""
-        self._near, self._whole.ended, self._whole.most = True, False, np.inf
+        self._by_level, self._whole.ended, self._whole.most = True, False, np.inf
         rounds = int(np.clip(_STATES_OF_BOUND // sum(map(len, self.structure.choices)), *_ROUNDS_OF_BOUND))
         rises: list[float] = []
         while len(rises) < rounds and self.best and not self.search.clock.late():
@@ -287,12 +287,12 @@ class MakespanSearch:
             search.limits,
             (self.best or self.scheduled[0]).seen.choices,
             at_least=True,
-            tolerance=TOLERANCE / 10 if self._near else TOLERANCE,
+            tolerance=TOLERANCE / 10 if self._by_level else TOLERANCE,
             seconds=search.clock.allotted,
             messages=self._at.messages,
             max_nodes=_NODES,
             # The bound rises no more then.
-            beneath=self._at.bound if self._near else -np.inf,
+            beneath=self._at.bound if self._by_level else -np.inf,
         )
 
     def _look(self, choices: Ints) -> bool:
@@ -370,7 +370,7 @@ class MakespanSearch:
             longer = [c for c in longest if c.length(mean) > most * (1 + TOLERANCE)]
             if not longer:
                 before, at.most = at.most, most
-                if self._near:
+                if self._by_level:
                     nearest = self._nearest_weights(lengths, at.bound + _LEVEL * (most - at.bound))
                     step = 0.5**at.in_vain
                     return nearest * step + self._best_weights() * (1 - step), most
@@ -413,7 +413,7 @@ class MakespanSearch:
     @property
     def _floors(self) -> list[float]:
         """The least weight of each chain."""
-        least = _LEAST_NEAR if self._near else _LEAST_WEIGHT
+        least = _LEAST_BY_LEVEL if self._by_level else _LEAST_WEIGHT
         return [least if chain.alone is not None else 0.0 for chain in self.chains]
 
     def _mix(self) -> None:
@@ -481,8 +481,8 @@ def concluded(found: MakespanSearch, bar: float = np.inf) -> Overlapped | None:
 
 
 def _best_within_limit(found: MakespanSearch, least_sum: Scheduled) -> list[tuple[Scheduled, Overlapped]]:
-    """The best programs of a search, and that of the least sum, in orders in which they fit: those that take the least
-    midway between their quick schedules, which may be to blame, and their longest chains."""
+    """The best programs of a search, and that of the least sum, in orders in which they fit: those with the least mean
+    of quick schedule and longest chain, as more orders may gain what the schedule is above the chain."""
     tried: list[Scheduled] = []
     fitting: list[tuple[Scheduled, Overlapped]] = []
     least = np.inf
