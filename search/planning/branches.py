@@ -6,7 +6,7 @@ and half of one that gathers what is multiplied with it. Programs that do either
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -49,38 +49,26 @@ class Branch:
     def has(self, choices: Ints) -> bool:
         return all(states[choices[variable]] for variable, states in self.allowed.items())
 
-    def parted(self, limiting: Sequence[tuple[Seen, float]], space: ChainSpace) -> tuple[Branch, Branch] | None:
-        """By how some programs of it, each with its share in the bound, use the tensor that they convert the most
-        differently: those that use it as the one of the largest share does, and the others. None where they use all
-        alike."""
-        found = _unlike_use(limiting, space) if limiting else None
-        if found is None:
-            return None
-        variable, states = found
+    def parted(self, variable: int, states: Mask) -> tuple[Branch, Branch]:
+        """Its programs in which a variable takes some states, and the others."""
         within = self.allowed.get(variable, np.ones_like(states))
         some, others = (
-            Branch(self.weights, dict(self.messages), {**self.allowed, variable: within & of}, self.bound)
+            Branch(self.weights, self.messages, {**self.allowed, variable: within & of}, self.bound)
             for of in (states, ~states)
         )
         return some, others
 
 
-def _unlike_use(limiting: Sequence[tuple[Seen, float]], space: ChainSpace) -> tuple[int, Mask] | None:
-    """Of a use of that tensor, the one that parts the shares the most evenly, its variable and the states in which it
-    needs the tensor as in the program of the largest share."""
+def unlike_uses(limiting: Sequence[tuple[Seen, float]], space: ChainSpace) -> Iterator[tuple[int, Mask]]:
+    """How programs that limit a bound, each with its share, may be told apart: by the uses of those tensors that they
+    convert the most differently. Of each use its variable and the states in which it needs the tensor as some of the
+    programs do."""
     shares = np.array([share for _, share in limiting])
     sent = np.array([space.sent_of_each(known.taken) for known, _ in limiting])
     spread = shares @ np.abs(sent - shares @ sent)
-    for value in np.argsort(-spread, kind="stable")[:_TENSORS].tolist():
-        most, found = 0.0, None
-        for use in space.structure.uses:
-            if use.value != value or use.reader < 0:
-                continue
-            groups = np.array([use.needs.groups[known.choices[use.variable]] for known, _ in limiting])
-            of_most = groups[int(shares.argmax())]
-            share = float(shares[groups == of_most].sum())
-            if share * (1 - share) > most:
-                most, found = share * (1 - share), (use.variable, use.needs.groups == of_most)
-        if found is not None:
-            return found
-    return None
+    among = {value for value in np.argsort(-spread, kind="stable")[:_TENSORS].tolist() if spread[value]}
+    for use in space.structure.uses:
+        if use.value in among and use.reader >= 0:
+            groups = {int(use.needs.groups[known.choices[use.variable]]) for known, _ in limiting}
+            for group in sorted(groups) if len(groups) > 1 else ():
+                yield use.variable, use.needs.groups == group

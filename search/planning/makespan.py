@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from math import isclose
+from math import isclose, prod
 from typing import NamedTuple
 
 import numpy as np
@@ -28,13 +28,14 @@ from scipy.optimize import linprog
 
 from hapsynth.instructions.program.program import Compute, Program
 from hapsynth.instructions.program.sizes import Sizes
+from hapsynth.search.analysis.reachability import Mask
 from hapsynth.search.cost.model import CostModel, Floats
 from hapsynth.search.cost.program_cost import by_cheapest_steps
 from hapsynth.search.formulation.chain_weights import ChainCosts, IdealChainCosts, WeightedBuilder
 from hapsynth.search.formulation.chains import Chain, ChainSpace, Occupancy, Resources
 from hapsynth.search.formulation.problem_builder import ProblemBuilder
 from hapsynth.search.memory.profile import MemoryProfile, peak
-from hapsynth.search.planning.branches import Branch, Seen
+from hapsynth.search.planning.branches import Branch, Seen, unlike_uses
 from hapsynth.search.planning.candidate import Candidate
 from hapsynth.search.planning.memory_bound_schedules import schedules_holding_less
 from hapsynth.search.planning.mixtures import mixture
@@ -60,6 +61,9 @@ _ROUNDS_OF_BOUND, _STATES_OF_BOUND = (16, 128), 3_000_000
 """In the end, for the bound alone: as many rounds as come to so many states of their problems, within these."""
 _LEAST_RISE = 0.08
 """Of the gap: where the bound of a branch may rise by less, the branch is parted."""
+_LEAST_MAY_RISE = 1e-4
+"""Of the bound: what a part counts for at least. Of ways to part a branch that leave one part where it is, that is the
+best in which the other rises the most."""
 _MOST_IN_VAIN = 5
 """Rounds that tell nothing new, each halfway from the one before to the best weights, until a branch is parted."""
 _PATIENCE, _LEAST_CLOSED = 40, 0.03
@@ -234,12 +238,41 @@ class MakespanSearch:
         any."""
         parted = self._at
         self._mix()
-        parts = parted.parted(self._limiting(parted), self.space)
-        if parts is not None:
-            self.branches.remove(parted)
-            self.branches += parts
-            self._at = parts[0]
-        return parts is not None
+        way = self._best_parting(parted)
+        if way is None:
+            return False
+        parts = parted.parted(*way)
+        for part in parts:
+            # At the weights of the whole a part has no higher bound than a program of it allows.
+            part.begun = bool(self._seen_in(part))
+        self.branches.remove(parted)
+        self.branches += parts
+        self._at = parts[0]
+        return True
+
+    def _best_parting(self, branch: Branch) -> tuple[int, Mask] | None:
+        """A variable and states of it, those by which the bounds of both parts may rise the most, in the product, as
+        far as the programs seen tell and up to the best one. None where the programs that limit the bound use all
+        tensors alike."""
+        mine, lengths = self._seen_in(branch), self._lengths_seen()
+        rises: dict[bytes, float] = {}
+        best, most = None, 0.0
+        for variable, states in unlike_uses(self._limiting(branch), self.space) if mine else ():
+            first = states[[self.seen[n].choices[variable] for n in mine]]
+            key = first.tobytes()
+            if key not in rises:
+                rises[key] = prod(self._may_rise(branch, lengths[mine][part]) for part in (first, ~first))
+            if rises[key] > most:
+                best, most = (variable, states), rises[key]
+        return best
+
+    def _may_rise(self, branch: Branch, lengths: Floats) -> float:
+        """Seconds by which the bound of a part of a branch may rise, or a little. `lengths`: of all chains in the
+        programs seen that the part has [programs, chains]."""
+        top = self.best.makespan_s if self.best else np.inf
+        if len(lengths):
+            top = min(top, self._limiting_weights(lengths)[1])
+        return max(top - branch.bound, _LEAST_MAY_RISE * branch.bound)
 
     def _limiting(self, branch: Branch) -> list[tuple[Seen, float]]:
         """The programs of a branch that limit its bound, each with its share."""
@@ -371,7 +404,9 @@ class MakespanSearch:
             if not longer:
                 before, at.most = at.most, most
                 if self._by_level:
-                    nearest = self._nearest_weights(lengths, at.bound + _LEVEL * (most - at.bound))
+                    # Higher than the best program takes none has to be.
+                    top = min(most, self.best.makespan_s) if self.best else most
+                    nearest = self._nearest_weights(lengths, at.bound + _LEVEL * (top - at.bound))
                     step = 0.5**at.in_vain
                     return nearest * step + self._best_weights() * (1 - step), most
                 step = _LONG_STEP if at.rose and most >= before * (1 - TOLERANCE) else _STEP
