@@ -40,9 +40,8 @@ from hapsynth.search.planning.candidate import Candidate
 from hapsynth.search.planning.memory_bound_schedules import schedules_holding_less
 from hapsynth.search.planning.mixtures import mixture
 from hapsynth.search.planning.search_at_ratios import AdditiveSolution, FixedRatioSearch
-from hapsynth.search.scheduling.buckets import rebundled
 from hapsynth.search.scheduling.critical_path import Step, critical_path
-from hapsynth.search.scheduling.list_schedule import ordered, refined, schedule
+from hapsynth.search.scheduling.list_schedule import ordered, refined, schedule, timeline_in_larger_bundles
 from hapsynth.search.scheduling.tasks import LINK_NAMES, LINKS, Machine, TaskGraph, tasks_of
 from hapsynth.search.scheduling.timeline import Timeline, simulate
 from hapsynth.search.sizing.makespan_lp import LINK
@@ -618,7 +617,7 @@ def in_larger_bundles(found: Overlapped, search: FixedRatioSearch) -> Overlapped
     """The same with more collectives together than the thresholds say, where copying them takes less time than their
     latencies, and it takes no longer. Bounds know nothing of that: none is undercut. It costs GPUs less than a schedule
     says, as XLA waits for the end of a kernel before each collective, and before what follows one."""
-    timeline = rebundled(found.timeline, large=True)
+    timeline = timeline_in_larger_bundles(found.timeline)
     if timeline is found.timeline:
         return found
     other = _timed(ordered(found.program, timeline), found.sizes, search, found.lower_bound_s)

@@ -71,6 +71,19 @@ def _rebundled_in_turn(timeline: Timeline) -> Timeline:
     return best
 
 
+def timeline_in_larger_bundles(timeline: Timeline) -> Timeline:
+    """A timeline with larger collectives together too, as far as they are copied in less time than their latency, and
+    bundles cut, in turn, where that is better; the same where it is not."""
+    best = timeline
+    for _ in range(_TURNS):
+        found = rebundled(best, large=True, trials=MORE_TRIALS)
+        found = cut(found, partial(_of_best_order, quick=True))
+        if found is best:
+            break
+        best = found
+    return best if best is timeline else filled(best)
+
+
 def _makespan(timeline: Timeline) -> float:
     return timeline.makespan_s
 
