@@ -25,8 +25,8 @@ from hapsynth.instructions.staging.options import LoweringOptions
 from hapsynth.lower import Lowered, lower_staged, own_mesh
 from hapsynth.lower._host_schedule import CollectiveStage
 from hapsynth.search.cost.network import AxisLink
-from hapsynth.search.scheduling.buckets import Neighbours, Trial, cut, rebundled
-from hapsynth.search.scheduling.list_schedule import refined, schedule
+from hapsynth.search.scheduling.buckets import Neighbours, Trial, cut
+from hapsynth.search.scheduling.list_schedule import refined, schedule, timeline_in_larger_bundles
 from hapsynth.search.scheduling.tasks import LINKS, Machine, TaskGraph, Transfer, tasks_of
 from hapsynth.search.scheduling.timeline import simulate
 
@@ -132,9 +132,20 @@ def test_larger_ones_go_together_where_copies_take_less_than_a_latency() -> None
         small = LoweringOptions(bundled_bytes=3, bundle_bytes=8)
         found = schedule(replace(graph_of(rows, small), copied_per_s=copied_per_s))
         assert len(sent(found.tasks)) == 2
-        found = rebundled(found, large=True)
+        found = timeline_in_larger_bundles(found)
         assert len(sent(found.tasks)) == count
         assert found.makespan_s == 1 + 4 + 4 + 2 * count + 1
+
+
+def test_what_is_needed_first_is_cut_off_larger_bundles() -> None:
+    """Of four the long computing waits for one, which is cut off; the others share a latency."""
+    rows = [(NETWORK, 6.0, ()), (COMPUTE, 9.0, (0,)), *[(NETWORK, 6.0, ())] * 3, (COMPUTE, 1.0, (1, 2, 3, 4))]
+    alone = replace(graph_of(rows, LoweringOptions(bundled_bytes=3, bundle_bytes=64)), copied_per_s=100.0)
+    together = alone.joined(range(6), [[0, 2, 3, 4]])
+    assert together is not None
+    found = timeline_in_larger_bundles(simulate(together, range(3)))
+    assert sorted(map(sorted, sent(found.tasks))) == [[0], [2, 3, 4]]
+    assert found.makespan_s < min(schedule(alone).makespan_s, simulate(together, range(3)).makespan_s)
 
 
 @pytest.mark.parametrize("seed", range(40))
