@@ -82,6 +82,8 @@ _LEVEL = 0.5
 """From the best bound to the most that it may come to: where the next one is sought at near weights."""
 _PROMISING = 1.08
 """Times as long as the best program so far: what takes longer before its collectives are bundled is no better then."""
+_SEARCHING = 0.8
+"""Of a time budget: programs and bounds are sought in it; in the rest the best are scheduled again."""
 _TRIED, _NEARLY = 8, 1.05
 """Programs that are scheduled again, or more until one fits, and how many times as long as the best their quick
 schedules are at most."""
@@ -497,14 +499,15 @@ def concluded(found: MakespanSearch, bar: float = np.inf) -> Overlapped | None:
     """The program of the least makespan, found from a first look on; None where none fits in its order. What takes more
     than `bar` seconds is of no use."""
     search, first, least_sum = found.search, found, found.scheduled[0]
-    found.run(_ROUNDS, bar)
-    found = _at_other_ratios(found, bar)
-    best_so_far = found.best
-    if best_so_far and found.bound_for(best_so_far) < found.bound * (1 - TOLERANCE) and not search.clock.late():
-        # The bound was found at ratios that this program does not have: once more at its own.
-        found = min(_at(best_so_far.candidate.sizes, found, bar), found, key=_least_makespan)
-    if not search.clock.late() and found.bound < bar:
-        found.raise_bound()
+    with search.clock.within(_SEARCHING):
+        found.run(_ROUNDS, bar)
+        found = _at_other_ratios(found, bar)
+        best_so_far = found.best
+        if best_so_far and found.bound_for(best_so_far) < found.bound * (1 - TOLERANCE) and not search.clock.late():
+            # The bound was found at ratios that this program does not have: once more at its own.
+            found = min(_at(best_so_far.candidate.sizes, found, bar), found, key=_least_makespan)
+        if not search.clock.late() and found.bound < bar:
+            found.raise_bound()
     fitting = _best_within_limit(found, least_sum)
     if not fitting:
         return None
@@ -535,7 +538,7 @@ def _best_within_limit(found: MakespanSearch, least_sum: Scheduled) -> list[tupl
 
     chain = {known: found.longest_chain(known.seen) for known in found.scheduled}
     for known in sorted(found.scheduled, key=lambda known: known.makespan_s + chain[known]):
-        if len(tried) >= _TRIED and fitting:
+        if fitting and (len(tried) >= _TRIED or found.search.clock.late()):
             break
         if known.makespan_s < least * _NEARLY and chain[known] < least and not is_tried(known):
             fit(known)
@@ -617,6 +620,8 @@ def in_larger_bundles(found: Overlapped, search: FixedRatioSearch) -> Overlapped
     """The same with more collectives together than the thresholds say, where copying them takes less time than their
     latencies, and it takes no longer. Bounds know nothing of that: none is undercut. It costs GPUs less than a schedule
     says, as XLA waits for the end of a kernel before each collective, and before what follows one."""
+    if search.clock.late():
+        return found
     timeline = timeline_in_larger_bundles(found.timeline)
     if timeline is found.timeline:
         return found
