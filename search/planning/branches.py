@@ -34,7 +34,8 @@ class Branch:
     `bound` seconds that they take at least, found at `weights` of the chains that there were. `messages`: what the dual
     of the last problem came to. `most`: that a bound can come to, as far as was known at the last weights; `rose`:
     whether it did there. `in_vain`: how many rounds have told nothing new since, as what a program takes is more than
-    its choices cost in the weighted problem. `begun`: some round was made; `ended`: no other would change anything."""
+    its choices cost in the weighted problem. `begun`: the next round is at weights that its programs suggest, not at
+    `weights`; `ended`: no other would change anything."""
 
     weights: Floats
     messages: Messages

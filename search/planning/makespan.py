@@ -244,7 +244,7 @@ class MakespanSearch:
             return False
         parts = parted.parted(*way)
         for part in parts:
-            # At the weights of the whole a part has no higher bound than a program of it allows.
+            # At the weights of the parted branch its bound is no higher than these programs allow.
             part.begun = bool(self._seen_in(part))
         self.branches.remove(parted)
         self.branches += parts
@@ -255,21 +255,25 @@ class MakespanSearch:
         """A variable and states of it, those by which the bounds of both parts may rise the most, in the product, as
         far as the programs seen tell and up to the best one. None where the programs that limit the bound use all
         tensors alike."""
-        mine, lengths = self._seen_in(branch), self._lengths_seen()
+        mine = self._seen_in(branch)
+        if not mine:
+            return None
+        lengths = self._lengths_seen()[mine]
         rises: dict[bytes, float] = {}
         best, most = None, 0.0
-        for variable, states in unlike_uses(self._limiting(branch), self.space) if mine else ():
+        for variable, states in unlike_uses(self._limiting(branch), self.space):
             first = states[[self.seen[n].choices[variable] for n in mine]]
-            key = first.tobytes()
+            # Either part may be the first.
+            key = (first == first[0]).tobytes()
             if key not in rises:
-                rises[key] = prod(self._may_rise(branch, lengths[mine][part]) for part in (first, ~first))
+                rises[key] = prod(self._may_rise(branch, lengths[part]) for part in (first, ~first))
             if rises[key] > most:
                 best, most = (variable, states), rises[key]
         return best
 
     def _may_rise(self, branch: Branch, lengths: Floats) -> float:
-        """Seconds by which the bound of a part of a branch may rise, or a little. `lengths`: of all chains in the
-        programs seen that the part has [programs, chains]."""
+        """Seconds by which the bound of a part of a branch may rise, `_LEAST_MAY_RISE` at least. `lengths`: of all
+        chains in the programs seen that the part has [programs, chains]."""
         top = self.best.makespan_s if self.best else np.inf
         if len(lengths):
             top = min(top, self._limiting_weights(lengths)[1])
@@ -618,8 +622,9 @@ def _within_limit(known: Scheduled, search: FixedRatioSearch) -> Overlapped | No
 
 def in_larger_bundles(found: Overlapped, search: FixedRatioSearch) -> Overlapped:
     """The same with more collectives together than the thresholds say, where copying them takes less time than their
-    latencies, and it takes no longer. Bounds know nothing of that: none is undercut. It costs GPUs less than a schedule
-    says, as XLA waits for the end of a kernel before each collective, and before what follows one."""
+    latencies, it takes no longer and time is left to look. Bounds know nothing of that: none is undercut. It costs
+    GPUs less than a schedule says, as XLA waits for the end of a kernel before each collective, and before what follows
+    one."""
     if search.clock.late():
         return found
     timeline = timeline_in_larger_bundles(found.timeline)
