@@ -51,7 +51,7 @@ from hapsynth.search.planning.baselines import Baseline, Baselines
 from hapsynth.search.planning.makespan import TOLERANCE
 from hapsynth.search.planning.planner import InfeasibleError
 from hapsynth.search.planning.task import Task
-from hapsynth.search.scheduling.list_schedule import schedule, timeline_in_larger_bundles
+from hapsynth.search.scheduling.list_schedule import schedule
 from hapsynth.search.scheduling.tasks import tasks_of
 from hapsynth.search.sizing.ratios import own_weights, proportional
 from hapsynth.search.sizing.sizer import Sizer
@@ -93,7 +93,7 @@ def overlapped_row(row: dict[str, Any], fn: Any, args: Any, where: Cluster, budg
     costs = summed.cost_model()
     row["of_the_sum"] = {
         "cost_s": summed.cost,
-        "makespan_s": timeline_in_larger_bundles(schedule(tasks_of(summed.program, summed.sizes, costs))).makespan_s,
+        "makespan_s": schedule(tasks_of(summed.program, summed.sizes, costs)).makespan_s,
         "devices": list(summed.devices),
         "cpu_s": time.process_time() - planned,
         "strategy": in_words(summed, where),

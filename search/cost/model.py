@@ -521,6 +521,14 @@ class CostModel:
         nbytes = self.graph.values[value].nbytes
         return sum(each.sent * nbytes * prod(largest(*cut) for cut in each.cuts) for each in wired)
 
+    def most_bundled(self, step: Collective, axis: int) -> float:
+        """Bytes that each device sends in a collective up to which it may go with others: those of the thresholds, or
+        as many as are copied into a bundle and out of it in less time than its latency, up to half a bundle."""
+        # What is copied is read and written.
+        copied_per_s = float(self.bandwidth.min(initial=np.inf)) / 4
+        in_a_latency = float(self.links[axis].seconds(step.name, 0.0)) * copied_per_s
+        return max(self.lowering.bundled_bytes, min(in_a_latency, self.lowering.bundle_bytes / 2))
+
     def least_in_bundle(
         self, value: int, source: Layout, target: Layout, axis: int, shares: Shares, step: Collective
     ) -> float:
@@ -530,7 +538,7 @@ class CostModel:
         if not (step.communicates and step.bundled and sent.seconds):
             return sent.seconds
         nbytes = self.bytes_sent(value, source, target, axis, shares.largest, step)
-        if not 0 < nbytes <= self.lowering.bundled_bytes:
+        if not 0 < nbytes <= self.most_bundled(step, axis):
             return sent.seconds
         most = sent.wire_bytes * max(1.0, self.lowering.bundle_bytes / nbytes)
         return sent.wire_bytes * self.links[axis].least_per_byte(step.name, most) + sent.turned_s

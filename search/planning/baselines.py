@@ -47,7 +47,7 @@ from hapsynth.search.memory.profile import held_by, peak
 from hapsynth.search.planning.memory_bound_schedules import schedules_holding_less
 from hapsynth.search.planning.task import Task
 from hapsynth.search.result import Result
-from hapsynth.search.scheduling.list_schedule import ordered, schedule, timeline_in_larger_bundles
+from hapsynth.search.scheduling.list_schedule import ordered, schedule
 from hapsynth.search.scheduling.tasks import TaskGraph, tasks_of
 from hapsynth.search.scheduling.timeline import Timeline, step_seconds
 from hapsynth.search.sizing.ratios import Ratios, proportional
@@ -190,9 +190,7 @@ class Baselines:
 
     def _scheduled(self, baseline: Baseline, tasks: TaskGraph | None = None) -> Baseline:
         timeline = schedule(tasks or tasks_of(baseline.program, baseline.sizes, self.costs))
-        found = self._in_order_of(timeline_in_larger_bundles(timeline), baseline)
-        if not found.fits:
-            found = self._in_order_of(timeline, baseline)
+        found = self._in_order_of(timeline, baseline)
         if found.fits or not baseline.fits:
             return found
         less = schedules_holding_less(baseline.program, baseline.sizes, self.costs)

@@ -41,7 +41,7 @@ from hapsynth.search.planning.memory_bound_schedules import schedules_holding_le
 from hapsynth.search.planning.mixtures import mixture
 from hapsynth.search.planning.search_at_ratios import AdditiveSolution, FixedRatioSearch
 from hapsynth.search.scheduling.critical_path import Step, critical_path
-from hapsynth.search.scheduling.list_schedule import ordered, refined, schedule, timeline_in_larger_bundles
+from hapsynth.search.scheduling.list_schedule import iterated, ordered, refined, schedule
 from hapsynth.search.scheduling.tasks import LINK_NAMES, LINKS, Machine, TaskGraph, tasks_of
 from hapsynth.search.scheduling.timeline import Timeline, simulate
 from hapsynth.search.sizing.makespan_lp import LINK
@@ -87,6 +87,8 @@ _SEARCHING = 0.8
 _TRIED, _NEARLY = 8, 1.05
 """Programs that are scheduled again, or more until one fits, and how many times as long as the best their quick
 schedules are at most."""
+_ITERATED = 3
+"""Of these, the best, for which more orders and bundles are looked for."""
 TOLERANCE = 2e-3
 """Relative: what a search leaves undecided, of bounds and of makespans."""
 _NODES = 5000
@@ -515,17 +517,30 @@ def concluded(found: MakespanSearch, bar: float = np.inf) -> Overlapped | None:
     fitting = _best_within_limit(found, least_sum)
     if not fitting:
         return None
-    known, best = min(fitting, key=lambda pair: pair[1].timeline.makespan_s)
+    best = min(fitting, key=lambda each: each.makespan_s)
     # The ratios of the program of the least sum may be those of the first search alone.
-    bound = max(each.bound_for(known) for each in ((first, found) if known is least_sum else (found,)))
-    return best._replace(lower_bound_s=bound)
+    searches = (first, found) if best.known is least_sum else (found,)
+    return best.overlapped._replace(lower_bound_s=max(each.bound_for(best.known) for each in searches))
 
 
-def _best_within_limit(found: MakespanSearch, least_sum: Scheduled) -> list[tuple[Scheduled, Overlapped]]:
+class _Tried(NamedTuple):
+    """A program that was scheduled again. `steps`: it or the same by the steps that go together; `timeline`: of these,
+    from which its order is; None where that is another."""
+
+    known: Scheduled
+    steps: Program
+    timeline: Timeline | None
+    overlapped: Overlapped
+
+    @property
+    def makespan_s(self) -> float:
+        return self.overlapped.timeline.makespan_s
+
+
+def _best_within_limit(found: MakespanSearch, least_sum: Scheduled) -> list[_Tried]:
     """The best programs of a search, and that of the least sum, in orders in which they fit: those with the least mean
     of quick schedule and longest chain, as more orders may gain what the schedule is above the chain."""
-    tried: list[Scheduled] = []
-    fitting: list[tuple[Scheduled, Overlapped]] = []
+    search, tried, fitting = found.search, list[Scheduled](), list[_Tried]()
     least = np.inf
 
     def is_tried(known: Scheduled) -> bool:
@@ -535,26 +550,26 @@ def _best_within_limit(found: MakespanSearch, least_sum: Scheduled) -> list[tupl
     def fit(known: Scheduled) -> None:
         nonlocal least
         tried.append(known)
-        overlapped = _within_limit(known, found.search)
-        if overlapped is not None:
-            fitting.append((known, overlapped))
-            least = min(least, overlapped.timeline.makespan_s)
+        again = _within_limit(known, search)
+        if again is not None:
+            fitting.append(again)
+            least = min(least, again.makespan_s)
 
     chain = {known: found.longest_chain(known.seen) for known in found.scheduled}
     for known in sorted(found.scheduled, key=lambda known: known.makespan_s + chain[known]):
-        if fitting and (len(tried) >= _TRIED or found.search.clock.late()):
+        if fitting and (len(tried) >= _TRIED or search.clock.late()):
             break
         if known.makespan_s < least * _NEARLY and chain[known] < least and not is_tried(known):
             fit(known)
     if not is_tried(least_sum):
         fit(least_sum)
+    for each in sorted(fitting, key=lambda each: each.makespan_s)[:_ITERATED]:
+        if each.timeline is not None and not search.clock.late():
+            shorter = iterated(each.timeline, search.clock.late)
+            overlapped = _timed(ordered(each.steps, shorter), each.known.candidate.sizes, search)
+            if overlapped is not None:
+                fitting.append(each._replace(overlapped=overlapped))
     return fitting
-
-
-def _shorter(one: Overlapped | None, other: Overlapped | None) -> Overlapped | None:
-    if one is None or other is None:
-        return one or other
-    return other if other.timeline.makespan_s < one.timeline.makespan_s else one
 
 
 def _at_other_ratios(found: MakespanSearch, bar: float) -> MakespanSearch:
@@ -604,36 +619,25 @@ def _least_makespan(found: MakespanSearch) -> float:
     return found.best.makespan_s if found.best else np.inf
 
 
-def _within_limit(known: Scheduled, search: FixedRatioSearch) -> Overlapped | None:
+def _within_limit(known: Scheduled, search: FixedRatioSearch) -> _Tried | None:
     """A program in an order in which it fits, by the steps that it has or those that go together; None where there is
     none."""
     candidate, costs = known.candidate, search.task.costs
     timed = partial(_timed, sizes=candidate.sizes, search=search)
-    found = timed(ordered(candidate.program, refined(known.timeline)))
+    ways = [(candidate.program, refined(known.timeline))]
     together = by_cheapest_steps(candidate.program, candidate.sizes, costs, bundled=True)
     if together is not candidate.program:
-        other = ordered(together, schedule(tasks_of(together, candidate.sizes, costs)))
-        found = _shorter(found, timed(other))
-    if found is not None or candidate.memory > search.limit:
-        return found
+        ways.append((together, refined(schedule(tasks_of(together, candidate.sizes, costs), quick=True))))
+    fitting = [
+        _Tried(known, steps, timeline, overlapped)
+        for steps, timeline in ways
+        if (overlapped := timed(ordered(steps, timeline))) is not None
+    ]
+    if fitting or candidate.memory > search.limit:
+        return min(fitting, key=lambda each: each.makespan_s, default=None)
     less = schedules_holding_less(candidate.program, candidate.sizes, costs)
-    return next(filter(None, map(timed, less)), None) or timed(candidate.program)
-
-
-def in_larger_bundles(found: Overlapped, search: FixedRatioSearch) -> Overlapped:
-    """The same with more collectives together than the thresholds say, where copying them takes less time than their
-    latencies, it takes no longer and time is left to look. Bounds know nothing of that: none is undercut. It costs
-    GPUs less than a schedule says, as XLA waits for the end of a kernel before each collective, and before what follows
-    one."""
-    if search.clock.late():
-        return found
-    timeline = timeline_in_larger_bundles(found.timeline)
-    if timeline is found.timeline:
-        return found
-    other = _timed(ordered(found.program, timeline), found.sizes, search, found.lower_bound_s)
-    if other is None or not found.lower_bound_s <= other.timeline.makespan_s <= found.timeline.makespan_s:
-        return found
-    return other
+    overlapped = next(filter(None, map(timed, less)), None) or timed(candidate.program)
+    return overlapped and _Tried(known, candidate.program, None, overlapped)
 
 
 def as_it_is(search: FixedRatioSearch, best: Candidate) -> Overlapped:

@@ -25,7 +25,7 @@ from hapsynth.search.planning.effort import Clock, Effort
 from hapsynth.search.planning.ideal_work import IdealWorkBound
 from hapsynth.search.planning.infeasibility import shortage
 from hapsynth.search.planning.joint_refinement import JointRefinement
-from hapsynth.search.planning.makespan import MakespanSearch, as_it_is, concluded, first_look, in_larger_bundles
+from hapsynth.search.planning.makespan import MakespanSearch, as_it_is, concluded, first_look
 from hapsynth.search.planning.resharding import resharded
 from hapsynth.search.planning.search_at_ratios import MANY_AXES_NODES, FixedRatioSearch, Glance
 from hapsynth.search.planning.task import Task
@@ -290,7 +290,6 @@ class Planner:
         own = as_it_is(self._search, best)
         # Where memory is short, what is found may have to wait for its gathers longer than the sum's program does.
         found = own if found is None or own.timeline.makespan_s < found.timeline.makespan_s else found
-        found = in_larger_bundles(found, self._search)
         if task.options.fixed_ratios is not None:
             task.options.fixed_ratios.check(found.sizes)
         check(graph, found.program, found.sizes)

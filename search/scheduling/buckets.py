@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -26,20 +26,52 @@ _SAME = 1e-9
 """Relative: makespans that differ by rounding alone."""
 
 
-def bundled(timeline: Timeline) -> Timeline:
-    """A timeline in which those collectives go together that wait at once for the same link, where that is better."""
+@dataclass(frozen=True, eq=False)
+class Apart:
+    """A timeline's `tasks` before collectives were joined. `bundles`: those of them that go as one, by the task that
+    they are in the timeline; `place`, `begun`: of each of them, that task's place in the order and its start, in
+    seconds."""
+
+    tasks: TaskGraph
+    bundles: dict[int, list[int]]
+    place: list[int]
+    begun: list[float]
+
+    @classmethod
+    def of(cls, timeline: Timeline) -> Apart:
+        tasks, whole = timeline.tasks, timeline.tasks.unbundled
+        if whole is None:
+            whole, parts = tasks, [[task] for task in range(len(tasks.machine))]
+        else:
+            task_of = {at: task for task, places in enumerate(whole.instructions) for at in places}
+            parts = [sorted({task_of[at] for at in places}) for places in tasks.instructions]
+        place, begun = [0] * len(whole.machine), [0.0] * len(whole.machine)
+        started = timeline.start.max(axis=1, initial=0.0).tolist()
+        for n, task in enumerate(timeline.order):
+            for part in parts[task]:
+                place[part], begun[part] = n, started[task]
+        bundles = {
+            task: parts[task] for task in timeline.order if tasks.machine[task] in LINKS and len(parts[task]) > 1
+        }
+        return cls(whole, bundles, place, begun)
+
+    @cached_property
+    def order(self) -> list[int]:
+        """The tasks in the order of the timeline."""
+        return sorted(range(len(self.place)), key=lambda task: (self.place[task], task))
+
+    @cached_property
+    def released(self) -> list[float]:
+        """Seconds before which no order starts each task."""
+        found, longest = [0.0] * len(self.place), self.tasks.longest
+        for task, makers in enumerate(self.tasks.makers):
+            found[task] = max((found[maker] + longest[maker] for maker in makers), default=0.0)
+        return found
+
+
+def rebundled(timeline: Timeline, *, trials: int = TRIALS) -> Timeline:
+    """A timeline with more collectives together, where that is better: all neighbours, else half of them, and so on."""
     neighbours = Neighbours(timeline)
-    together = neighbours.waiting()
-    found = neighbours.tried(together)
-    if found is None or not found.is_better_than(Trial.of(timeline)):
-        return timeline
-    return neighbours.simulated(together)
-
-
-def rebundled(timeline: Timeline, *, large: bool = False, trials: int = TRIALS) -> Timeline:
-    """A timeline with more collectives together, where that is better: all neighbours, else half of them, and so on.
-    `large`: also of those that are copied in less time than their latency."""
-    neighbours = Neighbours(timeline, large=large)
     taken: set[int] = set()
     best = Trial.of(timeline)
     blocks = deque([range(len(neighbours.pairs))] if neighbours.pairs else [])
@@ -72,27 +104,17 @@ def cut(timeline: Timeline, scheduled: Callable[[TaskGraph], Timeline]) -> Timel
 
 def _cuts(timeline: Timeline) -> Iterator[Timeline]:
     """With one bundle cut, of those that are waited for longest."""
-    tasks, whole = timeline.tasks, timeline.tasks.unbundled
-    if whole is None:
-        return
-    task_of = {at: task for task, places in enumerate(whole.instructions) for at in places}
-    parts = [sorted({task_of[at] for at in places}) for places in tasks.instructions]
-    place = [0] * len(whole.machine)
-    for n, task in enumerate(timeline.order):
-        for part in parts[task]:
-            place[part] = n
-    order = sorted(range(len(whole.machine)), key=lambda task: (place[task], task))
-    bundles = {task: parts[task] for task in timeline.order if tasks.machine[task] in LINKS and len(parts[task]) > 1}
+    apart = Apart.of(timeline)
     waited = waits(timeline)
-    longest = sorted((task for task in bundles if task in waited), key=lambda task: -float(waited[task].max()))
+    longest = sorted((task for task in apart.bundles if task in waited), key=lambda task: -float(waited[task].max()))
     for task in longest[:_CUT_AT_ONCE]:
-        needed = [(_needed_at(whole, part, place), part) for part in bundles[task]]
+        needed = [(_needed_at(apart.tasks, part, apart.place), part) for part in apart.bundles[task]]
         needed.sort()
         ends = [n for n in range(1, len(needed)) if needed[n][0] > needed[n - 1][0]]
         for end in ends[:: max(1, -(-len(ends) // _ENDS))]:
             mine = [part for _, part in needed]
-            others = [bundle for other, bundle in bundles.items() if other != task]
-            found = whole.joined(order, [*others, mine[:end], mine[end:]])
+            others = [bundle for other, bundle in apart.bundles.items() if other != task]
+            found = apart.tasks.joined(apart.order, [*others, mine[:end], mine[end:]])
             if found is not None:
                 yield simulate(found, range(len(found.machine)))
 
@@ -128,60 +150,20 @@ class Trial(NamedTuple):
         return not longer and self.sending_s < other.sending_s * (1 - _SAME)
 
 
-class _Sent(NamedTuple):
-    """The last collective of a link, with those that it goes with."""
-
-    task: int
-    begun: float
-    ended: float
-
-
 class Neighbours:
     """Each two collectives of a family that follow one another in a timeline's order (`pairs`)."""
 
-    def __init__(self, timeline: Timeline, *, large: bool = False) -> None:
+    def __init__(self, timeline: Timeline) -> None:
         self.timeline, self.tasks = timeline, timeline.tasks
-        least = self.tasks.lowering.bundled_bytes
         last: dict[Hashable, int] = {}
         self.pairs: list[tuple[int, int]] = []
         for task in timeline.order:
             transfer = self.tasks.transfers.get(task)
-            if transfer is None:
-                continue
-            most = max(least, self._copied_in_a_latency(transfer)) if large else least
-            if transfer.nbytes > most and len(self.tasks.instructions[task]) == 1:
+            if transfer is None or transfer.alone:
                 continue
             if transfer.family in last:
                 self.pairs.append((last[transfer.family], task))
             last[transfer.family] = task
-
-    def _copied_in_a_latency(self, transfer: Transfer) -> float:
-        """Bytes that every device copies into a bundle, and out of it, in the time that one collective less saves."""
-        return float(transfer.link.seconds(transfer.step, 0.0)) * self.tasks.copied_per_s
-
-    def waiting(self) -> set[int]:
-        """Pairs of which the second waits for its link as the first starts."""
-        tasks, end = self.tasks, self.timeline.end
-        number = {pair: n for n, pair in enumerate(self.pairs)}
-        found: set[int] = set()
-        last = {link: _Sent(-1, 0.0, 0.0) for link in LINKS}
-        for task in self.timeline.order:
-            ready = max((float(end[m].max()) for m in tasks.makers[task]), default=0.0)
-            for link in LINKS:
-                if tasks.machine[task] is Machine.EVERYTHING:
-                    last[link] = _Sent(-1, 0.0, float(end[task].max()))
-                if tasks.machine[task] is not link:
-                    continue
-                before, pair = last[link], number.get((last[link].task, task))
-                if pair is not None and ready <= before.begun:
-                    found.add(pair)
-                    transfer = tasks.transfers[task]
-                    saved = float(transfer.link.seconds(transfer.step, 0.0))
-                    last[link] = _Sent(task, before.begun, before.ended + tasks.longest[task] - saved)
-                else:
-                    begun = max(before.ended, ready)
-                    last[link] = _Sent(task, begun, begun + tasks.longest[task])
-        return found
 
     def simulated(self, together: set[int]) -> Timeline:
         """The timeline with these pairs together, which is one (`tried`)."""
@@ -220,8 +202,7 @@ class Neighbours:
         return Simulation.of(self.tasks)
 
     def bundles(self, together: set[int]) -> list[tuple[list[int], Transfer]]:
-        """As long as a bundle has room; with what each sends. What is gathered twice, dropped between, one bundle
-        cannot gather twice."""
+        """As long as a bundle has room; with what each sends."""
         most, transfers = self.tasks.lowering.bundle_bytes, self.tasks.transfers
         of: dict[int, list[int]] = {}
         held: dict[int, Transfer] = {}
@@ -229,7 +210,7 @@ class Neighbours:
             one, other = self.pairs[n]
             bundle = of.get(one, [one])
             before, more = held.get(bundle[0], transfers[one]), transfers[other]
-            if before.nbytes + more.nbytes <= most and before.made.isdisjoint(more.made):
+            if before.takes(more, most):
                 bundle.append(other)
                 of[one] = of[other] = bundle
                 held[bundle[0]] = before.beside(more)

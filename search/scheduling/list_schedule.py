@@ -1,5 +1,5 @@
-"""Orders of tasks and their bundles: list schedules by several priorities, each improved forward and backward, and a
-bound on all orders.
+"""Orders of tasks and their bundles: list schedules by several priorities, each improved forward and backward, some of
+which bundle as they send, and a bound on all orders.
 
 A list schedule starts, whenever a machine is free, the task of highest priority that can start (Graham 1966). No one
 priority suits all programs. By the longest path to the end, the chain of a backward pass goes first, and the gradients
@@ -7,22 +7,29 @@ of weights wait, with their collectives; in the order of the source these start 
 for what is sent last to have something computed beside it. A schedule of the reversed graph orders the collectives at
 the end of a step by their release times. Scheduling the reversed graph in the order in which
 tasks ended, and so on in turn, rarely makes a schedule longer and often shorter (forward-backward improvement: Li and
-Willis 1992). What remains is left to constraint programming (`constraint_programming.py`).
+Willis 1992).
+
+Collectives that wait for a link when it sends go together: forward those of what has been made, backward those of what
+is used later. In a schedule of single ones others wait, as each of them has a latency of its own. In turn, from starts
+that are a little sooner or later each time, that is an iterated local search (`iterated`). Bundles are chosen by trials
+and cut besides (`buckets.py`). What remains is left to constraint programming (`constraint_programming.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import partial
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
+from random import Random
+from typing import NamedTuple
 
 import numpy as np
 
 from hapsynth.instructions.program.program import Convert, Instruction, Program
 from hapsynth.instructions.program.sizes import Sizes
 from hapsynth.search.cost.model import CostModel, Floats
-from hapsynth.search.scheduling.buckets import MORE_TRIALS, bundled, cut, rebundled
+from hapsynth.search.scheduling.buckets import MORE_TRIALS, Apart, Trial, cut, rebundled
 from hapsynth.search.scheduling.constraint_programming import polished
 from hapsynth.search.scheduling.idle_time import filled
 from hapsynth.search.scheduling.tasks import LINKS, Machine, TaskGraph, tasks_of
@@ -34,6 +41,8 @@ _LINK_ROUNDS = 6
 _PUT_OFF = 0.5, 0.7
 """Of a task's slack."""
 _LEAST_GAIN = 1e-6
+_PERTURBED, _PERTURBATION = 100, 5e-3
+"""Times, and by how much of the makespan a task starts sooner or later at most."""
 _QUEUES = {Machine.NETWORK: 0, Machine.INTRA: 1, Machine.COMPUTE: 2, Machine.EVERYTHING: 2, Machine.LOCAL: -1}
 """Of tasks that wait for one machine; the first goes first where several are free at once."""
 
@@ -41,47 +50,94 @@ _QUEUES = {Machine.NETWORK: 0, Machine.INTRA: 1, Machine.COMPUTE: 2, Machine.EVE
 def schedule(tasks: TaskGraph, *, quick: bool = False, bar: float = np.inf) -> Timeline:
     """The timeline of the best order and bundles found. `quick`: only the most promising of the orders are looked at,
     and no other bundles than those that suggest themselves where it takes longer than `bar` seconds with them."""
-    found = bundled(_of_best_order(tasks.contracted(), quick=True))
+    found = _bundled_as_sent(_of_best_order(tasks.contracted(), quick=True))
     if found.makespan_s <= bar:
         found = rebundled(found)
         # With latencies gone others may be better.
         found = min(found, _of_best_order(found.tasks, quick=True), key=_makespan)
         found = min(found, _for_links(found), key=_makespan)
-    return found if quick else refined(found)
+    return found if quick else iterated(refined(found))
 
 
 def refined(timeline: Timeline) -> Timeline:
     """The best found of more orders and other bundles in turn, with idle time filled."""
-    best = _rebundled_in_turn(timeline)
+    best = _in_turn(_bundled_as_sent(min(timeline, _of_best_order(timeline.tasks), key=_makespan)))
     found = cut(best, partial(_of_best_order, quick=True))
     if found is not best:
-        best = _rebundled_in_turn(found)
+        best = _in_turn(found)
     best = filled(best)
-    proved = best.makespan_s <= least_makespan(best.tasks) * (1 + _LEAST_GAIN)
-    return best if proved else polished(best)
+    return best if _is_proved(best) else polished(best)
 
 
-def _rebundled_in_turn(timeline: Timeline) -> Timeline:
-    best = min(timeline, _of_best_order(timeline.tasks), key=_makespan)
+def iterated(timeline: Timeline, stopped: Callable[[], bool] = lambda: False) -> Timeline:
+    """A shorter timeline, where one is found by iterated local search (Lourenço, Martin, Stützle 2003): the best so far
+    is bundled as sent again from starts that are a little sooner or later, and in the end refined. It ends where
+    `stopped`."""
+    rng, best = Random(0), timeline
+    for n in range(0 if _is_proved(timeline) else _PERTURBED):
+        if stopped():
+            break
+        backward, apart = n % 2 == 1, Apart.of(best)
+        most = _PERTURBATION * best.makespan_s
+        found = _as_sent(replace(apart, begun=[x + rng.uniform(-most, most) for x in apart.begun]), backward=backward)
+        found = min(found, _as_sent(Apart.of(found), backward=not backward), key=_makespan)
+        if Trial.of(found).is_better_than(Trial.of(best)):
+            best = found
+    return best if best is timeline or stopped() else min(best, refined(best), key=_makespan)
+
+
+def _is_proved(timeline: Timeline) -> bool:
+    return timeline.makespan_s <= least_makespan(timeline.tasks) * (1 + _LEAST_GAIN)
+
+
+def _in_turn(best: Timeline) -> Timeline:
+    """A timeline in other bundles, in another order for these, and bundled as that sends them, in turn."""
     for _ in range(_TURNS):
         found = rebundled(best, trials=MORE_TRIALS)
-        if found is best:
+        found = min(found, _of_best_order(found.tasks), key=_makespan)
+        found = _bundled_as_sent(found)
+        if not Trial.of(found).is_better_than(Trial.of(best)):
             break
-        best = min(found, _of_best_order(found.tasks), key=_makespan)
+        best = found
     return best
 
 
-def timeline_in_larger_bundles(timeline: Timeline) -> Timeline:
-    """A timeline with larger collectives together too, as far as they are copied in less time than their latency, and
-    bundles cut, in turn, where that is better; the same where it is not."""
+def _bundled_as_sent(timeline: Timeline) -> Timeline:
+    """A shorter timeline, where one is found, by list schedules in which each collective that is sent takes those along
+    that wait for the link too: forward for those of what is computed, backward for those before which nothing is, in
+    turn."""
     best = timeline
-    for _ in range(_TURNS):
-        found = rebundled(best, large=True, trials=MORE_TRIALS)
-        found = cut(found, partial(_of_best_order, quick=True))
-        if found is best:
+    for _ in range(_ROUNDS):
+        found = min(best, _as_sent(Apart.of(best)), key=_makespan)
+        found = min(found, _as_sent(Apart.of(found), backward=True), key=_makespan)
+        if found.makespan_s >= best.makespan_s * (1 - _LEAST_GAIN):
             break
         best = found
-    return best if best is timeline else filled(best)
+    return best
+
+
+def _as_sent(apart: Apart, *, backward: bool = False) -> Timeline:
+    """One of these list schedules, in the order in which the tasks of a timeline begin."""
+    latency = {task: float(each.link.seconds(each.step, 0.0)) for task, each in apart.tasks.transfers.items()}
+    joining = {task for task, each in latency.items() if (apart.released[task] <= each) == backward}
+    kept = [bundle for bundle in apart.bundles.values() if joining.isdisjoint(bundle)]
+    tasks = apart.tasks.joined(apart.order, kept)
+    assert tasks is not None, "bundles of a timeline"
+    number = {at: task for task, places in enumerate(tasks.instructions) for at in places}
+    begun, mine = [0.0] * len(tasks.machine), set[int]()
+    for task, places in enumerate(apart.tasks.instructions):
+        for at in places[:1]:
+            begun[number[at]] = apart.begun[task]
+            if task in joining:
+                mine.add(number[at])
+    if backward:
+        order, _, bundles = _greedy(tasks, tasks.users, tasks.makers, [-x for x in begun], mine)
+        order.reverse()
+    else:
+        order, _, bundles = _greedy(tasks, tasks.makers, tasks.users, begun, mine)
+    found = tasks.joined(order, bundles)
+    assert found is not None, "none of a bundle waits for another"
+    return simulate(found, range(len(found.machine)))
 
 
 def _makespan(timeline: Timeline) -> float:
@@ -203,16 +259,16 @@ def _orders(tasks: TaskGraph, quick: bool) -> list[tuple[int, ...]]:
         computes = tasks.machine[task] in (Machine.COMPUTE, Machine.EVERYTHING)
         # A collective goes with the first that needs it.
         first[task] = float(task) if computes else min((first[u] for u in users[task]), default=float(count))
-    _, ended = _greedy(tasks, users, makers, [-x for x in from_start])
+    _, ended, _ = _greedy(tasks, users, makers, [-x for x in from_start])
     priorities = [-x for x in to_end], first, [-x for x in ended]
     begun = [_greedy(tasks, makers, users, priority) for priority in priorities]
-    begun += [_greedy(tasks, makers, users, each) for each in _put_off(tasks, to_end, begun[1][1])]
+    begun += [_greedy(tasks, makers, users, each) for each in _put_off(tasks, to_end, begun[1].ended)]
     if quick:
-        best = min(begun, key=lambda order_and_ends: max(order_and_ends[1], default=0.0))
-        improved = _improved(tasks, *best)
+        best = min(begun, key=lambda found: max(found.ended, default=0.0))
+        improved = _improved(tasks, best.order, best.ended)
         orders = [improved[0], improved[-1]]
     else:
-        orders = [order for each in begun for order in _improved(tasks, *each)]
+        orders = [order for each in begun for order in _improved(tasks, each.order, each.ended)]
     return list(dict.fromkeys(map(tuple, orders)))
 
 
@@ -243,8 +299,8 @@ def _improved(tasks: TaskGraph, order: list[int], ended: list[float]) -> list[li
     """An order in which tasks end as given, and what it becomes forward and backward in turn."""
     found, least = [order], max(ended, default=0.0)
     for _ in range(_ROUNDS):
-        _, backward = _greedy(tasks, tasks.users, tasks.makers, [-x for x in ended])
-        order, ended = _greedy(tasks, tasks.makers, tasks.users, [-x for x in backward])
+        _, backward, _ = _greedy(tasks, tasks.users, tasks.makers, [-x for x in ended])
+        order, ended, _ = _greedy(tasks, tasks.makers, tasks.users, [-x for x in backward])
         length = max(ended, default=0.0)
         if length >= least * (1 - _LEAST_GAIN):
             break
@@ -260,7 +316,7 @@ def _for_links(timeline: Timeline) -> Timeline:
     tasks, best, order = timeline.tasks, timeline, [*timeline.order]
     for _ in range(_LINK_ROUNDS):
         before = order
-        order, ended = _greedy(tasks, tasks.makers, tasks.users, _latest_starts(tasks, order))
+        order, ended, _ = _greedy(tasks, tasks.makers, tasks.users, _latest_starts(tasks, order))
         if order == before:
             break
         if max(ended, default=0.0) < best.makespan_s * (1 - _LEAST_GAIN):
@@ -289,12 +345,24 @@ def _latest_starts(tasks: TaskGraph, order: Sequence[int]) -> list[float]:
     return found
 
 
+class _Pass(NamedTuple):
+    """A list schedule: the tasks in their order, when each ends, and the collectives that go together."""
+
+    order: list[int]
+    ended: list[float]
+    bundles: list[list[int]]
+
+
 def _greedy(
-    tasks: TaskGraph, before: Sequence[Sequence[int]], after: Sequence[Sequence[int]], priority: Sequence[float]
-) -> tuple[list[int], list[float]]:
+    tasks: TaskGraph,
+    before: Sequence[Sequence[int]],
+    after: Sequence[Sequence[int]],
+    priority: Sequence[float],
+    joining: Collection[int] = (),
+) -> _Pass:
     """The list schedule of a graph given both ways, least `priority` first, as if all devices took as long as the
-    slowest: an order, and when each task ends."""
-    machine, longest = tasks.machine, tasks.longest
+    slowest. Of the collectives `joining`, one that is sent takes those along that it may go with and that wait too."""
+    machine, longest, transfers = tasks.machine, tasks.longest, tasks.transfers
     count = len(longest)
     queue_of = [_QUEUES[m] for m in machine]
     ranked = sorted(range(count), key=priority.__getitem__)
@@ -308,6 +376,7 @@ def _greedy(
     ready: list[list[int]] = [[], [], []]
     queues = [*enumerate(zip(coming, ready, strict=True))]
     order: list[int] = []
+    bundles: list[list[int]] = []
     released = [task for task in reversed(range(count)) if not missing[task]]
 
     def release_users(task: int) -> None:
@@ -319,6 +388,18 @@ def _greedy(
             missing[user] -= 1
             if not missing[user]:
                 released.append(user)
+
+    def with_others(first: int, waiting: list[int]) -> tuple[list[int], float]:
+        """A collective with what it takes along of those whose ranks wait; how long that takes."""
+        mine, sent = [first], transfers[first]
+        for other in sorted(waiting):
+            task = ranked[other]
+            if task in joining and sent.takes(transfers[task], tasks.lowering.bundle_bytes):
+                mine.append(task)
+                sent = sent.beside(transfers[task])
+                waiting.remove(other)
+        heapify(waiting)
+        return mine, sent.seconds if len(mine) > 1 else longest[first]
 
     while True:
         # Those whose last maker is done, and what takes no time.
@@ -334,7 +415,7 @@ def _greedy(
             else:
                 heappush(coming[queue], (begun, rank[at]))
         if len(order) == count:
-            return order, end
+            return _Pass(order, end, bundles)
         at, begun = 0, np.inf
         for queue, (waiting, can) in queues:
             now = free[queue]
@@ -345,11 +426,19 @@ def _greedy(
                     at, begun = queue, now
             elif waiting and waiting[0][0] < begun:
                 at, begun = queue, waiting[0][0]
-        task = ranked[heappop(ready[at]) if ready[at] else heappop(coming[at])[1]]
+        while coming[at] and coming[at][0][0] <= begun:
+            heappush(ready[at], heappop(coming[at])[1])
+        task = ranked[heappop(ready[at])]
         if machine[task] is Machine.EVERYTHING:
             begun = max(begun, *free)
             free = [begun + longest[task]] * 3
-        end[task] = free[at] = begun + longest[task]
-        order.append(task)
-        release_users(task)
+        mine, seconds = with_others(task, ready[at]) if task in joining else ([task], longest[task])
+        if len(mine) > 1:
+            bundles.append(mine)
+        free[at] = begun + seconds
+        for each in mine:
+            end[each] = free[at]
+        order += mine
+        for each in mine:
+            release_users(each)
         released.reverse()

@@ -54,7 +54,7 @@ class Transfer(NamedTuple):
 
     `family`: what it has in common with those that it can go with. `made`: the values and layouts that it makes; a
     bundle makes each of them once. `nbytes`: that each device sends; `wire_bytes`: that one group does over its slowest
-    link. `turned_s`: as `network.Sent` has it.
+    link. `turned_s`: as `network.Sent` has it. `alone`: whether it is too large to go with others.
     """
 
     family: Hashable
@@ -64,10 +64,21 @@ class Transfer(NamedTuple):
     nbytes: float
     wire_bytes: float
     turned_s: float
+    alone: bool = False
 
     @property
     def seconds(self) -> float:
         return float(self.link.seconds(self.step, self.wire_bytes)) + self.turned_s
+
+    def takes(self, other: Transfer, most: float) -> bool:
+        """Whether both can go as one of so many bytes at most. What is gathered twice, dropped between, one bundle
+        cannot gather twice."""
+        return (
+            self.family == other.family
+            and not (self.alone or other.alone)
+            and self.nbytes + other.nbytes <= most
+            and self.made.isdisjoint(other.made)
+        )
 
     def beside(self, other: Transfer) -> Transfer:
         """Both as one."""
@@ -88,7 +99,7 @@ class TaskGraph:
     fed. `slowdown`: float64 [groups], how many times as long computing takes each while something is sent; None for
     as long as alone. `sent_in`: of a loop or branch, its seconds in which it sends. `transfers`: of each collective
     that could go with others. `lowering`: says which may. `unbundled`: the same tasks before collectives were joined;
-    None where none are. `copied_per_s`: bytes that every device copies, twice.
+    None where none are.
     """
 
     machine: tuple[Machine, ...]
@@ -101,7 +112,6 @@ class TaskGraph:
     transfers: Mapping[int, Transfer] = field(default_factory=dict[int, Transfer])
     lowering: LoweringOptions = DEFAULT
     unbundled: TaskGraph | None = None
-    copied_per_s: float = 0.0
 
     @cached_property
     def users(self) -> tuple[tuple[int, ...], ...]:
@@ -301,8 +311,6 @@ class _Builder:
             self.sent_in,
             self.transfers,
             self.costs.lowering,
-            # What is copied is read and written.
-            copied_per_s=float(self.costs.bandwidth.min(initial=np.inf)) / 4,
         )
         bundles = bundles_of(self.program.instructions).values()
         kernels = found.joined(range(len(self.machine)), self._kernels(found))
@@ -342,7 +350,8 @@ class _Builder:
         if kind is not None:
             nbytes = self.costs.bytes_sent(i.value, i.source, i.target, i.axis, held.largest, i.collective)
             made = frozenset({(i.value, i.target)})
-            transfer = Transfer(kind, made, link, i.step, nbytes, sent.wire_bytes, sent.turned_s)
+            alone = nbytes > self.costs.most_bundled(i.collective, i.axis)
+            transfer = Transfer(kind, made, link, i.step, nbytes, sent.wire_bytes, sent.turned_s, alone)
             self.transfers[len(self.machine)] = transfer
         return Machine.NETWORK if link.crosses_hosts else Machine.INTRA, sent.seconds
 

@@ -17,16 +17,20 @@ from slow_devices import SPEEDS, first_devices, thin_cluster
 
 import hapsynth
 from hapsynth.cluster.cluster import Link
+from hapsynth.graph.trace import trace
+from hapsynth.instructions.collectives import STEPS
 from hapsynth.instructions.layout import R, S
 from hapsynth.instructions.program.bundles import bundles_of
 from hapsynth.instructions.program.checker import check
 from hapsynth.instructions.program.program import Convert, Program, ProgramError
+from hapsynth.instructions.rules.factor_table import FactorTable
 from hapsynth.instructions.staging.options import LoweringOptions
 from hapsynth.lower import Lowered, lower_staged, own_mesh
 from hapsynth.lower._host_schedule import CollectiveStage
+from hapsynth.search.cost.model import CostModel
 from hapsynth.search.cost.network import AxisLink
 from hapsynth.search.scheduling.buckets import Neighbours, Trial, cut
-from hapsynth.search.scheduling.list_schedule import refined, schedule, timeline_in_larger_bundles
+from hapsynth.search.scheduling.list_schedule import refined, schedule
 from hapsynth.search.scheduling.tasks import LINKS, Machine, TaskGraph, Transfer, tasks_of
 from hapsynth.search.scheduling.timeline import simulate
 
@@ -40,7 +44,16 @@ def graph_of(rows: Sequence[tuple[Machine, float, tuple[int, ...]]], options: Lo
     """Tasks from (machine, seconds or bytes, makers): a byte takes a second, a collective two more."""
     machine, amount, makers = zip(*rows, strict=True)
     transfers = {
-        task: Transfer("all", frozenset({(task, R)}), LINK, "all_reduce", amount[task], amount[task], 0.0)
+        task: Transfer(
+            "all",
+            frozenset({(task, R)}),
+            LINK,
+            "all_reduce",
+            sent := amount[task],
+            sent,
+            0.0,
+            sent > options.bundled_bytes,
+        )
         for task, each in enumerate(machine)
         if each in LINKS
     }
@@ -126,26 +139,33 @@ def test_what_is_cut_off_goes_where_it_is_needed() -> None:
     assert found.makespan_s == 3 + 8 + 31
 
 
-def test_larger_ones_go_together_where_copies_take_less_than_a_latency() -> None:
-    rows = [(COMPUTE, 1.0, ()), *[(NETWORK, 4.0, (0,))] * 2, (COMPUTE, 1.0, (1, 2))]
-    for copied_per_s, count in ((2.0, 1), (1.9, 2)):
-        small = LoweringOptions(bundled_bytes=3, bundle_bytes=8)
-        found = schedule(replace(graph_of(rows, small), copied_per_s=copied_per_s))
-        assert len(sent(found.tasks)) == 2
-        found = timeline_in_larger_bundles(found)
-        assert len(sent(found.tasks)) == count
-        assert found.makespan_s == 1 + 4 + 4 + 2 * count + 1
+@pytest.mark.parametrize(("latency_s", "most"), [(0.0, 1 << 10), (0.5, 1 << 19), (12.0, 8 << 20)])
+def test_larger_ones_go_together_where_copies_take_less_than_a_latency(latency_s: float, most: int) -> None:
+    """Two devices take a latency each. Copies into a bundle and out of it have a quarter of a memory's 4 MiB/s; none
+    goes with others that is larger than half a bundle."""
+    graph = trace(lambda x: x.sum(axis=0), (np.zeros((4, 8), np.float32),)).graph
+    small = LoweringOptions(bundled_bytes=1 << 10, bundle_bytes=16 << 20)
+    cluster = replace(thin_cluster(((4 << 20) / 1e9,) * 2), network=Link(1e9, latency_s / 2))
+    costs = CostModel(graph, cluster, FactorTable(graph), lowering=small)
+    assert costs.links[0].seconds("all_gather", 0.0) == latency_s
+    assert costs.most_bundled(STEPS["all_gather"], 0) == most
 
 
-def test_what_is_needed_first_is_cut_off_larger_bundles() -> None:
-    """Of four the long computing waits for one, which is cut off; the others share a latency."""
+def test_what_is_needed_first_goes_before_the_rest() -> None:
+    """Of four the long computing waits for one; the others share a latency."""
     rows = [(NETWORK, 6.0, ()), (COMPUTE, 9.0, (0,)), *[(NETWORK, 6.0, ())] * 3, (COMPUTE, 1.0, (1, 2, 3, 4))]
-    alone = replace(graph_of(rows, LoweringOptions(bundled_bytes=3, bundle_bytes=64)), copied_per_s=100.0)
-    together = alone.joined(range(6), [[0, 2, 3, 4]])
-    assert together is not None
-    found = timeline_in_larger_bundles(simulate(together, range(3)))
+    found = schedule(graph_of(rows))
     assert sorted(map(sorted, sent(found.tasks))) == [[0], [2, 3, 4]]
-    assert found.makespan_s < min(schedule(alone).makespan_s, simulate(together, range(3)).makespan_s)
+    assert found.makespan_s == 8 + 20 + 1
+
+
+def test_what_is_made_while_others_are_sent_goes_together() -> None:
+    """Twelve are made in a row, one each second, and take the link three seconds each: it sends one of them, three,
+    five and three."""
+    rows = [row for n in range(12) for row in ((COMPUTE, 1.0, (2 * n - 2,)[:n]), (NETWORK, 1.0, (2 * n,)))]
+    tasks = graph_of(rows)
+    assert simulate(tasks, range(24)).makespan_s == 1 + 36
+    assert schedule(tasks).makespan_s <= 1 + 12 + 4 * LATENCY
 
 
 @pytest.mark.parametrize("seed", range(40))
