@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from math import fsum
 
 import numpy as np
 import pytest
-from assignments import CASES, Space, case, joined_chain, programs, random_chain
+from assignments import CASES, Space, case, joined_chain, programs, random_chain, space
 from orders import random_order
 
+from hapsynth.cluster.cluster import Link
 from hapsynth.instructions.collectives import steps_between
 from hapsynth.instructions.program.program import Convert
+from hapsynth.instructions.staging.options import LoweringOptions
 from hapsynth.search.cost.model import CostModel
 from hapsynth.search.cost.program_cost import conversion_cost, shares_of
 from hapsynth.search.formulation.chains import Chain, Occupancy
@@ -48,6 +51,22 @@ def test_no_program_is_shorter_than_a_chain(given: Space) -> None:
             assert chain.length(taken) <= shortest * ROUNDING, chain.key
             tight = max(tight, chain.length(taken) / (shortest - saved))
     assert tight > 0.75
+
+
+def test_nor_is_one_in_which_those_above_the_threshold_go_together() -> None:
+    """Where latency is most of a step, and copies into a bundle take less."""
+    fn, args, cluster = CASES["layers"]
+    slow, small = replace(cluster, network=Link(1e9, 1e-3)), LoweringOptions(bundled_bytes=16)
+    given, rng, together = space(fn, args, slow, lowering=small), random.Random(1), 0
+    for choices, _, tasks in programs(given, 12, seed=5, frugal=True):
+        taken, best = given.costs.occupancy(choices.tolist()), schedule(tasks)
+        together += sum(
+            len(best.tasks.instructions[task]) > 1 and sent.nbytes > len(best.tasks.instructions[task]) * 16
+            for task, sent in best.tasks.transfers.items()
+        )
+        for chain in chains_of(given, taken, rng):
+            assert chain.length(taken) <= best.makespan_s * ROUNDING, chain.key
+    assert together
 
 
 def test_the_longest_chain_is_no_shorter_than_others_that_alternate(given: Space) -> None:

@@ -30,7 +30,7 @@ from hapsynth.lower._host_schedule import CollectiveStage
 from hapsynth.search.cost.model import CostModel
 from hapsynth.search.cost.network import AxisLink
 from hapsynth.search.scheduling.buckets import Neighbours, Trial, cut
-from hapsynth.search.scheduling.list_schedule import refined, schedule
+from hapsynth.search.scheduling.list_schedule import iterated, least_makespan, refined, schedule
 from hapsynth.search.scheduling.tasks import LINKS, Machine, TaskGraph, Transfer, tasks_of
 from hapsynth.search.scheduling.timeline import simulate
 
@@ -217,6 +217,24 @@ def test_bundles_and_orders_are_near_the_best_of_all(seed: int) -> None:
     assert least <= found.makespan_s <= 1.25 * least
     assert found.makespan_s <= exact_makespan(tasks) * 1.25
     assert found.makespan_s == simulate(found.tasks, found.order).makespan_s
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_local_search_shortens_orders_and_is_the_same_each_time(seed: int) -> None:
+    """Of a random order of random tasks; what is proved to be the best stays as it is."""
+    rng = random.Random(seed)
+    rows = list[tuple[Machine, float, tuple[int, ...]]]()
+    for task in range(40):
+        makers = tuple(sorted(rng.sample(range(task), min(task, rng.choice([0, 1, 2])))))
+        rows.append((rng.choice([COMPUTE, COMPUTE, NETWORK]), float(rng.randint(1, 5)), makers))
+    tasks = graph_of(rows)
+    begun = simulate(tasks, random_order(rng, tasks))
+    found, again = iterated(begun), iterated(begun)
+    proved = begun.makespan_s == pytest.approx(least_makespan(begun.tasks))
+    assert found is begun if proved else found.makespan_s < begun.makespan_s
+    assert (found.order, found.tasks.instructions) == (again.order, again.tasks.instructions)
+    assert sorted(at for places in found.tasks.instructions for at in places) == list(range(40))
+    assert iterated(begun, lambda: True) is begun
 
 
 def layers(ws: Any, x: Any) -> Any:
