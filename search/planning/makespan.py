@@ -312,7 +312,9 @@ class MakespanSearch:
     def _solve(self, weights: Floats) -> None:
         """The program of the least weighted chains, and the bound that it is."""
         at = self._at
-        solved = self._cheapest(self._chain_costs, self.chains, weights)
+        # Where a program is beneath the bound it does not rise, and near weights need no more than that.
+        beneath = at.bound if self._by_level else -np.inf
+        solved = self._cheapest(self._chain_costs, self.chains, weights, beneath)
         at.messages = solved.messages
         at.rose = solved.lower_bound > at.bound
         if at.rose:
@@ -320,7 +322,9 @@ class MakespanSearch:
         is_new = solved.choices is not None and self._look(solved.choices[: len(self.structure.choices)])
         at.in_vain = 0 if at.rose or is_new else at.in_vain + 1
 
-    def _cheapest(self, costs: ChainCosts, chains: Sequence[Chain], weights: Floats) -> AdditiveSolution:
+    def _cheapest(
+        self, costs: ChainCosts, chains: Sequence[Chain], weights: Floats, beneath: float = -np.inf
+    ) -> AdditiveSolution:
         search = self.search
         return search.cheapest(
             WeightedBuilder(costs, chains, weights, self._at.allowed),
@@ -331,8 +335,7 @@ class MakespanSearch:
             seconds=search.clock.allotted,
             messages=self._at.messages,
             max_nodes=_NODES,
-            # The bound rises no more then.
-            beneath=self._at.bound if self._by_level else -np.inf,
+            beneath=beneath,
         )
 
     def _look(self, choices: Ints) -> bool:
