@@ -69,6 +69,16 @@ class Apart:
         return found
 
 
+def bundled(timeline: Timeline) -> Timeline:
+    """A timeline in which those collectives go together that wait at once for the same link, where that is better."""
+    neighbours = Neighbours(timeline)
+    together = neighbours.waiting()
+    found = neighbours.tried(together)
+    if found is None or not found.is_better_than(Trial.of(timeline)):
+        return timeline
+    return neighbours.simulated(together)
+
+
 def rebundled(timeline: Timeline, *, trials: int = TRIALS) -> Timeline:
     """A timeline with more collectives together, where that is better: all neighbours, else half of them, and so on."""
     neighbours = Neighbours(timeline)
@@ -150,6 +160,14 @@ class Trial(NamedTuple):
         return not longer and self.sending_s < other.sending_s * (1 - _SAME)
 
 
+class _Sent(NamedTuple):
+    """The last collective of a link, with those that it goes with."""
+
+    task: int
+    begun: float
+    ended: float
+
+
 class Neighbours:
     """Each two collectives of a family that follow one another in a timeline's order (`pairs`)."""
 
@@ -164,6 +182,30 @@ class Neighbours:
             if transfer.family in last:
                 self.pairs.append((last[transfer.family], task))
             last[transfer.family] = task
+
+    def waiting(self) -> set[int]:
+        """Pairs of which the second waits for its link as the first starts."""
+        tasks, end = self.tasks, self.timeline.end
+        number = {pair: n for n, pair in enumerate(self.pairs)}
+        found: set[int] = set()
+        last = {link: _Sent(-1, 0.0, 0.0) for link in LINKS}
+        for task in self.timeline.order:
+            ready = max((float(end[m].max()) for m in tasks.makers[task]), default=0.0)
+            for link in LINKS:
+                if tasks.machine[task] is Machine.EVERYTHING:
+                    last[link] = _Sent(-1, 0.0, float(end[task].max()))
+                if tasks.machine[task] is not link:
+                    continue
+                before, pair = last[link], number.get((last[link].task, task))
+                if pair is not None and ready <= before.begun:
+                    found.add(pair)
+                    transfer = tasks.transfers[task]
+                    saved = float(transfer.link.seconds(transfer.step, 0.0))
+                    last[link] = _Sent(task, before.begun, before.ended + tasks.longest[task] - saved)
+                else:
+                    begun = max(before.ended, ready)
+                    last[link] = _Sent(task, begun, begun + tasks.longest[task])
+        return found
 
     def simulated(self, together: set[int]) -> Timeline:
         """The timeline with these pairs together, which is one (`tried`)."""

@@ -29,7 +29,7 @@ import numpy as np
 from hapsynth.instructions.program.program import Convert, Instruction, Program
 from hapsynth.instructions.program.sizes import Sizes
 from hapsynth.search.cost.model import CostModel, Floats
-from hapsynth.search.scheduling.buckets import MORE_TRIALS, Apart, Trial, cut, rebundled
+from hapsynth.search.scheduling.buckets import MORE_TRIALS, Apart, Trial, bundled, cut, rebundled
 from hapsynth.search.scheduling.constraint_programming import polished
 from hapsynth.search.scheduling.idle_time import filled
 from hapsynth.search.scheduling.tasks import LINKS, Machine, TaskGraph, tasks_of
@@ -50,13 +50,21 @@ _QUEUES = {Machine.NETWORK: 0, Machine.INTRA: 1, Machine.COMPUTE: 2, Machine.EVE
 def schedule(tasks: TaskGraph, *, quick: bool = False, bar: float = np.inf) -> Timeline:
     """The timeline of the best order and bundles found. `quick`: only the most promising of the orders are looked at,
     and no other bundles than those that suggest themselves where it takes longer than `bar` seconds with them."""
-    found = _bundled_as_sent(_of_best_order(tasks.contracted(), quick=True))
+    order = _of_best_order(tasks.contracted(), quick=True)
+    found = _bundled_as_sent(order)
     if found.makespan_s <= bar:
-        found = rebundled(found)
-        # With latencies gone others may be better.
-        found = min(found, _of_best_order(found.tasks, quick=True), key=_makespan)
-        found = min(found, _for_links(found), key=_makespan)
-    return found if quick else iterated(refined(found))
+        found = _reordered(rebundled(found))
+    if quick:
+        return found
+    # Where latency is much of what is sent, as in data parallelism over a fast network, others are better in the end.
+    other = _reordered(rebundled(bundled(order)))
+    return iterated(min(refined(found), refined(other), key=_makespan))
+
+
+def _reordered(timeline: Timeline) -> Timeline:
+    """With latencies gone another order may be better."""
+    found = min(timeline, _of_best_order(timeline.tasks, quick=True), key=_makespan)
+    return min(found, _for_links(found), key=_makespan)
 
 
 def refined(timeline: Timeline) -> Timeline:
