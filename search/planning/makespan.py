@@ -87,8 +87,6 @@ _SEARCHING = 0.8
 _TRIED, _NEARLY = 8, 1.05
 """Programs that are scheduled again, or more until one fits, and how many times as long as the best their quick
 schedules are at most."""
-_ITERATED = 3
-"""Of these, the best, for which more orders and bundles are looked for."""
 TOLERANCE = 2e-3
 """Relative: what a search leaves undecided, of bounds and of makespans."""
 _NODES = 5000
@@ -566,12 +564,12 @@ def _best_within_limit(found: MakespanSearch, least_sum: Scheduled) -> list[_Tri
             fit(known)
     if not is_tried(least_sum):
         fit(least_sum)
-    for each in sorted(fitting, key=lambda each: each.makespan_s)[:_ITERATED]:
-        if each.timeline is not None and not search.clock.late():
-            shorter = iterated(each.timeline, search.clock.late)
-            overlapped = _timed(ordered(each.steps, shorter), each.known.candidate.sizes, search)
-            if overlapped is not None:
-                fitting.append(each._replace(overlapped=overlapped))
+    best = min(fitting, key=lambda each: each.makespan_s, default=None)
+    if best and best.timeline and not search.clock.late():
+        shorter = iterated(best.timeline, search.clock.late)
+        overlapped = _timed(ordered(best.steps, shorter), best.known.candidate.sizes, search)
+        if overlapped is not None:
+            fitting.append(best._replace(overlapped=overlapped))
     return fitting
 
 
