@@ -81,7 +81,8 @@ last time and no program has come up since that limits it more."""
 _LEVEL = 0.5
 """From the best bound to the most that it may come to: where the next one is sought at near weights."""
 _PROMISING = 1.08
-"""Times as long as the best program so far: what takes longer before its collectives are bundled is no better then."""
+"""Times as long as the best program so far: what takes longer with its collectives bundled as they are sent is no
+better in other bundles."""
 _SEARCHING = 0.8
 """Of a time budget: programs and bounds are sought in it; in the rest the best are scheduled again."""
 _TRIED, _NEARLY = 8, 1.05

@@ -60,14 +60,6 @@ class Apart:
         """The tasks in the order of the timeline."""
         return sorted(range(len(self.place)), key=lambda task: (self.place[task], task))
 
-    @cached_property
-    def released(self) -> list[float]:
-        """Seconds before which no order starts each task."""
-        found, longest = [0.0] * len(self.place), self.tasks.longest
-        for task, makers in enumerate(self.tasks.makers):
-            found[task] = max((found[maker] + longest[maker] for maker in makers), default=0.0)
-        return found
-
 
 def bundled(timeline: Timeline) -> Timeline:
     """A timeline in which those collectives go together that wait at once for the same link, where that is better."""
@@ -199,8 +191,7 @@ class Neighbours:
                 before, pair = last[link], number.get((last[link].task, task))
                 if pair is not None and ready <= before.begun:
                     found.add(pair)
-                    transfer = tasks.transfers[task]
-                    saved = float(transfer.link.seconds(transfer.step, 0.0))
+                    saved = tasks.transfers[task].latency_s
                     last[link] = _Sent(task, before.begun, before.ended + tasks.longest[task] - saved)
                 else:
                     begun = max(before.ended, ready)

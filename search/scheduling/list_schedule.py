@@ -56,9 +56,11 @@ def schedule(tasks: TaskGraph, *, quick: bool = False, bar: float = np.inf) -> T
         found = _reordered(rebundled(found))
     if quick:
         return found
-    # Where latency is much of what is sent, as in data parallelism over a fast network, others are better in the end.
-    other = _reordered(rebundled(bundled(order)))
-    return iterated(min(refined(found), refined(other), key=_makespan))
+    best = refined(found)
+    if not _is_proved(best):
+        # Where latency is much of what is sent, as in data parallelism over a fast network, these end better.
+        best = min(best, refined(_reordered(rebundled(bundled(order)))), key=_makespan)
+    return iterated(best)
 
 
 def _reordered(timeline: Timeline) -> Timeline:
@@ -126,8 +128,8 @@ def _bundled_as_sent(timeline: Timeline) -> Timeline:
 
 def _as_sent(apart: Apart, *, backward: bool = False) -> Timeline:
     """One of these list schedules, in the order in which the tasks of a timeline begin."""
-    latency = {task: float(each.link.seconds(each.step, 0.0)) for task, each in apart.tasks.transfers.items()}
-    joining = {task for task, each in latency.items() if (apart.released[task] <= each) == backward}
+    released, transfers = apart.tasks.released, apart.tasks.transfers
+    joining = {task for task, each in transfers.items() if (released[task] <= each.latency_s) == backward}
     kept = [bundle for bundle in apart.bundles.values() if joining.isdisjoint(bundle)]
     tasks = apart.tasks.joined(apart.order, kept)
     assert tasks is not None, "bundles of a timeline"
@@ -140,10 +142,9 @@ def _as_sent(apart: Apart, *, backward: bool = False) -> Timeline:
                 mine.add(number[at])
     if backward:
         order, _, bundles = _greedy(tasks, tasks.users, tasks.makers, [-x for x in begun], mine)
-        order.reverse()
     else:
         order, _, bundles = _greedy(tasks, tasks.makers, tasks.users, begun, mine)
-    found = tasks.joined(order, bundles)
+    found = tasks.joined(order[::-1] if backward else order, bundles)
     assert found is not None, "none of a bundle waits for another"
     return simulate(found, range(len(found.machine)))
 
@@ -259,9 +260,8 @@ def _orders(tasks: TaskGraph, quick: bool) -> list[tuple[int, ...]]:
     began from."""
     makers, users, longest = tasks.makers, tasks.users, tasks.longest
     count = len(longest)
-    to_end, from_start, first = [0.0] * count, [0.0] * count, [0.0] * count
-    for task in range(count):
-        from_start[task] = longest[task] + max((from_start[m] for m in makers[task]), default=0.0)
+    to_end, first = [0.0] * count, [0.0] * count
+    from_start = [released + seconds for released, seconds in zip(tasks.released, longest, strict=True)]
     for task in reversed(range(count)):
         to_end[task] = longest[task] + max((to_end[u] for u in users[task]), default=0.0)
         computes = tasks.machine[task] in (Machine.COMPUTE, Machine.EVERYTHING)

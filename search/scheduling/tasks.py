@@ -70,6 +70,11 @@ class Transfer(NamedTuple):
     def seconds(self) -> float:
         return float(self.link.seconds(self.step, self.wire_bytes)) + self.turned_s
 
+    @property
+    def latency_s(self) -> float:
+        """Seconds that it takes however little it sends."""
+        return float(self.link.seconds(self.step, 0.0))
+
     def takes(self, other: Transfer, most: float) -> bool:
         """Whether both can go as one of so many bytes at most. What is gathered twice, dropped between, one bundle
         cannot gather twice."""
@@ -126,6 +131,14 @@ class TaskGraph:
     def longest(self) -> list[float]:
         """Seconds of each task in the group that takes longest."""
         return self.seconds.max(axis=1, initial=0.0).tolist()
+
+    @cached_property
+    def released(self) -> list[float]:
+        """Seconds before which each task starts in no order."""
+        found, longest = [0.0] * len(self.machine), self.longest
+        for task, makers in enumerate(self.makers):
+            found[task] = max((found[maker] + longest[maker] for maker in makers), default=0.0)
+        return found
 
     def joined(self, order: Sequence[int], bundles: Iterable[Sequence[int]]) -> TaskGraph | None:
         """The same with the tasks of each bundle, all collectives or all computed, as one, numbered in an order that is
