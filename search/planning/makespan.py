@@ -133,7 +133,7 @@ class MakespanSearch:
         # Within limits a search has variables besides, which count what is held.
         begin = begin[: len(self.structure.choices)]
         first = search.maker.chosen(self.builder, begin)
-        tasks = tasks_of(first.program, first.sizes, self.costs)
+        tasks = _slowest_tasks(first, self.costs)
         self._chain_costs = ChainCosts(self.builder, self.space, first_devices(self.costs))
         self.chains: list[Chain] = list(like.chains if like else self.space.alone)
         self.seen: list[Seen] = []
@@ -157,7 +157,7 @@ class MakespanSearch:
         """Whether rounds are at near weights (the level method), for the bound."""
         self._schedule(self._see(begin), first, tasks)
         if known is not None:
-            self._schedule(self.seen[0], known, tasks_of(known.program, known.sizes, self.costs))
+            self._schedule(self.seen[0], known, _slowest_tasks(known, self.costs))
         for other in like.seen if like else ():
             if not self._is_known(other.choices):
                 self._see(other.choices)
@@ -344,7 +344,7 @@ class MakespanSearch:
         seen = self._see(choices)
         if self.best is None or self.longest_chain(seen) < self.best.makespan_s:
             candidate = self.search.maker.chosen(self.builder, choices)
-            self._schedule(seen, candidate, tasks_of(candidate.program, candidate.sizes, self.costs))
+            self._schedule(seen, candidate, _slowest_tasks(candidate, self.costs))
         return True
 
     def _schedule(self, seen: Seen, candidate: Candidate, tasks: TaskGraph) -> None:
@@ -629,7 +629,7 @@ def _within_limit(known: Scheduled, search: FixedRatioSearch) -> _Tried | None:
     ways = [(candidate.program, refined(known.timeline))]
     together = by_cheapest_steps(candidate.program, candidate.sizes, costs, bundled=True)
     if together is not candidate.program:
-        ways.append((together, refined(schedule(tasks_of(together, candidate.sizes, costs), quick=True))))
+        ways.append((together, refined(schedule(tasks_of(together, candidate.sizes, costs, slowest=True), quick=True))))
     fitting = [
         _Tried(known, steps, timeline, overlapped)
         for steps, timeline in ways
@@ -647,6 +647,10 @@ def as_it_is(search: FixedRatioSearch, best: Candidate) -> Overlapped:
     found = _timed(best.program, best.sizes, search)
     assert found is not None
     return found
+
+
+def _slowest_tasks(candidate: Candidate, costs: CostModel) -> TaskGraph:
+    return tasks_of(candidate.program, candidate.sizes, costs, slowest=True)
 
 
 def _timed(program: Program, sizes: Sizes, search: FixedRatioSearch, bound: float = 0.0) -> Overlapped | None:

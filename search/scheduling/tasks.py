@@ -267,9 +267,10 @@ def nearest_order(order: Sequence[int], users: Sequence[Sequence[int]], missing:
     return found if len(found) == len(order) else None
 
 
-def tasks_of(program: Program, sizes: Sizes, costs: CostModel) -> TaskGraph:
-    """The tasks of a program."""
-    return _Builder(program, sizes, costs).graph()
+def tasks_of(program: Program, sizes: Sizes, costs: CostModel, *, slowest: bool = False) -> TaskGraph:
+    """The tasks of a program. `slowest`: devices that another of their kind takes at least as long as over everything
+    are in its group, as no makespan depends on them."""
+    return _Builder(program, sizes, costs).graph(slowest)
 
 
 class _Builder:
@@ -290,8 +291,8 @@ class _Builder:
         self.made: dict[Property, int] = {}
         self.sent_in: dict[int, float] = {}
 
-    def graph(self) -> TaskGraph:
-        leader = self._leaders()
+    def graph(self, slowest: bool) -> TaskGraph:
+        leader = self._leaders(slowest)
         alone, group_of = np.unique(leader, return_inverse=True)
         computing = [seconds[alone].tolist() for seconds in self.loads]
         for value, seconds in self.fed.items():
@@ -407,8 +408,18 @@ class _Builder:
         """Of each instruction as if all devices waited for the slowest."""
         return list(instruction_costs(self.program, self.sizes, self.costs))
 
-    def _leaders(self) -> list[int]:
-        """Of each device the first of its kind that takes as long over everything."""
+    def _leaders(self, slowest: bool) -> list[int]:
+        """Of each device the first of its kind that takes as long over everything; `slowest`: or longer, and no other
+        longer still."""
         columns = np.array([*self.loads, *self.fed.values(), self.costs.slowdown, self.costs.kind_of]).T
         first: dict[bytes, int] = {}
-        return [first.setdefault(column.tobytes(), device) for device, column in enumerate(columns)]
+        found = [first.setdefault(column.tobytes(), device) for device, column in enumerate(columns)]
+        if not slowest:
+            return found
+        leaders, kind_of = [*first.values()], self.costs.kind_of
+        over = {
+            one: [two for two in leaders if kind_of[one] == kind_of[two] and (columns[one] <= columns[two]).all()]
+            for one in leaders
+        }
+        last = {one: next(two for two in over[one] if over[two] == [two]) for one in leaders}
+        return [last[one] for one in found]
