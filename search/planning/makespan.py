@@ -38,9 +38,10 @@ from hapsynth.search.memory.profile import MemoryProfile, peak
 from hapsynth.search.planning.branches import Branch, Seen, unlike_uses
 from hapsynth.search.planning.candidate import Candidate
 from hapsynth.search.planning.memory_bound_schedules import schedules_holding_less
-from hapsynth.search.planning.mixtures import mixture
+from hapsynth.search.planning.mixtures import mixture, unlike_parts
 from hapsynth.search.planning.search_at_ratios import AdditiveSolution, FixedRatioSearch
 from hapsynth.search.scheduling.critical_path import Step, critical_path
+from hapsynth.search.scheduling.group_testing import improving
 from hapsynth.search.scheduling.list_schedule import iterated, ordered, refined, schedule
 from hapsynth.search.scheduling.tasks import LINK_NAMES, LINKS, Machine, TaskGraph, tasks_of
 from hapsynth.search.scheduling.timeline import Timeline, simulate
@@ -85,7 +86,9 @@ _PROMISING = 1.08
 better in other bundles."""
 _SEARCHING = 0.8
 """Of a time budget: programs and bounds are sought in it; in the rest the best are scheduled again."""
-_TRIED, _NEARLY = 8, 1.05
+_LINKED, _LINKS = 2, 32
+"""Programs that the best one is linked with, one after the other, and how many between two of them are looked at."""
+_TRIED, _NEARLY = 8, 1.01
 """Programs that are scheduled again, or more until one fits, and how many times as long as the best their quick
 schedules are at most."""
 TOLERANCE = 2e-3
@@ -472,6 +475,29 @@ class MakespanSearch:
         for base, _ in limiting[:_BASES]:
             self._look_at_mixture(base, [known for known, _ in limiting if known is not base], self.chains)
 
+    def relink(self) -> None:
+        """Look for better programs between the best one and others that are nearly as good, as they are scheduled (path
+        relinking: Glover, Laguna, Martí 2000): with all parts of one, else half of them, and so on. Of what comes up
+        the best is kept: the rest is much like it."""
+        known, linked = [*self.scheduled], 0
+        for other in sorted(known, key=lambda known: known.makespan_s):
+            if self.best is None or linked == _LINKED or self.search.clock.late():
+                break
+            part, count = unlike_parts(self.structure, self.best.seen.choices, other.seen.choices)
+            if count > 1:
+                linked += 1
+                improving(
+                    count, partial(self._is_better_with, self.best.seen.choices, other.seen.choices, part), _LINKS
+                )
+        self.scheduled = known if self.best in (None, *known) else [*known, self.best]
+
+    def _is_better_with(self, base: Ints, other: Ints, part: Ints, parts: set[int]) -> bool:
+        """Whether a program with some parts of another is the best so far."""
+        before = self.best
+        if not self.search.clock.late():
+            self._look(np.where(np.isin(part, [*parts]), other, base))
+        return self.best is not before
+
     def _look_at_mixture(self, base: Seen, others: Sequence[Seen], chains: Sequence[Chain]) -> None:
         if self.search.clock.late():
             return
@@ -516,6 +542,7 @@ def concluded(found: MakespanSearch, bar: float = np.inf) -> Overlapped | None:
             found = min(_at(best_so_far.candidate.sizes, found, bar), found, key=_least_makespan)
         if not search.clock.late() and found.bound < bar:
             found.raise_bound()
+            found.relink()
     fitting = _best_within_limit(found, least_sum)
     if not fitting:
         return None
@@ -540,8 +567,9 @@ class _Tried(NamedTuple):
 
 
 def _best_within_limit(found: MakespanSearch, least_sum: Scheduled) -> list[_Tried]:
-    """The best programs of a search, and that of the least sum, in orders in which they fit: those with the least mean
-    of quick schedule and longest chain, as more orders may gain what the schedule is above the chain."""
+    """The best programs of a search, and that of the least sum, in orders in which they fit: the best one, and those
+    with the least mean of quick schedule and longest chain, as more orders may gain what the schedule is above the
+    chain."""
     search, tried, fitting = found.search, list[Scheduled](), list[_Tried]()
     least = np.inf
 
@@ -558,7 +586,7 @@ def _best_within_limit(found: MakespanSearch, least_sum: Scheduled) -> list[_Tri
             least = min(least, again.makespan_s)
 
     chain = {known: found.longest_chain(known.seen) for known in found.scheduled}
-    for known in sorted(found.scheduled, key=lambda known: known.makespan_s + chain[known]):
+    for known in sorted(found.scheduled, key=lambda known: (known is not found.best, known.makespan_s + chain[known])):
         if fitting and (len(tried) >= _TRIED or search.clock.late()):
             break
         if known.makespan_s < least * _NEARLY and chain[known] < least and not is_tried(known):

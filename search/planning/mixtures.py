@@ -19,6 +19,7 @@ from scipy.sparse.csgraph import connected_components
 
 from hapsynth.search.cost.model import Floats
 from hapsynth.search.formulation.chains import Chain, ChainSpace
+from hapsynth.search.formulation.choice_space import ChoiceSpace
 from hapsynth.search.planning.branches import Seen
 from hapsynth.search.solver import Ints
 
@@ -39,26 +40,22 @@ def mixture(
 ) -> Ints | None:
     """The choices of a program, `base`, with parts of others; None where there are fewer than two parts, or it is the
     shortest as it is."""
-    st, ends, size = space.structure, space.structure.joined_variables, base.choices.size
+    st = space.structure
+    ends, size = st.joined_variables, base.choices.size
     places = np.concatenate([chain.places for chain in chains])
     of_chain = np.repeat(np.arange(len(chains)), [chain.places.size for chain in chains])
     found: dict[tuple[bytes, bytes], _Part] = {}
     for other in others:
-        unlike = base.choices != other.choices
-        joined = ends[unlike[ends].all(axis=1)]
-        _, part = connected_components(_adjacent(joined, size), directed=False)
-        names = np.unique(part[unlike])
-        # What is the same in both is the part after the last.
-        part = np.where(unlike, np.searchsorted(names, part), names.size)
+        part, count = unlike_parts(st, base.choices, other.choices)
         of_uses = part[ends[: len(st.uses)]].min(axis=1)
-        of_place = space.in_each_place(part[st.op_variable], of_uses, part[st.value_variable], names.size)
-        longer, columns = other.taken.flat - base.taken.flat, names.size + 1
+        of_place = space.in_each_place(part[st.op_variable], of_uses, part[st.value_variable], count)
+        longer, columns = other.taken.flat - base.taken.flat, count + 1
         # Most seconds are the same in both programs.
         differs = (longer != 0)[places]
         at = places[differs]
         sums = np.bincount(of_chain[differs] * columns + of_place[at], longer[at], minlength=len(chains) * columns)
         changes = np.asarray(sums, dtype=np.float64).reshape(len(chains), columns)
-        for k in range(names.size):
+        for k in range(count):
             variables = np.flatnonzero(part == k)
             states = other.choices[variables]
             found.setdefault((variables.tobytes(), states.tobytes()), _Part(variables, states, changes[:, k]))
@@ -72,6 +69,16 @@ def mixture(
     for part in (parts[k] for k in taken):
         choices[part.variables] = part.states
     return choices if taken else None
+
+
+def unlike_parts(structure: ChoiceSpace, base: Ints, other: Ints) -> tuple[Ints, int]:
+    """Of each variable the part that it is in where two programs differ [variables], and how many parts there are: the
+    part after the last is where they are the same."""
+    unlike, ends = base != other, structure.joined_variables
+    joined = ends[unlike[ends].all(axis=1)]
+    _, part = connected_components(_adjacent(joined, base.size), directed=False)
+    names = np.unique(part[unlike])
+    return np.where(unlike, np.searchsorted(names, part), names.size), names.size
 
 
 def _adjacent(ends: Ints, size: int) -> csr_array:

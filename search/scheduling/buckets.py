@@ -7,12 +7,12 @@ bytes). Of two that take as long the one that keeps the links busy for less time
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
+from hapsynth.search.scheduling.group_testing import improving
 from hapsynth.search.scheduling.tasks import LINKS, Machine, TaskGraph, Transfer, nearest_order
 from hapsynth.search.scheduling.timeline import Simulation, Timeline, simulate
 from hapsynth.search.scheduling.waits import waits
@@ -73,19 +73,17 @@ def bundled(timeline: Timeline) -> Timeline:
 
 def rebundled(timeline: Timeline, *, trials: int = TRIALS) -> Timeline:
     """A timeline with more collectives together, where that is better: all neighbours, else half of them, and so on."""
-    neighbours = Neighbours(timeline)
-    taken: set[int] = set()
-    best = Trial.of(timeline)
-    blocks = deque([range(len(neighbours.pairs))] if neighbours.pairs else [])
-    while blocks and trials > 0:
-        block, trials = blocks.popleft(), trials - 1
-        found = neighbours.tried(taken | {*block})
-        if found is not None and found.is_better_than(best):
-            best = found
-            taken |= {*block}
-        elif len(block) > 1:
-            middle = len(block) // 2
-            blocks += [block[:middle], block[middle:]]
+    neighbours, best = Neighbours(timeline), Trial.of(timeline)
+
+    def is_better(together: set[int]) -> bool:
+        nonlocal best
+        found = neighbours.tried(together)
+        if found is None or not found.is_better_than(best):
+            return False
+        best = found
+        return True
+
+    taken = improving(len(neighbours.pairs), is_better, trials)
     return neighbours.simulated(taken) if taken else timeline
 
 

@@ -13,7 +13,7 @@ import graphs
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from assignments import FOUR, HOSTS, Space, case, layers, programs, space
+from assignments import FOUR, HOSTS, Space, case, layers, programs, random_assignment, space
 from control_cases import CASES, floats
 from orders import random_order
 from random_programs import mlp_args, mlp_step
@@ -30,11 +30,12 @@ from hapsynth.search.planning.candidate import Candidate
 from hapsynth.search.planning.device_subsets import ClusterPlanner, subclusters
 from hapsynth.search.planning.ideal_work import IdealWorkBound
 from hapsynth.search.planning.makespan import MakespanSearch
+from hapsynth.search.planning.mixtures import unlike_parts
 from hapsynth.search.planning.planner import Planner
 from hapsynth.search.planning.task import PlanningOptions, Task
 from hapsynth.search.result import Progress, Result
 from hapsynth.search.scheduling.list_schedule import least_makespan, schedule
-from hapsynth.search.scheduling.tasks import tasks_of
+from hapsynth.search.scheduling.tasks import TaskGraph, tasks_of
 from hapsynth.search.scheduling.timeline import simulate
 from hapsynth.search.solver import Ints
 
@@ -114,6 +115,41 @@ def test_no_program_of_a_branch_is_below_its_bound(name: str) -> None:
 
 
 # Without contention at one bandwidth: the test above has it at others.
+def test_two_programs_each_good_in_a_part_are_linked() -> None:
+    given, rng = case("layers"), random.Random(1)
+    problem, ratios = given.builder.problem(), given.builder.ratios
+    good = MakespanSearch(given.search, ratios, np.array(given.search.choices.replicated()))
+    good.run(6)
+    assert good.best is not None
+    best, linked = good.best.seen.choices, 0
+    for _ in range(60):
+        other = random_assignment(problem, best, rng, 6)
+        part, count = unlike_parts(given.search.choices, best, other)
+        if count < 2:
+            continue
+        halves = [np.where(mine, other, best) for mine in (part < count // 2, (part >= count // 2) & (part < count))]
+        search = MakespanSearch(given.search, ratios, halves[0])
+        for choices in (halves[1], best):
+            search._schedule(search._see(choices), *scheduled(given, choices))
+        first, second, least = (known.makespan_s for known in search.scheduled)
+        if min(first, second) <= least * ROUNDING:
+            continue
+        # As if the best one had not come up.
+        search = MakespanSearch(given.search, ratios, halves[0])
+        search._schedule(search._see(halves[1]), *scheduled(given, halves[1]))
+        search.relink()
+        assert search.best is not None
+        assert search.best.makespan_s <= least * ROUNDING
+        assert all(np.isfinite(problem.cost(known.choices)) for known in search.seen)
+        linked += 1
+    assert linked > 3
+
+
+def scheduled(given: Space, choices: Ints) -> tuple[Candidate, TaskGraph]:
+    candidate = given.search.maker.chosen(given.builder, choices)
+    return candidate, tasks_of(candidate.program, candidate.sizes, given.task.costs)
+
+
 @pytest.mark.parametrize(("bandwidth", "contention"), [(1e8, 1.5), (1e10, 1.0), (1e10, 1.5), (1e11, 1.5)])
 @pytest.mark.parametrize("name", TINY)
 def test_no_program_at_any_ratios_is_below_the_joint_bound(name: str, bandwidth: float, contention: float) -> None:

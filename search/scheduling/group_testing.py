@@ -1,0 +1,21 @@
+"""Which of many changes are for the better: all of them together, else half of them, and so on (Dorfman 1943)."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+
+def improving(count: int, is_better: Callable[[set[int]], bool], trials: int) -> set[int]:
+    """The changes, of so many, with which something is better than without, in at most so many trials. `is_better`:
+    whether it is with some than with those that were the best until then."""
+    taken: set[int] = set()
+    blocks = deque([range(count)] if count else [])
+    while blocks and trials > 0:
+        block, trials = blocks.popleft(), trials - 1
+        if is_better(taken | {*block}):
+            taken |= {*block}
+        elif len(block) > 1:
+            middle = len(block) // 2
+            blocks += [block[:middle], block[middle:]]
+    return taken
