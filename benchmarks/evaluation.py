@@ -93,7 +93,7 @@ def overlapped_row(row: dict[str, Any], fn: Any, args: Any, where: Cluster, budg
     costs = summed.cost_model()
     row["of_the_sum"] = {
         "cost_s": summed.cost,
-        "makespan_s": schedule(tasks_of(summed.program, summed.sizes, costs, slowest=True)).makespan_s,
+        "makespan_s": schedule(tasks_of(summed.program, summed.sizes, costs, dominated=False)).makespan_s,
         "devices": list(summed.devices),
         "cpu_s": time.process_time() - planned,
         "strategy": in_words(summed, where),

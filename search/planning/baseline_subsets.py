@@ -87,7 +87,7 @@ class BaselinesOnSubsets:
         key = devices, name
         if key not in self._beside:
             plain, on = self._plain[devices][name], self._baselines(devices)
-            tasks = tasks_of(plain.program, plain.sizes, on.costs, slowest=True)
+            tasks = tasks_of(plain.program, plain.sizes, on.costs, dominated=False)
             if least_makespan(tasks) >= bar:
                 return None
             self._beside[key] = on.overlapped(plain, tasks)

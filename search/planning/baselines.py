@@ -189,7 +189,7 @@ class Baselines:
         return min(found, self._scheduled(other), key=lambda b: (not b.fits, b.cost_s))
 
     def _scheduled(self, baseline: Baseline, tasks: TaskGraph | None = None) -> Baseline:
-        timeline = schedule(tasks or tasks_of(baseline.program, baseline.sizes, self.costs, slowest=True))
+        timeline = schedule(tasks or tasks_of(baseline.program, baseline.sizes, self.costs, dominated=False))
         found = self._in_order_of(timeline, baseline)
         if found.fits or not baseline.fits:
             return found

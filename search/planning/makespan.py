@@ -12,7 +12,8 @@ use and one that gathers it at the end of the step, and of the last one and the 
 These far weights bring up other programs, near ones raise the bound: once ratios have been looked at it is sought at
 the nearest weights at which it may rise halfway to what the programs seen allow (the level bundle method: Lemarechal,
 Nemirovskii, Nesterov 1995).
-No weights bound it by more than a mean of programs takes, so it is raised in branches (`branches.py`).
+No weights bound it by more than a mean of programs takes, so it is raised in branches (`branches.py`). In the end
+parts of other programs are tried in the best one, as they are scheduled (path relinking).
 """
 
 from __future__ import annotations
@@ -136,7 +137,7 @@ class MakespanSearch:
         # Within limits a search has variables besides, which count what is held.
         begin = begin[: len(self.structure.choices)]
         first = search.maker.chosen(self.builder, begin)
-        tasks = _slowest_tasks(first, self.costs)
+        tasks = _undominated_tasks(first, self.costs)
         self._chain_costs = ChainCosts(self.builder, self.space, first_devices(self.costs))
         self.chains: list[Chain] = list(like.chains if like else self.space.alone)
         self.seen: list[Seen] = []
@@ -160,7 +161,7 @@ class MakespanSearch:
         """Whether rounds are at near weights (the level method), for the bound."""
         self._schedule(self._see(begin), first, tasks)
         if known is not None:
-            self._schedule(self.seen[0], known, _slowest_tasks(known, self.costs))
+            self._schedule(self.seen[0], known, _undominated_tasks(known, self.costs))
         for other in like.seen if like else ():
             if not self._is_known(other.choices):
                 self._see(other.choices)
@@ -347,7 +348,7 @@ class MakespanSearch:
         seen = self._see(choices)
         if self.best is None or self.longest_chain(seen) < self.best.makespan_s:
             candidate = self.search.maker.chosen(self.builder, choices)
-            self._schedule(seen, candidate, _slowest_tasks(candidate, self.costs))
+            self._schedule(seen, candidate, _undominated_tasks(candidate, self.costs))
         return True
 
     def _schedule(self, seen: Seen, candidate: Candidate, tasks: TaskGraph) -> None:
@@ -657,7 +658,9 @@ def _within_limit(known: Scheduled, search: FixedRatioSearch) -> _Tried | None:
     ways = [(candidate.program, refined(known.timeline))]
     together = by_cheapest_steps(candidate.program, candidate.sizes, costs, bundled=True)
     if together is not candidate.program:
-        ways.append((together, refined(schedule(tasks_of(together, candidate.sizes, costs, slowest=True), quick=True))))
+        ways.append(
+            (together, refined(schedule(tasks_of(together, candidate.sizes, costs, dominated=False), quick=True)))
+        )
     fitting = [
         _Tried(known, steps, timeline, overlapped)
         for steps, timeline in ways
@@ -677,8 +680,8 @@ def as_it_is(search: FixedRatioSearch, best: Candidate) -> Overlapped:
     return found
 
 
-def _slowest_tasks(candidate: Candidate, costs: CostModel) -> TaskGraph:
-    return tasks_of(candidate.program, candidate.sizes, costs, slowest=True)
+def _undominated_tasks(candidate: Candidate, costs: CostModel) -> TaskGraph:
+    return tasks_of(candidate.program, candidate.sizes, costs, dominated=False)
 
 
 def _timed(program: Program, sizes: Sizes, search: FixedRatioSearch, bound: float = 0.0) -> Overlapped | None:

@@ -24,7 +24,7 @@ _PARTS = tuple(4**k for k in range(1, 9))
 
 def schedules_holding_less(program: Program, sizes: Sizes, costs: CostModel) -> Iterator[Program]:
     """A program in orders of which each holds less than the one before, as a rule, and takes longer."""
-    tasks, largest = tasks_of(program, sizes, costs, slowest=True), _largest_tensors(program, sizes, costs)
+    tasks, largest = tasks_of(program, sizes, costs, dominated=False), _largest_tensors(program, sizes, costs)
     nbytes = [max((largest[at] for at in places), default=0.0) for places in tasks.instructions]
     before = 0
     for parts in _PARTS:

@@ -267,10 +267,10 @@ def nearest_order(order: Sequence[int], users: Sequence[Sequence[int]], missing:
     return found if len(found) == len(order) else None
 
 
-def tasks_of(program: Program, sizes: Sizes, costs: CostModel, *, slowest: bool = False) -> TaskGraph:
-    """The tasks of a program. `slowest`: devices that another of their kind takes at least as long as over everything
-    are in its group, as no makespan depends on them."""
-    return _Builder(program, sizes, costs).graph(slowest)
+def tasks_of(program: Program, sizes: Sizes, costs: CostModel, *, dominated: bool = True) -> TaskGraph:
+    """The tasks of a program. Without `dominated` devices, those that take no longer over any task than another device
+    of their kind are in its group: no makespan depends on them."""
+    return _Builder(program, sizes, costs).graph(dominated)
 
 
 class _Builder:
@@ -291,8 +291,8 @@ class _Builder:
         self.made: dict[Property, int] = {}
         self.sent_in: dict[int, float] = {}
 
-    def graph(self, slowest: bool) -> TaskGraph:
-        leader = self._leaders(slowest)
+    def graph(self, dominated: bool) -> TaskGraph:
+        leader = self._leaders(dominated)
         alone, group_of = np.unique(leader, return_inverse=True)
         computing = [seconds[alone].tolist() for seconds in self.loads]
         for value, seconds in self.fed.items():
@@ -408,13 +408,13 @@ class _Builder:
         """Of each instruction as if all devices waited for the slowest."""
         return list(instruction_costs(self.program, self.sizes, self.costs))
 
-    def _leaders(self, slowest: bool) -> list[int]:
-        """Of each device the first of its kind that takes as long over everything; `slowest`: or longer, and no other
-        longer still."""
+    def _leaders(self, dominated: bool) -> list[int]:
+        """Of each device the first of its kind that takes as long over everything; without `dominated` devices, one
+        that dominates it and is not dominated itself."""
         columns = np.array([*self.loads, *self.fed.values(), self.costs.slowdown, self.costs.kind_of]).T
         first: dict[bytes, int] = {}
         found = [first.setdefault(column.tobytes(), device) for device, column in enumerate(columns)]
-        if not slowest:
+        if dominated:
             return found
         leaders, kind_of = [*first.values()], self.costs.kind_of
         over = {

@@ -114,7 +114,6 @@ def test_no_program_of_a_branch_is_below_its_bound(name: str) -> None:
     assert sum(map(np.isfinite, least.values())) > 1
 
 
-# Without contention at one bandwidth: the test above has it at others.
 def test_two_programs_each_good_in_a_part_are_linked() -> None:
     given, rng = case("layers"), random.Random(1)
     problem, ratios = given.builder.problem(), given.builder.ratios
@@ -150,6 +149,7 @@ def scheduled(given: Space, choices: Ints) -> tuple[Candidate, TaskGraph]:
     return candidate, tasks_of(candidate.program, candidate.sizes, given.task.costs)
 
 
+# Without contention at one bandwidth: `test_no_program_in_any_order_is_below_the_bound` has it at others.
 @pytest.mark.parametrize(("bandwidth", "contention"), [(1e8, 1.5), (1e10, 1.0), (1e10, 1.5), (1e11, 1.5)])
 @pytest.mark.parametrize("name", TINY)
 def test_no_program_at_any_ratios_is_below_the_joint_bound(name: str, bandwidth: float, contention: float) -> None:
