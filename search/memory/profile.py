@@ -365,6 +365,7 @@ def held_pinned(
         switches=one,
         near=False,
         planned=scheduled,
+        cuts_parts=True,
         positions_last=library.positions_last,
     )
     if not one:

@@ -40,7 +40,8 @@ class XlaKernels:
 
     A step is an instruction as it is lowered: a switch makes some again, what nothing needs is none. Small collectives
     that go as one are two steps more, which join what they send and send it; what each gives is a part of one array,
-    as cheap to any elementwise reader as a slice.
+    as cheap to any elementwise reader as a slice; with `cuts_parts`, as XLA has it on GPUs, a kernel of its own cuts it
+    out for all readers, and the array need not wait for the last of them.
 
     `positions_last`: whether convolutions of a dtype want their operands with positions as the last dimensions, or with
     channels as the last; None: as they come. What is given or arrives otherwise is copied for them, once, filters for
@@ -59,11 +60,12 @@ class XlaKernels:
         switches: bool = True,
         near: bool = True,
         planned: bool = False,
+        cuts_parts: bool = False,
         positions_last: Callable[[str], bool] | None = None,
     ) -> None:
         self.graph, self.program, self.fusing, self._switches = graph, program, fusing, switches
         self._nbytes = cache(nbytes)
-        self._positions_last = positions_last
+        self._cuts_parts, self._positions_last = cuts_parts, positions_last
         self._turned: dict[Tensor, Tensor] = {}
         """What convolutions take or make -> its copy."""
         self.steps: list[Instruction | None] = []
@@ -232,7 +234,7 @@ class XlaKernels:
             return True
         if tensor.maker in self._parts or (isinstance(step, Convert) and not step.is_collective):
             # A slice, or a part of what a bundle gives, is made by each elementwise kernel that reads it.
-            return by == "own"
+            return by == "own" or (self._cuts_parts and isinstance(step, Convert) and step.is_collective)
         if isinstance(step, Convert):
             return True
         if by == "slice" and is_fusible(self.graph.ops[step.op]) and tensor not in self._found_whole:

@@ -246,6 +246,23 @@ def test_contractions_of_triton_find_what_took_more_in_memory() -> None:
         assert not fusing.again[shifted]
 
 
+def test_parts_of_what_a_bundle_gives_are_cut_out_on_gpus() -> None:
+    """By kernels of their own; on CPUs elementwise kernels that read a part make it themselves."""
+    plan = example_plan("mlp", "mixed8")
+    graph, nbytes = plan.traced.graph, lambda v, l: padded_bytes(plan.sizes, v, l)
+    fusing = FusionPlan.of(graph, on_gpu=True)
+
+    def are_cut_out(cuts_parts: bool) -> set[bool]:
+        options = {"switches": False, "near": False, "cuts_parts": cuts_parts}
+        found = XlaKernels(graph, plan.program, plan.sizes, fusing, nbytes, DEFAULT, **options)
+        arrays = {t for k in found.sent for t in found.made[k] if t.value < 0}
+        needs = XlaSchedule(found).needs
+        return {isinstance(found.steps[k], Convert) for k, needed in needs.items() if arrays.intersection(needed)}
+
+    assert are_cut_out(True) == {True}
+    assert False in are_cut_out(False)
+
+
 def convolved(w: jax.Array, x: jax.Array) -> Any:
     def loss(w: jax.Array) -> jax.Array:
         y = jnp.tanh(lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")))
