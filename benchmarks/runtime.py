@@ -336,14 +336,14 @@ def report(rows: Sequence[dict[str, Any]]) -> bool:
     return fine
 
 
-def start(options: argparse.Namespace, where: str, folder: Path) -> list[dict[str, Any]]:
-    """All models on one cluster; the rows."""
+def start(options: argparse.Namespace, where: str, folder: Path) -> tuple[list[dict[str, Any]], list[int]]:
+    """All models on one cluster; the rows, and how each process ended. Where they failed, the rows until then."""
     systems = ["--systems", ",".join(options.systems), "--torch", options.torch]
     command = again("--join", str(folder), "--cluster", where, *systems)
-    (folder / "rows.json").unlink(missing_ok=True)
+    file = folder / "rows.json"
+    file.unlink(missing_ok=True)
     codes = run(machines(**CLUSTERS[where]), folder, command, environment(KEEPS_MEMORY), options.timeout)
-    check(codes, f"runtime: the processes on {where}")
-    return read_json(folder / "rows.json")
+    return read_json(file) if file.exists() else [], codes
 
 
 def arguments() -> argparse.Namespace:
@@ -386,8 +386,12 @@ def measure(options: argparse.Namespace, folder: Path) -> int:
     rows: list[dict[str, Any]] = []
     for where in options.cluster:
         (folder / where).mkdir(exist_ok=True)
-        rows += start(options, where, folder / where)
+        found, codes = start(options, where, folder / where)
+        rows += found
         write_json(options.json, rows)
+        if any(codes):
+            report(rows)
+        check(codes, f"runtime: the processes on {where}")
     return 0 if report(rows) else 1
 
 
