@@ -337,7 +337,7 @@ def report(rows: Sequence[dict[str, Any]]) -> bool:
 
 
 def start(options: argparse.Namespace, where: str, folder: Path) -> tuple[list[dict[str, Any]], list[int]]:
-    """All models on one cluster; the rows, and how each process ended. Where they failed, the rows until then."""
+    """All models on one cluster; the rows, where a process failed those of the models before, and the exit codes."""
     systems = ["--systems", ",".join(options.systems), "--torch", options.torch]
     command = again("--join", str(folder), "--cluster", where, *systems)
     file = folder / "rows.json"

@@ -40,8 +40,8 @@ class XlaKernels:
 
     A step is an instruction as it is lowered: a switch makes some again, what nothing needs is none. Small collectives
     that go as one are two steps more, which join what they send and send it; what each gives is a part of one array,
-    as cheap to any elementwise reader as a slice; with `cuts_parts`, as XLA has it on GPUs, a kernel of its own cuts it
-    out for all readers, and the array need not wait for the last of them.
+    as cheap to any elementwise reader as a slice. With `cuts_parts`, as on GPUs, a kernel of its own cuts each part out
+    for all its readers, and the array is freed with the last part.
 
     `positions_last`: whether convolutions of a dtype want their operands with positions as the last dimensions, or with
     channels as the last; None: as they come. What is given or arrives otherwise is copied for them, once, filters for

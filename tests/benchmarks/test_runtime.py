@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -9,6 +10,8 @@ import models
 import numpy as np
 import pytest
 import runtime
+from harness.command import write_json
+from harness.emulated_job import read_json
 from jax.sharding import Mesh
 from systems import planned, stepped
 
@@ -18,6 +21,8 @@ from hapsynth.cluster.links import Link
 from hapsynth.graph.trace import trace
 
 TINY = models.Perceptron(batch=8, width=16, classes=4)
+EVEN = {"model": "mlp", "cluster": "2", "system": "even", "times_s": [1.0] * 5, "median_s": 1.0, "spread": 0.1}
+EVEN |= {"predicted_s": 0.9, "ideal_s": 0.8, "by_quota_s": 0.7, "off": 1e-6}
 
 
 def _arguments(fn: Any, shapes: Any) -> stepped.Arguments:
@@ -73,14 +78,27 @@ def test_all_clusters_run_the_same_model(name: str) -> None:
 
 
 def test_the_report_refuses_values_that_differ(capsys: pytest.CaptureFixture[str]) -> None:
-    row = {"model": "mlp", "cluster": "2", "median_s": 1.0, "spread": 0.1, "predicted_s": 0.9}
-    row |= {"ideal_s": 0.8, "by_quota_s": 0.7}
-    even = {**row, "system": "even", "times_s": [1.0] * 5, "off": 1e-6}
-    plan = {**row, "system": "plan", "times_s": [9.0, 9.0, 0.5, 0.5, 0.5], "median_s": 0.5, "off": 1e-6}
-    assert runtime.report([even, plan])
+    plan = {**EVEN, "system": "plan", "times_s": [9.0, 9.0, 0.5, 0.5, 0.5], "median_s": 0.5}
+    assert runtime.report([EVEN, plan])
     assert "2.00 .. 2.00" in capsys.readouterr().out
-    assert not runtime.report([even, {**plan, "off": 1e-3}])
+    assert not runtime.report([EVEN, {**plan, "off": 1e-3}])
     assert "VALUES DIFFER" in capsys.readouterr().out
+
+
+def test_models_measured_before_a_process_failed_are_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run(machines: Any, folder: Path, *rest: Any) -> list[int]:
+        write_json(folder / "rows.json", [EVEN])
+        return [0, -9]
+
+    monkeypatch.setattr(runtime, "run", run)
+    found = tmp_path / "runtime.json"
+    monkeypatch.setattr("sys.argv", ["runtime.py", "--cluster", "2,even4", "--systems", "even", "--json", str(found)])
+    with pytest.raises(SystemExit, match=r"the processes on 2 ended with \[0, -9\]"):
+        runtime.measure(runtime.arguments(), tmp_path)
+    assert read_json(found) == [EVEN]
+    assert "mlp on 2" in capsys.readouterr().out
 
 
 def test_the_program_of_a_plan_with_overlap_runs_without() -> None:
