@@ -196,8 +196,8 @@ class Lowered(LoweredProgram):
         """Of a program in a schedule's order, for each run of collectives, by its place among the joined steps, what is
         computed between those before and these, and read after. XLA's scheduler goes back from the end and hides each
         transfer behind whatever there is left: without this the first find nothing. Only of collectives of arguments,
-        which nothing else keeps from starting at once, and of what lies in memory: what is elementwise, and read by
-        what is, stays with its readers."""
+        and of what is elementwise of them (a bias), which nothing else keeps from starting at once, and of what lies in
+        memory: what is elementwise, and read by what is, stays with its readers."""
         if not (self.scheduled and self.is_pinned) or len(self.graph.regions) > 1:
             return {}
         steps = [*joined(self.graph, self.steps)]
@@ -217,6 +217,8 @@ class Lowered(LoweredProgram):
                 continue
             for i in _instructions(step):
                 made += [p for p in writes(self.graph, i) if ends(i) or p in taken]
+                if not ends(i) and all(p in given for p in reads(self.graph, i)):
+                    given.update(writes(self.graph, i))
         return found
 
     def _communicate(
